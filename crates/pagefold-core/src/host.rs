@@ -1,0 +1,234 @@
+//! The one door between judgement and machine.
+//!
+//! A round goes `observe -> plan -> read -> judge -> apply -> account`; the host does observe, read
+//! and apply, and waits between rounds. The live host and the simulated one implement the same trait,
+//! so what is tested in virtual time is what runs.
+
+use crate::hash::Digest;
+use crate::units::{Pages, Vpn};
+use serde::{Deserialize, Serialize};
+
+/// What judgement asks of a machine. All calls work on whole batches.
+pub trait Host {
+    /// What the host cannot go on from. What befalls a single target is part of the answers instead.
+    type Error;
+
+    /// Takes one consistent look at the scoped regions, at KSM and at the cost so far.
+    fn observe(&mut self) -> Result<Snapshot, Self::Error>;
+
+    /// Reads the pages of a plan and returns their digests, in the order of the plan. Pages of a
+    /// region that has gone, or can no longer be read, are left out.
+    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Self::Error>;
+
+    /// Marks and unmarks spans and hands ksmd its order. Must not wait for ksmd.
+    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Self::Error>;
+
+    /// Lets `ns` nanoseconds pass; may return earlier when there is a reason to.
+    fn wait(&mut self, ns: u64) -> Result<(), Self::Error>;
+}
+
+/// A region, for as long as it lives. Never reused within a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct RegionKey(pub u32);
+
+/// The process that a region belongs to. Never reused within a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct OwnerKey(pub u32);
+
+/// Regions of the same executable, mapping and size: likely copies of each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct FamilyKey(pub u64);
+
+/// One look at the machine.
+#[derive(Clone, Debug, Default)]
+pub struct Snapshot {
+    /// Monotonic time of the look, in nanoseconds from any origin.
+    pub now_ns: u64,
+    /// The regions in scope that may be judged. Those excluded are not here.
+    pub regions: Vec<RegionView>,
+    /// KSM's state.
+    pub ksm: KsmView,
+    /// CPU time spent so far in the run.
+    pub cost: Cost,
+}
+
+/// A region as the host sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionView {
+    /// The region's identity, kept through growth, shrinking and splits.
+    pub key: RegionKey,
+    /// The process it belongs to.
+    pub owner: OwnerKey,
+    /// Its family.
+    pub family: FamilyKey,
+    /// The first page of its address range.
+    pub first: Vpn,
+    /// The length of its address range.
+    pub pages: Pages,
+    /// Anonymous pages present in it at the host's last look, which may be some seconds old.
+    pub resident: Pages,
+    /// How many pages of the range are marked mergeable.
+    pub marked: Pages,
+}
+
+/// KSM as the host sees it. Counters are the kernel's, machine-wide.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KsmView {
+    /// `pages_shared`: merged pages that stand for several.
+    pub shared: Pages,
+    /// `pages_sharing`: pages saved by them.
+    pub sharing: Pages,
+    /// `ksm_zero_pages`: pages that map the kernel's zero page instead.
+    pub zero: Pages,
+    /// `pages_scanned`: pages ksmd has looked at since boot.
+    pub scanned: u64,
+    /// `full_scans`: completed scans since boot or since the last `run` 2.
+    pub full_scans: u64,
+    /// False when KSM is not ours to drive (somebody else turned a knob, dry run): judge on, order nothing.
+    pub ours: bool,
+}
+
+impl KsmView {
+    /// Pages of memory that KSM saves: `pages_sharing` plus `ksm_zero_pages`.
+    pub fn saved(&self) -> Pages {
+        self.sharing + self.zero
+    }
+}
+
+/// CPU time spent, cumulative over the run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cost {
+    /// By pagefold and its injector, nanoseconds.
+    pub pagefold_ns: u64,
+    /// By ksmd, nanoseconds.
+    pub ksmd_ns: u64,
+}
+
+/// The pages to read this round.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SamplePlan {
+    /// Runs of neighbouring pages: one run costs little more than one page.
+    pub runs: Vec<Run>,
+    /// Seed for the digests of this run of the program.
+    pub digest_seed: u64,
+}
+
+/// Neighbouring pages of one region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// The region.
+    pub region: RegionKey,
+    /// The first page to read.
+    pub first: Vpn,
+    /// How many.
+    pub pages: u32,
+}
+
+/// What was read.
+#[derive(Clone, Debug, Default)]
+pub struct Samples {
+    /// One entry for each page read or found absent, in the plan's order.
+    pub pages: Vec<PageSample>,
+    /// CPU time the reading took, nanoseconds.
+    pub cpu_ns: u64,
+}
+
+/// One page that was looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageSample {
+    /// The region.
+    pub region: RegionKey,
+    /// The page.
+    pub page: Vpn,
+    /// How the page is held.
+    pub state: PageState,
+    /// Part of a huge page: a merge would split it.
+    pub huge: bool,
+    /// Its digest; meaningful for `Private`, and for `Merged` and `Shared` where the host read them.
+    pub digest: Digest,
+}
+
+/// How a page is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PageState {
+    /// Nothing anonymous there: not present, swapped out, or the file's own page.
+    Absent,
+    /// A frame of this process alone: what KSM could merge.
+    Private,
+    /// Maps the kernel's zero page: holds no memory.
+    ZeroMapped,
+    /// Already merged by KSM.
+    Merged,
+    /// Shared with a relative through fork: already one copy.
+    Shared,
+}
+
+/// Neighbouring pages of one region to mark or unmark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The region.
+    pub region: RegionKey,
+    /// The first page.
+    pub first: Vpn,
+    /// The length, in pages of address space.
+    pub pages: Pages,
+}
+
+/// What is to be done this round.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Actions {
+    /// Spans to mark mergeable.
+    pub mark: Vec<Span>,
+    /// Spans to unmark, which gives each merged page its own copy again.
+    pub unmark: Vec<Span>,
+    /// The order to ksmd.
+    pub merge: MergeOrder,
+}
+
+/// An order to ksmd.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MergeOrder {
+    /// Leave it as it is.
+    #[default]
+    Keep,
+    /// Scan nothing.
+    Rest,
+    /// Walk everything marked exactly once, without pause.
+    Kick,
+    /// Scan in batches, sleeping in between.
+    Pace {
+        /// Pages in a batch.
+        pages_to_scan: u32,
+        /// Sleep between batches, milliseconds.
+        sleep_ms: u32,
+    },
+}
+
+/// What came of the actions.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// For each span to mark, in order, what was marked.
+    pub marked: Vec<Marking>,
+    /// For each span to unmark, in order, what was unmarked.
+    pub unmarked: Vec<Marking>,
+    /// Stops inflicted on targets this round.
+    pub stops: u32,
+    /// The longest of them, nanoseconds.
+    pub longest_stop_ns: u64,
+    /// All of them together, nanoseconds.
+    pub total_stop_ns: u64,
+}
+
+/// What came of one span.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Marking {
+    /// Done, for so many pages of address space (less than asked where mappings had changed).
+    Done(Pages),
+    /// The target could not be stopped now; asking again later may work.
+    Busy,
+    /// The target may not be touched, or has gone: do not ask again.
+    Refused,
+}

@@ -1,0 +1,10 @@
+//! The judgement of pagefold: which memory is worth folding, when, and what came of it.
+//!
+//! Everything here is pure. There is no clock, file, environment or random source: time and seeds
+//! are arguments, processes and regions are opaque keys. A [`host::Host`] (the live machine, or the
+//! simulated one) observes, reads and acts; this crate plans, judges and accounts.
+#![forbid(unsafe_code)]
+
+pub mod hash;
+pub mod host;
+pub mod units;

@@ -1,0 +1,106 @@
+//! Units that must not be confused: pages, bytes, page numbers and shares.
+
+use serde::{Deserialize, Serialize};
+use std::iter::Sum;
+use std::ops::{Add, AddAssign, Sub};
+
+/// Bytes in a base page. pagefold supports 4 KiB pages only (x86-64, and arm64 with 4 KiB granules).
+pub const PAGE_SIZE: usize = 4096;
+
+/// Pages in one extent: 2 MiB, the size of a huge page and the unit in which density is judged.
+pub const EXTENT_PAGES: u64 = 512;
+
+/// A number of base pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Pages(pub u64);
+
+/// A number of bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Bytes(pub u64);
+
+/// A virtual page number: a virtual address divided by the page size.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Vpn(pub u64);
+
+/// A share in parts of ten thousand: 100 is one per cent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Permyriad(pub u32);
+
+impl Pages {
+    /// The bytes these pages hold.
+    pub const fn bytes(self) -> Bytes {
+        Bytes(self.0 * PAGE_SIZE as u64)
+    }
+    /// The difference, or zero where `other` is larger (kernel counters may reset).
+    #[must_use]
+    pub const fn saturating_sub(self, other: Self) -> Self {
+        Self(self.0.saturating_sub(other.0))
+    }
+}
+
+impl Bytes {
+    /// Whole mebibytes and a fraction, for people.
+    pub fn mib(self) -> f64 {
+        self.0 as f64 / (1024.0 * 1024.0)
+    }
+}
+
+impl Vpn {
+    /// The page that holds `address`.
+    pub const fn of_address(address: u64) -> Self {
+        Self(address / PAGE_SIZE as u64)
+    }
+    /// The first address of the page.
+    pub const fn address(self) -> u64 {
+        self.0 * PAGE_SIZE as u64
+    }
+    /// The 2 MiB-aligned extent that the page lies in.
+    pub const fn extent(self) -> u64 {
+        self.0 / EXTENT_PAGES
+    }
+}
+
+impl Permyriad {
+    /// `part` of `whole`, rounded down; nothing of nothing is zero.
+    pub fn of(part: u64, whole: u64) -> Self {
+        let share = u128::from(part) * 10_000 / u128::from(whole.max(1));
+        Self(u32::try_from(share).unwrap_or(u32::MAX))
+    }
+    /// As a fraction of one.
+    pub fn fraction(self) -> f64 {
+        f64::from(self.0) / 10_000.0
+    }
+}
+
+impl Add for Pages {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        Self(self.0 + other.0)
+    }
+}
+impl AddAssign for Pages {
+    fn add_assign(&mut self, other: Self) {
+        self.0 += other.0;
+    }
+}
+impl Sub for Pages {
+    type Output = Self;
+    fn sub(self, other: Self) -> Self {
+        Self(self.0 - other.0)
+    }
+}
+impl Sum for Pages {
+    fn sum<I: Iterator<Item = Self>>(pages: I) -> Self {
+        Self(pages.map(|p| p.0).sum())
+    }
+}
+impl Add<u64> for Vpn {
+    type Output = Self;
+    fn add(self, pages: u64) -> Self {
+        Self(self.0 + pages)
+    }
+}

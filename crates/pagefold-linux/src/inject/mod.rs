@@ -1,0 +1,1 @@
+//! Runs system calls inside other processes, and leaves no trace.

@@ -1,0 +1,227 @@
+//! A process, held so that a reused pid cannot be taken for it.
+//!
+//! A [`Process`] is a pid, its start time and an open descriptor of `/proc/PID`. Every read goes
+//! through the descriptor: once the process is reaped the kernel answers ESRCH there, whoever has
+//! the pid by then.
+
+use std::ffi::{CStr, CString};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// Why something of a process could not be read. The four cases call for different answers.
+#[derive(Debug, Error)]
+pub enum ReadError {
+    /// The process has ended (or is a zombie, whose memory is gone).
+    #[error("process {pid} has ended")]
+    Vanished {
+        /// The process.
+        pid: i32,
+    },
+    /// The file does not exist although the process does: this kernel has no such file.
+    #[error("/proc/{pid}/{file} does not exist on this kernel")]
+    Absent {
+        /// The process.
+        pid: i32,
+        /// The file below `/proc/PID`.
+        file: String,
+    },
+    /// The kernel refuses.
+    #[error("not permitted to read /proc/{pid}/{file}")]
+    Denied {
+        /// The process.
+        pid: i32,
+        /// The file below `/proc/PID`.
+        file: String,
+    },
+    /// The text is not what the kernel documents.
+    #[error("/proc/{pid}/{file} is malformed: {what}")]
+    Malformed {
+        /// The process.
+        pid: i32,
+        /// The file below `/proc/PID`.
+        file: String,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// Any other failure.
+    #[error("reading /proc/{pid}/{file}: {source}")]
+    Io {
+        /// The process.
+        pid: i32,
+        /// The file below `/proc/PID`.
+        file: String,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+impl ReadError {
+    /// Tells an error of the system apart by its number.
+    pub fn from_io(pid: i32, file: &str, source: io::Error) -> Self {
+        let file = file.to_owned();
+        match source.raw_os_error() {
+            Some(libc::ESRCH) => Self::Vanished { pid },
+            Some(libc::ENOENT) => Self::Absent { pid, file },
+            Some(libc::EACCES | libc::EPERM) => Self::Denied { pid, file },
+            _ => Self::Io { pid, file, source },
+        }
+    }
+}
+
+/// A live process, held by descriptor. Two handles are of the same process when pid and start time agree.
+#[derive(Debug)]
+pub struct Process {
+    pid: i32,
+    start_time_ticks: u64,
+    dir: OwnedFd,
+}
+
+impl Process {
+    /// Takes hold of the process that has `pid` now.
+    pub fn open(pid: i32) -> Result<Self, ReadError> {
+        Self::open_at(Path::new("/proc"), pid)
+    }
+
+    /// The same below another root, for tests on recorded trees.
+    pub fn open_at(root: &Path, pid: i32) -> Result<Self, ReadError> {
+        let path: PathBuf = root.join(pid.to_string());
+        let dir: OwnedFd = match File::open(&path) {
+            Ok(dir) => dir.into(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(ReadError::Vanished { pid }),
+            Err(error) => return Err(ReadError::from_io(pid, "", error)),
+        };
+        let mut process = Self { pid, start_time_ticks: 0, dir };
+        process.start_time_ticks = process.stat()?.start_time_ticks;
+        Ok(process)
+    }
+
+    /// The pid, in this process's pid namespace.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// When it started: clock ticks after boot, field 22 of `/proc/PID/stat`.
+    pub fn start_time_ticks(&self) -> u64 {
+        self.start_time_ticks
+    }
+
+    /// Opens a file below `/proc/PID` for reading.
+    pub fn open_file(&self, file: &str) -> Result<File, ReadError> {
+        self.open_with(file, libc::O_RDONLY)
+    }
+
+    /// Opens a file below `/proc/PID` with the given open flags.
+    pub fn open_with(&self, file: &str, flags: i32) -> Result<File, ReadError> {
+        let path = CString::new(file).map_err(|_| self.malformed(file, "a name with a NUL byte"))?;
+        let opened = openat(&self.dir, &path, flags).map_err(|error| match error.raw_os_error() {
+            // A missing file below a live process is this kernel's; below a reaped one everything is missing.
+            Some(libc::ENOENT) if openat(&self.dir, c"stat", libc::O_RDONLY).is_err() => {
+                ReadError::Vanished { pid: self.pid }
+            }
+            _ => ReadError::from_io(self.pid, file, error),
+        })?;
+        Ok(opened.into())
+    }
+
+    /// Reads a whole file below `/proc/PID`.
+    pub fn read_file(&self, file: &str) -> Result<Vec<u8>, ReadError> {
+        let mut bytes = Vec::new();
+        self.open_file(file)?.read_to_end(&mut bytes).map_err(|error| ReadError::from_io(self.pid, file, error))?;
+        Ok(bytes)
+    }
+
+    /// The fields of `/proc/PID/stat` that pagefold uses.
+    pub fn stat(&self) -> Result<Stat, ReadError> {
+        let bytes = self.read_file("stat")?;
+        Stat::parse(&bytes).map_err(|what| self.malformed("stat", what))
+    }
+
+    /// Whether the process is still there, the same one, and not a zombie.
+    pub fn is_alive(&self) -> bool {
+        self.stat()
+            .is_ok_and(|stat| stat.start_time_ticks == self.start_time_ticks && !matches!(stat.state, b'Z' | b'X'))
+    }
+
+    /// A malformed-text error for a file of this process.
+    pub fn malformed(&self, file: &str, what: impl Into<String>) -> ReadError {
+        ReadError::Malformed { pid: self.pid, file: file.to_owned(), what: what.into() }
+    }
+}
+
+fn openat(dir: &OwnedFd, path: &CStr, flags: i32) -> io::Result<OwnedFd> {
+    // SAFETY: `dir` is open for the duration of the call and `path` is NUL-terminated.
+    let fd = unsafe { libc::openat(dir.as_raw_fd(), path.as_ptr(), flags | libc::O_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just handed out this descriptor; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The fields of `/proc/PID/stat` that pagefold uses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stat {
+    /// The command name, at most 15 bytes, any bytes.
+    pub comm: Vec<u8>,
+    /// The state letter: R, S, D, Z, T, t, X, I.
+    pub state: u8,
+    /// The parent's pid.
+    pub parent: i32,
+    /// Kernel thread (PF_KTHREAD in the flags).
+    pub kernel_thread: bool,
+    /// User plus system time of the process, clock ticks.
+    pub cpu_ticks: u64,
+    /// Start time, clock ticks after boot.
+    pub start_time_ticks: u64,
+}
+
+impl Stat {
+    /// Parses the text of `/proc/PID/stat`. The name may hold spaces and parentheses: it ends at the last one.
+    pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
+        const PF_KTHREAD: u64 = 0x0020_0000;
+        let open = text.iter().position(|&byte| byte == b'(').ok_or("no command name")?;
+        let close = text.iter().rposition(|&byte| byte == b')').ok_or("no command name")?;
+        let comm = text.get(open + 1..close).ok_or("no command name")?.to_vec();
+        let rest = std::str::from_utf8(&text[close + 1..]).map_err(|_| "fields are not ASCII")?;
+        let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
+        let number = |index: usize| -> Result<u64, &'static str> {
+            fields.get(index).ok_or("too few fields")?.parse().map_err(|_| "a field is not a number")
+        };
+        Ok(Self {
+            comm,
+            state: *fields.first().and_then(|state| state.as_bytes().first()).ok_or("no state")?,
+            parent: fields.get(1).ok_or("too few fields")?.parse().map_err(|_| "the parent is not a number")?,
+            kernel_thread: number(6)? & PF_KTHREAD != 0,
+            cpu_ticks: number(11)?.saturating_add(number(12)?),
+            start_time_ticks: number(19)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stat_survives_hostile_names() {
+        let text = b"42 (a) R 1 (b)) S 7 1 1 0 -1 4194304 0 0 0 0 11 22 0 0 20 0 1 0 9876 1 1";
+        let stat = Stat::parse(text).unwrap();
+        assert_eq!(stat.comm, b"a) R 1 (b)");
+        assert_eq!((stat.state, stat.parent, stat.cpu_ticks, stat.start_time_ticks), (b'S', 7, 33, 9876));
+        assert!(!stat.kernel_thread);
+        for cut in 0..text.len() {
+            let _ = Stat::parse(&text[..cut]);
+        }
+    }
+
+    #[test]
+    fn own_process_is_alive_and_an_impossible_one_is_not() {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        assert!(own.is_alive());
+        assert!(matches!(own.read_file("no-such-file"), Err(ReadError::Absent { .. })));
+        assert!(matches!(Process::open(0x7fff_fff0), Err(ReadError::Vanished { .. })));
+    }
+}
