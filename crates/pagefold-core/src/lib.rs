@@ -5,6 +5,15 @@
 //! simulated one) observes, reads and acts; this crate plans, judges and accounts.
 #![forbid(unsafe_code)]
 
+pub mod config;
+pub mod engine;
+pub mod estimate;
+pub mod extent;
 pub mod hash;
 pub mod host;
+pub mod index;
+pub mod ledger;
+pub mod merge;
+pub mod permutation;
+pub mod region;
 pub mod units;

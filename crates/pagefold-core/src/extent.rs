@@ -1,0 +1,175 @@
+//! From duplicate pages to the spans worth marking.
+//!
+//! Every marked page costs ksmd at each scan, and a span that is not a whole mapping splits it. In
+//! real programs duplicates come in short runs but in uniformly dense 2 MiB extents, so density over
+//! an extent decides: at least half of its pages, or nearly all where it holds huge pages, which a
+//! merge splits.
+
+use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
+use std::collections::BTreeMap;
+
+/// What is known of one 2 MiB-aligned extent of a region.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Extent {
+    /// Pages read that hold memory: private, merged or shared.
+    pub resident: u16,
+    /// Those that are zero, have a twin or are merged already.
+    pub duplicate: u16,
+    /// Those that belong to a huge page.
+    pub huge: u16,
+}
+
+/// How dense an extent must be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Density {
+    /// Duplicate share of the resident pages.
+    pub plain: Permyriad,
+    /// The same where the extent holds huge pages.
+    pub huge: Permyriad,
+}
+
+impl Default for Density {
+    fn default() -> Self {
+        Self { plain: Permyriad(5_000), huge: Permyriad(9_000) }
+    }
+}
+
+impl Extent {
+    /// Whether the extent is worth marking.
+    pub fn is_dense(&self, density: Density) -> bool {
+        let needed = if self.huge > 0 { density.huge } else { density.plain };
+        self.duplicate > 0 && Permyriad::of(self.duplicate.into(), self.resident.into()) >= needed
+    }
+}
+
+/// The extents of a region, by extent number. Only those with a page read are here.
+pub type Extents = BTreeMap<u64, Extent>;
+
+/// A range of pages of one region to mark, and what is expected of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    /// First page.
+    pub first: Vpn,
+    /// Length in pages of address space.
+    pub pages: Pages,
+    /// Resident pages in it.
+    pub resident: Pages,
+    /// Duplicate pages in it.
+    pub duplicate: Pages,
+}
+
+/// The spans of `extents` worth marking within the region `first .. first + pages`, at most `cap` of them.
+///
+/// The whole region where its dense extents hold three quarters of it or it is no longer than two
+/// extents; otherwise the dense extents, neighbours joined, and the nearest joined over their gaps
+/// until no more than `cap` spans are left.
+pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, cap: usize) -> Vec<Candidate> {
+    let end = first + pages.0;
+    let sum = |low: u64, high: u64| {
+        extents.range(low..high).fold((0, 0), |(resident, duplicate), (_, extent)| {
+            (resident + u64::from(extent.resident), duplicate + u64::from(extent.duplicate))
+        })
+    };
+    let candidate = |low: Vpn, high: Vpn, (resident, duplicate): (u64, u64)| Candidate {
+        first: low,
+        pages: Pages(high.0 - low.0),
+        resident: Pages(resident),
+        duplicate: Pages(duplicate),
+    };
+    let all = sum(0, u64::MAX);
+    let dense_resident: u64 =
+        extents.values().filter(|extent| extent.is_dense(density)).map(|extent| u64::from(extent.resident)).sum();
+    if dense_resident == 0 && pages.0 > 2 * EXTENT_PAGES {
+        return Vec::new();
+    }
+    if pages.0 <= 2 * EXTENT_PAGES {
+        let huge = extents.values().map(|extent| extent.huge).max().unwrap_or(0);
+        let needed = if huge > 0 { density.huge } else { density.plain };
+        let dense = all.1 > 0 && Permyriad::of(all.1, all.0) >= needed;
+        return if dense { vec![candidate(first, end, all)] } else { Vec::new() };
+    }
+    let huge_sparse = extents.values().any(|extent| extent.huge > 0 && !extent.is_dense(density));
+    if dense_resident * 4 >= all.0 * 3 && !huge_sparse {
+        return vec![candidate(first, end, all)];
+    }
+    let mut spans: Vec<(u64, u64)> = Vec::new();
+    for (&number, _) in extents.iter().filter(|(_, extent)| extent.is_dense(density)) {
+        match spans.last_mut() {
+            Some((_, high)) if *high == number => *high = number + 1,
+            _ => spans.push((number, number + 1)),
+        }
+    }
+    while spans.len() > cap.max(1) {
+        // Join over the gap that brings the fewest pages not worth marking.
+        let cheapest = (1..spans.len()).min_by_key(|&right| sum(spans[right - 1].1, spans[right].0).0).unwrap_or(1);
+        spans[cheapest - 1].1 = spans[cheapest].1;
+        spans.remove(cheapest);
+    }
+    spans
+        .into_iter()
+        .map(|(low, high)| {
+            let clip = |number: u64| Vpn((number * EXTENT_PAGES).clamp(first.0, end.0));
+            candidate(clip(low), clip(high), sum(low, high))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn extents(densities: &[u16]) -> Extents {
+        (0..).zip(densities).map(|(n, &duplicate)| (n, Extent { resident: 512, duplicate, huge: 0 })).collect()
+    }
+
+    #[test]
+    fn dense_neighbours_are_joined_and_sparse_ones_left() {
+        let spans = candidates(&extents(&[0, 300, 400, 10, 0, 500]), Vpn(100), Pages(2972), Density::default(), 8);
+        let ranges: Vec<_> = spans.iter().map(|span| (span.first.0, span.pages.0, span.duplicate.0)).collect();
+        assert_eq!(ranges, [(512, 1024, 700), (2560, 512, 500)]);
+    }
+
+    #[test]
+    fn a_mostly_dense_region_is_marked_whole() {
+        let spans = candidates(&extents(&[300, 300, 300, 10]), Vpn(3), Pages(2000), Density::default(), 8);
+        assert_eq!(
+            spans,
+            [Candidate { first: Vpn(3), pages: Pages(2000), resident: Pages(2048), duplicate: Pages(910) }]
+        );
+    }
+
+    #[test]
+    fn huge_pages_need_near_certainty() {
+        let mut all = extents(&[300, 0, 0, 0]);
+        all.get_mut(&0).unwrap().huge = 512;
+        assert!(candidates(&all, Vpn(0), Pages(2048), Density::default(), 8).is_empty());
+        all.get_mut(&0).unwrap().duplicate = 500;
+        assert_eq!(candidates(&all, Vpn(0), Pages(2048), Density::default(), 8).len(), 1);
+    }
+
+    proptest! {
+        #[test]
+        fn spans_lie_inside_apart_and_under_the_cap(
+            densities in proptest::collection::vec(0u16..=512, 3..60), first in 0u64..512, cap in 1usize..6,
+        ) {
+            let all = extents(&densities);
+            let pages = Pages(densities.len() as u64 * EXTENT_PAGES - first);
+            let spans = candidates(&all, Vpn(first), pages, Density::default(), cap);
+            prop_assert!(spans.len() <= cap);
+            let mut last = first;
+            for span in &spans {
+                prop_assert!(span.first.0 >= last && span.pages.0 > 0 && span.duplicate <= span.resident);
+                last = span.first.0 + span.pages.0;
+                prop_assert!(last <= first + pages.0);
+            }
+            // Every dense extent is covered.
+            for (number, extent) in &all {
+                if extent.is_dense(Density::default()) && pages.0 > 2 * EXTENT_PAGES {
+                    let page = (number * EXTENT_PAGES).max(first);
+                    prop_assert!(spans.iter().any(|span| span.first.0 <= page && page < span.first.0 + span.pages.0));
+                }
+            }
+        }
+    }
+}

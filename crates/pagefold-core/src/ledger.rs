@@ -1,0 +1,108 @@
+//! The ledger: what was saved, and what it cost. Status, metrics and summaries are views of it.
+
+use crate::host::{Cost, KsmView, Marking, Outcome, Span};
+use crate::units::Pages;
+use serde::Serialize;
+
+/// Bytes of kernel memory for each marked page that ksmd has visited (`struct ksm_rmap_item`).
+pub const METADATA_BYTES_PER_PAGE: u64 = 64;
+
+/// The account of one run.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Ledger {
+    /// Pages KSM saved, machine-wide, before the run.
+    pub saved_before: Pages,
+    /// Pages it saves now.
+    pub saved_now: Pages,
+    /// The most it saved at any time of the run.
+    pub saved_most: Pages,
+    /// Pages of address space marked by this run.
+    pub marked: Pages,
+    /// Spans marked.
+    pub spans: u64,
+    /// Spans whose target refused or had gone.
+    pub refused: u64,
+    /// Pages read.
+    pub pages_read: u64,
+    /// Stops inflicted on targets.
+    pub stops: u64,
+    /// The longest of them, nanoseconds.
+    pub longest_stop_ns: u64,
+    /// All of them together, nanoseconds.
+    pub total_stop_ns: u64,
+    /// CPU time spent.
+    pub cost: Cost,
+    /// When the run began.
+    pub began_ns: u64,
+    /// The last look.
+    pub now_ns: u64,
+    /// Pages saved by this run over time, a point at each change: (nanoseconds since it began, pages).
+    pub curve: Vec<(u64, Pages)>,
+}
+
+impl Ledger {
+    /// Takes note of a look at the machine.
+    pub fn look(&mut self, now_ns: u64, ksm: &KsmView, cost: Cost) {
+        if self.began_ns == 0 {
+            self.began_ns = now_ns;
+            self.saved_before = ksm.saved();
+        }
+        self.now_ns = now_ns;
+        self.cost = cost;
+        self.saved_now = ksm.saved();
+        self.saved_most = self.saved_most.max(self.saved_now);
+        let saved = self.saved();
+        if self.curve.last().map(|&(_, last)| last) != Some(saved) {
+            self.curve.push((now_ns - self.began_ns, saved));
+        }
+    }
+
+    /// Takes note of what came of a round's actions.
+    pub fn act(&mut self, spans: &[Span], outcome: &Outcome) {
+        for (_, marking) in spans.iter().zip(&outcome.marked) {
+            match marking {
+                Marking::Done(pages) => {
+                    self.marked += *pages;
+                    self.spans += 1;
+                }
+                Marking::Refused => self.refused += 1,
+                Marking::Busy => {}
+            }
+        }
+        self.stops += u64::from(outcome.stops);
+        self.longest_stop_ns = self.longest_stop_ns.max(outcome.longest_stop_ns);
+        self.total_stop_ns += outcome.total_stop_ns;
+    }
+
+    /// Pages saved by this run so far.
+    pub fn saved(&self) -> Pages {
+        self.saved_now.saturating_sub(self.saved_before)
+    }
+
+    /// Seconds from the start until nine tenths of what is saved now were saved for good.
+    pub fn seconds_to_90_percent(&self) -> Option<f64> {
+        let goal = self.saved().0 * 9 / 10;
+        if goal == 0 {
+            return None;
+        }
+        let reached = self.curve.iter().rposition(|&(_, saved)| saved.0 < goal).map_or(0, |last| last + 1);
+        self.curve.get(reached).map(|&(ns, _)| ns as f64 / 1e9)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ninety_per_cent_counts_from_when_it_lasts() {
+        let mut ledger = Ledger::default();
+        for (second, sharing) in [(1, 0), (2, 100), (3, 10), (4, 95), (5, 100), (6, 100)] {
+            let ksm = KsmView { sharing: Pages(sharing), ..KsmView::default() };
+            ledger.look(second * 1_000_000_000, &ksm, Cost::default());
+        }
+        assert_eq!(ledger.seconds_to_90_percent(), Some(3.0));
+        assert_eq!(ledger.saved(), Pages(100));
+        assert_eq!(Ledger::default().seconds_to_90_percent(), None);
+    }
+}

@@ -1,0 +1,88 @@
+//! A permutation of `0..len` that needs no table, so that no page of a region is sampled twice before
+//! every page has been sampled once (UKSM section 5.3).
+//!
+//! A balanced Feistel network over the next even power of two, walked until the value falls in range.
+
+/// A keyed permutation of `0..len`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Permutation {
+    len: u64,
+    half_bits: u32,
+    key: u64,
+}
+
+impl Permutation {
+    /// The permutation of `0..len` that `key` names.
+    pub fn new(len: u64, key: u64) -> Self {
+        let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
+        Self { len, half_bits: bits.div_ceil(2).max(1), key }
+    }
+
+    /// How many values there are.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The value at `index`, which must be below `len`.
+    pub fn at(&self, index: u64) -> u64 {
+        debug_assert!(index < self.len);
+        let mut value = index;
+        loop {
+            value = self.encrypt(value);
+            // The domain is at most four times `len`: on average few steps, and it must come back.
+            if value < self.len {
+                return value;
+            }
+        }
+    }
+
+    fn encrypt(&self, value: u64) -> u64 {
+        let mask = (1 << self.half_bits) - 1;
+        let (mut left, mut right) = (value >> self.half_bits, value & mask);
+        for round in 0..4 {
+            (left, right) = (right, left ^ (mix(right ^ self.key.rotate_left(round * 16)) & mask));
+        }
+        left << self.half_bits | right
+    }
+}
+
+/// splitmix64's finaliser: every input bit reaches every output bit.
+pub fn mix(value: u64) -> u64 {
+    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_value_comes_exactly_once(len in 1u64..5000, key: u64) {
+            let permutation = Permutation::new(len, key);
+            let mut seen = vec![false; usize::try_from(len).unwrap()];
+            for index in 0..len {
+                let value = usize::try_from(permutation.at(index)).unwrap();
+                prop_assert!(!seen[value]);
+                seen[value] = true;
+            }
+        }
+    }
+
+    #[test]
+    fn the_order_looks_random() {
+        let permutation = Permutation::new(100_000, 42);
+        let first: Vec<u64> = (0..1000).map(|index| permutation.at(index)).collect();
+        let mean = first.iter().sum::<u64>() as f64 / 1000.0;
+        assert!((mean - 50_000.0).abs() < 4_000.0, "{mean}");
+        assert!(first.windows(2).filter(|pair| pair[1] == pair[0] + 1).count() < 5);
+    }
+}

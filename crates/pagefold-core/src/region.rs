@@ -1,0 +1,288 @@
+//! What is known of one region.
+
+use crate::config::Config;
+use crate::estimate::{Estimate, Tally};
+use crate::extent::{Candidate, Extents, candidates};
+use crate::hash::Digest;
+use crate::host::RegionView;
+use crate::permutation::{Permutation, mix};
+use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
+
+/// Neighbouring pages read at one sample point. A run of four costs little more than one page and a
+/// half (page-table walk and system call are shared), and shows as much as two scattered pages.
+pub const RUN_PAGES: u64 = 4;
+/// Pages remembered from the survey, to see what changes.
+const PROBES_MAX: usize = 1024;
+/// Visits to remembered pages before their changes count.
+const PROBES_MIN: u64 = 16;
+
+/// Where a region stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// Sampled, to tell whether it is worth reading whole.
+    Survey,
+    /// Being read whole, up to this page.
+    Examine(Vpn),
+    /// Read whole at this time; marked where it was dense. Sampled on, to see whether that still holds.
+    Judged(u64),
+}
+
+/// One region under judgement.
+#[derive(Clone, Debug)]
+pub struct Region {
+    /// The host's latest view of it.
+    pub view: RegionView,
+    /// Offsets in the index count from here.
+    pub base: Vpn,
+    /// When it was first seen, nanoseconds.
+    pub seen_ns: u64,
+    /// What its samples have shown since it was last examined.
+    pub tally: Tally,
+    /// Of the samples that fell in marked spans: how many, and how many of them were duplicate yet unmerged.
+    pub in_marks: (u64, u64),
+    /// Where it stands.
+    pub stage: Stage,
+    /// Its extents, once examined.
+    pub extents: Extents,
+    /// Spans marked in it by this run.
+    pub marks: Vec<Candidate>,
+    /// Its extents have changed since candidates were last derived from them.
+    pub dirty: bool,
+    /// The target refused: never ask again.
+    pub barred: bool,
+    /// Not to be marked or examined again before this time, nanoseconds.
+    pub not_before_ns: u64,
+    /// The last pause before it may be examined again, nanoseconds.
+    pub pause_ns: u64,
+    order: Permutation,
+    next: u64,
+    probes: Vec<(u32, u32)>,
+    revisited: u64,
+    changed: u64,
+}
+
+impl Region {
+    /// A region seen for the first time.
+    pub fn new(view: RegionView, now_ns: u64, seed: u64) -> Self {
+        let mut region = Self {
+            view,
+            base: view.first,
+            seen_ns: now_ns,
+            tally: Tally::default(),
+            in_marks: (0, 0),
+            stage: Stage::Survey,
+            extents: Extents::new(),
+            marks: Vec::new(),
+            dirty: false,
+            barred: false,
+            not_before_ns: 0,
+            pause_ns: 0,
+            order: Permutation::new(1, 0),
+            next: 0,
+            probes: Vec::new(),
+            revisited: 0,
+            changed: 0,
+        };
+        region.reorder(seed);
+        region
+    }
+
+    /// Takes the host's latest view: bounds move with growth and shrinking.
+    pub fn update(&mut self, view: RegionView, seed: u64) {
+        let moved = (view.first, view.pages) != (self.view.first, self.view.pages);
+        self.view = view;
+        if moved {
+            self.reorder(seed);
+        }
+    }
+
+    /// Siblings share their order, so that copies of each other are sampled at the same places.
+    fn reorder(&mut self, seed: u64) {
+        let units = self.view.pages.0.div_ceil(RUN_PAGES).max(1);
+        self.order = Permutation::new(units, mix(seed ^ self.view.family.0));
+        self.next = 0;
+    }
+
+    /// The next place to sample: a first page and a number of pages. Every page comes once before any
+    /// comes twice.
+    pub fn next_run(&mut self) -> (Vpn, u64) {
+        if self.next >= self.order.len() {
+            self.next = 0;
+        }
+        let unit = self.order.at(self.next);
+        self.next += 1;
+        let first = unit * RUN_PAGES;
+        (self.view.first + first, RUN_PAGES.min(self.view.pages.0 - first))
+    }
+
+    /// Places not sampled yet in this cycle.
+    pub fn places_left(&self) -> u64 {
+        self.order.len().saturating_sub(self.next)
+    }
+
+    /// The share of duplicates left in extents that were not worth marking, 0 to 1.
+    pub fn left_over(&self) -> f64 {
+        let (resident, duplicate) = self
+            .extents
+            .iter()
+            .filter(|(number, _)| !self.is_marked(Vpn(*number * EXTENT_PAGES)))
+            .fold((0_u64, 0_u64), |(resident, duplicate), (_, extent)| {
+                (resident + u64::from(extent.resident), duplicate + u64::from(extent.duplicate))
+            });
+        duplicate as f64 / resident.max(1) as f64
+    }
+
+    /// The page's offset for the index. Wraps for pages below the base, as a stack grows downwards.
+    #[expect(clippy::cast_possible_truncation, reason = "27 bits are kept; regions are shorter than that")]
+    pub fn offset(&self, page: Vpn) -> u32 {
+        page.0.wrapping_sub(self.base.0) as u32 & ((1 << 27) - 1)
+    }
+
+    /// The page at an offset of the index.
+    pub fn page_at(&self, offset: u32) -> Vpn {
+        // Sign-extend the 27 bits.
+        let offset = i64::from(offset) << 37 >> 37;
+        Vpn(self.base.0.wrapping_add_signed(offset))
+    }
+
+    /// Remembers a sampled page, or compares it with what is remembered of it.
+    #[expect(clippy::cast_possible_truncation, reason = "32 bits of a digest are enough to see a change")]
+    pub fn probe(&mut self, page: Vpn, digest: Digest, surveying: bool) {
+        let (offset, print) = (self.offset(page), (digest.0 >> 16) as u32);
+        if surveying {
+            if self.probes.len() < PROBES_MAX {
+                self.probes.push((offset, print));
+            }
+        } else if let Ok(at) = self.probes.binary_search_by_key(&offset, |&(offset, _)| offset) {
+            self.revisited += 1;
+            self.changed += u64::from(self.probes[at].1 != print);
+            self.probes[at].1 = print;
+        }
+    }
+
+    /// Begins to read the region whole.
+    pub fn examine(&mut self) {
+        self.stage = Stage::Examine(self.view.first);
+        self.extents.clear();
+        self.probes.sort_unstable();
+        self.probes.dedup_by_key(|&mut (offset, _)| offset);
+        (self.revisited, self.changed) = (0, 0);
+    }
+
+    /// The whole region has been read.
+    pub fn judged(&mut self, now_ns: u64) {
+        self.stage = Stage::Judged(now_ns);
+        self.tally = Tally::default();
+        self.in_marks = (0, 0);
+        self.dirty = true;
+    }
+
+    /// Whether a page has been counted in its extent.
+    pub fn is_counted(&self, page: Vpn) -> bool {
+        match self.stage {
+            Stage::Survey => false,
+            Stage::Examine(cursor) => page < cursor,
+            Stage::Judged(_) => true,
+        }
+    }
+
+    /// Whether a page lies in a span marked by this run, or by somebody else's mark on the whole region.
+    pub fn is_marked(&self, page: Vpn) -> bool {
+        self.view.marked >= self.view.pages
+            || self.marks.iter().any(|mark| mark.first <= page && page.0 < mark.first.0 + mark.pages.0)
+    }
+
+    /// The estimate from its samples, with `scope_fraction` of the whole scope sampled. Twins are
+    /// taken to lie where sampling is as dense as here, or as in the scope if that is thinner.
+    pub fn estimate(&self, scope_fraction: f64) -> Estimate {
+        let own = self.tally.sampled as f64 / self.view.resident.0.max(1) as f64;
+        self.tally.estimate(own.min(scope_fraction).max(1e-6))
+    }
+
+    /// Whether too much of it changes between two visits for merging to last.
+    pub fn is_volatile(&self, config: &Config) -> bool {
+        self.revisited >= PROBES_MIN && Permyriad::of(self.changed, self.revisited) >= config.changed_threshold
+    }
+
+    /// The spans that are worth marking and are not marked yet.
+    pub fn unmarked_candidates(&self, config: &Config, cap: usize) -> Vec<Candidate> {
+        if self.view.marked >= self.view.pages {
+            return Vec::new();
+        }
+        candidates(&self.extents, self.view.first, self.view.pages, config.density, cap)
+            .into_iter()
+            .filter(|span| span.duplicate >= config.span_pages_min)
+            .filter(|span| !self.marks.iter().any(|mark| covers(mark, span)))
+            .collect()
+    }
+
+    /// Resident pages in the spans marked by this run.
+    pub fn marked_resident(&self) -> Pages {
+        if self.view.marked >= self.view.pages {
+            return self.view.resident;
+        }
+        self.marks.iter().map(|mark| mark.resident).sum()
+    }
+}
+
+fn covers(outer: &Candidate, inner: &Candidate) -> bool {
+    outer.first <= inner.first && inner.first.0 + inner.pages.0 <= outer.first.0 + outer.pages.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::{FamilyKey, OwnerKey, RegionKey};
+
+    fn view(first: u64, pages: u64) -> RegionView {
+        RegionView {
+            key: RegionKey(1),
+            owner: OwnerKey(1),
+            family: FamilyKey(1),
+            first: Vpn(first),
+            pages: Pages(pages),
+            resident: Pages(pages),
+            marked: Pages(0),
+        }
+    }
+
+    #[test]
+    fn every_page_is_sampled_once_in_a_cycle() {
+        let mut region = Region::new(view(1000, 1003), 0, 7);
+        let mut seen = vec![0; 1003];
+        for _ in 0..1003_u64.div_ceil(RUN_PAGES) {
+            let (first, pages) = region.next_run();
+            for page in first.0..first.0 + pages {
+                seen[usize::try_from(page - 1000).unwrap()] += 1;
+            }
+        }
+        assert!(seen.iter().all(|&times| times == 1));
+    }
+
+    #[test]
+    fn offsets_survive_growth_downwards() {
+        let mut region = Region::new(view(1000, 100), 0, 7);
+        region.update(view(900, 200), 7);
+        for page in [900, 999, 1000, 1099] {
+            assert_eq!(region.page_at(region.offset(Vpn(page))), Vpn(page));
+        }
+    }
+
+    #[test]
+    fn a_region_that_rewrites_its_pages_is_volatile() {
+        let mut region = Region::new(view(0, 1000), 0, 7);
+        for page in 0..100 {
+            region.probe(Vpn(page), Digest(page << 16), true);
+        }
+        region.examine();
+        for page in 0..100 {
+            region.probe(Vpn(page), Digest((page + u64::from(page % 2 == 0)) << 16), false);
+        }
+        assert!(region.is_volatile(&Config::default()));
+        region.examine();
+        for page in 0..100 {
+            region.probe(Vpn(page), Digest((page + u64::from(page % 2 == 0)) << 16), false);
+        }
+        assert!(!region.is_volatile(&Config::default()));
+    }
+}
