@@ -122,8 +122,8 @@ impl Engine {
         (self.index.len(), self.index.bytes())
     }
 
-    /// Scans completed by ksmd on our order, and kicks that had to be repeated.
-    pub fn scans(&self) -> (u64, u64) {
+    /// Scans completed by ksmd on our order.
+    pub fn scans(&self) -> u64 {
         self.merger.scans()
     }
 
@@ -283,8 +283,7 @@ impl Engine {
         self.refresh();
         let marked: Pages = self.regions().map(Region::marked_resident).sum();
         let settled = mark.is_empty() && !self.foreground && self.marks_held_since_ns.is_none();
-        let merge =
-            self.merger.order(self.now_ns, &self.snapshot.ksm, &self.snapshot.cost, marked, settled, &self.config);
+        let merge = self.merger.order(self.now_ns, &self.snapshot.ksm, marked, settled, &self.config);
         Actions { mark, unmark: Vec::new(), merge }
     }
 

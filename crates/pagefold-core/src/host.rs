@@ -87,6 +87,9 @@ pub struct KsmView {
     pub scanned: u64,
     /// `full_scans`: completed scans since boot or since the last `run` 2.
     pub full_scans: u64,
+    /// An order to ksmd is still being carried out: a kick until its scan has ended (or was found to have
+    /// nothing to scan), any other order until it is in force.
+    pub busy: bool,
     /// False when KSM is not ours to drive (somebody else turned a knob, dry run): judge on, order nothing.
     pub ours: bool,
 }

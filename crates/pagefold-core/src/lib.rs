@@ -5,6 +5,7 @@
 //! simulated one) observes, reads and acts; this crate plans, judges and accounts.
 #![forbid(unsafe_code)]
 
+pub mod census;
 pub mod config;
 pub mod engine;
 pub mod estimate;

@@ -10,12 +10,9 @@
 //! because a kick cannot be called back.
 
 use crate::config::Config;
-use crate::host::{Cost, KsmView, MergeOrder};
+use crate::host::{KsmView, MergeOrder};
 use crate::units::Pages;
 
-/// A kick that has not moved ksmd's CPU clock for so long was lost, nanoseconds: one that arrives
-/// while a scan ends goes unnoticed by the kernel.
-const LOST_AFTER_NS: u64 = 300_000_000;
 /// Exited processes wait so long for their reaping, so that many share one scan, nanoseconds.
 const REAP_AFTER_NS: u64 = 10_000_000_000;
 /// Pages in a paced batch: about a tenth of a second.
@@ -27,11 +24,8 @@ const BATCH_NS: u64 = 100_000_000;
 struct Flight {
     full_scans: u64,
     saved: Pages,
-    /// A kick, which can be lost; a paced scan goes on by itself.
+    /// A kick; a paced scan goes on until it is told to rest.
     kicked: bool,
-    /// The last time ksmd was seen to move, and its CPU clock then.
-    moved_ns: u64,
-    ksmd_ns: u64,
 }
 
 /// What is owed to the marked memory, and the scan under way.
@@ -43,7 +37,6 @@ pub struct Merger {
     /// Pages merged by the last completed scan.
     last_growth: Pages,
     completed: u64,
-    lost: u64,
 }
 
 impl Merger {
@@ -65,9 +58,9 @@ impl Merger {
         self.flight.is_some() || self.owed > 0
     }
 
-    /// Scans completed, and kicks that had to be repeated.
-    pub fn scans(&self) -> (u64, u64) {
-        (self.completed, self.lost)
+    /// Scans completed.
+    pub fn scans(&self) -> u64 {
+        self.completed
     }
 
     /// Pages that the last completed scan merged.
@@ -77,15 +70,7 @@ impl Merger {
 
     /// The order for this round. `settled` says that no more marks are about to come, so that one scan
     /// serves them all; `marked` is the resident memory under marks.
-    pub fn order(
-        &mut self,
-        now_ns: u64,
-        ksm: &KsmView,
-        cost: &Cost,
-        marked: Pages,
-        settled: bool,
-        config: &Config,
-    ) -> MergeOrder {
+    pub fn order(&mut self, now_ns: u64, ksm: &KsmView, marked: Pages, settled: bool, config: &Config) -> MergeOrder {
         if !ksm.ours {
             // Not ours: what is owed stays owed until it is, and nothing is under way.
             self.flight = None;
@@ -94,15 +79,9 @@ impl Merger {
         if self.reap_since_ns.is_some_and(|since| now_ns.saturating_sub(since) >= REAP_AFTER_NS) && self.owed == 0 {
             self.owed = 1;
         }
-        if let Some(flight) = &mut self.flight {
-            if ksm.full_scans <= flight.full_scans {
-                if cost.ksmd_ns > flight.ksmd_ns {
-                    (flight.moved_ns, flight.ksmd_ns) = (now_ns, cost.ksmd_ns);
-                } else if flight.kicked && now_ns.saturating_sub(flight.moved_ns) >= LOST_AFTER_NS {
-                    flight.moved_ns = now_ns;
-                    self.lost += 1;
-                    return MergeOrder::Kick;
-                }
+        if let Some(flight) = self.flight {
+            let answered = ksm.full_scans > flight.full_scans;
+            if ksm.busy || !(answered || flight.kicked) {
                 return MergeOrder::Keep;
             }
             self.land(ksm);
@@ -112,13 +91,8 @@ impl Merger {
         }
         let order = scan_order(marked, config);
         self.reap_since_ns = None;
-        self.flight = Some(Flight {
-            full_scans: ksm.full_scans,
-            saved: ksm.saved(),
-            kicked: order == MergeOrder::Kick,
-            moved_ns: now_ns,
-            ksmd_ns: cost.ksmd_ns,
-        });
+        self.flight =
+            Some(Flight { full_scans: ksm.full_scans, saved: ksm.saved(), kicked: order == MergeOrder::Kick });
         order
     }
 
@@ -151,7 +125,6 @@ mod tests {
     struct Bench {
         merger: Merger,
         ksm: KsmView,
-        cost: Cost,
         config: Config,
         now_ns: u64,
     }
@@ -159,16 +132,18 @@ mod tests {
     impl Bench {
         fn new() -> Self {
             let ksm = KsmView { ours: true, ..KsmView::default() };
-            Self { merger: Merger::default(), ksm, cost: Cost::default(), config: Config::default(), now_ns: 0 }
+            Self { merger: Merger::default(), ksm, config: Config::default(), now_ns: 0 }
         }
         fn order(&mut self, settled: bool) -> MergeOrder {
             self.now_ns += 50 * MS;
-            self.merger.order(self.now_ns, &self.ksm, &self.cost, Pages(1000), settled, &self.config)
+            let order = self.merger.order(self.now_ns, &self.ksm, Pages(1000), settled, &self.config);
+            self.ksm.busy |= order == MergeOrder::Kick;
+            order
         }
         fn finish_scan(&mut self, merged: u64) {
             self.ksm.full_scans += 1;
+            self.ksm.busy = false;
             self.ksm.sharing += Pages(merged);
-            self.cost.ksmd_ns += MS;
         }
     }
 
@@ -202,17 +177,28 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_kick_is_noticed_and_a_slow_scan_is_not_taken_for_one() {
+    fn a_kick_under_way_is_waited_for_and_an_empty_one_is_over() {
         let mut bench = Bench::new();
         bench.merger.owe(Pages(1000));
         assert_eq!(bench.order(true), MergeOrder::Kick);
-        for _ in 0..20 {
-            bench.cost.ksmd_ns += 10 * MS;
-            assert_eq!(bench.order(true), MergeOrder::Keep);
-        }
-        let again = (0..10).find(|_| bench.order(true) == MergeOrder::Kick);
-        assert!(again.is_some());
-        assert_eq!(bench.merger.scans(), (0, 1));
+        assert_eq!(bench.order(true), MergeOrder::Keep);
+        // Nothing was registered any more: the host gives up on it, and no scan is counted by the kernel.
+        bench.ksm.busy = false;
+        assert_eq!(bench.order(true), MergeOrder::Kick);
+        bench.ksm.busy = false;
+        assert_eq!(bench.order(true), MergeOrder::Rest);
+    }
+
+    #[test]
+    fn a_paced_scan_goes_on_until_it_has_come_round() {
+        let mut bench = Bench::new();
+        bench.config.kick_pages_max = Pages(10);
+        bench.merger.owe_reaping(0);
+        bench.now_ns = REAP_AFTER_NS;
+        assert!(matches!(bench.order(true), MergeOrder::Pace { .. }));
+        assert_eq!(bench.order(true), MergeOrder::Keep);
+        bench.finish_scan(0);
+        assert_eq!(bench.order(true), MergeOrder::Rest);
     }
 
     #[test]

@@ -1,1 +1,46 @@
-//! A simulated host.
+//! A simulated host: memory and KSM by the kernel's rules, in virtual time.
+//!
+//! [`SimHost`] implements [`pagefold_core::host::Host`], so that the loop which drives the live machine
+//! drives this one. It does no I/O, and the same seed and calls give the same results on every machine.
+//! Contents are ids instead of bytes, which is what makes a million pages cheap; what ksmd would do with
+//! them, and what that would cost, follows Linux's `mm/ksm.c` and measurements (see [`Costs`]).
+//!
+//! ```
+//! use pagefold_core::host::{Actions, Host, MergeOrder, Span};
+//! use pagefold_core::units::Pages;
+//! use pagefold_sim::{Costs, Knobs, SimHost, scenario};
+//!
+//! let mut sim = SimHost::new(1, Costs::default(), Knobs::default());
+//! scenario::pairs(&mut sim, Pages(1_000), Pages(0));
+//! let seen = sim.observe().unwrap();
+//! let mark = seen.regions.iter().map(|view| Span { region: view.key, first: view.first, pages: view.pages });
+//! sim.apply(&Actions { mark: mark.collect(), ..Actions::default() }).unwrap();
+//! for _ in 0..2 {
+//!     sim.apply(&Actions { merge: MergeOrder::Kick, ..Actions::default() }).unwrap();
+//!     sim.wait(1_000_000_000).unwrap();
+//! }
+//! assert_eq!(sim.saved(), Pages(1_000));
+//! ```
+//!
+//! Left out: swap, NUMA nodes, reclaim, khugepaged, pages that cannot be merged because they are pinned
+//! or locked, and the memory contention between ksmd and the processes it scans.
+#![forbid(unsafe_code)]
+
+mod costs;
+mod host;
+mod knobs;
+mod ksmd;
+#[cfg(test)]
+mod laws;
+mod marks;
+mod memory;
+mod mix;
+pub mod scenario;
+mod trees;
+mod workload;
+
+pub use costs::Costs;
+pub use host::SimHost;
+pub use knobs::Knobs;
+pub use memory::Truth;
+pub use workload::{Behaviour, Fill, Mapping, Process, Replica, Writes};

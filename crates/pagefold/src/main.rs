@@ -1,2 +1,60 @@
-//! The program.
-fn main() {}
+//! The program. This file only wires: each subcommand is a module of its own.
+
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+mod exit;
+mod scan;
+mod scope_args;
+mod style;
+
+/// Finds memory that running programs hold twice, and has the kernel fold it into one copy.
+#[derive(Parser)]
+#[command(name = "pagefold", version, propagate_version = true, max_term_width = 100)]
+#[command(after_help = "Exit codes: 0 well, 1 failed, 2 usage, 3 not permitted, 4 kernel lacks something, \
+    5 nothing in scope, 6 target refused, 7 KSM is somebody else's.")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Show what could be saved, and where; changes nothing
+    Scan(scan::ScanArgs),
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
+    let result = match &cli.command {
+        Command::Scan(args) => scan::run(args),
+    };
+    match result {
+        Ok(code) => code.into(),
+        Err(error) => {
+            eprintln!("pagefold: {}", format!("{error:#}").replace('\n', " "));
+            exit::code_of(&error).into()
+        }
+    }
+}
+
+/// Help and version go where they were asked for; anything else is one line.
+fn usage(error: &clap::Error) -> ExitCode {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let _ = error.print();
+            (if error.use_stderr() { exit::USAGE } else { exit::OK }).into()
+        }
+        _ => {
+            let text = error.render().to_string();
+            let first = text.split("\n\n").next().unwrap_or_default().replace('\n', " ");
+            let what = first.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
+            eprintln!("pagefold: {what}; see pagefold --help");
+            exit::USAGE.into()
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! The command line of `pagefold bench`.
+
+use crate::experiment::{EXPERIMENTS, Experiment, Setting};
+use crate::interrupt::Interrupt;
+use crate::plot;
+use crate::record::{Failure, Report};
+use crate::table;
+use anyhow::Context;
+use std::env;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// Options of `pagefold bench`.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct BenchArgs {
+    /// Experiments to do [default: all]
+    #[arg(value_name = "NAME")]
+    pub names: Vec<String>,
+    /// List the experiments and the claims they measure
+    #[arg(long)]
+    pub list: bool,
+    /// Write the results as JSON, one experiment a line (schema pagefold.bench/1); - is standard output
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Write charts (SVG) into this directory
+    #[arg(long, value_name = "DIR")]
+    pub plots: Option<PathBuf>,
+    /// Small and short: shows that everything works, not how well
+    #[arg(long)]
+    pub quick: bool,
+    /// Also the peers that take long (KSM's advisor)
+    #[arg(long)]
+    pub all_peers: bool,
+    /// Only these policies, separated by commas
+    #[arg(long, value_name = "POLICY", value_delimiter = ',')]
+    pub policy: Vec<String>,
+    /// The pagefold to measure [default: this one]
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub program: Option<PathBuf>,
+}
+
+/// Does the experiments that are asked for. The exit code is 1 when a bar was missed or something could not be
+/// measured, else 0.
+pub fn main(args: &BenchArgs) -> anyhow::Result<u8> {
+    if args.list {
+        print!("{}", table::list(&EXPERIMENTS));
+        return Ok(0);
+    }
+    let experiments = if args.names.is_empty() {
+        EXPERIMENTS.iter().collect()
+    } else {
+        args.names.iter().map(|name| Experiment::named(name)).collect::<anyhow::Result<Vec<_>>>()?
+    };
+    let player = env::current_exe().context("the path of this program")?;
+    let program = args.program.as_ref().unwrap_or(&player);
+    let to_stdout = args.json.as_deref() == Some(Path::new("-"));
+    let mut json: Option<Box<dyn Write>> = match &args.json {
+        None => None,
+        Some(_) if to_stdout => Some(Box::new(io::stdout())),
+        Some(path) => Some(Box::new(File::create(path).with_context(|| path.display().to_string())?)),
+    };
+    if let Some(dir) = &args.plots {
+        fs::create_dir_all(dir).with_context(|| dir.display().to_string())?;
+    }
+    let interrupt = Interrupt::on_signals()?;
+    let setting = Setting {
+        program,
+        player: &player,
+        quick: args.quick,
+        all_peers: args.all_peers,
+        policies: &args.policy,
+        interrupt: &interrupt,
+    };
+    let mut passed = true;
+    for experiment in experiments {
+        let report = conduct(experiment, &setting)?;
+        passed &= report.passed();
+        if let Some(json) = &mut json {
+            serde_json::to_writer(&mut *json, &report)?;
+            writeln!(json)?;
+        }
+        if !to_stdout {
+            println!("{}", table::report(&report));
+        }
+        if let Some(dir) = &args.plots {
+            for (name, svg) in plot::charts(&report) {
+                let path = dir.join(name);
+                fs::write(&path, svg).with_context(|| path.display().to_string())?;
+            }
+        }
+    }
+    Ok(u8::from(!passed))
+}
+
+/// Does one experiment. What fails on the way is part of its report; an interrupt ends everything.
+fn conduct(experiment: &Experiment, setting: &Setting<'_>) -> anyhow::Result<Report> {
+    let mut report = Report::new(experiment.name, experiment.claim);
+    if let Err(error) = (experiment.run)(setting, &mut report) {
+        setting.interrupt.check()?;
+        eprintln!("{}: {error:#}", experiment.name);
+        report.failures.push(Failure { policy: "the experiment".to_owned(), error: format!("{error:#}") });
+    }
+    Ok(report)
+}

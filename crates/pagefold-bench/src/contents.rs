@@ -1,0 +1,83 @@
+//! What the pages of a tenant hold: reproducible from a few numbers, so that every byte can be checked later.
+
+use pagefold_core::units::PAGE_SIZE;
+
+/// Words in a page.
+const WORDS: usize = PAGE_SIZE / 8;
+
+/// The state of splitmix64 moves by this odd number (the golden ratio in 64 bits).
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// splitmix64's output function: a bijection, so different states give different words.
+pub fn mix(state: u64) -> u64 {
+    let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Fills a page with the content numbered `number` of the sequence `seed`: incompressible, and different for each pair.
+pub fn fill(page: &mut [u8], seed: u64, number: u64) {
+    let mut state = mix(mix(seed).wrapping_add(number));
+    for word in page.chunks_exact_mut(8) {
+        state = state.wrapping_add(STEP);
+        word.copy_from_slice(&mix(state).to_le_bytes());
+    }
+}
+
+/// Fills a page like all others of the sequence `seed`, but for its last word, which is `number`.
+pub fn fill_but_tail(page: &mut [u8], seed: u64, number: u64) {
+    fill(page, seed, 0);
+    if let Some(tail) = page.chunks_exact_mut(8).nth(WORDS - 1) {
+        tail.copy_from_slice(&number.to_le_bytes());
+    }
+}
+
+/// A value of printable characters, for databases.
+pub fn printable(seed: u64, number: u64, length: usize) -> Vec<u8> {
+    let mut state = mix(mix(seed).wrapping_add(number));
+    let mut value = Vec::with_capacity(length + 8);
+    while value.len() < length {
+        state = state.wrapping_add(STEP);
+        value.extend(mix(state).to_le_bytes().map(|byte| b'0' + byte % 64));
+    }
+    value.truncate(length);
+    value
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn contents_differ_by_seed_and_number_and_are_the_same_again() {
+        let mut seen = HashSet::new();
+        for seed in 0..8 {
+            for number in 0..8 {
+                let mut page = [0; PAGE_SIZE];
+                fill(&mut page, seed, number);
+                let mut again = [1; PAGE_SIZE];
+                fill(&mut again, seed, number);
+                assert_eq!(page, again);
+                assert!(seen.insert(page), "{seed} {number}");
+            }
+        }
+    }
+
+    #[test]
+    fn tails_differ_and_nothing_else_does() {
+        let (mut one, mut other) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
+        fill_but_tail(&mut one, 5, 1);
+        fill_but_tail(&mut other, 5, 2);
+        assert_eq!(one[..PAGE_SIZE - 8], other[..PAGE_SIZE - 8]);
+        assert_ne!(one, other);
+    }
+
+    #[test]
+    fn printable_values_have_their_length() {
+        let value = printable(1, 2, 1001);
+        assert_eq!(value.len(), 1001);
+        assert!(value.iter().all(|byte| (b'0'..b'0' + 64).contains(byte)));
+        assert_ne!(value, printable(1, 3, 1001));
+    }
+}

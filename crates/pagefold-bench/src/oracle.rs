@@ -1,0 +1,133 @@
+//! The oracle: reads every page beforehand and so knows what is worth marking. It is the measure of what judgement can
+//! reach; its reading is not charged to it.
+
+use crate::marking::{Stretch, eligible};
+use pagefold_core::hash::Digest;
+use pagefold_core::host::PageState;
+use pagefold_core::units::{Bytes, Pages, Vpn};
+use pagefold_linux::memory::{PageReader, ReadHow};
+use pagefold_linux::process::Process;
+use std::collections::HashMap;
+
+/// What the oracle knows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Knowledge {
+    /// For each process, in order, the stretches to mark.
+    pub stretches: Vec<Vec<Stretch>>,
+    /// Private anonymous pages read.
+    pub read: Pages,
+    /// What merging everything that is equal would save, zero pages included.
+    pub savable: Bytes,
+}
+
+/// A page that was read.
+#[derive(Clone, Copy, Debug)]
+struct Page {
+    process: usize,
+    /// The mapping, by number within the process: extents do not reach across.
+    mapping: usize,
+    at: Vpn,
+    digest: Digest,
+}
+
+/// Reads all private anonymous pages of the processes.
+pub fn know(processes: &[Process]) -> anyhow::Result<Knowledge> {
+    let mut reader = PageReader::new();
+    let mut pages = Vec::new();
+    let (mut runs, how) = (Vec::new(), ReadHow::default());
+    for (number, process) in processes.iter().enumerate() {
+        for (mapping, detail) in eligible(process)?.iter().enumerate() {
+            runs.clear();
+            reader.resident_runs(process, detail.vma.first(), detail.vma.pages(), &mut runs)?;
+            reader.read_runs(process, &runs, how, |view| {
+                if let (PageState::Private, Some(bytes)) = (view.state, view.bytes) {
+                    let digest = Digest::of_page(bytes, 0);
+                    pages.push(Page { process: number, mapping, at: view.page, digest });
+                }
+            })?;
+        }
+    }
+    Ok(judge(&pages, processes.len()))
+}
+
+/// Marks 2 MiB extents in which at least half of the pages are duplicates (zeros count as such), neighbours joined.
+/// `pages` come in order of process, mapping and page.
+fn judge(pages: &[Page], processes: usize) -> Knowledge {
+    let mut copies: HashMap<Digest, u64> = HashMap::new();
+    for page in pages {
+        *copies.entry(page.digest).or_insert(0) += 1;
+    }
+    let one_stays = |digest: &Digest| u64::from(*digest != Digest::ZERO);
+    let savable = copies.iter().map(|(digest, count)| count - one_stays(digest)).sum();
+    let duplicate = |page: &&Page| copies.get(&page.digest).is_some_and(|count| count - one_stays(&page.digest) > 0);
+
+    let place = |page: &Page| (page.process, page.mapping, page.at.extent());
+    let mut stretches: Vec<Vec<Stretch>> = vec![Vec::new(); processes];
+    let mut last_marked = None;
+    for extent in pages.chunk_by(|a, b| place(a) == place(b)) {
+        if extent.iter().filter(duplicate).count() * 2 < extent.len() {
+            continue;
+        }
+        let (first, end) = (extent[0].at, extent[extent.len() - 1].at + 1);
+        let (process, mapping, number) = place(&extent[0]);
+        // Not across mappings: where nothing is mapped in between, the kernel answers ENOMEM.
+        let joins = last_marked == Some((process, mapping, number.wrapping_sub(1)));
+        match stretches[process].last_mut().filter(|_| joins) {
+            Some(before) => before.pages = Pages(end.0 - before.first.0),
+            None => stretches[process].push(Stretch { first, pages: Pages(end.0 - first.0) }),
+        }
+        last_marked = Some((process, mapping, number));
+    }
+    Knowledge { stretches, read: Pages(pages.len() as u64), savable: Pages(savable).bytes() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(process: usize, mapping: usize, page: u64, digest: u64) -> Page {
+        Page { process, mapping, at: Vpn(page), digest: Digest(digest) }
+    }
+
+    #[test]
+    fn half_duplicate_extents_are_marked_and_neighbours_joined() {
+        let pages = [
+            // Process 0: an extent of twins, its neighbour half duplicate, and one with a third.
+            page(0, 0, 0, 10),
+            page(0, 0, 5, 11),
+            page(0, 0, 512, 12),
+            page(0, 0, 513, 99),
+            page(0, 0, 1024, 13),
+            page(0, 0, 1025, 98),
+            page(0, 0, 1026, 97),
+            // Process 1 has the twins.
+            page(1, 0, 3000, 10),
+            page(1, 0, 3001, 11),
+            page(1, 0, 3002, 12),
+            page(1, 0, 3003, 13),
+        ];
+        let knowledge = judge(&pages, 3);
+        assert_eq!(knowledge.stretches[0], [Stretch { first: Vpn(0), pages: Pages(514) }]);
+        assert_eq!(knowledge.stretches[1], [Stretch { first: Vpn(3000), pages: Pages(4) }]);
+        assert!(knowledge.stretches[2].is_empty());
+        assert_eq!((knowledge.read, knowledge.savable), (Pages(11), Pages(4).bytes()));
+    }
+
+    #[test]
+    fn zeros_are_all_savable_and_mappings_are_not_joined() {
+        let pages = [
+            page(0, 0, 10, 0),
+            page(0, 1, 11, 0),
+            page(0, 1, 20, 7),
+            page(0, 2, 5000, 7),
+            page(0, 2, 5001, 8),
+            page(0, 2, 5002, 9),
+        ];
+        let knowledge = judge(&pages, 1);
+        assert_eq!(
+            knowledge.stretches[0],
+            [Stretch { first: Vpn(10), pages: Pages(1) }, Stretch { first: Vpn(11), pages: Pages(10) }]
+        );
+        assert_eq!(knowledge.savable, Pages(3).bytes());
+    }
+}

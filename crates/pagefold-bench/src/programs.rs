@@ -1,0 +1,142 @@
+//! Real programs, started by us in a scratch directory and ended with it.
+
+mod mariadb;
+mod redis;
+
+pub use mariadb::{MariaDb, MariaDbData};
+pub use redis::{Redis, RedisData};
+
+use crate::tenant::{Tenant, Verdict, end_child};
+use anyhow::{Context, bail};
+use std::env;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A program whose memory an experiment folds.
+pub trait Target {
+    /// What it is, for people.
+    fn name(&self) -> &str;
+
+    /// Its pid.
+    fn pid(&self) -> i32;
+
+    /// Asks it for everything it holds. Equal answers, equal data: the answer before must be the one during and after.
+    fn check(&mut self) -> anyhow::Result<String>;
+}
+
+impl Target for Tenant {
+    fn name(&self) -> &'static str {
+        "tenant"
+    }
+
+    fn pid(&self) -> i32 {
+        Self::pid(self)
+    }
+
+    fn check(&mut self) -> anyhow::Result<String> {
+        match self.verify()? {
+            Verdict::Intact => Ok("every byte as written".to_owned()),
+            Verdict::Damaged(pages) => bail!("tenant {}: {} pages are damaged", Self::pid(self), pages.0),
+        }
+    }
+}
+
+/// Finds an executable: on the search path, then where servers are kept, which is not on every user's path.
+fn find(name: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let usual = ["/usr/sbin", "/usr/bin", "/usr/local/bin", "/usr/libexec"].map(PathBuf::from);
+    env::split_paths(&path).chain(usual).map(|dir| dir.join(name)).find(|file| file.is_file())
+}
+
+/// The same, with an error that says what to install.
+fn need(name: &str, packages: &str) -> anyhow::Result<PathBuf> {
+    find(name).with_context(|| {
+        format!("{name} is not installed: this experiment needs the packages {packages} (Debian's names)")
+    })
+}
+
+/// A server that we started, with its output in a log file beside its data. Ended by its pid when dropped.
+#[derive(Debug)]
+struct Server {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Server {
+    fn start(command: &mut Command, log: &Path) -> anyhow::Result<Self> {
+        use std::os::unix::process::CommandExt;
+        let output = File::create(log).with_context(|| log.display().to_string())?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            // Not in our group: an interrupt from the terminal is for the experiment, which ends its servers.
+            .process_group(0)
+            .spawn()
+            .with_context(|| format!("starting {}", command.get_program().to_string_lossy()))?;
+        Ok(Self { child, log: log.to_owned() })
+    }
+
+    fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap_or(0)
+    }
+
+    /// Tries `ready` until it gives something, for at most `limit`. Ends early when the server does.
+    fn wait_ready<T>(&mut self, limit: Duration, mut ready: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
+        let end = Instant::now() + limit;
+        while Instant::now() < end {
+            if let Some(found) = ready() {
+                return Ok(found);
+            }
+            if let Some(status) = self.child.try_wait()? {
+                bail!("a server ended at its start ({status}); its log ends with:\n{}", self.log_end());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        bail!("a server is not ready after {limit:?}; its log ends with:\n{}", self.log_end())
+    }
+
+    fn log_end(&self) -> String {
+        let text = fs::read(&self.log).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(8)..].join("\n")
+    }
+
+    /// Waits for an end that was asked for.
+    fn wait_end(&mut self, limit: Duration) {
+        end_child(&mut self.child, limit);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Killed, not shut down: its data is a copy that goes with the scratch directory.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_named() {
+        assert!(find("sh").is_some());
+        let error = need("no-such-server", "some-server-core").unwrap_err().to_string();
+        assert!(error.contains("no-such-server") && error.contains("some-server-core"), "{error}");
+    }
+
+    #[test]
+    fn a_server_that_ends_at_once_is_an_error_with_its_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut server =
+            Server::start(Command::new("sh").args(["-c", "echo no such option; exit 3"]), &dir.path().join("log"))
+                .unwrap();
+        let error = server.wait_ready(Duration::from_secs(20), || None::<()>).unwrap_err().to_string();
+        assert!(error.contains("no such option"), "{error}");
+    }
+}

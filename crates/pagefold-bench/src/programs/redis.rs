@@ -1,0 +1,192 @@
+//! Redis servers that hold the same data: each loads a copy of one dump.
+
+use super::{Server, Target, find, need};
+use crate::contents::printable;
+use anyhow::{Context, bail, ensure};
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+const READY_LIMIT: Duration = Duration::from_secs(30);
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+const VALUE_BYTES: usize = 1000;
+const SEED: u64 = 0x0072_6564_6973;
+/// Commands sent before their answers are read: the answers must fit in the socket's buffer.
+const PIPELINE: u64 = 500;
+
+/// The dump, and the server's executable.
+#[derive(Debug)]
+pub struct RedisData {
+    program: PathBuf,
+    dump: PathBuf,
+    keys: u64,
+}
+
+impl RedisData {
+    /// Makes a dump of so many keys of 1000 bytes, in `scratch`.
+    pub fn make(scratch: &Path, keys: u64) -> anyhow::Result<Self> {
+        let program = scratch.join("redis-server");
+        // Debian has the server in redis-tools, as redis-check-rdb: it goes by the name it is called by.
+        let installed = match find("redis-server") {
+            Some(installed) => installed,
+            None => need("redis-check-rdb", "redis-tools")?,
+        };
+        symlink(&installed, &program).with_context(|| program.display().to_string())?;
+        let dir = scratch.join("redis-data");
+        let data = Self { program, dump: dir.join("dump.rdb"), keys };
+        let mut redis = data.start_in(&dir)?;
+        for first in (0..keys).step_by(usize::try_from(PIPELINE)?) {
+            let numbers = first..keys.min(first + PIPELINE);
+            let mut commands = Vec::new();
+            for number in numbers.clone() {
+                let key = format!("key:{number}");
+                command(&mut commands, &[b"SET", key.as_bytes(), &printable(SEED, number, VALUE_BYTES)]);
+            }
+            redis.client.get_mut().write_all(&commands)?;
+            for _ in numbers {
+                let reply = redis.reply()?;
+                ensure!(reply == b"OK", "redis answered {} to SET", String::from_utf8_lossy(&reply));
+            }
+        }
+        redis.ask(&[b"SAVE"])?;
+        Ok(data)
+    }
+
+    /// Starts a server that loads a copy of the dump.
+    pub fn start(&self, scratch: &Path, instance: usize) -> anyhow::Result<Redis> {
+        let dir = scratch.join(format!("redis-{instance}"));
+        fs::create_dir_all(&dir)?;
+        fs::copy(&self.dump, dir.join("dump.rdb"))?;
+        let mut redis = self.start_in(&dir)?;
+        let keys = redis.ask(&[b"DBSIZE"])?;
+        ensure!(keys == self.keys.to_string().as_bytes(), "redis loaded {} keys", String::from_utf8_lossy(&keys));
+        Ok(redis)
+    }
+
+    fn start_in(&self, dir: &Path) -> anyhow::Result<Redis> {
+        fs::create_dir_all(dir)?;
+        let socket = dir.join("socket");
+        let mut run = Command::new(&self.program);
+        run.args([
+            "--port",
+            "0",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--enable-debug-command",
+            "yes",
+            "--daemonize",
+            "no",
+        ])
+        .arg("--unixsocket")
+        .arg(&socket)
+        .arg("--dir")
+        .arg(dir);
+        let mut server = Server::start(&mut run, &dir.join("log"))?;
+        let client = server.wait_ready(READY_LIMIT, || {
+            let stream = UnixStream::connect(&socket).ok()?;
+            stream.set_read_timeout(Some(ANSWER_LIMIT)).ok()?;
+            let mut client = BufReader::new(stream);
+            // While it loads it answers with an error.
+            matches!(ask(&mut client, &[b"PING"]), Ok(answer) if answer == b"PONG").then_some(client)
+        })?;
+        Ok(Redis { server, client })
+    }
+}
+
+/// A running server.
+#[derive(Debug)]
+pub struct Redis {
+    server: Server,
+    client: BufReader<UnixStream>,
+}
+
+impl Redis {
+    fn ask(&mut self, words: &[&[u8]]) -> anyhow::Result<Vec<u8>> {
+        ask(&mut self.client, words)
+    }
+
+    fn reply(&mut self) -> anyhow::Result<Vec<u8>> {
+        reply(&mut self.client)
+    }
+}
+
+impl Target for Redis {
+    fn name(&self) -> &'static str {
+        "redis"
+    }
+
+    fn pid(&self) -> i32 {
+        self.server.pid()
+    }
+
+    /// The server's own digest over all keys and values, and some values as they come.
+    fn check(&mut self) -> anyhow::Result<String> {
+        let digest = self.ask(&[b"DEBUG", b"DIGEST"])?;
+        for number in [0, 1, 2] {
+            let value = self.ask(&[b"GET", format!("key:{number}").as_bytes()])?;
+            ensure!(value == printable(SEED, number, VALUE_BYTES), "redis: the value of key:{number} is wrong");
+        }
+        Ok(String::from_utf8(digest)?)
+    }
+}
+
+fn ask(client: &mut BufReader<UnixStream>, words: &[&[u8]]) -> anyhow::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    command(&mut bytes, words);
+    client.get_mut().write_all(&bytes)?;
+    reply(client)
+}
+
+/// Appends a command in redis' protocol: an array of byte strings.
+fn command(to: &mut Vec<u8>, words: &[&[u8]]) {
+    to.extend(format!("*{}\r\n", words.len()).into_bytes());
+    for word in words {
+        to.extend(format!("${}\r\n", word.len()).into_bytes());
+        to.extend_from_slice(word);
+        to.extend(b"\r\n");
+    }
+}
+
+/// Reads a reply that is not an array.
+fn reply(from: &mut impl BufRead) -> anyhow::Result<Vec<u8>> {
+    let mut line = String::new();
+    from.read_line(&mut line)?;
+    let line = line.strip_suffix("\r\n").context("redis has ended")?;
+    match line.split_at_checked(1) {
+        Some(("+" | ":", answer)) => Ok(answer.as_bytes().to_vec()),
+        Some(("$", length)) => {
+            let length: usize = length.parse().context("redis has no such value")?;
+            let mut value = vec![0; length + 2];
+            from.read_exact(&mut value)?;
+            value.truncate(length);
+            Ok(value)
+        }
+        Some(("-", error)) => bail!("redis: {error}"),
+        _ => bail!("redis answered {line:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_protocol_as_documented() {
+        let mut bytes = Vec::new();
+        command(&mut bytes, &[b"GET", b"a\r\nb"]);
+        assert_eq!(bytes, b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n");
+        let mut replies: &[u8] = b"+OK\r\n:12\r\n$4\r\na\r\nb\r\n$0\r\n\r\n$-1\r\n-ERR no\r\n*1\r\n+OK\r";
+        for expected in [&b"OK"[..], b"12", b"a\r\nb", b""] {
+            assert_eq!(reply(&mut replies).unwrap(), expected);
+        }
+        for _ in 0..4 {
+            assert!(reply(&mut replies).is_err());
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Tenants as processes: started, asked, damaged, ended.
+
+use pagefold_bench::{Segment, Tenant, TenantSpec, Verdict};
+use pagefold_core::units::Pages;
+use pagefold_linux::process::Process;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_pagefold-bench");
+
+fn everything() -> TenantSpec {
+    TenantSpec::new([
+        Segment::Same { pages: 300, seed: 1 },
+        Segment::Random { pages: 301, seed: 2 },
+        Segment::Zero { pages: 302 },
+        Segment::Shared { pages: 303, seed: 3 },
+        Segment::Pairs { pages: 304, seed: 4 },
+        Segment::Tails { pages: 305, seed: 5 },
+    ])
+}
+
+#[test]
+fn a_tenant_vouches_for_its_memory_until_it_is_damaged() {
+    let mut tenant = Tenant::start(Path::new(PROGRAM), &everything()).unwrap();
+    assert_eq!(tenant.verify().unwrap(), Verdict::Intact);
+    tenant.touch(Pages(1000)).unwrap();
+    tenant.break_copies().unwrap();
+    assert_eq!(tenant.verify().unwrap(), Verdict::Intact);
+    tenant.damage().unwrap();
+    assert_eq!(tenant.verify().unwrap(), Verdict::Damaged(Pages(1)));
+}
+
+#[test]
+fn a_tenant_holds_as_much_as_it_was_told_and_ends_when_dropped() {
+    let spec = everything();
+    let tenant = Tenant::start(Path::new(PROGRAM), &spec).unwrap();
+    let process = Process::open(tenant.pid()).unwrap();
+    let status = String::from_utf8(process.read_file("status").unwrap()).unwrap();
+    let kib = status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB")).unwrap();
+    let pages = kib.parse::<u64>().unwrap() / 4;
+    assert!((spec.pages().0..spec.pages().0 + 500).contains(&pages), "{pages}");
+    drop(tenant);
+    assert!(!process.is_alive());
+}
+
+#[test]
+fn a_tenant_does_not_outlive_whoever_started_it() {
+    let mut child = Command::new(PROGRAM)
+        .args(["tenant", "--spec", r#"{"segments":[{"zero":{"pages":4}}]}"#])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn a_tenant_that_cannot_start_is_an_error() {
+    assert!(Tenant::start(Path::new("/nonexistent/program"), &everything()).is_err());
+    // It runs, and is no tenant.
+    let error = Tenant::start(Path::new("/bin/true"), &everything()).unwrap_err();
+    assert!(error.to_string().contains("ended"), "{error}");
+}
+
+#[test]
+fn the_list_names_every_experiment() {
+    let output = Command::new(PROGRAM).args(["bench", "--list"]).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success());
+    for name in ["static-mix", "real-programs", "scan", "idle"] {
+        assert!(text.lines().any(|line| line.starts_with(name)), "{text}");
+    }
+    let unknown = Command::new(PROGRAM).args(["bench", "no-such"]).output().unwrap();
+    assert_eq!(unknown.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&unknown.stderr).contains("static-mix"));
+}

@@ -1,0 +1,124 @@
+//! Which pages a sampled census reads: runs of neighbours, each chosen by itself, so that every chance
+//! that the estimate builds on is known.
+//!
+//! A run's luck is a number that depends only on the seed and on where the run lies. It is read when its
+//! luck is below the sampled fraction, so a larger sample contains the smaller one and only the
+//! difference need be read.
+
+use super::RUN_PAGES;
+use crate::units::Vpn;
+
+/// Chooses runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Chooser {
+    seed: u64,
+}
+
+/// A run of one region: which it is, and its luck.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Luck {
+    /// Tells runs of the census apart.
+    pub run: u32,
+    /// 0 to 1, uniform, independent from run to run.
+    pub value: f64,
+}
+
+impl Chooser {
+    /// A chooser of its own for each seed.
+    pub const fn new(seed: u64) -> Self {
+        Self { seed }
+    }
+
+    /// The run that `page` of a region lies in. `region` must differ between all regions of the census.
+    pub fn luck(&self, region: u32, page: Vpn) -> Luck {
+        let place = (page.0 / u64::from(RUN_PAGES)) ^ (u64::from(region) << 40);
+        let mixed = mix(mix(place ^ self.seed).wrapping_add(self.seed));
+        #[expect(clippy::cast_possible_truncation, reason = "the other half of the bits")]
+        let run = mix(mixed) as u32;
+        Luck { run, value: (mixed >> 11) as f64 / (1_u64 << 53) as f64 }
+    }
+
+    /// Cuts a stretch of neighbouring pages into the parts whose luck lies in `from..to`, and shows
+    /// each part: first page, pages, run.
+    pub fn cut(&self, region: u32, first: Vpn, pages: u32, from: f64, to: f64, mut chosen: impl FnMut(Vpn, u32, u32)) {
+        let end = first.0 + u64::from(pages);
+        let mut at = first.0;
+        while at < end {
+            let next = (at / u64::from(RUN_PAGES) + 1) * u64::from(RUN_PAGES);
+            let luck = self.luck(region, Vpn(at));
+            if luck.value >= from && luck.value < to {
+                let pages = u32::try_from(next.min(end) - at).unwrap_or(RUN_PAGES);
+                chosen(Vpn(at), pages, luck.run);
+            }
+            at = next;
+        }
+    }
+}
+
+/// The finaliser of SplitMix64.
+const fn mix(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+/// The fraction to begin with: what it takes to notice pairs in two per cent of the memory, were there any.
+pub fn first_fraction(pages: u64) -> f64 {
+    const WORTH_SAMPLING: u64 = 8192;
+    if pages < WORTH_SAMPLING {
+        return 1.0;
+    }
+    rounded((3.3 * f64::from(RUN_PAGES) / (super::TARGET_ERROR * pages as f64)).sqrt())
+}
+
+/// The fraction to go on with, when `fraction` left an error of `error` of the memory; none when that is good enough.
+pub fn next_fraction(fraction: f64, error: f64) -> Option<f64> {
+    if fraction >= 1.0 || error <= super::TARGET_ERROR {
+        return None;
+    }
+    // The error of what pairs tell falls with the fraction itself: half the coincidences lie with each half.
+    Some(rounded(fraction * (1.1 * error / super::TARGET_ERROR).clamp(1.25, 3.0)))
+}
+
+/// Beyond two thirds, the rest costs less than another look is worth.
+fn rounded(fraction: f64) -> f64 {
+    if fraction > 0.66 { 1.0 } else { fraction }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sample_grows_without_reading_twice_and_ends_with_everything() {
+        let chooser = Chooser::new(7);
+        let mut seen = vec![0; 10_000];
+        for (from, to) in [(0.0, 0.1), (0.1, 0.4), (0.4, 1.0)] {
+            chooser.cut(3, Vpn(1001), 10_000, from, to, |first, pages, _| {
+                for page in first.0..first.0 + u64::from(pages) {
+                    seen[usize::try_from(page - 1001).unwrap()] += 1;
+                }
+            });
+            let read = seen.iter().filter(|&&times| times > 0).count();
+            let expected = to * 10_000.0;
+            assert!((read as f64 - expected).abs() < 500.0, "{read} of {expected}");
+        }
+        assert!(seen.iter().all(|&times| times == 1));
+    }
+
+    #[test]
+    fn fractions_grow_to_the_whole() {
+        assert!((first_fraction(1000) - 1.0).abs() < 1e-9);
+        let mut fraction = first_fraction(1 << 20);
+        assert!(fraction < 0.05);
+        let mut steps = 0;
+        while let Some(next) = next_fraction(fraction, 0.5) {
+            assert!(next > fraction);
+            fraction = next;
+            steps += 1;
+        }
+        assert!((fraction - 1.0).abs() < 1e-9 && steps < 8);
+        assert_eq!(next_fraction(0.1, 0.01), None);
+    }
+}

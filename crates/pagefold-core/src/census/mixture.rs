@@ -1,0 +1,209 @@
+//! How often contents occur in memory, judged from how often they occur in a sample of it.
+//!
+//! A content held by `m` runs, sampled with probability `f`, meets a sampled run of its own in
+//! `Binomial(m - 1, f)` others. The shares of the multiplicities `m` are found by nonparametric maximum
+//! likelihood: expectation maximisation over a grid of multiplicities, sped up by SQUAREM (Varadhan and
+//! Roland, 2008). No shape is assumed, so pairs, triples and contents by the thousand may be mixed.
+
+/// Contents seen at least this often are not modelled: `m = j / f` is known to a fifth there, and the
+/// saving, `1 - 1/m`, to far less than a per cent.
+pub(super) const SEEN_OFTEN: usize = 30;
+
+/// Sampled units (pages, or runs that hold a content) by how often their content was seen.
+pub(super) type Histogram = [f64; SEEN_OFTEN];
+
+/// What a fit says of a unit whose content was seen `j` times.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Posterior {
+    /// `E[1 - 1/m]`: the part of the unit that merging saves.
+    pub saved: Histogram,
+    /// `E[1/m, m > 1]`: its part in the contents that merging leaves shared.
+    pub content: Histogram,
+}
+
+impl Posterior {
+    /// What is saved, over all units.
+    pub fn saving(&self, histogram: &Histogram) -> f64 {
+        histogram.iter().zip(&self.saved).map(|(units, saved)| units * saved).sum()
+    }
+
+    /// The contents left shared, over all units.
+    pub fn contents(&self, histogram: &Histogram) -> f64 {
+        histogram.iter().zip(&self.content).map(|(units, part)| units * part).sum()
+    }
+}
+
+/// The chances of being seen, for one sampled fraction.
+pub(super) struct Mixture {
+    multiplicity: Vec<f64>,
+    /// For each multiplicity, the chance that a sampled unit's content is seen `j` times; index 0 is unused.
+    chance: Vec<Histogram>,
+}
+
+impl Mixture {
+    /// Prepares the fit for a sampled fraction, 0 < f < 1.
+    pub fn new(fraction: f64) -> Self {
+        let fraction = fraction.clamp(1e-6, 1.0 - 1e-9);
+        let most = 2.0 * SEEN_OFTEN as f64 / fraction;
+        let mut mixture = Self { multiplicity: Vec::new(), chance: Vec::new() };
+        let mut m = 1.0_f64;
+        while m <= most {
+            let mut chance = [0.0; SEEN_OFTEN];
+            // Binomial(m-1, f) at 0, 1, 2, ... by its recurrence, from logarithms for the first.
+            let mut p = ((m - 1.0) * (-fraction).ln_1p()).exp();
+            for (others, slot) in chance.iter_mut().skip(1).enumerate() {
+                *slot = p;
+                let others = others as f64;
+                p *= ((m - 1.0 - others).max(0.0) / (others + 1.0)) * fraction / (1.0 - fraction);
+            }
+            // Those seen often are counted apart, so what is left is conditional on being seen seldom.
+            let seldom: f64 = chance.iter().sum();
+            if seldom > 1e-6 {
+                for p in &mut chance {
+                    *p /= seldom;
+                }
+                mixture.multiplicity.push(m);
+                mixture.chance.push(chance);
+            }
+            m = if m < 24.0 { m + 1.0 } else { (m * 1.15).ceil() };
+        }
+        mixture
+    }
+
+    /// The most likely shares, from a flat start.
+    pub fn fit(&self, histogram: &Histogram) -> Vec<f64> {
+        const ROUNDS: usize = 120;
+        let flat = vec![1.0 / self.multiplicity.len() as f64; self.multiplicity.len()];
+        if histogram.iter().sum::<f64>() <= 0.0 {
+            return flat;
+        }
+        let mut start = flat;
+        for _ in 0..ROUNDS {
+            let (one, _) = self.step(histogram, &start, &[], 0.0);
+            let (two, likelihood_of_one) = self.step(histogram, &one, &[], 0.0);
+            let (mut first, mut bend) = (0.0, 0.0);
+            for i in 0..start.len() {
+                first += (one[i] - start[i]).powi(2);
+                bend += (two[i] - 2.0 * one[i] + start[i]).powi(2);
+            }
+            if first < 1e-16 || bend <= 0.0 {
+                return two;
+            }
+            let mut stride = (first / bend).sqrt().clamp(1.0, 4096.0);
+            // A leap may go astray; plain steps never make the sample less likely.
+            start = loop {
+                let leap = leap(&start, &one, &two, stride);
+                let (landed, likelihood_of_leap) = self.step(histogram, &leap, &[], 0.0);
+                if likelihood_of_leap >= likelihood_of_one {
+                    break landed;
+                }
+                stride /= 4.0;
+                if stride <= 1.0 {
+                    break two;
+                }
+            };
+        }
+        start
+    }
+
+    /// The shares in a part of the memory: drawn from `prior` as far as the part shows little of its own.
+    pub fn refine(&self, histogram: &Histogram, prior: &[f64]) -> Vec<f64> {
+        const PRIOR_UNITS: f64 = 50.0;
+        let mut shares = prior.to_vec();
+        for _ in 0..40 {
+            shares = self.step(histogram, &shares, prior, PRIOR_UNITS).0;
+        }
+        shares
+    }
+
+    /// What the shares say of single units.
+    pub fn posterior(&self, shares: &[f64]) -> Posterior {
+        let mut posterior = Posterior { saved: [0.0; SEEN_OFTEN], content: [0.0; SEEN_OFTEN] };
+        for seen in 1..SEEN_OFTEN {
+            let (mut sum, mut inverse, mut alone) = (0.0, 0.0, 0.0);
+            for ((&m, chance), &share) in self.multiplicity.iter().zip(&self.chance).zip(shares) {
+                let weight = share * chance[seen];
+                sum += weight;
+                inverse += weight / m;
+                alone += if m < 1.5 { weight } else { 0.0 };
+            }
+            if sum > 0.0 {
+                posterior.saved[seen] = 1.0 - inverse / sum;
+                posterior.content[seen] = (inverse - alone) / sum;
+            }
+        }
+        posterior
+    }
+
+    /// One round of expectation and maximisation, and the log-likelihood of the shares it starts from.
+    fn step(&self, histogram: &Histogram, shares: &[f64], prior: &[f64], prior_units: f64) -> (Vec<f64>, f64) {
+        let mut next = vec![0.0; shares.len()];
+        let mut likelihood = 0.0;
+        for (seen, &units) in histogram.iter().enumerate().skip(1).filter(|(_, units)| **units > 0.0) {
+            let sum: f64 = self.chance.iter().zip(shares).map(|(chance, share)| chance[seen] * share).sum();
+            likelihood += units * sum.max(f64::MIN_POSITIVE).ln();
+            if sum > 0.0 {
+                for ((next, chance), share) in next.iter_mut().zip(&self.chance).zip(shares) {
+                    *next += units * chance[seen] * share / sum;
+                }
+            }
+        }
+        for (next, prior) in next.iter_mut().zip(prior) {
+            *next += prior_units * prior;
+        }
+        let sum: f64 = next.iter().sum();
+        if sum > 0.0 {
+            for share in &mut next {
+                *share /= sum;
+            }
+        }
+        (next, likelihood)
+    }
+}
+
+/// Where two steps lead when they are followed further, kept to positive shares that sum up to one.
+fn leap(start: &[f64], one: &[f64], two: &[f64], stride: f64) -> Vec<f64> {
+    let ahead = start.iter().zip(one).zip(two).map(|((start, one), two)| {
+        let r = one - start;
+        let reached = start + 2.0 * stride * r + stride * stride * (two - one - r);
+        // Not to zero: a share that is zero can never grow again.
+        reached.max(1e-12)
+    });
+    let mut leap: Vec<f64> = ahead.collect();
+    let sum: f64 = leap.iter().sum();
+    for share in &mut leap {
+        *share /= sum;
+    }
+    leap
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The histogram that is expected of `units` sampled units of multiplicity `m`.
+    fn expected(mixture: &Mixture, m: f64, units: f64) -> Histogram {
+        let at = mixture.multiplicity.iter().position(|&grid| (grid - m).abs() < 0.5).unwrap();
+        mixture.chance[at].map(|p| p * units)
+    }
+
+    #[test]
+    fn multiplicities_are_told_from_expected_counts() {
+        for fraction in [0.05, 0.2, 0.5, 0.8] {
+            let mixture = Mixture::new(fraction);
+            for m in [1.0, 2.0, 3.0, 10.0] {
+                let histogram = expected(&mixture, m, 100_000.0);
+                let posterior = mixture.posterior(&mixture.fit(&histogram));
+                let saved = posterior.saving(&histogram) / 100_000.0;
+                assert!((saved - (1.0 - 1.0 / m)).abs() < 0.03, "f {fraction} m {m}: {saved}");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_seen_is_nothing_saved() {
+        let mixture = Mixture::new(0.3);
+        let posterior = mixture.posterior(&mixture.fit(&[0.0; SEEN_OFTEN]));
+        assert!(posterior.saving(&[0.0; SEEN_OFTEN]).abs() < 1e-12);
+    }
+}

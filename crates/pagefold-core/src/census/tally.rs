@@ -1,0 +1,302 @@
+//! Counting a census: one pass over the pages in the order of their contents.
+
+use super::mixture::{Histogram, Mixture, SEEN_OFTEN};
+use super::{Cell, Figures, Findings, METADATA_BYTES, RUN_PAGES, Seen};
+use crate::hash::Digest;
+use crate::units::PAGE_SIZE;
+
+/// Groups of runs that are left out in turn. Student's t for 95 % with one degree of freedom less is 2.01.
+const GROUPS: usize = 50;
+const STUDENT_T: f64 = 2.01;
+
+/// What the pages read say before anything is estimated from it. In frames.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    /// Frames read.
+    read: f64,
+    zero: f64,
+    /// Known to be savable, zero pages aside.
+    sure: f64,
+    /// Their part in shared contents, as far as known.
+    contents: f64,
+    /// The units whose content was seen seldom.
+    units: Histogram,
+}
+
+impl Counts {
+    fn add(&mut self, other: &Self, sign: f64) {
+        self.read += sign * other.read;
+        self.zero += sign * other.zero;
+        self.sure += sign * other.sure;
+        self.contents += sign * other.contents;
+        for (own, other) in self.units.iter_mut().zip(&other.units) {
+            *own += sign * other;
+        }
+    }
+}
+
+/// The counts of a cell: against all memory, and against its own process only.
+#[derive(Clone, Copy, Debug, Default)]
+struct CellCounts {
+    all: Counts,
+    own: Counts,
+}
+
+pub(super) struct Tally {
+    cells: Vec<CellCounts>,
+    /// What leaving out a group of runs takes away from the total.
+    groups: Vec<Counts>,
+}
+
+/// The records of one content: its units by run.
+#[derive(Default)]
+struct Units {
+    /// Run and frames in it, by ascending run.
+    runs: Vec<(u32, f64)>,
+}
+
+impl Units {
+    /// Divides records into units: by run when sampled, else every frame for itself is one.
+    fn divide(&mut self, records: &[Seen]) {
+        self.runs.clear();
+        self.runs.extend(records.iter().map(|seen| (seen.run, weight(seen))));
+        self.runs.sort_unstable_by_key(|&(run, _)| run);
+        self.runs.dedup_by(|next, kept| {
+            let same = next.0 == kept.0;
+            if same {
+                kept.1 += next.1;
+            }
+            same
+        });
+    }
+
+    fn frames_of(&self, run: u32) -> f64 {
+        self.runs.binary_search_by_key(&run, |&(run, _)| run).map_or(1.0, |at| self.runs[at].1)
+    }
+}
+
+fn weight(seen: &Seen) -> f64 {
+    1.0 / f64::from(seen.holders)
+}
+
+impl Tally {
+    pub fn of(cells: &[Cell], seen: &[Seen], merged: &[u64], fraction: f64) -> Self {
+        let mut tally =
+            Self { cells: vec![CellCounts::default(); cells.len()], groups: vec![Counts::default(); GROUPS] };
+        let mut units = Units::default();
+        for content in seen.chunk_by(|a, b| a.digest == b.digest) {
+            if content[0].digest == Digest::ZERO.0 {
+                tally.sure(content, true);
+            } else if merged.binary_search(&content[0].digest).is_ok() {
+                tally.sure(content, false);
+                tally.count_own(cells, content, fraction, &mut units);
+            } else if fraction >= 1.0 {
+                tally.count_exactly(content);
+                tally.count_own(cells, content, fraction, &mut units);
+            } else {
+                tally.count_sampled(content, fraction, &mut units);
+                tally.count_own(cells, content, fraction, &mut units);
+            }
+        }
+        tally
+    }
+
+    fn sure(&mut self, content: &[Seen], zero: bool) {
+        for seen in content {
+            let weight = weight(seen);
+            let mut counts = Counts { read: weight, ..Counts::default() };
+            *(if zero { &mut counts.zero } else { &mut counts.sure }) += weight;
+            self.cells[seen.cell as usize].all.add(&counts, 1.0);
+            self.groups[seen.run as usize % GROUPS].add(&counts, 1.0);
+        }
+    }
+
+    fn count_exactly(&mut self, content: &[Seen]) {
+        let frames: f64 = content.iter().map(weight).sum();
+        for seen in content {
+            let weight = weight(seen);
+            let counts = &mut self.cells[seen.cell as usize].all;
+            counts.read += weight;
+            // A sum of thirds may fall short of one by a rounding.
+            if frames > 1.0 + 1e-9 {
+                counts.sure += weight * (1.0 - 1.0 / frames);
+                counts.contents += weight / frames;
+            }
+        }
+    }
+
+    fn count_sampled(&mut self, content: &[Seen], fraction: f64, units: &mut Units) {
+        units.divide(content);
+        let seen_in = units.runs.len();
+        for seen in content {
+            let weight = weight(seen);
+            let frames = units.frames_of(seen.run).max(weight);
+            let counts = &mut self.cells[seen.cell as usize].all;
+            counts.read += weight;
+            counts.sure += weight - weight / frames;
+            add_units(counts, seen_in, weight / frames, fraction);
+        }
+        // Without a group, its units are gone and the content has been seen less often by the others.
+        let mut left = seen_in;
+        units.runs.sort_unstable_by_key(|&(run, _)| run as usize % GROUPS);
+        for group in units.runs.chunk_by(|a, b| a.0 as usize % GROUPS == b.0 as usize % GROUPS) {
+            let at = &mut self.groups[group[0].0 as usize % GROUPS];
+            for &(_, frames) in group {
+                at.read += frames;
+                at.sure += frames - 1.0;
+            }
+            add_units(at, seen_in, seen_in as f64, fraction);
+            let others = seen_in - group.len();
+            if others > 0 {
+                let mut fewer = Counts::default();
+                add_units(&mut fewer, others, others as f64, fraction);
+                at.add(&fewer, -1.0);
+            }
+            left -= group.len();
+        }
+        debug_assert_eq!(left, 0);
+    }
+
+    /// The same against the copies of each process alone. Records are in the order of cells, so of processes.
+    fn count_own(&mut self, cells: &[Cell], content: &[Seen], fraction: f64, units: &mut Units) {
+        for own in content.chunk_by(|a, b| cells[a.cell as usize].process == cells[b.cell as usize].process) {
+            if fraction >= 1.0 {
+                let frames: f64 = own.iter().map(weight).sum();
+                if frames > 1.0 + 1e-9 {
+                    for seen in own {
+                        self.cells[seen.cell as usize].own.sure += weight(seen) * (1.0 - 1.0 / frames);
+                    }
+                }
+                continue;
+            }
+            units.divide(own);
+            for seen in own {
+                let weight = weight(seen);
+                let frames = units.frames_of(seen.run).max(1.0);
+                let counts = &mut self.cells[seen.cell as usize].own;
+                counts.sure += weight - weight / frames;
+                add_units(counts, units.runs.len(), weight / frames, fraction);
+            }
+        }
+    }
+
+    pub fn findings(&self, cells: &[Cell], fraction: f64) -> Findings {
+        if fraction >= 1.0 { self.exact(cells) } else { self.estimated(cells, fraction) }
+    }
+
+    fn exact(&self, cells: &[Cell]) -> Findings {
+        let mut findings = Findings::default();
+        for (cell, counts) in cells.iter().zip(&self.cells) {
+            let all = &counts.all;
+            let gross = all.zero + all.sure;
+            let figures = booked(cell, all.read, all.zero, gross, counts.own.sure, all.contents);
+            findings.total += figures;
+            findings.cells.push(figures);
+        }
+        findings
+    }
+
+    fn estimated(&self, cells: &[Cell], fraction: f64) -> Findings {
+        let mut total = Counts::default();
+        let mut own = Counts::default();
+        for counts in &self.cells {
+            total.add(&counts.all, 1.0);
+            own.add(&counts.own, 1.0);
+        }
+        let frames: f64 = cells.iter().map(|cell| cell.private.0 as f64 + cell.shared_frames).sum();
+        if total.read <= 0.0 || frames <= 0.0 {
+            return Findings { error: frames, ..self.exact(cells) };
+        }
+        let scale = frames / total.read;
+        let mixture = Mixture::new(total.read / frames);
+        let shares = mixture.fit(&total.units);
+        let own_shares = mixture.fit(&own.units);
+        let savable = saving(&mixture, &shares, &total) * scale;
+
+        // Each cell by its own lights, then all of them scaled to add up to the total.
+        let mut parts = Vec::with_capacity(cells.len());
+        for (cell, counts) in cells.iter().zip(&self.cells) {
+            let held = cell.private.0 as f64 + cell.shared_frames;
+            let up = if counts.all.read > 0.0 { held / counts.all.read } else { 0.0 };
+            let posterior = mixture.posterior(&mixture.refine(&counts.all.units, &shares));
+            let gross = (counts.all.zero + counts.all.sure + posterior.saving(&counts.all.units)) * up;
+            let contents = (counts.all.contents + posterior.contents(&counts.all.units)) * up;
+            let within = saving(&mixture, &mixture.refine(&counts.own.units, &own_shares), &counts.own) * up;
+            parts.push((held, counts.all.zero * up, gross, within, contents));
+        }
+        let sum: f64 = parts.iter().map(|part| part.2).sum();
+        let level = if sum > 0.0 { savable / sum } else { 0.0 };
+        let mut findings = Findings { error: self.error(&total, frames, fraction), ..Findings::default() };
+        for (cell, (held, zero, gross, within, contents)) in cells.iter().zip(parts) {
+            let gross = (gross * level).clamp(zero, held);
+            let figures = booked(cell, held, zero, gross, within, contents * level);
+            findings.total += figures;
+            findings.cells.push(figures);
+        }
+        findings
+    }
+
+    /// Twice the standard error, roughly: by the spread of the estimates without one group each.
+    fn error(&self, total: &Counts, frames: f64, fraction: f64) -> f64 {
+        let estimates: Vec<f64> = self
+            .groups
+            .iter()
+            .map(|group| {
+                let mut rest = *total;
+                rest.add(group, -1.0);
+                if rest.read <= 0.0 {
+                    return 0.0;
+                }
+                for units in &mut rest.units {
+                    *units = units.max(0.0);
+                }
+                let mixture = Mixture::new(rest.read / frames);
+                saving(&mixture, &mixture.fit(&rest.units), &rest) * frames / rest.read
+            })
+            .collect();
+        let groups = GROUPS as f64;
+        let mean = estimates.iter().sum::<f64>() / groups;
+        let spread: f64 = estimates.iter().map(|estimate| (estimate - mean).powi(2)).sum();
+        // The nearer the sample is to the whole, the less is left to chance.
+        let sampling = STUDENT_T * (spread * (groups - 1.0) / groups * (1.0 - fraction)).sqrt();
+        // With three coincidences of runs expected, none is seen in one case of twenty.
+        let seen_once = total.units[1] * frames / total.read;
+        let hidden = (3.0 * f64::from(RUN_PAGES) / fraction.powi(2)).min(seen_once / 2.0);
+        sampling.max(hidden)
+    }
+}
+
+fn add_units(counts: &mut Counts, seen_in: usize, units: f64, fraction: f64) {
+    if seen_in < SEEN_OFTEN {
+        counts.units[seen_in] += units;
+    } else {
+        let content = (fraction / seen_in as f64).min(1.0);
+        counts.sure += units * (1.0 - content);
+        counts.contents += units * content;
+    }
+}
+
+/// Savable among the pages read.
+fn saving(mixture: &Mixture, shares: &[f64], counts: &Counts) -> f64 {
+    counts.zero + counts.sure + mixture.posterior(shares).saving(&counts.units)
+}
+
+fn booked(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents: f64) -> Figures {
+    let within = within.clamp(0.0, (gross - zero).max(0.0));
+    let metadata_bytes = METADATA_BYTES * (held + contents);
+    let net = gross - metadata_bytes / PAGE_SIZE as f64;
+    let worth = net > 0.0;
+    Figures {
+        resident: held + cell.merged_frames,
+        anonymous: held - cell.shared_frames + (cell.shared + cell.merged).0 as f64,
+        zero,
+        duplicate_within: within,
+        duplicate_across: gross - zero - within,
+        merged: cell.merged.0 as f64,
+        fork_shared: cell.shared.0 as f64,
+        swapped: cell.swapped.0 as f64,
+        savable_gross: gross,
+        savable: if worth { net } else { 0.0 },
+        metadata_bytes: if worth { metadata_bytes } else { 0.0 },
+    }
+}

@@ -1,0 +1,228 @@
+//! The census against memories whose truth is known.
+
+use super::choose::{Chooser, first_fraction, next_fraction};
+use super::*;
+use crate::units::Vpn;
+use std::collections::HashMap;
+
+/// A memory: processes as lists of contents; 0 is the zero page.
+struct Memory {
+    processes: Vec<Vec<u64>>,
+}
+
+/// A small generator, good enough for shuffles.
+struct Luck(u64);
+impl Luck {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 8) % bound
+    }
+}
+
+impl Memory {
+    fn pages(&self) -> u64 {
+        self.processes.iter().map(|pages| pages.len() as u64).sum()
+    }
+
+    fn savable(&self) -> f64 {
+        let mut counts: HashMap<u64, f64> = HashMap::new();
+        self.processes.iter().flatten().for_each(|&content| *counts.entry(content).or_default() += 1.0);
+        counts.iter().map(|(&content, count)| if content == 0 { *count } else { count - 1.0 }).sum()
+    }
+
+    fn census(&self) -> Census {
+        let cell = |(process, pages): (usize, &Vec<u64>)| Cell {
+            process: u32::try_from(process).unwrap(),
+            private: Pages(pages.len() as u64),
+            ..Cell::default()
+        };
+        Census::new(self.processes.iter().enumerate().map(cell).collect())
+    }
+
+    fn read(&self, census: &mut Census, chooser: Chooser, from: f64, to: f64) {
+        for (process, contents) in self.processes.iter().enumerate() {
+            let cell = u32::try_from(process).unwrap();
+            let pages = u32::try_from(contents.len()).unwrap();
+            chooser.cut(cell, Vpn(0), pages, from, to, |first, pages, run| {
+                for page in first.0..first.0 + u64::from(pages) {
+                    census.see(cell, run, Digest(contents[usize::try_from(page).unwrap()]));
+                }
+            });
+        }
+    }
+
+    /// The adaptive procedure: the findings and the fraction they took.
+    fn scan(&self, seed: u64) -> (Findings, f64) {
+        let (mut census, chooser) = (self.census(), Chooser::new(seed));
+        let (mut from, mut fraction) = (0.0, first_fraction(self.pages()));
+        loop {
+            self.read(&mut census, chooser, from, fraction);
+            let findings = census.findings(fraction);
+            match next_fraction(fraction, findings.relative_error()) {
+                Some(next) => (from, fraction) = (fraction, next),
+                None => return (findings, fraction),
+            }
+        }
+    }
+}
+
+/// `copies` processes with the same `pages` pages, and as many unique ones between, in runs of `run`.
+fn replicas(pages: u64, copies: u64, run: u64, seed: u64) -> Memory {
+    let mut unique = 1 << 40;
+    let mut luck = Luck(seed | 1);
+    let processes = (0..copies)
+        .map(|_| {
+            let mut contents = Vec::new();
+            let mut next = 1;
+            while next <= pages {
+                let length = run.min(pages + 1 - next);
+                contents.extend(next..next + length);
+                next += length;
+                for _ in 0..luck.below(2 * run) {
+                    unique += 1;
+                    contents.push(unique);
+                }
+            }
+            contents
+        })
+        .collect();
+    Memory { processes }
+}
+
+/// Memory in 2 MiB extents, some dense with duplicates in runs of 6 to 8, some unique, a few zero.
+fn extents(count: u64, processes: u64, seed: u64) -> Memory {
+    let mut luck = Luck(seed | 1);
+    let mut unique = 1 << 40;
+    let mut fresh = || {
+        unique += 1;
+        unique
+    };
+    let mut memory = Memory { processes: vec![Vec::new(); usize::try_from(processes).unwrap()] };
+    for extent in 0..count {
+        let kind = luck.below(5);
+        for pages in &mut memory.processes {
+            let mut page = 0;
+            // Copies do not lie at the same offset in every process.
+            pages.extend((0..luck.below(9)).map(|_| fresh()));
+            while page < 512 {
+                let length = 6 + luck.below(3);
+                match kind {
+                    0 => pages.extend((0..length).map(|_| fresh())),
+                    1 if luck.below(4) == 0 => pages.extend((0..length).map(|_| 0)),
+                    _ if luck.below(5) < 4 => pages.extend((page..page + length).map(|p| 1 + (extent << 20) + p)),
+                    _ => pages.extend((0..length).map(|_| fresh())),
+                }
+                page += length;
+            }
+        }
+    }
+    memory
+}
+
+/// One content thousands of times, another hundreds, the rest unique or in pairs inside the process.
+fn frequent(pages: u64, seed: u64) -> Memory {
+    let mut luck = Luck(seed | 1);
+    let contents = (0..pages)
+        .map(|page| match luck.below(10) {
+            0 => 7,
+            1 => 100 + luck.below(pages / 1000),
+            2 => 0,
+            3..=5 => (1 << 30) + luck.below(pages / 5),
+            _ => (1 << 40) + page,
+        })
+        .collect();
+    Memory { processes: vec![contents] }
+}
+
+/// Runs of four of the same content, each such run existing twice: copies inside a run are not chance.
+fn stuttering(runs: u64) -> Memory {
+    let half: Vec<u64> = (0..runs).flat_map(|run| [run + 1; 4]).collect();
+    Memory { processes: vec![half.clone(), half] }
+}
+
+/// The same pages at the same places of every process, then pages of its own and zeros: all of a run agrees.
+fn aligned(pages: u64, copies: u64) -> Memory {
+    let process = |copy: u64| {
+        let own = (0..pages * 5 / 8).map(|page| ((copy + 1) << 40) + page);
+        (1..=pages).chain(own).chain((0..pages / 5).map(|_| 0)).collect()
+    };
+    Memory { processes: (0..copies).map(process).collect() }
+}
+
+struct Coverage {
+    runs: usize,
+    within: usize,
+    mean_error: f64,
+    bias: f64,
+    fraction: f64,
+}
+
+fn coverage(memory: &Memory, seeds: std::ops::Range<u64>) -> Coverage {
+    let truth = memory.savable();
+    let mut coverage = Coverage { runs: 0, within: 0, mean_error: 0.0, bias: 0.0, fraction: 0.0 };
+    let runs = (seeds.end - seeds.start) as f64;
+    for seed in seeds {
+        let (findings, fraction) = memory.scan(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let off = findings.total.savable_gross - truth;
+        coverage.runs += 1;
+        coverage.within += usize::from(off.abs() <= findings.error + 1e-6 * truth);
+        coverage.mean_error += findings.relative_error() / runs;
+        coverage.bias += off / memory.pages() as f64 / runs;
+        coverage.fraction += fraction / runs;
+    }
+    coverage
+}
+
+fn memories(scale: u64) -> Vec<(&'static str, Memory)> {
+    vec![
+        ("pairs, long runs", replicas(20_000 * scale, 2, 512, 3)),
+        ("pairs, runs of 7", replicas(20_000 * scale, 2, 7, 4)),
+        ("triples, runs of 7", replicas(14_000 * scale, 3, 7, 5)),
+        ("aligned pairs", aligned(24_000 * scale, 2)),
+        ("aligned triples", aligned(24_000 * scale, 3)),
+        ("aligned fours", aligned(12_000 * scale, 4)),
+        ("twelve copies", replicas(5_000 * scale, 12, 64, 6)),
+        ("dense extents, 2 processes", extents(60 * scale, 2, 7)),
+        ("dense extents, 3 processes", extents(40 * scale, 3, 8)),
+        ("frequent contents", frequent(60_000 * scale, 9)),
+        ("stuttering pairs", stuttering(8_000 * scale)),
+        ("nothing", Memory { processes: vec![(1 << 40..(1 << 40) + 60_000 * scale).collect()] }),
+    ]
+}
+
+#[test]
+fn the_stated_error_holds() {
+    // The last is one on which an unguarded fit went astray.
+    for (name, memory) in memories(1).into_iter().chain([("many aligned pairs", aligned(96_000, 2))]) {
+        let coverage = coverage(&memory, 1..21);
+        assert!(coverage.within >= 19, "{name}: {} of {}", coverage.within, coverage.runs);
+        assert!(coverage.mean_error <= TARGET_ERROR, "{name}: {}", coverage.mean_error);
+    }
+}
+
+#[test]
+#[ignore = "minutes: the full table of coverage"]
+fn the_stated_error_holds_at_length() {
+    let mut bad = Vec::new();
+    for scale in [1, 4, 12] {
+        for (name, memory) in memories(scale) {
+            let coverage = coverage(&memory, 1000..1200);
+            println!(
+                "{name:28} {:8} pages, savable {:5.1} %: {:3} of {} within, stated {:.2} %, mean off {:+.2} %, read {:.1} %",
+                memory.pages(),
+                100.0 * memory.savable() / memory.pages() as f64,
+                coverage.within,
+                coverage.runs,
+                100.0 * coverage.mean_error,
+                100.0 * coverage.bias,
+                100.0 * coverage.fraction,
+            );
+            if coverage.within * 20 < coverage.runs * 19 {
+                bad.push(format!("{name} x{scale}"));
+            }
+        }
+    }
+    assert!(bad.is_empty(), "{bad:?}");
+}

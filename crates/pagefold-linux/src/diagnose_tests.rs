@@ -1,0 +1,137 @@
+//! One flaw at a time in a tree that is otherwise well.
+
+use super::*;
+use crate::ksm::Knob;
+use crate::lock::Lock;
+use crate::machine::fixture::{healthy, set_frame};
+use crate::state_file::{Holder, State};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What is found wrong after `spoil`, by id and severity.
+fn found(spoil: impl FnOnce(&Path, &Roots)) -> Vec<(&'static str, Severity)> {
+    let dir = tempfile::tempdir().unwrap();
+    let roots = healthy(dir.path());
+    spoil(dir.path(), &roots);
+    let findings = examine(&roots);
+    for finding in &findings {
+        assert!(!finding.what.is_empty());
+        let well = finding.severity == Severity::Ok;
+        assert_eq!(well, finding.why.is_empty() && finding.todo.is_empty(), "{finding:?}");
+    }
+    let wrong = findings.iter().filter(|finding| finding.severity != Severity::Ok);
+    wrong.map(|finding| (finding.id, finding.severity)).collect()
+}
+
+fn write(path: &Path, text: &str) {
+    std::fs::write(path, text).unwrap();
+}
+
+#[test]
+fn a_healthy_machine_has_nothing_wrong() {
+    assert_eq!(found(|_, _| {}), []);
+}
+
+#[test]
+fn ids_are_distinct() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut ids: Vec<_> = examine(&healthy(dir.path())).iter().map(|finding| finding.id).collect();
+    let all = ids.len();
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), all);
+}
+
+#[test]
+fn each_flaw_in_a_file_is_found_alone() {
+    use Severity::{Blocker, Note, Warning};
+    let limited = "Uid:\t0\t0\t0\t0\nCapEff:\t0000000000080006\nSeccomp:\t0\n";
+    let user = "Uid:\t1000\t1000\t0\t0\nCapEff:\t0000000000000000\nSeccomp:\t0\n";
+    let filtered = "Uid:\t0\t0\t0\t0\nCapEff:\t000001ffffffffff\nSeccomp:\t2\n";
+    let ksm = "sys/kernel/mm/ksm";
+    for (path, text, id, severity) in [
+        ("proc/sys/kernel/osrelease", "6.5.0-9", "kernel", Note),
+        ("proc/sys/kernel/osrelease", "6.3.13", "kernel", Blocker),
+        ("proc/sys/kernel/osrelease", "plan 9", "kernel", Warning),
+        (&format!("{ksm}/run"), "1", "run", Blocker),
+        (&format!("{ksm}/pages_sharing"), "512", "run", Note),
+        (&format!("{ksm}/advisor_mode"), "none [scan-time]", "advisor", Blocker),
+        ("proc/self/status", limited, "capabilities", Warning),
+        ("proc/self/status", user, "capabilities", Blocker),
+        ("proc/self/status", filtered, "seccomp", Warning),
+        ("proc/sys/kernel/yama/ptrace_scope", "3", "ptrace", Warning),
+        ("sys/kernel/mm/transparent_hugepage/enabled", "[always] madvise never", "huge-pages", Note),
+        ("proc/sys/vm/max_map_count", "4096", "map-count", Warning),
+        ("sys/devices/system/node/online", "0-1", "nodes", Note),
+        ("proc/meminfo", "SwapTotal: 0 kB\n", "swap", Note),
+        ("state.json", "{", "state", Blocker),
+    ] {
+        assert_eq!(found(|dir, _| write(&dir.join(path), text)), [(id, severity)], "{path}: {text}");
+    }
+}
+
+#[test]
+fn each_file_that_is_missing_is_found() {
+    use Severity::{Note, Warning};
+    for (path, id, severity) in [
+        ("proc/self/ksm_stat", "ksm-stat", Note),
+        ("proc/kpageflags", "page-monitor", Warning),
+        ("proc/self/pagemap", "page-monitor", Warning),
+        ("proc/pressure/memory", "pressure", Note),
+        ("sys/fs/cgroup/cgroup.controllers", "cgroups", Note),
+    ] {
+        assert_eq!(found(|dir, _| std::fs::remove_file(dir.join(path)).unwrap()), [(id, severity)], "{path}");
+    }
+    let without = found(|dir, _| std::fs::remove_dir_all(dir.join("sys/kernel/mm/ksm")).unwrap());
+    assert_eq!(without, [("ksm", Severity::Blocker)]);
+    let hidden = found(|_, roots| set_frame(&roots.proc, 0));
+    assert_eq!(hidden, [("page-monitor", Warning)]);
+}
+
+#[test]
+fn large_pages_block() {
+    let large = found(|_, roots| {
+        let auxv: Vec<u8> = [6_u64, 65536, 0, 0].into_iter().flat_map(u64::to_ne_bytes).collect();
+        std::fs::write(roots.proc.join("self/auxv"), auxv).unwrap();
+    });
+    assert_eq!(large, [("page-size", Severity::Blocker)]);
+}
+
+#[test]
+fn other_programs_are_found() {
+    for (name, severity) in [("ksmtuned", Severity::Blocker), ("uksmd", Severity::Warning)] {
+        let program = found(|_, roots| {
+            std::fs::create_dir(roots.proc.join("77")).unwrap();
+            write(&roots.proc.join("77/stat"), &format!("77 ({name}) S 1 0 0 0 -1 0 0 0 0 0 3 4 0 0 25 5 1 0 9 0 0\n"));
+        });
+        assert_eq!(program, [("programs", severity)]);
+    }
+}
+
+#[test]
+fn a_running_pagefold_explains_a_running_ksmd() {
+    let mut held = None;
+    let running = found(|dir, roots| {
+        held = Some(Lock::try_take(&roots.lock).unwrap());
+        write(&dir.join("sys/kernel/mm/ksm/run"), "1");
+        write(&dir.join("sys/kernel/mm/ksm/pages_sharing"), "9");
+    });
+    assert_eq!(running, [("lock", Severity::Note)]);
+}
+
+#[test]
+fn what_a_crash_left_is_found_and_what_is_deferred() {
+    let left = |boot: &str, holder: Option<Holder>| {
+        found(|_, roots| {
+            let gone = Holder { pid: 4, start_time_ticks: 4 };
+            let mut state = State::new(boot.to_owned(), gone, BTreeMap::from([(Knob::Run, 0)]));
+            state.note(Knob::Run, 0, 1);
+            state.holder = holder;
+            state.save(&roots.state).unwrap();
+        })
+    };
+    let gone = Some(Holder { pid: 4, start_time_ticks: 4 });
+    assert_eq!(left("boot", gone), [("state", Severity::Warning)]);
+    assert_eq!(left("boot", None), [("state", Severity::Note)]);
+    assert_eq!(left("another", gone), []);
+}

@@ -1,0 +1,239 @@
+//! The driver against a thread that answers kicks by ksmd's rules, on a copy of the kernel's tree.
+
+use super::*;
+use crate::ksm::{Ksm, fixture};
+use crate::tenure::{Places, Wishes};
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use tempfile::TempDir;
+
+/// What the pretended ksmd has been told to do wrong, and what it has seen.
+#[derive(Default)]
+struct Manners {
+    quit: AtomicBool,
+    /// Kicks not to hear.
+    deaf: AtomicU32,
+    /// Length of a scan.
+    scan_ms: AtomicU32,
+    scans: AtomicU32,
+}
+
+struct Stage {
+    dir: TempDir,
+    tenure: Option<Tenure>,
+    manners: Arc<Manners>,
+    ksmd: Option<JoinHandle<()>>,
+}
+
+impl Stage {
+    fn new(scanned: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("ksm");
+        fixture::fresh(&root);
+        fixture::set(&root, "pages_scanned", scanned);
+        fixture::set(&root, "full_scans", "00000000");
+        let places = Places {
+            lock: dir.path().join("lock"),
+            state: dir.path().join("run/state.json"),
+            proc_root: "/proc".into(),
+        };
+        set_state(&dir, 'S');
+        let tenure = Tenure::take(Arc::new(Ksm::open(&root).unwrap()), &places, &Wishes::default()).unwrap();
+        let manners = Arc::new(Manners::default());
+        let ksmd = {
+            let (manners, path) = (manners.clone(), dir.path().to_owned());
+            std::thread::spawn(move || pretend(&path, &manners))
+        };
+        Self { dir, tenure: Some(tenure), manners, ksmd: Some(ksmd) }
+    }
+    fn driver(&self) -> Driver {
+        let ksmd = Ksmd::find_at(&self.dir.path().join("proc")).unwrap();
+        assert!(ksmd.is_some());
+        Driver::start(self.tenure.as_ref().unwrap(), ksmd).unwrap()
+    }
+    fn get(&self, name: &str) -> String {
+        fixture::get(&self.dir.path().join("ksm"), name)
+    }
+    fn scans(&self) -> u32 {
+        self.manners.scans.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        drop(self.tenure.take());
+        self.manners.quit.store(true, Ordering::SeqCst);
+        drop(self.ksmd.take().map(JoinHandle::join));
+    }
+}
+
+fn set_state(dir: &TempDir, state: char) {
+    let at = dir.path().join("proc/31");
+    std::fs::create_dir_all(&at).unwrap();
+    write_state(&at.join("stat"), state);
+}
+
+fn write_state(path: &PathBuf, state: char) {
+    let text = format!("31 (ksmd) {state} 2 0 0 0 -1 2097216 0 0 0 0 3 4 0 0 25 5 1 0 9 0 0\n");
+    let file = OpenOptions::new().write(true).create(true).truncate(false).open(path).unwrap();
+    file.write_all_at(text.as_bytes(), 0).unwrap();
+}
+
+/// Sleeps until `sleep_millisecs` changes with `run` 1 (or `run` becomes 1); a scan if `pages_to_scan` is endless.
+fn pretend(dir: &std::path::Path, manners: &Manners) {
+    // A file just truncated by its writer reads as empty: look again.
+    let knob = |name: &str| -> u64 {
+        loop {
+            if let Ok(value) = fixture::get(&dir.join("ksm"), name).parse() {
+                return value;
+            }
+        }
+    };
+    let stat = dir.join("proc/31/stat");
+    let counter = OpenOptions::new().write(true).open(dir.join("ksm/full_scans")).unwrap();
+    let mut slept_with = knob("sleep_millisecs");
+    let mut ran = false;
+    while !manners.quit.load(Ordering::SeqCst) {
+        std::thread::sleep(Duration::from_micros(200));
+        let runs = knob("run") == 1;
+        let kicked = runs && (!ran || knob("sleep_millisecs") != slept_with);
+        ran = runs;
+        if !kicked {
+            continue;
+        }
+        let deaf = manners.deaf.load(Ordering::SeqCst);
+        if deaf > 0 {
+            manners.deaf.store(deaf - 1, Ordering::SeqCst);
+        } else if knob("pages_to_scan") == WHOLE_SCAN {
+            write_state(&stat, 'R');
+            std::thread::sleep(Duration::from_millis(manners.scan_ms.load(Ordering::SeqCst).into()));
+            let scans = manners.scans.fetch_add(1, Ordering::SeqCst) + 1;
+            counter.write_all_at(format!("{scans:08}").as_bytes(), 0).unwrap();
+        }
+        slept_with = knob("sleep_millisecs");
+        write_state(&stat, 'S');
+    }
+}
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+#[test]
+fn each_kick_is_one_scan_and_then_everything_rests() {
+    let stage = Stage::new("0");
+    let driver = stage.driver();
+    assert!(driver.idle());
+    for kicks in 1..=3 {
+        driver.order(MergeOrder::Kick);
+        assert!(driver.wait_idle(LIMIT));
+        assert_eq!(stage.scans(), kicks);
+    }
+    let status = driver.status();
+    assert_eq!((status.scans, status.empty, status.stood_down), (3, 0, None));
+    assert!(status.last_scan_ns > 0);
+    assert_eq!((stage.get("run"), stage.get("pages_to_scan")), ("1".into(), "0".into()));
+    assert!(stage.get("sleep_millisecs").parse::<u64>().unwrap() >= ENDLESS_SLEEP);
+    driver.order(MergeOrder::Keep);
+    assert!(driver.idle());
+}
+
+#[test]
+fn the_first_kick_after_unknown_scanning_is_two() {
+    let stage = Stage::new("12345");
+    let driver = stage.driver();
+    driver.order(MergeOrder::Kick);
+    assert!(driver.wait_idle(LIMIT));
+    assert_eq!(stage.scans(), 2, "one to finish what somebody began, one from the beginning");
+    driver.order(MergeOrder::Kick);
+    assert!(driver.wait_idle(LIMIT));
+    assert_eq!(stage.scans(), 3);
+}
+
+#[test]
+fn an_unheard_kick_is_repeated() {
+    let stage = Stage::new("0");
+    let driver = stage.driver();
+    stage.manners.deaf.store(1, Ordering::SeqCst);
+    driver.order(MergeOrder::Kick);
+    assert!(driver.wait_idle(LIMIT));
+    assert_eq!(stage.scans(), 1);
+    assert!(driver.status().unheard >= 1);
+}
+
+#[test]
+fn with_nothing_registered_a_kick_ends_empty() {
+    let stage = Stage::new("0");
+    let driver = stage.driver();
+    stage.manners.deaf.store(100, Ordering::SeqCst);
+    driver.order(MergeOrder::Kick);
+    assert!(driver.wait_idle(LIMIT));
+    let status = driver.status();
+    assert_eq!((status.scans, status.empty, status.stood_down), (0, 1, None));
+}
+
+#[test]
+fn orders_do_not_wait_and_the_latest_wins() {
+    let stage = Stage::new("0");
+    stage.manners.scan_ms.store(200, Ordering::SeqCst);
+    let driver = stage.driver();
+    driver.order(MergeOrder::Kick);
+    let end = Instant::now() + LIMIT;
+    while driver.status().in_force != MergeOrder::Kick {
+        assert!(Instant::now() < end);
+    }
+    let before = Instant::now();
+    driver.order(MergeOrder::Kick);
+    driver.order(MergeOrder::Pace { pages_to_scan: 700, sleep_ms: 40 });
+    assert!(before.elapsed() < Duration::from_millis(100));
+    assert!(!driver.idle());
+    assert!(driver.wait_idle(LIMIT));
+    assert_eq!(stage.scans(), 1, "the second kick was overtaken");
+    assert_eq!((stage.get("pages_to_scan"), stage.get("sleep_millisecs")), ("700".into(), "40".into()));
+    driver.order(MergeOrder::Rest);
+    assert!(driver.wait_idle(LIMIT));
+    assert_eq!(stage.get("pages_to_scan"), "0");
+    assert!(stage.get("sleep_millisecs").parse::<u64>().unwrap() >= ENDLESS_SLEEP);
+}
+
+#[test]
+fn resting_before_anything_ran_touches_nothing() {
+    let stage = Stage::new("0");
+    let driver = stage.driver();
+    driver.order(MergeOrder::Rest);
+    assert!(driver.wait_idle(LIMIT));
+    assert_eq!((stage.get("run"), stage.get("pages_to_scan")), ("0".into(), "100".into()));
+}
+
+#[test]
+fn a_knob_turned_by_somebody_else_ends_the_driving() {
+    let stage = Stage::new("0");
+    let driver = stage.driver();
+    driver.order(MergeOrder::Kick);
+    assert!(driver.wait_idle(LIMIT));
+    fixture::set(&stage.dir.path().join("ksm"), "sleep_millisecs", "33");
+    driver.order(MergeOrder::Kick);
+    assert!(driver.wait_idle(LIMIT));
+    assert!(driver.status().stood_down.unwrap().contains("sleep_millisecs"));
+    driver.order(MergeOrder::Pace { pages_to_scan: 9, sleep_ms: 9 });
+    assert!(driver.idle());
+    assert_eq!(stage.get("sleep_millisecs"), "33");
+}
+
+#[test]
+fn giving_back_stops_the_driver_in_the_middle_of_a_kick() {
+    let mut stage = Stage::new("0");
+    stage.manners.scan_ms.store(1000, Ordering::SeqCst);
+    let driver = stage.driver();
+    driver.order(MergeOrder::Kick);
+    std::thread::sleep(Duration::from_millis(50));
+    let restored = stage.tenure.take().unwrap().restore(LIMIT);
+    assert!(restored.is_complete());
+    assert!(driver.wait_idle(LIMIT));
+    assert_eq!(driver.status().stood_down, None);
+    for (name, value) in
+        [("run", "0"), ("pages_to_scan", "100"), ("sleep_millisecs", "20"), ("max_page_sharing", "256")]
+    {
+        assert_eq!(stage.get(name), value, "{name}");
+    }
+}

@@ -1,0 +1,78 @@
+use super::*;
+use crate::status::Status;
+
+/// A forked child that sets its user (0: stays root) and its dumpable attribute and then waits to be killed.
+struct Child(i32);
+
+impl Child {
+    fn fork(user: u32, dumpable: bool) -> Self {
+        // SAFETY: the child makes only system calls, which are safe after fork in a program with threads.
+        match unsafe { libc::fork() } {
+            0 => {
+                // SAFETY: plain system calls; changing the user clears the attribute, so it is set after that.
+                unsafe {
+                    if user != 0 {
+                        libc::syscall(libc::SYS_setresgid, user, user, user);
+                        libc::syscall(libc::SYS_setresuid, user, user, user);
+                    }
+                    libc::prctl(libc::PR_SET_DUMPABLE, libc::c_ulong::from(dumpable));
+                    libc::raise(libc::SIGSTOP);
+                    loop {
+                        libc::pause();
+                    }
+                }
+            }
+            pid => {
+                assert!(pid > 0);
+                // SAFETY: waits for our own child's stop, which says that it is set up.
+                unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED) };
+                Self(pid)
+            }
+        }
+    }
+
+    fn answer(&self) -> Dumpable {
+        let process = Process::open(self.0).unwrap();
+        dumpable(&process, &Status::of(&process).unwrap()).unwrap()
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // SAFETY: the pid is that of our own child, not reaped before.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, std::ptr::null_mut(), 0);
+        }
+    }
+}
+
+fn effective() -> u64 {
+    let mut data = [CapData::default(); 2];
+    capability(libc::SYS_capget, &mut data).unwrap();
+    u64::from(data[0].effective) | u64::from(data[1].effective) << 32
+}
+
+#[test]
+fn another_user_and_our_own_are_told_from_outside() {
+    // SAFETY: the call only returns a number.
+    if unsafe { libc::geteuid() } != 0 {
+        println!("SKIP: changing the user needs root");
+        return;
+    }
+    let before = effective();
+    for user in [0, 65534] {
+        assert_eq!(Child::fork(user, true).answer(), Dumpable::Yes, "user {user}");
+        assert_eq!(Child::fork(user, false).answer(), Dumpable::No, "user {user}");
+    }
+    assert_eq!(effective(), before, "the capability is taken up again");
+}
+
+#[test]
+fn root_of_a_namespace() {
+    assert_eq!(root_of(b"         0          0 4294967295\n"), Some(0));
+    assert_eq!(root_of(b"         0     100000      65536\n"), Some(100_000));
+    assert_eq!(root_of(b"      1000       1000          1\n"), None);
+    assert_eq!(root_of(b""), None);
+    assert_eq!(root_of(b"\xff\n0\n0 x"), None);
+}

@@ -1,0 +1,257 @@
+//! Which thread of the target is to run the calls.
+//!
+//! Any thread can, as they share one address space. The best is one that blocks in a call which the
+//! kernel restarts without a trace; one that computes is as good. Never one in a call that answers what
+//! it has done so far when interrupted (a large write to a pipe, a receive with MSG_WAITALL), nor one
+//! that does not stop at all (uninterruptible sleep, a vfork parent).
+
+use super::InjectError;
+use crate::process::{Process, ReadError, Stat};
+
+/// More threads than this are not looked at: each look costs some 10 us.
+const THREADS_LOOKED_AT: usize = 128;
+
+/// What `/proc/PID/task/TID/syscall` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activity {
+    /// Not blocked.
+    Running,
+    /// Blocked outside of a system call: stopped, frozen, in a page fault.
+    Blocked,
+    /// Blocked in a system call.
+    Syscall {
+        /// Its number.
+        nr: i64,
+        /// Its arguments.
+        args: [u64; 6],
+        /// Where the program goes on: just after the `syscall` instruction.
+        pc: u64,
+    },
+}
+
+impl Activity {
+    /// Parses the text of the file.
+    pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
+        let text = std::str::from_utf8(text).map_err(|_| "not ASCII")?.trim_end();
+        if text == "running" {
+            return Ok(Self::Running);
+        }
+        let mut fields = text.split(' ');
+        let nr: i64 = fields.next().unwrap_or_default().parse().map_err(|_| "the call is not a number")?;
+        let mut words = [0_u64; 8];
+        let wanted = if nr < 0 { 2 } else { 8 };
+        for word in &mut words[..wanted] {
+            let field = fields.next().ok_or("too few fields")?;
+            let digits = field.strip_prefix("0x").ok_or("a field is not hexadecimal")?;
+            *word = u64::from_str_radix(digits, 16).map_err(|_| "a field is not hexadecimal")?;
+        }
+        if nr < 0 {
+            return Ok(Self::Blocked);
+        }
+        let [a, b, c, d, e, f, _stack, pc] = words;
+        Ok(Self::Syscall { nr, args: [a, b, c, d, e, f], pc })
+    }
+}
+
+/// How good a thread is for the purpose. Smaller is better.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Fitness {
+    /// Blocked in a call that goes on as if nothing had been.
+    Restarts,
+    /// Blocked in a call whose relative timeout starts over.
+    StartsOver,
+    /// Running, or stopped by job control.
+    User,
+}
+
+/// Judges a thread by its state letter and activity. `None`: not this one, not now.
+pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
+    if !matches!(state, b'R' | b'S' | b'T') {
+        return None;
+    }
+    match activity {
+        Activity::Running | Activity::Blocked => Some(Fitness::User),
+        Activity::Syscall { nr, args, .. } => match nr {
+            libc::SYS_nanosleep
+            | libc::SYS_clock_nanosleep
+            | libc::SYS_futex
+            | libc::SYS_futex_waitv
+            | libc::SYS_poll
+            | libc::SYS_ppoll
+            | libc::SYS_select
+            | libc::SYS_pselect6
+            | libc::SYS_pause
+            | libc::SYS_rt_sigsuspend
+            | libc::SYS_wait4
+            | libc::SYS_waitid
+            | libc::SYS_msgrcv => Some(Fitness::Restarts),
+            libc::SYS_recvfrom if args[3] & waitall() != 0 => None,
+            libc::SYS_recvmsg if args[2] & waitall() != 0 => None,
+            // Sends are repaired if it comes to that, but may have sent half: not by choice.
+            libc::SYS_sendto | libc::SYS_sendmsg => None,
+            nr if super::regs::repairable(nr) => Some(Fitness::StartsOver),
+            _ => None,
+        },
+    }
+}
+
+fn waitall() -> u64 {
+    u64::from(libc::MSG_WAITALL.unsigned_abs())
+}
+
+/// A thread and what it was doing when looked at.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate {
+    /// The thread.
+    pub tid: i32,
+    /// What it was doing.
+    pub activity: Activity,
+}
+
+/// What choosing came to.
+#[derive(Debug)]
+pub enum Choice {
+    /// This thread will do.
+    Thread(Candidate),
+    /// None at this moment.
+    NoneNow,
+}
+
+/// Looks at one thread.
+pub fn examine(process: &Process, tid: i32) -> Result<(Stat, Activity), ReadError> {
+    let file = format!("task/{tid}/stat");
+    let stat = Stat::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))?;
+    Ok((stat, activity(process, tid)?))
+}
+
+/// What a thread does at this moment.
+pub fn activity(process: &Process, tid: i32) -> Result<Activity, ReadError> {
+    let file = format!("task/{tid}/syscall");
+    Activity::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))
+}
+
+/// Whether the freezer of a control group holds the thread. The kernel's function in which it sleeps tells, if the
+/// kernel shows it; otherwise the time limits find out.
+pub fn frozen(process: &Process, tid: i32) -> bool {
+    process
+        .read_file(&format!("task/{tid}/wchan"))
+        .is_ok_and(|name| matches!(name.as_slice(), b"__refrigerator" | b"do_freezer_trap"))
+}
+
+/// Chooses among the threads of a process, the main thread first.
+pub fn choose(process: &Process) -> Result<Choice, InjectError> {
+    let pid = process.pid();
+    let mut best: Option<(Fitness, Candidate)> = None;
+    let mut living = 0_usize;
+    for tid in threads(process)? {
+        let (stat, activity) = match examine(process, tid) {
+            Ok(found) => found,
+            // Threads come and go.
+            Err(ReadError::Vanished { .. } | ReadError::Absent { .. }) => continue,
+            Err(error) => return Err(InjectError::from_read(error)),
+        };
+        if stat.kernel_thread {
+            return Err(InjectError::KernelThread { pid });
+        }
+        if matches!(stat.state, b'Z' | b'X') {
+            continue;
+        }
+        living += 1;
+        if living == 1 && frozen(process, tid) {
+            return Err(InjectError::Frozen { pid });
+        }
+        if stat.state == b't' {
+            return Err(InjectError::Traced { pid, by: tracer(process, tid) });
+        }
+        let Some(fitness) = fitness(stat.state, activity) else { continue };
+        if best.is_none_or(|(so_far, _)| fitness < so_far) {
+            best = Some((fitness, Candidate { tid, activity }));
+        }
+        if fitness == Fitness::Restarts {
+            break;
+        }
+    }
+    match best {
+        Some((_, candidate)) => Ok(Choice::Thread(candidate)),
+        None if living == 0 => Err(InjectError::Zombie { pid }),
+        None => Ok(Choice::NoneNow),
+    }
+}
+
+/// Who traces a thread, zero if nobody does or it cannot be seen from this pid namespace.
+pub fn tracer(process: &Process, tid: i32) -> i32 {
+    let status = process.read_file(&format!("task/{tid}/status")).unwrap_or_default();
+    String::from_utf8_lossy(&status)
+        .lines()
+        .find_map(|line| line.strip_prefix("TracerPid:")?.trim().parse().ok())
+        .unwrap_or(0)
+}
+
+/// The first threads of a process.
+fn threads(process: &Process) -> Result<Vec<i32>, InjectError> {
+    use std::os::fd::AsRawFd;
+    let task = process.open_with("task", libc::O_DIRECTORY).map_err(InjectError::from_read)?;
+    let entries = std::fs::read_dir(format!("/proc/self/fd/{}", task.as_raw_fd()))
+        .map_err(|error| InjectError::from_read(ReadError::from_io(process.pid(), "task", error)))?;
+    Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).take(THREADS_LOOKED_AT).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn activities_are_parsed() {
+        assert_eq!(Activity::parse(b"running\n"), Ok(Activity::Running));
+        assert_eq!(Activity::parse(b"-1 0x7ffd 0x401000\n"), Ok(Activity::Blocked));
+        let text = b"35 0x7ffd10 0x0 0x0 0x1 0x2 0x3 0x7ffd00 0x7f0012\n";
+        let args = [0x7f_fd10, 0, 0, 1, 2, 3];
+        assert_eq!(Activity::parse(text), Ok(Activity::Syscall { nr: 35, args, pc: 0x7f_0012 }));
+        for bad in [&b""[..], b"35", b"35 0x", b"x 0x1", b"35 1 2 3 4 5 6 7 8", b"\xff"] {
+            assert!(Activity::parse(bad).is_err(), "{bad:?}");
+        }
+        for cut in 0..text.len() - 10 {
+            let _ = Activity::parse(&text[..cut]);
+        }
+    }
+
+    fn call(nr: i64, args: [u64; 6]) -> Activity {
+        Activity::Syscall { nr, args, pc: 0 }
+    }
+
+    #[test]
+    fn threads_that_would_notice_are_left_alone() {
+        for nr in [
+            libc::SYS_write,
+            libc::SYS_writev,
+            libc::SYS_sendto,
+            libc::SYS_sendfile,
+            libc::SYS_splice,
+            libc::SYS_vfork,
+            libc::SYS_clone,
+            libc::SYS_clone3,
+            libc::SYS_execve,
+            libc::SYS_ioctl,
+            libc::SYS_recvmmsg,
+            libc::SYS_close,
+        ] {
+            assert_eq!(fitness(b'S', call(nr, [0; 6])), None, "{nr}");
+        }
+        assert_eq!(fitness(b'S', call(libc::SYS_recvfrom, [3, 0, 9, 0x100, 0, 0])), None);
+        assert_eq!(fitness(b'S', call(libc::SYS_recvmsg, [3, 0, 0x100, 0, 0, 0])), None);
+        for state in [b'D', b'Z', b'X', b't', b'I'] {
+            assert_eq!(fitness(state, Activity::Running), None);
+            assert_eq!(fitness(state, call(libc::SYS_nanosleep, [0; 6])), None);
+        }
+    }
+
+    #[test]
+    fn a_call_that_restarts_is_better_than_a_computing_thread() {
+        let sleeping = fitness(b'S', call(libc::SYS_nanosleep, [0; 6])).unwrap();
+        let polling = fitness(b'S', call(libc::SYS_epoll_wait, [0; 6])).unwrap();
+        let computing = fitness(b'R', Activity::Running).unwrap();
+        assert!(sleeping < polling && polling < computing);
+        assert_eq!(fitness(b'T', Activity::Blocked), Some(Fitness::User));
+        assert_eq!(fitness(b'S', call(libc::SYS_recvfrom, [3, 0, 9, 0, 0, 0])), Some(Fitness::StartsOver));
+    }
+}

@@ -1,0 +1,297 @@
+//! The process that injects, and how it is asked to.
+//!
+//! A tracer that dies while a target has borrowed registers takes the target with it. So the tracer is a
+//! process of its own that does nothing else, takes no signal that can be ignored, hears no ctrl-C, and ends
+//! when the one that started it has (end of file), but never while it holds a target.
+//!
+//! Requests and replies are one JSON object per line on a socket pair. Replies carry the number of their
+//! request: one that came too late is recognised and dropped.
+
+use super::{Call, InjectError, Limits, Report, held, inject};
+use crate::process::Process;
+use serde::{Deserialize, Serialize};
+use std::io::{self, BufRead, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const VERSION: u32 = 1;
+/// The longest line accepted: some 40,000 calls.
+const LINE_BYTES: u64 = 8 << 20;
+/// What a reply may take beyond the limits of its request.
+const SLACK: Duration = Duration::from_secs(5);
+
+#[derive(Serialize, Deserialize)]
+struct Request {
+    version: u32,
+    id: u64,
+    pid: i32,
+    start_time_ticks: u64,
+    calls: Vec<Call>,
+    limits: Limits,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Reply {
+    version: u32,
+    id: u64,
+    /// CPU time of the worker since it started.
+    cpu_ns: u64,
+    result: Result<Report, InjectError>,
+}
+
+/// A worker process, as seen by the one that started it. Dropped, it tells the worker to end.
+#[derive(Debug)]
+pub struct Injector {
+    child: Child,
+    stream: UnixStream,
+    /// What has been read of the next reply.
+    pending: Vec<u8>,
+    last_id: u64,
+    cpu_ns: u64,
+}
+
+impl Injector {
+    /// Starts `command`, which must come to call [`serve`]. Its standard input and output are the connection.
+    pub fn spawn(command: &mut Command) -> io::Result<Self> {
+        let (stream, theirs) = UnixStream::pair()?;
+        let theirs: OwnedFd = theirs.into();
+        command.stdin(Stdio::from(theirs.try_clone()?)).stdout(Stdio::from(theirs));
+        let child = command.spawn();
+        // The command would keep the worker's end open in this process, and its death would go unnoticed.
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        Ok(Self { child: child?, stream, pending: Vec::new(), last_id: 0, cpu_ns: 0 })
+    }
+
+    /// Has the worker run `calls` in `process`.
+    ///
+    /// A worker that does not answer in time is left alone and never killed: it may hold a target that only it can
+    /// restore. Later requests wait their turn behind what it is doing.
+    pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
+        self.last_id += 1;
+        let request = Request {
+            version: VERSION,
+            id: self.last_id,
+            pid: process.pid(),
+            start_time_ticks: process.start_time_ticks(),
+            calls: calls.to_vec(),
+            limits: *limits,
+        };
+        let patience = patience(calls.len(), limits);
+        let deadline = Instant::now() + patience;
+        let mut line = serde_json::to_vec(&request).map_err(|error| nonsense(&error))?;
+        line.push(b'\n');
+        self.stream.set_write_timeout(Some(patience)).map_err(|_| InjectError::WorkerGone)?;
+        self.stream.write_all(&line).map_err(|error| disconnected(&error))?;
+        loop {
+            let line = self.line(deadline)?;
+            let reply: Reply = serde_json::from_slice(&line).map_err(|error| nonsense(&error))?;
+            if reply.version != VERSION {
+                return Err(InjectError::Protocol { what: format!("version {} of the protocol", reply.version) });
+            }
+            self.cpu_ns = self.cpu_ns.max(reply.cpu_ns);
+            if reply.id == self.last_id {
+                return reply.result;
+            }
+        }
+    }
+
+    /// CPU time of the worker, up to its last reply.
+    pub fn cpu_ns(&self) -> u64 {
+        self.cpu_ns
+    }
+
+    /// The worker's pid.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn line(&mut self, deadline: Instant) -> Result<Vec<u8>, InjectError> {
+        let mut chunk = [0; 16 << 10];
+        loop {
+            if let Some(end) = self.pending.iter().position(|&byte| byte == b'\n') {
+                let rest = self.pending.split_off(end + 1);
+                return Ok(std::mem::replace(&mut self.pending, rest));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(InjectError::WorkerSilent);
+            }
+            self.stream.set_read_timeout(Some(left)).map_err(|_| InjectError::WorkerGone)?;
+            match self.stream.read(&mut chunk) {
+                Ok(0) => return Err(InjectError::WorkerGone),
+                Ok(read) => self.pending.extend_from_slice(&chunk[..read]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(disconnected(&error)),
+            }
+        }
+    }
+}
+
+impl Drop for Injector {
+    fn drop(&mut self) {
+        // The end of file is the order to end. It is obeyed within a millisecond, unless a target is held: then the
+        // worker stays behind, on its own, until it has restored it.
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        for _ in 0..50 {
+            match self.child.try_wait() {
+                Ok(None) => std::thread::sleep(Duration::from_millis(2)),
+                _ => return,
+            }
+        }
+    }
+}
+
+/// How long a reply may take: every limit used up, each batch tried twice.
+fn patience(calls: usize, limits: &Limits) -> Duration {
+    let calls = u64::try_from(calls).unwrap_or(u64::MAX);
+    let per_stop = u64::try_from(limits.calls_per_stop.max(1)).unwrap_or(1);
+    let stops_ns = calls.div_ceil(per_stop).saturating_mul(limits.stop_ns).saturating_mul(2);
+    let total_ns = calls.saturating_mul(limits.call_ns).saturating_add(stops_ns);
+    SLACK.saturating_add(Duration::from_nanos(total_ns)).min(Duration::from_secs(3600))
+}
+
+fn disconnected(error: &io::Error) -> InjectError {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => InjectError::WorkerSilent,
+        _ => InjectError::WorkerGone,
+    }
+}
+
+fn nonsense(error: &serde_json::Error) -> InjectError {
+    InjectError::Protocol { what: error.to_string() }
+}
+
+/// The worker: answers requests on standard input until there are no more.
+pub fn serve() -> ! {
+    shield_process();
+    let mut input = io::stdin().lock();
+    let mut output = io::stdout().lock();
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match (&mut input).take(LINE_BYTES).read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => break,
+            Ok(_) => {}
+        }
+        // A line without an end is half a request of somebody who died: nobody waits for the answer.
+        if line.last() != Some(&b'\n') {
+            break;
+        }
+        let (id, result) = answer(&line);
+        let reply = Reply { version: VERSION, id, cpu_ns: cpu_ns(), result };
+        let Ok(mut bytes) = serde_json::to_vec(&reply) else { break };
+        bytes.push(b'\n');
+        if output.write_all(&bytes).and_then(|()| output.flush()).is_err() {
+            break;
+        }
+    }
+    while held() > 0 {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::process::exit(0)
+}
+
+fn answer(line: &[u8]) -> (u64, Result<Report, InjectError>) {
+    let request: Request = match serde_json::from_slice(line) {
+        Ok(request) => request,
+        Err(error) => return (0, Err(nonsense(&error))),
+    };
+    if request.version != VERSION {
+        let what = format!("version {} of the protocol", request.version);
+        return (request.id, Err(InjectError::Protocol { what }));
+    }
+    let result = match Process::open(request.pid) {
+        Ok(process) if process.start_time_ticks() == request.start_time_ticks => {
+            inject(&process, &request.calls, &request.limits)
+        }
+        Ok(_) => Err(InjectError::Vanished { pid: request.pid }),
+        Err(error) => Err(InjectError::from_read(error)),
+    };
+    (request.id, result)
+}
+
+/// Keeps this process alive through everything but SIGKILL.
+fn shield_process() {
+    const IGNORED: [i32; 10] = [
+        libc::SIGINT,
+        libc::SIGTERM,
+        libc::SIGHUP,
+        libc::SIGQUIT,
+        libc::SIGPIPE,
+        libc::SIGUSR1,
+        libc::SIGUSR2,
+        libc::SIGALRM,
+        libc::SIGTSTP,
+        libc::SIGTTOU,
+    ];
+    for signal in IGNORED {
+        // SAFETY: ignoring a signal runs no code of ours.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+    // SAFETY: no arguments. Fails when this process leads a group already, and then ctrl-C does not reach it either.
+    unsafe { libc::setsid() };
+    // The out-of-memory killer must not choose it in the middle of a call. Needs CAP_SYS_RESOURCE; without, it is a
+    // small process and an unlikely choice.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
+}
+
+fn cpu_ns() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` outlives the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut now) };
+    now.tv_sec.cast_unsigned().saturating_mul(1_000_000_000).saturating_add(now.tv_nsec.cast_unsigned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_of_another_version_and_nonsense_are_answered() {
+        let limits = Limits::default();
+        let request = Request { version: 2, id: 7, pid: 1, start_time_ticks: 0, calls: vec![], limits };
+        let (id, result) = answer(&serde_json::to_vec(&request).unwrap());
+        assert!(id == 7 && matches!(result, Err(InjectError::Protocol { .. })));
+        for line in [&b""[..], b"{}", b"[1,2", b"\xff\n", b"{\"version\":1}\n"] {
+            assert!(matches!(answer(line), (0, Err(InjectError::Protocol { .. }))));
+        }
+    }
+
+    #[test]
+    fn a_reused_pid_is_not_touched() {
+        let pid = i32::try_from(std::process::id()).unwrap();
+        let request = Request {
+            version: VERSION,
+            id: 1,
+            pid,
+            start_time_ticks: 1,
+            calls: vec![Call::madvise(0, 0, 0)],
+            limits: Limits::default(),
+        };
+        assert_eq!(answer(&serde_json::to_vec(&request).unwrap()), (1, Err(InjectError::Vanished { pid })));
+    }
+
+    #[test]
+    fn replies_survive_the_wire() {
+        let report = Report {
+            results: vec![Ok(u64::MAX), Err(super::super::Errno(12))],
+            stops: 1,
+            longest_stop_ns: 2,
+            total_stop_ns: 3,
+        };
+        for result in [Ok(report), Err(InjectError::Traced { pid: 1, by: 2 }), Err(InjectError::WorkerSilent)] {
+            let reply = Reply { version: VERSION, id: u64::MAX, cpu_ns: 5, result: result.clone() };
+            let back: Reply = serde_json::from_slice(&serde_json::to_vec(&reply).unwrap()).unwrap();
+            assert!(back.result == result && back.id == u64::MAX);
+        }
+    }
+
+    #[test]
+    fn patience_is_bounded() {
+        let endless = Limits { stop_ns: u64::MAX, call_ns: u64::MAX, calls_per_stop: 0 };
+        assert_eq!(patience(usize::MAX, &endless), Duration::from_secs(3600));
+        assert!(patience(0, &Limits::default()) >= SLACK);
+    }
+}

@@ -1,0 +1,238 @@
+//! The one lock: whoever holds it may turn KSM's knobs.
+//!
+//! KSM is one global resource, so two of us must not drive it at once. The lock is an `flock`, which
+//! the kernel drops with its last descriptor: nothing stale survives the death of a holder. The
+//! holder's pid is written in the file for the message only; it decides nothing.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use thiserror::Error;
+
+/// Where the lock is unless said otherwise.
+pub const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
+
+/// How often a waiting taker looks again. `flock` itself has no time limit.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// Why the lock was not taken.
+#[derive(Debug, Error)]
+pub enum LockError {
+    /// Somebody else holds it.
+    #[error("KSM is driven by another pagefold{}", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default())]
+    Held {
+        /// The holder, as it wrote itself into the file.
+        pid: Option<i32>,
+    },
+    /// The file may not be opened.
+    #[error("not permitted to open {}", path.display())]
+    Denied {
+        /// The lock file.
+        path: PathBuf,
+    },
+    /// Any other failure.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The lock file.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+/// The lock, held until the last clone is dropped or the process ends.
+#[derive(Clone, Debug)]
+pub struct Lock {
+    held: Arc<Held>,
+}
+
+#[derive(Debug)]
+struct Held {
+    file: File,
+    path: PathBuf,
+}
+
+impl Lock {
+    /// Takes the lock if it is free.
+    pub fn try_take(path: &Path) -> Result<Self, LockError> {
+        let mut file = open(path)?;
+        if !flock(&file, libc::LOCK_EX | libc::LOCK_NB).map_err(|source| LockError::Io { path: path.into(), source })? {
+            return Err(LockError::Held { pid: holder_named_in(&mut file) });
+        }
+        let named = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
+        named.map_err(|source| LockError::Io { path: path.into(), source })?;
+        Ok(Self { held: Arc::new(Held { file, path: path.to_owned() }) })
+    }
+
+    /// Takes the lock, waiting for at most `limit` until it is free.
+    pub fn take_within(path: &Path, limit: Duration) -> Result<Self, LockError> {
+        let end = Instant::now() + limit;
+        loop {
+            match Self::try_take(path) {
+                Err(LockError::Held { .. }) if Instant::now() < end => std::thread::sleep(LOOK_AGAIN),
+                done => return done,
+            }
+        }
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.held.path
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // Only for the eye: the pid of a holder that left should not stay behind. The lock goes with the descriptor.
+        let _ = self.file.set_len(0);
+    }
+}
+
+/// Who holds the lock at `path`, without taking or creating it. `Ok(None)` when it is free.
+pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
+    let mut file = match OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(from_io(path, error)),
+    };
+    // A shared try is refused exactly while somebody holds it exclusively, and two who ask do not disturb
+    // each other. A taker that tries within these microseconds sees it held; takers with a limit try again.
+    let free =
+        flock(&file, libc::LOCK_SH | libc::LOCK_NB).map_err(|source| LockError::Io { path: path.into(), source })?;
+    Ok(if free { None } else { Some(Holder { pid: holder_named_in(&mut file) }) })
+}
+
+/// Somebody who holds the lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// The pid, where the file tells it.
+    pub pid: Option<i32>,
+}
+
+fn open(path: &Path) -> Result<File, LockError> {
+    let try_open = || {
+        OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            // /run/lock is writable for all on many systems: do not be led elsewhere by a link.
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(path)
+    };
+    match (try_open(), path.parent()) {
+        (Err(error), Some(parent)) if error.kind() == io::ErrorKind::NotFound => {
+            std::fs::create_dir_all(parent).and_then(|()| try_open())
+        }
+        (opened, _) => opened,
+    }
+    .map_err(|error| from_io(path, error))
+}
+
+fn from_io(path: &Path, source: io::Error) -> LockError {
+    let path = path.to_owned();
+    if source.kind() == io::ErrorKind::PermissionDenied {
+        LockError::Denied { path }
+    } else {
+        LockError::Io { path, source }
+    }
+}
+
+/// True when locked, false when somebody else holds it.
+fn flock(file: &File, operation: i32) -> io::Result<bool> {
+    loop {
+        // SAFETY: the descriptor is open for the duration of the call; flock touches no memory of ours.
+        if unsafe { libc::flock(file.as_raw_fd(), operation) } == 0 {
+            return Ok(true);
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EWOULDBLOCK) => return Ok(false),
+            Some(libc::EINTR) => {}
+            _ => return Err(error),
+        }
+    }
+}
+
+fn holder_named_in(file: &mut File) -> Option<i32> {
+    let mut text = String::new();
+    file.rewind().ok()?;
+    file.take(32).read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_holder_at_a_time_and_free_after_the_last_clone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("below/one.lock");
+        assert_eq!(holder(&path).unwrap(), None);
+        let own = i32::try_from(std::process::id()).unwrap();
+        let lock = Lock::try_take(&path).unwrap();
+        let clone = lock.clone();
+        drop(lock);
+        // A second open file description conflicts even within one process.
+        assert!(matches!(Lock::try_take(&path), Err(LockError::Held { pid: Some(pid) }) if pid == own));
+        assert_eq!(holder(&path).unwrap(), Some(Holder { pid: Some(own) }));
+        drop(clone);
+        assert_eq!(holder(&path).unwrap(), None);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "");
+        Lock::try_take(&path).unwrap();
+    }
+
+    #[test]
+    fn waiting_ends_with_the_limit_or_with_the_holder() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.lock");
+        let lock = Lock::try_take(&path).unwrap();
+        let before = Instant::now();
+        assert!(matches!(Lock::take_within(&path, Duration::from_millis(60)), Err(LockError::Held { .. })));
+        assert!(before.elapsed() >= Duration::from_millis(60));
+        let releaser = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            drop(lock);
+        });
+        Lock::take_within(&path, Duration::from_secs(20)).unwrap();
+        releaser.join().unwrap();
+    }
+
+    #[test]
+    fn a_holder_that_dies_lets_go() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.lock");
+        std::fs::write(&path, "").unwrap();
+        // `flock FILE COMMAND` of util-linux holds the same kind of lock.
+        let child = std::process::Command::new("flock").arg("-o").arg(&path).args(["sleep", "60"]).spawn();
+        let Ok(mut child) = child else {
+            println!("SKIP: no flock(1) to be the other holder");
+            return;
+        };
+        let end = Instant::now() + Duration::from_secs(20);
+        while holder(&path).unwrap().is_none() {
+            assert!(Instant::now() < end, "the other holder never locked");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(matches!(Lock::try_take(&path), Err(LockError::Held { pid: None })));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        Lock::take_within(&path, Duration::from_secs(20)).unwrap();
+    }
+
+    #[test]
+    fn a_link_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.lock");
+        std::fs::write(dir.path().join("precious"), "keep").unwrap();
+        std::os::unix::fs::symlink(dir.path().join("precious"), &path).unwrap();
+        assert!(matches!(Lock::try_take(&path), Err(LockError::Io { .. })));
+        assert_eq!(std::fs::read_to_string(dir.path().join("precious")).unwrap(), "keep");
+    }
+}

@@ -1,0 +1,422 @@
+//! What this machine is and allows, as plain facts. [`crate::diagnose`] judges them.
+//!
+//! Nothing here decides or changes anything: each fact is one read below a root path, and says apart
+//! whether a file is missing, refused or not understood.
+
+use crate::ksm::{Knobs, Ksm, KsmCounters, KsmError, chosen};
+use crate::lock::{Holder, LockError, holder};
+use crate::process::{Process, ReadError};
+use crate::state_file::{State, StateError, boot_id};
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// One fact, or why it is not known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fact<T> {
+    /// It is so.
+    Is(T),
+    /// This kernel has no such file, or there is no such thing.
+    Absent,
+    /// We may not look.
+    Denied,
+    /// It could not be understood.
+    Malformed(String),
+}
+
+impl<T> Fact<T> {
+    /// The value, where it is known.
+    pub fn known(&self) -> Option<&T> {
+        if let Self::Is(value) = self { Some(value) } else { None }
+    }
+
+    fn from_io(result: io::Result<T>) -> Self {
+        match result {
+            Ok(value) => Self::Is(value),
+            Err(error) => match error.kind() {
+                io::ErrorKind::NotFound => Self::Absent,
+                io::ErrorKind::PermissionDenied => Self::Denied,
+                _ => Self::Malformed(error.to_string()),
+            },
+        }
+    }
+
+    fn and_then<U>(self, next: impl FnOnce(T) -> Fact<U>) -> Fact<U> {
+        match self {
+            Self::Is(value) => next(value),
+            Self::Absent => Fact::Absent,
+            Self::Denied => Fact::Denied,
+            Self::Malformed(what) => Fact::Malformed(what),
+        }
+    }
+}
+
+/// A kernel's version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Release(pub u32, pub u32);
+
+impl Release {
+    /// Parses the beginning of a text like `6.12.9-amd64`.
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut parts = text.trim().split(|letter: char| !letter.is_ascii_digit());
+        Some(Self(parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+    }
+}
+
+impl fmt::Display for Release {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "{}.{}", self.0, self.1)
+    }
+}
+
+/// How cgroups are mounted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cgroups {
+    /// One hierarchy, version 2.
+    Unified,
+    /// Version 1 controllers with a version 2 hierarchy beside them.
+    Hybrid,
+    /// Version 1 only.
+    Legacy,
+    /// None mounted in the usual place.
+    Missing,
+}
+
+/// A state file that was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FoundState {
+    /// Its content.
+    pub state: State,
+    /// Written since this boot.
+    pub this_boot: bool,
+    /// The process that wrote it still runs.
+    pub holder_alive: bool,
+}
+
+/// Where to look.
+#[derive(Clone, Debug)]
+pub struct Roots {
+    /// `/proc`.
+    pub proc: PathBuf,
+    /// `/sys`.
+    pub sys: PathBuf,
+    /// The lock file.
+    pub lock: PathBuf,
+    /// The state file.
+    pub state: PathBuf,
+}
+
+impl Default for Roots {
+    fn default() -> Self {
+        Self {
+            proc: "/proc".into(),
+            sys: "/sys".into(),
+            lock: crate::lock::LOCK_PATH.into(),
+            state: crate::state_file::STATE_PATH.into(),
+        }
+    }
+}
+
+/// Everything that `doctor` looks at.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// The kernel's version.
+    pub release: Fact<Release>,
+    /// The kernel's version as it names itself.
+    pub release_text: String,
+    /// KSM's knobs and counters.
+    pub ksm: Fact<(Knobs, KsmCounters)>,
+    /// `/proc/PID/ksm_stat` exists.
+    pub ksm_stat: Fact<()>,
+    /// The page map shows frame numbers.
+    pub frames_visible: Fact<bool>,
+    /// `/proc/kpageflags` may be read.
+    pub page_flags: Fact<()>,
+    /// Effective user id.
+    pub uid: Fact<u32>,
+    /// Effective capabilities.
+    pub capabilities: Fact<u64>,
+    /// Our own seccomp mode: 0 none, 1 strict, 2 filter.
+    pub seccomp: Fact<u32>,
+    /// Yama's `ptrace_scope`.
+    pub ptrace_scope: Fact<u32>,
+    /// Transparent huge pages: `always`, `madvise` or `never`.
+    pub huge_pages: Fact<String>,
+    /// Programs known to use KSM on their own, that are running.
+    pub programs: Fact<Vec<(i32, String)>>,
+    /// The holder of the lock. Absent when it is free.
+    pub lock_holder: Fact<Holder>,
+    /// A state file. Absent when there is none.
+    pub state: Fact<FoundState>,
+    /// `vm.max_map_count`.
+    pub max_map_count: Fact<u64>,
+    /// Swap space, KiB.
+    pub swap_total_kib: Fact<u64>,
+    /// Pressure stall information.
+    pub pressure: Fact<()>,
+    /// NUMA nodes online.
+    pub nodes: Fact<u32>,
+    /// Bytes in a page.
+    pub page_size: Fact<u64>,
+    /// How cgroups are mounted.
+    pub cgroups: Cgroups,
+}
+
+/// Programs that use KSM on their own.
+pub const KSM_PROGRAMS: [&str; 3] = ["ksmtuned", "uksmd", "uksmdstats"];
+
+impl Facts {
+    /// Looks at everything. Changes nothing.
+    pub fn gather(roots: &Roots) -> Self {
+        let proc = |path: &str| roots.proc.join(path);
+        let release_text = read(&proc("sys/kernel/osrelease"));
+        let status = read(&proc("self/status"));
+        let field = |name: &str| status.clone().and_then(|text| line_of(&text, name));
+        Self {
+            release: parsed(release_text.clone(), Release::parse),
+            release_text: release_text.known().map(|text| text.trim().to_owned()).unwrap_or_default(),
+            ksm: ksm(&roots.sys.join("kernel/mm/ksm")),
+            ksm_stat: opens(&proc("self/ksm_stat")),
+            frames_visible: frames_visible(&proc("self/pagemap")),
+            page_flags: opens(&proc("kpageflags")),
+            uid: parsed(field("Uid:"), |text| text.split_ascii_whitespace().nth(1)?.parse().ok()),
+            capabilities: parsed(field("CapEff:"), |text| u64::from_str_radix(text.trim(), 16).ok()),
+            seccomp: parsed(field("Seccomp:"), |text| text.trim().parse().ok()),
+            ptrace_scope: parsed(read(&proc("sys/kernel/yama/ptrace_scope")), |text| text.trim().parse().ok()),
+            huge_pages: parsed(read(&roots.sys.join("kernel/mm/transparent_hugepage/enabled")), |text| {
+                chosen(text).map(str::to_owned)
+            }),
+            programs: match programs_named(&roots.proc, &KSM_PROGRAMS) {
+                Ok(programs) => Fact::Is(programs),
+                Err(error) => Fact::Malformed(error.to_string()),
+            },
+            lock_holder: match holder(&roots.lock) {
+                Ok(Some(holder)) => Fact::Is(holder),
+                Ok(None) => Fact::Absent,
+                Err(LockError::Denied { .. }) => Fact::Denied,
+                Err(error) => Fact::Malformed(error.to_string()),
+            },
+            state: state(roots),
+            max_map_count: parsed(read(&proc("sys/vm/max_map_count")), |text| text.trim().parse().ok()),
+            swap_total_kib: parsed(read(&proc("meminfo")).and_then(|text| line_of(&text, "SwapTotal:")), |text| {
+                text.split_ascii_whitespace().next()?.parse().ok()
+            }),
+            pressure: opens(&proc("pressure/memory")),
+            nodes: parsed(read(&roots.sys.join("devices/system/node/online")), count_list),
+            page_size: page_size(&proc("self/auxv")),
+            cgroups: cgroups(&roots.sys.join("fs/cgroup")),
+        }
+    }
+}
+
+/// The processes whose command name is one of `names`, by pid.
+pub fn programs_named(proc_root: &Path, names: &[&str]) -> Result<Vec<(i32, String)>, ReadError> {
+    let entries = std::fs::read_dir(proc_root).map_err(|error| ReadError::from_io(0, "", error))?;
+    let mut found: Vec<(i32, String)> = entries
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok())
+        .filter_map(|pid| {
+            // One that ends meanwhile is not running.
+            let stat = Process::open_at(proc_root, pid).and_then(|process| process.stat()).ok()?;
+            let name = names.iter().find(|name| name.as_bytes() == stat.comm)?;
+            Some((pid, (*name).to_owned()))
+        })
+        .collect();
+    found.sort_unstable();
+    Ok(found)
+}
+
+fn read(path: &Path) -> Fact<String> {
+    Fact::from_io(std::fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()))
+}
+
+fn opens(path: &Path) -> Fact<()> {
+    Fact::from_io(File::open(path).map(drop))
+}
+
+fn parsed<T>(text: Fact<String>, parse: impl FnOnce(&str) -> Option<T>) -> Fact<T> {
+    text.and_then(|text| parse(&text).map_or_else(|| Fact::Malformed(text.trim().to_owned()), Fact::Is))
+}
+
+/// The rest of the line that begins with `name`.
+fn line_of(text: &str, name: &str) -> Fact<String> {
+    match text.lines().find_map(|line| line.strip_prefix(name)) {
+        Some(rest) => Fact::Is(rest.to_owned()),
+        None => Fact::Absent,
+    }
+}
+
+/// How many numbers a list like `0-3,8` names.
+fn count_list(text: &str) -> Option<u32> {
+    text.trim().split(',').try_fold(0_u32, |count, part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
+        count.checked_add(last.checked_sub(first)?.checked_add(1)?)
+    })
+}
+
+fn ksm(root: &Path) -> Fact<(Knobs, KsmCounters)> {
+    let all = Ksm::open(root).and_then(|ksm| Ok((ksm.knobs()?, ksm.counters()?)));
+    match all {
+        Ok(all) => Fact::Is(all),
+        Err(KsmError::Absent { .. }) => Fact::Absent,
+        Err(KsmError::Denied { .. }) => Fact::Denied,
+        Err(error) => Fact::Malformed(error.to_string()),
+    }
+}
+
+fn state(roots: &Roots) -> Fact<FoundState> {
+    match State::load(&roots.state) {
+        Ok(Some(state)) => Fact::Is(FoundState {
+            this_boot: boot_id(&roots.proc).is_ok_and(|boot| boot == state.boot_id),
+            holder_alive: state.holder.is_some_and(|holder| holder.is_alive(&roots.proc)),
+            state,
+        }),
+        Ok(None) => Fact::Absent,
+        Err(StateError::Denied { .. }) => Fact::Denied,
+        Err(error) => Fact::Malformed(error.to_string()),
+    }
+}
+
+/// A page that is present once it has been read, to be found in our own page map.
+static PROBE: [u8; 1] = [1];
+
+/// Where the probe's entry lies in the page map: 8 bytes a page.
+fn probe_offset() -> u64 {
+    let page = PROBE.as_ptr().addr() / pagefold_core::units::PAGE_SIZE;
+    u64::try_from(page).unwrap_or(0) * 8
+}
+
+/// Without CAP_SYS_ADMIN the kernel shows every frame number as 0 instead of refusing the read.
+fn frames_visible(pagemap: &Path) -> Fact<bool> {
+    const FRAME: u64 = (1 << 55) - 1;
+    std::hint::black_box(PROBE[0]);
+    let mut entry = [0; 8];
+    let read = File::open(pagemap).and_then(|file| file.read_exact_at(&mut entry, probe_offset()));
+    Fact::from_io(read.map(|()| u64::from_ne_bytes(entry) & FRAME != 0))
+}
+
+/// The kernel tells a process its page size in the auxiliary vector: pairs of words, AT_PAGESZ is 6.
+fn page_size(auxv: &Path) -> Fact<u64> {
+    Fact::from_io(std::fs::read(auxv)).and_then(|bytes| {
+        let word = |bytes: &[u8]| bytes.try_into().map(u64::from_ne_bytes).ok();
+        let mut pairs = bytes.chunks_exact(16).map(|pair| (word(&pair[..8]), word(&pair[8..])));
+        match pairs.find(|(kind, _)| *kind == Some(6)) {
+            Some((_, Some(size))) => Fact::Is(size),
+            _ => Fact::Malformed("no page size in the auxiliary vector".to_owned()),
+        }
+    })
+}
+
+fn cgroups(root: &Path) -> Cgroups {
+    if root.join("cgroup.controllers").exists() {
+        Cgroups::Unified
+    } else if root.join("unified/cgroup.controllers").exists() {
+        Cgroups::Hybrid
+    } else if root.join("memory").exists() || root.join("freezer").exists() {
+        Cgroups::Legacy
+    } else {
+        Cgroups::Missing
+    }
+}
+
+/// A tree like that of a machine on which all is well.
+#[cfg(test)]
+pub(crate) mod fixture {
+    use super::*;
+    use std::fs::{OpenOptions, create_dir_all, write};
+
+    pub fn healthy(dir: &Path) -> Roots {
+        let (proc, sys) = (dir.join("proc"), dir.join("sys"));
+        for at in ["self", "pressure", "sys/kernel/random", "sys/kernel/yama", "sys/vm"] {
+            create_dir_all(proc.join(at)).unwrap();
+        }
+        for at in ["kernel/mm/transparent_hugepage", "devices/system/node", "fs/cgroup"] {
+            create_dir_all(sys.join(at)).unwrap();
+        }
+        crate::ksm::fixture::fresh(&sys.join("kernel/mm/ksm"));
+        let status = "Name:\tx\nUid:\t0\t0\t0\t0\nCapEff:\t000001ffffffffff\nSeccomp:\t0\n";
+        for (path, text) in [
+            ("sys/kernel/osrelease", "6.12.9-amd64\n"),
+            ("sys/kernel/random/boot_id", "boot\n"),
+            ("sys/kernel/yama/ptrace_scope", "1\n"),
+            ("sys/vm/max_map_count", "65530\n"),
+            ("meminfo", "MemTotal: 9 kB\nSwapTotal:      2048 kB\n"),
+            ("self/status", status),
+            ("self/ksm_stat", ""),
+            ("kpageflags", ""),
+            ("pressure/memory", ""),
+        ] {
+            write(proc.join(path), text).unwrap();
+        }
+        write(sys.join("kernel/mm/transparent_hugepage/enabled"), "always [madvise] never\n").unwrap();
+        write(sys.join("devices/system/node/online"), "0\n").unwrap();
+        write(sys.join("fs/cgroup/cgroup.controllers"), "memory\n").unwrap();
+        let auxv: Vec<u8> = [33_u64, 7, 6, 4096, 0, 0].into_iter().flat_map(u64::to_ne_bytes).collect();
+        write(proc.join("self/auxv"), auxv).unwrap();
+        set_frame(&proc, 1234);
+        Roots { proc, sys, lock: dir.join("lock"), state: dir.join("state.json") }
+    }
+
+    /// The frame number that the page map shows for the probe, in a file that is hole but for that.
+    pub fn set_frame(proc: &Path, frame: u64) {
+        let at = proc.join("self/pagemap");
+        let file = OpenOptions::new().write(true).create(true).truncate(false).open(at).unwrap();
+        file.write_all_at(&(frame | 1 << 63).to_ne_bytes(), probe_offset()).unwrap();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn releases_compare_as_versions() {
+        assert_eq!(Release::parse("6.12.9-amd64\n"), Some(Release(6, 12)));
+        assert_eq!(Release::parse("7.0-rc1"), Some(Release(7, 0)));
+        assert!(Release(6, 4) < Release(6, 12) && Release(5, 19) < Release(6, 4));
+        for text in ["", "six", "6", "99999999999.1"] {
+            assert_eq!(Release::parse(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn node_lists_are_counted() {
+        assert_eq!((count_list("0\n"), count_list("0-3,8")), (Some(1), Some(5)));
+        for text in ["", "3-0", "a", "0-4294967295"] {
+            assert_eq!(count_list(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_whole_tree_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let facts = Facts::gather(&fixture::healthy(dir.path()));
+        assert_eq!(facts.release, Fact::Is(Release(6, 12)));
+        assert_eq!(facts.capabilities, Fact::Is(0x1ff_ffff_ffff));
+        assert_eq!((facts.uid, facts.seccomp, facts.ptrace_scope), (Fact::Is(0), Fact::Is(0), Fact::Is(1)));
+        assert_eq!((facts.page_size, facts.frames_visible), (Fact::Is(4096), Fact::Is(true)));
+        assert_eq!((facts.swap_total_kib, facts.nodes), (Fact::Is(2048), Fact::Is(1)));
+        assert_eq!((facts.lock_holder, facts.state), (Fact::Absent, Fact::Absent));
+        assert_eq!(facts.cgroups, Cgroups::Unified);
+    }
+
+    #[test]
+    fn an_empty_tree_is_all_absent() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let facts = Facts::gather(&Roots { proc: at("p"), sys: at("s"), lock: at("l"), state: at("t") });
+        assert_eq!((facts.release, facts.uid, facts.frames_visible), (Fact::Absent, Fact::Absent, Fact::Absent));
+        assert!(matches!(facts.ksm, Fact::Absent));
+        assert_eq!(facts.cgroups, Cgroups::Missing);
+    }
+
+    #[test]
+    fn hidden_frames_are_seen_to_be_hidden() {
+        let dir = tempfile::tempdir().unwrap();
+        let roots = fixture::healthy(dir.path());
+        fixture::set_frame(&roots.proc, 0);
+        assert_eq!(Facts::gather(&roots).frames_visible, Fact::Is(false));
+    }
+}

@@ -1,0 +1,301 @@
+//! What a process has mapped: `/proc/PID/maps` and `/proc/PID/smaps`, parsed from bytes.
+//!
+//! A mapping's name is whatever bytes a file system allows. The kernel replaces only the newline, by
+//! `\012`, and leaves a backslash alone, so the escape cannot be undone without guessing: names are
+//! kept as the kernel prints them, with any ` (deleted)` at the end.
+
+use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
+use std::fmt;
+
+/// What a mapping permits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[allow(clippy::struct_excessive_bools)] // the four columns of the kernel's text
+pub struct Perms {
+    /// `r`
+    pub read: bool,
+    /// `w`
+    pub write: bool,
+    /// `x`
+    pub exec: bool,
+    /// `s` rather than `p`: the mapping is of the file itself, or of shared memory.
+    pub shared: bool,
+}
+
+/// One mapping (one VMA of the kernel).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Vma {
+    /// First address.
+    pub start: u64,
+    /// First address after it.
+    pub end: u64,
+    /// What it permits.
+    pub perms: Perms,
+    /// Offset in the file, in bytes.
+    pub offset: u64,
+    /// Major and minor number of the file's device; zeros without a file.
+    pub device: (u32, u32),
+    /// The file's inode; 0 without a file.
+    pub inode: u64,
+    /// File name, `[heap]`, `[anon:...]` and the like, or empty. Any bytes.
+    pub name: Vec<u8>,
+}
+
+impl Vma {
+    /// The first page.
+    pub fn first(&self) -> Vpn {
+        Vpn::of_address(self.start)
+    }
+
+    /// The length of the address range.
+    pub fn pages(&self) -> Pages {
+        Pages((self.end - self.start) / PAGE_SIZE as u64)
+    }
+
+    /// Whether the kernel itself provides it: `[vdso]`, `[vvar]`, `[vvar_vclock]`, `[vsyscall]`.
+    pub fn is_special(&self) -> bool {
+        self.inode == 0 && (self.name.starts_with(b"[v") || self.name.starts_with(b"[uprobes"))
+    }
+}
+
+/// The two-letter flags of smaps' `VmFlags` line, as a set. Letters that this program has never heard of are kept too.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct VmFlags([u64; 11]);
+
+impl VmFlags {
+    /// Adds a flag. Anything but two lower-case letters is ignored: the kernel prints `??` for bits without a name.
+    pub fn insert(&mut self, flag: [u8; 2]) {
+        if let Some(bit) = Self::bit(flag) {
+            self.0[bit / 64] |= 1 << (bit % 64);
+        }
+    }
+
+    /// Whether the flag is set, as in `has(*b"mg")`.
+    pub fn has(&self, flag: [u8; 2]) -> bool {
+        Self::bit(flag).is_some_and(|bit| self.0[bit / 64] & (1 << (bit % 64)) != 0)
+    }
+
+    /// The flags, in alphabetical order.
+    pub fn iter(&self) -> impl Iterator<Item = [u8; 2]> + '_ {
+        (b'a'..=b'z').flat_map(|a| (b'a'..=b'z').map(move |b| [a, b])).filter(|flag| self.has(*flag))
+    }
+
+    fn bit(flag: [u8; 2]) -> Option<usize> {
+        flag.iter().all(u8::is_ascii_lowercase).then(|| usize::from(flag[0] - b'a') * 26 + usize::from(flag[1] - b'a'))
+    }
+}
+
+impl FromIterator<[u8; 2]> for VmFlags {
+    fn from_iter<I: IntoIterator<Item = [u8; 2]>>(flags: I) -> Self {
+        let mut set = Self::default();
+        flags.into_iter().for_each(|flag| set.insert(flag));
+        set
+    }
+}
+
+impl fmt::Debug for VmFlags {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter().map(|[a, b]| format!("{}{}", char::from(a), char::from(b)))).finish()
+    }
+}
+
+/// A mapping with what smaps adds to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmaDetail {
+    /// The mapping.
+    pub vma: Vma,
+    /// `Rss`: present pages of any kind.
+    pub rss_kib: u64,
+    /// `Anonymous`: present anonymous pages.
+    pub anonymous_kib: u64,
+    /// `Swap`: anonymous pages that are swapped out.
+    pub swap_kib: u64,
+    /// `AnonHugePages`: memory that is mapped by huge pages.
+    pub anon_huge_kib: u64,
+    /// `KSM`: merged memory without zero pages; `None` before Linux 6.7.
+    pub ksm_kib: Option<u64>,
+    /// `VmFlags`.
+    pub flags: VmFlags,
+}
+
+/// What a region is, for families and for people.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum RegionKind {
+    /// The heap that brk grows.
+    Heap,
+    /// The main thread's stack. Other threads' stacks look like any anonymous memory.
+    Stack,
+    /// Anonymous memory.
+    Anonymous,
+    /// The memory of a virtual machine's guest.
+    GuestRam,
+    /// Pages of a private file mapping that were written to.
+    FileCopy,
+}
+
+impl fmt::Display for RegionKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Heap => "heap",
+            Self::Stack => "stack",
+            Self::Anonymous => "anonymous",
+            Self::GuestRam => "guest RAM",
+            Self::FileCopy => "file copy",
+        })
+    }
+}
+
+/// An anonymous mapping of a hypervisor at least this large is taken for guest RAM. Firmware, video memory and
+/// thread stacks are smaller.
+pub const GUEST_RAM_AT_LEAST: u64 = 64 << 20;
+
+/// What `vma` of a process running the executable `exe` (its base name) is.
+pub fn kind_of(vma: &Vma, exe: &[u8]) -> RegionKind {
+    match vma.name.as_slice() {
+        b"[heap]" => RegionKind::Heap,
+        name if name.starts_with(b"[stack") => RegionKind::Stack,
+        // A private mapping of /dev/zero is anonymous memory that carries a file name.
+        _ if vma.inode != 0 && vma.name != b"/dev/zero" => RegionKind::FileCopy,
+        _ if vma.end - vma.start >= GUEST_RAM_AT_LEAST && is_hypervisor(exe) => RegionKind::GuestRam,
+        _ => RegionKind::Anonymous,
+    }
+}
+
+fn is_hypervisor(exe: &[u8]) -> bool {
+    exe.starts_with(b"qemu-")
+        || exe.starts_with(b"cloud-hypervisor")
+        || exe.starts_with(b"firecracker")
+        || exe == b"kvm"
+        || exe == b"crosvm"
+}
+
+/// Parses the text of `/proc/PID/maps`.
+pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
+    lines(text).map(parse_line).collect()
+}
+
+/// Parses the text of `/proc/PID/smaps`.
+pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
+    let mut details: Vec<VmaDetail> = Vec::new();
+    for line in lines(text) {
+        // A mapping's line has a dash first, in its addresses; a counter's has its colon first.
+        if line.iter().find(|byte| matches!(byte, b'-' | b':')) == Some(&b'-') {
+            details.push(VmaDetail {
+                vma: parse_line(line)?,
+                rss_kib: 0,
+                anonymous_kib: 0,
+                swap_kib: 0,
+                anon_huge_kib: 0,
+                ksm_kib: None,
+                flags: VmFlags::default(),
+            });
+            continue;
+        }
+        let colon = line.iter().position(|&byte| byte == b':').ok_or("a line is neither mapping nor counter")?;
+        let detail = details.last_mut().ok_or("a counter before the first mapping")?;
+        let value = &line[colon + 1..];
+        match &line[..colon] {
+            b"Rss" => detail.rss_kib = kib(value)?,
+            b"Anonymous" => detail.anonymous_kib = kib(value)?,
+            b"Swap" => detail.swap_kib = kib(value)?,
+            b"AnonHugePages" => detail.anon_huge_kib = kib(value)?,
+            b"KSM" => detail.ksm_kib = Some(kib(value)?),
+            b"VmFlags" => {
+                detail.flags = words(value).filter_map(|word| <[u8; 2]>::try_from(word).ok()).collect();
+            }
+            _ => {} // kernels add counters
+        }
+    }
+    Ok(details)
+}
+
+fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty())
+}
+
+fn words(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split(|&byte| byte == b' ').filter(|word| !word.is_empty())
+}
+
+fn kib(value: &[u8]) -> Result<u64, &'static str> {
+    let mut words = words(value);
+    let number = words.next().ok_or("a counter without a value")?;
+    if words.next() != Some(b"kB") {
+        return Err("a counter is not in kB");
+    }
+    decimal(number)
+}
+
+fn parse_line(line: &[u8]) -> Result<Vma, &'static str> {
+    let mut rest = line;
+    let mut field = || {
+        let end = rest.iter().position(|&byte| byte == b' ').unwrap_or(rest.len());
+        let (field, tail) = rest.split_at(end);
+        rest = tail.get(1..).unwrap_or_default();
+        field
+    };
+    let (range, perms, offset, device, inode) = (field(), field(), field(), field(), field());
+    let (start, end) = pair(range, b'-')?;
+    if start >= end || start % PAGE_SIZE as u64 != 0 || end % PAGE_SIZE as u64 != 0 {
+        return Err("a mapping's addresses are not whole pages in order");
+    }
+    let (major, minor) = pair(device, b':')?;
+    let number = |value: u64| u32::try_from(value).map_err(|_| "a device number is too large");
+    // Only the padding is stripped: no name begins with a space, and one may end with it.
+    let name = rest.iter().position(|&byte| byte != b' ').map_or(&[][..], |at| &rest[at..]);
+    Ok(Vma {
+        start,
+        end,
+        perms: parse_perms(perms)?,
+        offset: hexadecimal(offset)?,
+        device: (number(major)?, number(minor)?),
+        inode: decimal(inode)?,
+        name: name.to_vec(),
+    })
+}
+
+fn parse_perms(text: &[u8]) -> Result<Perms, &'static str> {
+    let flag = |at: usize, set: u8, clear: u8| match text.get(at) {
+        Some(&byte) if byte == set => Ok(true),
+        Some(&byte) if byte == clear => Ok(false),
+        _ => Err("unknown permissions"),
+    };
+    if text.len() != 4 {
+        return Err("unknown permissions");
+    }
+    Ok(Perms {
+        read: flag(0, b'r', b'-')?,
+        write: flag(1, b'w', b'-')?,
+        exec: flag(2, b'x', b'-')?,
+        shared: flag(3, b's', b'p')?,
+    })
+}
+
+fn pair(text: &[u8], separator: u8) -> Result<(u64, u64), &'static str> {
+    let at = text.iter().position(|&byte| byte == separator).ok_or("a pair of numbers lacks its separator")?;
+    Ok((hexadecimal(&text[..at])?, hexadecimal(&text[at + 1..])?))
+}
+
+fn hexadecimal(text: &[u8]) -> Result<u64, &'static str> {
+    digits(text, 16)
+}
+
+fn decimal(text: &[u8]) -> Result<u64, &'static str> {
+    digits(text, 10)
+}
+
+fn digits(text: &[u8], radix: u32) -> Result<u64, &'static str> {
+    if text.is_empty() {
+        return Err("a number is missing");
+    }
+    text.iter().try_fold(0u64, |value, &byte| {
+        let digit = char::from(byte).to_digit(radix).ok_or("a number has a foreign digit")?;
+        value
+            .checked_mul(u64::from(radix))
+            .and_then(|value| value.checked_add(u64::from(digit)))
+            .ok_or("a number is too large")
+    })
+}
+
+#[cfg(test)]
+#[path = "maps_tests.rs"]
+mod tests;

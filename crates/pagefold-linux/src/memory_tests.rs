@@ -1,0 +1,377 @@
+use super::batch::{Piece, process_vm_readv};
+use super::*;
+use pagefold_core::units::PAGE_SIZE;
+use std::collections::HashMap;
+use std::ptr;
+
+/// Anonymous memory of this process, given back when dropped.
+struct Memory {
+    start: *mut u8,
+    pages: usize,
+}
+
+impl Memory {
+    fn new(pages: usize) -> Self {
+        // SAFETY: a new mapping at an address of the kernel's choosing.
+        let start = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                pages * PAGE_SIZE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(start, libc::MAP_FAILED);
+        let memory = Self { start: start.cast(), pages };
+        memory.advise(libc::MADV_NOHUGEPAGE);
+        // Tests run at the same time in one process: another one's fork would share these pages.
+        memory.advise(libc::MADV_DONTFORK);
+        memory
+    }
+
+    fn advise(&self, advice: i32) {
+        // SAFETY: the range is this mapping's own, and the advice keeps its contents.
+        assert_eq!(unsafe { libc::madvise(self.start.cast(), self.pages * PAGE_SIZE, advice) }, 0);
+    }
+
+    fn first(&self) -> Vpn {
+        Vpn::of_address(self.start as u64)
+    }
+
+    fn at(&self, page: usize) -> *mut u8 {
+        assert!(page < self.pages);
+        // SAFETY: the page is inside the mapping.
+        unsafe { self.start.add(page * PAGE_SIZE) }
+    }
+
+    /// Fills a page with contents that tell which page it is.
+    fn fill(&self, page: usize) {
+        // SAFETY: the page is inside the mapping and writable; nothing else refers to it.
+        unsafe { ptr::copy_nonoverlapping(contents(page).as_ptr(), self.at(page), PAGE_SIZE) }
+    }
+
+    fn touch(&self, page: usize) -> u8 {
+        // SAFETY: the page is inside the mapping and readable.
+        unsafe { ptr::read_volatile(self.at(page)) }
+    }
+
+    /// Takes a page away for good: what is there then is a file's page behind the file's end, which nobody can read.
+    /// A plain munmap would leave a hole, and another test's mapping might land in it.
+    fn unmap(&self, page: usize) {
+        // SAFETY: an empty file of memory; the page is inside this mapping, and no test touches it afterwards.
+        unsafe {
+            let file = libc::memfd_create(c"nothing".as_ptr(), libc::MFD_CLOEXEC);
+            let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+            let at = libc::mmap(self.at(page).cast(), PAGE_SIZE, libc::PROT_READ, flags, file, 0);
+            assert_eq!(at, self.at(page).cast());
+            libc::close(file);
+        }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this value's own.
+        unsafe { libc::munmap(self.start.cast(), self.pages * PAGE_SIZE) };
+    }
+}
+
+/// A forked child that does nothing until it is killed.
+struct Child(i32);
+
+impl Child {
+    /// Forks with nothing of the tests' memory but this.
+    fn fork_with(memory: &Memory) -> Self {
+        memory.advise(libc::MADV_DOFORK);
+        let child = Self::fork();
+        memory.advise(libc::MADV_DONTFORK);
+        child
+    }
+
+    fn fork() -> Self {
+        // SAFETY: the child calls only pause, which is safe after fork in a program with threads.
+        match unsafe { libc::fork() } {
+            0 => loop {
+                // SAFETY: pause has no arguments to get wrong.
+                unsafe { libc::pause() };
+            },
+            pid => {
+                assert!(pid > 0);
+                Self(pid)
+            }
+        }
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // SAFETY: the pid is that of our own child, not reaped before.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, ptr::null_mut(), 0);
+        }
+    }
+}
+
+fn contents(page: usize) -> PageBytes {
+    let mut bytes = [0u8; PAGE_SIZE];
+    bytes.iter_mut().zip(page * 31 + 1..).for_each(|(byte, seed)| *byte = u8::try_from(seed % 251).unwrap());
+    bytes
+}
+
+fn own() -> Process {
+    Process::open(i32::try_from(std::process::id()).unwrap()).unwrap()
+}
+
+type Seen = Vec<(Vpn, PageState, Option<PageBytes>)>;
+
+fn read(reader: &mut PageReader, process: &Process, runs: &[(Vpn, u32)], how: ReadHow) -> Result<Seen, ReadError> {
+    let mut seen = Vec::new();
+    reader.read_runs(process, runs, how, |view| seen.push((view.page, view.state, view.bytes.copied())))?;
+    Ok(seen)
+}
+
+#[test]
+fn every_page_of_every_run_is_shown_in_order_with_its_bytes() {
+    let memory = Memory::new(1000);
+    let written = |page: usize| page % 7 != 3;
+    (0..1000).filter(|&page| written(page)).for_each(|page| memory.fill(page));
+    let first = memory.first();
+    // Longer than a batch, out of order, overlapping, single pages, empty, near and far.
+    let runs: Vec<(Vpn, u32)> =
+        [(0, 700), (990, 10), (5, 1), (7, 1), (3, 0), (100, 16), (130, 16), (110, 40), (0, 1000)]
+            .iter()
+            .map(|&(at, pages)| (first + at, pages))
+            .collect();
+    let seen = read(&mut PageReader::new(), &own(), &runs, ReadHow::default()).unwrap();
+    let expected: Seen = runs
+        .iter()
+        .flat_map(|&(first, pages)| (0..u64::from(pages)).map(move |offset| first + offset))
+        .map(|page| {
+            let index = usize::try_from(page.0 - first.0).unwrap();
+            if written(index) {
+                (page, PageState::Private, Some(contents(index)))
+            } else {
+                (page, PageState::Absent, None)
+            }
+        })
+        .collect();
+    assert_eq!(seen.len(), expected.len());
+    assert!(seen == expected);
+    // Looking must not have brought pages in.
+    assert_eq!(
+        PageReader::new().census(&own(), first, Pages(1000), false).unwrap().anonymous(),
+        Pages((0..1000).filter(|&page| written(page)).count() as u64)
+    );
+}
+
+#[test]
+fn zero_and_file_pages_are_told_apart() {
+    let mut reader = PageReader::new();
+    if !reader.sees_frames() {
+        println!("SKIP: /proc/kpageflags needs root");
+        return;
+    }
+    let memory = Memory::new(3);
+    memory.touch(0);
+    memory.fill(1);
+    let seen = read(&mut reader, &own(), &[(memory.first(), 3)], ReadHow { shared_bytes: true, huge: true }).unwrap();
+    let states: Vec<PageState> = seen.iter().map(|page| page.1).collect();
+    assert_eq!(states, [PageState::ZeroMapped, PageState::Private, PageState::Absent]);
+    assert_eq!(seen[0].2, None);
+    let census = reader.census(&own(), memory.first(), Pages(3), false).unwrap();
+    assert_eq!(census, Census { private: Pages(1), zero: Pages(1), ..Census::default() });
+    // Without frame flags the zero page passes for shared: the careful answer.
+    let mut blind = PageReader { frames: None, held: Vec::new(), batch: Batch::default() };
+    let seen = read(&mut blind, &own(), &[(memory.first(), 3)], ReadHow::default()).unwrap();
+    let states: Vec<PageState> = seen.iter().map(|page| page.1).collect();
+    assert_eq!(states, [PageState::Shared, PageState::Private, PageState::Absent]);
+    // The program's own code is a file's, however it is asked.
+    let code = Vpn::of_address(zero_and_file_pages_are_told_apart as *const () as u64);
+    for huge in [false, true] {
+        let seen = read(&mut reader, &own(), &[(code, 1)], ReadHow { huge, shared_bytes: true }).unwrap();
+        assert_eq!(seen, [(code, PageState::Absent, None)]);
+        assert_eq!(reader.census(&own(), code, Pages(1), huge).unwrap().file, Pages(1));
+    }
+}
+
+#[test]
+fn reading_keeps_what_fork_shares() {
+    let memory = Memory::new(64);
+    (0..64).for_each(|page| memory.fill(page));
+    let _child = Child::fork_with(&memory);
+    memory.fill(5); // its own copy from now on
+    let mut reader = PageReader::new();
+    let first = memory.first();
+    let exclusive = |reader: &mut PageReader| {
+        let mut count = 0;
+        reader.walk(&own(), first, Pages(64), |_, entry| count += u32::from(entry.exclusive())).unwrap();
+        count
+    };
+    assert_eq!(exclusive(&mut reader), 1);
+    for shared_bytes in [false, true] {
+        let seen = read(&mut reader, &own(), &[(first, 64)], ReadHow { huge: false, shared_bytes }).unwrap();
+        for (index, (_, state, bytes)) in seen.iter().enumerate() {
+            let private = index == 5;
+            assert_eq!(*state, if private { PageState::Private } else { PageState::Shared });
+            assert_eq!(*bytes, (private || shared_bytes).then(|| contents(index)));
+        }
+    }
+    assert_eq!(exclusive(&mut reader), 1, "reading has un-shared pages");
+    // The control: what the reader avoids does happen.
+    let mut bytes = vec![0u8; 4 * PAGE_SIZE];
+    let length = 4 * PAGE_SIZE;
+    let local = Piece { address: bytes.as_mut_ptr() as u64, length };
+    let got = process_vm_readv(own().pid(), &[local], &[Piece { address: first.address(), length }]).unwrap();
+    assert_eq!((got, exclusive(&mut reader)), (length, 5));
+}
+
+#[test]
+fn pages_that_vanish_before_the_read_are_absent_and_the_rest_is_read() {
+    let process = own();
+    for gone in [&[3usize, 7, 8, 63][..], &[0], &[0, 1, 2, 62, 63], &[], &[31]] {
+        let memory = Memory::new(64);
+        (0..64).for_each(|page| memory.fill(page));
+        let held = Held::open(&process).unwrap();
+        let mut batch = Batch::default();
+        batch.start();
+        batch.take(memory.first(), 64);
+        batch.look_up(&held, ReadHow::default()).unwrap();
+        batch.classify(None, ReadHow::default()).unwrap();
+        for &page in gone {
+            memory.unmap(page);
+        }
+        batch.read_private(process.pid()).unwrap();
+        let mut index = 0;
+        batch.show(&mut |view: PageView<'_>| {
+            let expected = if gone.contains(&index) { None } else { Some(contents(index)) };
+            assert_eq!(view.bytes.copied(), expected, "page {index}, {gone:?} gone");
+            assert_eq!(view.state == PageState::Absent, gone.contains(&index));
+            index += 1;
+        });
+        assert_eq!(index, 64);
+    }
+}
+
+#[test]
+fn shared_pages_that_vanish_are_absent() {
+    let memory = Memory::new(8);
+    (0..8).for_each(|page| memory.fill(page));
+    let _child = Child::fork_with(&memory);
+    let process = own();
+    let mut held = Held::open(&process).unwrap();
+    let mut batch = Batch::default();
+    batch.start();
+    batch.take(memory.first(), 8);
+    batch.look_up(&held, ReadHow::default()).unwrap();
+    batch.classify(None, ReadHow::default()).unwrap();
+    for page in [0, 4, 5] {
+        memory.unmap(page);
+    }
+    batch.read_shared(&mut held, &process).unwrap();
+    let mut seen = Vec::new();
+    batch.show(&mut |view: PageView<'_>| seen.push(view.bytes.copied()));
+    let expected: Vec<_> = (0..8).map(|page| (![0, 4, 5].contains(&page)).then(|| contents(page))).collect();
+    assert!(seen == expected);
+}
+
+#[test]
+fn an_ended_process_is_vanished_even_for_a_reader_that_holds_its_files() {
+    let memory = Memory::new(4);
+    memory.fill(0);
+    let child = Child::fork_with(&memory);
+    let process = Process::open(child.0).unwrap();
+    let mut reader = PageReader::new();
+    let run = [(memory.first(), 4)];
+    let seen = read(&mut reader, &process, &run, ReadHow { shared_bytes: true, ..ReadHow::default() }).unwrap();
+    assert_eq!(seen[0].2, Some(contents(0)));
+    let held = Held::open(&process).unwrap();
+    held.check().unwrap();
+    drop(child);
+    assert!(matches!(held.check(), Err(ReadError::Vanished { .. })));
+    assert!(matches!(read(&mut reader, &process, &run, ReadHow::default()), Err(ReadError::Vanished { .. })));
+}
+
+#[test]
+fn exec_is_noticed() {
+    let mut child = std::process::Command::new("sh")
+        .args(["-c", "read line; exec sleep 60"])
+        .stdin(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let process = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+    let mut reader = PageReader::new();
+    let at = reader.hold(&process).unwrap();
+    reader.held[at].check().unwrap();
+    drop(child.stdin.take()); // end of input: on to sleep
+    while process.stat().unwrap().comm != b"sleep" {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    assert!(matches!(reader.held[at].check(), Err(ReadError::Vanished { .. })));
+    // The next call is about the new program.
+    let maps = crate::maps::parse_maps(&process.read_file("maps").unwrap()).unwrap();
+    let stack = maps.iter().find(|vma| vma.name == b"[stack]").unwrap();
+    let census = reader.census(&process, stack.first(), stack.pages(), false).unwrap();
+    assert!(census.private.0 > 0);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn a_terabyte_of_nothing_is_counted_at_once() {
+    let memory = Memory::new(1 << 28);
+    for page in [0, 77, 78, 123_456_789, (1 << 28) - 1] {
+        memory.fill(page);
+    }
+    let (first, mut reader) = (memory.first(), PageReader::new());
+    let mut probe = Vec::new();
+    let scan = Pagemap::open(&own()).unwrap().scan(first, Pages(1), Categories::PRESENT, &mut probe);
+    if matches!(scan, Err(ScanError::Absent)) {
+        println!("SKIP: PAGEMAP_SCAN needs Linux 6.7");
+        return;
+    }
+    let before = std::time::Instant::now();
+    assert_eq!(reader.census(&own(), first, Pages(1 << 28), false).unwrap().private, Pages(5));
+    let mut runs = Vec::new();
+    reader.resident_runs(&own(), first, Pages(1 << 28), &mut runs).unwrap();
+    assert_eq!(runs, [(first, 1), (first + 77, 2), (first + 123_456_789, 1), (first + ((1 << 28) - 1), 1)]);
+    // pagemap alone would take some seconds for its two gigabytes of entries.
+    assert!(before.elapsed().as_millis() < 1000, "{:?}", before.elapsed());
+}
+
+#[test]
+fn huge_pages_are_recognised_with_and_without_a_scan() {
+    let memory = Memory::new(3 * 512);
+    memory.advise(libc::MADV_HUGEPAGE);
+    let skip = usize::try_from((512 - memory.first().0 % 512) % 512).unwrap();
+    let _ = memory.touch(skip + 512); // before any write: the huge zero page, where there is one
+    let mut reader = PageReader::new();
+    if !reader.sees_frames() {
+        println!("SKIP: /proc/kpageflags needs root");
+        return;
+    }
+    let how = ReadHow { huge: true, shared_bytes: false };
+    let zero = read(&mut reader, &own(), &[(memory.first() + (skip + 512 + 9) as u64, 1)], how).unwrap();
+    assert!(matches!(zero[0].1, PageState::ZeroMapped | PageState::Absent), "{:?}", zero[0].1);
+    (0..512).for_each(|page| memory.fill(skip + page));
+    let first = memory.first() + skip as u64;
+    let census = reader.census(&own(), memory.first(), Pages(3 * 512), true).unwrap();
+    if census.huge.0 < 512 {
+        println!("SKIP: the kernel gave no huge page");
+        return;
+    }
+    let mut flags: HashMap<bool, Vec<bool>> = HashMap::new();
+    for scan_absent in [false, true] {
+        reader.batch.scan_absent = scan_absent;
+        let seen = flags.entry(scan_absent).or_default();
+        reader
+            .read_runs(&own(), &[(first, 500)], how, |view| {
+                assert_eq!(view.bytes, Some(&contents(usize::try_from(view.page.0 - memory.first().0).unwrap())));
+                seen.push(view.huge);
+            })
+            .unwrap();
+        assert!(seen.iter().all(|&huge| huge), "scan absent: {scan_absent}");
+    }
+}

@@ -1,0 +1,97 @@
+use super::*;
+use proptest::prelude::*;
+use std::io::Write;
+
+#[test]
+fn entry_bits() {
+    let private = PagemapEntry(1 << 63 | 1 << 56 | 0x1234);
+    assert!(private.private() && private.exclusive() && !private.swapped());
+    assert_eq!(private.pfn(), Some(0x1234));
+    assert!(!PagemapEntry(1 << 63 | 0x1234).private(), "mapped elsewhere too");
+    assert!(!PagemapEntry(1 << 63 | 1 << 61 | 1 << 56).private(), "a file's");
+    assert!(!PagemapEntry(1 << 62 | 1 << 56).private(), "swapped out");
+    assert_eq!(PagemapEntry(1 << 62 | 0x1234).pfn(), None, "that is the place in swap");
+    assert_eq!(PagemapEntry(1 << 63).pfn(), None, "hidden from us");
+}
+
+/// Frame `n` of the file has the flags `n * 3 + 1`.
+fn flags_file(frames: u64) -> (tempfile::NamedTempFile, KpageFlags) {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    let words: Vec<u8> = (0..frames).flat_map(|frame| (frame * 3 + 1).to_ne_bytes()).collect();
+    file.write_all(&words).unwrap();
+    let flags = KpageFlags::open_at(file.path()).unwrap();
+    (file, flags)
+}
+
+proptest! {
+    #[test]
+    fn every_frame_gets_its_own_flags(frames in prop::collection::vec(0u64..3000, 0..200)) {
+        let (_file, mut flags) = flags_file(2900);
+        let mut answers = vec![None; frames.len()];
+        flags.look_up(frames.iter().copied(), |at, flags| assert_eq!(answers[at].replace(flags), None)).unwrap();
+        for (frame, answer) in frames.iter().zip(answers) {
+            let expected = if *frame < 2900 { frame * 3 + 1 } else { 0 };
+            prop_assert_eq!(answer, Some(FrameFlags(expected)));
+        }
+    }
+}
+
+#[test]
+fn frames_in_one_long_row_are_all_answered() {
+    let (_file, mut flags) = flags_file(5000);
+    let mut sum = 0;
+    flags.look_up((0..5000).rev(), |_, flags| sum += flags.0).unwrap();
+    assert_eq!(sum, (0..5000u64).map(|frame| frame * 3 + 1).sum::<u64>());
+}
+
+#[test]
+fn scan_finds_the_categories_of_own_memory() {
+    let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+    let pagemap = Pagemap::open(&own).unwrap();
+    assert!(pagemap.is_live().unwrap());
+    let code = Vpn::of_address(scan_finds_the_categories_of_own_memory as *const () as u64);
+    let local = 0u8;
+    let stack = Vpn::of_address((&raw const local) as u64);
+    for (page, expected) in [(code, Categories::FILE.or(Categories::PRESENT)), (stack, Categories::PRESENT)] {
+        let mut found = Vec::new();
+        let wanted = Categories::PRESENT.or(Categories::FILE).or(Categories::ZERO).or(Categories::HUGE);
+        match pagemap.scan(page, Pages(1), wanted, &mut found) {
+            Err(ScanError::Absent) => return println!("SKIP: PAGEMAP_SCAN needs Linux 6.7"),
+            other => other.unwrap(),
+        }
+        assert_eq!(found, [PageRange { first: page, pages: Pages(1), categories: expected }]);
+        let mut entry = [0];
+        pagemap.read(page, &mut entry).unwrap();
+        assert_eq!(PagemapEntry(entry[0]).file_or_shared(), expected.has(Categories::FILE));
+    }
+}
+
+#[test]
+fn a_scan_with_more_ranges_than_one_answer_holds_is_complete() {
+    let pages = 1000u64;
+    let length = 1000 * PAGE_SIZE;
+    // SAFETY: a new mapping at an address of the kernel's choosing.
+    let start = unsafe {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        libc::mmap(std::ptr::null_mut(), length, protection, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+    };
+    assert_ne!(start, libc::MAP_FAILED);
+    // SAFETY: the pages are inside the new mapping; without huge pages each stands alone.
+    unsafe {
+        libc::madvise(start, length, libc::MADV_NOHUGEPAGE);
+        (0..1000).step_by(2).for_each(|page| start.cast::<u8>().add(page * PAGE_SIZE).write(1));
+    }
+    let first = Vpn::of_address(start as u64);
+    let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+    let mut found = Vec::new();
+    match Pagemap::open(&own).unwrap().scan(first, Pages(pages), Categories::PRESENT, &mut found) {
+        Err(ScanError::Absent) => println!("SKIP: PAGEMAP_SCAN needs Linux 6.7"),
+        result => {
+            result.unwrap();
+            let firsts: Vec<Vpn> = found.iter().map(|range| range.first).collect();
+            assert_eq!(firsts, (0..pages).step_by(2).map(|page| first + page).collect::<Vec<_>>());
+        }
+    }
+    // SAFETY: the mapping is this test's own and not used any more.
+    unsafe { libc::munmap(start, length) };
+}

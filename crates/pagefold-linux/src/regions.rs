@@ -1,0 +1,207 @@
+//! From mappings to regions, and regions that keep their identity.
+//!
+//! The kernel's list of mappings changes under our hands: a heap grows, a stack grows downwards, and our own marks
+//! split mappings in three. A region is therefore a stretch of neighbouring mappings alike in all but the mark, and it
+//! is the same region as before when its range overlaps the former one.
+
+use crate::exclude::{Exclusion, vma_exclusion};
+use crate::maps::{RegionKind, VmaDetail, kind_of};
+use pagefold_core::host::{FamilyKey, RegionKey};
+use pagefold_core::permutation::mix;
+use pagefold_core::units::{Pages, Vpn};
+
+/// A stretch of mappings judged as one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stretch {
+    /// First page.
+    pub first: Vpn,
+    /// Length.
+    pub pages: Pages,
+    /// Anonymous pages present.
+    pub resident: Pages,
+    /// Pages under VM_MERGEABLE.
+    pub marked: Pages,
+    /// Whether it holds huge pages.
+    pub huge: bool,
+    /// What it is.
+    pub kind: RegionKind,
+    /// Copies of each other have the same.
+    pub family: FamilyKey,
+}
+
+/// A stretch with its identity.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tracked {
+    /// The region's key.
+    pub key: RegionKey,
+    /// As it is now.
+    pub stretch: Stretch,
+}
+
+/// Cuts a process's mappings into stretches; calls `excluded` for each mapping that is left alone.
+///
+/// `exe` is the base name of the executable, `program` a number that stands for its path.
+pub fn stretches(
+    details: &[VmaDetail],
+    exe: &[u8],
+    program: u64,
+    mut excluded: impl FnMut(&VmaDetail, Exclusion),
+) -> Vec<Stretch> {
+    let mut stretches: Vec<Stretch> = Vec::new();
+    let mut last: Option<&VmaDetail> = None;
+    for detail in details {
+        if let Some(exclusion) = vma_exclusion(detail) {
+            excluded(detail, exclusion);
+            last = None;
+            continue;
+        }
+        let pages = detail.vma.pages();
+        let resident = Pages(detail.anonymous_kib / 4);
+        let marked = if detail.flags.has(*b"mg") { pages } else { Pages(0) };
+        match stretches.last_mut().filter(|_| last.is_some_and(|last| continues(last, detail))) {
+            Some(stretch) => {
+                stretch.pages += pages;
+                stretch.resident += resident;
+                stretch.marked += marked;
+                stretch.huge |= detail.anon_huge_kib > 0;
+            }
+            None => stretches.push(Stretch {
+                first: detail.vma.first(),
+                pages,
+                resident,
+                marked,
+                huge: detail.anon_huge_kib > 0,
+                kind: kind_of(&detail.vma, exe),
+                family: FamilyKey(0),
+            }),
+        }
+        last = Some(detail);
+    }
+    name_families(&mut stretches, program);
+    stretches
+}
+
+/// Whether `next` would be one mapping with `last` if their marks were alike.
+fn continues(last: &VmaDetail, next: &VmaDetail) -> bool {
+    let (a, b) = (&last.vma, &next.vma);
+    a.end == b.start
+        && a.perms == b.perms
+        && a.name == b.name
+        && (a.device, a.inode) == (b.device, b.inode)
+        && (a.inode == 0 || a.offset + (a.end - a.start) == b.offset)
+}
+
+/// Same program, kind and size, and the same place among those: likely copies of each other.
+fn name_families(stretches: &mut [Stretch], program: u64) {
+    for at in 0..stretches.len() {
+        let (kind, pages) = (stretches[at].kind, stretches[at].pages);
+        let rank = stretches[..at].iter().filter(|other| other.kind == kind && other.pages == pages).count();
+        let name = [kind as u64, pages.0, rank as u64];
+        stretches[at].family = FamilyKey(name.iter().fold(program, |key, part| mix(key ^ part)));
+    }
+}
+
+/// Gives each stretch the key of the former region that it overlaps most, or a new one.
+pub fn follow(former: &[Tracked], stretches: Vec<Stretch>, mut new_key: impl FnMut() -> RegionKey) -> Vec<Tracked> {
+    let end = |stretch: &Stretch| stretch.first.0 + stretch.pages.0;
+    let mut pairs = Vec::new();
+    // Both lists ascend and neither overlaps itself: one pass finds all overlapping pairs.
+    let mut from = 0;
+    for (new, stretch) in stretches.iter().enumerate() {
+        while from < former.len() && end(&former[from].stretch) <= stretch.first.0 {
+            from += 1;
+        }
+        for (old, tracked) in former.iter().enumerate().skip(from) {
+            if tracked.stretch.first.0 >= end(stretch) {
+                break;
+            }
+            let low = tracked.stretch.first.0.max(stretch.first.0);
+            let high = end(&tracked.stretch).min(end(stretch));
+            pairs.push((high.saturating_sub(low), old, new));
+        }
+    }
+    pairs.sort_unstable_by(|a, b| b.cmp(a));
+    let mut keys: Vec<Option<RegionKey>> = vec![None; stretches.len()];
+    let mut taken = vec![false; former.len()];
+    for (_, old, new) in pairs {
+        if !taken[old] && keys[new].is_none() {
+            taken[old] = true;
+            keys[new] = Some(former[old].key);
+        }
+    }
+    let mut keys = keys.into_iter();
+    stretches
+        .into_iter()
+        .map(|stretch| Tracked { key: keys.next().flatten().unwrap_or_else(&mut new_key), stretch })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::maps::parse_smaps;
+
+    fn smaps(entries: &[(&str, u64, &str)]) -> Vec<VmaDetail> {
+        let text: String = entries
+            .iter()
+            .map(|(head, anonymous_kib, flags)| {
+                format!("{head}\nRss: {anonymous_kib} kB\nAnonymous: {anonymous_kib} kB\nVmFlags: {flags}\n")
+            })
+            .collect();
+        parse_smaps(text.as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn marks_do_not_cut_regions_and_exclusions_do() {
+        let details = smaps(&[
+            ("1000000-1100000 rw-p 00000000 00:00 0 ", 400, "rd wr mr mw me ac"),
+            ("1100000-1300000 rw-p 00000000 00:00 0 ", 2048, "rd wr mr mw me ac mg"),
+            ("1300000-1400000 rw-p 00000000 00:00 0 ", 1024, "rd wr mr mw me ac"),
+            ("1400000-1500000 rw-p 00000000 00:00 0 ", 1024, "rd wr mr mw me lo ac"),
+            ("1500000-1600000 rw-p 00000000 00:00 0 ", 1024, "rd wr mr mw me ac"),
+        ]);
+        let mut reasons = Vec::new();
+        let found = stretches(&details, b"x", 1, |_, exclusion| reasons.push(exclusion));
+        let ranges: Vec<_> = found.iter().map(|s| (s.first.0, s.pages.0, s.resident.0, s.marked.0)).collect();
+        assert_eq!(ranges, [(0x1000, 0x400, 868, 0x200), (0x1500, 0x100, 256, 0)]);
+        assert_eq!(reasons, [Exclusion::Locked]);
+    }
+
+    #[test]
+    fn regions_keep_their_keys_through_growth_splits_and_new_neighbours() {
+        let stretch = |first: u64, pages: u64| Stretch {
+            first: Vpn(first),
+            pages: Pages(pages),
+            resident: Pages(pages),
+            marked: Pages(0),
+            huge: false,
+            kind: RegionKind::Anonymous,
+            family: FamilyKey(0),
+        };
+        let mut next = 0;
+        let mut fresh = || {
+            next += 1;
+            RegionKey(next)
+        };
+        let first = follow(&[], vec![stretch(100, 50), stretch(200, 100)], &mut fresh);
+        // The first grows on both sides, a new one appears, the second is cut in a large and a small part.
+        let second =
+            follow(&first, vec![stretch(90, 70), stretch(180, 5), stretch(200, 20), stretch(230, 70)], &mut fresh);
+        let keys: Vec<u32> = second.iter().map(|tracked| tracked.key.0).collect();
+        assert_eq!(keys, [1, 3, 4, 2]);
+    }
+
+    #[test]
+    fn families_are_told_by_program_kind_size_and_rank() {
+        let details = smaps(&[
+            ("1000000-1100000 rw-p 00000000 00:00 0 ", 400, "rd wr"),
+            ("2000000-2100000 rw-p 00000000 00:00 0 ", 400, "rd wr"),
+            ("3000000-3200000 rw-p 00000000 00:00 0 ", 400, "rd wr"),
+        ]);
+        let one: Vec<_> = stretches(&details, b"x", 1, |_, _| {}).iter().map(|s| s.family).collect();
+        let twin: Vec<_> = stretches(&details, b"x", 1, |_, _| {}).iter().map(|s| s.family).collect();
+        let other: Vec<_> = stretches(&details, b"x", 2, |_, _| {}).iter().map(|s| s.family).collect();
+        assert_eq!(one, twin);
+        assert!(one[0] != one[1] && one[1] != one[2] && one[0] != other[0]);
+    }
+}

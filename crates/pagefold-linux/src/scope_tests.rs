@@ -1,0 +1,217 @@
+use super::*;
+use proptest::prelude::*;
+use std::os::unix::fs::symlink;
+
+/// A tree that looks like /proc and /sys/fs/cgroup.
+struct Tree {
+    _directory: tempfile::TempDir,
+    roots: Roots,
+}
+
+impl Tree {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let roots = Roots { proc: directory.path().join("proc"), cgroup: directory.path().join("cgroup") };
+        fs::create_dir_all(roots.proc.join("self")).unwrap();
+        fs::create_dir_all(&roots.cgroup).unwrap();
+        Self { _directory: directory, roots }
+    }
+
+    fn process(&self, pid: i32, comm: &[u8], exe: Option<&str>, uid: u32, cgroup: &str) {
+        self.process_in(pid, pid, b'S', 4_194_304, comm, exe, uid, cgroup);
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn process_in(
+        &self,
+        pid: i32,
+        tgid: i32,
+        state: u8,
+        flags: u64,
+        comm: &[u8],
+        exe: Option<&str>,
+        uid: u32,
+        cgroup: &str,
+    ) {
+        let directory = self.roots.proc.join(pid.to_string());
+        fs::create_dir_all(&directory).unwrap();
+        let tail = format!(") {} 1 1 1 0 -1 {flags} 0 0 0 0 1 2 0 0 20 0 1 0 {} 1 1", char::from(state), 1000 + pid);
+        fs::write(directory.join("stat"), [format!("{pid} (").as_bytes(), comm, tail.as_bytes()].concat()).unwrap();
+        let status = format!("Tgid:\t{tgid}\nTracerPid:\t0\nUid:\t0\t{uid}\t0\t0\nGid:\t0\t0\t0\t0\n");
+        fs::write(directory.join("status"), status).unwrap();
+        fs::write(directory.join("cgroup"), cgroup).unwrap();
+        if let Some(exe) = exe {
+            symlink(exe, directory.join("exe")).unwrap();
+        }
+    }
+
+    fn cgroup(&self, path: &str) -> PathBuf {
+        let path = self.roots.cgroup.join(path);
+        fs::create_dir_all(&path).unwrap();
+        path
+    }
+
+    fn pids(&self, spec: &ScopeSpec) -> Result<Vec<i32>, String> {
+        resolve_without(spec, &self.roots, &[99])
+            .map(|scoped| scoped.iter().map(|scoped| scoped.process.pid()).collect())
+            .map_err(|error| error.to_string())
+    }
+}
+
+/// A host with both cgroup versions.
+fn hybrid() -> Tree {
+    let tree = Tree::new();
+    for path in ["memory/db/redis", "memory/dba", "unified/db/redis", "unified/web", "systemd"] {
+        tree.cgroup(path);
+    }
+    tree.process(10, b"redis-server", Some("/usr/bin/redis-server"), 1001, "4:memory:/db/redis\n0::/\n");
+    tree.process(11, b"redis-server", Some("/opt/redis-server (deleted)"), 1002, "4:memory:/dba\n0::/db/redis\n");
+    tree.process(12, b"a-very-long-com", None, 1001, "4:memory:/\n0::/web\n");
+    tree.process(13, b"x\x1b[2J", Some("/usr/bin/x"), 0, "4:memory:/\n1:name=systemd:/db\n0::/\n");
+    tree.process(99, b"pagefold", Some("/usr/bin/pagefold"), 0, "0::/\n");
+    tree.process_in(2, 2, b'S', 0x0020_0000, b"kthreadd", None, 0, "0::/\n");
+    tree.process_in(14, 14, b'Z', 0, b"gone", None, 1001, "0::/web\n");
+    tree.process_in(15, 10, b'S', 0, b"thread", None, 1001, "0::/web\n");
+    fs::create_dir_all(tree.roots.proc.join("16")).unwrap(); // vanishing: the directory is still there, nothing in it
+    tree
+}
+
+fn by_cgroup(path: impl Into<PathBuf>) -> ScopeSpec {
+    ScopeSpec { cgroups: vec![path.into()], ..ScopeSpec::default() }
+}
+
+fn by_exe(exe: &str) -> ScopeSpec {
+    ScopeSpec { exes: vec![exe.into()], ..ScopeSpec::default() }
+}
+
+fn by_pid(pids: &[i32]) -> ScopeSpec {
+    ScopeSpec { pids: pids.to_vec(), ..ScopeSpec::default() }
+}
+
+#[test]
+fn all_leaves_out_the_caller_kernel_threads_zombies_and_the_vanishing() {
+    assert_eq!(hybrid().pids(&ScopeSpec { all: true, ..ScopeSpec::default() }).unwrap(), [10, 11, 12, 13]);
+}
+
+#[test]
+fn pids_are_taken_by_the_word() {
+    let tree = hybrid();
+    assert_eq!(tree.pids(&by_pid(&[12, 10, 10])).unwrap(), [10, 12]);
+    assert_eq!(tree.pids(&by_pid(&[99])).unwrap(), [99], "the caller, by name");
+    assert_eq!(tree.pids(&by_pid(&[14])).unwrap(), [14], "to be excluded with a reason later");
+    assert_eq!(tree.pids(&by_pid(&[10, 4711])).unwrap_err(), "there is no process 4711");
+    assert_eq!(tree.pids(&by_pid(&[15])).unwrap_err(), "there is no process 15", "a thread");
+    assert_eq!(tree.pids(&by_pid(&[16])).unwrap_err(), "there is no process 16");
+    assert_eq!(tree.pids(&by_pid(&[-1])).unwrap_err(), "there is no process -1");
+}
+
+#[test]
+fn cgroups_hold_their_subtree_at_whole_names() {
+    let tree = hybrid();
+    let mount = |path: &str| by_cgroup(tree.roots.cgroup.join(path));
+    assert_eq!(tree.pids(&mount("memory/db")).unwrap(), [10], "not /dba, not the other hierarchy's /db");
+    assert_eq!(tree.pids(&mount("unified/db")).unwrap(), [11]);
+    assert_eq!(tree.pids(&by_cgroup("/sys/fs/cgroup/unified/web")).unwrap(), [12]);
+    assert_eq!(tree.pids(&by_cgroup("/db")).unwrap(), [10, 11, 13], "in any hierarchy");
+    assert_eq!(tree.pids(&by_cgroup("db/redis/")).unwrap(), [10, 11]);
+    assert_eq!(tree.pids(&by_cgroup("/none")).unwrap_err(), "there is no cgroup /none");
+    assert!(tree.pids(&mount("memory/none")).unwrap_err().starts_with("there is no cgroup"));
+    assert!(tree.pids(&by_cgroup("/db/../web")).is_err(), "no climbing");
+    tree.cgroup("memory/empty");
+    assert_eq!(tree.pids(&by_cgroup("/empty")).unwrap_err(), "no process matches --cgroup /empty");
+}
+
+#[test]
+fn pure_version_two_paths() {
+    let tree = Tree::new();
+    fs::write(tree.roots.cgroup.join("cgroup.controllers"), "memory").unwrap();
+    tree.cgroup("system.slice/redis.service");
+    tree.cgroup("system.slice/redis.service2");
+    tree.process(5, b"a", None, 0, "0::/system.slice/redis.service\n");
+    tree.process(6, b"b", None, 0, "0::/system.slice/redis.service2\n");
+    for path in
+        ["/sys/fs/cgroup/system.slice/redis.service", "/system.slice/redis.service", "system.slice/redis.service"]
+    {
+        assert_eq!(tree.pids(&by_cgroup(path)).unwrap(), [5], "{path}");
+    }
+    assert_eq!(tree.pids(&by_cgroup("/sys/fs/cgroup")).unwrap(), [5, 6]);
+}
+
+#[test]
+fn users_and_executables() {
+    let tree = hybrid();
+    let user = |user: &str| ScopeSpec { users: vec![user.into()], ..ScopeSpec::default() };
+    assert_eq!(tree.pids(&user("1001")).unwrap(), [10, 12]);
+    assert_eq!(tree.pids(&user("root")).unwrap(), [13]);
+    assert_eq!(tree.pids(&user("no such user")).unwrap_err(), "there is no user no such user");
+    assert_eq!(tree.pids(&user("4242")).unwrap_err(), "no process matches --user 4242");
+    assert_eq!(tree.pids(&by_exe("redis-server")).unwrap(), [10, 11]);
+    assert_eq!(tree.pids(&by_exe("/opt/redis-server")).unwrap(), [11], "replaced since");
+    assert_eq!(
+        tree.pids(&by_exe("/usr/bin/redis-serve")).unwrap_err(),
+        "no process matches --exe /usr/bin/redis-serve"
+    );
+    assert_eq!(tree.pids(&by_exe("a-very-long-command")).unwrap(), [12], "the name is cut off");
+    assert_eq!(tree.pids(&by_exe("a-very-long")).unwrap_err(), "no process matches --exe a-very-long");
+    let both = ScopeSpec { users: vec!["1001".into()], ..by_exe("redis-server") };
+    assert_eq!(tree.pids(&both).unwrap(), [10, 11, 12], "selectors add up");
+}
+
+#[test]
+fn nothing_asked_names_the_options() {
+    let error = hybrid().pids(&ScopeSpec::default()).unwrap_err();
+    for option in ["--pid", "--cgroup", "--user", "--exe", "--all"] {
+        assert!(error.contains(option), "{error}");
+    }
+}
+
+#[test]
+fn what_is_found_is_described_safely() {
+    let tree = hybrid();
+    let scoped = resolve_without(&by_pid(&[10, 11, 12, 13]), &tree.roots, &[]).unwrap();
+    assert_eq!(scoped[3].name, "x\\u{1b}[2J");
+    assert_eq!(scoped[0].exe.as_deref(), Some(Path::new("/usr/bin/redis-server")));
+    assert_eq!(scoped[2].exe, None);
+    let cgroups: Vec<_> = scoped.iter().map(|scoped| scoped.cgroup.as_deref().unwrap()).collect();
+    assert_eq!(cgroups, ["/db/redis", "/db/redis", "/web", "/"]);
+    assert_eq!(scoped.iter().map(|scoped| scoped.uid).collect::<Vec<_>>(), [1001, 1002, 1001, 0]);
+}
+
+fn set(path: &Path, name: &str, value: &str) -> bool {
+    let path = CString::new(path.as_os_str().as_bytes()).unwrap();
+    let name = CString::new(name).unwrap();
+    // SAFETY: path and name are NUL-terminated, the value has the given length.
+    unsafe { libc::setxattr(path.as_ptr(), name.as_ptr(), value.as_ptr().cast(), value.len(), 0) == 0 }
+}
+
+#[test]
+fn attributes_avoid_include_and_name_domains() {
+    let tree = hybrid();
+    if !set(&tree.cgroup("unified"), "user.pagefold.domain", "house") {
+        println!("SKIP: the file system has no user attributes");
+        return;
+    }
+    assert!(set(&tree.cgroup("unified/db"), "user.pagefold.avoid", "1"));
+    assert!(set(&tree.cgroup("unified/web"), "user.pagefold.avoid", "0"));
+    assert!(set(&tree.cgroup("unified/web"), "user.pagefold.domain", "tenant"));
+    let all = ScopeSpec { all: true, ..ScopeSpec::default() };
+    let scoped = resolve_without(&all, &tree.roots, &[99]).unwrap();
+    let found: Vec<_> = scoped.iter().map(|scoped| (scoped.process.pid(), scoped.domain.as_deref().unwrap())).collect();
+    assert_eq!(found, [(10, "house"), (12, "tenant"), (13, "house")]);
+    assert!(matches!(
+        resolve_without(&by_pid(&[11]), &tree.roots, &[]),
+        Err(ScopeError::Avoided { pid: 11, cgroup }) if cgroup.ends_with("unified/db")
+    ));
+    assert!(set(&tree.cgroup("unified/db/redis"), "user.pagefold.include", ""));
+    assert_eq!(tree.pids(&all).unwrap(), [10, 11, 12, 13], "the nearest word counts");
+}
+
+proptest! {
+    #[test]
+    fn cgroup_text_never_panics(text in prop::collection::vec(any::<u8>(), 0..200), path in "[a-z./]{0,12}") {
+        let wish = CgroupWish { mount: None, path: path.into() };
+        for cgroup in parse_cgroups(&text) {
+            let _ = (cgroup.mounts().len(), wish.holds(&cgroup));
+        }
+    }
+}

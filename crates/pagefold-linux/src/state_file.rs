@@ -1,0 +1,239 @@
+//! What must outlive a crash: how KSM's knobs stood before they were turned, and what they were turned to.
+//!
+//! The file is on disk before the first knob is turned and goes away with the last one put back. It is
+//! replaced whole (written beside, synced, renamed), so a reader sees the old text or the new one.
+
+use crate::ksm::Knob;
+use crate::process::Process;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// Where the file is unless said otherwise.
+pub const STATE_PATH: &str = "/run/pagefold/ksm-state.json";
+
+/// The version of the format that is written and understood.
+const SCHEMA: &str = "pagefold.ksm-state/1";
+
+/// Values of `sleep_millisecs` from here on are sleeps without end (the kernel takes them for negative).
+pub const ENDLESS_SLEEP: u64 = 1 << 31;
+
+/// Why the file could not be read or written.
+#[derive(Debug, Error)]
+pub enum StateError {
+    /// The text is not such a file.
+    #[error("{} is malformed ({what}); set the knobs by hand and remove it", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The kernel refuses access.
+    #[error("not permitted to access {}", path.display())]
+    Denied {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Any other failure.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+impl StateError {
+    fn from_io(path: &Path, source: io::Error) -> Self {
+        let path = path.to_owned();
+        if source.kind() == io::ErrorKind::PermissionDenied { Self::Denied { path } } else { Self::Io { path, source } }
+    }
+}
+
+/// The process that has taken KSM over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// Its pid.
+    pub pid: i32,
+    /// Its start time, so that a reused pid is not taken for it.
+    pub start_time_ticks: u64,
+}
+
+impl Holder {
+    /// This process.
+    pub fn own(proc_root: &Path) -> Result<Self, crate::process::ReadError> {
+        let pid = i32::try_from(std::process::id()).unwrap_or(0);
+        let own = Process::open_at(proc_root, pid)?;
+        Ok(Self { pid, start_time_ticks: own.start_time_ticks() })
+    }
+
+    /// Whether the process still runs.
+    pub fn is_alive(self, proc_root: &Path) -> bool {
+        Process::open_at(proc_root, self.pid)
+            .is_ok_and(|process| process.start_time_ticks() == self.start_time_ticks && process.is_alive())
+    }
+}
+
+/// The content of the file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct State {
+    schema: String,
+    /// The boot in which the knobs were turned: after another one they are the kernel's own again.
+    pub boot_id: String,
+    /// Who turned them. `None` once they are put back but for those that had to be deferred.
+    pub holder: Option<Holder>,
+    /// How every knob stood.
+    pub original: BTreeMap<Knob, u64>,
+    /// The knobs turned, each with the values it may stand at if nobody else has touched it.
+    pub turned: BTreeMap<Knob, Vec<u64>>,
+}
+
+impl State {
+    /// A state in which nothing is turned yet.
+    pub fn new(boot_id: String, holder: Holder, original: BTreeMap<Knob, u64>) -> Self {
+        Self { schema: SCHEMA.to_owned(), boot_id, holder: Some(holder), original, turned: BTreeMap::new() }
+    }
+
+    /// Parses the text of a state file.
+    pub fn parse(text: &[u8]) -> Result<Self, String> {
+        let state: Self = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        if state.schema != SCHEMA {
+            return Err(format!("schema {:?} instead of {SCHEMA:?}", state.schema));
+        }
+        match state.turned.keys().find(|knob| !state.original.contains_key(knob)) {
+            Some(knob) => Err(format!("{knob} is turned, but how it stood is missing")),
+            None => Ok(state),
+        }
+    }
+
+    /// Reads the file; `None` where there is none.
+    pub fn load(path: &Path) -> Result<Option<Self>, StateError> {
+        match std::fs::read(path) {
+            Ok(text) => {
+                Self::parse(&text).map(Some).map_err(|what| StateError::Malformed { path: path.to_owned(), what })
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(StateError::from_io(path, error)),
+        }
+    }
+
+    /// Replaces the file.
+    pub fn save(&self, path: &Path) -> Result<(), StateError> {
+        self.replace(path).map_err(|error| StateError::from_io(path, error))
+    }
+
+    fn replace(&self, path: &Path) -> io::Result<()> {
+        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        std::fs::create_dir_all(dir)?;
+        let beside = path.with_extension("json.new");
+        let mut file = File::create(&beside)?;
+        serde_json::to_writer_pretty(&mut file, self)?;
+        file.write_all(b"\n")?;
+        file.sync_all()?;
+        std::fs::rename(&beside, path)?;
+        File::open(dir)?.sync_all()
+    }
+
+    /// Removes the file; that there is none is fine.
+    pub fn remove(path: &Path) -> Result<(), StateError> {
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(StateError::from_io(path, error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes that `knob`, which stands at `from`, is about to be turned `to`. True if the file must be saved first.
+    pub fn note(&mut self, knob: Knob, from: u64, to: u64) -> bool {
+        let known = self.turned.contains_key(&knob);
+        let values = self.turned.entry(knob).or_default();
+        if known && (is_signature(knob, to) || values.contains(&to)) {
+            return false;
+        }
+        // The one it stands at stays: a crash may come before the write.
+        values.retain(|&value| known && value == from);
+        values.push(to);
+        true
+    }
+
+    /// Whether `knob` standing at `value` is our doing.
+    pub fn is_ours(&self, knob: Knob, value: u64) -> bool {
+        self.turned.get(&knob).is_some_and(|values| values.contains(&value) || is_signature(knob, value))
+    }
+}
+
+/// Values that kicks write by the hundred and nobody else would choose: not worth a new file each.
+fn is_signature(knob: Knob, value: u64) -> bool {
+    match knob {
+        Knob::SleepMillisecs => value >= ENDLESS_SLEEP,
+        Knob::PagesToScan => value == 0 || value == u64::from(u32::MAX),
+        _ => false,
+    }
+}
+
+/// The id of the running boot.
+pub fn boot_id(proc_root: &Path) -> Result<String, StateError> {
+    let path = proc_root.join("sys/kernel/random/boot_id");
+    let text = std::fs::read_to_string(&path).map_err(|error| StateError::from_io(&path, error))?;
+    Ok(text.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state() -> State {
+        let original = Knob::ALL.into_iter().zip(100..).collect();
+        State::new("boot".into(), Holder { pid: 7, start_time_ticks: 9 }, original)
+    }
+
+    #[test]
+    fn what_is_saved_is_loaded_and_nothing_lies_beside_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/ksm-state.json");
+        assert_eq!(State::load(&path).unwrap(), None);
+        let mut state = state();
+        state.note(Knob::Run, 0, 1);
+        state.save(&path).unwrap();
+        state.note(Knob::UseZeroPages, 0, 1);
+        state.save(&path).unwrap();
+        assert_eq!(State::load(&path).unwrap(), Some(state));
+        assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        State::remove(&path).unwrap();
+        State::remove(&path).unwrap();
+    }
+
+    #[test]
+    fn other_texts_are_malformed() {
+        let good = serde_json::to_vec(&state()).unwrap();
+        assert_eq!(State::parse(&good).unwrap(), state());
+        for cut in 0..good.len() {
+            assert!(State::parse(&good[..cut]).is_err());
+        }
+        let newer = String::from_utf8(good).unwrap().replace("ksm-state/1", "ksm-state/2");
+        assert!(State::parse(newer.as_bytes()).unwrap_err().contains("schema"));
+        let mut lame = state();
+        lame.note(Knob::Run, 0, 1);
+        lame.original.clear();
+        assert!(State::parse(&serde_json::to_vec(&lame).unwrap()).unwrap_err().contains("run"));
+    }
+
+    #[test]
+    fn a_knob_is_ours_at_the_values_noted_and_at_the_kicks() {
+        let mut state = state();
+        assert!(!state.is_ours(Knob::SleepMillisecs, ENDLESS_SLEEP), "not turned yet");
+        assert!(state.note(Knob::SleepMillisecs, 20, ENDLESS_SLEEP));
+        assert!(!state.note(Knob::SleepMillisecs, ENDLESS_SLEEP, ENDLESS_SLEEP + 1), "kicks cost no file");
+        assert!(state.is_ours(Knob::SleepMillisecs, ENDLESS_SLEEP + 77));
+        assert!(!state.is_ours(Knob::SleepMillisecs, 20));
+        assert!(state.note(Knob::SleepMillisecs, ENDLESS_SLEEP + 1, 50));
+        assert!(state.note(Knob::SleepMillisecs, 50, 60));
+        assert!(state.is_ours(Knob::SleepMillisecs, 50) && state.is_ours(Knob::SleepMillisecs, 60));
+        assert!(state.note(Knob::SleepMillisecs, 60, 70));
+        assert!(!state.is_ours(Knob::SleepMillisecs, 50), "long overwritten");
+    }
+}

@@ -1,0 +1,139 @@
+//! What `/proc/PID/status` and the links beside it tell of a process: who owns it, who traces it, what it runs.
+
+use crate::process::{Process, ReadError};
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+/// The fields of `/proc/PID/status` that pagefold uses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// The thread group: the pid proper. Differs from the pid asked for where that is a thread's.
+    pub thread_group: i32,
+    /// Who traces it; 0 for nobody.
+    pub tracer: i32,
+    /// Real, effective, saved and file system user.
+    pub uids: [u32; 4],
+    /// Real, effective, saved and file system group.
+    pub gids: [u32; 4],
+}
+
+impl Status {
+    /// Reads a process's status.
+    pub fn of(process: &Process) -> Result<Self, ReadError> {
+        Self::parse(&process.read_file("status")?).map_err(|what| process.malformed("status", what))
+    }
+
+    /// Parses the text. The name is escaped by the kernel and cannot forge a line.
+    pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
+        let field = |name: &[u8]| -> Result<&str, &'static str> {
+            let line = text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(name));
+            std::str::from_utf8(line.ok_or("a field is missing")?).map_err(|_| "a field is not ASCII")
+        };
+        let number = |name| field(name)?.trim().parse().map_err(|_| "a field is not a number");
+        let four = |name| -> Result<[u32; 4], &'static str> {
+            let mut ids = [0; 4];
+            let mut words = field(name)?.split_ascii_whitespace();
+            for id in &mut ids {
+                *id = words.next().ok_or("too few ids")?.parse().map_err(|_| "an id is not a number")?;
+            }
+            Ok(ids)
+        };
+        Ok(Self {
+            thread_group: number(b"Tgid:")?,
+            tracer: number(b"TracerPid:")?,
+            uids: four(b"Uid:")?,
+            gids: four(b"Gid:")?,
+        })
+    }
+
+    /// The user whose rights it has.
+    pub fn effective_uid(&self) -> u32 {
+        self.uids[1]
+    }
+}
+
+/// The executable, as the kernel shows it (with ` (deleted)` behind it where it has been replaced). None for kernel
+/// threads and zombies.
+pub fn exe_of(process: &Process) -> Result<Option<PathBuf>, ReadError> {
+    let link = match process.open_with("exe", libc::O_PATH | libc::O_NOFOLLOW) {
+        Ok(link) => link,
+        Err(ReadError::Absent { .. }) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let mut target = vec![0u8; 4096];
+    // SAFETY: the descriptor is open, the path is an empty string (the link itself), the buffer has the given length.
+    let length = unsafe { libc::readlinkat(link.as_raw_fd(), c"".as_ptr(), target.as_mut_ptr().cast(), target.len()) };
+    if let Ok(length) = usize::try_from(length) {
+        target.truncate(length);
+        return Ok(Some(OsString::from_vec(target).into()));
+    }
+    let error = io::Error::last_os_error();
+    // Kernel threads have the link, and it leads nowhere.
+    if error.raw_os_error() == Some(libc::ENOENT) {
+        Ok(None)
+    } else {
+        Err(ReadError::from_io(process.pid(), "exe", error))
+    }
+}
+
+/// The executable's base name without ` (deleted)`, or the command name (at most 15 bytes) where there is no executable.
+pub fn program_name(exe: Option<&Path>, comm: &[u8]) -> Vec<u8> {
+    let name = exe.and_then(Path::file_name).map(OsStrExt::as_bytes);
+    let name = name.map(|name| name.strip_suffix(b" (deleted)").unwrap_or(name));
+    name.unwrap_or(comm).to_vec()
+}
+
+/// Text of unknown origin, made safe to print: what could steer a terminal or reorder a line is escaped.
+pub fn printable(text: &[u8]) -> String {
+    let steers = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
+    };
+    String::from_utf8_lossy(text)
+        .chars()
+        .flat_map(|c| if steers(c) { c.escape_default().collect::<Vec<_>>() } else { vec![c] })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const TEXT: &[u8] =
+        b"Name:\ta\\nUid:\t0\nUmask:\t0022\nState:\tS (sleeping)\nTgid:\t12\nNgid:\t0\nPid:\t12\nPPid:\t1\n\
+        TracerPid:\t77\nUid:\t1000\t1001\t1002\t1003\nGid:\t5\t6\t7\t8\n";
+
+    #[test]
+    fn status_is_parsed() {
+        let status = Status::parse(TEXT).unwrap();
+        assert_eq!((status.thread_group, status.tracer, status.effective_uid()), (12, 77, 1001));
+        assert_eq!(status.gids, [5, 6, 7, 8]);
+        assert!(Status::parse(b"Tgid:\t1\n").is_err());
+    }
+
+    #[test]
+    fn own_executable_is_found_through_the_held_directory() {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        assert_eq!(exe_of(&own).unwrap().unwrap(), std::env::current_exe().unwrap());
+    }
+
+    #[test]
+    fn names_cannot_steer_a_terminal() {
+        assert_eq!(printable(b"a\x1b[2Jb\xff\nc"), "a\\u{1b}[2Jb\u{fffd}\\nc");
+        assert_eq!(printable("x\u{202e}y é".as_bytes()), "x\\u{202e}y é");
+        assert_eq!(program_name(Some("/opt/x y (deleted)".as_ref()), b"z"), b"x y");
+        assert_eq!(program_name(None, b"z"), b"z");
+    }
+
+    proptest! {
+        #[test]
+        fn status_never_panics(text in prop::collection::vec(any::<u8>(), 0..300), cut in 0..TEXT.len()) {
+            let _ = Status::parse(&text);
+            let _ = Status::parse(&[&TEXT[..cut], &text].concat());
+        }
+    }
+}

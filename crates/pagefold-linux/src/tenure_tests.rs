@@ -1,0 +1,262 @@
+//! Taking over and giving back on copies of the kernel's tree.
+
+use super::*;
+use crate::ksm::fixture;
+use crate::process::Process;
+use std::process::Command;
+use tempfile::TempDir;
+
+struct Stage {
+    dir: TempDir,
+    places: Places,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fixture::fresh(&dir.path().join("ksm"));
+        let places = Places {
+            lock: dir.path().join("lock"),
+            state: dir.path().join("run/ksm-state.json"),
+            proc_root: "/proc".into(),
+        };
+        Self { dir, places }
+    }
+    fn root(&self) -> PathBuf {
+        self.dir.path().join("ksm")
+    }
+    fn ksm(&self) -> Arc<Ksm> {
+        Arc::new(Ksm::open(&self.root()).unwrap())
+    }
+    fn take(&self) -> Result<Tenure, TakeError> {
+        Tenure::take(self.ksm(), &self.places, &Wishes { smart_scan: Some(false), ..Wishes::default() })
+    }
+    fn set(&self, name: &str, value: &str) {
+        fixture::set(&self.root(), name, value);
+    }
+    fn get(&self, name: &str) -> String {
+        fixture::get(&self.root(), name)
+    }
+    fn all(&self) -> Vec<String> {
+        Knob::ALL.into_iter().map(|knob| self.get(knob.file_name())).collect()
+    }
+    fn saved(&self) -> Option<State> {
+        State::load(&self.places.state).unwrap()
+    }
+    /// Leaves knobs and state file as a killed run would.
+    fn crash(&self, tenure: Tenure) {
+        let (knobs, mut kept) = (self.all(), self.saved().unwrap());
+        drop(tenure);
+        let mut child = Command::new("true").spawn().unwrap();
+        kept.holder = Some(Holder { pid: i32::try_from(child.id()).unwrap(), start_time_ticks: 1 });
+        child.wait().unwrap();
+        kept.save(&self.places.state).unwrap();
+        for (knob, value) in Knob::ALL.into_iter().zip(knobs) {
+            self.set(knob.file_name(), &value);
+        }
+    }
+}
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+#[test]
+fn what_is_taken_is_given_back() {
+    let stage = Stage::new();
+    let before = stage.all();
+    let tenure = stage.take().unwrap();
+    assert_eq!((stage.get("max_page_sharing"), stage.get("use_zero_pages")), ("4096".into(), "1".into()));
+    assert_eq!(stage.get("smart_scan"), "0");
+    tenure.hand().turn(Knob::PagesToScan, 5000).unwrap();
+    tenure.hand().turn(Knob::Run, 1).unwrap();
+    tenure.check().unwrap();
+    let kept = stage.saved().unwrap();
+    assert_eq!(kept.original[&Knob::MaxPageSharing], 256);
+    assert!(kept.is_ours(Knob::PagesToScan, 5000) && kept.holder.unwrap().is_alive(Path::new("/proc")));
+    let restored = tenure.restore(LIMIT);
+    assert!(restored.is_complete(), "{restored:?}");
+    assert_eq!(restored.put_back.first(), Some(&(Knob::Run, 0)), "ksmd is stopped first");
+    assert_eq!(restored.put_back.len(), 5);
+    assert_eq!(stage.all(), before);
+    assert_eq!(stage.saved(), None);
+    drop(stage.take().unwrap());
+    assert_eq!(stage.all(), before, "dropping gives back too");
+}
+
+#[test]
+fn one_tenure_at_a_time() {
+    let stage = Stage::new();
+    let tenure = stage.take().unwrap();
+    let own = i32::try_from(std::process::id()).unwrap();
+    assert!(matches!(stage.take(), Err(TakeError::Locked { pid: Some(pid) }) if pid == own));
+    assert!(tenure.restore(LIMIT).is_complete());
+    drop(stage.take().unwrap());
+}
+
+#[test]
+fn ksm_in_use_is_left_alone() {
+    for (name, value, by) in [
+        ("run", "1", OtherDriver::Running),
+        ("advisor_mode", "none [scan-time]", OtherDriver::Advisor { mode: "scan-time".into() }),
+    ] {
+        let stage = Stage::new();
+        stage.set(name, value);
+        let before = stage.all();
+        assert!(matches!(stage.take(), Err(TakeError::InUse(other)) if other == by));
+        assert_eq!(stage.all(), before);
+        assert_eq!(stage.saved(), None);
+    }
+    let mut stage = Stage::new();
+    stage.places.proc_root = stage.dir.path().join("proc");
+    let at = stage.places.proc_root.join("77");
+    std::fs::create_dir_all(&at).unwrap();
+    std::fs::write(at.join("stat"), "77 (ksmtuned) S 1 0 0 0 -1 0 0 0 0 0 3 4 0 0 25 5 1 0 9 0 0\n").unwrap();
+    let by = other_driver(&stage.ksm(), &stage.places.proc_root).unwrap();
+    assert_eq!(by, Some(OtherDriver::Program { name: "ksmtuned".into(), pid: 77 }));
+}
+
+#[test]
+fn a_knob_turned_by_somebody_else_is_theirs() {
+    let stage = Stage::new();
+    let tenure = stage.take().unwrap();
+    tenure.hand().turn(Knob::PagesToScan, 5000).unwrap();
+    stage.set("pages_to_scan", "777");
+    let usurped = Usurped { knob: Knob::PagesToScan, ours: 5000, theirs: 777 };
+    assert!(matches!(tenure.check(), Err(TurnError::Usurped(found)) if found == usurped));
+    assert!(matches!(tenure.hand().turn(Knob::Run, 1), Err(TurnError::Usurped(_))), "nothing else is turned either");
+    stage.set("pages_to_scan", "5000");
+    assert!(tenure.check().is_err(), "once found it stays so");
+    stage.set("pages_to_scan", "777");
+    let restored = tenure.restore(LIMIT);
+    assert_eq!(restored.left, [usurped]);
+    assert!(restored.is_complete());
+    assert_eq!((stage.get("pages_to_scan"), stage.get("max_page_sharing")), ("777".into(), "256".into()));
+    assert_eq!(stage.saved(), None);
+}
+
+#[test]
+fn whoever_starts_ksmd_before_us_has_it() {
+    let stage = Stage::new();
+    let tenure = stage.take().unwrap();
+    stage.set("run", "1");
+    assert!(matches!(tenure.check(), Err(TurnError::Usurped(Usurped { knob: Knob::Run, ours: 0, theirs: 1 }))));
+    assert!(tenure.restore(LIMIT).is_complete());
+    assert_eq!(stage.get("run"), "1");
+}
+
+#[test]
+fn a_crashed_run_is_put_right_by_the_next() {
+    let stage = Stage::new();
+    let before = stage.all();
+    let tenure = stage.take().unwrap();
+    tenure.hand().turn(Knob::SleepMillisecs, (1 << 31) + 5).unwrap();
+    tenure.hand().turn(Knob::Run, 1).unwrap();
+    stage.crash(tenure);
+    assert_ne!(stage.all(), before);
+    stage.set("sleep_millisecs", &((1_u64 << 31) + 99).to_string()); // a kick, which is not noted one by one
+    let tenure = stage.take().unwrap();
+    assert_eq!(stage.saved().unwrap().original[&Knob::MaxPageSharing], 256);
+    drop(tenure);
+    assert_eq!(stage.all(), before);
+}
+
+#[test]
+fn recovery_respects_what_was_turned_since_the_crash() {
+    let stage = Stage::new();
+    let tenure = stage.take().unwrap();
+    tenure.hand().turn(Knob::PagesToScan, 5000).unwrap();
+    stage.crash(tenure);
+    stage.set("pages_to_scan", "777");
+    let restored = put_back_deferred(&stage.ksm(), &stage.places).unwrap().unwrap();
+    assert_eq!(restored.left.len(), 1);
+    assert_eq!((stage.get("pages_to_scan"), stage.get("use_zero_pages")), ("777".into(), "0".into()));
+    assert!(put_back_deferred(&stage.ksm(), &stage.places).unwrap().is_none());
+}
+
+#[test]
+fn a_state_of_another_boot_says_nothing() {
+    let stage = Stage::new();
+    stage.crash(stage.take().unwrap());
+    let mut kept = stage.saved().unwrap();
+    kept.boot_id = "an earlier one".into();
+    kept.save(&stage.places.state).unwrap();
+    let turned = stage.all();
+    assert!(put_back_deferred(&stage.ksm(), &stage.places).unwrap().is_none());
+    assert_eq!((stage.all(), stage.saved()), (turned, None));
+}
+
+#[test]
+fn a_living_holder_with_another_lock_is_respected() {
+    let stage = Stage::new();
+    stage.crash(stage.take().unwrap());
+    let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+    let pid = i32::try_from(child.id()).unwrap();
+    let start_time_ticks = Process::open(pid).unwrap().start_time_ticks();
+    let mut kept = stage.saved().unwrap();
+    kept.holder = Some(Holder { pid, start_time_ticks });
+    kept.save(&stage.places.state).unwrap();
+    let taken = stage.take();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(matches!(taken, Err(TakeError::Busy { pid: busy }) if busy == pid));
+    drop(stage.take().unwrap());
+}
+
+#[test]
+fn what_had_to_be_deferred_keeps_its_first_value() {
+    let stage = Stage::new();
+    let tenure = stage.take().unwrap();
+    // A file that cannot be written stands for the kernel's EBUSY, which a copy of the tree cannot give.
+    let file = stage.root().join("max_page_sharing");
+    std::fs::remove_file(&file).unwrap();
+    std::fs::create_dir(&file).unwrap();
+    let restored = tenure.restore(LIMIT);
+    assert_eq!(restored.failed.len(), 1, "{restored:?}");
+    assert_eq!(restored.failed[0].0, Knob::MaxPageSharing);
+    std::fs::remove_dir(&file).unwrap();
+    stage.set("max_page_sharing", "4096");
+    let kept = stage.saved().unwrap();
+    assert_eq!((kept.holder, kept.turned.len()), (None, 1));
+    assert_eq!(
+        put_back_deferred(&stage.ksm(), &stage.places).unwrap().unwrap().put_back,
+        [(Knob::MaxPageSharing, 256)]
+    );
+    assert_eq!((stage.get("max_page_sharing"), stage.saved()), ("256".into(), None));
+}
+
+#[test]
+fn nothing_is_turned_that_cannot_be_noted() {
+    let mut stage = Stage::new();
+    std::fs::write(stage.dir.path().join("file"), "").unwrap();
+    stage.places.state = stage.dir.path().join("file/ksm-state.json");
+    let before = stage.all();
+    assert!(matches!(stage.take(), Err(TakeError::State(_))));
+    assert_eq!(stage.all(), before);
+}
+
+#[test]
+fn a_malformed_state_stops_everything_and_says_where() {
+    let stage = Stage::new();
+    std::fs::create_dir_all(stage.places.state.parent().unwrap()).unwrap();
+    std::fs::write(&stage.places.state, "{").unwrap();
+    let error = stage.take().unwrap_err();
+    assert!(matches!(error, TakeError::State(StateError::Malformed { .. })));
+    assert!(error.to_string().contains("ksm-state.json"));
+}
+
+#[test]
+fn a_stopped_and_unmerged_ksm_is_not_unmerged_again() {
+    let stage = Stage::new();
+    stage.set("run", "2");
+    let tenure = stage.take().unwrap();
+    tenure.hand().turn(Knob::Run, 1).unwrap();
+    assert_eq!(tenure.restore(LIMIT).put_back.first(), Some(&(Knob::Run, 0)));
+}
+
+#[test]
+fn an_older_kernel_grants_what_it_has() {
+    let stage = Stage::new();
+    std::fs::remove_file(stage.root().join("smart_scan")).unwrap();
+    let tenure = stage.take().unwrap();
+    assert_eq!(tenure.not_granted(), [(Knob::SmartScan, 0)]);
+    assert!(tenure.restore(LIMIT).is_complete());
+}

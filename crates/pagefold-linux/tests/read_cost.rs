@@ -1,0 +1,93 @@
+//! What looking before reading costs: `PageReader` against a bare process_vm_readv loop over the same runs.
+//!
+//! Run by hand, in release: `cargo test --release -p pagefold-linux --test read_cost -- --ignored --nocapture`.
+
+mod twins;
+
+use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
+use pagefold_linux::memory::{PageReader, ReadHow};
+use std::hint::black_box;
+use std::time::Instant;
+use twins::Twins;
+
+const PAGES: u64 = 128 << 10;
+const READ_PAGES: u64 = 16 << 10;
+
+#[test]
+#[ignore = "measures"]
+fn cost_of_looking_first() {
+    let target = Twins::start([0, 0, usize::try_from(PAGES).unwrap()]);
+    let (first, mut reader) = (target.regions[2], PageReader::new());
+    let mut random = 0x2545_f491_4f6c_dd1du64;
+    for length in [1u64, 4, 8, 16, 64, 512] {
+        let mut times = [const { Vec::new() }; 3];
+        for _ in 0..31 {
+            let runs: Vec<(Vpn, u32)> = (0..READ_PAGES / length)
+                .map(|_| {
+                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    (first + (random >> 20) % (PAGES / length) * length, u32::try_from(length).unwrap())
+                })
+                .collect();
+            let mut time = |which: usize, work: &mut dyn FnMut()| {
+                let start = Instant::now();
+                work();
+                times[which].push(start.elapsed().as_nanos() as f64 / READ_PAGES as f64);
+            };
+            time(0, &mut || bare(target.parent.pid(), &runs));
+            for (which, huge) in [(1, false), (2, true)] {
+                time(which, &mut || {
+                    let how = ReadHow { huge, shared_bytes: false };
+                    let mut bytes = 0;
+                    let visit = |view: pagefold_linux::memory::PageView<'_>| {
+                        bytes += u64::from(black_box(view.bytes).is_some());
+                    };
+                    reader.read_runs(&target.parent, &runs, how, visit).unwrap();
+                    assert_eq!(bytes, READ_PAGES);
+                });
+            }
+        }
+        let ratios = [1, 2].map(|which| {
+            median(times[which].iter().zip(&times[0]).map(|(ours, bare)| ours / bare).collect::<Vec<_>>())
+        });
+        let [bare, plain, huge] = times.map(median);
+        println!(
+            "runs of {length:3}: bare {bare:5.0} ns a page, reader {plain:5.0} (x {:.2}), looking for huge pages too {huge:5.0} (x {:.2})",
+            ratios[0], ratios[1]
+        );
+    }
+    let start = Instant::now();
+    let census = reader.census(&target.parent, first, Pages(PAGES), false).unwrap();
+    println!("census of {} pages: {:.1} ns a page", census.private.0, start.elapsed().as_nanos() as f64 / PAGES as f64);
+    assert_eq!(census.private, Pages(PAGES));
+    assert!(target.finish());
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// 256 pages a call into one buffer, as the reader does.
+fn bare(pid: i32, runs: &[(Vpn, u32)]) {
+    thread_local!(static BUFFER: std::cell::RefCell<Vec<u8>> = std::cell::RefCell::new(vec![0; 512 * PAGE_SIZE]));
+    BUFFER.with_borrow_mut(|buffer| {
+        let per_call = (256 / runs[0].1.min(256)) as usize;
+        for runs in runs.chunks(per_call) {
+            let remote: Vec<libc::iovec> = runs
+                .iter()
+                .map(|&(first, pages)| libc::iovec {
+                    iov_base: first.address() as *mut _,
+                    iov_len: pages as usize * PAGE_SIZE,
+                })
+                .collect();
+            let wanted: usize = remote.iter().map(|piece| piece.iov_len).sum();
+            let local = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: wanted };
+            // SAFETY: at most 512 pages are wanted, which the buffer has; the remote addresses are the kernel's to check.
+            let read = unsafe {
+                libc::process_vm_readv(pid, &raw const local, 1, remote.as_ptr(), remote.len() as libc::c_ulong, 0)
+            };
+            assert_eq!(usize::try_from(read).unwrap(), wanted);
+            black_box(&mut *buffer);
+        }
+    });
+}

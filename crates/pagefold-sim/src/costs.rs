@@ -1,0 +1,85 @@
+//! What things cost, in nanoseconds of CPU time, as measured on a Linux 6.18 machine (2 virtual cores)
+//! unless a field says that it is an assumption.
+
+/// The prices of pagefold's and ksmd's work.
+///
+/// The prices of ksmd's tree levels and merges are fitted: together with the others they give back the
+/// totals that were measured for whole bursts (see `tests/calibration.rs`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Costs {
+    /// Starting on a run of neighbouring pages. With [`Self::read_page_ns`]: 1000 ns for a single page,
+    /// 560 a page in runs of eight.
+    pub read_run_ns: u64,
+    /// Each page of a run: copying (350 to 430 measured) and hashing it.
+    pub read_page_ns: u64,
+    /// Looking up how a page is held, in pagemap, in batches.
+    pub look_page_ns: u64,
+    /// Observing one process, whatever its size: opening its files, its `ksm_stat` (5 us measured). Assumed.
+    pub observe_owner_ns: u64,
+    /// Observing one region: its line of maps (1.1 us measured for producing and reading it).
+    pub observe_region_ns: u64,
+    /// Counting what is resident, per page of address range (`PAGEMAP_SCAN`: 12 to 41 measured).
+    pub count_page_ns: u64,
+    /// Stopping a process and letting it go on, without the calls made in between.
+    pub stop_ns: u64,
+    /// One `madvise` injected into a stopped process (37 us in a batch of thirty).
+    pub inject_ns: u64,
+    /// Giving a merged page its own copy again when its span is unmarked: a fault and a copy. Assumed.
+    pub unmerge_page_ns: u64,
+
+    /// Waking ksmd for a batch: two context switches. Assumed.
+    pub wake_ns: u64,
+    /// ksmd passes an entry with nothing to merge: absent, or the zero page.
+    pub pass_empty_ns: u64,
+    /// ksmd visits a page that is merged already.
+    pub visit_merged_ns: u64,
+    /// ksmd skips a page by `smart_scan`: finds it and its record, no more. Assumed.
+    pub visit_skipped_ns: u64,
+    /// ksmd looks at a page and computes its checksum.
+    pub checksum_ns: u64,
+    /// One level of the stable tree.
+    pub stable_level_ns: u64,
+    /// One level of the unstable tree: the owner's lock and a page-table walk come on top of the comparison.
+    pub unstable_level_ns: u64,
+    /// One full duplicate walked in a chain.
+    pub chain_dup_ns: u64,
+    /// Merging one page with a merged one.
+    pub merge_stable_ns: u64,
+    /// Merging two pages and putting them into the stable tree.
+    pub merge_pair_ns: u64,
+    /// Mapping the zero page in place of a page of zeros. Assumed to be as dear as a stable merge.
+    pub merge_zero_ns: u64,
+    /// Freeing the record of a page that is no longer there. Assumed.
+    pub reap_item_ns: u64,
+    /// Turning to the next process. Assumed.
+    pub visit_owner_ns: u64,
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        Self {
+            read_run_ns: 500,
+            read_page_ns: 500,
+            look_page_ns: 33,
+            observe_owner_ns: 25_000,
+            observe_region_ns: 1_100,
+            count_page_ns: 12,
+            stop_ns: 20_000,
+            inject_ns: 37_000,
+            unmerge_page_ns: 1_000,
+            wake_ns: 3_000,
+            pass_empty_ns: 24,
+            visit_merged_ns: 300,
+            visit_skipped_ns: 150,
+            checksum_ns: 1_200,
+            stable_level_ns: 100,
+            unstable_level_ns: 280,
+            chain_dup_ns: 38,
+            merge_stable_ns: 700,
+            merge_pair_ns: 3_300,
+            merge_zero_ns: 700,
+            reap_item_ns: 50,
+            visit_owner_ns: 2_000,
+        }
+    }
+}

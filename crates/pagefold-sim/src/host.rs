@@ -1,0 +1,490 @@
+//! The simulated host: [`Host`] over simulated memory and ksmd, in virtual time.
+//!
+//! Time passes in [`Host::wait`], and while pagefold itself works: observing, reading and marking take as
+//! long as they cost. ksmd and the processes go on meanwhile.
+
+use crate::costs::Costs;
+use crate::knobs::Knobs;
+use crate::ksmd::Ksmd;
+use crate::memory::{Hold, Memory, Truth, Unique};
+use crate::mix::{Stream, content_of_series, digest};
+use crate::workload::{Behaviour, Mapping, Process, Writes};
+use pagefold_core::hash::Digest;
+use pagefold_core::host::{
+    Actions, Cost, Host, KsmView, Marking, MergeOrder, Outcome, OwnerKey, PageSample, PageState, RegionKey, RegionView,
+    Run, SamplePlan, Samples, Snapshot, Span,
+};
+use pagefold_core::units::{Bytes, EXTENT_PAGES, Pages, Vpn};
+use rustc_hash::FxHashMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::convert::Infallible;
+use std::ops::Range;
+
+const NS_PER_S: u64 = 1_000_000_000;
+/// Churn is applied in steps of at least this.
+const CHURN_STEP_NS: u64 = 10_000_000;
+
+/// What happens at a time. Of two events at one time, the one scheduled first comes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    Start { process: usize, owner: OwnerKey },
+    Exit { owner: OwnerKey },
+    Map { mapping: usize, owner: OwnerKey },
+    Unmap { region: RegionKey, mapping: usize, owner: OwnerKey },
+    Write { writer: usize },
+}
+
+/// Somebody who writes to a region.
+#[derive(Debug)]
+struct Writer {
+    region: RegionKey,
+    behaviour: Behaviour,
+    stream: Stream,
+    next_page: u32,
+    /// Writes due and not made yet, in parts of a page: ten-thousandths times nanoseconds.
+    due: u128,
+    last_ns: u64,
+}
+
+/// A simulated machine.
+#[derive(Debug)]
+pub struct SimHost {
+    now_ns: u64,
+    seed: u64,
+    costs: Costs,
+    knobs: Knobs,
+    memory: Memory,
+    ksmd: Ksmd,
+    unique: Unique,
+    stream: Stream,
+    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    scheduled: u64,
+    processes: Vec<Process>,
+    /// Mappings as they are to be populated, and where.
+    mappings: Vec<(Mapping, Vpn)>,
+    writers: Vec<Option<Writer>>,
+    /// When a region's resident pages were counted, and how many there were.
+    residents: FxHashMap<u32, (u64, Pages)>,
+    pagefold_ns: u64,
+    ours: bool,
+    ignored_orders: u64,
+}
+
+impl SimHost {
+    /// An empty machine at time 0, ksmd at rest.
+    pub fn new(seed: u64, costs: Costs, knobs: Knobs) -> Self {
+        Self {
+            now_ns: 0,
+            seed,
+            costs,
+            knobs,
+            memory: Memory::default(),
+            ksmd: Ksmd::new(costs, knobs),
+            unique: Unique::new(seed),
+            stream: Stream::new(seed, 1),
+            events: BinaryHeap::new(),
+            scheduled: 0,
+            processes: Vec::new(),
+            mappings: Vec::new(),
+            writers: Vec::new(),
+            residents: FxHashMap::default(),
+            pagefold_ns: 0,
+            ours: true,
+            ignored_orders: 0,
+        }
+    }
+
+    /// Adds a process. It starts at its time, or now if that has passed.
+    pub fn add(&mut self, process: Process) -> OwnerKey {
+        let owner = self.memory.add_owner(process.untouchable);
+        let start_ns = process.start_ns;
+        self.processes.push(process);
+        let start = Event::Start { process: self.processes.len() - 1, owner };
+        if start_ns <= self.now_ns {
+            self.happen(start);
+        } else {
+            self.schedule(start_ns, start);
+        }
+        owner
+    }
+
+    /// Forks a process now. The child's regions are static.
+    pub fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
+        let child = self.memory.fork(parent);
+        if self.memory.owners[parent.0 as usize].registered {
+            self.ksmd.register(&mut self.memory, child.0, self.now_ns);
+        }
+        child
+    }
+
+    /// Ends a process now.
+    pub fn exit(&mut self, owner: OwnerKey) {
+        let record = &mut self.memory.owners[owner.0 as usize];
+        if std::mem::replace(&mut record.exited, true) {
+            return;
+        }
+        for region in record.regions.clone() {
+            self.memory.unmap(region);
+            self.residents.remove(&region);
+        }
+        self.ksmd.owner_exited(&mut self.memory, owner.0);
+    }
+
+    /// Writes a content (0: zeros) to a page now; false when there is no such page.
+    pub fn write(&mut self, region: RegionKey, page: Vpn, content: u64) -> bool {
+        let offset = self.memory.region(region.0).and_then(|region| region.offset(page));
+        if let Some(offset) = offset {
+            self.memory.write(region.0, offset, content);
+        }
+        offset.is_some()
+    }
+
+    /// Takes KSM away (somebody else drives it) or gives it back. While away, ksmd stands as it stood
+    /// and orders are ignored and counted.
+    pub fn set_ours(&mut self, ours: bool) {
+        self.ours = ours;
+    }
+
+    // What tests may know and pagefold may not.
+
+    /// An exact count of the whole memory. Looks at every page.
+    pub fn truth(&self) -> Truth {
+        self.memory.truth()
+    }
+    /// The virtual time.
+    pub fn now_ns(&self) -> u64 {
+        self.now_ns
+    }
+    /// CPU time spent so far.
+    pub fn cost(&self) -> Cost {
+        Cost { pagefold_ns: self.pagefold_ns, ksmd_ns: self.ksmd.cpu_ns }
+    }
+    /// KSM's counters now. Like the kernel's they lag behind writes, unmarks and exits until ksmd comes by.
+    pub fn ksm(&self) -> KsmView {
+        KsmView {
+            shared: Pages(self.ksmd.trees.shared),
+            sharing: Pages(self.ksmd.trees.sharing),
+            zero: Pages(self.memory.zero_folded),
+            scanned: self.ksmd.scanned,
+            full_scans: self.ksmd.full_scans,
+            busy: self.ksmd.busy,
+            ours: self.ours,
+        }
+    }
+    /// Pages that map a merged frame.
+    pub fn merged_pages(&self) -> Pages {
+        Pages(self.memory.merged_pages)
+    }
+    /// Frames saved now, in truth: merged pages less the frames they share, and folded pages of zeros.
+    pub fn saved(&self) -> Pages {
+        Pages(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_folded)
+    }
+    /// Writes to merged pages so far.
+    pub fn cow_breaks(&self) -> u64 {
+        self.memory.cow_breaks
+    }
+    /// What KSM's records take: 64 bytes for each page's and each merged frame's, 48 for each process's.
+    pub fn metadata(&self) -> Bytes {
+        Bytes(64 * (self.ksmd.items + self.memory.known_frames()) + 48 * self.ksmd.registered().len() as u64)
+    }
+    /// Processes that have exited and whose address space ksmd still holds.
+    pub fn unreaped(&self) -> usize {
+        self.ksmd.registered().iter().filter(|&&owner| self.memory.owners[owner as usize].exited).count()
+    }
+    /// Kicks that came while a scan ran.
+    pub fn lost_kicks(&self) -> u64 {
+        self.ksmd.lost_kicks
+    }
+    /// Orders that came while KSM was not ours.
+    pub fn ignored_orders(&self) -> u64 {
+        self.ignored_orders
+    }
+    /// Whether ksmd is in a batch.
+    pub fn is_scanning(&self) -> bool {
+        self.ksmd.is_scanning()
+    }
+    /// The regions of a process, by address.
+    pub fn regions_of(&self, owner: OwnerKey) -> Vec<RegionKey> {
+        self.memory.owners[owner.0 as usize].regions.iter().map(|&key| RegionKey(key)).collect()
+    }
+    /// The whole of a region, as a span.
+    pub fn span_of(&self, region: RegionKey) -> Option<Span> {
+        let found = self.memory.region(region.0)?;
+        Some(Span { region, first: Vpn(found.first), pages: Pages(u64::from(found.len())) })
+    }
+    /// What a process sees in a page, and how the page is held.
+    pub fn page(&self, region: RegionKey, page: Vpn) -> Option<(u64, PageState)> {
+        let region = self.memory.region(region.0)?;
+        let offset = region.offset(page)?;
+        Some((region.content[offset as usize], self.memory.state(region, offset)))
+    }
+
+    #[cfg(test)]
+    pub(crate) fn parts(&self) -> (&Memory, &Ksmd) {
+        (&self.memory, &self.ksmd)
+    }
+
+    // Time.
+
+    fn schedule(&mut self, at_ns: u64, event: Event) {
+        self.scheduled += 1;
+        self.events.push(Reverse((at_ns, self.scheduled, event)));
+    }
+
+    fn advance(&mut self, ns: u64) {
+        let until_ns = self.now_ns.saturating_add(ns);
+        while let Some(&Reverse((at_ns, _, event))) = self.events.peek() {
+            if at_ns > until_ns {
+                break;
+            }
+            self.events.pop();
+            self.ksmd.run_until(&mut self.memory, at_ns);
+            self.now_ns = at_ns;
+            self.happen(event);
+        }
+        self.ksmd.run_until(&mut self.memory, until_ns);
+        self.now_ns = until_ns;
+    }
+
+    /// pagefold works: costs CPU, and time.
+    fn spend(&mut self, ns: u64) {
+        self.pagefold_ns += ns;
+        self.advance(ns);
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::Start { process, owner } => self.start(process, owner),
+            Event::Exit { owner } => self.exit(owner),
+            Event::Map { mapping, owner } if !self.memory.owners[owner.0 as usize].exited => self.map(mapping, owner),
+            Event::Map { .. } => {}
+            Event::Unmap { region, mapping, owner } => {
+                self.memory.unmap(region.0);
+                self.residents.remove(&region.0);
+                if let Behaviour::ShortLived { life_ns } = self.mappings[mapping].0.behaviour {
+                    self.schedule(self.now_ns + life_ns, Event::Map { mapping, owner });
+                }
+            }
+            Event::Write { writer } => self.run_writer(writer),
+        }
+    }
+
+    fn start(&mut self, process: usize, owner: OwnerKey) {
+        if let Some(exit_ns) = self.processes[process].exit_ns {
+            self.schedule(exit_ns.max(self.now_ns), Event::Exit { owner });
+        }
+        // Address spaces of their own, apart as far as the layout of a real one would put them.
+        let mut next = Vpn(0x5555_5555_5000 / 4096);
+        for mapping in std::mem::take(&mut self.processes[process].mappings) {
+            let first = mapping.first.unwrap_or(Vpn((next.extent() + 2) * EXTENT_PAGES));
+            next = first + mapping.pages.0;
+            self.mappings.push((mapping, first));
+            self.map(self.mappings.len() - 1, owner);
+        }
+    }
+
+    fn map(&mut self, index: usize, owner: OwnerKey) {
+        let (mapping, first) = &self.mappings[index];
+        let pages = mapping.populate(&mut self.unique, &mut self.stream);
+        let region = self.memory.map(owner, mapping.family, *first, pages, mapping.huge);
+        match mapping.behaviour.clone() {
+            Behaviour::Static => {}
+            Behaviour::ShortLived { life_ns } => {
+                self.schedule(self.now_ns + life_ns.max(1), Event::Unmap { region, mapping: index, owner });
+            }
+            behaviour => {
+                let first_ns = self.now_ns + write_interval_ns(&behaviour, mapping.pages.0);
+                let stream = Stream::new(self.seed, (u64::from(region.0) << 8) | 2);
+                let writer = Writer { region, behaviour, stream, next_page: 0, due: 0, last_ns: self.now_ns };
+                self.writers.push(Some(writer));
+                self.schedule(first_ns, Event::Write { writer: self.writers.len() - 1 });
+            }
+        }
+    }
+
+    fn run_writer(&mut self, index: usize) {
+        let Some(mut writer) = self.writers[index].take() else { return };
+        let key = writer.region.0;
+        let Some(pages) = self.memory.region(key).map(crate::memory::Region::len) else { return };
+        match writer.behaviour {
+            Behaviour::CowBreaker { .. } => {
+                let page = writer.next_page % pages;
+                writer.next_page = page + 1;
+                let content = self.memory.region(key).map_or(0, |region| region.content[page as usize]);
+                self.memory.write(key, page, content);
+            }
+            Behaviour::Churn { per_second, writes } => {
+                let passed_ns = self.now_ns - writer.last_ns;
+                writer.last_ns = self.now_ns;
+                writer.due += u128::from(passed_ns) * u128::from(per_second.0) * u128::from(pages);
+                let one = u128::from(NS_PER_S) * 10_000;
+                while writer.due >= one {
+                    writer.due -= one;
+                    let content = match writes {
+                        Writes::Unique => self.unique.next(),
+                        Writes::Duplicate { series, size } => {
+                            content_of_series(series, writer.stream.below(size.max(1)))
+                        }
+                    };
+                    let page = u32::try_from(writer.stream.below(u64::from(pages))).unwrap_or(0);
+                    self.memory.write(key, page, content);
+                }
+            }
+            Behaviour::Static | Behaviour::ShortLived { .. } => return,
+        }
+        let next_ns = self.now_ns + write_interval_ns(&writer.behaviour, u64::from(pages));
+        self.writers[index] = Some(writer);
+        self.schedule(next_ns, Event::Write { writer: index });
+    }
+
+    // The four calls, each priced.
+
+    fn view(&mut self, key: u32, owner: u32, price_ns: &mut u64) -> Option<RegionView> {
+        let region = self.memory.region(key)?;
+        let pages = Pages(u64::from(region.len()));
+        let (counted_ns, mut resident) = self.residents.get(&key).copied().unwrap_or_default();
+        if counted_ns == 0 || self.now_ns >= counted_ns + self.knobs.resident_age_ns {
+            let there = |hold: &&Hold| !matches!(hold, Hold::Absent | Hold::ZeroMapped | Hold::ZeroFolded);
+            resident = Pages(region.hold.iter().filter(there).count() as u64);
+            *price_ns += pages.0 * self.costs.count_page_ns;
+            self.residents.insert(key, (self.now_ns.max(1), resident));
+        }
+        *price_ns += self.costs.observe_region_ns;
+        Some(RegionView {
+            key: RegionKey(key),
+            owner: OwnerKey(owner),
+            family: region.family,
+            first: Vpn(region.first),
+            pages,
+            resident,
+            marked: Pages(region.marks.pages()),
+        })
+    }
+
+    /// Samples one run; returns what it cost.
+    fn read_run(&self, run: &Run, seed: u64, samples: &mut Vec<PageSample>) -> u64 {
+        let Some(region) = self.memory.region(run.region.0) else { return 0 };
+        let (mut looked_at, mut read) = (0, 0);
+        for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
+            let Some(offset) = region.offset(Vpn(number)) else { continue };
+            let state = self.memory.state(region, offset);
+            looked_at += 1;
+            let is_read = match state {
+                PageState::Private => true,
+                PageState::Merged | PageState::Shared => self.knobs.read_merged,
+                PageState::Absent | PageState::ZeroMapped => false,
+            };
+            read += u64::from(is_read);
+            let found = if is_read { digest(region.content[offset as usize], seed) } else { Digest::ZERO };
+            let huge = state == PageState::Private && region.is_huge(offset);
+            samples.push(PageSample { region: run.region, page: Vpn(number), state, huge, digest: found });
+        }
+        let started = if read > 0 { self.costs.read_run_ns } else { 0 };
+        started + looked_at * self.costs.look_page_ns + read * self.costs.read_page_ns
+    }
+
+    /// Marks or unmarks spans, one stop for all of a process.
+    fn change_marks(&mut self, spans: &[Span], mark: bool, outcome: &mut Outcome) -> Vec<Marking> {
+        let mut stops: BTreeMap<u32, (bool, u64)> = BTreeMap::new();
+        let mut results = Vec::with_capacity(spans.len());
+        for span in spans {
+            let Some((owner, range)) = self.target(span) else {
+                results.push(Marking::Refused);
+                continue;
+            };
+            let (busy, stop_ns) =
+                stops.entry(owner).or_insert_with(|| (self.stream.chance(self.knobs.busy), self.costs.stop_ns));
+            if *busy {
+                results.push(Marking::Busy);
+                continue;
+            }
+            *stop_ns += self.costs.inject_ns;
+            results.push(Marking::Done(Pages(u64::from(range.end - range.start))));
+            if mark {
+                if let Some(region) = self.memory.region_mut(span.region.0) {
+                    region.marks.add(range);
+                }
+                self.ksmd.register(&mut self.memory, owner, self.now_ns);
+            } else {
+                if let Some(region) = self.memory.region_mut(span.region.0) {
+                    region.marks.remove(&range);
+                }
+                *stop_ns += self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns;
+            }
+        }
+        for (busy, stop_ns) in stops.into_values() {
+            if !busy {
+                outcome.stops += 1;
+                outcome.longest_stop_ns = outcome.longest_stop_ns.max(stop_ns);
+                outcome.total_stop_ns += stop_ns;
+            }
+            self.spend(stop_ns);
+        }
+        results
+    }
+
+    /// The process to be stopped for a span, and the part of the span that exists.
+    fn target(&self, span: &Span) -> Option<(u32, Range<u32>)> {
+        let region = self.memory.region(span.region.0)?;
+        let place = |page: u64| u32::try_from(page.clamp(region.first, region.end()) - region.first).ok();
+        let range = place(span.first.0)?..place(span.first.0.saturating_add(span.pages.0))?;
+        (!range.is_empty() && !self.memory.owners[region.owner as usize].untouchable).then_some((region.owner, range))
+    }
+}
+
+/// How long a writer pauses.
+fn write_interval_ns(behaviour: &Behaviour, pages: u64) -> u64 {
+    match behaviour {
+        Behaviour::CowBreaker { every_ns } => (*every_ns).max(1),
+        Behaviour::Churn { per_second, .. } => {
+            let page_ns = NS_PER_S * 10_000 / (u64::from(per_second.0) * pages).max(1);
+            page_ns.max(CHURN_STEP_NS)
+        }
+        Behaviour::Static | Behaviour::ShortLived { .. } => u64::MAX / 2,
+    }
+}
+
+impl Host for SimHost {
+    type Error = Infallible;
+
+    fn observe(&mut self) -> Result<Snapshot, Infallible> {
+        let live: Vec<(u32, u32)> = self.memory.live_regions().map(|(key, region)| (key, region.owner)).collect();
+        let mut price_ns = 0;
+        let mut last_owner = None;
+        let mut regions = Vec::with_capacity(live.len());
+        for (key, owner) in live {
+            if last_owner.replace(owner) != Some(owner) {
+                price_ns += self.costs.observe_owner_ns;
+            }
+            regions.extend(self.view(key, owner, &mut price_ns));
+        }
+        let (now_ns, ksm) = (self.now_ns, self.ksm());
+        self.spend(price_ns);
+        Ok(Snapshot { now_ns, regions, ksm, cost: self.cost() })
+    }
+
+    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
+        let mut pages = Vec::with_capacity(plan.runs.iter().map(|run| run.pages as usize).sum());
+        let cpu_ns = plan.runs.iter().map(|run| self.read_run(run, plan.digest_seed, &mut pages)).sum();
+        self.spend(cpu_ns);
+        Ok(Samples { pages, cpu_ns })
+    }
+
+    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
+        let mut outcome = Outcome::default();
+        outcome.unmarked = self.change_marks(&actions.unmark, false, &mut outcome);
+        outcome.marked = self.change_marks(&actions.mark, true, &mut outcome);
+        if self.ours {
+            self.ksmd.order(actions.merge, self.now_ns);
+        } else if actions.merge != MergeOrder::Keep {
+            self.ignored_orders += 1;
+        }
+        Ok(outcome)
+    }
+
+    fn wait(&mut self, ns: u64) -> Result<(), Infallible> {
+        self.advance(ns);
+        Ok(())
+    }
+}

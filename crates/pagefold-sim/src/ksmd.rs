@@ -1,0 +1,402 @@
+//! ksmd: when it scans, in which order, and what one visit to a page does. By the rules of Linux's
+//! `mm/ksm.c` (6.12), in virtual time.
+//!
+//! One simplification: when a page that is shared by fork merges, the kernel may keep that very frame, so
+//! that its relatives become users of the merged one at once; here they follow when they are visited.
+
+use crate::costs::Costs;
+use crate::knobs::Knobs;
+use crate::memory::{Hold, Item, Memory, NO_ITEM, NONE};
+use crate::mix;
+use crate::trees::Trees;
+use pagefold_core::host::MergeOrder;
+use std::ops::Range;
+
+const NS_PER_MS: u64 = 1_000_000;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Stopped, or nothing is registered: waits for the one or the other.
+    Idle,
+    /// Between batches, for ever after a kick.
+    Asleep { until_ns: Option<u64> },
+    /// In a batch that ends after so many pages more, or at the end of the scan.
+    Scanning { left: u64 },
+}
+
+/// Where the scan stands.
+#[derive(Clone, Copy, Debug, Default)]
+struct Cursor {
+    /// False between two full scans.
+    in_scan: bool,
+    /// Place in the list of owners.
+    place: usize,
+    /// The next page of that owner.
+    page: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Ksmd {
+    pub(crate) trees: Trees,
+    costs: Costs,
+    knobs: Knobs,
+    /// Registered owners, in the order of the scan.
+    list: Vec<u32>,
+    cursor: Cursor,
+    run: bool,
+    pages_to_scan: u64,
+    sleep_ns: Option<u64>,
+    state: State,
+    /// ksmd's own time while it scans.
+    clock_ns: u64,
+    pub(crate) cpu_ns: u64,
+    pub(crate) scanned: u64,
+    pub(crate) full_scans: u64,
+    /// Records that exist, stale ones included.
+    pub(crate) items: u64,
+    pub(crate) lost_kicks: u64,
+    /// The last order waits for the batch under way: to be done, or to be over.
+    pub(crate) busy: bool,
+}
+
+/// What became of a visit.
+struct Visit {
+    cost_ns: u64,
+    /// Counts as scanned.
+    counts: bool,
+}
+
+impl Ksmd {
+    pub(crate) fn new(costs: Costs, knobs: Knobs) -> Self {
+        Self {
+            trees: Trees::new(knobs.max_page_sharing),
+            costs,
+            knobs,
+            list: Vec::new(),
+            cursor: Cursor::default(),
+            run: false,
+            pages_to_scan: 100,
+            sleep_ns: Some(20 * NS_PER_MS),
+            state: State::Idle,
+            clock_ns: 0,
+            cpu_ns: 0,
+            scanned: 0,
+            full_scans: 0,
+            items: 0,
+            lost_kicks: 0,
+            busy: false,
+        }
+    }
+
+    pub(crate) fn is_scanning(&self) -> bool {
+        matches!(self.state, State::Scanning { .. })
+    }
+
+    /// Owners on the list.
+    pub(crate) fn registered(&self) -> &[u32] {
+        &self.list
+    }
+
+    pub(crate) fn order(&mut self, order: MergeOrder, now_ns: u64) {
+        let slept_ns = self.sleep_ns;
+        if order != MergeOrder::Keep {
+            self.busy = self.is_scanning();
+        }
+        match order {
+            MergeOrder::Keep => return,
+            MergeOrder::Rest => {
+                self.run = false;
+                // A batch goes on to its end; nothing can abort it.
+                if !self.is_scanning() {
+                    self.state = State::Idle;
+                }
+                return;
+            }
+            MergeOrder::Kick => (self.pages_to_scan, self.sleep_ns) = (u64::from(u32::MAX), None),
+            MergeOrder::Pace { pages_to_scan, sleep_ms } => {
+                (self.pages_to_scan, self.sleep_ns) = (u64::from(pages_to_scan), Some(u64::from(sleep_ms) * NS_PER_MS));
+            }
+        }
+        self.run = true;
+        let kick = order == MergeOrder::Kick;
+        match self.state {
+            State::Idle => self.start_batch(now_ns),
+            // Only a CHANGE of the sleep wakes ksmd. Each kick writes a new value.
+            State::Asleep { .. } if kick || self.sleep_ns != slept_ns => self.start_batch(now_ns),
+            // The new sleep is read only after the batch, so it wakes nobody.
+            State::Scanning { .. } if kick => self.lost_kicks += 1,
+            State::Asleep { .. } | State::Scanning { .. } => {}
+        }
+        self.busy |= kick && self.is_scanning();
+    }
+
+    fn start_batch(&mut self, now_ns: u64) {
+        self.clock_ns = now_ns;
+        if !self.run || self.list.is_empty() {
+            self.state = State::Idle;
+            return;
+        }
+        self.state = State::Scanning { left: self.pages_to_scan };
+        // Never free of charge, or batches of no pages without sleep would stop time.
+        self.spend(self.costs.wake_ns.max(1));
+    }
+
+    fn end_batch(&mut self) {
+        self.busy = false;
+        self.state = if self.run && !self.list.is_empty() {
+            State::Asleep { until_ns: self.sleep_ns.map(|sleep_ns| self.clock_ns + sleep_ns) }
+        } else {
+            State::Idle
+        };
+    }
+
+    /// Puts an owner on the list, just behind the cursor: the scan under way does not reach it, the next does.
+    pub(crate) fn register(&mut self, memory: &mut Memory, owner: u32, now_ns: u64) {
+        if std::mem::replace(&mut memory.owners[owner as usize].registered, true) {
+            return;
+        }
+        if self.cursor.in_scan {
+            self.list.insert(self.cursor.place, owner);
+            self.cursor.place += 1;
+        } else {
+            self.list.push(owner);
+        }
+        // ksmd with an empty list waits for the first to come, not for its sleep to end.
+        if self.state == State::Idle && self.run {
+            self.start_batch(now_ns);
+        }
+    }
+
+    /// An owner has exited. If ksmd holds records of it, it moves to just after the cursor.
+    pub(crate) fn owner_exited(&mut self, memory: &mut Memory, owner: u32) {
+        let Some(place) = self.list.iter().position(|&listed| listed == owner) else { return };
+        if self.cursor.in_scan && place == self.cursor.place {
+            return;
+        }
+        self.list.remove(place);
+        if self.cursor.in_scan && place < self.cursor.place {
+            self.cursor.place -= 1;
+        }
+        if memory.owners[owner as usize].stale_items == 0 {
+            memory.owners[owner as usize].registered = false;
+        } else {
+            let next = if self.cursor.in_scan { self.cursor.place + 1 } else { 0 };
+            self.list.insert(next.min(self.list.len()), owner);
+        }
+    }
+
+    /// Lets ksmd work until `until_ns`. A visit begun before is finished.
+    pub(crate) fn run_until(&mut self, memory: &mut Memory, until_ns: u64) {
+        loop {
+            match self.state {
+                State::Asleep { until_ns: Some(wake_ns) } if wake_ns < until_ns => self.start_batch(wake_ns),
+                State::Scanning { left } if self.clock_ns < until_ns => self.scan(memory, until_ns, left),
+                _ => return,
+            }
+        }
+    }
+
+    fn spend(&mut self, ns: u64) {
+        self.clock_ns += ns;
+        self.cpu_ns += ns;
+    }
+
+    /// Goes on with a batch up to its end or to `until_ns`.
+    fn scan(&mut self, memory: &mut Memory, until_ns: u64, mut left: u64) {
+        while self.clock_ns < until_ns {
+            if left == 0 {
+                return self.end_batch();
+            }
+            let Some((key, pages)) = self.next_stretch(memory) else {
+                // A batch never crosses the end of a scan.
+                return self.end_batch();
+            };
+            for page in pages {
+                let visit = self.visit(memory, key, page);
+                self.spend(visit.cost_ns);
+                self.cursor.page += 1;
+                if visit.counts {
+                    self.scanned += 1;
+                    left -= 1;
+                }
+                if left == 0 || self.clock_ns >= until_ns {
+                    break;
+                }
+            }
+        }
+        self.state = State::Scanning { left };
+    }
+
+    /// The next marked pages, and the cursor on the first of them. `None` at the end of the scan.
+    fn next_stretch(&mut self, memory: &mut Memory) -> Option<(u32, Range<u32>)> {
+        if self.list.is_empty() {
+            self.cursor = Cursor::default();
+            return None;
+        }
+        if !self.cursor.in_scan {
+            self.cursor = Cursor { in_scan: true, ..Cursor::default() };
+            self.trees.forget_unstable();
+        }
+        while let Some(&owner) = self.list.get(self.cursor.place) {
+            if let Some((key, stretch)) = marked_from(memory, owner, self.cursor.page) {
+                if let Some(region) = memory.region_mut(key) {
+                    self.cursor.page = region.first + u64::from(stretch.start);
+                    if region.items.is_empty() {
+                        region.items = vec![NO_ITEM; region.content.len()];
+                    }
+                }
+                return Some((key, stretch));
+            }
+            self.finish_owner(memory, owner);
+        }
+        self.cursor = Cursor::default();
+        self.full_scans += 1;
+        None
+    }
+
+    /// Frees the stale records of an owner, and lets go of it if it has exited or has nothing marked.
+    fn finish_owner(&mut self, memory: &mut Memory, owner: u32) {
+        let record = &mut memory.owners[owner as usize];
+        let stale = std::mem::take(&mut record.stale_items);
+        let frames = std::mem::take(&mut record.stale_frames);
+        self.items -= stale;
+        self.spend(self.costs.visit_owner_ns + stale * self.costs.reap_item_ns);
+        for frame in frames {
+            self.trees.detach(memory, frame);
+        }
+        let marked = |&key: &u32| memory.region(key).is_some_and(|region| !region.marks.is_empty());
+        self.cursor.page = 0;
+        if memory.owners[owner as usize].regions.iter().any(marked) {
+            self.cursor.place += 1;
+        } else {
+            memory.owners[owner as usize].registered = false;
+            self.list.remove(self.cursor.place);
+        }
+    }
+
+    /// One page.
+    fn visit(&mut self, memory: &mut Memory, key: u32, page: u32) -> Visit {
+        let costs = self.costs;
+        let at = page as usize;
+        let region = memory.region_mut(key).expect("next_stretch found it and nothing runs in between");
+        let (hold, content, mut item) = (region.hold[at], region.content[at], region.items[at]);
+
+        if matches!(hold, Hold::Absent | Hold::ZeroMapped | Hold::ZeroFolded) {
+            if item.live {
+                region.items[at] = NO_ITEM;
+                self.items -= 1;
+                self.trees.detach(memory, item.frame);
+            }
+            return Visit { cost_ns: costs.pass_empty_ns, counts: false };
+        }
+        if !item.live {
+            item = NO_ITEM;
+            item.live = true;
+            self.items += 1;
+        }
+        if hold == Hold::Merged {
+            return self.visit_merged(memory, key, page, item);
+        }
+        // Hung on a merged frame but private: written since.
+        let frame = std::mem::replace(&mut item.frame, NONE);
+        self.trees.detach(memory, frame);
+        let visit = if self.knobs.smart_scan && is_skipped(&mut item) {
+            Visit { cost_ns: costs.visit_skipped_ns, counts: false }
+        } else {
+            let checksum = mix::checksum(content);
+            let mut cost_ns = costs.checksum_ns;
+            if item.checksum != checksum {
+                item.checksum = checksum;
+            } else if content == 0 && self.knobs.use_zero_pages {
+                memory.fold_zero(key, page);
+                cost_ns += costs.merge_zero_ns;
+            } else {
+                cost_ns += self.search(memory, key, page, content, &mut item.frame);
+            }
+            Visit { cost_ns, counts: true }
+        };
+        if let Some(region) = memory.region_mut(key) {
+            region.items[at] = item;
+        }
+        visit
+    }
+
+    /// A page that maps a merged frame already. After a fork, the child's has no record there yet.
+    fn visit_merged(&mut self, memory: &mut Memory, key: u32, page: u32, mut item: Item) -> Visit {
+        let mut cost_ns = self.costs.visit_merged_ns;
+        let frame = memory.region(key).and_then(|region| region.merged_frame(page)).unwrap_or(NONE);
+        if item.frame != frame {
+            self.trees.detach(memory, item.frame);
+            self.trees.attach(memory, frame);
+            item.frame = frame;
+            cost_ns += self.stable_walk_ns();
+        }
+        if let Some(region) = memory.region_mut(key) {
+            region.items[page as usize] = item;
+        }
+        Visit { cost_ns, counts: true }
+    }
+
+    fn stable_walk_ns(&self) -> u64 {
+        self.trees.stable_levels() * self.costs.stable_level_ns
+            + self.trees.crossed_dups_milli() * self.costs.chain_dup_ns / 1000
+    }
+
+    /// The stable tree, then the unstable one. Sets `joined` to the merged frame on success.
+    fn search(&mut self, memory: &mut Memory, key: u32, page: u32, content: u64, joined: &mut u32) -> u64 {
+        let mut cost_ns = self.stable_walk_ns();
+        if let Some(frame) = self.trees.find_stable(memory, content) {
+            memory.join(key, page, frame);
+            self.trees.attach(memory, frame);
+            *joined = frame;
+            return cost_ns + self.costs.merge_stable_ns;
+        }
+        cost_ns += self.trees.unstable_levels() * self.costs.unstable_level_ns;
+        let Some((other_key, other_page)) = self.trees.find_unstable(memory, content, (key, page)) else {
+            self.trees.insert_unstable(content, (key, page));
+            return cost_ns;
+        };
+        self.trees.remove_unstable(content);
+        let frame = self.trees.insert_stable(memory, content);
+        for (key, page) in [(other_key, other_page), (key, page)] {
+            memory.join(key, page, frame);
+            self.trees.attach(memory, frame);
+        }
+        *joined = frame;
+        if let Some(other) = memory.region_mut(other_key) {
+            other.items[other_page as usize].frame = frame;
+        }
+        cost_ns + self.costs.merge_pair_ns
+    }
+}
+
+/// The first marked pages of an owner at or after a page of its address space.
+fn marked_from(memory: &Memory, owner: u32, at: u64) -> Option<(u32, Range<u32>)> {
+    let regions = &memory.owners[owner as usize].regions;
+    let reached = regions.partition_point(|&key| memory.region(key).is_none_or(|region| region.end() <= at));
+    regions[reached..].iter().find_map(|&key| {
+        let region = memory.region(key)?;
+        let from = u32::try_from(at.saturating_sub(region.first)).ok()?;
+        Some((key, region.marks.stretch_from(from)?))
+    })
+}
+
+/// `smart_scan`: whether this visit is left out; counts the visits that were made or left out.
+fn is_skipped(item: &mut Item) -> bool {
+    let age = item.age;
+    item.age = age.saturating_add(1);
+    if age < 3 {
+        return false;
+    }
+    if item.skips_left == 0 {
+        item.skips_left = match age {
+            ..=3 => 1,
+            4..=5 => 2,
+            6..=8 => 4,
+            _ => 8,
+        };
+        return false;
+    }
+    item.skips_left -= 1;
+    true
+}

@@ -1,0 +1,220 @@
+//! Laws that hold whatever happens: no process ever sees a page change through merging, what is counted
+//! is what is there, and the same seed gives the same run.
+
+use crate::memory::{Hold, NONE};
+use crate::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost, Writes};
+use pagefold_core::host::{Actions, Host, MergeOrder, OwnerKey, RegionKey, Span};
+use pagefold_core::units::{Pages, Permyriad, Vpn};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+const PAGES: u64 = 24;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Start(u8),
+    Exit(prop::sample::Index),
+    Fork(prop::sample::Index),
+    Write(prop::sample::Index, u64, u64),
+    Mark(prop::sample::Index, u64, u64),
+    Unmark(prop::sample::Index, u64, u64),
+    Order(u8),
+    Wait(u64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let at = any::<prop::sample::Index>;
+    prop_oneof![
+        2 => (0u8..5).prop_map(Step::Start),
+        1 => at().prop_map(Step::Exit),
+        1 => at().prop_map(Step::Fork),
+        5 => (at(), 0..PAGES, 0u64..4).prop_map(|(who, page, content)| Step::Write(who, page, content)),
+        4 => (at(), 0..PAGES, 0..PAGES).prop_map(|(who, page, pages)| Step::Mark(who, page, pages)),
+        2 => (at(), 0..PAGES, 0..PAGES).prop_map(|(who, page, pages)| Step::Unmark(who, page, pages)),
+        5 => (0u8..3).prop_map(Step::Order),
+        5 => (0u64..400_000).prop_map(Step::Wait),
+    ]
+}
+
+/// The host under test beside what every page must hold.
+struct Pair {
+    sim: SimHost,
+    owners: Vec<OwnerKey>,
+    expected: BTreeMap<(RegionKey, Vpn), u64>,
+}
+
+impl Pair {
+    fn adopt(&mut self, owner: OwnerKey) {
+        self.owners.push(owner);
+        for key in self.sim.regions_of(owner) {
+            let span = self.sim.span_of(key).unwrap();
+            for page in span.first.0..span.first.0 + span.pages.0 {
+                let (content, _) = self.sim.page(key, Vpn(page)).unwrap();
+                self.expected.insert((key, Vpn(page)), content);
+            }
+        }
+    }
+
+    fn span(&self, who: prop::sample::Index, page: u64, pages: u64) -> Option<Span> {
+        let keys: Vec<RegionKey> = self.owners.iter().flat_map(|&owner| self.sim.regions_of(owner)).collect();
+        let whole = (!keys.is_empty()).then(|| self.sim.span_of(*who.get(&keys)))??;
+        Some(Span { first: whole.first + page, pages: Pages(pages), ..whole })
+    }
+
+    fn take(&mut self, step: &Step) {
+        match *step {
+            Step::Start(kind) => {
+                let fill = match kind {
+                    0 => Fill::Series(1),
+                    1 => Fill::Same(1),
+                    2 => Fill::Zeros,
+                    3 => Fill::Untouched,
+                    _ => Fill::Random,
+                };
+                let owner = self.sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(PAGES), fill)));
+                self.adopt(owner);
+            }
+            Step::Exit(who) if !self.owners.is_empty() => {
+                let owner = self.owners.remove(who.index(self.owners.len()));
+                for key in self.sim.regions_of(owner) {
+                    self.expected.retain(|(region, _), _| *region != key);
+                }
+                self.sim.exit(owner);
+            }
+            Step::Fork(who) if !self.owners.is_empty() && self.owners.len() < 12 => {
+                let child = self.sim.fork(*who.get(&self.owners));
+                self.adopt(child);
+            }
+            Step::Write(who, page, content) => {
+                if let Some(span) = self.span(who, page, 1) {
+                    assert!(self.sim.write(span.region, span.first, content));
+                    self.expected.insert((span.region, span.first), content);
+                }
+            }
+            Step::Mark(who, page, pages) => self.apply(|actions, span| actions.mark.push(span), who, page, pages),
+            Step::Unmark(who, page, pages) => self.apply(|actions, span| actions.unmark.push(span), who, page, pages),
+            Step::Order(kind) => {
+                let merge = match kind {
+                    0 => MergeOrder::Kick,
+                    1 => MergeOrder::Rest,
+                    _ => MergeOrder::Pace { pages_to_scan: 7, sleep_ms: 0 },
+                };
+                self.sim.apply(&Actions { merge, ..Actions::default() }).unwrap();
+            }
+            Step::Wait(ns) => self.sim.wait(ns).unwrap(),
+            Step::Exit(_) | Step::Fork(_) => {}
+        }
+    }
+
+    fn apply(&mut self, put: fn(&mut Actions, Span), who: prop::sample::Index, page: u64, pages: u64) {
+        let mut actions = Actions::default();
+        if let Some(span) = self.span(who, page, pages) {
+            put(&mut actions, span);
+        }
+        self.sim.apply(&actions).unwrap();
+    }
+
+    fn check(&self, may_fork: bool) {
+        for (&(region, page), &content) in &self.expected {
+            assert_eq!(self.sim.page(region, page).unwrap().0, content, "{region:?} {page:?} changed");
+        }
+        check_books(&self.sim);
+        if !may_fork {
+            // Every present page had a frame of its own before anything was merged.
+            let truth = self.sim.truth();
+            let untouched = truth.zero_mapped - self.sim.ksm().zero.0;
+            let before = self.expected.len() as u64 - untouched;
+            assert_eq!(before - truth.frames, self.sim.saved().0, "saved is not frames before less frames after");
+        }
+    }
+}
+
+/// Counts frames, records and KSM's counters anew and compares.
+fn check_books(sim: &SimHost) {
+    let (memory, ksmd) = sim.parts();
+    let mut mapped = vec![0u32; memory.frames.len()];
+    let mut hung = vec![0u32; memory.frames.len()];
+    let (mut items, mut folded) = (0, 0);
+    for (_, region) in memory.live_regions() {
+        for page in 0..region.len() {
+            if let Some(frame) = region.merged_frame(page) {
+                mapped[frame as usize] += 1;
+            }
+            folded += u64::from(region.hold[page as usize] == Hold::ZeroFolded);
+        }
+        for item in region.items.iter().filter(|item| item.live) {
+            items += 1;
+            if item.frame != NONE {
+                hung[item.frame as usize] += 1;
+            }
+        }
+    }
+    for owner in &memory.owners {
+        items += owner.stale_items;
+        owner.stale_frames.iter().for_each(|&frame| hung[frame as usize] += 1);
+    }
+    let (mut shared, mut sharing) = (0, 0);
+    for (index, frame) in memory.frames.iter().enumerate() {
+        assert_eq!((frame.mapped, frame.items), (mapped[index], hung[index]), "frame {index}: {frame:?}");
+        if frame.items > 0 && !frame.pruned {
+            shared += 1;
+            sharing += u64::from(frame.items) - 1;
+        }
+    }
+    assert_eq!(ksmd.items, items);
+    assert_eq!((ksmd.trees.shared, ksmd.trees.sharing), (shared, sharing));
+    assert_eq!(memory.zero_folded, folded);
+    assert_eq!(memory.merged_pages, mapped.iter().map(|&mapped| u64::from(mapped)).sum::<u64>());
+    assert_eq!(memory.merged_frames, mapped.iter().filter(|&&mapped| mapped > 0).count() as u64);
+    ksmd.trees.check_books(memory);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn merging_changes_no_page_and_the_books_balance(
+        steps in prop::collection::vec(step(), 1..120),
+        knobs in (any::<bool>(), any::<bool>(), 2u32..6, any::<bool>()),
+    ) {
+        let (use_zero_pages, smart_scan, max_page_sharing, may_fork) = knobs;
+        let knobs = Knobs { use_zero_pages, smart_scan, max_page_sharing, ..Knobs::default() };
+        let sim = SimHost::new(1, Costs::default(), knobs);
+        let mut pair = Pair { sim, owners: Vec::new(), expected: BTreeMap::new() };
+        for step in steps {
+            if may_fork || !matches!(step, Step::Fork(_)) {
+                pair.take(&step);
+                pair.check(may_fork);
+            }
+        }
+    }
+
+    #[test]
+    fn the_same_seed_gives_the_same_run(seed in any::<u64>()) {
+        prop_assert_eq!(fingerprint(seed), fingerprint(seed));
+        prop_assert_ne!(fingerprint(seed), fingerprint(seed.wrapping_add(1)));
+    }
+}
+
+/// Everything that can be told of a run full of chance.
+fn fingerprint(seed: u64) -> String {
+    use std::fmt::Write as _;
+    let knobs = Knobs { busy: Permyriad(2_000), ..Knobs::default() };
+    let mut sim = SimHost::new(seed, Costs::default(), knobs);
+    let churn = Behaviour::Churn { per_second: Permyriad(3_000), writes: Writes::Duplicate { series: 5, size: 9 } };
+    let mapping = Mapping::new(Pages(600), Fill::Series(5)).behaving(churn).resident(Permyriad(8_000));
+    let short = Mapping::new(Pages(60), Fill::Random).behaving(Behaviour::ShortLived { life_ns: 30_000_000 });
+    for start in 0..3 {
+        let process = Process::starting_at(start * 70_000_000).exiting_at(400_000_000 + start);
+        sim.add(process.mapping(mapping.clone()).mapping(short.clone()));
+    }
+    let mut told = String::new();
+    for _ in 0..60 {
+        let snapshot = sim.observe().unwrap();
+        let spans = snapshot.regions.iter().map(|view| Span { region: view.key, first: view.first, pages: view.pages });
+        let actions = Actions { mark: spans.collect(), merge: MergeOrder::Kick, ..Actions::default() };
+        let outcome = sim.apply(&actions).unwrap();
+        sim.wait(10_000_000).unwrap();
+        write!(told, "{snapshot:?}{outcome:?}{:?}{}", sim.truth(), sim.cow_breaks()).unwrap();
+    }
+    told
+}

@@ -1,0 +1,126 @@
+//! The judgement driving the simulated host, in virtual time: the same loop that runs live.
+
+use pagefold_core::config::Config;
+use pagefold_core::engine::{Engine, round};
+use pagefold_core::host::{Host, OwnerKey};
+use pagefold_core::ledger::Ledger;
+use pagefold_core::units::Pages;
+use pagefold_sim::{Costs, Knobs, SimHost, scenario};
+
+const SECOND: u64 = 1_000_000_000;
+const MIB: u64 = 256;
+
+/// Runs the judgement on a host for so many virtual seconds.
+fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Ledger {
+    let end = host.now_ns() + seconds * SECOND;
+    while host.now_ns() < end {
+        let Ok(pause) = round(engine, host);
+        let Ok(()) = host.wait(pause.max(1_000_000));
+    }
+    engine.ledger().clone()
+}
+
+fn host() -> SimHost {
+    SimHost::new(7, Costs::default(), Knobs { use_zero_pages: true, max_page_sharing: 4096, ..Knobs::default() })
+}
+
+fn engine() -> Engine {
+    Engine::new(Config { seed: 11, ..Config::default() })
+}
+
+#[test]
+fn one_content_beside_random_is_folded_within_seconds_and_the_random_left_alone() {
+    let mut host = host();
+    scenario::static_mix(&mut host, Pages(512 * MIB));
+    let savable = host.truth().savable;
+    let ledger = run(&mut host, &mut engine(), 20);
+    assert!(ledger.saved().0 * 100 >= savable * 99, "{} of {savable}", ledger.saved().0);
+    assert!(ledger.marked.0 < 520 * MIB, "{:?}", ledger.marked);
+    assert!(ledger.seconds_to_90_percent().unwrap() < 3.0, "{:?}", ledger.seconds_to_90_percent());
+}
+
+#[test]
+fn contents_that_exist_exactly_twice_are_found() {
+    let mut host = host();
+    scenario::pairs(&mut host, Pages(128 * MIB), Pages(256 * MIB));
+    let savable = host.truth().savable;
+    let ledger = run(&mut host, &mut engine(), 20);
+    assert!(ledger.saved().0 * 100 >= savable * 99, "{} of {savable}", ledger.saved().0);
+    assert!(ledger.marked.0 <= 260 * MIB, "{:?}", ledger.marked);
+}
+
+#[test]
+fn replicas_of_real_programs_are_folded_where_they_are_dense() {
+    let mut host = host();
+    scenario::redis(&mut host, 3, Pages(128 * MIB));
+    scenario::mariadb(&mut host, 3, Pages(128 * MIB));
+    let savable = host.truth().savable;
+    let ledger = run(&mut host, &mut engine(), 30);
+    assert!(ledger.saved().0 * 100 >= savable * 90, "{} of {savable}", ledger.saved().0);
+}
+
+#[test]
+fn with_nothing_to_fold_nothing_is_marked_and_little_is_spent() {
+    let mut host = host();
+    scenario::idle(&mut host, Pages(2048 * MIB));
+    let ledger = run(&mut host, &mut engine(), 60);
+    assert_eq!(ledger.marked, Pages(0));
+    assert_eq!(ledger.cost.ksmd_ns, 0);
+    let share = ledger.cost.pagefold_ns as f64 / (60 * SECOND) as f64;
+    assert!(share < 0.005, "{share}");
+}
+
+#[test]
+fn a_latecomer_is_folded_with_those_who_are_merged_already() {
+    let mut host = host();
+    scenario::redis(&mut host, 2, Pages(64 * MIB));
+    let mut engine = engine();
+    run(&mut host, &mut engine, 20);
+    let before = host.saved().0;
+    scenario::redis(&mut host, 1, Pages(64 * MIB));
+    run(&mut host, &mut engine, 20);
+    let savable = host.truth().savable;
+    assert!(host.saved().0 > before, "{before} before and {} after", host.saved().0);
+    assert!(savable * 10 < host.saved().0, "{savable} left of {}", host.saved().0);
+}
+
+#[test]
+fn the_same_seed_gives_the_same_run() {
+    let runs: Vec<Ledger> = (0..2)
+        .map(|_| {
+            let mut host = host();
+            scenario::mariadb(&mut host, 3, Pages(32 * MIB));
+            run(&mut host, &mut engine(), 10)
+        })
+        .collect();
+    assert_eq!(runs[0].curve, runs[1].curve);
+    assert_eq!(runs[0].cost, runs[1].cost);
+    assert!(!runs[0].curve.is_empty());
+}
+
+#[test]
+fn exited_processes_are_reaped_and_then_ksmd_rests() {
+    let mut host = host();
+    let owners: Vec<OwnerKey> = scenario::redis(&mut host, 3, Pages(32 * MIB));
+    let mut engine = engine();
+    run(&mut host, &mut engine, 10);
+    for owner in owners {
+        host.exit(owner);
+    }
+    assert!(host.unreaped() > 0);
+    run(&mut host, &mut engine, 20);
+    assert_eq!(host.unreaped(), 0);
+    let before = host.cost().ksmd_ns;
+    run(&mut host, &mut engine, 20);
+    assert_eq!(host.cost().ksmd_ns, before);
+}
+
+#[test]
+fn nothing_is_ordered_while_ksm_is_not_ours() {
+    let mut host = host();
+    scenario::static_mix(&mut host, Pages(32 * MIB));
+    host.set_ours(false);
+    let ledger = run(&mut host, &mut engine(), 10);
+    assert_eq!(ledger.cost.ksmd_ns, 0);
+    assert_eq!(ledger.saved(), Pages(0));
+}

@@ -1,0 +1,64 @@
+//! Exit codes, and errors that carry one.
+//!
+//! Every failure is one line on standard error: `pagefold: what is wrong; what to do`.
+
+use std::fmt;
+
+/// All is well.
+pub const OK: u8 = 0;
+/// Something failed that none of the others names.
+pub const FAILURE: u8 = 1;
+/// The command line makes no sense.
+pub const USAGE: u8 = 2;
+/// The kernel does not permit it: root is needed.
+pub const NOT_PERMITTED: u8 = 3;
+/// The kernel lacks what is needed.
+pub const NO_KERNEL_SUPPORT: u8 = 4;
+/// Nothing is in scope, or a named process does not exist.
+pub const NO_SCOPE: u8 = 5;
+/// The target must not be touched: traced, frozen, ended, a kernel thread, or on the deny list.
+pub const REFUSED: u8 = 6;
+/// KSM is in somebody else's hands.
+pub const KSM_TAKEN: u8 = 7;
+
+/// An error with its exit code.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exit {
+    /// One of this module's codes.
+    pub code: u8,
+    /// What is wrong; what to do.
+    pub line: String,
+}
+
+impl Exit {
+    /// An error that ends the program with `code`.
+    pub fn new(code: u8, line: impl Into<String>) -> Self {
+        Self { code, line: line.into() }
+    }
+}
+
+impl fmt::Display for Exit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.line)
+    }
+}
+
+impl std::error::Error for Exit {}
+
+/// The exit code that an error stands for.
+pub fn code_of(error: &anyhow::Error) -> u8 {
+    error.chain().find_map(|cause| cause.downcast_ref::<Exit>()).map_or(FAILURE, |exit| exit.code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn a_code_survives_context() {
+        let error = Err::<(), _>(Exit::new(REFUSED, "no")).context("while trying").unwrap_err();
+        assert_eq!(code_of(&error), REFUSED);
+        assert_eq!(code_of(&anyhow::anyhow!("whatever")), FAILURE);
+    }
+}

@@ -1,0 +1,240 @@
+//! `pagefold scan`: what merging could save, where, and why not elsewhere. Reads only.
+
+mod html;
+mod report;
+mod survey;
+mod table;
+
+use crate::exit::{self, Exit};
+use crate::scope_args::ScopeArgs;
+use crate::style;
+use anyhow::{Context, Result};
+use indicatif::{ProgressBar, ProgressStyle};
+use pagefold_core::census::choose::{Chooser, first_fraction, next_fraction};
+use pagefold_core::census::{Census, Findings};
+use pagefold_core::hash::Digest;
+use pagefold_core::host::PageState;
+use pagefold_core::units::Vpn;
+use pagefold_linux::cpu::own_cpu_ns;
+use pagefold_linux::memory::{PageReader, ReadHow};
+use pagefold_linux::process::ReadError;
+use report::{Cost, Report};
+use std::hash::{BuildHasher, RandomState};
+use std::path::PathBuf;
+use std::time::Duration;
+use survey::Survey;
+
+/// What to scan and how to say it.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ScanArgs {
+    /// Which programs.
+    #[command(flatten)]
+    pub scope: ScopeArgs,
+    /// Read every page instead of a sample: slower, and no margin of error
+    #[arg(long)]
+    pub exact: bool,
+    /// Print the result as JSON (schema pagefold.scan/1)
+    #[arg(long)]
+    pub json: bool,
+    /// Write the result as one self-contained web page, too
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+    /// Choose the sampled pages by this number, to get the same sample again
+    #[arg(long, value_name = "NUMBER")]
+    pub seed: Option<u64>,
+}
+
+/// Scans, prints, and returns the exit code.
+pub fn run(args: &ScanArgs) -> Result<u8> {
+    let report = scan(args)?;
+    if let Some(path) = &args.html {
+        std::fs::write(path, html::page(&report))
+            .with_context(|| format!("cannot write {}; give --html a file that can be created", path.display()))?;
+    }
+    let text = if args.json {
+        serde_json::to_string_pretty(&report)? + "\n"
+    } else {
+        table::text(&report, style::Style::of_stdout())
+    };
+    style::print(&text)?;
+    Ok(exit::OK)
+}
+
+fn scan(args: &ScanArgs) -> Result<Report> {
+    let scoped = args.scope.resolve()?;
+    let mut reader = reader()?;
+    let cpu_before_ns = own_cpu_ns();
+    let seed = args.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
+    let bar = progress();
+    bar.set_length(scoped.len() as u64);
+    bar.set_message("looking at page tables");
+    let mut survey = Survey::of(scoped, &mut reader, || bar.inc(1))?;
+    refuse_if_nothing_is_left(&survey)?;
+
+    let mut scanner = Scanner { census: Census::new(survey.cells.clone()), reader, seed, pages_read: 0, bar };
+    scanner.read_merged(&mut survey)?;
+    let (findings, fraction) = scanner.sample(&mut survey, args.exact)?;
+    scanner.bar.finish_and_clear();
+    let cost = Cost::new(scanner.pages_read, own_cpu_ns().saturating_sub(cpu_before_ns));
+    Ok(Report::of(&survey, &findings, fraction, args.scope.spec().to_string(), cost))
+}
+
+fn reader() -> Result<PageReader, Exit> {
+    let reader = PageReader::new();
+    if reader.sees_frames() {
+        return Ok(reader);
+    }
+    Err(match std::fs::metadata("/proc/kpageflags") {
+        Ok(_) => Exit::new(exit::NOT_PERMITTED, "not permitted to look at other programs' memory; run as root (sudo)"),
+        Err(_) => Exit::new(
+            exit::NO_KERNEL_SUPPORT,
+            "this kernel has no /proc/kpageflags; it must be built with CONFIG_PROC_PAGE_MONITOR",
+        ),
+    })
+}
+
+fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
+    if survey.processes.iter().any(|process| process.refused.is_none() && !process.gone) {
+        return Ok(());
+    }
+    let first = survey.processes.iter().find(|process| process.refused.is_some());
+    let Some((process, reason)) = first.and_then(|process| Some((process, process.refused.as_ref()?))) else {
+        return Err(Exit::new(exit::NO_SCOPE, "every process in scope has ended; start it again"));
+    };
+    let pid = process.scoped.process.pid();
+    let others = match survey.processes.len() - 1 {
+        0 => String::new(),
+        others => format!(" (and so are {})", style::count(others, "other", "others")),
+    };
+    Err(Exit::new(
+        exit::REFUSED,
+        format!("process {pid} ({}) is left alone: {reason}{others}; name other programs", process.scoped.name),
+    ))
+}
+
+fn progress() -> ProgressBar {
+    // Hidden by itself where standard error is no terminal.
+    let bar = ProgressBar::new(0);
+    if let Ok(style) = ProgressStyle::with_template("{msg:26} {bar:36.green/dim} {percent:>3} %  {elapsed}") {
+        bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
+    }
+    bar.enable_steady_tick(Duration::from_millis(100));
+    bar
+}
+
+/// Reads pages into a census.
+struct Scanner {
+    census: Census,
+    reader: PageReader,
+    seed: u64,
+    pages_read: u64,
+    bar: ProgressBar,
+}
+
+impl Scanner {
+    /// Reads one page of each merged frame: private pages with such a content have a place to go.
+    fn read_merged(&mut self, survey: &mut Survey) -> Result<()> {
+        for (number, process) in (0..).zip(&mut survey.processes) {
+            if process.gone || process.merged.is_empty() {
+                continue;
+            }
+            let runs: Vec<(Vpn, u32)> = process.merged.iter().map(|&page| (page, 1)).collect();
+            let how = ReadHow { shared_bytes: true, huge: false };
+            let read = self.reader.read_runs(&process.scoped.process, &runs, how, |view| {
+                if let (PageState::Merged, Some(bytes)) = (view.state, view.bytes) {
+                    self.census.see_merged(Digest::of_page(bytes, self.seed));
+                    self.pages_read += 1;
+                }
+            });
+            process.gone = ended(read)?;
+            if process.gone {
+                self.census.leave_out(number);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads more and more until the answer is good enough.
+    fn sample(&mut self, survey: &mut Survey, exact: bool) -> Result<(Findings, f64)> {
+        let (mut from, mut fraction) = (0.0, if exact { 1.0 } else { first_fraction(survey.frames()) });
+        loop {
+            self.bar.set_position(0);
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a part of a count")]
+            self.bar.set_length((survey.frames() as f64 * (fraction - from)) as u64);
+            self.bar.set_message(if fraction < 1.0 {
+                format!("reading a sample of {}", style::percent(fraction, 1.0))
+            } else {
+                "reading every page".to_owned()
+            });
+            for process in 0..survey.processes.len() {
+                self.read_process(survey, process, from, fraction)?;
+            }
+            let findings = self.census.findings(fraction);
+            match next_fraction(fraction, findings.relative_error()) {
+                Some(next) => (from, fraction) = (fraction, next),
+                None => return Ok((findings, fraction)),
+            }
+        }
+    }
+
+    fn read_process(&mut self, survey: &mut Survey, number: usize, from: f64, to: f64) -> Result<()> {
+        let process = &survey.processes[number];
+        if process.gone {
+            return Ok(());
+        }
+        let chooser = Chooser::new(self.seed);
+        let (mut runs, mut places) = (Vec::new(), Vec::new());
+        for region in &process.regions {
+            for &(first, pages) in &region.runs {
+                chooser.cut(region.number, first, pages, from, to, |first, pages, run| {
+                    runs.push((first, pages));
+                    places.push((region.cell, run));
+                });
+            }
+        }
+        let how = ReadHow { shared_bytes: true, huge: false };
+        let (mut at, mut holders, mut pages) = (0, Vec::new(), 0_u64);
+        let (census, seed, bar) = (&mut self.census, self.seed, &self.bar);
+        let read = self.reader.read_runs(&process.scoped.process, &runs, how, |view| {
+            while view.page.0 >= runs[at].0.0 + u64::from(runs[at].1) {
+                at += 1;
+            }
+            let (cell, run) = places[at];
+            let Some(bytes) = view.bytes else { return };
+            pages += 1;
+            if pages % 4096 == 0 {
+                bar.inc(4096);
+            }
+            match (view.state, view.frame) {
+                (PageState::Private, _) => census.see(cell, run, Digest::of_page(bytes, seed)),
+                (PageState::Shared, Some(frame)) => {
+                    survey.holders(frame, &mut holders);
+                    // Unknown when shared since the look: a copy on write or a fork in between.
+                    if holders.is_empty() {
+                        holders.push(cell);
+                    }
+                    census.see_shared(&holders, run, Digest::of_page(bytes, seed));
+                }
+                _ => {}
+            }
+        });
+        self.pages_read += pages;
+        if ended(read)? {
+            self.census.leave_out(u32::try_from(number).unwrap_or(u32::MAX));
+            survey.processes[number].gone = true;
+        }
+        Ok(())
+    }
+}
+
+fn ended(read: Result<(), ReadError>) -> Result<bool> {
+    match read {
+        Ok(()) => Ok(false),
+        Err(ReadError::Vanished { .. }) => Ok(true),
+        Err(ReadError::Denied { pid, .. }) => {
+            Err(Exit::new(exit::NOT_PERMITTED, format!("not permitted to read process {pid}; run as root (sudo)"))
+                .into())
+        }
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,149 @@
+//! The result of a scan as one web page that needs nothing else.
+
+use super::report::{Amounts, Report};
+use crate::style::{count, human, percent};
+use std::fmt::Write as _;
+
+const STYLE: &str = include_str!("scan.css");
+
+/// The page.
+pub fn page(report: &Report) -> String {
+    let mut html = String::new();
+    let _ = write!(
+        html,
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
+         <meta name=\"color-scheme\" content=\"light dark\"><title>pagefold scan</title>\
+         <style>\n{STYLE}</style></head><body><main>\n\
+         <p class=\"tag\">pagefold scan <code>{}</code></p>\n<h1>{}.</h1>\n<p class=\"dim\">{}</p>\n",
+        escape(&report.scope),
+        escape(&report.headline()),
+        escape(&report.basis()),
+    );
+    whole(&mut html, report);
+    let rows = report.looked_at().map(|row| {
+        let exe = row.exe.as_deref().unwrap_or_default();
+        (
+            format!("<td class=\"n\">{}</td><td title=\"{}\">{}</td>", row.pid, escape(exe), escape(&row.name)),
+            row.amounts,
+        )
+    });
+    table(&mut html, "By process", "<th class=\"n\">PID</th><th>Program</th>", rows);
+    let rows = report.kinds.iter().map(|row| (format!("<td>{}</td>", escape(&row.kind)), row.amounts));
+    table(&mut html, "By kind of memory", "<th>Kind</th>", rows);
+    if report.cgroups.len() > 1 {
+        let rows = report.cgroups.iter().map(|row| {
+            (format!("<td>{}</td><td class=\"n\">{}</td>", escape(&row.cgroup), row.processes), row.amounts)
+        });
+        table(&mut html, "By cgroup", "<th>Cgroup</th><th class=\"n\">Processes</th>", rows);
+    }
+    left_out(&mut html, report);
+    if let Some(command) = report.next_step() {
+        let _ = writeln!(html, "<h2>To save it</h2>\n<pre><code>{}</code></pre>", escape(&command));
+    }
+    html.push_str("</main></body></html>\n");
+    html
+}
+
+/// The bar of all memory, with its key.
+fn whole(html: &mut String, report: &Report) {
+    let totals = &report.totals;
+    let savable = totals.zero_bytes + totals.duplicate_within_bytes + totals.duplicate_across_bytes;
+    let parts = [
+        ("zero", "all zeros", totals.zero_bytes),
+        ("within", "duplicate within a process", totals.duplicate_within_bytes),
+        ("across", "duplicate across processes", totals.duplicate_across_bytes),
+        ("rest", "needed as it is", totals.resident_bytes.saturating_sub(savable)),
+    ];
+    let whole = totals.resident_bytes.max(1) as f64;
+    html.push_str("<svg class=\"whole\" viewBox=\"0 0 1000 28\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"Shares of the memory\">");
+    let mut x = 0.0;
+    for (class, _, bytes) in parts {
+        let width = 1000.0 * bytes as f64 / whole;
+        let _ = write!(html, "<rect class=\"{class}\" x=\"{x:.2}\" width=\"{width:.2}\" height=\"28\"/>");
+        x += width;
+    }
+    html.push_str("</svg>\n<ul class=\"key\">");
+    for (class, what, bytes) in parts {
+        let share = percent(bytes as f64, whole);
+        let _ = write!(
+            html,
+            "<li><i class=\"{class}\"></i>{what}: <b>{}</b> <span class=\"dim\">{share}</span></li>",
+            human(bytes)
+        );
+    }
+    html.push_str("</ul>\n");
+    let besides = [
+        (totals.merged_bytes, "merged already"),
+        (totals.fork_shared_bytes, "shared through fork"),
+        (totals.swapped_bytes, "swapped out (not looked at)"),
+        (totals.metadata_bytes, "of KSM's own bookkeeping, subtracted from what can be saved"),
+    ];
+    let said: Vec<String> =
+        besides.iter().filter(|part| part.0 > 0).map(|(bytes, what)| format!("{} {what}", human(*bytes))).collect();
+    if !said.is_empty() {
+        let _ = writeln!(html, "<p class=\"dim\">Besides: {}.</p>", said.join("; "));
+    }
+}
+
+fn table(html: &mut String, title: &str, head: &str, rows: impl Iterator<Item = (String, Amounts)>) {
+    let rows: Vec<_> = rows.collect();
+    let most = rows.iter().map(|(_, amounts)| amounts.resident_bytes).max().unwrap_or(0).max(1) as f64;
+    let _ = write!(
+        html,
+        "<h2>{title}</h2>\n<div class=\"scroll\"><table><thead><tr>{head}<th class=\"n\">Holds</th><th class=\"n\">Zero</th>\
+         <th class=\"n\">Within</th><th class=\"n\">Across</th><th class=\"n\">Savable</th><th class=\"n\">Share</th><th></th></tr></thead><tbody>\n"
+    );
+    for (labels, amounts) in rows {
+        let _ = write!(html, "<tr>{labels}");
+        for bytes in
+            [amounts.resident_bytes, amounts.zero_bytes, amounts.duplicate_within_bytes, amounts.duplicate_across_bytes]
+        {
+            let _ = write!(html, "<td class=\"n\">{}</td>", if bytes == 0 { "–".to_owned() } else { human(bytes) });
+        }
+        let savable = amounts.savable_bytes as f64;
+        let _ = writeln!(
+            html,
+            "<td class=\"n\"><b>{}</b></td><td class=\"n\">{}</td><td class=\"bar\"><svg viewBox=\"0 0 100 10\" \
+             preserveAspectRatio=\"none\" aria-hidden=\"true\"><rect class=\"rest\" width=\"{:.2}\" height=\"10\"/>\
+             <rect class=\"across\" width=\"{:.2}\" height=\"10\"/></svg></td></tr>",
+            human(amounts.savable_bytes),
+            percent(savable, amounts.resident_bytes as f64),
+            100.0 * amounts.resident_bytes as f64 / most,
+            100.0 * savable / most,
+        );
+    }
+    html.push_str("</tbody></table></div>\n");
+}
+
+fn left_out(html: &mut String, report: &Report) {
+    if report.excluded.is_empty() {
+        return;
+    }
+    html.push_str("<h2>Left out</h2>\n<table class=\"out\"><tbody>\n");
+    for row in &report.excluded {
+        let mappings = count(row.regions as usize, "mapping", "mappings");
+        let _ = writeln!(
+            html,
+            "<tr><td class=\"n\">{}</td><td>{}</td><td class=\"dim\">{mappings}</td></tr>",
+            human(row.bytes),
+            escape(&row.reason),
+        );
+    }
+    html.push_str("</tbody></table>\n");
+}
+
+/// Names of programs and cgroups are anybody's choice.
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hostile_names_stay_text() {
+        assert_eq!(escape("<b a=\"&\">"), "&lt;b a=&quot;&amp;&quot;&gt;");
+    }
+}

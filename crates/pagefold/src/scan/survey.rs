@@ -1,0 +1,295 @@
+//! The look before the reading: which pages each process has, how they are held, and what is left out.
+//!
+//! The page tables of everything in scope are walked once (about 33 ns a page, against 500 for reading one).
+//! That gives exact counts and exact shares of what is merged or shared already, and lists of the frames that
+//! can be read. A frame shared through fork is put with the pages of its first holder and so read once.
+
+use anyhow::Result;
+use pagefold_core::census::Cell;
+use pagefold_core::host::PageState;
+use pagefold_core::units::{Pages, Vpn};
+use pagefold_linux::exclude::{DenyList, Exclusion, process_exclusion, vma_exclusion};
+use pagefold_linux::maps::{RegionKind, VmaDetail, kind_of, parse_smaps};
+use pagefold_linux::memory::{PageReader, ReadHow};
+use pagefold_linux::process::{Process, ReadError};
+use pagefold_linux::scope::Scoped;
+use pagefold_linux::status::program_name;
+use std::collections::BTreeMap;
+
+/// Everything in scope.
+#[derive(Debug, Default)]
+pub struct Survey {
+    /// The processes, in the order of their pids.
+    pub processes: Vec<Surveyed>,
+    /// The memory of one kind in one process, for the census.
+    pub cells: Vec<Cell>,
+    /// What kind each cell is of.
+    pub kinds: Vec<RegionKind>,
+    /// Frames shared through fork, ascending, with the cells of their holders: one entry for each mapping.
+    shared: Vec<(u64, u32)>,
+}
+
+/// One process.
+#[derive(Debug)]
+pub struct Surveyed {
+    /// Who it is.
+    pub scoped: Scoped,
+    /// What is left out of it.
+    pub excluded: Vec<LeftOut>,
+    /// It is left out as a whole.
+    pub refused: Option<Exclusion>,
+    /// It ended while it was looked at.
+    pub gone: bool,
+    /// What may be read, by ascending address.
+    pub regions: Vec<Region>,
+    /// Merged pages to read: one for each merged frame.
+    pub merged: Vec<Vpn>,
+}
+
+/// Memory that is left out for one reason.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftOut {
+    /// The reason, in words.
+    pub reason: String,
+    /// How much.
+    pub bytes: u64,
+    /// In how many mappings.
+    pub regions: u32,
+}
+
+/// A mapping that may be read.
+#[derive(Debug)]
+pub struct Region {
+    /// Differs from that of every other region of the survey.
+    pub number: u32,
+    /// The cell it belongs to.
+    pub cell: u32,
+    /// The frames to be counted here.
+    pub runs: Vec<(Vpn, u32)>,
+}
+
+/// A mapped frame that is not its process's alone.
+#[derive(Clone, Copy, Debug)]
+struct Joint {
+    frame: u64,
+    merged: bool,
+    process: u32,
+    /// Index of the region in its process.
+    region: u32,
+    page: Vpn,
+}
+
+impl Survey {
+    /// Looks at the processes.
+    pub fn of(scoped: Vec<Scoped>, reader: &mut PageReader, mut progress: impl FnMut()) -> Result<Self> {
+        let deny = DenyList::default();
+        let mut survey = Self::default();
+        let mut joint = Vec::new();
+        let mut numbers = 0;
+        for scoped in scoped {
+            let mut surveyed = Surveyed {
+                scoped,
+                excluded: Vec::new(),
+                refused: None,
+                gone: false,
+                regions: Vec::new(),
+                merged: Vec::new(),
+            };
+            let before = (survey.cells.len(), joint.len());
+            match survey.look(&mut surveyed, &deny, reader, &mut joint, &mut numbers) {
+                Ok(()) => {}
+                Err(ReadError::Vanished { .. }) => {
+                    surveyed.gone = true;
+                    surveyed.regions.clear();
+                    survey.cells.truncate(before.0);
+                    survey.kinds.truncate(before.0);
+                    joint.truncate(before.1);
+                }
+                Err(ReadError::Denied { .. }) => surveyed.refused = Some(Exclusion::NotReadable),
+                Err(error) => return Err(error.into()),
+            }
+            survey.processes.push(surveyed);
+            progress();
+        }
+        survey.settle(joint);
+        Ok(survey)
+    }
+
+    fn look(
+        &mut self,
+        surveyed: &mut Surveyed,
+        deny: &DenyList,
+        reader: &mut PageReader,
+        joint: &mut Vec<Joint>,
+        numbers: &mut u32,
+    ) -> Result<(), ReadError> {
+        let process = &surveyed.scoped.process;
+        surveyed.refused = process_exclusion(process, deny)?;
+        let mut left_out = BTreeMap::new();
+        if let Some(refused) = &surveyed.refused {
+            // How much it is may be told; none of its pages is looked at.
+            let details = details_of(process).unwrap_or_default();
+            let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
+            left_out.insert(refused.to_string(), (kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX)));
+            surveyed.excluded = sorted(left_out);
+            return Ok(());
+        }
+        let program = program_name(surveyed.scoped.exe.as_deref(), surveyed.scoped.name.as_bytes());
+        let owner = u32::try_from(self.processes.len()).unwrap_or(u32::MAX);
+        let mut cells: BTreeMap<RegionKind, u32> = BTreeMap::new();
+        for detail in details_of(process)? {
+            if let Some(exclusion) = vma_exclusion(&detail) {
+                let kib = if matches!(exclusion, Exclusion::Special) { 0 } else { detail.rss_kib };
+                if kib > 0 && exclusion != Exclusion::NothingAnonymous {
+                    let entry = left_out.entry(exclusion.to_string()).or_insert((0, 0));
+                    *entry = (entry.0 + (kib << 10), entry.1 + 1);
+                }
+                continue;
+            }
+            let cell = *cells.entry(kind_of(&detail.vma, &program)).or_insert_with_key(|kind| {
+                self.cells.push(Cell { process: owner, ..Cell::default() });
+                self.kinds.push(*kind);
+                u32::try_from(self.cells.len() - 1).unwrap_or(u32::MAX)
+            });
+            *numbers += 1;
+            let place = (owner, u32::try_from(surveyed.regions.len()).unwrap_or(u32::MAX));
+            let runs = pages_of(process, &detail, reader, |frame, merged, page| {
+                joint.push(Joint { frame, merged, process: place.0, region: place.1, page });
+            })?;
+            let facts = &mut self.cells[cell as usize];
+            facts.private += Pages(runs.iter().map(|&(_, pages)| u64::from(pages)).sum());
+            facts.swapped += Pages(detail.swap_kib / 4);
+            surveyed.regions.push(Region { number: *numbers, cell, runs });
+        }
+        surveyed.excluded = sorted(left_out);
+        Ok(())
+    }
+
+    /// Divides joint frames among their holders and decides where each is read.
+    fn settle(&mut self, mut joint: Vec<Joint>) {
+        joint.sort_unstable_by_key(|joint| (joint.frame, joint.process, joint.page));
+        for holders in joint.chunk_by(|a, b| a.frame == b.frame) {
+            let part = 1.0 / holders.len() as f64;
+            // Merged while we looked: the later look is the truer one.
+            let merged = holders.iter().any(|holder| holder.merged);
+            for holder in holders {
+                let cell = self.processes[holder.process as usize].regions[holder.region as usize].cell;
+                let facts = &mut self.cells[cell as usize];
+                if merged {
+                    facts.merged += Pages(1);
+                    facts.merged_frames += part;
+                } else {
+                    facts.shared += Pages(1);
+                    facts.shared_frames += part;
+                    self.shared.push((holder.frame, cell));
+                }
+            }
+            let first = holders[0];
+            let process = &mut self.processes[first.process as usize];
+            if merged {
+                process.merged.push(first.page);
+            } else {
+                process.regions[first.region as usize].runs.push((first.page, 1));
+            }
+        }
+        for process in &mut self.processes {
+            process.merged.sort_unstable();
+            process.regions.iter_mut().for_each(|region| join(&mut region.runs));
+        }
+    }
+
+    /// The cells that hold a frame shared through fork, one entry for each mapping; empty where it is unknown.
+    pub fn holders(&self, frame: u64, cells: &mut Vec<u32>) {
+        cells.clear();
+        let from = self.shared.partition_point(|&(other, _)| other < frame);
+        cells.extend(self.shared[from..].iter().take_while(|&&(other, _)| other == frame).map(|&(_, cell)| cell));
+    }
+
+    /// The frames that can be read.
+    pub fn frames(&self) -> u64 {
+        let runs = self.processes.iter().flat_map(|process| &process.regions).flat_map(|region| &region.runs);
+        runs.map(|&(_, pages)| u64::from(pages)).sum()
+    }
+}
+
+fn details_of(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
+    parse_smaps(&process.read_file("smaps")?).map_err(|what| process.malformed("smaps", what))
+}
+
+fn sorted(left_out: BTreeMap<String, (u64, u32)>) -> Vec<LeftOut> {
+    let mut list: Vec<LeftOut> =
+        left_out.into_iter().map(|(reason, (bytes, regions))| LeftOut { reason, bytes, regions }).collect();
+    list.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));
+    list
+}
+
+/// Walks one mapping: the runs of its private pages; the joint ones are shown with frame and whether merged.
+fn pages_of(
+    process: &Process,
+    detail: &VmaDetail,
+    reader: &mut PageReader,
+    mut joint: impl FnMut(u64, bool, Vpn),
+) -> Result<Vec<(Vpn, u32)>, ReadError> {
+    let (first, pages) = (detail.vma.first(), detail.vma.pages());
+    // A reservation that is mostly empty is narrowed down first: pagemap writes eight bytes for every page of it.
+    let mut stretches = Vec::new();
+    if pages.0 / 4 > detail.rss_kib / 4 && pages.0 > 65536 {
+        reader.resident_runs(process, first, pages, &mut stretches)?;
+    } else {
+        let length = |from: u64| u32::try_from((pages.0 - from).min(u64::from(u32::MAX))).unwrap_or(u32::MAX);
+        let mut from = 0;
+        while from < pages.0 {
+            stretches.push((first + from, length(from)));
+            from += u64::from(length(from));
+        }
+    }
+    let mut private: Vec<(Vpn, u32)> = Vec::new();
+    let mut others: Vec<(Vpn, u32)> = Vec::new();
+    for (start, length) in stretches {
+        reader.walk(process, start, Pages(u64::from(length)), |page, entry| {
+            if entry.private() {
+                extend(&mut private, page);
+            } else if entry.present() && !entry.file_or_shared() {
+                extend(&mut others, page);
+            }
+        })?;
+    }
+    // No bytes: a merged page is told from a shared one by its frame's flags.
+    reader.read_runs(process, &others, ReadHow::default(), |view| match (view.state, view.frame) {
+        (PageState::Merged, Some(frame)) => joint(frame, true, view.page),
+        (PageState::Shared, Some(frame)) => joint(frame, false, view.page),
+        _ => {}
+    })?;
+    Ok(private)
+}
+
+fn extend(runs: &mut Vec<(Vpn, u32)>, page: Vpn) {
+    match runs.last_mut() {
+        Some((first, length)) if first.0 + u64::from(*length) == page.0 && *length < u32::MAX => *length += 1,
+        _ => runs.push((page, 1)),
+    }
+}
+
+/// Sorts runs and joins neighbours.
+fn join(runs: &mut Vec<(Vpn, u32)>) {
+    runs.sort_unstable();
+    runs.dedup_by(|next, kept| {
+        let neighbours = kept.0.0 + u64::from(kept.1) == next.0.0 && kept.1.checked_add(next.1).is_some();
+        if neighbours {
+            kept.1 += next.1;
+        }
+        neighbours
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_join() {
+        let mut runs = vec![(Vpn(9), 1), (Vpn(3), 2), (Vpn(5), 1), (Vpn(7), 2)];
+        join(&mut runs);
+        assert_eq!(runs, [(Vpn(3), 3), (Vpn(7), 3)]);
+    }
+}

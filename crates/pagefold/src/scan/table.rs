@@ -1,0 +1,142 @@
+//! The result of a scan for a terminal.
+
+use super::report::{Amounts, Report};
+use crate::style::{Style, bar, count, human, line, percent, shorten};
+use comfy_table::{Cell, CellAlignment, Table, presets};
+
+/// Rows shown of a list; the rest is summed up in a line.
+const ROWS: usize = 20;
+const BAR: usize = 12;
+
+/// The whole text.
+pub fn text(report: &Report, style: Style) -> String {
+    let mut text = String::new();
+    line(&mut text, "");
+    line(&mut text, &format!("{}.", style.bold(&report.headline())));
+    line(&mut text, &style.dim(&report.basis()));
+
+    let rows: Vec<_> =
+        report.looked_at().map(|row| (vec![row.pid.to_string(), shorten(&row.name, 24)], row.amounts)).collect();
+    table(&mut text, style, &["PID", "PROGRAM"], &rows, "process", "processes");
+    let rows: Vec<_> = report.kinds.iter().map(|row| (vec![row.kind.clone()], row.amounts)).collect();
+    table(&mut text, style, &["KIND OF MEMORY"], &rows, "kind", "kinds");
+    if report.cgroups.len() > 1 {
+        let rows: Vec<_> = report
+            .cgroups
+            .iter()
+            .map(|row| (vec![shorten(&row.cgroup, 40), row.processes.to_string()], row.amounts))
+            .collect();
+        table(&mut text, style, &["CGROUP", "PROCESSES"], &rows, "cgroup", "cgroups");
+    }
+    line(&mut text, "");
+    line(
+        &mut text,
+        &style.dim("zero, within, across: savable pages that are all zeros, that the process holds twice itself,"),
+    );
+    line(&mut text, &style.dim("or that others hold too (a saving shared by several is divided among them)."));
+    already(&mut text, &report.totals, style);
+    left_out(&mut text, report, style);
+    next(&mut text, report, style);
+    line(&mut text, "");
+    text
+}
+
+fn table(text: &mut String, style: Style, names: &[&str], rows: &[(Vec<String>, Amounts)], one: &str, many: &str) {
+    if rows.is_empty() {
+        return;
+    }
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    let figures = ["HOLDS", "ZERO", "WITHIN", "ACROSS", "SAVABLE", "SHARE"];
+    let head = names.iter().chain(&figures).map(|name| Cell::new(style.dim(name)));
+    table.set_header(head.chain([Cell::new("")]));
+    let most = rows.iter().map(|(_, amounts)| amounts.savable_bytes).max().unwrap_or(0).max(1);
+    for (labels, amounts) in rows.iter().take(ROWS) {
+        let size = |bytes: u64| if bytes == 0 { style.dim("-") } else { human(bytes) };
+        let mut cells: Vec<Cell> = labels.iter().map(Cell::new).collect();
+        cells.extend(
+            [
+                size(amounts.resident_bytes),
+                size(amounts.zero_bytes),
+                size(amounts.duplicate_within_bytes),
+                size(amounts.duplicate_across_bytes),
+                style.bold(&size(amounts.savable_bytes)),
+                percent(amounts.savable_bytes as f64, amounts.resident_bytes as f64),
+            ]
+            .map(|text| Cell::new(text).set_alignment(CellAlignment::Right)),
+        );
+        cells.push(Cell::new(style.good(&bar(amounts.savable_bytes as f64 / most as f64, BAR))));
+        table.add_row(cells);
+    }
+    for (at, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 2));
+        let is_number =
+            names.get(at).map_or(at < names.len() + figures.len(), |name| matches!(*name, "PID" | "PROCESSES"));
+        if is_number {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    line(text, "");
+    table.to_string().lines().for_each(|row| line(text, row));
+    if rows.len() > ROWS {
+        let rest = &rows[ROWS..];
+        let savable = rest.iter().map(|(_, amounts)| amounts.savable_bytes).sum();
+        let others = count(rest.len(), one, many);
+        line(text, &style.dim(&format!("… and {others} more with {} savable (all of them: --json)", human(savable))));
+    }
+}
+
+fn already(text: &mut String, totals: &Amounts, style: Style) {
+    let parts = [
+        (totals.merged_bytes, "merged already"),
+        (totals.fork_shared_bytes, "shared through fork"),
+        (totals.swapped_bytes, "swapped out (not looked at)"),
+    ];
+    let said: Vec<String> =
+        parts.iter().filter(|part| part.0 > 0).map(|(bytes, what)| format!("{} {what}", human(*bytes))).collect();
+    if !said.is_empty() {
+        line(text, "");
+        line(text, &format!("{} {}.", style.bold("Besides:"), said.join(", ")));
+    }
+    if totals.metadata_bytes > 0 {
+        line(text, &style.dim(&format!("KSM's own {} of bookkeeping are subtracted.", human(totals.metadata_bytes))));
+    }
+}
+
+fn left_out(text: &mut String, report: &Report, style: Style) {
+    let ended = report.processes.iter().filter(|row| row.left_out.as_deref() == Some("has ended")).count();
+    if report.excluded.is_empty() && ended == 0 {
+        return;
+    }
+    line(text, "");
+    line(text, &style.bold("Left out"));
+    for row in report.excluded.iter().take(ROWS) {
+        let whole = report.processes.iter().filter(|process| process.left_out.as_ref() == Some(&row.reason)).count();
+        let where_ = match whole {
+            0 => count(row.regions as usize, "mapping", "mappings"),
+            whole => count(whole, "process", "processes"),
+        };
+        line(text, &format!("{:>9}  {}  {}", human(row.bytes), row.reason, style.dim(&format!("({where_})"))));
+    }
+    if ended > 0 {
+        line(
+            text,
+            &format!(
+                "{:>9}  ended meanwhile  {}",
+                "",
+                style.dim(&format!("({})", count(ended, "process", "processes")))
+            ),
+        );
+    }
+}
+
+fn next(text: &mut String, report: &Report, style: Style) {
+    line(text, "");
+    line(
+        text,
+        &match report.next_step() {
+            Some(command) => format!("To save it:  {}", style.good(&command)),
+            None => "There is next to nothing to save here.".to_owned(),
+        },
+    );
+}

@@ -1,0 +1,88 @@
+//! The flags that say which programs are meant.
+
+use crate::exit::{self, Exit};
+use pagefold_linux::scope::{Roots, ScopeError, ScopeSpec, Scoped, resolve};
+use std::path::PathBuf;
+
+const PROGRAMS: &str = "Which programs";
+
+/// Which programs are meant. Several flags add up.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct ScopeArgs {
+    /// These processes (may be repeated, or separated by commas)
+    #[arg(long, help_heading = PROGRAMS, value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(i32).range(1..))]
+    pub pid: Vec<i32>,
+    /// Every process in this cgroup and below it
+    #[arg(long, help_heading = PROGRAMS, value_name = "PATH")]
+    pub cgroup: Vec<PathBuf>,
+    /// Every process of this user (name or number)
+    #[arg(long, help_heading = PROGRAMS, value_name = "USER")]
+    pub user: Vec<String>,
+    /// Every process running this program (path, or just its name)
+    #[arg(long, help_heading = PROGRAMS, value_name = "PROGRAM")]
+    pub exe: Vec<String>,
+    /// Every process of the machine
+    #[arg(long, help_heading = PROGRAMS)]
+    pub all: bool,
+}
+
+impl ScopeArgs {
+    /// The scope that the flags spell out.
+    pub fn spec(&self) -> ScopeSpec {
+        ScopeSpec {
+            pids: self.pid.clone(),
+            cgroups: self.cgroup.clone(),
+            users: self.user.clone(),
+            exes: self.exe.clone(),
+            all: self.all,
+        }
+    }
+
+    /// The processes that are meant now.
+    pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
+        resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
+    }
+}
+
+/// What to do about a scope that cannot be found.
+fn explain(error: &ScopeError) -> Exit {
+    let (code, advice) = match error {
+        ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),
+        ScopeError::UnknownPid(_) => (exit::NO_SCOPE, "it may have ended: look with ps"),
+        ScopeError::UnknownUser(_) => (exit::NO_SCOPE, "give a name from /etc/passwd, or a number"),
+        ScopeError::NoCgroup(_) => (exit::NO_SCOPE, "give a path below /sys/fs/cgroup"),
+        ScopeError::NoMatch(_) => (exit::NO_SCOPE, "check the spelling, or name programs by --pid"),
+        ScopeError::Avoided { .. } => (exit::REFUSED, "remove the attribute from the cgroup, or leave the process out"),
+        ScopeError::Io { .. } => (exit::FAILURE, "is /proc mounted?"),
+    };
+    Exit::new(code, format!("{error}; {advice}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        scope: ScopeArgs,
+    }
+
+    #[test]
+    fn pids_repeat_and_separate_by_commas() {
+        let cli = Cli::try_parse_from(["x", "--pid", "1,2", "--pid", "3", "--user", "root"]).unwrap();
+        let spec = cli.scope.spec();
+        assert_eq!(spec.pids, [1, 2, 3]);
+        assert_eq!(spec.users, ["root"]);
+        assert!(Cli::try_parse_from(["x", "--pid", "0"]).is_err());
+        assert!(Cli::try_parse_from(["x", "--pid", "one"]).is_err());
+    }
+
+    #[test]
+    fn no_scope_is_an_error_of_its_own() {
+        let error = ScopeArgs::default().resolve().unwrap_err();
+        assert_eq!(error.code, exit::NO_SCOPE);
+        assert!(error.line.contains("nothing is in scope; name"), "{}", error.line);
+    }
+}

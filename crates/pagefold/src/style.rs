@@ -1,0 +1,148 @@
+//! How figures look to people: sizes, shares, bars, and colour where there is a terminal to show it.
+
+use std::fmt::Write as _;
+use std::io::{self, IsTerminal, Write};
+
+/// Whether standard output may be coloured: a terminal that is not dumb, and no `NO_COLOR` (<https://no-color.org>).
+pub fn colours() -> bool {
+    let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    io::stdout().is_terminal() && !set("NO_COLOR") && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// Text with or without colour.
+#[derive(Clone, Copy, Debug)]
+pub struct Style {
+    on: bool,
+}
+
+impl Style {
+    /// Coloured when standard output can show it.
+    pub fn of_stdout() -> Self {
+        Self { on: colours() }
+    }
+
+    /// What matters.
+    pub fn bold(self, text: &str) -> String {
+        self.wrap("1", text)
+    }
+
+    /// What is there for completeness.
+    pub fn dim(self, text: &str) -> String {
+        self.wrap("2", text)
+    }
+
+    /// What is gained.
+    pub fn good(self, text: &str) -> String {
+        self.wrap("32", text)
+    }
+
+    fn wrap(self, code: &str, text: &str) -> String {
+        if self.on && !text.is_empty() { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
+    }
+}
+
+/// Bytes for people: three digits at most, binary units.
+pub fn human(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    // 1023.5 KiB would print as 1024.
+    while value >= 999.5 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    let number = if unit == 0 || value >= 9.95 { format!("{value:.0}") } else { format!("{value:.1}") };
+    format!("{} {}", number.trim_end_matches(".0"), UNITS[unit])
+}
+
+/// A share for people: `34 %`, `1.2 %` where it is small, `<0.1 %` where there is hardly any.
+pub fn percent(part: f64, whole: f64) -> String {
+    let share = if whole > 0.0 { 100.0 * part / whole } else { 0.0 };
+    match share {
+        share if share <= 0.0 => "0 %".to_owned(),
+        share if share < 0.1 => "<0.1 %".to_owned(),
+        share if share < 9.95 => format!("{share:.1} %"),
+        share => format!("{share:.0} %"),
+    }
+}
+
+/// A bar of `width` columns, `share` (0 to 1) of it filled, in eighths of a column.
+pub fn bar(share: f64, width: usize) -> String {
+    const EIGHTHS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 0 and 8 times the width")]
+    let eighths = (share.clamp(0.0, 1.0) * width as f64 * 8.0).round() as usize;
+    format!("{}{}", "█".repeat(eighths / 8), EIGHTHS[eighths % 8])
+}
+
+/// A count with its noun: `1 process`, `3 processes`.
+pub fn count(number: usize, one: &str, many: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { many })
+}
+
+/// Text cut to `width` characters, with an ellipsis where something is missing.
+pub fn shorten(text: &str, width: usize) -> String {
+    if text.chars().count() <= width {
+        return text.to_owned();
+    }
+    let mut short: String = text.chars().take(width.saturating_sub(1)).collect();
+    short.push('…');
+    short
+}
+
+/// Writes to standard output. A reader that has gone (`| head`) is not a failure.
+pub fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other,
+    }
+}
+
+/// Adds a line to a text.
+pub fn line(text: &mut String, line: &str) {
+    let _ = writeln!(text, "{}", line.trim_end());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_read_well() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (999, "999 B"),
+            (1000, "1 KiB"),
+            (4096, "4 KiB"),
+            (1536, "1.5 KiB"),
+            (412 << 20, "412 MiB"),
+            (1_288_490_189, "1.2 GiB"),
+            (1_073_741_823, "1 GiB"),
+            (12 << 30, "12 GiB"),
+        ] {
+            assert_eq!(human(bytes), text, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn shares_read_well() {
+        assert_eq!(percent(1.0, 3.0), "33 %");
+        assert_eq!(percent(1.0, 100.0), "1.0 %");
+        assert_eq!(percent(1.0, 1e6), "<0.1 %");
+        assert_eq!(percent(0.0, 0.0), "0 %");
+    }
+
+    #[test]
+    fn bars_fill() {
+        assert_eq!(bar(0.0, 4), "");
+        assert_eq!(bar(0.5, 4), "██");
+        assert_eq!(bar(2.0, 4), "████");
+        assert_eq!(bar(1.0 / 32.0, 4), "▏");
+    }
+
+    #[test]
+    fn text_is_cut_by_characters() {
+        assert_eq!(shorten("räksmörgås", 5), "räks…");
+        assert_eq!(shorten("kort", 5), "kort");
+    }
+}

@@ -1,0 +1,356 @@
+//! `pagefold scan` on programs whose memory is known to the page.
+
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, Command, Output, Stdio};
+
+const MIB: u64 = 1 << 20;
+
+/// Holds mappings given as `MiB:kind:seed`, prints a pid (its own, or its forked child's) and waits for its input to end.
+const HOLDER: &str = r#"
+import ctypes, mmap, os, random, sys
+def hold(mib, kind, seed=0):
+    region = mmap.mmap(-1, mib << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # No huge pages: every page is to be held by itself.
+    region.madvise(mmap.MADV_NOHUGEPAGE)
+    if kind == "zero":
+        for page in range(0, mib << 20, 4096): region[page] = 0
+    else:
+        # Page by page: a larger buffer would stay in the allocator's hands and be counted too.
+        luck = random.Random(seed)
+        first = luck.randbytes(4096)
+        for page in range(mib << 8): region.write(first if page == 0 or kind in ("same", "dontdump") else luck.randbytes(4096))
+    if kind == "dontdump": region.madvise(mmap.MADV_DONTDUMP)
+    if kind == "mergeable": region.madvise(mmap.MADV_MERGEABLE)
+    return region
+held = [hold(int(mib), kind, int(seed)) for mib, kind, seed in (word.split(":") for word in sys.argv[1].split(","))]
+children = []
+if sys.argv[2] == "fork":
+    pid = os.fork()
+    if pid == 0:
+        sys.stdin.readline(); os._exit(0)
+    print(pid, flush=True)
+else:
+    print(os.getpid(), flush=True)
+sys.stdin.readline()
+"#;
+
+struct Holder {
+    child: Child,
+    /// Its end closes with it, and the program (and its own child) with that.
+    _stdin: ChildStdin,
+    printed: i32,
+}
+
+impl Holder {
+    fn start(memory: &str, how: &str) -> Self {
+        let mut child = Command::new("python3")
+            .args(["-c", HOLDER, memory, how])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python3 starts");
+        let mut text = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut text).unwrap();
+        let stdin = child.stdin.take().unwrap();
+        Self { child, _stdin: stdin, printed: text.trim().parse().expect("the holder is ready") }
+    }
+
+    fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap()
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn pagefold(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pagefold")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+fn scan(pids: &[i32], more: &[&str]) -> Value {
+    let pids = pids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+    let output = pagefold(&[&["scan", "--json", "--pid", &pids], more].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn fails(args: &[&str], code: i32, says: &str) {
+    let output = pagefold(args);
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(code), "{args:?}: {error}");
+    assert!(error.starts_with("pagefold: ") && error.lines().count() == 1, "{error}");
+    assert!(error.contains(says) && error.contains("; "), "{error}");
+    assert!(output.stdout.is_empty());
+}
+
+/// False, with the reason, where scanning is impossible.
+fn able() -> bool {
+    let able = std::fs::File::open("/proc/kpageflags").is_ok();
+    if !able {
+        println!("SKIP: /proc/kpageflags cannot be opened (not root, or not in this kernel)");
+    }
+    let python = Command::new("python3").arg("--version").output().is_ok();
+    if !python {
+        println!("SKIP: there is no python3");
+    }
+    able && python
+}
+
+fn bytes(value: &Value, field: &str) -> u64 {
+    value[field].as_u64().unwrap_or_else(|| panic!("{field} in {value}"))
+}
+
+/// What a bare interpreter brings along differs a little from run to run.
+#[track_caller]
+fn near(value: u64, expected: u64, allowance: u64) {
+    assert!(value.abs_diff(expected) <= allowance, "{value} is not {expected} within {allowance}");
+}
+
+fn row(report: &Value, pid: i32) -> &Value {
+    let rows = report["processes"].as_array().unwrap();
+    rows.iter().find(|row| row["pid"] == pid).unwrap_or_else(|| panic!("no row of {pid}"))
+}
+
+#[test]
+fn known_memory_is_counted_to_the_page() {
+    if !able() {
+        return;
+    }
+    // Two hold 24 MiB in common; the first has 8 MiB of zeros, and 4 MiB of one page, too.
+    let first = Holder::start("24:random:1,10:random:2,8:zero:0,4:same:5", "alone");
+    let second = Holder::start("24:random:1,6:random:3", "alone");
+    let interpreters = [Holder::start("1:random:8", "alone"), Holder::start("1:random:9", "alone")];
+    let report = scan(&[first.pid(), second.pid()], &["--exact"]);
+    // What two interpreters have in common without any of that.
+    let base = scan(&[interpreters[0].pid(), interpreters[1].pid()], &["--exact"])["totals"].clone();
+    let totals = &report["totals"];
+    assert_eq!(report["schema"], "pagefold.scan/1");
+    assert_eq!((&report["exact"], &report["error_bytes"]), (&true.into(), &0.into()));
+    let allowance = MIB / 2;
+    near(bytes(totals, "zero_bytes"), 8 * MIB + bytes(&base, "zero_bytes"), allowance);
+    near(bytes(totals, "duplicate_across_bytes"), 24 * MIB + bytes(&base, "duplicate_across_bytes"), 3 * allowance);
+    near(bytes(totals, "duplicate_within_bytes"), 4 * MIB + bytes(&base, "duplicate_within_bytes"), allowance);
+    near(bytes(totals, "resident_bytes"), 76 * MIB + bytes(&base, "resident_bytes") - 2 * MIB, 3 * allowance);
+    let parts = ["zero_bytes", "duplicate_within_bytes", "duplicate_across_bytes"];
+    let gross: u64 = parts.iter().map(|part| bytes(totals, part)).sum();
+    near(bytes(totals, "savable_gross_bytes"), gross, 4);
+    // 64 bytes a page of 4096, and the same again for each of about 6145 shared contents.
+    let metadata = bytes(totals, "resident_bytes") / 64 + 6145 * 64;
+    near(bytes(totals, "metadata_bytes"), metadata, metadata / 10);
+    near(bytes(totals, "savable_bytes"), gross - metadata, allowance);
+    // What two hold in common is booked to each by half.
+    near(bytes(row(&report, second.pid()), "savable_gross_bytes"), 12 * MIB, 2 * allowance);
+    near(bytes(row(&report, first.pid()), "savable_gross_bytes"), 24 * MIB, 2 * allowance);
+
+    // Sums of every break-down are the total.
+    for list in ["processes", "kinds", "cgroups"] {
+        let sum: u64 = report[list].as_array().unwrap().iter().map(|row| bytes(row, "savable_gross_bytes")).sum();
+        near(sum, bytes(totals, "savable_gross_bytes"), 64);
+    }
+    for field in ["fork_shared_bytes", "swapped_bytes", "merged_bytes", "anonymous_bytes"] {
+        bytes(totals, field);
+    }
+    assert!(bytes(&report["cost"], "pages_read") * 4096 >= 76 * MIB);
+    assert!(report["cost"]["cpu_seconds"].as_f64().unwrap() > 0.0);
+    assert!(report["cost"]["ns_per_page"].as_f64().unwrap() > 0.0);
+    assert!(row(&report, first.pid())["kinds"].as_array().unwrap().iter().any(|row| row["kind"] == "anonymous"));
+
+    // A sample meets the exact figure within its stated error: 19 times in 20, so 8 in 10 at the least.
+    let exact = bytes(totals, "savable_gross_bytes");
+    let hits = (0..10).filter(|seed| {
+        let sampled = scan(&[first.pid(), second.pid()], &["--seed", &seed.to_string()]);
+        let off = bytes(&sampled["totals"], "savable_gross_bytes").abs_diff(exact);
+        let error = bytes(&sampled, "error_bytes");
+        assert!(error <= bytes(totals, "resident_bytes") / 50 + MIB, "stated {error}");
+        // Pages of the interpreter change between the scans.
+        off <= error + 128 * 1024
+    });
+    assert!(hits.count() >= 8);
+}
+
+#[test]
+fn a_forked_child_shares_and_scanning_leaves_it_so() {
+    if !able() {
+        return;
+    }
+    let parent = Holder::start("16:random:4", "fork");
+    let pids = [parent.pid(), parent.printed];
+    for round in 0..2 {
+        let report = scan(&pids, &["--exact"]);
+        let totals = &report["totals"];
+        // Both map the 16 MiB, and they are one memory with nothing to save. Reading must not part them.
+        assert!(bytes(totals, "fork_shared_bytes") >= 32 * MIB, "round {round}: {totals}");
+        assert!(bytes(totals, "resident_bytes") < 32 * MIB, "round {round}: {totals}");
+        assert!(bytes(totals, "savable_gross_bytes") < 2 * MIB, "round {round}: {totals}");
+    }
+    // A third with the same content: one of two frames can go.
+    let third = Holder::start("16:random:4", "alone");
+    let report = scan(&[pids[0], pids[1], third.pid()], &["--exact"]);
+    let savable = bytes(&report["totals"], "savable_gross_bytes");
+    assert!((16 * MIB..20 * MIB).contains(&savable), "{savable}");
+    near(bytes(row(&report, third.pid()), "savable_gross_bytes"), 8 * MIB, MIB);
+}
+
+#[test]
+fn secrets_are_left_out_with_the_reason() {
+    if !able() {
+        return;
+    }
+    let holder = Holder::start("8:dontdump:0,4:random:6", "alone");
+    let report = scan(&[holder.pid()], &["--exact"]);
+    let excluded = row(&report, holder.pid())["excluded"].as_array().unwrap();
+    let secret = excluded.iter().find(|row| row["reason"].as_str().unwrap().contains("MADV_DONTDUMP")).unwrap();
+    near(bytes(secret, "bytes"), 8 * MIB, 64 * 1024);
+    assert!(bytes(secret, "regions") >= 1);
+    assert!(bytes(&report["totals"], "duplicate_within_bytes") < 2 * MIB, "the secret was read");
+    assert!(report["excluded"].as_array().unwrap().contains(secret));
+}
+
+#[test]
+fn merged_pages_stay_merged_and_private_copies_of_them_are_savable() {
+    if !able() {
+        return;
+    }
+    let Ok(sharing) = std::fs::read_to_string("/sys/kernel/mm/ksm/pages_sharing") else {
+        println!("SKIP: this kernel has no KSM");
+        return;
+    };
+    let _lock = KsmLock::take();
+    if sharing.trim() != "0" || std::fs::read_to_string("/sys/kernel/mm/ksm/run").unwrap().trim() != "0" {
+        println!("SKIP: KSM is in use");
+        return;
+    }
+    let (one, two) = (Holder::start("8:mergeable:7", "alone"), Holder::start("8:mergeable:7", "alone"));
+    let private = Holder::start("8:random:7", "alone");
+    let _ksm = KsmOn::start();
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    while number("pages_sharing") < 2048 {
+        assert!(std::time::Instant::now() < deadline, "ksmd does not merge");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    std::fs::write("/sys/kernel/mm/ksm/run", "0").unwrap();
+    for _ in 0..2 {
+        let report = scan(&[one.pid(), two.pid(), private.pid()], &["--exact"]);
+        let totals = &report["totals"];
+        near(bytes(totals, "merged_bytes"), 16 * MIB, MIB / 4);
+        // The third's copy has a merged page to join: all of it can go, and all of that is its own.
+        let savable = bytes(row(&report, private.pid()), "savable_gross_bytes");
+        assert!((8 * MIB..10 * MIB).contains(&savable), "{savable}");
+        assert!(number("pages_sharing") >= 2048, "scanning has unmerged pages");
+    }
+}
+
+#[test]
+fn the_table_and_the_page_say_it_all() {
+    if !able() {
+        return;
+    }
+    let holders = [Holder::start("8:random:1", "alone"), Holder::start("8:random:1", "alone")];
+    let pids = format!("{},{}", holders[0].pid(), holders[1].pid());
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("scan.html");
+    let output = pagefold(&["scan", "--pid", &pids, "--html", file.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(output.stderr.is_empty(), "a progress bar where there is no terminal");
+    let text = String::from_utf8(output.stdout).unwrap();
+    for word in ["2 processes hold ", "could be saved", "python3", "anonymous", "heap", "pagefold run --pid "] {
+        assert!(text.contains(word), "no {word:?} in {text}");
+    }
+    assert!(!text.contains('\x1b'), "colour where there is no terminal");
+    let html = std::fs::read_to_string(&file).unwrap();
+    assert!(html.starts_with("<!doctype html>") && html.contains("could be saved") && html.contains("<svg"));
+    assert!(!html.contains("http://") && !html.contains("https://") && !html.contains("<script"));
+    fails(&["scan", "--pid", &pids, "--html", "/no/such/dir/x.html"], 1, "cannot write");
+}
+
+#[test]
+fn errors_are_one_line_with_their_exit_code() {
+    fails(&["scan"], 5, "nothing is in scope");
+    fails(&["scan", "--pid", "2147483646"], 5, "no process 2147483646");
+    fails(&["scan", "--user", "no-such-user-here"], 5, "no user");
+    fails(&["scan", "--exe", "no-such-program-here"], 5, "no process matches");
+    fails(&["scan", "--pid", "one"], 2, "--pid");
+    fails(&["scan", "--no-such-flag"], 2, "--no-such-flag");
+    if !able() {
+        return;
+    }
+    if std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
+        fails(&["scan", "--pid", "2"], 6, "kernel thread");
+    } else {
+        println!("SKIP: pid 2 is no kernel thread here (pid namespace)");
+    }
+    let mut zombie = Command::new("true").spawn().unwrap();
+    let pid = zombie.id().to_string();
+    while !std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap().contains(") Z ") {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    fails(&["scan", "--pid", &pid], 6, "has ended");
+    zombie.wait().unwrap();
+
+    // Without root: the binary is copied to where everybody may run it.
+    let dir = tempfile::tempdir_in("/tmp").unwrap();
+    let copy = dir.path().join("pagefold");
+    std::fs::copy(env!("CARGO_BIN_EXE_pagefold"), &copy).unwrap();
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(dir.path(), open).unwrap();
+    let own = std::process::id().to_string();
+    let output = Command::new(&copy).args(["scan", "--pid", &own]).uid(65534).gid(65534).output().unwrap();
+    assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn number(file: &str) -> u64 {
+    std::fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).unwrap().trim().parse().unwrap()
+}
+
+/// Nobody else's test drives KSM meanwhile.
+struct KsmLock(#[expect(dead_code, reason = "held, not used")] std::fs::File);
+
+impl KsmLock {
+    fn take() -> Self {
+        use std::os::fd::AsRawFd;
+        let path = "/run/lock/pagefold-ksm.lock";
+        let file = std::fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
+        // SAFETY: the descriptor is open.
+        assert_eq!(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) }, 0);
+        Self(file)
+    }
+}
+
+/// KSM at work; back to rest, with nothing merged, when dropped.
+struct KsmOn(Vec<(&'static str, String)>);
+
+impl KsmOn {
+    fn start() -> Self {
+        let set = [("pages_to_scan", "5000"), ("sleep_millisecs", "10"), ("run", "1")];
+        let before = set.map(|(file, _)| (file, number(file).to_string())).to_vec();
+        let guard = Self(before);
+        for (file, value) in set {
+            write_knob(file, value);
+        }
+        guard
+    }
+}
+
+impl Drop for KsmOn {
+    fn drop(&mut self) {
+        write_knob("run", "2");
+        for (file, value) in &self.0 {
+            write_knob(file, value);
+        }
+    }
+}
+
+fn write_knob(file: &str, value: &str) {
+    let path = format!("/sys/kernel/mm/ksm/{file}");
+    let written =
+        std::fs::OpenOptions::new().write(true).open(path).and_then(|mut knob| knob.write_all(value.as_bytes()));
+    if let Err(error) = written {
+        eprintln!("{file}: {error}");
+    }
+}
