@@ -43,8 +43,8 @@ pub struct Experiment {
 }
 
 /// All of them.
-pub const EXPERIMENTS: [Experiment; 4] =
-    [static_mix::EXPERIMENT, real_programs::EXPERIMENT, scan::EXPERIMENT, idle::EXPERIMENT];
+pub const EXPERIMENTS: [Experiment; 5] =
+    [static_mix::EXPERIMENT, real_programs::EXPERIMENT, real_programs::MIXED_HOST, scan::EXPERIMENT, idle::EXPERIMENT];
 
 impl Experiment {
     /// The one of that name.

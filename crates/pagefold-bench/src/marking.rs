@@ -3,11 +3,17 @@
 use anyhow::{Context, ensure};
 use pagefold_core::units::{Bytes, Pages, Vpn};
 use pagefold_linux::exclude::vma_exclusion;
+use pagefold_linux::inject::{Call, Limits, inject};
 use pagefold_linux::maps::{VmaDetail, parse_smaps};
 use pagefold_linux::process::Process;
+use std::time::{Duration, Instant};
 
 /// `MADV_MERGEABLE`, include/uapi/asm-generic/mman-common.h.
 const MADV_MERGEABLE: i32 = 12;
+
+/// A target that is too busy to be stopped is asked again, for so long at most.
+const RETRY_LIMIT: Duration = Duration::from_secs(5);
+const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
 /// Pages of one process that follow each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,14 +40,27 @@ pub fn everything(process: &Process) -> anyhow::Result<Vec<Stretch>> {
 
 /// Marks stretches of a process, all of them or none, and returns their length.
 pub fn mark(process: &Process, stretches: &[Stretch]) -> anyhow::Result<Bytes> {
-    // Until the injector is there: an outside program (pid, then address length pairs).
-    let _ = MADV_MERGEABLE;
-    let mut run = std::process::Command::new("/tmp/injmark");
-    run.arg(process.pid().to_string());
-    for stretch in stretches {
-        run.arg(stretch.first.address().to_string()).arg(stretch.pages.bytes().0.to_string());
+    let calls: Vec<Call> = stretches
+        .iter()
+        .map(|stretch| Call::madvise(stretch.first.address(), stretch.pages.bytes().0, MADV_MERGEABLE))
+        .collect();
+    if calls.is_empty() {
+        return Ok(Bytes(0));
     }
-    let out = run.output().context("injmark")?;
-    ensure!(out.status.success(), "injmark: {}", String::from_utf8_lossy(&out.stderr));
+    let pid = process.pid();
+    let end = Instant::now() + RETRY_LIMIT;
+    let report = loop {
+        match inject(process, &calls, &Limits::default()) {
+            // It was in the middle of something. Marking twice does no harm.
+            Err(error) if error.is_passing() && Instant::now() < end => std::thread::sleep(RETRY_PAUSE),
+            done => break done.with_context(|| format!("marking process {pid}"))?,
+        }
+    };
+    let refused = report.results.iter().filter(|result| result.is_err()).count();
+    ensure!(
+        report.results.len() == calls.len() && refused == 0,
+        "{refused} of {} marks were refused in process {pid}",
+        calls.len()
+    );
     Ok(stretches.iter().map(|stretch| stretch.pages).sum::<Pages>().bytes())
 }

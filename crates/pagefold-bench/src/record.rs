@@ -163,6 +163,8 @@ pub struct Run {
     pub seconds_to_90_percent: Option<f64>,
     /// What ksmd had spent by then.
     pub cpu_ksmd_seconds_to_90_percent: Option<f64>,
+    /// What ksmd spends on each further scan of all that is marked, when nothing is left to merge.
+    pub cpu_ksmd_seconds_per_later_scan: Option<f64>,
     /// Memory marked, where we marked it.
     pub marked_bytes: Option<u64>,
     /// What merging all that is equal would save, where every page was read.

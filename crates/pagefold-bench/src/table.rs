@@ -83,6 +83,7 @@ fn runs(runs: &[Run]) -> Table {
         "MiB / CPU s",
         "90 % after s",
         "ksmd s by then",
+        "later scans, s each",
         "marked MiB",
         "answers",
     ]);
@@ -97,6 +98,7 @@ fn runs(runs: &[Run]) -> Table {
             optional(run.mib_per_cpu_second()),
             optional(run.seconds_to_90_percent),
             optional(run.cpu_ksmd_seconds_to_90_percent),
+            optional(run.cpu_ksmd_seconds_per_later_scan),
             optional(run.marked_bytes.map(|bytes| Bytes(bytes).mib())),
             if run.answers_correct.always() { "right".to_owned() } else { format!("{:?}", run.answers_correct) },
         ]);

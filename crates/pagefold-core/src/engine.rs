@@ -375,8 +375,10 @@ impl Engine {
                 region.examine();
             }
         }
+        // A sibling is worth reading as soon as one is, unless its own samples have said otherwise.
         for region in self.slots.iter_mut().flatten() {
-            if region.stage == Stage::Survey && !region.barred && families.contains(&region.view.family) {
+            let open = wants_survey(region) || region.tally.found + region.tally.zero > 0;
+            if region.stage == Stage::Survey && open && families.contains(&region.view.family) {
                 region.examine();
             }
         }

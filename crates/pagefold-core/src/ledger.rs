@@ -16,6 +16,10 @@ pub struct Ledger {
     pub saved_now: Pages,
     /// The most it saved at any time of the run.
     pub saved_most: Pages,
+    /// Pages that stood for several, machine-wide, before the run.
+    pub shared_before: Pages,
+    /// Those that do now.
+    pub shared_now: Pages,
     /// Pages of address space marked by this run.
     pub marked: Pages,
     /// Spans marked.
@@ -46,10 +50,12 @@ impl Ledger {
         if self.began_ns == 0 {
             self.began_ns = now_ns;
             self.saved_before = ksm.saved();
+            self.shared_before = ksm.shared;
         }
         self.now_ns = now_ns;
         self.cost = cost;
         self.saved_now = ksm.saved();
+        self.shared_now = ksm.shared;
         self.saved_most = self.saved_most.max(self.saved_now);
         let saved = self.saved();
         if self.curve.last().map(|&(_, last)| last) != Some(saved) {
@@ -77,6 +83,11 @@ impl Ledger {
     /// Pages saved by this run so far.
     pub fn saved(&self) -> Pages {
         self.saved_now.saturating_sub(self.saved_before)
+    }
+
+    /// Pages merged by this run: those saved, and those that stand for them.
+    pub fn merged(&self) -> Pages {
+        self.saved() + self.shared_now.saturating_sub(self.shared_before)
     }
 
     /// Seconds from the start until nine tenths of what is saved now were saved for good.

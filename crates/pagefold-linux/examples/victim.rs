@@ -29,9 +29,18 @@ extern "C" fn trapped(_signal: i32, _info: *mut libc::siginfo_t, context: *mut l
 
 fn main() {
     let mode = std::env::args().nth(1).expect("a mode");
+    match mode.as_str() {
+        "worker" => pagefold_linux::inject::serve(),
+        "worker-filtered" => {
+            filter(libc::SECCOMP_RET_ALLOW);
+            pagefold_linux::inject::serve()
+        }
+        _ => {}
+    }
     let memory = Memory::new();
     handle(libc::SIGUSR1, count as *const () as usize, 0);
     handle(libc::SIGTRAP, count as *const () as usize, 0);
+    handle(libc::SIGRTMIN(), count as *const () as usize, libc::SA_RESTART);
     let before = signals();
     println!("ready {:x} {}", memory.addr as u64, PAGES * 4096);
     let verdict = run(&mode);
@@ -63,6 +72,7 @@ fn run(mode: &str) -> Result<(), String> {
         "filter-kill" => filtered(libc::SECCOMP_RET_KILL_PROCESS),
         "filter-errno" => filtered(libc::SECCOMP_RET_ERRNO | 1),
         "filter-trap" => filtered(libc::SECCOMP_RET_TRAP),
+        "rseq" => rseq(),
         "churn" => churn(),
         "execs" => execs(),
         _ => blocking(mode),
@@ -152,6 +162,8 @@ struct Blocking {
     /// Makes the event, in a child, after the wait.
     event: Option<Box<dyn Fn()>>,
     answer: i64,
+    /// Removes what outlives the process.
+    remove: Box<dyn Fn()>,
 }
 
 fn ptr<T>(value: T) -> u64 {
@@ -200,7 +212,13 @@ fn buffer() -> u64 {
 #[allow(clippy::too_many_lines)]
 fn blocking_mode(mode: &str) -> Result<Blocking, String> {
     let [reader, writer] = pipe();
-    let timed = |nr: i64, answer: i64, args: Box<dyn Fn(i64) -> [u64; 6]>| Blocking { nr, args, event: None, answer };
+    let timed = |nr: i64, answer: i64, args: Box<dyn Fn(i64) -> [u64; 6]>| Blocking {
+        nr,
+        args,
+        event: None,
+        answer,
+        remove: Box::new(|| {}),
+    };
     let usr1 = 1_u64 << (libc::SIGUSR1 - 1);
     Ok(match mode {
         "nanosleep" => timed(libc::SYS_nanosleep, 0, Box::new(|ms| [timespec(ms), ptr([0_u64; 2]), 0, 0, 0, 0])),
@@ -237,17 +255,19 @@ fn blocking_mode(mode: &str) -> Result<Blocking, String> {
                 libc::write(writer, [7_u8; 3].as_ptr().cast(), 3);
             })),
             answer: 3,
+            remove: Box::new(|| {}),
         },
         "wait4" => Blocking {
             nr: libc::SYS_wait4,
             args: Box::new(|ms| {
                 if ms == LONG_MS {
-                    forked(|| unsafe { drop(libc::usleep(u32::try_from(LONG_MS).unwrap_or(0) * 1000)) });
+                    forked(|| std::thread::sleep(std::time::Duration::from_millis(LONG_MS.cast_unsigned())));
                 }
                 [u64::MAX, 0, 0, 0, 0, 0]
             }),
             event: Some(Box::new(|| {})),
             answer: i64::MAX,
+            remove: Box::new(|| {}),
         },
         "inotify" => {
             let dir = format!("/tmp/victim-{}", std::process::id());
@@ -260,6 +280,7 @@ fn blocking_mode(mode: &str) -> Result<Blocking, String> {
                 args: Box::new(move |_| [word(fd), buffer(), 100, 0, 0, 0]),
                 event: Some(Box::new(move || drop(std::fs::remove_dir(&dir)))),
                 answer: i64::MAX,
+                remove: Box::new(|| {}),
             }
         }
         "msgrcv" => {
@@ -271,6 +292,9 @@ fn blocking_mode(mode: &str) -> Result<Blocking, String> {
                     libc::msgsnd(queue, ptr([1_u64, 2]) as *const libc::c_void, 8, 0);
                 })),
                 answer: 8,
+                remove: Box::new(move || unsafe {
+                    libc::msgctl(queue, libc::IPC_RMID, std::ptr::null_mut());
+                }),
             }
         }
         "epoll" => {
@@ -286,7 +310,10 @@ fn blocking_mode(mode: &str) -> Result<Blocking, String> {
             let semaphores = unsafe { libc::semget(libc::IPC_PRIVATE, 1, 0o600) };
             let operation = ptr(libc::sembuf { sem_num: 0, sem_op: -1, sem_flg: 0 });
             let args = move |ms| [word(semaphores), operation, 1, timespec(ms), 0, 0];
-            timed(libc::SYS_semtimedop, -11, Box::new(args))
+            let remove = Box::new(move || unsafe {
+                libc::semctl(semaphores, 0, libc::IPC_RMID);
+            });
+            Blocking { remove, ..timed(libc::SYS_semtimedop, -11, Box::new(args)) }
         }
         "io-getevents" => {
             let mut context = 0_u64;
@@ -334,6 +361,12 @@ fn forked(child: impl FnOnce()) -> i32 {
 
 fn blocking(mode: &str) -> Result<(), String> {
     let what = blocking_mode(mode)?;
+    let verdict = block_twice(mode, &what);
+    (what.remove)();
+    verdict
+}
+
+fn block_twice(mode: &str, what: &Blocking) -> Result<(), String> {
     let before = signals();
     let args = (what.args)(WAIT_MS);
     let child = what.event.as_ref().map_or(0, |event| {
@@ -490,7 +523,6 @@ fn main_exit() -> Result<(), String> {
 
 /// Counts queued real-time signals, none of which may be lost or doubled, until a byte comes; says how many.
 fn queue() -> Result<(), String> {
-    handle(libc::SIGRTMIN(), count as *const () as usize, libc::SA_RESTART);
     command()?;
     println!("counted {}", HANDLED.load(Ordering::Relaxed));
     Ok(())
@@ -510,20 +542,8 @@ fn strict() -> Result<(), String> {
 fn filtered(action: u32) -> Result<(), String> {
     handle(libc::SIGSYS, trapped as *const () as usize, libc::SA_SIGINFO);
     let before = signals();
-    let instruction =
-        |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: u16::try_from(code).unwrap_or(0), jt, jf, k };
-    let mut program = [
-        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
-        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, 28),
-        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, action),
-        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
-    ];
-    let program = libc::sock_fprog { len: 4, filter: program.as_mut_ptr() };
-    unsafe {
-        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-        if libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) != 0 {
-            return Err("skip: seccomp filters are not permitted".into());
-        }
+    if !filter(action) {
+        return Err("skip: seccomp filters are not permitted".into());
     }
     println!("filtered");
     command()?;
@@ -538,6 +558,74 @@ fn filtered(action: u32) -> Result<(), String> {
     handle(libc::SIGSYS, libc::SIG_DFL, 0);
     let back = if action == libc::SECCOMP_RET_TRAP { TRAPPED.load(Ordering::Relaxed) == 1 } else { own == -1 };
     if back { Ok(()) } else { Err("the filter is gone".into()) }
+}
+
+/// Installs a filter that answers `action` to madvise and lets all else through.
+fn filter(action: u32) -> bool {
+    let instruction =
+        |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: u16::try_from(code).unwrap_or(0), jt, jf, k };
+    let mut program = [
+        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, 28),
+        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, action),
+        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: 4, filter: program.as_mut_ptr() };
+    unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+        libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
+    }
+}
+
+unsafe extern "C" {
+    /// Where glibc registered restartable sequences, from the thread pointer.
+    static __rseq_offset: isize;
+    static __rseq_size: u32;
+}
+
+/// Half of the time in a restartable sequence. The kernel forgets a sequence it has aborted or found left; one that
+/// comes to its end and is forgotten was interrupted without being aborted.
+fn rseq() -> Result<(), String> {
+    let (mut aborted, mut lost) = (0_u64, 0_u64);
+    let area: u64;
+    unsafe {
+        if __rseq_size == 0 {
+            return Err("skip: no restartable sequences".into());
+        }
+        let thread: u64;
+        asm!("mov {}, fs:0", out(reg) thread);
+        area = thread.wrapping_add_signed(__rseq_offset as i64);
+    }
+    let until = std::time::Instant::now() + std::time::Duration::from_millis(1500);
+    while std::time::Instant::now() < until {
+        unsafe {
+            asm!(
+                ".pushsection .data.rel.rseq, \"aw\"",
+                ".balign 32",
+                "7: .long 0, 0",
+                ".quad 3f, 4f - 3f, 5f",
+                ".popsection",
+                "lea {t}, [rip + 7b]",
+                "mov [{area} + 8], {t}",
+                "3: mov {t}, 100000",
+                "6: dec {t}",
+                "jnz 6b",
+                "cmp qword ptr [{area} + 8], 0",
+                "jne 4f",
+                "inc {lost}",
+                "4: jmp 8f",
+                ".byte 0x0f, 0xb9, 0x3d",
+                ".long 0x53053053",
+                "5: inc {aborted}",
+                "8: mov {t}, 100000",
+                "9: dec {t}",
+                "jnz 9b",
+                area = in(reg) area, t = out(reg) _, lost = inout(reg) lost, aborted = inout(reg) aborted,
+            );
+        }
+    }
+    println!("aborted {aborted} lost {lost}");
+    if lost == 0 { Ok(()) } else { Err(format!("{lost} sequences went on after an interruption")) }
 }
 
 /// Threads that come and go, and forks.

@@ -1,20 +1,29 @@
 //! The hands of pagefold: everything that touches the machine. The only crate with unsafe code.
+//!
+//! Looking: [`process`], [`maps`], [`pagemap`], [`memory`], [`scope`], [`exclude`]. Acting on programs: [`inject`],
+//! [`unfold`], [`merge_any`]. Acting on KSM: [`ksm`], [`tenure`], [`drive`]. [`live`] puts them together behind the
+//! core's one door.
 
-pub mod inject;
-pub mod process;
 pub mod cpu;
-pub mod ksm;
-pub mod lock;
+pub mod diagnose;
 pub mod drive;
-pub mod machine;
-pub mod state_file;
-pub mod tenure;
 pub mod dumpable;
 pub mod exclude;
+mod hand;
+pub mod inject;
+pub mod ksm;
+pub mod live;
+pub mod lock;
+pub mod machine;
 pub mod maps;
 pub mod memory;
+pub mod merge_any;
 pub mod pagemap;
+pub mod process;
+pub mod regions;
 pub mod scope;
+pub mod state_file;
 pub mod status;
-mod hand;
-pub mod diagnose;
+pub mod targets;
+pub mod tenure;
+pub mod unfold;

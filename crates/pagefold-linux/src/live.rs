@@ -3,7 +3,7 @@
 use crate::cpu::{Ksmd, own_and_children_cpu_ns, own_cpu_ns};
 use crate::drive::Driver;
 use crate::exclude::{DenyList, Exclusion};
-use crate::inject::{Call, InjectError, Injector, Limits};
+use crate::inject::{Call, Injector, Limits};
 use crate::ksm::{Ksm, KsmError};
 use crate::memory::{PageReader, ReadHow};
 use crate::process::ReadError;
@@ -331,7 +331,7 @@ impl LiveHost {
                         }
                     }
                     Err(error) => {
-                        let marking = if is_passing(&error) { Marking::Busy } else { Marking::Refused };
+                        let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
                         owners.iter().for_each(|&(at, _)| results[at] = marking);
                         let (name, why) = (target.name.clone(), error.to_string());
                         if self.told.get(&pid) != Some(&why) {
@@ -344,11 +344,6 @@ impl LiveHost {
         }
         results
     }
-}
-
-/// Whether the same injection may work in a while.
-fn is_passing(error: &InjectError) -> bool {
-    matches!(error, InjectError::TimedOut { .. } | InjectError::NoSafeThread { .. })
 }
 
 fn add(marking: &mut Marking, pages: Pages) {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// Where the lock is unless said otherwise.
-pub const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
+pub const LOCK_PATH: &str = "/run/pagefold/lock";
 
 /// How often a waiting taker looks again. `flock` itself has no time limit.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);

@@ -6,9 +6,9 @@
 use std::io;
 
 /// `PR_SET_MEMORY_MERGE`, include/uapi/linux/prctl.h.
-pub const PR_SET_MEMORY_MERGE: u64 = 67;
+pub const PR_SET_MEMORY_MERGE: i32 = 67;
 /// `PR_GET_MEMORY_MERGE`.
-pub const PR_GET_MEMORY_MERGE: u64 = 68;
+pub const PR_GET_MEMORY_MERGE: i32 = 68;
 
 /// Lets KSM merge the memory of this process and of what it starts or becomes.
 ///
@@ -22,8 +22,7 @@ pub fn is_merge_any() -> io::Result<bool> {
     prctl(PR_GET_MEMORY_MERGE, 0).map(|set| set == 1)
 }
 
-fn prctl(operation: u64, value: u64) -> io::Result<i32> {
-    let operation = i32::try_from(operation).map_err(io::Error::other)?;
+fn prctl(operation: i32, value: u64) -> io::Result<i32> {
     // SAFETY: both operations take and return plain numbers and touch no memory of ours.
     match unsafe { libc::prctl(operation, value, 0_u64, 0_u64, 0_u64) } {
         -1 => Err(io::Error::last_os_error()),

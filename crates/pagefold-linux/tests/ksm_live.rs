@@ -7,7 +7,7 @@ use pagefold_core::host::MergeOrder;
 use pagefold_linux::cpu::{Ksmd, process_cpu_ns};
 use pagefold_linux::drive::Driver;
 use pagefold_linux::ksm::{KSM_ROOT, Knob, Ksm};
-use pagefold_linux::lock::{LOCK_PATH, Lock};
+use pagefold_linux::lock::Lock;
 use pagefold_linux::process::Process;
 use pagefold_linux::tenure::{OtherDriver, Places, TakeError, Tenure, TurnError, Wishes, put_back_deferred, recover};
 use std::io::{BufRead, BufReader, Write};
@@ -16,6 +16,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// Tests and experiments that turn KSM's knobs take turns by this lock.
+const TEST_LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
 const LIMIT: Duration = Duration::from_secs(60);
 const PAGE: usize = 4096;
 const WHOLE_SCAN: u64 = u32::MAX as u64;
@@ -48,7 +50,7 @@ impl Machine {
             println!("SKIP: ksmd is not to be seen from here");
             return None;
         };
-        let lock = Lock::take_within(Path::new(LOCK_PATH), Duration::from_secs(600)).unwrap();
+        let lock = Lock::take_within(Path::new(TEST_LOCK_PATH), Duration::from_secs(600)).unwrap();
         let knobs = ksm.knobs().unwrap();
         if knobs.run != 0 || knobs.advisor_on() || ksm.anything_merged().unwrap() {
             println!("SKIP: KSM is in use on this machine");

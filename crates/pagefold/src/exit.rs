@@ -21,6 +21,11 @@ pub const REFUSED: u8 = 6;
 /// KSM is in somebody else's hands.
 pub const KSM_TAKEN: u8 = 7;
 
+/// `exec` only: the program cannot be started.
+pub const NOT_EXECUTABLE: u8 = 126;
+/// `exec` only: there is no such program.
+pub const NOT_FOUND: u8 = 127;
+
 /// An error with its exit code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {

@@ -4,10 +4,15 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
+mod doctor;
+mod exec;
 mod exit;
+mod machine;
+mod run;
 mod scan;
 mod scope_args;
 mod style;
+mod unmerge;
 
 /// Finds memory that running programs hold twice, and has the kernel fold it into one copy.
 #[derive(Parser)]
@@ -23,6 +28,26 @@ struct Cli {
 enum Command {
     /// Show what could be saved, and where; changes nothing
     Scan(scan::ScanArgs),
+    /// Fold the memory of running programs until told to stop
+    Run(run::RunArgs),
+    /// Start a program whose memory may be folded, without tracing it
+    Exec(exec::ExecArgs),
+    /// Give programs their own copies back
+    Unmerge(unmerge::UnmergeArgs),
+    /// Show what this machine allows, what is in the way, and what to do about it
+    Doctor(doctor::DoctorArgs),
+    /// Measure pagefold against KSM by itself and against an oracle
+    Bench(pagefold_bench::BenchArgs),
+    /// Hold memory as told: what demo and bench fold
+    #[command(hide = true)]
+    Tenant {
+        /// What to hold
+        #[arg(long)]
+        spec: String,
+    },
+    /// Make other programs' system calls, on order from standard input
+    #[command(hide = true, name = machine::INJECTOR)]
+    Injector,
 }
 
 fn main() -> ExitCode {
@@ -32,6 +57,13 @@ fn main() -> ExitCode {
     };
     let result = match &cli.command {
         Command::Scan(args) => scan::run(args),
+        Command::Run(args) => run::run(args),
+        Command::Exec(args) => exec::run(args),
+        Command::Unmerge(args) => unmerge::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Bench(args) => pagefold_bench::main(args),
+        Command::Tenant { spec } => pagefold_bench::tenant_main(spec),
+        Command::Injector => pagefold_linux::inject::serve(),
     };
     match result {
         Ok(code) => code.into(),

@@ -38,6 +38,11 @@ impl ScopeArgs {
         }
     }
 
+    /// Whether new processes can come into scope.
+    pub fn is_selective(&self) -> bool {
+        self.all || !(self.cgroup.is_empty() && self.user.is_empty() && self.exe.is_empty())
+    }
+
     /// The processes that are meant now.
     pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
@@ -45,7 +50,7 @@ impl ScopeArgs {
 }
 
 /// What to do about a scope that cannot be found.
-fn explain(error: &ScopeError) -> Exit {
+pub fn explain(error: &ScopeError) -> Exit {
     let (code, advice) = match error {
         ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),
         ScopeError::UnknownPid(_) => (exit::NO_SCOPE, "it may have ended: look with ps"),

@@ -156,7 +156,9 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
     // From now on the kernel answers ESRCH if the tid comes to mean another thread, so this look is the last one
     // needed. Nothing has been asked of the thread yet: to leave here is to have done nothing.
     match thread::examine(process, tid_chosen) {
-        Ok((stat, activity)) if tid.is_some() || thread::fitness(stat.state, activity).is_some() => {}
+        // Attaching to a thread in a group stop turns that into ours at once.
+        Ok((stat, activity))
+            if tid.is_some() || stat.state == b't' || thread::fitness(stat.state, activity).is_some() => {}
         _ => return busy(),
     }
     match process.stat() {
@@ -170,7 +172,9 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
     let Some(signal) = wait_for_trap(tid_chosen, since_ns.saturating_add(limits.stop_ns), &mut since_ns) else {
         let verdict = match thread::examine(process, tid_chosen) {
             Ok((stat, _)) if matches!(stat.state, b'Z' | b'X') => Verdict::Again(InjectError::Busy { pid }),
-            Ok(_) if thread::frozen(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
+            Ok((stat, activity)) if thread::frozen(process, tid_chosen, &stat, activity) => {
+                Verdict::Failed(InjectError::Frozen { pid })
+            }
             Ok(_) => Verdict::Failed(InjectError::TimedOut { pid, what: "stop".into() }),
             Err(_) => Verdict::Again(InjectError::Busy { pid }),
         };
@@ -188,15 +192,27 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
         End::Dispatched => Verdict::Failed(InjectError::Dispatched { pid }),
         End::Fault => Verdict::Failed(InjectError::Fault { pid }),
         End::Abandoned => Verdict::Failed(InjectError::TimedOut { pid, what: "let itself be attached".into() }),
-        End::TimedOut if thread::frozen(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
+        End::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
         End::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
     };
     Ended { results, stop_ns: Some(stop_ns), verdict }
 }
 
+/// Whether a thread that did not get to its call was kept from it by a freezer. Let go, it takes a moment to be back.
+fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
+    (0..10).any(|_| {
+        std::thread::sleep(Duration::from_millis(1));
+        thread::examine(process, tid).is_ok_and(|(stat, activity)| thread::frozen(process, tid, &stat, activity))
+    })
+}
+
 /// Chooses the thread and the instruction.
 fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64), Verdict> {
     let pid = process.pid();
+    // Before anything else: the numbers of its calls would be misread.
+    if is_32_bit(process, "exe") {
+        return Err(Verdict::Failed(InjectError::Compat { pid }));
+    }
     let candidate = match tid {
         Some(tid) => {
             let activity = thread::activity(process, tid).unwrap_or(Activity::Running);
@@ -205,11 +221,16 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64), Verd
         None => match thread::choose(process) {
             Ok(Choice::Thread(candidate)) => candidate,
             Ok(Choice::NoneNow) => return Err(Verdict::Again(InjectError::NoSafeThread { pid })),
+            // In the middle of an exec by another than the main thread it looks so, too. Whether the process has ended,
+            // the caller looks.
+            Err(error @ (InjectError::Zombie { .. } | InjectError::Vanished { .. })) => {
+                return Err(Verdict::Again(error));
+            }
             Err(error) => return Err(Verdict::Failed(error)),
         },
     };
-    if is_32_bit(process, candidate.tid) {
-        // Stopped threads show it too, but by then a call of the 32-bit table was interrupted.
+    // A process whose main thread has ended shows its program only here.
+    if is_32_bit(process, &format!("task/{}/exe", candidate.tid)) {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
     match gadget::find(process, candidate.tid, candidate.activity) {
@@ -221,11 +242,11 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64), Verd
     }
 }
 
-fn is_32_bit(process: &Process, tid: i32) -> bool {
+fn is_32_bit(process: &Process, exe: &str) -> bool {
     use std::io::Read;
     const ELFCLASS32: u8 = 1;
     let mut head = [0_u8; 5];
-    process.open_file(&format!("task/{tid}/exe")).is_ok_and(|mut exe| exe.read_exact(&mut head).is_ok())
+    process.open_file(exe).is_ok_and(|mut exe| exe.read_exact(&mut head).is_ok())
         && &head[..4] == b"\x7fELF"
         && head[4] == ELFCLASS32
 }

@@ -28,14 +28,20 @@ pub fn find(process: &Process, tid: i32, activity: Activity) -> Result<u64, Inje
         }
     }
     let maps = process.read_file(&format!("task/{tid}/maps")).map_err(InjectError::from_read)?;
+    let executable = executable(&maps);
+    if executable.is_empty() {
+        // Its memory is gone: it is about to end.
+        return Err(InjectError::Busy { pid: process.pid() });
+    }
     let mut chunk = vec![0; CHUNK_BYTES];
-    for (start, end) in executable(&maps) {
+    for (start, end) in executable {
         let end = end.min(start.saturating_add(SEARCHED_BYTES as u64));
         let mut at = start;
         while at < end {
             let length = usize::try_from(end - at).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
             let read = match memory.read_at(&mut chunk[..length], at) {
-                Ok(0) => break,
+                // Its memory is gone: it is about to end, or has become another program.
+                Ok(0) => return Err(InjectError::Busy { pid: process.pid() }),
                 Ok(read) => read,
                 // A mapping beyond its file's end, a device: the next one will do.
                 Err(error) if error.raw_os_error() == Some(libc::EIO) => break,

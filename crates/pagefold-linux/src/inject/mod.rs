@@ -23,6 +23,7 @@ mod thread;
 mod worker;
 
 pub use engine::held;
+pub use thread::frozen;
 pub use worker::{Injector, serve};
 
 use crate::process::{Process, ReadError};

@@ -66,8 +66,11 @@ pub enum Fitness {
 
 /// Judges a thread by its state letter and activity. `None`: not this one, not now.
 pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
-    if !matches!(state, b'R' | b'S' | b'T') {
-        return None;
+    match state {
+        b'R' | b'S' => {}
+        // Whatever it was in, the stop has interrupted it already.
+        b'T' => return Some(Fitness::User),
+        _ => return None,
     }
     match activity {
         Activity::Running | Activity::Blocked => Some(Fitness::User),
@@ -84,7 +87,9 @@ pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
             | libc::SYS_rt_sigsuspend
             | libc::SYS_wait4
             | libc::SYS_waitid
-            | libc::SYS_msgrcv => Some(Fitness::Restarts),
+            | libc::SYS_msgrcv
+            // One of those with a timeout, after a stop.
+            | libc::SYS_restart_syscall => Some(Fitness::Restarts),
             libc::SYS_recvfrom if args[3] & waitall() != 0 => None,
             libc::SYS_recvmsg if args[2] & waitall() != 0 => None,
             // Sends are repaired if it comes to that, but may have sent half: not by choice.
@@ -130,12 +135,37 @@ pub fn activity(process: &Process, tid: i32) -> Result<Activity, ReadError> {
     Activity::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))
 }
 
-/// Whether the freezer of a control group holds the thread. The kernel's function in which it sleeps tells, if the
-/// kernel shows it; otherwise the time limits find out.
-pub fn frozen(process: &Process, tid: i32) -> bool {
-    process
-        .read_file(&format!("task/{tid}/wchan"))
-        .is_ok_and(|name| matches!(name.as_slice(), b"__refrigerator" | b"do_freezer_trap"))
+/// Whether a freezer of control groups holds the thread. What shows it is not documented, so a thread may be frozen
+/// though this says no; the time limits find out then.
+pub fn frozen(process: &Process, tid: i32, stat: &Stat, activity: Activity) -> bool {
+    // Version 1 freezes sleepers in their sleep (Linux 6.1). Nothing else makes these sleeps uninterruptible.
+    if stat.state == b'D' && matches!(activity, Activity::Syscall { nr, .. } if only_sleeps(nr)) {
+        return true;
+    }
+    // Version 2 keeps them where signals are delivered; the compiler may merge its function into the caller's, in which
+    // a thread that job control stopped waits too (state T).
+    process.read_file(&format!("task/{tid}/wchan")).is_ok_and(|name| match name.as_slice() {
+        b"__refrigerator" | b"do_freezer_trap" => true,
+        b"get_signal" => stat.state == b'S',
+        _ => false,
+    })
+}
+
+fn only_sleeps(nr: i64) -> bool {
+    matches!(
+        nr,
+        libc::SYS_nanosleep
+            | libc::SYS_clock_nanosleep
+            | libc::SYS_futex
+            | libc::SYS_poll
+            | libc::SYS_ppoll
+            | libc::SYS_select
+            | libc::SYS_pselect6
+            | libc::SYS_epoll_wait
+            | libc::SYS_epoll_pwait
+            | libc::SYS_epoll_pwait2
+            | libc::SYS_restart_syscall
+    )
 }
 
 /// Chooses among the threads of a process, the main thread first.
@@ -157,7 +187,7 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
             continue;
         }
         living += 1;
-        if living == 1 && frozen(process, tid) {
+        if living == 1 && frozen(process, tid, &stat, activity) {
             return Err(InjectError::Frozen { pid });
         }
         if stat.state == b't' {
@@ -178,13 +208,18 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
     }
 }
 
-/// Who traces a thread, zero if nobody does or it cannot be seen from this pid namespace.
+/// The process that traces a thread, zero if none does or it cannot be seen from this pid namespace.
 pub fn tracer(process: &Process, tid: i32) -> i32 {
+    let field = |status: &[u8], name: &str| -> Option<i32> {
+        String::from_utf8_lossy(status).lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
+    };
     let status = process.read_file(&format!("task/{tid}/status")).unwrap_or_default();
-    String::from_utf8_lossy(&status)
-        .lines()
-        .find_map(|line| line.strip_prefix("TracerPid:")?.trim().parse().ok())
-        .unwrap_or(0)
+    let by = field(&status, "TracerPid:").unwrap_or(0);
+    // The field names the thread that traces.
+    match std::fs::read(format!("/proc/{by}/status")) {
+        Ok(status) if by != 0 => field(&status, "Tgid:").unwrap_or(by),
+        _ => by,
+    }
 }
 
 /// The first threads of a process.
@@ -252,6 +287,7 @@ mod tests {
         let computing = fitness(b'R', Activity::Running).unwrap();
         assert!(sleeping < polling && polling < computing);
         assert_eq!(fitness(b'T', Activity::Blocked), Some(Fitness::User));
+        assert_eq!(fitness(b'T', call(libc::SYS_write, [0; 6])), Some(Fitness::User));
         assert_eq!(fitness(b'S', call(libc::SYS_recvfrom, [3, 0, 9, 0, 0, 0])), Some(Fitness::StartsOver));
     }
 }

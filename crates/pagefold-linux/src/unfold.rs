@@ -1,0 +1,145 @@
+//! Giving memory back: unmarks what is marked in a process, so that every merged page gets its own copy again.
+//!
+//! The kernel makes the copies within the system call, in the target's own time, under its mmap lock
+//! (`unmerge_ksm_pages`, mm/ksm.c). So it is done in steps short enough for the target not to notice.
+
+use crate::inject::{Call, InjectError, Injector, Limits};
+use crate::maps::{VmaDetail, parse_smaps};
+use crate::merge_any::PR_SET_MEMORY_MERGE;
+use crate::process::{Process, ReadError};
+use pagefold_core::units::Bytes;
+use thiserror::Error;
+
+/// Address space unmarked by one call. At about a gigabyte a second that copying takes, 8 ms of the target's time.
+const STEP_BYTES: u64 = 8 << 20;
+/// Rounds of unmarking before giving up on mappings that keep changing or calls that signals keep cutting short.
+const ROUNDS: u32 = 5;
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Unfolded {
+    /// Address space unmarked.
+    pub unmarked: Bytes,
+    /// Memory that has its own copy again. Zero pages count only where the kernel tells of them (6.10).
+    pub given_back: Bytes,
+    /// The longest stop of the target, nanoseconds.
+    pub longest_stop_ns: u64,
+}
+
+/// Why it could not be done, or not wholly.
+#[derive(Debug, Error)]
+pub enum UnfoldError {
+    /// The process cannot be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// The process cannot be stopped for it.
+    #[error(transparent)]
+    Inject(#[from] InjectError),
+    /// The kernel refused: out of memory within the process's limits, for one.
+    #[error("process {pid} could not take all of its memory back: {why}")]
+    Left {
+        /// The process.
+        pid: i32,
+        /// The system's word.
+        why: String,
+    },
+}
+
+/// Unmarks all that is marked in a process.
+pub fn unfold(process: &Process, injector: &mut Injector) -> Result<Unfolded, UnfoldError> {
+    let before = State::of(process)?;
+    let mut done = Unfolded { unmarked: before.marked_bytes(), ..Unfolded::default() };
+    let mut state = before.clone();
+    let mut why = String::new();
+    for _ in 0..ROUNDS {
+        let calls = state.calls();
+        if calls.is_empty() {
+            break;
+        }
+        let limits = Limits { calls_per_stop: 1, ..Limits::default() };
+        let report = injector.run(process, &calls, &limits)?;
+        done.longest_stop_ns = done.longest_stop_ns.max(report.longest_stop_ns);
+        if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
+            why = errno.to_string();
+        }
+        state = State::of(process)?;
+    }
+    done.given_back = Bytes(before.merged_kib.saturating_sub(state.merged_kib) * 1024);
+    if state.calls().is_empty() {
+        return Ok(done);
+    }
+    Err(UnfoldError::Left { pid: process.pid(), why })
+}
+
+/// What is marked and merged in a process.
+#[derive(Clone, Debug)]
+struct State {
+    merge_any: bool,
+    marked: Vec<(u64, u64)>,
+    merged_kib: u64,
+}
+
+impl State {
+    fn of(process: &Process) -> Result<Self, ReadError> {
+        let text = process.read_file("smaps")?;
+        let details = parse_smaps(&text).map_err(|what| process.malformed("smaps", what))?;
+        let stat = match process.read_file("ksm_stat") {
+            Ok(text) => String::from_utf8_lossy(&text).into_owned(),
+            Err(ReadError::Absent { .. }) => String::new(),
+            Err(error) => return Err(error),
+        };
+        let marked = details.iter().filter(|detail| detail.flags.has(*b"mg"));
+        let merged_kib: u64 = details.iter().filter_map(|detail: &VmaDetail| detail.ksm_kib).sum();
+        Ok(Self {
+            merge_any: field(&stat, "ksm_merge_any") == Some("yes"),
+            marked: marked.map(|detail| (detail.vma.start, detail.vma.end)).collect(),
+            merged_kib: merged_kib + field(&stat, "ksm_zero_pages").and_then(|pages| pages.parse().ok()).unwrap_or(0) * 4,
+        })
+    }
+
+    fn marked_bytes(&self) -> Bytes {
+        Bytes(self.marked.iter().map(|(start, end)| end - start).sum())
+    }
+
+    fn calls(&self) -> Vec<Call> {
+        if self.merge_any {
+            // This both unmarks what is there and ends the marking of what is to come.
+            return vec![Call::prctl(PR_SET_MEMORY_MERGE, [0; 4])];
+        }
+        let steps = |&(start, end): &(u64, u64)| {
+            let step = usize::try_from(STEP_BYTES).unwrap_or(usize::MAX);
+            (start..end).step_by(step).map(move |at| {
+                Call::madvise(at, STEP_BYTES.min(end - at), libc::MADV_UNMERGEABLE)
+            })
+        };
+        self.marked.iter().flat_map(steps).collect()
+    }
+}
+
+/// A field of `/proc/PID/ksm_stat`, `name value` or `name: value`.
+fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| {
+        let (key, value) = line.split_once(|c: char| c == ':' || c == ' ')?;
+        (key == name).then(|| value.trim())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_spellings_of_a_field_are_read() {
+        let text = "ksm_rmap_items 3\nksm_zero_pages 12\nksm_merge_any: yes\n";
+        assert_eq!(field(text, "ksm_zero_pages"), Some("12"));
+        assert_eq!(field(text, "ksm_merge_any"), Some("yes"));
+        assert_eq!(field(text, "ksm"), None);
+    }
+
+    #[test]
+    fn large_mappings_are_unmarked_in_steps() {
+        let state = State { merge_any: false, marked: vec![(0x1000, 0x1000 + STEP_BYTES + 4096)], merged_kib: 0 };
+        let lengths: Vec<u64> = state.calls().iter().map(|call| call.args[1]).collect();
+        assert_eq!(lengths, [STEP_BYTES, 4096]);
+    }
+}

@@ -1,0 +1,84 @@
+//! What `run` and `unmerge` need of the machine before they may touch it, and how a refusal is told.
+
+use crate::exit::{self, Exit};
+use anyhow::{Context, Result};
+use pagefold_linux::exclude::{DenyList, process_exclusion};
+use pagefold_linux::inject::{InjectError, Injector, frozen};
+use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};
+use pagefold_linux::process::{Process, ReadError};
+use pagefold_linux::scope::Scoped;
+use pagefold_linux::status::Status;
+use pagefold_linux::tenure::TakeError;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+/// The hidden subcommand that the injector process is started with.
+pub const INJECTOR: &str = "injector";
+
+/// KSM of the running kernel.
+pub fn ksm() -> Result<Arc<Ksm>, Exit> {
+    Ksm::open(Path::new(KSM_ROOT)).map(Arc::new).map_err(|error| match &error {
+        KsmError::Absent { .. } => {
+            Exit::new(exit::NO_KERNEL_SUPPORT, "this kernel has no KSM; use one built with CONFIG_KSM")
+        }
+        KsmError::Denied { .. } => Exit::new(exit::NOT_PERMITTED, format!("{error}; run as root")),
+        _ => Exit::new(exit::FAILURE, error.to_string()),
+    })
+}
+
+/// Refuses users without the rights that reading and marking other programs takes.
+pub fn need_root(purpose: &str) -> Result<(), Exit> {
+    let own = Process::open(i32::try_from(std::process::id()).unwrap_or(0)).and_then(|own| Status::of(&own));
+    if own.is_ok_and(|own| own.effective_uid() == 0) {
+        return Ok(());
+    }
+    Err(Exit::new(exit::NOT_PERMITTED, format!("{purpose} needs root; run it with sudo")))
+}
+
+/// Starts the process that will make the targets' calls.
+pub fn injector() -> Result<Injector> {
+    Injector::spawn(Command::new("/proc/self/exe").arg(INJECTOR)).context("cannot start the injector process")
+}
+
+/// Why KSM cannot be taken over, and what to do.
+pub fn explain_take(error: &TakeError) -> Exit {
+    let (code, advice) = match error {
+        TakeError::Locked { .. } | TakeError::Busy { .. } => (exit::KSM_TAKEN, "stop it first, or use that one"),
+        TakeError::InUse(_) => (exit::KSM_TAKEN, "stop that first: see pagefold doctor"),
+        TakeError::Recovering => (exit::KSM_TAKEN, "try again in a while"),
+        TakeError::Ksm(KsmError::Absent { .. }) => (exit::NO_KERNEL_SUPPORT, "use a kernel built with CONFIG_KSM"),
+        TakeError::Ksm(KsmError::Denied { .. }) => (exit::NOT_PERMITTED, "run as root"),
+        _ => (exit::FAILURE, "see pagefold doctor"),
+    };
+    Exit::new(code, format!("{error}; {advice}"))
+}
+
+/// Why a program named for folding cannot be folded, if it cannot: one clause.
+pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
+    let process = &scoped.process;
+    match process_exclusion(process, deny) {
+        Ok(Some(exclusion)) => return Some(exclusion.to_string()),
+        Err(ReadError::Vanished { .. }) => return Some("has ended".to_owned()),
+        Err(error) => return Some(error.to_string()),
+        Ok(None) => {}
+    }
+    match process.stat() {
+        Ok(stat) if stat.state == b'T' => Some("stopped by a signal; continue it with kill -CONT".to_owned()),
+        Ok(_) => frozen(process, process.pid()).then(|| "frozen by its control group; thaw that".to_owned()),
+        Err(error) => Some(error.to_string()),
+    }
+}
+
+/// The exit code for a target that could not be acted on.
+pub fn inject_code(error: &InjectError) -> u8 {
+    match error {
+        InjectError::Vanished { .. } => exit::NO_SCOPE,
+        InjectError::Denied { .. } | InjectError::Filtered { .. } => exit::NOT_PERMITTED,
+        InjectError::WorkerGone
+        | InjectError::WorkerSilent
+        | InjectError::Protocol { .. }
+        | InjectError::System { .. } => exit::FAILURE,
+        _ => exit::REFUSED,
+    }
+}

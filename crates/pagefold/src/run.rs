@@ -1,0 +1,356 @@
+//! `pagefold run`: the daemon, in the foreground.
+
+use crate::exit::{self, Exit};
+use crate::machine;
+use crate::scope_args::{ScopeArgs, explain};
+use crate::style::{self, Style};
+use anyhow::{Context, Result};
+use indicatif::{ProgressBar, ProgressStyle};
+use pagefold_core::config::{Config, Governor};
+use pagefold_core::engine::{Engine, round};
+use pagefold_core::host::Host;
+use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
+use pagefold_linux::exclude::DenyList;
+use pagefold_linux::ksm::{Ksm, Knob};
+use pagefold_linux::live::{Event, Hands, LiveError, LiveHost};
+use pagefold_linux::scope::Roots;
+use pagefold_linux::tenure::{Places, Restored, Tenure, Wishes};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// What to fold, how hard and how long.
+#[derive(Clone, Debug, clap::Args)]
+pub struct RunArgs {
+    /// Which programs.
+    #[command(flatten)]
+    pub scope: ScopeArgs,
+    /// How much CPU the search may take: full (95 % of a core while there is work), medium (50 %), low (20 %), quiet (1 %)
+    #[arg(long, value_name = "NAME", default_value = "full")]
+    pub governor: Governor,
+    /// End after this time (60s, 5m, 2h); without it, when told to by ctrl-C or SIGTERM
+    #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
+    pub duration: Option<Duration>,
+    /// Find out what would be marked, and mark nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Print the summary as JSON (schema pagefold.run/1)
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The summary of a run.
+#[derive(Debug, Serialize)]
+struct Summary {
+    schema: &'static str,
+    scope: String,
+    dry_run: bool,
+    governor: Governor,
+    /// Length of the run, seconds.
+    seconds: f64,
+    /// Processes in scope at the end.
+    processes: usize,
+    /// Memory that KSM saves more than before the run, metadata not subtracted.
+    saved_bytes: u64,
+    /// The kernel's metadata for what is marked.
+    metadata_bytes: u64,
+    /// In a dry run: duplicate memory in the spans that would be marked.
+    expected_bytes: u64,
+    /// Address space marked (in a dry run: that would be).
+    marked_bytes: u64,
+    /// Spans marked, and system calls made for it in targets.
+    marked_spans: u64,
+    /// Pages that are merged now and were not before: those saved, and those that stand for them.
+    merged_pages: u64,
+    cpu_seconds: CpuSeconds,
+    /// From the start until nine tenths of what is saved at the end were saved.
+    seconds_to_90_percent: Option<f64>,
+    /// Pages read to find out.
+    pages_read: u64,
+    /// Full scans ordered from ksmd.
+    scans: u64,
+    /// Stops of targets for marking.
+    stops: u64,
+    longest_stop_us: f64,
+    total_stop_us: f64,
+    /// Every knob is as it was before, but for those in `knobs_deferred`.
+    knobs_restored: bool,
+    /// Knobs that the kernel refuses to change while pages are merged, with the value they will get back.
+    knobs_deferred: BTreeMap<String, u64>,
+    /// Why KSM was not driven to the end, if somebody else turned a knob.
+    stood_down: Option<String>,
+    /// Programs in scope that were left alone.
+    left_alone: Vec<LeftAlone>,
+}
+
+#[derive(Debug, Serialize)]
+struct CpuSeconds {
+    pagefold: f64,
+    ksmd: f64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct LeftAlone {
+    pid: i32,
+    name: String,
+    reason: String,
+}
+
+/// Runs until told to stop, and returns the exit code.
+pub fn run(args: &RunArgs) -> Result<u8> {
+    // Signals first: from here on the end is always an orderly one.
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+        signal_hook::flag::register(signal, stop.clone()).context("cannot listen for signals")?;
+    }
+    machine::need_root("folding other programs' memory")?;
+    let ksm = machine::ksm()?;
+    let deny = DenyList::default();
+    let left_alone = check_scope(&args.scope, &deny)?;
+    let hands = take(args.dry_run, &ksm)?;
+    let config = Config { governor: args.governor, seed: RandomState::new().hash_one(0), ..Config::default() };
+    let mut engine = Engine::new(config.validated()?);
+    let mut host = LiveHost::new(args.scope.spec(), Roots::default(), deny, ksm, hands, stop.clone())?;
+    let told = watch(args, &mut engine, &mut host, &stop, left_alone);
+    let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
+    // Whatever has happened: first KSM is given back, then it is told.
+    let restored = host.finish();
+    let told = told?;
+    let summary = summary(args, &engine, processes, restored.as_ref(), told);
+    let text = if args.json {
+        serde_json::to_string_pretty(&summary)? + "\n"
+    } else {
+        describe(&summary, Style::of_stdout())
+    };
+    style::print(&text)?;
+    for line in unrestored(restored.as_ref()) {
+        eprintln!("pagefold: {line}");
+    }
+    Ok(if summary.knobs_restored { exit::OK } else { exit::FAILURE })
+}
+
+/// Refuses a scope in which nothing may be touched; names what will be left alone.
+fn check_scope(scope: &ScopeArgs, deny: &DenyList) -> Result<Vec<LeftAlone>, Exit> {
+    let scoped = scope.resolve()?;
+    let all = scoped.len();
+    let left_alone: Vec<LeftAlone> = scoped
+        .iter()
+        .filter(|scoped| scope.pid.contains(&scoped.process.pid()) || all == 1)
+        .filter_map(|scoped| {
+            let reason = machine::refusal(scoped, deny)?;
+            Some(LeftAlone { pid: scoped.process.pid(), name: scoped.name.clone(), reason })
+        })
+        .collect();
+    match left_alone.first() {
+        Some(first) if left_alone.len() == all => Err(Exit::new(
+            exit::REFUSED,
+            format!("process {} ({}) is left alone: {}; nothing else is in scope", first.pid, first.name, first.reason),
+        )),
+        _ => Ok(left_alone),
+    }
+}
+
+fn take(dry_run: bool, ksm: &Arc<Ksm>) -> Result<Hands> {
+    if dry_run {
+        return Ok(Hands::DryRun);
+    }
+    let tenure = Tenure::take(ksm.clone(), &Places::default(), &Wishes::default())
+        .map_err(|error| machine::explain_take(&error))?;
+    for (knob, value) in tenure.not_granted() {
+        eprintln!(
+            "pagefold: {} stays as it is instead of {value}: pages are merged already, or this kernel lacks it",
+            knob.file_name()
+        );
+    }
+    Ok(Hands::Act { tenure, injector: machine::injector()? })
+}
+
+/// What was told of the run while it went on.
+struct Told {
+    left_alone: Vec<LeftAlone>,
+    stood_down: Option<String>,
+}
+
+fn watch(
+    args: &RunArgs,
+    engine: &mut Engine,
+    host: &mut LiveHost,
+    stop: &AtomicBool,
+    left_alone: Vec<LeftAlone>,
+) -> Result<Told> {
+    let bar = progress();
+    let mut told = Told { left_alone: Vec::new(), stood_down: None };
+    for left in left_alone {
+        tell(&bar, &mut told, Event::LeftAlone { pid: left.pid, name: left.name, why: left.reason });
+    }
+    let end_ns = args.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
+    while !stop.load(Ordering::Relaxed) && host.now_ns() < end_ns {
+        let pause_ns = match round(engine, host) {
+            Ok(pause_ns) => pause_ns,
+            Err(LiveError::Scope(error)) => return Err(explain(&error).into()),
+            Err(error) => return Err(error.into()),
+        };
+        for event in host.take_events() {
+            tell(&bar, &mut told, event);
+        }
+        if host.targets().next().is_none() && !args.scope.is_selective() {
+            bar.println("every process named has ended");
+            break;
+        }
+        show(&bar, engine, host);
+        host.wait(pause_ns.min(end_ns.saturating_sub(host.now_ns())))?;
+    }
+    bar.finish_and_clear();
+    Ok(told)
+}
+
+fn tell(bar: &ProgressBar, told: &mut Told, event: Event) {
+    let line = match event {
+        Event::LeftAlone { pid, name, why } => {
+            let line = format!("process {pid} ({name}) is left alone: {why}");
+            told.left_alone.push(LeftAlone { pid, name, reason: why });
+            line
+        }
+        Event::StoodDown { why } => {
+            let line = format!("KSM is not driven any more: {why}");
+            told.stood_down = Some(why);
+            line
+        }
+    };
+    if bar.is_hidden() {
+        eprintln!("pagefold: {line}");
+    } else {
+        bar.println(line);
+    }
+}
+
+fn progress() -> ProgressBar {
+    // Hidden by itself where standard error is no terminal.
+    let bar = ProgressBar::new_spinner();
+    if let Ok(style) = ProgressStyle::with_template("{spinner:.green} {msg}  {elapsed:.dim}") {
+        bar.set_style(style);
+    }
+    bar.enable_steady_tick(Duration::from_millis(120));
+    bar
+}
+
+fn show(bar: &ProgressBar, engine: &Engine, host: &LiveHost) {
+    let ledger = engine.ledger();
+    let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
+    bar.set_message(format!(
+        "{}, {}: saved {}, CPU {:.1} s{}",
+        style::count(host.targets().count(), "process", "processes"),
+        style::human(resident),
+        style::human(ledger.saved().bytes().0),
+        (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,
+        if engine.is_busy() { "" } else { ", watching" },
+    ));
+}
+
+fn summary(args: &RunArgs, engine: &Engine, processes: usize, restored: Option<&Restored>, told: Told) -> Summary {
+    let ledger = engine.ledger();
+    let marks = || engine.regions().flat_map(|region| &region.marks);
+    let deferred = restored.iter().flat_map(|restored| &restored.deferred);
+    Summary {
+        schema: "pagefold.run/1",
+        scope: args.scope.spec().to_string(),
+        dry_run: args.dry_run,
+        governor: args.governor,
+        seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
+        processes,
+        saved_bytes: ledger.saved().bytes().0,
+        metadata_bytes: marks().map(|mark| mark.resident.0).sum::<u64>() * METADATA_BYTES_PER_PAGE,
+        expected_bytes: if args.dry_run { marks().map(|mark| mark.duplicate.bytes().0).sum() } else { 0 },
+        marked_bytes: ledger.marked.bytes().0,
+        marked_spans: ledger.spans,
+        merged_pages: ledger.merged().0,
+        cpu_seconds: CpuSeconds {
+            pagefold: ledger.cost.pagefold_ns as f64 / 1e9,
+            ksmd: ledger.cost.ksmd_ns as f64 / 1e9,
+        },
+        seconds_to_90_percent: ledger.seconds_to_90_percent(),
+        pages_read: ledger.pages_read,
+        scans: engine.scans(),
+        stops: ledger.stops,
+        longest_stop_us: ledger.longest_stop_ns as f64 / 1e3,
+        total_stop_us: ledger.total_stop_ns as f64 / 1e3,
+        knobs_restored: restored.is_none_or(|restored| restored.failed.is_empty() && restored.pending.is_empty()),
+        knobs_deferred: deferred.map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect(),
+        stood_down: told.stood_down,
+        left_alone: told.left_alone,
+    }
+}
+
+/// What could not be put back, each in a line.
+fn unrestored(restored: Option<&Restored>) -> Vec<String> {
+    let Some(restored) = restored else { return Vec::new() };
+    let name = |knob: &Knob| knob.file_name();
+    let failed = restored.failed.iter().map(|(knob, why)| format!("could not put {} back: {why}", name(knob)));
+    let pending = restored.pending.iter().map(|(knob, value)| {
+        format!("ksmd is still in a scan: {} gets {value} back when it ends; see pagefold doctor", name(knob))
+    });
+    failed.chain(pending).collect()
+}
+
+fn describe(summary: &Summary, style: Style) -> String {
+    let mut text = String::new();
+    let headline = if summary.dry_run {
+        format!(
+            "Dry run: would mark {}, of which {} are duplicate. Nothing was changed.",
+            style::human(summary.marked_bytes),
+            style::human(summary.expected_bytes)
+        )
+    } else {
+        format!("Saved {} in {:.1} s.", style::human(summary.saved_bytes), summary.seconds)
+    };
+    style::line(&mut text, &style.bold(&headline));
+    style::line(&mut text, "");
+    let mut row = |name: &str, value: String| style::line(&mut text, &format!("  {:<14}{value}", name));
+    let reached = summary.seconds_to_90_percent.map_or(String::new(), |s| format!(", nine tenths of it after {s:.1} s"));
+    if !summary.dry_run {
+        row("merged", format!("{} pages{reached}", summary.merged_pages));
+    }
+    row(
+        "marked",
+        format!(
+            "{} in {}, kernel metadata {}",
+            style::human(summary.marked_bytes),
+            style::count(usize::try_from(summary.marked_spans).unwrap_or(usize::MAX), "span", "spans"),
+            style::human(summary.metadata_bytes)
+        ),
+    );
+    row(
+        "CPU",
+        format!(
+            "{:.2} s by pagefold ({} pages read), {:.2} s by ksmd ({} scans)",
+            summary.cpu_seconds.pagefold, summary.pages_read, summary.cpu_seconds.ksmd, summary.scans
+        ),
+    );
+    row("stops", format!("{}, the longest {:.0} us", summary.stops, summary.longest_stop_us));
+    if let Some(why) = &summary.stood_down {
+        row("stood down", why.clone());
+    }
+    let deferred: Vec<String> = summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} ({value})")).collect();
+    row(
+        "KSM",
+        match (summary.dry_run, deferred.is_empty()) {
+            (true, _) => "not touched".to_owned(),
+            (false, true) => "as it was".to_owned(),
+            (false, false) => format!(
+                "as it was, but for {}, which the kernel lets be put back when nothing is merged any more",
+                deferred.join(", ")
+            ),
+        },
+    );
+    if summary.saved_bytes > 0 {
+        style::line(&mut text, "");
+        style::line(
+            &mut text,
+            &style.dim(&format!("The memory stays folded. To give it back: pagefold unmerge {}", summary.scope)),
+        );
+    }
+    text
+}

@@ -1,0 +1,155 @@
+//! `pagefold unmerge`: gives programs their own copies again and takes their marks away.
+
+use crate::exit;
+use crate::machine;
+use crate::scope_args::ScopeArgs;
+use crate::style::{self, Style};
+use anyhow::Result;
+use pagefold_core::host::MergeOrder;
+use pagefold_core::units::Bytes;
+use pagefold_linux::cpu::Ksmd;
+use pagefold_linux::drive::Driver;
+use pagefold_linux::ksm::Ksm;
+use pagefold_linux::tenure::{Places, TakeError, Tenure, Wishes};
+use pagefold_linux::unfold::{UnfoldError, unfold};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long ksmd may take to pass over what was unmarked.
+const PASS_LIMIT: Duration = Duration::from_secs(30);
+
+/// What to give back.
+#[derive(Clone, Debug, clap::Args)]
+pub struct UnmergeArgs {
+    /// Which programs.
+    #[command(flatten)]
+    pub scope: ScopeArgs,
+    /// Print the result as JSON (schema pagefold.unmerge/1)
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct Summary {
+    schema: &'static str,
+    /// Memory that has its own copy again.
+    given_back_bytes: u64,
+    /// Address space that is not marked any more.
+    unmarked_bytes: u64,
+    longest_stop_us: f64,
+    processes: Vec<Process>,
+    /// Pages that KSM still saves, machine-wide.
+    still_saved_bytes: u64,
+    /// Knobs that an earlier run could not put back and that still wait for the last merged page to go.
+    knobs_deferred: BTreeMap<String, u64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Process {
+    pid: i32,
+    name: String,
+    given_back_bytes: u64,
+    unmarked_bytes: u64,
+    /// Why it could not be done, or not wholly.
+    failed: Option<String>,
+}
+
+/// Gives memory back, and returns the exit code.
+pub fn run(args: &UnmergeArgs) -> Result<u8> {
+    machine::need_root("giving memory back")?;
+    let ksm = machine::ksm()?;
+    let scoped = args.scope.resolve()?;
+    let places = Places::default();
+    // Nobody may mark again what is being unmarked. Whoever else runs ksmd does no harm to it.
+    let tenure = match Tenure::take(ksm.clone(), &places, &NO_WISHES) {
+        Ok(tenure) => Some(tenure),
+        Err(TakeError::InUse(_)) => None,
+        Err(error) => return Err(machine::explain_take(&error).into()),
+    };
+    let mut injector = machine::injector()?;
+    let mut summary = Summary { schema: "pagefold.unmerge/1", ..Summary::default() };
+    let mut code = exit::OK;
+    for scoped in scoped {
+        let mut process = Process {
+            pid: scoped.process.pid(),
+            name: scoped.name,
+            given_back_bytes: 0,
+            unmarked_bytes: 0,
+            failed: None,
+        };
+        match unfold(&scoped.process, &mut injector) {
+            Ok(done) => {
+                process.given_back_bytes = done.given_back.0;
+                process.unmarked_bytes = done.unmarked.0;
+                summary.longest_stop_us = summary.longest_stop_us.max(done.longest_stop_ns as f64 / 1e3);
+            }
+            Err(error) => {
+                eprintln!("pagefold: {error}");
+                code = match &error {
+                    UnfoldError::Inject(error) => machine::inject_code(error),
+                    UnfoldError::Read(_) => exit::NO_SCOPE,
+                    UnfoldError::Left { .. } => exit::FAILURE,
+                };
+                process.failed = Some(error.to_string());
+            }
+        }
+        summary.given_back_bytes += process.given_back_bytes;
+        summary.unmarked_bytes += process.unmarked_bytes;
+        summary.processes.push(process);
+    }
+    drop(injector);
+    if let Some(tenure) = tenure {
+        let restored = settle(tenure, &ksm)?;
+        summary.knobs_deferred = restored;
+    }
+    summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
+    let text = if args.json {
+        serde_json::to_string_pretty(&summary)? + "\n"
+    } else {
+        describe(&summary, Style::of_stdout())
+    };
+    style::print(&text)?;
+    Ok(code)
+}
+
+const NO_WISHES: Wishes = Wishes { max_page_sharing: None, use_zero_pages: None, smart_scan: None };
+
+/// Has ksmd pass once, so that it lets go of what was unmarked and its counters are true again, and puts back what
+/// an earlier run had to leave turned. Returns what still cannot be put back.
+fn settle(tenure: Tenure, ksm: &Arc<Ksm>) -> Result<BTreeMap<String, u64>> {
+    if ksm.anything_merged()? {
+        let driver = Driver::start(&tenure, Ksmd::find()?)?;
+        // The first scan may be the rest of one that was begun before.
+        for _ in 0..2 {
+            driver.order(MergeOrder::Kick);
+            driver.wait_idle(PASS_LIMIT);
+        }
+    }
+    let restored = tenure.restore(PASS_LIMIT);
+    for (knob, why) in &restored.failed {
+        eprintln!("pagefold: could not put {} back: {why}", knob.file_name());
+    }
+    Ok(restored.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect())
+}
+
+fn describe(summary: &Summary, style: Style) -> String {
+    let mut text = String::new();
+    let done = summary.processes.iter().filter(|process| process.failed.is_none()).count();
+    let headline = format!(
+        "Gave {} back to {}.",
+        style::human(summary.given_back_bytes),
+        style::count(done, "process", "processes")
+    );
+    style::line(&mut text, &style.bold(&headline));
+    for process in summary.processes.iter().filter(|process| process.unmarked_bytes > 0) {
+        let line = format!("  {:>8}  {:<16}{}", process.pid, process.name, style::human(process.given_back_bytes));
+        style::line(&mut text, &line);
+    }
+    if Bytes(summary.still_saved_bytes) > Bytes(0) {
+        let line = format!("KSM still saves {} in other programs.", style::human(summary.still_saved_bytes));
+        style::line(&mut text, &style.dim(&line));
+    }
+    text
+}
