@@ -447,7 +447,12 @@ impl Engine {
 
     /// Wakes ksmd for what has become worth merging in spans marked earlier.
     fn refresh(&mut self) {
-        if self.merger.is_busy() || self.now_ns < self.next_refresh_ns {
+        if self.merger.is_busy() {
+            // What is about to merge is no reason to wake ksmd once more.
+            self.slots.iter_mut().flatten().for_each(|region| region.in_marks = (0, 0));
+            return;
+        }
+        if self.now_ns < self.next_refresh_ns {
             return;
         }
         let (mut worth, mut marked) = (0.0, 0);

@@ -3,7 +3,7 @@
 //! A victim prints `ready ADDR LEN`, does what its mode says, and prints `ok` or `bad: REASON`. Modes that block
 //! do so twice: the first time the call must end as if nothing had been (its timeout, its event); before the second
 //! the victim prints `again`, and a real SIGUSR1 must end the call with a real EINTR and one run of the handler.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)] // A test program: raw calls are what it is for.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks, clippy::unnecessary_wraps, clippy::cast_ptr_alignment)] // A test program: raw calls are what it is for.
 
 use std::arch::asm;
 use std::io::{Read, Write};
@@ -77,6 +77,10 @@ fn run(mode: &str) -> Result<(), String> {
         "execs" => execs(),
         _ => blocking(mode),
     }
+}
+
+fn unsigned(number: i64) -> u64 {
+    u64::from_ne_bytes(number.to_ne_bytes())
 }
 
 // ---- what is checked --------------------------------------------------------------------------------------------
@@ -181,7 +185,7 @@ fn pipe() -> [i32; 2] {
 }
 
 fn word(fd: i32) -> u64 {
-    u64::from(fd.cast_unsigned())
+    u64::from(fd.unsigned_abs())
 }
 
 fn polled(fd: i32) -> u64 {
@@ -223,7 +227,7 @@ fn blocking_mode(mode: &str) -> Result<Blocking, String> {
     Ok(match mode {
         "nanosleep" => timed(libc::SYS_nanosleep, 0, Box::new(|ms| [timespec(ms), ptr([0_u64; 2]), 0, 0, 0, 0])),
         "futex" => timed(libc::SYS_futex, -110, Box::new(|ms| [ptr(5_u32), 128, 5, timespec(ms), 0, 0])),
-        "poll" => timed(libc::SYS_poll, 0, Box::new(move |ms| [polled(reader), 1, ms.cast_unsigned(), 0, 0, 0])),
+        "poll" => timed(libc::SYS_poll, 0, Box::new(move |ms| [polled(reader), 1, unsigned(ms), 0, 0, 0])),
         "ppoll" => timed(libc::SYS_ppoll, 0, Box::new(move |ms| [polled(reader), 1, timespec(ms), 0, 0, 0])),
         // SIGUSR1 is blocked but for the time of the call.
         "ppoll-mask" | "epoll-pwait" => {
@@ -233,7 +237,7 @@ fn blocking_mode(mode: &str) -> Result<Blocking, String> {
             } else {
                 let events = buffer();
                 let epoll = word(epoll(reader));
-                let args = move |ms: i64| [epoll, events, 8, ms.cast_unsigned(), ptr(0_u64), 8];
+                let args = move |ms: i64| [epoll, events, 8, unsigned(ms), ptr(0_u64), 8];
                 timed(libc::SYS_epoll_pwait, 0, Box::new(args))
             }
         }
@@ -261,7 +265,7 @@ fn blocking_mode(mode: &str) -> Result<Blocking, String> {
             nr: libc::SYS_wait4,
             args: Box::new(|ms| {
                 if ms == LONG_MS {
-                    forked(|| std::thread::sleep(std::time::Duration::from_millis(LONG_MS.cast_unsigned())));
+                    forked(|| std::thread::sleep(std::time::Duration::from_millis(unsigned(LONG_MS))));
                 }
                 [u64::MAX, 0, 0, 0, 0, 0]
             }),
@@ -299,7 +303,7 @@ fn blocking_mode(mode: &str) -> Result<Blocking, String> {
         }
         "epoll" => {
             let (events, epoll) = (buffer(), word(epoll(reader)));
-            timed(libc::SYS_epoll_wait, 0, Box::new(move |ms| [epoll, events, 8, ms.cast_unsigned(), 0, 0]))
+            timed(libc::SYS_epoll_wait, 0, Box::new(move |ms| [epoll, events, 8, unsigned(ms), 0, 0]))
         }
         "sigtimedwait" => {
             let usr2 = 1_u64 << (libc::SIGUSR2 - 1);
@@ -342,7 +346,7 @@ fn blocking_mode(mode: &str) -> Result<Blocking, String> {
                 return Err("skip: io_uring_setup is not permitted".into());
             }
             // GETEVENTS with an extended argument that holds a timeout.
-            let args = move |ms| [ring.cast_unsigned(), 0, 1, 1 | 8, ptr([0, 0, timespec(ms)]), 24];
+            let args = move |ms| [unsigned(ring), 0, 1, 1 | 8, ptr([0, 0, timespec(ms)]), 24];
             timed(libc::SYS_io_uring_enter, -62, Box::new(args))
         }
         other => return Err(format!("no such mode: {other}")),
@@ -497,7 +501,7 @@ fn waitall() -> Result<(), String> {
         std::thread::sleep(std::time::Duration::from_millis(600));
         unsafe { libc::write(pair[1], [0_u8; 5].as_ptr().cast(), 5) };
     });
-    let all = u64::from(libc::MSG_WAITALL.cast_unsigned());
+    let all = u64::from(libc::MSG_WAITALL.unsigned_abs());
     match call(libc::SYS_recvfrom, [word(pair[0]), buffer(), 10, all, 0, 0])? {
         10 => Ok(()),
         other => Err(format!("a receive of 10 bytes answered {other}")),
@@ -512,7 +516,7 @@ fn threads() -> Result<(), String> {
 /// The main thread ends; another one goes on.
 fn main_exit() -> Result<(), String> {
     std::thread::spawn(|| {
-        let verdict = command().map(|_| "ok".to_owned()).unwrap_or_else(|reason| format!("bad: {reason}"));
+        let verdict = command().map_or_else(|reason| format!("bad: {reason}"), |_| "ok".to_owned());
         println!("{verdict}");
         let _ = std::io::stdout().flush();
         unsafe { libc::syscall(libc::SYS_exit_group, 0) };

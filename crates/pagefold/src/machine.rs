@@ -3,7 +3,7 @@
 use crate::exit::{self, Exit};
 use anyhow::{Context, Result};
 use pagefold_linux::exclude::{DenyList, process_exclusion};
-use pagefold_linux::inject::{InjectError, Injector, frozen};
+use pagefold_linux::inject::{InjectError, Injector, is_frozen};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};
 use pagefold_linux::process::{Process, ReadError};
 use pagefold_linux::scope::Scoped;
@@ -65,7 +65,7 @@ pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
     }
     match process.stat() {
         Ok(stat) if stat.state == b'T' => Some("stopped by a signal; continue it with kill -CONT".to_owned()),
-        Ok(_) => frozen(process, process.pid()).then(|| "frozen by its control group; thaw that".to_owned()),
+        Ok(_) => is_frozen(process).then(|| "frozen by its control group; thaw that".to_owned()),
         Err(error) => Some(error.to_string()),
     }
 }

@@ -4,7 +4,7 @@
 //! make the call. One of its threads is stopped by ptrace, made to run a batch of calls, given back every
 //! register and its signal mask, and let go; the program notices nothing but the time. What its threads
 //! block in, who signals it, freezes it, kills it or traces it meanwhile decides how ([`regs`], [`thread`]
-//! and [`engine`] say so where they do it).
+//! and [`tracee`] say so where they do it).
 //!
 //! The one rule that cannot be bent: once a thread's registers are not its own, it is given them back or it
 //! has died. Nothing times out of that, so [`InjectError::Held`] exists; and because the tracer's death at that
@@ -17,13 +17,14 @@ compile_error!("injection knows the registers and the restart rules of 64-bit x8
 
 mod engine;
 mod gadget;
+mod gate;
 mod ptrace;
 mod regs;
 mod thread;
+mod tracee;
 mod worker;
 
-pub use engine::held;
-pub use thread::frozen;
+pub use gate::held;
 pub use worker::{Injector, serve};
 
 use crate::process::{Process, ReadError};
@@ -52,13 +53,13 @@ pub struct Call {
 impl Call {
     /// `madvise(addr, len, advice)`.
     pub fn madvise(addr: u64, len: u64, advice: i32) -> Self {
-        Self { nr: libc::SYS_madvise, args: [addr, len, i64::from(advice).cast_unsigned(), 0, 0, 0] }
+        Self { nr: libc::SYS_madvise, args: [addr, len, unsigned(i64::from(advice)), 0, 0, 0] }
     }
 
     /// `prctl(option, arg2, arg3, arg4, arg5)`.
     pub fn prctl(option: i32, args: [u64; 4]) -> Self {
         let [a, b, c, d] = args;
-        Self { nr: libc::SYS_prctl, args: [i64::from(option).cast_unsigned(), a, b, c, d, 0] }
+        Self { nr: libc::SYS_prctl, args: [unsigned(i64::from(option)), a, b, c, d, 0] }
     }
 }
 
@@ -265,6 +266,15 @@ impl InjectError {
     }
 }
 
+/// Whether the process is seen to be frozen by its control group, looking at its main thread.
+pub fn is_frozen(process: &Process) -> bool {
+    let pid = process.pid();
+    match (process.stat(), thread::activity(process, pid)) {
+        (Ok(stat), Ok(activity)) => thread::frozen(process, pid, &stat, activity),
+        _ => false,
+    }
+}
+
 /// Runs `calls` in `process`, by a short-lived thread of this very process.
 ///
 /// This process must live until it is done ([`held`] tells), and nobody in it may wait for any child, or for this
@@ -318,4 +328,14 @@ fn run(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> 
         }
     }
     Ok(report)
+}
+
+/// A register's word as a number of either sign. The standard conversion is newer than the oldest supported compiler.
+const fn signed(word: u64) -> i64 {
+    i64::from_ne_bytes(word.to_ne_bytes())
+}
+
+/// The way back.
+const fn unsigned(number: i64) -> u64 {
+    u64::from_ne_bytes(number.to_ne_bytes())
 }

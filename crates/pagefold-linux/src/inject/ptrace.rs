@@ -147,7 +147,6 @@ pub fn look(tid: i32) -> Look {
     const BOTH: i32 = libc::WSTOPPED | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
     const STOPS: i32 = libc::WSTOPPED | libc::WNOHANG | libc::__WALL;
     match wait(tid, BOTH) {
-        None => Look::Gone,
         Some((0, _)) => Look::Nothing,
         Some((libc::CLD_TRAPPED | libc::CLD_STOPPED, _)) => match wait(tid, STOPS) {
             // A stop that is over before it is taken notice of was ended by SIGKILL; the next look sees the death.
@@ -158,7 +157,7 @@ pub fn look(tid: i32) -> Look {
                 signal => Look::Signal(signal & 0x7f),
             },
         },
-        Some(_) => Look::Gone,
+        _ => Look::Gone,
     }
 }
 

@@ -8,6 +8,7 @@
 //! restarts the call unless a handler is to run, and in that case makes it the EINTR it was.
 
 use super::ptrace::Registers;
+use super::{signed, unsigned};
 
 /// Code segment selector of 64-bit programs.
 const USER_CS_64: u64 = 0x33;
@@ -24,7 +25,7 @@ pub fn is_64_bit(registers: &Registers) -> bool {
 
 /// Whether the thread was stopped on its way out of a system call (and not on its way back from an interrupt).
 pub fn in_syscall(registers: &Registers) -> bool {
-    registers.orig_rax.cast_signed() >= 0
+    signed(registers.orig_rax) >= 0
 }
 
 /// Whether the instruction pointer lies in the critical section `[start, start + length)`.
@@ -66,9 +67,9 @@ pub fn repairable(nr: i64) -> bool {
 /// 32-bit table.
 pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) -> Registers {
     let mut registers = *stopped;
-    let interrupted = stopped.rax.cast_signed() == -i64::from(libc::EINTR);
-    if by_us && by_syscall_instruction && interrupted && repairable(stopped.orig_rax.cast_signed()) {
-        registers.rax = (-ERESTARTNOHAND).cast_unsigned();
+    let interrupted = signed(stopped.rax) == -i64::from(libc::EINTR);
+    if by_us && by_syscall_instruction && interrupted && repairable(signed(stopped.orig_rax)) {
+        registers.rax = unsigned(-ERESTARTNOHAND);
     }
     registers
 }
@@ -77,7 +78,7 @@ pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) 
 pub fn calling(stopped: &Registers, instruction: u64, nr: i64, args: &[u64; 6]) -> Registers {
     let mut registers = *stopped;
     registers.rip = instruction;
-    registers.rax = nr.cast_unsigned();
+    registers.rax = unsigned(nr);
     // Not in a system call: the kernel must not "restart" the registers set here.
     registers.orig_rax = u64::MAX;
     [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9] = *args;
@@ -92,8 +93,8 @@ mod tests {
         // SAFETY: plain integers.
         let mut registers: Registers = unsafe { std::mem::zeroed() };
         registers.cs = USER_CS_64;
-        registers.orig_rax = nr.cast_unsigned();
-        registers.rax = rax.cast_unsigned();
+        registers.orig_rax = unsigned(nr);
+        registers.rax = unsigned(rax);
         (registers.rip, registers.rsp, registers.rdi, registers.rcx) = (0x1000, 0x2000, 7, 0x1000);
         registers
     }
@@ -110,7 +111,7 @@ mod tests {
                 let before = stopped(nr, rax);
                 let after = repaired(&before, true, true);
                 let expected = if rax == -4 && repairable(nr) { -514 } else { rax };
-                assert_eq!(after.rax.cast_signed(), expected, "call {nr} answering {rax}");
+                assert_eq!(signed(after.rax), expected, "call {nr} answering {rax}");
                 // Nothing else is touched.
                 assert_eq!(words(&Registers { rax: before.rax, ..after }), words(&before));
                 assert_eq!(words(&repaired(&before, false, true)), words(&before), "a stop of job control");
@@ -126,7 +127,7 @@ mod tests {
     fn a_call_changes_its_own_registers_only() {
         let before = stopped(libc::SYS_nanosleep, -516);
         let call = calling(&before, 0x5000, libc::SYS_madvise, &[1, 2, 3, 4, 5, 6]);
-        assert_eq!((call.rip, call.rax.cast_signed(), call.orig_rax), (0x5000, libc::SYS_madvise, u64::MAX));
+        assert_eq!((call.rip, signed(call.rax), call.orig_rax), (0x5000, libc::SYS_madvise, u64::MAX));
         assert_eq!((call.rdi, call.rsi, call.rdx, call.r10, call.r8, call.r9), (1, 2, 3, 4, 5, 6));
         assert_eq!((call.rsp, call.rbx, call.rbp, call.rcx), (before.rsp, before.rbx, before.rbp, before.rcx));
         assert!(in_syscall(&before) && !in_syscall(&call));

@@ -48,8 +48,10 @@ impl Activity {
         if nr < 0 {
             return Ok(Self::Blocked);
         }
-        let [a, b, c, d, e, f, _stack, pc] = words;
-        Ok(Self::Syscall { nr, args: [a, b, c, d, e, f], pc })
+        let mut args = [0; 6];
+        args.copy_from_slice(&words[..6]);
+        // Between the arguments and the program counter comes the stack pointer.
+        Ok(Self::Syscall { nr, args, pc: words[7] })
     }
 }
 

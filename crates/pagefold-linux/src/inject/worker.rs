@@ -7,7 +7,7 @@
 //! Requests and replies are one JSON object per line on a socket pair. Replies carry the number of their
 //! request: one that came too late is recognised and dropped.
 
-use super::{Call, InjectError, Limits, Report, held, inject};
+use super::{Call, InjectError, Limits, Report, held, inject, unsigned};
 use crate::process::Process;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, Read, Write};
@@ -49,6 +49,8 @@ pub struct Injector {
     /// What has been read of the next reply.
     pending: Vec<u8>,
     last_id: u64,
+    /// Half a request was written; nothing after it would be understood.
+    broken: bool,
     cpu_ns: u64,
 }
 
@@ -61,7 +63,7 @@ impl Injector {
         let child = command.spawn();
         // The command would keep the worker's end open in this process, and its death would go unnoticed.
         command.stdin(Stdio::null()).stdout(Stdio::null());
-        Ok(Self { child: child?, stream, pending: Vec::new(), last_id: 0, cpu_ns: 0 })
+        Ok(Self { child: child?, stream, pending: Vec::new(), last_id: 0, broken: false, cpu_ns: 0 })
     }
 
     /// Has the worker run `calls` in `process`.
@@ -69,6 +71,9 @@ impl Injector {
     /// A worker that does not answer in time is left alone and never killed: it may hold a target that only it can
     /// restore. Later requests wait their turn behind what it is doing.
     pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
+        if self.broken {
+            return Err(InjectError::WorkerSilent);
+        }
         self.last_id += 1;
         let request = Request {
             version: VERSION,
@@ -83,7 +88,10 @@ impl Injector {
         let mut line = serde_json::to_vec(&request).map_err(|error| nonsense(&error))?;
         line.push(b'\n');
         self.stream.set_write_timeout(Some(patience)).map_err(|_| InjectError::WorkerGone)?;
-        self.stream.write_all(&line).map_err(|error| disconnected(&error))?;
+        self.stream.write_all(&line).map_err(|error| {
+            self.broken = disconnected(&error) == InjectError::WorkerSilent;
+            disconnected(&error)
+        })?;
         loop {
             let line = self.line(deadline)?;
             let reply: Reply = serde_json::from_slice(&line).map_err(|error| nonsense(&error))?;
@@ -91,7 +99,8 @@ impl Injector {
                 return Err(InjectError::Protocol { what: format!("version {} of the protocol", reply.version) });
             }
             self.cpu_ns = self.cpu_ns.max(reply.cpu_ns);
-            if reply.id == self.last_id {
+            // Zero: the request was not understood.
+            if reply.id == self.last_id || reply.id == 0 {
                 return reply.result;
             }
         }
@@ -241,7 +250,7 @@ fn cpu_ns() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `now` outlives the call.
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut now) };
-    now.tv_sec.cast_unsigned().saturating_mul(1_000_000_000).saturating_add(now.tv_nsec.cast_unsigned())
+    unsigned(now.tv_sec).saturating_mul(1_000_000_000).saturating_add(unsigned(now.tv_nsec))
 }
 
 #[cfg(test)]

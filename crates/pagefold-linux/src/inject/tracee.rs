@@ -1,0 +1,294 @@
+//! A stopped thread: save, call, restore, detach.
+//!
+//! From the first register set to the last one restored ([`Tracee::serve`]) the code neither allocates nor panics
+//! nor takes signals, and leaves only with the thread restored or dead.
+
+use super::gate::Gate;
+use super::ptrace::{self, Look, Registers};
+use super::{Call, Errno, Limits, gadget, regs, signed, unsigned};
+
+/// How often a call is made that a signal cuts short (un-merging stops at any pending signal).
+const RESTARTS: u32 = 4;
+/// After a call's time is over and it was interrupted: what it gets to come back before the caller is told.
+const GRACE_NS: u64 = 500_000_000;
+/// So long a wait is polled without sleeping: most stops come within 20 us, and a sleep costs more than that.
+const SPIN_NS: u64 = 200_000;
+const LONGEST_NAP_NS: u64 = 5_000_000;
+
+/// Waits until the thread is in a trap of the tracer's or of job control. Signals that come first are passed on.
+/// `since_ns` becomes the time of the last look that did not find it stopped.
+pub fn wait_for_trap(tid: i32, until_ns: u64, since_ns: &mut u64) -> Option<i32> {
+    loop {
+        match wait(tid, until_ns, since_ns) {
+            Look::Trap { signal } => return Some(signal),
+            Look::Signal(signal) => ptrace::resume(tid, signal).ok()?,
+            Look::Syscall => ptrace::resume(tid, 0).ok()?,
+            Look::Gone | Look::Nothing => return None,
+        }
+    }
+}
+
+/// Waits for anything to happen to the tracee.
+fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> Look {
+    let begun_ns = clock_ns();
+    loop {
+        let now_ns = clock_ns();
+        match ptrace::look(tid) {
+            Look::Nothing => *since_ns = now_ns,
+            found => return found,
+        }
+        if now_ns >= until_ns {
+            return Look::Nothing;
+        }
+        let waited_ns = now_ns.saturating_sub(begun_ns);
+        if waited_ns < SPIN_NS {
+            // SAFETY: no arguments. Gives the target the CPU if it is to have this one.
+            unsafe { libc::sched_yield() };
+        } else {
+            // An eighth of the wait so far: the end is seen late by that much at most.
+            let nap_ns = signed((waited_ns / 8).min(LONGEST_NAP_NS));
+            let nap = libc::timespec { tv_sec: 0, tv_nsec: nap_ns };
+            // SAFETY: `nap` outlives the call.
+            unsafe { libc::nanosleep(&raw const nap, std::ptr::null_mut()) };
+        }
+    }
+}
+
+/// The monotonic clock. Not `Instant`, whose arithmetic may panic.
+pub fn clock_ns() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` outlives the call, which cannot fail for this clock.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    unsigned(now.tv_sec).wrapping_mul(1_000_000_000).wrapping_add(unsigned(now.tv_nsec))
+}
+
+/// How a stop ended. The thread is restored and let go, or dead, in every case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    Restored,
+    Gone,
+    /// A signal that cannot be blocked (SIGSTOP) had to be let through.
+    Signal,
+    /// In a restartable sequence, or no longer the program that was looked at.
+    Unsteady,
+    Filtered,
+    Compat,
+    Dispatched,
+    Fault,
+    Abandoned,
+    TimedOut,
+}
+
+/// Why calling broke off. But for `Gone`, the thread is stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Broken {
+    Gone,
+    TimedOut,
+    Signal(i32),
+}
+
+/// A thread that is stopped by us.
+pub struct Tracee {
+    pub tid: i32,
+    /// Stopped by our interrupt, not by job control.
+    pub by_us: bool,
+    pub instruction: u64,
+}
+
+impl Tracee {
+    /// Makes the calls, and lets the thread go as it was. Returns how many were made.
+    pub fn serve(&self, calls: &[Call], answers: &mut [i64], limits: &Limits, gate: &Gate) -> (usize, End) {
+        let tid = self.tid;
+        let let_go = |end: End| match ptrace::detach(tid, 0) {
+            Ok(()) => (0, end),
+            Err(_) => (0, End::Gone),
+        };
+        let Ok(stopped) = ptrace::registers(tid) else { return let_go(End::Gone) };
+        if let Some(objection) = self.objection(&stopped) {
+            return let_go(objection);
+        }
+        let by_syscall_instruction = ptrace::peek(tid, stopped.rip.wrapping_sub(2)).is_ok_and(gadget::is_syscall);
+        let own = regs::repaired(&stopped, self.by_us, by_syscall_instruction);
+        // Set here and not when attaching: there it would leave the thread unfiltered while it still runs.
+        let suspend = ptrace::OPTION_TRACESYSGOOD | ptrace::OPTION_SUSPEND_SECCOMP;
+        let suspended = ptrace::set_options(tid, suspend).is_ok();
+        if !suspended && ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
+            return let_go(End::Gone);
+        }
+        let Ok(mask) = ptrace::signal_mask(tid) else { return let_go(End::Gone) };
+        if !suspended && !unfiltered(tid) {
+            return self.let_go_as(&own, mask, 0, (0, End::Filtered));
+        }
+        // Signals wait until the thread is itself again: a handler's frame would hold our registers. Not those of
+        // faults: the kernel would reset a blocked one's handler, and unblocked it only shows us the signal.
+        if ptrace::set_signal_mask(tid, mask | !FAULTS).is_err() {
+            return let_go(End::Gone);
+        }
+        if !gate.enter() {
+            return self.let_go_as(&own, mask, 0, (0, End::Abandoned));
+        }
+        let (made, broken) = self.call_all(&stopped, calls, answers, limits, gate);
+        let outcome = match broken {
+            None => self.let_go_as(&own, mask, 0, (made, End::Restored)),
+            Some(Broken::Gone) => (made, End::Gone),
+            Some(Broken::TimedOut) => self.let_go_as(&own, mask, 0, (made, End::TimedOut)),
+            Some(Broken::Signal(signal)) if FAULTS & bit(signal) != 0 && ptrace::signal_is_fault(tid) => {
+                self.let_go_as(&own, mask, 0, (made, End::Fault))
+            }
+            Some(Broken::Signal(signal)) => self.let_go_as(&own, mask, signal, (made, End::Signal)),
+        };
+        gate.leave();
+        outcome
+    }
+
+    /// Why this stop must not be used.
+    fn objection(&self, stopped: &Registers) -> Option<End> {
+        let tid = self.tid;
+        if !regs::is_64_bit(stopped) {
+            return Some(End::Compat);
+        }
+        // A restartable sequence is aborted by the kernel on the way back to it. Made to run elsewhere first, the thread
+        // would come back to its middle with the kernel no longer knowing: the sequence would not be atomic.
+        if !regs::in_syscall(stopped) && self.in_restartable_sequence(stopped) {
+            return Some(End::Unsteady);
+        }
+        // Checked before the tracer's entry stop is: the thread would be sent SIGSYS. Kernels before 6.4 cannot say.
+        if ptrace::dispatches_syscalls(tid).unwrap_or(false) {
+            return Some(End::Dispatched);
+        }
+        // It was found before the stop; an exec in between puts another program there.
+        match ptrace::peek(tid, self.instruction) {
+            Ok(word) if gadget::is_syscall(word) => None,
+            _ => Some(End::Unsteady),
+        }
+    }
+
+    fn in_restartable_sequence(&self, stopped: &Registers) -> bool {
+        const SECTION_IN_AREA: u64 = 8;
+        let word = |addr: u64| ptrace::peek(self.tid, addr).unwrap_or(0);
+        let area = ptrace::rseq_area(self.tid).unwrap_or(0);
+        if area == 0 {
+            return false;
+        }
+        // The pointer stays set after the section until the kernel next looks, so the range decides.
+        let section = word(area.wrapping_add(SECTION_IN_AREA));
+        section != 0
+            && regs::in_critical_section(stopped, word(section.wrapping_add(8)), word(section.wrapping_add(16)))
+    }
+
+    /// Makes one call after the other. Returns how many were made and why not all.
+    fn call_all(
+        &self,
+        stopped: &Registers,
+        calls: &[Call],
+        answers: &mut [i64],
+        limits: &Limits,
+        gate: &Gate,
+    ) -> (usize, Option<Broken>) {
+        let mut made = 0;
+        for (call, answer) in calls.iter().zip(answers) {
+            let registers = regs::calling(stopped, self.instruction, call.nr, &call.args);
+            for _ in 0..RESTARTS {
+                match self.call_once(&registers, limits, gate) {
+                    Ok(value) => *answer = value,
+                    Err(broken) => return (made, Some(broken)),
+                }
+                // Going on takes the thread past its pending signals, so a restart is not cut short by the same one.
+                if !(-516..=-512).contains(&*answer) {
+                    break;
+                }
+            }
+            made += 1;
+        }
+        (made, None)
+    }
+
+    fn call_once(&self, registers: &Registers, limits: &Limits, gate: &Gate) -> Result<i64, Broken> {
+        let tid = self.tid;
+        let gone = |_: Errno| Broken::Gone;
+        ptrace::set_registers(tid, registers).map_err(gone)?;
+        ptrace::resume_to_syscall(tid).map_err(gone)?;
+        let mut inside = false;
+        let mut interrupted = false;
+        let mut unused = 0;
+        // Until the call begins there is only the way back to the program; it ends in a freezer if anywhere.
+        let mut until_ns = clock_ns().saturating_add(limits.stop_ns);
+        loop {
+            match wait(tid, until_ns, &mut unused) {
+                Look::Syscall if !inside => {
+                    inside = true;
+                    until_ns = clock_ns().saturating_add(limits.call_ns);
+                    ptrace::resume_to_syscall(tid).map_err(gone)?;
+                }
+                Look::Syscall => {
+                    let answer = signed(ptrace::registers(tid).map_err(gone)?.rax);
+                    return if interrupted && (-516..=-512).contains(&answer) {
+                        Err(Broken::TimedOut)
+                    } else {
+                        Ok(answer)
+                    };
+                }
+                Look::Trap { .. } if interrupted => return Err(Broken::TimedOut),
+                // Job control; the detaching puts the thread back into its group's stop.
+                Look::Trap { .. } => ptrace::resume_to_syscall(tid).map_err(gone)?,
+                Look::Signal(signal) => return Err(Broken::Signal(signal)),
+                Look::Gone => return Err(Broken::Gone),
+                Look::Nothing if !interrupted => {
+                    interrupted = true;
+                    until_ns = clock_ns().saturating_add(GRACE_NS);
+                    ptrace::interrupt(tid).map_err(gone)?;
+                }
+                Look::Nothing => {
+                    // Nothing more can be done than to stay: the thread cannot be restored before it stops.
+                    until_ns = u64::MAX;
+                    gate.get_stuck();
+                }
+            }
+        }
+    }
+
+    /// Gives the thread its own registers, signals and filter back, and lets it go with `signal`.
+    fn let_go_as(&self, own: &Registers, mask: u64, signal: i32, outcome: (usize, End)) -> (usize, End) {
+        let tid = self.tid;
+        // Each fails only if the thread was killed meanwhile, and then the rest does too.
+        let restored = ptrace::set_registers(tid, own)
+            .and(ptrace::set_signal_mask(tid, mask))
+            .and(ptrace::set_options(tid, 0))
+            .and(ptrace::detach(tid, signal));
+        match restored {
+            Ok(()) => outcome,
+            Err(_) => (outcome.0, End::Gone),
+        }
+    }
+}
+
+/// Signals that the kernel raises for what a thread does.
+const FAULTS: u64 = bit(libc::SIGSEGV)
+    | bit(libc::SIGBUS)
+    | bit(libc::SIGILL)
+    | bit(libc::SIGFPE)
+    | bit(libc::SIGTRAP)
+    | bit(libc::SIGSYS);
+
+const fn bit(signal: i32) -> u64 {
+    1 << (signal - 1)
+}
+
+/// Whether the stopped thread has no seccomp filter, by the file that its own kernel thread id names.
+fn unfiltered(tid: i32) -> bool {
+    std::fs::read_to_string(format!("/proc/{tid}/status")).is_ok_and(|status| {
+        status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "0"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_stay_unblocked() {
+        assert_eq!(FAULTS & bit(libc::SIGUSR1), 0);
+        assert_ne!(FAULTS & bit(libc::SIGSEGV), 0);
+        assert_ne!(!FAULTS & bit(libc::SIGALRM), 0);
+    }
+}
