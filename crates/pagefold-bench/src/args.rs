@@ -26,7 +26,7 @@ pub struct BenchArgs {
     /// Write charts (SVG) into this directory
     #[arg(long, value_name = "DIR")]
     pub plots: Option<PathBuf>,
-    /// Small and short: shows that everything works, not how well
+    /// Small and short: shows that everything works, not how well; speed is not judged
     #[arg(long)]
     pub quick: bool,
     /// Also the peers that take long (KSM's advisor)

@@ -21,7 +21,7 @@ pub struct Setting<'a> {
     pub program: &'a Path,
     /// The program that plays the tenants: this one.
     pub player: &'a Path,
-    /// Small and short: to see that everything works, not how well.
+    /// Small and short: to see that everything works, not how well. Speed is not judged then.
     pub quick: bool,
     /// Also the peers that take long.
     pub all_peers: bool,

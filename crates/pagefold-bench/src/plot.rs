@@ -19,9 +19,9 @@ const BAR_LINE: f64 = 44.0;
 const PEERS: [&str; 5] = ["#0072b2", "#009e73", "#7a7a7a", "#cc79a7", "#56b4e9"];
 const OURS: &str = "#d55e00";
 
-/// File names and contents. An experiment without runs has no charts.
+/// File names and contents. An experiment that saved nothing has no charts.
 pub fn charts(report: &Report) -> Vec<(String, String)> {
-    if report.runs.is_empty() {
+    if !report.saved_anything() {
         return Vec::new();
     }
     let name = report.experiment;
@@ -270,10 +270,12 @@ mod tests {
     }
 
     #[test]
-    fn an_experiment_that_saved_nothing_has_charts_too() {
+    fn a_policy_that_saved_nothing_has_its_line_and_an_experiment_that_did_not_has_no_charts() {
         let mut report = report();
-        report.runs.iter_mut().for_each(|run| *run = Run { policy: "p".into(), ..Run::default() });
-        assert!(charts(&report).iter().all(|(_, svg)| is_balanced(svg) && !svg.contains("NaN")));
+        report.runs[1] = Run { policy: "p".into(), ..Run::default() };
+        assert!(charts(&report).iter().all(|(_, svg)| is_balanced(svg) && !svg.contains("NaN") && svg.contains(">p")));
+        report.runs.remove(0);
+        assert!(charts(&report).is_empty());
         report.runs.clear();
         assert!(charts(&report).is_empty());
     }

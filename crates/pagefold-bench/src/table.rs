@@ -41,6 +41,8 @@ fn write_report(to: &mut String, report: &Report) -> std::fmt::Result {
     writeln!(to, "  {}", parameters.join(", "))?;
     if !report.runs.is_empty() {
         writeln!(to, "\n{}", runs(&report.runs))?;
+    }
+    if report.saved_anything() {
         writeln!(to, "\nsaved over time, {FIRST_SECONDS} to {:.0} s (logarithmic)", chart::last_seconds(&report.runs))?;
         for (run, line) in report.runs.iter().zip(chart::lines(&report.runs, CHART_COLUMNS)) {
             writeln!(to, "  {:<15} |{line}|", run.policy)?;

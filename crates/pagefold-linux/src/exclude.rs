@@ -49,7 +49,7 @@ pub enum Exclusion {
     ShadowStack,
     /// A mapping that the kernel provides: `[vdso]`, `[vvar]`, `[vsyscall]`.
     Special,
-    /// MADV_DONTDUMP: kept out of core dumps, as programs do with secrets.
+    /// MADV_DONTDUMP on less than [`BULK_BYTES`]: kept out of core dumps, as programs do with secrets.
     DontDump,
     /// MADV_WIPEONFORK: kept from children, as programs do with keys.
     WipeOnFork,
@@ -244,13 +244,18 @@ pub fn process_exclusion(process: &Process, deny: &DenyList) -> Result<Option<Ex
     Ok(judge_process(&ProcessFacts::of(process)?, deny))
 }
 
+/// A mapping kept out of core dumps that is at least this large is so for its size, not for secrets: databases keep
+/// their buffer pools out (InnoDB does), and hypervisors their guests' memory. What keeps keys keeps kilobytes, and
+/// locks them as well.
+pub const BULK_BYTES: u64 = 32 << 20;
+
 /// Why the mapping must be left alone, if it must. What KSM can never merge comes first (`vma_ksm_compatible` in the
 /// kernel's mm/ksm.c), then what should not be merged.
 ///
 /// Persistent memory shows in smaps only where it is mapped synchronously; elsewhere marking it does nothing, which
 /// the missing `mg` flag tells afterwards.
 pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
-    const RULES: [(&[u8; 2], Exclusion); 15] = [
+    const RULES: [(&[u8; 2], Exclusion); 14] = [
         (b"sh", Exclusion::Shared),
         (b"ms", Exclusion::Shared),
         (b"pf", Exclusion::PfnMap),
@@ -263,7 +268,6 @@ pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
         (b"ss", Exclusion::ShadowStack),
         (b"uw", Exclusion::UserFault),
         (b"um", Exclusion::UserFault),
-        (b"dd", Exclusion::DontDump),
         (b"wf", Exclusion::WipeOnFork),
         (b"lo", Exclusion::Locked),
     ];
@@ -271,7 +275,9 @@ pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
         return Some(Exclusion::Special);
     }
     let rule = RULES.iter().find(|(flag, _)| detail.flags.has(**flag)).map(|(_, exclusion)| exclusion.clone());
-    rule.or_else(|| (detail.anonymous_kib == 0).then_some(Exclusion::NothingAnonymous))
+    let bulk = detail.vma.end - detail.vma.start >= BULK_BYTES;
+    let dont_dump = (detail.flags.has(*b"dd") && !bulk).then_some(Exclusion::DontDump);
+    rule.or(dont_dump).or_else(|| (detail.anonymous_kib == 0).then_some(Exclusion::NothingAnonymous))
 }
 
 #[cfg(test)]

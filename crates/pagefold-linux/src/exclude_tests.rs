@@ -62,7 +62,7 @@ fn deny_list_matches_names_beginnings_and_cut_off_names() {
 fn fixture_mappings_are_judged() {
     let details = parse_smaps(include_bytes!("../tests/fixtures/qemu.smaps")).unwrap();
     let verdicts: Vec<_> = details.iter().map(vma_exclusion).collect();
-    assert_eq!(verdicts, [None, Some(Exclusion::DontDump), Some(Exclusion::Shared), Some(Exclusion::UserFault)]);
+    assert_eq!(verdicts, [None, Some(Exclusion::WipeOnFork), Some(Exclusion::Shared), Some(Exclusion::UserFault)]);
     let details = parse_smaps(include_bytes!("../tests/fixtures/sleep-6.18.smaps")).unwrap();
     for detail in &details {
         let verdict = vma_exclusion(detail);
@@ -104,6 +104,18 @@ fn each_flag_keeps_a_mapping_out() {
     ] {
         assert_eq!(judge(flag), Some(exclusion), "{flag}");
     }
+}
+
+#[test]
+fn only_small_mappings_are_taken_for_secrets_when_kept_out_of_core_dumps() {
+    let judge = |end: u64, flags: &str| {
+        let text = format!("10000000-{end:x} rw-p 0 00:00 0\nAnonymous: 4 kB\nVmFlags: rd wr {flags} \n");
+        vma_exclusion(&parse_smaps(text.as_bytes()).unwrap()[0])
+    };
+    assert_eq!(judge(0x1000_0000 + BULK_BYTES - 4096, "dd"), Some(Exclusion::DontDump));
+    assert_eq!(judge(0x1000_0000 + BULK_BYTES, "dd"), None);
+    assert_eq!(judge(0x1000_0000 + BULK_BYTES, "dd lo"), Some(Exclusion::Locked));
+    assert_eq!(judge(0x1000_0000 + BULK_BYTES, "dd wf"), Some(Exclusion::WipeOnFork));
 }
 
 #[test]

@@ -22,6 +22,9 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
             ("pagefold_percent_of_a_core".to_owned(), percent(run.cpu_pagefold_seconds)),
             ("ksmd_percent_of_a_core".to_owned(), percent(run.cpu_ksmd_seconds)),
         ]);
+        if setting.quick {
+            return Ok(());
+        }
         report.bar("CPU of pagefold and ksmd, per cent of a core", Limit::AtMost(0.2), Some(percent(run.cpu_seconds)));
     }
     Ok(())

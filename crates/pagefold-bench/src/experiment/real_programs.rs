@@ -50,6 +50,9 @@ fn run(setting: &Setting<'_>, report: &mut Report, unlike_mib: u64, most_cpu: f6
     let policies = [Policy::KsmEverything, Policy::Oracle, Policy::Pagefold { seconds }];
     side_by_side(setting, report, &policies, start)?;
 
+    if setting.quick {
+        return Ok(());
+    }
     let ratio = |report: &Report, name: &str| report.ratios.get(name).copied();
     let measured = ratio(report, "saved_vs_ksm-everything");
     report.bar("saved, of what KSM saves by scanning everything", Limit::AtLeast(0.9), measured);

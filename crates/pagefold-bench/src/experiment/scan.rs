@@ -77,7 +77,9 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
         ("actual_error_bytes_largest", worst),
     ];
     report.figures.extend(figures.map(|(name, value)| (name.to_owned(), value)));
-    report.bar("CPU per page of a whole scan, of the bare loop's", Limit::AtMost(2.0), Some(scan_ns / bare_ns));
+    if !setting.quick {
+        report.bar("CPU per page of a whole scan, of the bare loop's", Limit::AtMost(2.0), Some(scan_ns / bare_ns));
+    }
     // Of 20 samples that are right 95 times in 100, fewer than 17 come in one case of 60.
     report.bar(
         format!("samples of {SAMPLES} within their stated error"),

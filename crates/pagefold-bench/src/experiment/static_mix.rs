@@ -32,6 +32,9 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     }
     side_by_side(setting, report, &policies, start)?;
 
+    if setting.quick {
+        return Ok(());
+    }
     let ratio = |report: &Report, name: &str| report.ratios.get(name).copied();
     let seconds_to_90 = report.run(SUBJECT).and_then(|run| run.seconds_to_90_percent);
     report.bar("seconds until 90 % of the saving is there", Limit::AtMost(5.0), seconds_to_90);
