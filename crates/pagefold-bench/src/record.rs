@@ -201,6 +201,12 @@ impl Run {
         self.curve = thinned(points);
     }
 
+    /// MiB saved at most within so many seconds.
+    pub fn saved_mib_within(&self, seconds: f64) -> f64 {
+        let in_time = self.curve.iter().take_while(|&&(at, _)| at <= seconds).map(|&(_, bytes)| bytes);
+        in_time.max().unwrap_or(0) as f64 / 1_048_576.0
+    }
+
     /// What a second of CPU time saved.
     pub fn mib_per_cpu_second(&self) -> Option<f64> {
         (self.cpu_seconds > 0.0).then(|| self.saved_bytes as f64 / 1_048_576.0 / self.cpu_seconds)

@@ -71,11 +71,11 @@ fn scan(args: &ScanArgs) -> Result<Report> {
     let mut survey = Survey::of(scoped, &mut reader, || bar.inc(1))?;
     refuse_if_nothing_is_left(&survey)?;
 
-    let mut scanner = Scanner { census: Census::new(survey.cells.clone()), reader, seed, pages_read: 0, bar };
+    let mut scanner = Scanner { census: Census::new(survey.cells.clone()), reader, seed, pages_read: 0, reading_ns: 0, bar };
     scanner.read_merged(&mut survey)?;
     let (findings, fraction) = scanner.sample(&mut survey, args.exact)?;
     scanner.bar.finish_and_clear();
-    let cost = Cost::new(scanner.pages_read, own_cpu_ns().saturating_sub(cpu_before_ns));
+    let cost = Cost::new(scanner.pages_read, own_cpu_ns().saturating_sub(cpu_before_ns), scanner.reading_ns);
     Ok(Report::of(&survey, &findings, fraction, args.scope.spec().to_string(), cost))
 }
 
@@ -128,6 +128,7 @@ struct Scanner {
     reader: PageReader,
     seed: u64,
     pages_read: u64,
+    reading_ns: u64,
     bar: ProgressBar,
 }
 
@@ -195,6 +196,7 @@ impl Scanner {
         let how = ReadHow { shared_bytes: true, huge: false };
         let (mut at, mut holders, mut pages) = (0, Vec::new(), 0_u64);
         let (census, seed, bar) = (&mut self.census, self.seed, &self.bar);
+        let before_ns = own_cpu_ns();
         let read = self.reader.read_runs(&process.scoped.process, &runs, how, |view| {
             while view.page.0 >= runs[at].0.0 + u64::from(runs[at].1) {
                 at += 1;
@@ -219,6 +221,7 @@ impl Scanner {
             }
         });
         self.pages_read += pages;
+        self.reading_ns += own_cpu_ns().saturating_sub(before_ns);
         if ended(read)? {
             self.census.leave_out(u32::try_from(number).unwrap_or(u32::MAX));
             survey.processes[number].gone = true;

@@ -8,12 +8,13 @@ use crate::record::{Limit, Report};
 use crate::tenant::{Segment, Tenant, TenantSpec};
 use anyhow::Context;
 
-/// The databases alone: so much of what is scanned merges that even the oracle takes three quarters of KSM's time.
+/// The databases alone. So much of what is scanned merges, and merging costs KSM and everybody else the same, that the
+/// oracle itself takes most of KSM's time.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "real-programs",
     claim: "ours: on databases with the same data pagefold saves nine tenths of what KSM saves by scanning everything, in \
-            no more CPU time",
-    run: |setting, report| run(setting, report, 0, 1.0),
+            half its CPU time and at most twice an oracle's",
+    run: |setting, report| run(setting, report, 0),
 };
 
 /// The databases beside memory that has no copies, as on a host with more than one purpose.
@@ -21,13 +22,13 @@ pub const MIXED_HOST: Experiment = Experiment {
     name: "mixed-host",
     claim: "ours: beside as much memory again that has no copies pagefold saves nine tenths of what KSM saves by \
             scanning everything, in half its CPU time",
-    run: |setting, report| run(setting, report, if setting.quick { 64 } else { 1024 }, 0.5),
+    run: |setting, report| run(setting, report, if setting.quick { 64 } else { 1024 }),
 };
 
 /// Servers of each kind.
 const INSTANCES: usize = 3;
 
-fn run(setting: &Setting<'_>, report: &mut Report, unlike_mib: u64, most_cpu: f64) -> anyhow::Result<()> {
+fn run(setting: &Setting<'_>, report: &mut Report, unlike_mib: u64) -> anyhow::Result<()> {
     let (keys, rows, seconds) = if setting.quick { (10_000, 4_000, 10) } else { (100_000, 80_000, 60) };
     let parameters = [("redis_keys", keys), ("mariadb_rows", rows), ("random_mib", unlike_mib), ("seconds", seconds)];
     report.parameters.extend(parameters);
@@ -57,6 +58,8 @@ fn run(setting: &Setting<'_>, report: &mut Report, unlike_mib: u64, most_cpu: f6
     let measured = ratio(report, "saved_vs_ksm-everything");
     report.bar("saved, of what KSM saves by scanning everything", Limit::AtLeast(0.9), measured);
     let measured = ratio(report, "cpu_vs_ksm-everything");
-    report.bar("CPU time, of what KSM takes for it", Limit::AtMost(most_cpu), measured);
+    report.bar("CPU time, of what KSM takes for it", Limit::AtMost(0.5), measured);
+    let measured = ratio(report, "cpu_vs_oracle");
+    report.bar("CPU time, of what the oracle takes", Limit::AtMost(2.0), measured);
     Ok(())
 }

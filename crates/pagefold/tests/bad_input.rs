@@ -1,0 +1,192 @@
+//! What `pagefold run`, `unmerge` and `exec` must refuse: each with one line, its exit code, and nothing changed.
+
+use pagefold_bench::Tenant;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+mod support;
+use support::*;
+
+/// `run` and `unmerge` must refuse these processes alike, and leave KSM alone.
+#[track_caller]
+fn both_refuse(ksm: &KsmAtRest, scope: &[&str], code: i32, says: &str) {
+    fails(&[&["run", "--for", "2s"], scope].concat(), code, says);
+    fails(&[&["unmerge"], scope].concat(), code, says);
+    ksm.is_back();
+}
+
+/// `run` must refuse these.
+#[track_caller]
+fn run_refuses(ksm: &KsmAtRest, pid: i32, says: &str) {
+    let pid = pid.to_string();
+    fails(&["run", "--for", "2s", "--pid", &pid], 6, says);
+    fails(&["run", "--for", "2s", "--dry-run", "--json", "--pid", &pid], 6, says);
+    ksm.is_back();
+}
+
+#[test]
+fn senseless_command_lines() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let idle = Sleeper::start();
+    let pid = idle.pid().to_string();
+    let run = |more: &[&'static str]| [&["run", "--pid", &pid], more].concat();
+    fails(&run(&["--for", "nonsense"]), 2, "--for");
+    fails(&run(&["--for", "-3s"]), 2, "-3");
+    fails(&run(&["--for"]), 2, "--for");
+    fails(&run(&["--governor", "turbo"]), 2, "turbo");
+    fails(&run(&["--no-such-flag"]), 2, "--no-such-flag");
+    fails(&run(&["and", "more"]), 2, "and");
+    fails(&["no-such-command"], 2, "no-such-command");
+    fails(&["exec"], 2, "COMMAND");
+    for pid in ["0", "-1", "one", "99999999999", ""] {
+        fails(&["run", "--pid", pid], 2, "--pid");
+        fails(&["unmerge", "--pid", pid], 2, "--pid");
+    }
+    ksm.is_back();
+    are_unmarked(&[idle.pid()]);
+}
+
+#[test]
+fn nothing_in_scope() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    both_refuse(&ksm, &[], 5, "nothing is in scope");
+    both_refuse(&ksm, &["--pid", "2147483646"], 5, "no process 2147483646");
+    both_refuse(&ksm, &["--exe", "no-such-program-here"], 5, "no process matches");
+    both_refuse(&ksm, &["--user", "nobody-such"], 5, "no user nobody-such");
+    both_refuse(&ksm, &["--cgroup", "/no/such/cgroup"], 5, "no cgroup");
+    // One that cannot be is a slip of the hand, whatever else is named.
+    let idle = Sleeper::start();
+    both_refuse(&ksm, &["--pid", &format!("{},2147483646", idle.pid())], 5, "no process 2147483646");
+    are_unmarked(&[idle.pid()]);
+}
+
+#[test]
+fn targets_that_must_not_be_touched() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut ended = zombie();
+    let pid = ended.id().to_string();
+    both_refuse(&ksm, &["--pid", &pid], 6, "has ended");
+    ended.wait().unwrap();
+    if std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
+        both_refuse(&ksm, &["--pid", "2"], 6, "kernel thread");
+    } else {
+        println!("SKIP: pid 2 is no kernel thread here (pid namespace)");
+    }
+
+    let idle = Sleeper::start();
+    // SAFETY: seizing a child of this thread passes no memory and does not stop it.
+    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, idle.pid(), 0, 0) };
+    if seized == 0 {
+        run_refuses(&ksm, idle.pid(), &format!("traced by process {}", std::process::id()));
+    } else {
+        println!("SKIP: tracing is not permitted here");
+    }
+    drop(idle);
+
+    let idle = Sleeper::start();
+    send(idle.pid(), libc::SIGSTOP);
+    wait_until("it stops", || state(idle.pid()) == b'T');
+    run_refuses(&ksm, idle.pid(), "stopped by a signal");
+    assert_eq!(state(idle.pid()), b'T', "still stopped");
+    send(idle.pid(), libc::SIGCONT);
+    wait_until("it goes on", || state(idle.pid()) == b'S');
+
+    // Not dumpable: it keeps its memory from others.
+    let secretive = Script::start(
+        "import ctypes, sys\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nprint('ready', flush=True)\nsys.stdin.readline()",
+    );
+    run_refuses(&ksm, secretive.pid(), "not dumpable");
+
+    // A name on the deny list.
+    let dir = tempfile::tempdir().unwrap();
+    let agent = dir.path().join("ssh-agent");
+    std::fs::copy(program(), &agent).unwrap();
+    let agent = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
+    run_refuses(&ksm, agent.pid(), "deny list");
+    are_unmarked(&[idle.pid(), agent.pid()]);
+}
+
+#[test]
+fn frozen_targets() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let versions = [
+        ("freezer", "freezer.state", "FROZEN", "freezer.state", "FROZEN"),
+        ("unified", "cgroup.freeze", "1", "cgroup.events", "frozen 1"),
+        ("", "cgroup.freeze", "1", "cgroup.events", "frozen 1"),
+    ];
+    for (hierarchy, file, value, tells, so) in versions {
+        // The root of a version 1 mount holds only hierarchies.
+        if hierarchy.is_empty() && !std::path::Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
+            continue;
+        }
+        let Some(cgroup) = Cgroup::make(hierarchy) else { continue };
+        let idle = Sleeper::start();
+        cgroup.add(idle.pid());
+        cgroup.set(file, value);
+        wait_until("it is frozen", || cgroup.says(tells, so));
+        run_refuses(&ksm, idle.pid(), "frozen");
+        assert!(cgroup.says(tells, so), "still frozen");
+        are_unmarked(&[idle.pid()]);
+    }
+}
+
+#[test]
+fn of_several_the_bad_ones_are_left_alone_and_the_rest_is_folded() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut twins = twins(32, 4, 14);
+    let mut ended = zombie();
+    let dead = i32::try_from(ended.id()).unwrap();
+    let stopped = Sleeper::start();
+    send(stopped.pid(), libc::SIGSTOP);
+    wait_until("it stops", || state(stopped.pid()) == b'T');
+    let traced = Sleeper::start();
+    // SAFETY: seizing a child of this thread passes no memory and does not stop it.
+    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, traced.pid(), 0, 0) } == 0;
+    let mut bad = vec![(dead, "has ended"), (stopped.pid(), "stopped by a signal")];
+    if seized {
+        bad.push((traced.pid(), "traced"));
+    }
+    if std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
+        bad.push((2, "kernel thread"));
+    }
+    let scope = [pids(&twins), bad.iter().map(|&(pid, _)| pid).collect()].concat();
+    let daemon = Daemon::on(&scope, &["--for", "60s"]);
+    wait_until("the twins are folded", || saved_bytes() >= 31 * MIB);
+    daemon.signal(libc::SIGTERM);
+    let ended_daemon = daemon.end();
+    let summary = ended_daemon.summary();
+    let left = summary["left_alone"].as_array().unwrap();
+    for (pid, why) in &bad {
+        let rows: Vec<_> = left.iter().filter(|row| row["pid"] == *pid).collect();
+        assert!(!rows.is_empty(), "{pid} is missing: {left:?}");
+        assert!(rows.iter().any(|row| row["reason"].as_str().unwrap().contains(why)), "{rows:?}");
+        let lines = ended_daemon.errors.lines().filter(|line| line.contains(&format!("process {pid} ("))).count();
+        assert_eq!((rows.len(), lines), (1, 1), "told once: {}", ended_daemon.errors);
+    }
+    assert_eq!(left.len(), bad.len(), "{left:?}");
+    assert_eq!(state(stopped.pid()), b'T', "still stopped");
+    ended.wait().unwrap();
+    unmerge(&pids(&twins));
+    are_intact(&mut twins);
+    ksm.is_back();
+}
+
+#[test]
+fn nobody_but_root() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    // The binary is copied to where everybody may run it.
+    let dir = tempfile::tempdir_in("/tmp").unwrap();
+    let copy = dir.path().join("pagefold");
+    std::fs::copy(program(), &copy).unwrap();
+    std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
+    let idle = Sleeper::start();
+    let pid = idle.pid().to_string();
+    for args in [&["run", "--for", "2s", "--pid", &pid][..], &["run", "--dry-run", "--pid", &pid], &["unmerge", "--pid", &pid]]
+    {
+        let output = Command::new(&copy).args(args).uid(65534).gid(65534).output().unwrap();
+        is_refusal(&output, 3, "root");
+    }
+    ksm.is_back();
+    are_unmarked(&[idle.pid()]);
+}

@@ -1,0 +1,444 @@
+//! `pagefold run`, `exec` and `unmerge` on the real kernel, with programs that vouch for every byte of their memory.
+
+use pagefold_bench::Tenant;
+use serde_json::{Value, json};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+mod support;
+use support::*;
+
+/// 95 %.
+fn most(bytes: u64) -> u64 {
+    bytes / 100 * 95
+}
+
+fn bytes(summary: &Value, field: &str) -> u64 {
+    summary[field].as_u64().unwrap_or_else(|| panic!("{field} in {summary}"))
+}
+
+#[track_caller]
+fn wait_for_saving(of: u64) {
+    wait_until("nearly all is saved", || saved_bytes() >= most(of));
+}
+
+/// A kick is under way.
+#[track_caller]
+fn wait_for_kick() {
+    wait_until("a kick", || number("pages_to_scan") == KICK && number("run") == 1);
+}
+
+/// Gives everything back and makes sure that all is as it was before.
+#[track_caller]
+fn give_back(ksm: &KsmAtRest, tenants: &mut [Tenant]) {
+    let pids = pids(tenants);
+    unmerge(&pids);
+    are_unmarked(&pids);
+    are_intact(tenants);
+    ksm.is_back();
+}
+
+#[test]
+fn twins_are_folded_and_get_all_back() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut twins = twins(48, 24, 1);
+    let pids = pids(&twins);
+    let savable = 48 * MIB;
+    are_intact(&mut twins);
+    let mut daemon = Daemon::on(&pids, &["--for", "6s"]);
+    while daemon.is_running() {
+        are_intact(&mut twins);
+    }
+    let summary = daemon.end().summary();
+    are_intact(&mut twins);
+
+    let saved = bytes(&summary, "saved_bytes");
+    // What two processes of one program have in common besides is little.
+    assert!((most(savable)..savable + 2 * MIB).contains(&saved), "saved {saved} of {savable}");
+    assert!(saved.abs_diff(saved_bytes()) <= MIB, "the kernel says {}", saved_bytes());
+    // A saved page and the one that stands for it.
+    assert!(bytes(&summary, "merged_pages") * 4096 >= 2 * most(savable), "{summary}");
+    let marked = bytes(&summary, "marked_bytes");
+    let found: u64 = pids.iter().map(|&pid| marks(pid).marked).sum();
+    assert!(marked.abs_diff(found) <= MIB, "{marked} marked, and {found} by smaps");
+    for &pid in &pids {
+        // Not the memory that nobody shares: at most where it touches what is shared.
+        let Marks { marked, merged } = marks(pid);
+        assert!((most(savable)..savable + 6 * MIB).contains(&marked), "{marked}");
+        assert!(merged >= most(savable), "{merged}");
+    }
+    assert!(bytes(&summary, "metadata_bytes") >= 2 * most(savable) / 64);
+    let seconds = summary["seconds"].as_f64().unwrap();
+    let reached = summary["seconds_to_90_percent"].as_f64().unwrap();
+    assert!(0.0 < reached && reached <= seconds, "{reached} of {seconds}");
+    for part in ["pagefold", "ksmd"] {
+        let cpu = summary["cpu_seconds"][part].as_f64().unwrap();
+        assert!(0.0 < cpu && cpu <= 2.0 * seconds, "{part}: {cpu}");
+    }
+    let (longest, total) = (summary["longest_stop_us"].as_f64().unwrap(), summary["total_stop_us"].as_f64().unwrap());
+    assert!(0.0 < longest && longest <= total && bytes(&summary, "stops") >= 2, "{summary}");
+    assert!(bytes(&summary, "marked_spans") >= 2 && bytes(&summary, "scans") >= 2, "{summary}");
+    assert!(bytes(&summary, "pages_read") * 4096 >= savable, "{summary}");
+    assert_eq!(summary["processes"], 2);
+    assert_eq!(summary["scope"], format!("--pid {} --pid {}", pids[0], pids[1]));
+    assert_eq!((&summary["dry_run"], &summary["expected_bytes"]), (&json!(false), &json!(0)));
+    assert_eq!((&summary["governor"], &summary["stood_down"]), (&json!("full"), &Value::Null));
+    assert_eq!(summary["left_alone"], json!([]));
+    // All but the one knob that the kernel locks while anything is merged.
+    assert_eq!(summary["knobs_restored"], true);
+    assert_eq!(summary["knobs_deferred"], json!({ "max_page_sharing": 256 }));
+    ksm.knobs_are_back_but(&["max_page_sharing"]);
+    assert!(Path::new(STATE_FILE).exists());
+
+    let back = unmerge(&pids);
+    assert!(bytes(&back, "given_back_bytes") >= 2 * most(savable), "{back}");
+    assert_eq!(bytes(&back, "unmarked_bytes"), found);
+    assert_eq!((bytes(&back, "still_saved_bytes"), &back["knobs_deferred"]), (0, &json!({})));
+    are_unmarked(&pids);
+    are_intact(&mut twins);
+    ksm.is_back();
+    // A second time there is nothing to do.
+    assert_eq!(bytes(&unmerge(&pids), "given_back_bytes"), 0);
+}
+
+#[test]
+fn a_dry_run_touches_nothing_and_expects_the_truth() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut twins = twins(32, 16, 2);
+    let pids = pids(&twins);
+    let mut daemon = Daemon::on(&pids, &["--dry-run", "--for", "4s"]);
+    while daemon.is_running() {
+        are_unmarked(&pids);
+        ksm.is_back();
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let summary = daemon.end().summary();
+    are_unmarked(&pids);
+    are_intact(&mut twins);
+    ksm.is_back();
+    assert_eq!((&summary["dry_run"], &summary["saved_bytes"]), (&json!(true), &json!(0)));
+    assert_eq!((&summary["stops"], &summary["scans"]), (&json!(0), &json!(0)));
+    // Both copies of what is common are duplicate.
+    let (marked, expected) = (bytes(&summary, "marked_bytes"), bytes(&summary, "expected_bytes"));
+    let duplicate = 64 * MIB;
+    assert!((most(duplicate)..duplicate + 2 * MIB).contains(&expected), "{expected}");
+    assert!((expected..duplicate + 12 * MIB).contains(&marked), "{marked}");
+}
+
+#[test]
+fn signals_end_it_in_order_at_any_time() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut twins = twins(96, 0, 3);
+    let pids = pids(&twins);
+    // While it still reads.
+    let daemon = Daemon::on(&pids, &[]);
+    wait_until("it has begun", || Path::new(STATE_FILE).exists());
+    daemon.signal(libc::SIGINT);
+    let summary = daemon.end().summary();
+    assert_eq!(summary["knobs_restored"], true);
+    give_back(&ksm, &mut twins);
+    // While ksmd scans.
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        let daemon = Daemon::on(&pids, &[]);
+        wait_for_kick();
+        daemon.signal(signal);
+        let summary = daemon.end().summary();
+        assert_eq!(summary["knobs_restored"], true, "{summary}");
+        assert!(bytes(&summary, "marked_bytes") >= 2 * most(96 * MIB));
+        ksm.knobs_are_back_but(&["max_page_sharing"]);
+        give_back(&ksm, &mut twins);
+    }
+}
+
+#[test]
+fn a_killed_run_is_mended_by_the_next_one_or_by_doctor() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut twins = twins(96, 0, 4);
+    let pids = pids(&twins);
+    for mend in ["doctor", "run"] {
+        let daemon = Daemon::on(&pids, &[]);
+        wait_for_kick();
+        let injectors = daemon.children();
+        assert_eq!(injectors.len(), 1);
+        daemon.signal(libc::SIGKILL);
+        assert_eq!(daemon.end().code, None);
+        are_intact(&mut twins);
+        assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as it left them");
+        wait_until("the injector ends by itself", || {
+            injectors.iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists())
+        });
+        match mend {
+            "doctor" => {
+                let output = pagefold(&["doctor", "--fix"]);
+                assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+            }
+            _ => {
+                let summary = Daemon::on(&pids, &["--for", "5s"]).end().summary();
+                assert_eq!(summary["knobs_restored"], true);
+                assert!(saved_bytes() >= most(96 * MIB), "{summary}");
+            }
+        }
+        ksm.knobs_are_back_but(&["max_page_sharing"]);
+        give_back(&ksm, &mut twins);
+    }
+}
+
+#[test]
+fn a_program_that_comes_later_is_caught_by_its_name() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    // By a name that nothing else on the machine has.
+    let dir = tempfile::tempdir().unwrap();
+    let exe = dir.path().join(format!("pagefold-test-{}", std::process::id()));
+    std::fs::copy(program(), &exe).unwrap();
+    let spec = spec(32, 8, 5);
+    let first = Tenant::start(&exe, &spec).unwrap();
+    let daemon = Daemon::start(&["run", "--json", "--exe", exe.to_str().unwrap(), "--for", "60s"]);
+    wait_until("it has begun", || Path::new(STATE_FILE).exists());
+    std::thread::sleep(Duration::from_secs(1));
+    let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
+    wait_for_saving(32 * MIB);
+    let summary = daemon.told_to_end();
+    assert_eq!(summary["processes"], 2);
+    // By its base name, too.
+    let name = exe.file_name().unwrap().to_str().unwrap();
+    let output = pagefold(&["unmerge", "--exe", name]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    give_back(&ksm, &mut tenants);
+}
+
+#[test]
+fn a_program_that_comes_later_is_caught_by_its_cgroup() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(cgroup) = Cgroup::make("pids").or_else(|| Cgroup::make("unified")).or_else(|| Cgroup::make("")) else {
+        return;
+    };
+    let spec = spec(32, 8, 6);
+    let first = tenant(&spec);
+    cgroup.add(first.pid());
+    let daemon = Daemon::start(&["run", "--json", "--cgroup", cgroup.path.to_str().unwrap(), "--for", "60s"]);
+    wait_until("it has begun", || Path::new(STATE_FILE).exists());
+    std::thread::sleep(Duration::from_secs(1));
+    let (second, outsider) = (tenant(&spec), tenant(&spec));
+    cgroup.add(second.pid());
+    wait_for_saving(32 * MIB);
+    let summary = daemon.told_to_end();
+    assert_eq!(summary["processes"], 2);
+    are_unmarked(&[outsider.pid()]);
+    give_back(&ksm, &mut [first, second, outsider]);
+}
+
+/// Holds 16 MiB of a content, says ready, and becomes another program when told to.
+const CHANGELING: &str = r#"
+import os, random, sys
+held = random.Random(7).randbytes(16 << 20)
+print("ready", flush=True)
+sys.stdin.readline()
+os.execvp("sleep", ["sleep", "600"])
+"#;
+
+#[test]
+fn targets_that_end_or_become_others_do_no_harm() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut tenants = twins(48, 8, 7);
+    let dying = tenant(&spec(48, 8, 7));
+    let (mut changing, staying) = (Script::start(CHANGELING), Script::start(CHANGELING));
+    let scope = [pids(&tenants), vec![dying.pid(), changing.pid(), staying.pid()]].concat();
+    let daemon = Daemon::on(&scope, &["--for", "60s"]);
+    wait_until("it is about to be folded", || marks(dying.pid()).marked > 0);
+    send(dying.pid(), libc::SIGKILL);
+    changing.say("now");
+    wait_until("it has become another", || {
+        std::fs::read_to_string(format!("/proc/{}/comm", changing.pid())).unwrap() == "sleep\n"
+    });
+    drop(dying);
+    wait_until("the others are folded", || {
+        tenants.iter().all(|tenant| marks(tenant.pid()).merged >= most(48 * MIB))
+    });
+    // Dead processes' pages are still counted until ksmd has passed.
+    std::thread::sleep(Duration::from_secs(1));
+    let summary = daemon.told_to_end();
+    assert_eq!(summary["processes"], 4, "{summary}");
+    assert_eq!(summary["knobs_restored"], true);
+    assert!(bytes(&summary, "saved_bytes") >= most(48 * MIB), "{summary}");
+    are_intact(&mut tenants);
+    unmerge(&[changing.pid(), staying.pid()]);
+    give_back(&ksm, &mut tenants);
+    assert_eq!(state(changing.pid()), b'S');
+
+    // When all that were named have ended, so does the run.
+    let last = tenant(&spec(1, 0, 8));
+    let daemon = Daemon::on(&[last.pid()], &[]);
+    wait_until("it has begun", || Path::new(STATE_FILE).exists());
+    drop(last);
+    let summary = daemon.end().summary();
+    assert_eq!(summary["processes"], 0);
+    ksm.is_back();
+}
+
+#[test]
+fn it_stands_down_when_somebody_else_turns_a_knob() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut twins = twins(48, 0, 9);
+    let pids = pids(&twins);
+    let daemon = Daemon::on(&pids, &["--for", "6s"]);
+    wait_until("KSM is driven", || number("run") == 1);
+    write_knob("pages_to_scan", "777");
+    let ended = daemon.end();
+    let summary = ended.summary();
+    let why = summary["stood_down"].as_str().unwrap();
+    assert!(why.contains("somebody else turned pages_to_scan") && why.contains("777"), "{why}");
+    assert!(ended.errors.contains("KSM is not driven any more"), "{}", ended.errors);
+    assert_eq!(number("pages_to_scan"), 777, "it is theirs");
+    ksm.knobs_are_back_but(&["pages_to_scan", "max_page_sharing"]);
+    unmerge(&pids);
+    assert_eq!(number("pages_to_scan"), 777);
+    ksm.knobs_are_back_but(&["pages_to_scan"]);
+    write_knob("pages_to_scan", "100");
+    give_back(&ksm, &mut twins);
+}
+
+#[test]
+fn ksm_in_other_hands_is_left_there() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut twins = twins(32, 0, 10);
+    let pids = pids(&twins);
+    let named = format!("{},{}", pids[0], pids[1]);
+    let run = ["run", "--pid", &named, "--for", "2s"];
+
+    write_knob("run", "1");
+    fails(&run, 7, "run is 1");
+    assert_eq!(number("run"), 1);
+    ksm.knobs_are_back_but(&["run"]);
+    write_knob("run", "0");
+
+    if Path::new("/sys/kernel/mm/ksm/advisor_mode").exists() {
+        write_knob("advisor_mode", "scan-time");
+        let before = number("pages_to_scan");
+        fails(&run, 7, "advisor is on");
+        assert_eq!((number("pages_to_scan"), advisor_is_off()), (before, false));
+        write_knob("advisor_mode", "none");
+        write_knob("pages_to_scan", "100");
+    } else {
+        println!("SKIP: this kernel has no advisor");
+    }
+    are_unmarked(&pids);
+    ksm.is_back();
+
+    let daemon = Daemon::on(&pids, &["--for", "60s"]);
+    wait_until("KSM is driven", || number("run") == 1);
+    let by = format!("another pagefold (pid {})", daemon.pid());
+    fails(&run, 7, &by);
+    fails(&["unmerge", "--pid", &named], 7, &by);
+    wait_for_saving(32 * MIB);
+    let summary = daemon.told_to_end();
+    assert_eq!((&summary["stood_down"], &summary["knobs_restored"]), (&Value::Null, &json!(true)));
+    give_back(&ksm, &mut twins);
+}
+
+#[test]
+fn programs_started_by_exec_are_folded_without_a_stop() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    // A program that starts another through exec: to the test it is one that takes a tenant's arguments.
+    let dir = tempfile::tempdir().unwrap();
+    let starter = dir.path().join("starter");
+    let path = program().display();
+    std::fs::write(&starter, format!("#!/bin/sh\nexec '{path}' exec -- '{path}' \"$@\"\n")).unwrap();
+    std::fs::set_permissions(&starter, PermissionsExt::from_mode(0o755)).unwrap();
+    let spec = spec(32, 8, 11);
+    let mut twins = [Tenant::start(&starter, &spec).unwrap(), Tenant::start(&starter, &spec).unwrap()];
+    let pids = pids(&twins);
+    for &pid in &pids {
+        assert!(has_merge_any(pid));
+        assert!(marks(pid).marked >= 40 * MIB, "{:?}", marks(pid));
+    }
+    let mut daemon = Daemon::on(&pids, &["--for", "60s"]);
+    wait_for_saving(32 * MIB);
+    assert!(daemon.is_running());
+    are_intact(&mut twins);
+    let summary = daemon.told_to_end();
+    assert_eq!((&summary["stops"], &summary["longest_stop_us"]), (&json!(0), &json!(0.0)), "{summary}");
+    are_intact(&mut twins);
+    give_back(&ksm, &mut twins);
+    assert!(!pids.iter().any(|&pid| has_merge_any(pid)), "new memory would still be marked");
+}
+
+#[test]
+fn exec_becomes_the_program() {
+    let Some(_ksm) = KsmAtRest::take() else { return };
+    // PR_GET_MEMORY_MERGE, asked by the program itself and by a child that it forks.
+    let asks = "import ctypes, os
+set = ctypes.CDLL(None).prctl(68, 0, 0, 0, 0)
+if os.fork() == 0: os._exit(ctypes.CDLL(None).prctl(68, 0, 0, 0, 0))
+print(os.getpid(), set, os.waitstatus_to_exitcode(os.wait()[1]))";
+    let child = Command::new(program())
+        .args(["exec", "--", "python3", "-c", asks])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = child.id();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), format!("{pid} 1 1\n"));
+    // Its exit code, arguments that look like flags, and death by a signal are the program's own.
+    assert_eq!(pagefold(&["exec", "sh", "-c", "exit 41"]).status.code(), Some(41));
+    assert_eq!(pagefold(&["exec", "--", "echo", "--json", "-x"]).stdout, b"--json -x\n");
+    let killed = pagefold(&["exec", "sh", "-c", "kill -9 $$"]).status;
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&killed), Some(9));
+    fails(&["exec", "--", "no-such-program-here"], 127, "not found");
+    fails(&["exec", "/no/such/program"], 127, "not found");
+    let output = pagefold(&["exec", "/etc/passwd"]);
+    assert_eq!(output.status.code(), Some(126));
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.starts_with("pagefold: /etc/passwd: cannot be started") && error.lines().count() == 1, "{error}");
+    assert_eq!(pagefold(&["exec"]).status.code(), Some(2));
+}
+
+/// Forks, maps, writes and unmaps without a pause, and looks after what it holds meanwhile.
+const STORM: &str = r#"
+import mmap, os, random, select, sys
+held = bytearray(random.Random(12).randbytes(16 << 20))
+copy = bytes(held)
+print("ready", flush=True)
+rounds, bad = 0, 0
+while not select.select([sys.stdin], [], [], 0)[0]:
+    regions = [mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(4)]
+    for region in regions:
+        for page in range(0, 1 << 20, 4096): region[page:page + 8] = b"the same"
+    pid = os.fork()
+    if pid == 0:
+        held[rounds * 4096 % len(held)] ^= 1
+        os._exit(0 if sum(a != b for a, b in zip(held[::4096], copy[::4096])) == 1 else 9)
+    bad += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+    bad += any(region[page:page + 8] != b"the same" for region in regions for page in range(0, 1 << 20, 4096))
+    bad += held != copy
+    for region in regions: region.close()
+    rounds += 1
+print(rounds, bad, flush=True)
+sys.stdin.readline()
+sys.stdin.readline()
+"#;
+
+#[test]
+fn a_storm_of_forks_and_mappings_breaks_nothing() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut twins = twins(32, 8, 13);
+    let mut storms = [Script::start(STORM), Script::start(STORM)];
+    let scope = [pids(&twins), storms.iter().map(Script::pid).collect()].concat();
+    let mut daemon = Daemon::on(&scope, &["--for", "7s"]);
+    while daemon.is_running() {
+        are_intact(&mut twins);
+    }
+    let summary = daemon.end().summary();
+    assert!(bytes(&summary, "saved_bytes") >= most(32 * MIB), "{summary}");
+    assert_eq!((&summary["stood_down"], &summary["knobs_restored"]), (&Value::Null, &json!(true)));
+    for storm in &mut storms {
+        storm.say("enough");
+        let line = storm.line();
+        let (rounds, bad) = line.split_once(' ').unwrap_or_else(|| panic!("it said {line:?}"));
+        assert!(rounds.parse::<u64>().unwrap() > 5 && bad == "0", "rounds and damages: {line}");
+    }
+    unmerge(&storms.iter().map(Script::pid).collect::<Vec<_>>());
+    are_unmarked(&storms.iter().map(Script::pid).collect::<Vec<_>>());
+    give_back(&ksm, &mut twins);
+}
