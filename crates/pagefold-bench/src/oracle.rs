@@ -2,7 +2,7 @@
 //! reach; its reading is not charged to it.
 
 use crate::marking::{Stretch, eligible};
-use pagefold_core::hash::Digest;
+use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Bytes, Pages, Vpn};
 use pagefold_linux::memory::{PageReader, ReadHow};
@@ -33,6 +33,7 @@ struct Page {
 /// Reads all private anonymous pages of the processes.
 pub fn know(processes: &[Process]) -> anyhow::Result<Knowledge> {
     let mut reader = PageReader::new();
+    let digester = Digester::new(0);
     let mut pages = Vec::new();
     let (mut runs, how) = (Vec::new(), ReadHow::default());
     for (number, process) in processes.iter().enumerate() {
@@ -41,7 +42,7 @@ pub fn know(processes: &[Process]) -> anyhow::Result<Knowledge> {
             reader.resident_runs(process, detail.vma.first(), detail.vma.pages(), &mut runs)?;
             reader.read_runs(process, &runs, how, |view| {
                 if let (PageState::Private, Some(bytes)) = (view.state, view.bytes) {
-                    let digest = Digest::of_page(bytes, 0);
+                    let digest = digester.digest(bytes);
                     pages.push(Page { process: number, mapping, at: view.page, digest });
                 }
             })?;

@@ -10,22 +10,18 @@
 //! shows what has changed since.
 
 use crate::config::Config;
-use crate::estimate::samples_for_evidence;
 use crate::hash::Digest;
 use crate::host::{
-    Actions, Host, Marking, Outcome, PageSample, PageState, RegionKey, Run, SamplePlan, Samples, Snapshot, Span,
+    Actions, Host, Marking, Outcome, PageSample, PageState, RegionKey, SamplePlan, Samples, Snapshot, Span,
 };
 use crate::index::{Index, Place, REGION_PAGES_MAX, SLOTS_MAX, Seen};
 use crate::ledger::Ledger;
 use crate::merge::Merger;
-use crate::region::{RUN_PAGES, Region, Stage};
-use crate::units::{EXTENT_PAGES, Pages, Vpn};
+use crate::region::{Region, Stage};
+use crate::survey::{self, wants_survey};
+use crate::units::{Pages, Vpn};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Pages read in one round: some 40 ms, so that signals and new processes are attended to.
-const ROUND_PAGES: u64 = 65_536;
-/// Twins that the samples of a region must be able to show if a tenth of it were duplicate.
-const EVIDENCE: f64 = 3.0;
 /// Duplicates that must have been seen before a region is read whole.
 const FOUND_MIN: u64 = 4;
 /// While a scan is under way ksmd is looked after this often, nanoseconds.
@@ -140,11 +136,12 @@ impl Engine {
         self.snapshot = snapshot;
 
         let mut runs = Vec::new();
-        self.plan_examinations(&mut runs);
-        self.plan_surveys(&mut runs);
+        self.examining = survey::examinations(&mut self.slots, &mut runs);
+        survey::surveys(&mut self.slots, &mut runs);
         self.foreground = !runs.is_empty();
         if self.now_ns >= self.next_watch_ns {
-            self.plan_watch(&mut runs);
+            let share_ns = self.config.governor.round_ns() / 10_000 * u64::from(self.config.watch_share.0);
+            survey::watch(&mut self.slots, self.now_ns, share_ns / self.read_ns, &mut runs);
             self.next_watch_ns = self.now_ns + self.config.governor.round_ns();
         }
         self.planned_pages = runs.iter().map(|run| u64::from(run.pages)).sum();
@@ -185,70 +182,6 @@ impl Engine {
             let slots = &self.slots;
             self.index.sweep(|slot| slots[slot as usize].is_some(), |_| false);
             self.free.append(&mut self.retired);
-        }
-    }
-
-    fn plan_examinations(&mut self, runs: &mut Vec<Run>) {
-        self.examining.clear();
-        let mut budget = ROUND_PAGES;
-        for (slot, region) in (0..).zip(&mut self.slots) {
-            let Some(region) = region else { continue };
-            let Stage::Examine(cursor) = region.stage else { continue };
-            let end = region.view.first + region.view.pages.0;
-            let mut at = Vpn(cursor.0.max(region.view.first.0));
-            while at < end && budget > 0 {
-                let pages = (end.0 - at.0).min(EXTENT_PAGES).min(budget);
-                runs.push(run(region, at, pages));
-                at = at + pages;
-                budget -= pages;
-            }
-            self.examining.push((slot, at));
-        }
-    }
-
-    /// Samples every region to the point where a duplicate tenth would have shown.
-    fn plan_surveys(&mut self, runs: &mut Vec<Run>) {
-        let mut budget = ROUND_PAGES / 4;
-        for region in self.slots.iter_mut().flatten() {
-            if budget == 0 {
-                break;
-            }
-            if !wants_survey(region) {
-                continue;
-            }
-            let target = samples_for_evidence(region.view.resident.0, EVIDENCE);
-            // Where little is resident, most places looked at are empty; they cost little.
-            let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
-            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
-            let wanted = (target.saturating_sub(region.tally.sampled) as f64 / filled.clamp(0.02, 1.0)) as u64;
-            let mut wanted = wanted.clamp(RUN_PAGES, budget.max(RUN_PAGES));
-            while wanted > 0 && region.places_left() > 0 {
-                let (first, pages) = region.next_run();
-                runs.push(run(region, first, pages));
-                wanted = wanted.saturating_sub(pages);
-                budget = budget.saturating_sub(pages);
-            }
-        }
-    }
-
-    /// Samples all regions alike, as many pages as the watch share of a core pays for.
-    fn plan_watch(&mut self, runs: &mut Vec<Run>) {
-        let share_ns = self.config.governor.round_ns() / 10_000 * u64::from(self.config.watch_share.0);
-        let places = share_ns / (self.read_ns * RUN_PAGES);
-        let watched: u64 = self.regions().filter(|region| is_watched(region)).map(|region| region.view.pages.0).sum();
-        if watched == 0 {
-            return;
-        }
-        // One linear space of all regions, a sample point every `interval` pages (UKSM 5.3).
-        let interval = (watched / places.max(1)).max(RUN_PAGES);
-        let mut point = self.now_ns % interval;
-        for region in self.slots.iter_mut().flatten().filter(|region| is_watched(region)) {
-            while point < region.view.pages.0 {
-                let (first, pages) = region.next_run();
-                runs.push(run(region, first, pages));
-                point += interval;
-            }
-            point -= region.view.pages.0;
         }
     }
 
@@ -520,21 +453,4 @@ impl Engine {
         }
         self.next_watch_ns.saturating_sub(self.now_ns).max(SCAN_LOOK_NS)
     }
-}
-
-fn run(region: &Region, first: Vpn, pages: u64) -> Run {
-    Run { region: region.view.key, first, pages: u32::try_from(pages).unwrap_or(u32::MAX) }
-}
-
-/// Whether a region has not been sampled enough yet to tell.
-fn wants_survey(region: &Region) -> bool {
-    region.stage == Stage::Survey
-        && !region.barred
-        && region.places_left() > 0
-        && region.tally.sampled < samples_for_evidence(region.view.resident.0, EVIDENCE)
-}
-
-/// Whether a region is sampled in the background.
-fn is_watched(region: &Region) -> bool {
-    !region.barred && !matches!(region.stage, Stage::Examine(_)) && !wants_survey(region)
 }

@@ -17,4 +17,5 @@ pub mod ledger;
 pub mod merge;
 pub mod permutation;
 pub mod region;
+pub mod survey;
 pub mod units;

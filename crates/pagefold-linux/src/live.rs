@@ -10,7 +10,7 @@ use crate::process::ReadError;
 use crate::scope::{Roots, ScopeError, ScopeSpec, resolve_without};
 use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
-use pagefold_core::hash::Digest;
+use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::{
     Actions, Cost, Host, Marking, Outcome, OwnerKey, PageSample, PageState, RegionKey, SamplePlan, Samples, Snapshot,
     Span,
@@ -388,6 +388,7 @@ impl Host for LiveHost {
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
         let before_ns = own_cpu_ns();
+        let digester = Digester::new(plan.digest_seed);
         let mut samples = Samples::default();
         samples.pages.reserve(plan.runs.iter().map(|run| run.pages as usize).sum());
         let mut runs: Vec<(Vpn, u32)> = Vec::new();
@@ -400,7 +401,7 @@ impl Host for LiveHost {
             let how = ReadHow { huge, shared_bytes: false };
             let read = self.reader.read_runs(&target.process, &runs, how, |view| {
                 let digest = match view.bytes {
-                    Some(bytes) if view.state == PageState::Private => Digest::of_page(bytes, plan.digest_seed),
+                    Some(bytes) if view.state == PageState::Private => digester.digest(bytes),
                     _ => Digest::default(),
                 };
                 samples.pages.push(PageSample { region, page: view.page, state: view.state, huge: view.huge, digest });

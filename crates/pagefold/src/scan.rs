@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use pagefold_core::census::choose::{Chooser, first_fraction, next_fraction};
 use pagefold_core::census::{Census, Findings};
-use pagefold_core::hash::Digest;
+use pagefold_core::hash::Digester;
 use pagefold_core::host::PageState;
 use pagefold_core::units::Vpn;
 use pagefold_linux::cpu::own_cpu_ns;
@@ -71,7 +71,15 @@ fn scan(args: &ScanArgs) -> Result<Report> {
     let mut survey = Survey::of(scoped, &mut reader, || bar.inc(1))?;
     refuse_if_nothing_is_left(&survey)?;
 
-    let mut scanner = Scanner { census: Census::new(survey.cells.clone()), reader, seed, pages_read: 0, reading_ns: 0, bar };
+    let mut scanner = Scanner {
+        census: Census::new(survey.cells.clone()),
+        reader,
+        chooser: Chooser::new(seed),
+        digester: Digester::new(seed),
+        pages_read: 0,
+        reading_ns: 0,
+        bar,
+    };
     scanner.read_merged(&mut survey)?;
     let (findings, fraction) = scanner.sample(&mut survey, args.exact)?;
     scanner.bar.finish_and_clear();
@@ -126,7 +134,8 @@ fn progress() -> ProgressBar {
 struct Scanner {
     census: Census,
     reader: PageReader,
-    seed: u64,
+    chooser: Chooser,
+    digester: Digester,
     pages_read: u64,
     reading_ns: u64,
     bar: ProgressBar,
@@ -143,7 +152,7 @@ impl Scanner {
             let how = ReadHow { shared_bytes: true, huge: false };
             let read = self.reader.read_runs(&process.scoped.process, &runs, how, |view| {
                 if let (PageState::Merged, Some(bytes)) = (view.state, view.bytes) {
-                    self.census.see_merged(Digest::of_page(bytes, self.seed));
+                    self.census.see_merged(self.digester.digest(bytes));
                     self.pages_read += 1;
                 }
             });
@@ -183,11 +192,10 @@ impl Scanner {
         if process.gone {
             return Ok(());
         }
-        let chooser = Chooser::new(self.seed);
         let (mut runs, mut places) = (Vec::new(), Vec::new());
         for region in &process.regions {
             for &(first, pages) in &region.runs {
-                chooser.cut(region.number, first, pages, from, to, |first, pages, run| {
+                self.chooser.cut(region.number, first, pages, from, to, |first, pages, run| {
                     runs.push((first, pages));
                     places.push((region.cell, run));
                 });
@@ -195,7 +203,7 @@ impl Scanner {
         }
         let how = ReadHow { shared_bytes: true, huge: false };
         let (mut at, mut holders, mut pages) = (0, Vec::new(), 0_u64);
-        let (census, seed, bar) = (&mut self.census, self.seed, &self.bar);
+        let (census, digester, bar) = (&mut self.census, &self.digester, &self.bar);
         let before_ns = own_cpu_ns();
         let read = self.reader.read_runs(&process.scoped.process, &runs, how, |view| {
             while view.page.0 >= runs[at].0.0 + u64::from(runs[at].1) {
@@ -208,14 +216,14 @@ impl Scanner {
                 bar.inc(4096);
             }
             match (view.state, view.frame) {
-                (PageState::Private, _) => census.see(cell, run, Digest::of_page(bytes, seed)),
+                (PageState::Private, _) => census.see(cell, run, digester.digest(bytes)),
                 (PageState::Shared, Some(frame)) => {
                     survey.holders(frame, &mut holders);
                     // Unknown when shared since the look: a copy on write or a fork in between.
                     if holders.is_empty() {
                         holders.push(cell);
                     }
-                    census.see_shared(&holders, run, Digest::of_page(bytes, seed));
+                    census.see_shared(&holders, run, digester.digest(bytes));
                 }
                 _ => {}
             }

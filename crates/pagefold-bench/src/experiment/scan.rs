@@ -10,6 +10,7 @@ use anyhow::Context;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 use pagefold_core::census::choose::Chooser;
+use pagefold_core::permutation::mix;
 use pagefold_core::units::PAGE_SIZE;
 use pagefold_linux::cpu::own_cpu_ns;
 use pagefold_linux::memory::PageReader;
@@ -51,7 +52,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     let exact = total(&whole, "/totals/savable_bytes")?;
     let (mut within, mut worst, mut stated, mut cpu) = (0_u32, 0.0_f64, 0.0_f64, 0.0);
     let mut fraction: f64 = 0.0;
-    let (mut bare_ns, mut sampling_ns) = (Vec::new(), Vec::new());
+    let (mut bare_ns, mut ascending_ns, mut sampling_ns) = (Vec::new(), Vec::new(), Vec::new());
     for seed in 1..=SAMPLES {
         setting.interrupt.check()?;
         let ran = daemon::scan(setting.program, &pids, &["--seed", &seed.to_string()], setting.interrupt)?;
@@ -64,11 +65,13 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
         fraction = fraction.max(sampled);
         cpu += ran.cpu_seconds / f64::from(SAMPLES);
         sampling_ns.push(total(&ran, "/cost/reading_ns_per_page")?);
-        bare_ns.push(bare_loop(&processes, u64::from(seed), sampled)?);
+        bare_ns.push(bare_loop(&processes, u64::from(seed), sampled, Order::Random)?);
+        ascending_ns.push(bare_loop(&processes, u64::from(seed), sampled, Order::Ascending)?);
     }
     let (bare_ns, sampling_ns) = (median(bare_ns), median(sampling_ns));
     let figures = [
         ("bare_loop_ns_per_page", bare_ns),
+        ("bare_loop_ascending_ns_per_page", median(ascending_ns)),
         ("sampling_ns_per_page", sampling_ns),
         ("exact_scan_cpu_seconds", whole.cpu_seconds),
         ("exact_savable_bytes", exact),
@@ -95,8 +98,18 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Reads a sample of the resident pages, in runs as a scan does, and looks at none. Returns the CPU time by page.
-fn bare_loop(processes: &[Process], seed: u64, fraction: f64) -> anyhow::Result<f64> {
+/// In which order the bare loop reads its runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Order {
+    /// As a sampler without a plan reads.
+    Random,
+    /// As `pagefold scan` reads: neighbouring page tables are then still in the cache.
+    Ascending,
+}
+
+/// Reads a sample of the resident pages, the same runs that a scan reads, and looks at none. Returns the CPU time by
+/// page.
+fn bare_loop(processes: &[Process], seed: u64, fraction: f64, order: Order) -> anyhow::Result<f64> {
     let mut reader = PageReader::new();
     let chooser = Chooser::new(seed);
     let mut buffer = vec![0; CALL_PAGES * PAGE_SIZE];
@@ -108,6 +121,9 @@ fn bare_loop(processes: &[Process], seed: u64, fraction: f64) -> anyhow::Result<
         }
         for (number, (first, length)) in (0..).zip(resident) {
             chooser.cut(number, first, length, 0.0, fraction, |first, length, _| runs.push((first, length as usize)));
+        }
+        if order == Order::Random {
+            runs.sort_unstable_by_key(|&(first, _)| mix(first.0 ^ seed));
         }
         let pid = Pid::from_raw(process.pid());
         let before_ns = own_cpu_ns();
