@@ -10,6 +10,7 @@ pub mod drive;
 pub mod dumpable;
 pub mod exclude;
 mod hand;
+pub mod headroom;
 pub mod inject;
 pub mod ksm;
 pub mod live;

@@ -3,15 +3,21 @@
 //! The kernel makes the copies within the system call, in the target's own time, under its mmap lock
 //! (`unmerge_ksm_pages`, mm/ksm.c). So it is done in steps short enough for the target not to notice.
 
+use crate::headroom::headroom;
 use crate::inject::{Call, InjectError, Injector, Limits};
 use crate::maps::{VmaDetail, parse_smaps};
 use crate::merge_any::PR_SET_MEMORY_MERGE;
 use crate::process::{Process, ReadError};
+use crate::scope::Roots;
 use pagefold_core::units::Bytes;
 use thiserror::Error;
 
 /// Address space unmarked by one call. At about a gigabyte a second that copying takes, 8 ms of the target's time.
 const STEP_BYTES: u64 = 8 << 20;
+/// Calls between two looks at the room left.
+const BATCH: usize = 8;
+/// Room to leave, for what the process and its neighbours allocate meanwhile.
+const MARGIN_BYTES: u64 = 32 << 20;
 /// Rounds of unmarking before giving up on mappings that keep changing or calls that signals keep cutting short.
 const ROUNDS: u32 = 5;
 
@@ -35,7 +41,17 @@ pub enum UnfoldError {
     /// The process cannot be stopped for it.
     #[error(transparent)]
     Inject(#[from] InjectError),
-    /// The kernel refused: out of memory within the process's limits, for one.
+    /// Its copies would not fit into its memory limits.
+    #[error("process {pid} has room for {:.0} MiB only, and {:.0} MiB are wanted at a time; raise the limit of its cgroup or free memory, and unmerge again", left.mib(), wanted.mib())]
+    NoRoom {
+        /// The process.
+        pid: i32,
+        /// What its limits leave.
+        left: Bytes,
+        /// What the next step may take, and a margin.
+        wanted: Bytes,
+    },
+    /// The kernel refused, or the mappings kept changing.
     #[error("process {pid} could not take all of its memory back: {why}")]
     Left {
         /// The process.
@@ -45,8 +61,8 @@ pub enum UnfoldError {
     },
 }
 
-/// Unmarks all that is marked in a process.
-pub fn unfold(process: &Process, injector: &mut Injector) -> Result<Unfolded, UnfoldError> {
+/// Unmarks all that is marked in a process, as far as its memory limits leave room for it.
+pub fn unfold(process: &Process, injector: &mut Injector, roots: &Roots) -> Result<Unfolded, UnfoldError> {
     let before = State::of(process)?;
     let mut done = Unfolded { unmarked: before.marked_bytes(), ..Unfolded::default() };
     let mut state = before.clone();
@@ -57,10 +73,17 @@ pub fn unfold(process: &Process, injector: &mut Injector) -> Result<Unfolded, Un
             break;
         }
         let limits = Limits { calls_per_stop: 1, ..Limits::default() };
-        let report = injector.run(process, &calls, &limits)?;
-        done.longest_stop_ns = done.longest_stop_ns.max(report.longest_stop_ns);
-        if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
-            why = errno.to_string();
+        for batch in calls.chunks(BATCH) {
+            let wanted = BATCH as u64 * STEP_BYTES + MARGIN_BYTES;
+            let left = headroom(process, &roots.proc, &roots.cgroup)?;
+            if left.0 < wanted {
+                return Err(UnfoldError::NoRoom { pid: process.pid(), left, wanted: Bytes(wanted) });
+            }
+            let report = injector.run(process, batch, &limits)?;
+            done.longest_stop_ns = done.longest_stop_ns.max(report.longest_stop_ns);
+            if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
+                why = errno.to_string();
+            }
         }
         state = State::of(process)?;
     }
@@ -102,17 +125,15 @@ impl State {
     }
 
     fn calls(&self) -> Vec<Call> {
-        if self.merge_any {
-            // This both unmarks what is there and ends the marking of what is to come.
-            return vec![Call::prctl(PR_SET_MEMORY_MERGE, [0; 4])];
-        }
         let steps = |&(start, end): &(u64, u64)| {
             let step = usize::try_from(STEP_BYTES).unwrap_or(usize::MAX);
             (start..end).step_by(step).map(move |at| {
                 Call::madvise(at, STEP_BYTES.min(end - at), libc::MADV_UNMERGEABLE)
             })
         };
-        self.marked.iter().flat_map(steps).collect()
+        // Last, and by then with nothing left to copy: no marking of what is to come.
+        let end = self.merge_any.then(|| Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
+        self.marked.iter().flat_map(steps).chain(end).collect()
     }
 }
 

@@ -10,6 +10,7 @@ use pagefold_core::units::Bytes;
 use pagefold_linux::cpu::Ksmd;
 use pagefold_linux::drive::Driver;
 use pagefold_linux::ksm::Ksm;
+use pagefold_linux::scope::Roots;
 use pagefold_linux::tenure::{Places, TakeError, Tenure, Wishes};
 use pagefold_linux::unfold::{UnfoldError, unfold};
 use serde::Serialize;
@@ -79,7 +80,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
             unmarked_bytes: 0,
             failed: None,
         };
-        match unfold(&scoped.process, &mut injector) {
+        match unfold(&scoped.process, &mut injector, &Roots::default()) {
             Ok(done) => {
                 process.given_back_bytes = done.given_back.0;
                 process.unmarked_bytes = done.unmarked.0;
@@ -90,7 +91,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
                 code = match &error {
                     UnfoldError::Inject(error) => machine::inject_code(error),
                     UnfoldError::Read(_) => exit::NO_SCOPE,
-                    UnfoldError::Left { .. } => exit::FAILURE,
+                    UnfoldError::Left { .. } | UnfoldError::NoRoom { .. } => exit::FAILURE,
                 };
                 process.failed = Some(error.to_string());
             }

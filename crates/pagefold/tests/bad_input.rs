@@ -120,8 +120,9 @@ fn frozen_targets() {
         if hierarchy.is_empty() && !std::path::Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
             continue;
         }
-        let Some(cgroup) = Cgroup::make(hierarchy) else { continue };
+        // Before the cgroup, so dropped after it: what is frozen cannot be killed.
         let idle = Sleeper::start();
+        let Some(cgroup) = Cgroup::make(hierarchy) else { continue };
         cgroup.add(idle.pid());
         cgroup.set(file, value);
         wait_until("it is frozen", || cgroup.says(tells, so));
