@@ -113,11 +113,6 @@ impl Engine {
         self.slots.iter().flatten()
     }
 
-    /// Contents in the index, and the bytes it takes.
-    pub fn index_size(&self) -> (usize, usize) {
-        (self.index.len(), self.index.bytes())
-    }
-
     /// Scans completed by ksmd on our order.
     pub fn scans(&self) -> u64 {
         self.merger.scans()

@@ -74,7 +74,8 @@ mod tests {
     fn machine(line: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, Process) {
         let dir = tempfile::tempdir().unwrap();
         let stat = format!("7 (x) S 1 {}", ["0"; 48].join(" "));
-        let own = [("proc/7/stat", stat.as_str()), ("proc/7/cgroup", line), ("proc/meminfo", "MemAvailable: 4000 kB\n")];
+        let own =
+            [("proc/7/stat", stat.as_str()), ("proc/7/cgroup", line), ("proc/meminfo", "MemAvailable: 4000 kB\n")];
         for (name, text) in own.iter().chain(files) {
             let path = dir.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();

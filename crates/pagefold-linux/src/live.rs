@@ -120,7 +120,8 @@ impl LiveHost {
         let ksmd = Ksmd::find().map_err(LiveError::Ksmd)?;
         let hands = match hands {
             Hands::Act { tenure, injector } => {
-                let driver = Driver::start(&tenure, Ksmd::find().map_err(LiveError::Ksmd)?).map_err(LiveError::Driver)?;
+                let driver =
+                    Driver::start(&tenure, Ksmd::find().map_err(LiveError::Ksmd)?).map_err(LiveError::Driver)?;
                 Acting::Act { tenure, driver, injector, stood_down: false }
             }
             Hands::DryRun => Acting::DryRun,
@@ -283,10 +284,6 @@ impl LiveHost {
         }
     }
 
-    fn target_of(&self, region: RegionKey) -> Option<&Target> {
-        self.region_pids.get(&region).and_then(|pid| self.targets.get(pid))
-    }
-
     /// Marks or unmarks spans, the spans of one process together.
     fn advise(&mut self, spans: &[Span], advice: i32, outcome: &mut Outcome) -> Vec<Marking> {
         let mut results = vec![Marking::Refused; spans.len()];
@@ -318,7 +315,11 @@ impl LiveHost {
             }
             target.look_again();
             match &mut self.hands {
-                Acting::DryRun => owners.iter().for_each(|&(at, pages)| add(&mut results[at], pages)),
+                Acting::DryRun => {
+                    for &(at, pages) in &owners {
+                        add(&mut results[at], pages);
+                    }
+                }
                 Acting::Act { injector, .. } => match injector.run(&target.process, &calls, &Limits::default()) {
                     Ok(report) => {
                         outcome.stops += report.stops;
@@ -332,7 +333,9 @@ impl LiveHost {
                     }
                     Err(error) => {
                         let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
-                        owners.iter().for_each(|&(at, _)| results[at] = marking);
+                        for &(at, _) in &owners {
+                            results[at] = marking;
+                        }
                         let (name, why) = (target.name.clone(), error.to_string());
                         if self.told.get(&pid) != Some(&why) {
                             self.told.insert(pid, why.clone());
@@ -379,10 +382,7 @@ impl Host for LiveHost {
             }
         }
         let clocks = self.clocks();
-        let cost = Cost {
-            pagefold_ns: clocks.pagefold_ns,
-            ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns),
-        };
+        let cost = Cost { pagefold_ns: clocks.pagefold_ns, ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns) };
         Ok(Snapshot { now_ns, regions, ksm, cost })
     }
 
@@ -438,12 +438,5 @@ impl Host for LiveHost {
             std::thread::sleep(left.min(NAP));
         }
         Ok(())
-    }
-}
-
-impl LiveHost {
-    /// The name and pid that a region belongs to.
-    pub fn owner_of(&self, region: RegionKey) -> Option<(i32, &str)> {
-        self.target_of(region).map(|target| (target.process.pid(), target.name.as_str()))
     }
 }

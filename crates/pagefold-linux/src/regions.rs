@@ -142,13 +142,13 @@ mod tests {
     use crate::maps::parse_smaps;
 
     fn smaps(entries: &[(&str, u64, &str)]) -> Vec<VmaDetail> {
-        let text: String = entries
+        let text: Vec<String> = entries
             .iter()
             .map(|(head, anonymous_kib, flags)| {
                 format!("{head}\nRss: {anonymous_kib} kB\nAnonymous: {anonymous_kib} kB\nVmFlags: {flags}\n")
             })
             .collect();
-        parse_smaps(text.as_bytes()).unwrap()
+        parse_smaps(text.concat().as_bytes()).unwrap()
     }
 
     #[test]

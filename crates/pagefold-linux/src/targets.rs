@@ -66,12 +66,7 @@ impl Target {
     }
 
     /// Looks whether the process's mappings have changed, and takes the change in. `Vanished` means that it has ended.
-    pub fn look(
-        &mut self,
-        now_ns: u64,
-        deny: &DenyList,
-        new_key: impl FnMut() -> RegionKey,
-    ) -> Result<(), ReadError> {
+    pub fn look(&mut self, now_ns: u64, deny: &DenyList, new_key: impl FnMut() -> RegionKey) -> Result<(), ReadError> {
         if now_ns < self.next_look_ns {
             return Ok(());
         }
@@ -99,12 +94,7 @@ impl Target {
         parse_smaps(&text).map_err(|what| self.process.malformed("smaps", what))
     }
 
-    fn take_in(
-        &mut self,
-        now_ns: u64,
-        deny: &DenyList,
-        new_key: impl FnMut() -> RegionKey,
-    ) -> Result<(), ReadError> {
+    fn take_in(&mut self, now_ns: u64, deny: &DenyList, new_key: impl FnMut() -> RegionKey) -> Result<(), ReadError> {
         let before_ns = own_cpu_ns();
         self.exclusion = process_exclusion(&self.process, deny)?;
         self.left_out.clear();

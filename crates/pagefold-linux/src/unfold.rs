@@ -63,6 +63,14 @@ pub enum UnfoldError {
 
 /// Unmarks all that is marked in a process, as far as its memory limits leave room for it.
 pub fn unfold(process: &Process, injector: &mut Injector, roots: &Roots) -> Result<Unfolded, UnfoldError> {
+    let (pid, stat) = (process.pid(), process.stat()?);
+    // Without memory there is nothing marked either: whoever names one has to hear that it is the wrong one.
+    if stat.kernel_thread {
+        return Err(InjectError::KernelThread { pid }.into());
+    }
+    if matches!(stat.state, b'Z' | b'X') {
+        return Err(InjectError::Zombie { pid }.into());
+    }
     let before = State::of(process)?;
     let mut done = Unfolded { unmarked: before.marked_bytes(), ..Unfolded::default() };
     let mut state = before.clone();
@@ -116,7 +124,8 @@ impl State {
         Ok(Self {
             merge_any: field(&stat, "ksm_merge_any") == Some("yes"),
             marked: marked.map(|detail| (detail.vma.start, detail.vma.end)).collect(),
-            merged_kib: merged_kib + field(&stat, "ksm_zero_pages").and_then(|pages| pages.parse().ok()).unwrap_or(0) * 4,
+            merged_kib: merged_kib
+                + field(&stat, "ksm_zero_pages").and_then(|pages| pages.parse().ok()).unwrap_or(0) * 4,
         })
     }
 
@@ -127,9 +136,9 @@ impl State {
     fn calls(&self) -> Vec<Call> {
         let steps = |&(start, end): &(u64, u64)| {
             let step = usize::try_from(STEP_BYTES).unwrap_or(usize::MAX);
-            (start..end).step_by(step).map(move |at| {
-                Call::madvise(at, STEP_BYTES.min(end - at), libc::MADV_UNMERGEABLE)
-            })
+            (start..end)
+                .step_by(step)
+                .map(move |at| Call::madvise(at, STEP_BYTES.min(end - at), libc::MADV_UNMERGEABLE))
         };
         // Last, and by then with nothing left to copy: no marking of what is to come.
         let end = self.merge_any.then(|| Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
@@ -140,7 +149,7 @@ impl State {
 /// A field of `/proc/PID/ksm_stat`, `name value` or `name: value`.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| {
-        let (key, value) = line.split_once(|c: char| c == ':' || c == ' ')?;
+        let (key, value) = line.split_once([':', ' '])?;
         (key == name).then(|| value.trim())
     })
 }

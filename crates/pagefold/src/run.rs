@@ -210,6 +210,10 @@ fn watch(
 fn tell(bar: &ProgressBar, told: &mut Told, event: Event) {
     let line = match event {
         Event::LeftAlone { pid, name, why } => {
+            // Said already when the scope was checked.
+            if told.left_alone.iter().any(|left| left.pid == pid && left.reason == why) {
+                return;
+            }
             let line = format!("process {pid} ({name}) is left alone: {why}");
             told.left_alone.push(LeftAlone { pid, name, reason: why });
             line

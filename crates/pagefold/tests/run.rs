@@ -229,6 +229,29 @@ fn a_program_that_comes_later_is_caught_by_its_cgroup() {
     give_back(&ksm, &mut [first, second, outsider]);
 }
 
+#[test]
+fn memory_of_a_frozen_program_waits_until_it_is_thawed() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut twins = twins(32, 0, 15);
+    let pids = pids(&twins);
+    let Some(cgroup) = Cgroup::make("freezer") else { return };
+    let daemon = Daemon::on(&pids, &["--for", "60s"]);
+    wait_for_saving(32 * MIB);
+    daemon.told_to_end();
+    cgroup.add(pids[0]);
+    cgroup.set("freezer.state", "FROZEN");
+    wait_until("it is frozen", || cgroup.says("freezer.state", "FROZEN"));
+    let output = pagefold(&["unmerge", "--json", "--pid", &format!("{},{}", pids[0], pids[1])]);
+    is_failure(&output, 6, "frozen");
+    let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(summary["processes"][0]["failed"].as_str().unwrap().contains("frozen"), "{summary}");
+    assert_eq!(summary["processes"][1]["failed"], Value::Null);
+    are_unmarked(&pids[1..]);
+    assert!(marks(pids[0]).marked >= most(32 * MIB));
+    drop(cgroup);
+    give_back(&ksm, &mut twins);
+}
+
 /// Holds 16 MiB of a content, says ready, and becomes another program when told to.
 const CHANGELING: &str = r#"
 import os, random, sys
@@ -253,9 +276,7 @@ fn targets_that_end_or_become_others_do_no_harm() {
         std::fs::read_to_string(format!("/proc/{}/comm", changing.pid())).unwrap() == "sleep\n"
     });
     drop(dying);
-    wait_until("the others are folded", || {
-        tenants.iter().all(|tenant| marks(tenant.pid()).merged >= most(48 * MIB))
-    });
+    wait_until("the others are folded", || tenants.iter().all(|tenant| marks(tenant.pid()).merged >= most(48 * MIB)));
     // Dead processes' pages are still counted until ksmd has passed.
     std::thread::sleep(Duration::from_secs(1));
     let summary = daemon.told_to_end();

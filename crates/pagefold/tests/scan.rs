@@ -1,11 +1,12 @@
 //! `pagefold scan` on programs whose memory is known to the page.
 
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, Command, Output, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 
-const MIB: u64 = 1 << 20;
+mod support;
+use support::{KsmLock, MIB, fails, number, pagefold, program, write_knob, zombie};
 
 /// Holds mappings given as `MiB:kind:seed`, prints a pid (its own, or its forked child's) and waits for its input to end.
 const HOLDER: &str = r#"
@@ -69,24 +70,11 @@ impl Drop for Holder {
     }
 }
 
-fn pagefold(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_pagefold")).args(args).stdin(Stdio::null()).output().unwrap()
-}
-
 fn scan(pids: &[i32], more: &[&str]) -> Value {
     let pids = pids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
     let output = pagefold(&[&["scan", "--json", "--pid", &pids], more].concat());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
-}
-
-fn fails(args: &[&str], code: i32, says: &str) {
-    let output = pagefold(args);
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(code), "{args:?}: {error}");
-    assert!(error.starts_with("pagefold: ") && error.lines().count() == 1, "{error}");
-    assert!(error.contains(says) && error.contains("; "), "{error}");
-    assert!(output.stdout.is_empty());
 }
 
 /// False, with the reason, where scanning is impossible.
@@ -285,41 +273,19 @@ fn errors_are_one_line_with_their_exit_code() {
     } else {
         println!("SKIP: pid 2 is no kernel thread here (pid namespace)");
     }
-    let mut zombie = Command::new("true").spawn().unwrap();
-    let pid = zombie.id().to_string();
-    while !std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap().contains(") Z ") {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
-    fails(&["scan", "--pid", &pid], 6, "has ended");
-    zombie.wait().unwrap();
+    let mut ended = zombie();
+    fails(&["scan", "--pid", &ended.id().to_string()], 6, "has ended");
+    ended.wait().unwrap();
 
     // Without root: the binary is copied to where everybody may run it.
     let dir = tempfile::tempdir_in("/tmp").unwrap();
     let copy = dir.path().join("pagefold");
-    std::fs::copy(env!("CARGO_BIN_EXE_pagefold"), &copy).unwrap();
+    std::fs::copy(program(), &copy).unwrap();
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(dir.path(), open).unwrap();
     let own = std::process::id().to_string();
     let output = Command::new(&copy).args(["scan", "--pid", &own]).uid(65534).gid(65534).output().unwrap();
     assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
-}
-
-fn number(file: &str) -> u64 {
-    std::fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).unwrap().trim().parse().unwrap()
-}
-
-/// Nobody else's test drives KSM meanwhile.
-struct KsmLock(#[expect(dead_code, reason = "held, not used")] std::fs::File);
-
-impl KsmLock {
-    fn take() -> Self {
-        use std::os::fd::AsRawFd;
-        let path = "/run/lock/pagefold-ksm.lock";
-        let file = std::fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
-        // SAFETY: the descriptor is open.
-        assert_eq!(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) }, 0);
-        Self(file)
-    }
 }
 
 /// KSM at work; back to rest, with nothing merged, when dropped.
@@ -343,14 +309,5 @@ impl Drop for KsmOn {
         for (file, value) in &self.0 {
             write_knob(file, value);
         }
-    }
-}
-
-fn write_knob(file: &str, value: &str) {
-    let path = format!("/sys/kernel/mm/ksm/{file}");
-    let written =
-        std::fs::OpenOptions::new().write(true).open(path).and_then(|mut knob| knob.write_all(value.as_bytes()));
-    if let Err(error) = written {
-        eprintln!("{file}: {error}");
     }
 }

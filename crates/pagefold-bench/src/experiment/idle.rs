@@ -7,8 +7,11 @@ use crate::record::{Limit, Report};
 use crate::tenant::{Segment, Tenant, TenantSpec};
 
 /// See the module's opening.
-pub const EXPERIMENT: Experiment =
-    Experiment { name: "idle", claim: "ours: with nothing to merge pagefold and ksmd together take at most half a per cent of a core (UKSM: 0.2 %)", run };
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "idle",
+    claim: "ours: with nothing to merge pagefold and ksmd together take at most half a per cent of a core (UKSM: 0.2 %)",
+    run,
+};
 
 fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     let (size_mib, seconds) = if setting.quick { (64, 10) } else { (2048, 60) };

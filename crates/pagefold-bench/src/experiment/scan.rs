@@ -84,7 +84,11 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     if !setting.quick {
         report.bar("CPU per page sampled, of the bare loop's", Limit::AtMost(1.5), Some(sampling_ns / bare_ns));
     }
-    report.bar(format!("samples of {SAMPLES} within their stated error"), Limit::AtLeast(19.0), Some(f64::from(within)));
+    report.bar(
+        format!("samples of {SAMPLES} within their stated error"),
+        Limit::AtLeast(19.0),
+        Some(f64::from(within)),
+    );
     Ok(())
 }
 

@@ -135,7 +135,9 @@ pub enum InjectError {
         pid: i32,
     },
     /// The kernel forbids tracing it.
-    #[error("not permitted to trace process {pid}; CAP_SYS_PTRACE is needed, and a security module may forbid it even so")]
+    #[error(
+        "not permitted to trace process {pid}; CAP_SYS_PTRACE is needed, and a security module may forbid it even so"
+    )]
     Denied {
         /// The process.
         pid: i32,
@@ -173,7 +175,9 @@ pub enum InjectError {
         what: String,
     },
     /// A limit ran out while the thread has registers that are not its own.
-    #[error("process {pid} cannot be let go yet (frozen, or its call does not end); do not end the tracer, it restores the process as soon as it can")]
+    #[error(
+        "process {pid} cannot be let go yet (frozen, or its call does not end); do not end the tracer, it restores the process as soon as it can"
+    )]
     Held {
         /// The process.
         pid: i32,
@@ -185,7 +189,9 @@ pub enum InjectError {
         pid: i32,
     },
     /// Its seccomp filter cannot be put to sleep.
-    #[error("process {pid} has a seccomp filter that may not be suspended; run with CAP_SYS_ADMIN and outside of any seccomp filter")]
+    #[error(
+        "process {pid} has a seccomp filter that may not be suspended; run with CAP_SYS_ADMIN and outside of any seccomp filter"
+    )]
     Filtered {
         /// The process.
         pid: i32,
@@ -222,7 +228,9 @@ pub enum InjectError {
     #[error("the injector process has ended; start another one")]
     WorkerGone,
     /// The worker process does not answer.
-    #[error("the injector process has not answered in time; leave it alone, it may hold a process that needs it, and ask again later")]
+    #[error(
+        "the injector process has not answered in time; leave it alone, it may hold a process that needs it, and ask again later"
+    )]
     WorkerSilent,
     /// The worker process does not speak this protocol.
     #[error("the injector process answered nonsense ({what}); both ends must be the same program")]

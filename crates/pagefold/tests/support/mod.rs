@@ -38,11 +38,17 @@ pub fn fails(args: &[&str], code: i32, says: &str) {
 
 #[track_caller]
 pub fn is_refusal(output: &Output, code: i32, says: &str) {
+    is_failure(output, code, says);
+    assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+/// A failure that does not keep the program from telling what else it did.
+#[track_caller]
+pub fn is_failure(output: &Output, code: i32, says: &str) {
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(code), "{error}");
     assert!(error.starts_with("pagefold: ") && error.lines().count() == 1, "{error}");
     assert!(error.contains(says) && error.contains("; "), "{error}");
-    assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
 pub fn with_pids<'a>(before: &[&'a str], pids: &[i32], after: &[&'a str]) -> Vec<String> {
