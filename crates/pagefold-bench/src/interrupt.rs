@@ -12,6 +12,13 @@ const ASK_EVERY: Duration = Duration::from_millis(20);
 #[derive(Clone, Debug, Default)]
 pub struct Interrupt(Arc<AtomicBool>);
 
+impl From<Arc<AtomicBool>> for Interrupt {
+    /// One that comes when the flag is set.
+    fn from(flag: Arc<AtomicBool>) -> Self {
+        Self(flag)
+    }
+}
+
 impl Interrupt {
     /// Notes the signals from now on.
     pub fn on_signals() -> anyhow::Result<Self> {

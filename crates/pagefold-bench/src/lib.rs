@@ -8,7 +8,7 @@ mod contents;
 mod daemon;
 pub mod experiment;
 mod interrupt;
-mod marking;
+pub mod marking;
 mod oracle;
 mod plot;
 mod policy;

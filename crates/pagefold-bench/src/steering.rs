@@ -69,6 +69,11 @@ impl Steering {
         Ok(steering)
     }
 
+    /// The knobs as they were found, and as they will be left.
+    pub fn before(&self) -> &Knobs {
+        &self.before
+    }
+
     /// The counters.
     pub fn ksm(&self) -> &Ksm {
         &self.ksm

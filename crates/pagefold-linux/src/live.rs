@@ -194,19 +194,23 @@ impl LiveHost {
         self.next_resolve_ns = now_ns + RESOLVE_NS;
         let first = self.targets.is_empty() && self.next_owner == 0;
         let own = i32::try_from(std::process::id()).unwrap_or(0);
-        let spec = if first {
+        let mut spec = if first {
             self.scope.clone()
         } else {
             // A pid names one process, which was taken hold of at the start: a later owner is not meant.
             ScopeSpec { pids: Vec::new(), ..self.scope.clone() }
         };
-        if spec.is_empty() {
-            return Ok(());
-        }
-        let found = match resolve_without(&spec, &self.roots, &[own]) {
-            Ok(found) => found,
-            Err(ScopeError::NoMatch(_) | ScopeError::NoCgroup(_)) if !first => return Ok(()),
-            Err(error) => return Err(error.into()),
+        let found = loop {
+            if spec.is_empty() {
+                return Ok(());
+            }
+            match resolve_without(&spec, &self.roots, &[own]) {
+                Ok(found) => break found,
+                // It was there when the command line was checked, and has ended since: no reason to leave the others.
+                Err(ScopeError::UnknownPid(pid)) => spec.pids.retain(|&named| named != pid),
+                Err(ScopeError::NoMatch(_) | ScopeError::NoCgroup(_)) if !first => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
         };
         for scoped in found {
             let (pid, start) = (scoped.process.pid(), scoped.process.start_time_ticks());

@@ -4,6 +4,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
+mod demo;
 mod doctor;
 mod exec;
 mod exit;
@@ -36,6 +37,8 @@ enum Command {
     Unmerge(unmerge::UnmergeArgs),
     /// Show what this machine allows, what is in the way, and what to do about it
     Doctor(doctor::DoctorArgs),
+    /// Show the whole story in a minute, on programs it starts itself
+    Demo(demo::DemoArgs),
     /// Measure pagefold against KSM by itself and against an oracle
     Bench(pagefold_bench::BenchArgs),
     /// Hold memory as told: what demo and bench fold
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
         Command::Exec(args) => exec::run(args),
         Command::Unmerge(args) => unmerge::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Demo(args) => demo::run(args),
         Command::Bench(args) => pagefold_bench::main(args),
         Command::Tenant { spec } => pagefold_bench::tenant_main(spec),
         Command::Injector => pagefold_linux::inject::serve(),

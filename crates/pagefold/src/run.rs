@@ -11,13 +11,14 @@ use pagefold_core::engine::{Engine, round};
 use pagefold_core::host::Host;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_linux::exclude::DenyList;
-use pagefold_linux::ksm::{Ksm, Knob};
+use pagefold_linux::ksm::{Knob, Ksm};
 use pagefold_linux::live::{Event, Hands, LiveError, LiveHost};
 use pagefold_linux::scope::Roots;
 use pagefold_linux::tenure::{Places, Restored, Tenure, Wishes};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -28,7 +29,8 @@ pub struct RunArgs {
     /// Which programs.
     #[command(flatten)]
     pub scope: ScopeArgs,
-    /// How much CPU the search may take: full (95 % of a core while there is work), medium (50 %), low (20 %), quiet (1 %)
+    /// How much of a core reading may take while there is work: full (95 %), medium (50 %), low (20 %), quiet (1 %);
+    /// ksmd is paced to match, roughly
     #[arg(long, value_name = "NAME", default_value = "full")]
     pub governor: Governor,
     /// End after this time (60s, 5m, 2h); without it, when told to by ctrl-C or SIGTERM
@@ -111,8 +113,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let deny = DenyList::default();
     let left_alone = check_scope(&args.scope, &deny)?;
     let hands = take(args.dry_run, &ksm)?;
-    let config = Config { governor: args.governor, seed: RandomState::new().hash_one(0), ..Config::default() };
-    let mut engine = Engine::new(config.validated()?);
+    let mut engine = engine(args.governor)?;
     let mut host = LiveHost::new(args.scope.spec(), Roots::default(), deny, ksm, hands, stop.clone())?;
     let told = watch(args, &mut engine, &mut host, &stop, left_alone);
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
@@ -120,11 +121,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let restored = host.finish();
     let told = told?;
     let summary = summary(args, &engine, processes, restored.as_ref(), told);
-    let text = if args.json {
-        serde_json::to_string_pretty(&summary)? + "\n"
-    } else {
-        describe(&summary, Style::of_stdout())
-    };
+    let text =
+        if args.json { serde_json::to_string_pretty(&summary)? + "\n" } else { describe(&summary, Style::of_stdout()) };
     style::print(&text)?;
     for line in unrestored(restored.as_ref()) {
         eprintln!("pagefold: {line}");
@@ -153,7 +151,14 @@ fn check_scope(scope: &ScopeArgs, deny: &DenyList) -> Result<Vec<LeftAlone>, Exi
     }
 }
 
-fn take(dry_run: bool, ksm: &Arc<Ksm>) -> Result<Hands> {
+/// A judgement that knows nothing yet.
+pub fn engine(governor: Governor) -> Result<Engine> {
+    let config = Config { governor, seed: RandomState::new().hash_one(0), ..Config::default() };
+    Ok(Engine::new(config.validated()?))
+}
+
+/// Takes KSM over, and starts what marks.
+pub fn take(dry_run: bool, ksm: &Arc<Ksm>) -> Result<Hands> {
     if dry_run {
         return Ok(Hands::DryRun);
     }
@@ -166,6 +171,29 @@ fn take(dry_run: bool, ksm: &Arc<Ksm>) -> Result<Hands> {
         );
     }
     Ok(Hands::Act { tenure, injector: machine::injector()? })
+}
+
+/// Goes round after round until told to stop, until the host's clock says `end_ns`, or until `each`, which is called
+/// after every round, breaks.
+pub fn rounds(
+    engine: &mut Engine,
+    host: &mut LiveHost,
+    stop: &AtomicBool,
+    end_ns: u64,
+    mut each: impl FnMut(&Engine, &mut LiveHost) -> ControlFlow<()>,
+) -> Result<()> {
+    while !stop.load(Ordering::Relaxed) && host.now_ns() < end_ns {
+        let pause_ns = match round(engine, host) {
+            Ok(pause_ns) => pause_ns,
+            Err(LiveError::Scope(error)) => return Err(explain(&error).into()),
+            Err(error) => return Err(error.into()),
+        };
+        if each(engine, host).is_break() {
+            break;
+        }
+        host.wait(pause_ns.min(end_ns.saturating_sub(host.now_ns())))?;
+    }
+    Ok(())
 }
 
 /// What was told of the run while it went on.
@@ -187,22 +215,17 @@ fn watch(
         tell(&bar, &mut told, Event::LeftAlone { pid: left.pid, name: left.name, why: left.reason });
     }
     let end_ns = args.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
-    while !stop.load(Ordering::Relaxed) && host.now_ns() < end_ns {
-        let pause_ns = match round(engine, host) {
-            Ok(pause_ns) => pause_ns,
-            Err(LiveError::Scope(error)) => return Err(explain(&error).into()),
-            Err(error) => return Err(error.into()),
-        };
+    rounds(engine, host, stop, end_ns, |engine, host| {
         for event in host.take_events() {
             tell(&bar, &mut told, event);
         }
         if host.targets().next().is_none() && !args.scope.is_selective() {
             bar.println("every process named has ended");
-            break;
+            return ControlFlow::Break(());
         }
         show(&bar, engine, host);
-        host.wait(pause_ns.min(end_ns.saturating_sub(host.now_ns())))?;
-    }
+        ControlFlow::Continue(())
+    })?;
     bar.finish_and_clear();
     Ok(told)
 }
@@ -312,8 +335,9 @@ fn describe(summary: &Summary, style: Style) -> String {
     };
     style::line(&mut text, &style.bold(&headline));
     style::line(&mut text, "");
-    let mut row = |name: &str, value: String| style::line(&mut text, &format!("  {:<14}{value}", name));
-    let reached = summary.seconds_to_90_percent.map_or(String::new(), |s| format!(", nine tenths of it after {s:.1} s"));
+    let mut row = |name: &str, value: String| style::line(&mut text, &format!("  {name:<14}{value}"));
+    let reached =
+        summary.seconds_to_90_percent.map_or(String::new(), |s| format!(", nine tenths of it after {s:.1} s"));
     if !summary.dry_run {
         row("merged", format!("{} pages{reached}", summary.merged_pages));
     }
@@ -337,7 +361,8 @@ fn describe(summary: &Summary, style: Style) -> String {
     if let Some(why) = &summary.stood_down {
         row("stood down", why.clone());
     }
-    let deferred: Vec<String> = summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} ({value})")).collect();
+    let deferred: Vec<String> =
+        summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} ({value})")).collect();
     row(
         "KSM",
         match (summary.dry_run, deferred.is_empty()) {

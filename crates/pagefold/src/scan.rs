@@ -1,7 +1,7 @@
 //! `pagefold scan`: what merging could save, where, and why not elsewhere. Reads only.
 
 mod html;
-mod report;
+pub mod report;
 mod survey;
 mod table;
 
@@ -60,7 +60,8 @@ pub fn run(args: &ScanArgs) -> Result<u8> {
     Ok(exit::OK)
 }
 
-fn scan(args: &ScanArgs) -> Result<Report> {
+/// Scans.
+pub fn scan(args: &ScanArgs) -> Result<Report> {
     let scoped = args.scope.resolve()?;
     let mut reader = reader()?;
     let cpu_before_ns = own_cpu_ns();

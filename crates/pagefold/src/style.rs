@@ -36,6 +36,16 @@ impl Style {
         self.wrap("32", text)
     }
 
+    /// What it is compared with.
+    pub fn other(self, text: &str) -> String {
+        self.wrap("33", text)
+    }
+
+    /// What is there in any case.
+    pub fn plain(self, text: &str) -> String {
+        self.wrap("34", text)
+    }
+
     fn wrap(self, code: &str, text: &str) -> String {
         if self.on && !text.is_empty() { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
     }

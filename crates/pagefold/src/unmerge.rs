@@ -115,11 +115,12 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     Ok(code)
 }
 
-const NO_WISHES: Wishes = Wishes { max_page_sharing: None, use_zero_pages: None, smart_scan: None };
+/// Knobs that are set once stay as they are.
+pub const NO_WISHES: Wishes = Wishes { max_page_sharing: None, use_zero_pages: None, smart_scan: None };
 
 /// Has ksmd pass once, so that it lets go of what was unmarked and its counters are true again, and puts back what
 /// an earlier run had to leave turned. Returns what still cannot be put back.
-fn settle(tenure: Tenure, ksm: &Arc<Ksm>) -> Result<BTreeMap<String, u64>> {
+pub fn settle(tenure: Tenure, ksm: &Arc<Ksm>) -> Result<BTreeMap<String, u64>> {
     if ksm.anything_merged()? {
         let driver = Driver::start(&tenure, Ksmd::find()?)?;
         // The first scan may be the rest of one that was begun before.

@@ -169,16 +169,13 @@ fn a_killed_run_is_mended_by_the_next_one_or_by_doctor() {
         wait_until("the injector ends by itself", || {
             injectors.iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists())
         });
-        match mend {
-            "doctor" => {
-                let output = pagefold(&["doctor", "--fix"]);
-                assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
-            }
-            _ => {
-                let summary = Daemon::on(&pids, &["--for", "5s"]).end().summary();
-                assert_eq!(summary["knobs_restored"], true);
-                assert!(saved_bytes() >= most(96 * MIB), "{summary}");
-            }
+        if mend == "doctor" {
+            let output = pagefold(&["doctor", "--fix"]);
+            assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        } else {
+            let summary = Daemon::on(&pids, &["--for", "5s"]).end().summary();
+            assert_eq!(summary["knobs_restored"], true);
+            assert!(saved_bytes() >= most(96 * MIB), "{summary}");
         }
         ksm.knobs_are_back_but(&["max_page_sharing"]);
         give_back(&ksm, &mut twins);

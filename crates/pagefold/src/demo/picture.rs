@@ -1,0 +1,159 @@
+//! Bars and curves in characters. Glyphs differ as well as colours, so that nothing is lost without colour.
+
+use crate::style::{Style, human};
+use std::io::IsTerminal;
+
+/// Columns of a bar.
+pub const BAR: usize = 44;
+/// Columns of a curve.
+pub const CURVE: usize = 56;
+
+const LEVELS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+/// How many of `width` columns stand for `part` of `whole`.
+pub fn columns(part: u64, whole: u64, width: usize) -> usize {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 0 and the width")]
+    let columns = (part as f64 / whole.max(1) as f64 * width as f64).round().clamp(0.0, width as f64) as usize;
+    columns
+}
+
+/// A curve that begins at zero, as an area.
+#[derive(Clone, Copy, Debug)]
+pub struct Curve<'a> {
+    /// Seconds and bytes, by ascending time. Nothing is drawn after the last of them.
+    pub points: &'a [(f64, u64)],
+    /// Seconds from left to right.
+    pub span: f64,
+    /// Bytes from bottom to top.
+    pub top: u64,
+    /// Rows.
+    pub rows: usize,
+}
+
+impl Curve<'_> {
+    /// Its rows, the topmost first, without colour.
+    pub fn draw(&self) -> Vec<String> {
+        let eighths: Vec<usize> = (0..CURVE).map(|column| self.eighths(column)).collect();
+        let row = |row: usize| {
+            let below = (self.rows - 1 - row) * 8;
+            let line: String = eighths.iter().map(|&level| LEVELS[level.saturating_sub(below).min(8)]).collect();
+            line
+        };
+        (0..self.rows).map(row).collect()
+    }
+
+    /// The same with an axis on the left, what the top stands for, and a colour.
+    pub fn with_axis(&self, paint: impl Fn(&str) -> String, style: Style) -> Vec<String> {
+        let mut rows = self.draw();
+        for (at, row) in rows.iter_mut().enumerate() {
+            let label = if at == 0 { human(self.top) } else { String::new() };
+            *row = format!("   {} {}{}", style.dim(&format!("{label:>9}")), style.dim("│"), paint(row.trim_end()));
+        }
+        rows
+    }
+
+    fn eighths(&self, column: usize) -> usize {
+        let end = (column + 1) as f64 / CURVE as f64 * self.span;
+        let begin = column as f64 / CURVE as f64 * self.span;
+        let Some(&(last, _)) = self.points.last() else { return 0 };
+        if begin > last {
+            return 0;
+        }
+        let value = self.points.iter().take_while(|point| point.0 <= end).last().map_or(0, |point| point.1);
+        // Something is never drawn as nothing.
+        columns(value, self.top, self.rows * 8).max(usize::from(value > 0))
+    }
+}
+
+/// The axis below curves.
+pub fn time_axis(span: f64, style: Style) -> Vec<String> {
+    let line = format!("   {:>9} └{}", "0", "─".repeat(CURVE));
+    let end = format!("{span:.0} s");
+    let times = format!("   {:>9}  0 s{end:>width$}", "", width = CURVE - 3);
+    vec![style.dim(&line), style.dim(&times)]
+}
+
+/// A block of lines that is drawn over and over where standard output is a terminal.
+#[derive(Debug)]
+pub struct Canvas {
+    live: bool,
+    drawn: usize,
+}
+
+impl Canvas {
+    /// A new block below what is there.
+    pub fn new() -> Self {
+        let live = std::io::stdout().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
+        if live {
+            // No cursor, and no second row for a line that is too long: it would not be drawn over.
+            put("\x1b[?25l\x1b[?7l");
+        }
+        Self { live, drawn: 0 }
+    }
+
+    /// Whether anything is drawn before the end.
+    pub fn is_live(&self) -> bool {
+        self.live
+    }
+
+    /// Draws over what was drawn before.
+    pub fn draw(&mut self, lines: &[String]) {
+        let mut text = String::new();
+        if self.drawn > 0 {
+            text = format!("\x1b[{}A", self.drawn);
+        }
+        for line in lines {
+            text.push_str(if self.live { "\r\x1b[2K" } else { "" });
+            text.push_str(line.trim_end());
+            text.push('\n');
+        }
+        put(&text);
+        self.drawn = if self.live { lines.len() } else { 0 };
+    }
+}
+
+impl Drop for Canvas {
+    fn drop(&mut self) {
+        if self.live {
+            put("\x1b[?7h\x1b[?25h");
+        }
+    }
+}
+
+/// A picture that nobody can see any more is no reason to stop halfway.
+fn put(text: &str) {
+    let _ = crate::style::print(text);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_curve_rises_and_ends_with_its_points() {
+        let points = [(0.0, 0), (5.0, 80), (7.5, 80)];
+        let curve = Curve { points: &points, span: 10.0, top: 80, rows: 2 };
+        let rows = curve.draw();
+        assert_eq!(rows.len(), 2);
+        for row in rows {
+            let row: Vec<char> = row.chars().collect();
+            assert_eq!(row.len(), CURVE);
+            assert!(row[..CURVE / 2 - 1].iter().all(|&c| c == ' '));
+            assert!(row[CURVE / 2..CURVE * 3 / 4].iter().all(|&c| c == '█'));
+            assert!(row[CURVE * 3 / 4 + 1..].iter().all(|&c| c == ' '));
+        }
+    }
+
+    #[test]
+    fn a_little_is_seen_and_nothing_is_not() {
+        let draw = |value| Curve { points: &[(1.0, value)], span: 1.0, top: 1 << 30, rows: 3 }.draw();
+        assert!(draw(4096)[2].contains('▁'));
+        assert!(draw(0).concat().chars().all(|c| c == ' '));
+        assert!(Curve { points: &[], span: 1.0, top: 1, rows: 1 }.draw()[0].chars().all(|c| c == ' '));
+    }
+
+    #[test]
+    fn columns_stay_within() {
+        assert_eq!((columns(1, 2, 44), columns(9, 2, 44), columns(1, 0, 44)), (22, 44, 44));
+    }
+}

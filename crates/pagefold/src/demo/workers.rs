@@ -1,0 +1,169 @@
+//! The programs of the demonstration: a pool of workers as servers have them, each with data that all of them hold,
+//! data of its own, and untouched zeros.
+
+use crate::exit::{self, Exit};
+use anyhow::{Context, Result};
+use pagefold_bench::{Segment, Tenant, TenantSpec, Verdict};
+use pagefold_core::units::{PAGE_SIZE, Pages};
+use pagefold_linux::headroom::headroom;
+use pagefold_linux::process::{Process, ReadError};
+use pagefold_linux::scope::Roots;
+use std::path::Path;
+
+/// What all workers hold, MiB.
+const COMMON_MIB: u64 = 76;
+/// What each holds alone, and its zeros, MiB: 768 MiB with what is common.
+const OWN_AND_ZERO_MIB: [(u64, u64); 6] = [(28, 16), (36, 8), (44, 12), (32, 20), (52, 8), (40, 16)];
+
+/// Room to leave beside the workers, MiB.
+const MARGIN_MIB: u64 = 256;
+
+/// How many workers, and the part of the full size they have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Size {
+    workers: usize,
+    divisor: u64,
+}
+
+impl Size {
+    const FULL: Self = Self { workers: 6, divisor: 1 };
+    const QUICK: Self = Self { workers: 3, divisor: 8 };
+
+    /// The largest that fits into the memory that is free.
+    pub fn that_fits(quick: bool) -> Result<Self> {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap_or(0))?;
+        let roots = Roots::default();
+        let free = headroom(&own, &roots.proc, &roots.cgroup)?.0;
+        Self::largest_in(quick, free).with_context(|| {
+            Exit::new(
+                exit::FAILURE,
+                format!("too little memory for a demonstration ({} MiB are free); end other programs", free >> 20),
+            )
+        })
+    }
+
+    fn largest_in(quick: bool, free: u64) -> Option<Self> {
+        let most = if quick { Self::QUICK } else { Self::FULL };
+        let fits = |size: &Self| size.bytes() + (MARGIN_MIB << 20) <= free;
+        [1, 2, 4].into_iter().map(|by| Self { divisor: most.divisor * by, ..most }).find(fits)
+    }
+
+    /// Whether it was made smaller for want of memory.
+    pub fn is_reduced(self, quick: bool) -> bool {
+        self != if quick { Self::QUICK } else { Self::FULL }
+    }
+
+    /// All workers together.
+    pub fn bytes(self) -> u64 {
+        self.specs().map(|spec| spec.pages().bytes().0).sum()
+    }
+
+    fn specs(self) -> impl Iterator<Item = TenantSpec> {
+        let pages = move |mib: u64| mib * ((1 << 20) / PAGE_SIZE as u64) / self.divisor;
+        OWN_AND_ZERO_MIB.into_iter().take(self.workers).zip(1..).map(move |((own, zero), seed)| {
+            TenantSpec::new([
+                Segment::Shared { pages: pages(COMMON_MIB), seed: 1 },
+                Segment::Zero { pages: pages(zero) },
+                Segment::Random { pages: pages(own), seed },
+            ])
+        })
+    }
+}
+
+/// The workers. Ended when dropped.
+#[derive(Debug)]
+pub struct Workers {
+    tenants: Vec<Tenant>,
+    pages: Pages,
+}
+
+impl Workers {
+    /// Starts them, side by side, and waits until they hold what they are to hold.
+    pub fn start(size: Size) -> Result<Self> {
+        let specs: Vec<TenantSpec> = size.specs().collect();
+        let program = Path::new("/proc/self/exe");
+        let tenants = std::thread::scope(|scope| {
+            let started: Vec<_> = specs.iter().map(|spec| scope.spawn(|| Tenant::start(program, spec))).collect();
+            let tenants = started.into_iter().map(|thread| thread.join().map_err(|_| panicked()).flatten_result());
+            tenants.collect::<Result<Vec<_>>>()
+        })?;
+        Ok(Self { tenants, pages: specs.iter().map(TenantSpec::pages).sum() })
+    }
+
+    /// How many.
+    pub fn count(&self) -> usize {
+        self.tenants.len()
+    }
+
+    /// Their pids.
+    pub fn pids(&self) -> Vec<i32> {
+        self.tenants.iter().map(Tenant::pid).collect()
+    }
+
+    /// Has each compare every byte with what it wrote; an error if one differs. Returns what was compared.
+    pub fn verify(&mut self) -> Result<u64> {
+        let verdicts = std::thread::scope(|scope| {
+            let asked: Vec<_> = self.tenants.iter_mut().map(|tenant| scope.spawn(|| tenant.verify())).collect();
+            let verdicts = asked.into_iter().map(|thread| thread.join().map_err(|_| panicked()).flatten_result());
+            verdicts.collect::<Result<Vec<_>>>()
+        })?;
+        for (number, verdict) in (1..).zip(verdicts) {
+            if let Verdict::Damaged(pages) = verdict {
+                let line = format!("worker {number}: {} pages are not what was written; report this, please", pages.0);
+                return Err(Exit::new(exit::FAILURE, line).into());
+            }
+        }
+        Ok(self.pages.bytes().0)
+    }
+}
+
+fn panicked() -> anyhow::Error {
+    anyhow::anyhow!("a thread panicked")
+}
+
+/// `Result::flatten`, which Rust has from 1.89 on.
+trait FlattenResult<T> {
+    fn flatten_result(self) -> Result<T>;
+}
+
+impl<T> FlattenResult<T> for Result<Result<T>> {
+    fn flatten_result(self) -> Result<T> {
+        self.and_then(|inner| inner)
+    }
+}
+
+/// Anonymous memory of a process as the kernel reckons it: what is shared, merged too, is divided among its holders.
+/// It walks the page tables, some 10 us a MiB.
+pub fn proportional_bytes(process: &Process) -> Result<u64, ReadError> {
+    let text = process.read_file("smaps_rollup")?;
+    parse_proportional(&text).ok_or_else(|| process.malformed("smaps_rollup", "no Pss_Anon"))
+}
+
+fn parse_proportional(text: &[u8]) -> Option<u64> {
+    let text = std::str::from_utf8(text).ok()?;
+    let value = text.lines().find_map(|line| line.strip_prefix("Pss_Anon:"))?;
+    value.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn they_shrink_with_the_memory_there_is() {
+        let (full, mib) = (Size::FULL.bytes(), 1 << 20);
+        assert_eq!(full, 768 * mib);
+        assert_eq!(Size::largest_in(false, 4096 * mib), Some(Size::FULL));
+        let half = Size::largest_in(false, full).unwrap();
+        assert_eq!((half.bytes(), half.is_reduced(false)), (full / 2, true));
+        assert_eq!(Size::largest_in(false, 300 * mib), None);
+        assert!(Size::QUICK.bytes() < 64 * mib);
+    }
+
+    #[test]
+    fn the_kernels_reckoning_is_read() {
+        let text = b"55-7f ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPss:    8 kB\nPss_Anon:       7 kB\n";
+        assert_eq!(parse_proportional(text), Some(7 << 10));
+        assert_eq!(parse_proportional(b"Pss: 8 kB\n"), None);
+    }
+}

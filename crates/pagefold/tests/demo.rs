@@ -1,0 +1,105 @@
+//! `pagefold demo` on the real kernel: small and short, and cut short.
+//!
+//! The demonstration takes the lock of the tests itself, so it runs between two looks at KSM under that lock.
+
+use std::process::Command;
+use std::time::Duration;
+
+mod support;
+use support::*;
+
+/// KSM is at rest before; the lock is free again when this returns.
+fn is_possible() -> bool {
+    KsmAtRest::take().is_some()
+}
+
+/// KSM is at rest afterwards, too.
+#[track_caller]
+fn everything_is_back() {
+    KsmAtRest::take().expect("KSM is at rest after the demonstration").is_back();
+}
+
+/// The number before a word in the first line with it.
+#[track_caller]
+fn mebibytes_before(text: &str, word: &str) -> u64 {
+    let line = text.lines().find(|line| line.contains(word)).unwrap_or_else(|| panic!("no {word:?} in {text}"));
+    let before = line.split(word).next().unwrap_or_default();
+    before.split_ascii_whitespace().last().and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{line}"))
+}
+
+#[test]
+fn the_whole_story_is_told_and_everything_is_as_it_was() {
+    if !is_possible() {
+        return;
+    }
+    let output = pagefold(&["demo", "--quick"]);
+    let (text, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{text}\n{errors}");
+    everything_is_back();
+
+    assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+    assert!(!text.contains('\x1b'), "{text}");
+    for number in 1..=6 {
+        assert!(text.lines().any(|line| line.starts_with(&format!("{number}  "))), "part {number} is missing: {text}");
+    }
+    // Three workers with 9.5 MiB in common, of which 19 can go, and 4.5 MiB of zeros between them.
+    let held = mebibytes_before(&text, " MiB together");
+    let savable = mebibytes_before(&text, " MiB of ");
+    assert!(held == 46 && (23..=25).contains(&savable), "{text}");
+    assert_eq!(mebibytes_before(&text, " MiB is what was written"), held);
+    assert_eq!(mebibytes_before(&text, " MiB is right"), held);
+    let memory = text.lines().find(|line| line.contains("in memory") && line.contains("was")).unwrap();
+    let words: Vec<&str> = memory.split_ascii_whitespace().collect();
+    let (now, before, saved): (u64, u64, u64) =
+        (words[2].parse().unwrap(), words[5].parse().unwrap(), words[8].parse().unwrap());
+    // Two reckonings of the kernel that must agree: what the workers hold, and what KSM counts.
+    assert!(now < before && (before - now).abs_diff(saved) <= 2 && saved + 3 >= savable, "{memory}");
+    assert!(text.contains("every knob of KSM is as it was"), "{text}");
+}
+
+#[test]
+fn cut_short_it_puts_everything_back() {
+    if !is_possible() {
+        return;
+    }
+    // While looking, folding, giving back and in the part with KSM by itself, more or less.
+    for milliseconds in [100, 700, 1500, 2600, 4000] {
+        let mut demo = Daemon::start(&["demo", "--quick"]);
+        // From when KSM is in its hands, not from when it waits for the lock.
+        wait_until("the workers start", || !demo.is_running() || !demo.children().is_empty());
+        std::thread::sleep(Duration::from_millis(milliseconds));
+        let children = demo.children();
+        demo.signal(libc::SIGINT);
+        let ended = demo.end();
+        assert_eq!(ended.code, Some(1), "{}{}", ended.output, ended.errors);
+        assert!(
+            ended.errors.ends_with("stopped; KSM is as it was found, and the workers have ended\n"),
+            "{}",
+            ended.errors
+        );
+        for child in children {
+            assert!(!std::path::Path::new(&format!("/proc/{child}")).exists(), "{child} is still there");
+        }
+        everything_is_back();
+    }
+}
+
+#[test]
+fn others_than_root_are_refused() {
+    // SAFETY: no arguments, no memory.
+    if unsafe { libc::geteuid() } != 0 {
+        fails(&["demo"], 3, "needs root");
+        return;
+    }
+    let readable = Command::new("setpriv")
+        .args(["--reuid=65534", "--clear-groups"])
+        .arg(program())
+        .args(["demo", "--quick"])
+        .output();
+    match readable {
+        Ok(output) if !String::from_utf8_lossy(&output.stderr).contains("setpriv") => {
+            is_refusal(&output, 3, "needs root");
+        }
+        _ => println!("SKIP: there is no setpriv, or another user cannot run the program from here"),
+    }
+}
