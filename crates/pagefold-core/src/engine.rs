@@ -12,7 +12,8 @@
 use crate::config::Config;
 use crate::hash::Digest;
 use crate::host::{
-    Actions, Host, Marking, Outcome, PageSample, PageState, RegionKey, SamplePlan, Samples, Snapshot, Span,
+    Actions, Cost, Host, KsmView, Marking, Outcome, PageSample, PageState, RegionKey, SamplePlan, Samples, Snapshot,
+    Span,
 };
 use crate::index::{Index, Place, REGION_PAGES_MAX, SLOTS_MAX, Seen};
 use crate::ledger::Ledger;
@@ -106,6 +107,11 @@ impl Engine {
     /// The account so far.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
+    }
+
+    /// Takes note of how things stand after the last round.
+    pub fn close(&mut self, now_ns: u64, ksm: &KsmView, cost: Cost) {
+        self.ledger.look(now_ns, ksm, cost);
     }
 
     /// The regions under judgement.

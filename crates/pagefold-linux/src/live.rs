@@ -12,8 +12,8 @@ use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
 use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::{
-    Actions, Cost, Host, Marking, Outcome, OwnerKey, PageSample, PageState, RegionKey, SamplePlan, Samples, Snapshot,
-    Span,
+    Actions, Cost, Host, KsmView, Marking, Outcome, OwnerKey, PageSample, PageState, RegionKey, SamplePlan, Samples,
+    Snapshot, Span,
 };
 use pagefold_core::units::{Pages, Vpn};
 use std::collections::BTreeMap;
@@ -101,6 +101,19 @@ pub struct LiveHost {
     base: Cost,
 }
 
+/// How things stand after the end of a run.
+#[derive(Debug)]
+pub struct Ended {
+    /// What came of giving KSM back; `None` in a dry run, which does not take it.
+    pub restored: Option<Restored>,
+    /// The time, as in the host's snapshots.
+    pub now_ns: u64,
+    /// KSM, if it can still be read.
+    pub ksm: Option<KsmView>,
+    /// What the run has cost, if ksmd's clock can still be read.
+    pub cost: Option<Cost>,
+}
+
 #[derive(Debug)]
 enum Acting {
     Act { tenure: Tenure, driver: Driver, injector: Injector, stood_down: bool },
@@ -164,15 +177,24 @@ impl LiveHost {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Ends the run: ksmd rests, the injector goes, KSM is given back. Merged pages stay merged. `None` in a dry run.
-    pub fn finish(self) -> Option<Restored> {
-        match self.hands {
+    /// Ends the run: ksmd rests, the injector goes, KSM is given back. Merged pages stay merged.
+    pub fn finish(self) -> Ended {
+        let Self { hands, ksm, ksmd, base, began, .. } = self;
+        let restored = match hands {
             Acting::Act { tenure, driver, injector, .. } => {
                 drop(injector);
                 drop(driver);
                 Some(tenure.restore(RESTORE_LIMIT))
             }
             Acting::DryRun => None,
+        };
+        // ksmd may have been in a scan until just now. The injector is a child waited for, if it held nobody.
+        let ksmd_ns = ksmd.and_then(|ksmd| ksmd.cpu_ns().ok()).map(|ns| ns.saturating_sub(base.ksmd_ns));
+        Ended {
+            restored,
+            now_ns: u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            ksm: ksm.counters().ok().map(|counters| counters.view(false, false)),
+            cost: ksmd_ns.map(|ksmd_ns| Cost { pagefold_ns: own_and_children_cpu_ns(), ksmd_ns }),
         }
     }
 

@@ -118,9 +118,12 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let told = watch(args, &mut engine, &mut host, &stop, left_alone);
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened: first KSM is given back, then it is told.
-    let restored = host.finish();
-    let told = told?;
-    let summary = summary(args, &engine, processes, restored.as_ref(), told);
+    let ended = host.finish();
+    if let (Some(ksm), Some(cost)) = (&ended.ksm, ended.cost) {
+        engine.close(ended.now_ns, ksm, cost);
+    }
+    let restored = ended.restored;
+    let summary = summary(args, &engine, processes, restored.as_ref(), told?);
     let text =
         if args.json { serde_json::to_string_pretty(&summary)? + "\n" } else { describe(&summary, Style::of_stdout()) };
     style::print(&text)?;
