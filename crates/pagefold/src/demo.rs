@@ -63,7 +63,7 @@ impl Times {
         fold: Duration::from_secs(9),
         fold_most: Duration::from_secs(20),
         ksm: Duration::from_secs(20),
-        read: Duration::from_secs(2),
+        read: Duration::from_millis(2500),
     };
     const QUICK: Self = Self {
         fold: Duration::from_secs(2),
@@ -114,27 +114,26 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
 /// Takes KSM for the whole of the demonstration. Waits for tests and experiments that have it; refuses if anybody else
 /// uses it.
 fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<Steering> {
-    let error = match Steering::take(&stop.clone().into()) {
-        Ok(steering) => match other_driver(ksm, Path::new("/proc"))? {
-            None => return Ok(steering),
-            Some(other) => return Err(machine::explain_take(&TakeError::InUse(other)).into()),
-        },
-        Err(error) => error,
-    };
+    let taken = Steering::take(&stop.clone().into());
     if stop.load(Ordering::Relaxed) {
         return Err(Exit::new(exit::FAILURE, "stopped; nothing was changed").into());
     }
-    Lock::try_take(&Places::default().lock).map_err(|error| machine::explain_take(&error.into()))?;
+    // Whoever else has KSM is named, also where that has just kept it from being taken.
+    drop(lock()?);
     if let Some(other) = other_driver(ksm, Path::new("/proc"))? {
         return Err(machine::explain_take(&TakeError::InUse(other)).into());
     }
     let saved = ksm.counters()?.view(true, false).saved().bytes().0;
     if saved > 0 {
-        let line =
-            format!("KSM saves {} in other programs already; give it back first: pagefold unmerge", human(saved));
+        let line = format!("KSM saves {} in other programs; give that back first, with pagefold unmerge", human(saved));
         return Err(Exit::new(exit::KSM_TAKEN, line).into());
     }
-    Err(error)
+    taken
+}
+
+/// The lock that keeps every other pagefold from driving KSM.
+fn lock() -> Result<Lock, Exit> {
+    Lock::try_take(&Places::default().lock).map_err(|error| machine::explain_take(&error.into()))
 }
 
 /// The stage. Ends the workers before it gives KSM back, also when it is dropped.
@@ -197,12 +196,14 @@ impl Demo {
         let spec = scope(pids).spec();
         let mut host =
             LiveHost::new(spec, Roots::default(), DenyList::default(), self.ksm.clone(), hands, self.stop.clone())?;
+        // The last round may end a little after.
+        let span = times.fold.as_secs_f64() + 1.0;
         let mut first: Vec<u64> = Vec::new();
         let watch = Watch::start(self.ksm.clone(), pids, move |view| {
             if first.is_empty() {
                 first = view.workers.to_vec();
             }
-            words::fold_picture(view, &first, savable, times.fold.as_secs_f64(), style)
+            words::fold_picture(view, &first, savable, span, style)
         })?;
         let began = Instant::now();
         let mut trouble = None;
@@ -252,7 +253,7 @@ impl Demo {
         let (style, span) = (self.style, self.times.ksm.as_secs_f64());
         style::print(&words::ksm_alone(KSM_PAGES, KSM_SLEEP_MS))?;
         // Nobody takes KSM meanwhile.
-        let _lock = Lock::try_take(&Places::default().lock).map_err(|error| machine::explain_take(&error.into()))?;
+        let _lock = lock()?;
         self.steering.kernel_defaults()?;
         for &pid in pids {
             let process = Process::open(pid)?;

@@ -106,11 +106,8 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         summary.knobs_deferred = restored;
     }
     summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
-    let text = if args.json {
-        serde_json::to_string_pretty(&summary)? + "\n"
-    } else {
-        describe(&summary, Style::of_stdout())
-    };
+    let text =
+        if args.json { serde_json::to_string_pretty(&summary)? + "\n" } else { describe(&summary, Style::of_stdout()) };
     style::print(&text)?;
     Ok(code)
 }

@@ -240,21 +240,30 @@ pub fn compared(bytes: u64, folded: &Folded, alone: &Seen, style: Style) -> Stri
     line(&mut text, &style.dim(&row(&head)));
     // The process that marks is not among what was seen; it had done its part before anything was saved.
     let unseen = folded.own_cpu.saturating_sub(ours.own_cpu);
-    let ours_reached = folded.seen.reached(goal).map(|point| (point.seconds, point.cpu() + unseen));
-    let rest = at_rest(&folded.seen, Point::cpu);
-    line(&mut text, &style.good(&row(&cells("pagefold", ours, ours_reached, folded.cpu(), rest))));
-    let reached = alone.reached(goal).map(|point| (point.seconds, point.ksmd_cpu));
+    let reached = |point: Point, cpu: Duration| (point.seconds, cpu);
+    let pagefold = Side {
+        at: ours,
+        reached: folded.seen.reached(goal).map(|point| reached(point, point.cpu() + unseen)),
+        cpu: folded.cpu(),
+        at_rest: at_rest(&folded.seen, Point::cpu),
+    };
+    let ksm = Side {
+        at: last,
+        reached: alone.reached(goal).map(|point| reached(point, point.ksmd_cpu)),
+        cpu: last.ksmd_cpu,
+        at_rest: at_rest(alone, |point| point.ksmd_cpu),
+    };
+    line(&mut text, &style.good(&row(&pagefold.cells("pagefold"))));
     if last.seconds > ours.seconds + 1.0 {
-        let by_then = reached.filter(|&(seconds, _)| seconds <= ours.seconds);
-        line(&mut text, &style.other(&row(&cells("KSM", then, by_then, then.ksmd_cpu, String::new()))));
+        let by_then = ksm.reached.filter(|&(seconds, _)| seconds <= then.seconds);
+        let ksm = Side { at: then, reached: by_then, cpu: then.ksmd_cpu, at_rest: None };
+        line(&mut text, &style.other(&row(&ksm.cells("KSM"))));
     }
-    let rest = at_rest(alone, |point| point.ksmd_cpu);
-    line(&mut text, &style.other(&row(&cells("KSM", last, reached, last.ksmd_cpu, rest))));
+    line(&mut text, &style.other(&row(&ksm.cells("KSM"))));
     line(&mut text, "");
-    line(
-        &mut text,
-        &format!("   {}", verdict(&side(ours, ours_reached, folded.cpu()), &side(last, reached, last.ksmd_cpu))),
-    );
+    for sentence in verdict(&pagefold, &ksm) {
+        line(&mut text, &format!("   {sentence}"));
+    }
     text
 }
 
@@ -263,59 +272,65 @@ fn row([name, saved, reached, by_then, all, rest]: &[String; 6]) -> String {
     format!("   {name:<15}{saved:>9}{reached:>19}{by_then:>13}{all:>9}{rest:>9}")
 }
 
-fn cells(who: &str, at: Point, reached: Option<(f64, Duration)>, all: Duration, rest: String) -> [String; 6] {
-    let none = || "-".to_owned();
-    [
-        format!("{who}, {:.0} s", at.seconds),
-        human(at.saved),
-        reached.map_or_else(none, |(seconds, _)| format!("{seconds:.1} s")),
-        reached.map_or_else(none, |(_, cpu)| format!("{:.2} s", cpu.as_secs_f64())),
-        format!("{:.2} s", all.as_secs_f64()),
-        rest,
-    ]
+/// What is compared.
+#[derive(Clone, Copy, Debug, Default)]
+struct Side {
+    at: Point,
+    /// Seconds until nine tenths of what pagefold saved, and CPU time until then.
+    reached: Option<(f64, Duration)>,
+    cpu: Duration,
+    /// CPU at rest, as a share of a core.
+    at_rest: Option<f64>,
 }
 
-/// CPU of the last seconds as a share of a core, once hardly anything more was saved in them.
-fn at_rest(seen: &Seen, cpu: impl Fn(&Point) -> Duration) -> String {
+impl Side {
+    fn cells(&self, who: &str) -> [String; 6] {
+        let none = || "-".to_owned();
+        [
+            format!("{who}, {:.0} s", self.at.seconds),
+            human(self.at.saved),
+            self.reached.map_or_else(none, |(seconds, _)| format!("{seconds:.1} s")),
+            self.reached.map_or_else(none, |(_, cpu)| format!("{:.2} s", cpu.as_secs_f64())),
+            format!("{:.2} s", self.cpu.as_secs_f64()),
+            self.at_rest.map_or_else(none, |share| percent(share, 1.0)),
+        ]
+    }
+}
+
+/// CPU of the last seconds as a share of a core, if hardly anything more was saved in them.
+fn at_rest(seen: &Seen, cpu: impl Fn(&Point) -> Duration) -> Option<f64> {
     let last = seen.last();
     let before = seen.at(last.seconds - REST_SECONDS);
     if before.seconds <= 0.0 || last.saved > before.saved + before.saved / 100 {
-        return "-".to_owned();
+        return None;
     }
     let spent = cpu(&last).saturating_sub(cpu(&before)).as_secs_f64();
-    percent(spent, last.seconds - before.seconds)
-}
-
-/// What is compared.
-#[derive(Clone, Copy, Debug)]
-struct Side {
-    saved: u64,
-    /// Seconds until nine tenths.
-    reached: Option<f64>,
-    cpu: Duration,
-}
-
-fn side(at: Point, reached: Option<(f64, Duration)>, cpu: Duration) -> Side {
-    Side { saved: at.saved, reached: reached.map(|(seconds, _)| seconds), cpu }
+    Some(spent / (last.seconds - before.seconds))
 }
 
 /// The comparison in words, whichever way it went.
-fn verdict(ours: &Side, ksm: &Side) -> String {
-    let amount = if ksm.saved > ours.saved + ours.saved / 100 {
-        format!("KSM saved {} more", human(ksm.saved - ours.saved))
-    } else if ksm.saved + ours.saved / 100 >= ours.saved {
+fn verdict(ours: &Side, ksm: &Side) -> Vec<String> {
+    let (saved, by_ksm) = (ours.at.saved, ksm.at.saved);
+    let amount = if by_ksm > saved + saved / 100 {
+        format!("KSM saved {} more", human(by_ksm - saved))
+    } else if by_ksm + saved / 100 >= saved {
         "KSM saved the same".to_owned()
     } else {
-        format!("KSM got {} of that", percent(ksm.saved as f64, ours.saved as f64))
+        format!("KSM had got {} of that when it was stopped", percent(by_ksm as f64, saved as f64))
     };
     let times = |ksm: f64, ours: f64, unit: &str| match ksm / ours.max(1e-3) {
         times if times >= 1.05 => format!("{times:.1} times the {unit}"),
         times if times > 0.95 => format!("the same {unit}"),
         times => format!("{} of the {unit}", percent(times, 1.0)),
     };
-    let time = ksm.reached.zip(ours.reached).map(|(ksm, ours)| format!("{} and ", times(ksm, ours, "time")));
-    let cpu = times(ksm.cpu.as_secs_f64(), ours.cpu.as_secs_f64(), "CPU");
-    format!("{amount}, in {}{cpu}.", time.unwrap_or_default())
+    let pace = ksm.reached.zip(ours.reached).map(|((ksm, ksm_cpu), (ours, ours_cpu))| {
+        let cpu = times(ksm_cpu.as_secs_f64(), ours_cpu.as_secs_f64(), "CPU");
+        format!("Nine tenths of it took KSM {} and {cpu}.", times(ksm, ours, "time"))
+    });
+    let rest = ksm.at_rest.zip(ours.at_rest).map(|(ksm, ours)| {
+        format!("With nothing left to do it takes {} of a core, pagefold {}.", percent(ksm, 1.0), percent(ours, 1.0))
+    });
+    [Some(format!("{amount}.")), pace, rest].into_iter().flatten().collect()
 }
 
 /// The last lines.
@@ -339,12 +354,27 @@ mod tests {
 
     #[test]
     fn the_verdict_is_just_to_both() {
-        let side = |saved, reached, seconds| Side { saved, reached, cpu: Duration::from_secs(seconds) };
-        let ours = side(1024, Some(1.0), 2);
+        let side = |saved, reached: Option<(f64, u64)>, at_rest| Side {
+            at: Point { saved, ..Point::default() },
+            reached: reached.map(|(seconds, cpu)| (seconds, Duration::from_secs(cpu))),
+            at_rest,
+            ..Side::default()
+        };
+        let ours = side(1024, Some((1.0, 2)), Some(0.01));
         for (ksm, words) in [
-            (side(1024, Some(9.0), 3), "KSM saved the same, in 9.0 times the time and 1.5 times the CPU."),
-            (side(512, None, 1), "KSM got 50 % of that, in 50 % of the CPU."),
-            (side(2048, Some(0.5), 2), "KSM saved 1 KiB more, in 50 % of the time and the same CPU."),
+            (
+                side(1024, Some((9.0, 3)), None),
+                &["KSM saved the same.", "Nine tenths of it took KSM 9.0 times the time and 1.5 times the CPU."][..],
+            ),
+            (side(512, None, None), &["KSM had got 50 % of that when it was stopped."]),
+            (
+                side(2048, Some((0.5, 2)), Some(0.001)),
+                &[
+                    "KSM saved 1 KiB more.",
+                    "Nine tenths of it took KSM 50 % of the time and the same CPU.",
+                    "With nothing left to do it takes 0.1 % of a core, pagefold 1.0 %.",
+                ],
+            ),
         ] {
             assert_eq!(verdict(&ours, &ksm), words);
         }
