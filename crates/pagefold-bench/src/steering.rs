@@ -5,8 +5,10 @@ use anyhow::{Context, bail, ensure};
 use pagefold_linux::cpu::Ksmd;
 use pagefold_linux::ksm::{KSM_ROOT, Knob, Knobs, Ksm};
 use pagefold_linux::lock::{Lock, LockError};
+use pagefold_linux::tenure::{Places, TakeError, put_back_deferred};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Experiments and tests that turn KSM's knobs take turns by this lock. The daemon has one of its own: it is among
@@ -31,7 +33,7 @@ const LOST_KICK: Duration = Duration::from_millis(50);
 /// KSM, taken. Everything is unmerged and every knob is put back when dropped.
 #[derive(Debug)]
 pub struct Steering {
-    ksm: Ksm,
+    ksm: Arc<Ksm>,
     ksmd: Ksmd,
     before: Knobs,
     sleep: u64,
@@ -56,7 +58,7 @@ impl Steering {
             Err(error) => Err(error.into()),
         })?;
         let lock = lock.with_context(|| format!("{LOCK_PATH} is still held by another experiment"))?;
-        let ksm = Ksm::open(Path::new(KSM_ROOT))?;
+        let ksm = Arc::new(Ksm::open(Path::new(KSM_ROOT))?);
         let ksmd = Ksmd::find()?.context("there is no ksmd to be seen: this kernel has no KSM")?;
         let before = ksm.knobs()?;
         ensure!(
@@ -179,7 +181,12 @@ impl Steering {
         if let Some(smart_scan) = smart_scan {
             self.set(Knob::SmartScan, u64::from(smart_scan))?;
         }
-        self.set(Knob::Run, run)
+        self.set(Knob::Run, run)?;
+        // What a `pagefold run` had to leave for later has just been done: let its state file know.
+        match put_back_deferred(&self.ksm, &Places::default()) {
+            Ok(_) | Err(TakeError::Locked { .. }) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
