@@ -26,7 +26,7 @@ pub struct ScopeSpec {
     pub cgroups: Vec<PathBuf>,
     /// Processes with the rights of these users: names or numbers.
     pub users: Vec<String>,
-    /// Processes running these executables: absolute paths, or base names.
+    /// Processes running these executables: absolute paths, base names, or the names they were started by.
     pub exes: Vec<String>,
     /// Every process.
     pub all: bool,
@@ -222,9 +222,11 @@ fn runs(wish: &str, exe: Option<&Path>, comm: &[u8]) -> bool {
         let bytes = exe.map_or(&[][..], |exe| exe.as_os_str().as_bytes());
         return bytes.strip_suffix(b" (deleted)").unwrap_or(bytes) == wish.as_bytes();
     }
-    // A command name is cut off after 15 bytes.
-    let name = program_name(exe, comm);
-    name == wish.as_bytes() || exe.is_none() && comm.len() == 15 && wish.as_bytes().starts_with(comm)
+    // The executable's name or the name it was started by: Debian's redis-server is a link to redis-check-rdb. The
+    // latter is cut off after 15 bytes.
+    let (wish, name) = (wish.as_bytes(), program_name(exe, comm));
+    let cut_off = comm.len() == 15 && wish.starts_with(comm) && (exe.is_none() || !name.starts_with(comm));
+    name == wish || comm == wish || cut_off
 }
 
 fn list(proc: &Path) -> Result<Vec<i32>, ScopeError> {

@@ -138,6 +138,16 @@ fn pure_version_two_paths() {
 }
 
 #[test]
+fn a_program_answers_to_the_name_of_its_file_and_to_the_one_it_was_started_by() {
+    let runs = |wish: &str, exe: &str, comm: &[u8]| runs(wish, Some(Path::new(exe)), comm);
+    assert!(runs("redis-server", "/usr/bin/redis-check-rdb", b"redis-server"));
+    assert!(runs("redis-check-rdb", "/usr/bin/redis-check-rdb", b"redis-server"));
+    assert!(!runs("redis", "/usr/bin/redis-check-rdb", b"redis-server"));
+    assert!(runs("a-very-long-name-of-a-link", "/usr/bin/tool", b"a-very-long-nam"));
+    assert!(!runs("a-very-long-name-of-another", "/usr/bin/a-very-long-name-of-this", b"a-very-long-nam"));
+}
+
+#[test]
 fn users_and_executables() {
     let tree = hybrid();
     let user = |user: &str| ScopeSpec { users: vec![user.into()], ..ScopeSpec::default() };
