@@ -4,7 +4,7 @@ use anyhow::{Context, ensure};
 use pagefold_core::units::{Bytes, Pages, Vpn};
 use pagefold_linux::exclude::vma_exclusion;
 use pagefold_linux::inject::{Call, Limits, inject};
-use pagefold_linux::maps::{VmaDetail, parse_smaps};
+use pagefold_linux::maps::{VmaDetail, read_smaps};
 use pagefold_linux::process::Process;
 use std::time::{Duration, Instant};
 
@@ -26,8 +26,7 @@ pub struct Stretch {
 
 /// The mappings of a process that may be marked, by the rules that pagefold itself goes by.
 pub fn eligible(process: &Process) -> anyhow::Result<Vec<VmaDetail>> {
-    let text = process.read_file("smaps")?;
-    let mut details = parse_smaps(&text).map_err(|what| process.malformed("smaps", what))?;
+    let mut details = read_smaps(process)?;
     details.retain(|detail| vma_exclusion(detail).is_none());
     Ok(details)
 }

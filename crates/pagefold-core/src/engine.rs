@@ -227,17 +227,13 @@ impl Engine {
         if examined {
             region.stage = Stage::Examine(sample.page + 1);
         }
-        let (resident, duplicate) = match sample.state {
+        let mut duplicate = match sample.state {
             PageState::Absent | PageState::ZeroMapped => return,
-            PageState::Shared => (true, false),
-            PageState::Merged => (true, true),
-            PageState::Private => {
-                region.probe(sample.page, sample.digest, region.stage == Stage::Survey);
-                (true, false)
-            }
+            PageState::Shared | PageState::Private => false,
+            PageState::Merged => true,
         };
-        let mut duplicate = duplicate;
         if sample.state == PageState::Private {
+            region.probe(sample.page, sample.digest, region.stage == Stage::Survey);
             let marked = !examined && region.is_marked(sample.page);
             let zero = sample.digest == Digest::ZERO;
             let place = Place { slot, offset: region.offset(sample.page) };
@@ -264,7 +260,7 @@ impl Engine {
         let Some(region) = &mut self.slots[slot as usize] else { return };
         if examined {
             let extent = region.extents.entry(sample.page.extent()).or_default();
-            extent.resident += u16::from(resident);
+            extent.resident += 1;
             extent.duplicate += u16::from(duplicate);
             extent.huge += u16::from(sample.huge);
         }

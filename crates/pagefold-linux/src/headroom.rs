@@ -5,6 +5,7 @@
 //! write would, mm/ksm.c). Beyond a limit the kernel kills.
 
 use crate::process::{Process, ReadError};
+use crate::scope::{Cgroup, parse_cgroups};
 use pagefold_core::units::Bytes;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,13 +14,13 @@ use std::path::{Path, PathBuf};
 ///
 /// The cheap part of the page cache (`inactive_file`) counts as free: the kernel takes it back before it kills.
 pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Result<Bytes, ReadError> {
-    let lines = match process.read_file("cgroup") {
+    let text = match process.read_file("cgroup") {
         Ok(text) => text,
         Err(ReadError::Absent { .. }) => Vec::new(),
         Err(error) => return Err(error),
     };
-    let lines = String::from_utf8_lossy(&lines).into_owned();
-    let groups = lines.lines().filter_map(|line| group_dir(line, cgroup_root));
+    let cgroups = parse_cgroups(&text);
+    let groups = cgroups.iter().filter_map(|cgroup| group_dir(cgroup, cgroup_root));
     let by_groups = groups.flat_map(|(mount, dir)| {
         dir.ancestors().take_while(|dir| dir.starts_with(&mount)).map(Path::to_owned).collect::<Vec<_>>()
     });
@@ -27,15 +28,14 @@ pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Resu
     Ok(Bytes(least.unwrap_or(u64::MAX).min(left_in_machine(proc_root).unwrap_or(u64::MAX))))
 }
 
-/// Where the memory cgroup of a line of `/proc/PID/cgroup` is mounted, and its directory.
-fn group_dir(line: &str, root: &Path) -> Option<(PathBuf, PathBuf)> {
-    let mut parts = line.splitn(3, ':');
-    let (hierarchy, controllers, path) = (parts.next()?, parts.next()?, parts.next()?.strip_prefix('/')?);
-    let mount = match (hierarchy, controllers) {
+/// Where a cgroup is mounted, and its directory, if it may limit memory.
+fn group_dir(cgroup: &Cgroup, root: &Path) -> Option<(PathBuf, PathBuf)> {
+    let path = cgroup.path.strip_prefix('/')?;
+    let mount = match cgroup.controllers.as_str() {
         // Version 2: at the root, or beside the controllers of version 1.
-        ("0", "") if root.join("unified").is_dir() => root.join("unified"),
-        ("0", "") => root.to_owned(),
-        (_, controllers) if controllers.split(',').any(|controller| controller == "memory") => root.join("memory"),
+        "" if root.join("unified").is_dir() => root.join("unified"),
+        "" => root.to_owned(),
+        controllers if controllers.split(',').any(|controller| controller == "memory") => root.join("memory"),
         _ => return None,
     };
     let dir = mount.join(path);

@@ -331,7 +331,7 @@ impl LiveHost {
                     let (first, end) = (detail.vma.first(), detail.vma.first() + detail.vma.pages().0);
                     let (from, to) = (first.max(low), end.min(high));
                     if from < to && detail.flags.has(*b"mg") != (advice == libc::MADV_MERGEABLE) {
-                        calls.push(Call::madvise(from.address(), (to.0 - from.0) * 4096, advice));
+                        calls.push(Call::madvise(from.address(), Pages(to.0 - from.0).bytes().0, advice));
                         owners.push((at, Pages(to.0 - from.0)));
                     } else if from < to {
                         // Marked already: by its owner, or by us when a retry follows half a batch.

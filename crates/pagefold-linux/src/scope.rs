@@ -261,10 +261,11 @@ fn user_id(user: &str) -> Result<u32, ScopeError> {
 
 /// One line of `/proc/PID/cgroup`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Cgroup {
+pub(crate) struct Cgroup {
     /// Comma-separated controllers of a version 1 hierarchy, or its `name=...`; empty for version 2.
-    controllers: String,
-    path: String,
+    pub(crate) controllers: String,
+    /// Its path below the hierarchy's mount, with a slash at the front.
+    pub(crate) path: String,
 }
 
 impl Cgroup {
@@ -281,7 +282,7 @@ impl Cgroup {
 }
 
 /// Parses the text of `/proc/PID/cgroup`. Lines of another form are passed over.
-fn parse_cgroups(text: &[u8]) -> Vec<Cgroup> {
+pub(crate) fn parse_cgroups(text: &[u8]) -> Vec<Cgroup> {
     String::from_utf8_lossy(text)
         .lines()
         .filter_map(|line| {

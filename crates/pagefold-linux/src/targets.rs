@@ -6,7 +6,7 @@
 
 use crate::cpu::own_cpu_ns;
 use crate::exclude::{DenyList, Exclusion, process_exclusion};
-use crate::maps::{VmaDetail, parse_smaps};
+use crate::maps::{VmaDetail, read_smaps};
 use crate::process::{Process, ReadError};
 use crate::regions::{Tracked, follow, stretches};
 use crate::scope::Scoped;
@@ -90,8 +90,7 @@ impl Target {
 
     /// The mappings as they are now.
     pub fn details(&self) -> Result<Vec<VmaDetail>, ReadError> {
-        let text = self.process.read_file("smaps")?;
-        parse_smaps(&text).map_err(|what| self.process.malformed("smaps", what))
+        read_smaps(&self.process)
     }
 
     fn take_in(&mut self, now_ns: u64, deny: &DenyList, new_key: impl FnMut() -> RegionKey) -> Result<(), ReadError> {

@@ -5,7 +5,7 @@
 
 use crate::headroom::headroom;
 use crate::inject::{Call, InjectError, Injector, Limits};
-use crate::maps::{VmaDetail, parse_smaps};
+use crate::maps::{VmaDetail, read_smaps};
 use crate::merge_any::PR_SET_MEMORY_MERGE;
 use crate::process::{Process, ReadError};
 use crate::scope::Roots;
@@ -112,8 +112,7 @@ struct State {
 
 impl State {
     fn of(process: &Process) -> Result<Self, ReadError> {
-        let text = process.read_file("smaps")?;
-        let details = parse_smaps(&text).map_err(|what| process.malformed("smaps", what))?;
+        let details = read_smaps(process)?;
         let stat = match process.read_file("ksm_stat") {
             Ok(text) => String::from_utf8_lossy(&text).into_owned(),
             Err(ReadError::Absent { .. }) => String::new(),

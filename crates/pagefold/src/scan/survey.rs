@@ -9,7 +9,7 @@ use pagefold_core::census::Cell;
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Pages, Vpn};
 use pagefold_linux::exclude::{DenyList, Exclusion, process_exclusion, vma_exclusion};
-use pagefold_linux::maps::{RegionKind, VmaDetail, kind_of, parse_smaps};
+use pagefold_linux::maps::{RegionKind, VmaDetail, kind_of, read_smaps};
 use pagefold_linux::memory::{PageReader, ReadHow};
 use pagefold_linux::process::{Process, ReadError};
 use pagefold_linux::scope::Scoped;
@@ -128,7 +128,7 @@ impl Survey {
         let mut left_out = BTreeMap::new();
         if let Some(refused) = &surveyed.refused {
             // How much it is may be told; none of its pages is looked at.
-            let details = details_of(process).unwrap_or_default();
+            let details = read_smaps(process).unwrap_or_default();
             let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
             left_out.insert(refused.to_string(), (kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX)));
             surveyed.excluded = sorted(left_out);
@@ -137,7 +137,7 @@ impl Survey {
         let program = program_name(surveyed.scoped.exe.as_deref(), surveyed.scoped.name.as_bytes());
         let owner = u32::try_from(self.processes.len()).unwrap_or(u32::MAX);
         let mut cells: BTreeMap<RegionKind, u32> = BTreeMap::new();
-        for detail in details_of(process)? {
+        for detail in read_smaps(process)? {
             if let Some(exclusion) = vma_exclusion(&detail) {
                 let kib = if matches!(exclusion, Exclusion::Special) { 0 } else { detail.rss_kib };
                 if kib > 0 && exclusion != Exclusion::NothingAnonymous {
@@ -210,10 +210,6 @@ impl Survey {
         let runs = self.processes.iter().flat_map(|process| &process.regions).flat_map(|region| &region.runs);
         runs.map(|&(_, pages)| u64::from(pages)).sum()
     }
-}
-
-fn details_of(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
-    parse_smaps(&process.read_file("smaps")?).map_err(|what| process.malformed("smaps", what))
 }
 
 fn sorted(left_out: BTreeMap<String, (u64, u32)>) -> Vec<LeftOut> {
