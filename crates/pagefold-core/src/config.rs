@@ -1,78 +1,52 @@
 //! What can be set, with its permitted range.
 
 use crate::extent::Density;
+use crate::governor::{Governor, Pace};
 use crate::units::{Pages, Permyriad};
-use serde::{Deserialize, Serialize};
 use std::str::FromStr;
 use thiserror::Error;
-
-/// How much CPU the search may take, after UKSM section 7.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Governor {
-    /// 95 % of a core, rounds of 2 s.
-    #[default]
-    Full,
-    /// 50 %, 4 s.
-    Medium,
-    /// 20 %, 8 s.
-    Low,
-    /// 1 %, 20 s.
-    Quiet,
-}
-
-impl Governor {
-    /// The most of one core that pagefold and ksmd together may use while there is work.
-    pub fn top_share(self) -> Permyriad {
-        Permyriad(match self {
-            Self::Full => 9_500,
-            Self::Medium => 5_000,
-            Self::Low => 2_000,
-            Self::Quiet => 100,
-        })
-    }
-
-    /// The time of one round of watching, nanoseconds.
-    pub fn round_ns(self) -> u64 {
-        1_000_000_000
-            * match self {
-                Self::Full => 2,
-                Self::Medium => 4,
-                Self::Low => 8,
-                Self::Quiet => 20,
-            }
-    }
-}
 
 /// A setting outside its range.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
     /// No governor has that name.
-    #[error("there is no governor '{0}': choose full, medium, low or quiet")]
+    #[error("there is no governor '{0}': choose full, medium, low, quiet or auto")]
     NoGovernor(String),
+    /// No preset has that name.
+    #[error("there is no preset '{0}': choose default or sensitive")]
+    NoPreset(String),
     /// A number outside its range.
     #[error("{name} is {value}: it must be from {low} to {high}")]
     OutOfRange {
         /// The setting.
         name: &'static str,
-        /// What was asked.
-        value: u64,
+        /// What was asked, with its unit.
+        value: String,
         /// The least permitted.
-        low: u64,
+        low: String,
         /// The most permitted.
-        high: u64,
+        high: String,
     },
 }
 
-impl FromStr for Governor {
+/// Settings made for a purpose.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Preset {
+    /// Memory that stays, at little cost.
+    #[default]
+    Default,
+    /// Memory that lives for seconds too: half a core, rounds of 85 ms, and nothing has to prove that it stays (UKSM
+    /// section 8.1.3 has the same figures).
+    Sensitive,
+}
+
+impl FromStr for Preset {
     type Err = ConfigError;
     fn from_str(name: &str) -> Result<Self, ConfigError> {
         match name {
-            "full" => Ok(Self::Full),
-            "medium" => Ok(Self::Medium),
-            "low" => Ok(Self::Low),
-            "quiet" => Ok(Self::Quiet),
-            _ => Err(ConfigError::NoGovernor(name.to_owned())),
+            "default" => Ok(Self::Default),
+            "sensitive" => Ok(Self::Sensitive),
+            _ => Err(ConfigError::NoPreset(name.to_owned())),
         }
     }
 }
@@ -82,22 +56,31 @@ impl FromStr for Governor {
 pub struct Config {
     /// How much CPU the search may take.
     pub governor: Governor,
-    /// Share of one core that watching takes when nothing is found (UKSM's bottom level).
-    pub watch_share: Permyriad,
-    /// Estimated duplicate ratio from which a region is read whole (UKSM `V_dup`).
+    /// Instead of the governor's share of one core, for pagefold and ksmd together (UKSM `p`).
+    pub top_share: Option<Permyriad>,
+    /// Instead of the governor's time of a global round (UKSM `t`), nanoseconds.
+    pub round_ns: Option<u64>,
+    /// Levels of the ladder (UKSM `N`).
+    pub levels: usize,
+    /// Share of one core that sampling the bottom level takes, whether or not there is anything to find. UKSM takes
+    /// 0.2 %; half of it goes for observing here.
+    pub bottom_share: Permyriad,
+    /// Duplicate ratio from which a region is promoted (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
-    /// Share of pages changed between two visits from which a region is left alone (UKSM `V_cow`).
-    pub changed_threshold: Permyriad,
-    /// Age below which a region is not marked (UKSM `V_life`), nanoseconds.
+    /// COW-broken ratio from which a region is left alone (UKSM `V_cow`); 100 % switches this off.
+    pub cow_threshold: Permyriad,
+    /// Age below which a region is not promoted (UKSM `V_life`), nanoseconds.
     pub lifetime_ns: u64,
+    /// Global rounds that a region which appears during the run must outlive as well before it is promoted.
+    pub probation_rounds: u64,
+    /// Merged pages that are written and hold the same again within this time count as COW-broken, nanoseconds.
+    pub cow_horizon_ns: u64,
     /// How dense an extent must be.
     pub density: Density,
     /// Duplicate pages below which a span is not worth a system call in the target.
     pub span_pages_min: Pages,
     /// Spans marked in one process at most: each may split a mapping in three.
     pub spans_per_process: usize,
-    /// Pages marked up to which ksmd is kicked, and above which its scan is paced.
-    pub kick_pages_max: Pages,
     /// Seed of every permutation and digest.
     pub seed: u64,
 }
@@ -106,40 +89,86 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             governor: Governor::default(),
-            watch_share: Permyriad(10),
+            top_share: None,
+            round_ns: None,
+            levels: 4,
+            bottom_share: Permyriad(10),
             duplicate_threshold: Permyriad(1_000),
-            changed_threshold: Permyriad(5_000),
+            cow_threshold: Permyriad(5_000),
             lifetime_ns: 100_000_000,
+            probation_rounds: 2,
+            cow_horizon_ns: 7_200_000_000_000,
             density: Density::default(),
             span_pages_min: Pages(16),
             spans_per_process: 64,
-            kick_pages_max: Pages(1 << 20),
             seed: 0,
         }
     }
 }
 
 impl Config {
+    /// The settings of a preset.
+    pub fn of_preset(preset: Preset) -> Self {
+        match preset {
+            Preset::Default => Self::default(),
+            Preset::Sensitive => Self {
+                top_share: Some(Permyriad(5_000)),
+                round_ns: Some(85_000_000),
+                lifetime_ns: 0,
+                probation_rounds: 0,
+                ..Self::default()
+            },
+        }
+    }
+
+    /// What may be used and how long a round is, under `governor`.
+    pub fn pace(&self, governor: Governor) -> Pace {
+        let Pace { top, round_ns } = governor.pace();
+        Pace { top: self.top_share.unwrap_or(top), round_ns: self.round_ns.unwrap_or(round_ns) }
+    }
+
+    /// The age at which a region that appears during the run may be promoted, nanoseconds.
+    pub fn probation_ns(&self, pace: Pace) -> u64 {
+        self.lifetime_ns.max(self.probation_rounds * pace.round_ns)
+    }
+
     /// Refuses settings outside their range.
     pub fn validated(self) -> Result<Self, ConfigError> {
         let shares = [
-            ("watch-share (parts in 10,000)", self.watch_share, 1, 1_000),
-            ("duplicate-threshold (parts in 10,000)", self.duplicate_threshold, 1, 10_000),
-            ("changed-threshold (parts in 10,000)", self.changed_threshold, 1, 10_000),
-            ("density (parts in 10,000)", self.density.plain, 1, 10_000),
-            ("density of huge pages (parts in 10,000)", self.density.huge, 1, 10_000),
+            ("the top share of a core", self.top_share.unwrap_or(Permyriad(10_000)), 20, 10_000),
+            ("the bottom share of a core", self.bottom_share, 1, 1_000),
+            ("the duplicate threshold", self.duplicate_threshold, 1, 10_000),
+            ("the COW threshold", self.cow_threshold, 1, 10_000),
+            ("the density", self.density.plain, 1, 10_000),
+            ("the density of huge pages", self.density.huge, 1, 10_000),
         ];
         for (name, share, low, high) in shares {
-            check(name, share.0.into(), low, high)?;
+            check(name, share, Permyriad(low), Permyriad(high))?;
         }
-        check("lifetime (ns)", self.lifetime_ns, 0, 3_600_000_000_000)?;
-        check("spans-per-process", self.spans_per_process as u64, 1, 4_096)?;
+        check("the number of levels", self.levels, 1, 8)?;
+        let millis = |ns: u64| Millis(ns / 1_000_000);
+        check("the lifetime", millis(self.lifetime_ns), Millis(0), Millis(3_600_000))?;
+        check("the round", millis(self.round_ns.unwrap_or(1_000_000_000)), Millis(20), Millis(3_600_000))?;
+        check("the number of spans in a process", self.spans_per_process, 1, 4_096)?;
         Ok(self)
     }
 }
 
-fn check(name: &'static str, value: u64, low: u64, high: u64) -> Result<(), ConfigError> {
-    if (low..=high).contains(&value) { Ok(()) } else { Err(ConfigError::OutOfRange { name, value, low, high }) }
+/// A time, for people.
+#[derive(Clone, Copy, PartialEq, PartialOrd)]
+struct Millis(u64);
+
+impl std::fmt::Display for Millis {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} ms", self.0)
+    }
+}
+
+fn check<T: PartialOrd + ToString + Copy>(name: &'static str, value: T, low: T, high: T) -> Result<(), ConfigError> {
+    if (&low..=&high).contains(&&value) {
+        return Ok(());
+    }
+    Err(ConfigError::OutOfRange { name, value: value.to_string(), low: low.to_string(), high: high.to_string() })
 }
 
 #[cfg(test)]
@@ -148,10 +177,14 @@ mod tests {
 
     #[test]
     fn settings_outside_their_range_are_refused_with_it() {
-        let config = Config { duplicate_threshold: Permyriad(14_000), ..Config::default() };
-        let error = config.validated().unwrap_err().to_string();
-        assert!(error.contains("14000") && error.contains("from 1 to 10000"), "{error}");
+        let refused = |config: Config| config.validated().unwrap_err().to_string();
+        let error = refused(Config { duplicate_threshold: Permyriad(14_000), ..Config::default() });
+        assert_eq!(error, "the duplicate threshold is 140 %: it must be from 0.01 % to 100 %");
+        let error = refused(Config { levels: 0, ..Config::default() });
+        assert_eq!(error, "the number of levels is 0: it must be from 1 to 8");
+        let error = refused(Config { top_share: Some(Permyriad(0)), ..Config::default() });
+        assert_eq!(error, "the top share of a core is 0 %: it must be from 0.2 % to 100 %");
         assert!(Config::default().validated().is_ok());
-        assert!("turbo".parse::<Governor>().unwrap_err().to_string().contains("full, medium, low or quiet"));
+        assert!(Config::of_preset(Preset::Sensitive).validated().is_ok());
     }
 }

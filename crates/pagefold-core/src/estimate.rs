@@ -30,6 +30,8 @@ pub struct Tally {
 pub struct Estimate {
     /// Share of pages that are zero or have a twin in scope, 0 to 1.
     pub ratio: f64,
+    /// The smallest share that the samples leave room for (95 %).
+    pub floor: f64,
     /// The largest share that the samples leave room for (95 %).
     pub ceiling: f64,
 }
@@ -39,7 +41,7 @@ impl Tally {
     /// in which the twins lie.
     pub fn estimate(&self, fraction: f64) -> Estimate {
         if self.sampled == 0 {
-            return Estimate { ratio: 0.0, ceiling: 1.0 };
+            return Estimate { ratio: 0.0, floor: 0.0, ceiling: 1.0 };
         }
         let n = self.sampled as f64;
         let zero = self.zero as f64 / n;
@@ -51,7 +53,11 @@ impl Tally {
         let most = found + 1.9 * (found + 0.6).sqrt() + 1.5;
         // With nothing found, nothing is known of k: assume the hardest case, one twin.
         let hardest = if self.found == 0 { fraction } else { chance };
-        Estimate { ratio: zero + twinned(found), ceiling: (zero + most / n / hardest).min(1.0) }
+        let ratio = zero + twinned(found);
+        // The lower bound, by the same rule, on all that speaks for duplicates.
+        let seen = (self.found + self.zero) as f64;
+        let least = (seen - 1.9 * seen.sqrt()).max(0.0);
+        Estimate { ratio, floor: ratio * least / seen.max(1.0), ceiling: (zero + most / n / hardest).min(1.0) }
     }
 }
 
@@ -69,10 +75,10 @@ fn chance_of_discovery(fraction: f64, twins_per_found: f64) -> f64 {
 }
 
 /// Samples after which a region of `pages` pages, sampled as densely as its twin, would have shown
-/// about `evidence` twins if a tenth of it were duplicate: with `n` of `R` pages sampled on each side
-/// `n * n / R / 10` twins meet.
-pub fn samples_for_evidence(pages: u64, evidence: f64) -> u64 {
-    let samples = (10.0 * evidence * pages as f64).sqrt().ceil();
+/// about `evidence` twins if the share `ratio` of it were duplicate: with `n` of `R` pages sampled on each side
+/// `n * n / R * ratio` twins meet.
+pub fn samples_for_evidence(pages: u64, ratio: f64, evidence: f64) -> u64 {
+    let samples = (evidence * pages as f64 / ratio.max(1e-4)).sqrt().ceil();
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a root of a page count")]
     let samples = samples as u64;
     samples.min(pages)
@@ -108,7 +114,7 @@ mod tests {
     #[test]
     fn nothing_found_leaves_room_only_as_far_as_evidence_goes() {
         let pages = 100_000;
-        let sampled = samples_for_evidence(pages, 3.0);
+        let sampled = samples_for_evidence(pages, 0.1, 3.0);
         let tally = Tally { sampled, ..Tally::default() };
         let ceiling = tally.estimate(sampled as f64 / pages as f64).ceiling;
         assert!(ceiling > 0.05 && ceiling < 0.2, "{ceiling}");

@@ -5,7 +5,7 @@
 //! so what is tested in virtual time is what runs.
 
 use crate::hash::Digest;
-use crate::units::{Pages, Vpn};
+use crate::units::{Pages, Permyriad, Vpn};
 use serde::{Deserialize, Serialize};
 
 /// What judgement asks of a machine. All calls work on whole batches.
@@ -51,6 +51,8 @@ pub struct Snapshot {
     pub regions: Vec<RegionView>,
     /// KSM's state.
     pub ksm: KsmView,
+    /// How scarce memory is.
+    pub memory: MemoryView,
     /// CPU time spent so far in the run.
     pub cost: Cost,
 }
@@ -90,6 +92,8 @@ pub struct KsmView {
     /// An order to ksmd is still being carried out: a kick until its scan has ended (or was found to have
     /// nothing to scan), any other order until it is in force.
     pub busy: bool,
+    /// Copies made so far because a merged page was written (`cow_ksm` of vmstat, which counts unmerging too).
+    pub broken: u64,
     /// False when KSM is not ours to drive (somebody else turned a knob, dry run): judge on, order nothing.
     pub ours: bool,
 }
@@ -99,6 +103,17 @@ impl KsmView {
     pub fn saved(&self) -> Pages {
         self.sharing + self.zero
     }
+}
+
+/// How scarce memory is on the machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryView {
+    /// Memory in all; 0 where it is not known.
+    pub total: Pages,
+    /// What programs could still get without swapping (`MemAvailable`).
+    pub available: Pages,
+    /// Share of the last 10 s in which some task waited for memory (PSI `some avg10`), where the kernel tells.
+    pub pressure: Option<Permyriad>,
 }
 
 /// CPU time spent, cumulative over the run.

@@ -1,14 +1,14 @@
 //! The ledger: what was saved, and what it cost. Status, metrics and summaries are views of it.
 
-use crate::host::{Cost, KsmView, Marking, Outcome, Span};
+use crate::host::{Actions, Cost, KsmView, Marking, Outcome};
 use crate::units::Pages;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Bytes of kernel memory for each marked page that ksmd has visited (`struct ksm_rmap_item`).
 pub const METADATA_BYTES_PER_PAGE: u64 = 64;
 
 /// The account of one run.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Ledger {
     /// Pages KSM saved, machine-wide, before the run.
     pub saved_before: Pages,
@@ -22,6 +22,8 @@ pub struct Ledger {
     pub shared_now: Pages,
     /// Pages of address space marked by this run.
     pub marked: Pages,
+    /// Pages of address space unmarked again, because their merges did not last.
+    pub unmarked: Pages,
     /// Spans marked.
     pub spans: u64,
     /// Spans whose target refused or had gone.
@@ -64,8 +66,13 @@ impl Ledger {
     }
 
     /// Takes note of what came of a round's actions.
-    pub fn act(&mut self, spans: &[Span], outcome: &Outcome) {
-        for (_, marking) in spans.iter().zip(&outcome.marked) {
+    pub fn act(&mut self, actions: &Actions, outcome: &Outcome) {
+        for (_, marking) in actions.unmark.iter().zip(&outcome.unmarked) {
+            if let Marking::Done(pages) = marking {
+                self.unmarked += *pages;
+            }
+        }
+        for (_, marking) in actions.mark.iter().zip(&outcome.marked) {
             match marking {
                 Marking::Done(pages) => {
                     self.marked += *pages;

@@ -6,16 +6,22 @@
 #![forbid(unsafe_code)]
 
 pub mod census;
+pub mod churn;
 pub mod config;
 pub mod engine;
 pub mod estimate;
 pub mod extent;
+pub mod governor;
 pub mod hash;
 pub mod host;
 pub mod index;
+pub mod ladder;
 pub mod ledger;
+pub mod lifetimes;
+pub mod marker;
 pub mod merge;
 pub mod permutation;
 pub mod region;
-pub mod survey;
+pub mod report;
+pub mod slots;
 pub mod units;

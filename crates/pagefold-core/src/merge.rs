@@ -9,16 +9,22 @@
 //! Small marked sets are scanned by kicks (one scan without pause), large ones in paced batches,
 //! because a kick cannot be called back.
 
-use crate::config::Config;
+use crate::governor::Pace;
 use crate::host::{KsmView, MergeOrder};
 use crate::units::Pages;
 
 /// Exited processes wait so long for their reaping, so that many share one scan, nanoseconds.
 const REAP_AFTER_NS: u64 = 10_000_000_000;
-/// Pages in a paced batch: about a tenth of a second.
-const BATCH_PAGES: u32 = 32_768;
-/// What a paced batch is reckoned to take at first, nanoseconds.
-const BATCH_NS: u64 = 100_000_000;
+/// The longest scan that is kicked, nanoseconds: it cannot be called back.
+const KICK_NS_MAX: u64 = 3_000_000_000;
+/// The share of a core from which scans are kicked rather than paced, parts in 10,000.
+const KICK_SHARE: u32 = 9_000;
+/// What ksmd takes to merge a page that has no copy in its trees yet, nanoseconds: the dearest that is usual.
+const DEAR_NS: u64 = 20_000;
+/// What it takes on average to visit a page that was marked of late, nanoseconds.
+const USUAL_NS: u64 = 6_000;
+/// A batch may take so much of the governor's share of a second, parts in ten, if all its pages are dear.
+const BATCH_TENTHS: u64 = 5;
 
 #[derive(Clone, Copy, Debug)]
 struct Flight {
@@ -28,8 +34,27 @@ struct Flight {
     kicked: bool,
 }
 
+/// What an order is decided on.
+#[derive(Clone, Copy, Debug)]
+pub struct Scan<'a> {
+    /// The time, nanoseconds.
+    pub now_ns: u64,
+    /// KSM as it stands.
+    pub ksm: &'a KsmView,
+    /// CPU time that ksmd has used so far, nanoseconds.
+    pub ksmd_ns: u64,
+    /// Resident memory under marks.
+    pub marked: Pages,
+    /// No more marks are about to come, so that one scan serves them all.
+    pub settled: bool,
+    /// What may be used.
+    pub pace: Pace,
+    /// CPU time that may be spent now, nanoseconds.
+    pub room_ns: u64,
+}
+
 /// What is owed to the marked memory, and the scan under way.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Merger {
     owed: u32,
     flight: Option<Flight>,
@@ -37,6 +62,29 @@ pub struct Merger {
     /// Pages merged by the last completed scan.
     last_growth: Pages,
     completed: u64,
+    /// ksmd stands somewhere within a scan, because the last one was paced.
+    midway: bool,
+    /// The last order, so that it is repeated only when it changes.
+    ordered: MergeOrder,
+    /// What a page costs ksmd, for pacing, nanoseconds; and the counters at the last look.
+    page_ns: u64,
+    looked: (u64, u64),
+}
+
+impl Default for Merger {
+    fn default() -> Self {
+        Self {
+            owed: 0,
+            flight: None,
+            reap_since_ns: None,
+            last_growth: Pages(0),
+            completed: 0,
+            midway: true,
+            ordered: MergeOrder::Keep,
+            page_ns: DEAR_NS,
+            looked: (0, 0),
+        }
+    }
 }
 
 impl Merger {
@@ -68,9 +116,29 @@ impl Merger {
         self.last_growth
     }
 
-    /// The order for this round. `settled` says that no more marks are about to come, so that one scan
-    /// serves them all; `marked` is the resident memory under marks.
-    pub fn order(&mut self, now_ns: u64, ksm: &KsmView, marked: Pages, settled: bool, config: &Config) -> MergeOrder {
+    /// The order for this round.
+    pub fn order(&mut self, scan: &Scan<'_>) -> MergeOrder {
+        let order = self.decide(scan);
+        if order == MergeOrder::Keep || order == self.ordered && order != MergeOrder::Kick {
+            return MergeOrder::Keep;
+        }
+        self.ordered = order;
+        order
+    }
+
+    /// The order while the judgement is paused: whatever is under way ends as soon as it can.
+    pub fn suspend(&mut self, ksm: &KsmView) -> MergeOrder {
+        let rest = ksm.ours && !matches!(self.ordered, MergeOrder::Keep | MergeOrder::Rest);
+        if !rest {
+            return MergeOrder::Keep;
+        }
+        self.ordered = MergeOrder::Rest;
+        MergeOrder::Rest
+    }
+
+    fn decide(&mut self, scan: &Scan<'_>) -> MergeOrder {
+        let Scan { now_ns, ksm, .. } = *scan;
+        self.measure(scan);
         if !ksm.ours {
             // Not ours: what is owed stays owed until it is, and nothing is under way.
             self.flight = None;
@@ -79,21 +147,67 @@ impl Merger {
         if self.reap_since_ns.is_some_and(|since| now_ns.saturating_sub(since) >= REAP_AFTER_NS) && self.owed == 0 {
             self.owed = 1;
         }
+        let goes_on = self.flight.is_some();
         if let Some(flight) = self.flight {
             let answered = ksm.full_scans > flight.full_scans;
-            if ksm.busy || !(answered || flight.kicked) {
+            if flight.kicked && ksm.busy {
                 return MergeOrder::Keep;
+            }
+            if !answered && !flight.kicked {
+                return self.pace(scan);
             }
             self.land(ksm);
         }
-        if self.owed == 0 || !settled {
-            return if self.owed == 0 && self.completed > 0 { MergeOrder::Rest } else { MergeOrder::Keep };
+        if self.owed == 0 {
+            return if self.completed > 0 { MergeOrder::Rest } else { MergeOrder::Keep };
         }
-        let order = scan_order(marked, config);
+        if !scan.settled {
+            return MergeOrder::Keep;
+        }
+        let expected_ns = scan.marked.0 * USUAL_NS;
+        let kicked = scan.pace.top.0 >= KICK_SHARE && expected_ns <= KICK_NS_MAX;
+        if kicked && expected_ns > scan.room_ns {
+            return MergeOrder::Keep;
+        }
+        if !kicked && self.midway && !goes_on {
+            // The rest of a scan that was begun earlier is not one that all the marked pages get.
+            self.owed += 1;
+        }
+        self.midway = !kicked;
         self.reap_since_ns = None;
-        self.flight =
-            Some(Flight { full_scans: ksm.full_scans, saved: ksm.saved(), kicked: order == MergeOrder::Kick });
-        order
+        self.flight = Some(Flight { full_scans: ksm.full_scans, saved: ksm.saved(), kicked });
+        if kicked { MergeOrder::Kick } else { self.pace(scan) }
+    }
+
+    /// Batches so small that even dear pages do not break the share, and sleeps by what pages have cost of late.
+    fn pace(&mut self, scan: &Scan<'_>) -> MergeOrder {
+        let share = u64::from(scan.pace.top.0).clamp(1, 9_900);
+        let batch_ns = share * 100_000 * BATCH_TENTHS / 10;
+        if scan.room_ns < batch_ns * 2 {
+            return MergeOrder::Rest;
+        }
+        let pages = (batch_ns / DEAR_NS).max(32);
+        let sleep_ms = (pages * self.page_ns / share * (10_000 - share) / 1_000_000).clamp(1, 60_000);
+        // Sleeps that differ by less than a third are not worth an order.
+        let sleep_ms = match self.ordered {
+            MergeOrder::Pace { sleep_ms: last, .. } if u64::from(last).abs_diff(sleep_ms) * 3 <= sleep_ms => last,
+            _ => u32::try_from(sleep_ms).unwrap_or(u32::MAX),
+        };
+        MergeOrder::Pace { pages_to_scan: u32::try_from(pages).unwrap_or(u32::MAX), sleep_ms }
+    }
+
+    /// What ksmd's pages cost: up at once, down by halves, because what comes next may be dear again.
+    fn measure(&mut self, scan: &Scan<'_>) {
+        let (scanned, spent_ns) = (scan.ksm.scanned, scan.ksmd_ns);
+        let (pages, ns) = (scanned.saturating_sub(self.looked.0), spent_ns.saturating_sub(self.looked.1));
+        if self.flight.is_none() {
+            self.page_ns = DEAR_NS;
+        } else if let Some(page_ns) = ns.checked_div(pages) {
+            self.page_ns = page_ns.max(self.page_ns / 2).clamp(100, 10 * DEAR_NS);
+        } else if ns == 0 {
+            return;
+        }
+        self.looked = (scanned, spent_ns);
     }
 
     /// A scan has ended.
@@ -105,38 +219,39 @@ impl Merger {
     }
 }
 
-/// A kick for a small marked set at full governor; batches with sleeps that keep the share otherwise.
-fn scan_order(marked: Pages, config: &Config) -> MergeOrder {
-    let share = u64::from(config.governor.top_share().0);
-    if marked <= config.kick_pages_max && share >= 9_000 {
-        return MergeOrder::Kick;
-    }
-    let rest_ns = BATCH_NS * 10_000_u64.saturating_sub(share) / share;
-    let sleep_ms = u32::try_from(rest_ns / 1_000_000).unwrap_or(u32::MAX).clamp(1, 60_000);
-    MergeOrder::Pace { pages_to_scan: BATCH_PAGES, sleep_ms }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::governor::Governor;
 
     const MS: u64 = 1_000_000;
 
     struct Bench {
         merger: Merger,
         ksm: KsmView,
-        config: Config,
+        pace: Pace,
+        marked: Pages,
         now_ns: u64,
     }
 
     impl Bench {
         fn new() -> Self {
             let ksm = KsmView { ours: true, ..KsmView::default() };
-            Self { merger: Merger::default(), ksm, config: Config::default(), now_ns: 0 }
+            let pace = Governor::Full.pace();
+            Self { merger: Merger::default(), ksm, pace, marked: Pages(1000), now_ns: 0 }
         }
         fn order(&mut self, settled: bool) -> MergeOrder {
             self.now_ns += 50 * MS;
-            let order = self.merger.order(self.now_ns, &self.ksm, Pages(1000), settled, &self.config);
+            let scan = Scan {
+                now_ns: self.now_ns,
+                ksm: &self.ksm,
+                ksmd_ns: 0,
+                marked: self.marked,
+                settled,
+                pace: self.pace,
+                room_ns: u64::MAX,
+            };
+            let order = self.merger.order(&scan);
             self.ksm.busy |= order == MergeOrder::Kick;
             order
         }
@@ -192,11 +307,13 @@ mod tests {
     #[test]
     fn a_paced_scan_goes_on_until_it_has_come_round() {
         let mut bench = Bench::new();
-        bench.config.kick_pages_max = Pages(10);
+        bench.marked = Pages(1 << 20);
         bench.merger.owe_reaping(0);
         bench.now_ns = REAP_AFTER_NS;
         assert!(matches!(bench.order(true), MergeOrder::Pace { .. }));
         assert_eq!(bench.order(true), MergeOrder::Keep);
+        bench.finish_scan(0);
+        assert_eq!(bench.order(true), MergeOrder::Keep, "that was only the end of a scan begun earlier");
         bench.finish_scan(0);
         assert_eq!(bench.order(true), MergeOrder::Rest);
     }
@@ -216,11 +333,11 @@ mod tests {
     #[test]
     fn large_sets_and_modest_governors_are_paced() {
         let mut bench = Bench::new();
-        bench.config.governor = crate::config::Governor::Low;
+        bench.pace = Governor::Low.pace();
         bench.merger.owe(Pages(1));
-        assert_eq!(bench.order(true), MergeOrder::Pace { pages_to_scan: BATCH_PAGES, sleep_ms: 400 });
+        assert_eq!(bench.order(true), MergeOrder::Pace { pages_to_scan: 5_000, sleep_ms: 400 });
         let mut bench = Bench::new();
-        bench.config.kick_pages_max = Pages(10);
+        bench.marked = Pages(1 << 20);
         bench.merger.owe(Pages(1));
         assert!(matches!(bench.order(true), MergeOrder::Pace { .. }));
     }

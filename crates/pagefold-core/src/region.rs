@@ -1,5 +1,6 @@
 //! What is known of one region.
 
+use crate::churn::Churn;
 use crate::config::Config;
 use crate::estimate::{Estimate, Tally};
 use crate::extent::{Candidate, Extents, candidates};
@@ -27,6 +28,17 @@ pub enum Stage {
     Judged(u64),
 }
 
+/// Whether a region is left alone, and why.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Alone {
+    /// It is not.
+    No,
+    /// Its merges did not last: until a time.
+    Soured,
+    /// Its process refused to be marked: for good.
+    Refused,
+}
+
 /// One region under judgement.
 #[derive(Clone, Debug)]
 pub struct Region {
@@ -36,6 +48,10 @@ pub struct Region {
     pub base: Vpn,
     /// When it was first seen, nanoseconds.
     pub seen_ns: u64,
+    /// It appeared during the run, so that its age is known.
+    pub newborn: bool,
+    /// Its level on the ladder, from 1.
+    pub level: usize,
     /// What its samples have shown since it was last examined.
     pub tally: Tally,
     /// Of the samples that fell in marked spans: how many, and how many of them were duplicate yet unmerged.
@@ -48,12 +64,16 @@ pub struct Region {
     pub marks: Vec<Candidate>,
     /// Its extents have changed since candidates were last derived from them.
     pub dirty: bool,
-    /// The target refused: never ask again.
-    pub barred: bool,
     /// Not to be marked or examined again before this time, nanoseconds.
     pub not_before_ns: u64,
+    /// Its target could not be stopped: to be tried again at this time, nanoseconds.
+    pub retry_ns: u64,
     /// The last pause before it may be examined again, nanoseconds.
     pub pause_ns: u64,
+    /// What has become of its merged pages.
+    pub churn: Churn,
+    /// Whether it is left alone.
+    pub alone: Alone,
     order: Permutation,
     next: u64,
     probes: Vec<(u32, u32)>,
@@ -63,20 +83,24 @@ pub struct Region {
 
 impl Region {
     /// A region seen for the first time.
-    pub fn new(view: RegionView, now_ns: u64, seed: u64) -> Self {
+    pub fn new(view: RegionView, now_ns: u64, newborn: bool, seed: u64) -> Self {
         let mut region = Self {
             view,
             base: view.first,
             seen_ns: now_ns,
+            newborn,
+            level: 1,
             tally: Tally::default(),
             in_marks: (0, 0),
             stage: Stage::Survey,
             extents: Extents::new(),
             marks: Vec::new(),
             dirty: false,
-            barred: false,
             not_before_ns: 0,
+            retry_ns: 0,
             pause_ns: 0,
+            churn: Churn::default(),
+            alone: Alone::No,
             order: Permutation::new(1, 0),
             next: 0,
             probes: Vec::new(),
@@ -160,8 +184,9 @@ impl Region {
         }
     }
 
-    /// Begins to read the region whole.
-    pub fn examine(&mut self) {
+    /// Begins to read the region whole, on the top level.
+    pub fn examine(&mut self, top: usize) {
+        self.level = top;
         self.stage = Stage::Examine(self.view.first);
         self.extents.clear();
         self.probes.sort_unstable();
@@ -175,6 +200,32 @@ impl Region {
         self.tally = Tally::default();
         self.in_marks = (0, 0);
         self.dirty = true;
+    }
+
+    /// Back to the bottom, unmarked, because its merges did not last: left alone until `until_ns`.
+    pub fn sour(&mut self, until_ns: u64) {
+        self.alone = Alone::Soured;
+        self.level = 1;
+        self.marks.clear();
+        self.dirty = false;
+        self.not_before_ns = until_ns;
+        self.churn.forget();
+    }
+
+    /// A resident page anywhere in its marked spans, chosen by `luck`.
+    pub fn marked_page(&self, luck: u64) -> Option<Vpn> {
+        if self.view.marked >= self.view.pages {
+            return Some(self.view.first + luck % self.view.pages.0);
+        }
+        let pages: u64 = self.marks.iter().map(|mark| mark.pages.0).sum();
+        let mut at = luck.checked_rem(pages)?;
+        for mark in &self.marks {
+            if at < mark.pages.0 {
+                return Some(mark.first + at);
+            }
+            at -= mark.pages.0;
+        }
+        None
     }
 
     /// Whether a page has been counted in its extent.
@@ -199,9 +250,12 @@ impl Region {
         self.tally.estimate(own.min(scope_fraction).max(1e-6))
     }
 
-    /// Whether too much of it changes between two visits for merging to last.
+    /// Whether too much of it changes between two visits for merging to last: its merges would be COW-broken.
     pub fn is_volatile(&self, config: &Config) -> bool {
-        self.revisited >= PROBES_MIN && Permyriad::of(self.changed, self.revisited) >= config.changed_threshold
+        if config.cow_threshold >= Permyriad(10_000) {
+            return false;
+        }
+        self.revisited >= PROBES_MIN && Permyriad::of(self.changed, self.revisited) >= config.cow_threshold
     }
 
     /// The spans that are worth marking and are not marked yet.
@@ -248,7 +302,7 @@ mod tests {
 
     #[test]
     fn every_page_is_sampled_once_in_a_cycle() {
-        let mut region = Region::new(view(1000, 1003), 0, 7);
+        let mut region = Region::new(view(1000, 1003), 0, false, 7);
         let mut seen = vec![0; 1003];
         for _ in 0..1003_u64.div_ceil(RUN_PAGES) {
             let (first, pages) = region.next_run();
@@ -261,7 +315,7 @@ mod tests {
 
     #[test]
     fn offsets_survive_growth_downwards() {
-        let mut region = Region::new(view(1000, 100), 0, 7);
+        let mut region = Region::new(view(1000, 100), 0, false, 7);
         region.update(view(900, 200), 7);
         for page in [900, 999, 1000, 1099] {
             assert_eq!(region.page_at(region.offset(Vpn(page))), Vpn(page));
@@ -270,16 +324,16 @@ mod tests {
 
     #[test]
     fn a_region_that_rewrites_its_pages_is_volatile() {
-        let mut region = Region::new(view(0, 1000), 0, 7);
+        let mut region = Region::new(view(0, 1000), 0, false, 7);
         for page in 0..100 {
             region.probe(Vpn(page), Digest(page << 16), true);
         }
-        region.examine();
+        region.examine(4);
         for page in 0..100 {
             region.probe(Vpn(page), Digest((page + u64::from(page % 2 == 0)) << 16), false);
         }
         assert!(region.is_volatile(&Config::default()));
-        region.examine();
+        region.examine(4);
         for page in 0..100 {
             region.probe(Vpn(page), Digest((page + u64::from(page % 2 == 0)) << 16), false);
         }

@@ -1,6 +1,7 @@
 //! Units that must not be confused: pages, bytes, page numbers and shares.
 
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Sub};
 
@@ -73,6 +74,13 @@ impl Permyriad {
     /// As a fraction of one.
     pub fn fraction(self) -> f64 {
         f64::from(self.0) / 10_000.0
+    }
+}
+
+impl fmt::Display for Permyriad {
+    /// In per cent: `2500` is `25 %`, `5` is `0.05 %`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} %", f64::from(self.0) / 100.0)
     }
 }
 

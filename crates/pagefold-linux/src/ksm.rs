@@ -166,6 +166,7 @@ impl KsmCounters {
             zero: self.ksm_zero_pages.unwrap_or_default(),
             scanned: self.pages_scanned.unwrap_or(0),
             full_scans: self.full_scans,
+            broken: 0,
             ours,
             busy,
         }

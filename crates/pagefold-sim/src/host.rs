@@ -11,8 +11,8 @@ use crate::mix::{Stream, content_of_series, digest};
 use crate::workload::{Behaviour, Mapping, Process, Writes};
 use pagefold_core::hash::Digest;
 use pagefold_core::host::{
-    Actions, Cost, Host, KsmView, Marking, MergeOrder, Outcome, OwnerKey, PageSample, PageState, RegionKey, RegionView,
-    Run, SamplePlan, Samples, Snapshot, Span,
+    Actions, Cost, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, OwnerKey, PageSample, PageState, RegionKey,
+    RegionView, Run, SamplePlan, Samples, Snapshot, Span,
 };
 use pagefold_core::units::{Bytes, EXTENT_PAGES, Pages, Vpn};
 use rustc_hash::FxHashMap;
@@ -168,6 +168,7 @@ impl SimHost {
             zero: Pages(self.memory.zero_folded),
             scanned: self.ksmd.scanned,
             full_scans: self.ksmd.full_scans,
+            broken: self.memory.cow_breaks,
             busy: self.ksmd.busy,
             ours: self.ours,
         }
@@ -461,7 +462,7 @@ impl Host for SimHost {
         }
         let (now_ns, ksm) = (self.now_ns, self.ksm());
         self.spend(price_ns);
-        Ok(Snapshot { now_ns, regions, ksm, cost: self.cost() })
+        Ok(Snapshot { now_ns, regions, ksm, memory: MemoryView::default(), cost: self.cost() })
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {

@@ -7,14 +7,15 @@ mod words;
 mod workers;
 
 use crate::exit::{self, Exit};
-use crate::run::{engine, rounds, take};
+use crate::run::{rounds, take};
 use crate::scan::{self, ScanArgs};
 use crate::scope_args::ScopeArgs;
 use crate::style::{self, Style, human};
 use crate::{machine, unmerge};
 use anyhow::{Context, Result, bail};
 use pagefold_bench::{Interrupt, Steering, marking};
-use pagefold_core::config::Governor;
+use pagefold_core::config::Config;
+use pagefold_core::engine::Engine;
 use pagefold_linux::cpu::own_and_children_cpu_ns;
 use pagefold_linux::exclude::DenyList;
 use pagefold_linux::ksm::{Knob, Ksm};
@@ -24,6 +25,7 @@ use pagefold_linux::process::Process;
 use pagefold_linux::scope::Roots;
 use pagefold_linux::tenure::{Places, TakeError, Tenure, other_driver, put_back_deferred};
 use pagefold_linux::unfold::unfold;
+use std::hash::{BuildHasher, RandomState};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -192,7 +194,8 @@ impl Demo {
         style::print(&words::folding(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
         let hands = take(false, &self.ksm)?;
-        let mut engine = engine(Governor::Full)?;
+        let config = Config { seed: RandomState::new().hash_one(0), ..Config::default() };
+        let mut engine = Engine::new(config);
         let spec = scope(pids).spec();
         let mut host =
             LiveHost::new(spec, Roots::default(), DenyList::default(), self.ksm.clone(), hands, self.stop.clone())?;

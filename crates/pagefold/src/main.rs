@@ -8,6 +8,7 @@ mod demo;
 mod doctor;
 mod exec;
 mod exit;
+mod judgement_args;
 mod machine;
 mod run;
 mod scan;

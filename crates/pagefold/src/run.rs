@@ -1,13 +1,14 @@
 //! `pagefold run`: the daemon, in the foreground.
 
 use crate::exit::{self, Exit};
+use crate::judgement_args::JudgementArgs;
 use crate::machine;
 use crate::scope_args::{ScopeArgs, explain};
 use crate::style::{self, Style};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
-use pagefold_core::config::{Config, Governor};
 use pagefold_core::engine::{Engine, round};
+use pagefold_core::governor::Governor;
 use pagefold_core::host::Host;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_linux::exclude::DenyList;
@@ -17,7 +18,6 @@ use pagefold_linux::scope::Roots;
 use pagefold_linux::tenure::{Places, Restored, Tenure, Wishes};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::hash::{BuildHasher, RandomState};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,10 +29,9 @@ pub struct RunArgs {
     /// Which programs.
     #[command(flatten)]
     pub scope: ScopeArgs,
-    /// How much of a core reading may take while there is work: full (95 %), medium (50 %), low (20 %), quiet (1 %);
-    /// ksmd is paced to match, roughly
-    #[arg(long, value_name = "NAME", default_value = "full")]
-    pub governor: Governor,
+    /// How hard to search.
+    #[command(flatten)]
+    pub judgement: JudgementArgs,
     /// End after this time (60s, 5m, 2h); without it, when told to by ctrl-C or SIGTERM
     #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
     pub duration: Option<Duration>,
@@ -108,12 +107,13 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
         signal_hook::flag::register(signal, stop.clone()).context("cannot listen for signals")?;
     }
+    let config = args.judgement.config().map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
     machine::need_root("folding other programs' memory")?;
     let ksm = machine::ksm()?;
     let deny = DenyList::default();
     let left_alone = check_scope(&args.scope, &deny)?;
     let hands = take(args.dry_run, &ksm)?;
-    let mut engine = engine(args.governor)?;
+    let mut engine = Engine::new(config);
     let mut host = LiveHost::new(args.scope.spec(), Roots::default(), deny, ksm, hands, stop.clone())?;
     let told = watch(args, &mut engine, &mut host, &stop, left_alone);
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
@@ -152,12 +152,6 @@ fn check_scope(scope: &ScopeArgs, deny: &DenyList) -> Result<Vec<LeftAlone>, Exi
         )),
         _ => Ok(left_alone),
     }
-}
-
-/// A judgement that knows nothing yet.
-pub fn engine(governor: Governor) -> Result<Engine> {
-    let config = Config { governor, seed: RandomState::new().hash_one(0), ..Config::default() };
-    Ok(Engine::new(config.validated()?))
 }
 
 /// Takes KSM over, and starts what marks.
@@ -288,7 +282,7 @@ fn summary(args: &RunArgs, engine: &Engine, processes: usize, restored: Option<&
         schema: "pagefold.run/1",
         scope: args.scope.spec().to_string(),
         dry_run: args.dry_run,
-        governor: args.governor,
+        governor: args.judgement.governor,
         seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
         processes,
         saved_bytes: ledger.saved().bytes().0,

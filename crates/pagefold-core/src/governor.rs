@@ -1,0 +1,223 @@
+//! Governors: how much CPU the search may take, and when (UKSM section 7).
+//!
+//! A governor is a share of one core, for pagefold and ksmd together, and the time of a global round. The share holds
+//! over any [`WINDOW_NS`]: what both have spent is looked up before anything is read or ordered.
+
+use crate::config::ConfigError;
+use crate::host::{Cost, MemoryView};
+use crate::units::Permyriad;
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+use std::fmt;
+use std::str::FromStr;
+
+/// The time over which a governor's share holds, nanoseconds.
+pub const WINDOW_NS: u64 = 10_000_000_000;
+/// Looks closer together than this are kept as one, nanoseconds.
+const LOOK_NS: u64 = 20_000_000;
+
+/// A named share and round time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Governor {
+    /// 1 % of a core, rounds of 20 s.
+    Quiet,
+    /// 20 %, 8 s.
+    Low,
+    /// 50 %, 4 s.
+    Medium,
+    /// 95 %, 2 s.
+    #[default]
+    Full,
+    /// One of the others, as memory is scarce.
+    Auto,
+}
+
+/// What a governor allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pace {
+    /// The most of one core that pagefold and ksmd together may use (UKSM `p`).
+    pub top: Permyriad,
+    /// The time of a global round (UKSM `t`), nanoseconds.
+    pub round_ns: u64,
+}
+
+impl Governor {
+    /// All of them, by name.
+    pub const NAMES: [(&'static str, Self); 5] = [
+        ("full", Self::Full),
+        ("medium", Self::Medium),
+        ("low", Self::Low),
+        ("quiet", Self::Quiet),
+        ("auto", Self::Auto),
+    ];
+
+    /// What it allows; `Auto` stands for the least until memory has been looked at.
+    pub fn pace(self) -> Pace {
+        let (top, seconds) = match self {
+            Self::Full => (9_500, 2),
+            Self::Medium => (5_000, 4),
+            Self::Low => (2_000, 8),
+            Self::Quiet | Self::Auto => (100, 20),
+        };
+        Pace { top: Permyriad(top), round_ns: seconds * 1_000_000_000 }
+    }
+
+    /// The governor that the state of memory asks for, `current` being the one in force.
+    ///
+    /// Where the kernel tells how long programs wait for memory (PSI), that decides; where it does not, the share of
+    /// memory still to be had, as ksmtuned has it (it starts KSM below 20 %). Up at once, down only well below the
+    /// mark, so that it does not flap.
+    #[must_use]
+    pub fn for_memory(current: Self, memory: &MemoryView) -> Self {
+        let scarce = Self::scarcity(memory);
+        let wanted = Self::of_scarcity(scarce);
+        if wanted >= current { wanted } else { current.min(Self::of_scarcity(scarce + SLACK)) }
+    }
+
+    /// How scarce memory is: 0 when nobody lacks any, 100 when somebody does.
+    fn scarcity(memory: &MemoryView) -> u64 {
+        // A tenth of the time spent waiting is a machine in trouble.
+        let waiting = memory.pressure.map_or(0, |pressure| u64::from(pressure.0) / 10);
+        let free = (memory.available.0 * 100).checked_div(memory.total.0).unwrap_or(100);
+        // From 60 % free to 20 % free.
+        let short = (60_u64.saturating_sub(free)) * 100 / 40;
+        waiting.max(short).min(100)
+    }
+
+    fn of_scarcity(scarcity: u64) -> Self {
+        match scarcity {
+            0..=24 => Self::Quiet,
+            25..=49 => Self::Low,
+            50..=99 => Self::Medium,
+            _ => Self::Full,
+        }
+    }
+}
+
+/// By so much less scarce must memory be before a governor is left for a lower one.
+const SLACK: u64 = 10;
+
+impl fmt::Display for Governor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::NAMES.iter().find(|(_, governor)| governor == self).map_or("", |(name, _)| name);
+        f.write_str(name)
+    }
+}
+
+impl FromStr for Governor {
+    type Err = ConfigError;
+    fn from_str(name: &str) -> Result<Self, ConfigError> {
+        let found = Self::NAMES.iter().find(|(known, _)| *known == name);
+        found.map(|&(_, governor)| governor).ok_or_else(|| ConfigError::NoGovernor(name.to_owned()))
+    }
+}
+
+/// What has been spent of late, and what may still be.
+#[derive(Clone, Debug, Default)]
+pub struct Budget {
+    /// Looks at the clocks: when, and the CPU time spent until then.
+    looks: VecDeque<(u64, u64)>,
+}
+
+impl Budget {
+    /// Takes note of what has been spent so far.
+    pub fn look(&mut self, now_ns: u64, cost: Cost) {
+        let spent_ns = cost.pagefold_ns + cost.ksmd_ns;
+        if self.looks.is_empty() {
+            // The clocks begin at 0 with the run, and what it took to start counts.
+            self.looks.push_back((now_ns, 0));
+        }
+        let several = self.looks.len() > 1;
+        match self.looks.back_mut() {
+            Some(last) if several && now_ns < last.0 + LOOK_NS => last.1 = spent_ns,
+            _ => self.looks.push_back((now_ns, spent_ns)),
+        }
+        // One look older than the window stays, to reckon from.
+        while self.looks.len() > 2 && self.looks[1].0 + WINDOW_NS <= now_ns {
+            self.looks.pop_front();
+        }
+    }
+
+    /// CPU time spent in the last `window_ns`, nanoseconds. Reckons from the last look before the window began, so
+    /// rather too much than too little.
+    pub fn spent_ns(&self, window_ns: u64) -> u64 {
+        let Some(&(now_ns, spent_ns)) = self.looks.back() else { return 0 };
+        let from = now_ns.saturating_sub(window_ns);
+        let before = self.looks.iter().rev().find(|&&(at_ns, _)| at_ns <= from).or(self.looks.front());
+        spent_ns - before.map_or(0, |&(_, before_ns)| before_ns.min(spent_ns))
+    }
+
+    /// CPU time that may be spent at once, nanoseconds.
+    pub fn room_ns(&self, pace: Pace) -> u64 {
+        share_ns(WINDOW_NS, pace.top).saturating_sub(self.spent_ns(WINDOW_NS))
+    }
+}
+
+/// A share of a time, nanoseconds.
+pub fn share_ns(time_ns: u64, share: Permyriad) -> u64 {
+    time_ns / 10_000 * u64::from(share.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::Pages;
+
+    fn memory(available: u64) -> MemoryView {
+        MemoryView { total: Pages(100), available: Pages(available), pressure: None }
+    }
+
+    #[test]
+    fn auto_follows_free_memory_without_flapping() {
+        let steps = [(90, Governor::Quiet), (49, Governor::Low), (30, Governor::Medium), (15, Governor::Full)];
+        let mut governor = Governor::Quiet;
+        for (available, expected) in steps {
+            governor = Governor::for_memory(governor, &memory(available));
+            assert_eq!(governor, expected, "{available} % free");
+        }
+        // Just above the mark it stays; well above, it lets go.
+        assert_eq!(Governor::for_memory(Governor::Full, &memory(21)), Governor::Full);
+        assert_eq!(Governor::for_memory(Governor::Full, &memory(28)), Governor::Medium);
+        assert_eq!(Governor::for_memory(Governor::Full, &memory(90)), Governor::Quiet);
+    }
+
+    #[test]
+    fn auto_follows_pressure_where_it_is_told() {
+        let waiting = |share| MemoryView { pressure: Some(Permyriad(share)), ..memory(90) };
+        assert_eq!(Governor::for_memory(Governor::Quiet, &waiting(0)), Governor::Quiet);
+        assert_eq!(Governor::for_memory(Governor::Quiet, &waiting(300)), Governor::Low);
+        assert_eq!(Governor::for_memory(Governor::Quiet, &waiting(1_000)), Governor::Full);
+        assert_eq!(Governor::for_memory(Governor::Quiet, &MemoryView::default()), Governor::Quiet);
+    }
+
+    #[test]
+    fn names_come_and_go() {
+        for (name, governor) in Governor::NAMES {
+            assert_eq!(name.parse::<Governor>().unwrap(), governor);
+            assert_eq!(governor.to_string(), name);
+        }
+        let error = "turbo".parse::<Governor>().unwrap_err().to_string();
+        assert!(error.contains("full, medium, low, quiet or auto"), "{error}");
+    }
+
+    #[test]
+    fn no_window_is_overspent() {
+        // Spends all it may at every look, by a fixed clock; what any ten seconds held is counted afterwards.
+        let pace = Governor::Low.pace();
+        let mut budget = Budget::default();
+        let (mut spent, mut looks) = (0, Vec::new());
+        for look in 0..1_000_u64 {
+            let now_ns = look * 73_000_000;
+            budget.look(now_ns, Cost { pagefold_ns: spent / 3, ksmd_ns: spent - spent / 3 });
+            looks.push((now_ns, spent));
+            spent += budget.room_ns(pace).min(30_000_000);
+        }
+        for (at, &(from_ns, before)) in looks.iter().enumerate() {
+            let inside = looks[at..].iter().take_while(|&&(now_ns, _)| now_ns <= from_ns + WINDOW_NS);
+            let most = inside.map(|&(_, spent)| spent - before).max().unwrap();
+            assert!(most <= share_ns(WINDOW_NS, pace.top), "{most} from {from_ns}");
+        }
+        assert!(spent > 1_000 * 73_000_000 / 10_000 * 1_700, "{spent}");
+    }
+}

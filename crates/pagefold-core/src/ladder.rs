@@ -1,0 +1,345 @@
+//! The ladder: regions are distilled level by level, and each level is sampled more densely than the one below (UKSM
+//! section 5).
+//!
+//! ```text
+//! for (;;) { global round {
+//!     promote / demote regions
+//!     for l in 1..=N { sample level l: its regions are one linear space, a sample point every L·s / (t_l·p_l) pages }
+//! } }
+//! ```
+//!
+//! `t_l` is the round time `t` shared evenly among the levels, `p_l` the share of a core that level `l` may use (the
+//! governor's at the top, halved from level to level downwards, a fixed small share at the bottom) and `s` the measured
+//! cost of one sample. A region begins at the bottom; it rises by its duplicate ratio, and goes back to the bottom when
+//! its duplicates are merged or when it turns out to be sparse, COW-broken or short-lived.
+//!
+//! Three things go beyond the paper. A ratio found by sampling is corrected for coverage ([`crate::estimate`]), so that
+//! contents that exist only twice are found as well. A region whose samples leave no doubt need not climb: it goes to the
+//! top at once, and a new one is sampled at once to the point where a duplicate region would have shown. And at the top
+//! a region is read whole, in order, once: the extents that are worth marking come out exactly.
+
+use crate::churn::PROBES_MAX;
+use crate::config::Config;
+use crate::estimate::samples_for_evidence;
+use crate::governor::{Pace, share_ns};
+use crate::host::Run;
+use crate::lifetimes::Lifetimes;
+use crate::permutation::mix;
+use crate::region::{Alone, RUN_PAGES, Region, Stage};
+use crate::slots::Slots;
+use crate::units::{EXTENT_PAGES, Permyriad, Vpn};
+use std::collections::BTreeSet;
+
+/// Pages read at one time: some 40 ms, so that signals and new processes are attended to.
+pub const CYCLE_PAGES: u64 = 65_536;
+/// Twins that the samples of a region at the bottom must be able to show if it is just duplicate enough.
+const EVIDENCE: f64 = 3.0;
+/// Four times the evidence, that is, twice the samples, from level to level.
+const EVIDENCE_STEP: f64 = 4.0;
+/// Duplicates that must have been seen before a region rises.
+const FOUND_MIN: u64 = 4;
+/// First pause before a region is read whole again, nanoseconds; it doubles each time.
+const PAUSE_NS: u64 = 10_000_000_000;
+/// Longest such pause, nanoseconds.
+const PAUSE_MAX_NS: u64 = 600_000_000_000;
+/// First guess of what it costs to read one page, nanoseconds.
+const READ_NS: u64 = 900;
+/// Cost of a visit to a single page to see whether it is still merged, in pages read.
+const VISIT_PAGES: u64 = 2;
+
+/// The ladder's clock and figures. The regions themselves know their level.
+#[derive(Clone, Debug)]
+pub struct Ladder {
+    /// Number of levels (UKSM `N`).
+    levels: usize,
+    /// When the current global round began, nanoseconds.
+    began_ns: Option<u64>,
+    /// Global rounds completed.
+    rounds: u64,
+    /// The measured cost of one sample (UKSM `s`), nanoseconds.
+    sample_ns: u64,
+    /// Where the bottom level's sample points begin in this round.
+    phase: u64,
+}
+
+/// What is to be read in one cycle.
+#[derive(Debug, Default)]
+pub struct Reading {
+    /// The pages.
+    pub runs: Vec<Run>,
+    /// The regions that are read whole: slot, and the page up to which it goes now.
+    pub whole: Vec<(u32, Vpn)>,
+    /// Something is being found out about regions that may be worth marking: marks should wait for it.
+    pub foreground: bool,
+    /// A global round has just begun, and the one before has ended.
+    pub fresh: bool,
+}
+
+impl Ladder {
+    /// A ladder with so many levels.
+    pub fn new(levels: usize) -> Self {
+        Self { levels: levels.max(1), began_ns: None, rounds: 0, sample_ns: READ_NS, phase: 0 }
+    }
+
+    /// Number of levels.
+    pub fn levels(&self) -> usize {
+        self.levels
+    }
+
+    /// Global rounds completed.
+    pub fn rounds(&self) -> u64 {
+        self.rounds
+    }
+
+    /// The measured cost of reading one page, nanoseconds.
+    pub fn sample_ns(&self) -> u64 {
+        self.sample_ns
+    }
+
+    /// Takes note of what a reading has cost.
+    pub fn measured(&mut self, pages: u64, cpu_ns: u64) {
+        if pages >= 1_000 {
+            self.sample_ns = ((self.sample_ns * 3 + cpu_ns / pages) / 4).clamp(50, 100_000);
+        }
+    }
+
+    /// Begins the next global round if it is time.
+    pub fn turn(&mut self, now_ns: u64, pace: Pace) -> bool {
+        match self.began_ns {
+            Some(began_ns) if now_ns < began_ns + pace.round_ns => false,
+            began_ns => {
+                self.rounds += u64::from(began_ns.is_some());
+                self.began_ns = Some(now_ns);
+                self.phase = mix(now_ns);
+                true
+            }
+        }
+    }
+
+    /// When the current round is over, nanoseconds.
+    pub fn ends_ns(&self, pace: Pace) -> u64 {
+        self.began_ns.unwrap_or(0) + pace.round_ns
+    }
+
+    /// The share of a core that a level may use (`p_l`).
+    pub fn share(&self, level: usize, pace: Pace, config: &Config) -> Permyriad {
+        if level <= 1 && self.levels > 1 {
+            return config.bottom_share.min(pace.top);
+        }
+        let halvings = u32::try_from(self.levels.saturating_sub(level)).unwrap_or(31).min(31);
+        Permyriad((pace.top.0 >> halvings).max(1))
+    }
+
+    /// Sample points of one round of a level, pages: `t_l · p_l / s`.
+    fn points(&self, level: usize, pace: Pace, config: &Config) -> u64 {
+        let time_ns = pace.round_ns / self.levels as u64;
+        share_ns(time_ns, self.share(level, pace, config)) / self.sample_ns
+    }
+
+    /// Plans one cycle of at most `room` pages: the top level first, where the gain is. `fresh` if a global round has just
+    /// begun.
+    pub fn plan(&mut self, slots: &mut Slots, room: u64, fresh: bool, pace: Pace, config: &Config) -> Reading {
+        let mut reading = Reading { fresh, ..Reading::default() };
+        let mut left = room.min(CYCLE_PAGES);
+        read_whole(slots, &mut left, &mut reading);
+        // A round of sampling should not wait for gigabytes to be read whole.
+        let mut left = left.max(room.min(CYCLE_PAGES) / 4);
+        for level in (1..self.levels.max(2)).rev() {
+            // New regions are sampled at once; those that climb have the share of their level.
+            let points = if level == 1 { left } else { left.min(self.points(level, pace, config)) };
+            left = left.saturating_sub(sample(slots, level, points, evidence(level), config, &mut reading.runs));
+        }
+        reading.foreground = !reading.runs.is_empty();
+        if fresh {
+            // The bottom's share of the whole round: the levels above are mostly empty when it counts.
+            let points = share_ns(pace.round_ns, self.share(1, pace, config)) / self.sample_ns;
+            self.watch(slots, points.min(room), config, &mut reading.runs);
+        }
+        reading
+    }
+
+    /// Samples the bottom level, about `pages` pages in all, spread over one linear space.
+    fn watch(&self, slots: &mut Slots, pages: u64, config: &Config, runs: &mut Vec<Run>) {
+        let length: u64 =
+            slots.iter().filter(|region| is_watched(region, config)).map(|region| region.view.pages.0).sum();
+        let interval = (length / (pages / RUN_PAGES).max(1)).max(RUN_PAGES);
+        let mut point = self.phase % interval;
+        for region in slots.iter_mut().filter(|region| is_watched(region, config)) {
+            while point < region.view.pages.0 {
+                let (first, pages) = region.next_run();
+                runs.push(run(region, first, pages));
+                point += interval;
+            }
+            point -= region.view.pages.0;
+        }
+    }
+
+    /// Visits single pages in marked spans, about `pages` pages' worth, to see whether they are still merged.
+    pub fn visit(&self, slots: &mut Slots, pages: u64, runs: &mut Vec<Run>) {
+        let marked: u64 = slots.iter().map(|region| region.marked_resident().0).sum();
+        let visits = pages / VISIT_PAGES;
+        for region in slots.iter_mut() {
+            let resident = region.marked_resident().0;
+            let share = u128::from(visits) * u128::from(resident) / u128::from(marked.max(1));
+            // Every marked region is looked at, however small.
+            let share = if resident == 0 { 0 } else { u64::try_from(share).unwrap_or(0).clamp(8, PROBES_MAX as u64) };
+            let luck = self.phase ^ u64::from(region.view.key.0) << 32;
+            for number in 0..share {
+                // Half of the visits take more pages under observation while there is room.
+                let fresh =
+                    (number % 2 == 0 && region.churn.has_room()).then(|| region.marked_page(mix(luck + number)));
+                let page = match fresh.flatten() {
+                    Some(page) => page,
+                    None => match region.churn.next_visit() {
+                        Some(offset) => region.page_at(offset),
+                        None => continue,
+                    },
+                };
+                runs.push(run(region, page, 1));
+            }
+        }
+    }
+
+    /// Promotes and demotes by what the samples have shown. Those that leave no doubt rise to the top at once, the others
+    /// by one level when a round has ended. Returns whether something is left to be read soon.
+    pub fn climb(
+        &self,
+        slots: &mut Slots,
+        now_ns: u64,
+        ended: bool,
+        lifetimes: &Lifetimes,
+        pace: Pace,
+        config: &Config,
+    ) -> bool {
+        let resident: u64 = slots.iter().map(|region| region.view.resident.0).sum();
+        let sampled: u64 = slots.iter().map(|region| region.tally.sampled).sum();
+        let fraction = sampled as f64 / resident.max(1) as f64;
+        let threshold = config.duplicate_threshold.fraction();
+        let mut families = BTreeSet::new();
+        for region in slots.iter_mut() {
+            if matches!(region.stage, Stage::Examine(_)) || !may_rise(region, now_ns, lifetimes, pace, config) {
+                continue;
+            }
+            // What is known and was not worth marking does not count again.
+            let beyond = if region.stage == Stage::Survey { 0.0 } else { region.left_over() };
+            let estimate = region.estimate(fraction);
+            if region.tally.found + region.tally.zero < FOUND_MIN || estimate.ratio < threshold + beyond {
+                if ended
+                    && region.level > 1
+                    && region.stage == Stage::Survey
+                    && !wants_samples(region, evidence(region.level), config)
+                {
+                    region.level -= 1;
+                }
+                continue;
+            }
+            if estimate.floor >= threshold + beyond || region.level + 1 >= self.levels {
+                families.insert(region.view.family);
+                if region.stage != Stage::Survey {
+                    // Each new reading of the same region must have brought something to be repeated soon.
+                    region.pause_ns = (region.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MAX_NS);
+                    region.not_before_ns = now_ns + region.pause_ns;
+                }
+                region.examine(self.levels);
+            } else if ended && region.stage == Stage::Survey {
+                region.level += 1;
+            }
+        }
+        // A sibling is worth reading as soon as one is, unless its own samples have said otherwise.
+        for region in slots.iter_mut() {
+            let open = wants_samples(region, EVIDENCE, config) || region.tally.found + region.tally.zero > 0;
+            if region.stage == Stage::Survey
+                && open
+                && families.contains(&region.view.family)
+                && may_rise(region, now_ns, lifetimes, pace, config)
+            {
+                region.examine(self.levels);
+            }
+        }
+        let unread = |region: &Region| {
+            matches!(region.stage, Stage::Examine(_)) || wants_samples(region, evidence(region.level), config)
+        };
+        slots.iter().any(unread)
+    }
+}
+
+/// Twins that the samples of a region on a level must be able to show.
+fn evidence(level: usize) -> f64 {
+    EVIDENCE * EVIDENCE_STEP.powi(i32::try_from(level).unwrap_or(8) - 1)
+}
+
+/// Reads on in the regions on the top level.
+fn read_whole(slots: &mut Slots, left: &mut u64, reading: &mut Reading) {
+    for (slot, region) in slots.numbered_mut() {
+        let Stage::Examine(cursor) = region.stage else { continue };
+        let end = region.view.first + region.view.pages.0;
+        let mut at = Vpn(cursor.0.max(region.view.first.0));
+        while at < end && *left > 0 {
+            let pages = (end.0 - at.0).min(EXTENT_PAGES).min(*left);
+            reading.runs.push(run(region, at, pages));
+            at = at + pages;
+            *left -= pages;
+        }
+        reading.whole.push((slot, at));
+    }
+}
+
+/// Samples the regions of a level that have not shown enough yet, about `points` pages in all. Returns how many.
+fn sample(slots: &mut Slots, level: usize, points: u64, evidence: f64, config: &Config, runs: &mut Vec<Run>) -> u64 {
+    let mut taken = 0;
+    for region in slots.iter_mut().filter(|region| region.level == level) {
+        if taken >= points {
+            break;
+        }
+        if !wants_samples(region, evidence, config) {
+            continue;
+        }
+        let target = samples_for_evidence(region.view.resident.0, config.duplicate_threshold.fraction(), evidence);
+        // Where little is resident, most places looked at are empty; they cost little.
+        let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
+        let wanted = (target.saturating_sub(region.tally.sampled) as f64 / filled.clamp(0.02, 1.0)) as u64;
+        let mut wanted = wanted.clamp(RUN_PAGES, (points - taken).max(RUN_PAGES));
+        while wanted > 0 && region.places_left() > 0 {
+            let (first, pages) = region.next_run();
+            runs.push(run(region, first, pages));
+            wanted = wanted.saturating_sub(pages);
+            taken += pages;
+        }
+    }
+    taken
+}
+
+/// Whether a region has not been sampled enough yet to tell.
+fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
+    region.stage == Stage::Survey
+        && region.alone != Alone::Refused
+        && region.places_left() > 0
+        && region.tally.sampled
+            < samples_for_evidence(region.view.resident.0, config.duplicate_threshold.fraction(), evidence)
+}
+
+/// Whether a region may be promoted at all: it has lived long enough, and its merges have lasted.
+fn may_rise(region: &Region, now_ns: u64, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> bool {
+    region.alone != Alone::Refused
+        && now_ns >= region.not_before_ns
+        && now_ns >= matures_ns(region, lifetimes, pace, config)
+}
+
+/// When a region has lived long enough to be promoted, nanoseconds.
+pub fn matures_ns(region: &Region, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> u64 {
+    let age_ns = match (region.newborn, config.probation_rounds) {
+        (false, _) | (true, 0) => config.lifetime_ns,
+        (true, _) => config.probation_ns(pace).max(lifetimes.outlive_ns(region.view.family).unwrap_or(0)),
+    };
+    region.seen_ns + age_ns
+}
+
+fn is_watched(region: &Region, config: &Config) -> bool {
+    let known = !matches!(region.stage, Stage::Examine(_)) && !wants_samples(region, EVIDENCE, config);
+    region.alone != Alone::Refused && region.level == 1 && known
+}
+
+fn run(region: &Region, first: Vpn, pages: u64) -> Run {
+    Run { region: region.view.key, first, pages: u32::try_from(pages).unwrap_or(u32::MAX) }
+}

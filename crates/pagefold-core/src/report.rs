@@ -1,0 +1,286 @@
+//! What is known and what will happen next, for people: `status`, `explain` and the metrics are views of it.
+
+use crate::config::Config;
+use crate::governor::{Governor, Pace};
+use crate::host::{KsmView, OwnerKey};
+use crate::ladder::{Ladder, matures_ns};
+use crate::ledger::Ledger;
+use crate::lifetimes::Lifetimes;
+use crate::region::{Alone, Region, Stage};
+use crate::slots::Slots;
+use crate::units::{Bytes, Pages, Permyriad, Vpn};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What a region is, by UKSM section 5.1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// Not sampled enough to tell.
+    Unknown,
+    /// Few duplicates.
+    Sparse,
+    /// Its merges do not last, because its pages are written.
+    CowBroken,
+    /// Too young to tell whether it stays, or of a family whose regions have gone young.
+    ShortLived,
+    /// Duplicates that stay: worth folding.
+    StaticallyDuplicated,
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Self; 5] =
+        [Self::StaticallyDuplicated, Self::Sparse, Self::CowBroken, Self::ShortLived, Self::Unknown];
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Unknown => "unknown",
+            Self::Sparse => "sparse",
+            Self::CowBroken => "COW-broken",
+            Self::ShortLived => "short-lived",
+            Self::StaticallyDuplicated => "statically duplicated",
+        })
+    }
+}
+
+/// What happens to a region next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "what")]
+pub enum Next {
+    /// It is sampled until its samples can tell.
+    Sample {
+        /// Samples taken so far, pages.
+        sampled: Pages,
+    },
+    /// It is being read whole.
+    Read {
+        /// Pages of its range read so far.
+        read: Pages,
+    },
+    /// Its duplicates wait for marks.
+    Mark,
+    /// Marked: ksmd is merging it.
+    Merge,
+    /// Sampled thinly for what changes.
+    Watch,
+    /// Left alone for so many nanoseconds yet, and then judged again.
+    Wait {
+        /// Nanoseconds.
+        ns: u64,
+    },
+    /// Left alone: its process refused to be marked.
+    Nothing,
+}
+
+/// One region.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RegionReport {
+    /// Its process.
+    pub owner: OwnerKey,
+    /// Its first page.
+    pub first: Vpn,
+    /// Its length.
+    pub pages: Pages,
+    /// Anonymous pages present in it.
+    pub resident: Pages,
+    /// Its level, from 1.
+    pub level: usize,
+    /// What it is.
+    pub kind: Kind,
+    /// What happens next.
+    pub next: Next,
+    /// Seconds since it was first seen.
+    pub age_seconds: f64,
+    /// Estimated share of duplicates; exact where it has been read whole.
+    pub duplicate_ratio: f64,
+    /// The smallest and largest share that the samples leave room for (95 %).
+    pub duplicate_range: (f64, f64),
+    /// Whether it has been read whole, so that the ratio is exact.
+    pub exact: bool,
+    /// Share of its merged pages that are written and hold the same again within the horizon.
+    pub cow_ratio: Permyriad,
+    /// Pages in its marked spans that are resident, and the duplicates expected among them.
+    pub marked: Pages,
+    /// See `marked`.
+    pub expected: Pages,
+}
+
+/// A kind, and how much memory is of it.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct KindTotal {
+    /// The kind.
+    pub kind: Kind,
+    /// Regions.
+    pub regions: usize,
+    /// Resident pages.
+    pub resident: Pages,
+}
+
+/// A level of the ladder.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct LevelTotal {
+    /// Its number, from 1.
+    pub level: usize,
+    /// The share of a core it may use.
+    pub share: Permyriad,
+    /// Regions on it.
+    pub regions: usize,
+    /// Their resident pages.
+    pub resident: Pages,
+}
+
+/// Everything.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// The governor asked for.
+    pub governor: Governor,
+    /// The governor in force, which `auto` chooses.
+    pub in_force: Governor,
+    /// Share of a core that may be used.
+    pub top_share: Permyriad,
+    /// Share of a core used over the last ten seconds.
+    pub used_share: f64,
+    /// Global rounds completed.
+    pub rounds: u64,
+    /// Reading or merging is under way.
+    pub busy: bool,
+    /// Told to pause.
+    pub paused: bool,
+    /// KSM is ours to drive.
+    pub drives_ksm: bool,
+    /// Pages saved by this run.
+    pub saved: Pages,
+    /// Pages KSM saves in all.
+    pub saved_machine: Pages,
+    /// Resident pages in marked spans.
+    pub marked: Pages,
+    /// Contents in the index, and its memory.
+    pub index_entries: usize,
+    /// See `index_entries`.
+    pub index_bytes: Bytes,
+    /// By kind.
+    pub kinds: Vec<KindTotal>,
+    /// By level, from the top.
+    pub levels: Vec<LevelTotal>,
+    /// The account.
+    pub ledger: Ledger,
+    /// The regions.
+    pub regions: Vec<RegionReport>,
+}
+
+/// How the judgement stands, beside its regions.
+#[derive(Debug)]
+pub(crate) struct Standing<'a> {
+    pub config: &'a Config,
+    pub governor: Governor,
+    pub pace: Pace,
+    pub now_ns: u64,
+    pub lifetimes: &'a Lifetimes,
+    pub ladder: &'a Ladder,
+    pub busy: bool,
+    pub paused: bool,
+    pub merging: bool,
+    pub index: (usize, usize),
+    pub spent_ns: u64,
+    pub ksm: KsmView,
+}
+
+/// Reports on everything.
+pub(crate) fn report(standing: &Standing<'_>, slots: &Slots, ledger: &Ledger) -> Report {
+    let resident: u64 = slots.iter().map(|region| region.view.resident.0).sum();
+    let sampled: u64 = slots.iter().map(|region| region.tally.sampled).sum();
+    let fraction = sampled as f64 / resident.max(1) as f64;
+    let regions: Vec<RegionReport> = slots.iter().map(|region| of_region(standing, region, fraction)).collect();
+    let total = |wanted: &dyn Fn(&RegionReport) -> bool| {
+        let chosen = regions.iter().filter(|region| wanted(region));
+        chosen.fold((0, Pages(0)), |(count, pages), region| (count + 1, pages + region.resident))
+    };
+    let kinds = Kind::ALL.map(|kind| {
+        let (regions, resident) = total(&|region| region.kind == kind);
+        KindTotal { kind, regions, resident }
+    });
+    let levels = (1..=standing.ladder.levels()).rev().map(|level| {
+        let (regions, resident) = total(&|region| region.level == level);
+        let share = standing.ladder.share(level, standing.pace, standing.config);
+        LevelTotal { level, share, regions, resident }
+    });
+    Report {
+        governor: standing.config.governor,
+        in_force: standing.governor,
+        top_share: standing.pace.top,
+        used_share: standing.spent_ns as f64 / crate::governor::WINDOW_NS as f64,
+        rounds: standing.ladder.rounds(),
+        busy: standing.busy,
+        paused: standing.paused,
+        drives_ksm: standing.ksm.ours,
+        saved: ledger.saved(),
+        saved_machine: ledger.saved_now,
+        marked: slots.iter().map(Region::marked_resident).sum(),
+        index_entries: standing.index.0,
+        index_bytes: Bytes(standing.index.1 as u64),
+        kinds: kinds.to_vec(),
+        levels: levels.collect(),
+        ledger: Ledger { curve: Vec::new(), ..ledger.clone() },
+        regions,
+    }
+}
+
+fn of_region(standing: &Standing<'_>, region: &Region, fraction: f64) -> RegionReport {
+    let config = standing.config;
+    let estimate = region.estimate(fraction);
+    let exact = matches!(region.stage, Stage::Judged(_));
+    let known = region.extents.values().fold((0_u64, 0_u64), |(resident, duplicate), extent| {
+        (resident + u64::from(extent.resident), duplicate + u64::from(extent.duplicate))
+    });
+    let ratio = if exact { known.1 as f64 / known.0.max(1) as f64 } else { estimate.ratio };
+    let range = if exact { (ratio, ratio) } else { (estimate.floor, estimate.ceiling) };
+    let kind = kind(standing, region, ratio, exact, estimate.ceiling);
+    RegionReport {
+        owner: region.view.owner,
+        first: region.view.first,
+        pages: region.view.pages,
+        resident: region.view.resident,
+        level: region.level,
+        kind,
+        next: next(standing, region, kind),
+        age_seconds: (standing.now_ns - region.seen_ns) as f64 / 1e9,
+        duplicate_ratio: ratio,
+        duplicate_range: range,
+        exact,
+        cow_ratio: region.churn.ratio(config.cow_horizon_ns),
+        marked: region.marked_resident(),
+        expected: region.marks.iter().map(|mark| mark.duplicate).sum(),
+    }
+}
+
+fn kind(standing: &Standing<'_>, region: &Region, ratio: f64, exact: bool, ceiling: f64) -> Kind {
+    let threshold = standing.config.duplicate_threshold.fraction();
+    if region.alone == Alone::Soured || region.is_volatile(standing.config) {
+        Kind::CowBroken
+    } else if ratio >= threshold || region.marked_resident() > Pages(0) {
+        let young = standing.now_ns < matures_ns(region, standing.lifetimes, standing.pace, standing.config);
+        if young { Kind::ShortLived } else { Kind::StaticallyDuplicated }
+    } else if exact || ceiling < 2.0 * threshold {
+        Kind::Sparse
+    } else {
+        Kind::Unknown
+    }
+}
+
+fn next(standing: &Standing<'_>, region: &Region, kind: Kind) -> Next {
+    let matures = matures_ns(region, standing.lifetimes, standing.pace, standing.config);
+    let waits = |until_ns: u64| Next::Wait { ns: until_ns - standing.now_ns };
+    match region.stage {
+        _ if region.alone == Alone::Refused => Next::Nothing,
+        _ if region.alone == Alone::Soured && region.not_before_ns > standing.now_ns => waits(region.not_before_ns),
+        Stage::Examine(cursor) => Next::Read { read: Pages(cursor.0.saturating_sub(region.view.first.0)) },
+        _ if kind == Kind::ShortLived && matures > standing.now_ns => waits(matures),
+        Stage::Judged(_) if region.dirty => Next::Mark,
+        Stage::Judged(_) if region.level > 1 && !region.marks.is_empty() && standing.merging => Next::Merge,
+        Stage::Survey if kind == Kind::Unknown => Next::Sample { sampled: Pages(region.tally.sampled) },
+        _ => Next::Watch,
+    }
+}

@@ -1,0 +1,185 @@
+//! The regions under judgement, each in a numbered slot that entries of the index can name.
+//!
+//! A very large mapping is judged in blocks, each a region of its own: the guest memory of a virtual machine has parts
+//! that are worth folding and parts that are not.
+
+use crate::host::{RegionKey, RegionView};
+use crate::index::{REGION_PAGES_MAX, SLOTS_MAX};
+use crate::region::Region;
+use crate::units::{Pages, Vpn};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Pages of a block: 1 GiB.
+const BLOCK_PAGES: u64 = 1 << 18;
+/// Blocks of one mapping at most; beyond, they get larger.
+const BLOCKS_MAX: u64 = 256;
+
+/// Which part of the address space a block is: its size, as a power of two, and its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Block {
+    bits: u32,
+    number: u64,
+}
+
+/// The regions, by slot.
+#[derive(Debug, Default)]
+pub struct Slots {
+    regions: Vec<Option<Region>>,
+    by_key: BTreeMap<(RegionKey, Block), u32>,
+    /// How each mapping is cut into blocks.
+    bits: BTreeMap<RegionKey, u32>,
+    /// Slots that no region holds, but that entries of the index may still name.
+    retired: Vec<u32>,
+    free: Vec<u32>,
+}
+
+impl Slots {
+    /// The regions.
+    pub fn iter(&self) -> impl Iterator<Item = &Region> {
+        self.regions.iter().flatten()
+    }
+
+    /// The regions, to be changed.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Region> {
+        self.regions.iter_mut().flatten()
+    }
+
+    /// The regions with their slots.
+    pub fn numbered_mut(&mut self) -> impl Iterator<Item = (u32, &mut Region)> {
+        (0..).zip(&mut self.regions).filter_map(|(slot, region)| Some((slot, region.as_mut()?)))
+    }
+
+    /// The region in a slot.
+    pub fn get(&self, slot: u32) -> Option<&Region> {
+        self.regions.get(slot as usize)?.as_ref()
+    }
+
+    /// The region in a slot, to be changed.
+    pub fn get_mut(&mut self, slot: u32) -> Option<&mut Region> {
+        self.regions.get_mut(slot as usize)?.as_mut()
+    }
+
+    /// The slot of the region that holds a page.
+    pub fn find(&self, key: RegionKey, page: Vpn) -> Option<u32> {
+        let bits = *self.bits.get(&key)?;
+        self.by_key.get(&(key, Block { bits, number: page.0 >> bits })).copied()
+    }
+
+    /// Takes in the regions as they are now: `new` makes those not seen before. Returns those that have gone.
+    pub fn take_in(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
+        let mut gone: BTreeSet<_> = self.by_key.keys().copied().collect();
+        self.bits.clear();
+        for view in views.iter().filter(|view| view.pages.0 > 0) {
+            let bits = block_bits(view.pages.0);
+            self.bits.insert(view.key, bits);
+            for (number, view) in blocks(*view, bits) {
+                let key = (view.key, Block { bits, number });
+                gone.remove(&key);
+                match self.by_key.get(&key) {
+                    Some(&slot) => {
+                        if let Some(region) = &mut self.regions[slot as usize] {
+                            region.update(view, seed);
+                        }
+                    }
+                    None => self.put(key, new(view)),
+                }
+            }
+        }
+        gone.into_iter().filter_map(|key| self.remove(key)).collect()
+    }
+
+    fn put(&mut self, key: (RegionKey, Block), region: Region) {
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.regions.push(None);
+            u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
+        });
+        if slot < SLOTS_MAX {
+            self.regions[slot as usize] = Some(region);
+            self.by_key.insert(key, slot);
+        }
+    }
+
+    fn remove(&mut self, key: (RegionKey, Block)) -> Option<Region> {
+        let slot = self.by_key.remove(&key)?;
+        self.retired.push(slot);
+        self.regions[slot as usize].take()
+    }
+
+    /// Whether enough slots wait for the index to forget them.
+    pub fn want_sweep(&self) -> bool {
+        self.retired.len() > 64 + self.by_key.len() / 4
+    }
+
+    /// The index names empty slots no more.
+    pub fn swept(&mut self) {
+        self.free.append(&mut self.retired);
+    }
+}
+
+/// The size of the blocks that a mapping of so many pages is judged in, as a power of two.
+fn block_bits(pages: u64) -> u32 {
+    let size = pages.div_ceil(BLOCKS_MAX).clamp(BLOCK_PAGES, REGION_PAGES_MAX / 2);
+    size.next_power_of_two().trailing_zeros()
+}
+
+/// The blocks of a mapping. They lie at multiples of their size, so that growth leaves them where they are. What is
+/// resident and marked is known of the whole only, and is shared out by length.
+fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)> {
+    let end = view.first.0 + view.pages.0;
+    (view.first.0 >> bits..=(end - 1) >> bits).map(move |number| {
+        let first = (number << bits).max(view.first.0);
+        let pages = ((number + 1) << bits).min(end) - first;
+        let part = |whole: Pages| {
+            Pages(u64::try_from(u128::from(whole.0) * u128::from(pages) / u128::from(view.pages.0)).unwrap_or(0))
+        };
+        let (resident, marked) = (part(view.resident), part(view.marked));
+        (number, RegionView { first: Vpn(first), pages: Pages(pages), resident, marked, ..view })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::{FamilyKey, OwnerKey};
+
+    fn view(key: u32, first: u64, pages: u64) -> RegionView {
+        RegionView {
+            key: RegionKey(key),
+            owner: OwnerKey(1),
+            family: FamilyKey(7),
+            first: Vpn(first),
+            pages: Pages(pages),
+            resident: Pages(pages),
+            marked: Pages(0),
+        }
+    }
+
+    fn take(slots: &mut Slots, views: &[RegionView]) -> usize {
+        slots.take_in(views, 1, |view| Region::new(view, 0, false, 1)).len()
+    }
+
+    #[test]
+    fn large_mappings_are_cut_into_blocks_that_stay_where_they_are() {
+        let mut slots = Slots::default();
+        let whole = view(1, 1_000, 4 * BLOCK_PAGES);
+        assert_eq!(take(&mut slots, &[whole, view(2, 1 << 40, 500)]), 0);
+        assert_eq!(slots.iter().count(), 6);
+        let pages: u64 = slots.iter().map(|region| region.view.pages.0).sum();
+        assert_eq!(pages, 4 * BLOCK_PAGES + 500);
+        let slot = slots.find(RegionKey(1), Vpn(BLOCK_PAGES + 3)).unwrap();
+        assert_eq!(slots.get(slot).unwrap().view.first, Vpn(BLOCK_PAGES));
+        // It grows: the blocks that were there are still the same.
+        take(&mut slots, &[view(1, 1_000, 5 * BLOCK_PAGES), view(2, 1 << 40, 500)]);
+        assert_eq!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES + 3)), Some(slot));
+        assert_eq!(take(&mut slots, &[view(2, 1 << 40, 500)]), 6);
+        assert_eq!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES + 3)), None);
+    }
+
+    #[test]
+    fn the_largest_address_space_has_few_blocks() {
+        let mut slots = Slots::default();
+        take(&mut slots, &[view(1, 0, 1 << 34)]);
+        assert!(slots.iter().count() <= 257, "{}", slots.iter().count());
+        assert!(slots.iter().all(|region| region.view.pages.0 <= REGION_PAGES_MAX));
+    }
+}

@@ -1,0 +1,165 @@
+//! The ladder on the simulated host: the four kinds of memory, the governors, and what they cost, in virtual time.
+
+use pagefold_core::config::{Config, Preset};
+use pagefold_core::engine::{Engine, round};
+use pagefold_core::governor::{Governor, WINDOW_NS, share_ns};
+use pagefold_core::host::Host;
+use pagefold_core::report::Kind;
+use pagefold_core::units::{Pages, Permyriad};
+use pagefold_sim::{Costs, Knobs, SimHost, scenario};
+
+const SECOND: u64 = 1_000_000_000;
+const MIB: u64 = 256;
+
+fn host() -> SimHost {
+    SimHost::new(7, Costs::default(), Knobs { use_zero_pages: true, max_page_sharing: 4096, ..Knobs::default() })
+}
+
+fn config() -> Config {
+    Config { seed: 11, ..Config::default() }
+}
+
+/// What came of a run: pages saved, in truth, and CPU time spent, after each round.
+type Course = Vec<(u64, u64, u64)>;
+
+fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Course {
+    let end = host.now_ns() + seconds * SECOND;
+    let mut course = Vec::new();
+    while host.now_ns() < end {
+        let Ok(pause) = round(engine, host);
+        let Ok(()) = host.wait(pause.max(1_000_000).min(end - host.now_ns().min(end)));
+        let cost = host.cost();
+        course.push((host.now_ns(), host.saved().0, cost.pagefold_ns + cost.ksmd_ns));
+    }
+    course
+}
+
+fn kind_of_most(engine: &Engine) -> Kind {
+    engine.report().kinds.iter().max_by_key(|total| total.resident).unwrap().kind
+}
+
+#[test]
+fn the_cow_breaker_is_left_alone() {
+    let mut host = host();
+    scenario::cow_breaker(&mut host, Pages(2048 * MIB));
+    let mut engine = Engine::new(config());
+    run(&mut host, &mut engine, 60);
+    assert!(host.merged_pages().0 <= 2048 * MIB / 100, "{} merged", host.merged_pages().0);
+    assert_eq!(kind_of_most(&engine), Kind::CowBroken);
+    let before = host.cost();
+    run(&mut host, &mut engine, 60);
+    assert!(host.merged_pages().0 <= 2048 * MIB / 100, "it stays so");
+    assert!(host.cost().ksmd_ns - before.ksmd_ns < SECOND / 10, "and costs nothing");
+}
+
+#[test]
+fn with_the_filter_off_the_cow_breaker_is_folded() {
+    let mut host = host();
+    scenario::cow_breaker(&mut host, Pages(256 * MIB));
+    let mut engine = Engine::new(Config { cow_threshold: Permyriad(10_000), ..config() });
+    run(&mut host, &mut engine, 60);
+    assert!(host.saved().0 > 256 * MIB * 8 / 10, "{} saved", host.saved().0);
+}
+
+#[test]
+fn short_lived_memory_is_left_alone_unless_told_otherwise() {
+    for life_ms in [500, 1_000, 2_000] {
+        let mut host = host();
+        let mut engine = Engine::new(config());
+        run(&mut host, &mut engine, 1);
+        scenario::short_lived(&mut host, Pages(128 * MIB), life_ms * 1_000_000);
+        let course = run(&mut host, &mut engine, 30);
+        assert_eq!(engine.ledger().marked, Pages(0), "lives of {life_ms} ms");
+        assert!(course.iter().all(|&(_, saved, _)| saved == 0));
+    }
+    let mut host = host();
+    let mut engine = Engine::new(Config { seed: 11, ..Config::of_preset(Preset::Sensitive) });
+    run(&mut host, &mut engine, 1);
+    scenario::short_lived(&mut host, Pages(128 * MIB), 2 * SECOND);
+    let course = run(&mut host, &mut engine, 20);
+    let most = course.iter().map(|&(_, saved, _)| saved).max().unwrap();
+    assert!(most >= 128 * MIB * 9 / 10, "{most}");
+}
+
+#[test]
+fn what_lives_ten_seconds_is_learnt_to_be_short_lived() {
+    let mut host = host();
+    let mut engine = Engine::new(config());
+    run(&mut host, &mut engine, 1);
+    scenario::short_lived(&mut host, Pages(64 * MIB), 10 * SECOND);
+    run(&mut host, &mut engine, 60);
+    let marked = engine.ledger().marked;
+    assert!(marked > Pages(0), "the first ones are taken for something that stays");
+    run(&mut host, &mut engine, 120);
+    assert_eq!(engine.ledger().marked, marked);
+}
+
+#[test]
+fn governors_keep_their_share_and_all_find_the_same() {
+    let mut last = None;
+    for governor in [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet] {
+        let mut host = host();
+        let pages = Pages(if governor == Governor::Quiet { 32 * MIB } else { 512 * MIB });
+        scenario::static_mix(&mut host, pages);
+        let mut engine = Engine::new(Config { governor, ..config() });
+        let course = run(&mut host, &mut engine, if governor == Governor::Quiet { 400 } else { 60 });
+        let saved = course.last().unwrap().1;
+        assert!(saved * 100 >= pages.0 * 99, "{governor}: {saved} of {}", pages.0);
+        let share = governor.pace().top;
+        let allowed = share_ns(WINDOW_NS, share) * 105 / 100 + 20_000_000;
+        for (at, &(from_ns, _, before)) in course.iter().enumerate() {
+            let inside = course[at..].iter().take_while(|&&(now_ns, _, _)| now_ns <= from_ns + WINDOW_NS);
+            let most = inside.map(|&(_, _, spent)| spent - before).max().unwrap();
+            assert!(most <= allowed, "{governor}: {most} ns in ten seconds from {from_ns}");
+        }
+        let reached = course.iter().find(|&&(_, now, _)| now * 10 >= pages.0 * 9).unwrap().0;
+        if governor != Governor::Quiet {
+            assert!(last.is_none_or(|last| reached > last), "{governor}: {reached} ns");
+            last = Some(reached);
+        }
+    }
+}
+
+#[test]
+fn pairs_are_found_at_quiet_too() {
+    let mut host = host();
+    scenario::pairs(&mut host, Pages(32 * MIB), Pages(64 * MIB));
+    let savable = host.truth().savable;
+    let mut engine = Engine::new(Config { governor: Governor::Quiet, ..config() });
+    let course = run(&mut host, &mut engine, 600);
+    let reached = course.iter().find(|&&(_, saved, _)| saved * 100 >= savable * 99);
+    assert!(reached.is_some(), "{} of {savable}", course.last().unwrap().1);
+}
+
+#[test]
+fn a_large_mapping_is_judged_in_blocks() {
+    use pagefold_sim::{Fill, Mapping, Process};
+    let mut host = host();
+    // Two guests of 3 GiB that have their first GiB in common.
+    for _ in 0..2 {
+        let replica = pagefold_sim::Replica {
+            template: 5,
+            density: (0..1536).map(|extent| Permyriad(if extent < 512 { 9_000 } else { 0 })).collect(),
+            zeros: Permyriad(0),
+            run: 7,
+            shift: 0,
+        };
+        host.add(Process::starting_at(0).mapping(Mapping::new(Pages(3072 * MIB), Fill::Replica(replica))));
+    }
+    let savable = host.truth().savable;
+    let mut engine = Engine::new(config());
+    run(&mut host, &mut engine, 40);
+    assert!(host.saved().0 * 100 >= savable * 97, "{} of {savable}", host.saved().0);
+    assert!(engine.ledger().pages_read < 5 * 1024 * MIB, "{} read", engine.ledger().pages_read);
+}
+
+#[test]
+fn the_same_seed_gives_the_same_course() {
+    let course = || {
+        let mut host = host();
+        scenario::cow_breaker(&mut host, Pages(64 * MIB));
+        scenario::mariadb(&mut host, 3, Pages(32 * MIB));
+        run(&mut host, &mut Engine::new(Config { governor: Governor::Low, ..config() }), 60)
+    };
+    assert_eq!(course(), course());
+}
