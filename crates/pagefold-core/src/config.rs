@@ -77,6 +77,10 @@ pub struct Config {
     pub cow_horizon_ns: u64,
     /// How dense an extent must be.
     pub density: Density,
+    /// How dense it must be once the denser ones are merged, as long as the yield holds.
+    pub thin_density: Permyriad,
+    /// Share of duplicates in all that is marked, below which no thinner extents are marked.
+    pub yield_min: Permyriad,
     /// Duplicate pages below which a span is not worth a system call in the target.
     pub span_pages_min: Pages,
     /// Spans marked in one process at most: each may split a mapping in three.
@@ -99,6 +103,8 @@ impl Default for Config {
             probation_rounds: 2,
             cow_horizon_ns: 7_200_000_000_000,
             density: Density::default(),
+            thin_density: Permyriad(2_500),
+            yield_min: Permyriad(7_800),
             span_pages_min: Pages(16),
             spans_per_process: 64,
             seed: 0,
@@ -141,6 +147,8 @@ impl Config {
             ("the COW threshold", self.cow_threshold, 1, 10_000),
             ("the density", self.density.plain, 1, 10_000),
             ("the density of huge pages", self.density.huge, 1, 10_000),
+            ("the density of thin extents", self.thin_density, 1, 10_000),
+            ("the least yield", self.yield_min, 1, 10_000),
         ];
         for (name, share, low, high) in shares {
             check(name, share, Permyriad(low), Permyriad(high))?;

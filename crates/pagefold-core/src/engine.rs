@@ -247,6 +247,7 @@ impl Engine {
             self.ladder.climb(&mut self.slots, now_ns, ended, &self.lifetimes, pace, &self.config);
         if ended {
             self.end_round();
+            self.marker.thin_out(&mut self.slots, &self.merger, &self.config);
         }
         let unmark = self.marker.unmarks(&mut self.slots, now_ns, &self.config);
         let mark = self.marker.marks(&mut self.slots, now_ns, self.reading.foreground, &mut self.merger, &self.config);

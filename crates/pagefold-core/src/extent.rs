@@ -28,6 +28,14 @@ pub struct Density {
     pub huge: Permyriad,
 }
 
+impl Density {
+    /// The same, but for so thin a share where there are no huge pages.
+    #[must_use]
+    pub fn thinned(self, plain: Permyriad) -> Self {
+        Self { plain: plain.min(self.plain), ..self }
+    }
+}
+
 impl Default for Density {
     fn default() -> Self {
         Self { plain: Permyriad(5_000), huge: Permyriad(9_000) }

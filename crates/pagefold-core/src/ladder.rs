@@ -329,7 +329,9 @@ fn may_rise(region: &Region, now_ns: u64, lifetimes: &Lifetimes, pace: Pace, con
 /// When a region has lived long enough to be promoted, nanoseconds.
 pub fn matures_ns(region: &Region, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> u64 {
     let age_ns = match (region.newborn, config.probation_rounds) {
-        (false, _) | (true, 0) => config.lifetime_ns,
+        // It was there before the run: its age is not known, and is taken to be enough.
+        (false, _) => 0,
+        (true, 0) => config.lifetime_ns,
         (true, _) => config.probation_ns(pace).max(lifetimes.outlive_ns(region.view.family).unwrap_or(0)),
     };
     region.seen_ns + age_ns

@@ -7,7 +7,7 @@ use crate::churn::Churn;
 use crate::config::Config;
 use crate::host::{Marking, Outcome, Span};
 use crate::merge::Merger;
-use crate::region::{Alone, Region, Stage};
+use crate::region::{Alone, Region, Stage, covers};
 use crate::slots::Slots;
 use crate::units::{Pages, Permyriad};
 use std::collections::BTreeMap;
@@ -80,7 +80,7 @@ impl Marker {
                 continue;
             }
             let room = config.spans_per_process.saturating_sub(per_owner[&region.view.owner]);
-            let spans = if room == 0 { Vec::new() } else { region.unmarked_candidates(config, room) };
+            let spans = if room == 0 { Vec::new() } else { region.unmarked_candidates(config, region.thin, room) };
             if spans.is_empty() {
                 region.dirty = false;
             } else {
@@ -105,10 +105,58 @@ impl Marker {
             }
             for span in spans {
                 marks.push(Span { region: region.view.key, first: span.first, pages: span.pages });
-                region.marks.push(span);
+                region.mark(span);
             }
         }
         marks
+    }
+
+    /// Once the dense extents are merged: thinner ones, the densest first, as long as enough of all that is marked is
+    /// duplicate. They are worth their metadata, 64 bytes for each page marked against a page for each merged; the
+    /// yield bounds what ksmd walks for nothing.
+    pub fn thin_out(&mut self, slots: &mut Slots, merger: &Merger, config: &Config) {
+        if merger.is_busy() || self.is_holding() || merger.scans() == 0 {
+            return;
+        }
+        let (mut resident, mut duplicate) = (0_u64, 0_u64);
+        let mut thinner = Vec::new();
+        for (slot, region) in slots.numbered_mut() {
+            let marks = region
+                .marks
+                .iter()
+                .fold((0, 0), |(resident, duplicate), mark| (resident + mark.resident.0, duplicate + mark.duplicate.0));
+            (resident, duplicate) = (resident + marks.0, duplicate + marks.1);
+            if region.thin
+                || region.alone != Alone::No
+                || !matches!(region.stage, Stage::Judged(_))
+                || region.is_volatile(config)
+            {
+                continue;
+            }
+            let all = region.unmarked_candidates(config, true, config.spans_per_process);
+            let (mut more, mut gain) = (0, 0);
+            for span in &all {
+                let inside = region.marks.iter().filter(|mark| covers(span, mark));
+                let known = inside.fold((0, 0), |(resident, duplicate), mark| {
+                    (resident + mark.resident.0, duplicate + mark.duplicate.0)
+                });
+                more += span.resident.0.saturating_sub(known.0);
+                gain += span.duplicate.0.saturating_sub(known.1);
+            }
+            if gain >= config.span_pages_min.0 {
+                thinner.push((Permyriad::of(gain, more), slot, more, gain));
+            }
+        }
+        thinner.sort_unstable_by(|a, b| b.cmp(a));
+        for (_, slot, more, gain) in thinner {
+            if Permyriad::of(duplicate + gain, resident + more) < config.yield_min {
+                break;
+            }
+            (resident, duplicate) = (resident + more, duplicate + gain);
+            if let Some(region) = slots.get_mut(slot) {
+                (region.thin, region.dirty) = (true, true);
+            }
+        }
     }
 
     /// The spans to unmark: their pages are written and hold the same again, so that merging them does not last.

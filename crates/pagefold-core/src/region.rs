@@ -62,6 +62,8 @@ pub struct Region {
     pub extents: Extents,
     /// Spans marked in it by this run.
     pub marks: Vec<Candidate>,
+    /// Its thin extents are worth marking too.
+    pub thin: bool,
     /// Its extents have changed since candidates were last derived from them.
     pub dirty: bool,
     /// Not to be marked or examined again before this time, nanoseconds.
@@ -95,6 +97,7 @@ impl Region {
             stage: Stage::Survey,
             extents: Extents::new(),
             marks: Vec::new(),
+            thin: false,
             dirty: false,
             not_before_ns: 0,
             retry_ns: 0,
@@ -207,9 +210,15 @@ impl Region {
         self.alone = Alone::Soured;
         self.level = 1;
         self.marks.clear();
-        self.dirty = false;
+        (self.dirty, self.thin) = (false, false);
         self.not_before_ns = until_ns;
         self.churn.forget();
+    }
+
+    /// Takes note of a span that is being marked, in place of those that lie in it.
+    pub fn mark(&mut self, span: Candidate) {
+        self.marks.retain(|mark| !covers(&span, mark));
+        self.marks.push(span);
     }
 
     /// A resident page anywhere in its marked spans, chosen by `luck`.
@@ -258,12 +267,13 @@ impl Region {
         self.revisited >= PROBES_MIN && Permyriad::of(self.changed, self.revisited) >= config.cow_threshold
     }
 
-    /// The spans that are worth marking and are not marked yet.
-    pub fn unmarked_candidates(&self, config: &Config, cap: usize) -> Vec<Candidate> {
+    /// The spans that are worth marking and are not marked yet; `thin` to count thin extents as well.
+    pub fn unmarked_candidates(&self, config: &Config, thin: bool, cap: usize) -> Vec<Candidate> {
         if self.view.marked >= self.view.pages {
             return Vec::new();
         }
-        candidates(&self.extents, self.view.first, self.view.pages, config.density, cap)
+        let density = if thin { config.density.thinned(config.thin_density) } else { config.density };
+        candidates(&self.extents, self.view.first, self.view.pages, density, cap)
             .into_iter()
             .filter(|span| span.duplicate >= config.span_pages_min)
             .filter(|span| !self.marks.iter().any(|mark| covers(mark, span)))
@@ -279,7 +289,8 @@ impl Region {
     }
 }
 
-fn covers(outer: &Candidate, inner: &Candidate) -> bool {
+/// Whether one span lies in the other.
+pub fn covers(outer: &Candidate, inner: &Candidate) -> bool {
     outer.first <= inner.first && inner.first.0 + inner.pages.0 <= outer.first.0 + outer.pages.0
 }
 
