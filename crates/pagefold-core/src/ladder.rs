@@ -345,3 +345,147 @@ fn is_watched(region: &Region, config: &Config) -> bool {
 fn run(region: &Region, first: Vpn, pages: u64) -> Run {
     Run { region: region.view.key, first, pages: u32::try_from(pages).unwrap_or(u32::MAX) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::governor::Governor;
+    use crate::host::{FamilyKey, OwnerKey, RegionKey, RegionView};
+    use crate::region::Alone;
+    use crate::units::Pages;
+    use proptest::prelude::*;
+
+    fn slots(sizes: &[u64]) -> Slots {
+        let view = |(key, &pages): (u32, &u64)| RegionView {
+            key: RegionKey(key),
+            owner: OwnerKey(1),
+            family: FamilyKey(key.into()),
+            first: Vpn(u64::from(key) << 32),
+            pages: Pages(pages),
+            resident: Pages(pages),
+            marked: Pages(0),
+        };
+        let views: Vec<_> = (1..).zip(sizes).map(view).collect();
+        let mut slots = Slots::default();
+        slots.take_in(&views, 5, |view| Region::new(view, 0, false, 5));
+        slots
+    }
+
+    fn planned(reading: &Reading, key: u32) -> u64 {
+        let of = reading.runs.iter().filter(|run| run.region == RegionKey(key));
+        of.map(|run| u64::from(run.pages)).sum()
+    }
+
+    fn plan(ladder: &mut Ladder, slots: &mut Slots, fresh: bool) -> Reading {
+        ladder.plan(slots, u64::MAX, fresh, Governor::Full.pace(), &Config::default())
+    }
+
+    fn climb(ladder: &Ladder, slots: &mut Slots, ended: bool) {
+        let (pace, config) = (Governor::Full.pace(), Config::default());
+        ladder.climb(slots, 1, ended, &Lifetimes::default(), pace, &config);
+    }
+
+    #[test]
+    fn a_new_region_is_sampled_until_a_duplicate_tenth_would_have_shown() {
+        let (mut ladder, mut slots) = (Ladder::new(4), slots(&[100_000, 40]));
+        let reading = plan(&mut ladder, &mut slots, false);
+        let enough = samples_for_evidence(100_000, 0.1, EVIDENCE);
+        assert!((enough..enough + RUN_PAGES).contains(&planned(&reading, 1)), "{}", planned(&reading, 1));
+        assert_eq!(planned(&reading, 2), 36, "a small one is read nearly whole");
+        assert!(reading.foreground);
+    }
+
+    #[test]
+    fn the_top_level_is_read_whole_once_in_order() {
+        let (mut ladder, mut slots) = (Ladder::new(4), slots(&[100_000, 700]));
+        slots.iter_mut().for_each(|region| region.examine(4));
+        let mut next = [0_u64, 0];
+        for _ in 0..3 {
+            let reading = plan(&mut ladder, &mut slots, false);
+            assert!(reading.runs.iter().map(|run| u64::from(run.pages)).sum::<u64>() <= CYCLE_PAGES);
+            for run in &reading.runs {
+                let at = &mut next[run.region.0 as usize - 1];
+                assert_eq!(run.first.0 & 0xffff_ffff, *at);
+                *at += u64::from(run.pages);
+            }
+            for (slot, end) in reading.whole {
+                slots.get_mut(slot).unwrap().stage = Stage::Examine(end);
+            }
+        }
+        assert_eq!(next, [100_000, 700]);
+    }
+
+    #[test]
+    fn those_beyond_doubt_rise_at_once_and_the_others_level_by_level() {
+        let (ladder, mut slots) = (Ladder::new(4), slots(&[100_000; 3]));
+        for (region, found) in slots.iter_mut().zip([60, 6, 0]) {
+            region.tally = crate::estimate::Tally { sampled: 2_000, zero: 0, found, twins: found };
+        }
+        let levels = |slots: &Slots| slots.iter().map(|region| region.level).collect::<Vec<_>>();
+        climb(&ladder, &mut slots, false);
+        assert_eq!(levels(&slots), [4, 1, 1]);
+        assert!(matches!(slots.iter().next().unwrap().stage, Stage::Examine(_)));
+        climb(&ladder, &mut slots, true);
+        assert_eq!(levels(&slots), [4, 2, 1]);
+        // On the second level four times the evidence is asked for, and it comes out against it.
+        let sampled = samples_for_evidence(100_000, 0.1, evidence(2));
+        slots.iter_mut().nth(1).unwrap().tally = crate::estimate::Tally { sampled, zero: 0, found: 6, twins: 6 };
+        climb(&ladder, &mut slots, true);
+        assert_eq!(levels(&slots), [4, 1, 1]);
+    }
+
+    #[test]
+    fn those_that_soured_or_refused_stay_where_they_are() {
+        let (ladder, mut slots) = (Ladder::new(4), slots(&[100_000; 2]));
+        for (region, alone) in slots.iter_mut().zip([Alone::Soured, Alone::Refused]) {
+            region.tally = crate::estimate::Tally { sampled: 2_000, zero: 0, found: 500, twins: 500 };
+            region.alone = alone;
+            region.not_before_ns = 1_000;
+        }
+        climb(&ladder, &mut slots, true);
+        assert!(slots.iter().all(|region| region.level == 1));
+    }
+
+    #[test]
+    fn shares_are_halved_from_the_top_down_and_the_bottom_has_its_own() {
+        let (ladder, pace, config) = (Ladder::new(4), Governor::Full.pace(), Config::default());
+        let shares = [1, 2, 3, 4].map(|level| ladder.share(level, pace, &config).0);
+        assert_eq!(shares, [10, 2_375, 4_750, 9_500]);
+        assert_eq!(Ladder::new(1).share(1, pace, &config), pace.top);
+    }
+
+    #[test]
+    fn rounds_follow_one_another() {
+        let (mut ladder, pace) = (Ladder::new(4), Governor::Full.pace());
+        let turns: Vec<bool> = (0..9).map(|half| ladder.turn(half * 500_000_000, pace)).collect();
+        assert_eq!(turns, [true, false, false, false, true, false, false, false, true]);
+        assert_eq!(ladder.rounds(), 2);
+    }
+
+    proptest! {
+        /// The bottom costs what it may, spread over all regions by their size.
+        #[test]
+        fn the_bottom_keeps_to_its_share(sizes in proptest::collection::vec(1u64..50_000, 1..20), at: u32) {
+            let (mut ladder, mut slots) = (Ladder::new(4), slots(&sizes));
+            slots.iter_mut().for_each(|region| { region.judged(0); region.level = 1; });
+            let pace = Governor::Full.pace();
+            ladder.turn(at.into(), pace);
+            let reading = plan(&mut ladder, &mut slots, true);
+            prop_assert!(!reading.foreground);
+            let read: u64 = reading.runs.iter().map(|run| u64::from(run.pages)).sum();
+            let allowed = share_ns(pace.round_ns, Config::default().bottom_share) / ladder.sample_ns();
+            prop_assert!(read <= 2 * allowed + RUN_PAGES, "{read} for {allowed}");
+        }
+
+        /// However little room there is, it is kept to.
+        #[test]
+        fn no_more_is_read_than_there_is_room_for(sizes in proptest::collection::vec(1u64..500_000, 1..6), room in 0u64..100_000) {
+            let (mut ladder, mut slots) = (Ladder::new(4), slots(&sizes));
+            slots.iter_mut().step_by(2).for_each(|region| region.examine(4));
+            let reading = ladder.plan(&mut slots, room, true, Governor::Full.pace(), &Config::default());
+            let read: u64 = reading.runs.iter().map(|run| u64::from(run.pages)).sum();
+            // A quarter more, so that sampling never waits for gigabytes to be read whole, and the ends of runs.
+            prop_assert!(read <= room.min(CYCLE_PAGES) * 5 / 4 + room.min(2_200) + 2 * RUN_PAGES * sizes.len() as u64, "{read} for {room}");
+        }
+    }
+}
