@@ -68,6 +68,7 @@ pub struct SimHost {
     residents: FxHashMap<u32, (u64, Pages)>,
     pagefold_ns: u64,
     ours: bool,
+    free: MemoryView,
     ignored_orders: u64,
 }
 
@@ -91,6 +92,7 @@ impl SimHost {
             residents: FxHashMap::default(),
             pagefold_ns: 0,
             ours: true,
+            free: MemoryView::default(),
             ignored_orders: 0,
         }
     }
@@ -144,6 +146,11 @@ impl SimHost {
     /// and orders are ignored and counted.
     pub fn set_ours(&mut self, ours: bool) {
         self.ours = ours;
+    }
+
+    /// How scarce memory is from now on. It is not reckoned from what the processes hold.
+    pub fn set_memory(&mut self, memory: MemoryView) {
+        self.free = memory;
     }
 
     // What tests may know and pagefold may not.
@@ -462,7 +469,7 @@ impl Host for SimHost {
         }
         let (now_ns, ksm) = (self.now_ns, self.ksm());
         self.spend(price_ns);
-        Ok(Snapshot { now_ns, regions, ksm, memory: MemoryView::default(), cost: self.cost() })
+        Ok(Snapshot { now_ns, regions, ksm, memory: self.free, cost: self.cost() })
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {

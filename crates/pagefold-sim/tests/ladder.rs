@@ -3,7 +3,7 @@
 use pagefold_core::config::{Config, Preset};
 use pagefold_core::engine::{Engine, round};
 use pagefold_core::governor::{Governor, WINDOW_NS, share_ns};
-use pagefold_core::host::Host;
+use pagefold_core::host::{Host, MemoryView};
 use pagefold_core::report::Kind;
 use pagefold_core::units::{Pages, Permyriad};
 use pagefold_sim::{Costs, Knobs, SimHost, scenario};
@@ -118,6 +118,22 @@ fn governors_keep_their_share_and_all_find_the_same() {
             last = Some(reached);
         }
     }
+}
+
+#[test]
+fn auto_is_quiet_until_memory_gets_scarce() {
+    let memory = |available| MemoryView { total: Pages(100), available: Pages(available), pressure: None };
+    let mut host = host();
+    scenario::static_mix(&mut host, Pages(512 * MIB));
+    host.set_memory(memory(90));
+    let mut engine = Engine::new(Config { governor: Governor::Auto, ..config() });
+    let course = run(&mut host, &mut engine, 20);
+    let spent = course.last().unwrap().2;
+    assert!(spent < 20 * SECOND / 100 + SECOND / 20, "{spent} ns at 1 % for 20 s");
+    host.set_memory(memory(10));
+    run(&mut host, &mut engine, 20);
+    assert!(host.saved().0 > 512 * MIB * 99 / 100, "{} saved", host.saved().0);
+    assert_eq!(engine.report().in_force, Governor::Full);
 }
 
 #[test]
