@@ -58,8 +58,9 @@ pub struct Engine {
     /// `KsmView::broken` at the beginning of the round, and whether the last round had copies of merged pages.
     broken_before: u64,
     breaking: bool,
-    /// Pages in the current plan.
+    /// Pages in the current plan, and those of them that were read.
     planned: u64,
+    read: u64,
     /// Pages read at the bottom since the index last aged.
     bottom_pages: u64,
     paused: bool,
@@ -97,6 +98,7 @@ impl Engine {
             broken_before: 0,
             breaking: false,
             planned: 0,
+            read: 0,
             bottom_pages: 0,
             paused: false,
         }
@@ -166,6 +168,9 @@ impl Engine {
     /// Takes in a look at the machine and plans what to read.
     pub fn plan(&mut self, snapshot: Snapshot) -> SamplePlan {
         let now_ns = snapshot.now_ns;
+        // The cost of a sample is everything that its round has cost, so that a share holds for all of it.
+        let round_ns = snapshot.cost.pagefold_ns.saturating_sub(self.snapshot.cost.pagefold_ns);
+        self.ladder.measured(std::mem::take(&mut self.read), round_ns);
         self.ledger.look(now_ns, &snapshot.ksm, snapshot.cost);
         self.budget.look(now_ns, snapshot.cost);
         if self.config.governor == Governor::Auto {
@@ -228,7 +233,7 @@ impl Engine {
         let now_ns = self.snapshot.now_ns;
         let read = samples.pages.iter().filter(|sample| sample.state == PageState::Private).count() as u64;
         self.ledger.pages_read += read;
-        self.ladder.measured(read, samples.cpu_ns);
+        self.read = read;
         self.take_samples(samples);
         for (slot, end) in std::mem::take(&mut self.reading.whole) {
             let Some(region) = self.slots.get_mut(slot) else { continue };

@@ -44,6 +44,8 @@ const PAUSE_NS: u64 = 10_000_000_000;
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
 /// First guess of what it costs to read one page, nanoseconds.
 const READ_NS: u64 = 900;
+/// Fewer pages do not show what a page costs.
+const SAMPLES_MIN: u64 = 200;
 /// Cost of a visit to a single page to see whether it is still merged, in pages read.
 const VISIT_PAGES: u64 = 2;
 
@@ -96,9 +98,9 @@ impl Ladder {
         self.sample_ns
     }
 
-    /// Takes note of what a reading has cost.
+    /// Takes note of what a round that read so many pages has cost.
     pub fn measured(&mut self, pages: u64, cpu_ns: u64) {
-        if pages >= 1_000 {
+        if pages >= SAMPLES_MIN {
             self.sample_ns = ((self.sample_ns * 3 + cpu_ns / pages) / 4).clamp(50, 100_000);
         }
     }

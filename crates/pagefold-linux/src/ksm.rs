@@ -10,7 +10,7 @@ use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -171,6 +171,32 @@ impl KsmCounters {
             busy,
         }
     }
+}
+
+/// Copies made because a merged page was written, unmerging among them: `cow_ksm` of vmstat. Machine-wide.
+#[derive(Debug)]
+pub struct Breaks {
+    vmstat: Option<File>,
+}
+
+impl Breaks {
+    /// The counter below a mount of procfs.
+    pub fn open(proc: &Path) -> Self {
+        Self { vmstat: File::open(proc.join("vmstat")).ok() }
+    }
+
+    /// Copies so far; 0 where the kernel does not count them.
+    pub fn read(&self) -> u64 {
+        let mut text = String::new();
+        let Some(mut vmstat) = self.vmstat.as_ref() else { return 0 };
+        let read = vmstat.seek(SeekFrom::Start(0)).and_then(|_| vmstat.read_to_string(&mut text));
+        read.map_or(0, |_| cow_ksm(&text))
+    }
+}
+
+fn cow_ksm(vmstat: &str) -> u64 {
+    let value = vmstat.lines().find_map(|line| line.strip_prefix("cow_ksm "));
+    value.and_then(|value| value.trim().parse().ok()).unwrap_or(0)
 }
 
 /// The knobs as they stand. `None` stands for a file that this kernel does not have.
@@ -419,6 +445,13 @@ pub(crate) mod fixture {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn copies_of_merged_pages_are_found_in_vmstat() {
+        assert_eq!(cow_ksm("pgfault 12\nksm_swpin_copy 0\ncow_ksm 345\nzswpin 0\n"), 345);
+        assert_eq!(cow_ksm("pgfault 12\ncow_ksm_not 3\ncow_ksm many\n"), 0);
+        assert_eq!(Breaks::open(Path::new("/nowhere")).read(), 0);
+    }
 
     #[test]
     fn reads_every_counter_and_sees_changes_through_the_open_files() {

@@ -4,16 +4,19 @@ use crate::cpu::{Ksmd, own_and_children_cpu_ns, own_cpu_ns};
 use crate::drive::Driver;
 use crate::exclude::{DenyList, Exclusion};
 use crate::inject::{Call, Injector, Limits};
-use crate::ksm::{Ksm, KsmError};
+use crate::ksm::{Breaks, Ksm, KsmError};
 use crate::memory::{PageReader, ReadHow};
+use crate::newcomers::Newcomers;
+use crate::pressure::{Gauge, PressureError};
 use crate::process::ReadError;
-use crate::scope::{Roots, ScopeError, ScopeSpec, resolve_without};
+use crate::regions::Tracked;
+use crate::scope::{Roots, ScopeError, ScopeSpec};
 use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
 use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::{
-    Actions, Cost, Host, KsmView, Marking, Outcome, OwnerKey, PageSample, PageState, RegionKey, SamplePlan, Samples,
-    Snapshot, Span,
+    Actions, Cost, Host, KsmView, Marking, MemoryView, Outcome, OwnerKey, PageSample, PageState, RegionKey, RegionView,
+    SamplePlan, Samples, Snapshot, Span,
 };
 use pagefold_core::units::{Pages, Vpn};
 use std::collections::BTreeMap;
@@ -22,12 +25,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// The scope is resolved anew at most this often, nanoseconds.
-const RESOLVE_NS: u64 = 1_000_000_000;
+/// Processes are looked at this often, nanoseconds, if that does not take more than its share.
+const LOOK_NS: u64 = 1_000_000_000;
+/// They are never looked at more often than this, nanoseconds.
+const LOOK_MIN_NS: u64 = 10_000_000;
+/// A look due so soon is taken at once, nanoseconds.
+const LOOK_EARLY_NS: u64 = 125_000_000;
+/// What it takes to see that nothing has changed in one process, nanoseconds, and the one part in so many of the time
+/// that it may take: with more than 300 processes looks become rarer.
+const GLANCE_NS: u64 = 1_000;
+const GLANCE_SHARE: u64 = 3_333;
+/// How scarce memory is is asked at most this often, nanoseconds.
+const GAUGE_NS: u64 = 1_000_000_000;
 /// How long giving KSM back may wait for ksmd to end its scan.
 const RESTORE_LIMIT: Duration = Duration::from_secs(20);
-/// While waiting, signals are looked for this often.
-const NAP: Duration = Duration::from_millis(100);
 
 /// What the run cannot go on from.
 #[derive(Debug, Error)]
@@ -38,6 +49,9 @@ pub enum LiveError {
     /// KSM cannot be read.
     #[error(transparent)]
     Ksm(#[from] KsmError),
+    /// What memory is left cannot be read.
+    #[error(transparent)]
+    Memory(#[from] PressureError),
     /// ksmd cannot be found.
     #[error(transparent)]
     Ksmd(ReadError),
@@ -91,11 +105,19 @@ pub struct LiveHost {
     stop: Arc<AtomicBool>,
     began: Instant,
     targets: BTreeMap<i32, Target>,
+    newcomers: Newcomers,
     region_pids: BTreeMap<RegionKey, i32>,
+    views: Vec<RegionView>,
     reader: PageReader,
+    gauge: Gauge,
+    memory: MemoryView,
+    breaks: Breaks,
+    broken: u64,
+    next_gauge_ns: u64,
     next_owner: u32,
     next_region: u32,
-    next_resolve_ns: u64,
+    next_look_ns: u64,
+    look_ns: u64,
     told: BTreeMap<i32, String>,
     events: Vec<Event>,
     base: Cost,
@@ -121,7 +143,9 @@ enum Acting {
 }
 
 impl LiveHost {
-    /// A host for a scope. `stop` is set from outside (by a signal) to cut waits short.
+    /// A host for a scope. `stop` is set by a signal's handler to cut waits short. The signal must interrupt the thread
+    /// that waits: the kernel gives a process's signals to its main thread if it can. Set by another thread, the flag is
+    /// noticed within a second.
     pub fn new(
         scope: ScopeSpec,
         roots: Roots,
@@ -130,6 +154,7 @@ impl LiveHost {
         hands: Hands,
         stop: Arc<AtomicBool>,
     ) -> Result<Self, LiveError> {
+        more_descriptors();
         let ksmd = Ksmd::find().map_err(LiveError::Ksmd)?;
         let hands = match hands {
             Hands::Act { tenure, injector } => {
@@ -140,6 +165,12 @@ impl LiveHost {
             Hands::DryRun => Acting::DryRun,
         };
         let mut host = Self {
+            newcomers: Newcomers::new(&roots),
+            gauge: Gauge::open(&roots.proc)?,
+            memory: MemoryView::default(),
+            breaks: Breaks::open(&roots.proc),
+            broken: 0,
+            next_gauge_ns: 0,
             scope,
             roots,
             deny,
@@ -150,10 +181,12 @@ impl LiveHost {
             began: Instant::now(),
             targets: BTreeMap::new(),
             region_pids: BTreeMap::new(),
+            views: Vec::new(),
             reader: PageReader::new(),
             next_owner: 0,
             next_region: 0,
-            next_resolve_ns: 0,
+            next_look_ns: 0,
+            look_ns: LOOK_NS,
             told: BTreeMap::new(),
             events: Vec::new(),
             base: Cost::default(),
@@ -165,6 +198,11 @@ impl LiveHost {
     /// The processes in scope.
     pub fn targets(&self) -> impl Iterator<Item = &Target> {
         self.targets.values()
+    }
+
+    /// Looks at processes this often instead of every second, nanoseconds.
+    pub fn look_every(&mut self, ns: u64) {
+        self.look_ns = ns.clamp(LOOK_MIN_NS, LOOK_NS);
     }
 
     /// What has happened since the last call.
@@ -208,58 +246,80 @@ impl LiveHost {
         Cost { pagefold_ns: own_and_children_cpu_ns() + injector_ns, ksmd_ns }
     }
 
-    /// Takes in who has come into scope and who has gone.
-    fn resolve(&mut self, now_ns: u64) -> Result<(), LiveError> {
-        if now_ns < self.next_resolve_ns {
-            return Ok(());
+    /// Takes in what has changed among the processes, if it is time to look. True if anything has.
+    fn attend(&mut self, now_ns: u64) -> Result<bool, LiveError> {
+        if now_ns + LOOK_EARLY_NS.min(self.look_ns / 8) < self.next_look_ns {
+            return Ok(false);
         }
-        self.next_resolve_ns = now_ns + RESOLVE_NS;
+        self.resolve(now_ns)?;
+        let changed = self.look(now_ns);
+        self.next_look_ns = now_ns + (self.targets.len() as u64 * GLANCE_NS * GLANCE_SHARE).max(self.look_ns);
+        if changed {
+            self.list_regions();
+        }
+        Ok(changed)
+    }
+
+    /// Takes in who has come into scope.
+    fn resolve(&mut self, now_ns: u64) -> Result<(), LiveError> {
         let first = self.targets.is_empty() && self.next_owner == 0;
-        let own = i32::try_from(std::process::id()).unwrap_or(0);
         let mut spec = if first {
             self.scope.clone()
         } else {
             // A pid names one process, which was taken hold of at the start: a later owner is not meant.
             ScopeSpec { pids: Vec::new(), ..self.scope.clone() }
         };
+        let mut ours = vec![i32::try_from(std::process::id()).unwrap_or(0)];
+        if let Acting::Act { injector, .. } = &self.hands {
+            ours.extend(i32::try_from(injector.pid()));
+        }
         let found = loop {
             if spec.is_empty() {
                 return Ok(());
             }
-            match resolve_without(&spec, &self.roots, &[own]) {
+            let known = |pid| ours.contains(&pid) || self.targets.contains_key(&pid);
+            match self.newcomers.find(now_ns, &spec, &self.roots, known) {
                 Ok(found) => break found,
                 // It was there when the command line was checked, and has ended since: no reason to leave the others.
                 Err(ScopeError::UnknownPid(pid)) => spec.pids.retain(|&named| named != pid),
-                Err(ScopeError::NoMatch(_) | ScopeError::NoCgroup(_)) if !first => return Ok(()),
+                Err(ScopeError::NoCgroup(_)) if !first => return Ok(()),
                 Err(error) => return Err(error.into()),
             }
         };
+        if first && found.is_empty() {
+            return Err(ScopeError::NoMatch(self.scope.to_string()).into());
+        }
         for scoped in found {
-            let (pid, start) = (scoped.process.pid(), scoped.process.start_time_ticks());
-            if self.targets.get(&pid).is_some_and(|known| known.process.start_time_ticks() == start) {
-                continue;
-            }
             self.next_owner += 1;
-            self.targets.insert(pid, Target::new(scoped, OwnerKey(self.next_owner)));
+            self.targets.insert(scoped.process.pid(), Target::new(scoped, OwnerKey(self.next_owner)));
         }
         Ok(())
     }
 
-    fn look(&mut self, now_ns: u64) {
+    /// Looks at every process. True if anything has changed.
+    fn look(&mut self, now_ns: u64) -> bool {
+        let processes = self.targets.len() as u64;
+        let mut changed = false;
         let mut gone = Vec::new();
         for (&pid, target) in &mut self.targets {
             let next_region = &mut self.next_region;
-            let looked = target.look(now_ns, &self.deny, || {
+            let looked = target.look(now_ns, processes, &self.deny, || {
                 *next_region += 1;
                 RegionKey(*next_region)
             });
             let why = match looked {
-                Ok(()) => target.exclusion.as_ref().map(ToString::to_string),
+                Ok(false) => None,
+                Ok(true) => {
+                    changed = true;
+                    target.exclusion.as_ref().map(ToString::to_string)
+                }
                 Err(ReadError::Vanished { .. }) => {
+                    changed = true;
                     gone.push(pid);
                     None
                 }
                 Err(error) => {
+                    changed |= !target.regions.is_empty();
                     target.exclusion = Some(Exclusion::NotReadable);
                     target.regions.clear();
                     Some(error.to_string())
@@ -275,6 +335,28 @@ impl LiveHost {
         for pid in gone {
             self.targets.remove(&pid);
             self.told.remove(&pid);
+            // Somebody else may have its pid already.
+            self.newcomers.look_again();
+        }
+        changed
+    }
+
+    fn list_regions(&mut self) {
+        self.region_pids.clear();
+        self.views.clear();
+        for (&pid, target) in &self.targets {
+            for Tracked { key, stretch } in &target.regions {
+                self.region_pids.insert(*key, pid);
+                self.views.push(RegionView {
+                    key: *key,
+                    owner: target.owner,
+                    family: stretch.family,
+                    first: stretch.first,
+                    pages: stretch.pages,
+                    resident: stretch.resident,
+                    marked: stretch.marked,
+                });
+            }
         }
     }
 
@@ -340,6 +422,7 @@ impl LiveHost {
                 }
             }
             target.look_again();
+            self.next_look_ns = 0;
             match &mut self.hands {
                 Acting::DryRun => {
                     for &(at, pages) in &owners {
@@ -387,29 +470,20 @@ impl Host for LiveHost {
 
     fn observe(&mut self) -> Result<Snapshot, LiveError> {
         let now_ns = self.now_ns();
-        self.resolve(now_ns)?;
-        self.look(now_ns);
+        self.attend(now_ns)?;
         let (ours, busy) = self.tenure_stands();
-        let ksm = self.ksm.counters()?.view(ours, busy);
-        self.region_pids.clear();
-        let mut regions = Vec::new();
-        for (&pid, target) in &self.targets {
-            for tracked in &target.regions {
-                self.region_pids.insert(tracked.key, pid);
-                regions.push(pagefold_core::host::RegionView {
-                    key: tracked.key,
-                    owner: target.owner,
-                    family: tracked.stretch.family,
-                    first: tracked.stretch.first,
-                    pages: tracked.stretch.pages,
-                    resident: tracked.stretch.resident,
-                    marked: tracked.stretch.marked,
-                });
+        let mut ksm = self.ksm.counters()?.view(ours, busy);
+        if now_ns >= self.next_gauge_ns {
+            self.next_gauge_ns = now_ns + GAUGE_NS;
+            self.memory = self.gauge.read()?;
+            if ksm.shared > Pages(0) {
+                self.broken = self.breaks.read();
             }
         }
+        ksm.broken = self.broken;
         let clocks = self.clocks();
         let cost = Cost { pagefold_ns: clocks.pagefold_ns, ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns) };
-        Ok(Snapshot { now_ns, regions, ksm, cost })
+        Ok(Snapshot { now_ns, regions: self.views.clone(), ksm, memory: self.memory, cost })
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
@@ -455,14 +529,38 @@ impl Host for LiveHost {
     }
 
     fn wait(&mut self, ns: u64) -> Result<(), LiveError> {
-        let end = Instant::now() + Duration::from_nanos(ns);
+        let end_ns = self.now_ns().saturating_add(ns);
         while !self.stop.load(Ordering::Relaxed) {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let now_ns = self.now_ns();
+            if now_ns >= end_ns || self.attend(now_ns)? {
                 break;
             }
-            std::thread::sleep(left.min(NAP));
+            sleep_until_signal(self.next_look_ns.min(end_ns).saturating_sub(now_ns));
         }
         Ok(())
     }
+}
+
+/// Lets this process open as many files as it may: it holds two of each process in scope, and three more of those read
+/// last. The usual limit of 1024 is there for programs that use select(2); should it stay, fewer processes fit.
+fn more_descriptors() {
+    // SAFETY: all-zero is a valid rlimit; both calls write and read no further than its end.
+    unsafe {
+        let mut limit: libc::rlimit = std::mem::zeroed();
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
+        }
+    }
+}
+
+/// Sleeps; a signal that this thread handles ends it. One that comes in the microsecond between the look at what its
+/// handler sets and the sleep does not: hence no sleep is longer than the time between two looks.
+fn sleep_until_signal(ns: u64) {
+    let ns = ns.min(LOOK_NS);
+    let seconds = libc::time_t::try_from(ns / 1_000_000_000).unwrap_or(0);
+    let rest = libc::c_long::try_from(ns % 1_000_000_000).unwrap_or(0);
+    let time = libc::timespec { tv_sec: seconds, tv_nsec: rest };
+    // SAFETY: `time` outlives the call, and what is left of it is not asked for.
+    unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) };
 }

@@ -77,8 +77,8 @@ impl Census {
 /// Entries in one read of pagemap when walking a whole range: 64 KiB.
 const WALK_ENTRIES: usize = 8192;
 
-/// Processes whose files are kept open, three descriptors each.
-const HELD_PROCESSES: usize = 64;
+/// Processes whose files are kept open, three descriptors each: opening them costs as much as reading ten pages.
+const HELD_PROCESSES: usize = 256;
 
 /// Reads pages of processes. Holds the buffers, and the files of the processes read last.
 #[derive(Debug)]
@@ -337,7 +337,14 @@ impl PageReader {
         if self.held.len() >= HELD_PROCESSES {
             self.held.remove(0);
         }
-        self.held.push(Held::open(process)?);
+        let held = match Held::open(process) {
+            Err(ReadError::Io { source, .. }) if source.raw_os_error() == Some(libc::EMFILE) => {
+                self.held.clear();
+                Held::open(process)?
+            }
+            other => other?,
+        };
+        self.held.push(held);
         Ok(self.held.len() - 1)
     }
 }

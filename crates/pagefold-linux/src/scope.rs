@@ -125,6 +125,16 @@ pub fn resolve(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<Scoped>, ScopeErro
 
 /// The same, leaving out the given processes (the caller and its helpers) unless they are named by pid.
 pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
+    let scoped = resolve_among(spec, roots, |pid| !left_out.contains(&pid))?;
+    if scoped.is_empty() { Err(ScopeError::NoMatch(spec.to_string())) } else { Ok(scoped) }
+}
+
+/// The same, looking only at those of the processes not named by pid that `ask` wants looked at. There may be none.
+pub(crate) fn resolve_among(
+    spec: &ScopeSpec,
+    roots: &Roots,
+    mut ask: impl FnMut(i32) -> bool,
+) -> Result<Vec<Scoped>, ScopeError> {
     if spec.is_empty() {
         return Err(ScopeError::Empty);
     }
@@ -139,7 +149,7 @@ pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Res
     let mut scoped = Vec::new();
     let selective = wanted.all || !(wanted.users.is_empty() && wanted.cgroups.is_empty() && wanted.exes.is_empty());
     let others = if selective { list(&roots.proc)? } else { Vec::new() };
-    let others = others.into_iter().filter(|pid| !left_out.contains(pid));
+    let others = others.into_iter().filter(|&pid| ask(pid));
     for pid in named.iter().copied().chain(others).collect::<BTreeSet<_>>() {
         let is_named = named.contains(&pid);
         match look(pid, roots, is_named, &wanted, &mut attributes) {
@@ -149,9 +159,6 @@ pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Res
             // Not meant; or ended meanwhile, or hidden from us (proc mounted with hidepid).
             Ok(_) | Err(_) => {}
         }
-    }
-    if scoped.is_empty() {
-        return Err(ScopeError::NoMatch(spec.to_string()));
     }
     Ok(scoped)
 }
@@ -190,18 +197,20 @@ fn look(
         Err(ReadError::Denied { .. }) => None,
         other => other?,
     };
+    let uid = status.effective_uid();
+    let is_wanted = is_named
+        || wanted.all
+        || wanted.users.contains(&uid)
+        || wanted.exes.iter().any(|exe_wish| runs(exe_wish, exe.as_deref(), &stat.comm));
+    if !is_wanted && wanted.cgroups.is_empty() {
+        return Ok(Look::Out);
+    }
     let cgroups = match process.read_file("cgroup") {
         Ok(text) => parse_cgroups(&text),
         Err(ReadError::Absent { .. }) => Vec::new(), // a kernel without cgroups
         Err(error) => return Err(error),
     };
-    let uid = status.effective_uid();
-    let is_wanted = is_named
-        || wanted.all
-        || wanted.users.contains(&uid)
-        || wanted.exes.iter().any(|exe_wish| runs(exe_wish, exe.as_deref(), &stat.comm))
-        || wanted.cgroups.iter().any(|wish| cgroups.iter().any(|cgroup| wish.holds(cgroup)));
-    if !is_wanted {
+    if !is_wanted && !wanted.cgroups.iter().any(|wish| cgroups.iter().any(|cgroup| wish.holds(cgroup))) {
         return Ok(Look::Out);
     }
     if let Some(avoided) = attributes.avoided(&cgroups) {

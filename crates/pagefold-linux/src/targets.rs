@@ -1,8 +1,9 @@
 //! The processes in scope: taken hold of, looked at again only when something has changed, let go when they end.
 //!
 //! smaps is the only source of a mapping's flags and of its anonymous pages, and it walks the page tables: some 10 ns
-//! for every page present. So it is read when the list of mappings (maps, some microseconds) or the process's memory
-//! (statm) has changed, and never so often that it takes more than a small share of a core.
+//! for every page present. So it is read only when something cheaper tells of a change: statm (1 us through the open
+//! file), whose sizes change with nearly every mapping that comes, goes or grows, and now and then maps (some 20 us),
+//! which shows the rest. Each of the three has its share of a core, for all processes together.
 
 use crate::cpu::own_cpu_ns;
 use crate::exclude::{DenyList, Exclusion, process_exclusion};
@@ -11,15 +12,21 @@ use crate::process::{Process, ReadError};
 use crate::regions::{Tracked, follow, stretches};
 use crate::scope::Scoped;
 use pagefold_core::host::{OwnerKey, RegionKey};
+use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 /// A process's memory must have changed by this much for its pages to be counted again, pages.
 const RSS_CHANGE_PAGES: u64 = 256;
-/// Looking at one process's mappings may take one part in so many of the time.
-const LOOK_SHARE: u64 = 200;
-/// Mappings are looked at again at most this often, nanoseconds.
-const LOOK_AGAIN_NS: u64 = 500_000_000;
+/// Looking at what has changed may take one part in so many of the time, for all processes together.
+const CHANGE_SHARE: u64 = 100;
+/// The same where nothing has changed but, by a little, how much is resident, or where a process is left alone.
+const DRIFT_SHARE: u64 = 3_333;
+/// The same for the list of mappings, read on suspicion.
+const MAPS_SHARE: u64 = 10_000;
+/// The list is read on suspicion at most this often, nanoseconds.
+const MAPS_AGAIN_NS: u64 = 1_000_000_000;
 
 /// One process in scope.
 #[derive(Debug)]
@@ -38,15 +45,21 @@ pub struct Target {
     pub regions: Vec<Tracked>,
     /// Mappings left alone, and why: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
+    statm: Option<File>,
     seen: Option<Seen>,
-    next_look_ns: u64,
 }
 
-/// What told us that nothing had changed.
-#[derive(Debug, PartialEq, Eq)]
+/// What a look at the mappings found, against which the next changes are measured.
+#[derive(Debug)]
 struct Seen {
+    at_ns: u64,
+    /// CPU time it took.
+    cost_ns: u64,
+    sizes: Sizes,
     maps: u64,
-    rss: u64,
+    /// The mappings have changed since.
+    changed: bool,
+    next_maps_ns: u64,
 }
 
 impl Target {
@@ -60,32 +73,57 @@ impl Target {
             exclusion: None,
             regions: Vec::new(),
             left_out: Vec::new(),
+            statm: None,
             seen: None,
-            next_look_ns: 0,
         }
     }
 
-    /// Looks whether the process's mappings have changed, and takes the change in. `Vanished` means that it has ended.
-    pub fn look(&mut self, now_ns: u64, deny: &DenyList, new_key: impl FnMut() -> RegionKey) -> Result<(), ReadError> {
-        if now_ns < self.next_look_ns {
-            return Ok(());
+    /// Looks whether the process's mappings have changed, and takes the change in; true if there was one. It is one of
+    /// so many `processes` that share the time for this. `Vanished` means that it has ended.
+    pub fn look(
+        &mut self,
+        now_ns: u64,
+        processes: u64,
+        deny: &DenyList,
+        new_key: impl FnMut() -> RegionKey,
+    ) -> Result<bool, ReadError> {
+        let sizes = self.sizes()?;
+        // The memory of a zombie is gone: its mappings read as empty, and so does its size.
+        if sizes.resident == 0 && !self.process.is_alive() {
+            return Err(ReadError::Vanished { pid: self.process.pid() });
         }
-        self.next_look_ns = now_ns + LOOK_AGAIN_NS;
-        let seen = self.glance()?;
-        let changed = self.seen.as_ref().is_none_or(|last| {
-            last.maps != seen.maps || last.rss.abs_diff(seen.rss) > RSS_CHANGE_PAGES.max(last.rss / 64)
-        });
-        if changed {
-            self.take_in(now_ns, deny, new_key)?;
-            self.seen = Some(seen);
+        if let Some(seen) = &mut self.seen {
+            seen.changed |= sizes.mapped != seen.sizes.mapped || sizes.data != seen.sizes.data;
+            if !seen.changed && now_ns >= seen.next_maps_ns {
+                let before_ns = own_cpu_ns();
+                seen.changed = maps_hash(&self.process)? != seen.maps;
+                let spent_ns = own_cpu_ns() - before_ns;
+                seen.next_maps_ns = now_ns + (spent_ns * processes * MAPS_SHARE).max(MAPS_AGAIN_NS);
+            }
+            let drift = sizes.resident.abs_diff(seen.sizes.resident);
+            let share = if seen.changed || drift > RSS_CHANGE_PAGES.max(seen.sizes.resident / 8) {
+                CHANGE_SHARE
+            } else if self.exclusion.is_some() || drift > RSS_CHANGE_PAGES.max(seen.sizes.resident / 64) {
+                DRIFT_SHARE
+            } else {
+                return Ok(false);
+            };
+            if now_ns < seen.at_ns + seen.cost_ns * processes * share {
+                return Ok(false);
+            }
         }
-        Ok(())
+        let before_ns = own_cpu_ns();
+        let maps = maps_hash(&self.process)?;
+        self.take_in(deny, new_key)?;
+        let cost_ns = own_cpu_ns() - before_ns;
+        let next_maps_ns = now_ns + MAPS_AGAIN_NS;
+        self.seen = Some(Seen { at_ns: now_ns, cost_ns, sizes, maps, changed: false, next_maps_ns });
+        Ok(true)
     }
 
     /// Looks at the mappings at the next occasion, whatever has changed.
     pub fn look_again(&mut self) {
         self.seen = None;
-        self.next_look_ns = 0;
     }
 
     /// The mappings as they are now.
@@ -93,8 +131,7 @@ impl Target {
         read_smaps(&self.process)
     }
 
-    fn take_in(&mut self, now_ns: u64, deny: &DenyList, new_key: impl FnMut() -> RegionKey) -> Result<(), ReadError> {
-        let before_ns = own_cpu_ns();
+    fn take_in(&mut self, deny: &DenyList, new_key: impl FnMut() -> RegionKey) -> Result<(), ReadError> {
         self.exclusion = process_exclusion(&self.process, deny)?;
         self.left_out.clear();
         if self.exclusion.is_some() {
@@ -112,23 +149,47 @@ impl Target {
             }
         });
         self.regions = follow(&self.regions, found, new_key);
-        let spent_ns = own_cpu_ns() - before_ns;
-        self.next_look_ns = now_ns + (spent_ns * LOOK_SHARE).max(LOOK_AGAIN_NS);
         Ok(())
     }
 
-    fn glance(&self) -> Result<Seen, ReadError> {
-        let mut maps = DefaultHasher::new();
-        self.process.read_file("maps")?.hash(&mut maps);
-        let statm = self.process.read_file("statm")?;
-        let rss = std::str::from_utf8(&statm)
-            .ok()
-            .and_then(|text| text.split_ascii_whitespace().nth(1)?.parse().ok())
-            .ok_or_else(|| self.process.malformed("statm", "no resident size"))?;
-        // The memory of a zombie is gone: its mappings read as empty, and so does its size.
-        if rss == 0 && !self.process.is_alive() {
-            return Err(ReadError::Vanished { pid: self.process.pid() });
-        }
-        Ok(Seen { maps: maps.finish(), rss })
+    fn sizes(&mut self) -> Result<Sizes, ReadError> {
+        let statm = match &mut self.statm {
+            Some(statm) => statm,
+            none => none.insert(self.process.open_file("statm")?),
+        };
+        let mut buffer = [0; 256];
+        let length =
+            statm.read_at(&mut buffer, 0).map_err(|error| ReadError::from_io(self.process.pid(), "statm", error))?;
+        Sizes::parse(&buffer[..length]).map_err(|what| self.process.malformed("statm", what))
     }
 }
+
+fn maps_hash(process: &Process) -> Result<u64, ReadError> {
+    let mut maps = DefaultHasher::new();
+    process.read_file("maps")?.hash(&mut maps);
+    Ok(maps.finish())
+}
+
+/// The fields of `/proc/PID/statm` that pagefold uses, in pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Sizes {
+    /// Address space.
+    mapped: u64,
+    /// Present pages of any kind.
+    resident: u64,
+    /// Address space of private writable memory and stacks.
+    data: u64,
+}
+
+impl Sizes {
+    fn parse(text: &[u8]) -> Result<Self, &'static str> {
+        let text = std::str::from_utf8(text).map_err(|_| "not ASCII")?;
+        let mut words = text.split_ascii_whitespace();
+        let mut field = |at| words.nth(at).and_then(|word| word.parse().ok()).ok_or("a field is no number");
+        Ok(Self { mapped: field(0)?, resident: field(0)?, data: field(3)? })
+    }
+}
+
+#[cfg(test)]
+#[path = "targets_tests.rs"]
+mod tests;

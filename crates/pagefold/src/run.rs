@@ -1,5 +1,7 @@
 //! `pagefold run`: the daemon, in the foreground.
 
+use crate::control;
+use crate::control::desk::{Desk, Facts, RunFacts};
 use crate::exit::{self, Exit};
 use crate::judgement_args::JudgementArgs;
 use crate::machine;
@@ -16,6 +18,7 @@ use pagefold_linux::ksm::{Knob, Ksm};
 use pagefold_linux::live::{Event, Hands, LiveError, LiveHost};
 use pagefold_linux::scope::Roots;
 use pagefold_linux::tenure::{Places, Restored, Tenure, Wishes};
+use pagefold_linux::wake;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -103,18 +106,24 @@ struct LeftAlone {
 /// Runs until told to stop, and returns the exit code.
 pub fn run(args: &RunArgs) -> Result<u8> {
     // Signals first: from here on the end is always an orderly one.
-    let stop = Arc::new(AtomicBool::new(false));
+    let (stop, woken) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
         signal_hook::flag::register(signal, stop.clone()).context("cannot listen for signals")?;
+        // After `stop`, so that whoever sees itself woken sees why.
+        signal_hook::flag::register(signal, woken.clone()).context("cannot listen for signals")?;
     }
+    signal_hook::flag::register(wake::SIGNAL, woken.clone()).context("cannot listen for signals")?;
     let config = args.judgement.config().map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
     machine::need_root("folding other programs' memory")?;
     let ksm = machine::ksm()?;
     let deny = DenyList::default();
     let left_alone = check_scope(&args.scope, &deny)?;
     let hands = take(args.dry_run, &ksm)?;
+    let look_ns = config.pace(config.governor).round_ns / 4;
     let mut engine = Engine::new(config);
     let mut host = LiveHost::new(args.scope.spec(), Roots::default(), deny, ksm, hands, stop.clone())?;
+    // What lives for seconds must be seen sooner.
+    host.look_every(look_ns);
     let told = watch(args, &mut engine, &mut host, &stop, left_alone);
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened: first KSM is given back, then it is told.
@@ -177,7 +186,7 @@ pub fn rounds(
     host: &mut LiveHost,
     stop: &AtomicBool,
     end_ns: u64,
-    mut each: impl FnMut(&Engine, &mut LiveHost) -> ControlFlow<()>,
+    mut each: impl FnMut(&mut Engine, &mut LiveHost) -> ControlFlow<()>,
 ) -> Result<()> {
     while !stop.load(Ordering::Relaxed) && host.now_ns() < end_ns {
         let pause_ns = match round(engine, host) {
@@ -205,6 +214,7 @@ fn watch(
     host: &mut LiveHost,
     stop: &AtomicBool,
     left_alone: Vec<LeftAlone>,
+    (mut desk, mut facts): (Desk, RunFacts),
 ) -> Result<Told> {
     let bar = progress();
     let mut told = Told { left_alone: Vec::new(), stood_down: None };
@@ -220,8 +230,11 @@ fn watch(
             bar.println("every process named has ended");
             return ControlFlow::Break(());
         }
+        facts.stood_down.clone_from(&told.stood_down);
+        desk.serve(engine, |engine| Facts::of(engine, host, facts.clone()));
         show(&bar, engine, host);
-        ControlFlow::Continue(())
+        // The desk may have taken a signal's word for a question's.
+        if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
     bar.finish_and_clear();
     Ok(told)
@@ -257,7 +270,10 @@ fn progress() -> ProgressBar {
     if let Ok(style) = ProgressStyle::with_template("{spinner:.green} {msg}  {elapsed:.dim}") {
         bar.set_style(style);
     }
-    bar.enable_steady_tick(Duration::from_millis(120));
+    // Its thread would wake up eight times a second to draw nothing.
+    if !bar.is_hidden() {
+        bar.enable_steady_tick(Duration::from_millis(120));
+    }
     bar
 }
 
@@ -270,7 +286,11 @@ fn show(bar: &ProgressBar, engine: &Engine, host: &LiveHost) {
         style::human(resident),
         style::human(ledger.saved().bytes().0),
         (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,
-        if engine.is_busy() { "" } else { ", watching" },
+        match (engine.is_paused(), engine.is_busy()) {
+            (true, _) => ", paused (pagefold resume)",
+            (false, true) => "",
+            (false, false) => ", watching",
+        },
     ));
 }
 

@@ -1,0 +1,126 @@
+use super::*;
+use std::cell::Cell;
+use std::fs;
+use std::os::unix::fs::symlink;
+
+const SECOND: u64 = 1_000_000_000;
+
+struct Machine {
+    directory: tempfile::TempDir,
+    spec: ScopeSpec,
+    newcomers: Newcomers,
+    /// How many processes were asked about: none where the list was not read.
+    asked: Cell<u32>,
+}
+
+impl Machine {
+    fn new(with_loadavg: bool) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        if with_loadavg {
+            fs::write(directory.path().join("loadavg"), "0.00 0.00 0.00 1/9 9\n").unwrap();
+        }
+        let roots = Roots { proc: directory.path().to_owned(), cgroup: directory.path().to_owned() };
+        let newcomers = Newcomers::new(&roots);
+        let spec = ScopeSpec { exes: vec!["meant".to_owned()], ..ScopeSpec::default() };
+        Self { directory, spec, newcomers, asked: Cell::new(0) }
+    }
+
+    fn start(&self, pid: i32, exe: &str) {
+        let at = self.directory.path().join(pid.to_string());
+        fs::create_dir(&at).unwrap();
+        fs::write(at.join("stat"), format!("{pid} (x) S 1 1 1 0 -1 4194304 0 0 0 0 1 2 0 0 20 0 1 0 {pid} 1 1"))
+            .unwrap();
+        let status = format!("Tgid:\t{pid}\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\n");
+        fs::write(at.join("status"), status).unwrap();
+        fs::write(at.join("cgroup"), "0::/\n").unwrap();
+        symlink(exe, at.join("exe")).unwrap();
+        if self.newcomers.loadavg.is_some() {
+            fs::write(self.directory.path().join("loadavg"), format!("0.00 0.01 0.05 1/9 {pid}\n")).unwrap();
+        }
+    }
+
+    fn exec(&self, pid: i32, exe: &str) {
+        let at = self.directory.path().join(pid.to_string()).join("exe");
+        fs::remove_file(&at).unwrap();
+        symlink(exe, at).unwrap();
+    }
+
+    fn find(&mut self, now_ns: u64) -> Vec<i32> {
+        self.asked.set(0);
+        let roots = Roots { proc: self.directory.path().to_owned(), cgroup: self.directory.path().to_owned() };
+        let found = self.newcomers.find(now_ns, &self.spec, &roots, |_| {
+            self.asked.set(self.asked.get() + 1);
+            false
+        });
+        found.unwrap().iter().map(|scoped| scoped.process.pid()).collect()
+    }
+}
+
+#[test]
+fn the_list_is_read_only_when_a_process_was_started() {
+    let mut machine = Machine::new(true);
+    machine.start(20, "/bin/other");
+    assert!(machine.find(0).is_empty());
+    assert!(machine.find(4 * SECOND).is_empty());
+    machine.find(5 * SECOND);
+    assert_eq!(machine.asked.get(), 0);
+    machine.start(21, "/bin/meant");
+    assert_eq!(machine.find(6 * SECOND), [21]);
+    machine.newcomers.look_again();
+    assert_eq!(machine.find(7 * SECOND), [21], "the caller says what it knows, not the list");
+}
+
+#[test]
+fn a_process_is_looked_at_until_it_is_what_it_will_be() {
+    let mut machine = Machine::new(true);
+    machine.start(20, "/bin/sh");
+    assert!(machine.find(0).is_empty());
+    machine.exec(20, "/bin/meant");
+    assert_eq!(machine.find(SECOND), [20]);
+}
+
+#[test]
+fn a_new_process_has_a_second_look_however_late_that_comes() {
+    let mut machine = Machine::new(true);
+    machine.find(0);
+    machine.start(20, "/bin/sh");
+    assert!(machine.find(SECOND).is_empty());
+    machine.exec(20, "/bin/meant");
+    assert_eq!(machine.find(9 * SECOND), [20]);
+}
+
+#[test]
+fn where_processes_are_many_the_list_is_read_less_often() {
+    let mut machine = Machine::new(true);
+    for pid in 20..420 {
+        machine.start(pid, "/bin/other");
+    }
+    machine.find(0);
+    machine.find(SECOND);
+    assert_eq!(machine.asked.get(), 0);
+    machine.find(400 * LIST_NS * LIST_SHARE);
+    assert_eq!(machine.asked.get(), 400);
+}
+
+#[test]
+fn an_older_process_that_turns_into_what_is_meant_is_noticed_by_a_full_look() {
+    let mut machine = Machine::new(true);
+    machine.start(20, "/bin/sh");
+    for second in 0..5 {
+        assert!(machine.find(second * SECOND).is_empty());
+    }
+    machine.exec(20, "/bin/meant");
+    machine.start(21, "/bin/other");
+    assert!(machine.find(5 * SECOND).is_empty());
+    let full_ns = machine.newcomers.next_full_ns;
+    assert!(full_ns >= FULL_AGAIN_NS);
+    assert_eq!(machine.find(full_ns), [20]);
+}
+
+#[test]
+fn without_the_last_pid_the_list_is_read_every_time() {
+    let mut machine = Machine::new(false);
+    assert!(machine.find(0).is_empty());
+    machine.start(20, "/bin/meant");
+    assert_eq!(machine.find(9 * SECOND), [20]);
+}

@@ -1,0 +1,203 @@
+//! How scarce memory is on the machine: pressure stall information (PSI) where the kernel keeps it, and what
+//! `/proc/meminfo` calls available.
+//!
+//! PSI may be left out of a kernel (no file) or switched off (the read fails with EOPNOTSUPP), and a service may be kept
+//! from either file (`ProcSubset=pid`). What is not to be had is not known; only text that is not what the kernel
+//! documents is an error. ksmtuned's measure needs no PSI: memory is scarce when less than a fifth is available
+//! (its `KSM_THRES_COEF` of 20).
+
+use pagefold_core::host::MemoryView;
+use pagefold_core::units::{Pages, Permyriad};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// Why memory's state cannot be told.
+#[derive(Debug, Error)]
+pub enum PressureError {
+    /// The text is not what the kernel documents.
+    #[error("{} is malformed: {what}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// Any other failure.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+/// The files that tell, held open. A look at both takes some 20 us.
+#[derive(Debug)]
+pub struct Gauge {
+    meminfo: Source,
+    pressure: Source,
+}
+
+impl Gauge {
+    /// Opens the files below `/proc` or another root.
+    pub fn open(proc_root: &Path) -> Result<Self, PressureError> {
+        Ok(Self {
+            meminfo: Source::open(proc_root.join("meminfo"))?,
+            pressure: Source::open(proc_root.join("pressure/memory"))?,
+        })
+    }
+
+    /// How things stand now.
+    pub fn read(&self) -> Result<MemoryView, PressureError> {
+        let (total, available) = self.meminfo.read(parse_meminfo)?.unwrap_or_default();
+        Ok(MemoryView { total, available, pressure: self.pressure.read(parse_pressure)? })
+    }
+}
+
+#[derive(Debug)]
+struct Source {
+    path: PathBuf,
+    file: Option<File>,
+}
+
+impl Source {
+    fn open(path: PathBuf) -> Result<Self, PressureError> {
+        match File::open(&path) {
+            Ok(file) => Ok(Self { path, file: Some(file) }),
+            Err(error) if is_withheld(&error) => Ok(Self { path, file: None }),
+            Err(source) => Err(PressureError::Io { path, source }),
+        }
+    }
+
+    /// Parses what the file says now; `None` where there is none, or none for us.
+    fn read<T>(&self, parse: impl Fn(&[u8]) -> Result<T, &'static str>) -> Result<Option<T>, PressureError> {
+        let Some(file) = &self.file else { return Ok(None) };
+        // What is wanted stands in the first lines of both.
+        let mut buffer = [0; 256];
+        match file.read_at(&mut buffer, 0) {
+            Ok(length) => match parse(&buffer[..length]) {
+                Ok(value) => Ok(Some(value)),
+                Err(what) => Err(PressureError::Malformed { path: self.path.clone(), what }),
+            },
+            Err(error) if is_withheld(&error) => Ok(None),
+            Err(source) => Err(PressureError::Io { path: self.path.clone(), source }),
+        }
+    }
+}
+
+fn is_withheld(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EACCES | libc::EPERM | libc::EOPNOTSUPP))
+}
+
+/// Parses the beginning of `/proc/meminfo`: memory in all, and what is available without swapping.
+pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages), &'static str> {
+    let field = |name: &[u8]| -> Result<Pages, &'static str> {
+        // Only whole lines: the last one may be cut off.
+        let mut lines = text.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
+        let value = lines.find_map(|line| line.strip_prefix(name)).ok_or("a field is missing")?;
+        let value = std::str::from_utf8(value).map_err(|_| "a field is not ASCII")?.trim();
+        let kib: u64 = value.strip_suffix(" kB").and_then(|kib| kib.parse().ok()).ok_or("a field is not in kB")?;
+        Ok(Pages(kib / 4))
+    };
+    Ok((field(b"MemTotal:")?, field(b"MemAvailable:")?))
+}
+
+/// Parses the text of `/proc/pressure/memory`: the share of the last 10 s in which some task waited for memory.
+pub fn parse_pressure(text: &[u8]) -> Result<Permyriad, &'static str> {
+    let line =
+        text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"some ")).ok_or("no line 'some'")?;
+    let line = std::str::from_utf8(line).map_err(|_| "not ASCII")?;
+    let percent = line.split(' ').find_map(|word| word.strip_prefix("avg10=")).ok_or("no avg10")?;
+    let (whole, hundredths) = percent.split_once('.').ok_or("avg10 has no fraction")?;
+    let digits = |text: &str, most: usize| (1..=most).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
+    if !digits(whole, 3) || hundredths.len() != 2 || !digits(hundredths, 2) {
+        return Err("avg10 is not a percentage with two decimals");
+    }
+    let number = |text: &str| text.parse::<u32>().map_err(|_| "avg10 is not a number");
+    Ok(Permyriad(number(whole)? * 100 + number(hundredths)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::fs;
+
+    const MEMINFO: &str = "MemTotal:       24684084 kB\nMemFree:        23372588 kB\nMemAvailable:   24040296 kB\n\
+        Buffers:           31164 kB\nCached:           784420 kB\nSwapCached:            0 kB\n";
+    const PRESSURE: &str =
+        "some avg10=12.34 avg60=0.50 avg300=0.00 total=5\nfull avg10=1.00 avg60=0.00 avg300=0.00 total=2\n";
+
+    fn tree(meminfo: Option<&str>, pressure: Option<&str>) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("pressure")).unwrap();
+        for (name, text) in [("meminfo", meminfo), ("pressure/memory", pressure)] {
+            if let Some(text) = text {
+                fs::write(dir.path().join(name), text).unwrap();
+            }
+        }
+        dir
+    }
+
+    fn view(dir: &tempfile::TempDir) -> Result<MemoryView, PressureError> {
+        Gauge::open(dir.path())?.read()
+    }
+
+    #[test]
+    fn both_forms_are_read_and_what_is_not_there_is_not_known() {
+        let all = view(&tree(Some(MEMINFO), Some(PRESSURE))).unwrap();
+        assert_eq!((all.total, all.available), (Pages(6_171_021), Pages(6_010_074)));
+        assert_eq!(all.pressure, Some(Permyriad(1_234)));
+        let without_psi = view(&tree(Some(MEMINFO), None)).unwrap();
+        assert_eq!(without_psi, MemoryView { pressure: None, ..all });
+        assert_eq!(view(&tree(None, None)).unwrap(), MemoryView::default());
+    }
+
+    #[test]
+    fn a_kernel_that_keeps_no_pressure_says_so_in_one_way_or_another() {
+        for number in [libc::ENOENT, libc::EOPNOTSUPP, libc::EACCES] {
+            assert!(is_withheld(&io::Error::from_raw_os_error(number)));
+        }
+        assert!(!is_withheld(&io::Error::from_raw_os_error(libc::EIO)));
+    }
+
+    #[test]
+    fn damaged_text_is_an_error_and_no_figure() {
+        for meminfo in
+            ["", "MemTotal: 1 kB\n", "MemTotal: 1 kB\nMemAvailable: x kB\n", "MemTotal: 8 kB\nMemAvailable: 4 "]
+        {
+            assert!(matches!(view(&tree(Some(meminfo), None)), Err(PressureError::Malformed { .. })), "{meminfo}");
+        }
+        for pressure in
+            ["", "full avg10=1.00\n", "some avg60=1.00\n", "some avg10=1\n", "some avg10=+1.00\n", "some avg10=1.5\n"]
+        {
+            let damaged = view(&tree(Some(MEMINFO), Some(pressure)));
+            assert!(matches!(damaged, Err(PressureError::Malformed { .. })), "{pressure}");
+        }
+    }
+
+    #[test]
+    fn this_machine_has_memory() {
+        let memory = Gauge::open(Path::new("/proc")).unwrap().read().unwrap();
+        assert!(memory.total > memory.available && memory.available > Pages(0), "{memory:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_never_panics(text in prop::collection::vec(any::<u8>(), 0..200), cut in 0..PRESSURE.len()) {
+            let _ = (parse_meminfo(&text), parse_pressure(&text));
+            let _ = parse_meminfo(&[&MEMINFO.as_bytes()[..cut], &text].concat());
+            let _ = parse_pressure(&[&PRESSURE.as_bytes()[..cut], &text].concat());
+        }
+
+        #[test]
+        fn every_share_that_the_kernel_prints_is_taken(share in 0_u32..=10_000) {
+            let text = format!("some avg10={}.{:02} avg60=0.00 avg300=0.00 total=0\n", share / 100, share % 100);
+            prop_assert_eq!(parse_pressure(text.as_bytes()), Ok(Permyriad(share)));
+        }
+    }
+}

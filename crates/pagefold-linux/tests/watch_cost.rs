@@ -1,0 +1,57 @@
+//! What watching costs when nothing happens: observing and waiting alone, without the engine and its samples.
+//!
+//! Run by hand, in release: `cargo test --release -p pagefold-linux --test watch_cost -- --ignored --nocapture`.
+
+use pagefold_core::host::Host;
+use pagefold_linux::cpu::own_cpu_ns;
+use pagefold_linux::exclude::DenyList;
+use pagefold_linux::ksm::{KSM_ROOT, Ksm};
+use pagefold_linux::live::{Hands, LiveHost};
+use pagefold_linux::scope::{Roots, ScopeSpec};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+/// The time of one round of the governor `full`.
+const ROUND_NS: u64 = 2_000_000_000;
+
+#[test]
+#[ignore = "measures"]
+fn cost_of_watching() {
+    let directory = tempfile::tempdir().unwrap();
+    let name = format!("pfcost{}", std::process::id());
+    std::fs::copy("/bin/cat", directory.path().join(&name)).unwrap();
+    let ksm = Arc::new(Ksm::open(Path::new(KSM_ROOT)).unwrap());
+    let mut running: Vec<Child> = Vec::new();
+    for count in [1, 10, 100, 1_000] {
+        while running.len() < count {
+            let mut command = Command::new(directory.path().join(&name));
+            running.push(command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap());
+        }
+        let pids = running.iter().map(|child| i32::try_from(child.id()).unwrap()).collect();
+        let by_pid = ScopeSpec { pids, ..ScopeSpec::default() };
+        let by_exe = ScopeSpec { exes: vec![name.clone()], ..ScopeSpec::default() };
+        for (how, spec) in [("by pid", by_pid), ("by exe", by_exe)] {
+            let stop = Arc::new(AtomicBool::new(false));
+            let mut host =
+                LiveHost::new(spec, Roots::default(), DenyList::default(), ksm.clone(), Hands::DryRun, stop).unwrap();
+            let mut watch = |time: Duration| {
+                let (began, before_ns) = (Instant::now(), own_cpu_ns());
+                while began.elapsed() < time {
+                    host.observe().unwrap();
+                    host.wait(ROUND_NS).unwrap();
+                }
+                (own_cpu_ns() - before_ns) as f64 / 1e6 / began.elapsed().as_secs_f64()
+            };
+            let settling = watch(Duration::from_secs(6));
+            let settled = watch(Duration::from_secs(20));
+            println!("{count:5} processes {how}: {settled:.3} ms of CPU per second ({settling:.3} at first)");
+        }
+    }
+    for child in &mut running {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}
