@@ -63,7 +63,7 @@ pub struct Config {
     /// Levels of the ladder (UKSM `N`).
     pub levels: usize,
     /// Share of one core that sampling the bottom level takes, whether or not there is anything to find. UKSM takes
-    /// 0.2 %; half of it goes for observing here.
+    /// 0.2 %.
     pub bottom_share: Permyriad,
     /// Duplicate ratio from which a region is promoted (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
@@ -77,8 +77,8 @@ pub struct Config {
     pub cow_horizon_ns: u64,
     /// How dense an extent must be.
     pub density: Density,
-    /// How dense it must be once the denser ones are merged, as long as the yield holds.
-    pub thin_density: Permyriad,
+    /// How dense it must be once the denser ones are merged, step by step, as long as the yield holds.
+    pub thin_densities: [Permyriad; 2],
     /// Share of duplicates in all that is marked, below which no thinner extents are marked.
     pub yield_min: Permyriad,
     /// Duplicate pages below which a span is not worth a system call in the target.
@@ -96,14 +96,14 @@ impl Default for Config {
             top_share: None,
             round_ns: None,
             levels: 4,
-            bottom_share: Permyriad(10),
+            bottom_share: Permyriad(15),
             duplicate_threshold: Permyriad(1_000),
             cow_threshold: Permyriad(5_000),
             lifetime_ns: 100_000_000,
             probation_rounds: 2,
             cow_horizon_ns: 7_200_000_000_000,
             density: Density::default(),
-            thin_density: Permyriad(2_500),
+            thin_densities: [Permyriad(2_500), Permyriad(1_000)],
             yield_min: Permyriad(7_800),
             span_pages_min: Pages(16),
             spans_per_process: 64,
@@ -147,7 +147,8 @@ impl Config {
             ("the COW threshold", self.cow_threshold, 1, 10_000),
             ("the density", self.density.plain, 1, 10_000),
             ("the density of huge pages", self.density.huge, 1, 10_000),
-            ("the density of thin extents", self.thin_density, 1, 10_000),
+            ("the density of thin extents", self.thin_densities[0], 1, 10_000),
+            ("the density of the thinnest extents", self.thin_densities[1], 1, 10_000),
             ("the least yield", self.yield_min, 1, 10_000),
         ];
         for (name, share, low, high) in shares {

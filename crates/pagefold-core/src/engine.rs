@@ -161,6 +161,11 @@ impl Engine {
         report::report(&standing, &self.slots, &self.ledger)
     }
 
+    /// Whether it was told to pause.
+    pub fn is_paused(&self) -> bool {
+        self.paused
+    }
+
     fn pace(&self) -> Pace {
         self.config.pace(self.governor)
     }
@@ -176,7 +181,9 @@ impl Engine {
         if self.config.governor == Governor::Auto {
             self.governor = Governor::for_memory(self.governor, &snapshot.memory);
         }
-        self.take_in(&snapshot);
+        if !self.running || snapshot.regions != self.snapshot.regions {
+            self.take_in(&snapshot);
+        }
         self.snapshot = snapshot;
         let pace = self.pace();
         if self.paused {
@@ -218,8 +225,9 @@ impl Engine {
             if region.newborn {
                 self.lifetimes.gone(region.view.family, snapshot.now_ns - region.seen_ns, snapshot.now_ns);
             }
-            if region.marked_resident() > Pages(0) {
-                self.merger.owe_reaping(snapshot.now_ns);
+            let marked = region.marked_resident();
+            if marked > Pages(0) {
+                self.merger.owe_reaping(marked, snapshot.now_ns);
             }
         }
         if self.slots.want_sweep() {
@@ -255,7 +263,8 @@ impl Engine {
             self.marker.thin_out(&mut self.slots, &self.merger, &self.config);
         }
         let unmark = self.marker.unmarks(&mut self.slots, now_ns, &self.config);
-        let mark = self.marker.marks(&mut self.slots, now_ns, self.reading.foreground, &mut self.merger, &self.config);
+        let more = self.reading.foreground;
+        let mark = self.marker.marks(&mut self.slots, now_ns, more, &mut self.merger, &self.config);
         self.marker.refresh(&mut self.slots, now_ns, &mut self.merger);
         let scan = Scan {
             now_ns,
@@ -332,6 +341,7 @@ impl Engine {
                 if self.breaking {
                     region.churn.merged(offset, now_ns);
                 }
+                region.in_marks.sampled += u64::from(!examined);
                 true
             }
         };
@@ -343,8 +353,8 @@ impl Engine {
             let seen = if zero { Seen::New } else { self.index.note(sample.digest, place) };
             duplicate = zero || seen != Seen::New;
             if marked {
-                region.in_marks.0 += 1;
-                region.in_marks.1 += u64::from(duplicate);
+                region.in_marks.sampled += 1;
+                region.in_marks.unmerged += u64::from(duplicate);
                 region.churn.single(offset, now_ns, duplicate);
             } else {
                 region.tally.sampled += 1;
@@ -408,7 +418,7 @@ impl Engine {
             let share = u64::from(pace.top.0).clamp(1, 10_000);
             return self.ladder.sample_ns() * self.planned / share * (10_000 - share);
         }
-        if self.is_busy() {
+        if self.snapshot.ksm.ours && self.merger.is_busy() {
             return look_ns.min(round_ns.max(LOOK_NS));
         }
         round_ns.max(LOOK_NS.min(pace.round_ns))

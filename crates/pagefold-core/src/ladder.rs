@@ -44,6 +44,8 @@ const PAUSE_NS: u64 = 10_000_000_000;
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
 /// First guess of what it costs to read one page, nanoseconds.
 const READ_NS: u64 = 900;
+/// Pages looked at for one that is sampled, at most.
+const LOOKS_A_SAMPLE: u64 = 16;
 /// Fewer pages do not show what a page costs.
 const SAMPLES_MIN: u64 = 200;
 /// Cost of a visit to a single page to see whether it is still merged, in pages read.
@@ -222,17 +224,15 @@ impl Ladder {
             if matches!(region.stage, Stage::Examine(_)) || !may_rise(region, now_ns, lifetimes, pace, config) {
                 continue;
             }
+            if region.tally.found + region.tally.zero < FOUND_MIN {
+                fall(region, ended, config);
+                continue;
+            }
             // What is known and was not worth marking does not count again.
             let beyond = if region.stage == Stage::Survey { 0.0 } else { region.left_over() };
             let estimate = region.estimate(fraction);
-            if region.tally.found + region.tally.zero < FOUND_MIN || estimate.ratio < threshold + beyond {
-                if ended
-                    && region.level > 1
-                    && region.stage == Stage::Survey
-                    && !wants_samples(region, evidence(region.level), config)
-                {
-                    region.level -= 1;
-                }
+            if estimate.ratio < threshold + beyond {
+                fall(region, ended, config);
                 continue;
             }
             if estimate.floor >= threshold + beyond || region.level + 1 >= self.levels {
@@ -268,6 +268,12 @@ impl Ladder {
 /// Twins that the samples of a region on a level must be able to show.
 fn evidence(level: usize) -> f64 {
     EVIDENCE * EVIDENCE_STEP.powi(i32::try_from(level).unwrap_or(8) - 1)
+}
+
+/// A region whose samples speak against it goes down a level at the end of a round.
+fn fall(region: &mut Region, ended: bool, config: &Config) {
+    let told = region.stage == Stage::Survey && !wants_samples(region, evidence(region.level), config);
+    region.level -= usize::from(ended && region.level > 1 && told);
 }
 
 /// Reads on in the regions on the top level.
@@ -314,11 +320,13 @@ fn sample(slots: &mut Slots, level: usize, points: u64, evidence: f64, config: &
 
 /// Whether a region has not been sampled enough yet to tell.
 fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
+    let wanted = samples_for_evidence(region.view.resident.0, config.duplicate_threshold.fraction(), evidence);
     region.stage == Stage::Survey
         && region.alone != Alone::Refused
         && region.places_left() > 0
-        && region.tally.sampled
-            < samples_for_evidence(region.view.resident.0, config.duplicate_threshold.fraction(), evidence)
+        && region.tally.sampled < wanted
+        // Pages may be there that are none of ours, as those shared through fork.
+        && region.looked_at < wanted * LOOKS_A_SAMPLE
 }
 
 /// Whether a region may be promoted at all: it has lived long enough, and its merges have lasted.

@@ -5,15 +5,21 @@
 
 use crate::churn::Churn;
 use crate::config::Config;
+use crate::extent::Candidate;
 use crate::host::{Marking, Outcome, Span};
 use crate::merge::Merger;
-use crate::region::{Alone, Region, Stage, covers};
+use crate::region::{Alone, InMarks, Region, Stage, covers};
 use crate::slots::Slots;
 use crate::units::{Pages, Permyriad};
 use std::collections::BTreeMap;
 
 /// Marks wait for other regions that are being read, but no longer than this, nanoseconds.
 const HOLD_NS: u64 = 2_000_000_000;
+/// Marks that bring less than one part in so many of what is marked are small: the walk costs more than they bring.
+const SMALL: u64 = 20;
+/// Small marks wait so long at least for others to share the walk with, and so long at most, nanoseconds.
+const HOLD_SMALL_NS: u64 = 10_000_000_000;
+const HOLD_SMALL_MAX_NS: u64 = 600_000_000_000;
 /// First pause before ksmd is woken again for what has changed, nanoseconds; it doubles while that is fruitless.
 const PAUSE_NS: u64 = 10_000_000_000;
 /// Longest such pause, nanoseconds.
@@ -29,6 +35,8 @@ const REFRESH_MIN: u64 = 1_024;
 #[derive(Clone, Debug)]
 pub struct Marker {
     held_since_ns: Option<u64>,
+    /// Resident pages that each of the last marks adds to those marked before.
+    fresh: Vec<Pages>,
     next_refresh_ns: u64,
     refresh_pause_ns: u64,
     refresh_expected: Pages,
@@ -36,7 +44,13 @@ pub struct Marker {
 
 impl Default for Marker {
     fn default() -> Self {
-        Self { held_since_ns: None, next_refresh_ns: 0, refresh_pause_ns: PAUSE_NS, refresh_expected: Pages(0) }
+        Self {
+            held_since_ns: None,
+            fresh: Vec::new(),
+            next_refresh_ns: 0,
+            refresh_pause_ns: PAUSE_NS,
+            refresh_expected: Pages(0),
+        }
     }
 }
 
@@ -80,7 +94,7 @@ impl Marker {
                 continue;
             }
             let room = config.spans_per_process.saturating_sub(per_owner[&region.view.owner]);
-            let spans = if room == 0 { Vec::new() } else { region.unmarked_candidates(config, region.thin, room) };
+            let spans = if room == 0 { Vec::new() } else { region.unmarked_candidates(config, region.density, room) };
             if spans.is_empty() {
                 region.dirty = false;
             } else {
@@ -91,11 +105,14 @@ impl Marker {
             self.held_since_ns = None;
             return Vec::new();
         }
-        let since = *self.held_since_ns.get_or_insert(now_ns);
-        if more && now_ns - since < HOLD_NS {
+        let held_ns = now_ns - *self.held_since_ns.get_or_insert(now_ns);
+        let bring = |(slot, spans): &(u32, Vec<Candidate>)| slots.get(*slot).map_or(0, |region| gain(region, spans).1);
+        let brings: u64 = ready.iter().map(bring).sum();
+        if more && held_ns < HOLD_NS || held_ns < hold_small_ns(brings, marked_resident(slots).0) {
             return Vec::new();
         }
         self.held_since_ns = None;
+        self.fresh.clear();
         let mut marks = Vec::new();
         for (slot, spans) in ready {
             let Some(region) = slots.get_mut(slot) else { continue };
@@ -104,6 +121,7 @@ impl Marker {
                 region.churn = Churn::default();
             }
             for span in spans {
+                self.fresh.push(Pages(gain(region, &[span]).0));
                 marks.push(Span { region: region.view.key, first: span.first, pages: span.pages });
                 region.mark(span);
             }
@@ -115,48 +133,11 @@ impl Marker {
     /// duplicate. They are worth their metadata, 64 bytes for each page marked against a page for each merged; the
     /// yield bounds what ksmd walks for nothing.
     pub fn thin_out(&mut self, slots: &mut Slots, merger: &Merger, config: &Config) {
-        if merger.is_busy() || self.is_holding() || merger.scans() == 0 {
+        if merger.is_busy() || merger.scans() == 0 {
             return;
         }
-        let (mut resident, mut duplicate) = (0_u64, 0_u64);
-        let mut thinner = Vec::new();
-        for (slot, region) in slots.numbered_mut() {
-            let marks = region
-                .marks
-                .iter()
-                .fold((0, 0), |(resident, duplicate), mark| (resident + mark.resident.0, duplicate + mark.duplicate.0));
-            (resident, duplicate) = (resident + marks.0, duplicate + marks.1);
-            if region.thin
-                || region.alone != Alone::No
-                || !matches!(region.stage, Stage::Judged(_))
-                || region.is_volatile(config)
-            {
-                continue;
-            }
-            let all = region.unmarked_candidates(config, true, config.spans_per_process);
-            let (mut more, mut gain) = (0, 0);
-            for span in &all {
-                let inside = region.marks.iter().filter(|mark| covers(span, mark));
-                let known = inside.fold((0, 0), |(resident, duplicate), mark| {
-                    (resident + mark.resident.0, duplicate + mark.duplicate.0)
-                });
-                more += span.resident.0.saturating_sub(known.0);
-                gain += span.duplicate.0.saturating_sub(known.1);
-            }
-            if gain >= config.span_pages_min.0 {
-                thinner.push((Permyriad::of(gain, more), slot, more, gain));
-            }
-        }
-        thinner.sort_unstable_by(|a, b| b.cmp(a));
-        for (_, slot, more, gain) in thinner {
-            if Permyriad::of(duplicate + gain, resident + more) < config.yield_min {
-                break;
-            }
-            (resident, duplicate) = (resident + more, duplicate + gain);
-            if let Some(region) = slots.get_mut(slot) {
-                (region.thin, region.dirty) = (true, true);
-            }
-        }
+        let marked = slots.iter().flat_map(|region| &region.marks).fold((0, 0), add);
+        config.thin_densities.iter().fold(marked, |marked, &density| thin_to(slots, density, marked, config));
     }
 
     /// The spans to unmark: their pages are written and hold the same again, so that merging them does not last.
@@ -175,11 +156,7 @@ impl Marker {
             if !sour(&region.churn) && !sour(&mappings[&region.view.key]) {
                 continue;
             }
-            let span = |mark: &crate::extent::Candidate| Span {
-                region: region.view.key,
-                first: mark.first,
-                pages: mark.pages,
-            };
+            let span = |mark: &Candidate| Span { region: region.view.key, first: mark.first, pages: mark.pages };
             spans.extend(region.marks.iter().map(span));
             region.sour(now_ns + SOUR_NS);
         }
@@ -190,19 +167,19 @@ impl Marker {
     pub fn refresh(&mut self, slots: &mut Slots, now_ns: u64, merger: &mut Merger) {
         if merger.is_busy() {
             // What is about to merge is no reason to wake ksmd once more.
-            slots.iter_mut().for_each(|region| region.in_marks = (0, 0));
+            slots.iter_mut().for_each(|region| region.in_marks = InMarks::default());
             return;
         }
         if now_ns < self.next_refresh_ns {
             return;
         }
         let (mut worth, mut marked) = (0.0, 0);
-        for region in slots.iter().filter(|region| region.in_marks.0 >= 8) {
+        for region in slots.iter_mut() {
             let resident = region.marked_resident().0;
             marked += resident;
-            worth += resident as f64 * region.in_marks.1 as f64 / region.in_marks.0 as f64;
+            worth += resident as f64 * region.in_marks.worth();
         }
-        if worth < REFRESH_MIN.max(marked / 50) as f64 {
+        if worth < REFRESH_MIN.max(marked / SMALL) as f64 {
             return;
         }
         // What the last one brought, against what it was expected to bring.
@@ -213,21 +190,20 @@ impl Marker {
         let worth = Pages(worth as u64);
         self.refresh_expected = worth;
         merger.owe(worth);
-        slots.iter_mut().for_each(|region| region.in_marks = (0, 0));
     }
 
     /// Takes note of what came of the marks.
     pub fn done(&mut self, slots: &mut Slots, now_ns: u64, marks: &[Span], outcome: &Outcome, merger: &mut Merger) {
-        for (span, marking) in marks.iter().zip(&outcome.marked) {
+        for ((span, marking), &fresh) in marks.iter().zip(&outcome.marked).zip(&self.fresh) {
             let Some(region) = slots.find(span.region, span.first).and_then(|slot| slots.get_mut(slot)) else {
                 continue;
             };
-            let of_span = |mark: &crate::extent::Candidate| mark.first == span.first && mark.pages == span.pages;
+            let of_span = |mark: &Candidate| mark.first == span.first && mark.pages == span.pages;
             let Some(at) = region.marks.iter().position(of_span) else { continue };
             match marking {
                 Marking::Done(_) => {
                     region.pause_ns = 0;
-                    merger.owe(region.marks[at].resident);
+                    merger.owe(fresh.max(Pages(1)));
                 }
                 Marking::Busy => {
                     region.marks.remove(at);
@@ -241,6 +217,54 @@ impl Marker {
             }
         }
     }
+}
+
+/// How long marks that bring so many pages wait for others, nanoseconds: the longer the less they bring.
+fn hold_small_ns(brings: u64, marked: u64) -> u64 {
+    let part = marked / brings.max(1);
+    if part < SMALL { 0 } else { (HOLD_SMALL_NS * part / SMALL).min(HOLD_SMALL_MAX_NS) }
+}
+
+/// What spans would add to the marks of a region: resident pages, and duplicates.
+fn gain(region: &Region, spans: &[Candidate]) -> (u64, u64) {
+    let inside = |mark: &&Candidate| spans.iter().any(|span| covers(span, mark));
+    let known = region.marks.iter().filter(inside).fold((0, 0), add);
+    let all = spans.iter().fold((0, 0), add);
+    (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1))
+}
+
+/// Marks the extents of a density, the densest regions first. Takes and returns the pages in all that is marked: resident,
+/// and duplicate.
+fn thin_to(slots: &mut Slots, density: Permyriad, mut marked: (u64, u64), config: &Config) -> (u64, u64) {
+    let mut thinner = Vec::new();
+    for (slot, region) in slots.numbered_mut() {
+        let judged = matches!(region.stage, Stage::Judged(_)) && region.alone == Alone::No;
+        if !judged || region.density <= density || region.is_volatile(config) {
+            continue;
+        }
+        let spans = region.unmarked_candidates(config, density, config.spans_per_process);
+        let (resident, duplicate) = gain(region, &spans);
+        if duplicate >= config.span_pages_min.0 {
+            thinner.push((Permyriad::of(duplicate, resident), slot, resident, duplicate));
+        }
+    }
+    thinner.sort_unstable_by(|a, b| b.cmp(a));
+    for (_, slot, resident, duplicate) in thinner {
+        let with = (marked.0 + resident, marked.1 + duplicate);
+        if Permyriad::of(with.1, with.0) < config.yield_min {
+            break;
+        }
+        marked = with;
+        if let Some(region) = slots.get_mut(slot) {
+            region.density = density;
+            region.dirty = true;
+        }
+    }
+    marked
+}
+
+fn add((resident, duplicate): (u64, u64), span: &Candidate) -> (u64, u64) {
+    (resident + span.resident.0, duplicate + span.duplicate.0)
 }
 
 /// Resident pages in all spans marked by this run.

@@ -15,6 +15,11 @@ use crate::units::Pages;
 
 /// Exited processes wait so long for their reaping, so that many share one scan, nanoseconds.
 const REAP_AFTER_NS: u64 = 10_000_000_000;
+/// Where what has gone is less than one part in so many of what is marked, it waits longer: ksmd's records of it are
+/// 64 bytes a page.
+const REAP_PART: u64 = 20;
+/// So long, nanoseconds.
+const REAP_AT_LAST_NS: u64 = 300_000_000_000;
 /// The longest scan that is kicked, nanoseconds: it cannot be called back.
 const KICK_NS_MAX: u64 = 3_000_000_000;
 /// The share of a core from which scans are kicked rather than paced, parts in 10,000.
@@ -23,6 +28,8 @@ const KICK_SHARE: u32 = 9_000;
 const DEAR_NS: u64 = 20_000;
 /// What it takes on average to visit a page that was marked of late, nanoseconds.
 const USUAL_NS: u64 = 6_000;
+/// What it takes to visit one that has been visited twice: merged, or without a copy and mostly skipped, nanoseconds.
+const SETTLED_NS: u64 = 700;
 /// A batch may take so much of the governor's share of a second, parts in ten, if all its pages are dear.
 const BATCH_TENTHS: u64 = 5;
 
@@ -57,7 +64,11 @@ pub struct Scan<'a> {
 #[derive(Clone, Debug)]
 pub struct Merger {
     owed: u32,
+    /// Resident pages that ksmd has not visited twice yet.
+    fresh: Pages,
     flight: Option<Flight>,
+    /// What has gone since when: pages that were marked.
+    gone: Pages,
     reap_since_ns: Option<u64>,
     /// Pages merged by the last completed scan.
     last_growth: Pages,
@@ -75,7 +86,9 @@ impl Default for Merger {
     fn default() -> Self {
         Self {
             owed: 0,
+            fresh: Pages(0),
             flight: None,
+            gone: Pages(0),
             reap_since_ns: None,
             last_growth: Pages(0),
             completed: 0,
@@ -91,13 +104,15 @@ impl Merger {
     /// So many resident pages have been marked, or have become worth merging in marked spans.
     pub fn owe(&mut self, resident: Pages) {
         if resident > Pages(0) {
+            self.fresh += resident;
             // A scan under way has passed some of the new pages already: it counts for nothing.
             self.owed = if self.flight.is_some() { 3 } else { 2 };
         }
     }
 
-    /// A process with marked memory has exited.
-    pub fn owe_reaping(&mut self, now_ns: u64) {
+    /// So many resident pages that were marked have gone, with their process or by themselves.
+    pub fn owe_reaping(&mut self, gone: Pages, now_ns: u64) {
+        self.gone += gone;
         self.reap_since_ns.get_or_insert(now_ns);
     }
 
@@ -144,7 +159,9 @@ impl Merger {
             self.flight = None;
             return MergeOrder::Keep;
         }
-        if self.reap_since_ns.is_some_and(|since| now_ns.saturating_sub(since) >= REAP_AFTER_NS) && self.owed == 0 {
+        let little = self.gone.0 * REAP_PART < scan.marked.0;
+        let reap_ns = if little { REAP_AT_LAST_NS } else { REAP_AFTER_NS };
+        if self.owed == 0 && self.reap_since_ns.is_some_and(|since_ns| now_ns >= since_ns + reap_ns) {
             self.owed = 1;
         }
         let goes_on = self.flight.is_some();
@@ -164,7 +181,8 @@ impl Merger {
         if !scan.settled {
             return MergeOrder::Keep;
         }
-        let expected_ns = scan.marked.0 * USUAL_NS;
+        let fresh = self.fresh.0.min(scan.marked.0);
+        let expected_ns = fresh * USUAL_NS + (scan.marked.0 - fresh) * SETTLED_NS;
         let kicked = scan.pace.top.0 >= KICK_SHARE && expected_ns <= KICK_NS_MAX;
         if kicked && expected_ns > scan.room_ns {
             return MergeOrder::Keep;
@@ -174,7 +192,7 @@ impl Merger {
             self.owed += 1;
         }
         self.midway = !kicked;
-        self.reap_since_ns = None;
+        (self.reap_since_ns, self.gone) = (None, Pages(0));
         self.flight = Some(Flight { full_scans: ksm.full_scans, saved: ksm.saved(), kicked });
         if kicked { MergeOrder::Kick } else { self.pace(scan) }
     }
@@ -215,6 +233,9 @@ impl Merger {
         let Some(flight) = self.flight.take() else { return };
         self.completed += 1;
         self.owed = self.owed.saturating_sub(1);
+        if self.owed == 0 {
+            self.fresh = Pages(0);
+        }
         self.last_growth = ksm.saved().saturating_sub(flight.saved);
     }
 }
@@ -307,8 +328,8 @@ mod tests {
     #[test]
     fn a_paced_scan_goes_on_until_it_has_come_round() {
         let mut bench = Bench::new();
-        bench.marked = Pages(1 << 20);
-        bench.merger.owe_reaping(0);
+        bench.marked = Pages(1 << 23);
+        bench.merger.owe_reaping(Pages(1 << 23), 0);
         bench.now_ns = REAP_AFTER_NS;
         assert!(matches!(bench.order(true), MergeOrder::Pace { .. }));
         assert_eq!(bench.order(true), MergeOrder::Keep);
@@ -321,8 +342,8 @@ mod tests {
     #[test]
     fn the_exited_are_reaped_together() {
         let mut bench = Bench::new();
-        bench.merger.owe_reaping(0);
-        bench.merger.owe_reaping(5_000 * MS);
+        bench.merger.owe_reaping(Pages(1000), 0);
+        bench.merger.owe_reaping(Pages(1000), 5_000 * MS);
         assert_eq!(bench.order(true), MergeOrder::Keep);
         bench.now_ns = 10_000 * MS;
         assert_eq!(bench.order(true), MergeOrder::Kick);
@@ -337,7 +358,7 @@ mod tests {
         bench.merger.owe(Pages(1));
         assert_eq!(bench.order(true), MergeOrder::Pace { pages_to_scan: 5_000, sleep_ms: 400 });
         let mut bench = Bench::new();
-        bench.marked = Pages(1 << 20);
+        bench.marked = Pages(1 << 23);
         bench.merger.owe(Pages(1));
         assert!(matches!(bench.order(true), MergeOrder::Pace { .. }));
     }

@@ -39,6 +39,36 @@ pub enum Alone {
     Refused,
 }
 
+/// What samples of marked memory have shown since ksmd last came by.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct InMarks {
+    /// Pages sampled.
+    pub sampled: u64,
+    /// Those that were duplicate, by what is known of other pages, and yet not merged.
+    pub unmerged: u64,
+    /// The share of such pages when ksmd had just come by: their twins have changed, or are not marked.
+    residual: Option<f64>,
+}
+
+/// Samples in marked memory that make a share.
+const IN_MARKS_MIN: u64 = 256;
+
+impl InMarks {
+    /// The share of pages that have become worth merging since ksmd last came by, as far as it is beyond doubt.
+    pub fn worth(&mut self) -> f64 {
+        if self.sampled < IN_MARKS_MIN {
+            return 0.0;
+        }
+        let share = self.unmerged as f64 / self.sampled as f64;
+        let Some(residual) = self.residual else {
+            *self = Self { residual: Some(share), ..Self::default() };
+            return 0.0;
+        };
+        let doubt = 2.0 * (share.max(0.01) / self.sampled as f64).sqrt();
+        (share - residual - doubt).max(0.0)
+    }
+}
+
 /// One region under judgement.
 #[derive(Clone, Debug)]
 pub struct Region {
@@ -54,16 +84,16 @@ pub struct Region {
     pub level: usize,
     /// What its samples have shown since it was last examined.
     pub tally: Tally,
-    /// Of the samples that fell in marked spans: how many, and how many of them were duplicate yet unmerged.
-    pub in_marks: (u64, u64),
+    /// Samples that fell in marked spans.
+    pub in_marks: InMarks,
     /// Where it stands.
     pub stage: Stage,
     /// Its extents, once examined.
     pub extents: Extents,
     /// Spans marked in it by this run.
     pub marks: Vec<Candidate>,
-    /// Its thin extents are worth marking too.
-    pub thin: bool,
+    /// How dense its extents must be to be marked.
+    pub density: Permyriad,
     /// Its extents have changed since candidates were last derived from them.
     pub dirty: bool,
     /// Not to be marked or examined again before this time, nanoseconds.
@@ -76,6 +106,8 @@ pub struct Region {
     pub churn: Churn,
     /// Whether it is left alone.
     pub alone: Alone,
+    /// Pages looked at in sampling since it was last read whole, whatever was there.
+    pub looked_at: u64,
     order: Permutation,
     next: u64,
     probes: Vec<(u32, u32)>,
@@ -93,17 +125,18 @@ impl Region {
             newborn,
             level: 1,
             tally: Tally::default(),
-            in_marks: (0, 0),
+            in_marks: InMarks::default(),
             stage: Stage::Survey,
             extents: Extents::new(),
             marks: Vec::new(),
-            thin: false,
+            density: Permyriad(10_000),
             dirty: false,
             not_before_ns: 0,
             retry_ns: 0,
             pause_ns: 0,
             churn: Churn::default(),
             alone: Alone::No,
+            looked_at: 0,
             order: Permutation::new(1, 0),
             next: 0,
             probes: Vec::new(),
@@ -139,7 +172,9 @@ impl Region {
         let unit = self.order.at(self.next);
         self.next += 1;
         let first = unit * RUN_PAGES;
-        (self.view.first + first, RUN_PAGES.min(self.view.pages.0 - first))
+        let pages = RUN_PAGES.min(self.view.pages.0 - first);
+        self.looked_at += pages;
+        (self.view.first + first, pages)
     }
 
     /// Places not sampled yet in this cycle.
@@ -201,7 +236,8 @@ impl Region {
     pub fn judged(&mut self, now_ns: u64) {
         self.stage = Stage::Judged(now_ns);
         self.tally = Tally::default();
-        self.in_marks = (0, 0);
+        self.looked_at = 0;
+        self.in_marks = InMarks::default();
         self.dirty = true;
     }
 
@@ -210,7 +246,7 @@ impl Region {
         self.alone = Alone::Soured;
         self.level = 1;
         self.marks.clear();
-        (self.dirty, self.thin) = (false, false);
+        self.dirty = false;
         self.not_before_ns = until_ns;
         self.churn.forget();
     }
@@ -267,13 +303,12 @@ impl Region {
         self.revisited >= PROBES_MIN && Permyriad::of(self.changed, self.revisited) >= config.cow_threshold
     }
 
-    /// The spans that are worth marking and are not marked yet; `thin` to count thin extents as well.
-    pub fn unmarked_candidates(&self, config: &Config, thin: bool, cap: usize) -> Vec<Candidate> {
+    /// The spans that are worth marking at a density and are not marked yet.
+    pub fn unmarked_candidates(&self, config: &Config, plain: Permyriad, cap: usize) -> Vec<Candidate> {
         if self.view.marked >= self.view.pages {
             return Vec::new();
         }
-        let density = if thin { config.density.thinned(config.thin_density) } else { config.density };
-        candidates(&self.extents, self.view.first, self.view.pages, density, cap)
+        candidates(&self.extents, self.view.first, self.view.pages, config.density.thinned(plain), cap)
             .into_iter()
             .filter(|span| span.duplicate >= config.span_pages_min)
             .filter(|span| !self.marks.iter().any(|mark| covers(mark, span)))

@@ -1,0 +1,263 @@
+//! Hashes of part of a page that can be strengthened and weakened later (UKSM section 6.2).
+//!
+//! Pages that are quite different are told apart by a few of their words; the strength says how many are looked at, in
+//! one random order for all pages. A hash taken at one strength becomes that of another, stronger or weaker, at a cost
+//! in proportion to the difference, given the page. Only hashes of the same strength compare.
+//!
+//! [`Paper32`] is the paper's form. [`Lines`] is ours: whole cache lines instead of words, since a word costs as much to
+//! fetch as its line, and 64 bits instead of 32, so that two contents out of millions do not collide by chance.
+
+use super::{Digest, PageBytes, is_zero};
+use crate::permutation::{Permutation, mix};
+use crate::units::PAGE_SIZE;
+use std::fmt::Debug;
+
+/// A hash whose strength can be changed step by step, both ways.
+pub trait Progressive {
+    /// The hash so far. The default is that of strength 0.
+    type State: Copy + Debug + Default + Eq + Into<u64>;
+
+    /// The strength that takes in the whole page. Higher ones count as this.
+    const FULL: u32;
+
+    /// The state at strength `to`, from that of the same page at `from`, which must not be higher.
+    fn forward(&self, page: &PageBytes, state: Self::State, from: u32, to: u32) -> Self::State;
+
+    /// The state at strength `to`, from that of the same page at `from`, which must not be lower.
+    fn backward(&self, page: &PageBytes, state: Self::State, from: u32, to: u32) -> Self::State;
+
+    /// The state at strength `to`, from that of the same page at `from`.
+    fn change(&self, page: &PageBytes, state: Self::State, from: u32, to: u32) -> Self::State {
+        if from <= to { self.forward(page, state, from, to) } else { self.backward(page, state, from, to) }
+    }
+
+    /// The state of a page at a strength.
+    fn hash(&self, page: &PageBytes, strength: u32) -> Self::State {
+        self.forward(page, Self::State::default(), 0, strength)
+    }
+}
+
+/// The paper's form: 32-bit words, after Jenkins's one-at-a-time hash (Figures 5 and 7). Strength in words.
+///
+/// Anybody can prepare pages that collide: only the order of the words is secret, and at full strength even that hides
+/// little. The state of zeros is 0 at any strength, and that of other pages may be.
+#[derive(Clone, Debug)]
+pub struct Paper32 {
+    order: Box<[u16; Paper32::WORDS]>,
+}
+
+/// The pair of shifts that the paper chose among all pairs, for its avalanche and the cost of going back.
+const PAPER_SHIFTS: Shifts = Shifts { left: 19, right: 16 };
+
+/// What the paper calls shiftl and shiftr.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shifts {
+    left: u32,
+    right: u32,
+}
+
+impl Shifts {
+    /// One turn of the loop of Figure 5.
+    #[inline]
+    fn add(self, hash: u32, word: u32) -> u32 {
+        let hash = hash.wrapping_add(word);
+        let hash = hash.wrapping_add(hash << self.left);
+        hash ^ hash >> self.right
+    }
+
+    /// Takes it back, by the functions of Figure 7.
+    #[inline]
+    fn remove(self, hash: u32, word: u32) -> u32 {
+        self.reverse_add(self.reverse_xor(hash)).wrapping_sub(word)
+    }
+
+    #[inline]
+    fn reverse_add(self, hash: u32) -> u32 {
+        // Of the series n - (n << s) + (n << 2s) - ..., which ends when all bits are out.
+        let (mut sum, mut term, mut minus) = (hash, hash << self.left, true);
+        while term != 0 {
+            sum = if minus { sum.wrapping_sub(term) } else { sum.wrapping_add(term) };
+            minus = !minus;
+            term <<= self.left;
+        }
+        sum
+    }
+
+    #[inline]
+    fn reverse_xor(self, hash: u32) -> u32 {
+        let (mut sum, mut term) = (hash, hash >> self.right);
+        while term != 0 {
+            sum ^= term;
+            term >>= self.right;
+        }
+        sum
+    }
+}
+
+impl Paper32 {
+    const WORDS: usize = PAGE_SIZE / 4;
+
+    /// The form whose order of words `seed` names.
+    pub fn new(seed: u64) -> Self {
+        let order = Permutation::new(Self::WORDS as u64, seed);
+        let mut places = Box::new([0; Self::WORDS]);
+        for (place, index) in places.iter_mut().zip(0..) {
+            *place = u16::try_from(order.at(index)).unwrap_or_default();
+        }
+        Self { order: places }
+    }
+
+    /// The words between two strengths, in the order of hashing.
+    #[inline]
+    fn words<'a>(&'a self, page: &'a PageBytes, from: u32, to: u32) -> impl DoubleEndedIterator<Item = u32> + 'a {
+        let [from, to] = [from, to].map(|strength| strength.min(Self::FULL) as usize);
+        self.order[from.min(to)..to].iter().map(|&place| {
+            let at = usize::from(place) % Self::WORDS * 4;
+            u32::from_le_bytes([page[at], page[at + 1], page[at + 2], page[at + 3]])
+        })
+    }
+}
+
+impl Progressive for Paper32 {
+    type State = u32;
+    const FULL: u32 = 1024;
+
+    fn forward(&self, page: &PageBytes, state: u32, from: u32, to: u32) -> u32 {
+        self.words(page, from, to).fold(state, |hash, word| PAPER_SHIFTS.add(hash, word))
+    }
+
+    fn backward(&self, page: &PageBytes, state: u32, from: u32, to: u32) -> u32 {
+        self.words(page, to, from).rev().fold(state, |hash, word| PAPER_SHIFTS.remove(hash, word))
+    }
+}
+
+/// Our form: cache lines of 64 bytes. Strength in lines.
+///
+/// Each line is condensed to 64 bits with keys of its own: the sum of the products of its words, two by two, each word
+/// with a key added (NH, of UMAC: Black et al., CRYPTO 1999), in 128 bits, folded by one more multiplication. The state
+/// is the sum of the condensed lines. A sum needs no order: lines are independent of each other for the processor,
+/// which reads them in ascending order whatever their rank, and taking a line back is a subtraction.
+/// Without the seed nobody can prepare pages that collide.
+#[derive(Clone, Debug)]
+pub struct Lines {
+    /// Which lines a strength takes in: bit n of entry s for line n.
+    masks: [u64; Lines::COUNT + 1],
+    /// The sum at each strength of a page of zeros.
+    zeros: [u64; Lines::COUNT + 1],
+    keys: Box<[[u64; LINE_WORDS]; Lines::COUNT]>,
+    fold: u64,
+}
+
+const LINE_BYTES: usize = 64;
+const LINE_WORDS: usize = LINE_BYTES / 8;
+
+impl Lines {
+    const COUNT: usize = PAGE_SIZE / LINE_BYTES;
+
+    /// The form that `seed` names. Digests of different seeds have nothing to do with each other.
+    pub fn new(seed: u64) -> Self {
+        let mut key = mix(seed);
+        let mut next_key = || {
+            key = key.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            mix(key ^ seed.rotate_left(32))
+        };
+        let mut keys = Box::new([[0; LINE_WORDS]; Self::COUNT]);
+        keys.as_flattened_mut().fill_with(&mut next_key);
+        let fold = next_key() | 1;
+        let order = Permutation::new(Self::COUNT as u64, next_key());
+        let mut masks = [0; Self::COUNT + 1];
+        for strength in 1..=Self::COUNT {
+            masks[strength] = masks[strength - 1] | 1 << order.at(strength as u64 - 1);
+        }
+        let mut lines = Self { masks, zeros: [0; Self::COUNT + 1], keys, fold };
+        lines.zeros = masks.map(|mask| lines.sum(&[0; PAGE_SIZE], mask));
+        lines
+    }
+
+    /// Digests a page at a strength. Pages of zeros are told apart at any strength.
+    pub fn digest(&self, page: &PageBytes, strength: u32) -> Digest {
+        let strength = (strength as usize).min(Self::COUNT);
+        let sum = self.sum(page, self.masks[strength]);
+        // Only then is it worth looking at the rest of the page.
+        if sum == self.zeros[strength] && is_zero(page) {
+            return Digest::ZERO;
+        }
+        Digest(mix(sum).max(1))
+    }
+
+    /// The digest at strength `to` of the page whose digest at `from` is given.
+    ///
+    /// The pages of one state in 2^64 have the digest 1 in place of 0, and come out wrong.
+    pub fn redigest(&self, page: &PageBytes, digest: Digest, from: u32, to: u32) -> Digest {
+        if digest == Digest::ZERO {
+            return digest;
+        }
+        Digest(mix(self.change(page, unmix(digest.0), from, to)).max(1))
+    }
+
+    fn mask(&self, strength: u32) -> u64 {
+        self.masks[(strength as usize).min(Self::COUNT)]
+    }
+
+    #[inline]
+    fn line(page: &PageBytes, line: usize) -> [u64; LINE_WORDS] {
+        let at = line % Self::COUNT * LINE_BYTES;
+        std::array::from_fn(|word| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(&page[at + word * 8..][..8]);
+            u64::from_le_bytes(bytes)
+        })
+    }
+
+    #[inline]
+    fn condense(&self, page: &PageBytes, line: usize) -> u64 {
+        let (words, keys) = (Self::line(page, line), &self.keys[line % Self::COUNT]);
+        let keyed = |at: usize| u128::from(words[at].wrapping_add(keys[at]));
+        let product = |at: usize| keyed(at).wrapping_mul(keyed(at + 1));
+        let sum = product(0).wrapping_add(product(2)).wrapping_add(product(4)).wrapping_add(product(6));
+        #[expect(clippy::cast_possible_truncation, reason = "the two halves")]
+        let (low, high) = (sum as u64, (sum >> 64) as u64);
+        low.wrapping_mul(self.fold) ^ high
+    }
+
+    /// The condensed lines of a mask, added up.
+    #[inline]
+    fn sum(&self, page: &PageBytes, mut mask: u64) -> u64 {
+        let mut sum = 0_u64;
+        if mask == u64::MAX {
+            for line in 0..Self::COUNT {
+                sum = sum.wrapping_add(self.condense(page, line));
+            }
+            return sum;
+        }
+        while mask != 0 {
+            sum = sum.wrapping_add(self.condense(page, mask.trailing_zeros() as usize));
+            mask &= mask - 1;
+        }
+        sum
+    }
+}
+
+impl Progressive for Lines {
+    type State = u64;
+    const FULL: u32 = 64;
+
+    fn forward(&self, page: &PageBytes, state: u64, from: u32, to: u32) -> u64 {
+        state.wrapping_add(self.sum(page, self.mask(to) & !self.mask(from)))
+    }
+
+    fn backward(&self, page: &PageBytes, state: u64, from: u32, to: u32) -> u64 {
+        state.wrapping_sub(self.sum(page, self.mask(from) & !self.mask(to)))
+    }
+}
+
+/// Undoes [`mix`], which is one to one.
+fn unmix(value: u64) -> u64 {
+    let z = (value ^ value >> 31 ^ value >> 62).wrapping_mul(0x3196_42b2_d24d_8ec3);
+    let z = (z ^ z >> 27 ^ z >> 54).wrapping_mul(0x96de_1b17_3f11_9089);
+    (z ^ z >> 30 ^ z >> 60).wrapping_sub(0x9e37_79b9_7f4a_7c15)
+}
+
+#[cfg(test)]
+#[path = "progressive_tests.rs"]
+mod tests;
