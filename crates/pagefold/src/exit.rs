@@ -20,6 +20,8 @@ pub const NO_SCOPE: u8 = 5;
 pub const REFUSED: u8 = 6;
 /// KSM is in somebody else's hands.
 pub const KSM_TAKEN: u8 = 7;
+/// No `pagefold run` is running that could be talked to.
+pub const NO_DAEMON: u8 = 8;
 
 /// `exec` only: the program cannot be started.
 pub const NOT_EXECUTABLE: u8 = 126;

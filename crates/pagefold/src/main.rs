@@ -4,15 +4,19 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
+mod control;
 mod demo;
 mod doctor;
 mod exec;
 mod exit;
+mod explain;
+mod figures;
 mod judgement_args;
 mod machine;
 mod run;
 mod scan;
 mod scope_args;
+mod status;
 mod style;
 mod unmerge;
 
@@ -20,7 +24,7 @@ mod unmerge;
 #[derive(Parser)]
 #[command(name = "pagefold", version, propagate_version = true, max_term_width = 100)]
 #[command(after_help = "Exit codes: 0 well, 1 failed, 2 usage, 3 not permitted, 4 kernel lacks something, \
-    5 nothing in scope, 6 target refused, 7 KSM is somebody else's.")]
+    5 nothing in scope, 6 target refused, 7 KSM is somebody else's, 8 no pagefold is running.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -32,6 +36,16 @@ enum Command {
     Scan(scan::ScanArgs),
     /// Fold the memory of running programs until told to stop
     Run(run::RunArgs),
+    /// Show what the running pagefold has saved, what that costs, and what it is at
+    Status(status::StatusArgs),
+    /// Show what it thinks of each part of a program's memory, and what happens next
+    Explain(explain::ExplainArgs),
+    /// Let it use more of a core, or less
+    Governor(control::GovernorArgs),
+    /// Have it read, mark and merge nothing more for now
+    Pause(control::PauseArgs),
+    /// Have it go on
+    Resume(control::PauseArgs),
     /// Start a program whose memory may be folded, without tracing it
     Exec(exec::ExecArgs),
     /// Give programs their own copies back
@@ -62,6 +76,11 @@ fn main() -> ExitCode {
     let result = match &cli.command {
         Command::Scan(args) => scan::run(args),
         Command::Run(args) => run::run(args),
+        Command::Status(args) => status::run(args),
+        Command::Explain(args) => explain::run(args),
+        Command::Governor(args) => control::governor(args),
+        Command::Pause(args) => control::pause(args),
+        Command::Resume(args) => control::resume(args),
         Command::Exec(args) => exec::run(args),
         Command::Unmerge(args) => unmerge::run(args),
         Command::Doctor(args) => doctor::run(args),

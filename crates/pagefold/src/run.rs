@@ -9,6 +9,7 @@ use crate::scope_args::{ScopeArgs, explain};
 use crate::style::{self, Style};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
+use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
 use pagefold_core::governor::Governor;
 use pagefold_core::host::Host;
@@ -119,12 +120,21 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let deny = DenyList::default();
     let left_alone = check_scope(&args.scope, &deny)?;
     let hands = take(args.dry_run, &ksm)?;
-    let look_ns = config.pace(config.governor).round_ns / 4;
+    let look_ns = look_ns(&config, config.governor);
+    let facts = RunFacts {
+        scope: args.scope.spec().to_string(),
+        dry_run: args.dry_run,
+        config: config.clone(),
+        stood_down: None,
+    };
     let mut engine = Engine::new(config);
-    let mut host = LiveHost::new(args.scope.spec(), Roots::default(), deny, ksm, hands, stop.clone())?;
+    let mut host = LiveHost::new(args.scope.spec(), Roots::default(), deny, ksm, hands, woken.clone())?;
     // What lives for seconds must be seen sooner.
     host.look_every(look_ns);
-    let told = watch(args, &mut engine, &mut host, &stop, left_alone);
+    let (desk, counter) = Desk::open(woken);
+    let server = control::serve(counter, args.dry_run);
+    let told = watch(args, &mut engine, &mut host, &stop, left_alone, (desk, facts));
+    drop(server);
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened: first KSM is given back, then it is told.
     let ended = host.finish();
@@ -140,6 +150,11 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         eprintln!("pagefold: {line}");
     }
     Ok(if summary.knobs_restored { exit::OK } else { exit::FAILURE })
+}
+
+/// How often to look for what has come and gone: some times in a round.
+fn look_ns(config: &Config, governor: Governor) -> u64 {
+    config.pace(governor).round_ns / 4
 }
 
 /// Refuses a scope in which nothing may be touched; names what will be left alone.
@@ -231,8 +246,10 @@ fn watch(
             return ControlFlow::Break(());
         }
         facts.stood_down.clone_from(&told.stood_down);
-        desk.serve(engine, |engine| Facts::of(engine, host, facts.clone()));
-        show(&bar, engine, host);
+        if let Some(governor) = desk.serve(engine, |engine| Facts::of(engine, host, facts.clone())) {
+            host.look_every(look_ns(&facts.config, governor));
+        }
+        show(&bar, engine, host, desk.is_paused());
         // The desk may have taken a signal's word for a question's.
         if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
@@ -277,7 +294,7 @@ fn progress() -> ProgressBar {
     bar
 }
 
-fn show(bar: &ProgressBar, engine: &Engine, host: &LiveHost) {
+fn show(bar: &ProgressBar, engine: &Engine, host: &LiveHost, paused: bool) {
     let ledger = engine.ledger();
     let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
     bar.set_message(format!(
@@ -286,7 +303,7 @@ fn show(bar: &ProgressBar, engine: &Engine, host: &LiveHost) {
         style::human(resident),
         style::human(ledger.saved().bytes().0),
         (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,
-        match (engine.is_paused(), engine.is_busy()) {
+        match (paused, engine.is_busy()) {
             (true, _) => ", paused (pagefold resume)",
             (false, true) => "",
             (false, false) => ", watching",

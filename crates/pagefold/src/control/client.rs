@@ -1,0 +1,71 @@
+//! Asking the daemon.
+
+use super::protocol::{PATH, Refusal, Request};
+use crate::exit::{self, Exit};
+use anyhow::Result;
+use pagefold_linux::peer::own_uid;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// How long the daemon may take. It answers between two rounds, and within a round it may read for some 40 ms, look at
+/// many processes, or wait for a target that does not let itself be stopped.
+const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+
+/// Asks the daemon, and returns what it answers.
+pub fn ask<T: DeserializeOwned>(request: &Request) -> Result<T> {
+    Ok(serde_json::from_value(ask_at(Path::new(PATH), request)?)?)
+}
+
+/// The same at another place, as it comes.
+fn ask_at(path: &Path, request: &Request) -> Result<Value> {
+    let mut stream = UnixStream::connect(path).map_err(|error| unreachable(&error))?;
+    let line = talk(&mut stream, request).map_err(|error| match error.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+            let limit = ANSWER_LIMIT.as_secs();
+            Exit::new(exit::FAILURE, format!("the daemon has not answered in {limit} s; it may be busy: try again"))
+        }
+        _ => Exit::new(exit::FAILURE, format!("the daemon hung up ({error}); it may be ending: try again")),
+    })?;
+    let answer: Value = serde_json::from_slice(&line).map_err(|_| {
+        Exit::new(exit::FAILURE, "the daemon's answer makes no sense; use a pagefold of the same version")
+    })?;
+    match serde_json::from_value::<Refusal>(answer.clone()) {
+        // Only who may not ask is refused for what it is.
+        Ok(refusal) => {
+            let code = if own_uid() == 0 { exit::FAILURE } else { exit::NOT_PERMITTED };
+            Err(Exit::new(code, refusal.error).into())
+        }
+        Err(_) => Ok(answer),
+    }
+}
+
+fn talk(stream: &mut UnixStream, request: &Request) -> io::Result<Vec<u8>> {
+    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    stream.set_write_timeout(Some(ANSWER_LIMIT))?;
+    // One that refuses us says so and hangs up without reading: that answer counts, not the broken pipe.
+    let asked = stream.write_all(request.line().as_bytes()).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
+    let mut answer = Vec::new();
+    let read = stream.read_to_end(&mut answer);
+    // A whole line is an answer, however the connection ended.
+    if answer.ends_with(b"\n") {
+        return Ok(answer);
+    }
+    read.and(asked).and(Err(ErrorKind::UnexpectedEof.into()))
+}
+
+fn unreachable(error: &io::Error) -> Exit {
+    match error.kind() {
+        ErrorKind::NotFound | ErrorKind::ConnectionRefused => Exit::new(
+            exit::NO_DAEMON,
+            "no pagefold is running; start one with sudo pagefold run --pid PID (or --cgroup, --user, --exe, --all)",
+        ),
+        ErrorKind::PermissionDenied => {
+            Exit::new(exit::NOT_PERMITTED, "only root may talk to the running pagefold; run it with sudo")
+        }
+        _ => Exit::new(exit::FAILURE, format!("{PATH}: {error}; see pagefold doctor")),
+    }
+}

@@ -1,0 +1,131 @@
+//! What is said over the control socket: a line of JSON for each request, and one for its answer.
+
+use pagefold_core::governor::Governor;
+use serde::{Deserialize, Serialize};
+
+/// Where the socket is.
+pub const PATH: &str = "/run/pagefold/control.sock";
+/// The schema of requests, and of answers that have none of their own.
+pub const SCHEMA: &str = "pagefold.control/1";
+/// The longest request, bytes, its newline included.
+pub const REQUEST_MOST: usize = 4096;
+
+/// What can be asked of a running daemon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "lowercase")]
+pub enum Request {
+    /// How everything stands: `pagefold.status/1`.
+    Status,
+    /// Why one process is treated as it is: `pagefold.explain/1`.
+    Explain {
+        /// The process.
+        pid: i32,
+    },
+    /// Another governor from now on: [`Standing`].
+    Governor {
+        /// Its name.
+        name: String,
+    },
+    /// Nothing more is read, marked or merged: [`Standing`].
+    Pause,
+    /// Goes on: [`Standing`].
+    Resume,
+}
+
+/// A request with its schema.
+#[derive(Debug, Serialize, Deserialize)]
+struct Message {
+    schema: String,
+    #[serde(flatten)]
+    request: Request,
+}
+
+/// What is in force after a change.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Standing {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// The daemon.
+    pub pid: u32,
+    /// The governor asked for.
+    pub governor: Governor,
+    /// The governor in force, which `auto` chooses.
+    pub in_force: Governor,
+    /// The share of a core that may be used, 0 to 1.
+    pub allowed_share: f64,
+    /// Told to pause.
+    pub paused: bool,
+}
+
+/// An answer that is none.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// What is wrong; what to do.
+    pub error: String,
+}
+
+impl Request {
+    /// The line that asks for it, with its newline.
+    pub fn line(&self) -> String {
+        let message = Message { schema: SCHEMA.to_owned(), request: self.clone() };
+        // Plain strings and numbers: there is nothing that cannot be written.
+        serde_json::to_string(&message).unwrap_or_default() + "\n"
+    }
+
+    /// Understands a line, or says what is wrong with it.
+    pub fn parse(line: &[u8]) -> Result<Self, String> {
+        let message: Message = serde_json::from_slice(line)
+            .map_err(|error| format!("the request is malformed: {error}; see docs/commands.md"))?;
+        if message.schema != SCHEMA {
+            return Err(format!("the request is not of schema {SCHEMA}; use a pagefold of the same version"));
+        }
+        if let Request::Governor { name } = &message.request {
+            name.parse::<Governor>().map_err(|error| error.to_string())?;
+        }
+        Ok(message.request)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_request_survives_the_way() {
+        let all = [
+            Request::Status,
+            Request::Explain { pid: 7 },
+            Request::Governor { name: "low".into() },
+            Request::Pause,
+            Request::Resume,
+        ];
+        for request in all {
+            assert_eq!(Request::parse(request.line().trim_end().as_bytes()).as_ref(), Ok(&request));
+        }
+        assert_eq!(Request::Status.line(), "{\"schema\":\"pagefold.control/1\",\"request\":\"status\"}\n");
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_with_the_reason() {
+        for (line, says) in [
+            ("", "malformed"),
+            ("hello", "malformed"),
+            ("[1]", "malformed"),
+            (r#"{"request":"status"}"#, "schema"),
+            (r#"{"schema":"pagefold.control/2","request":"status"}"#, "not of schema"),
+            (r#"{"schema":"pagefold.control/1"}"#, "request"),
+            (r#"{"schema":"pagefold.control/1","request":"dance"}"#, "dance"),
+            (r#"{"schema":"pagefold.control/1","request":"explain"}"#, "pid"),
+            (r#"{"schema":"pagefold.control/1","request":"explain","pid":"one"}"#, "malformed"),
+            (r#"{"schema":"pagefold.control/1","request":"explain","pid":99999999999}"#, "malformed"),
+            (
+                r#"{"schema":"pagefold.control/1","request":"governor","name":"turbo"}"#,
+                "full, medium, low, quiet or auto",
+            ),
+        ] {
+            let error = Request::parse(line.as_bytes()).unwrap_err();
+            assert!(error.contains(says) && !error.contains('\n'), "{line}: {error}");
+        }
+        assert!(Request::parse("[".repeat(4000).as_bytes()).is_err());
+    }
+}

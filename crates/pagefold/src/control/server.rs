@@ -1,0 +1,210 @@
+//! The daemon's end of the control socket.
+//!
+//! One thread accepts, and each connection has one of its own, so a peer that is slow, silent or talks nonsense keeps
+//! nobody waiting but itself. Without a connection all of it sleeps in `accept` and costs nothing.
+
+use super::protocol::{REQUEST_MOST, Refusal, Request};
+use anyhow::{Context, Result, bail};
+use pagefold_linux::peer::{Peer, own_uid};
+use std::fs::{self, Permissions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// Connections at one time. More are refused.
+const CONNECTIONS_MOST: usize = 16;
+/// A request must be complete so long after the connection was made or the last answer was given.
+const REQUEST_LIMIT: Duration = Duration::from_secs(10);
+/// A peer that takes nothing of its answer for so long is given up.
+const TAKE_LIMIT: Duration = Duration::from_secs(5);
+/// After a failure to accept, so that a lack of descriptors is not a busy loop.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(200);
+
+/// Answers a request with a line (without its newline), or says what is wrong.
+pub type Answer = dyn Fn(Request) -> Result<String, String> + Send + Sync;
+
+/// Serves until dropped.
+#[derive(Debug)]
+pub struct Server {
+    path: PathBuf,
+    /// Device and inode of the socket's file, to know it from another's.
+    file: (u64, u64),
+    closing: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Serves at `path`. A socket that nobody listens on any more is replaced; one that somebody does listen on is
+    /// replaced only if `supersede`.
+    pub fn start(path: &Path, supersede: bool, answer: Arc<Answer>) -> Result<Self> {
+        if let (false, Ok(other)) = (supersede, UnixStream::connect(path)) {
+            let pid = Peer::of(&other).map(|peer| format!(" (pid {})", peer.pid)).unwrap_or_default();
+            bail!("another pagefold{pid} serves {}", path.display());
+        }
+        secure_parent(path)?;
+        // Made beside and renamed: whoever finds the socket finds it with the right permissions, and somebody listening.
+        let beside = path.with_extension(format!("{}", std::process::id()));
+        let _ = fs::remove_file(&beside);
+        let listener = UnixListener::bind(&beside).with_context(|| format!("cannot make {}", beside.display()))?;
+        let made = fs::set_permissions(&beside, Permissions::from_mode(0o600))
+            .and_then(|()| fs::symlink_metadata(&beside))
+            .and_then(|file| fs::rename(&beside, path).map(|()| (file.dev(), file.ino())));
+        let file = match made {
+            Ok(file) => file,
+            Err(error) => {
+                let _ = fs::remove_file(&beside);
+                return Err(error).with_context(|| format!("cannot make {}", path.display()));
+            }
+        };
+        let closing = Arc::new(AtomicBool::new(false));
+        let mut server = Self { path: path.to_owned(), file, closing: closing.clone(), thread: None };
+        let thread = thread::Builder::new().name("control".into());
+        server.thread = Some(thread.spawn(move || accept(&listener, &closing, &answer))?);
+        Ok(server)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let is_ours = fs::symlink_metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == self.file);
+        // Somebody else's by now, or gone: then the thread ends with the process.
+        if !is_ours {
+            return;
+        }
+        self.closing.store(true, Ordering::SeqCst);
+        let woken = UnixStream::connect(&self.path).is_ok();
+        let _ = fs::remove_file(&self.path);
+        if let (true, Some(thread)) = (woken, self.thread.take()) {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Makes sure that nobody but root and ourselves could put another socket in the place of ours.
+fn secure_parent(path: &Path) -> Result<()> {
+    let parent = path.parent().unwrap_or(Path::new("/"));
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(parent)
+        .with_context(|| format!("cannot make {}", parent.display()))?;
+    let found = fs::symlink_metadata(parent).with_context(|| format!("cannot look at {}", parent.display()))?;
+    let trusted = [0, own_uid()].contains(&found.uid()) && found.mode() & 0o022 == 0;
+    if !found.is_dir() || !trusted {
+        bail!("{} can be written by others than root", parent.display());
+    }
+    Ok(())
+}
+
+fn accept(listener: &UnixListener, closing: &AtomicBool, answer: &Arc<Answer>) {
+    let connections = Arc::new(());
+    for stream in listener.incoming() {
+        if closing.load(Ordering::SeqCst) {
+            return;
+        }
+        let Ok(mut stream) = stream else {
+            thread::sleep(ACCEPT_AGAIN);
+            continue;
+        };
+        // Nobody may keep this thread. What is said from here is short and finds the socket's buffer empty.
+        let timed = stream.set_read_timeout(Some(REQUEST_LIMIT)).and(stream.set_write_timeout(Some(TAKE_LIMIT)));
+        let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
+        if ![0, own_uid()].contains(&peer.uid) {
+            refuse(&mut stream, "only root may talk to the running pagefold; run it with sudo");
+            continue;
+        }
+        let ticket = connections.clone();
+        if Arc::strong_count(&connections) > CONNECTIONS_MOST + 1 {
+            refuse(&mut stream, &format!("{CONNECTIONS_MOST} others are connected already; try again in a while"));
+            continue;
+        }
+        let answer = answer.clone();
+        // One that cannot be had is one that hears nothing: the stream is dropped.
+        let _ = thread::Builder::new().name("control peer".into()).spawn(move || {
+            // However it ended, the peer is gone.
+            let _ = converse(stream, &*answer);
+            drop(ticket);
+        });
+    }
+}
+
+/// Answers requests until the peer hangs up, is too slow, or asks something that makes no sense.
+fn converse(mut stream: UnixStream, answer: &Answer) -> io::Result<()> {
+    let mut received = Vec::new();
+    loop {
+        let answered = match read_line(&mut stream, &mut received)? {
+            Line::End => return Ok(()),
+            Line::TooLong => Err(format!("the request is longer than {REQUEST_MOST} bytes; ask one thing a line")),
+            Line::TooSlow => Err(format!("no request came within {} s; connect again", REQUEST_LIMIT.as_secs())),
+            Line::Whole(line) => Request::parse(&line).and_then(answer),
+        };
+        match answered {
+            Ok(mut line) => {
+                line.push('\n');
+                stream.write_all(line.as_bytes())?;
+            }
+            Err(why) => {
+                refuse(&mut stream, &why);
+                return Ok(());
+            }
+        }
+    }
+}
+
+fn refuse(stream: &mut UnixStream, why: &str) {
+    let refusal = Refusal { error: why.to_owned() };
+    // One who does not wait for it does not get it.
+    let _ = stream.write_all((serde_json::to_string(&refusal).unwrap_or_default() + "\n").as_bytes());
+}
+
+enum Line {
+    Whole(Vec<u8>),
+    TooLong,
+    TooSlow,
+    End,
+}
+
+/// Reads up to the next newline, or to the end. What comes after it stays in `received`.
+fn read_line(stream: &mut UnixStream, received: &mut Vec<u8>) -> io::Result<Line> {
+    let end = Instant::now() + REQUEST_LIMIT;
+    loop {
+        if let Some(at) = received.iter().position(|&byte| byte == b'\n') {
+            if at >= REQUEST_MOST {
+                return Ok(Line::TooLong);
+            }
+            let rest = received.split_off(at + 1);
+            let mut line = std::mem::replace(received, rest);
+            line.pop();
+            return Ok(Line::Whole(line));
+        }
+        if received.len() >= REQUEST_MOST {
+            return Ok(Line::TooLong);
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(Line::TooSlow);
+        }
+        stream.set_read_timeout(Some(left))?;
+        let mut buffer = [0; REQUEST_MOST];
+        match stream.read(&mut buffer) {
+            Ok(0) if received.is_empty() => return Ok(Line::End),
+            // The last one needs no newline.
+            Ok(0) => return Ok(Line::Whole(std::mem::take(received))),
+            Ok(length) => received.extend_from_slice(&buffer[..length]),
+            Err(error) => match error.kind() {
+                ErrorKind::Interrupted => {}
+                ErrorKind::WouldBlock | ErrorKind::TimedOut => return Ok(Line::TooSlow),
+                _ => return Err(error),
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

@@ -1,0 +1,265 @@
+//! How an explanation is put.
+
+use super::{Excluded, Explanation, Row};
+use crate::control::desk::Facts;
+use crate::figures::{thousands, time, wrap};
+use crate::status::paint;
+use crate::style::{Style, count, human, line, percent, shorten};
+use pagefold_core::report::{Kind, Next, RegionReport};
+use pagefold_core::units::Pages;
+use pagefold_linux::exclude::Exclusion;
+
+/// Regions shown one by one, if they are not tiny.
+const REGIONS: usize = 12;
+/// Smaller ones are summed up, bytes, unless there is nothing larger.
+const SMALL: u64 = 1 << 20;
+/// Mappings shown for one reason to leave them alone.
+const MAPPINGS: usize = 6;
+const WIDTH: usize = 78;
+
+/// What happens to a region next, and when: one sentence.
+pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
+    let (report, run) = (&facts.report, &facts.run);
+    let config = &run.config;
+    let threshold = percent(config.duplicate_threshold.fraction(), 1.0);
+    let not_driven = match (&run.stood_down, run.dry_run) {
+        (_, true) => Some("this is a dry run".to_owned()),
+        (Some(why), _) => Some(format!("KSM is not driven any more ({why})")),
+        (None, false) => None,
+    };
+    if report.paused {
+        return "Paused: nothing happens to it until pagefold resume; what is merged stays merged.".to_owned();
+    }
+    match (region.next, region.kind) {
+        (Next::Nothing, _) => "Left alone for good: its process could not be marked.".to_owned(),
+        (Next::Read { read }, _) => format!(
+            "Being read whole: {} of {} pages so far. Then what is dense enough with duplicates is marked.",
+            thousands(read.0),
+            thousands(region.pages.0)
+        ),
+        (Next::Sample { sampled }, _) => format!(
+            "Sampled further: {} so far cannot tell yet ({} are resident).",
+            pages(sampled),
+            pages(region.resident)
+        ),
+        (Next::Mark, _) => match not_driven {
+            Some(why) => format!("Worth marking, but {why}."),
+            None => "About to be marked, together with what else is ready, so that one scan by ksmd serves all.".into(),
+        },
+        (Next::Merge, _) => match not_driven {
+            Some(why) => format!("Would be merged, but {why}."),
+            None => {
+                "ksmd is merging it. A page is merged when a second scan finds it unchanged since the first.".into()
+            }
+        },
+        (Next::Wait { ns }, Kind::CowBroken) => {
+            let left = time(ns as f64 / 1e9);
+            if region.cow_ratio.0 == 0 {
+                return format!("Left alone for {left}: too much of it changes between two looks for merges to last.");
+            }
+            let share = percent(region.cow_ratio.fraction(), 1.0);
+            let horizon = time(config.cow_horizon_ns as f64 / 1e9);
+            format!("Left alone for {left}: {share} of its merged pages would be written again within {horizon}.")
+        }
+        (Next::Wait { ns }, _) => format!("Too young: {} until it may be promoted.", time(ns as f64 / 1e9)),
+        (Next::Watch, Kind::StaticallyDuplicated) if region.marked > Pages(0) => match not_driven {
+            Some(why) => format!("Would be merged, but {why}; it is watched for what changes."),
+            None => "Marked and scanned; watched for what changes. ksmd is woken again when enough is worth it.".into(),
+        },
+        (Next::Watch, Kind::StaticallyDuplicated) if region.exact => {
+            "Not marked: its duplicates are too scattered, nowhere dense enough to be worth ksmd's scans.".into()
+        }
+        (Next::Watch, Kind::StaticallyDuplicated) => {
+            "It looks duplicate: it rises level by level as more samples agree, and is read whole at the top.".into()
+        }
+        (Next::Watch, Kind::CowBroken) => "Watched, not merged: too much of it changes for merges to last.".into(),
+        (Next::Watch, _) => format!("Watched thinly; read whole once samples show more than {threshold} duplicate."),
+    }
+}
+
+fn pages(number: Pages) -> String {
+    format!("{} {}", thousands(number.0), if number == Pages(1) { "page" } else { "pages" })
+}
+
+/// The whole text.
+pub fn describe(explanation: &Explanation, style: Style) -> String {
+    let mut text = String::new();
+    line(&mut text, "");
+    for part in wrap(&headline(explanation), WIDTH) {
+        line(&mut text, &style.bold(&part));
+    }
+    if let Some(exe) = &explanation.exe {
+        line(&mut text, &style.dim(&shorten_front(exe, WIDTH)));
+    }
+    match (&explanation.left_alone, explanation.in_scope) {
+        (Some(why), _) => {
+            line(&mut text, "");
+            line(&mut text, &format!("All of it is left alone: {}.", style.other(why)));
+        }
+        (None, true) => regions(&mut text, explanation, style),
+        (None, false) => {
+            line(&mut text, "");
+            line(&mut text, &format!("Nothing keeps it out: {} could be judged.", human(explanation.unseen_bytes)));
+        }
+    }
+    excluded(&mut text, explanation, style);
+    if !explanation.in_scope && explanation.left_alone.is_none() {
+        line(&mut text, "");
+        line(
+            &mut text,
+            &format!("To see what it would save:  {}", style.good(&format!("pagefold scan --pid {}", explanation.pid))),
+        );
+    }
+    line(&mut text, "");
+    text
+}
+
+fn headline(explanation: &Explanation) -> String {
+    let who = format!("{} (pid {})", explanation.name, explanation.pid);
+    if !explanation.in_scope {
+        return format!("{who} is not in the scope of the running daemon ({}).", shorten(&explanation.scope, 60));
+    }
+    let (marked, expected) = explanation
+        .regions
+        .iter()
+        .fold((0, 0), |(marked, expected), row| (marked + row.marked_bytes, expected + row.expected_bytes));
+    let (marked, expected) = (human(marked), human(expected));
+    let regions = count(explanation.regions.len(), "region", "regions");
+    let would = if explanation.dry_run { "would be marked (dry run)" } else { "marked" };
+    let paused = if explanation.paused { " The daemon is paused." } else { "" };
+    format!(
+        "{who}: {} in {regions}, {marked} {would}, {expected} of that duplicate.{paused}",
+        human(explanation.resident_bytes)
+    )
+}
+
+fn regions(text: &mut String, explanation: &Explanation, style: Style) {
+    let rows = &explanation.regions;
+    let large = rows.iter().take(REGIONS).take_while(|row| row.resident_bytes >= SMALL).count();
+    let shown = if large == 0 { rows.len().min(3) } else { large };
+    for row in &rows[..shown] {
+        region(text, row, explanation.levels, style);
+    }
+    let rest = &rows[shown..];
+    if !rest.is_empty() {
+        let memory = rest.iter().map(|row| row.resident_bytes).sum();
+        let kinds: Vec<String> = Kind::ALL
+            .iter()
+            .map(|kind| (rest.iter().filter(|row| row.kind == *kind).count(), kind))
+            .filter(|(number, _)| *number > 0)
+            .map(|(number, kind)| format!("{number} {kind}"))
+            .collect();
+        let others = count(rest.len(), "smaller region", "smaller regions");
+        line(text, "");
+        let summed = format!("And {others} with {} in all: {}. One by one: --json.", human(memory), kinds.join(", "));
+        for part in wrap(&summed, WIDTH) {
+            line(text, &part);
+        }
+    }
+    if explanation.unseen_bytes > 0 {
+        line(text, "");
+        line(text, &format!("{} are new: the daemon sees them at its next look.", human(explanation.unseen_bytes)));
+    }
+    legend(text, rows, style);
+}
+
+fn region(text: &mut String, row: &Row, levels: usize, style: Style) {
+    let of = if row.resident_bytes + 4096 > row.bytes {
+        human(row.bytes)
+    } else {
+        format!("{} resident of {}", human(row.resident_bytes), human(row.bytes))
+    };
+    line(text, "");
+    let what = match &row.file {
+        Some(file) => format!("{} {}", row.mapping, shorten_front(file, 34)),
+        None => row.mapping.clone(),
+    };
+    line(text, &format!("{}  {}  {what}", style.dim(&row.range), style.bold(&of)));
+    let kind = paint(row.kind, &row.kind.to_string(), style);
+    let age = format!("level {} of {levels}, seen for {}", row.level, time(row.age_seconds));
+    line(text, &format!("  {kind}: {}; {age}", ratio(row)));
+    if row.marked_bytes > 0 {
+        let broken = match row.cow_ratio {
+            Some(share) => format!("; COW ratio {}", percent(share, 1.0)),
+            None => String::new(),
+        };
+        let expected = human(row.expected_bytes);
+        line(text, &format!("  {} marked, {expected} expected to be merged{broken}", human(row.marked_bytes)));
+    }
+    let parts = wrap(&row.sentence, WIDTH - 4);
+    for (at, part) in parts.iter().enumerate() {
+        line(text, &format!("  {} {part}", if at == 0 { style.bold("→") } else { " ".to_owned() }));
+    }
+}
+
+fn ratio(row: &Row) -> String {
+    let (floor, ceiling) = row.duplicate_range;
+    let share = |share: f64| percent(share, 1.0);
+    if row.exact {
+        format!("{} duplicate, exactly", share(row.duplicate_ratio))
+    } else if ceiling - floor > 0.9 {
+        "share of duplicates not known yet".to_owned()
+    } else {
+        format!(
+            "about {} duplicate ({} to {})",
+            share(row.duplicate_ratio),
+            share(floor).trim_end_matches(" %"),
+            share(ceiling)
+        )
+    }
+}
+
+fn legend(text: &mut String, rows: &[Row], style: Style) {
+    line(text, "");
+    for kind in Kind::ALL.iter().filter(|kind| rows.iter().any(|row| row.kind == **kind)) {
+        let what = match kind {
+            Kind::StaticallyDuplicated => "equal pages that stay: worth merging",
+            Kind::Sparse => "few pages that are held twice",
+            Kind::CowBroken => "merges would not last: its pages are written",
+            Kind::ShortLived => "too young, or like memory that went young",
+            Kind::Unknown => "not sampled enough to tell",
+        };
+        line(text, &style.dim(&format!("{:<22} {what}", format!("{kind}:"))));
+    }
+}
+
+fn excluded(text: &mut String, explanation: &Explanation, style: Style) {
+    if explanation.excluded.is_empty() {
+        return;
+    }
+    line(text, "");
+    line(text, &style.bold("Left alone in any case"));
+    let mut reasons: Vec<(&str, Vec<&Excluded>)> = Vec::new();
+    for row in &explanation.excluded {
+        match reasons.iter_mut().find(|(reason, _)| *reason == row.reason) {
+            Some((_, rows)) => rows.push(row),
+            None => reasons.push((&row.reason, vec![row])),
+        }
+    }
+    for (reason, rows) in reasons {
+        let memory = rows.iter().map(|row| row.bytes).sum();
+        let mappings = count(rows.len(), "mapping", "mappings");
+        line(text, &format!("  {:>8}  {reason} {}", human(memory), style.dim(&format!("({mappings})"))));
+        // Code and files as they are on disk, and what holds nothing: there is nothing to tell one by one.
+        if reason == Exclusion::NothingAnonymous.to_string() || memory == 0 {
+            continue;
+        }
+        for row in rows.iter().take(MAPPINGS) {
+            let file = row.file.as_deref().map_or(String::new(), |file| shorten_front(file, 28));
+            line(text, &style.dim(&format!("            {}  {:>8}  {file}", row.range, human(row.bytes))));
+        }
+        if rows.len() > MAPPINGS {
+            line(text, &style.dim(&format!("            … and {} more: --json", rows.len() - MAPPINGS)));
+        }
+    }
+}
+
+/// A path cut at its beginning: its end says more.
+fn shorten_front(path: &str, width: usize) -> String {
+    let length = path.chars().count();
+    if length <= width {
+        return path.to_owned();
+    }
+    let kept: String = path.chars().skip(length + 1 - width).collect();
+    shorten(&format!("…{kept}"), width)
+}

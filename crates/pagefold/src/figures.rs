@@ -1,0 +1,88 @@
+//! Figures for people that [`crate::style`] has no need of: large counts and times.
+
+/// A count with its thousands apart: `1,204`.
+pub fn thousands(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at) % 3 == 0 {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A time: two figures are enough to wait by.
+pub fn time(seconds: f64) -> String {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "not negative; saturates")]
+    let whole = seconds.max(0.0).round() as u64;
+    let pair = |large: u64, unit: &str, small: u64, part: &str| match small {
+        0 => format!("{large} {unit}"),
+        _ => format!("{large} {unit} {small} {part}"),
+    };
+    match whole {
+        _ if seconds < 0.95 => format!("{:.0} ms", seconds.max(0.0) * 1e3),
+        _ if seconds < 9.95 => format!("{seconds:.1} s"),
+        0..=119 => format!("{whole} s"),
+        120..=7_199 => format!("{} min", (whole + 30) / 60),
+        7_200..=172_799 => pair(whole / 3_600, "h", whole % 3_600 / 60, "min"),
+        _ => pair(whole / 86_400, "d", whole % 86_400 / 3_600, "h"),
+    }
+}
+
+/// Text broken into lines of at most `width` characters, between words.
+pub fn wrap(text: &str, width: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    let mut length = 0;
+    for word in text.split_whitespace() {
+        let more = word.chars().count();
+        if let Some(line) = lines.last_mut().filter(|_| length + 1 + more <= width) {
+            line.push(' ');
+            line.push_str(word);
+            length += 1 + more;
+        } else {
+            lines.push(word.to_owned());
+            length = more;
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thousands_stand_apart() {
+        for (number, text) in [(0, "0"), (999, "999"), (1_204, "1,204"), (12_345_678, "12,345,678")] {
+            assert_eq!(thousands(number), text);
+        }
+    }
+
+    #[test]
+    fn times_read_well() {
+        for (seconds, text) in [
+            (0.0, "0 ms"),
+            (0.0731, "73 ms"),
+            (2.34, "2.3 s"),
+            (59.6, "60 s"),
+            (119.0, "119 s"),
+            (3_120.0, "52 min"),
+            (7_199.0, "120 min"),
+            (7_200.0, "2 h"),
+            (11_400.0, "3 h 10 min"),
+            (180_000.0, "2 d 2 h"),
+            (f64::INFINITY, "213503982334601 d 7 h"),
+        ] {
+            assert_eq!(time(seconds), text, "{seconds}");
+        }
+    }
+
+    #[test]
+    fn lines_break_between_words() {
+        assert_eq!(wrap("one two  three", 7), ["one two", "three"]);
+        assert_eq!(wrap("immeasurable", 3), ["immeasurable"]);
+        assert!(wrap(" ", 5).is_empty());
+    }
+}

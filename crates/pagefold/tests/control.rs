@@ -1,0 +1,452 @@
+//! Talking to a real daemon: `pagefold status`, `explain`, `governor`, `pause`, `resume`, and the socket behind them.
+
+use pagefold_bench::{Segment, Tenant, TenantSpec};
+use serde_json::{Value, json};
+use std::fs::{self, Permissions};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+mod support;
+use support::*;
+
+const SOCKET: &str = "/run/pagefold/control.sock";
+
+/// What the program answers as JSON.
+#[track_caller]
+fn told(args: &[&str]) -> Value {
+    let output = pagefold(&[args, &["--json"]].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[track_caller]
+fn status() -> Value {
+    let status = told(&["status"]);
+    assert_eq!(status["schema"], "pagefold.status/1");
+    status
+}
+
+#[track_caller]
+fn explain(pid: i32) -> Value {
+    let explanation = told(&["explain", &pid.to_string()]);
+    assert_eq!((&explanation["schema"], &explanation["pid"]), (&json!("pagefold.explain/1"), &json!(pid)));
+    explanation
+}
+
+/// What it tells people, in lines that fit a terminal.
+#[track_caller]
+fn text(args: &[&str]) -> String {
+    let output = pagefold(args);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+    assert!(!text.contains('\x1b'), "{text}");
+    text
+}
+
+/// The row of a list whose `field` is so.
+#[track_caller]
+fn row<'a>(list: &'a Value, field: &str, is: &Value) -> &'a Value {
+    let rows = list.as_array().unwrap();
+    rows.iter().find(|row| row[field] == *is).unwrap_or_else(|| panic!("no {field} {is} in {list}"))
+}
+
+#[track_caller]
+fn bytes(value: &Value) -> u64 {
+    value.as_u64().unwrap_or_else(|| panic!("{value}"))
+}
+
+fn is_reached() -> bool {
+    pagefold(&["status"]).status.success()
+}
+
+/// A daemon that answers.
+#[track_caller]
+fn daemon(pids: &[i32], options: &[&str]) -> Daemon {
+    let daemon = Daemon::on(pids, &[&["--for", "60s"], options].concat());
+    wait_until("the daemon answers", is_reached);
+    daemon
+}
+
+fn same(mib: u64, seed: u64) -> TenantSpec {
+    TenantSpec::new([Segment::Same { pages: mib * PAGES_PER_MIB, seed }])
+}
+
+fn random(mib: u64) -> TenantSpec {
+    TenantSpec::new([Segment::Random { pages: mib * PAGES_PER_MIB, seed: 1 }])
+}
+
+#[test]
+fn kinds_are_told_for_all_and_region_by_region() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut tenants = [tenant(&same(48, 21)), tenant(&random(40))];
+    let pids = pids(&tenants);
+    let daemon = daemon(&pids, &[]);
+    wait_until("it is merged", || saved_bytes() >= 45 * MIB && status()["busy"] == false);
+
+    let status = status();
+    assert_eq!((&status["pid"], &status["dry_run"]), (&json!(daemon.pid()), &json!(false)));
+    assert_eq!(status["scope"], format!("--pid {} --pid {}", pids[0], pids[1]));
+    assert_eq!((&status["governor"], &status["in_force"]), (&json!("full"), &json!("full")));
+    assert_eq!((&status["ksm_driven"], &status["ksm_why"]), (&json!(true), &Value::Null));
+    assert!(bytes(&status["saved_bytes"]).abs_diff(saved_bytes()) <= MIB, "{status}");
+    let kind = |kind: &str| bytes(&row(&status["kinds"], "kind", &json!(kind))["resident_bytes"]);
+    assert!((47 * MIB..52 * MIB).contains(&kind("statically-duplicated")), "{status}");
+    assert!((40 * MIB..44 * MIB).contains(&kind("sparse")), "{status}");
+    for list in ["kinds", "levels", "next", "processes"] {
+        let rows = status[list].as_array().unwrap();
+        let sum: u64 = rows.iter().map(|row| bytes(&row["resident_bytes"])).sum();
+        assert_eq!(sum, bytes(&status["resident_bytes"]), "{list} in {status}");
+    }
+    assert_eq!(status["levels"].as_array().unwrap().len(), 4);
+    assert_eq!((&status["levels"][0]["share"], &status["levels"][1]["share"]), (&json!(0.95), &json!(0.475)));
+    let used = status["used_share"].as_f64().unwrap();
+    let cpu = &status["cpu_seconds"];
+    let spent = cpu["pagefold"].as_f64().unwrap() + cpu["ksmd"].as_f64().unwrap();
+    assert!(0.0 < used && used <= spent / 10.0 + 0.01, "{used} of {spent}");
+
+    // The one content: merged.
+    let one = explain(pids[0]);
+    let largest = &one["regions"][0];
+    assert_eq!((&one["in_scope"], &largest["kind"]), (&json!(true), &json!("statically-duplicated")));
+    assert_eq!((&largest["exact"], &largest["mapping"]), (&json!(true), &json!("anonymous")));
+    assert!(bytes(&largest["marked_bytes"]) >= 46 * MIB && bytes(&largest["expected_bytes"]) >= 46 * MIB, "{largest}");
+    let first = u64::from_str_radix(largest["range"].as_str().unwrap().split('-').next().unwrap(), 16).unwrap();
+    let maps = fs::read_to_string(format!("/proc/{}/maps", pids[0])).unwrap();
+    assert!(maps.lines().any(|line| line.starts_with(&format!("{first:x}-"))), "{first:x} in {maps}");
+    // What nobody else holds: left alone.
+    let other = explain(pids[1]);
+    let largest = &other["regions"][0];
+    assert_eq!((&largest["kind"], &largest["next"]), (&json!("sparse"), &json!("watch")), "{largest}");
+    assert_eq!(bytes(&largest["marked_bytes"]), 0);
+    assert!(largest["duplicate_range"][1].as_f64().unwrap() < 0.2, "{largest}");
+
+    // To people.
+    let said = text(&["status"]);
+    for part in
+        ["Saves 4", "statically duplicated", "sparse", "COW-broken", "short-lived", "driven by this run", "95 %"]
+    {
+        assert!(said.contains(part), "{part:?} is missing in {said}");
+    }
+    let said = text(&["explain", &pids[0].to_string()]);
+    for part in ["100 % duplicate, exactly", " of 4, seen for", "expected to be merged", "ksmd is woken again"] {
+        assert!(said.contains(part), "{part:?} is missing in {said}");
+    }
+    let said = text(&["explain", &pids[1].to_string()]);
+    for part in ["sparse: ", "read whole once samples show more than 10 % duplicate", "Left alone in any case"] {
+        assert!(said.contains(part), "{part:?} is missing in {said}");
+    }
+
+    let ended = daemon.told_to_end();
+    assert_eq!(ended["knobs_restored"], true);
+    unmerge(&pids);
+    are_intact(&mut tenants);
+    ksm.is_back();
+}
+
+#[test]
+fn answers_come_at_once_however_long_a_round_is() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let idle = Sleeper::start();
+    // Rounds of 20 s, and looks every second.
+    let daemon = daemon(&[idle.pid()], &["--governor", "quiet"]);
+    std::thread::sleep(Duration::from_secs(2));
+    let mut times: Vec<Duration> = (0..9)
+        .map(|_| {
+            std::thread::sleep(Duration::from_millis(130));
+            let before = Instant::now();
+            status();
+            before.elapsed()
+        })
+        .collect();
+    times.sort();
+    println!("an answer takes {times:?}");
+    assert!(times[4] < Duration::from_millis(250), "{times:?}");
+    daemon.told_to_end();
+    ksm.is_back();
+}
+
+#[test]
+fn a_governor_comes_into_force() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let idle = Sleeper::start();
+    let daemon = daemon(&[idle.pid()], &[]);
+    for (name, share) in [("low", 0.2), ("quiet", 0.01), ("medium", 0.5)] {
+        let standing = told(&["governor", name]);
+        assert_eq!(standing["schema"], "pagefold.control/1");
+        assert_eq!((&standing["governor"], &standing["in_force"]), (&json!(name), &json!(name)));
+        assert_eq!((&standing["allowed_share"], &standing["paused"]), (&json!(share), &json!(false)));
+        let status = status();
+        assert_eq!((&status["governor"], &status["allowed_share"]), (&json!(name), &json!(share)));
+        assert_eq!(status["levels"][0]["share"], json!(share));
+    }
+    let standing = told(&["governor", "auto"]);
+    assert_eq!(standing["governor"], "auto");
+    assert_ne!(standing["in_force"], "auto");
+    assert_eq!(text(&["governor", "low"]), "In force: governor low, up to 20 % of a core.\n");
+    fails(&["governor", "turbo"], 2, "full, medium, low, quiet or auto");
+    assert_eq!(status()["governor"], "low");
+    daemon.told_to_end();
+    ksm.is_back();
+}
+
+#[test]
+fn paused_it_does_nothing_and_resumed_it_goes_on() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    // By a name that nothing else on the machine has, so that more can come.
+    let dir = tempfile::tempdir().unwrap();
+    let exe = dir.path().join(format!("pagefold-test-{}", std::process::id()));
+    fs::copy(program(), &exe).unwrap();
+    let spec = spec(32, 0, 22);
+    let first = Tenant::start(&exe, &spec).unwrap();
+    let daemon = Daemon::start(&["run", "--json", "--exe", exe.to_str().unwrap(), "--for", "60s"]);
+    wait_until("the daemon answers", is_reached);
+    assert_eq!(text(&["pause"]).lines().count(), 1);
+    let mut twins = [first, Tenant::start(&exe, &spec).unwrap()];
+    let pids = pids(&twins);
+    wait_until("both are in scope", || status()["processes"].as_array().unwrap().len() == 2);
+    let before = status();
+    assert_eq!(before["paused"], true);
+    std::thread::sleep(Duration::from_secs(5));
+    are_unmarked(&pids);
+    let after = status();
+    assert_eq!(after["pages_read"], before["pages_read"], "it reads on");
+    assert_eq!((bytes(&after["marked_bytes"]), bytes(&after["saved_bytes"])), (0, 0));
+    assert!(text(&["status"]).contains("paused: nothing is read"));
+    assert!(text(&["explain", &pids[0].to_string()]).contains("Paused: nothing happens"));
+
+    assert!(text(&["resume"]).starts_with("Going on: governor full"));
+    wait_until("they are folded", || saved_bytes() >= 31 * MIB);
+    // Once more: what is merged stays merged, also when ksmd had to be stopped for it.
+    told(&["pause"]);
+    let saved = saved_bytes();
+    std::thread::sleep(Duration::from_secs(2));
+    assert!(saved_bytes() >= saved, "{} of {saved}", saved_bytes());
+    daemon.told_to_end();
+    unmerge(&pids);
+    are_intact(&mut twins);
+    ksm.is_back();
+}
+
+/// Holds memory that must be left alone, each mapping for a reason of its own.
+const SECRETIVE: &str = r#"
+import ctypes, mmap, sys
+libc = ctypes.CDLL(None, use_errno=True)
+held = []
+for advice in (16, 18, None):
+    region = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region.write(b"s" * (8 << 20))
+    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(region)))
+    if advice is None: assert libc.mlock(address, ctypes.c_size_t(8 << 20)) == 0
+    else: assert libc.madvise(address, ctypes.c_size_t(8 << 20), advice) == 0
+    held.append(region)
+shared = mmap.mmap(-1, 8 << 20)
+shared.write(b"s" * (8 << 20))
+print("ready", flush=True)
+sys.stdin.readline()
+"#;
+
+#[test]
+fn what_is_left_alone_is_told_with_its_reason_in_scope_and_out_of_it() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let (inside, outside) = (Script::start(SECRETIVE), Script::start(SECRETIVE));
+    let daemon = daemon(&[inside.pid()], &[]);
+    for (pid, in_scope) in [(inside.pid(), true), (outside.pid(), false)] {
+        let explanation = explain(pid);
+        assert_eq!((&explanation["in_scope"], &explanation["left_alone"]), (&json!(in_scope), &Value::Null));
+        assert_eq!(explanation["regions"].as_array().unwrap().is_empty(), !in_scope);
+        for (reason, least) in
+            [("MADV_DONTDUMP", 8), ("MADV_WIPEONFORK", 8), ("mlock", 8), ("shared mapping", 8), ("no anonymous", 0)]
+        {
+            let rows = explanation["excluded"].as_array().unwrap();
+            let found = rows.iter().filter(|row| row["reason"].as_str().unwrap().contains(reason));
+            let most = found.map(|row| bytes(&row["bytes"])).max();
+            assert!(most.is_some_and(|most| most >= least * MIB), "{reason}: {most:?} in {explanation}");
+        }
+        let said = text(&["explain", &pid.to_string()]);
+        assert_eq!(said.contains("is not in the scope"), !in_scope, "{said}");
+        assert!(said.contains("may hold secrets") && said.contains("may hold keys"), "{said}");
+    }
+    // Whole processes.
+    let undumpable = Script::start(
+        "import ctypes, sys\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nprint('ready', flush=True)\nsys.stdin.readline()",
+    );
+    let said = text(&["explain", &undumpable.pid().to_string()]);
+    assert!(said.contains("All of it is left alone") && said.contains("not dumpable"), "{said}");
+    let mut ended = zombie();
+    let said = text(&["explain", &ended.id().to_string()]);
+    assert!(said.contains("has ended"), "{said}");
+    ended.wait().unwrap();
+    fails(&["explain", "2147483646"], 5, "no process 2147483646");
+    daemon.told_to_end();
+    unmerge(&[inside.pid()]);
+    ksm.is_back();
+}
+
+#[test]
+fn nobody_but_root_is_answered() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let idle = Sleeper::start();
+    let daemon = daemon(&[idle.pid()], &[]);
+    let dir = tempfile::tempdir_in("/tmp").unwrap();
+    let copy = dir.path().join("pagefold");
+    fs::copy(program(), &copy).unwrap();
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let as_nobody =
+        |args: &[&str]| -> Output { Command::new(&copy).args(args).uid(65534).gid(65534).output().unwrap() };
+    let all: [&[&str]; 5] =
+        [&["status"], &["explain", &idle.pid().to_string()], &["governor", "low"], &["pause"], &["resume"]];
+    for args in all {
+        is_refusal(&as_nobody(args), 3, "only root");
+    }
+    // Even if somebody opens the file for all: the daemon looks at who has connected.
+    fs::set_permissions(SOCKET, Permissions::from_mode(0o666)).unwrap();
+    for args in all {
+        is_refusal(&as_nobody(args), 3, "only root");
+    }
+    let asks = "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect('/run/pagefold/control.sock')\n\
+        f = s.makefile('rw')\ntry:\n  f.write('{\"schema\":\"pagefold.control/1\",\"request\":\"pause\"}\\n')\n  f.flush()\n\
+        except OSError: pass\nprint(f.readline(), end='')\ntry: print(f.readline(), end='')\nexcept OSError: pass";
+    let output = Command::new("python3").args(["-c", asks]).uid(65534).gid(65534).output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        said.lines().count() == 1 && said.contains("only root"),
+        "{said} {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let status = status();
+    assert_eq!((&status["governor"], &status["paused"]), (&json!("full"), &json!(false)), "nothing was changed");
+    daemon.told_to_end();
+    ksm.is_back();
+}
+
+#[test]
+fn nonsense_and_silence_harm_nothing() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut twins = twins(32, 8, 23);
+    let pids = pids(&twins);
+    let daemon = daemon(&pids, &[]);
+    let silent: Vec<UnixStream> = (0..10).map(|_| UnixStream::connect(SOCKET).unwrap()).collect();
+    let huge = vec![b'['; 3 << 20];
+    let cases: [(&[u8], &str); 5] = [
+        (b"what is it\n", "malformed"),
+        (b"{\"schema\":\"pagefold.control/1\",\"request\":\"dance\"}\n", "dance"),
+        (b"{\"schema\":\"pagefold.control/1\",\"request\":\"governor\",\"name\":\"turbo\"}\n", "full, medium"),
+        (b"{\"schema\":\"pagefold.control/9\",\"request\":\"pause\"}\n", "not of schema"),
+        (&huge, "longer than 4096 bytes"),
+    ];
+    for (request, says) in cases {
+        let mut stream = UnixStream::connect(SOCKET).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        // It may hang up before it has taken everything.
+        let _ = stream.write_all(request);
+        let _ = stream.shutdown(Shutdown::Write);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        let answer: Value = serde_json::from_slice(&answer).unwrap();
+        assert!(answer["error"].as_str().unwrap().contains(says), "{answer}");
+    }
+    // Asks and does not wait for the answer.
+    for _ in 0..20 {
+        let mut stream = UnixStream::connect(SOCKET).unwrap();
+        // One too many is not even listened to.
+        let _ = stream.write_all(b"{\"schema\":\"pagefold.control/1\",\"request\":\"status\"}\n");
+    }
+    wait_until("the twins are folded all the same", || saved_bytes() >= 31 * MIB);
+    // The silent ones are told to go, after some seconds.
+    let mut line = String::new();
+    BufReader::new(&silent[0]).read_line(&mut line).unwrap();
+    assert!(line.contains("no request came"), "{line}");
+    wait_until("there is room", is_reached);
+    assert_eq!(status()["paused"], false);
+    let summary = daemon.told_to_end();
+    assert_eq!(summary["knobs_restored"], true);
+    unmerge(&pids);
+    are_intact(&mut twins);
+    ksm.is_back();
+}
+
+#[test]
+fn without_a_daemon_there_is_one_clear_line() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let idle = Sleeper::start();
+    let pid = idle.pid().to_string();
+    let all: [&[&str]; 6] =
+        [&["status"], &["status", "--json"], &["explain", &pid], &["governor", "low"], &["pause"], &["resume"]];
+    let nobody_is_there = || all.iter().for_each(|args| fails(args, 8, "no pagefold is running; start one with"));
+    nobody_is_there();
+    // A socket that nobody listens on any more.
+    fs::create_dir_all("/run/pagefold").unwrap();
+    drop(UnixListener::bind(SOCKET).unwrap());
+    assert!(Path::new(SOCKET).exists());
+    nobody_is_there();
+    let killed = daemon(&[idle.pid()], &[]);
+    let file = fs::symlink_metadata(SOCKET).unwrap();
+    assert!(file.file_type().is_socket());
+    assert_eq!((file.mode() & 0o777, file.uid()), (0o600, 0));
+    killed.signal(libc::SIGKILL);
+    killed.end();
+    assert!(Path::new(SOCKET).exists(), "it could not clear up");
+    nobody_is_there();
+    let next = daemon(&[idle.pid()], &[]);
+    next.told_to_end();
+    assert!(!Path::new(SOCKET).exists());
+    assert_eq!(
+        fs::read_dir("/run/pagefold")
+            .unwrap()
+            .filter(|entry| {
+                entry.as_ref().is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with("control"))
+            })
+            .count(),
+        0,
+        "nothing is left"
+    );
+    nobody_is_there();
+    ksm.is_back();
+}
+
+#[test]
+fn a_dry_run_answers_until_one_that_acts_does() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let idle = Sleeper::start();
+    let dry = daemon(&[idle.pid()], &["--dry-run"]);
+    let status_of_dry = status();
+    assert_eq!((&status_of_dry["dry_run"], &status_of_dry["ksm_driven"]), (&json!(true), &json!(false)));
+    assert_eq!(status_of_dry["ksm_why"], "a dry run changes nothing");
+    assert!(text(&["status"]).contains("Dry run: "));
+    // A second one leaves it the socket, and says so.
+    let second = Daemon::on(&[idle.pid()], &["--dry-run", "--for", "1s"]).end();
+    second.summary();
+    assert!(second.errors.contains(&format!("another pagefold (pid {}) serves", dry.pid())), "{}", second.errors);
+    assert_eq!(second.errors.lines().count(), 1, "{}", second.errors);
+    assert_eq!(status()["pid"], dry.pid());
+    // One that acts does not.
+    let acting = Daemon::on(&[idle.pid()], &["--for", "60s"]);
+    wait_until("it answers", || status()["pid"] == acting.pid());
+    dry.told_to_end();
+    assert_eq!(status()["pid"], acting.pid());
+    acting.told_to_end();
+    assert!(!Path::new(SOCKET).exists());
+    ksm.is_back();
+}
+
+#[test]
+fn senseless_command_lines() {
+    for pid in ["0", "abc", "-1", "99999999999", "", "1 2"] {
+        let output = pagefold(&["explain", "--", pid]);
+        is_refusal(&output, 2, "");
+    }
+    fails(&["explain"], 2, "PID");
+    fails(&["governor"], 2, "NAME");
+    fails(&["governor", "turbo"], 2, "there is no governor 'turbo': choose full, medium, low, quiet or auto");
+    fails(&["governor", ""], 2, "there is no governor");
+    for command in ["status", "pause", "resume"] {
+        fails(&[command, "more"], 2, "more");
+    }
+}
