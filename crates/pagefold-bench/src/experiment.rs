@@ -1,8 +1,14 @@
 //! The experiments: each measures one claim on programs it starts itself.
 
+mod cow_breaker;
+mod governors;
+mod hash;
 mod idle;
+mod pairs;
 mod real_programs;
+mod recall;
 mod scan;
+mod short_lived;
 mod static_mix;
 
 use crate::interrupt::Interrupt;
@@ -43,8 +49,19 @@ pub struct Experiment {
 }
 
 /// All of them.
-pub const EXPERIMENTS: [Experiment; 5] =
-    [static_mix::EXPERIMENT, real_programs::EXPERIMENT, real_programs::MIXED_HOST, scan::EXPERIMENT, idle::EXPERIMENT];
+pub const EXPERIMENTS: [Experiment; 11] = [
+    static_mix::EXPERIMENT,
+    pairs::EXPERIMENT,
+    cow_breaker::EXPERIMENT,
+    short_lived::EXPERIMENT,
+    idle::EXPERIMENT,
+    governors::EXPERIMENT,
+    real_programs::EXPERIMENT,
+    real_programs::MIXED_HOST,
+    recall::EXPERIMENT,
+    scan::EXPERIMENT,
+    hash::EXPERIMENT,
+];
 
 impl Experiment {
     /// The one of that name.
@@ -57,40 +74,89 @@ impl Experiment {
     }
 }
 
+impl Setting<'_> {
+    /// Whether a policy is to be measured: by its name, or by the name's first word.
+    fn wants(&self, policy: &str) -> bool {
+        let first = policy.split(' ').next();
+        self.policies.is_empty() || self.policies.iter().any(|name| name == policy || Some(name.as_str()) == first)
+    }
+}
+
 /// Pages in so many mebibytes.
 const fn mib(mebibytes: u64) -> Pages {
     Pages(mebibytes * (1 << 20) / PAGE_SIZE as u64)
 }
 
-/// Runs each policy on targets started afresh, since marks cannot be taken back from outside. What one policy cannot
-/// do is noted, and the next has its turn.
+/// Runs each policy on targets started afresh, since marks cannot be taken back from outside, and compares pagefold
+/// with the others.
 fn side_by_side(
     setting: &Setting<'_>,
     report: &mut Report,
     policies: &[Policy],
     start: impl Fn() -> anyhow::Result<Vec<Box<dyn Target>>>,
 ) -> anyhow::Result<()> {
-    let mut steering = Steering::take(setting.interrupt)?;
-    let mut expected = None;
+    let mut course = Course::take(setting)?;
     for policy in policies {
-        let name = policy.to_string();
-        if !setting.policies.is_empty() && !setting.policies.contains(&name) {
-            continue;
-        }
-        eprintln!("{}: {name}", report.experiment);
-        let mut targets = start()?;
-        let expected = expected.get_or_insert_with(|| answers(&mut targets));
-        match policy::run(policy, &mut targets, expected, &mut steering, setting.program, setting.interrupt) {
-            Ok(run) => report.runs.push(run),
-            Err(error) => {
-                setting.interrupt.check()?;
-                eprintln!("{}: {name}: {error:#}", report.experiment);
-                report.failures.push(Failure { policy: name, error: format!("{error:#}") });
-            }
-        }
+        course.run(report, policy, &start)?;
     }
-    drop(steering);
+    drop(course);
     report.compare(policy::SUBJECT);
     report.bar_on_answers();
     Ok(())
+}
+
+/// KSM, taken for policies that have their turn one after the other.
+struct Course<'a> {
+    setting: &'a Setting<'a>,
+    steering: Steering,
+    /// What the targets answered first.
+    expected: Option<Vec<Option<String>>>,
+    /// Whether the targets' page tables are read meanwhile.
+    exact: bool,
+}
+
+impl<'a> Course<'a> {
+    /// Takes KSM.
+    fn take(setting: &'a Setting<'a>) -> anyhow::Result<Self> {
+        Ok(Self { setting, steering: Steering::take(setting.interrupt)?, expected: None, exact: false })
+    }
+
+    /// Runs a policy, unless others were asked for, on targets that answer as those of the first one did. What it
+    /// cannot do is noted.
+    fn run(
+        &mut self,
+        report: &mut Report,
+        policy: &Policy,
+        start: impl FnOnce() -> anyhow::Result<Vec<Box<dyn Target>>>,
+    ) -> anyhow::Result<()> {
+        let (setting, name) = (self.setting, policy.to_string());
+        if !setting.wants(&name) {
+            return Ok(());
+        }
+        eprintln!("{}: {name}", report.experiment);
+        let mut targets = start()?;
+        let expected = self.expected.get_or_insert_with(|| answers(&mut targets));
+        let ran = policy::run(
+            policy,
+            &mut targets,
+            expected,
+            self.exact,
+            &mut self.steering,
+            setting.program,
+            setting.interrupt,
+        );
+        match ran {
+            Ok(run) => report.runs.push(run),
+            Err(error) => self.failed(report, name, &error)?,
+        }
+        Ok(())
+    }
+
+    /// Notes what could not be done, unless it is that we were interrupted.
+    fn failed(&self, report: &mut Report, policy: String, error: &anyhow::Error) -> anyhow::Result<()> {
+        self.setting.interrupt.check()?;
+        eprintln!("{}: {policy}: {error:#}", report.experiment);
+        report.failures.push(Failure { policy, error: format!("{error:#}") });
+        Ok(())
+    }
 }

@@ -8,8 +8,10 @@ mod contents;
 mod daemon;
 pub mod experiment;
 mod interrupt;
+mod live;
 pub mod marking;
 mod oracle;
+mod page_tables;
 mod plot;
 mod policy;
 pub mod programs;
@@ -22,6 +24,7 @@ mod tenant_main;
 
 pub use args::{BenchArgs, main};
 pub use interrupt::Interrupt;
+pub use live::{Counters, Life, Live};
 pub use steering::Steering;
 pub use tenant::{Segment, Tenant, TenantSpec, Verdict};
 pub use tenant_main::tenant_main;

@@ -1,8 +1,10 @@
 //! Charts as SVG: what is saved over time, and what a CPU second saves.
 
+mod hash;
+
 use crate::chart::{FIRST_SECONDS, last_seconds, most_saved, place};
 use crate::policy::SUBJECT;
-use crate::record::{Report, Run};
+use crate::record::{Picture, Report, Run};
 use crate::table::number;
 use pagefold_core::units::Bytes;
 use std::fmt::Write;
@@ -18,22 +20,37 @@ const BAR_LINE: f64 = 44.0;
 /// Peers' colours, told apart also by those who see few colours (after Okabe and Ito).
 const PEERS: [&str; 5] = ["#0072b2", "#009e73", "#7a7a7a", "#cc79a7", "#56b4e9"];
 const OURS: &str = "#d55e00";
+/// pagefold with other options, in one experiment.
+const OURS_TOO: [&str; 4] = [OURS, "#e69f00", "#8c3a00", "#b8860b"];
 
-/// File names and contents. An experiment that saved nothing has no charts.
+/// File names and contents. An experiment that saved nothing has only the charts it asked for.
 pub fn charts(report: &Report) -> Vec<(String, String)> {
-    if !report.saved_anything() {
-        return Vec::new();
-    }
     let name = report.experiment;
-    vec![
-        (format!("{name}-saved.svg"), saved_over_time(report)),
-        (format!("{name}-cpu.svg"), saved_per_cpu_second(report)),
-    ]
+    let pictures = report.pictures.iter().filter(|picture| !picture.rows.is_empty());
+    let mut charts: Vec<_> =
+        pictures.map(|picture| (format!("{name}-{}.svg", picture.name), beside(name, picture))).collect();
+    if name == "hash" {
+        charts.extend(hash::charts(report));
+    }
+    if report.saved_anything() {
+        charts.push((format!("{name}-saved.svg"), saved_over_time(report)));
+        charts.push((format!("{name}-cpu.svg"), saved_per_cpu_second(report)));
+    }
+    charts
 }
 
-fn colours(runs: &[Run]) -> Vec<&'static str> {
-    let mut peers = PEERS.iter().cycle();
-    runs.iter().map(|run| if run.policy == SUBJECT { OURS } else { peers.next().unwrap_or(&OURS) }).collect()
+/// Whether pagefold's, with whatever options.
+fn is_ours(name: &str) -> bool {
+    name.strip_prefix(SUBJECT).is_some_and(|rest| !rest.starts_with(|first: char| first.is_alphanumeric()))
+}
+
+fn colours<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'static str> {
+    let (mut ours, mut peers) = (OURS_TOO.iter().cycle(), PEERS.iter().cycle());
+    names.map(|name| if is_ours(name) { ours.next() } else { peers.next() }.map_or(OURS, |colour| colour)).collect()
+}
+
+fn names(runs: &[Run]) -> impl Iterator<Item = &str> {
+    runs.iter().map(|run| run.policy.as_str())
 }
 
 fn saved_over_time(report: &Report) -> String {
@@ -63,18 +80,18 @@ fn saved_over_time(report: &Report) -> String {
     svg.text((f64::midpoint(LEFT, RIGHT), BOTTOM + 38.0), "middle", "tick", "seconds (logarithmic)");
 
     // Ours is drawn last, over the others.
-    let mut order: Vec<(&Run, &str)> = runs.iter().zip(colours(runs)).collect();
-    order.sort_by_key(|(run, _)| run.policy == SUBJECT);
+    let mut order: Vec<(&Run, &str)> = runs.iter().zip(colours(names(runs))).collect();
+    order.sort_by_key(|(run, _)| is_ours(&run.policy));
     for (run, colour) in &order {
         let points: Vec<(f64, f64)> = run.curve.iter().map(|(at, saved)| (x(*at), y(Bytes(*saved).mib()))).collect();
-        svg.curve(&points, colour, if run.policy == SUBJECT { 3.0 } else { 2.0 });
+        svg.curve(&points, colour, if is_ours(&run.policy) { 3.0 } else { 2.0 });
         if let Some(&(end_x, end_y)) = points.last() {
             svg.dot((end_x, end_y), colour);
             // What is merged stays so while ksmd rests.
             svg.dashes((end_x, end_y), (RIGHT, end_y), colour);
         }
     }
-    for (line, (run, colour)) in (0_u32..).zip(runs.iter().zip(colours(runs))) {
+    for (line, (run, colour)) in (0_u32..).zip(runs.iter().zip(colours(names(runs)))) {
         let at = BOTTOM + 66.0 + LEGEND_LINE * f64::from(line);
         svg.curve(&[(LEFT, at - 4.0), (LEFT + 28.0, at - 4.0)], colour, 3.0);
         let label = format!(
@@ -90,22 +107,32 @@ fn saved_over_time(report: &Report) -> String {
 }
 
 fn saved_per_cpu_second(report: &Report) -> String {
-    let runs = &report.runs;
-    let of = |run: &Run| run.mib_per_cpu_second().unwrap_or(0.0);
-    let most = runs.iter().map(of).fold(f64::MIN_POSITIVE, f64::max);
-    let height = TOP + BAR_LINE * runs.len() as f64 + 24.0;
-    let mut svg = Svg::new(
-        height,
-        &format!("{}: what a CPU second saves", report.experiment),
-        "MiB saved for each CPU second of ksmd and pagefold together",
-    );
-    let names = 136.0;
-    for (line, (run, colour)) in (0_u32..).zip(runs.iter().zip(colours(runs))) {
+    let of = |run: &Run| (run.policy.clone(), run.mib_per_cpu_second().unwrap_or(0.0));
+    let picture = Picture {
+        name: "cpu",
+        title: "what a CPU second saves".to_owned(),
+        subtitle: "MiB saved for each CPU second of ksmd and pagefold together".to_owned(),
+        rows: report.runs.iter().map(of).collect(),
+    };
+    beside(report.experiment, &picture)
+}
+
+/// Figures beside each other, as bars.
+fn beside(experiment: &str, picture: &Picture) -> String {
+    let rows = &picture.rows;
+    let most = rows.iter().map(|(_, value)| *value).fold(f64::MIN_POSITIVE, f64::max);
+    let height = TOP + BAR_LINE * rows.len() as f64 + 24.0;
+    let mut svg = Svg::new(height, &format!("{experiment}: {}", picture.title), &picture.subtitle);
+    let longest = rows.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
+    // Letters of 14 pixels are some 7.5 wide on average.
+    let room = (longest as f64 * 7.5 + 24.0).clamp(136.0, 420.0);
+    let colours = colours(rows.iter().map(|(name, _)| name.as_str()));
+    for (line, ((name, value), colour)) in (0_u32..).zip(rows.iter().zip(colours)) {
         let at = TOP + BAR_LINE * f64::from(line);
-        let length = (RIGHT - 80.0 - LEFT - names) * of(run) / most;
-        svg.text((LEFT + names - 12.0, at + 19.0), "end", "label", &run.policy);
-        svg.bar((LEFT + names, at), (length.max(1.0), 28.0), colour);
-        svg.text((LEFT + names + length + 8.0, at + 19.0), "start", "label", &number(of(run)));
+        let length = (RIGHT - 80.0 - LEFT - room) * value / most;
+        svg.text((LEFT + room - 12.0, at + 19.0), "end", "label", name);
+        svg.bar((LEFT + room, at), (length.max(1.0), 28.0), colour);
+        svg.text((LEFT + room + length + 8.0, at + 19.0), "start", "label", &number(*value));
     }
     svg.finish()
 }
@@ -180,6 +207,12 @@ impl Svg {
     fn bar(&mut self, (x, y): (f64, f64), (width, height): (f64, f64), colour: &str) {
         self.push(format_args!(
             "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" rx=\"3\" fill=\"{colour}\"/>"
+        ));
+    }
+
+    fn cell(&mut self, (x, y): (f64, f64), (width, height): (f64, f64), colour: &str) {
+        self.push(format_args!(
+            "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.2}\" height=\"{height:.2}\" fill=\"{colour}\"/>"
         ));
     }
 
@@ -278,6 +311,18 @@ mod tests {
         assert!(charts(&report).is_empty());
         report.runs.clear();
         assert!(charts(&report).is_empty());
+    }
+
+    #[test]
+    fn figures_that_an_experiment_chose_are_drawn_whatever_was_saved() {
+        let mut report = Report::new("a-mix", "a claim");
+        let rows = vec![("pagefold --quick".to_owned(), 2.0), ("pagefolder".to_owned(), 0.0)];
+        report.pictures.push(Picture { name: "share", title: "t <1>".into(), subtitle: "s".into(), rows });
+        report.pictures.push(Picture::default());
+        let charts = charts(&report);
+        assert_eq!(charts.len(), 1);
+        assert_eq!(charts[0].0, "a-mix-share.svg");
+        assert!(is_balanced(&charts[0].1) && charts[0].1.contains(OURS) && charts[0].1.contains(PEERS[0]));
     }
 
     #[test]

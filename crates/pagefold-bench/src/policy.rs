@@ -5,13 +5,16 @@
 
 use crate::daemon;
 use crate::interrupt::Interrupt;
+use crate::live::Counters;
 use crate::marking::{Stretch, everything, mark};
 use crate::oracle;
+use crate::page_tables::PageTables;
 use crate::programs::Target;
 use crate::record::{Answers, Run, agree, answers};
 use crate::sampler::Sampler;
 use crate::steering::Steering;
 use anyhow::bail;
+use pagefold_core::units::Permyriad;
 use pagefold_linux::ksm::Knob;
 use pagefold_linux::process::Process;
 use std::fmt;
@@ -51,13 +54,61 @@ pub enum Policy {
         /// For how long.
         seconds: u64,
     },
+    /// KSM, everything marked, a batch every 20 ms, whose size is set again and again so that ksmd takes this share of
+    /// a core.
+    KsmSteered {
+        /// Of a core, in hundredths of a per cent.
+        share: Permyriad,
+        /// For how long.
+        seconds: u64,
+    },
+    /// Nobody folds anything.
+    Nobody {
+        /// For how long.
+        seconds: u64,
+    },
     /// Every page is known beforehand; dense extents are marked and merged at once.
     Oracle,
     /// `pagefold run`.
     Pagefold {
-        /// For how long.
+        /// For how long at most.
         seconds: u64,
+        /// Further options of it.
+        options: Vec<String>,
+        /// When to end it earlier.
+        enough: Option<Enough>,
     },
+}
+
+/// When a daemon has done what it was started for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Enough {
+    /// So much is saved,
+    pub saved_bytes: u64,
+    /// and so much time has passed.
+    pub seconds: u64,
+}
+
+impl Policy {
+    /// `pagefold run` as it is by default.
+    pub fn pagefold(seconds: u64) -> Self {
+        Self::pagefold_with(seconds, &[])
+    }
+
+    /// `pagefold run` with further options.
+    pub fn pagefold_with(seconds: u64, options: &[&str]) -> Self {
+        let options = options.iter().map(|&option| option.to_owned()).collect();
+        Self::Pagefold { seconds, options, enough: None }
+    }
+
+    /// The same, ended when it is enough. Only for pagefold.
+    #[must_use]
+    pub fn until(self, enough: Enough) -> Self {
+        match self {
+            Self::Pagefold { seconds, options, .. } => Self::Pagefold { seconds, options, enough: Some(enough) },
+            other => other,
+        }
+    }
 }
 
 /// The name of the policy that experiments are about.
@@ -68,19 +119,25 @@ impl fmt::Display for Policy {
         match self {
             Self::KsmEverything => f.write_str("ksm-everything"),
             Self::KsmPaced { pages, .. } => write!(f, "ksm-{pages}/20ms"),
-            Self::KsmAdvisor { .. } => f.write_str("ksm-advisor"),
+            Self::KsmAdvisor { seconds } => write!(f, "ksm-advisor/{seconds}s"),
+            Self::KsmSteered { share, .. } => write!(f, "ksm at {:.2} %", 100.0 * share.fraction()),
+            Self::Nobody { .. } => f.write_str("nobody"),
             Self::Oracle => f.write_str("oracle"),
-            Self::Pagefold { .. } => f.write_str(SUBJECT),
+            Self::Pagefold { options, .. } => {
+                f.write_str(SUBJECT)?;
+                options.iter().try_for_each(|option| write!(f, " {option}"))
+            }
         }
     }
 }
 
 /// Runs a policy on targets that nobody has marked yet, and gives everything back but the marks: end the targets to
-/// be rid of these. `expected` is what the targets are to answer.
+/// be rid of these. `expected` is what the targets are to answer; with `exact` their page tables are read meanwhile.
 pub fn run(
     policy: &Policy,
     targets: &mut [Box<dyn Target>],
     expected: &[Option<String>],
+    exact: bool,
     steering: &mut Steering,
     program: &Path,
     interrupt: &Interrupt,
@@ -89,14 +146,24 @@ pub fn run(
     let processes = targets.iter().map(|target| Process::open(target.pid())).collect::<Result<Vec<_>, _>>()?;
     steering.kernel_defaults()?;
     let mut run = Run { policy: policy.to_string(), ..Run::default() };
+    let done_before = counters(targets)?;
+    let page_tables = if exact { Some(PageTables::watch(&processes)?) } else { None };
     let followed = follow(policy, &processes, steering, program, interrupt, &mut run);
+    let done_after = counters(targets);
+    let looks = page_tables.map(PageTables::finish).transpose();
     let during = followed.is_ok() && agree(expected, &answers(targets));
     // Whatever went wrong, nothing stays merged.
     steering.unmerge()?;
     followed?;
+    run.counters = done_before.into_iter().zip(done_after?).collect();
+    run.take_looks(looks?.unwrap_or_default());
     let after = agree(expected, &answers(targets));
     run.answers_correct = Answers { before, during, after };
     Ok(run)
+}
+
+fn counters(targets: &mut [Box<dyn Target>]) -> anyhow::Result<Vec<Counters>> {
+    targets.iter_mut().filter_map(|target| target.counters().transpose()).collect()
 }
 
 fn follow(
@@ -108,7 +175,7 @@ fn follow(
     run: &mut Run,
 ) -> anyhow::Result<()> {
     match policy {
-        Policy::Pagefold { .. } => {}
+        Policy::Pagefold { .. } | Policy::Nobody { .. } => {}
         Policy::Oracle => {
             let knowledge = oracle::know(processes)?;
             run.savable_bytes = Some(knowledge.savable.0);
@@ -120,22 +187,35 @@ fn follow(
         }
     }
     let sampler = Sampler::start()?;
-    match *policy {
+    match policy {
         Policy::KsmEverything => scan_until_quiet(steering, interrupt)?,
         Policy::KsmPaced { pages, seconds } => {
-            steering.set(Knob::PagesToScan, pages)?;
+            steering.set(Knob::PagesToScan, *pages)?;
             steering.set(Knob::Run, 1)?;
-            interrupt.sleep(Duration::from_secs(seconds))?;
+            interrupt.sleep(Duration::from_secs(*seconds))?;
         }
         Policy::KsmAdvisor { seconds } => {
             steering.set_advisor("scan-time")?;
             steering.set(Knob::Run, 1)?;
-            interrupt.sleep(Duration::from_secs(seconds))?;
+            interrupt.sleep(Duration::from_secs(*seconds))?;
         }
         Policy::Oracle => burst(steering, interrupt)?,
-        Policy::Pagefold { seconds } => {
+        Policy::KsmSteered { share, seconds } => {
+            steer(share.fraction(), Duration::from_secs(*seconds), steering, interrupt)?;
+        }
+        Policy::Nobody { seconds } => interrupt.sleep(Duration::from_secs(*seconds))?,
+        Policy::Pagefold { seconds, options, enough } => {
             let pids: Vec<i32> = processes.iter().map(Process::pid).collect();
-            let ran = daemon::run(program, &pids, Duration::from_secs(seconds), interrupt)?;
+            let mut daemon = daemon::run(program, &pids, options)?;
+            sampler.watch(daemon.meter()?);
+            interrupt.wait(Duration::from_secs(*seconds), || {
+                let (now, ended) = (sampler.last(), daemon.has_ended()?);
+                let done = enough.is_some_and(|enough| {
+                    now.saved_bytes >= enough.saved_bytes && now.seconds >= enough.seconds as f64
+                });
+                Ok((ended || done).then_some(()))
+            })?;
+            let ran = daemon.end(interrupt)?;
             run.cpu_pagefold_seconds = ran.cpu_seconds;
             run.summary = Some(ran.summary);
         }
@@ -190,6 +270,38 @@ fn scan_until_quiet(steering: &Steering, interrupt: &Interrupt) -> anyhow::Resul
     Ok(())
 }
 
+/// Sets the size of ksmd's batches every half second, so that it has taken `share` of a core by the end of the next
+/// half second: what it took too much or too little before is made up for.
+fn steer(share: f64, time: Duration, steering: &Steering, interrupt: &Interrupt) -> anyhow::Result<()> {
+    const EVERY: Duration = Duration::from_millis(500);
+    let began = Instant::now();
+    let spent_then = steering.ksmd().cpu_ns()?;
+    let (mut pages, mut spent) = (100.0, 0.0);
+    steering.set(Knob::PagesToScan, 100)?;
+    steering.set(Knob::Run, 1)?;
+    while began.elapsed() < time {
+        interrupt.sleep(EVERY.min(time.saturating_sub(began.elapsed())))?;
+        let now = Duration::from_nanos(steering.ksmd().cpu_ns()?.saturating_sub(spent_then)).as_secs_f64();
+        let wanted = share * (began.elapsed() + EVERY).as_secs_f64() - now;
+        pages = next_batch(pages, now - spent, wanted);
+        spent = now;
+        steering.set(Knob::PagesToScan, whole_pages(pages))?;
+    }
+    steering.stop()
+}
+
+/// The batch with which ksmd spends `wanted` seconds, if it spent `spent` with batches of `pages`. What a page costs
+/// changes with what is found in it, so no step is larger than fourfold.
+fn next_batch(pages: f64, spent: f64, wanted: f64) -> f64 {
+    let factor = if spent > 0.0 { wanted / spent } else { 4.0 };
+    (pages * factor.clamp(0.25, 4.0)).clamp(1.0, 100_000.0)
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 1 and 100,000")]
+fn whole_pages(pages: f64) -> u64 {
+    pages.round() as u64
+}
+
 /// Two scans, of which the second merges, and more as long as they save more.
 fn burst(steering: &mut Steering, interrupt: &Interrupt) -> anyhow::Result<()> {
     const MOST_SCANS: u32 = 4;
@@ -206,4 +318,39 @@ fn burst(steering: &mut Steering, interrupt: &Interrupt) -> anyhow::Result<()> {
         before = saved;
     }
     steering.stop()
+}
+
+#[cfg(test)]
+#[allow(clippy::float_cmp)] // figures that come out exact
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_tell_the_variants_apart() {
+        let names = [
+            Policy::pagefold(1),
+            Policy::pagefold_with(1, &["--governor", "low"]),
+            Policy::KsmSteered { share: Permyriad(250), seconds: 1 },
+            Policy::KsmAdvisor { seconds: 120 },
+        ];
+        assert_eq!(
+            names.map(|policy| policy.to_string()),
+            ["pagefold", "pagefold --governor low", "ksm at 2.50 %", "ksm-advisor/120s"]
+        );
+    }
+
+    #[test]
+    fn batches_follow_what_is_wanted_and_stay_within_bounds() {
+        assert_eq!(next_batch(100.0, 0.5, 0.25), 50.0);
+        assert_eq!(next_batch(100.0, 0.0, 0.25), 400.0);
+        assert_eq!(next_batch(100.0, 0.5, -1.0), 25.0);
+        assert_eq!((next_batch(1.0, 1.0, 0.0), next_batch(90_000.0, 1.0, 9.0)), (1.0, 100_000.0));
+        // A page that costs 10 us: within a few steps 5 % of a core are taken, 20 ms between batches.
+        let mut pages = 100.0;
+        for _ in 0..6 {
+            let spent = pages * 25.0 * 10e-6;
+            pages = next_batch(pages, spent, 0.05 * 0.5);
+        }
+        assert_eq!(pages, 100.0);
+    }
 }

@@ -1,11 +1,19 @@
 //! Real programs, started by us in a scratch directory and ended with it.
 
+mod dialogue;
+mod java;
 mod mariadb;
+mod python;
+mod qemu;
 mod redis;
 
+pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
+pub use python::{Python, PythonData, PythonTools};
+pub use qemu::{Guest, GuestImage, GuestTools};
 pub use redis::{Redis, RedisData};
 
+use crate::live::Counters;
 use crate::tenant::{Tenant, Verdict, end_child};
 use anyhow::{Context, bail};
 use std::env;
@@ -24,6 +32,11 @@ pub trait Target {
 
     /// Asks it for everything it holds. Equal answers, equal data: the answer before must be the one during and after.
     fn check(&mut self) -> anyhow::Result<String>;
+
+    /// What it has done by itself, if it does anything that is counted.
+    fn counters(&mut self) -> anyhow::Result<Option<Counters>> {
+        Ok(None)
+    }
 }
 
 impl Target for Tenant {
@@ -40,6 +53,10 @@ impl Target for Tenant {
             Verdict::Intact => Ok("every byte as written".to_owned()),
             Verdict::Damaged(pages) => bail!("tenant {}: {} pages are damaged", Self::pid(self), pages.0),
         }
+    }
+
+    fn counters(&mut self) -> anyhow::Result<Option<Counters>> {
+        Self::counters(self).map(Some)
     }
 }
 

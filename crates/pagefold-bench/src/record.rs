@@ -1,5 +1,7 @@
 //! What an experiment found, as it is written to JSON.
 
+use crate::live::{Counters, Life};
+use crate::page_tables::Look;
 use crate::programs::Target;
 use crate::sampler::{Point, reached, thinned};
 use serde::Serialize;
@@ -26,12 +28,31 @@ pub struct Report {
     pub runs: Vec<Run>,
     /// Figures that belong to no policy, by name with their unit.
     pub figures: BTreeMap<String, f64>,
+    /// Curves that are no policy's, by name.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub curves: BTreeMap<String, Vec<(f64, f64)>>,
     /// pagefold's figures divided by the peers'.
     pub ratios: BTreeMap<String, f64>,
     /// What was asked of the figures.
     pub bars: Vec<Bar>,
     /// Policies that could not be measured, and why.
     pub failures: Vec<Failure>,
+    /// Figures to be drawn beside each other.
+    #[serde(skip)]
+    pub pictures: Vec<Picture>,
+}
+
+/// Figures to be drawn beside each other.
+#[derive(Clone, Debug, Default)]
+pub struct Picture {
+    /// The end of the file's name.
+    pub name: &'static str,
+    /// What it shows.
+    pub title: String,
+    /// The unit, and what else must be known.
+    pub subtitle: String,
+    /// Names and figures.
+    pub rows: Vec<(String, f64)>,
 }
 
 impl Report {
@@ -45,10 +66,17 @@ impl Report {
             parameters: BTreeMap::new(),
             runs: Vec::new(),
             figures: BTreeMap::new(),
+            curves: BTreeMap::new(),
             ratios: BTreeMap::new(),
             bars: Vec::new(),
             failures: Vec::new(),
+            pictures: Vec::new(),
         }
+    }
+
+    /// Adds a figure.
+    pub fn figure(&mut self, name: impl Into<String>, value: f64) {
+        self.figures.insert(name.into(), value);
     }
 
     /// The run of a policy.
@@ -56,9 +84,9 @@ impl Report {
         self.runs.iter().find(|run| run.policy == policy)
     }
 
-    /// Whether any policy saved anything at any time: otherwise there is nothing to draw.
+    /// Whether any policy is known to have saved anything at some time: otherwise there is nothing to draw.
     pub fn saved_anything(&self) -> bool {
-        self.runs.iter().any(|run| run.saved_bytes_max > 0)
+        self.runs.iter().any(|run| run.saved_bytes_max > 0 && !run.curve.is_empty())
     }
 
     /// Whether everything was measured and every bar met.
@@ -128,6 +156,13 @@ pub struct Machine {
 }
 
 impl Machine {
+    /// Memory that can be had without swapping, by the kernel's estimate; zero where it does not tell.
+    pub fn available_mib() -> u64 {
+        let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")).unwrap_or_default();
+        line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap_or(0) / 1024
+    }
+
     /// This one. What cannot be read is empty or zero.
     pub fn this() -> Self {
         let text = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
@@ -181,6 +216,18 @@ pub struct Run {
     pub answers_correct: Answers,
     /// Seconds and bytes saved.
     pub curve: Vec<(f64, u64)>,
+    /// What is merged by the targets' page tables, where those were read.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub in_page_tables: Vec<Look>,
+    /// The lives of memory that came and went meanwhile.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub lives: Vec<Life>,
+    /// All that was sampled.
+    #[serde(skip)]
+    pub points: Vec<Point>,
+    /// What targets had done by themselves before and after.
+    #[serde(skip)]
+    pub counters: Vec<(Counters, Counters)>,
     /// What pagefold says itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub summary: Option<serde_json::Value>,
@@ -199,6 +246,23 @@ impl Run {
         self.seconds_to_90_percent = most.map(|point| point.seconds);
         self.cpu_ksmd_seconds_to_90_percent = most.map(|point| point.ksmd_seconds);
         self.curve = thinned(points);
+        self.points = points.to_vec();
+    }
+
+    /// Takes in what the targets' page tables showed, which is truer than KSM's counters where copies are broken.
+    pub fn take_looks(&mut self, looks: Vec<Look>) {
+        let Some(last) = looks.last() else { return };
+        self.saved_bytes = last.saved_bytes;
+        self.saved_bytes_max = looks.iter().map(|look| look.saved_bytes).max().unwrap_or(0);
+        self.curve = looks.iter().map(|look| (look.seconds, look.saved_bytes)).collect();
+        let most = looks.iter().find(|look| look.saved_bytes as f64 >= 0.9 * last.saved_bytes.max(1) as f64);
+        (self.seconds_to_90_percent, self.cpu_ksmd_seconds_to_90_percent) = (most.map(|look| look.seconds), None);
+        self.in_page_tables = looks;
+    }
+
+    /// The first moment at which `share` of `whole` bytes were saved.
+    pub fn reaching(&self, share: f64, whole: u64) -> Option<Point> {
+        reached(&self.points, share, whole)
     }
 
     /// MiB saved at most within so many seconds.
@@ -291,7 +355,8 @@ mod tests {
 
     #[test]
     fn a_run_takes_its_figures_from_the_points() {
-        let point = |seconds, saved_bytes, ksmd_seconds| Point { seconds, saved_bytes, ksmd_seconds };
+        let point =
+            |seconds, saved_bytes, ksmd_seconds| Point { seconds, saved_bytes, ksmd_seconds, ..Point::default() };
         let mut run = Run { cpu_pagefold_seconds: 0.5, ..Run::default() };
         run.take_in(&[point(0.0, 0, 0.0), point(1.0, 95, 0.25), point(2.0, 120, 0.75), point(3.0, 100, 1.0)]);
         assert_eq!((run.saved_bytes, run.saved_bytes_max), (100, 120));
@@ -300,6 +365,19 @@ mod tests {
         let mut nothing = Run::default();
         nothing.take_in(&[point(0.0, 0, 0.0)]);
         assert_eq!((nothing.seconds_to_90_percent, nothing.mib_per_cpu_second()), (None, None));
+    }
+
+    #[test]
+    fn page_tables_are_believed_over_counters() {
+        let look = |seconds, saved_bytes| Look { seconds, saved_bytes, merged_pages: 0 };
+        let mut run = Run { seconds_to_90_percent: Some(0.1), ..run("p", 7, 1.0) };
+        run.take_looks(Vec::new());
+        assert_eq!(run.saved_bytes, 7);
+        run.take_looks(vec![look(0.0, 0), look(1.0, 100), look(2.0, 50)]);
+        assert_eq!((run.saved_bytes, run.saved_bytes_max, run.seconds_to_90_percent), (50, 100, Some(1.0)));
+        assert_eq!(run.curve, [(0.0, 0), (1.0, 100), (2.0, 50)]);
+        run.take_looks(vec![look(0.0, 0)]);
+        assert_eq!(run.seconds_to_90_percent, None);
     }
 
     #[test]

@@ -44,15 +44,16 @@ fn write_report(to: &mut String, report: &Report) -> std::fmt::Result {
     }
     if report.saved_anything() {
         writeln!(to, "\nsaved over time, {FIRST_SECONDS} to {:.0} s (logarithmic)", chart::last_seconds(&report.runs))?;
+        let width = report.runs.iter().map(|run| run.policy.chars().count()).max().unwrap_or(0);
         for (run, line) in report.runs.iter().zip(chart::lines(&report.runs, CHART_COLUMNS)) {
-            writeln!(to, "  {:<15} |{line}|", run.policy)?;
+            writeln!(to, "  {:<width$} |{line}|", run.policy)?;
         }
     }
     for (name, values) in [("figures", &report.figures), ("ratios", &report.ratios)] {
         if !values.is_empty() {
             writeln!(to, "\n{name}")?;
             for (name, value) in values {
-                writeln!(to, "  {name:<48} {}", number(*value))?;
+                writeln!(to, "  {name:<64} {}", number(*value))?;
             }
         }
     }

@@ -4,6 +4,7 @@
 //! ([`crate::tenant_main`]). It fills anonymous memory, says `ready` and then answers commands line by line. It ends
 //! when its standard input does, so it never outlives whoever started it.
 
+use crate::live::{Counters, Live};
 use anyhow::{Context, bail, ensure};
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
@@ -27,12 +28,21 @@ const QUIT_LIMIT: Duration = Duration::from_secs(2);
 pub struct TenantSpec {
     /// The segments, each an allocation of its own.
     pub segments: Vec<Segment>,
+    /// What it does by itself once told to begin.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub live: Option<Live>,
 }
 
 impl TenantSpec {
     /// A tenant of these segments.
     pub fn new(segments: impl IntoIterator<Item = Segment>) -> Self {
-        Self { segments: segments.into_iter().collect() }
+        Self { segments: segments.into_iter().collect(), live: None }
+    }
+
+    /// The same, doing something once told to begin.
+    #[must_use]
+    pub fn living(self, live: Live) -> Self {
+        Self { live: Some(live), ..self }
     }
 
     /// All its pages.
@@ -176,6 +186,18 @@ impl Tenant {
         self.ask("damage").map(drop)
     }
 
+    /// Begins what its spec says it does by itself.
+    pub fn begin(&mut self) -> anyhow::Result<()> {
+        let answer = self.ask("begin")?;
+        ensure!(answer == "ok", "a tenant answered {answer:?} to begin");
+        Ok(())
+    }
+
+    /// What it has done by itself.
+    pub fn counters(&mut self) -> anyhow::Result<Counters> {
+        serde_json::from_str(&self.ask("counters")?).context("a tenant's counters")
+    }
+
     fn ask(&mut self, command: &str) -> anyhow::Result<String> {
         let pid = self.pid();
         let commands = self.commands.as_mut().context("the tenant has been told to end")?;
@@ -232,6 +254,12 @@ mod tests {
         ]);
         let json = serde_json::to_string(&spec).unwrap();
         assert_eq!(serde_json::from_str::<TenantSpec>(&json).unwrap(), spec);
+        assert!(!json.contains("live"));
+        for live in [Live::Breaker { every_us: 1 }, Live::ShortLived { pages: 2, seed: 3, life_us: 4, mergeable: true }]
+        {
+            let spec = TenantSpec::new([]).living(live);
+            assert_eq!(serde_json::from_str::<TenantSpec>(&serde_json::to_string(&spec).unwrap()).unwrap(), spec);
+        }
         assert_eq!(spec.pages(), Pages(33));
     }
 
@@ -243,6 +271,7 @@ mod tests {
             r#"{"segments":[{"zero":{"pages":1,"seed":2}}]}"#,
             r#"{"segments":[],"more":1}"#,
             r#"{"segments":[{"zero":{"pages":-1}}]}"#,
+            r#"{"segments":[],"live":{"breaker":{}}}"#,
         ] {
             assert!(serde_json::from_str::<TenantSpec>(text).is_err(), "{text}");
         }

@@ -1,16 +1,21 @@
 //! The inside of a tenant.
 
 use crate::contents::{fill, fill_but_tail, mix};
+use crate::live::{Counters, Part};
 use crate::tenant::{Segment, TenantSpec};
 use anyhow::Context;
+use memmap2::MmapMut;
 use pagefold_core::units::PAGE_SIZE;
 use std::io::{BufRead, Write};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Instant;
 
 /// Runs as a tenant: fills memory as the JSON of a [`TenantSpec`] says, then answers commands on standard input until
 /// it ends or says `quit`. Never returns.
 ///
 /// Commands: `verify` (answers `ok`, or `BAD n` with the number of damaged pages), `touch N` (reads a word in each of
-/// the first N pages), `cow` (writes to every page what it holds), `damage` (changes one byte), `quit`.
+/// the first N pages), `cow` (writes to every page what it holds), `damage` (changes one byte), `begin` (the live part
+/// of the spec), `counters` (answers its [`Counters`] as JSON), `quit`.
 pub fn tenant_main(spec: &str) -> ! {
     let code = match run(spec) {
         Ok(()) => 0,
@@ -25,16 +30,35 @@ pub fn tenant_main(spec: &str) -> ! {
 fn run(spec: &str) -> anyhow::Result<()> {
     let spec: TenantSpec = serde_json::from_str(spec).context("the tenant's spec")?;
     let mut memory = spec.segments.iter().map(|&segment| Filled::new(segment)).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut part = spec.live.map(Part::new).transpose()?;
     let mut output = std::io::stdout().lock();
     let mut say = |line: &str| writeln!(output, "{line}").and_then(|()| output.flush());
     say("ready")?;
-    for line in std::io::stdin().lock().lines() {
-        let line = line?;
+    let lines = lines();
+    loop {
+        let line = match part.as_ref().and_then(Part::due) {
+            None => lines.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(due) => lines.recv_timeout(due.saturating_duration_since(Instant::now())),
+        };
+        let line = match line {
+            Ok(line) => line?,
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Err(RecvTimeoutError::Timeout) => {
+                if let Some(part) = &mut part {
+                    part.act(&mut memory)?;
+                }
+                continue;
+            }
+        };
+        let asked = Instant::now();
         match line.split_once(' ').unwrap_or((line.as_str(), "")) {
-            ("verify", "") => match memory.iter().map(Filled::damaged).sum::<u64>() {
-                0 => say("ok")?,
-                pages => say(&format!("BAD {pages}"))?,
-            },
+            ("verify", "") => {
+                let own = part.as_ref().map_or(0, Part::damaged);
+                match memory.iter().map(Filled::damaged).sum::<u64>() + own {
+                    0 => say("ok")?,
+                    pages => say(&format!("BAD {pages}"))?,
+                }
+            }
             ("touch", pages) => {
                 let pages = pages.parse().context("touch wants a number of pages")?;
                 let words = memory.iter().flat_map(Filled::first_words);
@@ -51,30 +75,53 @@ fn run(spec: &str) -> anyhow::Result<()> {
                 }
                 say("ok")?;
             }
-            ("quit", "") => break,
+            ("begin", "") => match &mut part {
+                Some(part) => {
+                    say("ok")?;
+                    part.begin(asked);
+                }
+                None => say("nothing to begin")?,
+            },
+            ("counters", "") => {
+                let counters = part.as_mut().map_or_else(Counters::default, |part| part.counters(asked));
+                say(&serde_json::to_string(&counters)?)?;
+            }
+            ("quit", "") => return Ok(()),
             _ => say(&format!("unknown command {line}"))?,
         }
+        if let Some(part) = &mut part {
+            part.pause(asked.elapsed());
+        }
     }
-    Ok(())
+}
+
+/// The lines of standard input, until it ends.
+fn lines() -> Receiver<std::io::Result<String>> {
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines() {
+            if sender.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    lines
 }
 
 /// One segment's memory.
-struct Filled {
+pub struct Filled {
     segment: Segment,
-    /// A page more than needed, so that whole pages fit in wherever it begins.
-    memory: Vec<u8>,
-    start: usize,
+    memory: MmapMut,
     length: usize,
 }
 
 impl Filled {
-    fn new(segment: Segment) -> anyhow::Result<Self> {
+    /// Maps memory of its own and fills it.
+    pub fn new(segment: Segment) -> anyhow::Result<Self> {
         let length =
             usize::try_from(segment.pages().0)?.checked_mul(PAGE_SIZE).context("a segment that is too long")?;
-        // Zeroed memory of this size comes fresh from the kernel and takes no frames until it is written.
-        let memory = vec![0; length + PAGE_SIZE];
-        let start = memory.as_ptr().align_offset(PAGE_SIZE);
-        let mut filled = Self { segment, memory, start, length };
+        let memory = MmapMut::map_anon(length).context("a segment's memory")?;
+        let mut filled = Self { segment, memory, length };
         for (page, number) in filled.pages_mut().chunks_exact_mut(PAGE_SIZE).zip(0..) {
             write(segment, page, number);
         }
@@ -82,14 +129,16 @@ impl Filled {
     }
 
     fn pages(&self) -> &[u8] {
-        &self.memory[self.start..self.start + self.length]
+        &self.memory[..self.length]
     }
 
-    fn pages_mut(&mut self) -> &mut [u8] {
-        &mut self.memory[self.start..self.start + self.length]
+    /// All its bytes.
+    pub fn pages_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[..self.length]
     }
 
-    fn damaged(&self) -> u64 {
+    /// Pages that do not hold what was written.
+    pub fn damaged(&self) -> u64 {
         let mut wanted = [0; PAGE_SIZE];
         let differs = |(page, number): &(&[u8], u64)| {
             write(self.segment, &mut wanted, *number);
@@ -100,6 +149,15 @@ impl Filled {
 
     fn first_words(&self) -> impl Iterator<Item = u64> {
         self.pages().chunks_exact(PAGE_SIZE).map(|page| page.first_chunk().map_or(0, |word| u64::from_le_bytes(*word)))
+    }
+
+    /// Writes one page as a whole, and returns which one comes next.
+    pub fn write_again(&mut self, number: usize) -> usize {
+        let segment = self.segment;
+        if let Some(page) = self.pages_mut().chunks_exact_mut(PAGE_SIZE).nth(number) {
+            write(segment, page, number as u64);
+        }
+        if (number + 1) * PAGE_SIZE < self.length { number + 1 } else { 0 }
     }
 
     fn rewrite(&mut self) {

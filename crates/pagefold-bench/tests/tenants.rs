@@ -1,10 +1,11 @@
 //! Tenants as processes: started, asked, damaged, ended.
 
-use pagefold_bench::{Segment, Tenant, TenantSpec, Verdict};
+use pagefold_bench::{Live, Segment, Tenant, TenantSpec, Verdict};
 use pagefold_core::units::Pages;
 use pagefold_linux::process::Process;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_pagefold-bench");
 
@@ -56,6 +57,50 @@ fn a_tenant_does_not_outlive_whoever_started_it() {
 }
 
 #[test]
+fn a_breaker_writes_on_its_schedule_while_it_answers() {
+    let spec = TenantSpec::new([Segment::Same { pages: 50, seed: 1 }]).living(Live::Breaker { every_us: 2000 });
+    let mut tenant = Tenant::start(Path::new(PROGRAM), &spec).unwrap();
+    assert_eq!(tenant.counters().unwrap().pages_written, 0);
+    tenant.begin().unwrap();
+    let end = Instant::now() + Duration::from_secs(20);
+    while tenant.counters().unwrap().pages_written < 100 && Instant::now() < end {
+        assert_eq!(tenant.verify().unwrap(), Verdict::Intact);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let counters = tenant.counters().unwrap();
+    assert!(counters.pages_written >= 100, "{counters:?}");
+    // Never ahead of its time: the first page is due at once, each further one 2 ms later.
+    assert!((counters.pages_written - 1) as f64 * 0.002 <= counters.seconds, "{counters:?}");
+    tenant.damage().unwrap();
+    // A lap later the first page has been written again.
+    while tenant.verify().unwrap() != Verdict::Intact {
+        assert!(Instant::now() < end);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn short_lived_memory_comes_and_goes() {
+    let live = Live::ShortLived { pages: 500, seed: 1, life_us: 5000, mergeable: false };
+    let mut tenant = Tenant::start(Path::new(PROGRAM), &TenantSpec::new([]).living(live)).unwrap();
+    tenant.begin().unwrap();
+    let end = Instant::now() + Duration::from_secs(20);
+    while tenant.counters().unwrap().lives.len() < 3 && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let lives = tenant.counters().unwrap().lives;
+    assert!(lives.len() >= 3, "{lives:?}");
+    assert!(lives.iter().all(|life| life.merged_pages == 0 && life.seconds >= 0.005), "{lives:?}");
+    assert_eq!(tenant.verify().unwrap(), Verdict::Intact);
+}
+
+#[test]
+fn only_what_has_a_live_part_can_begin() {
+    let mut tenant = Tenant::start(Path::new(PROGRAM), &TenantSpec::new([Segment::Zero { pages: 1 }])).unwrap();
+    assert!(tenant.begin().unwrap_err().to_string().contains("nothing to begin"));
+}
+
+#[test]
 fn a_tenant_that_cannot_start_is_an_error() {
     assert!(Tenant::start(Path::new("/nonexistent/program"), &everything()).is_err());
     // It runs, and is no tenant.
@@ -68,7 +113,7 @@ fn the_list_names_every_experiment() {
     let output = Command::new(PROGRAM).args(["bench", "--list"]).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
-    for name in ["static-mix", "real-programs", "scan", "idle"] {
+    for name in ["static-mix", "pairs", "cow-breaker", "short-lived", "idle", "governors", "real-programs", "scan"] {
         assert!(text.lines().any(|line| line.starts_with(name)), "{text}");
     }
     let unknown = Command::new(PROGRAM).args(["bench", "no-such"]).output().unwrap();

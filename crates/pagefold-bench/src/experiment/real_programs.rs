@@ -48,7 +48,7 @@ fn run(setting: &Setting<'_>, report: &mut Report, unlike_mib: u64) -> anyhow::R
         }
         Ok(targets)
     };
-    let policies = [Policy::KsmEverything, Policy::Oracle, Policy::Pagefold { seconds }];
+    let policies = [Policy::KsmEverything, Policy::Oracle, Policy::pagefold(seconds)];
     side_by_side(setting, report, &policies, start)?;
 
     if setting.quick {

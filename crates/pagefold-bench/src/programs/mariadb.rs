@@ -93,6 +93,15 @@ pub struct MariaDb {
 }
 
 impl MariaDb {
+    /// Updates every 27th row, other rows and to other values in each instance: what has happened since the data was
+    /// the same.
+    pub fn change(&mut self, instance: u64) -> anyhow::Result<()> {
+        self.query(&format!(
+            "UPDATE bench.t SET body=CONCAT('{instance}', SUBSTR(body, 2)) WHERE id % 27 = {instance}"
+        ))?;
+        Ok(())
+    }
+
     fn query(&self, sql: &str) -> anyhow::Result<String> {
         query(&self.client, &self.socket, sql)
     }

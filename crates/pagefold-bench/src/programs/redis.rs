@@ -16,7 +16,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const VALUE_BYTES: usize = 1000;
 const SEED: u64 = 0x0072_6564_6973;
 /// Commands sent before their answers are read: the answers must fit in the socket's buffer.
-const PIPELINE: u64 = 500;
+const PIPELINE: usize = 500;
 
 /// The dump, and the server's executable.
 #[derive(Debug)]
@@ -39,19 +39,7 @@ impl RedisData {
         let dir = scratch.join("redis-data");
         let data = Self { program, dump: dir.join("dump.rdb"), keys };
         let mut redis = data.start_in(&dir)?;
-        for first in (0..keys).step_by(usize::try_from(PIPELINE)?) {
-            let numbers = first..keys.min(first + PIPELINE);
-            let mut commands = Vec::new();
-            for number in numbers.clone() {
-                let key = format!("key:{number}");
-                command(&mut commands, &[b"SET", key.as_bytes(), &printable(SEED, number, VALUE_BYTES)]);
-            }
-            redis.client.get_mut().write_all(&commands)?;
-            for _ in numbers {
-                let reply = redis.reply()?;
-                ensure!(reply == b"OK", "redis answered {} to SET", String::from_utf8_lossy(&reply));
-            }
-        }
+        redis.set(&(0..keys).collect::<Vec<_>>(), SEED)?;
         redis.ask(&[b"SAVE"])?;
         Ok(data)
     }
@@ -113,6 +101,30 @@ impl Redis {
 
     fn reply(&mut self) -> anyhow::Result<Vec<u8>> {
         reply(&mut self.client)
+    }
+
+    /// Gives every twentieth of so many keys a new value, other keys and other values in each instance: what has
+    /// happened since the data was the same.
+    pub fn change(&mut self, keys: u64, instance: u64) -> anyhow::Result<()> {
+        // The first three keys are checked for what they held at first.
+        let numbers: Vec<u64> = (3 + instance..keys).step_by(20).collect();
+        self.set(&numbers, SEED + 1 + instance)
+    }
+
+    fn set(&mut self, numbers: &[u64], seed: u64) -> anyhow::Result<()> {
+        for numbers in numbers.chunks(PIPELINE) {
+            let mut commands = Vec::new();
+            for &number in numbers {
+                let key = format!("key:{number}");
+                command(&mut commands, &[b"SET", key.as_bytes(), &printable(seed, number, VALUE_BYTES)]);
+            }
+            self.client.get_mut().write_all(&commands)?;
+            for _ in numbers {
+                let reply = self.reply()?;
+                ensure!(reply == b"OK", "redis answered {} to SET", String::from_utf8_lossy(&reply));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -1,0 +1,126 @@
+//! The sets of pages that are hashed.
+
+use crate::contents::{fill, fill_but_tail, mix, printable};
+use pagefold_core::hash::PageBytes;
+use pagefold_core::units::PAGE_SIZE;
+
+/// A page where pages are: at a multiple of its size, so that its cache lines are the processor's.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[repr(C, align(4096))]
+pub struct Page(pub PageBytes);
+
+impl Page {
+    /// Zeros.
+    pub const ZERO: Self = Self([0; PAGE_SIZE]);
+}
+
+/// A set of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageSet {
+    /// No two pages have a word in common at the same place.
+    Random,
+    /// Alike but for one word, at a place of its own in each page.
+    OneWord,
+    /// Alike but for the last eight bytes.
+    Tails,
+    /// All the same.
+    Identical,
+    /// A fifth each: records of text with zeros after them; zeros; copies of ten pages with 5 % of the bytes changed;
+    /// copies of one page in ten, whole; noise.
+    Mix,
+}
+
+impl PageSet {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Random, Self::OneWord, Self::Tails, Self::Identical, Self::Mix];
+
+    /// Its name in the report.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Random => "random",
+            Self::OneWord => "one-word",
+            Self::Tails => "tails",
+            Self::Identical => "identical",
+            Self::Mix => "mix",
+        }
+    }
+
+    /// Makes these pages.
+    pub fn fill(self, pages: &mut [Page]) {
+        for (Page(page), number) in pages.iter_mut().zip(0..) {
+            match self {
+                Self::Random => fill(page, 1, number),
+                Self::OneWord => {
+                    fill(page, 2, 0);
+                    let at = place(number) / 4 * 4;
+                    // Never what was there, and never the same for two pages.
+                    page[at..at + 4].copy_from_slice(&u32::try_from(number).unwrap_or_default().to_le_bytes());
+                }
+                Self::Tails => fill_but_tail(page, 3, number),
+                Self::Identical => fill(page, 4, 0),
+                Self::Mix => fill_mixed(page, number),
+            }
+        }
+    }
+}
+
+/// A place in a page, at random.
+fn place(number: u64) -> usize {
+    usize::try_from(mix(number ^ 0x5eed) % PAGE_SIZE as u64).unwrap_or_default()
+}
+
+fn fill_mixed(page: &mut PageBytes, number: u64) {
+    match mix(number) % 5 {
+        0 => {
+            // Records of 512 bytes: a header alike in all, a key, a value of some length, zeros.
+            page.fill(0);
+            for (record, nth) in page.chunks_exact_mut(512).zip(0..) {
+                let key = number * 8 + nth;
+                let length = 32 + usize::try_from(mix(key) % 320).unwrap_or_default();
+                record[..16].copy_from_slice(b"record\0\x01\0\0\0\0utf8");
+                record[16..24].copy_from_slice(&key.to_le_bytes());
+                record[24..24 + length].copy_from_slice(&printable(5, key, length));
+            }
+        }
+        1 => page.fill(0),
+        2 => {
+            fill(page, 6, number % 10);
+            for change in 0..PAGE_SIZE as u64 / 20 {
+                page[place(number << 16 | change)] = 0xa5;
+            }
+        }
+        3 => fill(page, 7, mix(number) / 5 % 3000),
+        _ => fill(page, 8, number),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    fn pages(set: PageSet) -> Vec<Page> {
+        let mut pages = vec![Page::ZERO; 500];
+        set.fill(&mut pages);
+        pages
+    }
+
+    #[test]
+    fn pages_are_as_alike_as_they_should_be() {
+        let distinct = |set| pages(set).into_iter().collect::<HashSet<_>>().len();
+        assert_eq!([PageSet::Random, PageSet::OneWord, PageSet::Tails].map(distinct), [500; 3]);
+        assert_eq!(distinct(PageSet::Identical), 1);
+        assert!((300..500).contains(&distinct(PageSet::Mix)), "{}", distinct(PageSet::Mix));
+    }
+
+    #[test]
+    fn one_word_differs_and_its_place_too() {
+        let pages = pages(PageSet::OneWord);
+        let places: HashSet<Vec<usize>> = pages
+            .windows(2)
+            .map(|pair| (0..1024).filter(|word| pair[0].0[word * 4..][..4] != pair[1].0[word * 4..][..4]).collect())
+            .collect();
+        assert!(places.iter().all(|place| (1..=2).contains(&place.len())));
+        assert!(places.len() > 450);
+    }
+}

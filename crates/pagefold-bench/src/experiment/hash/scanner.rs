@@ -1,0 +1,501 @@
+//! Scanning with one hash or another, and what it costs.
+
+use super::pages::Page;
+use pagefold_core::hash::progressive::{Lines, Paper32, Progressive};
+use pagefold_core::hash::strength::{Controller, Round};
+use pagefold_core::hash::{Digester, PageBytes, is_zero};
+use pagefold_linux::cpu::own_cpu_ns;
+use std::hint::black_box;
+use std::time::Instant;
+use twox_hash::XxHash64;
+
+/// A hash of pages. Zero stands for a page of zeros, and for no other.
+pub trait Form {
+    /// Its name in the report.
+    const NAME: &'static str;
+    /// Its full strength.
+    const FULL: u32;
+    /// The hash of a page at a strength.
+    fn hash(&self, page: &PageBytes, strength: u32) -> u64;
+    /// The hash at full strength, from the one at `strength`.
+    fn strengthen(&self, page: &PageBytes, hash: u64, strength: u32) -> u64;
+}
+
+/// [`Paper32`].
+pub struct PaperForm(Paper32);
+
+impl PaperForm {
+    /// With a seed.
+    pub fn new(seed: u64) -> Self {
+        Self(Paper32::new(seed))
+    }
+}
+
+/// A 32-bit state of 0 may be that of other pages than zeros.
+const PAPER_ZERO: u64 = 1 << 32;
+
+impl Form for PaperForm {
+    const NAME: &'static str = "paper32";
+    const FULL: u32 = Paper32::FULL;
+    fn hash(&self, page: &PageBytes, strength: u32) -> u64 {
+        match self.0.hash(page, strength) {
+            0 if is_zero(page) => 0,
+            0 => PAPER_ZERO,
+            state => state.into(),
+        }
+    }
+    fn strengthen(&self, page: &PageBytes, hash: u64, strength: u32) -> u64 {
+        let state = u32::try_from(hash).unwrap_or(0);
+        u64::from(self.0.forward(page, state, strength, Self::FULL)).max(1)
+    }
+}
+
+/// [`Lines`].
+pub struct LinesForm(Lines);
+
+impl LinesForm {
+    /// With a seed.
+    pub fn new(seed: u64) -> Self {
+        Self(Lines::new(seed))
+    }
+}
+
+impl Form for LinesForm {
+    const NAME: &'static str = "lines";
+    const FULL: u32 = Lines::FULL;
+    fn hash(&self, page: &PageBytes, strength: u32) -> u64 {
+        self.0.digest(page, strength).0
+    }
+    fn strengthen(&self, page: &PageBytes, hash: u64, strength: u32) -> u64 {
+        self.0.redigest(page, pagefold_core::hash::Digest(hash), strength, Self::FULL).0
+    }
+}
+
+/// XXH64 of the whole page.
+pub struct Xxh64(pub u64);
+
+impl Form for Xxh64 {
+    const NAME: &'static str = "xxh64";
+    const FULL: u32 = 1;
+    fn hash(&self, page: &PageBytes, _: u32) -> u64 {
+        if is_zero(page) { 0 } else { XxHash64::oneshot(self.0, page).max(1) }
+    }
+    fn strengthen(&self, _: &PageBytes, hash: u64, _: u32) -> u64 {
+        hash
+    }
+}
+
+/// XXH3 of the whole page, as the program digests.
+pub struct Xxh3(Digester);
+
+impl Xxh3 {
+    /// With a seed.
+    pub fn new(seed: u64) -> Self {
+        Self(Digester::new(seed))
+    }
+}
+
+impl Form for Xxh3 {
+    const NAME: &'static str = "xxh3";
+    const FULL: u32 = 1;
+    fn hash(&self, page: &PageBytes, _: u32) -> u64 {
+        self.0.digest(page).0
+    }
+    fn strengthen(&self, _: &PageBytes, hash: u64, _: u32) -> u64 {
+        hash
+    }
+}
+
+/// Pages that are hashed, then looked up, then compared: so many at a time, to read the clock seldom.
+const BATCH: usize = 256;
+
+/// The pages, and where the next round begins.
+pub struct Scanner<'a> {
+    pages: &'a [Page],
+    round_pages: usize,
+    at: usize,
+    first: Table,
+    second: Table,
+}
+
+/// What scanning some pages took.
+#[derive(Clone, Copy, Debug, Default)]
+struct Cost {
+    pages: u64,
+    total_ns: u64,
+    hash_ns: u64,
+    penalty_ns: u64,
+    collisions: u64,
+    duplicates: u64,
+}
+
+impl<'a> Scanner<'a> {
+    /// Scans these pages, whose number is a multiple of that of a round.
+    pub fn new(pages: &'a [Page], round_pages: usize) -> Self {
+        Self { pages, round_pages, at: 0, first: Table::new(round_pages), second: Table::new(2 * round_pages) }
+    }
+
+    /// A contender whose strength is the controller's.
+    pub fn adaptive<F: Form + 'static>(&mut self, form: F) -> Box<dyn Contender> {
+        let costs = self.calibrate(&form);
+        let strengths = Strengths { controller: Controller::new(F::FULL), seen: Vec::new(), rested: None };
+        Box::new(Runner { form, adaptive: Some((strengths, costs)) })
+    }
+
+    /// What hashing a page costs at each power of two of strength, by measurement on these pages: each time others, so
+    /// that they come from memory. Rising: what falls is noise.
+    fn calibrate<F: Form>(&mut self, form: &F) -> Costs {
+        let slice = (self.round_pages / 8).max(BATCH);
+        let mut times: Vec<(u32, Vec<f64>)> = Vec::new();
+        for _ in 0..5 {
+            let strengths = (0..=F::FULL.ilog2()).map(|bit| 1 << bit);
+            for (which, strength) in strengths.enumerate() {
+                let pages = self.next(slice);
+                let start = Instant::now();
+                for batch in pages.chunks(BATCH) {
+                    black_box(hash_batch(form, batch, strength));
+                }
+                let ns = start.elapsed().as_nanos() as f64 / pages.len() as f64;
+                match times.get_mut(which) {
+                    Some((_, times)) => times.push(ns),
+                    None => times.push((strength, vec![ns])),
+                }
+            }
+        }
+        let mut costs: Vec<(u32, f64)> =
+            times.into_iter().map(|(strength, times)| (strength, super::median(times))).collect();
+        for at in 1..costs.len() {
+            costs[at].1 = costs[at].1.max(costs[at - 1].1);
+        }
+        Costs(costs)
+    }
+
+    /// Rounds that go over all pages.
+    pub fn rounds(&self) -> usize {
+        self.pages.len() / self.round_pages
+    }
+
+    /// Goes to where a round begins.
+    pub fn go_to(&mut self, round: usize) {
+        self.at = round % self.rounds() * self.round_pages;
+    }
+
+    fn next(&mut self, count: usize) -> &'a [Page] {
+        if self.at + count > self.pages.len() {
+            self.at = 0;
+        }
+        let pages = &self.pages[self.at..][..count];
+        self.at += count;
+        pages
+    }
+
+    /// Scans the pages of one round.
+    fn round<F: Form>(&mut self, form: &F, strength: u32) -> Cost {
+        let pages = self.next(self.round_pages);
+        // CPU time, so that waiting for a processor is nobody's; the parts by the wall clock, which is cheaper to read.
+        let (mut cost, begin_ns) = (Cost { pages: pages.len() as u64, ..Cost::default() }, own_cpu_ns());
+        let Self { first, second, .. } = self;
+        first.clear();
+        second.clear();
+        let mut pairs: Vec<(usize, usize, u64)> = Vec::with_capacity(BATCH);
+        for (batch, offset) in pages.chunks(BATCH).zip((0..).step_by(BATCH)) {
+            let start = Instant::now();
+            let hashes = hash_batch(form, batch, strength);
+            cost.hash_ns += ns_since(start);
+            pairs.clear();
+            for (page, &hash) in (offset..offset + batch.len()).zip(&hashes) {
+                if hash == 0 {
+                    cost.duplicates += 1;
+                } else if let Some(other) = first.find_or_insert(hash, page) {
+                    pairs.push((other, page, hash));
+                }
+            }
+            if pairs.is_empty() {
+                continue;
+            }
+            let start = Instant::now();
+            let compared = pairs.len() as u64;
+            pairs.retain(|&(other, page, _)| pages[other] != pages[page]);
+            let collided = pairs.len() as u64;
+            cost.duplicates += compared - collided;
+            cost.collisions += collided;
+            cost.penalty_ns += ns_since(start) * collided / compared;
+            if pairs.is_empty() {
+                continue;
+            }
+            // UKSM's way out: what collides is told apart by its full hash.
+            let start = Instant::now();
+            for &(other, page, hash) in &pairs {
+                if first.mark(hash) {
+                    let full = form.strengthen(&pages[other].0, hash, strength);
+                    second.find_or_insert(full, other);
+                }
+                let full = form.strengthen(&pages[page].0, hash, strength);
+                if let Some(other) = second.find_or_insert(full, page) {
+                    cost.duplicates += u64::from(pages[other] == pages[page]);
+                }
+            }
+            cost.penalty_ns += ns_since(start);
+        }
+        cost.total_ns = own_cpu_ns() - begin_ns;
+        cost
+    }
+}
+
+fn ns_since(start: Instant) -> u64 {
+    u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Inlined into each form's loop.
+#[inline]
+fn hash_batch<F: Form>(form: &F, pages: &[Page], strength: u32) -> [u64; BATCH] {
+    let mut hashes = [0; BATCH];
+    for (hash, Page(page)) in hashes.iter_mut().zip(pages) {
+        *hash = form.hash(page, strength);
+    }
+    hashes
+}
+
+/// A contender at full strength.
+pub fn full<F: Form + 'static>(form: F) -> Box<dyn Contender> {
+    Box::new(Runner { form, adaptive: None })
+}
+
+/// A hash and how its strength is chosen.
+pub trait Contender {
+    /// Its name in the report.
+    fn name(&self) -> String;
+    /// Scans the round's worth of pages that comes next, and adds what it took to a pass.
+    fn round(&mut self, scanner: &mut Scanner<'_>, pass: &mut Pass);
+    /// How its strength went, if it is not always full.
+    fn strengths(&self) -> Option<&Strengths>;
+}
+
+/// Rounds that together go over all pages once.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pass {
+    cost: Cost,
+    rounds: u32,
+    strengths: u32,
+}
+
+impl Pass {
+    /// CPU time of everything, nanoseconds.
+    pub fn ns_per_page(&self) -> f64 {
+        self.per_page(self.cost.total_ns)
+    }
+
+    /// Time spent in hashing at the strength of the round.
+    pub fn hash_ns_per_page(&self) -> f64 {
+        self.per_page(self.cost.hash_ns)
+    }
+
+    /// Time lost to collisions.
+    pub fn penalty_ns_per_page(&self) -> f64 {
+        self.per_page(self.cost.penalty_ns)
+    }
+
+    /// Pages compared that differed.
+    pub fn collisions_per_page(&self) -> f64 {
+        self.per_page(self.cost.collisions)
+    }
+
+    /// Pages found equal to one before, within their round.
+    pub fn duplicates(&self) -> f64 {
+        self.cost.duplicates as f64
+    }
+
+    /// Mean over the rounds.
+    pub fn strength(&self) -> f64 {
+        f64::from(self.strengths) / f64::from(self.rounds.max(1))
+    }
+
+    fn per_page(&self, of: u64) -> f64 {
+        of as f64 / self.cost.pages.max(1) as f64
+    }
+}
+
+/// The controller, and the strengths it gave.
+pub struct Strengths {
+    controller: Controller,
+    seen: Vec<u32>,
+    rested: Option<usize>,
+}
+
+impl Strengths {
+    /// Whether it rests.
+    pub fn is_stable(&self) -> bool {
+        self.controller.is_stable()
+    }
+
+    /// Rounds until it first rested.
+    pub fn rounds_to_rest(&self) -> u32 {
+        u32::try_from(self.rested.unwrap_or(self.seen.len())).unwrap_or(u32::MAX)
+    }
+
+    /// Rounds and strengths.
+    pub fn curve(&self) -> Vec<(f64, f64)> {
+        self.seen.iter().zip(0_u32..).map(|(&strength, round)| (f64::from(round), f64::from(strength))).collect()
+    }
+}
+
+/// Cost of hashing a page, nanoseconds, at some strengths, ascending.
+struct Costs(Vec<(u32, f64)>);
+
+impl Costs {
+    /// Between two measured strengths, on the straight line.
+    fn at(&self, strength: u32) -> f64 {
+        let above = self.0.partition_point(|&(measured, _)| measured < strength).min(self.0.len() - 1);
+        let ((high, high_ns), (low, low_ns)) = (self.0[above], self.0[above.saturating_sub(1)]);
+        let way = f64::from(strength.saturating_sub(low)) / f64::from(high - low).max(1.0);
+        low_ns + (high_ns - low_ns) * way
+    }
+
+    fn full(&self) -> f64 {
+        self.0.last().map_or(0.0, |&(_, ns)| ns)
+    }
+}
+
+struct Runner<F> {
+    form: F,
+    adaptive: Option<(Strengths, Costs)>,
+}
+
+impl<F: Form> Runner<F> {
+    fn scan(&mut self, scanner: &mut Scanner<'_>) -> (Cost, u32) {
+        let Some((strengths, costs)) = &mut self.adaptive else {
+            return (scanner.round(&self.form, F::FULL), F::FULL);
+        };
+        let strength = strengths.controller.strength();
+        let cost = scanner.round(&self.form, strength);
+        strengths.seen.push(strength);
+        let of_pages = |ns_per_page: f64| whole(ns_per_page * cost.pages as f64);
+        strengths.controller.round(&Round {
+            full_ns: of_pages(costs.full()),
+            profit_ns: of_pages(costs.full() - costs.at(strength)),
+            penalty_ns: cost.penalty_ns,
+            collisions: cost.collisions,
+        });
+        if strengths.is_stable() && strengths.rested.is_none() {
+            strengths.rested = Some(strengths.seen.len());
+        }
+        (cost, strength)
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a measured time")]
+fn whole(ns: f64) -> u64 {
+    ns as u64
+}
+
+impl<F: Form> Contender for Runner<F> {
+    fn name(&self) -> String {
+        format!("{}_{}", F::NAME, if self.adaptive.is_some() { "adaptive" } else { "full" })
+    }
+
+    fn round(&mut self, scanner: &mut Scanner<'_>, pass: &mut Pass) {
+        let (cost, strength) = self.scan(scanner);
+        pass.rounds += 1;
+        pass.strengths += strength;
+        let sum = &mut pass.cost;
+        sum.pages += cost.pages;
+        sum.total_ns += cost.total_ns;
+        sum.hash_ns += cost.hash_ns;
+        sum.penalty_ns += cost.penalty_ns;
+        sum.collisions += cost.collisions;
+        sum.duplicates += cost.duplicates;
+    }
+
+    fn strengths(&self) -> Option<&Strengths> {
+        self.adaptive.as_ref().map(|(strengths, _)| strengths)
+    }
+}
+
+/// Hashes and the pages that had them first: open addressing, at most half full.
+struct Table {
+    slots: Vec<Slot>,
+    mask: usize,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Slot {
+    /// Zero: free. Pages of zeros are never looked up.
+    hash: u64,
+    page: u32,
+    marked: bool,
+}
+
+impl Table {
+    fn new(entries: usize) -> Self {
+        let slots = (2 * entries).next_power_of_two();
+        Self { slots: vec![Slot::default(); slots], mask: slots - 1 }
+    }
+
+    fn clear(&mut self) {
+        self.slots.fill(Slot::default());
+    }
+
+    /// The slot of a hash, or the free one where it belongs.
+    fn slot(&mut self, hash: u64) -> &mut Slot {
+        // Spread by the golden ratio: the paper's hash has 32 bits, and its lowest are as good as its highest.
+        let mut at = usize::try_from(hash.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).unwrap_or_default();
+        loop {
+            at &= self.mask;
+            let slot = self.slots[at];
+            if slot.hash == hash || slot.hash == 0 {
+                return &mut self.slots[at];
+            }
+            at += 1;
+        }
+    }
+
+    /// The page that had the hash first, if another did; else this one has it from now on.
+    fn find_or_insert(&mut self, hash: u64, page: usize) -> Option<usize> {
+        let slot = self.slot(hash);
+        if slot.hash == hash {
+            return Some(slot.page as usize);
+        }
+        *slot = Slot { hash, page: u32::try_from(page).unwrap_or(u32::MAX), marked: false };
+        None
+    }
+
+    /// Marks a hash that is there; whether it was not marked before.
+    fn mark(&mut self, hash: u64) -> bool {
+        !std::mem::replace(&mut self.slot(hash).marked, true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::pages::PageSet;
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn every_form_finds_the_duplicates_of_each_round_at_any_strength() {
+        for set in PageSet::ALL {
+            let mut pages = vec![Page::ZERO; 1024];
+            set.fill(&mut pages);
+            let distinct = |pages: &[Page]| pages.iter().filter(|page| !is_zero(&page.0)).collect::<HashSet<_>>().len();
+            let expected = 1024 - pages.chunks(512).map(distinct).sum::<usize>();
+            let mut scanner = Scanner::new(&pages, 512);
+            let mut found = Vec::new();
+            for strength in [1, 3, 64] {
+                let form = LinesForm::new(1);
+                found.push((0..2).map(|_| scanner.round(&form, strength).duplicates).sum::<u64>());
+                let form = PaperForm::new(1);
+                found.push((0..2).map(|_| scanner.round(&form, strength * 16).duplicates).sum());
+            }
+            found.push((0..2).map(|_| scanner.round(&Xxh64(1), 1).duplicates).sum());
+            found.push((0..2).map(|_| scanner.round(&Xxh3::new(1), 1).duplicates).sum());
+            assert_eq!(found, [expected as u64; 8], "{set:?}");
+        }
+    }
+
+    #[test]
+    fn costs_lie_on_a_line_between_those_measured() {
+        let costs = Costs(vec![(1, 10.0), (2, 20.0), (4, 60.0)]);
+        assert_eq!([0, 1, 2, 3, 4, 9].map(|strength| costs.at(strength))[1..5], [10.0, 20.0, 40.0, 60.0]);
+        assert_eq!((costs.full(), Costs(vec![(1, 7.0)]).at(1)), (60.0, 7.0));
+    }
+}

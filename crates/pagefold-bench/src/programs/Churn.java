@@ -1,0 +1,90 @@
+/**
+ * Holds blocks of numbers and replaces some of them all the time, as a server does that has work. Each block is a
+ * function of the seed, its place and how often it was replaced, so that every number can be checked.
+ *
+ * <p>Arguments: seed, blocks of 16 KiB. Says "ready", answers each line of its input, and ends with its input.
+ */
+public final class Churn {
+    private static final int WORDS = 2048;
+    /** Milliseconds between two rounds, and the part of the blocks that a round replaces: 1 % in a second. */
+    private static final int PAUSE = 50;
+    private static final int PART = 2000;
+
+    private final long seed;
+    private final long[][] blocks;
+    private final long[] ages;
+    private long state;
+
+    private Churn(long seed, int count) {
+        this.seed = seed;
+        this.state = seed;
+        this.blocks = new long[count][];
+        this.ages = new long[count];
+        for (int at = 0; at < count; at++) {
+            replace(at);
+        }
+    }
+
+    /** splitmix64's output function. */
+    private static long mix(long z) {
+        z = (z ^ (z >>> 30)) * 0xbf58476d1ce4e5b9L;
+        z = (z ^ (z >>> 27)) * 0x94d049bb133111ebL;
+        return z ^ (z >>> 31);
+    }
+
+    private long first(int at) {
+        return mix(mix(mix(seed) + at) + ages[at]);
+    }
+
+    private void replace(int at) {
+        ages[at]++;
+        long[] block = new long[WORDS];
+        long first = first(at);
+        for (int word = 0; word < WORDS; word++) {
+            block[word] = mix(first + word);
+        }
+        blocks[at] = block;
+    }
+
+    private synchronized void round() {
+        for (int turn = 0; turn < Math.max(1, blocks.length / PART); turn++) {
+            state += 0x9e3779b97f4a7c15L;
+            replace((int) Long.remainderUnsigned(mix(state), blocks.length));
+        }
+    }
+
+    private synchronized int damaged() {
+        int damaged = 0;
+        for (int at = 0; at < blocks.length; at++) {
+            long first = first(at);
+            for (int word = 0; word < WORDS; word++) {
+                if (blocks[at][word] != mix(first + word)) {
+                    damaged++;
+                    break;
+                }
+            }
+        }
+        return damaged;
+    }
+
+    public static void main(String[] arguments) throws Exception {
+        Churn churn = new Churn(Long.parseLong(arguments[0]), Integer.parseInt(arguments[1]));
+        Thread thread = new Thread(() -> {
+            while (true) {
+                churn.round();
+                try {
+                    Thread.sleep(PAUSE);
+                } catch (InterruptedException end) {
+                    return;
+                }
+            }
+        });
+        thread.setDaemon(true);
+        thread.start();
+        System.out.println("ready");
+        var input = new java.io.BufferedReader(new java.io.InputStreamReader(System.in));
+        while (input.readLine() != null) {
+            System.out.println(churn.blocks.length + " blocks, " + churn.damaged() + " damaged");
+        }
+    }
+}

@@ -1,0 +1,30 @@
+"""Holds a table that others hold too, objects made of it, and bytes of its own. Answers a checksum over all of it.
+
+Arguments: the table (CSV), a number to make the own bytes from, how many MiB of them. Says "ready", answers each
+line of its input, and ends with its input.
+"""
+
+import sys
+import zlib
+
+import numpy
+import pandas
+
+frame = pandas.read_csv(sys.argv[1])
+records = frame.head(len(frame) // 10).to_dict("records")
+own = numpy.random.default_rng(int(sys.argv[2])).bytes(int(sys.argv[3]) << 20)
+
+
+def checksum():
+    total = zlib.crc32(own)
+    for name in frame.columns:
+        column = frame[name].to_numpy()
+        total = zlib.crc32("".join(column).encode() if column.dtype == object else column.tobytes(), total)
+    for record in records:
+        total = zlib.crc32(repr(record).encode(), total)
+    return total
+
+
+print("ready", flush=True)
+for _ in sys.stdin:
+    print(len(frame), len(records), checksum(), flush=True)

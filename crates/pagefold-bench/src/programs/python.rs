@@ -1,0 +1,108 @@
+//! Python interpreters with numpy and pandas that hold the same table and something of their own.
+
+use super::dialogue::Dialogue;
+use super::{Target, find};
+use crate::contents::mix;
+use anyhow::{Context, bail};
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const READY_LIMIT: Duration = Duration::from_secs(120);
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+const SOURCE: &str = include_str!("held.py");
+/// Columns of numbers in the table.
+const COLUMNS: u64 = 7;
+const SEED: u64 = 0x0070_7974_686f;
+
+/// An interpreter that has the packages.
+#[derive(Clone, Debug)]
+pub struct PythonTools {
+    python: PathBuf,
+}
+
+impl PythonTools {
+    /// Finds one, or says what to install: the system's own first, since that is whom the distribution's packages are for.
+    pub fn find() -> anyhow::Result<Self> {
+        let has_packages = |python: &PathBuf| {
+            let mut try_out = Command::new(python);
+            try_out.args(["-c", "import numpy, pandas"]).stdin(Stdio::null()).stderr(Stdio::null());
+            try_out.status().is_ok_and(|status| status.success())
+        };
+        let Some(python) = [Some("/usr/bin/python3".into()), find("python3")].into_iter().flatten().find(has_packages)
+        else {
+            bail!("no python3 with numpy and pandas: install python3-numpy and python3-pandas (Debian's names)");
+        };
+        Ok(Self { python })
+    }
+}
+
+/// The table, and what each interpreter holds beside it.
+#[derive(Debug)]
+pub struct PythonData {
+    python: PathBuf,
+    dir: PathBuf,
+    own_mib: u64,
+}
+
+impl PythonData {
+    /// Makes a table of so many rows, 72 bytes each once it is read.
+    pub fn make(tools: PythonTools, scratch: &Path, rows: u64, own_mib: u64) -> anyhow::Result<Self> {
+        let data = Self { python: tools.python, dir: scratch.to_owned(), own_mib };
+        let mut table = BufWriter::new(File::create(data.table())?);
+        writeln!(
+            table,
+            "number,name,{}",
+            (0..COLUMNS).map(|column| format!("c{column}")).collect::<Vec<_>>().join(",")
+        )?;
+        for row in 0..rows {
+            let cell = |column: u64| mix(SEED + row * COLUMNS + column);
+            write!(table, "{row},name-{}", cell(0) % 1000)?;
+            for column in 0..COLUMNS {
+                write!(table, ",{}", cell(column) >> 16)?;
+            }
+            writeln!(table)?;
+        }
+        table.flush().context("writing the table")?;
+        Ok(data)
+    }
+
+    /// Starts an interpreter.
+    pub fn start(&self, instance: usize) -> anyhow::Result<Python> {
+        let mut command = Command::new(&self.python);
+        command
+            .args(["-c", SOURCE])
+            .arg(self.table())
+            .args([instance.to_string(), self.own_mib.to_string()])
+            .current_dir(&self.dir);
+        let mut dialogue = Dialogue::start(&mut command, &self.dir.join(format!("python-{instance}.log")))?;
+        dialogue.ready(READY_LIMIT)?;
+        Ok(Python { dialogue })
+    }
+
+    fn table(&self) -> PathBuf {
+        self.dir.join("table.csv")
+    }
+}
+
+/// A running interpreter.
+#[derive(Debug)]
+pub struct Python {
+    dialogue: Dialogue,
+}
+
+impl Target for Python {
+    fn name(&self) -> &'static str {
+        "python"
+    }
+
+    fn pid(&self) -> i32 {
+        self.dialogue.pid()
+    }
+
+    fn check(&mut self) -> anyhow::Result<String> {
+        self.dialogue.ask("check", ANSWER_LIMIT)
+    }
+}

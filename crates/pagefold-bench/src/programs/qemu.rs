@@ -1,0 +1,270 @@
+//! Emulated guests: booted once, then restored as often as need be, each from the same snapshot, and changed since in
+//! its own way.
+//!
+//! Emulated, because not every machine has hardware virtualization to give away; the memory looks the same.
+
+use super::dialogue::Dialogue;
+use super::{Target, need};
+use anyhow::{Context, bail, ensure};
+use serde_json::{Value, json};
+use std::env;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Twenty seconds on an idle machine; the processors may be busy otherwise.
+const BOOT_LIMIT: Duration = Duration::from_secs(240);
+const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+const MONITOR_LIMIT: Duration = Duration::from_secs(60);
+/// Between two questions to a monitor.
+const PAUSE: Duration = Duration::from_millis(50);
+
+const INIT: &str = include_str!("guest-init");
+const SNAPSHOT: &str = "guest.snapshot";
+
+/// The emulator, and what goes into the image.
+#[derive(Clone, Debug)]
+pub struct GuestTools {
+    qemu: PathBuf,
+    /// Takes the guests with us if we are killed: they do not notice that their console is gone.
+    setpriv: PathBuf,
+    busybox: PathBuf,
+    kernel: PathBuf,
+    /// Where the files in the guests come from.
+    modules: PathBuf,
+}
+
+impl GuestTools {
+    /// Finds them, or says what to install.
+    pub fn find() -> anyhow::Result<Self> {
+        let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+        let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
+        let unpacked = cache.context("no home directory: where should the kernel be?")?.join("pagefold/guest");
+        let kernel = files_below(&unpacked.join("boot"))
+            .unwrap_or_default()
+            .into_iter()
+            .find(|file| file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz")));
+        Ok(Self {
+            qemu: need("qemu-system-x86_64", "qemu-system-x86")?,
+            setpriv: need("setpriv", "util-linux")?,
+            busybox: need("busybox", "busybox-static")?,
+            kernel: kernel
+                .with_context(|| format!("no kernel in {}: scripts/guest-kernel puts one there", unpacked.display()))?,
+            modules: unpacked.join("lib/modules"),
+        })
+    }
+}
+
+/// A guest, booted and saved.
+#[derive(Debug)]
+pub struct GuestImage {
+    tools: GuestTools,
+    dir: PathBuf,
+    memory_mib: u64,
+}
+
+impl GuestImage {
+    /// Makes an image with so much data, boots it and saves it. Takes about a minute.
+    pub fn make(tools: GuestTools, scratch: &Path, memory_mib: u64, data_mib: u64) -> anyhow::Result<Self> {
+        let dir = scratch.join("guest");
+        let image = Self { tools, dir, memory_mib };
+        image.pack(data_mib << 20)?;
+        let mut booted = image.command("boot");
+        booted
+            .arg("-kernel")
+            .arg(&image.tools.kernel)
+            .arg("-initrd")
+            .arg(image.initrd())
+            // ramfs, since the usual tmpfs would take half of the memory at most.
+            .args(["-append", "console=ttyS0 quiet panic=-1 rootfstype=ramfs"]);
+        let mut guest = Dialogue::start(&mut booted, &image.dir.join("boot.log"))?;
+        guest.ready(BOOT_LIMIT).context("booting a guest")?;
+        // Changes that all guests have in common, which also draws in what the shell needs.
+        let answer = guest.ask("change 0", ANSWER_LIMIT)?;
+        ensure!(answer == "changed", "a guest answers {answer:?}");
+        Monitor::connect(&image.monitor("boot"))?.save(SNAPSHOT)?;
+        Ok(image)
+    }
+
+    /// Restores a guest and has it change some of its files.
+    pub fn start(&self, instance: usize) -> anyhow::Result<Guest> {
+        let name = format!("guest-{instance}");
+        let mut command = self.command(&name);
+        command.args(["-incoming", &format!("exec:cat {SNAPSHOT}")]);
+        let mut guest = Dialogue::start(&mut command, &self.dir.join(format!("{name}.log")))?;
+        // What is said to it before it is restored gets lost in part.
+        Monitor::connect(&self.monitor(&name))?.wait_until_it_runs()?;
+        let answer = guest.ask(&format!("change {}", instance + 1), ANSWER_LIMIT)?;
+        ensure!(answer == "changed", "a guest answers {answer:?}");
+        Ok(Guest { guest })
+    }
+
+    /// The same machine each time, or the snapshot would not fit.
+    fn command(&self, name: &str) -> Command {
+        let mut command = Command::new(&self.tools.setpriv);
+        command
+            .args(["--pdeathsig", "KILL"])
+            .arg(&self.tools.qemu)
+            // QEMU marks its guests' memory itself unless told otherwise, and whoever comes first would get it all.
+            .args(["-machine", "pc,mem-merge=off", "-accel", "tcg,tb-size=64"])
+            .args(["-m", &self.memory_mib.to_string(), "-nodefaults", "-no-user-config", "-display", "none"])
+            .args(["-serial", "stdio", "-qmp", &format!("unix:{name}.monitor,server=on,wait=off")])
+            // So that names within need no quotes.
+            .current_dir(&self.dir);
+        command
+    }
+
+    fn monitor(&self, name: &str) -> PathBuf {
+        self.dir.join(format!("{name}.monitor"))
+    }
+
+    fn initrd(&self) -> PathBuf {
+        self.dir.join("initrd")
+    }
+
+    /// Packs busybox, the script and files of at most so many bytes.
+    fn pack(&self, data_bytes: u64) -> anyhow::Result<()> {
+        let root = self.dir.join("root");
+        for dir in ["bin", "dev", "data", "own"] {
+            fs::create_dir_all(root.join(dir))?;
+        }
+        fs::copy(&self.tools.busybox, root.join("bin/busybox"))?;
+        fs::write(root.join("init"), INIT)?;
+        fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755))?;
+        let mut names: Vec<String> = ["bin", "dev", "data", "own", "bin/busybox", "init"].map(str::to_owned).into();
+        let mut left = data_bytes;
+        for (number, file) in files_below(&self.tools.modules)?.into_iter().enumerate() {
+            let length = file.metadata()?.len();
+            if length > left {
+                break;
+            }
+            left -= length;
+            let name = format!("data/{number:05}");
+            fs::copy(&file, root.join(&name)).with_context(|| file.display().to_string())?;
+            names.push(name);
+        }
+        let mut packer = Command::new(&self.tools.busybox)
+            .args(["cpio", "-o", "-H", "newc"])
+            .current_dir(&root)
+            .stdin(Stdio::piped())
+            .stdout(File::create(self.initrd())?)
+            .stderr(Stdio::null())
+            .spawn()
+            .context("busybox cpio")?;
+        let mut input = packer.stdin.take().context("busybox cpio without input")?;
+        writeln!(input, "{}", names.join("\n"))?;
+        drop(input);
+        let status = packer.wait()?;
+        ensure!(status.success(), "busybox cpio ended with {status}");
+        Ok(fs::remove_dir_all(root)?)
+    }
+}
+
+/// All files below a directory, in the order of their names.
+fn files_below(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(dir).with_context(|| dir.display().to_string())?;
+    let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<anyhow::Result<Vec<_>>>()?;
+    paths.sort();
+    let mut files = Vec::new();
+    for path in paths {
+        let kind = path.symlink_metadata()?.file_type();
+        if kind.is_dir() {
+            files.extend(files_below(&path)?);
+        } else if kind.is_file() {
+            files.push(path);
+        }
+    }
+    Ok(files)
+}
+
+/// A guest's monitor, in QEMU's machine protocol: one JSON document a line.
+#[derive(Debug)]
+struct Monitor(BufReader<UnixStream>);
+
+impl Monitor {
+    /// Connects to an emulator that is just starting.
+    fn connect(socket: &Path) -> anyhow::Result<Self> {
+        let end = Instant::now() + MONITOR_LIMIT;
+        let stream = loop {
+            match UnixStream::connect(socket) {
+                Err(_) if Instant::now() < end => std::thread::sleep(PAUSE),
+                done => break done.with_context(|| socket.display().to_string())?,
+            }
+        };
+        stream.set_read_timeout(Some(MONITOR_LIMIT))?;
+        let mut monitor = Self(BufReader::new(stream));
+        monitor.0.read_line(&mut String::new()).context("the monitor's greeting")?;
+        monitor.execute("qmp_capabilities", &json!({}))?;
+        Ok(monitor)
+    }
+
+    /// Writes the guest's state to a file in the emulator's directory. The guest stands still afterwards.
+    fn save(&mut self, file: &str) -> anyhow::Result<()> {
+        // Without a limit on the speed, which is meant for networks.
+        self.execute("migrate-set-parameters", &json!({ "max-bandwidth": 1_u64 << 36 }))?;
+        self.execute("migrate", &json!({ "uri": format!("exec:cat > {file}") }))?;
+        self.wait_for("query-migrate", "completed")
+    }
+
+    /// Waits until a guest that is being restored has been.
+    fn wait_until_it_runs(&mut self) -> anyhow::Result<()> {
+        self.wait_for("query-status", "running")
+    }
+
+    fn wait_for(&mut self, query: &str, status: &str) -> anyhow::Result<()> {
+        let end = Instant::now() + MONITOR_LIMIT;
+        loop {
+            let state = self.execute(query, &Value::Null)?;
+            if state["status"] == status {
+                return Ok(());
+            }
+            ensure!(state["status"] != "failed" && Instant::now() < end, "a guest is not {status}: {state}");
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    fn execute(&mut self, command: &str, arguments: &Value) -> anyhow::Result<Value> {
+        let mut line = json!({ "execute": command });
+        if !arguments.is_null() {
+            line["arguments"] = arguments.clone();
+        }
+        writeln!(self.0.get_mut(), "{line}")?;
+        loop {
+            let mut text = String::new();
+            ensure!(self.0.read_line(&mut text)? > 0, "the guest ended at {command}");
+            let mut reply: Value = serde_json::from_str(&text)?;
+            if let Some(error) = reply.get("error") {
+                bail!("{command}: {error}");
+            }
+            // Anything else is an event.
+            if let Some(answer) = reply.get_mut("return") {
+                return Ok(answer.take());
+            }
+        }
+    }
+}
+
+/// A running guest.
+#[derive(Debug)]
+pub struct Guest {
+    guest: Dialogue,
+}
+
+impl Target for Guest {
+    fn name(&self) -> &'static str {
+        "qemu"
+    }
+
+    fn pid(&self) -> i32 {
+        self.guest.pid()
+    }
+
+    /// A checksum that the guest works out.
+    fn check(&mut self) -> anyhow::Result<String> {
+        self.guest.ask("sum", ANSWER_LIMIT)
+    }
+}
