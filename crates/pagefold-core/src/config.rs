@@ -104,7 +104,7 @@ impl Default for Config {
             cow_horizon_ns: 7_200_000_000_000,
             density: Density::default(),
             thin_densities: [Permyriad(2_500), Permyriad(1_000)],
-            yield_min: Permyriad(7_800),
+            yield_min: Permyriad(7_200),
             span_pages_min: Pages(16),
             spans_per_process: 64,
             seed: 0,

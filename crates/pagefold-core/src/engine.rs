@@ -256,13 +256,11 @@ impl Engine {
         }
         let pace = self.pace();
         let ended = self.reading.fresh;
-        self.reading.foreground |=
-            self.ladder.climb(&mut self.slots, now_ns, ended, &self.lifetimes, pace, &self.config);
+        self.reading.foreground |= self.ladder.climb(&mut self.slots, now_ns, &self.lifetimes, pace, &self.config);
         if ended {
             self.end_round();
-            self.marker.thin_out(&mut self.slots, &self.merger, &self.config);
         }
-        let unmark = self.marker.unmarks(&mut self.slots, now_ns, &self.config);
+        let unmark = if ended { self.marker.unmarks(&mut self.slots, now_ns, &self.config) } else { Vec::new() };
         let more = self.reading.foreground;
         let mark = self.marker.marks(&mut self.slots, now_ns, more, &mut self.merger, &self.config);
         self.marker.refresh(&mut self.slots, now_ns, &mut self.merger);

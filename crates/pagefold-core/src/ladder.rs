@@ -64,6 +64,8 @@ pub struct Ladder {
     sample_ns: u64,
     /// Where the bottom level's sample points begin in this round.
     phase: u64,
+    /// Sample points left in this round, by level.
+    left: Vec<u64>,
 }
 
 /// What is to be read in one cycle.
@@ -82,7 +84,7 @@ pub struct Reading {
 impl Ladder {
     /// A ladder with so many levels.
     pub fn new(levels: usize) -> Self {
-        Self { levels: levels.max(1), began_ns: None, rounds: 0, sample_ns: READ_NS, phase: 0 }
+        Self { levels: levels.max(1), began_ns: None, rounds: 0, sample_ns: READ_NS, phase: 0, left: Vec::new() }
     }
 
     /// Number of levels.
@@ -143,6 +145,9 @@ impl Ladder {
     /// Plans one cycle of at most `room` pages: the top level first, where the gain is. `fresh` if a global round has just
     /// begun.
     pub fn plan(&mut self, slots: &mut Slots, room: u64, fresh: bool, pace: Pace, config: &Config) -> Reading {
+        if fresh {
+            self.left = (0..=self.levels).map(|level| self.points(level, pace, config)).collect();
+        }
         let mut reading = Reading { fresh, ..Reading::default() };
         let mut left = room.min(CYCLE_PAGES);
         read_whole(slots, &mut left, &mut reading);
@@ -150,8 +155,12 @@ impl Ladder {
         let mut left = left.max(room.min(CYCLE_PAGES) / 4);
         for level in (1..self.levels.max(2)).rev() {
             // New regions are sampled at once; those that climb have the share of their level.
-            let points = if level == 1 { left } else { left.min(self.points(level, pace, config)) };
-            left = left.saturating_sub(sample(slots, level, points, evidence(level), config, &mut reading.runs));
+            let points = if level == 1 { left } else { left.min(self.left.get(level).copied().unwrap_or(0)) };
+            let taken = sample(slots, level, points, evidence(level), config, &mut reading.runs);
+            left = left.saturating_sub(taken);
+            if let Some(points) = self.left.get_mut(level) {
+                *points = points.saturating_sub(taken);
+            }
         }
         reading.foreground = !reading.runs.is_empty();
         if fresh {
@@ -205,16 +214,8 @@ impl Ladder {
     }
 
     /// Promotes and demotes by what the samples have shown. Those that leave no doubt rise to the top at once, the others
-    /// by one level when a round has ended. Returns whether something is left to be read soon.
-    pub fn climb(
-        &self,
-        slots: &mut Slots,
-        now_ns: u64,
-        ended: bool,
-        lifetimes: &Lifetimes,
-        pace: Pace,
-        config: &Config,
-    ) -> bool {
+    /// by one level as soon as they have shown enough for theirs. Returns whether something is left to be read soon.
+    pub fn climb(&self, slots: &mut Slots, now_ns: u64, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> bool {
         let resident: u64 = slots.iter().map(|region| region.view.resident.0).sum();
         let sampled: u64 = slots.iter().map(|region| region.tally.sampled).sum();
         let fraction = sampled as f64 / resident.max(1) as f64;
@@ -225,14 +226,14 @@ impl Ladder {
                 continue;
             }
             if region.tally.found + region.tally.zero < FOUND_MIN {
-                fall(region, ended, config);
+                fall(region, config);
                 continue;
             }
             // What is known and was not worth marking does not count again.
             let beyond = if region.stage == Stage::Survey { 0.0 } else { region.left_over() };
             let estimate = region.estimate(fraction);
             if estimate.ratio < threshold + beyond {
-                fall(region, ended, config);
+                fall(region, config);
                 continue;
             }
             if estimate.floor >= threshold + beyond || region.level + 1 >= self.levels {
@@ -243,7 +244,7 @@ impl Ladder {
                     region.not_before_ns = now_ns + region.pause_ns;
                 }
                 region.examine(self.levels);
-            } else if ended && region.stage == Stage::Survey {
+            } else if has_told(region, config) {
                 region.level += 1;
             }
         }
@@ -270,10 +271,14 @@ fn evidence(level: usize) -> f64 {
     EVIDENCE * EVIDENCE_STEP.powi(i32::try_from(level).unwrap_or(8) - 1)
 }
 
-/// A region whose samples speak against it goes down a level at the end of a round.
-fn fall(region: &mut Region, ended: bool, config: &Config) {
-    let told = region.stage == Stage::Survey && !wants_samples(region, evidence(region.level), config);
-    region.level -= usize::from(ended && region.level > 1 && told);
+/// A region whose samples speak against it goes down a level.
+fn fall(region: &mut Region, config: &Config) {
+    region.level -= usize::from(region.level > 1 && has_told(region, config));
+}
+
+/// Whether a region that has never been read whole has shown enough for its level.
+fn has_told(region: &Region, config: &Config) -> bool {
+    region.stage == Stage::Survey && !wants_samples(region, evidence(region.level), config)
 }
 
 /// Reads on in the regions on the top level.
@@ -390,9 +395,9 @@ mod tests {
         ladder.plan(slots, u64::MAX, fresh, Governor::Full.pace(), &Config::default())
     }
 
-    fn climb(ladder: &Ladder, slots: &mut Slots, ended: bool) {
+    fn climb(ladder: &Ladder, slots: &mut Slots) {
         let (pace, config) = (Governor::Full.pace(), Config::default());
-        ladder.climb(slots, 1, ended, &Lifetimes::default(), pace, &config);
+        ladder.climb(slots, 1, &Lifetimes::default(), pace, &config);
     }
 
     #[test]
@@ -432,15 +437,15 @@ mod tests {
             region.tally = crate::estimate::Tally { sampled: 2_000, zero: 0, found, twins: found };
         }
         let levels = |slots: &Slots| slots.iter().map(|region| region.level).collect::<Vec<_>>();
-        climb(&ladder, &mut slots, false);
-        assert_eq!(levels(&slots), [4, 1, 1]);
-        assert!(matches!(slots.iter().next().unwrap().stage, Stage::Examine(_)));
-        climb(&ladder, &mut slots, true);
+        climb(&ladder, &mut slots);
         assert_eq!(levels(&slots), [4, 2, 1]);
+        assert!(matches!(slots.iter().next().unwrap().stage, Stage::Examine(_)));
+        climb(&ladder, &mut slots);
+        assert_eq!(levels(&slots), [4, 2, 1], "it has not shown enough for its level yet");
         // On the second level four times the evidence is asked for, and it comes out against it.
         let sampled = samples_for_evidence(100_000, 0.1, evidence(2));
         slots.iter_mut().nth(1).unwrap().tally = crate::estimate::Tally { sampled, zero: 0, found: 6, twins: 6 };
-        climb(&ladder, &mut slots, true);
+        climb(&ladder, &mut slots);
         assert_eq!(levels(&slots), [4, 1, 1]);
     }
 
@@ -452,7 +457,7 @@ mod tests {
             region.alone = alone;
             region.not_before_ns = 1_000;
         }
-        climb(&ladder, &mut slots, true);
+        climb(&ladder, &mut slots);
         assert!(slots.iter().all(|region| region.level == 1));
     }
 
@@ -460,7 +465,7 @@ mod tests {
     fn shares_are_halved_from_the_top_down_and_the_bottom_has_its_own() {
         let (ladder, pace, config) = (Ladder::new(4), Governor::Full.pace(), Config::default());
         let shares = [1, 2, 3, 4].map(|level| ladder.share(level, pace, &config).0);
-        assert_eq!(shares, [10, 2_375, 4_750, 9_500]);
+        assert_eq!(shares, [15, 2_375, 4_750, 9_500]);
         assert_eq!(Ladder::new(1).share(1, pace, &config), pace.top);
     }
 

@@ -69,38 +69,10 @@ impl Marker {
         merger: &mut Merger,
         config: &Config,
     ) -> Vec<Span> {
-        let mut per_owner: BTreeMap<_, usize> = BTreeMap::new();
-        for region in slots.iter() {
-            *per_owner.entry(region.view.owner).or_default() += region.marks.len();
+        if slots.iter().any(|region| region.dirty) {
+            thin_out(slots, config);
         }
-        let mut ready = Vec::new();
-        for (slot, region) in slots.numbered_mut() {
-            let left_alone = match region.alone {
-                Alone::No => false,
-                Alone::Soured => now_ns < region.not_before_ns,
-                Alone::Refused => true,
-            };
-            if !region.dirty || left_alone || !matches!(region.stage, Stage::Judged(_)) || now_ns < region.retry_ns {
-                continue;
-            }
-            if region.is_volatile(config) {
-                region.sour(now_ns + PAUSE_NS);
-                continue;
-            }
-            if region.view.marked >= region.view.pages {
-                // Marked by somebody else (`pagefold exec`): nothing to mark, but worth a scan.
-                region.dirty = false;
-                merger.owe(region.view.resident);
-                continue;
-            }
-            let room = config.spans_per_process.saturating_sub(per_owner[&region.view.owner]);
-            let spans = if room == 0 { Vec::new() } else { region.unmarked_candidates(config, region.density, room) };
-            if spans.is_empty() {
-                region.dirty = false;
-            } else {
-                ready.push((slot, spans));
-            }
-        }
+        let ready = ready(slots, now_ns, config);
         if ready.is_empty() {
             self.held_since_ns = None;
             return Vec::new();
@@ -120,6 +92,10 @@ impl Marker {
             if std::mem::replace(&mut region.alone, Alone::No) == Alone::Soured {
                 region.churn = Churn::default();
             }
+            if region.is_marked_whole() {
+                merger.owe(region.view.resident);
+                continue;
+            }
             for span in spans {
                 self.fresh.push(Pages(gain(region, &[span]).0));
                 marks.push(Span { region: region.view.key, first: span.first, pages: span.pages });
@@ -129,19 +105,8 @@ impl Marker {
         marks
     }
 
-    /// Once the dense extents are merged: thinner ones, the densest first, as long as enough of all that is marked is
-    /// duplicate. They are worth their metadata, 64 bytes for each page marked against a page for each merged; the
-    /// yield bounds what ksmd walks for nothing.
-    pub fn thin_out(&mut self, slots: &mut Slots, merger: &Merger, config: &Config) {
-        if merger.is_busy() || merger.scans() == 0 {
-            return;
-        }
-        let marked = slots.iter().flat_map(|region| &region.marks).fold((0, 0), add);
-        config.thin_densities.iter().fold(marked, |marked, &density| thin_to(slots, density, marked, config));
-    }
-
     /// The spans to unmark: their pages are written and hold the same again, so that merging them does not last.
-    pub fn unmarks(&mut self, slots: &mut Slots, now_ns: u64, config: &Config) -> Vec<Span> {
+    pub fn unmarks(&self, slots: &mut Slots, now_ns: u64, config: &Config) -> Vec<Span> {
         if config.cow_threshold >= Permyriad(10_000) {
             return Vec::new();
         }
@@ -225,6 +190,45 @@ fn hold_small_ns(brings: u64, marked: u64) -> u64 {
     if part < SMALL { 0 } else { (HOLD_SMALL_NS * part / SMALL).min(HOLD_SMALL_MAX_NS) }
 }
 
+/// The regions with something to mark, and their spans. Those that somebody else has marked whole (`pagefold exec`) are
+/// worth a scan all the same.
+fn ready(slots: &mut Slots, now_ns: u64, config: &Config) -> Vec<(u32, Vec<Candidate>)> {
+    let mut per_owner: BTreeMap<_, usize> = BTreeMap::new();
+    for region in slots.iter() {
+        *per_owner.entry(region.view.owner).or_default() += region.marks.len();
+    }
+    let mut ready = Vec::new();
+    for (slot, region) in slots.numbered_mut() {
+        let left_alone = match region.alone {
+            Alone::No => false,
+            Alone::Soured => now_ns < region.not_before_ns,
+            Alone::Refused => true,
+        };
+        if !region.dirty || left_alone || !matches!(region.stage, Stage::Judged(_)) || now_ns < region.retry_ns {
+            continue;
+        }
+        if region.is_volatile(config) {
+            region.sour(now_ns + PAUSE_NS);
+            continue;
+        }
+        let room = config.spans_per_process.saturating_sub(per_owner[&region.view.owner]);
+        let spans: Vec<Candidate> = if region.is_marked_whole() {
+            region.whole().into_iter().collect()
+        } else if room == 0 {
+            Vec::new()
+        } else {
+            let spans = region.spans(config, region.density, room).into_iter();
+            spans.filter(|span| !region.marks.iter().any(|mark| covers(mark, span))).collect()
+        };
+        if spans.is_empty() {
+            region.dirty = false;
+        } else {
+            ready.push((slot, spans));
+        }
+    }
+    ready
+}
+
 /// What spans would add to the marks of a region: resident pages, and duplicates.
 fn gain(region: &Region, spans: &[Candidate]) -> (u64, u64) {
     let inside = |mark: &&Candidate| spans.iter().any(|span| covers(span, mark));
@@ -233,34 +237,44 @@ fn gain(region: &Region, spans: &[Candidate]) -> (u64, u64) {
     (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1))
 }
 
-/// Marks the extents of a density, the densest regions first. Takes and returns the pages in all that is marked: resident,
-/// and duplicate.
-fn thin_to(slots: &mut Slots, density: Permyriad, mut marked: (u64, u64), config: &Config) -> (u64, u64) {
-    let mut thinner = Vec::new();
-    for (slot, region) in slots.numbered_mut() {
-        let judged = matches!(region.stage, Stage::Judged(_)) && region.alone == Alone::No;
-        if !judged || region.density <= density || region.is_volatile(config) {
-            continue;
+/// Dense extents first, and then thinner ones, the densest regions first, as long as enough of all that is marked is
+/// duplicate. They are worth their metadata, 64 bytes for each page marked against a page for each merged; the yield
+/// bounds what ksmd walks for nothing.
+fn thin_out(slots: &mut Slots, config: &Config) {
+    let dense = |region: &Region| total(region, region.density, config);
+    let mut chosen = slots.iter().map(dense).fold((0, 0), |sum, more| (sum.0 + more.0, sum.1 + more.1));
+    for density in config.thin_densities {
+        let mut thinner = Vec::new();
+        for (slot, region) in slots.numbered_mut() {
+            if region.density <= density || region.alone != Alone::No || region.is_volatile(config) {
+                continue;
+            }
+            let (all, known) = (total(region, density, config), total(region, region.density, config));
+            let (resident, duplicate) = (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1));
+            if duplicate >= config.span_pages_min.0 {
+                thinner.push((Permyriad::of(duplicate, resident), slot, resident, duplicate));
+            }
         }
-        let spans = region.unmarked_candidates(config, density, config.spans_per_process);
-        let (resident, duplicate) = gain(region, &spans);
-        if duplicate >= config.span_pages_min.0 {
-            thinner.push((Permyriad::of(duplicate, resident), slot, resident, duplicate));
+        thinner.sort_unstable_by(|a, b| b.cmp(a));
+        for (_, slot, resident, duplicate) in thinner {
+            let with = (chosen.0 + resident, chosen.1 + duplicate);
+            if Permyriad::of(with.1, with.0) < config.yield_min {
+                break;
+            }
+            chosen = with;
+            if let Some(region) = slots.get_mut(slot) {
+                (region.density, region.dirty) = (density, true);
+            }
         }
     }
-    thinner.sort_unstable_by(|a, b| b.cmp(a));
-    for (_, slot, resident, duplicate) in thinner {
-        let with = (marked.0 + resident, marked.1 + duplicate);
-        if Permyriad::of(with.1, with.0) < config.yield_min {
-            break;
-        }
-        marked = with;
-        if let Some(region) = slots.get_mut(slot) {
-            region.density = density;
-            region.dirty = true;
-        }
+}
+
+/// Resident pages and duplicates in the extents of a region that are so dense.
+fn total(region: &Region, density: Permyriad, config: &Config) -> (u64, u64) {
+    if !matches!(region.stage, Stage::Judged(_)) || region.is_marked_whole() {
+        return (0, 0);
     }
-    marked
+    region.spans(config, density, config.spans_per_process).iter().fold((0, 0), add)
 }
 
 fn add((resident, duplicate): (u64, u64), span: &Candidate) -> (u64, u64) {

@@ -237,6 +237,7 @@ impl Region {
         self.stage = Stage::Judged(now_ns);
         self.tally = Tally::default();
         self.looked_at = 0;
+        self.density = Permyriad(10_000);
         self.in_marks = InMarks::default();
         self.dirty = true;
     }
@@ -259,7 +260,7 @@ impl Region {
 
     /// A resident page anywhere in its marked spans, chosen by `luck`.
     pub fn marked_page(&self, luck: u64) -> Option<Vpn> {
-        if self.view.marked >= self.view.pages {
+        if self.is_marked_whole() {
             return Some(self.view.first + luck % self.view.pages.0);
         }
         let pages: u64 = self.marks.iter().map(|mark| mark.pages.0).sum();
@@ -284,7 +285,7 @@ impl Region {
 
     /// Whether a page lies in a span marked by this run, or by somebody else's mark on the whole region.
     pub fn is_marked(&self, page: Vpn) -> bool {
-        self.view.marked >= self.view.pages
+        self.is_marked_whole()
             || self.marks.iter().any(|mark| mark.first <= page && page.0 < mark.first.0 + mark.pages.0)
     }
 
@@ -303,21 +304,28 @@ impl Region {
         self.revisited >= PROBES_MIN && Permyriad::of(self.changed, self.revisited) >= config.cow_threshold
     }
 
-    /// The spans that are worth marking at a density and are not marked yet.
-    pub fn unmarked_candidates(&self, config: &Config, plain: Permyriad, cap: usize) -> Vec<Candidate> {
-        if self.view.marked >= self.view.pages {
-            return Vec::new();
-        }
-        candidates(&self.extents, self.view.first, self.view.pages, config.density.thinned(plain), cap)
-            .into_iter()
-            .filter(|span| span.duplicate >= config.span_pages_min)
-            .filter(|span| !self.marks.iter().any(|mark| covers(mark, span)))
-            .collect()
+    /// The spans that are worth marking at a density, at most `cap` of them.
+    pub fn spans(&self, config: &Config, plain: Permyriad, cap: usize) -> Vec<Candidate> {
+        let spans = candidates(&self.extents, self.view.first, self.view.pages, config.density.thinned(plain), cap);
+        spans.into_iter().filter(|span| span.duplicate >= config.span_pages_min).collect()
+    }
+
+    /// Whether somebody has marked all of it.
+    pub fn is_marked_whole(&self) -> bool {
+        self.view.marked >= self.view.pages
+    }
+
+    /// All of it as one span, with the duplicates known.
+    pub fn whole(&self) -> Option<Candidate> {
+        let duplicate = Pages(self.extents.values().map(|extent| u64::from(extent.duplicate)).sum());
+        let whole =
+            Candidate { first: self.view.first, pages: self.view.pages, resident: self.view.resident, duplicate };
+        (duplicate > Pages(0)).then_some(whole)
     }
 
     /// Resident pages in the spans marked by this run.
     pub fn marked_resident(&self) -> Pages {
-        if self.view.marked >= self.view.pages {
+        if self.is_marked_whole() {
             return self.view.resident;
         }
         self.marks.iter().map(|mark| mark.resident).sum()

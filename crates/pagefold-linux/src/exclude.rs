@@ -244,7 +244,7 @@ pub fn process_exclusion(process: &Process, deny: &DenyList) -> Result<Option<Ex
     Ok(judge_process(&ProcessFacts::of(process)?, deny))
 }
 
-/// A mapping kept out of core dumps that is at least this large is so for its size, not for secrets: databases keep
+/// A mapping kept out of core dumps that is at least this large, before marks cut it, is so for its size, not for secrets: databases keep
 /// their buffer pools out (InnoDB does), and hypervisors their guests' memory. What keeps keys keeps kilobytes, and
 /// locks them as well.
 pub const BULK_BYTES: u64 = 32 << 20;
@@ -275,7 +275,7 @@ pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
         return Some(Exclusion::Special);
     }
     let rule = RULES.iter().find(|(flag, _)| detail.flags.has(**flag)).map(|(_, exclusion)| exclusion.clone());
-    let bulk = detail.vma.end - detail.vma.start >= BULK_BYTES;
+    let bulk = detail.original_bytes >= BULK_BYTES;
     let dont_dump = (detail.flags.has(*b"dd") && !bulk).then_some(Exclusion::DontDump);
     rule.or(dont_dump).or_else(|| (detail.anonymous_kib == 0).then_some(Exclusion::NothingAnonymous))
 }

@@ -116,6 +116,20 @@ pub struct VmaDetail {
     pub ksm_kib: Option<u64>,
     /// `VmFlags`.
     pub flags: VmFlags,
+    /// Bytes of the mapping as its owner made it: with the neighbours from which only a mark sets it apart.
+    pub original_bytes: u64,
+}
+
+impl VmaDetail {
+    /// Whether `next` would be one mapping with this one if their marks were alike.
+    pub fn continues(&self, next: &Self) -> bool {
+        let (a, b) = (&self.vma, &next.vma);
+        a.end == b.start
+            && a.perms == b.perms
+            && a.name == b.name
+            && (a.device, a.inode) == (b.device, b.inode)
+            && (a.inode == 0 || a.offset + (a.end - a.start) == b.offset)
+    }
 }
 
 /// What a region is, for families and for people.
@@ -193,6 +207,7 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
                 anon_huge_kib: 0,
                 ksm_kib: None,
                 flags: VmFlags::default(),
+                original_bytes: 0,
             });
             continue;
         }
@@ -210,6 +225,10 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
             }
             _ => {} // kernels add counters
         }
+    }
+    for alike in details.chunk_by_mut(|a, b| a.continues(b) && a.flags.has(*b"dd") == b.flags.has(*b"dd")) {
+        let bytes = alike.iter().map(|detail| detail.vma.end.saturating_sub(detail.vma.start)).sum();
+        alike.iter_mut().for_each(|detail| detail.original_bytes = bytes);
     }
     Ok(details)
 }

@@ -50,15 +50,21 @@ pub fn stretches(
     let mut stretches: Vec<Stretch> = Vec::new();
     let mut last: Option<&VmaDetail> = None;
     for detail in details {
-        if let Some(exclusion) = vma_exclusion(detail) {
-            excluded(detail, exclusion);
-            last = None;
-            continue;
+        let goes_on = last.is_some_and(|last| last.continues(detail));
+        match vma_exclusion(detail) {
+            // Where marks have cut it, part of a mapping may hold nothing.
+            Some(Exclusion::NothingAnonymous) if goes_on => {}
+            Some(exclusion) => {
+                excluded(detail, exclusion);
+                last = None;
+                continue;
+            }
+            None => {}
         }
         let pages = detail.vma.pages();
         let resident = Pages(detail.anonymous_kib / 4);
         let marked = if detail.flags.has(*b"mg") { pages } else { Pages(0) };
-        match stretches.last_mut().filter(|_| last.is_some_and(|last| continues(last, detail))) {
+        match stretches.last_mut().filter(|_| goes_on) {
             Some(stretch) => {
                 stretch.pages += pages;
                 stretch.resident += resident;
@@ -79,16 +85,6 @@ pub fn stretches(
     }
     name_families(&mut stretches, program);
     stretches
-}
-
-/// Whether `next` would be one mapping with `last` if their marks were alike.
-fn continues(last: &VmaDetail, next: &VmaDetail) -> bool {
-    let (a, b) = (&last.vma, &next.vma);
-    a.end == b.start
-        && a.perms == b.perms
-        && a.name == b.name
-        && (a.device, a.inode) == (b.device, b.inode)
-        && (a.inode == 0 || a.offset + (a.end - a.start) == b.offset)
 }
 
 /// Same program, kind and size, and the same place among those: likely copies of each other.
@@ -140,6 +136,24 @@ pub fn follow(former: &[Tracked], stretches: Vec<Stretch>, mut new_key: impl FnM
 mod tests {
     use super::*;
     use crate::maps::parse_smaps;
+
+    /// A hypervisor keeps its guest's memory out of core dumps. Marks cut it into pieces that are small enough for a
+    /// secret, and some that hold nothing.
+    #[test]
+    fn marks_do_not_turn_guest_memory_into_secrets() {
+        let details = smaps(&[
+            ("100000000-101000000 rw-p 00000000 00:00 0 ", 16_384, "rd wr ac dd mg"),
+            ("101000000-101800000 rw-p 00000000 00:00 0 ", 4_096, "rd wr ac dd"),
+            ("101800000-102000000 rw-p 00000000 00:00 0 ", 0, "rd wr ac dd"),
+            ("102000000-104000000 rw-p 00000000 00:00 0 ", 8_192, "rd wr ac dd mg"),
+            ("105000000-105800000 rw-p 00000000 00:00 0 ", 4_096, "rd wr ac dd"),
+        ]);
+        let mut left_out = Vec::new();
+        let found = stretches(&details, b"qemu", 1, |detail, exclusion| left_out.push((detail.vma.start, exclusion)));
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!((found[0].pages, found[0].marked), (Pages(16_384), Pages(12_288)));
+        assert_eq!(left_out, [(0x1_0500_0000, Exclusion::DontDump)]);
+    }
 
     fn smaps(entries: &[(&str, u64, &str)]) -> Vec<VmaDetail> {
         let text: Vec<String> = entries
