@@ -2,7 +2,7 @@
 //!
 //! Every marked page costs ksmd at each scan, and a span that is not a whole mapping splits it. In
 //! real programs duplicates come in short runs but in uniformly dense 2 MiB extents, so density over
-//! an extent decides: at least half of its pages, or nearly all where it holds huge pages, which a
+//! an extent decides: at least half of its pages, or two thirds where it holds huge pages, which a
 //! merge splits.
 
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
@@ -38,7 +38,7 @@ impl Density {
 
 impl Default for Density {
     fn default() -> Self {
-        Self { plain: Permyriad(5_000), huge: Permyriad(9_000) }
+        Self { plain: Permyriad(5_000), huge: Permyriad(6_500) }
     }
 }
 
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_need_near_certainty() {
+    fn huge_pages_need_more() {
         let mut all = extents(&[300, 0, 0, 0]);
         all.get_mut(&0).unwrap().huge = 512;
         assert!(candidates(&all, Vpn(0), Pages(2048), Density::default(), 8).is_empty());

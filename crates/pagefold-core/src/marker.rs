@@ -93,6 +93,7 @@ impl Marker {
                 region.churn = Churn::default();
             }
             if region.is_marked_whole() {
+                region.scanned_whole = true;
                 merger.owe(region.view.resident);
                 continue;
             }
@@ -213,7 +214,7 @@ fn ready(slots: &mut Slots, now_ns: u64, config: &Config) -> Vec<(u32, Vec<Candi
         }
         let room = config.spans_per_process.saturating_sub(per_owner[&region.view.owner]);
         let spans: Vec<Candidate> = if region.is_marked_whole() {
-            region.whole().into_iter().collect()
+            region.whole().into_iter().filter(|_| region.marks.is_empty() && !region.scanned_whole).collect()
         } else if room == 0 {
             Vec::new()
         } else {

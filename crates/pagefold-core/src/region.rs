@@ -94,6 +94,8 @@ pub struct Region {
     pub marks: Vec<Candidate>,
     /// How dense its extents must be to be marked.
     pub density: Permyriad,
+    /// Somebody else has marked all of it, and ksmd has been sent there once.
+    pub scanned_whole: bool,
     /// Its extents have changed since candidates were last derived from them.
     pub dirty: bool,
     /// Not to be marked or examined again before this time, nanoseconds.
@@ -130,6 +132,7 @@ impl Region {
             extents: Extents::new(),
             marks: Vec::new(),
             density: Permyriad(10_000),
+            scanned_whole: false,
             dirty: false,
             not_before_ns: 0,
             retry_ns: 0,
