@@ -35,8 +35,8 @@ pub enum Preset {
     /// Memory that stays, at little cost.
     #[default]
     Default,
-    /// Memory that lives for seconds too: half a core, rounds of 85 ms, and nothing has to prove that it stays (UKSM
-    /// section 8.1.3 has the same figures).
+    /// Memory that lives for seconds too: rounds of 85 ms (as UKSM section 8.1.3 has them), and nothing has to prove that
+    /// it stays.
     Sensitive,
 }
 
@@ -103,7 +103,7 @@ impl Default for Config {
             probation_rounds: 2,
             cow_horizon_ns: 7_200_000_000_000,
             density: Density::default(),
-            thin_densities: [Permyriad(3_500), Permyriad(2_000)],
+            thin_densities: [Permyriad(4_000), Permyriad(3_000)],
             yield_min: Permyriad(7_500),
             span_pages_min: Pages(16),
             spans_per_process: 64,
@@ -117,13 +117,9 @@ impl Config {
     pub fn of_preset(preset: Preset) -> Self {
         match preset {
             Preset::Default => Self::default(),
-            Preset::Sensitive => Self {
-                top_share: Some(Permyriad(5_000)),
-                round_ns: Some(85_000_000),
-                lifetime_ns: 0,
-                probation_rounds: 0,
-                ..Self::default()
-            },
+            Preset::Sensitive => {
+                Self { round_ns: Some(85_000_000), lifetime_ns: 0, probation_rounds: 0, ..Self::default() }
+            }
         }
     }
 

@@ -150,6 +150,11 @@ impl Region {
         region
     }
 
+    /// Whether the mapping that `view` shows is another one in the same place: marks do not vanish by themselves.
+    pub fn is_replaced_by(&self, view: &RegionView) -> bool {
+        !self.marks.is_empty() && self.view.marked > Pages(0) && view.marked == Pages(0)
+    }
+
     /// Takes the host's latest view: bounds move with growth and shrinking.
     pub fn update(&mut self, view: RegionView, seed: u64) {
         let moved = (view.first, view.pages) != (self.view.first, self.view.pages);

@@ -68,6 +68,7 @@ impl Slots {
     /// Takes in the regions as they are now: `new` makes those not seen before. Returns those that have gone.
     pub fn take_in(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
         let mut gone: BTreeSet<_> = self.by_key.keys().copied().collect();
+        let mut replaced = Vec::new();
         self.bits.clear();
         for view in views.iter().filter(|view| view.pages.0 > 0) {
             let bits = block_bits(view.pages.0);
@@ -77,7 +78,10 @@ impl Slots {
                 gone.remove(&key);
                 match self.by_key.get(&key) {
                     Some(&slot) => {
-                        if let Some(region) = &mut self.regions[slot as usize] {
+                        let Some(region) = &mut self.regions[slot as usize] else { continue };
+                        if region.is_replaced_by(&view) {
+                            replaced.push(std::mem::replace(region, new(view)));
+                        } else {
                             region.update(view, seed);
                         }
                     }
@@ -85,7 +89,8 @@ impl Slots {
                 }
             }
         }
-        gone.into_iter().filter_map(|key| self.remove(key)).collect()
+        replaced.extend(gone.into_iter().filter_map(|key| self.remove(key)));
+        replaced
     }
 
     fn put(&mut self, key: (RegionKey, Block), region: Region) {
@@ -173,6 +178,20 @@ mod tests {
         assert_eq!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES + 3)), Some(slot));
         assert_eq!(take(&mut slots, &[view(2, 1 << 40, 500)]), 6);
         assert_eq!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES + 3)), None);
+    }
+
+    #[test]
+    fn a_mapping_that_has_lost_its_marks_is_another_one() {
+        use crate::extent::Candidate;
+        let mut slots = Slots::default();
+        let marked = |pages| RegionView { marked: Pages(pages), ..view(1, 0, 1_000) };
+        take(&mut slots, &[marked(0)]);
+        let span = Candidate { first: Vpn(0), pages: Pages(1_000), resident: Pages(1_000), duplicate: Pages(900) };
+        slots.iter_mut().next().unwrap().mark(span);
+        assert_eq!(take(&mut slots, &[marked(0)]), 0, "the host has not looked since");
+        assert_eq!(take(&mut slots, &[marked(1_000)]), 0);
+        assert_eq!(take(&mut slots, &[marked(0)]), 1);
+        assert!(slots.iter().next().unwrap().marks.is_empty());
     }
 
     #[test]

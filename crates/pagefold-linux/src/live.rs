@@ -26,11 +26,11 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// Processes are looked at this often, nanoseconds, if that does not take more than its share.
-const LOOK_NS: u64 = 1_000_000_000;
+const LOOK_NS: u64 = 250_000_000;
 /// They are never looked at more often than this, nanoseconds.
 const LOOK_MIN_NS: u64 = 10_000_000;
 /// A look due so soon is taken at once, nanoseconds.
-const LOOK_EARLY_NS: u64 = 125_000_000;
+const LOOK_EARLY_NS: u64 = 30_000_000;
 /// What it takes to see that nothing has changed in one process, nanoseconds, and the one part in so many of the time
 /// that it may take: with more than 300 processes looks become rarer.
 const GLANCE_NS: u64 = 1_000;
