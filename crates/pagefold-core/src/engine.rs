@@ -153,7 +153,7 @@ impl Engine {
             ladder: &self.ladder,
             busy: self.is_busy(),
             paused: self.paused,
-            merging: self.merger.is_busy(),
+            merging: self.snapshot.ksm.ours && self.merger.is_busy(),
             index: (self.index.len(), self.index.bytes()),
             spent_ns: self.budget.spent_ns(crate::governor::WINDOW_NS),
             ksm: self.snapshot.ksm,

@@ -260,7 +260,7 @@ impl Ladder {
             }
         }
         let unread = |region: &Region| {
-            matches!(region.stage, Stage::Examine(_)) || wants_samples(region, evidence(region.level), config)
+            matches!(region.stage, Stage::Examine(_)) || wants_more(region, config)
         };
         slots.iter().any(unread)
     }
@@ -278,7 +278,7 @@ fn fall(region: &mut Region, config: &Config) {
 
 /// Whether a region that has never been read whole has shown enough for its level.
 fn has_told(region: &Region, config: &Config) -> bool {
-    region.stage == Stage::Survey && !wants_samples(region, evidence(region.level), config)
+    region.stage == Stage::Survey && !wants_more(region, config)
 }
 
 /// Reads on in the regions on the top level.
@@ -307,7 +307,7 @@ fn sample(slots: &mut Slots, level: usize, points: u64, evidence: f64, config: &
         if !wants_samples(region, evidence, config) {
             continue;
         }
-        let target = samples_for_evidence(region.view.resident.0, config.duplicate_threshold.fraction(), evidence);
+        let target = wanted(region, evidence, config);
         // Where little is resident, most places looked at are empty; they cost little.
         let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
@@ -323,9 +323,23 @@ fn sample(slots: &mut Slots, level: usize, points: u64, evidence: f64, config: &
     taken
 }
 
-/// Whether a region has not been sampled enough yet to tell.
+/// Samples that a region's level asks for.
+pub fn samples_wanted(region: &Region, config: &Config) -> u64 {
+    wanted(region, evidence(region.level), config)
+}
+
+/// Whether a region has not been sampled enough yet for its level.
+pub fn wants_more(region: &Region, config: &Config) -> bool {
+    wants_samples(region, evidence(region.level), config)
+}
+
+fn wanted(region: &Region, evidence: f64, config: &Config) -> u64 {
+    samples_for_evidence(region.view.resident.0, config.duplicate_threshold.fraction(), evidence)
+}
+
+/// Whether a region has not shown so much evidence yet.
 fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
-    let wanted = samples_for_evidence(region.view.resident.0, config.duplicate_threshold.fraction(), evidence);
+    let wanted = wanted(region, evidence, config);
     region.stage == Stage::Survey
         && region.alone != Alone::Refused
         && region.places_left() > 0

@@ -1,9 +1,9 @@
 //! What is known and what will happen next, for people: `status`, `explain` and the metrics are views of it.
 
 use crate::config::Config;
-use crate::governor::{Governor, Pace};
+use crate::governor::{Governor, Pace, WINDOW_NS};
 use crate::host::{KsmView, OwnerKey};
-use crate::ladder::{Ladder, matures_ns};
+use crate::ladder::{Ladder, matures_ns, samples_wanted, wants_more};
 use crate::ledger::Ledger;
 use crate::lifetimes::Lifetimes;
 use crate::region::{Alone, Region, Stage};
@@ -54,6 +54,8 @@ pub enum Next {
     Sample {
         /// Samples taken so far, pages.
         sampled: Pages,
+        /// Samples that its level asks for.
+        needed: Pages,
     },
     /// It is being read whole.
     Read {
@@ -211,7 +213,7 @@ pub(crate) fn report(standing: &Standing<'_>, slots: &Slots, ledger: &Ledger) ->
         governor: standing.config.governor,
         in_force: standing.governor,
         top_share: standing.pace.top,
-        used_share: standing.spent_ns as f64 / crate::governor::WINDOW_NS as f64,
+        used_share: standing.spent_ns as f64 / WINDOW_NS.min((ledger.now_ns - ledger.began_ns).max(1)) as f64,
         rounds: standing.ladder.rounds(),
         busy: standing.busy,
         paused: standing.paused,
@@ -263,7 +265,7 @@ fn kind(standing: &Standing<'_>, region: &Region, ratio: f64, exact: bool, ceili
     } else if ratio >= threshold || region.marked_resident() > Pages(0) {
         let young = standing.now_ns < matures_ns(region, standing.lifetimes, standing.pace, standing.config);
         if young { Kind::ShortLived } else { Kind::StaticallyDuplicated }
-    } else if exact || ceiling < 2.0 * threshold {
+    } else if exact || ceiling < 2.0 * threshold || !wants_more(region, standing.config) {
         Kind::Sparse
     } else {
         Kind::Unknown
@@ -280,7 +282,10 @@ fn next(standing: &Standing<'_>, region: &Region, kind: Kind) -> Next {
         _ if kind == Kind::ShortLived && matures > standing.now_ns => waits(matures),
         Stage::Judged(_) if region.dirty => Next::Mark,
         Stage::Judged(_) if region.level > 1 && !region.marks.is_empty() && standing.merging => Next::Merge,
-        Stage::Survey if kind == Kind::Unknown => Next::Sample { sampled: Pages(region.tally.sampled) },
+        Stage::Survey if wants_more(region, standing.config) => {
+            let needed = Pages(samples_wanted(region, standing.config));
+            Next::Sample { sampled: Pages(region.tally.sampled), needed }
+        }
         _ => Next::Watch,
     }
 }

@@ -228,7 +228,9 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
     }
     for alike in details.chunk_by_mut(|a, b| a.continues(b) && a.flags.has(*b"dd") == b.flags.has(*b"dd")) {
         let bytes = alike.iter().map(|detail| detail.vma.end.saturating_sub(detail.vma.start)).sum();
-        alike.iter_mut().for_each(|detail| detail.original_bytes = bytes);
+        for detail in alike {
+            detail.original_bytes = bytes;
+        }
     }
     Ok(details)
 }

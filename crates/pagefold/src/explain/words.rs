@@ -37,11 +37,9 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
             thousands(read.0),
             thousands(region.pages.0)
         ),
-        (Next::Sample { sampled }, _) => format!(
-            "Sampled further: {} so far cannot tell yet ({} are resident).",
-            pages(sampled),
-            pages(region.resident)
-        ),
+        (Next::Sample { sampled, needed }, _) => {
+            format!("Sampled further: {} of about {} that its level asks for.", thousands(sampled.0), pages(needed))
+        }
         (Next::Mark, _) => match not_driven {
             Some(why) => format!("Worth marking, but {why}."),
             None => "About to be marked, together with what else is ready, so that one scan by ksmd serves all.".into(),
