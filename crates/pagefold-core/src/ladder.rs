@@ -259,9 +259,7 @@ impl Ladder {
                 region.examine(self.levels);
             }
         }
-        let unread = |region: &Region| {
-            matches!(region.stage, Stage::Examine(_)) || wants_more(region, config)
-        };
+        let unread = |region: &Region| matches!(region.stage, Stage::Examine(_)) || wants_more(region, config);
         slots.iter().any(unread)
     }
 }

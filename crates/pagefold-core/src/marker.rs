@@ -131,9 +131,17 @@ impl Marker {
 
     /// Wakes ksmd for what has become worth merging in spans marked earlier.
     pub fn refresh(&mut self, slots: &mut Slots, now_ns: u64, merger: &mut Merger) {
+        if merger.comes_twice() {
+            slots.iter_mut().for_each(|region| region.visited = region.view.resident);
+        }
         if merger.is_busy() {
             // What is about to merge is no reason to wake ksmd once more.
             slots.iter_mut().for_each(|region| region.in_marks = InMarks::default());
+            return;
+        }
+        let grown: Pages = slots.iter().map(Region::grown).sum();
+        if grown.0 >= REFRESH_MIN.max(marked_resident(slots).0 / SMALL) {
+            merger.owe(grown);
             return;
         }
         if now_ns < self.next_refresh_ns {

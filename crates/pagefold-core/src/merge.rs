@@ -121,6 +121,11 @@ impl Merger {
         self.flight.is_some() || self.owed > 0
     }
 
+    /// Whether what is there now will be visited twice.
+    pub fn comes_twice(&self) -> bool {
+        self.owed >= 2
+    }
+
     /// Scans completed.
     pub fn scans(&self) -> u64 {
         self.completed

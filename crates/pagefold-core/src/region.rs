@@ -96,6 +96,8 @@ pub struct Region {
     pub density: Permyriad,
     /// Somebody else has marked all of it, and ksmd has been sent there once.
     pub scanned_whole: bool,
+    /// Pages that were resident when ksmd last set out to visit them twice.
+    pub visited: Pages,
     /// Its extents have changed since candidates were last derived from them.
     pub dirty: bool,
     /// Not to be marked or examined again before this time, nanoseconds.
@@ -132,6 +134,7 @@ impl Region {
             extents: Extents::new(),
             marks: Vec::new(),
             density: Permyriad(10_000),
+            visited: Pages(0),
             scanned_whole: false,
             dirty: false,
             not_before_ns: 0,
@@ -150,9 +153,12 @@ impl Region {
         region
     }
 
-    /// Whether the mapping that `view` shows is another one in the same place: marks do not vanish by themselves.
+    /// Whether what `view` shows is to be judged as something else: marks do not vanish by themselves, and the kernel
+    /// joins a new mapping to a neighbour like it, so that a small old region may be the seam of a large new one.
     pub fn is_replaced_by(&self, view: &RegionView) -> bool {
-        !self.marks.is_empty() && self.view.marked > Pages(0) && view.marked == Pages(0)
+        let unmarked = !self.marks.is_empty() && self.view.marked > Pages(0) && view.marked == Pages(0);
+        let (less, more) = (self.view.pages.min(view.pages), self.view.pages.max(view.pages));
+        unmarked || more.0 > 2 * less.0 + EXTENT_PAGES
     }
 
     /// Takes the host's latest view: bounds move with growth and shrinking.
@@ -264,6 +270,11 @@ impl Region {
     pub fn mark(&mut self, span: Candidate) {
         self.marks.retain(|mark| !covers(&span, mark));
         self.marks.push(span);
+    }
+
+    /// Pages that have come into being in it, marked as all of it is, since ksmd came by.
+    pub fn grown(&self) -> Pages {
+        if self.is_marked_whole() { self.view.resident.saturating_sub(self.visited) } else { Pages(0) }
     }
 
     /// A resident page anywhere in its marked spans, chosen by `luck`.

@@ -195,6 +195,16 @@ mod tests {
     }
 
     #[test]
+    fn a_small_region_that_has_become_a_large_one_is_another_one() {
+        let mut slots = Slots::default();
+        take(&mut slots, &[view(1, 1_000, 33)]);
+        assert_eq!(take(&mut slots, &[view(1, 1_000, 40)]), 0);
+        assert_eq!(take(&mut slots, &[view(1, 1_000, 128_040)]), 1);
+        assert_eq!(take(&mut slots, &[view(1, 1_000, 200_000)]), 0);
+        assert_eq!(take(&mut slots, &[view(1, 1_000, 33)]), 1);
+    }
+
+    #[test]
     fn the_largest_address_space_has_few_blocks() {
         let mut slots = Slots::default();
         take(&mut slots, &[view(1, 0, 1 << 34)]);
