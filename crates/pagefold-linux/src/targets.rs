@@ -47,6 +47,8 @@ pub struct Target {
     pub left_out: Vec<(u64, u64, Exclusion)>,
     statm: Option<File>,
     seen: Option<Seen>,
+    /// Pages by which the address space has been smaller for a while since the last look at the mappings.
+    dipped: u64,
 }
 
 /// What a look at the mappings found, against which the next changes are measured.
@@ -75,6 +77,7 @@ impl Target {
             left_out: Vec::new(),
             statm: None,
             seen: None,
+            dipped: 0,
         }
     }
 
@@ -93,6 +96,7 @@ impl Target {
             return Err(ReadError::Vanished { pid: self.process.pid() });
         }
         if let Some(seen) = &mut self.seen {
+            self.dipped = self.dipped.max(seen.sizes.mapped.saturating_sub(sizes.mapped));
             seen.changed |= sizes.mapped != seen.sizes.mapped || sizes.data != seen.sizes.data;
             if !seen.changed && now_ns >= seen.next_maps_ns {
                 let before_ns = own_cpu_ns();
@@ -114,7 +118,9 @@ impl Target {
         }
         let before_ns = own_cpu_ns();
         let maps = maps_hash(&self.process)?;
-        self.take_in(deny, new_key)?;
+        let back = self.seen.as_ref().is_none_or(|seen| sizes.mapped >= seen.sizes.mapped);
+        let dipped = std::mem::take(&mut self.dipped);
+        self.take_in(deny, if back { dipped } else { 0 }, new_key)?;
         let cost_ns = own_cpu_ns() - before_ns;
         let next_maps_ns = now_ns + MAPS_AGAIN_NS;
         self.seen = Some(Seen { at_ns: now_ns, cost_ns, sizes, maps, changed: false, next_maps_ns });
@@ -131,7 +137,14 @@ impl Target {
         read_smaps(&self.process)
     }
 
-    fn take_in(&mut self, deny: &DenyList, new_key: impl FnMut() -> RegionKey) -> Result<(), ReadError> {
+    /// `replaced` pages have been unmapped and mapped again since the last look: regions of about that size are not what
+    /// they were, even in the same place.
+    fn take_in(
+        &mut self,
+        deny: &DenyList,
+        replaced: u64,
+        mut new_key: impl FnMut() -> RegionKey,
+    ) -> Result<(), ReadError> {
         self.exclusion = process_exclusion(&self.process, deny)?;
         self.left_out.clear();
         if self.exclusion.is_some() {
@@ -148,7 +161,11 @@ impl Target {
                 left_out.push((detail.vma.start, detail.anonymous_kib, exclusion));
             }
         });
-        self.regions = follow(&self.regions, found, new_key);
+        self.regions = follow(&self.regions, found, &mut new_key);
+        let sizes = replaced.max(1)..=2 * replaced;
+        for tracked in self.regions.iter_mut().filter(|tracked| sizes.contains(&tracked.stretch.pages.0)) {
+            tracked.key = new_key();
+        }
         Ok(())
     }
 

@@ -170,6 +170,24 @@ fn a_change_is_taken_in_at_once_and_the_next_one_waits_for_its_share() {
 }
 
 #[test]
+fn a_mapping_that_went_and_came_back_between_two_looks_is_another_one() {
+    let mut watched = Watched::new();
+    watched.child.tell(b'm');
+    assert!(watched.look_after(10 * SECOND));
+    let (_, first) = watched.at(FIRST).unwrap();
+    // Glimpsed too soon for a look at the mappings.
+    watched.child.tell(b'u');
+    assert!(!watched.look_after(1));
+    watched.child.tell(b'm');
+    assert!(watched.look_after(10 * SECOND));
+    let (_, second) = watched.at(FIRST).unwrap();
+    assert_ne!(first, second);
+    watched.child.tell(b'f');
+    assert!(watched.look_after(10 * SECOND));
+    assert_eq!(watched.at(FIRST).unwrap().1, second, "filling is no replacement");
+}
+
+#[test]
 fn a_mapping_that_moves_is_noticed_though_no_size_has_changed() {
     let mut watched = Watched::new();
     watched.child.tell(b'm');
