@@ -30,7 +30,7 @@ lint:
 	$(CARGO) deny --log-level error check licenses bans sources
 
 bench: build
-	@scripts/setup test
+	@scripts/setup bench
 	target/release/pagefold bench
 
 install: build
