@@ -260,7 +260,10 @@ impl Engine {
         if ended {
             self.end_round();
         }
-        let unmark = if ended { self.marker.unmarks(&mut self.slots, now_ns, &self.config) } else { Vec::new() };
+        if ended {
+            self.marker.find_sour(&mut self.slots, now_ns, &self.config);
+        }
+        let unmark = self.marker.unmark(&self.slots, now_ns).into_iter().collect();
         let more = self.reading.foreground;
         let mark = self.marker.marks(&mut self.slots, now_ns, more, &mut self.merger, &self.config);
         self.marker.refresh(&mut self.slots, now_ns, &mut self.merger);
@@ -398,6 +401,7 @@ impl Engine {
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.act(actions, outcome);
         self.marker.done(&mut self.slots, self.snapshot.now_ns, &actions.mark, outcome, &mut self.merger);
+        self.marker.unmarked(self.snapshot.now_ns, &actions.unmark, outcome);
         self.pause_ns()
     }
 
@@ -416,7 +420,7 @@ impl Engine {
             let share = u64::from(pace.top.0).clamp(1, 10_000);
             return self.ladder.sample_ns() * self.planned / share * (10_000 - share);
         }
-        if self.snapshot.ksm.ours && self.merger.is_busy() {
+        if self.snapshot.ksm.ours && (self.merger.is_busy() || self.marker.is_unmarking()) {
             return look_ns.min(round_ns.max(LOOK_NS));
         }
         round_ns.max(LOOK_NS.min(pace.round_ns))

@@ -11,7 +11,7 @@ use crate::merge::Merger;
 use crate::region::{Alone, InMarks, Region, Stage, covers};
 use crate::slots::Slots;
 use crate::units::{Pages, Permyriad};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Marks wait for other regions that are being read, but no longer than this, nanoseconds.
 const HOLD_NS: u64 = 2_000_000_000;
@@ -26,6 +26,8 @@ const PAUSE_NS: u64 = 10_000_000_000;
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
 /// A region whose merges did not last is left alone for this long, nanoseconds.
 const SOUR_NS: u64 = 3_600_000_000_000;
+/// Pages unmarked at one time: 64 MiB.
+const UNMARK_PAGES: Pages = Pages(16_384);
 /// A target that could not be stopped is tried again after this, nanoseconds.
 const RETRY_NS: u64 = 1_000_000_000;
 /// Pages in marked spans that must have become worth merging before ksmd is woken for them.
@@ -37,6 +39,9 @@ pub struct Marker {
     held_since_ns: Option<u64>,
     /// Resident pages that each of the last marks adds to those marked before.
     fresh: Vec<Pages>,
+    /// Spans to be unmarked, and when to go on with them.
+    unmarking: VecDeque<Span>,
+    next_unmark_ns: u64,
     next_refresh_ns: u64,
     refresh_pause_ns: u64,
     refresh_expected: Pages,
@@ -47,6 +52,8 @@ impl Default for Marker {
         Self {
             held_since_ns: None,
             fresh: Vec::new(),
+            unmarking: VecDeque::new(),
+            next_unmark_ns: 0,
             next_refresh_ns: 0,
             refresh_pause_ns: PAUSE_NS,
             refresh_expected: Pages(0),
@@ -106,10 +113,11 @@ impl Marker {
         marks
     }
 
-    /// The spans to unmark: their pages are written and hold the same again, so that merging them does not last.
-    pub fn unmarks(&self, slots: &mut Slots, now_ns: u64, config: &Config) -> Vec<Span> {
+    /// Takes note of spans whose pages are written and hold the same again, so that merging them does not last: they are
+    /// to be unmarked.
+    pub fn find_sour(&mut self, slots: &mut Slots, now_ns: u64, config: &Config) {
         if config.cow_threshold >= Permyriad(10_000) {
-            return Vec::new();
+            return;
         }
         let sour = |churn: &Churn| churn.ratio(config.cow_horizon_ns) >= config.cow_threshold;
         // A writer that goes through a mapping is in one block of it at a time.
@@ -117,16 +125,52 @@ impl Marker {
         for region in slots.iter() {
             mappings.entry(region.view.key).or_default().add(&region.churn);
         }
-        let mut spans = Vec::new();
         for region in slots.iter_mut().filter(|region| !region.marks.is_empty()) {
             if !sour(&region.churn) && !sour(&mappings[&region.view.key]) {
                 continue;
             }
             let span = |mark: &Candidate| Span { region: region.view.key, first: mark.first, pages: mark.pages };
-            spans.extend(region.marks.iter().map(span));
+            self.unmarking.extend(region.marks.iter().map(span));
             region.sour(now_ns + SOUR_NS);
         }
-        spans
+    }
+
+    /// Whether spans wait to be unmarked.
+    pub fn is_unmarking(&self) -> bool {
+        !self.unmarking.is_empty()
+    }
+
+    /// The span to unmark now: little at a time, because a target waits while its pages are copied.
+    pub fn unmark(&mut self, slots: &Slots, now_ns: u64) -> Option<Span> {
+        if now_ns < self.next_unmark_ns {
+            return None;
+        }
+        loop {
+            let front = self.unmarking.front_mut()?;
+            if slots.find(front.region, front.first).is_none() {
+                // It has gone.
+                self.unmarking.pop_front();
+                continue;
+            }
+            let piece = Span { pages: front.pages.min(UNMARK_PAGES), ..*front };
+            front.first = front.first + piece.pages.0;
+            front.pages = front.pages.saturating_sub(piece.pages);
+            if front.pages == Pages(0) {
+                self.unmarking.pop_front();
+            }
+            return Some(piece);
+        }
+    }
+
+    /// Takes note of what came of unmarking: where there was no room for the copies, or the target could not be stopped,
+    /// it is tried again later.
+    pub fn unmarked(&mut self, now_ns: u64, spans: &[Span], outcome: &Outcome) {
+        for (&span, marking) in spans.iter().zip(&outcome.unmarked) {
+            if *marking == Marking::Busy {
+                self.unmarking.push_front(span);
+                self.next_unmark_ns = now_ns + PAUSE_NS;
+            }
+        }
     }
 
     /// Wakes ksmd for what has become worth merging in spans marked earlier.

@@ -3,6 +3,7 @@
 use crate::cpu::{Ksmd, own_and_children_cpu_ns, own_cpu_ns};
 use crate::drive::Driver;
 use crate::exclude::{DenyList, Exclusion};
+use crate::headroom::headroom;
 use crate::inject::{Call, Injector, Limits};
 use crate::ksm::{Breaks, Ksm, KsmError};
 use crate::memory::{PageReader, ReadHow};
@@ -37,6 +38,10 @@ const GLANCE_NS: u64 = 1_000;
 const GLANCE_SHARE: u64 = 3_333;
 /// How scarce memory is is asked at most this often, nanoseconds.
 const GAUGE_NS: u64 = 1_000_000_000;
+/// Pages that one call unmarks, while its target waits: 8 MiB.
+const UNMARK_STEP_PAGES: u64 = 2_048;
+/// Room to leave in a target's memory limits, for what it and its neighbours allocate meanwhile.
+const ROOM_BYTES: u64 = 32 << 20;
 /// How long giving KSM back may wait for ksmd to end its scan.
 const RESTORE_LIMIT: Duration = Duration::from_secs(20);
 
@@ -413,8 +418,15 @@ impl LiveHost {
                     let (first, end) = (detail.vma.first(), detail.vma.first() + detail.vma.pages().0);
                     let (from, to) = (first.max(low), end.min(high));
                     if from < to && detail.flags.has(*b"mg") != (advice == libc::MADV_MERGEABLE) {
-                        calls.push(Call::madvise(from.address(), Pages(to.0 - from.0).bytes().0, advice));
-                        owners.push((at, Pages(to.0 - from.0)));
+                        // Pages are copied while the target waits.
+                        let step = if advice == libc::MADV_MERGEABLE { u64::MAX } else { UNMARK_STEP_PAGES };
+                        let mut start = from;
+                        while start < to {
+                            let pages = Pages((to.0 - start.0).min(step));
+                            calls.push(Call::madvise(start.address(), pages.bytes().0, advice));
+                            owners.push((at, pages));
+                            start = start + pages.0;
+                        }
                     } else if from < to {
                         // Marked already: by its owner, or by us when a retry follows half a batch.
                         add(&mut results[at], Pages(to.0 - from.0));
@@ -423,13 +435,22 @@ impl LiveHost {
             }
             target.look_again();
             self.next_look_ns = 0;
+            let limits = match advice {
+                libc::MADV_MERGEABLE => Limits::default(),
+                _ => Limits { calls_per_stop: 1, ..Limits::default() },
+            };
             match &mut self.hands {
                 Acting::DryRun => {
                     for &(at, pages) in &owners {
                         add(&mut results[at], pages);
                     }
                 }
-                Acting::Act { injector, .. } => match injector.run(&target.process, &calls, &Limits::default()) {
+                Acting::Act { .. } if advice == libc::MADV_UNMERGEABLE && !has_room(target, &self.roots, &owners) => {
+                    for &(at, _) in &owners {
+                        results[at] = Marking::Busy;
+                    }
+                }
+                Acting::Act { injector, .. } => match injector.run(&target.process, &calls, &limits) {
                     Ok(report) => {
                         outcome.stops += report.stops;
                         outcome.longest_stop_ns = outcome.longest_stop_ns.max(report.longest_stop_ns);
@@ -456,6 +477,13 @@ impl LiveHost {
         }
         results
     }
+}
+
+/// Whether a target's memory limits leave room for the copies that unmarking makes, and some more.
+fn has_room(target: &Target, roots: &Roots, spans: &[(usize, Pages)]) -> bool {
+    let pages: Pages = spans.iter().map(|&(_, pages)| pages).sum();
+    let wanted = pages.bytes().0 + ROOM_BYTES;
+    headroom(&target.process, &roots.proc, &roots.cgroup).is_ok_and(|left| left.0 >= wanted)
 }
 
 fn add(marking: &mut Marking, pages: Pages) {
