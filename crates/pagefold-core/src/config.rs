@@ -10,13 +10,13 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
     /// No governor has that name.
-    #[error("there is no governor '{0}': choose full, medium, low, quiet or auto")]
+    #[error("there is no governor '{0}'; choose full, medium, low, quiet or auto")]
     NoGovernor(String),
     /// No preset has that name.
-    #[error("there is no preset '{0}': choose default or sensitive")]
+    #[error("there is no preset '{0}'; choose default or sensitive")]
     NoPreset(String),
     /// A number outside its range.
-    #[error("{name} is {value}: it must be from {low} to {high}")]
+    #[error("{name} is {value}; it must be from {low} to {high}")]
     OutOfRange {
         /// The setting.
         name: &'static str,
@@ -184,11 +184,11 @@ mod tests {
     fn settings_outside_their_range_are_refused_with_it() {
         let refused = |config: Config| config.validated().unwrap_err().to_string();
         let error = refused(Config { duplicate_threshold: Permyriad(14_000), ..Config::default() });
-        assert_eq!(error, "the duplicate threshold is 140 %: it must be from 0.01 % to 100 %");
+        assert_eq!(error, "the duplicate threshold is 140 %; it must be from 0.01 % to 100 %");
         let error = refused(Config { levels: 0, ..Config::default() });
-        assert_eq!(error, "the number of levels is 0: it must be from 1 to 8");
+        assert_eq!(error, "the number of levels is 0; it must be from 1 to 8");
         let error = refused(Config { top_share: Some(Permyriad(0)), ..Config::default() });
-        assert_eq!(error, "the top share of a core is 0 %: it must be from 0.2 % to 100 %");
+        assert_eq!(error, "the top share of a core is 0 %; it must be from 0.2 % to 100 %");
         assert!(Config::default().validated().is_ok());
         assert!(Config::of_preset(Preset::Sensitive).validated().is_ok());
     }

@@ -47,8 +47,8 @@ fn senseless_command_lines() {
     fails(&run(&["--for"]), 2, "--for");
     fails(&run(&["--governor", "turbo"]), 2, "choose full, medium, low, quiet or auto");
     fails(&run(&["--preset", "turbo"]), 2, "choose default or sensitive");
-    fails(&run(&["--duplicate-threshold", "140"]), 2, "140 %: it must be from 0.01 % to 100 %");
-    fails(&run(&["--cow-threshold", "0"]), 2, "0 %: it must be from 0.01 % to 100 %");
+    fails(&run(&["--duplicate-threshold", "140"]), 2, "140 %; it must be from 0.01 % to 100 %");
+    fails(&run(&["--cow-threshold", "0"]), 2, "0 %; it must be from 0.01 % to 100 %");
     fails(&run(&["--top-share", "0"]), 2, "it must be from 0.2 % to 100 %");
     fails(&run(&["--levels", "0"]), 2, "it must be from 1 to 8");
     fails(&run(&["--round", "1ms"]), 2, "it must be from 20 ms to 3600000 ms");

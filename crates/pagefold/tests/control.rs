@@ -444,7 +444,7 @@ fn senseless_command_lines() {
     }
     fails(&["explain"], 2, "PID");
     fails(&["governor"], 2, "NAME");
-    fails(&["governor", "turbo"], 2, "there is no governor 'turbo': choose full, medium, low, quiet or auto");
+    fails(&["governor", "turbo"], 2, "there is no governor 'turbo'; choose full, medium, low, quiet or auto");
     fails(&["governor", ""], 2, "there is no governor");
     for command in ["status", "pause", "resume"] {
         fails(&[command, "more"], 2, "more");
