@@ -213,7 +213,7 @@ pub(crate) fn report(standing: &Standing<'_>, slots: &Slots, ledger: &Ledger) ->
         governor: standing.config.governor,
         in_force: standing.governor,
         top_share: standing.pace.top,
-        used_share: standing.spent_ns as f64 / WINDOW_NS.min((ledger.now_ns - ledger.began_ns).max(1)) as f64,
+        used_share: standing.spent_ns as f64 / WINDOW_NS as f64,
         rounds: standing.ladder.rounds(),
         busy: standing.busy,
         paused: standing.paused,
