@@ -126,7 +126,12 @@ impl Engine {
 
     /// Whether reading, marking or merging is under way; if not, only watching goes on.
     pub fn is_busy(&self) -> bool {
-        self.reading.foreground || self.marker.is_holding() || (self.snapshot.ksm.ours && self.merger.is_busy())
+        self.reading.foreground || self.marker.is_holding() || self.is_merging()
+    }
+
+    /// Whether ksmd is at work for us, or about to be.
+    fn is_merging(&self) -> bool {
+        self.snapshot.ksm.ours && self.merger.is_busy()
     }
 
     /// Another governor from now on.
@@ -153,7 +158,7 @@ impl Engine {
             ladder: &self.ladder,
             busy: self.is_busy(),
             paused: self.paused,
-            merging: self.snapshot.ksm.ours && self.merger.is_busy(),
+            merging: self.is_merging(),
             index: (self.index.len(), self.index.bytes()),
             spent_ns: self.budget.spent_ns(crate::governor::WINDOW_NS),
             ksm: self.snapshot.ksm,
@@ -255,12 +260,9 @@ impl Engine {
             return Actions { merge, ..Actions::default() };
         }
         let pace = self.pace();
-        let ended = self.reading.fresh;
         self.reading.foreground |= self.ladder.climb(&mut self.slots, now_ns, &self.lifetimes, pace, &self.config);
-        if ended {
+        if self.reading.fresh {
             self.end_round();
-        }
-        if ended {
             self.marker.find_sour(&mut self.slots, now_ns, &self.config);
         }
         let unmark = self.marker.unmark(&self.slots, now_ns).into_iter().collect();
@@ -420,7 +422,7 @@ impl Engine {
             let share = u64::from(pace.top.0).clamp(1, 10_000);
             return self.ladder.sample_ns() * self.planned / share * (10_000 - share);
         }
-        if self.snapshot.ksm.ours && (self.merger.is_busy() || self.marker.is_unmarking()) {
+        if self.is_merging() || self.snapshot.ksm.ours && self.marker.is_unmarking() {
             return look_ns.min(round_ns.max(LOOK_NS));
         }
         round_ns.max(LOOK_NS.min(pace.round_ns))

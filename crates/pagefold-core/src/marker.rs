@@ -126,8 +126,13 @@ impl Marker {
             mappings.entry(region.view.key).or_default().add(&region.churn);
         }
         for region in slots.iter_mut().filter(|region| !region.marks.is_empty()) {
-            if !sour(&region.churn) && !sour(&mappings[&region.view.key]) {
-                continue;
+            if !sour(&region.churn) {
+                let mapping = &mappings[&region.view.key];
+                if !sour(mapping) {
+                    continue;
+                }
+                // It goes by what its mapping has shown, and says so.
+                region.churn = mapping.clone();
             }
             let span = |mark: &Candidate| Span { region: region.view.key, first: mark.first, pages: mark.pages };
             self.unmarking.extend(region.marks.iter().map(span));

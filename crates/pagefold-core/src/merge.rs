@@ -9,9 +9,9 @@
 //! Small marked sets are scanned by kicks (one scan without pause), large ones in paced batches,
 //! because a kick cannot be called back.
 
-use crate::governor::Pace;
+use crate::governor::{Pace, share_ns};
 use crate::host::{KsmView, MergeOrder};
-use crate::units::Pages;
+use crate::units::{Pages, Permyriad};
 
 /// Exited processes wait so long for their reaping, so that many share one scan, nanoseconds.
 const REAP_AFTER_NS: u64 = 10_000_000_000;
@@ -30,8 +30,8 @@ const DEAR_NS: u64 = 20_000;
 const USUAL_NS: u64 = 6_000;
 /// What it takes to visit one that has been visited twice: merged, or without a copy and mostly skipped, nanoseconds.
 const SETTLED_NS: u64 = 700;
-/// A batch may take so much of the governor's share of a second, parts in ten, if all its pages are dear.
-const BATCH_TENTHS: u64 = 5;
+/// A batch may take the governor's share of this time if all its pages are dear, nanoseconds.
+const BATCH_NS: u64 = 500_000_000;
 
 #[derive(Clone, Copy, Debug)]
 struct Flight {
@@ -205,7 +205,7 @@ impl Merger {
     /// Batches so small that even dear pages do not break the share, and sleeps by what pages have cost of late.
     fn pace(&mut self, scan: &Scan<'_>) -> MergeOrder {
         let share = u64::from(scan.pace.top.0).clamp(1, 9_900);
-        let batch_ns = share * 100_000 * BATCH_TENTHS / 10;
+        let batch_ns = share_ns(BATCH_NS, Permyriad(scan.pace.top.0.clamp(1, 9_900)));
         if scan.room_ns < batch_ns * 2 {
             return MergeOrder::Rest;
         }

@@ -14,12 +14,13 @@ use crate::regions::Tracked;
 use crate::scope::{Roots, ScopeError, ScopeSpec};
 use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
+use crate::unfold::{room_for, steps};
 use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::{
     Actions, Cost, Host, KsmView, Marking, MemoryView, Outcome, OwnerKey, PageSample, PageState, RegionKey, RegionView,
     SamplePlan, Samples, Snapshot, Span,
 };
-use pagefold_core::units::{Pages, Vpn};
+use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,10 +39,6 @@ const GLANCE_NS: u64 = 1_000;
 const GLANCE_SHARE: u64 = 3_333;
 /// How scarce memory is is asked at most this often, nanoseconds.
 const GAUGE_NS: u64 = 1_000_000_000;
-/// Pages that one call unmarks, while its target waits: 8 MiB.
-const UNMARK_STEP_PAGES: u64 = 2_048;
-/// Room to leave in a target's memory limits, for what it and its neighbours allocate meanwhile.
-const ROOM_BYTES: u64 = 32 << 20;
 /// How long giving KSM back may wait for ksmd to end its scan.
 const RESTORE_LIMIT: Duration = Duration::from_secs(20);
 
@@ -150,7 +147,7 @@ enum Acting {
 impl LiveHost {
     /// A host for a scope. `stop` is set by a signal's handler to cut waits short. The signal must interrupt the thread
     /// that waits: the kernel gives a process's signals to its main thread if it can. Set by another thread, the flag is
-    /// noticed within a second.
+    /// noticed at the next look.
     pub fn new(
         scope: ScopeSpec,
         roots: Roots,
@@ -205,7 +202,7 @@ impl LiveHost {
         self.targets.values()
     }
 
-    /// Looks at processes this often instead of every second, nanoseconds.
+    /// Looks at processes this often, nanoseconds, or as often as it may.
     pub fn look_every(&mut self, ns: u64) {
         self.look_ns = ns.clamp(LOOK_MIN_NS, LOOK_NS);
     }
@@ -418,14 +415,16 @@ impl LiveHost {
                     let (first, end) = (detail.vma.first(), detail.vma.first() + detail.vma.pages().0);
                     let (from, to) = (first.max(low), end.min(high));
                     if from < to && detail.flags.has(*b"mg") != (advice == libc::MADV_MERGEABLE) {
-                        // Pages are copied while the target waits.
-                        let step = if advice == libc::MADV_MERGEABLE { u64::MAX } else { UNMARK_STEP_PAGES };
-                        let mut start = from;
-                        while start < to {
-                            let pages = Pages((to.0 - start.0).min(step));
-                            calls.push(Call::madvise(start.address(), pages.bytes().0, advice));
-                            owners.push((at, pages));
-                            start = start + pages.0;
+                        let (start, end) = (from.address(), to.address());
+                        if advice == libc::MADV_MERGEABLE {
+                            calls.push(Call::madvise(start, end - start, advice));
+                            owners.push((at, Pages(to.0 - from.0)));
+                        } else {
+                            // Pages are copied while the target waits.
+                            for (start, bytes) in steps(start, end) {
+                                calls.push(Call::madvise(start, bytes, advice));
+                                owners.push((at, Pages(bytes / PAGE_SIZE as u64)));
+                            }
                         }
                     } else if from < to {
                         // Marked already: by its owner, or by us when a retry follows half a batch.
@@ -479,11 +478,10 @@ impl LiveHost {
     }
 }
 
-/// Whether a target's memory limits leave room for the copies that unmarking makes, and some more.
+/// Whether a target's memory limits leave room for the copies that unmarking makes.
 fn has_room(target: &Target, roots: &Roots, spans: &[(usize, Pages)]) -> bool {
     let pages: Pages = spans.iter().map(|&(_, pages)| pages).sum();
-    let wanted = pages.bytes().0 + ROOM_BYTES;
-    headroom(&target.process, &roots.proc, &roots.cgroup).is_ok_and(|left| left.0 >= wanted)
+    headroom(&target.process, &roots.proc, &roots.cgroup).is_ok_and(|left| left >= room_for(pages.bytes()))
 }
 
 fn add(marking: &mut Marking, pages: Pages) {

@@ -61,6 +61,17 @@ pub enum UnfoldError {
     },
 }
 
+/// A range of addresses cut into what one call may unmark: where each piece begins, and its bytes.
+pub(crate) fn steps(start: u64, end: u64) -> impl Iterator<Item = (u64, u64)> {
+    let step = usize::try_from(STEP_BYTES).unwrap_or(usize::MAX);
+    (start..end).step_by(step).map(move |at| (at, STEP_BYTES.min(end - at)))
+}
+
+/// The room that a process's memory limits must leave for this much to be unmarked.
+pub(crate) fn room_for(copies: Bytes) -> Bytes {
+    Bytes(copies.0 + MARGIN_BYTES)
+}
+
 /// Unmarks all that is marked in a process, as far as its memory limits leave room for it.
 pub fn unfold(process: &Process, injector: &mut Injector, roots: &Roots) -> Result<Unfolded, UnfoldError> {
     let (pid, stat) = (process.pid(), process.stat()?);
@@ -82,10 +93,10 @@ pub fn unfold(process: &Process, injector: &mut Injector, roots: &Roots) -> Resu
         }
         let limits = Limits { calls_per_stop: 1, ..Limits::default() };
         for batch in calls.chunks(BATCH) {
-            let wanted = BATCH as u64 * STEP_BYTES + MARGIN_BYTES;
+            let wanted = room_for(Bytes(BATCH as u64 * STEP_BYTES));
             let left = headroom(process, &roots.proc, &roots.cgroup)?;
-            if left.0 < wanted {
-                return Err(UnfoldError::NoRoom { pid: process.pid(), left, wanted: Bytes(wanted) });
+            if left < wanted {
+                return Err(UnfoldError::NoRoom { pid: process.pid(), left, wanted });
             }
             let report = injector.run(process, batch, &limits)?;
             done.longest_stop_ns = done.longest_stop_ns.max(report.longest_stop_ns);
@@ -133,15 +144,12 @@ impl State {
     }
 
     fn calls(&self) -> Vec<Call> {
-        let steps = |&(start, end): &(u64, u64)| {
-            let step = usize::try_from(STEP_BYTES).unwrap_or(usize::MAX);
-            (start..end)
-                .step_by(step)
-                .map(move |at| Call::madvise(at, STEP_BYTES.min(end - at), libc::MADV_UNMERGEABLE))
+        let calls = |&(start, end): &(u64, u64)| {
+            steps(start, end).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE))
         };
         // Last, and by then with nothing left to copy: no marking of what is to come.
         let end = self.merge_any.then(|| Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
-        self.marked.iter().flat_map(steps).chain(end).collect()
+        self.marked.iter().flat_map(calls).chain(end).collect()
     }
 }
 

@@ -7,6 +7,7 @@ mod words;
 mod workers;
 
 use crate::exit::{self, Exit};
+use crate::judgement_args::seed;
 use crate::run::{rounds, take};
 use crate::scan::{self, ScanArgs};
 use crate::scope_args::ScopeArgs;
@@ -25,7 +26,6 @@ use pagefold_linux::process::Process;
 use pagefold_linux::scope::Roots;
 use pagefold_linux::tenure::{Places, TakeError, Tenure, other_driver, put_back_deferred};
 use pagefold_linux::unfold::unfold;
-use std::hash::{BuildHasher, RandomState};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -194,7 +194,7 @@ impl Demo {
         style::print(&words::folding(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
         let hands = take(false, &self.ksm)?;
-        let config = Config { seed: RandomState::new().hash_one(0), ..Config::default() };
+        let config = Config { seed: seed(), ..Config::default() };
         let mut engine = Engine::new(config);
         let spec = scope(pids).spec();
         let mut host =

@@ -50,11 +50,16 @@ impl JudgementArgs {
             duplicate_threshold: self.duplicate_threshold.unwrap_or(preset.duplicate_threshold),
             cow_threshold: self.cow_threshold.unwrap_or(preset.cow_threshold),
             lifetime_ns: self.lifetime.map_or(preset.lifetime_ns, ns),
-            seed: RandomState::new().hash_one(0),
+            seed: seed(),
             ..preset
         };
         config.validated()
     }
+}
+
+/// A seed that nobody can foretell.
+pub fn seed() -> u64 {
+    RandomState::new().hash_one(0)
 }
 
 /// Per cent with at most two decimals. Whether it is permitted is the configuration's to say.
