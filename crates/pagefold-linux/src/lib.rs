@@ -9,6 +9,7 @@ pub mod diagnose;
 pub mod drive;
 pub mod dumpable;
 pub mod exclude;
+pub mod fault;
 mod hand;
 pub mod headroom;
 pub mod inject;
