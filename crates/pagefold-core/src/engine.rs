@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::hash::Digest;
 use crate::host::{
-    Actions, Cost, Host, KsmView, Outcome, PageSample, PageState, RegionKey, SamplePlan, Samples, Snapshot,
+    Actions, Cost, DomainKey, Host, KsmView, Outcome, PageSample, PageState, RegionKey, SamplePlan, Samples, Snapshot,
 };
 use crate::index::{Index, Place, Seen};
 use crate::ladder::{Ladder, Reading};
@@ -23,6 +23,7 @@ use crate::region::{Region, Stage};
 use crate::report::{self, Report};
 use crate::slots::Slots;
 use crate::units::{Pages, Permyriad, Vpn};
+use std::collections::BTreeSet;
 
 /// While ksmd works it is looked after at least this often, nanoseconds.
 const LOOK_NS: u64 = 50_000_000;
@@ -52,6 +53,8 @@ pub struct Engine {
     lifetimes: Lifetimes,
     ledger: Ledger,
     snapshot: Snapshot,
+    /// The trust domains of the regions.
+    domains: BTreeSet<DomainKey>,
     /// The first snapshot has been taken in: what appears from now on is new.
     running: bool,
     reading: Reading,
@@ -93,6 +96,7 @@ impl Engine {
             lifetimes: Lifetimes::default(),
             ledger: Ledger::default(),
             snapshot: Snapshot::default(),
+            domains: BTreeSet::new(),
             running: false,
             reading: Reading::default(),
             broken_before: 0,
@@ -193,7 +197,7 @@ impl Engine {
         let pace = self.pace();
         if self.paused {
             self.reading = Reading::default();
-            return SamplePlan { runs: Vec::new(), digest_seed: self.config.seed };
+            return SamplePlan { digest_seed: self.config.seed, ..SamplePlan::default() };
         }
         let fresh = self.ladder.turn(now_ns, pace);
         let room = self.room_ns(pace) / self.ladder.sample_ns();
@@ -211,7 +215,27 @@ impl Engine {
         self.planned = runs.iter().map(|run| u64::from(run.pages)).sum();
         // By region and address: what lies together is read together.
         runs.sort_by_key(|run| (run.region, run.first));
-        SamplePlan { runs, digest_seed: self.config.seed }
+        SamplePlan { runs, digest_seed: self.config.seed, shared: self.several_domains() }
+    }
+
+    /// Whether there is memory that must not be merged with other memory in scope.
+    fn several_domains(&self) -> bool {
+        self.domains.len() > 1
+    }
+
+    /// Takes note of the trust domains there are. As long as there is one, nothing is claimed; when a second appears, all
+    /// that is marked must be claimed before anything else is marked.
+    fn take_in_domains(&mut self, snapshot: &Snapshot) {
+        let before = self.several_domains();
+        self.domains = snapshot.regions.iter().map(|view| view.domain).collect();
+        if self.several_domains() && !before {
+            for region in self.slots.iter_mut() {
+                region.claimed = false;
+                if matches!(region.stage, Stage::Examine(_)) {
+                    region.examine(self.ladder.levels());
+                }
+            }
+        }
     }
 
     /// CPU time that reading may take now: within the share over the governor's window and over a short time.
@@ -226,6 +250,7 @@ impl Engine {
         let gone =
             self.slots.take_in(&snapshot.regions, seed, |view| Region::new(view, snapshot.now_ns, newborn, seed));
         self.running = true;
+        self.take_in_domains(snapshot);
         for region in gone {
             if region.newborn {
                 self.lifetimes.gone(region.view.family, snapshot.now_ns - region.seen_ns, snapshot.now_ns);
@@ -236,14 +261,14 @@ impl Engine {
             }
         }
         if self.slots.want_sweep() {
-            self.index.sweep(|slot| self.slots.get(slot).is_some(), |_| false);
+            self.index.sweep(|slot| self.slots.get(slot).is_some(), |_| false, self.domains.len() > 1);
             self.slots.swept();
         }
     }
 
     /// Judges what was read.
     pub fn judge(&mut self, samples: &Samples) -> Actions {
-        let now_ns = self.snapshot.now_ns;
+        let (now_ns, several) = (self.snapshot.now_ns, self.several_domains());
         let read = samples.pages.iter().filter(|sample| sample.state == PageState::Private).count() as u64;
         self.ledger.pages_read += read;
         self.read = read;
@@ -252,12 +277,17 @@ impl Engine {
             let Some(region) = self.slots.get_mut(slot) else { continue };
             region.stage = Stage::Examine(end);
             if end.0 >= region.view.first.0 + region.view.pages.0 {
-                region.judged(now_ns);
+                region.judged(now_ns, several);
             }
         }
         if self.paused {
             let merge = self.merger.suspend(&self.snapshot.ksm);
             return Actions { merge, ..Actions::default() };
+        }
+        if several {
+            let levels = self.ladder.levels();
+            let owing = self.slots.iter_mut().filter(|region| region.owes_claims());
+            owing.for_each(|region| region.examine(levels));
         }
         let pace = self.pace();
         self.reading.foreground |= self.ladder.climb(&mut self.slots, now_ns, &self.lifetimes, pace, &self.config);
@@ -267,7 +297,7 @@ impl Engine {
         }
         let unmark = self.marker.unmark(&self.slots, now_ns).into_iter().collect();
         let more = self.reading.foreground;
-        let mark = self.marker.marks(&mut self.slots, now_ns, more, &mut self.merger, &self.config);
+        let mark = self.marker.marks(&mut self.slots, now_ns, more, several, &mut self.merger, &self.config);
         self.marker.refresh(&mut self.slots, now_ns, &mut self.merger);
         let scan = Scan {
             now_ns,
@@ -298,7 +328,7 @@ impl Engine {
             // Merged pages are not hashed again, so the entries of marked regions cannot be renewed.
             let slots = &self.slots;
             let renewed = |slot| slots.get(slot).is_some_and(|region| region.level == 1 && region.marks.is_empty());
-            self.index.sweep(|slot| slots.get(slot).is_some(), renewed);
+            self.index.sweep(|slot| slots.get(slot).is_some(), renewed, self.domains.len() > 1);
             self.slots.swept();
         }
     }
@@ -348,12 +378,20 @@ impl Engine {
                 true
             }
         };
-        if sample.state == PageState::Private {
+        let several = self.domains.len() > 1;
+        let zero = sample.digest == Digest::ZERO;
+        let (place, digest) = (Place { slot, offset }, sample.digest.in_domain(region.view.domain));
+        let foreign = several && !zero && is_foreign(&self.index, &self.domains, region.view.domain, sample.digest);
+        if foreign {
+            region.tally.sampled += u64::from(!examined && !region.is_marked(sample.page));
+            duplicate = false;
+        } else if several && !zero && sample.state != PageState::Private {
+            // Merged already, and known all the same.
+            self.index.note(digest, place, examined);
+        } else if sample.state == PageState::Private {
             region.probe(sample.page, sample.digest, region.stage == Stage::Survey);
             let marked = !examined && region.is_marked(sample.page);
-            let zero = sample.digest == Digest::ZERO;
-            let place = Place { slot, offset };
-            let seen = if zero { Seen::New } else { self.index.note(sample.digest, place) };
+            let seen = if zero { Seen::New } else { self.index.note(digest, place, several && examined) };
             duplicate = zero || seen != Seen::New;
             if marked {
                 region.in_marks.sampled += 1;
@@ -380,6 +418,7 @@ impl Engine {
             extent.resident += 1;
             extent.duplicate += u16::from(duplicate);
             extent.huge += u16::from(sample.huge);
+            extent.foreign += u16::from(foreign);
         }
     }
 
@@ -427,4 +466,9 @@ impl Engine {
         }
         round_ns.max(LOOK_NS.min(pace.round_ns))
     }
+}
+
+/// Whether a content is claimed by another trust domain than its own.
+fn is_foreign(index: &Index, domains: &BTreeSet<DomainKey>, own: DomainKey, content: Digest) -> bool {
+    domains.iter().any(|&domain| domain != own && index.is_claimed(content.in_domain(domain)))
 }

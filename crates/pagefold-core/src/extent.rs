@@ -17,6 +17,8 @@ pub struct Extent {
     pub duplicate: u16,
     /// Those that belong to a huge page.
     pub huge: u16,
+    /// Those that another trust domain holds as well, in memory that is or may be marked.
+    pub foreign: u16,
 }
 
 /// How dense an extent must be.
@@ -43,8 +45,11 @@ impl Default for Density {
 }
 
 impl Extent {
-    /// Whether the extent is worth marking.
+    /// Whether the extent is worth marking, and may be.
     pub fn is_dense(&self, density: Density) -> bool {
+        if self.foreign > 0 {
+            return false;
+        }
         let needed = if self.huge > 0 { density.huge } else { density.plain };
         self.duplicate > 0 && Permyriad::of(self.duplicate.into(), self.resident.into()) >= needed
     }
@@ -70,7 +75,7 @@ pub struct Candidate {
 ///
 /// The whole region where its dense extents hold three quarters of it or it is no longer than two
 /// extents; otherwise the dense extents, neighbours joined, and the nearest joined over their gaps
-/// until no more than `cap` spans are left.
+/// until no more than `cap` spans are left. Nothing that another trust domain holds as well is in any of them.
 pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, cap: usize) -> Vec<Candidate> {
     let end = first + pages.0;
     let sum = |low: u64, high: u64| {
@@ -87,17 +92,18 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
     let all = sum(0, u64::MAX);
     let dense_resident: u64 =
         extents.values().filter(|extent| extent.is_dense(density)).map(|extent| u64::from(extent.resident)).sum();
+    let foreign = |low: u64, high: u64| extents.range(low..high).any(|(_, extent)| extent.foreign > 0);
     if dense_resident == 0 && pages.0 > 2 * EXTENT_PAGES {
         return Vec::new();
     }
     if pages.0 <= 2 * EXTENT_PAGES {
         let huge = extents.values().map(|extent| extent.huge).max().unwrap_or(0);
         let needed = if huge > 0 { density.huge } else { density.plain };
-        let dense = all.1 > 0 && Permyriad::of(all.1, all.0) >= needed;
+        let dense = all.1 > 0 && !foreign(0, u64::MAX) && Permyriad::of(all.1, all.0) >= needed;
         return if dense { vec![candidate(first, end, all)] } else { Vec::new() };
     }
     let huge_sparse = extents.values().any(|extent| extent.huge > 0 && !extent.is_dense(density));
-    if dense_resident * 4 >= all.0 * 3 && !huge_sparse {
+    if dense_resident * 4 >= all.0 * 3 && !huge_sparse && !foreign(0, u64::MAX) {
         return vec![candidate(first, end, all)];
     }
     let mut spans: Vec<(u64, u64)> = Vec::new();
@@ -109,9 +115,14 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
     }
     while spans.len() > cap.max(1) {
         // Join over the gap that brings the fewest pages not worth marking.
-        let cheapest = (1..spans.len()).min_by_key(|&right| sum(spans[right - 1].1, spans[right].0).0).unwrap_or(1);
-        spans[cheapest - 1].1 = spans[cheapest].1;
-        spans.remove(cheapest);
+        let gap = |right: &usize| (spans[right - 1].1, spans[*right].0);
+        let joinable = (1..spans.len()).filter(|right| !foreign(gap(right).0, gap(right).1));
+        if let Some(right) = joinable.min_by_key(|right| sum(gap(right).0, gap(right).1).0) {
+            spans[right - 1].1 = spans[right].1;
+            spans.remove(right);
+        } else if let Some(least) = (0..spans.len()).min_by_key(|&at| sum(spans[at].0, spans[at].1).1) {
+            spans.remove(least);
+        }
     }
     spans
         .into_iter()
@@ -128,7 +139,10 @@ mod tests {
     use proptest::prelude::*;
 
     fn extents(densities: &[u16]) -> Extents {
-        (0..).zip(densities).map(|(n, &duplicate)| (n, Extent { resident: 512, duplicate, huge: 0 })).collect()
+        (0..)
+            .zip(densities)
+            .map(|(n, &duplicate)| (n, Extent { resident: 512, duplicate, ..Extent::default() }))
+            .collect()
     }
 
     #[test]
@@ -154,6 +168,22 @@ mod tests {
         assert!(candidates(&all, Vpn(0), Pages(2048), Density::default(), 8).is_empty());
         all.get_mut(&0).unwrap().duplicate = 500;
         assert_eq!(candidates(&all, Vpn(0), Pages(2048), Density::default(), 8).len(), 1);
+    }
+
+    #[test]
+    fn what_another_domain_holds_is_never_in_a_span() {
+        let mut all = extents(&[500, 500, 500, 500, 0, 500]);
+        all.get_mut(&1).unwrap().foreign = 1;
+        let ranges = |cap| {
+            let spans = candidates(&all, Vpn(0), Pages(6 * EXTENT_PAGES), Density::default(), cap);
+            spans.iter().map(|span| (span.first.0 / EXTENT_PAGES, span.pages.0 / EXTENT_PAGES)).collect::<Vec<_>>()
+        };
+        assert_eq!(ranges(8), [(0, 1), (2, 2), (5, 1)]);
+        // Joined over the gap that is only thin; then the smallest is given up.
+        assert_eq!(ranges(2), [(0, 1), (2, 4)]);
+        assert_eq!(ranges(1), [(2, 4)]);
+        let small = candidates(&all, Vpn(0), Pages(2 * EXTENT_PAGES), Density::default(), 8);
+        assert!(small.is_empty());
     }
 
     proptest! {

@@ -6,6 +6,7 @@
 pub mod progressive;
 pub mod strength;
 
+use crate::host::DomainKey;
 use crate::permutation::mix;
 use crate::units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
@@ -22,6 +23,12 @@ pub struct Digest(pub u64);
 impl Digest {
     /// The digest that stands for a page of zeros; no other page gets it.
     pub const ZERO: Self = Self(0);
+
+    /// The same content as a trust domain's own, apart from that of all others. Zeros belong to nobody.
+    #[must_use]
+    pub fn in_domain(self, domain: DomainKey) -> Self {
+        if self == Self::ZERO || domain == DomainKey(0) { self } else { Self(self.0 ^ mix(u64::from(domain.0))) }
+    }
 }
 
 /// Digests pages: XXH3 with a secret made from a seed, so that nobody can prepare pages that collide.

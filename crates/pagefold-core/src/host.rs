@@ -37,6 +37,11 @@ pub struct RegionKey(pub u32);
 #[serde(transparent)]
 pub struct OwnerKey(pub u32);
 
+/// Whose memory it is, where that of some must not be merged with that of others. 0 unless somebody says otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct DomainKey(pub u16);
+
 /// Regions of the same executable, mapping and size: likely copies of each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -66,6 +71,8 @@ pub struct RegionView {
     pub owner: OwnerKey,
     /// Its family.
     pub family: FamilyKey,
+    /// Its trust domain.
+    pub domain: DomainKey,
     /// The first page of its address range.
     pub first: Vpn,
     /// The length of its address range.
@@ -132,6 +139,8 @@ pub struct SamplePlan {
     pub runs: Vec<Run>,
     /// Seed for the digests of this run of the program.
     pub digest_seed: u64,
+    /// Read merged and fork-shared pages as well, without taking them apart: it must be known what they hold.
+    pub shared: bool,
 }
 
 /// Neighbouring pages of one region.
@@ -195,13 +204,48 @@ pub struct Span {
     pub pages: Pages,
 }
 
+/// A span to mark or unmark, and the reason.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// The span.
+    pub span: Span,
+    /// Why.
+    pub why: Why,
+}
+
+/// Why a span is marked or unmarked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "kind")]
+pub enum Why {
+    /// Marked: so many of its resident pages are zero or have a twin.
+    Duplicate {
+        /// Those, pages.
+        duplicate: Pages,
+        /// The resident pages.
+        resident: Pages,
+    },
+    /// Unmarked: this share of its merged pages would be written, and hold the same again, within the horizon.
+    CowBroken {
+        /// The share.
+        ratio: Permyriad,
+    },
+    /// Somebody asked for it.
+    Asked,
+}
+
+impl From<Span> for Change {
+    fn from(span: Span) -> Self {
+        Self { span, why: Why::Asked }
+    }
+}
+
 /// What is to be done this round.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Actions {
-    /// Spans to mark mergeable.
-    pub mark: Vec<Span>,
-    /// Spans to unmark, which gives each merged page its own copy again.
-    pub unmark: Vec<Span>,
+    /// What to mark mergeable.
+    pub mark: Vec<Change>,
+    /// What to unmark, which gives each merged page its own copy again.
+    pub unmark: Vec<Change>,
     /// The order to ksmd.
     pub merge: MergeOrder,
 }

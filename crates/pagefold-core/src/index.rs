@@ -22,7 +22,10 @@ const OFFSET_BITS: u32 = 27;
 /// Pages of the largest region the index can point into.
 pub const REGION_PAGES_MAX: u64 = 1 << OFFSET_BITS;
 /// Regions the index can tell apart at one time.
-pub const SLOTS_MAX: u32 = 1 << 24;
+pub const SLOTS_MAX: u32 = (1 << SLOT_BITS) - 1;
+const SLOT_BITS: u32 = 23;
+/// The slot of contents whose noted page has gone while others are known to hold them.
+const NOBODY: u32 = SLOTS_MAX;
 
 /// Where a page was seen: the engine's slot number of the region, and the page's offset in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -44,7 +47,7 @@ pub enum Seen {
     Known(u8),
 }
 
-/// 40 bits of fingerprint, 24 of slot; 27 of offset, 3 of count, 2 of epoch.
+/// 40 bits of fingerprint, 1 of claim, 23 of slot; 27 of offset, 3 of count, 2 of epoch.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, packed(4))]
 struct Entry {
@@ -53,16 +56,19 @@ struct Entry {
 }
 
 impl Entry {
-    fn new(print: u64, place: Place, count: u8, epoch: u8) -> Self {
+    fn new(print: u64, claimed: bool, place: Place, count: u8, epoch: u8) -> Self {
         let rest = place.offset | u32::from(count) << OFFSET_BITS | u32::from(epoch & 3) << (OFFSET_BITS + 3);
-        Self { print_slot: print << 24 | u64::from(place.slot), rest }
+        Self { print_slot: print << 24 | u64::from(claimed) << SLOT_BITS | u64::from(place.slot), rest }
     }
     fn print(self) -> u64 {
         self.print_slot >> 24
     }
     #[expect(clippy::cast_possible_truncation, reason = "24 bits are kept")]
     fn place(self) -> Place {
-        Place { slot: self.print_slot as u32 & (SLOTS_MAX - 1), offset: self.rest & ((1 << OFFSET_BITS) - 1) }
+        Place { slot: self.print_slot as u32 & SLOTS_MAX, offset: self.rest & ((1 << OFFSET_BITS) - 1) }
+    }
+    fn is_claimed(self) -> bool {
+        self.print_slot >> SLOT_BITS & 1 == 1
     }
     fn count(self) -> u8 {
         (self.rest >> OFFSET_BITS) as u8 & COUNT_MAX
@@ -110,27 +116,32 @@ impl Index {
         entries * size_of::<Entry>() + self.trees.capacity() * size_of::<Vec<Entry>>()
     }
 
-    /// Takes note of a page and tells what was known of its content.
+    /// Takes note of a page and tells what was known of its content. With `claim` the content is [claimed](Self::is_claimed)
+    /// from now on.
     ///
     /// Seeing the page that an entry already points to changes nothing but the entry's age.
-    pub fn note(&mut self, digest: Digest, place: Place) -> Seen {
+    pub fn note(&mut self, digest: Digest, place: Place, claim: bool) -> Seen {
         let print = digest.0 >> 24;
         let epoch = self.epoch;
         let tree = &mut self.trees[tree_of(print, self.bits)];
         let at = tree.partition_point(|entry| entry.print() < print);
         if let Some(entry) = tree.get_mut(at).filter(|entry| entry.print() == print) {
-            let (first, count) = (entry.place(), entry.count());
+            let (first, count, claimed) = (entry.place(), entry.count(), entry.is_claimed() || claim);
+            if first.slot == NOBODY {
+                *entry = Entry::new(print, claimed, place, count, epoch);
+                return Seen::Known(count);
+            }
             if first == place {
-                *entry = Entry::new(print, first, count, epoch);
+                *entry = Entry::new(print, claimed, first, count, epoch);
                 return if count > 1 { Seen::Known(count - 1) } else { Seen::New };
             }
-            *entry = Entry::new(print, first, (count + 1).min(COUNT_MAX), epoch);
+            *entry = Entry::new(print, claimed, first, (count + 1).min(COUNT_MAX), epoch);
             return if count > 1 { Seen::Known(count) } else { Seen::Twin(first) };
         }
         if tree.len() == tree.capacity() {
             tree.reserve_exact(TREE_STEP);
         }
-        tree.insert(at, Entry::new(print, place, 1, epoch));
+        tree.insert(at, Entry::new(print, claim, place, 1, epoch));
         self.len += 1;
         if tree.len() > TREE_MAX {
             self.double();
@@ -138,21 +149,38 @@ impl Index {
         Seen::New
     }
 
-    /// Begins the next epoch; returns its number, for the entries noted from now on.
+    /// Whether a content has been claimed: it is in memory that has been read whole, and may be marked.
+    pub fn is_claimed(&self, digest: Digest) -> bool {
+        let print = digest.0 >> 24;
+        let tree = &self.trees[tree_of(print, self.bits)];
+        let at = tree.partition_point(|entry| entry.print() < print);
+        tree.get(at).is_some_and(|entry| entry.print() == print && entry.is_claimed())
+    }
+
+    /// Begins the next epoch, for the entries noted from now on.
     pub fn age(&mut self) {
         self.epoch = (self.epoch + 1) & 3;
     }
 
     /// Drops the entries of slots that are not `live`, and those that no page has renewed for two epochs
-    /// although `renewed` says that their region's pages come by again.
-    pub fn sweep(&mut self, live: impl Fn(u32) -> bool, renewed: impl Fn(u32) -> bool) {
+    /// although `renewed` says that their region's pages come by again. With `claims`, contents that are claimed and were
+    /// seen on other pages too outlive the page that was noted for them, until nobody has renewed them for two epochs.
+    pub fn sweep(&mut self, live: impl Fn(u32) -> bool, renewed: impl Fn(u32) -> bool, claims: bool) {
         let epoch = self.epoch;
         self.len = 0;
         for tree in &mut self.trees {
-            tree.retain(|entry| {
+            tree.retain_mut(|entry| {
                 let slot = entry.place().slot;
-                let age = (epoch + 4 - entry.epoch()) & 3;
-                live(slot) && !(age >= 2 && renewed(slot))
+                let old = (epoch + 4 - entry.epoch()) & 3 >= 2;
+                if slot != NOBODY && live(slot) {
+                    return !(old && renewed(slot));
+                }
+                let kept = claims && entry.is_claimed() && entry.count() > 1 && !old;
+                if kept {
+                    let place = Place { slot: NOBODY, offset: 0 };
+                    *entry = Entry::new(entry.print(), true, place, entry.count(), entry.epoch());
+                }
+                kept
             });
             tree.shrink_to(tree.len().next_multiple_of(TREE_STEP));
             self.len += tree.len();
@@ -205,15 +233,15 @@ mod tests {
     fn first_twin_is_credited_once() {
         let mut index = Index::new();
         let (a, b, c) =
-            (Place { slot: 1, offset: 7 }, Place { slot: 2, offset: 9 }, Place { slot: 0xff_ffff, offset: 0x7ff_ffff });
-        assert_eq!(index.note(digest(5), a), Seen::New);
-        assert_eq!(index.note(digest(5), a), Seen::New);
-        assert_eq!(index.note(digest(5), b), Seen::Twin(a));
-        assert_eq!(index.note(digest(5), c), Seen::Known(2));
-        assert_eq!(index.note(digest(5), a), Seen::Known(2));
+            (Place { slot: 1, offset: 7 }, Place { slot: 2, offset: 9 }, Place { slot: 0x7f_fffe, offset: 0x7ff_ffff });
+        assert_eq!(index.note(digest(5), a, false), Seen::New);
+        assert_eq!(index.note(digest(5), a, false), Seen::New);
+        assert_eq!(index.note(digest(5), b, false), Seen::Twin(a));
+        assert_eq!(index.note(digest(5), c, false), Seen::Known(2));
+        assert_eq!(index.note(digest(5), a, false), Seen::Known(2));
         assert_eq!(index.len(), 1);
-        assert_eq!(index.note(digest(6), c), Seen::New);
-        assert_eq!(index.note(digest(6), a), Seen::Twin(c));
+        assert_eq!(index.note(digest(6), c, false), Seen::New);
+        assert_eq!(index.note(digest(6), a, false), Seen::Twin(c));
     }
 
     #[test]
@@ -222,7 +250,7 @@ mod tests {
         for content in 0..1_000_000 {
             #[expect(clippy::cast_possible_truncation)]
             let place = Place { slot: 3, offset: content as u32 };
-            assert_eq!(index.note(digest(content), place), Seen::New);
+            assert_eq!(index.note(digest(content), place, false), Seen::New);
         }
         assert_eq!(index.len(), 1_000_000);
         let per_entry = index.bytes() as f64 / 1e6;
@@ -233,14 +261,14 @@ mod tests {
     fn sweeping_forgets_the_dead_and_the_outdated() {
         let mut index = Index::new();
         for content in 0..3000 {
-            index.note(digest(content), Place { slot: u32::from(content % 3 == 0), offset: 1 });
+            index.note(digest(content), Place { slot: u32::from(content % 3 == 0), offset: 1 }, false);
         }
-        index.sweep(|slot| slot == 1, |_| false);
+        index.sweep(|slot| slot == 1, |_| false, false);
         assert_eq!(index.len(), 1000);
         index.age();
-        index.note(digest(0), Place { slot: 1, offset: 1 });
+        index.note(digest(0), Place { slot: 1, offset: 1 }, false);
         index.age();
-        index.sweep(|_| true, |_| true);
+        index.sweep(|_| true, |_| true, false);
         assert_eq!(index.len(), 1, "only the renewed entry is younger than two epochs");
     }
 
@@ -261,7 +289,7 @@ mod tests {
                         if before > 1 { Seen::Known(before) } else { Seen::Twin(*first) }
                     }
                 };
-                prop_assert_eq!(index.note(digest(content), place), expected);
+                prop_assert_eq!(index.note(digest(content), place, false), expected);
             }
             prop_assert_eq!(index.len(), model.len());
         }

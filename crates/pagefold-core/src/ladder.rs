@@ -279,10 +279,17 @@ fn has_told(region: &Region, config: &Config) -> bool {
     region.stage == Stage::Survey && !wants_more(region, config)
 }
 
-/// Reads on in the regions on the top level.
+/// Reads on in the regions on the top level. What is marked already and whose contents must be claimed for its trust
+/// domain comes before everything else.
 fn read_whole(slots: &mut Slots, left: &mut u64, reading: &mut Reading) {
+    let owing =
+        |region: &Region| matches!(region.stage, Stage::Examine(_)) && !region.marks.is_empty() && !region.claimed;
+    let only_owing = slots.iter().any(owing);
     for (slot, region) in slots.numbered_mut() {
         let Stage::Examine(cursor) = region.stage else { continue };
+        if only_owing && !owing(region) {
+            continue;
+        }
         let end = region.view.first + region.view.pages.0;
         let mut at = Vpn(cursor.0.max(region.view.first.0));
         while at < end && *left > 0 {
@@ -377,7 +384,7 @@ fn run(region: &Region, first: Vpn, pages: u64) -> Run {
 mod tests {
     use super::*;
     use crate::governor::Governor;
-    use crate::host::{FamilyKey, OwnerKey, RegionKey, RegionView};
+    use crate::host::{DomainKey, FamilyKey, OwnerKey, RegionKey, RegionView};
     use crate::region::Alone;
     use crate::units::Pages;
     use proptest::prelude::*;
@@ -387,6 +394,7 @@ mod tests {
             key: RegionKey(key),
             owner: OwnerKey(1),
             family: FamilyKey(key.into()),
+            domain: DomainKey(0),
             first: Vpn(u64::from(key) << 32),
             pages: Pages(pages),
             resident: Pages(pages),
@@ -494,7 +502,7 @@ mod tests {
         #[test]
         fn the_bottom_keeps_to_its_share(sizes in proptest::collection::vec(1u64..50_000, 1..20), at: u32) {
             let (mut ladder, mut slots) = (Ladder::new(4), slots(&sizes));
-            slots.iter_mut().for_each(|region| { region.judged(0); region.level = 1; });
+            slots.iter_mut().for_each(|region| { region.judged(0, false); region.level = 1; });
             let pace = Governor::Full.pace();
             ladder.turn(at.into(), pace);
             let reading = plan(&mut ladder, &mut slots, true);

@@ -6,7 +6,7 @@
 use crate::churn::Churn;
 use crate::config::Config;
 use crate::extent::Candidate;
-use crate::host::{Marking, Outcome, Span};
+use crate::host::{Change, Marking, Outcome, Span, Why};
 use crate::merge::Merger;
 use crate::region::{Alone, InMarks, Region, Stage, covers};
 use crate::slots::Slots;
@@ -40,7 +40,7 @@ pub struct Marker {
     /// Resident pages that each of the last marks adds to those marked before.
     fresh: Vec<Pages>,
     /// Spans to be unmarked, and when to go on with them.
-    unmarking: VecDeque<Span>,
+    unmarking: VecDeque<Change>,
     next_unmark_ns: u64,
     next_refresh_ns: u64,
     refresh_pause_ns: u64,
@@ -67,19 +67,21 @@ impl Marker {
         self.held_since_ns.is_some()
     }
 
-    /// The spans to mark now. `more` if regions are being read that may soon be marked as well.
+    /// The spans to mark now. `more` if regions are being read that may soon be marked as well. With several trust domains
+    /// only what is claimed for its own.
     pub fn marks(
         &mut self,
         slots: &mut Slots,
         now_ns: u64,
         more: bool,
+        several_domains: bool,
         merger: &mut Merger,
         config: &Config,
-    ) -> Vec<Span> {
+    ) -> Vec<Change> {
         if slots.iter().any(|region| region.dirty) {
             thin_out(slots, config);
         }
-        let ready = ready(slots, now_ns, config);
+        let ready = ready(slots, now_ns, several_domains, config);
         if ready.is_empty() {
             self.held_since_ns = None;
             return Vec::new();
@@ -106,7 +108,8 @@ impl Marker {
             }
             for span in spans {
                 self.fresh.push(Pages(gain(region, &[span]).0));
-                marks.push(Span { region: region.view.key, first: span.first, pages: span.pages });
+                let why = Why::Duplicate { duplicate: span.duplicate, resident: span.resident };
+                marks.push(Change { span: span_of(region, &span), why });
                 region.mark(span);
             }
         }
@@ -134,8 +137,8 @@ impl Marker {
                 // It goes by what its mapping has shown, and says so.
                 region.churn = mapping.clone();
             }
-            let span = |mark: &Candidate| Span { region: region.view.key, first: mark.first, pages: mark.pages };
-            self.unmarking.extend(region.marks.iter().map(span));
+            let why = Why::CowBroken { ratio: region.churn.ratio(config.cow_horizon_ns) };
+            self.unmarking.extend(region.marks.iter().map(|mark| Change { span: span_of(region, mark), why }));
             region.sour(now_ns + SOUR_NS);
         }
     }
@@ -146,20 +149,20 @@ impl Marker {
     }
 
     /// The span to unmark now: little at a time, because a target waits while its pages are copied.
-    pub fn unmark(&mut self, slots: &Slots, now_ns: u64) -> Option<Span> {
+    pub fn unmark(&mut self, slots: &Slots, now_ns: u64) -> Option<Change> {
         if now_ns < self.next_unmark_ns {
             return None;
         }
         loop {
-            let front = self.unmarking.front_mut()?;
+            let Change { span: front, why } = self.unmarking.front_mut()?;
             if slots.find(front.region, front.first).is_none() {
                 // It has gone.
                 self.unmarking.pop_front();
                 continue;
             }
-            let piece = Span { pages: front.pages.min(UNMARK_PAGES), ..*front };
-            front.first = front.first + piece.pages.0;
-            front.pages = front.pages.saturating_sub(piece.pages);
+            let piece = Change { span: Span { pages: front.pages.min(UNMARK_PAGES), ..*front }, why: *why };
+            front.first = front.first + piece.span.pages.0;
+            front.pages = front.pages.saturating_sub(piece.span.pages);
             if front.pages == Pages(0) {
                 self.unmarking.pop_front();
             }
@@ -169,10 +172,10 @@ impl Marker {
 
     /// Takes note of what came of unmarking: where there was no room for the copies, or the target could not be stopped,
     /// it is tried again later.
-    pub fn unmarked(&mut self, now_ns: u64, spans: &[Span], outcome: &Outcome) {
-        for (&span, marking) in spans.iter().zip(&outcome.unmarked) {
+    pub fn unmarked(&mut self, now_ns: u64, changes: &[Change], outcome: &Outcome) {
+        for (&change, marking) in changes.iter().zip(&outcome.unmarked) {
             if *marking == Marking::Busy {
-                self.unmarking.push_front(span);
+                self.unmarking.push_front(change);
                 self.next_unmark_ns = now_ns + PAUSE_NS;
             }
         }
@@ -216,8 +219,8 @@ impl Marker {
     }
 
     /// Takes note of what came of the marks.
-    pub fn done(&mut self, slots: &mut Slots, now_ns: u64, marks: &[Span], outcome: &Outcome, merger: &mut Merger) {
-        for ((span, marking), &fresh) in marks.iter().zip(&outcome.marked).zip(&self.fresh) {
+    pub fn done(&mut self, slots: &mut Slots, now_ns: u64, marks: &[Change], outcome: &Outcome, merger: &mut Merger) {
+        for ((Change { span, .. }, marking), &fresh) in marks.iter().zip(&outcome.marked).zip(&self.fresh) {
             let Some(region) = slots.find(span.region, span.first).and_then(|slot| slots.get_mut(slot)) else {
                 continue;
             };
@@ -250,7 +253,7 @@ fn hold_small_ns(brings: u64, marked: u64) -> u64 {
 
 /// The regions with something to mark, and their spans. Those that somebody else has marked whole (`pagefold exec`) are
 /// worth a scan all the same.
-fn ready(slots: &mut Slots, now_ns: u64, config: &Config) -> Vec<(u32, Vec<Candidate>)> {
+fn ready(slots: &mut Slots, now_ns: u64, several_domains: bool, config: &Config) -> Vec<(u32, Vec<Candidate>)> {
     let mut per_owner: BTreeMap<_, usize> = BTreeMap::new();
     for region in slots.iter() {
         *per_owner.entry(region.view.owner).or_default() += region.marks.len();
@@ -269,6 +272,9 @@ fn ready(slots: &mut Slots, now_ns: u64, config: &Config) -> Vec<(u32, Vec<Candi
             region.sour(now_ns + PAUSE_NS);
             continue;
         }
+        if several_domains && !region.claimed {
+            continue;
+        }
         let room = config.spans_per_process.saturating_sub(per_owner[&region.view.owner]);
         let spans: Vec<Candidate> = if region.is_marked_whole() {
             region.whole().into_iter().filter(|_| region.marks.is_empty() && !region.scanned_whole).collect()
@@ -285,6 +291,11 @@ fn ready(slots: &mut Slots, now_ns: u64, config: &Config) -> Vec<(u32, Vec<Candi
         }
     }
     ready
+}
+
+/// A candidate as a span of its region.
+fn span_of(region: &Region, mark: &Candidate) -> Span {
+    Span { region: region.view.key, first: mark.first, pages: mark.pages }
 }
 
 /// What spans would add to the marks of a region: resident pages, and duplicates.

@@ -3,7 +3,7 @@
 use crate::churn::Churn;
 use crate::config::Config;
 use crate::estimate::{Estimate, Tally};
-use crate::extent::{Candidate, Extents, candidates};
+use crate::extent::{Candidate, Extent, Extents, candidates};
 use crate::hash::Digest;
 use crate::host::RegionView;
 use crate::permutation::{Permutation, mix};
@@ -71,6 +71,7 @@ impl InMarks {
 
 /// One region under judgement.
 #[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "facts that have nothing to do with each other")]
 pub struct Region {
     /// The host's latest view of it.
     pub view: RegionView,
@@ -110,6 +111,8 @@ pub struct Region {
     pub churn: Churn,
     /// Whether it is left alone.
     pub alone: Alone,
+    /// Its contents were claimed for its domain when it was last read whole: several domains were active.
+    pub claimed: bool,
     /// Pages looked at in sampling since it was last read whole, whatever was there.
     pub looked_at: u64,
     order: Permutation,
@@ -142,6 +145,7 @@ impl Region {
             pause_ns: 0,
             churn: Churn::default(),
             alone: Alone::No,
+            claimed: false,
             looked_at: 0,
             order: Permutation::new(1, 0),
             next: 0,
@@ -246,9 +250,10 @@ impl Region {
         (self.revisited, self.changed) = (0, 0);
     }
 
-    /// The whole region has been read.
-    pub fn judged(&mut self, now_ns: u64) {
+    /// The whole region has been read, `claimed` if its contents were claimed meanwhile.
+    pub fn judged(&mut self, now_ns: u64, claimed: bool) {
         self.stage = Stage::Judged(now_ns);
+        self.claimed = claimed;
         self.tally = Tally::default();
         self.looked_at = 0;
         self.density = Permyriad(10_000);
@@ -329,6 +334,24 @@ impl Region {
         spans.into_iter().filter(|span| span.duplicate >= config.span_pages_min).collect()
     }
 
+    /// Whether its contents must be claimed, by reading it whole again: it is marked, or about to be.
+    pub fn owes_claims(&self) -> bool {
+        let about_to_be = self.dirty && matches!(self.stage, Stage::Judged(_));
+        !self.claimed && (about_to_be || !self.marks.is_empty() && !matches!(self.stage, Stage::Examine(_)))
+    }
+
+    /// Pages that are left unmarked because another trust domain holds the same: those in their extents.
+    pub fn withheld(&self) -> Pages {
+        let held = |extent: &&Extent| extent.foreign > 0;
+        Pages(
+            self.extents
+                .values()
+                .filter(held)
+                .map(|extent| u64::from(extent.duplicate) + u64::from(extent.foreign))
+                .sum(),
+        )
+    }
+
     /// Whether somebody has marked all of it.
     pub fn is_marked_whole(&self) -> bool {
         self.view.marked >= self.view.pages
@@ -366,6 +389,7 @@ mod tests {
             key: RegionKey(1),
             owner: OwnerKey(1),
             family: FamilyKey(1),
+            domain: crate::host::DomainKey(0),
             first: Vpn(first),
             pages: Pages(pages),
             resident: Pages(pages),

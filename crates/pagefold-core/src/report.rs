@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::governor::{Governor, Pace, WINDOW_NS};
-use crate::host::{KsmView, OwnerKey};
+use crate::host::{DomainKey, KsmView, OwnerKey};
 use crate::ladder::{Ladder, matures_ns, samples_wanted, wants_more};
 use crate::ledger::Ledger;
 use crate::lifetimes::Lifetimes;
@@ -82,6 +82,8 @@ pub enum Next {
 pub struct RegionReport {
     /// Its process.
     pub owner: OwnerKey,
+    /// Its trust domain.
+    pub domain: DomainKey,
     /// Its first page.
     pub first: Vpn,
     /// Its length.
@@ -108,6 +110,8 @@ pub struct RegionReport {
     pub marked: Pages,
     /// See `marked`.
     pub expected: Pages,
+    /// Pages not marked because another trust domain holds some of the same extents' contents.
+    pub withheld: Pages,
 }
 
 /// A kind, and how much memory is of it.
@@ -242,6 +246,7 @@ fn of_region(standing: &Standing<'_>, region: &Region, fraction: f64) -> RegionR
     let kind = kind(standing, region, ratio, exact, estimate.ceiling);
     RegionReport {
         owner: region.view.owner,
+        domain: region.view.domain,
         first: region.view.first,
         pages: region.view.pages,
         resident: region.view.resident,
@@ -255,6 +260,7 @@ fn of_region(standing: &Standing<'_>, region: &Region, fraction: f64) -> RegionR
         cow_ratio: region.churn.ratio(config.cow_horizon_ns),
         marked: region.marked_resident(),
         expected: region.marks.iter().map(|mark| mark.duplicate).sum(),
+        withheld: region.withheld(),
     }
 }
 

@@ -145,13 +145,14 @@ fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::{FamilyKey, OwnerKey};
+    use crate::host::{DomainKey, FamilyKey, OwnerKey};
 
     fn view(key: u32, first: u64, pages: u64) -> RegionView {
         RegionView {
             key: RegionKey(key),
             owner: OwnerKey(1),
             family: FamilyKey(7),
+            domain: DomainKey(0),
             first: Vpn(first),
             pages: Pages(pages),
             resident: Pages(pages),

@@ -11,8 +11,8 @@ use crate::mix::{Stream, content_of_series, digest};
 use crate::workload::{Behaviour, Mapping, Process, Writes};
 use pagefold_core::hash::Digest;
 use pagefold_core::host::{
-    Actions, Cost, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, OwnerKey, PageSample, PageState, RegionKey,
-    RegionView, Run, SamplePlan, Samples, Snapshot, Span,
+    Actions, Change, Cost, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, OwnerKey, PageSample, PageState,
+    RegionKey, RegionView, Run, SamplePlan, Samples, Snapshot, Span,
 };
 use pagefold_core::units::{Bytes, EXTENT_PAGES, Pages, Vpn};
 use rustc_hash::FxHashMap;
@@ -99,7 +99,7 @@ impl SimHost {
 
     /// Adds a process. It starts at its time, or now if that has passed.
     pub fn add(&mut self, process: Process) -> OwnerKey {
-        let owner = self.memory.add_owner(process.untouchable);
+        let owner = self.memory.add_owner(process.untouchable, process.domain);
         let start_ns = process.start_ns;
         self.processes.push(process);
         let start = Event::Start { process: self.processes.len() - 1, owner };
@@ -363,6 +363,7 @@ impl SimHost {
             key: RegionKey(key),
             owner: OwnerKey(owner),
             family: region.family,
+            domain: self.memory.owners[owner as usize].domain,
             first: Vpn(region.first),
             pages,
             resident,
@@ -371,7 +372,7 @@ impl SimHost {
     }
 
     /// Samples one run; returns what it cost.
-    fn read_run(&self, run: &Run, seed: u64, samples: &mut Vec<PageSample>) -> u64 {
+    fn read_run(&self, run: &Run, plan: &SamplePlan, samples: &mut Vec<PageSample>) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
         let (mut looked_at, mut read) = (0, 0);
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
@@ -380,11 +381,11 @@ impl SimHost {
             looked_at += 1;
             let is_read = match state {
                 PageState::Private => true,
-                PageState::Merged | PageState::Shared => self.knobs.read_merged,
+                PageState::Merged | PageState::Shared => plan.shared || self.knobs.read_merged,
                 PageState::Absent | PageState::ZeroMapped => false,
             };
             read += u64::from(is_read);
-            let found = if is_read { digest(region.content[offset as usize], seed) } else { Digest::ZERO };
+            let found = if is_read { digest(region.content[offset as usize], plan.digest_seed) } else { Digest::ZERO };
             let huge = state == PageState::Private && region.is_huge(offset);
             samples.push(PageSample { region: run.region, page: Vpn(number), state, huge, digest: found });
         }
@@ -393,10 +394,10 @@ impl SimHost {
     }
 
     /// Marks or unmarks spans, one stop for all of a process.
-    fn change_marks(&mut self, spans: &[Span], mark: bool, outcome: &mut Outcome) -> Vec<Marking> {
+    fn change_marks(&mut self, changes: &[Change], mark: bool, outcome: &mut Outcome) -> Vec<Marking> {
         let mut stops: BTreeMap<u32, (bool, u64)> = BTreeMap::new();
-        let mut results = Vec::with_capacity(spans.len());
-        for span in spans {
+        let mut results = Vec::with_capacity(changes.len());
+        for Change { span, .. } in changes {
             let Some((owner, range)) = self.target(span) else {
                 results.push(Marking::Refused);
                 continue;
@@ -474,7 +475,7 @@ impl Host for SimHost {
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
         let mut pages = Vec::with_capacity(plan.runs.iter().map(|run| run.pages as usize).sum());
-        let cpu_ns = plan.runs.iter().map(|run| self.read_run(run, plan.digest_seed, &mut pages)).sum();
+        let cpu_ns = plan.runs.iter().map(|run| self.read_run(run, plan, &mut pages)).sum();
         self.spend(cpu_ns);
         Ok(Samples { pages, cpu_ns })
     }

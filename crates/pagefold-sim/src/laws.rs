@@ -91,8 +91,12 @@ impl Pair {
                     self.expected.insert((span.region, span.first), content);
                 }
             }
-            Step::Mark(who, page, pages) => self.apply(|actions, span| actions.mark.push(span), who, page, pages),
-            Step::Unmark(who, page, pages) => self.apply(|actions, span| actions.unmark.push(span), who, page, pages),
+            Step::Mark(who, page, pages) => {
+                self.apply(|actions, span| actions.mark.push(span.into()), who, page, pages)
+            }
+            Step::Unmark(who, page, pages) => {
+                self.apply(|actions, span| actions.unmark.push(span.into()), who, page, pages)
+            }
             Step::Order(kind) => {
                 let merge = match kind {
                     0 => MergeOrder::Kick,
@@ -210,7 +214,9 @@ fn fingerprint(seed: u64) -> String {
     let mut told = String::new();
     for _ in 0..60 {
         let snapshot = sim.observe().unwrap();
-        let spans = snapshot.regions.iter().map(|view| Span { region: view.key, first: view.first, pages: view.pages });
+        let whole =
+            |view: &pagefold_core::host::RegionView| Span { region: view.key, first: view.first, pages: view.pages };
+        let spans = snapshot.regions.iter().map(|view| whole(view).into());
         let actions = Actions { mark: spans.collect(), merge: MergeOrder::Kick, ..Actions::default() };
         let outcome = sim.apply(&actions).unwrap();
         sim.wait(10_000_000).unwrap();

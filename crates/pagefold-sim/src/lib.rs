@@ -14,7 +14,7 @@
 //! scenario::pairs(&mut sim, Pages(1_000), Pages(0));
 //! let seen = sim.observe().unwrap();
 //! let mark = seen.regions.iter().map(|view| Span { region: view.key, first: view.first, pages: view.pages });
-//! sim.apply(&Actions { mark: mark.collect(), ..Actions::default() }).unwrap();
+//! sim.apply(&Actions { mark: mark.map(Into::into).collect(), ..Actions::default() }).unwrap();
 //! for _ in 0..2 {
 //!     sim.apply(&Actions { merge: MergeOrder::Kick, ..Actions::default() }).unwrap();
 //!     sim.wait(1_000_000_000).unwrap();

@@ -6,7 +6,7 @@
 
 use crate::marks::Marks;
 use crate::mix::Stream;
-use pagefold_core::host::{FamilyKey, OwnerKey, PageState, RegionKey};
+use pagefold_core::host::{DomainKey, FamilyKey, OwnerKey, PageState, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 
 /// No frame: the page is attached to none.
@@ -111,6 +111,7 @@ pub(crate) struct Owner {
     pub(crate) exited: bool,
     /// Marking it is refused.
     pub(crate) untouchable: bool,
+    pub(crate) domain: DomainKey,
     /// On ksmd's list.
     pub(crate) registered: bool,
     /// Records of pages that are gone or no longer marked: kept until ksmd comes by.
@@ -166,8 +167,8 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    pub(crate) fn add_owner(&mut self, untouchable: bool) -> OwnerKey {
-        self.owners.push(Owner { untouchable, ..Owner::default() });
+    pub(crate) fn add_owner(&mut self, untouchable: bool, domain: DomainKey) -> OwnerKey {
+        self.owners.push(Owner { untouchable, domain, ..Owner::default() });
         OwnerKey(u32::try_from(self.owners.len() - 1).expect("fewer than 2^32 processes in a run"))
     }
 
@@ -368,7 +369,8 @@ impl Memory {
     /// Forks a process: the child maps what the parent maps, marks included. Private pages become shared;
     /// merged ones gain a user that hangs on no record until ksmd comes by.
     pub(crate) fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
-        let child = self.add_owner(self.owners[parent.0 as usize].untouchable);
+        let Owner { untouchable, domain, .. } = self.owners[parent.0 as usize];
+        let child = self.add_owner(untouchable, domain);
         for key in self.owners[parent.0 as usize].regions.clone() {
             let Some(mut region) = self.regions[key as usize].take() else { continue };
             for page in 0..region.content.len() {

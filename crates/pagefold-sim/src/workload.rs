@@ -2,7 +2,7 @@
 
 use crate::memory::{Hold, Unique};
 use crate::mix::{Stream, content_of_series, mix64};
-use pagefold_core::host::FamilyKey;
+use pagefold_core::host::{DomainKey, FamilyKey};
 use pagefold_core::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 
 /// A process to be: when it starts, when it exits, what it maps.
@@ -11,6 +11,7 @@ pub struct Process {
     pub(crate) start_ns: u64,
     pub(crate) exit_ns: Option<u64>,
     pub(crate) untouchable: bool,
+    pub(crate) domain: DomainKey,
     pub(crate) mappings: Vec<Mapping>,
 }
 
@@ -29,6 +30,12 @@ impl Process {
     #[must_use]
     pub fn untouchable(mut self) -> Self {
         self.untouchable = true;
+        self
+    }
+    /// In a trust domain of its own or of its likes.
+    #[must_use]
+    pub fn in_domain(mut self, domain: u16) -> Self {
+        self.domain = DomainKey(domain);
         self
     }
     /// Maps a region from its start on. Unless placed, regions follow one another with gaps.

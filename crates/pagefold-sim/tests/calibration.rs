@@ -17,7 +17,7 @@ fn host(knobs: Knobs) -> SimHost {
 fn mark_all(sim: &mut SimHost) {
     let seen = sim.observe().unwrap();
     let spans = seen.regions.iter().map(|view| Span { region: view.key, first: view.first, pages: view.pages });
-    sim.apply(&Actions { mark: spans.collect(), ..Actions::default() }).unwrap();
+    sim.apply(&Actions { mark: spans.map(Into::into).collect(), ..Actions::default() }).unwrap();
 }
 
 /// CPU time of one full scan.

@@ -21,12 +21,12 @@ fn order(sim: &mut SimHost, merge: MergeOrder) {
 
 fn mark(sim: &mut SimHost, region: RegionKey) -> Marking {
     let span = sim.span_of(region).unwrap();
-    sim.apply(&Actions { mark: vec![span], ..Actions::default() }).unwrap().marked[0]
+    sim.apply(&Actions { mark: vec![span.into()], ..Actions::default() }).unwrap().marked[0]
 }
 
 fn unmark(sim: &mut SimHost, region: RegionKey) {
     let span = sim.span_of(region).unwrap();
-    sim.apply(&Actions { unmark: vec![span], ..Actions::default() }).unwrap();
+    sim.apply(&Actions { unmark: vec![span.into()], ..Actions::default() }).unwrap();
 }
 
 /// One full scan, awaited.
@@ -93,7 +93,7 @@ fn only_marked_spans_merge() {
     let piece = |first: u64, pages| Span { region, first: whole.first + first, pages: Pages(pages) };
     let beyond = Span { first: Vpn(whole.first.0 - 5), pages: Pages(8), ..whole };
     let gone = Span { region: RegionKey(99), ..whole };
-    let marks = vec![piece(10, 5), piece(90, 50), beyond, gone, piece(15, 0)];
+    let marks = [piece(10, 5), piece(90, 50), beyond, gone, piece(15, 0)].map(Into::into).to_vec();
     let outcome = sim.apply(&Actions { mark: marks, ..Actions::default() }).unwrap();
     let done = |pages| Marking::Done(Pages(pages));
     assert_eq!(outcome.marked, [done(5), done(10), done(3), Marking::Refused, Marking::Refused]);
@@ -398,7 +398,7 @@ fn a_merge_splits_the_huge_page() {
     sim.write(region, first + 1, same);
     let huge = |sim: &mut SimHost, page| {
         let run = Run { region, first: first + page, pages: 1 };
-        sim.read(&SamplePlan { runs: vec![run], digest_seed: 1 }).unwrap().pages[0].huge
+        sim.read(&SamplePlan { runs: vec![run], digest_seed: 1, shared: false }).unwrap().pages[0].huge
     };
     assert!(huge(&mut sim, 5) && huge(&mut sim, 600) && !huge(&mut sim, 1_050), "no huge page at the short end");
     mark(&mut sim, region);
@@ -417,7 +417,7 @@ fn reading_tells_states_and_equal_contents_and_costs_less_in_runs() {
     let mut runs = vec![run(&sim, one, 8), run(&sim, two, 8), run(&sim, zeros, 1), run(&sim, empty, 1)];
     runs.push(Run { region: RegionKey(99), first: Vpn(0), pages: 3 });
     runs.push(Run { first: Vpn(runs[0].first.0 + 62), ..runs[0] });
-    let plan = SamplePlan { runs, digest_seed: 5 };
+    let plan = SamplePlan { runs, digest_seed: 5, shared: false };
     let samples = sim.read(&plan).unwrap();
     let pages = samples.pages;
     assert_eq!(pages.len(), 8 + 8 + 1 + 1 + 2, "what is not there is left out");
@@ -427,7 +427,7 @@ fn reading_tells_states_and_equal_contents_and_costs_less_in_runs() {
     assert_eq!(pages[17].state, PageState::Absent);
     let other = sim.read(&SamplePlan { digest_seed: 6, ..plan.clone() }).unwrap().pages;
     assert_ne!(other[0].digest, pages[0].digest);
-    let mut cost_of = |runs| sim.read(&SamplePlan { runs, digest_seed: 5 }).unwrap().cpu_ns;
+    let mut cost_of = |runs| sim.read(&SamplePlan { runs, digest_seed: 5, shared: false }).unwrap().cpu_ns;
     let first = plan.runs[0].first;
     let singles = cost_of((0..8).map(|page| Run { region: one, first: first + page, pages: 1 }).collect());
     assert!(cost_of(vec![plan.runs[0]]) * 3 < singles * 2);

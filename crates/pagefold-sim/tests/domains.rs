@@ -1,0 +1,153 @@
+//! Trust domains on the simulated host: what is seen in two of them is marked in at most one.
+
+use pagefold_core::config::Config;
+use pagefold_core::engine::{Engine, round};
+use pagefold_core::host::{Host, RegionKey};
+use pagefold_core::units::Pages;
+use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+const SECOND: u64 = 1_000_000_000;
+const MIB: u64 = 256;
+
+fn host() -> SimHost {
+    SimHost::new(7, Costs::default(), Knobs { use_zero_pages: true, max_page_sharing: 4096, read_merged: false, ..Knobs::default() })
+}
+
+fn engine() -> Engine {
+    Engine::new(Config { seed: 11, ..Config::default() })
+}
+
+fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) {
+    let end = host.now_ns() + seconds * SECOND;
+    while host.now_ns() < end {
+        let Ok(pause) = round(engine, host);
+        let Ok(()) = host.wait(pause.max(1_000_000).min(end - host.now_ns().min(end)));
+    }
+}
+
+fn pair(host: &mut SimHost, domain: u16, mib: u64, fill: &Fill) {
+    for _ in 0..2 {
+        let mapping = Mapping::new(Pages(mib * MIB), fill.clone());
+        host.add(Process::starting_at(host.now_ns()).in_domain(domain).mapping(mapping));
+    }
+}
+
+/// Contents in marked spans, and the domains that hold them there. Zeros are the kernel's.
+fn marked(host: &mut SimHost, engine: &Engine) -> BTreeMap<u64, Vec<u16>> {
+    let Ok(snapshot) = host.observe();
+    let domain_of: BTreeMap<RegionKey, u16> = snapshot.regions.iter().map(|view| (view.key, view.domain.0)).collect();
+    let mut found: BTreeMap<u64, Vec<u16>> = BTreeMap::new();
+    for region in engine.regions() {
+        for mark in &region.marks {
+            for page in mark.first.0..mark.first.0 + mark.pages.0 {
+                let Some((content, _)) = host.page(region.view.key, pagefold_core::units::Vpn(page)) else { continue };
+                let domains = found.entry(content).or_default();
+                let domain = domain_of[&region.view.key];
+                if content != 0 && !domains.contains(&domain) {
+                    domains.push(domain);
+                }
+            }
+        }
+    }
+    found
+}
+
+#[track_caller]
+fn apart(host: &mut SimHost, engine: &Engine) {
+    let in_two = marked(host, engine).values().filter(|domains| domains.len() > 1).count();
+    assert_eq!(in_two, 0, "contents are marked in two domains");
+}
+
+#[test]
+fn each_domain_folds_what_is_its_own() {
+    let (mut host, mut engine) = (host(), engine());
+    pair(&mut host, 1, 64, &Fill::Series(1));
+    pair(&mut host, 2, 64, &Fill::Series(2));
+    pair(&mut host, 3, 16, &Fill::Zeros);
+    run(&mut host, &mut engine, 20);
+    apart(&mut host, &engine);
+    let expected = (64 + 64 + 2 * 16) * MIB;
+    assert!(host.saved().0 >= expected * 99 / 100, "{} of {expected}", host.saved().0);
+}
+
+#[test]
+fn what_two_domains_have_is_folded_in_one() {
+    let (mut host, mut engine) = (host(), engine());
+    pair(&mut host, 1, 64, &Fill::Series(1));
+    pair(&mut host, 2, 64, &Fill::Series(1));
+    run(&mut host, &mut engine, 20);
+    apart(&mut host, &engine);
+    let expected = 64 * MIB;
+    assert!(host.saved().0.abs_diff(expected) <= expected / 100, "{} of {expected}", host.saved().0);
+    let withheld: u64 = engine.regions().map(|region| region.withheld().0).sum();
+    assert!(withheld >= 2 * 64 * MIB * 99 / 100, "{withheld} are said to be withheld");
+    // The same in one domain is folded whole.
+    let (mut host, mut engine) = (self::host(), self::engine());
+    pair(&mut host, 1, 64, &Fill::Series(1));
+    pair(&mut host, 1, 64, &Fill::Series(1));
+    run(&mut host, &mut engine, 20);
+    assert!(host.saved().0 >= 3 * 64 * MIB * 99 / 100);
+}
+
+#[test]
+fn a_domain_that_comes_late_finds_what_is_marked_taken() {
+    let (mut host, mut engine) = (host(), engine());
+    pair(&mut host, 1, 64, &Fill::Series(1));
+    run(&mut host, &mut engine, 10);
+    assert!(host.saved().0 >= 63 * MIB);
+    pair(&mut host, 2, 64, &Fill::Series(1));
+    pair(&mut host, 2, 64, &Fill::Series(2));
+    run(&mut host, &mut engine, 60);
+    apart(&mut host, &engine);
+    assert!(host.saved().0 >= 2 * 63 * MIB && host.saved().0 <= 129 * MIB, "{}", host.saved().0);
+}
+
+#[test]
+fn the_end_of_the_process_that_showed_a_content_first_frees_it_for_nobody_else() {
+    let (mut host, mut engine) = (host(), engine());
+    let mapping = || Mapping::new(Pages(32 * MIB), Fill::Series(1));
+    let starting = || Process::starting_at(0).in_domain(1).mapping(mapping());
+    host.add(starting().exiting_at(20 * SECOND));
+    host.add(starting());
+    host.add(starting());
+    // Something of the other domain has to be there from the start.
+    pair(&mut host, 2, 16, &Fill::Series(2));
+    run(&mut host, &mut engine, 25);
+    // Many that come and go have the index swept.
+    for number in 0..100 {
+        let short = Mapping::new(Pages(64), Fill::Random);
+        host.add(Process::starting_at(host.now_ns() + number * 10_000_000).exiting_at(30 * SECOND).mapping(short));
+    }
+    run(&mut host, &mut engine, 15);
+    pair(&mut host, 2, 32, &Fill::Series(1));
+    run(&mut host, &mut engine, 40);
+    apart(&mut host, &engine);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn no_content_is_marked_in_two_domains(
+        tenants in proptest::collection::vec((1_u16..4, 0_u64..4, 1_u64..12, 0_u64..20), 2..9), seed in any::<u64>(),
+    ) {
+        let mut host = SimHost::new(seed, Costs::default(), Knobs { use_zero_pages: true, read_merged: false, ..Knobs::default() });
+        let mut engine = Engine::new(Config { seed, ..Config::default() });
+        for (domain, fill, mib, start) in tenants {
+            let fill = match fill {
+                0 => Fill::Same(1),
+                1 => Fill::Series(1),
+                2 => Fill::Series(2),
+                _ => Fill::Zeros,
+            };
+            let process = Process::starting_at(start * SECOND).in_domain(domain);
+            host.add(process.mapping(Mapping::new(Pages(mib * MIB), fill).behaving(Behaviour::Static)));
+        }
+        for _ in 0..6 {
+            run(&mut host, &mut engine, 8);
+            let in_two = marked(&mut host, &engine).values().filter(|domains| domains.len() > 1).count();
+            prop_assert_eq!(in_two, 0);
+        }
+    }
+}
