@@ -17,10 +17,10 @@ use crate::tenure::{Restored, Tenure, TurnError};
 use crate::unfold::{room_for, steps};
 use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::{
-    Actions, Cost, Host, KsmView, Marking, MemoryView, Outcome, OwnerKey, PageSample, PageState, RegionKey, RegionView,
-    SamplePlan, Samples, Snapshot, Span,
+    Actions, Change, Cost, DomainKey, Host, KsmView, Marking, MemoryView, Outcome, OwnerKey, PageSample, PageState,
+    RegionKey, RegionView, SamplePlan, Samples, Snapshot, Why,
 };
-use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
+use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,11 +74,36 @@ pub enum Event {
         /// Why.
         why: String,
     },
+    /// Memory of a program was marked or unmarked, or should have been.
+    Changed(Changed),
     /// KSM is not driven any more.
     StoodDown {
         /// Why.
         why: String,
     },
+}
+
+/// What was done to a program's memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Changed {
+    /// The process.
+    pub pid: i32,
+    /// When it started, clock ticks after boot.
+    pub start_time_ticks: u64,
+    /// Its name.
+    pub name: String,
+    /// Its trust domain.
+    pub domain: String,
+    /// Marked, or unmarked.
+    pub mark: bool,
+    /// The first address.
+    pub first: u64,
+    /// How much of the address space was meant.
+    pub bytes: Bytes,
+    /// Why.
+    pub why: Why,
+    /// What came of it.
+    pub outcome: Marking,
 }
 
 /// Whether and how the machine may be touched.
@@ -121,6 +146,8 @@ pub struct LiveHost {
     next_look_ns: u64,
     look_ns: u64,
     told: BTreeMap<i32, String>,
+    /// The names of the trust domains, by key.
+    domains: Vec<String>,
     events: Vec<Event>,
     base: Cost,
 }
@@ -190,6 +217,7 @@ impl LiveHost {
             next_look_ns: 0,
             look_ns: LOOK_NS,
             told: BTreeMap::new(),
+            domains: vec!["default".to_owned()],
             events: Vec::new(),
             base: Cost::default(),
         };
@@ -200,6 +228,11 @@ impl LiveHost {
     /// The processes in scope.
     pub fn targets(&self) -> impl Iterator<Item = &Target> {
         self.targets.values()
+    }
+
+    /// The names of the trust domains seen so far, by key.
+    pub fn domains(&self) -> &[String] {
+        &self.domains
     }
 
     /// Looks at processes this often, nanoseconds, or as often as it may.
@@ -293,7 +326,7 @@ impl LiveHost {
         }
         for scoped in found {
             self.next_owner += 1;
-            self.targets.insert(scoped.process.pid(), Target::new(scoped, OwnerKey(self.next_owner)));
+            self.targets.insert(scoped.process.pid(), Target::new(scoped, OwnerKey(self.next_owner), DomainKey(0)));
         }
         Ok(())
     }
@@ -353,6 +386,7 @@ impl LiveHost {
                     key: *key,
                     owner: target.owner,
                     family: stretch.family,
+                    domain: target.domain,
                     first: stretch.first,
                     pages: stretch.pages,
                     resident: stretch.resident,
@@ -395,10 +429,10 @@ impl LiveHost {
     }
 
     /// Marks or unmarks spans, the spans of one process together.
-    fn advise(&mut self, spans: &[Span], advice: i32, outcome: &mut Outcome) -> Vec<Marking> {
-        let mut results = vec![Marking::Refused; spans.len()];
+    fn advise(&mut self, changes: &[Change], advice: i32, outcome: &mut Outcome) -> Vec<Marking> {
+        let mut results = vec![Marking::Refused; changes.len()];
         let mut by_pid: BTreeMap<i32, Vec<usize>> = BTreeMap::new();
-        for (at, span) in spans.iter().enumerate() {
+        for (at, Change { span, .. }) in changes.iter().enumerate() {
             if let Some(&pid) = self.region_pids.get(&span.region) {
                 by_pid.entry(pid).or_default().push(at);
             }
@@ -409,8 +443,9 @@ impl LiveHost {
             let Ok(details) = target.details() else { continue };
             let mut calls = Vec::new();
             let mut owners = Vec::new();
-            for at in wanted {
-                let (low, high) = (spans[at].first, spans[at].first + spans[at].pages.0);
+            for &at in &wanted {
+                let span = changes[at].span;
+                let (low, high) = (span.first, span.first + span.pages.0);
                 for detail in details.iter().filter(|detail| crate::exclude::vma_exclusion(detail).is_none()) {
                     let (first, end) = (detail.vma.first(), detail.vma.first() + detail.vma.pages().0);
                     let (from, to) = (first.max(low), end.min(high));
@@ -473,6 +508,20 @@ impl LiveHost {
                     }
                 },
             }
+            for at in wanted {
+                let Change { span, why } = changes[at];
+                self.events.push(Event::Changed(Changed {
+                    pid,
+                    start_time_ticks: target.process.start_time_ticks(),
+                    name: target.name.clone(),
+                    domain: self.domains[usize::from(target.domain.0)].clone(),
+                    mark: advice == libc::MADV_MERGEABLE,
+                    first: span.first.address(),
+                    bytes: span.pages.bytes(),
+                    why,
+                    outcome: results[at],
+                }));
+            }
         }
         results
     }
@@ -524,10 +573,10 @@ impl Host for LiveHost {
             let huge = target.regions.iter().any(|tracked| tracked.key == region && tracked.stretch.huge);
             runs.clear();
             runs.extend(same_region.iter().map(|run| (run.first, run.pages)));
-            let how = ReadHow { huge, shared_bytes: false };
+            let how = ReadHow { huge, shared_bytes: plan.shared };
             let read = self.reader.read_runs(&target.process, &runs, how, |view| {
                 let digest = match view.bytes {
-                    Some(bytes) if view.state == PageState::Private => digester.digest(bytes),
+                    Some(bytes) if view.state == PageState::Private || plan.shared => digester.digest(bytes),
                     _ => Digest::default(),
                 };
                 samples.pages.push(PageSample { region, page: view.page, state: view.state, huge: view.huge, digest });

@@ -11,7 +11,7 @@ use crate::maps::{VmaDetail, read_smaps};
 use crate::process::{Process, ReadError};
 use crate::regions::{Tracked, follow, stretches};
 use crate::scope::Scoped;
-use pagefold_core::host::{OwnerKey, RegionKey};
+use pagefold_core::host::{DomainKey, OwnerKey, RegionKey};
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::fs::FileExt;
@@ -35,6 +35,8 @@ pub struct Target {
     pub process: Process,
     /// Its key.
     pub owner: OwnerKey,
+    /// Its trust domain.
+    pub domain: DomainKey,
     /// Its name, fit to print.
     pub name: String,
     /// Its executable.
@@ -66,10 +68,11 @@ struct Seen {
 
 impl Target {
     /// Takes a process into scope.
-    pub fn new(scoped: Scoped, owner: OwnerKey) -> Self {
+    pub fn new(scoped: Scoped, owner: OwnerKey, domain: DomainKey) -> Self {
         Self {
             process: scoped.process,
             owner,
+            domain,
             name: scoped.name,
             exe: scoped.exe,
             exclusion: None,
@@ -189,17 +192,17 @@ fn maps_hash(process: &Process) -> Result<u64, ReadError> {
 
 /// The fields of `/proc/PID/statm` that pagefold uses, in pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Sizes {
+pub(crate) struct Sizes {
     /// Address space.
-    mapped: u64,
+    pub(crate) mapped: u64,
     /// Present pages of any kind.
-    resident: u64,
+    pub(crate) resident: u64,
     /// Address space of private writable memory and stacks.
-    data: u64,
+    pub(crate) data: u64,
 }
 
 impl Sizes {
-    fn parse(text: &[u8]) -> Result<Self, &'static str> {
+    pub(crate) fn parse(text: &[u8]) -> Result<Self, &'static str> {
         let text = std::str::from_utf8(text).map_err(|_| "not ASCII")?;
         let mut words = text.split_ascii_whitespace();
         let mut field = |at| words.nth(at).and_then(|word| word.parse().ok()).ok_or("a field is no number");

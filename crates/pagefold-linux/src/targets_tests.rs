@@ -107,7 +107,8 @@ impl Watched {
             domain: None,
             uid: 0,
         };
-        let mut watched = Self { child, target: Target::new(scoped, OwnerKey(1)), now_ns: 0, next_key: 0 };
+        let mut watched =
+            Self { child, target: Target::new(scoped, OwnerKey(1), DomainKey(0)), now_ns: 0, next_key: 0 };
         assert!(watched.look_after(0));
         watched
     }

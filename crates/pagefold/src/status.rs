@@ -9,7 +9,7 @@ use crate::style::{self, Style, bar, count, human, line, percent, shorten};
 use anyhow::Result;
 use pagefold_core::governor::Governor;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
-use pagefold_core::report::{Kind, Next};
+use pagefold_core::report::{Kind, Next, RegionReport};
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
 
@@ -75,6 +75,8 @@ pub struct Status {
     levels: Vec<LevelRow>,
     /// What happens next, and to how much.
     next: Vec<NextRow>,
+    /// The trust domains in scope, the largest first.
+    domains: Vec<DomainRow>,
     /// The processes, the largest first.
     processes: Vec<ProcessRow>,
 }
@@ -116,6 +118,15 @@ struct NextRow {
     resident_bytes: u64,
     /// Of those that wait: when the first is judged again.
     soonest_seconds: Option<f64>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct DomainRow {
+    name: String,
+    resident_bytes: u64,
+    marked_bytes: u64,
+    /// Left unmarked because another domain holds the same.
+    withheld_bytes: u64,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -197,6 +208,7 @@ impl Status {
                 })
                 .collect(),
             next: next_rows(facts),
+            domains: domain_rows(facts),
             processes: process_rows(facts),
         }
     }
@@ -238,13 +250,29 @@ fn next_rows(facts: &Facts) -> Vec<NextRow> {
     rows
 }
 
+fn domain_rows(facts: &Facts) -> Vec<DomainRow> {
+    let names = (0_u16..).zip(&facts.domains);
+    let rows = names.filter_map(|(key, name)| {
+        let regions = || facts.report.regions.iter().filter(|region| region.domain.0 == key);
+        let sum = |pages: fn(&RegionReport) -> Pages| regions().map(|region| pages(region).bytes().0).sum();
+        regions().next()?;
+        Some(DomainRow {
+            name: name.clone(),
+            resident_bytes: sum(|region| region.resident),
+            marked_bytes: sum(|region| region.marked),
+            withheld_bytes: sum(|region| region.withheld),
+        })
+    });
+    let mut rows: Vec<DomainRow> = rows.collect();
+    rows.sort_by_key(|row| std::cmp::Reverse(row.resident_bytes));
+    rows
+}
+
 fn process_rows(facts: &Facts) -> Vec<ProcessRow> {
     let mut rows: Vec<ProcessRow> = Vec::new();
     for target in &facts.targets {
         let regions = || facts.report.regions.iter().filter(|region| region.owner == target.owner);
-        let sum = |pages: fn(&pagefold_core::report::RegionReport) -> Pages| -> u64 {
-            regions().map(|region| pages(region).bytes().0).sum()
-        };
+        let sum = |pages: fn(&RegionReport) -> Pages| -> u64 { regions().map(|region| pages(region).bytes().0).sum() };
         rows.push(ProcessRow {
             pid: target.pid,
             name: target.name.clone(),
@@ -302,12 +330,26 @@ fn describe(status: &Status, style: Style) -> String {
             ),
         );
     }
+    if status.domains.len() > 1 {
+        row("domains", &domains(status));
+    }
     kinds(&mut text, status, style);
     levels(&mut text, status, style);
     processes(&mut text, status, style);
     next(&mut text, status, style);
     line(&mut text, "");
     text
+}
+
+/// How many trust domains there are, and how strongly they are kept apart.
+fn domains(status: &Status) -> String {
+    let withheld: u64 = status.domains.iter().map(|row| row.withheld_bytes).sum();
+    format!(
+        "{} trust domains: what was seen in two is marked in one of them at most, {} withheld. Pages that have changed \
+         since they were read may still meet: the kernel knows no domains",
+        status.domains.len(),
+        human(withheld)
+    )
 }
 
 fn headline(status: &Status) -> String {

@@ -29,6 +29,8 @@ pub struct Facts {
     pub scans: u64,
     /// The processes in scope.
     pub targets: Vec<TargetFacts>,
+    /// The names of the trust domains, by key.
+    pub domains: Vec<String>,
     /// The run.
     pub run: RunFacts,
 }
@@ -71,7 +73,8 @@ impl Facts {
             name: target.name.clone(),
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
         });
-        Self { report: engine.report(), scans: engine.scans(), targets: targets.collect(), run }
+        let domains = host.domains().to_vec();
+        Self { report: engine.report(), scans: engine.scans(), targets: targets.collect(), domains, run }
     }
 
     /// What is in force.

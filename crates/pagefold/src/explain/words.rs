@@ -64,6 +64,9 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
             Some(why) => format!("Would be merged, but {why}; it is watched for what changes."),
             None => "Marked and scanned; watched for what changes. ksmd is woken again when enough is worth it.".into(),
         },
+        (Next::Watch, _) if region.withheld > Pages(0) && region.marked == Pages(0) => {
+            "Not marked: another trust domain holds the same contents, and they are marked in one at most.".into()
+        }
         (Next::Watch, Kind::StaticallyDuplicated) if region.exact => {
             "Not marked: its duplicates are too scattered, nowhere dense enough to be worth ksmd's scans.".into()
         }
