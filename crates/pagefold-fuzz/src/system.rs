@@ -1,0 +1,52 @@
+//! KSM's own files, what is found out about the machine, and names on the command line.
+
+use pagefold_core::config::Preset;
+use pagefold_core::governor::Governor;
+use pagefold_linux::fuzzing;
+use pagefold_linux::machine::Release;
+
+/// Counters, knobs and choices below `/sys/kernel/mm/ksm`: numbers print and parse back, and a choice is a part of what
+/// was said.
+pub fn ksm_files(text: &[u8]) {
+    if let Some(number) = fuzzing::ksm_number::<u64>(text) {
+        assert_eq!(fuzzing::ksm_number(format!("{number}\n").as_bytes()), Some(number));
+    }
+    if let Some(number) = fuzzing::ksm_number::<i64>(text) {
+        assert_eq!(fuzzing::ksm_number(format!("{number}\n").as_bytes()), Some(number));
+    }
+    let Some(choice) = fuzzing::ksm_choice(text) else { return };
+    assert!(!choice.contains(']') && std::str::from_utf8(text).is_ok_and(|text| text.contains(choice)));
+    assert_eq!(fuzzing::ksm_choice(format!("always [{choice}] never\n").as_bytes()), Some(choice));
+}
+
+/// The kernel's version, the list of its nodes and the auxiliary vector.
+pub fn machine(bytes: &[u8]) {
+    let _ = fuzzing::page_size(bytes);
+    let text = String::from_utf8_lossy(bytes);
+    if let Some(release) = Release::parse(&text) {
+        assert_eq!(Release::parse(&format!("{release}.9-amd64\n")), Some(release));
+    }
+    if let Some(count) = fuzzing::count_list(&text) {
+        assert!(count > 0);
+        let last = count - 1;
+        assert_eq!(fuzzing::count_list(&format!("0-{last}\n")), Some(count));
+    }
+}
+
+/// Names of governors and presets: taken only if spelt exactly so, and otherwise refused in one line.
+pub fn names(text: &[u8]) {
+    let Ok(text) = std::str::from_utf8(text) else { return };
+    match text.parse::<Governor>() {
+        Ok(governor) => assert_eq!(governor.to_string(), text),
+        Err(error) => assert_one_line(&error.to_string(), text),
+    }
+    match text.parse::<Preset>() {
+        Ok(_) => assert!(["default", "sensitive"].contains(&text)),
+        Err(error) => assert_one_line(&error.to_string(), text),
+    }
+}
+
+fn assert_one_line(error: &str, name: &str) {
+    assert!(!error.contains(char::is_control), "{error:?}");
+    assert!(error.len() < 200 + 12 * name.len());
+}
