@@ -2,6 +2,7 @@
 
 use crate::extent::Density;
 use crate::governor::{Governor, Pace};
+use crate::limits::Limits;
 use crate::units::{Pages, Permyriad};
 use std::str::FromStr;
 use thiserror::Error;
@@ -10,10 +11,10 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
     /// No governor has that name.
-    #[error("there is no governor '{0}'; choose full, medium, low, quiet or auto")]
+    #[error("there is no governor '{}'; choose full, medium, low, quiet or auto", .0.escape_debug())]
     NoGovernor(String),
     /// No preset has that name.
-    #[error("there is no preset '{0}'; choose default or sensitive")]
+    #[error("there is no preset '{}'; choose default or sensitive", .0.escape_debug())]
     NoPreset(String),
     /// A number outside its range.
     #[error("{name} is {value}; it must be from {low} to {high}")]
@@ -60,6 +61,8 @@ pub struct Config {
     pub top_share: Option<Permyriad>,
     /// Instead of the governor's time of a global round (UKSM `t`), nanoseconds.
     pub round_ns: Option<u64>,
+    /// What may be done to processes in a second.
+    pub limits: Limits,
     /// Levels of the ladder (UKSM `N`).
     pub levels: usize,
     /// Share of one core that sampling the bottom level takes, whether or not there is anything to find. UKSM takes
@@ -95,6 +98,7 @@ impl Default for Config {
             governor: Governor::default(),
             top_share: None,
             round_ns: None,
+            limits: Limits::default(),
             levels: 4,
             bottom_share: Permyriad(15),
             duplicate_threshold: Permyriad(1_000),
@@ -155,6 +159,7 @@ impl Config {
         check("the lifetime", millis(self.lifetime_ns), Millis(0), Millis(3_600_000))?;
         check("the round", millis(self.round_ns.unwrap_or(1_000_000_000)), Millis(20), Millis(3_600_000))?;
         check("the number of spans in a process", self.spans_per_process, 1, 4_096)?;
+        self.limits.validated()?;
         Ok(self)
     }
 }

@@ -17,6 +17,7 @@ use crate::index::{Index, Place, Seen};
 use crate::ladder::{Ladder, Reading};
 use crate::ledger::Ledger;
 use crate::lifetimes::Lifetimes;
+use crate::limits::{Allowance, Limits};
 use crate::marker::{Marker, marked_resident};
 use crate::merge::{Merger, Scan};
 use crate::region::{Region, Stage};
@@ -45,6 +46,7 @@ pub struct Engine {
     /// The governor in force: the one configured, or the one that `Auto` has chosen.
     governor: Governor,
     budget: Budget,
+    allowance: Allowance,
     index: Index,
     slots: Slots,
     ladder: Ladder,
@@ -83,11 +85,12 @@ impl Engine {
     /// A judgement that knows nothing yet.
     pub fn new(config: Config) -> Self {
         let governor = if config.governor == Governor::Auto { Governor::Quiet } else { config.governor };
-        let ladder = Ladder::new(config.levels);
+        let (ladder, allowance) = (Ladder::new(config.levels), Allowance::new(config.limits));
         Self {
             config,
             governor,
             budget: Budget::default(),
+            allowance,
             index: Index::new(),
             slots: Slots::default(),
             ladder,
@@ -146,6 +149,12 @@ impl Engine {
         }
     }
 
+    /// Other limits from now on.
+    pub fn set_limits(&mut self, limits: Limits) {
+        self.config.limits = limits;
+        self.allowance.set_limits(limits);
+    }
+
     /// Reads nothing and orders nothing until told to go on. What is merged stays merged.
     pub fn set_paused(&mut self, paused: bool) {
         self.paused = paused;
@@ -187,6 +196,7 @@ impl Engine {
         self.ladder.measured(std::mem::take(&mut self.read), round_ns);
         self.ledger.look(now_ns, &snapshot.ksm, snapshot.cost);
         self.budget.look(now_ns, snapshot.cost);
+        self.allowance.turn(now_ns);
         if self.config.governor == Governor::Auto {
             self.governor = Governor::for_memory(self.governor, &snapshot.memory);
         }
@@ -201,7 +211,7 @@ impl Engine {
         }
         let fresh = self.ladder.turn(now_ns, pace);
         let room = self.room_ns(pace) / self.ladder.sample_ns();
-        self.reading = self.ladder.plan(&mut self.slots, room, fresh, pace, &self.config);
+        self.reading = self.ladder.plan(&mut self.slots, room, fresh, pace, (&mut self.allowance, &self.config));
         let mut runs = std::mem::take(&mut self.reading.runs);
         if fresh {
             let broken = self.snapshot.ksm.broken;
@@ -209,7 +219,7 @@ impl Engine {
             self.broken_before = broken;
             if self.breaking && !self.merger.is_busy() {
                 let visits = share_ns(pace.round_ns, VISIT_SHARE.min(pace.top)) / self.ladder.sample_ns();
-                self.ladder.visit(&mut self.slots, visits, &mut runs);
+                self.ladder.visit(&mut self.slots, visits, &mut self.allowance, &mut runs);
             }
         }
         self.planned = runs.iter().map(|run| u64::from(run.pages)).sum();
@@ -295,9 +305,10 @@ impl Engine {
             self.end_round();
             self.marker.find_sour(&mut self.slots, now_ns, &self.config);
         }
-        let unmark = self.marker.unmark(&self.slots, now_ns).into_iter().collect();
+        let unmark = self.marker.unmark(&self.slots, now_ns, &mut self.allowance).into_iter().collect();
         let more = self.reading.foreground;
-        let mark = self.marker.marks(&mut self.slots, now_ns, more, several, &mut self.merger, &self.config);
+        let hands = (&mut self.merger, &mut self.allowance);
+        let mark = self.marker.marks(&mut self.slots, now_ns, more, several, hands, &self.config);
         self.marker.refresh(&mut self.slots, now_ns, &mut self.merger);
         let scan = Scan {
             now_ns,
@@ -309,7 +320,7 @@ impl Engine {
             room_ns: self.budget.room_ns(pace),
         };
         let merge = self.merger.order(&scan);
-        Actions { mark, unmark, merge }
+        Actions { mark, unmark, stop: self.allowance.size(), merge }
     }
 
     /// What is done once a round: those whose duplicates are merged go back to the bottom, and the index ages.
@@ -441,6 +452,7 @@ impl Engine {
     /// Accounts for what was done; returns how long to wait before the next round, nanoseconds.
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.act(actions, outcome);
+        self.allowance.resize(&outcome.stops, !actions.mark.is_empty(), !actions.unmark.is_empty());
         self.marker.done(&mut self.slots, self.snapshot.now_ns, &actions.mark, outcome, &mut self.merger);
         self.marker.unmarked(self.snapshot.now_ns, &actions.unmark, outcome);
         self.pause_ns()
@@ -455,7 +467,7 @@ impl Engine {
             return pace.round_ns.min(SMOOTH_NS);
         }
         if self.reading.foreground {
-            if self.room_ns(pace) < LOOK_COST_NS {
+            if self.room_ns(pace) < LOOK_COST_NS || self.planned == 0 {
                 return look_ns;
             }
             let share = u64::from(pace.top.0).clamp(1, 10_000);

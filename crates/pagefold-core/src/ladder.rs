@@ -24,6 +24,7 @@ use crate::estimate::samples_for_evidence;
 use crate::governor::{Pace, share_ns};
 use crate::host::Run;
 use crate::lifetimes::Lifetimes;
+use crate::limits::Allowance;
 use crate::permutation::mix;
 use crate::region::{Alone, RUN_PAGES, Region, Stage};
 use crate::slots::Slots;
@@ -144,19 +145,26 @@ impl Ladder {
 
     /// Plans one cycle of at most `room` pages: the top level first, where the gain is. `fresh` if a global round has just
     /// begun.
-    pub fn plan(&mut self, slots: &mut Slots, room: u64, fresh: bool, pace: Pace, config: &Config) -> Reading {
+    pub fn plan(
+        &mut self,
+        slots: &mut Slots,
+        room: u64,
+        fresh: bool,
+        pace: Pace,
+        (allowance, config): (&mut Allowance, &Config),
+    ) -> Reading {
         if fresh {
             self.left = (0..=self.levels).map(|level| self.points(level, pace, config)).collect();
         }
         let mut reading = Reading { fresh, ..Reading::default() };
         let mut left = room.min(CYCLE_PAGES);
-        read_whole(slots, &mut left, &mut reading);
+        read_whole(slots, &mut left, allowance, &mut reading);
         // A round of sampling should not wait for gigabytes to be read whole.
         let mut left = left.max(room.min(CYCLE_PAGES) / 4);
         for level in (1..self.levels.max(2)).rev() {
             // New regions are sampled at once; those that climb have the share of their level.
             let points = if level == 1 { left } else { left.min(self.left.get(level).copied().unwrap_or(0)) };
-            let taken = sample(slots, level, points, evidence(level), config, &mut reading.runs);
+            let taken = sample(slots, level, points, (allowance, config), &mut reading.runs);
             left = left.saturating_sub(taken);
             if let Some(points) = self.left.get_mut(level) {
                 *points = points.saturating_sub(taken);
@@ -166,21 +174,31 @@ impl Ladder {
         if fresh {
             // The bottom's share of the whole round: the levels above are mostly empty when it counts.
             let points = share_ns(pace.round_ns, self.share(1, pace, config)) / self.sample_ns;
-            self.watch(slots, points.min(room), config, &mut reading.runs);
+            self.watch(slots, points.min(room), (allowance, config), &mut reading.runs);
         }
         reading
     }
 
     /// Samples the bottom level, about `pages` pages in all, spread over one linear space.
-    fn watch(&self, slots: &mut Slots, pages: u64, config: &Config, runs: &mut Vec<Run>) {
+    fn watch(
+        &self,
+        slots: &mut Slots,
+        pages: u64,
+        (allowance, config): (&mut Allowance, &Config),
+        runs: &mut Vec<Run>,
+    ) {
         let length: u64 =
             slots.iter().filter(|region| is_watched(region, config)).map(|region| region.view.pages.0).sum();
         let interval = (length / (pages / RUN_PAGES).max(1)).max(RUN_PAGES);
         let mut point = self.phase % interval;
         for region in slots.iter_mut().filter(|region| is_watched(region, config)) {
+            let owner = region.view.owner;
             while point < region.view.pages.0 {
-                let (first, pages) = region.next_run();
-                runs.push(run(region, first, pages));
+                if allowance.pages(owner) >= RUN_PAGES {
+                    let (first, pages) = region.next_run();
+                    allowance.read(owner, pages);
+                    runs.push(run(region, first, pages));
+                }
                 point += interval;
             }
             point -= region.view.pages.0;
@@ -188,7 +206,7 @@ impl Ladder {
     }
 
     /// Visits single pages in marked spans, about `pages` pages' worth, to see whether they are still merged.
-    pub fn visit(&self, slots: &mut Slots, pages: u64, runs: &mut Vec<Run>) {
+    pub fn visit(&self, slots: &mut Slots, pages: u64, allowance: &mut Allowance, runs: &mut Vec<Run>) {
         let marked: u64 = slots.iter().map(|region| region.marked_resident().0).sum();
         let visits = pages / VISIT_PAGES;
         for region in slots.iter_mut() {
@@ -197,6 +215,8 @@ impl Ladder {
             // Every marked region is looked at, however small.
             let share = if resident == 0 { 0 } else { u64::try_from(share).unwrap_or(0).clamp(8, PROBES_MAX as u64) };
             let luck = self.phase ^ u64::from(region.view.key.0) << 32;
+            let share = share.min(allowance.pages(region.view.owner));
+            allowance.read(region.view.owner, share);
             for number in 0..share {
                 // Half of the visits take more pages under observation while there is room.
                 let fresh =
@@ -281,7 +301,7 @@ fn has_told(region: &Region, config: &Config) -> bool {
 
 /// Reads on in the regions on the top level. What is marked already and whose contents must be claimed for its trust
 /// domain comes before everything else.
-fn read_whole(slots: &mut Slots, left: &mut u64, reading: &mut Reading) {
+fn read_whole(slots: &mut Slots, left: &mut u64, allowance: &mut Allowance, reading: &mut Reading) {
     let owing =
         |region: &Region| matches!(region.stage, Stage::Examine(_)) && !region.marks.is_empty() && !region.claimed;
     let only_owing = slots.iter().any(owing);
@@ -292,9 +312,12 @@ fn read_whole(slots: &mut Slots, left: &mut u64, reading: &mut Reading) {
         }
         let end = region.view.first + region.view.pages.0;
         let mut at = Vpn(cursor.0.max(region.view.first.0));
-        while at < end && *left > 0 {
-            let pages = (end.0 - at.0).min(EXTENT_PAGES).min(*left);
+        let mut may = allowance.pages(region.view.owner).min(*left);
+        allowance.read(region.view.owner, may.min(end.0.saturating_sub(at.0)));
+        while at < end && may > 0 {
+            let pages = (end.0 - at.0).min(EXTENT_PAGES).min(may);
             reading.runs.push(run(region, at, pages));
+            may -= pages;
             at = at + pages;
             *left -= pages;
         }
@@ -303,8 +326,14 @@ fn read_whole(slots: &mut Slots, left: &mut u64, reading: &mut Reading) {
 }
 
 /// Samples the regions of a level that have not shown enough yet, about `points` pages in all. Returns how many.
-fn sample(slots: &mut Slots, level: usize, points: u64, evidence: f64, config: &Config, runs: &mut Vec<Run>) -> u64 {
-    let mut taken = 0;
+fn sample(
+    slots: &mut Slots,
+    level: usize,
+    points: u64,
+    (allowance, config): (&mut Allowance, &Config),
+    runs: &mut Vec<Run>,
+) -> u64 {
+    let (mut taken, evidence) = (0, evidence(level));
     for region in slots.iter_mut().filter(|region| region.level == level) {
         if taken >= points {
             break;
@@ -318,8 +347,10 @@ fn sample(slots: &mut Slots, level: usize, points: u64, evidence: f64, config: &
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
         let wanted = (target.saturating_sub(region.tally.sampled) as f64 / filled.clamp(0.02, 1.0)) as u64;
         let mut wanted = wanted.clamp(RUN_PAGES, (points - taken).max(RUN_PAGES));
-        while wanted > 0 && region.places_left() > 0 {
+        let owner = region.view.owner;
+        while wanted > 0 && region.places_left() > 0 && allowance.pages(owner) >= RUN_PAGES {
             let (first, pages) = region.next_run();
+            allowance.read(owner, pages);
             runs.push(run(region, first, pages));
             wanted = wanted.saturating_sub(pages);
             taken += pages;
@@ -385,9 +416,14 @@ mod tests {
     use super::*;
     use crate::governor::Governor;
     use crate::host::{DomainKey, FamilyKey, OwnerKey, RegionKey, RegionView};
+    use crate::limits::Limits;
     use crate::region::Alone;
     use crate::units::Pages;
     use proptest::prelude::*;
+
+    fn unlimited() -> Allowance {
+        Allowance::new(Limits { pages_per_process: u64::MAX, pages: u64::MAX, ..Limits::default() })
+    }
 
     fn slots(sizes: &[u64]) -> Slots {
         let view = |(key, &pages): (u32, &u64)| RegionView {
@@ -412,7 +448,7 @@ mod tests {
     }
 
     fn plan(ladder: &mut Ladder, slots: &mut Slots, fresh: bool) -> Reading {
-        ladder.plan(slots, u64::MAX, fresh, Governor::Full.pace(), &Config::default())
+        ladder.plan(slots, u64::MAX, fresh, Governor::Full.pace(), (&mut unlimited(), &Config::default()))
     }
 
     fn climb(ladder: &Ladder, slots: &mut Slots) {
@@ -517,7 +553,7 @@ mod tests {
         fn no_more_is_read_than_there_is_room_for(sizes in proptest::collection::vec(1u64..500_000, 1..6), room in 0u64..100_000) {
             let (mut ladder, mut slots) = (Ladder::new(4), slots(&sizes));
             slots.iter_mut().step_by(2).for_each(|region| region.examine(4));
-            let reading = ladder.plan(&mut slots, room, true, Governor::Full.pace(), &Config::default());
+            let reading = ladder.plan(&mut slots, room, true, Governor::Full.pace(), (&mut unlimited(), &Config::default()));
             let read: u64 = reading.runs.iter().map(|run| u64::from(run.pages)).sum();
             // A quarter more, so that sampling never waits for gigabytes to be read whole, and the ends of runs.
             prop_assert!(read <= room.min(CYCLE_PAGES) * 5 / 4 + room.min(2_200) + 2 * RUN_PAGES * sizes.len() as u64, "{read} for {room}");

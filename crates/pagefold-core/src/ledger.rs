@@ -82,9 +82,11 @@ impl Ledger {
                 Marking::Busy => {}
             }
         }
-        self.stops += u64::from(outcome.stops);
-        self.longest_stop_ns = self.longest_stop_ns.max(outcome.longest_stop_ns);
-        self.total_stop_ns += outcome.total_stop_ns;
+        for stops in &outcome.stops {
+            self.stops += u64::from(stops.number);
+            self.longest_stop_ns = self.longest_stop_ns.max(stops.longest_ns);
+            self.total_stop_ns += stops.total_ns;
+        }
     }
 
     /// Pages saved by this run so far.

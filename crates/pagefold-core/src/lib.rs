@@ -18,6 +18,7 @@ pub mod index;
 pub mod ladder;
 pub mod ledger;
 pub mod lifetimes;
+pub mod limits;
 pub mod marker;
 pub mod merge;
 pub mod permutation;

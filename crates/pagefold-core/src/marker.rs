@@ -7,6 +7,7 @@ use crate::churn::Churn;
 use crate::config::Config;
 use crate::extent::Candidate;
 use crate::host::{Change, Marking, Outcome, Span, Why};
+use crate::limits::Allowance;
 use crate::merge::Merger;
 use crate::region::{Alone, InMarks, Region, Stage, covers};
 use crate::slots::Slots;
@@ -75,7 +76,7 @@ impl Marker {
         now_ns: u64,
         more: bool,
         several_domains: bool,
-        merger: &mut Merger,
+        (merger, allowance): (&mut Merger, &mut Allowance),
         config: &Config,
     ) -> Vec<Change> {
         if slots.iter().any(|region| region.dirty) {
@@ -95,9 +96,13 @@ impl Marker {
         self.held_since_ns = None;
         self.fresh.clear();
         let mut marks = Vec::new();
-        for (slot, spans) in ready {
+        for (slot, mut spans) in ready {
             let Some(region) = slots.get_mut(slot) else { continue };
-            region.dirty = false;
+            // It stays dirty: where stops are too few for all of it the next round goes on.
+            let calls = u64::from(allowance.size().marks);
+            let may = allowance.stops(region.view.owner) * calls;
+            spans.truncate(usize::try_from(may).unwrap_or(usize::MAX));
+            allowance.stop(region.view.owner, (spans.len() as u64).div_ceil(calls));
             if std::mem::replace(&mut region.alone, Alone::No) == Alone::Soured {
                 region.churn = Churn::default();
             }
@@ -149,18 +154,23 @@ impl Marker {
     }
 
     /// The span to unmark now: little at a time, because a target waits while its pages are copied.
-    pub fn unmark(&mut self, slots: &Slots, now_ns: u64) -> Option<Change> {
+    pub fn unmark(&mut self, slots: &Slots, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
         if now_ns < self.next_unmark_ns {
             return None;
         }
         loop {
             let Change { span: front, why } = self.unmarking.front_mut()?;
-            if slots.find(front.region, front.first).is_none() {
+            let Some(region) = slots.find(front.region, front.first).and_then(|slot| slots.get(slot)) else {
                 // It has gone.
                 self.unmarking.pop_front();
                 continue;
+            };
+            let may = Pages(allowance.stops(region.view.owner) * allowance.size().unmark.0);
+            if may == Pages(0) {
+                return None;
             }
-            let piece = Change { span: Span { pages: front.pages.min(UNMARK_PAGES), ..*front }, why: *why };
+            let piece = Change { span: Span { pages: front.pages.min(UNMARK_PAGES).min(may), ..*front }, why: *why };
+            allowance.stop(region.view.owner, piece.span.pages.0.div_ceil(allowance.size().unmark.0));
             front.first = front.first + piece.span.pages.0;
             front.pages = front.pages.saturating_sub(piece.span.pages);
             if front.pages == Pages(0) {

@@ -12,7 +12,7 @@ use crate::workload::{Behaviour, Mapping, Process, Writes};
 use pagefold_core::hash::Digest;
 use pagefold_core::host::{
     Actions, Change, Cost, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, OwnerKey, PageSample, PageState,
-    RegionKey, RegionView, Run, SamplePlan, Samples, Snapshot, Span,
+    RegionKey, RegionView, Run, SamplePlan, Samples, Snapshot, Span, Stops,
 };
 use pagefold_core::units::{Bytes, EXTENT_PAGES, Pages, Vpn};
 use rustc_hash::FxHashMap;
@@ -422,11 +422,10 @@ impl SimHost {
                 *stop_ns += self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns;
             }
         }
-        for (busy, stop_ns) in stops.into_values() {
+        for (owner, (busy, stop_ns)) in stops {
             if !busy {
-                outcome.stops += 1;
-                outcome.longest_stop_ns = outcome.longest_stop_ns.max(stop_ns);
-                outcome.total_stop_ns += stop_ns;
+                let owner = OwnerKey(owner);
+                outcome.stops.push(Stops { owner, number: 1, longest_ns: stop_ns, total_ns: stop_ns });
             }
             self.spend(stop_ns);
         }

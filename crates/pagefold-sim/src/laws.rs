@@ -92,10 +92,10 @@ impl Pair {
                 }
             }
             Step::Mark(who, page, pages) => {
-                self.apply(|actions, span| actions.mark.push(span.into()), who, page, pages)
+                self.apply(|actions, span| actions.mark.push(span.into()), who, page, pages);
             }
             Step::Unmark(who, page, pages) => {
-                self.apply(|actions, span| actions.unmark.push(span.into()), who, page, pages)
+                self.apply(|actions, span| actions.unmark.push(span.into()), who, page, pages);
             }
             Step::Order(kind) => {
                 let merge = match kind {

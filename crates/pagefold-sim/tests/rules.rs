@@ -97,7 +97,7 @@ fn only_marked_spans_merge() {
     let outcome = sim.apply(&Actions { mark: marks, ..Actions::default() }).unwrap();
     let done = |pages| Marking::Done(Pages(pages));
     assert_eq!(outcome.marked, [done(5), done(10), done(3), Marking::Refused, Marking::Refused]);
-    assert_eq!(outcome.stops, 1, "one stop serves all spans of a process");
+    assert_eq!(outcome.stops.len(), 1, "one stop serves all spans of a process");
     assert_eq!(sim.observe().unwrap().regions[0].marked, Pages(18));
     scan(&mut sim);
     scan(&mut sim);

@@ -1,0 +1,255 @@
+//! What may be done to one process, and to all, in any second: pages read, stops inflicted, and how long a stop may be.
+//!
+//! A governor bounds what pagefold takes for itself; these bound what it does to others. Reading pages takes the target's
+//! `mmap_lock` for moments, which a target that maps and unmaps all the time would notice, and a stop is time taken from
+//! it.
+
+use crate::config::ConfigError;
+use crate::host::{OwnerKey, StopSize, Stops};
+use crate::units::Pages;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, VecDeque};
+
+/// The limits hold over any time of this length, nanoseconds.
+const WINDOW_NS: u64 = 1_000_000_000;
+
+/// Less than this is not worth a stop, pages.
+const UNMARK_LEAST: u64 = 32;
+
+/// The limits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Limits {
+    /// Pages read from one process in a second.
+    pub pages_per_process: u64,
+    /// Pages read in a second in all.
+    pub pages: u64,
+    /// Stops of one process in a second.
+    pub stops_per_process: u64,
+    /// Stops in a second in all.
+    pub stops: u64,
+    /// How long a stop may be, nanoseconds. What is done in one stop is cut so that it holds; one that is longer all the
+    /// same, because the target's core was busy, is counted, and the next ones do less.
+    pub longest_stop_ns: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            pages_per_process: 1_000_000,
+            pages: 2_000_000,
+            stops_per_process: 50,
+            stops: 500,
+            longest_stop_ns: 10_000_000,
+        }
+    }
+}
+
+impl Limits {
+    /// The same, if it leaves anything to be done.
+    pub fn validated(self) -> Result<Self, ConfigError> {
+        let ranges = [
+            ("samples-per-second-per-process", self.pages_per_process, 64, 100_000_000, ""),
+            ("samples-per-second", self.pages, 64, 100_000_000, ""),
+            ("stops-per-second-per-process", self.stops_per_process, 1, 1_000, ""),
+            ("stops-per-second", self.stops, 1, 10_000, ""),
+            ("longest-stop", self.longest_stop_ns / 1_000, 100, 10_000_000, " us"),
+        ];
+        match ranges.into_iter().find(|(_, value, low, high, _)| !(low..=high).contains(&value)) {
+            None => Ok(self),
+            Some((name, value, low, high, unit)) => Err(ConfigError::OutOfRange {
+                name,
+                value: format!("{value}{unit}"),
+                low: format!("{low}{unit}"),
+                high: format!("{high}{unit}"),
+            }),
+        }
+    }
+}
+
+/// What has been done within the last second.
+#[derive(Clone, Debug, Default)]
+struct Window {
+    done: VecDeque<(u64, u64)>,
+    sum: u64,
+}
+
+impl Window {
+    fn turn(&mut self, now_ns: u64) {
+        while let Some(&(at_ns, number)) = self.done.front() {
+            if at_ns + WINDOW_NS > now_ns {
+                break;
+            }
+            self.done.pop_front();
+            self.sum -= number;
+        }
+    }
+
+    fn add(&mut self, now_ns: u64, number: u64) {
+        match self.done.back_mut() {
+            Some((at_ns, done)) if *at_ns == now_ns => *done += number,
+            _ => self.done.push_back((now_ns, number)),
+        }
+        self.sum += number;
+    }
+}
+
+/// What has been done to one process.
+#[derive(Clone, Debug, Default)]
+struct Done {
+    pages: Window,
+    stops: Window,
+}
+
+/// Keeps the limits: tells what may still be done now.
+#[derive(Clone, Debug)]
+pub struct Allowance {
+    limits: Limits,
+    now_ns: u64,
+    size: StopSize,
+    all: Done,
+    each: BTreeMap<OwnerKey, Done>,
+}
+
+impl Allowance {
+    /// With nothing done yet.
+    pub fn new(limits: Limits) -> Self {
+        Self { limits, now_ns: 0, size: StopSize::default(), all: Done::default(), each: BTreeMap::new() }
+    }
+
+    /// Other limits from now on.
+    pub fn set_limits(&mut self, limits: Limits) {
+        self.limits = limits;
+    }
+
+    /// Takes note of the time.
+    pub fn turn(&mut self, now_ns: u64) {
+        self.now_ns = now_ns;
+        self.all.pages.turn(now_ns);
+        self.all.stops.turn(now_ns);
+        self.each.retain(|_, done| {
+            done.pages.turn(now_ns);
+            done.stops.turn(now_ns);
+            done.pages.sum + done.stops.sum > 0
+        });
+    }
+
+    /// Pages of a process that may be read now.
+    pub fn pages(&self, owner: OwnerKey) -> u64 {
+        let own = self.each.get(&owner).map_or(0, |done| done.pages.sum);
+        let all = self.limits.pages.saturating_sub(self.all.pages.sum);
+        self.limits.pages_per_process.saturating_sub(own).min(all)
+    }
+
+    /// Takes note of pages that are going to be read.
+    pub fn read(&mut self, owner: OwnerKey, pages: u64) {
+        self.all.pages.add(self.now_ns, pages);
+        self.each.entry(owner).or_default().pages.add(self.now_ns, pages);
+    }
+
+    /// Stops of a process that may be inflicted now.
+    pub fn stops(&self, owner: OwnerKey) -> u64 {
+        let own = self.each.get(&owner).map_or(0, |done| done.stops.sum);
+        let all = self.limits.stops.saturating_sub(self.all.stops.sum);
+        self.limits.stops_per_process.saturating_sub(own).min(all)
+    }
+
+    /// Takes note of stops that are going to be inflicted.
+    pub fn stop(&mut self, owner: OwnerKey, number: u64) {
+        self.all.stops.add(self.now_ns, number);
+        self.each.entry(owner).or_default().stops.add(self.now_ns, number);
+    }
+
+    /// How much may be done in one stop.
+    pub fn size(&self) -> StopSize {
+        self.size
+    }
+
+    /// Takes note of how long stops have been that marked, or unmarked. After one that was too long less is done in one;
+    /// while they are short, more again.
+    pub fn resize(&mut self, stops: &[Stops], marked: bool, unmarked: bool) {
+        let (most, limit_ns) = (StopSize::default(), self.limits.longest_stop_ns);
+        let resized = |now: u64, least: u64, most: u64, longest_ns: u64| match longest_ns {
+            _ if longest_ns > limit_ns => (now / 2).max(least),
+            _ if longest_ns < limit_ns / 2 => (now + now / 4 + 1).min(most),
+            _ => now,
+        };
+        let longest_ns = stops.iter().map(|stops| stops.longest_ns).max();
+        if let Some(longest_ns) = longest_ns.filter(|_| marked) {
+            let marks = resized(self.size.marks.into(), 1, most.marks.into(), longest_ns);
+            self.size.marks = u32::try_from(marks).unwrap_or(most.marks);
+        }
+        if let Some(longest_ns) = longest_ns.filter(|_| unmarked) {
+            self.size.unmark = Pages(resized(self.size.unmark.0, UNMARK_LEAST, most.unmark.0, longest_ns));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn no_second_sees_more_than_the_limits(
+            steps in proptest::collection::vec((0_u64..300_000_000, 0_u32..4, 0_u64..200), 1..200),
+            pages_per_process in 64_u64..300, pages in 64_u64..600,
+        ) {
+            let limits = Limits { pages_per_process, pages, ..Limits::default() };
+            let mut allowance = Allowance::new(limits);
+            let (mut now_ns, mut done) = (0, Vec::new());
+            for (later_ns, owner, wanted) in steps {
+                now_ns += later_ns;
+                allowance.turn(now_ns);
+                let number = wanted.min(allowance.pages(OwnerKey(owner)));
+                allowance.read(OwnerKey(owner), number);
+                done.push((now_ns, owner, number));
+            }
+            for &(from_ns, _, _) in &done {
+                let inside = || done.iter().filter(|(at_ns, _, _)| (from_ns..from_ns + WINDOW_NS).contains(at_ns));
+                prop_assert!(inside().map(|(_, _, number)| number).sum::<u64>() <= pages);
+                for owner in 0..4 {
+                    let own = inside().filter(|(_, who, _)| *who == owner);
+                    prop_assert!(own.map(|(_, _, number)| number).sum::<u64>() <= pages_per_process);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_over_may_be_done_again() {
+        let mut allowance = Allowance::new(Limits { stops_per_process: 2, stops: 3, ..Limits::default() });
+        allowance.turn(5);
+        allowance.stop(OwnerKey(1), 2);
+        allowance.stop(OwnerKey(2), 1);
+        assert_eq!([1, 2, 3].map(|owner| allowance.stops(OwnerKey(owner))), [0, 0, 0]);
+        allowance.turn(4 + WINDOW_NS);
+        assert_eq!(allowance.stops(OwnerKey(1)), 0);
+        allowance.turn(5 + WINDOW_NS);
+        assert_eq!([1, 2, 3].map(|owner| allowance.stops(OwnerKey(owner))), [2, 2, 2]);
+        assert!(allowance.each.is_empty());
+    }
+
+    #[test]
+    fn stops_that_are_too_long_are_cut_and_grow_again() {
+        let mut allowance = Allowance::new(Limits::default());
+        let mut stop = |longest_ns, marked, unmarked| {
+            let stops = Stops { owner: OwnerKey(1), number: 1, longest_ns, total_ns: longest_ns };
+            allowance.resize(&[stops], marked, unmarked);
+            allowance.size()
+        };
+        assert_eq!(stop(10_000_001, false, true), StopSize { marks: 32, unmark: Pages(1_024) });
+        assert_eq!(stop(60_000_000, true, false), StopSize { marks: 16, unmark: Pages(1_024) });
+        assert_eq!(stop(7_000_000, true, true), StopSize { marks: 16, unmark: Pages(1_024) });
+        let smallest = (0..20).map(|_| stop(60_000_000, true, true)).last().unwrap();
+        assert_eq!(smallest, StopSize { marks: 1, unmark: Pages(UNMARK_LEAST) });
+        assert_eq!((0..40).map(|_| stop(100_000, true, true)).last().unwrap(), StopSize::default());
+    }
+
+    #[test]
+    fn limits_that_leave_nothing_are_refused() {
+        assert!(Limits::default().validated().is_ok());
+        let error = Limits { stops: 0, ..Limits::default() }.validated().unwrap_err().to_string();
+        assert_eq!(error, "stops-per-second is 0; it must be from 1 to 10000");
+    }
+}
