@@ -1,5 +1,5 @@
 //! Injection into real programs in every state that matters. The victims check for themselves that they noticed
-//! nothing (`examples/victim.rs`); here it is checked that the calls took effect.
+//! nothing (`examples/victim`); here it is checked that the calls took effect.
 //!
 //! Nothing is merged: marking does nothing while ksmd does not run, and if it runs it does no harm.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)] // Raw calls set the victims' stage.
@@ -9,7 +9,6 @@ mod inject_support;
 use inject_support::*;
 use pagefold_linux::inject::{Call, Errno, InjectError, Injector, Limits, Report, held, inject, inject_thread};
 use pagefold_linux::process::Process;
-use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -168,8 +167,7 @@ fn threads_that_would_notice_are_not_stopped() {
 }
 
 fn tracer(pid: i32) -> i32 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    status.lines().find_map(|line| line.strip_prefix("TracerPid:")).unwrap().trim().parse().unwrap()
+    status_field(&format!("/proc/{pid}"), "TracerPid").unwrap().parse().unwrap()
 }
 
 #[test]
@@ -206,7 +204,11 @@ fn no_signal_is_lost_or_doubled() {
             sent
         });
         while !sender.is_finished() {
-            assert_eq!(victim.mark(MERGEABLE).unwrap().results, [Ok(0)]);
+            match victim.mark(MERGEABLE) {
+                Ok(report) => assert_eq!(report.results, [Ok(0)]),
+                // A signal waits nearly all the time.
+                Err(error) => assert!(error.is_passing(), "{error}"),
+            }
         }
         sent += sender.join().unwrap();
     });
@@ -302,18 +304,9 @@ fn thirty_two_bit_programs_are_refused_untouched() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("compat");
-    // ELF header, one program header, and: mov eax, 29 (pause); int 0x80; jmp back.
-    let mut elf = vec![0x7f, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 3, 0, 1, 0, 0, 0];
-    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
-    elf.extend(words(&[0x0804_8054, 52, 0, 0, 0x0020_0034, 1, 0]));
-    elf.extend(words(&[1, 0, 0x0804_8000, 0x0804_8000, 94, 94, 5, 4096]));
-    elf.extend([0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7, 0x90]);
-    fs::write(&path, elf).unwrap();
-    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    let mut child = match Command::new(&path).spawn() {
+    let mut child = match start_compat(dir.path()) {
         Ok(child) => child,
-        Err(error) => return skip(&format!("32-bit programs: {error}")),
+        Err(why) => return skip(&why),
     };
     let pid = i32::try_from(child.id()).unwrap();
     pause_ms(20);

@@ -5,9 +5,12 @@
 //! nothing has been set yet, nothing has happened.
 
 use super::gate::Gate;
+use super::ground::Ground;
+use super::home::Home;
 use super::ptrace;
 use super::thread::{self, Activity, Candidate, Choice};
-use super::tracee::{End, Tracee, clock_ns, wait_for_trap};
+use super::tracee::{End, Served, Tracee, clock_ns, wait_for_trap};
+use super::trampoline::{self, Trampoline};
 use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
 use crate::process::Process;
 use std::sync::{Arc, mpsc};
@@ -24,6 +27,10 @@ pub struct Ended {
     pub results: Vec<Result<u64, Errno>>,
     /// How long the thread was stopped, if it was.
     pub stop_ns: Option<u64>,
+    /// Its registers were changed without a way home.
+    pub unguarded: bool,
+    /// From the first register set to the last one restored.
+    pub away_ns: u64,
     /// How to go on.
     pub verdict: Verdict,
 }
@@ -41,7 +48,7 @@ pub enum Verdict {
 
 impl Verdict {
     fn unstopped(self) -> Ended {
-        Ended { results: Vec::new(), stop_ns: None, verdict: self }
+        Ended { results: Vec::new(), stop_ns: None, unguarded: false, away_ns: 0, verdict: self }
     }
 }
 
@@ -102,11 +109,13 @@ fn shield_thread() {
 fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits, gate: &Gate) -> Ended {
     let pid = process.pid();
     let busy = || Verdict::Again(InjectError::Busy { pid }).unstopped();
-    let (candidate, instruction) = match prepare(process, tid) {
+    let (candidate, instruction, trampoline) = match prepare(process, tid) {
         Ok(prepared) => prepared,
         Err(verdict) => return verdict.unstopped(),
     };
     let tid_chosen = candidate.tid;
+    let ground = trampoline.and_then(|_| Ground::open(process, tid_chosen));
+    let mut home = Home::new();
     let mut answers = vec![0_i64; calls.len()];
     if let Err(errno) = ptrace::seize(tid_chosen) {
         return refused(process, tid_chosen, errno).unstopped();
@@ -138,9 +147,19 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
         };
         return verdict.unstopped();
     };
-    let tracee = Tracee { tid: tid_chosen, by_us: signal == libc::SIGTRAP, instruction };
-    let (made, end) = tracee.serve(calls, &mut answers, limits, gate);
+    let tracee = Tracee {
+        tid: tid_chosen,
+        by_us: signal == libc::SIGTRAP,
+        is_main_thread: tid_chosen == pid,
+        instruction,
+        trampoline,
+        ground,
+    };
+    let Served { made, end, unguarded, away_ns } = tracee.serve(calls, &mut answers, limits, gate, &mut home);
     let stop_ns = clock_ns().saturating_sub(since_ns);
+    if matches!(end, End::Unsteady | End::Fault) {
+        trampoline::forget(process);
+    }
     let results: Vec<Result<u64, Errno>> = answers.iter().take(made).map(|&answer| as_result(answer)).collect();
     let verdict = match end {
         End::Restored => Verdict::Done,
@@ -153,7 +172,7 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
         End::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
         End::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
     };
-    Ended { results, stop_ns: Some(stop_ns), verdict }
+    Ended { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict }
 }
 
 /// Whether a thread that did not get to its call was kept from it by a freezer. Let go, it takes a moment to be back.
@@ -164,8 +183,8 @@ fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
     })
 }
 
-/// Chooses the thread and the instruction.
-fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64), Verdict> {
+/// Chooses the thread and the instruction, and finds the code for a way home.
+fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Option<Trampoline>), Verdict> {
     let pid = process.pid();
     // Before anything else: the numbers of its calls would be misread.
     if is_32_bit(process, "exe") {
@@ -191,8 +210,11 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64), Verd
     if is_32_bit(process, &format!("task/{}/exe", candidate.tid)) {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
+    if let Some(trampoline) = trampoline::find(process, candidate.tid) {
+        return Ok((candidate, trampoline.call, Some(trampoline)));
+    }
     match gadget::find(process, candidate.tid, candidate.activity) {
-        Ok(instruction) => Ok((candidate, instruction)),
+        Ok(instruction) => Ok((candidate, instruction, None)),
         Err(error @ InjectError::Busy { .. }) => Err(Verdict::Again(error)),
         // The chosen thread may have ended; whether the process has, the caller looks.
         Err(InjectError::Vanished { pid }) => Err(Verdict::Again(InjectError::Busy { pid })),

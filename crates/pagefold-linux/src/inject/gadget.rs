@@ -63,7 +63,7 @@ pub fn find(process: &Process, tid: i32, activity: Activity) -> Result<u64, Inje
 }
 
 /// The executable mappings in the text of `maps`, the vDSO's first. The vsyscall page only looks like one.
-fn executable(maps: &[u8]) -> Vec<(u64, u64)> {
+pub(crate) fn executable(maps: &[u8]) -> Vec<(u64, u64)> {
     let mut found = Vec::new();
     for line in maps.split(|&byte| byte == b'\n') {
         let Ok(head) = std::str::from_utf8(&line[..line.len().min(60)]) else { continue };

@@ -7,8 +7,11 @@
 //! and [`tracee`] say so where they do it).
 //!
 //! The one rule that cannot be bent: once a thread's registers are not its own, it is given them back or it
-//! has died. Nothing times out of that, so [`InjectError::Held`] exists; and because the tracer's death at that
-//! moment is the target's, the work belongs into a small process of its own ([`Injector`]).
+//! has died. Nothing times out of that, so [`InjectError::Held`] exists. Should this process die at that moment, the
+//! thread comes home by itself, by a signal frame left below its stack pointer ([`home`] says how, and what is then
+//! different). Where there is no room that is certainly free for a frame ([`ground`]), no code to come back by
+//! ([`trampoline`]), or a shadow stack, it is done without, and the tracer's death is the target's
+//! ([`Report::unguarded`]); therefore the work belongs into a small process of its own all the same ([`Injector`]).
 //!
 //! Restarted relative timeouts start over, as after any stop: a wait of 50 ms that is stopped after 40 takes 90.
 
@@ -16,16 +19,19 @@
 compile_error!("injection knows the registers and the restart rules of 64-bit x86 Linux only");
 
 mod engine;
-mod gadget;
+pub(crate) mod gadget;
 mod gate;
+mod ground;
+mod home;
 mod ptrace;
 mod regs;
-mod thread;
+pub(crate) mod thread;
 mod tracee;
-mod worker;
+mod trampoline;
+pub(crate) mod worker;
 
 pub use gate::held;
-pub use worker::{Injector, serve};
+pub use worker::{Beside, Injector, serve};
 
 use crate::process::{Process, ReadError};
 use engine::{Ended, Verdict};
@@ -109,6 +115,12 @@ pub struct Report {
     pub longest_stop_ns: u64,
     /// All stops together.
     pub total_stop_ns: u64,
+    /// Of the stops, those whose thread would not have found home by itself had this process been killed in them.
+    #[serde(default)]
+    pub unguarded: u32,
+    /// The longest time that a thread had registers that were not its own: what an unguarded target is at risk for.
+    #[serde(default)]
+    pub longest_away_ns: u64,
 }
 
 /// Why a batch was not (wholly) run. Calls at its beginning may have been; marking twice does no harm.
@@ -304,13 +316,15 @@ fn run(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> 
     while report.results.len() < calls.len() {
         let rest = &calls[report.results.len()..];
         let batch = &rest[..rest.len().min(limits.calls_per_stop.max(1))];
-        let Ended { results, stop_ns, verdict } = engine::attempt(process, tid, batch, limits)?;
+        let Ended { results, stop_ns, unguarded, away_ns, verdict } = engine::attempt(process, tid, batch, limits)?;
         let advanced = !results.is_empty();
         report.results.extend(results);
         if let Some(stop_ns) = stop_ns {
             report.stops += 1;
             report.longest_stop_ns = report.longest_stop_ns.max(stop_ns);
             report.total_stop_ns += stop_ns;
+            report.unguarded += u32::from(unguarded);
+            report.longest_away_ns = report.longest_away_ns.max(away_ns);
         }
         match verdict {
             // As long as it was stopped it runs, before it is stopped again.

@@ -16,8 +16,10 @@ const PTRACE_SETREGS: u64 = 13;
 const PTRACE_SYSCALL: u64 = 24;
 const PTRACE_SETOPTIONS: u64 = 0x4200;
 const PTRACE_GETSIGINFO: u64 = 0x4202;
+const PTRACE_GETREGSET: u64 = 0x4204;
 const PTRACE_SEIZE: u64 = 0x4206;
 const PTRACE_INTERRUPT: u64 = 0x4207;
+const PTRACE_PEEKSIGINFO: u64 = 0x4209;
 const PTRACE_GETSIGMASK: u64 = 0x420a;
 const PTRACE_SETSIGMASK: u64 = 0x420b;
 const PTRACE_GET_RSEQ_CONFIGURATION: u64 = 0x420f;
@@ -117,6 +119,56 @@ pub fn peek(tid: i32, addr: u64) -> Result<u64, Errno> {
     // The raw system call stores the word through its last argument; only libc's wrapper returns it.
     ptrace(PTRACE_PEEKDATA, tid, addr, &raw mut word as u64)?;
     Ok(word)
+}
+
+/// Copies the tracee's memory from `addr` on. All or nothing.
+pub fn read(tid: i32, addr: u64, bytes: &mut [u8]) -> Result<(), Errno> {
+    let local = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    let remote = libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: bytes.len() };
+    // SAFETY: `local` is valid for writing, and both outlive the call.
+    let read = unsafe { libc::process_vm_readv(tid, &raw const local, 1, &raw const remote, 1, 0) };
+    if usize::try_from(read) == Ok(bytes.len()) { Ok(()) } else { Err(Errno::last()) }
+}
+
+/// Writes to the tracee's memory from `addr` on, where it may write itself. After an error some may be written.
+pub fn write(tid: i32, addr: u64, bytes: &[u8]) -> Result<(), Errno> {
+    let local = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    let remote = libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: bytes.len() };
+    // SAFETY: `local` is only read, and both outlive the call.
+    let written = unsafe { libc::process_vm_writev(tid, &raw const local, 1, &raw const remote, 1, 0) };
+    if usize::try_from(written) == Ok(bytes.len()) { Ok(()) } else { Err(Errno::last()) }
+}
+
+/// The floating-point and vector state, in the format of XSAVE that is not compacted. Returns its length.
+pub fn xstate(tid: i32, bytes: &mut [u8]) -> Result<usize, Errno> {
+    const NT_X86_XSTATE: u64 = 0x202;
+    register_set(tid, NT_X86_XSTATE, bytes)
+}
+
+/// Whether the thread has a shadow stack. Linux 6.6; before, none has.
+pub fn has_shadow_stack(tid: i32) -> bool {
+    const NT_X86_SHSTK: u64 = 0x204;
+    register_set(tid, NT_X86_SHSTK, &mut [0; 8]).is_ok()
+}
+
+fn register_set(tid: i32, set: u64, bytes: &mut [u8]) -> Result<usize, Errno> {
+    let mut room = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    ptrace(PTRACE_GETREGSET, tid, set, &raw mut room as u64)?;
+    Ok(room.iov_len)
+}
+
+/// Whether a signal outside of `mask` waits to be delivered, among the first of the queues.
+pub fn has_pending(tid: i32, mask: u64) -> bool {
+    const LOOKED_AT: usize = 8;
+    const SHARED: u32 = 1;
+    // SAFETY: the structure is plain data, for which zero is a value.
+    let mut infos: [libc::siginfo_t; LOOKED_AT] = unsafe { std::mem::zeroed() };
+    [0, SHARED].into_iter().any(|flags| {
+        // struct ptrace_peeksiginfo_args: the first one's index, flags, and how many.
+        let wanted = [0_u64, u64::from(flags) | (LOOKED_AT as u64) << 32];
+        let found = ptrace(PTRACE_PEEKSIGINFO, tid, &raw const wanted as u64, infos.as_mut_ptr() as u64).unwrap_or(0);
+        infos.iter().take(usize::try_from(found).unwrap_or(0)).any(|info| mask >> (info.si_signo - 1) & 1 == 0)
+    })
 }
 
 /// Whether the signal that the tracee is about to be given came from a fault of its own.

@@ -74,6 +74,59 @@ pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) 
     registers
 }
 
+/// Whether the kernel makes the call again, or would, were it not for a handler.
+pub fn restarts(registers: &Registers) -> bool {
+    in_syscall(registers) && matches!(signed(registers.rax), -514..=-512 | -516)
+}
+
+/// The registers to come home to by `rt_sigreturn`, given those to be left with. A call that the kernel would make
+/// again is made again by the thread itself: as `arch_do_signal_or_restart` does it, but never by `restart_syscall`,
+/// which `rt_sigreturn` makes answer EINTR; so a relative timeout starts over. `original` is the number
+/// of the call that `restart_syscall` stands for; without it, that EINTR it is.
+pub fn coming_home(own: &Registers, original: Option<i64>) -> Registers {
+    let mut home = *own;
+    if restarts(own) {
+        home.rip = own.rip.wrapping_sub(2);
+        home.rax = match original {
+            Some(nr) if signed(own.orig_rax) == libc::SYS_restart_syscall => unsigned(nr),
+            _ => own.orig_rax,
+        };
+    }
+    home
+}
+
+/// Of the calls that the kernel goes on with by `restart_syscall`, the one whose number the code loads last before its
+/// `syscall` instruction, at the end of `code`.
+pub fn number_loaded(code: &[u8]) -> Option<i64> {
+    const RESTARTED: [i64; 4] = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep, libc::SYS_futex, libc::SYS_poll];
+    const MOV_EAX: u8 = 0xb8;
+    code.windows(5).rev().find_map(|window| match window {
+        [MOV_EAX, a, b, c, d] => {
+            let nr = i64::from(u32::from_le_bytes([*a, *b, *c, *d]));
+            RESTARTED.contains(&nr).then_some(nr)
+        }
+        _ => None,
+    })
+}
+
+/// The registers that make a thread whose frame lies at `base` return by it.
+pub fn returning(own: &Registers, base: u64, back: u64) -> Registers {
+    let mut registers = *own;
+    registers.rip = back;
+    registers.rsp = base.wrapping_add(8);
+    registers.orig_rax = u64::MAX;
+    registers
+}
+
+/// The registers that turn the call at whose entry the thread stands into another, which is left to `rip`.
+pub fn entering(own: &Registers, base: u64, rip: u64, nr: i64, args: &[u64; 6]) -> Registers {
+    let mut registers = calling(own, rip, nr, args);
+    registers.rsp = base;
+    registers.orig_rax = unsigned(nr);
+    registers.rax = unsigned(-i64::from(libc::ENOSYS));
+    registers
+}
+
 /// The registers that make the thread run one call at `instruction`, a `syscall` instruction.
 pub fn calling(stopped: &Registers, instruction: u64, nr: i64, args: &[u64; 6]) -> Registers {
     let mut registers = *stopped;
@@ -131,6 +184,40 @@ mod tests {
         assert_eq!((call.rdi, call.rsi, call.rdx, call.r10, call.r8, call.r9), (1, 2, 3, 4, 5, 6));
         assert_eq!((call.rsp, call.rbx, call.rbp, call.rcx), (before.rsp, before.rbx, before.rbp, before.rcx));
         assert!(in_syscall(&before) && !in_syscall(&call));
+    }
+
+    #[test]
+    fn coming_home_makes_the_calls_again_that_the_kernel_would() {
+        for nr in [-1, libc::SYS_read, libc::SYS_poll, libc::SYS_restart_syscall] {
+            for rax in [-516, -515, -514, -513, -512, -511, -4, 0, 7] {
+                let own = stopped(nr, rax);
+                let home = coming_home(&own, Some(libc::SYS_futex));
+                let again = nr >= 0 && [-516, -514, -513, -512].contains(&rax);
+                let number = if nr == libc::SYS_restart_syscall { libc::SYS_futex } else { nr };
+                let expected = if again { (own.rip - 2, number) } else { (own.rip, rax) };
+                assert_eq!((home.rip, signed(home.rax)), expected, "call {nr} answering {rax}");
+                assert_eq!(words(&Registers { rip: own.rip, rax: own.rax, ..home }), words(&own));
+            }
+        }
+        assert_eq!(signed(coming_home(&stopped(219, -516), None).rax), libc::SYS_restart_syscall);
+    }
+
+    #[test]
+    fn the_number_of_a_call_is_read_from_its_code() {
+        assert_eq!(number_loaded(&[0x90, 0xb8, 7, 0, 0, 0]), Some(libc::SYS_poll));
+        assert_eq!(number_loaded(&[0xb8, 7, 0, 0, 0, 0xb8, 202, 0, 0, 0, 0x40, 0x80]), Some(libc::SYS_futex));
+        assert_eq!(number_loaded(&[0xb8, 219, 0, 0, 0, 0x90]), None);
+        assert_eq!(number_loaded(&[0xb8, 7]), None);
+    }
+
+    #[test]
+    fn a_thread_with_a_frame_stands_at_it() {
+        let own = stopped(libc::SYS_futex, -512);
+        let returning = returning(&own, 0x8000, 0x3000);
+        assert_eq!((returning.rip, returning.rsp, returning.orig_rax), (0x3000, 0x8008, u64::MAX));
+        let entering = entering(&own, 0x8000, 0x4002, libc::SYS_madvise, &[1, 2, 3, 4, 5, 6]);
+        assert_eq!((entering.rip, entering.rsp, signed(entering.orig_rax)), (0x4002, 0x8000, libc::SYS_madvise));
+        assert_eq!((entering.rdi, entering.r9, entering.rbx), (1, 6, own.rbx));
     }
 
     #[test]

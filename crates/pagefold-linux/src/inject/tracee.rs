@@ -1,11 +1,16 @@
 //! A stopped thread: save, call, restore, detach.
 //!
 //! From the first register set to the last one restored ([`Tracee::serve`]) the code neither allocates nor panics
-//! nor takes signals, and leaves only with the thread restored or dead.
+//! nor takes signals, and leaves only with the thread restored or dead. What becomes of the thread if this process dies
+//! at one of the `fault::point`s is said in [`super::home`].
 
 use super::gate::Gate;
+use super::ground::Ground;
+use super::home::Home;
 use super::ptrace::{self, Look, Registers};
+use super::trampoline::Trampoline;
 use super::{Call, Errno, Limits, gadget, regs, signed, unsigned};
+use crate::fault;
 
 /// How often a call is made that a signal cuts short (un-merging stops at any pending signal).
 const RESTARTS: u32 = 4;
@@ -92,16 +97,33 @@ pub struct Tracee {
     pub tid: i32,
     /// Stopped by our interrupt, not by job control.
     pub by_us: bool,
+    pub is_main_thread: bool,
+    /// A `syscall` instruction; that of the trampoline if there is one.
     pub instruction: u64,
+    pub trampoline: Option<Trampoline>,
+    pub ground: Option<Ground>,
+}
+
+/// What came of a stop.
+#[derive(Clone, Copy, Debug)]
+pub struct Served {
+    /// How many calls were made.
+    pub made: usize,
+    pub end: End,
+    /// Registers were set without a way home.
+    pub unguarded: bool,
+    /// From the first register set to the last one restored.
+    pub away_ns: u64,
 }
 
 impl Tracee {
-    /// Makes the calls, and lets the thread go as it was. Returns how many were made.
-    pub fn serve(&self, calls: &[Call], answers: &mut [i64], limits: &Limits, gate: &Gate) -> (usize, End) {
+    /// Makes the calls, and lets the thread go as it was.
+    pub fn serve(&self, calls: &[Call], answers: &mut [i64], limits: &Limits, gate: &Gate, home: &mut Home) -> Served {
         let tid = self.tid;
-        let let_go = |end: End| match ptrace::detach(tid, 0) {
-            Ok(()) => (0, end),
-            Err(_) => (0, End::Gone),
+        let served = |end: End| Served { made: 0, end, unguarded: false, away_ns: 0 };
+        let let_go = |end: End| match ptrace::set_options(tid, 0).and(ptrace::detach(tid, 0)) {
+            Ok(()) => served(end),
+            Err(_) => served(End::Gone),
         };
         let Ok(stopped) = ptrace::registers(tid) else { return let_go(End::Gone) };
         if let Some(objection) = self.objection(&stopped) {
@@ -109,36 +131,56 @@ impl Tracee {
         }
         let by_syscall_instruction = ptrace::peek(tid, stopped.rip.wrapping_sub(2)).is_ok_and(gadget::is_syscall);
         let own = regs::repaired(&stopped, self.by_us, by_syscall_instruction);
+        fault::point("stopped");
+        // At once: until then this process's death is an EINTR.
+        if own.rax != stopped.rax && ptrace::set_registers(tid, &own).is_err() {
+            return let_go(End::Gone);
+        }
+        let Ok(mask) = ptrace::signal_mask(tid) else { return let_go(End::Gone) };
+        // It may have to answer EINTR to this call, which the way home cannot give. Soon it will have.
+        if self.by_us && regs::restarts(&own) && ptrace::has_pending(tid, mask) {
+            return let_go(End::Unsteady);
+        }
         // Set here and not when attaching: there it would leave the thread unfiltered while it still runs.
         let suspend = ptrace::OPTION_TRACESYSGOOD | ptrace::OPTION_SUSPEND_SECCOMP;
         let suspended = ptrace::set_options(tid, suspend).is_ok();
         if !suspended && ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
             return let_go(End::Gone);
         }
-        let Ok(mask) = ptrace::signal_mask(tid) else { return let_go(End::Gone) };
+        fault::point("options-set");
         if !suspended && !unfiltered(tid) {
-            return self.let_go_as(&own, mask, 0, (0, End::Filtered));
+            return let_go(End::Filtered);
         }
-        // Signals wait until the thread is itself again: a handler's frame would hold our registers. Not those of
-        // faults: the kernel would reset a blocked one's handler, and unblocked it only shows us the signal.
-        if ptrace::set_signal_mask(tid, mask | !FAULTS).is_err() {
-            return let_go(End::Gone);
-        }
+        let way = self.trampoline.filter(|way| self.write_way_home(home, &own, mask, *way));
+        fault::point("frame-written");
+        let calling = Calling { tracee: self, own: &own, mask, way, home };
         if !gate.enter() {
-            return self.let_go_as(&own, mask, 0, (0, End::Abandoned));
+            calling.undo_frame();
+            return let_go(End::Abandoned);
         }
-        let (made, broken) = self.call_all(&stopped, calls, answers, limits, gate);
-        let outcome = match broken {
-            None => self.let_go_as(&own, mask, 0, (made, End::Restored)),
-            Some(Broken::Gone) => (made, End::Gone),
-            Some(Broken::TimedOut) => self.let_go_as(&own, mask, 0, (made, End::TimedOut)),
-            Some(Broken::Signal(signal)) if FAULTS & bit(signal) != 0 && ptrace::signal_is_fault(tid) => {
-                self.let_go_as(&own, mask, 0, (made, End::Fault))
-            }
-            Some(Broken::Signal(signal)) => self.let_go_as(&own, mask, signal, (made, End::Signal)),
-        };
+        let since_ns = clock_ns();
+        let (made, end) = calling.run(calls, answers, limits, gate);
         gate.leave();
-        outcome
+        Served { made, end, unguarded: way.is_none(), away_ns: clock_ns().saturating_sub(since_ns) }
+    }
+
+    /// Writes the frame that brings the thread home. False: it has none, and nothing was written.
+    fn write_way_home(&self, home: &mut Home, own: &Registers, mask: u64, way: Trampoline) -> bool {
+        let goal = regs::coming_home(own, self.number_restarted(own));
+        home.prepare(self.tid, &goal, mask, way)
+            && self.ground.as_ref().is_some_and(|ground| ground.is_dead(self.is_main_thread, self.tid, own, home.base))
+            && home.write(self.tid)
+    }
+
+    /// The call that goes on as `restart_syscall` after an earlier stop, if that is what the thread is in.
+    fn number_restarted(&self, own: &Registers) -> Option<i64> {
+        let mut code = [0_u8; 64];
+        let from = own.rip.wrapping_sub(2 + code.len() as u64);
+        if signed(own.orig_rax) == libc::SYS_restart_syscall {
+            ptrace::read(self.tid, from, &mut code).ok().and_then(|()| regs::number_loaded(&code))
+        } else {
+            None
+        }
     }
 
     /// Why this stop must not be used.
@@ -157,10 +199,11 @@ impl Tracee {
             return Some(End::Dispatched);
         }
         // It was found before the stop; an exec in between puts another program there.
-        match ptrace::peek(tid, self.instruction) {
-            Ok(word) if gadget::is_syscall(word) => None,
-            _ => Some(End::Unsteady),
-        }
+        let there = match self.trampoline {
+            Some(trampoline) => trampoline.is_there(tid),
+            None => ptrace::peek(tid, self.instruction).is_ok_and(gadget::is_syscall),
+        };
+        (!there).then_some(End::Unsteady)
     }
 
     fn in_restartable_sequence(&self, stopped: &Registers) -> bool {
@@ -175,19 +218,54 @@ impl Tracee {
         section != 0
             && regs::in_critical_section(stopped, word(section.wrapping_add(8)), word(section.wrapping_add(16)))
     }
+}
+
+/// A thread that is about to run, or runs, with registers that are not its own.
+struct Calling<'a> {
+    tracee: &'a Tracee,
+    own: &'a Registers,
+    mask: u64,
+    /// It has a frame to come home by, and this is the code for it.
+    way: Option<Trampoline>,
+    home: &'a Home,
+}
+
+impl Calling<'_> {
+    fn run(&self, calls: &[Call], answers: &mut [i64], limits: &Limits, gate: &Gate) -> (usize, End) {
+        let tid = self.tracee.tid;
+        if let Some(way) = self.way {
+            if ptrace::set_registers(tid, &regs::returning(self.own, self.home.base, way.back)).is_err() {
+                return (0, End::Gone);
+            }
+            fault::point("registers-set");
+        }
+        // Signals wait until the thread is itself again: a handler's frame would hold our registers. Not those of
+        // faults: the kernel would reset a blocked one's handler, and unblocked it only shows us the signal.
+        if ptrace::set_signal_mask(tid, self.mask | !FAULTS).is_err() {
+            return (0, End::Gone);
+        }
+        fault::point("mask-set");
+        let (made, broken) = self.call_all(calls, answers, limits, gate);
+        match broken {
+            None => self.let_go(0, (made, End::Restored)),
+            Some(Broken::Gone) => (made, End::Gone),
+            Some(Broken::TimedOut) => self.let_go(0, (made, End::TimedOut)),
+            Some(Broken::Signal(signal)) if FAULTS & bit(signal) != 0 && ptrace::signal_is_fault(tid) => {
+                self.let_go(0, (made, End::Fault))
+            }
+            Some(Broken::Signal(signal)) => self.let_go(signal, (made, End::Signal)),
+        }
+    }
 
     /// Makes one call after the other. Returns how many were made and why not all.
-    fn call_all(
-        &self,
-        stopped: &Registers,
-        calls: &[Call],
-        answers: &mut [i64],
-        limits: &Limits,
-        gate: &Gate,
-    ) -> (usize, Option<Broken>) {
+    fn call_all(&self, calls: &[Call], answers: &mut [i64], limits: &Limits, gate: &Gate) -> (usize, Option<Broken>) {
         let mut made = 0;
         for (call, answer) in calls.iter().zip(answers) {
-            let registers = regs::calling(stopped, self.instruction, call.nr, &call.args);
+            let registers = match self.way {
+                // To the `ret` behind the instruction.
+                Some(way) => regs::entering(self.own, self.home.base, way.call.wrapping_add(2), call.nr, &call.args),
+                None => regs::calling(self.own, self.tracee.instruction, call.nr, &call.args),
+            };
             for _ in 0..RESTARTS {
                 match self.call_once(&registers, limits, gate) {
                     Ok(value) => *answer = value,
@@ -204,10 +282,15 @@ impl Tracee {
     }
 
     fn call_once(&self, registers: &Registers, limits: &Limits, gate: &Gate) -> Result<i64, Broken> {
-        let tid = self.tid;
+        let tid = self.tracee.tid;
         let gone = |_: Errno| Broken::Gone;
-        ptrace::set_registers(tid, registers).map_err(gone)?;
+        // With a way home it is on it, and comes to the entry of `rt_sigreturn`.
+        if self.way.is_none() {
+            ptrace::set_registers(tid, registers).map_err(gone)?;
+            fault::point("registers-set");
+        }
         ptrace::resume_to_syscall(tid).map_err(gone)?;
+        fault::point("resumed");
         let mut inside = false;
         let mut interrupted = false;
         let mut unused = 0;
@@ -216,11 +299,18 @@ impl Tracee {
         loop {
             match wait(tid, until_ns, &mut unused) {
                 Look::Syscall if !inside => {
+                    fault::point("entry");
                     inside = true;
                     until_ns = clock_ns().saturating_add(limits.call_ns);
+                    if self.way.is_some() {
+                        ptrace::set_registers(tid, registers).map_err(gone)?;
+                        fault::point("call-set");
+                    }
                     ptrace::resume_to_syscall(tid).map_err(gone)?;
+                    fault::point("called");
                 }
                 Look::Syscall => {
+                    fault::point("exit");
                     let answer = signed(ptrace::registers(tid).map_err(gone)?.rax);
                     return if interrupted && (-516..=-512).contains(&answer) {
                         Err(Broken::TimedOut)
@@ -247,17 +337,32 @@ impl Tracee {
         }
     }
 
-    /// Gives the thread its own registers, signals and filter back, and lets it go with `signal`.
-    fn let_go_as(&self, own: &Registers, mask: u64, signal: i32, outcome: (usize, End)) -> (usize, End) {
-        let tid = self.tid;
-        // Each fails only if the thread was killed meanwhile, and then the rest does too.
-        let restored = ptrace::set_registers(tid, own)
-            .and(ptrace::set_signal_mask(tid, mask))
-            .and(ptrace::set_options(tid, 0))
-            .and(ptrace::detach(tid, signal));
-        match restored {
+    /// Gives the thread its own signals, registers, memory and filter back, and lets it go with `signal`.
+    fn let_go(&self, signal: i32, outcome: (usize, End)) -> (usize, End) {
+        match self.restore().and_then(|()| ptrace::detach(self.tracee.tid, signal)) {
             Ok(()) => outcome,
+            // Killed meanwhile.
             Err(_) => (outcome.0, End::Gone),
+        }
+    }
+
+    fn restore(&self) -> Result<(), Errno> {
+        let tid = self.tracee.tid;
+        ptrace::set_signal_mask(tid, self.mask)?;
+        fault::point("mask-restored");
+        ptrace::set_registers(tid, self.own)?;
+        fault::point("registers-restored");
+        self.undo_frame();
+        fault::point("memory-restored");
+        ptrace::set_options(tid, 0)?;
+        fault::point("options-cleared");
+        Ok(())
+    }
+
+    /// Puts back the dead memory that the frame was written on.
+    fn undo_frame(&self) {
+        if self.way.is_some() {
+            self.home.unwrite(self.tracee.tid);
         }
     }
 }

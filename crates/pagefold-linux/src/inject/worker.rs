@@ -4,53 +4,74 @@
 //! process of its own that does nothing else, takes no signal that can be ignored, hears no ctrl-C, and ends
 //! when the one that started it has (end of file), but never while it holds a target.
 //!
+//! It is started by whoever needs it, or by a service manager for each connection to a socket: that keeps it out of the
+//! seccomp filters of a hardened service, under which no tracer may put its targets' filters to sleep.
+//!
 //! Requests and replies are one JSON object per line on a socket pair. Replies carry the number of their
 //! request: one that came too late is recognised and dropped.
 
 use super::{Call, InjectError, Limits, Report, held, inject, unsigned};
+use crate::peer::{Peer, own_uid};
+use crate::privileges::{INJECTING, keep_from_dumps, keep_only};
 use crate::process::Process;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// The longest line accepted: some 40,000 calls.
 const LINE_BYTES: u64 = 8 << 20;
 /// What a reply may take beyond the limits of its request.
 const SLACK: Duration = Duration::from_secs(5);
 
-#[derive(Serialize, Deserialize)]
-struct Request {
+#[derive(PartialEq, Serialize, Deserialize)]
+pub(crate) struct Request {
     version: u32,
     id: u64,
     pid: i32,
     start_time_ticks: u64,
-    calls: Vec<Call>,
-    limits: Limits,
+    pub(crate) calls: Vec<Call>,
+    pub(crate) limits: Limits,
 }
 
-#[derive(Serialize, Deserialize)]
-struct Reply {
+#[derive(PartialEq, Serialize, Deserialize)]
+pub(crate) struct Reply {
     version: u32,
     id: u64,
+    /// The worker.
+    pid: u32,
     /// CPU time of the worker since it started.
     cpu_ns: u64,
+    /// Why it works for nobody like us, if it does not.
+    refusal: Option<String>,
     result: Result<Report, InjectError>,
 }
 
-/// A worker process, as seen by the one that started it. Dropped, it tells the worker to end.
+/// A worker process, as seen by the one that it works for. Dropped, it tells the worker to end.
 #[derive(Debug)]
-pub struct Injector {
-    child: Child,
+pub struct Injector(Arc<Mutex<Connection>>);
+
+/// The same for somebody who asks beside its owner: does not keep the worker from ending.
+#[derive(Clone, Debug)]
+pub struct Beside(Weak<Mutex<Connection>>);
+
+#[derive(Debug)]
+struct Connection {
+    /// Where we started it.
+    child: Option<Child>,
+    pid: u32,
     stream: UnixStream,
     /// What has been read of the next reply.
     pending: Vec<u8>,
     last_id: u64,
     /// Half a request was written; nothing after it would be understood.
     broken: bool,
+    refusal: Option<String>,
     cpu_ns: u64,
 }
 
@@ -63,7 +84,31 @@ impl Injector {
         let child = command.spawn();
         // The command would keep the worker's end open in this process, and its death would go unnoticed.
         command.stdin(Stdio::null()).stdout(Stdio::null());
-        Ok(Self { child: child?, stream, pending: Vec::new(), last_id: 0, broken: false, cpu_ns: 0 })
+        let child = child?;
+        Ok(Connection::new(child.id(), Some(child), stream).into())
+    }
+
+    /// Connects to the socket of a service manager that starts a worker for each connection.
+    ///
+    /// `PermissionDenied`: one of both ends belongs to another user who is not root, and says so.
+    pub fn connect(path: &Path) -> io::Result<Self> {
+        let stream = UnixStream::connect(path)?;
+        let uid = Peer::of(&stream)?.uid;
+        if !trusted(uid) {
+            let what = format!("user {uid} listens there, who could answer anything");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
+        }
+        let mut connection = Connection::new(0, None, stream);
+        // No calls at all, in ourselves: who is there, and is it one of us?
+        let own = i32::try_from(std::process::id()).ok().and_then(|pid| Process::open(pid).ok());
+        let own = own.ok_or_else(|| io::Error::other("our own entry in /proc cannot be read"))?;
+        match connection.run(&own, &[], &Limits::default()) {
+            Ok(_) => Ok(connection.into()),
+            Err(_) if connection.refusal.is_some() => {
+                Err(io::Error::new(io::ErrorKind::PermissionDenied, connection.refusal.take().unwrap_or_default()))
+            }
+            Err(error) => Err(io::Error::other(error.to_string())),
+        }
     }
 
     /// Has the worker run `calls` in `process`.
@@ -71,6 +116,61 @@ impl Injector {
     /// A worker that does not answer in time is left alone and never killed: it may hold a target that only it can
     /// restore. Later requests wait their turn behind what it is doing.
     pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
+        self.lock().run(process, calls, limits)
+    }
+
+    /// CPU time of the worker, up to its last reply.
+    pub fn cpu_ns(&self) -> u64 {
+        self.lock().cpu_ns
+    }
+
+    /// That part of it which never becomes time of a child of ours, because somebody else started the worker.
+    pub fn cpu_elsewhere_ns(&self) -> u64 {
+        let connection = self.lock();
+        if connection.child.is_some() { 0 } else { connection.cpu_ns }
+    }
+
+    /// The worker's pid.
+    pub fn pid(&self) -> u32 {
+        self.lock().pid
+    }
+
+    /// For somebody who asks beside the owner.
+    pub fn beside(&self) -> Beside {
+        Beside(Arc::downgrade(&self.0))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Connection> {
+        // Whoever panicked in between has left at most half a line, which is marked as broken or waited for in vain.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl From<Connection> for Injector {
+    fn from(connection: Connection) -> Self {
+        Self(Arc::new(Mutex::new(connection)))
+    }
+}
+
+impl Beside {
+    /// The same as [`Injector::run`], as long as the owner has it.
+    pub fn run(&self, process: &Process, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
+        let connection = self.0.upgrade().ok_or(InjectError::WorkerGone)?;
+        Injector(connection).run(process, calls, limits)
+    }
+}
+
+/// Whether whoever has this user's rights may have us work, or work for us.
+fn trusted(uid: u32) -> bool {
+    [0, own_uid()].contains(&uid)
+}
+
+impl Connection {
+    fn new(pid: u32, child: Option<Child>, stream: UnixStream) -> Self {
+        Self { child, pid, stream, pending: Vec::new(), last_id: 0, broken: false, refusal: None, cpu_ns: 0 }
+    }
+
+    fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
         if self.broken {
             return Err(InjectError::WorkerSilent);
         }
@@ -88,32 +188,30 @@ impl Injector {
         let mut line = serde_json::to_vec(&request).map_err(|error| nonsense(&error))?;
         line.push(b'\n');
         self.stream.set_write_timeout(Some(patience)).map_err(|_| InjectError::WorkerGone)?;
-        self.stream.write_all(&line).map_err(|error| {
+        let written = self.stream.write_all(&line).map_err(|error| {
             self.broken = disconnected(&error) == InjectError::WorkerSilent;
             disconnected(&error)
-        })?;
+        });
+        // One that refuses us says so and hangs up without reading: that answer counts, not the broken pipe.
+        if let Err(InjectError::WorkerSilent) = written {
+            return Err(InjectError::WorkerSilent);
+        }
         loop {
             let line = self.line(deadline)?;
             let reply: Reply = serde_json::from_slice(&line).map_err(|error| nonsense(&error))?;
             if reply.version != VERSION {
                 return Err(InjectError::Protocol { what: format!("version {} of the protocol", reply.version) });
             }
+            self.pid = reply.pid;
             self.cpu_ns = self.cpu_ns.max(reply.cpu_ns);
+            if reply.refusal.is_some() {
+                self.refusal = reply.refusal;
+            }
             // Zero: the request was not understood.
             if reply.id == self.last_id || reply.id == 0 {
                 return reply.result;
             }
         }
-    }
-
-    /// CPU time of the worker, up to its last reply.
-    pub fn cpu_ns(&self) -> u64 {
-        self.cpu_ns
-    }
-
-    /// The worker's pid.
-    pub fn pid(&self) -> u32 {
-        self.child.id()
     }
 
     fn line(&mut self, deadline: Instant) -> Result<Vec<u8>, InjectError> {
@@ -138,13 +236,14 @@ impl Injector {
     }
 }
 
-impl Drop for Injector {
+impl Drop for Connection {
     fn drop(&mut self) {
         // The end of file is the order to end. It is obeyed within a millisecond, unless a target is held: then the
         // worker stays behind, on its own, until it has restored it.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        let Some(child) = &mut self.child else { return };
         for _ in 0..50 {
-            match self.child.try_wait() {
+            match child.try_wait() {
                 Ok(None) => std::thread::sleep(Duration::from_millis(2)),
                 _ => return,
             }
@@ -153,7 +252,7 @@ impl Drop for Injector {
 }
 
 /// How long a reply may take: every limit used up, each batch tried twice.
-fn patience(calls: usize, limits: &Limits) -> Duration {
+pub(crate) fn patience(calls: usize, limits: &Limits) -> Duration {
     let calls = u64::try_from(calls).unwrap_or(u64::MAX);
     let per_stop = u64::try_from(limits.calls_per_stop.max(1)).unwrap_or(1);
     let stops_ns = calls.div_ceil(per_stop).saturating_mul(limits.stop_ns).saturating_mul(2);
@@ -175,8 +274,19 @@ fn nonsense(error: &serde_json::Error) -> InjectError {
 /// The worker: answers requests on standard input until there are no more.
 pub fn serve() -> ! {
     shield_process();
+    crate::fault::init();
+    // Before anything is heard. What the lines above needed besides is gone with it.
+    if let Err(error) = keep_only(&INJECTING) {
+        eprintln!("pagefold: the injector: {error}; see docs/privileges.md");
+        std::process::exit(1)
+    }
     let mut input = io::stdin().lock();
     let mut output = io::stdout().lock();
+    if let Some(refusal) = refusal(&input) {
+        let result = Err(InjectError::WorkerGone);
+        let _ = say(&mut output, &Reply::new(0, Some(refusal), result));
+        std::process::exit(1)
+    }
     let mut line = Vec::new();
     loop {
         line.clear();
@@ -189,10 +299,7 @@ pub fn serve() -> ! {
             break;
         }
         let (id, result) = answer(&line);
-        let reply = Reply { version: VERSION, id, cpu_ns: cpu_ns(), result };
-        let Ok(mut bytes) = serde_json::to_vec(&reply) else { break };
-        bytes.push(b'\n');
-        if output.write_all(&bytes).and_then(|()| output.flush()).is_err() {
+        if say(&mut output, &Reply::new(id, None, result)).is_err() {
             break;
         }
     }
@@ -200,6 +307,25 @@ pub fn serve() -> ! {
         std::thread::sleep(Duration::from_millis(10));
     }
     std::process::exit(0)
+}
+
+impl Reply {
+    fn new(id: u64, refusal: Option<String>, result: Result<Report, InjectError>) -> Self {
+        Self { version: VERSION, id, pid: std::process::id(), cpu_ns: cpu_ns(), refusal, result }
+    }
+}
+
+fn say(output: &mut impl Write, reply: &Reply) -> io::Result<()> {
+    let mut bytes = serde_json::to_vec(reply)?;
+    bytes.push(b'\n');
+    output.write_all(&bytes).and_then(|()| output.flush())
+}
+
+/// Why we do not work for who is at the other end of `input`. Through anything but a socket that is who started us.
+fn refusal(input: &impl AsFd) -> Option<String> {
+    let stream = UnixStream::from(input.as_fd().try_clone_to_owned().ok()?);
+    let peer = Peer::of(&stream).ok()?;
+    (!trusted(peer.uid)).then(|| "only root may have other programs' calls made; run it with sudo".to_owned())
 }
 
 fn answer(line: &[u8]) -> (u64, Result<Report, InjectError>) {
@@ -244,6 +370,10 @@ fn shield_process() {
     // The out-of-memory killer must not choose it in the middle of a call. Needs CAP_SYS_RESOURCE; without, it is a
     // small process and an unlikely choice.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
+    // The threads that trace inherit it, and so need no CAP_SYS_NICE. Without, a stop is longer where cores are scarce.
+    // SAFETY: numbers only.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) };
+    keep_from_dumps();
 }
 
 fn cpu_ns() -> u64 {
@@ -260,10 +390,10 @@ mod tests {
     #[test]
     fn requests_of_another_version_and_nonsense_are_answered() {
         let limits = Limits::default();
-        let request = Request { version: 2, id: 7, pid: 1, start_time_ticks: 0, calls: vec![], limits };
+        let request = Request { version: VERSION + 1, id: 7, pid: 1, start_time_ticks: 0, calls: vec![], limits };
         let (id, result) = answer(&serde_json::to_vec(&request).unwrap());
         assert!(id == 7 && matches!(result, Err(InjectError::Protocol { .. })));
-        for line in [&b""[..], b"{}", b"[1,2", b"\xff\n", b"{\"version\":1}\n"] {
+        for line in [&b""[..], b"{}", b"[1,2", b"\xff\n", b"{\"version\":2}\n"] {
             assert!(matches!(answer(line), (0, Err(InjectError::Protocol { .. }))));
         }
     }
@@ -289,9 +419,10 @@ mod tests {
             stops: 1,
             longest_stop_ns: 2,
             total_stop_ns: 3,
+            ..Report::default()
         };
         for result in [Ok(report), Err(InjectError::Traced { pid: 1, by: 2 }), Err(InjectError::WorkerSilent)] {
-            let reply = Reply { version: VERSION, id: u64::MAX, cpu_ns: 5, result: result.clone() };
+            let reply = Reply::new(u64::MAX, None, result.clone());
             let back: Reply = serde_json::from_slice(&serde_json::to_vec(&reply).unwrap()).unwrap();
             assert!(back.result == result && back.id == u64::MAX);
         }

@@ -1,4 +1,5 @@
 //! Victims and freezers for the injection tests.
+#![allow(dead_code)] // Each test uses its part.
 
 use pagefold_linux::inject::{Call, Errno, InjectError, Limits, Report, inject};
 use pagefold_linux::process::Process;
@@ -41,13 +42,20 @@ pub struct Victim {
     pub process: Process,
     pub addr: u64,
     pub len: u64,
+    /// Its pid as it sees it.
+    pub inner_pid: i32,
 }
 
 impl Victim {
     pub fn start(mode: &str) -> Self {
+        Self::try_start(&[mode]).unwrap()
+    }
+
+    /// Starts a victim with these arguments. The error is why it cannot be what it should.
+    pub fn try_start(args: &[&str]) -> Result<Self, String> {
         let mut child = unsafe {
             Command::new(example())
-                .arg(mode)
+                .args(args)
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .pre_exec(|| {
@@ -57,14 +65,27 @@ impl Victim {
                 .spawn()
                 .expect("the victim, built by `cargo test`")
         };
-        let process = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+        let mut pid = i32::try_from(child.id()).unwrap();
         let mut output = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();
         output.read_line(&mut line).unwrap();
-        let mut fields = line.split_whitespace().skip(1);
+        // In a pid namespace of its own it is a child of its own.
+        if let Some(inside) = line.strip_prefix("child ") {
+            pid = inside.trim().parse().unwrap();
+            line.clear();
+            output.read_line(&mut line).unwrap();
+        }
+        let Some(fields) = line.strip_prefix("ready ") else {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(line.trim_start_matches("bad: ").trim().to_owned());
+        };
+        let mut fields = fields.split_whitespace();
         let addr = u64::from_str_radix(fields.next().unwrap(), 16).unwrap();
         let len = fields.next().unwrap().parse().unwrap();
-        Self { child, output, process, addr, len }
+        let inner_pid = fields.next().map_or(pid, |pid| pid.parse().unwrap());
+        let process = Process::open(pid).map_err(|error| error.to_string())?;
+        Ok(Self { child, output, process, addr, len, inner_pid })
     }
 
     pub fn pid(&self) -> i32 {
@@ -132,7 +153,12 @@ impl Victim {
     }
 
     pub fn send(&mut self) {
-        self.child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
+        self.send_byte(b'x');
+    }
+
+    pub fn send_byte(&mut self, byte: u8) {
+        // One that is dead cannot take it, and says no more either.
+        let _ = self.child.stdin.as_mut().unwrap().write_all(&[byte]);
     }
 
     pub fn kill(&self, signal: i32) {
@@ -162,6 +188,27 @@ pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
 
 pub fn pause_ms(ms: u64) {
     std::thread::sleep(Duration::from_millis(ms));
+}
+
+/// A field of `status` in the directory of a process or thread.
+pub fn status_field(dir: &str, name: &str) -> Option<String> {
+    let status = fs::read_to_string(format!("{dir}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    Some(line.trim().to_owned())
+}
+
+/// Writes a 32-bit program that waits, and starts it. The error is why not.
+pub fn start_compat(dir: &Path) -> Result<Child, String> {
+    let path = dir.join("compat");
+    // ELF header, one program header, and: mov eax, 29 (pause); int 0x80; jmp back.
+    let mut elf = vec![0x7f, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 3, 0, 1, 0, 0, 0];
+    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+    elf.extend(words(&[0x0804_8054, 52, 0, 0, 0x0020_0034, 1, 0]));
+    elf.extend(words(&[1, 0, 0x0804_8000, 0x0804_8000, 94, 94, 5, 4096]));
+    elf.extend([0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7, 0x90]);
+    fs::write(&path, elf).unwrap();
+    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    Command::new(&path).spawn().map_err(|error| format!("32-bit programs: {error}"))
 }
 
 /// A control group with a freezer, removed when dropped.

@@ -1,0 +1,507 @@
+//! A program for `tests/tracer_death.rs`: again and again it loads all its registers with known values, blocks (or
+//! computes), and checks afterwards that each of them, its signals and its memory are what they were.
+//!
+//! `home_victim KIND` prints `ready ADDRESS LENGTH` of the memory to be marked, and for each round, begun by the byte `b`,
+//! `round`, and after any other byte, which ends it, `ok` or `bad: WHAT`. `home_victim worker` is the process that injects.
+#![allow(
+    missing_docs,
+    clippy::similar_names,
+    clippy::undocumented_unsafe_blocks,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss
+)]
+
+use std::arch::global_asm;
+use std::io::Write;
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+/// The red zone and the dead memory below it that are looked at.
+const RED: usize = 128;
+const DEAD: usize = 8192;
+const FILL: u8 = 0xa5;
+
+/// rax rdi rsi rdx r10 r8 r9 rbx rbp r12 r13 r14 r15 rcx r11
+type General = [u64; 15];
+
+#[repr(C)]
+struct Block {
+    before: General,
+    after: General,
+    vectors_before: *mut u8,
+    vectors_after: *mut u8,
+    vectors_own: *mut u8,
+    stack_after: *mut u8,
+    unused: u64,
+    features: u64,
+}
+
+/// Ends the computing.
+#[unsafe(no_mangle)]
+static HOME_VICTIM_STOP: AtomicU32 = AtomicU32::new(0);
+/// Where the probe goes when all registers are loaded.
+#[unsafe(no_mangle)]
+static HOME_VICTIM_WAY: AtomicU64 = AtomicU64::new(0);
+
+unsafe extern "C" {
+    fn home_victim_probe(block: *mut Block);
+    // A program's code names the call; after a stop the kernel has forgotten which one of these it was.
+    fn home_victim_nanosleep();
+    fn home_victim_futex();
+    fn home_victim_poll();
+    fn home_victim_call();
+    fn home_victim_busy();
+}
+
+global_asm!(
+    "
+home_victim_probe:
+    push rbx
+    push rbp
+    push r12
+    push r13
+    push r14
+    push r15
+    push rdi
+    mov rbx, rdi
+    mov rax, [rbx + 280]
+    xor edx, edx
+    mov rcx, [rbx + 256]
+    xsave [rcx]
+    lea rdi, [rsp - 8320]
+    mov ecx, 8320
+    mov al, 0xa5
+    rep stosb
+    mov rax, [rbx + 280]
+    xor edx, edx
+    mov rcx, [rbx + 240]
+    xrstor [rcx]
+    mov rdi, [rbx + 8]
+    mov rsi, [rbx + 16]
+    mov rdx, [rbx + 24]
+    mov r10, [rbx + 32]
+    mov r8, [rbx + 40]
+    mov r9, [rbx + 48]
+    mov rbp, [rbx + 64]
+    mov r12, [rbx + 72]
+    mov r13, [rbx + 80]
+    mov r14, [rbx + 88]
+    mov r15, [rbx + 96]
+    mov rcx, [rbx + 104]
+    mov r11, [rbx + 112]
+    mov rax, [rbx]
+    mov rbx, [rbx + 56]
+    jmp qword ptr [rip + HOME_VICTIM_WAY]
+home_victim_nanosleep:
+    mov eax, 35
+    syscall
+    jmp 3f
+home_victim_futex:
+    mov eax, 202
+    syscall
+    jmp 3f
+home_victim_poll:
+    mov eax, 7
+    syscall
+    jmp 3f
+home_victim_call:
+    syscall
+    jmp 3f
+home_victim_busy:
+    pause
+    cmp dword ptr [rip + HOME_VICTIM_STOP], 0
+    je home_victim_busy
+3:  xchg rdi, [rsp]
+    mov [rdi + 120], rax
+    mov rax, [rsp]
+    mov [rdi + 128], rax
+    mov [rdi + 136], rsi
+    mov [rdi + 144], rdx
+    mov [rdi + 152], r10
+    mov [rdi + 160], r8
+    mov [rdi + 168], r9
+    mov [rdi + 176], rbx
+    mov [rdi + 184], rbp
+    mov [rdi + 192], r12
+    mov [rdi + 200], r13
+    mov [rdi + 208], r14
+    mov [rdi + 216], r15
+    mov [rdi + 224], rcx
+    mov [rdi + 232], r11
+    mov rbx, rdi
+    mov rax, [rbx + 280]
+    xor edx, edx
+    mov rcx, [rbx + 248]
+    xsave [rcx]
+    lea rsi, [rsp - 8320]
+    mov rdi, [rbx + 264]
+    mov ecx, 8320
+    rep movsb
+    mov rax, [rbx + 280]
+    xor edx, edx
+    mov rcx, [rbx + 256]
+    xrstor [rcx]
+    pop rdi
+    pop r15
+    pop r14
+    pop r13
+    pop r12
+    pop rbp
+    pop rbx
+    ret
+"
+);
+
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}").and_then(|()| out.flush()).unwrap();
+}
+
+fn anonymous(bytes: usize) -> *mut u8 {
+    let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let memory = unsafe { libc::mmap(null_mut(), bytes, access, kind, -1, 0) };
+    assert_ne!(memory, libc::MAP_FAILED);
+    memory.cast()
+}
+
+/// The extended state, all of it with known contents.
+struct Vectors {
+    features: u64,
+    size: usize,
+    before: *mut u8,
+}
+
+impl Vectors {
+    #[allow(unused_unsafe)]
+    fn new() -> Self {
+        use std::arch::x86_64::{__cpuid_count, _xgetbv};
+        #[target_feature(enable = "xsave")]
+        unsafe fn enabled() -> u64 {
+            unsafe { _xgetbv(0) }
+        }
+        // x87, SSE, AVX and the three parts of AVX-512.
+        let features = unsafe { enabled() } & 0xe7;
+        let size = unsafe { __cpuid_count(0xd, 0) }.ebx as usize;
+        let before = anonymous(size);
+        let bytes = unsafe { std::slice::from_raw_parts_mut(before, size) };
+        for (at, byte) in bytes.iter_mut().enumerate().skip(576) {
+            *byte = (at * 7 + 1) as u8;
+        }
+        // x87: other than usual control word, registers 0 to 2 in use; MXCSR: rounds to zero.
+        bytes[0..2].copy_from_slice(&0x0e7f_u16.to_le_bytes());
+        bytes[2..4].copy_from_slice(&0x2800_u16.to_le_bytes()); // top of stack is register 5
+        bytes[4] = 0xe0;
+        bytes[24..28].copy_from_slice(&0x7f80_u32.to_le_bytes());
+        for (at, byte) in bytes.iter_mut().enumerate().take(416).skip(32) {
+            // Registers of 80 bits in rooms of 128, then those of 128.
+            let padding = at < 160 && at % 16 >= 10;
+            *byte = if padding { 0 } else { (at * 5 + 3) as u8 };
+        }
+        bytes[512..520].copy_from_slice(&features.to_le_bytes());
+        Self { features, size, before }
+    }
+
+    fn difference(&self, after: *const u8) -> Option<usize> {
+        let bytes = |memory: *const u8| unsafe { std::slice::from_raw_parts(memory, self.size) };
+        let (before, after) = (bytes(self.before), bytes(after));
+        // The last x87 instruction and operand are not state of the program's, nor is what XSAVE does not write.
+        let compared = |at: usize| matches!(at, 0..=4 | 24..=27 | 32..=415 | 512..=519 | 576..);
+        (0..self.size).find(|&at| compared(at) && self.holds(at) && before[at] != after[at])
+    }
+
+    #[allow(unused_unsafe)]
+    fn holds(&self, at: usize) -> bool {
+        at < 576
+            || [2, 5, 6, 7].into_iter().any(|feature| {
+                let leaf = unsafe { std::arch::x86_64::__cpuid_count(0xd, feature) };
+                let start = leaf.ebx as usize;
+                self.features >> feature & 1 != 0 && (start..start + leaf.eax as usize).contains(&at)
+            })
+    }
+}
+
+static HANDLED: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn handler(_: i32) {
+    HANDLED.fetch_add(1, Ordering::Relaxed);
+}
+
+/// What the kernel keeps for the thread: mask, alternate stack, handlers, pending signals.
+fn kernel_side() -> Vec<u64> {
+    let mut words = Vec::new();
+    unsafe {
+        let mut mask = 0_u64;
+        libc::syscall(libc::SYS_rt_sigprocmask, 0, null::<u64>(), &raw mut mask, 8);
+        let mut pending = 0_u64;
+        libc::syscall(libc::SYS_rt_sigpending, &raw mut pending, 8);
+        let mut stack: libc::stack_t = std::mem::zeroed();
+        libc::sigaltstack(null(), &raw mut stack);
+        words.extend([mask, pending, stack.ss_sp as u64, stack.ss_flags as u64, stack.ss_size as u64]);
+        for signal in 1..=64_i32 {
+            let mut action = [0_u64; 4];
+            libc::syscall(libc::SYS_rt_sigaction, signal, null::<u64>(), &raw mut action, 8);
+            words.extend(action);
+        }
+        let mut fs = 0_u64;
+        libc::syscall(libc::SYS_arch_prctl, 0x1003, &raw mut fs);
+        words.push(fs);
+    }
+    words
+}
+
+struct Stage {
+    kind: String,
+    vectors: Vectors,
+    block: Block,
+    memory: &'static mut [u8],
+    pipe: [i32; 2],
+    epoll: i32,
+}
+
+static FUTEX: AtomicU32 = AtomicU32::new(0);
+static SLEEP: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 150_000_000 };
+static LONG: libc::timespec = libc::timespec { tv_sec: 60, tv_nsec: 0 };
+const WAITED_FOR: i32 = 40;
+
+impl Stage {
+    /// The call, its arguments, and its answer when it is ended.
+    fn call(&mut self) -> (i64, [u64; 6], u64) {
+        let [reader, _] = self.pipe;
+        // Read from the same memory for ever: the arguments must outlive the call.
+        let buffer = self.memory.as_ptr() as u64 + self.memory.len() as u64 - 64;
+        match self.kind.as_str() {
+            "nanosleep" => (libc::SYS_nanosleep, [&raw const SLEEP as u64, 0, 0, 0, 0, 0], 0),
+            "futex" => (libc::SYS_futex, [FUTEX.as_ptr() as u64, 0, 0, 0, 0, 0], 0),
+            "futex-timeout" => (libc::SYS_futex, [FUTEX.as_ptr() as u64, 0, 0, &raw const LONG as u64, 0, 0], 0),
+            "poll" => {
+                let request = libc::pollfd { fd: reader, events: libc::POLLIN, revents: 0 };
+                unsafe { (buffer as *mut libc::pollfd).write(request) };
+                (libc::SYS_poll, [buffer, 1, 60_000, 0, 0, 0], 1)
+            }
+            "epoll" => (libc::SYS_epoll_wait, [self.epoll as u64, buffer, 1, u64::MAX, 0, 0], 1),
+            "sigtimedwait" => {
+                unsafe { (buffer as *mut u64).write(1 << (WAITED_FOR - 1)) };
+                let set = [buffer, 0, &raw const LONG as u64, 8, 0, 0];
+                (libc::SYS_rt_sigtimedwait, set, WAITED_FOR as u64)
+            }
+            "busy" | "busy-notrap" => (0x1234, [1, 2, 3, 4, 5, 6], 0x1234),
+            _ => (libc::SYS_read, [reader as u64, buffer, 1, 0, 0, 0], 1),
+        }
+    }
+
+    fn ended(&self) {
+        let mut events = [0_u8; 64];
+        match self.kind.as_str() {
+            "poll" | "epoll" => drop(unsafe { libc::read(self.pipe[0], events.as_mut_ptr().cast(), 1) }),
+            _ => {}
+        }
+        HOME_VICTIM_STOP.store(0, Ordering::Relaxed);
+        FUTEX.store(0, Ordering::Relaxed);
+    }
+
+    fn round(&mut self) -> Result<(), String> {
+        let (nr, args, answer) = self.call();
+        let filled = self.memory.len() - 64;
+        let mut before = [0; 15];
+        for (index, word) in before.iter_mut().enumerate() {
+            *word = 0x0101_0101_0101_0101 * (index as u64 + 0x11);
+        }
+        before[0] = nr as u64;
+        before[1..7].copy_from_slice(&args);
+        self.block.before = before;
+        let (kernel, handled) = (kernel_side(), HANDLED.load(Ordering::Relaxed));
+        say("round");
+        unsafe { home_victim_probe(&raw mut self.block) };
+        let computes = self.kind.starts_with("busy");
+        self.ended();
+        let after = self.block.after;
+        // A wait that begins, or begins again, when the word has changed already has nothing to wait for.
+        let late = self.kind.starts_with("futex") && after[0] == (-i64::from(libc::EAGAIN)) as u64;
+        before[0] = if late { after[0] } else { answer };
+        // The last two hold the return address and the flags after a call.
+        let compared = if computes { 15 } else { 13 };
+        for index in 0..compared {
+            if after[index] != before[index] {
+                return Err(format!("register {index} is {:x} and was {:x}", after[index], before[index]));
+            }
+        }
+        if let Some(at) = self.vectors.difference(self.block.vectors_after) {
+            return Err(format!("byte {at} of the vector state"));
+        }
+        let stack = unsafe { std::slice::from_raw_parts(self.block.stack_after, RED + DEAD) };
+        if let Some(at) = stack[DEAD..].iter().position(|&byte| byte != FILL) {
+            return Err(format!("byte {at} of the red zone"));
+        }
+        if kernel_side() != kernel {
+            let now = kernel_side();
+            let index = (0..now.len()).find(|&index| now[index] != kernel[index]);
+            return Err(format!("word {index:?} of mask, pending signals, alternate stack (3), handlers, thread"));
+        }
+        if HANDLED.load(Ordering::Relaxed) != handled {
+            return Err("a handler ran".into());
+        }
+        if let Some(at) = self.memory[..filled].iter().enumerate().position(|(at, &byte)| byte != content(at)) {
+            return Err(format!("byte {at} of its memory"));
+        }
+        let clean = stack[..DEAD].iter().all(|&byte| byte == FILL);
+        say(if clean { "stack clean" } else { "stack written" });
+        Ok(())
+    }
+}
+
+fn content(at: usize) -> u8 {
+    (at / 4096 * 3 + at * 11 + 5) as u8
+}
+
+/// Begins and ends a round for each byte that comes in. Blocks in a call that is not interrupted by choice.
+fn end_rounds(pipe: i32, signalled: Option<i32>, begin: &Sender<()>) {
+    let mut byte = 0_u8;
+    while unsafe { libc::recv(0, (&raw mut byte).cast(), 1, libc::MSG_WAITALL) } == 1 {
+        if byte == b'b' {
+            begin.send(()).unwrap();
+            continue;
+        }
+        HOME_VICTIM_STOP.store(1, Ordering::Relaxed);
+        FUTEX.store(1, Ordering::Relaxed);
+        unsafe {
+            libc::syscall(libc::SYS_futex, FUTEX.as_ptr(), 1, i32::MAX, 0, 0, 0);
+            libc::write(pipe, (&raw const byte).cast(), 1);
+            if let Some(tid) = signalled {
+                libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, WAITED_FOR);
+            }
+        }
+    }
+    std::process::exit(0);
+}
+
+fn main() {
+    let kind = std::env::args().nth(1).unwrap_or_default();
+    if kind == "worker" {
+        pagefold_linux::inject::serve();
+    }
+    let vectors = Vectors::new();
+    let bytes: usize = if kind == "large" { 4 << 20 } else { 256 << 10 };
+    let memory = unsafe { std::slice::from_raw_parts_mut(anonymous(bytes), bytes) };
+    for (at, byte) in memory.iter_mut().enumerate() {
+        *byte = content(at);
+    }
+    say(&format!("ready {:x} {}", memory.as_ptr() as u64, memory.len() - 4096));
+    let mut pipe = [0; 2];
+    assert_eq!(unsafe { libc::pipe(pipe.as_mut_ptr()) }, 0);
+    let epoll = unsafe { libc::epoll_create1(0) };
+    let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
+    unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_ADD, pipe[0], &raw mut event) };
+    let block = Block {
+        before: [0; 15],
+        after: [0; 15],
+        vectors_before: vectors.before,
+        vectors_after: anonymous(vectors.size),
+        vectors_own: anonymous(vectors.size),
+        stack_after: anonymous(RED + DEAD),
+        unused: 0,
+        features: vectors.features,
+    };
+    let way: unsafe extern "C" fn() = match kind.as_str() {
+        "nanosleep" => home_victim_nanosleep,
+        "futex" | "futex-timeout" => home_victim_futex,
+        "poll" => home_victim_poll,
+        "busy" | "busy-notrap" => home_victim_busy,
+        _ => home_victim_call,
+    };
+    HOME_VICTIM_WAY.store(way as *const () as u64, Ordering::Relaxed);
+    let stage = Stage { kind: kind.clone(), vectors, block, memory, pipe, epoll };
+    let (begin, begun) = channel();
+    match kind.as_str() {
+        // The main thread is not to be chosen.
+        "thread" => in_thread(stage, &begin, begun),
+        "heap-stack" => on_the_heap(stage, &begin, begun),
+        _ => rounds(stage, Some(begin), &begun),
+    }
+}
+
+fn set_stage(kind: &str) {
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = handler as *const () as usize;
+        action.sa_flags = libc::SA_ONSTACK;
+        for signal in [libc::SIGUSR1, libc::SIGUSR2, libc::SIGTRAP, WAITED_FOR] {
+            libc::sigaction(signal, &raw const action, null_mut());
+        }
+        let stack = libc::stack_t { ss_sp: anonymous(1 << 17).cast(), ss_flags: 0, ss_size: 1 << 17 };
+        assert_eq!(libc::sigaltstack(&raw const stack, null_mut()), 0);
+        let mut blocked = (1_u64 << (libc::SIGUSR2 - 1)) | (1 << (libc::SIGWINCH - 1)) | (1 << (WAITED_FOR - 1));
+        if kind == "busy-notrap" {
+            blocked |= 1 << (libc::SIGTRAP - 1);
+        }
+        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const blocked, null::<u64>(), 8);
+        if kind == "pending" {
+            libc::raise(libc::SIGUSR2);
+            libc::raise(libc::SIGUSR2);
+            libc::kill(libc::getpid(), libc::SIGWINCH);
+        }
+    }
+}
+
+fn rounds(mut stage: Stage, begin: Option<Sender<()>>, begun: &Receiver<()>) {
+    let writer = stage.pipe[1];
+    let signalled = (stage.kind == "sigtimedwait").then(|| unsafe { libc::gettid() });
+    set_stage(&stage.kind);
+    if let Some(begin) = begin {
+        std::thread::spawn(move || {
+            let all = u64::MAX;
+            unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const all, null::<u64>(), 8) };
+            end_rounds(writer, signalled, &begin);
+        });
+    }
+    while begun.recv().is_ok() {
+        if !matches!(stage.kind.as_str(), "poll" | "epoll") && stage.call().0 != libc::SYS_read {
+            drain(stage.pipe[0]);
+        }
+        match stage.round() {
+            Ok(()) => say("ok"),
+            Err(what) => say(&format!("bad: {what}")),
+        }
+    }
+}
+
+fn drain(pipe: i32) {
+    let mut waiting = 0_i32;
+    let mut bytes = [0_u8; 64];
+    unsafe {
+        while libc::ioctl(pipe, libc::FIONREAD, &raw mut waiting) == 0 && waiting > 0 {
+            libc::read(pipe, bytes.as_mut_ptr().cast(), 64);
+        }
+    }
+}
+
+struct Sent(Stage);
+unsafe impl Send for Sent {}
+
+fn in_thread(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
+    let (writer, sent) = (stage.pipe[1], Sent(stage));
+    std::thread::spawn(move || {
+        let sent = sent;
+        rounds(sent.0, None, &begun);
+    });
+    end_rounds(writer, None, begin);
+}
+
+/// The rounds are made on a stack with nothing around it that shows it to be one.
+fn on_the_heap(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
+    extern "C" fn run(given: *mut libc::c_void) -> *mut libc::c_void {
+        let (stage, begun) = *unsafe { Box::from_raw(given.cast::<(Stage, Receiver<()>)>()) };
+        rounds(stage, None, &begun);
+        null_mut()
+    }
+    let writer = stage.pipe[1];
+    unsafe {
+        let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
+        libc::pthread_attr_init(&raw mut attributes);
+        libc::pthread_attr_setstack(&raw mut attributes, anonymous(1 << 20).cast(), 1 << 20);
+        let mut thread: libc::pthread_t = 0;
+        let stage = Box::into_raw(Box::new((stage, begun))).cast();
+        assert_eq!(libc::pthread_create(&raw mut thread, &raw const attributes, run, stage), 0);
+    }
+    end_rounds(writer, None, begin);
+}

@@ -1,0 +1,142 @@
+//! The handlers of the torture's signals. Each knows what it interrupted, so that every EINTR can be accounted for.
+
+use crate::checks::unsigned;
+use crate::hold::{after_syscall, spin_held};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
+
+/// The signals of the storm, as `tests/torture/storm.rs` has them: without flags, with SA_RESTART, with SA_ONSTACK.
+pub const PLAIN: i32 = 35;
+pub const RESTARTING: i32 = 36;
+pub const ON_STACK: i32 = 37;
+pub const STORM: u64 = 1 << (PLAIN - 1) | 1 << (RESTARTING - 1) | 1 << (ON_STACK - 1);
+
+const STACK_BYTES: usize = 256 << 10;
+const EINTR: i64 = -4;
+
+/// Handlers run.
+pub static RUNS: AtomicU64 = AtomicU64::new(0);
+/// Of them, those that found the thread on its way to an EINTR of the held call.
+pub static INTERRUPTED: AtomicU64 = AtomicU64::new(0);
+/// Of these, those that do not ask for a restart.
+pub static FOR_GOOD: AtomicU64 = AtomicU64::new(0);
+/// Signals sent by a call that was injected: that interrupted the held call, came before it, or anywhere else.
+pub static OWN: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
+/// How long the handlers work.
+pub static SPIN: AtomicU64 = AtomicU64::new(20_000);
+static BAD: AtomicU64 = AtomicU64::new(0);
+static OWN_PID: AtomicI32 = AtomicI32::new(0);
+static STACK: AtomicU64 = AtomicU64::new(0);
+
+const COMPLAINTS: [&str; 5] = [
+    "",
+    "a handler was not on its stack",
+    "a handler's own registers changed",
+    "what a handler returns to changed",
+    "a system call was sent to a handler",
+];
+
+/// Whether a handler found something wrong.
+pub fn complaint() -> Result<(), String> {
+    match COMPLAINTS[usize::try_from(BAD.load(Relaxed)).unwrap_or(0)] {
+        "" => Ok(()),
+        what => Err(what.into()),
+    }
+}
+
+extern "C" fn storm(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    let context = context.cast::<libc::ucontext_t>();
+    let gregs = unsafe { (*context).uc_mcontext.gregs };
+    let mask = unsafe { (&raw const (*context).uc_sigmask).cast::<u64>().read() };
+    let rip = gregs[libc::REG_RIP as usize];
+    let (rax, before) = (gregs[libc::REG_RAX as usize], rip == after_syscall() - 2);
+    // About to go on with the call by restart_syscall: having run a handler, it answers EINTR (kernel/signal.c,
+    // do_no_restart_syscall).
+    let interrupted = (rip == after_syscall() && rax == EINTR) || (before && rax == libc::SYS_restart_syscall);
+    RUNS.fetch_add(1, Relaxed);
+    if interrupted {
+        INTERRUPTED.fetch_add(1, Relaxed);
+        FOR_GOOD.fetch_add(u64::from(signal != RESTARTING), Relaxed);
+    }
+    // SI_USER: kill(2). The storm from outside queues.
+    if unsafe { (*info).si_code == 0 && (*info).si_pid() == OWN_PID.load(Relaxed) } {
+        let kind = if interrupted { 0 } else { 2 - usize::from(before) };
+        OWN[kind].fetch_add(1, Relaxed);
+    }
+    let here = (&raw const gregs).addr();
+    let stack = usize::try_from(STACK.load(Relaxed)).unwrap_or(0);
+    if (signal == ON_STACK) != (stack..stack + STACK_BYTES).contains(&here) {
+        BAD.store(1, Relaxed);
+    }
+    if spin_held(SPIN.load(Relaxed)).is_err() {
+        BAD.store(2, Relaxed);
+    }
+    let (gregs_now, mask_now) =
+        unsafe { ((*context).uc_mcontext.gregs, (&raw const (*context).uc_sigmask).cast::<u64>().read()) };
+    if gregs_now != gregs || mask_now != mask {
+        BAD.store(3, Relaxed);
+    }
+}
+
+extern "C" fn filtered(_signal: i32, _info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    BAD.store(4, Relaxed);
+    unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[libc::REG_RAX as usize] = -1 };
+}
+
+/// Sets the handlers and the alternate stack.
+pub fn install() {
+    let stack = Box::leak(vec![0_u8; STACK_BYTES].into_boxed_slice()).as_mut_ptr();
+    STACK.store(stack.addr() as u64, Relaxed);
+    OWN_PID.store(unsafe { libc::getpid() }, Relaxed);
+    alternate_stack(true);
+    for (signal, flags) in [(PLAIN, 0), (RESTARTING, libc::SA_RESTART), (ON_STACK, libc::SA_ONSTACK)] {
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = storm as *const () as usize;
+            action.sa_flags = flags | libc::SA_SIGINFO;
+            // Another handler in the middle of the one on the alternate stack would be on it, too.
+            for other in [PLAIN, RESTARTING, ON_STACK] {
+                libc::sigaddset(&raw mut action.sa_mask, other);
+            }
+            libc::sigaction(signal, &raw const action, std::ptr::null_mut());
+        }
+    }
+    crate::checks::handle(libc::SIGSYS, filtered as *const () as usize, libc::SA_SIGINFO);
+    crate::checks::handle(libc::SIGURG, libc::SIG_IGN, 0);
+}
+
+/// Forgets a complaint that was provoked.
+pub fn forgive() -> bool {
+    BAD.swap(0, Relaxed) == 4
+}
+
+/// Switches the alternate stack between all of its memory and a bit less, so that the two can be told apart.
+pub fn alternate_stack(whole: bool) -> (usize, usize) {
+    let at = usize::try_from(STACK.load(Relaxed)).unwrap_or(0);
+    let size = STACK_BYTES - if whole { 0 } else { 8192 };
+    let stack = libc::stack_t { ss_sp: at as *mut libc::c_void, ss_flags: 0, ss_size: size };
+    unsafe { libc::sigaltstack(&raw const stack, std::ptr::null_mut()) };
+    (at, size)
+}
+
+/// Sets the mask of blocked signals, returning what it was.
+pub fn mask(new: u64) -> u64 {
+    let mut old = 0_u64;
+    unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const new, &raw mut old, 8) };
+    old
+}
+
+/// Unblocks the storm's signals: those that wait run their handlers before this returns.
+pub fn drain() {
+    let storm = STORM;
+    unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_UNBLOCK, &raw const storm, 0, 8) };
+}
+
+/// The three counts of `OWN`, as text.
+pub fn own() -> [u64; 3] {
+    [0, 1, 2].map(|kind| OWN[kind].load(Relaxed))
+}
+
+/// A mask word of a signal.
+pub fn bit(signal: i32) -> u64 {
+    1 << (unsigned(i64::from(signal)) - 1)
+}

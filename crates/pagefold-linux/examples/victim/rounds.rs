@@ -1,0 +1,393 @@
+//! Torture modes that do something else than block in one call.
+
+use crate::blocking::{forked, pipe, timespec, word};
+use crate::checks::{LONG_MS, Memory, call, signals};
+use crate::handlers::{self, ON_STACK, PLAIN, RUNS};
+use crate::hold::spin_held;
+use crate::torture::{self, RAISED, ROUNDS, is_told, rounds, until_told};
+use crate::{kinds, rseq, seccomp};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// So many victims share the processors that none may work all the time.
+const REST_US: u32 = 3000;
+/// How a victim that was to live for a while ends.
+const FAREWELL: i32 = 7;
+
+/// Large writes that were cut short.
+pub static SHORT: AtomicU64 = AtomicU64::new(0);
+static COMPLAINT: Mutex<Option<String>> = Mutex::new(None);
+
+/// Does what the mode says. `None`: it is no mode of these.
+pub fn of(mode: &str, traits: &[String], memory: Memory) -> Result<Option<Result<(), String>>, String> {
+    Ok(Some(match mode {
+        "busy" => rounds(memory, || {
+            spin_held(300_000)?;
+            nap(REST_US);
+            Ok(())
+        }),
+        "jit" => jit(memory),
+        "rseq" => sequences(memory),
+        "signals" => own_signals(memory),
+        "handlers" => in_handlers(memory),
+        "threads" => thread_churn(memory),
+        "many-threads" => many_threads(traits, memory),
+        "main-exit" => without_main(memory),
+        "forks" => forks(memory),
+        "vfork" => vforks(memory),
+        "execs" => execs(traits, memory),
+        "mayfly" => mayfly(traits, memory),
+        "big-write" => big_writes(memory),
+        "waitall" => waitall(memory),
+        "sqpoll-write" => {
+            kinds::ring(2)?;
+            big_writes(memory)
+        }
+        "strict" => strict(memory),
+        _ => return Ok(None),
+    }))
+}
+
+fn nap(us: u32) {
+    unsafe { libc::usleep(us) };
+}
+
+/// Code that is written, run and written again, some of it with the bytes of a `syscall` in it, in a page that
+/// is always executable or in turn writable and executable. It is the first executable mapping there is.
+fn jit(memory: Memory) -> Result<(), String> {
+    const ALL: i32 = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+    let at = 0x20_0000 as *mut libc::c_void;
+    let page = unsafe { libc::mmap(at, 4096, ALL, flags, -1, 0) }.cast::<u8>();
+    if page.cast() != at {
+        return Err("skip: no memory that is writable and executable".into());
+    }
+    let mut turn = 0_u64;
+    rounds(memory, move || {
+        turn += 1;
+        let value = turn.wrapping_mul(0x0f05_c30f_05c3_0f05) | 0x0f05;
+        // mov ecx, rounds; dec ecx; jnz; movabs rax, value; ret
+        let mut code = vec![0xb9];
+        code.extend(200_000_u32.to_le_bytes());
+        code.extend([0xff, 0xc9, 0x75, 0xfc, 0x48, 0xb8]);
+        code.extend(value.to_le_bytes());
+        code.extend([0xc3, 0x0f, 0x05, 0xc3]);
+        let place = usize::try_from(turn % 64).unwrap_or(0) * 64;
+        let separate = turn % 128 >= 64;
+        let answer = unsafe {
+            if separate {
+                libc::mprotect(at, 4096, libc::PROT_READ | libc::PROT_WRITE);
+            }
+            page.add(place).copy_from_nonoverlapping(code.as_ptr(), code.len());
+            if separate {
+                libc::mprotect(at, 4096, libc::PROT_READ | libc::PROT_EXEC);
+            }
+            let function: extern "C" fn() -> u64 = std::mem::transmute(page.add(place));
+            let answer = function();
+            libc::mprotect(at, 4096, ALL);
+            answer
+        };
+        nap(REST_US / 4);
+        if answer == value { Ok(()) } else { Err(format!("new code answered {answer:x}, not {value:x}")) }
+    })
+}
+
+fn sequences(memory: Memory) -> Result<(), String> {
+    rounds(memory, || {
+        let mut left = 4;
+        rseq::sequences(|| {
+            left -= 1;
+            left == 0
+        })?;
+        nap(REST_US);
+        Ok(())
+    })
+}
+
+/// Sets its mask, a handler and the alternate stack, and finds them as it set them.
+fn own_signals(memory: Memory) -> Result<(), String> {
+    const UNBLOCKABLE: u64 = 1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1);
+    let mut turn = 0_u64;
+    rounds(memory, move || {
+        turn += 1;
+        let mask = turn.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let old = handlers::mask(mask);
+        let stack = handlers::alternate_stack(turn % 2 == 0);
+        let handler = 0x1000 + usize::try_from(turn).unwrap_or(0);
+        crate::checks::handle(libc::SIGUSR2, handler, 0);
+        spin_held(300_000)?;
+        nap(REST_US);
+        let (mut action, mut now): (libc::sigaction, libc::stack_t) = unsafe { std::mem::zeroed() };
+        unsafe {
+            libc::sigaltstack(std::ptr::null(), &raw mut now);
+            libc::sigaction(libc::SIGUSR2, std::ptr::null(), &raw mut action);
+        }
+        crate::checks::handle(libc::SIGUSR2, libc::SIG_DFL, 0);
+        handlers::alternate_stack(true);
+        let found = handlers::mask(old);
+        if found != mask & !UNBLOCKABLE {
+            return Err(format!("the mask was {found:x}, not {mask:x}"));
+        }
+        if action.sa_sigaction != handler || (now.ss_sp.addr(), now.ss_size) != stack {
+            return Err("the handler or the alternate stack was another".into());
+        }
+        Ok(())
+    })
+}
+
+/// Nearly always in a handler, every other time on the alternate stack.
+fn in_handlers(memory: Memory) -> Result<(), String> {
+    handlers::SPIN.store(400_000, Relaxed);
+    let own = unsafe { libc::getpid() };
+    let mut turn = 0_u64;
+    rounds(memory, move || {
+        turn += 1;
+        let signal = if turn % 2 == 0 { PLAIN } else { ON_STACK };
+        let before = RUNS.load(Relaxed);
+        RAISED.fetch_add(1, Relaxed);
+        // To the thread, which is not SI_USER, and handled before the call returns.
+        unsafe { libc::syscall(libc::SYS_tgkill, own, own, signal) };
+        nap(REST_US / 2);
+        if RUNS.load(Relaxed) > before { Ok(()) } else { Err("a raised signal was not handled".into()) }
+    })
+}
+
+fn thread_churn(memory: Memory) -> Result<(), String> {
+    rounds(memory, || {
+        // The threads inherit the mask: they have no alternate stack.
+        let old = handlers::mask(handlers::STORM);
+        let threads: Vec<_> = (0..3)
+            .map(|_| {
+                std::thread::spawn(|| {
+                    spin_held(100_000)?;
+                    call(libc::SYS_nanosleep, [timespec(3), 0, 0, 0, 0, 0]).map(drop)
+                })
+            })
+            .collect();
+        handlers::mask(old);
+        nap(REST_US);
+        threads.into_iter().try_for_each(|thread| thread.join().map_err(|_| "a thread panicked".to_owned())?)
+    })
+}
+
+fn complain(reason: String) {
+    COMPLAINT.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(reason);
+}
+
+fn complained() -> Result<(), String> {
+    match COMPLAINT.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take() {
+        Some(reason) => Err(reason),
+        None => Ok(()),
+    }
+}
+
+fn napping_thread(ms: i64) -> Result<(), String> {
+    std::thread::Builder::new()
+        .stack_size(64 << 10)
+        .spawn(move || {
+            handlers::mask(handlers::STORM);
+            let time = libc::timespec { tv_sec: ms / 1000, tv_nsec: ms % 1000 * 1_000_000 };
+            loop {
+                match call(libc::SYS_nanosleep, [(&raw const time).addr() as u64, 0, 0, 0, 0, 0]) {
+                    Ok(0) => {}
+                    Ok(other) => complain(format!("nanosleep answered {other}")),
+                    Err(reason) => complain(reason),
+                }
+            }
+        })
+        .map(drop)
+        .map_err(|error| format!("skip: starting a thread: {error}"))
+}
+
+/// The main thread writes, which is not to be interrupted; all the others sleep.
+fn many_threads(traits: &[String], memory: Memory) -> Result<(), String> {
+    let threads: u32 = traits.first().and_then(|number| number.parse().ok()).unwrap_or(1);
+    (0..threads).try_for_each(|index| napping_thread(1000 + i64::from(index % 100) * 10))?;
+    big_writes(memory)
+}
+
+/// The main thread ends; another one goes on.
+fn without_main(memory: Memory) -> Result<(), String> {
+    torture::say(format_args!(
+        "ready {:x} {} {}\n",
+        memory.addr.addr(),
+        crate::checks::PAGES * 4096,
+        std::process::id()
+    ));
+    std::thread::spawn(move || {
+        let before = signals();
+        let time = timespec(5);
+        let verdict = until_told(memory, &before, || match call(libc::SYS_nanosleep, [time, 0, 0, 0, 0, 0])? {
+            0 => Ok(()),
+            other => Err(format!("nanosleep answered {other}")),
+        });
+        match verdict {
+            Ok(()) => {
+                torture::say(format_args!("ok rounds={} runs=0 eintr=0 own=0/0/0 short=0\n", ROUNDS.load(Relaxed)));
+            }
+            Err(reason) => torture::say(format_args!("bad: {reason}\n")),
+        }
+        torture::leave()
+    });
+    unsafe { libc::syscall(libc::SYS_exit, 0) };
+    Ok(())
+}
+
+/// Children that look at everything they inherited.
+fn forks(memory: Memory) -> Result<(), String> {
+    let before = signals();
+    rounds(memory, move || {
+        let child = forked(|| {
+            // Not the base of gs, which is inherited too, but the mask and the handlers, at any moment.
+            let intact = memory.check().is_ok() && crate::checks::signals_back(&before).is_ok();
+            unsafe { libc::_exit(if intact && spin_held(1000).is_ok() { FAREWELL } else { 1 }) };
+        });
+        let mut status = 0;
+        while unsafe { libc::waitpid(child, &raw mut status, 0) } != child {}
+        nap(REST_US * 2);
+        if status == FAREWELL << 8 { Ok(()) } else { Err(format!("a child ended with status {status:x}")) }
+    })
+}
+
+fn vforks(memory: Memory) -> Result<(), String> {
+    rounds(memory, || {
+        let pid = unsafe { libc::syscall(libc::SYS_clone, libc::CLONE_VFORK | libc::SIGCHLD, 0, 0, 0, 0) };
+        if pid == 0 {
+            unsafe {
+                libc::usleep(5000);
+                libc::_exit(0);
+            }
+        }
+        let reaped = call(libc::SYS_wait4, [u64::MAX, 0, 0, 0, 0, 0])?;
+        nap(1000);
+        if reaped == pid { Ok(()) } else { Err(format!("wait4 answered {reaped}, not {pid}")) }
+    })
+}
+
+/// Becomes itself again and again, from the main thread and from others.
+fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
+    use std::os::unix::process::CommandExt;
+    let turn: u64 = traits.first().and_then(|turn| turn.parse().ok()).unwrap_or(0);
+    ROUNDS.store(turn, Relaxed);
+    if turn == 0 {
+        // Nothing to be marked: each of its lives has other memory.
+        torture::say(format_args!("ready 0 0 {}\n", std::process::id()));
+    }
+    memory.check()?;
+    napping_thread(LONG_MS)?;
+    nap(2000);
+    spin_held(200_000)?;
+    memory.check()?;
+    complained()?;
+    if is_told() {
+        return Ok(());
+    }
+    let again = move || {
+        let turn = (turn + 1).to_string();
+        format!("exec: {}", std::process::Command::new("/proc/self/exe").args(["torture", "execs", &turn]).exec())
+    };
+    Err(if turn % 2 == 0 { again() } else { std::thread::spawn(again).join().unwrap_or_default() })
+}
+
+/// Lives for a while.
+fn mayfly(traits: &[String], memory: Memory) -> Result<(), String> {
+    let ms = traits.first().and_then(|ms| ms.parse().ok()).unwrap_or(0);
+    let before = signals();
+    torture::say(format_args!(
+        "ready {:x} {} {}\n",
+        memory.addr.addr(),
+        crate::checks::PAGES * 4096,
+        std::process::id()
+    ));
+    for _ in 0..ms {
+        spin_held(100_000)?;
+        call(libc::SYS_nanosleep, [timespec(1), 0, 0, 0, 0, 0])?;
+    }
+    let intact = memory.check().and_then(|()| crate::checks::signals_back(&before)).is_ok();
+    unsafe { libc::_exit(if intact { FAREWELL } else { 1 }) }
+}
+
+/// Writes that fill a pipe, each part of a stream in which no byte may be missing or come twice. A stop cuts such a
+/// write short, as a signal does, so a thread that blocks in one is not chosen; one that is just about to may be. How
+/// often is counted.
+fn big_writes(memory: Memory) -> Result<(), String> {
+    const BYTES: usize = 200_000;
+    let [reader, writer] = pipe();
+    let parent = unsafe { libc::getpid() };
+    forked(move || unsafe {
+        libc::close(writer);
+        let mut buffer = vec![0_u8; 1 << 16];
+        let mut expected = 0_u8;
+        while libc::getppid() == parent {
+            let read = libc::read(reader, buffer.as_mut_ptr().cast(), buffer.len());
+            for &byte in &buffer[..usize::try_from(read).unwrap_or(0)] {
+                if byte != expected {
+                    libc::kill(parent, libc::SIGABRT);
+                }
+                expected = byte.wrapping_add(1);
+            }
+            libc::usleep(2000);
+        }
+    });
+    let bytes: Vec<u8> = (0..BYTES + 256).map(|index| u8::try_from(index % 256).unwrap_or(0)).collect();
+    let mut at = 0;
+    rounds(memory, || {
+        complained()?;
+        let from = &bytes[at..at + BYTES];
+        let answer = call(libc::SYS_write, [word(writer), from.as_ptr().addr() as u64, BYTES as u64, 0, 0, 0])?;
+        let written = usize::try_from(answer).map_err(|_| format!("a write answered {answer}"))?;
+        at = (at + written) % 256;
+        SHORT.fetch_add(u64::from(written < BYTES), Relaxed);
+        if written == 0 { Err("a write answered 0".into()) } else { Ok(()) }
+    })
+}
+
+/// Receives that must not be cut short, and threads that may be stopped instead.
+fn waitall(memory: Memory) -> Result<(), String> {
+    let mut pair = [0; 2];
+    unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, pair.as_mut_ptr()) };
+    let parent = unsafe { libc::getpid() };
+    forked(move || unsafe {
+        while libc::getppid() == parent {
+            libc::usleep(2000);
+            libc::write(pair[1], [0_u8; 5].as_ptr().cast(), 5);
+        }
+    });
+    (0..2).try_for_each(|_| napping_thread(20))?;
+    let buffer = Box::leak(Box::new([0_u8; 16])).as_mut_ptr().addr() as u64;
+    let all = u64::from(libc::MSG_WAITALL.unsigned_abs());
+    rounds(memory, move || {
+        complained()?;
+        match call(libc::SYS_recvfrom, [word(pair[0]), buffer, 10, all, 0, 0])? {
+            10 => Ok(()),
+            other => Err(format!("a receive of 10 bytes answered {other}")),
+        }
+    })
+}
+
+/// May do nothing but read, write and return from handlers: waits for bytes, the last of which is `q`.
+fn strict(memory: Memory) -> Result<(), String> {
+    static BYTE: AtomicU64 = AtomicU64::new(0);
+    torture::say(format_args!(
+        "ready {:x} {} {}\n",
+        memory.addr.addr(),
+        crate::checks::PAGES * 4096,
+        std::process::id()
+    ));
+    torture::STRICT.store(true, Relaxed);
+    seccomp::be_strict();
+    loop {
+        let interrupted = handlers::INTERRUPTED.load(Relaxed);
+        let answer = call(libc::SYS_read, [0, BYTE.as_ptr().addr() as u64, 1, 0, 0, 0])?;
+        let interrupted = handlers::INTERRUPTED.load(Relaxed) > interrupted;
+        if interrupted != (answer == -4) || (answer != 1 && answer != -4) {
+            return Err(format!("answered {answer}, interrupted: {interrupted}"));
+        }
+        ROUNDS.fetch_add(1, Relaxed);
+        spin_held(1000)?;
+        memory.check()?;
+        if answer == 1 && BYTE.load(Relaxed) == u64::from(b'q') {
+            return Ok(());
+        }
+    }
+}

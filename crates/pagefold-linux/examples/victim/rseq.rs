@@ -1,0 +1,59 @@
+//! Restartable sequences.
+
+use std::arch::asm;
+
+unsafe extern "C" {
+    /// Where glibc registered restartable sequences, from the thread pointer.
+    static __rseq_offset: isize;
+    static __rseq_size: u32;
+}
+
+/// Half of the time in a restartable sequence, until it is `done`. The kernel forgets a sequence it has aborted or found
+/// left; one that comes to its end and is forgotten was interrupted without being aborted. Returns how many were aborted.
+pub fn sequences(mut done: impl FnMut() -> bool) -> Result<u64, String> {
+    let (mut aborted, mut lost) = (0_u64, 0_u64);
+    let area: u64;
+    unsafe {
+        if __rseq_size == 0 {
+            return Err("skip: no restartable sequences".into());
+        }
+        let thread: u64;
+        asm!("mov {}, fs:0", out(reg) thread);
+        area = thread.wrapping_add_signed(__rseq_offset as i64);
+    }
+    while !done() {
+        unsafe {
+            asm!(
+                ".pushsection .data.rel.rseq, \"aw\"",
+                ".balign 32",
+                "7: .long 0, 0",
+                ".quad 3f, 4f - 3f, 5f",
+                ".popsection",
+                "lea {t}, [rip + 7b]",
+                "mov [{area} + 8], {t}",
+                "3: mov {t}, 100000",
+                "6: dec {t}",
+                "jnz 6b",
+                "cmp qword ptr [{area} + 8], 0",
+                "jne 4f",
+                "inc {lost}",
+                "4: jmp 8f",
+                ".byte 0x0f, 0xb9, 0x3d",
+                ".long 0x53053053",
+                "5: inc {aborted}",
+                "8: mov {t}, 100000",
+                "9: dec {t}",
+                "jnz 9b",
+                area = in(reg) area, t = out(reg) _, lost = inout(reg) lost, aborted = inout(reg) aborted,
+            );
+        }
+    }
+    if lost == 0 { Ok(aborted) } else { Err(format!("{lost} sequences went on after an interruption")) }
+}
+
+pub fn rseq() -> Result<(), String> {
+    let until = std::time::Instant::now() + std::time::Duration::from_millis(1500);
+    let aborted = sequences(|| std::time::Instant::now() >= until)?;
+    println!("aborted {aborted}");
+    Ok(())
+}

@@ -1,0 +1,92 @@
+//! Modes under seccomp.
+
+use crate::checks::{TRAPPED, handle, signals, signals_back, trapped};
+use crate::states::command;
+use std::sync::atomic::Ordering;
+
+pub fn strict() -> Result<(), String> {
+    unsafe { libc::prctl(libc::PR_SET_SECCOMP, 1, 0, 0, 0) };
+    command()?;
+    // Only read, write, exit and sigreturn are permitted: printing is a write.
+    unsafe { libc::write(1, b"ok\n".as_ptr().cast(), 3) };
+    unsafe { libc::madvise(std::ptr::null_mut(), 0, 0) };
+    unsafe { libc::write(1, b"bad: unfiltered\n".as_ptr().cast(), 16) };
+    Ok(())
+}
+
+/// Under a filter that answers `action` to madvise.
+pub fn filtered(action: u32) -> Result<(), String> {
+    handle(libc::SIGSYS, trapped as *const () as usize, libc::SA_SIGINFO);
+    let before = signals();
+    if !filter(action) {
+        return Err("skip: seccomp filters are not permitted".into());
+    }
+    println!("filtered");
+    command()?;
+    signals_back(&before)?;
+    if TRAPPED.load(Ordering::Relaxed) != 0 {
+        return Err("the injected call ran into the filter".into());
+    }
+    if action == libc::SECCOMP_RET_KILL_PROCESS {
+        println!("ok");
+    }
+    let own = unsafe { libc::madvise(std::ptr::null_mut(), 0, libc::MADV_NORMAL) };
+    handle(libc::SIGSYS, libc::SIG_DFL, 0);
+    let back = if action == libc::SECCOMP_RET_TRAP { TRAPPED.load(Ordering::Relaxed) == 1 } else { own == -1 };
+    if back { Ok(()) } else { Err("the filter is gone".into()) }
+}
+
+/// Installs a filter that answers `action` to madvise and lets all else through.
+pub fn filter(action: u32) -> bool {
+    const NEW_LISTENER: u64 = 1 << 3;
+    let instruction =
+        |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: u16::try_from(code).unwrap_or(0), jt, jf, k };
+    let mut program = [
+        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, 28),
+        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, action),
+        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: 4, filter: program.as_mut_ptr() };
+    let flags = if action == libc::SECCOMP_RET_USER_NOTIF { NEW_LISTENER } else { 0 };
+    unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+        // The descriptor of a listener stays open, and nobody listens.
+        libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &raw const program) >= 0
+    }
+}
+
+/// Permits itself nothing but read, write, exit and the return from handlers.
+pub fn be_strict() {
+    unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_STRICT, 0, 0, 0) };
+}
+
+/// Installs the filter of a torture victim.
+pub fn install(action: &str) -> Result<(), String> {
+    let action = match action {
+        "kill" => libc::SECCOMP_RET_KILL_PROCESS,
+        "kill-thread" => libc::SECCOMP_RET_KILL_THREAD,
+        "trap" => libc::SECCOMP_RET_TRAP,
+        "errno" => libc::SECCOMP_RET_ERRNO | 1,
+        "notify" => libc::SECCOMP_RET_USER_NOTIF,
+        "trace" => libc::SECCOMP_RET_TRACE,
+        "log" => libc::SECCOMP_RET_LOG,
+        "allow" => libc::SECCOMP_RET_ALLOW,
+        other => return Err(format!("no such action: {other}")),
+    };
+    if filter(action) { Ok(()) } else { Err("skip: seccomp filters are not permitted".into()) }
+}
+
+/// Whether the filter of that action works, as far as it can be found out without dying or waiting for ever.
+pub fn still_there(action: &str) -> Result<(), String> {
+    let madvise = || unsafe { libc::madvise(std::ptr::null_mut(), 0, libc::MADV_NORMAL) };
+    let mode = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mode = mode.lines().find_map(|line| line.strip_prefix("Seccomp:")).unwrap_or_default().trim().to_owned();
+    let there = match action {
+        "" => mode == "0",
+        "errno" | "trace" => madvise() == -1,
+        "trap" => madvise() == -1 && crate::handlers::forgive(),
+        _ => mode == "2",
+    };
+    if there { Ok(()) } else { Err(format!("the filter is gone (mode {mode})")) }
+}

@@ -1,0 +1,151 @@
+//! Whether the memory below a stack pointer is certainly dead.
+//!
+//! The ABI says that everything from 128 bytes below the stack pointer downwards is, for signal handlers are run there.
+//! Programs that have theirs run elsewhere (`sigaltstack`, as Go does for goroutines, whose stacks of 2 KiB lie amidst
+//! the heap) need not keep to it. So only two kinds of stack are written below: the main thread's in `[stack]`, and
+//! one whose mapping also holds the thread's own control block, above the stack pointer, with an inaccessible mapping
+//! directly below: this is how C libraries lay out the stacks of their threads.
+
+use super::ptrace;
+use super::ptrace::Registers;
+use crate::maps::{Vma, parse_maps};
+use crate::process::Process;
+use std::fs::File;
+use std::os::fd::AsRawFd;
+
+/// What must be left below whatever is written: as much as a handler's frame and a little work take.
+const ROOM: u64 = 4096;
+
+/// The mappings of a process, for a look in the stop.
+#[derive(Debug)]
+pub struct Ground {
+    maps: File,
+    /// Linux before 6.11 cannot be asked for single mappings: all of them, as they were before the stop.
+    all: Option<Vec<Vma>>,
+}
+
+/// A mapping.
+#[derive(Clone, Copy, Debug)]
+struct Mapping {
+    start: u64,
+    end: u64,
+    /// Readable, writable, neither executable, shared nor of a file.
+    plain: bool,
+    inaccessible: bool,
+    main_stack: bool,
+}
+
+impl Ground {
+    /// Opens the mappings of thread `tid`.
+    pub fn open(process: &Process, tid: i32) -> Option<Self> {
+        let file = format!("task/{tid}/maps");
+        let maps = process.open_file(&file).ok()?;
+        let mut ground = Self { maps, all: None };
+        if ground.query(0).is_err_and(|errno| errno == libc::ENOTTY) {
+            ground.all = Some(parse_maps(&process.read_file(&file).ok()?).ok()?);
+        }
+        Some(ground)
+    }
+
+    /// Whether `[base, own.rsp - 128)` is dead memory of the stopped thread `tid`. Does not allocate.
+    pub fn is_dead(&self, is_main_thread: bool, tid: i32, own: &Registers, base: u64) -> bool {
+        let Some(stack) = self.mapping(own.rsp) else { return false };
+        if !stack.plain || base < stack.start.saturating_add(ROOM) || own.rsp >= stack.end {
+            return false;
+        }
+        if stack.main_stack {
+            return is_main_thread;
+        }
+        // The control block of a thread begins with its own address, says the ABI for thread-local storage.
+        (own.rsp..stack.end).contains(&own.fs_base)
+            && ptrace::peek(tid, own.fs_base) == Ok(own.fs_base)
+            && self.mapping(stack.start.wrapping_sub(1)).is_some_and(|below| below.inaccessible)
+    }
+
+    fn mapping(&self, addr: u64) -> Option<Mapping> {
+        match &self.all {
+            None => self.query(addr).ok(),
+            Some(all) => all.iter().find(|vma| (vma.start..vma.end).contains(&addr)).map(|vma| Mapping {
+                start: vma.start,
+                end: vma.end,
+                plain: vma.perms.read && vma.perms.write && !vma.perms.exec && !vma.perms.shared && vma.inode == 0,
+                inaccessible: !vma.perms.read && !vma.perms.write && !vma.perms.exec,
+                main_stack: vma.name == b"[stack]",
+            }),
+        }
+    }
+
+    /// `PROCMAP_QUERY` of Linux 6.11 (fs/proc/task_mmu.c): the mapping that covers an address.
+    fn query(&self, addr: u64) -> Result<Mapping, i32> {
+        const REQUEST: u64 = 0xc068_6611; // _IOWR('f', 17, struct procmap_query)
+        const ANY_ACCESS: u64 = 1 | 2 | 4;
+        const ACCESS_SHARED_FILE: u64 = ANY_ACCESS | 8 | 0x20;
+        let mut name = [0_u8; 64];
+        let mut query = ProcmapQuery {
+            size: size_of::<ProcmapQuery>() as u64,
+            addr,
+            name_size: 64,
+            name_addr: name.as_mut_ptr() as u64,
+            ..ProcmapQuery::default()
+        };
+        // SAFETY: the structure and the name it points to outlive the call.
+        let result = unsafe { libc::ioctl(self.maps.as_raw_fd(), REQUEST, &raw mut query) };
+        if result < 0 {
+            // A longer name is a file's (ENAMETOOLONG); nothing there, ENOENT.
+            return Err(super::Errno::last().0);
+        }
+        Ok(Mapping {
+            start: query.start,
+            end: query.end,
+            plain: query.flags & ACCESS_SHARED_FILE == 3,
+            inaccessible: query.flags & ANY_ACCESS == 0,
+            main_stack: name.starts_with(b"[stack]\0"),
+        })
+    }
+}
+
+/// `struct procmap_query`.
+#[repr(C)]
+#[derive(Default)]
+struct ProcmapQuery {
+    size: u64,
+    query_flags: u64,
+    addr: u64,
+    start: u64,
+    end: u64,
+    flags: u64,
+    page_size: u64,
+    offset: u64,
+    inode: u64,
+    device: [u32; 2],
+    name_size: u32,
+    build_id_size: u32,
+    name_addr: u64,
+    build_id_addr: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn asking_and_reading_agree() {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        let mut ground = Ground::open(&own, own.pid()).unwrap();
+        let all = parse_maps(&own.read_file("maps").unwrap()).unwrap();
+        if ground.all.is_some() {
+            println!("SKIP: this kernel cannot be asked for single mappings");
+            return;
+        }
+        let stack = all.iter().find(|vma| vma.name == b"[stack]").unwrap().end - 8;
+        let here = &raw const stack as u64;
+        let code = asking_and_reading_agree as *const () as u64;
+        let addresses = [stack, here, code, 0];
+        let asked = addresses.map(|addr| ground.mapping(addr));
+        ground.all = Some(all);
+        let read = addresses.map(|addr| ground.mapping(addr));
+        assert_eq!(format!("{asked:?}"), format!("{read:?}"));
+        assert!(asked[0].unwrap().main_stack && asked[0].unwrap().plain && !asked[2].unwrap().plain);
+        assert!(asked[1].unwrap().plain && !asked[1].unwrap().main_stack && asked[3].is_none());
+    }
+}

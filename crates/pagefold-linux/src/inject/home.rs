@@ -1,0 +1,260 @@
+//! A way home for a thread whose tracer dies.
+//!
+//! Before a thread's registers are changed, what a signal handler would return by is written below its stack pointer: a
+//! genuine signal frame with the thread's own registers, floating-point state and signal mask (`struct rt_sigframe`,
+//! arch/x86/include/asm/sigframe.h, as laid out by `get_sigframe`; read in Linux 6.12). From there on the thread is,
+//! to itself, in a signal handler, and whatever moment its tracer dies at, it comes to `rt_sigreturn` and is itself
+//! again. In the order in which it is done, what the thread does if the tracer dies right after the step:
+//!
+//! | step | left alone, the thread |
+//! | --- | --- |
+//! | options set, frame written | goes on; the frame lies in dead memory |
+//! | registers: at the `rt_sigreturn` function, stack pointer at the frame | returns by the frame; no call is made |
+//! | all signals blocked | the same; the frame holds its mask |
+//! | run to the entry of that `rt_sigreturn` | the same |
+//! | there: the number and arguments of the call, the instruction pointer behind a `syscall` and before a `ret` | makes the call, then `ret` takes it to the `rt_sigreturn` function; if the kernel restarts the call, it finds the `syscall` |
+//! | run to the exit of the call | the same |
+//! | its mask (the mask first: with its own registers first, it would be left with all signals blocked) | the same; handlers may run, on top of the frame |
+//! | its registers | goes on |
+//! | the dead memory as it was, options cleared | goes on |
+//!
+//! The stack pointer is never lower than the frame, so nothing that runs there, a handler included, can damage it.
+//! The call is put in at the entry of another one because seccomp is awake again when the tracer is dead:
+//! `rt_sigreturn` is permitted by all filters that let a program handle signals, and in strict mode. What remains is
+//! the microsecond between the setting of the call's number and the filter's look at it.
+//!
+//! `rt_sigreturn` goes on without the kernel's restart of an interrupted call, so the frame's registers are those
+//! of a thread about to make the call again ([`super::regs::coming_home`]). Its one difference to the kernel's own
+//! restart: a signal that arrives during the stop whose tracer dies runs its handler, and then the call is
+//! made again even where it should answer EINTR. (A signal that is there before makes the attempt wait for another
+//! moment.) Two more deaths are an EINTR: of calls that answer it to any interrupt, until [`super::regs::repaired`] is
+//! set, the first thing done in the stop; and of a call that an earlier stop has made a `restart_syscall`, if the
+//! code does not show its number.
+
+use super::ptrace::{self, Registers};
+use super::trampoline::Trampoline;
+use std::sync::LazyLock;
+
+/// What the ABI leaves to functions that call no others.
+const RED_ZONE: u64 = 128;
+/// The largest frame: AMX has 8 KiB of floating-point state, all else not 3 KiB.
+const LONGEST: usize = 16 << 10;
+
+/// `struct _fpx_sw_bytes`, in the floating-point state, and what it and the end of the state must hold.
+const SW_BYTES: usize = 464;
+const SW_BYTES_LENGTH: usize = 48;
+const MAGIC1: u32 = 0x4650_5853;
+const MAGIC2: u32 = 0x4650_5845;
+/// `struct xstate_header`: `xfeatures`, `xcomp_bv`.
+const HEADER: usize = 512;
+const XSTATE_LEAST: usize = 576;
+const X87_SSE: u64 = 3;
+const PKRU: u64 = 1 << 9;
+
+/// `struct ucontext` as far as `rt_sigreturn` reads it.
+const UCONTEXT_LENGTH: u64 = 304;
+const UC_STACK_FLAGS: usize = 24;
+const UC_REGISTERS: usize = 40;
+const UC_FPSTATE: usize = 224;
+const UC_SIGMASK: usize = 296;
+/// UC_FP_XSTATE, UC_SIGCONTEXT_SS and UC_STRICT_RESTORE_SS.
+const UC_FLAGS: u64 = 7;
+/// Neither SS_ONSTACK nor SS_DISABLE nor 0: `do_sigaltstack` refuses it, `restore_altstack` ignores that, and the
+/// thread's alternate stack stays what it is.
+const SS_INVALID: u64 = 4;
+
+/// Room for a frame, and for the memory it lies on.
+pub struct Home {
+    frame: Box<[u8; LONGEST]>,
+    dead: Box<[u8; LONGEST]>,
+    length: usize,
+    /// Where the frame begins: with the address of the `rt_sigreturn` function, for `ret`. Right behind it is where the
+    /// stack pointer must be for `rt_sigreturn`.
+    pub base: u64,
+}
+
+impl Home {
+    /// Takes the memory it needs.
+    pub fn new() -> Self {
+        feature_ends();
+        Self { frame: Box::new([0; LONGEST]), dead: Box::new([0; LONGEST]), length: 0, base: 0 }
+    }
+
+    /// Makes the frame that brings stopped thread `tid` home to `home` and `mask`. False: this thread has none.
+    pub fn prepare(&mut self, tid: i32, home: &Registers, mask: u64, trampoline: Trampoline) -> bool {
+        // With a shadow stack, `ret` would not take an address that no call has left there.
+        if ptrace::has_shadow_stack(tid) {
+            return false;
+        }
+        // Where it comes to lie is known once its length is: it is read to the beginning first.
+        let Ok(read) = ptrace::xstate(tid, &mut self.frame[..]) else { return false };
+        if read >= LONGEST {
+            return false;
+        }
+        let Some((features, length)) = xstate_in_use(&self.frame[..read]) else { return false };
+        let Some(places) = Places::below(home.rsp, length) else { return false };
+        let at = |addr: u64| usize::try_from(addr - places.base).unwrap_or(LONGEST);
+        let (fpstate, ucontext) = (at(places.fpstate), at(places.ucontext));
+        let end = fpstate + length + size_of::<u32>();
+        if end > LONGEST {
+            return false;
+        }
+        self.frame.copy_within(..length, fpstate);
+        self.frame[..fpstate].fill(0);
+        put(&mut self.frame[..], 0, trampoline.back);
+        fill_ucontext(&mut self.frame[ucontext..fpstate], home, mask, places.fpstate);
+        seal_xstate(&mut self.frame[fpstate..end], features);
+        (self.base, self.length) = (places.base, end);
+        true
+    }
+
+    /// Writes the frame. False: nothing was written.
+    pub fn write(&mut self, tid: i32) -> bool {
+        if ptrace::read(tid, self.base, &mut self.dead[..self.length]).is_err() {
+            return false;
+        }
+        let written = ptrace::write(tid, self.base, &self.frame[..self.length]).is_ok();
+        if !written {
+            self.unwrite(tid);
+        }
+        written
+    }
+
+    /// Puts back what was there before. Fails only if the thread was killed or another one has unmapped its stack.
+    pub fn unwrite(&self, tid: i32) {
+        let _ = ptrace::write(tid, self.base, &self.dead[..self.length]);
+    }
+}
+
+/// Where the parts of a frame come to lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Places {
+    base: u64,
+    ucontext: u64,
+    fpstate: u64,
+}
+
+impl Places {
+    fn below(stack_pointer: u64, xstate_length: usize) -> Option<Self> {
+        let xstate = xstate_length as u64 + size_of::<u32>() as u64;
+        let fpstate = stack_pointer.checked_sub(RED_ZONE)?.checked_sub(xstate)? & !63;
+        let ucontext = fpstate.checked_sub(UCONTEXT_LENGTH)? & !15;
+        Some(Self { base: ucontext.checked_sub(8)?, ucontext, fpstate })
+    }
+}
+
+/// The features of a floating-point state that are not in their initial state, and the length up to the last of them.
+/// What is left out, `rt_sigreturn` puts into its initial state.
+fn xstate_in_use(xstate: &[u8]) -> Option<(u64, usize)> {
+    let word = |at: usize| Some(u64::from_le_bytes(xstate.get(at..at + 8)?.try_into().ok()?));
+    if word(HEADER + 8)? != 0 {
+        return None; // compacted; the kernel does not do that here
+    }
+    // The kernel writes the protection keys there whether the header says so or not.
+    let features = word(HEADER)? | X87_SSE | (word(SW_BYTES)? & PKRU);
+    let ends = feature_ends();
+    let in_use = (2..63_usize).filter(|feature| features >> feature & 1 != 0);
+    let length = in_use.map(|feature| ends[feature]).fold(XSTATE_LEAST, usize::max);
+    (length <= xstate.len()).then_some((features, length))
+}
+
+/// Where each feature's part of the state ends, in the format that is not compacted. Looked up once and not in a stop:
+/// a virtual machine traps to its host for each of them, which was measured at 35 us.
+fn feature_ends() -> &'static [usize; 63] {
+    static ENDS: LazyLock<[usize; 63]> = LazyLock::new(|| {
+        std::array::from_fn(|feature| {
+            #[allow(unused_unsafe)] // safe in newer compilers than the oldest supported
+            // SAFETY: all 64-bit processors have the instruction; it answers zeros for what it does not know.
+            let leaf = unsafe { std::arch::x86_64::__cpuid_count(0xd, u32::try_from(feature).unwrap_or(0)) };
+            usize::try_from(leaf.eax.saturating_add(leaf.ebx)).unwrap_or(usize::MAX)
+        })
+    });
+    &ENDS
+}
+
+/// Marks a floating-point state, followed by the room for the second magic number, as one of a signal frame
+/// (`check_xstate_in_sigframe`).
+fn seal_xstate(xstate: &mut [u8], features: u64) {
+    let length = xstate.len() - size_of::<u32>();
+    let size = u32::try_from(length).unwrap_or(0);
+    xstate[SW_BYTES..SW_BYTES + SW_BYTES_LENGTH].fill(0);
+    put(xstate, SW_BYTES, u64::from(MAGIC1) | u64::from(size + 4) << 32);
+    put(xstate, SW_BYTES + 8, features);
+    put(xstate, SW_BYTES + 16, u64::from(size));
+    put(xstate, HEADER, features);
+    xstate[length..].copy_from_slice(&MAGIC2.to_le_bytes());
+}
+
+fn fill_ucontext(bytes: &mut [u8], home: &Registers, mask: u64, fpstate: u64) {
+    let selectors = (home.cs & 0xffff) | (home.ss & 0xffff) << 48;
+    put(bytes, 0, UC_FLAGS);
+    put(bytes, UC_STACK_FLAGS, SS_INVALID);
+    // struct sigcontext_64
+    let words = [
+        home.r8,
+        home.r9,
+        home.r10,
+        home.r11,
+        home.r12,
+        home.r13,
+        home.r14,
+        home.r15,
+        home.rdi,
+        home.rsi,
+        home.rbp,
+        home.rbx,
+        home.rdx,
+        home.rax,
+        home.rcx,
+        home.rsp,
+        home.rip,
+        home.eflags,
+        selectors,
+    ];
+    for (index, word) in words.into_iter().enumerate() {
+        put(bytes, UC_REGISTERS + index * 8, word);
+    }
+    put(bytes, UC_FPSTATE, fpstate);
+    put(bytes, UC_SIGMASK, mask);
+}
+
+fn put(bytes: &mut [u8], at: usize, word: u64) {
+    bytes[at..at + 8].copy_from_slice(&word.to_le_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_of_a_frame_lie_below_the_red_zone_and_apart() {
+        for stack_pointer in 0x7fff_0000..0x7fff_0080_u64 {
+            for length in [XSTATE_LEAST, 832, 2696, 11_008] {
+                let places = Places::below(stack_pointer, length).unwrap();
+                assert!(places.fpstate + length as u64 + 4 <= stack_pointer - RED_ZONE && places.fpstate % 64 == 0);
+                assert!(places.ucontext + UCONTEXT_LENGTH <= places.fpstate);
+                assert_eq!((places.base + 8, places.ucontext % 16), (places.ucontext, 0));
+            }
+        }
+        assert_eq!(Places::below(1000, XSTATE_LEAST), None);
+    }
+
+    #[test]
+    fn a_state_is_as_long_as_its_last_feature_in_use() {
+        let mut xstate = vec![0; 4096];
+        assert_eq!(xstate_in_use(&xstate), Some((X87_SSE, XSTATE_LEAST)));
+        put(&mut xstate, HEADER, 4);
+        assert_eq!(xstate_in_use(&xstate), Some((X87_SSE | 4, feature_ends()[2].max(XSTATE_LEAST))));
+        put(&mut xstate, HEADER + 8, 1 << 63);
+        assert_eq!(xstate_in_use(&xstate), None, "compacted");
+        assert_eq!(xstate_in_use(&xstate[..500]), None);
+    }
+
+    #[test]
+    fn a_sealed_state_has_both_magic_numbers() {
+        let mut xstate = vec![0xff; 832 + 4];
+        seal_xstate(&mut xstate, 7);
+        assert_eq!(xstate[SW_BYTES..SW_BYTES + 8], [0x53, 0x58, 0x50, 0x46, 0x44, 3, 0, 0]);
+        assert_eq!((xstate[HEADER], &xstate[832..]), (7, &[0x45, 0x58, 0x50, 0x46][..]));
+    }
+}

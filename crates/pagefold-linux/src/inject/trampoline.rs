@@ -1,0 +1,206 @@
+//! Two pieces of the target's own code that bring a thread home without its tracer ([`super::home`]): `syscall; ret`,
+//! at which the calls are made, and the function every program with signal handlers has for coming back from them
+//! (`__restore_rt` of glibc and musl, `sigreturn__sigaction` of Go).
+//!
+//! They are looked for in executable mappings of files, once per file: searching glibc takes a millisecond.
+
+use super::ptrace;
+use crate::maps::{Vma, parse_maps};
+use crate::process::Process;
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+
+/// `syscall; ret`.
+const CALL: &[u8] = &[0x0f, 0x05, 0xc3];
+/// `mov $15,%rax; syscall` and `mov $15,%eax; syscall`: `rt_sigreturn`.
+const BACK: [&[u8]; 2] = [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
+/// What is searched of one mapping, and for one process. Both pieces are in the first megabyte of glibc, musl and Go
+/// programs; in larger ones nothing may be there at all.
+const MAPPING_BYTES: u64 = 8 << 20;
+const PROCESS_BYTES: u64 = 32 << 20;
+const CHUNK_BYTES: usize = 128 << 10;
+/// Entries kept of each kind. Beyond that all are forgotten and found again.
+const KEPT: usize = 1024;
+
+/// The addresses in one process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Trampoline {
+    /// `syscall; ret`.
+    pub call: u64,
+    /// `rt_sigreturn`.
+    pub back: u64,
+}
+
+impl Trampoline {
+    /// Whether the code is still there, looked at in the stop. Does not allocate.
+    pub fn is_there(self, tid: i32) -> bool {
+        let mut code = [0_u8; 16];
+        for (half, at) in code.chunks_exact_mut(8).zip([self.back, self.back.wrapping_add(8)]) {
+            let Ok(word) = ptrace::peek(tid, at) else { return false };
+            half.copy_from_slice(&word.to_le_bytes());
+        }
+        BACK.iter().any(|back| code.starts_with(back))
+            && ptrace::peek(tid, self.call).is_ok_and(|word| word.to_le_bytes().starts_with(CALL))
+    }
+}
+
+/// What a mapping of a file holds, by offset from the mapping's start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Pieces {
+    call: Option<u64>,
+    back: Option<u64>,
+}
+
+/// Device, inode, offset and length of a mapping.
+type Place = ((u32, u32), u64, u64, u64);
+
+#[derive(Default)]
+struct Known {
+    files: HashMap<Place, Pieces>,
+    processes: HashMap<(i32, u64), Trampoline>,
+}
+
+fn known() -> MutexGuard<'static, Known> {
+    static KNOWN: LazyLock<Mutex<Known>> = LazyLock::new(Mutex::default);
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Finds the two pieces in the memory of thread `tid`. `None`: not there, or not to be read; the calls are then made
+/// without a way home.
+pub fn find(process: &Process, tid: i32) -> Option<Trampoline> {
+    let key = (process.pid(), process.start_time_ticks());
+    if let Some(found) = known().processes.get(&key) {
+        return Some(*found);
+    }
+    let memory = process.open_file(&format!("task/{tid}/mem")).ok()?;
+    let maps = parse_maps(&process.read_file(&format!("task/{tid}/maps")).ok()?).ok()?;
+    let (mut call, mut back) = (None, None);
+    let mut left = PROCESS_BYTES;
+    for vma in in_order(&maps) {
+        let pieces = look_up(vma, &memory, &mut left);
+        call = call.or(pieces.call.map(|offset| vma.start + offset));
+        back = back.or(pieces.back.map(|offset| vma.start + offset));
+        if let (Some(call), Some(back)) = (call, back) {
+            let found = Trampoline { call, back };
+            let mut known = known();
+            if known.processes.len() >= KEPT {
+                known.processes.clear();
+            }
+            known.processes.insert(key, found);
+            return Some(found);
+        }
+    }
+    None
+}
+
+/// Forgets what was found: the code has changed, most likely by an exec.
+pub fn forget(process: &Process) {
+    known().processes.remove(&(process.pid(), process.start_time_ticks()));
+}
+
+/// The executable mappings of files, the C library's first.
+fn in_order(maps: &[Vma]) -> Vec<&Vma> {
+    let is_libc = |vma: &Vma| {
+        let file = vma.name.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+        file.starts_with(b"libc.") || file.starts_with(b"libc-") || file.starts_with(b"ld-musl")
+    };
+    let mut found: Vec<&Vma> =
+        maps.iter().filter(|vma| vma.inode != 0 && vma.perms.read && vma.perms.exec && !vma.perms.write).collect();
+    found.sort_by_key(|vma| !is_libc(vma));
+    found
+}
+
+fn look_up(vma: &Vma, memory: &File, left: &mut u64) -> Pieces {
+    let place = (vma.device, vma.inode, vma.offset, vma.end - vma.start);
+    let seen = known().files.get(&place).copied();
+    // A file may have been written over in place since.
+    if let Some(pieces) = seen.filter(|pieces| pieces.are_in(memory, vma.start)) {
+        return pieces;
+    }
+    let bytes = (vma.end - vma.start).min(MAPPING_BYTES);
+    if bytes > *left {
+        return Pieces::default();
+    }
+    *left -= bytes;
+    let pieces = search(memory, vma.start, bytes);
+    let mut known = known();
+    if known.files.len() >= KEPT {
+        known.files.clear();
+    }
+    known.files.insert(place, pieces);
+    pieces
+}
+
+impl Pieces {
+    fn are_in(self, memory: &File, start: u64) -> bool {
+        let holds = |offset: Option<u64>, any_of: &[&[u8]]| {
+            let mut code = [0; 16];
+            offset.is_none_or(|offset| {
+                memory
+                    .read_at(&mut code, start + offset)
+                    .is_ok_and(|_| any_of.iter().any(|piece| code.starts_with(piece)))
+            })
+        };
+        holds(self.call, &[CALL]) && holds(self.back, &BACK)
+    }
+}
+
+fn search(memory: &File, start: u64, bytes: u64) -> Pieces {
+    let mut pieces = Pieces::default();
+    let mut chunk = vec![0; CHUNK_BYTES];
+    let mut at = 0;
+    while at < bytes && (pieces.call.is_none() || pieces.back.is_none()) {
+        let wanted = usize::try_from(bytes - at).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
+        // Unreadable (beyond the file's end, a device): what was found so far is all.
+        let Ok(read @ 1..) = memory.read_at(&mut chunk[..wanted], start + at) else { break };
+        let here = &chunk[..read];
+        pieces.call = pieces.call.or_else(|| position(here, CALL).map(|found| at + found as u64));
+        pieces.back =
+            pieces.back.or_else(|| BACK.iter().find_map(|piece| position(here, piece)).map(|found| at + found as u64));
+        if read < wanted || wanted < CHUNK_BYTES {
+            break;
+        }
+        // Some bytes twice, for a piece across two chunks.
+        at += read as u64 - 16;
+    }
+    pieces
+}
+
+fn position(bytes: &[u8], piece: &[u8]) -> Option<usize> {
+    // SAFETY: both ranges are valid for reading; the result points into the first or is null.
+    let found = unsafe { libc::memmem(bytes.as_ptr().cast(), bytes.len(), piece.as_ptr().cast(), piece.len()) };
+    (!found.is_null()).then(|| found as usize - bytes.as_ptr() as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_found_in_this_process_and_remembered() {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        let found = find(&own, own.pid()).unwrap();
+        assert_eq!(find(&own, own.pid()), Some(found));
+        let memory = own.open_file("mem").unwrap();
+        let mut code = [0; 9];
+        memory.read_exact_at(&mut code, found.back).unwrap();
+        assert!(BACK.iter().any(|back| code.starts_with(back)));
+        memory.read_exact_at(&mut code, found.call).unwrap();
+        assert!(code.starts_with(CALL));
+        forget(&own);
+        assert_eq!(find(&own, own.pid()), Some(found), "by the file's entry");
+    }
+
+    #[test]
+    fn pieces_across_chunks_are_found() {
+        let mut bytes = vec![0x90; CHUNK_BYTES + 100];
+        bytes[CHUNK_BYTES - 4..][..BACK[0].len()].copy_from_slice(BACK[0]);
+        bytes[CHUNK_BYTES + 50..][..CALL.len()].copy_from_slice(CALL);
+        let own = File::open("/proc/self/mem").unwrap();
+        let pieces = search(&own, bytes.as_ptr() as u64, bytes.len() as u64);
+        assert_eq!(pieces.back, Some(CHUNK_BYTES as u64 - 4));
+        assert_eq!(pieces.call, Some(CHUNK_BYTES as u64 + 50));
+    }
+}

@@ -1,0 +1,134 @@
+//! The requests.
+
+use crate::Run;
+use crate::crew::{Class, Member, Storm, Target};
+use crate::inject_support::{MERGEABLE, UNMERGEABLE, example};
+use crate::random::Random;
+use crate::storm::{ON_STACK, PLAIN};
+use pagefold_linux::inject::{Call, Errno, InjectError, Injector, Limits, Report, inject, inject_thread};
+use std::process::Command;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Generous: on busy cores a thread takes its time to reach its stop, and what is sought here is harm, not delay.
+const WILLING: Limits = Limits { stop_ns: 3_000_000_000, call_ns: 3_000_000_000, calls_per_stop: 8 };
+/// Some of these do not stop, and waiting for them is all that it costs.
+const RELUCTANT: Limits = Limits { stop_ns: 20_000_000, call_ns: 100_000_000, calls_per_stop: 8 };
+
+fn limits(member: &Member) -> &'static Limits {
+    if member.class == Class::Reluctant { &RELUCTANT } else { &WILLING }
+}
+
+/// A batch of calls, and what they must answer.
+struct Batch {
+    calls: Vec<Call>,
+    answers: Vec<u64>,
+    signals: u64,
+}
+
+/// Mostly a mark or its removal; sometimes more than fit one stop, or a signal that the target sends itself in the stop.
+fn batch(member: &Member, target: &Target, random: &mut Random) -> Batch {
+    let own = u64::from(target.inner_pid.unsigned_abs());
+    let mark = |random: &mut Random| {
+        let advice = if random.below(2) == 0 { MERGEABLE } else { UNMERGEABLE };
+        (Call::madvise(target.addr, target.len, advice), 0)
+    };
+    let getpid = || (Call { nr: libc::SYS_getpid, args: [0; 6] }, own);
+    let mut signals = 0;
+    let calls: Vec<(Call, u64)> = match random.below(20) {
+        0..3 => (0..=random.below(20)).map(|_| mark(random)).collect(),
+        3..8 if member.storm != Storm::Ignored => {
+            signals = 1 + random.below(2);
+            let mut calls = vec![mark(random), getpid()];
+            for signal in [PLAIN, ON_STACK].into_iter().take(usize::try_from(signals).unwrap()) {
+                let args = [own, u64::from(signal.unsigned_abs()), 0, 0, 0, 0];
+                calls.push((Call { nr: libc::SYS_kill, args }, 0));
+            }
+            calls
+        }
+        8 => vec![getpid()],
+        _ => vec![mark(random)],
+    };
+    let (calls, answers) = calls.into_iter().unzip();
+    Batch { calls, answers, signals }
+}
+
+/// Makes one request and enters what came of it. False: the worker is of no more use.
+fn request(
+    run: &Run,
+    member: &Member,
+    random: &mut Random,
+    make: impl FnOnce(&Target, &[Call], &Limits, &mut Random) -> Result<Report, InjectError>,
+) -> bool {
+    // Between two mayflies.
+    let Some(target) = member.target() else {
+        std::thread::yield_now();
+        return true;
+    };
+    let Batch { calls, answers, signals } = batch(member, &target, random);
+    run.requests.fetch_add(1, Relaxed);
+    let result = make(&target, &calls, limits(member), random);
+    match &result {
+        Ok(report) => {
+            run.made.fetch_add(1, Relaxed);
+            member.sent_inside.fetch_add(signals, Relaxed);
+            let changing = matches!(member.class, Class::Execs | Class::Mayfly);
+            let right = report.results.len() == answers.len()
+                && report.results.iter().zip(&answers).all(|(result, answer)| match result {
+                    Ok(value) => value == answer,
+                    // Documented: cut short by stops and signals, again and again. Un-merging looks for them.
+                    Err(Errno(libc::EINTR)) => true,
+                    Err(Errno(libc::ENOMEM | libc::EINVAL)) => changing,
+                    Err(_) => false,
+                });
+            if !right || report.stops == 0 {
+                run.tally.fail(format!("{}: answers {report:?} to {calls:?}", member.name));
+            }
+        }
+        Err(error) => {
+            member.perhaps_sent.fetch_add(signals, Relaxed);
+            if !member.class.permits(error) {
+                run.tally.fail(format!("{}: {error} ({error:?})", member.name));
+            }
+        }
+    }
+    run.tally.enter(&member.name, &result);
+    // One that does not answer will not answer the next request either.
+    if matches!(result, Err(InjectError::WorkerSilent)) {
+        run.tally.fail(format!("{}: a worker fell silent", member.name));
+        return false;
+    }
+    !matches!(result, Err(InjectError::WorkerGone))
+}
+
+pub fn by_worker(run: &Run, mut random: Random) {
+    let mut injector = Injector::spawn(Command::new(example()).arg("worker")).expect("a worker");
+    while !run.is_enough() {
+        let member = &run.crew.members[*random.pick(&run.crew.lots)];
+        if !request(run, member, &mut random, |target, calls, limits, _| injector.run(&target.process, calls, limits)) {
+            break;
+        }
+    }
+}
+
+pub fn directly(run: &Run, mut random: Random) {
+    // Faster than by a worker, which is what counts.
+    for _ in 0..run.wanted / 5 {
+        if run.is_enough() {
+            break;
+        }
+        let member = &run.crew.members[*random.pick(&run.crew.direct)];
+        request(run, member, &mut random, |target, calls, limits, random| {
+            let pid = target.process.pid();
+            // Any of the threads, which all sleep. The main thread writes.
+            if member.name.starts_with("many") {
+                let tids: Vec<i32> = std::fs::read_dir(format!("/proc/{pid}/task"))
+                    .unwrap()
+                    .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+                    .filter(|&tid| tid != pid)
+                    .collect();
+                return inject_thread(&target.process, *random.pick(&tids), calls, limits);
+            }
+            inject(&target.process, calls, limits)
+        });
+    }
+}
