@@ -1,11 +1,13 @@
 # make demo   the whole story in a minute, on programs it starts itself
 # make test   every test; installs what they need from Debian's packages
+# make soak   the same tests for long: 100,000 injections, and ten minutes of folding and unfolding
 # make lint   formatting, lints, licences
+# make fuzz   every parser against inputs that nobody thought of, 5 s each (fuzz-long: 3 minutes each)
 # make bench  the experiments behind the figures in docs/measurements.md (long)
 
 CARGO ?= cargo
 
-.PHONY: build demo test unit lint bench install
+.PHONY: build demo test unit soak lint fuzz fuzz-long bench install
 
 build:
 	$(CARGO) build --release --locked
@@ -23,11 +25,24 @@ test:
 unit:
 	$(CARGO) test --workspace --locked --lib
 
+soak:
+	@scripts/setup test
+	PAGEFOLD_TORTURE=100000 $(CARGO) test --locked -p pagefold-linux --test torture -- --nocapture
+	PAGEFOLD_SOAK_SECONDS=600 $(CARGO) test --locked -p pagefold --test integrity -- --nocapture
+
 lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --locked cargo-deny@0.18.3
 	$(CARGO) deny --log-level error check licenses bans sources
+
+fuzz:
+	@scripts/setup fuzz
+	scripts/fuzz 5
+
+fuzz-long:
+	@scripts/setup fuzz
+	scripts/fuzz 180
 
 bench: build
 	@scripts/setup bench
@@ -35,3 +50,6 @@ bench: build
 
 install: build
 	install -D target/release/pagefold $(DESTDIR)/usr/local/bin/pagefold
+	install -D -m 644 -t $(DESTDIR)/usr/local/lib/systemd/system packaging/systemd/*
+	[ ! -e packaging/pagefold.toml ] || [ -e $(DESTDIR)/etc/pagefold/pagefold.toml ] || \
+	    install -D -m 644 packaging/pagefold.toml $(DESTDIR)/etc/pagefold/pagefold.toml

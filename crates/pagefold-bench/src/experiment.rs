@@ -4,6 +4,7 @@ mod cow_breaker;
 mod governors;
 mod hash;
 mod idle;
+mod mapper;
 mod pairs;
 mod real_programs;
 mod recall;
@@ -49,13 +50,14 @@ pub struct Experiment {
 }
 
 /// All of them.
-pub const EXPERIMENTS: [Experiment; 11] = [
+pub const EXPERIMENTS: [Experiment; 12] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
     short_lived::EXPERIMENT,
     idle::EXPERIMENT,
     governors::EXPERIMENT,
+    mapper::EXPERIMENT,
     real_programs::EXPERIMENT,
     real_programs::MIXED_HOST,
     recall::EXPERIMENT,

@@ -34,6 +34,11 @@ pub enum Live {
         /// Marks the memory itself, before filling it, as a program made for KSM does.
         mergeable: bool,
     },
+    /// Maps a little memory, writes to its first page and unmaps it, without a pause.
+    Mapper {
+        /// Pages.
+        pages: u64,
+    },
 }
 
 /// What the live parts have done.
@@ -49,6 +54,9 @@ pub struct Counters {
     pub writing_seconds: f64,
     /// The lives of short-lived memory that have ended.
     pub lives: Vec<Life>,
+    /// How often a mapper has mapped and unmapped, in each tenth of a second.
+    #[serde(default)]
+    pub maps: Vec<u64>,
 }
 
 /// One life of short-lived memory.
@@ -66,6 +74,8 @@ pub enum Part {
     Breaker(Clock, usize),
     /// See [`Live::ShortLived`].
     ShortLived(Clock, Cycle),
+    /// See [`Live::Mapper`], with its bytes.
+    Mapper(Clock, usize),
 }
 
 /// When something is due, and what has been done.
@@ -106,12 +116,13 @@ impl Part {
                 let pages = usize::try_from(pages)?;
                 Self::ShortLived(clock(life_us), Cycle { pages, mergeable, content, alive: None, damaged: 0 })
             }
+            Live::Mapper { pages } => Self::Mapper(clock(0), usize::try_from(pages)? * PAGE_SIZE),
         })
     }
 
     fn clock(&mut self) -> &mut Clock {
         match self {
-            Self::Breaker(clock, _) | Self::ShortLived(clock, _) => clock,
+            Self::Breaker(clock, _) | Self::ShortLived(clock, _) | Self::Mapper(clock, _) => clock,
         }
     }
 
@@ -124,7 +135,7 @@ impl Part {
     /// When there is something to do; `None` before the beginning.
     pub fn due(&self) -> Option<Instant> {
         match self {
-            Self::Breaker(clock, _) | Self::ShortLived(clock, _) => clock.due,
+            Self::Breaker(clock, _) | Self::ShortLived(clock, _) | Self::Mapper(clock, _) => clock.due,
         }
     }
 
@@ -144,6 +155,7 @@ impl Part {
                 clock.due = Some(Instant::now() + clock.every);
                 Ok(())
             }
+            Self::Mapper(clock, bytes) => clock.map(*bytes),
         }
     }
 
@@ -161,13 +173,14 @@ impl Part {
         clock.counters.seconds = clock.began.map_or(0.0, |began| now.saturating_duration_since(began).as_secs_f64());
         let told = clock.counters.clone();
         clock.counters.latest_us = 0.0;
+        clock.counters.maps.clear();
         told
     }
 
     /// Pages of its own that do not hold what was written, those of former lives included.
     pub fn damaged(&self) -> u64 {
         match self {
-            Self::Breaker(..) => 0,
+            Self::Breaker(..) | Self::Mapper(..) => 0,
             Self::ShortLived(_, cycle) => cycle.damaged + cycle.differing(1),
         }
     }
@@ -184,6 +197,22 @@ impl Clock {
         let late_us = began.saturating_duration_since(due).as_secs_f64() * 1e6;
         self.counters.latest_us = self.counters.latest_us.max(late_us);
         self.due = Some(due + self.every);
+    }
+
+    /// Maps and unmaps for a tenth of a second, which a program that is kept waiting does not lengthen by much.
+    fn map(&mut self, bytes: usize) -> anyhow::Result<()> {
+        let end = Instant::now() + Duration::from_millis(100);
+        let mut maps = 0;
+        while Instant::now() < end {
+            for _ in 0..16 {
+                let mut memory = MmapMut::map_anon(bytes).context("memory to map")?;
+                memory[0] = 1;
+                maps += 1;
+            }
+        }
+        self.counters.maps.push(maps);
+        self.due = Some(Instant::now());
+        Ok(())
     }
 }
 
@@ -255,6 +284,17 @@ mod tests {
         let counters = part.counters(began + Duration::from_secs(3));
         assert_eq!((counters.pages_written, counters.seconds), (5, 2.0));
         assert_eq!(memory[0].damaged(), 0);
+    }
+
+    #[test]
+    fn a_mapper_maps_and_counts() {
+        let mut part = Part::new(Live::Mapper { pages: 16 }).unwrap();
+        part.begin(Instant::now());
+        part.act(&mut []).unwrap();
+        part.act(&mut []).unwrap();
+        let counters = part.counters(Instant::now());
+        assert!(counters.maps.len() == 2 && counters.maps.iter().all(|&maps| maps > 100), "{counters:?}");
+        assert!(part.counters(Instant::now()).maps.is_empty());
     }
 
     #[test]

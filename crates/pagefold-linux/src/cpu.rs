@@ -1,5 +1,6 @@
 //! CPU time: our own, that of children, of any process, and of ksmd.
 
+use crate::fault;
 use crate::process::{Process, ReadError, Stat};
 use std::fs::File;
 use std::io;
@@ -59,7 +60,8 @@ impl Ksmd {
 
     /// The same below another root.
     pub fn find_at(proc_root: &Path) -> Result<Option<Self>, ReadError> {
-        let entries = std::fs::read_dir(proc_root).map_err(|error| ReadError::from_io(0, "", error))?;
+        let entries = fault::io("read:proc").and_then(|()| std::fs::read_dir(proc_root));
+        let entries = entries.map_err(|error| ReadError::from_io(0, "", error))?;
         let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
         for pid in pids {
             let Ok(process) = Process::open_at(proc_root, pid) else { continue };
@@ -110,6 +112,7 @@ impl Ksmd {
     }
 
     fn pread(&self, file: &File, name: &str) -> Result<Vec<u8>, ReadError> {
+        self.process.fault(name)?;
         let mut buffer = vec![0; 512];
         let length =
             file.read_at(&mut buffer, 0).map_err(|error| ReadError::from_io(self.process.pid(), name, error))?;
@@ -124,7 +127,7 @@ pub fn ksmd_cpu_ns() -> Result<Option<u64>, ReadError> {
 }
 
 /// The first field of `schedstat`: nanoseconds on a CPU.
-fn parse_schedstat(text: &[u8]) -> Option<u64> {
+pub(crate) fn parse_schedstat(text: &[u8]) -> Option<u64> {
     std::str::from_utf8(text).ok()?.split_ascii_whitespace().next()?.parse().ok()
 }
 

@@ -20,6 +20,7 @@
 //! So ksmd rests with `run` 1, `pages_to_scan` 0 and an endless sleep. In that state it used no CPU at all.
 
 use crate::cpu::Ksmd;
+use crate::fault;
 use crate::hand::Hand;
 use crate::ksm::Knob;
 use crate::state_file::ENDLESS_SLEEP;
@@ -228,6 +229,7 @@ impl Worker {
     }
 
     fn rest(&mut self) -> Result<(), Stop> {
+        fault::point("order:rest");
         if self.hand.standing(Knob::Run) != Some(1) {
             return Ok(());
         }
@@ -242,6 +244,7 @@ impl Worker {
     fn pace(&mut self, pages_to_scan: u32, sleep_ms: u32) -> Result<(), Stop> {
         // From 2^31 on the kernel would sleep for ever.
         let sleep_ms = u64::from(sleep_ms).min(ENDLESS_SLEEP - 1);
+        fault::point("order:pace");
         self.at_start = false;
         self.pacing = true;
         self.hand.turn(Knob::PagesToScan, u64::from(pages_to_scan.max(1)))?;
@@ -250,6 +253,7 @@ impl Worker {
     }
 
     fn kick(&mut self) -> Result<(), Stop> {
+        fault::point("order:kick");
         if self.pacing {
             self.rest()?;
             self.wait_for_rest()?;
@@ -312,12 +316,15 @@ impl Worker {
     /// Whether ksmd has been resting for so long that it cannot have heard the kick.
     fn unheard(&self, quiet: &mut Quiet) -> Result<bool, Stop> {
         let scanned = self.hand.ksm.pages_scanned()?;
-        Ok(match &self.ksmd {
+        let rests = match &self.ksmd {
             // Its state costs more to read than the counter: only ask while that stands still.
-            Some(ksmd) => {
-                let rests = !quiet.moves(scanned) && ksmd.rests().unwrap_or(true);
-                quiet.lasts(rests, scanned, UNHEARD)
-            }
+            Some(_) if quiet.moves(scanned) => Some(false),
+            // One that cannot be looked at is as good as hidden.
+            Some(ksmd) => ksmd.rests().ok(),
+            None => None,
+        };
+        Ok(match rests {
+            Some(rests) => quiet.lasts(rests, scanned, UNHEARD),
             None => quiet.lasts(true, scanned, UNHEARD_UNSEEN),
         })
     }
@@ -326,8 +333,8 @@ impl Worker {
         let mut quiet = Quiet::default();
         let mut look = FIRST_LOOK / 10;
         loop {
-            let rests = match &self.ksmd {
-                Some(ksmd) => ksmd.rests().unwrap_or(true),
+            let rests = match self.ksmd.as_ref().and_then(|ksmd| ksmd.rests().ok()) {
+                Some(rests) => rests,
                 None => quiet.lasts(true, self.hand.ksm.pages_scanned()?, SLOWEST_LOOK),
             };
             if rests {

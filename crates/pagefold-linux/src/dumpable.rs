@@ -7,13 +7,65 @@
 //!   but then asks that the target be dumpable, or that the asker have CAP_SYS_PTRACE. So for a process of our own
 //!   users and groups we put that capability down for one system call, in this thread only, and ask.
 //!
-//! What is left, root's processes in containers with a user namespace of their own and processes of mixed users, is
-//! unknown. `Unknown` is for the caller to weigh: the deny list and the flags of the mappings still apply.
+//! What is left, root's processes in containers with a user namespace of their own, processes of mixed users, and those
+//! of our own user that have capabilities which we have given up (the kernel's check fails for these as well), is
+//! unknown from outside. [`ask_inside`] has the process itself asked, by one stop of it. Where nobody can, `Unknown` is
+//! for the caller to weigh: the deny list and the flags of the mappings still apply.
 
+use crate::inject::{Beside, Call, Injector, Limits};
 use crate::process::{Process, ReadError};
 use crate::status::Status;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
+
+/// How long the answer of a process counts: it may change its mind.
+const ANSWER_COUNTS: Duration = Duration::from_secs(60);
+/// One that does not stop within this time is asked again when its answer would have ceased to count.
+const ASKING: Limits = Limits { stop_ns: 20_000_000, call_ns: 100_000_000, calls_per_stop: 1 };
+
+thread_local! {
+    static ASKER: RefCell<Option<Asker>> = const { RefCell::new(None) };
+}
+
+/// By whom this thread has processes asked, and what they have answered.
+struct Asker {
+    injector: Beside,
+    /// By pid: start time, when it was asked, what it said.
+    answers: BTreeMap<i32, (u64, Instant, Dumpable)>,
+}
+
+/// From now on [`ask_inside`] asks through this injector, for the calling thread, as long as it is there.
+pub fn ask_through(injector: &Injector) {
+    ASKER.set(Some(Asker { injector: injector.beside(), answers: BTreeMap::new() }));
+}
+
+/// Has the process say it by itself (PR_GET_DUMPABLE), where this thread has somebody who asks. That stops the process
+/// for some tens of microseconds, at most once a minute.
+pub fn ask_inside(process: &Process) -> Dumpable {
+    ASKER.with_borrow_mut(|asker| asker.as_mut().map_or(Dumpable::Unknown, |asker| asker.ask(process)))
+}
+
+impl Asker {
+    fn ask(&mut self, process: &Process) -> Dumpable {
+        let (pid, start) = (process.pid(), process.start_time_ticks());
+        self.answers.retain(|_, (_, at, _)| at.elapsed() < ANSWER_COUNTS);
+        if let Some((.., answer)) = self.answers.get(&pid).filter(|(of, ..)| *of == start) {
+            return *answer;
+        }
+        let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
+        let answer = match self.injector.run(process, &[call], &ASKING).map(|report| report.results) {
+            Ok(results) if results == [Ok(1)] => Dumpable::Yes,
+            // 2: only root reads its dumps, as after a change of users.
+            Ok(results) if matches!(results[..], [Ok(0 | 2)]) => Dumpable::No,
+            _ => Dumpable::Unknown,
+        };
+        self.answers.insert(pid, (start, Instant::now(), answer));
+        answer
+    }
+}
 
 /// What is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +112,7 @@ fn ask_the_kernel(pid: i32, status: &Status) -> Dumpable {
     if status.uids[..3] != [uid; 3] || status.gids[..3] != [gid; 3] {
         return Dumpable::Unknown;
     }
-    let Ok(_guard) = WithoutPtrace::enter() else { return Dumpable::Unknown };
+    let Ok(guard) = WithoutPtrace::enter() else { return Dumpable::Unknown };
     // get_robust_list only reads, costs nothing and makes the check (PTRACE_MODE_READ, real credentials). It compares
     // permitted capabilities, which we keep: only the effective one is put down.
     let mut head = 0usize;
@@ -69,7 +121,8 @@ fn ask_the_kernel(pid: i32, status: &Status) -> Dumpable {
     let answer = unsafe { libc::syscall(libc::SYS_get_robust_list, pid, &raw mut head, &raw mut length) };
     match (answer, io::Error::last_os_error().raw_os_error()) {
         (0, _) => Dumpable::Yes,
-        (_, Some(libc::EPERM)) => Dumpable::No,
+        (_, Some(libc::EPERM)) if guard.permitted() & status.permitted == status.permitted => Dumpable::No,
+        // Or it is for a capability that the process has and we have not (`cap_ptrace_access_check`).
         _ => Dumpable::Unknown,
     }
 }
@@ -103,6 +156,10 @@ impl WithoutPtrace {
         without[0].effective &= !(1 << CAP_SYS_PTRACE);
         capability(libc::SYS_capset, &mut without)?;
         Ok(Self { before })
+    }
+
+    fn permitted(&self) -> u64 {
+        u64::from(self.before[0].permitted) | u64::from(self.before[1].permitted) << 32
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Facts are acquired first and judged apart from that, so that every rule is tested without a process.
 
-use crate::dumpable::{Dumpable, dumpable};
+use crate::dumpable::{Dumpable, ask_inside, dumpable};
 use crate::maps::VmaDetail;
 use crate::process::{Process, ReadError};
 use crate::status::{Status, exe_of, printable, program_name};
@@ -29,6 +29,8 @@ pub enum Exclusion {
     },
     /// The kernel does not let us read it.
     NotReadable,
+    /// It keeps its memory map locked: who reads it waits with it.
+    Stuck,
     /// Shared memory, or a file mapped shared.
     Shared,
     /// VM_PFNMAP: device memory without page structures.
@@ -69,7 +71,8 @@ impl fmt::Display for Exclusion {
             Self::NotDumpable => "keeps its memory from others (not dumpable)",
             Self::Traced { by } => return write!(f, "traced by process {by}"),
             Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
-            Self::NotReadable => "not permitted to read it",
+            Self::NotReadable => "it cannot be read",
+            Self::Stuck => "it keeps its memory map locked",
             Self::Shared => "shared mapping, which KSM never merges",
             Self::PfnMap => "device memory (VM_PFNMAP), which KSM never merges",
             Self::Io => "device registers (VM_IO), which KSM never merges",
@@ -93,7 +96,14 @@ impl fmt::Display for Exclusion {
 /// name, or its beginning followed by `*`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DenyList {
-    entries: Vec<String>,
+    /// The first that fits a name counts.
+    entries: Vec<Entry>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Entry {
+    name: String,
+    denied: bool,
 }
 
 impl Default for DenyList {
@@ -171,17 +181,44 @@ pub const DEFAULT_DENIED: &[&str] = &[
 impl DenyList {
     /// A list of these entries.
     pub fn new(entries: impl IntoIterator<Item = String>) -> Self {
-        Self { entries: entries.into_iter().collect() }
+        Self { entries: entries.into_iter().map(|name| Entry { name, denied: true }).collect() }
+    }
+
+    /// The list with these programs denied and those allowed, whatever it says of them. Denied comes before allowed.
+    #[must_use]
+    pub fn with(self, denied: &[String], allowed: &[String]) -> Self {
+        let entries = |names: &[String], denied| {
+            names.iter().map(|name| Entry { name: name.clone(), denied }).collect::<Vec<_>>()
+        };
+        Self { entries: [entries(denied, true), entries(allowed, false), self.entries].concat() }
     }
 
     /// The entry that denies a program of this name. A name of 15 bytes may be a command name that the kernel has cut
-    /// off, so it also matches the longer entries that it begins.
+    /// off, so it also matches the longer entries that it begins. It is not allowed by those, for it may be another's.
     pub fn entry_for(&self, name: &[u8]) -> Option<&str> {
         const COMM_MOST: usize = 15;
-        self.entries.iter().map(String::as_str).find(|entry| match entry.strip_suffix('*') {
-            Some(start) => name.starts_with(start.as_bytes()),
-            None => name == entry.as_bytes() || name.len() == COMM_MOST && entry.as_bytes().starts_with(name),
-        })
+        let fits = |entry: &&Entry| {
+            if let Some(start) = entry.name.strip_suffix('*') {
+                return name.starts_with(start.as_bytes());
+            }
+            let cut_off = || entry.denied && name.len() == COMM_MOST && entry.name.as_bytes().starts_with(name);
+            name == entry.name.as_bytes() || cut_off()
+        };
+        self.entries.iter().find(fits).filter(|entry| entry.denied).map(|entry| entry.name.as_str())
+    }
+}
+
+/// Why a deny list cannot have this entry, if it cannot: it would never match, and protect nobody.
+pub fn unfit_entry(entry: &str) -> Option<&'static str> {
+    let name = entry.strip_suffix('*').unwrap_or(entry);
+    if entry.is_empty() {
+        Some("is empty; give a program's base name")
+    } else if name.contains('*') {
+        Some("has an asterisk before its end; give a program's base name, or its beginning and one asterisk")
+    } else if name.contains(['/', '\0']) {
+        Some("is a path; give the program's base name")
+    } else {
+        None
     }
 }
 
@@ -241,7 +278,13 @@ pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion>
 
 /// Why the process must be left alone, if it must.
 pub fn process_exclusion(process: &Process, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
-    Ok(judge_process(&ProcessFacts::of(process)?, deny))
+    let facts = ProcessFacts::of(process)?;
+    let excluded = judge_process(&facts, deny);
+    // Last, for it stops the process: one that is left alone anyway is not asked.
+    if excluded.is_none() && facts.dumpable == Dumpable::Unknown && ask_inside(process) == Dumpable::No {
+        return Ok(Some(Exclusion::NotDumpable));
+    }
+    Ok(excluded)
 }
 
 /// A mapping kept out of core dumps that is at least this large, before marks cut it, is so for its size, not for secrets: databases keep

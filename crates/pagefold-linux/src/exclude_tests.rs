@@ -160,3 +160,40 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_name_on_the_list_can_be_allowed_and_others_denied() {
+    let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+    let list = DenyList::default().with(&names(&["mine*"]), &names(&["vault", "chrome-headless"]));
+    assert_eq!(list.entry_for(b"mine-2"), Some("mine*"));
+    assert_eq!(list.entry_for(b"vault"), None);
+    assert_eq!((list.entry_for(b"chrome-headless"), list.entry_for(b"chrome")), (None, Some("chrome*")));
+    assert_eq!(list.entry_for(b"ssh-agent"), Some("ssh-agent"), "the others stay");
+    let again = list.with(&names(&["vault"]), &names(&["mine-2"]));
+    assert_eq!((again.entry_for(b"vault"), again.entry_for(b"mine-2")), (Some("vault"), None), "the later word counts");
+    assert_eq!(again.entry_for(b"mine-3"), Some("mine*"));
+    // A name cut off by the kernel may be that of a program that is not allowed.
+    let list = DenyList::new(names(&["systemd-homewor*"])).with(&[], &names(&["systemd-homeworks"]));
+    assert_eq!(list.entry_for(b"systemd-homewor"), Some("systemd-homewor*"));
+    let facts = ProcessFacts {
+        kernel_thread: false,
+        zombie: false,
+        dumpable: Dumpable::Yes,
+        tracer: 0,
+        program: b"vault".to_vec(),
+        readable: true,
+    };
+    let allowed = DenyList::default().with(&[], &names(&["vault"]));
+    assert_eq!(judge_process(&facts, &allowed), None);
+    assert!(judge_process(&facts, &DenyList::default()).unwrap().to_string().contains("deny list (vault)"));
+}
+
+#[test]
+fn entries_that_would_never_match_are_refused() {
+    for fit in ["vault", "a", "*", "wallet*", "with space"] {
+        assert_eq!(unfit_entry(fit), None, "{fit}");
+    }
+    for unfit in ["", "a*b", "**", "/usr/bin/vault", "bin/", "a\0"] {
+        assert!(unfit_entry(unfit).is_some(), "{unfit:?}");
+    }
+}

@@ -2,15 +2,98 @@
 //!
 //! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`: at the point of that name, from its third
 //! passage on where `@3` says so, this process kills itself as `kill -9` would, or the read or write fails with that
-//! error. Without the variable a point costs one load. Only who starts a process sets its environment, and can kill it
-//! anyway.
+//! error, or it never comes back (`=hang`). Without the variable a point costs one load. Only who starts a process sets
+//! its environment, and can kill it anyway.
 
-use std::io;
+use std::io::{self, Write};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// The environment variable.
 pub const VARIABLE: &str = "PAGEFOLD_FAULT";
+
+/// Names a file in which each read or write that was made to fail is noted once: a test that nothing came of proves
+/// nothing if nothing failed.
+pub const SEEN_VARIABLE: &str = "PAGEFOLD_FAULT_SEEN";
+
+/// The points of a daemon's life, and of giving memory back, at which something is left turned. Those of the injector
+/// are its own.
+pub const POINTS: &[&str] = &[
+    "injector-started",
+    "lock-taken",
+    "state-begun",
+    "state-written",
+    "state-saved",
+    "turn:max_page_sharing",
+    "turned:max_page_sharing",
+    "turn:use_zero_pages",
+    "turned:use_zero_pages",
+    "socket-made",
+    "mark",
+    "marked",
+    "order:kick",
+    "turn:pages_to_scan",
+    "turned:pages_to_scan",
+    "turn:sleep_millisecs",
+    "turned:sleep_millisecs",
+    "turn:run",
+    "turned:run",
+    "order:rest",
+    "order:pace",
+    "put-back:run",
+    "was-put-back:run",
+    "put-back:sleep_millisecs",
+    "was-put-back:sleep_millisecs",
+    "put-back:pages_to_scan",
+    "was-put-back:pages_to_scan",
+    "put-back:use_zero_pages",
+    "was-put-back:use_zero_pages",
+    "put-back:max_page_sharing",
+    "was-put-back:max_page_sharing",
+    "state-closing",
+    "state-closed",
+    "unmark",
+    "unmarked",
+];
+
+/// The reads of the live layer: files below `/proc/PID` (the last part of their path), of KSM, of the whole machine,
+/// of memory cgroups, and our own.
+pub const READS: &[&str] = &[
+    "read:stat",
+    "read:status",
+    "read:exe",
+    "read:cgroup",
+    "read:statm",
+    "read:maps",
+    "read:smaps",
+    "read:pagemap",
+    "read:oom_score_adj",
+    "read:mem",
+    "read:process_vm_readv",
+    "read:schedstat",
+    "read:ksm_stat",
+    "read:kpageflags",
+    "read:ksm:run",
+    "read:ksm:pages_to_scan",
+    "read:ksm:max_page_sharing",
+    "read:ksm:pages_shared",
+    "read:ksm:pages_scanned",
+    "read:ksm:full_scans",
+    "read:ksm:advisor_mode",
+    "read:proc",
+    "read:loadavg",
+    "read:meminfo",
+    "read:pressure/memory",
+    "read:vmstat",
+    "read:boot_id",
+    "read:limits",
+    "read:state",
+    "read:lock",
+];
+
+/// The writes.
+pub const WRITES: &[&str] = &["write:state", "write:lock", "write:knob"];
 
 static FAULTS: OnceLock<Vec<Fault>> = OnceLock::new();
 
@@ -27,6 +110,7 @@ struct Fault {
 enum What {
     Kill,
     Errno(i32),
+    Hang,
 }
 
 /// Reads the variable now. Otherwise the first point does, which allocates.
@@ -36,27 +120,64 @@ pub fn init() {
 
 /// A point at which this process may be made to die. Does not allocate after [`init`].
 pub fn point(name: &str) {
-    if happens(name) == Some(What::Kill) {
-        // SAFETY: takes no memory, and does not return when it works.
-        unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+    point_of(name, "");
+}
+
+/// The same for a point named `name:of`.
+pub fn point_of(name: &str, of: &str) {
+    if happens(name, of).is_some_and(|fault| fault.what == What::Kill) {
+        die();
     }
 }
 
 /// A read or write that may be made to fail: `Err` instead of doing it.
 pub fn io(name: &str) -> io::Result<()> {
-    match happens(name) {
-        Some(What::Errno(errno)) => Err(io::Error::from_raw_os_error(errno)),
-        Some(What::Kill) => {
-            point(name);
+    io_of(name, "")
+}
+
+/// The same for one named `name:of`.
+pub fn io_of(name: &str, of: &str) -> io::Result<()> {
+    let Some(fault) = happens(name, of) else { return Ok(()) };
+    fault.note();
+    match fault.what {
+        What::Errno(errno) => Err(io::Error::from_raw_os_error(errno)),
+        What::Kill => {
+            die();
             Ok(())
         }
-        None => Ok(()),
+        // As one who waits for a lock that only a fatal signal frees him from.
+        What::Hang => loop {
+            std::thread::sleep(Duration::from_secs(3600));
+        },
     }
 }
 
-fn happens(name: &str) -> Option<What> {
-    let fault = faults().iter().find(|fault| fault.point == name)?;
-    (fault.passed.fetch_add(1, Ordering::Relaxed) + 1 >= fault.from).then_some(fault.what)
+fn die() {
+    // SAFETY: takes no memory, and does not return when it works.
+    unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+}
+
+fn happens(name: &str, of: &str) -> Option<&'static Fault> {
+    let fault = faults().iter().find(|fault| fault.is_of(name, of))?;
+    (fault.passed.fetch_add(1, Ordering::Relaxed) + 1 >= fault.from).then_some(fault)
+}
+
+impl Fault {
+    fn is_of(&self, name: &str, of: &str) -> bool {
+        match self.point.strip_prefix(name) {
+            Some("") => of.is_empty(),
+            Some(rest) => rest.strip_prefix(':') == Some(of),
+            None => false,
+        }
+    }
+
+    fn note(&self) {
+        let first = self.passed.load(Ordering::Relaxed) <= self.from;
+        let Some(path) = std::env::var_os(SEEN_VARIABLE).filter(|_| first) else { return };
+        // A test that finds nothing noted fails.
+        let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
+        let _ = file.and_then(|mut file| writeln!(file, "{}", self.point));
+    }
 }
 
 fn faults() -> &'static [Fault] {
@@ -70,6 +191,7 @@ fn parse(text: &str) -> Vec<Fault> {
         let (point, from) = point.rsplit_once('@').map_or((point, "1"), |split| split);
         let what = match what {
             "kill" => What::Kill,
+            "hang" => What::Hang,
             "EIO" => What::Errno(libc::EIO),
             "ENOMEM" => What::Errno(libc::ENOMEM),
             "ENOSPC" => What::Errno(libc::ENOSPC),
@@ -90,6 +212,38 @@ mod tests {
         let faults = parse("registers-set=kill,read:smaps@3=EIO,nonsense,x=y");
         let seen: Vec<_> = faults.iter().map(|fault| (fault.point.as_str(), fault.from, fault.what)).collect();
         assert_eq!(seen, [("registers-set", 1, What::Kill), ("read:smaps", 3, What::Errno(libc::EIO))]);
+    }
+
+    #[test]
+    fn a_name_and_what_it_is_of_go_together() {
+        let names = |point: &str| ["", "run"].map(|of| parse(&format!("{point}=kill"))[0].is_of("turn", of));
+        assert_eq!(names("turn"), [true, false]);
+        assert_eq!(names("turn:run"), [false, true]);
+        assert_eq!(names("turned:run"), [false, false]);
+    }
+
+    /// A point that is in no list is in no test.
+    #[test]
+    fn every_point_is_listed() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let listed: Vec<&str> = [POINTS, READS, WRITES].concat();
+        for dir in ["pagefold-linux/src", "pagefold-linux/src/memory", "pagefold/src", "pagefold/src/control"] {
+            for entry in std::fs::read_dir(root.join(dir)).unwrap() {
+                let path = entry.unwrap().path();
+                if !path.is_file() || path.ends_with("fault.rs") {
+                    continue;
+                }
+                let text = std::fs::read_to_string(&path).unwrap();
+                for call in ["fault::point(", "fault::point_of(", "fault::io(", "fault::io_of("] {
+                    for (at, _) in text.match_indices(call) {
+                        let words = text[at + call.len()..].strip_prefix('"').expect("a name, not a variable");
+                        let name = words.split('"').next().unwrap();
+                        let found = listed.iter().any(|&one| one == name || one.starts_with(&format!("{name}:")));
+                        assert!(found, "{name:?} of {} is in no list", path.display());
+                    }
+                }
+            }
+        }
     }
 
     #[test]

@@ -4,15 +4,20 @@
 //! turned a knob, and compared later with what the kernel says. The book is never locked while the kernel
 //! blocks a write, so that checks stay prompt.
 
-use crate::ksm::{Knob, Ksm, KsmError};
+use crate::cpu::Ksmd;
+use crate::fault;
+use crate::ksm::{KSM_ROOT, Knob, Ksm, KsmError};
 use crate::lock::Lock;
-use crate::state_file::State;
+use crate::state_file::{ENDLESS_SLEEP, State};
 use crate::tenure::{Restored, TurnError, Usurped};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
+
+/// How often ksmd is looked at while it ends its batch.
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
 /// The order in which knobs are put back, the reverse of that in which they are turned. `run` comes
 /// first: the others then change nothing that still moves.
@@ -113,7 +118,9 @@ impl Hand {
             }
             book.now.insert(knob, Standing { value: standing.value, writing: Some(value) });
         }
+        fault::point_of("turn", knob.file_name());
         let written = self.ksm.write(knob, value);
+        fault::point_of("turned", knob.file_name());
         let mut book = self.book();
         if let Some(standing) = book.now.get_mut(&knob) {
             standing.writing = None;
@@ -133,6 +140,32 @@ impl Hand {
         let book = self.book();
         let turned = PUT_BACK_ORDER.into_iter().filter(|knob| book.state.turned.contains_key(knob));
         turned.filter_map(|knob| Some((knob, rest_value(knob, *book.state.original.get(&knob)?)))).collect()
+    }
+
+    /// Has ksmd do nothing after its present batch, and waits for the end of that, if it is us who had it run.
+    fn have_ksmd_rest(&self) {
+        let running = self.standing(Knob::Run) == Some(1) && self.ksm.root() == Path::new(KSM_ROOT);
+        if !running || !self.book().state.turned.contains_key(&Knob::Run) {
+            return;
+        }
+        let Ok(Some(ksmd)) = Ksmd::find() else { return };
+        for (knob, value) in [(Knob::PagesToScan, 0), (Knob::SleepMillisecs, ENDLESS_SLEEP)] {
+            self.calm(knob, value);
+        }
+        // Where it cannot be read there is nothing to wait for.
+        while let Ok(false) = ksmd.rests() {
+            std::thread::sleep(LOOK_AGAIN);
+        }
+    }
+
+    /// Turns a knob that was ours before to a value known as ours. Neither of the two blocks.
+    fn calm(&self, knob: Knob, value: u64) {
+        let Some(standing) = self.standing(knob).filter(|&now| now != value) else { return };
+        let ours =
+            self.book().state.is_ours(knob, standing) && self.ksm.read(knob).is_ok_and(|now| now == Some(standing));
+        if ours && self.ksm.write(knob, value).is_ok() {
+            self.book().now.insert(knob, Standing { value, writing: None });
+        }
     }
 
     fn put_back(&self, knob: Knob, value: u64) -> PutBack {
@@ -168,9 +201,11 @@ impl Hand {
             let mut book = self.book();
             book.state.holder = None;
             let nothing_left = book.state.turned.is_empty();
+            fault::point("state-closing");
             // Should this fail, the next start finds every knob as it was, or what is left to do, and tries again.
             let _ = if nothing_left { State::remove(&self.state_path) } else { book.state.save(&self.state_path) };
         }
+        fault::point("state-closed");
         lock(&self.lock).take();
     }
 
@@ -206,7 +241,12 @@ fn rest_value(knob: Knob, original: u64) -> u64 {
     if knob == Knob::Run && original == 2 { 0 } else { original }
 }
 
-/// Puts everything back on a thread of its own, for a write to `run` blocks as long as ksmd's scan lasts.
+/// Puts everything back on a thread of its own, and waits for that at most `limit`.
+///
+/// A write to `run` blocks as long as ksmd's batch lasts, which is for ever where a program keeps its mmap lock from ksmd;
+/// and who is blocked there cannot even be killed, so that this process would not end either. So ksmd's next batch is
+/// made empty first, which never blocks, and `run` is written when ksmd rests. If the process ends before that, ksmd does
+/// nothing once its batch has ended, and the next start goes on from the state file.
 pub(crate) fn give_back(hand: &Arc<Hand>, limit: Duration) -> Restored {
     hand.ending.store(true, Ordering::Release);
     let progress = Arc::new(Mutex::new(Restored { pending: hand.to_put_back(), ..Restored::default() }));
@@ -216,8 +256,11 @@ pub(crate) fn give_back(hand: &Arc<Hand>, limit: Duration) -> Restored {
         move || {
             // A write that began before the end was announced comes first, and is put back with the others.
             drop(lock(&hand.turning));
+            hand.have_ksmd_rest();
             for (knob, value) in hand.to_put_back() {
+                fault::point_of("put-back", knob.file_name());
                 let outcome = hand.put_back(knob, value);
+                fault::point_of("was-put-back", knob.file_name());
                 hand.settle(knob, &outcome);
                 let mut progress = lock(&progress);
                 progress.pending.retain(|(pending, _)| *pending != knob);

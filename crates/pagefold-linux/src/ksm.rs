@@ -5,6 +5,7 @@
 //! No read takes ksmd's mutex; of the writes, those to `run`, `max_page_sharing` and
 //! `merge_across_nodes` do, and so block until ksmd's batch has ended. The others never block.
 
+use crate::fault;
 use pagefold_core::host::KsmView;
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
@@ -185,16 +186,16 @@ impl Breaks {
         Self { vmstat: File::open(proc.join("vmstat")).ok() }
     }
 
-    /// Copies so far; 0 where the kernel does not count them.
-    pub fn read(&self) -> u64 {
+    /// Copies so far, 0 where the kernel does not count them; `None` when that cannot be read now.
+    pub fn read(&self) -> Option<u64> {
         let mut text = String::new();
-        let Some(mut vmstat) = self.vmstat.as_ref() else { return 0 };
-        let read = vmstat.seek(SeekFrom::Start(0)).and_then(|_| vmstat.read_to_string(&mut text));
-        read.map_or(0, |_| cow_ksm(&text))
+        let Some(mut vmstat) = self.vmstat.as_ref() else { return Some(0) };
+        let read = fault::io("read:vmstat").and_then(|()| vmstat.seek(SeekFrom::Start(0)));
+        read.and_then(|_| vmstat.read_to_string(&mut text)).ok().map(|_| cow_ksm(&text))
     }
 }
 
-fn cow_ksm(vmstat: &str) -> u64 {
+pub(crate) fn cow_ksm(vmstat: &str) -> u64 {
     let value = vmstat.lines().find_map(|line| line.strip_prefix("cow_ksm "));
     value.and_then(|value| value.trim().parse().ok()).unwrap_or(0)
 }
@@ -350,10 +351,8 @@ impl Ksm {
     pub fn write(&self, knob: Knob, value: u64) -> Result<(), KsmError> {
         let path = self.root.join(knob.file_name());
         // Truncation means nothing to sysfs; on a copy of the tree it keeps "5" from turning "100" into "500".
-        let mut file = OpenOptions::new()
-            .write(true)
-            .truncate(true)
-            .open(&path)
+        let mut file = fault::io("write:knob")
+            .and_then(|()| OpenOptions::new().write(true).truncate(true).open(&path))
             .map_err(|error| KsmError::from_io(&path, error))?;
         file.write_all(value.to_string().as_bytes()).map_err(|source| match source.raw_os_error() {
             Some(libc::EBUSY | libc::EINVAL) => KsmError::Refused { knob, value, source },
@@ -380,15 +379,20 @@ impl Ksm {
     }
 
     fn text<'a>(&self, file: &File, name: &str, buffer: &'a mut [u8; 64]) -> Result<&'a str, KsmError> {
-        let length = file.read_at(buffer, 0).map_err(|error| KsmError::from_io(&self.root.join(name), error))?;
+        let read = fault::io_of("read:ksm", name).and_then(|()| file.read_at(buffer, 0));
+        let length = read.map_err(|error| KsmError::from_io(&self.root.join(name), error))?;
         let bytes = buffer.get(..length).unwrap_or_default();
-        let text = std::str::from_utf8(bytes).map_err(|_| self.malformed(name, &String::from_utf8_lossy(bytes)))?;
-        Ok(text.trim_ascii())
+        plain(bytes).ok_or_else(|| self.malformed(name, &String::from_utf8_lossy(bytes)))
     }
 
     fn malformed(&self, name: &str, text: &str) -> KsmError {
         KsmError::Malformed { path: self.root.join(name), text: text.to_owned() }
     }
+}
+
+/// What a file says, without the newline at its end.
+pub(crate) fn plain(bytes: &[u8]) -> Option<&str> {
+    std::str::from_utf8(bytes).ok().map(str::trim_ascii)
 }
 
 /// The choice in force in a text like `always [madvise] never`.
@@ -450,7 +454,7 @@ mod tests {
     fn copies_of_merged_pages_are_found_in_vmstat() {
         assert_eq!(cow_ksm("pgfault 12\nksm_swpin_copy 0\ncow_ksm 345\nzswpin 0\n"), 345);
         assert_eq!(cow_ksm("pgfault 12\ncow_ksm_not 3\ncow_ksm many\n"), 0);
-        assert_eq!(Breaks::open(Path::new("/nowhere")).read(), 0);
+        assert_eq!(Breaks::open(Path::new("/nowhere")).read(), Some(0));
     }
 
     #[test]

@@ -6,10 +6,13 @@
 
 pub mod cpu;
 pub mod diagnose;
+pub mod domain;
 pub mod drive;
 pub mod dumpable;
 pub mod exclude;
 pub mod fault;
+#[doc(hidden)]
+pub mod fuzzing;
 mod hand;
 pub mod headroom;
 pub mod inject;
@@ -22,10 +25,13 @@ pub mod memory;
 pub mod merge_any;
 pub mod newcomers;
 pub mod pagemap;
+mod patience;
 pub mod peer;
 pub mod pressure;
+pub mod privileges;
 pub mod process;
 pub mod regions;
+mod sampling;
 pub mod scope;
 pub mod state_file;
 pub mod status;

@@ -1,26 +1,28 @@
 //! The live machine, as the judgement sees it.
 
 use crate::cpu::{Ksmd, own_and_children_cpu_ns, own_cpu_ns};
+use crate::domain::{self, DomainRules};
 use crate::drive::Driver;
 use crate::exclude::{DenyList, Exclusion};
-use crate::headroom::headroom;
-use crate::inject::{Call, Injector, Limits};
+use crate::fault;
+use crate::inject::{Call, Injector, Limits, Report};
 use crate::ksm::{Breaks, Ksm, KsmError};
 use crate::memory::{PageReader, ReadHow};
 use crate::newcomers::Newcomers;
 use crate::pressure::{Gauge, PressureError};
 use crate::process::ReadError;
 use crate::regions::Tracked;
-use crate::scope::{Roots, ScopeError, ScopeSpec};
+use crate::sampling::{Piece, Sampled, sample};
+use crate::scope::{Roots, ScopeError, ScopeSpec, Scoped};
 use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
-use crate::unfold::{room_for, steps};
-use pagefold_core::hash::{Digest, Digester};
+use crate::unfold::{UnfoldError, in_steps, steps};
+use pagefold_core::hash::Digester;
 use pagefold_core::host::{
-    Actions, Change, Cost, DomainKey, Host, KsmView, Marking, MemoryView, Outcome, OwnerKey, PageSample, PageState,
-    RegionKey, RegionView, SamplePlan, Samples, Snapshot, Why,
+    Actions, Change, Cost, DomainKey, Host, KsmView, Marking, MemoryView, Outcome, OwnerKey, RegionKey, RegionView,
+    SamplePlan, Samples, Snapshot, StopSize, Stops, Why,
 };
-use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
+use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -132,10 +134,12 @@ pub struct LiveHost {
     stop: Arc<AtomicBool>,
     began: Instant,
     targets: BTreeMap<i32, Target>,
+    domain_rules: DomainRules,
     newcomers: Newcomers,
     region_pids: BTreeMap<RegionKey, i32>,
     views: Vec<RegionView>,
-    reader: PageReader,
+    /// Absent after it was left behind with a process that is stuck.
+    reader: Option<PageReader>,
     gauge: Gauge,
     memory: MemoryView,
     breaks: Breaks,
@@ -150,6 +154,8 @@ pub struct LiveHost {
     domains: Vec<String>,
     events: Vec<Event>,
     base: Cost,
+    /// ksmd's clock when it was last read.
+    ksmd_ns: u64,
 }
 
 /// How things stand after the end of a run.
@@ -209,17 +215,19 @@ impl LiveHost {
             stop,
             began: Instant::now(),
             targets: BTreeMap::new(),
+            domain_rules: DomainRules::default(),
             region_pids: BTreeMap::new(),
             views: Vec::new(),
-            reader: PageReader::new(),
+            reader: Some(PageReader::new()),
             next_owner: 0,
             next_region: 0,
             next_look_ns: 0,
             look_ns: LOOK_NS,
             told: BTreeMap::new(),
-            domains: vec!["default".to_owned()],
+            domains: vec![domain::DEFAULT.to_owned()],
             events: Vec::new(),
             base: Cost::default(),
+            ksmd_ns: 0,
         };
         host.base = host.clocks();
         Ok(host)
@@ -235,9 +243,21 @@ impl LiveHost {
         &self.domains
     }
 
+    /// Who belongs to which trust domain. To be said before the first look: a process stays in the domain it was found in.
+    pub fn set_domains(&mut self, rules: DomainRules) {
+        self.domain_rules = rules;
+    }
+
     /// Looks at processes this often, nanoseconds, or as often as it may.
     pub fn look_every(&mut self, ns: u64) {
         self.look_ns = ns.clamp(LOOK_MIN_NS, LOOK_NS);
+    }
+
+    /// Another deny list from now on. What is marked in a program that is denied by now stays so.
+    pub fn set_deny(&mut self, deny: DenyList) {
+        self.deny = deny;
+        self.targets.values_mut().for_each(Target::look_again);
+        self.next_look_ns = 0;
     }
 
     /// What has happened since the last call.
@@ -253,13 +273,14 @@ impl LiveHost {
     /// Ends the run: ksmd rests, the injector goes, KSM is given back. Merged pages stay merged.
     pub fn finish(self) -> Ended {
         let Self { hands, ksm, ksmd, base, began, .. } = self;
-        let restored = match hands {
+        let (restored, elsewhere_ns) = match hands {
             Acting::Act { tenure, driver, injector, .. } => {
+                let elsewhere_ns = injector.cpu_elsewhere_ns();
                 drop(injector);
                 drop(driver);
-                Some(tenure.restore(RESTORE_LIMIT))
+                (Some(tenure.restore(RESTORE_LIMIT)), elsewhere_ns)
             }
-            Acting::DryRun => None,
+            Acting::DryRun => (None, 0),
         };
         // ksmd may have been in a scan until just now. The injector is a child waited for, if it held nobody.
         let ksmd_ns = ksmd.and_then(|ksmd| ksmd.cpu_ns().ok()).map(|ns| ns.saturating_sub(base.ksmd_ns));
@@ -267,18 +288,20 @@ impl LiveHost {
             restored,
             now_ns: u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX),
             ksm: ksm.counters().ok().map(|counters| counters.view(false, false)),
-            cost: ksmd_ns.map(|ksmd_ns| Cost { pagefold_ns: own_and_children_cpu_ns(), ksmd_ns }),
+            cost: ksmd_ns.map(|ksmd_ns| Cost { pagefold_ns: own_and_children_cpu_ns() + elsewhere_ns, ksmd_ns }),
         }
     }
 
-    fn clocks(&self) -> Cost {
+    fn clocks(&mut self) -> Cost {
         let injector_ns = match &self.hands {
             Acting::Act { injector, .. } => injector.cpu_ns(),
             Acting::DryRun => 0,
         };
         // ksmd's clock cannot vanish; should it not be readable, the last figure stands for it.
-        let ksmd_ns = self.ksmd.as_ref().and_then(|ksmd| ksmd.cpu_ns().ok()).unwrap_or(self.base.ksmd_ns);
-        Cost { pagefold_ns: own_and_children_cpu_ns() + injector_ns, ksmd_ns }
+        if let Some(ns) = self.ksmd.as_ref().and_then(|ksmd| ksmd.cpu_ns().ok()) {
+            self.ksmd_ns = ns;
+        }
+        Cost { pagefold_ns: own_and_children_cpu_ns() + injector_ns, ksmd_ns: self.ksmd_ns }
     }
 
     /// Takes in what has changed among the processes, if it is time to look. True if anything has.
@@ -326,9 +349,22 @@ impl LiveHost {
         }
         for scoped in found {
             self.next_owner += 1;
-            self.targets.insert(scoped.process.pid(), Target::new(scoped, OwnerKey(self.next_owner), DomainKey(0)));
+            let domain = self.domain_of(&scoped);
+            self.targets.insert(scoped.process.pid(), Target::new(scoped, OwnerKey(self.next_owner), domain));
         }
         Ok(())
+    }
+
+    /// The key of the domain that a process is in. It stays there for as long as it lives.
+    fn domain_of(&mut self, scoped: &Scoped) -> DomainKey {
+        let name = self.domain_rules.domain_of(scoped);
+        let known = self.domains.iter().position(|domain| *domain == name);
+        let at = known.unwrap_or_else(|| {
+            self.domains.push(name);
+            self.domains.len() - 1
+        });
+        // With more than there are keys, the last ones share one: they are kept apart from all others.
+        DomainKey(u16::try_from(at).unwrap_or(u16::MAX))
     }
 
     /// Looks at every process. True if anything has changed.
@@ -355,7 +391,7 @@ impl LiveHost {
                 }
                 Err(error) => {
                     changed |= !target.regions.is_empty();
-                    target.exclusion = Some(Exclusion::NotReadable);
+                    target.exclusion = Some(if target.is_stuck() { Exclusion::Stuck } else { Exclusion::NotReadable });
                     target.regions.clear();
                     Some(error.to_string())
                 }
@@ -374,6 +410,15 @@ impl LiveHost {
             self.newcomers.look_again();
         }
         changed
+    }
+
+    /// Says once why nothing can be done to a process.
+    fn tell_left_alone(&mut self, pid: i32, why: String) {
+        let Some(target) = self.targets.get(&pid) else { return };
+        if self.told.get(&pid) != Some(&why) {
+            self.told.insert(pid, why.clone());
+            self.events.push(Event::LeftAlone { pid, name: target.name.clone(), why });
+        }
     }
 
     fn list_regions(&mut self) {
@@ -429,7 +474,7 @@ impl LiveHost {
     }
 
     /// Marks or unmarks spans, the spans of one process together.
-    fn advise(&mut self, changes: &[Change], advice: i32, outcome: &mut Outcome) -> Vec<Marking> {
+    fn advise(&mut self, changes: &[Change], advice: i32, size: StopSize, outcome: &mut Outcome) -> Vec<Marking> {
         let mut results = vec![Marking::Refused; changes.len()];
         let mut by_pid: BTreeMap<i32, Vec<usize>> = BTreeMap::new();
         for (at, Change { span, .. }) in changes.iter().enumerate() {
@@ -440,7 +485,18 @@ impl LiveHost {
         for (pid, wanted) in by_pid {
             let Some(target) = self.targets.get_mut(&pid) else { continue };
             // Look again just before acting: mappings may have come, gone or turned into what must not be marked.
-            let Ok(details) = target.details() else { continue };
+            let details = match target.details() {
+                Ok(details) => details,
+                Err(ReadError::Vanished { .. }) => continue,
+                // It may be no more than a moment without memory.
+                Err(error) => {
+                    self.tell_left_alone(pid, error.to_string());
+                    for &at in &wanted {
+                        results[at] = Marking::Busy;
+                    }
+                    continue;
+                }
+            };
             let mut calls = Vec::new();
             let mut owners = Vec::new();
             for &at in &wanted {
@@ -456,7 +512,7 @@ impl LiveHost {
                             owners.push((at, Pages(to.0 - from.0)));
                         } else {
                             // Pages are copied while the target waits.
-                            for (start, bytes) in steps(start, end) {
+                            for (start, bytes) in steps(start, end, size.unmark.bytes()) {
                                 calls.push(Call::madvise(start, bytes, advice));
                                 owners.push((at, Pages(bytes / PAGE_SIZE as u64)));
                             }
@@ -469,44 +525,57 @@ impl LiveHost {
             }
             target.look_again();
             self.next_look_ns = 0;
-            let limits = match advice {
-                libc::MADV_MERGEABLE => Limits::default(),
-                _ => Limits { calls_per_stop: 1, ..Limits::default() },
-            };
-            match &mut self.hands {
+            let mut report = Report::default();
+            let ran = match &mut self.hands {
                 Acting::DryRun => {
                     for &(at, pages) in &owners {
                         add(&mut results[at], pages);
                     }
+                    Ok(())
                 }
-                Acting::Act { .. } if advice == libc::MADV_UNMERGEABLE && !has_room(target, &self.roots, &owners) => {
+                Acting::Act { injector, .. } if advice == libc::MADV_UNMERGEABLE => {
+                    in_steps(&target.process, injector, &self.roots, &calls, &mut report)
+                }
+                Acting::Act { injector, .. } => {
+                    fault::point("mark");
+                    let limits = Limits { calls_per_stop: size.marks as usize, ..Limits::default() };
+                    let ran = injector.run(&target.process, &calls, &limits);
+                    fault::point("marked");
+                    ran.map(|done| report = done).map_err(UnfoldError::from)
+                }
+            };
+            if report.stops > 0 {
+                outcome.stops.push(Stops {
+                    owner: target.owner,
+                    number: report.stops,
+                    longest_ns: report.longest_stop_ns,
+                    total_ns: report.total_stop_ns,
+                });
+            }
+            for (&(at, pages), result) in owners.iter().zip(&report.results) {
+                if result.is_ok() {
+                    add(&mut results[at], pages);
+                }
+            }
+            match ran {
+                Ok(()) => {}
+                Err(UnfoldError::Inject(error)) => {
+                    let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
                     for &(at, _) in &owners {
+                        results[at] = marking;
+                    }
+                    let (name, why) = (target.name.clone(), error.to_string());
+                    if self.told.get(&pid) != Some(&why) {
+                        self.told.insert(pid, why.clone());
+                        self.events.push(Event::LeftAlone { pid, name, why });
+                    }
+                }
+                // No room for more copies.
+                Err(_) => {
+                    for &(at, _) in &owners[report.results.len()..] {
                         results[at] = Marking::Busy;
                     }
                 }
-                Acting::Act { injector, .. } => match injector.run(&target.process, &calls, &limits) {
-                    Ok(report) => {
-                        outcome.stops += report.stops;
-                        outcome.longest_stop_ns = outcome.longest_stop_ns.max(report.longest_stop_ns);
-                        outcome.total_stop_ns += report.total_stop_ns;
-                        for (&(at, pages), result) in owners.iter().zip(&report.results) {
-                            if result.is_ok() {
-                                add(&mut results[at], pages);
-                            }
-                        }
-                    }
-                    Err(error) => {
-                        let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
-                        for &(at, _) in &owners {
-                            results[at] = marking;
-                        }
-                        let (name, why) = (target.name.clone(), error.to_string());
-                        if self.told.get(&pid) != Some(&why) {
-                            self.told.insert(pid, why.clone());
-                            self.events.push(Event::LeftAlone { pid, name, why });
-                        }
-                    }
-                },
             }
             for at in wanted {
                 let Change { span, why } = changes[at];
@@ -525,12 +594,6 @@ impl LiveHost {
         }
         results
     }
-}
-
-/// Whether a target's memory limits leave room for the copies that unmarking makes.
-fn has_room(target: &Target, roots: &Roots, spans: &[(usize, Pages)]) -> bool {
-    let pages: Pages = spans.iter().map(|&(_, pages)| pages).sum();
-    headroom(&target.process, &roots.proc, &roots.cgroup).is_ok_and(|left| left >= room_for(pages.bytes()))
 }
 
 fn add(marking: &mut Marking, pages: Pages) {
@@ -552,7 +615,8 @@ impl Host for LiveHost {
             self.next_gauge_ns = now_ns + GAUGE_NS;
             self.memory = self.gauge.read()?;
             if ksm.shared > Pages(0) {
-                self.broken = self.breaks.read();
+                // The count must not go back: the next one would look like a burst of copies.
+                self.broken = self.breaks.read().unwrap_or(self.broken);
             }
         }
         ksm.broken = self.broken;
@@ -563,26 +627,38 @@ impl Host for LiveHost {
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
         let before_ns = own_cpu_ns();
-        let digester = Digester::new(plan.digest_seed);
-        let mut samples = Samples::default();
-        samples.pages.reserve(plan.runs.iter().map(|run| run.pages as usize).sum());
-        let mut runs: Vec<(Vpn, u32)> = Vec::new();
+        let mut pieces = Vec::new();
         for same_region in plan.runs.chunk_by(|a, b| a.region == b.region) {
             let region = same_region[0].region;
-            let Some(target) = self.region_pids.get(&region).and_then(|pid| self.targets.get(pid)) else { continue };
+            let target = self.region_pids.get(&region).and_then(|pid| self.targets.get(pid));
+            let Some(target) = target.filter(|target| !target.is_stuck()) else { continue };
             let huge = target.regions.iter().any(|tracked| tracked.key == region && tracked.stretch.huge);
-            runs.clear();
-            runs.extend(same_region.iter().map(|run| (run.first, run.pages)));
-            let how = ReadHow { huge, shared_bytes: plan.shared };
-            let read = self.reader.read_runs(&target.process, &runs, how, |view| {
-                let digest = match view.bytes {
-                    Some(bytes) if view.state == PageState::Private || plan.shared => digester.digest(bytes),
-                    _ => Digest::default(),
-                };
-                samples.pages.push(PageSample { region, page: view.page, state: view.state, huge: view.huge, digest });
+            pieces.push(Piece {
+                region,
+                process: target.process.clone(),
+                runs: same_region.iter().map(|run| (run.first, run.pages)).collect(),
+                how: ReadHow { huge, shared_bytes: plan.shared },
             });
-            // Ended or out of reach: the next look finds out. What was read so far is good.
-            drop(read);
+        }
+        let mut samples = Samples::default();
+        let reader = self.reader.take().unwrap_or_default();
+        match sample(reader, pieces, Digester::new(plan.digest_seed), plan.shared) {
+            Ok(Sampled { reader, pages, failed }) => {
+                self.reader = Some(reader);
+                samples.pages = pages;
+                for (pid, error) in failed {
+                    // What was read so far is good. That it has ended the next look finds out.
+                    if !matches!(error, ReadError::Vanished { .. }) {
+                        self.tell_left_alone(pid, error.to_string());
+                    }
+                }
+            }
+            Err((pid, pending)) => {
+                if let Some(target) = self.targets.get_mut(&pid) {
+                    target.get_stuck(pending);
+                    self.next_look_ns = 0;
+                }
+            }
         }
         samples.cpu_ns = own_cpu_ns() - before_ns;
         Ok(samples)
@@ -595,8 +671,8 @@ impl Host for LiveHost {
             outcome.unmarked = vec![Marking::Busy; actions.unmark.len()];
             return Ok(outcome);
         }
-        outcome.marked = self.advise(&actions.mark, libc::MADV_MERGEABLE, &mut outcome);
-        outcome.unmarked = self.advise(&actions.unmark, libc::MADV_UNMERGEABLE, &mut outcome);
+        outcome.marked = self.advise(&actions.mark, libc::MADV_MERGEABLE, actions.stop, &mut outcome);
+        outcome.unmarked = self.advise(&actions.unmark, libc::MADV_UNMERGEABLE, actions.stop, &mut outcome);
         if let Acting::Act { driver, .. } = &self.hands {
             driver.order(actions.merge);
         }

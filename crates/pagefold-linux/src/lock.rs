@@ -4,6 +4,7 @@
 //! the kernel drops with its last descriptor: nothing stale survives the death of a holder. The
 //! holder's pid is written in the file for the message only; it decides nothing.
 
+use crate::fault;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::AsRawFd;
@@ -63,8 +64,12 @@ impl Lock {
         if !flock(&file, libc::LOCK_EX | libc::LOCK_NB).map_err(|source| LockError::Io { path: path.into(), source })? {
             return Err(LockError::Held { pid: holder_named_in(&mut file) });
         }
-        let named = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
-        named.map_err(|source| LockError::Io { path: path.into(), source })?;
+        // Only for the eye. On a full disk it fails, and there all the more somebody must be able to put things back.
+        let _ = fault::io("write:lock").and_then(|()| file.set_len(0)).and_then(|()| {
+            file.rewind()?;
+            writeln!(file, "{}", std::process::id())
+        });
+        fault::point("lock-taken");
         Ok(Self { held: Arc::new(Held { file, path: path.to_owned() }) })
     }
 
@@ -115,6 +120,7 @@ pub struct Holder {
 
 fn open(path: &Path) -> Result<File, LockError> {
     let try_open = || {
+        fault::io("read:lock")?;
         OpenOptions::new()
             .read(true)
             .write(true)

@@ -3,6 +3,7 @@
 //! Nothing here decides or changes anything: each fact is one read below a root path, and says apart
 //! whether a file is missing, refused or not understood.
 
+use crate::fault;
 use crate::ksm::{Knobs, Ksm, KsmCounters, KsmError, chosen};
 use crate::lock::{Holder, LockError, holder};
 use crate::process::{Process, ReadError};
@@ -213,7 +214,8 @@ impl Facts {
 
 /// The processes whose command name is one of `names`, by pid.
 pub fn programs_named(proc_root: &Path, names: &[&str]) -> Result<Vec<(i32, String)>, ReadError> {
-    let entries = std::fs::read_dir(proc_root).map_err(|error| ReadError::from_io(0, "", error))?;
+    let entries = fault::io("read:proc").and_then(|()| std::fs::read_dir(proc_root));
+    let entries = entries.map_err(|error| ReadError::from_io(0, "", error))?;
     let mut found: Vec<(i32, String)> = entries
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok())
         .filter_map(|pid| {
@@ -248,7 +250,7 @@ fn line_of(text: &str, name: &str) -> Fact<String> {
 }
 
 /// How many numbers a list like `0-3,8` names.
-fn count_list(text: &str) -> Option<u32> {
+pub(crate) fn count_list(text: &str) -> Option<u32> {
     text.trim().split(',').try_fold(0_u32, |count, part| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
@@ -268,11 +270,16 @@ fn ksm(root: &Path) -> Fact<(Knobs, KsmCounters)> {
 
 fn state(roots: &Roots) -> Fact<FoundState> {
     match State::load(&roots.state) {
-        Ok(Some(state)) => Fact::Is(FoundState {
-            this_boot: boot_id(&roots.proc).is_ok_and(|boot| boot == state.boot_id),
-            holder_alive: state.holder.is_some_and(|holder| holder.is_alive(&roots.proc)),
-            state,
-        }),
+        // What cannot be looked at is no reason to take the file for one that is done with.
+        Ok(Some(state)) => match (boot_id(&roots.proc), state.holder.map(|holder| holder.is_alive(&roots.proc))) {
+            (Err(error), _) => Fact::Malformed(error.to_string()),
+            (_, Some(Err(error))) => Fact::Malformed(error.to_string()),
+            (Ok(boot), alive) => Fact::Is(FoundState {
+                this_boot: boot == state.boot_id,
+                holder_alive: matches!(alive, Some(Ok(true))),
+                state,
+            }),
+        },
         Ok(None) => Fact::Absent,
         Err(StateError::Denied { .. }) => Fact::Denied,
         Err(error) => Fact::Malformed(error.to_string()),
@@ -300,13 +307,15 @@ fn frames_visible(pagemap: &Path) -> Fact<bool> {
 /// The kernel tells a process its page size in the auxiliary vector: pairs of words, AT_PAGESZ is 6.
 fn page_size(auxv: &Path) -> Fact<u64> {
     Fact::from_io(std::fs::read(auxv)).and_then(|bytes| {
-        let word = |bytes: &[u8]| bytes.try_into().map(u64::from_ne_bytes).ok();
-        let mut pairs = bytes.chunks_exact(16).map(|pair| (word(&pair[..8]), word(&pair[8..])));
-        match pairs.find(|(kind, _)| *kind == Some(6)) {
-            Some((_, Some(size))) => Fact::Is(size),
-            _ => Fact::Malformed("no page size in the auxiliary vector".to_owned()),
-        }
+        let malformed = || Fact::Malformed("no page size in the auxiliary vector".to_owned());
+        page_size_in(&bytes).map_or_else(malformed, Fact::Is)
     })
+}
+
+/// AT_PAGESZ of an auxiliary vector.
+pub(crate) fn page_size_in(auxv: &[u8]) -> Option<u64> {
+    let word = |bytes: &[u8]| bytes.try_into().map(u64::from_ne_bytes).ok();
+    auxv.chunks_exact(16).find(|pair| word(&pair[..8]) == Some(6)).and_then(|pair| word(&pair[8..]))
 }
 
 fn cgroups(root: &Path) -> Cgroups {

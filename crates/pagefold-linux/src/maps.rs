@@ -128,7 +128,7 @@ impl VmaDetail {
             && a.perms == b.perms
             && a.name == b.name
             && (a.device, a.inode) == (b.device, b.inode)
-            && (a.inode == 0 || a.offset + (a.end - a.start) == b.offset)
+            && (a.inode == 0 || a.offset.checked_add(a.end - a.start) == Some(b.offset))
     }
 }
 
@@ -185,8 +185,15 @@ fn is_hypervisor(exe: &[u8]) -> bool {
 
 /// Parses the text of `/proc/PID/maps`.
 pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
-    lines(text).map(parse_line).collect()
+    let vmas: Vec<Vma> = lines(text).map(parse_line).collect::<Result<_, _>>()?;
+    if vmas.windows(2).all(|pair| pair[0].end <= pair[1].start) { Ok(vmas) } else { Err(OUT_OF_ORDER) }
 }
+
+/// The kernel never goes back, not even where a list is read in pieces while it changes
+/// (Documentation/filesystems/proc.rst).
+const OUT_OF_ORDER: &str = "a mapping begins before the one above it ends";
+/// The largest address space is of 57 bits, in KiB.
+const MOST_KIB: u64 = 1 << 47;
 
 /// A process's mappings with their details. Walks its page tables: some 10 ns for every page present.
 pub fn read_smaps(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
@@ -199,8 +206,12 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
     for line in lines(text) {
         // A mapping's line has a dash first, in its addresses; a counter's has its colon first.
         if line.iter().find(|byte| matches!(byte, b'-' | b':')) == Some(&b'-') {
+            let vma = parse_line(line)?;
+            if details.last().is_some_and(|last| vma.start < last.vma.end) {
+                return Err(OUT_OF_ORDER);
+            }
             details.push(VmaDetail {
-                vma: parse_line(line)?,
+                vma,
                 rss_kib: 0,
                 anonymous_kib: 0,
                 swap_kib: 0,
@@ -227,7 +238,7 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
         }
     }
     for alike in details.chunk_by_mut(|a, b| a.continues(b) && a.flags.has(*b"dd") == b.flags.has(*b"dd")) {
-        let bytes = alike.iter().map(|detail| detail.vma.end.saturating_sub(detail.vma.start)).sum();
+        let bytes = alike.iter().map(|detail| detail.vma.end - detail.vma.start).sum();
         for detail in alike {
             detail.original_bytes = bytes;
         }
@@ -249,7 +260,7 @@ fn kib(value: &[u8]) -> Result<u64, &'static str> {
     if words.next() != Some(b"kB") {
         return Err("a counter is not in kB");
     }
-    decimal(number)
+    decimal(number).and_then(|kib| if kib <= MOST_KIB { Ok(kib) } else { Err("a counter is too large") })
 }
 
 fn parse_line(line: &[u8]) -> Result<Vma, &'static str> {

@@ -16,6 +16,7 @@
 mod batch;
 
 use self::batch::{BRIDGE_PAGES, Batch, huge_by_frames};
+use crate::fault;
 use crate::pagemap::{Categories, KpageFlags, PageRange, Pagemap, PagemapEntry, ScanError};
 use crate::process::{Process, ReadError};
 use pagefold_core::hash::PageBytes;
@@ -117,7 +118,8 @@ impl Held {
     /// process_vm_readv goes by pid, which may have a new owner, or a new program after exec. Neither can have
     /// happened before or during a read if, after it, the process is not reaped and the old address space is there.
     fn check(&self) -> Result<(), ReadError> {
-        self.pulse.read_at(&mut [0; 8], 0).map_err(|error| ReadError::from_io(self.pid, "oom_score_adj", error))?;
+        let pulse = fault::io("read:oom_score_adj").and_then(|()| self.pulse.read_at(&mut [0; 8], 0));
+        pulse.map_err(|error| ReadError::from_io(self.pid, "oom_score_adj", error))?;
         if self.pagemap.is_live()? { Ok(()) } else { Err(ReadError::Vanished { pid: self.pid }) }
     }
 }

@@ -8,6 +8,7 @@
 //! is looked at for some seconds. An older one that turns into what is meant is noticed by the next full look.
 
 use crate::cpu::own_cpu_ns;
+use crate::fault;
 use crate::scope::{Roots, ScopeError, ScopeSpec, Scoped, resolve_among};
 use std::collections::HashMap;
 use std::fs::File;
@@ -107,7 +108,8 @@ impl Newcomers {
     /// The last pid given out, as text; `None` where the kernel does not tell us.
     fn last_pid_given(&self) -> Option<Vec<u8>> {
         let mut buffer = [0; 128];
-        let length = self.loadavg.as_ref()?.read_at(&mut buffer, 0).ok()?;
+        let loadavg = self.loadavg.as_ref()?;
+        let length = fault::io("read:loadavg").and_then(|()| loadavg.read_at(&mut buffer, 0)).ok()?;
         // "0.20 0.18 0.12 1/80 11206"
         buffer[..length].trim_ascii_end().rsplit(|&byte| byte == b' ').next().map(<[u8]>::to_vec)
     }

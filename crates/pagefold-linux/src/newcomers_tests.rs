@@ -30,7 +30,7 @@ impl Machine {
         fs::create_dir(&at).unwrap();
         fs::write(at.join("stat"), format!("{pid} (x) S 1 1 1 0 -1 4194304 0 0 0 0 1 2 0 0 20 0 1 0 {pid} 1 1"))
             .unwrap();
-        let status = format!("Tgid:\t{pid}\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\n");
+        let status = format!("Tgid:\t{pid}\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n");
         fs::write(at.join("status"), status).unwrap();
         fs::write(at.join("cgroup"), "0::/\n").unwrap();
         symlink(exe, at.join("exe")).unwrap();

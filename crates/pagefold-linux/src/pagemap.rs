@@ -3,6 +3,7 @@
 //! Bits are those of the kernel's Documentation/admin-guide/mm/pagemap.rst. Frame numbers, and with them
 //! everything in kpageflags, need CAP_SYS_ADMIN; without it the kernel shows frame 0.
 
+use crate::fault;
 use crate::process::{Process, ReadError};
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use std::fs::File;
@@ -62,7 +63,7 @@ impl Pagemap {
     /// for each more.
     pub fn read(&self, first: Vpn, entries: &mut [u64]) -> Result<(), ReadError> {
         let offset = first.0.checked_mul(8).ok_or(ReadError::Vanished { pid: self.pid })?;
-        match pread_words(&self.file, entries, offset) {
+        match fault::io("read:pagemap").and_then(|()| pread_words(&self.file, entries, offset)) {
             Ok(read) if read == entries.len() => Ok(()),
             Ok(0) if !entries.is_empty() => Err(ReadError::Vanished { pid: self.pid }),
             // The end of the address space: there are no pages behind it.
@@ -115,11 +116,8 @@ impl Pagemap {
                     _ => ReadError::from_io(self.pid, "pagemap", error).into(),
                 });
             };
-            found.extend(vec.iter().take(count).map(|region| PageRange {
-                first: Vpn::of_address(region.start),
-                pages: Pages((region.end - region.start) / PAGE_SIZE as u64),
-                categories: Categories(region.categories),
-            }));
+            let ranges = vec.iter().take(count);
+            found.extend(ranges.map(|region| PageRange::between(region.start, region.end, region.categories)));
             if arg.walk_end <= start {
                 return Err(ScanError::Stuck);
             }
@@ -179,6 +177,14 @@ pub struct PageRange {
     pub pages: Pages,
     /// What they are, of what was asked.
     pub categories: Categories,
+}
+
+impl PageRange {
+    /// The pages between two addresses.
+    pub(crate) fn between(start: u64, end: u64, categories: u64) -> Self {
+        let pages = Pages(end.saturating_sub(start) / PAGE_SIZE as u64);
+        Self { first: Vpn::of_address(start), pages, categories: Categories(categories) }
+    }
 }
 
 /// `_IOWR('f', 16, struct pm_scan_arg)` of linux/fs.h.
@@ -287,6 +293,7 @@ impl KpageFlags {
             self.scratch.clear();
             self.scratch.resize(length, 0);
             // A frame behind the end of memory has no flags: a short read leaves zeros.
+            fault::io("read:kpageflags")?;
             pread_words(&self.file, &mut self.scratch, first * 8)?;
             for &(frame, position) in &rest[..count] {
                 let at = usize::try_from(frame - first).unwrap_or(0);

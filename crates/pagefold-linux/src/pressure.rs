@@ -6,6 +6,7 @@
 //! documents is an error. ksmtuned's measure needs no PSI: memory is scarce when less than a fifth is available
 //! (its `KSM_THRES_COEF` of 20).
 
+use crate::fault;
 use pagefold_core::host::MemoryView;
 use pagefold_core::units::{Pages, Permyriad};
 use std::fs::File;
@@ -46,8 +47,8 @@ impl Gauge {
     /// Opens the files below `/proc` or another root.
     pub fn open(proc_root: &Path) -> Result<Self, PressureError> {
         Ok(Self {
-            meminfo: Source::open(proc_root.join("meminfo"))?,
-            pressure: Source::open(proc_root.join("pressure/memory"))?,
+            meminfo: Source::open(proc_root, "meminfo")?,
+            pressure: Source::open(proc_root, "pressure/memory")?,
         })
     }
 
@@ -60,15 +61,17 @@ impl Gauge {
 
 #[derive(Debug)]
 struct Source {
+    name: &'static str,
     path: PathBuf,
     file: Option<File>,
 }
 
 impl Source {
-    fn open(path: PathBuf) -> Result<Self, PressureError> {
+    fn open(proc_root: &Path, name: &'static str) -> Result<Self, PressureError> {
+        let path = proc_root.join(name);
         match File::open(&path) {
-            Ok(file) => Ok(Self { path, file: Some(file) }),
-            Err(error) if is_withheld(&error) => Ok(Self { path, file: None }),
+            Ok(file) => Ok(Self { name, path, file: Some(file) }),
+            Err(error) if is_withheld(&error) => Ok(Self { name, path, file: None }),
             Err(source) => Err(PressureError::Io { path, source }),
         }
     }
@@ -78,7 +81,7 @@ impl Source {
         let Some(file) = &self.file else { return Ok(None) };
         // What is wanted stands in the first lines of both.
         let mut buffer = [0; 256];
-        match file.read_at(&mut buffer, 0) {
+        match fault::io_of("read", self.name).and_then(|()| file.read_at(&mut buffer, 0)) {
             Ok(length) => match parse(&buffer[..length]) {
                 Ok(value) => Ok(Some(value)),
                 Err(what) => Err(PressureError::Malformed { path: self.path.clone(), what }),
@@ -101,7 +104,8 @@ pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages), &'static str> {
         let value = lines.find_map(|line| line.strip_prefix(name)).ok_or("a field is missing")?;
         let value = std::str::from_utf8(value).map_err(|_| "a field is not ASCII")?.trim();
         let kib: u64 = value.strip_suffix(" kB").and_then(|kib| kib.parse().ok()).ok_or("a field is not in kB")?;
-        Ok(Pages(kib / 4))
+        // As many bytes must be a number too.
+        if kib.checked_mul(1024).is_some() { Ok(Pages(kib / 4)) } else { Err("a field is too large") }
     };
     Ok((field(b"MemTotal:")?, field(b"MemAvailable:")?))
 }
@@ -118,7 +122,9 @@ pub fn parse_pressure(text: &[u8]) -> Result<Permyriad, &'static str> {
         return Err("avg10 is not a percentage with two decimals");
     }
     let number = |text: &str| text.parse::<u32>().map_err(|_| "avg10 is not a number");
-    Ok(Permyriad(number(whole)? * 100 + number(hundredths)?))
+    let share = Permyriad(number(whole)? * 100 + number(hundredths)?);
+    // More would count for more than it can be.
+    if share <= Permyriad(10_000) { Ok(share) } else { Err("avg10 is more than 100 per cent") }
 }
 
 #[cfg(test)]
@@ -167,14 +173,24 @@ mod tests {
 
     #[test]
     fn damaged_text_is_an_error_and_no_figure() {
-        for meminfo in
-            ["", "MemTotal: 1 kB\n", "MemTotal: 1 kB\nMemAvailable: x kB\n", "MemTotal: 8 kB\nMemAvailable: 4 "]
-        {
+        for meminfo in [
+            "",
+            "MemTotal: 1 kB\n",
+            "MemTotal: 1 kB\nMemAvailable: x kB\n",
+            "MemTotal: 8 kB\nMemAvailable: 4 ",
+            "MemTotal: 18446744073709551615 kB\nMemAvailable: 4 kB\n",
+        ] {
             assert!(matches!(view(&tree(Some(meminfo), None)), Err(PressureError::Malformed { .. })), "{meminfo}");
         }
-        for pressure in
-            ["", "full avg10=1.00\n", "some avg60=1.00\n", "some avg10=1\n", "some avg10=+1.00\n", "some avg10=1.5\n"]
-        {
+        for pressure in [
+            "",
+            "full avg10=1.00\n",
+            "some avg60=1.00\n",
+            "some avg10=1\n",
+            "some avg10=+1.00\n",
+            "some avg10=1.5\n",
+            "some avg10=100.01\n",
+        ] {
             let damaged = view(&tree(Some(MEMINFO), Some(pressure)));
             assert!(matches!(damaged, Err(PressureError::Malformed { .. })), "{pressure}");
         }

@@ -4,6 +4,7 @@
 //! through the descriptor: once the process is reaped the kernel answers ESRCH there, whoever has
 //! the pid by then.
 
+use crate::fault;
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read};
@@ -115,6 +116,7 @@ impl Process {
 
     /// Opens a file below `/proc/PID` with the given open flags.
     pub fn open_with(&self, file: &str, flags: i32) -> Result<File, ReadError> {
+        self.fault(file)?;
         let path = CString::new(file).map_err(|_| self.malformed(file, "a name with a NUL byte"))?;
         let opened = openat(&self.dir, &path, flags).map_err(|error| match error.raw_os_error() {
             // A missing file below a live process is this kernel's; below a reaped one everything is missing.
@@ -124,6 +126,12 @@ impl Process {
             _ => ReadError::from_io(self.pid, file, error),
         })?;
         Ok(opened.into())
+    }
+
+    /// Where a read of a file below `/proc/PID` may be made to fail, also one that is held open.
+    pub(crate) fn fault(&self, file: &str) -> Result<(), ReadError> {
+        let name = file.rsplit('/').next().unwrap_or(file);
+        fault::io_of("read", name).map_err(|error| ReadError::from_io(self.pid, file, error))
     }
 
     /// Reads a whole file below `/proc/PID`.
@@ -192,7 +200,10 @@ impl Stat {
         };
         Ok(Self {
             comm,
-            state: *fields.first().and_then(|state| state.as_bytes().first()).ok_or("no state")?,
+            state: match fields.first().ok_or("no state")?.as_bytes() {
+                [letter] if letter.is_ascii_alphabetic() => *letter,
+                _ => return Err("the state is not a letter"),
+            },
             parent: fields.get(1).ok_or("too few fields")?.parse().map_err(|_| "the parent is not a number")?,
             kernel_thread: number(6)? & PF_KTHREAD != 0,
             cpu_ticks: number(11)?.saturating_add(number(12)?),
@@ -215,6 +226,8 @@ mod tests {
         for cut in 0..text.len() {
             let _ = Stat::parse(&text[..cut]);
         }
+        let nameless = String::from_utf8_lossy(text).replace(" S ", " é ");
+        assert!(Stat::parse(nameless.as_bytes()).is_err());
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::maps::{RegionKind, VmaDetail, kind_of};
 use pagefold_core::host::{FamilyKey, RegionKey};
 use pagefold_core::permutation::mix;
 use pagefold_core::units::{Pages, Vpn};
+use std::collections::HashMap;
 
 /// A stretch of mappings judged as one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,11 +90,12 @@ pub fn stretches(
 
 /// Same program, kind and size, and the same place among those: likely copies of each other.
 fn name_families(stretches: &mut [Stretch], program: u64) {
-    for at in 0..stretches.len() {
-        let (kind, pages) = (stretches[at].kind, stretches[at].pages);
-        let rank = stretches[..at].iter().filter(|other| other.kind == kind && other.pages == pages).count();
-        let name = [kind as u64, pages.0, rank as u64];
-        stretches[at].family = FamilyKey(name.iter().fold(program, |key, part| mix(key ^ part)));
+    let mut ranks: HashMap<(RegionKind, Pages), u64> = HashMap::new();
+    for stretch in stretches {
+        let rank = ranks.entry((stretch.kind, stretch.pages)).or_default();
+        let name = [stretch.kind as u64, stretch.pages.0, *rank];
+        stretch.family = FamilyKey(name.iter().fold(program, |key, part| mix(key ^ part)));
+        *rank += 1;
     }
 }
 

@@ -7,6 +7,7 @@
 //! The caller is left out unless named by pid, and so are kernel threads and zombies, which have no memory. A process
 //! that ends while this runs is passed over.
 
+use crate::peer::own_uid;
 use crate::process::{Process, ReadError};
 use crate::status::{Status, exe_of, printable, program_name};
 use std::collections::{BTreeSet, HashMap};
@@ -14,6 +15,7 @@ use std::ffi::CString;
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 use thiserror::Error;
 
@@ -226,7 +228,8 @@ fn look(
     Ok(Look::In(Box::new(Scoped { process, name: printable(&stat.comm), exe, cgroup, domain, uid })))
 }
 
-fn runs(wish: &str, exe: Option<&Path>, comm: &[u8]) -> bool {
+/// Whether a process runs the program that is asked for.
+pub(crate) fn runs(wish: &str, exe: Option<&Path>, comm: &[u8]) -> bool {
     if wish.starts_with('/') {
         let bytes = exe.map_or(&[][..], |exe| exe.as_os_str().as_bytes());
         return bytes.strip_suffix(b" (deleted)").unwrap_or(bytes) == wish.as_bytes();
@@ -247,7 +250,8 @@ fn list(proc: &Path) -> Result<Vec<i32>, ScopeError> {
     Ok(pids)
 }
 
-fn user_id(user: &str) -> Result<u32, ScopeError> {
+/// The number of a user given by name or number.
+pub fn user_id(user: &str) -> Result<u32, ScopeError> {
     let unknown = || ScopeError::UnknownUser(printable(user.as_bytes()));
     if let Ok(uid) = user.parse() {
         return Ok(uid);
@@ -293,7 +297,8 @@ impl Cgroup {
 /// Parses the text of `/proc/PID/cgroup`. Lines of another form are passed over.
 pub(crate) fn parse_cgroups(text: &[u8]) -> Vec<Cgroup> {
     String::from_utf8_lossy(text)
-        .lines()
+        // Not `lines`: a name may end in a carriage return.
+        .split('\n')
         .filter_map(|line| {
             let mut parts = line.splitn(3, ':');
             let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
@@ -371,10 +376,13 @@ impl Attributes<'_> {
         })
     }
 
+    /// The trust domain that the nearest cgroup names. One that belongs to a user does not count: he could join another's.
     fn domain(&mut self, cgroups: &[Cgroup]) -> Option<String> {
         cgroups.iter().find_map(|cgroup| {
             self.nearest(cgroup, |attributes, directory| {
-                attributes.get(directory, "user.pagefold.domain").map(|value| printable(&value))
+                let named = attributes.get(directory, "user.pagefold.domain")?;
+                let owner = fs::metadata(directory).ok()?.uid();
+                [0, own_uid()].contains(&owner).then(|| printable(&named))
             })
         })
     }
@@ -405,7 +413,8 @@ fn means_yes(value: &[u8]) -> bool {
 fn xattr(path: &Path, name: &str) -> Option<Vec<u8>> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
     let name = CString::new(name).ok()?;
-    let mut value = vec![0u8; 256];
+    // The kernel's limit for any value: with a smaller buffer a longer one would look as if there were none.
+    let mut value = vec![0u8; 64 << 10];
     // SAFETY: path and name are NUL-terminated; the buffer has the given length.
     let length = unsafe { libc::getxattr(path.as_ptr(), name.as_ptr(), value.as_mut_ptr().cast(), value.len()) };
     value.truncate(usize::try_from(length).ok()?);

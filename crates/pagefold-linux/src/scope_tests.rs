@@ -37,7 +37,7 @@ impl Tree {
         fs::create_dir_all(&directory).unwrap();
         let tail = format!(") {} 1 1 1 0 -1 {flags} 0 0 0 0 1 2 0 0 20 0 1 0 {} 1 1", char::from(state), 1000 + pid);
         fs::write(directory.join("stat"), [format!("{pid} (").as_bytes(), comm, tail.as_bytes()].concat()).unwrap();
-        let status = format!("Tgid:\t{tgid}\nTracerPid:\t0\nUid:\t0\t{uid}\t0\t0\nGid:\t0\t0\t0\t0\n");
+        let status = format!("Tgid:\t{tgid}\nTracerPid:\t0\nUid:\t0\t{uid}\t0\t0\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n");
         fs::write(directory.join("status"), status).unwrap();
         fs::write(directory.join("cgroup"), cgroup).unwrap();
         if let Some(exe) = exe {
@@ -208,12 +208,27 @@ fn attributes_avoid_include_and_name_domains() {
     let scoped = resolve_without(&all, &tree.roots, &[99]).unwrap();
     let found: Vec<_> = scoped.iter().map(|scoped| (scoped.process.pid(), scoped.domain.as_deref().unwrap())).collect();
     assert_eq!(found, [(10, "house"), (12, "tenant"), (13, "house")]);
+    // A cgroup that a user has been given names no domain: the one above does.
+    let theirs = std::os::unix::fs::chown(tree.cgroup("unified/web"), Some(1234), None);
+    if theirs.is_ok() {
+        let web = resolve_without(&by_pid(&[12]), &tree.roots, &[]).unwrap();
+        assert_eq!(web[0].domain.as_deref(), Some("house"));
+    }
+    let long = "x".repeat(1000);
+    assert!(set(&tree.cgroup("unified"), "user.pagefold.domain", &long));
+    assert_eq!(resolve_without(&by_pid(&[10]), &tree.roots, &[]).unwrap()[0].domain.as_deref(), Some(long.as_str()));
     assert!(matches!(
         resolve_without(&by_pid(&[11]), &tree.roots, &[]),
         Err(ScopeError::Avoided { pid: 11, cgroup }) if cgroup.ends_with("unified/db")
     ));
     assert!(set(&tree.cgroup("unified/db/redis"), "user.pagefold.include", ""));
     assert_eq!(tree.pids(&all).unwrap(), [10, 11, 12, 13], "the nearest word counts");
+}
+
+#[test]
+fn a_carriage_return_is_part_of_a_cgroups_name() {
+    let paths: Vec<String> = parse_cgroups(b"0::/a\r\n1:memory:/b").into_iter().map(|cgroup| cgroup.path).collect();
+    assert_eq!(paths, ["/a\r", "/b"]);
 }
 
 proptest! {

@@ -3,8 +3,9 @@
 //! The file is on disk before the first knob is turned and goes away with the last one put back. It is
 //! replaced whole (written beside, synced, renamed), so a reader sees the old text or the new one.
 
+use crate::fault;
 use crate::ksm::Knob;
-use crate::process::Process;
+use crate::process::{Process, ReadError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -66,16 +67,20 @@ pub struct Holder {
 
 impl Holder {
     /// This process.
-    pub fn own(proc_root: &Path) -> Result<Self, crate::process::ReadError> {
+    pub fn own(proc_root: &Path) -> Result<Self, ReadError> {
         let pid = i32::try_from(std::process::id()).unwrap_or(0);
         let own = Process::open_at(proc_root, pid)?;
         Ok(Self { pid, start_time_ticks: own.start_time_ticks() })
     }
 
-    /// Whether the process still runs.
-    pub fn is_alive(self, proc_root: &Path) -> bool {
-        Process::open_at(proc_root, self.pid)
-            .is_ok_and(|process| process.start_time_ticks() == self.start_time_ticks && process.is_alive())
+    /// Whether the process still runs. One that cannot be looked at is not known to have ended.
+    pub fn is_alive(self, proc_root: &Path) -> Result<bool, ReadError> {
+        let stat = Process::open_at(proc_root, self.pid).and_then(|process| process.stat());
+        match stat {
+            Ok(stat) => Ok(stat.start_time_ticks == self.start_time_ticks && !matches!(stat.state, b'Z' | b'X')),
+            Err(ReadError::Vanished { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -113,7 +118,7 @@ impl State {
 
     /// Reads the file; `None` where there is none.
     pub fn load(path: &Path) -> Result<Option<Self>, StateError> {
-        match std::fs::read(path) {
+        match fault::io("read:state").and_then(|()| std::fs::read(path)) {
             Ok(text) => {
                 Self::parse(&text).map(Some).map_err(|what| StateError::Malformed { path: path.to_owned(), what })
             }
@@ -124,19 +129,28 @@ impl State {
 
     /// Replaces the file.
     pub fn save(&self, path: &Path) -> Result<(), StateError> {
-        self.replace(path).map_err(|error| StateError::from_io(path, error))
+        self.replace(path).map_err(|error| {
+            // Half a file on a full disk would only keep it full.
+            let _ = std::fs::remove_file(beside(path));
+            StateError::from_io(path, error)
+        })
     }
 
     fn replace(&self, path: &Path) -> io::Result<()> {
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
         std::fs::create_dir_all(dir)?;
-        let beside = path.with_extension("json.new");
+        fault::point("state-begun");
+        let beside = beside(path);
         let mut file = File::create(&beside)?;
+        fault::io("write:state")?;
         serde_json::to_writer_pretty(&mut file, self)?;
         file.write_all(b"\n")?;
         file.sync_all()?;
+        fault::point("state-written");
         std::fs::rename(&beside, path)?;
-        File::open(dir)?.sync_all()
+        File::open(dir)?.sync_all()?;
+        fault::point("state-saved");
+        Ok(())
     }
 
     /// Removes the file; that there is none is fine.
@@ -145,6 +159,11 @@ impl State {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(StateError::from_io(path, error)),
             _ => Ok(()),
         }
+    }
+
+    /// Removes what one that died while it wrote the file left beside it. For whoever has the lock.
+    pub fn sweep(path: &Path) {
+        let _ = std::fs::remove_file(beside(path));
     }
 
     /// Notes that `knob`, which stands at `from`, is about to be turned `to`. True if the file must be saved first.
@@ -166,6 +185,11 @@ impl State {
     }
 }
 
+/// Where the next text is written before it takes the place of the last.
+fn beside(path: &Path) -> PathBuf {
+    path.with_extension("json.new")
+}
+
 /// Values that kicks write by the hundred and nobody else would choose: not worth a new file each.
 fn is_signature(knob: Knob, value: u64) -> bool {
     match knob {
@@ -178,7 +202,8 @@ fn is_signature(knob: Knob, value: u64) -> bool {
 /// The id of the running boot.
 pub fn boot_id(proc_root: &Path) -> Result<String, StateError> {
     let path = proc_root.join("sys/kernel/random/boot_id");
-    let text = std::fs::read_to_string(&path).map_err(|error| StateError::from_io(&path, error))?;
+    let text = fault::io("read:boot_id").and_then(|()| std::fs::read_to_string(&path));
+    let text = text.map_err(|error| StateError::from_io(&path, error))?;
     Ok(text.trim().to_owned())
 }
 

@@ -18,6 +18,8 @@ pub struct Status {
     pub uids: [u32; 4],
     /// Real, effective, saved and file system group.
     pub gids: [u32; 4],
+    /// Its permitted capabilities, one bit each.
+    pub permitted: u64,
 }
 
 impl Status {
@@ -46,6 +48,7 @@ impl Status {
             tracer: number(b"TracerPid:")?,
             uids: four(b"Uid:")?,
             gids: four(b"Gid:")?,
+            permitted: u64::from_str_radix(field(b"CapPrm:")?.trim(), 16).map_err(|_| "a field is not a number")?,
         })
     }
 
@@ -58,6 +61,7 @@ impl Status {
 /// The executable, as the kernel shows it (with ` (deleted)` behind it where it has been replaced). None for kernel
 /// threads and zombies.
 pub fn exe_of(process: &Process) -> Result<Option<PathBuf>, ReadError> {
+    process.fault("exe")?;
     let link = match process.open_with("exe", libc::O_PATH | libc::O_NOFOLLOW) {
         Ok(link) => link,
         Err(ReadError::Absent { .. }) => return Ok(None),
@@ -105,13 +109,14 @@ mod tests {
 
     const TEXT: &[u8] =
         b"Name:\ta\\nUid:\t0\nUmask:\t0022\nState:\tS (sleeping)\nTgid:\t12\nNgid:\t0\nPid:\t12\nPPid:\t1\n\
-        TracerPid:\t77\nUid:\t1000\t1001\t1002\t1003\nGid:\t5\t6\t7\t8\n";
+        TracerPid:\t77\nUid:\t1000\t1001\t1002\t1003\nGid:\t5\t6\t7\t8\n\
+        CapInh:\t0000000000000000\nCapPrm:\t000001ffffffffff\n";
 
     #[test]
     fn status_is_parsed() {
         let status = Status::parse(TEXT).unwrap();
         assert_eq!((status.thread_group, status.tracer, status.effective_uid()), (12, 77, 1001));
-        assert_eq!(status.gids, [5, 6, 7, 8]);
+        assert_eq!((status.gids, status.permitted), ([5, 6, 7, 8], 0x1ff_ffff_ffff));
         assert!(Status::parse(b"Tgid:\t1\n").is_err());
     }
 

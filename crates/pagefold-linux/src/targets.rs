@@ -8,14 +8,18 @@
 use crate::cpu::own_cpu_ns;
 use crate::exclude::{DenyList, Exclusion, process_exclusion};
 use crate::maps::{VmaDetail, read_smaps};
+use crate::pagemap::Pagemap;
+use crate::patience::{Pending, patiently};
 use crate::process::{Process, ReadError};
 use crate::regions::{Tracked, follow, stretches};
 use crate::scope::Scoped;
 use pagefold_core::host::{DomainKey, OwnerKey, RegionKey};
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// A process's memory must have changed by this much for its pages to be counted again, pages.
 const RSS_CHANGE_PAGES: u64 = 256;
@@ -32,7 +36,7 @@ const MAPS_AGAIN_NS: u64 = 1_000_000_000;
 #[derive(Debug)]
 pub struct Target {
     /// The process.
-    pub process: Process,
+    pub process: Arc<Process>,
     /// Its key.
     pub owner: OwnerKey,
     /// Its trust domain.
@@ -41,6 +45,10 @@ pub struct Target {
     pub name: String,
     /// Its executable.
     pub exe: Option<PathBuf>,
+    /// Its effective user, and its cgroup, when it came into scope.
+    pub uid: u32,
+    /// See `uid`.
+    pub cgroup: Option<String>,
     /// Why it is left alone, if it is. Looked at again with its mappings.
     pub exclusion: Option<Exclusion>,
     /// Its regions, ascending.
@@ -51,6 +59,8 @@ pub struct Target {
     seen: Option<Seen>,
     /// Pages by which the address space has been smaller for a while since the last look at the mappings.
     dipped: u64,
+    /// A read of its memory that does not come back.
+    stuck: Option<Pending>,
 }
 
 /// What a look at the mappings found, against which the next changes are measured.
@@ -70,18 +80,48 @@ impl Target {
     /// Takes a process into scope.
     pub fn new(scoped: Scoped, owner: OwnerKey, domain: DomainKey) -> Self {
         Self {
-            process: scoped.process,
+            process: Arc::new(scoped.process),
             owner,
             domain,
             name: scoped.name,
             exe: scoped.exe,
+            uid: scoped.uid,
+            cgroup: scoped.cgroup,
             exclusion: None,
             regions: Vec::new(),
             left_out: Vec::new(),
             statm: None,
             seen: None,
             dipped: 0,
+            stuck: None,
         }
+    }
+
+    /// Whether a read of its memory has not come back yet.
+    pub(crate) fn is_stuck(&self) -> bool {
+        self.stuck.as_ref().is_some_and(|pending| !pending.is_over())
+    }
+
+    /// Notes that a read of its memory does not come back. The next look says so.
+    pub(crate) fn get_stuck(&mut self, pending: Pending) {
+        self.stuck = Some(pending);
+        self.look_again();
+    }
+
+    /// Reads what the process may keep locked (see [`crate::patience`]).
+    fn read<T: Send + 'static>(
+        &mut self,
+        read: impl FnOnce(&Process) -> Result<T, ReadError> + Send + 'static,
+    ) -> Result<T, ReadError> {
+        if !self.is_stuck() {
+            let process = self.process.clone();
+            match patiently(|| 0, move || read(&process)) {
+                Ok(answer) => return answer,
+                Err(pending) => self.stuck = Some(pending),
+            }
+        }
+        let source = io::Error::new(io::ErrorKind::TimedOut, "it keeps its memory map locked");
+        Err(ReadError::from_io(self.process.pid(), "smaps", source))
     }
 
     /// Looks whether the process's mappings have changed, and takes the change in; true if there was one. It is one of
@@ -101,12 +141,17 @@ impl Target {
         if let Some(seen) = &mut self.seen {
             self.dipped = self.dipped.max(seen.sizes.mapped.saturating_sub(sizes.mapped));
             seen.changed |= sizes.mapped != seen.sizes.mapped || sizes.data != seen.sizes.data;
-            if !seen.changed && now_ns >= seen.next_maps_ns {
-                let before_ns = own_cpu_ns();
-                seen.changed = maps_hash(&self.process)? != seen.maps;
-                let spent_ns = own_cpu_ns() - before_ns;
+        }
+        if self.seen.as_ref().is_some_and(|seen| !seen.changed && now_ns >= seen.next_maps_ns) {
+            let before_ns = own_cpu_ns();
+            let maps = self.read(maps_hash)?;
+            let spent_ns = own_cpu_ns() - before_ns;
+            if let Some(seen) = &mut self.seen {
+                seen.changed = maps != seen.maps;
                 seen.next_maps_ns = now_ns + (spent_ns * processes * MAPS_SHARE).max(MAPS_AGAIN_NS);
             }
+        }
+        if let Some(seen) = &self.seen {
             let drift = sizes.resident.abs_diff(seen.sizes.resident);
             let share = if seen.changed || drift > RSS_CHANGE_PAGES.max(seen.sizes.resident / 8) {
                 CHANGE_SHARE
@@ -120,7 +165,12 @@ impl Target {
             }
         }
         let before_ns = own_cpu_ns();
-        let maps = maps_hash(&self.process)?;
+        let maps = self.read(|process| {
+            // The list of mappings needs no lock on recent kernels; this does, as do what follows and the injector. That
+            // it may not be read is for others to say.
+            let _ = Pagemap::open(process).and_then(|pagemap| pagemap.is_live());
+            maps_hash(process)
+        })?;
         let back = self.seen.as_ref().is_none_or(|seen| sizes.mapped >= seen.sizes.mapped);
         let dipped = std::mem::take(&mut self.dipped);
         self.take_in(deny, if back { dipped } else { 0 }, new_key)?;
@@ -136,8 +186,8 @@ impl Target {
     }
 
     /// The mappings as they are now.
-    pub fn details(&self) -> Result<Vec<VmaDetail>, ReadError> {
-        read_smaps(&self.process)
+    pub fn details(&mut self) -> Result<Vec<VmaDetail>, ReadError> {
+        self.read(read_smaps)
     }
 
     /// `replaced` pages have been unmapped and mapped again since the last look: regions of about that size are not what
@@ -177,6 +227,7 @@ impl Target {
             Some(statm) => statm,
             none => none.insert(self.process.open_file("statm")?),
         };
+        self.process.fault("statm")?;
         let mut buffer = [0; 256];
         let length =
             statm.read_at(&mut buffer, 0).map_err(|error| ReadError::from_io(self.process.pid(), "statm", error))?;

@@ -283,6 +283,7 @@ impl Drop for Tenure {
 
 /// Puts back what a run that is gone left turned, and what had to be deferred. `None` if there was nothing to do.
 pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, places: &Places) -> Result<Option<Restored>, TakeError> {
+    State::sweep(&places.state);
     let Some(state) = State::load(&places.state)? else { return Ok(None) };
     if state.boot_id != boot_id(&places.proc_root)? {
         State::remove(&places.state)?;
@@ -290,8 +291,10 @@ pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, places: &Places) -> Result<Option<Re
     }
     let own = Holder::own(&places.proc_root)?;
     // With the lock in hand, a state file of our own pid is of an earlier tenure of ours.
-    if let Some(holder) = state.holder.filter(|&holder| holder != own && holder.is_alive(&places.proc_root)) {
-        return Err(TakeError::Busy { pid: holder.pid });
+    if let Some(holder) = state.holder.filter(|&holder| holder != own) {
+        if holder.is_alive(&places.proc_root)? {
+            return Err(TakeError::Busy { pid: holder.pid });
+        }
     }
     let mut now = BTreeMap::new();
     for (&knob, values) in &state.turned {

@@ -71,7 +71,7 @@ fn what_is_taken_is_given_back() {
     tenure.check().unwrap();
     let kept = stage.saved().unwrap();
     assert_eq!(kept.original[&Knob::MaxPageSharing], 256);
-    assert!(kept.is_ours(Knob::PagesToScan, 5000) && kept.holder.unwrap().is_alive(Path::new("/proc")));
+    assert!(kept.is_ours(Knob::PagesToScan, 5000) && kept.holder.unwrap().is_alive(Path::new("/proc")).unwrap());
     let restored = tenure.restore(LIMIT);
     assert!(restored.is_complete(), "{restored:?}");
     assert_eq!(restored.put_back.first(), Some(&(Knob::Run, 0)), "ksmd is stopped first");

@@ -3,8 +3,9 @@
 //! The kernel makes the copies within the system call, in the target's own time, under its mmap lock
 //! (`unmerge_ksm_pages`, mm/ksm.c). So it is done in steps short enough for the target not to notice.
 
+use crate::fault;
 use crate::headroom::headroom;
-use crate::inject::{Call, InjectError, Injector, Limits};
+use crate::inject::{Call, InjectError, Injector, Limits, Report};
 use crate::maps::{VmaDetail, read_smaps};
 use crate::merge_any::PR_SET_MEMORY_MERGE;
 use crate::process::{Process, ReadError};
@@ -14,9 +15,7 @@ use thiserror::Error;
 
 /// Address space unmarked by one call. At about a gigabyte a second that copying takes, 8 ms of the target's time.
 const STEP_BYTES: u64 = 8 << 20;
-/// Calls between two looks at the room left.
-const BATCH: usize = 8;
-/// Room to leave, for what the process and its neighbours allocate meanwhile.
+/// Room to leave, for what the process and its neighbours allocate between the look at the room and the end of a step.
 const MARGIN_BYTES: u64 = 32 << 20;
 /// Rounds of unmarking before giving up on mappings that keep changing or calls that signals keep cutting short.
 const ROUNDS: u32 = 5;
@@ -62,14 +61,36 @@ pub enum UnfoldError {
 }
 
 /// A range of addresses cut into what one call may unmark: where each piece begins, and its bytes.
-pub(crate) fn steps(start: u64, end: u64) -> impl Iterator<Item = (u64, u64)> {
-    let step = usize::try_from(STEP_BYTES).unwrap_or(usize::MAX);
-    (start..end).step_by(step).map(move |at| (at, STEP_BYTES.min(end - at)))
+pub(crate) fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (u64, u64)> {
+    let by = usize::try_from(step.0).unwrap_or(usize::MAX);
+    (start..end).step_by(by).map(move |at| (at, step.0.min(end - at)))
 }
 
-/// The room that a process's memory limits must leave for this much to be unmarked.
-pub(crate) fn room_for(copies: Bytes) -> Bytes {
-    Bytes(copies.0 + MARGIN_BYTES)
+/// Makes calls that unmark no more than a step each, one by one, as long as the process's memory limits leave room for
+/// what the next may copy. `report` has what was done, also when that is not all.
+pub(crate) fn in_steps(
+    process: &Process,
+    injector: &mut Injector,
+    roots: &Roots,
+    calls: &[Call],
+    report: &mut Report,
+) -> Result<(), UnfoldError> {
+    let limits = Limits { calls_per_stop: 1, ..Limits::default() };
+    let wanted = Bytes(STEP_BYTES + MARGIN_BYTES);
+    for call in calls {
+        let left = headroom(process, &roots.proc, &roots.cgroup)?;
+        if left < wanted {
+            return Err(UnfoldError::NoRoom { pid: process.pid(), left, wanted });
+        }
+        fault::point("unmark");
+        let done = injector.run(process, std::slice::from_ref(call), &limits)?;
+        fault::point("unmarked");
+        report.results.extend(done.results);
+        report.stops += done.stops;
+        report.longest_stop_ns = report.longest_stop_ns.max(done.longest_stop_ns);
+        report.total_stop_ns += done.total_stop_ns;
+    }
+    Ok(())
 }
 
 /// Unmarks all that is marked in a process, as far as its memory limits leave room for it.
@@ -91,22 +112,16 @@ pub fn unfold(process: &Process, injector: &mut Injector, roots: &Roots) -> Resu
         if calls.is_empty() {
             break;
         }
-        let limits = Limits { calls_per_stop: 1, ..Limits::default() };
-        for batch in calls.chunks(BATCH) {
-            let wanted = room_for(Bytes(BATCH as u64 * STEP_BYTES));
-            let left = headroom(process, &roots.proc, &roots.cgroup)?;
-            if left < wanted {
-                return Err(UnfoldError::NoRoom { pid: process.pid(), left, wanted });
-            }
-            let report = injector.run(process, batch, &limits)?;
-            done.longest_stop_ns = done.longest_stop_ns.max(report.longest_stop_ns);
-            if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
-                why = errno.to_string();
-            }
+        let mut report = Report::default();
+        let ran = in_steps(process, injector, roots, &calls, &mut report);
+        done.longest_stop_ns = done.longest_stop_ns.max(report.longest_stop_ns);
+        if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
+            why = errno.to_string();
         }
+        ran?;
         state = State::of(process)?;
     }
-    done.given_back = Bytes(before.merged_kib.saturating_sub(state.merged_kib) * 1024);
+    done.given_back = Bytes(before.merged_kib.saturating_sub(state.merged_kib).saturating_mul(1024));
     if state.calls().is_empty() {
         return Ok(done);
     }
@@ -119,23 +134,27 @@ struct State {
     merge_any: bool,
     marked: Vec<(u64, u64)>,
     merged_kib: u64,
+    /// What unmarking may copy: all that is marked where the kernel does not tell how much of it is merged (6.7).
+    copies_kib: u64,
 }
 
 impl State {
     fn of(process: &Process) -> Result<Self, ReadError> {
         let details = read_smaps(process)?;
         let stat = match process.read_file("ksm_stat") {
-            Ok(text) => String::from_utf8_lossy(&text).into_owned(),
-            Err(ReadError::Absent { .. }) => String::new(),
+            Ok(text) => ksm_stat(&text),
+            Err(ReadError::Absent { .. }) => KsmStat::default(),
             Err(error) => return Err(error),
         };
         let marked = details.iter().filter(|detail| detail.flags.has(*b"mg"));
+        let copies = |detail: &VmaDetail| detail.ksm_kib.unwrap_or((detail.vma.end - detail.vma.start) / 1024);
+        let copies_kib: u64 = marked.clone().map(copies).sum();
         let merged_kib: u64 = details.iter().filter_map(|detail: &VmaDetail| detail.ksm_kib).sum();
         Ok(Self {
-            merge_any: field(&stat, "ksm_merge_any") == Some("yes"),
+            merge_any: stat.merge_any,
             marked: marked.map(|detail| (detail.vma.start, detail.vma.end)).collect(),
-            merged_kib: merged_kib
-                + field(&stat, "ksm_zero_pages").and_then(|pages| pages.parse().ok()).unwrap_or(0) * 4,
+            merged_kib: merged_kib.saturating_add(stat.zero_kib),
+            copies_kib: copies_kib.saturating_add(stat.zero_kib),
         })
     }
 
@@ -145,12 +164,30 @@ impl State {
 
     fn calls(&self) -> Vec<Call> {
         let calls = |&(start, end): &(u64, u64)| {
-            steps(start, end).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE))
+            steps(start, end, Bytes(STEP_BYTES)).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE))
         };
-        // Last, and by then with nothing left to copy: no marking of what is to come.
-        let end = self.merge_any.then(|| Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
+        // No marking of what is to come. It unmarks at one go what is left by then, such as mappings that signals kept from
+        // being unmarked: so only once that is no more than a step.
+        let little_left = self.copies_kib <= STEP_BYTES / 1024;
+        let end = (self.merge_any && little_left).then(|| Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
         self.marked.iter().flat_map(calls).chain(end).collect()
     }
+}
+
+/// The fields of `/proc/PID/ksm_stat` that are used here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct KsmStat {
+    /// The process has all of its memory marked, also what it does not have yet (6.12).
+    pub(crate) merge_any: bool,
+    /// Zero pages merged with the kernel's (6.10), KiB.
+    pub(crate) zero_kib: u64,
+}
+
+/// Parses the text. Kernels differ in which fields it has.
+pub(crate) fn ksm_stat(text: &[u8]) -> KsmStat {
+    let text = String::from_utf8_lossy(text);
+    let zero_pages: u64 = field(&text, "ksm_zero_pages").and_then(|pages| pages.parse().ok()).unwrap_or(0);
+    KsmStat { merge_any: field(&text, "ksm_merge_any") == Some("yes"), zero_kib: zero_pages.saturating_mul(4) }
 }
 
 /// A field of `/proc/PID/ksm_stat`, `name value` or `name: value`.
@@ -171,12 +208,28 @@ mod tests {
         assert_eq!(field(text, "ksm_zero_pages"), Some("12"));
         assert_eq!(field(text, "ksm_merge_any"), Some("yes"));
         assert_eq!(field(text, "ksm"), None);
+        assert_eq!(ksm_stat(b"ksm_zero_pages 18446744073709551615\n").zero_kib, u64::MAX);
+    }
+
+    fn state(merge_any: bool, bytes: u64, copies_kib: u64) -> State {
+        State { merge_any, marked: vec![(0x1000, 0x1000 + bytes)], merged_kib: 0, copies_kib }
     }
 
     #[test]
     fn large_mappings_are_unmarked_in_steps() {
-        let state = State { merge_any: false, marked: vec![(0x1000, 0x1000 + STEP_BYTES + 4096)], merged_kib: 0 };
-        let lengths: Vec<u64> = state.calls().iter().map(|call| call.args[1]).collect();
+        let lengths: Vec<u64> = state(false, STEP_BYTES + 4096, 0).calls().iter().map(|call| call.args[1]).collect();
         assert_eq!(lengths, [STEP_BYTES, 4096]);
+    }
+
+    #[test]
+    fn what_unmarks_all_at_once_comes_last_and_when_little_is_left() {
+        let prctls = |state: State| {
+            let calls = state.calls();
+            calls.iter().map(|call| call.nr == libc::SYS_prctl).collect::<Vec<_>>()
+        };
+        assert_eq!(prctls(state(true, 2 * STEP_BYTES, 2 * STEP_BYTES / 1024)), [false, false]);
+        assert_eq!(prctls(state(true, 2 * STEP_BYTES, STEP_BYTES / 1024)), [false, false, true]);
+        assert_eq!(prctls(state(true, 0, 0)), [true]);
+        assert_eq!(prctls(state(false, 4096, 0)), [false]);
     }
 }

@@ -10,7 +10,7 @@ use crate::exit::{self, Exit};
 use crate::judgement_args::seed;
 use crate::run::{rounds, take};
 use crate::scan::{self, ScanArgs};
-use crate::scope_args::ScopeArgs;
+use crate::scope_args::{DenyArgs, ScopeArgs};
 use crate::style::{self, Style, human};
 use crate::{machine, unmerge};
 use anyhow::{Context, Result, bail};
@@ -82,7 +82,7 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
         signal_hook::flag::register(signal, stop.clone()).context("cannot listen for signals")?;
     }
-    machine::need_root("the demonstration")?;
+    machine::need_rights("the demonstration")?;
     let ksm = machine::ksm()?;
     let size = Size::that_fits(args.quick)?;
     let mut demo = Demo {
@@ -163,7 +163,14 @@ impl Demo {
         self.workers = Some(workers);
         self.interrupt.sleep(self.times.read)?;
 
-        let report = scan::scan(&ScanArgs { scope: scope(&pids), exact: true, json: false, html: None, seed: None })?;
+        let report = scan::scan(&ScanArgs {
+            scope: scope(&pids),
+            deny: DenyArgs::default(),
+            exact: true,
+            json: false,
+            html: None,
+            seed: None,
+        })?;
         style::print(&words::found(&report, &pids, style))?;
         self.interrupt.sleep(self.times.read * 2)?;
 
@@ -193,7 +200,7 @@ impl Demo {
         let (style, times) = (self.style, self.times);
         style::print(&words::folding(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
-        let hands = take(false, &self.ksm)?;
+        let hands = take(Some(machine::injector()?), &self.ksm)?;
         let config = Config { seed: seed(), ..Config::default() };
         let mut engine = Engine::new(config);
         let spec = scope(pids).spec();
@@ -212,7 +219,7 @@ impl Demo {
         let mut trouble = None;
         let most_ns = u64::try_from(times.fold_most.as_nanos()).unwrap_or(u64::MAX);
         let ran = rounds(&mut engine, &mut host, &self.stop, most_ns, |engine, host| {
-            trouble = host.take_events().into_iter().next();
+            trouble = host.take_events().into_iter().find(|event| !matches!(event, Event::Changed(_)));
             let rests = !engine.is_busy() && engine.ledger().saved().0 > 0;
             if trouble.is_some() || (rests && began.elapsed() >= times.fold) {
                 return ControlFlow::Break(());
@@ -228,7 +235,7 @@ impl Demo {
                 return Err(Exit::new(exit::KSM_TAKEN, format!("{why}; see pagefold doctor")).into());
             }
             Some(Event::LeftAlone { pid, why, .. }) => bail!("worker {pid} cannot be folded: {why}"),
-            None => {}
+            Some(Event::Changed(_)) | None => {}
         }
         let own_ns = own_and_children_cpu_ns().saturating_sub(cpu_before_ns);
         let own_cpu = Duration::from_nanos(own_ns).saturating_sub(seen.drawing);

@@ -1,5 +1,6 @@
 //! The judgement's settings on the command line.
 
+use crate::config_file::{ConfigFile, percent};
 use pagefold_core::config::{Config, ConfigError, Preset};
 use pagefold_core::governor::Governor;
 use pagefold_core::units::Permyriad;
@@ -7,16 +8,16 @@ use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
 /// How hard to search, and what is worth folding.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Judgement")]
 pub struct JudgementArgs {
     /// How much of a core pagefold and ksmd together may use while there is work: full (95 %), medium (50 %), low (20 %),
-    /// quiet (1 %), or auto, which goes from quiet to full as memory gets scarce
-    #[arg(long, value_name = "NAME", default_value = "full")]
-    pub governor: Governor,
+    /// quiet (1 %), or auto, which goes from quiet to full as memory gets scarce (usually full)
+    #[arg(long, value_name = "NAME")]
+    pub governor: Option<Governor>,
     /// Settings for a purpose: default, or sensitive, which folds memory that lives for seconds too
-    #[arg(long, value_name = "NAME", default_value = "default")]
-    pub preset: Preset,
+    #[arg(long, value_name = "NAME")]
+    pub preset: Option<Preset>,
     /// Use so much of a core at most, instead of the governor's share (0.2 to 100)
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     pub top_share: Option<Permyriad>,
@@ -38,12 +39,27 @@ pub struct JudgementArgs {
 }
 
 impl JudgementArgs {
+    /// These, and where they leave something open what the file says.
+    #[must_use]
+    pub fn over(&self, file: &ConfigFile) -> Self {
+        Self {
+            governor: self.governor.or(file.run.governor),
+            preset: self.preset.or(file.run.preset),
+            top_share: self.top_share.or(file.run.top_share),
+            round: self.round.or(file.run.round),
+            levels: self.levels.or(file.run.levels),
+            duplicate_threshold: self.duplicate_threshold.or(file.judgement.duplicate_threshold),
+            cow_threshold: self.cow_threshold.or(file.judgement.cow_threshold),
+            lifetime: self.lifetime.or(file.judgement.lifetime),
+        }
+    }
+
     /// The settings, with a seed of their own, or why they are refused.
     pub fn config(&self) -> Result<Config, ConfigError> {
-        let preset = Config::of_preset(self.preset);
+        let preset = Config::of_preset(self.preset.unwrap_or_default());
         let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let config = Config {
-            governor: self.governor,
+            governor: self.governor.unwrap_or(preset.governor),
             top_share: self.top_share.or(preset.top_share),
             round_ns: self.round.map(ns).or(preset.round_ns),
             levels: self.levels.unwrap_or(preset.levels),
@@ -62,26 +78,22 @@ pub fn seed() -> u64 {
     RandomState::new().hash_one(0)
 }
 
-/// Per cent with at most two decimals. Whether it is permitted is the configuration's to say.
-fn percent(text: &str) -> Result<Permyriad, String> {
-    let number: f64 = text.trim_end_matches('%').parse().map_err(|_| format!("'{text}' is no number of per cent"))?;
-    if !(0.0..=1e6).contains(&number) {
-        return Err(format!("{text} % is out of range"));
-    }
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked above")]
-    let permyriad = (number * 100.0).round() as u32;
-    Ok(Permyriad(permyriad))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config_file::parse;
 
     #[test]
-    fn per_cent_are_read_as_they_are_written() {
-        assert_eq!(percent("10"), Ok(Permyriad(1_000)));
-        assert_eq!(percent("0.2%"), Ok(Permyriad(20)));
-        assert_eq!(percent("140"), Ok(Permyriad(14_000)));
-        assert!(percent("ten").is_err() && percent("-1").is_err() && percent("nan").is_err());
+    fn the_command_line_comes_before_the_file() {
+        let file = parse(
+            "[run]\ngovernor = \"low\"\nlevels = 3\npreset = \"sensitive\"\n[judgement]\ncow-threshold = 70\n",
+            "file",
+        );
+        let args = JudgementArgs { levels: Some(5), ..JudgementArgs::default() };
+        let config = args.over(&file.unwrap()).config().unwrap();
+        assert_eq!((config.governor, config.levels, config.cow_threshold), (Governor::Low, 5, Permyriad(7_000)));
+        assert_eq!(config.lifetime_ns, 0, "of the preset");
+        let plain = JudgementArgs::default().config().unwrap();
+        assert_eq!(plain, Config { seed: plain.seed, ..Config::default() });
     }
 }

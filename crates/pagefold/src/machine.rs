@@ -5,10 +5,12 @@ use anyhow::{Context, Result};
 use pagefold_linux::exclude::{DenyList, process_exclusion};
 use pagefold_linux::inject::{InjectError, Injector, is_frozen};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};
+use pagefold_linux::privileges::{PrivilegeError, READING, keep_from_dumps, keep_only, missing};
 use pagefold_linux::process::{Process, ReadError};
 use pagefold_linux::scope::Scoped;
 use pagefold_linux::status::Status;
 use pagefold_linux::tenure::TakeError;
+use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -36,9 +38,49 @@ pub fn need_root(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, format!("{purpose} needs root; run it with sudo")))
 }
 
+/// Refuses also root where it has not the rights that reading and marking take, as in most containers.
+pub fn need_rights(purpose: &str) -> Result<(), Exit> {
+    need_root(purpose)?;
+    let missing = missing(&READING).map_err(|error| refused(&error))?;
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let list = missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let line = format!("{purpose} needs {list}, which this process lacks; grant it, in a container with --cap-add");
+    Err(Exit::new(exit::NOT_PERMITTED, line))
+}
+
+/// Gives up, for good, every right but those to read other programs. Before the first thread is started and anything of
+/// another program is read, and after the injector is started, whose rights would otherwise be no more than these.
+pub fn give_up_rights() -> Result<(), Exit> {
+    keep_from_dumps();
+    keep_only(&READING).map_err(|error| refused(&error))
+}
+
+fn refused(error: &PrivilegeError) -> Exit {
+    Exit::new(exit::FAILURE, format!("{error}; see docs/privileges.md"))
+}
+
 /// Starts the process that will make the targets' calls.
 pub fn injector() -> Result<Injector> {
     Injector::spawn(Command::new("/proc/self/exe").arg(INJECTOR)).context("cannot start the injector process")
+}
+
+/// Has a service manager start it, by connecting to the socket at `path`.
+pub fn injector_at(path: &Path) -> Result<Injector, Exit> {
+    let at = path.display();
+    Injector::connect(path).map_err(|error| match error.kind() {
+        ErrorKind::NotFound | ErrorKind::ConnectionRefused => {
+            let line = format!("nobody listens at {at}; start pagefold-injector.socket, or leave --injector out");
+            Exit::new(exit::FAILURE, line)
+        }
+        ErrorKind::PermissionDenied => {
+            Exit::new(exit::NOT_PERMITTED, format!("the injector at {at}: {error}; let root own that socket"))
+        }
+        _ => {
+            Exit::new(exit::FAILURE, format!("the injector at {at}: {error}; see systemctl status pagefold-injector@*"))
+        }
+    })
 }
 
 /// Why KSM cannot be taken over, and what to do.

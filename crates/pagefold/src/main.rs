@@ -4,6 +4,8 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
+mod audit;
+mod config_file;
 mod control;
 mod demo;
 mod doctor;
@@ -13,11 +15,14 @@ mod explain;
 mod figures;
 mod judgement_args;
 mod machine;
+mod reload;
 mod run;
 mod scan;
 mod scope_args;
+mod settings;
 mod status;
 mod style;
+mod trust;
 mod unmerge;
 
 /// Finds memory that running programs hold twice, and has the kernel fold it into one copy.

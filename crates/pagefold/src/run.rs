@@ -1,11 +1,14 @@
 //! `pagefold run`: the daemon, in the foreground.
 
+use crate::audit::{Begin, End, Entry};
 use crate::control;
 use crate::control::desk::{Desk, Facts, RunFacts};
 use crate::exit::{self, Exit};
 use crate::judgement_args::JudgementArgs;
 use crate::machine;
-use crate::scope_args::{ScopeArgs, explain};
+use crate::reload::Standing;
+use crate::scope_args::{DenyArgs, ScopeArgs, explain};
+use crate::settings::Settings;
 use crate::style::{self, Style};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -14,15 +17,19 @@ use pagefold_core::engine::{Engine, round};
 use pagefold_core::governor::Governor;
 use pagefold_core::host::Host;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
+use pagefold_linux::dumpable::ask_through;
 use pagefold_linux::exclude::DenyList;
+use pagefold_linux::fault;
+use pagefold_linux::inject::Injector;
 use pagefold_linux::ksm::{Knob, Ksm};
-use pagefold_linux::live::{Event, Hands, LiveError, LiveHost};
+use pagefold_linux::live::{Changed, Event, Hands, LiveError, LiveHost};
 use pagefold_linux::scope::Roots;
 use pagefold_linux::tenure::{Places, Restored, Tenure, Wishes};
 use pagefold_linux::wake;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -33,15 +40,28 @@ pub struct RunArgs {
     /// Which programs.
     #[command(flatten)]
     pub scope: ScopeArgs,
+    /// Whom to leave alone.
+    #[command(flatten)]
+    pub deny: DenyArgs,
     /// How hard to search.
     #[command(flatten)]
     pub judgement: JudgementArgs,
+    /// Take settings that are not given here from this file (without any scope, /etc/pagefold/pagefold.toml is read if it
+    /// is there)
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Write a line of JSON (schema pagefold.audit/1) to this file for every span of memory marked or unmarked
+    #[arg(long, value_name = "FILE")]
+    pub audit: Option<PathBuf>,
     /// End after this time (60s, 5m, 2h); without it, when told to by ctrl-C or SIGTERM
     #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
     pub duration: Option<Duration>,
     /// Find out what would be marked, and mark nothing
     #[arg(long)]
     pub dry_run: bool,
+    /// Have the injector started by whoever listens at this socket (pagefold-injector.socket), and not by this process
+    #[arg(long, value_name = "SOCKET")]
+    pub injector: Option<PathBuf>,
     /// Print the summary as JSON (schema pagefold.run/1)
     #[arg(long)]
     pub json: bool,
@@ -87,6 +107,8 @@ struct Summary {
     knobs_deferred: BTreeMap<String, u64>,
     /// Why KSM was not driven to the end, if somebody else turned a knob.
     stood_down: Option<String>,
+    /// Lines of the audit log that could not be written.
+    audit_lost: u64,
     /// Programs in scope that were left alone.
     left_alone: Vec<LeftAlone>,
 }
@@ -108,41 +130,55 @@ struct LeftAlone {
 pub fn run(args: &RunArgs) -> Result<u8> {
     // Signals first: from here on the end is always an orderly one.
     let (stop, woken) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
-        signal_hook::flag::register(signal, stop.clone()).context("cannot listen for signals")?;
-        // After `stop`, so that whoever sees itself woken sees why.
-        signal_hook::flag::register(signal, woken.clone()).context("cannot listen for signals")?;
-    }
-    signal_hook::flag::register(wake::SIGNAL, woken.clone()).context("cannot listen for signals")?;
-    let config = args.judgement.config().map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
-    machine::need_root("folding other programs' memory")?;
-    let ksm = machine::ksm()?;
-    let deny = DenyList::default();
-    let left_alone = check_scope(&args.scope, &deny)?;
-    let hands = take(args.dry_run, &ksm)?;
-    let look_ns = look_ns(&config, config.governor);
-    let facts = RunFacts {
-        scope: args.scope.spec().to_string(),
-        dry_run: args.dry_run,
-        config: config.clone(),
-        stood_down: None,
+    let on = |signal, flag: &Arc<AtomicBool>| {
+        signal_hook::flag::register(signal, flag.clone()).context("cannot listen for signals")?;
+        // After the flag, so that whoever sees itself woken sees why.
+        signal_hook::flag::register(signal, woken.clone()).context("cannot listen for signals")
     };
+    on(signal_hook::consts::SIGINT, &stop)?;
+    on(signal_hook::consts::SIGTERM, &stop)?;
+    signal_hook::flag::register(wake::SIGNAL, woken.clone()).context("cannot listen for signals")?;
+    let settings = Settings::of(args)?;
+    let Settings { scope, config, deny, .. } = settings.clone();
+    machine::need_rights("folding other programs' memory")?;
+    let ksm = machine::ksm()?;
+    let mut standing = Standing::new(args, settings)?;
+    on(signal_hook::consts::SIGHUP, &standing.on_hangup().unwrap_or_else(|| stop.clone()))?;
+    let injector = injector(args)?;
+    let left_alone = check_scope(&scope, &deny)?;
+    let hands = take(injector, &ksm)?;
+    let look_ns = look_ns(&config, config.governor);
+    let facts =
+        RunFacts { scope: scope.spec().to_string(), dry_run: args.dry_run, config: config.clone(), stood_down: None };
     let mut engine = Engine::new(config);
-    let mut host = LiveHost::new(args.scope.spec(), Roots::default(), deny, ksm, hands, woken.clone())?;
+    let mut host = LiveHost::new(scope.spec(), Roots::default(), deny, ksm, hands, woken.clone())
+        .map_err(|error| failure(&error))?;
     // What lives for seconds must be seen sooner.
     host.look_every(look_ns);
+    host.set_domains(standing.settings.domains.clone());
     let (desk, counter) = Desk::open(woken);
     let server = control::serve(counter, args.dry_run);
-    let told = watch(args, &mut engine, &mut host, &stop, left_alone, (desk, facts));
+    fault::point("socket-made");
+    let (command, pid) = ("run", std::process::id());
+    let begin = Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope: scope.spec().to_string() };
+    complain(standing.log(&Entry::Begin(begin)));
+    let told = watch(args, &mut engine, &mut host, &stop, left_alone, (desk, facts), &mut standing);
     drop(server);
+    // Those of a round that failed.
+    for event in host.take_events() {
+        if let Event::Changed(changed) = event {
+            complain(log_change(&mut standing, &host, changed));
+        }
+    }
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened: first KSM is given back, then it is told.
     let ended = host.finish();
+    complain(standing.log(&Entry::End(End { command, pid, lost: standing.lost() })));
     if let (Some(ksm), Some(cost)) = (&ended.ksm, ended.cost) {
         engine.close(ended.now_ns, ksm, cost);
     }
     let restored = ended.restored;
-    let summary = summary(args, &engine, processes, restored.as_ref(), told?);
+    let summary = summary(args, &standing, &engine, processes, restored.as_ref(), told?);
     let text =
         if args.json { serde_json::to_string_pretty(&summary)? + "\n" } else { describe(&summary, Style::of_stdout()) };
     style::print(&text)?;
@@ -178,11 +214,25 @@ fn check_scope(scope: &ScopeArgs, deny: &DenyList) -> Result<Vec<LeftAlone>, Exi
     }
 }
 
-/// Takes KSM over, and starts what marks.
-pub fn take(dry_run: bool, ksm: &Arc<Ksm>) -> Result<Hands> {
-    if dry_run {
-        return Ok(Hands::DryRun);
+/// Starts what marks, unless this is a dry run, and gives up every right that is not needed from there on. A dry run has
+/// nobody who could ask programs whether they are dumpable, and keeps what it takes to tell that from outside.
+fn injector(args: &RunArgs) -> Result<Option<Injector>> {
+    if args.dry_run {
+        return Ok(None);
     }
+    let injector = match &args.injector {
+        Some(path) => machine::injector_at(path)?,
+        None => machine::injector()?,
+    };
+    machine::give_up_rights()?;
+    ask_through(&injector);
+    fault::point("injector-started");
+    Ok(Some(injector))
+}
+
+/// Takes KSM over, if there is what marks.
+pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>) -> Result<Hands> {
+    let Some(injector) = injector else { return Ok(Hands::DryRun) };
     let tenure = Tenure::take(ksm.clone(), &Places::default(), &Wishes::default())
         .map_err(|error| machine::explain_take(&error))?;
     for (knob, value) in tenure.not_granted() {
@@ -191,7 +241,7 @@ pub fn take(dry_run: bool, ksm: &Arc<Ksm>) -> Result<Hands> {
             knob.file_name()
         );
     }
-    Ok(Hands::Act { tenure, injector: machine::injector()? })
+    Ok(Hands::Act { tenure, injector })
 }
 
 /// Goes round after round until told to stop, until the host's clock says `end_ns`, or until `each`, which is called
@@ -207,14 +257,19 @@ pub fn rounds(
         let pause_ns = match round(engine, host) {
             Ok(pause_ns) => pause_ns,
             Err(LiveError::Scope(error)) => return Err(explain(&error).into()),
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(failure(&error).into()),
         };
         if each(engine, host).is_break() {
             break;
         }
-        host.wait(pause_ns.min(end_ns.saturating_sub(host.now_ns())))?;
+        host.wait(pause_ns.min(end_ns.saturating_sub(host.now_ns()))).map_err(|error| failure(&error))?;
     }
     Ok(())
+}
+
+/// What ends a run. The error says all itself: its cause would be printed a second time.
+fn failure(error: &LiveError) -> Exit {
+    Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor"))
 }
 
 /// What was told of the run while it went on.
@@ -230,6 +285,7 @@ fn watch(
     stop: &AtomicBool,
     left_alone: Vec<LeftAlone>,
     (mut desk, mut facts): (Desk, RunFacts),
+    standing: &mut Standing<'_>,
 ) -> Result<Told> {
     let bar = progress();
     let mut told = Told { left_alone: Vec::new(), stood_down: None };
@@ -239,14 +295,28 @@ fn watch(
     let end_ns = args.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
     rounds(engine, host, stop, end_ns, |engine, host| {
         for event in host.take_events() {
-            tell(&bar, &mut told, event);
+            match event {
+                Event::Changed(changed) => {
+                    if let Some(complaint) = log_change(standing, host, changed) {
+                        say(&bar, &complaint);
+                    }
+                }
+                event => tell(&bar, &mut told, event),
+            }
         }
-        if host.targets().next().is_none() && !args.scope.is_selective() {
+        if host.targets().next().is_none() && !standing.settings.scope.is_selective() {
             bar.println("every process named has ended");
             return ControlFlow::Break(());
         }
         facts.stood_down.clone_from(&told.stood_down);
         if let Some(governor) = desk.serve(engine, |engine| Facts::of(engine, host, facts.clone())) {
+            host.look_every(look_ns(&facts.config, governor));
+        }
+        let (lines, governor) = standing.serve(engine, host);
+        for line in lines {
+            say(&bar, &line);
+        }
+        if let Some(governor) = governor {
             host.look_every(look_ns(&facts.config, governor));
         }
         show(&bar, engine, host, desk.is_paused());
@@ -259,6 +329,7 @@ fn watch(
 
 fn tell(bar: &ProgressBar, told: &mut Told, event: Event) {
     let line = match event {
+        Event::Changed(_) => return,
         Event::LeftAlone { pid, name, why } => {
             // Said already when the scope was checked.
             if told.left_alone.iter().any(|left| left.pid == pid && left.reason == why) {
@@ -274,11 +345,30 @@ fn tell(bar: &ProgressBar, told: &mut Told, event: Event) {
             line
         }
     };
+    say(bar, &line);
+}
+
+fn say(bar: &ProgressBar, line: &str) {
     if bar.is_hidden() {
         eprintln!("pagefold: {line}");
     } else {
         bar.println(line);
     }
+}
+
+fn complain(complaint: Option<String>) {
+    if let Some(complaint) = complaint {
+        eprintln!("pagefold: {complaint}");
+    }
+}
+
+/// Writes a change down, if changes are; what there is to complain about.
+fn log_change(standing: &mut Standing<'_>, host: &LiveHost, changed: Changed) -> Option<String> {
+    if !standing.logs() {
+        return None;
+    }
+    let target = host.targets().find(|target| target.process.pid() == changed.pid);
+    standing.log(&Entry::changed(changed, target))
 }
 
 fn progress() -> ProgressBar {
@@ -311,15 +401,22 @@ fn show(bar: &ProgressBar, engine: &Engine, host: &LiveHost, paused: bool) {
     ));
 }
 
-fn summary(args: &RunArgs, engine: &Engine, processes: usize, restored: Option<&Restored>, told: Told) -> Summary {
+fn summary(
+    args: &RunArgs,
+    standing: &Standing<'_>,
+    engine: &Engine,
+    processes: usize,
+    restored: Option<&Restored>,
+    told: Told,
+) -> Summary {
     let ledger = engine.ledger();
     let marks = || engine.regions().flat_map(|region| &region.marks);
     let deferred = restored.iter().flat_map(|restored| &restored.deferred);
     Summary {
         schema: "pagefold.run/1",
-        scope: args.scope.spec().to_string(),
+        scope: standing.settings.scope.spec().to_string(),
         dry_run: args.dry_run,
-        governor: args.judgement.governor,
+        governor: standing.settings.config.governor,
         seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
         processes,
         saved_bytes: ledger.saved().bytes().0,
@@ -341,6 +438,7 @@ fn summary(args: &RunArgs, engine: &Engine, processes: usize, restored: Option<&
         knobs_restored: restored.is_none_or(|restored| restored.failed.is_empty() && restored.pending.is_empty()),
         knobs_deferred: deferred.map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect(),
         stood_down: told.stood_down,
+        audit_lost: standing.lost(),
         left_alone: told.left_alone,
     }
 }
@@ -351,7 +449,10 @@ fn unrestored(restored: Option<&Restored>) -> Vec<String> {
     let name = |knob: &Knob| knob.file_name();
     let failed = restored.failed.iter().map(|(knob, why)| format!("could not put {} back: {why}", name(knob)));
     let pending = restored.pending.iter().map(|(knob, value)| {
-        format!("ksmd is still in a scan: {} gets {value} back when it ends; see pagefold doctor", name(knob))
+        format!(
+            "ksmd is still in a scan, and {} is {value} again only later; when it has ended, run pagefold doctor --fix",
+            name(knob)
+        )
     });
     failed.chain(pending).collect()
 }

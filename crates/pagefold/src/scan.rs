@@ -6,7 +6,7 @@ mod survey;
 mod table;
 
 use crate::exit::{self, Exit};
-use crate::scope_args::ScopeArgs;
+use crate::scope_args::{DenyArgs, ScopeArgs};
 use crate::style;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -16,6 +16,7 @@ use pagefold_core::hash::Digester;
 use pagefold_core::host::PageState;
 use pagefold_core::units::Vpn;
 use pagefold_linux::cpu::own_cpu_ns;
+use pagefold_linux::exclude::DenyList;
 use pagefold_linux::memory::{PageReader, ReadHow};
 use pagefold_linux::process::ReadError;
 use report::{Cost, Report};
@@ -30,6 +31,9 @@ pub struct ScanArgs {
     /// Which programs.
     #[command(flatten)]
     pub scope: ScopeArgs,
+    /// Whom to leave alone.
+    #[command(flatten)]
+    pub deny: DenyArgs,
     /// Read every page instead of a sample: slower, and no margin of error
     #[arg(long)]
     pub exact: bool,
@@ -69,7 +73,7 @@ pub fn scan(args: &ScanArgs) -> Result<Report> {
     let bar = progress();
     bar.set_length(scoped.len() as u64);
     bar.set_message("looking at page tables");
-    let mut survey = Survey::of(scoped, &mut reader, || bar.inc(1))?;
+    let mut survey = Survey::of(scoped, &args.deny.on(DenyList::default()), &mut reader, || bar.inc(1))?;
     refuse_if_nothing_is_left(&survey)?;
 
     let mut scanner = Scanner {

@@ -1,13 +1,15 @@
 //! The flags that say which programs are meant.
 
+use crate::config_file::{Scope, Word};
 use crate::exit::{self, Exit};
+use pagefold_linux::exclude::{DenyList, unfit_entry};
 use pagefold_linux::scope::{Roots, ScopeError, ScopeSpec, Scoped, resolve};
 use std::path::PathBuf;
 
 const PROGRAMS: &str = "Which programs";
 
 /// Which programs are meant. Several flags add up.
-#[derive(Clone, Debug, Default, clap::Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
 pub struct ScopeArgs {
     /// These processes (may be repeated, or separated by commas)
     #[arg(long, help_heading = PROGRAMS, value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(i32).range(1..))]
@@ -26,7 +28,45 @@ pub struct ScopeArgs {
     pub all: bool,
 }
 
+/// Changes to the deny list.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct DenyArgs {
+    /// Leave programs of this name alone, too: a base name, or its beginning and an asterisk
+    #[arg(long, help_heading = PROGRAMS, value_name = "NAME", value_parser = program)]
+    pub deny: Vec<String>,
+    /// Do not leave programs of this name alone only because they are on the deny list
+    #[arg(long, help_heading = PROGRAMS, value_name = "NAME", value_parser = program)]
+    pub allow: Vec<String>,
+}
+
+impl DenyArgs {
+    /// The list with these changes.
+    pub fn on(&self, list: DenyList) -> DenyList {
+        list.with(&self.deny, &self.allow)
+    }
+}
+
+fn program(name: &str) -> Result<String, String> {
+    match unfit_entry(name) {
+        Some(why) => Err(format!("it {why}")),
+        None => Ok(name.to_owned()),
+    }
+}
+
 impl ScopeArgs {
+    /// What a configuration file says.
+    pub fn of_file(scope: &Scope) -> Self {
+        let words =
+            |words: &Option<Vec<Word>>| words.iter().flatten().map(|Word(word)| word.clone()).collect::<Vec<_>>();
+        Self {
+            pid: Vec::new(),
+            cgroup: words(&scope.cgroups).into_iter().map(PathBuf::from).collect(),
+            user: words(&scope.users),
+            exe: words(&scope.exes),
+            all: scope.all.unwrap_or(false),
+        }
+    }
+
     /// The scope that the flags spell out.
     pub fn spec(&self) -> ScopeSpec {
         ScopeSpec {
@@ -82,6 +122,24 @@ mod tests {
         assert_eq!(spec.users, ["root"]);
         assert!(Cli::try_parse_from(["x", "--pid", "0"]).is_err());
         assert!(Cli::try_parse_from(["x", "--pid", "one"]).is_err());
+    }
+
+    #[test]
+    fn names_on_the_deny_list_can_be_allowed_and_others_denied() {
+        #[derive(Parser)]
+        struct Cli {
+            #[command(flatten)]
+            deny: DenyArgs,
+        }
+        let cli = Cli::try_parse_from(["x", "--deny", "mine*", "--allow", "vault", "--allow", "tor"]).unwrap();
+        let list = cli.deny.on(DenyList::default());
+        assert_eq!(list.entry_for(b"mine-2"), Some("mine*"));
+        assert_eq!((list.entry_for(b"vault"), list.entry_for(b"tor")), (None, None));
+        assert_eq!(list.entry_for(b"ssh-agent"), Some("ssh-agent"));
+        for bad in ["", "/usr/bin/vault", "a*b", "**"] {
+            assert!(Cli::try_parse_from(["x", "--deny", bad]).is_err(), "{bad}");
+            assert!(Cli::try_parse_from(["x", "--allow", bad]).is_err(), "{bad}");
+        }
     }
 
     #[test]

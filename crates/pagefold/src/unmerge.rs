@@ -1,5 +1,6 @@
 //! `pagefold unmerge`: gives programs their own copies again and takes their marks away.
 
+use crate::audit::{Audit, Before, Begin, End, Entry};
 use crate::exit;
 use crate::machine;
 use crate::scope_args::ScopeArgs;
@@ -15,6 +16,7 @@ use pagefold_linux::tenure::{Places, TakeError, Tenure, Wishes};
 use pagefold_linux::unfold::{UnfoldError, unfold};
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,6 +29,9 @@ pub struct UnmergeArgs {
     /// Which programs.
     #[command(flatten)]
     pub scope: ScopeArgs,
+    /// Write a line of JSON (schema pagefold.audit/1) to this file for every span of memory unmarked
+    #[arg(long, value_name = "FILE")]
+    pub audit: Option<PathBuf>,
     /// Print the result as JSON (schema pagefold.unmerge/1)
     #[arg(long)]
     pub json: bool,
@@ -45,6 +50,8 @@ struct Summary {
     still_saved_bytes: u64,
     /// Knobs that an earlier run could not put back and that still wait for the last merged page to go.
     knobs_deferred: BTreeMap<String, u64>,
+    /// Lines of the audit log that could not be written.
+    audit_lost: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -59,8 +66,17 @@ struct Process {
 
 /// Gives memory back, and returns the exit code.
 pub fn run(args: &UnmergeArgs) -> Result<u8> {
-    machine::need_root("giving memory back")?;
+    machine::need_rights("giving memory back")?;
     let ksm = machine::ksm()?;
+    let mut audit = args.audit.as_deref().map(Audit::open).transpose()?;
+    let mut log = |entry: &Entry| {
+        if let Some(complaint) = audit.as_mut().and_then(|audit| audit.write(entry)) {
+            eprintln!("pagefold: {complaint}");
+        }
+        audit.as_ref().map_or(0, Audit::lost)
+    };
+    let mut injector = machine::injector()?;
+    machine::give_up_rights()?;
     let scoped = args.scope.resolve()?;
     let places = Places::default();
     // Nobody may mark again what is being unmarked. Whoever else runs ksmd does no harm to it.
@@ -69,13 +85,16 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         Err(TakeError::InUse(_)) => None,
         Err(error) => return Err(machine::explain_take(&error).into()),
     };
-    let mut injector = machine::injector()?;
     let mut summary = Summary { schema: "pagefold.unmerge/1", ..Summary::default() };
     let mut code = exit::OK;
+    let (command, pid) = ("unmerge", std::process::id());
+    let scope = args.scope.spec().to_string();
+    log(&Entry::Begin(Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope }));
     for scoped in scoped {
+        let before = args.audit.is_some().then(|| Before::of(&scoped));
         let mut process = Process {
             pid: scoped.process.pid(),
-            name: scoped.name,
+            name: scoped.name.clone(),
             given_back_bytes: 0,
             unmarked_bytes: 0,
             failed: None,
@@ -96,11 +115,15 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
                 process.failed = Some(error.to_string());
             }
         }
+        for entry in before.into_iter().flat_map(|before| before.after(&scoped, process.failed.is_some())) {
+            summary.audit_lost = log(&entry);
+        }
         summary.given_back_bytes += process.given_back_bytes;
         summary.unmarked_bytes += process.unmarked_bytes;
         summary.processes.push(process);
     }
     drop(injector);
+    summary.audit_lost = log(&Entry::End(End { command, pid, lost: summary.audit_lost }));
     if let Some(tenure) = tenure {
         let restored = settle(tenure, &ksm)?;
         summary.knobs_deferred = restored;

@@ -1,6 +1,7 @@
 //! The pages that are looked up and read together.
 
 use super::{Held, PageView, ReadHow};
+use crate::fault;
 use crate::pagemap::{Categories, FrameFlags, KpageFlags, PageRange, PagemapEntry, ScanError};
 use crate::process::{Process, ReadError};
 use pagefold_core::hash::PageBytes;
@@ -258,7 +259,7 @@ impl Batch {
             }
             let Some(mem) = held.mem.as_ref() else { continue };
             let bytes = self.buffer[at..at + length].as_flattened_mut();
-            let whole = match mem.read_at(bytes, first.address()) {
+            let whole = match fault::io("read:mem").and_then(|()| mem.read_at(bytes, first.address())) {
                 // The address space has gone.
                 Ok(0) => return Err(ReadError::Vanished { pid: held.pid }),
                 Ok(read) => read / PAGE_SIZE,
@@ -303,6 +304,7 @@ fn extend(pieces: &mut Vec<Piece>, address: u64) {
 
 /// Reads the remote pieces into the local ones and returns how many bytes came, 0 where not even the first page did.
 pub(super) fn process_vm_readv(pid: i32, local: &[Piece], remote: &[Piece]) -> Result<usize, ReadError> {
+    fault::io("read:process_vm_readv").map_err(|error| ReadError::from_io(pid, "(process_vm_readv)", error))?;
     // SAFETY: `Piece` has the layout of struct iovec. The local pieces lie within the batch's buffer, one page for each
     // slot, which its owner has borrowed exclusively and does not move; there are at most BATCH_PAGES (below IOV_MAX)
     // on either side. The remote addresses are the kernel's to check.

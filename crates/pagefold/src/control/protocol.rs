@@ -1,6 +1,7 @@
 //! What is said over the control socket: a line of JSON for each request, and one for its answer.
 
 use pagefold_core::governor::Governor;
+use pagefold_linux::status::printable;
 use serde::{Deserialize, Serialize};
 
 /// Where the socket is.
@@ -75,6 +76,8 @@ impl Request {
     /// Understands a line, or says what is wrong with it.
     pub fn parse(line: &[u8]) -> Result<Self, String> {
         let message: Message = serde_json::from_slice(line)
+            // It quotes what was sent.
+            .map_err(|error| printable(error.to_string().as_bytes()))
             .map_err(|error| format!("the request is malformed: {error}; see docs/commands.md"))?;
         if message.schema != SCHEMA {
             return Err(format!("the request is not of schema {SCHEMA}; use a pagefold of the same version"));
@@ -115,6 +118,8 @@ mod tests {
             (r#"{"schema":"pagefold.control/2","request":"status"}"#, "not of schema"),
             (r#"{"schema":"pagefold.control/1"}"#, "request"),
             (r#"{"schema":"pagefold.control/1","request":"dance"}"#, "dance"),
+            (r#"{"schema":"pagefold.control/1","request":"a\nb\u001b"}"#, "a\\nb\\u{1b}"),
+            (r#"{"schema":"pagefold.control/1","request":"governor","name":"a\nb"}"#, "a\\nb"),
             (r#"{"schema":"pagefold.control/1","request":"explain"}"#, "pid"),
             (r#"{"schema":"pagefold.control/1","request":"explain","pid":"one"}"#, "malformed"),
             (r#"{"schema":"pagefold.control/1","request":"explain","pid":99999999999}"#, "malformed"),

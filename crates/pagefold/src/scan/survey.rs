@@ -81,8 +81,12 @@ struct Joint {
 
 impl Survey {
     /// Looks at the processes.
-    pub fn of(scoped: Vec<Scoped>, reader: &mut PageReader, mut progress: impl FnMut()) -> Result<Self> {
-        let deny = DenyList::default();
+    pub fn of(
+        scoped: Vec<Scoped>,
+        deny: &DenyList,
+        reader: &mut PageReader,
+        mut progress: impl FnMut(),
+    ) -> Result<Self> {
         let mut survey = Self::default();
         let mut joint = Vec::new();
         let mut numbers = 0;
@@ -96,7 +100,7 @@ impl Survey {
                 merged: Vec::new(),
             };
             let before = (survey.cells.len(), joint.len());
-            match survey.look(&mut surveyed, &deny, reader, &mut joint, &mut numbers) {
+            match survey.look(&mut surveyed, deny, reader, &mut joint, &mut numbers) {
                 Ok(()) => {}
                 Err(ReadError::Vanished { .. }) => {
                     surveyed.gone = true;

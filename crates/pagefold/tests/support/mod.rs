@@ -78,16 +78,15 @@ impl Daemon {
     }
 
     pub fn start(args: &[impl AsRef<std::ffi::OsStr>]) -> Self {
+        Self::of(Command::new(program()).args(args))
+    }
+
+    /// By a command that comes to be it.
+    pub fn of(command: &mut Command) -> Self {
         // Files, not pipes: nobody reads until the end, and a full pipe would stop it.
         let (output, errors) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-        let child = Command::new(program())
-            .args(args)
-            .stdin(Stdio::null())
-            .stdout(output.try_clone().unwrap())
-            .stderr(errors.try_clone().unwrap())
-            .spawn()
-            .unwrap();
-        Self { child, output, errors }
+        command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(errors.try_clone().unwrap());
+        Self { child: command.spawn().unwrap(), output, errors }
     }
 
     pub fn pid(&self) -> i32 {

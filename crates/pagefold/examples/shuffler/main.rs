@@ -1,0 +1,445 @@
+//! A program that shuffles its memory about and knows what every byte of it must be, for tests of data integrity.
+//!
+//! `shuffler KEY=VALUE...` (see [`Options`]) holds mappings whose pages have contents in common with other shufflers,
+//! says `ready`, and goes on writing, forking, protecting, moving, unmapping, discarding and paging out, in an
+//! order that follows from its seed. It keeps a model of what each page holds and compares every byte with it, all of them at
+//! least once a second. Each second it says how often, in one line. It ends with its standard input or after so many
+//! seconds, with `end ok` and 0, or at once with `bad: PAGE, EXPECTED, FOUND` and 1.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)] // A test program: raw calls are what it is for.
+
+mod content;
+mod region;
+
+use content::{Content, Random};
+use region::{Arena, Damage, MOST, PAGE, Region};
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+
+/// The settings, with their defaults.
+struct Options {
+    /// Memory held at the beginning, MiB.
+    mib: usize,
+    /// Mappings.
+    regions: usize,
+    seed: u64,
+    seconds: u64,
+    /// Per cent of the pages whose content others may hold.
+    share: usize,
+    /// Ask for huge pages.
+    huge: bool,
+    /// Pause after each thing done, microseconds.
+    pause_us: u64,
+    /// Memory taken and given back at once by `burst`, MiB.
+    burst: usize,
+    /// Falsify the model after the first second, to prove that the checks can fail.
+    sabotage: bool,
+    /// What is done, and how often in proportion.
+    ops: Vec<(Op, usize)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Op {
+    Write,
+    Word,
+    Check,
+    Fork,
+    Protect,
+    Remap,
+    Renew,
+    Replace,
+    Discard,
+    Pageout,
+    Collapse,
+    /// Not usual: writes what is there already.
+    Rewrite,
+    /// Not usual: takes memory and gives it back.
+    Burst,
+}
+
+/// By name. Moving and collapsing undo merges of thousands of pages at once: so they are rare, or nothing is ever merged.
+const USUAL: [(&str, Op, usize); 13] = [
+    ("write", Op::Write, 120),
+    ("word", Op::Word, 80),
+    ("check", Op::Check, 80),
+    ("fork", Op::Fork, 10),
+    ("protect", Op::Protect, 24),
+    ("remap", Op::Remap, 2),
+    ("renew", Op::Renew, 1),
+    ("replace", Op::Replace, 3),
+    ("discard", Op::Discard, 4),
+    ("pageout", Op::Pageout, 8),
+    ("collapse", Op::Collapse, 4),
+    ("rewrite", Op::Rewrite, 0),
+    ("burst", Op::Burst, 0),
+];
+
+impl Options {
+    fn parse(words: impl Iterator<Item = String>) -> Self {
+        let mut options = Self {
+            mib: 48,
+            regions: 6,
+            seed: 1,
+            seconds: u64::MAX,
+            share: 85,
+            huge: false,
+            pause_us: 2_000,
+            burst: 16,
+            sabotage: false,
+            ops: USUAL.iter().map(|&(_, op, weight)| (op, weight)).collect(),
+        };
+        for word in words {
+            let (key, value) = word.split_once('=').expect("KEY=VALUE");
+            let number = || value.parse::<u64>().expect("a number");
+            let size = || usize::try_from(number()).expect("a number");
+            match key {
+                "mib" => options.mib = size(),
+                "regions" => options.regions = size().max(1),
+                "seed" => options.seed = number(),
+                "seconds" => options.seconds = number(),
+                "share" => options.share = size(),
+                "huge" => options.huge = number() == 1,
+                "pause-us" => options.pause_us = number(),
+                "burst" => options.burst = size(),
+                "sabotage" => options.sabotage = number() == 1,
+                "ops" => {
+                    options.ops = value
+                        .split(',')
+                        .map(|name| {
+                            let found = USUAL.iter().find(|usual| usual.0 == name);
+                            let &(_, op, weight) = found.unwrap_or_else(|| panic!("no {name}"));
+                            (op, weight.max(1))
+                        })
+                        .collect();
+                }
+                _ => panic!("there is no {key}"),
+            }
+        }
+        options
+    }
+}
+
+/// What was done, for the lines.
+#[derive(Default)]
+struct Counts {
+    pages_checked: u64,
+    writes: u64,
+    forks: u64,
+    faults: u64,
+    remaps: u64,
+    /// Refusals of mremap, which a program without marks would not have seen.
+    remaps_refused: u64,
+    discards: u64,
+    pageouts: u64,
+    collapses: u64,
+}
+
+struct Shuffler {
+    options: Options,
+    arena: Arena,
+    regions: Vec<Region>,
+    random: Random,
+    fresh: u64,
+    children: Vec<libc::pid_t>,
+    counts: Counts,
+}
+
+impl Shuffler {
+    fn new(options: Options) -> Result<Self, Damage> {
+        let mut shuffler = Self {
+            arena: Arena::new(options.regions * 2),
+            regions: Vec::new(),
+            random: Random(options.seed),
+            fresh: 0,
+            children: Vec::new(),
+            counts: Counts::default(),
+            options,
+        };
+        for region in 0..shuffler.options.regions {
+            let mapped = shuffler.map();
+            shuffler.regions.push(mapped);
+            shuffler.fill(region, 0, shuffler.regions[region].pages.len())?;
+        }
+        Ok(shuffler)
+    }
+
+    fn map(&mut self) -> Region {
+        let pages = (self.options.mib * 256 / self.options.regions).clamp(64, MOST);
+        let Options { huge, seed, .. } = self.options;
+        Region::map(&mut self.arena, self.random.next(), pages, huge, seed)
+    }
+
+    /// What a page gets: what the other shufflers have in this place, or something of its own.
+    fn content(&mut self, region: usize, page: usize) -> Content {
+        if self.random.per_cent(self.options.share) {
+            Content::common((region * MOST + page) as u64)
+        } else {
+            self.fresh += 1;
+            Content::own(self.fresh)
+        }
+    }
+
+    fn fill(&mut self, region: usize, first: usize, pages: usize) -> Result<(), Damage> {
+        for page in first..first + pages {
+            let content = self.content(region, page);
+            self.regions[region].write(page, content)?;
+        }
+        Ok(())
+    }
+
+    /// Some pages of some region: which, from where, how many.
+    fn some(&mut self, most: usize) -> (usize, usize, usize) {
+        let region = self.random.below(self.regions.len());
+        let all = self.regions[region].pages.len();
+        let pages = 1 + self.random.below(most.min(all));
+        (region, self.random.below(all - pages + 1), pages)
+    }
+
+    fn check(&mut self, most: usize) -> Result<(), Damage> {
+        let (region, first, pages) = self.some(most);
+        self.counts.pages_checked += pages as u64;
+        (first..first + pages).try_for_each(|page| self.regions[region].check(page))
+    }
+
+    fn check_all(&mut self) -> Result<(), Damage> {
+        for region in &self.regions {
+            self.counts.pages_checked += region.check_all()? as u64;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, most: usize) -> Result<(), Damage> {
+        let (region, first, pages) = self.some(most);
+        self.counts.writes += pages as u64;
+        self.counts.faults += u64::from(self.regions[region].is_protected());
+        self.fill(region, first, pages)
+    }
+
+    fn step(&mut self) -> Result<(), Damage> {
+        let sum = self.options.ops.iter().map(|&(_, weight)| weight).sum();
+        let mut at = self.random.below(sum);
+        let op = self.options.ops.iter().find(|&&(_, weight)| {
+            let found = at < weight;
+            at = at.saturating_sub(weight);
+            found
+        });
+        match op.map_or(Op::Check, |&(op, _)| op) {
+            Op::Write => self.write(8)?,
+            Op::Word => {
+                let (region, page, _) = self.some(1);
+                let random = self.random.next();
+                let (known, region) = (self.regions[region].pages[page], &mut self.regions[region]);
+                self.counts.writes += 1;
+                self.counts.faults += u64::from(region.is_protected());
+                region.poke(page, known.poked(random))?;
+            }
+            Op::Check => self.check(128)?,
+            Op::Fork => self.fork()?,
+            Op::Protect => self.protect()?,
+            Op::Remap => self.remap()?,
+            Op::Renew => {
+                let region = self.random.below(self.regions.len());
+                let new = self.map();
+                let old = std::mem::replace(&mut self.regions[region], new);
+                old.check_all()?;
+                old.unmap(&mut self.arena);
+                self.fill(region, 0, self.regions[region].pages.len())?;
+            }
+            Op::Replace => {
+                let (region, first, pages) = self.some(256);
+                self.regions[region].replace(first, pages);
+                self.check_zero(region, first, pages)?;
+            }
+            Op::Discard => {
+                let (region, first, pages) = self.some(256);
+                self.counts.discards += pages as u64;
+                self.regions[region].discard(first, pages);
+                self.check_zero(region, first, pages)?;
+            }
+            Op::Pageout => {
+                let (region, first, pages) = self.some(512);
+                if self.regions[region].advise(first, pages, libc::MADV_PAGEOUT).is_ok() {
+                    self.counts.pageouts += pages as u64;
+                }
+            }
+            Op::Collapse => {
+                // Into a huge page: what is merged is taken apart for it. May be refused for many reasons.
+                let (region, page, _) = self.some(1);
+                let (region, first) = (&self.regions[region], page / 512 * 512);
+                let pages = (region.pages.len() - first).min(512);
+                if self.options.huge && region.advise(first, pages, libc::MADV_COLLAPSE).is_ok() {
+                    self.counts.collapses += 1;
+                }
+            }
+            Op::Rewrite => {
+                // The same few again and again: so what it takes is bounded.
+                let region = self.random.below(self.regions.len());
+                let page = self.random.below(self.regions[region].pages.len().min(1_024));
+                self.regions[region].rewrite(page)?;
+            }
+            Op::Burst => burst(self.options.burst),
+        }
+        self.reap(4)
+    }
+
+    /// Must read zeros now. Then some of it gets contents again.
+    fn check_zero(&mut self, region: usize, first: usize, pages: usize) -> Result<(), Damage> {
+        let read = self.random.below(pages + 1);
+        (first..first + read).try_for_each(|page| self.regions[region].check(page))?;
+        self.fill(region, first, pages - pages / 8)
+    }
+
+    fn protect(&mut self) -> Result<(), Damage> {
+        match self.regions.iter().position(Region::is_protected) {
+            None => {
+                let region = self.random.below(self.regions.len());
+                self.regions[region].protect();
+            }
+            Some(region) if self.random.per_cent(50) => {
+                let page = self.random.below(self.regions[region].pages.len());
+                self.counts.faults += 1;
+                self.fill(region, page, 1)?;
+            }
+            Some(region) => self.regions[region].unprotect(),
+        }
+        Ok(())
+    }
+
+    fn remap(&mut self) -> Result<(), Damage> {
+        let region = self.random.below(self.regions.len());
+        let random = self.random.next();
+        let pages = self.regions[region].pages.len();
+        let usual = (self.options.mib * 256 / self.options.regions).clamp(64, MOST);
+        let done = if self.random.per_cent(50) {
+            self.regions[region].relocate(&mut self.arena, random)
+        } else if pages < usual + usual / 4 && pages + 64 <= MOST {
+            let more = 1 + self.random.below(64);
+            let done = self.regions[region].resize(pages + more);
+            if done.is_ok() {
+                self.fill(region, pages, more)?;
+            }
+            done
+        } else {
+            self.regions[region].resize(usual)
+        };
+        self.counts.remaps += 1;
+        match done {
+            Ok(()) => {}
+            Err(libc::EFAULT) if self.regions[region].split => {}
+            // Split by a mark on a part of it.
+            Err(libc::EFAULT) => self.counts.remaps_refused += 1,
+            Err(error) => return Err(Damage(format!("mremap: {}", std::io::Error::from_raw_os_error(error)))),
+        }
+        self.regions[region].check_all()?;
+        Ok(())
+    }
+
+    /// A child that looks at what it got and writes to it, while the parent does the same.
+    fn fork(&mut self) -> Result<(), Damage> {
+        self.reap(1)?;
+        self.counts.forks += 1;
+        let seed = self.random.next();
+        match unsafe { libc::fork() } {
+            0 => {
+                unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+                self.children.clear();
+                self.random = Random(seed);
+                let result = self.child();
+                if let Err(Damage(what)) = &result {
+                    println!("bad: in a child: {what}");
+                }
+                unsafe { libc::_exit(i32::from(result.is_err())) }
+            }
+            -1 => Err(Damage(format!("fork: {}", std::io::Error::last_os_error()))),
+            pid => {
+                self.children.push(pid);
+                // At once, while both have the same pages.
+                self.write(16)
+            }
+        }
+    }
+
+    fn child(&mut self) -> Result<(), Damage> {
+        for _ in 0..4 {
+            self.check(512)?;
+            self.write(16)?;
+            std::thread::sleep(Duration::from_millis(self.random.next() % 8));
+        }
+        self.check_all()
+    }
+
+    /// Waits until at most so many children are left. Those that were killed or found damage are damage.
+    fn reap(&mut self, most: usize) -> Result<(), Damage> {
+        while !self.children.is_empty() {
+            let wait = if self.children.len() > most { 0 } else { libc::WNOHANG };
+            let mut status = 0;
+            let pid = unsafe { libc::waitpid(-1, &raw mut status, wait) };
+            if pid == 0 {
+                break;
+            }
+            self.children.retain(|&child| child != pid);
+            if status != 0 {
+                return Err(Damage(format!("child {pid} ended with status {status:#x}")));
+            }
+        }
+        Ok(())
+    }
+
+    fn line(&self) -> String {
+        let Counts { pages_checked, writes, forks, faults, remaps, remaps_refused, discards, pageouts, collapses } =
+            self.counts;
+        let mut line = String::new();
+        let _ = write!(
+            line,
+            "checked={pages_checked} written={writes} forks={forks} faults={faults} remaps={remaps} \
+             refused={remaps_refused} discarded={discards} paged_out={pageouts} collapsed={collapses}"
+        );
+        line
+    }
+}
+
+/// Takes so much memory and gives it back.
+fn burst(mib: usize) {
+    let mut memory = vec![1_u8; mib << 20];
+    memory.iter_mut().step_by(PAGE).for_each(|byte| *byte = 2);
+    std::hint::black_box(&memory);
+}
+
+fn input_ended() -> bool {
+    let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
+    // Ready without anything to come: only its end is of interest.
+    unsafe { libc::poll(&raw mut input, 1, 0) > 0 }
+}
+
+fn run(options: Options) -> Result<String, Damage> {
+    let start = Instant::now();
+    let (pause, seconds, sabotage) = (Duration::from_micros(options.pause_us), options.seconds, options.sabotage);
+    let mut shuffler = Shuffler::new(options)?;
+    println!("ready");
+    let mut second = 1;
+    while !input_ended() && start.elapsed().as_secs() < seconds {
+        shuffler.step()?;
+        std::thread::sleep(pause);
+        if start.elapsed().as_secs() >= second {
+            shuffler.check_all()?;
+            println!("{second} s: {} ok", shuffler.line());
+            second = start.elapsed().as_secs() + 1;
+            if sabotage {
+                shuffler.regions[0].pages[7] = Content::own(u64::from(u32::MAX >> 1));
+            }
+        }
+    }
+    shuffler.reap(0)?;
+    shuffler.check_all()?;
+    Ok(shuffler.line())
+}
+
+fn main() {
+    region::catch_faults();
+    match run(Options::parse(std::env::args().skip(1))) {
+        Ok(line) => println!("end ok {line}"),
+        Err(Damage(what)) => {
+            println!("bad: {what}");
+            std::process::exit(1);
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! Mappings, what is done to them, and the model of what they hold.
+
+use crate::content::{Content, WORDS};
+use std::ptr;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+pub const PAGE: usize = 4096;
+/// Address space kept for each mapping, with a hole behind it.
+const SLOT: usize = 32 << 20;
+/// The longest that a mapping gets, pages.
+pub const MOST: usize = 4096;
+
+/// The mapping that may not be written, and how often it was.
+static GUARD_START: AtomicUsize = AtomicUsize::new(0);
+static GUARD_BYTES: AtomicUsize = AtomicUsize::new(0);
+static FAULTS: AtomicU64 = AtomicU64::new(0);
+
+/// A page that is not what it has to be.
+#[derive(Debug)]
+pub struct Damage(pub String);
+
+/// Address space in which mappings have their places, so that nothing else comes to lie there.
+pub struct Arena {
+    start: usize,
+    free: Vec<usize>,
+}
+
+impl Arena {
+    pub fn new(slots: usize) -> Self {
+        let length = (slots + 1) * SLOT;
+        let start = map(ptr::null_mut(), length, libc::PROT_NONE, libc::MAP_NORESERVE).next_multiple_of(SLOT);
+        Self { start, free: (0..slots).collect() }
+    }
+
+    /// A free place, chosen by `random`.
+    fn take(&mut self, random: u64) -> usize {
+        let at = usize::try_from(random >> 1).unwrap_or(0) % self.free.len();
+        self.start + self.free.swap_remove(at) * SLOT
+    }
+
+    /// Puts a hole where a mapping was.
+    fn give_back(&mut self, start: usize) {
+        map(start as *mut _, SLOT, libc::PROT_NONE, libc::MAP_NORESERVE | libc::MAP_FIXED);
+        self.free.push((start - self.start) / SLOT);
+    }
+}
+
+fn map(at: *mut libc::c_void, bytes: usize, protection: i32, flags: i32) -> usize {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags;
+    let start = unsafe { libc::mmap(at, bytes, protection, flags, -1, 0) };
+    assert_ne!(start, libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
+    start.addr()
+}
+
+pub struct Region {
+    pub start: usize,
+    pub pages: Vec<Content>,
+    read_only: bool,
+    /// Some of it was replaced: several mappings to the kernel, which mremap(2) may refuse.
+    pub split: bool,
+    huge: bool,
+    salt: u64,
+}
+
+impl Region {
+    pub fn map(arena: &mut Arena, random: u64, pages: usize, huge: bool, salt: u64) -> Self {
+        let start = arena.take(random);
+        let region = Self { start, pages: vec![Content::ZERO; pages], read_only: false, split: false, huge, salt };
+        region.map_at(0, pages);
+        region
+    }
+
+    /// Fresh memory in place of some of it.
+    fn map_at(&self, first: usize, pages: usize) {
+        let (at, bytes) = (self.start + first * PAGE, pages * PAGE);
+        map(at as *mut _, bytes, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_FIXED);
+        if self.huge {
+            // Refused where the kernel has no huge pages; the caller has looked.
+            unsafe { libc::madvise(at as *mut _, bytes, libc::MADV_HUGEPAGE) };
+        }
+    }
+
+    fn at(&self, page: usize) -> *mut u64 {
+        assert!(page < self.pages.len());
+        (self.start + page * PAGE) as *mut u64
+    }
+
+    /// Before the first write to memory that may not be written: how often that was tried.
+    fn expect_fault(&self) -> Option<u64> {
+        self.read_only.then(|| FAULTS.load(Ordering::SeqCst))
+    }
+
+    /// After it: it must have been tried once, and by then it is permitted.
+    fn faulted(&mut self, before: Option<u64>) -> Result<(), Damage> {
+        let Some(before) = before else { return Ok(()) };
+        self.read_only = false;
+        match FAULTS.load(Ordering::SeqCst) - before {
+            1 => Ok(()),
+            faults => Err(Damage(format!("a write to memory that is read-only gave {faults} faults"))),
+        }
+    }
+
+    /// Another content for a page.
+    pub fn write(&mut self, page: usize, content: Content) -> Result<(), Damage> {
+        let (at, before) = (self.at(page), self.expect_fault());
+        for (word, value) in content.words(self.salt).enumerate() {
+            unsafe { at.add(word).write_volatile(value) };
+        }
+        self.pages[page] = content;
+        self.faulted(before)
+    }
+
+    /// Another value for one word; what was poked before is undone.
+    pub fn poke(&mut self, page: usize, content: Content) -> Result<(), Damage> {
+        let (at, before) = (self.at(page), self.expect_fault());
+        let all = |content: Content| content.words(self.salt);
+        for word in [self.pages[page].poke(), content.poke()].into_iter().flatten().map(|(word, _)| word) {
+            let value = all(content).nth(word).unwrap_or(0);
+            unsafe { at.add(word).write_volatile(value) };
+        }
+        self.pages[page] = content;
+        self.faulted(before)
+    }
+
+    /// Writes what it holds already: undoes a merge and changes nothing.
+    pub fn rewrite(&mut self, page: usize) -> Result<(), Damage> {
+        let (at, before) = (self.at(page), self.expect_fault());
+        unsafe { at.write_volatile(at.read_volatile()) };
+        self.faulted(before)
+    }
+
+    /// Compares every byte of a page with the model.
+    pub fn check(&self, page: usize) -> Result<(), Damage> {
+        let at = self.at(page);
+        let mut wrong = None;
+        let mut count = 0;
+        for (word, expected) in self.pages[page].words(self.salt).enumerate() {
+            let found = unsafe { at.add(word).read_volatile() };
+            if found != expected {
+                count += 1;
+                wrong = wrong.or(Some((word, expected, found)));
+            }
+        }
+        let Some((word, expected, found)) = wrong else { return Ok(()) };
+        let (pid, content) = (std::process::id(), self.pages[page]);
+        Err(Damage(format!(
+            "process {pid}: page {page} of {} at {at:p} ({content:?}): expected {expected:#018x} in word {word}, \
+             found {found:#018x}; {count} of {WORDS} words are wrong",
+            self.pages.len()
+        )))
+    }
+
+    pub fn check_all(&self) -> Result<usize, Damage> {
+        (0..self.pages.len()).try_for_each(|page| self.check(page))?;
+        Ok(self.pages.len())
+    }
+
+    // ---- what is done to it -------------------------------------------------------------------------------------
+
+    /// Makes it read-only, until it is written. One at a time.
+    pub fn protect(&mut self) {
+        GUARD_START.store(self.start, Ordering::SeqCst);
+        GUARD_BYTES.store(self.pages.len() * PAGE, Ordering::SeqCst);
+        self.protect_as(libc::PROT_READ);
+        self.read_only = true;
+    }
+
+    pub fn is_protected(&self) -> bool {
+        self.read_only
+    }
+
+    pub fn unprotect(&mut self) {
+        if self.read_only {
+            self.protect_as(libc::PROT_READ | libc::PROT_WRITE);
+            self.read_only = false;
+        }
+    }
+
+    fn protect_as(&self, protection: i32) {
+        let done = unsafe { libc::mprotect(self.start as *mut _, self.pages.len() * PAGE, protection) };
+        assert_eq!(done, 0, "mprotect: {}", std::io::Error::last_os_error());
+    }
+
+    /// Makes it longer, with zeros, or shorter. The error is the kernel's.
+    pub fn resize(&mut self, pages: usize) -> Result<(), i32> {
+        self.unprotect();
+        let old = self.pages.len() * PAGE;
+        // The place is large enough, but its hole is in the way of growth.
+        if pages > self.pages.len() {
+            unsafe { libc::munmap((self.start + old) as *mut _, pages * PAGE - old) };
+        }
+        let moved = unsafe { libc::mremap(self.start as *mut _, old, pages * PAGE, 0) };
+        let error = std::io::Error::last_os_error();
+        let done = moved != libc::MAP_FAILED;
+        let length = if done { pages } else { self.pages.len() };
+        let (end, hole) = (self.start + length * PAGE, SLOT - length * PAGE);
+        map(end as *mut _, hole, libc::PROT_NONE, libc::MAP_NORESERVE | libc::MAP_FIXED);
+        self.pages.resize(length, Content::ZERO);
+        if done { Ok(()) } else { Err(error.raw_os_error().unwrap_or(0)) }
+    }
+
+    /// Moves it elsewhere. The error is the kernel's.
+    pub fn relocate(&mut self, arena: &mut Arena, random: u64) -> Result<(), i32> {
+        self.unprotect();
+        let (from, to, bytes) = (self.start, arena.take(random), self.pages.len() * PAGE);
+        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        let moved = unsafe { libc::mremap(from as *mut _, bytes, bytes, flags, to) };
+        if moved == libc::MAP_FAILED {
+            let error = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
+            arena.give_back(to);
+            return Err(error);
+        }
+        self.start = to;
+        arena.give_back(from);
+        Ok(())
+    }
+
+    /// Unmaps some of it and maps zeros there.
+    pub fn replace(&mut self, first: usize, pages: usize) {
+        self.unprotect();
+        let (at, bytes) = ((self.start + first * PAGE) as *mut _, pages * PAGE);
+        let done = unsafe { libc::munmap(at, bytes) };
+        assert_eq!(done, 0, "munmap: {}", std::io::Error::last_os_error());
+        self.map_at(first, pages);
+        self.split = true;
+        self.pages[first..first + pages].fill(Content::ZERO);
+    }
+
+    pub fn unmap(self, arena: &mut Arena) {
+        let done = unsafe { libc::munmap(self.start as *mut _, self.pages.len() * PAGE) };
+        assert_eq!(done, 0, "munmap: {}", std::io::Error::last_os_error());
+        arena.give_back(self.start);
+    }
+
+    /// Some advice about some of it. The error is the kernel's.
+    pub fn advise(&self, first: usize, pages: usize, advice: i32) -> Result<(), i32> {
+        let done = unsafe { libc::madvise(self.at(first).cast(), pages * PAGE, advice) };
+        if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)) }
+    }
+
+    /// Gives some of it back to the kernel: zeros from now on.
+    pub fn discard(&mut self, first: usize, pages: usize) {
+        assert_eq!(self.advise(first, pages, libc::MADV_DONTNEED), Ok(()), "MADV_DONTNEED");
+        self.pages[first..first + pages].fill(Content::ZERO);
+    }
+}
+
+/// Has writes to memory that is read-only counted and then permitted.
+pub fn catch_faults() {
+    extern "C" fn caught(_signal: i32, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+        let at = unsafe { (*info).si_addr() }.addr();
+        let (start, bytes) = (GUARD_START.load(Ordering::SeqCst), GUARD_BYTES.load(Ordering::SeqCst));
+        let writable = libc::PROT_READ | libc::PROT_WRITE;
+        let inside = (start..start + bytes).contains(&at);
+        if !inside || unsafe { libc::mprotect(start as *mut _, bytes, writable) } != 0 {
+            let text = b"bad: a fault that nothing explains\n";
+            unsafe {
+                libc::write(1, text.as_ptr().cast(), text.len());
+                libc::_exit(3);
+            }
+        }
+        FAULTS.fetch_add(1, Ordering::SeqCst);
+    }
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = caught as *const () as usize;
+        action.sa_flags = libc::SA_SIGINFO;
+        libc::sigaction(libc::SIGSEGV, &raw const action, ptr::null_mut());
+    }
+}

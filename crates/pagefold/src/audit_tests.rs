@@ -1,0 +1,127 @@
+use super::*;
+use pagefold_core::units::{Pages, Permyriad};
+use serde_json::Value;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+fn change() -> Changed {
+    Changed {
+        pid: 4711,
+        start_time_ticks: 99,
+        name: "redis-server".into(),
+        domain: "default".into(),
+        mark: true,
+        first: 0x7f00_0000_0000,
+        bytes: Bytes(2 << 20),
+        why: Why::Duplicate { duplicate: Pages(400), resident: Pages(512) },
+        outcome: Marking::Done(Pages(512)),
+    }
+}
+
+fn end() -> Entry {
+    Entry::End(End { command: "run", pid: 1, lost: 0 })
+}
+
+fn lines(path: &Path) -> Vec<Value> {
+    fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn a_line_tells_when_whose_where_why_and_what_came_of_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("audit.jsonl");
+    let mut audit = Audit::open(&path).unwrap();
+    let time = SystemTime::UNIX_EPOCH + Duration::from_millis(1_234_567_890_123);
+    assert_eq!(audit.write_at(&Entry::changed(change(), None), time), None);
+    let sour =
+        Changed { mark: false, why: Why::CowBroken { ratio: Permyriad(6_000) }, outcome: Marking::Busy, ..change() };
+    assert_eq!(audit.write(&Entry::changed(sour, None)), None);
+    let lines = lines(&path);
+    let wanted = serde_json::json!({
+        "schema": "pagefold.audit/1", "time": "2009-02-13T23:31:30.123Z", "what": "mark", "pid": 4711,
+        "start_time_ticks": 99, "name": "redis-server", "exe": null, "uid": null, "cgroup": null, "domain": "default",
+        "first": "7f0000000000", "last": "7f00001fffff", "bytes": 2 << 20,
+        "why": {"kind": "duplicate", "sentence": "400 of its 512 resident pages are zero or have a twin"},
+        "outcome": "done", "done_bytes": 2 << 20,
+    });
+    assert_eq!(lines[0], wanted);
+    assert_eq!((&lines[1]["what"], &lines[1]["outcome"]), (&"unmark".into(), &"busy".into()));
+    assert_eq!((&lines[1]["why"]["kind"], &lines[1]["done_bytes"]), (&"cow-broken".into(), &0.into()));
+    assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
+}
+
+#[test]
+fn a_line_that_cannot_be_written_is_counted_and_told_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("audit.jsonl");
+    let mut audit = Audit::open(&path).unwrap();
+    audit.file = OpenOptions::new().append(true).open("/dev/full").unwrap();
+    let complaint = audit.write(&end()).unwrap();
+    assert!(complaint.contains("audit.jsonl") && complaint.contains("; "), "{complaint}");
+    assert_eq!(audit.write(&end()), None);
+    assert_eq!(audit.lost(), 2);
+    audit.reopen().unwrap();
+    assert_eq!(audit.write(&end()), None);
+    assert_eq!((audit.lost(), lines(&path).len()), (2, 1));
+}
+
+#[test]
+fn a_line_cut_short_does_not_spoil_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("audit.jsonl");
+    let mut audit = Audit::open(&path).unwrap();
+    audit.file.write_all(b"{\"half\":").unwrap();
+    audit.torn = true;
+    assert_eq!(audit.write(&end()), None);
+    assert_eq!(audit.write(&end()), None);
+    let text = fs::read_to_string(&path).unwrap();
+    assert_eq!(text.lines().filter(|line| serde_json::from_str::<Value>(line).is_ok()).count(), 2);
+    assert_eq!(text.lines().count(), 3);
+}
+
+#[test]
+fn it_is_opened_again_by_name_and_what_is_there_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, old) = (dir.path().join("audit.jsonl"), dir.path().join("audit.jsonl.1"));
+    let mut audit = Audit::open(&path).unwrap();
+    assert_eq!(audit.write(&end()), None);
+    fs::rename(&path, &old).unwrap();
+    assert_eq!(audit.write(&end()), None);
+    audit.reopen().unwrap();
+    assert_eq!(audit.write(&end()), None);
+    assert_eq!((lines(&old).len(), lines(&path).len()), (2, 1));
+    assert_eq!(Audit::open(&path).unwrap().write(&end()), None);
+    assert_eq!(lines(&path).len(), 2);
+}
+
+#[test]
+fn what_others_may_write_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |path: &Path, says: &str| {
+        let error = Audit::open(path).unwrap_err();
+        assert_eq!(error.code, exit::USAGE);
+        assert!(error.line.contains(says) && error.line.contains("; "), "{}", error.line);
+    };
+    let set = |path: &Path, mode| fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+    let path = dir.path().join("audit.jsonl");
+    fs::write(&path, "").unwrap();
+    set(&path, 0o620);
+    refused(&path, "others may write");
+    fs::remove_file(&path).unwrap();
+    std::os::unix::fs::symlink("/dev/null", &path).unwrap();
+    refused(&path, "cannot be opened");
+    fs::create_dir(dir.path().join("a")).unwrap();
+    refused(&dir.path().join("a"), "cannot be opened");
+    refused(&dir.path().join("no/such/file"), "cannot be made");
+    refused(Path::new("/dev/full"), "regular file");
+    let open = dir.path().join("open");
+    fs::create_dir(&open).unwrap();
+    set(&open, 0o1777);
+    refused(&open.join("audit.jsonl"), "directory that others may write");
+    fs::create_dir(open.join("below")).unwrap();
+    Audit::open(&open.join("below/audit.jsonl")).expect("as below /tmp");
+    set(&open, 0o777);
+    refused(&open.join("below/audit.jsonl"), "is in one that others may write");
+    assert_eq!(fs::read_dir(open.join("below")).unwrap().count(), 1);
+}

@@ -1,0 +1,166 @@
+//! What is in force: the command line first, then the configuration files, then the defaults.
+
+use crate::config_file::{By, ConfigFile, Program, Who, parse};
+use crate::exit::{self, Exit};
+use crate::run::RunArgs;
+use crate::scope_args::ScopeArgs;
+use crate::trust;
+use pagefold_core::config::Config;
+use pagefold_core::limits::Limits;
+use pagefold_linux::domain::{DomainRule, DomainRules, Selector};
+use pagefold_linux::exclude::DenyList;
+use pagefold_linux::scope::{Roots, user_id};
+use std::path::{Path, PathBuf};
+
+/// Read by a `run` that is told neither a file nor a scope.
+const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
+
+/// What a run goes by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// The file that was read, if one was. Those in its directory of additions go with it.
+    pub file: Option<PathBuf>,
+    /// Which programs.
+    pub scope: ScopeArgs,
+    /// The judgement's settings.
+    pub config: Config,
+    /// Programs that are never touched.
+    pub deny: DenyList,
+    /// Who may share memory with whom.
+    pub domains: DomainRules,
+    /// The audit log.
+    pub audit: Option<PathBuf>,
+}
+
+impl Settings {
+    /// Puts them together.
+    pub fn of(args: &RunArgs) -> Result<Self, Exit> {
+        let is_default = |file: &&Path| args.scope == ScopeArgs::default() && file.exists();
+        let file = args.config.as_deref().or_else(|| Some(Path::new(DEFAULT_FILE)).filter(is_default));
+        let said = file.map(load).transpose()?.unwrap_or_default();
+        Self::from(args, file, &said)
+    }
+
+    /// The same of the file as it is now.
+    pub fn again(&self, args: &RunArgs) -> Result<Self, Exit> {
+        let said = self.file.as_deref().map(load).transpose()?.unwrap_or_default();
+        let read = Self::from(args, self.file.as_deref(), &said)?;
+        Ok(Self { config: Config { seed: self.config.seed, ..read.config }, ..read })
+    }
+
+    fn from(args: &RunArgs, file: Option<&Path>, said: &ConfigFile) -> Result<Self, Exit> {
+        let from_file = args.scope == ScopeArgs::default();
+        let config = args
+            .judgement
+            .over(said)
+            .config()
+            .and_then(|config| Config { limits: limits(said), ..config }.validated())
+            .map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
+        Ok(Self {
+            file: file.map(Path::to_owned),
+            scope: if from_file { ScopeArgs::of_file(&said.scope) } else { args.scope.clone() },
+            config,
+            deny: args.deny.on(deny_list(said)),
+            domains: domains(said).map_err(|why| {
+                Exit::new(exit::USAGE, format!("{}: {why}", file.map(trust::shown).unwrap_or_default()))
+            })?,
+            audit: args.audit.clone().or_else(|| said.audit.file.clone()),
+        })
+    }
+
+    /// What differs from `old` that a run cannot take in while it goes on.
+    pub fn fixed_differences(&self, old: &Self) -> Vec<&'static str> {
+        let judgement = |settings: &Self| {
+            let (governor, limits) = (self.config.governor, self.config.limits);
+            Config { governor, limits, ..settings.config.clone() }
+        };
+        [
+            ("[scope]", self.scope != old.scope),
+            ("[run] but for the governor, or [judgement]", judgement(self) != judgement(old)),
+            ("[domains]", self.domains != old.domains),
+            ("[audit]", self.audit != old.audit),
+        ]
+        .into_iter()
+        .filter_map(|(section, differs)| differs.then_some(section))
+        .collect()
+    }
+}
+
+/// Reads a file and those in its directory of additions: FILE.d/*.toml, in the order of their names.
+fn load(path: &Path) -> Result<ConfigFile, Exit> {
+    let refused = |path: &Path, why: &str| Exit::new(exit::USAGE, format!("{} {why}", trust::shown(path)));
+    let one = |path: &Path| -> Result<ConfigFile, Exit> {
+        let text = trust::read(path).map_err(|why| refused(path, &why))?;
+        parse(&text, &trust::shown(path)).map_err(|error| Exit::new(exit::USAGE, error.to_string()))
+    };
+    let mut merged = one(path)?;
+    let mut additions = path.as_os_str().to_owned();
+    additions.push(".d");
+    let additions = Path::new(&additions);
+    if !additions.exists() {
+        return Ok(merged);
+    }
+    let cannot = |error| refused(additions, &format!("cannot be read: {error}; make it a directory of files"));
+    let mut files = Vec::new();
+    for entry in additions.read_dir().map_err(cannot)? {
+        let name = entry.map_err(cannot)?.file_name();
+        if name.as_encoded_bytes().ends_with(b".toml") && !name.as_encoded_bytes().starts_with(b".") {
+            files.push(name);
+        }
+    }
+    // Also when it is empty: what is not there was perhaps taken away by somebody else.
+    let real = additions.canonicalize().map_err(cannot)?;
+    trust::directory(&real).map_err(|why| refused(additions, &format!("is a directory that {why}")))?;
+    files.sort();
+    for name in files {
+        merged = merged.then(one(&additions.join(name))?);
+    }
+    Ok(merged)
+}
+
+fn deny_list(said: &ConfigFile) -> DenyList {
+    let names = |programs: &Option<Vec<Program>>| {
+        programs.iter().flatten().map(|Program(name)| name.clone()).collect::<Vec<_>>()
+    };
+    let list = match &said.deny.programs {
+        Some(_) => DenyList::new(names(&said.deny.programs)),
+        None => DenyList::default(),
+    };
+    list.with(&names(&said.deny.also), &names(&said.deny.except))
+}
+
+fn limits(said: &ConfigFile) -> Limits {
+    let (said, usual) = (&said.limits, Limits::default());
+    let rate = |said: Option<u32>, usual| said.map_or(usual, u64::from);
+    Limits {
+        pages_per_process: rate(said.samples_per_second_per_process, usual.pages_per_process),
+        pages: rate(said.samples_per_second, usual.pages),
+        stops_per_process: rate(said.stops_per_second_per_process, usual.stops_per_process),
+        stops: rate(said.stops_per_second, usual.stops),
+        longest_stop_ns: said
+            .longest_stop
+            .map_or(usual.longest_stop_ns, |stop| u64::try_from(stop.as_nanos()).unwrap_or(u64::MAX)),
+    }
+}
+
+fn domains(said: &ConfigFile) -> Result<DomainRules, String> {
+    let mut rules = Vec::new();
+    for rule in said.domains.rule.iter().flatten() {
+        let selector = match &rule.who {
+            Who::Cgroup(path) => Selector::cgroup(Path::new(path), &Roots::default()),
+            Who::User(user) => Selector::User(user_id(user).map_err(|error| {
+                format!(
+                    "{error}, whom the rule for domain '{}' names; give a name from /etc/passwd, or a number",
+                    rule.name
+                )
+            })?),
+            Who::Exe(exe) => Selector::Exe(exe.clone()),
+        };
+        rules.push(DomainRule { name: rule.name.clone(), selector });
+    }
+    Ok(DomainRules { by_user: said.domains.by == Some(By::User), rules })
+}
+
+#[cfg(test)]
+#[path = "settings_tests.rs"]
+mod tests;

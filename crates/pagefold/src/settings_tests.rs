@@ -1,0 +1,151 @@
+use super::*;
+use crate::run::RunArgs;
+use clap::Parser;
+use pagefold_core::governor::Governor;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+#[derive(Parser)]
+struct Cli {
+    #[command(flatten)]
+    run: RunArgs,
+}
+
+/// A directory with a configuration in it.
+struct Files {
+    dir: tempfile::TempDir,
+}
+
+impl Files {
+    fn new(text: &str) -> Self {
+        let files = Self { dir: tempfile::tempdir().unwrap() };
+        fs::write(files.path(), text).unwrap();
+        files
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join("pagefold.toml")
+    }
+
+    fn add(&self, name: &str, text: &str) {
+        let dir = self.dir.path().join("pagefold.toml.d");
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join(name), text).unwrap();
+    }
+
+    fn settings(&self, options: &[&str]) -> Result<Settings, Exit> {
+        let path = self.path();
+        let words = [&["run", "--config", path.to_str().unwrap()], options].concat();
+        Settings::of(&Cli::try_parse_from(words).unwrap().run)
+    }
+
+    #[track_caller]
+    fn refused(&self, says: &str) {
+        let error = self.settings(&[]).unwrap_err();
+        assert_eq!(error.code, exit::USAGE);
+        assert!(error.line.contains(says) && error.line.contains("; "), "{}", error.line);
+    }
+}
+
+#[test]
+fn additions_are_read_in_order_and_the_command_line_comes_before_all() {
+    let files = Files::new("[scope]\nexes = [\"a\"]\n[run]\ngovernor = \"low\"\nlevels = 3\n[deny]\nalso = [\"x\"]\n");
+    files.add("20-b.toml", "[run]\ngovernor = \"medium\"\n");
+    files.add("10-a.toml", "[run]\ngovernor = \"quiet\"\n[deny]\nexcept = [\"vault\"]\n");
+    files.add("30.toml.disabled", "no configuration");
+    files.add(".40.toml", "no configuration either");
+    let settings = files.settings(&[]).unwrap();
+    assert_eq!((settings.config.governor, settings.config.levels), (Governor::Medium, 3));
+    assert_eq!(settings.scope.exe, ["a"]);
+    assert_eq!((settings.deny.entry_for(b"x"), settings.deny.entry_for(b"vault")), (Some("x"), None));
+    assert_eq!(settings.deny.entry_for(b"ssh-agent"), Some("ssh-agent"));
+    let settings = files.settings(&["--pid", "7", "--governor", "full", "--deny", "vault", "--allow", "x"]).unwrap();
+    assert_eq!((settings.config.governor, settings.config.levels), (Governor::Full, 3));
+    assert_eq!((&settings.scope.pid[..], settings.scope.exe.len()), (&[7][..], 0), "a scope replaces the file's");
+    assert_eq!((settings.deny.entry_for(b"x"), settings.deny.entry_for(b"vault")), (None, Some("vault")));
+}
+
+#[test]
+fn a_list_of_programs_replaces_the_default_one() {
+    let settings = Files::new("[deny]\nprograms = [\"mine\"]\n").settings(&[]).unwrap();
+    assert_eq!((settings.deny.entry_for(b"mine"), settings.deny.entry_for(b"ssh-agent")), (Some("mine"), None));
+}
+
+#[test]
+fn domains_and_limits_come_out_as_plain_rules() {
+    let text = "[domains]\nby = \"user\"\n[[domains.rule]]\nname = \"r\"\nuser = \"root\"\n[[domains.rule]]\nname = \"e\"\n\
+        exe = \"redis-server\"\n[limits]\nstops-per-second = 7\n";
+    let settings = Files::new(text).settings(&[]).unwrap();
+    let rule = |name: &str, selector| DomainRule { name: name.into(), selector };
+    let rules = vec![rule("r", Selector::User(0)), rule("e", Selector::Exe("redis-server".into()))];
+    assert_eq!(settings.domains, DomainRules { by_user: true, rules });
+    assert_eq!(settings.config.limits, Limits { stops: 7, ..Limits::default() });
+    Files::new("[limits]\nsamples-per-second = 1\n").refused("samples-per-second is 1; it must be from 64 to 100000000");
+    let nobody = Files::new("[[domains.rule]]\nname = \"n\"\nuser = \"nobody-such\"\n");
+    nobody.refused("there is no user nobody-such");
+}
+
+#[test]
+fn errors_name_the_file_that_they_are_in() {
+    let files = Files::new("[run]\n");
+    files.add("a.toml", "\n[run]\ngoverment = 1\n");
+    files.refused("pagefold.toml.d/a.toml line 3: unknown key 'goverment' in [run]; ");
+}
+
+#[test]
+fn what_others_may_write_is_refused() {
+    let set = |path: &Path, mode| fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+    let files = Files::new("");
+    for mode in [0o666, 0o660, 0o602] {
+        set(&files.path(), mode);
+        files.refused("others may write; take that right away (chmod go-w)");
+    }
+    set(&files.path(), 0o644);
+    files.settings(&[]).unwrap();
+    files.add("a.toml", "");
+    set(&files.dir.path().join("pagefold.toml.d/a.toml"), 0o666);
+    files.refused("a.toml is a file that others may write");
+    set(&files.dir.path().join("pagefold.toml.d/a.toml"), 0o600);
+    set(&files.dir.path().join("pagefold.toml.d"), 0o777);
+    files.refused("directory that others may write");
+    fs::remove_dir_all(files.dir.path().join("pagefold.toml.d")).unwrap();
+    set(files.dir.path(), 0o777);
+    files.refused("directory that others may write");
+    set(files.dir.path(), 0o700);
+    // Root alone can give a file away.
+    if std::os::unix::fs::chown(files.path(), Some(65534), None).is_ok() {
+        files.refused("belongs to another user");
+    } else {
+        println!("SKIP: not root");
+    }
+}
+
+#[test]
+fn what_is_no_configuration_is_refused() {
+    let files = Files::new("");
+    fs::remove_file(files.path()).unwrap();
+    files.refused("cannot be read");
+    fs::create_dir(files.path()).unwrap();
+    files.refused("is no regular file");
+    fs::remove_dir(files.path()).unwrap();
+    fs::write(files.path(), b"\xff").unwrap();
+    files.refused("UTF-8");
+    fs::write(files.path(), vec![b'\n'; 2 << 20]).unwrap();
+    files.refused("longer than a megabyte");
+}
+
+#[test]
+fn what_a_run_cannot_take_in_is_named() {
+    let files = Files::new("[run]\ngovernor = \"low\"\n");
+    let path = files.path();
+    let args = Cli::try_parse_from(["run", "--config", path.to_str().unwrap()]).unwrap().run;
+    let old = Settings::of(&args).unwrap();
+    assert!(old.again(&args).unwrap().fixed_differences(&old).is_empty());
+    fs::write(&path, "[run]\ngovernor = \"full\"\n[deny]\nalso = [\"x\"]\n").unwrap();
+    assert!(old.again(&args).unwrap().fixed_differences(&old).is_empty());
+    fs::write(&path, "[run]\nlevels = 2\n[scope]\nall = true\n").unwrap();
+    let differences = old.again(&args).unwrap().fixed_differences(&old);
+    assert_eq!(differences, ["[scope]", "[run] but for the governor, or [judgement]"]);
+    fs::write(&path, "nonsense").unwrap();
+    assert!(old.again(&args).is_err());
+}

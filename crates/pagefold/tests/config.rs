@@ -1,0 +1,177 @@
+//! The configuration file, the deny list and the audit log, seen from outside.
+
+use pagefold_bench::Tenant;
+use serde_json::Value;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+mod support;
+use support::*;
+
+fn log(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    // The last line may be half written yet.
+    text.split_inclusive('\n')
+        .filter(|line| line.ends_with('\n'))
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+fn of_kind(path: &Path, what: &str) -> Vec<Value> {
+    log(path).into_iter().filter(|line| line["what"] == what).collect()
+}
+
+#[test]
+fn a_bad_configuration_is_refused_and_nothing_is_changed() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("pagefold.toml");
+    let idle = Sleeper::start();
+    let pid = idle.pid().to_string();
+    let args = ["run", "--for", "2s", "--pid", &pid, "--config", path.to_str().unwrap()];
+    fails(&args, 2, "cannot be read");
+    fs::write(&path, "[run]\n\ngoverment = \"full\"\n").unwrap();
+    fails(&args, 2, "pagefold.toml line 3: unknown key 'goverment' in [run]; ");
+    fs::write(&path, "[judgement]\ncow-threshold = 0\n").unwrap();
+    fails(&args, 2, "line 2: judgement.cow-threshold: the COW threshold is 0 %; it must be from 0.01 % to 100 %");
+    fs::write(&path, "").unwrap();
+    fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();
+    fails(&args, 2, "others may write");
+    fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
+    fails(&["run", "--config", path.to_str().unwrap()], 5, "nothing is in scope");
+    fails(&["run", "--pid", &pid, "--deny", "/usr/bin/vault"], 2, "--deny");
+    fails(&["run", "--pid", &pid, "--audit", "/dev/null"], 2, "/dev/null");
+    fails(&["unmerge", "--pid", &pid, "--audit", "/no/such/directory/log"], 2, "/no/such/directory");
+    ksm.is_back();
+    are_unmarked(&[idle.pid()]);
+}
+
+#[test]
+fn the_file_names_the_programs_and_the_log_has_every_mark() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str| dir.path().join(name);
+    let (config, audit, old) = (file("pagefold.toml"), file("audit.jsonl"), file("audit.jsonl.1"));
+    // A program under a name of its own, so that it can be named by a file.
+    let program_file = file("fold-me-not");
+    fs::copy(program(), &program_file).unwrap();
+    let mut twins: Vec<Tenant> = (0..2).map(|_| Tenant::start(&program_file, &spec(32, 4, 14)).unwrap()).collect();
+    let settings = |governor: &str| {
+        format!(
+            "[scope]\nexes = [\"{}\"]\n[run]\ngovernor = \"{governor}\"\n[audit]\nfile = \"{}\"\n",
+            program_file.display(),
+            audit.display()
+        )
+    };
+    fs::write(&config, settings("full")).unwrap();
+    let config_path = config.to_str().unwrap();
+    let daemon = Daemon::start(&["run", "--json", "--for", "60s", "--config", config_path]);
+    wait_until("the twins are folded", || saved_bytes() >= 31 * MIB);
+    wait_until("marks are logged", || !of_kind(&audit, "mark").is_empty());
+    assert_eq!(fs::metadata(&audit).unwrap().permissions().mode() & 0o7777, 0o600);
+
+    // Log rotation, and another governor.
+    fs::rename(&audit, &old).unwrap();
+    fs::write(&config, settings("low")).unwrap();
+    daemon.signal(libc::SIGHUP);
+    wait_until("the log is opened again", || audit.exists());
+    wait_until("the governor is another", || {
+        let status = pagefold(&["status", "--json"]);
+        String::from_utf8_lossy(&status.stdout).contains("\"governor\": \"low\"")
+    });
+    // An invalid file changes nothing, and a file that says otherwise for what cannot change is told.
+    fs::write(&config, "[run]\ngoverment = 1\n").unwrap();
+    daemon.signal(libc::SIGHUP);
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    fs::write(&config, settings("low") + "[limits]\nstops-per-second = 3\n[domains]\nby = \"user\"\n").unwrap();
+    daemon.signal(libc::SIGHUP);
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    daemon.signal(libc::SIGTERM);
+    let ended = daemon.end();
+    let summary = ended.summary();
+    assert_eq!(summary["audit_lost"], 0);
+    assert!(ended.errors.contains("the governor is low from now on"), "{}", ended.errors);
+    let stays = "the settings stay as they were: ";
+    assert!(ended.errors.lines().any(|line| line.contains(stays) && line.contains("goverment")), "{}", ended.errors);
+    assert!(ended.errors.contains("the limits are others from now on"), "{}", ended.errors);
+    assert!(ended.errors.contains("changes of [domains] count from the next start"), "{}", ended.errors);
+
+    assert_eq!(log(&old)[0]["what"], "begin");
+    assert_eq!(log(&audit).last().unwrap()["what"], "end");
+    let marks: Vec<Value> = of_kind(&old, "mark").into_iter().chain(of_kind(&audit, "mark")).collect();
+    for mark in &marks {
+        assert_eq!((&mark["schema"], &mark["uid"]), (&"pagefold.audit/1".into(), &0.into()));
+        assert!(pids(&twins).iter().any(|pid| mark["pid"] == *pid), "{mark}");
+        assert_eq!(mark["exe"], program_file.to_str().unwrap());
+        assert_eq!(mark["why"]["kind"], "duplicate", "{mark}");
+    }
+    let bytes = |lines: &[Value]| lines.iter().map(|line| line["done_bytes"].as_u64().unwrap()).sum::<u64>();
+    assert!(bytes(&marks) >= 2 * 31 * MIB, "{marks:?}");
+    let addresses =
+        |line: &Value| ["first", "last"].map(|key| u64::from_str_radix(line[key].as_str().unwrap(), 16).unwrap());
+    assert!(marks.iter().all(|mark| {
+        let [first, last] = addresses(mark);
+        first % 4096 == 0 && last - first + 1 == mark["bytes"].as_u64().unwrap()
+    }));
+
+    // Giving it back is logged as well.
+    let back = file("back.jsonl");
+    let args = with_pids(&["unmerge", "--json", "--audit", back.to_str().unwrap()], &pids(&twins), &[]);
+    let output = pagefold(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let given_back = of_kind(&back, "unmark");
+    assert!(given_back.iter().all(|line| line["why"]["kind"] == "asked" && line["outcome"] == "done"));
+    assert!(bytes(&given_back) >= 2 * 31 * MIB, "{given_back:?}");
+    assert_eq!((&log(&back)[0]["command"], &log(&back).last().unwrap()["lost"]), (&"unmerge".into(), &0.into()));
+    are_intact(&mut twins);
+    ksm.is_back();
+}
+
+#[test]
+fn a_program_on_the_deny_list_is_touched_only_if_it_is_allowed() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let agent = dir.path().join("ssh-agent");
+    fs::copy(program(), &agent).unwrap();
+    let agent = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
+    let pid = agent.pid().to_string();
+    let dry = |more: &[&str]| pagefold(&[&["run", "--dry-run", "--json", "--for", "1s", "--pid", &pid], more].concat());
+    is_refusal(&dry(&[]), 6, "on the deny list (ssh-agent)");
+    is_refusal(&dry(&["--allow", "ssh-add"]), 6, "on the deny list (ssh-agent)");
+    assert_eq!(dry(&["--allow", "ssh-agent"]).status.code(), Some(0));
+    is_refusal(&dry(&["--allow", "ssh-agent", "--deny", "ssh*"]), 6, "on the deny list (ssh*)");
+    let scan = |more: &[&str]| pagefold(&[&["scan", "--json", "--pid", &pid], more].concat());
+    is_refusal(&scan(&[]), 6, "on the deny list (ssh-agent)");
+    assert_eq!(scan(&["--allow", "ssh-agent"]).status.code(), Some(0));
+
+    // By a file; and by that file as it is later.
+    let config = dir.path().join("pagefold.toml");
+    fs::write(&config, "[deny]\nexcept = [\"ssh-agent\"]\n").unwrap();
+    let path = config.to_str().unwrap();
+    let idle = Sleeper::start();
+    let daemon = Daemon::on(&[agent.pid(), idle.pid()], &["--dry-run", "--for", "60s", "--config", path]);
+    let left_alone = || {
+        let status: Value = serde_json::from_slice(&pagefold(&["status", "--json"]).stdout).unwrap_or_default();
+        let rows = status["processes"].as_array().cloned().unwrap_or_default();
+        rows.into_iter().find(|row| row["pid"] == agent.pid()).map(|row| row["left_alone"].clone())
+    };
+    wait_until("it is judged", || left_alone() == Some(Value::Null));
+    fs::write(&config, "").unwrap();
+    daemon.signal(libc::SIGHUP);
+    wait_until("it is left alone", || left_alone() == Some("on the deny list (ssh-agent)".into()));
+    daemon.told_to_end();
+    are_unmarked(&[agent.pid()]);
+    ksm.is_back();
+}
+
+#[test]
+fn without_file_and_log_a_hangup_ends_the_run() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let idle = Sleeper::start();
+    let daemon = Daemon::on(&[idle.pid()], &["--dry-run", "--for", "60s"]);
+    wait_until("it can be asked", || pagefold(&["status", "--json"]).status.success());
+    daemon.signal(libc::SIGHUP);
+    daemon.end().summary();
+    ksm.is_back();
+}

@@ -1,0 +1,99 @@
+//! No room for the state file.
+
+use super::*;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+
+/// A mount namespace in which a small file system of its own lies over `/run/pagefold`. Gone when dropped.
+struct SmallRun(Child);
+
+impl SmallRun {
+    /// `None`, with the reason, where such a thing cannot be had.
+    fn make() -> Option<Self> {
+        const MOUNT: &str =
+            "mkdir -p /run/pagefold && mount -t tmpfs -o size=64k tmpfs /run/pagefold && echo ready && read x";
+        let mut child = Command::new("unshare")
+            .args(["-m", "sh", "-c", MOUNT])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("unshare, of util-linux");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        if line.trim() != "ready" {
+            println!("SKIP: no mount namespace with a tmpfs of its own");
+            let _ = child.wait();
+            return None;
+        }
+        Some(Self(child))
+    }
+
+    /// A command in there.
+    fn command(&self, program: &Path, args: &[String]) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["-t", &self.0.id().to_string(), "-m"]).arg(program).args(args);
+        command
+    }
+
+    fn shell(&self, script: &str) -> String {
+        let output = self.command(Path::new("sh"), &["-c".into(), script.into()]).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn fill(&self) {
+        self.shell("head -c 1M /dev/zero > /run/pagefold/fill");
+        assert_eq!(self.shell("echo x > /run/pagefold/probe && cat /run/pagefold/probe"), "", "it is not full");
+    }
+}
+
+impl Drop for SmallRun {
+    fn drop(&mut self) {
+        // The end of its input.
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn nothing_is_turned_that_cannot_be_noted() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(run) = SmallRun::make() else { return };
+    let mut tenants = twins(COMMON_MIB, 0, 62);
+    run.fill();
+    let left = Faulty::command(&mut run.command(program(), &with_pids(&["run"], &pids(&tenants), &QUICK)), "").end();
+    assert_eq!(left.code, Some(1), "{left:?}");
+    assert!(left.errors.contains("ksm-state.json") && left.errors.contains("No space left"), "{left:?}");
+    assert!(left.errors.starts_with("pagefold: ") && left.errors.lines().count() == 1, "{left:?}");
+    assert!(!run.shell("ls /run/pagefold").contains("json"), "{}", run.shell("ls -l /run/pagefold"));
+    ksm.is_back();
+    are_unmarked(&pids(&tenants));
+    untouched(&mut tenants);
+}
+
+#[test]
+fn a_disk_that_gets_full_keeps_nothing_from_being_given_back() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(run) = SmallRun::make() else { return };
+    let mut tenants = twins(COMMON_MIB, 0, 63);
+    let pids = pids(&tenants);
+    for killed in [false, true] {
+        let daemon = Faulty::command(&mut run.command(program(), &with_pids(&["run"], &pids, &["--json"])), "");
+        wait_until("all is merged", || saved_bytes() >= COMMON_MIB * MIB / 100 * 95);
+        run.fill();
+        send(daemon.pid(), if killed { libc::SIGKILL } else { libc::SIGTERM });
+        let left = daemon.end();
+        if killed {
+            let fixed = run.command(program(), &["doctor".into(), "--fix".into()]).output().unwrap();
+            assert_eq!(fixed.status.code(), Some(0), "{}", String::from_utf8_lossy(&fixed.stderr));
+        } else {
+            assert_eq!(left.code, Some(0), "{left:?}");
+        }
+        ksm.knobs_are_back_but(&["max_page_sharing"]);
+        run.shell("rm /run/pagefold/fill");
+        let given = run.command(program(), &with_pids(&["unmerge"], &pids, &[])).output().unwrap();
+        assert_eq!(given.status.code(), Some(0), "{}", String::from_utf8_lossy(&given.stderr));
+        ksm.is_back();
+    }
+    are_unmarked(&pids);
+    untouched(&mut tenants);
+}

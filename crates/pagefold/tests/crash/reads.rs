@@ -1,0 +1,154 @@
+//! Reads and writes that fail, with EIO and ENOMEM, from the start and in the middle.
+
+use super::*;
+use daemon::Left;
+use serde_json::Value;
+
+/// Reads for which something else stands in, so that a run may go on without a word: the list of processes is read every
+/// time (loadavg), the last figure counts on (schedstat, vmstat), pages that may be merged are not looked at (kpageflags).
+const STOOD_IN_FOR: [&str; 4] = ["read:loadavg", "read:schedstat", "read:vmstat", "read:kpageflags"];
+
+/// Read when memory is given back.
+const OF_UNMERGE: [&str; 2] = ["read:ksm_stat", "read:limits"];
+
+/// From which passage on a read fails in the middle of a quick run; `None` for those that it makes but once.
+fn middle(read: &str) -> Option<u32> {
+    Some(match read {
+        "read:cgroup"
+        | "read:state"
+        | "read:lock"
+        | "read:proc"
+        | "read:boot_id"
+        | "read:loadavg"
+        | "read:pressure/memory"
+        | "read:meminfo"
+        | "read:vmstat"
+        | "read:kpageflags"
+        | "read:mem" => return None,
+        "read:stat" | "read:statm" => 40,
+        "read:pagemap" | "read:schedstat" => 10,
+        name if name.starts_with("read:ksm:") => 20,
+        _ => 3,
+    })
+}
+
+/// What must hold after any failure: an end, no panic, and no all-clear for what is not well.
+fn is_honest(fault: &str, left: &Left, quiet: bool) {
+    assert!(left.signal.is_none() && matches!(left.code, Some(0 | 1 | 3..=7)), "{fault}: {left:?}");
+    assert!(!left.errors.contains("panicked"), "{fault}: {left:?}");
+    let name = fault.split(['@', '=']).next().unwrap();
+    // Once by the daemon, and by its injector perhaps.
+    assert!(left.seen.lines().next() == Some(name), "{fault}: nothing has failed: {left:?}");
+    assert!(left.errors.lines().all(|line| line.starts_with("pagefold: ")), "{fault}: {left:?}");
+    if left.code == Some(0) {
+        let told = serde_json::from_str::<Value>(&left.output).is_ok_and(|summary| {
+            summary["left_alone"].as_array().is_some_and(|left_alone| !left_alone.is_empty())
+                || summary["stood_down"].is_string()
+                || summary["processes"].as_array().is_some_and(|all| all.iter().any(|one| one["failed"].is_string()))
+        });
+        assert!(quiet || told || !left.errors.is_empty(), "{fault}: not a word: {left:?}");
+    } else {
+        assert!(!left.errors.is_empty(), "{fault}: {left:?}");
+    }
+}
+
+fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
+    let pids = pids(tenants);
+    let before = knobs();
+    let name = fault.split(['@', '=']).next().unwrap();
+    let left = if OF_UNMERGE.contains(&name) {
+        assert_eq!(Faulty::run(&pids, &QUICK, "").end().code, Some(0));
+        Faulty::start(&with_pids(&["unmerge", "--json"], &pids, &[]), fault).end()
+    } else {
+        Faulty::run(&pids, &QUICK, fault).end()
+    };
+    println!("{fault}: {:?} {}", left.code, left.errors.trim());
+    is_honest(fault, &left, STOOD_IN_FOR.contains(&name));
+    untouched(tenants);
+    injectors_are_gone();
+    left_turned(&before);
+    // What a failing read or write has kept from being put back was said, and comes back without it.
+    let but: &[&str] = if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] };
+    if before.iter().any(|(knob, value)| number(knob) != *value && !but.contains(knob)) {
+        assert_eq!(left.code, Some(1), "{fault}: {left:?}");
+        let fixed = pagefold(&["doctor", "--fix"]);
+        assert_eq!(fixed.status.code(), Some(0), "{fault}: {}", String::from_utf8_lossy(&fixed.stderr));
+    }
+    ksm.knobs_are_back_but(but);
+    unmerge(&pids);
+    are_unmarked(&pids);
+    ksm.is_back();
+}
+
+/// Of the reads, every third; each with EIO from the start and ENOMEM in the middle, or the other way round. With
+/// `PAGEFOLD_CRASH_ALL` set both ways.
+fn every_third(from: usize) {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut tenants = twins(COMMON_MIB, 0, 65);
+    let all = std::env::var_os("PAGEFOLD_CRASH_ALL").is_some();
+    for (at, read) in fault::READS.iter().enumerate().skip(from).step_by(3) {
+        for (start, later) in [("EIO", "ENOMEM"), ("ENOMEM", "EIO")]
+            .into_iter()
+            .skip(if all { 0 } else { at % 2 })
+            .take(if all { 2 } else { 1 })
+        {
+            fails(&ksm, &mut tenants, &format!("{read}={start}"));
+            if let Some(middle) = middle(read) {
+                fails(&ksm, &mut tenants, &format!("{read}@{middle}={later}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn reads_may_fail_1() {
+    every_third(0);
+}
+
+#[test]
+fn reads_may_fail_2() {
+    every_third(1);
+}
+
+#[test]
+fn reads_may_fail_3() {
+    every_third(2);
+}
+
+#[test]
+fn writes_may_fail() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut tenants = twins(COMMON_MIB, 0, 66);
+    for fault in [
+        "write:state=ENOSPC",
+        "write:state@3=ENOSPC",
+        "write:state@5=EIO",
+        "write:knob=EIO",
+        "write:knob@4=EIO",
+        "write:knob@7=EIO",
+    ] {
+        fails(&ksm, &mut tenants, fault);
+    }
+}
+
+/// Who cannot find out whether a state file counts must not say that it does not.
+#[test]
+fn a_doctor_who_cannot_look_does_not_say_that_all_is_well() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut tenants = twins(COMMON_MIB, 0, 67);
+    let pids = pids(&tenants);
+    Faulty::run(&pids, &QUICK, "turned:run=kill").dies("turned:run");
+    for fault in ["read:boot_id=EIO", "read:state=EIO", "read:stat=ENOMEM"] {
+        let left = Faulty::start(&["doctor"], fault).end();
+        println!("{fault}: {:?}", left.code);
+        assert!(!left.output.contains("earlier boot") && !left.output.contains("nothing to put back"), "{left:?}");
+        let left = Faulty::start(&["doctor", "--fix"], fault).end();
+        assert_ne!(left.code, Some(0), "{fault}: {left:?}");
+        assert_eq!(number("run"), 1, "{fault}");
+    }
+    let fixed = pagefold(&["doctor", "--fix"]);
+    assert_eq!(fixed.status.code(), Some(0), "{}", String::from_utf8_lossy(&fixed.stderr));
+    unmerge(&pids);
+    ksm.is_back();
+    untouched(&mut tenants);
+}

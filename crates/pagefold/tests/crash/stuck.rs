@@ -1,0 +1,147 @@
+//! A target that holds its mmap lock and does not let go.
+//!
+//! It has a file of a frozen file system mapped and populates a page of it for writing. That waits for the thaw inside
+//! `page_mkwrite` with the lock held for reading (`faultin_page` in mm/gup.c), and another thread's mmap waits behind it
+//! for writing, so that every reader has to wait from then on: `smaps` and `pagemap` of it, `process_vm_readv`, ksmd.
+
+use super::*;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const PROGRAM: &str = r#"
+import ctypes, os, random, sys, threading, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+SHARED, PRIVATE_ANONYMOUS, POPULATE_WRITE = 1, 0x22, 23
+held = random.Random(7).randbytes(8 << 20)
+at = libc.mmap(None, 4096, 3, SHARED, os.open(sys.argv[1], os.O_RDWR), 0)
+print("ready", flush=True)
+sys.stdin.readline()
+threading.Thread(target=lambda: libc.madvise(at, 4096, POPULATE_WRITE), daemon=True).start()
+time.sleep(0.2)
+# Starting a thread maps memory for its stack: from here on this one waits too.
+threading.Thread(target=lambda: libc.mmap(None, 4096, 3, PRIVATE_ANONYMOUS, -1, 0), daemon=True).start()
+print("free", flush=True)
+sys.stdin.readline()
+print("intact" if held == random.Random(7).randbytes(8 << 20) else "damaged", flush=True)
+"#;
+
+/// The program, in a mount namespace in which its file system is mounted. Thawed and ended when dropped.
+struct Stuck {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+    _dir: tempfile::TempDir,
+    mount: String,
+}
+
+impl Stuck {
+    /// `None`, with the reason, where such a file system cannot be had.
+    fn start() -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        let mount = dir.path().join("mnt").to_str().unwrap().to_owned();
+        let script = format!(
+            "cd {} && truncate -s 16M img && mkfs.ext4 -q -F img && mkdir mnt && mount -o loop img mnt \
+             && truncate -s 4096 mnt/file && exec python3 -c \"$0\" mnt/file",
+            dir.path().display()
+        );
+        let mut child = Command::new("unshare")
+            .args(["-m", "sh", "-c", &script, PROGRAM])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("unshare, of util-linux");
+        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let mut stuck = Self { child, input, output, _dir: dir, mount };
+        if stuck.line() != "ready" {
+            println!("SKIP: no file system in a file can be mounted here");
+            return None;
+        }
+        Some(stuck)
+    }
+
+    fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap()
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    fn freeze(&self, how: &str) -> bool {
+        let pid = self.child.id().to_string();
+        let status = Command::new("nsenter").args(["-t", &pid, "-m", "fsfreeze", how, &self.mount]).status();
+        status.is_ok_and(|status| status.success())
+    }
+
+    /// From now on it holds its lock.
+    fn get_stuck(&mut self) {
+        assert!(self.freeze("-f"));
+        writeln!(self.input, "now").unwrap();
+        wait_until("its main thread waits for the lock", || {
+            fs::read_to_string(format!("/proc/{}/wchan", self.pid())).is_ok_and(|place| place.contains("mmap"))
+                && state(self.pid()) == b'D'
+        });
+    }
+
+    /// It must be alive and well.
+    fn thaw(&mut self) {
+        assert!(self.freeze("-u"));
+        assert_eq!(self.line(), "free");
+        writeln!(self.input, "check").unwrap();
+        assert_eq!(self.line(), "intact");
+    }
+}
+
+impl Drop for Stuck {
+    fn drop(&mut self) {
+        // Only the first succeeds if it is not frozen any more.
+        let _ = self.freeze("-u");
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn one_that_is_stuck_keeps_nobody_else_waiting() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(mut stuck) = Stuck::start() else { return };
+    // By a name that nothing else on the machine has: these come when the other is stuck already.
+    let dir = tempfile::tempdir().unwrap();
+    let exe = dir.path().join(format!("pagefold-test-{}", std::process::id()));
+    fs::copy(program(), &exe).unwrap();
+    let spec = spec(COMMON_MIB, 0, 64);
+    let first = Tenant::start(&exe, &spec).unwrap();
+    let named = [format!("--pid={}", stuck.pid()), format!("--exe={}", exe.display())];
+    let daemon = Faulty::start(&["run", "--json", &named[0], &named[1]], "");
+    wait_until("it has begun", || Path::new("/run/pagefold/control.sock").exists());
+    stuck.get_stuck();
+    let said = || String::from_utf8(pagefold(&["status"]).stdout).unwrap();
+    wait_until("it says so", || said().contains("it keeps its memory map locked"));
+    // The others are served.
+    let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
+    let began = Instant::now();
+    let is_marked = |tenant: &Tenant| marks(tenant.pid()).marked >= COMMON_MIB * MIB / 100 * 95;
+    wait_until("the others are marked", || tenants.iter().all(is_marked));
+    println!("marked {} ms after the second one had come", began.elapsed().as_millis());
+    std::thread::sleep(Duration::from_secs(1));
+    println!("{} MiB saved while one is stuck", saved_bytes() / MIB);
+    assert_eq!(state(stuck.pid()), b'D', "it is stuck still");
+    let told = Instant::now();
+    send(daemon.pid(), libc::SIGTERM);
+    let left = daemon.end_within(Duration::from_secs(30));
+    println!("ended {} ms after it was told to: {}", told.elapsed().as_millis(), left.errors);
+    assert_eq!(left.code, Some(0), "{left:?}");
+    assert!(left.errors.contains(&format!("process {}", stuck.pid())), "{left:?}");
+    ksm.knobs_are_back_but(if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] });
+    stuck.thaw();
+    unmerge(&pids(&tenants));
+    ksm.is_back();
+    untouched(&mut tenants);
+}

@@ -1,0 +1,88 @@
+//! Trust domains on the real kernel: by the page tables, no frame is shared between two of them.
+
+use pagefold_bench::{Segment, Tenant, TenantSpec};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+
+mod support;
+use support::*;
+
+/// Frames that some anonymous page of a process shares with another page, by its page table.
+fn shared_frames(pid: i32) -> BTreeSet<u64> {
+    const PRESENT: u64 = 1 << 63;
+    const FILE: u64 = 1 << 61;
+    const EXCLUSIVE: u64 = 1 << 56;
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let pagemap = File::open(format!("/proc/{pid}/pagemap")).unwrap();
+    let mut frames = BTreeSet::new();
+    for line in maps.lines().filter(|line| line.contains(" rw-p ")) {
+        let (start, end) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
+        let page = |address: &str| u64::from_str_radix(address, 16).unwrap() / 4096;
+        let mut bytes = vec![0; usize::try_from((page(end) - page(start)) * 8).unwrap()];
+        pagemap.read_exact_at(&mut bytes, page(start) * 8).unwrap();
+        let entries = bytes.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap()));
+        let shared = entries.filter(|entry| entry & PRESENT != 0 && entry & (FILE | EXCLUSIVE) == 0);
+        frames.extend(shared.map(|entry| entry & ((1 << 55) - 1)));
+    }
+    frames
+}
+
+fn frames_of(tenants: &[Tenant]) -> BTreeSet<u64> {
+    tenants.iter().flat_map(|tenant| shared_frames(tenant.pid())).collect()
+}
+
+#[test]
+fn no_frame_is_shared_between_two_domains() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (config, other) = (dir.path().join("pagefold.toml"), dir.path().join("the-others"));
+    fs::copy(program(), &other).unwrap();
+    // All hold the same 32 MiB; each domain has 16 MiB more of its own.
+    let held = |own: u64| {
+        let pages = |mib: u64| mib * PAGES_PER_MIB;
+        TenantSpec::new([
+            Segment::Shared { pages: pages(32), seed: 50 },
+            Segment::Shared { pages: pages(16), seed: own },
+        ])
+    };
+    let start = |program, own| (0..2).map(|_| Tenant::start(program, &held(own)).unwrap()).collect::<Vec<_>>();
+    let (mut ones, mut others) = (start(program(), 51), start(&other, 52));
+    let rule = "[[domains.rule]]\nname = \"others\"\nexe = \"the-others\"\n";
+    fs::write(&config, rule).unwrap();
+    let options = ["--config", config.to_str().unwrap(), "--governor", "full"];
+    let all: Vec<i32> = pids(&ones).into_iter().chain(pids(&others)).collect();
+    let daemon = Daemon::on(&all, &options);
+    // In each domain what is its own, and what all have in one of them.
+    wait_until("each domain is folded", || saved_bytes() >= 63 * MIB);
+    wait_until("nothing is left to do", || {
+        let status: Value = serde_json::from_slice(&pagefold(&["status", "--json"]).stdout).unwrap_or_default();
+        status["busy"] == false && status["domains"].as_array().is_some_and(|rows| rows.len() == 2)
+    });
+    let status: Value = serde_json::from_slice(&pagefold(&["status", "--json"]).stdout).unwrap();
+    let (one, another) = (frames_of(&ones), frames_of(&others));
+    assert!(one.len() as u64 >= 16 * PAGES_PER_MIB && another.len() as u64 >= 16 * PAGES_PER_MIB);
+    assert_eq!(one.intersection(&another).count(), 0, "frames are shared between the domains");
+    let withheld = |name: &str| {
+        let row = status["domains"].as_array().unwrap().iter().find(|row| row["name"] == name);
+        row.unwrap()["withheld_bytes"].as_u64().unwrap()
+    };
+    let (least, most) = (withheld("default").min(withheld("others")), withheld("default").max(withheld("others")));
+    assert!(least < 4 * MIB && most >= 63 * MIB, "{least} and {most} withheld");
+    let text = String::from_utf8(pagefold(&["status"]).stdout).unwrap();
+    assert!(text.contains("2 trust domains: what was seen in two is marked in one"), "{text}");
+    daemon.told_to_end();
+    are_intact(&mut ones);
+    are_intact(&mut others);
+    unmerge(&all);
+    ksm.is_back();
+
+    // Without the rule all four share.
+    let daemon = Daemon::on(&all, &["--governor", "full"]);
+    wait_until("all are folded together", || saved_bytes() >= (3 * 32 + 2 * 16 - 1) * MIB);
+    assert!(frames_of(&ones).intersection(&frames_of(&others)).count() as u64 >= 31 * PAGES_PER_MIB);
+    daemon.told_to_end();
+    unmerge(&all);
+    ksm.is_back();
+}

@@ -1,0 +1,321 @@
+//! Data integrity under load, on the real kernel: programs that shuffle their memory about and check every byte of it,
+//! while pagefold folds and unfolds them.
+//!
+//! Each test takes some seconds; with `PAGEFOLD_SOAK_SECONDS` set, those that shake for a time do so for that long,
+//! shared out between them.
+
+mod support;
+use support::*;
+
+#[path = "integrity/limit.rs"]
+mod limit;
+#[path = "integrity/shufflers.rs"]
+mod shufflers;
+#[path = "integrity/swap.rs"]
+mod swap;
+
+use limit::{Limited, Squeeze};
+use serde_json::Value;
+use shufflers::{Shuffler, are_well, merging_pages, none_was_killed, pids, vmstat};
+use std::path::Path;
+use std::time::{Duration, Instant};
+use swap::Swap;
+
+/// Marks quickly, and does not leave memory alone because it is written with what it held: the shufflers do that.
+const EAGER: [&str; 6] = ["--preset", "sensitive", "--governor", "full", "--cow-threshold", "100"];
+
+/// How long a test shakes that has so many per cent of the time.
+fn shaking(usual: u64, share: u64) -> Duration {
+    let soak = std::env::var("PAGEFOLD_SOAK_SECONDS").ok();
+    let seconds = soak.map_or(usual, |all| all.parse::<u64>().expect("a number of seconds") * share / 100);
+    Duration::from_secs(seconds)
+}
+
+/// What pagefold did to the shufflers.
+#[derive(Debug, Default)]
+struct Story {
+    runs: u32,
+    killed: u32,
+    pauses: u32,
+    unmerges: u32,
+    /// Memory that unmerging gave back.
+    given_back_mib: u64,
+    no_room: u32,
+}
+
+/// Folds and unfolds: runs that are paused and resumed, told to end or killed, and memory given back, over and over.
+fn shake(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Story {
+    let (pids, end, mut story) = (pids(shufflers), Instant::now() + time, Story::default());
+    while Instant::now() < end {
+        story.runs += 1;
+        let daemon = Daemon::on(&pids, &EAGER);
+        let patience = Instant::now() + Duration::from_secs(6);
+        while pids.iter().any(|&pid| merging_pages(pid) < 1_000) && Instant::now() < patience {
+            are_well(shufflers, Duration::from_millis(100));
+        }
+        are_well(shufflers, Duration::from_millis(500));
+        if story.runs % 2 == 1 {
+            story.pauses += 1;
+            assert!(pagefold(&["pause"]).status.success());
+            are_well(shufflers, Duration::from_millis(300));
+            assert!(pagefold(&["resume"]).status.success());
+            are_well(shufflers, Duration::from_millis(500));
+        }
+        if story.runs % 3 == 2 {
+            story.killed += 1;
+            daemon.signal(libc::SIGKILL);
+            daemon.end();
+        } else {
+            daemon.told_to_end();
+        }
+        are_well(shufflers, Duration::from_millis(200));
+        // After every second run: one of them, or all.
+        if story.runs % 2 == 0 {
+            let whom = if story.runs % 4 == 0 { &pids[..] } else { &pids[..1] };
+            story.unmerges += 1;
+            match try_unmerge(whom) {
+                Ok(summary) => story.given_back_mib += summary["given_back_bytes"].as_u64().unwrap() / MIB,
+                Err(why) => {
+                    assert!(scarce && why.contains("has room for"), "{why}");
+                    story.no_room += 1;
+                }
+            }
+            are_well(shufflers, Duration::from_millis(200));
+        }
+    }
+    println!("{story:?}");
+    story
+}
+
+/// Gives memory back; the error is what was said.
+fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
+    let args = with_pids(&["unmerge", "--json"], pids, &[]);
+    let output = pagefold(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    if output.status.success() {
+        return Ok(serde_json::from_slice(&output.stdout).unwrap());
+    }
+    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{why}");
+    Err(why)
+}
+
+/// The end of a test: all has been merged at some time, all is given back, all is right, nothing is left behind.
+fn close(
+    ksm: &KsmAtRest,
+    shufflers: Vec<Shuffler>,
+    broken_before: u64,
+) -> Vec<std::collections::BTreeMap<String, u64>> {
+    let pids = pids(&shufflers);
+    // What a killed run has left turned is put back too.
+    unmerge(&pids);
+    // A merged page that was in swap comes back merged, whether its mapping is still marked or not
+    // (ksm_might_need_to_copy, mm/ksm.c).
+    let swap = std::fs::read_to_string("/proc/swaps").unwrap().lines().count() > 1;
+    for &pid in &pids {
+        let left = marks(pid);
+        assert!(left.marked == 0 && (swap || left.merged == 0), "process {pid}: {left:?}");
+    }
+    let broken = vmstat("cow_ksm") - broken_before;
+    println!("copies made of merged pages: {broken}");
+    assert!(broken > 1_000, "{broken} copies of merged pages: nothing was tested");
+    for shuffler in &shufflers {
+        assert!(shuffler.most_merged > 1_000, "{} pages merged at most: nothing was tested", shuffler.most_merged);
+        assert!(shuffler.seconds() > 3);
+    }
+    let counts = shufflers.into_iter().map(Shuffler::end).collect();
+    none_was_killed(&pids);
+    // Children that lived a moment longer, out of scope, may have held merged pages: what waited for them goes back now.
+    if Path::new(STATE_FILE).exists() {
+        unmerge(&[Sleeper::start().pid()]);
+    }
+    ksm.is_back();
+    counts
+}
+
+#[test]
+fn a_byte_that_is_wrong_is_found() {
+    let mut shuffler = Shuffler::start("sabotage=1", None);
+    wait_until("it has looked", || shuffler.has_ended());
+    let said = shuffler.last_words();
+    assert!(said.contains("bad: ") && said.contains("page 7 of ") && said.contains(" words are wrong"), "{said}");
+}
+
+#[test]
+fn every_byte_is_right_while_memory_is_folded_and_unfolded() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let broken = vmstat("cow_ksm");
+    let mut shufflers: Vec<_> = (1..=3).map(|seed| Shuffler::start(&format!("seed={seed}"), None)).collect();
+    let story = shake(&mut shufflers, shaking(10, 40), false);
+    assert!(story.given_back_mib > 0, "{story:?}");
+    for counts in close(&ksm, shufflers, broken) {
+        assert!(counts["forks"] > 5 && counts["faults"] > 5 && counts["remaps"] > 5, "{counts:?}");
+    }
+}
+
+#[test]
+fn every_byte_is_right_in_huge_pages_too() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let modes = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    if modes.is_empty() || modes.contains("[never]") {
+        println!("SKIP: no huge pages here: {modes}");
+        return;
+    }
+    let broken = vmstat("cow_ksm");
+    let settings = |seed| format!("seed={seed} huge=1 regions=4 share=95");
+    let mut shufflers: Vec<_> = (1..=3).map(|seed| Shuffler::start(&settings(seed), None)).collect();
+    shake(&mut shufflers, shaking(8, 25), false);
+    for counts in close(&ksm, shufflers, broken) {
+        assert!(counts["collapsed"] > 0, "{counts:?}");
+    }
+}
+
+#[test]
+fn every_byte_is_right_under_pressure_with_swap() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(swap) = Swap::on() else { return };
+    let Some(limited) = Limited::make() else { return };
+    let broken = vmstat("cow_ksm");
+    let (ins, outs) = (vmstat("pswpin"), vmstat("pswpout"));
+    // Together they have 150 MiB, and children that write.
+    limited.limit(200 * MIB);
+    let start = |seed| Shuffler::start(&format!("seed={seed}"), Some(limited.path()));
+    let mut shufflers: Vec<_> = (1..=3).map(start).collect();
+    let squeeze = Squeeze::on(&limited);
+    shake(&mut shufflers, shaking(10, 35), true);
+    drop(squeeze);
+    let (ins, outs) = (vmstat("pswpin") - ins, vmstat("pswpout") - outs);
+    println!("pages swapped in {ins}, out {outs}; the limit was hit {} times", limited.hits());
+    assert!(ins > 1_000 && outs > 1_000, "there was no pressure");
+    limited.unlimited();
+    close(&ksm, shufflers, broken);
+    assert_eq!(limited.kills(), 0);
+    drop(swap);
+}
+
+/// Programs that only look, merged, in a cgroup that may be limited.
+fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler>) {
+    let start = |settings: &str| Shuffler::start(settings, Some(limited.path()));
+    let mut shufflers: Vec<_> = (1..=3).map(|seed| start(&format!("seed={seed} mib=96 share=100 ops=check"))).collect();
+    let others = others.iter().map(|settings| start(settings)).collect();
+    let daemon = Daemon::on(&pids(&shufflers), &EAGER);
+    wait_until("all is merged", || pids(&shufflers).iter().all(|&pid| merging_pages(pid) > 22_000));
+    daemon.told_to_end();
+    are_well(&mut shufflers, Duration::from_millis(100));
+    (shufflers, others)
+}
+
+/// What unmerging must leave of the limit at every time.
+const MARGIN: u64 = 32 * MIB;
+
+/// Unmerging stops for want of room, in time and in one line.
+#[track_caller]
+fn has_no_room(pids: &[i32]) {
+    let args = with_pids(&["unmerge"], pids, &[]);
+    let began = Instant::now();
+    let output = pagefold(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    println!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim_end());
+    is_failure(&output, 1, "has room for");
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+}
+
+#[test]
+fn unmerging_stops_before_the_limit() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(limited) = Limited::make() else { return };
+    let broken = vmstat("cow_ksm");
+    let (mut shufflers, _) = merged_in(&limited, &[]);
+    let pids = pids(&shufflers);
+    let merged = || pids.iter().map(|&pid| merging_pages(pid)).sum::<u64>() / PAGES_PER_MIB;
+    let before = merged();
+
+    // No room for a single step.
+    limited.limit(limited.usage() + MARGIN);
+    has_no_room(&pids[..1]);
+    assert_eq!(merged(), before);
+    // For some of the 96 MiB that this one wants: it goes as far as it may, and no farther.
+    let limit = limited.usage() + 3 * MARGIN;
+    limited.limit(limit);
+    limited.forget_peak();
+    has_no_room(&pids[..1]);
+    let left = (limit - limited.peak()) / MIB;
+    println!("merged {before} MiB, then {} MiB; {left} MiB of the limit were left at least", merged());
+    assert!(merged() + 50 < before && merged() + 70 > before, "{} of {before}", merged());
+    assert!(left * MIB >= MARGIN);
+    are_well(&mut shufflers, Duration::from_secs(2));
+    assert_eq!((limited.hits(), limited.kills()), (0, 0));
+
+    limited.unlimited();
+    close(&ksm, shufflers, broken);
+}
+
+#[test]
+fn unmerging_leaves_neighbours_their_room() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(limited) = Limited::make() else { return };
+    let broken = vmstat("cow_ksm");
+    // One that takes 24 MiB and gives them back, without a pause.
+    let (mut shufflers, mut neighbours) = merged_in(&limited, &["mib=1 regions=1 ops=burst burst=24 pause-us=0"]);
+    let pids = pids(&shufflers);
+    let least = (0..200).map(|_| limited.usage()).min().unwrap();
+    let limit = least + 4 * MARGIN;
+    limited.limit(limit);
+    limited.forget_peak();
+    // Between two bursts there is room for all; and while there is one, for all but the last steps.
+    for &pid in &pids {
+        let gave = match try_unmerge(&[pid]) {
+            Ok(summary) => format!("all, {} us at most at a time", summary["longest_stop_us"]),
+            Err(why) if why.contains("has room for") => why,
+            Err(why) => panic!("{why}"),
+        };
+        println!("{} MiB used of {} since the limit was set: {gave}", limited.peak() / MIB, limit / MIB);
+    }
+    shufflers.iter_mut().chain(&mut neighbours).for_each(Shuffler::is_well);
+    assert!(pids.iter().any(|&pid| merging_pages(pid) > 1_000), "there was room for all: nothing was tested");
+    assert_eq!((limited.hits(), limited.kills()), (0, 0));
+    assert!(limited.peak() < limit);
+    for neighbour in neighbours {
+        neighbour.end();
+    }
+    limited.unlimited();
+    close(&ksm, shufflers, broken);
+}
+
+#[test]
+fn what_soured_is_not_unmarked_without_room() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(limited) = Limited::make() else { return };
+    let broken = vmstat("cow_ksm");
+    // They write what is there already, slowly: what they take for that of the room is little.
+    let settings = |seed| format!("seed={seed} regions=3 share=100 ops=check,rewrite pause-us=2000");
+    let mut shufflers: Vec<_> = (1..=2).map(|seed| Shuffler::start(&settings(seed), Some(limited.path()))).collect();
+    let pids = pids(&shufflers);
+    let daemon = Daemon::on(&pids, &[]);
+    wait_until("all is merged", || pids.iter().all(|&pid| merging_pages(pid) > 11_000));
+    // What they write may cost 24 MiB.
+    limited.limit(limited.usage() + MARGIN + 4 * MIB);
+    let soured = || {
+        let output = pagefold(&["status", "--json"]);
+        let status: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let kinds = status["kinds"].as_array().unwrap();
+        kinds.iter().any(|kind| kind["kind"] == "cow-broken" && kind["resident_bytes"].as_u64().unwrap() > 20 * MIB)
+    };
+    // Seconds, or a minute where others have the cores.
+    let end = Instant::now() + Duration::from_secs(100);
+    while !soured() {
+        assert!(Instant::now() < end, "it does not sour");
+        are_well(&mut shufflers, Duration::from_millis(500));
+    }
+    are_well(&mut shufflers, Duration::from_secs(3));
+    assert_eq!((limited.hits(), limited.kills()), (0, 0));
+    let kept: u64 = pids.iter().map(|&pid| merging_pages(pid)).sum();
+    println!("soured, and {kept} pages stay merged");
+    assert!(kept > 15_000);
+    // With room it goes on by itself.
+    limited.unlimited();
+    let marked = || pids.iter().map(|&pid| marks(pid).marked).sum::<u64>();
+    let before = marked();
+    wait_until("a mapping of 16 MiB is unmarked", || marked() + 15 * MIB < before);
+    assert_eq!((limited.hits(), limited.kills()), (0, 0));
+    daemon.told_to_end();
+    close(&ksm, shufflers, broken);
+}

@@ -1,0 +1,107 @@
+//! A cgroup that limits memory, of either version.
+
+use crate::support::*;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+pub struct Limited {
+    cgroup: Cgroup,
+    one: bool,
+}
+
+impl Limited {
+    /// Without a limit yet. `None`, with the reason, where there can be none.
+    pub fn make() -> Option<Self> {
+        let one = Path::new("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists()
+            || Path::new("/sys/fs/cgroup/memory/memory.usage_in_bytes").exists();
+        let cgroup = Cgroup::make(if one { "memory" } else { "" })?;
+        if !one && !cgroup.path.join("memory.max").exists() {
+            println!("SKIP: cgroups do not limit memory here: no 'memory' in cgroup.subtree_control");
+            return None;
+        }
+        Some(Self { cgroup, one })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.cgroup.path
+    }
+
+    /// The limit, of memory without swap.
+    pub fn limit(&self, bytes: u64) {
+        self.cgroup.set(if self.one { "memory.limit_in_bytes" } else { "memory.max" }, &bytes.to_string());
+    }
+
+    pub fn unlimited(&self) {
+        self.cgroup
+            .set(if self.one { "memory.limit_in_bytes" } else { "memory.max" }, if self.one { "-1" } else { "max" });
+    }
+
+    pub fn usage(&self) -> u64 {
+        self.number(if self.one { "memory.usage_in_bytes" } else { "memory.current" })
+    }
+
+    /// How often somebody in it came to its limit, so that memory had to be taken back first.
+    pub fn hits(&self) -> u64 {
+        if self.one { self.number("memory.failcnt") } else { self.field("memory.events", "max") }
+    }
+
+    /// From now on [`Self::peak`] is the most that was used since. Without effect on version 2 before Linux 6.12.
+    pub fn forget_peak(&self) {
+        let _ = fs::write(self.path().join(if self.one { "memory.max_usage_in_bytes" } else { "memory.peak" }), "0");
+    }
+
+    pub fn peak(&self) -> u64 {
+        self.number(if self.one { "memory.max_usage_in_bytes" } else { "memory.peak" })
+    }
+
+    /// How many were killed in it.
+    pub fn kills(&self) -> u64 {
+        self.field(if self.one { "memory.oom_control" } else { "memory.events" }, "oom_kill")
+    }
+
+    fn number(&self, file: &str) -> u64 {
+        fs::read_to_string(self.path().join(file)).unwrap().trim().parse().unwrap()
+    }
+
+    fn field(&self, file: &str, name: &str) -> u64 {
+        let text = fs::read_to_string(self.path().join(file)).unwrap();
+        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        value.unwrap_or_else(|| panic!("no {name} in {file}")).trim().parse().unwrap()
+    }
+}
+
+/// Has the kernel page out what it can, again and again, until dropped.
+///
+/// Instead of a limit that is too tight: at that, the kernel kills now and then although there is swap, pagefold or not
+/// (6.18, version 1: one of three shufflers within 20 s).
+pub struct Squeeze {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Squeeze {
+    pub fn on(limited: &Limited) -> Self {
+        let (file, what) = if limited.one { ("memory.force_empty", "0") } else { ("memory.reclaim", "64M") };
+        let (path, stop) = (limited.path().join(file), Arc::new(AtomicBool::new(false)));
+        let told = stop.clone();
+        let thread = std::thread::spawn(move || {
+            while !told.load(Ordering::Relaxed) {
+                // Fails when not as much could be paged out as was asked for.
+                let _ = fs::write(&path, what);
+                std::thread::sleep(Duration::from_millis(500));
+            }
+        });
+        Self { stop, thread: Some(thread) }
+    }
+}
+
+impl Drop for Squeeze {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}

@@ -1,0 +1,537 @@
+//! What the program may, what it gives up, what it lets others see, and the units that it is installed with.
+
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
+
+mod support;
+use support::*;
+
+/// What is kept, as in docs/privileges.md: CAP_DAC_READ_SEARCH (2), CAP_SYS_PTRACE (19), CAP_SYS_ADMIN (21).
+const KEPT: u64 = 1 << 2 | 1 << 19 | 1 << 21;
+
+fn units() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd")
+}
+
+/// Every thread of the process has what is kept, in both sets that count, and nothing to get more from.
+#[track_caller]
+fn has_given_up(pid: i32) {
+    for thread in fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
+        let status = fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+            u64::from_str_radix(line.trim(), 16).unwrap()
+        };
+        assert_eq!((field("CapEff:"), field("CapPrm:")), (KEPT, KEPT), "{status}");
+        assert_eq!(field("CapBnd:") & !KEPT, 0, "{status}");
+        assert_eq!((field("CapInh:"), field("CapAmb:"), field("NoNewPrivs:")), (0, 0, 1), "{status}");
+    }
+}
+
+/// Holds 8 MiB that another one with the same word has, too. What comes before it says under which circumstances.
+const HOLDS: &str = r#"
+import ctypes, mmap, random, struct, sys
+kind = sys.argv[1]
+libc = ctypes.CDLL(None, use_errno=True)
+held = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+held.write(random.Random(kind).randbytes(8 << 20))
+if kind == "secretive": libc.prctl(4, 0, 0, 0, 0)
+if kind == "filtered":
+    class Filter(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+    # madvise kills, all else is allowed.
+    code = b"".join(struct.pack("HBBI", *i) for i in [(0x20, 0, 0, 0), (0x15, 0, 1, 28), (6, 0, 0, 0x80000000), (6, 0, 0, 0x7fff0000)])
+    code = ctypes.create_string_buffer(code)
+    libc.prctl(38, 1, 0, 0, 0)
+    assert libc.prctl(22, 2, ctypes.byref(Filter(4, ctypes.addressof(code))), 0, 0) == 0
+print("ready", flush=True)
+sys.stdin.readline()
+print("alive", flush=True)
+"#;
+
+/// One that every user may run: an own one of root's comes first in many a PATH.
+fn python() -> &'static str {
+    if Path::new("/usr/bin/python3").exists() { "/usr/bin/python3" } else { "python3" }
+}
+
+/// One of a pair.
+struct Holder {
+    kind: &'static str,
+    child: Child,
+}
+
+impl Holder {
+    fn start(kind: &'static str) -> Self {
+        let before: &[&str] = match kind {
+            "of another user" => &["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"],
+            "in a user namespace" => &["unshare", "--user", "--map-root-user"],
+            _ => &["env"],
+        };
+        let child = Command::new(before[0])
+            .args(&before[1..])
+            .args([python(), "-c", HOLDS, kind])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut holder = Self { kind, child };
+        assert_eq!(holder.line(), "ready\n", "{kind}");
+        holder
+    }
+
+    fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap()
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        BufReader::new(self.child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        line
+    }
+
+    /// It goes on as if nothing had been.
+    fn ends_well(mut self) {
+        drop(self.child.stdin.take());
+        assert_eq!(self.line(), "alive\n", "{}", self.kind);
+        assert!(self.child.wait().unwrap().success());
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Pairs of every kind that may be folded, and one that must not.
+fn pairs() -> Vec<Holder> {
+    let kinds = ["of root", "of another user", "in a user namespace", "filtered", "secretive"];
+    kinds.iter().flat_map(|&kind| [Holder::start(kind), Holder::start(kind)]).collect()
+}
+
+fn pids_of(holders: &[Holder]) -> Vec<i32> {
+    holders.iter().map(Holder::pid).collect()
+}
+
+#[track_caller]
+fn are_folded(holders: &[Holder]) {
+    let to_fold = || holders.iter().filter(|holder| holder.kind != "secretive");
+    wait_until("all are folded", || to_fold().all(|holder| marks(holder.pid()).merged >= 8 * MIB));
+    for secretive in holders.iter().filter(|holder| holder.kind == "secretive") {
+        assert_eq!(marks(secretive.pid()), Marks::default(), "it is not dumpable");
+    }
+}
+
+#[track_caller]
+fn the_secretive_are_told(summary: &Value, holders: &[Holder]) {
+    for secretive in holders.iter().filter(|holder| holder.kind == "secretive") {
+        let rows = summary["left_alone"].as_array().unwrap();
+        let row = rows.iter().find(|row| row["pid"] == secretive.pid());
+        assert!(row.is_some_and(|row| row["reason"].as_str().unwrap().contains("not dumpable")), "{summary}");
+    }
+}
+
+#[test]
+fn with_the_rights_that_are_kept_every_kind_of_program_is_folded() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let holders = pairs();
+    let pids = pids_of(&holders);
+    let daemon = Daemon::on(&pids, &["--for", "60s"]);
+    are_folded(&holders);
+    has_given_up(daemon.pid());
+    let [injector] = daemon.children()[..] else { panic!("{:?}", daemon.children()) };
+    has_given_up(injector);
+    the_secretive_are_told(&daemon.told_to_end(), &holders);
+    unmerge(&pids);
+    are_unmarked(&pids);
+    holders.into_iter().for_each(Holder::ends_well);
+    ksm.is_back();
+}
+
+/// What a service manager does with `Accept=yes` and `StandardInput=socket`.
+struct Accepting {
+    _dir: tempfile::TempDir,
+    path: PathBuf,
+    children: Arc<Mutex<Vec<Child>>>,
+}
+
+impl Accepting {
+    fn start() -> Self {
+        let dir = tempfile::tempdir_in("/tmp").unwrap();
+        let path = dir.path().join("injector.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let children = Arc::new(Mutex::new(Vec::new()));
+        let started = children.clone();
+        // Ends with the test's process.
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let input: OwnedFd = stream.unwrap().into();
+                let mut command = Command::new(program());
+                command.arg("injector").stdin(input.try_clone().unwrap()).stdout(input).stderr(Stdio::null());
+                started.lock().unwrap().push(command.spawn().unwrap());
+            }
+        });
+        Self { _dir: dir, path, children }
+    }
+
+    fn pids(&self) -> Vec<i32> {
+        self.children.lock().unwrap().iter().map(|child| i32::try_from(child.id()).unwrap()).collect()
+    }
+
+    /// All have ended, because who they work for has.
+    #[track_caller]
+    fn have_ended(&self) {
+        let mut children = self.children.lock().unwrap();
+        wait_until("the injectors end", || children.iter_mut().all(|child| child.try_wait().unwrap().is_some()));
+    }
+}
+
+/// The settings of a unit, in their order.
+fn settings(unit: &str) -> Vec<(String, String)> {
+    let text = fs::read_to_string(units().join(unit)).unwrap();
+    let lines = text.lines().filter(|line| !line.starts_with(['#', '[']));
+    lines.filter_map(|line| line.split_once('=')).map(|(name, value)| (name.into(), value.into())).collect()
+}
+
+/// The calls that a word names: one, or those of a set.
+fn members<'a>(sets: &'a BTreeMap<String, Vec<String>>, word: &'a str, into: &mut BTreeSet<&'a str>) {
+    match sets.get(word) {
+        Some(words) => words.iter().for_each(|word| members(sets, word, into)),
+        None => drop(into.insert(word)),
+    }
+}
+
+/// The system calls that the unit leaves, by number, as systemd has it.
+fn calls_left(unit: &str) -> Option<Vec<u32>> {
+    let output = Command::new("systemd-analyze").args(["--no-pager", "syscall-filter"]).output().ok()?;
+    let mut sets: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    let mut set = String::new();
+    for line in String::from_utf8(output.stdout).unwrap().lines() {
+        match (line.starts_with('@'), line.trim()) {
+            (true, name) => name.clone_into(&mut set),
+            (false, "") => set.clear(),
+            (false, word) if !set.is_empty() && !word.starts_with('#') => {
+                sets.entry(set.clone()).or_default().push(word.to_owned());
+            }
+            _ => {}
+        }
+    }
+    let settings = settings(unit);
+    let mut left = BTreeSet::new();
+    members(&sets, "@default", &mut left);
+    for (_, value) in settings.iter().filter(|(name, _)| name == "SystemCallFilter") {
+        let mut words = BTreeSet::new();
+        value.trim_start_matches('~').split(' ').for_each(|word| members(&sets, word, &mut words));
+        if value.starts_with('~') {
+            left.retain(|word| !words.contains(word));
+        } else {
+            left.extend(words);
+        }
+    }
+    let header = fs::read_to_string("/usr/include/x86_64-linux-gnu/asm/unistd_64.h").ok()?;
+    let numbers = header.lines().filter_map(|line| line.strip_prefix("#define __NR_")?.split_once(' '));
+    let left: Vec<u32> =
+        numbers.filter(|(name, _)| left.contains(name)).map(|(_, number)| number.trim().parse().unwrap()).collect();
+    assert!((150..350).contains(&left.len()), "{} calls", left.len());
+    Some(left)
+}
+
+/// Puts itself under a filter that leaves the calls in its first argument, and becomes the program in the others.
+const FILTERED: &str = r#"
+import ctypes, os, struct, sys
+class Filter(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+code = [(0x20, 0, 0, 0)]
+for number in sys.argv[1].split(","): code += [(0x15, 0, 1, int(number)), (6, 0, 0, 0x7fff0000)]
+code += [(6, 0, 0, 0x00050001)]
+text = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *i) for i in code))
+assert ctypes.CDLL(None).prctl(22, 2, ctypes.byref(Filter(len(code), ctypes.addressof(text))), 0, 0) == 0
+os.execv(sys.argv[2], sys.argv[2:])
+"#;
+
+/// Read-only but for what the unit says, with its capabilities only.
+const CONFINED: &str = r#"
+set -e
+mkdir -p /run/pagefold
+for path in /run/pagefold /sys/kernel/mm/ksm; do mount --bind $path $path; done
+for path in / /sys /run /tmp; do ! mountpoint -q $path || mount -o remount,bind,ro $path; done
+! touch /run/not-here /tmp/not-here /not-here 2>/dev/null
+exec setpriv --inh-caps=-all --bounding-set=$0 --no-new-privs "$@"
+"#;
+
+/// By hand what systemd would do with pagefold.service and pagefold-injector.socket.
+#[test]
+fn confined_as_its_unit_says_it_folds_through_an_injector_of_its_own() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(calls) = calls_left("pagefold.service") else {
+        println!("SKIP: no systemd-analyze, or no headers of the kernel");
+        return;
+    };
+    let calls = calls.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+    let settings = settings("pagefold.service");
+    let kept = &settings.iter().find(|(name, _)| name == "CapabilityBoundingSet").unwrap().1;
+    let kept: Vec<String> = kept.split(' ').map(|name| name.replace("CAP_", "+").to_lowercase()).collect();
+    let kept = format!("-all,{}", kept.join(","));
+    let accepting = Accepting::start();
+    let holders = pairs();
+    let pids = pids_of(&holders);
+    let run = with_pids(&["run", "--json"], &pids, &["--for", "60s", "--injector", accepting.path.to_str().unwrap()]);
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--propagation", "private", "sh", "-c", CONFINED, &kept]);
+    command.args([python(), "-c", FILTERED, &calls]).arg(program()).args(&run);
+    let daemon = Daemon::of(&mut command);
+    are_folded(&holders);
+    has_given_up(daemon.pid());
+    let status = fs::read_to_string(format!("/proc/{}/status", daemon.pid())).unwrap();
+    assert!(status.contains("Seccomp:\t2"), "{status}");
+    assert_eq!(daemon.children(), [] as [i32; 0]);
+    let [injector] = accepting.pids()[..] else { panic!("{:?}", accepting.pids()) };
+    has_given_up(injector);
+    let reached = pagefold(&["status", "--json"]);
+    assert!(reached.status.success(), "{}", String::from_utf8_lossy(&reached.stderr));
+    let summary = daemon.told_to_end();
+    assert_eq!(summary["knobs_restored"], true);
+    the_secretive_are_told(&summary, &holders);
+    accepting.have_ended();
+    unmerge(&pids);
+    are_unmarked(&pids);
+    holders.into_iter().for_each(Holder::ends_well);
+    ksm.is_back();
+}
+
+fn without(capability: &str, args: &[&str]) -> Output {
+    let set = format!("-{capability}");
+    let mut command = Command::new("setpriv");
+    command.args(["--inh-caps", &set, "--bounding-set", &set]).arg(program()).args(args);
+    command.stdin(Stdio::null()).output().unwrap()
+}
+
+#[test]
+fn a_capability_that_is_missing_is_named() {
+    // SAFETY: no arguments, no memory.
+    if unsafe { libc::geteuid() } != 0 {
+        println!("SKIP: not root");
+        return;
+    }
+    let idle = Sleeper::start();
+    let pid = idle.pid().to_string();
+    for capability in ["sys_ptrace", "sys_admin", "dac_read_search"] {
+        let says = format!("needs CAP_{}, which", capability.to_uppercase());
+        for args in [&["run", "--pid", &pid][..], &["unmerge", "--pid", &pid], &["demo"]] {
+            is_refusal(&without(capability, args), 3, &says);
+        }
+    }
+}
+
+#[test]
+fn the_injector_works_for_root_alone_and_root_for_its_own_injector() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let idle = Sleeper::start();
+    let pid = idle.pid().to_string();
+    let run = |socket: &Path| pagefold(&["run", "--pid", &pid, "--for", "1s", "--injector", socket.to_str().unwrap()]);
+    // Somebody else connects, to a socket that was opened for all.
+    let accepting = Accepting::start();
+    let open =
+        |path: &Path, mode| fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+    open(accepting.path.parent().unwrap(), 0o755);
+    open(&accepting.path, 0o666);
+    let asks = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
+        print(s.makefile().read(), end='')";
+    let output =
+        Command::new("python3").args(["-c", asks]).arg(&accepting.path).uid(65534).gid(65534).output().unwrap();
+    let said: Value = serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
+    assert!(said["refusal"].as_str().unwrap().contains("only root"), "{said}");
+    accepting.have_ended();
+    // Somebody else listens.
+    let dir = tempfile::tempdir_in("/tmp").unwrap();
+    open(dir.path(), 0o777);
+    let path = dir.path().join("injector.sock");
+    let listens = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.bind(sys.argv[1])\ns.listen()\n\
+        print('ready', flush=True)\nsys.stdin.read()";
+    let mut stranger = Command::new("python3")
+        .args(["-c", listens])
+        .arg(&path)
+        .uid(65534)
+        .gid(65534)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(stranger.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    is_refusal(&run(&path), 3, "user 65534 listens there");
+    drop(stranger.stdin.take());
+    stranger.wait().unwrap();
+    // Nobody does, and nobody ever did.
+    is_refusal(&run(&path), 1, "nobody listens");
+    is_refusal(&run(Path::new("/run/pagefold-nowhere.sock")), 1, "nobody listens");
+    ksm.is_back();
+}
+
+// ---- what is told ------------------------------------------------------------------------------------------------
+
+/// Holds a secret, twice in each of two processes.
+const MARKED: &str = r#"
+import mmap, sys
+held = mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+page = (b"not-to-be-told " * 300)[:4088]
+for number in range(2048): held.write(page + number.to_bytes(8, "big"))
+for number in range(2048): held.write(page + number.to_bytes(8, "big"))
+print("ready", flush=True)
+sys.stdin.readline()
+"#;
+
+/// Every key, and every value that is no container, with the key it belongs to.
+fn walk<'a>(value: &'a Value, key: &'a str, keys: &mut BTreeSet<&'a str>, leaves: &mut Vec<(&'a str, &'a Value)>) {
+    match value {
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                keys.insert(name);
+                walk(value, name, keys, leaves);
+            }
+        }
+        Value::Array(rows) => rows.iter().for_each(|row| walk(row, key, keys, leaves)),
+        leaf => leaves.push((key, leaf)),
+    }
+}
+
+/// The longest run of hexadecimal digits.
+fn longest_hex(text: &str) -> usize {
+    text.split(|letter: char| !letter.is_ascii_hexdigit()).map(str::len).max().unwrap_or(0)
+}
+
+#[track_caller]
+fn tells_nothing_of_contents(document: &Value, documented: &str) {
+    let text = document.to_string();
+    assert!(!text.contains("not-to-be-told") && !text.contains("not-to-be"), "{text}");
+    let (mut keys, mut leaves) = (BTreeSet::new(), Vec::new());
+    walk(document, "", &mut keys, &mut leaves);
+    // Knobs of KSM are keys, too.
+    let is_knob = |key: &str| Path::new("/sys/kernel/mm/ksm").join(key).exists();
+    keys.retain(|key| !is_knob(key) && !documented.contains(key));
+    assert!(keys.is_empty(), "{keys:?} are not in docs/commands.md");
+    for (key, leaf) in leaves {
+        match leaf {
+            // An address has up to twelve digits, and one in the kernel's half sixteen.
+            Value::String(text) if key == "range" => assert!(longest_hex(text) <= 16, "{text}"),
+            Value::String(text) => assert!(longest_hex(text) < 16, "{key}: {text}"),
+            // A digest of 64 bits is nearly always beyond this; no size or count of a machine is.
+            Value::Number(number) => assert!(number.as_f64().unwrap().abs() < 1e15, "{key}: {number}"),
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn nothing_that_is_told_shows_what_memory_holds() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let documented = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/commands.md")).unwrap();
+    let holders = [Script::start(MARKED), Script::start(MARKED)];
+    let pids = [holders[0].pid(), holders[1].pid()];
+    let json = |args: &[String]| -> Value {
+        let output = pagefold(&args.iter().map(String::as_str).collect::<Vec<_>>());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let scan = json(&with_pids(&["scan", "--json", "--exact"], &pids, &[]));
+    assert!(scan["totals"]["duplicate_across_bytes"].as_u64().unwrap() > 0, "it has read them: {scan}");
+    tells_nothing_of_contents(&scan, &documented);
+    let dry = Daemon::on(&pids, &["--dry-run", "--for", "3s"]).end().summary();
+    tells_nothing_of_contents(&dry, &documented);
+    let daemon = Daemon::on(&pids, &["--for", "60s"]);
+    wait_until("they are folded", || pids.iter().all(|&pid| marks(pid).merged >= 15 * MIB));
+    tells_nothing_of_contents(&json(&["status".into(), "--json".into()]), &documented);
+    let explanation = json(&["explain".into(), pids[0].to_string(), "--json".into()]);
+    assert!(!explanation["regions"].as_array().unwrap().is_empty());
+    tells_nothing_of_contents(&explanation, &documented);
+    tells_nothing_of_contents(&daemon.told_to_end(), &documented);
+    unmerge(&pids);
+    ksm.is_back();
+}
+
+// ---- units -------------------------------------------------------------------------------------------------------
+
+/// The units as they would be installed, in a directory of their own, with the program where it is now.
+fn installed() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for unit in fs::read_dir(units()).unwrap() {
+        let unit = unit.unwrap().path();
+        let text = fs::read_to_string(&unit).unwrap().replace("/usr/local/bin/pagefold", program().to_str().unwrap());
+        fs::write(dir.path().join(unit.file_name().unwrap()), text).unwrap();
+    }
+    dir
+}
+
+fn analyze(args: &[&str], unit: &Path) -> Option<Output> {
+    let output = Command::new("systemd-analyze").args(args).arg(unit).output();
+    if output.is_err() {
+        println!("SKIP: no systemd-analyze");
+    }
+    output.ok()
+}
+
+#[test]
+fn the_units_make_sense_to_systemd() {
+    let dir = installed();
+    for unit in ["pagefold.service", "pagefold-injector.socket", "pagefold-injector@.service"] {
+        let Some(output) = analyze(&["--man=no", "verify"], &dir.path().join(unit)) else { return };
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && said.trim().is_empty(), "{unit}: {said}");
+    }
+}
+
+/// The ratings that docs/privileges.md gives, tenths.
+#[test]
+fn the_units_are_as_tight_as_documented() {
+    let dir = installed();
+    for (unit, most) in [("pagefold.service", 18), ("pagefold-injector@.service", 60)] {
+        let threshold = format!("--threshold={most}");
+        let args = ["--no-pager", "security", "--offline=true", &threshold];
+        let Some(output) = analyze(&args, &dir.path().join(unit)) else { return };
+        let said = String::from_utf8_lossy(&output.stdout);
+        println!("{}", said.lines().last().unwrap_or_default());
+        assert!(output.status.success(), "{said}");
+    }
+}
+
+/// What systemd does by a seccomp filter, under which the injector could not put a target's filter to sleep.
+#[test]
+fn nothing_puts_the_injector_under_a_filter() {
+    const FILTERS: [&str; 17] = [
+        "SystemCallFilter",
+        "SystemCallArchitectures",
+        "SystemCallLog",
+        "RestrictAddressFamilies",
+        "RestrictNamespaces",
+        "RestrictRealtime",
+        "RestrictSUIDSGID",
+        "MemoryDenyWriteExecute",
+        "LockPersonality",
+        "PrivateDevices",
+        "ProtectClock",
+        "ProtectHostname",
+        "ProtectKernelLogs",
+        "ProtectKernelModules",
+        "ProtectKernelTunables",
+        "DynamicUser",
+        "User",
+    ];
+    let settings = settings("pagefold-injector@.service");
+    assert!(settings.iter().any(|(name, _)| name == "StandardInput"));
+    for (name, value) in settings {
+        assert!(!FILTERS.contains(&name.as_str()), "{name}={value}");
+        // And what would kill it while it holds a target.
+        assert!(
+            !name.starts_with("Memory") && !name.starts_with("RuntimeMax") && !name.starts_with("Watchdog"),
+            "{name}"
+        );
+    }
+}
