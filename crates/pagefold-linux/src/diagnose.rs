@@ -252,20 +252,18 @@ fn state(facts: &Facts) -> Check {
     }
 }
 
-/// The capabilities that matter: bit, name, what for, and whether nothing goes without.
-const CAPABILITIES: [(u32, &str, &str); 4] = [
+/// The capabilities that folding needs: bit, name, what for.
+const CAPABILITIES: [(u32, &str, &str); 3] = [
     (2, "CAP_DAC_READ_SEARCH", "to read other users' /proc entries"),
     (19, "CAP_SYS_PTRACE", "to read and mark other users' programs"),
     (21, "CAP_SYS_ADMIN", "to see frames and to mark programs under a seccomp filter"),
-    (23, "CAP_SYS_NICE", "to move pages between nodes"),
 ];
 
 fn capabilities(facts: &Facts) -> Check {
     let (Fact::Is(held), Fact::Is(uid)) = (&facts.capabilities, &facts.uid) else {
         return warning("capabilities", "our own rights are not to be read", "what fails will say so", "mount /proc");
     };
-    // Reading past file modes (bit 2) is included in writing past them (bit 1).
-    let has = |bit: u32| held >> bit & 1 == 1 || (bit == 2 && held >> 1 & 1 == 1);
+    let has = |bit: u32| held >> bit & 1 == 1;
     let missing: Vec<_> = CAPABILITIES.iter().filter(|(bit, ..)| !has(*bit)).collect();
     let listed = missing.iter().map(|(_, name, what)| format!("{name} {what}")).collect::<Vec<_>>().join("; ");
     // KSM's files belong to root and have mode 0644.
@@ -273,7 +271,7 @@ fn capabilities(facts: &Facts) -> Check {
     match (may_steer, missing.is_empty()) {
         (true, true) => ok("capabilities", "all rights that pagefold uses"),
         (true, false) => {
-            warning("capabilities", format!("missing: {listed}"), "parts of pagefold fail without", "grant them")
+            blocker("capabilities", format!("missing: {listed}"), "run, unmerge and demo refuse without", "grant them")
         }
         (false, _) => blocker(
             "capabilities",

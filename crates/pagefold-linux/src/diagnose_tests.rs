@@ -56,7 +56,7 @@ fn each_flaw_in_a_file_is_found_alone() {
         (&format!("{ksm}/run"), "1", "run", Blocker),
         (&format!("{ksm}/pages_sharing"), "512", "run", Note),
         (&format!("{ksm}/advisor_mode"), "none [scan-time]", "advisor", Blocker),
-        ("proc/self/status", limited, "capabilities", Warning),
+        ("proc/self/status", limited, "capabilities", Blocker),
         ("proc/self/status", user, "capabilities", Blocker),
         ("proc/self/status", filtered, "seccomp", Warning),
         ("proc/sys/kernel/yama/ptrace_scope", "3", "ptrace", Warning),

@@ -31,6 +31,8 @@ pub enum Exclusion {
     NotReadable,
     /// It keeps its memory map locked: who reads it waits with it.
     Stuck,
+    /// It maps and unmaps memory all the time, and would be slowed down.
+    Restless,
     /// Shared memory, or a file mapped shared.
     Shared,
     /// VM_PFNMAP: device memory without page structures.
@@ -73,6 +75,7 @@ impl fmt::Display for Exclusion {
             Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
             Self::NotReadable => "it cannot be read",
             Self::Stuck => "it keeps its memory map locked",
+            Self::Restless => "maps and unmaps memory all the time, and would be slowed down",
             Self::Shared => "shared mapping, which KSM never merges",
             Self::PfnMap => "device memory (VM_PFNMAP), which KSM never merges",
             Self::Io => "device registers (VM_IO), which KSM never merges",

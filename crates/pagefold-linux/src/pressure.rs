@@ -46,10 +46,7 @@ pub struct Gauge {
 impl Gauge {
     /// Opens the files below `/proc` or another root.
     pub fn open(proc_root: &Path) -> Result<Self, PressureError> {
-        Ok(Self {
-            meminfo: Source::open(proc_root, "meminfo")?,
-            pressure: Source::open(proc_root, "pressure/memory")?,
-        })
+        Ok(Self { meminfo: Source::open(proc_root, "meminfo")?, pressure: Source::open(proc_root, "pressure/memory")? })
     }
 
     /// How things stand now.

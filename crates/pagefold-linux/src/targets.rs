@@ -32,6 +32,14 @@ const MAPS_SHARE: u64 = 10_000;
 /// The list is read on suspicion at most this often, nanoseconds.
 const MAPS_AGAIN_NS: u64 = 1_000_000_000;
 
+/// Glances at a process's size to see whether it maps and unmaps all the time: some 400 us together.
+const GLANCES: u32 = 256;
+/// It does if its size has gone down so often meanwhile: some 5,000 times a second. Growing programs are not meant.
+const SHRINKS: u32 = 2;
+/// So it is looked at this often at most, nanoseconds, and left alone for so long since it was last seen to do it.
+const GLANCES_AGAIN_NS: u64 = 1_000_000_000;
+const RESTLESS_NS: u64 = 10_000_000_000;
+
 /// One process in scope.
 #[derive(Debug)]
 pub struct Target {
@@ -61,6 +69,18 @@ pub struct Target {
     dipped: u64,
     /// A read of its memory that does not come back.
     stuck: Option<Pending>,
+    restless: Restless,
+}
+
+/// Whether a process maps and unmaps all the time. Reading it and ksmd's passing take its mmap lock over and over, and
+/// so does it: a program that maps 200,000 times a second fell to an eighth of its speed while a gigabyte of it was
+/// folded, and ksmd to a tenth (6.18).
+#[derive(Debug, Default)]
+struct Restless {
+    /// Its size at the last glance, pages.
+    mapped: Option<u64>,
+    next_glances_ns: u64,
+    until_ns: u64,
 }
 
 /// What a look at the mappings found, against which the next changes are measured.
@@ -94,6 +114,7 @@ impl Target {
             seen: None,
             dipped: 0,
             stuck: None,
+            restless: Restless::default(),
         }
     }
 
@@ -138,6 +159,13 @@ impl Target {
         if sizes.resident == 0 && !self.process.is_alive() {
             return Err(ReadError::Vanished { pid: self.process.pid() });
         }
+        if self.is_restless(now_ns, &sizes)? {
+            let news = self.exclusion != Some(Exclusion::Restless);
+            self.exclusion = Some(Exclusion::Restless);
+            self.regions.clear();
+            self.look_again();
+            return Ok(news);
+        }
         if let Some(seen) = &mut self.seen {
             self.dipped = self.dipped.max(seen.sizes.mapped.saturating_sub(sizes.mapped));
             seen.changed |= sizes.mapped != seen.sizes.mapped || sizes.data != seen.sizes.data;
@@ -178,6 +206,24 @@ impl Target {
         let next_maps_ns = now_ns + MAPS_AGAIN_NS;
         self.seen = Some(Seen { at_ns: now_ns, cost_ns, sizes, maps, changed: false, next_maps_ns });
         Ok(true)
+    }
+
+    /// Whether it maps and unmaps all the time, or has done so lately.
+    fn is_restless(&mut self, now_ns: u64, sizes: &Sizes) -> Result<bool, ReadError> {
+        let differs = self.restless.mapped.replace(sizes.mapped) != Some(sizes.mapped);
+        if differs && now_ns >= self.restless.next_glances_ns {
+            self.restless.next_glances_ns = now_ns + GLANCES_AGAIN_NS;
+            let (mut before, mut shrinks) = (sizes.mapped, 0);
+            for _ in 0..GLANCES {
+                let mapped = self.sizes()?.mapped;
+                shrinks += u32::from(mapped < before);
+                before = mapped;
+            }
+            if shrinks >= SHRINKS {
+                self.restless.until_ns = now_ns + RESTLESS_NS;
+            }
+        }
+        Ok(now_ns < self.restless.until_ns)
     }
 
     /// Looks at the mappings at the next occasion, whatever has changed.

@@ -73,6 +73,16 @@ fn obey(line: &UnixStream) -> ! {
                     maps += 1;
                     mapped == at && libc::madvise(at, 4096, libc::MADV_POPULATE_WRITE) == 0
                 }
+                b'l' => {
+                    // Until it is told something else.
+                    libc::write(fd, order.as_ptr().cast(), 1);
+                    let how = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+                    while libc::recv(fd, order.as_mut_ptr().cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) < 0 {
+                        let at = libc::mmap(std::ptr::null_mut(), 65_536, libc::PROT_READ, how, -1, 0);
+                        libc::munmap(at, 65_536);
+                    }
+                    continue;
+                }
                 b'u' => {
                     maps -= 1;
                     libc::munmap(last, BYTES) == 0
@@ -186,6 +196,24 @@ fn a_mapping_that_went_and_came_back_between_two_looks_is_another_one() {
     watched.child.tell(b'f');
     assert!(watched.look_after(10 * SECOND));
     assert_eq!(watched.at(FIRST).unwrap().1, second, "filling is no replacement");
+}
+
+#[test]
+fn one_that_maps_all_the_time_is_left_alone_until_it_rests() {
+    let mut watched = Watched::new();
+    watched.child.tell(b'm');
+    assert!(watched.look_after(10 * SECOND));
+    assert!(watched.at(FIRST).is_some() && watched.target.exclusion.is_none());
+    watched.child.tell(b'l');
+    // It has to be on a core in the very moment.
+    let noticed = (0..300).any(|_| {
+        watched.look_after(SECOND);
+        watched.target.exclusion == Some(Exclusion::Restless)
+    });
+    assert!(noticed && watched.target.regions.is_empty());
+    watched.child.tell(b'f');
+    assert!(!watched.look_after(SECOND), "not at once");
+    assert!(watched.look_after(RESTLESS_NS) && watched.at(FIRST).is_some() && watched.target.exclusion.is_none());
 }
 
 #[test]

@@ -80,7 +80,8 @@ fn domains_and_limits_come_out_as_plain_rules() {
     let rules = vec![rule("r", Selector::User(0)), rule("e", Selector::Exe("redis-server".into()))];
     assert_eq!(settings.domains, DomainRules { by_user: true, rules });
     assert_eq!(settings.config.limits, Limits { stops: 7, ..Limits::default() });
-    Files::new("[limits]\nsamples-per-second = 1\n").refused("samples-per-second is 1; it must be from 64 to 100000000");
+    Files::new("[limits]\nsamples-per-second = 1\n")
+        .refused("samples-per-second is 1; it must be from 64 to 100000000");
     let nobody = Files::new("[[domains.rule]]\nname = \"n\"\nuser = \"nobody-such\"\n");
     nobody.refused("there is no user nobody-such");
 }

@@ -120,7 +120,7 @@ fn close(
     assert!(broken > 1_000, "{broken} copies of merged pages: nothing was tested");
     for shuffler in &shufflers {
         assert!(shuffler.most_merged > 1_000, "{} pages merged at most: nothing was tested", shuffler.most_merged);
-        assert!(shuffler.seconds() > 3);
+        assert!(shuffler.seconds() >= 2, "{} s: it has hardly looked", shuffler.seconds());
     }
     let counts = shufflers.into_iter().map(Shuffler::end).collect();
     none_was_killed(&pids);

@@ -204,10 +204,28 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
         }
     }
     match best {
+        Some((Fitness::User, candidate))
+            if candidate.activity == Activity::Running && is_in_between(process, candidate.tid) =>
+        {
+            Ok(Choice::NoneNow)
+        }
         Some((_, candidate)) => Ok(Choice::Thread(candidate)),
         None if living == 0 => Err(InjectError::Zombie { pid }),
         None => Ok(Choice::NoneNow),
     }
+}
+
+/// Whether a running thread is soon seen blocked in a call that would notice: then it may be in the middle of that call
+/// now, of which nothing shows while it runs.
+fn is_in_between(process: &Process, tid: i32) -> bool {
+    const LOOKS: u32 = 8;
+    const PAUSE: std::time::Duration = std::time::Duration::from_micros(250);
+    (0..LOOKS).any(|_| {
+        std::thread::sleep(PAUSE);
+        examine(process, tid).is_ok_and(|(stat, activity)| {
+            matches!(activity, Activity::Syscall { .. }) && fitness(stat.state, activity).is_none()
+        })
+    })
 }
 
 /// The process that traces a thread, zero if none does or it cannot be seen from this pid namespace.

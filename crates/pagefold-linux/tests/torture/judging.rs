@@ -56,6 +56,10 @@ pub fn judge(run: &Run) -> Vec<String> {
                     if account.short > 0 {
                         let made = run.tally.line(&member.name).made;
                         println!("{}: {} writes cut short by {made} injections", member.name, account.short);
+                        // What is copying is not seen to be in a write; looking again and again finds most of them.
+                        if account.short > 2 + made / 10 {
+                            fail(format!("{}: {} of {made} cut a write short", member.name, account.short));
+                        }
                     }
                 }
                 Err(what) => fail(format!("{}: {what}", member.name)),

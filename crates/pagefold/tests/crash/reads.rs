@@ -24,7 +24,8 @@ fn middle(read: &str) -> Option<u32> {
         | "read:meminfo"
         | "read:vmstat"
         | "read:kpageflags"
-        | "read:mem" => return None,
+        | "read:mem"
+        | "read:ksm:advisor_mode" => return None,
         "read:stat" | "read:statm" => 40,
         "read:pagemap" | "read:schedstat" => 10,
         name if name.starts_with("read:ksm:") => 20,
