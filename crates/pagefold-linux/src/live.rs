@@ -1,11 +1,14 @@
 //! The live machine, as the judgement sees it.
 
+mod marking;
+
+pub use marking::Changed;
+
 use crate::cpu::{Ksmd, own_and_children_cpu_ns, own_cpu_ns};
 use crate::domain::{self, DomainRules};
 use crate::drive::Driver;
 use crate::exclude::{DenyList, Exclusion};
-use crate::fault;
-use crate::inject::{Call, Injector, Limits, Report};
+use crate::inject::Injector;
 use crate::ksm::{Breaks, Ksm, KsmError};
 use crate::memory::{PageReader, ReadHow};
 use crate::newcomers::Newcomers;
@@ -16,13 +19,12 @@ use crate::sampling::{Piece, Sampled, sample};
 use crate::scope::{Roots, ScopeError, ScopeSpec, Scoped};
 use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
-use crate::unfold::{UnfoldError, in_steps, steps};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{
-    Actions, Change, Cost, DomainKey, Host, KsmView, Marking, MemoryView, Outcome, OwnerKey, RegionKey, RegionView,
-    SamplePlan, Samples, Snapshot, StopSize, Stops, Why,
+    Actions, Cost, DomainKey, Host, KsmView, Marking, MemoryView, Outcome, OwnerKey, RegionKey, RegionView, SamplePlan,
+    Samples, Snapshot,
 };
-use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
+use pagefold_core::units::Pages;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -83,29 +85,6 @@ pub enum Event {
         /// Why.
         why: String,
     },
-}
-
-/// What was done to a program's memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Changed {
-    /// The process.
-    pub pid: i32,
-    /// When it started, clock ticks after boot.
-    pub start_time_ticks: u64,
-    /// Its name.
-    pub name: String,
-    /// Its trust domain.
-    pub domain: String,
-    /// Marked, or unmarked.
-    pub mark: bool,
-    /// The first address.
-    pub first: u64,
-    /// How much of the address space was meant.
-    pub bytes: Bytes,
-    /// Why.
-    pub why: Why,
-    /// What came of it.
-    pub outcome: Marking,
 }
 
 /// Whether and how the machine may be touched.
@@ -472,135 +451,6 @@ impl LiveHost {
             None => (true, status.under_way),
         }
     }
-
-    /// Marks or unmarks spans, the spans of one process together.
-    fn advise(&mut self, changes: &[Change], advice: i32, size: StopSize, outcome: &mut Outcome) -> Vec<Marking> {
-        let mut results = vec![Marking::Refused; changes.len()];
-        let mut by_pid: BTreeMap<i32, Vec<usize>> = BTreeMap::new();
-        for (at, Change { span, .. }) in changes.iter().enumerate() {
-            if let Some(&pid) = self.region_pids.get(&span.region) {
-                by_pid.entry(pid).or_default().push(at);
-            }
-        }
-        for (pid, wanted) in by_pid {
-            let Some(target) = self.targets.get_mut(&pid) else { continue };
-            // Look again just before acting: mappings may have come, gone or turned into what must not be marked.
-            let details = match target.details() {
-                Ok(details) => details,
-                Err(ReadError::Vanished { .. }) => continue,
-                // It may be no more than a moment without memory.
-                Err(error) => {
-                    self.tell_left_alone(pid, error.to_string());
-                    for &at in &wanted {
-                        results[at] = Marking::Busy;
-                    }
-                    continue;
-                }
-            };
-            let mut calls = Vec::new();
-            let mut owners = Vec::new();
-            for &at in &wanted {
-                let span = changes[at].span;
-                let (low, high) = (span.first, span.first + span.pages.0);
-                for detail in details.iter().filter(|detail| crate::exclude::vma_exclusion(detail).is_none()) {
-                    let (first, end) = (detail.vma.first(), detail.vma.first() + detail.vma.pages().0);
-                    let (from, to) = (first.max(low), end.min(high));
-                    if from < to && detail.flags.has(*b"mg") != (advice == libc::MADV_MERGEABLE) {
-                        let (start, end) = (from.address(), to.address());
-                        if advice == libc::MADV_MERGEABLE {
-                            calls.push(Call::madvise(start, end - start, advice));
-                            owners.push((at, Pages(to.0 - from.0)));
-                        } else {
-                            // Pages are copied while the target waits.
-                            for (start, bytes) in steps(start, end, size.unmark.bytes()) {
-                                calls.push(Call::madvise(start, bytes, advice));
-                                owners.push((at, Pages(bytes / PAGE_SIZE as u64)));
-                            }
-                        }
-                    } else if from < to {
-                        // Marked already: by its owner, or by us when a retry follows half a batch.
-                        add(&mut results[at], Pages(to.0 - from.0));
-                    }
-                }
-            }
-            target.look_again();
-            self.next_look_ns = 0;
-            let mut report = Report::default();
-            let ran = match &mut self.hands {
-                Acting::DryRun => {
-                    for &(at, pages) in &owners {
-                        add(&mut results[at], pages);
-                    }
-                    Ok(())
-                }
-                Acting::Act { injector, .. } if advice == libc::MADV_UNMERGEABLE => {
-                    in_steps(&target.process, injector, &self.roots, &calls, &mut report)
-                }
-                Acting::Act { injector, .. } => {
-                    fault::point("mark");
-                    let limits = Limits { calls_per_stop: size.marks as usize, ..Limits::default() };
-                    let ran = injector.run(&target.process, &calls, &limits);
-                    fault::point("marked");
-                    ran.map(|done| report = done).map_err(UnfoldError::from)
-                }
-            };
-            if report.stops > 0 {
-                outcome.stops.push(Stops {
-                    owner: target.owner,
-                    number: report.stops,
-                    longest_ns: report.longest_stop_ns,
-                    total_ns: report.total_stop_ns,
-                });
-            }
-            for (&(at, pages), result) in owners.iter().zip(&report.results) {
-                if result.is_ok() {
-                    add(&mut results[at], pages);
-                }
-            }
-            match ran {
-                Ok(()) => {}
-                Err(UnfoldError::Inject(error)) => {
-                    let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
-                    for &(at, _) in &owners {
-                        results[at] = marking;
-                    }
-                    let (name, why) = (target.name.clone(), error.to_string());
-                    if self.told.get(&pid) != Some(&why) {
-                        self.told.insert(pid, why.clone());
-                        self.events.push(Event::LeftAlone { pid, name, why });
-                    }
-                }
-                // No room for more copies.
-                Err(_) => {
-                    for &(at, _) in &owners[report.results.len()..] {
-                        results[at] = Marking::Busy;
-                    }
-                }
-            }
-            for at in wanted {
-                let Change { span, why } = changes[at];
-                self.events.push(Event::Changed(Changed {
-                    pid,
-                    start_time_ticks: target.process.start_time_ticks(),
-                    name: target.name.clone(),
-                    domain: self.domains[usize::from(target.domain.0)].clone(),
-                    mark: advice == libc::MADV_MERGEABLE,
-                    first: span.first.address(),
-                    bytes: span.pages.bytes(),
-                    why,
-                    outcome: results[at],
-                }));
-            }
-        }
-        results
-    }
-}
-
-fn add(marking: &mut Marking, pages: Pages) {
-    *marking = match marking {
-        Marking::Done(done) => Marking::Done(*done + pages),
-        Marking::Busy | Marking::Refused => Marking::Done(pages),
-    };
 }
 
 impl Host for LiveHost {
@@ -671,8 +521,8 @@ impl Host for LiveHost {
             outcome.unmarked = vec![Marking::Busy; actions.unmark.len()];
             return Ok(outcome);
         }
-        outcome.marked = self.advise(&actions.mark, libc::MADV_MERGEABLE, actions.stop, &mut outcome);
-        outcome.unmarked = self.advise(&actions.unmark, libc::MADV_UNMERGEABLE, actions.stop, &mut outcome);
+        outcome.marked = self.change(&actions.mark, true, actions.stop, &mut outcome);
+        outcome.unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
         if let Acting::Act { driver, .. } = &self.hands {
             driver.order(actions.merge);
         }
