@@ -54,11 +54,12 @@ pub fn judge(run: &Run) -> Vec<String> {
                         (0..3).for_each(|kind| own[kind] += account.own[kind]);
                     }
                     if account.short > 0 {
-                        let made = run.tally.line(&member.name).made;
+                        let line = run.tally.line(&member.name);
+                        let (made, refused) = (line.made, line.count("no-safe-thread"));
                         println!("{}: {} writes cut short by {made} injections", member.name, account.short);
                         // What is copying is not seen to be in a write; looking again and again finds most of them.
-                        if account.short > 2 + made / 10 {
-                            fail(format!("{}: {} of {made} cut a write short", member.name, account.short));
+                        if account.short > 8 + refused {
+                            fail(format!("{}: {} writes cut short, {refused} spared", member.name, account.short));
                         }
                     }
                 }
