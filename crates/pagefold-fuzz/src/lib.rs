@@ -4,6 +4,7 @@
 //! that no line is dropped without a word, that what is printed parses back to the same. The fuzzer (the folder `fuzz`)
 //! calls them with what it thinks of, and this crate's tests with what it has found so far, on any toolchain.
 
+mod config;
 mod limits;
 mod mappings;
 mod pages;
@@ -11,6 +12,7 @@ mod process;
 mod system;
 mod talk;
 
+pub use config::config;
 pub use limits::{cgroup, ksm_stat, meminfo, pressure, vmstat};
 pub use mappings::{maps, smaps};
 pub use pages::pagemap;
@@ -22,8 +24,9 @@ pub use talk::{control, injector, state_file};
 pub type Target = fn(&[u8]);
 
 /// Every target by its name, which is that of its fuzz target and of its folder of inputs too.
-pub const TARGETS: [(&str, Target); 19] = [
+pub const TARGETS: [(&str, Target); 20] = [
     ("cgroup", cgroup),
+    ("config", config),
     ("control", control),
     ("injector", injector),
     ("ksm_files", ksm_files),
