@@ -258,7 +258,9 @@ fn at_any_moment_the_tracer_may_die() {
         // Connected and warm; then it takes some 300 us to begin with the calls, and those some 300 us more.
         run(&mut injector, victim, &[]).unwrap();
         victim.begin();
-        let delay = Duration::from_nanos(next(&mut seed) % 1_500_000);
+        // One that computes is looked at for 2 ms first.
+        let first_ns = if matches!(victim.kind.as_ref(), "busy" | "large") { 2_000_000 } else { 0 };
+        let delay = Duration::from_nanos(first_ns + next(&mut seed) % 1_500_000);
         let begun = Instant::now();
         let killer = std::thread::spawn(move || {
             while begun.elapsed() < delay {
@@ -273,7 +275,7 @@ fn at_any_moment_the_tracer_may_die() {
         midway += u32::from(!victim.end(&format!("kill {turn} after {delay:?}, {}", victim.kind)));
     }
     println!("{kills} kills: {early} before the answer, {midway} in the middle");
-    assert!(midway * 50 > kills, "hardly ever in the middle: {midway} of {kills}");
+    assert!(midway * 100 > kills, "hardly ever in the middle: {midway} of {kills}");
 }
 
 #[test]
