@@ -76,6 +76,7 @@ fn shake(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Story {
             match try_unmerge(whom) {
                 Ok(summary) => story.given_back_mib += summary["given_back_bytes"].as_u64().unwrap() / MIB,
                 Err(why) => {
+                    are_well(shufflers, Duration::from_millis(30));
                     assert!(scarce && why.contains("has room for"), "{why}");
                     story.no_room += 1;
                 }
@@ -95,7 +96,6 @@ fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
         return Ok(serde_json::from_slice(&output.stdout).unwrap());
     }
     let why = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{why}");
     Err(why)
 }
 

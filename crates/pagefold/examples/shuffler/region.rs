@@ -247,17 +247,22 @@ impl Region {
 
 /// Has writes to memory that is read-only counted and then permitted.
 pub fn catch_faults() {
-    extern "C" fn caught(_signal: i32, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+    extern "C" fn caught(_signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
         let at = unsafe { (*info).si_addr() }.addr();
         let (start, bytes) = (GUARD_START.load(Ordering::SeqCst), GUARD_BYTES.load(Ordering::SeqCst));
         let writable = libc::PROT_READ | libc::PROT_WRITE;
         let inside = (start..start + bytes).contains(&at);
         if !inside || unsafe { libc::mprotect(start as *mut _, bytes, writable) } != 0 {
-            let text = b"bad: a fault that nothing explains\n";
-            unsafe {
-                libc::write(1, text.as_ptr().cast(), text.len());
-                libc::_exit(3);
-            }
+            let registers = unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
+            let [rip, rsp, rax] = [libc::REG_RIP, libc::REG_RSP, libc::REG_RAX].map(|at| registers[at as usize]);
+            let code = unsafe { (*info).si_code };
+            // It ends anyway: that this allocates does no harm.
+            println!(
+                "bad: a fault that nothing explains: address {at:x}, code {code}, rip {rip:x}, rsp {rsp:x}, rax {rax:x}, \
+                 guard {start:x} {bytes:x}, {}",
+                std::io::Error::last_os_error()
+            );
+            unsafe { libc::_exit(3) };
         }
         FAULTS.fetch_add(1, Ordering::SeqCst);
     }
