@@ -254,7 +254,8 @@ pub fn catch_faults() {
         let inside = (start..start + bytes).contains(&at);
         if !inside || unsafe { libc::mprotect(start as *mut _, bytes, writable) } != 0 {
             let registers = unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
-            let [rip, rsp, rax] = [libc::REG_RIP, libc::REG_RSP, libc::REG_RAX].map(|at| registers[at as usize]);
+            let [rip, rsp, rax] =
+                [libc::REG_RIP, libc::REG_RSP, libc::REG_RAX].map(|at| registers[usize::try_from(at).unwrap_or(0)]);
             let code = unsafe { (*info).si_code };
             // It ends anyway: that this allocates does no harm.
             println!(
