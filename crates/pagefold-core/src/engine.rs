@@ -271,7 +271,8 @@ impl Engine {
             }
         }
         if self.slots.want_sweep() {
-            self.index.sweep(|slot| self.slots.get(slot).is_some(), |_| false, self.domains.len() > 1);
+            let several = self.several_domains();
+            self.index.sweep(|slot| self.slots.get(slot).is_some(), |_| false, several);
             self.slots.swept();
         }
     }
@@ -336,10 +337,11 @@ impl Engine {
             // By now every page of the bottom has come by about once.
             self.bottom_pages = 0;
             self.index.age();
+            let several = self.several_domains();
             // Merged pages are not hashed again, so the entries of marked regions cannot be renewed.
             let slots = &self.slots;
             let renewed = |slot| slots.get(slot).is_some_and(|region| region.level == 1 && region.marks.is_empty());
-            self.index.sweep(|slot| slots.get(slot).is_some(), renewed, self.domains.len() > 1);
+            self.index.sweep(|slot| slots.get(slot).is_some(), renewed, several);
             self.slots.swept();
         }
     }
@@ -364,7 +366,7 @@ impl Engine {
     }
 
     fn take_sample(&mut self, slot: u32, sample: &PageSample) {
-        let now_ns = self.snapshot.now_ns;
+        let (now_ns, several) = (self.snapshot.now_ns, self.several_domains());
         let Some(region) = self.slots.get_mut(slot) else { return };
         let examined = matches!(region.stage, Stage::Examine(_));
         if examined {
@@ -389,7 +391,6 @@ impl Engine {
                 true
             }
         };
-        let several = self.domains.len() > 1;
         let zero = sample.digest == Digest::ZERO;
         let (place, digest) = (Place { slot, offset }, sample.digest.in_domain(region.view.domain));
         let foreign = several && !zero && is_foreign(&self.index, &self.domains, region.view.domain, sample.digest);

@@ -214,8 +214,7 @@ pub struct Change {
 }
 
 /// Why a span is marked or unmarked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", tag = "kind")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
     /// Marked: so many of its resident pages are zero or have a twin.
     Duplicate {

@@ -7,7 +7,6 @@
 use crate::config::ConfigError;
 use crate::host::{OwnerKey, StopSize, Stops};
 use crate::units::Pages;
-use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
 
 /// The limits hold over any time of this length, nanoseconds.
@@ -17,7 +16,7 @@ const WINDOW_NS: u64 = 1_000_000_000;
 const UNMARK_LEAST: u64 = 32;
 
 /// The limits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Pages read from one process in a second.
     pub pages_per_process: u64,
@@ -27,8 +26,8 @@ pub struct Limits {
     pub stops_per_process: u64,
     /// Stops in a second in all.
     pub stops: u64,
-    /// How long a stop may be, nanoseconds. What is done in one stop is cut so that it holds; one that is longer all the
-    /// same, because the target's core was busy, is counted, and the next ones do less.
+    /// How long a stop should be at most, nanoseconds. It cannot be foretold: a target's core may be busy. After one that
+    /// was longer half as much is done in the next.
     pub longest_stop_ns: u64,
 }
 

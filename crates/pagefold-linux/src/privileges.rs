@@ -33,10 +33,6 @@ pub const INJECTING: [Capability; 3] = [
     Capability::CAP_DAC_READ_SEARCH,
 ];
 
-/// What an injector uses while it starts, where it may: to have the out-of-memory killer pass it by, and to be
-/// scheduled before others.
-pub const STARTING_INJECTOR: [Capability; 2] = [Capability::CAP_SYS_RESOURCE, Capability::CAP_SYS_NICE];
-
 /// Why rights could not be given up.
 #[derive(Debug, Error)]
 pub enum PrivilegeError {
