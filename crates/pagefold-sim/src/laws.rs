@@ -199,6 +199,29 @@ proptest! {
     }
 }
 
+#[test]
+fn a_page_marked_anew_within_a_scan_has_left_the_unstable_tree() {
+    // Whenever the one is unmarked and marked again, among others while it waits in the tree.
+    for waits in 0..80 {
+        let mut sim = SimHost::new(1, Costs::default(), Knobs::default());
+        let mut add = || sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(1), Fill::Same(1))));
+        let (one, other) = (add(), add());
+        let span = |sim: &SimHost, owner| sim.span_of(sim.regions_of(owner)[0]).unwrap().into();
+        let merge = MergeOrder::Pace { pages_to_scan: 1, sleep_ms: 1 };
+        let both = vec![span(&sim, one), span(&sim, other)];
+        sim.apply(&Actions { mark: both, merge, ..Actions::default() }).unwrap();
+        sim.wait(waits * 100_000).unwrap();
+        let again = vec![span(&sim, one)];
+        sim.apply(&Actions { unmark: again.clone(), ..Actions::default() }).unwrap();
+        sim.apply(&Actions { mark: again, ..Actions::default() }).unwrap();
+        for _ in 0..20 {
+            sim.wait(1_000_000).unwrap();
+            check_books(&sim);
+        }
+        assert_eq!(sim.saved(), Pages(1));
+    }
+}
+
 /// Everything that can be told of a run full of chance.
 fn fingerprint(seed: u64) -> String {
     use std::fmt::Write as _;

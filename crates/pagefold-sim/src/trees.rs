@@ -194,10 +194,12 @@ impl Trees {
         use crate::memory::Hold::{Forked, Private};
         let &(key, page) = self.unstable.get(&content)?;
         let region = memory.region(key)?;
-        // Nothing protects the pages of the unstable tree: it may have been written, unmarked or merged.
+        // Nothing protects the pages of the unstable tree: it may have been written, merged, or unmarked, and marked
+        // again since, which leaves it without a record until ksmd's next visit.
         let usable = region.content[page as usize] == content
             && matches!(region.hold[page as usize], Private | Forked)
             && region.marks.contains(page)
+            && region.items[page as usize].live
             && !memory.same_frame((key, page), me);
         usable.then_some((key, page))
     }

@@ -140,12 +140,14 @@ mod tests {
         let stack = all.iter().find(|vma| vma.name == b"[stack]").unwrap().end - 8;
         let here = &raw const stack as u64;
         let code = asking_and_reading_agree as *const () as u64;
+        // A file whose path is longer than we ask for gives an error where reading gives a mapping: neither is plain.
+        let plain = |mapping: Option<Mapping>| mapping.filter(|mapping| mapping.plain);
         let addresses = [stack, here, code, 0];
-        let asked = addresses.map(|addr| ground.mapping(addr));
+        let asked = addresses.map(|addr| plain(ground.mapping(addr)));
         ground.all = Some(all);
-        let read = addresses.map(|addr| ground.mapping(addr));
+        let read = addresses.map(|addr| plain(ground.mapping(addr)));
         assert_eq!(format!("{asked:?}"), format!("{read:?}"));
-        assert!(asked[0].unwrap().main_stack && asked[0].unwrap().plain && !asked[2].unwrap().plain);
-        assert!(asked[1].unwrap().plain && !asked[1].unwrap().main_stack && asked[3].is_none());
+        assert!(asked[0].unwrap().main_stack && !asked[1].unwrap().main_stack);
+        assert!(asked[2].is_none() && asked[3].is_none());
     }
 }
