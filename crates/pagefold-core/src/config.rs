@@ -3,6 +3,7 @@
 use crate::extent::Density;
 use crate::governor::{Governor, Pace};
 use crate::limits::Limits;
+use crate::slots::BLOCK_PAGES;
 use crate::units::{Pages, Permyriad};
 use std::str::FromStr;
 use thiserror::Error;
@@ -86,6 +87,9 @@ pub struct Config {
     pub yield_min: Permyriad,
     /// Duplicate pages below which a span is not worth a system call in the target.
     pub span_pages_min: Pages,
+    /// Mappings up to this length are marked whole or not at all: a mapping that marks have split cannot be moved or
+    /// grown by mremap(2).
+    pub split_above: Pages,
     /// Spans marked in one process at most: each may split a mapping in three.
     pub spans_per_process: usize,
     /// Seed of every permutation and digest.
@@ -110,6 +114,7 @@ impl Default for Config {
             thin_densities: [Permyriad(4_000), Permyriad(3_000)],
             yield_min: Permyriad(7_500),
             span_pages_min: Pages(16),
+            split_above: BLOCK_PAGES,
             spans_per_process: 64,
             seed: 0,
         }

@@ -453,7 +453,9 @@ impl Engine {
     /// Accounts for what was done; returns how long to wait before the next round, nanoseconds.
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.act(actions, outcome);
-        self.allowance.resize(&outcome.stops, !actions.mark.is_empty(), !actions.unmark.is_empty());
+        if !actions.mark.is_empty() {
+            self.allowance.resize(&outcome.stops);
+        }
         self.marker.done(&mut self.slots, self.snapshot.now_ns, &actions.mark, outcome, &mut self.merger);
         self.marker.unmarked(self.snapshot.now_ns, &actions.unmark, outcome);
         self.pause_ns()

@@ -1,9 +1,11 @@
 //! From duplicate pages to the spans worth marking.
 //!
-//! Every marked page costs ksmd at each scan, and a span that is not a whole mapping splits it. In
-//! real programs duplicates come in short runs but in uniformly dense 2 MiB extents, so density over
-//! an extent decides: at least half of its pages, or two thirds where it holds huge pages, which a
-//! merge splits.
+//! Every marked page costs ksmd at each scan. In real programs duplicates come in short runs but in
+//! uniformly dense 2 MiB extents, so density over an extent decides: at least half of its pages, or
+//! two thirds where it holds huge pages, which a merge splits.
+//!
+//! A span that is not a whole mapping splits it, and a program that moves its memory (mremap(2)) finds
+//! out. So all but the largest mappings are marked whole or not at all, by their density over all.
 
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 use std::collections::BTreeMap;
@@ -50,8 +52,11 @@ impl Extent {
         if self.foreign > 0 {
             return false;
         }
-        let needed = if self.huge > 0 { density.huge } else { density.plain };
-        self.duplicate > 0 && Permyriad::of(self.duplicate.into(), self.resident.into()) >= needed
+        self.duplicate > 0 && Permyriad::of(self.duplicate.into(), self.resident.into()) >= self.needed(density)
+    }
+
+    fn needed(self, density: Density) -> Permyriad {
+        if self.huge > 0 { density.huge } else { density.plain }
     }
 }
 
@@ -71,12 +76,22 @@ pub struct Candidate {
     pub duplicate: Pages,
 }
 
-/// The spans of `extents` worth marking within the region `first .. first + pages`, at most `cap` of them.
+/// Which mappings may be marked in part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Those longer than this.
+    pub above: Pages,
+    /// Spans at most.
+    pub spans: usize,
+}
+
+/// The spans of `extents` worth marking within the region `first .. first + pages`.
 ///
-/// The whole region where its dense extents hold three quarters of it or it is no longer than two
-/// extents; otherwise the dense extents, neighbours joined, and the nearest joined over their gaps
-/// until no more than `cap` spans are left. Nothing that another trust domain holds as well is in any of them.
-pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, cap: usize) -> Vec<Candidate> {
+/// The whole region where its extents together are dense, or hold three quarters of it in dense ones. Otherwise nothing,
+/// unless `cut` permits to mark it in part: then the dense extents, neighbours joined, and the nearest joined over
+/// their gaps until no more spans are left than may be. Nothing that another trust domain holds as well is in any of
+/// them: a region with such pages is marked in part, however short it is.
+pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, cut: Cut) -> Vec<Candidate> {
     let end = first + pages.0;
     let sum = |low: u64, high: u64| {
         extents.range(low..high).fold((0, 0), |(resident, duplicate), (_, extent)| {
@@ -90,21 +105,20 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
         duplicate: Pages(duplicate),
     };
     let all = sum(0, u64::MAX);
-    let dense_resident: u64 =
-        extents.values().filter(|extent| extent.is_dense(density)).map(|extent| u64::from(extent.resident)).sum();
     let foreign = |low: u64, high: u64| extents.range(low..high).any(|(_, extent)| extent.foreign > 0);
-    if dense_resident == 0 && pages.0 > 2 * EXTENT_PAGES {
-        return Vec::new();
-    }
-    if pages.0 <= 2 * EXTENT_PAGES {
-        let huge = extents.values().map(|extent| extent.huge).max().unwrap_or(0);
-        let needed = if huge > 0 { density.huge } else { density.plain };
-        let dense = all.1 > 0 && !foreign(0, u64::MAX) && Permyriad::of(all.1, all.0) >= needed;
-        return if dense { vec![candidate(first, end, all)] } else { Vec::new() };
-    }
-    let huge_sparse = extents.values().any(|extent| extent.huge > 0 && !extent.is_dense(density));
-    if dense_resident * 4 >= all.0 * 3 && !huge_sparse && !foreign(0, u64::MAX) {
-        return vec![candidate(first, end, all)];
+    if !foreign(0, u64::MAX) {
+        let whole = if pages <= cut.above {
+            let needed = |extent: &Extent| u64::from(extent.resident) * u64::from(extent.needed(density).0);
+            Some(all.1 > 0 && all.1 * 10_000 >= extents.values().map(needed).sum())
+        } else {
+            let dense = |extent: &&Extent| extent.is_dense(density);
+            let in_dense: u64 = extents.values().filter(dense).map(|extent| u64::from(extent.resident)).sum();
+            let huge_sparse = extents.values().any(|extent| extent.huge > 0 && !extent.is_dense(density));
+            (in_dense > 0 && in_dense * 4 >= all.0 * 3 && !huge_sparse).then_some(true)
+        };
+        if let Some(worth) = whole {
+            return if worth { vec![candidate(first, end, all)] } else { Vec::new() };
+        }
     }
     let mut spans: Vec<(u64, u64)> = Vec::new();
     for (&number, _) in extents.iter().filter(|(_, extent)| extent.is_dense(density)) {
@@ -113,7 +127,7 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
             _ => spans.push((number, number + 1)),
         }
     }
-    while spans.len() > cap.max(1) {
+    while spans.len() > cut.spans.max(1) {
         // Join over the gap that brings the fewest pages not worth marking.
         let gap = |right: &usize| (spans[right - 1].1, spans[*right].0);
         let joinable = (1..spans.len()).filter(|right| !foreign(gap(right).0, gap(right).1));
@@ -138,6 +152,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// Permits to mark in part what has more than two extents.
+    fn cut(spans: usize) -> Cut {
+        Cut { above: Pages(2 * EXTENT_PAGES), spans }
+    }
+
     fn extents(densities: &[u16]) -> Extents {
         (0..)
             .zip(densities)
@@ -147,14 +166,14 @@ mod tests {
 
     #[test]
     fn dense_neighbours_are_joined_and_sparse_ones_left() {
-        let spans = candidates(&extents(&[0, 300, 400, 10, 0, 500]), Vpn(100), Pages(2972), Density::default(), 8);
+        let spans = candidates(&extents(&[0, 300, 400, 10, 0, 500]), Vpn(100), Pages(2972), Density::default(), cut(8));
         let ranges: Vec<_> = spans.iter().map(|span| (span.first.0, span.pages.0, span.duplicate.0)).collect();
         assert_eq!(ranges, [(512, 1024, 700), (2560, 512, 500)]);
     }
 
     #[test]
     fn a_mostly_dense_region_is_marked_whole() {
-        let spans = candidates(&extents(&[300, 300, 300, 10]), Vpn(3), Pages(2000), Density::default(), 8);
+        let spans = candidates(&extents(&[300, 300, 300, 10]), Vpn(3), Pages(2000), Density::default(), cut(8));
         assert_eq!(
             spans,
             [Candidate { first: Vpn(3), pages: Pages(2000), resident: Pages(2048), duplicate: Pages(910) }]
@@ -162,12 +181,29 @@ mod tests {
     }
 
     #[test]
+    fn a_mapping_that_may_not_be_cut_is_marked_whole_or_not_at_all() {
+        let whole = Cut { above: Pages(2048), spans: 8 };
+        let of = |densities: &[u16]| candidates(&extents(densities), Vpn(3), Pages(2000), Density::default(), whole);
+        let all = |duplicate| [Candidate { first: Vpn(3), pages: Pages(2000), resident: Pages(2048), duplicate }];
+        assert_eq!(of(&[512, 0, 512, 0]), all(Pages(1024)));
+        assert_eq!(of(&[512, 0, 511, 0]), []);
+        assert_eq!(of(&[0, 0, 0, 0]), []);
+        // Where half of the extents hold huge pages it takes half of what is needed for either.
+        let mut mixed = extents(&[512, 512, 0, 150]);
+        mixed.get_mut(&0).unwrap().huge = 512;
+        mixed.get_mut(&3).unwrap().huge = 512;
+        assert_eq!(candidates(&mixed, Vpn(0), Pages(2048), Density::default(), whole), []);
+        mixed.get_mut(&3).unwrap().duplicate = 160;
+        assert_eq!(candidates(&mixed, Vpn(0), Pages(2048), Density::default(), whole).len(), 1);
+    }
+
+    #[test]
     fn huge_pages_need_more() {
         let mut all = extents(&[300, 0, 0, 0]);
         all.get_mut(&0).unwrap().huge = 512;
-        assert!(candidates(&all, Vpn(0), Pages(2048), Density::default(), 8).is_empty());
+        assert!(candidates(&all, Vpn(0), Pages(2048), Density::default(), cut(8)).is_empty());
         all.get_mut(&0).unwrap().duplicate = 500;
-        assert_eq!(candidates(&all, Vpn(0), Pages(2048), Density::default(), 8).len(), 1);
+        assert_eq!(candidates(&all, Vpn(0), Pages(2048), Density::default(), cut(8)).len(), 1);
     }
 
     #[test]
@@ -175,15 +211,17 @@ mod tests {
         let mut all = extents(&[500, 500, 500, 500, 0, 500]);
         all.get_mut(&1).unwrap().foreign = 1;
         let ranges = |cap| {
-            let spans = candidates(&all, Vpn(0), Pages(6 * EXTENT_PAGES), Density::default(), cap);
+            let spans = candidates(&all, Vpn(0), Pages(6 * EXTENT_PAGES), Density::default(), cut(cap));
             spans.iter().map(|span| (span.first.0 / EXTENT_PAGES, span.pages.0 / EXTENT_PAGES)).collect::<Vec<_>>()
         };
         assert_eq!(ranges(8), [(0, 1), (2, 2), (5, 1)]);
         // Joined over the gap that is only thin; then the smallest is given up.
         assert_eq!(ranges(2), [(0, 1), (2, 4)]);
         assert_eq!(ranges(1), [(2, 4)]);
-        let small = candidates(&all, Vpn(0), Pages(2 * EXTENT_PAGES), Density::default(), 8);
-        assert!(small.is_empty());
+        // That goes before leaving a mapping in one piece.
+        let whole = Cut { above: Pages(1 << 18), spans: 8 };
+        let spans = candidates(&all, Vpn(0), Pages(6 * EXTENT_PAGES), Density::default(), whole);
+        assert_eq!(spans.len(), 3);
     }
 
     proptest! {
@@ -193,7 +231,7 @@ mod tests {
         ) {
             let all = extents(&densities);
             let pages = Pages(densities.len() as u64 * EXTENT_PAGES - first);
-            let spans = candidates(&all, Vpn(first), pages, Density::default(), cap);
+            let spans = candidates(&all, Vpn(first), pages, Density::default(), cut(cap));
             prop_assert!(spans.len() <= cap);
             let mut last = first;
             for span in &spans {

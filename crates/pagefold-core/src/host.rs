@@ -256,14 +256,12 @@ pub struct Actions {
 pub struct StopSize {
     /// System calls that mark, at most.
     pub marks: u32,
-    /// Address space that is unmarked: merged pages are copied meanwhile.
-    pub unmark: Pages,
 }
 
 impl Default for StopSize {
-    /// Thirty calls were measured at 37 us each, and copying 8 MiB at 8 ms.
+    /// Thirty calls were measured at 37 us each.
     fn default() -> Self {
-        Self { marks: 32, unmark: Pages(2_048) }
+        Self { marks: 32 }
     }
 }
 

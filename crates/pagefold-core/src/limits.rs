@@ -6,14 +6,10 @@
 
 use crate::config::ConfigError;
 use crate::host::{OwnerKey, StopSize, Stops};
-use crate::units::Pages;
 use std::collections::{BTreeMap, VecDeque};
 
 /// The limits hold over any time of this length, nanoseconds.
 const WINDOW_NS: u64 = 1_000_000_000;
-
-/// Less than this is not worth a stop, pages.
-const UNMARK_LEAST: u64 = 32;
 
 /// The limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -163,23 +159,15 @@ impl Allowance {
         self.size
     }
 
-    /// Takes note of how long stops have been that marked, or unmarked. After one that was too long less is done in one;
-    /// while they are short, more again.
-    pub fn resize(&mut self, stops: &[Stops], marked: bool, unmarked: bool) {
-        let (most, limit_ns) = (StopSize::default(), self.limits.longest_stop_ns);
-        let resized = |now: u64, least: u64, most: u64, longest_ns: u64| match longest_ns {
-            _ if longest_ns > limit_ns => (now / 2).max(least),
-            _ if longest_ns < limit_ns / 2 => (now + now / 4 + 1).min(most),
+    /// Takes note of how long stops have been that marked. After one that was too long less is done in one; while they are
+    /// short, more again.
+    pub fn resize(&mut self, stops: &[Stops]) {
+        let (now, limit_ns) = (self.size.marks, self.limits.longest_stop_ns);
+        self.size.marks = match stops.iter().map(|stops| stops.longest_ns).max() {
+            Some(longest_ns) if longest_ns > limit_ns => (now / 2).max(1),
+            Some(longest_ns) if longest_ns < limit_ns / 2 => (now + now / 4 + 1).min(StopSize::default().marks),
             _ => now,
         };
-        let longest_ns = stops.iter().map(|stops| stops.longest_ns).max();
-        if let Some(longest_ns) = longest_ns.filter(|_| marked) {
-            let marks = resized(self.size.marks.into(), 1, most.marks.into(), longest_ns);
-            self.size.marks = u32::try_from(marks).unwrap_or(most.marks);
-        }
-        if let Some(longest_ns) = longest_ns.filter(|_| unmarked) {
-            self.size.unmark = Pages(resized(self.size.unmark.0, UNMARK_LEAST, most.unmark.0, longest_ns));
-        }
     }
 }
 
@@ -232,17 +220,15 @@ mod tests {
     #[test]
     fn stops_that_are_too_long_are_cut_and_grow_again() {
         let mut allowance = Allowance::new(Limits::default());
-        let mut stop = |longest_ns, marked, unmarked| {
+        let mut stop = |longest_ns| {
             let stops = Stops { owner: OwnerKey(1), number: 1, longest_ns, total_ns: longest_ns };
-            allowance.resize(&[stops], marked, unmarked);
-            allowance.size()
+            allowance.resize(&[stops]);
+            allowance.size().marks
         };
-        assert_eq!(stop(10_000_001, false, true), StopSize { marks: 32, unmark: Pages(1_024) });
-        assert_eq!(stop(60_000_000, true, false), StopSize { marks: 16, unmark: Pages(1_024) });
-        assert_eq!(stop(7_000_000, true, true), StopSize { marks: 16, unmark: Pages(1_024) });
-        let smallest = (0..20).map(|_| stop(60_000_000, true, true)).last().unwrap();
-        assert_eq!(smallest, StopSize { marks: 1, unmark: Pages(UNMARK_LEAST) });
-        assert_eq!((0..40).map(|_| stop(100_000, true, true)).last().unwrap(), StopSize::default());
+        assert_eq!(stop(10_000_001), 16);
+        assert_eq!(stop(7_000_000), 16);
+        assert_eq!((0..20).map(|_| stop(60_000_000)).last(), Some(1));
+        assert_eq!((0..40).map(|_| stop(100_000)).last(), Some(32));
     }
 
     #[test]

@@ -27,8 +27,6 @@ const PAUSE_NS: u64 = 10_000_000_000;
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
 /// A region whose merges did not last is left alone for this long, nanoseconds.
 const SOUR_NS: u64 = 3_600_000_000_000;
-/// Pages unmarked at one time: 64 MiB.
-const UNMARK_PAGES: Pages = Pages(16_384);
 /// A target that could not be stopped is tried again after this, nanoseconds.
 const RETRY_NS: u64 = 1_000_000_000;
 /// Pages in marked spans that must have become worth merging before ksmd is woken for them.
@@ -153,30 +151,24 @@ impl Marker {
         !self.unmarking.is_empty()
     }
 
-    /// The span to unmark now: little at a time, because a target waits while its pages are copied.
+    /// The span to unmark now, one at a time: its merged pages are copied. Whole, because part of it would split its
+    /// mapping.
     pub fn unmark(&mut self, slots: &Slots, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
         if now_ns < self.next_unmark_ns {
             return None;
         }
         loop {
-            let Change { span: front, why } = self.unmarking.front_mut()?;
-            let Some(region) = slots.find(front.region, front.first).and_then(|slot| slots.get(slot)) else {
-                // It has gone.
-                self.unmarking.pop_front();
-                continue;
-            };
-            let may = Pages(allowance.stops(region.view.owner) * allowance.size().unmark.0);
-            if may == Pages(0) {
-                return None;
+            let front = *self.unmarking.front()?;
+            let region = slots.find(front.span.region, front.span.first).and_then(|slot| slots.get(slot));
+            if let Some(owner) = region.map(|region| region.view.owner) {
+                if allowance.stops(owner) == 0 {
+                    return None;
+                }
+                allowance.stop(owner, 1);
+                return self.unmarking.pop_front();
             }
-            let piece = Change { span: Span { pages: front.pages.min(UNMARK_PAGES).min(may), ..*front }, why: *why };
-            allowance.stop(region.view.owner, piece.span.pages.0.div_ceil(allowance.size().unmark.0));
-            front.first = front.first + piece.span.pages.0;
-            front.pages = front.pages.saturating_sub(piece.span.pages);
-            if front.pages == Pages(0) {
-                self.unmarking.pop_front();
-            }
-            return Some(piece);
+            // It has gone.
+            self.unmarking.pop_front();
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::churn::Churn;
 use crate::config::Config;
 use crate::estimate::{Estimate, Tally};
-use crate::extent::{Candidate, Extent, Extents, candidates};
+use crate::extent::{Candidate, Cut, Extent, Extents, candidates};
 use crate::hash::Digest;
 use crate::host::RegionView;
 use crate::permutation::{Permutation, mix};
@@ -75,6 +75,8 @@ impl InMarks {
 pub struct Region {
     /// The host's latest view of it.
     pub view: RegionView,
+    /// It is a block of a larger mapping, which may be marked in part.
+    pub in_blocks: bool,
     /// Offsets in the index count from here.
     pub base: Vpn,
     /// When it was first seen, nanoseconds.
@@ -127,6 +129,7 @@ impl Region {
     pub fn new(view: RegionView, now_ns: u64, newborn: bool, seed: u64) -> Self {
         let mut region = Self {
             view,
+            in_blocks: false,
             base: view.first,
             seen_ns: now_ns,
             newborn,
@@ -330,7 +333,9 @@ impl Region {
 
     /// The spans that are worth marking at a density, at most `cap` of them.
     pub fn spans(&self, config: &Config, plain: Permyriad, cap: usize) -> Vec<Candidate> {
-        let spans = candidates(&self.extents, self.view.first, self.view.pages, config.density.thinned(plain), cap);
+        let above = if self.in_blocks { Pages(0) } else { config.split_above };
+        let cut = Cut { above, spans: cap };
+        let spans = candidates(&self.extents, self.view.first, self.view.pages, config.density.thinned(plain), cut);
         spans.into_iter().filter(|span| span.duplicate >= config.span_pages_min).collect()
     }
 

@@ -9,8 +9,10 @@ use crate::region::Region;
 use crate::units::{Pages, Vpn};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Pages of a block: 1 GiB.
-const BLOCK_PAGES: u64 = 1 << 18;
+/// Pages of a block: 1 GiB. No smaller mapping is cut.
+pub const BLOCK_PAGES: Pages = Pages(1 << 18);
+/// The block size that leaves a mapping whole, wherever it lies: the whole address space.
+const WHOLE_BITS: u32 = 52;
 /// Blocks of one mapping at most; beyond, they get larger.
 const BLOCKS_MAX: u64 = 256;
 
@@ -73,6 +75,11 @@ impl Slots {
         for view in views.iter().filter(|view| view.pages.0 > 0) {
             let bits = block_bits(view.pages.0);
             self.bits.insert(view.key, bits);
+            let block = |view| {
+                let mut region = new(view);
+                region.in_blocks = bits != WHOLE_BITS;
+                region
+            };
             for (number, view) in blocks(*view, bits) {
                 let key = (view.key, Block { bits, number });
                 gone.remove(&key);
@@ -80,12 +87,12 @@ impl Slots {
                     Some(&slot) => {
                         let Some(region) = &mut self.regions[slot as usize] else { continue };
                         if region.is_replaced_by(&view) {
-                            replaced.push(std::mem::replace(region, new(view)));
+                            replaced.push(std::mem::replace(region, block(view)));
                         } else {
                             region.update(view, seed);
                         }
                     }
-                    None => self.put(key, new(view)),
+                    None => self.put(key, block(view)),
                 }
             }
         }
@@ -123,7 +130,10 @@ impl Slots {
 
 /// The size of the blocks that a mapping of so many pages is judged in, as a power of two.
 fn block_bits(pages: u64) -> u32 {
-    let size = pages.div_ceil(BLOCKS_MAX).clamp(BLOCK_PAGES, REGION_PAGES_MAX / 2);
+    if pages <= BLOCK_PAGES.0 {
+        return WHOLE_BITS;
+    }
+    let size = pages.div_ceil(BLOCKS_MAX).clamp(BLOCK_PAGES.0, REGION_PAGES_MAX / 2);
     size.next_power_of_two().trailing_zeros()
 }
 
@@ -167,18 +177,28 @@ mod tests {
     #[test]
     fn large_mappings_are_cut_into_blocks_that_stay_where_they_are() {
         let mut slots = Slots::default();
-        let whole = view(1, 1_000, 4 * BLOCK_PAGES);
+        let whole = view(1, 1_000, 4 * BLOCK_PAGES.0);
         assert_eq!(take(&mut slots, &[whole, view(2, 1 << 40, 500)]), 0);
         assert_eq!(slots.iter().count(), 6);
         let pages: u64 = slots.iter().map(|region| region.view.pages.0).sum();
-        assert_eq!(pages, 4 * BLOCK_PAGES + 500);
-        let slot = slots.find(RegionKey(1), Vpn(BLOCK_PAGES + 3)).unwrap();
-        assert_eq!(slots.get(slot).unwrap().view.first, Vpn(BLOCK_PAGES));
+        assert_eq!(pages, 4 * BLOCK_PAGES.0 + 500);
+        let slot = slots.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)).unwrap();
+        assert_eq!(slots.get(slot).unwrap().view.first, Vpn(BLOCK_PAGES.0));
         // It grows: the blocks that were there are still the same.
-        take(&mut slots, &[view(1, 1_000, 5 * BLOCK_PAGES), view(2, 1 << 40, 500)]);
-        assert_eq!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES + 3)), Some(slot));
+        take(&mut slots, &[view(1, 1_000, 5 * BLOCK_PAGES.0), view(2, 1 << 40, 500)]);
+        assert_eq!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)), Some(slot));
+        assert!(slots.iter().all(|region| region.in_blocks == (region.view.key == RegionKey(1))));
         assert_eq!(take(&mut slots, &[view(2, 1 << 40, 500)]), 6);
-        assert_eq!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES + 3)), None);
+        assert_eq!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)), None);
+    }
+
+    #[test]
+    fn a_smaller_mapping_is_left_whole_wherever_it_lies() {
+        let mut slots = Slots::default();
+        take(&mut slots, &[view(1, BLOCK_PAGES.0 - 5, BLOCK_PAGES.0)]);
+        assert_eq!(slots.iter().count(), 1);
+        assert!(!slots.iter().next().unwrap().in_blocks);
+        assert!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)).is_some());
     }
 
     #[test]

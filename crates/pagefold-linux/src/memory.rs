@@ -152,6 +152,31 @@ impl PageReader {
         how: ReadHow,
         mut visit: impl FnMut(PageView<'_>),
     ) -> Result<(), ReadError> {
+        self.for_each_batch(process, runs, |batch, held, frames| {
+            batch.read(held, process, frames, how)?;
+            batch.show(&mut visit);
+            Ok(())
+        })
+    }
+
+    /// Gives every merged page of a range its own copy, which is left merged in nobody's eyes but ksmd's: reading does it
+    /// from outside, while the process goes on. Returns how many were. Zero pages stay as they are.
+    pub fn take_apart(&mut self, process: &Process, first: Vpn, pages: Pages) -> Result<Pages, ReadError> {
+        let (mut runs, mut apart) = (Vec::new(), Pages(0));
+        self.resident_runs(process, first, pages, &mut runs)?;
+        self.for_each_batch(process, &runs, |batch, held, frames| {
+            apart += batch.take_apart(held, frames)?;
+            Ok(())
+        })?;
+        Ok(apart)
+    }
+
+    fn for_each_batch(
+        &mut self,
+        process: &Process,
+        runs: &[(Vpn, u32)],
+        mut work: impl FnMut(&mut Batch, &mut Held, Option<&mut KpageFlags>) -> Result<(), ReadError>,
+    ) -> Result<(), ReadError> {
         let at = self.hold(process)?;
         let mut runs = runs.iter().copied();
         let mut next = runs.next();
@@ -164,12 +189,10 @@ impl PageReader {
                     break;
                 }
             }
-            let result = self.batch.read(&mut self.held[at], process, self.frames.as_mut(), how);
-            if let Err(error) = result {
+            if let Err(error) = work(&mut self.batch, &mut self.held[at], self.frames.as_mut()) {
                 self.held.swap_remove(at);
                 return Err(error);
             }
-            self.batch.show(&mut visit);
         }
         Ok(())
     }

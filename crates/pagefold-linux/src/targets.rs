@@ -13,7 +13,7 @@ use crate::patience::{Pending, patiently};
 use crate::process::{Process, ReadError};
 use crate::regions::{Tracked, follow, stretches};
 use crate::scope::Scoped;
-use pagefold_core::host::{DomainKey, OwnerKey, RegionKey};
+use pagefold_core::host::{DomainKey, OwnerKey, RegionKey, Span};
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
@@ -97,6 +97,13 @@ struct Seen {
 }
 
 impl Target {
+    /// Whether a span is all of its region, as it was at the last look.
+    pub(crate) fn is_whole(&self, span: &Span) -> bool {
+        self.regions.iter().any(|Tracked { key, stretch }| {
+            (*key, stretch.first, stretch.pages) == (span.region, span.first, span.pages)
+        })
+    }
+
     /// Takes a process into scope.
     pub fn new(scoped: Scoped, owner: OwnerKey, domain: DomainKey) -> Self {
         Self {

@@ -1,20 +1,27 @@
 //! Giving memory back: unmarks what is marked in a process, so that every merged page gets its own copy again.
 //!
-//! The kernel makes the copies within the system call, in the target's own time, under its mmap lock
-//! (`unmerge_ksm_pages`, mm/ksm.c). So it is done in steps short enough for the target not to notice.
+//! The kernel would make the copies within the system call that unmarks, in the target's own time and under its mmap
+//! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside makes the copy as well, and the target goes
+//! on meanwhile: so that is done first, in steps with a look at its memory limits before each, and then a whole mapping
+//! is unmarked by one call that finds little left to copy. Part of a mapping is not unmarked on its own: that would split
+//! it, and a program that moves its memory meanwhile would find out. The exception are processes with many zero pages that
+//! ksmd has mapped to the kernel's: only the call itself gives them back.
 
 use crate::fault;
 use crate::headroom::headroom;
 use crate::inject::{Call, InjectError, Injector, Limits, Report};
 use crate::maps::{VmaDetail, read_smaps};
+use crate::memory::PageReader;
 use crate::merge_any::PR_SET_MEMORY_MERGE;
 use crate::process::{Process, ReadError};
 use crate::scope::Roots;
-use pagefold_core::units::Bytes;
+use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
 use thiserror::Error;
 
-/// Address space unmarked by one call. At about a gigabyte a second that copying takes, 8 ms of the target's time.
+/// Address space whose copies are made after one look at the room for them. At about a gigabyte a second, 8 ms.
 const STEP_BYTES: u64 = 8 << 20;
+/// Address space unmarked by one call, where that copies little: walking through it takes some 40 ms at most.
+const WHOLE_BYTES: u64 = 1 << 30;
 /// Room to leave, for what the process and its neighbours allocate between the look at the room and the end of a step.
 const MARGIN_BYTES: u64 = 32 << 20;
 /// Rounds of unmarking before giving up on mappings that keep changing or calls that signals keep cutting short.
@@ -66,8 +73,14 @@ pub(crate) fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (
     (start..end).step_by(by).map(move |at| (at, step.0.min(end - at)))
 }
 
-/// Makes calls that unmark no more than a step each, one by one, as long as the process's memory limits leave room for
-/// what the next may copy. `report` has what was done, also when that is not all.
+/// How much of a process's address space one call may unmark.
+pub(crate) fn step_of(process: &Process) -> Result<Bytes, ReadError> {
+    let zero_kib = KsmStat::of(process)?.zero_kib;
+    Ok(Bytes(if zero_kib.saturating_mul(1024) > STEP_BYTES { STEP_BYTES } else { WHOLE_BYTES }))
+}
+
+/// Makes calls that unmark, one by one, each after the copies for it, as long as the process's memory limits leave room
+/// for the next step. `report` has what was done, also when that is not all.
 pub(crate) fn in_steps(
     process: &Process,
     injector: &mut Injector,
@@ -77,11 +90,19 @@ pub(crate) fn in_steps(
 ) -> Result<(), UnfoldError> {
     let limits = Limits { calls_per_stop: 1, ..Limits::default() };
     let wanted = Bytes(STEP_BYTES + MARGIN_BYTES);
+    let check = || match headroom(process, &roots.proc, &roots.cgroup)? {
+        left if left < wanted => Err(UnfoldError::NoRoom { pid: process.pid(), left, wanted }),
+        _ => Ok(()),
+    };
+    let mut reader = PageReader::new();
     for call in calls {
-        let left = headroom(process, &roots.proc, &roots.cgroup)?;
-        if left < wanted {
-            return Err(UnfoldError::NoRoom { pid: process.pid(), left, wanted });
+        if call.nr == libc::SYS_madvise {
+            for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(STEP_BYTES)) {
+                check()?;
+                reader.take_apart(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
+            }
         }
+        check()?;
         fault::point("unmark");
         let done = injector.run(process, std::slice::from_ref(call), &limits)?;
         fault::point("unmarked");
@@ -108,7 +129,7 @@ pub fn unfold(process: &Process, injector: &mut Injector, roots: &Roots) -> Resu
     let mut state = before.clone();
     let mut why = String::new();
     for _ in 0..ROUNDS {
-        let calls = state.calls();
+        let calls = state.calls(step_of(process)?);
         if calls.is_empty() {
             break;
         }
@@ -122,7 +143,7 @@ pub fn unfold(process: &Process, injector: &mut Injector, roots: &Roots) -> Resu
         state = State::of(process)?;
     }
     done.given_back = Bytes(before.merged_kib.saturating_sub(state.merged_kib).saturating_mul(1024));
-    if state.calls().is_empty() {
+    if !state.is_marked() {
         return Ok(done);
     }
     Err(UnfoldError::Left { pid: process.pid(), why })
@@ -141,11 +162,7 @@ struct State {
 impl State {
     fn of(process: &Process) -> Result<Self, ReadError> {
         let details = read_smaps(process)?;
-        let stat = match process.read_file("ksm_stat") {
-            Ok(text) => ksm_stat(&text),
-            Err(ReadError::Absent { .. }) => KsmStat::default(),
-            Err(error) => return Err(error),
-        };
+        let stat = KsmStat::of(process)?;
         let marked = details.iter().filter(|detail| detail.flags.has(*b"mg"));
         let copies = |detail: &VmaDetail| detail.ksm_kib.unwrap_or((detail.vma.end - detail.vma.start) / 1024);
         let copies_kib: u64 = marked.clone().map(copies).sum();
@@ -162,9 +179,13 @@ impl State {
         Bytes(self.marked.iter().map(|(start, end)| end - start).sum())
     }
 
-    fn calls(&self) -> Vec<Call> {
+    fn is_marked(&self) -> bool {
+        self.merge_any || !self.marked.is_empty()
+    }
+
+    fn calls(&self, step: Bytes) -> Vec<Call> {
         let calls = |&(start, end): &(u64, u64)| {
-            steps(start, end, Bytes(STEP_BYTES)).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE))
+            steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE))
         };
         // No marking of what is to come. It unmarks at one go what is left by then, such as mappings that signals kept from
         // being unmarked: so only once that is no more than a step.
@@ -181,6 +202,16 @@ pub(crate) struct KsmStat {
     pub(crate) merge_any: bool,
     /// Zero pages merged with the kernel's (6.10), KiB.
     pub(crate) zero_kib: u64,
+}
+
+impl KsmStat {
+    fn of(process: &Process) -> Result<Self, ReadError> {
+        match process.read_file("ksm_stat") {
+            Ok(text) => Ok(ksm_stat(&text)),
+            Err(ReadError::Absent { .. }) => Ok(Self::default()),
+            Err(error) => Err(error),
+        }
+    }
 }
 
 /// Parses the text. Kernels differ in which fields it has.
@@ -217,14 +248,18 @@ mod tests {
 
     #[test]
     fn large_mappings_are_unmarked_in_steps() {
-        let lengths: Vec<u64> = state(false, STEP_BYTES + 4096, 0).calls().iter().map(|call| call.args[1]).collect();
-        assert_eq!(lengths, [STEP_BYTES, 4096]);
+        let lengths = |step| {
+            let calls = state(false, STEP_BYTES + 4096, 0).calls(Bytes(step));
+            calls.iter().map(|call| call.args[1]).collect::<Vec<_>>()
+        };
+        assert_eq!(lengths(STEP_BYTES), [STEP_BYTES, 4096]);
+        assert_eq!(lengths(WHOLE_BYTES), [STEP_BYTES + 4096]);
     }
 
     #[test]
     fn what_unmarks_all_at_once_comes_last_and_when_little_is_left() {
         let prctls = |state: State| {
-            let calls = state.calls();
+            let calls = state.calls(Bytes(STEP_BYTES));
             calls.iter().map(|call| call.nr == libc::SYS_prctl).collect::<Vec<_>>()
         };
         assert_eq!(prctls(state(true, 2 * STEP_BYTES, 2 * STEP_BYTES / 1024)), [false, false]);

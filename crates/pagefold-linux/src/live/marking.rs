@@ -6,7 +6,7 @@ use crate::fault;
 use crate::inject::{Call, Limits, Report};
 use crate::maps::VmaDetail;
 use crate::process::ReadError;
-use crate::unfold::{UnfoldError, in_steps, steps};
+use crate::unfold::{UnfoldError, in_steps, step_of, steps};
 use pagefold_core::host::{Change, Marking, Outcome, Span, StopSize, Stops, Why};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
 use std::collections::BTreeMap;
@@ -45,14 +45,18 @@ struct Work {
 }
 
 impl Work {
-    /// What a change takes in the mappings as they are now.
-    fn add(&mut self, at: usize, span: Span, details: &[VmaDetail], mark: bool, size: StopSize) {
+    /// What a change takes in the mappings as they are now. `whole` mappings may have grown since they were judged: part
+    /// of one would split it.
+    fn add(&mut self, (at, span, whole): (usize, Span, bool), details: &[VmaDetail], mark: bool, unmark_step: Bytes) {
         let (low, high) = (span.first, span.first + span.pages.0);
         for detail in details.iter().filter(|detail| vma_exclusion(detail).is_none()) {
             let (first, end) = (detail.vma.first(), detail.vma.first() + detail.vma.pages().0);
-            let (from, to) = (first.max(low), end.min(high));
+            let (mut from, mut to) = (first.max(low), end.min(high));
             if from >= to {
                 continue;
+            }
+            if whole {
+                (from, to) = (first, end);
             }
             let (start, end, pages) = (from.address(), to.address(), Pages(to.0 - from.0));
             if detail.flags.has(*b"mg") == mark {
@@ -61,8 +65,7 @@ impl Work {
                 self.calls.push(Call::madvise(start, end - start, libc::MADV_MERGEABLE));
                 self.parts.push((at, pages));
             } else {
-                // Pages are copied while the target waits.
-                for (start, bytes) in steps(start, end, size.unmark.bytes()) {
+                for (start, bytes) in steps(start, end, unmark_step) {
                     self.calls.push(Call::madvise(start, bytes, libc::MADV_UNMERGEABLE));
                     self.parts.push((at, Pages(bytes / PAGE_SIZE as u64)));
                 }
@@ -103,8 +106,10 @@ impl LiveHost {
                 }
             };
             let mut work = Work::default();
+            let Ok(unmark_step) = step_of(&target.process) else { continue };
             for &at in &wanted {
-                work.add(at, changes[at].span, &details, mark, size);
+                let span = changes[at].span;
+                work.add((at, span, target.is_whole(&span)), &details, mark, unmark_step);
             }
             target.look_again();
             self.next_look_ns = 0;

@@ -116,6 +116,20 @@ impl Batch {
         held.check()
     }
 
+    /// Reads the merged pages and no others, so that each gets its own copy. Returns how many were.
+    pub(super) fn take_apart(&mut self, held: &Held, frames: Option<&mut KpageFlags>) -> Result<Pages, ReadError> {
+        let how = ReadHow::default();
+        self.look_up(held, how)?;
+        self.classify(frames, how).map_err(|error| ReadError::from_io(held.pid, "../kpageflags", error))?;
+        for slot in &mut self.slots {
+            let merged = slot.state == PageState::Merged;
+            slot.state = if merged { PageState::Private } else { PageState::Absent };
+        }
+        self.read_private(held.pid)?;
+        held.check()?;
+        Ok(Pages(self.slots.iter().filter(|slot| slot.has_bytes).count() as u64))
+    }
+
     /// Fills in pagemap's entries, and which pages are huge.
     pub(super) fn look_up(&mut self, held: &Held, how: ReadHow) -> Result<(), ReadError> {
         let mut at = 0;

@@ -309,7 +309,8 @@ impl Shuffler {
         let random = self.random.next();
         let pages = self.regions[region].pages.len();
         let usual = (self.options.mib * 256 / self.options.regions).clamp(64, MOST);
-        let done = if self.random.per_cent(50) {
+        // Moving several mappings at once is new (Linux 6.17), and there a signal may leave half of them moved.
+        let done = if self.random.per_cent(50) && !self.regions[region].split {
             self.regions[region].relocate(&mut self.arena, random)
         } else if pages < usual + usual / 4 && pages + 64 <= MOST {
             let more = 1 + self.random.below(64);
