@@ -223,7 +223,10 @@ fn is_in_between(process: &Process, tid: i32) -> bool {
     (0..LOOKS).any(|_| {
         std::thread::sleep(PAUSE);
         examine(process, tid).is_ok_and(|(stat, activity)| {
-            matches!(activity, Activity::Syscall { .. }) && fitness(stat.state, activity).is_none()
+            // What it waits for uninterruptibly (its mmap lock, a disk) no stop can cut short.
+            stat.state == b'S'
+                && matches!(activity, Activity::Syscall { .. })
+                && fitness(stat.state, activity).is_none()
         })
     })
 }
