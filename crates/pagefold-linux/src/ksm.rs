@@ -303,7 +303,10 @@ impl Ksm {
             pages_scanned: self.optional_number(self.pages_scanned.as_ref(), "pages_scanned")?,
             pages_skipped: self.optional_number(self.pages_skipped.as_ref(), "pages_skipped")?,
             full_scans: self.full_scans()?,
-            ksm_zero_pages: self.optional_number(self.ksm_zero_pages.as_ref(), "ksm_zero_pages")?.map(Pages),
+            // The kernel loses count where processes with huge pages come and go: it was seen at -11 with nothing merged (6.18).
+            ksm_zero_pages: self
+                .optional_number::<i64>(self.ksm_zero_pages.as_ref(), "ksm_zero_pages")?
+                .map(|pages| Pages(u64::try_from(pages).unwrap_or(0))),
             stable_node_chains: self.number(&self.stable_node_chains, "stable_node_chains")?,
             stable_node_dups: self.number(&self.stable_node_dups, "stable_node_dups")?,
             general_profit: self.optional_number(self.general_profit.as_ref(), "general_profit")?,
@@ -507,6 +510,8 @@ mod tests {
         );
         assert_eq!(counters.view(true, false).saved(), Pages(30));
         assert!(ksm.anything_merged().unwrap());
+        fixture::set(dir.path(), "ksm_zero_pages", "-11");
+        assert_eq!(ksm.counters().unwrap().ksm_zero_pages, Some(Pages(0)));
     }
 
     #[test]

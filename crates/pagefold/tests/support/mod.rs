@@ -173,7 +173,9 @@ pub fn unmerge(pids: &[i32]) -> Value {
 // ---- KSM --------------------------------------------------------------------------------------------------------
 
 pub fn number(file: &str) -> u64 {
-    fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).unwrap().trim().parse().unwrap()
+    let text = fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).unwrap();
+    // The kernel's count of zero pages may be below zero.
+    u64::try_from(text.trim().parse::<i64>().unwrap()).unwrap_or(0)
 }
 
 pub fn write_knob(file: &str, value: &str) {
