@@ -3,6 +3,7 @@
 use crate::extent::Density;
 use crate::governor::{Governor, Pace};
 use crate::limits::Limits;
+use crate::placement::Latencies;
 use crate::slots::BLOCK_PAGES;
 use crate::units::{Pages, Permyriad};
 use std::str::FromStr;
@@ -17,6 +18,9 @@ pub enum ConfigError {
     /// No preset has that name.
     #[error("there is no preset '{}'; choose default or sensitive", .0.escape_debug())]
     NoPreset(String),
+    /// No placement policy has that name.
+    #[error("there is no placement '{}'; choose fair, priority, local-only or kernel", .0.escape_debug())]
+    NoPlacement(String),
     /// A number outside its range.
     #[error("{name} is {value}; it must be from {low} to {high}")]
     OutOfRange {
@@ -92,6 +96,8 @@ pub struct Config {
     pub split_above: Pages,
     /// Spans marked in one process at most: each may split a mapping in three.
     pub spans_per_process: usize,
+    /// What memory accesses are taken to cost where the pages of programs are placed on nodes.
+    pub latencies: Latencies,
     /// Seed of every permutation and digest.
     pub seed: u64,
 }
@@ -116,6 +122,7 @@ impl Default for Config {
             span_pages_min: Pages(16),
             split_above: BLOCK_PAGES,
             spans_per_process: 64,
+            latencies: Latencies::default(),
             seed: 0,
         }
     }

@@ -20,6 +20,7 @@ use crate::lifetimes::Lifetimes;
 use crate::limits::{Allowance, Limits};
 use crate::marker::{Marker, marked_resident};
 use crate::merge::{Merger, Scan};
+use crate::placer::Placer;
 use crate::region::{Region, Stage};
 use crate::report::{self, Report};
 use crate::slots::Slots;
@@ -52,6 +53,7 @@ pub struct Engine {
     ladder: Ladder,
     marker: Marker,
     merger: Merger,
+    placer: Placer,
     lifetimes: Lifetimes,
     ledger: Ledger,
     snapshot: Snapshot,
@@ -96,6 +98,7 @@ impl Engine {
             ladder,
             marker: Marker::default(),
             merger: Merger::default(),
+            placer: Placer::default(),
             lifetimes: Lifetimes::default(),
             ledger: Ledger::default(),
             snapshot: Snapshot::default(),
@@ -133,7 +136,7 @@ impl Engine {
 
     /// Whether reading, marking or merging is under way; if not, only watching goes on.
     pub fn is_busy(&self) -> bool {
-        self.reading.foreground || self.marker.is_holding() || self.is_merging()
+        self.reading.foreground || self.marker.is_holding() || self.is_merging() || self.placer.is_busy()
     }
 
     /// Whether ksmd is at work for us, or about to be.
@@ -175,6 +178,7 @@ impl Engine {
             index: (self.index.len(), self.index.bytes()),
             spent_ns: self.budget.spent_ns(crate::governor::WINDOW_NS),
             ksm: self.snapshot.ksm,
+            places: self.placer.places(),
         };
         report::report(&standing, &self.slots, &self.ledger)
     }
@@ -225,7 +229,12 @@ impl Engine {
         self.planned = runs.iter().map(|run| u64::from(run.pages)).sum();
         // By region and address: what lies together is read together.
         runs.sort_by_key(|run| (run.region, run.first));
-        SamplePlan { runs, digest_seed: self.config.seed, shared: self.several_domains() }
+        let asked = |region: &&Region| matches!(region.stage, Stage::Examine(_)) && !region.activity_known;
+        let several_nodes = self.snapshot.nodes.len() > 1;
+        let activity =
+            self.slots.iter().filter(|_| several_nodes).filter(asked).map(|region| region.view.key).collect();
+        let looks = self.placer.looks(&self.slots, &self.snapshot, self.merger.is_busy(), self.room_ns(pace));
+        SamplePlan { runs, digest_seed: self.config.seed, shared: self.several_domains(), activity, looks }
     }
 
     /// Whether there is memory that must not be merged with other memory in scope.
@@ -284,6 +293,7 @@ impl Engine {
         self.ledger.pages_read += read;
         self.read = read;
         self.take_samples(samples);
+        self.placer.take(&self.slots, &samples.merged, &self.snapshot, self.config.latencies);
         for (slot, end) in std::mem::take(&mut self.reading.whole) {
             let Some(region) = self.slots.get_mut(slot) else { continue };
             region.stage = Stage::Examine(end);
@@ -321,7 +331,10 @@ impl Engine {
             room_ns: self.budget.room_ns(pace),
         };
         let merge = self.merger.order(&scan);
-        Actions { mark, unmark, stop: self.allowance.size(), merge }
+        let may_move = if self.snapshot.ksm.ours { self.allowance.moves() } else { 0 };
+        let moves = self.placer.moves(may_move, self.budget.room_ns(pace));
+        self.allowance.move_frames(moves.len() as u64);
+        Actions { mark, unmark, stop: self.allowance.size(), merge, moves }
     }
 
     /// What is done once a round: those whose duplicates are merged go back to the bottom, and the index ages.
@@ -372,6 +385,10 @@ impl Engine {
         if examined {
             region.stage = Stage::Examine(sample.page + 1);
         }
+        if sample.active && !region.activity_known {
+            region.is_active(sample.page);
+        }
+        self.placer.sampled(region.view.owner, sample);
         if region.level == 1 {
             self.bottom_pages += 1;
         }
@@ -453,6 +470,7 @@ impl Engine {
     /// Accounts for what was done; returns how long to wait before the next round, nanoseconds.
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.act(actions, outcome);
+        self.placer.moved(actions.moves.len() as u64, outcome.moved, outcome.move_ns);
         if !actions.mark.is_empty() {
             self.allowance.resize(&outcome.stops);
         }
@@ -476,7 +494,7 @@ impl Engine {
             let share = u64::from(pace.top.0).clamp(1, 10_000);
             return self.ladder.sample_ns() * self.planned / share * (10_000 - share);
         }
-        if self.is_merging() || self.snapshot.ksm.ours && self.marker.is_unmarking() {
+        if self.is_merging() || self.placer.is_busy() || self.snapshot.ksm.ours && self.marker.is_unmarking() {
             return look_ns.min(round_ns.max(LOOK_NS));
         }
         round_ns.max(LOOK_NS.min(pace.round_ns))

@@ -5,8 +5,10 @@
 //! so what is tested in virtual time is what runs.
 
 use crate::hash::Digest;
+use crate::placement::Placement;
 use crate::units::{Pages, Permyriad, Vpn};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 
 /// What judgement asks of a machine. All calls work on whole batches.
 pub trait Host {
@@ -42,6 +44,37 @@ pub struct OwnerKey(pub u32);
 #[serde(transparent)]
 pub struct DomainKey(pub u16);
 
+/// A memory node, by the kernel's number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct NodeKey(pub u16);
+
+/// Some memory nodes. Those from 64 on are in no set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct NodeSet(pub u64);
+
+impl NodeSet {
+    /// All nodes below 64.
+    pub const ALL: Self = Self(u64::MAX);
+
+    /// Whether a node is in it.
+    pub fn has(self, node: NodeKey) -> bool {
+        self.0.checked_shr(node.0.into()).is_some_and(|bits| bits & 1 == 1)
+    }
+
+    /// The nodes that are in both.
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+}
+
+impl FromIterator<NodeKey> for NodeSet {
+    fn from_iter<I: IntoIterator<Item = NodeKey>>(nodes: I) -> Self {
+        Self(nodes.into_iter().fold(0, |bits, node| bits | 1_u64.checked_shl(node.0.into()).unwrap_or(0)))
+    }
+}
+
 /// Regions of the same executable, mapping and size: likely copies of each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -60,6 +93,38 @@ pub struct Snapshot {
     pub memory: MemoryView,
     /// CPU time spent so far in the run.
     pub cost: Cost,
+    /// The machine's memory nodes, ascending. Empty where there is but one.
+    pub nodes: Vec<NodeView>,
+    /// The processes, on a machine with several memory nodes; else empty.
+    pub owners: Vec<OwnerView>,
+}
+
+/// A node with memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeView {
+    /// The node.
+    pub node: NodeKey,
+    /// Its memory.
+    pub total: Pages,
+    /// What of it is free.
+    pub free: Pages,
+    /// How far each node of the snapshot is from its processors, in the same order: 10 is near (SLIT, ACPI).
+    pub distances: Vec<u32>,
+}
+
+/// A process, as far as placing its pages goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OwnerView {
+    /// The process.
+    pub owner: OwnerKey,
+    /// The node where it runs; `None` if it may run on several. Then it is the one that most of its memory is on.
+    pub home: Option<NodeKey>,
+    /// Its nice value, from -20 (first) to 19.
+    pub nice: i8,
+    /// The nodes its memory may be on (`Mems_allowed`).
+    pub allowed: NodeSet,
+    /// The policy for it.
+    pub placement: Placement,
 }
 
 /// A region as the host sees it.
@@ -141,6 +206,10 @@ pub struct SamplePlan {
     pub digest_seed: u64,
     /// Read merged and fork-shared pages as well, without taking them apart: it must be known what they hold.
     pub shared: bool,
+    /// Tell of private pages whether they are active: of those in these regions, before they are read.
+    pub activity: BTreeSet<RegionKey>,
+    /// Where merged pages are looked for, without reading them.
+    pub looks: Vec<Run>,
 }
 
 /// Neighbouring pages of one region.
@@ -159,8 +228,23 @@ pub struct Run {
 pub struct Samples {
     /// One entry for each page read or found absent, in the plan's order.
     pub pages: Vec<PageSample>,
+    /// The merged pages found where they were looked for, in the plan's order.
+    pub merged: Vec<MergedSample>,
     /// CPU time the reading took, nanoseconds.
     pub cpu_ns: u64,
+}
+
+/// A page that maps a merged frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MergedSample {
+    /// The region.
+    pub region: RegionKey,
+    /// The page.
+    pub page: Vpn,
+    /// The frame's number: pages with the same are one.
+    pub frame: u64,
+    /// The node that the frame is on.
+    pub node: NodeKey,
 }
 
 /// One page that was looked at.
@@ -176,6 +260,10 @@ pub struct PageSample {
     pub huge: bool,
     /// Its digest; meaningful for `Private`, and for `Merged` and `Shared` where the host read them.
     pub digest: Digest,
+    /// Where that was asked: page reclaim keeps it on its active list.
+    pub active: bool,
+    /// The node it is on, of private pages on a machine with several.
+    pub node: Option<NodeKey>,
 }
 
 /// How a page is held.
@@ -249,6 +337,19 @@ pub struct Actions {
     pub stop: StopSize,
     /// The order to ksmd.
     pub merge: MergeOrder,
+    /// Merged frames to be moved to another memory node.
+    pub moves: Vec<Move>,
+}
+
+/// A merged frame, by a page that maps it, and the node it is to be on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// The region.
+    pub region: RegionKey,
+    /// The page.
+    pub page: Vpn,
+    /// The node.
+    pub node: NodeKey,
 }
 
 /// How much is done in one stop of a target.
@@ -293,6 +394,10 @@ pub struct Outcome {
     pub unmarked: Vec<Marking>,
     /// The stops inflicted on targets this round.
     pub stops: Vec<Stops>,
+    /// For how many of the frames to be moved it was done; the kernel refused the others, or they have changed.
+    pub moved: u64,
+    /// CPU time that moving took, nanoseconds.
+    pub move_ns: u64,
 }
 
 /// Stops of one process.

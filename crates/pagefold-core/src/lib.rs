@@ -22,6 +22,8 @@ pub mod limits;
 pub mod marker;
 pub mod merge;
 pub mod permutation;
+pub mod placement;
+pub mod placer;
 pub mod region;
 pub mod report;
 pub mod slots;

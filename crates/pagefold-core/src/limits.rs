@@ -22,6 +22,8 @@ pub struct Limits {
     pub stops_per_process: u64,
     /// Stops in a second in all.
     pub stops: u64,
+    /// Merged frames moved to another memory node in a second.
+    pub moves: u64,
     /// How long a stop should be at most, nanoseconds. It cannot be foretold: a target's core may be busy. After one that
     /// was longer half as much is done in the next.
     pub longest_stop_ns: u64,
@@ -34,6 +36,7 @@ impl Default for Limits {
             pages: 2_000_000,
             stops_per_process: 50,
             stops: 500,
+            moves: 100_000,
             longest_stop_ns: 10_000_000,
         }
     }
@@ -47,6 +50,7 @@ impl Limits {
             ("samples-per-second", self.pages, 64, 100_000_000, ""),
             ("stops-per-second-per-process", self.stops_per_process, 1, 1_000, ""),
             ("stops-per-second", self.stops, 1, 10_000, ""),
+            ("moves-per-second", self.moves, 1, 10_000_000, ""),
             ("longest-stop", self.longest_stop_ns / 1_000, 100, 10_000_000, " us"),
         ];
         match ranges.into_iter().find(|(_, value, low, high, _)| !(low..=high).contains(&value)) {
@@ -93,6 +97,7 @@ impl Window {
 struct Done {
     pages: Window,
     stops: Window,
+    moves: Window,
 }
 
 /// Keeps the limits: tells what may still be done now.
@@ -121,6 +126,7 @@ impl Allowance {
         self.now_ns = now_ns;
         self.all.pages.turn(now_ns);
         self.all.stops.turn(now_ns);
+        self.all.moves.turn(now_ns);
         self.each.retain(|_, done| {
             done.pages.turn(now_ns);
             done.stops.turn(now_ns);
@@ -152,6 +158,16 @@ impl Allowance {
     pub fn stop(&mut self, owner: OwnerKey, number: u64) {
         self.all.stops.add(self.now_ns, number);
         self.each.entry(owner).or_default().stops.add(self.now_ns, number);
+    }
+
+    /// Merged frames that may be moved now.
+    pub fn moves(&self) -> u64 {
+        self.limits.moves.saturating_sub(self.all.moves.sum)
+    }
+
+    /// Takes note of merged frames that are going to be moved.
+    pub fn move_frames(&mut self, number: u64) {
+        self.all.moves.add(self.now_ns, number);
     }
 
     /// How much may be done in one stop.

@@ -8,6 +8,7 @@ use crate::hash::Digest;
 use crate::host::RegionView;
 use crate::permutation::{Permutation, mix};
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
+use std::collections::BTreeMap;
 
 /// Neighbouring pages read at one sample point. A run of four costs little more than one page and a
 /// half (page-table walk and system call are shared), and shows as much as two scattered pages.
@@ -115,6 +116,11 @@ pub struct Region {
     pub alone: Alone,
     /// Its contents were claimed for its domain when it was last read whole: several domains were active.
     pub claimed: bool,
+    /// Which of its pages were active when it was first read whole, by groups of 64 pages. Later reading tells nothing:
+    /// being read makes a page active.
+    pub active: BTreeMap<u64, u64>,
+    /// That is known.
+    pub activity_known: bool,
     /// Pages looked at in sampling since it was last read whole, whatever was there.
     pub looked_at: u64,
     order: Permutation,
@@ -149,6 +155,8 @@ impl Region {
             churn: Churn::default(),
             alone: Alone::No,
             claimed: false,
+            active: BTreeMap::new(),
+            activity_known: false,
             looked_at: 0,
             order: Permutation::new(1, 0),
             next: 0,
@@ -258,6 +266,7 @@ impl Region {
         self.stage = Stage::Judged(now_ns);
         self.claimed = claimed;
         self.tally = Tally::default();
+        self.activity_known = true;
         self.looked_at = 0;
         self.density = Permyriad(10_000);
         self.in_marks = InMarks::default();
@@ -272,6 +281,16 @@ impl Region {
         self.dirty = false;
         self.not_before_ns = until_ns;
         self.churn.forget();
+    }
+
+    /// Takes note of an active page.
+    pub fn is_active(&mut self, page: Vpn) {
+        *self.active.entry(page.0 / 64).or_default() |= 1 << (page.0 % 64);
+    }
+
+    /// Whether a page was active when the region was first read whole.
+    pub fn was_active(&self, page: Vpn) -> bool {
+        self.active.get(&(page.0 / 64)).is_some_and(|bits| bits >> (page.0 % 64) & 1 == 1)
     }
 
     /// Takes note of a span that is being marked, in place of those that lie in it.

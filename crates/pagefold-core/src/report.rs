@@ -6,6 +6,7 @@ use crate::host::{DomainKey, KsmView, OwnerKey};
 use crate::ladder::{Ladder, matures_ns, samples_wanted, wants_more};
 use crate::ledger::Ledger;
 use crate::lifetimes::Lifetimes;
+use crate::placer::Places;
 use crate::region::{Alone, Region, Stage};
 use crate::slots::Slots;
 use crate::units::{Bytes, Pages, Permyriad, Vpn};
@@ -173,6 +174,9 @@ pub struct Report {
     pub levels: Vec<LevelTotal>,
     /// The account.
     pub ledger: Ledger,
+    /// Where merged pages are, on a machine with several memory nodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub places: Option<Places>,
     /// The regions.
     pub regions: Vec<RegionReport>,
 }
@@ -192,6 +196,7 @@ pub(crate) struct Standing<'a> {
     pub index: (usize, usize),
     pub spent_ns: u64,
     pub ksm: KsmView,
+    pub places: Option<&'a Places>,
 }
 
 /// Reports on everything.
@@ -230,6 +235,7 @@ pub(crate) fn report(standing: &Standing<'_>, slots: &Slots, ledger: &Ledger) ->
         kinds: kinds.to_vec(),
         levels: levels.collect(),
         ledger: Ledger { curve: Vec::new(), ..ledger.clone() },
+        places: standing.places.cloned(),
         regions,
     }
 }

@@ -24,6 +24,7 @@ pub mod maps;
 pub mod memory;
 pub mod merge_any;
 pub mod newcomers;
+pub mod numa;
 pub mod pagemap;
 mod patience;
 pub mod peer;

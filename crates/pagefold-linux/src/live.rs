@@ -1,9 +1,12 @@
 //! The live machine, as the judgement sees it.
 
 mod marking;
+mod placing;
 
 pub use marking::Changed;
+pub use placing::Policies;
 
+use self::placing::Placing;
 use crate::cpu::{Ksmd, own_and_children_cpu_ns, own_cpu_ns};
 use crate::domain::{self, DomainRules};
 use crate::drive::Driver;
@@ -15,7 +18,7 @@ use crate::newcomers::Newcomers;
 use crate::pressure::{Gauge, PressureError};
 use crate::process::ReadError;
 use crate::regions::Tracked;
-use crate::sampling::{Piece, Sampled, sample};
+use crate::sampling::{Look, Piece, Sampled, Work, sample};
 use crate::scope::{Roots, ScopeError, ScopeSpec, Scoped};
 use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
@@ -121,6 +124,7 @@ pub struct LiveHost {
     reader: Option<PageReader>,
     gauge: Gauge,
     memory: MemoryView,
+    placing: Placing,
     breaks: Breaks,
     broken: u64,
     next_gauge_ns: u64,
@@ -182,6 +186,7 @@ impl LiveHost {
             newcomers: Newcomers::new(&roots),
             gauge: Gauge::open(&roots.proc)?,
             memory: MemoryView::default(),
+            placing: Placing::new(),
             breaks: Breaks::open(&roots.proc),
             broken: 0,
             next_gauge_ns: 0,
@@ -225,6 +230,11 @@ impl LiveHost {
     /// Who belongs to which trust domain. To be said before the first look: a process stays in the domain it was found in.
     pub fn set_domains(&mut self, rules: DomainRules) {
         self.domain_rules = rules;
+    }
+
+    /// By which policies merged pages are placed, on a machine with several memory nodes.
+    pub fn set_policies(&mut self, policies: Policies) {
+        self.placing.policies = policies;
     }
 
     /// Looks at processes this often, nanoseconds, or as often as it may.
@@ -472,7 +482,16 @@ impl Host for LiveHost {
         ksm.broken = self.broken;
         let clocks = self.clocks();
         let cost = Cost { pagefold_ns: clocks.pagefold_ns, ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns) };
-        Ok(Snapshot { now_ns, regions: self.views.clone(), ksm, memory: self.memory, cost })
+        self.placing.refresh(now_ns, self.targets.values(), &self.domains);
+        Ok(Snapshot {
+            now_ns,
+            regions: self.views.clone(),
+            ksm,
+            memory: self.memory,
+            cost,
+            nodes: self.placing.nodes.clone(),
+            owners: self.placing.owners.clone(),
+        })
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
@@ -487,15 +506,30 @@ impl Host for LiveHost {
                 region,
                 process: target.process.clone(),
                 runs: same_region.iter().map(|run| (run.first, run.pages)).collect(),
-                how: ReadHow { huge, shared_bytes: plan.shared },
+                how: ReadHow { huge, shared_bytes: plan.shared, activity: plan.activity.contains(&region) },
             });
         }
+        let mut looks = Vec::new();
+        for same_region in plan.looks.chunk_by(|a, b| a.region == b.region) {
+            let region = same_region[0].region;
+            let target = self.region_pids.get(&region).and_then(|pid| self.targets.get(pid));
+            let Some(target) = target.filter(|target| !target.is_stuck()) else { continue };
+            let runs = same_region.iter().map(|run| (run.first, run.pages)).collect();
+            looks.push(Look { region, process: target.process.clone(), runs });
+        }
+        let work = Work {
+            pieces,
+            looks,
+            digester: Digester::new(plan.digest_seed),
+            shared: plan.shared,
+            topology: self.placing.topology.clone(),
+        };
         let mut samples = Samples::default();
         let reader = self.reader.take().unwrap_or_default();
-        match sample(reader, pieces, Digester::new(plan.digest_seed), plan.shared) {
-            Ok(Sampled { reader, pages, failed }) => {
+        match sample(reader, work) {
+            Ok(Sampled { reader, pages, merged, failed }) => {
                 self.reader = Some(reader);
-                samples.pages = pages;
+                (samples.pages, samples.merged) = (pages, merged);
                 for (pid, error) in failed {
                     // What was read so far is good. That it has ended the next look finds out.
                     if !matches!(error, ReadError::Vanished { .. }) {
@@ -525,6 +559,9 @@ impl Host for LiveHost {
         outcome.unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
         if let Acting::Act { driver, .. } = &self.hands {
             driver.order(actions.merge);
+            let before_ns = own_cpu_ns();
+            self.place(&actions.moves, &mut outcome);
+            outcome.move_ns = own_cpu_ns() - before_ns;
         }
         Ok(outcome)
     }

@@ -32,6 +32,8 @@ pub struct ReadHow {
     pub huge: bool,
     /// Read the bytes of merged and fork-shared pages too.
     pub shared_bytes: bool,
+    /// Find out which private pages are active.
+    pub activity: bool,
 }
 
 /// One page, as it was found.
@@ -43,7 +45,9 @@ pub struct PageView<'a> {
     pub state: PageState,
     /// Mapped by a huge page.
     pub huge: bool,
-    /// The frame's number, of merged and shared pages: equal numbers are the same memory.
+    /// Private and, where asked for, active.
+    pub active: bool,
+    /// The frame's number: equal numbers are the same memory.
     pub frame: Option<u64>,
     /// The contents: always of private pages, of merged and shared ones where asked for, else none.
     pub bytes: Option<&'a PageBytes>,
@@ -169,6 +173,20 @@ impl PageReader {
             Ok(())
         })?;
         Ok(apart)
+    }
+
+    /// Shows every page of the runs that maps a merged frame, and its frame.
+    pub fn merged_frames(
+        &mut self,
+        process: &Process,
+        runs: &[(Vpn, u32)],
+        mut visit: impl FnMut(Vpn, u64),
+    ) -> Result<(), ReadError> {
+        let mut populated = Vec::new();
+        for &(first, pages) in runs {
+            self.resident_runs(process, first, Pages(pages.into()), &mut populated)?;
+        }
+        self.for_each_batch(process, &populated, |batch, held, frames| batch.show_merged(held, frames, &mut visit))
     }
 
     fn for_each_batch(

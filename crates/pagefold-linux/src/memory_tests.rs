@@ -177,7 +177,13 @@ fn zero_and_file_pages_are_told_apart() {
     let memory = Memory::new(3);
     memory.touch(0);
     memory.fill(1);
-    let seen = read(&mut reader, &own(), &[(memory.first(), 3)], ReadHow { shared_bytes: true, huge: true }).unwrap();
+    let seen = read(
+        &mut reader,
+        &own(),
+        &[(memory.first(), 3)],
+        ReadHow { shared_bytes: true, huge: true, ..ReadHow::default() },
+    )
+    .unwrap();
     let states: Vec<PageState> = seen.iter().map(|page| page.1).collect();
     assert_eq!(states, [PageState::ZeroMapped, PageState::Private, PageState::Absent]);
     assert_eq!(seen[0].2, None);
@@ -191,7 +197,8 @@ fn zero_and_file_pages_are_told_apart() {
     // The program's own code is a file's, however it is asked.
     let code = Vpn::of_address(zero_and_file_pages_are_told_apart as *const () as u64);
     for huge in [false, true] {
-        let seen = read(&mut reader, &own(), &[(code, 1)], ReadHow { huge, shared_bytes: true }).unwrap();
+        let seen = read(&mut reader, &own(), &[(code, 1)], ReadHow { huge, shared_bytes: true, ..ReadHow::default() })
+            .unwrap();
         assert_eq!(seen, [(code, PageState::Absent, None)]);
         assert_eq!(reader.census(&own(), code, Pages(1), huge).unwrap().file, Pages(1));
     }
@@ -212,7 +219,9 @@ fn reading_keeps_what_fork_shares() {
     };
     assert_eq!(exclusive(&mut reader), 1);
     for shared_bytes in [false, true] {
-        let seen = read(&mut reader, &own(), &[(first, 64)], ReadHow { huge: false, shared_bytes }).unwrap();
+        let seen =
+            read(&mut reader, &own(), &[(first, 64)], ReadHow { huge: false, shared_bytes, ..ReadHow::default() })
+                .unwrap();
         for (index, (_, state, bytes)) in seen.iter().enumerate() {
             let private = index == 5;
             assert_eq!(*state, if private { PageState::Private } else { PageState::Shared });
@@ -352,7 +361,7 @@ fn huge_pages_are_recognised_with_and_without_a_scan() {
         println!("SKIP: /proc/kpageflags needs root");
         return;
     }
-    let how = ReadHow { huge: true, shared_bytes: false };
+    let how = ReadHow { huge: true, shared_bytes: false, ..ReadHow::default() };
     let zero = read(&mut reader, &own(), &[(memory.first() + (skip + 512 + 9) as u64, 1)], how).unwrap();
     assert!(matches!(zero[0].1, PageState::ZeroMapped | PageState::Absent), "{:?}", zero[0].1);
     (0..512).for_each(|page| memory.fill(skip + page));

@@ -222,6 +222,10 @@ struct RawRegion {
 pub struct FrameFlags(pub u64);
 
 impl FrameFlags {
+    /// On page reclaim's active list. Kernels that go by generations (MGLRU) say so of no page.
+    pub const fn active(self) -> bool {
+        self.0 & (1 << 6) != 0
+    }
     /// Part of a hugetlb page.
     pub const fn hugetlb(self) -> bool {
         self.0 & (1 << 17) != 0

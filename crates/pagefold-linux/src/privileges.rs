@@ -23,6 +23,9 @@ pub const READING: [Capability; 3] = [
     Capability::CAP_DAC_READ_SEARCH,
 ];
 
+/// What placing pages on memory nodes takes beside that: `move_pages` of pages that several programs map.
+pub const PLACING: Capability = Capability::CAP_SYS_NICE;
+
 /// What making other programs' calls takes.
 pub const INJECTING: [Capability; 3] = [
     // PTRACE_SEIZE.

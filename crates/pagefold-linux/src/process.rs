@@ -184,6 +184,8 @@ pub struct Stat {
     pub cpu_ticks: u64,
     /// Start time, clock ticks after boot.
     pub start_time_ticks: u64,
+    /// The nice value of its main thread.
+    pub nice: i8,
 }
 
 impl Stat {
@@ -208,6 +210,7 @@ impl Stat {
             kernel_thread: number(6)? & PF_KTHREAD != 0,
             cpu_ticks: number(11)?.saturating_add(number(12)?),
             start_time_ticks: number(19)?,
+            nice: fields.get(16).ok_or("too few fields")?.parse().map_err(|_| "the nice value is not a number")?,
         })
     }
 }
@@ -218,11 +221,11 @@ mod tests {
 
     #[test]
     fn stat_survives_hostile_names() {
-        let text = b"42 (a) R 1 (b)) S 7 1 1 0 -1 4194304 0 0 0 0 11 22 0 0 20 0 1 0 9876 1 1";
+        let text = b"42 (a) R 1 (b)) S 7 1 1 0 -1 4194304 0 0 0 0 11 22 0 0 20 -5 1 0 9876 1 1";
         let stat = Stat::parse(text).unwrap();
         assert_eq!(stat.comm, b"a) R 1 (b)");
         assert_eq!((stat.state, stat.parent, stat.cpu_ticks, stat.start_time_ticks), (b'S', 7, 33, 9876));
-        assert!(!stat.kernel_thread);
+        assert!(!stat.kernel_thread && stat.nice == -5);
         for cut in 0..text.len() {
             let _ = Stat::parse(&text[..cut]);
         }

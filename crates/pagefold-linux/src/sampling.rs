@@ -1,10 +1,11 @@
 //! Reading the pages of a plan, on a thread that may be left behind (see [`crate::patience`]).
 
-use crate::memory::{PageReader, ReadHow};
+use crate::memory::{PageReader, PageView, ReadHow};
+use crate::numa::Topology;
 use crate::patience::{Pending, patiently};
 use crate::process::{Process, ReadError};
 use pagefold_core::hash::{Digest, Digester};
-use pagefold_core::host::{PageSample, PageState, RegionKey};
+use pagefold_core::host::{MergedSample, PageSample, PageState, RegionKey};
 use pagefold_core::units::Vpn;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -18,11 +19,32 @@ pub(crate) struct Piece {
     pub(crate) how: ReadHow,
 }
 
+/// Where merged frames are looked for in one region.
+#[derive(Debug)]
+pub(crate) struct Look {
+    pub(crate) region: RegionKey,
+    pub(crate) process: Arc<Process>,
+    pub(crate) runs: Vec<(Vpn, u32)>,
+}
+
+/// All that is to be done.
+#[derive(Debug)]
+pub(crate) struct Work {
+    pub(crate) pieces: Vec<Piece>,
+    pub(crate) looks: Vec<Look>,
+    pub(crate) digester: Digester,
+    /// See [`pagefold_core::host::SamplePlan`].
+    pub(crate) shared: bool,
+    /// On a machine with several memory nodes.
+    pub(crate) topology: Option<Arc<Topology>>,
+}
+
 /// What came of it.
 #[derive(Debug)]
 pub(crate) struct Sampled {
     pub(crate) reader: PageReader,
     pub(crate) pages: Vec<PageSample>,
+    pub(crate) merged: Vec<MergedSample>,
     /// Processes that could not be read to the end.
     pub(crate) failed: Vec<(i32, ReadError)>,
 }
@@ -36,12 +58,8 @@ struct Progress {
 }
 
 /// Reads. The error is the process whose memory does not come back, and with it the reader and what was read so far.
-pub(crate) fn sample(
-    mut reader: PageReader,
-    pieces: Vec<Piece>,
-    digester: Digester,
-    shared: bool,
-) -> Result<Sampled, (i32, Pending)> {
+pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32, Pending)> {
+    let Work { pieces, looks, digester, shared, topology } = work;
     let progress = Arc::new(Progress::default());
     let told = progress.clone();
     let work = move || {
@@ -57,14 +75,36 @@ pub(crate) fn sample(
                     Some(bytes) if view.state == PageState::Private || shared => digester.digest(bytes),
                     _ => Digest::default(),
                 };
-                pages.push(PageSample { region, page: view.page, state: view.state, huge: view.huge, digest });
+                let node = match &topology {
+                    Some(nodes) if view.state == PageState::Private => {
+                        view.frame.and_then(|frame| nodes.node_of(frame))
+                    }
+                    _ => None,
+                };
+                let PageView { page, state, huge, active, .. } = view;
+                pages.push(PageSample { region, page, state, huge, digest, active, node });
                 told.pages.fetch_add(1, Ordering::Relaxed);
             });
             if let Err(error) = read {
                 failed.push((process.pid(), error));
             }
         }
-        Sampled { reader, pages, failed }
+        let mut merged = Vec::new();
+        for Look { region, process, runs } in looks {
+            if told.given_up.load(Ordering::Relaxed) {
+                break;
+            }
+            told.pid.store(process.pid(), Ordering::Relaxed);
+            let looked = reader.merged_frames(&process, &runs, |page, frame| {
+                let node = topology.as_ref().and_then(|nodes| nodes.node_of(frame));
+                merged.extend(node.map(|node| MergedSample { region, page, frame, node }));
+                told.pages.fetch_add(1, Ordering::Relaxed);
+            });
+            if let Err(error) = looked {
+                failed.push((process.pid(), error));
+            }
+        }
+        Sampled { reader, pages, merged, failed }
     };
     patiently(|| progress.pages.load(Ordering::Relaxed), work).map_err(|pending| {
         progress.given_up.store(true, Ordering::Relaxed);

@@ -144,13 +144,15 @@ pub struct Wishes {
     pub use_zero_pages: Option<bool>,
     /// Smart scan.
     pub smart_scan: Option<bool>,
+    /// Pages of different memory nodes are merged. Only possible while nothing is.
+    pub merge_across_nodes: Option<bool>,
 }
 
 impl Default for Wishes {
     /// 4096 has most of what 65536 gains against chains (8,500 and 6,500 ns a page, 46,600 with the
     /// kernel's 256), while reverse-map walks stay a sixteenth as long.
     fn default() -> Self {
-        Self { max_page_sharing: Some(4096), use_zero_pages: Some(true), smart_scan: None }
+        Self { max_page_sharing: Some(4096), use_zero_pages: Some(true), smart_scan: None, merge_across_nodes: None }
     }
 }
 
@@ -230,6 +232,7 @@ impl Tenure {
             (Knob::MaxPageSharing, wishes.max_page_sharing),
             (Knob::UseZeroPages, wishes.use_zero_pages.map(u64::from)),
             (Knob::SmartScan, wishes.smart_scan.map(u64::from)),
+            (Knob::MergeAcrossNodes, wishes.merge_across_nodes.map(u64::from)),
         ];
         for (knob, value) in wanted {
             let Some(value) = value else { continue };

@@ -133,7 +133,7 @@ fn reading_leaves_merged_and_shared_pages_alone() {
         for process in [&twins.parent, &twins.child] {
             let mut place = 0;
             reader
-                .read_runs(process, &runs, ReadHow { huge: true, shared_bytes }, |view| {
+                .read_runs(process, &runs, ReadHow { huge: true, shared_bytes, ..ReadHow::default() }, |view| {
                     let index = |first: Vpn| usize::try_from(view.page.0 - first.0).unwrap();
                     let (region, index, expected) = match place {
                         place if place < TWINS => (1, index(at), PageState::Merged),

@@ -387,7 +387,15 @@ impl SimHost {
             read += u64::from(is_read);
             let found = if is_read { digest(region.content[offset as usize], plan.digest_seed) } else { Digest::ZERO };
             let huge = state == PageState::Private && region.is_huge(offset);
-            samples.push(PageSample { region: run.region, page: Vpn(number), state, huge, digest: found });
+            samples.push(PageSample {
+                region: run.region,
+                page: Vpn(number),
+                state,
+                huge,
+                digest: found,
+                active: false,
+                node: None,
+            });
         }
         let started = if read > 0 { self.costs.read_run_ns } else { 0 };
         started + looked_at * self.costs.look_page_ns + read * self.costs.read_page_ns
@@ -469,14 +477,22 @@ impl Host for SimHost {
         }
         let (now_ns, ksm) = (self.now_ns, self.ksm());
         self.spend(price_ns);
-        Ok(Snapshot { now_ns, regions, ksm, memory: self.free, cost: self.cost() })
+        Ok(Snapshot {
+            now_ns,
+            regions,
+            ksm,
+            memory: self.free,
+            cost: self.cost(),
+            nodes: Vec::new(),
+            owners: Vec::new(),
+        })
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
         let mut pages = Vec::with_capacity(plan.runs.iter().map(|run| run.pages as usize).sum());
         let cpu_ns = plan.runs.iter().map(|run| self.read_run(run, plan, &mut pages)).sum();
         self.spend(cpu_ns);
-        Ok(Samples { pages, cpu_ns })
+        Ok(Samples { pages, merged: Vec::new(), cpu_ns })
     }
 
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {

@@ -398,7 +398,7 @@ fn a_merge_splits_the_huge_page() {
     sim.write(region, first + 1, same);
     let huge = |sim: &mut SimHost, page| {
         let run = Run { region, first: first + page, pages: 1 };
-        sim.read(&SamplePlan { runs: vec![run], digest_seed: 1, shared: false }).unwrap().pages[0].huge
+        sim.read(&SamplePlan { runs: vec![run], digest_seed: 1, ..SamplePlan::default() }).unwrap().pages[0].huge
     };
     assert!(huge(&mut sim, 5) && huge(&mut sim, 600) && !huge(&mut sim, 1_050), "no huge page at the short end");
     mark(&mut sim, region);
@@ -417,7 +417,7 @@ fn reading_tells_states_and_equal_contents_and_costs_less_in_runs() {
     let mut runs = vec![run(&sim, one, 8), run(&sim, two, 8), run(&sim, zeros, 1), run(&sim, empty, 1)];
     runs.push(Run { region: RegionKey(99), first: Vpn(0), pages: 3 });
     runs.push(Run { first: Vpn(runs[0].first.0 + 62), ..runs[0] });
-    let plan = SamplePlan { runs, digest_seed: 5, shared: false };
+    let plan = SamplePlan { runs, digest_seed: 5, ..SamplePlan::default() };
     let samples = sim.read(&plan).unwrap();
     let pages = samples.pages;
     assert_eq!(pages.len(), 8 + 8 + 1 + 1 + 2, "what is not there is left out");
@@ -427,7 +427,7 @@ fn reading_tells_states_and_equal_contents_and_costs_less_in_runs() {
     assert_eq!(pages[17].state, PageState::Absent);
     let other = sim.read(&SamplePlan { digest_seed: 6, ..plan.clone() }).unwrap().pages;
     assert_ne!(other[0].digest, pages[0].digest);
-    let mut cost_of = |runs| sim.read(&SamplePlan { runs, digest_seed: 5, shared: false }).unwrap().cpu_ns;
+    let mut cost_of = |runs| sim.read(&SamplePlan { runs, digest_seed: 5, ..SamplePlan::default() }).unwrap().cpu_ns;
     let first = plan.runs[0].first;
     let singles = cost_of((0..8).map(|page| Run { region: one, first: first + page, pages: 1 }).collect());
     assert!(cost_of(vec![plan.runs[0]]) * 3 < singles * 2);

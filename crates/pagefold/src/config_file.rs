@@ -5,9 +5,11 @@
 
 use pagefold_core::config::{Config, Preset};
 use pagefold_core::governor::Governor;
+use pagefold_core::placement::Placement;
 use pagefold_core::units::Permyriad;
 use pagefold_linux::exclude::unfit_entry;
 use serde::de::{self, Deserialize, Deserializer, Visitor};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -32,6 +34,8 @@ pub struct ConfigFile {
     pub limits: Limits,
     /// Who may share memory with whom.
     pub domains: Domains,
+    /// Where merged pages live.
+    pub numa: Numa,
     /// Where marks are written down.
     pub audit: Audit,
 }
@@ -102,6 +106,8 @@ pub struct Limits {
     pub stops_per_second_per_process: Option<u32>,
     #[serde(deserialize_with = "rate")]
     pub stops_per_second: Option<u32>,
+    #[serde(deserialize_with = "rate")]
+    pub moves_per_second: Option<u32>,
     #[serde(deserialize_with = "longest_stop")]
     pub longest_stop: Option<Duration>,
 }
@@ -142,6 +148,22 @@ pub enum Who {
     Cgroup(String),
     User(String),
     Exe(String),
+}
+
+/// `[numa]`
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[allow(missing_docs)]
+pub struct Numa {
+    #[serde(deserialize_with = "placement")]
+    pub placement: Option<Placement>,
+    /// Those of single trust domains, by name.
+    #[serde(deserialize_with = "placements")]
+    pub domains: Option<BTreeMap<String, Placement>>,
+    #[serde(deserialize_with = "latency")]
+    pub local_latency: Option<Duration>,
+    #[serde(deserialize_with = "latency")]
+    pub remote_latency: Option<Duration>,
 }
 
 /// `[audit]`
@@ -204,10 +226,12 @@ impl ConfigFile {
                     samples_per_second,
                     stops_per_second_per_process,
                     stops_per_second,
+                    moves_per_second,
                     longest_stop
                 }
             ),
             domains: both!(domains, Domains { by, rule }),
+            numa: both!(numa, Numa { placement, domains, local_latency, remote_latency }),
             audit: both!(audit, Audit { file }),
         }
     }
@@ -415,6 +439,25 @@ fn longest_stop<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Dur
         return Ok(Some(stop));
     }
     Err(de::Error::custom(format!("the longest stop is {text}; it must be from 100 us to 10 s")))
+}
+
+fn placement<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Placement>, D::Error> {
+    String::deserialize(deserializer)?.parse().map(Some).map_err(de::Error::custom)
+}
+
+fn placements<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<BTreeMap<String, Placement>>, D::Error> {
+    let named = BTreeMap::<String, String>::deserialize(deserializer)?;
+    let parsed = named.into_iter().map(|(domain, name)| Ok((domain, name.parse().map_err(de::Error::custom)?)));
+    Ok(Some(parsed.collect::<Result<BTreeMap<_, _>, _>>()?).filter(|named| !named.is_empty()))
+}
+
+fn latency<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
+    let Scalar(text) = Scalar::deserialize(deserializer)?;
+    let latency = time(&text).map_err(de::Error::custom)?;
+    if (Duration::from_nanos(1)..=Duration::from_micros(100)).contains(&latency) {
+        return Ok(Some(latency));
+    }
+    Err(de::Error::custom(format!("the latency is {text}; it must be from 1 ns to 100 us")))
 }
 
 fn absolute<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<PathBuf>, D::Error> {

@@ -28,7 +28,7 @@ fn the_example_shows_every_key_and_is_right_when_its_comments_are_taken_off() {
             _ => format!("{line}\n"),
         })
         .collect();
-    let ConfigFile { scope, run, judgement, deny, limits, domains, audit } = parse(&all, NAME).unwrap();
+    let ConfigFile { scope, run, judgement, deny, limits, domains, numa, audit } = parse(&all, NAME).unwrap();
     assert!(scope.cgroups.is_some() && scope.users.is_some() && scope.exes.is_some() && scope.all.is_some());
     assert!(run.governor.is_some() && run.preset.is_some() && run.top_share.is_some());
     assert!(run.round.is_some() && run.levels.is_some());
@@ -37,7 +37,9 @@ fn the_example_shows_every_key_and_is_right_when_its_comments_are_taken_off() {
     assert!(deny.programs.is_some() && deny.also.is_some() && deny.except.is_some());
     assert!(limits.samples_per_second_per_process.is_some() && limits.samples_per_second.is_some());
     assert!(limits.stops_per_second_per_process.is_some() && limits.stops_per_second.is_some());
-    assert!(limits.longest_stop.is_some());
+    assert!(limits.moves_per_second.is_some() && limits.longest_stop.is_some());
+    assert!(numa.placement.is_some() && numa.domains.is_some());
+    assert!(numa.local_latency.is_some() && numa.remote_latency.is_some());
     assert!(domains.by.is_some() && audit.file.is_some());
     let rules = domains.rule.unwrap();
     assert!(rules.iter().any(|rule| matches!(rule.who, Who::Cgroup(_))));
@@ -49,7 +51,8 @@ fn the_example_shows_every_key_and_is_right_when_its_comments_are_taken_off() {
 fn values_are_read_as_they_are_written() {
     let text = "[scope]\nusers = [\"redis\", 33]\n[run]\ngovernor = \"auto\"\ntop-share = 0.5\nround = \"4s\"\n\
         [judgement]\nduplicate-threshold = \"20%\"\ncow-threshold = 100\nlifetime = \"2m\"\n\
-        [limits]\nlongest-stop = \"1ms\"\n[[domains.rule]]\nname = \"a\"\nuser = 33\n";
+        [limits]\nlongest-stop = \"1ms\"\n[[domains.rule]]\nname = \"a\"\nuser = 33\n\
+        [numa]\nplacement = \"kernel\"\nremote-latency = \"200ns\"\n[numa.domains]\na = \"priority\"\n";
     let file = parse(text, NAME).unwrap();
     assert_eq!(file.scope.users, Some(vec![Word("redis".into()), Word("33".into())]));
     assert_eq!((file.run.governor, file.run.top_share), (Some(Governor::Auto), Some(Permyriad(50))));
@@ -58,6 +61,11 @@ fn values_are_read_as_they_are_written() {
     assert_eq!(file.judgement.cow_threshold, Some(Permyriad(10_000)));
     assert_eq!(file.judgement.lifetime, Some(Duration::from_secs(120)));
     assert_eq!(file.limits.longest_stop, Some(Duration::from_millis(1)));
+    assert_eq!(
+        (file.numa.placement, file.numa.remote_latency),
+        (Some(Placement::Kernel), Some(Duration::from_nanos(200)))
+    );
+    assert_eq!(file.numa.domains, Some([("a".to_owned(), Placement::Priority)].into()));
     assert_eq!(file.domains.rule, Some(vec![DomainRule { name: "a".into(), who: Who::User("33".into()) }]));
 }
 
@@ -71,6 +79,8 @@ fn what_is_wrong_is_told_with_its_line_and_key() {
     let line = refused("[judgement]\n\ncow-threshold = 0\n");
     assert_eq!(line, " line 3: judgement.cow-threshold: the COW threshold is 0 %; it must be from 0.01 % to 100 %");
     assert!(refused("[run]\nlevels = 9").contains("run.levels: the number of levels is 9; it must be from 1 to 8"));
+    let line = refused("[numa.domains]\na = \"near\"\n");
+    assert!(line.contains("there is no placement 'near'; choose fair, priority, local-only or kernel"), "{line}");
     assert!(refused("[run]\nlevels = -1").contains("line 2: run.levels"));
     assert!(refused("[run]\nround = 4").contains("'4' is no time; give one with its unit"));
     assert!(refused("[run]\nround = \"1ms\"").contains("the round is 1 ms; it must be from 20 ms to 3600000 ms"));

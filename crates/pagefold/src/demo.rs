@@ -24,7 +24,7 @@ use pagefold_linux::live::{Event, LiveHost};
 use pagefold_linux::lock::Lock;
 use pagefold_linux::process::Process;
 use pagefold_linux::scope::Roots;
-use pagefold_linux::tenure::{Places, TakeError, Tenure, other_driver, put_back_deferred};
+use pagefold_linux::tenure::{Places, TakeError, Tenure, Wishes, other_driver, put_back_deferred};
 use pagefold_linux::unfold::unfold;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -200,7 +200,7 @@ impl Demo {
         let (style, times) = (self.style, self.times);
         style::print(&words::folding(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
-        let hands = take(Some(machine::injector()?), &self.ksm)?;
+        let hands = take(Some(machine::injector()?), &self.ksm, &Wishes::default())?;
         let config = Config { seed: seed(), ..Config::default() };
         let mut engine = Engine::new(config);
         let spec = scope(pids).spec();

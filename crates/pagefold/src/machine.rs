@@ -5,7 +5,8 @@ use anyhow::{Context, Result};
 use pagefold_linux::exclude::{DenyList, process_exclusion};
 use pagefold_linux::inject::{InjectError, Injector, is_frozen};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};
-use pagefold_linux::privileges::{PrivilegeError, READING, keep_from_dumps, keep_only, missing};
+use pagefold_linux::numa::Topology;
+use pagefold_linux::privileges::{PLACING, PrivilegeError, READING, keep_from_dumps, keep_only, missing};
 use pagefold_linux::process::{Process, ReadError};
 use pagefold_linux::scope::Scoped;
 use pagefold_linux::status::Status;
@@ -50,11 +51,16 @@ pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, line))
 }
 
-/// Gives up, for good, every right but those to read other programs. Before the first thread is started and anything of
+/// Gives up, for good, every right but those to read other programs and to place their merged pages. Before the first thread is started and anything of
 /// another program is read, and after the injector is started, whose rights would otherwise be no more than these.
 pub fn give_up_rights() -> Result<(), Exit> {
     keep_from_dumps();
-    keep_only(&READING).map_err(|error| refused(&error))
+    let mut kept = READING.to_vec();
+    // With one memory node there is nothing to place.
+    if Topology::of_machine().is_ok_and(|nodes| nodes.is_some()) {
+        kept.push(PLACING);
+    }
+    keep_only(&kept).map_err(|error| refused(&error))
 }
 
 fn refused(error: &PrivilegeError) -> Exit {

@@ -17,6 +17,7 @@ use pagefold_core::engine::{Engine, round};
 use pagefold_core::governor::Governor;
 use pagefold_core::host::Host;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
+use pagefold_core::placement::Placement;
 use pagefold_linux::dumpable::ask_through;
 use pagefold_linux::exclude::DenyList;
 use pagefold_linux::fault;
@@ -53,6 +54,10 @@ pub struct RunArgs {
     /// Write a line of JSON (schema pagefold.audit/1) to this file for every span of memory marked or unmarked
     #[arg(long, value_name = "FILE")]
     pub audit: Option<PathBuf>,
+    /// On which memory node merged pages live: fair (where they are used, and else each node its share), priority (by nice
+    /// values), local-only (nothing is merged across nodes) or kernel (as it falls; usually fair)
+    #[arg(long, value_name = "POLICY")]
+    pub placement: Option<Placement>,
     /// End after this time (60s, 5m, 2h); without it, when told to by ctrl-C or SIGTERM
     #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
     pub duration: Option<Duration>,
@@ -146,7 +151,9 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     on(signal_hook::consts::SIGHUP, &standing.on_hangup().unwrap_or_else(|| stop.clone()))?;
     let injector = injector(args)?;
     let left_alone = check_scope(&scope, &deny)?;
-    let hands = take(injector, &ksm)?;
+    let local_only = standing.settings.placement.usual == Placement::LocalOnly;
+    let wishes = Wishes { merge_across_nodes: local_only.then_some(false), ..Wishes::default() };
+    let hands = take(injector, &ksm, &wishes)?;
     let look_ns = look_ns(&config, config.governor);
     let facts =
         RunFacts { scope: scope.spec().to_string(), dry_run: args.dry_run, config: config.clone(), stood_down: None };
@@ -156,6 +163,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     // What lives for seconds must be seen sooner.
     host.look_every(look_ns);
     host.set_domains(standing.settings.domains.clone());
+    host.set_policies(standing.settings.placement.clone());
     let (desk, counter) = Desk::open(woken);
     let server = control::serve(counter, args.dry_run);
     fault::point("socket-made");
@@ -231,10 +239,10 @@ fn injector(args: &RunArgs) -> Result<Option<Injector>> {
 }
 
 /// Takes KSM over, if there is what marks.
-pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>) -> Result<Hands> {
+pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, wishes: &Wishes) -> Result<Hands> {
     let Some(injector) = injector else { return Ok(Hands::DryRun) };
-    let tenure = Tenure::take(ksm.clone(), &Places::default(), &Wishes::default())
-        .map_err(|error| machine::explain_take(&error))?;
+    let tenure =
+        Tenure::take(ksm.clone(), &Places::default(), wishes).map_err(|error| machine::explain_take(&error))?;
     for (knob, value) in tenure.not_granted() {
         eprintln!(
             "pagefold: {} stays as it is instead of {value}: pages are merged already, or this kernel lacks it",

@@ -154,7 +154,7 @@ impl Scanner {
                 continue;
             }
             let runs: Vec<(Vpn, u32)> = process.merged.iter().map(|&page| (page, 1)).collect();
-            let how = ReadHow { shared_bytes: true, huge: false };
+            let how = ReadHow { shared_bytes: true, huge: false, ..ReadHow::default() };
             let read = self.reader.read_runs(&process.scoped.process, &runs, how, |view| {
                 if let (PageState::Merged, Some(bytes)) = (view.state, view.bytes) {
                     self.census.see_merged(self.digester.digest(bytes));
@@ -206,7 +206,7 @@ impl Scanner {
                 });
             }
         }
-        let how = ReadHow { shared_bytes: true, huge: false };
+        let how = ReadHow { shared_bytes: true, huge: false, ..ReadHow::default() };
         let (mut at, mut holders, mut pages) = (0, Vec::new(), 0_u64);
         let (census, digester, bar) = (&mut self.census, &self.digester, &self.bar);
         let before_ns = own_cpu_ns();

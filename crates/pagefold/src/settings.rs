@@ -7,10 +7,13 @@ use crate::scope_args::ScopeArgs;
 use crate::trust;
 use pagefold_core::config::Config;
 use pagefold_core::limits::Limits;
+use pagefold_core::placement::{Latencies, Placement};
 use pagefold_linux::domain::{DomainRule, DomainRules, Selector};
 use pagefold_linux::exclude::DenyList;
+use pagefold_linux::live::Policies;
 use pagefold_linux::scope::{Roots, user_id};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Read by a `run` that is told neither a file nor a scope.
 const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
@@ -28,6 +31,8 @@ pub struct Settings {
     pub deny: DenyList,
     /// Who may share memory with whom.
     pub domains: DomainRules,
+    /// Where merged pages live.
+    pub placement: Policies,
     /// The audit log.
     pub audit: Option<PathBuf>,
 }
@@ -54,7 +59,7 @@ impl Settings {
             .judgement
             .over(said)
             .config()
-            .and_then(|config| Config { limits: limits(said), ..config }.validated())
+            .and_then(|config| Config { limits: limits(said), latencies: latencies(said), ..config }.validated())
             .map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
         Ok(Self {
             file: file.map(Path::to_owned),
@@ -64,6 +69,7 @@ impl Settings {
             domains: domains(said).map_err(|why| {
                 Exit::new(exit::USAGE, format!("{}: {why}", file.map(trust::shown).unwrap_or_default()))
             })?,
+            placement: placement(args, said)?,
             audit: args.audit.clone().or_else(|| said.audit.file.clone()),
         })
     }
@@ -71,13 +77,14 @@ impl Settings {
     /// What differs from `old` that a run cannot take in while it goes on.
     pub fn fixed_differences(&self, old: &Self) -> Vec<&'static str> {
         let judgement = |settings: &Self| {
-            let (governor, limits) = (self.config.governor, self.config.limits);
-            Config { governor, limits, ..settings.config.clone() }
+            let Config { governor, limits, latencies, .. } = self.config;
+            Config { governor, limits, latencies, ..settings.config.clone() }
         };
         [
             ("[scope]", self.scope != old.scope),
             ("[run] but for the governor, or [judgement]", judgement(self) != judgement(old)),
             ("[domains]", self.domains != old.domains),
+            ("[numa]", (&self.placement, self.config.latencies) != (&old.placement, old.config.latencies)),
             ("[audit]", self.audit != old.audit),
         ]
         .into_iter()
@@ -137,10 +144,34 @@ fn limits(said: &ConfigFile) -> Limits {
         pages: rate(said.samples_per_second, usual.pages),
         stops_per_process: rate(said.stops_per_second_per_process, usual.stops_per_process),
         stops: rate(said.stops_per_second, usual.stops),
+        moves: rate(said.moves_per_second, usual.moves),
         longest_stop_ns: said
             .longest_stop
             .map_or(usual.longest_stop_ns, |stop| u64::try_from(stop.as_nanos()).unwrap_or(u64::MAX)),
     }
+}
+
+fn latencies(said: &ConfigFile) -> Latencies {
+    let usual = Latencies::default();
+    let ns = |said: Option<Duration>, usual| said.map_or(usual, |time| u32::try_from(time.as_nanos()).unwrap_or(usual));
+    Latencies {
+        local_ns: ns(said.numa.local_latency, usual.local_ns),
+        remote_ns: ns(said.numa.remote_latency, usual.remote_ns),
+    }
+}
+
+fn placement(args: &RunArgs, said: &ConfigFile) -> Result<Policies, Exit> {
+    let policies = Policies {
+        usual: args.placement.or(said.numa.placement).unwrap_or_default(),
+        domains: said.numa.domains.clone().unwrap_or_default(),
+    };
+    let local = |placement: &Placement| *placement == Placement::LocalOnly;
+    if policies.domains.values().all(|placement| local(placement) == local(&policies.usual)) {
+        return Ok(policies);
+    }
+    let line = "local-only is for all trust domains or for none, because the kernel has one switch for it; change \
+                placement or [numa.domains]";
+    Err(Exit::new(exit::USAGE, line.to_owned()))
 }
 
 fn domains(said: &ConfigFile) -> Result<DomainRules, String> {

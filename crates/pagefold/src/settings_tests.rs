@@ -87,6 +87,22 @@ fn domains_and_limits_come_out_as_plain_rules() {
 }
 
 #[test]
+fn local_only_is_for_all_or_for_none() {
+    let of = |text: &str| Files::new(text).settings(&[]).map(|settings| settings.placement);
+    let policies = of("[numa]\nplacement = \"kernel\"\n[numa.domains]\na = \"priority\"\n").unwrap();
+    assert_eq!((policies.of("a"), policies.of("b")), (Placement::Priority, Placement::Kernel));
+    assert_eq!(of("").unwrap(), Policies::default());
+    assert!(of("[numa]\nplacement = \"local-only\"\n[numa.domains]\na = \"local-only\"\n").is_ok());
+    for text in
+        ["[numa.domains]\na = \"local-only\"\n", "[numa]\nplacement = \"local-only\"\n[numa.domains]\na = \"fair\"\n"]
+    {
+        Files::new(text).refused("local-only is for all trust domains or for none");
+    }
+    let files = Files::new("[numa]\nplacement = \"kernel\"\n");
+    assert_eq!(files.settings(&["--placement", "priority"]).unwrap().placement.usual, Placement::Priority);
+}
+
+#[test]
 fn errors_name_the_file_that_they_are_in() {
     let files = Files::new("[run]\n");
     files.add("a.toml", "\n[run]\ngoverment = 1\n");

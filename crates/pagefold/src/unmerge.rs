@@ -136,7 +136,8 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
 }
 
 /// Knobs that are set once stay as they are.
-pub const NO_WISHES: Wishes = Wishes { max_page_sharing: None, use_zero_pages: None, smart_scan: None };
+pub const NO_WISHES: Wishes =
+    Wishes { max_page_sharing: None, use_zero_pages: None, smart_scan: None, merge_across_nodes: None };
 
 /// Has ksmd pass once, so that it lets go of what was unmarked and its counters are true again, and puts back what
 /// an earlier run had to leave turned. Returns what still cannot be put back.

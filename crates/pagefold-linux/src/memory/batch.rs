@@ -47,6 +47,7 @@ struct Slot {
     entry: PagemapEntry,
     state: PageState,
     huge: bool,
+    active: bool,
     has_bytes: bool,
 }
 
@@ -95,6 +96,7 @@ impl Batch {
             entry: PagemapEntry(0),
             state: PageState::Absent,
             huge: false,
+            active: false,
             has_bytes: false,
         }));
         taken
@@ -128,6 +130,22 @@ impl Batch {
         self.read_private(held.pid)?;
         held.check()?;
         Ok(Pages(self.slots.iter().filter(|slot| slot.has_bytes).count() as u64))
+    }
+
+    /// Shows the merged pages and their frames.
+    pub(super) fn show_merged(
+        &mut self,
+        held: &Held,
+        frames: Option<&mut KpageFlags>,
+        visit: &mut impl FnMut(Vpn, u64),
+    ) -> Result<(), ReadError> {
+        let how = ReadHow::default();
+        self.look_up(held, how)?;
+        self.classify(frames, how).map_err(|error| ReadError::from_io(held.pid, "../kpageflags", error))?;
+        for slot in self.slots.iter().filter(|slot| slot.state == PageState::Merged) {
+            slot.entry.pfn().into_iter().for_each(|frame| visit(slot.page, frame));
+        }
+        Ok(())
     }
 
     /// Fills in pagemap's entries, and which pages are huge.
@@ -191,6 +209,9 @@ impl Batch {
             let entry = slot.entry;
             if entry.private() {
                 slot.state = PageState::Private;
+                if how.activity && entry.pfn().is_some() {
+                    wanted.push(position);
+                }
             } else if entry.present() {
                 // Some kernels show the huge zero page as a file's.
                 let file = entry.file_or_shared();
@@ -213,7 +234,9 @@ impl Batch {
             frames.look_up(asked, |at, flags| self.entries[at] = flags.0)?;
             for (&position, &flags) in wanted.iter().zip(&self.entries) {
                 let (slot, flags) = (&mut slots[position as usize], FrameFlags(flags));
-                if flags.zero_page() {
+                if slot.state == PageState::Private {
+                    slot.active = flags.active();
+                } else if flags.zero_page() {
                     slot.state = PageState::ZeroMapped;
                 } else if flags.ksm() && slot.state == PageState::Shared {
                     slot.state = PageState::Merged;
@@ -293,15 +316,12 @@ impl Batch {
 
     pub(super) fn show(&self, visit: &mut impl FnMut(PageView<'_>)) {
         for (slot, bytes) in self.slots.iter().zip(&self.buffer) {
-            let frame = match slot.state {
-                PageState::Merged | PageState::Shared => slot.entry.pfn(),
-                _ => None,
-            };
             visit(PageView {
                 page: slot.page,
                 state: slot.state,
                 huge: slot.huge,
-                frame,
+                active: slot.active,
+                frame: slot.entry.pfn(),
                 bytes: slot.has_bytes.then_some(bytes),
             });
         }

@@ -1,0 +1,270 @@
+//! Memory nodes: which there are, which one a frame is on, where a process runs, and moving merged frames.
+//!
+//! Nodes are read from `/sys/devices/system/node` (Documentation/ABI/stable/sysfs-devices-node). Which frames belong to
+//! one is known by its memory blocks, which a kernel without CONFIG_MEMORY_HOTPLUG does not show: there, and where only
+//! one node has memory, there is no [`Topology`] and nothing is placed.
+
+use crate::process::{Process, ReadError};
+use pagefold_core::host::{NodeKey, NodeSet, NodeView};
+use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
+use std::fs;
+use std::io;
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+
+/// The nodes that have memory: two or more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Topology {
+    root: PathBuf,
+    nodes: Vec<Node>,
+    /// The memory blocks: first frame, frames, node. Ascending.
+    blocks: Vec<(u64, u64, NodeKey)>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Node {
+    key: NodeKey,
+    cpus: List,
+    /// To each node of the topology, in its order.
+    distances: Vec<u32>,
+}
+
+impl Topology {
+    /// The machine's nodes.
+    pub fn of_machine() -> io::Result<Option<Self>> {
+        Self::read(Path::new("/sys/devices/system"))
+    }
+
+    /// The nodes under a directory like `/sys/devices/system`.
+    pub fn read(root: &Path) -> io::Result<Option<Self>> {
+        let directory = root.join("node");
+        let online = match fs::read_to_string(directory.join("has_memory")) {
+            Ok(text) => List::parse(&text),
+            // A kernel without CONFIG_NUMA.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let keys: Vec<NodeKey> = online.iter().filter_map(|node| u16::try_from(node).ok()).map(NodeKey).collect();
+        if keys.len() < 2 {
+            return Ok(None);
+        }
+        let size = fs::read_to_string(root.join("memory/block_size_bytes")).ok();
+        let size = size.and_then(|text| u64::from_str_radix(text.trim(), 16).ok());
+        let Some(frames) = size.map(|bytes| bytes / PAGE_SIZE as u64).filter(|&frames| frames > 0) else {
+            return Ok(None);
+        };
+        let (mut nodes, mut blocks) = (Vec::new(), Vec::new());
+        for &node in &keys {
+            let own = directory.join(format!("node{}", node.0));
+            for entry in fs::read_dir(&own)? {
+                let number =
+                    entry?.file_name().to_str().and_then(|name| name.strip_prefix("memory")?.parse::<u64>().ok());
+                if let Some(first) = number.and_then(|number| number.checked_mul(frames)) {
+                    blocks.push((first, frames, node));
+                }
+            }
+            let distances = fs::read_to_string(own.join("distance"))?;
+            let distances: Vec<u32> = distances.split_ascii_whitespace().filter_map(|word| word.parse().ok()).collect();
+            nodes.push(Node { key: node, cpus: List::parse(&fs::read_to_string(own.join("cpulist"))?), distances });
+        }
+        // The kernel lists distances to all online nodes, also those without memory.
+        let listed: Vec<u64> = List::parse(&fs::read_to_string(directory.join("online"))?).iter().collect();
+        for node in &mut nodes {
+            let to = |key: &NodeKey| listed.iter().position(|&listed| listed == u64::from(key.0));
+            let distance = |key| to(key).and_then(|at| node.distances.get(at)).copied().unwrap_or(20);
+            node.distances = keys.iter().map(distance).collect();
+        }
+        blocks.sort_unstable();
+        Ok((!blocks.is_empty()).then(|| Self { root: root.to_owned(), nodes, blocks }))
+    }
+
+    /// The node that a frame is on.
+    pub fn node_of(&self, frame: u64) -> Option<NodeKey> {
+        let at = self.blocks.partition_point(|&(first, _, _)| first <= frame).checked_sub(1)?;
+        let (first, frames, node) = self.blocks[at];
+        (frame - first < frames).then_some(node)
+    }
+
+    /// The nodes, and what is free on each now.
+    pub fn views(&self) -> io::Result<Vec<NodeView>> {
+        let view = |node: &Node| {
+            let text = fs::read_to_string(self.root.join(format!("node/node{}/meminfo", node.key.0)))?;
+            let field = |name| Pages(field_kib(&text, name).unwrap_or(0) * 1024 / PAGE_SIZE as u64);
+            Ok(NodeView {
+                node: node.key,
+                total: field("MemTotal:"),
+                free: field("MemFree:"),
+                distances: node.distances.clone(),
+            })
+        };
+        self.nodes.iter().map(view).collect()
+    }
+
+    /// The node that these processors belong to, if it is one. Processors without memory of their own belong nowhere.
+    fn home(&self, cpus: &List) -> Option<NodeKey> {
+        let mut of = self.nodes.iter().filter(|node| cpus.meets(&node.cpus));
+        of.next().filter(|_| of.next().is_none()).map(|node| node.key)
+    }
+}
+
+/// A field of a node's meminfo: `Node 0 MemFree:   1234 kB`.
+fn field_kib(text: &str, name: &str) -> Option<u64> {
+    text.lines().find_map(|line| {
+        let mut words = line.split_ascii_whitespace().skip(2);
+        (words.next()? == name).then(|| words.next()?.parse().ok())?
+    })
+}
+
+/// What placing its pages asks of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Whereabouts {
+    /// See [`pagefold_core::host::OwnerView`].
+    pub(crate) home: Option<NodeKey>,
+    pub(crate) nice: i8,
+    pub(crate) allowed: NodeSet,
+}
+
+impl Whereabouts {
+    pub(crate) fn of(process: &Process, topology: &Topology) -> Result<Self, ReadError> {
+        let text = process.read_file("status")?;
+        let (cpus, nodes) = allowed(&text).ok_or_else(|| process.malformed("status", "no Cpus_allowed_list"))?;
+        let keys = nodes.iter().filter_map(|node| u16::try_from(node).ok()).map(NodeKey);
+        Ok(Self { home: topology.home(&cpus), nice: process.stat()?.nice, allowed: keys.collect() })
+    }
+}
+
+/// The processors and the nodes that `/proc/PID/status` allows.
+fn allowed(status: &[u8]) -> Option<(List, List)> {
+    let text = String::from_utf8_lossy(status);
+    let list = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).map(List::parse);
+    Some((list("Cpus_allowed_list:")?, list("Mems_allowed_list:")?))
+}
+
+/// Numbers as the kernel lists them: `0-3,8`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct List(Vec<RangeInclusive<u64>>);
+
+impl List {
+    /// What cannot be understood is left out.
+    fn parse(text: &str) -> Self {
+        let range = |word: &str| {
+            let (low, high) = word.split_once('-').unwrap_or((word, word));
+            Some(low.parse().ok()?..=high.parse().ok()?)
+        };
+        Self(text.trim().split(',').filter_map(range).collect())
+    }
+
+    fn iter(&self) -> impl Iterator<Item = u64> {
+        // Node numbers are below 1024 (MAX_NUMNODES).
+        self.0.iter().flat_map(|range| *range.start()..=(*range.end()).min(1023))
+    }
+
+    fn meets(&self, other: &Self) -> bool {
+        self.0.iter().any(|a| other.0.iter().any(|b| a.start() <= b.end() && b.start() <= a.end()))
+    }
+}
+
+/// Frames moved by one call: it takes the target's mmap lock (for reading) page by page, and drains every processor's
+/// list of fresh pages once (`lru_cache_disable`, mm/migrate.c).
+const BATCH: usize = 1_024;
+
+/// Moves the merged frames that a process maps at these pages, for everybody who maps them; returns how many are on
+/// their node now. Needs CAP_SYS_NICE, and the node must be one that the process may have memory on.
+pub(crate) fn move_frames(process: &Process, moves: &[(Vpn, NodeKey)], tell: impl Fn(u64)) -> Result<u64, ReadError> {
+    const MPOL_MF_MOVE_ALL: libc::c_int = 1 << 2;
+    let (mut pages, mut nodes, mut status) = (Vec::new(), Vec::new(), Vec::new());
+    let mut done = 0;
+    for batch in moves.chunks(BATCH) {
+        pages.clear();
+        pages.extend(batch.iter().map(|(page, _)| page.address()));
+        nodes.clear();
+        nodes.extend(batch.iter().map(|(_, node)| libc::c_int::from(node.0)));
+        status.clear();
+        status.resize(batch.len(), -libc::ENOENT);
+        // By pid, which may have a new owner: then its pages at these addresses move, which does it no harm.
+        // SAFETY: three arrays of `batch.len()` elements, of pointers' size and of ints, which outlive the call.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_move_pages,
+                process.pid(),
+                batch.len(),
+                pages.as_ptr(),
+                nodes.as_ptr(),
+                status.as_mut_ptr(),
+                MPOL_MF_MOVE_ALL,
+            )
+        };
+        if result < 0 {
+            return Err(ReadError::from_io(process.pid(), "(move_pages)", io::Error::last_os_error()));
+        }
+        done += status.iter().zip(&nodes).filter(|(is, wanted)| is == wanted).count() as u64;
+        tell(done);
+    }
+    Ok(done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine(nodes: &[(u16, &str, &str, &[u64])]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let list: Vec<String> = nodes.iter().map(|node| node.0.to_string()).collect();
+        write("node/has_memory", &(list.join(",") + "\n"));
+        write("node/online", &(list.join(",") + "\n"));
+        write("memory/block_size_bytes", "8000000\n");
+        for (node, cpus, distances, blocks) in nodes {
+            write(&format!("node/node{node}/cpulist"), cpus);
+            write(&format!("node/node{node}/distance"), distances);
+            let meminfo = format!("\nNode {node} MemTotal:   1048576 kB\nNode {node} MemFree:  4096 kB\n");
+            write(&format!("node/node{node}/meminfo"), &meminfo);
+            for block in *blocks {
+                write(&format!("node/node{node}/memory{block}"), "");
+            }
+        }
+        root
+    }
+
+    #[test]
+    fn frames_and_processors_have_their_nodes() {
+        let root = machine(&[(0, "0-3,8\n", "10 21\n", &[0, 1, 4]), (2, "4-7\n", "21 10\n", &[2, 3])]);
+        let topology = Topology::read(root.path()).unwrap().unwrap();
+        // Blocks of 128 MiB.
+        let node = |mib: u64| topology.node_of(mib << 8).map(|node| node.0);
+        assert_eq!(
+            [0, 255, 256, 511, 512, 639, 640].map(node),
+            [0, 0, 2, 2, 0, 0].map(Some).into_iter().chain([None]).collect::<Vec<_>>()[..]
+        );
+        let views = topology.views().unwrap();
+        assert_eq!((views[1].node, views[1].total, views[1].free), (NodeKey(2), Pages(1 << 18), Pages(1 << 10)));
+        assert_eq!(views[0].distances, [10, 21]);
+        let home = |cpus| topology.home(&List::parse(cpus)).map(|node| node.0);
+        assert_eq!(
+            [home("1-2"), home("8"), home("5"), home("3-4"), home("99")],
+            [Some(0), Some(0), Some(2), None, None]
+        );
+    }
+
+    #[test]
+    fn one_node_is_none() {
+        let root = machine(&[(0, "0-3\n", "10\n", &[0, 1])]);
+        assert_eq!(Topology::read(root.path()).unwrap(), None);
+        assert_eq!(Topology::read(&root.path().join("nowhere")).unwrap(), None);
+    }
+
+    #[test]
+    fn what_a_process_may_use_is_read() {
+        let text =
+            b"Name:\tx\nCpus_allowed:\tff\nCpus_allowed_list:\t0-3,7\nMems_allowed:\t1\nMems_allowed_list:\t0,2\n";
+        let (cpus, nodes) = allowed(text).unwrap();
+        assert_eq!(cpus.iter().collect::<Vec<_>>(), [0, 1, 2, 3, 7]);
+        assert_eq!(nodes.iter().collect::<Vec<_>>(), [0, 2]);
+        assert_eq!(allowed(b"Name:\tx\n"), None);
+        assert_eq!(List::parse("x,3-,5-4").iter().count(), 0);
+    }
+}
