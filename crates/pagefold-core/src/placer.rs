@@ -247,14 +247,12 @@ impl Placer {
         }
         let count = std::mem::take(count);
         self.memory.retain(|owner, _| snapshot.owners.iter().any(|view| view.owner == *owner));
-        let owners = Owners::of(snapshot, &self.memory);
-        let moves = decide(&count, &owners, snapshot);
+        let (places, moves) = settle(&count, &snapshot.owners, &self.memory, &snapshot.nodes, latencies);
         let fruitless = moves.len() * SLACK < count.frames.len();
         self.pause_ns = if fruitless { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MAX_NS) } else { PAUSE_NS };
         self.next_ns = snapshot.now_ns + self.pause_ns;
-        self.places.nodes = nodes(&count, snapshot);
-        self.places.owners = owners.places(&count, &snapshot.nodes, latencies);
-        self.places.misplaced = Pages(moves.len() as u64);
+        let Places { moved, refused, move_ns, .. } = self.places;
+        self.places = Places { moved, refused, move_ns, ..places };
         self.phase = if moves.is_empty() { Phase::Rest } else { Phase::Move(moves) };
     }
 
@@ -277,6 +275,38 @@ impl Placer {
             self.phase = Phase::Rest;
         }
     }
+}
+
+/// Where merged pages are, and how many the policies would have elsewhere: one look, without moving anything.
+pub fn look_once(
+    merged: &[(OwnerKey, MergedSample)],
+    owners: &[OwnerView],
+    nodes: &[NodeView],
+    latencies: Latencies,
+) -> Places {
+    let mut count = Count::default();
+    for (owner, sample) in merged {
+        count.add(*owner, false, sample);
+    }
+    settle(&count, owners, &BTreeMap::new(), nodes, latencies).0
+}
+
+fn settle(
+    count: &Count,
+    owners: &[OwnerView],
+    memory: &BTreeMap<OwnerKey, BTreeMap<NodeKey, u64>>,
+    nodes: &[NodeView],
+    latencies: Latencies,
+) -> (Places, VecDeque<Move>) {
+    let owners = Owners::of(owners, memory, count);
+    let moves = decide(count, &owners, nodes);
+    let places = Places {
+        nodes: totals(count, nodes),
+        owners: owners.places(count, nodes, latencies),
+        misplaced: Pages(moves.len() as u64),
+        ..Places::default()
+    };
+    (places, moves)
 }
 
 /// The marked spans, as runs.
@@ -304,13 +334,16 @@ fn marked(slots: &Slots) -> VecDeque<Run> {
 struct Owners(BTreeMap<OwnerKey, (OwnerView, NodeKey)>);
 
 impl Owners {
-    fn of(snapshot: &Snapshot, memory: &BTreeMap<OwnerKey, BTreeMap<NodeKey, u64>>) -> Self {
+    fn of(views: &[OwnerView], memory: &BTreeMap<OwnerKey, BTreeMap<NodeKey, u64>>, count: &Count) -> Self {
         let with_home = |view: &OwnerView| {
-            let most = memory.get(&view.owner).and_then(|nodes| nodes.iter().max_by_key(|&(_, &pages)| pages));
-            let home = view.home.or(most.map(|(&node, _)| node))?;
+            // Of its own memory, and if none of that is known, of what it has merged.
+            let most =
+                |nodes: &BTreeMap<NodeKey, u64>| nodes.iter().max_by_key(|&(_, &pages)| pages).map(|(&node, _)| node);
+            let known = || memory.get(&view.owner).or_else(|| count.mapped.get(&view.owner));
+            let home = view.home.or_else(|| known().and_then(most))?;
             Some((view.owner, (*view, home)))
         };
-        Self(snapshot.owners.iter().filter_map(with_home).collect())
+        Self(views.iter().filter_map(with_home).collect())
     }
 
     fn places(&self, count: &Count, nodes: &[NodeView], latencies: Latencies) -> Vec<OwnerPlaces> {
@@ -342,7 +375,7 @@ fn tax(by_node: &BTreeMap<NodeKey, u64>, home: NodeKey, nodes: &[NodeView], late
     paid.sum::<f64>() / all.max(1) as f64
 }
 
-fn nodes(count: &Count, snapshot: &Snapshot) -> Vec<NodeTotal> {
+fn totals(count: &Count, nodes: &[NodeView]) -> Vec<NodeTotal> {
     let mut frames: BTreeMap<NodeKey, u64> = BTreeMap::new();
     for frame in count.frames.values() {
         *frames.entry(frame.node).or_default() += 1;
@@ -353,18 +386,18 @@ fn nodes(count: &Count, snapshot: &Snapshot) -> Vec<NodeTotal> {
         free: view.free,
         frames: Pages(frames.get(&view.node).copied().unwrap_or(0)),
     };
-    snapshot.nodes.iter().map(total).collect()
+    nodes.iter().map(total).collect()
 }
 
 /// Which frames move where.
-fn decide(count: &Count, owners: &Owners, snapshot: &Snapshot) -> VecDeque<Move> {
+fn decide(count: &Count, owners: &Owners, nodes: &[NodeView]) -> VecDeque<Move> {
     let mut by_sharers: Vec<Vec<&Frame>> = vec![Vec::new(); count.sets.len()];
     for frame in count.frames.values() {
         by_sharers[frame.sharers as usize].push(frame);
     }
-    let there: NodeSet = snapshot.nodes.iter().map(|view| view.node).collect();
+    let there: NodeSet = nodes.iter().map(|view| view.node).collect();
     let mut room: BTreeMap<NodeKey, u64> =
-        snapshot.nodes.iter().map(|view| (view.node, view.free.0.saturating_sub(view.total.0 / RESERVE))).collect();
+        nodes.iter().map(|view| (view.node, view.free.0.saturating_sub(view.total.0 / RESERVE))).collect();
     let mut carry = Carry::default();
     let mut moves = Vec::new();
     for (set, mut frames) in count.sets.iter().zip(by_sharers) {

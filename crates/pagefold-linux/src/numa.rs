@@ -5,7 +5,8 @@
 //! one node has memory, there is no [`Topology`] and nothing is placed.
 
 use crate::process::{Process, ReadError};
-use pagefold_core::host::{NodeKey, NodeSet, NodeView};
+use pagefold_core::host::{NodeKey, NodeView, OwnerKey, OwnerView};
+use pagefold_core::placement::Placement;
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use std::fs;
 use std::io;
@@ -116,21 +117,17 @@ fn field_kib(text: &str, name: &str) -> Option<u64> {
 }
 
 /// What placing its pages asks of a process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Whereabouts {
-    /// See [`pagefold_core::host::OwnerView`].
-    pub(crate) home: Option<NodeKey>,
-    pub(crate) nice: i8,
-    pub(crate) allowed: NodeSet,
-}
-
-impl Whereabouts {
-    pub(crate) fn of(process: &Process, topology: &Topology) -> Result<Self, ReadError> {
-        let text = process.read_file("status")?;
-        let (cpus, nodes) = allowed(&text).ok_or_else(|| process.malformed("status", "no Cpus_allowed_list"))?;
-        let keys = nodes.iter().filter_map(|node| u16::try_from(node).ok()).map(NodeKey);
-        Ok(Self { home: topology.home(&cpus), nice: process.stat()?.nice, allowed: keys.collect() })
-    }
+pub fn owner_view(
+    process: &Process,
+    topology: &Topology,
+    owner: OwnerKey,
+    placement: Placement,
+) -> Result<OwnerView, ReadError> {
+    let text = process.read_file("status")?;
+    let (cpus, nodes) = allowed(&text).ok_or_else(|| process.malformed("status", "no Cpus_allowed_list"))?;
+    let keys = nodes.iter().filter_map(|node| u16::try_from(node).ok()).map(NodeKey);
+    let (home, nice) = (topology.home(&cpus), process.stat()?.nice);
+    Ok(OwnerView { owner, home, nice, allowed: keys.collect(), placement })
 }
 
 /// The processors and the nodes that `/proc/PID/status` allows.

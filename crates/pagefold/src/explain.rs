@@ -7,6 +7,7 @@ use crate::control::client::ask;
 use crate::control::desk::Facts;
 use crate::control::protocol::Request;
 use crate::exit::{self, Exit};
+use crate::places::PlaceRow;
 use crate::scope_args;
 use crate::style::{self, Style};
 use anyhow::Result;
@@ -58,6 +59,9 @@ pub struct Explanation {
     regions: Vec<Row>,
     /// Mappings left alone, the largest first.
     excluded: Vec<Excluded>,
+    /// Where its merged pages are, on a machine with several memory nodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    numa: Option<PlaceRow>,
     /// Memory in mappings that have come since the daemon's last look, which is a second ago or so.
     unseen_bytes: u64,
 }
@@ -136,6 +140,7 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     explanation.in_scope = true;
     explanation.name.clone_from(&target.name);
     explanation.left_alone.clone_from(&target.left_alone);
+    explanation.numa = facts.places().and_then(|places| places.process(pid).cloned());
     let tell = |error: ReadError| format!("{error}; look with ps");
     let process = Process::open(pid).map_err(tell)?;
     if process.start_time_ticks() != target.start_time_ticks {

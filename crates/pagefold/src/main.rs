@@ -15,6 +15,7 @@ mod explain;
 mod figures;
 mod judgement_args;
 mod machine;
+mod places;
 mod reload;
 mod run;
 mod scan;

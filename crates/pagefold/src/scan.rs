@@ -6,6 +6,7 @@ mod survey;
 mod table;
 
 use crate::exit::{self, Exit};
+use crate::places::PlacesView;
 use crate::scope_args::{DenyArgs, ScopeArgs};
 use crate::style;
 use anyhow::{Context, Result};
@@ -13,17 +14,20 @@ use indicatif::{ProgressBar, ProgressStyle};
 use pagefold_core::census::choose::{Chooser, first_fraction, next_fraction};
 use pagefold_core::census::{Census, Findings};
 use pagefold_core::hash::Digester;
-use pagefold_core::host::PageState;
+use pagefold_core::host::{MergedSample, OwnerKey, PageState, RegionKey};
+use pagefold_core::placement::{Latencies, Placement};
+use pagefold_core::placer::look_once;
 use pagefold_core::units::Vpn;
 use pagefold_linux::cpu::own_cpu_ns;
 use pagefold_linux::exclude::DenyList;
 use pagefold_linux::memory::{PageReader, ReadHow};
+use pagefold_linux::numa::{Topology, owner_view};
 use pagefold_linux::process::ReadError;
 use report::{Cost, Report};
 use std::hash::{BuildHasher, RandomState};
 use std::path::PathBuf;
 use std::time::Duration;
-use survey::Survey;
+use survey::{Survey, Surveyed};
 
 /// What to scan and how to say it.
 #[derive(Clone, Debug, clap::Args)]
@@ -87,9 +91,11 @@ pub fn scan(args: &ScanArgs) -> Result<Report> {
     };
     scanner.read_merged(&mut survey)?;
     let (findings, fraction) = scanner.sample(&mut survey, args.exact)?;
+    let numa = scanner.places(&survey)?;
     scanner.bar.finish_and_clear();
     let cost = Cost::new(scanner.pages_read, own_cpu_ns().saturating_sub(cpu_before_ns), scanner.reading_ns);
-    Ok(Report::of(&survey, &findings, fraction, args.scope.spec().to_string(), cost))
+    let report = Report::of(&survey, &findings, fraction, args.scope.spec().to_string(), cost);
+    Ok(Report { numa, ..report })
 }
 
 fn reader() -> Result<PageReader, Exit> {
@@ -167,6 +173,34 @@ impl Scanner {
             }
         }
         Ok(())
+    }
+
+    /// Where pages are that are merged already. `None` where there is one memory node.
+    fn places(&mut self, survey: &Survey) -> Result<Option<PlacesView>> {
+        let Some(topology) = Topology::of_machine().context("cannot read /sys/devices/system/node")? else {
+            return Ok(None);
+        };
+        let nodes = topology.views().context("cannot read /sys/devices/system/node")?;
+        let (mut merged, mut owners) = (Vec::new(), Vec::new());
+        let looked_at = || (0..).map(OwnerKey).zip(&survey.processes).filter(|(_, process)| !process.gone);
+        for (owner, Surveyed { scoped, ranges, .. }) in looked_at() {
+            let mut found = Vec::new();
+            let looked = self.reader.merged_frames(&scoped.process, ranges, |page, frame| {
+                let node = topology.node_of(frame);
+                found.extend(node.map(|node| (owner, MergedSample { region: RegionKey(0), page, frame, node })));
+            });
+            let view = owner_view(&scoped.process, &topology, owner, Placement::default());
+            if let (Ok(false), Ok(view)) = (ended(looked), view) {
+                merged.append(&mut found);
+                owners.push(view);
+            }
+        }
+        let places = look_once(&merged, &owners, &nodes, Latencies::default());
+        let who = |owner: OwnerKey| {
+            let scoped = &survey.processes.get(owner.0 as usize)?.scoped;
+            Some((scoped.process.pid(), scoped.name.clone()))
+        };
+        Ok(Some(PlacesView::of(&places, who)))
     }
 
     /// Reads more and more until the answer is good enough.

@@ -5,6 +5,7 @@ use crate::control::desk::Facts;
 use crate::control::protocol::Request;
 use crate::exit;
 use crate::figures::{thousands, time, wrap};
+use crate::places::PlacesView;
 use crate::style::{self, Style, bar, count, human, line, percent, shorten};
 use anyhow::Result;
 use pagefold_core::governor::Governor;
@@ -79,6 +80,9 @@ pub struct Status {
     domains: Vec<DomainRow>,
     /// The processes, the largest first.
     processes: Vec<ProcessRow>,
+    /// Where merged pages are, on a machine with several memory nodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    numa: Option<PlacesView>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -210,6 +214,7 @@ impl Status {
             next: next_rows(facts),
             domains: domain_rows(facts),
             processes: process_rows(facts),
+            numa: facts.places(),
         }
     }
 }
@@ -333,9 +338,15 @@ fn describe(status: &Status, style: Style) -> String {
     if status.domains.len() > 1 {
         row("domains", &domains(status));
     }
+    if let Some(places) = &status.numa {
+        row("nodes", &places.sentence());
+    }
     kinds(&mut text, status, style);
     levels(&mut text, status, style);
     processes(&mut text, status, style);
+    if let Some(places) = &status.numa {
+        places.describe(&mut text, style);
+    }
     next(&mut text, status, style);
     line(&mut text, "");
     text

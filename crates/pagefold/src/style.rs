@@ -21,6 +21,12 @@ impl Style {
         Self { on: colours() }
     }
 
+    /// Without colour.
+    #[cfg(test)]
+    pub fn plain_text() -> Self {
+        Self { on: false }
+    }
+
     /// What matters.
     pub fn bold(self, text: &str) -> String {
         self.wrap("1", text)

@@ -1,7 +1,7 @@
 //! Memory nodes, as the judgement sees them, and moving merged frames between them.
 
 use super::LiveHost;
-use crate::numa::{Topology, Whereabouts, move_frames};
+use crate::numa::{Topology, move_frames, owner_view};
 use crate::patience::patiently;
 use crate::process::ReadError;
 use crate::targets::Target;
@@ -61,9 +61,8 @@ impl Placing {
         let free = topology.views();
         self.nodes = free.unwrap_or_default();
         let view = |target: &Target| {
-            let Whereabouts { home, nice, allowed } = Whereabouts::of(&target.process, &topology).ok()?;
             let placement = self.policies.of(&domains[usize::from(target.domain.0)]);
-            Some(OwnerView { owner: target.owner, home, nice, allowed, placement })
+            owner_view(&target.process, &topology, target.owner, placement).ok()
         };
         self.owners = targets.filter_map(view).collect();
         self.topology = Some(topology);

@@ -126,8 +126,6 @@ struct Counts {
     forks: u64,
     faults: u64,
     remaps: u64,
-    /// Refusals of mremap, which a program without marks would not have seen.
-    remaps_refused: u64,
     discards: u64,
     pageouts: u64,
     collapses: u64,
@@ -326,8 +324,6 @@ impl Shuffler {
         match done {
             Ok(()) => {}
             Err(libc::EFAULT) if self.regions[region].split => {}
-            // Split by a mark on a part of it.
-            Err(libc::EFAULT) => self.counts.remaps_refused += 1,
             Err(error) => return Err(Damage(format!("mremap: {}", std::io::Error::from_raw_os_error(error)))),
         }
         self.regions[region].check_all()?;
@@ -386,13 +382,12 @@ impl Shuffler {
     }
 
     fn line(&self) -> String {
-        let Counts { pages_checked, writes, forks, faults, remaps, remaps_refused, discards, pageouts, collapses } =
-            self.counts;
+        let Counts { pages_checked, writes, forks, faults, remaps, discards, pageouts, collapses } = self.counts;
         let mut line = String::new();
         let _ = write!(
             line,
             "checked={pages_checked} written={writes} forks={forks} faults={faults} remaps={remaps} \
-             refused={remaps_refused} discarded={discards} paged_out={pageouts} collapsed={collapses}"
+             discarded={discards} paged_out={pageouts} collapsed={collapses}"
         );
         line
     }

@@ -3,6 +3,7 @@
 //! The loop hands over facts; sentences are made of them by the thread that asked.
 
 use super::protocol::{Request, SCHEMA, Standing};
+use crate::places::PlacesView;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
@@ -75,6 +76,15 @@ impl Facts {
         });
         let domains = host.domains().to_vec();
         Self { report: engine.report(), scans: engine.scans(), targets: targets.collect(), domains, run }
+    }
+
+    /// Where merged pages are, on a machine with several memory nodes.
+    pub fn places(&self) -> Option<PlacesView> {
+        let who = |owner| {
+            let target = self.targets.iter().find(|target| target.owner == owner)?;
+            Some((target.pid, target.name.clone()))
+        };
+        Some(PlacesView::of(self.report.places.as_ref()?, who))
     }
 
     /// What is in force.

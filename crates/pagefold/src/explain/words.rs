@@ -97,7 +97,15 @@ pub fn describe(explanation: &Explanation, style: Style) -> String {
             line(&mut text, "");
             line(&mut text, &format!("All of it is left alone: {}.", style.other(why)));
         }
-        (None, true) => regions(&mut text, explanation, style),
+        (None, true) => {
+            if let Some(place) = &explanation.numa {
+                line(&mut text, "");
+                for part in wrap(&place.sentence(), WIDTH) {
+                    line(&mut text, &part);
+                }
+            }
+            regions(&mut text, explanation, style);
+        }
         (None, false) => {
             line(&mut text, "");
             line(&mut text, &format!("Nothing keeps it out: {} could be judged.", human(explanation.unseen_bytes)));

@@ -1,6 +1,7 @@
 //! The result of a scan as data: what `--json` prints (schema `pagefold.scan/1`) and the tables show.
 
 use super::survey::{LeftOut, Survey};
+use crate::places::PlacesView;
 use pagefold_core::census::{Figures, Findings, bytes_of};
 use pagefold_linux::status::printable;
 use serde::Serialize;
@@ -33,6 +34,9 @@ pub struct Report {
     pub cgroups: Vec<CgroupRow>,
     /// What was left out, by reason.
     pub excluded: Vec<Excluded>,
+    /// Where pages are that are merged already, on a machine with several memory nodes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub numa: Option<PlacesView>,
     /// What the scan took.
     pub cost: Cost,
 }
@@ -241,6 +245,7 @@ impl Report {
             kinds,
             cgroups,
             excluded,
+            numa: None,
             cost,
         }
     }

@@ -42,6 +42,8 @@ pub struct Surveyed {
     pub gone: bool,
     /// What may be read, by ascending address.
     pub regions: Vec<Region>,
+    /// The mappings that it is in.
+    pub ranges: Vec<(Vpn, u32)>,
     /// Merged pages to read: one for each merged frame.
     pub merged: Vec<Vpn>,
 }
@@ -97,6 +99,7 @@ impl Survey {
                 refused: None,
                 gone: false,
                 regions: Vec::new(),
+                ranges: Vec::new(),
                 merged: Vec::new(),
             };
             let before = (survey.cells.len(), joint.len());
@@ -156,6 +159,8 @@ impl Survey {
                 u32::try_from(self.cells.len() - 1).unwrap_or(u32::MAX)
             });
             *numbers += 1;
+            let pages = u32::try_from(detail.vma.pages().0).unwrap_or(u32::MAX);
+            surveyed.ranges.push((detail.vma.first(), pages));
             let place = (owner, u32::try_from(surveyed.regions.len()).unwrap_or(u32::MAX));
             let runs = pages_of(process, &detail, reader, |frame, merged, page| {
                 joint.push(Joint { frame, merged, process: place.0, region: place.1, page });

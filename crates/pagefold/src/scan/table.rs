@@ -35,6 +35,10 @@ pub fn text(report: &Report, style: Style) -> String {
     );
     line(&mut text, &style.dim("or that others hold too (a saving shared by several is divided among them)."));
     already(&mut text, &report.totals, style);
+    if let Some(places) = report.numa.as_ref().filter(|places| !places.processes.is_empty()) {
+        places.describe(&mut text, style);
+        line(&mut text, &style.dim(&format!("  By the policy 'fair': {}.", places.sentence())));
+    }
     left_out(&mut text, report, style);
     next(&mut text, report, style);
     line(&mut text, "");
