@@ -371,7 +371,7 @@ fn nodes(facts: &Facts) -> Check {
             "nodes",
             format!("{count} NUMA nodes, merged across"),
             "a merged page is far from all but one node's programs",
-            "nothing; with nothing merged, merge_across_nodes=0 keeps nodes apart and saves less",
+            "nothing: `pagefold run` gives every node its share; --placement local-only keeps nodes apart and saves less",
         ),
         (count @ 2.., _) => ok("nodes", format!("{count} NUMA nodes, kept apart")),
         _ => ok("nodes", "one NUMA node"),

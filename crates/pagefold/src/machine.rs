@@ -59,6 +59,9 @@ pub fn give_up_rights() -> Result<(), Exit> {
     // With one memory node there is nothing to place.
     if Topology::of_machine().is_ok_and(|nodes| nodes.is_some()) {
         kept.push(PLACING);
+        if missing(&[PLACING]).is_ok_and(|missing| !missing.is_empty()) {
+            eprintln!("pagefold: merged pages stay on the memory node where they fall: {PLACING} is missing");
+        }
     }
     keep_only(&kept).map_err(|error| refused(&error))
 }

@@ -3,6 +3,7 @@
 use super::LiveHost;
 use crate::numa::{Topology, move_frames, owner_view};
 use crate::patience::patiently;
+use crate::privileges::{PLACING, missing};
 use crate::process::ReadError;
 use crate::targets::Target;
 use pagefold_core::host::{Move, NodeView, Outcome, OwnerView};
@@ -37,13 +38,17 @@ pub(super) struct Placing {
     pub(super) policies: Policies,
     pub(super) nodes: Vec<NodeView>,
     pub(super) owners: Vec<OwnerView>,
+    /// CAP_SYS_NICE is there.
+    may_move: bool,
     next_ns: u64,
 }
 
 impl Placing {
     pub(super) fn new() -> Self {
         // A machine that does not tell its nodes is taken to have one.
-        Self { topology: Topology::of_machine().ok().flatten().map(Arc::new), ..Self::default() }
+        let topology = Topology::of_machine().ok().flatten().map(Arc::new);
+        let may_move = topology.is_some() && missing(&[PLACING]).is_ok_and(|missing| missing.is_empty());
+        Self { topology, may_move, ..Self::default() }
     }
 
     /// Looks at the nodes and the processes again, if it is time.
@@ -61,7 +66,8 @@ impl Placing {
         let free = topology.views();
         self.nodes = free.unwrap_or_default();
         let view = |target: &Target| {
-            let placement = self.policies.of(&domains[usize::from(target.domain.0)]);
+            let policy = self.policies.of(&domains[usize::from(target.domain.0)]);
+            let placement = if self.may_move { policy } else { Placement::Kernel };
             owner_view(&target.process, &topology, target.owner, placement).ok()
         };
         self.owners = targets.filter_map(view).collect();
