@@ -193,6 +193,10 @@ impl Placer {
         if snapshot.nodes.len() < 2 {
             return Vec::new();
         }
+        if matches!(self.phase, Phase::Move(_)) && !snapshot.ksm.ours {
+            // Nothing is done to the machine any more.
+            self.phase = Phase::Rest;
+        }
         if matches!(self.phase, Phase::Rest) && !merging && self.wants_look(snapshot) {
             self.looked_at = Some((snapshot.ksm.saved(), snapshot.owners.clone()));
             self.recount = false;
@@ -253,7 +257,7 @@ impl Placer {
         self.next_ns = snapshot.now_ns + self.pause_ns;
         let Places { moved, refused, move_ns, .. } = self.places;
         self.places = Places { moved, refused, move_ns, ..places };
-        self.phase = if moves.is_empty() { Phase::Rest } else { Phase::Move(moves) };
+        self.phase = if moves.is_empty() || !snapshot.ksm.ours { Phase::Rest } else { Phase::Move(moves) };
     }
 
     /// The frames to move now, at most `most`.
