@@ -239,7 +239,9 @@ fn unmerging_stops_before_the_limit() {
     has_no_room(&pids[..1]);
     let left = (limit - limited.peak()) / MIB;
     println!("merged {before} MiB, then {} MiB; {left} MiB of the limit were left at least", merged());
-    assert!(merged() + 50 < before && merged() + 70 > before, "{} of {before}", merged());
+    // Copies in a mapping that could not be unmarked to the end are counted as merged until ksmd comes by.
+    assert!(merged() + 40 < before && merged() + 70 > before, "{} of {before}", merged());
+    assert!(left < 64, "it stopped too soon");
     assert!(left * MIB >= MARGIN);
     are_well(&mut shufflers, Duration::from_secs(2));
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
