@@ -191,6 +191,9 @@ impl Placer {
     /// What is to be looked at now. `merging` while ksmd is about to change it, `room_ns` the CPU time there is.
     pub fn looks(&mut self, slots: &Slots, snapshot: &Snapshot, merging: bool, room_ns: u64) -> Vec<Run> {
         if snapshot.nodes.len() < 2 {
+            // Should there be another again, everything is to be looked at anew.
+            (self.phase, self.looked_at) = (Phase::Rest, None);
+            self.places.nodes.clear();
             return Vec::new();
         }
         if matches!(self.phase, Phase::Move(_)) && !snapshot.ksm.ours {

@@ -64,9 +64,9 @@ fn twins_are_folded_and_get_all_back() {
     let found: u64 = pids.iter().map(|&pid| marks(pid).marked).sum();
     assert!(marked.abs_diff(found) <= MIB, "{marked} marked, and {found} by smaps");
     for &pid in &pids {
-        // Not the memory that nobody shares: at most where it touches what is shared.
+        // Also what nobody shares, where it lies in one mapping with what is shared.
         let Marks { marked, merged } = marks(pid);
-        assert!((most(savable)..savable + 6 * MIB).contains(&marked), "{marked}");
+        assert!((most(savable)..savable + 30 * MIB).contains(&marked), "{marked}");
         assert!(merged >= most(savable), "{merged}");
     }
     assert!(bytes(&summary, "metadata_bytes") >= 2 * most(savable) / 64);
@@ -124,7 +124,7 @@ fn a_dry_run_touches_nothing_and_expects_the_truth() {
     let (marked, expected) = (bytes(&summary, "marked_bytes"), bytes(&summary, "expected_bytes"));
     let duplicate = 64 * MIB;
     assert!((most(duplicate)..duplicate + 2 * MIB).contains(&expected), "{expected}");
-    assert!((expected..duplicate + 12 * MIB).contains(&marked), "{marked}");
+    assert!((expected..duplicate + 44 * MIB).contains(&marked), "{marked}");
 }
 
 #[test]
