@@ -16,6 +16,8 @@ use support::*;
 
 /// What is kept, as in docs/privileges.md: CAP_DAC_READ_SEARCH (2), CAP_SYS_PTRACE (19), CAP_SYS_ADMIN (21).
 const KEPT: u64 = 1 << 2 | 1 << 19 | 1 << 21;
+/// Kept as well where there are several memory nodes.
+const SYS_NICE: u64 = 1 << 23;
 
 fn units() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd")
@@ -31,7 +33,8 @@ fn has_given_up(pid: i32) {
             u64::from_str_radix(line.trim(), 16).unwrap()
         };
         assert_eq!((field("CapEff:"), field("CapPrm:")), (KEPT, KEPT), "{status}");
-        assert_eq!(field("CapBnd:") & !KEPT, 0, "{status}");
+        // What the unit leaves for machines with several memory nodes cannot be had any more: see no_new_privs.
+        assert_eq!(field("CapBnd:") & !(KEPT | SYS_NICE), 0, "{status}");
         assert_eq!((field("CapInh:"), field("CapAmb:"), field("NoNewPrivs:")), (0, 0, 1), "{status}");
     }
 }
@@ -493,7 +496,7 @@ fn the_units_make_sense_to_systemd() {
 #[test]
 fn the_units_are_as_tight_as_documented() {
     let dir = installed();
-    for (unit, most) in [("pagefold.service", 18), ("pagefold-injector@.service", 60)] {
+    for (unit, most) in [("pagefold.service", 20), ("pagefold-injector@.service", 60)] {
         let threshold = format!("--threshold={most}");
         let args = ["--no-pager", "security", "--offline=true", &threshold];
         let Some(output) = analyze(&args, &dir.path().join(unit)) else { return };
