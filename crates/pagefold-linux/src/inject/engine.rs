@@ -167,7 +167,8 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
         End::Filtered => Verdict::Failed(InjectError::Filtered { pid }),
         End::Compat => Verdict::Failed(InjectError::Compat { pid }),
         End::Dispatched => Verdict::Failed(InjectError::Dispatched { pid }),
-        End::Fault => Verdict::Failed(InjectError::Fault { pid }),
+        // Mostly a fault of its own that it was about to be told of when it stopped: it will fault again by itself.
+        End::Fault => Verdict::Again(InjectError::Fault { pid }),
         End::Abandoned => Verdict::Failed(InjectError::TimedOut { pid, what: "let itself be attached".into() }),
         End::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
         End::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
