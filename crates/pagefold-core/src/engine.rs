@@ -229,10 +229,10 @@ impl Engine {
         self.planned = runs.iter().map(|run| u64::from(run.pages)).sum();
         // By region and address: what lies together is read together.
         runs.sort_by_key(|run| (run.region, run.first));
-        let asked = |region: &&Region| matches!(region.stage, Stage::Examine(_)) && !region.activity_known;
         let several_nodes = self.snapshot.nodes.len() > 1;
-        let activity =
-            self.slots.iter().filter(|_| several_nodes).filter(asked).map(|region| region.view.key).collect();
+        let is_read = |key: RegionKey| runs.binary_search_by_key(&key, |run| run.region).is_ok();
+        let asked = |region: &&Region| several_nodes && region.tells_activity() && is_read(region.view.key);
+        let activity = self.slots.iter().filter(asked).map(|region| region.view.key).collect();
         let looks = self.placer.looks(&self.slots, &self.snapshot, self.merger.is_busy(), self.room_ns(pace));
         SamplePlan { runs, digest_seed: self.config.seed, shared: self.several_domains(), activity, looks }
     }
@@ -385,7 +385,7 @@ impl Engine {
         if examined {
             region.stage = Stage::Examine(sample.page + 1);
         }
-        if sample.active && !region.activity_known {
+        if sample.active && region.tells_activity() {
             region.is_active(sample.page);
         }
         self.placer.sampled(region.view.owner, sample);

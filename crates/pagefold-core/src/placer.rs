@@ -32,8 +32,9 @@ const PAUSE_MAX_NS: u64 = 600_000_000_000;
 const SLACK: usize = 200;
 /// The part of a node's memory that must stay free.
 const RESERVE: u64 = 32;
-/// Sharers of a frame that count; those beyond do not change who gets it.
-const SHARERS_MAX: usize = 64;
+/// Up to so many processes are told apart. Of more, those with the same home, nice value and policy are taken for likes of
+/// each other: there are more sets of sharers than could be kept.
+const OWNERS_MAX: usize = 16;
 
 /// A merged frame.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +42,9 @@ struct Frame {
     node: NodeKey,
     /// Who maps it: an index into the sets of sharers.
     sharers: u32,
+    /// Who was found first to map it, who last, and whether his copy was active.
+    first: OwnerKey,
+    last: (OwnerKey, bool),
     /// A page that maps it.
     region: RegionKey,
     page: Vpn,
@@ -50,44 +54,77 @@ struct Frame {
 #[derive(Debug, Default)]
 struct Count {
     frames: FxHashMap<u64, Frame>,
-    /// Sets of sharers and whether their copies were active, each once, ascending. The first is empty.
-    sets: Vec<Vec<(OwnerKey, bool)>>,
-    /// The set that a set becomes with one more.
-    with: FxHashMap<(u32, OwnerKey, bool), u32>,
-    known: FxHashMap<Vec<(OwnerKey, bool)>, u32>,
+    /// Whom each process is taken for, and up to how many such are counted: see [`OWNERS_MAX`].
+    likes: BTreeMap<OwnerKey, (OwnerKey, u32)>,
+    /// Sets of sharers, whether their copies were active, and how many such there are: each once, ascending. The first is
+    /// empty.
+    sets: Vec<Sharers>,
+    /// The set that a set becomes with one more, or with one of whom another copy was active.
+    with: FxHashMap<(u32, OwnerKey, bool, bool), u32>,
+    known: FxHashMap<Sharers, u32>,
     /// Pages that map merged frames, by process and node.
     mapped: BTreeMap<OwnerKey, BTreeMap<NodeKey, u64>>,
 }
 
+type Sharers = Vec<((OwnerKey, bool), u32)>;
+
 impl Count {
+    /// With nothing counted yet. `home` tells where a process is at home, if that is known.
+    fn new(owners: &[OwnerView], home: impl Fn(&OwnerView) -> Option<NodeKey>) -> Self {
+        let alike = |a: &OwnerView, b: &OwnerView| {
+            let place = |view: &OwnerView| Some((home(view)?, view.nice, view.allowed, view.placement));
+            a.owner == b.owner || owners.len() > OWNERS_MAX && place(a).is_some() && place(a) == place(b)
+        };
+        let mut kinds: Vec<&OwnerView> = Vec::new();
+        let mut likes = BTreeMap::new();
+        for view in owners {
+            let kind = kinds.iter().find(|kind| alike(kind, view)).copied().unwrap_or_else(|| {
+                kinds.push(view);
+                view
+            });
+            let most = if view.placement == Placement::Priority { u32::MAX } else { 1 };
+            likes.insert(view.owner, (kind.owner, most));
+        }
+        Self { likes, ..Self::default() }
+    }
+
     fn add(&mut self, owner: OwnerKey, active: bool, sample: &MergedSample) {
         *self.mapped.entry(owner).or_default().entry(sample.node).or_default() += 1;
         let MergedSample { region, page, frame, node } = *sample;
-        let before = self.frames.get(&frame).map_or(0, |frame| frame.sharers);
-        let sharers = match self.with.get(&(before, owner, active)) {
+        let before = self.frames.get(&frame).copied();
+        // A process that maps it twice counts once, and as active if one of the two is.
+        let again = before.filter(|before| before.last.0 == owner).map(|before| before.last.1);
+        if again.is_some_and(|was_active| was_active || !active) {
+            return;
+        }
+        let (set, again) = (before.map_or(0, |frame| frame.sharers), again.is_some());
+        let (like, most) = self.likes.get(&owner).copied().unwrap_or((owner, 1));
+        let sharers = match self.with.get(&(set, like, active, again)) {
             Some(&set) => set,
-            None => self.extend(before, owner, active),
+            None => self.extend(set, (like, most), active, again),
         };
-        self.frames.entry(frame).or_insert(Frame { node, sharers, region, page }).sharers = sharers;
+        let entry = self.frames.entry(frame);
+        let entry = entry.or_insert(Frame { node, sharers, first: owner, last: (owner, active), region, page });
+        (entry.sharers, entry.last) = (sharers, (owner, active));
     }
 
-    fn extend(&mut self, before: u32, owner: OwnerKey, active: bool) -> u32 {
+    fn extend(&mut self, before: u32, (like, most): (OwnerKey, u32), active: bool, again: bool) -> u32 {
         if self.sets.is_empty() {
-            self.sets.push(Vec::new());
+            self.sets.push(Sharers::new());
         }
-        let mut set = self.sets[before as usize].clone();
-        match set.binary_search_by_key(&owner, |&(owner, _)| owner) {
-            // A process that maps it twice, the one active and the other not.
-            Ok(at) => set[at].1 |= active,
-            Err(at) if set.len() < SHARERS_MAX => set.insert(at, (owner, active)),
-            Err(_) => {}
+        let mut set: BTreeMap<_, u32> = self.sets[before as usize].iter().copied().collect();
+        if let Some(idle) = set.get_mut(&(like, false)).filter(|_| again) {
+            *idle -= 1;
         }
+        let number = set.entry((like, active)).or_default();
+        *number = (*number + 1).min(most);
+        let set: Sharers = set.into_iter().filter(|&(_, number)| number > 0).collect();
         let next = u32::try_from(self.sets.len()).unwrap_or(u32::MAX);
         let number = *self.known.entry(set.clone()).or_insert(next);
         if number == next {
             self.sets.push(set);
         }
-        self.with.insert((before, owner, active), number);
+        self.with.insert((before, like, active, again), number);
         number
     }
 }
@@ -201,9 +238,10 @@ impl Placer {
             self.phase = Phase::Rest;
         }
         if matches!(self.phase, Phase::Rest) && !merging && self.wants_look(snapshot) {
-            self.looked_at = Some((snapshot.ksm.saved(), snapshot.owners.clone()));
+            self.looked_at = Some((snapshot.ksm.saved(), self.at_home(snapshot)));
             self.recount = false;
-            self.phase = Phase::Look(marked(slots), Count::default());
+            let count = Count::new(&snapshot.owners, |view| self.home(view));
+            self.phase = Phase::Look(marked(slots), count);
         }
         let Phase::Look(ahead, _) = &mut self.phase else { return Vec::new() };
         let mut left = LOOK_PAGES.min(room_ns / LOOK_PAGE_NS).max(1_024);
@@ -225,7 +263,17 @@ impl Placer {
         let Some((saved, owners)) = &self.looked_at else { return snapshot.ksm.saved() > Pages(0) };
         let now = snapshot.ksm.saved();
         let grown = now.saturating_sub(*saved).0.max(saved.saturating_sub(now).0);
-        snapshot.now_ns >= self.next_ns && (self.recount || grown > 64.max(saved.0 / 64) || *owners != snapshot.owners)
+        let changed = || self.recount || grown > 64.max(saved.0 / 64) || *owners != self.at_home(snapshot);
+        snapshot.now_ns >= self.next_ns && changed()
+    }
+
+    /// The node of a process: where it runs, else where most of its memory is, if that is known.
+    fn home(&self, view: &OwnerView) -> Option<NodeKey> {
+        view.home.or(most(self.memory.get(&view.owner)))
+    }
+
+    fn at_home(&self, snapshot: &Snapshot) -> Vec<OwnerView> {
+        snapshot.owners.iter().map(|view| OwnerView { home: self.home(view), ..*view }).collect()
     }
 
     /// Takes note of the node that a private page is on.
@@ -254,6 +302,8 @@ impl Placer {
         }
         let count = std::mem::take(count);
         self.memory.retain(|owner, _| snapshot.owners.iter().any(|view| view.owner == *owner));
+        // What was seen long ago says less: a program may move.
+        self.memory.values_mut().flat_map(BTreeMap::values_mut).for_each(|pages| *pages = pages.div_ceil(2));
         let (places, moves) = settle(&count, &snapshot.owners, &self.memory, &snapshot.nodes, latencies);
         let fruitless = moves.len() * SLACK < count.frames.len();
         self.pause_ns = if fruitless { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MAX_NS) } else { PAUSE_NS };
@@ -291,7 +341,7 @@ pub fn look_once(
     nodes: &[NodeView],
     latencies: Latencies,
 ) -> Places {
-    let mut count = Count::default();
+    let mut count = Count::new(owners, |view| view.home);
     for (owner, sample) in merged {
         count.add(*owner, false, sample);
     }
@@ -319,7 +369,10 @@ fn settle(
 /// The marked spans, as runs.
 fn marked(slots: &Slots) -> VecDeque<Run> {
     let mut runs = VecDeque::new();
-    for region in slots.iter() {
+    // Those of one process together, so that one that maps a frame twice is noticed.
+    let mut regions: Vec<&Region> = slots.iter().collect();
+    regions.sort_by_key(|region| region.view.owner);
+    for region in regions {
         let key = region.view.key;
         let mut add = |mut first: Vpn, mut pages: u64| {
             while pages > 0 {
@@ -337,6 +390,11 @@ fn marked(slots: &Slots) -> VecDeque<Run> {
     runs
 }
 
+/// The node that has the most.
+fn most(nodes: Option<&BTreeMap<NodeKey, u64>>) -> Option<NodeKey> {
+    nodes?.iter().max_by_key(|&(_, &pages)| pages).map(|(&node, _)| node)
+}
+
 /// The processes, each with a home.
 struct Owners(BTreeMap<OwnerKey, (OwnerView, NodeKey)>);
 
@@ -344,10 +402,8 @@ impl Owners {
     fn of(views: &[OwnerView], memory: &BTreeMap<OwnerKey, BTreeMap<NodeKey, u64>>, count: &Count) -> Self {
         let with_home = |view: &OwnerView| {
             // Of its own memory, and if none of that is known, of what it has merged.
-            let most =
-                |nodes: &BTreeMap<NodeKey, u64>| nodes.iter().max_by_key(|&(_, &pages)| pages).map(|(&node, _)| node);
             let known = || memory.get(&view.owner).or_else(|| count.mapped.get(&view.owner));
-            let home = view.home.or_else(|| known().and_then(most))?;
+            let home = view.home.or_else(|| most(known()))?;
             Some((view.owner, (*view, home)))
         };
         Self(views.iter().filter_map(with_home).collect())
@@ -398,24 +454,26 @@ fn totals(count: &Count, nodes: &[NodeView]) -> Vec<NodeTotal> {
 
 /// Which frames move where.
 fn decide(count: &Count, owners: &Owners, nodes: &[NodeView]) -> VecDeque<Move> {
-    let mut by_sharers: Vec<Vec<&Frame>> = vec![Vec::new(); count.sets.len()];
+    // Those that one process has in common with likes of each other are dealt out by themselves: each has its share then.
+    let mut by_sharers: BTreeMap<(u32, OwnerKey), Vec<&Frame>> = BTreeMap::new();
     for frame in count.frames.values() {
-        by_sharers[frame.sharers as usize].push(frame);
+        by_sharers.entry((frame.sharers, frame.first)).or_default().push(frame);
     }
     let there: NodeSet = nodes.iter().map(|view| view.node).collect();
     let mut room: BTreeMap<NodeKey, u64> =
         nodes.iter().map(|view| (view.node, view.free.0.saturating_sub(view.total.0 / RESERVE))).collect();
     let mut carry = Carry::default();
     let mut moves = Vec::new();
-    for (set, mut frames) in count.sets.iter().zip(by_sharers) {
-        if frames.is_empty() {
-            continue;
-        }
-        let known = || set.iter().filter_map(|(owner, active)| Some((owners.0.get(owner)?, *active)));
-        let Some(placement) = known().map(|((view, _), _)| view.placement).next() else { continue };
-        let allowed = known().fold(there, |nodes, ((view, _), _)| nodes.and(view.allowed));
-        let sharers: Vec<Sharer> =
-            known().map(|(&(view, home), active)| Sharer { home, nice: view.nice, active }).collect();
+    for ((set, _), mut frames) in by_sharers {
+        let set = &count.sets[set as usize];
+        let known =
+            || set.iter().filter_map(|&((owner, active), number)| Some((owners.0.get(&owner)?, active, number)));
+        let Some(placement) = known().map(|((view, _), ..)| view.placement).next() else { continue };
+        let allowed = known().fold(there, |nodes, ((view, _), ..)| nodes.and(view.allowed));
+        let alike = |(&(view, home), active, number): (&(OwnerView, NodeKey), bool, u32)| {
+            std::iter::repeat_n(Sharer { home, nice: view.nice, active }, number as usize)
+        };
+        let sharers: Vec<Sharer> = known().flat_map(alike).collect();
         let parts = shares(placement, &sharers, allowed);
         if parts.is_empty() {
             continue;

@@ -116,8 +116,8 @@ pub struct Region {
     pub alone: Alone,
     /// Its contents were claimed for its domain when it was last read whole: several domains were active.
     pub claimed: bool,
-    /// Which of its pages were active when it was first read whole, by groups of 64 pages. Later reading tells nothing:
-    /// being read makes a page active.
+    /// Which of its pages were active when they were first read, by groups of 64 pages. Later reading tells nothing: being
+    /// read makes a page active.
     pub active: BTreeMap<u64, u64>,
     /// That is known.
     pub activity_known: bool,
@@ -281,6 +281,13 @@ impl Region {
         self.dirty = false;
         self.not_before_ns = until_ns;
         self.churn.forget();
+    }
+
+    /// Whether its pages still tell if its process uses them. Being read twice makes a page active, so each may be asked at
+    /// its first two readings at most: in the first two cycles of sampling, or in reading it whole after less than one.
+    pub fn tells_activity(&self) -> bool {
+        let cycles = if matches!(self.stage, Stage::Examine(_)) { 1 } else { 2 };
+        !self.activity_known && self.looked_at <= cycles * self.view.pages.0
     }
 
     /// Takes note of an active page.

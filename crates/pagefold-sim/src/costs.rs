@@ -14,6 +14,13 @@ pub struct Costs {
     pub read_page_ns: u64,
     /// Looking up how a page is held, in pagemap, in batches.
     pub look_page_ns: u64,
+    /// Looking up whether a page's frame is merged, or active, in kpageflags, in batches.
+    pub look_frame_ns: u64,
+    /// Moving one merged frame to another node, in batches (3,000 to 5,000 measured).
+    pub move_frame_ns: u64,
+    /// What is free on a node; where a process runs, its nice value and what it may use: two or three small files (4 to
+    /// 6 us each measured).
+    pub whereabouts_ns: u64,
     /// Observing one process, whatever its size: opening its files, its `ksm_stat` (5 us measured). Assumed.
     pub observe_owner_ns: u64,
     /// Observing one region: its line of maps (1.1 us measured for producing and reading it).
@@ -61,6 +68,9 @@ impl Default for Costs {
             read_run_ns: 500,
             read_page_ns: 500,
             look_page_ns: 33,
+            look_frame_ns: 100,
+            move_frame_ns: 4_000,
+            whereabouts_ns: 15_000,
             observe_owner_ns: 25_000,
             observe_region_ns: 1_100,
             count_page_ns: 12,

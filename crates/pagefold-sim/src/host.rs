@@ -3,6 +3,8 @@
 //! Time passes in [`Host::wait`], and while pagefold itself works: observing, reading and marking take as
 //! long as they cost. ksmd and the processes go on meanwhile.
 
+mod placing;
+
 use crate::costs::Costs;
 use crate::knobs::Knobs;
 use crate::ksmd::Ksmd;
@@ -15,6 +17,7 @@ use pagefold_core::host::{
     RegionKey, RegionView, Run, SamplePlan, Samples, Snapshot, Span, Stops,
 };
 use pagefold_core::units::{Bytes, EXTENT_PAGES, Pages, Vpn};
+use placing::Placing;
 use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -70,6 +73,7 @@ pub struct SimHost {
     ours: bool,
     free: MemoryView,
     ignored_orders: u64,
+    placing: Placing,
 }
 
 impl SimHost {
@@ -94,12 +98,17 @@ impl SimHost {
             ours: true,
             free: MemoryView::default(),
             ignored_orders: 0,
+            placing: Placing::default(),
         }
     }
 
     /// Adds a process. It starts at its time, or now if that has passed.
     pub fn add(&mut self, process: Process) -> OwnerKey {
-        let owner = self.memory.add_owner(process.untouchable, process.domain);
+        let owner = self.memory.add_owner(process.untouchable, process.domain, process.place);
+        let named = process.mappings.iter().filter_map(|mapping| mapping.node);
+        for node in named.chain([process.place.home]) {
+            assert!(self.memory.nodes.has(node), "there is no node {}", node.0);
+        }
         let start_ns = process.start_ns;
         self.processes.push(process);
         let start = Event::Start { process: self.processes.len() - 1, owner };
@@ -296,6 +305,10 @@ impl SimHost {
         let (mapping, first) = &self.mappings[index];
         let pages = mapping.populate(&mut self.unique, &mut self.stream);
         let region = self.memory.map(owner, mapping.family, *first, pages, mapping.huge);
+        self.memory.settle(region.0, mapping.node);
+        if let Some(region) = self.memory.region_mut(region.0) {
+            region.active = mapping.active;
+        }
         match mapping.behaviour.clone() {
             Behaviour::Static => {}
             Behaviour::ShortLived { life_ns } => {
@@ -375,6 +388,8 @@ impl SimHost {
     fn read_run(&self, run: &Run, plan: &SamplePlan, samples: &mut Vec<PageSample>) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
         let (mut looked_at, mut read) = (0, 0);
+        let (several, asked) = (self.memory.nodes.several(), plan.activity.contains(&run.region));
+        let mut looked_up = 0;
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             let state = self.memory.state(region, offset);
@@ -386,19 +401,25 @@ impl SimHost {
             };
             read += u64::from(is_read);
             let found = if is_read { digest(region.content[offset as usize], plan.digest_seed) } else { Digest::ZERO };
-            let huge = state == PageState::Private && region.is_huge(offset);
+            let private = state == PageState::Private;
+            let huge = private && region.is_huge(offset);
+            looked_up += u64::from(private && asked);
+            let in_use = || region.active || region.reads.get(offset as usize).is_some_and(|&reads| reads > 1);
             samples.push(PageSample {
                 region: run.region,
                 page: Vpn(number),
                 state,
                 huge,
                 digest: found,
-                active: false,
-                node: None,
+                active: private && asked && in_use(),
+                node: if several && private { self.memory.node_of(region, offset) } else { None },
             });
         }
         let started = if read > 0 { self.costs.read_run_ns } else { 0 };
-        started + looked_at * self.costs.look_page_ns + read * self.costs.read_page_ns
+        started
+            + looked_at * self.costs.look_page_ns
+            + looked_up * self.costs.look_frame_ns
+            + read * self.costs.read_page_ns
     }
 
     /// Marks or unmarks spans, one stop for all of a process.
@@ -467,38 +488,39 @@ impl Host for SimHost {
     fn observe(&mut self) -> Result<Snapshot, Infallible> {
         let live: Vec<(u32, u32)> = self.memory.live_regions().map(|(key, region)| (key, region.owner)).collect();
         let mut price_ns = 0;
-        let mut last_owner = None;
+        let mut owners: Vec<OwnerKey> = Vec::new();
         let mut regions = Vec::with_capacity(live.len());
         for (key, owner) in live {
-            if last_owner.replace(owner) != Some(owner) {
+            if owners.last() != Some(&OwnerKey(owner)) {
+                owners.push(OwnerKey(owner));
                 price_ns += self.costs.observe_owner_ns;
             }
             regions.extend(self.view(key, owner, &mut price_ns));
         }
         let (now_ns, ksm) = (self.now_ns, self.ksm());
-        self.spend(price_ns);
-        Ok(Snapshot {
-            now_ns,
-            regions,
-            ksm,
-            memory: self.free,
-            cost: self.cost(),
-            nodes: Vec::new(),
-            owners: Vec::new(),
-        })
+        let (nodes, owners, places_ns) = self.look_at_places(&owners);
+        self.spend(price_ns + places_ns);
+        Ok(Snapshot { now_ns, regions, ksm, memory: self.free, cost: self.cost(), nodes, owners })
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
         let mut pages = Vec::with_capacity(plan.runs.iter().map(|run| run.pages as usize).sum());
-        let cpu_ns = plan.runs.iter().map(|run| self.read_run(run, plan, &mut pages)).sum();
+        let mut cpu_ns = 0;
+        for run in &plan.runs {
+            cpu_ns += self.read_run(run, plan, &mut pages);
+            self.note_read(run);
+        }
+        let mut merged = Vec::new();
+        cpu_ns += plan.looks.iter().map(|run| self.look_for_merged(run, &mut merged)).sum::<u64>();
         self.spend(cpu_ns);
-        Ok(Samples { pages, merged: Vec::new(), cpu_ns })
+        Ok(Samples { pages, merged, cpu_ns })
     }
 
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
         let mut outcome = Outcome::default();
         outcome.unmarked = self.change_marks(&actions.unmark, false, &mut outcome);
         outcome.marked = self.change_marks(&actions.mark, true, &mut outcome);
+        self.place(&actions.moves, &mut outcome);
         if self.ours {
             self.ksmd.order(actions.merge, self.now_ns);
         } else if actions.merge != MergeOrder::Keep {

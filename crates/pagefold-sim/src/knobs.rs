@@ -4,6 +4,7 @@ use pagefold_core::units::Permyriad;
 
 /// How the machine is set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "switches that have nothing to do with each other")]
 pub struct Knobs {
     /// KSM's `use_zero_pages`.
     pub use_zero_pages: bool,
@@ -11,6 +12,8 @@ pub struct Knobs {
     pub smart_scan: bool,
     /// KSM's `max_page_sharing`.
     pub max_page_sharing: u32,
+    /// KSM's `merge_across_nodes`.
+    pub merge_across_nodes: bool,
     /// Whether merged and fork-shared pages are read too (at the price of a private one).
     pub read_merged: bool,
     /// The share of processes that cannot be stopped at the moment, each time anew.
@@ -26,6 +29,7 @@ impl Default for Knobs {
             use_zero_pages: false,
             smart_scan: true,
             max_page_sharing: 256,
+            merge_across_nodes: true,
             read_merged: true,
             busy: Permyriad(0),
             resident_age_ns: 5_000_000_000,

@@ -69,7 +69,7 @@ struct Visit {
 impl Ksmd {
     pub(crate) fn new(costs: Costs, knobs: Knobs) -> Self {
         Self {
-            trees: Trees::new(knobs.max_page_sharing),
+            trees: Trees::new(knobs.max_page_sharing, knobs.merge_across_nodes),
             costs,
             knobs,
             list: Vec::new(),
@@ -329,35 +329,43 @@ impl Ksmd {
             self.trees.detach(memory, item.frame);
             self.trees.attach(memory, frame);
             item.frame = frame;
-            cost_ns += self.stable_walk_ns();
+            cost_ns += self.stable_walk_ns(memory.frames[frame as usize].tree);
         }
+        self.trees.follow(memory, frame);
         if let Some(region) = memory.region_mut(key) {
             region.items[page as usize] = item;
         }
         Visit { cost_ns, counts: true }
     }
 
-    fn stable_walk_ns(&self) -> u64 {
-        self.trees.stable_levels() * self.costs.stable_level_ns
-            + self.trees.crossed_dups_milli() * self.costs.chain_dup_ns / 1000
+    fn stable_walk_ns(&self, tree: u16) -> u64 {
+        self.trees.stable_levels(tree) * self.costs.stable_level_ns
+            + self.trees.crossed_dups_milli(tree) * self.costs.chain_dup_ns / 1000
     }
 
-    /// The stable tree, then the unstable one. Sets `joined` to the merged frame on success.
+    /// The stable tree, then the unstable one. Sets `joined` to the merged frame on success. What is found in the stable
+    /// tree stays where it is; of two found in the unstable one, the page that is being visited stays
+    /// (`try_to_merge_two_pages`), and so decides the node.
     fn search(&mut self, memory: &mut Memory, key: u32, page: u32, content: u64, joined: &mut u32) -> u64 {
-        let mut cost_ns = self.stable_walk_ns();
-        if let Some(frame) = self.trees.find_stable(memory, content) {
+        let node = memory.region(key).and_then(|region| memory.node_of(region, page)).unwrap_or_default();
+        let tree = self.trees.of(node);
+        let mut cost_ns = self.stable_walk_ns(tree);
+        if let Some(frame) = self.trees.find_stable(memory, tree, content) {
+            debug_assert!(self.knobs.merge_across_nodes || memory.frames[frame as usize].node == node);
             memory.join(key, page, frame);
             self.trees.attach(memory, frame);
             *joined = frame;
             return cost_ns + self.costs.merge_stable_ns;
         }
-        cost_ns += self.trees.unstable_levels() * self.costs.unstable_level_ns;
-        let Some((other_key, other_page)) = self.trees.find_unstable(memory, content, (key, page)) else {
-            self.trees.insert_unstable(content, (key, page));
+        cost_ns += self.trees.unstable_levels(tree) * self.costs.unstable_level_ns;
+        let Some((other_key, other_page)) = self.trees.find_unstable(memory, tree, content, (key, page)) else {
+            self.trees.insert_unstable(tree, content, (key, page));
             return cost_ns;
         };
-        self.trees.remove_unstable(content);
-        let frame = self.trees.insert_stable(memory, content);
+        self.trees.remove_unstable(tree, content);
+        let frame = self.trees.insert_stable(memory, node, content);
+        let other = memory.region(other_key).and_then(|region| memory.node_of(region, other_page));
+        debug_assert!(self.knobs.merge_across_nodes || other == Some(node));
         for (key, page) in [(other_key, other_page), (key, page)] {
             memory.join(key, page, frame);
             self.trees.attach(memory, frame);

@@ -1,9 +1,11 @@
 //! Laws that hold whatever happens: no process ever sees a page change through merging, what is counted
 //! is what is there, and the same seed gives the same run.
 
-use crate::memory::{Hold, NONE};
+use crate::memory::{Hold, Memory, NONE};
 use crate::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost, Writes};
-use pagefold_core::host::{Actions, Host, MergeOrder, OwnerKey, RegionKey, Span};
+use pagefold_core::host::{
+    Actions, Host, MergeOrder, Move, NodeKey, OwnerKey, PageState, RegionKey, Run, SamplePlan, Span,
+};
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -12,7 +14,7 @@ const PAGES: u64 = 24;
 
 #[derive(Clone, Debug)]
 enum Step {
-    Start(u8),
+    Start(u8, u16),
     Exit(prop::sample::Index),
     Fork(prop::sample::Index),
     Write(prop::sample::Index, u64, u64),
@@ -20,12 +22,17 @@ enum Step {
     Unmark(prop::sample::Index, u64, u64),
     Order(u8),
     Wait(u64),
+    Move(prop::sample::Index, u64, u16),
+    Home(prop::sample::Index, u16),
+    Remove(u16),
+    Restore(u16),
+    Read(prop::sample::Index),
 }
 
 fn step() -> impl Strategy<Value = Step> {
     let at = any::<prop::sample::Index>;
     prop_oneof![
-        2 => (0u8..5).prop_map(Step::Start),
+        2 => (0u8..5, 0u16..4).prop_map(|(kind, node)| Step::Start(kind, node)),
         1 => at().prop_map(Step::Exit),
         1 => at().prop_map(Step::Fork),
         5 => (at(), 0..PAGES, 0u64..4).prop_map(|(who, page, content)| Step::Write(who, page, content)),
@@ -33,12 +40,19 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (at(), 0..PAGES, 0..PAGES).prop_map(|(who, page, pages)| Step::Unmark(who, page, pages)),
         5 => (0u8..3).prop_map(Step::Order),
         5 => (0u64..400_000).prop_map(Step::Wait),
+        4 => (at(), 0..PAGES, 0u16..4).prop_map(|(who, page, node)| Step::Move(who, page, node)),
+        1 => (at(), 0u16..4).prop_map(|(who, node)| Step::Home(who, node)),
+        1 => (0u16..4).prop_map(Step::Remove),
+        1 => (0u16..4).prop_map(Step::Restore),
+        1 => at().prop_map(Step::Read),
     ]
 }
 
 /// The host under test beside what every page must hold.
 struct Pair {
     sim: SimHost,
+    /// Memory nodes.
+    nodes: u16,
     owners: Vec<OwnerKey>,
     expected: BTreeMap<(RegionKey, Vpn), u64>,
 }
@@ -63,7 +77,7 @@ impl Pair {
 
     fn take(&mut self, step: &Step) {
         match *step {
-            Step::Start(kind) => {
+            Step::Start(kind, node) => {
                 let fill = match kind {
                     0 => Fill::Series(1),
                     1 => Fill::Same(1),
@@ -71,7 +85,8 @@ impl Pair {
                     3 => Fill::Untouched,
                     _ => Fill::Random,
                 };
-                let owner = self.sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(PAGES), fill)));
+                let process = Process::starting_at(0).at_home_on(node % self.nodes);
+                let owner = self.sim.add(process.mapping(Mapping::new(Pages(PAGES), fill)));
                 self.adopt(owner);
             }
             Step::Exit(who) if !self.owners.is_empty() => {
@@ -106,8 +121,53 @@ impl Pair {
                 self.sim.apply(&Actions { merge, ..Actions::default() }).unwrap();
             }
             Step::Wait(ns) => self.sim.wait(ns).unwrap(),
-            Step::Exit(_) | Step::Fork(_) => {}
+            Step::Move(who, page, node) => {
+                let Some(Span { region, first: page, .. }) = self.span(who, page, 1) else { return };
+                let merged = |sim: &SimHost| sim.page(region, page).unwrap().1 == PageState::Merged;
+                let (before, was_merged) = (self.sim.node_of(region, page), merged(&self.sim));
+                let moves = vec![Move { region, page, node: NodeKey(node) }];
+                let outcome = self.sim.apply(&Actions { moves, ..Actions::default() }).unwrap();
+                assert!(outcome.moved == 0 || was_merged, "only merged frames are moved");
+                // ksmd and the processes stand still: no order was given, but one may be under way.
+                if merged(&self.sim) && was_merged && !self.sim.is_scanning() {
+                    let wanted = if outcome.moved == 1 { Some(NodeKey(node)) } else { before };
+                    assert_eq!(self.sim.node_of(region, page), wanted);
+                }
+            }
+            Step::Home(who, node) if !self.owners.is_empty() => {
+                self.sim.set_home(*who.get(&self.owners), node % self.nodes);
+            }
+            Step::Remove(node) => {
+                if self.sim.remove_node(node) {
+                    let left = self
+                        .expected
+                        .keys()
+                        .filter(|(region, page)| self.sim.node_of(*region, *page) == Some(NodeKey(node)));
+                    assert_eq!(left.count(), 0, "node {node} has gone");
+                }
+            }
+            Step::Restore(node) => self.sim.restore_node(node),
+            Step::Read(who) => self.read(who),
+            Step::Exit(_) | Step::Fork(_) | Step::Home(..) => {}
         }
+    }
+
+    /// What is told of pages and frames is so.
+    fn read(&mut self, who: prop::sample::Index) {
+        let Some(Span { region, first, .. }) = self.span(who, 0, PAGES) else { return };
+        let run = Run { region, first: Vpn(first.0), pages: u32::try_from(PAGES).unwrap() };
+        let (memory, _) = self.sim.parts();
+        let found = memory.region(region.0).unwrap();
+        let several = memory.nodes.several();
+        let nodes: Vec<_> = (0..found.len()).map(|page| memory.node_of(found, page).filter(|_| several)).collect();
+        let frames: Vec<_> = (0..found.len()).filter_map(|page| found.merged_frame(page)).map(u64::from).collect();
+        let plan = SamplePlan { runs: vec![run], looks: vec![run], ..SamplePlan::default() };
+        let samples = self.sim.read(&plan).unwrap();
+        for (sample, node) in samples.pages.iter().zip(nodes) {
+            assert_eq!(sample.node, node.filter(|_| sample.state == PageState::Private));
+            assert!(!sample.active, "not asked");
+        }
+        assert_eq!(samples.merged.iter().map(|sample| sample.frame).collect::<Vec<_>>(), frames);
     }
 
     fn apply(&mut self, put: fn(&mut Actions, Span), who: prop::sample::Index, page: u64, pages: u64) {
@@ -171,6 +231,36 @@ fn check_books(sim: &SimHost) {
     assert_eq!(memory.merged_pages, mapped.iter().map(|&mapped| u64::from(mapped)).sum::<u64>());
     assert_eq!(memory.merged_frames, mapped.iter().filter(|&&mapped| mapped > 0).count() as u64);
     ksmd.trees.check_books(memory);
+    check_nodes(memory);
+}
+
+/// Counts the frames on each node anew and compares.
+fn check_nodes(memory: &Memory) {
+    if !memory.nodes.several() {
+        let kept = |region: &crate::memory::Region| region.reads.len() + region.keeps_nodes();
+        assert_eq!(memory.live_regions().map(|(_, region)| kept(region)).sum::<usize>(), 0);
+        return;
+    }
+    let mut used = vec![0; memory.nodes.used().len()];
+    let mut shares: BTreeMap<u32, NodeKey> = BTreeMap::new();
+    for (_, region) in memory.live_regions() {
+        for page in 0..region.len() {
+            let Some(node) = memory.node_of(region, page) else { continue };
+            match region.hold[page as usize] {
+                Hold::Private => used[usize::from(node.0)] += 1,
+                Hold::Forked => {
+                    let known = shares.insert(region.frame[page as usize], node);
+                    assert!(known.is_none_or(|known| known == node), "a frame is on one node");
+                    used[usize::from(node.0)] += u64::from(known.is_none());
+                }
+                _ => {}
+            }
+        }
+    }
+    for frame in memory.frames.iter().filter(|frame| frame.mapped > 0) {
+        used[usize::from(frame.node.0)] += 1;
+    }
+    assert_eq!(memory.nodes.used(), used);
 }
 
 proptest! {
@@ -179,11 +269,12 @@ proptest! {
     fn merging_changes_no_page_and_the_books_balance(
         steps in prop::collection::vec(step(), 1..120),
         knobs in (any::<bool>(), any::<bool>(), 2u32..6, any::<bool>()),
+        (nodes, node_pages, merge_across_nodes) in (1u16..5, 20u64..400, any::<bool>()),
     ) {
         let (use_zero_pages, smart_scan, max_page_sharing, may_fork) = knobs;
-        let knobs = Knobs { use_zero_pages, smart_scan, max_page_sharing, ..Knobs::default() };
-        let sim = SimHost::new(1, Costs::default(), knobs);
-        let mut pair = Pair { sim, owners: Vec::new(), expected: BTreeMap::new() };
+        let knobs = Knobs { use_zero_pages, smart_scan, max_page_sharing, merge_across_nodes, ..Knobs::default() };
+        let sim = SimHost::new(1, Costs::default(), knobs).with_nodes(&vec![Pages(node_pages); nodes.into()]);
+        let mut pair = Pair { sim, nodes, owners: Vec::new(), expected: BTreeMap::new() };
         for step in steps {
             if may_fork || !matches!(step, Step::Fork(_)) {
                 pair.take(&step);

@@ -22,7 +22,7 @@
 //! assert_eq!(sim.saved(), Pages(1_000));
 //! ```
 //!
-//! Left out: swap, NUMA nodes, reclaim, khugepaged, pages that cannot be merged because they are pinned
+//! Left out: swap, reclaim, running out of memory, khugepaged, pages that cannot be merged because they are pinned
 //! or locked, and the memory contention between ksmd and the processes it scans.
 #![forbid(unsafe_code)]
 

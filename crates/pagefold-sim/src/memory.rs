@@ -2,11 +2,15 @@
 //! how it is held. Knows frames and copy-on-write, and nothing of ksmd's scanning.
 //!
 //! A content id stands for a page's 4096 bytes; id 0 is the page of zeros. A page costs 9 bytes here,
-//! 13 once something in its region is merged or forked, and 12 more once ksmd has seen it.
+//! 13 once something in its region is merged or forked, and 12 more once ksmd has seen it. Where there are several
+//! memory nodes it costs one more once it is read, and two where a region's pages are not all on one node.
+
+mod nodes;
 
 use crate::marks::Marks;
 use crate::mix::Stream;
-use pagefold_core::host::{DomainKey, FamilyKey, OwnerKey, PageState, RegionKey};
+pub(crate) use nodes::{MoveResult, Nodes, Whereabouts};
+use pagefold_core::host::{DomainKey, FamilyKey, NodeKey, OwnerKey, PageState, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 
 /// No frame: the page is attached to none.
@@ -55,6 +59,14 @@ pub(crate) struct Region {
     pub(crate) marks: Marks,
     /// For each 2 MiB extent of the region, whether a huge page maps it; empty where none ever did.
     pub(crate) huge: Vec<bool>,
+    /// The node of its own frames, unless `nodes` says otherwise.
+    node: NodeKey,
+    /// That of each page's own frame; empty as long as they are all on one.
+    nodes: Vec<NodeKey>,
+    /// Its process uses its pages: page reclaim has them on its active list.
+    pub(crate) active: bool,
+    /// How often each page was read from outside, up to 2; empty until then, and where there is but one node.
+    pub(crate) reads: Vec<u8>,
 }
 
 impl Region {
@@ -112,6 +124,7 @@ pub(crate) struct Owner {
     /// Marking it is refused.
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
+    pub(crate) place: Whereabouts,
     /// On ksmd's list.
     pub(crate) registered: bool,
     /// Records of pages that are gone or no longer marked: kept until ksmd comes by.
@@ -130,6 +143,10 @@ pub(crate) struct MergedFrame {
     pub(crate) items: u32,
     /// Taken out of the stable tree; remains only until the last record has let go.
     pub(crate) pruned: bool,
+    /// The node it is on.
+    pub(crate) node: NodeKey,
+    /// The tree it is in: a node's, where `merge_across_nodes` is off.
+    pub(crate) tree: u16,
 }
 
 /// One count of the whole memory, exact.
@@ -164,11 +181,12 @@ pub(crate) struct Memory {
     pub(crate) zero_folded: u64,
     /// Writes to merged pages.
     pub(crate) cow_breaks: u64,
+    pub(crate) nodes: Nodes,
 }
 
 impl Memory {
-    pub(crate) fn add_owner(&mut self, untouchable: bool, domain: DomainKey) -> OwnerKey {
-        self.owners.push(Owner { untouchable, domain, ..Owner::default() });
+    pub(crate) fn add_owner(&mut self, untouchable: bool, domain: DomainKey, place: Whereabouts) -> OwnerKey {
+        self.owners.push(Owner { untouchable, domain, place, ..Owner::default() });
         OwnerKey(u32::try_from(self.owners.len() - 1).expect("fewer than 2^32 processes in a run"))
     }
 
@@ -202,6 +220,10 @@ impl Memory {
             items: Vec::new(),
             marks: Marks::default(),
             huge: Vec::new(),
+            node: self.owners[owner.0 as usize].place.home,
+            nodes: Vec::new(),
+            active: false,
+            reads: Vec::new(),
         };
         if huge {
             let extents = region.extent(region.len().max(1) - 1) + 1;
@@ -229,29 +251,40 @@ impl Memory {
 
     /// Drops a region. Its records wait for ksmd.
     pub(crate) fn unmap(&mut self, key: u32) {
-        let Some(mut region) = self.regions[key as usize].take() else { return };
-        for page in 0..region.content.len() {
-            self.release(region.hold[page], region.frame_of(page));
+        let pages = self.region(key).map_or(0, Region::len);
+        for page in 0..pages {
+            self.vacate(key, page);
         }
+        let Some(mut region) = self.regions[key as usize].take() else { return };
         let owner = &mut self.owners[region.owner as usize];
         owner.regions.retain(|&other| other != key);
         abandon(owner, &mut region.items);
     }
 
-    /// Lets go of what a page maps.
-    fn release(&mut self, hold: Hold, frame: u32) {
-        match hold {
+    /// Lets go of what a page maps: it maps nothing.
+    fn vacate(&mut self, key: u32, page: u32) {
+        let page = page as usize;
+        let Some(region) = self.regions[key as usize].as_deref_mut() else { return };
+        let frame = region.frame_of(page);
+        match std::mem::replace(&mut region.hold[page], Hold::Absent) {
             Hold::Merged => {
                 self.merged_pages -= 1;
-                let frame = &mut self.frames[frame as usize];
-                frame.mapped -= 1;
-                if frame.mapped == 0 {
+                let merged = &mut self.frames[frame as usize];
+                merged.mapped -= 1;
+                if merged.mapped == 0 {
                     self.merged_frames -= 1;
+                    self.give_merged(frame);
                 }
             }
             Hold::ZeroFolded => self.zero_folded -= 1,
-            Hold::Forked => self.shares[frame as usize] -= 1,
-            Hold::Absent | Hold::Private | Hold::ZeroMapped => {}
+            Hold::Forked => {
+                self.shares[frame as usize] -= 1;
+                if self.shares[frame as usize] == 0 {
+                    self.give_own(key, page);
+                }
+            }
+            Hold::Private => self.give_own(key, page),
+            Hold::Absent | Hold::ZeroMapped => {}
         }
     }
 
@@ -267,11 +300,21 @@ impl Memory {
     }
 
     fn make_private(&mut self, key: u32, page: u32) {
-        let page = page as usize;
-        let Some(region) = self.region_mut(key) else { return };
-        let (hold, frame) = (region.hold[page], region.frame_of(page));
-        region.hold[page] = Hold::Private;
-        self.release(hold, frame);
+        let Some(region) = self.region(key) else { return };
+        // The last user of a frame that was shared by fork goes on with it (`wp_can_reuse_anon_folio`).
+        let keeps = self.state(region, page) == PageState::Private;
+        if keeps {
+            let share = region.frame_of(page as usize);
+            if region.hold[page as usize] == Hold::Forked {
+                self.shares[share as usize] -= 1;
+            }
+        } else {
+            self.vacate(key, page);
+            self.take_frame(key, page);
+        }
+        if let Some(region) = self.region_mut(key) {
+            region.hold[page as usize] = Hold::Private;
+        }
     }
 
     /// Gives the merged pages of an unmarked range their own copies again; returns how many it copied.
@@ -296,9 +339,10 @@ impl Memory {
 
     /// Makes a page map a merged frame.
     pub(crate) fn join(&mut self, key: u32, page: u32, frame: u32) {
-        self.make_private(key, page);
+        self.vacate(key, page);
         if self.frames[frame as usize].mapped == 0 {
             self.merged_frames += 1;
+            self.take_merged(frame);
         }
         let merged = &mut self.frames[frame as usize];
         merged.mapped += 1;
@@ -315,7 +359,7 @@ impl Memory {
 
     /// Makes a page of zeros map the zero page.
     pub(crate) fn fold_zero(&mut self, key: u32, page: u32) {
-        self.make_private(key, page);
+        self.vacate(key, page);
         self.zero_folded += 1;
         if let Some(region) = self.region_mut(key) {
             region.hold[page as usize] = Hold::ZeroFolded;
@@ -323,8 +367,8 @@ impl Memory {
         }
     }
 
-    pub(crate) fn new_frame(&mut self, content: u64) -> u32 {
-        let frame = MergedFrame { content, ..MergedFrame::default() };
+    pub(crate) fn new_frame(&mut self, content: u64, node: NodeKey, tree: u16) -> u32 {
+        let frame = MergedFrame { content, node, tree, ..MergedFrame::default() };
         if let Some(free) = self.free_frames.pop() {
             self.frames[free as usize] = frame;
             return free;
@@ -369,8 +413,8 @@ impl Memory {
     /// Forks a process: the child maps what the parent maps, marks included. Private pages become shared;
     /// merged ones gain a user that hangs on no record until ksmd comes by.
     pub(crate) fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
-        let Owner { untouchable, domain, .. } = self.owners[parent.0 as usize];
-        let child = self.add_owner(untouchable, domain);
+        let Owner { untouchable, domain, place, .. } = self.owners[parent.0 as usize];
+        let child = self.add_owner(untouchable, domain, place);
         for key in self.owners[parent.0 as usize].regions.clone() {
             let Some(mut region) = self.regions[key as usize].take() else { continue };
             for page in 0..region.content.len() {
@@ -396,6 +440,10 @@ impl Memory {
                 copy.frame.clone_from(&region.frame);
                 copy.marks.clone_from(&region.marks);
                 copy.huge.clone_from(&region.huge);
+                copy.node = region.node;
+                copy.nodes.clone_from(&region.nodes);
+                copy.active = region.active;
+                copy.reads.clone_from(&region.reads);
             }
             self.regions[key as usize] = Some(region);
         }

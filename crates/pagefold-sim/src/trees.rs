@@ -3,8 +3,13 @@
 //! The trees are hash maps here: what a search finds is the same, and what it costs is computed from the
 //! tree's size. Expected costs stand for exact ones in two places: every search is charged the full depth
 //! of a balanced tree, and a chain is charged to unrelated searches by the mean share that cross it.
+//!
+//! There is one pair of trees, or where `merge_across_nodes` is off one for each memory node. A frame that has moved to
+//! another node goes to that node's tree when ksmd comes by it; should that have one of the same content already, both
+//! stay (the kernel would bring the pages of the one over to the other).
 
 use crate::memory::{Memory, NONE};
+use pagefold_core::host::NodeKey;
 use rustc_hash::FxHashMap;
 
 /// A page, by region and offset.
@@ -31,13 +36,21 @@ impl Chain {
     }
 }
 
-#[derive(Debug)]
-pub(crate) struct Trees {
+/// A stable and an unstable tree.
+#[derive(Debug, Default)]
+struct Pair {
     stable: FxHashMap<u64, Chain>,
     unstable: FxHashMap<u64, PageRef>,
     /// The walks of all chains together.
     chain_walks: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Trees {
+    /// The first for all nodes, or one for each.
+    pairs: Vec<Pair>,
     max_page_sharing: u32,
+    across_nodes: bool,
     /// `pages_shared`.
     pub(crate) shared: u64,
     /// `pages_sharing`.
@@ -50,41 +63,66 @@ fn levels(nodes: usize) -> u64 {
 }
 
 impl Trees {
-    pub(crate) fn new(max_page_sharing: u32) -> Self {
+    pub(crate) fn new(max_page_sharing: u32, across_nodes: bool) -> Self {
         assert!(max_page_sharing >= 2, "the kernel refuses max_page_sharing below 2");
-        Self {
-            stable: FxHashMap::default(),
-            unstable: FxHashMap::default(),
-            chain_walks: 0,
-            max_page_sharing,
-            shared: 0,
-            sharing: 0,
+        Self { pairs: vec![Pair::default()], max_page_sharing, across_nodes, shared: 0, sharing: 0 }
+    }
+
+    /// The number of the tree for pages on a node.
+    pub(crate) fn of(&mut self, node: NodeKey) -> u16 {
+        if self.across_nodes {
+            return 0;
         }
+        if self.pairs.len() <= usize::from(node.0) {
+            self.pairs.resize_with(usize::from(node.0) + 1, Pair::default);
+        }
+        node.0
     }
 
-    pub(crate) fn stable_levels(&self) -> u64 {
-        levels(self.stable.len())
+    pub(crate) fn stable_levels(&self, tree: u16) -> u64 {
+        levels(self.pairs[usize::from(tree)].stable.len())
     }
 
-    pub(crate) fn unstable_levels(&self) -> u64 {
-        levels(self.unstable.len())
+    pub(crate) fn unstable_levels(&self, tree: u16) -> u64 {
+        levels(self.pairs[usize::from(tree)].unstable.len())
     }
 
     /// Full duplicates that one search walks on its way, in thousandths: of n nodes a search crosses
     /// log2(n), so it crosses a given chain with a chance of log2(n) / n.
-    pub(crate) fn crossed_dups_milli(&self) -> u64 {
-        self.chain_walks * 1000 * self.stable_levels() / (self.stable.len() as u64).max(1)
+    pub(crate) fn crossed_dups_milli(&self, tree: u16) -> u64 {
+        let pair = &self.pairs[usize::from(tree)];
+        pair.chain_walks * 1000 * self.stable_levels(tree) / (pair.stable.len() as u64).max(1)
     }
 
     /// The unstable tree lives for one scan.
     pub(crate) fn forget_unstable(&mut self) {
-        self.unstable.clear();
+        self.pairs.iter_mut().for_each(|pair| pair.unstable.clear());
+    }
+
+    /// Puts a merged frame into the tree of the node that it is on now.
+    pub(crate) fn follow(&mut self, memory: &mut Memory, frame: u32) {
+        let merged = memory.frames[frame as usize];
+        let tree = self.of(merged.node);
+        if merged.tree == tree || merged.pruned {
+            return;
+        }
+        let full = usize::from(merged.items >= self.max_page_sharing);
+        self.on_chain(merged.tree, merged.content, |chain| {
+            chain.dups.retain(|&other| other != frame);
+            chain.full -= full;
+        });
+        memory.frames[frame as usize].tree = tree;
+        self.on_chain(tree, merged.content, |chain| {
+            // Where a search tries first is one with room, if there is any.
+            chain.dups.insert(0, frame);
+            chain.full += full;
+        });
     }
 
     /// The merged frame that a page with this content may join, if there is one with room.
-    pub(crate) fn find_stable(&mut self, memory: &mut Memory, content: u64) -> Option<u32> {
+    pub(crate) fn find_stable(&mut self, memory: &mut Memory, tree: u16, content: u64) -> Option<u32> {
         loop {
-            let chain = self.stable.get_mut(&content)?;
+            let chain = self.pairs[usize::from(tree)].stable.get_mut(&content)?;
             let last = chain.dups.len().checked_sub(1)?;
             let room = |&frame: &u32| memory.frames[frame as usize].items < self.max_page_sharing;
             if chain.full < chain.dups.len() && !room(&chain.dups[last]) {
@@ -101,27 +139,35 @@ impl Trees {
             };
             match dead {
                 Some(frame) => self.prune(memory, frame),
-                None if chain.full < chain.dups.len() => return Some(chain.dups[last]),
+                None if chain.full < chain.dups.len() => {
+                    let frame = chain.dups[last];
+                    if self.across_nodes || memory.frames[frame as usize].node.0 == tree {
+                        return Some(frame);
+                    }
+                    self.follow(memory, frame);
+                }
                 None => return None,
             }
         }
     }
 
     /// A new merged frame, in the stable tree.
-    pub(crate) fn insert_stable(&mut self, memory: &mut Memory, content: u64) -> u32 {
-        let frame = memory.new_frame(content);
-        self.on_chain(content, |chain| chain.dups.push(frame));
+    pub(crate) fn insert_stable(&mut self, memory: &mut Memory, node: NodeKey, content: u64) -> u32 {
+        let tree = self.of(node);
+        let frame = memory.new_frame(content, node, tree);
+        self.on_chain(tree, content, |chain| chain.dups.push(frame));
         frame
     }
 
     /// Changes a chain and keeps the sum of the walks.
-    fn on_chain(&mut self, content: u64, change: impl FnOnce(&mut Chain)) {
-        let chain = self.stable.entry(content).or_default();
-        self.chain_walks -= chain.walk();
+    fn on_chain(&mut self, tree: u16, content: u64, change: impl FnOnce(&mut Chain)) {
+        let pair = &mut self.pairs[usize::from(tree)];
+        let chain = pair.stable.entry(content).or_default();
+        pair.chain_walks -= chain.walk();
         change(chain);
-        self.chain_walks += chain.walk();
+        pair.chain_walks += chain.walk();
         if chain.dups.is_empty() {
-            self.stable.remove(&content);
+            pair.stable.remove(&content);
         }
     }
 
@@ -135,8 +181,8 @@ impl Trees {
             self.sharing += 1;
         }
         if merged.items == self.max_page_sharing {
-            let content = merged.content;
-            self.on_chain(content, |chain| chain.full += 1);
+            let (tree, content) = (merged.tree, merged.content);
+            self.on_chain(tree, content, |chain| chain.full += 1);
         }
     }
 
@@ -157,8 +203,8 @@ impl Trees {
                 self.shared -= 1;
             }
             if merged.items == self.max_page_sharing {
-                let content = merged.content;
-                self.on_chain(content, |chain| chain.full -= 1);
+                let (tree, content) = (merged.tree, merged.content);
+                self.on_chain(tree, content, |chain| chain.full -= 1);
             }
         }
         let merged = &mut memory.frames[frame as usize];
@@ -173,12 +219,12 @@ impl Trees {
         let max = self.max_page_sharing;
         let merged = &mut memory.frames[frame as usize];
         merged.pruned = true;
-        let (content, items) = (merged.content, merged.items);
+        let (tree, content, items) = (merged.tree, merged.content, merged.items);
         if items > 0 {
             self.shared -= 1;
             self.sharing -= u64::from(items - 1);
         }
-        self.on_chain(content, |chain| {
+        self.on_chain(tree, content, |chain| {
             // The place of the last one matters, that of the others does not.
             chain.dups.retain(|&other| other != frame);
             // Forks may exceed the limit by attaching to a full frame.
@@ -190,9 +236,9 @@ impl Trees {
     }
 
     /// The page seen earlier in this scan that has this content still, if any.
-    pub(crate) fn find_unstable(&self, memory: &Memory, content: u64, me: PageRef) -> Option<PageRef> {
+    pub(crate) fn find_unstable(&self, memory: &Memory, tree: u16, content: u64, me: PageRef) -> Option<PageRef> {
         use crate::memory::Hold::{Forked, Private};
-        let &(key, page) = self.unstable.get(&content)?;
+        let &(key, page) = self.pairs[usize::from(tree)].unstable.get(&content)?;
         let region = memory.region(key)?;
         // Nothing protects the pages of the unstable tree: it may have been written, merged, or unmarked, and marked
         // again since, which leaves it without a record until ksmd's next visit.
@@ -200,29 +246,36 @@ impl Trees {
             && matches!(region.hold[page as usize], Private | Forked)
             && region.marks.contains(page)
             && region.items[page as usize].live
+            && (self.across_nodes || memory.node_of(region, page) == Some(NodeKey(tree)))
             && !memory.same_frame((key, page), me);
         usable.then_some((key, page))
     }
 
-    pub(crate) fn insert_unstable(&mut self, content: u64, me: PageRef) {
-        self.unstable.insert(content, me);
+    pub(crate) fn insert_unstable(&mut self, tree: u16, content: u64, me: PageRef) {
+        self.pairs[usize::from(tree)].unstable.insert(content, me);
     }
 
-    pub(crate) fn remove_unstable(&mut self, content: u64) {
-        self.unstable.remove(&content);
+    pub(crate) fn remove_unstable(&mut self, tree: u16, content: u64) {
+        self.pairs[usize::from(tree)].unstable.remove(&content);
     }
 
     /// Counts the chains anew and compares.
     #[cfg(test)]
     pub(crate) fn check_books(&self, memory: &Memory) {
-        let mut walks = 0;
-        for (content, chain) in &self.stable {
-            assert!(!chain.dups.is_empty());
-            let full = |&&dup: &&u32| memory.frames[dup as usize].items >= self.max_page_sharing;
-            assert_eq!(chain.full, chain.dups.iter().filter(full).count());
-            assert!(chain.dups.iter().all(|&dup| memory.frames[dup as usize].content == *content));
-            walks += chain.walk();
+        for (tree, pair) in self.pairs.iter().enumerate() {
+            let mut walks = 0;
+            for (content, chain) in &pair.stable {
+                assert!(!chain.dups.is_empty());
+                let full = |&&dup: &&u32| memory.frames[dup as usize].items >= self.max_page_sharing;
+                assert_eq!(chain.full, chain.dups.iter().filter(full).count());
+                let belongs = |&dup: &u32| {
+                    let frame = memory.frames[dup as usize];
+                    (frame.content, usize::from(frame.tree)) == (*content, tree)
+                };
+                assert!(chain.dups.iter().all(belongs));
+                walks += chain.walk();
+            }
+            assert_eq!(pair.chain_walks, walks);
         }
-        assert_eq!(self.chain_walks, walks);
     }
 }

@@ -1,8 +1,9 @@
 //! What simulated processes are made of: regions, what fills them, and who writes to them.
 
-use crate::memory::{Hold, Unique};
+use crate::memory::{Hold, Unique, Whereabouts};
 use crate::mix::{Stream, content_of_series, mix64};
-use pagefold_core::host::{DomainKey, FamilyKey};
+use pagefold_core::host::{DomainKey, FamilyKey, NodeKey, NodeSet};
+use pagefold_core::placement::Placement;
 use pagefold_core::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 
 /// A process to be: when it starts, when it exits, what it maps.
@@ -12,6 +13,7 @@ pub struct Process {
     pub(crate) exit_ns: Option<u64>,
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
+    pub(crate) place: Whereabouts,
     pub(crate) mappings: Vec<Mapping>,
 }
 
@@ -38,6 +40,36 @@ impl Process {
         self.domain = DomainKey(domain);
         self
     }
+    /// Bound to the processors of a memory node. Without this, of node 0.
+    #[must_use]
+    pub fn at_home_on(mut self, node: u16) -> Self {
+        self.place.home = NodeKey(node);
+        self
+    }
+    /// May run anywhere: its node is where it happens to run, and nobody can tell.
+    #[must_use]
+    pub fn unbound(mut self) -> Self {
+        self.place.bound = false;
+        self
+    }
+    /// Its nice value.
+    #[must_use]
+    pub fn nice(mut self, nice: i8) -> Self {
+        self.place.nice = nice;
+        self
+    }
+    /// Its memory may be on these nodes only (`cpuset.mems`).
+    #[must_use]
+    pub fn confined_to(mut self, nodes: &[u16]) -> Self {
+        self.place.allowed = nodes.iter().copied().map(NodeKey).collect::<NodeSet>();
+        self
+    }
+    /// The policy for it.
+    #[must_use]
+    pub fn placed(mut self, placement: Placement) -> Self {
+        self.place.placement = placement;
+        self
+    }
     /// Maps a region from its start on. Unless placed, regions follow one another with gaps.
     #[must_use]
     pub fn mapping(mut self, mapping: Mapping) -> Self {
@@ -56,6 +88,8 @@ pub struct Mapping {
     pub(crate) resident: Permyriad,
     pub(crate) huge: bool,
     pub(crate) first: Option<Vpn>,
+    pub(crate) node: Option<NodeKey>,
+    pub(crate) active: bool,
 }
 
 impl Mapping {
@@ -71,6 +105,8 @@ impl Mapping {
             resident: Permyriad(10_000),
             huge: false,
             first: None,
+            node: None,
+            active: false,
         }
     }
     /// What goes on in it.
@@ -95,6 +131,18 @@ impl Mapping {
     #[must_use]
     pub fn huge(mut self) -> Self {
         self.huge = true;
+        self
+    }
+    /// On a memory node, wherever its process runs.
+    #[must_use]
+    pub fn on_node(mut self, node: u16) -> Self {
+        self.node = Some(NodeKey(node));
+        self
+    }
+    /// In use: page reclaim has its pages on its active list.
+    #[must_use]
+    pub fn active(mut self) -> Self {
+        self.active = true;
         self
     }
     /// Placed at a page of the address space.

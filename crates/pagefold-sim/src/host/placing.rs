@@ -1,0 +1,169 @@
+//! Memory nodes of the simulated host: what pagefold sees of them, and moving merged frames between them.
+
+use super::SimHost;
+use crate::memory::{Hold, MoveResult, Nodes};
+use pagefold_core::host::{MergedSample, Move, NodeKey, NodeView, Outcome, OwnerKey, OwnerView, RegionKey, Run};
+use pagefold_core::units::{Pages, Vpn};
+use std::collections::BTreeMap;
+
+/// Nodes and processes are looked at this often, nanoseconds: as on a live machine.
+const REFRESH_NS: u64 = 2_000_000_000;
+
+/// What was seen of nodes and processes when they were last looked at.
+#[derive(Debug, Default)]
+pub(super) struct Placing {
+    nodes: Vec<NodeView>,
+    owners: Vec<OwnerView>,
+    next_ns: u64,
+    moved: u64,
+}
+
+impl SimHost {
+    /// With memory nodes of these sizes, numbered from 0, at the kernel's usual distances: 10 to itself and 20 to any
+    /// other. Before anything is added.
+    #[must_use]
+    pub fn with_nodes(mut self, totals: &[Pages]) -> Self {
+        assert!(self.processes.is_empty(), "nodes come before processes");
+        self.memory.nodes = Nodes::new(totals);
+        self
+    }
+
+    /// With other distances between the nodes: a row for each, as the kernel has them (SLIT).
+    #[must_use]
+    pub fn with_distances(mut self, distances: &[&[u32]]) -> Self {
+        self.memory.nodes.set_distances(distances);
+        self
+    }
+
+    /// Takes a node's memory away: its frames move to the others. False, with nothing done, if they have not the room.
+    pub fn remove_node(&mut self, node: u16) -> bool {
+        self.memory.remove_node(NodeKey(node))
+    }
+
+    /// Gives a node's memory back, empty.
+    pub fn restore_node(&mut self, node: u16) {
+        self.memory.restore_node(NodeKey(node));
+    }
+
+    /// Binds a process to the processors of another node. Its pages stay where they are.
+    pub fn set_home(&mut self, owner: OwnerKey, node: u16) {
+        assert!(self.memory.nodes.has(NodeKey(node)), "there is no node {node}");
+        self.memory.owners[owner.0 as usize].place.home = NodeKey(node);
+    }
+
+    /// Gives a process another nice value.
+    pub fn set_nice(&mut self, owner: OwnerKey, nice: i8) {
+        self.memory.owners[owner.0 as usize].place.nice = nice;
+    }
+
+    // What tests may know and pagefold may not.
+
+    /// The node that a page's frame is on, if it has one.
+    pub fn node_of(&self, region: RegionKey, page: Vpn) -> Option<NodeKey> {
+        let region = self.memory.region(region.0)?;
+        self.memory.node_of(region, region.offset(page)?)
+    }
+
+    /// Merged frames on each node, by its number.
+    pub fn frames_by_node(&self) -> Vec<Pages> {
+        self.memory.merged_by_node()
+    }
+
+    /// Pages of a process that map merged frames, by the node of these.
+    pub fn merged_of(&self, owner: OwnerKey) -> BTreeMap<NodeKey, Pages> {
+        let mut pages: BTreeMap<NodeKey, Pages> = BTreeMap::new();
+        for region in self.memory.owners[owner.0 as usize].regions.iter().filter_map(|&key| self.memory.region(key)) {
+            let merged = (0..region.len()).filter(|&page| region.hold[page as usize] == Hold::Merged);
+            for node in merged.filter_map(|page| self.memory.node_of(region, page)) {
+                *pages.entry(node).or_default() += Pages(1);
+            }
+        }
+        pages
+    }
+
+    /// Frames moved on pagefold's order so far.
+    pub fn moved(&self) -> u64 {
+        self.placing.moved
+    }
+
+    // What the four calls do about nodes, each priced.
+
+    /// The nodes and the processes, as of the last look; returns what it cost.
+    pub(super) fn look_at_places(&mut self, owners: &[OwnerKey]) -> (Vec<NodeView>, Vec<OwnerView>, u64) {
+        let mut price_ns = 0;
+        if !self.memory.nodes.several() {
+            return (Vec::new(), Vec::new(), 0);
+        }
+        if self.now_ns >= self.placing.next_ns || self.placing.owners.len() != owners.len() {
+            self.placing.next_ns = self.now_ns + REFRESH_NS;
+            self.placing.nodes = self.memory.nodes.views();
+            let online = self.memory.nodes.online();
+            let view = |&owner: &OwnerKey| {
+                let place = self.memory.owners[owner.0 as usize].place;
+                // Processors whose memory has gone belong to no node.
+                let home = Some(place.home).filter(|&home| place.bound && online.has(home));
+                OwnerView {
+                    owner,
+                    home,
+                    nice: place.nice,
+                    allowed: place.allowed.and(online),
+                    placement: place.placement,
+                }
+            };
+            let there = !self.placing.nodes.is_empty();
+            self.placing.owners = owners.iter().filter(|_| there).map(view).collect();
+            let files = (self.placing.nodes.len() + self.placing.owners.len()) as u64;
+            price_ns = files * self.costs.whereabouts_ns;
+        }
+        (self.placing.nodes.clone(), self.placing.owners.clone(), price_ns)
+    }
+
+    /// Looks for merged pages in a run; returns what it cost.
+    pub(super) fn look_for_merged(&self, run: &Run, found: &mut Vec<MergedSample>) -> u64 {
+        let Some(region) = self.memory.region(run.region.0) else { return 0 };
+        let mut cost_ns = 0;
+        for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
+            let Some(offset) = region.offset(Vpn(number)) else { continue };
+            cost_ns += self.costs.look_page_ns;
+            // Pagemap tells of a page that it is one process's alone.
+            if matches!(region.hold[offset as usize], Hold::Merged | Hold::Forked) {
+                cost_ns += self.costs.look_frame_ns;
+            }
+            let Some(frame) = region.merged_frame(offset) else { continue };
+            let node = self.memory.frames[frame as usize].node;
+            found.push(MergedSample { region: run.region, page: Vpn(number), frame: frame.into(), node });
+        }
+        cost_ns
+    }
+
+    /// Takes note of pages being read from outside: the second time makes a page active (`mark_page_accessed`).
+    pub(super) fn note_read(&mut self, run: &Run) {
+        if !self.memory.nodes.several() {
+            return;
+        }
+        let Some(region) = self.memory.region_mut(run.region.0) else { return };
+        if region.reads.is_empty() {
+            region.reads = vec![0; region.content.len()];
+        }
+        for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
+            if let Some(offset) = region.offset(Vpn(number)) {
+                let reads = &mut region.reads[offset as usize];
+                *reads = (*reads + 1).min(2);
+            }
+        }
+    }
+
+    /// Moves merged frames.
+    pub(super) fn place(&mut self, moves: &[Move], outcome: &mut Outcome) {
+        for Move { region, page, node } in moves {
+            let offset = self.memory.region(region.0).and_then(|region| region.offset(*page));
+            let Some(offset) = offset else { continue };
+            let result = self.memory.move_frame(region.0, offset, *node);
+            self.placing.moved += u64::from(result == MoveResult::Done);
+            outcome.moved += u64::from(result != MoveResult::Refused);
+            outcome.move_ns +=
+                if result == MoveResult::Done { self.costs.move_frame_ns } else { self.costs.look_page_ns };
+        }
+        self.spend(outcome.move_ns);
+    }
+}

@@ -1,0 +1,562 @@
+//! Merged pages get their places on machines with several memory nodes, in virtual time: the loop that runs live, on
+//! simulated nodes, and what it reports beside what the simulator knows.
+
+use pagefold_core::config::Config;
+use pagefold_core::engine::{Engine, round};
+use pagefold_core::host::{Actions, Host, NodeKey, Outcome, OwnerKey, SamplePlan, Samples, Snapshot};
+use pagefold_core::limits::Limits;
+use pagefold_core::placement::{Latencies, Placement};
+use pagefold_core::units::Pages;
+use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost};
+use std::convert::Infallible;
+
+const SECOND: u64 = 1_000_000_000;
+const MIB: u64 = 256;
+/// What the programs have in common.
+const COMMON: Pages = Pages(32 * MIB);
+
+fn knobs() -> Knobs {
+    Knobs { use_zero_pages: true, max_page_sharing: 4096, ..Knobs::default() }
+}
+
+/// A machine with so many nodes of 512 MiB.
+fn machine(nodes: usize) -> SimHost {
+    SimHost::new(7, Costs::default(), knobs()).with_nodes(&vec![Pages(512 * MIB); nodes])
+}
+
+fn engine() -> Engine {
+    Engine::new(Config { seed: 11, ..Config::default() })
+}
+
+/// Runs the judgement on a host for so many virtual seconds.
+fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) {
+    let end_ns = host.now_ns() + seconds * SECOND;
+    while host.now_ns() < end_ns {
+        let Ok(pause) = round(engine, host);
+        let Ok(()) = host.wait(pause.max(1_000_000));
+    }
+}
+
+/// A host that takes down what it is asked for.
+struct Watched {
+    host: SimHost,
+    seen_ns: u64,
+    /// Frames to be moved, and when they were asked for.
+    moves: Vec<(u64, u64)>,
+    looks: u64,
+    activity: u64,
+    /// Snapshots that had nodes or processes in them.
+    placed: u64,
+}
+
+impl Watched {
+    fn new(host: SimHost) -> Self {
+        Self { host, seen_ns: 0, moves: Vec::new(), looks: 0, activity: 0, placed: 0 }
+    }
+
+    fn run(&mut self, engine: &mut Engine, seconds: u64) {
+        let end_ns = self.host.now_ns() + seconds * SECOND;
+        while self.host.now_ns() < end_ns {
+            let Ok(pause) = round(engine, self);
+            let Ok(()) = self.wait(pause.max(1_000_000));
+        }
+    }
+}
+
+impl Host for Watched {
+    type Error = Infallible;
+
+    fn observe(&mut self) -> Result<Snapshot, Infallible> {
+        let snapshot = self.host.observe()?;
+        self.seen_ns = snapshot.now_ns;
+        self.placed += u64::from(!snapshot.nodes.is_empty() || !snapshot.owners.is_empty());
+        Ok(snapshot)
+    }
+
+    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
+        self.looks += plan.looks.len() as u64;
+        self.activity += plan.activity.len() as u64;
+        self.host.read(plan)
+    }
+
+    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
+        if !actions.moves.is_empty() {
+            self.moves.push((self.seen_ns, actions.moves.len() as u64));
+        }
+        self.host.apply(actions)
+    }
+
+    fn wait(&mut self, ns: u64) -> Result<(), Infallible> {
+        self.host.wait(ns)
+    }
+}
+
+/// A program's memory: half of it is the same in all programs.
+fn mapping() -> Mapping {
+    Mapping::new(COMMON, Fill::Series(1)).of_family(1)
+}
+
+fn add(host: &mut SimHost, process: Process, mapping: Mapping) -> OwnerKey {
+    let own = Mapping::new(COMMON, Fill::Random).of_family(2);
+    host.add(process.mapping(mapping).mapping(own))
+}
+
+/// One program on each of these nodes, by one policy.
+fn programs(host: &mut SimHost, homes: &[u16], placement: Placement) -> Vec<OwnerKey> {
+    let process = |&home: &u16| Process::starting_at(0).at_home_on(home).placed(placement);
+    homes.iter().map(|home| add(host, process(home), mapping())).collect()
+}
+
+/// The shares of the merged frames that the nodes have, all of them being merged.
+fn shares(host: &SimHost) -> Vec<f64> {
+    let frames = host.frames_by_node();
+    let all: u64 = frames.iter().map(|frames| frames.0).sum();
+    assert!(all * 100 >= COMMON.0 * 99, "{all} merged frames of {}", COMMON.0);
+    frames.iter().map(|frames| frames.0 as f64 / all as f64).collect()
+}
+
+fn assert_shares(host: &SimHost, wanted: &[f64], what: &str) {
+    let shares = shares(host);
+    assert_eq!(shares.len(), wanted.len());
+    let near = shares.iter().zip(wanted).all(|(share, wanted)| (share - wanted).abs() <= 0.02);
+    assert!(near, "{what}: {shares:.3?}, wanted {wanted:?}");
+}
+
+/// The shares after a run with one program on each of these nodes.
+fn placed(nodes: usize, homes: &[u16], placement: Placement) -> (SimHost, Engine) {
+    let (mut host, mut engine) = (machine(nodes), engine());
+    programs(&mut host, homes, placement);
+    run(&mut host, &mut engine, 40);
+    (host, engine)
+}
+
+#[test]
+fn plain_ksm_is_one_sided() {
+    let (host, engine) = placed(2, &[0, 1], Placement::Kernel);
+    let shares = shares(&host);
+    // The copies of the one that is scanned later stay.
+    assert!(shares[1] > 0.98, "{shares:?}");
+    assert_eq!(host.moved(), 0);
+    // Reported all the same.
+    let report = engine.report();
+    let places = report.places.unwrap();
+    assert_eq!(places.misplaced, Pages(0));
+    assert!(places.owners.iter().any(|owner| owner.remote() > owner.local() && owner.tax > 0.5), "{places:?}");
+}
+
+#[test]
+fn fair_gives_each_node_of_two_the_same_whether_both_are_idle_or_active() {
+    for active in [false, true] {
+        let (mut host, mut engine) = (machine(2), engine());
+        for home in [0, 1] {
+            let mapping = if active { mapping().active() } else { mapping() };
+            add(&mut host, Process::starting_at(0).at_home_on(home), mapping);
+        }
+        run(&mut host, &mut engine, 40);
+        assert_shares(&host, &[0.5, 0.5], if active { "active" } else { "idle" });
+    }
+}
+
+#[test]
+fn fair_gives_the_active_side_all() {
+    for active in [0, 1] {
+        let (mut host, mut engine) = (machine(2), engine());
+        for home in [0, 1] {
+            let mapping = if home == active { mapping().active() } else { mapping() };
+            add(&mut host, Process::starting_at(0).at_home_on(home), mapping);
+        }
+        run(&mut host, &mut engine, 40);
+        let wanted = if active == 0 { [1.0, 0.0] } else { [0.0, 1.0] };
+        assert_shares(&host, &wanted, "the active side");
+    }
+}
+
+#[test]
+fn priority_gives_the_shares_of_the_thesis() {
+    // Table 5.3: nice values, and the share of the first.
+    for (nice, share) in
+        [((-20, -11), 0.91), ((-20, -16), 0.83), ((-20, -20), 0.5), ((-16, -20), 0.17), ((-11, -20), 0.09)]
+    {
+        let (mut host, mut engine) = (machine(2), engine());
+        for (home, nice) in [(0, nice.0), (1, nice.1)] {
+            let process = Process::starting_at(0).at_home_on(home).nice(nice).placed(Placement::Priority);
+            // Activity does not count.
+            add(&mut host, process, if home == 0 { mapping().active() } else { mapping() });
+        }
+        run(&mut host, &mut engine, 40);
+        assert_shares(&host, &[share, 1.0 - share], &format!("{nice:?}"));
+    }
+}
+
+#[test]
+fn three_and_four_programs_on_two_nodes_and_four_on_four() {
+    for homes in [&[0, 1, 1][..], &[1, 0, 0], &[0, 0, 1, 1], &[0, 1, 0, 0]] {
+        let (host, _) = placed(2, homes, Placement::Fair);
+        assert_shares(&host, &[0.5, 0.5], &format!("{homes:?}"));
+    }
+    let (host, _) = placed(4, &[0, 1, 2, 3], Placement::Fair);
+    assert_shares(&host, &[0.25; 4], "four nodes");
+    // By priority each program has a share, and a node those of its programs.
+    let (host, _) = placed(2, &[0, 1, 1], Placement::Priority);
+    assert_shares(&host, &[1.0 / 3.0, 2.0 / 3.0], "three of equal priority");
+}
+
+#[test]
+fn a_node_counts_however_many_run_on_another() {
+    for (placement, second) in [(Placement::Fair, 0.5), (Placement::Priority, 2.0 / 66.0)] {
+        let (mut host, mut engine) = (machine(2), engine());
+        for number in 0..66 {
+            let process = Process::starting_at(0).at_home_on(u16::from(number >= 64)).placed(placement);
+            host.add(process.mapping(Mapping::new(Pages(4 * MIB), Fill::Series(1)).of_family(1)));
+        }
+        run(&mut host, &mut engine, 100);
+        let frames = host.frames_by_node();
+        let share = frames[1].0 as f64 / (4 * MIB) as f64;
+        assert!((share - second).abs() < 0.02, "{placement}: {frames:?}");
+    }
+}
+
+#[test]
+fn who_maps_it_twice_counts_once() {
+    let (mut host, mut engine) = (machine(2), engine());
+    for (home, times) in [(0, 3), (1, 1)] {
+        let process = Process::starting_at(0).at_home_on(home).placed(Placement::Priority);
+        host.add((0..times).fold(process, |process, _| process.mapping(mapping())));
+    }
+    run(&mut host, &mut engine, 60);
+    assert_shares(&host, &[0.5, 0.5], "three times and once");
+}
+
+#[test]
+fn what_only_some_have_is_shared_among_these() {
+    let (mut host, mut engine) = (machine(4), engine());
+    // 0 and 1 have one half in common, 1 and 2 the other, and 3 is alone with another program of its node.
+    let half = |series| Mapping::new(COMMON, Fill::Series(series)).of_family(series);
+    let process = |home| Process::starting_at(0).at_home_on(home);
+    host.add(process(0).mapping(half(1)));
+    host.add(process(1).mapping(half(1)).mapping(half(2)));
+    host.add(process(2).mapping(half(2)));
+    host.add(process(3).mapping(half(3)));
+    host.add(process(3).mapping(half(3)));
+    run(&mut host, &mut engine, 60);
+    assert_shares(&host, &[1.0 / 6.0, 1.0 / 3.0, 1.0 / 6.0, 1.0 / 3.0], "by sharers");
+}
+
+#[test]
+fn as_much_is_saved_and_placement_costs_at_most_a_quarter_more() {
+    let spent = |host: &SimHost| host.cost().pagefold_ns + host.cost().ksmd_ns;
+    for (homes, active) in [(&[0, 1][..], false), (&[0, 1], true), (&[0, 1, 0, 1], false)] {
+        let run = |nodes, placement| {
+            let (mut host, mut engine) = (machine(nodes), engine());
+            for (at, &home) in homes.iter().enumerate() {
+                let mapping = if active && at == 0 { mapping().active() } else { mapping() };
+                let process = Process::starting_at(0).at_home_on(if nodes == 1 { 0 } else { home });
+                add(&mut host, process.placed(placement), mapping);
+            }
+            run(&mut host, &mut engine, 120);
+            host
+        };
+        let (none, kernel, fair) = (run(1, Placement::Kernel), run(2, Placement::Kernel), run(2, Placement::Fair));
+        for other in [&none, &kernel] {
+            let (with, without) = (fair.saved().0 as f64, other.saved().0 as f64);
+            assert!((with / without - 1.0).abs() < 0.01, "{with} saved instead of {without}");
+        }
+        assert!(spent(&fair) * 4 <= spent(&kernel) * 5, "{} ns instead of {}", spent(&fair), spent(&kernel));
+        assert!(spent(&fair) * 4 <= spent(&none) * 5, "{} ns instead of {} on one node", spent(&fair), spent(&none));
+    }
+}
+
+#[test]
+fn nothing_is_moved_twice_and_when_things_are_steady_nothing_at_all() {
+    for homes in [&[0, 1][..], &[0, 1, 1], &[0, 1, 2, 3]] {
+        let (kernel, _) = placed(4, homes, Placement::Kernel);
+        for placement in [Placement::Fair, Placement::Priority] {
+            let (mut host, mut engine) = placed(4, homes, placement);
+            let (was, is) = (kernel.frames_by_node(), host.frames_by_node());
+            let least: u64 = was.iter().zip(&is).map(|(was, is)| was.saturating_sub(*is).0).sum();
+            let moved = host.moved();
+            assert!(moved * 100 <= least * 101, "{moved} moves where {least} do: {was:?} became {is:?}");
+            run(&mut host, &mut engine, 600);
+            assert_eq!(host.moved(), moved, "{homes:?} {placement}");
+            assert!(!engine.is_busy());
+        }
+    }
+}
+
+#[test]
+fn a_program_that_is_bound_elsewhere_takes_its_share_along() {
+    let (mut host, mut engine) = (machine(3), engine());
+    let owners = programs(&mut host, &[0, 1], Placement::Fair);
+    run(&mut host, &mut engine, 40);
+    host.set_home(owners[1], 2);
+    run(&mut host, &mut engine, 60);
+    assert_shares(&host, &[0.5, 0.0, 0.5], "bound to node 2");
+    // And by priority, one that is given another nice value.
+    let (mut host, mut engine) = (machine(2), self::engine());
+    let owners = programs(&mut host, &[0, 1], Placement::Priority);
+    run(&mut host, &mut engine, 40);
+    host.set_nice(owners[0], 19);
+    run(&mut host, &mut engine, 60);
+    assert_shares(&host, &[21.0 / 61.0, 40.0 / 61.0], "nice 19");
+}
+
+#[test]
+fn who_may_run_anywhere_is_at_home_where_his_memory_is() {
+    let (mut host, mut engine) = (machine(2), engine());
+    for home in [0, 1] {
+        add(&mut host, Process::starting_at(0).at_home_on(home).unbound(), mapping());
+    }
+    run(&mut host, &mut engine, 40);
+    assert_shares(&host, &[0.5, 0.5], "not bound");
+}
+
+#[test]
+fn nothing_goes_where_one_of_its_sharers_may_not_have_memory() {
+    let (mut host, mut engine) = (machine(3), engine());
+    let process = |home| Process::starting_at(0).at_home_on(home);
+    let confined = add(&mut host, process(0).confined_to(&[0, 2]), mapping());
+    add(&mut host, process(1), mapping());
+    run(&mut host, &mut engine, 40);
+    assert_shares(&host, &[1.0, 0.0, 0.0], "confined to 0 and 2");
+    assert!(!host.merged_of(confined).contains_key(&NodeKey(1)));
+    // Where there is no node that all may use, everything stays as the kernel has put it.
+    let (mut host, mut engine) = (machine(2), self::engine());
+    for home in [0, 1] {
+        add(&mut host, process(home).confined_to(&[home]), mapping());
+    }
+    run(&mut host, &mut engine, 40);
+    assert_eq!(host.moved(), 0);
+}
+
+/// Slow enough for something to happen meanwhile.
+fn slowly(moves: u64) -> Engine {
+    Engine::new(Config { seed: 11, limits: Limits { moves, ..Limits::default() }, ..Config::default() })
+}
+
+#[test]
+fn a_node_that_is_full_takes_no_more_until_there_is_room() {
+    let total = COMMON.0 * 4;
+    let host = SimHost::new(7, Costs::default(), knobs()).with_nodes(&[Pages(total), Pages(512 * MIB)]);
+    let (mut watched, mut engine) = (Watched::new(host), slowly(100));
+    // The copies of the one that is scanned last stay: all on node 1.
+    programs(&mut watched.host, &[0, 1], Placement::Fair);
+    watched.run(&mut engine, 15);
+    let moved = watched.host.moved();
+    assert!((100..COMMON.0 / 4).contains(&moved), "{moved} by now");
+    // Somebody takes what is free on node 0.
+    let free = |host: &mut SimHost| {
+        host.wait(2 * SECOND).unwrap();
+        host.observe().unwrap().nodes[0].free
+    };
+    let room = free(&mut watched.host);
+    let hog = Process::starting_at(0).mapping(Mapping::new(Pages(room.0 - 300), Fill::Random).of_family(9));
+    let hog = watched.host.add(hog);
+    watched.run(&mut engine, 300);
+    assert!(watched.host.moved() - moved <= 300, "{}", watched.host.moved() - moved);
+    assert!(!engine.is_busy());
+    // It is not tried over and over again.
+    let asked = |watched: &Watched| watched.moves.iter().map(|(_, moves)| moves).sum::<u64>();
+    let before = asked(&watched);
+    watched.run(&mut engine, 1_200);
+    assert_eq!(asked(&watched), before);
+    watched.host.exit(hog);
+    watched.run(&mut engine, 600);
+    assert_shares(&watched.host, &[0.5, 0.5], "room again");
+}
+
+#[test]
+fn the_last_of_a_nodes_memory_is_left_to_others() {
+    let total = COMMON.0 * 4;
+    let host = SimHost::new(7, Costs::default(), knobs()).with_nodes(&[Pages(total), Pages(512 * MIB)]);
+    let (mut host, mut engine) = (host, engine());
+    programs(&mut host, &[0, 1], Placement::Fair);
+    // What merging frees on node 0 somebody takes, but for a little more than the 32th that is not to be used.
+    let reserve = total / 32;
+    let hog =
+        |pages, start_ns| Process::starting_at(start_ns).mapping(Mapping::new(Pages(pages), Fill::Random).of_family(9));
+    host.add(hog(total - 2 * COMMON.0, 0));
+    host.add(hog(COMMON.0 - reserve - 128, 2 * SECOND));
+    run(&mut host, &mut engine, 120);
+    assert_eq!((host.moved(), host.observe().unwrap().nodes[0].free), (128, Pages(reserve)));
+}
+
+#[test]
+fn a_node_may_go_away_and_come_back() {
+    for after in [1, 10, 20, 40] {
+        let (mut host, mut engine) = (machine(3), slowly(300));
+        programs(&mut host, &[0, 1, 2], Placement::Fair);
+        run(&mut host, &mut engine, after);
+        assert!(host.remove_node(2));
+        run(&mut host, &mut engine, 200);
+        // Who is bound to processors without memory is at home where most of his pages have gone.
+        let left = shares(&host);
+        assert!(left[2] == 0.0 && (left[0] - 0.5).abs() <= 0.02, "{left:?} without node 2, gone after {after} s");
+        assert!(!engine.is_busy());
+        host.restore_node(2);
+        run(&mut host, &mut engine, 200);
+        assert_shares(&host, &[1.0 / 3.0; 3], "back again");
+    }
+}
+
+#[test]
+fn with_one_node_left_there_is_nothing_to_do() {
+    for after in [1, 2, 3, 5, 10, 20, 40] {
+        let (mut host, mut engine) = (machine(2), slowly(300));
+        programs(&mut host, &[0, 1], Placement::Fair);
+        run(&mut host, &mut engine, after);
+        assert!(host.remove_node(1));
+        run(&mut host, &mut engine, 100);
+        assert!(!engine.is_busy(), "gone after {after} s");
+        let moved = host.moved();
+        run(&mut host, &mut engine, 100);
+        assert_eq!(host.moved(), moved);
+        host.restore_node(1);
+        run(&mut host, &mut engine, 200);
+        assert_shares(&host, &[0.5, 0.5], "back again");
+    }
+}
+
+#[test]
+fn no_second_has_more_moves_than_the_limit() {
+    for limit in [50, 1_000] {
+        let (mut watched, mut engine) = (Watched::new(machine(2)), slowly(limit));
+        programs(&mut watched.host, &[0, 1], Placement::Fair);
+        watched.run(&mut engine, 120);
+        let within = |&(from_ns, _): &(u64, u64)| {
+            let second = watched.moves.iter().filter(|(at_ns, _)| (from_ns..from_ns + SECOND).contains(at_ns));
+            second.map(|(_, moves)| moves).sum::<u64>()
+        };
+        let most = watched.moves.iter().map(within).max().unwrap();
+        assert!(most <= limit && most * 10 >= limit * 9, "{most} in a second, {limit} permitted");
+    }
+}
+
+#[test]
+fn local_only_shares_no_frame_across_nodes() {
+    let knobs = Knobs { merge_across_nodes: false, ..knobs() };
+    let mut host = SimHost::new(7, Costs::default(), knobs).with_nodes(&[Pages(512 * MIB); 2]);
+    let mut engine = engine();
+    let owners = programs(&mut host, &[0, 1, 0, 1], Placement::LocalOnly);
+    run(&mut host, &mut engine, 60);
+    for (owner, home) in owners.iter().zip([0, 1, 0, 1]) {
+        let merged = host.merged_of(*owner);
+        assert_eq!(merged.keys().copied().collect::<Vec<_>>(), [NodeKey(home)]);
+        assert!(merged[&NodeKey(home)].0 * 100 >= COMMON.0 * 99, "{merged:?}");
+    }
+    assert_eq!(host.frames_by_node()[0], host.frames_by_node()[1]);
+    assert_eq!(host.moved(), 0);
+}
+
+#[test]
+fn one_node_pays_nothing() {
+    let bill = |host: SimHost| {
+        let (mut watched, mut engine) = (Watched::new(host), engine());
+        programs(&mut watched.host, &[0, 0, 0], Placement::Fair);
+        watched.run(&mut engine, 60);
+        assert_eq!((watched.looks, watched.activity, watched.placed), (0, 0, 0));
+        assert!(watched.moves.is_empty() && engine.report().places.is_none());
+        (watched.host.cost(), engine.ledger().curve.clone())
+    };
+    let none = bill(SimHost::new(7, Costs::default(), knobs()));
+    assert_eq!(bill(machine(1)), none);
+}
+
+#[test]
+fn what_is_reported_is_what_is_there() {
+    // A square of nodes: the opposite corner is further away.
+    let distances: [&[u32]; 4] = [&[10, 20, 30, 20], &[20, 10, 20, 30], &[30, 20, 10, 20], &[20, 30, 20, 10]];
+    let (mut host, mut engine) = (machine(4).with_distances(&distances), engine());
+    let owners = programs(&mut host, &[0, 2, 1], Placement::Fair);
+    run(&mut host, &mut engine, 100);
+    let report = engine.report();
+    let places = report.places.unwrap();
+    assert_eq!((places.misplaced, places.refused, places.moved.0), (Pages(0), Pages(0), host.moved()));
+    for (node, frames) in places.nodes.iter().zip(host.frames_by_node()) {
+        assert_eq!((node.frames, node.total), (frames, Pages(512 * MIB)));
+    }
+    for owner in owners {
+        let told = places.owners.iter().find(|told| told.owner == owner).unwrap();
+        assert_eq!(told.by_node, host.merged_of(owner).into_iter().collect::<Vec<_>>());
+    }
+    // A third on the own node, and for the one in the middle nothing at the opposite corner.
+    let tax: Vec<f64> = places.owners.iter().map(|owner| owner.tax).collect();
+    let one = Latencies::default().tax(20, 20);
+    for (tax, wanted) in tax.iter().zip([one, one, one * 2.0 / 3.0]) {
+        assert!((tax - wanted).abs() < 0.02, "{tax} for {wanted}");
+    }
+}
+
+#[test]
+fn being_sampled_for_an_hour_makes_nobody_active() {
+    for (first, second, wanted) in
+        [(false, false, [0.5, 0.5]), (true, false, [1.0, 0.0]), (false, true, [0.0, 1.0]), (true, true, [0.5, 0.5])]
+    {
+        let (mut host, mut engine) = (machine(2), engine());
+        let mapping = |active| if active { mapping().active() } else { mapping() };
+        add(&mut host, Process::starting_at(0).at_home_on(0), mapping(first));
+        run(&mut host, &mut engine, 3_600);
+        add(&mut host, Process::starting_at(0).at_home_on(1), mapping(second));
+        run(&mut host, &mut engine, 120);
+        assert_shares(&host, &wanted, &format!("active {first}, and an hour later {second}"));
+    }
+}
+
+/// A program on one of two nodes with three of four pages of a common stock, drawn by lot: with a dozen of them nearly
+/// every page has sharers of its own.
+fn draw(host: &mut SimHost, number: u64, stock: u64) -> OwnerKey {
+    let home = u16::try_from(number % 2).unwrap();
+    let owner = host.add(Process::starting_at(0).at_home_on(home).mapping(Mapping::new(Pages(stock), Fill::Random)));
+    let region = host.regions_of(owner)[0];
+    let first = host.span_of(region).unwrap().first;
+    for page in 0..stock {
+        let lot = (page + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(17).wrapping_mul(number * 2 + 0x1234_5679);
+        if lot >> 62 != 0 {
+            host.write(region, first + page, page + 1_000);
+        }
+    }
+    owner
+}
+
+#[test]
+fn who_comes_or_goes_does_not_stir_up_everything() {
+    let (mut host, mut engine) = (machine(2), engine());
+    let stock = 8 * MIB;
+    let half = |host: &SimHost| {
+        let frames = host.frames_by_node();
+        let all = frames[0].0 + frames[1].0;
+        assert!(frames[0].0.abs_diff(frames[1].0) * 50 <= all && all * 10 > stock * 9, "{frames:?}");
+        all
+    };
+    let owners: Vec<_> = (0..12).map(|number| draw(&mut host, number, stock)).collect();
+    run(&mut host, &mut engine, 120);
+    half(&host);
+    // Newcomers bring sharers to a part of the pages: at most those are dealt out anew.
+    let before = host.moved();
+    for number in 12..20 {
+        draw(&mut host, number, stock / 8);
+        run(&mut host, &mut engine, 60);
+        half(&host);
+    }
+    assert!(host.moved() - before <= 8 * stock / 8, "{} moves", host.moved() - before);
+    // When one goes, three quarters of the pages have other sharers: few of them have to move.
+    for owner in owners.into_iter().take(6) {
+        let before = host.moved();
+        host.exit(owner);
+        run(&mut host, &mut engine, 600);
+        let all = half(&host);
+        assert!((host.moved() - before) * 5 <= all, "{} moves of {all} frames", host.moved() - before);
+    }
+}
+
+#[test]
+fn what_is_no_longer_ours_is_not_moved_and_keeps_nobody_busy() {
+    let (mut host, mut engine) = (machine(2), slowly(100));
+    programs(&mut host, &[0, 1], Placement::Fair);
+    run(&mut host, &mut engine, 10);
+    let moved = host.moved();
+    assert!((100..COMMON.0 / 4).contains(&moved) && engine.is_busy(), "{moved} by now");
+    host.set_ours(false);
+    run(&mut host, &mut engine, 300);
+    assert_eq!(host.moved(), moved);
+    assert!(!engine.is_busy());
+}
