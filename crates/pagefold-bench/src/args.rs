@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 
 /// Options of `pagefold bench`.
 #[derive(Clone, Debug, Default, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct BenchArgs {
     /// Experiments to do [default: all]
     #[arg(value_name = "NAME")]
@@ -38,6 +39,9 @@ pub struct BenchArgs {
     /// The pagefold to measure [default: this one]
     #[arg(long, value_name = "FILE", hide = true)]
     pub program: Option<PathBuf>,
+    /// On a machine emulated for an experiment: nothing is judged there
+    #[arg(long, hide = true)]
+    pub emulated: bool,
 }
 
 /// Does the experiments that are asked for. The exit code is 1 when a bar was missed or something could not be
@@ -69,6 +73,7 @@ pub fn main(args: &BenchArgs) -> anyhow::Result<u8> {
         player: &player,
         quick: args.quick,
         all_peers: args.all_peers,
+        emulated: args.emulated,
         policies: &args.policy,
         interrupt: &interrupt,
     };

@@ -5,6 +5,7 @@ mod governors;
 mod hash;
 mod idle;
 mod mapper;
+pub(crate) mod numa;
 mod pairs;
 mod real_programs;
 mod recall;
@@ -32,6 +33,8 @@ pub struct Setting<'a> {
     pub quick: bool,
     /// Also the peers that take long.
     pub all_peers: bool,
+    /// The machine is one that the experiment itself emulates: only what must be done there is done.
+    pub emulated: bool,
     /// Only these policies, if any are named.
     pub policies: &'a [String],
     /// Signals.
@@ -50,7 +53,7 @@ pub struct Experiment {
 }
 
 /// All of them.
-pub const EXPERIMENTS: [Experiment; 12] = [
+pub const EXPERIMENTS: [Experiment; 13] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
@@ -63,6 +66,7 @@ pub const EXPERIMENTS: [Experiment; 12] = [
     recall::EXPERIMENT,
     scan::EXPERIMENT,
     hash::EXPERIMENT,
+    numa::EXPERIMENT,
 ];
 
 impl Experiment {

@@ -5,7 +5,7 @@ use crate::marking::{Stretch, everything};
 use pagefold_core::units::Pages;
 use pagefold_linux::pagemap::{Pagemap, PagemapEntry};
 use pagefold_linux::process::Process;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -18,7 +18,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const ENTRIES: usize = 4096;
 
 /// One look.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Look {
     /// Since the start.
     pub seconds: f64,

@@ -11,6 +11,7 @@ pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
 pub use python::{Python, PythonData, PythonTools};
 pub use qemu::{Guest, GuestImage, GuestTools};
+pub(crate) use qemu::{NodesTools, pack};
 pub use redis::{Redis, RedisData};
 
 use crate::live::Counters;

@@ -1,10 +1,11 @@
 //! What an experiment found, as it is written to JSON.
 
+use crate::experiment::numa::Placed;
 use crate::live::{Counters, Life};
 use crate::page_tables::Look;
 use crate::programs::Target;
 use crate::sampler::{Point, reached, thinned};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
 
@@ -186,7 +187,8 @@ impl Machine {
 }
 
 /// What came of a policy.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Run {
     /// The policy.
     pub policy: String,
@@ -222,6 +224,9 @@ pub struct Run {
     /// The lives of memory that came and went meanwhile.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub lives: Vec<Life>,
+    /// Where the pages of each program are, on a machine with several memory nodes.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub programs: Vec<Placed>,
     /// All that was sampled.
     #[serde(skip)]
     pub points: Vec<Point>,
@@ -278,7 +283,7 @@ impl Run {
 }
 
 /// Whether all targets answered as at the first check of the experiment.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answers {
     /// Before anything was marked.
     pub before: bool,
@@ -336,7 +341,7 @@ pub struct Bar {
 }
 
 /// A policy that could not be measured.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Failure {
     /// The policy.
     pub policy: String,

@@ -96,6 +96,7 @@ impl Steering {
             (Knob::MaxPageSharing, 256),
             (Knob::UseZeroPages, 0),
             (Knob::SmartScan, 1),
+            (Knob::MergeAcrossNodes, 1),
         ] {
             if self.ksm.read(knob)?.is_some() {
                 self.set(knob, value)?;
@@ -172,14 +173,25 @@ impl Steering {
 
     fn give_back(&mut self) -> anyhow::Result<()> {
         self.unmerge()?;
-        let Knobs { run, pages_to_scan, sleep_millisecs, max_page_sharing, use_zero_pages, smart_scan, .. } =
-            self.before;
+        let Knobs {
+            run,
+            pages_to_scan,
+            sleep_millisecs,
+            max_page_sharing,
+            use_zero_pages,
+            smart_scan,
+            merge_across_nodes,
+            ..
+        } = self.before;
         self.set(Knob::PagesToScan, pages_to_scan)?;
         self.set(Knob::SleepMillisecs, sleep_millisecs)?;
         self.set(Knob::MaxPageSharing, max_page_sharing)?;
         self.set(Knob::UseZeroPages, u64::from(use_zero_pages))?;
         if let Some(smart_scan) = smart_scan {
             self.set(Knob::SmartScan, u64::from(smart_scan))?;
+        }
+        if let Some(across) = merge_across_nodes {
+            self.set(Knob::MergeAcrossNodes, u64::from(across))?;
         }
         self.set(Knob::Run, run)?;
         // What a `pagefold run` had to leave for later has just been done: let its state file know.

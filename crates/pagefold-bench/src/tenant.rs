@@ -8,6 +8,7 @@ use crate::live::{Counters, Live};
 use anyhow::{Context, bail, ensure};
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -131,7 +132,15 @@ pub enum Verdict {
 impl Tenant {
     /// Starts one and waits until its memory is filled. `program` is one that calls [`crate::tenant_main`].
     pub fn start(program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
-        let mut child = Command::new(program)
+        Self::start_by(&[], program, spec)
+    }
+
+    /// The same by way of a command that becomes the program, like `taskset -c 0`.
+    pub fn start_by(by: &[&str], program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
+        let first = by.first().map_or(program.as_os_str(), OsStr::new);
+        let rest = by.iter().skip(1).map(OsStr::new).chain((!by.is_empty()).then_some(program.as_os_str()));
+        let mut child = Command::new(first)
+            .args(rest)
             .args(["tenant", "--spec"])
             .arg(serde_json::to_string(spec)?)
             .stdin(Stdio::piped())
@@ -139,7 +148,7 @@ impl Tenant {
             // In a group of its own: an interrupt from the terminal is for the experiment, which ends its tenants.
             .process_group(0)
             .spawn()
-            .with_context(|| format!("starting {} as a tenant", program.display()))?;
+            .with_context(|| format!("starting {} {} as a tenant", by.join(" "), program.display()))?;
         let commands = child.stdin.take();
         let output = child.stdout.take().context("a tenant without output")?;
         let (sender, answers) = channel();

@@ -101,6 +101,18 @@ fn only_what_has_a_live_part_can_begin() {
 }
 
 #[test]
+fn a_tenant_can_be_started_by_another_command() {
+    let spec = TenantSpec::new([Segment::Zero { pages: 1 }]);
+    let nice = |pid: i32| Process::open(pid).unwrap().stat().unwrap().nice;
+    let mut tenant = Tenant::start_by(&["nice", "-n", "3"], Path::new(PROGRAM), &spec).unwrap();
+    let own = nice(i32::try_from(std::process::id()).unwrap());
+    assert_eq!(nice(tenant.pid()), (own + 3).min(19));
+    assert_eq!(tenant.verify().unwrap(), Verdict::Intact);
+    let error = Tenant::start_by(&["/nonexistent/command"], Path::new(PROGRAM), &spec).unwrap_err();
+    assert!(format!("{error:#}").contains("/nonexistent/command"), "{error:#}");
+}
+
+#[test]
 fn a_tenant_that_cannot_start_is_an_error() {
     assert!(Tenant::start(Path::new("/nonexistent/program"), &everything()).is_err());
     // It runs, and is no tenant.
@@ -113,7 +125,9 @@ fn the_list_names_every_experiment() {
     let output = Command::new(PROGRAM).args(["bench", "--list"]).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
-    for name in ["static-mix", "pairs", "cow-breaker", "short-lived", "idle", "governors", "real-programs", "scan"] {
+    for name in
+        ["static-mix", "pairs", "cow-breaker", "short-lived", "idle", "governors", "real-programs", "scan", "numa"]
+    {
         assert!(text.lines().any(|line| line.starts_with(name)), "{text}");
     }
     let unknown = Command::new(PROGRAM).args(["bench", "no-such"]).output().unwrap();

@@ -7,6 +7,7 @@
 
 use crate::config::ConfigError;
 use crate::host::{NodeKey, NodeSet};
+use crate::permutation::mix;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -126,7 +127,8 @@ impl Carry {
 }
 
 /// Which of some pages have to move where, for each node to have its quota: `(position, node)`, by position. `at` tells
-/// where each is now. Those that move are spread evenly, because neighbours are used together.
+/// where each is now. Those that move are spread evenly, because neighbours are used together, but in no pattern, because
+/// some programs use every second page.
 pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(usize, NodeKey)> {
     let mut have: BTreeMap<NodeKey, usize> = BTreeMap::new();
     for &node in at {
@@ -141,7 +143,8 @@ pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(us
     let missing: usize = wanting.iter().map(|&(_, missing, _)| missing).sum();
     let mut seen: BTreeMap<NodeKey, usize> = BTreeMap::new();
     let mut moves = Vec::new();
-    for (position, &node) in at.iter().enumerate() {
+    for position in shuffled(at.len()) {
+        let node = at[position];
         let (all, excess) = (have[&node], have[&node].saturating_sub(quota(node)));
         let nth = seen.entry(node).or_default();
         let moves_now = (*nth + 1) * excess / all > *nth * excess / all;
@@ -161,7 +164,18 @@ pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(us
         to.2 += 1;
         moves.push((position, to.0));
     }
+    moves.sort_unstable_by_key(|&(position, _)| position);
     moves
+}
+
+/// The positions, mixed within short stretches.
+fn shuffled(positions: usize) -> Vec<usize> {
+    const STRETCH: usize = 64;
+    let mut order: Vec<usize> = (0..positions).collect();
+    for stretch in order.chunks_mut(STRETCH) {
+        stretch.sort_unstable_by_key(|&position| mix(position as u64));
+    }
+    order
 }
 
 /// What memory accesses take.
@@ -257,6 +271,24 @@ mod tests {
         assert!((latencies.tax(21, 21) - 50.0 / 89.0).abs() < 1e-9);
         assert!((latencies.tax(32, 21) - 2.0 * 50.0 / 89.0).abs() < 1e-9);
         assert!(latencies.tax(10, 21).abs() < 1e-9);
+    }
+
+    #[test]
+    fn no_stride_has_all_its_pages_on_one_node() {
+        let at = vec![NodeKey(1); 8_192];
+        let moves = rebalance(&at, &[NodeKey(0), NodeKey(1)], &[4_096, 4_096]);
+        for stride in [2, 3, 4, 8, 16, 64] {
+            for first in 0..stride {
+                let gone = moves.iter().filter(|(position, _)| position % stride == first).count() as f64;
+                let share = gone / (8_192 / stride) as f64;
+                assert!((0.3..0.7).contains(&share), "{share} of those at {first} by {stride}");
+            }
+        }
+        // Nor is a short stretch.
+        for stretch in 0..64 {
+            let inside = moves.iter().filter(|(position, _)| position / 128 == stretch).count();
+            assert!((48..=80).contains(&inside), "{inside} of 128");
+        }
     }
 
     proptest! {

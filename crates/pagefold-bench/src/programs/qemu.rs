@@ -41,9 +41,7 @@ pub struct GuestTools {
 impl GuestTools {
     /// Finds them, or says what to install.
     pub fn find() -> anyhow::Result<Self> {
-        let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-        let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
-        let unpacked = cache.context("no home directory: where should the kernel be?")?.join("pagefold/guest");
+        let unpacked = cache()?.join("guest");
         let kernel = files_below(&unpacked.join("boot"))
             .unwrap_or_default()
             .into_iter()
@@ -57,6 +55,59 @@ impl GuestTools {
             modules: unpacked.join("lib/modules"),
         })
     }
+}
+
+/// Where `scripts/guest-kernel` puts kernels.
+fn cache() -> anyhow::Result<PathBuf> {
+    let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
+    Ok(cache.context("no home directory: where should the kernel be?")?.join("pagefold"))
+}
+
+/// The emulator of a machine with several memory nodes, and what is needed in there.
+#[derive(Clone, Debug)]
+pub struct NodesTools {
+    pub qemu: PathBuf,
+    pub setpriv: PathBuf,
+    pub busybox: PathBuf,
+    /// Start a program on given processors and with a given nice value.
+    pub taskset: PathBuf,
+    pub nice: PathBuf,
+    pub kernel: PathBuf,
+}
+
+impl NodesTools {
+    /// Finds them, or says what to install.
+    pub fn find() -> anyhow::Result<Self> {
+        let kernel = cache()?.join("nodes/vmlinuz");
+        ensure!(kernel.exists(), "there is no {}: scripts/guest-kernel nodes puts one there", kernel.display());
+        Ok(Self {
+            qemu: need("qemu-system-x86_64", "qemu-system-x86")?,
+            setpriv: need("setpriv", "util-linux")?,
+            busybox: need("busybox", "busybox-static")?,
+            taskset: need("taskset", "util-linux")?,
+            nice: need("nice", "coreutils")?,
+            kernel,
+        })
+    }
+}
+
+/// Packs what is called so below `root` as a kernel's first file system.
+pub fn pack(busybox: &Path, root: &Path, names: &[String], to: &Path) -> anyhow::Result<()> {
+    let mut packer = Command::new(busybox)
+        .args(["cpio", "-o", "-H", "newc"])
+        .current_dir(root)
+        .stdin(Stdio::piped())
+        .stdout(File::create(to)?)
+        .stderr(Stdio::null())
+        .spawn()
+        .context("busybox cpio")?;
+    let mut input = packer.stdin.take().context("busybox cpio without input")?;
+    writeln!(input, "{}", names.join("\n"))?;
+    drop(input);
+    let status = packer.wait()?;
+    ensure!(status.success(), "busybox cpio ended with {status}");
+    Ok(())
 }
 
 /// A guest, booted and saved.
@@ -147,19 +198,7 @@ impl GuestImage {
             fs::copy(&file, root.join(&name)).with_context(|| file.display().to_string())?;
             names.push(name);
         }
-        let mut packer = Command::new(&self.tools.busybox)
-            .args(["cpio", "-o", "-H", "newc"])
-            .current_dir(&root)
-            .stdin(Stdio::piped())
-            .stdout(File::create(self.initrd())?)
-            .stderr(Stdio::null())
-            .spawn()
-            .context("busybox cpio")?;
-        let mut input = packer.stdin.take().context("busybox cpio without input")?;
-        writeln!(input, "{}", names.join("\n"))?;
-        drop(input);
-        let status = packer.wait()?;
-        ensure!(status.success(), "busybox cpio ended with {status}");
+        pack(&self.tools.busybox, &root, &names, &self.initrd())?;
         Ok(fs::remove_dir_all(root)?)
     }
 }
