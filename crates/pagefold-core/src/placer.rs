@@ -24,6 +24,8 @@ const LOOK_PAGE_NS: u64 = 150;
 const MOVE_NS: u64 = 5_000;
 /// Frames moved in one round: the round should not take much longer than the share of a core allows.
 const MOVES_PER_ROUND: u64 = 4_096;
+/// Pages that must be saved more, or less, for another look.
+const GROWTH_MIN: u64 = 64;
 /// First pause after a look, nanoseconds; it doubles while looks change nothing.
 const PAUSE_NS: u64 = 1_000_000_000;
 /// Longest such pause, nanoseconds.
@@ -263,7 +265,11 @@ impl Placer {
         let Some((saved, owners)) = &self.looked_at else { return snapshot.ksm.saved() > Pages(0) };
         let now = snapshot.ksm.saved();
         let grown = now.saturating_sub(*saved).0.max(saved.saturating_sub(now).0);
-        let changed = || self.recount || grown > 64.max(saved.0 / 64) || *owners != self.at_home(snapshot);
+        let looked_ns = self.next_ns - self.pause_ns;
+        if grown > GROWTH_MIN.max(saved.0 / 64) && snapshot.now_ns >= looked_ns + PAUSE_NS {
+            return true;
+        }
+        let changed = || self.recount || grown > GROWTH_MIN || *owners != self.at_home(snapshot);
         snapshot.now_ns >= self.next_ns && changed()
     }
 
