@@ -1,0 +1,126 @@
+//! The programs of a scenario, as `/init` holds them.
+
+use crate::plan::{Scenario, Trouble};
+use crate::reader::Extent;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+/// Not `/init`, which is on nobody's list of programs to fold.
+const PROGRAM: &str = "/bin/victim";
+
+/// A program that is spoken to line by line.
+pub struct Member {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+    /// What it said first, behind `ready`.
+    address: u64,
+}
+
+impl Member {
+    fn start(args: &[String], cgroup: Option<&str>) -> Self {
+        let mut command = Command::new(PROGRAM);
+        command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped());
+        if let Some(cgroup) = cgroup {
+            let mut members = fs::OpenOptions::new().write(true).open(format!("{cgroup}/cgroup.procs")).expect(cgroup);
+            unsafe { command.pre_exec(move || members.write_all(b"0")) };
+        }
+        let mut child = command.spawn().expect(PROGRAM);
+        let (input, output) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
+        let mut member = Self { child, input, output: BufReader::new(output), address: 0 };
+        let said = member.line();
+        let words: Vec<&str> = said.split(' ').collect();
+        assert_eq!(words[0], "ready", "{args:?} says {said}");
+        member.address = words.get(1).map_or(0, |address| address.parse().expect("an address"));
+        member
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        // Nothing to read is an answer, too: it has ended.
+        let _ = self.output.read_line(&mut line);
+        line.trim_end().to_owned()
+    }
+
+    fn do_this(&mut self, what: &str) -> Result<(), String> {
+        let written = writeln!(self.input, "{what}").map_err(|error| format!("it has ended: {error}"));
+        let said = self.line();
+        if said == "done" { Ok(()) } else { Err(format!("at {what}: {said:?} {written:?}")) }
+    }
+
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).expect("a pid")
+    }
+
+    fn end(self) -> Result<(), String> {
+        let Self { mut child, input, mut output, .. } = self;
+        drop(input);
+        let mut rest = String::new();
+        let _ = output.read_line(&mut rest);
+        let status = child.wait().expect("a child");
+        if status.success() && rest.is_empty() { Ok(()) } else { Err(format!("{status}: {rest}")) }
+    }
+}
+
+/// All of a scenario.
+pub struct Crew {
+    pub victims: Vec<Member>,
+    pub extents: Vec<Extent>,
+    filler: Option<Member>,
+    cgroups: Vec<String>,
+}
+
+impl Crew {
+    pub fn start(scenario: &Scenario) -> Self {
+        let mut crew = Self { victims: Vec::new(), extents: Vec::new(), filler: None, cgroups: Vec::new() };
+        for (number, victim) in scenario.victims.iter().enumerate() {
+            let cgroup = victim.confined.then(|| {
+                let path = format!("/sys/fs/cgroup/victim-{number}");
+                fs::create_dir(&path).expect(&path);
+                crate::write(&format!("{path}/cpuset.mems"), &victim.node.to_string());
+                path
+            });
+            let numbers = [victim.node.to_string(), victim.nice.to_string(), scenario.pages.to_string()];
+            let args: Vec<String> = std::iter::once("victim".to_owned()).chain(numbers).collect();
+            let mut member = Member::start(&args, cgroup.as_deref());
+            if victim.active {
+                member.do_this("activate").expect("a victim");
+            }
+            crew.extents.push(Extent {
+                pid: member.pid(),
+                start: member.address,
+                pages: scenario.pages,
+                node: victim.node,
+            });
+            crew.victims.push(member);
+            crew.cgroups.extend(cgroup);
+        }
+        if let Trouble::Full { node, left_mib } = scenario.trouble {
+            crew.filler = Some(Member::start(&["filler".to_owned(), node.to_string(), left_mib.to_string()], None));
+        }
+        crew
+    }
+
+    pub fn mark(&mut self) {
+        self.victims.iter_mut().for_each(|victim| victim.do_this("mark").expect("a victim"));
+    }
+
+    /// Has every byte compared; what is wrong.
+    pub fn check(&mut self) -> Vec<String> {
+        let said = self.victims.iter_mut().map(|victim| victim.do_this("check"));
+        said.enumerate().filter_map(|(number, said)| Some(format!("victim {number}: {}", said.err()?))).collect()
+    }
+
+    /// Ends them all; what is wrong.
+    pub fn end(self) -> Vec<String> {
+        let said = self.victims.into_iter().chain(self.filler).map(Member::end);
+        let wrong = said.enumerate().filter_map(|(number, said)| Some(format!("victim {number}: {}", said.err()?)));
+        let wrong = wrong.collect();
+        for cgroup in self.cgroups {
+            fs::remove_dir(&cgroup).expect(&cgroup);
+        }
+        wrong
+    }
+}

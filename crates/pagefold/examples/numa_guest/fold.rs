@@ -1,0 +1,317 @@
+//! Carrying out a scenario.
+
+use crate::crew::Crew;
+use crate::plan::{Cpu, Fold, Moves, Outcome, Scenario, Trouble};
+use crate::reader::{Extent, Nodes, PAGE, ksmd, times, tree_ns, vmstat};
+use serde_json::Value;
+use std::fs::{self, File};
+use std::io::{Read, Seek};
+use std::os::unix::fs::FileExt;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const PAGEFOLD: &str = "/bin/pagefold";
+const KSM: &str = "/sys/kernel/mm/ksm";
+/// For KSM alone; all else is as the kernel has it.
+const PAGES_TO_SCAN: u64 = 4_000;
+
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// So long must nothing happen before the folding counts as done: two of pagefold's rounds.
+const QUIET: Duration = Duration::from_secs(4);
+/// For KSM alone, which never pauses.
+const QUIET_KSM: Duration = Duration::from_secs(1);
+/// How long to wait for that, and for the first merge or for two scans: none can merge anything before its end.
+const LIMIT: Duration = Duration::from_secs(90);
+const FIRST_LIMIT: Duration = Duration::from_secs(45);
+/// pagefold has nothing to do when it takes less than this part of a core.
+const BUSY: u128 = 5;
+/// Pages that may be merged or moved meanwhile: those of the system's other programs.
+const NEGLIGIBLE: u64 = 16;
+
+fn number(file: &str) -> u64 {
+    fs::read_to_string(format!("{KSM}/{file}")).expect(file).trim().parse().expect(file)
+}
+
+/// Knobs by name. What reports is no knob.
+fn knobs() -> Vec<(String, String)> {
+    let names = [
+        "run",
+        "pages_to_scan",
+        "sleep_millisecs",
+        "max_page_sharing",
+        "use_zero_pages",
+        "merge_across_nodes",
+        "smart_scan",
+        "advisor_mode",
+    ];
+    let value = |name: &str| fs::read_to_string(format!("{KSM}/{name}")).unwrap_or_default().trim().to_owned();
+    names.map(|name| (name.to_owned(), value(name))).to_vec()
+}
+
+pub fn carry_out(scenario: &Scenario) -> Outcome {
+    assert_eq!(number("pages_shared"), 0, "something is merged before {}", scenario.name);
+    let knobs_before = knobs();
+    let killed = vmstat("oom_kill");
+    crate::write_if_there("/sys/kernel/mm/lru_gen/enabled", if scenario.generations { "7" } else { "0" });
+    let mut crew = Crew::start(scenario);
+    let mut wrong = crew.check();
+    let nodes = Nodes::read();
+    let before = nodes.look(&crew.extents);
+
+    let meter = Meter::start(&crew);
+    let hands = Hands::start(&scenario.fold, &mut crew);
+    let settled = meter.wait_until_quiet(&hands);
+    let folded = nodes.look(&crew.extents);
+    wrong.extend(crew.check());
+
+    let troubled = match scenario.trouble {
+        Trouble::Offline { node } => {
+            wrong.extend(take_offline(node).err());
+            // It must notice, and go on.
+            meter.wait_until_quiet(&hands);
+            let look = Nodes::read().look(&crew.extents);
+            wrong.extend(crew.check());
+            Some(look)
+        }
+        _ => None,
+    };
+    let summary = hands.end(&crew, &mut wrong);
+    wrong.extend(crew.check());
+    let unfolded = Nodes::read().look(&crew.extents);
+    if scenario.trouble == Trouble::Damage {
+        damage(&crew.extents[0]);
+        wrong.extend(crew.check());
+    }
+    wrong.extend(crew.end());
+    if let Trouble::Offline { node } = scenario.trouble {
+        set_online(node, "online_movable").expect("it was online before");
+    }
+    // Forgets the victims, too, which ksmd would otherwise keep until its next scan.
+    crate::write(&format!("{KSM}/run"), "2");
+    crate::write(&format!("{KSM}/run"), "0");
+    let knobs_changed = knobs().into_iter().zip(&knobs_before).filter(|(now, before)| now != *before);
+    let mut moves = settled.moves;
+    moves.killed = vmstat("oom_kill") - killed;
+    Outcome {
+        name: scenario.name.clone(),
+        before,
+        folded,
+        settled_ms: settled.ms,
+        settled: settled.really,
+        cpu: settled.cpu,
+        moves,
+        when_quiet: settled.when_quiet,
+        troubled,
+        summary,
+        unfolded,
+        knobs_changed: knobs_changed
+            .map(|((name, now), (_, before))| format!("{name}: {before}, then {now}"))
+            .collect(),
+        wrong,
+    }
+}
+
+/// Whatever folds.
+enum Hands {
+    Ksm,
+    Pagefold { child: Child, output: File, errors: File },
+}
+
+impl Hands {
+    fn start(fold: &Fold, crew: &mut Crew) -> Self {
+        match fold {
+            Fold::Ksm => {
+                crate::write(&format!("{KSM}/pages_to_scan"), &PAGES_TO_SCAN.to_string());
+                crew.mark();
+                crate::write(&format!("{KSM}/run"), "1");
+                Self::Ksm
+            }
+            Fold::Pagefold(options) => {
+                let (output, errors) = (file("out"), file("err"));
+                let mut command = Command::new(PAGEFOLD);
+                command.args(["run", "--json", "--pid", &pids(crew)]).args(options).stdin(Stdio::null());
+                command.stdout(output.try_clone().expect("a file")).stderr(errors.try_clone().expect("a file"));
+                Self::Pagefold { child: command.spawn().expect(PAGEFOLD), output, errors }
+            }
+        }
+    }
+
+    fn cpu_ns(&self) -> u64 {
+        match self {
+            Self::Ksm => 0,
+            Self::Pagefold { child, .. } => tree_ns(i32::try_from(child.id()).expect("a pid")),
+        }
+    }
+
+    /// Ends the folding and takes everything apart; pagefold's summary.
+    fn end(self, crew: &Crew, wrong: &mut Vec<String>) -> Value {
+        let Self::Pagefold { mut child, mut output, mut errors } = self else {
+            crate::write(&format!("{KSM}/run"), "2");
+            crate::write(&format!("{KSM}/run"), "0");
+            crate::write(&format!("{KSM}/pages_to_scan"), "100");
+            return Value::Null;
+        };
+        if let Some(status) = child.try_wait().expect("a child") {
+            wrong.push(format!("pagefold run ended by itself: {status}"));
+        }
+        unsafe { libc::kill(i32::try_from(child.id()).expect("a pid"), libc::SIGTERM) };
+        let status = child.wait().expect("a child");
+        let (said, complaints) = (contents(&mut output), contents(&mut errors));
+        print!("{complaints}");
+        if !status.success() {
+            wrong.push(format!("pagefold run: {status}: {complaints}"));
+        }
+        let unmerged = Command::new(PAGEFOLD).args(["unmerge", "--pid", &pids(crew)]).output().expect(PAGEFOLD);
+        if !unmerged.status.success() {
+            let complaints = String::from_utf8_lossy(&unmerged.stderr);
+            wrong.push(format!("pagefold unmerge: {}: {complaints}", unmerged.status));
+        }
+        serde_json::from_str(&said).unwrap_or(Value::String(said))
+    }
+}
+
+fn pids(crew: &Crew) -> String {
+    crew.extents.iter().map(|extent| extent.pid.to_string()).collect::<Vec<_>>().join(",")
+}
+
+fn file(name: &str) -> File {
+    let path = format!("/tmp/{name}");
+    File::options().read(true).write(true).create(true).truncate(true).open(path).expect(name)
+}
+
+fn contents(file: &mut File) -> String {
+    let mut text = String::new();
+    file.rewind().expect("a file");
+    file.read_to_string(&mut text).expect("text");
+    text
+}
+
+/// CPU time and moves since the beginning.
+struct Meter {
+    began: Instant,
+    ksmd: i32,
+    pids: Vec<i32>,
+    cpu: Cpu,
+    moves: Moves,
+}
+
+struct Settled {
+    ms: u64,
+    really: bool,
+    cpu: Cpu,
+    moves: Moves,
+    when_quiet: Moves,
+}
+
+impl Meter {
+    fn start(crew: &Crew) -> Self {
+        let pids = crew.extents.iter().map(|extent| extent.pid).collect();
+        let mut meter =
+            Self { began: Instant::now(), ksmd: ksmd(), pids, cpu: Cpu::default(), moves: Moves::default() };
+        (meter.cpu, meter.moves) = meter.read(&Hands::Ksm);
+        meter
+    }
+
+    fn read(&self, hands: &Hands) -> (Cpu, Moves) {
+        let cpu = Cpu {
+            ksmd_ns: times(self.ksmd).iter().sum(),
+            pagefold_ns: hands.cpu_ns(),
+            victims_system_ns: self.pids.iter().map(|&pid| times(pid)[1]).sum(),
+        };
+        let moves = Moves {
+            migrated: vmstat("pgmigrate_success"),
+            failed: vmstat("pgmigrate_fail"),
+            balanced: vmstat("numa_pages_migrated"),
+            killed: 0,
+        };
+        (cpu, moves)
+    }
+
+    fn since(&self, hands: &Hands) -> (Cpu, Moves) {
+        let (cpu, moves) = self.read(hands);
+        let cpu = Cpu {
+            ksmd_ns: cpu.ksmd_ns - self.cpu.ksmd_ns,
+            pagefold_ns: cpu.pagefold_ns - self.cpu.pagefold_ns,
+            victims_system_ns: cpu.victims_system_ns - self.cpu.victims_system_ns,
+        };
+        (cpu, less(moves, self.moves))
+    }
+
+    /// Waits until nothing merges and nothing moves any more, and whatever folds has nothing to do.
+    fn wait_until_quiet(&self, hands: &Hands) -> Settled {
+        let began = Instant::now();
+        let quiet_time = if matches!(hands, Hands::Ksm) { QUIET_KSM } else { QUIET };
+        // What the kernel's NUMA balancing moves is not merged.
+        let look = || number("pages_sharing") + vmstat("pgmigrate_success") - vmstat("numa_pages_migrated");
+        let (mut seen, scans) = (look(), number("full_scans"));
+        let (mut since, mut then) = (Instant::now(), self.read(hands));
+        let mut settled = self.settled(hands);
+        let mut happened = false;
+        loop {
+            std::thread::sleep(LOOK_EVERY);
+            let now = look();
+            if now.abs_diff(seen) > NEGLIGIBLE {
+                (seen, since, then, happened) = (now, Instant::now(), self.read(hands), true);
+                settled = self.settled(hands);
+            }
+            if since.elapsed() >= quiet_time {
+                let (cpu, moves) = self.read(hands);
+                let busy = u128::from(cpu.pagefold_ns - then.0.pagefold_ns) > since.elapsed().as_nanos() / BUSY;
+                // Nothing merges before its second scan.
+                let enough = number("pages_sharing") > NEGLIGIBLE || number("full_scans") >= scans + 2;
+                settled.really = !busy && (enough || began.elapsed() >= FIRST_LIMIT);
+                settled.when_quiet = less(moves, then.1);
+                (since, then) = (Instant::now(), (cpu, moves));
+            }
+            if settled.really || began.elapsed() >= LIMIT {
+                if !happened {
+                    (settled.ms, settled.cpu) = (self.ms(), self.since(hands).0);
+                }
+                return settled;
+            }
+        }
+    }
+
+    fn ms(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_millis()).expect("a short time")
+    }
+
+    /// What it has taken, if this was the last that happened.
+    fn settled(&self, hands: &Hands) -> Settled {
+        let (cpu, moves) = self.since(hands);
+        Settled { ms: self.ms(), really: false, cpu, moves, when_quiet: Moves::default() }
+    }
+}
+
+fn less(now: Moves, before: Moves) -> Moves {
+    Moves {
+        migrated: now.migrated - before.migrated,
+        failed: now.failed - before.failed,
+        balanced: now.balanced - before.balanced,
+        killed: now.killed - before.killed,
+    }
+}
+
+/// Writes a byte in the middle of a victim's memory.
+fn damage(victim: &Extent) {
+    let memory = File::options().write(true).open(format!("/proc/{}/mem", victim.pid)).expect("a victim's memory");
+    memory.write_at(b"?", victim.start + victim.pages as u64 / 2 * PAGE + 99).expect("a write");
+}
+
+/// Takes all memory of a node from the kernel's hands.
+fn take_offline(node: usize) -> Result<(), String> {
+    set_online(node, "offline")
+}
+
+fn set_online(node: usize, state: &str) -> Result<(), String> {
+    let dir = format!("/sys/devices/system/node/node{node}");
+    let blocks = fs::read_dir(&dir).map_err(|error| format!("{dir}: {error}"))?;
+    for block in blocks.filter_map(Result::ok) {
+        let name = block.file_name().to_string_lossy().into_owned();
+        if name.strip_prefix("memory").is_some_and(|number| number.parse::<u64>().is_ok()) {
+            let path = format!("{dir}/{name}/state");
+            crate::try_write(&path, state).map_err(|error| format!("{state} to {path}: {error}"))?;
+        }
+    }
+    Ok(())
+}

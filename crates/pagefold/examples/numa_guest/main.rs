@@ -1,0 +1,85 @@
+//! All that runs in the emulated guests of `tests/numa.rs` beside the kernel and pagefold: it boots as `/init`, carries
+//! out the scenarios in `/scenarios.json`, and writes what came of each as a line of JSON to the second serial port.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)] // A test program: raw calls are what it is for.
+
+mod crew;
+mod fold;
+mod plan;
+mod reader;
+mod victim;
+
+use plan::Scenario;
+use std::ffi::CString;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::fd::AsRawFd;
+
+fn main() {
+    let args: Vec<String> = std::env::args().collect();
+    match args.get(1).map(String::as_str) {
+        Some("victim") => victim::main(&args[2..]),
+        Some("filler") => victim::filler(&args[2..]),
+        _ if std::process::id() == 1 => init(),
+        _ => eprintln!("this is the /init of tests/numa.rs"),
+    }
+}
+
+fn init() {
+    for (kind, at) in [
+        ("proc", "/proc"),
+        ("sysfs", "/sys"),
+        ("devtmpfs", "/dev"),
+        ("tmpfs", "/tmp"),
+        ("tmpfs", "/run"),
+        ("cgroup2", "/sys/fs/cgroup"),
+    ] {
+        mount(kind, at);
+    }
+    write("/sys/fs/cgroup/cgroup.subtree_control", "+cpuset");
+    let text = fs::read_to_string("/scenarios.json").expect("the scenarios");
+    let scenarios: Vec<Scenario> = serde_json::from_str(&text).expect("scenarios");
+    let mut results = results();
+    for scenario in scenarios {
+        println!("{}: begins", scenario.name);
+        let outcome = fold::carry_out(&scenario);
+        writeln!(results, "{}", serde_json::to_string(&outcome).expect("an outcome")).expect("the results");
+    }
+    results.flush().expect("the results");
+    unsafe { libc::tcdrain(results.as_raw_fd()) };
+    // The emulator ends instead.
+    unsafe { libc::reboot(libc::RB_AUTOBOOT) };
+}
+
+fn mount(kind: &str, at: &str) {
+    fs::create_dir_all(at).expect(at);
+    let (kind, place) = (CString::new(kind).expect("no zeros"), CString::new(at).expect("no zeros"));
+    let done = unsafe { libc::mount(kind.as_ptr(), place.as_ptr(), kind.as_ptr(), 0, std::ptr::null()) };
+    assert_eq!(done, 0, "mount {at}: {}", std::io::Error::last_os_error());
+}
+
+/// The second serial port: the kernel and the programs write to the first.
+fn results() -> File {
+    let port = OpenOptions::new().write(true).open("/dev/ttyS1").expect("/dev/ttyS1");
+    let mut how: libc::termios = unsafe { std::mem::zeroed() };
+    unsafe {
+        libc::tcgetattr(port.as_raw_fd(), &raw mut how);
+        libc::cfmakeraw(&raw mut how);
+        libc::cfsetspeed(&raw mut how, libc::B115200);
+        libc::tcsetattr(port.as_raw_fd(), libc::TCSANOW, &raw const how);
+    }
+    port
+}
+
+pub fn write(path: &str, text: &str) {
+    try_write(path, text).unwrap_or_else(|error| panic!("{text} to {path}: {error}"));
+}
+
+pub fn try_write(path: &str, text: &str) -> std::io::Result<()> {
+    OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())
+}
+
+pub fn write_if_there(path: &str, text: &str) {
+    if fs::exists(path).expect(path) {
+        write(path, text);
+    }
+}

@@ -1,0 +1,159 @@
+//! An independent reader of where pages are: page tables, frame flags and the nodes' zones, as the kernel shows them, without a line of pagefold's.
+
+use crate::plan::{Look, Pages};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+
+pub const PAGE: u64 = 4096;
+const PRESENT: u64 = 1 << 63;
+const FRAME: u64 = (1 << 55) - 1;
+const EXCLUSIVE: u64 = 1 << 56;
+/// Bits of /proc/kpageflags, by the kernel's include/uapi/linux/kernel-page-flags.h.
+const REFERENCED: u64 = 1 << 2;
+const ACTIVE: u64 = 1 << 6;
+const KSM: u64 = 1 << 21;
+
+/// A victim's memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    pub pid: i32,
+    /// The address of the first page.
+    pub start: u64,
+    pub pages: usize,
+    /// Where the program runs.
+    pub node: usize,
+}
+
+/// Which node each frame is on.
+pub struct Nodes {
+    count: usize,
+    /// By first frame: how many frames, and the node.
+    zones: BTreeMap<u64, (u64, usize)>,
+}
+
+impl Nodes {
+    /// By the zones of each node. Its memory blocks would not do: one of those may belong to two nodes.
+    pub fn read() -> Self {
+        let text = fs::read_to_string("/proc/zoneinfo").expect("zoneinfo");
+        let mut nodes = Self { count: 0, zones: BTreeMap::new() };
+        let (mut node, mut frames) = (0, 0);
+        for line in text.lines() {
+            let number = |text: &str| text.trim().parse::<u64>().expect("a number");
+            if let Some((number, _)) = line.strip_prefix("Node ").and_then(|rest| rest.split_once(',')) {
+                node = number.parse().expect("a node");
+                nodes.count = nodes.count.max(node + 1);
+            } else if let Some(spanned) = line.trim_start().strip_prefix("spanned ") {
+                frames = number(spanned);
+            } else if let Some(first) = line.trim_start().strip_prefix("start_pfn:").filter(|_| frames > 0) {
+                nodes.zones.insert(number(first), (frames, node));
+            }
+        }
+        let ends = nodes.zones.iter().map(|(first, (frames, _))| first + frames);
+        assert!(ends.zip(nodes.zones.keys().skip(1)).all(|(end, next)| end <= *next), "zones overlap: {text}");
+        nodes
+    }
+
+    fn of(&self, frame: u64) -> usize {
+        let zone = self.zones.range(..=frame).next_back().filter(|(first, (frames, _))| frame - **first < *frames);
+        zone.unwrap_or_else(|| panic!("frame {frame:#x} is on no node")).1.1
+    }
+
+    /// Looks at every page of the victims.
+    pub fn look(&self, victims: &[Extent]) -> Look {
+        let kpageflags = File::open("/proc/kpageflags").expect("kpageflags");
+        let mut look = Look { frames: vec![0; self.count], ..Look::default() };
+        // By frame: how many pages map it, and from which nodes.
+        let mut merged: BTreeMap<u64, (u64, Vec<usize>)> = BTreeMap::new();
+        for victim in victims {
+            let mut pages = Pages { by_node: vec![0; self.count], merged: vec![0; self.count], ..Pages::default() };
+            let pagemap = File::open(format!("/proc/{}/pagemap", victim.pid)).expect("pagemap");
+            let mut entries = vec![0; victim.pages * 8];
+            pagemap.read_exact_at(&mut entries, victim.start / PAGE * 8).expect("a page table");
+            for entry in entries.chunks_exact(8).map(word).filter(|entry| entry & PRESENT != 0) {
+                let frame = entry & FRAME;
+                let mut flags = [0; 8];
+                kpageflags.read_exact_at(&mut flags, frame * 8).expect("a frame's flags");
+                let (flags, node) = (word(&flags), self.of(frame));
+                pages.by_node[node] += 1;
+                pages.active += u64::from(flags & ACTIVE != 0);
+                pages.referenced += u64::from(flags & REFERENCED != 0);
+                // From 6.10 on (stable_page_flags in fs/proc/page.c), until it was noticed, KSM is told of every anonymous
+                // page. What is mapped more than once is merged: the victims have no children.
+                if flags & KSM != 0 && entry & EXCLUSIVE == 0 {
+                    pages.merged[node] += 1;
+                    let (mapped, from) = merged.entry(frame).or_default();
+                    *mapped += 1;
+                    from.push(victim.node);
+                }
+            }
+            pages.merged_by_smaps = smaps_ksm(victim);
+            look.victims.push(pages);
+        }
+        for (frame, (mapped, from)) in &merged {
+            look.frames[self.of(*frame)] += 1;
+            look.saved += mapped - 1;
+            look.across += u64::from(from.iter().any(|node| *node != from[0]));
+        }
+        look
+    }
+}
+
+/// Pages that smaps calls merged, in the mappings that hold a victim's memory.
+fn smaps_ksm(victim: &Extent) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{}/smaps", victim.pid)).expect("smaps");
+    let end = victim.start + victim.pages as u64 * PAGE;
+    let (mut inside, mut pages) = (false, 0);
+    for line in text.lines() {
+        let first = line.split(' ').next().unwrap_or_default();
+        if let Some((from, to)) = first.split_once('-') {
+            let address = |text| u64::from_str_radix(text, 16).expect("an address");
+            inside = address(from) < end && address(to) > victim.start;
+        } else if let Some(kib) = line.strip_prefix("KSM:").filter(|_| inside) {
+            pages += kib.trim().trim_end_matches(" kB").parse::<u64>().expect("a size") / 4;
+        }
+    }
+    pages
+}
+
+fn word(bytes: &[u8]) -> u64 {
+    u64::from_le_bytes(bytes.try_into().expect("eight bytes"))
+}
+
+fn names(dir: &str) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap_or_else(|error| panic!("{dir}: {error}"));
+    entries.map(|entry| entry.expect(dir).file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// A counter of /proc/vmstat, 0 where there is none.
+pub fn vmstat(name: &str) -> u64 {
+    let text = fs::read_to_string("/proc/vmstat").expect("vmstat");
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    value.map_or(0, |value| value.parse().expect("a counter"))
+}
+
+/// User and system time of a process, and of its children that have ended, nanoseconds. Nothing where it has ended.
+pub fn times(pid: i32) -> [u64; 4] {
+    /// Of /proc/PID/stat: hundredths of a second, on every architecture.
+    const TICK_NS: u64 = 10_000_000;
+    let Ok(text) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return [0; 4] };
+    let words: Vec<&str> = text[text.rfind(')').expect("a name") + 2..].split(' ').collect();
+    // utime is the 14th word, the state after the name the 3rd (proc_pid_stat(5)).
+    std::array::from_fn(|at| words[11 + at].parse::<u64>().expect("ticks") * TICK_NS)
+}
+
+/// A process and all below it.
+pub fn tree_ns(pid: i32) -> u64 {
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let below: u64 = children.split_ascii_whitespace().map(|child| tree_ns(child.parse().expect("a pid"))).sum();
+    times(pid).iter().sum::<u64>() + below
+}
+
+/// The kernel's thread that merges.
+pub fn ksmd() -> i32 {
+    names("/proc")
+        .iter()
+        .filter_map(|name| name.parse().ok())
+        .find(|pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == "ksmd"))
+        .expect("ksmd")
+}

@@ -1,0 +1,177 @@
+//! What must come of a scenario, and what is told of it.
+
+use crate::machine::Machine;
+use crate::plan::{Fold, Look, Moves, Outcome, Scenario, Trouble};
+use std::env;
+use std::time::Duration;
+
+/// A scenario, and what must come of it beside what must come of all.
+pub struct Case {
+    pub scenario: Scenario,
+    pub expect: Expect,
+}
+
+/// Where the merged pages must be.
+pub enum Expect {
+    /// Anywhere.
+    Whatever,
+    /// So many per cent of them on each node, give or take [`POINTS`].
+    Shares(Vec<f64>),
+    /// On this node.
+    All(usize),
+    /// None is shared by programs of two nodes, and so many times a program's pages are saved.
+    Apart(u64),
+    /// Anywhere, and the last check complains of one page.
+    Damage,
+}
+
+/// Points that a share may be off.
+const POINTS: f64 = 2.0;
+/// Per cent that is as good as all.
+const ALL: f64 = 98.0;
+/// Per cent of the memory saved that placement may cost.
+const SAVED: f64 = 1.0;
+/// Pages that may still move when all is folded: those of the system.
+const QUIET: u64 = 64;
+/// For one scenario and a boot; either takes seconds on an idle machine.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Has the cases carried out in one boot, tells what came of them, and fails if it is not what it must be.
+#[track_caller]
+pub fn carry_out(machine: &Machine, cases: &[Case]) {
+    let only = env::var("PAGEFOLD_NUMA").unwrap_or_default();
+    let cases: Vec<&Case> = cases.iter().filter(|case| case.scenario.name.contains(&only)).collect();
+    if cases.is_empty() {
+        println!("SKIP: nothing is called {only}");
+        return;
+    }
+    let scenarios: Vec<Scenario> = cases.iter().map(|case| case.scenario.clone()).collect();
+    let limit = LIMIT * u32::try_from(cases.len() + 1).unwrap();
+    let Some(outcomes) = machine.carry_out(&scenarios, limit) else { return };
+    let mut failures = Vec::new();
+    for (case, outcome) in cases.iter().zip(&outcomes) {
+        println!("{}", line(&case.scenario, outcome));
+        failures.extend(case.failures(outcome).into_iter().map(|what| format!("{}: {what}", outcome.name)));
+    }
+    costs(&cases, &outcomes);
+    assert!(failures.is_empty(), "\n{}\n", failures.join("\n"));
+}
+
+impl Case {
+    /// What is not as it must be.
+    fn failures(&self, outcome: &Outcome) -> Vec<String> {
+        let mut failures = match (&self.expect, &outcome.wrong[..]) {
+            (Expect::Damage, [check, _]) if check.contains("bad: page") => Vec::new(),
+            (Expect::Damage, wrong) => vec![format!("not found: {wrong:?}")],
+            (_, wrong) => wrong.to_vec(),
+        };
+        let mut must = |so: bool, what: String| {
+            if !so {
+                failures.push(what);
+            }
+        };
+        let Outcome { before, folded, unfolded, moves, .. } = outcome;
+        let pages = self.scenario.pages as u64;
+        let victims = &self.scenario.victims;
+        // That the scenario is what it says.
+        for (victim, seen) in victims.iter().zip(&before.victims) {
+            let active = if victim.active && !self.scenario.generations {
+                seen.active >= pages * 99 / 100
+            } else {
+                seen.active <= pages / 100
+            };
+            must(active && seen.by_node[victim.node] == pages, format!("it began with {seen:?} of {victim:?}"));
+        }
+        must(outcome.settled, "it came to no end".to_owned());
+        let Moves { migrated, failed, balanced, .. } = outcome.when_quiet;
+        must(migrated - balanced <= QUIET, format!("{migrated} pages moved at the end"));
+        must(failed <= QUIET, format!("{failed} pages were to be moved at the end, in vain"));
+        must(moves.killed == 0, format!("{} programs were killed", moves.killed));
+
+        if let Fold::Pagefold(_) = self.scenario.fold {
+            let summary = &outcome.summary;
+            must(
+                summary["knobs_restored"] == true && summary["stood_down"].is_null(),
+                format!("it ended as {summary}"),
+            );
+        }
+        for seen in [before, folded, unfolded].into_iter().flat_map(|look| &look.victims) {
+            let merged: u64 = seen.merged.iter().sum();
+            must(merged == seen.merged_by_smaps, format!("{merged} merged pages, {} by smaps", seen.merged_by_smaps));
+        }
+        let merged = shares(folded);
+        match &self.expect {
+            Expect::Whatever | Expect::Damage => {}
+            Expect::Shares(wanted) => {
+                let near = merged.iter().zip(wanted).all(|(share, wanted)| (share - wanted).abs() <= POINTS);
+                must(near, format!("shares {merged:.1?} instead of {wanted:?}"));
+            }
+            Expect::All(node) => must(merged[*node] >= ALL, format!("shares {merged:.1?}, and not all on node {node}")),
+            Expect::Apart(_) => must(folded.across == 0, format!("{} pages are shared across nodes", folded.across)),
+        }
+        let saved = match self.expect {
+            Expect::Apart(times) => times * pages,
+            _ => (victims.len() as u64 - 1) * pages,
+        };
+        let off = 100.0 * (folded.saved as f64 - saved as f64).abs();
+        must(off <= SAVED * saved as f64, format!("{} pages saved instead of {saved}", folded.saved));
+
+        if let (Trouble::Offline { node }, Some(troubled)) = (self.scenario.trouble, &outcome.troubled) {
+            let left: u64 = troubled.victims.iter().map(|pages| pages.by_node[node]).sum();
+            must(left == 0, format!("{left} pages are on the node that went away"));
+        }
+        let still: u64 = unfolded.frames.iter().sum();
+        must(still == 0, format!("{still} pages are merged after everything was taken apart"));
+        must(outcome.knobs_changed.is_empty(), format!("not put back: {:?}", outcome.knobs_changed));
+        failures
+    }
+}
+
+/// Per cent of the merged pages, by node.
+fn shares(look: &Look) -> Vec<f64> {
+    let all: u64 = look.frames.iter().sum();
+    look.frames.iter().map(|&frames| 100.0 * frames as f64 / all.max(1) as f64).collect()
+}
+
+/// What came of a scenario.
+fn line(scenario: &Scenario, outcome: &Outcome) -> String {
+    let Outcome { name, folded, cpu, moves, .. } = outcome;
+    let seconds = |ns: u64| ns as f64 / 1e9;
+    format!(
+        "{name:<32} {:>8} merged {:?}, saved {}, {:.1} s; CPU: ksmd {:.2} s, pagefold {:.2} s, in the programs {:.2} s; \
+         moved {} ({} by NUMA balancing), in vain {}; all local at the end: {:.0} %",
+        format!("{} programs", scenario.victims.len()),
+        folded.frames,
+        folded.saved,
+        outcome.settled_ms as f64 / 1e3,
+        seconds(cpu.ksmd_ns),
+        seconds(cpu.pagefold_ns),
+        seconds(cpu.victims_system_ns),
+        moves.migrated,
+        moves.balanced,
+        moves.failed,
+        local(scenario, &outcome.unfolded),
+    )
+}
+
+/// Per cent of the programs' pages that are on their nodes.
+fn local(scenario: &Scenario, look: &Look) -> f64 {
+    let victims = scenario.victims.iter().zip(&look.victims);
+    let local: u64 = victims.map(|(victim, seen)| seen.by_node[victim.node]).sum();
+    100.0 * local as f64 / (scenario.victims.len() * scenario.pages) as f64
+}
+
+/// What placing costs, against the cheapest run of `kernel` with as many programs in the same boot: told here, judged
+/// where the machine is a real one (`pagefold bench numa`).
+fn costs(cases: &[&Case], outcomes: &[Outcome]) {
+    let mut runs = Vec::new();
+    for (case, outcome) in cases.iter().zip(outcomes).filter(|(case, _)| case.scenario.fold != Fold::Ksm) {
+        let ns = outcome.cpu.ksmd_ns + outcome.cpu.pagefold_ns;
+        runs.push((case.scenario.victims.len(), outcome, ns as f64));
+    }
+    for (victims, outcome, ns) in &runs {
+        let same = runs.iter().filter(|(count, run, _)| count == victims && run.name.starts_with("kernel:"));
+        let Some(without) = same.map(|(_, _, ns)| *ns).min_by(f64::total_cmp) else { continue };
+        println!("{:<32} CPU of pagefold and ksmd: {:.2} of that without placement", outcome.name, ns / without);
+    }
+}
