@@ -142,17 +142,13 @@ fn four_nodes() {
     );
 }
 
-/// The kernel counts memory in blocks of 128 MiB. Half of the second node's first block belongs to the first here.
 #[test]
-fn nodes_with_a_memory_block_in_common() {
-    carry_out(&Machine::of(&[320, 448]), &[placed("fair", "both idle", &[idle(0), idle(1)], shares([50.0, 50.0]))]);
-}
-
-#[test]
-fn nodes_without_room() {
+fn nodes_of_odd_sizes_and_without_room() {
     carry_out(
-        &Machine::of(&[384, 384]),
+        // Half of the memory block in the middle (of 128 MiB) belongs to the first node, and half to the second.
+        &Machine::of(&[192, 320]),
         &[
+            placed("fair", "both idle", &[idle(0), idle(1)], shares([50.0, 50.0])),
             // KSM alone would leave everything on the node of the last.
             placed("fair", "the last is confined", &[idle(0), confined(1)], Expect::All(1)),
             placed("fair", "the first is confined", &[confined(0), idle(1)], Expect::All(0)),
