@@ -2,6 +2,7 @@
 
 use pagefold_core::config::Preset;
 use pagefold_core::governor::Governor;
+use pagefold_core::placement::Placement;
 use pagefold_linux::fuzzing;
 use pagefold_linux::machine::Release;
 
@@ -19,7 +20,7 @@ pub fn ksm_files(text: &[u8]) {
     assert_eq!(fuzzing::ksm_choice(format!("always [{choice}] never\n").as_bytes()), Some(choice));
 }
 
-/// The kernel's version, the list of its nodes and the auxiliary vector.
+/// The kernel's version, its nodes with their zones and who may use them, and the auxiliary vector.
 pub fn machine(bytes: &[u8]) {
     let _ = fuzzing::page_size(bytes);
     let text = String::from_utf8_lossy(bytes);
@@ -31,13 +32,28 @@ pub fn machine(bytes: &[u8]) {
         let last = count - 1;
         assert_eq!(fuzzing::count_list(&format!("0-{last}\n")), Some(count));
     }
+    let _ = fuzzing::allowed(bytes);
+    let _ = fuzzing::node_kib(&text, "MemFree:");
+    let (numbers, meets) = fuzzing::list(&text);
+    assert!(numbers == 0 || meets);
+    // Pieces of the block lie in it and apart.
+    let mut end = 32_768;
+    for (first, frames) in fuzzing::block_of_two(&text) {
+        assert!(first >= end && frames > 0);
+        end = first + frames;
+    }
+    assert!(end <= 65_536);
 }
 
-/// Names of governors and presets: taken only if spelt exactly so, and otherwise refused in one line.
+/// Names of governors, placements and presets: taken only if spelt exactly so, and otherwise refused in one line.
 pub fn names(text: &[u8]) {
     let Ok(text) = std::str::from_utf8(text) else { return };
     match text.parse::<Governor>() {
         Ok(governor) => assert_eq!(governor.to_string(), text),
+        Err(error) => assert_one_line(&error.to_string(), text),
+    }
+    match text.parse::<Placement>() {
+        Ok(placement) => assert_eq!(placement.to_string(), text),
         Err(error) => assert_one_line(&error.to_string(), text),
     }
     match text.parse::<Preset>() {

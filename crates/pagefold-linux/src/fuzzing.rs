@@ -8,7 +8,8 @@ use crate::inject::thread::{Activity, fitness};
 use crate::inject::{gadget, worker};
 use crate::ksm::plain;
 use crate::pagemap::PageRange;
-use crate::{cpu, headroom, ksm, machine, scope, targets, unfold};
+use crate::{cpu, headroom, ksm, machine, numa, scope, targets, unfold};
+use pagefold_core::host::NodeKey;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -55,6 +56,29 @@ pub fn cow_ksm(vmstat: &str) -> u64 {
 
 pub fn schedstat(text: &[u8]) -> Option<u64> {
     cpu::parse_schedstat(text)
+}
+
+/// How many numbers a list has, and whether it meets itself.
+pub fn list(text: &str) -> (usize, bool) {
+    let list = numa::List::parse(text);
+    (list.iter().count(), list.meets(&list))
+}
+
+/// Processors and nodes that a process may use.
+pub fn allowed(status: &[u8]) -> Option<(usize, usize)> {
+    numa::allowed(status).map(|(cpus, nodes)| (cpus.iter().count(), nodes.iter().count()))
+}
+
+/// A field of a node's meminfo, KiB.
+pub fn node_kib(text: &str, name: &str) -> Option<u64> {
+    numa::field_kib(text, name)
+}
+
+/// What a memory block of 32768 frames that belongs to two nodes is cut into by the zones of `/proc/zoneinfo`: frames, and
+/// how many of them.
+pub fn block_of_two(zones: &str) -> Vec<(u64, u64)> {
+    let block = [0, 1].map(|node| (32_768, 32_768, NodeKey(node)));
+    numa::divided(&block, &numa::zones_of(zones)).into_iter().map(|(first, frames, _)| (first, frames)).collect()
 }
 
 /// Pages mapped, resident, and of data.

@@ -33,11 +33,12 @@ struct Node {
 impl Topology {
     /// The machine's nodes.
     pub fn of_machine() -> io::Result<Option<Self>> {
-        Self::read(Path::new("/sys/devices/system"))
+        Self::read(Path::new("/sys/devices/system"), Path::new("/proc/zoneinfo"))
     }
 
-    /// The nodes under a directory like `/sys/devices/system`.
-    pub fn read(root: &Path) -> io::Result<Option<Self>> {
+    /// The nodes under a directory like `/sys/devices/system`. Where a memory block is of several nodes, their zones are
+    /// looked up in a file like `/proc/zoneinfo`.
+    pub fn read(root: &Path, zones: &Path) -> io::Result<Option<Self>> {
         let directory = root.join("node");
         let online = match fs::read_to_string(directory.join("has_memory")) {
             Ok(text) => List::parse(&text),
@@ -76,6 +77,10 @@ impl Topology {
             node.distances = keys.iter().map(distance).collect();
         }
         blocks.sort_unstable();
+        let is_shared = |pair: &[(u64, u64, NodeKey)]| pair[0].0 == pair[1].0;
+        if blocks.windows(2).any(is_shared) {
+            blocks = divided(&blocks, &zones_of(&fs::read_to_string(zones)?));
+        }
         Ok((!blocks.is_empty()).then(|| Self { root: root.to_owned(), nodes, blocks }))
     }
 
@@ -90,7 +95,7 @@ impl Topology {
     pub fn views(&self) -> io::Result<Vec<NodeView>> {
         let view = |node: &Node| {
             let text = fs::read_to_string(self.root.join(format!("node/node{}/meminfo", node.key.0)))?;
-            let field = |name| Pages(field_kib(&text, name).unwrap_or(0) * 1024 / PAGE_SIZE as u64);
+            let field = |name| Pages(field_kib(&text, name).unwrap_or(0) / (PAGE_SIZE as u64 / 1024));
             Ok(NodeView {
                 node: node.key,
                 total: field("MemTotal:"),
@@ -108,8 +113,55 @@ impl Topology {
     }
 }
 
+/// The memory blocks, those of several nodes cut along the nodes' zones. What lies in zones of two nodes is nobody's.
+pub(crate) fn divided(blocks: &[(u64, u64, NodeKey)], zones: &[(u64, u64, NodeKey)]) -> Vec<(u64, u64, NodeKey)> {
+    let mut divided = Vec::new();
+    for same in blocks.chunk_by(|a, b| a.0 == b.0) {
+        let &[(first, frames, _), ..] = same else { continue };
+        if let [whole] = same {
+            divided.push(*whole);
+            continue;
+        }
+        let mut cuts: Vec<u64> =
+            zones.iter().flat_map(|&(start, length, _)| [start, start.saturating_add(length)]).collect();
+        cuts.extend([first, first + frames]);
+        cuts.retain(|&cut| (first..=first + frames).contains(&cut));
+        cuts.sort_unstable();
+        cuts.dedup();
+        for piece in cuts.windows(2) {
+            let inside = |&&(start, length, _): &&(u64, u64, NodeKey)| {
+                start <= piece[0] && piece[1] <= start.saturating_add(length)
+            };
+            let mut nodes: Vec<NodeKey> = zones.iter().filter(inside).map(|&(_, _, node)| node).collect();
+            nodes.dedup();
+            if let [node] = nodes[..] {
+                divided.push((piece[0], piece[1] - piece[0], node));
+            }
+        }
+    }
+    divided
+}
+
+/// The zones of `/proc/zoneinfo`: first frame, frames, node. By node.
+pub(crate) fn zones_of(text: &str) -> Vec<(u64, u64, NodeKey)> {
+    let (mut zones, mut node, mut spanned) = (Vec::new(), None, 0);
+    for line in text.lines() {
+        let mut words = line.split_ascii_whitespace();
+        match (words.next(), words.next()) {
+            (Some("Node"), Some(number)) => node = number.trim_end_matches(',').parse().ok().map(NodeKey),
+            (Some("spanned"), Some(frames)) => spanned = frames.parse().unwrap_or(0),
+            (Some("start_pfn:"), Some(first)) => {
+                zones.extend(node.zip(first.parse().ok()).map(|(node, first)| (first, spanned, node)));
+            }
+            _ => {}
+        }
+    }
+    zones.retain(|&(_, frames, _)| frames > 0);
+    zones
+}
+
 /// A field of a node's meminfo: `Node 0 MemFree:   1234 kB`.
-fn field_kib(text: &str, name: &str) -> Option<u64> {
+pub(crate) fn field_kib(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| {
         let mut words = line.split_ascii_whitespace().skip(2);
         (words.next()? == name).then(|| words.next()?.parse().ok())?
@@ -131,7 +183,7 @@ pub fn owner_view(
 }
 
 /// The processors and the nodes that `/proc/PID/status` allows.
-fn allowed(status: &[u8]) -> Option<(List, List)> {
+pub(crate) fn allowed(status: &[u8]) -> Option<(List, List)> {
     let text = String::from_utf8_lossy(status);
     let list = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).map(List::parse);
     Some((list("Cpus_allowed_list:")?, list("Mems_allowed_list:")?))
@@ -139,11 +191,11 @@ fn allowed(status: &[u8]) -> Option<(List, List)> {
 
 /// Numbers as the kernel lists them: `0-3,8`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct List(Vec<RangeInclusive<u64>>);
+pub(crate) struct List(Vec<RangeInclusive<u64>>);
 
 impl List {
     /// What cannot be understood is left out.
-    fn parse(text: &str) -> Self {
+    pub(crate) fn parse(text: &str) -> Self {
         let range = |word: &str| {
             let (low, high) = word.split_once('-').unwrap_or((word, word));
             Some(low.parse().ok()?..=high.parse().ok()?)
@@ -151,12 +203,12 @@ impl List {
         Self(text.trim().split(',').filter_map(range).collect())
     }
 
-    fn iter(&self) -> impl Iterator<Item = u64> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = u64> {
         // Node numbers are below 1024 (MAX_NUMNODES).
         self.0.iter().flat_map(|range| *range.start()..=(*range.end()).min(1023))
     }
 
-    fn meets(&self, other: &Self) -> bool {
+    pub(crate) fn meets(&self, other: &Self) -> bool {
         self.0.iter().any(|a| other.0.iter().any(|b| a.start() <= b.end() && b.start() <= a.end()))
     }
 }
@@ -230,7 +282,7 @@ mod tests {
     #[test]
     fn frames_and_processors_have_their_nodes() {
         let root = machine(&[(0, "0-3,8\n", "10 21\n", &[0, 1, 4]), (2, "4-7\n", "21 10\n", &[2, 3])]);
-        let topology = Topology::read(root.path()).unwrap().unwrap();
+        let topology = Topology::read(root.path(), Path::new("/nowhere")).unwrap().unwrap();
         // Blocks of 128 MiB.
         let node = |mib: u64| topology.node_of(mib << 8).map(|node| node.0);
         assert_eq!(
@@ -250,8 +302,29 @@ mod tests {
     #[test]
     fn one_node_is_none() {
         let root = machine(&[(0, "0-3\n", "10\n", &[0, 1])]);
-        assert_eq!(Topology::read(root.path()).unwrap(), None);
-        assert_eq!(Topology::read(&root.path().join("nowhere")).unwrap(), None);
+        assert_eq!(Topology::read(root.path(), Path::new("/nowhere")).unwrap(), None);
+        assert_eq!(Topology::read(&root.path().join("nowhere"), Path::new("/nowhere")).unwrap(), None);
+    }
+
+    #[test]
+    fn a_block_of_two_nodes_is_divided_by_their_zones() {
+        let root = machine(&[(0, "0\n", "10 20\n", &[0, 1]), (1, "1\n", "20 10\n", &[1, 2])]);
+        let zones = root.path().join("zoneinfo");
+        let text = "Node 0, zone      DMA\n  pages free     3975\n        spanned  4095\n  start_pfn:           1\n\
+            Node 0, zone    DMA32\n        spanned  45056\n        present  45056\n  start_pfn:           4096\n\
+            Node 1, zone    DMA32\n        spanned  49152\n  start_pfn:           49152\n\
+            Node 1, zone  Movable\n        spanned  0\n  start_pfn:           0\n";
+        fs::write(&zones, text).unwrap();
+        let topology = Topology::read(root.path(), &zones).unwrap().unwrap();
+        let node = |frame| topology.node_of(frame).map(|node| node.0);
+        // Blocks of 32768 frames; the second is cut at 49152.
+        assert_eq!([0, 32_768, 49_151].map(node), [Some(0); 3]);
+        assert_eq!([49_152, 65_535, 65_536, 98_303].map(node), [Some(1); 4]);
+        assert_eq!(node(98_304), None);
+        // Without a word on their zones, nobody knows whose it is.
+        fs::write(&zones, "").unwrap();
+        let topology = Topology::read(root.path(), &zones).unwrap().unwrap();
+        assert_eq!([0, 32_768, 65_536].map(|frame| topology.node_of(frame).is_some()), [true, false, true]);
     }
 
     #[test]
