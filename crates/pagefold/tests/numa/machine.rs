@@ -36,6 +36,8 @@ pub struct Machine {
     pub nodes: Vec<Node>,
     /// The distance between each two nodes, 10 from a node to itself. By default 20.
     pub distances: Vec<Vec<u8>>,
+    /// Further parameters for the kernel.
+    pub parameters: &'static str,
 }
 
 /// What is needed beside what is built here.
@@ -69,7 +71,7 @@ static ONE: Mutex<()> = Mutex::new(());
 impl Machine {
     /// Nodes with so many MiB of memory.
     pub fn of(mib: &[u64]) -> Self {
-        Self { nodes: mib.iter().copied().map(Node::of).collect(), distances: Vec::new() }
+        Self { nodes: mib.iter().copied().map(Node::of).collect(), distances: Vec::new(), parameters: "" }
     }
 
     /// Boots it, has the scenarios carried out, and returns what came of each. `None`, with the reason, where that cannot
@@ -157,11 +159,9 @@ impl Machine {
         command.arg("-kernel").arg(&tools.kernel).arg("-initrd").arg(image);
         // Without huge pages, which the victims' memory would be in. Added memory comes online such that it can go again.
         // The rest only makes it boot sooner.
-        command.args([
-            "-append",
-            "console=ttyS0 quiet panic=-1 transparent_hugepage=never memhp_default_state=online_movable nokaslr \
-             mitigations=off init_on_alloc=0 cryptomgr.notests",
-        ]);
+        let parameters = "console=ttyS0 quiet panic=-1 transparent_hugepage=never memhp_default_state=online_movable nokaslr \
+             mitigations=off init_on_alloc=0 cryptomgr.notests";
+        command.args(["-append", &format!("{parameters} {}", self.parameters)]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         command
     }
