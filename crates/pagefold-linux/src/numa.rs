@@ -213,6 +213,32 @@ impl List {
     }
 }
 
+/// Has this thread's memory come from the node of a process, as long as this lives: copies that it has made for others
+/// are allocated by its own policy, not by theirs.
+#[derive(Debug)]
+pub(crate) struct Near(());
+
+impl Near {
+    /// `None` where there is but one node, or the process runs on several.
+    pub(crate) fn to(process: &Process) -> Option<Self> {
+        const MPOL_PREFERRED: libc::c_int = 1;
+        let topology = Topology::of_machine().ok().flatten()?;
+        let home = owner_view(process, &topology, OwnerKey(0), Placement::Kernel).ok()?.home?;
+        let nodes = 1_u64.checked_shl(home.0.into())?;
+        // SAFETY: the mask outlives the call, and of its bits the kernel reads one less than it is told.
+        let set = unsafe { libc::syscall(libc::SYS_set_mempolicy, MPOL_PREFERRED, &raw const nodes, 65) };
+        (set == 0).then_some(Self(()))
+    }
+}
+
+impl Drop for Near {
+    fn drop(&mut self) {
+        const MPOL_DEFAULT: libc::c_int = 0;
+        // SAFETY: no mask goes with this policy.
+        unsafe { libc::syscall(libc::SYS_set_mempolicy, MPOL_DEFAULT, std::ptr::null::<u64>(), 0) };
+    }
+}
+
 /// Frames moved by one call: it takes the target's mmap lock (for reading) page by page, and drains every processor's
 /// list of fresh pages once (`lru_cache_disable`, mm/migrate.c).
 const BATCH: usize = 1_024;

@@ -4,8 +4,9 @@
 //! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside makes the copy as well, and the target goes
 //! on meanwhile: so that is done first, in steps with a look at its memory limits before each, and then a whole mapping
 //! is unmarked by one call that finds little left to copy. Part of a mapping is not unmarked on its own: that would split
-//! it, and a program that moves its memory meanwhile would find out. The exception are processes with many zero pages that
-//! ksmd has mapped to the kernel's: only the call itself gives them back.
+//! it, and a program that moves its memory meanwhile would find out. The exceptions are processes with many zero pages that
+//! ksmd has mapped to the kernel's, which only the call itself gives back, and kernels that do not tell merged pages from
+//! those shared through fork, which reading would copy too: there a mapping is unmarked in steps.
 
 use crate::fault;
 use crate::headroom::headroom;
@@ -13,6 +14,7 @@ use crate::inject::{Call, InjectError, Injector, Limits, Report};
 use crate::maps::{VmaDetail, read_smaps};
 use crate::memory::PageReader;
 use crate::merge_any::PR_SET_MEMORY_MERGE;
+use crate::numa::Near;
 use crate::process::{Process, ReadError};
 use crate::scope::Roots;
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
@@ -73,10 +75,11 @@ pub(crate) fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (
     (start..end).step_by(by).map(move |at| (at, step.0.min(end - at)))
 }
 
-/// How much of a process's address space one call may unmark.
+/// How much of a process's address space one call may unmark: little where the call itself has to make the copies.
 pub(crate) fn step_of(process: &Process) -> Result<Bytes, ReadError> {
     let zero_kib = KsmStat::of(process)?.zero_kib;
-    Ok(Bytes(if zero_kib.saturating_mul(1024) > STEP_BYTES { STEP_BYTES } else { WHOLE_BYTES }))
+    let copies = zero_kib.saturating_mul(1024) > STEP_BYTES || !PageReader::new().tells_merged();
+    Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
 }
 
 /// Makes calls that unmark, one by one, each after the copies for it, as long as the process's memory limits leave room
@@ -95,8 +98,9 @@ pub(crate) fn in_steps(
         _ => Ok(()),
     };
     let mut reader = PageReader::new();
+    let near = Near::to(process);
     for call in calls {
-        if call.nr == libc::SYS_madvise {
+        if call.nr == libc::SYS_madvise && reader.tells_merged() {
             for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(STEP_BYTES)) {
                 check()?;
                 reader.take_apart(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
@@ -111,6 +115,7 @@ pub(crate) fn in_steps(
         report.longest_stop_ns = report.longest_stop_ns.max(done.longest_stop_ns);
         report.total_stop_ns += done.total_stop_ns;
     }
+    drop(near);
     Ok(())
 }
 

@@ -19,6 +19,8 @@ pub enum Expect {
     Shares(Vec<f64>),
     /// On this node.
     All(usize),
+    /// No more than so many per cent of them on this node.
+    AtMost(usize, f64),
     /// None is shared by programs of two nodes, and so many times a program's pages are saved.
     Apart(u64),
     /// Anywhere, and the last check complains of one page.
@@ -94,6 +96,12 @@ impl Case {
                 summary["knobs_restored"] == true && summary["stood_down"].is_null(),
                 format!("it ended as {summary}"),
             );
+            // Copies are made where their program runs.
+            let local = local(&self.scenario, unfolded);
+            must(
+                local >= ALL || self.scenario.trouble != Trouble::None,
+                format!("{local:.0} % are at home at the end"),
+            );
         }
         for seen in [before, folded, unfolded].into_iter().flat_map(|look| &look.victims) {
             let merged: u64 = seen.merged.iter().sum();
@@ -107,6 +115,9 @@ impl Case {
                 must(near, format!("shares {merged:.1?} instead of {wanted:?}"));
             }
             Expect::All(node) => must(merged[*node] >= ALL, format!("shares {merged:.1?}, and not all on node {node}")),
+            Expect::AtMost(node, share) => {
+                must(merged[*node] <= *share, format!("shares {merged:.1?}, node {node} is full"));
+            }
             Expect::Apart(_) => must(folded.across == 0, format!("{} pages are shared across nodes", folded.across)),
         }
         let saved = match self.expect {
