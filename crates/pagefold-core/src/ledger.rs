@@ -36,6 +36,10 @@ pub struct Ledger {
     pub longest_stop_ns: u64,
     /// All of them together, nanoseconds.
     pub total_stop_ns: u64,
+    /// Merged frames moved to another memory node.
+    pub moved: Pages,
+    /// CPU time that took, nanoseconds: a part of what pagefold took.
+    pub move_ns: u64,
     /// CPU time spent.
     pub cost: Cost,
     /// When the run began.
@@ -82,6 +86,8 @@ impl Ledger {
                 Marking::Busy => {}
             }
         }
+        self.moved += Pages(outcome.moved);
+        self.move_ns += outcome.move_ns;
         for stops in &outcome.stops {
             self.stops += u64::from(stops.number);
             self.longest_stop_ns = self.longest_stop_ns.max(stops.longest_ns);

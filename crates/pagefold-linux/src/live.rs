@@ -415,9 +415,11 @@ impl Host for LiveHost {
         outcome.unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
         if let Acting::Act { driver, .. } = &self.hands {
             driver.order(actions.merge);
-            let before_ns = own_cpu_ns();
-            self.place(&actions.moves, &mut outcome);
-            outcome.move_ns = own_cpu_ns() - before_ns;
+            if !actions.moves.is_empty() {
+                let before_ns = own_cpu_ns();
+                self.place(&actions.moves, &mut outcome);
+                outcome.move_ns = own_cpu_ns() - before_ns;
+            }
         }
         Ok(outcome)
     }

@@ -106,6 +106,9 @@ struct Summary {
     stops: u64,
     longest_stop_us: f64,
     total_stop_us: f64,
+    /// Merged pages moved to another memory node, and the part of pagefold's CPU time that took.
+    moved_pages: u64,
+    move_seconds: f64,
     /// Every knob is as it was before, but for those in `knobs_deferred`.
     knobs_restored: bool,
     /// Knobs that the kernel refuses to change while pages are merged, with the value they will get back.
@@ -443,6 +446,8 @@ fn summary(
         stops: ledger.stops,
         longest_stop_us: ledger.longest_stop_ns as f64 / 1e3,
         total_stop_us: ledger.total_stop_ns as f64 / 1e3,
+        moved_pages: ledger.moved.0,
+        move_seconds: ledger.move_ns as f64 / 1e9,
         knobs_restored: restored.is_none_or(|restored| restored.failed.is_empty() && restored.pending.is_empty()),
         knobs_deferred: deferred.map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect(),
         stood_down: told.stood_down,
@@ -501,6 +506,9 @@ fn describe(summary: &Summary, style: Style) -> String {
         ),
     );
     row("stops", format!("{}, the longest {:.0} us", summary.stops, summary.longest_stop_us));
+    if summary.moved_pages > 0 {
+        row("moved", format!("{} pages to other memory nodes, {:.2} s", summary.moved_pages, summary.move_seconds));
+    }
     if let Some(why) = &summary.stood_down {
         row("stood down", why.clone());
     }
