@@ -5,6 +5,7 @@ use pagefold_linux::exclude::DenyList;
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use pagefold_linux::live::{Hands, LiveHost};
 use pagefold_linux::scope::{Roots, ScopeSpec};
+use std::io::ErrorKind;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -32,7 +33,15 @@ impl Program {
 
     fn start(&mut self) {
         let mut command = Command::new(self.directory.path().join(&self.name));
-        self.running.push(command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap());
+        command.stdin(Stdio::piped()).stdout(Stdio::null());
+        let child = loop {
+            match command.spawn() {
+                // A fork in another test still has the file open that this one has just written.
+                Err(error) if error.kind() == ErrorKind::ExecutableFileBusy => std::thread::yield_now(),
+                child => break child.unwrap(),
+            }
+        };
+        self.running.push(child);
     }
 
     fn end_one(&mut self) {
