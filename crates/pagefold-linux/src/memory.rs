@@ -145,11 +145,6 @@ impl PageReader {
         self.frames.is_some()
     }
 
-    /// Whether merged pages can be told from pages shared through fork.
-    pub fn tells_merged(&self) -> bool {
-        self.frames.as_ref().is_some_and(KpageFlags::tells_merged)
-    }
-
     /// Reads runs of pages and shows every page of them to `visit`, in order. Runs that ascend and lie near each other
     /// are looked up together, and up to 256 pages are read by one system call whatever the runs' lengths.
     ///

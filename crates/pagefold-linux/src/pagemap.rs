@@ -253,13 +253,12 @@ pub struct KpageFlags {
     order: Vec<(u64, u32)>,
 }
 
-impl KpageFlags {
-    /// Whether the flag of merged pages means what it says. Linux 6.12 (seen on 6.12.95) has it on every anonymous page,
-    /// because `stable_page_flags` tests for two bits of which those have one: then a page of our own has it too.
-    pub fn tells_merged(&self) -> bool {
-        static TELLS: OnceLock<bool> = OnceLock::new();
-        *TELLS.get_or_init(|| own_page_is_merged(&self.file) != Some(true))
-    }
+/// Whether merged pages can be told from others: kpageflags may be read, and its flag means what it says. Linux 6.12 (seen
+/// on 6.12.95) has it on every anonymous page, because `stable_page_flags` tests for two bits of which those have one:
+/// then a page of our own has it too. Found out once.
+pub fn tells_merged() -> bool {
+    static TELLS: OnceLock<bool> = OnceLock::new();
+    *TELLS.get_or_init(|| KpageFlags::open().is_ok_and(|flags| own_page_is_merged(&flags.file) != Some(true)))
 }
 
 fn own_page_is_merged(flags: &File) -> Option<bool> {

@@ -15,6 +15,7 @@ use crate::maps::{VmaDetail, read_smaps};
 use crate::memory::PageReader;
 use crate::merge_any::PR_SET_MEMORY_MERGE;
 use crate::numa::Near;
+use crate::pagemap::tells_merged;
 use crate::process::{Process, ReadError};
 use crate::scope::Roots;
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
@@ -78,7 +79,7 @@ pub(crate) fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (
 /// How much of a process's address space one call may unmark: little where the call itself has to make the copies.
 pub(crate) fn step_of(process: &Process) -> Result<Bytes, ReadError> {
     let zero_kib = KsmStat::of(process)?.zero_kib;
-    let copies = zero_kib.saturating_mul(1024) > STEP_BYTES || !PageReader::new().tells_merged();
+    let copies = zero_kib.saturating_mul(1024) > STEP_BYTES || !tells_merged();
     Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
 }
 
@@ -98,9 +99,9 @@ pub(crate) fn in_steps(
         _ => Ok(()),
     };
     let mut reader = PageReader::new();
-    let near = Near::to(process);
+    let _near = Near::to(process);
     for call in calls {
-        if call.nr == libc::SYS_madvise && reader.tells_merged() {
+        if call.nr == libc::SYS_madvise && tells_merged() {
             for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(STEP_BYTES)) {
                 check()?;
                 reader.take_apart(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
@@ -115,7 +116,6 @@ pub(crate) fn in_steps(
         report.longest_stop_ns = report.longest_stop_ns.max(done.longest_stop_ns);
         report.total_stop_ns += done.total_stop_ns;
     }
-    drop(near);
     Ok(())
 }
 

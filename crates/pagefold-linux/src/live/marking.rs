@@ -47,7 +47,8 @@ struct Work {
 impl Work {
     /// What a change takes in the mappings as they are now. `whole` mappings may have grown since they were judged: part
     /// of one would split it.
-    fn add(&mut self, (at, span, whole): (usize, Span, bool), details: &[VmaDetail], mark: bool, unmark_step: Bytes) {
+    /// To unmark it takes a call for each `unmark_step`; without one it is to be marked.
+    fn add(&mut self, (at, span, whole): (usize, Span, bool), details: &[VmaDetail], unmark_step: Option<Bytes>) {
         let (low, high) = (span.first, span.first + span.pages.0);
         for detail in details.iter().filter(|detail| vma_exclusion(detail).is_none()) {
             let (first, end) = (detail.vma.first(), detail.vma.first() + detail.vma.pages().0);
@@ -59,16 +60,18 @@ impl Work {
                 (from, to) = (first, end);
             }
             let (start, end, pages) = (from.address(), to.address(), Pages(to.0 - from.0));
-            if detail.flags.has(*b"mg") == mark {
+            if detail.flags.has(*b"mg") == unmark_step.is_none() {
                 self.done.push((at, pages));
-            } else if mark {
+                continue;
+            }
+            let Some(unmark_step) = unmark_step else {
                 self.calls.push(Call::madvise(start, end - start, libc::MADV_MERGEABLE));
                 self.parts.push((at, pages));
-            } else {
-                for (start, bytes) in steps(start, end, unmark_step) {
-                    self.calls.push(Call::madvise(start, bytes, libc::MADV_UNMERGEABLE));
-                    self.parts.push((at, Pages(bytes / PAGE_SIZE as u64)));
-                }
+                continue;
+            };
+            for (start, bytes) in steps(start, end, unmark_step) {
+                self.calls.push(Call::madvise(start, bytes, libc::MADV_UNMERGEABLE));
+                self.parts.push((at, Pages(bytes / PAGE_SIZE as u64)));
             }
         }
     }
@@ -93,8 +96,12 @@ impl LiveHost {
         for (pid, wanted) in by_pid {
             let Some(target) = self.targets.get_mut(&pid) else { continue };
             // Look again just before acting: mappings may have come, gone or turned into what must not be marked.
-            let details = match target.details() {
-                Ok(details) => details,
+            let looked = target.details().and_then(|details| {
+                let unmark_step = if mark { None } else { Some(step_of(&target.process)?) };
+                Ok((details, unmark_step))
+            });
+            let (details, unmark_step) = match looked {
+                Ok(looked) => looked,
                 Err(ReadError::Vanished { .. }) => continue,
                 // It may be no more than a moment without memory.
                 Err(error) => {
@@ -106,10 +113,9 @@ impl LiveHost {
                 }
             };
             let mut work = Work::default();
-            let Ok(unmark_step) = step_of(&target.process) else { continue };
             for &at in &wanted {
                 let span = changes[at].span;
-                work.add((at, span, target.is_whole(&span)), &details, mark, unmark_step);
+                work.add((at, span, target.is_whole(&span)), &details, unmark_step);
             }
             target.look_again();
             self.next_look_ns = 0;
