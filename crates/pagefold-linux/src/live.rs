@@ -18,13 +18,14 @@ use crate::memory::{PageReader, ReadHow};
 use crate::newcomers::Newcomers;
 use crate::pressure::{Gauge, PressureError};
 use crate::process::ReadError;
-use crate::sampling::{Look, Piece, Sampled, Work, sample};
+use crate::sampling::{Piece, Sampled, Work, sample};
 use crate::scope::{Roots, ScopeError, ScopeSpec};
 use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{
-    Actions, Cost, Host, KsmView, Marking, MemoryView, Outcome, RegionKey, RegionView, SamplePlan, Samples, Snapshot,
+    Actions, Cost, Host, KsmView, Marking, MemoryView, Outcome, RegionKey, RegionView, Run, SamplePlan, Samples,
+    Snapshot,
 };
 use pagefold_core::units::Pages;
 use std::collections::BTreeMap;
@@ -286,6 +287,16 @@ impl LiveHost {
         Cost { pagefold_ns: own_and_children_cpu_ns() + injector_ns, ksmd_ns: self.ksmd_ns }
     }
 
+    /// Runs by region, those of processes that can be looked into.
+    fn pieces<'a>(&'a self, runs: &'a [Run]) -> impl Iterator<Item = (Piece, &'a Target)> {
+        runs.chunk_by(|a, b| a.region == b.region).filter_map(|same_region| {
+            let region = same_region[0].region;
+            let target = self.targets.get(self.region_pids.get(&region)?).filter(|target| !target.is_stuck())?;
+            let runs = same_region.iter().map(|run| (run.first, run.pages)).collect();
+            Some((Piece { region, process: target.process.clone(), runs }, target))
+        })
+    }
+
     fn stand_down(&mut self, why: String) {
         if let Acting::Act { stood_down, .. } = &mut self.hands {
             if !*stood_down {
@@ -338,7 +349,7 @@ impl Host for LiveHost {
         ksm.broken = self.broken;
         let clocks = self.clocks();
         let cost = Cost { pagefold_ns: clocks.pagefold_ns, ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns) };
-        self.placing.refresh(now_ns, self.targets.values(), &self.domains);
+        self.placing.refresh(now_ns, &self.targets, &self.domains);
         Ok(Snapshot {
             now_ns,
             regions: self.views.clone(),
@@ -352,30 +363,14 @@ impl Host for LiveHost {
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
         let before_ns = own_cpu_ns();
-        let mut pieces = Vec::new();
-        for same_region in plan.runs.chunk_by(|a, b| a.region == b.region) {
-            let region = same_region[0].region;
-            let target = self.region_pids.get(&region).and_then(|pid| self.targets.get(pid));
-            let Some(target) = target.filter(|target| !target.is_stuck()) else { continue };
+        let how = |piece: Piece, target: &Target| {
+            let region = piece.region;
             let huge = target.regions.iter().any(|tracked| tracked.key == region && tracked.stretch.huge);
-            pieces.push(Piece {
-                region,
-                process: target.process.clone(),
-                runs: same_region.iter().map(|run| (run.first, run.pages)).collect(),
-                how: ReadHow { huge, shared_bytes: plan.shared, activity: plan.activity.contains(&region) },
-            });
-        }
-        let mut looks = Vec::new();
-        for same_region in plan.looks.chunk_by(|a, b| a.region == b.region) {
-            let region = same_region[0].region;
-            let target = self.region_pids.get(&region).and_then(|pid| self.targets.get(pid));
-            let Some(target) = target.filter(|target| !target.is_stuck()) else { continue };
-            let runs = same_region.iter().map(|run| (run.first, run.pages)).collect();
-            looks.push(Look { region, process: target.process.clone(), runs });
-        }
+            (piece, ReadHow { huge, shared_bytes: plan.shared, activity: plan.activity.contains(&region) })
+        };
         let work = Work {
-            pieces,
-            looks,
+            reads: self.pieces(&plan.runs).map(|(piece, target)| how(piece, target)).collect(),
+            looks: self.pieces(&plan.looks).map(|(piece, _)| piece).collect(),
             digester: Digester::new(plan.digest_seed),
             shared: plan.shared,
             topology: self.placing.topology.clone(),

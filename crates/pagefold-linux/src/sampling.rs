@@ -10,18 +10,9 @@ use pagefold_core::units::Vpn;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
-/// What is to be read of one region.
+/// Pages of one region.
 #[derive(Debug)]
 pub(crate) struct Piece {
-    pub(crate) region: RegionKey,
-    pub(crate) process: Arc<Process>,
-    pub(crate) runs: Vec<(Vpn, u32)>,
-    pub(crate) how: ReadHow,
-}
-
-/// Where merged frames are looked for in one region.
-#[derive(Debug)]
-pub(crate) struct Look {
     pub(crate) region: RegionKey,
     pub(crate) process: Arc<Process>,
     pub(crate) runs: Vec<(Vpn, u32)>,
@@ -30,8 +21,10 @@ pub(crate) struct Look {
 /// All that is to be done.
 #[derive(Debug)]
 pub(crate) struct Work {
-    pub(crate) pieces: Vec<Piece>,
-    pub(crate) looks: Vec<Look>,
+    /// What is read.
+    pub(crate) reads: Vec<(Piece, ReadHow)>,
+    /// Where merged frames are looked for.
+    pub(crate) looks: Vec<Piece>,
     pub(crate) digester: Digester,
     /// See [`pagefold_core::host::SamplePlan`].
     pub(crate) shared: bool,
@@ -59,13 +52,14 @@ struct Progress {
 
 /// Reads. The error is the process whose memory does not come back, and with it the reader and what was read so far.
 pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32, Pending)> {
-    let Work { pieces, looks, digester, shared, topology } = work;
+    let Work { reads, looks, digester, shared, topology } = work;
     let progress = Arc::new(Progress::default());
     let told = progress.clone();
     let work = move || {
-        let mut pages = Vec::with_capacity(pieces.iter().flat_map(|piece| &piece.runs).map(|run| run.1 as usize).sum());
+        let mut pages =
+            Vec::with_capacity(reads.iter().flat_map(|(piece, _)| &piece.runs).map(|run| run.1 as usize).sum());
         let mut failed = Vec::new();
-        for Piece { region, process, runs, how } in pieces {
+        for (Piece { region, process, runs }, how) in reads {
             if told.given_up.load(Ordering::Relaxed) {
                 break;
             }
@@ -90,7 +84,7 @@ pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32
             }
         }
         let mut merged = Vec::new();
-        for Look { region, process, runs } in looks {
+        for Piece { region, process, runs } in looks {
             if told.given_up.load(Ordering::Relaxed) {
                 break;
             }

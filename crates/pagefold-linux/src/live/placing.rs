@@ -12,8 +12,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Nodes and processes are looked at this often, nanoseconds.
+/// Nodes and processes are looked at this often, nanoseconds, if that does not take more than its share.
 const REFRESH_NS: u64 = 2_000_000_000;
+/// What a look at one process takes, nanoseconds, and the one part in so many of the time that all may take: with more
+/// than 130 processes looks become rarer.
+const PROCESS_NS: u64 = 15_000;
+const PROCESS_SHARE: u64 = 1_000;
 
 /// Which policy is in force for whom.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -41,6 +45,8 @@ pub(super) struct Placing {
     /// CAP_SYS_NICE is there.
     may_move: bool,
     next_ns: u64,
+    /// How many processes there were at the last look.
+    processes: usize,
 }
 
 impl Placing {
@@ -52,25 +58,25 @@ impl Placing {
     }
 
     /// Looks at the nodes and the processes again, if it is time.
-    pub(super) fn refresh<'a>(&mut self, now_ns: u64, targets: impl Iterator<Item = &'a Target>, domains: &[String]) {
-        if self.topology.is_none() || now_ns < self.next_ns && self.owners.len() == targets.size_hint().0 {
+    pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>, domains: &[String]) {
+        if self.topology.is_none() || now_ns < self.next_ns && self.processes == targets.len() {
             return;
         }
-        self.next_ns = now_ns + REFRESH_NS;
+        self.processes = targets.len();
+        self.next_ns = now_ns + (targets.len() as u64 * PROCESS_NS * PROCESS_SHARE).max(REFRESH_NS);
         // Memory may have come or gone. With less than two nodes left, nothing is placed until they are back.
         let read = Topology::of_machine().ok().flatten();
         let Some(topology) = read.map(Arc::new) else {
             self.nodes.clear();
             return;
         };
-        let free = topology.views();
-        self.nodes = free.unwrap_or_default();
+        self.nodes = topology.views().unwrap_or_default();
         let view = |target: &Target| {
             let policy = self.policies.of(&domains[usize::from(target.domain.0)]);
             let placement = if self.may_move { policy } else { Placement::Kernel };
             owner_view(&target.process, &topology, target.owner, placement).ok()
         };
-        self.owners = targets.filter_map(view).collect();
+        self.owners = targets.values().filter_map(view).collect();
         self.topology = Some(topology);
     }
 }
