@@ -229,10 +229,12 @@ impl Engine {
         self.planned = runs.iter().map(|run| u64::from(run.pages)).sum();
         // By region and address: what lies together is read together.
         runs.sort_by_key(|run| (run.region, run.first));
-        let several_nodes = self.snapshot.nodes.len() > 1;
-        let is_read = |key: RegionKey| runs.binary_search_by_key(&key, |run| run.region).is_ok();
-        let asked = |region: &&Region| several_nodes && region.tells_activity() && is_read(region.view.key);
-        let activity = self.slots.iter().filter(asked).map(|region| region.view.key).collect();
+        let mut activity = BTreeSet::new();
+        if self.snapshot.nodes.len() > 1 {
+            let is_read = |key: RegionKey| runs.binary_search_by_key(&key, |run| run.region).is_ok();
+            let asked = |region: &&Region| region.tells_activity() && is_read(region.view.key);
+            activity.extend(self.slots.iter().filter(asked).map(|region| region.view.key));
+        }
         let looks = self.placer.looks(&self.slots, &self.snapshot, self.merger.is_busy(), self.room_ns(pace));
         SamplePlan { runs, digest_seed: self.config.seed, shared: self.several_domains(), activity, looks }
     }
@@ -332,7 +334,7 @@ impl Engine {
         };
         let merge = self.merger.order(&scan);
         let may_move = if self.snapshot.ksm.ours { self.allowance.moves() } else { 0 };
-        let moves = self.placer.moves(may_move, self.budget.room_ns(pace));
+        let moves = self.placer.moves(may_move, self.budget.room_ns(pace), &self.ledger);
         self.allowance.move_frames(moves.len() as u64);
         Actions { mark, unmark, stop: self.allowance.size(), merge, moves }
     }
@@ -386,7 +388,7 @@ impl Engine {
             region.stage = Stage::Examine(sample.page + 1);
         }
         if sample.active && region.tells_activity() {
-            region.is_active(sample.page);
+            region.note_active(sample.page);
         }
         self.placer.sampled(region.view.owner, sample);
         if region.level == 1 {
@@ -470,7 +472,7 @@ impl Engine {
     /// Accounts for what was done; returns how long to wait before the next round, nanoseconds.
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.act(actions, outcome);
-        self.placer.moved(actions.moves.len() as u64, outcome.moved, outcome.move_ns);
+        self.placer.moved(outcome.moved);
         if !actions.mark.is_empty() {
             self.allowance.resize(&outcome.stops);
         }

@@ -38,6 +38,8 @@ pub struct Ledger {
     pub total_stop_ns: u64,
     /// Merged frames moved to another memory node.
     pub moved: Pages,
+    /// Frames that could not be moved.
+    pub not_moved: Pages,
     /// CPU time that took, nanoseconds: a part of what pagefold took.
     pub move_ns: u64,
     /// CPU time spent.
@@ -87,6 +89,7 @@ impl Ledger {
             }
         }
         self.moved += Pages(outcome.moved);
+        self.not_moved += Pages((actions.moves.len() as u64).saturating_sub(outcome.moved));
         self.move_ns += outcome.move_ns;
         for stops in &outcome.stops {
             self.stops += u64::from(stops.number);

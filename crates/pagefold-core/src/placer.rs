@@ -8,6 +8,7 @@
 use crate::host::{
     MergedSample, Move, NodeKey, NodeSet, NodeView, OwnerKey, OwnerView, PageSample, RegionKey, Run, Snapshot,
 };
+use crate::ledger::Ledger;
 use crate::placement::{Carry, Latencies, Placement, Sharer, rebalance, shares};
 use crate::region::Region;
 use crate::slots::Slots;
@@ -26,6 +27,8 @@ const MOVE_NS: u64 = 5_000;
 const MOVES_PER_ROUND: u64 = 4_096;
 /// Pages that must be saved more, or less, for another look.
 const GROWTH_MIN: u64 = 64;
+/// Private pages of a process that are remembered by their nodes, after which older ones count half.
+const MEMORY_MAX: u64 = 8_192;
 /// First pause after a look, nanoseconds; it doubles while looks change nothing.
 const PAUSE_NS: u64 = 1_000_000_000;
 /// Longest such pause, nanoseconds.
@@ -193,12 +196,6 @@ pub struct Places {
     pub owners: Vec<OwnerPlaces>,
     /// Frames that the policies would have elsewhere.
     pub misplaced: Pages,
-    /// Frames moved so far.
-    pub moved: Pages,
-    /// Frames that could not be moved.
-    pub refused: Pages,
-    /// CPU time that moving has taken, nanoseconds.
-    pub move_ns: u64,
 }
 
 /// Gives merged frames their places.
@@ -284,8 +281,14 @@ impl Placer {
 
     /// Takes note of the node that a private page is on.
     pub fn sampled(&mut self, owner: OwnerKey, sample: &PageSample) {
-        if let Some(node) = sample.node {
-            *self.memory.entry(owner).or_default().entry(node).or_default() += 1;
+        let Some(node) = sample.node else { return };
+        let nodes = self.memory.entry(owner).or_default();
+        *nodes.entry(node).or_default() += 1;
+        if nodes.values().sum::<u64>() > MEMORY_MAX {
+            // What was seen long ago says less: a program may move.
+            for pages in nodes.values_mut() {
+                *pages /= 2;
+            }
         }
     }
 
@@ -308,31 +311,25 @@ impl Placer {
         }
         let count = std::mem::take(count);
         self.memory.retain(|owner, _| snapshot.owners.iter().any(|view| view.owner == *owner));
-        // What was seen long ago says less: a program may move.
-        self.memory.values_mut().flat_map(BTreeMap::values_mut).for_each(|pages| *pages = pages.div_ceil(2));
-        let (places, moves) = settle(&count, &snapshot.owners, &self.memory, &snapshot.nodes, latencies);
+        let moves;
+        (self.places, moves) = settle(&count, &snapshot.owners, &self.memory, &snapshot.nodes, latencies);
         let fruitless = moves.len() * SLACK < count.frames.len();
         self.pause_ns = if fruitless { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MAX_NS) } else { PAUSE_NS };
         self.next_ns = snapshot.now_ns + self.pause_ns;
-        let Places { moved, refused, move_ns, .. } = self.places;
-        self.places = Places { moved, refused, move_ns, ..places };
         self.phase = if moves.is_empty() || !snapshot.ksm.ours { Phase::Rest } else { Phase::Move(moves) };
     }
 
-    /// The frames to move now, at most `most`.
-    pub fn moves(&mut self, most: u64, room_ns: u64) -> Vec<Move> {
+    /// The frames to move now, at most `most`; the ledger tells what each takes.
+    pub fn moves(&mut self, most: u64, room_ns: u64, ledger: &Ledger) -> Vec<Move> {
         let Phase::Move(queue) = &mut self.phase else { return Vec::new() };
-        let each_ns = self.places.move_ns.checked_div(self.places.moved.0).map_or(MOVE_NS, |ns| ns.max(100));
+        let each_ns = ledger.move_ns.checked_div(ledger.moved.0).map_or(MOVE_NS, |ns| ns.max(100));
         let number = most.min(MOVES_PER_ROUND).min(room_ns / each_ns).min(queue.len() as u64);
         queue.drain(..usize::try_from(number).unwrap_or(0)).collect()
     }
 
-    /// Takes note of what came of moving `asked` frames.
-    pub fn moved(&mut self, asked: u64, done: u64, ns: u64) {
-        self.places.moved += Pages(done);
-        self.places.refused += Pages(asked.saturating_sub(done));
+    /// Takes note of frames that were moved.
+    pub fn moved(&mut self, done: u64) {
         self.places.misplaced = self.places.misplaced.saturating_sub(Pages(done));
-        self.places.move_ns += ns;
         self.recount |= done > 0;
         if matches!(&self.phase, Phase::Move(queue) if queue.is_empty()) {
             self.phase = Phase::Rest;
@@ -367,7 +364,6 @@ fn settle(
         nodes: totals(count, nodes),
         owners: owners.places(count, nodes, latencies),
         misplaced: Pages(moves.len() as u64),
-        ..Places::default()
     };
     (places, moves)
 }

@@ -291,7 +291,7 @@ impl Region {
     }
 
     /// Takes note of an active page.
-    pub fn is_active(&mut self, page: Vpn) {
+    pub fn note_active(&mut self, page: Vpn) {
         *self.active.entry(page.0 / 64).or_default() |= 1 << (page.0 % 64);
     }
 

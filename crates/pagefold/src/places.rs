@@ -2,6 +2,7 @@
 
 use crate::style::{Style, count, human, line, percent, shorten};
 use pagefold_core::host::{NodeKey, OwnerKey};
+use pagefold_core::ledger::Ledger;
 use pagefold_core::placement::Placement;
 use pagefold_core::placer::{OwnerPlaces, Places};
 use pagefold_core::units::Pages;
@@ -56,8 +57,8 @@ pub struct PlaceRow {
 }
 
 impl PlacesView {
-    /// Of what the core tells. `who` has the pid and the name of a process.
-    pub fn of(places: &Places, who: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
+    /// Of what the core tells: where pages are, and what has been done about it. `who` has the pid and the name of a process.
+    pub fn of(places: &Places, ledger: &Ledger, who: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
         let bytes = |pages: Pages| pages.bytes().0;
         let nodes = places.nodes.iter().map(|node| NodeRow {
             node: node.node.0,
@@ -85,9 +86,9 @@ impl PlacesView {
             nodes: nodes.collect(),
             processes,
             misplaced_bytes: bytes(places.misplaced),
-            moved_pages: places.moved.0,
-            refused_pages: places.refused.0,
-            move_seconds: places.move_ns as f64 / 1e9,
+            moved_pages: ledger.moved.0,
+            refused_pages: ledger.not_moved.0,
+            move_seconds: ledger.move_ns as f64 / 1e9,
         }
     }
 
@@ -199,15 +200,9 @@ mod tests {
             by_node: vec![(NodeKey(0), Pages(256)), (NodeKey(1), Pages(768))],
             tax: 0.14,
         };
-        let places = Places {
-            nodes: vec![node(0, 256), node(1, 768)],
-            owners: vec![owner],
-            misplaced: Pages(512),
-            moved: Pages(1_000),
-            refused: Pages(2),
-            move_ns: 20_000_000,
-        };
-        let view = PlacesView::of(&places, |owner| (owner == OwnerKey(3)).then(|| (77, "redis".to_owned())));
+        let places = Places { nodes: vec![node(0, 256), node(1, 768)], owners: vec![owner], misplaced: Pages(512) };
+        let ledger = Ledger { moved: Pages(1_000), not_moved: Pages(2), move_ns: 20_000_000, ..Ledger::default() };
+        let view = PlacesView::of(&places, &ledger, |owner| (owner == OwnerKey(3)).then(|| (77, "redis".to_owned())));
         assert_eq!(
             view.sentence(),
             "1000 merged pages moved in 0.02 s of CPU time, 2 could not be; 2 MiB would be on another node by policy"

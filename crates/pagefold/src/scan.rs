@@ -15,6 +15,7 @@ use pagefold_core::census::choose::{Chooser, first_fraction, next_fraction};
 use pagefold_core::census::{Census, Findings};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{MergedSample, OwnerKey, PageState, RegionKey};
+use pagefold_core::ledger::Ledger;
 use pagefold_core::placement::{Latencies, Placement};
 use pagefold_core::placer::look_once;
 use pagefold_core::units::Vpn;
@@ -200,7 +201,7 @@ impl Scanner {
             let scoped = &survey.processes.get(owner.0 as usize)?.scoped;
             Some((scoped.process.pid(), scoped.name.clone()))
         };
-        Ok(Some(PlacesView::of(&places, who)))
+        Ok(Some(PlacesView::of(&places, &Ledger::default(), who)))
     }
 
     /// Reads more and more until the answer is good enough.

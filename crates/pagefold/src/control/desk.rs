@@ -84,7 +84,7 @@ impl Facts {
             let target = self.targets.iter().find(|target| target.owner == owner)?;
             Some((target.pid, target.name.clone()))
         };
-        Some(PlacesView::of(self.report.places.as_ref()?, who))
+        Some(PlacesView::of(self.report.places.as_ref()?, &self.report.ledger, who))
     }
 
     /// What is in force.
