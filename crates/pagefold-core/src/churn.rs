@@ -3,11 +3,13 @@
 //!
 //! UKSM counts the faults of a round against the merges of that round (section 5.2). What that catches is memory whose
 //! merges do not last because it is written with what it held already: merged again it would be broken again. So only
-//! such pages count here. A page that was written with something else has merely ceased to be a duplicate.
+//! such pages count here, told by what they held while they were merged. A page that was written with something else has
+//! ceased to be a duplicate, or has become one of something else, as memory does that is freed and used anew.
 //!
 //! Rates are small: one page in five thousand a second undoes half of a region's merges within the hour. They are
 //! measured on single pages, spread over the region, visited again and again.
 
+use crate::hash::Digest;
 use crate::units::Permyriad;
 use std::collections::BTreeMap;
 
@@ -21,35 +23,51 @@ const BREAKS_MAX: u64 = 64;
 /// The observation of a region's merged pages.
 #[derive(Clone, Debug, Default)]
 pub struct Churn {
-    /// Offset in the region, and when the page was last seen merged, nanoseconds.
-    probes: BTreeMap<u32, u64>,
+    /// By offset in the region.
+    probes: BTreeMap<u32, Probe>,
     /// Where the next visits go on.
     next: u32,
     /// Time for which pages have been known to stay merged, page seconds.
     exposure: f64,
     /// Merged pages that were written.
     broken: u64,
-    /// Those of them that hold a duplicate again.
+    /// Those of them that hold the same again, and could be merged again.
     again: u64,
 }
 
+/// A page under observation.
+#[derive(Clone, Copy, Debug)]
+struct Probe {
+    /// When it was last seen merged, nanoseconds.
+    seen_ns: u64,
+    /// What it held then.
+    print: u32,
+}
+
+/// 32 bits of a digest are enough to see a change.
+#[expect(clippy::cast_possible_truncation, reason = "32 bits are wanted")]
+fn print(digest: Digest) -> u32 {
+    (digest.0 >> 16) as u32
+}
+
 impl Churn {
-    /// A page was found merged.
-    pub fn merged(&mut self, offset: u32, now_ns: u64) {
-        if let Some(seen_ns) = self.probes.get_mut(&offset) {
-            self.exposure += (now_ns - *seen_ns) as f64 / 1e9;
-            *seen_ns = now_ns;
+    /// A page was found merged, and what it holds.
+    pub fn merged(&mut self, offset: u32, now_ns: u64, digest: Digest) {
+        let probe = Probe { seen_ns: now_ns, print: print(digest) };
+        if let Some(known) = self.probes.get_mut(&offset) {
+            self.exposure += (now_ns - known.seen_ns) as f64 / 1e9;
+            *known = probe;
         } else if self.has_room() {
-            self.probes.insert(offset, now_ns);
+            self.probes.insert(offset, probe);
         }
     }
 
-    /// A page was found not merged; `duplicate` if it could be merged with another.
-    pub fn single(&mut self, offset: u32, now_ns: u64, duplicate: bool) {
-        let Some(seen_ns) = self.probes.remove(&offset) else { return };
-        self.exposure += (now_ns - seen_ns) as f64 / 2e9;
+    /// A page was found not merged; what it holds, if it could be merged with another.
+    pub fn single(&mut self, offset: u32, now_ns: u64, duplicate: Option<Digest>) {
+        let Some(probe) = self.probes.remove(&offset) else { return };
+        self.exposure += (now_ns - probe.seen_ns) as f64 / 2e9;
         self.broken += 1;
-        self.again += u64::from(duplicate);
+        self.again += u64::from(duplicate.is_some_and(|digest| print(digest) == probe.print));
         if self.broken > BREAKS_MAX {
             self.broken /= 2;
             self.again /= 2;
@@ -70,7 +88,7 @@ impl Churn {
         Some(offset)
     }
 
-    /// The COW-broken ratio: the share of merged pages that are written and hold a duplicate again within `horizon_ns`.
+    /// The COW-broken ratio: the share of merged pages that are written with what they hold within `horizon_ns`.
     pub fn ratio(&self, horizon_ns: u64) -> Permyriad {
         if self.again < BREAKS_MIN || self.exposure <= 0.0 {
             return Permyriad(0);
@@ -100,14 +118,17 @@ mod tests {
 
     const S: u64 = 1_000_000_000;
 
+    const SAME: Digest = Digest(7 << 16);
+    const OTHER: Digest = Digest(8 << 16);
+
     /// A thousand pages visited every ten seconds for two minutes, of which `broken(round, page)` are found written.
-    fn observe(broken: impl Fn(u64, u32) -> Option<bool>) -> Churn {
+    fn observe(broken: impl Fn(u64, u32) -> Option<Option<Digest>>) -> Churn {
         let mut churn = Churn::default();
         for round in 0..12 {
             for page in 0..1_000 {
                 match broken(round, page) {
                     Some(duplicate) => churn.single(page, round * 10 * S, duplicate),
-                    None => churn.merged(page, round * 10 * S),
+                    None => churn.merged(page, round * 10 * S, SAME),
                 }
             }
         }
@@ -117,7 +138,7 @@ mod tests {
     #[test]
     fn the_ratio_is_what_would_break_within_the_horizon() {
         // One page a round: a ten-thousandth of the pages a second, 36 % an hour.
-        let churn = observe(|round, page| (round > 0 && u64::from(page) == round * 50).then_some(true));
+        let churn = observe(|round, page| (round > 0 && u64::from(page) == round * 50).then_some(Some(SAME)));
         let ratio = churn.ratio(3_600 * S);
         assert!((2_900..4_400).contains(&ratio.0), "{ratio}");
         assert_eq!(churn.ratio(36_000 * S), Permyriad(10_000));
@@ -125,8 +146,10 @@ mod tests {
 
     #[test]
     fn what_changes_its_content_is_not_cow_broken() {
-        let churn = observe(|round, page| (round > 0 && u64::from(page) % 12 == round).then_some(false));
-        assert_eq!(churn.ratio(36_000 * S), Permyriad(0));
+        for now in [None, Some(OTHER)] {
+            let churn = observe(|round, page| (round > 0 && u64::from(page) % 12 == round).then_some(now));
+            assert_eq!(churn.ratio(36_000 * S), Permyriad(0));
+        }
     }
 
     #[test]
@@ -134,7 +157,7 @@ mod tests {
         let mut churn = Churn::default();
         assert_eq!(churn.next_visit(), None);
         for page in [5, 1, 9] {
-            churn.merged(page, 0);
+            churn.merged(page, 0, SAME);
         }
         let visits: Vec<_> = (0..7).filter_map(|_| churn.next_visit()).collect();
         assert_eq!(visits, [1, 5, 9, 1, 5, 9, 1]);

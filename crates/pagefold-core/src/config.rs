@@ -1,5 +1,6 @@
 //! What can be set, with its permitted range.
 
+use crate::classes::Classifier;
 use crate::extent::Density;
 use crate::governor::{Governor, Pace};
 use crate::limits::Limits;
@@ -21,6 +22,9 @@ pub enum ConfigError {
     /// No placement policy has that name.
     #[error("there is no placement '{}'; choose fair, priority, local-only or kernel", .0.escape_debug())]
     NoPlacement(String),
+    /// No classifier has that name.
+    #[error("there is no classifier '{}'; choose none, address, write-count or sub-pages", .0.escape_debug())]
+    NoClassifier(String),
     /// A number outside its range.
     #[error("{name} is {value}; it must be from {low} to {high}")]
     OutOfRange {
@@ -98,6 +102,8 @@ pub struct Config {
     pub spans_per_process: usize,
     /// What memory accesses are taken to cost where the pages of programs are placed on nodes.
     pub latencies: Latencies,
+    /// By what pages are told apart before they are compared.
+    pub classifier: Classifier,
     /// Seed of every permutation and digest.
     pub seed: u64,
 }
@@ -123,6 +129,7 @@ impl Default for Config {
             split_above: BLOCK_PAGES,
             spans_per_process: 64,
             latencies: Latencies::default(),
+            classifier: Classifier::default(),
             seed: 0,
         }
     }

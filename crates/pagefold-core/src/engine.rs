@@ -7,13 +7,14 @@
 //! What is read is the [`crate::ladder`]'s to say, what is marked the [`crate::marker`]'s, and when ksmd scans the
 //! [`crate::merge`]r's; a [`crate::governor`] bounds what all of it may cost.
 
+use crate::classes::{Classes, Classifier};
 use crate::config::Config;
 use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::hash::Digest;
 use crate::host::{
     Actions, Cost, DomainKey, Host, KsmView, Outcome, PageSample, PageState, RegionKey, SamplePlan, Samples, Snapshot,
 };
-use crate::index::{Index, Place, Seen};
+use crate::index::{Fate, Index, Place, Seen};
 use crate::ladder::{Ladder, Reading};
 use crate::ledger::Ledger;
 use crate::lifetimes::Lifetimes;
@@ -49,6 +50,7 @@ pub struct Engine {
     budget: Budget,
     allowance: Allowance,
     index: Index,
+    classes: Classes,
     slots: Slots,
     ladder: Ladder,
     marker: Marker,
@@ -62,9 +64,10 @@ pub struct Engine {
     /// The first snapshot has been taken in: what appears from now on is new.
     running: bool,
     reading: Reading,
-    /// `KsmView::broken` at the beginning of the round, and whether the last round had copies of merged pages.
+    /// `KsmView::broken` at the beginning of the round.
     broken_before: u64,
-    breaking: bool,
+    /// The current plan looks what becomes of merged pages, because the last round had copies of them.
+    visiting: bool,
     /// Pages in the current plan, and those of them that were read.
     planned: u64,
     read: u64,
@@ -88,12 +91,14 @@ impl Engine {
     pub fn new(config: Config) -> Self {
         let governor = if config.governor == Governor::Auto { Governor::Quiet } else { config.governor };
         let (ladder, allowance) = (Ladder::new(config.levels), Allowance::new(config.limits));
+        let classes = Classes::new(config.classifier);
         Self {
             config,
             governor,
             budget: Budget::default(),
             allowance,
             index: Index::new(),
+            classes,
             slots: Slots::default(),
             ladder,
             marker: Marker::default(),
@@ -106,7 +111,7 @@ impl Engine {
             running: false,
             reading: Reading::default(),
             broken_before: 0,
-            breaking: false,
+            visiting: false,
             planned: 0,
             read: 0,
             bottom_pages: 0,
@@ -179,6 +184,7 @@ impl Engine {
             spent_ns: self.budget.spent_ns(crate::governor::WINDOW_NS),
             ksm: self.snapshot.ksm,
             places: self.placer.places(),
+            classes: &self.classes,
         };
         report::report(&standing, &self.slots, &self.ledger)
     }
@@ -214,14 +220,16 @@ impl Engine {
             return SamplePlan { digest_seed: self.config.seed, ..SamplePlan::default() };
         }
         let fresh = self.ladder.turn(now_ns, pace);
+        self.visiting = false;
         let room = self.room_ns(pace) / self.ladder.sample_ns();
         self.reading = self.ladder.plan(&mut self.slots, room, fresh, pace, (&mut self.allowance, &self.config));
         let mut runs = std::mem::take(&mut self.reading.runs);
         if fresh {
             let broken = self.snapshot.ksm.broken;
-            self.breaking = broken.saturating_sub(self.broken_before) >= BROKEN_MIN;
+            let breaking = broken.saturating_sub(self.broken_before) >= BROKEN_MIN;
             self.broken_before = broken;
-            if self.breaking && !self.merger.is_busy() {
+            self.visiting = breaking && !self.merger.is_busy();
+            if self.visiting {
                 let visits = share_ns(pace.round_ns, VISIT_SHARE.min(pace.top)) / self.ladder.sample_ns();
                 self.ladder.visit(&mut self.slots, visits, &mut self.allowance, &mut runs);
             }
@@ -236,7 +244,10 @@ impl Engine {
             activity.extend(self.slots.iter().filter(asked).map(|region| region.view.key));
         }
         let looks = self.placer.looks(&self.slots, &self.snapshot, self.merger.is_busy(), self.room_ns(pace));
-        SamplePlan { runs, digest_seed: self.config.seed, shared: self.several_domains(), activity, looks }
+        let parts = self.config.classifier == Classifier::SubPages;
+        // To tell what becomes of merged pages it must be known what they hold.
+        let shared = self.several_domains() || self.visiting;
+        SamplePlan { runs, digest_seed: self.config.seed, shared, parts, activity, looks }
     }
 
     /// Whether there is memory that must not be merged with other memory in scope.
@@ -271,6 +282,7 @@ impl Engine {
         let gone =
             self.slots.take_in(&snapshot.regions, seed, |view| Region::new(view, snapshot.now_ns, newborn, seed));
         self.running = true;
+        self.slots.iter_mut().for_each(|region| self.classes.take_in(region));
         self.take_in_domains(snapshot);
         for region in gone {
             if region.newborn {
@@ -283,7 +295,9 @@ impl Engine {
         }
         if self.slots.want_sweep() {
             let several = self.several_domains();
-            self.index.sweep(|slot| self.slots.get(slot).is_some(), |_| false, several);
+            let slots = &self.slots;
+            let fate = |place: Place, _| if slots.get(place.slot).is_some() { Fate::Kept } else { Fate::Gone };
+            self.index.sweep(fate, several);
             self.slots.swept();
         }
     }
@@ -353,10 +367,12 @@ impl Engine {
             self.bottom_pages = 0;
             self.index.age();
             let several = self.several_domains();
-            // Merged pages are not hashed again, so the entries of marked regions cannot be renewed.
-            let slots = &self.slots;
-            let renewed = |slot| slots.get(slot).is_some_and(|region| region.level == 1 && region.marks.is_empty());
-            self.index.sweep(|slot| slots.get(slot).is_some(), renewed, several);
+            let slots = &mut self.slots;
+            let fate = |place: Place, old| {
+                let Some(region) = slots.get_mut(place.slot) else { return Fate::Gone };
+                if old && region.renews(place.offset) { Fate::Renewed } else { Fate::Kept }
+            };
+            self.index.sweep(fate, several);
             self.slots.swept();
         }
     }
@@ -398,13 +414,13 @@ impl Engine {
         let mut duplicate = match sample.state {
             PageState::Absent | PageState::ZeroMapped => {
                 // Given back, not broken.
-                region.churn.single(offset, now_ns, false);
+                region.churn.single(offset, now_ns, None);
                 return;
             }
             PageState::Shared | PageState::Private => false,
             PageState::Merged => {
-                if self.breaking {
-                    region.churn.merged(offset, now_ns);
+                if self.visiting {
+                    region.churn.merged(offset, now_ns, sample.digest);
                 }
                 region.in_marks.sampled += u64::from(!examined);
                 true
@@ -412,22 +428,31 @@ impl Engine {
         };
         let zero = sample.digest == Digest::ZERO;
         let (place, digest) = (Place { slot, offset }, sample.digest.in_domain(region.view.domain));
-        let foreign = several && !zero && is_foreign(&self.index, &self.domains, region.view.domain, sample.digest);
+        let own = region.view.domain;
+        let foreign = several && !zero && is_foreign(&self.index, &self.classes, &self.domains, own, sample.digest);
         if foreign {
             region.tally.sampled += u64::from(!examined && !region.is_marked(sample.page));
             duplicate = false;
         } else if several && !zero && sample.state != PageState::Private {
             // Merged already, and known all the same.
-            self.index.note(digest, place, examined);
+            let class = region.classes.as_ref().map_or(0, |pages| pages.class_of(&self.classes, sample.page));
+            self.index.note(digest.in_class(class), place, examined);
         } else if sample.state == PageState::Private {
             region.probe(sample.page, sample.digest, region.stage == Stage::Survey);
             let marked = !examined && region.is_marked(sample.page);
-            let seen = if zero { Seen::New } else { self.index.note(digest, place, several && examined) };
+            let claim = several && examined;
+            let visit = region.classes.as_mut().map(|pages| pages.visit(&self.classes, sample));
+            let class = visit.as_ref().map_or(0, |visit| visit.class);
+            let looks_up = !zero && (claim || visit.as_ref().is_none_or(|visit| visit.looks_up));
+            let seen = if looks_up { self.index.note(digest.in_class(class), place, claim) } else { Seen::New };
+            if let Some(visit) = visit.filter(|_| !zero) {
+                self.classes.count(visit, looks_up, seen);
+            }
             duplicate = zero || seen != Seen::New;
             if marked {
                 region.in_marks.sampled += 1;
                 region.in_marks.unmerged += u64::from(duplicate);
-                region.churn.single(offset, now_ns, duplicate);
+                region.churn.single(offset, now_ns, duplicate.then_some(sample.digest));
             } else {
                 region.tally.sampled += 1;
                 region.tally.zero += u64::from(zero);
@@ -457,6 +482,9 @@ impl Engine {
     fn credit(&mut self, place: Place) {
         let Some(region) = self.slots.get_mut(place.slot) else { return };
         let page = region.page_at(place.offset);
+        if let Some(pages) = &mut region.classes {
+            pages.met(page);
+        }
         if region.is_counted(page) {
             if let Some(extent) = region.extents.get_mut(&page.extent()) {
                 // Entries may be out of date: never count more than there is.
@@ -503,7 +531,14 @@ impl Engine {
     }
 }
 
-/// Whether a content is claimed by another trust domain than its own.
-fn is_foreign(index: &Index, domains: &BTreeSet<DomainKey>, own: DomainKey, content: Digest) -> bool {
-    domains.iter().any(|&domain| domain != own && index.is_claimed(content.in_domain(domain)))
+/// Whether a content is claimed by another trust domain than its own, in whatever class.
+fn is_foreign(
+    index: &Index,
+    classes: &Classes,
+    domains: &BTreeSet<DomainKey>,
+    own: DomainKey,
+    content: Digest,
+) -> bool {
+    let claimed = |content: Digest| classes.numbers().any(|class| index.is_claimed(content.in_class(class)));
+    domains.iter().any(|&domain| domain != own && claimed(content.in_domain(domain)))
 }

@@ -4,7 +4,7 @@
 //! and apply, and waits between rounds. The live host and the simulated one implement the same trait,
 //! so what is tested in virtual time is what runs.
 
-use crate::hash::Digest;
+use crate::hash::{Digest, Parts};
 use crate::placement::Placement;
 use crate::units::{Pages, Permyriad, Vpn};
 use serde::{Deserialize, Serialize};
@@ -206,6 +206,8 @@ pub struct SamplePlan {
     pub digest_seed: u64,
     /// Read merged and fork-shared pages as well, without taking them apart: it must be known what they hold.
     pub shared: bool,
+    /// Tell the prints of the quarters of every page that is read. Always or never in one run.
+    pub parts: bool,
     /// Tell of private pages whether they are active: of those in these regions, before they are read.
     pub activity: BTreeSet<RegionKey>,
     /// Where merged pages are looked for, without reading them.
@@ -260,6 +262,9 @@ pub struct PageSample {
     pub huge: bool,
     /// Its digest; meaningful for `Private`, and for `Merged` and `Shared` where the host read them.
     pub digest: Digest,
+    /// Where that was asked: prints of its quarters, meaningful where the digest is. Quarters with the same contents have
+    /// the same print all through the run.
+    pub parts: Parts,
     /// Where that was asked: page reclaim keeps it on its active list.
     pub active: bool,
     /// The node it is on, of private pages on a machine with several.

@@ -47,6 +47,17 @@ pub enum Seen {
     Known(u8),
 }
 
+/// What has become of the page that an entry names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// It is in no region any more.
+    Gone,
+    /// The entry stays, until the page has gone.
+    Kept,
+    /// The page comes by again and again and renews its entry: one that is old is of what it no longer holds.
+    Renewed,
+}
+
 /// 40 bits of fingerprint, 1 of claim, 23 of slot; 27 of offset, 3 of count, 2 of epoch.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, packed(4))]
@@ -162,18 +173,20 @@ impl Index {
         self.epoch = (self.epoch + 1) & 3;
     }
 
-    /// Drops the entries of slots that are not `live`, and those that no page has renewed for two epochs
-    /// although `renewed` says that their region's pages come by again. With `claims`, contents that are claimed and were
-    /// seen on other pages too outlive the page that was noted for them, until nobody has renewed them for two epochs.
-    pub fn sweep(&mut self, live: impl Fn(u32) -> bool, renewed: impl Fn(u32) -> bool, claims: bool) {
+    /// Drops the entries whose page has gone, and those that no page has renewed for two epochs although pages like theirs
+    /// renew them. `fate` is asked about an entry's page, and whether the entry is so old. With `claims`, contents that are
+    /// claimed and were seen on other pages too outlive the page that was noted for them, until nobody has renewed them for
+    /// two epochs.
+    pub fn sweep(&mut self, mut fate: impl FnMut(Place, bool) -> Fate, claims: bool) {
         let epoch = self.epoch;
         self.len = 0;
         for tree in &mut self.trees {
             tree.retain_mut(|entry| {
-                let slot = entry.place().slot;
+                let place = entry.place();
                 let old = (epoch + 4 - entry.epoch()) & 3 >= 2;
-                if slot != NOBODY && live(slot) {
-                    return !(old && renewed(slot));
+                let fate = if place.slot == NOBODY { Fate::Gone } else { fate(place, old) };
+                if fate != Fate::Gone {
+                    return !(old && fate == Fate::Renewed);
                 }
                 let kept = claims && entry.is_claimed() && entry.count() > 1 && !old;
                 if kept {
@@ -263,12 +276,12 @@ mod tests {
         for content in 0..3000 {
             index.note(digest(content), Place { slot: u32::from(content % 3 == 0), offset: 1 }, false);
         }
-        index.sweep(|slot| slot == 1, |_| false, false);
+        index.sweep(|place, _| if place.slot == 1 { Fate::Kept } else { Fate::Gone }, false);
         assert_eq!(index.len(), 1000);
         index.age();
         index.note(digest(0), Place { slot: 1, offset: 1 }, false);
         index.age();
-        index.sweep(|_| true, |_| true, false);
+        index.sweep(|_, _| Fate::Renewed, false);
         assert_eq!(index.len(), 1, "only the renewed entry is younger than two epochs");
     }
 

@@ -7,6 +7,7 @@
 
 pub mod census;
 pub mod churn;
+pub mod classes;
 pub mod config;
 pub mod engine;
 pub mod estimate;

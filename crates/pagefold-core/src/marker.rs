@@ -310,11 +310,12 @@ fn gain(region: &Region, spans: &[Candidate]) -> (u64, u64) {
 
 /// Dense extents first, and then thinner ones, the densest regions first, as long as enough of all that is marked is
 /// duplicate. They are worth their metadata, 64 bytes for each page marked against a page for each merged; the yield
-/// bounds what ksmd walks for nothing.
+/// bounds what ksmd walks for nothing. Where there is nothing denser, the thin ones are all there is: no yield is asked.
 fn thin_out(slots: &mut Slots, config: &Config) {
     let dense = |region: &Region| total(region, region.density, config);
     let mut chosen = slots.iter().map(dense).fold((0, 0), |sum, more| (sum.0 + more.0, sum.1 + more.1));
     for density in config.thin_densities {
+        let yield_min = if chosen.1 == 0 { density } else { config.yield_min };
         let mut thinner = Vec::new();
         for (slot, region) in slots.numbered_mut() {
             if region.density <= density || region.alone != Alone::No || region.is_volatile(config) {
@@ -329,7 +330,7 @@ fn thin_out(slots: &mut Slots, config: &Config) {
         thinner.sort_unstable_by(|a, b| b.cmp(a));
         for (_, slot, resident, duplicate) in thinner {
             let with = (chosen.0 + resident, chosen.1 + duplicate);
-            if Permyriad::of(with.1, with.0) < config.yield_min {
+            if Permyriad::of(with.1, with.0) < yield_min {
                 break;
             }
             chosen = with;

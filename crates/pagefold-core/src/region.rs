@@ -1,6 +1,7 @@
 //! What is known of one region.
 
 use crate::churn::Churn;
+use crate::classes::PageClasses;
 use crate::config::Config;
 use crate::estimate::{Estimate, Tally};
 use crate::extent::{Candidate, Cut, Extent, Extents, candidates};
@@ -123,6 +124,8 @@ pub struct Region {
     pub activity_known: bool,
     /// Pages looked at in sampling since it was last read whole, whatever was there.
     pub looked_at: u64,
+    /// The classes of its pages, where pages are classed.
+    pub classes: Option<Box<PageClasses>>,
     order: Permutation,
     next: u64,
     probes: Vec<(u32, u32)>,
@@ -158,6 +161,7 @@ impl Region {
             active: BTreeMap::new(),
             activity_known: false,
             looked_at: 0,
+            classes: None,
             order: Permutation::new(1, 0),
             next: 0,
             probes: Vec::new(),
@@ -182,6 +186,9 @@ impl Region {
         self.view = view;
         if moved {
             self.reorder(seed);
+            if let Some(classes) = &mut self.classes {
+                classes.keep_within(view.first, view.pages);
+            }
         }
     }
 
@@ -288,6 +295,14 @@ impl Region {
     pub fn tells_activity(&self) -> bool {
         let cycles = if matches!(self.stage, Stage::Examine(_)) { 1 } else { 2 };
         !self.activity_known && self.looked_at <= cycles * self.view.pages.0
+    }
+
+    /// Whether the page at an offset of the index comes by again and again in sampling, and renews its entry there. Merged
+    /// pages are not hashed again, and those whose look-ups are spared do not come to the index.
+    pub fn renews(&mut self, offset: u32) -> bool {
+        let page = self.page_at(offset);
+        let sampled = self.level == 1 && self.marks.is_empty();
+        sampled && !self.classes.as_mut().is_some_and(|classes| classes.keeps(page))
     }
 
     /// Takes note of an active page.

@@ -373,6 +373,7 @@ impl Host for LiveHost {
             looks: self.pieces(&plan.looks).map(|(piece, _)| piece).collect(),
             digester: Digester::new(plan.digest_seed),
             shared: plan.shared,
+            parts: plan.parts,
             topology: self.placing.topology.clone(),
         };
         let mut samples = Samples::default();

@@ -4,7 +4,7 @@ use crate::memory::{PageReader, PageView, ReadHow};
 use crate::numa::Topology;
 use crate::patience::{Pending, patiently};
 use crate::process::{Process, ReadError};
-use pagefold_core::hash::{Digest, Digester};
+use pagefold_core::hash::{Digest, Digester, Parts};
 use pagefold_core::host::{MergedSample, PageSample, PageState, RegionKey};
 use pagefold_core::units::Vpn;
 use std::sync::Arc;
@@ -28,6 +28,8 @@ pub(crate) struct Work {
     pub(crate) digester: Digester,
     /// See [`pagefold_core::host::SamplePlan`].
     pub(crate) shared: bool,
+    /// See [`pagefold_core::host::SamplePlan`].
+    pub(crate) parts: bool,
     /// On a machine with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
 }
@@ -52,7 +54,7 @@ struct Progress {
 
 /// Reads. The error is the process whose memory does not come back, and with it the reader and what was read so far.
 pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32, Pending)> {
-    let Work { reads, looks, digester, shared, topology } = work;
+    let Work { reads, looks, digester, shared, parts, topology } = work;
     let progress = Arc::new(Progress::default());
     let told = progress.clone();
     let work = move || {
@@ -65,9 +67,15 @@ pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32
             }
             told.pid.store(process.pid(), Ordering::Relaxed);
             let read = reader.read_runs(&process, &runs, how, |view| {
-                let digest = match view.bytes {
-                    Some(bytes) if view.state == PageState::Private || shared => digester.digest(bytes),
-                    _ => Digest::default(),
+                let (digest, prints) = match view.bytes {
+                    Some(bytes) if view.state == PageState::Private || shared => {
+                        if parts {
+                            digester.digest_parts(bytes)
+                        } else {
+                            (digester.digest(bytes), Parts::default())
+                        }
+                    }
+                    _ => (Digest::default(), Parts::default()),
                 };
                 let node = match &topology {
                     Some(nodes) if view.state == PageState::Private => {
@@ -76,7 +84,7 @@ pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32
                     _ => None,
                 };
                 let PageView { page, state, huge, active, .. } = view;
-                pages.push(PageSample { region, page, state, huge, digest, active, node });
+                pages.push(PageSample { region, page, state, huge, digest, parts: prints, active, node });
                 told.pages.fetch_add(1, Ordering::Relaxed);
             });
             if let Err(error) = read {
