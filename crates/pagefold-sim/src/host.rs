@@ -6,16 +6,21 @@
 mod placing;
 
 use crate::costs::Costs;
-use crate::knobs::Knobs;
+use crate::counts::Counts;
+use crate::grain::Grain;
+use crate::knobs::{Classes, Forest, Knobs};
 use crate::ksmd::Ksmd;
 use crate::memory::{Hold, Memory, Truth, Unique};
 use crate::mix::{Stream, content_of_series, digest};
+use crate::script::Player;
+use crate::uksmd::{UksmSettings, Uksmd};
 use crate::workload::{Behaviour, Mapping, Process, Writes};
-use pagefold_core::hash::Digest;
+use pagefold_core::hash::{Digest, Parts};
 use pagefold_core::host::{
-    Actions, Change, Cost, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, OwnerKey, PageSample, PageState,
-    RegionKey, RegionView, Run, SamplePlan, Samples, Snapshot, Span, Stops,
+    Actions, Change, Cost, FamilyKey, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, OwnerKey, PageSample,
+    PageState, RegionKey, RegionView, Run, SamplePlan, Samples, Snapshot, Span, Stops,
 };
+use pagefold_core::region::RUN_PAGES;
 use pagefold_core::units::{Bytes, EXTENT_PAGES, Pages, Vpn};
 use placing::Placing;
 use rustc_hash::FxHashMap;
@@ -36,6 +41,7 @@ enum Event {
     Map { mapping: usize, owner: OwnerKey },
     Unmap { region: RegionKey, mapping: usize, owner: OwnerKey },
     Write { writer: usize },
+    Step { player: usize },
 }
 
 /// Somebody who writes to a region.
@@ -45,7 +51,7 @@ struct Writer {
     behaviour: Behaviour,
     stream: Stream,
     next_page: u32,
-    /// Writes due and not made yet, in parts of a page: ten-thousandths times nanoseconds.
+    /// Writes due and not made yet, in the parts of a page that [`rate`] reckons in.
     due: u128,
     last_ns: u64,
 }
@@ -57,8 +63,12 @@ pub struct SimHost {
     seed: u64,
     costs: Costs,
     knobs: Knobs,
-    memory: Memory,
+    grain: Grain,
+    pub(crate) memory: Memory,
     ksmd: Ksmd,
+    /// UKSM's scanner, where it stands in the place of ksmd.
+    uksmd: Option<Uksmd>,
+    pub(crate) players: Vec<Player>,
     unique: Unique,
     stream: Stream,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
@@ -79,13 +89,18 @@ pub struct SimHost {
 impl SimHost {
     /// An empty machine at time 0, ksmd at rest.
     pub fn new(seed: u64, costs: Costs, knobs: Knobs) -> Self {
+        let classed = matches!(knobs.forest, Forest::Classes(Classes::PageCount | Classes::SubPages));
+        let keeps_writes = classed || knobs.keep_writes;
         Self {
             now_ns: 0,
             seed,
             costs,
             knobs,
-            memory: Memory::default(),
+            grain: Grain::new(knobs.grain),
+            memory: Memory::new(keeps_writes),
             ksmd: Ksmd::new(costs, knobs),
+            uksmd: None,
+            players: Vec::new(),
             unique: Unique::new(seed),
             stream: Stream::new(seed, 1),
             events: BinaryHeap::new(),
@@ -100,6 +115,13 @@ impl SimHost {
             ignored_orders: 0,
             placing: Placing::default(),
         }
+    }
+
+    /// With UKSM in the kernel in the place of ksmd, which takes no orders and heeds no marks.
+    #[must_use]
+    pub fn with_uksm(mut self, settings: UksmSettings) -> Self {
+        self.uksmd = Some(Uksmd::new(self.costs, settings).with_grain(self.grain));
+        self
     }
 
     /// Adds a process. It starts at its time, or now if that has passed.
@@ -136,8 +158,7 @@ impl SimHost {
             return;
         }
         for region in record.regions.clone() {
-            self.memory.unmap(region);
-            self.residents.remove(&region);
+            self.unmap(RegionKey(region));
         }
         self.ksmd.owner_exited(&mut self.memory, owner.0);
     }
@@ -166,7 +187,10 @@ impl SimHost {
 
     /// An exact count of the whole memory. Looks at every page.
     pub fn truth(&self) -> Truth {
-        self.memory.truth()
+        let Truth { frames, zero_frames, contents, zero_mapped, savable } = self.memory.truth();
+        let [frames, zero_frames, contents, zero_mapped, savable] =
+            [frames, zero_frames, contents, zero_mapped, savable].map(|count| self.grain.all(count));
+        Truth { frames, zero_frames, contents, zero_mapped, savable }
     }
     /// The virtual time.
     pub fn now_ns(&self) -> u64 {
@@ -174,15 +198,23 @@ impl SimHost {
     }
     /// CPU time spent so far.
     pub fn cost(&self) -> Cost {
-        Cost { pagefold_ns: self.pagefold_ns, ksmd_ns: self.ksmd.cpu_ns }
+        let ksmd_ns = self.uksmd.as_ref().map_or(self.ksmd.cpu_ns, |uksmd| uksmd.cpu_ns);
+        Cost { pagefold_ns: self.pagefold_ns, ksmd_ns }
     }
     /// KSM's counters now. Like the kernel's they lag behind writes, unmarks and exits until ksmd comes by.
     pub fn ksm(&self) -> KsmView {
+        let seen = self.ksm_seen();
+        let pages = |seen: Pages| Pages(self.grain.all(seen.0));
+        let (shared, sharing, zero) = (pages(seen.shared), pages(seen.sharing), pages(seen.zero));
+        KsmView { shared, sharing, zero, broken: self.grain.all(seen.broken), ..seen }
+    }
+    /// The same as pagefold sees it: in simulated pages but for what ksmd has scanned, by which it reckons rates.
+    fn ksm_seen(&self) -> KsmView {
         KsmView {
             shared: Pages(self.ksmd.trees.shared),
             sharing: Pages(self.ksmd.trees.sharing),
             zero: Pages(self.memory.zero_folded),
-            scanned: self.ksmd.scanned,
+            scanned: self.uksmd.as_ref().map_or(self.ksmd.scanned, |uksmd| uksmd.scanned),
             full_scans: self.ksmd.full_scans,
             broken: self.memory.cow_breaks,
             busy: self.ksmd.busy,
@@ -191,19 +223,43 @@ impl SimHost {
     }
     /// Pages that map a merged frame.
     pub fn merged_pages(&self) -> Pages {
-        Pages(self.memory.merged_pages)
+        Pages(self.grain.all(self.memory.merged_pages))
     }
     /// Frames saved now, in truth: merged pages less the frames they share, and folded pages of zeros.
     pub fn saved(&self) -> Pages {
-        Pages(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_folded)
+        Pages(self.grain.all(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_folded))
     }
     /// Writes to merged pages so far.
     pub fn cow_breaks(&self) -> u64 {
-        self.memory.cow_breaks
+        self.grain.all(self.memory.cow_breaks)
+    }
+    /// Comparisons made so far.
+    pub fn counts(&self) -> Counts {
+        self.uksmd.as_ref().map_or(self.ksmd.counts, Uksmd::counts)
+    }
+    /// Pages that ksmd did not compare again because they had not been written since it last did (only with classes).
+    pub fn spared(&self) -> u64 {
+        self.ksmd.spared
+    }
+    /// `pages_unshared` and `pages_volatile`.
+    pub fn unshared_and_volatile(&self) -> (u64, u64) {
+        let (trees, unshared) = (&self.ksmd.trees, self.ksmd.unshared);
+        let volatile = self.ksmd.items.saturating_sub(trees.shared + trees.sharing + unshared);
+        (self.grain.all(unshared), self.grain.all(volatile))
+    }
+    /// Contents in ksmd's stable trees, and pages in its unstable ones.
+    pub fn tree_nodes(&self) -> (u64, u64) {
+        let (stable, unstable) = self.ksmd.trees.nodes();
+        (self.grain.all(stable), self.grain.all(unstable))
+    }
+    /// Contents and pages in each tree of the forest, or in those of each class: how balanced they are.
+    pub fn tree_sizes(&self) -> Vec<u64> {
+        self.ksmd.trees.sizes().into_iter().map(|pages| self.grain.all(pages)).collect()
     }
     /// What KSM's records take: 64 bytes for each page's and each merged frame's, 48 for each process's.
     pub fn metadata(&self) -> Bytes {
-        Bytes(64 * (self.ksmd.items + self.memory.known_frames()) + 48 * self.ksmd.registered().len() as u64)
+        let records = self.grain.all(self.ksmd.items + self.memory.known_frames());
+        Bytes(64 * records + 48 * self.ksmd.registered().len() as u64)
     }
     /// Processes that have exited and whose address space ksmd still holds.
     pub fn unreaped(&self) -> usize {
@@ -249,6 +305,38 @@ impl SimHost {
         self.events.push(Reverse((at_ns, self.scheduled, event)));
     }
 
+    pub(crate) fn schedule_player(&mut self, at_ns: u64, player: usize) {
+        self.schedule(at_ns.max(self.now_ns), Event::Step { player });
+    }
+
+    pub(crate) fn unmap(&mut self, region: RegionKey) {
+        self.memory.unmap(region.0);
+        self.residents.remove(&region.0);
+        if let Some(uksmd) = &mut self.uksmd {
+            uksmd.region_gone(region.0);
+        }
+    }
+
+    /// Maps a region in which nothing is yet.
+    pub(crate) fn map_empty(&mut self, owner: OwnerKey, family: FamilyKey, first: Vpn, pages: Pages) -> RegionKey {
+        let length = usize::try_from(pages.0).unwrap_or(usize::MAX);
+        let region = self.memory.map(owner, family, first, (vec![0; length], vec![Hold::Absent; length]), false);
+        self.mark_any(region, owner);
+        region
+    }
+
+    /// What is mapped is marked at once, if all is (`ksm_add_vma`).
+    fn mark_any(&mut self, region: RegionKey, owner: OwnerKey) {
+        if !self.knobs.merge_any || self.memory.owners[owner.0 as usize].untouchable {
+            return;
+        }
+        if let Some(region) = self.memory.region_mut(region.0) {
+            let pages = region.len();
+            region.marks.add(0..pages);
+        }
+        self.ksmd.register(&mut self.memory, owner.0, self.now_ns);
+    }
+
     fn advance(&mut self, ns: u64) {
         let until_ns = self.now_ns.saturating_add(ns);
         while let Some(&Reverse((at_ns, _, event))) = self.events.peek() {
@@ -256,12 +344,20 @@ impl SimHost {
                 break;
             }
             self.events.pop();
-            self.ksmd.run_until(&mut self.memory, at_ns);
+            self.run_kernel(at_ns);
             self.now_ns = at_ns;
             self.happen(event);
         }
-        self.ksmd.run_until(&mut self.memory, until_ns);
+        self.run_kernel(until_ns);
         self.now_ns = until_ns;
+    }
+
+    /// Lets the kernel's thread work.
+    fn run_kernel(&mut self, until_ns: u64) {
+        match &mut self.uksmd {
+            None => self.ksmd.run_until(&mut self.memory, until_ns),
+            Some(uksmd) => uksmd.run_until(&mut self.memory, until_ns),
+        }
     }
 
     /// pagefold works: costs CPU, and time.
@@ -276,9 +372,9 @@ impl SimHost {
             Event::Exit { owner } => self.exit(owner),
             Event::Map { mapping, owner } if !self.memory.owners[owner.0 as usize].exited => self.map(mapping, owner),
             Event::Map { .. } => {}
+            Event::Step { player } => self.step(player),
             Event::Unmap { region, mapping, owner } => {
-                self.memory.unmap(region.0);
-                self.residents.remove(&region.0);
+                self.unmap(region);
                 if let Behaviour::ShortLived { life_ns } = self.mappings[mapping].0.behaviour {
                     self.schedule(self.now_ns + life_ns, Event::Map { mapping, owner });
                 }
@@ -306,21 +402,38 @@ impl SimHost {
         let pages = mapping.populate(&mut self.unique, &mut self.stream);
         let region = self.memory.map(owner, mapping.family, *first, pages, mapping.huge);
         self.memory.settle(region.0, mapping.node);
+        let active = mapping.active;
+        let behaviour = mapping.behaviour.clone();
+        let pages = mapping.pages.0;
+        self.mark_any(region, owner);
         if let Some(region) = self.memory.region_mut(region.0) {
-            region.active = mapping.active;
+            region.active = active;
         }
-        match mapping.behaviour.clone() {
+        match behaviour {
             Behaviour::Static => {}
             Behaviour::ShortLived { life_ns } => {
                 self.schedule(self.now_ns + life_ns.max(1), Event::Unmap { region, mapping: index, owner });
             }
             behaviour => {
-                let first_ns = self.now_ns + write_interval_ns(&behaviour, mapping.pages.0);
+                let first_ns = self.now_ns + self.write_interval_ns(&behaviour, pages);
                 let stream = Stream::new(self.seed, (u64::from(region.0) << 8) | 2);
                 let writer = Writer { region, behaviour, stream, next_page: 0, due: 0, last_ns: self.now_ns };
                 self.writers.push(Some(writer));
                 self.schedule(first_ns, Event::Write { writer: self.writers.len() - 1 });
             }
+        }
+    }
+
+    /// How long a writer pauses.
+    fn write_interval_ns(&self, behaviour: &Behaviour, pages: u64) -> u64 {
+        match behaviour {
+            Behaviour::CowBreaker { every_ns } => self.grain.all((*every_ns).max(1)),
+            Behaviour::Churn { per_second, .. } => {
+                let page_ns = NS_PER_S * 10_000 / (u64::from(per_second.0) * pages).max(1);
+                page_ns.max(CHURN_STEP_NS)
+            }
+            Behaviour::Turnover { every_ns, .. } => (every_ns / pages.max(1)).max(CHURN_STEP_NS),
+            Behaviour::Static | Behaviour::ShortLived { .. } => u64::MAX / 2,
         }
     }
 
@@ -335,11 +448,11 @@ impl SimHost {
                 let content = self.memory.region(key).map_or(0, |region| region.content[page as usize]);
                 self.memory.write(key, page, content);
             }
-            Behaviour::Churn { per_second, writes } => {
+            Behaviour::Churn { writes, .. } | Behaviour::Turnover { writes, .. } => {
                 let passed_ns = self.now_ns - writer.last_ns;
                 writer.last_ns = self.now_ns;
-                writer.due += u128::from(passed_ns) * u128::from(per_second.0) * u128::from(pages);
-                let one = u128::from(NS_PER_S) * 10_000;
+                let (in_a_ns, one) = rate(&writer.behaviour);
+                writer.due += u128::from(passed_ns) * in_a_ns * u128::from(pages);
                 while writer.due >= one {
                     writer.due -= one;
                     let content = match writes {
@@ -354,7 +467,7 @@ impl SimHost {
             }
             Behaviour::Static | Behaviour::ShortLived { .. } => return,
         }
-        let next_ns = self.now_ns + write_interval_ns(&writer.behaviour, u64::from(pages));
+        let next_ns = self.now_ns + self.write_interval_ns(&writer.behaviour, u64::from(pages));
         self.writers[index] = Some(writer);
         self.schedule(next_ns, Event::Write { writer: index });
     }
@@ -368,7 +481,7 @@ impl SimHost {
         if counted_ns == 0 || self.now_ns >= counted_ns + self.knobs.resident_age_ns {
             let there = |hold: &&Hold| !matches!(hold, Hold::Absent | Hold::ZeroMapped | Hold::ZeroFolded);
             resident = Pages(region.hold.iter().filter(there).count() as u64);
-            *price_ns += pages.0 * self.costs.count_page_ns;
+            *price_ns += self.grain.all(pages.0 * self.costs.count_page_ns);
             self.residents.insert(key, (self.now_ns.max(1), resident));
         }
         *price_ns += self.costs.observe_region_ns;
@@ -411,15 +524,17 @@ impl SimHost {
                 state,
                 huge,
                 digest: found,
+                parts: if is_read && plan.parts { region.parts(offset as usize) } else { Parts::default() },
                 active: private && asked && in_use(),
                 node: if several && private { self.memory.node_of(region, offset) } else { None },
             });
         }
         let started = if read > 0 { self.costs.read_run_ns } else { 0 };
-        started
-            + looked_at * self.costs.look_page_ns
-            + looked_up * self.costs.look_frame_ns
-            + read * self.costs.read_page_ns
+        // What is longer than a sample is read whole.
+        let times = if u64::from(run.pages) > RUN_PAGES { self.grain.get() } else { self.grain.samples(u64::MAX) };
+        let pages_ns =
+            looked_at * self.costs.look_page_ns + looked_up * self.costs.look_frame_ns + read * self.costs.read_page_ns;
+        times * (started + pages_ns)
     }
 
     /// Marks or unmarks spans, one stop for all of a process.
@@ -448,7 +563,7 @@ impl SimHost {
                 if let Some(region) = self.memory.region_mut(span.region.0) {
                     region.marks.remove(&range);
                 }
-                *stop_ns += self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns;
+                *stop_ns += self.grain.all(self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns);
             }
         }
         for (owner, (busy, stop_ns)) in stops {
@@ -470,15 +585,12 @@ impl SimHost {
     }
 }
 
-/// How long a writer pauses.
-fn write_interval_ns(behaviour: &Behaviour, pages: u64) -> u64 {
+/// The parts of each page that come due in a nanosecond, and how many make a page.
+fn rate(behaviour: &Behaviour) -> (u128, u128) {
     match behaviour {
-        Behaviour::CowBreaker { every_ns } => (*every_ns).max(1),
-        Behaviour::Churn { per_second, .. } => {
-            let page_ns = NS_PER_S * 10_000 / (u64::from(per_second.0) * pages).max(1);
-            page_ns.max(CHURN_STEP_NS)
-        }
-        Behaviour::Static | Behaviour::ShortLived { .. } => u64::MAX / 2,
+        Behaviour::Churn { per_second, .. } => (per_second.0.into(), u128::from(NS_PER_S) * 10_000),
+        Behaviour::Turnover { every_ns, .. } => (1, u128::from((*every_ns).max(1))),
+        Behaviour::Static | Behaviour::CowBreaker { .. } | Behaviour::ShortLived { .. } => (0, 1),
     }
 }
 
@@ -497,7 +609,7 @@ impl Host for SimHost {
             }
             regions.extend(self.view(key, owner, &mut price_ns));
         }
-        let (now_ns, ksm) = (self.now_ns, self.ksm());
+        let (now_ns, ksm) = (self.now_ns, self.ksm_seen());
         let (nodes, owners, places_ns) = self.look_at_places(&owners);
         self.spend(price_ns + places_ns);
         Ok(Snapshot { now_ns, regions, ksm, memory: self.free, cost: self.cost(), nodes, owners })

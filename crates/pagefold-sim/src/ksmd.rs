@@ -1,15 +1,15 @@
 //! ksmd: when it scans, in which order, and what one visit to a page does. By the rules of Linux's
 //! `mm/ksm.c` (6.12), in virtual time.
-//!
-//! One simplification: when a page that is shared by fork merges, the kernel may keep that very frame, so
-//! that its relatives become users of the merged one at once; here they follow when they are visited.
 
 use crate::costs::Costs;
-use crate::knobs::Knobs;
-use crate::memory::{Hold, Item, Memory, NO_ITEM, NONE};
+use crate::counts::Counts;
+use crate::grain::Grain;
+use crate::knobs::{Classes, Forest, Knobs};
+use crate::memory::{Hold, Item, Memory, NO_ITEM, NONE, Region, Stands, Touch};
 use crate::mix;
-use crate::trees::Trees;
+use crate::trees::{Steps, Trees, Unstable};
 use pagefold_core::host::MergeOrder;
+use pagefold_core::units::Vpn;
 use std::ops::Range;
 
 const NS_PER_MS: u64 = 1_000_000;
@@ -40,11 +40,14 @@ pub(crate) struct Ksmd {
     pub(crate) trees: Trees,
     costs: Costs,
     knobs: Knobs,
+    grain: Grain,
     /// Registered owners, in the order of the scan.
     list: Vec<u32>,
     cursor: Cursor,
     run: bool,
     pages_to_scan: u64,
+    /// Pages by which the last batch went too far: it ends with a whole grain.
+    over: u64,
     sleep_ns: Option<u64>,
     state: State,
     /// ksmd's own time while it scans.
@@ -54,6 +57,11 @@ pub(crate) struct Ksmd {
     pub(crate) full_scans: u64,
     /// Records that exist, stale ones included.
     pub(crate) items: u64,
+    /// `pages_unshared`.
+    pub(crate) unshared: u64,
+    /// Pages that were not compared again because they had not been written (CMD, section 3.3).
+    pub(crate) spared: u64,
+    pub(crate) counts: Counts,
     pub(crate) lost_kicks: u64,
     /// The last order waits for the batch under way: to be done, or to be over.
     pub(crate) busy: bool,
@@ -69,13 +77,15 @@ struct Visit {
 impl Ksmd {
     pub(crate) fn new(costs: Costs, knobs: Knobs) -> Self {
         Self {
-            trees: Trees::new(knobs.max_page_sharing, knobs.merge_across_nodes),
+            trees: Trees::new(&knobs),
             costs,
             knobs,
+            grain: Grain::new(knobs.grain),
             list: Vec::new(),
             cursor: Cursor::default(),
             run: false,
             pages_to_scan: 100,
+            over: 0,
             sleep_ns: Some(20 * NS_PER_MS),
             state: State::Idle,
             clock_ns: 0,
@@ -83,6 +93,9 @@ impl Ksmd {
             scanned: 0,
             full_scans: 0,
             items: 0,
+            unshared: 0,
+            spared: 0,
+            counts: Counts::default(),
             lost_kicks: 0,
             busy: false,
         }
@@ -136,7 +149,8 @@ impl Ksmd {
             self.state = State::Idle;
             return;
         }
-        self.state = State::Scanning { left: self.pages_to_scan };
+        self.state = State::Scanning { left: self.pages_to_scan.saturating_sub(self.over) };
+        self.over = self.over.saturating_sub(self.pages_to_scan);
         // Never free of charge, or batches of no pages without sleep would stop time.
         self.spend(self.costs.wake_ns.max(1));
     }
@@ -213,11 +227,12 @@ impl Ksmd {
             };
             for page in pages {
                 let visit = self.visit(memory, key, page);
-                self.spend(visit.cost_ns);
+                self.spend(self.grain.all(visit.cost_ns));
                 self.cursor.page += 1;
                 if visit.counts {
-                    self.scanned += 1;
-                    left -= 1;
+                    self.scanned += self.grain.get();
+                    self.over += self.grain.get().saturating_sub(left);
+                    left = left.saturating_sub(self.grain.get());
                 }
                 if left == 0 || self.clock_ns >= until_ns {
                     break;
@@ -235,7 +250,7 @@ impl Ksmd {
         }
         if !self.cursor.in_scan {
             self.cursor = Cursor { in_scan: true, ..Cursor::default() };
-            self.trees.forget_unstable();
+            self.trees.begin_scan();
         }
         while let Some(&owner) = self.list.get(self.cursor.place) {
             if let Some((key, stretch)) = marked_from(memory, owner, self.cursor.page) {
@@ -260,7 +275,8 @@ impl Ksmd {
         let stale = std::mem::take(&mut record.stale_items);
         let frames = std::mem::take(&mut record.stale_frames);
         self.items -= stale;
-        self.spend(self.costs.visit_owner_ns + stale * self.costs.reap_item_ns);
+        self.unshared -= std::mem::take(&mut record.stale_unshared);
+        self.spend(self.costs.visit_owner_ns + self.grain.all(stale * self.costs.reap_item_ns));
         for frame in frames {
             self.trees.detach(memory, frame);
         }
@@ -280,30 +296,39 @@ impl Ksmd {
         let at = page as usize;
         let region = memory.region_mut(key).expect("next_stretch found it and nothing runs in between");
         let (hold, content, mut item) = (region.hold[at], region.content[at], region.items[at]);
+        let touch = region.touched.get_mut(at).map(std::mem::take).unwrap_or_default();
 
         if matches!(hold, Hold::Absent | Hold::ZeroMapped | Hold::ZeroFolded) {
-            if item.live {
+            if item.is_live() {
                 region.items[at] = NO_ITEM;
                 self.items -= 1;
+                self.leave_unstable((key, page), &mut item);
                 self.trees.detach(memory, item.frame);
             }
             return Visit { cost_ns: costs.pass_empty_ns, counts: false };
         }
-        if !item.live {
-            item = NO_ITEM;
-            item.live = true;
+        let class = self.class_of(region, at, touch, item);
+        if !item.is_live() {
+            item = Item { stands: Stands::Known, ..NO_ITEM };
             self.items += 1;
         }
         if hold == Hold::Merged {
             return self.visit_merged(memory, key, page, item);
         }
+        let checksum = mix::checksum(content);
+        if self.lasting() && item.stands == Stands::Unshared && item.class == class && item.checksum == checksum {
+            // Compared before, and not written since: it stays in its tree for others to find.
+            self.spared += self.grain.get();
+            return Visit { cost_ns: costs.checksum_ns, counts: true };
+        }
+        self.leave_unstable((key, page), &mut item);
+        item.class = class;
         // Hung on a merged frame but private: written since.
         let frame = std::mem::replace(&mut item.frame, NONE);
         self.trees.detach(memory, frame);
         let visit = if self.knobs.smart_scan && is_skipped(&mut item) {
             Visit { cost_ns: costs.visit_skipped_ns, counts: false }
         } else {
-            let checksum = mix::checksum(content);
             let mut cost_ns = costs.checksum_ns;
             if item.checksum != checksum {
                 item.checksum = checksum;
@@ -311,7 +336,7 @@ impl Ksmd {
                 memory.fold_zero(key, page);
                 cost_ns += costs.merge_zero_ns;
             } else {
-                cost_ns += self.search(memory, key, page, content, &mut item.frame);
+                cost_ns += self.search(memory, (key, page), content, &mut item);
             }
             Visit { cost_ns, counts: true }
         };
@@ -321,60 +346,123 @@ impl Ksmd {
         visit
     }
 
+    /// Unstable trees that last, with records that know their place in them.
+    fn lasting(&self) -> bool {
+        matches!(self.knobs.forest, Forest::Classes(_))
+    }
+
+    /// A page that was in an unstable tree has to be sorted in anew (`remove_rmap_item_from_tree`). Where trees live for a
+    /// scan, its place there is gone already.
+    fn leave_unstable(&mut self, page: (u32, u32), item: &mut Item) {
+        if item.stands != Stands::Unshared {
+            return;
+        }
+        if self.lasting() {
+            self.trees.remove_unstable(u16::from(item.class), item.node, page);
+        }
+        item.stands = Stands::Known;
+        self.unshared -= 1;
+    }
+
     /// A page that maps a merged frame already. After a fork, the child's has no record there yet.
     fn visit_merged(&mut self, memory: &mut Memory, key: u32, page: u32, mut item: Item) -> Visit {
-        let mut cost_ns = self.costs.visit_merged_ns;
+        self.leave_unstable((key, page), &mut item);
         let frame = memory.region(key).and_then(|region| region.merged_frame(page)).unwrap_or(NONE);
         if item.frame != frame {
             self.trees.detach(memory, item.frame);
             self.trees.attach(memory, frame);
             item.frame = frame;
-            cost_ns += self.stable_walk_ns(memory.frames[frame as usize].tree);
         }
         self.trees.follow(memory, frame);
         if let Some(region) = memory.region_mut(key) {
             region.items[page as usize] = item;
         }
-        Visit { cost_ns, counts: true }
+        Visit { cost_ns: self.costs.visit_merged_ns, counts: true }
     }
 
-    fn stable_walk_ns(&self, tree: u16) -> u64 {
-        self.trees.stable_levels(tree) * self.costs.stable_level_ns
-            + self.trees.crossed_dups_milli(tree) * self.costs.chain_dup_ns / 1000
-    }
-
-    /// The stable tree, then the unstable one. Sets `joined` to the merged frame on success. What is found in the stable
-    /// tree stays where it is; of two found in the unstable one, the page that is being visited stays
-    /// (`try_to_merge_two_pages`), and so decides the node.
-    fn search(&mut self, memory: &mut Memory, key: u32, page: u32, content: u64, joined: &mut u32) -> u64 {
-        let node = memory.region(key).and_then(|region| memory.node_of(region, page)).unwrap_or_default();
-        let tree = self.trees.of(node);
-        let mut cost_ns = self.stable_walk_ns(tree);
-        if let Some(frame) = self.trees.find_stable(memory, tree, content) {
-            debug_assert!(self.knobs.merge_across_nodes || memory.frames[frame as usize].node == node);
-            memory.join(key, page, frame);
-            self.trees.attach(memory, frame);
-            *joined = frame;
-            return cost_ns + self.costs.merge_stable_ns;
+    /// The class of a page. By writes it is that of the last scan in which it was written: those who read the paper
+    /// closely find that a page which was written is volatile and looked at no further, and one that was not is of the
+    /// class that is never compared, so that nothing would ever be. A page that has come into being was written whole.
+    fn class_of(&self, region: &Region, page: usize, touch: Touch, item: Item) -> u8 {
+        let Forest::Classes(classes) = self.knobs.forest else { return 0 };
+        match classes {
+            Classes::Address => region.eighths.get(page).copied().unwrap_or_default(),
+            _ if touch.times == 0 && item.is_live() => item.class,
+            Classes::PageCount => touch.times.saturating_sub(1).min(15),
+            Classes::SubPages if touch.times == 0 => 0b1111,
+            Classes::SubPages => touch.parts,
         }
-        cost_ns += self.trees.unstable_levels(tree) * self.costs.unstable_level_ns;
-        let Some((other_key, other_page)) = self.trees.find_unstable(memory, tree, content, (key, page)) else {
-            self.trees.insert_unstable(tree, content, (key, page));
-            return cost_ns;
+    }
+
+    /// The tree for a page.
+    fn tree_of(&mut self, memory: &Memory, (key, page): (u32, u32), item: &Item) -> u16 {
+        match self.knobs.forest {
+            Forest::Kernel => {
+                let node = memory.region(key).and_then(|region| memory.node_of(region, page)).unwrap_or_default();
+                self.trees.of_node(node)
+            }
+            Forest::Checksum { trees } => u16::try_from((item.checksum >> 1) % u32::from(trees.max(1))).unwrap_or(0),
+            Forest::Classes(_) => u16::from(item.class),
+        }
+    }
+
+    /// The stable tree, then the unstable one. What is found in the stable tree stays where it is; of two found in the
+    /// unstable one, the page that is being visited stays (`try_to_merge_two_pages`), and so decides the node.
+    fn search(&mut self, memory: &mut Memory, me: (u32, u32), content: u64, item: &mut Item) -> u64 {
+        let (tree, mut steps) = (self.tree_of(memory, me, item), Steps::default());
+        let (found, merge_ns) = self.find(memory, (tree, me), content, item, &mut steps);
+        (steps.stable, steps.unstable) = (self.grain.deeper(steps.stable), self.grain.deeper(steps.unstable));
+        self.counts.search(self.grain.get(), steps.stable, steps.unstable, found);
+        merge_ns
+            + steps.stable * self.costs.stable_level_ns
+            + steps.dups * self.costs.chain_dup_ns
+            + steps.unstable * self.costs.unstable_level_ns
+    }
+
+    /// Whether a partner was found, and what merging took.
+    fn find(
+        &mut self,
+        memory: &mut Memory,
+        (tree, me): (u16, (u32, u32)),
+        content: u64,
+        item: &mut Item,
+        steps: &mut Steps,
+    ) -> (bool, u64) {
+        if let Some(frame) = self.trees.find_stable(memory, tree, content, steps) {
+            memory.join(me.0, me.1, frame);
+            self.trees.attach(memory, frame);
+            item.frame = frame;
+            return (true, self.costs.merge_stable_ns);
+        }
+        let (other, at) = match self.trees.find_or_insert_unstable(memory, tree, content, me, steps) {
+            Unstable::Partner(other, at) => (other, at),
+            Unstable::Inserted(at) => {
+                (item.node, item.stands) = (at, Stands::Unshared);
+                self.unshared += 1;
+                return (false, 0);
+            }
+            Unstable::Lost => return (false, 0),
         };
-        self.trees.remove_unstable(tree, content);
-        let frame = self.trees.insert_stable(memory, node, content);
-        let other = memory.region(other_key).and_then(|region| memory.node_of(region, other_page));
-        debug_assert!(self.knobs.merge_across_nodes || other == Some(node));
-        for (key, page) in [(other_key, other_page), (key, page)] {
+        self.trees.remove_unstable(tree, at, other);
+        let node = memory.region(me.0).and_then(|region| memory.node_of(region, me.1)).unwrap_or_default();
+        let relatives = relatives(memory, me);
+        let frame = self.trees.insert_stable(memory, node, tree, content);
+        for (key, page) in [other, me] {
             memory.join(key, page, frame);
             self.trees.attach(memory, frame);
         }
-        *joined = frame;
-        if let Some(other) = memory.region_mut(other_key) {
-            other.items[other_page as usize].frame = frame;
+        // It is the very frame of the page that is being visited, so they map it too. Records come with ksmd's visits.
+        for (key, page) in relatives {
+            memory.join(key, page, frame);
         }
-        cost_ns + self.costs.merge_pair_ns
+        item.frame = frame;
+        if let Some(other) = memory.region_mut(other.0).map(|region| &mut region.items[other.1 as usize]) {
+            other.frame = frame;
+            if std::mem::replace(&mut other.stands, Stands::Known) == Stands::Unshared {
+                self.unshared -= 1;
+            }
+        }
+        (true, self.costs.merge_pair_ns)
     }
 }
 
@@ -387,6 +475,14 @@ fn marked_from(memory: &Memory, owner: u32, at: u64) -> Option<(u32, Range<u32>)
         let from = u32::try_from(at.saturating_sub(region.first)).ok()?;
         Some((key, region.marks.stretch_from(from)?))
     })
+}
+
+/// Who shares the frame of a page by fork: at the same place in other address spaces, for nothing moves within one.
+fn relatives(memory: &Memory, me: (u32, u32)) -> Vec<(u32, u32)> {
+    let Some(region) = memory.region(me.0).filter(|_| memory.same_frame(me, me)) else { return Vec::new() };
+    let at = Vpn(region.first + u64::from(me.1));
+    let pages = memory.live_regions().filter_map(|(key, region)| Some((key, region.offset(at)?)));
+    pages.filter(|&page| page != me && memory.same_frame(page, me)).collect()
 }
 
 /// `smart_scan`: whether this visit is left out; counts the visits that were made or left out.

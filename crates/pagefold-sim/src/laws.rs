@@ -1,8 +1,8 @@
 //! Laws that hold whatever happens: no process ever sees a page change through merging, what is counted
 //! is what is there, and the same seed gives the same run.
 
-use crate::memory::{Hold, Memory, NONE};
-use crate::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost, Writes};
+use crate::memory::{Hold, Memory, NONE, Stands};
+use crate::{Behaviour, Classes, Costs, Fill, Forest, Knobs, Mapping, Process, SimHost, Writes};
 use pagefold_core::host::{
     Actions, Host, MergeOrder, Move, NodeKey, OwnerKey, PageState, RegionKey, Run, SamplePlan, Span,
 };
@@ -198,7 +198,7 @@ fn check_books(sim: &SimHost) {
     let (memory, ksmd) = sim.parts();
     let mut mapped = vec![0u32; memory.frames.len()];
     let mut hung = vec![0u32; memory.frames.len()];
-    let (mut items, mut folded) = (0, 0);
+    let (mut items, mut unshared, mut folded) = (0, 0, 0);
     for (_, region) in memory.live_regions() {
         for page in 0..region.len() {
             if let Some(frame) = region.merged_frame(page) {
@@ -206,8 +206,9 @@ fn check_books(sim: &SimHost) {
             }
             folded += u64::from(region.hold[page as usize] == Hold::ZeroFolded);
         }
-        for item in region.items.iter().filter(|item| item.live) {
+        for item in region.items.iter().filter(|item| item.is_live()) {
             items += 1;
+            unshared += u64::from(item.stands == Stands::Unshared);
             if item.frame != NONE {
                 hung[item.frame as usize] += 1;
             }
@@ -215,6 +216,7 @@ fn check_books(sim: &SimHost) {
     }
     for owner in &memory.owners {
         items += owner.stale_items;
+        unshared += owner.stale_unshared;
         owner.stale_frames.iter().for_each(|&frame| hung[frame as usize] += 1);
     }
     let (mut shared, mut sharing) = (0, 0);
@@ -225,7 +227,7 @@ fn check_books(sim: &SimHost) {
             sharing += u64::from(frame.items) - 1;
         }
     }
-    assert_eq!(ksmd.items, items);
+    assert_eq!((ksmd.items, ksmd.unshared), (items, unshared));
     assert_eq!((ksmd.trees.shared, ksmd.trees.sharing), (shared, sharing));
     assert_eq!(memory.zero_folded, folded);
     assert_eq!(memory.merged_pages, mapped.iter().map(|&mapped| u64::from(mapped)).sum::<u64>());
@@ -270,9 +272,20 @@ proptest! {
         steps in prop::collection::vec(step(), 1..120),
         knobs in (any::<bool>(), any::<bool>(), 2u32..6, any::<bool>()),
         (nodes, node_pages, merge_across_nodes) in (1u16..5, 20u64..400, any::<bool>()),
+        (forest, merge_any) in (0usize..8, any::<bool>()),
     ) {
         let (use_zero_pages, smart_scan, max_page_sharing, may_fork) = knobs;
-        let knobs = Knobs { use_zero_pages, smart_scan, max_page_sharing, merge_across_nodes, ..Knobs::default() };
+        let forests = [
+            Forest::Checksum { trees: 3 },
+            Forest::Classes(Classes::Address),
+            Forest::Classes(Classes::PageCount),
+            Forest::Classes(Classes::SubPages),
+        ];
+        let forest = forests.get(forest).copied().unwrap_or_default();
+        let merge_across_nodes = merge_across_nodes || forest != Forest::Kernel;
+        let knobs = Knobs {
+            use_zero_pages, smart_scan, max_page_sharing, merge_across_nodes, forest, merge_any, ..Knobs::default()
+        };
         let sim = SimHost::new(1, Costs::default(), knobs).with_nodes(&vec![Pages(node_pages); nodes.into()]);
         let mut pair = Pair { sim, nodes, owners: Vec::new(), expected: BTreeMap::new() };
         for step in steps {

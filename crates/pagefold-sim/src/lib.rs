@@ -27,6 +27,8 @@
 #![forbid(unsafe_code)]
 
 mod costs;
+mod counts;
+mod grain;
 mod host;
 mod knobs;
 mod ksmd;
@@ -35,12 +37,19 @@ mod laws;
 mod marks;
 mod memory;
 mod mix;
+mod rbtree;
 pub mod scenario;
+mod script;
 mod trees;
+mod uksmd;
 mod workload;
 
 pub use costs::Costs;
+pub use counts::Counts;
 pub use host::SimHost;
-pub use knobs::Knobs;
+pub use knobs::{Classes, Forest, Knobs};
 pub use memory::Truth;
+pub use script::{Script, Step};
+pub use mix::{Stream, mix64};
+pub use uksmd::{HashStrength, Renewal, UksmSettings};
 pub use workload::{Behaviour, Fill, Mapping, Process, Replica, Writes};

@@ -2,14 +2,16 @@
 //! how it is held. Knows frames and copy-on-write, and nothing of ksmd's scanning.
 //!
 //! A content id stands for a page's 4096 bytes; id 0 is the page of zeros. A page costs 9 bytes here,
-//! 13 once something in its region is merged or forked, and 12 more once ksmd has seen it. Where there are several
-//! memory nodes it costs one more once it is read, and two where a region's pages are not all on one node.
+//! 13 once something in its region is merged or forked, and 16 more once ksmd has seen it. Where there are several
+//! memory nodes it costs one more once it is read, and two where a region's pages are not all on one node. Where classes
+//! are made by writes it costs six more.
 
 mod nodes;
 
 use crate::marks::Marks;
-use crate::mix::Stream;
+use crate::mix::{Stream, parts};
 pub(crate) use nodes::{MoveResult, Nodes, Whereabouts};
+use pagefold_core::hash::Parts;
 use pagefold_core::host::{DomainKey, FamilyKey, NodeKey, OwnerKey, PageState, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 
@@ -37,13 +39,43 @@ pub(crate) struct Item {
     pub(crate) checksum: u32,
     /// The merged frame that the record hangs on; stays set after a write until ksmd's next visit.
     pub(crate) frame: u32,
+    /// Where it is in an unstable tree.
+    pub(crate) node: u32,
     pub(crate) age: u8,
     pub(crate) skips_left: u8,
-    /// False as long as the kernel would have no record.
-    pub(crate) live: bool,
+    /// The class of its page, where there are classes.
+    pub(crate) class: u8,
+    pub(crate) stands: Stands,
 }
 
-pub(crate) const NO_ITEM: Item = Item { checksum: 0, frame: NONE, age: 0, skips_left: 0, live: false };
+/// Whether ksmd has a record of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stands {
+    /// It has none.
+    Nowhere,
+    /// It has one.
+    Known,
+    /// It has one, and put it into an unstable tree at its last visit (`UNSTABLE_FLAG`): it counts in `pages_unshared`.
+    Unshared,
+}
+
+impl Item {
+    pub(crate) fn is_live(&self) -> bool {
+        self.stands != Stands::Nowhere
+    }
+}
+
+pub(crate) const NO_ITEM: Item =
+    Item { checksum: 0, frame: NONE, node: 0, age: 0, skips_left: 0, class: 0, stands: Stands::Nowhere };
+
+/// What was written to a page since ksmd last looked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Touch {
+    /// How often.
+    pub(crate) times: u8,
+    /// Which of its quarters.
+    pub(crate) parts: u8,
+}
 
 #[derive(Debug)]
 pub(crate) struct Region {
@@ -67,6 +99,14 @@ pub(crate) struct Region {
     pub(crate) active: bool,
     /// How often each page was read from outside, up to 2; empty until then, and where there is but one node.
     pub(crate) reads: Vec<u8>,
+    /// What was written to each page; empty unless that is kept.
+    pub(crate) touched: Vec<Touch>,
+    /// How often each quarter of each page was written, modulo 256; empty unless that is kept.
+    pub(crate) versions: Vec<[u8; 4]>,
+    /// In which eighth of the physical memory each page is; empty unless somebody says so.
+    pub(crate) eighths: Vec<u8>,
+    /// Writes so far to pages that were merged, or mapped to the zero page by merging.
+    pub(crate) broken: u64,
 }
 
 impl Region {
@@ -104,6 +144,14 @@ impl Region {
         (self.hold[page as usize] == Hold::Merged).then(|| self.frame_of(page as usize))
     }
 
+    /// Prints of a page's quarters: of what was written to them, where that is kept.
+    pub(crate) fn parts(&self, page: usize) -> Parts {
+        match self.versions.get(page) {
+            None => parts(self.content[page]),
+            Some(versions) => versions.map(|version| parts(version.into())[0]),
+        }
+    }
+
     fn frame_of(&self, page: usize) -> u32 {
         self.frame.get(page).copied().unwrap_or(NONE)
     }
@@ -129,6 +177,8 @@ pub(crate) struct Owner {
     pub(crate) registered: bool,
     /// Records of pages that are gone or no longer marked: kept until ksmd comes by.
     pub(crate) stale_items: u64,
+    /// How many of them count in `pages_unshared`.
+    pub(crate) stale_unshared: u64,
     /// The merged frames that some of them still hang on.
     pub(crate) stale_frames: Vec<u32>,
 }
@@ -181,10 +231,17 @@ pub(crate) struct Memory {
     pub(crate) zero_folded: u64,
     /// Writes to merged pages.
     pub(crate) cow_breaks: u64,
+    /// Writes are kept, for classes.
+    pub(crate) keeps_writes: bool,
     pub(crate) nodes: Nodes,
 }
 
 impl Memory {
+    /// An empty memory, in which writes are kept for classes or not.
+    pub(crate) fn new(keeps_writes: bool) -> Self {
+        Self { keeps_writes, ..Self::default() }
+    }
+
     pub(crate) fn add_owner(&mut self, untouchable: bool, domain: DomainKey, place: Whereabouts) -> OwnerKey {
         self.owners.push(Owner { untouchable, domain, place, ..Owner::default() });
         OwnerKey(u32::try_from(self.owners.len() - 1).expect("fewer than 2^32 processes in a run"))
@@ -224,6 +281,10 @@ impl Memory {
             nodes: Vec::new(),
             active: false,
             reads: Vec::new(),
+            touched: Vec::new(),
+            versions: Vec::new(),
+            eighths: Vec::new(),
+            broken: 0,
         };
         if huge {
             let extents = region.extent(region.len().max(1) - 1) + 1;
@@ -288,14 +349,40 @@ impl Memory {
         }
     }
 
-    /// The process writes to a page: it gets a frame of its own if it has none.
+    /// The process writes to a page, all of it.
     pub(crate) fn write(&mut self, key: u32, page: u32, content: u64) {
-        if self.region(key).is_some_and(|region| region.hold[page as usize] == Hold::Merged) {
-            self.cow_breaks += 1;
+        self.write_parts(key, page, content, u8::MAX);
+    }
+
+    /// The process writes to some quarters of a page: it gets a frame of its own if it has none.
+    pub(crate) fn write_parts(&mut self, key: u32, page: u32, content: u64, parts: u8) {
+        let keeps_writes = self.keeps_writes;
+        if let Some(region) = self.region_mut(key) {
+            let hold = region.hold[page as usize];
+            region.broken += u64::from(matches!(hold, Hold::Merged | Hold::ZeroFolded));
+            self.cow_breaks += u64::from(hold == Hold::Merged);
         }
         self.make_private(key, page);
         if let Some(region) = self.region_mut(key) {
             region.content[page as usize] = content;
+            if keeps_writes {
+                region.touched.resize(region.content.len(), Touch::default());
+                let touch = &mut region.touched[page as usize];
+                *touch = Touch { times: touch.times.saturating_add(1), parts: touch.parts | parts & 0b1111 };
+                region.versions.resize(region.content.len(), [0; 4]);
+                let versions = &mut region.versions[page as usize];
+                let written = versions.iter_mut().enumerate().filter(|(quarter, _)| parts >> quarter & 1 == 1);
+                written.for_each(|(_, version)| *version = version.wrapping_add(1));
+            }
+        }
+    }
+
+    /// The page maps nothing any more, or the zero page.
+    pub(crate) fn drop_page(&mut self, key: u32, page: u32, zero: bool) {
+        self.vacate(key, page);
+        if let Some(region) = self.region_mut(key) {
+            region.content[page as usize] = 0;
+            region.hold[page as usize] = if zero { Hold::ZeroMapped } else { Hold::Absent };
         }
     }
 
@@ -379,6 +466,11 @@ impl Memory {
 
     pub(crate) fn free_frame(&mut self, frame: u32) {
         self.free_frames.push(frame);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_free(&self, frame: u32) -> bool {
+        self.free_frames.contains(&frame)
     }
 
     /// Merged frames that exist as records, used or not.
@@ -491,8 +583,9 @@ impl Memory {
 
 /// Hands records over to the owner's heap of stale ones.
 fn abandon(owner: &mut Owner, items: &mut [Item]) {
-    for item in items.iter_mut().filter(|item| item.live) {
+    for item in items.iter_mut().filter(|item| item.is_live()) {
         owner.stale_items += 1;
+        owner.stale_unshared += u64::from(item.stands == Stands::Unshared);
         if item.frame != NONE {
             owner.stale_frames.push(item.frame);
         }

@@ -1,21 +1,33 @@
-//! ksmd's two trees and its counters, by the rules of Linux's `mm/ksm.c`.
+//! ksmd's trees and its counters, by the rules of Linux's `mm/ksm.c`.
 //!
-//! The trees are hash maps here: what a search finds is the same, and what it costs is computed from the
-//! tree's size. Expected costs stand for exact ones in two places: every search is charged the full depth
-//! of a balanced tree, and a chain is charged to unrelated searches by the mean share that cross it.
+//! The trees are red-black trees like the kernel's, ordered by content (by its id here, which is as good an order as
+//! that of the bytes), and every step of a search is a comparison that is counted. What is found on the way counts
+//! too: a chain that is crossed is walked, a merged frame that nobody maps any more is thrown out and the search begun
+//! again, and a page of the unstable tree that has gone ends it.
 //!
-//! There is one pair of trees, or where `merge_across_nodes` is off one for each memory node. A frame that has moved to
-//! another node goes to that node's tree when ksmd comes by it; should that have one of the same content already, both
-//! stay (the kernel would bring the pages of the one over to the other).
+//! There is one pair of trees, or one for each memory node where `merge_across_nodes` is off, or a forest ([`Forest`]).
+//! A frame that has moved to another node goes to that node's tree when ksmd comes by it; should that have one of the same
+//! content already, both stay (the kernel would bring the pages of the one over to the other).
 
-use crate::memory::{Memory, NONE};
+use crate::knobs::{Forest, Knobs};
+use crate::memory::{Memory, NONE, Stands};
+use crate::rbtree::{Found, RbTree};
 use pagefold_core::host::NodeKey;
-use rustc_hash::FxHashMap;
 
 /// A page, by region and offset.
 pub(crate) type PageRef = (u32, u32);
 
-/// All merged frames of one content. More than one makes it a chain.
+/// A content of a stable tree.
+#[derive(Clone, Copy, Debug, Default)]
+struct Stable {
+    content: u64,
+    /// Its merged frame, or [`NONE`] if there are several.
+    frame: u32,
+    /// Then its chain.
+    chain: u32,
+}
+
+/// All merged frames of one content that has more than one.
 #[derive(Debug, Default)]
 struct Chain {
     /// The frames; the one that searches try first is the last.
@@ -28,48 +40,64 @@ impl Chain {
     /// Frames that a search crossing this chain walks: up to the first with room. When one with room is
     /// found it moves to the front, so in the mean that is one, or all.
     fn walk(&self) -> u64 {
-        match self.dups.len() {
-            0 | 1 => 0,
-            all if self.full == all => all as u64,
-            _ => 1,
-        }
+        if self.full == self.dups.len() { self.full as u64 } else { 1 }
     }
 }
 
 /// A stable and an unstable tree.
 #[derive(Debug, Default)]
 struct Pair {
-    stable: FxHashMap<u64, Chain>,
-    unstable: FxHashMap<u64, PageRef>,
-    /// The walks of all chains together.
-    chain_walks: u64,
+    stable: RbTree<Stable>,
+    unstable: RbTree<PageRef>,
+}
+
+/// The length of a search.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Steps {
+    /// Pages of the stable tree compared.
+    pub(crate) stable: u64,
+    /// Full duplicates of chains walked on the way.
+    pub(crate) dups: u64,
+    /// Pages of the unstable tree compared.
+    pub(crate) unstable: u64,
 }
 
 #[derive(Debug)]
 pub(crate) struct Trees {
-    /// The first for all nodes, or one for each.
+    /// The first for all pages, or one for each node, or one for each tree of the forest.
     pairs: Vec<Pair>,
+    chains: Vec<Chain>,
+    free_chains: Vec<u32>,
     max_page_sharing: u32,
     across_nodes: bool,
+    /// The unstable trees outlive the scan.
+    lasting: bool,
     /// `pages_shared`.
     pub(crate) shared: u64,
     /// `pages_sharing`.
     pub(crate) sharing: u64,
 }
 
-/// The depth of a balanced tree.
-fn levels(nodes: usize) -> u64 {
-    u64::from(usize::BITS - nodes.leading_zeros())
-}
-
 impl Trees {
-    pub(crate) fn new(max_page_sharing: u32, across_nodes: bool) -> Self {
-        assert!(max_page_sharing >= 2, "the kernel refuses max_page_sharing below 2");
-        Self { pairs: vec![Pair::default()], max_page_sharing, across_nodes, shared: 0, sharing: 0 }
+    pub(crate) fn new(knobs: &Knobs) -> Self {
+        assert!(knobs.max_page_sharing >= 2, "the kernel refuses max_page_sharing below 2");
+        assert!(knobs.merge_across_nodes || knobs.forest == Forest::Kernel, "a forest is for all nodes");
+        let mut pairs = Vec::new();
+        pairs.resize_with(knobs.forest.trees(), Pair::default);
+        Self {
+            pairs,
+            chains: Vec::new(),
+            free_chains: Vec::new(),
+            max_page_sharing: knobs.max_page_sharing,
+            across_nodes: knobs.merge_across_nodes,
+            lasting: matches!(knobs.forest, Forest::Classes(_)),
+            shared: 0,
+            sharing: 0,
+        }
     }
 
-    /// The number of the tree for pages on a node.
-    pub(crate) fn of(&mut self, node: NodeKey) -> u16 {
+    /// The number of the tree for pages on a node, where each has its own.
+    pub(crate) fn of_node(&mut self, node: NodeKey) -> u16 {
         if self.across_nodes {
             return 0;
         }
@@ -79,96 +107,177 @@ impl Trees {
         node.0
     }
 
-    pub(crate) fn stable_levels(&self, tree: u16) -> u64 {
-        levels(self.pairs[usize::from(tree)].stable.len())
+    /// Contents in the stable trees, and pages in the unstable ones.
+    pub(crate) fn nodes(&self) -> (u64, u64) {
+        let sum = |len: fn(&Pair) -> usize| self.pairs.iter().map(|pair| len(pair) as u64).sum();
+        (sum(|pair| pair.stable.len()), sum(|pair| pair.unstable.len()))
     }
 
-    pub(crate) fn unstable_levels(&self, tree: u16) -> u64 {
-        levels(self.pairs[usize::from(tree)].unstable.len())
+    /// Pages in each unstable tree and contents in each stable one.
+    pub(crate) fn sizes(&self) -> Vec<u64> {
+        self.pairs.iter().map(|pair| (pair.stable.len() + pair.unstable.len()) as u64).collect()
     }
 
-    /// Full duplicates that one search walks on its way, in thousandths: of n nodes a search crosses
-    /// log2(n), so it crosses a given chain with a chance of log2(n) / n.
-    pub(crate) fn crossed_dups_milli(&self, tree: u16) -> u64 {
-        let pair = &self.pairs[usize::from(tree)];
-        pair.chain_walks * 1000 * self.stable_levels(tree) / (pair.stable.len() as u64).max(1)
+    /// The unstable trees live for one scan, unless they are of classes.
+    pub(crate) fn begin_scan(&mut self) {
+        if !self.lasting {
+            self.pairs.iter_mut().for_each(|pair| pair.unstable.clear());
+        }
     }
 
-    /// The unstable tree lives for one scan.
-    pub(crate) fn forget_unstable(&mut self) {
-        self.pairs.iter_mut().for_each(|pair| pair.unstable.clear());
+    fn is_full(&self, memory: &Memory, frame: u32) -> bool {
+        memory.frames[frame as usize].items >= self.max_page_sharing
+    }
+
+    /// The node of a content, or where it belongs.
+    fn locate(&self, tree: u16, content: u64) -> Found {
+        self.pairs[usize::from(tree)].stable.search(|_, there| Some(content.cmp(&there.content)))
+    }
+
+    /// The chain of a content.
+    fn chain_of(&mut self, tree: u16, content: u64) -> Option<&mut Chain> {
+        let Found::Node(node) = self.locate(tree, content) else { return None };
+        let chain = self.pairs[usize::from(tree)].stable.get(node)?.chain;
+        self.chains.get_mut(chain as usize)
+    }
+
+    /// Puts a merged frame into a tree: as the first that searches try, or as the last.
+    fn add(&mut self, memory: &Memory, tree: u16, frame: u32, first: bool) {
+        let content = memory.frames[frame as usize].content;
+        let node = match self.locate(tree, content) {
+            Found::Node(node) => node,
+            Found::Leaf(leaf) => {
+                self.pairs[usize::from(tree)].stable.insert(leaf, Stable { content, frame, chain: NONE });
+                return;
+            }
+            Found::Lost(_) => return,
+        };
+        let Some(mut there) = self.pairs[usize::from(tree)].stable.get(node) else { return };
+        let full = usize::from(self.is_full(memory, frame));
+        if there.frame != NONE {
+            let chain = Chain { dups: vec![there.frame], full: usize::from(self.is_full(memory, there.frame)) };
+            there = Stable { frame: NONE, chain: self.new_chain(chain), ..there };
+            self.pairs[usize::from(tree)].stable.set(node, there);
+        }
+        let chain = &mut self.chains[there.chain as usize];
+        chain.dups.insert(if first { chain.dups.len() } else { 0 }, frame);
+        chain.full += full;
+    }
+
+    /// Takes a merged frame out of its tree.
+    fn drop(&mut self, memory: &Memory, frame: u32) {
+        let merged = memory.frames[frame as usize];
+        let full = usize::from(self.is_full(memory, frame));
+        let Found::Node(node) = self.locate(merged.tree, merged.content) else { return };
+        let stable = &mut self.pairs[usize::from(merged.tree)].stable;
+        let Some(there) = stable.get(node) else { return };
+        if there.frame == frame {
+            stable.remove(node);
+            return;
+        }
+        let Some(chain) = self.chains.get_mut(there.chain as usize) else { return };
+        // The place of the last one matters, that of the others does not.
+        chain.dups.retain(|&other| other != frame);
+        chain.full -= full;
+        if let [only] = chain.dups[..] {
+            stable.set(node, Stable { frame: only, chain: NONE, ..there });
+            *chain = Chain::default();
+            self.free_chains.push(there.chain);
+        }
+    }
+
+    fn new_chain(&mut self, chain: Chain) -> u32 {
+        if let Some(free) = self.free_chains.pop() {
+            self.chains[free as usize] = chain;
+            return free;
+        }
+        self.chains.push(chain);
+        u32::try_from(self.chains.len() - 1).expect("fewer than 2^32 chains")
     }
 
     /// Puts a merged frame into the tree of the node that it is on now.
     pub(crate) fn follow(&mut self, memory: &mut Memory, frame: u32) {
         let merged = memory.frames[frame as usize];
-        let tree = self.of(merged.node);
-        if merged.tree == tree || merged.pruned {
+        if self.across_nodes || merged.tree == merged.node.0 || merged.pruned {
             return;
         }
-        let full = usize::from(merged.items >= self.max_page_sharing);
-        self.on_chain(merged.tree, merged.content, |chain| {
-            chain.dups.retain(|&other| other != frame);
-            chain.full -= full;
-        });
+        self.drop(memory, frame);
+        let tree = self.of_node(merged.node);
         memory.frames[frame as usize].tree = tree;
-        self.on_chain(tree, merged.content, |chain| {
-            // Where a search tries first is one with room, if there is any.
-            chain.dups.insert(0, frame);
-            chain.full += full;
-        });
+        // Where a search tries first is one with room, if there is any.
+        self.add(memory, tree, frame, false);
     }
 
-    /// The merged frame that a page with this content may join, if there is one with room.
-    pub(crate) fn find_stable(&mut self, memory: &mut Memory, tree: u16, content: u64) -> Option<u32> {
+    /// The merged frame that a page with this content may join, if there is one with room
+    /// (`stable_tree_search`).
+    pub(crate) fn find_stable(
+        &mut self,
+        memory: &mut Memory,
+        tree: u16,
+        content: u64,
+        steps: &mut Steps,
+    ) -> Option<u32> {
         loop {
-            let chain = self.pairs[usize::from(tree)].stable.get_mut(&content)?;
-            let last = chain.dups.len().checked_sub(1)?;
-            let room = |&frame: &u32| memory.frames[frame as usize].items < self.max_page_sharing;
-            if chain.full < chain.dups.len() && !room(&chain.dups[last]) {
-                let place = chain.dups.iter().position(room)?;
-                chain.dups.swap(place, last);
-            }
-            // A search throws out the frames that have died meanwhile: the one it would take, or, where
-            // it walks a full chain to its end, any of them.
-            let unused = |&frame: &u32| memory.frames[frame as usize].mapped == 0;
-            let dead = if chain.full < chain.dups.len() {
-                Some(chain.dups[last]).filter(unused)
-            } else {
-                chain.dups.iter().copied().find(unused)
-            };
-            match dead {
-                Some(frame) => self.prune(memory, frame),
-                None if chain.full < chain.dups.len() => {
-                    let frame = chain.dups[last];
-                    if self.across_nodes || memory.frames[frame as usize].node.0 == tree {
-                        return Some(frame);
+            let mut dead = NONE;
+            let found = self.pairs[usize::from(tree)].stable.search(|_, there| {
+                match self.chains.get(there.chain as usize) {
+                    None if memory.frames[there.frame as usize].mapped == 0 => {
+                        dead = there.frame;
+                        return None;
                     }
-                    self.follow(memory, frame);
+                    chain => steps.dups += chain.map_or(0, Chain::walk),
                 }
-                None => return None,
+                steps.stable += 1;
+                Some(content.cmp(&there.content))
+            });
+            let node = match found {
+                Found::Leaf(_) => return None,
+                Found::Node(node) => self.pairs[usize::from(tree)].stable.get(node)?,
+                Found::Lost(_) => {
+                    self.prune(memory, dead);
+                    continue;
+                }
+            };
+            let frame = match self.chains.get_mut(node.chain as usize) {
+                None => Some(node.frame).filter(|&frame| !self.is_full(memory, frame))?,
+                Some(chain) => {
+                    let last = chain.dups.len() - 1;
+                    let room = |&frame: &u32| memory.frames[frame as usize].items < self.max_page_sharing;
+                    let any_room = chain.full < chain.dups.len();
+                    if any_room && !room(&chain.dups[last]) {
+                        let place = chain.dups.iter().position(room)?;
+                        chain.dups.swap(place, last);
+                    }
+                    // A search throws out the frames that have died meanwhile: the one it would take, or, where
+                    // it walks a full chain to its end, any of them.
+                    let unused = |&frame: &u32| memory.frames[frame as usize].mapped == 0;
+                    let dead = if any_room {
+                        Some(chain.dups[last]).filter(unused)
+                    } else {
+                        chain.dups.iter().copied().find(unused)
+                    };
+                    match dead {
+                        Some(frame) => {
+                            self.prune(memory, frame);
+                            continue;
+                        }
+                        None if any_room => chain.dups[last],
+                        None => return None,
+                    }
+                }
+            };
+            if self.across_nodes || memory.frames[frame as usize].node.0 == tree {
+                return Some(frame);
             }
+            self.follow(memory, frame);
         }
     }
 
-    /// A new merged frame, in the stable tree.
-    pub(crate) fn insert_stable(&mut self, memory: &mut Memory, node: NodeKey, content: u64) -> u32 {
-        let tree = self.of(node);
+    /// A new merged frame, in a stable tree.
+    pub(crate) fn insert_stable(&mut self, memory: &mut Memory, node: NodeKey, tree: u16, content: u64) -> u32 {
         let frame = memory.new_frame(content, node, tree);
-        self.on_chain(tree, content, |chain| chain.dups.push(frame));
+        self.add(memory, tree, frame, true);
         frame
-    }
-
-    /// Changes a chain and keeps the sum of the walks.
-    fn on_chain(&mut self, tree: u16, content: u64, change: impl FnOnce(&mut Chain)) {
-        let pair = &mut self.pairs[usize::from(tree)];
-        let chain = pair.stable.entry(content).or_default();
-        pair.chain_walks -= chain.walk();
-        change(chain);
-        pair.chain_walks += chain.walk();
-        if chain.dups.is_empty() {
-            pair.stable.remove(&content);
-        }
     }
 
     /// Hangs one more record on a merged frame.
@@ -182,7 +291,9 @@ impl Trees {
         }
         if merged.items == self.max_page_sharing {
             let (tree, content) = (merged.tree, merged.content);
-            self.on_chain(tree, content, |chain| chain.full += 1);
+            if let Some(chain) = self.chain_of(tree, content) {
+                chain.full += 1;
+            }
         }
     }
 
@@ -204,7 +315,9 @@ impl Trees {
             }
             if merged.items == self.max_page_sharing {
                 let (tree, content) = (merged.tree, merged.content);
-                self.on_chain(tree, content, |chain| chain.full -= 1);
+                if let Some(chain) = self.chain_of(tree, content) {
+                    chain.full -= 1;
+                }
             }
         }
         let merged = &mut memory.frames[frame as usize];
@@ -216,66 +329,106 @@ impl Trees {
 
     /// Takes a frame that nobody maps any more out of the tree and the counters.
     fn prune(&mut self, memory: &mut Memory, frame: u32) {
-        let max = self.max_page_sharing;
+        self.drop(memory, frame);
         let merged = &mut memory.frames[frame as usize];
         merged.pruned = true;
-        let (tree, content, items) = (merged.tree, merged.content, merged.items);
-        if items > 0 {
+        if merged.items > 0 {
             self.shared -= 1;
-            self.sharing -= u64::from(items - 1);
-        }
-        self.on_chain(tree, content, |chain| {
-            // The place of the last one matters, that of the others does not.
-            chain.dups.retain(|&other| other != frame);
-            // Forks may exceed the limit by attaching to a full frame.
-            chain.full -= usize::from(items >= max);
-        });
-        if items == 0 {
+            self.sharing -= u64::from(merged.items - 1);
+        } else {
             memory.free_frame(frame);
         }
     }
 
-    /// The page seen earlier in this scan that has this content still, if any.
-    pub(crate) fn find_unstable(&self, memory: &Memory, tree: u16, content: u64, me: PageRef) -> Option<PageRef> {
+    /// The page seen earlier that has this content still; without one, the page itself joins the unstable tree
+    /// (`unstable_tree_search_insert`). Tells the partner's node, or its own.
+    pub(crate) fn find_or_insert_unstable(
+        &mut self,
+        memory: &Memory,
+        tree: u16,
+        content: u64,
+        me: PageRef,
+        steps: &mut Steps,
+    ) -> Unstable {
         use crate::memory::Hold::{Forked, Private};
-        let &(key, page) = self.pairs[usize::from(tree)].unstable.get(&content)?;
-        let region = memory.region(key)?;
-        // Nothing protects the pages of the unstable tree: it may have been written, merged, or unmarked, and marked
-        // again since, which leaves it without a record until ksmd's next visit.
-        let usable = region.content[page as usize] == content
-            && matches!(region.hold[page as usize], Private | Forked)
-            && region.marks.contains(page)
-            && region.items[page as usize].live
-            && (self.across_nodes || memory.node_of(region, page) == Some(NodeKey(tree)))
-            && !memory.same_frame((key, page), me);
-        usable.then_some((key, page))
+        loop {
+            let mut relative = false;
+            let found = self.pairs[usize::from(tree)].unstable.search(|node, (key, page)| {
+                let region = memory.region(key)?;
+                // Nothing protects the pages of the unstable tree: it may have been written, merged, or unmarked, and
+                // marked again since, which leaves it without a record until ksmd's next visit.
+                let item = region.items.get(page as usize)?;
+                let comparable = matches!(region.hold[page as usize], Private | Forked)
+                    && region.marks.contains(page)
+                    && item.stands == Stands::Unshared
+                    && item.node == node
+                    && (!self.lasting || u16::from(item.class) == tree);
+                if !comparable {
+                    return None;
+                }
+                relative = memory.same_frame((key, page), me);
+                if relative {
+                    return None;
+                }
+                steps.unstable += 1;
+                Some(content.cmp(&region.content[page as usize]))
+            });
+            let unstable = &mut self.pairs[usize::from(tree)].unstable;
+            match found {
+                Found::Leaf(leaf) => return Unstable::Inserted(unstable.insert(leaf, me)),
+                Found::Node(node) => {
+                    let Some(partner) = unstable.get(node) else { return Unstable::Lost };
+                    let on_node = || memory.region(partner.0).and_then(|region| memory.node_of(region, partner.1));
+                    let apart = !self.across_nodes && on_node() != Some(NodeKey(tree));
+                    return if apart { Unstable::Lost } else { Unstable::Partner(partner, node) };
+                }
+                // What has gone would be in the way for ever.
+                Found::Lost(node) if self.lasting && !relative => unstable.remove(node),
+                Found::Lost(_) => return Unstable::Lost,
+            }
+        }
     }
 
-    pub(crate) fn insert_unstable(&mut self, tree: u16, content: u64, me: PageRef) {
-        self.pairs[usize::from(tree)].unstable.insert(content, me);
-    }
-
-    pub(crate) fn remove_unstable(&mut self, tree: u16, content: u64) {
-        self.pairs[usize::from(tree)].unstable.remove(&content);
+    /// Takes a page out of an unstable tree, if it is at this node.
+    pub(crate) fn remove_unstable(&mut self, tree: u16, node: u32, me: PageRef) {
+        let unstable = &mut self.pairs[usize::from(tree)].unstable;
+        if unstable.get(node) == Some(me) {
+            unstable.remove(node);
+        }
     }
 
     /// Counts the chains anew and compares.
     #[cfg(test)]
     pub(crate) fn check_books(&self, memory: &Memory) {
-        for (tree, pair) in self.pairs.iter().enumerate() {
-            let mut walks = 0;
-            for (content, chain) in &pair.stable {
-                assert!(!chain.dups.is_empty());
-                let full = |&&dup: &&u32| memory.frames[dup as usize].items >= self.max_page_sharing;
-                assert_eq!(chain.full, chain.dups.iter().filter(full).count());
-                let belongs = |&dup: &u32| {
-                    let frame = memory.frames[dup as usize];
-                    (frame.content, usize::from(frame.tree)) == (*content, tree)
-                };
-                assert!(chain.dups.iter().all(belongs));
-                walks += chain.walk();
+        for (frame, merged) in (0_u32..).zip(&memory.frames) {
+            if memory.is_free(frame) || merged.pruned {
+                continue;
             }
-            assert_eq!(pair.chain_walks, walks);
+            let Found::Node(node) = self.locate(merged.tree, merged.content) else {
+                panic!("frame {frame} is in no tree");
+            };
+            let there = self.pairs[usize::from(merged.tree)].stable.get(node).unwrap();
+            match self.chains.get(there.chain as usize) {
+                None => assert_eq!(there.frame, frame),
+                Some(chain) => {
+                    assert!(chain.dups.len() > 1 && chain.dups.contains(&frame));
+                    let full = |&&dup: &&u32| self.is_full(memory, dup);
+                    assert_eq!(chain.full, chain.dups.iter().filter(full).count());
+                }
+            }
         }
+        let frames = memory.frames.len() as u64;
+        assert!(self.nodes().0 <= frames, "no content without a frame");
     }
+}
+
+/// What came of a search in an unstable tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unstable {
+    /// A page with the same content, at a node.
+    Partner(PageRef, u32),
+    /// None; the page is in the tree now, at a node.
+    Inserted(u32),
+    /// The search met something that it cannot go past: the page is left for another time.
+    Lost,
 }

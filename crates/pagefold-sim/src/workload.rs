@@ -208,6 +208,13 @@ pub enum Behaviour {
         /// What is written.
         writes: Writes,
     },
+    /// Random pages are rewritten, more seldom.
+    Turnover {
+        /// The time in which as many are as the region has.
+        every_ns: u64,
+        /// What is written.
+        writes: Writes,
+    },
 }
 
 /// What churn writes.

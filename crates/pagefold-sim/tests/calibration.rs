@@ -168,19 +168,3 @@ fn the_papers_workloads_are_what_they_say() {
     });
     assert!((900..1_100).contains(&present) && savable == 0);
 }
-
-/// Prints how fast a million pages are scanned; the limit is generous, for slow and busy machines.
-#[test]
-fn a_million_pages_scan_in_well_under_a_second() {
-    let mut sim = host(Knobs { smart_scan: false, ..Knobs::default() });
-    scenario::pairs(&mut sim, Pages(250_000), Pages(500_000));
-    mark_all(&mut sim);
-    for scan in 1..=4 {
-        let began = std::time::Instant::now();
-        let simulated_ns = scan_ns(&mut sim);
-        let took = began.elapsed();
-        println!("scan {scan}: {took:?} for {:.1} s of ksmd", simulated_ns as f64 / 1e9);
-        assert!(took.as_secs() < 3);
-    }
-    assert_eq!(sim.saved(), Pages(250_000));
-}

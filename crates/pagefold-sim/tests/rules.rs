@@ -368,6 +368,24 @@ fn forks_may_exceed_the_sharing_limit() {
 }
 
 #[test]
+fn the_frame_that_two_pages_merge_into_is_merged_for_its_other_users_too() {
+    let mut sim = host(Knobs::default());
+    let (owner, region) = add(&mut sim, Mapping::new(Pages(2), Fill::Same(1)));
+    mark(&mut sim, region);
+    scan(&mut sim);
+    let child = sim.fork(owner);
+    let copy = sim.regions_of(child)[0];
+    scan(&mut sim);
+    // The second page's frame was kept: the child maps it without a second visit.
+    let first = sim.span_of(copy).unwrap().first;
+    let held = [first, first + 1].map(|page| sim.page(copy, page).unwrap().1);
+    assert_eq!(held, [PageState::Private, PageState::Merged]);
+    assert_eq!((sim.ksm().shared, sim.ksm().sharing, sim.truth().frames), (Pages(1), Pages(2), 2));
+    scan(&mut sim);
+    assert_eq!((sim.ksm().shared, sim.ksm().sharing, sim.truth().frames), (Pages(1), Pages(3), 1));
+}
+
+#[test]
 fn fork_shares_frames_and_a_child_of_merged_pages_is_counted_when_visited() {
     let (mut sim, [(owner, region), _]) = twins(Knobs::default());
     let page = sim.span_of(region).unwrap().first;

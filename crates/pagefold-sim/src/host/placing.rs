@@ -66,7 +66,7 @@ impl SimHost {
 
     /// Merged frames on each node, by its number.
     pub fn frames_by_node(&self) -> Vec<Pages> {
-        self.memory.merged_by_node()
+        self.memory.merged_by_node().into_iter().map(|frames| Pages(self.grain.all(frames.0))).collect()
     }
 
     /// Pages of a process that map merged frames, by the node of these.
@@ -75,7 +75,7 @@ impl SimHost {
         for region in self.memory.owners[owner.0 as usize].regions.iter().filter_map(|&key| self.memory.region(key)) {
             let merged = (0..region.len()).filter(|&page| region.hold[page as usize] == Hold::Merged);
             for node in merged.filter_map(|page| self.memory.node_of(region, page)) {
-                *pages.entry(node).or_default() += Pages(1);
+                *pages.entry(node).or_default() += Pages(self.grain.get());
             }
         }
         pages
@@ -83,7 +83,7 @@ impl SimHost {
 
     /// Frames moved on pagefold's order so far.
     pub fn moved(&self) -> u64 {
-        self.placing.moved
+        self.grain.all(self.placing.moved)
     }
 
     // What the four calls do about nodes, each priced.
@@ -133,7 +133,7 @@ impl SimHost {
             let node = self.memory.frames[frame as usize].node;
             found.push(MergedSample { region: run.region, page: Vpn(number), frame: frame.into(), node });
         }
-        cost_ns
+        self.grain.all(cost_ns)
     }
 
     /// Takes note of pages being read from outside: the second time makes a page active (`mark_page_accessed`).
@@ -161,8 +161,8 @@ impl SimHost {
             let result = self.memory.move_frame(region.0, offset, *node);
             self.placing.moved += u64::from(result == MoveResult::Done);
             outcome.moved += u64::from(result != MoveResult::Refused);
-            outcome.move_ns +=
-                if result == MoveResult::Done { self.costs.move_frame_ns } else { self.costs.look_page_ns };
+            let cost_ns = if result == MoveResult::Done { self.costs.move_frame_ns } else { self.costs.look_page_ns };
+            outcome.move_ns += self.grain.all(cost_ns);
         }
         self.spend(outcome.move_ns);
     }

@@ -1,0 +1,158 @@
+//! A script: what processes map and what their pages hold, step by step, as somebody else found or thought it up.
+
+use crate::memory::Whereabouts;
+use pagefold_core::host::{FamilyKey, OwnerKey, RegionKey};
+use pagefold_core::units::{Pages, Vpn};
+use rustc_hash::FxHashMap;
+use std::sync::Arc;
+
+/// One step. Processes and regions go by the script's own numbers, which are never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// A process starts, with nothing mapped.
+    Start {
+        /// The process.
+        process: u32,
+    },
+    /// It ends, and its regions with it.
+    Exit {
+        /// The process.
+        process: u32,
+    },
+    /// A process maps a region, empty at first.
+    Map {
+        /// The process.
+        process: u32,
+        /// The region.
+        region: u32,
+        /// Its family.
+        family: FamilyKey,
+        /// Its first page.
+        first: Vpn,
+        /// Its length.
+        pages: Pages,
+    },
+    /// A region goes.
+    Unmap {
+        /// The region.
+        region: u32,
+    },
+    /// A page is written.
+    Write {
+        /// The region.
+        region: u32,
+        /// The page.
+        page: Vpn,
+        /// What it holds from now on; 0 for zeros.
+        content: u64,
+        /// Which of its quarters were written, by bits.
+        parts: u8,
+        /// In which eighth of the physical memory it is.
+        eighth: u8,
+    },
+    /// A page is given back, or maps the zero page.
+    Drop {
+        /// The region.
+        region: u32,
+        /// The page.
+        page: Vpn,
+        /// It maps the zero page.
+        zero: bool,
+    },
+}
+
+/// Steps and their times, nanoseconds, ascending.
+pub type Script = Arc<[(u64, Step)]>;
+
+/// Where a script stands.
+#[derive(Debug)]
+pub(crate) struct Player {
+    script: Script,
+    next: usize,
+    owners: FxHashMap<u32, OwnerKey>,
+    regions: FxHashMap<u32, RegionKey>,
+}
+
+impl Player {
+    pub(crate) fn new(script: Script) -> Self {
+        Self { script, next: 0, owners: FxHashMap::default(), regions: FxHashMap::default() }
+    }
+
+    /// When the next step is due.
+    pub(crate) fn next_ns(&self) -> Option<u64> {
+        self.script.get(self.next).map(|&(at_ns, _)| at_ns)
+    }
+
+    /// The next step, if it is due.
+    fn due(&mut self, now_ns: u64) -> Option<Step> {
+        let &(at_ns, step) = self.script.get(self.next)?;
+        (at_ns <= now_ns).then(|| {
+            self.next += 1;
+            step
+        })
+    }
+}
+
+impl crate::SimHost {
+    /// Does the steps of a script when their time comes, beside whatever else goes on.
+    pub fn play(&mut self, script: Script) {
+        let player = Player::new(script);
+        let next_ns = player.next_ns();
+        self.players.push(player);
+        if let Some(next_ns) = next_ns {
+            self.schedule_player(next_ns, self.players.len() - 1);
+        }
+    }
+
+    /// Does the steps of a script that are due.
+    pub(crate) fn step(&mut self, number: usize) {
+        let now_ns = self.now_ns();
+        while let Some(step) = self.players[number].due(now_ns) {
+            self.take_step(number, step);
+        }
+        if let Some(next_ns) = self.players[number].next_ns() {
+            self.schedule_player(next_ns, number);
+        }
+    }
+
+    fn take_step(&mut self, number: usize, step: Step) {
+        let player = &mut self.players[number];
+        match step {
+            Step::Start { process } => {
+                let owner = self.memory.add_owner(false, Default::default(), Whereabouts::default());
+                player.owners.insert(process, owner);
+            }
+            Step::Exit { process } => {
+                if let Some(owner) = player.owners.remove(&process) {
+                    self.exit(owner);
+                }
+            }
+            Step::Map { process, region, family, first, pages } => {
+                let Some(&owner) = player.owners.get(&process) else { return };
+                let key = self.map_empty(owner, family, first, pages);
+                self.players[number].regions.insert(region, key);
+            }
+            Step::Unmap { region } => {
+                if let Some(key) = player.regions.remove(&region) {
+                    self.unmap(key);
+                }
+            }
+            Step::Write { region, page, content, parts, eighth } => {
+                let Some(&key) = player.regions.get(&region) else { return };
+                let Some(there) = self.memory.region_mut(key.0) else { return };
+                let Some(offset) = there.offset(page) else { return };
+                if eighth > 0 || !there.eighths.is_empty() {
+                    there.eighths.resize(there.content.len(), 0);
+                    there.eighths[offset as usize] = eighth;
+                }
+                self.memory.write_parts(key.0, offset, content, parts);
+            }
+            Step::Drop { region, page, zero } => {
+                let Some(&key) = player.regions.get(&region) else { return };
+                if let Some(offset) = self.memory.region(key.0).and_then(|region| region.offset(page)) {
+                    self.memory.drop_page(key.0, offset, zero);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! One page: its hash, the two trees, and merging (UKSM sections 5.3 and 6).
+//!
+//! The trees are hash maps from contents; what a search in a tree ordered by hash would take is computed from their sizes.
+//! A content is an id of 64 bits here, which stands for the page and for its hash at any strength: so that pages which
+//! differ share no hash is an assumption, unless the strength is below what tells them apart ([`HashStrength::Adaptive`]).
+
+use super::settings::HashStrength;
+use crate::costs::Costs;
+use crate::counts::Counts;
+use crate::grain::Grain;
+use crate::memory::{Hold, Memory};
+use pagefold_core::hash::strength::{Controller, Round};
+use rustc_hash::FxHashMap;
+
+/// A page, by region and offset.
+pub(super) type PageRef = (u32, u32);
+
+/// Words in a page: the full strength.
+const WORDS: u32 = 1024;
+/// Words in a cache line, as a power of two.
+const LINE_WORDS_LOG2: u32 = 4;
+
+/// What became of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fate {
+    /// There was nothing to look at.
+    Absent,
+    /// Merged before.
+    WasMerged,
+    /// Looked at, with no partner.
+    Alone,
+    /// Merged with a merged page, or the zero page.
+    Joined,
+    /// Merged with a page of the unmerged tree.
+    Paired(PageRef),
+}
+
+/// The hash: its strength, and what the round has shown of it.
+#[derive(Debug)]
+struct Hashing {
+    controller: Option<Controller>,
+    strength: u32,
+    told_apart: u32,
+    /// At this strength, and at full.
+    page_ns: u64,
+    full_ns: u64,
+    pages: u64,
+    collisions: u64,
+    penalty_ns: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Search {
+    costs: Costs,
+    grain: Grain,
+    zero_pages: bool,
+    hashing: Hashing,
+    /// `T_rs`: the merged frame of each content.
+    merged: FxHashMap<u64, u32>,
+    /// `T_rus`: a page that had this content when it was looked at.
+    unmerged: FxHashMap<u64, PageRef>,
+    pub(super) counts: Counts,
+}
+
+/// The depth of a balanced tree.
+fn levels(nodes: u64) -> u64 {
+    u64::from(u64::BITS - nodes.leading_zeros())
+}
+
+/// What hashing so many words of a page costs: by the words, and by the cache lines that random words lie in.
+fn hash_ns(costs: &Costs, strength: u32) -> u64 {
+    let strength = strength.clamp(1, WORDS);
+    // The chance that a line is left out, (1 - strength / 1024)^16, in 2^-20.
+    let mut missed = u64::from(WORDS - strength) << 10;
+    for _ in 0..LINE_WORDS_LOG2 {
+        missed = (missed * missed) >> 20;
+    }
+    ((costs.hash_words_ns * u64::from(strength)) >> 10) + ((costs.hash_lines_ns * ((1 << 20) - missed)) >> 20)
+}
+
+impl Search {
+    pub(super) fn new(costs: Costs, strength: HashStrength, zero_pages: bool) -> Self {
+        let (controller, strength, told_apart) = match strength {
+            HashStrength::Adaptive { told_apart } => {
+                let controller = Controller::new(WORDS);
+                (Some(controller.clone()), controller.strength(), told_apart)
+            }
+            HashStrength::Fixed(words) => (None, words.clamp(1, WORDS), 0),
+        };
+        let (page_ns, full_ns) = (hash_ns(&costs, strength), hash_ns(&costs, WORDS));
+        let hashing =
+            Hashing { controller, strength, told_apart, page_ns, full_ns, pages: 0, collisions: 0, penalty_ns: 0 };
+        let (merged, unmerged) = Default::default();
+        let grain = Grain::new(1);
+        Self { costs, grain, zero_pages, hashing, merged, unmerged, counts: Counts::default() }
+    }
+
+    /// Of simulated pages that stand for several.
+    pub(super) fn set_grain(&mut self, grain: Grain) {
+        self.grain = grain;
+    }
+
+    /// What a page without a partner costs before anything is known.
+    pub(super) fn first_guess_ns(&self) -> u64 {
+        self.costs.sample_ns + self.hashing.page_ns
+    }
+
+    #[cfg(test)]
+    pub(super) fn strength(&self) -> u32 {
+        self.hashing.strength
+    }
+
+    #[cfg(test)]
+    pub(super) fn merged(&self) -> &FxHashMap<u64, u32> {
+        &self.merged
+    }
+
+    /// Samples a page, and merges it if it can; also returns what that costs. It stands for `weight` samples.
+    pub(super) fn visit(&mut self, memory: &mut Memory, me: PageRef, weight: u64) -> (Fate, u64) {
+        let (key, page) = me;
+        let found = memory.region(key).and_then(|region| {
+            let at = page as usize;
+            Some((*region.hold.get(at)?, *region.content.get(at)?))
+        });
+        let content = match found {
+            // Each page is walked to by itself: they come in no order of addresses.
+            None | Some((Hold::Absent | Hold::ZeroMapped | Hold::ZeroFolded, _)) => {
+                return (Fate::Absent, weight * self.costs.visit_merged_ns);
+            }
+            Some((Hold::Merged, _)) => return (Fate::WasMerged, weight * self.costs.visit_merged_ns),
+            Some((Hold::Private | Hold::Forked, content)) => content,
+        };
+        self.hashing.pages += 1;
+        let cost_ns = weight * (self.costs.sample_ns + self.hashing.page_ns);
+        if content == 0 && self.zero_pages {
+            // Its hash is known without any tree; then it is compared.
+            self.counts.search(weight, 1, 0, true);
+            memory.fold_zero(key, page);
+            return (Fate::Joined, cost_ns + self.grain.all(self.costs.merge_zero_ns));
+        }
+        let (fate, search_ns) = self.search(memory, me, content, weight);
+        (fate, cost_ns + search_ns)
+    }
+
+    /// The merged tree, then the unmerged one.
+    fn search(&mut self, memory: &mut Memory, me: PageRef, content: u64, weight: u64) -> (Fate, u64) {
+        let mut steps = levels(self.grain.all(self.merged.len() as u64));
+        if let Some(frame) = self.find_merged(memory, content) {
+            self.went_down(steps, weight);
+            self.counts.search(weight, 1, 0, true);
+            memory.join(me.0, me.1, frame);
+            let merge_ns = self.grain.all(self.costs.merge_stable_ns);
+            return (Fate::Joined, weight * steps * self.costs.hash_level_ns + merge_ns);
+        }
+        self.went_down(steps, weight);
+        let unmerged = levels(self.grain.all(self.unmerged.len() as u64));
+        self.went_down(unmerged, weight);
+        steps += unmerged;
+        let mut cost_ns = weight * steps * self.costs.hash_level_ns;
+        let mut compared = 0;
+        // Nothing protects the pages of the unmerged tree: they may be written, merged or gone.
+        if let Some(&other) = self.unmerged.get(&content) {
+            let there = |(key, page): PageRef| {
+                let region = memory.region(key)?;
+                let held = matches!(region.hold.get(page as usize)?, Hold::Private | Hold::Forked);
+                held.then(|| region.content[page as usize])
+            };
+            let now = if other == me || memory.same_frame(other, me) { None } else { there(other) };
+            compared = u64::from(now.is_some());
+            if now == Some(content) {
+                self.counts.search(weight, 0, compared, true);
+                self.pair(memory, other, me, content);
+                return (Fate::Paired(other), cost_ns + self.grain.all(self.costs.merge_pair_ns));
+            }
+            cost_ns += weight * compared * self.costs.compare_page_ns;
+        }
+        if self.hashing.strength < self.hashing.told_apart && steps > 0 {
+            // It meets another page of the same hash, and the full hashes of both must tell them apart.
+            let collision_ns =
+                self.costs.compare_page_ns + 2 * self.hashing.full_ns.saturating_sub(self.hashing.page_ns);
+            self.hashing.collisions += 1;
+            self.hashing.penalty_ns += collision_ns;
+            compared += 1;
+            cost_ns += weight * collision_ns;
+        }
+        self.counts.search(weight, 0, compared, false);
+        self.unmerged.insert(content, me);
+        (Fate::Alone, cost_ns)
+    }
+
+    /// Compared so many hashes on the way down one tree, so many times.
+    fn went_down(&mut self, steps: u64, times: u64) {
+        self.counts.hashes += times * steps;
+        self.counts.deepest = self.counts.deepest.max(steps);
+    }
+
+    /// The merged frame of a content; one that nobody maps any more is thrown out instead.
+    fn find_merged(&mut self, memory: &mut Memory, content: u64) -> Option<u32> {
+        let &frame = self.merged.get(&content)?;
+        if memory.frames[frame as usize].mapped > 0 {
+            return Some(frame);
+        }
+        self.merged.remove(&content);
+        memory.free_frame(frame);
+        None
+    }
+
+    /// Merges two pages. The one from the tree stays ("we move the page to `T_rs`"), and so decides the node.
+    fn pair(&mut self, memory: &mut Memory, other: PageRef, me: PageRef, content: u64) {
+        self.unmerged.remove(&content);
+        let node = memory.region(other.0).and_then(|region| memory.node_of(region, other.1)).unwrap_or_default();
+        let frame = memory.new_frame(content, node, 0);
+        for (key, page) in [other, me] {
+            memory.join(key, page, frame);
+        }
+        self.merged.insert(content, frame);
+    }
+
+    /// Empties the unmerged tree, and lets the controller choose the strength for the time up to the next emptying
+    /// (section 6.1). Returns what it costs to bring the hashes in the merged tree to that strength, which is in
+    /// proportion to the change (section 6.2).
+    pub(super) fn renew(&mut self) -> u64 {
+        self.unmerged.clear();
+        let hashing = &mut self.hashing;
+        let Some(controller) = &mut hashing.controller else { return 0 };
+        let full_ns = hashing.pages * hashing.full_ns;
+        let round = Round {
+            full_ns,
+            profit_ns: full_ns - hashing.pages * hashing.page_ns,
+            penalty_ns: hashing.penalty_ns,
+            collisions: hashing.collisions,
+        };
+        (hashing.pages, hashing.collisions, hashing.penalty_ns) = (0, 0, 0);
+        let strength = controller.round(&round);
+        if strength == hashing.strength {
+            return 0;
+        }
+        let before_ns = hashing.page_ns;
+        (hashing.strength, hashing.page_ns) = (strength, hash_ns(&self.costs, strength));
+        self.grain.all(self.merged.len() as u64) * (self.costs.visit_merged_ns + hashing.page_ns.abs_diff(before_ns))
+    }
+
+    /// Gives back the frames that nobody maps any more, once they are many.
+    pub(super) fn prune(&mut self, memory: &mut Memory) {
+        let in_use = usize::try_from(memory.merged_frames).unwrap_or(usize::MAX);
+        if self.merged.len().saturating_sub(in_use) <= self.merged.len() / 8 {
+            return;
+        }
+        self.merged.retain(|_, &mut frame| {
+            let used = memory.frames[frame as usize].mapped > 0;
+            if !used {
+                memory.free_frame(frame);
+            }
+            used
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hashing_costs_what_was_measured() {
+        // docs/measurements.md, the paper's form at the strengths that the controller found; within a fifth.
+        for (words, measured_ns) in [(360_u32, 1_388_u64), (1_024, 2_400)] {
+            let found_ns = hash_ns(&Costs::default(), words);
+            assert!(found_ns.abs_diff(measured_ns) * 5 < measured_ns, "{words} words: {found_ns} ns");
+        }
+        assert!(hash_ns(&Costs::default(), 1) < 50, "with finding it in an index, 50 ns were measured");
+    }
+}

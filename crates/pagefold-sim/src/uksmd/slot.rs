@@ -1,0 +1,97 @@
+//! A region as UKSM knows it: which of its pages come next, and what they have shown (sections 5.2 and 5.3).
+
+use super::settings::UksmSettings;
+use pagefold_core::permutation::{Permutation, mix};
+
+/// Where a region goes after a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Stay,
+    Up,
+    Down,
+    /// All of it has been looked at: what could be merged is.
+    Bottom,
+}
+
+#[derive(Debug)]
+pub(super) struct Slot {
+    /// The level it is on, from 1; 0 as long as it is too young for any.
+    pub(super) level: usize,
+    pub(super) seen_ns: u64,
+    order: Permutation,
+    key: u64,
+    /// Pages of the permutation that have had their turn.
+    turned: u64,
+    /// The last of them had it in this round.
+    whole: bool,
+    /// Pages sampled in this round, and duplicates found and merged.
+    sampled: u64,
+    pub(super) found: u64,
+    /// Merged pages written before this round.
+    broken: u64,
+}
+
+impl Slot {
+    pub(super) fn new(pages: u32, seen_ns: u64, key: u64, broken: u64) -> Self {
+        Self {
+            level: 0,
+            seen_ns,
+            order: Permutation::new(u64::from(pages), key),
+            key,
+            turned: 0,
+            whole: false,
+            sampled: 0,
+            found: 0,
+            broken,
+        }
+    }
+
+    pub(super) fn pages(&self) -> u64 {
+        self.order.len()
+    }
+
+    /// The region has other bounds: its pages are permuted anew, and what was known of them is forgotten.
+    pub(super) fn fit(&mut self, pages: u32) {
+        if u64::from(pages) != self.pages() {
+            let Self { level, seen_ns, key, broken, .. } = *self;
+            *self = Self { level, ..Self::new(pages, seen_ns, mix(key), broken) };
+        }
+    }
+
+    /// The next page to sample: each once before any comes again ("a region specific offset permutation scheme"). None
+    /// when the last one has had its turn in this round.
+    pub(super) fn next_page(&mut self) -> Option<u32> {
+        if self.whole || self.turned >= self.pages() {
+            return None;
+        }
+        let page = self.order.at(self.turned);
+        self.turned += 1;
+        self.sampled += 1;
+        self.whole = self.turned == self.pages();
+        u32::try_from(page).ok()
+    }
+
+    /// Ends a round: judges it by its duplicate and COW-broken ratios (section 5.2), and begins the next. `broken` counts
+    /// the merged pages of the region written so far, as UKSM's hook in the fault handler does (section 7).
+    ///
+    /// What was found merged already is no duplicate: it has brought nothing. The COW-broken ratio is that of the pages
+    /// broken in the round to those merged in it, as in the authors' patch (`cal_dedup_ratio`); the paper does not say.
+    pub(super) fn end_round(&mut self, broken: u64, settings: &UksmSettings) -> Verdict {
+        let (sampled, found) = (self.sampled, self.found);
+        let broken = broken - std::mem::replace(&mut self.broken, broken);
+        let whole = self.whole;
+        (self.sampled, self.found, self.whole) = (0, 0, false);
+        if whole {
+            self.turned = 0;
+            self.key = mix(self.key);
+            self.order = Permutation::new(self.pages(), self.key);
+            return Verdict::Bottom;
+        }
+        if sampled == 0 {
+            return Verdict::Stay;
+        }
+        let rich = found * 10_000 >= u64::from(settings.duplicate.0) * sampled;
+        let calm = settings.cow.is_none_or(|cow| broken * 10_000 < u64::from(cow.0) * found.max(1));
+        if rich && calm { Verdict::Up } else { Verdict::Down }
+    }
+}
