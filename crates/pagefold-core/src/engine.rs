@@ -333,10 +333,11 @@ impl Engine {
             self.marker.find_sour(&mut self.slots, now_ns, &self.config);
         }
         let unmark = self.marker.unmark(&self.slots, now_ns, &mut self.allowance).into_iter().collect();
+        // First, so that small marks can share a walk.
+        self.marker.refresh(&mut self.slots, now_ns, self.snapshot.ksm.broken, &mut self.merger);
         let more = self.reading.foreground;
         let hands = (&mut self.merger, &mut self.allowance);
         let mark = self.marker.marks(&mut self.slots, now_ns, more, several, hands, &self.config);
-        self.marker.refresh(&mut self.slots, now_ns, &mut self.merger);
         let scan = Scan {
             now_ns,
             ksm: &self.snapshot.ksm,

@@ -18,6 +18,9 @@ use std::collections::{BTreeMap, VecDeque};
 const HOLD_NS: u64 = 2_000_000_000;
 /// Marks that bring less than one part in so many of what is marked are small: the walk costs more than they bring.
 const SMALL: u64 = 20;
+/// Pages that have come into being in marked memory are worth a walk at once when they are one part in so many of it,
+/// and later when they are less.
+const GROWN: u64 = 8;
 /// Small marks wait so long at least for others to share the walk with, and so long at most, nanoseconds.
 const HOLD_SMALL_NS: u64 = 10_000_000_000;
 const HOLD_SMALL_MAX_NS: u64 = 600_000_000_000;
@@ -38,10 +41,15 @@ pub struct Marker {
     held_since_ns: Option<u64>,
     /// Resident pages that each of the last marks adds to those marked before.
     fresh: Vec<Pages>,
+    /// They are small, and wait for a walk to share.
+    patient: bool,
     /// Spans to be unmarked, and when to go on with them.
     unmarking: VecDeque<Change>,
     next_unmark_ns: u64,
     next_refresh_ns: u64,
+    /// When ksmd last set out to visit all pages twice, and the copies of merged pages that had been made by then.
+    walked_ns: u64,
+    walked_broken: u64,
     refresh_pause_ns: u64,
     refresh_expected: Pages,
 }
@@ -51,9 +59,12 @@ impl Default for Marker {
         Self {
             held_since_ns: None,
             fresh: Vec::new(),
+            patient: false,
             unmarking: VecDeque::new(),
             next_unmark_ns: 0,
             next_refresh_ns: 0,
+            walked_ns: 0,
+            walked_broken: 0,
             refresh_pause_ns: PAUSE_NS,
             refresh_expected: Pages(0),
         }
@@ -61,9 +72,9 @@ impl Default for Marker {
 }
 
 impl Marker {
-    /// Whether marks are ready and wait for others.
+    /// Whether marks are ready and wait for others. Small ones wait for a walk, and no walk waits for them.
     pub fn is_holding(&self) -> bool {
-        self.held_since_ns.is_some()
+        self.held_since_ns.is_some() && !self.patient
     }
 
     /// The spans to mark now. `more` if regions are being read that may soon be marked as well. With several trust domains
@@ -88,7 +99,9 @@ impl Marker {
         let held_ns = now_ns - *self.held_since_ns.get_or_insert(now_ns);
         let bring = |(slot, spans): &(u32, Vec<Candidate>)| slots.get(*slot).map_or(0, |region| gain(region, spans).1);
         let brings: u64 = ready.iter().map(bring).sum();
-        if more && held_ns < HOLD_NS || held_ns < hold_small_ns(brings, marked_resident(slots).0) {
+        let small = held_ns < hold_small_ns(brings, marked_resident(slots).0) && !merger.is_about_to_come_twice();
+        self.patient = small && !(more && held_ns < HOLD_NS);
+        if small || more && held_ns < HOLD_NS {
             return Vec::new();
         }
         self.held_since_ns = None;
@@ -184,9 +197,10 @@ impl Marker {
     }
 
     /// Wakes ksmd for what has become worth merging in spans marked earlier.
-    pub fn refresh(&mut self, slots: &mut Slots, now_ns: u64, merger: &mut Merger) {
+    pub fn refresh(&mut self, slots: &mut Slots, now_ns: u64, broken: u64, merger: &mut Merger) {
         if merger.comes_twice() {
             slots.iter_mut().for_each(|region| region.visited = region.view.resident);
+            (self.walked_ns, self.walked_broken) = (now_ns, broken);
         }
         if merger.is_busy() {
             // What is about to merge is no reason to wake ksmd once more.
@@ -194,8 +208,13 @@ impl Marker {
             return;
         }
         let grown: Pages = slots.iter().map(Region::grown).sum();
-        if grown.0 >= REFRESH_MIN.max(marked_resident(slots).0 / SMALL) {
-            merger.owe(grown);
+        // Merged pages that were written hold something new, as often as not something that others hold too.
+        let renewed = grown + Pages(broken.saturating_sub(self.walked_broken) / 2);
+        let marked = marked_resident(slots).0;
+        let waits_ns =
+            if renewed.0 >= marked / GROWN { 0 } else { hold_small_ns(renewed.0, marked).max(HOLD_SMALL_NS) };
+        if renewed.0 >= REFRESH_MIN && now_ns >= self.walked_ns + waits_ns {
+            merger.owe(renewed);
             return;
         }
         if now_ns < self.next_refresh_ns {

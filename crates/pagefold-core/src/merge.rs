@@ -30,6 +30,8 @@ const DEAR_NS: u64 = 20_000;
 const USUAL_NS: u64 = 6_000;
 /// What it takes to visit one that has been visited twice: merged, or without a copy and mostly skipped, nanoseconds.
 const SETTLED_NS: u64 = 700;
+/// A scan waits for marks that may come, but no longer than this, nanoseconds.
+const SETTLE_NS: u64 = 4_000_000_000;
 /// A batch may take the governor's share of this time if all its pages are dear, nanoseconds.
 const BATCH_NS: u64 = 500_000_000;
 
@@ -64,6 +66,8 @@ pub struct Scan<'a> {
 #[derive(Clone, Debug)]
 pub struct Merger {
     owed: u32,
+    /// Since when one of them waits for marks that may come, to be shared with them.
+    ready_since_ns: Option<u64>,
     /// Resident pages that ksmd has not visited twice yet.
     fresh: Pages,
     flight: Option<Flight>,
@@ -86,6 +90,7 @@ impl Default for Merger {
     fn default() -> Self {
         Self {
             owed: 0,
+            ready_since_ns: None,
             fresh: Pages(0),
             flight: None,
             gone: Pages(0),
@@ -124,6 +129,11 @@ impl Merger {
     /// Whether what is there now will be visited twice.
     pub fn comes_twice(&self) -> bool {
         self.owed >= 2
+    }
+
+    /// Whether two walks are to begin, so that whatever is marked now gets both.
+    pub fn is_about_to_come_twice(&self) -> bool {
+        self.flight.is_none() && self.comes_twice()
     }
 
     /// Scans completed.
@@ -183,7 +193,7 @@ impl Merger {
         if self.owed == 0 {
             return if self.completed > 0 { MergeOrder::Rest } else { MergeOrder::Keep };
         }
-        if !scan.settled {
+        if !scan.settled && now_ns < *self.ready_since_ns.get_or_insert(now_ns) + SETTLE_NS {
             return MergeOrder::Keep;
         }
         let fresh = self.fresh.0.min(scan.marked.0);
@@ -197,6 +207,7 @@ impl Merger {
             self.owed += 1;
         }
         self.midway = !kicked;
+        self.ready_since_ns = None;
         (self.reap_since_ns, self.gone) = (None, Pages(0));
         self.flight = Some(Flight { full_scans: ksm.full_scans, saved: ksm.saved(), kicked });
         if kicked { MergeOrder::Kick } else { self.pace(scan) }

@@ -111,3 +111,43 @@ impl Default for Costs {
         }
     }
 }
+
+impl Costs {
+    /// On a machine so many times slower, in per cent: 100 is the same, 200 half as fast.
+    #[must_use]
+    pub fn slower(self, percent: u64) -> Self {
+        let slow = |ns: u64| ns * percent / 100;
+        Self {
+            read_run_ns: slow(self.read_run_ns),
+            read_page_ns: slow(self.read_page_ns),
+            look_page_ns: slow(self.look_page_ns),
+            look_frame_ns: slow(self.look_frame_ns),
+            move_frame_ns: slow(self.move_frame_ns),
+            whereabouts_ns: slow(self.whereabouts_ns),
+            observe_owner_ns: slow(self.observe_owner_ns),
+            observe_region_ns: slow(self.observe_region_ns),
+            count_page_ns: slow(self.count_page_ns),
+            stop_ns: slow(self.stop_ns),
+            inject_ns: slow(self.inject_ns),
+            unmerge_page_ns: slow(self.unmerge_page_ns),
+            wake_ns: slow(self.wake_ns),
+            pass_empty_ns: slow(self.pass_empty_ns),
+            visit_merged_ns: slow(self.visit_merged_ns),
+            visit_skipped_ns: slow(self.visit_skipped_ns),
+            checksum_ns: slow(self.checksum_ns),
+            stable_level_ns: slow(self.stable_level_ns),
+            unstable_level_ns: slow(self.unstable_level_ns),
+            chain_dup_ns: slow(self.chain_dup_ns),
+            merge_stable_ns: slow(self.merge_stable_ns),
+            merge_pair_ns: slow(self.merge_pair_ns),
+            merge_zero_ns: slow(self.merge_zero_ns),
+            reap_item_ns: slow(self.reap_item_ns),
+            visit_owner_ns: slow(self.visit_owner_ns),
+            sample_ns: slow(self.sample_ns),
+            hash_words_ns: slow(self.hash_words_ns),
+            hash_lines_ns: slow(self.hash_lines_ns),
+            hash_level_ns: slow(self.hash_level_ns),
+            compare_page_ns: slow(self.compare_page_ns),
+        }
+    }
+}

@@ -49,7 +49,7 @@ pub use counts::Counts;
 pub use host::SimHost;
 pub use knobs::{Classes, Forest, Knobs};
 pub use memory::Truth;
-pub use script::{Script, Step};
 pub use mix::{Stream, mix64};
+pub use script::{Script, Step};
 pub use uksmd::{HashStrength, Renewal, UksmSettings};
 pub use workload::{Behaviour, Fill, Mapping, Process, Replica, Writes};

@@ -3,10 +3,10 @@
 use pagefold_core::config::{Config, Preset};
 use pagefold_core::engine::{Engine, round};
 use pagefold_core::governor::{Governor, WINDOW_NS, share_ns};
-use pagefold_core::host::{Host, MemoryView};
+use pagefold_core::host::{FamilyKey, Host, MemoryView};
 use pagefold_core::report::Kind;
-use pagefold_core::units::{Pages, Permyriad};
-use pagefold_sim::{Costs, Knobs, SimHost, scenario};
+use pagefold_core::units::{Pages, Permyriad, Vpn};
+use pagefold_sim::{Costs, Knobs, SimHost, Step, scenario};
 
 const SECOND: u64 = 1_000_000_000;
 const MIB: u64 = 256;
@@ -178,4 +178,41 @@ fn the_same_seed_gives_the_same_course() {
         run(&mut host, &mut Engine::new(Config { governor: Governor::Low, ..config() }), 60)
     };
     assert_eq!(course(), course());
+}
+
+/// Twins of `pages` pages in two processes each, from a time on.
+fn twins(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: u64) {
+    for process in [process, process + 1] {
+        let map =
+            Step::Map { process, region: process, family: FamilyKey(pages), first: Vpn(512), pages: Pages(pages) };
+        steps.extend([(at_ns, Step::Start { process }), (at_ns, map)]);
+    }
+}
+
+/// Writes what both of them hold in some pages.
+fn fill(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: std::ops::Range<u64>) {
+    for (region, page) in
+        [process, process + 1].into_iter().flat_map(|region| pages.clone().map(move |page| (region, page)))
+    {
+        let content = u64::from(process) << 32 | (page + 1);
+        steps.push((at_ns, Step::Write { region, page: Vpn(512 + page), content, parts: 0b1111, eighth: 0 }));
+    }
+}
+
+#[test]
+fn what_grows_in_marked_memory_is_merged_while_small_marks_wait() {
+    let mut steps = Vec::new();
+    twins(&mut steps, 0, 1, 40_000);
+    fill(&mut steps, 0, 1, 0..20_000);
+    // Too little to be worth a walk by itself for a long time.
+    twins(&mut steps, 10 * SECOND, 3, 200);
+    fill(&mut steps, 10 * SECOND, 3, 0..200);
+    fill(&mut steps, 30 * SECOND, 1, 20_000..32_000);
+    let mut host = host();
+    host.play(steps.into());
+    let mut engine = Engine::new(config());
+    run(&mut host, &mut engine, 25);
+    assert_eq!(host.saved(), Pages(20_000));
+    run(&mut host, &mut engine, 20);
+    assert_eq!(host.saved(), Pages(32_200), "with the walk for what has grown the small ones merge as well");
 }
