@@ -1,7 +1,7 @@
 //! A script: what processes map and what their pages hold, step by step, as somebody else found or thought it up.
 
 use crate::memory::Whereabouts;
-use pagefold_core::host::{FamilyKey, OwnerKey, RegionKey};
+use pagefold_core::host::{DomainKey, FamilyKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
@@ -119,7 +119,7 @@ impl crate::SimHost {
         let player = &mut self.players[number];
         match step {
             Step::Start { process } => {
-                let owner = self.memory.add_owner(false, Default::default(), Whereabouts::default());
+                let owner = self.memory.add_owner(false, DomainKey::default(), Whereabouts::default());
                 player.owners.insert(process, owner);
             }
             Step::Exit { process } => {

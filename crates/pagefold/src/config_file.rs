@@ -3,6 +3,7 @@
 //! Pure: text in, settings out. Ranges are those of the command line's options, checked where a value stands so that the
 //! line is told. Reading files and putting them together with the command line is done in `settings`.
 
+use pagefold_core::classes::Classifier;
 use pagefold_core::config::{Config, Preset};
 use pagefold_core::governor::Governor;
 use pagefold_core::placement::Placement;
@@ -79,6 +80,8 @@ pub struct Judgement {
     pub cow_threshold: Option<Permyriad>,
     #[serde(deserialize_with = "lifetime")]
     pub lifetime: Option<Duration>,
+    #[serde(deserialize_with = "classifier")]
+    pub classifier: Option<Classifier>,
 }
 
 /// `[deny]`
@@ -217,7 +220,7 @@ impl ConfigFile {
         Self {
             scope: both!(scope, Scope { cgroups, users, exes, all }),
             run: both!(run, Run { governor, preset, top_share, round, levels }),
-            judgement: both!(judgement, Judgement { duplicate_threshold, cow_threshold, lifetime }),
+            judgement: both!(judgement, Judgement { duplicate_threshold, cow_threshold, lifetime, classifier }),
             deny: both!(deny, Deny { programs, also, except }),
             limits: both!(
                 limits,
@@ -418,6 +421,10 @@ fn cow_threshold<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Pe
 
 fn lifetime<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
     scalar(deserializer, time, |lifetime| Config { lifetime_ns: ns(lifetime), ..Config::default() })
+}
+
+fn classifier<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Classifier>, D::Error> {
+    String::deserialize(deserializer)?.parse().map(Some).map_err(de::Error::custom)
 }
 
 fn rate<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {

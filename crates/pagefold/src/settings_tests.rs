@@ -163,6 +163,9 @@ fn what_a_run_cannot_take_in_is_named() {
     fs::write(&path, "[run]\nlevels = 2\n[scope]\nall = true\n").unwrap();
     let differences = old.again(&args).unwrap().fixed_differences(&old);
     assert_eq!(differences, ["[scope]", "[run] but for the governor, or [judgement]"]);
+    fs::write(&path, "[judgement]\nclassifier = \"sub-pages\"\n").unwrap();
+    let differences = old.again(&args).unwrap().fixed_differences(&old);
+    assert_eq!(differences, ["[run] but for the governor, or [judgement]"]);
     fs::write(&path, "nonsense").unwrap();
     assert!(old.again(&args).is_err());
 }

@@ -1,5 +1,6 @@
 //! `pagefold status`: what the running daemon has saved, what that costs, and what it is at.
 
+use crate::classes::ClassesView;
 use crate::control::client::ask;
 use crate::control::desk::Facts;
 use crate::control::protocol::Request;
@@ -83,6 +84,9 @@ pub struct Status {
     /// Where merged pages are, on a machine with several memory nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     numa: Option<PlacesView>,
+    /// How pages are spread over classes, where they are classed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    classes: Option<ClassesView>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -215,6 +219,7 @@ impl Status {
             domains: domain_rows(facts),
             processes: process_rows(facts),
             numa: facts.places(),
+            classes: report.classes.as_ref().map(ClassesView::of),
         }
     }
 }
@@ -340,6 +345,9 @@ fn describe(status: &Status, style: Style) -> String {
     }
     if let Some(places) = &status.numa {
         row("nodes", &places.sentence());
+    }
+    if let Some(classes) = &status.classes {
+        row("classes", &classes.sentence());
     }
     kinds(&mut text, status, style);
     levels(&mut text, status, style);
