@@ -4,10 +4,11 @@
 # make lint   formatting, lints, licences
 # make fuzz   every parser against inputs that nobody thought of, 5 s each (fuzz-long: 3 minutes each)
 # make bench  the experiments behind the figures in docs/measurements.md (long)
+# make records  records of real programs in target/records, for pagefold lab replay (about 8 minutes)
 
 CARGO ?= cargo
 
-.PHONY: build demo test unit soak lint fuzz fuzz-long bench install
+.PHONY: build demo test unit soak lint fuzz fuzz-long bench records install
 
 build:
 	$(CARGO) build --release --locked
@@ -47,6 +48,10 @@ fuzz-long:
 bench: build
 	@scripts/setup bench
 	target/release/pagefold bench
+
+records: build
+	@scripts/setup bench
+	scripts/records
 
 install: build
 	install -D target/release/pagefold $(DESTDIR)/usr/local/bin/pagefold

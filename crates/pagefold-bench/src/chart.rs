@@ -1,4 +1,4 @@
-//! Scales that the charts share, and the chart made of letters.
+//! What the charts share, and the chart made of letters.
 
 use crate::record::Run;
 
@@ -8,11 +8,6 @@ pub const FIRST_SECONDS: f64 = 0.1;
 /// The time of the last point of any run.
 pub fn last_seconds(runs: &[Run]) -> f64 {
     runs.iter().map(|run| run.seconds).fold(10.0 * FIRST_SECONDS, f64::max)
-}
-
-/// Where `seconds` is on a logarithmic axis that ends at `last`, from 0 to 1.
-pub fn place(seconds: f64, last: f64) -> f64 {
-    ((seconds / FIRST_SECONDS).ln() / (last / FIRST_SECONDS).ln()).clamp(0.0, 1.0)
 }
 
 /// The most that any run saved at any time; never zero.
@@ -44,12 +39,6 @@ pub fn lines(runs: &[Run], columns: u32) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_axis_is_logarithmic_and_bounded() {
-        assert_eq!((place(0.0, 10.0), place(0.1, 10.0), place(10.0, 10.0), place(99.0, 10.0)), (0.0, 0.0, 1.0, 1.0));
-        assert!((place(1.0, 10.0) - 0.5).abs() < 1e-9);
-    }
 
     #[test]
     fn letters_rise_with_the_saving_and_stay_after_the_end() {

@@ -12,7 +12,7 @@ mod live;
 pub mod marking;
 mod oracle;
 mod page_tables;
-mod plot;
+pub mod plot;
 mod policy;
 pub mod programs;
 pub mod record;

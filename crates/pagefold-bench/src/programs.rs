@@ -6,6 +6,8 @@ mod mariadb;
 mod python;
 mod qemu;
 mod redis;
+mod subjects;
+mod working_guest;
 
 pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
@@ -13,6 +15,8 @@ pub use python::{Python, PythonData, PythonTools};
 pub use qemu::{Guest, GuestImage, GuestTools};
 pub(crate) use qemu::{NodesTools, pack};
 pub use redis::{Redis, RedisData};
+pub use subjects::{SUBJECTS, Subject, Subjects};
+pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};
 
 use crate::live::Counters;
 use crate::tenant::{Tenant, Verdict, end_child};

@@ -5,6 +5,7 @@ use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
 mod audit;
+mod classes;
 mod config_file;
 mod control;
 mod demo;
@@ -14,6 +15,7 @@ mod exit;
 mod explain;
 mod figures;
 mod judgement_args;
+mod lab;
 mod machine;
 mod places;
 mod reload;
@@ -62,6 +64,8 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Measure pagefold against KSM by itself and against an oracle
     Bench(pagefold_bench::BenchArgs),
+    /// Compare the papers' algorithms on recorded or made-up memory
+    Lab(lab::LabArgs),
     /// Hold memory as told: what demo and bench fold
     #[command(hide = true)]
     Tenant {
@@ -92,6 +96,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(args),
         Command::Demo(args) => demo::run(args),
         Command::Bench(args) => pagefold_bench::main(args),
+        Command::Lab(args) => lab::run(args),
         Command::Tenant { spec } => pagefold_bench::tenant_main(spec),
         Command::Injector => pagefold_linux::inject::serve(),
     };

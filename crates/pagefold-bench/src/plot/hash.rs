@@ -34,7 +34,8 @@ fn strength(form: &str, full: u32, curves: &[(&str, &[(f64, f64)])]) -> String {
     let y = |strength: f64| BOTTOM - (BOTTOM - TOP) * strength.max(1.0).log2() / f64::from(full).log2();
     let unit = if form == "lines" { "cache lines" } else { "words" };
     let title = format!("hash: strength of {form} over rounds");
-    let mut svg = Svg::new(BOTTOM + 64.0 + 24.0 * curves.len() as f64, &title, &format!("{unit} hashed of {full}"));
+    let mut svg =
+        Svg::new(BOTTOM + 64.0 + 24.0 * curves.len() as f64, LEFT, &title, &format!("{unit} hashed of {full}"));
     for mark in (0..=full.ilog2()).map(|bit| f64::from(1 << bit)) {
         svg.line((LEFT, y(mark)), (RIGHT, y(mark)), "grid");
         svg.text((LEFT - 8.0, y(mark) + 4.0), "end", "tick", &format!("{mark:.0}"));
@@ -50,9 +51,9 @@ fn strength(form: &str, full: u32, curves: &[(&str, &[(f64, f64)])]) -> String {
         let points: Vec<(f64, f64)> =
             shown.flat_map(|&(round, strength)| [(x(round), y(strength)), (x(round + 1.0), y(strength))]).collect();
         // Where curves coincide, the wider ones below show.
-        svg.curve(&points, colour, 1.0 + (curves.len() as f64 - f64::from(line)));
+        svg.curve(&points, colour, 1.0 + (curves.len() as f64 - f64::from(line)), "");
         let at = BOTTOM + 66.0 + 24.0 * f64::from(line);
-        svg.curve(&[(LEFT, at - 4.0), (LEFT + 28.0, at - 4.0)], colour, 3.0);
+        svg.curve(&[(LEFT, at - 4.0), (LEFT + 28.0, at - 4.0)], colour, 3.0, "");
         let last = curve.last().map_or(0.0, |&(_, strength)| strength);
         svg.text((LEFT + 38.0, at), "start", "label", &format!("{set}: {} at the end", number(last)));
     }
@@ -132,6 +133,7 @@ fn avalanche() -> String {
     let height = TOP + 2.0 * (256.0 + GAP) + 60.0;
     let mut svg = Svg::new(
         height,
+        LEFT,
         "hash: avalanche of both forms",
         "how far the flips of each bit of the hash (down) are from even, when a bit of the page is flipped; 0 is best, 100 worst",
     );

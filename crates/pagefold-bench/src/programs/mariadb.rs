@@ -96,8 +96,15 @@ impl MariaDb {
     /// Updates every 27th row, other rows and to other values in each instance: what has happened since the data was
     /// the same.
     pub fn change(&mut self, instance: u64) -> anyhow::Result<()> {
+        self.update(instance, instance)
+    }
+
+    /// Updates every 27th row, those whose numbers leave `rows`, to begin with a digit.
+    pub fn update(&mut self, rows: u64, digit: u64) -> anyhow::Result<()> {
         self.query(&format!(
-            "UPDATE bench.t SET body=CONCAT('{instance}', SUBSTR(body, 2)) WHERE id % 27 = {instance}"
+            "UPDATE bench.t SET body=CONCAT('{}', SUBSTR(body, 2)) WHERE id % 27 = {}",
+            digit % 10,
+            rows % 27
         ))?;
         Ok(())
     }

@@ -1,0 +1,257 @@
+//! Emulated guests that boot, rest, and then do some work over and over again, for records of what their memory goes through.
+//!
+//! All have the same system and the same work: a compiler on the same sources, or a web server on the same site with a cache
+//! before it. Unlike [`super::GuestImage`]'s guests, which are restored, each of these boots by itself.
+
+use super::dialogue::Dialogue;
+use super::{NodesTools, find, need, pack};
+use crate::contents::printable;
+use anyhow::{Context, bail, ensure};
+use std::fmt::Write as _;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const BOOT_LIMIT: Duration = Duration::from_secs(240);
+const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+
+const INIT: &str = include_str!("working-guest-init");
+
+/// Sources of the build, and functions in each.
+const UNITS: u64 = 48;
+const FUNCTIONS: u64 = 24;
+/// Of headers that every C library has.
+const HEADERS: [&str; 16] = [
+    "stdio.h",
+    "stdlib.h",
+    "string.h",
+    "math.h",
+    "time.h",
+    "signal.h",
+    "unistd.h",
+    "pthread.h",
+    "netdb.h",
+    "poll.h",
+    "regex.h",
+    "search.h",
+    "termios.h",
+    "wchar.h",
+    "ctype.h",
+    "locale.h",
+];
+
+/// The site: text and what cannot be compressed, 4 to 64 KiB each.
+const SITE_FILES: u64 = 400;
+const SEED: u64 = 0x6775_6573;
+
+/// What guests do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuestWork {
+    /// Compile.
+    Build,
+    /// Serve.
+    Web,
+}
+
+/// What guests boot from.
+#[derive(Debug)]
+pub struct WorkingGuests {
+    tools: NodesTools,
+    dir: PathBuf,
+    memory_mib: u64,
+    work: GuestWork,
+}
+
+impl WorkingGuests {
+    /// Packs what they need, in `scratch`.
+    pub fn make(scratch: &Path, memory_mib: u64, work: GuestWork) -> anyhow::Result<Self> {
+        let guests = Self { tools: NodesTools::find()?, dir: scratch.join("working-guests"), memory_mib, work };
+        let root = guests.dir.join("root");
+        for dir in ["bin", "dev", "proc", "tmp", "work"] {
+            fs::create_dir_all(root.join(dir))?;
+        }
+        put(&guests.tools.busybox, &root, Path::new("/bin/busybox"))?;
+        fs::write(root.join("init"), INIT)?;
+        fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755))?;
+        match work {
+            GuestWork::Build => put_sources(&guests.dir, &root)?,
+            GuestWork::Web => put_site(&root)?,
+        }
+        // Directories before what is in them.
+        let names =
+            Command::new(&guests.tools.busybox).arg("find").current_dir(&root).output().context("busybox find")?;
+        let names: Vec<String> = String::from_utf8(names.stdout)?.lines().map(str::to_owned).collect();
+        ensure!(names.len() > 6, "busybox find finds nothing in {}", root.display());
+        pack(&guests.tools.busybox, &root, &names, &guests.dir.join("initrd"))?;
+        fs::remove_dir_all(root)?;
+        Ok(guests)
+    }
+
+    /// Starts one. It boots by itself.
+    pub fn start(&self, instance: usize) -> anyhow::Result<WorkingGuest> {
+        let mut command = Command::new(&self.tools.setpriv);
+        let work = match self.work {
+            GuestWork::Build => "build",
+            GuestWork::Web => "web",
+        };
+        command
+            .args(["--pdeathsig", "KILL"])
+            .arg(&self.tools.qemu)
+            // It must not be QEMU that marks its guests' memory.
+            .args(["-machine", "q35,mem-merge=off", "-cpu", "qemu64,-cx16", "-accel", "tcg,tb-size=64"])
+            .args(["-m", &self.memory_mib.to_string(), "-nodefaults", "-no-user-config", "-no-reboot"])
+            .args(["-display", "none", "-serial", "stdio"])
+            .arg("-kernel")
+            .arg(&self.tools.kernel)
+            .args(["-initrd", "initrd"])
+            .args(["-append", &format!("console=ttyS0 quiet panic=-1 mitigations=off rootfstype=ramfs work={work}")])
+            .current_dir(&self.dir);
+        let guest = Dialogue::start(&mut command, &self.dir.join(format!("guest-{instance}.log")))?;
+        Ok(WorkingGuest { guest, instance })
+    }
+}
+
+/// A guest, from its start on.
+#[derive(Debug)]
+pub struct WorkingGuest {
+    guest: Dialogue,
+    instance: usize,
+}
+
+impl WorkingGuest {
+    /// Its pid.
+    pub fn pid(&self) -> i32 {
+        self.guest.pid()
+    }
+
+    /// Waits until it has booted.
+    pub fn ready(&mut self) -> anyhow::Result<()> {
+        self.guest.ready(BOOT_LIMIT).map(drop).context("booting a guest")
+    }
+
+    /// Has it begin to work, in an order of its own where there is a choice.
+    pub fn work(&mut self) -> anyhow::Result<()> {
+        let answer = self.guest.ask(&format!("work {}", self.instance + 1), ANSWER_LIMIT)?;
+        ensure!(answer == "working", "a guest answers {answer:?}");
+        Ok(())
+    }
+
+    /// How many sources it has compiled or files served. None at all is an error.
+    pub fn done(&mut self) -> anyhow::Result<u64> {
+        let answer = self.guest.ask("count", ANSWER_LIMIT)?;
+        let done = answer.parse().with_context(|| format!("a guest has done {answer:?}"))?;
+        if done == 0 {
+            bail!("a guest has done nothing ({}): record for longer", self.guest.ask("log", ANSWER_LIMIT)?);
+        }
+        Ok(done)
+    }
+}
+
+/// Copies a file into the image.
+fn put(file: &Path, root: &Path, to: &Path) -> anyhow::Result<()> {
+    let to = root.join(to.strip_prefix("/").unwrap_or(to));
+    fs::create_dir_all(to.parent().context("a file without a directory")?)?;
+    fs::copy(file, &to).with_context(|| format!("{} to {}", file.display(), to.display()))?;
+    Ok(())
+}
+
+/// Copies a program and its libraries into the image, to where they are here.
+fn put_program(program: &Path, root: &Path) -> anyhow::Result<()> {
+    let output = Command::new("ldd").arg(program).output().context("ldd")?;
+    ensure!(output.status.success(), "ldd {} ended with {}", program.display(), output.status);
+    put(program, root, program)?;
+    // `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)` or `/lib64/ld-linux-x86-64.so.2 (0x...)`
+    let text = String::from_utf8(output.stdout)?;
+    for library in text.split_whitespace().filter(|word| word.starts_with('/')).map(Path::new) {
+        put(library, root, library)?;
+    }
+    Ok(())
+}
+
+/// The compiler proper, and sources that have been through the preprocessor, so that no headers are needed.
+fn put_sources(dir: &Path, root: &Path) -> anyhow::Result<()> {
+    let cc = find("gcc").map_or_else(|| need("cc", "gcc"), Ok)?;
+    let asked = Command::new(&cc).arg("-print-prog-name=cc1").output().context("cc")?;
+    let compiler = PathBuf::from(String::from_utf8(asked.stdout)?.trim());
+    ensure!(compiler.is_absolute(), "{} does not say where its cc1 is: install gcc", cc.display());
+    put_program(&compiler, root)?;
+    fs::rename(root.join(compiler.strip_prefix("/")?), root.join("bin/cc1"))?;
+    for unit in 0..UNITS {
+        let source = dir.join("unit.c");
+        fs::write(&source, source_text(unit))?;
+        let output = root.join(format!("work/{unit:02}.i"));
+        let status = Command::new(&cc)
+            .args(["-E", "-P"])
+            .arg(&source)
+            .arg("-o")
+            .arg(output)
+            .stdin(Stdio::null())
+            .status()
+            .context("cc -E")?;
+        ensure!(status.success(), "{} -E ended with {status}", cc.display());
+    }
+    Ok(())
+}
+
+/// A source with some headers and some functions.
+fn source_text(unit: u64) -> String {
+    let mut text = String::new();
+    for (at, header) in HEADERS.iter().enumerate() {
+        if (unit + at as u64) % 3 != 0 {
+            let _ = writeln!(text, "#include <{header}>");
+        }
+    }
+    for function in 0..FUNCTIONS {
+        let (a, b) = (unit * 31 + function * 7 + 1, unit * 17 + function * 13 + 3);
+        let _ = writeln!(
+            text,
+            "struct s{function} {{ long a[{a}]; char name[{b}]; struct s{function} *next; }};\n\
+             long f{function}(struct s{function} *list, long key) {{\n\
+             \tlong sum = {a};\n\
+             \tfor (; list; list = list->next) {{\n\
+             \t\tfor (int i = 0; i < {a}; i++) {{\n\
+             \t\t\tif (list->a[i] % {b} == key) sum += list->a[i] * {a}; else sum ^= list->a[{a} - 1 - i] << (i % 7);\n\
+             \t\t}}\n\
+             \t\tif (list->name[key % {b}] == 'x') return sum;\n\
+             \t}}\n\
+             \treturn sum;\n}}"
+        );
+    }
+    text
+}
+
+/// Pages of printable characters that are found in no other file, with short ends.
+fn put_site(root: &Path) -> anyhow::Result<()> {
+    for number in 0..SITE_FILES {
+        let length = 4_096 + usize::try_from(number * 7_919 % 61_440)?;
+        fs::write(root.join(format!("work/{number:03}")), printable(SEED, number, length))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_are_correct_and_differ() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("unit.c");
+        for unit in [0, 1, UNITS - 1] {
+            fs::write(&source, source_text(unit)).unwrap();
+            let output = Command::new("cc").args(["-fsyntax-only", "-Wall", "-Werror"]).arg(&source).output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        }
+        assert_ne!(source_text(0), source_text(1));
+    }
+
+    #[test]
+    fn programs_come_with_their_libraries() {
+        let root = tempfile::tempdir().unwrap();
+        put_program(Path::new("/bin/sh"), root.path()).unwrap();
+        assert!(root.path().join("bin/sh").exists());
+        assert!(root.path().join("lib64/ld-linux-x86-64.so.2").exists());
+    }
+}

@@ -1,0 +1,57 @@
+//! What a page holds: four parts of 1 KiB, each a content of its own, so that a write to one changes that one and the whole.
+
+use crate::record::{PARTS, Page};
+use pagefold_core::host::PageState;
+use pagefold_sim::mix64;
+
+/// The contents of a page's parts. 0 is zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Body(pub [u64; PARTS]);
+
+/// A content that whoever names it alike holds too. Never zeros.
+pub const fn named(series: u64, number: u64, place: u64) -> u64 {
+    let content = mix64(mix64(mix64(series ^ 0x6e61_6d65) ^ number).wrapping_add(place));
+    if content == 0 { 1 } else { content }
+}
+
+impl Body {
+    /// A page of zeros.
+    pub const ZEROS: Self = Self([0; PARTS]);
+
+    /// A page that whoever names it alike holds too.
+    pub fn named(series: u64, number: u64, place: u64) -> Self {
+        let first = place.wrapping_mul(PARTS as u64);
+        let mut place = first;
+        Self(std::array::from_fn(|_| {
+            place = place.wrapping_add(1);
+            named(series, number, place)
+        }))
+    }
+
+    /// The same up to a part, zeros from there on.
+    #[must_use]
+    pub fn ending(mut self, part: usize) -> Self {
+        self.0[part..].fill(0);
+        self
+    }
+
+    /// What a record says of it, under a key.
+    pub fn page(&self, key: u64, frame: u64) -> Page {
+        let mut parts = [0; PARTS];
+        let mut halves = [mix64(key ^ 0x6c6f_7765), mix64(key ^ 0x7570_7065)];
+        for (part, &content) in parts.iter_mut().zip(&self.0) {
+            let digest = if content == 0 { 0 } else { mix64(mix64(content) ^ key).max(1) };
+            halves = halves.map(|half| mix64(half.rotate_left(23) ^ digest));
+            *part = low(digest, content);
+        }
+        let digest =
+            if *self == Self::ZEROS { 0 } else { (u128::from(halves[1]) << 64 | u128::from(halves[0])).max(1) };
+        Page { state: PageState::Private, huge: false, digest, parts, frame: Some(frame) }
+    }
+}
+
+/// 32 bits of a digest: 0 for zeros and nothing else.
+#[allow(clippy::cast_possible_truncation)] // the low half is what is wanted
+fn low(digest: u64, content: u64) -> u32 {
+    (digest as u32).max(u32::from(content != 0))
+}

@@ -1,0 +1,206 @@
+//! A database: a buffer pool of 16 KiB pages that are updated row by row, a log buffer that goes round, temporary tables.
+//!
+//! CMD (sections 4 and 5): SysBench on MySQL, one thread; 18 % of all pages can be shared at best under KSM, and a fifth more
+//! by looking sooner, "the probable reason" being "abundant short-lived page sharing opportunities". Assumed:
+//!
+//! - The table is the same in all guests at first and is read in its order, as when its rows are counted. An update writes one
+//!   row (a part of 1 KiB), the header of its 16 KiB page (in the first KiB) and its trailer (in the last), as InnoDB's
+//!   format has it; what is written differs in each guest (times, log positions). Half of the updates go to a fifth of the
+//!   table. Pages that give way to others come back as they were left.
+//! - Clients ask the same of all guests, at the same rate, and are served at once or some seconds later: sorts and temporary
+//!   tables hold the same for a few seconds. They are written page by page and freed.
+//! - The log buffer is written part by part. Half of its pages hold the same in all guests, while they last.
+
+use super::NS_PER_S;
+use super::body::{Body, named};
+use super::guest::{Guest, Heap, Rate};
+use super::guests::{Layout, Work};
+use super::machine::Machine;
+use crate::record::PARTS;
+use pagefold_core::units::{Pages, Permyriad};
+use pagefold_sim::mix64;
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+
+const TABLE: u64 = 30;
+const LOG: u64 = 31;
+const SORT: u64 = 32;
+/// Pages of 4 KiB in one of InnoDB's.
+const BLOCK: usize = 4;
+
+const POOL: Permyriad = Permyriad(3_000);
+/// The table does not fit.
+const WHOLE: Permyriad = Permyriad(3_600);
+const LOG_BUFFER: Permyriad = Permyriad(300);
+/// A temporary table, how often one begins, and how long it lasts.
+const SORTED: Permyriad = Permyriad(150);
+const SORT_EVERY_NS: u64 = 2 * NS_PER_S;
+const SORT_LIFE_NS: u64 = 8 * NS_PER_S;
+const SORT_LATE_NS: u64 = 3 * NS_PER_S;
+
+type Block = [Body; BLOCK];
+
+/// A database in one guest.
+#[derive(Debug)]
+pub struct Database {
+    /// What is in the pool: block and pages, the longest there first.
+    pool: VecDeque<(u64, [usize; BLOCK])>,
+    blocks: u64,
+    pooled: u64,
+    /// Blocks that are no longer as they were at first, as they are on disk or in the pool.
+    changed: FxHashMap<u64, Block>,
+    log: Vec<usize>,
+    /// Parts of the log written so far.
+    logged: u64,
+    next_sort: u64,
+    /// Number, beginning and memory of those that are there.
+    sorts: Vec<(u64, u64, Heap)>,
+    updates: Rate,
+    misses: Rate,
+    log_parts: Rate,
+    slab: Rate,
+}
+
+impl Database {
+    pub fn new(guest: &mut Guest) -> Self {
+        Self {
+            pool: VecDeque::new(),
+            blocks: (guest.share(WHOLE) / BLOCK) as u64,
+            pooled: (guest.share(POOL) / BLOCK) as u64,
+            changed: FxHashMap::default(),
+            log: Vec::new(),
+            // Some have logged more by now than others.
+            logged: guest.chance.below(1 + guest.share(LOG_BUFFER) as u64),
+            next_sort: 0,
+            sorts: Vec::new(),
+            updates: Rate::new(40),
+            misses: Rate::new(40),
+            log_parts: Rate::new(150),
+            slab: Rate::new(200),
+        }
+    }
+
+    /// Reads a block of the table into the pool.
+    fn read(&mut self, guest: &mut Guest, machine: &mut Machine, number: u64, pages: [usize; BLOCK]) {
+        let block = self.block(number);
+        for (&page, body) in pages.iter().zip(block) {
+            guest.memory.write(machine, page, body);
+        }
+        self.pool.push_back((number, pages));
+    }
+
+    fn block(&self, number: u64) -> Block {
+        self.changed
+            .get(&number)
+            .copied()
+            .unwrap_or_else(|| std::array::from_fn(|page| Body::named(TABLE, number, page as u64)))
+    }
+
+    fn update(&mut self, guest: &mut Guest, machine: &mut Machine) {
+        let pooled = self.pool.len() as u64;
+        if pooled == 0 {
+            return;
+        }
+        let among = if guest.chance.chance(Permyriad(5_000)) { pooled.div_ceil(5) } else { pooled };
+        let (number, pages) = self.pool[guest.below(among)];
+        let row = guest.below((BLOCK * PARTS) as u64);
+        let mut block = self.block(number);
+        for place in [0, row, BLOCK * PARTS - 1] {
+            let (at, part) = (place / PARTS, place % PARTS);
+            let content = machine.unique();
+            block[at].0[part] = content;
+            guest.memory.write_part(machine, pages[at], part, content);
+        }
+        self.changed.insert(number, block);
+    }
+
+    /// Reads a block that is not in the pool in place of the one that is there longest.
+    fn miss(&mut self, guest: &mut Guest, machine: &mut Machine) {
+        let number = guest.chance.below(self.blocks);
+        if self.pool.iter().any(|(there, _)| *there == number) {
+            return;
+        }
+        if let Some((_, pages)) = self.pool.pop_front() {
+            self.read(guest, machine, number, pages);
+        }
+    }
+
+    fn log(&mut self, guest: &mut Guest, machine: &mut Machine) {
+        if self.log.is_empty() {
+            return;
+        }
+        let page_number = self.logged / PARTS as u64;
+        let part = usize::try_from(self.logged % PARTS as u64).unwrap_or(0);
+        let page = self.log[usize::try_from(page_number % self.log.len() as u64).unwrap_or(0)];
+        let equal = mix64(page_number ^ LOG) % 2 == 0;
+        let content = if equal { named(LOG, self.logged, 0) } else { machine.unique() };
+        guest.memory.write_part(machine, page, part, content);
+        self.logged += 1;
+    }
+
+    fn sort(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64) {
+        while now_ns >= self.next_sort * SORT_EVERY_NS {
+            let begun_ns = self.next_sort * SORT_EVERY_NS + guest.chance.below(SORT_LATE_NS);
+            self.sorts.push((self.next_sort, begun_ns, Heap::default()));
+            self.next_sort += 1;
+        }
+        let whole = guest.share(SORTED) as u64;
+        for (number, begun_ns, heap) in &mut self.sorts {
+            let lived = now_ns.saturating_sub(*begun_ns);
+            if lived >= SORT_LIFE_NS {
+                heap.end(guest);
+                continue;
+            }
+            // Written in a quarter of the time that it is there.
+            let wanted = whole.min(whole * lived * 4 / SORT_LIFE_NS);
+            heap.grow(guest, machine, usize::try_from(wanted).unwrap_or(0), |_, at| {
+                Body::named(SORT, *number, at as u64)
+            });
+        }
+        self.sorts.retain(|(_, begun_ns, _)| now_ns < begun_ns + SORT_LIFE_NS);
+    }
+}
+
+impl Work for Database {
+    fn layout(&self) -> Layout {
+        Layout {
+            system: Permyriad(1_100),
+            own: Permyriad(4_200),
+            slab: Permyriad(600),
+            zeros: Permyriad(100),
+            steps: self.pooled,
+            disorder: Permyriad(100),
+            before_ns: 10 * NS_PER_S,
+        }
+    }
+
+    fn boot(&mut self, guest: &mut Guest, machine: &mut Machine, step: u64) {
+        let mut pages = [0; BLOCK];
+        for page in &mut pages {
+            let Some(taken) = guest.take() else { return };
+            *page = taken;
+        }
+        self.read(guest, machine, step, pages);
+        let wanted = guest.share(LOG_BUFFER) as u64 * (step + 1) / self.pooled;
+        while (self.log.len() as u64) < wanted {
+            let Some(page) = guest.take_zeros(machine) else { break };
+            self.log.push(page);
+        }
+    }
+
+    fn go_on(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64, ns: u64) {
+        let size = guest.memory.size();
+        let due = self.slab.due(size, ns);
+        guest.write_slab(machine, due);
+        for _ in 0..self.updates.due(size, ns) {
+            self.update(guest, machine);
+        }
+        for _ in 0..self.misses.due(Pages(size.0 / BLOCK as u64), ns) {
+            self.miss(guest, machine);
+        }
+        for _ in 0..self.log_parts.due(size, ns) {
+            self.log(guest, machine);
+        }
+        self.sort(guest, machine, now_ns);
+    }
+}

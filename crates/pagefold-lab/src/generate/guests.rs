@@ -1,0 +1,188 @@
+//! Guests with the same system, each at work: how they boot, and what they have in common whatever their work.
+//!
+//! CMD (section 4) boots four guests of 2 GiB at the same time and then starts the same work in each. It does not say
+//! what their memory consists of, only how many pages can be shared at best: 1.02e6, 7.45e5 and 3.87e5 of 2.1e6, that is 49,
+//! 36 and 18 %. What is assumed beyond that:
+//!
+//! - The system's files (kernel, libraries, programs) are equal, page by page, and stay. So are those in the page cache that
+//!   the work reads; where a file ends within a page, zeros follow, as the kernel has it.
+//! - What the kernel and the programs keep for themselves (tables, heaps) is full of pointers and differs in each guest.
+//!   Part of it is written all the time, each kind of object in the same KiB of its pages.
+//! - Programs get zeroed pages and write them; freed pages hold what they held until somebody gets them.
+//! - Guests boot side by side, so frames go to them by turns; in which order a guest touches what it has in common with
+//!   the others depends on the work. CMD_Address finds 71, 39 and 92 % of the sharing: little disorder in the database that
+//!   is read from its beginning to its end, much in files that are read as requests come.
+
+use super::build::Build;
+use super::database::Database;
+use super::guest::{File, Guest};
+use super::machine::Machine;
+use super::web::Web;
+use super::{Options, World, show_one};
+use crate::record::Look;
+use pagefold_core::units::Permyriad;
+use pagefold_sim::Stream;
+
+/// The files of the system.
+const SYSTEM: u64 = 1;
+/// Libraries and programs are longer than sources: 64 KiB.
+const SYSTEM_FILE_PAGES: usize = 16;
+/// What is taken at a time while booting.
+const CHUNK: usize = 16;
+/// The guests' clocks: everything happens at such times, nanoseconds.
+const TICK_NS: u64 = 100_000_000;
+
+/// What a guest's memory consists of, and how it came there. Shares of its memory.
+pub struct Layout {
+    /// Files of the system.
+    pub system: Permyriad,
+    /// Its own.
+    pub own: Permyriad,
+    /// Kernel objects.
+    pub slab: Permyriad,
+    /// Cleared and not used yet.
+    pub zeros: Permyriad,
+    /// Steps that the work adds while booting.
+    pub steps: u64,
+    /// How far steps come out of order: 0 for the same order in all guests, 10,000 for as far as from the first to the last.
+    pub disorder: Permyriad,
+    /// How long the work has been going on when the record begins, nanoseconds.
+    pub before_ns: u64,
+}
+
+/// What goes on in a guest.
+pub trait Work {
+    /// What its memory consists of.
+    fn layout(&self) -> Layout;
+
+    /// Does one of its steps while booting.
+    fn boot(&mut self, guest: &mut Guest, machine: &mut Machine, step: u64);
+
+    /// Does all that happens in some time, up to another.
+    fn go_on(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64, ns: u64);
+}
+
+#[derive(Clone, Copy)]
+enum Step {
+    System(u64),
+    Own,
+    Slab,
+    Zeros,
+    Work(u64),
+}
+
+/// The guests and their host.
+pub struct Guests<W> {
+    machine: Machine,
+    running: Vec<(Guest, W)>,
+    /// Time since the work began.
+    now_ns: u64,
+    before_ns: u64,
+}
+
+/// Guests that compile a kernel.
+pub fn kernel_build(options: &Options) -> Box<dyn World> {
+    Box::new(Guests::boot(options, Build::new))
+}
+
+/// Guests that serve a web site.
+pub fn web_server(options: &Options) -> Box<dyn World> {
+    Box::new(Guests::boot(options, Web::new))
+}
+
+/// Guests that update a table.
+pub fn database(options: &Options) -> Box<dyn World> {
+    Box::new(Guests::boot(options, Database::new))
+}
+
+impl<W: Work> Guests<W> {
+    fn boot(options: &Options, work: impl Fn(&mut Guest) -> W) -> Self {
+        let mut machine = Machine::new(options.seed);
+        let mut booting: Vec<(Guest, W, Vec<Step>)> = Vec::new();
+        let mut before_ns = 0;
+        for number in 0..options.processes {
+            let mut guest = Guest::new(&machine, options.size, options.seed, number.into());
+            let work = work(&mut guest);
+            let layout = work.layout();
+            before_ns = layout.before_ns;
+            let steps = steps(&layout, &mut guest);
+            booting.push((guest, work, steps));
+        }
+        while booting.iter().any(|(.., steps)| !steps.is_empty()) {
+            let turn = machine.chance.below(booting.len() as u64);
+            let (guest, work, steps) = &mut booting[usize::try_from(turn).unwrap_or(0)];
+            match steps.pop() {
+                Some(Step::System(number)) => {
+                    guest.map(&mut machine, &system_file(number));
+                }
+                Some(Step::Own) => guest.fill_own(&mut machine, CHUNK),
+                Some(Step::Slab) => guest.fill_slab(&mut machine, CHUNK),
+                Some(Step::Zeros) => guest.fill_zeros(&mut machine, CHUNK),
+                Some(Step::Work(step)) => work.boot(guest, &mut machine, step),
+                None => {}
+            }
+        }
+        let running = booting.into_iter().map(|(guest, work, _)| (guest, work)).collect();
+        Self { machine, running, now_ns: 0, before_ns }
+    }
+}
+
+fn system_file(number: u64) -> File {
+    File::new(SYSTEM, number, SYSTEM_FILE_PAGES)
+}
+
+/// What a guest does while it boots, last first.
+fn steps(layout: &Layout, guest: &mut Guest) -> Vec<Step> {
+    let mut left = guest.share(layout.system);
+    let files = (0..).map_while(|number| {
+        let pages = system_file(number).pages();
+        left = left.checked_sub(pages)?;
+        Some(Step::System(number))
+    });
+    let kinds: [Vec<Step>; 5] = [
+        files.collect(),
+        vec![Step::Own; guest.share(layout.own) / CHUNK],
+        vec![Step::Slab; guest.share(layout.slab) / CHUNK],
+        vec![Step::Zeros; guest.share(layout.zeros) / CHUNK],
+        (0..layout.steps).map(Step::Work).collect(),
+    ];
+    // Each kind spread over the whole of the boot, and then moved about.
+    let mut placed: Vec<(u64, Step)> = Vec::new();
+    for kind in &kinds {
+        for (at, step) in kind.iter().enumerate() {
+            let evenly = at as u64 * 10_000 / kind.len() as u64;
+            let moved = guest.chance.below(u64::from(layout.disorder.0) + 1);
+            placed.push((evenly + moved, *step));
+        }
+    }
+    placed.sort_by_key(|(at, _)| std::cmp::Reverse(*at));
+    placed.into_iter().map(|(_, step)| step).collect()
+}
+
+impl<W: Work> World for Guests<W> {
+    fn go_on(&mut self, to_ns: u64) {
+        let to_ns = to_ns + self.before_ns;
+        while self.now_ns < to_ns {
+            let ns = TICK_NS.min(to_ns - self.now_ns);
+            self.now_ns += ns;
+            // By turns, each first as often: who comes first gets the frames.
+            let first = usize::try_from(self.machine.chance.below(self.running.len() as u64)).unwrap_or(0);
+            self.running.rotate_left(first);
+            for (guest, work) in &mut self.running {
+                work.go_on(guest, &mut self.machine, self.now_ns, ns);
+            }
+            self.running.rotate_right(first);
+        }
+    }
+
+    fn show(&self, look: &mut Look) {
+        for (number, (guest, _)) in (0..).zip(&self.running) {
+            show_one(look, number, number, format!("guest-{number}"), &guest.memory);
+        }
+    }
+}
+
+/// A pace of one's own: from nine to eleven tenths, in thousandths.
+pub fn pace(chance: &mut Stream) -> u64 {
+    900 + chance.below(201)
+}

@@ -1,0 +1,161 @@
+//! A web server: files that stay in the page cache, buffers and objects that are written with each request.
+//!
+//! CMD (sections 4 and 5): requests to a local site, 24 at a time; 36 % of all pages can be shared at best. Assumed: every
+//! guest has the same site, somewhat more than its page cache holds, and reads files in an order of its own. A request is
+//! written to the first half of a buffer, what the server says of its answer to the third quarter; the file itself goes out from the
+//! page cache. A line of the log is a part of a page of its own, one after the other. A worker ends after some time, and its
+//! memory goes to the next.
+
+use super::NS_PER_S;
+use super::guest::{File, Guest, Heap, Rate};
+use super::guests::{Layout, Work};
+use super::machine::Machine;
+use crate::record::PARTS;
+use pagefold_core::units::{Pages, Permyriad};
+
+const SITE: u64 = 20;
+const LOG: u64 = 21;
+const FILE_PAGES: usize = 8;
+/// What is read before the record begins, and the whole site.
+const READ: Permyriad = Permyriad(3_500);
+const WHOLE: Permyriad = Permyriad(4_100);
+const BUFFERS: Permyriad = Permyriad(600);
+const WORKER: Permyriad = Permyriad(100);
+const WORKERS: usize = 4;
+/// Requests until one is given up that needs a file from the disk.
+const TRIES: usize = 16;
+/// How long a worker lives.
+const WORKER_NS: u64 = 8 * NS_PER_S;
+
+/// A server in one guest.
+#[derive(Debug)]
+pub struct Web {
+    preloaded: u64,
+    files: u64,
+    buffers: Vec<usize>,
+    /// With the time of their ends.
+    workers: Vec<(u64, Heap)>,
+    /// The page of the log that is being written, and the next part.
+    log: Option<(usize, usize)>,
+    requests: Rate,
+    misses: Rate,
+    lines: Rate,
+    slab: Rate,
+}
+
+impl Web {
+    pub fn new(guest: &mut Guest) -> Self {
+        let mean = FILE_PAGES as u64;
+        Self {
+            preloaded: guest.share(READ) as u64 / mean,
+            files: guest.share(WHOLE) as u64 / mean,
+            buffers: Vec::new(),
+            workers: Vec::new(),
+            log: None,
+            requests: Rate::new(150),
+            misses: Rate::new(60),
+            lines: Rate::new(20),
+            slab: Rate::new(600),
+        }
+    }
+
+    fn request(&mut self, guest: &mut Guest, machine: &mut Machine) {
+        if self.buffers.is_empty() {
+            return;
+        }
+        let page = self.buffers[guest.below(self.buffers.len() as u64)];
+        for part in 0..3 {
+            let content = machine.unique();
+            guest.memory.write_part(machine, page, part, content);
+        }
+    }
+
+    /// Reads a file that is not in the page cache.
+    fn miss(&self, guest: &mut Guest, machine: &mut Machine) {
+        for _ in 0..TRIES {
+            let asked_for = File::new(SITE, guest.chance.below(self.files), FILE_PAGES);
+            // Most are there.
+            if !guest.has(&asked_for) {
+                return guest.read(machine, asked_for);
+            }
+        }
+    }
+
+    fn line(&mut self, guest: &mut Guest, machine: &mut Machine) {
+        let (page, part) = match self.log {
+            Some((page, part)) if part < PARTS => (page, part),
+            _ => {
+                let Some(page) = guest.take_zeros(machine) else { return };
+                guest.cache(File::growing(LOG), vec![page]);
+                (page, 0)
+            }
+        };
+        let content = machine.unique();
+        guest.memory.write_part(machine, page, part, content);
+        self.log = Some((page, part + 1));
+    }
+
+    /// Has workers begin, fill their memory in the first quarter of their lives, write on what they have, and end.
+    fn work(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64) {
+        while self.workers.len() < WORKERS {
+            // The first ones end one after the other, as their successors do.
+            let life = WORKER_NS * (1 + self.workers.len() as u64) / WORKERS as u64;
+            self.workers.push((now_ns + life, Heap::default()));
+        }
+        let whole = guest.share(WORKER) as u64;
+        for (end_ns, heap) in &mut self.workers {
+            if *end_ns <= now_ns {
+                heap.end(guest);
+                *end_ns = now_ns + WORKER_NS;
+            }
+            let lived = (now_ns + WORKER_NS).saturating_sub(*end_ns);
+            let wanted = whole.min(whole * lived * 4 / WORKER_NS);
+            heap.grow(guest, machine, usize::try_from(wanted).unwrap_or(0), |machine, _| machine.unique_body());
+            // The stack grows down: what is written all the time is at the end of its pages.
+            if let Some(&stack) = heap.pages().first() {
+                let content = machine.unique();
+                guest.memory.write_part(machine, stack, PARTS - 1, content);
+            }
+        }
+    }
+}
+
+impl Work for Web {
+    fn layout(&self) -> Layout {
+        Layout {
+            system: Permyriad(1_300),
+            own: Permyriad(2_900),
+            slab: Permyriad(1_000),
+            zeros: Permyriad(200),
+            steps: self.preloaded,
+            disorder: Permyriad(10_000),
+            before_ns: 2 * NS_PER_S,
+        }
+    }
+
+    fn boot(&mut self, guest: &mut Guest, machine: &mut Machine, step: u64) {
+        guest.read(machine, File::new(SITE, step, FILE_PAGES));
+        // Buffers are got as requests come.
+        let wanted = guest.share(BUFFERS) as u64 * (step + 1) / self.preloaded;
+        while (self.buffers.len() as u64) < wanted {
+            let Some(page) = guest.take_zeros(machine) else { break };
+            self.buffers.push(page);
+        }
+    }
+
+    fn go_on(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64, ns: u64) {
+        let size = guest.memory.size();
+        let due = self.slab.due(size, ns);
+        guest.write_slab(machine, due);
+        for _ in 0..self.requests.due(size, ns) {
+            self.request(guest, machine);
+        }
+        for _ in 0..self.misses.due(Pages(size.0 / FILE_PAGES as u64), ns) {
+            self.miss(guest, machine);
+        }
+        for _ in 0..self.lines.due(size, ns) {
+            self.line(guest, machine);
+        }
+        self.work(guest, machine, now_ns);
+    }
+}

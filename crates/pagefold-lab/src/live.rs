@@ -1,0 +1,341 @@
+//! Running programs as a [`Source`]: who is in scope, what is mapped, and what every page of it holds.
+//!
+//! Each look reads all pages that are present and anonymous (some 1 us a page), and changes nothing about them: merged and
+//! fork-shared pages are read without taking them apart (see [`pagefold_linux::memory`]). What pagefold leaves alone, it
+//! does not record either. A page is looked at some time after its look began, and another some time later: on programs
+//! that go on running, a look is no instant.
+//!
+//! In an anonymous record there are no pids and no names. Page numbers are shifted by a random number for each process,
+//! and frames by one for the whole record, both whole 2 MiB: order, distances and places within a huge page stay.
+
+use crate::digests::{Digests, Key};
+use crate::record::{Look, Page, ProcessRow, RegionRow, Source};
+use pagefold_bench::Interrupt;
+use pagefold_core::host::{DomainKey, OwnerKey, PageState, RegionKey};
+use pagefold_core::units::{EXTENT_PAGES, Vpn};
+use pagefold_linux::exclude::{DenyList, Exclusion};
+use pagefold_linux::memory::{PageReader, PageView, ReadHow};
+use pagefold_linux::newcomers::Newcomers;
+use pagefold_linux::pagemap::tells_merged;
+use pagefold_linux::process::ReadError;
+use pagefold_linux::regions::Stretch;
+use pagefold_linux::scope::{Roots, ScopeError, ScopeSpec, Scoped};
+use pagefold_linux::targets::Target;
+use std::fs::File;
+use std::io::{self, Read};
+use std::time::{Duration, Instant};
+use thiserror::Error;
+
+/// Pages that are read without looking whether to stop: some tenths of a second.
+const PIECE_PAGES: u32 = 1 << 16;
+/// Shifts are below this many 2 MiB: page numbers stay far from the end of what addresses reach.
+const SHIFTS: u64 = 1 << 32;
+
+/// What to record, and how.
+#[derive(Clone, Debug)]
+pub struct Wish {
+    /// Which programs.
+    pub scope: ScopeSpec,
+    /// Whom to leave alone.
+    pub deny: DenyList,
+    /// Time from one look to the next.
+    pub every: Duration,
+    /// Time from the first look to the last.
+    pub length: Duration,
+    /// Leave out what tells whose memory it is.
+    pub anonymous: bool,
+}
+
+/// Why a record cannot go on.
+#[derive(Debug, Error)]
+pub enum LiveError {
+    /// Nobody knows any more who is meant.
+    #[error(transparent)]
+    Scope(#[from] ScopeError),
+    /// There are no random numbers.
+    #[error("cannot read /dev/urandom: {0}; is /dev mounted?")]
+    Random(io::Error),
+}
+
+/// Looks at running programs again and again.
+pub struct Recorder {
+    wish: Wish,
+    stop: Interrupt,
+    reader: PageReader,
+    tells_merged: bool,
+    digests: Digests,
+    random: File,
+    frame_shift: u64,
+    newcomers: Newcomers,
+    /// By ascending number.
+    followed: Vec<Followed>,
+    next_process: u32,
+    next_region: u32,
+    began: Option<Instant>,
+    /// When the next look is due, since the first.
+    due: Duration,
+    longest_look: Duration,
+}
+
+/// A process, and what the record says of it.
+struct Followed {
+    target: Target,
+    row: ProcessRow,
+    /// It has been in a look, and stays in them until it ends.
+    told: bool,
+    shift: u64,
+}
+
+impl Recorder {
+    /// Records `scoped`, and whoever comes into scope later, until the time is up, everybody has ended or somebody says
+    /// stop.
+    pub fn new(wish: Wish, scoped: Vec<Scoped>, stop: Interrupt) -> Result<Self, LiveError> {
+        let mut random = File::open("/dev/urandom").map_err(LiveError::Random)?;
+        let mut key: Key = [0; 192];
+        random.read_exact(&mut key).map_err(LiveError::Random)?;
+        let frame_shift = shift(&mut random, wish.anonymous)?;
+        let mut recorder = Self {
+            wish,
+            stop,
+            reader: PageReader::new(),
+            tells_merged: tells_merged(),
+            digests: Digests::new(key),
+            random,
+            frame_shift,
+            newcomers: Newcomers::new(&Roots::default()),
+            followed: Vec::new(),
+            next_process: 0,
+            next_region: 0,
+            began: None,
+            due: Duration::ZERO,
+            longest_look: Duration::ZERO,
+        };
+        scoped.into_iter().try_for_each(|scoped| recorder.follow(scoped))?;
+        Ok(recorder)
+    }
+
+    /// The longest time that a look has taken. The next one comes no earlier.
+    pub fn longest_look(&self) -> Duration {
+        self.longest_look
+    }
+
+    /// Who is left alone, and why: pid, name, reason.
+    pub fn left_alone(&self) -> impl Iterator<Item = (i32, &str, &Exclusion)> {
+        self.followed.iter().filter_map(|Followed { target, .. }| {
+            Some((target.process.pid(), target.name.as_str(), target.exclusion.as_ref()?))
+        })
+    }
+
+    fn follow(&mut self, scoped: Scoped) -> Result<(), LiveError> {
+        let process = self.next_process;
+        self.next_process += 1;
+        let target = Target::new(scoped, OwnerKey(process), DomainKey(0));
+        let known = !self.wish.anonymous;
+        let (pid, name) = (known.then(|| target.process.pid()), known.then(|| target.name.clone()));
+        let shift = shift(&mut self.random, self.wish.anonymous)?;
+        self.followed.push(Followed { target, row: ProcessRow { process, pid, name }, told: false, shift });
+        Ok(())
+    }
+
+    /// What may bring others into scope.
+    fn selectors(&self) -> ScopeSpec {
+        ScopeSpec { pids: Vec::new(), ..self.wish.scope.clone() }
+    }
+
+    /// Takes in who has come into scope.
+    fn welcome(&mut self, now_ns: u64) -> Result<(), LiveError> {
+        // A pid names one process, which is followed already: a later owner is not meant.
+        let spec = self.selectors();
+        if spec.is_empty() {
+            return Ok(());
+        }
+        let own = i32::try_from(std::process::id()).unwrap_or(0);
+        let followed = &self.followed;
+        let known = |pid| pid == own || followed.iter().any(|one| one.target.process.pid() == pid);
+        let found = match self.newcomers.find(now_ns, &spec, &Roots::default(), known) {
+            // A cgroup that has been removed since.
+            Err(ScopeError::NoCgroup(_)) => Vec::new(),
+            other => other?,
+        };
+        found.into_iter().try_for_each(|scoped| self.follow(scoped))
+    }
+
+    /// Looks at everybody; `None` if somebody says stop meanwhile.
+    fn look_around(&mut self, now_ns: u64) -> Option<Look> {
+        let mut look = Look { time_ns: now_ns, ..Look::default() };
+        let mut followed = std::mem::take(&mut self.followed);
+        let processes = followed.len() as u64;
+        let mut stopped = false;
+        followed.retain_mut(|one| {
+            if stopped {
+                return true;
+            }
+            let (rows, regions) = (look.processes.len(), look.regions.len());
+            match self.look_at(one, now_ns, processes, &mut look) {
+                Ok(()) => true,
+                Err(Halt::Stop) => {
+                    stopped = true;
+                    true
+                }
+                Err(Halt::Ended) => {
+                    look.processes.truncate(rows);
+                    look.regions.truncate(regions);
+                    self.newcomers.look_again();
+                    false
+                }
+            }
+        });
+        self.followed = followed;
+        (!stopped).then_some(look)
+    }
+
+    fn look_at(&mut self, one: &mut Followed, now_ns: u64, processes: u64, look: &mut Look) -> Result<(), Halt> {
+        let Followed { target, row, told, shift } = one;
+        // Whatever has changed, however little: pages are read in any case, and that takes longer.
+        target.look_again();
+        let next_region = &mut self.next_region;
+        let looked = target.look(now_ns, processes, &self.wish.deny, || {
+            *next_region += 1;
+            RegionKey(*next_region)
+        });
+        match looked {
+            Ok(_) => {}
+            Err(ReadError::Vanished { .. }) => return Err(Halt::Ended),
+            Err(_) => leave_alone(target),
+        }
+        let mut regions = Vec::with_capacity(target.regions.len());
+        for tracked in &target.regions {
+            match self.read(target, &tracked.stretch, *shift) {
+                Ok(pages) => regions.push((
+                    RegionRow {
+                        region: tracked.key.0,
+                        process: row.process,
+                        kind: tracked.stretch.kind.to_string(),
+                        first: tracked.stretch.first + *shift,
+                        pages: tracked.stretch.pages,
+                    },
+                    pages,
+                )),
+                Err(Stopped::Asked) => return Err(Halt::Stop),
+                Err(Stopped::By(ReadError::Vanished { .. })) if !target.process.is_alive() => return Err(Halt::Ended),
+                Err(Stopped::By(error)) => {
+                    regions.clear();
+                    // What is left out now has another number when it is back. After exec all of it has gone.
+                    match error {
+                        ReadError::Vanished { .. } => target.regions.clear(),
+                        _ => leave_alone(target),
+                    }
+                    break;
+                }
+            }
+        }
+        *told |= target.exclusion.is_none();
+        if *told {
+            look.processes.push(row.clone());
+            look.regions.append(&mut regions);
+        }
+        Ok(())
+    }
+
+    /// Reads the pages of a region.
+    fn read(&mut self, target: &Target, stretch: &Stretch, shift: u64) -> Result<Vec<(Vpn, Page)>, Stopped> {
+        let mut runs = Vec::new();
+        self.reader.resident_runs(&target.process, stretch.first, stretch.pages, &mut runs)?;
+        let pieces: Vec<(Vpn, u32)> = runs.iter().flat_map(|&(first, pages)| pieces(first, pages)).collect();
+        let mut pages = Vec::with_capacity(runs.iter().map(|&(_, pages)| pages as usize).sum());
+        let how = ReadHow { huge: stretch.huge, shared_bytes: true, activity: false };
+        let mut rest = pieces.as_slice();
+        while !rest.is_empty() {
+            if self.stop.check().is_err() {
+                return Err(Stopped::Asked);
+            }
+            let mut together = 0;
+            let runs = rest.iter().take_while(|(_, pages)| {
+                together += pages;
+                together <= PIECE_PAGES
+            });
+            let (now, later) = rest.split_at(runs.count());
+            let Self { digests, reader, tells_merged, frame_shift, .. } = self;
+            reader.read_runs(&target.process, now, how, |view| {
+                pages
+                    .extend(page_of(&view, digests, *tells_merged, *frame_shift).map(|page| (view.page + shift, page)));
+            })?;
+            rest = later;
+        }
+        Ok(pages)
+    }
+}
+
+/// What a page is in the record; `None` if it is absent.
+fn page_of(view: &PageView<'_>, digests: &Digests, tells_merged: bool, frame_shift: u64) -> Option<Page> {
+    let state = match view.state {
+        PageState::Merged if !tells_merged => PageState::Shared,
+        state => state,
+    };
+    let (digest, parts) = match (state, view.bytes) {
+        (PageState::ZeroMapped, _) => Default::default(),
+        (PageState::Absent, _) | (_, None) => return None,
+        (_, Some(bytes)) => digests.of(bytes),
+    };
+    Some(Page { state, huge: view.huge, digest, parts, frame: view.frame.map(|frame| frame + frame_shift) })
+}
+
+fn pieces(first: Vpn, pages: u32) -> impl Iterator<Item = (Vpn, u32)> {
+    let starts = (0..pages).step_by(PIECE_PAGES as usize);
+    starts.map(move |done| (first + u64::from(done), PIECE_PAGES.min(pages - done)))
+}
+
+fn leave_alone(target: &mut Target) {
+    target.exclusion.get_or_insert(Exclusion::NotReadable);
+    target.regions.clear();
+}
+
+/// A number of whole 2 MiB to shift by: 0 where nothing is to be hidden.
+fn shift(random: &mut File, anonymous: bool) -> Result<u64, LiveError> {
+    if !anonymous {
+        return Ok(0);
+    }
+    let mut bytes = [0; 8];
+    random.read_exact(&mut bytes).map_err(LiveError::Random)?;
+    Ok(u64::from_ne_bytes(bytes) % SHIFTS * EXTENT_PAGES)
+}
+
+/// Why a process is not in a look, or there is no look.
+enum Halt {
+    Ended,
+    Stop,
+}
+
+/// Why a region could not be read.
+enum Stopped {
+    Asked,
+    By(ReadError),
+}
+
+impl From<ReadError> for Stopped {
+    fn from(error: ReadError) -> Self {
+        Self::By(error)
+    }
+}
+
+impl Source for Recorder {
+    type Error = LiveError;
+
+    /// Waits until the next look is due, and looks.
+    fn look(&mut self) -> Result<Option<Look>, LiveError> {
+        let began = *self.began.get_or_insert_with(Instant::now);
+        if self.due > self.wish.length || self.stop.sleep(self.due.saturating_sub(began.elapsed())).is_err() {
+            return Ok(None);
+        }
+        let now = began.elapsed();
+        let now_ns = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
+        self.welcome(now_ns)?;
+        let first = self.due == Duration::ZERO;
+        // Looks that were missed are not made up for.
+        self.due = now.max(self.due + self.wish.every);
+        let look = self.look_around(now_ns);
+        self.longest_look = self.longest_look.max(began.elapsed().saturating_sub(now));
+        let over = self.followed.is_empty() && self.selectors().is_empty();
+        Ok(look.filter(|look| first || !over || !look.processes.is_empty()))
+    }
+}

@@ -1,0 +1,390 @@
+//! Charts of what the lab finds, as SVG.
+
+use crate::replay::{Algorithm, Outcome, Point};
+use crate::scale;
+use crate::table::Comparison;
+use pagefold_bench::plot::{Bar, Curve, Lines, Scale, bars, number};
+use pagefold_core::units::Bytes;
+use std::path::Path;
+use std::{fs, io};
+
+/// Points of a curve that are drawn at most: about two a pixel.
+const POINTS: usize = 1_600;
+
+/// The look of an algorithm's curve, the same in all charts. Colours are told apart also by those who see few (after Okabe
+/// and Ito), and curves that often lie on each other by their dashes: those with gaps are drawn over those without.
+pub fn curve_of(algorithm: Algorithm) -> Curve {
+    let (colour, width, dash) = match algorithm {
+        Algorithm::Ksm => ("#0072b2", 2.5, ""),
+        Algorithm::KsmSmart => ("#56b4e9", 2.6, "14 6"),
+        Algorithm::Uksm => ("#009e73", 2.5, ""),
+        Algorithm::CmdAddress => ("#cc79a7", 2.6, "2 6"),
+        Algorithm::CmdPageCount => ("#7a7a7a", 2.6, "12 6"),
+        Algorithm::CmdSubPage => ("#e69f00", 2.6, "6 6"),
+        Algorithm::NuKsm => ("#332288", 2.6, "2 10"),
+        Algorithm::Pagefold => ("#d55e00", 3.5, ""),
+    };
+    Curve { label: algorithm.to_string(), colour, width, dash, ..Curve::default() }
+}
+
+/// File names and charts of a comparison: over time what is saved, compared and spent, and for each of them the sums.
+pub fn charts(comparison: &Comparison) -> Vec<(String, String)> {
+    let name = &comparison.record;
+    let chart = |what: &str, svg: String| (format!("{name}-{what}.svg"), svg);
+    let compared = |outcome: &Outcome| match outcome.hash_comparisons {
+        0 => format!("{} million", number(millions(outcome.comparisons()))),
+        hashes => format!(
+            "{} million, and {} million of hashes",
+            number(millions(outcome.comparisons())),
+            number(millions(hashes))
+        ),
+    };
+    let spent = |outcome: &Outcome| format!("{} s", number(outcome.cpu_seconds));
+    let comparisons = ("comparisons of pages over time", "millions of comparisons");
+    let cpu = ("CPU time over time", "CPU seconds, modelled");
+    let mut charts = vec![
+        chart("saved", saved(comparison)),
+        chart("comparisons", over_time(comparison, comparisons, |point| millions(point.comparisons), compared)),
+        chart("cpu", over_time(comparison, cpu, |point| point.cpu_seconds, spent)),
+    ];
+    charts.extend(SUMS.iter().map(|sum| chart(sum.name, sum.draw(comparison))));
+    charts
+}
+
+/// Writes charts into a directory, which is made if it is not there.
+pub fn write(dir: &Path, charts: &[(String, String)]) -> io::Result<()> {
+    fs::create_dir_all(dir)?;
+    charts.iter().try_for_each(|(name, svg)| fs::write(dir.join(name), svg))
+}
+
+fn mib(pages: f64) -> f64 {
+    Bytes(4096).mib() * pages
+}
+
+fn millions(count: u64) -> f64 {
+    count as f64 / 1e6
+}
+
+/// So many of the points that no pixel has more than it can show, and the last.
+fn thinned<T: Copy>(points: &[T]) -> impl Iterator<Item = T> {
+    let step = points.len().div_ceil(POINTS).max(1);
+    let last = points.last().filter(|_| (points.len().max(1) - 1) % step != 0);
+    points.iter().step_by(step).chain(last).copied()
+}
+
+fn saved(comparison: &Comparison) -> String {
+    let savable: Vec<(f64, f64)> =
+        thinned(&comparison.savable).map(|(seconds, pages)| (seconds, mib(pages as f64))).collect();
+    let mean = comparison.savable.iter().map(|&(_, pages)| pages as f64).sum::<f64>();
+    let mut curves = vec![Curve {
+        label: format!("could be saved: {} MiB on average", number(mib(mean / comparison.savable.len().max(1) as f64))),
+        colour: "#222222",
+        width: 1.5,
+        dash: "4 4",
+        points: savable,
+        ..Curve::default()
+    }];
+    curves.extend(comparison.outcomes.iter().map(|outcome| {
+        let (mean, end) = (number(mib(outcome.saved_mean)), number(mib(outcome.saved as f64)));
+        Curve {
+            label: format!("{}: {mean} MiB on average, {end} at the end", outcome.algorithm),
+            points: points(outcome, |point| mib(point.saved as f64)),
+            ..curve_of(outcome.algorithm)
+        }
+    }));
+    lines(comparison, "memory saved over time", "MiB saved", curves)
+}
+
+fn over_time(
+    comparison: &Comparison,
+    (what, unit): (&str, &str),
+    of: fn(&Point) -> f64,
+    sum: impl Fn(&Outcome) -> String,
+) -> String {
+    let curves = comparison.outcomes.iter().map(|outcome| Curve {
+        label: format!("{}: {}", outcome.algorithm, sum(outcome)),
+        points: points(outcome, of),
+        ..curve_of(outcome.algorithm)
+    });
+    lines(comparison, what, unit, curves.collect())
+}
+
+fn points(outcome: &Outcome, of: impl Fn(&Point) -> f64) -> Vec<(f64, f64)> {
+    thinned(&outcome.curve).map(|point| (point.seconds, of(&point))).collect()
+}
+
+fn lines(comparison: &Comparison, what: &str, unit: &str, curves: Vec<Curve>) -> String {
+    let all = |of: fn(&(f64, f64)) -> f64| curves.iter().flat_map(|curve| &curve.points).map(of);
+    let (up, right) = (Scale::linear(all(|point| point.1)), Scale::upto(all(|point| point.0)));
+    let lines = Lines {
+        title: format!("{}: {what}", comparison.record),
+        up: (unit.to_owned(), up),
+        right: ("seconds".to_owned(), right),
+        curves,
+    };
+    lines.draw()
+}
+
+/// Curves of something that is no algorithm's.
+const OTHERS: [&str; 6] = ["#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9"];
+/// Axes of time: what is over them was watched, and what is over others measured at one value after the other.
+const TIMES: [&str; 2] = ["hours", "seconds"];
+
+/// File names and charts of how algorithms scale: one for each pair of axes.
+pub fn scale_charts(curves: &[scale::Curve]) -> Vec<(String, String)> {
+    let mut keys = Vec::new();
+    for key in curves.iter().filter(|curve| !curve.points.is_empty()).map(axes_of) {
+        if !keys.contains(&key) {
+            keys.push(key);
+        }
+    }
+    let chart = |key| {
+        let of_key =
+            curves.iter().filter(|curve| !curve.points.is_empty() && axes_of(curve) == key).collect::<Vec<_>>();
+        (file_name(key), scale_chart(key, &of_key))
+    };
+    keys.into_iter().map(chart).collect()
+}
+
+/// What is to the right and up, and of which machine: the curves of an algorithm in several machines are in several charts.
+fn axes_of(curve: &scale::Curve) -> (&str, &str, &str) {
+    (curve.x, curve.y, curve.name.split_once(", ").map_or("", |(_, of)| of))
+}
+
+fn file_name((_, y, of): (&str, &str, &str)) -> String {
+    let what = y.split(',').next().unwrap_or(y);
+    let words =
+        what.split(|letter: char| !letter.is_alphanumeric()).chain(of.split(' ')).filter(|word| !word.is_empty());
+    format!("scale-{}.svg", words.map(str::to_lowercase).collect::<Vec<_>>().join("-"))
+}
+
+fn scale_chart((x, y, of): (&str, &str, &str), curves: &[&scale::Curve]) -> String {
+    let all = |of: fn(&(f64, f64)) -> f64| curves.iter().flat_map(move |curve| curve.points.iter().map(of));
+    let measured = !TIMES.contains(&x);
+    let axis = |of, span: f64, linear: fn(Vec<f64>) -> Scale| {
+        let (first, last) = all(of).fold((f64::MAX, 0.0), |(first, last), value| (value.min(first), value.max(last)));
+        let wide = measured && first > 0.0 && last / first >= span;
+        if wide { (" (logarithmic)", Scale::logarithmic(all(of))) } else { ("", linear(all(of).collect())) }
+    };
+    let (right_note, right) = axis(|point| point.0, 8.0, Scale::upto);
+    let (up_note, up) = axis(|point| point.1, 50.0, Scale::linear);
+    let compares = curves.iter().any(|curve| algorithm_of(curve).is_some());
+    let (mut seen, mut others) = (Vec::new(), OTHERS.iter().cycle());
+    let curves = curves.iter().map(|curve| {
+        let look = match algorithm_of(curve) {
+            Some(algorithm) => curve_of(algorithm),
+            None if compares => Curve { colour: "#222222", width: 1.5, dash: "4 4", ..Curve::default() },
+            None => Curve { colour: others.next().unwrap_or(&"#222222"), width: 2.5, ..Curve::default() },
+        };
+        // The same algorithm with other settings.
+        let dash = if !look.label.is_empty() && seen.contains(&look.label) { "4 7" } else { look.dash };
+        seen.push(look.label.clone());
+        let label = curve.name.split(", ").next().unwrap_or(&curve.name).to_owned();
+        Curve { label, dash, dots: measured, points: thinned(&curve.points).collect(), ..look }
+    });
+    let what = y.split(',').next().unwrap_or(y);
+    let by = if measured { x.split(',').next().unwrap_or(x) } else { "time" };
+    let title =
+        format!("{of}{}{what} {} {by}", if of.is_empty() { "" } else { ": " }, if measured { "by" } else { "over" });
+    let curves = curves.collect();
+    Lines { title, up: (format!("{y}{up_note}"), up), right: (format!("{x}{right_note}"), right), curves }.draw()
+}
+
+fn algorithm_of(curve: &scale::Curve) -> Option<Algorithm> {
+    curve.name.split([' ', ',']).next()?.parse().ok()
+}
+
+/// One figure for each algorithm.
+struct Sum {
+    name: &'static str,
+    title: &'static str,
+    unit: &'static str,
+    /// Shown as a share of what `ksm` has.
+    of_ksm: bool,
+    of: fn(&Outcome) -> f64,
+}
+
+const SUMS: [Sum; 4] = [
+    Sum {
+        name: "sharing-of-ksm",
+        title: "sharing",
+        unit: "MiB saved on average",
+        of_ksm: true,
+        of: |outcome| mib(outcome.saved_mean),
+    },
+    Sum {
+        name: "comparisons-of-ksm",
+        title: "comparisons of pages",
+        unit: "millions of comparisons",
+        of_ksm: true,
+        of: |outcome| millions(outcome.comparisons()),
+    },
+    Sum {
+        name: "cpu-of-ksm",
+        title: "CPU time",
+        unit: "CPU seconds, modelled",
+        of_ksm: true,
+        of: |outcome| outcome.cpu_seconds,
+    },
+    Sum {
+        name: "futile",
+        title: "futile comparisons",
+        unit: "% of comparisons that were made in searches without a find (CMD, equation 1)",
+        of_ksm: false,
+        of: |outcome| 100.0 * outcome.futile_rate,
+    },
+];
+
+impl Sum {
+    fn draw(&self, comparison: &Comparison) -> String {
+        let of_ksm = comparison.ksm().map(self.of).filter(|&ksm| self.of_ksm && ksm > 0.0);
+        let rows: Vec<Bar> = comparison
+            .outcomes
+            .iter()
+            .map(|outcome| {
+                let value = (self.of)(outcome);
+                let share = of_ksm.map(|ksm| format!(" ({:.1} % of ksm's)", 100.0 * value / ksm)).unwrap_or_default();
+                let Curve { label: name, colour, .. } = curve_of(outcome.algorithm);
+                Bar { name, value, text: number(value) + &share, colour }
+            })
+            .collect();
+        bars(&format!("{}: {}", comparison.record, self.title), self.unit, &rows)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(algorithm: Algorithm, saved: u64) -> Outcome {
+        let point = |second: u32| Point {
+            seconds: second.into(),
+            saved: saved * u64::from(second),
+            cpu_seconds: 0.1 * f64::from(second),
+            comparisons: 1_000 * u64::from(second),
+        };
+        Outcome {
+            algorithm,
+            scanned: 9,
+            read: 0,
+            searches: 9,
+            found: 3,
+            stable_comparisons: 6_000,
+            unstable_comparisons: 4_000,
+            futile_comparisons: 5_000,
+            futile_rate: 0.5,
+            hash_comparisons: 0,
+            depth: 2.0,
+            deepest: 4,
+            spared: 0,
+            trees: vec![1],
+            cow_breaks: 0,
+            saved: 10 * saved,
+            saved_mean: 5.5 * saved as f64,
+            cpu_seconds: 1.0,
+            metadata_bytes: 64,
+            curve: (1..=10).map(point).collect(),
+        }
+    }
+
+    fn comparison(algorithms: &[Algorithm]) -> Comparison {
+        Comparison {
+            schema: "pagefold.lab.replay/1",
+            record: "a <record> & more".to_owned(),
+            source: "live".to_owned(),
+            seconds: 10.0,
+            pages: 1_000,
+            forked: 0,
+            savable: (1..=10).map(|second| (f64::from(second), 900)).collect(),
+            outcomes: algorithms.iter().zip(10..).map(|(&algorithm, saved)| outcome(algorithm, saved)).collect(),
+        }
+    }
+
+    fn is_well_formed(svg: &str) -> bool {
+        roxmltree::Document::parse(svg).is_ok()
+    }
+
+    fn all() -> Vec<Algorithm> {
+        Algorithm::NAMES.iter().map(|&(_, algorithm)| algorithm).collect()
+    }
+
+    #[test]
+    fn charts_are_well_formed_and_show_every_algorithm() {
+        let charts = charts(&comparison(&all()));
+        let names: Vec<&str> =
+            charts.iter().map(|(name, _)| name.strip_prefix("a <record> & more-").unwrap()).collect();
+        let expected = ["saved", "comparisons", "cpu", "sharing-of-ksm", "comparisons-of-ksm", "cpu-of-ksm", "futile"];
+        assert_eq!(names, expected.map(|name| format!("{name}.svg")));
+        for (name, svg) in &charts {
+            assert!(is_well_formed(svg) && svg.contains("a &lt;record&gt; &amp; more: "), "{name}\n{svg}");
+            assert!(!svg.contains("NaN") && !svg.contains("inf"), "{name}\n{svg}");
+            for (algorithm, _) in Algorithm::NAMES {
+                assert!(svg.contains(&format!(">{algorithm}")), "{name} lacks {algorithm}\n{svg}");
+            }
+        }
+        // Each curve and its sample in the legend; what could be saved comes on top.
+        let curves: Vec<usize> = charts.iter().map(|(_, svg)| svg.matches("<polyline").count()).collect();
+        assert_eq!(curves, [18, 16, 16, 0, 0, 0, 0]);
+        let of_bars = charts[3..].iter().map(|(_, svg)| svg.matches("rx=").count());
+        assert!(of_bars.eq([8; 4]));
+    }
+
+    #[test]
+    fn without_ksm_nothing_is_a_share_of_its() {
+        for (name, svg) in charts(&comparison(&[Algorithm::Uksm])) {
+            assert!(!svg.contains("% of ksm"), "{name}\n{svg}");
+        }
+        let (_, sharing) = &charts(&comparison(&all()))[3];
+        assert!(sharing.contains(">0.2148 (100.0 % of ksm's)<"), "{sharing}");
+        // Nothing replayed, nothing recorded.
+        let none = Comparison { savable: Vec::new(), ..comparison(&[]) };
+        assert!(charts(&none).iter().all(|(_, svg)| is_well_formed(svg) && !svg.contains("NaN")));
+    }
+
+    #[test]
+    fn curves_of_the_same_axes_share_a_chart() {
+        let curve = |name: &str, x, y, points: Vec<(f64, f64)>| scale::Curve { name: name.into(), x, y, points };
+        let grow = |by: f64| (0..5).map(|power| (4_f64.powi(power), by.powi(power))).collect();
+        let charts = scale_charts(&[
+            curve("ksm", "memory, GiB", "time to 90 %, s", grow(10.0)),
+            curve("ksm-smart at 100", "memory, GiB", "time to 90 %, s", grow(8.0)),
+            curve("ksm-smart", "memory, GiB", "time to 90 %, s", grow(7.0)),
+            curve("uksm", "memory, GiB", "time to 90 %, s", Vec::new()),
+            curve("1024 nodes", "trees", "comparisons", grow(1.0)),
+            curve("ksm, 4 GiB", "hours", "share saved", (0..100).map(|at| (f64::from(at), 0.5)).collect()),
+            curve("ksm, 16 GiB", "hours", "share saved", (0..100).map(|at| (f64::from(at), 0.5)).collect()),
+        ]);
+        let names: Vec<&str> = charts.iter().map(|(name, _)| name.as_str()).collect();
+        let shares = ["scale-share-saved-4-gib.svg", "scale-share-saved-16-gib.svg"];
+        assert_eq!(names, [&["scale-time-to-90.svg", "scale-comparisons.svg"][..], &shares].concat());
+        let curves: Vec<usize> = charts.iter().map(|(_, svg)| svg.matches("<polyline").count()).collect();
+        assert_eq!(curves, [6, 2, 2, 2]);
+        let svg = &charts[0].1;
+        assert!(is_well_formed(svg) && svg.matches("logarithmic").count() == 2 && svg.matches("<circle").count() == 15);
+        assert!(!charts[2].1.contains("logarithmic") && charts[2].1.contains(">4 GiB: share saved over time<"));
+    }
+
+    #[test]
+    fn algorithms_look_different() {
+        let looks: std::collections::BTreeSet<_> = all().into_iter().map(|one| curve_of(one).colour).collect();
+        assert_eq!(looks.len(), Algorithm::NAMES.len());
+    }
+
+    #[test]
+    fn long_curves_keep_their_shape_and_their_end() {
+        for length in [0, 1, 2, POINTS, POINTS + 1, 10 * POINTS - 1] {
+            let points: Vec<usize> = (0..length).collect();
+            let thin: Vec<usize> = thinned(&points).collect();
+            assert!(thin.len() <= POINTS + 1 && thin.is_sorted() && thin.last() == points.last(), "{length}");
+            assert!(thin.windows(2).all(|two| two[0] < two[1]));
+        }
+    }
+
+    #[test]
+    fn charts_are_written_where_they_are_wanted() {
+        let dir = tempfile::tempdir().unwrap();
+        let below = dir.path().join("not/there/yet");
+        write(&below, &[("a.svg".to_owned(), "b".to_owned())]).unwrap();
+        assert_eq!(fs::read_to_string(below.join("a.svg")).unwrap(), "b");
+    }
+}

@@ -1,0 +1,116 @@
+//! What makes sense in a record. The writer writes nothing else, and the reader takes nothing else.
+
+use super::{Event, PARTS, Page, RegionRow};
+use pagefold_core::host::PageState;
+use rustc_hash::{FxHashMap, FxHashSet};
+
+/// One more than the last page that addresses of 64 bits reach.
+const PAGES_END: u64 = 1 << 52;
+
+/// What has been said so far.
+#[derive(Debug, Default)]
+pub(super) struct Check {
+    snapshots: u64,
+    time_ns: u64,
+    /// Processes, and whether they are still there.
+    processes: FxHashMap<u32, bool>,
+    regions: FxHashMap<u32, Bounds>,
+    unmapped: FxHashSet<u32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Bounds {
+    process: u32,
+    first: u64,
+    end: u64,
+}
+
+impl Check {
+    /// How many snapshots have begun.
+    pub(super) fn snapshots(&self) -> u64 {
+        self.snapshots
+    }
+
+    /// How many processes and regions there were at some time.
+    pub(super) fn seen(&self) -> (u64, u64) {
+        (self.processes.len() as u64, (self.regions.len() + self.unmapped.len()) as u64)
+    }
+
+    /// The number of the snapshot that begins.
+    pub(super) fn begin(&mut self, time_ns: u64) -> Result<i32, String> {
+        if time_ns < self.time_ns {
+            return Err(format!("time goes back, from {} ns to {time_ns} ns", self.time_ns));
+        }
+        let number = i32::try_from(self.snapshots).map_err(|_| "there are too many snapshots".to_owned())?;
+        i64::try_from(time_ns).map_err(|_| format!("a time of {time_ns} ns is absurd"))?;
+        self.time_ns = time_ns;
+        self.snapshots += 1;
+        Ok(number)
+    }
+
+    /// Takes in an event and returns the process that it is about.
+    pub(super) fn see(&mut self, event: &Event) -> Result<u32, String> {
+        match event {
+            Event::Process(row) => match self.processes.insert(row.process, true) {
+                Some(false) => Err(format!("process {} is there again after its end", row.process)),
+                _ => Ok(row.process),
+            },
+            Event::Exit { process } => {
+                self.lives(*process)?;
+                self.processes.insert(*process, false);
+                let unmapped = &mut self.unmapped;
+                self.regions.retain(|region, bounds| {
+                    let stays = bounds.process != *process;
+                    if !stays {
+                        unmapped.insert(*region);
+                    }
+                    stays
+                });
+                Ok(*process)
+            }
+            Event::Region(row) => self.region(row),
+            Event::Unmap { region } => {
+                let bounds = self.regions.remove(region).ok_or_else(|| format!("there is no region {region}"))?;
+                self.unmapped.insert(*region);
+                Ok(bounds.process)
+            }
+            Event::Page { region, page, now } => {
+                let bounds = self.regions.get(region).ok_or_else(|| format!("there is no region {region}"))?;
+                if !(bounds.first..bounds.end).contains(&page.0) {
+                    return Err(format!("page {} is outside region {region}", page.0));
+                }
+                page_makes_sense(now).map_err(|what| format!("page {} of region {region} {what}", page.0))?;
+                Ok(bounds.process)
+            }
+        }
+    }
+
+    fn lives(&self, process: u32) -> Result<(), String> {
+        if self.processes.get(&process) == Some(&true) { Ok(()) } else { Err(format!("there is no process {process}")) }
+    }
+
+    fn region(&mut self, row: &RegionRow) -> Result<u32, String> {
+        let RegionRow { region, process, first, pages, .. } = row;
+        self.lives(*process)?;
+        if self.unmapped.contains(region) {
+            return Err(format!("region {region} is there again after its end"));
+        }
+        let end = first.0.checked_add(pages.0).filter(|&end| end <= PAGES_END);
+        let end = end.ok_or_else(|| format!("region {region} of {} pages from {} is absurd", pages.0, first.0))?;
+        match self.regions.insert(*region, Bounds { process: *process, first: first.0, end }) {
+            Some(former) if former.process != *process => {
+                Err(format!("region {region} moves from process {} to process {process}", former.process))
+            }
+            _ => Ok(*process),
+        }
+    }
+}
+
+fn page_makes_sense(page: &Page) -> Result<(), &'static str> {
+    let blank = page.digest == 0 && page.parts == [0; PARTS];
+    match page.state {
+        PageState::Absent if !blank || page.huge || page.frame.is_some() => Err("is absent and holds something"),
+        PageState::ZeroMapped if !blank => Err("maps the zero page and holds something"),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,345 @@
+//! From looks to what changed between them, and back.
+
+use super::{Event, Look, PARTS, Page, ProcessRow, RegionRow, Snapshot};
+use pagefold_core::host::PageState;
+use pagefold_core::units::Vpn;
+use rustc_hash::FxHashSet;
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+
+/// Turns looks into snapshots, each with what is another than in the look before.
+#[derive(Debug, Default)]
+pub struct Deltas {
+    last: State,
+}
+
+impl Deltas {
+    /// Nothing has been seen yet: the first look is all new.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// What the look shows that the one before did not, and the other way round.
+    pub fn next(&mut self, look: Look) -> Snapshot {
+        let mut events = Vec::new();
+        let State { processes, regions } = &mut self.last;
+        let there: FxHashSet<u32> = look.processes.iter().map(|row| row.process).collect();
+        processes.retain(|&process, _| {
+            let stays = there.contains(&process);
+            if !stays {
+                events.push(Event::Exit { process });
+            }
+            stays
+        });
+        let mapped: FxHashSet<u32> = look.regions.iter().map(|(row, _)| row.region).collect();
+        regions.retain(|&region, held| {
+            let (stays, lives) = (mapped.contains(&region), there.contains(&held.row.process));
+            if !stays && lives {
+                events.push(Event::Unmap { region });
+            }
+            stays && lives
+        });
+        for row in look.processes {
+            if processes.get(&row.process) != Some(&row) {
+                events.push(Event::Process(row.clone()));
+                processes.insert(row.process, row);
+            }
+        }
+        for (row, pages) in look.regions {
+            let region = row.region;
+            let held = regions
+                .entry(region)
+                .and_modify(|held| {
+                    if held.row != row {
+                        events.push(Event::Region(row.clone()));
+                        held.pages.keep_within(&row);
+                        held.row = row.clone();
+                    }
+                })
+                .or_insert_with(|| {
+                    events.push(Event::Region(row.clone()));
+                    Region { row, pages: PageTable::default() }
+                });
+            held.pages.become_these(&pages, |page, now| events.push(Event::Page { region, page, now }));
+        }
+        Snapshot { time_ns: look.time_ns, events }
+    }
+}
+
+/// All that is there at a time: the sum of the snapshots so far.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    /// The processes, by number.
+    pub processes: BTreeMap<u32, ProcessRow>,
+    /// The regions, by number.
+    pub regions: BTreeMap<u32, Region>,
+}
+
+/// A region with its pages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// What and where it is.
+    pub row: RegionRow,
+    /// Those of its pages that are not absent.
+    pub pages: PageTable,
+}
+
+impl State {
+    /// Takes in what has changed. Pages of regions that are not there are passed over; no record that was read has any.
+    pub fn apply(&mut self, snapshot: &Snapshot) {
+        let together = |a: &Event, b: &Event| match (a, b) {
+            (Event::Page { region: a, .. }, Event::Page { region: b, .. }) => a == b,
+            _ => false,
+        };
+        for events in snapshot.events.chunk_by(together) {
+            match &events[0] {
+                Event::Process(row) => {
+                    self.processes.insert(row.process, row.clone());
+                }
+                Event::Exit { process } => {
+                    self.processes.remove(process);
+                    self.regions.retain(|_, held| held.row.process != *process);
+                }
+                Event::Region(row) => {
+                    let held = self.regions.entry(row.region);
+                    let held = held.or_insert_with(|| Region { row: row.clone(), pages: PageTable::default() });
+                    held.pages.keep_within(row);
+                    held.row.clone_from(row);
+                }
+                Event::Unmap { region } => {
+                    self.regions.remove(region);
+                }
+                Event::Page { region, .. } => {
+                    if let Some(held) = self.regions.get_mut(region) {
+                        held.pages.take_in(events);
+                    }
+                }
+            }
+        }
+    }
+
+    /// How many pages are not absent.
+    pub fn pages(&self) -> u64 {
+        self.regions.values().map(|held| held.pages.len() as u64).sum()
+    }
+}
+
+/// The pages of a region that are not absent, ascending.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PageTable(Vec<Kept>);
+
+/// A page as it is kept: 56 bytes, while a [`Page`] and its number take 80.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Kept {
+    page: Vpn,
+    digest: [u64; 2],
+    frame: u64,
+    parts: [u32; PARTS],
+    state: PageState,
+    huge: bool,
+    framed: bool,
+}
+
+impl Kept {
+    #[expect(clippy::cast_possible_truncation, reason = "both halves are kept")]
+    fn of(page: Vpn, now: &Page) -> Self {
+        Self {
+            page,
+            digest: [(now.digest >> 64) as u64, now.digest as u64],
+            frame: now.frame.unwrap_or(0),
+            parts: now.parts,
+            state: now.state,
+            huge: now.huge,
+            framed: now.frame.is_some(),
+        }
+    }
+
+    fn now(&self) -> Page {
+        Page {
+            state: self.state,
+            huge: self.huge,
+            digest: u128::from(self.digest[0]) << 64 | u128::from(self.digest[1]),
+            parts: self.parts,
+            frame: self.framed.then_some(self.frame),
+        }
+    }
+}
+
+/// What an absent page is.
+const ABSENT: Page = Page { state: PageState::Absent, huge: false, digest: 0, parts: [0; PARTS], frame: None };
+
+impl PageTable {
+    /// A page, unless it is absent.
+    pub fn get(&self, page: Vpn) -> Option<Page> {
+        self.0.binary_search_by_key(&page, |kept| kept.page).ok().map(|at| self.0[at].now())
+    }
+
+    /// The pages, ascending.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (Vpn, Page)> + '_ {
+        self.0.iter().map(|kept| (kept.page, kept.now()))
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether all are absent.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Forgets what lies outside.
+    fn keep_within(&mut self, row: &RegionRow) {
+        let end = row.first.0.saturating_add(row.pages.0);
+        self.0.retain(|kept| (row.first.0..end).contains(&kept.page.0));
+    }
+
+    /// Becomes `pages`, which ascend, and shows what is another than before.
+    fn become_these(&mut self, pages: &[(Vpn, Page)], mut show: impl FnMut(Vpn, Page)) {
+        let former = std::mem::replace(&mut self.0, Vec::with_capacity(pages.len()));
+        let mut former = former.iter().peekable();
+        for &(page, now) in pages.iter().filter(|(_, now)| now.state != PageState::Absent) {
+            while let Some(gone) = former.next_if(|kept| kept.page < page) {
+                show(gone.page, ABSENT);
+            }
+            let kept = Kept::of(page, &now);
+            if former.next_if(|kept| kept.page == page) != Some(&kept) {
+                show(page, now);
+            }
+            self.0.push(kept);
+        }
+        former.for_each(|gone| show(gone.page, ABSENT));
+    }
+
+    /// Takes in page events, all of this region. Of two of the same page the later counts.
+    fn take_in(&mut self, events: &[Event]) {
+        let mut changes: Vec<(Vpn, Page)> = events
+            .iter()
+            .filter_map(|event| if let Event::Page { page, now, .. } = event { Some((*page, *now)) } else { None })
+            .collect();
+        if !changes.is_sorted_by(|a, b| a.0 < b.0) {
+            changes.sort_by_key(|(page, _)| *page);
+            changes.dedup_by(|later, kept| {
+                let same = later.0 == kept.0;
+                if same {
+                    kept.1 = later.1;
+                }
+                same
+            });
+        }
+        let former = std::mem::take(&mut self.0);
+        self.0.reserve_exact(former.len() + changes.len());
+        let (mut former, mut changes) = (former.into_iter().peekable(), changes.into_iter().peekable());
+        loop {
+            let order = match (former.peek(), changes.peek()) {
+                (None, None) => break,
+                (Some(_), None) => Ordering::Less,
+                (None, Some(_)) => Ordering::Greater,
+                (Some(kept), Some((page, _))) => kept.page.cmp(page),
+            };
+            let kept = if order == Ordering::Greater { None } else { former.next() };
+            let change = if order == Ordering::Less { None } else { changes.next() };
+            match change {
+                Some((_, now)) if now.state == PageState::Absent => {}
+                Some((page, now)) => self.0.push(Kept::of(page, &now)),
+                None => self.0.extend(kept),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_core::units::Pages;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_gibibyte_takes_some_15_mb() {
+        assert!(size_of::<Kept>() * 262_144 < 15_000_000);
+    }
+
+    /// Process, region, first page, pages, and the digests of some.
+    type Mapped<'a> = (u32, u32, u64, u64, &'a [(u64, u128)]);
+
+    fn look(processes: &[u32], regions: &[Mapped<'_>]) -> Look {
+        Look {
+            time_ns: 0,
+            processes: processes.iter().map(|&process| ProcessRow { process, pid: None, name: None }).collect(),
+            regions: regions
+                .iter()
+                .map(|&(process, region, first, pages, held)| {
+                    let (first, pages) = (Vpn(first), Pages(pages));
+                    let held = held.iter().map(|&(page, digest)| (Vpn(page), private(digest))).collect();
+                    (RegionRow { region, process, kind: "heap".into(), first, pages }, held)
+                })
+                .collect(),
+        }
+    }
+
+    fn private(digest: u128) -> Page {
+        Page { state: PageState::Private, huge: false, digest, parts: [1; PARTS], frame: None }
+    }
+
+    fn page(region: u32, page: u64, now: Page) -> Event {
+        Event::Page { region, page: Vpn(page), now }
+    }
+
+    #[test]
+    fn only_what_changed_is_told() {
+        let mut deltas = Deltas::new();
+        let first = look(&[1, 2], &[(1, 7, 10, 5, &[(10, 1), (12, 2)]), (2, 8, 10, 5, &[(11, 3)])]);
+        assert_eq!(deltas.next(first.clone()).events.len(), 2 + 2 + 3);
+        assert_eq!(deltas.next(first).events, []);
+        // One region grows downwards and holds its pages, one goes with its process, one comes.
+        let second = look(&[1], &[(1, 7, 8, 5, &[(8, 9), (10, 1), (12, 4)]), (1, 9, 20, 1, &[])]);
+        let rows: Vec<RegionRow> = second.regions.iter().map(|(row, _)| row.clone()).collect();
+        assert_eq!(
+            deltas.next(second).events,
+            [
+                Event::Exit { process: 2 },
+                Event::Region(rows[0].clone()),
+                page(7, 8, private(9)),
+                page(7, 12, private(4)),
+                Event::Region(rows[1].clone()),
+            ]
+        );
+        // What lies outside the new bounds is not told of once more; what is gone within them is.
+        let third = look(&[1], &[(1, 7, 8, 4, &[(8, 9)])]);
+        let row = third.regions[0].0.clone();
+        assert_eq!(deltas.next(third).events, [Event::Unmap { region: 9 }, Event::Region(row), page(7, 10, ABSENT)]);
+    }
+
+    #[test]
+    fn of_two_changes_of_a_page_the_later_counts() {
+        let mut state = State::default();
+        let first = Deltas::new().next(look(&[1], &[(1, 7, 0, 9, &[(1, 1), (3, 3)])]));
+        state.apply(&first);
+        let events = vec![page(7, 3, private(4)), page(7, 2, private(2)), page(7, 3, ABSENT), page(8, 3, private(4))];
+        state.apply(&Snapshot { time_ns: 1, events });
+        let pages = &state.regions[&7].pages;
+        assert_eq!(pages.iter().collect::<Vec<_>>(), [(Vpn(1), private(1)), (Vpn(2), private(2))]);
+        assert_eq!((pages.get(Vpn(2)), pages.get(Vpn(3)), state.pages()), (Some(private(2)), None, 2));
+    }
+
+    proptest! {
+        /// The way to snapshots and back leads to the look.
+        #[test]
+        fn snapshots_add_up_to_the_look(looks in super::super::arbitrary::looks()) {
+            let (mut deltas, mut state) = (Deltas::new(), State::default());
+            for look in looks {
+                state.apply(&deltas.next(look.clone()));
+                prop_assert_eq!(&state, &deltas.last);
+                let processes: Vec<_> = state.processes.values().cloned().collect();
+                prop_assert_eq!(processes, look.processes);
+                prop_assert_eq!(state.regions.len(), look.regions.len());
+                for (row, pages) in look.regions {
+                    let held = &state.regions[&row.region];
+                    prop_assert_eq!(&held.row, &row);
+                    prop_assert_eq!(held.pages.iter().collect::<Vec<_>>(), pages);
+                }
+            }
+        }
+    }
+}

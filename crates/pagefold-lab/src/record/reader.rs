@@ -1,0 +1,433 @@
+//! Reading a record.
+
+use super::check::Check;
+use super::schema::{self, word};
+use super::{Event, Origin, PARTS, Page, ProcessRow, Record, RecordError, RegionRow, Snapshot, seal};
+use pagefold_core::host::PageState;
+use pagefold_core::units::{Pages, Vpn};
+use parquet::basic::Repetition;
+use parquet::column::reader::{ColumnReader, ColumnReaderImpl, get_typed_column_reader};
+use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, FixedLenByteArrayType, Int32Type, Int64Type};
+use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
+use std::cell::Cell;
+use std::fs::File;
+use std::io;
+use std::panic::{self, AssertUnwindSafe};
+use std::path::{Path, PathBuf};
+use std::sync::Once;
+
+/// Rows that are decoded together.
+const BATCH_ROWS: usize = 8192;
+
+impl Record {
+    /// Reads a whole record.
+    pub fn read(path: &Path) -> Result<Self, RecordError> {
+        let mut reader = RecordReader::open(path)?;
+        let snapshots = reader.by_ref().collect::<Result<_, _>>()?;
+        Ok(Self { origin: reader.origin, snapshots })
+    }
+}
+
+/// Reads a record, snapshot by snapshot. After an error it is at its end.
+pub struct RecordReader {
+    path: PathBuf,
+    origin: Origin,
+    file: SerializedFileReader<File>,
+    next_group: usize,
+    rows: Option<Rows>,
+    /// The snapshot that has begun.
+    open: Option<(i32, Snapshot)>,
+    check: Check,
+    ended: bool,
+}
+
+impl RecordReader {
+    /// Opens a record.
+    pub fn open(path: &Path) -> Result<Self, RecordError> {
+        let path = path.to_owned();
+        let mut file = File::open(&path).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => RecordError::Absent { path: path.clone() },
+            _ => RecordError::Read { path: path.clone(), source },
+        })?;
+        let metadata = file.metadata().map_err(|source| RecordError::Read { path: path.clone(), source })?;
+        if !metadata.is_file() {
+            return Err(RecordError::NotAFile { path });
+        }
+        seal::check(&path, &mut file)?;
+        guarded(|| SerializedFileReader::new(file))
+            .map_err(|what| RecordError::Damaged { path: path.clone(), what })
+            .and_then(|file| Self::of(path, file))
+    }
+
+    fn of(path: PathBuf, file: SerializedFileReader<File>) -> Result<Self, RecordError> {
+        let metadata = file.metadata().file_metadata();
+        let no_record = |what: &str| RecordError::NotARecord { path: path.clone(), what: what.to_owned() };
+        let value = |key: &str| {
+            let entries = metadata.key_value_metadata()?;
+            entries.iter().find(|entry| entry.key == key)?.value.as_deref()
+        };
+        match value(schema::KEY_SCHEMA) {
+            Some(schema::SCHEMA) => {}
+            Some(other) if is_newer(other) => {
+                return Err(RecordError::Newer { schema: other.to_owned(), path });
+            }
+            Some(_) => return Err(no_record("its schema is another")),
+            None => return Err(no_record("it does not name its schema")),
+        }
+        let wanted = |key: &str| value(key).ok_or_else(|| no_record(&format!("it lacks {key}")));
+        let number = wanted(schema::KEY_EVERY_NS)?.parse();
+        let flag = wanted(schema::KEY_ANONYMOUS)?.parse();
+        let origin = Origin {
+            source: wanted(schema::KEY_SOURCE)?.to_owned(),
+            every_ns: number.map_err(|_| no_record("the time between its snapshots is no number"))?,
+            anonymous: flag.map_err(|_| no_record("whether it is anonymous is neither true nor false"))?,
+        };
+        let expected = schema::columns().map_err(|error| no_record(&error.to_string()))?;
+        let found = metadata.schema_descr().root_schema();
+        let shape = |column: &parquet::schema::types::Type| {
+            let info = column.get_basic_info();
+            let optional = !info.has_repetition() || info.repetition() == Repetition::OPTIONAL;
+            (column.name().to_owned(), column.is_primitive().then(|| column.get_physical_type()), optional)
+        };
+        if !found.is_group()
+            || !found
+                .get_fields()
+                .iter()
+                .map(|column| shape(column))
+                .eq(expected.get_fields().iter().map(|column| shape(column)))
+        {
+            return Err(no_record("its columns are others"));
+        }
+        let check = Check::default();
+        Ok(Self { path, origin, file, next_group: 0, rows: None, open: None, check, ended: false })
+    }
+
+    /// Where the record comes from.
+    pub fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    fn next_snapshot(&mut self) -> Result<Option<Snapshot>, Wrong> {
+        loop {
+            let Some(row) = self.next_row()? else {
+                return Ok(self.open.take().map(|(_, snapshot)| snapshot));
+            };
+            let time_ns = u64::try_from(row.time_ns).map_err(|_| Wrong::Senseless("a time is below zero".into()))?;
+            let Some(event) = row.event else {
+                let number = self.check.begin(time_ns).map_err(Wrong::Senseless)?;
+                if number != row.snapshot {
+                    return Err(Wrong::Senseless(format!("it is numbered {}, not {number}", row.snapshot)));
+                }
+                let begun = Some((number, Snapshot { time_ns, events: Vec::new() }));
+                match std::mem::replace(&mut self.open, begun) {
+                    Some((_, done)) => return Ok(Some(done)),
+                    None => continue,
+                }
+            };
+            let Some((number, snapshot)) = &mut self.open else {
+                return Err(Wrong::Senseless("an event comes before the first snapshot".into()));
+            };
+            if (*number, snapshot.time_ns) != (row.snapshot, time_ns) {
+                let what = format!("an event is of snapshot {} at {time_ns} ns", row.snapshot);
+                return Err(Wrong::Senseless(what));
+            }
+            let process = self.check.see(&event).map_err(Wrong::Senseless)?;
+            if row.process != Some(process) {
+                return Err(Wrong::Senseless("an event has the number of another process".into()));
+            }
+            snapshot.events.push(event);
+        }
+    }
+
+    fn next_row(&mut self) -> Result<Option<Row>, Wrong> {
+        loop {
+            if let Some(rows) = &mut self.rows {
+                if let Some(row) = rows.next()? {
+                    return Ok(Some(row));
+                }
+                self.rows = None;
+            }
+            if self.next_group >= self.file.num_row_groups() {
+                return Ok(None);
+            }
+            let group = self.file.get_row_group(self.next_group)?;
+            self.rows = Some(Rows::of(group.as_ref())?);
+            self.next_group += 1;
+        }
+    }
+}
+
+/// Whether it is this schema in a later version.
+fn is_newer(schema: &str) -> bool {
+    let version = |schema: &str| schema.strip_prefix(schema::SCHEMA_NAME)?.parse::<u32>().ok();
+    version(schema).is_some_and(|found| Some(found) > version(schema::SCHEMA))
+}
+
+impl Iterator for RecordReader {
+    type Item = Result<Snapshot, RecordError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.ended {
+            return None;
+        }
+        let snapshot = self.check.snapshots().saturating_sub(1);
+        let next = guarded(|| Ok::<_, String>(self.next_snapshot())).unwrap_or_else(|what| Err(Wrong::Damaged(what)));
+        let path = || self.path.clone();
+        let next = next.map_err(|wrong| match wrong {
+            Wrong::Damaged(what) => RecordError::Damaged { path: path(), what },
+            Wrong::Senseless(what) => RecordError::Senseless { path: path(), snapshot, what },
+        });
+        self.ended = !matches!(next, Ok(Some(_)));
+        next.transpose()
+    }
+}
+
+/// What is wrong, without the file's name.
+enum Wrong {
+    Damaged(String),
+    Senseless(String),
+}
+
+impl From<parquet::errors::ParquetError> for Wrong {
+    fn from(error: parquet::errors::ParquetError) -> Self {
+        Self::Damaged(one_line(&error))
+    }
+}
+
+fn one_line(error: &dyn std::fmt::Display) -> String {
+    error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+thread_local! {
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Has the parquet crate decode something. The checksum has kept all that was damaged by chance from it; but somebody may
+/// have made a file with a good checksum whose inside is wrong, and on some of those the crate panics (version 59: in 27 of
+/// the 10,700 cases of this folder's test). That is an error like any other, and nobody is told of it twice.
+fn guarded<T, E: std::fmt::Display>(decode: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !GUARDED.get() {
+                before(info);
+            }
+        }));
+    });
+    let outer = GUARDED.replace(true);
+    // What is left half done is not used again: after an error the reader is at its end.
+    let decoded = panic::catch_unwind(AssertUnwindSafe(decode));
+    GUARDED.set(outer);
+    match decoded {
+        Ok(result) => result.map_err(|error| one_line(&error)),
+        Err(_) => Err("its columns cannot be decoded".to_owned()),
+    }
+}
+
+/// A row, and the event in it unless it begins a snapshot.
+struct Row {
+    snapshot: i32,
+    time_ns: i64,
+    process: Option<u32>,
+    event: Option<Event>,
+}
+
+/// One column of a row group, read in batches.
+struct Column<T: DataType> {
+    name: &'static str,
+    reader: ColumnReaderImpl<T>,
+    optional: bool,
+    values: Vec<T::T>,
+    levels: Vec<i16>,
+    next_value: usize,
+}
+
+impl<T: DataType> Column<T> {
+    fn fill(&mut self, rows: usize) -> Result<(), Wrong> {
+        self.values.clear();
+        self.levels.clear();
+        self.next_value = 0;
+        let (read, _, _) = self.reader.read_records(rows, Some(&mut self.levels), None, &mut self.values)?;
+        let whole = read == rows && self.levels.len() == if self.optional { rows } else { 0 };
+        if whole { Ok(()) } else { Err(Wrong::Damaged(format!("the column {} is too short", self.name))) }
+    }
+
+    /// The value in a row, the next after that of the last call.
+    fn take(&mut self, row: usize) -> Option<T::T> {
+        if self.optional && self.levels.get(row) != Some(&1) {
+            return None;
+        }
+        self.next_value += 1;
+        self.values.get(self.next_value - 1).cloned()
+    }
+}
+
+/// The rows of a row group.
+struct Rows {
+    left: usize,
+    batch: usize,
+    at: usize,
+    snapshot: Column<Int32Type>,
+    time_ns: Column<Int64Type>,
+    event: Column<ByteArrayType>,
+    process: Column<Int32Type>,
+    pid: Column<Int32Type>,
+    name: Column<ByteArrayType>,
+    region: Column<Int32Type>,
+    kind: Column<ByteArrayType>,
+    first_page: Column<Int64Type>,
+    pages: Column<Int64Type>,
+    page: Column<Int64Type>,
+    state: Column<ByteArrayType>,
+    huge: Column<BoolType>,
+    digest: Column<FixedLenByteArrayType>,
+    parts: [Column<Int32Type>; PARTS],
+    frame: Column<Int64Type>,
+}
+
+/// Hands out the columns of a row group, in the schema's order.
+struct Hand<'a> {
+    group: &'a dyn RowGroupReader,
+    next: usize,
+}
+
+impl Hand<'_> {
+    fn column<T: DataType>(&mut self, name: &'static str) -> Result<Column<T>, Wrong> {
+        let reader: ColumnReader = self.group.get_column_reader(self.next)?;
+        let optional = self.group.metadata().column(self.next).column_descr().max_def_level() > 0;
+        self.next += 1;
+        let reader = get_typed_column_reader(reader);
+        Ok(Column { name, reader, optional, values: Vec::new(), levels: Vec::new(), next_value: 0 })
+    }
+}
+
+impl Rows {
+    fn of(group: &dyn RowGroupReader) -> Result<Self, Wrong> {
+        let left = usize::try_from(group.metadata().num_rows());
+        let mut hand = Hand { group, next: 0 };
+        Ok(Self {
+            left: left.map_err(|_| Wrong::Damaged("a number of rows is absurd".into()))?,
+            batch: 0,
+            at: 0,
+            snapshot: hand.column("snapshot")?,
+            time_ns: hand.column("time_ns")?,
+            event: hand.column("event")?,
+            process: hand.column("process")?,
+            pid: hand.column("pid")?,
+            name: hand.column("name")?,
+            region: hand.column("region")?,
+            kind: hand.column("kind")?,
+            first_page: hand.column("first_page")?,
+            pages: hand.column("pages")?,
+            page: hand.column("page")?,
+            state: hand.column("state")?,
+            huge: hand.column("huge")?,
+            digest: hand.column("digest")?,
+            parts: [hand.column("part0")?, hand.column("part1")?, hand.column("part2")?, hand.column("part3")?],
+            frame: hand.column("frame")?,
+        })
+    }
+
+    fn fill(&mut self) -> Result<(), Wrong> {
+        self.batch = self.left.min(BATCH_ROWS);
+        self.left -= self.batch;
+        self.at = 0;
+        let rows = self.batch;
+        self.snapshot.fill(rows)?;
+        self.time_ns.fill(rows)?;
+        self.event.fill(rows)?;
+        self.process.fill(rows)?;
+        self.pid.fill(rows)?;
+        self.name.fill(rows)?;
+        self.region.fill(rows)?;
+        self.kind.fill(rows)?;
+        self.first_page.fill(rows)?;
+        self.pages.fill(rows)?;
+        self.page.fill(rows)?;
+        self.state.fill(rows)?;
+        self.huge.fill(rows)?;
+        self.digest.fill(rows)?;
+        self.parts.iter_mut().try_for_each(|part| part.fill(rows))?;
+        self.frame.fill(rows)
+    }
+
+    fn next(&mut self) -> Result<Option<Row>, Wrong> {
+        if self.at == self.batch {
+            if self.left == 0 {
+                return Ok(None);
+            }
+            self.fill()?;
+        }
+        let at = self.at;
+        self.at += 1;
+        // Every column has its turn in every row, so that they keep step.
+        let snapshot = must(self.snapshot.take(at), "snapshot")?;
+        let time_ns = must(self.time_ns.take(at), "time_ns")?;
+        let event = must(self.event.take(at), "event")?;
+        let process = self.process.take(at).map(unsigned);
+        let (pid, name) = (self.pid.take(at), self.name.take(at));
+        let region = self.region.take(at).map(unsigned);
+        let (kind, first, pages) = (self.kind.take(at), self.first_page.take(at), self.pages.take(at));
+        let (page, state) = (self.page.take(at), self.state.take(at));
+        let (huge, digest) = (self.huge.take(at), self.digest.take(at));
+        let parts = self.parts.each_mut().map(|part| part.take(at).map(unsigned));
+        let frame = self.frame.take(at).map(unsigned_long);
+        let event = match text(&event)? {
+            word::SNAPSHOT => None,
+            word::PROCESS => {
+                let name = name.as_ref().map(text).transpose()?.map(str::to_owned);
+                Some(Event::Process(ProcessRow { process: must(process, "process")?, pid, name }))
+            }
+            word::EXIT => Some(Event::Exit { process: must(process, "process")? }),
+            word::REGION => Some(Event::Region(RegionRow {
+                region: must(region, "region")?,
+                process: must(process, "process")?,
+                kind: text(&must(kind, "kind")?)?.to_owned(),
+                first: Vpn(unsigned_long(must(first, "first_page")?)),
+                pages: Pages(unsigned_long(must(pages, "pages")?)),
+            })),
+            word::UNMAP => Some(Event::Unmap { region: must(region, "region")? }),
+            word::PAGE => {
+                let word = must(state, "state")?;
+                let word = text(&word)?;
+                let state = schema::state_of(word)
+                    .ok_or_else(|| Wrong::Senseless(format!("{word:?} is no state of a page")))?;
+                let now = if state == PageState::Absent {
+                    Page { state, huge: false, digest: 0, parts: [0; PARTS], frame: None }
+                } else {
+                    let digest = must(digest, "digest")?;
+                    let digest =
+                        digest.data().try_into().map_err(|_| Wrong::Damaged("a digest is too short".into()))?;
+                    let [a, b, c, d] = parts;
+                    let parts = [must(a, "part0")?, must(b, "part1")?, must(c, "part2")?, must(d, "part3")?];
+                    Page { state, huge: must(huge, "huge")?, digest: u128::from_be_bytes(digest), parts, frame }
+                };
+                let page = Vpn(unsigned_long(must(page, "page")?));
+                Some(Event::Page { region: must(region, "region")?, page, now })
+            }
+            other => return Err(Wrong::Senseless(format!("{other:?} is no event"))),
+        };
+        Ok(Some(Row { snapshot, time_ns, process, event }))
+    }
+}
+
+fn must<T>(value: Option<T>, column: &str) -> Result<T, Wrong> {
+    value.ok_or_else(|| Wrong::Senseless(format!("an event lacks its {column}")))
+}
+
+fn text(bytes: &ByteArray) -> Result<&str, Wrong> {
+    std::str::from_utf8(bytes.data()).map_err(|_| Wrong::Senseless("a word is not UTF-8".into()))
+}
+
+/// The bits as Parquet keeps them.
+#[expect(clippy::cast_sign_loss, reason = "the same bits")]
+const fn unsigned(bits: i32) -> u32 {
+    bits as u32
+}
+
+/// The same for longer ones.
+#[expect(clippy::cast_sign_loss, reason = "the same bits")]
+const fn unsigned_long(bits: i64) -> u64 {
+    bits as u64
+}

@@ -1,0 +1,321 @@
+//! Replays a record under an algorithm, in virtual time, and counts what it does.
+
+use crate::script::Scripted;
+use pagefold_core::classes::Classifier;
+use pagefold_core::config::Config;
+use pagefold_core::engine::{Engine, round};
+use pagefold_core::host::{Actions, Host, MergeOrder};
+use pagefold_sim::{Classes, Costs, Counts, Forest, Knobs, SimHost, UksmSettings};
+use serde::Serialize;
+use std::fmt;
+use std::str::FromStr;
+use thiserror::Error;
+
+const NS_PER_MS: u64 = 1_000_000;
+/// nuKSM has one tree for each 100 MiB of memory (section 4.3).
+const PAGES_PER_TREE: u64 = 100 << 20 >> 12;
+
+/// What searches and merges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Algorithm {
+    /// Linux's ksmd without `smart_scan`: two trees, everything marked.
+    Ksm,
+    /// Linux's ksmd as it is by default.
+    KsmSmart,
+    /// UKSM in the kernel.
+    Uksm,
+    /// ksmd with trees for eight ranges of physical addresses.
+    CmdAddress,
+    /// ksmd with trees for sixteen numbers of writes.
+    #[serde(rename = "cmd-pagecount")]
+    CmdPageCount,
+    /// ksmd with trees for sixteen patterns of written quarters.
+    #[serde(rename = "cmd-subpage")]
+    CmdSubPage,
+    /// ksmd with a forest, by checksum.
+    #[serde(rename = "nuksm")]
+    NuKsm,
+    /// pagefold, and ksmd on its orders.
+    Pagefold,
+}
+
+impl Algorithm {
+    /// All of them, by name.
+    pub const NAMES: [(&'static str, Self); 8] = [
+        ("ksm", Self::Ksm),
+        ("ksm-smart", Self::KsmSmart),
+        ("uksm", Self::Uksm),
+        ("cmd-address", Self::CmdAddress),
+        ("cmd-pagecount", Self::CmdPageCount),
+        ("cmd-subpage", Self::CmdSubPage),
+        ("nuksm", Self::NuKsm),
+        ("pagefold", Self::Pagefold),
+    ];
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::NAMES.iter().find(|(_, algorithm)| algorithm == self).map_or("", |(name, _)| name);
+        f.pad(name)
+    }
+}
+
+/// No algorithm has that name.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("there is no algorithm '{}'; choose from {}", .0.escape_debug(), Algorithm::NAMES.map(|(name, _)| name).join(", "))]
+pub struct NoAlgorithm(String);
+
+impl FromStr for Algorithm {
+    type Err = NoAlgorithm;
+    fn from_str(name: &str) -> Result<Self, NoAlgorithm> {
+        let found = Self::NAMES.iter().find(|(known, _)| *known == name);
+        found.map(|&(_, algorithm)| algorithm).ok_or_else(|| NoAlgorithm(name.to_owned()))
+    }
+}
+
+/// How to replay.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Pages that ksmd scans in a batch.
+    pub pages_to_scan: u32,
+    /// How long it sleeps between batches, milliseconds.
+    pub sleep_ms: u32,
+    /// How long to replay, nanoseconds; memory stands still when the record has ended.
+    pub for_ns: u64,
+    /// Time between two points of a curve, nanoseconds.
+    pub every_ns: u64,
+    /// pagefold's settings.
+    pub config: Config,
+    /// Trees of `nuksm`; otherwise one for each 100 MiB.
+    pub trees: Option<u16>,
+    /// What things cost.
+    pub costs: Costs,
+}
+
+impl Settings {
+    /// For as long as the record is, at the scan rate that measurements compare with: 1000 pages each 20 ms.
+    pub fn for_record(scripted: &Scripted) -> Self {
+        Self::for_time(scripted.ends_ns)
+    }
+
+    /// The same for so long, nanoseconds.
+    pub fn for_time(for_ns: u64) -> Self {
+        Self {
+            pages_to_scan: 1_000,
+            sleep_ms: 20,
+            for_ns,
+            every_ns: 500 * NS_PER_MS,
+            config: Config::default(),
+            trees: None,
+            costs: Costs::default(),
+        }
+    }
+}
+
+/// How things stood at a time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Point {
+    /// Time since the beginning, seconds.
+    pub seconds: f64,
+    /// Pages saved.
+    pub saved: u64,
+    /// CPU time so far, seconds.
+    pub cpu_seconds: f64,
+    /// Comparisons of pages so far.
+    pub comparisons: u64,
+}
+
+/// What an algorithm did.
+#[derive(Clone, Debug, Serialize)]
+pub struct Outcome {
+    /// The algorithm.
+    pub algorithm: Algorithm,
+    /// Pages looked at by ksmd, or by what stands in its place.
+    pub scanned: u64,
+    /// Pages read by pagefold.
+    pub read: u64,
+    /// Searches for a partner, and those that found one.
+    pub searches: u64,
+    /// Searches that found one.
+    pub found: u64,
+    /// Pages compared with pages of stable trees.
+    pub stable_comparisons: u64,
+    /// Pages compared with pages of unstable trees.
+    pub unstable_comparisons: u64,
+    /// Comparisons in searches that found nothing.
+    pub futile_comparisons: u64,
+    /// Their share (CMD, equation 1).
+    pub futile_rate: f64,
+    /// Hashes compared with hashes.
+    pub hash_comparisons: u64,
+    /// Comparisons of pages in one search on average.
+    pub depth: f64,
+    /// Steps down one tree at most.
+    pub deepest: u64,
+    /// Pages not compared again because they had not been written.
+    pub spared: u64,
+    /// Pages in each tree at the end, or in those of each class.
+    pub trees: Vec<u64>,
+    /// Copies made because a merged page was written.
+    pub cow_breaks: u64,
+    /// Pages saved at the end.
+    pub saved: u64,
+    /// Pages saved on average over the time.
+    pub saved_mean: f64,
+    /// Modelled CPU time, seconds.
+    pub cpu_seconds: f64,
+    /// Memory for records of the kernel and for pagefold's index, bytes.
+    pub metadata_bytes: u64,
+    /// How it went.
+    pub curve: Vec<Point>,
+}
+
+impl Outcome {
+    /// Comparisons of pages.
+    pub fn comparisons(&self) -> u64 {
+        self.stable_comparisons + self.unstable_comparisons
+    }
+}
+
+/// Replays a record under an algorithm.
+pub fn replay(algorithm: Algorithm, scripted: &Scripted, settings: &Settings) -> Outcome {
+    let populate = |mut sim: SimHost| {
+        sim.play(scripted.script.clone());
+        sim
+    };
+    Run::begin(algorithm, knobs(algorithm, scripted.pages, settings.trees), settings, populate)
+        .through(algorithm, settings)
+}
+
+/// Pages that could be saved, and when, seconds: at each point of the curve all but one of every content.
+pub fn savable(scripted: &Scripted, settings: &Settings) -> Vec<(f64, u64)> {
+    let mut sim = SimHost::new(1, Costs::default(), Knobs::default());
+    sim.play(scripted.script.clone());
+    let mut curve = Vec::new();
+    while sim.now_ns() < settings.for_ns.min(scripted.ends_ns) {
+        let Ok(()) = sim.wait(settings.every_ns.max(NS_PER_MS));
+        curve.push((sim.now_ns() as f64 / 1e9, sim.truth().savable));
+    }
+    curve
+}
+
+/// How a machine with so many pages is set up for an algorithm; nuKSM with so many trees.
+pub(crate) fn knobs(algorithm: Algorithm, pages: u64, trees: Option<u16>) -> Knobs {
+    let plain = Knobs { smart_scan: false, merge_any: true, ..Knobs::default() };
+    let forest = |forest| Knobs { forest, ..plain };
+    let by_memory = || (pages / PAGES_PER_TREE + 1).try_into().unwrap_or(u16::MAX);
+    match algorithm {
+        Algorithm::Ksm => plain,
+        Algorithm::KsmSmart => Knobs { smart_scan: true, ..plain },
+        Algorithm::CmdAddress => forest(Forest::Classes(Classes::Address)),
+        Algorithm::CmdPageCount => forest(Forest::Classes(Classes::PageCount)),
+        Algorithm::CmdSubPage => forest(Forest::Classes(Classes::SubPages)),
+        Algorithm::NuKsm => forest(Forest::Checksum { trees: trees.unwrap_or_else(by_memory) }),
+        Algorithm::Uksm => Knobs { merge_any: false, ..plain },
+        // As it sets them on a live machine.
+        Algorithm::Pagefold => Knobs { use_zero_pages: true, max_page_sharing: 4_096, ..Knobs::default() },
+    }
+}
+
+/// A machine under an algorithm.
+pub(crate) struct Run {
+    pub(crate) sim: SimHost,
+    pub(crate) engine: Option<Engine>,
+    next_round_ns: u64,
+}
+
+impl Run {
+    /// A machine whose memory is what `populate` makes of an empty one, with an algorithm about to begin.
+    pub(crate) fn begin(
+        algorithm: Algorithm,
+        knobs: Knobs,
+        settings: &Settings,
+        populate: impl FnOnce(SimHost) -> SimHost,
+    ) -> Self {
+        let keep_writes = algorithm == Algorithm::Pagefold && settings.config.classifier == Classifier::SubPages;
+        let mut sim = SimHost::new(1, settings.costs, Knobs { keep_writes, ..knobs });
+        if algorithm == Algorithm::Uksm {
+            sim = sim.with_uksm(UksmSettings::of_governor(settings.config.governor));
+        }
+        sim = populate(sim);
+        let Ok(()) = sim.wait(0);
+        let engine = match algorithm {
+            Algorithm::Pagefold => Some(Engine::new(settings.config.clone())),
+            Algorithm::Uksm => None,
+            _ => {
+                let merge = MergeOrder::Pace { pages_to_scan: settings.pages_to_scan, sleep_ms: settings.sleep_ms };
+                let Ok(_) = sim.apply(&Actions { merge, ..Actions::default() });
+                None
+            }
+        };
+        Self { sim, engine, next_round_ns: 0 }
+    }
+
+    fn through(mut self, algorithm: Algorithm, settings: &Settings) -> Outcome {
+        let mut curve = Vec::new();
+        let every_ns = settings.every_ns.max(NS_PER_MS);
+        let mut at_ns = 0;
+        while at_ns < settings.for_ns {
+            at_ns = (at_ns + every_ns).min(settings.for_ns);
+            self.run_until(at_ns);
+            curve.push(self.point());
+        }
+        let Counts { searches, found, stable, unstable, futile, hashes, deepest } = self.sim.counts();
+        let saved_mean = curve.iter().map(|point| point.saved).sum::<u64>() as f64 / curve.len().max(1) as f64;
+        let index = self.index_bytes();
+        Outcome {
+            algorithm,
+            scanned: self.sim.ksm().scanned,
+            read: self.engine.as_ref().map_or(0, |engine| engine.ledger().pages_read),
+            searches,
+            found,
+            stable_comparisons: stable,
+            unstable_comparisons: unstable,
+            futile_comparisons: futile,
+            futile_rate: self.sim.counts().futile_rate(),
+            hash_comparisons: hashes,
+            depth: self.sim.counts().depth(),
+            deepest,
+            spared: self.sim.spared(),
+            trees: self.sim.tree_sizes(),
+            cow_breaks: self.sim.cow_breaks(),
+            saved: self.sim.saved().0,
+            saved_mean,
+            cpu_seconds: curve.last().map_or(0.0, |point| point.cpu_seconds),
+            metadata_bytes: self.sim.metadata().0 + index,
+            curve,
+        }
+    }
+
+    /// Goes on until a time.
+    pub(crate) fn run_until(&mut self, until_ns: u64) {
+        let Some(engine) = &mut self.engine else {
+            let Ok(()) = self.sim.wait(until_ns.saturating_sub(self.sim.now_ns()));
+            return;
+        };
+        while self.sim.now_ns() < until_ns {
+            if self.sim.now_ns() >= self.next_round_ns {
+                let Ok(pause_ns) = round(engine, &mut self.sim);
+                self.next_round_ns = self.sim.now_ns() + pause_ns.max(1);
+            }
+            let next_ns = self.next_round_ns.min(until_ns);
+            let Ok(()) = self.sim.wait(next_ns.saturating_sub(self.sim.now_ns()));
+        }
+    }
+
+    /// Memory that pagefold's index takes, bytes. Goes through all regions.
+    pub(crate) fn index_bytes(&self) -> u64 {
+        self.engine.as_ref().map_or(0, |engine| engine.report().index_bytes.0)
+    }
+
+    fn point(&self) -> Point {
+        let cost = self.sim.cost();
+        Point {
+            seconds: self.sim.now_ns() as f64 / 1e9,
+            saved: self.sim.saved().0,
+            cpu_seconds: (cost.pagefold_ns + cost.ksmd_ns) as f64 / 1e9,
+            comparisons: self.sim.counts().comparisons(),
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! How the algorithms scale: with memory, up to what no test machine has; with the number of trees (nuKSM's claim of
+//! forests); and in a race against memory running out. All in virtual time, where a simulated page stands for several
+//! neighbours of the same fate ([`pagefold_sim::Knobs::grain`]); what that does to the figures is measured as well.
+
+mod forests;
+mod growth;
+mod machine;
+mod race;
+mod table;
+
+pub use forests::{ForestPoint, forest};
+pub use growth::{Figure, GrainCheck, Growth, Runner, Savable, grain_for, grow};
+pub use machine::Machine;
+pub use race::{Race, RaceResult, Racer};
+
+use crate::replay::Algorithm;
+use serde::Serialize;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// More at one time would take more memory than is worth the time.
+const THREADS_MAX: usize = 4;
+const NS_PER_HOUR: f64 = 3_600e9;
+/// ksmd's batches: as elsewhere in the lab, and as in the kernel by default.
+const PAGES_TO_SCAN: u32 = 1_000;
+const PAGES_TO_SCAN_DEFAULT: u32 = 100;
+/// What things cost in the races, in per cent: as was measured with little memory, and as it would have to be for the end
+/// that the thesis saw.
+const RACE_COSTS: [u64; 2] = [100, 250];
+
+/// What is to be measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Scale {
+    /// Memories, GiB.
+    pub memory: Vec<u64>,
+    /// Algorithms.
+    pub algorithms: Vec<Algorithm>,
+    /// How long each runs, hours.
+    pub hours: f64,
+    /// The memory on which grains are checked, GiB, the grain, and for how long, hours; none for no check.
+    pub check: Option<(u64, u32, f64)>,
+    /// Stable nodes of the forests.
+    pub nodes: Vec<u64>,
+    /// Numbers of trees.
+    pub trees: Vec<u16>,
+    /// The races.
+    pub races: Vec<Race>,
+}
+
+/// The algorithms that a run without further wishes compares. CMD's need writes to be told by pages, which has nothing to do
+/// with size; `cmd-*` may be asked for all the same.
+pub const ALGORITHMS: [Algorithm; 5] =
+    [Algorithm::Ksm, Algorithm::KsmSmart, Algorithm::NuKsm, Algorithm::Uksm, Algorithm::Pagefold];
+
+impl Default for Scale {
+    fn default() -> Self {
+        Self {
+            memory: vec![4, 16, 64, 256, 1_024],
+            algorithms: ALGORITHMS.to_vec(),
+            hours: 24.0,
+            check: Some((16, 16, 0.25)),
+            nodes: vec![1_024, 10_240, 102_400, 1_024_000],
+            trees: vec![1, 4, 16, 64, 256, 1_024, 1_800],
+            races: RACE_COSTS.map(|cost_percent| Race { cost_percent, ..Race::default() }).to_vec(),
+        }
+    }
+}
+
+impl Scale {
+    /// The same in small, done within seconds.
+    pub fn quick() -> Self {
+        Self {
+            memory: vec![4, 16],
+            hours: 0.05,
+            check: Some((1, 8, 0.01)),
+            nodes: vec![1_024, 10_240],
+            trees: vec![1, 16, 256],
+            races: RACE_COSTS.map(|cost_percent| Race { cost_percent, grain: 1_024, ..Race::default() }).to_vec(),
+            ..Self::default()
+        }
+    }
+}
+
+/// A line to be drawn.
+#[derive(Clone, Debug, Serialize)]
+pub struct Curve {
+    /// What it shows.
+    pub name: String,
+    /// What is on either axis, with units.
+    pub x: &'static str,
+    /// What is on the other.
+    pub y: &'static str,
+    /// The points.
+    pub points: Vec<(f64, f64)>,
+}
+
+/// What was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct Scaling {
+    /// `pagefold.lab.scale/1`.
+    pub schema: &'static str,
+    /// By memory and algorithm.
+    pub growth: Vec<Growth>,
+    /// What simulating grains does to the figures.
+    pub grain: Vec<GrainCheck>,
+    /// By stable nodes and trees.
+    pub forests: Vec<ForestPoint>,
+    /// The races against memory running out.
+    pub races: Vec<RaceResult>,
+    /// All of it, to be drawn.
+    pub curves: Vec<Curve>,
+}
+
+/// One thing to be measured.
+#[derive(Clone, Copy, Debug)]
+enum Task {
+    Grow(Machine, Runner),
+    /// Grows with a grain for the check.
+    Check(Machine, Algorithm, u32),
+    Forest(u64, u16),
+    Race(Race, Option<Algorithm>),
+}
+
+#[derive(Debug)]
+enum Done {
+    Grown(Growth),
+    Checked(Growth),
+    Forest(ForestPoint),
+    Raced(Racer),
+}
+
+/// Measures everything, several at a time. `progress` hears how many of how many are done.
+pub fn scale(scale: &Scale, progress: &(dyn Fn(usize, usize) + Sync)) -> Scaling {
+    let machine = |gib, hours: f64| {
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a time that is not negative")]
+        let for_ns = (hours * NS_PER_HOUR) as u64;
+        Machine { gib, for_ns }
+    };
+    let runners = scale.algorithms.iter().flat_map(|&algorithm| {
+        let usual = Runner { algorithm, pages_to_scan: PAGES_TO_SCAN };
+        let slow = Runner { algorithm, pages_to_scan: PAGES_TO_SCAN_DEFAULT };
+        std::iter::once(usual).chain((algorithm == Algorithm::KsmSmart).then_some(slow))
+    });
+    let runners: Vec<Runner> = runners.collect();
+    let mut tasks: Vec<Task> = Vec::new();
+    for &gib in &scale.memory {
+        tasks.extend(runners.iter().map(|&runner| Task::Grow(machine(gib, scale.hours), runner)));
+    }
+    if let Some((gib, grain, hours)) = scale.check {
+        for grain in [1, grain] {
+            tasks.extend(scale.algorithms.iter().map(|&who| Task::Check(machine(gib, hours), who, grain)));
+        }
+    }
+    tasks
+        .extend(scale.nodes.iter().flat_map(|&nodes| scale.trees.iter().map(move |&trees| Task::Forest(nodes, trees))));
+    for &race in &scale.races {
+        tasks.push(Task::Race(race, None));
+        tasks.extend(scale.algorithms.iter().map(|&algorithm| Task::Race(race, Some(algorithm))));
+    }
+    collect(scale, run(&tasks, progress))
+}
+
+/// What could be saved of each machine, counted once for each size and grain.
+type Savables = Mutex<Vec<((Machine, u32), Arc<OnceLock<Savable>>)>>;
+
+fn savable_of(known: &Savables, machine: Machine, grain: u32) -> Arc<OnceLock<Savable>> {
+    let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, cell)) = known.iter().find(|(other, _)| *other == (machine, grain)) {
+        return cell.clone();
+    }
+    let cell = Arc::default();
+    known.push(((machine, grain), Arc::clone(&cell)));
+    cell
+}
+
+/// The largest first, so that no long one begins when the others are done.
+fn run(tasks: &[Task], progress: &(dyn Fn(usize, usize) + Sync)) -> Vec<Done> {
+    let known = Savables::default();
+    let (next, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let results: Mutex<Vec<(usize, Done)>> = Mutex::new(Vec::new());
+    let order: Vec<usize> = {
+        let mut order: Vec<usize> = (0..tasks.len()).collect();
+        order.sort_by_key(|&at| std::cmp::Reverse(size(&tasks[at])));
+        order
+    };
+    let work = || {
+        while let Some(&at) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let done = perform(tasks[at], &known);
+            results.lock().unwrap_or_else(PoisonError::into_inner).push((at, done));
+            progress(finished.fetch_add(1, Ordering::Relaxed) + 1, tasks.len());
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(THREADS_MAX);
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(work);
+        }
+        work();
+    });
+    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    results.sort_by_key(|&(at, _)| at);
+    results.into_iter().map(|(_, done)| done).collect()
+}
+
+/// Pages that a task simulates.
+fn size(task: &Task) -> u64 {
+    match *task {
+        Task::Grow(machine, runner) => machine.pages() / u64::from(grain_for(machine, runner.algorithm)),
+        Task::Check(machine, _, grain) => machine.pages() / u64::from(grain),
+        Task::Forest(nodes, _) => 2 * nodes,
+        Task::Race(race, _) => (race.node_gib << 18) / u64::from(race.grain),
+    }
+}
+
+fn perform(task: Task, known: &Savables) -> Done {
+    let grown = |machine: Machine, runner, grain| {
+        let cell = savable_of(known, machine, grain);
+        grow(machine, runner, grain, cell.get_or_init(|| Savable::of(machine, grain)))
+    };
+    match task {
+        Task::Grow(machine, runner) => Done::Grown(grown(machine, runner, grain_for(machine, runner.algorithm))),
+        Task::Check(machine, algorithm, grain) => {
+            Done::Checked(grown(machine, Runner { algorithm, pages_to_scan: PAGES_TO_SCAN }, grain))
+        }
+        Task::Forest(nodes, trees) => Done::Forest(forest(nodes, trees)),
+        Task::Race(race, algorithm) => Done::Raced(race.run(algorithm)),
+    }
+}
+
+fn collect(scale: &Scale, done: Vec<Done>) -> Scaling {
+    let mut scaling = Scaling {
+        schema: "pagefold.lab.scale/1",
+        growth: Vec::new(),
+        grain: Vec::new(),
+        forests: Vec::new(),
+        races: Vec::new(),
+        curves: Vec::new(),
+    };
+    let mut racers = Vec::new();
+    let mut checked: Vec<Growth> = Vec::new();
+    for done in done {
+        match done {
+            Done::Grown(growth) => scaling.growth.push(growth),
+            Done::Checked(growth) => checked.push(growth),
+            Done::Forest(point) => scaling.forests.push(point),
+            Done::Raced(racer) => racers.push(racer),
+        }
+    }
+    let (fine, coarse) = checked.split_at(checked.len() / 2);
+    scaling.grain = fine.iter().zip(coarse).map(|(fine, coarse)| GrainCheck::new(fine, coarse)).collect();
+    let each = scale.algorithms.len() + 1;
+    let of_race = scale.races.iter().zip(racers.chunks(each));
+    scaling.races = of_race.map(|(&race, racers)| RaceResult { race, racers: racers.to_vec() }).collect();
+    scaling.curves = curves_of(&scaling);
+    scaling
+}
+
+/// A runner's name: what tells it from the others.
+fn name(growth: &Growth) -> String {
+    match growth.pages_to_scan {
+        Some(pages) if pages != PAGES_TO_SCAN => format!("{} at {pages}", growth.algorithm),
+        _ => growth.algorithm.to_string(),
+    }
+}
+
+fn curves_of(scaling: &Scaling) -> Vec<Curve> {
+    const GIB: f64 = (1_u64 << 30) as f64;
+    let mut curves: Vec<Curve> = Vec::new();
+    let mut add = |name: String, x: &'static str, y: &'static str, points: Vec<(f64, f64)>| match curves
+        .iter_mut()
+        .find(|curve| (&curve.name, curve.x, curve.y) == (&name, x, y))
+    {
+        Some(curve) => curve.points.extend(points),
+        None => curves.push(Curve { name, x, y, points }),
+    };
+    for growth in &scaling.growth {
+        let (name, gib) = (name(growth), growth.gib as f64);
+        let memory = "memory, GiB";
+        let reached = growth.reached_seconds.map(|seconds| (gib, seconds));
+        add(name.clone(), memory, "time to 90 %, s", reached.into_iter().collect());
+        let spent = growth.reached_seconds.map(|_| (gib, growth.cpu_until_seconds));
+        add(name.clone(), memory, "CPU to 90 %, s", spent.into_iter().collect());
+        let day = growth.cpu_day_seconds.map(|seconds| (gib, seconds));
+        add(name.clone(), memory, "CPU a day, s", day.into_iter().collect());
+        add(name.clone(), memory, "comparisons", vec![(gib, growth.comparisons as f64)]);
+        if growth.index_bytes > 0 {
+            add(name.clone(), memory, "index, GiB", vec![(gib, growth.index_bytes as f64 / GIB)]);
+        }
+        add(format!("{name}, {gib} GiB"), "hours", "share saved", growth.curve.clone());
+    }
+    for point in &scaling.forests {
+        let (name, trees) = (format!("{} nodes", point.nodes), f64::from(point.trees));
+        add(name.clone(), "trees", "stable comparisons a page", vec![(trees, point.stable)]);
+        add(name, "trees", "round, s", vec![(trees, point.round_seconds)]);
+    }
+    let racers = scaling.races.iter().flat_map(|result| result.racers.iter().map(|racer| (result.race, racer)));
+    for (race, racer) in racers {
+        let name = format!("{}, costs {} %", racer.name(), race.cost_percent);
+        let line = |of: &dyn Fn(&(f64, u64, u64)) -> u64| {
+            racer.curve.iter().map(|point| (point.0, of(point) as f64 / GIB)).collect::<Vec<_>>()
+        };
+        add(name.clone(), "seconds", "in use, GiB", line(&|point| point.1));
+        add(name, "seconds", "saved, GiB", line(&|point| point.2));
+    }
+    curves
+}

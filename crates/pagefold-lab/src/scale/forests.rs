@@ -1,0 +1,86 @@
+//! nuKSM's forests (claim N4; sections 3.3, 4.3 and 5.4 of the thesis): `2X` pages whose contents exist twice make `X`
+//! stable nodes; then come pages that resemble none of them, and what is counted is how many stable nodes each of these is
+//! compared with (figure 5.5a) and how long the round takes (figure 5.5b), by the number of trees.
+
+use pagefold_core::host::{Actions, Host, MergeOrder};
+use pagefold_core::units::Pages;
+use pagefold_sim::{Costs, Fill, Forest, Knobs, Mapping, Process, SimHost};
+use serde::Serialize;
+
+/// Pages that resemble none.
+const STRANGERS: u64 = 65_536;
+const LOOK_NS: u64 = 1_000_000_000;
+
+/// One point of the curve.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct ForestPoint {
+    /// Stable nodes (`X`).
+    pub nodes: u64,
+    /// Trees of each kind.
+    pub trees: u16,
+    /// Comparisons of a page with stable nodes, on average.
+    pub stable: f64,
+    /// Comparisons of a page with pages in unstable trees, on average.
+    pub unstable: f64,
+    /// `log2(1 + X / trees)`: what a search to the bottom of a balanced tree takes.
+    pub law: f64,
+    /// Modelled CPU time of the round over all pages, seconds.
+    pub round_seconds: f64,
+    /// Pairs that were not merged.
+    pub lost: u64,
+}
+
+impl ForestPoint {
+    /// By how many comparisons the law is missed.
+    pub fn deviation(&self) -> f64 {
+        self.stable - self.law
+    }
+}
+
+/// Measures one point.
+pub fn forest(nodes: u64, trees: u16) -> ForestPoint {
+    let knobs = Knobs { smart_scan: false, merge_any: true, forest: Forest::Checksum { trees }, ..Knobs::default() };
+    let mut sim = SimHost::new(1, Costs::default(), knobs);
+    let one = |fill| Process::starting_at(0).mapping(Mapping::new(fill, Fill::Series(1)));
+    sim.add(one(Pages(nodes)));
+    sim.add(one(Pages(nodes)));
+    scan(&mut sim);
+    scan(&mut sim);
+    let lost = nodes - sim.saved().0;
+    sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(STRANGERS), Fill::Random)));
+    scan(&mut sim);
+    let (before, spent_ns) = (sim.counts(), sim.cost().ksmd_ns);
+    scan(&mut sim);
+    let after = sim.counts();
+    let searches = (after.searches - before.searches) as f64;
+    ForestPoint {
+        nodes,
+        trees,
+        stable: (after.stable - before.stable) as f64 / searches,
+        unstable: (after.unstable - before.unstable) as f64 / searches,
+        law: (1.0 + nodes as f64 / f64::from(trees)).log2(),
+        round_seconds: (sim.cost().ksmd_ns - spent_ns) as f64 / 1e9,
+        lost,
+    }
+}
+
+fn scan(sim: &mut SimHost) {
+    let Ok(_) = sim.apply(&Actions { merge: MergeOrder::Kick, ..Actions::default() });
+    while sim.is_scanning() {
+        let Ok(()) = sim.wait(LOOK_NS);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn comparisons_fall_as_the_logarithm_and_nothing_is_lost() {
+        for trees in [1, 3, 10, 100, 1_800] {
+            let point = forest(10_240, trees);
+            assert!(point.deviation().abs() < 0.6, "{point:?}");
+            assert_eq!(point.lost, 0);
+        }
+    }
+}

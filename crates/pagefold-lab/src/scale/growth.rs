@@ -1,0 +1,296 @@
+//! How algorithms fare as memory grows (a day of each size), and what simulating grains instead of pages does to the
+//! figures.
+
+use super::machine::Machine;
+use crate::replay::{Algorithm, Run, Settings, knobs};
+use pagefold_core::host::Host;
+use pagefold_sim::{Costs, Knobs, SimHost};
+use serde::Serialize;
+
+const NS_PER_S: u64 = 1_000_000_000;
+const NS_PER_HOUR: u64 = 3_600 * NS_PER_S;
+/// What is to be saved of what can be.
+const WANTED: f64 = 0.9;
+/// How often it is looked whether it is, and how often afterwards.
+const LOOK_NS: u64 = NS_PER_S;
+const LATER_NS: u64 = 60 * NS_PER_S;
+/// Simulated pages, about.
+const SIMULATED_LOG2: u32 = 18;
+/// The finest grain, for ksmd looks at billions of pages a day, and the coarsest.
+const GRAINS: [u32; 2] = [64, 256];
+/// The same for pagefold, which looks at less, and whose own measures (extents of 512 pages, samples of 4) should not grow
+/// too much.
+const GRAINS_PAGEFOLD: [u32; 2] = [4, 64];
+
+/// Who runs, and how ksmd scans where it is not pagefold that drives it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Runner {
+    /// The algorithm.
+    pub algorithm: Algorithm,
+    /// Pages in a batch of ksmd, one each 20 ms.
+    pub pages_to_scan: u32,
+}
+
+/// What an algorithm did in a day with a memory.
+#[derive(Clone, Debug, Serialize)]
+pub struct Growth {
+    /// Memory in use, GiB.
+    pub gib: u64,
+    /// Processes at any time.
+    pub processes: u64,
+    /// The algorithm.
+    pub algorithm: Algorithm,
+    /// Pages in a batch of ksmd, one each 20 ms; none where that is not fixed.
+    pub pages_to_scan: Option<u32>,
+    /// Pages that one simulated page stood for.
+    pub grain: u32,
+    /// How long it ran, hours.
+    pub hours: f64,
+    /// What could be saved, on average, bytes.
+    pub savable_bytes: u64,
+    /// When 90 % of it were saved for the first time, seconds; none if never.
+    pub reached_seconds: Option<f64>,
+    /// CPU time until then, seconds; to the end, if never.
+    pub cpu_until_seconds: f64,
+    /// CPU time in a day at the rate from then on, seconds; none if there was no time left.
+    pub cpu_day_seconds: Option<f64>,
+    /// CPU time in all, seconds.
+    pub cpu_seconds: f64,
+    /// That of it which the kernel's thread used, seconds.
+    pub kernel_cpu_seconds: f64,
+    /// Comparisons of pages until 90 % were reached, and in all.
+    pub comparisons_until: u64,
+    /// Comparisons of pages in all.
+    pub comparisons: u64,
+    /// Comparisons of hashes, where trees are ordered by them.
+    pub hash_comparisons: u64,
+    /// Pages looked at by the kernel's thread.
+    pub scanned: u64,
+    /// Writes to merged pages.
+    pub cow_breaks: u64,
+    /// The share of what could be saved that was, over all the time, and at the end.
+    pub saved_mean: f64,
+    /// The share of what could be saved that was at the end.
+    pub saved_end: f64,
+    /// Memory for pagefold's index, at most, bytes.
+    pub index_bytes: u64,
+    /// Memory for ksmd's records, at most, bytes.
+    pub metadata_bytes: u64,
+    /// Hours, and the share of what can be saved that was.
+    pub curve: Vec<(f64, f64)>,
+}
+
+/// What could be saved of a machine's memory at a time, hours and bytes.
+#[derive(Clone, Debug)]
+pub struct Savable(Vec<(u64, u64)>);
+
+impl Savable {
+    /// Counts what nobody has saved, at some times, in grains of so many pages.
+    pub fn of(machine: Machine, grain: u32) -> Self {
+        let knobs = Knobs { grain, ..Knobs::default() };
+        let mut sim = machine.populate(SimHost::new(1, Costs::default(), knobs), &knobs);
+        let mut points = Vec::new();
+        for share in [0, 1, 3, 6, 12, 18, 24] {
+            let at_ns = machine.for_ns / 24 * share;
+            let Ok(()) = sim.wait(at_ns - sim.now_ns());
+            points.push((at_ns, sim.truth().savable));
+        }
+        Self(points)
+    }
+
+    /// Pages at a time, between the times that were counted in proportion.
+    fn at(&self, at_ns: u64) -> f64 {
+        let next = self.0.partition_point(|&(then_ns, _)| then_ns <= at_ns).clamp(1, self.0.len() - 1);
+        let ((from_ns, from), (to_ns, to)) = (self.0[next - 1], self.0[next]);
+        let passed = at_ns.clamp(from_ns, to_ns) - from_ns;
+        from as f64 + (to as f64 - from as f64) * passed as f64 / (to_ns - from_ns).max(1) as f64
+    }
+
+    fn mean(&self, until_ns: u64) -> f64 {
+        (0..100).map(|part| self.at(until_ns / 100 * part)).sum::<f64>() / 100.0
+    }
+}
+
+/// The grain for a memory.
+fn grain(machine: Machine, [finest, coarsest]: [u32; 2]) -> u32 {
+    let wanted = machine.pages() >> SIMULATED_LOG2;
+    u32::try_from(wanted.next_power_of_two()).unwrap_or(u32::MAX).clamp(finest, coarsest)
+}
+
+/// The grain for a memory under an algorithm.
+pub fn grain_for(machine: Machine, algorithm: Algorithm) -> u32 {
+    grain(machine, if algorithm == Algorithm::Pagefold { GRAINS_PAGEFOLD } else { GRAINS })
+}
+
+/// Runs an algorithm on a machine.
+pub fn grow(machine: Machine, runner: Runner, grain: u32, savable: &Savable) -> Growth {
+    let Runner { algorithm, pages_to_scan } = runner;
+    // On a live machine pages are counted again when a process has grown or shrunk, which none does here.
+    let knobs = Knobs { grain, resident_age_ns: u64::MAX / 2, ..knobs(algorithm, machine.pages(), None) };
+    let settings = Settings { pages_to_scan, ..Settings::for_time(machine.for_ns) };
+    let mut run = Run::begin(algorithm, knobs, &settings, |sim| machine.populate(sim, &knobs));
+    let mut reached = None;
+    let (mut index_bytes, mut metadata_bytes, mut shares) = (0, 0, 0.0);
+    let mut curve = Vec::new();
+    while run.sim.now_ns() < machine.for_ns {
+        let before_ns = run.sim.now_ns();
+        let next_ns = before_ns + if reached.is_none() { LOOK_NS } else { LATER_NS };
+        run.run_until(next_ns.min(machine.for_ns));
+        let now_ns = run.sim.now_ns();
+        let share = run.sim.saved().0 as f64 / savable.at(now_ns).max(1.0);
+        shares += share * (now_ns - before_ns) as f64;
+        if reached.is_none() && share >= WANTED {
+            reached = Some((now_ns, cpu(&run), run.sim.counts().comparisons()));
+        }
+        metadata_bytes = metadata_bytes.max(run.sim.metadata().0);
+        if now_ns / LATER_NS > before_ns / LATER_NS {
+            index_bytes = index_bytes.max(run.index_bytes() * u64::from(grain));
+        }
+        let hours = now_ns as f64 / NS_PER_HOUR as f64;
+        if worth_a_point(&curve, (hours, share), reached.is_some_and(|(at_ns, ..)| at_ns == now_ns)) {
+            curve.push((hours, share));
+        }
+    }
+    let (now_ns, spent, counts) = (run.sim.now_ns(), cpu(&run), run.sim.counts());
+    let saved_end = run.sim.saved().0 as f64 / savable.at(now_ns).max(1.0);
+    let (until_ns, cpu_until, comparisons_until) = reached.unwrap_or((now_ns, spent, counts.comparisons()));
+    let rest_days = (now_ns - until_ns) as f64 / (24 * NS_PER_HOUR) as f64;
+    let fixed = !matches!(algorithm, Algorithm::Uksm | Algorithm::Pagefold);
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
+    let savable_bytes = (savable.mean(machine.for_ns) as u64) << 12;
+    Growth {
+        gib: machine.gib,
+        processes: machine.processes(),
+        algorithm,
+        pages_to_scan: fixed.then_some(pages_to_scan),
+        grain,
+        hours: machine.for_ns as f64 / NS_PER_HOUR as f64,
+        savable_bytes,
+        reached_seconds: reached.map(|(at_ns, ..)| at_ns as f64 / NS_PER_S as f64),
+        cpu_until_seconds: cpu_until,
+        cpu_day_seconds: (rest_days > 0.0).then(|| (spent - cpu_until) / rest_days),
+        cpu_seconds: spent,
+        kernel_cpu_seconds: run.sim.cost().ksmd_ns as f64 / NS_PER_S as f64,
+        comparisons_until,
+        comparisons: counts.comparisons(),
+        hash_comparisons: counts.hashes,
+        scanned: run.sim.ksm().scanned,
+        cow_breaks: run.sim.cow_breaks(),
+        saved_mean: shares / now_ns.max(1) as f64,
+        saved_end,
+        index_bytes,
+        metadata_bytes,
+        curve,
+    }
+}
+
+/// CPU time so far, seconds.
+fn cpu(run: &Run) -> f64 {
+    let cost = run.sim.cost();
+    (cost.pagefold_ns + cost.ksmd_ns) as f64 / NS_PER_S as f64
+}
+
+/// A curve has a point where something has changed, and one in a while.
+fn worth_a_point(curve: &[(f64, f64)], (hours, share): (f64, f64), reached: bool) -> bool {
+    curve.last().is_none_or(|&(last, before)| reached || hours >= last + 0.25 || (share - before).abs() >= 0.01)
+}
+
+/// A figure of one memory, simulated page by page and in grains.
+#[derive(Clone, Debug, Serialize)]
+pub struct Figure {
+    /// What it is.
+    pub name: &'static str,
+    /// Page by page.
+    pub fine: f64,
+    /// In grains.
+    pub coarse: f64,
+}
+
+impl Figure {
+    /// By how much the coarse figure is too large, as a share of the fine one.
+    pub fn error(&self) -> f64 {
+        self.coarse / self.fine - 1.0
+    }
+}
+
+/// What simulating grains does to the figures of an algorithm.
+#[derive(Clone, Debug, Serialize)]
+pub struct GrainCheck {
+    /// Memory in use, GiB.
+    pub gib: u64,
+    /// The time simulated, hours.
+    pub hours: f64,
+    /// The algorithm.
+    pub algorithm: Algorithm,
+    /// Pages that a simulated page stood for.
+    pub grain: u32,
+    /// The figures.
+    pub figures: Vec<Figure>,
+}
+
+impl GrainCheck {
+    /// Compares both.
+    pub fn new(fine: &Growth, coarse: &Growth) -> Self {
+        let figure = |name, of: &dyn Fn(&Growth) -> Option<f64>| {
+            Some(Figure { name, fine: of(fine)?, coarse: of(coarse)? }).filter(|figure| figure.fine > 0.0)
+        };
+        let figures = [
+            figure("time to 90 %", &|growth| growth.reached_seconds),
+            figure("CPU until then", &|growth| growth.reached_seconds.map(|_| growth.cpu_until_seconds)),
+            figure("CPU in all", &|growth| Some(growth.cpu_seconds)),
+            figure("comparisons", &|growth| Some(growth.comparisons as f64)),
+            figure("saved on average", &|growth| Some(growth.saved_mean)),
+            figure("index", &|growth| Some(growth.index_bytes as f64)),
+            figure("ksmd's records", &|growth| Some(growth.metadata_bytes as f64)),
+        ];
+        Self {
+            gib: fine.gib,
+            hours: fine.hours,
+            algorithm: fine.algorithm,
+            grain: coarse.grain,
+            figures: figures.into_iter().flatten().collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MACHINE: Machine = Machine { gib: 1, for_ns: 60 * NS_PER_S };
+
+    #[test]
+    fn what_can_be_saved_does_not_depend_on_the_grain() {
+        let savable = |grain| {
+            let knobs = Knobs { grain, ..Knobs::default() };
+            MACHINE.populate(SimHost::new(1, Costs::default(), knobs), &knobs).truth().savable as f64
+        };
+        let (fine, coarse) = (savable(1), savable(16));
+        assert!((0.30..0.40).contains(&(fine / MACHINE.pages() as f64)), "{fine}");
+        // Measured: 1.3 %.
+        assert!((coarse / fine - 1.0).abs() < 0.03, "{fine} and {coarse}");
+    }
+
+    #[test]
+    fn figures_hardly_depend_on_the_grain() {
+        for algorithm in [Algorithm::Ksm, Algorithm::NuKsm, Algorithm::Uksm, Algorithm::Pagefold] {
+            let runner = Runner { algorithm, pages_to_scan: 1_000 };
+            let [fine, coarse] = [1, 8].map(|grain| grow(MACHINE, runner, grain, &Savable::of(MACHINE, grain)));
+            // It is looked every second whether 90 % is reached, which is long for a memory of this size.
+            let figures =
+                GrainCheck::new(&fine, &coarse).figures.into_iter().filter(|figure| !figure.name.contains("then"));
+            for figure in figures.filter(|figure| figure.name != "time to 90 %") {
+                println!("{algorithm}: {figure:?} {:.4}", figure.error());
+                assert!(figure.error().abs() < 0.08, "{algorithm}: {figure:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_curve_keeps_what_changes() {
+        assert!(worth_a_point(&[], (0.0, 0.0), false));
+        assert!(!worth_a_point(&[(1.0, 0.5)], (1.1, 0.5), false));
+        assert!(worth_a_point(&[(1.0, 0.5)], (1.1, 0.52), false));
+        assert!(worth_a_point(&[(1.0, 0.5)], (1.1, 0.5), true) && worth_a_point(&[(1.0, 0.5)], (1.3, 0.5), false));
+    }
+}

@@ -1,0 +1,117 @@
+//! The memory that grows: services of four like processes each, as many as it takes, on eight nodes, and a day's churn.
+//!
+//! What services hold is of the kinds that were measured on real programs: guests of one image (40 % of their memory could
+//! be saved), two databases (67 and 76 %), interpreters (14 %), a garbage-collected heap (3 %) and one with nothing in
+//! common. Of every process a tenth is rewritten with contents of its own and another with contents that its siblings are
+//! given too, each page twice a day on average; of the garbage-collected half, every half hour. The processes of one service
+//! in four live for two to six hours, one replacing the other.
+
+use pagefold_core::units::{Pages, Permyriad};
+use pagefold_sim::{Behaviour, Fill, Knobs, Mapping, Process, Replica, SimHost, Stream, Writes};
+
+/// Memory nodes.
+pub const NODES: u16 = 8;
+/// Processes of one service.
+const SIBLINGS: u64 = 4;
+const PROCESSES: std::ops::RangeInclusive<u64> = 32..=1_000;
+const NS_PER_HOUR: u64 = 3_600_000_000_000;
+const PAGES_PER_GIB: u64 = 1 << 18;
+
+/// What the processes of a service hold. Nothing depends on the size or the grain.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    /// Memory that stays: regions by their size, in tenths of the process, and the share of it that siblings have too.
+    body: &'static [(u64, u32)],
+    /// The share of zeros in it.
+    zeros: u32,
+    /// Memory of its own that is rewritten, in tenths, and the time in which as many pages are as it has, nanoseconds.
+    heap: (u64, u64),
+}
+
+const TURNOVER_NS: u64 = 12 * NS_PER_HOUR;
+const HEAP: (u64, u64) = (1, TURNOVER_NS);
+const GUEST: Kind = Kind { body: &[(4, 9_500), (4, 500)], zeros: 400, heap: HEAP };
+const KINDS: [Kind; 8] = [
+    GUEST,
+    Kind { body: &[(8, 8_800)], zeros: 100, heap: HEAP },
+    Kind { body: &[(2, 5_600), (6, 300)], zeros: 100, heap: HEAP },
+    GUEST,
+    Kind { body: &[(8, 8_400)], zeros: 3_600, heap: HEAP },
+    Kind { body: &[(4, 200)], zeros: 100, heap: (5, NS_PER_HOUR / 2) },
+    Kind { body: &[(8, 0)], zeros: 0, heap: HEAP },
+    GUEST,
+];
+
+/// A machine to be simulated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// Its memory in use, GiB.
+    pub gib: u64,
+    /// For how long it runs, nanoseconds.
+    pub for_ns: u64,
+}
+
+impl Machine {
+    /// Pages in use.
+    pub fn pages(self) -> u64 {
+        self.gib * PAGES_PER_GIB
+    }
+
+    /// Processes at any time.
+    pub fn processes(self) -> u64 {
+        self.gib.clamp(*PROCESSES.start(), *PROCESSES.end())
+    }
+
+    /// Fills an empty machine, in grains of so many pages.
+    pub fn populate(self, sim: SimHost, knobs: &Knobs) -> SimHost {
+        let pages = self.pages() / u64::from(knobs.grain) / self.processes();
+        // A twentieth of the memory is free.
+        let node = Pages(pages * self.processes() * 21 / 20 / u64::from(NODES));
+        let mut sim = sim.with_nodes(&[node; NODES as usize]);
+        for number in 0..self.processes() {
+            let mut lives = Stream::new(number, 0x11fe);
+            let comes_and_goes = number / SIBLINGS % 4 == 3;
+            let mut from_ns = 0;
+            loop {
+                let to_ns = from_ns + (2 * NS_PER_HOUR + lives.below(4 * NS_PER_HOUR));
+                let home = u16::try_from(number % u64::from(NODES)).unwrap_or(0);
+                let process = process(number / SIBLINGS, pages, from_ns).at_home_on(home);
+                let ends = comes_and_goes && to_ns < self.for_ns;
+                sim.add(if ends { process.exiting_at(to_ns) } else { process });
+                if !ends {
+                    break;
+                }
+                from_ns = to_ns;
+            }
+        }
+        sim
+    }
+}
+
+/// A process of a service, with so many simulated pages.
+fn process(service: u64, pages: u64, start_ns: u64) -> Process {
+    let kind = usize::try_from(service).unwrap_or(0) % KINDS.len();
+    let Kind { body, zeros, heap } = KINDS[kind];
+    let part = |tenths: u64| Pages((pages * tenths / 10).max(1));
+    let mut number = 0;
+    let mut add = |process: Process, pages, density: Option<u32>, behaviour| {
+        // Regions of a kind are alike to look at, whatever the service.
+        number += 1;
+        let fill = density.map_or(Fill::Random, |density| {
+            let (template, density) = (service * 8 + number, vec![Permyriad(density)]);
+            Fill::Replica(Replica { template, density, zeros: Permyriad(zeros), run: 7, shift: 0 })
+        });
+        process.mapping(Mapping::new(pages, fill).of_family(kind as u64 * 8 + number).behaving(behaviour))
+    };
+    let mut process = Process::starting_at(start_ns);
+    for &(tenths, density) in body {
+        process = add(process, part(tenths), Some(density), Behaviour::Static);
+    }
+    let updated = part(1);
+    // As many contents as it has pages: what one sibling is given, the others are given too, at some time.
+    let writes = Writes::Duplicate { series: 1_000_000 + service, size: updated.0 };
+    let density = body.iter().map(|&(_, density)| density).max();
+    process = add(process, updated, density, Behaviour::Turnover { every_ns: TURNOVER_NS, writes });
+    let writes = Writes::Unique;
+    add(process, part(heap.0), None, Behaviour::Turnover { every_ns: heap.1, writes })
+}

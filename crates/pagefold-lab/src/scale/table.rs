@@ -1,0 +1,192 @@
+//! What was measured, for people.
+
+use super::{RaceResult, Scaling, name};
+use comfy_table::{CellAlignment, Table, presets};
+use std::fmt;
+
+fn gib(bytes: u64) -> String {
+    format!("{:.1}", bytes as f64 / f64::from(1 << 30))
+}
+
+/// A time, as people would say it.
+fn time(seconds: f64) -> String {
+    match seconds {
+        ..120.0 => format!("{seconds:.0} s"),
+        ..7_200.0 => format!("{:.0} min", seconds / 60.0),
+        _ => format!("{:.1} h", seconds / 3_600.0),
+    }
+}
+
+fn millions(number: u64) -> String {
+    format!("{:.1}", number as f64 / 1e6)
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
+
+fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    table.set_header(header);
+    table
+}
+
+fn show(f: &mut fmt::Formatter<'_>, mut table: Table, texts: usize) -> fmt::Result {
+    for column in table.column_iter_mut().skip(texts) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    writeln!(f, "{table}\n")
+}
+
+impl fmt::Display for Scaling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.growth(f)?;
+        self.check(f)?;
+        self.forests(f)?;
+        self.races.iter().try_for_each(|result| show_race(f, result))
+    }
+}
+
+impl Scaling {
+    fn growth(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(first) = self.growth.first() else { return Ok(()) };
+        writeln!(f, "Growing memory, {:.1} h of each size; 90 % of what could be saved:\n", first.hours)?;
+        let mut rows = table(&[
+            "GiB",
+            "processes",
+            "algorithm",
+            "savable GiB",
+            "90 % after",
+            "CPU until then",
+            "CPU a day after",
+            "ksmd's part",
+            "comparisons, M",
+            "saved on average",
+            "at the end",
+            "index MiB",
+            "records MiB",
+            "grain",
+        ]);
+        for growth in &self.growth {
+            let reached = growth.reached_seconds;
+            let hashes = growth.hash_comparisons;
+            let mib = |bytes: u64| {
+                if bytes == 0 { "-".to_owned() } else { format!("{:.0}", bytes as f64 / f64::from(1 << 20)) }
+            };
+            rows.add_row([
+                growth.gib.to_string(),
+                growth.processes.to_string(),
+                name(growth),
+                gib(growth.savable_bytes),
+                reached.map_or_else(|| "never".to_owned(), time),
+                reached.map_or_else(|| "-".to_owned(), |_| time(growth.cpu_until_seconds)),
+                growth.cpu_day_seconds.map_or_else(|| time(growth.cpu_seconds), time),
+                percent(growth.kernel_cpu_seconds / growth.cpu_seconds.max(1e-9)),
+                millions(growth.comparisons)
+                    + &if hashes > 0 { format!(" + {} of hashes", millions(hashes)) } else { String::new() },
+                percent(growth.saved_mean),
+                percent(growth.saved_end),
+                mib(growth.index_bytes),
+                mib(growth.metadata_bytes),
+                growth.grain.to_string(),
+            ]);
+        }
+        show(f, rows, 3)?;
+        writeln!(f, "Where 90 % is never reached, the CPU time of a day is that of all the time.\n")
+    }
+
+    fn check(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(first) = self.grain.first() else { return Ok(()) };
+        writeln!(
+            f,
+            "{} GiB for {:.0} min, simulated page by page and {} pages at a time:\n",
+            first.gib,
+            first.hours * 60.0,
+            first.grain
+        )?;
+        let mut rows = table(&["algorithm", "figure", "page by page", "in grains", "error"]);
+        for check in &self.grain {
+            for figure in &check.figures {
+                let number = |value: f64| if value >= 100.0 { format!("{value:.0}") } else { format!("{value:.3}") };
+                rows.add_row([
+                    check.algorithm.to_string(),
+                    figure.name.to_owned(),
+                    number(figure.fine),
+                    number(figure.coarse),
+                    percent(figure.error()),
+                ]);
+            }
+        }
+        show(f, rows, 2)
+    }
+
+    fn forests(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.forests.is_empty() {
+            return Ok(());
+        }
+        writeln!(f, "Forests: comparisons of a page that resembles none, and the time of a round:\n")?;
+        let mut rows = table(&[
+            "stable nodes",
+            "trees",
+            "stable tree",
+            "log2(1 + nodes/trees)",
+            "difference",
+            "unstable tree",
+            "round s",
+            "pairs lost",
+        ]);
+        for point in &self.forests {
+            rows.add_row([
+                point.nodes.to_string(),
+                point.trees.to_string(),
+                format!("{:.2}", point.stable),
+                format!("{:.2}", point.law),
+                format!("{:+.2}", point.deviation()),
+                format!("{:.2}", point.unstable),
+                format!("{:.2}", point.round_seconds),
+                point.lost.to_string(),
+            ]);
+        }
+        show(f, rows, 0)?;
+        let most = self.forests.iter().map(|point| point.deviation().abs()).fold(0.0, f64::max);
+        writeln!(f, "The law is missed by {most:.2} comparisons at most.\n")
+    }
+}
+
+fn show_race(f: &mut fmt::Formatter<'_>, RaceResult { race, racers }: &RaceResult) -> fmt::Result {
+    let job = format!("a job that takes {} GiB each {} s", race.step_gib, race.every_seconds);
+    writeln!(
+        f,
+        "The race: {} GiB to be had, two instances of {} GiB and {job} from {} s to {} s; all costs {} %:\n",
+        race.node_gib,
+        race.instance_gib,
+        race.begins_seconds,
+        race.complete_seconds(),
+        race.cost_percent
+    )?;
+    let mut rows = table(&[
+        "algorithm",
+        "out of memory",
+        "most in use GiB",
+        "1 GiB saved after",
+        "half after",
+        "saved GiB when the job is complete",
+        "in the end",
+        "CPU s",
+    ]);
+    for racer in racers {
+        let after = |seconds: Option<f64>| seconds.map_or_else(|| "never".to_owned(), |at| format!("{at:.0} s"));
+        rows.add_row([
+            racer.name(),
+            racer.exhausted_seconds.map_or_else(|| "finished".to_owned(), |at| format!("at {at:.0} s")),
+            gib(racer.most_bytes),
+            after(racer.first_seconds),
+            after(racer.half_seconds),
+            gib(racer.saved_bytes),
+            gib(racer.saved_end_bytes),
+            format!("{:.0}", racer.cpu_seconds),
+        ]);
+    }
+    show(f, rows, 1)
+}

@@ -1,0 +1,269 @@
+//! From a record to a script for the simulator.
+
+use crate::record::{Event, PARTS, Page, Record, RegionRow};
+use pagefold_core::host::{FamilyKey, PageState};
+use pagefold_core::units::{EXTENT_PAGES, Pages, Vpn};
+use pagefold_sim::{Script, Step};
+use rustc_hash::{FxHashMap, FxHasher};
+use std::collections::BTreeSet;
+use std::hash::{Hash, Hasher};
+
+/// Where a region lies while it is replayed. Records have address spaces of their own kind: mappings grow into the place of
+/// others, and most of a large one may never be used. Here every region has the pages that ever were in it, and all the
+/// room that takes.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    /// The first page that ever was there, as recorded and as replayed.
+    from: (u64, u64),
+    pages: u64,
+}
+
+impl Place {
+    /// Forgets all pages of a region.
+    fn forget(&self, region: u32, known: &mut FxHashMap<(u32, u64), Known>, shared: &mut FxHashMap<u64, (u32, u64)>) {
+        for page in self.from.0..self.from.0 + self.pages {
+            forget(known, shared, (region, page));
+        }
+    }
+}
+
+/// A record as steps, and what had to be left out.
+#[derive(Clone, Debug)]
+pub struct Scripted {
+    /// The steps.
+    pub script: Script,
+    /// When the record ends, nanoseconds.
+    pub ends_ns: u64,
+    /// Pages that were there at one time, at most.
+    pub pages: u64,
+    /// Pages left out because they share a frame with another by fork: merging saves nothing there.
+    pub forked: u64,
+}
+
+/// What is known of a page while the record is read.
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    state: PageState,
+    digest: u128,
+    parts: [u32; PARTS],
+    frame: Option<u64>,
+}
+
+impl Known {
+    /// Whether somebody has written the page since. Merged or moved to another frame it is the same; a merged page that has
+    /// a frame of its own again was written, if only with what it held.
+    fn is_written(&self, now: &Page) -> bool {
+        self.digest != now.digest || (self.state == PageState::Merged && now.state != PageState::Merged)
+    }
+}
+
+/// Makes steps of a record.
+pub fn script(record: &Record) -> Scripted {
+    let places = places(record);
+    let eighths = Eighths::of(record, &places);
+    let mut names: FxHashMap<u32, Option<&str>> = FxHashMap::default();
+    let mut mapped: FxHashMap<u32, BTreeSet<u32>> = FxHashMap::default();
+    let mut known: FxHashMap<(u32, u64), Known> = FxHashMap::default();
+    let mut shared: FxHashMap<u64, (u32, u64)> = FxHashMap::default();
+    let (mut steps, mut forked, mut pages) = (Vec::new(), 0, 0);
+    // What was there when the record began is there from the beginning.
+    let began_ns = record.snapshots.first().map_or(0, |snapshot| snapshot.time_ns);
+    for snapshot in &record.snapshots {
+        let at_ns = snapshot.time_ns.saturating_sub(began_ns);
+        for event in &snapshot.events {
+            match event {
+                Event::Process(row) => {
+                    names.insert(row.process, row.name.as_deref());
+                    steps.push((at_ns, Step::Start { process: row.process }));
+                }
+                Event::Exit { process } => {
+                    for region in mapped.remove(process).unwrap_or_default() {
+                        places.get(&region).into_iter().for_each(|place| place.forget(region, &mut known, &mut shared));
+                    }
+                    steps.push((at_ns, Step::Exit { process: *process }));
+                }
+                Event::Region(row) => {
+                    let Some(place) = places.get(&row.region) else { continue };
+                    if mapped.entry(row.process).or_default().insert(row.region) {
+                        let family = family(names.get(&row.process).copied().flatten(), row);
+                        let (first, pages) = (Vpn(place.from.1), Pages(place.pages));
+                        let (process, region) = (row.process, row.region);
+                        steps.push((at_ns, Step::Map { process, region, family, first, pages }));
+                        continue;
+                    }
+                    // Other bounds: what is outside has gone.
+                    let inside = row.first.0..row.first.0 + row.pages.0;
+                    let all = place.from.0..place.from.0 + place.pages;
+                    for page in all.filter(|page| !inside.contains(page)) {
+                        if forget(&mut known, &mut shared, (row.region, page)).is_some() {
+                            let to = Vpn(page - place.from.0 + place.from.1);
+                            steps.push((at_ns, Step::Drop { region: row.region, page: to, zero: false }));
+                        }
+                    }
+                }
+                Event::Unmap { region } => {
+                    if let Some(place) = places.get(region) {
+                        place.forget(*region, &mut known, &mut shared);
+                        steps.push((at_ns, Step::Unmap { region: *region }));
+                    }
+                }
+                Event::Page { region, page, now } => {
+                    let Some(place) = places.get(region) else { continue };
+                    let to = Vpn(page.0 - place.from.0 + place.from.1);
+                    let before = forget(&mut known, &mut shared, (*region, page.0));
+                    let held = now.frame.filter(|_| now.state == PageState::Shared);
+                    let relative = held.is_some_and(|frame| shared.contains_key(&frame));
+                    forked += u64::from(relative);
+                    if relative || matches!(now.state, PageState::Absent | PageState::ZeroMapped) {
+                        let zero = now.state == PageState::ZeroMapped;
+                        steps.push((at_ns, Step::Drop { region: *region, page: to, zero }));
+                        continue;
+                    }
+                    if let Some(frame) = held {
+                        shared.insert(frame, (*region, page.0));
+                    }
+                    let Page { state, digest, parts, .. } = *now;
+                    known.insert((*region, page.0), Known { state, digest, parts, frame: held });
+                    if before.is_some_and(|before| !before.is_written(now)) {
+                        continue;
+                    }
+                    let parts = changed(before, now);
+                    let (content, eighth) = (content(now), eighths.of_page(now, to));
+                    steps.push((at_ns, Step::Write { region: *region, page: to, content, parts, eighth }));
+                }
+            }
+        }
+        pages = pages.max(known.len() as u64);
+    }
+    let last_ns = record.snapshots.last().map_or(0, |snapshot| snapshot.time_ns.saturating_sub(began_ns));
+    let ends_ns = last_ns + record.origin.every_ns;
+    Scripted { script: steps.into(), ends_ns, pages, forked }
+}
+
+fn forget(
+    known: &mut FxHashMap<(u32, u64), Known>,
+    shared: &mut FxHashMap<u64, (u32, u64)>,
+    page: (u32, u64),
+) -> Option<Known> {
+    let before = known.remove(&page)?;
+    if let Some(frame) = before.frame {
+        shared.remove(&frame);
+    }
+    Some(before)
+}
+
+/// Which quarters of a page have changed; all, if it was not there.
+fn changed(before: Option<Known>, now: &Page) -> u8 {
+    let Some(before) = before else { return 0b1111 };
+    let differ = before.parts.iter().zip(&now.parts).map(|(before, now)| before != now);
+    let parts = differ.rev().fold(0, |bits, differs| bits << 1 | u8::from(differs));
+    // 32 bits of a quarter may be equal by chance.
+    if parts == 0 { 0b1111 } else { parts }
+}
+
+/// 64 of the 128 bits: among a billion pages two that differ are equal with a chance of 3 %.
+#[expect(clippy::cast_possible_truncation, reason = "half of the bits are wanted")]
+fn content(page: &Page) -> u64 {
+    if page.digest == 0 { 0 } else { (page.digest as u64).max(1) }
+}
+
+/// Regions of the same program, kind and size.
+fn family(name: Option<&str>, row: &RegionRow) -> FamilyKey {
+    let mut hasher = FxHasher::default();
+    (name, &row.kind, row.pages.0).hash(&mut hasher);
+    FamilyKey(hasher.finish())
+}
+
+/// Where regions go: one after the other, as they come, by what is ever there.
+fn places(record: &Record) -> FxHashMap<u32, Place> {
+    let mut bounds: Vec<(u32, (u64, u64))> = Vec::new();
+    let mut at: FxHashMap<u32, usize> = FxHashMap::default();
+    for event in record.snapshots.iter().flat_map(|snapshot| &snapshot.events) {
+        let Event::Page { region, page, now } = event else { continue };
+        if now.state == PageState::Absent {
+            continue;
+        }
+        let index = *at.entry(*region).or_insert_with(|| {
+            bounds.push((*region, (page.0, page.0)));
+            bounds.len() - 1
+        });
+        let (low, high) = &mut bounds[index].1;
+        (*low, *high) = ((*low).min(page.0), (*high).max(page.0));
+    }
+    let mut next = EXTENT_PAGES;
+    let mut place = |(low, high): (u64, u64)| {
+        // At the same place within an extent: that is what is marked.
+        let to = next.next_multiple_of(EXTENT_PAGES) + EXTENT_PAGES + low % EXTENT_PAGES;
+        let pages = high - low + 1;
+        next = to + pages;
+        Place { from: (low, to), pages }
+    };
+    bounds.into_iter().map(|(region, bounds)| (region, place(bounds))).collect()
+}
+
+/// In which eighth of memory a page is: of physical memory, or where frames are not known, of what is replayed.
+struct Eighths {
+    low: u64,
+    span: u64,
+    by_frame: bool,
+}
+
+impl Eighths {
+    fn of(record: &Record, places: &FxHashMap<u32, Place>) -> Self {
+        let events = record.snapshots.iter().flat_map(|snapshot| &snapshot.events);
+        let frames = events.filter_map(|event| match event {
+            Event::Page { now, .. } => now.frame,
+            _ => None,
+        });
+        let bounds = frames.fold(None, |bounds: Option<(u64, u64)>, frame| {
+            Some(bounds.map_or((frame, frame), |(low, high)| (low.min(frame), high.max(frame))))
+        });
+        if let Some((low, high)) = bounds {
+            return Self { low, span: high - low + 1, by_frame: true };
+        }
+        let low = places.values().map(|place| place.from.1).min().unwrap_or(0);
+        let high = places.values().map(|place| place.from.1 + place.pages).max().unwrap_or(1);
+        Self { low, span: high - low, by_frame: false }
+    }
+
+    fn of_page(&self, page: &Page, to: Vpn) -> u8 {
+        let at = if self.by_frame { page.frame } else { Some(to.0) };
+        let eighth = at.map_or(0, |at| u128::from(at.saturating_sub(self.low)) * 8 / u128::from(self.span.max(1)));
+        u8::try_from(eighth.min(7)).unwrap_or(7)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::{Origin, ProcessRow, Snapshot};
+
+    /// The steps that a page makes from state to state, after the first: digest and frame with each.
+    fn steps(states: &[(PageState, u128, u64)]) -> Vec<Step> {
+        let rows = [
+            Event::Process(ProcessRow { process: 0, pid: None, name: None }),
+            Event::Region(RegionRow { region: 0, process: 0, kind: "heap".into(), first: Vpn(7), pages: Pages(1) }),
+        ];
+        let snapshots = (0..).zip(states).map(|(time_ns, &(state, digest, frame))| {
+            let now = Page { state, huge: false, digest, parts: [1; PARTS], frame: Some(frame) };
+            let page = Event::Page { region: 0, page: Vpn(7), now };
+            Snapshot { time_ns, events: rows.iter().filter(|_| time_ns == 0).cloned().chain([page]).collect() }
+        });
+        let origin = Origin { source: "live".into(), every_ns: 1, anonymous: false };
+        let script = script(&Record { origin, snapshots: snapshots.collect() }).script;
+        script.iter().filter(|(at_ns, _)| *at_ns > 0).map(|&(_, step)| step).collect()
+    }
+
+    #[test]
+    fn a_page_that_was_merged_or_moved_was_not_written() {
+        use PageState::{Merged, Private, Shared};
+        assert_eq!(steps(&[(Private, 5, 1), (Private, 5, 2), (Shared, 5, 2), (Merged, 5, 3), (Merged, 5, 4)]), []);
+        // A merged page is alone again because somebody wrote what it held.
+        assert!(matches!(steps(&[(Private, 5, 1), (Merged, 5, 3), (Private, 5, 1)])[..], [Step::Write { .. }]));
+        assert!(matches!(steps(&[(Merged, 5, 1), (Merged, 6, 2)])[..], [Step::Write { content: 6, .. }]));
+        assert!(matches!(
+            steps(&[(Private, 5, 1), (PageState::ZeroMapped, 0, 9)])[..],
+            [Step::Drop { zero: true, .. }]
+        ));
+    }
+}
