@@ -198,7 +198,8 @@ impl Marker {
 
     /// Wakes ksmd for what has become worth merging in spans marked earlier.
     pub fn refresh(&mut self, slots: &mut Slots, now_ns: u64, broken: u64, merger: &mut Merger) {
-        if merger.comes_twice() {
+        let marked = marked_resident(slots).0;
+        if merger.comes_twice() || marked == 0 {
             slots.iter_mut().for_each(|region| region.visited = region.view.resident);
             (self.walked_ns, self.walked_broken) = (now_ns, broken);
         }
@@ -210,7 +211,6 @@ impl Marker {
         let grown: Pages = slots.iter().map(Region::grown).sum();
         // Merged pages that were written hold something new, as often as not something that others hold too.
         let renewed = grown + Pages(broken.saturating_sub(self.walked_broken) / 2);
-        let marked = marked_resident(slots).0;
         let waits_ns =
             if renewed.0 >= marked / GROWN { 0 } else { hold_small_ns(renewed.0, marked).max(HOLD_SMALL_NS) };
         if renewed.0 >= REFRESH_MIN && now_ns >= self.walked_ns + waits_ns {

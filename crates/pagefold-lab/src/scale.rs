@@ -58,7 +58,7 @@ impl Default for Scale {
             memory: vec![4, 16, 64, 256, 1_024],
             algorithms: ALGORITHMS.to_vec(),
             hours: 24.0,
-            check: Some((16, 16, 0.25)),
+            check: Some((4, 16, 0.5)),
             nodes: vec![1_024, 10_240, 102_400, 1_024_000],
             trees: vec![1, 4, 16, 64, 256, 1_024, 1_800],
             races: RACE_COSTS.map(|cost_percent| Race { cost_percent, ..Race::default() }).to_vec(),

@@ -159,10 +159,11 @@ fn nodes_without_room() {
             // KSM alone would leave everything on the node of the last.
             placed("fair", "the last is confined", &[idle(0), confined(1)], Expect::All(1)),
             placed("fair", "the first is confined", &[confined(0), idle(1)], Expect::All(0)),
-            // There is room for half of the pages, but not if some is to be left for others.
+            // There is room for half of the pages, but at first not if some is to be left for others. Merging gives some back, so
+            // that in time its half may come; never more.
             with(
                 Trouble::Full { node: 1, left_mib: 16 },
-                placed("fair", "a node is nearly full", &[idle(1), idle(0)], Expect::AtMost(1, 35.0)),
+                placed("fair", "a node is nearly full", &[idle(1), idle(0)], Expect::AtMost(1, 50.1)),
             ),
         ],
     );

@@ -14,13 +14,13 @@ const WANTED: f64 = 0.9;
 /// How often it is looked whether it is, and how often afterwards.
 const LOOK_NS: u64 = NS_PER_S;
 const LATER_NS: u64 = 60 * NS_PER_S;
-/// Simulated pages, about.
+/// Simulated pages, about, by powers of two: ksmd looks at billions of pages a day, and it is grains that take time. pagefold
+/// looks at less, but has thresholds of its own in pages (samples, extents, what ksmd is woken for), which grains blow up.
 const SIMULATED_LOG2: u32 = 18;
-/// The finest grain, for ksmd looks at billions of pages a day, and the coarsest.
-const GRAINS: [u32; 2] = [64, 256];
-/// The same for pagefold, which looks at less, and whose own measures (extents of 512 pages, samples of 4) should not grow
-/// too much.
-const GRAINS_PAGEFOLD: [u32; 2] = [4, 64];
+const SIMULATED_LOG2_PAGEFOLD: u32 = 20;
+/// The finest and the coarsest grain.
+const GRAINS: (u32, u32) = (64, 256);
+const GRAINS_PAGEFOLD: (u32, u32) = (1, 64);
 
 /// Who runs, and how ksmd scans where it is not pagefold that drives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,15 +111,14 @@ impl Savable {
     }
 }
 
-/// The grain for a memory.
-fn grain(machine: Machine, [finest, coarsest]: [u32; 2]) -> u32 {
-    let wanted = machine.pages() >> SIMULATED_LOG2;
-    u32::try_from(wanted.next_power_of_two()).unwrap_or(u32::MAX).clamp(finest, coarsest)
-}
-
 /// The grain for a memory under an algorithm.
 pub fn grain_for(machine: Machine, algorithm: Algorithm) -> u32 {
-    grain(machine, if algorithm == Algorithm::Pagefold { GRAINS_PAGEFOLD } else { GRAINS })
+    let (simulated_log2, (finest, coarsest)) = match algorithm {
+        Algorithm::Pagefold => (SIMULATED_LOG2_PAGEFOLD, GRAINS_PAGEFOLD),
+        _ => (SIMULATED_LOG2, GRAINS),
+    };
+    let wanted = machine.pages() >> simulated_log2;
+    u32::try_from(wanted.next_power_of_two()).unwrap_or(u32::MAX).clamp(finest, coarsest)
 }
 
 /// Runs an algorithm on a machine.
