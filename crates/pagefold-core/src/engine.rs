@@ -245,8 +245,7 @@ impl Engine {
         }
         let looks = self.placer.looks(&self.slots, &self.snapshot, self.merger.is_busy(), self.room_ns(pace));
         let parts = self.config.classifier == Classifier::SubPages;
-        // To tell what becomes of merged pages it must be known what they hold.
-        let shared = self.several_domains() || self.visiting;
+        let shared = self.several_domains();
         SamplePlan { runs, digest_seed: self.config.seed, shared, parts, activity, looks }
     }
 
@@ -294,10 +293,8 @@ impl Engine {
             }
         }
         if self.slots.want_sweep() {
-            let several = self.several_domains();
             let slots = &self.slots;
-            let fate = |place: Place, _| if slots.get(place.slot).is_some() { Fate::Kept } else { Fate::Gone };
-            self.index.sweep(fate, several);
+            self.index.sweep(|place, _| if slots.get(place.slot).is_some() { Fate::Kept } else { Fate::Gone });
             self.slots.swept();
         }
     }
@@ -305,7 +302,12 @@ impl Engine {
     /// Judges what was read.
     pub fn judge(&mut self, samples: &Samples) -> Actions {
         let (now_ns, several) = (self.snapshot.now_ns, self.several_domains());
-        let read = samples.pages.iter().filter(|sample| sample.state == PageState::Private).count() as u64;
+        let is_read = |sample: &&PageSample| match sample.state {
+            PageState::Private | PageState::Merged => true,
+            PageState::Shared => several,
+            PageState::Absent | PageState::ZeroMapped => false,
+        };
+        let read = samples.pages.iter().filter(is_read).count() as u64;
         self.ledger.pages_read += read;
         self.read = read;
         self.take_samples(samples);
@@ -367,14 +369,13 @@ impl Engine {
             // By now every page of the bottom has come by about once.
             self.bottom_pages = 0;
             self.index.age();
-            let several = self.several_domains();
             let slots = &mut self.slots;
-            let fate = |place: Place, old| {
+            self.index.sweep(|place, old| {
                 let Some(region) = slots.get_mut(place.slot) else { return Fate::Gone };
                 if old && region.renews(place.offset) { Fate::Renewed } else { Fate::Kept }
-            };
-            self.index.sweep(fate, several);
+            });
             self.slots.swept();
+            self.slots.iter_mut().for_each(|region| region.tally.age());
         }
     }
 
@@ -434,10 +435,12 @@ impl Engine {
         if foreign {
             region.tally.sampled += u64::from(!examined && !region.is_marked(sample.page));
             duplicate = false;
-        } else if several && !zero && sample.state != PageState::Private {
-            // Merged already, and known all the same.
+        } else if !zero && (sample.state == PageState::Merged || several && sample.state == PageState::Shared) {
+            // One copy already, and known all the same: others may come that hold it too.
             let class = region.classes.as_ref().map_or(0, |pages| pages.class_of(&self.classes, sample.page));
-            self.index.note(digest.in_class(class), place, examined);
+            if let Seen::Twin(first) = self.index.note(digest.in_class(class), place, several && examined) {
+                self.credit(first);
+            }
         } else if sample.state == PageState::Private {
             region.probe(sample.page, sample.digest, region.stage == Stage::Survey);
             let marked = !examined && region.is_marked(sample.page);
@@ -483,6 +486,9 @@ impl Engine {
     fn credit(&mut self, place: Place) {
         let Some(region) = self.slots.get_mut(place.slot) else { return };
         let page = region.page_at(place.offset);
+        if region.is_marked(page) {
+            return;
+        }
         if let Some(pages) = &mut region.classes {
             pages.met(page);
         }

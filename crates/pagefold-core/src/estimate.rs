@@ -37,6 +37,14 @@ pub struct Estimate {
 }
 
 impl Tally {
+    /// Halves what was seen so far, so that what a region holds now counts for more than what it once held.
+    pub fn age(&mut self) {
+        let Self { sampled, zero, found, twins } = self;
+        for count in [sampled, zero, found, twins] {
+            *count /= 2;
+        }
+    }
+
     /// Estimates the duplicate ratio from samples taken at coverage `fraction` (0 to 1) of the memory
     /// in which the twins lie.
     pub fn estimate(&self, fraction: f64) -> Estimate {

@@ -204,7 +204,7 @@ pub struct SamplePlan {
     pub runs: Vec<Run>,
     /// Seed for the digests of this run of the program.
     pub digest_seed: u64,
-    /// Read merged and fork-shared pages as well, without taking them apart: it must be known what they hold.
+    /// Read fork-shared pages as well, without taking them apart. Private and merged pages are always read.
     pub shared: bool,
     /// Tell the prints of the quarters of every page that is read. Always or never in one run.
     pub parts: bool,
@@ -260,7 +260,7 @@ pub struct PageSample {
     pub state: PageState,
     /// Part of a huge page: a merge would split it.
     pub huge: bool,
-    /// Its digest; meaningful for `Private`, and for `Merged` and `Shared` where the host read them.
+    /// Its digest; meaningful for `Private` and `Merged`, and for `Shared` where the plan asked for it.
     pub digest: Digest,
     /// Where that was asked: prints of its quarters, meaningful where the digest is. Quarters with the same contents have
     /// the same print all through the run.

@@ -174,10 +174,9 @@ impl Index {
     }
 
     /// Drops the entries whose page has gone, and those that no page has renewed for two epochs although pages like theirs
-    /// renew them. `fate` is asked about an entry's page, and whether the entry is so old. With `claims`, contents that are
-    /// claimed and were seen on other pages too outlive the page that was noted for them, until nobody has renewed them for
-    /// two epochs.
-    pub fn sweep(&mut self, mut fate: impl FnMut(Place, bool) -> Fate, claims: bool) {
+    /// renew them. `fate` is asked about an entry's page, and whether the entry is so old. Contents that were seen on other
+    /// pages too outlive the page that was noted for them, until nobody has renewed them for two epochs.
+    pub fn sweep(&mut self, mut fate: impl FnMut(Place, bool) -> Fate) {
         let epoch = self.epoch;
         self.len = 0;
         for tree in &mut self.trees {
@@ -188,10 +187,10 @@ impl Index {
                 if fate != Fate::Gone {
                     return !(old && fate == Fate::Renewed);
                 }
-                let kept = claims && entry.is_claimed() && entry.count() > 1 && !old;
+                let kept = entry.count() > 1 && !old;
                 if kept {
                     let place = Place { slot: NOBODY, offset: 0 };
-                    *entry = Entry::new(entry.print(), true, place, entry.count(), entry.epoch());
+                    *entry = Entry::new(entry.print(), entry.is_claimed(), place, entry.count(), entry.epoch());
                 }
                 kept
             });
@@ -276,13 +275,32 @@ mod tests {
         for content in 0..3000 {
             index.note(digest(content), Place { slot: u32::from(content % 3 == 0), offset: 1 }, false);
         }
-        index.sweep(|place, _| if place.slot == 1 { Fate::Kept } else { Fate::Gone }, false);
+        index.sweep(|place, _| if place.slot == 1 { Fate::Kept } else { Fate::Gone });
         assert_eq!(index.len(), 1000);
         index.age();
         index.note(digest(0), Place { slot: 1, offset: 1 }, false);
         index.age();
-        index.sweep(|_, _| Fate::Renewed, false);
+        index.sweep(|_, _| Fate::Renewed);
         assert_eq!(index.len(), 1, "only the renewed entry is younger than two epochs");
+    }
+
+    #[test]
+    fn what_several_pages_hold_outlives_the_one_that_was_noted() {
+        let mut index = Index::new();
+        let place = |slot| Place { slot, offset: 1 };
+        index.note(digest(0), place(1), false);
+        index.note(digest(0), place(2), false);
+        index.note(digest(1), place(1), false);
+        let but_the_first = |place: Place, _| if place.slot == 1 { Fate::Gone } else { Fate::Renewed };
+        index.sweep(but_the_first);
+        assert_eq!(index.len(), 1, "nobody else held the other");
+        assert_eq!(index.note(digest(0), place(3), false), Seen::Known(2));
+        index.sweep(|place, _| if place.slot == 3 { Fate::Gone } else { Fate::Renewed });
+        assert_eq!(index.len(), 1);
+        index.age();
+        index.age();
+        index.sweep(but_the_first);
+        assert!(index.is_empty(), "for two epochs nobody has had it");
     }
 
     proptest! {

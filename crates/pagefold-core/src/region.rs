@@ -297,12 +297,11 @@ impl Region {
         !self.activity_known && self.looked_at <= cycles * self.view.pages.0
     }
 
-    /// Whether the page at an offset of the index comes by again and again in sampling, and renews its entry there. Merged
-    /// pages are not hashed again, and those whose look-ups are spared do not come to the index.
+    /// Whether the page at an offset of the index comes by again and again in sampling, and renews its entry there. Those
+    /// whose look-ups are spared do not come to the index.
     pub fn renews(&mut self, offset: u32) -> bool {
         let page = self.page_at(offset);
-        let sampled = self.level == 1 && self.marks.is_empty();
-        sampled && !self.classes.as_mut().is_some_and(|classes| classes.keeps(page))
+        self.level == 1 && !self.classes.as_mut().is_some_and(|classes| classes.keeps(page))
     }
 
     /// Takes note of an active page.

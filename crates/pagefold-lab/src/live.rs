@@ -14,7 +14,7 @@ use pagefold_bench::Interrupt;
 use pagefold_core::host::{DomainKey, OwnerKey, PageState, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 use pagefold_linux::exclude::{DenyList, Exclusion};
-use pagefold_linux::memory::{PageReader, PageView, ReadHow};
+use pagefold_linux::memory::{Contents, PageReader, PageView, ReadHow};
 use pagefold_linux::newcomers::Newcomers;
 use pagefold_linux::pagemap::tells_merged;
 use pagefold_linux::process::ReadError;
@@ -243,7 +243,7 @@ impl Recorder {
         self.reader.resident_runs(&target.process, stretch.first, stretch.pages, &mut runs)?;
         let pieces: Vec<(Vpn, u32)> = runs.iter().flat_map(|&(first, pages)| pieces(first, pages)).collect();
         let mut pages = Vec::with_capacity(runs.iter().map(|&(_, pages)| pages as usize).sum());
-        let how = ReadHow { huge: stretch.huge, shared_bytes: true, activity: false };
+        let how = ReadHow { huge: stretch.huge, contents: Contents::All, activity: false };
         let mut rest = pieces.as_slice();
         while !rest.is_empty() {
             if self.stop.check().is_err() {

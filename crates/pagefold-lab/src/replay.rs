@@ -213,8 +213,7 @@ pub(crate) fn knobs(algorithm: Algorithm, pages: u64, trees: Option<u16>) -> Kno
         Algorithm::CmdSubPage => forest(Forest::Classes(Classes::SubPages)),
         Algorithm::NuKsm => forest(Forest::Checksum { trees: trees.unwrap_or_else(by_memory) }),
         Algorithm::Uksm => Knobs { merge_any: false, ..plain },
-        // As it sets them on a live machine.
-        Algorithm::Pagefold => Knobs { use_zero_pages: true, max_page_sharing: 4_096, ..Knobs::default() },
+        Algorithm::Pagefold => Knobs::driven(),
     }
 }
 

@@ -14,7 +14,7 @@ use crate::drive::Driver;
 use crate::exclude::DenyList;
 use crate::inject::Injector;
 use crate::ksm::{Breaks, Ksm, KsmError};
-use crate::memory::{PageReader, ReadHow};
+use crate::memory::{Contents, PageReader, ReadHow};
 use crate::newcomers::Newcomers;
 use crate::pressure::{Gauge, PressureError};
 use crate::process::ReadError;
@@ -363,16 +363,16 @@ impl Host for LiveHost {
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
         let before_ns = own_cpu_ns();
+        let contents = if plan.shared { Contents::All } else { Contents::Merged };
         let how = |piece: Piece, target: &Target| {
             let region = piece.region;
             let huge = target.regions.iter().any(|tracked| tracked.key == region && tracked.stretch.huge);
-            (piece, ReadHow { huge, shared_bytes: plan.shared, activity: plan.activity.contains(&region) })
+            (piece, ReadHow { huge, contents, activity: plan.activity.contains(&region) })
         };
         let work = Work {
             reads: self.pieces(&plan.runs).map(|(piece, target)| how(piece, target)).collect(),
             looks: self.pieces(&plan.looks).map(|(piece, _)| piece).collect(),
             digester: Digester::new(plan.digest_seed),
-            shared: plan.shared,
             parts: plan.parts,
             topology: self.placing.topology.clone(),
         };

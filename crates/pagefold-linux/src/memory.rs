@@ -25,13 +25,36 @@ use pagefold_core::units::{Pages, Vpn};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+/// The contents of which pages are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Contents {
+    /// Private ones.
+    #[default]
+    Private,
+    /// Merged ones too.
+    Merged,
+    /// Merged and fork-shared ones too.
+    All,
+}
+
+impl Contents {
+    /// Whether pages that others hold too are read, without pinning them.
+    fn include(self, state: PageState) -> bool {
+        match state {
+            PageState::Merged => self != Self::Private,
+            PageState::Shared => self == Self::All,
+            PageState::Private | PageState::Absent | PageState::ZeroMapped => false,
+        }
+    }
+}
+
 /// How to read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadHow {
     /// The region may have huge pages (smaps shows some, or they may have come since): find out which pages are in one.
     pub huge: bool,
-    /// Read the bytes of merged and fork-shared pages too.
-    pub shared_bytes: bool,
+    /// The contents of which pages to read.
+    pub contents: Contents,
     /// Find out which private pages are active.
     pub activity: bool,
 }

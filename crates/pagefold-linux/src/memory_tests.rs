@@ -181,7 +181,7 @@ fn zero_and_file_pages_are_told_apart() {
         &mut reader,
         &own(),
         &[(memory.first(), 3)],
-        ReadHow { shared_bytes: true, huge: true, ..ReadHow::default() },
+        ReadHow { contents: Contents::All, huge: true, ..ReadHow::default() },
     )
     .unwrap();
     let states: Vec<PageState> = seen.iter().map(|page| page.1).collect();
@@ -197,8 +197,9 @@ fn zero_and_file_pages_are_told_apart() {
     // The program's own code is a file's, however it is asked.
     let code = Vpn::of_address(zero_and_file_pages_are_told_apart as *const () as u64);
     for huge in [false, true] {
-        let seen = read(&mut reader, &own(), &[(code, 1)], ReadHow { huge, shared_bytes: true, ..ReadHow::default() })
-            .unwrap();
+        let seen =
+            read(&mut reader, &own(), &[(code, 1)], ReadHow { huge, contents: Contents::All, ..ReadHow::default() })
+                .unwrap();
         assert_eq!(seen, [(code, PageState::Absent, None)]);
         assert_eq!(reader.census(&own(), code, Pages(1), huge).unwrap().file, Pages(1));
     }
@@ -218,14 +219,13 @@ fn reading_keeps_what_fork_shares() {
         count
     };
     assert_eq!(exclusive(&mut reader), 1);
-    for shared_bytes in [false, true] {
+    for wanted in [Contents::Private, Contents::All] {
         let seen =
-            read(&mut reader, &own(), &[(first, 64)], ReadHow { huge: false, shared_bytes, ..ReadHow::default() })
-                .unwrap();
+            read(&mut reader, &own(), &[(first, 64)], ReadHow { contents: wanted, ..ReadHow::default() }).unwrap();
         for (index, (_, state, bytes)) in seen.iter().enumerate() {
             let private = index == 5;
             assert_eq!(*state, if private { PageState::Private } else { PageState::Shared });
-            assert_eq!(*bytes, (private || shared_bytes).then(|| contents(index)));
+            assert_eq!(*bytes, (private || wanted == Contents::All).then(|| contents(index)));
         }
     }
     assert_eq!(exclusive(&mut reader), 1, "reading has un-shared pages");
@@ -279,7 +279,7 @@ fn shared_pages_that_vanish_are_absent() {
     for page in [0, 4, 5] {
         memory.unmap(page);
     }
-    batch.read_shared(&mut held, &process).unwrap();
+    batch.read_shared(&mut held, &process, Contents::All).unwrap();
     let mut seen = Vec::new();
     batch.show(&mut |view: PageView<'_>| seen.push(view.bytes.copied()));
     let expected: Vec<_> = (0..8).map(|page| (![0, 4, 5].contains(&page)).then(|| contents(page))).collect();
@@ -294,7 +294,7 @@ fn an_ended_process_is_vanished_even_for_a_reader_that_holds_its_files() {
     let process = Process::open(child.0).unwrap();
     let mut reader = PageReader::new();
     let run = [(memory.first(), 4)];
-    let seen = read(&mut reader, &process, &run, ReadHow { shared_bytes: true, ..ReadHow::default() }).unwrap();
+    let seen = read(&mut reader, &process, &run, ReadHow { contents: Contents::All, ..ReadHow::default() }).unwrap();
     assert_eq!(seen[0].2, Some(contents(0)));
     let held = Held::open(&process).unwrap();
     held.check().unwrap();
@@ -361,7 +361,7 @@ fn huge_pages_are_recognised_with_and_without_a_scan() {
         println!("SKIP: /proc/kpageflags needs root");
         return;
     }
-    let how = ReadHow { huge: true, shared_bytes: false, ..ReadHow::default() };
+    let how = ReadHow { huge: true, ..ReadHow::default() };
     let zero = read(&mut reader, &own(), &[(memory.first() + (skip + 512 + 9) as u64, 1)], how).unwrap();
     assert!(matches!(zero[0].1, PageState::ZeroMapped | PageState::Absent), "{:?}", zero[0].1);
     (0..512).for_each(|page| memory.fill(skip + page));

@@ -72,7 +72,7 @@ fn frame(process: &Process, page: Vpn) -> Result<Option<u64>, ReadError> {
 
 fn reads(process: &Process, page: Vpn) -> bool {
     let mut seen = false;
-    let how = ReadHow { huge: false, shared_bytes: false, ..ReadHow::default() };
+    let how = ReadHow::default();
     let read = PageReader::new().read_runs(process, &[(page, 1)], how, |view| seen = view.bytes.is_some());
     read.is_ok() && seen
 }

@@ -27,8 +27,6 @@ pub(crate) struct Work {
     pub(crate) looks: Vec<Piece>,
     pub(crate) digester: Digester,
     /// See [`pagefold_core::host::SamplePlan`].
-    pub(crate) shared: bool,
-    /// See [`pagefold_core::host::SamplePlan`].
     pub(crate) parts: bool,
     /// On a machine with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
@@ -54,7 +52,7 @@ struct Progress {
 
 /// Reads. The error is the process whose memory does not come back, and with it the reader and what was read so far.
 pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32, Pending)> {
-    let Work { reads, looks, digester, shared, parts, topology } = work;
+    let Work { reads, looks, digester, parts, topology } = work;
     let progress = Arc::new(Progress::default());
     let told = progress.clone();
     let work = move || {
@@ -68,14 +66,9 @@ pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32
             told.pid.store(process.pid(), Ordering::Relaxed);
             let read = reader.read_runs(&process, &runs, how, |view| {
                 let (digest, prints) = match view.bytes {
-                    Some(bytes) if view.state == PageState::Private || shared => {
-                        if parts {
-                            digester.digest_parts(bytes)
-                        } else {
-                            (digester.digest(bytes), Parts::default())
-                        }
-                    }
-                    _ => (Digest::default(), Parts::default()),
+                    Some(bytes) if parts => digester.digest_parts(bytes),
+                    Some(bytes) => (digester.digest(bytes), Parts::default()),
+                    None => (Digest::default(), Parts::default()),
                 };
                 let node = match &topology {
                     Some(nodes) if view.state == PageState::Private => {

@@ -36,7 +36,7 @@ fn cost_of_looking_first() {
             time(0, &mut || bare(target.parent.pid(), &runs));
             for (which, huge) in [(1, false), (2, true)] {
                 time(which, &mut || {
-                    let how = ReadHow { huge, shared_bytes: false, ..ReadHow::default() };
+                    let how = ReadHow { huge, ..ReadHow::default() };
                     let mut bytes = 0;
                     let visit = |view: pagefold_linux::memory::PageView<'_>| {
                         bytes += u64::from(black_box(view.bytes).is_some());

@@ -8,7 +8,7 @@ mod twins;
 use pagefold_core::host::PageState;
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use pagefold_linux::maps::parse_smaps;
-use pagefold_linux::memory::{PageReader, ReadHow};
+use pagefold_linux::memory::{Contents, PageReader, ReadHow};
 use pagefold_linux::process::Process;
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
@@ -129,11 +129,11 @@ fn reading_leaves_merged_and_shared_pages_alone() {
         .iter()
         .flat_map(|&(first, pages)| (0..pages as u64 / 16).map(move |run| (first + run * 16, 16)))
         .collect();
-    for shared_bytes in [false, true] {
+    for wanted in [Contents::Private, Contents::Merged, Contents::All] {
         for process in [&twins.parent, &twins.child] {
             let mut place = 0;
             reader
-                .read_runs(process, &runs, ReadHow { huge: true, shared_bytes, ..ReadHow::default() }, |view| {
+                .read_runs(process, &runs, ReadHow { huge: true, contents: wanted, ..ReadHow::default() }, |view| {
                     let index = |first: Vpn| usize::try_from(view.page.0 - first.0).unwrap();
                     let (region, index, expected) = match place {
                         place if place < TWINS => (1, index(at), PageState::Merged),
@@ -143,7 +143,12 @@ fn reading_leaves_merged_and_shared_pages_alone() {
                         _ => (3, index(private), PageState::Private),
                     };
                     assert_eq!(view.state, expected, "page {index} of region {region}");
-                    let has_bytes = expected == PageState::Private || shared_bytes && expected != PageState::Absent;
+                    let has_bytes = match expected {
+                        PageState::Private => true,
+                        PageState::Merged => wanted != Contents::Private,
+                        PageState::Shared => wanted == Contents::All,
+                        PageState::Absent | PageState::ZeroMapped => false,
+                    };
                     assert_eq!(view.bytes.is_some(), has_bytes);
                     let mut words = view.bytes.into_iter().flat_map(|bytes| bytes.chunks_exact(8));
                     assert!(words.all(|word| word == contents(region, index).to_ne_bytes()));

@@ -508,8 +508,8 @@ impl SimHost {
             let state = self.memory.state(region, offset);
             looked_at += 1;
             let is_read = match state {
-                PageState::Private => true,
-                PageState::Merged | PageState::Shared => plan.shared || self.knobs.read_merged,
+                PageState::Private | PageState::Merged => true,
+                PageState::Shared => plan.shared,
                 PageState::Absent | PageState::ZeroMapped => false,
             };
             read += u64::from(is_read);

@@ -58,8 +58,6 @@ pub struct Knobs {
     pub merge_any: bool,
     /// It is kept which quarters of pages were written, for classes.
     pub keep_writes: bool,
-    /// Whether merged and fork-shared pages are read too (at the price of a private one).
-    pub read_merged: bool,
     /// The share of processes that cannot be stopped at the moment, each time anew.
     pub busy: Permyriad,
     /// How long a count of resident pages is kept.
@@ -68,6 +66,13 @@ pub struct Knobs {
     /// simulator (mappings, nodes, scripts) and what pagefold sees is in simulated pages; what is done to all of a grain
     /// costs as many times, and what is counted is counted in pages. Only rates of scanning are given in pages.
     pub grain: u32,
+}
+
+impl Knobs {
+    /// As pagefold sets them on a live machine.
+    pub fn driven() -> Self {
+        Self { use_zero_pages: true, max_page_sharing: 4_096, ..Self::default() }
+    }
 }
 
 impl Default for Knobs {
@@ -81,7 +86,6 @@ impl Default for Knobs {
             forest: Forest::Kernel,
             merge_any: false,
             keep_writes: false,
-            read_merged: true,
             busy: Permyriad(0),
             resident_age_ns: 5_000_000_000,
             grain: 1,

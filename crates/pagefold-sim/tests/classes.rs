@@ -16,7 +16,7 @@ const MIB: u64 = 256;
 const ALL: [Classifier; 4] = [Classifier::None, Classifier::Address, Classifier::WriteCount, Classifier::SubPages];
 
 fn host() -> SimHost {
-    SimHost::new(7, Costs::default(), Knobs { use_zero_pages: true, max_page_sharing: 4096, ..Knobs::default() })
+    SimHost::new(7, Costs::default(), Knobs::driven())
 }
 
 fn engine(classifier: Classifier) -> Engine {

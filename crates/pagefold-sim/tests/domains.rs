@@ -12,11 +12,7 @@ const SECOND: u64 = 1_000_000_000;
 const MIB: u64 = 256;
 
 fn host() -> SimHost {
-    SimHost::new(
-        7,
-        Costs::default(),
-        Knobs { use_zero_pages: true, max_page_sharing: 4096, read_merged: false, ..Knobs::default() },
-    )
+    SimHost::new(7, Costs::default(), Knobs::driven())
 }
 
 fn engine() -> Engine {
@@ -136,7 +132,7 @@ proptest! {
     fn no_content_is_marked_in_two_domains(
         tenants in proptest::collection::vec((1_u16..4, 0_u64..4, 1_u64..12, 0_u64..20), 2..9), seed in any::<u64>(),
     ) {
-        let mut host = SimHost::new(seed, Costs::default(), Knobs { use_zero_pages: true, read_merged: false, ..Knobs::default() });
+        let mut host = SimHost::new(seed, Costs::default(), Knobs { use_zero_pages: true, ..Knobs::default() });
         let mut engine = Engine::new(Config { seed, ..Config::default() });
         for (domain, fill, mib, start) in tenants {
             let fill = match fill {

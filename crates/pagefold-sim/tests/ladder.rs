@@ -12,7 +12,7 @@ const SECOND: u64 = 1_000_000_000;
 const MIB: u64 = 256;
 
 fn host() -> SimHost {
-    SimHost::new(7, Costs::default(), Knobs { use_zero_pages: true, max_page_sharing: 4096, ..Knobs::default() })
+    SimHost::new(7, Costs::default(), Knobs::driven())
 }
 
 fn config() -> Config {

@@ -66,7 +66,7 @@ fn most(done: &[(u64, OwnerKey, u64)]) -> (u64, u64) {
 #[test]
 fn limits_hold_in_every_second_and_everything_is_folded() {
     let limits = Limits { pages_per_process: 3_000, pages: 8_000, stops_per_process: 1, stops: 2, ..Limits::default() };
-    let knobs = Knobs { use_zero_pages: true, max_page_sharing: 4096, read_merged: false, ..Knobs::default() };
+    let knobs = Knobs::driven();
     let mut host = SimHost::new(7, Costs::default(), knobs);
     scenario::redis(&mut host, 4, Pages(32 * MIB));
     scenario::pairs(&mut host, Pages(32 * MIB), Pages(0));

@@ -16,7 +16,7 @@ const MIB: u64 = 256;
 const COMMON: Pages = Pages(32 * MIB);
 
 fn knobs() -> Knobs {
-    Knobs { use_zero_pages: true, max_page_sharing: 4096, ..Knobs::default() }
+    Knobs::driven()
 }
 
 /// A machine with so many nodes of 512 MiB.

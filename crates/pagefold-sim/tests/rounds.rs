@@ -21,7 +21,7 @@ fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Ledger {
 }
 
 fn host() -> SimHost {
-    SimHost::new(7, Costs::default(), Knobs { use_zero_pages: true, max_page_sharing: 4096, ..Knobs::default() })
+    SimHost::new(7, Costs::default(), Knobs::driven())
 }
 
 fn engine() -> Engine {
@@ -82,6 +82,23 @@ fn a_latecomer_is_folded_with_those_who_are_merged_already() {
     let savable = host.truth().savable;
     assert!(host.saved().0 > before, "{before} before and {} after", host.saved().0);
     assert!(savable * 10 < host.saved().0, "{savable} left of {}", host.saved().0);
+}
+
+/// Each of three in turn ends and is replaced, at once and after its contents could have been forgotten.
+#[test]
+fn whoever_is_restarted_is_folded_with_those_who_stayed() {
+    let mut host = host();
+    let mut owners = scenario::redis(&mut host, 3, Pages(16 * MIB));
+    let mut engine = engine();
+    run(&mut host, &mut engine, 20);
+    let before = host.saved().0;
+    for gap in [1, 1, 1, 300, 300, 300] {
+        host.exit(owners.remove(0));
+        run(&mut host, &mut engine, gap);
+        owners.extend(scenario::redis(&mut host, 1, Pages(16 * MIB)));
+        run(&mut host, &mut engine, 120);
+        assert!(host.saved().0 * 100 >= before * 95, "{before} before and {} after", host.saved().0);
+    }
 }
 
 #[test]

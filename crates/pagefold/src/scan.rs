@@ -21,7 +21,7 @@ use pagefold_core::placer::look_once;
 use pagefold_core::units::Vpn;
 use pagefold_linux::cpu::own_cpu_ns;
 use pagefold_linux::exclude::DenyList;
-use pagefold_linux::memory::{PageReader, ReadHow};
+use pagefold_linux::memory::{Contents, PageReader, ReadHow};
 use pagefold_linux::numa::{Topology, owner_view};
 use pagefold_linux::process::ReadError;
 use report::{Cost, Report};
@@ -161,7 +161,7 @@ impl Scanner {
                 continue;
             }
             let runs: Vec<(Vpn, u32)> = process.merged.iter().map(|&page| (page, 1)).collect();
-            let how = ReadHow { shared_bytes: true, huge: false, ..ReadHow::default() };
+            let how = ReadHow { contents: Contents::All, huge: false, ..ReadHow::default() };
             let read = self.reader.read_runs(&process.scoped.process, &runs, how, |view| {
                 if let (PageState::Merged, Some(bytes)) = (view.state, view.bytes) {
                     self.census.see_merged(self.digester.digest(bytes));
@@ -241,7 +241,7 @@ impl Scanner {
                 });
             }
         }
-        let how = ReadHow { shared_bytes: true, huge: false, ..ReadHow::default() };
+        let how = ReadHow { contents: Contents::All, huge: false, ..ReadHow::default() };
         let (mut at, mut holders, mut pages) = (0, Vec::new(), 0_u64);
         let (census, digester, bar) = (&mut self.census, &self.digester, &self.bar);
         let before_ns = own_cpu_ns();

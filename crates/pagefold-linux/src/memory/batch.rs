@@ -1,6 +1,6 @@
 //! The pages that are looked up and read together.
 
-use super::{Held, PageView, ReadHow};
+use super::{Contents, Held, PageView, ReadHow};
 use crate::fault;
 use crate::pagemap::{Categories, FrameFlags, KpageFlags, PageRange, PagemapEntry, ScanError};
 use crate::process::{Process, ReadError};
@@ -112,9 +112,7 @@ impl Batch {
         self.look_up(held, how)?;
         self.classify(frames, how).map_err(|error| ReadError::from_io(held.pid, "../kpageflags", error))?;
         self.read_private(held.pid)?;
-        if how.shared_bytes {
-            self.read_shared(held, process)?;
-        }
+        self.read_shared(held, process, how.contents)?;
         held.check()
     }
 
@@ -278,9 +276,14 @@ impl Batch {
         Ok(())
     }
 
-    /// Reads merged and fork-shared pages, neighbours together, without pinning them.
-    pub(super) fn read_shared(&mut self, held: &mut Held, process: &Process) -> Result<(), ReadError> {
-        let shared = |slot: &Slot| matches!(slot.state, PageState::Merged | PageState::Shared);
+    /// Reads those pages that others hold too and are asked for, neighbours together, without pinning them.
+    pub(super) fn read_shared(
+        &mut self,
+        held: &mut Held,
+        process: &Process,
+        contents: Contents,
+    ) -> Result<(), ReadError> {
+        let shared = |slot: &Slot| contents.include(slot.state);
         let mut at = 0;
         while at < self.slots.len() {
             let first = self.slots[at].page;
