@@ -353,7 +353,8 @@ impl Engine {
         let may_move = if self.snapshot.ksm.ours { self.allowance.moves() } else { 0 };
         let moves = self.placer.moves(may_move, self.budget.room_ns(pace), &self.ledger);
         self.allowance.move_frames(moves.len() as u64);
-        Actions { mark, unmark, stop: self.allowance.size(), merge, moves }
+        let thorough = self.merger.is_thorough();
+        Actions { mark, unmark, stop: self.allowance.size(), merge, thorough, moves }
     }
 
     /// What is done once a round: those whose duplicates are merged go back to the bottom, and the index ages.

@@ -342,6 +342,8 @@ pub struct Actions {
     pub stop: StopSize,
     /// The order to ksmd.
     pub merge: MergeOrder,
+    /// The scans that are ordered leave out no page: without `smart_scan`, whatever it is usually.
+    pub thorough: bool,
     /// Merged frames to be moved to another memory node.
     pub moves: Vec<Move>,
 }

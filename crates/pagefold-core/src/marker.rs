@@ -9,7 +9,7 @@ use crate::extent::Candidate;
 use crate::host::{Change, Marking, Outcome, Span, Why};
 use crate::limits::Allowance;
 use crate::merge::Merger;
-use crate::region::{Alone, InMarks, Region, Stage, covers};
+use crate::region::{Alone, Region, Stage, covers};
 use crate::slots::Slots;
 use crate::units::{Pages, Permyriad};
 use std::collections::{BTreeMap, VecDeque};
@@ -24,6 +24,8 @@ const GROWN: u64 = 8;
 /// Small marks wait so long at least for others to share the walk with, and so long at most, nanoseconds.
 const HOLD_SMALL_NS: u64 = 10_000_000_000;
 const HOLD_SMALL_MAX_NS: u64 = 600_000_000_000;
+/// But where a walk is long, so many times the CPU time of one.
+const HOLD_WALKS: u64 = 32;
 /// First pause before ksmd is woken again for what has changed, nanoseconds; it doubles while that is fruitless.
 const PAUSE_NS: u64 = 10_000_000_000;
 /// Longest such pause, nanoseconds.
@@ -34,6 +36,9 @@ const SOUR_NS: u64 = 3_600_000_000_000;
 const RETRY_NS: u64 = 1_000_000_000;
 /// Pages in marked spans that must have become worth merging before ksmd is woken for them.
 const REFRESH_MIN: u64 = 1_024;
+/// Those that it has visited often wait, the longer the fewer they are: as long as this for as many as are marked,
+/// nanoseconds.
+const PATIENCE_NS: f64 = 40e9;
 
 /// Decides on marks.
 #[derive(Clone, Debug)]
@@ -50,6 +55,8 @@ pub struct Marker {
     /// When ksmd last set out to visit all pages twice, and the copies of merged pages that had been made by then.
     walked_ns: u64,
     walked_broken: u64,
+    /// When it last did so leaving out none of them.
+    thorough_ns: u64,
     refresh_pause_ns: u64,
     refresh_expected: Pages,
 }
@@ -65,6 +72,7 @@ impl Default for Marker {
             next_refresh_ns: 0,
             walked_ns: 0,
             walked_broken: 0,
+            thorough_ns: 0,
             refresh_pause_ns: PAUSE_NS,
             refresh_expected: Pages(0),
         }
@@ -99,7 +107,8 @@ impl Marker {
         let held_ns = now_ns - *self.held_since_ns.get_or_insert(now_ns);
         let bring = |(slot, spans): &(u32, Vec<Candidate>)| slots.get(*slot).map_or(0, |region| gain(region, spans).1);
         let brings: u64 = ready.iter().map(bring).sum();
-        let small = held_ns < hold_small_ns(brings, marked_resident(slots).0) && !merger.is_about_to_come_twice();
+        let waits_ns = hold_small_ns(brings, marked_resident(slots).0, merger.walk_ns());
+        let small = held_ns < waits_ns && !merger.is_about_to_come_twice();
         self.patient = small && !(more && held_ns < HOLD_NS);
         if small || more && held_ns < HOLD_NS {
             return Vec::new();
@@ -202,17 +211,19 @@ impl Marker {
         if merger.comes_twice() || marked == 0 {
             slots.iter_mut().for_each(|region| region.visited = region.view.resident);
             (self.walked_ns, self.walked_broken) = (now_ns, broken);
+            self.thorough_ns = if merger.owes_all() { now_ns } else { self.thorough_ns };
         }
         if merger.is_busy() {
             // What is about to merge is no reason to wake ksmd once more.
-            slots.iter_mut().for_each(|region| region.in_marks = InMarks::default());
+            let all = merger.owes_all();
+            slots.iter_mut().for_each(|region| region.in_marks.restart(all));
             return;
         }
         let grown: Pages = slots.iter().map(Region::grown).sum();
         // Merged pages that were written hold something new, as often as not something that others hold too.
         let renewed = grown + Pages(broken.saturating_sub(self.walked_broken) / 2);
-        let waits_ns =
-            if renewed.0 >= marked / GROWN { 0 } else { hold_small_ns(renewed.0, marked).max(HOLD_SMALL_NS) };
+        let hold_ns = hold_small_ns(renewed.0, marked, merger.walk_ns()).max(HOLD_SMALL_NS);
+        let waits_ns = if renewed.0 >= marked / GROWN { 0 } else { hold_ns };
         if renewed.0 >= REFRESH_MIN && now_ns >= self.walked_ns + waits_ns {
             merger.owe(renewed);
             return;
@@ -226,7 +237,9 @@ impl Marker {
             marked += resident;
             worth += resident as f64 * region.in_marks.worth();
         }
-        if worth < REFRESH_MIN.max(marked / SMALL) as f64 {
+        let waits_ns = PATIENCE_NS * marked as f64 / worth.max(1.0);
+        let is_due = worth >= (marked / SMALL) as f64 || now_ns as f64 >= self.thorough_ns as f64 + waits_ns;
+        if worth < REFRESH_MIN as f64 || !is_due {
             return;
         }
         // What the last one brought, against what it was expected to bring.
@@ -236,7 +249,7 @@ impl Marker {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
         let worth = Pages(worth as u64);
         self.refresh_expected = worth;
-        merger.owe(worth);
+        merger.owe_all(worth);
     }
 
     /// Takes note of what came of the marks.
@@ -266,10 +279,12 @@ impl Marker {
     }
 }
 
-/// How long marks that bring so many pages wait for others, nanoseconds: the longer the less they bring.
-fn hold_small_ns(brings: u64, marked: u64) -> u64 {
+/// How long marks that bring so many pages wait for others, nanoseconds: the longer the less they bring, and the longer
+/// the walk takes.
+fn hold_small_ns(brings: u64, marked: u64, walk_ns: u64) -> u64 {
     let part = marked / brings.max(1);
-    if part < SMALL { 0 } else { (HOLD_SMALL_NS * part / SMALL).min(HOLD_SMALL_MAX_NS) }
+    let waits_ns = (HOLD_SMALL_NS * part / SMALL).min(HOLD_SMALL_MAX_NS);
+    if part < SMALL { 0 } else { waits_ns.max(HOLD_WALKS * walk_ns) }
 }
 
 /// The regions with something to mark, and their spans. Those that somebody else has marked whole (`pagefold exec`) are

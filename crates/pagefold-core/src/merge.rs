@@ -39,6 +39,10 @@ const BATCH_NS: u64 = 500_000_000;
 struct Flight {
     full_scans: u64,
     saved: Pages,
+    /// What ksmd had used when it began, nanoseconds.
+    ksmd_ns: u64,
+    /// No page is left out by `smart_scan`.
+    thorough: bool,
     /// A kick; a paced scan goes on until it is told to rest.
     kicked: bool,
 }
@@ -70,17 +74,22 @@ pub struct Merger {
     ready_since_ns: Option<u64>,
     /// Resident pages that ksmd has not visited twice yet.
     fresh: Pages,
+    /// Some that it has visited often are worth a visit.
+    thorough: bool,
     flight: Option<Flight>,
     /// What has gone since when: pages that were marked.
     gone: Pages,
     reap_since_ns: Option<u64>,
     /// Pages merged by the last completed scan.
     last_growth: Pages,
+    /// CPU time of the last two, nanoseconds.
+    walks_ns: [u64; 2],
     completed: u64,
     /// ksmd stands somewhere within a scan, because the last one was paced.
     midway: bool,
-    /// The last order, so that it is repeated only when it changes.
+    /// The last order, and whether it was thorough, so that it is repeated only when it changes.
     ordered: MergeOrder,
+    ordered_thorough: bool,
     /// What a page costs ksmd, for pacing, nanoseconds; and the counters at the last look.
     page_ns: u64,
     looked: (u64, u64),
@@ -92,13 +101,16 @@ impl Default for Merger {
             owed: 0,
             ready_since_ns: None,
             fresh: Pages(0),
+            thorough: false,
             flight: None,
             gone: Pages(0),
             reap_since_ns: None,
             last_growth: Pages(0),
+            walks_ns: [0; 2],
             completed: 0,
             midway: true,
             ordered: MergeOrder::Keep,
+            ordered_thorough: false,
             page_ns: DEAR_NS,
             looked: (0, 0),
         }
@@ -113,6 +125,14 @@ impl Merger {
             // A scan under way has passed some of the new pages already: it counts for nothing.
             self.owed = if self.flight.is_some() { 3 } else { 2 };
         }
+    }
+
+    /// So many pages have become worth merging that ksmd has visited often. After four visits without a merge
+    /// `smart_scan` leaves a page out of up to eight scans, whatever it holds by then (`should_skip_rmap_item`, mm/ksm.c,
+    /// Linux 6.12): the next scans are to visit every page.
+    pub fn owe_all(&mut self, resident: Pages) {
+        self.owe(resident);
+        self.thorough = true;
     }
 
     /// So many resident pages that were marked have gone, with their process or by themselves.
@@ -131,6 +151,16 @@ impl Merger {
         self.owed >= 2
     }
 
+    /// Whether the scan under way visits every page.
+    pub fn is_thorough(&self) -> bool {
+        self.flight.is_some_and(|flight| flight.thorough)
+    }
+
+    /// Whether every page is to be visited, by the scan under way or the next.
+    pub fn owes_all(&self) -> bool {
+        self.thorough
+    }
+
     /// Whether two walks are to begin, so that whatever is marked now gets both.
     pub fn is_about_to_come_twice(&self) -> bool {
         self.flight.is_none() && self.comes_twice()
@@ -146,13 +176,19 @@ impl Merger {
         self.last_growth
     }
 
+    /// CPU time that a scan takes in which little merges: the cheaper one of the last two, nanoseconds.
+    pub fn walk_ns(&self) -> u64 {
+        self.walks_ns[0].min(self.walks_ns[1])
+    }
+
     /// The order for this round.
     pub fn order(&mut self, scan: &Scan<'_>) -> MergeOrder {
         let order = self.decide(scan);
-        if order == MergeOrder::Keep || order == self.ordered && order != MergeOrder::Kick {
+        let same = order == self.ordered && self.is_thorough() == self.ordered_thorough;
+        if order == MergeOrder::Keep || same && order != MergeOrder::Kick {
             return MergeOrder::Keep;
         }
-        self.ordered = order;
+        (self.ordered, self.ordered_thorough) = (order, self.is_thorough());
         order
     }
 
@@ -188,7 +224,7 @@ impl Merger {
             if !answered && !flight.kicked {
                 return self.pace(scan);
             }
-            self.land(ksm);
+            self.land(scan);
         }
         if self.owed == 0 {
             return if self.completed > 0 { MergeOrder::Rest } else { MergeOrder::Keep };
@@ -209,7 +245,9 @@ impl Merger {
         self.midway = !kicked;
         self.ready_since_ns = None;
         (self.reap_since_ns, self.gone) = (None, Pages(0));
-        self.flight = Some(Flight { full_scans: ksm.full_scans, saved: ksm.saved(), kicked });
+        let thorough = self.thorough;
+        let (full_scans, saved, ksmd_ns) = (ksm.full_scans, ksm.saved(), scan.ksmd_ns);
+        self.flight = Some(Flight { full_scans, saved, ksmd_ns, thorough, kicked });
         if kicked { MergeOrder::Kick } else { self.pace(scan) }
     }
 
@@ -245,14 +283,15 @@ impl Merger {
     }
 
     /// A scan has ended.
-    fn land(&mut self, ksm: &KsmView) {
+    fn land(&mut self, scan: &Scan<'_>) {
         let Some(flight) = self.flight.take() else { return };
         self.completed += 1;
         self.owed = self.owed.saturating_sub(1);
         if self.owed == 0 {
-            self.fresh = Pages(0);
+            (self.fresh, self.thorough) = (Pages(0), false);
         }
-        self.last_growth = ksm.saved().saturating_sub(flight.saved);
+        self.last_growth = scan.ksm.saved().saturating_sub(flight.saved);
+        self.walks_ns = [self.walks_ns[1], scan.ksmd_ns.saturating_sub(flight.ksmd_ns)];
     }
 }
 
@@ -326,6 +365,25 @@ mod tests {
         }
         bench.finish_scan(10);
         assert_eq!(bench.order(true), MergeOrder::Rest);
+    }
+
+    #[test]
+    fn two_scans_from_the_beginning_leave_nothing_out_where_all_is_owed() {
+        let mut bench = Bench::new();
+        bench.merger.owe(Pages(1000));
+        assert_eq!(bench.order(true), MergeOrder::Kick);
+        bench.merger.owe_all(Pages(500));
+        assert!(!bench.merger.is_thorough(), "the one under way goes on as it was begun");
+        for _ in 0..2 {
+            bench.finish_scan(10);
+            assert_eq!(bench.order(true), MergeOrder::Kick);
+            assert!(bench.merger.is_thorough());
+        }
+        bench.finish_scan(10);
+        assert_eq!(bench.order(true), MergeOrder::Rest);
+        bench.merger.owe(Pages(500));
+        assert_eq!(bench.order(true), MergeOrder::Kick);
+        assert!(!bench.merger.is_thorough());
     }
 
     #[test]

@@ -56,6 +56,11 @@ pub struct InMarks {
 const IN_MARKS_MIN: u64 = 256;
 
 impl InMarks {
+    /// Counts anew. If ksmd visits `all` pages, what is left then is the residue.
+    pub fn restart(&mut self, all: bool) {
+        *self = Self { residual: self.residual.filter(|_| !all), ..Self::default() };
+    }
+
     /// The share of pages that have become worth merging since ksmd last came by, as far as it is beyond doubt.
     pub fn worth(&mut self) -> f64 {
         if self.sampled < IN_MARKS_MIN {

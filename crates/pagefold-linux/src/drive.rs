@@ -83,6 +83,7 @@ struct Desk {
 #[derive(Debug, Default)]
 struct Papers {
     next: Option<MergeOrder>,
+    thorough: bool,
     quit: bool,
     status: DriveStatus,
 }
@@ -94,7 +95,8 @@ impl Driver {
         let hand = tenure.hand().clone();
         // Never scanned since boot: ksmd stands at the beginning. Otherwise nobody can tell.
         let at_start = hand.ksm.pages_scanned().is_ok_and(|pages| pages == 0);
-        let worker = Worker { hand, ksmd, desk: desk.clone(), at_start, pacing: false };
+        let smart_scan = hand.standing(Knob::SmartScan);
+        let worker = Worker { hand, ksmd, desk: desk.clone(), smart_scan, at_start, pacing: false };
         let thread = std::thread::Builder::new().name("pagefold-ksm".to_owned()).spawn(move || worker.work())?;
         Ok(Self { desk, thread: Some(thread) })
     }
@@ -110,6 +112,11 @@ impl Driver {
             papers.status.under_way = true;
             self.desk.bell.notify_all();
         }
+    }
+
+    /// Whether the scans ordered from now on leave out no page: without `smart_scan`, whatever it is usually.
+    pub fn set_thorough(&self, thorough: bool) {
+        self.desk.papers().thorough = thorough;
     }
 
     /// Whether the last order is done: the kicked scan has ended, the pace or the rest is in force.
@@ -183,6 +190,8 @@ struct Worker {
     hand: Arc<Hand>,
     ksmd: Option<Ksmd>,
     desk: Arc<Desk>,
+    /// As it was found, where the kernel has it (Linux 6.7).
+    smart_scan: Option<u64>,
     /// The next batch begins a scan, rather than going on within one.
     at_start: bool,
     pacing: bool,
@@ -245,6 +254,7 @@ impl Worker {
         // From 2^31 on the kernel would sleep for ever.
         let sleep_ms = u64::from(sleep_ms).min(ENDLESS_SLEEP - 1);
         fault::point("order:pace");
+        self.set_smart_scan()?;
         self.at_start = false;
         self.pacing = true;
         self.hand.turn(Knob::PagesToScan, u64::from(pages_to_scan.max(1)))?;
@@ -252,8 +262,16 @@ impl Worker {
         Ok(self.hand.turn(Knob::Run, 1)?)
     }
 
+    /// Off where no page is to be left out, otherwise as it was found.
+    fn set_smart_scan(&self) -> Result<(), Stop> {
+        let Some(usual) = self.smart_scan else { return Ok(()) };
+        let value = if self.desk.papers().thorough { 0 } else { usual };
+        Ok(self.hand.turn(Knob::SmartScan, value)?)
+    }
+
     fn kick(&mut self) -> Result<(), Stop> {
         fault::point("order:kick");
+        self.set_smart_scan()?;
         if self.pacing {
             self.rest()?;
             self.wait_for_rest()?;

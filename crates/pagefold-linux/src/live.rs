@@ -410,6 +410,7 @@ impl Host for LiveHost {
         outcome.marked = self.change(&actions.mark, true, actions.stop, &mut outcome);
         outcome.unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
         if let Acting::Act { driver, .. } = &self.hands {
+            driver.set_thorough(actions.thorough);
             driver.order(actions.merge);
             if !actions.moves.is_empty() {
                 let before_ns = own_cpu_ns();

@@ -149,6 +149,14 @@ impl Victim {
     }
 }
 
+impl Victim {
+    /// Makes the second half a copy of the first, in place.
+    fn copy(&mut self) {
+        self.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+        wait_for_line(&mut self.0, "copied");
+    }
+}
+
 impl Drop for Victim {
     fn drop(&mut self) {
         let _ = self.0.kill();
@@ -195,8 +203,12 @@ fn victim() {
     assert_eq!(unsafe { libc::madvise(memory.as_mut_ptr().cast(), words * 8, libc::MADV_MERGEABLE) }, 0);
     println!("marked");
     std::io::stdout().flush().unwrap();
-    // Ends with the parent, which holds the other end.
-    let _ = std::io::stdin().lines().count();
+    // Ends with the parent, which holds the other end; until then each line has the second half copied from the first.
+    for _ in std::io::stdin().lines() {
+        memory.copy_within(..words / 2, words / 2);
+        println!("copied");
+        std::io::stdout().flush().unwrap();
+    }
     std::hint::black_box(&memory);
 }
 
@@ -370,6 +382,40 @@ fn a_tenure_merges_rests_and_gives_back() {
     assert_eq!(restored.put_back, [(Knob::MaxPageSharing, 256)]);
     assert_eq!(machine.ksm.knobs().unwrap(), before);
     assert!(!machine.places.state.exists());
+}
+
+#[test]
+fn a_thorough_scan_merges_what_smart_scan_passes_over() {
+    let Some(machine) = Machine::take() else { return };
+    if machine.ksm.knobs().unwrap().smart_scan != Some(true) {
+        println!("SKIP: this kernel has no smart_scan (Linux 6.7)");
+        return;
+    }
+    let mut victim = Victim::random(32);
+    let tenure = Tenure::take(machine.ksm.clone(), &machine.places, &Wishes::default()).unwrap();
+    let driver = Driver::start(&tenure, Ksmd::find().unwrap()).unwrap();
+    let kick = |times| {
+        for _ in 0..times {
+            driver.order(MergeOrder::Kick);
+            assert!(driver.wait_idle(LIMIT));
+        }
+        machine.ksm.counters().unwrap().pages_sharing.0
+    };
+    // Visited so often without a merge that ksmd is to pass over each page eight times.
+    assert_eq!(kick(24), 0);
+    victim.copy();
+    let pages = 16 * (1 << 20) / PAGE as u64;
+    assert!(kick(2) < pages / 100, "two scans with smart_scan");
+    driver.set_thorough(true);
+    assert_eq!(kick(2), pages, "and two without");
+    assert_eq!(machine.read(Knob::SmartScan), 0);
+    driver.set_thorough(false);
+    kick(1);
+    assert_eq!(machine.read(Knob::SmartScan), 1);
+    let restored = tenure.restore(LIMIT);
+    assert!(restored.left.is_empty() && restored.failed.is_empty() && restored.pending.is_empty(), "{restored:?}");
+    drop(victim);
+    machine.settle();
 }
 
 #[test]

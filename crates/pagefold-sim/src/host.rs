@@ -634,7 +634,7 @@ impl Host for SimHost {
         outcome.marked = self.change_marks(&actions.mark, true, &mut outcome);
         self.place(&actions.moves, &mut outcome);
         if self.ours {
-            self.ksmd.order(actions.merge, self.now_ns);
+            self.ksmd.order(actions.merge, actions.thorough, self.now_ns);
         } else if actions.merge != MergeOrder::Keep {
             self.ignored_orders += 1;
         }

@@ -65,6 +65,8 @@ pub(crate) struct Ksmd {
     pub(crate) lost_kicks: u64,
     /// The last order waits for the batch under way: to be done, or to be over.
     pub(crate) busy: bool,
+    /// `smart_scan` is off for the scans ordered.
+    thorough: bool,
 }
 
 /// What became of a visit.
@@ -98,6 +100,7 @@ impl Ksmd {
             counts: Counts::default(),
             lost_kicks: 0,
             busy: false,
+            thorough: false,
         }
     }
 
@@ -110,10 +113,11 @@ impl Ksmd {
         &self.list
     }
 
-    pub(crate) fn order(&mut self, order: MergeOrder, now_ns: u64) {
+    pub(crate) fn order(&mut self, order: MergeOrder, thorough: bool, now_ns: u64) {
         let slept_ns = self.sleep_ns;
         if order != MergeOrder::Keep {
             self.busy = self.is_scanning();
+            self.thorough = thorough;
         }
         match order {
             MergeOrder::Keep => return,
@@ -326,7 +330,7 @@ impl Ksmd {
         // Hung on a merged frame but private: written since.
         let frame = std::mem::replace(&mut item.frame, NONE);
         self.trees.detach(memory, frame);
-        let visit = if self.knobs.smart_scan && is_skipped(&mut item) {
+        let visit = if self.knobs.smart_scan && !self.thorough && is_skipped(&mut item) {
             Visit { cost_ns: costs.visit_skipped_ns, counts: false }
         } else {
             let mut cost_ns = costs.checksum_ns;

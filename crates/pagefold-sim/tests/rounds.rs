@@ -5,7 +5,7 @@ use pagefold_core::engine::{Engine, round};
 use pagefold_core::host::{Host, OwnerKey};
 use pagefold_core::ledger::Ledger;
 use pagefold_core::units::Pages;
-use pagefold_sim::{Costs, Knobs, SimHost, scenario};
+use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost, Writes, scenario};
 
 const SECOND: u64 = 1_000_000_000;
 const MIB: u64 = 256;
@@ -99,6 +99,22 @@ fn whoever_is_restarted_is_folded_with_those_who_stayed() {
         run(&mut host, &mut engine, 120);
         assert!(host.saved().0 * 100 >= before * 95, "{before} before and {} after", host.saved().0);
     }
+}
+
+#[test]
+fn what_becomes_alike_in_place_is_found() {
+    let mut host = host();
+    // Contents of their own at first, which give way to such as the others are given too.
+    let writes = Writes::Duplicate { series: 3, size: 8 * MIB };
+    let behaviour = Behaviour::Turnover { every_ns: 7_200 * SECOND, writes };
+    for _ in 0..4 {
+        let mapping = Mapping::new(Pages(8 * MIB), Fill::Random).of_family(1).behaving(behaviour.clone());
+        host.add(Process::starting_at(0).mapping(mapping));
+    }
+    let mut engine = engine();
+    run(&mut host, &mut engine, 6 * 3_600);
+    let (saved, savable) = (host.saved().0, host.truth().savable);
+    assert!(saved * 10 >= (saved + savable) * 7, "{saved} saved, {savable} left");
 }
 
 #[test]
