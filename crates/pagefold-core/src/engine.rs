@@ -32,7 +32,7 @@ use std::collections::BTreeSet;
 const LOOK_NS: u64 = 50_000_000;
 /// The share of a core that looking after ksmd may take is this fraction of the governor's.
 const LOOK_SHARE: u64 = 10;
-/// What a look costs, nanoseconds: assumed.
+/// What a look costs as long as none has been measured, nanoseconds.
 const LOOK_COST_NS: u64 = 200_000;
 /// Reading stays within its share over this time, so that programs never wait for long, nanoseconds.
 const SMOOTH_NS: u64 = 1_000_000_000;
@@ -73,6 +73,8 @@ pub struct Engine {
     read: u64,
     /// Pages read at the bottom since the index last aged.
     bottom_pages: u64,
+    /// What rounds in which nothing was read have cost of late, nanoseconds: more, the more processes there are.
+    look_cost_ns: u64,
     paused: bool,
 }
 
@@ -115,6 +117,7 @@ impl Engine {
             planned: 0,
             read: 0,
             bottom_pages: 0,
+            look_cost_ns: LOOK_COST_NS,
             paused: false,
         }
     }
@@ -203,6 +206,9 @@ impl Engine {
         let now_ns = snapshot.now_ns;
         // The cost of a sample is everything that its round has cost, so that a share holds for all of it.
         let round_ns = snapshot.cost.pagefold_ns.saturating_sub(self.snapshot.cost.pagefold_ns);
+        if self.planned == 0 && round_ns > 0 {
+            self.look_cost_ns = (self.look_cost_ns * 3 + round_ns) / 4;
+        }
         self.ladder.measured(std::mem::take(&mut self.read), round_ns);
         self.ledger.look(now_ns, &snapshot.ksm, snapshot.cost);
         self.budget.look(now_ns, snapshot.cost);
@@ -520,7 +526,7 @@ impl Engine {
     /// The sleep of the sleep-scan cycle (UKSM `T_s`): long enough for the share to hold.
     fn pause_ns(&self) -> u64 {
         let pace = self.pace();
-        let look_ns = LOOK_NS.max(LOOK_COST_NS * LOOK_SHARE * 10_000 / u64::from(pace.top.0.max(1)));
+        let look_ns = LOOK_NS.max(self.look_cost_ns * LOOK_SHARE * 10_000 / u64::from(pace.top.0.max(1)));
         let round_ns = self.ladder.ends_ns(pace).saturating_sub(self.snapshot.now_ns);
         if self.paused {
             return pace.round_ns.min(SMOOTH_NS);
