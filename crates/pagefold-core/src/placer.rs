@@ -33,6 +33,8 @@ const MEMORY_MAX: u64 = 8_192;
 const PAUSE_NS: u64 = 1_000_000_000;
 /// Longest such pause, nanoseconds.
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
+/// But where a look is long, at least so many times the CPU time of one.
+const PAUSE_LOOKS: u64 = 64;
 /// A difference of so many parts of the frames with the same sharers is left as it is.
 const SLACK: usize = 200;
 /// The part of a node's memory that must stay free.
@@ -209,6 +211,9 @@ pub struct Placer {
     recount: bool,
     next_ns: u64,
     pause_ns: u64,
+    /// What had been used when the look began, and how long after it another may begin, nanoseconds.
+    began_cpu_ns: u64,
+    least_ns: u64,
     /// Private pages of each process found on each node.
     memory: BTreeMap<OwnerKey, BTreeMap<NodeKey, u64>>,
 }
@@ -238,7 +243,7 @@ impl Placer {
         }
         if matches!(self.phase, Phase::Rest) && !merging && self.wants_look(snapshot) {
             self.looked_at = Some((snapshot.ksm.saved(), self.at_home(snapshot)));
-            self.recount = false;
+            (self.recount, self.began_cpu_ns) = (false, snapshot.cost.pagefold_ns);
             let count = Count::new(&snapshot.owners, |view| self.home(view));
             self.phase = Phase::Look(marked(slots), count);
         }
@@ -263,7 +268,7 @@ impl Placer {
         let now = snapshot.ksm.saved();
         let grown = now.saturating_sub(*saved).0.max(saved.saturating_sub(now).0);
         let looked_ns = self.next_ns - self.pause_ns;
-        if grown > GROWTH_MIN.max(saved.0 / 64) && snapshot.now_ns >= looked_ns + PAUSE_NS {
+        if grown > GROWTH_MIN.max(saved.0 / 64) && snapshot.now_ns >= looked_ns + self.least_ns {
             return true;
         }
         let changed = || self.recount || grown > GROWTH_MIN || *owners != self.at_home(snapshot);
@@ -314,7 +319,10 @@ impl Placer {
         let moves;
         (self.places, moves) = settle(&count, &snapshot.owners, &self.memory, &snapshot.nodes, latencies);
         let fruitless = moves.len() * SLACK < count.frames.len();
-        self.pause_ns = if fruitless { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MAX_NS) } else { PAUSE_NS };
+        let look_ns = snapshot.cost.pagefold_ns.saturating_sub(self.began_cpu_ns);
+        self.least_ns = PAUSE_NS.max(PAUSE_LOOKS * look_ns);
+        let longer_ns = if fruitless { (self.pause_ns * 2).min(PAUSE_MAX_NS) } else { 0 };
+        self.pause_ns = self.least_ns.max(longer_ns);
         self.next_ns = snapshot.now_ns + self.pause_ns;
         self.phase = if moves.is_empty() || !snapshot.ksm.ours { Phase::Rest } else { Phase::Move(moves) };
     }
