@@ -73,7 +73,7 @@ pub struct Engine {
     read: u64,
     /// Pages read at the bottom since the index last aged.
     bottom_pages: u64,
-    /// What rounds in which nothing was read have cost of late, nanoseconds: more, the more processes there are.
+    /// What a round in which nothing is read costs at least, nanoseconds: more, the more processes there are.
     look_cost_ns: u64,
     paused: bool,
 }
@@ -207,7 +207,9 @@ impl Engine {
         // The cost of a sample is everything that its round has cost, so that a share holds for all of it.
         let round_ns = snapshot.cost.pagefold_ns.saturating_sub(self.snapshot.cost.pagefold_ns);
         if self.planned == 0 && round_ns > 0 {
-            self.look_cost_ns = (self.look_cost_ns * 3 + round_ns) / 4;
+            // Down at once: now and then a look does more, as to count pages, which is no reason to look more seldom.
+            let most_ns = self.look_cost_ns + self.look_cost_ns / 16;
+            self.look_cost_ns = round_ns.min(most_ns).max(LOOK_COST_NS / 16);
         }
         self.ladder.measured(std::mem::take(&mut self.read), round_ns);
         self.ledger.look(now_ns, &snapshot.ksm, snapshot.cost);
@@ -526,7 +528,8 @@ impl Engine {
     /// The sleep of the sleep-scan cycle (UKSM `T_s`): long enough for the share to hold.
     fn pause_ns(&self) -> u64 {
         let pace = self.pace();
-        let look_ns = LOOK_NS.max(self.look_cost_ns * LOOK_SHARE * 10_000 / u64::from(pace.top.0.max(1)));
+        let look_ns = self.look_cost_ns * LOOK_SHARE * 10_000 / u64::from(pace.top.0.max(1));
+        let look_ns = look_ns.clamp(LOOK_NS, SMOOTH_NS);
         let round_ns = self.ladder.ends_ns(pace).saturating_sub(self.snapshot.now_ns);
         if self.paused {
             return pace.round_ns.min(SMOOTH_NS);
