@@ -137,7 +137,8 @@ impl Steering {
             if self.ksm.full_scans()? > scans {
                 return Ok(Some(()));
             }
-            if kicked.elapsed() > LOST_KICK && self.ksmd.rests()? {
+            // It also rests if it has ended the scan since it was asked.
+            if kicked.elapsed() > LOST_KICK && self.ksmd.rests()? && self.ksm.full_scans()? == scans {
                 self.kick()?;
                 kicked = Instant::now();
             }
