@@ -6,7 +6,7 @@ use super::memory::{Course, PROGRAMS, SCANS};
 use pagefold_bench::{Interrupt, Steering};
 use pagefold_core::host::{Actions, Host, MergeOrder, OwnerKey, PageState};
 use pagefold_lab::live::{Recorder, Wish};
-use pagefold_lab::record::{Deltas, Look, Origin, Page, Record, Source};
+use pagefold_lab::record::{Deltas, Look, Origin, Page, Record, Snapshot, Source};
 use pagefold_lab::script::script;
 use pagefold_linux::exclude::DenyList;
 use pagefold_linux::ksm::Knob;
@@ -123,7 +123,8 @@ impl Machine {
         let mut holders: Vec<Option<Holder>> = (0..PROGRAMS).map(|_| Some(Holder::start(course.pages()))).collect();
         let mut marked = [false; PROGRAMS];
         let mut recorder = recorder(&holders);
-        let (mut deltas, mut snapshots, mut kernel) = (Deltas::new(), Vec::new(), Vec::new());
+        // The record begins with nothing, one step before the first scan.
+        let (mut deltas, mut snapshots, mut kernel) = (Deltas::new(), vec![Snapshot::default()], Vec::new());
         for scan in 1..=SCANS {
             if let Some(program) = Course::ends(scan) {
                 holders[program] = None;
