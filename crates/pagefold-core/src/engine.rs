@@ -310,12 +310,7 @@ impl Engine {
     /// Judges what was read.
     pub fn judge(&mut self, samples: &Samples) -> Actions {
         let (now_ns, several) = (self.snapshot.now_ns, self.several_domains());
-        let is_read = |sample: &&PageSample| match sample.state {
-            PageState::Private | PageState::Merged => true,
-            PageState::Shared => several,
-            PageState::Absent | PageState::ZeroMapped => false,
-        };
-        let read = samples.pages.iter().filter(is_read).count() as u64;
+        let read = samples.pages.iter().filter(|sample| sample.state.is_read(several)).count() as u64;
         self.ledger.pages_read += read;
         self.read = read;
         self.take_samples(samples);

@@ -286,6 +286,17 @@ pub enum PageState {
     Shared,
 }
 
+impl PageState {
+    /// Whether the contents of such a page are read, `shared` if a plan asks for fork-shared ones.
+    pub fn is_read(self, shared: bool) -> bool {
+        match self {
+            Self::Private | Self::Merged => true,
+            Self::Shared => shared,
+            Self::Absent | Self::ZeroMapped => false,
+        }
+    }
+}
+
 /// Neighbouring pages of one region to mark or unmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {

@@ -147,9 +147,7 @@ impl Victim {
         wait_for_line(&mut child, "marked");
         Self(child)
     }
-}
 
-impl Victim {
     /// Makes the second half a copy of the first, in place.
     fn copy(&mut self) {
         self.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();

@@ -507,11 +507,7 @@ impl SimHost {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             let state = self.memory.state(region, offset);
             looked_at += 1;
-            let is_read = match state {
-                PageState::Private | PageState::Merged => true,
-                PageState::Shared => plan.shared,
-                PageState::Absent | PageState::ZeroMapped => false,
-            };
+            let is_read = state.is_read(plan.shared);
             read += u64::from(is_read);
             let found = if is_read { digest(region.content[offset as usize], plan.digest_seed) } else { Digest::ZERO };
             let private = state == PageState::Private;
