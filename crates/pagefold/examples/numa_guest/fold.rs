@@ -218,12 +218,11 @@ impl Meter {
             pagefold_ns: hands.cpu_ns(),
             victims_system_ns: self.pids.iter().map(|&pid| times(pid)[1]).sum(),
         };
-        let moves = Moves {
-            migrated: vmstat("pgmigrate_success"),
-            failed: vmstat("pgmigrate_fail"),
-            balanced: vmstat("numa_pages_migrated"),
-            killed: 0,
-        };
+        // The kernel counts a page as migrated, and then as migrated by balancing: whoever reads the other way round finds no
+        // more of the second than of the first.
+        let balanced = vmstat("numa_pages_migrated");
+        let moves =
+            Moves { migrated: vmstat("pgmigrate_success"), failed: vmstat("pgmigrate_fail"), balanced, killed: 0 };
         (cpu, moves)
     }
 
@@ -242,7 +241,10 @@ impl Meter {
         let began = Instant::now();
         let quiet_time = if matches!(hands, Hands::Ksm) { QUIET_KSM } else { QUIET };
         // What the kernel's NUMA balancing moves is not merged.
-        let look = || number("pages_sharing") + vmstat("pgmigrate_success") - vmstat("numa_pages_migrated");
+        let look = || {
+            let balanced = vmstat("numa_pages_migrated");
+            number("pages_sharing") + vmstat("pgmigrate_success") - balanced
+        };
         let (mut seen, scans) = (look(), number("full_scans"));
         let (mut since, mut then) = (Instant::now(), self.read(hands));
         let mut settled = self.settled(hands);
