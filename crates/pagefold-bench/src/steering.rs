@@ -1,19 +1,25 @@
-//! KSM in the hands of an experiment: taken only when nobody else uses it, and given back as it was in any case.
+//! KSM in the hands of an experiment: taken only when nobody else uses it, and given back as it was in any case. What one that
+//! was killed has left turned is put back by the next.
 
 use crate::interrupt::Interrupt;
 use anyhow::{Context, bail, ensure};
 use pagefold_linux::cpu::Ksmd;
 use pagefold_linux::ksm::{KSM_ROOT, Knob, Knobs, Ksm};
 use pagefold_linux::lock::{Lock, LockError};
-use pagefold_linux::tenure::{Places, TakeError, put_back_deferred};
+use pagefold_linux::state_file::{Holder, State, boot_id};
+use pagefold_linux::tenure::{Places, TakeError, put_back_deferred, recover};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Experiments and tests that turn KSM's knobs take turns by this lock. The daemon has one of its own: it is among
 /// what is measured.
 pub const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
+
+/// How the knobs stood before an experiment, and what it has turned them to. One that ends removes it.
+pub const STATE_PATH: &str = "/run/pagefold/experiment-state.json";
 
 /// Others hold the lock for minutes at most.
 const LOCK_LIMIT: Duration = Duration::from_secs(3600);
@@ -36,6 +42,8 @@ pub struct Steering {
     ksm: Arc<Ksm>,
     ksmd: Ksmd,
     before: Knobs,
+    /// What is in the state file.
+    noted: Mutex<State>,
     sleep: u64,
     /// Let go last.
     _lock: Lock,
@@ -60,12 +68,19 @@ impl Steering {
         let lock = lock.with_context(|| format!("{LOCK_PATH} is still held by another experiment"))?;
         let ksm = Arc::new(Ksm::open(Path::new(KSM_ROOT))?);
         let ksmd = Ksmd::find()?.context("there is no ksmd to be seen: this kernel has no KSM")?;
+        mend(&ksm, &lock)?;
         let before = ksm.knobs()?;
         ensure!(
             before.run != 1 && !before.advisor_on() && ksm.counters()?.view(true, false).saved().0 == 0,
             "KSM is in use: an experiment would disturb it. Stop what drives it, then write 2 and then 0 to {KSM_ROOT}/run"
         );
-        let mut steering = Self { ksm, ksmd, before, sleep: SLEEP_FOR_EVER, _lock: lock };
+        let places = places();
+        let mut original = BTreeMap::new();
+        for knob in Knob::ALL {
+            original.extend(ksm.read(knob)?.map(|value| (knob, value)));
+        }
+        let noted = State::new(boot_id(&places.proc_root)?, Holder::own(&places.proc_root)?, original);
+        let mut steering = Self { ksm, ksmd, before, noted: Mutex::new(noted), sleep: SLEEP_FOR_EVER, _lock: lock };
         // Also the proof that the knobs may be turned.
         steering.kernel_defaults()?;
         Ok(steering)
@@ -108,7 +123,12 @@ impl Steering {
     /// Turns a knob.
     pub fn set(&self, knob: Knob, value: u64) -> anyhow::Result<()> {
         // A write of an unchanged max_page_sharing is refused like any other while pages are merged.
-        if self.ksm.read(knob)? != Some(value) || knob == Knob::Run {
+        let now = self.ksm.read(knob)?;
+        if now != Some(value) || knob == Knob::Run {
+            let mut noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
+            if noted.note(knob, now.unwrap_or(value), value) {
+                noted.save(Path::new(STATE_PATH))?;
+            }
             self.ksm.write(knob, value)?;
         }
         Ok(())
@@ -195,11 +215,43 @@ impl Steering {
             self.set(Knob::MergeAcrossNodes, u64::from(across))?;
         }
         self.set(Knob::Run, run)?;
+        State::remove(Path::new(STATE_PATH))?;
         // What a `pagefold run` had to leave for later has just been done: let its state file know.
-        match put_back_deferred(&self.ksm, &Places::default()) {
-            Ok(_) | Err(TakeError::Locked { .. }) => Ok(()),
-            Err(error) => Err(error.into()),
+        put_back_for_runs(&self.ksm)
+    }
+}
+
+fn places() -> Places {
+    Places { lock: LOCK_PATH.into(), state: STATE_PATH.into(), ..Places::default() }
+}
+
+/// Puts back what an experiment that was killed has left turned, unless somebody else has turned it since, and takes apart
+/// what it has left merged.
+fn mend(ksm: &Arc<Ksm>, lock: &Lock) -> anyhow::Result<()> {
+    let places = places();
+    let Some(left) = State::load(&places.state)? else { return Ok(()) };
+    let this_boot = left.boot_id == boot_id(&places.proc_root)?;
+    let is_over = left.holder.map_or(Ok(true), |holder| holder.is_alive(&places.proc_root).map(|alive| !alive))?;
+    if this_boot && is_over {
+        eprintln!("an experiment that was killed has left KSM's knobs turned: they are put back");
+        // The `pagefold run` in it may have been killed too.
+        put_back_for_runs(ksm)?;
+        if ksm.read(Knob::Run)?.is_some_and(|run| left.is_ours(Knob::Run, run)) {
+            ksm.write(Knob::Run, 2)?;
+            ksm.write(Knob::Run, 0)?;
+            // What had to wait until nothing was merged.
+            put_back_for_runs(ksm)?;
         }
+    }
+    recover(ksm, lock, &places)?;
+    Ok(())
+}
+
+/// Puts back what a `pagefold run` that is over has left turned.
+fn put_back_for_runs(ksm: &Arc<Ksm>) -> anyhow::Result<()> {
+    match put_back_deferred(ksm, &Places::default()) {
+        Ok(_) | Err(TakeError::Locked { .. }) => Ok(()),
+        Err(error) => Err(error.into()),
     }
 }
 

@@ -3,10 +3,14 @@
 //! The demonstration takes the lock of the tests itself, so it runs between two looks at KSM under that lock.
 
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 mod support;
 use support::*;
+
+/// One at a time: what was killed leaves KSM turned for a while.
+static ONE: Mutex<()> = Mutex::new(());
 
 /// KSM is at rest before; the lock is free again when this returns.
 fn is_possible() -> bool {
@@ -29,6 +33,7 @@ fn mebibytes_before(text: &str, word: &str) -> u64 {
 
 #[test]
 fn the_whole_story_is_told_and_everything_is_as_it_was() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     if !is_possible() {
         return;
     }
@@ -59,6 +64,7 @@ fn the_whole_story_is_told_and_everything_is_as_it_was() {
 
 #[test]
 fn cut_short_it_puts_everything_back() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     if !is_possible() {
         return;
     }
@@ -82,6 +88,32 @@ fn cut_short_it_puts_everything_back() {
         }
         everything_is_back();
     }
+}
+
+#[test]
+fn what_it_leaves_when_it_is_killed_the_next_one_puts_back() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if !is_possible() {
+        return;
+    }
+    let mut demo = Daemon::start(&["demo", "--quick"]);
+    wait_until("ksmd is sent out", || !demo.is_running() || number("run") == 1);
+    let children = demo.children();
+    demo.signal(libc::SIGKILL);
+    demo.end();
+    wait_until("the workers have ended", || {
+        !children.iter().any(|child| std::path::Path::new(&format!("/proc/{child}")).exists())
+    });
+    assert_eq!(number("run"), 1, "nothing is left to put back");
+
+    let output = pagefold(&["demo", "--quick"]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    assert!(
+        errors.contains("an experiment that was killed has left KSM's knobs turned: they are put back\n"),
+        "{errors}"
+    );
+    everything_is_back();
 }
 
 #[test]
