@@ -91,8 +91,11 @@ pub struct Config {
     pub density: Density,
     /// How dense it must be once the denser ones are merged, step by step, as long as the yield holds.
     pub thin_densities: [Permyriad; 2],
-    /// Share of duplicates in all that is marked, below which no thinner extents are marked.
+    /// Share of duplicates in all that is to be marked, below which no thinner extents are marked.
     pub yield_min: Permyriad,
+    /// How dense the thinnest extents must be, which wait until ksmd has rested. Below 3 %, what it keeps of each of their
+    /// pages, 64 bytes, is more than one of two duplicates gives back.
+    pub thinnest_density: Permyriad,
     /// Duplicate pages below which a span is not worth a system call in the target.
     pub span_pages_min: Pages,
     /// Mappings up to this length are marked whole or not at all: a mapping that marks have split cannot be moved or
@@ -117,7 +120,7 @@ impl Default for Config {
             limits: Limits::default(),
             levels: 4,
             bottom_share: Permyriad(15),
-            duplicate_threshold: Permyriad(1_000),
+            duplicate_threshold: Permyriad(600),
             cow_threshold: Permyriad(5_000),
             lifetime_ns: 100_000_000,
             probation_rounds: 2,
@@ -125,6 +128,7 @@ impl Default for Config {
             density: Density::default(),
             thin_densities: [Permyriad(4_000), Permyriad(3_000)],
             yield_min: Permyriad(7_500),
+            thinnest_density: Permyriad(400),
             span_pages_min: Pages(16),
             split_above: BLOCK_PAGES,
             spans_per_process: 64,
@@ -167,8 +171,9 @@ impl Config {
             ("the density", self.density.plain, 1, 10_000),
             ("the density of huge pages", self.density.huge, 1, 10_000),
             ("the density of thin extents", self.thin_densities[0], 1, 10_000),
-            ("the density of the thinnest extents", self.thin_densities[1], 1, 10_000),
+            ("the density of thinner extents", self.thin_densities[1], 1, 10_000),
             ("the least yield", self.yield_min, 1, 10_000),
+            ("the density of the thinnest extents", self.thinnest_density, 1, 10_000),
         ];
         for (name, share, low, high) in shares {
             check(name, share, Permyriad(low), Permyriad(high))?;

@@ -447,12 +447,17 @@ mod tests {
         of.map(|run| u64::from(run.pages)).sum()
     }
 
+    /// From a duplicate tenth on, regions are promoted.
+    fn tenth() -> Config {
+        Config { duplicate_threshold: Permyriad(1_000), ..Config::default() }
+    }
+
     fn plan(ladder: &mut Ladder, slots: &mut Slots, fresh: bool) -> Reading {
-        ladder.plan(slots, u64::MAX, fresh, Governor::Full.pace(), (&mut unlimited(), &Config::default()))
+        ladder.plan(slots, u64::MAX, fresh, Governor::Full.pace(), (&mut unlimited(), &tenth()))
     }
 
     fn climb(ladder: &Ladder, slots: &mut Slots) {
-        let (pace, config) = (Governor::Full.pace(), Config::default());
+        let (pace, config) = (Governor::Full.pace(), tenth());
         ladder.climb(slots, 1, &Lifetimes::default(), pace, &config);
     }
 

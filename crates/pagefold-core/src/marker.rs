@@ -40,10 +40,16 @@ const REFRESH_MIN: u64 = 1_024;
 /// nanoseconds.
 const PATIENCE_NS: f64 = 40e9;
 
+/// The thinnest extents wait until ksmd has rested for so long, nanoseconds: each walk for what grows would visit all their
+/// pages, up to 24 for nothing for each duplicate.
+const CALM_NS: u64 = 15_000_000_000;
+
 /// Decides on marks.
 #[derive(Clone, Debug)]
 pub struct Marker {
     held_since_ns: Option<u64>,
+    /// Some of the thinnest extents wait until ksmd has rested.
+    thinnest_wait: bool,
     /// Resident pages that each of the last marks adds to those marked before.
     fresh: Vec<Pages>,
     /// They are small, and wait for a walk to share.
@@ -65,6 +71,7 @@ impl Default for Marker {
     fn default() -> Self {
         Self {
             held_since_ns: None,
+            thinnest_wait: false,
             fresh: Vec::new(),
             patient: false,
             unmarking: VecDeque::new(),
@@ -96,8 +103,9 @@ impl Marker {
         (merger, allowance): (&mut Merger, &mut Allowance),
         config: &Config,
     ) -> Vec<Change> {
-        if slots.iter().any(|region| region.dirty) {
-            thin_out(slots, config);
+        let rested = merger.rested_ns(now_ns) >= CALM_NS;
+        if rested && self.thinnest_wait || slots.iter().any(|region| region.dirty) {
+            self.thinnest_wait = thin_out(slots, rested, config);
         }
         let ready = ready(slots, now_ns, several_domains, config);
         if ready.is_empty() {
@@ -342,40 +350,57 @@ fn gain(region: &Region, spans: &[Candidate]) -> (u64, u64) {
     (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1))
 }
 
-/// Dense extents first, and then thinner ones, the densest regions first, as long as enough of all that is marked is
+/// Dense extents first, and then thinner ones, the densest regions first, as long as enough of all that is to be marked is
 /// duplicate. They are worth their metadata, 64 bytes for each page marked against a page for each merged; the yield
-/// bounds what ksmd walks for nothing. Where there is nothing denser, the thin ones are all there is: no yield is asked.
-fn thin_out(slots: &mut Slots, config: &Config) {
+/// bounds what ksmd walks for nothing. Where there is nothing denser, the thin ones are all there is: no yield is asked. The
+/// thinnest come last, once ksmd has `rested`, for then its walks are rare. Returns whether some wait for that.
+fn thin_out(slots: &mut Slots, rested: bool, config: &Config) -> bool {
     let dense = |region: &Region| total(region, region.density, config);
     let mut chosen = slots.iter().map(dense).fold((0, 0), |sum, more| (sum.0 + more.0, sum.1 + more.1));
     for density in config.thin_densities {
         let yield_min = if chosen.1 == 0 { density } else { config.yield_min };
-        let mut thinner = Vec::new();
-        for (slot, region) in slots.numbered_mut() {
-            if region.density <= density || region.alone != Alone::No || region.is_volatile(config) {
-                continue;
-            }
-            let (all, known) = (total(region, density, config), total(region, region.density, config));
-            let (resident, duplicate) = (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1));
-            if duplicate >= config.span_pages_min.0 {
-                thinner.push((Permyriad::of(duplicate, resident), slot, resident, duplicate));
-            }
-        }
-        thinner.sort_unstable_by(|a, b| b.cmp(a));
-        for (_, slot, resident, duplicate) in thinner {
+        thin_to(slots, density, config, |resident, duplicate| {
             let with = (chosen.0 + resident, chosen.1 + duplicate);
-            if Permyriad::of(with.1, with.0) < yield_min {
-                break;
-            }
-            chosen = with;
-            if let Some(region) = slots.get_mut(slot) {
-                (region.density, region.dirty) = (density, true);
-            }
+            let may = Permyriad::of(with.1, with.0) >= yield_min;
+            chosen = if may { with } else { chosen };
+            may
+        });
+    }
+    let mut wait = false;
+    thin_to(slots, config.thinnest_density, config, |_, _| {
+        wait |= !rested;
+        rested
+    });
+    wait
+}
+
+/// Lets the extents of regions be so thin, the densest regions first, where `may` of the resident pages and duplicates that this
+/// adds says so.
+fn thin_to(slots: &mut Slots, density: Permyriad, config: &Config, mut may: impl FnMut(u64, u64) -> bool) {
+    let mut thinner = Vec::new();
+    for (slot, region) in slots.numbered_mut() {
+        if region.density <= density || region.alone != Alone::No || region.is_volatile(config) {
+            continue;
+        }
+        let all = total(region, density, config);
+        if all.1 < config.span_pages_min.0 {
+            continue;
+        }
+        let known = total(region, region.density, config);
+        let (resident, duplicate) = (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1));
+        if duplicate >= config.span_pages_min.0 {
+            thinner.push((Permyriad::of(duplicate, resident), slot, resident, duplicate));
+        }
+    }
+    thinner.sort_unstable_by(|a, b| b.cmp(a));
+    for (_, slot, resident, duplicate) in thinner {
+        if let Some(region) = slots.get_mut(slot).filter(|_| may(resident, duplicate)) {
+            (region.density, region.dirty) = (density, true);
         }
     }
 }
 
-/// Resident pages and duplicates in the extents of a region that are so dense.
+/// Resident pages and duplicates in the extents of a region that are so dense, unless all of it is marked already.
 fn total(region: &Region, density: Permyriad, config: &Config) -> (u64, u64) {
     if !matches!(region.stage, Stage::Judged(_)) || region.is_marked_whole() {
         return (0, 0);

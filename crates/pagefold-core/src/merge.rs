@@ -85,6 +85,8 @@ pub struct Merger {
     /// CPU time of the last two, nanoseconds.
     walks_ns: [u64; 2],
     completed: u64,
+    /// When the last one ended.
+    landed_ns: u64,
     /// ksmd stands somewhere within a scan, because the last one was paced.
     midway: bool,
     /// The last order, and whether it was thorough, so that it is repeated only when it changes.
@@ -108,6 +110,7 @@ impl Default for Merger {
             last_growth: Pages(0),
             walks_ns: [0; 2],
             completed: 0,
+            landed_ns: 0,
             midway: true,
             ordered: MergeOrder::Keep,
             ordered_thorough: false,
@@ -179,6 +182,11 @@ impl Merger {
     /// CPU time that a scan takes in which little merges: the cheaper one of the last two, nanoseconds.
     pub fn walk_ns(&self) -> u64 {
         self.walks_ns[0].min(self.walks_ns[1])
+    }
+
+    /// How long ksmd has had nothing to do, nanoseconds.
+    pub fn rested_ns(&self, now_ns: u64) -> u64 {
+        if self.is_busy() { 0 } else { now_ns.saturating_sub(self.landed_ns) }
     }
 
     /// The order for this round.
@@ -286,6 +294,7 @@ impl Merger {
     fn land(&mut self, scan: &Scan<'_>) {
         let Some(flight) = self.flight.take() else { return };
         self.completed += 1;
+        self.landed_ns = scan.now_ns;
         self.owed = self.owed.saturating_sub(1);
         if self.owed == 0 {
             (self.fresh, self.thorough) = (Pages(0), false);

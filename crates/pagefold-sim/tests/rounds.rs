@@ -4,8 +4,8 @@ use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
 use pagefold_core::host::{Host, OwnerKey};
 use pagefold_core::ledger::Ledger;
-use pagefold_core::units::Pages;
-use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost, Writes, scenario};
+use pagefold_core::units::{Pages, Permyriad};
+use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes, scenario};
 
 const SECOND: u64 = 1_000_000_000;
 const MIB: u64 = 256;
@@ -26,6 +26,11 @@ fn host() -> SimHost {
 
 fn engine() -> Engine {
     Engine::new(Config { seed: 11, ..Config::default() })
+}
+
+/// Of each instance a tenth is the same in all.
+fn thin() -> Replica {
+    Replica { template: 20, density: vec![Permyriad(1_000)], zeros: Permyriad(0), run: 2, shift: 0 }
 }
 
 #[test]
@@ -115,6 +120,21 @@ fn what_becomes_alike_in_place_is_found() {
     run(&mut host, &mut engine, 6 * 3_600);
     let (saved, savable) = (host.saved().0, host.truth().savable);
     assert!(saved * 10 >= (saved + savable) * 7, "{saved} saved, {savable} left");
+}
+
+#[test]
+fn what_is_spread_thin_is_folded_once_ksmd_has_rested() {
+    let mut host = host();
+    scenario::pairs(&mut host, Pages(64 * MIB), Pages(0));
+    scenario::replicas(&mut host, 3, Pages(32 * MIB), &thin());
+    let savable = host.truth().savable;
+    let mut engine = engine();
+    let ledger = run(&mut host, &mut engine, 10);
+    assert_eq!(ledger.marked, Pages(128 * MIB), "only what is dense");
+    let ledger = run(&mut host, &mut engine, 50);
+    assert_eq!(ledger.marked, Pages((128 + 96) * MIB));
+    assert!(host.saved().0 * 100 >= savable * 95, "{} of {savable}", host.saved().0);
+    assert_eq!(engine.scans(), 4, "two for the dense and two for the thin");
 }
 
 #[test]

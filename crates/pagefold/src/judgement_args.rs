@@ -28,7 +28,7 @@ pub struct JudgementArgs {
     /// Levels of the ladder that regions climb (1 to 8, usually 4)
     #[arg(long, value_name = "N")]
     pub levels: Option<usize>,
-    /// Share of duplicates from which a region is promoted (usually 10)
+    /// Share of duplicates from which a region is promoted (usually 6)
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     pub duplicate_threshold: Option<Permyriad>,
     /// Share of merged pages written again from which a region is left alone (usually 50; 100 switches this off)

@@ -68,7 +68,9 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
             "Not marked: another trust domain holds the same contents, and they are marked in one at most.".into()
         }
         (Next::Watch, Kind::StaticallyDuplicated) if region.exact => {
-            "Not marked: its duplicates are too scattered, nowhere dense enough to be worth ksmd's scans.".into()
+            "Not marked: its duplicates are scattered. Unless huge pages hold them, it is marked once ksmd has rested for a \
+             while, since each of its walks visits all the other pages as well."
+                .into()
         }
         (Next::Watch, Kind::StaticallyDuplicated) => {
             "It looks duplicate: it rises level by level as more samples agree, and is read whole at the top.".into()
