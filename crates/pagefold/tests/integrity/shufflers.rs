@@ -63,7 +63,7 @@ impl Shuffler {
         i32::try_from(self.child.id()).unwrap()
     }
 
-    fn said(&self, is: impl Fn(&str) -> bool) -> bool {
+    pub fn said(&self, is: impl Fn(&str) -> bool) -> bool {
         self.lines.lock().unwrap().iter().any(|line| is(line))
     }
 
