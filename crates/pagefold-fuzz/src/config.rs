@@ -2,7 +2,7 @@
 
 // The program's own module: it has no library that this crate could take it from.
 #[allow(dead_code, clippy::pedantic)]
-#[path = "../../pagefold/src/config_file.rs"]
+#[path = "../../pagefold/src/config/file.rs"]
 mod config_file;
 
 use config_file::parse;

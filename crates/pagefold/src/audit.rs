@@ -3,8 +3,8 @@
 //!
 //! A line that cannot be written is lost, counted, and complained about once: nothing waits for the log.
 
+use crate::config::ownership;
 use crate::exit::{self, Exit};
-use crate::trust;
 use pagefold_core::host::{Marking, Why};
 use pagefold_core::units::Bytes;
 use pagefold_linux::live::Changed;
@@ -253,7 +253,7 @@ fn open(path: &Path) -> Result<File, Exit> {
     let directory = directory
         .canonicalize()
         .map_err(|error| cannot(format!("cannot be made: {error}; make its directory, for root only")))?;
-    trust::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
+    ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
     // Neither a link to elsewhere nor a pipe that nobody reads from.
     let file = OpenOptions::new()
         .append(true)
@@ -266,7 +266,7 @@ fn open(path: &Path) -> Result<File, Exit> {
     if !metadata.is_file() {
         return Err(cannot("is no regular file; name one, or one that does not exist yet".to_owned()));
     }
-    trust::owned(metadata.uid(), metadata.mode()).map_err(|why| cannot(format!("is a file that {why}")))?;
+    ownership::owned(metadata.uid(), metadata.mode()).map_err(|why| cannot(format!("is a file that {why}")))?;
     Ok(file)
 }
 
@@ -320,5 +320,5 @@ fn marked(details: &[VmaDetail]) -> Vec<(u64, u64)> {
 }
 
 #[cfg(test)]
-#[path = "audit_tests.rs"]
+#[path = "audit/tests.rs"]
 mod tests;

@@ -1,22 +1,22 @@
 //! Talking to a running `pagefold run` over a socket that only root can reach.
 //!
 //! One line of JSON each way ([`protocol`]). The daemon's end ([`server`]) has threads of its own and never keeps the
-//! rounds waiting: it leaves a question at the [`desk`], which the loop looks at between two rounds.
+//! rounds waiting: it leaves a question at the [`queue`], which the loop looks at between two rounds.
 
 pub mod client;
-pub mod desk;
 pub mod protocol;
+pub mod queue;
 pub mod server;
 
+use crate::commands::explain;
+use crate::commands::status::Status;
 use crate::exit;
-use crate::explain;
-use crate::status::Status;
-use crate::style;
+use crate::output::style;
 use anyhow::Result;
 use client::ask;
-use desk::Counter;
 use pagefold_core::governor::Governor;
 use protocol::{PATH, Request, Standing};
+use queue::Counter;
 use serde::Serialize;
 use server::Server;
 use std::path::Path;

@@ -6,13 +6,14 @@ mod watch;
 mod words;
 mod workers;
 
+use crate::commands::run::{rounds, take};
+use crate::commands::scan::{self, ScanArgs};
+use crate::commands::unmerge;
+use crate::config::judgement_args::seed;
+use crate::config::scope_args::{DenyArgs, ScopeArgs};
 use crate::exit::{self, Exit};
-use crate::judgement_args::seed;
-use crate::run::{rounds, take};
-use crate::scan::{self, ScanArgs};
-use crate::scope_args::{DenyArgs, ScopeArgs};
-use crate::style::{self, Style, human};
-use crate::{machine, unmerge};
+use crate::output::style::{self, Style, human};
+use crate::preflight;
 use anyhow::{Context, Result, bail};
 use pagefold_bench::{Interrupt, Steering, marking};
 use pagefold_core::config::Config;
@@ -82,8 +83,8 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
         signal_hook::flag::register(signal, stop.clone()).context("cannot listen for signals")?;
     }
-    machine::need_rights("the demonstration")?;
-    let ksm = machine::ksm()?;
+    preflight::need_rights("the demonstration")?;
+    let ksm = preflight::ksm()?;
     let size = Size::that_fits(args.quick)?;
     let mut demo = Demo {
         workers: None,
@@ -123,7 +124,7 @@ fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<Steering> {
     // Whoever else has KSM is named, also where that has just kept it from being taken.
     drop(lock()?);
     if let Some(other) = other_driver(ksm, Path::new("/proc"))? {
-        return Err(machine::explain_take(&TakeError::InUse(other)).into());
+        return Err(preflight::explain_take(&TakeError::InUse(other)).into());
     }
     let saved = ksm.counters()?.view(true, false).saved().bytes().0;
     if saved > 0 {
@@ -135,7 +136,7 @@ fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<Steering> {
 
 /// The lock that keeps every other pagefold from driving KSM.
 fn lock() -> Result<Lock, Exit> {
-    Lock::try_take(&Places::default().lock).map_err(|error| machine::explain_take(&error.into()))
+    Lock::try_take(&Places::default().lock).map_err(|error| preflight::explain_take(&error.into()))
 }
 
 /// The stage. Ends the workers before it gives KSM back, also when it is dropped.
@@ -200,7 +201,7 @@ impl Demo {
         let (style, times) = (self.style, self.times);
         style::print(&words::folding(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
-        let hands = take(Some(machine::injector()?), &self.ksm, &Wishes::default())?;
+        let hands = take(Some(preflight::injector()?), &self.ksm, &Wishes::default())?;
         let config = Config { seed: seed(), ..Config::default() };
         let mut engine = Engine::new(config);
         let spec = scope(pids).spec();
@@ -246,8 +247,8 @@ impl Demo {
     fn give_back(&mut self, pids: &[i32]) -> Result<u64> {
         let places = Places::default();
         let tenure = Tenure::take(self.ksm.clone(), &places, &unmerge::NO_WISHES)
-            .map_err(|error| machine::explain_take(&error))?;
-        let mut injector = machine::injector()?;
+            .map_err(|error| preflight::explain_take(&error))?;
+        let mut injector = preflight::injector()?;
         let mut given_back = 0;
         for &pid in pids {
             given_back += unfold(&Process::open(pid)?, &mut injector, &Roots::default())?.given_back.0;

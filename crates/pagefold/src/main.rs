@@ -2,31 +2,18 @@
 
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
+use commands::{doctor, exec, explain, run, scan, status, unmerge};
 use std::process::ExitCode;
 
 mod audit;
-mod classes;
-mod config_file;
+mod commands;
+mod config;
 mod control;
 mod demo;
-mod doctor;
-mod exec;
 mod exit;
-mod explain;
-mod figures;
-mod judgement_args;
 mod lab;
-mod machine;
-mod places;
-mod reload;
-mod run;
-mod scan;
-mod scope_args;
-mod settings;
-mod status;
-mod style;
-mod trust;
-mod unmerge;
+mod output;
+mod preflight;
 
 /// Finds memory that running programs hold twice, and has the kernel fold it into one copy.
 #[derive(Parser)]
@@ -74,7 +61,7 @@ enum Command {
         spec: String,
     },
     /// Make other programs' system calls, on order from standard input
-    #[command(hide = true, name = machine::INJECTOR)]
+    #[command(hide = true, name = preflight::INJECTOR)]
     Injector,
 }
 

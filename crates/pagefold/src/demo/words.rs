@@ -2,8 +2,8 @@
 
 use super::picture::{BAR, Curve, columns, time_axis};
 use super::watch::{Point, Seen, View};
-use crate::scan::report::Report;
-use crate::style::{Style, human, line, percent};
+use crate::commands::scan::report::Report;
+use crate::output::style::{Style, human, line, percent};
 use std::time::Duration;
 
 /// Rows of a curve that stands alone, and of one of two.

@@ -1,8 +1,8 @@
 //! `pagefold lab record`: what the memory of running programs holds, as digests, over a time. Reads only.
 
+use crate::config::scope_args::{DenyArgs, ScopeArgs};
 use crate::exit::{self, Exit};
-use crate::scope_args::{DenyArgs, ScopeArgs};
-use crate::style;
+use crate::output::style;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use pagefold_bench::Interrupt;

@@ -1,7 +1,7 @@
 //! `pagefold lab scale`: how the algorithms fare with more memory than there is here.
 
 use crate::exit::{self, Exit};
-use crate::style;
+use crate::output::style;
 use anyhow::Result;
 use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressStyle};

@@ -4,9 +4,9 @@
 //! run with it.
 
 use crate::audit::{Audit, Entry};
+use crate::commands::run::RunArgs;
+use crate::config::settings::Settings;
 use crate::exit::Exit;
-use crate::run::RunArgs;
-use crate::settings::Settings;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_linux::live::LiveHost;

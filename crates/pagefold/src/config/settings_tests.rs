@@ -1,5 +1,5 @@
 use super::*;
-use crate::run::RunArgs;
+use crate::commands::run::RunArgs;
 use clap::Parser;
 use pagefold_core::governor::Governor;
 use std::fs;

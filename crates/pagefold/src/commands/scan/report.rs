@@ -1,7 +1,7 @@
 //! The result of a scan as data: what `--json` prints (schema `pagefold.scan/1`) and the tables show.
 
 use super::survey::{LeftOut, Survey};
-use crate::places::PlacesView;
+use crate::output::placement::PlacesView;
 use pagefold_core::census::{Figures, Findings, bytes_of};
 use pagefold_linux::status::printable;
 use serde::Serialize;
@@ -257,7 +257,7 @@ impl Report {
 
     /// The result in one sentence.
     pub fn headline(&self) -> String {
-        use crate::style::{count, human, percent};
+        use crate::output::style::{count, human, percent};
         let looked_at = self.looked_at().count();
         let totals = &self.totals;
         let (savable, resident) = (totals.savable_bytes as f64, totals.resident_bytes as f64);
@@ -280,7 +280,7 @@ impl Report {
 
     /// How sure the figures are.
     pub fn basis(&self) -> String {
-        use crate::style::{human, percent};
+        use crate::output::style::{human, percent};
         let read = human(self.cost.pages_read << 12);
         let cpu = format!("{:.2} s of CPU", self.cost.cpu_seconds);
         if self.exact {

@@ -1,6 +1,6 @@
 //! Where merged pages are, on a machine with several memory nodes: for `status`, `explain` and `scan`.
 
-use crate::style::{Style, count, human, line, percent, shorten};
+use crate::output::style::{Style, count, human, line, percent, shorten};
 use pagefold_core::host::{NodeKey, OwnerKey};
 use pagefold_core::ledger::Ledger;
 use pagefold_core::placement::Placement;

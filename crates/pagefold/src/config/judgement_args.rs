@@ -1,6 +1,6 @@
 //! The judgement's settings on the command line.
 
-use crate::config_file::{ConfigFile, percent};
+use crate::config::file::{ConfigFile, percent};
 use pagefold_core::classes::Classifier;
 use pagefold_core::config::{Config, ConfigError, Preset};
 use pagefold_core::governor::Governor;
@@ -88,7 +88,7 @@ pub fn seed() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config_file::parse;
+    use crate::config::file::parse;
 
     #[test]
     fn the_command_line_comes_before_the_file() {

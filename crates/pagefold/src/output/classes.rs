@@ -1,7 +1,7 @@
 //! How pages are spread over the classes of a classifier: for `status`.
 
-use crate::figures::thousands;
-use crate::style::{human, percent};
+use crate::output::figures::thousands;
+use crate::output::style::{human, percent};
 use pagefold_core::classes::{ClassReport, Classifier};
 use serde::{Deserialize, Serialize};
 

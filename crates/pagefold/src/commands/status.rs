@@ -1,13 +1,13 @@
 //! `pagefold status`: what the running daemon has saved, what that costs, and what it is at.
 
-use crate::classes::ClassesView;
 use crate::control::client::ask;
-use crate::control::desk::Facts;
 use crate::control::protocol::Request;
+use crate::control::queue::Facts;
 use crate::exit;
-use crate::figures::{thousands, time, wrap};
-use crate::places::PlacesView;
-use crate::style::{self, Style, bar, count, human, line, percent, shorten};
+use crate::output::classes::ClassesView;
+use crate::output::figures::{thousands, time, wrap};
+use crate::output::placement::PlacesView;
+use crate::output::style::{self, Style, bar, count, human, line, percent, shorten};
 use anyhow::Result;
 use pagefold_core::governor::Governor;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;

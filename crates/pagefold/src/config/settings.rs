@@ -1,10 +1,10 @@
 //! What is in force: the command line first, then the configuration files, then the defaults.
 
-use crate::config_file::{By, ConfigFile, Program, Who, parse};
+use crate::commands::run::RunArgs;
+use crate::config::file::{By, ConfigFile, Program, Who, parse};
+use crate::config::ownership;
+use crate::config::scope_args::ScopeArgs;
 use crate::exit::{self, Exit};
-use crate::run::RunArgs;
-use crate::scope_args::ScopeArgs;
-use crate::trust;
 use pagefold_core::config::Config;
 use pagefold_core::limits::Limits;
 use pagefold_core::placement::{Latencies, Placement};
@@ -67,7 +67,7 @@ impl Settings {
             config,
             deny: args.deny.on(deny_list(said)),
             domains: domains(said).map_err(|why| {
-                Exit::new(exit::USAGE, format!("{}: {why}", file.map(trust::shown).unwrap_or_default()))
+                Exit::new(exit::USAGE, format!("{}: {why}", file.map(ownership::shown).unwrap_or_default()))
             })?,
             placement: placement(args, said)?,
             audit: args.audit.clone().or_else(|| said.audit.file.clone()),
@@ -95,10 +95,10 @@ impl Settings {
 
 /// Reads a file and those in its directory of additions: FILE.d/*.toml, in the order of their names.
 fn load(path: &Path) -> Result<ConfigFile, Exit> {
-    let refused = |path: &Path, why: &str| Exit::new(exit::USAGE, format!("{} {why}", trust::shown(path)));
+    let refused = |path: &Path, why: &str| Exit::new(exit::USAGE, format!("{} {why}", ownership::shown(path)));
     let one = |path: &Path| -> Result<ConfigFile, Exit> {
-        let text = trust::read(path).map_err(|why| refused(path, &why))?;
-        parse(&text, &trust::shown(path)).map_err(|error| Exit::new(exit::USAGE, error.to_string()))
+        let text = ownership::read(path).map_err(|why| refused(path, &why))?;
+        parse(&text, &ownership::shown(path)).map_err(|error| Exit::new(exit::USAGE, error.to_string()))
     };
     let mut merged = one(path)?;
     let mut additions = path.as_os_str().to_owned();
@@ -117,7 +117,7 @@ fn load(path: &Path) -> Result<ConfigFile, Exit> {
     }
     // Also when it is empty: what is not there was perhaps taken away by somebody else.
     let real = additions.canonicalize().map_err(cannot)?;
-    trust::directory(&real).map_err(|why| refused(additions, &format!("is a directory that {why}")))?;
+    ownership::directory(&real).map_err(|why| refused(additions, &format!("is a directory that {why}")))?;
     files.sort();
     for name in files {
         merged = merged.then(one(&additions.join(name))?);

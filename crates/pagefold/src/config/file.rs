@@ -476,5 +476,5 @@ fn absolute<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<PathBuf
 }
 
 #[cfg(test)]
-#[path = "config_file_tests.rs"]
+#[path = "file_tests.rs"]
 mod tests;

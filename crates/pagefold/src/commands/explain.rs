@@ -3,13 +3,13 @@
 
 mod words;
 
+use crate::config::scope_args;
 use crate::control::client::ask;
-use crate::control::desk::Facts;
 use crate::control::protocol::Request;
+use crate::control::queue::Facts;
 use crate::exit::{self, Exit};
-use crate::places::PlaceRow;
-use crate::scope_args;
-use crate::style::{self, Style};
+use crate::output::placement::PlaceRow;
+use crate::output::style::{self, Style};
 use anyhow::Result;
 use pagefold_core::report::{Kind, RegionReport};
 use pagefold_linux::exclude::{DenyList, Exclusion, process_exclusion, vma_exclusion};
@@ -261,7 +261,7 @@ fn row(region: &RegionReport, facts: &Facts, details: &[VmaDetail], program: &[u
         marked_bytes: region.marked.bytes().0,
         expected_bytes: region.expected.bytes().0,
         classes: region.classes.iter().map(|&(class, pages)| (class, pages.bytes().0)).collect(),
-        next: crate::status::name_of(&region.next).to_owned(),
+        next: crate::commands::status::name_of(&region.next).to_owned(),
         wait_seconds,
         sentence: words::sentence(region, facts),
     }

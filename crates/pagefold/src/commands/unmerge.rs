@@ -1,10 +1,10 @@
 //! `pagefold unmerge`: gives programs their own copies again and takes their marks away.
 
 use crate::audit::{Audit, Before, Begin, End, Entry};
+use crate::config::scope_args::ScopeArgs;
 use crate::exit;
-use crate::machine;
-use crate::scope_args::ScopeArgs;
-use crate::style::{self, Style};
+use crate::output::style::{self, Style};
+use crate::preflight;
 use anyhow::Result;
 use pagefold_core::host::MergeOrder;
 use pagefold_core::units::Bytes;
@@ -66,8 +66,8 @@ struct Process {
 
 /// Gives memory back, and returns the exit code.
 pub fn run(args: &UnmergeArgs) -> Result<u8> {
-    machine::need_rights("giving memory back")?;
-    let ksm = machine::ksm()?;
+    preflight::need_rights("giving memory back")?;
+    let ksm = preflight::ksm()?;
     let mut audit = args.audit.as_deref().map(Audit::open).transpose()?;
     let mut log = |entry: &Entry| {
         if let Some(complaint) = audit.as_mut().and_then(|audit| audit.write(entry)) {
@@ -75,15 +75,15 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         }
         audit.as_ref().map_or(0, Audit::lost)
     };
-    let mut injector = machine::injector()?;
-    machine::give_up_rights()?;
+    let mut injector = preflight::injector()?;
+    preflight::give_up_rights()?;
     let scoped = args.scope.resolve()?;
     let places = Places::default();
     // Nobody may mark again what is being unmarked. Whoever else runs ksmd does no harm to it.
     let tenure = match Tenure::take(ksm.clone(), &places, &NO_WISHES) {
         Ok(tenure) => Some(tenure),
         Err(TakeError::InUse(_)) => None,
-        Err(error) => return Err(machine::explain_take(&error).into()),
+        Err(error) => return Err(preflight::explain_take(&error).into()),
     };
     let mut summary = Summary { schema: "pagefold.unmerge/1", ..Summary::default() };
     let mut code = exit::OK;
@@ -108,7 +108,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
             Err(error) => {
                 eprintln!("pagefold: {error}");
                 code = match &error {
-                    UnfoldError::Inject(error) => machine::inject_code(error),
+                    UnfoldError::Inject(error) => preflight::inject_code(error),
                     UnfoldError::Read(_) => exit::NO_SCOPE,
                     UnfoldError::Left { .. } | UnfoldError::NoRoom { .. } => exit::FAILURE,
                 };

@@ -1,7 +1,7 @@
 //! The result of a scan for a terminal.
 
 use super::report::{Amounts, Report};
-use crate::style::{Style, bar, count, human, line, percent, shorten};
+use crate::output::style::{Style, bar, count, human, line, percent, shorten};
 use comfy_table::{Cell, CellAlignment, Table, presets};
 
 /// Rows shown of a list; the rest is summed up in a line.

@@ -1,4 +1,4 @@
-//! Figures for people that [`crate::style`] has no need of: large counts and times.
+//! Figures for people that [`crate::output::style`] has no need of: large counts and times.
 
 /// A count with its thousands apart: `1,204`.
 pub fn thousands(number: u64) -> String {

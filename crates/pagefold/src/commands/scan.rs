@@ -5,10 +5,10 @@ pub mod report;
 mod survey;
 mod table;
 
+use crate::config::scope_args::{DenyArgs, ScopeArgs};
 use crate::exit::{self, Exit};
-use crate::places::PlacesView;
-use crate::scope_args::{DenyArgs, ScopeArgs};
-use crate::style;
+use crate::output::placement::PlacesView;
+use crate::output::style;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use pagefold_core::census::choose::{Chooser, first_fraction, next_fraction};

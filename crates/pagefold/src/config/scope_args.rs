@@ -1,6 +1,6 @@
 //! The flags that say which programs are meant.
 
-use crate::config_file::{Scope, Word};
+use crate::config::file::{Scope, Word};
 use crate::exit::{self, Exit};
 use pagefold_linux::exclude::{DenyList, unfit_entry};
 use pagefold_linux::scope::{Roots, ScopeError, ScopeSpec, Scoped, resolve};

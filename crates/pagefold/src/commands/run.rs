@@ -1,15 +1,17 @@
 //! `pagefold run`: the daemon, in the foreground.
 
+pub mod reload;
+
 use crate::audit::{Begin, End, Entry};
+use crate::commands::run::reload::Standing;
+use crate::config::judgement_args::JudgementArgs;
+use crate::config::scope_args::{DenyArgs, ScopeArgs, explain};
+use crate::config::settings::Settings;
 use crate::control;
-use crate::control::desk::{Desk, Facts, RunFacts};
+use crate::control::queue::{Desk, Facts, RunFacts};
 use crate::exit::{self, Exit};
-use crate::judgement_args::JudgementArgs;
-use crate::machine;
-use crate::reload::Standing;
-use crate::scope_args::{DenyArgs, ScopeArgs, explain};
-use crate::settings::Settings;
-use crate::style::{self, Style};
+use crate::output::style::{self, Style};
+use crate::preflight;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use pagefold_core::config::Config;
@@ -148,8 +150,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     signal_hook::flag::register(wake::SIGNAL, woken.clone()).context("cannot listen for signals")?;
     let settings = Settings::of(args)?;
     let Settings { scope, config, deny, .. } = settings.clone();
-    machine::need_rights("folding other programs' memory")?;
-    let ksm = machine::ksm()?;
+    preflight::need_rights("folding other programs' memory")?;
+    let ksm = preflight::ksm()?;
     let mut standing = Standing::new(args, settings)?;
     on(signal_hook::consts::SIGHUP, &standing.on_hangup().unwrap_or_else(|| stop.clone()))?;
     let injector = injector(args)?;
@@ -212,7 +214,7 @@ fn check_scope(scope: &ScopeArgs, deny: &DenyList) -> Result<Vec<LeftAlone>, Exi
         .iter()
         .filter(|scoped| scope.pid.contains(&scoped.process.pid()) || all == 1)
         .filter_map(|scoped| {
-            let reason = machine::refusal(scoped, deny)?;
+            let reason = preflight::refusal(scoped, deny)?;
             Some(LeftAlone { pid: scoped.process.pid(), name: scoped.name.clone(), reason })
         })
         .collect();
@@ -232,10 +234,10 @@ fn injector(args: &RunArgs) -> Result<Option<Injector>> {
         return Ok(None);
     }
     let injector = match &args.injector {
-        Some(path) => machine::injector_at(path)?,
-        None => machine::injector()?,
+        Some(path) => preflight::injector_at(path)?,
+        None => preflight::injector()?,
     };
-    machine::give_up_rights()?;
+    preflight::give_up_rights()?;
     ask_through(&injector);
     fault::point("injector-started");
     Ok(Some(injector))
@@ -245,7 +247,7 @@ fn injector(args: &RunArgs) -> Result<Option<Injector>> {
 pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, wishes: &Wishes) -> Result<Hands> {
     let Some(injector) = injector else { return Ok(Hands::DryRun) };
     let tenure =
-        Tenure::take(ksm.clone(), &Places::default(), wishes).map_err(|error| machine::explain_take(&error))?;
+        Tenure::take(ksm.clone(), &Places::default(), wishes).map_err(|error| preflight::explain_take(&error))?;
     for (knob, value) in tenure.not_granted() {
         eprintln!(
             "pagefold: {} stays as it is instead of {value}: pages are merged already, or this kernel lacks it",

@@ -1,10 +1,10 @@
 //! How an explanation is put.
 
 use super::{Excluded, Explanation, Row};
-use crate::control::desk::Facts;
-use crate::figures::{thousands, time, wrap};
-use crate::status::paint;
-use crate::style::{Style, count, human, line, percent, shorten};
+use crate::commands::status::paint;
+use crate::control::queue::Facts;
+use crate::output::figures::{thousands, time, wrap};
+use crate::output::style::{Style, count, human, line, percent, shorten};
 use pagefold_core::report::{Kind, Next, RegionReport};
 use pagefold_core::units::Pages;
 use pagefold_linux::exclude::Exclusion;

@@ -17,7 +17,7 @@ fn nothing_is_a_file_too() {
 
 #[test]
 fn the_example_shows_every_key_and_is_right_when_its_comments_are_taken_off() {
-    let example = include_str!("../../../packaging/pagefold.toml");
+    let example = include_str!("../../../../packaging/pagefold.toml");
     // As shipped it asks for nothing.
     assert_eq!(parse(example, NAME), Ok(ConfigFile::default()));
     // Settings are commented out by "#" without a space, remarks by "# ".

@@ -3,7 +3,7 @@
 //! The loop hands over facts; sentences are made of them by the thread that asked.
 
 use super::protocol::{Request, SCHEMA, Standing};
-use crate::places::PlacesView;
+use crate::output::placement::PlacesView;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;

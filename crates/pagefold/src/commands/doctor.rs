@@ -4,7 +4,7 @@
 //! `run` itself would end with. `--fix` that could not put back what should be possible ends with 1.
 
 use crate::exit::{self, Exit};
-use crate::style;
+use crate::output::style;
 use pagefold_linux::diagnose::{Finding, Severity, examine};
 use pagefold_linux::ksm::{Ksm, KsmError};
 use pagefold_linux::lock::LockError;

@@ -1,0 +1,9 @@
+//! The subcommands: one module each, with its arguments and a function that returns the exit code.
+
+pub mod doctor;
+pub mod exec;
+pub mod explain;
+pub mod run;
+pub mod scan;
+pub mod status;
+pub mod unmerge;
