@@ -3,9 +3,6 @@
 //! A digest is a hint. Pages with equal digests are merged only after the kernel has compared them
 //! byte for byte, so a collision costs time and never data.
 
-pub mod progressive;
-pub mod strength;
-
 use crate::host::DomainKey;
 use crate::permutation::mix;
 use crate::units::PAGE_SIZE;

@@ -37,6 +37,7 @@ mod laws;
 mod marks;
 mod memory;
 mod mix;
+pub mod partial_hash;
 mod rbtree;
 pub mod scenario;
 mod script;

@@ -6,13 +6,13 @@ use crate::contents::fill;
 use crate::record::Report;
 use crate::table::number;
 use pagefold_core::hash::PageBytes;
-use pagefold_core::hash::progressive::{Lines, Paper32, Progressive};
 use pagefold_core::units::PAGE_SIZE;
+use pagefold_sim::partial_hash::{LineHash, PartialHash, WordHash};
 
 /// File names and contents.
 pub fn charts(report: &Report) -> Vec<(String, String)> {
     let mut charts = vec![("hash-avalanche.svg".to_owned(), avalanche())];
-    for (form, full) in [("paper32", Paper32::FULL), ("lines", Lines::FULL)] {
+    for (form, full) in [("paper32", WordHash::FULL), ("lines", LineHash::FULL)] {
         let prefix = format!("{form}_adaptive ");
         let curves: Vec<(&str, &[(f64, f64)])> = report
             .curves
@@ -119,16 +119,16 @@ fn ranked(seen: impl Fn(&PageBytes, u32) -> u64, full: u32, words_each: usize) -
 
 fn avalanche() -> String {
     const GAP: f64 = 56.0;
-    let (paper, lines) = (Paper32::new(30), Lines::new(30));
+    let (paper, lines) = (WordHash::new(30), LineHash::new(30));
     let shown = |order: Vec<usize>| -> Vec<usize> {
         let (early, last) = order.split_at(order.len() - LAST as usize);
         early.iter().step_by(early.len() / SPREAD as usize).take(SPREAD as usize).chain(last).copied().collect()
     };
-    let paper_words = shown(ranked(|page, strength| paper.hash(page, strength).into(), Paper32::FULL, 1));
-    let lines_words = shown(ranked(|page, strength| lines.hash(page, strength), Lines::FULL, 16));
+    let paper_words = shown(ranked(|page, strength| paper.hash(page, strength).into(), WordHash::FULL, 1));
+    let lines_words = shown(ranked(|page, strength| lines.hash(page, strength), LineHash::FULL, 16));
     let panels = [
-        ("paper32", 32, 8.0, bias(&paper_words, 32, |page| paper.hash(page, Paper32::FULL).into())),
-        ("lines", 64, 4.0, bias(&lines_words, 64, |page| lines.digest(page, Lines::FULL).0)),
+        ("paper32", 32, 8.0, bias(&paper_words, 32, |page| paper.hash(page, WordHash::FULL).into())),
+        ("lines", 64, 4.0, bias(&lines_words, 64, |page| lines.digest(page, LineHash::FULL).0)),
     ];
     let height = TOP + 2.0 * (256.0 + GAP) + 60.0;
     let mut svg = Svg::new(
@@ -198,7 +198,7 @@ mod tests {
         let plain = bias(&words, 32, word);
         assert_eq!(plain.bad, 2 * 32 * 32, "a bit flips always or never");
         assert!(plain.mean.iter().flatten().all(|deviation| (deviation - 100.0).abs() < 1e-9));
-        let lines = Lines::new(1);
+        let lines = LineHash::new(1);
         let good = bias(&words, 64, |page| lines.digest(page, 64).0);
         assert_eq!(good.bad, 0);
         assert!(good.mean.iter().flatten().all(|deviation| *deviation < 20.0));
@@ -206,8 +206,8 @@ mod tests {
 
     #[test]
     fn words_come_in_the_order_of_hashing() {
-        let paper = Paper32::new(2);
-        let order = ranked(|page, strength| paper.hash(page, strength).into(), Paper32::FULL, 1);
+        let paper = WordHash::new(2);
+        let order = ranked(|page, strength| paper.hash(page, strength).into(), WordHash::FULL, 1);
         for rank in [0, 1, 500, 1023] {
             let mut page = [0; PAGE_SIZE];
             page[order[rank as usize] * 4] = 7;

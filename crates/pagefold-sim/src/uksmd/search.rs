@@ -9,7 +9,7 @@ use crate::costs::Costs;
 use crate::counts::Counts;
 use crate::grain::Grain;
 use crate::memory::{Hold, Memory};
-use pagefold_core::hash::strength::{Controller, Round};
+use crate::partial_hash::{RoundCost, StrengthController};
 use rustc_hash::FxHashMap;
 
 /// A page, by region and offset.
@@ -38,7 +38,7 @@ pub(super) enum Fate {
 /// The hash: its strength, and what the round has shown of it.
 #[derive(Debug)]
 struct Hashing {
-    controller: Option<Controller>,
+    controller: Option<StrengthController>,
     strength: u32,
     told_apart: u32,
     /// At this strength, and at full.
@@ -82,7 +82,7 @@ impl Search {
     pub(super) fn new(costs: Costs, strength: HashStrength, zero_pages: bool) -> Self {
         let (controller, strength, told_apart) = match strength {
             HashStrength::Adaptive { told_apart } => {
-                let controller = Controller::new(WORDS);
+                let controller = StrengthController::new(WORDS);
                 (Some(controller.clone()), controller.strength(), told_apart)
             }
             HashStrength::Fixed(words) => (None, words.clamp(1, WORDS), 0),
@@ -224,7 +224,7 @@ impl Search {
         let hashing = &mut self.hashing;
         let Some(controller) = &mut hashing.controller else { return 0 };
         let full_ns = hashing.pages * hashing.full_ns;
-        let round = Round {
+        let round = RoundCost {
             full_ns,
             profit_ns: full_ns - hashing.pages * hashing.page_ns,
             penalty_ns: hashing.penalty_ns,

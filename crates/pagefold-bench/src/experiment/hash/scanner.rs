@@ -1,10 +1,9 @@
 //! Scanning with one hash or another, and what it costs.
 
 use super::pages::Page;
-use pagefold_core::hash::progressive::{Lines, Paper32, Progressive};
-use pagefold_core::hash::strength::{Controller, Round};
 use pagefold_core::hash::{Digester, PageBytes, is_zero};
 use pagefold_linux::cpu::own_cpu_ns;
+use pagefold_sim::partial_hash::{LineHash, PartialHash, RoundCost, StrengthController, WordHash};
 use std::hint::black_box;
 use std::time::Instant;
 use twox_hash::XxHash64;
@@ -21,13 +20,13 @@ pub trait Form {
     fn strengthen(&self, page: &PageBytes, hash: u64, strength: u32) -> u64;
 }
 
-/// [`Paper32`].
-pub struct PaperForm(Paper32);
+/// [`WordHash`].
+pub struct PaperForm(WordHash);
 
 impl PaperForm {
     /// With a seed.
     pub fn new(seed: u64) -> Self {
-        Self(Paper32::new(seed))
+        Self(WordHash::new(seed))
     }
 }
 
@@ -36,7 +35,7 @@ const PAPER_ZERO: u64 = 1 << 32;
 
 impl Form for PaperForm {
     const NAME: &'static str = "paper32";
-    const FULL: u32 = Paper32::FULL;
+    const FULL: u32 = WordHash::FULL;
     fn hash(&self, page: &PageBytes, strength: u32) -> u64 {
         match self.0.hash(page, strength) {
             0 if is_zero(page) => 0,
@@ -50,19 +49,19 @@ impl Form for PaperForm {
     }
 }
 
-/// [`Lines`].
-pub struct LinesForm(Lines);
+/// [`LineHash`].
+pub struct LinesForm(LineHash);
 
 impl LinesForm {
     /// With a seed.
     pub fn new(seed: u64) -> Self {
-        Self(Lines::new(seed))
+        Self(LineHash::new(seed))
     }
 }
 
 impl Form for LinesForm {
     const NAME: &'static str = "lines";
-    const FULL: u32 = Lines::FULL;
+    const FULL: u32 = LineHash::FULL;
     fn hash(&self, page: &PageBytes, strength: u32) -> u64 {
         self.0.digest(page, strength).0
     }
@@ -138,7 +137,7 @@ impl<'a> Scanner<'a> {
     /// A contender whose strength is the controller's.
     pub fn adaptive<F: Form + 'static>(&mut self, form: F) -> Box<dyn Contender> {
         let costs = self.calibrate(&form);
-        let strengths = Strengths { controller: Controller::new(F::FULL), seen: Vec::new(), rested: None };
+        let strengths = Strengths { controller: StrengthController::new(F::FULL), seen: Vec::new(), rested: None };
         Box::new(Runner { form, adaptive: Some((strengths, costs)) })
     }
 
@@ -317,7 +316,7 @@ impl Pass {
 
 /// The controller, and the strengths it gave.
 pub struct Strengths {
-    controller: Controller,
+    controller: StrengthController,
     seen: Vec<u32>,
     rested: Option<usize>,
 }
@@ -370,7 +369,7 @@ impl<F: Form> Runner<F> {
         let cost = scanner.round(&self.form, strength);
         strengths.seen.push(strength);
         let of_pages = |ns_per_page: f64| whole(ns_per_page * cost.pages as f64);
-        strengths.controller.round(&Round {
+        strengths.controller.round(&RoundCost {
             full_ns: of_pages(costs.full()),
             profit_ns: of_pages(costs.full() - costs.at(strength)),
             penalty_ns: cost.penalty_ns,

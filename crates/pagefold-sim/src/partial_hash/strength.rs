@@ -14,7 +14,7 @@
 
 /// What a round of scanning cost, all in nanoseconds of the same clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Round {
+pub struct RoundCost {
     /// What hashing the round's pages at full strength would have cost.
     pub full_ns: u64,
     /// How much of that was saved by hashing less.
@@ -25,7 +25,7 @@ pub struct Round {
     pub collisions: u64,
 }
 
-impl Round {
+impl RoundCost {
     /// Profit less penalty, in millionths of the cost of full hashing: at most [`WHOLE`], and 0 at full strength.
     fn benefit(&self) -> i64 {
         let gain = i128::from(self.profit_ns) - i128::from(self.penalty_ns);
@@ -51,7 +51,7 @@ const STABLE_ROUNDS: u32 = 1000;
 
 /// Finds the best strength, a round at a time. Pure: what it decides depends on the rounds alone.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Controller {
+pub struct StrengthController {
     full: u32,
     strength: u32,
     state: State,
@@ -98,7 +98,7 @@ struct Probe {
     turns: u32,
 }
 
-impl Controller {
+impl StrengthController {
     /// A controller for strengths from 1 to `full`, starting at half.
     pub fn new(full: u32) -> Self {
         let (full, strength) = (full.max(1), (full / 2).max(1));
@@ -118,7 +118,7 @@ impl Controller {
 
     /// Takes in a round done at [`Self::strength`], and returns the strength for the next one. A round without pages
     /// says nothing.
-    pub fn round(&mut self, round: &Round) -> u32 {
+    pub fn round(&mut self, round: &RoundCost) -> u32 {
         if round.full_ns == 0 {
             return self.strength;
         }

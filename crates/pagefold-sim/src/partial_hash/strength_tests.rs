@@ -5,13 +5,13 @@ use proptest::prelude::*;
 const FULL_NS: u64 = 10_000_000;
 
 /// A world: what a round costs at a strength. The profit falls with it, straight; the penalty is the world's.
-fn round(full: u32, strength: u32, penalty_ns: u64, collisions: u64) -> Round {
+fn round(full: u32, strength: u32, penalty_ns: u64, collisions: u64) -> RoundCost {
     let profit_ns = FULL_NS * u64::from(full - strength) / u64::from(full);
-    Round { full_ns: FULL_NS, profit_ns, penalty_ns, collisions }
+    RoundCost { full_ns: FULL_NS, profit_ns, penalty_ns, collisions }
 }
 
 /// Runs rounds until the controller rests. Panics if it never does.
-fn settle(controller: &mut Controller, world: impl Fn(u32) -> Round) -> u32 {
+fn settle(controller: &mut StrengthController, world: impl Fn(u32) -> RoundCost) -> u32 {
     for _ in 0..400 {
         controller.round(&world(controller.strength()));
         if controller.is_stable() {
@@ -22,7 +22,7 @@ fn settle(controller: &mut Controller, world: impl Fn(u32) -> Round) -> u32 {
 }
 
 /// Pages that collide the less the stronger the hash, and not at all at full strength.
-fn decaying(full: u32, scale: f64) -> impl Fn(u32) -> Round {
+fn decaying(full: u32, scale: f64) -> impl Fn(u32) -> RoundCost {
     move |strength| {
         let share = (-f64::from(strength) / scale).exp() - (-f64::from(full) / scale).exp();
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share of a constant")]
@@ -32,21 +32,21 @@ fn decaying(full: u32, scale: f64) -> impl Fn(u32) -> Round {
 }
 
 /// The best strength by looking at all of them.
-fn best(full: u32, world: impl Fn(u32) -> Round) -> i64 {
+fn best(full: u32, world: impl Fn(u32) -> RoundCost) -> i64 {
     (1..=full).map(|strength| world(strength).benefit()).max().unwrap()
 }
 
 #[test]
 fn it_starts_at_half() {
-    assert_eq!((Controller::new(1024).strength(), Controller::new(64).strength()), (512, 32));
-    assert_eq!(Controller::new(1).strength(), 1);
-    assert_eq!(Controller::new(0).strength(), 1);
+    assert_eq!((StrengthController::new(1024).strength(), StrengthController::new(64).strength()), (512, 32));
+    assert_eq!(StrengthController::new(1).strength(), 1);
+    assert_eq!(StrengthController::new(0).strength(), 1);
 }
 
 #[test]
 fn pages_that_differ_everywhere_need_one_word() {
     for (full, rounds) in [(1024, 30), (64, 12)] {
-        let mut controller = Controller::new(full);
+        let mut controller = StrengthController::new(full);
         let mut took = 0;
         while !controller.is_stable() {
             controller.round(&round(full, controller.strength(), 0, 0));
@@ -64,7 +64,7 @@ fn pages_that_differ_everywhere_need_one_word() {
 
 #[test]
 fn the_first_steps_are_those_of_slow_start() {
-    let mut controller = Controller::new(1024);
+    let mut controller = StrengthController::new(1024);
     let strengths: Vec<u32> = (0..9).map(|_| controller.round(&round(1024, controller.strength(), 0, 0))).collect();
     assert_eq!(strengths, [511, 509, 505, 497, 481, 449, 417, 385, 353]);
 }
@@ -77,7 +77,7 @@ fn pages_alike_but_for_one_word_anywhere_need_all_words() {
             let colliding = u64::from(full - strength);
             round(full, strength, FULL_NS * 17 / 10 * colliding / u64::from(full), colliding)
         };
-        assert_eq!(settle(&mut Controller::new(full), world), full);
+        assert_eq!(settle(&mut StrengthController::new(full), world), full);
     }
 }
 
@@ -90,7 +90,7 @@ fn pages_alike_but_for_one_place_need_the_strength_that_reaches_it() {
                 s if s < place => round(full, s, FULL_NS * 17 / 10, 1000),
                 s => round(full, s, 0, 0),
             };
-            let mut controller = Controller::new(full);
+            let mut controller = StrengthController::new(full);
             assert_eq!(settle(&mut controller, world), place, "place {place} of {full}");
         }
     }
@@ -101,7 +101,7 @@ fn the_best_of_a_falling_and_a_rising_cost_is_found() {
     for full in [1024, 64] {
         for scale in [0.3, 1.0, 3.0, 7.5, 20.0, 60.0, 150.0] {
             let world = decaying(full, scale);
-            let found = settle(&mut Controller::new(full), &world);
+            let found = settle(&mut StrengthController::new(full), &world);
             let (got, most) = (world(found).benefit(), best(full, &world));
             assert!(got >= most - 2000, "{scale} of {full}: {got} of {most} at {found}");
         }
@@ -120,18 +120,18 @@ proptest! {
             let penalty_ns = (short * (1.0 + slope) * FULL_NS as f64) as u64;
             round(full, strength, penalty_ns, u64::from(penalty_ns > 0))
         };
-        prop_assert_eq!(settle(&mut Controller::new(full), world), peak);
+        prop_assert_eq!(settle(&mut StrengthController::new(full), world), peak);
     }
 
     #[test]
     fn noise_does_not_lead_it_far_astray(seed: u64, scale in 2.0f64..40.0) {
         let mut state = seed;
         let world = decaying(64, scale);
-        let mut controller = Controller::new(64);
+        let mut controller = StrengthController::new(64);
         let mut rounds = 0;
         while !controller.is_stable() {
             let mut round = world(controller.strength());
-            state = crate::permutation::mix(state);
+            state = pagefold_core::permutation::mix(state);
             // Two per cent either way of what is measured.
             round.penalty_ns = round.penalty_ns * (980 + state % 41) / 1000;
             round.profit_ns = round.profit_ns * (995 + state % 11) / 1000;
@@ -145,8 +145,8 @@ proptest! {
 }
 
 /// A controller resting at the place of a step world.
-fn rested(full: u32, place: u32) -> Controller {
-    let mut controller = Controller::new(full);
+fn rested(full: u32, place: u32) -> StrengthController {
+    let mut controller = StrengthController::new(full);
     let world =
         |strength| round(full, strength, if strength < place { FULL_NS * 2 } else { 0 }, u64::from(strength <= place));
     assert_eq!(settle(&mut controller, world), place);
@@ -189,7 +189,7 @@ fn two_rounds_without_collisions_ask_for_a_probe_and_one_does_not() {
 
 #[test]
 fn pages_that_grow_alike_are_noticed_at_once() {
-    let mut controller = Controller::new(64);
+    let mut controller = StrengthController::new(64);
     assert_eq!(settle(&mut controller, |strength| round(64, strength, 0, 0)), 1);
     let alike = |strength: u32| round(64, strength, FULL_NS * 17 / 10 * u64::from(64 - strength) / 64, 1);
     controller.round(&alike(1));
@@ -204,7 +204,7 @@ fn it_does_not_flap_where_no_collision_is_left() {
         let world = |strength| {
             round(full, strength, if strength < place { FULL_NS * 2 } else { 0 }, u64::from(strength < place))
         };
-        let mut controller = Controller::new(full);
+        let mut controller = StrengthController::new(full);
         settle(&mut controller, world);
         let (mut elsewhere, mut benefit) = (0, 0);
         for _ in 0..1000 {
@@ -221,18 +221,18 @@ fn it_does_not_flap_where_no_collision_is_left() {
 
 #[test]
 fn a_round_without_pages_says_nothing() {
-    let mut controller = Controller::new(64);
-    assert_eq!(controller.round(&Round::default()), 32);
-    assert_eq!(controller, Controller::new(64));
+    let mut controller = StrengthController::new(64);
+    assert_eq!(controller.round(&RoundCost::default()), 32);
+    assert_eq!(controller, StrengthController::new(64));
 }
 
 #[test]
 fn extreme_figures_do_not_overflow() {
-    let worst = Round { full_ns: 1, profit_ns: 0, penalty_ns: u64::MAX, collisions: u64::MAX };
-    let mut controller = Controller::new(64);
+    let worst = RoundCost { full_ns: 1, profit_ns: 0, penalty_ns: u64::MAX, collisions: u64::MAX };
+    let mut controller = StrengthController::new(64);
     for _ in 0..100 {
         controller.round(&worst);
-        controller.round(&Round { profit_ns: u64::MAX, penalty_ns: 0, ..worst });
+        controller.round(&RoundCost { profit_ns: u64::MAX, penalty_ns: 0, ..worst });
     }
     assert!((1..=64).contains(&controller.strength()));
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::hash::{Digester, PageBytes};
+use pagefold_core::hash::Digester;
 use proptest::prelude::*;
 use std::collections::HashSet;
 
@@ -26,7 +26,7 @@ fn any_page() -> impl Strategy<Value = Box<PageBytes>> {
     ]
 }
 
-fn goes_both_ways<P: Progressive>(form: &P, page: &PageBytes, one: u32, other: u32) -> Result<(), TestCaseError> {
+fn goes_both_ways<P: PartialHash>(form: &P, page: &PageBytes, one: u32, other: u32) -> Result<(), TestCaseError> {
     let (low, high) = (one.min(other), one.max(other));
     let (weak, strong) = (form.hash(page, low), form.hash(page, high));
     prop_assert_eq!(form.forward(page, weak, low, high), strong);
@@ -40,13 +40,13 @@ fn goes_both_ways<P: Progressive>(form: &P, page: &PageBytes, one: u32, other: u
 proptest! {
     #[test]
     fn any_strength_leads_to_any_other(page in any_page(), seed: u64, one in 0u32..1100, other in 0u32..1100) {
-        goes_both_ways(&Paper32::new(seed), &page, one, other)?;
-        goes_both_ways(&Lines::new(seed), &page, one / 16, other / 16)?;
+        goes_both_ways(&WordHash::new(seed), &page, one, other)?;
+        goes_both_ways(&LineHash::new(seed), &page, one / 16, other / 16)?;
     }
 
     #[test]
     fn digests_change_strength_too(page in any_page(), seed: u64, from in 1u32..=64, to in 1u32..=64) {
-        let lines = Lines::new(seed);
+        let lines = LineHash::new(seed);
         let digest = lines.digest(&page, from);
         prop_assert_eq!(lines.redigest(&page, digest, from, to), lines.digest(&page, to));
         prop_assert_eq!(digest == Digest::ZERO, page.iter().all(|&byte| byte == 0));
@@ -67,7 +67,7 @@ proptest! {
 #[test]
 fn the_papers_form_is_the_papers() {
     // Figure 5, written out for three words at the first places of the order.
-    let paper = Paper32::new(3);
+    let paper = WordHash::new(3);
     let page = page_of(9);
     let word = |rank: usize| {
         let at = usize::from(paper.order[rank]) * 4;
@@ -81,12 +81,12 @@ fn the_papers_form_is_the_papers() {
     }
     assert_eq!(paper.hash(&page, 3), hash);
     assert_eq!(paper.order.iter().collect::<HashSet<_>>().len(), 1024);
-    assert_ne!(paper.order, Paper32::new(4).order);
+    assert_ne!(paper.order, WordHash::new(4).order);
 }
 
 #[test]
 fn a_strength_takes_in_so_much_of_the_page_and_no_more() {
-    let (paper, lines) = (Paper32::new(5), Lines::new(5));
+    let (paper, lines) = (WordHash::new(5), LineHash::new(5));
     let page = page_of(1);
     for strength in [0, 1, 7, 32, 63, 64] {
         let words = strength * 16;
@@ -105,15 +105,15 @@ fn a_strength_takes_in_so_much_of_the_page_and_no_more() {
 #[test]
 fn the_seed_counts() {
     let page = page_of(1);
-    assert_eq!(Lines::new(7).digest(&page, 64), Lines::new(7).digest(&page, 64));
-    assert_ne!(Lines::new(7).digest(&page, 64), Lines::new(8).digest(&page, 64));
-    assert_ne!(Lines::new(7).digest(&page, 64), Digester::new(7).digest(&page));
+    assert_eq!(LineHash::new(7).digest(&page, 64), LineHash::new(7).digest(&page, 64));
+    assert_ne!(LineHash::new(7).digest(&page, 64), LineHash::new(8).digest(&page, 64));
+    assert_ne!(LineHash::new(7).digest(&page, 64), Digester::new(7).digest(&page));
 }
 
 #[test]
 fn sparse_pages_do_not_collide_at_full_strength() {
     // All pages with one small word, and with two of them: the classes that sums and products tend to confuse.
-    let lines = Lines::new(11);
+    let lines = LineHash::new(11);
     let mut seen = HashSet::new();
     let mut count = 0;
     let mut page = [0; PAGE_SIZE];
@@ -188,7 +188,7 @@ const TAIL: u16 = 16;
 
 /// Bad points of the paper's form in the last words, with any shifts. The words before them only make the hash that the
 /// tail starts from, here that of strength 64.
-fn bad_points_of_tail(paper: &Paper32, shifts: Shifts) -> usize {
+fn bad_points_of_tail(paper: &WordHash, shifts: Shifts) -> usize {
     let tail: Vec<usize> = paper.order[1024 - usize::from(TAIL)..].iter().copied().map(usize::from).collect();
     bad_points(&tail, 32, |page| {
         let start = paper.hash(page, 64);
@@ -198,7 +198,7 @@ fn bad_points_of_tail(paper: &Paper32, shifts: Shifts) -> usize {
 
 #[test]
 fn avalanche_of_the_papers_form() {
-    let paper = Paper32::new(1);
+    let paper = WordHash::new(1);
     let early: Vec<usize> =
         paper.order[..1024 - usize::from(TAIL)].iter().step_by(64).copied().map(usize::from).collect();
     assert_eq!(bad_points(&early, 32, |page| paper.hash(page, 1024).into()), 0);
@@ -215,7 +215,7 @@ fn avalanche_of_the_papers_form() {
 #[test]
 fn the_papers_shifts_are_the_best_of_those_that_are_reversed_in_one_step() {
     // Shifts of 16 or more leave one term in each loop of Figure 7.
-    let paper = Paper32::new(1);
+    let paper = WordHash::new(1);
     let own = bad_points_of_tail(&paper, PAPER_SHIFTS);
     for left in 16..32 {
         for right in 16..32 {
@@ -228,7 +228,7 @@ fn the_papers_shifts_are_the_best_of_those_that_are_reversed_in_one_step() {
 #[test]
 fn avalanche_of_lines() {
     // All words of four lines. By chance a point is bad once in three million.
-    let lines = Lines::new(1);
+    let lines = LineHash::new(1);
     for strength in [1, 8, 64] {
         let mask = lines.mask(strength);
         let taken: Vec<usize> = (0..64).filter(|line| mask >> line & 1 == 1).collect();

@@ -4,16 +4,16 @@
 //! one random order for all pages. A hash taken at one strength becomes that of another, stronger or weaker, at a cost
 //! in proportion to the difference, given the page. Only hashes of the same strength compare.
 //!
-//! [`Paper32`] is the paper's form. [`Lines`] is ours: whole cache lines instead of words, since a word costs as much to
+//! [`WordHash`] is the paper's form. [`LineHash`] is ours: whole cache lines instead of words, since a word costs as much to
 //! fetch as its line, and 64 bits instead of 32, so that two contents out of millions do not collide by chance.
 
-use super::{Digest, PageBytes, is_zero};
-use crate::permutation::{Permutation, mix};
-use crate::units::PAGE_SIZE;
+use pagefold_core::hash::{Digest, PageBytes, is_zero};
+use pagefold_core::permutation::{Permutation, mix};
+use pagefold_core::units::PAGE_SIZE;
 use std::fmt::Debug;
 
 /// A hash whose strength can be changed step by step, both ways.
-pub trait Progressive {
+pub trait PartialHash {
     /// The hash so far. The default is that of strength 0.
     type State: Copy + Debug + Default + Eq + Into<u64>;
 
@@ -42,8 +42,8 @@ pub trait Progressive {
 /// Anybody can prepare pages that collide: only the order of the words is secret, and at full strength even that hides
 /// little. The state of zeros is 0 at any strength, and that of other pages may be.
 #[derive(Clone, Debug)]
-pub struct Paper32 {
-    order: Box<[u16; Paper32::WORDS]>,
+pub struct WordHash {
+    order: Box<[u16; WordHash::WORDS]>,
 }
 
 /// The pair of shifts that the paper chose among all pairs, for its avalanche and the cost of going back.
@@ -94,7 +94,7 @@ impl Shifts {
     }
 }
 
-impl Paper32 {
+impl WordHash {
     const WORDS: usize = PAGE_SIZE / 4;
 
     /// The form whose order of words `seed` names.
@@ -118,7 +118,7 @@ impl Paper32 {
     }
 }
 
-impl Progressive for Paper32 {
+impl PartialHash for WordHash {
     type State = u32;
     const FULL: u32 = 1024;
 
@@ -139,19 +139,19 @@ impl Progressive for Paper32 {
 /// which reads them in ascending order whatever their rank, and taking a line back is a subtraction.
 /// Without the seed nobody can prepare pages that collide.
 #[derive(Clone, Debug)]
-pub struct Lines {
+pub struct LineHash {
     /// Which lines a strength takes in: bit n of entry s for line n.
-    masks: [u64; Lines::COUNT + 1],
+    masks: [u64; LineHash::COUNT + 1],
     /// The sum at each strength of a page of zeros.
-    zeros: [u64; Lines::COUNT + 1],
-    keys: Box<[[u64; LINE_WORDS]; Lines::COUNT]>,
+    zeros: [u64; LineHash::COUNT + 1],
+    keys: Box<[[u64; LINE_WORDS]; LineHash::COUNT]>,
     fold: u64,
 }
 
 const LINE_BYTES: usize = 64;
 const LINE_WORDS: usize = LINE_BYTES / 8;
 
-impl Lines {
+impl LineHash {
     const COUNT: usize = PAGE_SIZE / LINE_BYTES;
 
     /// The form that `seed` names. Digests of different seeds have nothing to do with each other.
@@ -238,7 +238,7 @@ impl Lines {
     }
 }
 
-impl Progressive for Lines {
+impl PartialHash for LineHash {
     type State = u64;
     const FULL: u32 = 64;
 
