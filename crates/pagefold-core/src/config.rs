@@ -1,43 +1,13 @@
 //! What can be set, with its permitted range.
 
-use crate::classes::Classifier;
-use crate::extent::Density;
+use crate::error::ConfigError;
+use crate::marking::extents::Density;
 use crate::governor::{Governor, Pace};
 use crate::limits::Limits;
-use crate::placement::Latencies;
-use crate::slots::BLOCK_PAGES;
+use crate::placement::policy::Latencies;
+use crate::units::BLOCK_PAGES;
 use crate::units::{Pages, Permyriad};
 use std::str::FromStr;
-use thiserror::Error;
-
-/// A setting outside its range.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum ConfigError {
-    /// No governor has that name.
-    #[error("there is no governor '{}'; choose full, medium, low, quiet or auto", .0.escape_debug())]
-    NoGovernor(String),
-    /// No preset has that name.
-    #[error("there is no preset '{}'; choose default or sensitive", .0.escape_debug())]
-    NoPreset(String),
-    /// No placement policy has that name.
-    #[error("there is no placement '{}'; choose fair, priority, local-only or kernel", .0.escape_debug())]
-    NoPlacement(String),
-    /// No classifier has that name.
-    #[error("there is no classifier '{}'; choose none, address, write-count or sub-pages", .0.escape_debug())]
-    NoClassifier(String),
-    /// A number outside its range.
-    #[error("{name} is {value}; it must be from {low} to {high}")]
-    OutOfRange {
-        /// The setting.
-        name: &'static str,
-        /// What was asked, with its unit.
-        value: String,
-        /// The least permitted.
-        low: String,
-        /// The most permitted.
-        high: String,
-    },
-}
 
 /// Settings made for a purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -105,8 +75,6 @@ pub struct Config {
     pub spans_per_process: usize,
     /// What memory accesses are taken to cost where the pages of programs are placed on nodes.
     pub latencies: Latencies,
-    /// By what pages are told apart before they are compared.
-    pub classifier: Classifier,
     /// Seed of every permutation and digest.
     pub seed: u64,
 }
@@ -133,7 +101,6 @@ impl Default for Config {
             split_above: BLOCK_PAGES,
             spans_per_process: 64,
             latencies: Latencies::default(),
-            classifier: Classifier::default(),
             seed: 0,
         }
     }

@@ -4,27 +4,25 @@
 //! observe -> plan -> read -> judge -> apply -> account
 //! ```
 //!
-//! What is read is the [`crate::ladder`]'s to say, what is marked the [`crate::marker`]'s, and when ksmd scans the
-//! [`crate::merge`]r's; a [`crate::governor`] bounds what all of it may cost.
+//! What is read is the [`crate::sampling::ladder`]'s to say, what is marked the [`crate::marking::marker`]'s, and when ksmd scans the
+//! [`crate::merging`]r's; a [`crate::governor`] bounds what all of it may cost.
 
-use crate::classes::{Classes, Classifier};
 use crate::config::Config;
 use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::hash::Digest;
-use crate::host::{
-    Actions, Cost, DomainKey, Host, KsmView, Outcome, PageSample, PageState, RegionKey, SamplePlan, Samples, Snapshot,
-};
+use crate::host::{Actions, Cost, Host, KsmView, Outcome, PageSample, PageState, SamplePlan, Samples, Snapshot};
+use crate::keys::{DomainKey, RegionKey};
 use crate::index::{Fate, Index, Place, Seen};
-use crate::ladder::{Ladder, Reading};
+use crate::sampling::ladder::{Ladder, Reading};
 use crate::ledger::Ledger;
-use crate::lifetimes::Lifetimes;
+use crate::marking::lifetimes::Lifetimes;
 use crate::limits::{Allowance, Limits};
-use crate::marker::{Marker, marked_resident};
-use crate::merge::{Merger, Scan};
-use crate::placer::Placer;
+use crate::marking::marker::{Marker, marked_resident};
+use crate::merging::{Merger, Scan};
+use crate::placement::placer::Placer;
 use crate::region::{Region, Stage};
 use crate::report::{self, Report};
-use crate::slots::Slots;
+use crate::region::table::Slots;
 use crate::units::{Pages, Permyriad, Vpn};
 use std::collections::BTreeSet;
 
@@ -50,7 +48,6 @@ pub struct Engine {
     budget: Budget,
     allowance: Allowance,
     index: Index,
-    classes: Classes,
     slots: Slots,
     ladder: Ladder,
     marker: Marker,
@@ -93,14 +90,12 @@ impl Engine {
     pub fn new(config: Config) -> Self {
         let governor = if config.governor == Governor::Auto { Governor::Quiet } else { config.governor };
         let (ladder, allowance) = (Ladder::new(config.levels), Allowance::new(config.limits));
-        let classes = Classes::new(config.classifier);
         Self {
             config,
             governor,
             budget: Budget::default(),
             allowance,
             index: Index::new(),
-            classes,
             slots: Slots::default(),
             ladder,
             marker: Marker::default(),
@@ -187,7 +182,6 @@ impl Engine {
             spent_ns: self.budget.spent_ns(crate::governor::WINDOW_NS),
             ksm: self.snapshot.ksm,
             places: self.placer.places(),
-            classes: &self.classes,
         };
         report::report(&standing, &self.slots, &self.ledger)
     }
@@ -252,9 +246,8 @@ impl Engine {
             activity.extend(self.slots.iter().filter(asked).map(|region| region.view.key));
         }
         let looks = self.placer.looks(&self.slots, &self.snapshot, self.merger.is_busy(), self.room_ns(pace));
-        let parts = self.config.classifier == Classifier::SubPages;
         let shared = self.several_domains();
-        SamplePlan { runs, digest_seed: self.config.seed, shared, parts, activity, looks }
+        SamplePlan { runs, digest_seed: self.config.seed, shared, activity, looks }
     }
 
     /// Whether there is memory that must not be merged with other memory in scope.
@@ -289,7 +282,6 @@ impl Engine {
         let gone =
             self.slots.take_in(&snapshot.regions, seed, |view| Region::new(view, snapshot.now_ns, newborn, seed));
         self.running = true;
-        self.slots.iter_mut().for_each(|region| self.classes.take_in(region));
         self.take_in_domains(snapshot);
         for region in gone {
             if region.newborn {
@@ -376,7 +368,8 @@ impl Engine {
             let slots = &mut self.slots;
             self.index.sweep(|place, old| {
                 let Some(region) = slots.get_mut(place.slot) else { return Fate::Gone };
-                if old && region.renews(place.offset) { Fate::Renewed } else { Fate::Kept }
+                // Regions at the bottom are sampled again and again, which renews their entries.
+                if old && region.level == 1 { Fate::Renewed } else { Fate::Kept }
             });
             self.slots.swept();
             self.slots.iter_mut().for_each(|region| region.tally.age());
@@ -435,27 +428,20 @@ impl Engine {
         let zero = sample.digest == Digest::ZERO;
         let (place, digest) = (Place { slot, offset }, sample.digest.in_domain(region.view.domain));
         let own = region.view.domain;
-        let foreign = several && !zero && is_foreign(&self.index, &self.classes, &self.domains, own, sample.digest);
+        let foreign = several && !zero && is_foreign(&self.index, &self.domains, own, sample.digest);
         if foreign {
             region.tally.sampled += u64::from(!examined && !region.is_marked(sample.page));
             duplicate = false;
         } else if !zero && (sample.state == PageState::Merged || several && sample.state == PageState::Shared) {
             // One copy already, and known all the same: others may come that hold it too.
-            let class = region.classes.as_ref().map_or(0, |pages| pages.class_of(&self.classes, sample.page));
-            if let Seen::Twin(first) = self.index.note(digest.in_class(class), place, several && examined) {
+            if let Seen::Twin(first) = self.index.note(digest, place, several && examined) {
                 self.credit(first);
             }
         } else if sample.state == PageState::Private {
             region.probe(sample.page, sample.digest, region.stage == Stage::Survey);
             let marked = !examined && region.is_marked(sample.page);
             let claim = several && examined;
-            let visit = region.classes.as_mut().map(|pages| pages.visit(&self.classes, sample));
-            let class = visit.as_ref().map_or(0, |visit| visit.class);
-            let looks_up = !zero && (claim || visit.as_ref().is_none_or(|visit| visit.looks_up));
-            let seen = if looks_up { self.index.note(digest.in_class(class), place, claim) } else { Seen::New };
-            if let Some(visit) = visit.filter(|_| !zero) {
-                self.classes.count(visit, looks_up, seen);
-            }
+            let seen = if zero { Seen::New } else { self.index.note(digest, place, claim) };
             duplicate = zero || seen != Seen::New;
             if marked {
                 region.in_marks.sampled += 1;
@@ -492,9 +478,6 @@ impl Engine {
         let page = region.page_at(place.offset);
         if region.is_marked(page) {
             return;
-        }
-        if let Some(pages) = &mut region.classes {
-            pages.met(page);
         }
         if region.is_counted(page) {
             if let Some(extent) = region.extents.get_mut(&page.extent()) {
@@ -543,14 +526,7 @@ impl Engine {
     }
 }
 
-/// Whether a content is claimed by another trust domain than its own, in whatever class.
-fn is_foreign(
-    index: &Index,
-    classes: &Classes,
-    domains: &BTreeSet<DomainKey>,
-    own: DomainKey,
-    content: Digest,
-) -> bool {
-    let claimed = |content: Digest| classes.numbers().any(|class| index.is_claimed(content.in_class(class)));
-    domains.iter().any(|&domain| domain != own && claimed(content.in_domain(domain)))
+/// Whether a content is claimed by a trust domain other than `own`.
+fn is_foreign(index: &Index, domains: &BTreeSet<DomainKey>, own: DomainKey, content: Digest) -> bool {
+    domains.iter().any(|&domain| domain != own && index.is_claimed(content.in_domain(domain)))
 }

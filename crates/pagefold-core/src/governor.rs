@@ -3,7 +3,7 @@
 //! A governor is a share of one core, for pagefold and ksmd together, and the time of a global round. The share holds
 //! over any [`WINDOW_NS`]: what both have spent is looked up before anything is read or ordered.
 
-use crate::config::ConfigError;
+use crate::error::ConfigError;
 use crate::host::{Cost, MemoryView};
 use crate::units::Permyriad;
 use serde::{Deserialize, Serialize};

@@ -3,7 +3,7 @@
 //! A digest is a hint. Pages with equal digests are merged only after the kernel has compared them
 //! byte for byte, so a collision costs time and never data.
 
-use crate::host::DomainKey;
+use crate::keys::DomainKey;
 use crate::permutation::mix;
 use crate::units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
@@ -11,12 +11,6 @@ use twox_hash::XxHash3_64;
 
 /// The contents of one page.
 pub type PageBytes = [u8; PAGE_SIZE];
-
-/// Quarters of a page, of 1 KiB each (CMD, section 4).
-pub const PARTS: usize = 4;
-
-/// Prints of a page's quarters: 32 bits of a hash of each.
-pub type Parts = [u32; PARTS];
 
 /// A 64-bit hash of a page's contents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -33,12 +27,6 @@ impl Digest {
         if self == Self::ZERO || domain == DomainKey(0) { self } else { Self(self.0 ^ mix(u64::from(domain.0))) }
     }
 
-    /// The same content as a [class](crate::classes)'s own, apart from that of all others. Zeros are in every class.
-    #[must_use]
-    pub fn in_class(self, class: u8) -> Self {
-        // Beyond all numbers of domains.
-        if self == Self::ZERO || class == 0 { self } else { Self(self.0 ^ mix(1 << 16 | u64::from(class))) }
-    }
 }
 
 /// Digests pages: XXH3 with a secret made from a seed, so that nobody can prepare pages that collide.
@@ -69,21 +57,6 @@ impl Digester {
             return Digest::ZERO;
         }
         Digest(self.hash(page).max(1))
-    }
-
-    /// Digests a page and its quarters. The page's digest is made of theirs, so that nothing is hashed twice, and is
-    /// another than that of [`digest`](Self::digest): a run goes by one of the two.
-    #[expect(clippy::cast_possible_truncation, reason = "32 bits are a print")]
-    pub fn digest_parts(&self, page: &PageBytes) -> (Digest, Parts) {
-        let (mut hashes, mut parts) = ([0; 8 * PARTS], Parts::default());
-        for ((part, quarter), hash) in
-            parts.iter_mut().zip(page.chunks(PAGE_SIZE / PARTS)).zip(hashes.chunks_exact_mut(8))
-        {
-            let of_quarter = self.hash(quarter);
-            *part = of_quarter as u32;
-            hash.copy_from_slice(&of_quarter.to_le_bytes());
-        }
-        (if is_zero(page) { Digest::ZERO } else { Digest(self.hash(&hashes).max(1)) }, parts)
     }
 
     fn hash(&self, bytes: &[u8]) -> u64 {
@@ -125,27 +98,5 @@ mod tests {
             assert_ne!(one.digest(&page), digest, "{at}");
             page[at] ^= 1;
         }
-    }
-
-    #[test]
-    fn each_quarter_has_a_print_of_its_own() {
-        let digester = Digester::new(7);
-        let mut page = [0; PAGE_SIZE];
-        let (zero, of_zero) = digester.digest_parts(&page);
-        assert_eq!((zero, of_zero), (Digest::ZERO, [of_zero[0]; PARTS]));
-        for at in (0..PAGE_SIZE).step_by(37) {
-            page[at] = 1;
-            let (digest, parts) = digester.digest_parts(&page);
-            assert_ne!(digest, Digest::ZERO);
-            for (quarter, print) in parts.iter().enumerate() {
-                assert_eq!(*print != of_zero[quarter], quarter == at / 1024, "byte {at}, quarter {quarter}");
-            }
-            page[at] = 0;
-        }
-        // Quarters that change places are another page.
-        page[..1024].fill(1);
-        let (first, _) = digester.digest_parts(&page);
-        page.rotate_right(1024);
-        assert_ne!(digester.digest_parts(&page).0, first);
     }
 }

@@ -4,8 +4,9 @@
 //! and apply, and waits between rounds. The live host and the simulated one implement the same trait,
 //! so what is tested in virtual time is what runs.
 
-use crate::hash::{Digest, Parts};
-use crate::placement::Placement;
+use crate::hash::Digest;
+use crate::keys::{DomainKey, FamilyKey, NodeKey, NodeSet, OwnerKey, RegionKey};
+use crate::placement::policy::Placement;
 use crate::units::{Pages, Permyriad, Vpn};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -28,57 +29,6 @@ pub trait Host {
     /// Lets `ns` nanoseconds pass; may return earlier when there is a reason to.
     fn wait(&mut self, ns: u64) -> Result<(), Self::Error>;
 }
-
-/// A region, for as long as it lives. Never reused within a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct RegionKey(pub u32);
-
-/// The process that a region belongs to. Never reused within a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct OwnerKey(pub u32);
-
-/// Whose memory it is, where that of some must not be merged with that of others. 0 unless somebody says otherwise.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct DomainKey(pub u16);
-
-/// A memory node, by the kernel's number.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct NodeKey(pub u16);
-
-/// Some memory nodes. Those from 64 on are in no set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct NodeSet(pub u64);
-
-impl NodeSet {
-    /// All nodes below 64.
-    pub const ALL: Self = Self(u64::MAX);
-
-    /// Whether a node is in it.
-    pub fn has(self, node: NodeKey) -> bool {
-        self.0.checked_shr(node.0.into()).is_some_and(|bits| bits & 1 == 1)
-    }
-
-    /// The nodes that are in both.
-    #[must_use]
-    pub const fn and(self, other: Self) -> Self {
-        Self(self.0 & other.0)
-    }
-}
-
-impl FromIterator<NodeKey> for NodeSet {
-    fn from_iter<I: IntoIterator<Item = NodeKey>>(nodes: I) -> Self {
-        Self(nodes.into_iter().fold(0, |bits, node| bits | 1_u64.checked_shl(node.0.into()).unwrap_or(0)))
-    }
-}
-
-/// Regions of the same executable, mapping and size: likely copies of each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct FamilyKey(pub u64);
 
 /// One look at the machine.
 #[derive(Clone, Debug, Default)]
@@ -206,8 +156,6 @@ pub struct SamplePlan {
     pub digest_seed: u64,
     /// Read fork-shared pages as well, without taking them apart. Private and merged pages are always read.
     pub shared: bool,
-    /// Tell the prints of the quarters of every page that is read. Always or never in one run.
-    pub parts: bool,
     /// Tell of private pages whether they are active: of those in these regions, before they are read.
     pub activity: BTreeSet<RegionKey>,
     /// Where merged pages are looked for, without reading them.
@@ -262,9 +210,6 @@ pub struct PageSample {
     pub huge: bool,
     /// Its digest; meaningful for `Private` and `Merged`, and for `Shared` where the plan asked for it.
     pub digest: Digest,
-    /// Where that was asked: prints of its quarters, meaningful where the digest is. Quarters with the same contents have
-    /// the same print all through the run.
-    pub parts: Parts,
     /// Where that was asked: page reclaim keeps it on its active list.
     pub active: bool,
     /// The node it is on, of private pages on a machine with several.

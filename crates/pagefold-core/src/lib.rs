@@ -1,31 +1,48 @@
-//! The judgement of pagefold: which memory is worth folding, when, and what came of it.
+//! The judgement of pagefold: which memory is worth merging, when, and what came of it.
 //!
-//! Everything here is pure. There is no clock, file, environment or random source: time and seeds
-//! are arguments, processes and regions are opaque keys. A [`host::Host`] (the live machine, or the
-//! simulated one) observes, reads and acts; this crate plans, judges and accounts.
+//! Everything here is pure. There is no clock, file, environment or random source: time and seeds are arguments, and
+//! processes and regions are opaque keys. A [`host::Host`] (the live machine or the simulated one) observes, reads and
+//! acts; this crate plans, judges and accounts. [`engine::round`] runs one cycle:
+//!
+//! ```text
+//! observe -> plan -> read -> judge -> apply -> account
+//! ```
+//!
+//! # Where things are
+//!
+//! | question | module |
+//! | --- | --- |
+//! | What does the core see, and what can it order? | [`host`]: snapshots, samples, actions, results |
+//! | What is known about one region? | [`region`]; all regions: [`region::table`] |
+//! | What to read? | [`sampling`]: the ladder of levels, estimates from samples |
+//! | What to mark or unmark? | [`marking`]: dense extents, COW-broken and short-lived regions |
+//! | When does ksmd scan? | [`merging`] |
+//! | On which node does a merged page live? | [`placement`] |
+//! | What may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second) |
+//! | Which contents have been seen? | [`index`], by [`hash`] |
+//! | What has been saved and spent? | [`ledger`]; for people: [`report`] |
+//! | What can be set, and in which range? | [`config`] |
+//!
+//! A new governor goes into [`governor`], a new reason to leave a region alone into [`region`], a new figure of `status`
+//! into [`report`]. Modules import only from those below them: units, keys and errors first, then [`host`], the governor
+//! and the configuration, the index, regions, the four questions, and the engine on top.
 #![forbid(unsafe_code)]
 
-pub mod census;
-pub mod churn;
-pub mod classes;
 pub mod config;
 pub mod engine;
-pub mod estimate;
-pub mod extent;
+pub mod error;
 pub mod governor;
 pub mod hash;
 pub mod host;
 pub mod index;
-pub mod ladder;
+pub mod keys;
 pub mod ledger;
-pub mod lifetimes;
 pub mod limits;
-pub mod marker;
-pub mod merge;
+pub mod marking;
+pub mod merging;
 pub mod permutation;
 pub mod placement;
-pub mod placer;
 pub mod region;
 pub mod report;
-pub mod slots;
+pub mod sampling;
 pub mod units;

@@ -4,8 +4,9 @@
 //! `mmap_lock` for moments, which a target that maps and unmaps all the time would notice, and a stop is time taken from
 //! it.
 
-use crate::config::ConfigError;
-use crate::host::{OwnerKey, StopSize, Stops};
+use crate::error::ConfigError;
+use crate::host::{StopSize, Stops};
+use crate::keys::OwnerKey;
 use std::collections::{BTreeMap, VecDeque};
 
 /// The limits hold over any time of this length, nanoseconds.

@@ -1,10 +1,11 @@
 //! What is known of one region.
 
-use crate::churn::Churn;
-use crate::classes::PageClasses;
+pub mod table;
+
+use crate::marking::cow_breaks::Churn;
 use crate::config::Config;
-use crate::estimate::{Estimate, Tally};
-use crate::extent::{Candidate, Cut, Extent, Extents, candidates};
+use crate::sampling::estimate::{Estimate, Tally};
+use crate::marking::extents::{Candidate, Cut, Extent, Extents, candidates};
 use crate::hash::Digest;
 use crate::host::RegionView;
 use crate::permutation::{Permutation, mix};
@@ -129,8 +130,6 @@ pub struct Region {
     pub activity_known: bool,
     /// Pages looked at in sampling since it was last read whole, whatever was there.
     pub looked_at: u64,
-    /// The classes of its pages, where pages are classed.
-    pub classes: Option<Box<PageClasses>>,
     order: Permutation,
     next: u64,
     probes: Vec<(u32, u32)>,
@@ -166,7 +165,6 @@ impl Region {
             active: BTreeMap::new(),
             activity_known: false,
             looked_at: 0,
-            classes: None,
             order: Permutation::new(1, 0),
             next: 0,
             probes: Vec::new(),
@@ -191,9 +189,6 @@ impl Region {
         self.view = view;
         if moved {
             self.reorder(seed);
-            if let Some(classes) = &mut self.classes {
-                classes.keep_within(view.first, view.pages);
-            }
         }
     }
 
@@ -300,13 +295,6 @@ impl Region {
     pub fn tells_activity(&self) -> bool {
         let cycles = if matches!(self.stage, Stage::Examine(_)) { 1 } else { 2 };
         !self.activity_known && self.looked_at <= cycles * self.view.pages.0
-    }
-
-    /// Whether the page at an offset of the index comes by again and again in sampling, and renews its entry there. Those
-    /// whose look-ups are spared do not come to the index.
-    pub fn renews(&mut self, offset: u32) -> bool {
-        let page = self.page_at(offset);
-        self.level == 1 && !self.classes.as_mut().is_some_and(|classes| classes.keeps(page))
     }
 
     /// Takes note of an active page.
@@ -432,14 +420,14 @@ pub fn covers(outer: &Candidate, inner: &Candidate) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::{FamilyKey, OwnerKey, RegionKey};
+    use crate::keys::{FamilyKey, OwnerKey, RegionKey};
 
     fn view(first: u64, pages: u64) -> RegionView {
         RegionView {
             key: RegionKey(1),
             owner: OwnerKey(1),
             family: FamilyKey(1),
-            domain: crate::host::DomainKey(0),
+            domain: crate::keys::DomainKey(0),
             first: Vpn(first),
             pages: Pages(pages),
             resident: Pages(pages),

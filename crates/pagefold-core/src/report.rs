@@ -1,15 +1,15 @@
 //! What is known and what will happen next, for people: `status`, `explain` and the metrics are views of it.
 
-use crate::classes::{ClassReport, Classes, PageClasses};
 use crate::config::Config;
 use crate::governor::{Governor, Pace, WINDOW_NS};
-use crate::host::{DomainKey, KsmView, OwnerKey};
-use crate::ladder::{Ladder, matures_ns, samples_wanted, wants_more};
+use crate::host::KsmView;
+use crate::keys::{DomainKey, OwnerKey};
+use crate::sampling::ladder::{Ladder, matures_ns, samples_wanted, wants_more};
 use crate::ledger::Ledger;
-use crate::lifetimes::Lifetimes;
-use crate::placer::Places;
+use crate::marking::lifetimes::Lifetimes;
+use crate::placement::placer::Places;
 use crate::region::{Alone, Region, Stage};
-use crate::slots::Slots;
+use crate::region::table::Slots;
 use crate::units::{Bytes, Pages, Permyriad, Vpn};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -114,9 +114,6 @@ pub struct RegionReport {
     pub expected: Pages,
     /// Pages not marked because another trust domain holds some of the same extents' contents.
     pub withheld: Pages,
-    /// Its pages by class, as far as they were visited. Empty where pages are not classed.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub classes: Vec<(u8, Pages)>,
 }
 
 /// A kind, and how much memory is of it.
@@ -181,9 +178,6 @@ pub struct Report {
     /// Where merged pages are, on a machine with several memory nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub places: Option<Places>,
-    /// How pages are spread over classes, where they are classed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub classes: Option<ClassReport>,
     /// The regions.
     pub regions: Vec<RegionReport>,
 }
@@ -204,7 +198,6 @@ pub(crate) struct Standing<'a> {
     pub spent_ns: u64,
     pub ksm: KsmView,
     pub places: Option<&'a Places>,
-    pub classes: &'a Classes,
 }
 
 /// Reports on everything.
@@ -244,7 +237,6 @@ pub(crate) fn report(standing: &Standing<'_>, slots: &Slots, ledger: &Ledger) ->
         levels: levels.collect(),
         ledger: Ledger { curve: Vec::new(), ..ledger.clone() },
         places: standing.places.cloned(),
-        classes: standing.classes.report(slots),
         regions,
     }
 }
@@ -276,7 +268,6 @@ fn of_region(standing: &Standing<'_>, region: &Region, fraction: f64) -> RegionR
         marked: region.marked_resident(),
         expected: region.marks.iter().map(|mark| mark.duplicate).sum(),
         withheld: region.withheld(),
-        classes: region.classes.as_deref().map(PageClasses::by_class).unwrap_or_default(),
     }
 }
 

@@ -11,6 +11,9 @@ pub const PAGE_SIZE: usize = 4096;
 /// Pages in one extent: 2 MiB, the size of a huge page and the unit in which density is judged.
 pub const EXTENT_PAGES: u64 = 512;
 
+/// Pages in one block: 1 GiB. Mappings longer than this are judged in blocks and may be marked in part.
+pub const BLOCK_PAGES: Pages = Pages(1 << 18);
+
 /// A number of base pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]

@@ -1,6 +1,6 @@
 //! `/proc/PID/maps` and `/proc/PID/smaps`, and what is made of them.
 
-use pagefold_core::host::RegionKey;
+use pagefold_core::keys::RegionKey;
 use pagefold_linux::fuzzing::executable;
 use pagefold_linux::maps::{Perms, Vma, VmaDetail, kind_of, parse_maps, parse_smaps};
 use pagefold_linux::regions::{follow, stretches};

@@ -2,7 +2,7 @@
 
 use pagefold_core::config::Preset;
 use pagefold_core::governor::Governor;
-use pagefold_core::placement::Placement;
+use pagefold_core::placement::policy::Placement;
 use pagefold_linux::fuzzing;
 use pagefold_linux::machine::Release;
 

@@ -11,7 +11,8 @@
 use crate::digests::{Digests, Key};
 use crate::record::{Look, Page, ProcessRow, RegionRow, Source};
 use pagefold_bench::Interrupt;
-use pagefold_core::host::{DomainKey, OwnerKey, PageState, RegionKey};
+use pagefold_core::host::PageState;
+use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 use pagefold_linux::exclude::{DenyList, Exclusion};
 use pagefold_linux::memory::{Contents, PageReader, PageView, ReadHow};

@@ -1,7 +1,6 @@
 //! Replays a record under an algorithm, in virtual time, and counts what it does.
 
 use crate::script::Scripted;
-use pagefold_core::classes::Classifier;
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
 use pagefold_core::host::{Actions, Host, MergeOrder};
@@ -232,8 +231,7 @@ impl Run {
         settings: &Settings,
         populate: impl FnOnce(SimHost) -> SimHost,
     ) -> Self {
-        let keep_writes = algorithm == Algorithm::Pagefold && settings.config.classifier == Classifier::SubPages;
-        let mut sim = SimHost::new(1, settings.costs, Knobs { keep_writes, ..knobs });
+        let mut sim = SimHost::new(1, settings.costs, knobs);
         if algorithm == Algorithm::Uksm {
             sim = sim.with_uksm(UksmSettings::of_governor(settings.config.governor));
         }

@@ -1,7 +1,8 @@
 //! From a record to a script for the simulator.
 
 use crate::record::{Event, PARTS, Page, Record, RegionRow};
-use pagefold_core::host::{FamilyKey, PageState};
+use pagefold_core::host::PageState;
+use pagefold_core::keys::FamilyKey;
 use pagefold_core::units::{EXTENT_PAGES, Pages, Vpn};
 use pagefold_sim::{Script, Step};
 use rustc_hash::{FxHashMap, FxHasher};

@@ -9,7 +9,7 @@ use crate::inject::{gadget, worker};
 use crate::ksm::plain;
 use crate::pagemap::PageRange;
 use crate::{cpu, headroom, ksm, machine, numa, scope, targets, unfold};
-use pagefold_core::host::NodeKey;
+use pagefold_core::keys::NodeKey;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;

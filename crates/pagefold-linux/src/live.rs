@@ -23,10 +23,8 @@ use crate::scope::{Roots, ScopeError, ScopeSpec};
 use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
 use pagefold_core::hash::Digester;
-use pagefold_core::host::{
-    Actions, Cost, Host, KsmView, Marking, MemoryView, Outcome, RegionKey, RegionView, Run, SamplePlan, Samples,
-    Snapshot,
-};
+use pagefold_core::host::{Actions, Cost, Host, KsmView, Marking, MemoryView, Outcome, RegionView, Run, SamplePlan, Samples, Snapshot};
+use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Pages;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -373,7 +371,6 @@ impl Host for LiveHost {
             reads: self.pieces(&plan.runs).map(|(piece, target)| how(piece, target)).collect(),
             looks: self.pieces(&plan.looks).map(|(piece, _)| piece).collect(),
             digester: Digester::new(plan.digest_seed),
-            parts: plan.parts,
             topology: self.placing.topology.clone(),
         };
         let mut samples = Samples::default();

@@ -5,8 +5,9 @@
 //! one node has memory, there is no [`Topology`] and nothing is placed.
 
 use crate::process::{Process, ReadError};
-use pagefold_core::host::{NodeKey, NodeView, OwnerKey, OwnerView};
-use pagefold_core::placement::Placement;
+use pagefold_core::host::{NodeView, OwnerView};
+use pagefold_core::keys::{NodeKey, OwnerKey};
+use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use std::fs;
 use std::io;

@@ -4,8 +4,9 @@ use crate::memory::{PageReader, PageView, ReadHow};
 use crate::numa::Topology;
 use crate::patience::{Pending, patiently};
 use crate::process::{Process, ReadError};
-use pagefold_core::hash::{Digest, Digester, Parts};
-use pagefold_core::host::{MergedSample, PageSample, PageState, RegionKey};
+use pagefold_core::hash::Digester;
+use pagefold_core::host::{MergedSample, PageSample, PageState};
+use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Vpn;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -26,8 +27,6 @@ pub(crate) struct Work {
     /// Where merged frames are looked for.
     pub(crate) looks: Vec<Piece>,
     pub(crate) digester: Digester,
-    /// See [`pagefold_core::host::SamplePlan`].
-    pub(crate) parts: bool,
     /// On a machine with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
 }
@@ -52,7 +51,7 @@ struct Progress {
 
 /// Reads. The error is the process whose memory does not come back, and with it the reader and what was read so far.
 pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32, Pending)> {
-    let Work { reads, looks, digester, parts, topology } = work;
+    let Work { reads, looks, digester, topology } = work;
     let progress = Arc::new(Progress::default());
     let told = progress.clone();
     let work = move || {
@@ -65,11 +64,7 @@ pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32
             }
             told.pid.store(process.pid(), Ordering::Relaxed);
             let read = reader.read_runs(&process, &runs, how, |view| {
-                let (digest, prints) = match view.bytes {
-                    Some(bytes) if parts => digester.digest_parts(bytes),
-                    Some(bytes) => (digester.digest(bytes), Parts::default()),
-                    None => (Digest::default(), Parts::default()),
-                };
+                let digest = view.bytes.map(|bytes| digester.digest(bytes)).unwrap_or_default();
                 let node = match &topology {
                     Some(nodes) if view.state == PageState::Private => {
                         view.frame.and_then(|frame| nodes.node_of(frame))
@@ -77,7 +72,7 @@ pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32
                     _ => None,
                 };
                 let PageView { page, state, huge, active, .. } = view;
-                pages.push(PageSample { region, page, state, huge, digest, parts: prints, active, node });
+                pages.push(PageSample { region, page, state, huge, digest, active, node });
                 told.pages.fetch_add(1, Ordering::Relaxed);
             });
             if let Err(error) = read {

@@ -4,7 +4,7 @@
 //! What is done to every page of a grain costs as often. A tree of so many grains has as many times the nodes, and is
 //! deeper by the logarithm. A sample is another matter: it looks at one page, and what it is good for is that it meets
 //! another sample of the same content. With `n` of `L` pages sampled on each side `n * n / L` of them meet
-//! ([`pagefold_core::estimate::samples_for_evidence`]). Of `L / g` grains that takes the root of `g` times fewer samples, so
+//! ([`pagefold_core::sampling::estimate::samples_for_evidence`]). Of `L / g` grains that takes the root of `g` times fewer samples, so
 //! a sampled grain costs the root of `g` samples: as many meetings for as much time.
 
 /// Pages that a simulated page stands for.

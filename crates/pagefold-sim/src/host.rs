@@ -15,11 +15,9 @@ use crate::mix::{Stream, content_of_series, digest};
 use crate::script::Player;
 use crate::uksmd::{UksmSettings, Uksmd};
 use crate::workload::{Behaviour, Mapping, Process, Writes};
-use pagefold_core::hash::{Digest, Parts};
-use pagefold_core::host::{
-    Actions, Change, Cost, FamilyKey, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, OwnerKey, PageSample,
-    PageState, RegionKey, RegionView, Run, SamplePlan, Samples, Snapshot, Span, Stops,
-};
+use pagefold_core::hash::Digest;
+use pagefold_core::host::{Actions, Change, Cost, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, PageSample, PageState, RegionView, Run, SamplePlan, Samples, Snapshot, Span, Stops};
+use pagefold_core::keys::{FamilyKey, OwnerKey, RegionKey};
 use pagefold_core::region::RUN_PAGES;
 use pagefold_core::units::{Bytes, EXTENT_PAGES, Pages, Vpn};
 use placing::Placing;
@@ -89,8 +87,7 @@ pub struct SimHost {
 impl SimHost {
     /// An empty machine at time 0, ksmd at rest.
     pub fn new(seed: u64, costs: Costs, knobs: Knobs) -> Self {
-        let classed = matches!(knobs.forest, Forest::Classes(Classes::PageCount | Classes::SubPages));
-        let keeps_writes = classed || knobs.keep_writes;
+        let keeps_writes = matches!(knobs.forest, Forest::Classes(Classes::PageCount | Classes::SubPages));
         Self {
             now_ns: 0,
             seed,
@@ -520,7 +517,6 @@ impl SimHost {
                 state,
                 huge,
                 digest: found,
-                parts: if is_read && plan.parts { region.parts(offset as usize) } else { Parts::default() },
                 active: private && asked && in_use(),
                 node: if several && private { self.memory.node_of(region, offset) } else { None },
             });

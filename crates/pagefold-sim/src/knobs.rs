@@ -56,8 +56,6 @@ pub struct Knobs {
     pub forest: Forest,
     /// All that is mapped is marked at once, as by `prctl(PR_SET_MEMORY_MERGE)`.
     pub merge_any: bool,
-    /// It is kept which quarters of pages were written, for classes.
-    pub keep_writes: bool,
     /// The share of processes that cannot be stopped at the moment, each time anew.
     pub busy: Permyriad,
     /// How long a count of resident pages is kept.
@@ -85,7 +83,6 @@ impl Default for Knobs {
             merge_across_nodes: true,
             forest: Forest::Kernel,
             merge_any: false,
-            keep_writes: false,
             busy: Permyriad(0),
             resident_age_ns: 5_000_000_000,
             grain: 1,

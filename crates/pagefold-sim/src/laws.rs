@@ -3,9 +3,8 @@
 
 use crate::memory::{Hold, Memory, NONE, Stands};
 use crate::{Behaviour, Classes, Costs, Fill, Forest, Knobs, Mapping, Process, SimHost, Writes};
-use pagefold_core::host::{
-    Actions, Host, MergeOrder, Move, NodeKey, OwnerKey, PageState, RegionKey, Run, SamplePlan, Span,
-};
+use pagefold_core::host::{Actions, Host, MergeOrder, Move, PageState, Run, SamplePlan, Span};
+use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use proptest::prelude::*;
 use std::collections::BTreeMap;

@@ -9,10 +9,10 @@
 mod nodes;
 
 use crate::marks::Marks;
-use crate::mix::{Stream, parts};
+use crate::mix::Stream;
 pub(crate) use nodes::{MoveResult, Nodes, Whereabouts};
-use pagefold_core::hash::Parts;
-use pagefold_core::host::{DomainKey, FamilyKey, NodeKey, OwnerKey, PageState, RegionKey};
+use pagefold_core::host::PageState;
+use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 
 /// No frame: the page is attached to none.
@@ -101,8 +101,6 @@ pub(crate) struct Region {
     pub(crate) reads: Vec<u8>,
     /// What was written to each page; empty unless that is kept.
     pub(crate) touched: Vec<Touch>,
-    /// How often each quarter of each page was written, modulo 256; empty unless that is kept.
-    pub(crate) versions: Vec<[u8; 4]>,
     /// In which eighth of the physical memory each page is; empty unless somebody says so.
     pub(crate) eighths: Vec<u8>,
     /// Writes so far to pages that were merged, or mapped to the zero page by merging.
@@ -142,14 +140,6 @@ impl Region {
     /// The merged frame that the page maps.
     pub(crate) fn merged_frame(&self, page: u32) -> Option<u32> {
         (self.hold[page as usize] == Hold::Merged).then(|| self.frame_of(page as usize))
-    }
-
-    /// Prints of a page's quarters: of what was written to them, where that is kept.
-    pub(crate) fn parts(&self, page: usize) -> Parts {
-        match self.versions.get(page) {
-            None => parts(self.content[page]),
-            Some(versions) => versions.map(|version| parts(version.into())[0]),
-        }
     }
 
     fn frame_of(&self, page: usize) -> u32 {
@@ -282,7 +272,6 @@ impl Memory {
             active: false,
             reads: Vec::new(),
             touched: Vec::new(),
-            versions: Vec::new(),
             eighths: Vec::new(),
             broken: 0,
         };
@@ -369,10 +358,6 @@ impl Memory {
                 region.touched.resize(region.content.len(), Touch::default());
                 let touch = &mut region.touched[page as usize];
                 *touch = Touch { times: touch.times.saturating_add(1), parts: touch.parts | parts & 0b1111 };
-                region.versions.resize(region.content.len(), [0; 4]);
-                let versions = &mut region.versions[page as usize];
-                let written = versions.iter_mut().enumerate().filter(|(quarter, _)| parts >> quarter & 1 == 1);
-                written.for_each(|(_, version)| *version = version.wrapping_add(1));
             }
         }
     }

@@ -3,7 +3,7 @@
 //! Written out rather than taken from a crate, because a scenario's results must stay the same for
 //! its seed from one version of the simulator to the next.
 
-use pagefold_core::hash::{Digest, Parts};
+use pagefold_core::hash::Digest;
 use pagefold_core::units::Permyriad;
 
 /// SplitMix64's increment: odd, so that counting with it visits every 64-bit value.
@@ -28,12 +28,6 @@ pub fn digest(id: u64, seed: u64) -> Digest {
         return Digest::ZERO;
     }
     Digest(mix64(mix64(id).wrapping_add(mix64(seed ^ STEP))).max(1))
-}
-
-/// Prints of the quarters of a page that holds content `id`: contents have nothing in common.
-#[allow(clippy::cast_possible_truncation)] // 32 bits are a print
-pub fn parts(id: u64) -> Parts {
-    [1, 2, 3, 4].map(|part| mix64(id ^ mix64(part)) as u32)
 }
 
 /// What ksmd remembers of a page's content between visits: 32 bits, as in the kernel. Never 0, which

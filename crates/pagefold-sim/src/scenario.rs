@@ -3,7 +3,7 @@
 
 use crate::host::SimHost;
 use crate::workload::{Behaviour, Fill, Mapping, Process, Replica, Writes};
-use pagefold_core::host::OwnerKey;
+use pagefold_core::keys::OwnerKey;
 use pagefold_core::units::{Pages, Permyriad};
 
 const NS_PER_MS: u64 = 1_000_000;

@@ -1,7 +1,7 @@
 //! A script: what processes map and what their pages hold, step by step, as somebody else found or thought it up.
 
 use crate::memory::Whereabouts;
-use pagefold_core::host::{DomainKey, FamilyKey, OwnerKey, RegionKey};
+use pagefold_core::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;

@@ -12,7 +12,7 @@
 use crate::knobs::{Forest, Knobs};
 use crate::memory::{Memory, NONE, Stands};
 use crate::rbtree::{Found, RbTree};
-use pagefold_core::host::NodeKey;
+use pagefold_core::keys::NodeKey;
 
 /// A page, by region and offset.
 pub(crate) type PageRef = (u32, u32);

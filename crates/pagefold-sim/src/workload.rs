@@ -2,8 +2,8 @@
 
 use crate::memory::{Hold, Unique, Whereabouts};
 use crate::mix::{Stream, content_of_series, mix64};
-use pagefold_core::host::{DomainKey, FamilyKey, NodeKey, NodeSet};
-use pagefold_core::placement::Placement;
+use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, NodeSet};
+use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 
 /// A process to be: when it starts, when it exits, what it maps.

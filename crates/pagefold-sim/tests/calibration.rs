@@ -2,7 +2,8 @@
 //! the workloads against what was measured of the programs they stand for. The fit is to within a third:
 //! the measurements themselves vary by about as much.
 
-use pagefold_core::host::{Actions, Host, MergeOrder, OwnerKey, Span};
+use pagefold_core::host::{Actions, Host, MergeOrder, Span};
+use pagefold_core::keys::OwnerKey;
 use pagefold_core::units::{EXTENT_PAGES, Pages};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost, scenario};
 use std::collections::BTreeMap;

@@ -2,7 +2,8 @@
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
-use pagefold_core::host::{Host, RegionKey};
+use pagefold_core::host::Host;
+use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Pages;
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost};
 use proptest::prelude::*;

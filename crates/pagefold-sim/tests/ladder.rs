@@ -3,7 +3,8 @@
 use pagefold_core::config::{Config, Preset};
 use pagefold_core::engine::{Engine, round};
 use pagefold_core::governor::{Governor, WINDOW_NS, share_ns};
-use pagefold_core::host::{FamilyKey, Host, MemoryView};
+use pagefold_core::host::{Host, MemoryView};
+use pagefold_core::keys::FamilyKey;
 use pagefold_core::report::Kind;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use pagefold_sim::{Costs, Knobs, SimHost, Step, scenario};

@@ -2,7 +2,8 @@
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
-use pagefold_core::host::{Actions, Host, Outcome, OwnerKey, RegionKey, SamplePlan, Samples, Snapshot};
+use pagefold_core::host::{Actions, Host, Outcome, SamplePlan, Samples, Snapshot};
+use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::limits::Limits;
 use pagefold_core::units::Pages;
 use pagefold_sim::{Costs, Knobs, SimHost, scenario};

@@ -3,9 +3,10 @@
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
-use pagefold_core::host::{Actions, Host, NodeKey, Outcome, OwnerKey, SamplePlan, Samples, Snapshot};
+use pagefold_core::host::{Actions, Host, Outcome, SamplePlan, Samples, Snapshot};
+use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::limits::Limits;
-use pagefold_core::placement::{Latencies, Placement};
+use pagefold_core::placement::policy::{Latencies, Placement};
 use pagefold_core::units::Pages;
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost};
 use std::convert::Infallible;

@@ -2,7 +2,8 @@
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
-use pagefold_core::host::{Host, OwnerKey};
+use pagefold_core::host::Host;
+use pagefold_core::keys::OwnerKey;
 use pagefold_core::ledger::Ledger;
 use pagefold_core::units::{Pages, Permyriad};
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes, scenario};

@@ -1,6 +1,7 @@
 //! KSM's rules, one test each.
 
-use pagefold_core::host::{Actions, Host, Marking, MergeOrder, OwnerKey, PageState, RegionKey, Run, SamplePlan, Span};
+use pagefold_core::host::{Actions, Host, Marking, MergeOrder, PageState, Run, SamplePlan, Span};
+use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::units::{Bytes, Pages, Permyriad, Vpn};
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost, Writes};
 

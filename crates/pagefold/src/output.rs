@@ -1,6 +1,5 @@
 //! How figures are shown: colours, sizes, shares, and the rows that several commands print.
 
-pub mod classes;
 pub mod figures;
 pub mod placement;
 pub mod style;

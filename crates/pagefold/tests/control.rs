@@ -151,32 +151,6 @@ fn kinds_are_told_for_all_and_region_by_region() {
 }
 
 #[test]
-fn classes_are_told_and_fold_as_much() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = [tenant(&spec(32, 8, 21)), tenant(&spec(32, 8, 21))];
-    let pids = pids(&tenants);
-    let daemon = daemon(&pids, &["--classifier", "sub-pages"]);
-    wait_until("it is merged", || saved_bytes() >= 31 * MIB && status()["busy"] == false);
-    let status = status();
-    assert_eq!(status["classes"]["classifier"], "sub-pages");
-    let rows = status["classes"]["classes"].as_array().unwrap();
-    let sum = |field: &str| rows.iter().map(|row| bytes(&row[field])).sum::<u64>();
-    assert_eq!((rows.len(), &rows[15]["class"]), (16, &json!(15)));
-    assert!(sum("pages") > 16 * PAGES_PER_MIB && sum("found") > 31 * PAGES_PER_MIB, "{status}");
-    assert_eq!(bytes(&rows[0]["found"]), sum("found"), "nothing of it was written: {status}");
-    let remembered = bytes(&status["classes"]["bytes"]);
-    assert!(remembered < 10 * sum("pages"), "{remembered} bytes: {status}");
-    assert!(text(&["status"]).contains("by quarters that changed: "));
-    let explanation = explain(pids[0]);
-    assert_eq!(explanation["regions"][0]["classes"][0][0], 0, "{explanation}");
-    assert!(text(&["explain", &pids[0].to_string()]).contains("  classes: "));
-    daemon.told_to_end();
-    unmerge(&pids);
-    are_intact(&mut tenants);
-    ksm.is_back();
-}
-
-#[test]
 fn answers_come_at_once_however_long_a_round_is() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();

@@ -8,7 +8,7 @@
 //! merging itself takes (records, the index) is in use too.
 
 use crate::replay::{Algorithm, Run, Settings, knobs};
-use pagefold_core::host::FamilyKey;
+use pagefold_core::keys::FamilyKey;
 use pagefold_core::units::{EXTENT_PAGES, Pages, Vpn};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, Script, SimHost, Step, Stream};
 use serde::Serialize;

@@ -3,7 +3,7 @@
 //! A record leaves out pages that are shared by fork, so here the model is told what the programs are told.
 
 use super::holder::Deed;
-use pagefold_core::host::FamilyKey;
+use pagefold_core::keys::FamilyKey;
 use pagefold_core::units::{Pages, Vpn};
 use pagefold_sim::Step;
 

@@ -6,7 +6,8 @@ use crate::process::ReadError;
 use crate::regions::Tracked;
 use crate::scope::{ScopeError, ScopeSpec, Scoped};
 use crate::targets::Target;
-use pagefold_core::host::{DomainKey, OwnerKey, RegionKey, RegionView};
+use pagefold_core::host::RegionView;
+use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 
 /// A look due so soon is taken at once, nanoseconds.
 const LOOK_EARLY_NS: u64 = 30_000_000;

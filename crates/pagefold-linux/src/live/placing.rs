@@ -7,7 +7,7 @@ use crate::privileges::{PLACING, missing};
 use crate::process::ReadError;
 use crate::targets::Target;
 use pagefold_core::host::{Move, NodeView, Outcome, OwnerView};
-use pagefold_core::placement::Placement;
+use pagefold_core::placement::policy::Placement;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

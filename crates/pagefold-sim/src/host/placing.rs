@@ -2,7 +2,8 @@
 
 use super::SimHost;
 use crate::memory::{Hold, MoveResult, Nodes};
-use pagefold_core::host::{MergedSample, Move, NodeKey, NodeView, Outcome, OwnerKey, OwnerView, RegionKey, Run};
+use pagefold_core::host::{MergedSample, Move, NodeView, Outcome, OwnerView, Run};
+use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Vpn};
 use std::collections::BTreeMap;
 

@@ -5,8 +5,9 @@
 //! on the nearest all the same, and nothing is free there.
 
 use super::{Hold, Memory, Region};
-use pagefold_core::host::{NodeKey, NodeSet, NodeView};
-use pagefold_core::placement::Placement;
+use pagefold_core::host::NodeView;
+use pagefold_core::keys::{NodeKey, NodeSet};
+use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::Pages;
 use rustc_hash::FxHashMap;
 

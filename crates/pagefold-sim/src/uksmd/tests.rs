@@ -4,7 +4,7 @@ use super::*;
 use crate::memory::{Hold, Nodes, Whereabouts};
 use crate::mix::content_of_series;
 use pagefold_core::governor::{Governor, share_ns};
-use pagefold_core::host::{DomainKey, FamilyKey, NodeKey, OwnerKey};
+use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey};
 use pagefold_core::units::{Pages, Vpn};
 use proptest::prelude::*;
 use std::collections::BTreeMap;

@@ -91,9 +91,6 @@ struct Row {
     /// Resident in marked spans, and the duplicates expected among them.
     marked_bytes: u64,
     expected_bytes: u64,
-    /// Where pages are classed: class and bytes of its pages that were visited.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    classes: Vec<(u8, u64)>,
     /// What happens next: sample, read, mark, merge, watch, wait or nothing.
     next: String,
     /// Of one that waits: how long yet.
@@ -260,7 +257,6 @@ fn row(region: &RegionReport, facts: &Facts, details: &[VmaDetail], program: &[u
         cow_ratio: (region.cow_ratio.0 > 0).then(|| region.cow_ratio.fraction()),
         marked_bytes: region.marked.bytes().0,
         expected_bytes: region.expected.bytes().0,
-        classes: region.classes.iter().map(|&(class, pages)| (class, pages.bytes().0)).collect(),
         next: crate::commands::status::name_of(&region.next).to_owned(),
         wait_seconds,
         sentence: words::sentence(region, facts),

@@ -19,7 +19,7 @@ use pagefold_core::engine::{Engine, round};
 use pagefold_core::governor::Governor;
 use pagefold_core::host::Host;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
-use pagefold_core::placement::Placement;
+use pagefold_core::placement::policy::Placement;
 use pagefold_linux::dumpable::ask_through;
 use pagefold_linux::exclude::DenyList;
 use pagefold_linux::fault;

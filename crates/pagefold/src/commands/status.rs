@@ -84,9 +84,6 @@ pub struct Status {
     /// Where merged pages are, on a machine with several memory nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     numa: Option<PlacesView>,
-    /// How pages are spread over classes, where they are classed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    classes: Option<ClassesView>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -219,7 +216,6 @@ impl Status {
             domains: domain_rows(facts),
             processes: process_rows(facts),
             numa: facts.places(),
-            classes: report.classes.as_ref().map(ClassesView::of),
         }
     }
 }
@@ -345,9 +341,6 @@ fn describe(status: &Status, style: Style) -> String {
     }
     if let Some(places) = &status.numa {
         row("nodes", &places.sentence());
-    }
-    if let Some(classes) = &status.classes {
-        row("classes", &classes.sentence());
     }
     kinds(&mut text, status, style);
     levels(&mut text, status, style);

@@ -3,10 +3,9 @@
 //! Pure: text in, settings out. Ranges are those of the command line's options, checked where a value stands so that the
 //! line is told. Reading files and putting them together with the command line is done in `settings`.
 
-use pagefold_core::classes::Classifier;
 use pagefold_core::config::{Config, Preset};
 use pagefold_core::governor::Governor;
-use pagefold_core::placement::Placement;
+use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::Permyriad;
 use pagefold_linux::exclude::unfit_entry;
 use serde::de::{self, Deserialize, Deserializer, Visitor};
@@ -80,8 +79,6 @@ pub struct Judgement {
     pub cow_threshold: Option<Permyriad>,
     #[serde(deserialize_with = "lifetime")]
     pub lifetime: Option<Duration>,
-    #[serde(deserialize_with = "classifier")]
-    pub classifier: Option<Classifier>,
 }
 
 /// `[deny]`
@@ -220,7 +217,7 @@ impl ConfigFile {
         Self {
             scope: both!(scope, Scope { cgroups, users, exes, all }),
             run: both!(run, Run { governor, preset, top_share, round, levels }),
-            judgement: both!(judgement, Judgement { duplicate_threshold, cow_threshold, lifetime, classifier }),
+            judgement: both!(judgement, Judgement { duplicate_threshold, cow_threshold, lifetime }),
             deny: both!(deny, Deny { programs, also, except }),
             limits: both!(
                 limits,
@@ -421,10 +418,6 @@ fn cow_threshold<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Pe
 
 fn lifetime<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
     scalar(deserializer, time, |lifetime| Config { lifetime_ns: ns(lifetime), ..Config::default() })
-}
-
-fn classifier<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Classifier>, D::Error> {
-    String::deserialize(deserializer)?.parse().map(Some).map_err(de::Error::custom)
 }
 
 fn rate<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {

@@ -33,7 +33,7 @@ fn the_example_shows_every_key_and_is_right_when_its_comments_are_taken_off() {
     assert!(run.governor.is_some() && run.preset.is_some() && run.top_share.is_some());
     assert!(run.round.is_some() && run.levels.is_some());
     assert!(judgement.duplicate_threshold.is_some() && judgement.cow_threshold.is_some());
-    assert!(judgement.lifetime.is_some() && judgement.classifier.is_some());
+    assert!(judgement.lifetime.is_some());
     assert!(deny.programs.is_some() && deny.also.is_some() && deny.except.is_some());
     assert!(limits.samples_per_second_per_process.is_some() && limits.samples_per_second.is_some());
     assert!(limits.stops_per_second_per_process.is_some() && limits.stops_per_second.is_some());
@@ -51,7 +51,6 @@ fn the_example_shows_every_key_and_is_right_when_its_comments_are_taken_off() {
 fn values_are_read_as_they_are_written() {
     let text = "[scope]\nusers = [\"redis\", 33]\n[run]\ngovernor = \"auto\"\ntop-share = 0.5\nround = \"4s\"\n\
         [judgement]\nduplicate-threshold = \"20%\"\ncow-threshold = 100\nlifetime = \"2m\"\n\
-        classifier = \"sub-pages\"\n\
         [limits]\nlongest-stop = \"1ms\"\n[[domains.rule]]\nname = \"a\"\nuser = 33\n\
         [numa]\nplacement = \"kernel\"\nremote-latency = \"200ns\"\n[numa.domains]\na = \"priority\"\n";
     let file = parse(text, NAME).unwrap();
@@ -61,7 +60,6 @@ fn values_are_read_as_they_are_written() {
     assert_eq!(file.judgement.duplicate_threshold, Some(Permyriad(2_000)));
     assert_eq!(file.judgement.cow_threshold, Some(Permyriad(10_000)));
     assert_eq!(file.judgement.lifetime, Some(Duration::from_secs(120)));
-    assert_eq!(file.judgement.classifier, Some(Classifier::SubPages));
     assert_eq!(file.limits.longest_stop, Some(Duration::from_millis(1)));
     assert_eq!(
         (file.numa.placement, file.numa.remote_latency),
@@ -83,11 +81,6 @@ fn what_is_wrong_is_told_with_its_line_and_key() {
     assert!(refused("[run]\nlevels = 9").contains("run.levels: the number of levels is 9; it must be from 1 to 8"));
     let line = refused("[numa.domains]\na = \"near\"\n");
     assert!(line.contains("there is no placement 'near'; choose fair, priority, local-only or kernel"), "{line}");
-    let line = refused("[judgement]\nclassifier = \"subpages\"\n");
-    assert!(
-        line.contains("line 2: judgement.classifier: there is no classifier 'subpages'; choose none, address"),
-        "{line}"
-    );
     assert!(refused("[run]\nlevels = -1").contains("line 2: run.levels"));
     assert!(refused("[run]\nround = 4").contains("'4' is no time; give one with its unit"));
     assert!(refused("[run]\nround = \"1ms\"").contains("the round is 1 ms; it must be from 20 ms to 3600000 ms"));

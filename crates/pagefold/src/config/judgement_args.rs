@@ -1,8 +1,8 @@
 //! The judgement's settings on the command line.
 
 use crate::config::file::{ConfigFile, percent};
-use pagefold_core::classes::Classifier;
-use pagefold_core::config::{Config, ConfigError, Preset};
+use pagefold_core::config::{Config, Preset};
+use pagefold_core::error::ConfigError;
 use pagefold_core::governor::Governor;
 use pagefold_core::units::Permyriad;
 use std::hash::{BuildHasher, RandomState};
@@ -37,10 +37,6 @@ pub struct JudgementArgs {
     /// Age below which a region is left alone (usually 100ms)
     #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
     pub lifetime: Option<Duration>,
-    /// Compare a page only with those that are like it: in their address, in how often they were seen changed, or in which
-    /// of their quarters were: none, address, write-count or sub-pages (usually none)
-    #[arg(long, value_name = "NAME")]
-    pub classifier: Option<Classifier>,
 }
 
 impl JudgementArgs {
@@ -56,7 +52,6 @@ impl JudgementArgs {
             duplicate_threshold: self.duplicate_threshold.or(file.judgement.duplicate_threshold),
             cow_threshold: self.cow_threshold.or(file.judgement.cow_threshold),
             lifetime: self.lifetime.or(file.judgement.lifetime),
-            classifier: self.classifier.or(file.judgement.classifier),
         }
     }
 
@@ -72,7 +67,6 @@ impl JudgementArgs {
             duplicate_threshold: self.duplicate_threshold.unwrap_or(preset.duplicate_threshold),
             cow_threshold: self.cow_threshold.unwrap_or(preset.cow_threshold),
             lifetime_ns: self.lifetime.map_or(preset.lifetime_ns, ns),
-            classifier: self.classifier.unwrap_or(preset.classifier),
             seed: seed(),
             ..preset
         };
@@ -93,15 +87,13 @@ mod tests {
     #[test]
     fn the_command_line_comes_before_the_file() {
         let file = parse(
-            "[run]\ngovernor = \"low\"\nlevels = 3\npreset = \"sensitive\"\n[judgement]\ncow-threshold = 70\n\
-             classifier = \"write-count\"\n",
+            "[run]\ngovernor = \"low\"\nlevels = 3\npreset = \"sensitive\"\n[judgement]\ncow-threshold = 70\n",
             "file",
         );
         let args = JudgementArgs { levels: Some(5), ..JudgementArgs::default() };
         let config = args.over(&file.unwrap()).config().unwrap();
         assert_eq!((config.governor, config.levels, config.cow_threshold), (Governor::Low, 5, Permyriad(7_000)));
         assert_eq!(config.lifetime_ns, 0, "of the preset");
-        assert_eq!(config.classifier, Classifier::WriteCount);
         let plain = JudgementArgs::default().config().unwrap();
         assert_eq!(plain, Config { seed: plain.seed, ..Config::default() });
     }

@@ -7,7 +7,7 @@ use crate::config::scope_args::ScopeArgs;
 use crate::exit::{self, Exit};
 use pagefold_core::config::Config;
 use pagefold_core::limits::Limits;
-use pagefold_core::placement::{Latencies, Placement};
+use pagefold_core::placement::policy::{Latencies, Placement};
 use pagefold_linux::domain::{DomainRule, DomainRules, Selector};
 use pagefold_linux::exclude::DenyList;
 use pagefold_linux::live::Policies;

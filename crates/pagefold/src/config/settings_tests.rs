@@ -163,7 +163,7 @@ fn what_a_run_cannot_take_in_is_named() {
     fs::write(&path, "[run]\nlevels = 2\n[scope]\nall = true\n").unwrap();
     let differences = old.again(&args).unwrap().fixed_differences(&old);
     assert_eq!(differences, ["[scope]", "[run] but for the governor, or [judgement]"]);
-    fs::write(&path, "[judgement]\nclassifier = \"sub-pages\"\n").unwrap();
+    fs::write(&path, "[judgement]\nlifetime = \"1s\"\n").unwrap();
     let differences = old.again(&args).unwrap().fixed_differences(&old);
     assert_eq!(differences, ["[run] but for the governor, or [judgement]"]);
     fs::write(&path, "nonsense").unwrap();

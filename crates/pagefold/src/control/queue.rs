@@ -7,7 +7,7 @@ use crate::output::placement::PlacesView;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
-use pagefold_core::host::OwnerKey;
+use pagefold_core::keys::OwnerKey;
 use pagefold_core::report::Report;
 use pagefold_linux::live::LiveHost;
 use pagefold_linux::wake::Sleeper;

@@ -3,7 +3,6 @@
 use crate::exit::{self, Exit};
 use anyhow::{Context, Result};
 use humantime::Duration;
-use pagefold_core::classes::Classifier;
 use pagefold_lab::plots;
 use pagefold_lab::record::{Record, RecordError};
 use pagefold_lab::replay::{Algorithm, Settings, replay, savable};
@@ -33,9 +32,6 @@ pub struct ReplayArgs {
     /// Trees of nuksm's forests [default: one for each 100 MiB]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..=4_096))]
     trees: Option<u16>,
-    /// pagefold's classifier: none, address, write-count or sub-pages
-    #[arg(long, value_name = "CLASSIFIER", default_value_t)]
-    classifier: Classifier,
     /// Write charts (SVG) into this directory
     #[arg(long, value_name = "DIR")]
     plots: Option<PathBuf>,
@@ -52,7 +48,6 @@ pub fn run(args: &ReplayArgs) -> Result<u8> {
     settings.pages_to_scan = args.pages_to_scan;
     settings.sleep_ms = args.sleep;
     settings.trees = args.trees;
-    settings.config.classifier = args.classifier;
     if let Some(length) = args.length {
         settings.for_ns = u64::try_from(length.as_nanos()).context("--for is too long")?;
     }

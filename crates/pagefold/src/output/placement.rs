@@ -1,10 +1,10 @@
 //! Where merged pages are, on a machine with several memory nodes: for `status`, `explain` and `scan`.
 
 use crate::output::style::{Style, count, human, line, percent, shorten};
-use pagefold_core::host::{NodeKey, OwnerKey};
+use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::ledger::Ledger;
-use pagefold_core::placement::Placement;
-use pagefold_core::placer::{OwnerPlaces, Places};
+use pagefold_core::placement::policy::Placement;
+use pagefold_core::placement::placer::{OwnerPlaces, Places};
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
 
@@ -182,7 +182,7 @@ impl PlaceRow {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_core::placer::NodeTotal;
+    use pagefold_core::placement::placer::NodeTotal;
 
     #[test]
     fn local_and_remote_are_told_apart() {

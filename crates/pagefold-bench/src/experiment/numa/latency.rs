@@ -6,7 +6,7 @@ use crate::contents::mix;
 use anyhow::{Context, ensure};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
-use pagefold_core::placement::Latencies;
+use pagefold_core::placement::policy::Latencies;
 use std::time::Instant;
 
 /// Elements of a cache line.

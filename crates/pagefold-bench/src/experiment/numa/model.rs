@@ -24,7 +24,7 @@
 //! of the run times under KSM, and so contain what the second instance was slower without KSM.
 
 use crate::contents::mix;
-use pagefold_core::placement::Latencies;
+use pagefold_core::placement::policy::Latencies;
 use serde::{Deserialize, Serialize};
 
 /// What the thesis measured of two instances of a program (Tables 3.1 and 3.2).

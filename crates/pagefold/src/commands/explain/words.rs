@@ -197,13 +197,6 @@ fn region(text: &mut String, row: &Row, levels: usize, style: Style) {
         let expected = human(row.expected_bytes);
         line(text, &format!("  {} marked, {expected} expected to be merged{broken}", human(row.marked_bytes)));
     }
-    if !row.classes.is_empty() {
-        let classes: Vec<String> =
-            row.classes.iter().map(|&(class, bytes)| format!("{} in {class}", human(bytes))).collect();
-        for part in wrap(&format!("classes: {}", classes.join(", ")), WIDTH - 2) {
-            line(text, &format!("  {part}"));
-        }
-    }
     let parts = wrap(&row.sentence, WIDTH - 4);
     for (at, part) in parts.iter().enumerate() {
         line(text, &format!("  {} {part}", if at == 0 { style.bold("→") } else { " ".to_owned() }));

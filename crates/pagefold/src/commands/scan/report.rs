@@ -2,7 +2,7 @@
 
 use super::survey::{LeftOut, Survey};
 use crate::output::placement::PlacesView;
-use pagefold_core::census::{Figures, Findings, bytes_of};
+use pagefold_core::sampling::census::{Figures, Findings, bytes_of};
 use pagefold_linux::status::printable;
 use serde::Serialize;
 use std::collections::BTreeMap;

@@ -3,7 +3,7 @@
 //! A region that was there when the run began is taken to have been there long. One that appears during the run must
 //! first outlive some rounds, and if others of its family have gone young, twice as long as they did.
 
-use crate::host::FamilyKey;
+use crate::keys::FamilyKey;
 use std::collections::BTreeMap;
 
 /// Families remembered.

@@ -3,14 +3,13 @@
 //! A very large mapping is judged in blocks, each a region of its own: the guest memory of a virtual machine has parts
 //! that are worth folding and parts that are not.
 
-use crate::host::{RegionKey, RegionView};
+use crate::host::RegionView;
+use crate::keys::RegionKey;
 use crate::index::{REGION_PAGES_MAX, SLOTS_MAX};
 use crate::region::Region;
-use crate::units::{Pages, Vpn};
+use crate::units::{BLOCK_PAGES, Pages, Vpn};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Pages of a block: 1 GiB. No smaller mapping is cut.
-pub const BLOCK_PAGES: Pages = Pages(1 << 18);
 /// The block size that leaves a mapping whole, wherever it lies: the whole address space.
 const WHOLE_BITS: u32 = 52;
 /// Blocks of one mapping at most; beyond, they get larger.
@@ -155,7 +154,7 @@ fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::{DomainKey, FamilyKey, OwnerKey};
+    use crate::keys::{DomainKey, FamilyKey, OwnerKey};
 
     fn view(key: u32, first: u64, pages: u64) -> RegionView {
         RegionView {
@@ -203,7 +202,7 @@ mod tests {
 
     #[test]
     fn a_mapping_that_has_lost_its_marks_is_another_one() {
-        use crate::extent::Candidate;
+        use crate::marking::extents::Candidate;
         let mut slots = Slots::default();
         let marked = |pages| RegionView { marked: Pages(pages), ..view(1, 0, 1_000) };
         take(&mut slots, &[marked(0)]);

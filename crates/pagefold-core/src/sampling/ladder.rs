@@ -13,21 +13,21 @@
 //! cost of one sample. A region begins at the bottom; it rises by its duplicate ratio, and goes back to the bottom when
 //! its duplicates are merged or when it turns out to be sparse, COW-broken or short-lived.
 //!
-//! Three things go beyond the paper. A ratio found by sampling is corrected for coverage ([`crate::estimate`]), so that
+//! Three things go beyond the paper. A ratio found by sampling is corrected for coverage ([`crate::sampling::estimate`]), so that
 //! contents that exist only twice are found as well. A region whose samples leave no doubt need not climb: it goes to the
 //! top at once, and a new one is sampled at once to the point where a duplicate region would have shown. And at the top
 //! a region is read whole, in order, once: the extents that are worth marking come out exactly.
 
-use crate::churn::PROBES_MAX;
+use crate::marking::cow_breaks::PROBES_MAX;
 use crate::config::Config;
-use crate::estimate::samples_for_evidence;
+use crate::sampling::estimate::samples_for_evidence;
 use crate::governor::{Pace, share_ns};
 use crate::host::Run;
-use crate::lifetimes::Lifetimes;
+use crate::marking::lifetimes::Lifetimes;
 use crate::limits::Allowance;
 use crate::permutation::mix;
 use crate::region::{Alone, RUN_PAGES, Region, Stage};
-use crate::slots::Slots;
+use crate::region::table::Slots;
 use crate::units::{EXTENT_PAGES, Permyriad, Vpn};
 use std::collections::BTreeSet;
 
@@ -415,7 +415,8 @@ fn run(region: &Region, first: Vpn, pages: u64) -> Run {
 mod tests {
     use super::*;
     use crate::governor::Governor;
-    use crate::host::{DomainKey, FamilyKey, OwnerKey, RegionKey, RegionView};
+    use crate::host::RegionView;
+use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
     use crate::limits::Limits;
     use crate::region::Alone;
     use crate::units::Pages;
@@ -495,7 +496,7 @@ mod tests {
     fn those_beyond_doubt_rise_at_once_and_the_others_level_by_level() {
         let (ladder, mut slots) = (Ladder::new(4), slots(&[100_000; 3]));
         for (region, found) in slots.iter_mut().zip([60, 6, 0]) {
-            region.tally = crate::estimate::Tally { sampled: 2_000, zero: 0, found, twins: found };
+            region.tally = crate::sampling::estimate::Tally { sampled: 2_000, zero: 0, found, twins: found };
         }
         let levels = |slots: &Slots| slots.iter().map(|region| region.level).collect::<Vec<_>>();
         climb(&ladder, &mut slots);
@@ -505,7 +506,7 @@ mod tests {
         assert_eq!(levels(&slots), [4, 2, 1], "it has not shown enough for its level yet");
         // On the second level four times the evidence is asked for, and it comes out against it.
         let sampled = samples_for_evidence(100_000, 0.1, evidence(2));
-        slots.iter_mut().nth(1).unwrap().tally = crate::estimate::Tally { sampled, zero: 0, found: 6, twins: 6 };
+        slots.iter_mut().nth(1).unwrap().tally = crate::sampling::estimate::Tally { sampled, zero: 0, found: 6, twins: 6 };
         climb(&ladder, &mut slots);
         assert_eq!(levels(&slots), [4, 1, 1]);
     }
@@ -514,7 +515,7 @@ mod tests {
     fn those_that_soured_or_refused_stay_where_they_are() {
         let (ladder, mut slots) = (Ladder::new(4), slots(&[100_000; 2]));
         for (region, alone) in slots.iter_mut().zip([Alone::Soured, Alone::Refused]) {
-            region.tally = crate::estimate::Tally { sampled: 2_000, zero: 0, found: 500, twins: 500 };
+            region.tally = crate::sampling::estimate::Tally { sampled: 2_000, zero: 0, found: 500, twins: 500 };
             region.alone = alone;
             region.not_before_ns = 1_000;
         }

@@ -5,13 +5,12 @@
 //! share by [`crate::placement`]. Frames that are where they may stay are left there, so that a second look finds nothing
 //! to do: no page goes back and forth. What the look has counted is also what the reports show.
 
-use crate::host::{
-    MergedSample, Move, NodeKey, NodeSet, NodeView, OwnerKey, OwnerView, PageSample, RegionKey, Run, Snapshot,
-};
+use crate::host::{MergedSample, Move, NodeView, OwnerView, PageSample, Run, Snapshot};
+use crate::keys::{NodeKey, NodeSet, OwnerKey, RegionKey};
 use crate::ledger::Ledger;
-use crate::placement::{Carry, Latencies, Placement, Sharer, rebalance, shares};
+use crate::placement::policy::{Carry, Latencies, Placement, Sharer, rebalance, shares};
 use crate::region::Region;
-use crate::slots::Slots;
+use crate::region::table::Slots;
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};

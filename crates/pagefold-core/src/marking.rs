@@ -1,0 +1,6 @@
+//! What to mark and what to unmark.
+
+pub mod cow_breaks;
+pub mod extents;
+pub mod lifetimes;
+pub mod marker;
