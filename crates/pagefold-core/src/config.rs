@@ -1,9 +1,9 @@
 //! What can be set, with its permitted range.
 
 use crate::error::ConfigError;
-use crate::marking::extents::Density;
 use crate::governor::{Governor, Pace};
 use crate::limits::Limits;
+use crate::marking::extents::Density;
 use crate::placement::policy::Latencies;
 use crate::units::BLOCK_PAGES;
 use crate::units::{Pages, Permyriad};

@@ -26,7 +26,6 @@ impl Digest {
     pub fn in_domain(self, domain: DomainKey) -> Self {
         if self == Self::ZERO || domain == DomainKey(0) { self } else { Self(self.0 ^ mix(u64::from(domain.0))) }
     }
-
 }
 
 /// Digests pages: XXH3 with a secret made from a seed, so that nobody can prepare pages that collide.

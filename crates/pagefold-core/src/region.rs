@@ -2,13 +2,13 @@
 
 pub mod table;
 
-use crate::marking::cow_breaks::Churn;
 use crate::config::Config;
-use crate::sampling::estimate::{Estimate, Tally};
-use crate::marking::extents::{Candidate, Cut, Extent, Extents, candidates};
 use crate::hash::Digest;
 use crate::host::RegionView;
+use crate::marking::cow_breaks::Churn;
+use crate::marking::extents::{Candidate, Cut, Extent, Extents, candidates};
 use crate::permutation::{Permutation, mix};
+use crate::sampling::estimate::{Estimate, Tally};
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 use std::collections::BTreeMap;
 

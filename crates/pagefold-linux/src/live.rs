@@ -23,7 +23,9 @@ use crate::scope::{Roots, ScopeError, ScopeSpec};
 use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
 use pagefold_core::hash::Digester;
-use pagefold_core::host::{Actions, Cost, Host, KsmView, Marking, MemoryView, Outcome, RegionView, Run, SamplePlan, Samples, Snapshot};
+use pagefold_core::host::{
+    Actions, Cost, Host, KsmView, Marking, MemoryView, Outcome, RegionView, Run, SamplePlan, Samples, Snapshot,
+};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Pages;
 use std::collections::BTreeMap;

@@ -16,7 +16,10 @@ use crate::script::Player;
 use crate::uksmd::{UksmSettings, Uksmd};
 use crate::workload::{Behaviour, Mapping, Process, Writes};
 use pagefold_core::hash::Digest;
-use pagefold_core::host::{Actions, Change, Cost, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, PageSample, PageState, RegionView, Run, SamplePlan, Samples, Snapshot, Span, Stops};
+use pagefold_core::host::{
+    Actions, Change, Cost, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, PageSample, PageState, RegionView,
+    Run, SamplePlan, Samples, Snapshot, Span, Stops,
+};
 use pagefold_core::keys::{FamilyKey, OwnerKey, RegionKey};
 use pagefold_core::region::RUN_PAGES;
 use pagefold_core::units::{Bytes, EXTENT_PAGES, Pages, Vpn};

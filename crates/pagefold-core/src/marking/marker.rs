@@ -3,14 +3,14 @@
 //! A scan by ksmd walks everything that is marked, so marks wait for each other and one scan serves them all. Spans
 //! whose merges do not last are unmarked and left alone.
 
-use crate::marking::cow_breaks::Churn;
 use crate::config::Config;
-use crate::marking::extents::Candidate;
 use crate::host::{Change, Marking, Outcome, Span, Why};
 use crate::limits::Allowance;
+use crate::marking::cow_breaks::Churn;
+use crate::marking::extents::Candidate;
 use crate::merging::Merger;
-use crate::region::{Alone, Region, Stage, covers};
 use crate::region::table::Slots;
+use crate::region::{Alone, Region, Stage, covers};
 use crate::units::{Pages, Permyriad};
 use std::collections::{BTreeMap, VecDeque};
 

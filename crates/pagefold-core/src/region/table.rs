@@ -4,8 +4,8 @@
 //! that are worth folding and parts that are not.
 
 use crate::host::RegionView;
-use crate::keys::RegionKey;
 use crate::index::{REGION_PAGES_MAX, SLOTS_MAX};
+use crate::keys::RegionKey;
 use crate::region::Region;
 use crate::units::{BLOCK_PAGES, Pages, Vpn};
 use std::collections::{BTreeMap, BTreeSet};

@@ -18,16 +18,16 @@
 //! top at once, and a new one is sampled at once to the point where a duplicate region would have shown. And at the top
 //! a region is read whole, in order, once: the extents that are worth marking come out exactly.
 
-use crate::marking::cow_breaks::PROBES_MAX;
 use crate::config::Config;
-use crate::sampling::estimate::samples_for_evidence;
 use crate::governor::{Pace, share_ns};
 use crate::host::Run;
-use crate::marking::lifetimes::Lifetimes;
 use crate::limits::Allowance;
+use crate::marking::cow_breaks::PROBES_MAX;
+use crate::marking::lifetimes::Lifetimes;
 use crate::permutation::mix;
-use crate::region::{Alone, RUN_PAGES, Region, Stage};
 use crate::region::table::Slots;
+use crate::region::{Alone, RUN_PAGES, Region, Stage};
+use crate::sampling::estimate::samples_for_evidence;
 use crate::units::{EXTENT_PAGES, Permyriad, Vpn};
 use std::collections::BTreeSet;
 
@@ -416,7 +416,7 @@ mod tests {
     use super::*;
     use crate::governor::Governor;
     use crate::host::RegionView;
-use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
+    use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
     use crate::limits::Limits;
     use crate::region::Alone;
     use crate::units::Pages;
@@ -506,7 +506,8 @@ use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
         assert_eq!(levels(&slots), [4, 2, 1], "it has not shown enough for its level yet");
         // On the second level four times the evidence is asked for, and it comes out against it.
         let sampled = samples_for_evidence(100_000, 0.1, evidence(2));
-        slots.iter_mut().nth(1).unwrap().tally = crate::sampling::estimate::Tally { sampled, zero: 0, found: 6, twins: 6 };
+        slots.iter_mut().nth(1).unwrap().tally =
+            crate::sampling::estimate::Tally { sampled, zero: 0, found: 6, twins: 6 };
         climb(&ladder, &mut slots);
         assert_eq!(levels(&slots), [4, 1, 1]);
     }

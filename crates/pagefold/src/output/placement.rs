@@ -3,8 +3,8 @@
 use crate::output::style::{Style, count, human, line, percent, shorten};
 use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::ledger::Ledger;
-use pagefold_core::placement::policy::Placement;
 use pagefold_core::placement::placer::{OwnerPlaces, Places};
+use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
 

@@ -5,8 +5,8 @@
 //! can be read. A frame shared through fork is put with the pages of its first holder and so read once.
 
 use anyhow::Result;
-use pagefold_core::sampling::census::Cell;
 use pagefold_core::host::PageState;
+use pagefold_core::sampling::census::Cell;
 use pagefold_core::units::{Pages, Vpn};
 use pagefold_linux::exclude::{DenyList, Exclusion, process_exclusion, vma_exclusion};
 use pagefold_linux::maps::{RegionKind, VmaDetail, kind_of, read_smaps};
