@@ -4,7 +4,6 @@ use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::control::queue::Facts;
 use crate::exit;
-use crate::output::classes::ClassesView;
 use crate::output::figures::{thousands, time, wrap};
 use crate::output::placement::PlacesView;
 use crate::output::style::{self, Style, bar, count, human, line, percent, shorten};
