@@ -5,6 +5,7 @@ use crate::governor::{Governor, Pace};
 use crate::limits::Limits;
 use crate::marking::extents::Density;
 use crate::placement::policy::Latencies;
+use crate::range::{self, check};
 use crate::units::BLOCK_PAGES;
 use crate::units::{Pages, Permyriad};
 use std::str::FromStr;
@@ -130,46 +131,30 @@ impl Config {
 
     /// Refuses settings outside their range.
     pub fn validated(self) -> Result<Self, ConfigError> {
+        let share = |share: u64| Permyriad(u32::try_from(share).unwrap_or(u32::MAX)).to_string();
         let shares = [
-            ("the top share of a core", self.top_share.unwrap_or(Permyriad(10_000)), 20, 10_000),
-            ("the bottom share of a core", self.bottom_share, 1, 1_000),
-            ("the duplicate threshold", self.duplicate_threshold, 1, 10_000),
-            ("the COW threshold", self.cow_threshold, 1, 10_000),
-            ("the density", self.density.plain, 1, 10_000),
-            ("the density of huge pages", self.density.huge, 1, 10_000),
-            ("the density of thin extents", self.thin_densities[0], 1, 10_000),
-            ("the density of thinner extents", self.thin_densities[1], 1, 10_000),
-            ("the least yield", self.yield_min, 1, 10_000),
-            ("the density of the thinnest extents", self.thinnest_density, 1, 10_000),
+            ("the top share of a core", self.top_share.unwrap_or(Permyriad(10_000)), range::TOP_SHARE),
+            ("the bottom share of a core", self.bottom_share, 1..=1_000),
+            ("the duplicate threshold", self.duplicate_threshold, range::THRESHOLD),
+            ("the COW threshold", self.cow_threshold, range::THRESHOLD),
+            ("the density", self.density.plain, range::THRESHOLD),
+            ("the density of huge pages", self.density.huge, range::THRESHOLD),
+            ("the density of thin extents", self.thin_densities[0], range::THRESHOLD),
+            ("the density of thinner extents", self.thin_densities[1], range::THRESHOLD),
+            ("the least yield", self.yield_min, range::THRESHOLD),
+            ("the density of the thinnest extents", self.thinnest_density, range::THRESHOLD),
         ];
-        for (name, share, low, high) in shares {
-            check(name, share, Permyriad(low), Permyriad(high))?;
+        for (name, value, range) in shares {
+            check(name, value.0.into(), &range, share)?;
         }
-        check("the number of levels", self.levels, 1, 8)?;
-        let millis = |ns: u64| Millis(ns / 1_000_000);
-        check("the lifetime", millis(self.lifetime_ns), Millis(0), Millis(3_600_000))?;
-        check("the round", millis(self.round_ns.unwrap_or(1_000_000_000)), Millis(20), Millis(3_600_000))?;
-        check("the number of spans in a process", self.spans_per_process, 1, 4_096)?;
+        let millis = |ns: u64| format!("{} ms", ns / 1_000_000);
+        check("the number of levels", self.levels as u64, &range::LEVELS, |levels| levels.to_string())?;
+        check("the lifetime", self.lifetime_ns, &range::LIFETIME_NS, millis)?;
+        check("the round", self.round_ns.unwrap_or(1_000_000_000), &range::ROUND_NS, millis)?;
+        check("the number of spans in a process", self.spans_per_process as u64, &(1..=4_096), |n| n.to_string())?;
         self.limits.validated()?;
         Ok(self)
     }
-}
-
-/// A time, for people.
-#[derive(Clone, Copy, PartialEq, PartialOrd)]
-struct Millis(u64);
-
-impl std::fmt::Display for Millis {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} ms", self.0)
-    }
-}
-
-fn check<T: PartialOrd + ToString + Copy>(name: &'static str, value: T, low: T, high: T) -> Result<(), ConfigError> {
-    if (&low..=&high).contains(&&value) {
-        return Ok(());
-    }
-    Err(ConfigError::OutOfRange { name, value: value.to_string(), low: low.to_string(), high: high.to_string() })
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 use crate::error::ConfigError;
 use crate::host::{StopSize, Stops};
 use crate::keys::OwnerKey;
+use crate::range::{self, check};
 use std::collections::{BTreeMap, VecDeque};
 
 /// The limits hold over any time of this length, nanoseconds.
@@ -46,23 +47,18 @@ impl Default for Limits {
 impl Limits {
     /// The same, if it leaves anything to be done.
     pub fn validated(self) -> Result<Self, ConfigError> {
-        let ranges = [
-            ("samples-per-second-per-process", self.pages_per_process, 64, 100_000_000, ""),
-            ("samples-per-second", self.pages, 64, 100_000_000, ""),
-            ("stops-per-second-per-process", self.stops_per_process, 1, 1_000, ""),
-            ("stops-per-second", self.stops, 1, 10_000, ""),
-            ("moves-per-second", self.moves, 1, 10_000_000, ""),
-            ("longest-stop", self.longest_stop_ns / 1_000, 100, 10_000_000, " us"),
+        let rates = [
+            ("samples-per-second-per-process", self.pages_per_process, range::PAGES),
+            ("samples-per-second", self.pages, range::PAGES),
+            ("stops-per-second-per-process", self.stops_per_process, range::STOPS_PER_PROCESS),
+            ("stops-per-second", self.stops, range::STOPS),
+            ("moves-per-second", self.moves, range::MOVES),
         ];
-        match ranges.into_iter().find(|(_, value, low, high, _)| !(low..=high).contains(&value)) {
-            None => Ok(self),
-            Some((name, value, low, high, unit)) => Err(ConfigError::OutOfRange {
-                name,
-                value: format!("{value}{unit}"),
-                low: format!("{low}{unit}"),
-                high: format!("{high}{unit}"),
-            }),
+        for (name, rate, range) in rates {
+            check(name, rate, &range, |rate| rate.to_string())?;
         }
+        check("longest-stop", self.longest_stop_ns, &range::LONGEST_STOP_NS, |ns| format!("{} us", ns / 1_000))?;
+        Ok(self)
     }
 }
 
