@@ -125,7 +125,7 @@ impl Running {
             Ok(Some(status)) => Ok(status),
             late => {
                 self.terminate();
-                crate::tenant::end_child(&mut self.child, Duration::from_secs(30));
+                pagefold_workload::end_child(&mut self.child, Duration::from_secs(30));
                 late?;
                 bail!("not ended after {limit:?}")
             }
@@ -136,7 +136,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.terminate();
-        crate::tenant::end_child(&mut self.child, Duration::from_secs(30));
+        pagefold_workload::end_child(&mut self.child, Duration::from_secs(30));
     }
 }
 

@@ -4,11 +4,9 @@
 
 mod args;
 mod chart;
-mod contents;
 mod daemon;
 pub mod experiment;
 mod interrupt;
-mod live;
 pub mod marking;
 mod oracle;
 mod page_tables;
@@ -19,12 +17,7 @@ pub mod record;
 mod sampler;
 mod steering;
 mod table;
-mod tenant;
-mod tenant_main;
 
 pub use args::{BenchArgs, main};
 pub use interrupt::Interrupt;
-pub use live::{Counters, Life, Live};
 pub use steering::Steering;
-pub use tenant::{Segment, Tenant, TenantSpec, Verdict};
-pub use tenant_main::tenant_main;

@@ -5,7 +5,6 @@
 
 use crate::daemon;
 use crate::interrupt::Interrupt;
-use crate::live::Counters;
 use crate::marking::{Stretch, everything, mark};
 use crate::oracle;
 use crate::page_tables::PageTables;
@@ -17,6 +16,7 @@ use anyhow::bail;
 use pagefold_core::units::Permyriad;
 use pagefold_linux::ksm::Knob;
 use pagefold_linux::process::Process;
+use pagefold_workload::ActivityCounters;
 use std::fmt;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -162,7 +162,7 @@ pub fn run(
     Ok(run)
 }
 
-fn counters(targets: &mut [Box<dyn Target>]) -> anyhow::Result<Vec<Counters>> {
+fn counters(targets: &mut [Box<dyn Target>]) -> anyhow::Result<Vec<ActivityCounters>> {
     targets.iter_mut().filter_map(|target| target.counters().transpose()).collect()
 }
 

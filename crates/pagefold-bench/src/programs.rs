@@ -18,9 +18,9 @@ pub use redis::{Redis, RedisData};
 pub use subjects::{SUBJECTS, Subject, Subjects};
 pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};
 
-use crate::live::Counters;
-use crate::tenant::{Tenant, Verdict, end_child};
 use anyhow::{Context, bail};
+use pagefold_workload::ActivityCounters;
+use pagefold_workload::{Tenant, Verdict, end_child};
 use std::env;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -39,7 +39,7 @@ pub trait Target {
     fn check(&mut self) -> anyhow::Result<String>;
 
     /// What it has done by itself, if it does anything that is counted.
-    fn counters(&mut self) -> anyhow::Result<Option<Counters>> {
+    fn counters(&mut self) -> anyhow::Result<Option<ActivityCounters>> {
         Ok(None)
     }
 }
@@ -60,7 +60,7 @@ impl Target for Tenant {
         }
     }
 
-    fn counters(&mut self) -> anyhow::Result<Option<Counters>> {
+    fn counters(&mut self) -> anyhow::Result<Option<ActivityCounters>> {
         Self::counters(self).map(Some)
     }
 }

@@ -1,10 +1,10 @@
 //! What an experiment found, as it is written to JSON.
 
 use crate::experiment::numa::Placed;
-use crate::live::{Counters, Life};
 use crate::page_tables::Look;
 use crate::programs::Target;
 use crate::sampler::{Point, reached, thinned};
+use pagefold_workload::{ActivityCounters, Lifetime};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
@@ -223,7 +223,7 @@ pub struct Run {
     pub in_page_tables: Vec<Look>,
     /// The lives of memory that came and went meanwhile.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub lives: Vec<Life>,
+    pub lives: Vec<Lifetime>,
     /// Where the pages of each program are, on a machine with several memory nodes.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub programs: Vec<Placed>,
@@ -232,7 +232,7 @@ pub struct Run {
     pub points: Vec<Point>,
     /// What targets had done by themselves before and after.
     #[serde(skip)]
-    pub counters: Vec<(Counters, Counters)>,
+    pub counters: Vec<(ActivityCounters, ActivityCounters)>,
     /// What pagefold says itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub summary: Option<serde_json::Value>,

@@ -1,8 +1,8 @@
 //! Tenants as processes: started, asked, damaged, ended.
 
-use pagefold_bench::{Live, Segment, Tenant, TenantSpec, Verdict};
 use pagefold_core::units::Pages;
 use pagefold_linux::process::Process;
+use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -58,7 +58,8 @@ fn a_tenant_does_not_outlive_whoever_started_it() {
 
 #[test]
 fn a_breaker_writes_on_its_schedule_while_it_answers() {
-    let spec = TenantSpec::new([Segment::Same { pages: 50, seed: 1 }]).living(Live::Breaker { every_us: 2000 });
+    let spec =
+        TenantSpec::new([Segment::Same { pages: 50, seed: 1 }]).with_activity(Activity::Breaker { every_us: 2000 });
     let mut tenant = Tenant::start(Path::new(PROGRAM), &spec).unwrap();
     assert_eq!(tenant.counters().unwrap().pages_written, 0);
     tenant.begin().unwrap();
@@ -81,8 +82,8 @@ fn a_breaker_writes_on_its_schedule_while_it_answers() {
 
 #[test]
 fn short_lived_memory_comes_and_goes() {
-    let live = Live::ShortLived { pages: 500, seed: 1, life_us: 5000, mergeable: false };
-    let mut tenant = Tenant::start(Path::new(PROGRAM), &TenantSpec::new([]).living(live)).unwrap();
+    let activity = Activity::ShortLived { pages: 500, seed: 1, life_us: 5000, mergeable: false };
+    let mut tenant = Tenant::start(Path::new(PROGRAM), &TenantSpec::new([]).with_activity(activity)).unwrap();
     tenant.begin().unwrap();
     let end = Instant::now() + Duration::from_secs(20);
     while tenant.counters().unwrap().lives.len() < 3 && Instant::now() < end {

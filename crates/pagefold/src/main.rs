@@ -84,7 +84,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Bench(args) => pagefold_bench::main(args),
         Command::Lab(args) => lab::run(args),
-        Command::Tenant { spec } => pagefold_bench::tenant_main(spec),
+        Command::Tenant { spec } => pagefold_workload::serve(spec),
         Command::Injector => pagefold_linux::inject::serve(),
     };
     match result {

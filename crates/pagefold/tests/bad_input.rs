@@ -1,6 +1,6 @@
 //! What `pagefold run`, `unmerge` and `exec` must refuse: each with one line, its exit code, and nothing changed.
 
-use pagefold_bench::Tenant;
+use pagefold_workload::Tenant;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;

@@ -1,6 +1,6 @@
 //! The configuration file, the deny list and the audit log, seen from outside.
 
-use pagefold_bench::Tenant;
+use pagefold_workload::Tenant;
 use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

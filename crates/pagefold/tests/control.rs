@@ -1,6 +1,6 @@
 //! Talking to a real daemon: `pagefold status`, `explain`, `governor`, `pause`, `resume`, and the socket behind them.
 
-use pagefold_bench::{Segment, Tenant, TenantSpec};
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Read, Write};

@@ -15,8 +15,8 @@ mod reads;
 mod stuck;
 
 use daemon::{Faulty, injectors_are_gone, knobs, left_turned, untouched};
-use pagefold_bench::Tenant;
 use pagefold_linux::fault;
+use pagefold_workload::Tenant;
 use std::path::Path;
 
 /// Memory of each tenant, all of it alike.

@@ -1,6 +1,6 @@
 //! Trust domains on the real kernel: by the page tables, no frame is shared between two of them.
 
-use pagefold_bench::{Segment, Tenant, TenantSpec};
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs::{self, File};

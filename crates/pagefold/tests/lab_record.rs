@@ -1,11 +1,12 @@
 //! `pagefold lab record` on programs whose memory is known to the page.
 
-use pagefold_bench::{Interrupt, Segment, Tenant, TenantSpec};
+use pagefold_bench::Interrupt;
 use pagefold_core::host::PageState;
 use pagefold_lab::live::{Recorder, Wish};
 use pagefold_lab::record::{Deltas, Event, Page, Record, Snapshot, Source, State};
 use pagefold_linux::exclude::DenyList;
 use pagefold_linux::scope::{Roots, ScopeSpec, resolve};
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 use std::fs;

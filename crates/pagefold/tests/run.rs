@@ -1,6 +1,6 @@
 //! `pagefold run`, `exec` and `unmerge` on the real kernel, with programs that vouch for every byte of their memory.
 
-use pagefold_bench::Tenant;
+use pagefold_workload::Tenant;
 use serde_json::{Value, json};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! The experiments without the rest of the program, for working on them: what it measures is named by `--program`.
 
 use clap::{Parser, Subcommand};
-use pagefold_bench::{BenchArgs, tenant_main};
+use pagefold_bench::BenchArgs;
 use std::process::ExitCode;
 
 #[derive(Parser)]
@@ -26,7 +26,7 @@ enum Command {
 
 fn main() -> ExitCode {
     match Args::parse().command {
-        Command::Tenant { spec } => tenant_main(&spec),
+        Command::Tenant { spec } => pagefold_workload::serve(&spec),
         Command::Bench(args) => match pagefold_bench::main(&args) {
             Ok(code) => ExitCode::from(code),
             Err(error) => {

@@ -2,13 +2,13 @@
 //! What is merged is read from the page tables: KSM's counters notice a broken copy late.
 
 use super::{Course, Experiment, Setting, mib};
-use crate::live::Live;
 use crate::page_tables::most_and_mean;
 use crate::policy::{Policy, SUBJECT};
 use crate::programs::Target;
 use crate::record::{Limit, Picture, Report, Run};
-use crate::tenant::{Segment, Tenant, TenantSpec};
 use pagefold_core::units::Permyriad;
+use pagefold_workload::Activity;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 
 /// See the module's opening.
 pub const EXPERIMENT: Experiment = Experiment {
@@ -25,7 +25,8 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     let (size_mib, seconds) = if setting.quick { (32, 5) } else { (2048, 60) };
     let every_us = 10_000;
     report.parameters.extend([("same_mib", size_mib), ("write_every_us", every_us), ("seconds", seconds)]);
-    let spec = TenantSpec::new([Segment::Same { pages: mib(size_mib).0, seed: 9 }]).living(Live::Breaker { every_us });
+    let spec = TenantSpec::new([Segment::Same { pages: mib(size_mib).0, seed: 9 }])
+        .with_activity(Activity::Breaker { every_us });
     let start = || {
         let mut tenant = Tenant::start(setting.player, &spec)?;
         tenant.begin()?;
@@ -140,16 +141,16 @@ fn taken(run: &Run) -> Permyriad {
 #[allow(clippy::float_cmp)] // figures that come out exact
 mod tests {
     use super::*;
-    use crate::live::Counters;
+    use pagefold_workload::ActivityCounters;
 
     #[test]
     fn a_writers_speed_is_of_the_time_between_two_answers() {
-        let counters = |seconds, pages_written, writing_seconds| Counters {
+        let counters = |seconds, pages_written, writing_seconds| ActivityCounters {
             seconds,
             pages_written,
             writing_seconds,
             latest_us: 70.0,
-            ..Counters::default()
+            ..ActivityCounters::default()
         };
         let counters = vec![(counters(10.0, 1000, 0.5), counters(20.0, 1990, 0.995))];
         let run = Run { counters, cpu_seconds: 0.25, seconds: 10.0, ..Run::default() };

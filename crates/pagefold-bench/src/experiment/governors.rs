@@ -6,7 +6,7 @@ use crate::policy::{Enough, Policy};
 use crate::programs::Target;
 use crate::record::{Limit, Picture, Report};
 use crate::sampler::largest_share;
-use crate::tenant::{Segment, Tenant, TenantSpec};
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 
 /// See the module's opening.
 pub const EXPERIMENT: Experiment = Experiment {

@@ -5,8 +5,8 @@ use crate::policy::{Policy, SUBJECT};
 use crate::programs::Target;
 use crate::record::{Limit, Machine, Picture, Report};
 use crate::sampler::spent_between;
-use crate::tenant::{Segment, Tenant, TenantSpec};
 use anyhow::ensure;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 
 /// See the module's opening.
 pub const EXPERIMENT: Experiment = Experiment {

@@ -1,11 +1,11 @@
 //! What a program notices that maps and unmaps memory all the time: everything that looks at it takes its `mmap_lock`.
 
 use super::{Course, Experiment, Setting, mib};
-use crate::live::Live;
 use crate::policy::{Policy, SUBJECT};
 use crate::programs::Target;
 use crate::record::{Limit, Report, Run};
-use crate::tenant::{Segment, Tenant, TenantSpec};
+use pagefold_workload::Activity;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 
 /// See the module's opening.
 pub const EXPERIMENT: Experiment = Experiment {
@@ -22,7 +22,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     report.parameters.extend([("shared_mib", size_mib), ("map_pages", 16), ("seconds", seconds)]);
     let held = || TenantSpec::new([Segment::Shared { pages: mib(size_mib).0, seed: 13 }]);
     let start = || {
-        let mut mapper = Tenant::start(setting.player, &held().living(Live::Mapper { pages: 16 }))?;
+        let mut mapper = Tenant::start(setting.player, &held().with_activity(Activity::Mapper { pages: 16 }))?;
         let twin = Tenant::start(setting.player, &held())?;
         mapper.begin()?;
         Ok(vec![Box::new(mapper) as Box<dyn Target>, Box::new(twin)])

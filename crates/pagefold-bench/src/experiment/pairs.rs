@@ -5,7 +5,7 @@ use super::{Course, Experiment, Setting, mib};
 use crate::policy::{Enough, Policy};
 use crate::programs::Target;
 use crate::record::{Limit, Picture, Report};
-use crate::tenant::{Segment, Tenant, TenantSpec};
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 
 /// See the module's opening.
 pub const EXPERIMENT: Experiment = Experiment {

@@ -5,8 +5,8 @@ use super::{Experiment, Setting, mib, side_by_side};
 use crate::policy::Policy;
 use crate::programs::{MariaDbData, RedisData, Target};
 use crate::record::{Limit, Report};
-use crate::tenant::{Segment, Tenant, TenantSpec};
 use anyhow::Context;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 
 /// The databases alone. So much of what is scanned merges, and merging costs KSM and everybody else the same, that the
 /// oracle itself takes most of KSM's time.

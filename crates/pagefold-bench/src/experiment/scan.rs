@@ -5,7 +5,6 @@ use super::{Experiment, Setting, mib};
 use crate::daemon::{self, Ran};
 use crate::marking::eligible;
 use crate::record::{Limit, Report};
-use crate::tenant::{Segment, Tenant, TenantSpec};
 use anyhow::Context;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
@@ -15,6 +14,7 @@ use pagefold_core::units::PAGE_SIZE;
 use pagefold_linux::cpu::own_cpu_ns;
 use pagefold_linux::memory::PageReader;
 use pagefold_linux::process::Process;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::io::IoSliceMut;
 
 /// See the module's opening.

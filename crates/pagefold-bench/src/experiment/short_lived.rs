@@ -4,14 +4,14 @@
 
 use super::{Course, Experiment, Setting, mib};
 use crate::daemon;
-use crate::live::Live;
 use crate::policy::SUBJECT;
 use crate::record::{Answers, Limit, Picture, Report, Run};
 use crate::sampler::Sampler;
-use crate::tenant::{Tenant, TenantSpec, Verdict};
 use anyhow::{Context, ensure};
 use pagefold_core::units::Pages;
 use pagefold_linux::ksm::Knob;
+use pagefold_workload::Activity;
+use pagefold_workload::{Tenant, TenantSpec, Verdict};
 use std::time::{Duration, Instant};
 
 /// See the module's opening.
@@ -127,8 +127,8 @@ fn live_through(
 ) -> anyhow::Result<Run> {
     let (program, interrupt) = (course.setting.program, course.setting.interrupt);
     let mergeable = matches!(who, Who::Ksm(_));
-    let live = Live::ShortLived { pages: pages.0, seed: 10, life_us: life_ms * 1000, mergeable };
-    let mut tenant = Tenant::start(course.setting.player, &TenantSpec::new([]).living(live))?;
+    let activity = Activity::ShortLived { pages: pages.0, seed: 10, life_us: life_ms * 1000, mergeable };
+    let mut tenant = Tenant::start(course.setting.player, &TenantSpec::new([]).with_activity(activity))?;
     let mut run = Run { policy: name.to_owned(), ..Run::default() };
     run.answers_correct.before = tenant.verify()? == Verdict::Intact;
     course.steering.kernel_defaults()?;

@@ -4,7 +4,7 @@ use super::{Experiment, Setting, mib, side_by_side};
 use crate::policy::Policy;
 use crate::programs::Target;
 use crate::record::{Limit, Report};
-use crate::tenant::{Segment, Tenant, TenantSpec};
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 
 /// See the module's opening.
 pub const EXPERIMENT: Experiment = Experiment {

@@ -2,12 +2,12 @@
 //! strengths went.
 
 use super::{BOTTOM, LEFT, PEERS, RIGHT, Svg, TOP};
-use crate::contents::fill;
 use crate::record::Report;
 use crate::table::number;
 use pagefold_core::hash::PageBytes;
 use pagefold_core::units::PAGE_SIZE;
 use pagefold_sim::partial_hash::{LineHash, PartialHash, WordHash};
+use pagefold_workload::contents::fill;
 
 /// File names and contents.
 pub fn charts(report: &Report) -> Vec<(String, String)> {

@@ -2,8 +2,8 @@
 
 use super::dialogue::Dialogue;
 use super::{Target, find};
-use crate::contents::mix;
 use anyhow::{Context, bail};
+use pagefold_workload::contents::mix;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};

@@ -1,8 +1,8 @@
 //! Redis servers that hold the same data: each loads a copy of one dump.
 
 use super::{Server, Target, find, need};
-use crate::contents::printable;
 use anyhow::{Context, bail, ensure};
+use pagefold_workload::contents::printable;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::symlink;

@@ -5,8 +5,8 @@
 
 use super::dialogue::Dialogue;
 use super::{NodesTools, find, need, pack};
-use crate::contents::printable;
 use anyhow::{Context, bail, ensure};
+use pagefold_workload::contents::printable;
 use std::fmt::Write as _;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -3,11 +3,11 @@
 
 use crate::exit::{self, Exit};
 use anyhow::{Context, Result};
-use pagefold_bench::{Segment, Tenant, TenantSpec, Verdict};
 use pagefold_core::units::{PAGE_SIZE, Pages};
 use pagefold_linux::headroom::headroom;
 use pagefold_linux::process::{Process, ReadError};
 use pagefold_linux::scope::Roots;
+use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
 
 /// What all workers hold, MiB.

@@ -1,7 +1,7 @@
 //! What the end-to-end tests have in common: the program, KSM in one test's hands, programs to fold, looks at /proc.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
-use pagefold_bench::{Segment, Tenant, TenantSpec, Verdict};
+use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use serde_json::Value;
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Seek, Write};

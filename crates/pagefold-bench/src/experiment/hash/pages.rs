@@ -1,8 +1,8 @@
 //! The sets of pages that are hashed.
 
-use crate::contents::{fill, fill_but_tail, mix, printable};
 use pagefold_core::hash::PageBytes;
 use pagefold_core::units::PAGE_SIZE;
+use pagefold_workload::contents::{fill, fill_but_tail, mix, printable};
 
 /// A page where pages are: at a multiple of its size, so that its cache lines are the processor's.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -2,11 +2,11 @@
 //! been read.
 
 use super::place::Nodes;
-use crate::contents::mix;
 use anyhow::{Context, ensure};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 use pagefold_core::placement::policy::Latencies;
+use pagefold_workload::contents::mix;
 use std::time::Instant;
 
 /// Elements of a cache line.

@@ -23,8 +23,8 @@
 //! gives for a placement on one node. The figures in its Table 5.2, 0.84, 0.85, 0.85, 0.77 and 0.70, are the plain ratios
 //! of the run times under KSM, and so contain what the second instance was slower without KSM.
 
-use crate::contents::mix;
 use pagefold_core::placement::policy::Latencies;
+use pagefold_workload::contents::mix;
 use serde::{Deserialize, Serialize};
 
 /// What the thesis measured of two instances of a program (Tables 3.1 and 3.2).

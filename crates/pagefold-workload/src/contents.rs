@@ -1,4 +1,4 @@
-//! What the pages of a tenant hold: reproducible from a few numbers, so that every byte can be checked later.
+//! Page contents that can be reproduced from two numbers, so that every byte can be checked later.
 
 use pagefold_core::units::PAGE_SIZE;
 
@@ -15,7 +15,7 @@ pub fn mix(state: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Fills a page with the content numbered `number` of the sequence `seed`: incompressible, and different for each pair.
+/// Fills a page with content `number` of the sequence `seed`: incompressible, and different for each pair.
 pub fn fill(page: &mut [u8], seed: u64, number: u64) {
     let mut state = mix(mix(seed).wrapping_add(number));
     for word in page.chunks_exact_mut(8) {
@@ -24,7 +24,7 @@ pub fn fill(page: &mut [u8], seed: u64, number: u64) {
     }
 }
 
-/// Fills a page like all others of the sequence `seed`, but for its last word, which is `number`.
+/// Fills a page with the same content for the whole sequence `seed`, except for the last word, which is `number`.
 pub fn fill_but_tail(page: &mut [u8], seed: u64, number: u64) {
     fill(page, seed, 0);
     if let Some(tail) = page.chunks_exact_mut(8).nth(WORDS - 1) {
@@ -32,7 +32,7 @@ pub fn fill_but_tail(page: &mut [u8], seed: u64, number: u64) {
     }
 }
 
-/// A value of printable characters, for databases.
+/// A value of printable characters, such as databases store.
 pub fn printable(seed: u64, number: u64, length: usize) -> Vec<u8> {
     let mut state = mix(mix(seed).wrapping_add(number));
     let mut value = Vec::with_capacity(length + 8);
@@ -50,7 +50,7 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn contents_differ_by_seed_and_number_and_are_the_same_again() {
+    fn contents_are_reproducible_and_differ_by_seed_and_number() {
         let mut seen = HashSet::new();
         for seed in 0..8 {
             for number in 0..8 {
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn tails_differ_and_nothing_else_does() {
+    fn only_tails_differ() {
         let (mut one, mut other) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
         fill_but_tail(&mut one, 5, 1);
         fill_but_tail(&mut other, 5, 2);
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn printable_values_have_their_length() {
+    fn printable_values_have_the_given_length() {
         let value = printable(1, 2, 1001);
         assert_eq!(value.len(), 1001);
         assert!(value.iter().all(|byte| (b'0'..b'0' + 64).contains(byte)));

@@ -1,122 +1,66 @@
-//! The live parts of a tenant, after UKSM's workloads: memory whose pages are written again and again (section 8.1.2),
-//! and memory that comes and goes (8.1.3).
+//! What a tenant does by itself.
 //!
-//! They run on the tenant's only thread, between its answers: an answer stops their clock, so that being asked is not
-//! counted as being late.
+//! Activities run on the tenant's only thread, between its answers. An answer stops their clock, so that the time it
+//! takes does not count as a delay.
 
 use crate::contents::{fill, mix};
-use crate::tenant_main::Filled;
+use crate::memory::Filled;
+use crate::spec::{Activity, ActivityCounters, Lifetime};
 use anyhow::Context;
 use memmap2::{Advice, MmapMut};
 use pagefold_core::units::{PAGE_SIZE, Vpn};
 use pagefold_linux::pagemap::{Pagemap, PagemapEntry};
 use pagefold_linux::process::Process;
-use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// What a tenant does while it is not asked, once it has been told to begin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum Live {
-    /// Writes the pages of the first segment with what they hold already, one at a time, in order, over and over.
-    Breaker {
-        /// From one page to the next.
-        every_us: u64,
-    },
-    /// Maps memory and fills all pages alike, leaves it so for a time, unmaps it, waits as long, and again.
-    ShortLived {
-        /// Pages.
-        pages: u64,
-        /// Which content.
-        seed: u64,
-        /// The time, from the end of the filling.
-        life_us: u64,
-        /// Marks the memory itself, before filling it, as a program made for KSM does.
-        mergeable: bool,
-    },
-    /// Maps a little memory, writes to its first page and unmaps it, without a pause.
-    Mapper {
-        /// Pages.
-        pages: u64,
-    },
-}
-
-/// What the live parts have done.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Counters {
-    /// For so long, without the time it took to answer.
-    pub seconds: f64,
-    /// Pages written again.
-    pub pages_written: u64,
-    /// How far the latest write was behind its time, since the last answer, microseconds.
-    pub latest_us: f64,
-    /// Time spent writing.
-    pub writing_seconds: f64,
-    /// The lives of short-lived memory that have ended.
-    pub lives: Vec<Life>,
-    /// How often a mapper has mapped and unmapped, in each tenth of a second.
-    #[serde(default)]
-    pub maps: Vec<u64>,
-}
-
-/// One life of short-lived memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Life {
-    /// Pages that were merged just before the end: mapped, and not by this entry alone.
-    pub merged_pages: u64,
-    /// From mapping to unmapping.
-    pub seconds: f64,
-}
-
-/// A live part and where it is.
-pub enum Part {
-    /// See [`Live::Breaker`].
+/// An activity and its state.
+pub enum Running {
+    /// [`Activity::Breaker`], with the page that is next.
     Breaker(Clock, usize),
-    /// See [`Live::ShortLived`].
+    /// [`Activity::ShortLived`].
     ShortLived(Clock, Cycle),
-    /// See [`Live::Mapper`], with its bytes.
+    /// [`Activity::Mapper`], with the length of a mapping in bytes.
     Mapper(Clock, usize),
 }
 
-/// When something is due, and what has been done.
+/// When the next step is due, and what has been done.
 #[derive(Default)]
 pub struct Clock {
     began: Option<Instant>,
     due: Option<Instant>,
     every: Duration,
-    counters: Counters,
+    counters: ActivityCounters,
 }
 
-/// Memory that comes and goes.
+/// Short-lived memory.
 pub struct Cycle {
     pages: usize,
     mergeable: bool,
     content: Vec<u8>,
     alive: Option<(MmapMut, Instant)>,
-    /// Pages found to hold something else at the end of a life.
+    /// Pages found damaged at the end of former lives.
     damaged: u64,
 }
 
-/// Of the pages of a life so many are skipped for each one that is compared at its end: comparing all would make the
-/// lives longer.
+/// One page in this many is compared at the end of a life: comparing all would make the lives longer.
 const COMPARE_EVERY: usize = 8;
 
-/// Entries of pagemap read by one call.
+/// Entries of pagemap read per call.
 const ENTRIES: usize = 4096;
 
-impl Part {
-    /// One that has not begun.
-    pub fn new(live: Live) -> anyhow::Result<Self> {
+impl Running {
+    /// An activity that has not begun.
+    pub fn new(activity: Activity) -> anyhow::Result<Self> {
         let clock = |every_us| Clock { every: Duration::from_micros(every_us), ..Clock::default() };
-        Ok(match live {
-            Live::Breaker { every_us } => Self::Breaker(clock(every_us), 0),
-            Live::ShortLived { pages, seed, life_us, mergeable } => {
+        Ok(match activity {
+            Activity::Breaker { every_us } => Self::Breaker(clock(every_us), 0),
+            Activity::ShortLived { pages, seed, life_us, mergeable } => {
                 let mut content = vec![0; PAGE_SIZE];
                 fill(&mut content, mix(seed) ^ 6, 0);
                 let pages = usize::try_from(pages)?;
                 Self::ShortLived(clock(life_us), Cycle { pages, mergeable, content, alive: None, damaged: 0 })
             }
-            Live::Mapper { pages } => Self::Mapper(clock(0), usize::try_from(pages)? * PAGE_SIZE),
+            Activity::Mapper { pages } => Self::Mapper(clock(0), usize::try_from(pages)? * PAGE_SIZE),
         })
     }
 
@@ -126,32 +70,32 @@ impl Part {
         }
     }
 
-    /// Begins.
+    /// Starts the schedule.
     pub fn begin(&mut self, now: Instant) {
         let clock = self.clock();
         (clock.began, clock.due) = (Some(now), Some(now));
     }
 
-    /// When there is something to do; `None` before the beginning.
+    /// When the next step is due; `None` before the beginning.
     pub fn due(&self) -> Option<Instant> {
         match self {
             Self::Breaker(clock, _) | Self::ShortLived(clock, _) | Self::Mapper(clock, _) => clock.due,
         }
     }
 
-    /// Does what is due.
+    /// Does the next step.
     pub fn act(&mut self, memory: &mut [Filled]) -> anyhow::Result<()> {
         match self {
             Self::Breaker(clock, page) => {
                 let filled = memory.first_mut().context("a breaker needs a segment")?;
-                clock.write(|| *page = filled.write_again(*page));
+                clock.write(|| *page = filled.rewrite_page(*page));
                 Ok(())
             }
             Self::ShortLived(clock, cycle) => {
                 if let Some(life) = cycle.turn()? {
                     clock.counters.lives.push(life);
                 }
-                // Not on a schedule: both times count from the end of the work.
+                // No fixed schedule: both times count from the end of the work.
                 clock.due = Some(Instant::now() + clock.every);
                 Ok(())
             }
@@ -159,7 +103,7 @@ impl Part {
         }
     }
 
-    /// An answer took this long: what is due comes so much later.
+    /// Delays the schedule by the time an answer took.
     pub fn pause(&mut self, taken: Duration) {
         let clock = self.clock();
         for at in [&mut clock.began, &mut clock.due].into_iter().flatten() {
@@ -167,17 +111,17 @@ impl Part {
         }
     }
 
-    /// What has been done.
-    pub fn counters(&mut self, now: Instant) -> Counters {
+    /// What has been done so far. Resets the figures that count since the last answer.
+    pub fn counters(&mut self, now: Instant) -> ActivityCounters {
         let clock = self.clock();
         clock.counters.seconds = clock.began.map_or(0.0, |began| now.saturating_duration_since(began).as_secs_f64());
-        let told = clock.counters.clone();
+        let counters = clock.counters.clone();
         clock.counters.latest_us = 0.0;
         clock.counters.maps.clear();
-        told
+        counters
     }
 
-    /// Pages of its own that do not hold what was written, those of former lives included.
+    /// Damaged pages of its own memory, including those of former lives.
     pub fn damaged(&self) -> u64 {
         match self {
             Self::Breaker(..) | Self::Mapper(..) => 0,
@@ -187,7 +131,7 @@ impl Part {
 }
 
 impl Clock {
-    /// Writes a page, on a schedule that a late write does not move.
+    /// Writes a page, on a schedule that a late write does not delay.
     fn write(&mut self, write: impl FnOnce()) {
         let Some(due) = self.due else { return };
         let began = Instant::now();
@@ -217,14 +161,14 @@ impl Clock {
 }
 
 impl Cycle {
-    /// Ends the life there is, or begins one.
-    fn turn(&mut self) -> anyhow::Result<Option<Life>> {
+    /// Ends the current life or begins one.
+    fn turn(&mut self) -> anyhow::Result<Option<Lifetime>> {
         let differing = self.differing(COMPARE_EVERY);
         if let Some((memory, born)) = self.alive.take() {
             let merged_pages = merged(&memory)?;
             self.damaged += differing;
             drop(memory);
-            return Ok(Some(Life { merged_pages, seconds: born.elapsed().as_secs_f64() }));
+            return Ok(Some(Lifetime { merged_pages, seconds: born.elapsed().as_secs_f64() }));
         }
         let born = Instant::now();
         let mut memory = MmapMut::map_anon(self.pages * PAGE_SIZE).context("short-lived memory")?;
@@ -238,14 +182,14 @@ impl Cycle {
         Ok(None)
     }
 
-    /// Of one page in `every`, how many hold something else.
+    /// The number of damaged pages, checking one page in `every`.
     fn differing(&self, every: usize) -> u64 {
         let Some((memory, _)) = &self.alive else { return 0 };
         memory.chunks_exact(PAGE_SIZE).step_by(every).filter(|page| **page != *self.content).count() as u64
     }
 }
 
-/// Pages of our own that share their frame. Memory that was never forked does so only where it is merged.
+/// The number of our own pages that share a frame. Memory that was never forked shares frames only where it is merged.
 fn merged(memory: &[u8]) -> anyhow::Result<u64> {
     let pagemap = Pagemap::open(&Process::open(i32::try_from(std::process::id())?)?)?;
     let first = Vpn::of_address(memory.as_ptr().addr() as u64);
@@ -265,65 +209,66 @@ fn merged(memory: &[u8]) -> anyhow::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tenant::Segment;
+    use crate::spec::Segment;
 
     #[test]
     fn a_breaker_keeps_its_schedule_and_its_contents() {
         let mut memory = [Filled::new(Segment::Same { pages: 3, seed: 1 }).unwrap()];
-        let mut part = Part::new(Live::Breaker { every_us: 1000 }).unwrap();
-        assert_eq!(part.due(), None);
+        let mut running = Running::new(Activity::Breaker { every_us: 1000 }).unwrap();
+        assert_eq!(running.due(), None);
         let began = Instant::now();
-        part.begin(began);
+        running.begin(began);
         for _ in 0..5 {
-            part.act(&mut memory).unwrap();
+            running.act(&mut memory).unwrap();
         }
-        // Five writes at once, and still each has its own time.
-        assert_eq!(part.due(), Some(began + Duration::from_millis(5)));
-        part.pause(Duration::from_secs(1));
-        assert_eq!(part.due(), Some(began + Duration::from_millis(1005)));
-        let counters = part.counters(began + Duration::from_secs(3));
+        // Five writes at once; each was still due at its own time.
+        assert_eq!(running.due(), Some(began + Duration::from_millis(5)));
+        running.pause(Duration::from_secs(1));
+        assert_eq!(running.due(), Some(began + Duration::from_millis(1005)));
+        let counters = running.counters(began + Duration::from_secs(3));
         assert_eq!((counters.pages_written, counters.seconds), (5, 2.0));
         assert_eq!(memory[0].damaged(), 0);
     }
 
     #[test]
     fn a_mapper_maps_and_counts() {
-        let mut part = Part::new(Live::Mapper { pages: 16 }).unwrap();
-        part.begin(Instant::now());
-        part.act(&mut []).unwrap();
-        part.act(&mut []).unwrap();
-        let counters = part.counters(Instant::now());
+        let mut running = Running::new(Activity::Mapper { pages: 16 }).unwrap();
+        running.begin(Instant::now());
+        running.act(&mut []).unwrap();
+        running.act(&mut []).unwrap();
+        let counters = running.counters(Instant::now());
         assert!(counters.maps.len() == 2 && counters.maps.iter().all(|&maps| maps > 100), "{counters:?}");
-        assert!(part.counters(Instant::now()).maps.is_empty());
+        assert!(running.counters(Instant::now()).maps.is_empty());
     }
 
     #[test]
-    fn what_a_breaker_writes_is_what_was_there() {
+    fn a_breaker_writes_the_content_the_page_should_have() {
         let mut memory = [Filled::new(Segment::Random { pages: 3, seed: 1 }).unwrap()];
-        let mut part = Part::new(Live::Breaker { every_us: 1 }).unwrap();
-        part.begin(Instant::now());
+        let mut running = Running::new(Activity::Breaker { every_us: 1 }).unwrap();
+        running.begin(Instant::now());
         memory[0].pages_mut()[PAGE_SIZE + 7] ^= 1;
-        part.act(&mut memory).unwrap();
+        running.act(&mut memory).unwrap();
         assert_eq!(memory[0].damaged(), 1);
-        part.act(&mut memory).unwrap();
-        // The second page was written as a whole, with what it ought to hold.
+        running.act(&mut memory).unwrap();
+        // The second page was written as a whole, with its proper content.
         assert_eq!(memory[0].damaged(), 0);
     }
 
     #[test]
-    fn lives_end_and_are_counted_and_damage_outlives_them() {
-        let mut part = Part::new(Live::ShortLived { pages: 16, seed: 3, life_us: 10, mergeable: false }).unwrap();
-        part.begin(Instant::now());
+    fn lives_are_counted_and_their_damage_is_remembered() {
+        let mut running =
+            Running::new(Activity::ShortLived { pages: 16, seed: 3, life_us: 10, mergeable: false }).unwrap();
+        running.begin(Instant::now());
         for _ in 0..3 {
-            part.act(&mut []).unwrap();
+            running.act(&mut []).unwrap();
         }
-        let counters = part.counters(Instant::now());
+        let counters = running.counters(Instant::now());
         assert_eq!(counters.lives.iter().map(|life| life.merged_pages).collect::<Vec<_>>(), [0]);
-        assert_eq!(part.damaged(), 0);
-        let Part::ShortLived(_, cycle) = &mut part else { panic!() };
+        assert_eq!(running.damaged(), 0);
+        let Running::ShortLived(_, cycle) = &mut running else { panic!() };
         cycle.alive.as_mut().unwrap().0[8 * PAGE_SIZE] ^= 1;
-        assert_eq!(part.damaged(), 1);
-        part.act(&mut []).unwrap();
-        assert_eq!((part.damaged(), part.counters(Instant::now()).lives.len()), (1, 2));
+        assert_eq!(running.damaged(), 1);
+        running.act(&mut []).unwrap();
+        assert_eq!((running.damaged(), running.counters(Instant::now()).lives.len()), (1, 2));
     }
 }

@@ -1,0 +1,26 @@
+//! Programs with known memory: what pagefold's demonstration, experiments and tests merge.
+//!
+//! A *tenant* is a process that holds exactly the memory its [`TenantSpec`] describes and can check every byte of it.
+//! [`Tenant`] starts one and talks to it; [`serve`] is the tenant's own side. Both run in the same executable: a program
+//! that starts tenants passes [`Tenant::start`] its own path and calls [`serve`] for its subcommand `tenant --spec JSON`.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | [`contents`] | reproducible page contents |
+//! | `spec` | the description of a tenant, as JSON, and the counters it reports |
+//! | `memory` | memory filled as a segment says |
+//! | `activity` | what a tenant does by itself: rewrite pages, map and unmap memory |
+//! | `serve` | the tenant's main loop |
+//! | `tenant` | the handle of whoever starts one |
+#![forbid(unsafe_code)]
+
+mod activity;
+pub mod contents;
+mod memory;
+mod serve;
+mod spec;
+mod tenant;
+
+pub use serve::serve;
+pub use spec::{Activity, ActivityCounters, Lifetime, Segment, TenantSpec};
+pub use tenant::{Tenant, Verdict, end_child};

@@ -1,0 +1,123 @@
+//! Memory filled as a segment says.
+
+use crate::contents::{fill, fill_but_tail, mix};
+use crate::spec::Segment;
+use anyhow::Context;
+use memmap2::MmapMut;
+use pagefold_core::units::PAGE_SIZE;
+
+/// The memory of one segment.
+pub struct Filled {
+    segment: Segment,
+    memory: MmapMut,
+    length: usize,
+}
+
+impl Filled {
+    /// Maps and fills it.
+    pub fn new(segment: Segment) -> anyhow::Result<Self> {
+        let length =
+            usize::try_from(segment.pages().0)?.checked_mul(PAGE_SIZE).context("a segment that is too long")?;
+        let memory = MmapMut::map_anon(length).context("a segment's memory")?;
+        let mut filled = Self { segment, memory, length };
+        for (page, number) in filled.pages_mut().chunks_exact_mut(PAGE_SIZE).zip(0..) {
+            write(segment, page, number);
+        }
+        Ok(filled)
+    }
+
+    fn pages(&self) -> &[u8] {
+        &self.memory[..self.length]
+    }
+
+    /// All bytes.
+    pub fn pages_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[..self.length]
+    }
+
+    /// The number of pages whose content differs from what was written.
+    pub fn damaged(&self) -> u64 {
+        let mut wanted = [0; PAGE_SIZE];
+        let differs = |(page, number): &(&[u8], u64)| {
+            write(self.segment, &mut wanted, *number);
+            **page != wanted
+        };
+        self.pages().chunks_exact(PAGE_SIZE).zip(0..).filter(differs).count() as u64
+    }
+
+    /// The first word of each page.
+    pub fn first_words(&self) -> impl Iterator<Item = u64> {
+        self.pages().chunks_exact(PAGE_SIZE).map(|page| page.first_chunk().map_or(0, |word| u64::from_le_bytes(*word)))
+    }
+
+    /// Writes page `number` again and returns the number of the next one.
+    pub fn rewrite_page(&mut self, number: usize) -> usize {
+        let segment = self.segment;
+        if let Some(page) = self.pages_mut().chunks_exact_mut(PAGE_SIZE).nth(number) {
+            write(segment, page, number as u64);
+        }
+        if (number + 1) * PAGE_SIZE < self.length { number + 1 } else { 0 }
+    }
+
+    /// Writes to every page without changing it, which undoes every merge.
+    pub fn rewrite(&mut self) {
+        for page in self.pages_mut().chunks_exact_mut(PAGE_SIZE) {
+            // Without black_box the store of the value just read could be optimized away.
+            page[0] = std::hint::black_box(page[0]);
+        }
+    }
+}
+
+/// Writes the content of page `number` of a segment.
+fn write(segment: Segment, page: &mut [u8], number: u64) {
+    // Each kind has its own sequences, so that equal seeds of two kinds do not make duplicates.
+    match segment {
+        Segment::Same { seed, .. } => fill(page, mix(seed) ^ 1, 0),
+        Segment::Random { seed, .. } => fill(page, mix(mix(seed) ^ u64::from(std::process::id())) ^ 2, number),
+        Segment::Zero { .. } => std::hint::black_box(page).fill(0),
+        Segment::Shared { seed, .. } => fill(page, mix(seed) ^ 3, number),
+        Segment::Pairs { seed, pages } => fill(page, mix(seed) ^ 4, number % (pages / 2).max(1)),
+        Segment::Tails { seed, .. } => fill_but_tail(page, mix(seed) ^ 5, number),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashMap;
+
+    fn copies(filled: &[&Filled]) -> HashMap<Vec<u8>, usize> {
+        let mut copies = HashMap::new();
+        for page in filled.iter().flat_map(|filled| filled.pages().chunks_exact(PAGE_SIZE)) {
+            *copies.entry(page.to_vec()).or_insert(0) += 1;
+        }
+        copies
+    }
+
+    #[test]
+    fn segments_hold_the_contents_their_kind_promises() {
+        let make = |segment| Filled::new(segment).unwrap();
+        let same = make(Segment::Same { pages: 8, seed: 7 });
+        assert_eq!(copies(&[&same]).len(), 1);
+        assert!(same.pages().iter().any(|&byte| byte != 0));
+        assert_eq!(same.pages().as_ptr().align_offset(PAGE_SIZE), 0);
+        let pairs = make(Segment::Pairs { pages: 8, seed: 7 });
+        assert!(copies(&[&pairs]).values().all(|&count| count == 2));
+        let (shared, copy) = (make(Segment::Shared { pages: 8, seed: 7 }), make(Segment::Shared { pages: 8, seed: 7 }));
+        assert_eq!(copies(&[&shared]).len(), 8);
+        assert!(copies(&[&shared, &copy]).values().all(|&count| count == 2));
+        let (random, tails) = (make(Segment::Random { pages: 8, seed: 7 }), make(Segment::Tails { pages: 8, seed: 7 }));
+        assert_eq!(copies(&[&random, &tails, &shared, &same, &pairs]).len(), 8 + 8 + 8 + 1 + 4);
+        assert!(make(Segment::Zero { pages: 3 }).pages().iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn damage_is_counted_by_page_and_rewriting_is_not_damage() {
+        let mut filled = Filled::new(Segment::Random { pages: 5, seed: 1 }).unwrap();
+        filled.rewrite();
+        assert_eq!(filled.damaged(), 0);
+        filled.pages_mut()[3 * PAGE_SIZE - 1] ^= 0x80;
+        filled.pages_mut()[4 * PAGE_SIZE] ^= 1;
+        assert_eq!(filled.damaged(), 2);
+    }
+}
