@@ -315,8 +315,8 @@ impl Engine {
             }
         }
         if self.paused {
-            let merge = self.merger.suspend(&self.snapshot.ksm);
-            return Actions { merge, ..Actions::default() };
+            let scan = self.merger.suspend(&self.snapshot.ksm);
+            return Actions { scan, ..Actions::default() };
         }
         if several {
             let levels = self.ladder.levels();
@@ -344,12 +344,11 @@ impl Engine {
             pace,
             room_ns: self.budget.room_ns(pace),
         };
-        let merge = self.merger.order(&scan);
+        let order = self.merger.order(&scan);
         let may_move = if self.snapshot.ksm.ours { self.allowance.moves() } else { 0 };
         let moves = self.placer.moves(may_move, self.budget.room_ns(pace), &self.ledger);
         self.allowance.move_frames(moves.len() as u64);
-        let thorough = self.merger.is_thorough();
-        Actions { mark, unmark, stop: self.allowance.size(), merge, thorough, moves }
+        Actions { mark, unmark, stop: self.allowance.size(), scan: order, moves }
     }
 
     /// What is done once a round: those whose duplicates are merged go back to the bottom, and the index ages.
@@ -498,8 +497,8 @@ impl Engine {
         if !actions.mark.is_empty() {
             self.allowance.resize(&outcome.stops);
         }
-        self.marker.done(&mut self.slots, self.snapshot.now_ns, &actions.mark, outcome, &mut self.merger);
-        self.marker.unmarked(self.snapshot.now_ns, &actions.unmark, outcome);
+        self.marker.done(&mut self.slots, self.snapshot.now_ns, outcome, &mut self.merger);
+        self.marker.unmarked(self.snapshot.now_ns, outcome);
         self.pause_ns()
     }
 

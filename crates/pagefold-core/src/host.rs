@@ -297,9 +297,7 @@ pub struct Actions {
     /// How much is done in one stop of a target.
     pub stop: StopSize,
     /// The order to ksmd.
-    pub merge: MergeOrder,
-    /// The scans that are ordered leave out no page: without `smart_scan`, whatever it is usually.
-    pub thorough: bool,
+    pub scan: ScanOrder,
     /// Merged frames to be moved to another memory node.
     pub moves: Vec<Move>,
 }
@@ -331,36 +329,55 @@ impl Default for StopSize {
 
 /// An order to ksmd.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum MergeOrder {
+pub enum ScanOrder {
     /// Leave it as it is.
     #[default]
     Keep,
     /// Scan nothing.
     Rest,
-    /// Walk everything marked exactly once, without pause.
-    Kick,
+    /// Scan everything marked exactly once, without pause.
+    Kick {
+        /// Visit every page: turn `smart_scan` off for this scan.
+        thorough: bool,
+    },
     /// Scan in batches, sleeping in between.
     Pace {
         /// Pages in a batch.
         pages_to_scan: u32,
         /// Sleep between batches, milliseconds.
         sleep_ms: u32,
+        /// Visit every page: turn `smart_scan` off for these scans.
+        thorough: bool,
     },
+}
+
+impl ScanOrder {
+    /// A kick that leaves `smart_scan` as the administrator set it.
+    pub const KICK: Self = Self::Kick { thorough: false };
 }
 
 /// What came of the actions.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// For each span to mark, in order, what was marked.
-    pub marked: Vec<Marking>,
-    /// For each span to unmark, in order, what was unmarked.
-    pub unmarked: Vec<Marking>,
+    /// What came of the spans to mark.
+    pub marked: Vec<ChangeResult>,
+    /// What came of the spans to unmark.
+    pub unmarked: Vec<ChangeResult>,
     /// The stops inflicted on targets this round.
     pub stops: Vec<Stops>,
     /// For how many of the frames to be moved it was done; the kernel refused the others, or they have changed.
     pub moved: u64,
     /// CPU time that moving took, nanoseconds.
     pub move_ns: u64,
+}
+
+/// A span that was to be marked or unmarked, and what came of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChangeResult {
+    /// What was asked.
+    pub change: Change,
+    /// What came of it.
+    pub marking: Marking,
 }
 
 /// Stops of one process.

@@ -73,15 +73,15 @@ impl Ledger {
 
     /// Takes note of what came of a round's actions.
     pub fn act(&mut self, actions: &Actions, outcome: &Outcome) {
-        for (_, marking) in actions.unmark.iter().zip(&outcome.unmarked) {
-            if let Marking::Done(pages) = marking {
-                self.unmarked += *pages;
+        for result in &outcome.unmarked {
+            if let Marking::Done(pages) = result.marking {
+                self.unmarked += pages;
             }
         }
-        for (_, marking) in actions.mark.iter().zip(&outcome.marked) {
-            match marking {
+        for result in &outcome.marked {
+            match result.marking {
                 Marking::Done(pages) => {
-                    self.marked += *pages;
+                    self.marked += pages;
                     self.spans += 1;
                 }
                 Marking::Refused => self.refused += 1,

@@ -10,7 +10,7 @@
 //! because a kick cannot be called back.
 
 use crate::governor::{Pace, share_ns};
-use crate::host::{KsmView, MergeOrder};
+use crate::host::{KsmView, ScanOrder};
 use crate::units::{Pages, Permyriad};
 
 /// Exited processes wait so long for their reaping, so that many share one scan, nanoseconds.
@@ -89,9 +89,8 @@ pub struct Merger {
     landed_ns: u64,
     /// ksmd stands somewhere within a scan, because the last one was paced.
     midway: bool,
-    /// The last order, and whether it was thorough, so that it is repeated only when it changes.
-    ordered: MergeOrder,
-    ordered_thorough: bool,
+    /// The last order, so that it is repeated only when it changes.
+    ordered: ScanOrder,
     /// What a page costs ksmd, for pacing, nanoseconds; and the counters at the last look.
     page_ns: u64,
     looked: (u64, u64),
@@ -112,8 +111,7 @@ impl Default for Merger {
             completed: 0,
             landed_ns: 0,
             midway: true,
-            ordered: MergeOrder::Keep,
-            ordered_thorough: false,
+            ordered: ScanOrder::Keep,
             page_ns: DEAR_NS,
             looked: (0, 0),
         }
@@ -190,33 +188,34 @@ impl Merger {
     }
 
     /// The order for this round.
-    pub fn order(&mut self, scan: &Scan<'_>) -> MergeOrder {
+    pub fn order(&mut self, scan: &Scan<'_>) -> ScanOrder {
         let order = self.decide(scan);
-        let same = order == self.ordered && self.is_thorough() == self.ordered_thorough;
-        if order == MergeOrder::Keep || same && order != MergeOrder::Kick {
-            return MergeOrder::Keep;
+        if order == self.ordered && !matches!(order, ScanOrder::Kick { .. }) {
+            return ScanOrder::Keep;
         }
-        (self.ordered, self.ordered_thorough) = (order, self.is_thorough());
+        if order != ScanOrder::Keep {
+            self.ordered = order;
+        }
         order
     }
 
     /// The order while the judgement is paused: whatever is under way ends as soon as it can.
-    pub fn suspend(&mut self, ksm: &KsmView) -> MergeOrder {
-        let rest = ksm.ours && !matches!(self.ordered, MergeOrder::Keep | MergeOrder::Rest);
+    pub fn suspend(&mut self, ksm: &KsmView) -> ScanOrder {
+        let rest = ksm.ours && !matches!(self.ordered, ScanOrder::Keep | ScanOrder::Rest);
         if !rest {
-            return MergeOrder::Keep;
+            return ScanOrder::Keep;
         }
-        self.ordered = MergeOrder::Rest;
-        MergeOrder::Rest
+        self.ordered = ScanOrder::Rest;
+        ScanOrder::Rest
     }
 
-    fn decide(&mut self, scan: &Scan<'_>) -> MergeOrder {
+    fn decide(&mut self, scan: &Scan<'_>) -> ScanOrder {
         let Scan { now_ns, ksm, .. } = *scan;
         self.measure(scan);
         if !ksm.ours {
             // Not ours: what is owed stays owed until it is, and nothing is under way.
             self.flight = None;
-            return MergeOrder::Keep;
+            return ScanOrder::Keep;
         }
         let little = self.gone.0 * REAP_PART < scan.marked.0;
         let reap_ns = if little { REAP_AT_LAST_NS } else { REAP_AFTER_NS };
@@ -227,7 +226,7 @@ impl Merger {
         if let Some(flight) = self.flight {
             let answered = ksm.full_scans > flight.full_scans;
             if flight.kicked && ksm.busy {
-                return MergeOrder::Keep;
+                return ScanOrder::Keep;
             }
             if !answered && !flight.kicked {
                 return self.pace(scan);
@@ -235,16 +234,16 @@ impl Merger {
             self.land(scan);
         }
         if self.owed == 0 {
-            return if self.completed > 0 { MergeOrder::Rest } else { MergeOrder::Keep };
+            return if self.completed > 0 { ScanOrder::Rest } else { ScanOrder::Keep };
         }
         if !scan.settled && now_ns < *self.ready_since_ns.get_or_insert(now_ns) + SETTLE_NS {
-            return MergeOrder::Keep;
+            return ScanOrder::Keep;
         }
         let fresh = self.fresh.0.min(scan.marked.0);
         let expected_ns = fresh * USUAL_NS + (scan.marked.0 - fresh) * SETTLED_NS;
         let kicked = scan.pace.top.0 >= KICK_SHARE && expected_ns <= KICK_NS_MAX;
         if kicked && expected_ns > scan.room_ns {
-            return MergeOrder::Keep;
+            return ScanOrder::Keep;
         }
         if !kicked && self.midway && !goes_on {
             // The rest of a scan that was begun earlier is not one that all the marked pages get.
@@ -256,24 +255,28 @@ impl Merger {
         let thorough = self.thorough;
         let (full_scans, saved, ksmd_ns) = (ksm.full_scans, ksm.saved(), scan.ksmd_ns);
         self.flight = Some(Flight { full_scans, saved, ksmd_ns, thorough, kicked });
-        if kicked { MergeOrder::Kick } else { self.pace(scan) }
+        if kicked { ScanOrder::Kick { thorough } } else { self.pace(scan) }
     }
 
     /// Batches so small that even dear pages do not break the share, and sleeps by what pages have cost of late.
-    fn pace(&mut self, scan: &Scan<'_>) -> MergeOrder {
+    fn pace(&mut self, scan: &Scan<'_>) -> ScanOrder {
         let share = u64::from(scan.pace.top.0).clamp(1, 9_900);
         let batch_ns = share_ns(BATCH_NS, Permyriad(scan.pace.top.0.clamp(1, 9_900)));
         if scan.room_ns < batch_ns * 2 {
-            return MergeOrder::Rest;
+            return ScanOrder::Rest;
         }
         let pages = (batch_ns / DEAR_NS).max(32);
         let sleep_ms = (pages * self.page_ns / share * (10_000 - share) / 1_000_000).clamp(1, 60_000);
         // Sleeps that differ by less than a third are not worth an order.
         let sleep_ms = match self.ordered {
-            MergeOrder::Pace { sleep_ms: last, .. } if u64::from(last).abs_diff(sleep_ms) * 3 <= sleep_ms => last,
+            ScanOrder::Pace { sleep_ms: last, .. } if u64::from(last).abs_diff(sleep_ms) * 3 <= sleep_ms => last,
             _ => u32::try_from(sleep_ms).unwrap_or(u32::MAX),
         };
-        MergeOrder::Pace { pages_to_scan: u32::try_from(pages).unwrap_or(u32::MAX), sleep_ms }
+        ScanOrder::Pace {
+            pages_to_scan: u32::try_from(pages).unwrap_or(u32::MAX),
+            sleep_ms,
+            thorough: self.is_thorough(),
+        }
     }
 
     /// What ksmd's pages cost: up at once, down by halves, because what comes next may be dear again.
@@ -325,7 +328,7 @@ mod tests {
             let pace = Governor::Full.pace();
             Self { merger: Merger::default(), ksm, pace, marked: Pages(1000), now_ns: 0 }
         }
-        fn order(&mut self, settled: bool) -> MergeOrder {
+        fn order(&mut self, settled: bool) -> ScanOrder {
             self.now_ns += 50 * MS;
             let scan = Scan {
                 now_ns: self.now_ns,
@@ -337,7 +340,7 @@ mod tests {
                 room_ns: u64::MAX,
             };
             let order = self.merger.order(&scan);
-            self.ksm.busy |= order == MergeOrder::Kick;
+            self.ksm.busy |= order == ScanOrder::KICK;
             order
         }
         fn finish_scan(&mut self, merged: u64) {
@@ -350,15 +353,15 @@ mod tests {
     #[test]
     fn marks_are_owed_two_scans_and_then_ksmd_rests() {
         let mut bench = Bench::new();
-        assert_eq!(bench.order(true), MergeOrder::Keep);
+        assert_eq!(bench.order(true), ScanOrder::Keep);
         bench.merger.owe(Pages(1000));
-        assert_eq!(bench.order(false), MergeOrder::Keep, "more marks are about to come");
-        assert_eq!(bench.order(true), MergeOrder::Kick);
-        assert_eq!(bench.order(true), MergeOrder::Keep);
+        assert_eq!(bench.order(false), ScanOrder::Keep, "more marks are about to come");
+        assert_eq!(bench.order(true), ScanOrder::KICK);
+        assert_eq!(bench.order(true), ScanOrder::Keep);
         bench.finish_scan(0);
-        assert_eq!(bench.order(true), MergeOrder::Kick);
+        assert_eq!(bench.order(true), ScanOrder::KICK);
         bench.finish_scan(900);
-        assert_eq!(bench.order(true), MergeOrder::Rest);
+        assert_eq!(bench.order(true), ScanOrder::Rest);
         assert!(!bench.merger.is_busy());
     }
 
@@ -366,32 +369,32 @@ mod tests {
     fn marks_that_come_during_a_scan_get_two_of_their_own() {
         let mut bench = Bench::new();
         bench.merger.owe(Pages(1000));
-        assert_eq!(bench.order(true), MergeOrder::Kick);
+        assert_eq!(bench.order(true), ScanOrder::KICK);
         bench.merger.owe(Pages(500));
         for _ in 0..2 {
             bench.finish_scan(10);
-            assert_eq!(bench.order(true), MergeOrder::Kick);
+            assert_eq!(bench.order(true), ScanOrder::KICK);
         }
         bench.finish_scan(10);
-        assert_eq!(bench.order(true), MergeOrder::Rest);
+        assert_eq!(bench.order(true), ScanOrder::Rest);
     }
 
     #[test]
     fn two_scans_from_the_beginning_leave_nothing_out_where_all_is_owed() {
         let mut bench = Bench::new();
         bench.merger.owe(Pages(1000));
-        assert_eq!(bench.order(true), MergeOrder::Kick);
+        assert_eq!(bench.order(true), ScanOrder::KICK);
         bench.merger.owe_all(Pages(500));
         assert!(!bench.merger.is_thorough(), "the one under way goes on as it was begun");
         for _ in 0..2 {
             bench.finish_scan(10);
-            assert_eq!(bench.order(true), MergeOrder::Kick);
+            assert_eq!(bench.order(true), ScanOrder::Kick { thorough: true });
             assert!(bench.merger.is_thorough());
         }
         bench.finish_scan(10);
-        assert_eq!(bench.order(true), MergeOrder::Rest);
+        assert_eq!(bench.order(true), ScanOrder::Rest);
         bench.merger.owe(Pages(500));
-        assert_eq!(bench.order(true), MergeOrder::Kick);
+        assert_eq!(bench.order(true), ScanOrder::KICK);
         assert!(!bench.merger.is_thorough());
     }
 
@@ -399,13 +402,13 @@ mod tests {
     fn a_kick_under_way_is_waited_for_and_an_empty_one_is_over() {
         let mut bench = Bench::new();
         bench.merger.owe(Pages(1000));
-        assert_eq!(bench.order(true), MergeOrder::Kick);
-        assert_eq!(bench.order(true), MergeOrder::Keep);
+        assert_eq!(bench.order(true), ScanOrder::KICK);
+        assert_eq!(bench.order(true), ScanOrder::Keep);
         // Nothing was registered any more: the host gives up on it, and no scan is counted by the kernel.
         bench.ksm.busy = false;
-        assert_eq!(bench.order(true), MergeOrder::Kick);
+        assert_eq!(bench.order(true), ScanOrder::KICK);
         bench.ksm.busy = false;
-        assert_eq!(bench.order(true), MergeOrder::Rest);
+        assert_eq!(bench.order(true), ScanOrder::Rest);
     }
 
     #[test]
@@ -414,12 +417,12 @@ mod tests {
         bench.marked = Pages(1 << 23);
         bench.merger.owe_reaping(Pages(1 << 23), 0);
         bench.now_ns = REAP_AFTER_NS;
-        assert!(matches!(bench.order(true), MergeOrder::Pace { .. }));
-        assert_eq!(bench.order(true), MergeOrder::Keep);
+        assert!(matches!(bench.order(true), ScanOrder::Pace { .. }));
+        assert_eq!(bench.order(true), ScanOrder::Keep);
         bench.finish_scan(0);
-        assert_eq!(bench.order(true), MergeOrder::Keep, "that was only the end of a scan begun earlier");
+        assert_eq!(bench.order(true), ScanOrder::Keep, "that was only the end of a scan begun earlier");
         bench.finish_scan(0);
-        assert_eq!(bench.order(true), MergeOrder::Rest);
+        assert_eq!(bench.order(true), ScanOrder::Rest);
     }
 
     #[test]
@@ -427,11 +430,11 @@ mod tests {
         let mut bench = Bench::new();
         bench.merger.owe_reaping(Pages(1000), 0);
         bench.merger.owe_reaping(Pages(1000), 5_000 * MS);
-        assert_eq!(bench.order(true), MergeOrder::Keep);
+        assert_eq!(bench.order(true), ScanOrder::Keep);
         bench.now_ns = 10_000 * MS;
-        assert_eq!(bench.order(true), MergeOrder::Kick);
+        assert_eq!(bench.order(true), ScanOrder::KICK);
         bench.finish_scan(0);
-        assert_eq!(bench.order(true), MergeOrder::Rest);
+        assert_eq!(bench.order(true), ScanOrder::Rest);
     }
 
     #[test]
@@ -439,11 +442,11 @@ mod tests {
         let mut bench = Bench::new();
         bench.pace = Governor::Low.pace();
         bench.merger.owe(Pages(1));
-        assert_eq!(bench.order(true), MergeOrder::Pace { pages_to_scan: 5_000, sleep_ms: 400 });
+        assert_eq!(bench.order(true), ScanOrder::Pace { pages_to_scan: 5_000, sleep_ms: 400, thorough: false });
         let mut bench = Bench::new();
         bench.marked = Pages(1 << 23);
         bench.merger.owe(Pages(1));
-        assert!(matches!(bench.order(true), MergeOrder::Pace { .. }));
+        assert!(matches!(bench.order(true), ScanOrder::Pace { .. }));
     }
 
     #[test]
@@ -451,8 +454,8 @@ mod tests {
         let mut bench = Bench::new();
         bench.ksm.ours = false;
         bench.merger.owe(Pages(1000));
-        assert_eq!(bench.order(true), MergeOrder::Keep);
+        assert_eq!(bench.order(true), ScanOrder::Keep);
         bench.ksm.ours = true;
-        assert_eq!(bench.order(true), MergeOrder::Kick);
+        assert_eq!(bench.order(true), ScanOrder::KICK);
     }
 }

@@ -3,7 +3,7 @@
 use crate::script::Scripted;
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
-use pagefold_core::host::{Actions, Host, MergeOrder};
+use pagefold_core::host::{Actions, Host, ScanOrder};
 use pagefold_sim::{Classes, Costs, Counts, Forest, Knobs, SimHost, UksmSettings};
 use serde::Serialize;
 use std::fmt;
@@ -241,8 +241,12 @@ impl Run {
             Algorithm::Pagefold => Some(Engine::new(settings.config.clone())),
             Algorithm::Uksm => None,
             _ => {
-                let merge = MergeOrder::Pace { pages_to_scan: settings.pages_to_scan, sleep_ms: settings.sleep_ms };
-                let Ok(_) = sim.apply(&Actions { merge, ..Actions::default() });
+                let scan = ScanOrder::Pace {
+                    pages_to_scan: settings.pages_to_scan,
+                    sleep_ms: settings.sleep_ms,
+                    thorough: false,
+                };
+                let Ok(_) = sim.apply(&Actions { scan, ..Actions::default() });
                 None
             }
         };

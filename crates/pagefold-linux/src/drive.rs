@@ -25,7 +25,7 @@ use crate::hand::Hand;
 use crate::ksm::Knob;
 use crate::state_file::ENDLESS_SLEEP;
 use crate::tenure::{Tenure, TurnError};
-use pagefold_core::host::MergeOrder;
+use pagefold_core::host::ScanOrder;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -52,7 +52,7 @@ const KICKS_AT_MOST: u32 = 3;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriveStatus {
     /// The last order that was begun.
-    pub in_force: MergeOrder,
+    pub in_force: ScanOrder,
     /// The kernel has not yet done all of it, or another order waits.
     pub under_way: bool,
     /// Kicks answered by a scan.
@@ -82,8 +82,7 @@ struct Desk {
 
 #[derive(Debug, Default)]
 struct Papers {
-    next: Option<MergeOrder>,
-    thorough: bool,
+    next: Option<ScanOrder>,
     quit: bool,
     status: DriveStatus,
 }
@@ -102,8 +101,8 @@ impl Driver {
     }
 
     /// Gives an order. Does not wait; an order not yet begun is replaced. A kick under way runs to its end.
-    pub fn order(&self, order: MergeOrder) {
-        if order == MergeOrder::Keep {
+    pub fn order(&self, order: ScanOrder) {
+        if order == ScanOrder::Keep {
             return;
         }
         let mut papers = self.desk.papers();
@@ -112,11 +111,6 @@ impl Driver {
             papers.status.under_way = true;
             self.desk.bell.notify_all();
         }
-    }
-
-    /// Whether the scans ordered from now on leave out no page: without `smart_scan`, whatever it is usually.
-    pub fn set_thorough(&self, thorough: bool) {
-        self.desk.papers().thorough = thorough;
     }
 
     /// Whether the last order is done: the kicked scan has ended, the pace or the rest is in force.
@@ -201,10 +195,10 @@ impl Worker {
     fn work(mut self) {
         while let Some(order) = self.next_order() {
             let done = match order {
-                MergeOrder::Keep => Ok(()),
-                MergeOrder::Rest => self.rest(),
-                MergeOrder::Kick => self.kick(),
-                MergeOrder::Pace { pages_to_scan, sleep_ms } => self.pace(pages_to_scan, sleep_ms),
+                ScanOrder::Keep => Ok(()),
+                ScanOrder::Rest => self.rest(),
+                ScanOrder::Kick { thorough } => self.kick(thorough),
+                ScanOrder::Pace { pages_to_scan, sleep_ms, thorough } => self.pace(pages_to_scan, sleep_ms, thorough),
             };
             let mut papers = self.desk.papers();
             if let Err(Stop::StandDown(why)) = &done {
@@ -222,7 +216,7 @@ impl Worker {
         self.desk.bell.notify_all();
     }
 
-    fn next_order(&self) -> Option<MergeOrder> {
+    fn next_order(&self) -> Option<ScanOrder> {
         let papers = self.desk.papers();
         let mut papers = self
             .desk
@@ -250,11 +244,11 @@ impl Worker {
         Ok(())
     }
 
-    fn pace(&mut self, pages_to_scan: u32, sleep_ms: u32) -> Result<(), Stop> {
+    fn pace(&mut self, pages_to_scan: u32, sleep_ms: u32, thorough: bool) -> Result<(), Stop> {
         // From 2^31 on the kernel would sleep for ever.
         let sleep_ms = u64::from(sleep_ms).min(ENDLESS_SLEEP - 1);
         fault::point("order:pace");
-        self.set_smart_scan()?;
+        self.set_smart_scan(thorough)?;
         self.at_start = false;
         self.pacing = true;
         self.hand.turn(Knob::PagesToScan, u64::from(pages_to_scan.max(1)))?;
@@ -263,15 +257,15 @@ impl Worker {
     }
 
     /// Off where no page is to be left out, otherwise as it was found.
-    fn set_smart_scan(&self) -> Result<(), Stop> {
+    fn set_smart_scan(&self, thorough: bool) -> Result<(), Stop> {
         let Some(usual) = self.smart_scan else { return Ok(()) };
-        let value = if self.desk.papers().thorough { 0 } else { usual };
+        let value = if thorough { 0 } else { usual };
         Ok(self.hand.turn(Knob::SmartScan, value)?)
     }
 
-    fn kick(&mut self) -> Result<(), Stop> {
+    fn kick(&mut self, thorough: bool) -> Result<(), Stop> {
         fault::point("order:kick");
-        self.set_smart_scan()?;
+        self.set_smart_scan(thorough)?;
         if self.pacing {
             self.rest()?;
             self.wait_for_rest()?;
@@ -279,7 +273,7 @@ impl Worker {
         if !self.at_start && self.scan()? {
             let papers = self.desk.papers();
             // Only an order to do something else makes the scan from the beginning superfluous.
-            if papers.quit || papers.next.is_some_and(|next| next != MergeOrder::Kick) {
+            if papers.quit || papers.next.is_some_and(|next| !matches!(next, ScanOrder::Kick { .. })) {
                 drop(papers);
                 self.at_start = true;
                 return self.rest();

@@ -125,7 +125,7 @@ fn each_kick_is_one_scan_and_then_everything_rests() {
     let driver = stage.driver();
     assert!(driver.idle());
     for kicks in 1..=3 {
-        driver.order(MergeOrder::Kick);
+        driver.order(ScanOrder::KICK);
         assert!(driver.wait_idle(LIMIT));
         assert_eq!(stage.scans(), kicks);
     }
@@ -134,7 +134,7 @@ fn each_kick_is_one_scan_and_then_everything_rests() {
     assert!(status.last_scan_ns > 0);
     assert_eq!((stage.get("run"), stage.get("pages_to_scan")), ("1".into(), "0".into()));
     assert!(stage.get("sleep_millisecs").parse::<u64>().unwrap() >= ENDLESS_SLEEP);
-    driver.order(MergeOrder::Keep);
+    driver.order(ScanOrder::Keep);
     assert!(driver.idle());
 }
 
@@ -142,10 +142,10 @@ fn each_kick_is_one_scan_and_then_everything_rests() {
 fn the_first_kick_after_unknown_scanning_is_two() {
     let stage = Stage::new("12345");
     let driver = stage.driver();
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
     assert_eq!(stage.scans(), 2, "one to finish what somebody began, one from the beginning");
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
     assert_eq!(stage.scans(), 3);
 }
@@ -155,7 +155,7 @@ fn an_unheard_kick_is_repeated() {
     let stage = Stage::new("0");
     let driver = stage.driver();
     stage.manners.deaf.store(1, Ordering::SeqCst);
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
     assert_eq!(stage.scans(), 1);
     assert!(driver.status().unheard >= 1);
@@ -166,7 +166,7 @@ fn with_nothing_registered_a_kick_ends_empty() {
     let stage = Stage::new("0");
     let driver = stage.driver();
     stage.manners.deaf.store(100, Ordering::SeqCst);
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
     let status = driver.status();
     assert_eq!((status.scans, status.empty, status.stood_down), (0, 1, None));
@@ -177,20 +177,20 @@ fn orders_do_not_wait_and_the_latest_wins() {
     let stage = Stage::new("0");
     stage.manners.scan_ms.store(200, Ordering::SeqCst);
     let driver = stage.driver();
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     let end = Instant::now() + LIMIT;
-    while driver.status().in_force != MergeOrder::Kick {
+    while driver.status().in_force != ScanOrder::KICK {
         assert!(Instant::now() < end);
     }
     let before = Instant::now();
-    driver.order(MergeOrder::Kick);
-    driver.order(MergeOrder::Pace { pages_to_scan: 700, sleep_ms: 40 });
+    driver.order(ScanOrder::KICK);
+    driver.order(ScanOrder::Pace { pages_to_scan: 700, sleep_ms: 40, thorough: false });
     assert!(before.elapsed() < Duration::from_millis(100));
     assert!(!driver.idle());
     assert!(driver.wait_idle(LIMIT));
     assert_eq!(stage.scans(), 1, "the second kick was overtaken");
     assert_eq!((stage.get("pages_to_scan"), stage.get("sleep_millisecs")), ("700".into(), "40".into()));
-    driver.order(MergeOrder::Rest);
+    driver.order(ScanOrder::Rest);
     assert!(driver.wait_idle(LIMIT));
     assert_eq!(stage.get("pages_to_scan"), "0");
     assert!(stage.get("sleep_millisecs").parse::<u64>().unwrap() >= ENDLESS_SLEEP);
@@ -200,7 +200,7 @@ fn orders_do_not_wait_and_the_latest_wins() {
 fn resting_before_anything_ran_touches_nothing() {
     let stage = Stage::new("0");
     let driver = stage.driver();
-    driver.order(MergeOrder::Rest);
+    driver.order(ScanOrder::Rest);
     assert!(driver.wait_idle(LIMIT));
     assert_eq!((stage.get("run"), stage.get("pages_to_scan")), ("0".into(), "100".into()));
 }
@@ -209,13 +209,13 @@ fn resting_before_anything_ran_touches_nothing() {
 fn a_knob_turned_by_somebody_else_ends_the_driving() {
     let stage = Stage::new("0");
     let driver = stage.driver();
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
     fixture::set(&stage.dir.path().join("ksm"), "sleep_millisecs", "33");
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
     assert!(driver.status().stood_down.unwrap().contains("sleep_millisecs"));
-    driver.order(MergeOrder::Pace { pages_to_scan: 9, sleep_ms: 9 });
+    driver.order(ScanOrder::Pace { pages_to_scan: 9, sleep_ms: 9, thorough: false });
     assert!(driver.idle());
     assert_eq!(stage.get("sleep_millisecs"), "33");
 }
@@ -225,7 +225,7 @@ fn giving_back_stops_the_driver_in_the_middle_of_a_kick() {
     let mut stage = Stage::new("0");
     stage.manners.scan_ms.store(1000, Ordering::SeqCst);
     let driver = stage.driver();
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     std::thread::sleep(Duration::from_millis(50));
     let restored = stage.tenure.take().unwrap().restore(LIMIT);
     assert!(restored.is_complete());

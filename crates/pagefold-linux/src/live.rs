@@ -24,7 +24,8 @@ use crate::targets::Target;
 use crate::tenure::{Restored, Tenure, TurnError};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{
-    Actions, Cost, Host, KsmView, Marking, MemoryView, Outcome, RegionView, Run, SamplePlan, Samples, Snapshot,
+    Actions, ChangeResult, Cost, Host, KsmView, Marking, MemoryView, Outcome, RegionView, Run, SamplePlan, Samples,
+    Snapshot,
 };
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Pages;
@@ -402,15 +403,15 @@ impl Host for LiveHost {
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, LiveError> {
         let mut outcome = Outcome::default();
         if matches!(self.hands, Acting::Act { stood_down: true, .. }) {
-            outcome.marked = vec![Marking::Busy; actions.mark.len()];
-            outcome.unmarked = vec![Marking::Busy; actions.unmark.len()];
+            let busy = |&change| ChangeResult { change, marking: Marking::Busy };
+            outcome.marked = actions.mark.iter().map(busy).collect();
+            outcome.unmarked = actions.unmark.iter().map(busy).collect();
             return Ok(outcome);
         }
         outcome.marked = self.change(&actions.mark, true, actions.stop, &mut outcome);
         outcome.unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
         if let Acting::Act { driver, .. } = &self.hands {
-            driver.set_thorough(actions.thorough);
-            driver.order(actions.merge);
+            driver.order(actions.scan);
             if !actions.moves.is_empty() {
                 let before_ns = own_cpu_ns();
                 self.place(&actions.moves, &mut outcome);

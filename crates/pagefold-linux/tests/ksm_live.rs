@@ -3,7 +3,7 @@
 //! Each test holds the one lock for its second or two and leaves KSM as a fresh boot shows it, whatever
 //! happens. Only children that the tests start are marked.
 
-use pagefold_core::host::MergeOrder;
+use pagefold_core::host::ScanOrder;
 use pagefold_linux::cpu::{Ksmd, process_cpu_ns};
 use pagefold_linux::drive::Driver;
 use pagefold_linux::ksm::{KSM_ROOT, Knob, Ksm};
@@ -319,11 +319,11 @@ fn a_tenure_merges_rests_and_gives_back() {
     assert!(tenure.not_granted().is_empty());
     assert_eq!(machine.read(Knob::MaxPageSharing), 4096);
     let driver = Driver::start(&tenure, Ksmd::find().unwrap()).unwrap();
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
     for _ in 0..3 {
         let scans = machine.scans();
-        driver.order(MergeOrder::Kick);
+        driver.order(ScanOrder::KICK);
         assert!(driver.wait_idle(LIMIT));
         assert_eq!(machine.scans() - scans, 1, "one kick, one scan");
     }
@@ -348,17 +348,17 @@ fn a_tenure_merges_rests_and_gives_back() {
     }
     println!("cpu_ns(): {} ns", began.elapsed().as_nanos() / 1000);
 
-    driver.order(MergeOrder::Pace { pages_to_scan: 500, sleep_ms: 10 });
+    driver.order(ScanOrder::Pace { pages_to_scan: 500, sleep_ms: 10, thorough: false });
     assert!(driver.wait_idle(LIMIT));
     let scanned = machine.ksm.pages_scanned().unwrap();
     std::thread::sleep(Duration::from_millis(200));
     assert!(machine.ksm.pages_scanned().unwrap() > scanned + 1000);
-    driver.order(MergeOrder::Rest);
+    driver.order(ScanOrder::Rest);
     assert!(driver.wait_idle(LIMIT));
     machine.settle();
     machine.assert_ksmd_idle();
     let scans = machine.scans();
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
     assert_eq!(machine.scans() - scans, 2, "the rest of the paced scan, and one from the beginning");
 
@@ -392,23 +392,21 @@ fn a_thorough_scan_merges_what_smart_scan_passes_over() {
     let mut victim = Victim::random(32);
     let tenure = Tenure::take(machine.ksm.clone(), &machine.places, &Wishes::default()).unwrap();
     let driver = Driver::start(&tenure, Ksmd::find().unwrap()).unwrap();
-    let kick = |times| {
+    let kick = |times, thorough| {
         for _ in 0..times {
-            driver.order(MergeOrder::Kick);
+            driver.order(ScanOrder::Kick { thorough });
             assert!(driver.wait_idle(LIMIT));
         }
         machine.ksm.counters().unwrap().pages_sharing.0
     };
     // Visited so often without a merge that ksmd is to pass over each page eight times.
-    assert_eq!(kick(24), 0);
+    assert_eq!(kick(24, false), 0);
     victim.copy();
     let pages = 16 * (1 << 20) / PAGE as u64;
-    assert!(kick(2) < pages / 100, "two scans with smart_scan");
-    driver.set_thorough(true);
-    assert_eq!(kick(2), pages, "and two without");
+    assert!(kick(2, false) < pages / 100, "two scans with smart_scan");
+    assert_eq!(kick(2, true), pages, "and two without");
     assert_eq!(machine.read(Knob::SmartScan), 0);
-    driver.set_thorough(false);
-    kick(1);
+    kick(1, false);
     assert_eq!(machine.read(Knob::SmartScan), 1);
     let restored = tenure.restore(LIMIT);
     assert!(restored.left.is_empty() && restored.failed.is_empty() && restored.pending.is_empty(), "{restored:?}");
@@ -422,9 +420,9 @@ fn giving_back_in_the_middle_of_a_scan_is_bounded_and_still_done() {
     let _victim = Victim::random(256);
     let tenure = Tenure::take(machine.ksm.clone(), &machine.places, &Wishes::default()).unwrap();
     let driver = Driver::start(&tenure, Ksmd::find().unwrap()).unwrap();
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     std::thread::sleep(Duration::from_millis(20));
     if driver.idle() {
         println!("SKIP: the scan was over before it could be interrupted");
@@ -454,7 +452,7 @@ fn holder() {
         Places { lock: Path::new(&dir).join("lock"), state: Path::new(&dir).join("state.json"), ..Places::default() };
     let tenure = Tenure::take(Arc::new(Ksm::open(Path::new(KSM_ROOT)).unwrap()), &places, &Wishes::default()).unwrap();
     let driver = Driver::start(&tenure, Ksmd::find().unwrap()).unwrap();
-    driver.order(MergeOrder::Pace { pages_to_scan: 10, sleep_ms: 30 });
+    driver.order(ScanOrder::Pace { pages_to_scan: 10, sleep_ms: 30, thorough: false });
     assert!(driver.wait_idle(LIMIT));
     println!("taken");
     std::io::stdout().flush().unwrap();
@@ -495,12 +493,12 @@ fn others_are_noticed() {
     machine.write(Knob::Run, 0);
     let tenure = Tenure::take(machine.ksm.clone(), &machine.places, &Wishes::default()).unwrap();
     let driver = Driver::start(&tenure, Ksmd::find().unwrap()).unwrap();
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
     assert_eq!(driver.status().stood_down, None);
     machine.write(Knob::PagesToScan, 123);
     assert!(matches!(tenure.check(), Err(TurnError::Usurped(usurped)) if usurped.theirs == 123));
-    driver.order(MergeOrder::Kick);
+    driver.order(ScanOrder::KICK);
     assert!(driver.wait_idle(LIMIT));
     assert!(driver.status().stood_down.is_some());
     assert_eq!(tenure.restore(LIMIT).left.len(), 1);

@@ -17,8 +17,8 @@ use crate::uksmd::{UksmSettings, Uksmd};
 use crate::workload::{Behaviour, Mapping, Process, Writes};
 use pagefold_core::hash::Digest;
 use pagefold_core::host::{
-    Actions, Change, Cost, Host, KsmView, Marking, MemoryView, MergeOrder, Outcome, PageSample, PageState, RegionView,
-    Run, SamplePlan, Samples, Snapshot, Span, Stops,
+    Actions, Change, ChangeResult, Cost, Host, KsmView, Marking, MemoryView, Outcome, PageSample, PageState,
+    RegionView, Run, SamplePlan, Samples, ScanOrder, Snapshot, Span, Stops,
 };
 use pagefold_core::keys::{FamilyKey, OwnerKey, RegionKey};
 use pagefold_core::region::RUN_PAGES;
@@ -533,22 +533,24 @@ impl SimHost {
     }
 
     /// Marks or unmarks spans, one stop for all of a process.
-    fn change_marks(&mut self, changes: &[Change], mark: bool, outcome: &mut Outcome) -> Vec<Marking> {
+    fn change_marks(&mut self, changes: &[Change], mark: bool, outcome: &mut Outcome) -> Vec<ChangeResult> {
         let mut stops: BTreeMap<u32, (bool, u64)> = BTreeMap::new();
         let mut results = Vec::with_capacity(changes.len());
-        for Change { span, .. } in changes {
+        for &change in changes {
+            let span = &change.span;
             let Some((owner, range)) = self.target(span) else {
-                results.push(Marking::Refused);
+                results.push(ChangeResult { change, marking: Marking::Refused });
                 continue;
             };
             let (busy, stop_ns) =
                 stops.entry(owner).or_insert_with(|| (self.stream.chance(self.knobs.busy), self.costs.stop_ns));
             if *busy {
-                results.push(Marking::Busy);
+                results.push(ChangeResult { change, marking: Marking::Busy });
                 continue;
             }
             *stop_ns += self.costs.inject_ns;
-            results.push(Marking::Done(Pages(u64::from(range.end - range.start))));
+            let marking = Marking::Done(Pages(u64::from(range.end - range.start)));
+            results.push(ChangeResult { change, marking });
             if mark {
                 if let Some(region) = self.memory.region_mut(span.region.0) {
                     region.marks.add(range);
@@ -629,8 +631,8 @@ impl Host for SimHost {
         outcome.marked = self.change_marks(&actions.mark, true, &mut outcome);
         self.place(&actions.moves, &mut outcome);
         if self.ours {
-            self.ksmd.order(actions.merge, actions.thorough, self.now_ns);
-        } else if actions.merge != MergeOrder::Keep {
+            self.ksmd.order(actions.scan, self.now_ns);
+        } else if actions.scan != ScanOrder::Keep {
             self.ignored_orders += 1;
         }
         Ok(outcome)

@@ -8,7 +8,7 @@ use crate::knobs::{Classes, Forest, Knobs};
 use crate::memory::{Hold, Item, Memory, NO_ITEM, NONE, Region, Stands, Touch};
 use crate::mix;
 use crate::trees::{Steps, Trees, Unstable};
-use pagefold_core::host::MergeOrder;
+use pagefold_core::host::ScanOrder;
 use pagefold_core::units::Vpn;
 use std::ops::Range;
 
@@ -113,15 +113,14 @@ impl Ksmd {
         &self.list
     }
 
-    pub(crate) fn order(&mut self, order: MergeOrder, thorough: bool, now_ns: u64) {
+    pub(crate) fn order(&mut self, order: ScanOrder, now_ns: u64) {
         let slept_ns = self.sleep_ns;
-        if order != MergeOrder::Keep {
+        if order != ScanOrder::Keep {
             self.busy = self.is_scanning();
-            self.thorough = thorough;
         }
         match order {
-            MergeOrder::Keep => return,
-            MergeOrder::Rest => {
+            ScanOrder::Keep => return,
+            ScanOrder::Rest => {
                 self.run = false;
                 // A batch goes on to its end; nothing can abort it.
                 if !self.is_scanning() {
@@ -129,13 +128,16 @@ impl Ksmd {
                 }
                 return;
             }
-            MergeOrder::Kick => (self.pages_to_scan, self.sleep_ns) = (u64::from(u32::MAX), None),
-            MergeOrder::Pace { pages_to_scan, sleep_ms } => {
+            ScanOrder::Kick { thorough } => {
+                (self.pages_to_scan, self.sleep_ns, self.thorough) = (u64::from(u32::MAX), None, thorough);
+            }
+            ScanOrder::Pace { pages_to_scan, sleep_ms, thorough } => {
+                self.thorough = thorough;
                 (self.pages_to_scan, self.sleep_ns) = (u64::from(pages_to_scan), Some(u64::from(sleep_ms) * NS_PER_MS));
             }
         }
         self.run = true;
-        let kick = order == MergeOrder::Kick;
+        let kick = matches!(order, ScanOrder::Kick { .. });
         match self.state {
             State::Idle => self.start_batch(now_ns),
             // Only a CHANGE of the sleep wakes ksmd. Each kick writes a new value.

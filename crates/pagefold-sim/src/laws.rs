@@ -3,7 +3,7 @@
 
 use crate::memory::{Hold, Memory, NONE, Stands};
 use crate::{Behaviour, Classes, Costs, Fill, Forest, Knobs, Mapping, Process, SimHost, Writes};
-use pagefold_core::host::{Actions, Host, MergeOrder, Move, PageState, Run, SamplePlan, Span};
+use pagefold_core::host::{Actions, Host, Move, PageState, Run, SamplePlan, ScanOrder, Span};
 use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use proptest::prelude::*;
@@ -112,12 +112,12 @@ impl Pair {
                 self.apply(|actions, span| actions.unmark.push(span.into()), who, page, pages);
             }
             Step::Order(kind) => {
-                let merge = match kind {
-                    0 => MergeOrder::Kick,
-                    1 => MergeOrder::Rest,
-                    _ => MergeOrder::Pace { pages_to_scan: 7, sleep_ms: 0 },
+                let scan = match kind {
+                    0 => ScanOrder::KICK,
+                    1 => ScanOrder::Rest,
+                    _ => ScanOrder::Pace { pages_to_scan: 7, sleep_ms: 0, thorough: false },
                 };
-                self.sim.apply(&Actions { merge, ..Actions::default() }).unwrap();
+                self.sim.apply(&Actions { scan, ..Actions::default() }).unwrap();
             }
             Step::Wait(ns) => self.sim.wait(ns).unwrap(),
             Step::Move(who, page, node) => {
@@ -310,9 +310,9 @@ fn a_page_marked_anew_within_a_scan_has_left_the_unstable_tree() {
         let mut add = || sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(1), Fill::Same(1))));
         let (one, other) = (add(), add());
         let span = |sim: &SimHost, owner| sim.span_of(sim.regions_of(owner)[0]).unwrap().into();
-        let merge = MergeOrder::Pace { pages_to_scan: 1, sleep_ms: 1 };
+        let scan = ScanOrder::Pace { pages_to_scan: 1, sleep_ms: 1, thorough: false };
         let both = vec![span(&sim, one), span(&sim, other)];
-        sim.apply(&Actions { mark: both, merge, ..Actions::default() }).unwrap();
+        sim.apply(&Actions { mark: both, scan, ..Actions::default() }).unwrap();
         sim.wait(waits * 100_000).unwrap();
         let again = vec![span(&sim, one)];
         sim.apply(&Actions { unmark: again.clone(), ..Actions::default() }).unwrap();
@@ -343,7 +343,7 @@ fn fingerprint(seed: u64) -> String {
         let whole =
             |view: &pagefold_core::host::RegionView| Span { region: view.key, first: view.first, pages: view.pages };
         let spans = snapshot.regions.iter().map(|view| whole(view).into());
-        let actions = Actions { mark: spans.collect(), merge: MergeOrder::Kick, ..Actions::default() };
+        let actions = Actions { mark: spans.collect(), scan: ScanOrder::KICK, ..Actions::default() };
         let outcome = sim.apply(&actions).unwrap();
         sim.wait(10_000_000).unwrap();
         write!(told, "{snapshot:?}{outcome:?}{:?}{}", sim.truth(), sim.cow_breaks()).unwrap();

@@ -6,7 +6,7 @@
 //! them, and what that would cost, follows Linux's `mm/ksm.c` and measurements (see [`Costs`]).
 //!
 //! ```
-//! use pagefold_core::host::{Actions, Host, MergeOrder, Span};
+//! use pagefold_core::host::{Actions, Host, ScanOrder, Span};
 //! use pagefold_core::units::Pages;
 //! use pagefold_sim::{Costs, Knobs, SimHost, scenario};
 //!
@@ -16,7 +16,7 @@
 //! let mark = seen.regions.iter().map(|view| Span { region: view.key, first: view.first, pages: view.pages });
 //! sim.apply(&Actions { mark: mark.map(Into::into).collect(), ..Actions::default() }).unwrap();
 //! for _ in 0..2 {
-//!     sim.apply(&Actions { merge: MergeOrder::Kick, ..Actions::default() }).unwrap();
+//!     sim.apply(&Actions { scan: ScanOrder::KICK, ..Actions::default() }).unwrap();
 //!     sim.wait(1_000_000_000).unwrap();
 //! }
 //! assert_eq!(sim.saved(), Pages(1_000));

@@ -2,7 +2,7 @@
 //! the workloads against what was measured of the programs they stand for. The fit is to within a third:
 //! the measurements themselves vary by about as much.
 
-use pagefold_core::host::{Actions, Host, MergeOrder, Span};
+use pagefold_core::host::{Actions, Host, ScanOrder, Span};
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::units::{EXTENT_PAGES, Pages};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost, scenario};
@@ -24,7 +24,7 @@ fn mark_all(sim: &mut SimHost) {
 /// CPU time of one full scan.
 fn scan_ns(sim: &mut SimHost) -> u64 {
     let before_ns = sim.cost().ksmd_ns;
-    sim.apply(&Actions { merge: MergeOrder::Kick, ..Actions::default() }).unwrap();
+    sim.apply(&Actions { scan: ScanOrder::KICK, ..Actions::default() }).unwrap();
     while sim.is_scanning() {
         sim.wait(100 * MS).unwrap();
     }

@@ -2,7 +2,7 @@
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
-use pagefold_core::host::{Actions, Host, MergeOrder, Run, SamplePlan, Span};
+use pagefold_core::host::{Actions, Host, Run, SamplePlan, ScanOrder, Span};
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, UksmSettings, Writes};
 
@@ -48,8 +48,8 @@ fn figures(who: Who, grain: u32) -> [(&'static str, u64); 6] {
             sim.wait(pause_ns).unwrap();
         }
     } else {
-        let merge = MergeOrder::Pace { pages_to_scan: 1_000, sleep_ms: 20 };
-        sim.apply(&Actions { merge, ..Actions::default() }).unwrap();
+        let scan = ScanOrder::Pace { pages_to_scan: 1_000, sleep_ms: 20, thorough: false };
+        sim.apply(&Actions { scan, ..Actions::default() }).unwrap();
         sim.wait(60 * NS_PER_S).unwrap();
     }
     let cost = sim.cost();
@@ -78,8 +78,8 @@ fn a_grain_of_eight_pages_gives_the_figures_of_eight_pages() {
 fn a_batch_is_so_many_pages_on_average_whatever_the_grain() {
     for (grain, pages_to_scan) in [(64, 100), (64, 10), (8, 1_000), (1, 100)] {
         let mut sim = machine(Who::Ksmd, grain);
-        let merge = MergeOrder::Pace { pages_to_scan, sleep_ms: 1_000 };
-        sim.apply(&Actions { merge, ..Actions::default() }).unwrap();
+        let scan = ScanOrder::Pace { pages_to_scan, sleep_ms: 1_000, thorough: false };
+        sim.apply(&Actions { scan, ..Actions::default() }).unwrap();
         sim.wait(100 * NS_PER_S - 1).unwrap();
         // Nothing is merged that early, so that no batch takes long.
         let (scanned, expected) = (sim.ksm().scanned, 100 * u64::from(pages_to_scan));

@@ -1,6 +1,6 @@
 //! KSM's rules, one test each.
 
-use pagefold_core::host::{Actions, Host, Marking, MergeOrder, PageState, Run, SamplePlan, Span};
+use pagefold_core::host::{Actions, Host, Marking, PageState, Run, SamplePlan, ScanOrder, Span};
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::units::{Bytes, Pages, Permyriad, Vpn};
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost, Writes};
@@ -16,13 +16,13 @@ fn add(sim: &mut SimHost, mapping: Mapping) -> (OwnerKey, RegionKey) {
     (owner, sim.regions_of(owner)[0])
 }
 
-fn order(sim: &mut SimHost, merge: MergeOrder) {
-    sim.apply(&Actions { merge, ..Actions::default() }).unwrap();
+fn order(sim: &mut SimHost, merge: ScanOrder) {
+    sim.apply(&Actions { scan: merge, ..Actions::default() }).unwrap();
 }
 
 fn mark(sim: &mut SimHost, region: RegionKey) -> Marking {
     let span = sim.span_of(region).unwrap();
-    sim.apply(&Actions { mark: vec![span.into()], ..Actions::default() }).unwrap().marked[0]
+    sim.apply(&Actions { mark: vec![span.into()], ..Actions::default() }).unwrap().marked[0].marking
 }
 
 fn unmark(sim: &mut SimHost, region: RegionKey) {
@@ -33,7 +33,7 @@ fn unmark(sim: &mut SimHost, region: RegionKey) {
 /// One full scan, awaited.
 fn scan(sim: &mut SimHost) {
     let before = sim.ksm().full_scans;
-    order(sim, MergeOrder::Kick);
+    order(sim, ScanOrder::KICK);
     while sim.is_scanning() {
         sim.wait(MS).unwrap();
     }
@@ -68,9 +68,9 @@ fn a_merge_takes_two_scans_and_saves_exactly_the_copies() {
 fn nothing_happens_without_marks_or_while_at_rest() {
     let mut sim = host(Knobs::default());
     let (_, region) = add(&mut sim, Mapping::new(Pages(50), Fill::Same(1)));
-    order(&mut sim, MergeOrder::Kick);
+    order(&mut sim, ScanOrder::KICK);
     assert!(!sim.is_scanning(), "nothing is registered");
-    order(&mut sim, MergeOrder::Rest);
+    order(&mut sim, ScanOrder::Rest);
     mark(&mut sim, region);
     sim.wait(1_000 * MS).unwrap();
     assert_eq!((sim.cost().ksmd_ns, sim.ksm().scanned), (0, 0));
@@ -80,7 +80,7 @@ fn nothing_happens_without_marks_or_while_at_rest() {
 fn the_first_mark_wakes_a_ksmd_that_was_told_to_run() {
     let mut sim = host(Knobs::default());
     let (_, region) = add(&mut sim, Mapping::new(Pages(50), Fill::Same(1)));
-    order(&mut sim, MergeOrder::Kick);
+    order(&mut sim, ScanOrder::KICK);
     mark(&mut sim, region);
     sim.wait(1_000 * MS).unwrap();
     assert_eq!(sim.ksm().full_scans, 1);
@@ -97,7 +97,8 @@ fn only_marked_spans_merge() {
     let marks = [piece(10, 5), piece(90, 50), beyond, gone, piece(15, 0)].map(Into::into).to_vec();
     let outcome = sim.apply(&Actions { mark: marks, ..Actions::default() }).unwrap();
     let done = |pages| Marking::Done(Pages(pages));
-    assert_eq!(outcome.marked, [done(5), done(10), done(3), Marking::Refused, Marking::Refused]);
+    let markings: Vec<_> = outcome.marked.iter().map(|result| result.marking).collect();
+    assert_eq!(markings, [done(5), done(10), done(3), Marking::Refused, Marking::Refused]);
     assert_eq!(outcome.stops.len(), 1, "one stop serves all spans of a process");
     assert_eq!(sim.observe().unwrap().regions[0].marked, Pages(18));
     scan(&mut sim);
@@ -192,11 +193,11 @@ fn a_kick_during_a_scan_is_lost() {
     let mut sim = host(Knobs::default());
     let (_, region) = add(&mut sim, Mapping::new(Pages(10_000), Fill::Random));
     mark(&mut sim, region);
-    order(&mut sim, MergeOrder::Kick);
+    order(&mut sim, ScanOrder::KICK);
     sim.wait(MS).unwrap();
     assert!(sim.is_scanning());
-    order(&mut sim, MergeOrder::Kick);
-    order(&mut sim, MergeOrder::Rest);
+    order(&mut sim, ScanOrder::KICK);
+    order(&mut sim, ScanOrder::Rest);
     assert!(sim.is_scanning() && sim.ksm().busy, "a scan cannot be aborted");
     sim.wait(1_000 * MS).unwrap();
     assert!(!sim.ksm().busy);
@@ -211,7 +212,7 @@ fn a_scan_takes_its_cost_in_time_and_others_go_on_meanwhile() {
     let mut sim = host(Knobs::default());
     let (_, region) = add(&mut sim, Mapping::new(Pages(10_000), Fill::Random));
     mark(&mut sim, region);
-    order(&mut sim, MergeOrder::Kick);
+    order(&mut sim, ScanOrder::KICK);
     let began_ns = sim.now_ns();
     let mut scanned = 0;
     while sim.is_scanning() {
@@ -229,7 +230,7 @@ fn a_process_marked_during_a_scan_waits_for_the_next() {
     let (_, region) = add(&mut sim, Mapping::new(Pages(1_000), Fill::Random));
     let (_, late) = add(&mut sim, Mapping::new(Pages(10), Fill::Random));
     mark(&mut sim, region);
-    order(&mut sim, MergeOrder::Kick);
+    order(&mut sim, ScanOrder::KICK);
     sim.wait(MS / 2).unwrap();
     assert!(sim.is_scanning());
     mark(&mut sim, late);
@@ -244,7 +245,7 @@ fn pacing_scans_in_batches_and_the_same_pace_again_changes_nothing() {
     let mut sim = host(Knobs::default());
     let (_, region) = add(&mut sim, Mapping::new(Pages(1_000), Fill::Random));
     mark(&mut sim, region);
-    let pace = MergeOrder::Pace { pages_to_scan: 100, sleep_ms: 20 };
+    let pace = ScanOrder::Pace { pages_to_scan: 100, sleep_ms: 20, thorough: false };
     order(&mut sim, pace);
     assert!(sim.is_scanning() && !sim.ksm().busy, "in force at once");
     for millisecond in 0..100 {
@@ -254,7 +255,7 @@ fn pacing_scans_in_batches_and_the_same_pace_again_changes_nothing() {
     }
     assert_eq!(sim.ksm().scanned, 500);
     // A kick wakes ksmd, but its batch ends where the scan under way ends.
-    order(&mut sim, MergeOrder::Kick);
+    order(&mut sim, ScanOrder::KICK);
     sim.wait(100 * MS).unwrap();
     assert_eq!((sim.ksm().scanned, sim.ksm().full_scans), (1_000, 1));
     sim.wait(1_000 * MS).unwrap();
@@ -470,7 +471,7 @@ fn orders_are_ignored_while_ksm_is_somebody_elses() {
     let (mut sim, _) = twins(Knobs::default());
     sim.set_ours(false);
     assert!(!sim.observe().unwrap().ksm.ours);
-    order(&mut sim, MergeOrder::Kick);
+    order(&mut sim, ScanOrder::KICK);
     assert!(!sim.is_scanning() && sim.ignored_orders() == 1);
     sim.set_ours(true);
     scan(&mut sim);
@@ -517,7 +518,7 @@ fn each_life_of_a_short_lived_region_is_a_new_region() {
         assert_eq!(now.len(), usize::from(sim.now_ns() / (50 * MS) % 2 == 0));
         if let Some(&region) = now.first().filter(|region| !lives.contains(*region)) {
             mark(&mut sim, region);
-            order(&mut sim, MergeOrder::Kick);
+            order(&mut sim, ScanOrder::KICK);
             lives.push(region);
         }
         let rest = 10 * MS - sim.now_ns() % (10 * MS);

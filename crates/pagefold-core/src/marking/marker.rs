@@ -4,14 +4,15 @@
 //! whose merges do not last are unmarked and left alone.
 
 use crate::config::Config;
-use crate::host::{Change, Marking, Outcome, Span, Why};
+use crate::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
+use crate::keys::RegionKey;
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::Churn;
 use crate::marking::extents::Candidate;
 use crate::merging::Merger;
 use crate::region::table::Slots;
 use crate::region::{Alone, Region, Stage, covers};
-use crate::units::{Pages, Permyriad};
+use crate::units::{Pages, Permyriad, Vpn};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Marks wait for other regions that are being read, but no longer than this, nanoseconds.
@@ -51,7 +52,7 @@ pub struct Marker {
     /// Some of the thinnest extents wait until ksmd has rested.
     thinnest_wait: bool,
     /// Resident pages that each of the last marks adds to those marked before.
-    fresh: Vec<Pages>,
+    fresh: BTreeMap<(RegionKey, Vpn), Pages>,
     /// They are small, and wait for a walk to share.
     patient: bool,
     /// Spans to be unmarked, and when to go on with them.
@@ -72,7 +73,7 @@ impl Default for Marker {
         Self {
             held_since_ns: None,
             thinnest_wait: false,
-            fresh: Vec::new(),
+            fresh: BTreeMap::new(),
             patient: false,
             unmarking: VecDeque::new(),
             next_unmark_ns: 0,
@@ -140,7 +141,7 @@ impl Marker {
                 continue;
             }
             for span in spans {
-                self.fresh.push(Pages(gain(region, &[span]).0));
+                self.fresh.insert((region.view.key, span.first), Pages(gain(region, &[span]).0));
                 let why = Why::Duplicate { duplicate: span.duplicate, resident: span.resident };
                 marks.push(Change { span: span_of(region, &span), why });
                 region.mark(span);
@@ -204,10 +205,10 @@ impl Marker {
 
     /// Takes note of what came of unmarking: where there was no room for the copies, or the target could not be stopped,
     /// it is tried again later.
-    pub fn unmarked(&mut self, now_ns: u64, changes: &[Change], outcome: &Outcome) {
-        for (&change, marking) in changes.iter().zip(&outcome.unmarked) {
-            if *marking == Marking::Busy {
-                self.unmarking.push_front(change);
+    pub fn unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
+        for result in &outcome.unmarked {
+            if result.marking == Marking::Busy {
+                self.unmarking.push_front(result.change);
                 self.next_unmark_ns = now_ns + PAUSE_NS;
             }
         }
@@ -261,8 +262,8 @@ impl Marker {
     }
 
     /// Takes note of what came of the marks.
-    pub fn done(&mut self, slots: &mut Slots, now_ns: u64, marks: &[Change], outcome: &Outcome, merger: &mut Merger) {
-        for ((Change { span, .. }, marking), &fresh) in marks.iter().zip(&outcome.marked).zip(&self.fresh) {
+    pub fn done(&mut self, slots: &mut Slots, now_ns: u64, outcome: &Outcome, merger: &mut Merger) {
+        for ChangeResult { change: Change { span, .. }, marking } in &outcome.marked {
             let Some(region) = slots.find(span.region, span.first).and_then(|slot| slots.get_mut(slot)) else {
                 continue;
             };
@@ -271,7 +272,8 @@ impl Marker {
             match marking {
                 Marking::Done(_) => {
                     region.pause_ns = 0;
-                    merger.owe(fresh.max(Pages(1)));
+                    let fresh = self.fresh.get(&(span.region, span.first)).copied();
+                    merger.owe(fresh.unwrap_or_default().max(Pages(1)));
                 }
                 Marking::Busy => {
                     region.marks.remove(at);

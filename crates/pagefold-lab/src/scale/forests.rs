@@ -2,7 +2,7 @@
 //! stable nodes; then come pages that resemble none of them, and what is counted is how many stable nodes each of these is
 //! compared with (figure 5.5a) and how long the round takes (figure 5.5b), by the number of trees.
 
-use pagefold_core::host::{Actions, Host, MergeOrder};
+use pagefold_core::host::{Actions, Host, ScanOrder};
 use pagefold_core::units::Pages;
 use pagefold_sim::{Costs, Fill, Forest, Knobs, Mapping, Process, SimHost};
 use serde::Serialize;
@@ -65,7 +65,7 @@ pub fn forest(nodes: u64, trees: u16) -> ForestPoint {
 }
 
 fn scan(sim: &mut SimHost) {
-    let Ok(_) = sim.apply(&Actions { merge: MergeOrder::Kick, ..Actions::default() });
+    let Ok(_) = sim.apply(&Actions { scan: ScanOrder::KICK, ..Actions::default() });
     while sim.is_scanning() {
         let Ok(()) = sim.wait(LOOK_NS);
     }

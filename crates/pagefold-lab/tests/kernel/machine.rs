@@ -4,7 +4,7 @@ use super::family;
 use super::holder::Holder;
 use super::memory::{Course, PROGRAMS, SCANS};
 use pagefold_bench::{Interrupt, Steering};
-use pagefold_core::host::{Actions, Host, MergeOrder, PageState};
+use pagefold_core::host::{Actions, Host, PageState, ScanOrder};
 use pagefold_core::keys::OwnerKey;
 use pagefold_lab::live::{Recorder, Wish};
 use pagefold_lab::record::{Deltas, Look, Origin, Page, Record, Snapshot, Source};
@@ -226,7 +226,7 @@ fn model(seen: &Seen) -> Vec<Counted> {
             sim.fork(parent);
         }
         for _ in 0..kernel.full_scans {
-            let Ok(_) = sim.apply(&Actions { merge: MergeOrder::Kick, ..Actions::default() });
+            let Ok(_) = sim.apply(&Actions { scan: ScanOrder::KICK, ..Actions::default() });
             let Ok(()) = sim.wait(STEP_NS / 10);
             assert!(!sim.is_scanning());
         }

@@ -7,7 +7,7 @@ use crate::inject::{Call, Limits, Report};
 use crate::maps::VmaDetail;
 use crate::process::ReadError;
 use crate::unfold::{UnfoldError, in_steps, step_of, steps};
-use pagefold_core::host::{Change, Marking, Outcome, Span, StopSize, Stops, Why};
+use pagefold_core::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize, Stops, Why};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
 use std::collections::BTreeMap;
 
@@ -85,7 +85,7 @@ impl LiveHost {
         mark: bool,
         size: StopSize,
         outcome: &mut Outcome,
-    ) -> Vec<Marking> {
+    ) -> Vec<ChangeResult> {
         let mut results = vec![Marking::Refused; changes.len()];
         let mut by_pid: BTreeMap<i32, Vec<usize>> = BTreeMap::new();
         for (at, Change { span, .. }) in changes.iter().enumerate() {
@@ -124,7 +124,7 @@ impl LiveHost {
                 self.tell_changed(pid, &changes[at], mark, results[at]);
             }
         }
-        results
+        changes.iter().zip(results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
     }
 
     /// Has a process make its calls.

@@ -6,7 +6,7 @@ use crate::exit;
 use crate::output::style::{self, Style};
 use crate::preflight;
 use anyhow::Result;
-use pagefold_core::host::MergeOrder;
+use pagefold_core::host::ScanOrder;
 use pagefold_core::units::Bytes;
 use pagefold_linux::cpu::Ksmd;
 use pagefold_linux::drive::Driver;
@@ -146,7 +146,7 @@ pub fn settle(tenure: Tenure, ksm: &Arc<Ksm>) -> Result<BTreeMap<String, u64>> {
         let driver = Driver::start(&tenure, Ksmd::find()?)?;
         // The first scan may be the rest of one that was begun before.
         for _ in 0..2 {
-            driver.order(MergeOrder::Kick);
+            driver.order(ScanOrder::KICK);
             driver.wait_idle(PASS_LIMIT);
         }
     }
