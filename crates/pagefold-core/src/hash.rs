@@ -4,7 +4,7 @@
 //! byte for byte, so a collision costs time and never data.
 
 use crate::keys::DomainKey;
-use crate::permutation::mix;
+use crate::random::mix;
 use crate::units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;

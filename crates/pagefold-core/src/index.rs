@@ -234,11 +234,7 @@ mod tests {
     use std::collections::HashMap;
 
     fn digest(content: u64) -> Digest {
-        // splitmix64: spreads small numbers over all 64 bits, one to one.
-        let mut z = content.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        Digest(z ^ (z >> 31))
+        Digest(crate::random::mix(content))
     }
 
     #[test]

@@ -42,6 +42,7 @@ pub mod marking;
 pub mod merging;
 pub mod permutation;
 pub mod placement;
+pub mod random;
 pub mod range;
 pub mod region;
 pub mod report;

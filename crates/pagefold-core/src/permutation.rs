@@ -2,6 +2,7 @@
 //! every page has been sampled once (UKSM section 5.3).
 //!
 //! A balanced Feistel network over the next even power of two, walked until the value falls in range.
+use crate::random::mix;
 
 /// A keyed permutation of `0..len`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,14 +50,6 @@ impl Permutation {
         }
         left << self.half_bits | right
     }
-}
-
-/// splitmix64's finaliser: every input bit reaches every output bit.
-pub fn mix(value: u64) -> u64 {
-    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

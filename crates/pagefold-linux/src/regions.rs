@@ -7,7 +7,7 @@
 use crate::exclude::{Exclusion, vma_exclusion};
 use crate::maps::{RegionKind, VmaDetail, kind_of};
 use pagefold_core::keys::{FamilyKey, RegionKey};
-use pagefold_core::permutation::mix;
+use pagefold_core::random::mix;
 use pagefold_core::units::{Pages, Vpn};
 use std::collections::HashMap;
 

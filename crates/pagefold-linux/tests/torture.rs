@@ -16,8 +16,6 @@ mod inject_support;
 mod injecting;
 #[path = "torture/judging.rs"]
 mod judging;
-#[path = "torture/random.rs"]
-mod random;
 #[path = "torture/storm.rs"]
 mod storm;
 #[path = "torture/tally.rs"]
@@ -25,7 +23,7 @@ mod tally;
 
 use crew::Crew;
 use inject_support::permitted;
-use random::Random;
+use pagefold_core::random::Random;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tally::Tally;

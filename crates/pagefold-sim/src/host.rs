@@ -5,13 +5,13 @@
 
 mod placing;
 
+use crate::content::{content_of_series, digest};
 use crate::costs::Costs;
 use crate::counts::Counts;
 use crate::grain::Grain;
 use crate::knobs::{Classes, Forest, Knobs};
 use crate::ksmd::Ksmd;
 use crate::memory::{Hold, Memory, Truth, Unique};
-use crate::mix::{Stream, content_of_series, digest};
 use crate::script::Player;
 use crate::uksmd::{UksmSettings, Uksmd};
 use crate::workload::{Behaviour, Mapping, Process, Writes};
@@ -21,6 +21,7 @@ use pagefold_core::host::{
     RegionView, Run, SamplePlan, Samples, ScanOrder, Snapshot, Span, Stops,
 };
 use pagefold_core::keys::{FamilyKey, OwnerKey, RegionKey};
+use pagefold_core::random::Random;
 use pagefold_core::region::RUN_PAGES;
 use pagefold_core::units::{Bytes, EXTENT_PAGES, Pages, Vpn};
 use placing::Placing;
@@ -50,7 +51,7 @@ enum Event {
 struct Writer {
     region: RegionKey,
     behaviour: Behaviour,
-    stream: Stream,
+    stream: Random,
     next_page: u32,
     /// Writes due and not made yet, in the parts of a page that [`rate`] reckons in.
     due: u128,
@@ -71,7 +72,7 @@ pub struct SimHost {
     uksmd: Option<Uksmd>,
     pub(crate) players: Vec<Player>,
     unique: Unique,
-    stream: Stream,
+    stream: Random,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     scheduled: u64,
     processes: Vec<Process>,
@@ -102,7 +103,7 @@ impl SimHost {
             uksmd: None,
             players: Vec::new(),
             unique: Unique::new(seed),
-            stream: Stream::new(seed, 1),
+            stream: Random::for_purpose(seed, 1),
             events: BinaryHeap::new(),
             scheduled: 0,
             processes: Vec::new(),
@@ -416,7 +417,7 @@ impl SimHost {
             }
             behaviour => {
                 let first_ns = self.now_ns + self.write_interval_ns(&behaviour, pages);
-                let stream = Stream::new(self.seed, (u64::from(region.0) << 8) | 2);
+                let stream = Random::for_purpose(self.seed, (u64::from(region.0) << 8) | 2);
                 let writer = Writer { region, behaviour, stream, next_page: 0, due: 0, last_ns: self.now_ns };
                 self.writers.push(Some(writer));
                 self.schedule(first_ns, Event::Write { writer: self.writers.len() - 1 });

@@ -1,12 +1,12 @@
 //! ksmd: when it scans, in which order, and what one visit to a page does. By the rules of Linux's
 //! `mm/ksm.c` (6.12), in virtual time.
 
+use crate::content;
 use crate::costs::Costs;
 use crate::counts::Counts;
 use crate::grain::Grain;
 use crate::knobs::{Classes, Forest, Knobs};
 use crate::memory::{Hold, Item, Memory, NO_ITEM, NONE, Region, Stands, Touch};
-use crate::mix;
 use crate::trees::{Steps, Trees, Unstable};
 use pagefold_core::host::ScanOrder;
 use pagefold_core::units::Vpn;
@@ -321,7 +321,7 @@ impl Ksmd {
         if hold == Hold::Merged {
             return self.visit_merged(memory, key, page, item);
         }
-        let checksum = mix::checksum(content);
+        let checksum = content::checksum(content);
         if self.lasting() && item.stands == Stands::Unshared && item.class == class && item.checksum == checksum {
             // Compared before, and not written since: it stays in its tree for others to find.
             self.spared += self.grain.get();

@@ -26,6 +26,7 @@
 //! or locked, and the memory contention between ksmd and the processes it scans.
 #![forbid(unsafe_code)]
 
+mod content;
 mod costs;
 mod counts;
 mod grain;
@@ -36,7 +37,6 @@ mod ksmd;
 mod laws;
 mod marks;
 mod memory;
-mod mix;
 pub mod partial_hash;
 mod rbtree;
 pub mod scenario;
@@ -50,7 +50,6 @@ pub use counts::Counts;
 pub use host::SimHost;
 pub use knobs::{Classes, Forest, Knobs};
 pub use memory::Truth;
-pub use mix::{Stream, mix64};
 pub use script::{Script, Step};
 pub use uksmd::{HashStrength, Renewal, UksmSettings};
 pub use workload::{Behaviour, Fill, Mapping, Process, Replica, Writes};

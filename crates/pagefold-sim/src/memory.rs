@@ -9,10 +9,10 @@
 mod nodes;
 
 use crate::marks::Marks;
-use crate::mix::Stream;
 pub(crate) use nodes::{MoveResult, Nodes, Whereabouts};
 use pagefold_core::host::PageState;
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
+use pagefold_core::random::Random;
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 
 /// No frame: the page is attached to none.
@@ -580,11 +580,11 @@ fn abandon(owner: &mut Owner, items: &mut [Item]) {
 
 /// Contents nobody else has: a bijection of a counter, so no two are equal.
 #[derive(Debug)]
-pub(crate) struct Unique(Stream);
+pub(crate) struct Unique(Random);
 
 impl Unique {
     pub(crate) const fn new(seed: u64) -> Self {
-        Self(Stream::new(seed, 0x0041_1757))
+        Self(Random::for_purpose(seed, 0x0041_1757))
     }
 
     pub(crate) fn next(&mut self) -> u64 {

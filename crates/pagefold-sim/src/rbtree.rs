@@ -316,7 +316,7 @@ mod tests {
     #[test]
     fn a_search_takes_about_log2_steps() {
         let mut tree = RbTree::default();
-        let mut keys = crate::mix::Stream::new(1, 1);
+        let mut keys = pagefold_core::random::Random::for_purpose(1, 1);
         for _ in 0..100_000 {
             let key = keys.next();
             if let Found::Leaf(leaf) = find(&tree, key).0 {

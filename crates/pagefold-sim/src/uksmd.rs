@@ -21,7 +21,7 @@ use crate::costs::Costs;
 use crate::counts::Counts;
 use crate::grain::Grain;
 use crate::memory::Memory;
-use crate::mix::Stream;
+use pagefold_core::random::Random;
 use pagefold_core::units::Permyriad;
 use rustc_hash::FxHashMap;
 use search::{Fate, Search};
@@ -108,7 +108,7 @@ pub(crate) struct Uksmd {
     page_ns: u64,
     /// Pages sampled since the unmerged tree was renewed.
     covered: u64,
-    stream: Stream,
+    stream: Random,
 }
 
 impl Uksmd {
@@ -131,7 +131,7 @@ impl Uksmd {
             owed_ns: 0,
             page_ns: search.first_guess_ns(),
             covered: 0,
-            stream: Stream::new(settings.seed, 0x0075_6b73_6d64),
+            stream: Random::for_purpose(settings.seed, 0x0075_6b73_6d64),
             search,
         }
     }

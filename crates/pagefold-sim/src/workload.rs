@@ -1,9 +1,10 @@
 //! What simulated processes are made of: regions, what fills them, and who writes to them.
 
+use crate::content::content_of_series;
 use crate::memory::{Hold, Unique, Whereabouts};
-use crate::mix::{Stream, content_of_series, mix64};
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, NodeSet};
 use pagefold_core::placement::policy::Placement;
+use pagefold_core::random::{Random, finalize};
 use pagefold_core::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 
 /// A process to be: when it starts, when it exits, what it maps.
@@ -96,7 +97,7 @@ impl Mapping {
     /// A static region, all of it resident.
     pub fn new(pages: Pages, fill: Fill) -> Self {
         assert!((1..u64::from(u32::MAX)).contains(&pages.0), "a region has 1 to 2^32 - 2 pages");
-        let family = FamilyKey(mix64(pages.0));
+        let family = FamilyKey(finalize(pages.0));
         Self {
             pages,
             fill,
@@ -233,7 +234,7 @@ pub enum Writes {
 
 impl Mapping {
     /// The pages as they are at the start of a life.
-    pub(crate) fn populate(&self, unique: &mut Unique, stream: &mut Stream) -> (Vec<u64>, Vec<Hold>) {
+    pub(crate) fn populate(&self, unique: &mut Unique, stream: &mut Random) -> (Vec<u64>, Vec<Hold>) {
         let pages = self.pages.0;
         let content: Vec<u64> = match &self.fill {
             Fill::Random => (0..pages).map(|_| unique.next()).collect(),
@@ -253,7 +254,7 @@ impl Mapping {
 impl Replica {
     fn contents(&self, pages: u64, unique: &mut Unique) -> Vec<u64> {
         // Drawn for the template's own pages, so that all siblings agree on which are common.
-        let mut chance = Stream::new(self.template, 0x007e_41a7e);
+        let mut chance = Random::for_purpose(self.template, 0x007e_41a7e);
         let (mut common, mut zero) = (false, false);
         let mut contents = Vec::new();
         for page in 0..pages + u64::from(self.shift) {

@@ -3,11 +3,12 @@
 //! Activities run on the tenant's only thread, between its answers. An answer stops their clock, so that the time it
 //! takes does not count as a delay.
 
-use crate::contents::{fill, mix};
+use crate::contents::fill;
 use crate::memory::Filled;
 use crate::spec::{Activity, ActivityCounters, Lifetime};
 use anyhow::Context;
 use memmap2::{Advice, MmapMut};
+use pagefold_core::random::finalize;
 use pagefold_core::units::{PAGE_SIZE, Vpn};
 use pagefold_linux::pagemap::{Pagemap, PagemapEntry};
 use pagefold_linux::process::Process;
@@ -56,7 +57,7 @@ impl Running {
             Activity::Breaker { every_us } => Self::Breaker(clock(every_us), 0),
             Activity::ShortLived { pages, seed, life_us, mergeable } => {
                 let mut content = vec![0; PAGE_SIZE];
-                fill(&mut content, mix(seed) ^ 6, 0);
+                fill(&mut content, finalize(seed) ^ 6, 0);
                 let pages = usize::try_from(pages)?;
                 Self::ShortLived(clock(life_us), Cycle { pages, mergeable, content, alive: None, damaged: 0 })
             }

@@ -1,26 +1,16 @@
 //! Page contents that can be reproduced from two numbers, so that every byte can be checked later.
 
+use pagefold_core::random::{Random, finalize};
 use pagefold_core::units::PAGE_SIZE;
 
 /// Words in a page.
 const WORDS: usize = PAGE_SIZE / 8;
 
-/// The state of splitmix64 moves by this odd number (the golden ratio in 64 bits).
-const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// splitmix64's output function: a bijection, so different states give different words.
-pub fn mix(state: u64) -> u64 {
-    let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
 /// Fills a page with content `number` of the sequence `seed`: incompressible, and different for each pair.
 pub fn fill(page: &mut [u8], seed: u64, number: u64) {
-    let mut state = mix(mix(seed).wrapping_add(number));
+    let mut words = Random::new(finalize(finalize(seed).wrapping_add(number)));
     for word in page.chunks_exact_mut(8) {
-        state = state.wrapping_add(STEP);
-        word.copy_from_slice(&mix(state).to_le_bytes());
+        word.copy_from_slice(&words.next().to_le_bytes());
     }
 }
 
@@ -34,11 +24,10 @@ pub fn fill_but_tail(page: &mut [u8], seed: u64, number: u64) {
 
 /// A value of printable characters, such as databases store.
 pub fn printable(seed: u64, number: u64, length: usize) -> Vec<u8> {
-    let mut state = mix(mix(seed).wrapping_add(number));
+    let mut words = Random::new(finalize(finalize(seed).wrapping_add(number)));
     let mut value = Vec::with_capacity(length + 8);
     while value.len() < length {
-        state = state.wrapping_add(STEP);
-        value.extend(mix(state).to_le_bytes().map(|byte| b'0' + byte % 64));
+        value.extend(words.next().to_le_bytes().map(|byte| b'0' + byte % 64));
     }
     value.truncate(length);
     value

@@ -1,9 +1,10 @@
 //! Memory filled as a segment says.
 
-use crate::contents::{fill, fill_but_tail, mix};
+use crate::contents::{fill, fill_but_tail};
 use crate::spec::Segment;
 use anyhow::Context;
 use memmap2::MmapMut;
+use pagefold_core::random::finalize;
 use pagefold_core::units::PAGE_SIZE;
 
 /// The memory of one segment.
@@ -72,12 +73,14 @@ impl Filled {
 fn write(segment: Segment, page: &mut [u8], number: u64) {
     // Each kind has its own sequences, so that equal seeds of two kinds do not make duplicates.
     match segment {
-        Segment::Same { seed, .. } => fill(page, mix(seed) ^ 1, 0),
-        Segment::Random { seed, .. } => fill(page, mix(mix(seed) ^ u64::from(std::process::id())) ^ 2, number),
+        Segment::Same { seed, .. } => fill(page, finalize(seed) ^ 1, 0),
+        Segment::Random { seed, .. } => {
+            fill(page, finalize(finalize(seed) ^ u64::from(std::process::id())) ^ 2, number);
+        }
         Segment::Zero { .. } => std::hint::black_box(page).fill(0),
-        Segment::Shared { seed, .. } => fill(page, mix(seed) ^ 3, number),
-        Segment::Pairs { seed, pages } => fill(page, mix(seed) ^ 4, number % (pages / 2).max(1)),
-        Segment::Tails { seed, .. } => fill_but_tail(page, mix(seed) ^ 5, number),
+        Segment::Shared { seed, .. } => fill(page, finalize(seed) ^ 3, number),
+        Segment::Pairs { seed, pages } => fill(page, finalize(seed) ^ 4, number % (pages / 2).max(1)),
+        Segment::Tails { seed, .. } => fill_but_tail(page, finalize(seed) ^ 5, number),
     }
 }
 

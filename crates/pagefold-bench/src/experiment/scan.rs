@@ -8,7 +8,7 @@ use crate::record::{Limit, Report};
 use anyhow::Context;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
-use pagefold_core::permutation::mix;
+use pagefold_core::random::mix;
 use pagefold_core::sampling::census::choose::Chooser;
 use pagefold_core::units::PAGE_SIZE;
 use pagefold_linux::cpu::own_cpu_ns;

@@ -3,7 +3,7 @@
 use super::dialogue::Dialogue;
 use super::{Target, find};
 use anyhow::{Context, bail};
-use pagefold_workload::contents::mix;
+use pagefold_core::random::finalize;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -58,7 +58,7 @@ impl PythonData {
             (0..COLUMNS).map(|column| format!("c{column}")).collect::<Vec<_>>().join(",")
         )?;
         for row in 0..rows {
-            let cell = |column: u64| mix(SEED + row * COLUMNS + column);
+            let cell = |column: u64| finalize(SEED + row * COLUMNS + column);
             write!(table, "{row},name-{}", cell(0) % 1000)?;
             for column in 0..COLUMNS {
                 write!(table, ",{}", cell(column) >> 16)?;

@@ -7,7 +7,7 @@
 
 use crate::error::ConfigError;
 use crate::keys::{NodeKey, NodeSet};
-use crate::permutation::mix;
+use crate::random::mix;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;

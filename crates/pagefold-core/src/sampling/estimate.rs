@@ -140,7 +140,7 @@ mod tests {
             let mut counts = std::collections::HashMap::new();
             let mut tally = Tally::default();
             for page in 0..pages {
-                let luck = crate::permutation::mix(page ^ twins << 40) as f64 / u64::MAX as f64;
+                let luck = crate::random::mix(page ^ twins << 40) as f64 / u64::MAX as f64;
                 if luck < fraction {
                     *counts.entry(if page < grouped { page / group } else { page + pages }).or_insert(0_u64) += 1;
                     tally.sampled += 1;

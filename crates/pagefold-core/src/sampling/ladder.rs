@@ -24,7 +24,7 @@ use crate::host::Run;
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::PROBES_MAX;
 use crate::marking::lifetimes::Lifetimes;
-use crate::permutation::mix;
+use crate::random::mix;
 use crate::region::table::Slots;
 use crate::region::{Alone, RUN_PAGES, Region, Stage};
 use crate::sampling::estimate::samples_for_evidence;

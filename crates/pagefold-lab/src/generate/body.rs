@@ -2,7 +2,7 @@
 
 use crate::record::{PARTS, Page};
 use pagefold_core::host::PageState;
-use pagefold_sim::mix64;
+use pagefold_core::random::finalize;
 
 /// The contents of a page's parts. 0 is zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,7 +10,7 @@ pub struct Body(pub [u64; PARTS]);
 
 /// A content that whoever names it alike holds too. Never zeros.
 pub const fn named(series: u64, number: u64, place: u64) -> u64 {
-    let content = mix64(mix64(mix64(series ^ 0x6e61_6d65) ^ number).wrapping_add(place));
+    let content = finalize(finalize(finalize(series ^ 0x6e61_6d65) ^ number).wrapping_add(place));
     if content == 0 { 1 } else { content }
 }
 
@@ -38,10 +38,10 @@ impl Body {
     /// What a record says of it, under a key.
     pub fn page(&self, key: u64, frame: u64) -> Page {
         let mut parts = [0; PARTS];
-        let mut halves = [mix64(key ^ 0x6c6f_7765), mix64(key ^ 0x7570_7065)];
+        let mut halves = [finalize(key ^ 0x6c6f_7765), finalize(key ^ 0x7570_7065)];
         for (part, &content) in parts.iter_mut().zip(&self.0) {
-            let digest = if content == 0 { 0 } else { mix64(mix64(content) ^ key).max(1) };
-            halves = halves.map(|half| mix64(half.rotate_left(23) ^ digest));
+            let digest = if content == 0 { 0 } else { finalize(finalize(content) ^ key).max(1) };
+            halves = halves.map(|half| finalize(half.rotate_left(23) ^ digest));
             *part = low(digest, content);
         }
         let digest =

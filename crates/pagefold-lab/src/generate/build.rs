@@ -11,8 +11,8 @@ use super::body::Body;
 use super::guest::{File, Guest, Heap, Rate};
 use super::guests::{Layout, Work, pace};
 use super::machine::Machine;
+use pagefold_core::random::finalize;
 use pagefold_core::units::Permyriad;
-use pagefold_sim::mix64;
 
 const SOURCES: u64 = 10;
 const OBJECTS: u64 = 11;
@@ -100,7 +100,7 @@ impl Job {
         let wanted = whole * (now_ns - self.begun_ns).min(self.length_ns) / self.length_ns;
         let unit = self.unit;
         self.heap.grow(guest, machine, usize::try_from(wanted).unwrap_or(0), |machine, at| {
-            if mix64(unit ^ mix64(at as u64)) % EQUAL_PAGE == 0 {
+            if finalize(unit ^ finalize(at as u64)) % EQUAL_PAGE == 0 {
                 Body::named(COMPILER, unit, at as u64)
             } else {
                 machine.unique_body()

@@ -17,8 +17,8 @@ use super::guest::{Guest, Heap, Rate};
 use super::guests::{Layout, Work};
 use super::machine::Machine;
 use crate::record::PARTS;
+use pagefold_core::random::finalize;
 use pagefold_core::units::{Pages, Permyriad};
-use pagefold_sim::mix64;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 
@@ -132,7 +132,7 @@ impl Database {
         let page_number = self.logged / PARTS as u64;
         let part = usize::try_from(self.logged % PARTS as u64).unwrap_or(0);
         let page = self.log[usize::try_from(page_number % self.log.len() as u64).unwrap_or(0)];
-        let equal = mix64(page_number ^ LOG) % 2 == 0;
+        let equal = finalize(page_number ^ LOG) % 2 == 0;
         let content = if equal { named(LOG, self.logged, 0) } else { machine.unique() };
         guest.memory.write_part(machine, page, part, content);
         self.logged += 1;

@@ -3,8 +3,8 @@
 use super::body::Body;
 use super::machine::{Machine, Memory};
 use crate::record::PARTS;
+use pagefold_core::random::{Random, finalize};
 use pagefold_core::units::{Pages, Permyriad};
-use pagefold_sim::{Stream, mix64};
 use rustc_hash::FxHashSet;
 use std::collections::VecDeque;
 
@@ -49,7 +49,7 @@ pub struct File {
 impl File {
     /// A file out of a series of files that are as long on average.
     pub fn new(series: u64, number: u64, mean_pages: usize) -> Self {
-        let chance = usize::try_from(mix64(mix64(series) ^ number) >> 16).unwrap_or(0);
+        let chance = usize::try_from(finalize(finalize(series) ^ number) >> 16).unwrap_or(0);
         // From 1 to 2 m - 1 pages.
         Self { series, number, pages: 1 + chance % (2 * mean_pages - 1), last_parts: 1 + (chance >> 32) % PARTS }
     }
@@ -74,7 +74,7 @@ impl File {
 pub struct Guest {
     pub memory: Memory,
     /// What is decided in it alone.
-    pub chance: Stream,
+    pub chance: Random,
     /// Handed out from the end: what was freed last is used first, as from the kernel's lists.
     free: Vec<usize>,
     /// The page cache, oldest first: whose file, and the pages.
@@ -89,7 +89,7 @@ impl Guest {
     pub fn new(machine: &Machine, size: Pages, seed: u64, number: u64) -> Self {
         let memory = Memory::new(machine, size);
         let free = (0..usize::try_from(size.0).unwrap_or(usize::MAX)).rev().collect();
-        let chance = Stream::new(seed, mix64(number));
+        let chance = Random::for_purpose(seed, finalize(number));
         Self { memory, chance, free, cache: VecDeque::new(), cached: FxHashSet::default(), slab: Vec::new() }
     }
 

@@ -20,8 +20,8 @@ use super::machine::Machine;
 use super::web::Web;
 use super::{Options, World, show_one};
 use crate::record::Look;
+use pagefold_core::random::Random;
 use pagefold_core::units::Permyriad;
-use pagefold_sim::Stream;
 
 /// The files of the system.
 const SYSTEM: u64 = 1;
@@ -183,6 +183,6 @@ impl<W: Work> World for Guests<W> {
 }
 
 /// A pace of one's own: from nine to eleven tenths, in thousandths.
-pub fn pace(chance: &mut Stream) -> u64 {
+pub fn pace(chance: &mut Random) -> u64 {
     900 + chance.below(201)
 }

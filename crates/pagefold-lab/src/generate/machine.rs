@@ -2,8 +2,8 @@
 
 use super::body::Body;
 use crate::record::Page;
+use pagefold_core::random::{Random, finalize};
 use pagefold_core::units::{Pages, Vpn};
-use pagefold_sim::{Stream, mix64};
 use std::ops::Range;
 
 /// The first frames are the machine's own.
@@ -20,18 +20,18 @@ pub struct Machine {
     made: u64,
     next_frame: u64,
     given_back: Vec<u64>,
-    pub chance: Stream,
+    pub chance: Random,
 }
 
 impl Machine {
     /// A machine with nothing on it.
     pub fn new(seed: u64) -> Self {
         Self {
-            key: mix64(seed),
+            key: finalize(seed),
             made: 0,
             next_frame: FIRST_FRAME,
             given_back: Vec::new(),
-            chance: Stream::new(seed, 0x6d61_6368),
+            chance: Random::for_purpose(seed, 0x6d61_6368),
         }
     }
 
@@ -39,7 +39,7 @@ impl Machine {
     pub fn unique(&mut self) -> u64 {
         self.made += 1;
         // Odd multiplier: a bijection, so two of them differ; apart from named ones by as many bits as they have.
-        mix64(self.made ^ 0x756e_6971_7565_0000).max(1)
+        finalize(self.made ^ 0x756e_6971_7565_0000).max(1)
     }
 
     /// A page of contents that are found nowhere else.

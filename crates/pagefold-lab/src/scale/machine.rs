@@ -6,8 +6,9 @@
 //! given too, each page twice a day on average; of the garbage-collected half, every half hour. The processes of one service
 //! in four live for two to six hours, one replacing the other.
 
+use pagefold_core::random::Random;
 use pagefold_core::units::{Pages, Permyriad};
-use pagefold_sim::{Behaviour, Fill, Knobs, Mapping, Process, Replica, SimHost, Stream, Writes};
+use pagefold_sim::{Behaviour, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
 
 /// Memory nodes.
 pub const NODES: u16 = 8;
@@ -69,7 +70,7 @@ impl Machine {
         let node = Pages(pages * self.processes() * 21 / 20 / u64::from(NODES));
         let mut sim = sim.with_nodes(&[node; NODES as usize]);
         for number in 0..self.processes() {
-            let mut lives = Stream::new(number, 0x11fe);
+            let mut lives = Random::for_purpose(number, 0x11fe);
             let comes_and_goes = number / SIBLINGS % 4 == 3;
             let mut from_ns = 0;
             loop {

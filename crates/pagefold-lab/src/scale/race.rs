@@ -9,8 +9,9 @@
 
 use crate::replay::{Algorithm, Run, Settings, knobs};
 use pagefold_core::keys::FamilyKey;
+use pagefold_core::random::Random;
 use pagefold_core::units::{EXTENT_PAGES, Pages, Vpn};
-use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, Script, SimHost, Step, Stream};
+use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, Script, SimHost, Step};
 use serde::Serialize;
 
 const NS_PER_S: u64 = 1_000_000_000;
@@ -116,7 +117,7 @@ impl Race {
     /// The job.
     fn job(&self) -> Script {
         let pages = self.grains(self.step_gib);
-        let mut contents = Stream::new(1, 0x90b);
+        let mut contents = Random::for_purpose(1, 0x90b);
         let mut steps = vec![(0, Step::Start { process: 0 })];
         for number in 0..self.steps {
             let at_ns = (self.begins_seconds + number * self.every_seconds) * NS_PER_S;

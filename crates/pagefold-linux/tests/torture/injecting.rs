@@ -3,8 +3,8 @@
 use crate::Run;
 use crate::crew::{Class, Member, Storm, Target};
 use crate::inject_support::{MERGEABLE, UNMERGEABLE, example};
-use crate::random::Random;
 use crate::storm::{ON_STACK, PLAIN};
+use pagefold_core::random::Random;
 use pagefold_linux::inject::{Call, Errno, InjectError, Injector, Limits, Report, inject, inject_thread};
 use std::process::Command;
 use std::sync::atomic::Ordering::Relaxed;

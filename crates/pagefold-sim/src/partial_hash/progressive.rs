@@ -8,7 +8,8 @@
 //! fetch as its line, and 64 bits instead of 32, so that two contents out of millions do not collide by chance.
 
 use pagefold_core::hash::{Digest, PageBytes, is_zero};
-use pagefold_core::permutation::{Permutation, mix};
+use pagefold_core::permutation::Permutation;
+use pagefold_core::random::{INCREMENT, mix, unmix};
 use pagefold_core::units::PAGE_SIZE;
 use std::fmt::Debug;
 
@@ -158,7 +159,7 @@ impl LineHash {
     pub fn new(seed: u64) -> Self {
         let mut key = mix(seed);
         let mut next_key = || {
-            key = key.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            key = key.wrapping_add(INCREMENT);
             mix(key ^ seed.rotate_left(32))
         };
         let mut keys = Box::new([[0; LINE_WORDS]; Self::COUNT]);
@@ -249,13 +250,6 @@ impl PartialHash for LineHash {
     fn backward(&self, page: &PageBytes, state: u64, from: u32, to: u32) -> u64 {
         state.wrapping_sub(self.sum(page, self.mask(from) & !self.mask(to)))
     }
-}
-
-/// Undoes [`mix`], which is one to one.
-fn unmix(value: u64) -> u64 {
-    let z = (value ^ value >> 31 ^ value >> 62).wrapping_mul(0x3196_42b2_d24d_8ec3);
-    let z = (z ^ z >> 27 ^ z >> 54).wrapping_mul(0x96de_1b17_3f11_9089);
-    (z ^ z >> 30 ^ z >> 60).wrapping_sub(0x9e37_79b9_7f4a_7c15)
 }
 
 #[cfg(test)]

@@ -131,7 +131,7 @@ proptest! {
         let mut rounds = 0;
         while !controller.is_stable() {
             let mut round = world(controller.strength());
-            state = pagefold_core::permutation::mix(state);
+            state = pagefold_core::random::mix(state);
             // Two per cent either way of what is measured.
             round.penalty_ns = round.penalty_ns * (980 + state % 41) / 1000;
             round.profit_ns = round.profit_ns * (995 + state % 11) / 1000;

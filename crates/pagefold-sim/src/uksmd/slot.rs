@@ -1,7 +1,8 @@
 //! A region as UKSM knows it: which of its pages come next, and what they have shown (sections 5.2 and 5.3).
 
 use super::settings::UksmSettings;
-use pagefold_core::permutation::{Permutation, mix};
+use pagefold_core::permutation::Permutation;
+use pagefold_core::random::mix;
 
 /// Where a region goes after a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

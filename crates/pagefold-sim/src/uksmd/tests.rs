@@ -1,8 +1,8 @@
 //! UKSM's scanner on memory made by hand: the paper's workloads (section 8.1) at small scale, and the laws.
 
 use super::*;
+use crate::content::content_of_series;
 use crate::memory::{Hold, Nodes, Whereabouts};
-use crate::mix::content_of_series;
 use pagefold_core::governor::{Governor, share_ns};
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey};
 use pagefold_core::units::{Pages, Vpn};

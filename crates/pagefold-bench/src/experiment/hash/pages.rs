@@ -1,8 +1,9 @@
 //! The sets of pages that are hashed.
 
 use pagefold_core::hash::PageBytes;
+use pagefold_core::random::finalize;
 use pagefold_core::units::PAGE_SIZE;
-use pagefold_workload::contents::{fill, fill_but_tail, mix, printable};
+use pagefold_workload::contents::{fill, fill_but_tail, printable};
 
 /// A page where pages are: at a multiple of its size, so that its cache lines are the processor's.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -66,17 +67,17 @@ impl PageSet {
 
 /// A place in a page, at random.
 fn place(number: u64) -> usize {
-    usize::try_from(mix(number ^ 0x5eed) % PAGE_SIZE as u64).unwrap_or_default()
+    usize::try_from(finalize(number ^ 0x5eed) % PAGE_SIZE as u64).unwrap_or_default()
 }
 
 fn fill_mixed(page: &mut PageBytes, number: u64) {
-    match mix(number) % 5 {
+    match finalize(number) % 5 {
         0 => {
             // Records of 512 bytes: a header alike in all, a key, a value of some length, zeros.
             page.fill(0);
             for (record, nth) in page.chunks_exact_mut(512).zip(0..) {
                 let key = number * 8 + nth;
-                let length = 32 + usize::try_from(mix(key) % 320).unwrap_or_default();
+                let length = 32 + usize::try_from(finalize(key) % 320).unwrap_or_default();
                 record[..16].copy_from_slice(b"record\0\x01\0\0\0\0utf8");
                 record[16..24].copy_from_slice(&key.to_le_bytes());
                 record[24..24 + length].copy_from_slice(&printable(5, key, length));
@@ -89,7 +90,7 @@ fn fill_mixed(page: &mut PageBytes, number: u64) {
                 page[place(number << 16 | change)] = 0xa5;
             }
         }
-        3 => fill(page, 7, mix(number) / 5 % 3000),
+        3 => fill(page, 7, finalize(number) / 5 % 3000),
         _ => fill(page, 8, number),
     }
 }

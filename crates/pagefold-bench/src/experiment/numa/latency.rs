@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 use pagefold_core::placement::policy::Latencies;
-use pagefold_workload::contents::mix;
+use pagefold_core::random::finalize;
 use std::time::Instant;
 
 /// Elements of a cache line.
@@ -42,7 +42,7 @@ fn chase(here: usize, memory: usize, mib: usize, steps: u32) -> anyhow::Result<u
     // One cycle through all lines in random order (Sattolo): no prefetcher follows it.
     let mut order: Vec<u32> = (0..u32::try_from(lines)?).collect();
     for at in (1..lines).rev() {
-        let other = usize::try_from(mix(at as u64) % at as u64)?;
+        let other = usize::try_from(finalize(at as u64) % at as u64)?;
         order.swap(at, other);
     }
     for (at, &to) in order.iter().enumerate() {

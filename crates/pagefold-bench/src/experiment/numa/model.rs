@@ -24,7 +24,7 @@
 //! of the run times under KSM, and so contain what the second instance was slower without KSM.
 
 use pagefold_core::placement::policy::Latencies;
-use pagefold_workload::contents::mix;
+use pagefold_core::random::finalize;
 use serde::{Deserialize, Serialize};
 
 /// What the thesis measured of two instances of a program (Tables 3.1 and 3.2).
@@ -178,7 +178,7 @@ impl Program {
 
     /// The page of an access.
     fn page(&self, access: u64, pages: usize, seed: u64) -> usize {
-        let draw = |salt: u64| mix(mix(seed ^ salt).wrapping_add(access));
+        let draw = |salt: u64| finalize(finalize(seed ^ salt).wrapping_add(access));
         match self.spread {
             Spread::Random => below(draw(1), pages),
             Spread::Sweep => usize::try_from(access % pages as u64).unwrap_or(0),
@@ -189,7 +189,11 @@ impl Program {
                 let hot = (pages / one_in).max(1);
                 let which = below(draw(2), hot);
                 // The same in all instances: they hold the same data.
-                if together { (pages - hot) / 2 + which } else { below(mix(mix(3).wrapping_add(which as u64)), pages) }
+                if together {
+                    (pages - hot) / 2 + which
+                } else {
+                    below(finalize(finalize(3).wrapping_add(which as u64)), pages)
+                }
             }
         }
     }
@@ -253,7 +257,7 @@ mod tests {
     #[test]
     fn halves_are_fair_however_they_lie_if_no_program_minds_the_order() {
         for program in PROGRAMS {
-            let random = of_two(&program, |page| mix(page as u64) & 1 == 1);
+            let random = of_two(&program, |page| finalize(page as u64) & 1 == 1);
             assert!(random > 0.98, "{}: {random}", program.name);
         }
         // Halves that lie together are fair only to who uses all pages alike.

@@ -6,6 +6,7 @@
 //! difference need be read.
 
 use super::RUN_PAGES;
+use crate::random::mix;
 use crate::units::Vpn;
 
 /// Chooses runs.
@@ -53,14 +54,6 @@ impl Chooser {
             at = next;
         }
     }
-}
-
-/// The finaliser of SplitMix64.
-const fn mix(value: u64) -> u64 {
-    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ (value >> 31)
 }
 
 /// The fraction to begin with: what it takes to notice pairs in two per cent of the memory, were there any.
