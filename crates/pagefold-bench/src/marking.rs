@@ -2,10 +2,10 @@
 
 use anyhow::{Context, ensure};
 use pagefold_core::units::{Bytes, Pages, Vpn};
-use pagefold_linux::exclude::vma_exclusion;
 use pagefold_linux::inject::{Call, Limits, inject};
-use pagefold_linux::maps::{VmaDetail, read_smaps};
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
+use pagefold_linux::proc::process::Process;
+use pagefold_linux::scope::exclude::vma_exclusion;
 use std::time::{Duration, Instant};
 
 /// `MADV_MERGEABLE`, include/uapi/asm-generic/mman-common.h.

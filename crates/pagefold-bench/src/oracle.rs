@@ -5,8 +5,8 @@ use crate::marking::{Stretch, eligible};
 use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Bytes, Pages, Vpn};
-use pagefold_linux::memory::{PageReader, ReadHow};
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::memory::{PageReader, ReadHow};
+use pagefold_linux::proc::process::Process;
 use std::collections::HashMap;
 
 /// What the oracle knows.

@@ -3,8 +3,8 @@
 
 use crate::marking::{Stretch, everything};
 use pagefold_core::units::Pages;
-use pagefold_linux::pagemap::{Pagemap, PagemapEntry};
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::pagemap::{Pagemap, PagemapEntry};
+use pagefold_linux::proc::process::Process;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

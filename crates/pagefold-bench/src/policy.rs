@@ -15,7 +15,7 @@ use crate::steering::Steering;
 use anyhow::bail;
 use pagefold_core::units::Permyriad;
 use pagefold_linux::ksm::Knob;
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::process::Process;
 use pagefold_workload::ActivityCounters;
 use std::fmt;
 use std::path::Path;

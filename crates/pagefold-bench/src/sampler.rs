@@ -2,7 +2,7 @@
 
 use crate::daemon::Meter;
 use anyhow::Context;
-use pagefold_linux::cpu::Ksmd;
+use pagefold_linux::ksm::ksmd::Ksmd;
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};

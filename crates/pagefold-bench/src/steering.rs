@@ -3,11 +3,11 @@
 
 use crate::interrupt::Interrupt;
 use anyhow::{Context, bail, ensure};
-use pagefold_linux::cpu::Ksmd;
+use pagefold_linux::ksm::ksmd::Ksmd;
+use pagefold_linux::ksm::lease::{Places, TakeError, put_back_deferred, recover};
+use pagefold_linux::ksm::lock::{Lock, LockError};
+use pagefold_linux::ksm::state_file::{Holder, State, boot_id};
 use pagefold_linux::ksm::{KSM_ROOT, Knob, Knobs, Ksm};
-use pagefold_linux::lock::{Lock, LockError};
-use pagefold_linux::state_file::{Holder, State, boot_id};
-use pagefold_linux::tenure::{Places, TakeError, put_back_deferred, recover};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

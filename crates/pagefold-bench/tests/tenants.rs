@@ -1,7 +1,7 @@
 //! Tenants as processes: started, asked, damaged, ended.
 
 use pagefold_core::units::Pages;
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::process::Process;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -2,7 +2,7 @@
 
 use pagefold_core::units::Permyriad;
 use pagefold_linux::fuzzing;
-use pagefold_linux::pressure::{parse_meminfo, parse_pressure};
+use pagefold_linux::os::pressure::{parse_meminfo, parse_pressure};
 use std::path::{Component, Path};
 
 /// `/proc/PID/cgroup`: paths come out byte for byte where they are UTF-8, and no path leads out of the cgroup mount.

@@ -2,8 +2,8 @@
 
 use pagefold_core::keys::RegionKey;
 use pagefold_linux::fuzzing::executable;
-use pagefold_linux::maps::{Perms, Vma, VmaDetail, kind_of, parse_maps, parse_smaps};
-use pagefold_linux::regions::{follow, stretches};
+use pagefold_linux::host::regions::{follow, stretches};
+use pagefold_linux::proc::maps::{Perms, Vma, VmaDetail, kind_of, parse_maps, parse_smaps};
 use std::collections::BTreeSet;
 
 /// `/proc/PID/maps`: no line is dropped; mappings ascend, as the kernel's Documentation/filesystems/proc.rst has it;

@@ -1,7 +1,7 @@
 //! Page tables: `/proc/PID/pagemap`, PAGEMAP_SCAN and `/proc/kpageflags`.
 
 use pagefold_linux::fuzzing::page_range;
-use pagefold_linux::pagemap::{Categories, FrameFlags, KpageFlags, PagemapEntry};
+use pagefold_linux::proc::pagemap::{Categories, FrameFlags, KpageFlags, PagemapEntry};
 use std::path::Path;
 
 /// Entries, ranges and frames from words: a private page is present, its own and anonymous; frames exist for present

@@ -1,8 +1,8 @@
 //! The short files below `/proc/PID`.
 
 use pagefold_linux::fuzzing::{self, Blocked, activity};
-use pagefold_linux::process::Stat;
-use pagefold_linux::status::{Status, printable, program_name};
+use pagefold_linux::proc::process::Stat;
+use pagefold_linux::proc::status::{Status, printable, program_name};
 use std::path::Path;
 
 /// `/proc/PID/stat`: the name is what stands between the first and the last parenthesis, and the rest parses back.

@@ -3,8 +3,8 @@
 use pagefold_core::config::Preset;
 use pagefold_core::governor::Governor;
 use pagefold_core::placement::policy::Placement;
+use pagefold_linux::check::facts::Release;
 use pagefold_linux::fuzzing;
-use pagefold_linux::machine::Release;
 
 /// Counters, knobs and choices below `/sys/kernel/mm/ksm`: numbers print and parse back, and a choice is a part of what
 /// was said.

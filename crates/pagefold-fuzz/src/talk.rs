@@ -2,7 +2,7 @@
 
 use pagefold_linux::fuzzing::{injector_reply, injector_request};
 use pagefold_linux::ksm::Knob;
-use pagefold_linux::state_file::State;
+use pagefold_linux::ksm::state_file::State;
 use protocol::{REQUEST_MOST, Refusal, Request, Standing};
 use std::time::Duration;
 

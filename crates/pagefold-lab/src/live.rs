@@ -1,7 +1,7 @@
 //! Running programs as a [`Source`]: who is in scope, what is mapped, and what every page of it holds.
 //!
 //! Each look reads all pages that are present and anonymous (some 1 us a page), and changes nothing about them: merged and
-//! fork-shared pages are read without taking them apart (see [`pagefold_linux::memory`]). What pagefold leaves alone, it
+//! fork-shared pages are read without taking them apart (see [`pagefold_linux::proc::memory`]). What pagefold leaves alone, it
 //! does not record either. A page is looked at some time after its look began, and another some time later: on programs
 //! that go on running, a look is no instant.
 //!
@@ -14,14 +14,15 @@ use pagefold_bench::Interrupt;
 use pagefold_core::host::PageState;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
-use pagefold_linux::exclude::{DenyList, Exclusion};
-use pagefold_linux::memory::{Contents, PageReader, PageView, ReadHow};
-use pagefold_linux::newcomers::Newcomers;
-use pagefold_linux::pagemap::tells_merged;
-use pagefold_linux::process::ReadError;
-use pagefold_linux::regions::Stretch;
-use pagefold_linux::scope::{Roots, ScopeError, ScopeSpec, Scoped};
-use pagefold_linux::targets::Target;
+use pagefold_linux::host::regions::Stretch;
+use pagefold_linux::host::targets::Target;
+use pagefold_linux::proc::Roots;
+use pagefold_linux::proc::memory::{Contents, PageReader, PageView, ReadHow};
+use pagefold_linux::proc::pagemap::tells_merged;
+use pagefold_linux::proc::process::ReadError;
+use pagefold_linux::scope::exclude::{DenyList, Exclusion};
+use pagefold_linux::scope::new_processes::Newcomers;
+use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped};
 use std::fs::File;
 use std::io::{self, Read};
 use std::time::{Duration, Instant};

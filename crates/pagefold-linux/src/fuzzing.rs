@@ -4,11 +4,15 @@
 
 #![allow(missing_docs)] // thin covers; the parsers behind them have their documentation
 
+use crate::check::facts;
+use crate::host::targets;
 use crate::inject::thread::{Activity, fitness};
+use crate::inject::unmerge;
 use crate::inject::{gadget, worker};
 use crate::ksm::plain;
-use crate::pagemap::PageRange;
-use crate::{cpu, headroom, ksm, machine, numa, scope, targets, unfold};
+use crate::ksm::{self, ksmd};
+use crate::proc::pagemap::PageRange;
+use crate::proc::{cgroup, headroom, numa};
 use pagefold_core::keys::NodeKey;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -16,12 +20,12 @@ use std::time::Duration;
 
 /// Controllers and path of each line.
 pub fn cgroups(text: &[u8]) -> Vec<(String, String)> {
-    scope::parse_cgroups(text).into_iter().map(|cgroup| (cgroup.controllers, cgroup.path)).collect()
+    cgroup::parse_cgroups(text).into_iter().map(|cgroup| (cgroup.controllers, cgroup.path)).collect()
 }
 
 /// Mount and directory of each cgroup that may limit memory.
 pub fn memory_cgroups(text: &[u8], root: &Path) -> Vec<(PathBuf, PathBuf)> {
-    scope::parse_cgroups(text).iter().filter_map(|cgroup| headroom::group_dir(cgroup, root)).collect()
+    cgroup::parse_cgroups(text).iter().filter_map(|cgroup| headroom::group_dir(cgroup, root)).collect()
 }
 
 /// Bytes available.
@@ -36,7 +40,7 @@ pub fn memory_stat(text: &str, name: &str) -> Option<u64> {
 
 /// Whether all memory is marked, and the merged zero pages in KiB.
 pub fn ksm_stat(text: &[u8]) -> (bool, u64) {
-    let stat = unfold::ksm_stat(text);
+    let stat = unmerge::ksm_stat(text);
     (stat.merge_any, stat.zero_kib)
 }
 
@@ -55,7 +59,7 @@ pub fn cow_ksm(vmstat: &str) -> u64 {
 }
 
 pub fn schedstat(text: &[u8]) -> Option<u64> {
-    cpu::parse_schedstat(text)
+    ksmd::parse_schedstat(text)
 }
 
 /// How many numbers a list has, and whether it meets itself.
@@ -131,10 +135,10 @@ pub fn injector_reply(line: &[u8]) -> Option<bool> {
 
 /// How many numbers a list like `0-3,8` names.
 pub fn count_list(text: &str) -> Option<u32> {
-    machine::count_list(text)
+    facts::count_list(text)
 }
 
 /// The page size in an auxiliary vector.
 pub fn page_size(auxv: &[u8]) -> Option<u64> {
-    machine::page_size_in(auxv)
+    facts::page_size_in(auxv)
 }

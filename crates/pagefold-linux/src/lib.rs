@@ -1,42 +1,28 @@
-//! The hands of pagefold: everything that touches the machine. The only crate with unsafe code.
+//! Everything in pagefold that touches the machine. The only crate with unsafe code.
 //!
-//! Looking: [`process`], [`maps`], [`pagemap`], [`memory`], [`scope`], [`exclude`]. Acting on programs: [`inject`],
-//! [`unfold`], [`merge_any`]. Acting on KSM: [`ksm`], [`tenure`], [`drive`]. [`live`] puts them together behind the
-//! core's one door.
+//! | folder | what belongs there |
+//! | --- | --- |
+//! | [`os`] | the machine and this process: CPU time, memory pressure, capabilities, signals, faults on purpose |
+//! | [`proc`] | another process as procfs shows it: status, mappings, page flags, content, cgroup limits |
+//! | [`ksm`] | KSM: its counters and knobs, taking it over and giving it back, ordering scans from ksmd |
+//! | [`inject`] | making another process call `madvise`, by ptrace; unmerging through it |
+//! | [`scope`] | which processes are in scope, which of them and of their mappings are excluded, trust domains |
+//! | [`host`] | all of it behind the core's `Host` interface: regions, samples, marks, moves |
+//! | [`check`] | whether this machine is fit for pagefold (`pagefold doctor`) |
+//!
+//! A folder uses those above it only; `host` and `check` stand beside each other.
+//!
+//! - A new rule for what is excluded: [`scope::exclude`].
+//! - A new knob of KSM: [`ksm::Knob`], and its value in force in [`ksm::lease`].
+//! - A new figure from `/proc/PID`: the module of its file in [`proc`].
+//! - A new finding of `pagefold doctor`: the fact in [`check::facts`], its meaning in [`check::diagnose`].
 
-pub mod cpu;
-pub mod diagnose;
-pub mod domain;
-pub mod drive;
-pub mod dumpable;
-pub mod exclude;
-pub mod fault;
+pub mod check;
 #[doc(hidden)]
 pub mod fuzzing;
-mod hand;
-pub mod headroom;
+pub mod host;
 pub mod inject;
 pub mod ksm;
-pub mod live;
-pub mod lock;
-pub mod machine;
-pub mod maps;
-pub mod memory;
-pub mod merge_any;
-pub mod newcomers;
-pub mod numa;
-pub mod pagemap;
-mod patience;
-pub mod peer;
-pub mod pressure;
-pub mod privileges;
-pub mod process;
-pub mod regions;
-mod sampling;
+pub mod os;
+pub mod proc;
 pub mod scope;
-pub mod state_file;
-pub mod status;
-pub mod targets;
-pub mod tenure;
-pub mod unfold;
-pub mod wake;

@@ -8,7 +8,7 @@ mod inject_support;
 
 use inject_support::*;
 use pagefold_linux::inject::{Call, Errno, InjectError, Injector, Limits, Report, held, inject, inject_thread};
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::process::Process;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -542,7 +542,7 @@ fn a_worker_injects_and_outlives_all_but_its_owner() {
     assert_eq!(zombie, Err(InjectError::Zombie { pid: gone.pid() }));
     // The end of the connection ends it.
     drop(injector);
-    assert!(matches!(Process::open(pid), Err(pagefold_linux::process::ReadError::Vanished { .. })));
+    assert!(matches!(Process::open(pid), Err(pagefold_linux::proc::process::ReadError::Vanished { .. })));
     assert_eq!(victim.line(), "again");
 }
 

@@ -4,12 +4,15 @@
 //! happens. Only children that the tests start are marked.
 
 use pagefold_core::host::ScanOrder;
-use pagefold_linux::cpu::{Ksmd, process_cpu_ns};
-use pagefold_linux::drive::Driver;
+use pagefold_linux::ksm::controller::Driver;
+use pagefold_linux::ksm::ksmd::Ksmd;
+use pagefold_linux::ksm::lease::{
+    OtherDriver, Places, TakeError, Tenure, TurnError, Wishes, put_back_deferred, recover,
+};
+use pagefold_linux::ksm::lock::Lock;
 use pagefold_linux::ksm::{KSM_ROOT, Knob, Ksm};
-use pagefold_linux::lock::Lock;
-use pagefold_linux::process::Process;
-use pagefold_linux::tenure::{OtherDriver, Places, TakeError, Tenure, TurnError, Wishes, put_back_deferred, recover};
+use pagefold_linux::proc::cpu::process_cpu_ns;
+use pagefold_linux::proc::process::Process;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};

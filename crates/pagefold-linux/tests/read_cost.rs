@@ -5,7 +5,7 @@
 mod twins;
 
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
-use pagefold_linux::memory::{PageReader, ReadHow};
+use pagefold_linux::proc::memory::{PageReader, ReadHow};
 use std::hint::black_box;
 use std::time::Instant;
 use twins::Twins;
@@ -38,7 +38,7 @@ fn cost_of_looking_first() {
                 time(which, &mut || {
                     let how = ReadHow { huge, ..ReadHow::default() };
                     let mut bytes = 0;
-                    let visit = |view: pagefold_linux::memory::PageView<'_>| {
+                    let visit = |view: pagefold_linux::proc::memory::PageView<'_>| {
                         bytes += u64::from(black_box(view.bytes).is_some());
                     };
                     reader.read_runs(&target.parent, &runs, how, visit).unwrap();

@@ -7,9 +7,9 @@ mod twins;
 
 use pagefold_core::host::PageState;
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
-use pagefold_linux::maps::parse_smaps;
-use pagefold_linux::memory::{Contents, PageReader, ReadHow};
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::maps::parse_smaps;
+use pagefold_linux::proc::memory::{Contents, PageReader, ReadHow};
+use pagefold_linux::proc::process::Process;
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};

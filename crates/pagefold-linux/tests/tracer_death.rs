@@ -4,9 +4,9 @@
 //! instead of a few hundred.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-use pagefold_linux::fault;
 use pagefold_linux::inject::{Call, InjectError, Injector, Limits, Report};
-use pagefold_linux::process::Process;
+use pagefold_linux::os::fault;
+use pagefold_linux::proc::process::Process;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;

@@ -3,11 +3,12 @@
 //! Run by hand, in release: `cargo test --release -p pagefold-linux --test watch_cost -- --ignored --nocapture`.
 
 use pagefold_core::host::Host;
-use pagefold_linux::cpu::own_cpu_ns;
-use pagefold_linux::exclude::DenyList;
+use pagefold_linux::host::live::{Hands, LiveHost};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
-use pagefold_linux::live::{Hands, LiveHost};
-use pagefold_linux::scope::{Roots, ScopeSpec};
+use pagefold_linux::os::cpu::own_cpu_ns;
+use pagefold_linux::proc::Roots;
+use pagefold_linux::scope::ScopeSpec;
+use pagefold_linux::scope::exclude::DenyList;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;

@@ -1,10 +1,11 @@
 //! How soon a live host notices what happens. It marks nothing and drives nothing, so it needs no lock.
 
 use pagefold_core::host::Host;
-use pagefold_linux::exclude::DenyList;
+use pagefold_linux::host::live::{Hands, LiveHost};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
-use pagefold_linux::live::{Hands, LiveHost};
-use pagefold_linux::scope::{Roots, ScopeSpec};
+use pagefold_linux::proc::Roots;
+use pagefold_linux::scope::ScopeSpec;
+use pagefold_linux::scope::exclude::DenyList;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};

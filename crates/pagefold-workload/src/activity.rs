@@ -10,8 +10,8 @@ use anyhow::Context;
 use memmap2::{Advice, MmapMut};
 use pagefold_core::random::finalize;
 use pagefold_core::units::{PAGE_SIZE, Vpn};
-use pagefold_linux::pagemap::{Pagemap, PagemapEntry};
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::pagemap::{Pagemap, PagemapEntry};
+use pagefold_linux::proc::process::Process;
 use std::time::{Duration, Instant};
 
 /// An activity and its state.

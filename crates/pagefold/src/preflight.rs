@@ -2,15 +2,15 @@
 
 use crate::exit::{self, Exit};
 use anyhow::{Context, Result};
-use pagefold_linux::exclude::{DenyList, process_exclusion};
 use pagefold_linux::inject::{InjectError, Injector, is_frozen};
+use pagefold_linux::ksm::lease::TakeError;
 use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};
-use pagefold_linux::numa::Topology;
-use pagefold_linux::privileges::{PLACING, PrivilegeError, READING, keep_from_dumps, keep_only, missing};
-use pagefold_linux::process::{Process, ReadError};
+use pagefold_linux::os::privileges::{PLACING, PrivilegeError, READING, keep_from_dumps, keep_only, missing};
+use pagefold_linux::proc::numa::Topology;
+use pagefold_linux::proc::process::{Process, ReadError};
+use pagefold_linux::proc::status::Status;
 use pagefold_linux::scope::Scoped;
-use pagefold_linux::status::Status;
-use pagefold_linux::tenure::TakeError;
+use pagefold_linux::scope::exclude::{DenyList, process_exclusion};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;

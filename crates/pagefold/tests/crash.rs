@@ -15,7 +15,7 @@ mod reads;
 mod stuck;
 
 use daemon::{Faulty, injectors_are_gone, knobs, left_turned, untouched};
-use pagefold_linux::fault;
+use pagefold_linux::os::fault;
 use pagefold_workload::Tenant;
 use std::path::Path;
 

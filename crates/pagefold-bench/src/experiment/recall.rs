@@ -9,8 +9,8 @@ use crate::programs::{
 use crate::record::{Limit, Report};
 use anyhow::{Context, ensure};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
-use pagefold_linux::maps::{VmaDetail, read_smaps};
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
+use pagefold_linux::proc::process::Process;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fs;
@@ -329,7 +329,7 @@ impl Target for Watched {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_linux::maps::parse_smaps;
+    use pagefold_linux::proc::maps::parse_smaps;
 
     const SMAPS: &[u8] =
         b"e7000000-e8000000 rw-p 00000000 00:00 0 \nAnonymous: 1000 kB\nKSM: 300 kB\nVmFlags: rd wr mg\n\

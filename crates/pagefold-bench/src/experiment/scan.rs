@@ -11,9 +11,9 @@ use nix::unistd::Pid;
 use pagefold_core::random::mix;
 use pagefold_core::sampling::census::choose::Chooser;
 use pagefold_core::units::PAGE_SIZE;
-use pagefold_linux::cpu::own_cpu_ns;
-use pagefold_linux::memory::PageReader;
-use pagefold_linux::process::Process;
+use pagefold_linux::os::cpu::own_cpu_ns;
+use pagefold_linux::proc::memory::PageReader;
+use pagefold_linux::proc::process::Process;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::io::IoSliceMut;
 

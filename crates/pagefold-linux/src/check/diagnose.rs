@@ -2,7 +2,7 @@
 //!
 //! Pure judgement over [`Facts`]: each check looks at one matter and says one thing about it.
 
-use crate::machine::{Cgroups, Fact, Facts, Release, Roots};
+use crate::check::facts::{Cgroups, Fact, Facts, Release, Roots};
 use serde::Serialize;
 
 /// How much a finding matters.

@@ -1,10 +1,10 @@
 //! One flaw at a time in a tree that is otherwise well.
 
 use super::*;
+use crate::check::facts::fixture::{healthy, set_frame};
 use crate::ksm::Knob;
-use crate::lock::Lock;
-use crate::machine::fixture::{healthy, set_frame};
-use crate::state_file::{Holder, State};
+use crate::ksm::lock::Lock;
+use crate::ksm::state_file::{Holder, State};
 use std::collections::BTreeMap;
 use std::path::Path;
 

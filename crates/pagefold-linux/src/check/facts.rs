@@ -1,13 +1,12 @@
-//! What this machine is and allows, as plain facts. [`crate::diagnose`] judges them.
+//! What this machine is and allows, as plain facts. [`crate::check::diagnose`] judges them.
 //!
 //! Nothing here decides or changes anything: each fact is one read below a root path, and says apart
 //! whether a file is missing, refused or not understood.
 
-use crate::fault;
+use crate::ksm::lock::{Holder, LockError, holder};
+use crate::ksm::state_file::{State, StateError, boot_id};
 use crate::ksm::{Knobs, Ksm, KsmCounters, KsmError, chosen};
-use crate::lock::{Holder, LockError, holder};
-use crate::process::{Process, ReadError};
-use crate::state_file::{State, StateError, boot_id};
+use crate::proc::list::programs_named;
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -114,8 +113,8 @@ impl Default for Roots {
         Self {
             proc: "/proc".into(),
             sys: "/sys".into(),
-            lock: crate::lock::LOCK_PATH.into(),
-            state: crate::state_file::STATE_PATH.into(),
+            lock: crate::ksm::lock::LOCK_PATH.into(),
+            state: crate::ksm::state_file::STATE_PATH.into(),
         }
     }
 }
@@ -210,23 +209,6 @@ impl Facts {
             cgroups: cgroups(&roots.sys.join("fs/cgroup")),
         }
     }
-}
-
-/// The processes whose command name is one of `names`, by pid.
-pub fn programs_named(proc_root: &Path, names: &[&str]) -> Result<Vec<(i32, String)>, ReadError> {
-    let entries = fault::io("read:proc").and_then(|()| std::fs::read_dir(proc_root));
-    let entries = entries.map_err(|error| ReadError::from_io(0, "", error))?;
-    let mut found: Vec<(i32, String)> = entries
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok())
-        .filter_map(|pid| {
-            // One that ends meanwhile is not running.
-            let stat = Process::open_at(proc_root, pid).and_then(|process| process.stat()).ok()?;
-            let name = names.iter().find(|name| name.as_bytes() == stat.comm)?;
-            Some((pid, (*name).to_owned()))
-        })
-        .collect();
-    found.sort_unstable();
-    Ok(found)
 }
 
 fn read(path: &Path) -> Fact<String> {

@@ -1,27 +1,29 @@
 //! The live machine, as the judgement sees it.
 
-mod attending;
 mod marking;
 mod placing;
+mod refresh;
 
 pub use marking::Changed;
 pub use placing::Policies;
 
 use self::placing::Placing;
-use crate::cpu::{Ksmd, own_and_children_cpu_ns, own_cpu_ns};
-use crate::domain::{self, DomainRules};
-use crate::drive::Driver;
-use crate::exclude::DenyList;
+use crate::host::sampling::{Piece, Sampled, Work, sample};
+use crate::host::targets::Target;
 use crate::inject::Injector;
+use crate::ksm::controller::Driver;
+use crate::ksm::ksmd::Ksmd;
+use crate::ksm::lease::{Restored, Tenure, TurnError};
 use crate::ksm::{Breaks, Ksm, KsmError};
-use crate::memory::{Contents, PageReader, ReadHow};
-use crate::newcomers::Newcomers;
-use crate::pressure::{Gauge, PressureError};
-use crate::process::ReadError;
-use crate::sampling::{Piece, Sampled, Work, sample};
-use crate::scope::{Roots, ScopeError, ScopeSpec};
-use crate::targets::Target;
-use crate::tenure::{Restored, Tenure, TurnError};
+use crate::os::cpu::{own_and_children_cpu_ns, own_cpu_ns};
+use crate::os::pressure::{Gauge, PressureError};
+use crate::proc::Roots;
+use crate::proc::memory::{Contents, PageReader, ReadHow};
+use crate::proc::process::ReadError;
+use crate::scope::domain::{self, DomainRules};
+use crate::scope::exclude::DenyList;
+use crate::scope::new_processes::Newcomers;
+use crate::scope::{ScopeError, ScopeSpec};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{
     Actions, ChangeResult, Cost, Host, KsmView, Marking, MemoryView, Outcome, RegionView, Run, SamplePlan, Samples,

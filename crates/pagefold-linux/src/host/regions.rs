@@ -4,8 +4,8 @@
 //! split mappings in three. A region is therefore a stretch of neighbouring mappings alike in all but the mark, and it
 //! is the same region as before when its range overlaps the former one.
 
-use crate::exclude::{Exclusion, vma_exclusion};
-use crate::maps::{RegionKind, VmaDetail, kind_of};
+use crate::proc::maps::{RegionKind, VmaDetail, kind_of};
+use crate::scope::exclude::{Exclusion, vma_exclusion};
 use pagefold_core::keys::{FamilyKey, RegionKey};
 use pagefold_core::random::mix;
 use pagefold_core::units::{Pages, Vpn};
@@ -137,7 +137,7 @@ pub fn follow(former: &[Tracked], stretches: Vec<Stretch>, mut new_key: impl FnM
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::maps::parse_smaps;
+    use crate::proc::maps::parse_smaps;
 
     /// A hypervisor keeps its guest's memory out of core dumps. Marks cut it into pieces that are small enough for a
     /// secret, and some that hold nothing.

@@ -1,9 +1,9 @@
-//! Reading the pages of a plan, on a thread that may be left behind (see [`crate::patience`]).
+//! Reading the pages of a plan, on a thread that may be left behind (see [`crate::os::abandonable`]).
 
-use crate::memory::{PageReader, PageView, ReadHow};
-use crate::numa::Topology;
-use crate::patience::{Pending, patiently};
-use crate::process::{Process, ReadError};
+use crate::os::abandonable::{Pending, patiently};
+use crate::proc::memory::{PageReader, PageView, ReadHow};
+use crate::proc::numa::Topology;
+use crate::proc::process::{Process, ReadError};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{MergedSample, PageSample, PageState};
 use pagefold_core::keys::RegionKey;

@@ -5,14 +5,14 @@
 //! file), whose sizes change with nearly every mapping that comes, goes or grows, and now and then maps (some 20 us),
 //! which shows the rest. Each of the three has its share of a core, for all processes together.
 
-use crate::cpu::own_cpu_ns;
-use crate::exclude::{DenyList, Exclusion, process_exclusion};
-use crate::maps::{VmaDetail, read_smaps};
-use crate::pagemap::Pagemap;
-use crate::patience::{Pending, patiently};
-use crate::process::{Process, ReadError};
-use crate::regions::{Tracked, follow, stretches};
+use crate::host::regions::{Tracked, follow, stretches};
+use crate::os::abandonable::{Pending, patiently};
+use crate::os::cpu::own_cpu_ns;
+use crate::proc::maps::{VmaDetail, read_smaps};
+use crate::proc::pagemap::Pagemap;
+use crate::proc::process::{Process, ReadError};
 use crate::scope::Scoped;
+use crate::scope::exclude::{DenyList, Exclusion, process_exclusion};
 use pagefold_core::host::Span;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use std::fs::File;
@@ -137,7 +137,7 @@ impl Target {
         self.look_again();
     }
 
-    /// Reads what the process may keep locked (see [`crate::patience`]).
+    /// Reads what the process may keep locked (see [`crate::os::abandonable`]).
     fn read<T: Send + 'static>(
         &mut self,
         read: impl FnOnce(&Process) -> Result<T, ReadError> + Send + 'static,

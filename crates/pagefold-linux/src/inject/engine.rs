@@ -4,15 +4,15 @@
 //! stop (a vfork parent, a frozen one): the end of its tracer. The kernel then forgets the request, and as
 //! nothing has been set yet, nothing has happened.
 
-use super::gate::Gate;
-use super::ground::Ground;
-use super::home::Home;
+use super::progress::Gate;
 use super::ptrace;
+use super::return_frame::Home;
+use super::stack_check::Ground;
 use super::thread::{self, Activity, Candidate, Choice};
 use super::tracee::{End, Served, Tracee, clock_ns, wait_for_trap};
 use super::trampoline::{self, Trampoline};
 use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
-use crate::process::Process;
+use crate::proc::process::Process;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 

@@ -2,7 +2,7 @@
 
 use super::InjectError;
 use super::thread::Activity;
-use crate::process::{Process, ReadError};
+use crate::proc::process::{Process, ReadError};
 use std::os::unix::fs::FileExt;
 
 /// The instruction's two bytes.

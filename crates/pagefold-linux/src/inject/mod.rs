@@ -8,8 +8,8 @@
 //!
 //! The one rule that cannot be bent: once a thread's registers are not its own, it is given them back or it
 //! has died. Nothing times out of that, so [`InjectError::Held`] exists. Should this process die at that moment, the
-//! thread comes home by itself, by a signal frame left below its stack pointer ([`home`] says how, and what is then
-//! different). Where there is no room that is certainly free for a frame ([`ground`]), no code to come back by
+//! thread comes home by itself, by a signal frame left below its stack pointer ([`return_frame`] says how, and what is then
+//! different). Where there is no room that is certainly free for a frame ([`stack_check`]), no code to come back by
 //! ([`trampoline`]), or a shadow stack, it is done without, and the tracer's death is the target's
 //! ([`Report::unguarded`]); therefore the work belongs into a small process of its own all the same ([`Injector`]).
 //!
@@ -20,20 +20,21 @@ compile_error!("injection knows the registers and the restart rules of 64-bit x8
 
 mod engine;
 pub(crate) mod gadget;
-mod gate;
-mod ground;
-mod home;
+mod progress;
 mod ptrace;
 mod regs;
+mod return_frame;
+mod stack_check;
 pub(crate) mod thread;
 mod tracee;
 mod trampoline;
+pub mod unmerge;
 pub(crate) mod worker;
 
-pub use gate::held;
+pub use progress::held;
 pub use worker::{Beside, Injector, serve};
 
-use crate::process::{Process, ReadError};
+use crate::proc::process::{Process, ReadError};
 use engine::{Ended, Verdict};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;

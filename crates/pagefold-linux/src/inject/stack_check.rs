@@ -8,8 +8,8 @@
 
 use super::ptrace;
 use super::ptrace::Registers;
-use crate::maps::{Vma, parse_maps};
-use crate::process::Process;
+use crate::proc::maps::{Vma, parse_maps};
+use crate::proc::process::Process;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 

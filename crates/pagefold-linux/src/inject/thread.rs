@@ -6,7 +6,7 @@
 //! that does not stop at all (uninterruptible sleep, a vfork parent).
 
 use super::InjectError;
-use crate::process::{Process, ReadError, Stat};
+use crate::proc::process::{Process, ReadError, Stat};
 
 /// More threads than this are not looked at: each look costs some 10 us.
 const THREADS_LOOKED_AT: usize = 128;

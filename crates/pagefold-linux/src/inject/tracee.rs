@@ -2,15 +2,15 @@
 //!
 //! From the first register set to the last one restored ([`Tracee::serve`]) the code neither allocates nor panics
 //! nor takes signals, and leaves only with the thread restored or dead. What becomes of the thread if this process dies
-//! at one of the `fault::point`s is said in [`super::home`].
+//! at one of the `fault::point`s is said in [`super::return_frame`].
 
-use super::gate::Gate;
-use super::ground::Ground;
-use super::home::Home;
+use super::progress::Gate;
 use super::ptrace::{self, Look, Registers};
+use super::return_frame::Home;
+use super::stack_check::Ground;
 use super::trampoline::Trampoline;
 use super::{Call, Errno, Limits, gadget, regs, signed, unsigned};
-use crate::fault;
+use crate::os::fault;
 
 /// How often a call is made that a signal cuts short (un-merging stops at any pending signal).
 const RESTARTS: u32 = 4;

@@ -1,12 +1,12 @@
-//! Two pieces of the target's own code that bring a thread home without its tracer ([`super::home`]): `syscall; ret`,
+//! Two pieces of the target's own code that bring a thread home without its tracer ([`super::return_frame`]): `syscall; ret`,
 //! at which the calls are made, and the function every program with signal handlers has for coming back from them
 //! (`__restore_rt` of glibc and musl, `sigreturn__sigaction` of Go).
 //!
 //! They are looked for in executable mappings of files, once per file: searching glibc takes a millisecond.
 
 use super::ptrace;
-use crate::maps::{Vma, parse_maps};
-use crate::process::Process;
+use crate::proc::maps::{Vma, parse_maps};
+use crate::proc::process::Process;
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -8,16 +8,16 @@
 //! ksmd has mapped to the kernel's, which only the call itself gives back, and kernels that do not tell merged pages from
 //! those shared through fork, which reading would copy too: there a mapping is unmarked in steps.
 
-use crate::fault;
-use crate::headroom::headroom;
 use crate::inject::{Call, InjectError, Injector, Limits, Report};
-use crate::maps::{VmaDetail, read_smaps};
-use crate::memory::PageReader;
-use crate::merge_any::PR_SET_MEMORY_MERGE;
-use crate::numa::Near;
-use crate::pagemap::tells_merged;
-use crate::process::{Process, ReadError};
-use crate::scope::Roots;
+use crate::os::fault;
+use crate::proc::Roots;
+use crate::proc::headroom::headroom;
+use crate::proc::maps::{VmaDetail, read_smaps};
+use crate::proc::memory::PageReader;
+use crate::proc::merge_any::PR_SET_MEMORY_MERGE;
+use crate::proc::numa::Near;
+use crate::proc::pagemap::tells_merged;
+use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
 use thiserror::Error;
 

@@ -11,9 +11,9 @@
 //! request: one that came too late is recognised and dropped.
 
 use super::{Call, InjectError, Limits, Report, held, inject, unsigned};
-use crate::peer::{Peer, own_uid};
-use crate::privileges::{INJECTING, keep_from_dumps, keep_only};
-use crate::process::Process;
+use crate::os::peer::{Peer, own_uid};
+use crate::os::privileges::{INJECTING, keep_from_dumps, keep_only};
+use crate::proc::process::Process;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -274,7 +274,7 @@ fn nonsense(error: &serde_json::Error) -> InjectError {
 /// The worker: answers requests on standard input until there are no more.
 pub fn serve() -> ! {
     shield_process();
-    crate::fault::init();
+    crate::os::fault::init();
     // Before anything is heard. What the lines above needed besides is gone with it.
     if let Err(error) = keep_only(&INJECTING) {
         eprintln!("pagefold: the injector: {error}; see docs/privileges.md");

@@ -19,12 +19,12 @@
 //!
 //! So ksmd rests with `run` 1, `pages_to_scan` 0 and an endless sleep. In that state it used no CPU at all.
 
-use crate::cpu::Ksmd;
-use crate::fault;
-use crate::hand::Hand;
 use crate::ksm::Knob;
-use crate::state_file::ENDLESS_SLEEP;
-use crate::tenure::{Tenure, TurnError};
+use crate::ksm::knob_writer::Hand;
+use crate::ksm::ksmd::Ksmd;
+use crate::ksm::lease::{Tenure, TurnError};
+use crate::ksm::state_file::ENDLESS_SLEEP;
+use crate::os::fault;
 use pagefold_core::host::ScanOrder;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -402,5 +402,5 @@ impl Quiet {
 }
 
 #[cfg(test)]
-#[path = "drive_tests.rs"]
+#[path = "controller_tests.rs"]
 mod tests;

@@ -1,8 +1,8 @@
 //! The driver against a thread that answers kicks by ksmd's rules, on a copy of the kernel's tree.
 
 use super::*;
+use crate::ksm::lease::{Places, Wishes};
 use crate::ksm::{Ksm, fixture};
-use crate::tenure::{Places, Wishes};
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;

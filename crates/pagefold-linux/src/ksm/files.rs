@@ -5,7 +5,7 @@
 //! No read takes ksmd's mutex; of the writes, those to `run`, `max_page_sharing` and
 //! `merge_across_nodes` do, and so block until ksmd's batch has ended. The others never block.
 
-use crate::fault;
+use crate::os::fault;
 use pagefold_core::host::KsmView;
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};

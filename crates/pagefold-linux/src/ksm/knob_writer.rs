@@ -4,12 +4,12 @@
 //! turned a knob, and compared later with what the kernel says. The book is never locked while the kernel
 //! blocks a write, so that checks stay prompt.
 
-use crate::cpu::Ksmd;
-use crate::fault;
+use crate::ksm::ksmd::Ksmd;
+use crate::ksm::lease::{Restored, TurnError, Usurped};
+use crate::ksm::lock::Lock;
+use crate::ksm::state_file::{ENDLESS_SLEEP, State};
 use crate::ksm::{KSM_ROOT, Knob, Ksm, KsmError};
-use crate::lock::Lock;
-use crate::state_file::{ENDLESS_SLEEP, State};
-use crate::tenure::{Restored, TurnError, Usurped};
+use crate::os::fault;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};

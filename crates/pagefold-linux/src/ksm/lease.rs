@@ -5,11 +5,11 @@
 //! [`Tenure::restore`], by being dropped, or, after a crash, by [`recover`] in the next start. When
 //! somebody else turns a knob meanwhile, that knob is theirs: it is never written again.
 
-use crate::hand::{Hand, give_back};
+use crate::ksm::knob_writer::{Hand, give_back};
+use crate::ksm::lock::{Lock, LockError};
+use crate::ksm::state_file::{Holder, State, StateError, boot_id};
 use crate::ksm::{Knob, Ksm, KsmError};
-use crate::lock::{Lock, LockError};
-use crate::process::ReadError;
-use crate::state_file::{Holder, State, StateError, boot_id};
+use crate::proc::process::ReadError;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -128,8 +128,8 @@ pub struct Places {
 impl Default for Places {
     fn default() -> Self {
         Self {
-            lock: crate::lock::LOCK_PATH.into(),
-            state: crate::state_file::STATE_PATH.into(),
+            lock: crate::ksm::lock::LOCK_PATH.into(),
+            state: crate::ksm::state_file::STATE_PATH.into(),
             proc_root: "/proc".into(),
         }
     }
@@ -322,12 +322,12 @@ pub fn other_driver(ksm: &Ksm, proc_root: &Path) -> Result<Option<OtherDriver>, 
     if let Some(mode) = knobs.advisor_mode.filter(|mode| mode != "none") {
         return Ok(Some(OtherDriver::Advisor { mode }));
     }
-    if let Some((pid, name)) = crate::machine::programs_named(proc_root, &["ksmtuned"])?.into_iter().next() {
+    if let Some((pid, name)) = crate::proc::list::programs_named(proc_root, &["ksmtuned"])?.into_iter().next() {
         return Ok(Some(OtherDriver::Program { name, pid }));
     }
     Ok((knobs.run == 1).then_some(OtherDriver::Running))
 }
 
 #[cfg(test)]
-#[path = "tenure_tests.rs"]
+#[path = "lease_tests.rs"]
 mod tests;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::ksm::fixture;
-use crate::process::Process;
+use crate::proc::process::Process;
 use std::process::Command;
 use tempfile::TempDir;
 

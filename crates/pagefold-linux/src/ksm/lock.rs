@@ -4,7 +4,7 @@
 //! the kernel drops with its last descriptor: nothing stale survives the death of a holder. The
 //! holder's pid is written in the file for the message only; it decides nothing.
 
-use crate::fault;
+use crate::os::fault;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::AsRawFd;

@@ -3,9 +3,9 @@
 //! The file is on disk before the first knob is turned and goes away with the last one put back. It is
 //! replaced whole (written beside, synced, renamed), so a reader sees the old text or the new one.
 
-use crate::fault;
 use crate::ksm::Knob;
-use crate::process::{Process, ReadError};
+use crate::os::fault;
+use crate::proc::process::{Process, ReadError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;

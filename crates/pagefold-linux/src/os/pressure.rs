@@ -6,7 +6,7 @@
 //! documents is an error. ksmtuned's measure needs no PSI: memory is scarce when less than a fifth is available
 //! (its `KSM_THRES_COEF` of 20).
 
-use crate::fault;
+use crate::os::fault;
 use pagefold_core::host::MemoryView;
 use pagefold_core::units::{Pages, Permyriad};
 use std::fs::File;

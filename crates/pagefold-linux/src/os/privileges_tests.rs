@@ -1,7 +1,7 @@
 use super::*;
-use crate::memory::{PageReader, ReadHow};
-use crate::pagemap::{Pagemap, PagemapEntry};
-use crate::process::{Process, ReadError};
+use crate::proc::memory::{PageReader, ReadHow};
+use crate::proc::pagemap::{Pagemap, PagemapEntry};
+use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::Vpn;
 use std::process::{Child, Command, Stdio};
 

@@ -4,9 +4,9 @@
 //! Giving merged pages back takes that much memory, charged to the process (`unmerge_ksm_pages` breaks each page like a
 //! write would, mm/ksm.c). Beyond a limit the kernel kills.
 
-use crate::fault;
-use crate::process::{Process, ReadError};
-use crate::scope::{Cgroup, parse_cgroups};
+use super::cgroup::{Cgroup, parse_cgroups};
+use crate::os::fault;
+use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::Bytes;
 use std::fs;
 use std::io;

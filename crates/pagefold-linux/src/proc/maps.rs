@@ -4,7 +4,7 @@
 //! `\012`, and leaves a backslash alone, so the escape cannot be undone without guessing: names are
 //! kept as the kernel prints them, with any ` (deleted)` at the end.
 
-use crate::process::{Process, ReadError};
+use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use std::fmt;
 

@@ -1,11 +1,11 @@
 use super::*;
 use proptest::prelude::*;
 
-const HOSTILE: &[u8] = include_bytes!("../tests/fixtures/hostile.maps");
-const SLEEP_MAPS: &[u8] = include_bytes!("../tests/fixtures/sleep-6.18.maps");
-const SLEEP_SMAPS: &[u8] = include_bytes!("../tests/fixtures/sleep-6.18.smaps");
-const QEMU: &[u8] = include_bytes!("../tests/fixtures/qemu.smaps");
-const OLD: &[u8] = include_bytes!("../tests/fixtures/kernel-6.4.smaps");
+const HOSTILE: &[u8] = include_bytes!("../../tests/fixtures/hostile.maps");
+const SLEEP_MAPS: &[u8] = include_bytes!("../../tests/fixtures/sleep-6.18.maps");
+const SLEEP_SMAPS: &[u8] = include_bytes!("../../tests/fixtures/sleep-6.18.smaps");
+const QEMU: &[u8] = include_bytes!("../../tests/fixtures/qemu.smaps");
+const OLD: &[u8] = include_bytes!("../../tests/fixtures/kernel-6.4.smaps");
 
 /// A line as fs/proc/task_mmu.c prints it.
 fn line(vma: &Vma) -> Vec<u8> {

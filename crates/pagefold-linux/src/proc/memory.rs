@@ -16,9 +16,9 @@
 mod batch;
 
 use self::batch::{BRIDGE_PAGES, Batch, huge_by_frames};
-use crate::fault;
-use crate::pagemap::{Categories, KpageFlags, PageRange, Pagemap, PagemapEntry, ScanError};
-use crate::process::{Process, ReadError};
+use crate::os::fault;
+use crate::proc::pagemap::{Categories, KpageFlags, PageRange, Pagemap, PagemapEntry, ScanError};
+use crate::proc::process::{Process, ReadError};
 use pagefold_core::hash::PageBytes;
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Pages, Vpn};

@@ -320,7 +320,7 @@ fn exec_is_noticed() {
     }
     assert!(matches!(reader.held[at].check(), Err(ReadError::Vanished { .. })));
     // The next call is about the new program.
-    let maps = crate::maps::parse_maps(&process.read_file("maps").unwrap()).unwrap();
+    let maps = crate::proc::maps::parse_maps(&process.read_file("maps").unwrap()).unwrap();
     let stack = maps.iter().find(|vma| vma.name == b"[stack]").unwrap();
     let census = reader.census(&process, stack.first(), stack.pages(), false).unwrap();
     assert!(census.private.0 > 0);

@@ -4,7 +4,7 @@
 //! one is known by its memory blocks, which a kernel without CONFIG_MEMORY_HOTPLUG does not show: there, and where only
 //! one node has memory, there is no [`Topology`] and nothing is placed.
 
-use crate::process::{Process, ReadError};
+use crate::proc::process::{Process, ReadError};
 use pagefold_core::host::{NodeView, OwnerView};
 use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::placement::policy::Placement;

@@ -3,8 +3,8 @@
 //! Bits are those of the kernel's Documentation/admin-guide/mm/pagemap.rst. Frame numbers, and with them
 //! everything in kpageflags, need CAP_SYS_ADMIN; without it the kernel shows frame 0.
 
-use crate::fault;
-use crate::process::{Process, ReadError};
+use crate::os::fault;
+use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use std::fs::File;
 use std::io;

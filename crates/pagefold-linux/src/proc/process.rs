@@ -4,7 +4,7 @@
 //! through the descriptor: once the process is reaped the kernel answers ESRCH there, whoever has
 //! the pid by then.
 
-use crate::fault;
+use crate::os::fault;
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read};

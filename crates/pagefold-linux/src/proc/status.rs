@@ -1,6 +1,6 @@
 //! What `/proc/PID/status` and the links beside it tell of a process: who owns it, who traces it, what it runs.
 
-use crate::process::{Process, ReadError};
+use crate::proc::process::{Process, ReadError};
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::AsRawFd;

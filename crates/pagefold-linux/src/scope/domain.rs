@@ -5,7 +5,8 @@
 //! has one, then the rules in their order, then the user if that is asked for. Who is named by none of them is in the
 //! domain [`DEFAULT`].
 
-use crate::scope::{Roots, Scoped, runs};
+use crate::proc::Roots;
+use crate::scope::{Scoped, runs};
 use std::path::{Component, Path, PathBuf};
 
 /// The domain of those that nobody has named another for.

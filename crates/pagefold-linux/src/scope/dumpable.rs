@@ -13,8 +13,8 @@
 //! for the caller to weigh: the deny list and the flags of the mappings still apply.
 
 use crate::inject::{Beside, Call, Injector, Limits};
-use crate::process::{Process, ReadError};
-use crate::status::Status;
+use crate::proc::process::{Process, ReadError};
+use crate::proc::status::Status;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io;

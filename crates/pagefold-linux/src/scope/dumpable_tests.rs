@@ -1,5 +1,5 @@
 use super::*;
-use crate::status::Status;
+use crate::proc::status::Status;
 
 /// A forked child that sets its user (0: stays root) and its dumpable attribute and then waits to be killed.
 struct Child(i32);

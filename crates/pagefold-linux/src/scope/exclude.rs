@@ -2,10 +2,10 @@
 //!
 //! Facts are acquired first and judged apart from that, so that every rule is tested without a process.
 
-use crate::dumpable::{Dumpable, ask_inside, dumpable};
-use crate::maps::VmaDetail;
-use crate::process::{Process, ReadError};
-use crate::status::{Status, exe_of, printable, program_name};
+use crate::proc::maps::VmaDetail;
+use crate::proc::process::{Process, ReadError};
+use crate::proc::status::{Status, exe_of, printable, program_name};
+use crate::scope::dumpable::{Dumpable, ask_inside, dumpable};
 use std::fmt;
 
 /// Why a process or a mapping is left alone. Displays as one line.

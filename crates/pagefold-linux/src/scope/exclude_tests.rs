@@ -1,5 +1,5 @@
 use super::*;
-use crate::maps::parse_smaps;
+use crate::proc::maps::parse_smaps;
 use proptest::prelude::*;
 
 fn facts() -> ProcessFacts {
@@ -60,10 +60,10 @@ fn deny_list_matches_names_beginnings_and_cut_off_names() {
 
 #[test]
 fn fixture_mappings_are_judged() {
-    let details = parse_smaps(include_bytes!("../tests/fixtures/qemu.smaps")).unwrap();
+    let details = parse_smaps(include_bytes!("../../tests/fixtures/qemu.smaps")).unwrap();
     let verdicts: Vec<_> = details.iter().map(vma_exclusion).collect();
     assert_eq!(verdicts, [None, Some(Exclusion::WipeOnFork), Some(Exclusion::Shared), Some(Exclusion::UserFault)]);
-    let details = parse_smaps(include_bytes!("../tests/fixtures/sleep-6.18.smaps")).unwrap();
+    let details = parse_smaps(include_bytes!("../../tests/fixtures/sleep-6.18.smaps")).unwrap();
     for detail in &details {
         let verdict = vma_exclusion(detail);
         match detail.vma.name.as_slice() {

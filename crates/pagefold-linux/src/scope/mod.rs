@@ -7,9 +7,16 @@
 //! The caller is left out unless named by pid, and so are kernel threads and zombies, which have no memory. A process
 //! that ends while this runs is passed over.
 
-use crate::peer::own_uid;
-use crate::process::{Process, ReadError};
-use crate::status::{Status, exe_of, printable, program_name};
+pub mod domain;
+pub mod dumpable;
+pub mod exclude;
+pub mod new_processes;
+
+use crate::os::peer::own_uid;
+use crate::proc::Roots;
+use crate::proc::cgroup::{Cgroup, parse_cgroups};
+use crate::proc::process::{Process, ReadError};
+use crate::proc::status::{Status, exe_of, printable, program_name};
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::CString;
 use std::fs;
@@ -49,21 +56,6 @@ impl std::fmt::Display for ScopeSpec {
         let exes = self.exes.iter().map(|exe| format!("--exe {}", printable(exe.as_bytes())));
         let all = self.all.then(|| "--all".to_owned());
         f.write_str(&pids.chain(cgroups).chain(users).chain(exes).chain(all).collect::<Vec<_>>().join(" "))
-    }
-}
-
-/// Where to look.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Roots {
-    /// `/proc`
-    pub proc: PathBuf,
-    /// `/sys/fs/cgroup`
-    pub cgroup: PathBuf,
-}
-
-impl Default for Roots {
-    fn default() -> Self {
-        Self { proc: "/proc".into(), cgroup: "/sys/fs/cgroup".into() }
     }
 }
 
@@ -272,41 +264,6 @@ pub fn user_id(user: &str) -> Result<u32, ScopeError> {
     Ok(unsafe { (*found).pw_uid })
 }
 
-/// One line of `/proc/PID/cgroup`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Cgroup {
-    /// Comma-separated controllers of a version 1 hierarchy, or its `name=...`; empty for version 2.
-    pub(crate) controllers: String,
-    /// Its path below the hierarchy's mount, with a slash at the front.
-    pub(crate) path: String,
-}
-
-impl Cgroup {
-    /// The directory names under the cgroup mount point that this hierarchy may have.
-    fn mounts(&self) -> Vec<&str> {
-        match self.controllers.as_str() {
-            "" => vec!["unified", ""],
-            names => {
-                let names = names.strip_prefix("name=").unwrap_or(names);
-                std::iter::once(names).chain(names.split(',')).collect()
-            }
-        }
-    }
-}
-
-/// Parses the text of `/proc/PID/cgroup`. Lines of another form are passed over.
-pub(crate) fn parse_cgroups(text: &[u8]) -> Vec<Cgroup> {
-    String::from_utf8_lossy(text)
-        // Not `lines`: a name may end in a carriage return.
-        .split('\n')
-        .filter_map(|line| {
-            let mut parts = line.splitn(3, ':');
-            let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
-            path.starts_with('/').then(|| Cgroup { controllers: controllers.to_owned(), path: path.to_owned() })
-        })
-        .collect()
-}
-
 /// A cgroup that was asked for.
 #[derive(Debug)]
 struct CgroupWish {
@@ -422,5 +379,5 @@ fn xattr(path: &Path, name: &str) -> Option<Vec<u8>> {
 }
 
 #[cfg(test)]
-#[path = "scope_tests.rs"]
+#[path = "tests.rs"]
 mod tests;

@@ -7,9 +7,10 @@
 //! A process is not at once what it will be: it forks, joins its cgroup, changes its user, calls exec. So one that is new
 //! is looked at for some seconds. An older one that turns into what is meant is noticed by the next full look.
 
-use crate::cpu::own_cpu_ns;
-use crate::fault;
-use crate::scope::{Roots, ScopeError, ScopeSpec, Scoped, resolve_among};
+use crate::os::cpu::own_cpu_ns;
+use crate::os::fault;
+use crate::proc::Roots;
+use crate::scope::{ScopeError, ScopeSpec, Scoped, resolve_among};
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -116,5 +117,5 @@ impl Newcomers {
 }
 
 #[cfg(test)]
-#[path = "newcomers_tests.rs"]
+#[path = "new_processes_tests.rs"]
 mod tests;

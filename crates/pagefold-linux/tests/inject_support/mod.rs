@@ -2,7 +2,7 @@
 #![allow(dead_code)] // Each test uses its part.
 
 use pagefold_linux::inject::{Call, Errno, InjectError, Limits, Report, inject};
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::process::Process;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;

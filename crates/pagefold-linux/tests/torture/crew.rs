@@ -2,7 +2,7 @@
 
 use crate::inject_support::{Freezer, Victim, example, skip, start_compat, status_field};
 use pagefold_linux::inject::InjectError;
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::process::Process;
 use std::collections::BTreeMap;
 use std::process::Child;
 use std::sync::atomic::{AtomicU64, Ordering};

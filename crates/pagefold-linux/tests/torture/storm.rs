@@ -4,7 +4,7 @@ use crate::Run;
 use crate::crew::{Member, Storm, Target};
 use crate::inject_support::{Freezer, Victim};
 use pagefold_core::random::Random;
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::process::Process;
 use std::os::unix::process::ExitStatusExt;
 use std::sync::Arc;
 use std::thread::Scope;

@@ -1,7 +1,7 @@
 //! Runs `examples/twins.rs`.
 
 use pagefold_core::units::Vpn;
-use pagefold_linux::process::Process;
+use pagefold_linux::proc::process::Process;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};

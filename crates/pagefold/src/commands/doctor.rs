@@ -5,11 +5,11 @@
 
 use crate::exit::{self, Exit};
 use crate::output::style;
-use pagefold_linux::diagnose::{Finding, Severity, examine};
+use pagefold_linux::check::diagnose::{Finding, Severity, examine};
+use pagefold_linux::check::facts::Roots;
+use pagefold_linux::ksm::lease::{Places, Restored, TakeError, put_back_deferred};
+use pagefold_linux::ksm::lock::LockError;
 use pagefold_linux::ksm::{Ksm, KsmError};
-use pagefold_linux::lock::LockError;
-use pagefold_linux::machine::Roots;
-use pagefold_linux::tenure::{Places, Restored, TakeError, put_back_deferred};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -224,7 +224,7 @@ fn verdict(findings: &[Finding]) -> String {
 mod tests {
     use super::*;
     use pagefold_linux::ksm::Knob;
-    use pagefold_linux::tenure::Usurped;
+    use pagefold_linux::ksm::lease::Usurped;
 
     fn findings() -> Vec<Finding> {
         let of = |id, severity, what: &str, why: &str, todo: &str| Finding {

@@ -2,7 +2,7 @@
 
 use crate::exit::{self, Exit};
 use anyhow::Result;
-use pagefold_linux::merge_any::set_merge_any;
+use pagefold_linux::proc::merge_any::set_merge_any;
 use std::ffi::OsString;
 use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;

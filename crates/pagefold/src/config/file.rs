@@ -7,7 +7,7 @@ use pagefold_core::config::{Config, Preset};
 use pagefold_core::governor::Governor;
 use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::Permyriad;
-use pagefold_linux::exclude::unfit_entry;
+use pagefold_linux::scope::exclude::unfit_entry;
 use serde::de::{self, Deserialize, Deserializer, Visitor};
 use std::collections::BTreeMap;
 use std::fmt;

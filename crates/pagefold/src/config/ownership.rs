@@ -1,8 +1,8 @@
 //! Whether a file can be trusted by what runs as root: nobody but root, or whoever runs this, may be able to write it or
 //! put another in its place.
 
-use pagefold_linux::process::Process;
-use pagefold_linux::status::{Status, printable};
+use pagefold_linux::proc::process::Process;
+use pagefold_linux::proc::status::{Status, printable};
 use std::fs::{self, File};
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;

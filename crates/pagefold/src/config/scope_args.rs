@@ -2,8 +2,9 @@
 
 use crate::config::file::{Scope, Word};
 use crate::exit::{self, Exit};
-use pagefold_linux::exclude::{DenyList, unfit_entry};
-use pagefold_linux::scope::{Roots, ScopeError, ScopeSpec, Scoped, resolve};
+use pagefold_linux::proc::Roots;
+use pagefold_linux::scope::exclude::{DenyList, unfit_entry};
+use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped, resolve};
 use std::path::PathBuf;
 
 const PROGRAMS: &str = "Which programs";

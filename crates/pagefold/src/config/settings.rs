@@ -8,10 +8,11 @@ use crate::exit::{self, Exit};
 use pagefold_core::config::Config;
 use pagefold_core::limits::Limits;
 use pagefold_core::placement::policy::{Latencies, Placement};
-use pagefold_linux::domain::{DomainRule, DomainRules, Selector};
-use pagefold_linux::exclude::DenyList;
-use pagefold_linux::live::Policies;
-use pagefold_linux::scope::{Roots, user_id};
+use pagefold_linux::host::live::Policies;
+use pagefold_linux::proc::Roots;
+use pagefold_linux::scope::domain::{DomainRule, DomainRules, Selector};
+use pagefold_linux::scope::exclude::DenyList;
+use pagefold_linux::scope::user_id;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 

@@ -3,7 +3,7 @@
 use super::protocol::{PATH, Refusal, Request};
 use crate::exit::{self, Exit};
 use anyhow::Result;
-use pagefold_linux::peer::own_uid;
+use pagefold_linux::os::peer::own_uid;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::io::{self, ErrorKind, Read, Write};

@@ -1,7 +1,7 @@
 //! What is said over the control socket: a line of JSON for each request, and one for its answer.
 
 use pagefold_core::governor::Governor;
-use pagefold_linux::status::printable;
+use pagefold_linux::proc::status::printable;
 use serde::{Deserialize, Serialize};
 
 /// Where the socket is.

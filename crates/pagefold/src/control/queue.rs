@@ -9,8 +9,8 @@ use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::report::Report;
-use pagefold_linux::live::LiveHost;
-use pagefold_linux::wake::Sleeper;
+use pagefold_linux::host::live::LiveHost;
+use pagefold_linux::os::wake::Sleeper;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -125,7 +125,7 @@ pub struct Desk {
 }
 
 impl Desk {
-    /// A desk for the calling thread, whose waits end when `woken` is set; [`pagefold_linux::wake::SIGNAL`] must set it.
+    /// A desk for the calling thread, whose waits end when `woken` is set; [`pagefold_linux::os::wake::SIGNAL`] must set it.
     pub fn open(woken: Arc<AtomicBool>) -> (Self, Counter) {
         let (ask, questions) = channel();
         (

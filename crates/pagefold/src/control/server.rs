@@ -5,7 +5,7 @@
 
 use super::protocol::{REQUEST_MOST, Refusal, Request};
 use anyhow::{Context, Result, bail};
-use pagefold_linux::peer::{Peer, own_uid};
+use pagefold_linux::os::peer::{Peer, own_uid};
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};

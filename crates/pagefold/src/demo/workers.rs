@@ -4,9 +4,9 @@
 use crate::exit::{self, Exit};
 use anyhow::{Context, Result};
 use pagefold_core::units::{PAGE_SIZE, Pages};
-use pagefold_linux::headroom::headroom;
-use pagefold_linux::process::{Process, ReadError};
-use pagefold_linux::scope::Roots;
+use pagefold_linux::proc::Roots;
+use pagefold_linux::proc::headroom::headroom;
+use pagefold_linux::proc::process::{Process, ReadError};
 use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
 

@@ -136,7 +136,7 @@ pub fn left_turned(before: &[(&str, u64)]) {
             assert!(state["turned"][knob].is_array(), "{knob} in {state}");
         }
     }
-    let lock = pagefold_linux::lock::holder(Path::new(pagefold_linux::lock::LOCK_PATH)).unwrap();
+    let lock = pagefold_linux::ksm::lock::holder(Path::new(pagefold_linux::ksm::lock::LOCK_PATH)).unwrap();
     assert_eq!(lock, None);
 }
 

@@ -2,7 +2,7 @@
 
 use super::pages::Page;
 use pagefold_core::hash::{Digester, PageBytes, is_zero};
-use pagefold_linux::cpu::own_cpu_ns;
+use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_sim::partial_hash::{LineHash, PartialHash, RoundCost, StrengthController, WordHash};
 use std::hint::black_box;
 use std::time::Instant;

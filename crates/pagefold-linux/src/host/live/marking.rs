@@ -1,12 +1,12 @@
 //! Marking and unmarking: the one thing that is done to programs.
 
 use super::{Acting, Event, LiveHost};
-use crate::exclude::vma_exclusion;
-use crate::fault;
+use crate::inject::unmerge::{UnfoldError, in_steps, step_of, steps};
 use crate::inject::{Call, Limits, Report};
-use crate::maps::VmaDetail;
-use crate::process::ReadError;
-use crate::unfold::{UnfoldError, in_steps, step_of, steps};
+use crate::os::fault;
+use crate::proc::maps::VmaDetail;
+use crate::proc::process::ReadError;
+use crate::scope::exclude::vma_exclusion;
 use pagefold_core::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize, Stops, Why};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
 use std::collections::BTreeMap;

@@ -1,11 +1,11 @@
 //! Memory nodes, as the judgement sees them, and moving merged frames between them.
 
 use super::LiveHost;
-use crate::numa::{Topology, move_frames, owner_view};
-use crate::patience::patiently;
-use crate::privileges::{PLACING, missing};
-use crate::process::ReadError;
-use crate::targets::Target;
+use crate::host::targets::Target;
+use crate::os::abandonable::patiently;
+use crate::os::privileges::{PLACING, missing};
+use crate::proc::numa::{Topology, move_frames, owner_view};
+use crate::proc::process::ReadError;
 use pagefold_core::host::{Move, NodeView, Outcome, OwnerView};
 use pagefold_core::placement::policy::Placement;
 use std::collections::BTreeMap;

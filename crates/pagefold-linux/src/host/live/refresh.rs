@@ -1,11 +1,11 @@
 //! Who is in scope, and what has changed among them.
 
 use super::{Acting, Event, LiveError, LiveHost};
-use crate::exclude::Exclusion;
-use crate::process::ReadError;
-use crate::regions::Tracked;
+use crate::host::regions::Tracked;
+use crate::host::targets::Target;
+use crate::proc::process::ReadError;
+use crate::scope::exclude::Exclusion;
 use crate::scope::{ScopeError, ScopeSpec, Scoped};
-use crate::targets::Target;
 use pagefold_core::host::RegionView;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 

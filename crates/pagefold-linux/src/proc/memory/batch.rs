@@ -1,9 +1,9 @@
 //! The pages that are looked up and read together.
 
 use super::{Contents, Held, PageView, ReadHow};
-use crate::fault;
-use crate::pagemap::{Categories, FrameFlags, KpageFlags, PageRange, PagemapEntry, ScanError};
-use crate::process::{Process, ReadError};
+use crate::os::fault;
+use crate::proc::pagemap::{Categories, FrameFlags, KpageFlags, PageRange, PagemapEntry, ScanError};
+use crate::proc::process::{Process, ReadError};
 use pagefold_core::hash::PageBytes;
 use pagefold_core::host::PageState;
 use pagefold_core::units::{EXTENT_PAGES, PAGE_SIZE, Pages, Vpn};

@@ -7,7 +7,7 @@ use crate::output::figures::{thousands, time, wrap};
 use crate::output::style::{Style, count, human, line, percent, shorten};
 use pagefold_core::report::{Kind, Next, RegionReport};
 use pagefold_core::units::Pages;
-use pagefold_linux::exclude::Exclusion;
+use pagefold_linux::scope::exclude::Exclusion;
 
 /// Regions shown one by one, if they are not tiny.
 const REGIONS: usize = 12;

@@ -9,7 +9,7 @@ use crate::config::settings::Settings;
 use crate::exit::Exit;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
-use pagefold_linux::live::LiveHost;
+use pagefold_linux::host::live::LiveHost;
 use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

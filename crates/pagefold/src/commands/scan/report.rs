@@ -3,7 +3,7 @@
 use super::survey::{LeftOut, Survey};
 use crate::output::placement::PlacesView;
 use pagefold_core::sampling::census::{Figures, Findings, bytes_of};
-use pagefold_linux::status::printable;
+use pagefold_linux::proc::status::printable;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;

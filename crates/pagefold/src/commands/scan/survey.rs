@@ -8,12 +8,12 @@ use anyhow::Result;
 use pagefold_core::host::PageState;
 use pagefold_core::sampling::census::Cell;
 use pagefold_core::units::{Pages, Vpn};
-use pagefold_linux::exclude::{DenyList, Exclusion, process_exclusion, vma_exclusion};
-use pagefold_linux::maps::{RegionKind, VmaDetail, kind_of, read_smaps};
-use pagefold_linux::memory::{PageReader, ReadHow};
-use pagefold_linux::process::{Process, ReadError};
+use pagefold_linux::proc::maps::{RegionKind, VmaDetail, kind_of, read_smaps};
+use pagefold_linux::proc::memory::{PageReader, ReadHow};
+use pagefold_linux::proc::process::{Process, ReadError};
+use pagefold_linux::proc::status::program_name;
 use pagefold_linux::scope::Scoped;
-use pagefold_linux::status::program_name;
+use pagefold_linux::scope::exclude::{DenyList, Exclusion, process_exclusion, vma_exclusion};
 use std::collections::BTreeMap;
 
 /// Everything in scope.

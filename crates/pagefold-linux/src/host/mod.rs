@@ -1,0 +1,6 @@
+//! The live machine behind the core's interface: what is in scope as regions, samples of them, marks and moves.
+
+pub mod live;
+pub mod regions;
+mod sampling;
+pub mod targets;

@@ -1,0 +1,9 @@
+//! The machine and this process: CPU time, memory pressure, rights, signals. Nothing here knows of other processes.
+
+pub(crate) mod abandonable;
+pub mod cpu;
+pub mod fault;
+pub mod peer;
+pub mod pressure;
+pub mod privileges;
+pub mod wake;

@@ -1,0 +1,30 @@
+//! Processes as procfs shows them: what each is, its mappings, its pages and their content, and its limits.
+
+pub(crate) mod cgroup;
+pub mod cpu;
+pub mod headroom;
+pub mod list;
+pub mod maps;
+pub mod memory;
+pub mod merge_any;
+pub mod numa;
+pub mod pagemap;
+pub mod process;
+pub mod status;
+
+use std::path::PathBuf;
+
+/// Where procfs and the cgroups are mounted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Roots {
+    /// `/proc`
+    pub proc: PathBuf,
+    /// `/sys/fs/cgroup`
+    pub cgroup: PathBuf,
+}
+
+impl Default for Roots {
+    fn default() -> Self {
+        Self { proc: "/proc".into(), cgroup: "/sys/fs/cgroup".into() }
+    }
+}
