@@ -1,11 +1,11 @@
 //! The command line of `pagefold bench`.
 
 use crate::experiment::{EXPERIMENTS, Experiment, Setting};
-use crate::interrupt::Interrupt;
 use crate::plot;
 use crate::record::{Failure, Report};
 use crate::table;
 use anyhow::Context;
+use pagefold_workload::Interrupt;
 use std::env;
 use std::fs::{self, File};
 use std::io::{self, Write};

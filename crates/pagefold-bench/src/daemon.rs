@@ -1,12 +1,12 @@
 //! pagefold itself, as a subprocess whose CPU time is the system's account of it and not its own.
 
-use crate::interrupt::Interrupt;
 use anyhow::{Context, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagefold_linux::os::cpu::reaped_children_cpu_ns;
 use pagefold_linux::proc::cpu::process_cpu_ns;
 use pagefold_linux::proc::process::Process;
+use pagefold_workload::Interrupt;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;

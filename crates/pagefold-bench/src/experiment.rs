@@ -13,13 +13,13 @@ mod scan;
 mod short_lived;
 mod static_mix;
 
-use crate::interrupt::Interrupt;
 use crate::policy::{self, Policy};
 use crate::programs::Target;
 use crate::record::{Failure, Report, answers};
-use crate::steering::Steering;
 use anyhow::Context;
 use pagefold_core::units::{PAGE_SIZE, Pages};
+use pagefold_workload::Interrupt;
+use pagefold_workload::Steering;
 use std::path::Path;
 
 /// What all experiments are given.

@@ -6,8 +6,6 @@ mod args;
 mod chart;
 mod daemon;
 pub mod experiment;
-mod interrupt;
-pub mod marking;
 mod oracle;
 mod page_tables;
 pub mod plot;
@@ -15,9 +13,6 @@ mod policy;
 pub mod programs;
 pub mod record;
 mod sampler;
-mod steering;
 mod table;
 
 pub use args::{BenchArgs, main};
-pub use interrupt::Interrupt;
-pub use steering::Steering;

@@ -1,12 +1,12 @@
 //! The oracle: reads every page beforehand and so knows what is worth marking. It is the measure of what judgement can
 //! reach; its reading is not charged to it.
 
-use crate::marking::{Stretch, eligible};
 use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Bytes, Pages, Vpn};
 use pagefold_linux::proc::memory::{PageReader, ReadHow};
 use pagefold_linux::proc::process::Process;
+use pagefold_workload::marking::{Stretch, eligible};
 use std::collections::HashMap;
 
 /// What the oracle knows.

@@ -1,10 +1,10 @@
 //! What is merged, by the targets' page tables. KSM's own counters lag where pages are un-shared again: ksmd notices a
 //! broken copy only when it passes the next time. Page tables know at once.
 
-use crate::marking::{Stretch, everything};
 use pagefold_core::units::Pages;
 use pagefold_linux::proc::pagemap::{Pagemap, PagemapEntry};
 use pagefold_linux::proc::process::Process;
+use pagefold_workload::marking::{Stretch, everything};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -4,19 +4,19 @@
 //! everything that pagefold does is.
 
 use crate::daemon;
-use crate::interrupt::Interrupt;
-use crate::marking::{Stretch, everything, mark};
 use crate::oracle;
 use crate::page_tables::PageTables;
 use crate::programs::Target;
 use crate::record::{Answers, Run, agree, answers};
 use crate::sampler::Sampler;
-use crate::steering::Steering;
 use anyhow::bail;
 use pagefold_core::units::Permyriad;
 use pagefold_linux::ksm::Knob;
 use pagefold_linux::proc::process::Process;
 use pagefold_workload::ActivityCounters;
+use pagefold_workload::Interrupt;
+use pagefold_workload::Steering;
+use pagefold_workload::marking::{Stretch, everything, mark};
 use std::fmt;
 use std::path::Path;
 use std::time::{Duration, Instant};

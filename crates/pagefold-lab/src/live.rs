@@ -10,7 +10,6 @@
 
 use crate::digests::{Digests, Key};
 use crate::record::{Look, Page, ProcessRow, RegionRow, Source};
-use pagefold_bench::Interrupt;
 use pagefold_core::host::PageState;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
@@ -23,6 +22,7 @@ use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::exclude::{DenyList, Exclusion};
 use pagefold_linux::scope::new_processes::Newcomers;
 use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped};
+use pagefold_workload::Interrupt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::time::{Duration, Instant};

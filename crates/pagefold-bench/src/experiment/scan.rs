@@ -3,7 +3,6 @@
 
 use super::{Experiment, Setting, mib};
 use crate::daemon::{self, Ran};
-use crate::marking::eligible;
 use crate::record::{Limit, Report};
 use anyhow::Context;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -14,6 +13,7 @@ use pagefold_core::units::PAGE_SIZE;
 use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_linux::proc::memory::PageReader;
 use pagefold_linux::proc::process::Process;
+use pagefold_workload::marking::eligible;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::io::IoSliceMut;
 

@@ -3,7 +3,6 @@
 use super::family;
 use super::holder::Holder;
 use super::memory::{Course, PROGRAMS, SCANS};
-use pagefold_bench::{Interrupt, Steering};
 use pagefold_core::host::{Actions, Host, PageState, ScanOrder};
 use pagefold_core::keys::OwnerKey;
 use pagefold_lab::live::{Recorder, Wish};
@@ -15,6 +14,7 @@ use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::exclude::DenyList;
 use pagefold_linux::scope::{ScopeSpec, resolve};
 use pagefold_sim::{Costs, Knobs, Script, SimHost};
+use pagefold_workload::{Interrupt, Steering};
 use std::fmt::Write;
 use std::fs;
 use std::time::Duration;

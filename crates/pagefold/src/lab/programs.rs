@@ -3,7 +3,6 @@
 use crate::exit::{self, Exit};
 use anyhow::{Context, Result, anyhow, bail};
 use pagefold_bench::programs::{SUBJECTS, Subject, Subjects};
-use pagefold_bench::{Interrupt, Steering};
 use pagefold_core::units::Bytes;
 use pagefold_lab::live::{Recorder, Wish};
 use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source};
@@ -11,6 +10,7 @@ use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::memory::PageReader;
 use pagefold_linux::scope::exclude::DenyList;
 use pagefold_linux::scope::{ScopeSpec, resolve};
+use pagefold_workload::{Interrupt, Steering};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -3,7 +3,6 @@
 use super::Sizes;
 use super::model::Placed;
 use crate::experiment::{Course, Setting};
-use crate::marking::eligible;
 use crate::policy::Policy;
 use crate::programs::Target;
 use crate::record::Report;
@@ -12,6 +11,7 @@ use pagefold_core::units::PAGE_SIZE;
 use pagefold_linux::proc::numa::Topology;
 use pagefold_linux::proc::pagemap::{Pagemap, PagemapEntry};
 use pagefold_linux::proc::process::Process;
+use pagefold_workload::marking::eligible;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
