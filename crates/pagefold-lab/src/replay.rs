@@ -4,7 +4,7 @@ use crate::script::Scripted;
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
 use pagefold_core::host::{Actions, Host, ScanOrder};
-use pagefold_sim::{Classes, Costs, Counts, Forest, Knobs, SimHost, UksmSettings};
+use pagefold_sim::{Classes, Costs, Forest, Knobs, SearchCounts, SimHost, UksmSettings};
 use serde::Serialize;
 use std::fmt;
 use std::str::FromStr;
@@ -262,7 +262,7 @@ impl Run {
             self.run_until(at_ns);
             curve.push(self.point());
         }
-        let Counts { searches, found, stable, unstable, futile, hashes, deepest } = self.sim.counts();
+        let SearchCounts { searches, found, stable, unstable, futile, hashes, deepest } = self.sim.counts();
         let saved_mean = curve.iter().map(|point| point.saved).sum::<u64>() as f64 / curve.len().max(1) as f64;
         let index = self.index_bytes();
         Outcome {

@@ -2,7 +2,7 @@
 
 /// Comparisons made in looking for equal pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct SearchCounts {
     /// Pages for which a partner was looked for.
     pub searches: u64,
     /// Those that found one.
@@ -19,7 +19,7 @@ pub struct Counts {
     pub deepest: u64,
 }
 
-impl Counts {
+impl SearchCounts {
     /// Pages compared with pages.
     pub const fn comparisons(&self) -> u64 {
         self.stable + self.unstable

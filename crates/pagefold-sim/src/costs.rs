@@ -13,14 +13,14 @@ pub struct Costs {
     /// Each page of a run: copying (350 to 430 measured) and hashing it.
     pub read_page_ns: u64,
     /// Looking up how a page is held, in pagemap, in batches.
-    pub look_page_ns: u64,
+    pub pagemap_ns: u64,
     /// Looking up whether a page's frame is merged, or active, in kpageflags, in batches.
-    pub look_frame_ns: u64,
+    pub kpageflags_ns: u64,
     /// Moving one merged frame to another node, in batches (3,000 to 5,000 measured).
     pub move_frame_ns: u64,
     /// What is free on a node; where a process runs, its nice value and what it may use: two or three small files (4 to
     /// 6 us each measured).
-    pub whereabouts_ns: u64,
+    pub process_numa_ns: u64,
     /// Observing one process, whatever its size: opening its files, its `ksm_stat` (5 us measured). Assumed.
     pub observe_owner_ns: u64,
     /// Observing one region: its line of maps (1.1 us measured for producing and reading it).
@@ -80,10 +80,10 @@ impl Default for Costs {
         Self {
             read_run_ns: 500,
             read_page_ns: 500,
-            look_page_ns: 33,
-            look_frame_ns: 100,
+            pagemap_ns: 33,
+            kpageflags_ns: 100,
             move_frame_ns: 4_000,
-            whereabouts_ns: 15_000,
+            process_numa_ns: 15_000,
             observe_owner_ns: 25_000,
             observe_region_ns: 1_100,
             count_page_ns: 12,
@@ -120,10 +120,10 @@ impl Costs {
         Self {
             read_run_ns: slow(self.read_run_ns),
             read_page_ns: slow(self.read_page_ns),
-            look_page_ns: slow(self.look_page_ns),
-            look_frame_ns: slow(self.look_frame_ns),
+            pagemap_ns: slow(self.pagemap_ns),
+            kpageflags_ns: slow(self.kpageflags_ns),
             move_frame_ns: slow(self.move_frame_ns),
-            whereabouts_ns: slow(self.whereabouts_ns),
+            process_numa_ns: slow(self.process_numa_ns),
             observe_owner_ns: slow(self.observe_owner_ns),
             observe_region_ns: slow(self.observe_region_ns),
             count_page_ns: slow(self.count_page_ns),

@@ -3,18 +3,21 @@
 //! Time passes in [`Host::wait`], and while pagefold itself works: observing, reading and marking take as
 //! long as they cost. ksmd and the processes go on meanwhile.
 
-mod placing;
+#[cfg(test)]
+mod laws;
+mod nodes;
 
+use crate::comparisons::SearchCounts;
 use crate::content::{content_of_series, digest};
 use crate::costs::Costs;
-use crate::counts::Counts;
-use crate::grain::Grain;
+use crate::granularity::Granularity;
 use crate::knobs::{Classes, Forest, Knobs};
 use crate::ksmd::Ksmd;
-use crate::memory::{Hold, Memory, Truth, Unique};
-use crate::script::Player;
+use crate::memory::{Backing, GroundTruth, Memory, UniqueContents};
 use crate::uksmd::{UksmSettings, Uksmd};
+use crate::workload::script::ScriptRun;
 use crate::workload::{Behaviour, Mapping, Process, Writes};
+use nodes::PlacementCache;
 use pagefold_core::hash::Digest;
 use pagefold_core::host::{
     Actions, Change, ChangeResult, Cost, Host, KsmView, Marking, MemoryView, Outcome, PageSample, PageState,
@@ -24,7 +27,6 @@ use pagefold_core::keys::{FamilyKey, OwnerKey, RegionKey};
 use pagefold_core::random::Random;
 use pagefold_core::region::RUN_PAGES;
 use pagefold_core::units::{Bytes, EXTENT_PAGES, Pages, Vpn};
-use placing::Placing;
 use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -65,13 +67,13 @@ pub struct SimHost {
     seed: u64,
     costs: Costs,
     knobs: Knobs,
-    grain: Grain,
+    granularity: Granularity,
     pub(crate) memory: Memory,
     ksmd: Ksmd,
     /// UKSM's scanner, where it stands in the place of ksmd.
     uksmd: Option<Uksmd>,
-    pub(crate) players: Vec<Player>,
-    unique: Unique,
+    pub(crate) scripts: Vec<ScriptRun>,
+    unique: UniqueContents,
     stream: Random,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     scheduled: u64,
@@ -85,7 +87,7 @@ pub struct SimHost {
     ours: bool,
     free: MemoryView,
     ignored_orders: u64,
-    placing: Placing,
+    placement_cache: PlacementCache,
 }
 
 impl SimHost {
@@ -97,12 +99,12 @@ impl SimHost {
             seed,
             costs,
             knobs,
-            grain: Grain::new(knobs.grain),
+            granularity: Granularity::new(knobs.granularity),
             memory: Memory::new(keeps_writes),
             ksmd: Ksmd::new(costs, knobs),
             uksmd: None,
-            players: Vec::new(),
-            unique: Unique::new(seed),
+            scripts: Vec::new(),
+            unique: UniqueContents::new(seed),
             stream: Random::for_purpose(seed, 1),
             events: BinaryHeap::new(),
             scheduled: 0,
@@ -114,14 +116,14 @@ impl SimHost {
             ours: true,
             free: MemoryView::default(),
             ignored_orders: 0,
-            placing: Placing::default(),
+            placement_cache: PlacementCache::default(),
         }
     }
 
     /// With UKSM in the kernel in the place of ksmd, which takes no orders and heeds no marks.
     #[must_use]
     pub fn with_uksm(mut self, settings: UksmSettings) -> Self {
-        self.uksmd = Some(Uksmd::new(self.costs, settings).with_grain(self.grain));
+        self.uksmd = Some(Uksmd::new(self.costs, settings).with_granularity(self.granularity));
         self
     }
 
@@ -187,11 +189,11 @@ impl SimHost {
     // What tests may know and pagefold may not.
 
     /// An exact count of the whole memory. Looks at every page.
-    pub fn truth(&self) -> Truth {
-        let Truth { frames, zero_frames, contents, zero_mapped, savable } = self.memory.truth();
+    pub fn truth(&self) -> GroundTruth {
+        let GroundTruth { frames, zero_frames, contents, zero_mapped, savable } = self.memory.truth();
         let [frames, zero_frames, contents, zero_mapped, savable] =
-            [frames, zero_frames, contents, zero_mapped, savable].map(|count| self.grain.all(count));
-        Truth { frames, zero_frames, contents, zero_mapped, savable }
+            [frames, zero_frames, contents, zero_mapped, savable].map(|count| self.granularity.all(count));
+        GroundTruth { frames, zero_frames, contents, zero_mapped, savable }
     }
     /// The virtual time.
     pub fn now_ns(&self) -> u64 {
@@ -205,16 +207,16 @@ impl SimHost {
     /// KSM's counters now. Like the kernel's they lag behind writes, unmarks and exits until ksmd comes by.
     pub fn ksm(&self) -> KsmView {
         let seen = self.ksm_seen();
-        let pages = |seen: Pages| Pages(self.grain.all(seen.0));
+        let pages = |seen: Pages| Pages(self.granularity.all(seen.0));
         let (shared, sharing, zero) = (pages(seen.shared), pages(seen.sharing), pages(seen.zero));
-        KsmView { shared, sharing, zero, broken: self.grain.all(seen.broken), ..seen }
+        KsmView { shared, sharing, zero, broken: self.granularity.all(seen.broken), ..seen }
     }
     /// The same as pagefold sees it: in simulated pages but for what ksmd has scanned, by which it reckons rates.
     fn ksm_seen(&self) -> KsmView {
         KsmView {
             shared: Pages(self.ksmd.trees.shared),
             sharing: Pages(self.ksmd.trees.sharing),
-            zero: Pages(self.memory.zero_folded),
+            zero: Pages(self.memory.zero_merged),
             scanned: self.uksmd.as_ref().map_or(self.ksmd.scanned, |uksmd| uksmd.scanned),
             full_scans: self.ksmd.full_scans,
             broken: self.memory.cow_breaks,
@@ -224,18 +226,18 @@ impl SimHost {
     }
     /// Pages that map a merged frame.
     pub fn merged_pages(&self) -> Pages {
-        Pages(self.grain.all(self.memory.merged_pages))
+        Pages(self.granularity.all(self.memory.merged_pages))
     }
     /// Frames saved now, in truth: merged pages less the frames they share, and folded pages of zeros.
     pub fn saved(&self) -> Pages {
-        Pages(self.grain.all(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_folded))
+        Pages(self.granularity.all(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_merged))
     }
     /// Writes to merged pages so far.
     pub fn cow_breaks(&self) -> u64 {
-        self.grain.all(self.memory.cow_breaks)
+        self.granularity.all(self.memory.cow_breaks)
     }
     /// Comparisons made so far.
-    pub fn counts(&self) -> Counts {
+    pub fn counts(&self) -> SearchCounts {
         self.uksmd.as_ref().map_or(self.ksmd.counts, Uksmd::counts)
     }
     /// Pages that ksmd did not compare again because they had not been written since it last did (only with classes).
@@ -246,20 +248,20 @@ impl SimHost {
     pub fn unshared_and_volatile(&self) -> (u64, u64) {
         let (trees, unshared) = (&self.ksmd.trees, self.ksmd.unshared);
         let volatile = self.ksmd.items.saturating_sub(trees.shared + trees.sharing + unshared);
-        (self.grain.all(unshared), self.grain.all(volatile))
+        (self.granularity.all(unshared), self.granularity.all(volatile))
     }
     /// Contents in ksmd's stable trees, and pages in its unstable ones.
     pub fn tree_nodes(&self) -> (u64, u64) {
         let (stable, unstable) = self.ksmd.trees.nodes();
-        (self.grain.all(stable), self.grain.all(unstable))
+        (self.granularity.all(stable), self.granularity.all(unstable))
     }
     /// Contents and pages in each tree of the forest, or in those of each class: how balanced they are.
     pub fn tree_sizes(&self) -> Vec<u64> {
-        self.ksmd.trees.sizes().into_iter().map(|pages| self.grain.all(pages)).collect()
+        self.ksmd.trees.sizes().into_iter().map(|pages| self.granularity.all(pages)).collect()
     }
     /// What KSM's records take: 64 bytes for each page's and each merged frame's, 48 for each process's.
     pub fn metadata(&self) -> Bytes {
-        let records = self.grain.all(self.ksmd.items + self.memory.known_frames());
+        let records = self.granularity.all(self.ksmd.items + self.memory.known_frames());
         Bytes(64 * records + 48 * self.ksmd.registered().len() as u64)
     }
     /// Processes that have exited and whose address space ksmd still holds.
@@ -306,7 +308,7 @@ impl SimHost {
         self.events.push(Reverse((at_ns, self.scheduled, event)));
     }
 
-    pub(crate) fn schedule_player(&mut self, at_ns: u64, player: usize) {
+    pub(crate) fn schedule_script(&mut self, at_ns: u64, player: usize) {
         self.schedule(at_ns.max(self.now_ns), Event::Step { player });
     }
 
@@ -321,7 +323,7 @@ impl SimHost {
     /// Maps a region in which nothing is yet.
     pub(crate) fn map_empty(&mut self, owner: OwnerKey, family: FamilyKey, first: Vpn, pages: Pages) -> RegionKey {
         let length = usize::try_from(pages.0).unwrap_or(usize::MAX);
-        let region = self.memory.map(owner, family, first, (vec![0; length], vec![Hold::Absent; length]), false);
+        let region = self.memory.map(owner, family, first, (vec![0; length], vec![Backing::Absent; length]), false);
         self.mark_any(region, owner);
         region
     }
@@ -428,7 +430,7 @@ impl SimHost {
     /// How long a writer pauses.
     fn write_interval_ns(&self, behaviour: &Behaviour, pages: u64) -> u64 {
         match behaviour {
-            Behaviour::CowBreaker { every_ns } => self.grain.all((*every_ns).max(1)),
+            Behaviour::CowBreaker { every_ns } => self.granularity.all((*every_ns).max(1)),
             Behaviour::Churn { per_second, .. } => {
                 let page_ns = NS_PER_S * 10_000 / (u64::from(per_second.0) * pages).max(1);
                 page_ns.max(CHURN_STEP_NS)
@@ -480,9 +482,10 @@ impl SimHost {
         let pages = Pages(u64::from(region.len()));
         let (counted_ns, mut resident) = self.residents.get(&key).copied().unwrap_or_default();
         if counted_ns == 0 || self.now_ns >= counted_ns + self.knobs.resident_age_ns {
-            let there = |hold: &&Hold| !matches!(hold, Hold::Absent | Hold::ZeroMapped | Hold::ZeroFolded);
-            resident = Pages(region.hold.iter().filter(there).count() as u64);
-            *price_ns += self.grain.all(pages.0 * self.costs.count_page_ns);
+            let there =
+                |backing: &&Backing| !matches!(backing, Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged);
+            resident = Pages(region.backing.iter().filter(there).count() as u64);
+            *price_ns += self.granularity.all(pages.0 * self.costs.count_page_ns);
             self.residents.insert(key, (self.now_ns.max(1), resident));
         }
         *price_ns += self.costs.observe_region_ns;
@@ -527,9 +530,10 @@ impl SimHost {
         }
         let started = if read > 0 { self.costs.read_run_ns } else { 0 };
         // What is longer than a sample is read whole.
-        let times = if u64::from(run.pages) > RUN_PAGES { self.grain.get() } else { self.grain.samples(u64::MAX) };
+        let times =
+            if u64::from(run.pages) > RUN_PAGES { self.granularity.get() } else { self.granularity.samples(u64::MAX) };
         let pages_ns =
-            looked_at * self.costs.look_page_ns + looked_up * self.costs.look_frame_ns + read * self.costs.read_page_ns;
+            looked_at * self.costs.pagemap_ns + looked_up * self.costs.kpageflags_ns + read * self.costs.read_page_ns;
         times * (started + pages_ns)
     }
 
@@ -561,7 +565,8 @@ impl SimHost {
                 if let Some(region) = self.memory.region_mut(span.region.0) {
                     region.marks.remove(&range);
                 }
-                *stop_ns += self.grain.all(self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns);
+                *stop_ns +=
+                    self.granularity.all(self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns);
             }
         }
         for (owner, (busy, stop_ns)) in stops {

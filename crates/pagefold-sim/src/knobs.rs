@@ -61,9 +61,9 @@ pub struct Knobs {
     /// How long a count of resident pages is kept.
     pub resident_age_ns: u64,
     /// Pages that one simulated page stands for: neighbours with the same fate. A power of two. What is given to the
-    /// simulator (mappings, nodes, scripts) and what pagefold sees is in simulated pages; what is done to all of a grain
+    /// simulator (mappings, nodes, scripts) and what pagefold sees is in simulated pages; what is done to all of a granularity
     /// costs as many times, and what is counted is counted in pages. Only rates of scanning are given in pages.
-    pub grain: u32,
+    pub granularity: u32,
 }
 
 impl Knobs {
@@ -85,7 +85,7 @@ impl Default for Knobs {
             merge_any: false,
             busy: Permyriad(0),
             resident_age_ns: 5_000_000_000,
-            grain: 1,
+            granularity: 1,
         }
     }
 }

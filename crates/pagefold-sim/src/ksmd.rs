@@ -2,15 +2,18 @@
 //! `mm/ksm.c` (6.12), in virtual time.
 
 use crate::content;
+mod rbtree;
+mod trees;
+
+use crate::comparisons::SearchCounts;
 use crate::costs::Costs;
-use crate::counts::Counts;
-use crate::grain::Grain;
+use crate::granularity::Granularity;
 use crate::knobs::{Classes, Forest, Knobs};
-use crate::memory::{Hold, Item, Memory, NO_ITEM, NONE, Region, Stands, Touch};
-use crate::trees::{Steps, Trees, Unstable};
+use crate::memory::{Backing, ItemState, Memory, NONE, PageWrites, Region, RmapItem};
 use pagefold_core::host::ScanOrder;
 use pagefold_core::units::Vpn;
 use std::ops::Range;
+use trees::{Steps, Trees, UnstableSearch};
 
 const NS_PER_MS: u64 = 1_000_000;
 
@@ -40,13 +43,13 @@ pub(crate) struct Ksmd {
     pub(crate) trees: Trees,
     costs: Costs,
     knobs: Knobs,
-    grain: Grain,
+    granularity: Granularity,
     /// Registered owners, in the order of the scan.
     list: Vec<u32>,
     cursor: Cursor,
     run: bool,
     pages_to_scan: u64,
-    /// Pages by which the last batch went too far: it ends with a whole grain.
+    /// Pages by which the last batch went too far: it ends with a whole granularity.
     over: u64,
     sleep_ns: Option<u64>,
     state: State,
@@ -61,7 +64,7 @@ pub(crate) struct Ksmd {
     pub(crate) unshared: u64,
     /// Pages that were not compared again because they had not been written (CMD, section 3.3).
     pub(crate) spared: u64,
-    pub(crate) counts: Counts,
+    pub(crate) counts: SearchCounts,
     pub(crate) lost_kicks: u64,
     /// The last order waits for the batch under way: to be done, or to be over.
     pub(crate) busy: bool,
@@ -70,9 +73,9 @@ pub(crate) struct Ksmd {
 }
 
 /// What became of a visit.
-struct Visit {
+struct VisitCost {
     cost_ns: u64,
-    /// Counts as scanned.
+    /// SearchCounts as scanned.
     counts: bool,
 }
 
@@ -82,7 +85,7 @@ impl Ksmd {
             trees: Trees::new(&knobs),
             costs,
             knobs,
-            grain: Grain::new(knobs.grain),
+            granularity: Granularity::new(knobs.granularity),
             list: Vec::new(),
             cursor: Cursor::default(),
             run: false,
@@ -97,7 +100,7 @@ impl Ksmd {
             items: 0,
             unshared: 0,
             spared: 0,
-            counts: Counts::default(),
+            counts: SearchCounts::default(),
             lost_kicks: 0,
             busy: false,
             thorough: false,
@@ -233,12 +236,12 @@ impl Ksmd {
             };
             for page in pages {
                 let visit = self.visit(memory, key, page);
-                self.spend(self.grain.all(visit.cost_ns));
+                self.spend(self.granularity.all(visit.cost_ns));
                 self.cursor.page += 1;
                 if visit.counts {
-                    self.scanned += self.grain.get();
-                    self.over += self.grain.get().saturating_sub(left);
-                    left = left.saturating_sub(self.grain.get());
+                    self.scanned += self.granularity.get();
+                    self.over += self.granularity.get().saturating_sub(left);
+                    left = left.saturating_sub(self.granularity.get());
                 }
                 if left == 0 || self.clock_ns >= until_ns {
                     break;
@@ -263,7 +266,7 @@ impl Ksmd {
                 if let Some(region) = memory.region_mut(key) {
                     self.cursor.page = region.first + u64::from(stretch.start);
                     if region.items.is_empty() {
-                        region.items = vec![NO_ITEM; region.content.len()];
+                        region.items = vec![RmapItem::NONE; region.content.len()];
                     }
                 }
                 return Some((key, stretch));
@@ -282,7 +285,7 @@ impl Ksmd {
         let frames = std::mem::take(&mut record.stale_frames);
         self.items -= stale;
         self.unshared -= std::mem::take(&mut record.stale_unshared);
-        self.spend(self.costs.visit_owner_ns + self.grain.all(stale * self.costs.reap_item_ns));
+        self.spend(self.costs.visit_owner_ns + self.granularity.all(stale * self.costs.reap_item_ns));
         for frame in frames {
             self.trees.detach(memory, frame);
         }
@@ -297,35 +300,35 @@ impl Ksmd {
     }
 
     /// One page.
-    fn visit(&mut self, memory: &mut Memory, key: u32, page: u32) -> Visit {
+    fn visit(&mut self, memory: &mut Memory, key: u32, page: u32) -> VisitCost {
         let costs = self.costs;
         let at = page as usize;
         let region = memory.region_mut(key).expect("next_stretch found it and nothing runs in between");
-        let (hold, content, mut item) = (region.hold[at], region.content[at], region.items[at]);
-        let touch = region.touched.get_mut(at).map(std::mem::take).unwrap_or_default();
+        let (backing, content, mut item) = (region.backing[at], region.content[at], region.items[at]);
+        let touch = region.writes.get_mut(at).map(std::mem::take).unwrap_or_default();
 
-        if matches!(hold, Hold::Absent | Hold::ZeroMapped | Hold::ZeroFolded) {
+        if matches!(backing, Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged) {
             if item.is_live() {
-                region.items[at] = NO_ITEM;
+                region.items[at] = RmapItem::NONE;
                 self.items -= 1;
                 self.leave_unstable((key, page), &mut item);
                 self.trees.detach(memory, item.frame);
             }
-            return Visit { cost_ns: costs.pass_empty_ns, counts: false };
+            return VisitCost { cost_ns: costs.pass_empty_ns, counts: false };
         }
         let class = self.class_of(region, at, touch, item);
         if !item.is_live() {
-            item = Item { stands: Stands::Known, ..NO_ITEM };
+            item = RmapItem { state: ItemState::Known, ..RmapItem::NONE };
             self.items += 1;
         }
-        if hold == Hold::Merged {
+        if backing == Backing::Merged {
             return self.visit_merged(memory, key, page, item);
         }
         let checksum = content::checksum(content);
-        if self.lasting() && item.stands == Stands::Unshared && item.class == class && item.checksum == checksum {
+        if self.lasting() && item.state == ItemState::Unshared && item.class == class && item.checksum == checksum {
             // Compared before, and not written since: it stays in its tree for others to find.
-            self.spared += self.grain.get();
-            return Visit { cost_ns: costs.checksum_ns, counts: true };
+            self.spared += self.granularity.get();
+            return VisitCost { cost_ns: costs.checksum_ns, counts: true };
         }
         self.leave_unstable((key, page), &mut item);
         item.class = class;
@@ -333,18 +336,18 @@ impl Ksmd {
         let frame = std::mem::replace(&mut item.frame, NONE);
         self.trees.detach(memory, frame);
         let visit = if self.knobs.smart_scan && !self.thorough && is_skipped(&mut item) {
-            Visit { cost_ns: costs.visit_skipped_ns, counts: false }
+            VisitCost { cost_ns: costs.visit_skipped_ns, counts: false }
         } else {
             let mut cost_ns = costs.checksum_ns;
             if item.checksum != checksum {
                 item.checksum = checksum;
             } else if content == 0 && self.knobs.use_zero_pages {
-                memory.fold_zero(key, page);
+                memory.merge_zero(key, page);
                 cost_ns += costs.merge_zero_ns;
             } else {
                 cost_ns += self.search(memory, (key, page), content, &mut item);
             }
-            Visit { cost_ns, counts: true }
+            VisitCost { cost_ns, counts: true }
         };
         if let Some(region) = memory.region_mut(key) {
             region.items[at] = item;
@@ -352,26 +355,26 @@ impl Ksmd {
         visit
     }
 
-    /// Unstable trees that last, with records that know their place in them.
+    /// UnstableSearch trees that last, with records that know their place in them.
     fn lasting(&self) -> bool {
         matches!(self.knobs.forest, Forest::Classes(_))
     }
 
     /// A page that was in an unstable tree has to be sorted in anew (`remove_rmap_item_from_tree`). Where trees live for a
     /// scan, its place there is gone already.
-    fn leave_unstable(&mut self, page: (u32, u32), item: &mut Item) {
-        if item.stands != Stands::Unshared {
+    fn leave_unstable(&mut self, page: (u32, u32), item: &mut RmapItem) {
+        if item.state != ItemState::Unshared {
             return;
         }
         if self.lasting() {
             self.trees.remove_unstable(u16::from(item.class), item.node, page);
         }
-        item.stands = Stands::Known;
+        item.state = ItemState::Known;
         self.unshared -= 1;
     }
 
     /// A page that maps a merged frame already. After a fork, the child's has no record there yet.
-    fn visit_merged(&mut self, memory: &mut Memory, key: u32, page: u32, mut item: Item) -> Visit {
+    fn visit_merged(&mut self, memory: &mut Memory, key: u32, page: u32, mut item: RmapItem) -> VisitCost {
         self.leave_unstable((key, page), &mut item);
         let frame = memory.region(key).and_then(|region| region.merged_frame(page)).unwrap_or(NONE);
         if item.frame != frame {
@@ -383,13 +386,13 @@ impl Ksmd {
         if let Some(region) = memory.region_mut(key) {
             region.items[page as usize] = item;
         }
-        Visit { cost_ns: self.costs.visit_merged_ns, counts: true }
+        VisitCost { cost_ns: self.costs.visit_merged_ns, counts: true }
     }
 
     /// The class of a page. By writes it is that of the last scan in which it was written: those who read the paper
     /// closely find that a page which was written is volatile and looked at no further, and one that was not is of the
     /// class that is never compared, so that nothing would ever be. A page that has come into being was written whole.
-    fn class_of(&self, region: &Region, page: usize, touch: Touch, item: Item) -> u8 {
+    fn class_of(&self, region: &Region, page: usize, touch: PageWrites, item: RmapItem) -> u8 {
         let Forest::Classes(classes) = self.knobs.forest else { return 0 };
         match classes {
             Classes::Address => region.eighths.get(page).copied().unwrap_or_default(),
@@ -401,7 +404,7 @@ impl Ksmd {
     }
 
     /// The tree for a page.
-    fn tree_of(&mut self, memory: &Memory, (key, page): (u32, u32), item: &Item) -> u16 {
+    fn tree_of(&mut self, memory: &Memory, (key, page): (u32, u32), item: &RmapItem) -> u16 {
         match self.knobs.forest {
             Forest::Kernel => {
                 let node = memory.region(key).and_then(|region| memory.node_of(region, page)).unwrap_or_default();
@@ -414,11 +417,12 @@ impl Ksmd {
 
     /// The stable tree, then the unstable one. What is found in the stable tree stays where it is; of two found in the
     /// unstable one, the page that is being visited stays (`try_to_merge_two_pages`), and so decides the node.
-    fn search(&mut self, memory: &mut Memory, me: (u32, u32), content: u64, item: &mut Item) -> u64 {
+    fn search(&mut self, memory: &mut Memory, me: (u32, u32), content: u64, item: &mut RmapItem) -> u64 {
         let (tree, mut steps) = (self.tree_of(memory, me, item), Steps::default());
         let (found, merge_ns) = self.find(memory, (tree, me), content, item, &mut steps);
-        (steps.stable, steps.unstable) = (self.grain.deeper(steps.stable), self.grain.deeper(steps.unstable));
-        self.counts.search(self.grain.get(), steps.stable, steps.unstable, found);
+        (steps.stable, steps.unstable) =
+            (self.granularity.deeper(steps.stable), self.granularity.deeper(steps.unstable));
+        self.counts.search(self.granularity.get(), steps.stable, steps.unstable, found);
         merge_ns
             + steps.stable * self.costs.stable_level_ns
             + steps.dups * self.costs.chain_dup_ns
@@ -431,7 +435,7 @@ impl Ksmd {
         memory: &mut Memory,
         (tree, me): (u16, (u32, u32)),
         content: u64,
-        item: &mut Item,
+        item: &mut RmapItem,
         steps: &mut Steps,
     ) -> (bool, u64) {
         if let Some(frame) = self.trees.find_stable(memory, tree, content, steps) {
@@ -441,13 +445,13 @@ impl Ksmd {
             return (true, self.costs.merge_stable_ns);
         }
         let (other, at) = match self.trees.find_or_insert_unstable(memory, tree, content, me, steps) {
-            Unstable::Partner(other, at) => (other, at),
-            Unstable::Inserted(at) => {
-                (item.node, item.stands) = (at, Stands::Unshared);
+            UnstableSearch::Partner(other, at) => (other, at),
+            UnstableSearch::Inserted(at) => {
+                (item.node, item.state) = (at, ItemState::Unshared);
                 self.unshared += 1;
                 return (false, 0);
             }
-            Unstable::Lost => return (false, 0),
+            UnstableSearch::Lost => return (false, 0),
         };
         self.trees.remove_unstable(tree, at, other);
         let node = memory.region(me.0).and_then(|region| memory.node_of(region, me.1)).unwrap_or_default();
@@ -464,7 +468,7 @@ impl Ksmd {
         item.frame = frame;
         if let Some(other) = memory.region_mut(other.0).map(|region| &mut region.items[other.1 as usize]) {
             other.frame = frame;
-            if std::mem::replace(&mut other.stands, Stands::Known) == Stands::Unshared {
+            if std::mem::replace(&mut other.state, ItemState::Known) == ItemState::Unshared {
                 self.unshared -= 1;
             }
         }
@@ -492,7 +496,7 @@ fn relatives(memory: &Memory, me: (u32, u32)) -> Vec<(u32, u32)> {
 }
 
 /// `smart_scan`: whether this visit is left out; counts the visits that were made or left out.
-fn is_skipped(item: &mut Item) -> bool {
+fn is_skipped(item: &mut RmapItem) -> bool {
     let age = item.age;
     item.age = age.saturating_add(1);
     if age < 3 {

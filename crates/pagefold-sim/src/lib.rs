@@ -26,30 +26,24 @@
 //! or locked, and the memory contention between ksmd and the processes it scans.
 #![forbid(unsafe_code)]
 
+mod comparisons;
 mod content;
 mod costs;
-mod counts;
-mod grain;
+mod granularity;
 mod host;
 mod knobs;
 mod ksmd;
-#[cfg(test)]
-mod laws;
-mod marks;
 mod memory;
 pub mod partial_hash;
-mod rbtree;
-pub mod scenario;
-mod script;
-mod trees;
 mod uksmd;
 mod workload;
 
+pub use comparisons::SearchCounts;
 pub use costs::Costs;
-pub use counts::Counts;
 pub use host::SimHost;
 pub use knobs::{Classes, Forest, Knobs};
-pub use memory::Truth;
-pub use script::{Script, Step};
+pub use memory::GroundTruth;
 pub use uksmd::{HashStrength, Renewal, UksmSettings};
+pub use workload::scenario;
+pub use workload::script::{Script, Step};
 pub use workload::{Behaviour, Fill, Mapping, Process, Replica, Writes};

@@ -6,10 +6,11 @@
 //! memory nodes it costs one more once it is read, and two where a region's pages are not all on one node. Where classes
 //! are made by writes it costs six more.
 
+mod marks;
 mod nodes;
 
-use crate::marks::Marks;
-pub(crate) use nodes::{MoveResult, Nodes, Whereabouts};
+use marks::Marks;
+pub(crate) use nodes::{MoveResult, Nodes, ProcessNuma};
 use pagefold_core::host::PageState;
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_core::random::Random;
@@ -20,13 +21,13 @@ pub(crate) const NONE: u32 = u32::MAX;
 
 /// How a page is held. Finer than [`PageState`]: the two kinds of zero mapping count differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Hold {
+pub(crate) enum Backing {
     Absent,
     Private,
     /// Read before it was ever written: the zero page, by the fault handler.
     ZeroMapped,
     /// The zero page, by ksmd in place of a page of zeros.
-    ZeroFolded,
+    ZeroMerged,
     /// Maps the merged frame in `Region::frame`.
     Merged,
     /// Maps the fork-shared frame in `Region::frame`, with others as long as that has several users.
@@ -35,7 +36,7 @@ pub(crate) enum Hold {
 
 /// ksmd's record of a page (the kernel's `rmap_item`).
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Item {
+pub(crate) struct RmapItem {
     pub(crate) checksum: u32,
     /// The merged frame that the record hangs on; stays set after a write until ksmd's next visit.
     pub(crate) frame: u32,
@@ -45,32 +46,32 @@ pub(crate) struct Item {
     pub(crate) skips_left: u8,
     /// The class of its page, where there are classes.
     pub(crate) class: u8,
-    pub(crate) stands: Stands,
+    pub(crate) state: ItemState,
 }
 
 /// Whether ksmd has a record of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stands {
-    /// It has none.
-    Nowhere,
+pub(crate) enum ItemState {
+    Absent,
     /// It has one.
     Known,
     /// It has one, and put it into an unstable tree at its last visit (`UNSTABLE_FLAG`): it counts in `pages_unshared`.
     Unshared,
 }
 
-impl Item {
+impl RmapItem {
+    /// No record.
+    pub(crate) const NONE: Self =
+        Self { checksum: 0, frame: NONE, node: 0, age: 0, skips_left: 0, class: 0, state: ItemState::Absent };
+
     pub(crate) fn is_live(&self) -> bool {
-        self.stands != Stands::Nowhere
+        self.state != ItemState::Absent
     }
 }
 
-pub(crate) const NO_ITEM: Item =
-    Item { checksum: 0, frame: NONE, node: 0, age: 0, skips_left: 0, class: 0, stands: Stands::Nowhere };
-
 /// What was written to a page since ksmd last looked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Touch {
+pub(crate) struct PageWrites {
     /// How often.
     pub(crate) times: u8,
     /// Which of its quarters.
@@ -83,11 +84,11 @@ pub(crate) struct Region {
     pub(crate) family: FamilyKey,
     pub(crate) first: u64,
     pub(crate) content: Vec<u64>,
-    pub(crate) hold: Vec<Hold>,
+    pub(crate) backing: Vec<Backing>,
     /// Merged frame or fork share of each page; empty until the first page needs one.
     pub(crate) frame: Vec<u32>,
     /// Empty until ksmd comes by.
-    pub(crate) items: Vec<Item>,
+    pub(crate) items: Vec<RmapItem>,
     pub(crate) marks: Marks,
     /// For each 2 MiB extent of the region, whether a huge page maps it; empty where none ever did.
     pub(crate) huge: Vec<bool>,
@@ -100,7 +101,7 @@ pub(crate) struct Region {
     /// How often each page was read from outside, up to 2; empty until then, and where there is but one node.
     pub(crate) reads: Vec<u8>,
     /// What was written to each page; empty unless that is kept.
-    pub(crate) touched: Vec<Touch>,
+    pub(crate) writes: Vec<PageWrites>,
     /// In which eighth of the physical memory each page is; empty unless somebody says so.
     pub(crate) eighths: Vec<u8>,
     /// Writes so far to pages that were merged, or mapped to the zero page by merging.
@@ -139,7 +140,7 @@ impl Region {
 
     /// The merged frame that the page maps.
     pub(crate) fn merged_frame(&self, page: u32) -> Option<u32> {
-        (self.hold[page as usize] == Hold::Merged).then(|| self.frame_of(page as usize))
+        (self.backing[page as usize] == Backing::Merged).then(|| self.frame_of(page as usize))
     }
 
     fn frame_of(&self, page: usize) -> u32 {
@@ -162,7 +163,7 @@ pub(crate) struct Owner {
     /// Marking it is refused.
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
-    pub(crate) place: Whereabouts,
+    pub(crate) place: ProcessNuma,
     /// On ksmd's list.
     pub(crate) registered: bool,
     /// Records of pages that are gone or no longer marked: kept until ksmd comes by.
@@ -191,7 +192,7 @@ pub(crate) struct MergedFrame {
 
 /// One count of the whole memory, exact.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Truth {
+pub struct GroundTruth {
     /// Frames in use: private, fork-shared (each once) and merged (each once).
     pub frames: u64,
     /// Those of them that hold nothing but zeros.
@@ -218,7 +219,7 @@ pub(crate) struct Memory {
     /// Merged frames in use.
     pub(crate) merged_frames: u64,
     /// Pages that ksmd mapped to the zero page.
-    pub(crate) zero_folded: u64,
+    pub(crate) zero_merged: u64,
     /// Writes to merged pages.
     pub(crate) cow_breaks: u64,
     /// Writes are kept, for classes.
@@ -232,7 +233,7 @@ impl Memory {
         Self { keeps_writes, ..Self::default() }
     }
 
-    pub(crate) fn add_owner(&mut self, untouchable: bool, domain: DomainKey, place: Whereabouts) -> OwnerKey {
+    pub(crate) fn add_owner(&mut self, untouchable: bool, domain: DomainKey, place: ProcessNuma) -> OwnerKey {
         self.owners.push(Owner { untouchable, domain, place, ..Owner::default() });
         OwnerKey(u32::try_from(self.owners.len() - 1).expect("fewer than 2^32 processes in a run"))
     }
@@ -251,18 +252,21 @@ impl Memory {
         owner: OwnerKey,
         family: FamilyKey,
         first: Vpn,
-        pages: (Vec<u64>, Vec<Hold>),
+        pages: (Vec<u64>, Vec<Backing>),
         huge: bool,
     ) -> RegionKey {
-        let (content, hold) = pages;
-        assert!(content.len() == hold.len() && u32::try_from(content.len()).is_ok(), "a region has below 2^32 pages");
+        let (content, backing) = pages;
+        assert!(
+            content.len() == backing.len() && u32::try_from(content.len()).is_ok(),
+            "a region has below 2^32 pages"
+        );
         let key = u32::try_from(self.regions.len()).expect("fewer than 2^32 regions in a run");
         let mut region = Region {
             owner: owner.0,
             family,
             first: first.0,
             content,
-            hold,
+            backing,
             frame: Vec::new(),
             items: Vec::new(),
             marks: Marks::default(),
@@ -271,7 +275,7 @@ impl Memory {
             nodes: Vec::new(),
             active: false,
             reads: Vec::new(),
-            touched: Vec::new(),
+            writes: Vec::new(),
             eighths: Vec::new(),
             broken: 0,
         };
@@ -316,8 +320,8 @@ impl Memory {
         let page = page as usize;
         let Some(region) = self.regions[key as usize].as_deref_mut() else { return };
         let frame = region.frame_of(page);
-        match std::mem::replace(&mut region.hold[page], Hold::Absent) {
-            Hold::Merged => {
+        match std::mem::replace(&mut region.backing[page], Backing::Absent) {
+            Backing::Merged => {
                 self.merged_pages -= 1;
                 let merged = &mut self.frames[frame as usize];
                 merged.mapped -= 1;
@@ -326,15 +330,15 @@ impl Memory {
                     self.give_merged(frame);
                 }
             }
-            Hold::ZeroFolded => self.zero_folded -= 1,
-            Hold::Forked => {
+            Backing::ZeroMerged => self.zero_merged -= 1,
+            Backing::Forked => {
                 self.shares[frame as usize] -= 1;
                 if self.shares[frame as usize] == 0 {
                     self.give_own(key, page);
                 }
             }
-            Hold::Private => self.give_own(key, page),
-            Hold::Absent | Hold::ZeroMapped => {}
+            Backing::Private => self.give_own(key, page),
+            Backing::Absent | Backing::ZeroMapped => {}
         }
     }
 
@@ -347,17 +351,17 @@ impl Memory {
     pub(crate) fn write_parts(&mut self, key: u32, page: u32, content: u64, parts: u8) {
         let keeps_writes = self.keeps_writes;
         if let Some(region) = self.region_mut(key) {
-            let hold = region.hold[page as usize];
-            region.broken += u64::from(matches!(hold, Hold::Merged | Hold::ZeroFolded));
-            self.cow_breaks += u64::from(hold == Hold::Merged);
+            let backing = region.backing[page as usize];
+            region.broken += u64::from(matches!(backing, Backing::Merged | Backing::ZeroMerged));
+            self.cow_breaks += u64::from(backing == Backing::Merged);
         }
         self.make_private(key, page);
         if let Some(region) = self.region_mut(key) {
             region.content[page as usize] = content;
             if keeps_writes {
-                region.touched.resize(region.content.len(), Touch::default());
-                let touch = &mut region.touched[page as usize];
-                *touch = Touch { times: touch.times.saturating_add(1), parts: touch.parts | parts & 0b1111 };
+                region.writes.resize(region.content.len(), PageWrites::default());
+                let touch = &mut region.writes[page as usize];
+                *touch = PageWrites { times: touch.times.saturating_add(1), parts: touch.parts | parts & 0b1111 };
             }
         }
     }
@@ -367,7 +371,7 @@ impl Memory {
         self.vacate(key, page);
         if let Some(region) = self.region_mut(key) {
             region.content[page as usize] = 0;
-            region.hold[page as usize] = if zero { Hold::ZeroMapped } else { Hold::Absent };
+            region.backing[page as usize] = if zero { Backing::ZeroMapped } else { Backing::Absent };
         }
     }
 
@@ -377,7 +381,7 @@ impl Memory {
         let keeps = self.state(region, page) == PageState::Private;
         if keeps {
             let share = region.frame_of(page as usize);
-            if region.hold[page as usize] == Hold::Forked {
+            if region.backing[page as usize] == Backing::Forked {
                 self.shares[share as usize] -= 1;
             }
         } else {
@@ -385,7 +389,7 @@ impl Memory {
             self.take_frame(key, page);
         }
         if let Some(region) = self.region_mut(key) {
-            region.hold[page as usize] = Hold::Private;
+            region.backing[page as usize] = Backing::Private;
         }
     }
 
@@ -395,7 +399,8 @@ impl Memory {
     pub(crate) fn unmerge(&mut self, key: u32, range: std::ops::Range<u32>) -> u64 {
         let mut copied = 0;
         for page in range.clone() {
-            let merged = |region: &Region| matches!(region.hold[page as usize], Hold::Merged | Hold::ZeroFolded);
+            let merged =
+                |region: &Region| matches!(region.backing[page as usize], Backing::Merged | Backing::ZeroMerged);
             if self.region(key).is_some_and(merged) {
                 self.make_private(key, page);
                 copied += 1;
@@ -423,18 +428,18 @@ impl Memory {
         if let Some(region) = self.region_mut(key) {
             // The one law of merging; the kernel compares every byte before it.
             assert_eq!(region.content[page as usize], content, "a merge may not change a page");
-            region.hold[page as usize] = Hold::Merged;
+            region.backing[page as usize] = Backing::Merged;
             region.set_frame(page as usize, frame);
             region.split(page);
         }
     }
 
     /// Makes a page of zeros map the zero page.
-    pub(crate) fn fold_zero(&mut self, key: u32, page: u32) {
+    pub(crate) fn merge_zero(&mut self, key: u32, page: u32) {
         self.vacate(key, page);
-        self.zero_folded += 1;
+        self.zero_merged += 1;
         if let Some(region) = self.region_mut(key) {
-            region.hold[page as usize] = Hold::ZeroFolded;
+            region.backing[page as usize] = Backing::ZeroMerged;
             region.split(page);
         }
     }
@@ -465,25 +470,25 @@ impl Memory {
 
     /// Whether the page shares its frame with a relative.
     fn is_forked(&self, region: &Region, page: u32) -> bool {
-        region.hold[page as usize] == Hold::Forked && self.shares[region.frame_of(page as usize) as usize] > 1
+        region.backing[page as usize] == Backing::Forked && self.shares[region.frame_of(page as usize) as usize] > 1
     }
 
     /// Whether both are users of one fork-shared frame.
     pub(crate) fn same_frame(&self, a: (u32, u32), b: (u32, u32)) -> bool {
         let share = |(key, page): (u32, u32)| {
             let region = self.region(key)?;
-            (region.hold[page as usize] == Hold::Forked).then(|| region.frame_of(page as usize))
+            (region.backing[page as usize] == Backing::Forked).then(|| region.frame_of(page as usize))
         };
         share(a).is_some_and(|mine| share(b) == Some(mine))
     }
 
     pub(crate) fn state(&self, region: &Region, page: u32) -> PageState {
-        match region.hold[page as usize] {
-            Hold::Absent => PageState::Absent,
-            Hold::ZeroMapped | Hold::ZeroFolded => PageState::ZeroMapped,
-            Hold::Merged => PageState::Merged,
-            Hold::Forked if self.is_forked(region, page) => PageState::Shared,
-            Hold::Private | Hold::Forked => PageState::Private,
+        match region.backing[page as usize] {
+            Backing::Absent => PageState::Absent,
+            Backing::ZeroMapped | Backing::ZeroMerged => PageState::ZeroMapped,
+            Backing::Merged => PageState::Merged,
+            Backing::Forked if self.is_forked(region, page) => PageState::Shared,
+            Backing::Private | Backing::Forked => PageState::Private,
         }
     }
 
@@ -495,23 +500,23 @@ impl Memory {
         for key in self.owners[parent.0 as usize].regions.clone() {
             let Some(mut region) = self.regions[key as usize].take() else { continue };
             for page in 0..region.content.len() {
-                match region.hold[page] {
-                    Hold::Private => {
+                match region.backing[page] {
+                    Backing::Private => {
                         let share = u32::try_from(self.shares.len()).expect("fewer than 2^32 fork-shared frames");
                         self.shares.push(2);
-                        region.hold[page] = Hold::Forked;
+                        region.backing[page] = Backing::Forked;
                         region.set_frame(page, share);
                     }
-                    Hold::Forked => self.shares[region.frame[page] as usize] += 1,
-                    Hold::Merged => {
+                    Backing::Forked => self.shares[region.frame[page] as usize] += 1,
+                    Backing::Merged => {
                         self.frames[region.frame[page] as usize].mapped += 1;
                         self.merged_pages += 1;
                     }
-                    Hold::ZeroFolded => self.zero_folded += 1,
-                    Hold::Absent | Hold::ZeroMapped => {}
+                    Backing::ZeroMerged => self.zero_merged += 1,
+                    Backing::Absent | Backing::ZeroMapped => {}
                 }
             }
-            let pages = (region.content.clone(), region.hold.clone());
+            let pages = (region.content.clone(), region.backing.clone());
             let copy = self.map(child, region.family, Vpn(region.first), pages, false);
             if let Some(copy) = self.region_mut(copy.0) {
                 copy.frame.clone_from(&region.frame);
@@ -527,24 +532,24 @@ impl Memory {
         child
     }
 
-    /// Counts everything anew, from the pages themselves.
-    pub(crate) fn truth(&self) -> Truth {
-        let mut truth = Truth::default();
+    /// SearchCounts everything anew, from the pages themselves.
+    pub(crate) fn truth(&self) -> GroundTruth {
+        let mut truth = GroundTruth::default();
         let mut contents = rustc_hash::FxHashSet::default();
         let mut counted_shares = vec![false; self.shares.len()];
         let mut counted_frames = vec![false; self.frames.len()];
         for region in self.regions.iter().flatten() {
-            for (page, hold) in region.hold.iter().enumerate() {
+            for (page, backing) in region.backing.iter().enumerate() {
                 let frame = region.frame_of(page) as usize;
-                let first_user = match hold {
-                    Hold::Absent => false,
-                    Hold::ZeroMapped | Hold::ZeroFolded => {
+                let first_user = match backing {
+                    Backing::Absent => false,
+                    Backing::ZeroMapped | Backing::ZeroMerged => {
                         truth.zero_mapped += 1;
                         false
                     }
-                    Hold::Private => true,
-                    Hold::Forked => !std::mem::replace(&mut counted_shares[frame], true),
-                    Hold::Merged => !std::mem::replace(&mut counted_frames[frame], true),
+                    Backing::Private => true,
+                    Backing::Forked => !std::mem::replace(&mut counted_shares[frame], true),
+                    Backing::Merged => !std::mem::replace(&mut counted_frames[frame], true),
                 };
                 if first_user {
                     truth.frames += 1;
@@ -567,22 +572,22 @@ impl Memory {
 }
 
 /// Hands records over to the owner's heap of stale ones.
-fn abandon(owner: &mut Owner, items: &mut [Item]) {
+fn abandon(owner: &mut Owner, items: &mut [RmapItem]) {
     for item in items.iter_mut().filter(|item| item.is_live()) {
         owner.stale_items += 1;
-        owner.stale_unshared += u64::from(item.stands == Stands::Unshared);
+        owner.stale_unshared += u64::from(item.state == ItemState::Unshared);
         if item.frame != NONE {
             owner.stale_frames.push(item.frame);
         }
-        *item = NO_ITEM;
+        *item = RmapItem::NONE;
     }
 }
 
 /// Contents nobody else has: a bijection of a counter, so no two are equal.
 #[derive(Debug)]
-pub(crate) struct Unique(Random);
+pub(crate) struct UniqueContents(Random);
 
-impl Unique {
+impl UniqueContents {
     pub(crate) const fn new(seed: u64) -> Self {
         Self(Random::for_purpose(seed, 0x0041_1757))
     }

@@ -11,23 +11,23 @@
 //!
 //! Left out: the time to judge regions, of which the paper says nothing, and that a page may be locked or pinned.
 
+mod region;
 mod search;
 mod settings;
-mod slot;
 #[cfg(test)]
 mod tests;
 
+use crate::comparisons::SearchCounts;
 use crate::costs::Costs;
-use crate::counts::Counts;
-use crate::grain::Grain;
+use crate::granularity::Granularity;
 use crate::memory::Memory;
 use pagefold_core::random::Random;
 use pagefold_core::units::Permyriad;
+use region::{LevelChange, SampledRegion};
 use rustc_hash::FxHashMap;
-use search::{Fate, Search};
+use search::{SampleOutcome, Search};
 use settings::pause_ns;
 pub use settings::{HashStrength, Renewal, UksmSettings};
-use slot::{Slot, Verdict};
 
 /// Sample points are reckoned in so many parts of a page, as a power of two.
 const POINT_BITS: u32 = 10;
@@ -51,7 +51,7 @@ enum State {
 
 /// One round of a level (section 5.3): its regions as one linear space.
 #[derive(Debug)]
-struct Pass {
+struct LevelRound {
     level: usize,
     /// The regions, and how long each is.
     regions: Vec<(u32, u64)>,
@@ -65,7 +65,7 @@ struct Pass {
     weight: u64,
 }
 
-impl Pass {
+impl LevelRound {
     /// The region of the next sample point.
     fn next(&mut self) -> Option<u32> {
         let page = self.point >> POINT_BITS;
@@ -90,16 +90,16 @@ pub(crate) struct Uksmd {
     /// Global rounds done.
     pub(crate) rounds: u64,
     costs: Costs,
-    grain: Grain,
+    granularity: Granularity,
     settings: UksmSettings,
     search: Search,
-    slots: FxHashMap<u32, Slot>,
+    regions: FxHashMap<u32, SampledRegion>,
     /// The regions on each level, in the order in which they came; the bottom first.
     levels: Vec<Vec<u32>>,
     state: State,
     /// The level under way, and those below it in this round are done.
     level: usize,
-    pass: Option<Pass>,
+    level_round: Option<LevelRound>,
     /// Its own time.
     clock_ns: u64,
     /// Sleep that it owes for time spent.
@@ -120,13 +120,13 @@ impl Uksmd {
             scanned: 0,
             rounds: 0,
             costs,
-            grain: Grain::new(1),
+            granularity: Granularity::new(1),
             settings,
-            slots: FxHashMap::default(),
+            regions: FxHashMap::default(),
             levels: vec![Vec::new(); settings.levels.max(1)],
             state: State::Asleep { until_ns: settings.sleep_ns },
             level: 0,
-            pass: None,
+            level_round: None,
             clock_ns: 0,
             owed_ns: 0,
             page_ns: search.first_guess_ns(),
@@ -137,20 +137,20 @@ impl Uksmd {
     }
 
     /// The same, of simulated pages that stand for several.
-    pub(crate) fn with_grain(mut self, grain: Grain) -> Self {
-        self.grain = grain;
-        self.search.set_grain(grain);
+    pub(crate) fn with_granularity(mut self, granularity: Granularity) -> Self {
+        self.granularity = granularity;
+        self.search.set_granularity(granularity);
         self
     }
 
     /// Comparisons made so far.
-    pub(crate) fn counts(&self) -> Counts {
+    pub(crate) fn counts(&self) -> SearchCounts {
         self.search.counts
     }
 
     /// A region is gone, as UKSM's hooks in memory management tell it (section 7).
     pub(crate) fn region_gone(&mut self, key: u32) {
-        self.slots.remove(&key);
+        self.regions.remove(&key);
     }
 
     /// Lets the scanner work until `until_ns`. A page begun before is finished.
@@ -183,18 +183,18 @@ impl Uksmd {
 
     /// Begins the active part of a cycle, in a level that is under way, the next one, or the next round (figure 4).
     fn wake(&mut self, memory: &mut Memory) {
-        if self.pass.is_none() {
+        if self.level_round.is_none() {
             if self.level == 0 {
                 self.begin_round(memory);
             }
-            self.pass = self.next_pass();
+            self.level_round = self.next_level_round();
         }
-        let Some(pass) = &self.pass else {
+        let Some(level_round) = &self.level_round else {
             self.level = 0;
             self.rounds += 1;
             return self.sleep(self.settings.sleep_ns);
         };
-        let level = pass.level;
+        let level = level_round.level;
         let left = (self.settings.active_ns(level) / self.page_ns).max(1);
         self.state = State::Scanning { left, sampled: 0, began_ns: self.clock_ns };
         self.spend(self.costs.wake_ns, self.settings.share(level));
@@ -202,12 +202,12 @@ impl Uksmd {
 
     /// Goes on with the active part of a cycle, up to its end or to `until_ns`.
     fn scan(&mut self, memory: &mut Memory, until_ns: u64, (mut left, mut sampled, began_ns): (u64, u64, u64)) {
-        let Some(mut pass) = self.pass.take() else { return self.sleep(0) };
-        let (share, weight) = (self.settings.share(pass.level), pass.weight);
+        let Some(mut level_round) = self.level_round.take() else { return self.sleep(0) };
+        let (share, weight) = (self.settings.share(level_round.level), level_round.weight);
         let mut over = false;
         let spent_before_ns = self.cpu_ns;
         while !over && left > 0 && self.clock_ns < until_ns {
-            match pass.next() {
+            match level_round.next() {
                 Some(key) => {
                     if let Some(cost_ns) = self.sample(memory, key, weight) {
                         self.clock_ns += cost_ns;
@@ -221,7 +221,7 @@ impl Uksmd {
         }
         self.owed_ns += pause_ns(self.cpu_ns - spent_before_ns, share);
         if !over {
-            self.pass = Some(pass);
+            self.level_round = Some(level_round);
         }
         if !over && left > 0 {
             self.state = State::Scanning { left, sampled, began_ns };
@@ -241,16 +241,16 @@ impl Uksmd {
 
     /// Samples a page of a region, and merges it if it can. None if the region has no page left in this round.
     fn sample(&mut self, memory: &mut Memory, key: u32, weight: u64) -> Option<u64> {
-        let slot = self.slots.get_mut(&key)?;
+        let slot = self.regions.get_mut(&key)?;
         let page = slot.next_page()?;
         let (fate, cost_ns) = self.search.visit(memory, (key, page), weight);
         self.covered += weight;
-        self.scanned += if fate == Fate::Absent { 0 } else { weight };
-        if let Fate::Joined | Fate::Paired(_) = fate {
+        self.scanned += if fate == SampleOutcome::Absent { 0 } else { weight };
+        if let SampleOutcome::Joined | SampleOutcome::Paired(_) = fate {
             slot.found += 1;
         }
-        if let Fate::Paired((other, _)) = fate {
-            if let Some(slot) = self.slots.get_mut(&other) {
+        if let SampleOutcome::Paired((other, _)) = fate {
+            if let Some(slot) = self.regions.get_mut(&other) {
                 slot.found += 1;
             }
         }
@@ -264,18 +264,18 @@ impl Uksmd {
 
     /// Begins the round of the next level: from a sample point by chance, at intervals of `L · s / (t_l · p_l)`, but never
     /// below one page.
-    fn next_pass(&mut self) -> Option<Pass> {
+    fn next_level_round(&mut self) -> Option<LevelRound> {
         let level = self.level_above()?;
         self.level = level;
-        let pages = |key: &u32| Some((*key, self.slots.get(key)?.pages()));
+        let pages = |key: &u32| Some((*key, self.regions.get(key)?.pages()));
         let regions: Vec<(u32, u64)> = self.levels[level - 1].iter().filter_map(pages).collect();
         let length: u64 = regions.iter().map(|(_, pages)| pages).sum();
         let points = (self.settings.level_ns(level) / self.page_ns).max(1);
-        let interval = ((self.grain.all(length) << POINT_BITS) / points).max(1 << POINT_BITS);
-        let weight = self.grain.samples(interval >> POINT_BITS);
-        let interval = interval * weight / self.grain.get();
+        let interval = ((self.granularity.all(length) << POINT_BITS) / points).max(1 << POINT_BITS);
+        let weight = self.granularity.samples(interval >> POINT_BITS);
+        let interval = interval * weight / self.granularity.get();
         let point = self.stream.below(interval);
-        Some(Pass { level, regions, place: 0, start: 0, point, interval, weight })
+        Some(LevelRound { level, regions, place: 0, start: 0, point, interval, weight })
     }
 
     /// Takes in new regions, promotes and demotes the others, and renews the unmerged tree if it is time.
@@ -286,19 +286,19 @@ impl Uksmd {
             pages += u64::from(region.len());
             regions += 1;
             let (clock_ns, stream) = (self.clock_ns, &mut self.stream);
-            let new = || Slot::new(region.len(), clock_ns, stream.next(), region.broken);
-            let slot = self.slots.entry(key).or_insert_with(new);
+            let new = || SampledRegion::new(region.len(), clock_ns, stream.next(), region.broken);
+            let slot = self.regions.entry(key).or_insert_with(new);
             if slot.level == 0 && (first || clock_ns >= slot.seen_ns + self.settings.admission_ns()) {
                 slot.level = 1;
                 self.levels[0].push(key);
             }
         }
-        if self.slots.len() > regions {
-            self.slots.retain(|&key, _| memory.region(key).is_some());
+        if self.regions.len() > regions {
+            self.regions.retain(|&key, _| memory.region(key).is_some());
         }
         let due = match self.settings.renewal {
             Renewal::Round => true,
-            Renewal::Coverage(share) => self.covered * 10_000 >= self.grain.all(pages) * u64::from(share.0),
+            Renewal::Coverage(share) => self.covered * 10_000 >= self.granularity.all(pages) * u64::from(share.0),
         };
         if due {
             self.covered = 0;
@@ -313,13 +313,13 @@ impl Uksmd {
         let top = self.levels.len();
         let mut levels = vec![Vec::new(); top];
         for key in self.levels.drain(..).flatten() {
-            let (Some(region), Some(slot)) = (memory.region(key), self.slots.get_mut(&key)) else { continue };
+            let (Some(region), Some(slot)) = (memory.region(key), self.regions.get_mut(&key)) else { continue };
             slot.fit(region.len());
             slot.level = match slot.end_round(region.broken, &self.settings) {
-                Verdict::Stay => slot.level,
-                Verdict::Up => (slot.level + 1).min(top),
-                Verdict::Down => (slot.level - 1).max(1),
-                Verdict::Bottom => 1,
+                LevelChange::Stay => slot.level,
+                LevelChange::Up => (slot.level + 1).min(top),
+                LevelChange::Down => (slot.level - 1).max(1),
+                LevelChange::Bottom => 1,
             };
             levels[slot.level - 1].push(key);
         }

@@ -1,7 +1,10 @@
 //! What simulated processes are made of: regions, what fills them, and who writes to them.
 
+pub mod scenario;
+pub(crate) mod script;
+
 use crate::content::content_of_series;
-use crate::memory::{Hold, Unique, Whereabouts};
+use crate::memory::{Backing, ProcessNuma, UniqueContents};
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, NodeSet};
 use pagefold_core::placement::policy::Placement;
 use pagefold_core::random::{Random, finalize};
@@ -14,7 +17,7 @@ pub struct Process {
     pub(crate) exit_ns: Option<u64>,
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
-    pub(crate) place: Whereabouts,
+    pub(crate) place: ProcessNuma,
     pub(crate) mappings: Vec<Mapping>,
 }
 
@@ -234,7 +237,7 @@ pub enum Writes {
 
 impl Mapping {
     /// The pages as they are at the start of a life.
-    pub(crate) fn populate(&self, unique: &mut Unique, stream: &mut Random) -> (Vec<u64>, Vec<Hold>) {
+    pub(crate) fn populate(&self, unique: &mut UniqueContents, stream: &mut Random) -> (Vec<u64>, Vec<Backing>) {
         let pages = self.pages.0;
         let content: Vec<u64> = match &self.fill {
             Fill::Random => (0..pages).map(|_| unique.next()).collect(),
@@ -245,14 +248,15 @@ impl Mapping {
             Fill::Series(series) => (0..pages).map(|page| content_of_series(*series, page)).collect(),
             Fill::Replica(replica) => replica.contents(pages, unique),
         };
-        let present = if matches!(self.fill, Fill::Untouched) { Hold::ZeroMapped } else { Hold::Private };
-        let hold = content.iter().map(|_| if stream.chance(self.resident) { present } else { Hold::Absent }).collect();
-        (content, hold)
+        let present = if matches!(self.fill, Fill::Untouched) { Backing::ZeroMapped } else { Backing::Private };
+        let backing =
+            content.iter().map(|_| if stream.chance(self.resident) { present } else { Backing::Absent }).collect();
+        (content, backing)
     }
 }
 
 impl Replica {
-    fn contents(&self, pages: u64, unique: &mut Unique) -> Vec<u64> {
+    fn contents(&self, pages: u64, unique: &mut UniqueContents) -> Vec<u64> {
         // Drawn for the template's own pages, so that all siblings agree on which are common.
         let mut chance = Random::for_purpose(self.template, 0x007e_41a7e);
         let (mut common, mut zero) = (false, false);
@@ -305,7 +309,7 @@ mod tests {
         for (share, run) in [(8_800, 7), (5_000, 7), (2_000, 7), (200, 3), (10_000, 7), (0, 7)] {
             let replica =
                 |shift| Replica { template: 9, density: vec![Permyriad(share)], zeros: Permyriad(0), run, shift };
-            let mut unique = Unique::new(1);
+            let mut unique = UniqueContents::new(1);
             let pages = 200 * EXTENT_PAGES;
             let one = replica(0).contents(pages, &mut unique);
             let two = replica(0).contents(pages, &mut unique);

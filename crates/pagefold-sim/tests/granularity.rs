@@ -17,15 +17,15 @@ enum Who {
     Pagefold,
 }
 
-/// Half a GiB, whatever the grain: copies of each other, pairs, memory of their own, and some of it written.
-fn machine(who: Who, grain: u32) -> SimHost {
+/// Half a GiB, whatever the granularity: copies of each other, pairs, memory of their own, and some of it written.
+fn machine(who: Who, granularity: u32) -> SimHost {
     let merge_any = matches!(who, Who::Ksmd | Who::Smart);
-    let knobs = Knobs { grain, merge_any, smart_scan: who != Who::Ksmd, ..Knobs::default() };
+    let knobs = Knobs { granularity, merge_any, smart_scan: who != Who::Ksmd, ..Knobs::default() };
     let mut sim = SimHost::new(1, Costs::default(), knobs);
     if who == Who::Uksm {
         sim = sim.with_uksm(UksmSettings::default());
     }
-    let part = |share: u64| Pages(MEMORY / share / u64::from(grain));
+    let part = |share: u64| Pages(MEMORY / share / u64::from(granularity));
     let density = vec![Permyriad(8_000)];
     let replica = Replica { template: 1, density, zeros: Permyriad(200), run: 7, shift: 0 };
     let turnover = Behaviour::Turnover { every_ns: 600 * NS_PER_S, writes: Writes::Unique };
@@ -39,8 +39,8 @@ fn machine(who: Who, grain: u32) -> SimHost {
 }
 
 /// CPU time of ksmd and of pagefold, comparisons, pages scanned, pages saved, bytes of records.
-fn figures(who: Who, grain: u32) -> [(&'static str, u64); 6] {
-    let mut sim = machine(who, grain);
+fn figures(who: Who, granularity: u32) -> [(&'static str, u64); 6] {
+    let mut sim = machine(who, granularity);
     if who == Who::Pagefold {
         let mut engine = Engine::new(Config::default());
         while sim.now_ns() < 60 * NS_PER_S {
@@ -76,21 +76,21 @@ fn a_grain_of_eight_pages_gives_the_figures_of_eight_pages() {
 
 #[test]
 fn a_batch_is_so_many_pages_on_average_whatever_the_grain() {
-    for (grain, pages_to_scan) in [(64, 100), (64, 10), (8, 1_000), (1, 100)] {
-        let mut sim = machine(Who::Ksmd, grain);
+    for (granularity, pages_to_scan) in [(64, 100), (64, 10), (8, 1_000), (1, 100)] {
+        let mut sim = machine(Who::Ksmd, granularity);
         let scan = ScanOrder::Pace { pages_to_scan, sleep_ms: 1_000, thorough: false };
         sim.apply(&Actions { scan, ..Actions::default() }).unwrap();
         sim.wait(100 * NS_PER_S - 1).unwrap();
         // Nothing is merged that early, so that no batch takes long.
         let (scanned, expected) = (sim.ksm().scanned, 100 * u64::from(pages_to_scan));
-        assert!(scanned.abs_diff(expected) <= u64::from(grain), "{grain}, {pages_to_scan}: {scanned}");
+        assert!(scanned.abs_diff(expected) <= u64::from(granularity), "{granularity}, {pages_to_scan}: {scanned}");
     }
 }
 
 #[test]
 fn what_is_read_whole_costs_as_many_pages_and_a_sample_the_root_of_that() {
-    let cost = |grain, pages| {
-        let mut sim = machine(Who::Pagefold, grain);
+    let cost = |granularity, pages| {
+        let mut sim = machine(Who::Pagefold, granularity);
         let seen = sim.observe().unwrap();
         let Span { region, first: Vpn(first), .. } = sim.span_of(seen.regions[2].key).unwrap();
         let runs = vec![Run { region, first: Vpn(first), pages }];
@@ -101,7 +101,7 @@ fn what_is_read_whole_costs_as_many_pages_and_a_sample_the_root_of_that() {
 }
 
 #[test]
-#[should_panic(expected = "a grain is 1, 2, 4, 8 ... pages")]
+#[should_panic(expected = "a granularity is 1, 2, 4, 8 ... pages")]
 fn a_grain_is_a_power_of_two() {
-    SimHost::new(1, Costs::default(), Knobs { grain: 12, ..Knobs::default() });
+    SimHost::new(1, Costs::default(), Knobs { granularity: 12, ..Knobs::default() });
 }

@@ -87,7 +87,7 @@ pub struct Savable(Vec<(u64, u64)>);
 impl Savable {
     /// Counts what nobody has saved, at some times, in grains of so many pages.
     pub fn of(machine: Machine, grain: u32) -> Self {
-        let knobs = Knobs { grain, ..Knobs::default() };
+        let knobs = Knobs { granularity: grain, ..Knobs::default() };
         let mut sim = machine.populate(SimHost::new(1, Costs::default(), knobs), &knobs);
         let mut points = Vec::new();
         for share in [0, 1, 3, 6, 12, 18, 24] {
@@ -125,7 +125,7 @@ pub fn grain_for(machine: Machine, algorithm: Algorithm) -> u32 {
 pub fn grow(machine: Machine, runner: Runner, grain: u32, savable: &Savable) -> Growth {
     let Runner { algorithm, pages_to_scan } = runner;
     // On a live machine pages are counted again when a process has grown or shrunk, which none does here.
-    let knobs = Knobs { grain, resident_age_ns: u64::MAX / 2, ..knobs(algorithm, machine.pages(), None) };
+    let knobs = Knobs { granularity: grain, resident_age_ns: u64::MAX / 2, ..knobs(algorithm, machine.pages(), None) };
     let settings = Settings { pages_to_scan, ..Settings::for_time(machine.for_ns) };
     let mut run = Run::begin(algorithm, knobs, &settings, |sim| machine.populate(sim, &knobs));
     let mut reached = None;
@@ -261,7 +261,7 @@ mod tests {
     #[test]
     fn what_can_be_saved_does_not_depend_on_the_grain() {
         let savable = |grain| {
-            let knobs = Knobs { grain, ..Knobs::default() };
+            let knobs = Knobs { granularity: grain, ..Knobs::default() };
             MACHINE.populate(SimHost::new(1, Costs::default(), knobs), &knobs).truth().savable as f64
         };
         let (fine, coarse) = (savable(1), savable(16));

@@ -65,7 +65,7 @@ impl Machine {
 
     /// Fills an empty machine, in grains of so many pages.
     pub fn populate(self, sim: SimHost, knobs: &Knobs) -> SimHost {
-        let pages = self.pages() / u64::from(knobs.grain) / self.processes();
+        let pages = self.pages() / u64::from(knobs.granularity) / self.processes();
         // A twentieth of the memory is free.
         let node = Pages(pages * self.processes() * 21 / 20 / u64::from(NODES));
         let mut sim = sim.with_nodes(&[node; NODES as usize]);

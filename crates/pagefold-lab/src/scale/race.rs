@@ -146,7 +146,7 @@ impl Race {
     pub fn run(&self, algorithm: Option<Algorithm>) -> Racer {
         let runs = algorithm.unwrap_or(Algorithm::Pagefold);
         let total = self.wanted_gib(u64::MAX) * PAGES_PER_GIB;
-        let knobs = Knobs { grain: self.grain, ..knobs(runs, total, Some(self.trees)) };
+        let knobs = Knobs { granularity: self.grain, ..knobs(runs, total, Some(self.trees)) };
         let settings = Settings {
             pages_to_scan: self.pages_to_scan,
             sleep_ms: self.sleep_ms,

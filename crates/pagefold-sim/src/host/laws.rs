@@ -1,7 +1,7 @@
 //! Laws that hold whatever happens: no process ever sees a page change through merging, what is counted
 //! is what is there, and the same seed gives the same run.
 
-use crate::memory::{Hold, Memory, NONE, Stands};
+use crate::memory::{Backing, ItemState, Memory, NONE};
 use crate::{Behaviour, Classes, Costs, Fill, Forest, Knobs, Mapping, Process, SimHost, Writes};
 use pagefold_core::host::{Actions, Host, Move, PageState, Run, SamplePlan, ScanOrder, Span};
 use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
@@ -192,7 +192,7 @@ impl Pair {
     }
 }
 
-/// Counts frames, records and KSM's counters anew and compares.
+/// SearchCounts frames, records and KSM's counters anew and compares.
 fn check_books(sim: &SimHost) {
     let (memory, ksmd) = sim.parts();
     let mut mapped = vec![0u32; memory.frames.len()];
@@ -203,11 +203,11 @@ fn check_books(sim: &SimHost) {
             if let Some(frame) = region.merged_frame(page) {
                 mapped[frame as usize] += 1;
             }
-            folded += u64::from(region.hold[page as usize] == Hold::ZeroFolded);
+            folded += u64::from(region.backing[page as usize] == Backing::ZeroMerged);
         }
         for item in region.items.iter().filter(|item| item.is_live()) {
             items += 1;
-            unshared += u64::from(item.stands == Stands::Unshared);
+            unshared += u64::from(item.state == ItemState::Unshared);
             if item.frame != NONE {
                 hung[item.frame as usize] += 1;
             }
@@ -228,14 +228,14 @@ fn check_books(sim: &SimHost) {
     }
     assert_eq!((ksmd.items, ksmd.unshared), (items, unshared));
     assert_eq!((ksmd.trees.shared, ksmd.trees.sharing), (shared, sharing));
-    assert_eq!(memory.zero_folded, folded);
+    assert_eq!(memory.zero_merged, folded);
     assert_eq!(memory.merged_pages, mapped.iter().map(|&mapped| u64::from(mapped)).sum::<u64>());
     assert_eq!(memory.merged_frames, mapped.iter().filter(|&&mapped| mapped > 0).count() as u64);
     ksmd.trees.check_books(memory);
     check_nodes(memory);
 }
 
-/// Counts the frames on each node anew and compares.
+/// SearchCounts the frames on each node anew and compares.
 fn check_nodes(memory: &Memory) {
     if !memory.nodes.several() {
         let kept = |region: &crate::memory::Region| region.reads.len() + region.keeps_nodes();
@@ -247,9 +247,9 @@ fn check_nodes(memory: &Memory) {
     for (_, region) in memory.live_regions() {
         for page in 0..region.len() {
             let Some(node) = memory.node_of(region, page) else { continue };
-            match region.hold[page as usize] {
-                Hold::Private => used[usize::from(node.0)] += 1,
-                Hold::Forked => {
+            match region.backing[page as usize] {
+                Backing::Private => used[usize::from(node.0)] += 1,
+                Backing::Forked => {
                     let known = shares.insert(region.frame[page as usize], node);
                     assert!(known.is_none_or(|known| known == node), "a frame is on one node");
                     used[usize::from(node.0)] += u64::from(known.is_none());
@@ -310,9 +310,9 @@ fn a_page_marked_anew_within_a_scan_has_left_the_unstable_tree() {
         let mut add = || sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(1), Fill::Same(1))));
         let (one, other) = (add(), add());
         let span = |sim: &SimHost, owner| sim.span_of(sim.regions_of(owner)[0]).unwrap().into();
-        let scan = ScanOrder::Pace { pages_to_scan: 1, sleep_ms: 1, thorough: false };
+        let pace = ScanOrder::Pace { pages_to_scan: 1, sleep_ms: 1, thorough: false };
         let both = vec![span(&sim, one), span(&sim, other)];
-        sim.apply(&Actions { mark: both, scan, ..Actions::default() }).unwrap();
+        sim.apply(&Actions { mark: both, scan: pace, ..Actions::default() }).unwrap();
         sim.wait(waits * 100_000).unwrap();
         let again = vec![span(&sim, one)];
         sim.apply(&Actions { unmark: again.clone(), ..Actions::default() }).unwrap();

@@ -1,7 +1,7 @@
 //! Memory nodes of the simulated host: what pagefold sees of them, and moving merged frames between them.
 
 use super::SimHost;
-use crate::memory::{Hold, MoveResult, Nodes};
+use crate::memory::{Backing, MoveResult, Nodes};
 use pagefold_core::host::{MergedSample, Move, NodeView, Outcome, OwnerView, Run};
 use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Vpn};
@@ -12,7 +12,7 @@ const REFRESH_NS: u64 = 2_000_000_000;
 
 /// What was seen of nodes and processes when they were last looked at.
 #[derive(Debug, Default)]
-pub(super) struct Placing {
+pub(super) struct PlacementCache {
     nodes: Vec<NodeView>,
     owners: Vec<OwnerView>,
     next_ns: u64,
@@ -67,16 +67,16 @@ impl SimHost {
 
     /// Merged frames on each node, by its number.
     pub fn frames_by_node(&self) -> Vec<Pages> {
-        self.memory.merged_by_node().into_iter().map(|frames| Pages(self.grain.all(frames.0))).collect()
+        self.memory.merged_by_node().into_iter().map(|frames| Pages(self.granularity.all(frames.0))).collect()
     }
 
     /// Pages of a process that map merged frames, by the node of these.
     pub fn merged_of(&self, owner: OwnerKey) -> BTreeMap<NodeKey, Pages> {
         let mut pages: BTreeMap<NodeKey, Pages> = BTreeMap::new();
         for region in self.memory.owners[owner.0 as usize].regions.iter().filter_map(|&key| self.memory.region(key)) {
-            let merged = (0..region.len()).filter(|&page| region.hold[page as usize] == Hold::Merged);
+            let merged = (0..region.len()).filter(|&page| region.backing[page as usize] == Backing::Merged);
             for node in merged.filter_map(|page| self.memory.node_of(region, page)) {
-                *pages.entry(node).or_default() += Pages(self.grain.get());
+                *pages.entry(node).or_default() += Pages(self.granularity.get());
             }
         }
         pages
@@ -84,7 +84,7 @@ impl SimHost {
 
     /// Frames moved on pagefold's order so far.
     pub fn moved(&self) -> u64 {
-        self.grain.all(self.placing.moved)
+        self.granularity.all(self.placement_cache.moved)
     }
 
     // What the four calls do about nodes, each priced.
@@ -95,9 +95,9 @@ impl SimHost {
         if !self.memory.nodes.several() {
             return (Vec::new(), Vec::new(), 0);
         }
-        if self.now_ns >= self.placing.next_ns || self.placing.owners.len() != owners.len() {
-            self.placing.next_ns = self.now_ns + REFRESH_NS;
-            self.placing.nodes = self.memory.nodes.views();
+        if self.now_ns >= self.placement_cache.next_ns || self.placement_cache.owners.len() != owners.len() {
+            self.placement_cache.next_ns = self.now_ns + REFRESH_NS;
+            self.placement_cache.nodes = self.memory.nodes.views();
             let online = self.memory.nodes.online();
             let view = |&owner: &OwnerKey| {
                 let place = self.memory.owners[owner.0 as usize].place;
@@ -111,12 +111,12 @@ impl SimHost {
                     placement: place.placement,
                 }
             };
-            let there = !self.placing.nodes.is_empty();
-            self.placing.owners = owners.iter().filter(|_| there).map(view).collect();
-            let files = (self.placing.nodes.len() + self.placing.owners.len()) as u64;
-            price_ns = files * self.costs.whereabouts_ns;
+            let there = !self.placement_cache.nodes.is_empty();
+            self.placement_cache.owners = owners.iter().filter(|_| there).map(view).collect();
+            let files = (self.placement_cache.nodes.len() + self.placement_cache.owners.len()) as u64;
+            price_ns = files * self.costs.process_numa_ns;
         }
-        (self.placing.nodes.clone(), self.placing.owners.clone(), price_ns)
+        (self.placement_cache.nodes.clone(), self.placement_cache.owners.clone(), price_ns)
     }
 
     /// Looks for merged pages in a run; returns what it cost.
@@ -125,16 +125,16 @@ impl SimHost {
         let mut cost_ns = 0;
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
-            cost_ns += self.costs.look_page_ns;
+            cost_ns += self.costs.pagemap_ns;
             // Pagemap tells of a page that it is one process's alone.
-            if matches!(region.hold[offset as usize], Hold::Merged | Hold::Forked) {
-                cost_ns += self.costs.look_frame_ns;
+            if matches!(region.backing[offset as usize], Backing::Merged | Backing::Forked) {
+                cost_ns += self.costs.kpageflags_ns;
             }
             let Some(frame) = region.merged_frame(offset) else { continue };
             let node = self.memory.frames[frame as usize].node;
             found.push(MergedSample { region: run.region, page: Vpn(number), frame: frame.into(), node });
         }
-        self.grain.all(cost_ns)
+        self.granularity.all(cost_ns)
     }
 
     /// Takes note of pages being read from outside: the second time makes a page active (`mark_page_accessed`).
@@ -160,10 +160,10 @@ impl SimHost {
             let offset = self.memory.region(region.0).and_then(|region| region.offset(*page));
             let Some(offset) = offset else { continue };
             let result = self.memory.move_frame(region.0, offset, *node);
-            self.placing.moved += u64::from(result == MoveResult::Done);
+            self.placement_cache.moved += u64::from(result == MoveResult::Done);
             outcome.moved += u64::from(result != MoveResult::Refused);
-            let cost_ns = if result == MoveResult::Done { self.costs.move_frame_ns } else { self.costs.look_page_ns };
-            outcome.move_ns += self.grain.all(cost_ns);
+            let cost_ns = if result == MoveResult::Done { self.costs.move_frame_ns } else { self.costs.pagemap_ns };
+            outcome.move_ns += self.granularity.all(cost_ns);
         }
         self.spend(outcome.move_ns);
     }

@@ -29,13 +29,13 @@ pub(crate) struct RbTree<T> {
 
 /// Where a search ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Found {
+pub(crate) enum SearchEnd {
     /// At a node that is equal.
     Node(u32),
     /// Where a new node belongs.
     Leaf(Leaf),
     /// At a node with which nothing can be compared.
-    Lost(u32),
+    Stuck(u32),
 }
 
 /// A place for a new node.
@@ -73,7 +73,7 @@ impl<T: Copy + Default> RbTree<T> {
     }
 
     /// Goes down from the root. `compare` tells how what is sought stands to a node, or `None` if it cannot.
-    pub(crate) fn search(&self, mut compare: impl FnMut(u32, T) -> Option<Ordering>) -> Found {
+    pub(crate) fn search(&self, mut compare: impl FnMut(u32, T) -> Option<Ordering>) -> SearchEnd {
         let mut leaf = Leaf { above: NIL, side: 0 };
         let mut at = self.root;
         while at != NIL {
@@ -81,13 +81,13 @@ impl<T: Copy + Default> RbTree<T> {
             let side = match compare(at, node.value) {
                 Some(Ordering::Less) => 0,
                 Some(Ordering::Greater) => 1,
-                Some(Ordering::Equal) => return Found::Node(at),
-                None => return Found::Lost(at),
+                Some(Ordering::Equal) => return SearchEnd::Node(at),
+                None => return SearchEnd::Stuck(at),
             };
             leaf = Leaf { above: at, side };
             at = node.below[side];
         }
-        Found::Leaf(leaf)
+        SearchEnd::Leaf(leaf)
     }
 
     /// Puts a new node where a search ended; nothing may have changed since. Returns its number.
@@ -254,7 +254,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeMap;
 
-    fn find(tree: &RbTree<u64>, key: u64) -> (Found, u64) {
+    fn find(tree: &RbTree<u64>, key: u64) -> (SearchEnd, u64) {
         let mut steps = 0;
         let found = tree.search(|_, value| {
             steps += 1;
@@ -294,14 +294,14 @@ mod tests {
             let mut model = BTreeMap::new();
             for (key, insert) in steps {
                 match (find(&tree, key).0, insert) {
-                    (Found::Leaf(leaf), true) => { model.insert(key, tree.insert(leaf, key)); }
-                    (Found::Node(node), false) => {
+                    (SearchEnd::Leaf(leaf), true) => { model.insert(key, tree.insert(leaf, key)); }
+                    (SearchEnd::Node(node), false) => {
                         prop_assert_eq!(model.remove(&key), Some(node), "nodes keep their number");
                         tree.remove(node);
                     }
-                    (Found::Node(node), true) => prop_assert_eq!(model.get(&key), Some(&node)),
-                    (Found::Leaf(_), false) => prop_assert!(!model.contains_key(&key)),
-                    (Found::Lost(_), _) => unreachable!(),
+                    (SearchEnd::Node(node), true) => prop_assert_eq!(model.get(&key), Some(&node)),
+                    (SearchEnd::Leaf(_), false) => prop_assert!(!model.contains_key(&key)),
+                    (SearchEnd::Stuck(_), _) => unreachable!(),
                 }
                 black_height(&tree, tree.root);
                 prop_assert!(!tree.is_red(tree.root));
@@ -319,7 +319,7 @@ mod tests {
         let mut keys = pagefold_core::random::Random::for_purpose(1, 1);
         for _ in 0..100_000 {
             let key = keys.next();
-            if let Found::Leaf(leaf) = find(&tree, key).0 {
+            if let SearchEnd::Leaf(leaf) = find(&tree, key).0 {
                 tree.insert(leaf, key);
             }
         }

@@ -9,9 +9,9 @@
 //! A frame that has moved to another node goes to that node's tree when ksmd comes by it; should that have one of the same
 //! content already, both stay (the kernel would bring the pages of the one over to the other).
 
+use super::rbtree::{RbTree, SearchEnd};
 use crate::knobs::{Forest, Knobs};
-use crate::memory::{Memory, NONE, Stands};
-use crate::rbtree::{Found, RbTree};
+use crate::memory::{ItemState, Memory, NONE};
 use pagefold_core::keys::NodeKey;
 
 /// A page, by region and offset.
@@ -19,7 +19,7 @@ pub(crate) type PageRef = (u32, u32);
 
 /// A content of a stable tree.
 #[derive(Clone, Copy, Debug, Default)]
-struct Stable {
+struct StableNode {
     content: u64,
     /// Its merged frame, or [`NONE`] if there are several.
     frame: u32,
@@ -46,8 +46,8 @@ impl Chain {
 
 /// A stable and an unstable tree.
 #[derive(Debug, Default)]
-struct Pair {
-    stable: RbTree<Stable>,
+struct TreePair {
+    stable: RbTree<StableNode>,
     unstable: RbTree<PageRef>,
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct Steps {
 #[derive(Debug)]
 pub(crate) struct Trees {
     /// The first for all pages, or one for each node, or one for each tree of the forest.
-    pairs: Vec<Pair>,
+    pairs: Vec<TreePair>,
     chains: Vec<Chain>,
     free_chains: Vec<u32>,
     max_page_sharing: u32,
@@ -83,7 +83,7 @@ impl Trees {
         assert!(knobs.max_page_sharing >= 2, "the kernel refuses max_page_sharing below 2");
         assert!(knobs.merge_across_nodes || knobs.forest == Forest::Kernel, "a forest is for all nodes");
         let mut pairs = Vec::new();
-        pairs.resize_with(knobs.forest.trees(), Pair::default);
+        pairs.resize_with(knobs.forest.trees(), TreePair::default);
         Self {
             pairs,
             chains: Vec::new(),
@@ -102,14 +102,14 @@ impl Trees {
             return 0;
         }
         if self.pairs.len() <= usize::from(node.0) {
-            self.pairs.resize_with(usize::from(node.0) + 1, Pair::default);
+            self.pairs.resize_with(usize::from(node.0) + 1, TreePair::default);
         }
         node.0
     }
 
     /// Contents in the stable trees, and pages in the unstable ones.
     pub(crate) fn nodes(&self) -> (u64, u64) {
-        let sum = |len: fn(&Pair) -> usize| self.pairs.iter().map(|pair| len(pair) as u64).sum();
+        let sum = |len: fn(&TreePair) -> usize| self.pairs.iter().map(|pair| len(pair) as u64).sum();
         (sum(|pair| pair.stable.len()), sum(|pair| pair.unstable.len()))
     }
 
@@ -130,13 +130,13 @@ impl Trees {
     }
 
     /// The node of a content, or where it belongs.
-    fn locate(&self, tree: u16, content: u64) -> Found {
+    fn locate(&self, tree: u16, content: u64) -> SearchEnd {
         self.pairs[usize::from(tree)].stable.search(|_, there| Some(content.cmp(&there.content)))
     }
 
     /// The chain of a content.
     fn chain_of(&mut self, tree: u16, content: u64) -> Option<&mut Chain> {
-        let Found::Node(node) = self.locate(tree, content) else { return None };
+        let SearchEnd::Node(node) = self.locate(tree, content) else { return None };
         let chain = self.pairs[usize::from(tree)].stable.get(node)?.chain;
         self.chains.get_mut(chain as usize)
     }
@@ -145,18 +145,18 @@ impl Trees {
     fn add(&mut self, memory: &Memory, tree: u16, frame: u32, first: bool) {
         let content = memory.frames[frame as usize].content;
         let node = match self.locate(tree, content) {
-            Found::Node(node) => node,
-            Found::Leaf(leaf) => {
-                self.pairs[usize::from(tree)].stable.insert(leaf, Stable { content, frame, chain: NONE });
+            SearchEnd::Node(node) => node,
+            SearchEnd::Leaf(leaf) => {
+                self.pairs[usize::from(tree)].stable.insert(leaf, StableNode { content, frame, chain: NONE });
                 return;
             }
-            Found::Lost(_) => return,
+            SearchEnd::Stuck(_) => return,
         };
         let Some(mut there) = self.pairs[usize::from(tree)].stable.get(node) else { return };
         let full = usize::from(self.is_full(memory, frame));
         if there.frame != NONE {
             let chain = Chain { dups: vec![there.frame], full: usize::from(self.is_full(memory, there.frame)) };
-            there = Stable { frame: NONE, chain: self.new_chain(chain), ..there };
+            there = StableNode { frame: NONE, chain: self.new_chain(chain), ..there };
             self.pairs[usize::from(tree)].stable.set(node, there);
         }
         let chain = &mut self.chains[there.chain as usize];
@@ -168,7 +168,7 @@ impl Trees {
     fn drop(&mut self, memory: &Memory, frame: u32) {
         let merged = memory.frames[frame as usize];
         let full = usize::from(self.is_full(memory, frame));
-        let Found::Node(node) = self.locate(merged.tree, merged.content) else { return };
+        let SearchEnd::Node(node) = self.locate(merged.tree, merged.content) else { return };
         let stable = &mut self.pairs[usize::from(merged.tree)].stable;
         let Some(there) = stable.get(node) else { return };
         if there.frame == frame {
@@ -180,7 +180,7 @@ impl Trees {
         chain.dups.retain(|&other| other != frame);
         chain.full -= full;
         if let [only] = chain.dups[..] {
-            stable.set(node, Stable { frame: only, chain: NONE, ..there });
+            stable.set(node, StableNode { frame: only, chain: NONE, ..there });
             *chain = Chain::default();
             self.free_chains.push(there.chain);
         }
@@ -231,9 +231,9 @@ impl Trees {
                 Some(content.cmp(&there.content))
             });
             let node = match found {
-                Found::Leaf(_) => return None,
-                Found::Node(node) => self.pairs[usize::from(tree)].stable.get(node)?,
-                Found::Lost(_) => {
+                SearchEnd::Leaf(_) => return None,
+                SearchEnd::Node(node) => self.pairs[usize::from(tree)].stable.get(node)?,
+                SearchEnd::Stuck(_) => {
                     self.prune(memory, dead);
                     continue;
                 }
@@ -349,8 +349,8 @@ impl Trees {
         content: u64,
         me: PageRef,
         steps: &mut Steps,
-    ) -> Unstable {
-        use crate::memory::Hold::{Forked, Private};
+    ) -> UnstableSearch {
+        use crate::memory::Backing::{Forked, Private};
         loop {
             let mut relative = false;
             let found = self.pairs[usize::from(tree)].unstable.search(|node, (key, page)| {
@@ -358,9 +358,9 @@ impl Trees {
                 // Nothing protects the pages of the unstable tree: it may have been written, merged, or unmarked, and
                 // marked again since, which leaves it without a record until ksmd's next visit.
                 let item = region.items.get(page as usize)?;
-                let comparable = matches!(region.hold[page as usize], Private | Forked)
+                let comparable = matches!(region.backing[page as usize], Private | Forked)
                     && region.marks.contains(page)
-                    && item.stands == Stands::Unshared
+                    && item.state == ItemState::Unshared
                     && item.node == node
                     && (!self.lasting || u16::from(item.class) == tree);
                 if !comparable {
@@ -375,16 +375,16 @@ impl Trees {
             });
             let unstable = &mut self.pairs[usize::from(tree)].unstable;
             match found {
-                Found::Leaf(leaf) => return Unstable::Inserted(unstable.insert(leaf, me)),
-                Found::Node(node) => {
-                    let Some(partner) = unstable.get(node) else { return Unstable::Lost };
+                SearchEnd::Leaf(leaf) => return UnstableSearch::Inserted(unstable.insert(leaf, me)),
+                SearchEnd::Node(node) => {
+                    let Some(partner) = unstable.get(node) else { return UnstableSearch::Lost };
                     let on_node = || memory.region(partner.0).and_then(|region| memory.node_of(region, partner.1));
                     let apart = !self.across_nodes && on_node() != Some(NodeKey(tree));
-                    return if apart { Unstable::Lost } else { Unstable::Partner(partner, node) };
+                    return if apart { UnstableSearch::Lost } else { UnstableSearch::Partner(partner, node) };
                 }
                 // What has gone would be in the way for ever.
-                Found::Lost(node) if self.lasting && !relative => unstable.remove(node),
-                Found::Lost(_) => return Unstable::Lost,
+                SearchEnd::Stuck(node) if self.lasting && !relative => unstable.remove(node),
+                SearchEnd::Stuck(_) => return UnstableSearch::Lost,
             }
         }
     }
@@ -397,14 +397,14 @@ impl Trees {
         }
     }
 
-    /// Counts the chains anew and compares.
+    /// SearchCounts the chains anew and compares.
     #[cfg(test)]
     pub(crate) fn check_books(&self, memory: &Memory) {
         for (frame, merged) in (0_u32..).zip(&memory.frames) {
             if memory.is_free(frame) || merged.pruned {
                 continue;
             }
-            let Found::Node(node) = self.locate(merged.tree, merged.content) else {
+            let SearchEnd::Node(node) = self.locate(merged.tree, merged.content) else {
                 panic!("frame {frame} is in no tree");
             };
             let there = self.pairs[usize::from(merged.tree)].stable.get(node).unwrap();
@@ -424,7 +424,7 @@ impl Trees {
 
 /// What came of a search in an unstable tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unstable {
+pub(crate) enum UnstableSearch {
     /// A page with the same content, at a node.
     Partner(PageRef, u32),
     /// None; the page is in the tree now, at a node.

@@ -4,7 +4,7 @@
 //! with room (the kernel's zone lists). The simulator never runs out of memory: where no node has room, the frame lives
 //! on the nearest all the same, and nothing is free there.
 
-use super::{Hold, Memory, Region};
+use super::{Backing, Memory, Region};
 use pagefold_core::host::NodeView;
 use pagefold_core::keys::{NodeKey, NodeSet};
 use pagefold_core::placement::policy::Placement;
@@ -17,7 +17,7 @@ const FAR: u32 = 20;
 
 /// Where a process runs, and what placing its pages asks of it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Whereabouts {
+pub(crate) struct ProcessNuma {
     pub(crate) home: NodeKey,
     /// It may run there only.
     pub(crate) bound: bool,
@@ -26,7 +26,7 @@ pub(crate) struct Whereabouts {
     pub(crate) placement: Placement,
 }
 
-impl Default for Whereabouts {
+impl Default for ProcessNuma {
     fn default() -> Self {
         Self { home: NodeKey(0), bound: true, nice: 0, allowed: NodeSet::ALL, placement: Placement::default() }
     }
@@ -160,10 +160,10 @@ impl Memory {
     /// The node that a page's frame is on, if it has one.
     pub(crate) fn node_of(&self, region: &Region, page: u32) -> Option<NodeKey> {
         let page = page as usize;
-        match region.hold[page] {
-            Hold::Merged => Some(self.frames[region.frame[page] as usize].node),
-            Hold::Private | Hold::Forked => Some(region.own_node(page)),
-            Hold::Absent | Hold::ZeroMapped | Hold::ZeroFolded => None,
+        match region.backing[page] {
+            Backing::Merged => Some(self.frames[region.frame[page] as usize].node),
+            Backing::Private | Backing::Forked => Some(region.own_node(page)),
+            Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged => None,
         }
     }
 
@@ -175,7 +175,9 @@ impl Memory {
         let Some(mut region) = self.regions[key as usize].take() else { return };
         let place = self.owners[region.owner as usize].place;
         region.node = named.unwrap_or(place.home);
-        for page in (0..region.hold.len()).filter(|&page| region.hold[page] == Hold::Private).collect::<Vec<_>>() {
+        for page in
+            (0..region.backing.len()).filter(|&page| region.backing[page] == Backing::Private).collect::<Vec<_>>()
+        {
             let node = self.nodes.take(region.node, place.allowed);
             region.set_node(page, node);
         }
@@ -253,11 +255,12 @@ impl Memory {
         for at in 0..self.regions.len() {
             let Some(mut region) = self.regions[at].take() else { continue };
             let allowed = self.owners[region.owner as usize].place.allowed;
-            for page in 0..region.hold.len() {
-                if !matches!(region.hold[page], Hold::Private | Hold::Forked) || region.own_node(page) != gone {
+            for page in 0..region.backing.len() {
+                if !matches!(region.backing[page], Backing::Private | Backing::Forked) || region.own_node(page) != gone
+                {
                     continue;
                 }
-                let shared = (region.hold[page] == Hold::Forked).then(|| region.frame[page]);
+                let shared = (region.backing[page] == Backing::Forked).then(|| region.frame[page]);
                 let node = shared.and_then(|share| went.get(&share).copied()).unwrap_or_else(|| {
                     self.nodes.give(gone);
                     self.nodes.take(gone, allowed)

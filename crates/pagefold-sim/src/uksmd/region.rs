@@ -6,7 +6,7 @@ use pagefold_core::random::mix;
 
 /// Where a region goes after a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum LevelChange {
     Stay,
     Up,
     Down,
@@ -15,7 +15,7 @@ pub(super) enum Verdict {
 }
 
 #[derive(Debug)]
-pub(super) struct Slot {
+pub(super) struct SampledRegion {
     /// The level it is on, from 1; 0 as long as it is too young for any.
     pub(super) level: usize,
     pub(super) seen_ns: u64,
@@ -32,7 +32,7 @@ pub(super) struct Slot {
     broken: u64,
 }
 
-impl Slot {
+impl SampledRegion {
     pub(super) fn new(pages: u32, seen_ns: u64, key: u64, broken: u64) -> Self {
         Self {
             level: 0,
@@ -77,7 +77,7 @@ impl Slot {
     ///
     /// What was found merged already is no duplicate: it has brought nothing. The COW-broken ratio is that of the pages
     /// broken in the round to those merged in it, as in the authors' patch (`cal_dedup_ratio`); the paper does not say.
-    pub(super) fn end_round(&mut self, broken: u64, settings: &UksmSettings) -> Verdict {
+    pub(super) fn end_round(&mut self, broken: u64, settings: &UksmSettings) -> LevelChange {
         let (sampled, found) = (self.sampled, self.found);
         let broken = broken - std::mem::replace(&mut self.broken, broken);
         let whole = self.whole;
@@ -86,13 +86,13 @@ impl Slot {
             self.turned = 0;
             self.key = mix(self.key);
             self.order = Permutation::new(self.pages(), self.key);
-            return Verdict::Bottom;
+            return LevelChange::Bottom;
         }
         if sampled == 0 {
-            return Verdict::Stay;
+            return LevelChange::Stay;
         }
         let rich = found * 10_000 >= u64::from(settings.duplicate.0) * sampled;
         let calm = settings.cow.is_none_or(|cow| broken * 10_000 < u64::from(cow.0) * found.max(1));
-        if rich && calm { Verdict::Up } else { Verdict::Down }
+        if rich && calm { LevelChange::Up } else { LevelChange::Down }
     }
 }

@@ -5,10 +5,10 @@
 //! differ share no hash is an assumption, unless the strength is below what tells them apart ([`HashStrength::Adaptive`]).
 
 use super::settings::HashStrength;
+use crate::comparisons::SearchCounts;
 use crate::costs::Costs;
-use crate::counts::Counts;
-use crate::grain::Grain;
-use crate::memory::{Hold, Memory};
+use crate::granularity::Granularity;
+use crate::memory::{Backing, Memory};
 use crate::partial_hash::{RoundCost, StrengthController};
 use rustc_hash::FxHashMap;
 
@@ -22,11 +22,11 @@ const LINE_WORDS_LOG2: u32 = 4;
 
 /// What became of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fate {
+pub(super) enum SampleOutcome {
     /// There was nothing to look at.
     Absent,
     /// Merged before.
-    WasMerged,
+    AlreadyMerged,
     /// Looked at, with no partner.
     Alone,
     /// Merged with a merged page, or the zero page.
@@ -40,7 +40,7 @@ pub(super) enum Fate {
 struct Hashing {
     controller: Option<StrengthController>,
     strength: u32,
-    told_apart: u32,
+    distinct_from: u32,
     /// At this strength, and at full.
     page_ns: u64,
     full_ns: u64,
@@ -52,14 +52,14 @@ struct Hashing {
 #[derive(Debug)]
 pub(super) struct Search {
     costs: Costs,
-    grain: Grain,
+    granularity: Granularity,
     zero_pages: bool,
     hashing: Hashing,
     /// `T_rs`: the merged frame of each content.
     merged: FxHashMap<u64, u32>,
     /// `T_rus`: a page that had this content when it was looked at.
     unmerged: FxHashMap<u64, PageRef>,
-    pub(super) counts: Counts,
+    pub(super) counts: SearchCounts,
 }
 
 /// The depth of a balanced tree.
@@ -80,24 +80,24 @@ fn hash_ns(costs: &Costs, strength: u32) -> u64 {
 
 impl Search {
     pub(super) fn new(costs: Costs, strength: HashStrength, zero_pages: bool) -> Self {
-        let (controller, strength, told_apart) = match strength {
-            HashStrength::Adaptive { told_apart } => {
+        let (controller, strength, distinct_from) = match strength {
+            HashStrength::Adaptive { distinct_from } => {
                 let controller = StrengthController::new(WORDS);
-                (Some(controller.clone()), controller.strength(), told_apart)
+                (Some(controller.clone()), controller.strength(), distinct_from)
             }
             HashStrength::Fixed(words) => (None, words.clamp(1, WORDS), 0),
         };
         let (page_ns, full_ns) = (hash_ns(&costs, strength), hash_ns(&costs, WORDS));
         let hashing =
-            Hashing { controller, strength, told_apart, page_ns, full_ns, pages: 0, collisions: 0, penalty_ns: 0 };
+            Hashing { controller, strength, distinct_from, page_ns, full_ns, pages: 0, collisions: 0, penalty_ns: 0 };
         let (merged, unmerged) = Default::default();
-        let grain = Grain::new(1);
-        Self { costs, grain, zero_pages, hashing, merged, unmerged, counts: Counts::default() }
+        let granularity = Granularity::new(1);
+        Self { costs, granularity, zero_pages, hashing, merged, unmerged, counts: SearchCounts::default() }
     }
 
     /// Of simulated pages that stand for several.
-    pub(super) fn set_grain(&mut self, grain: Grain) {
-        self.grain = grain;
+    pub(super) fn set_granularity(&mut self, granularity: Granularity) {
+        self.granularity = granularity;
     }
 
     /// What a page without a partner costs before anything is known.
@@ -116,44 +116,44 @@ impl Search {
     }
 
     /// Samples a page, and merges it if it can; also returns what that costs. It stands for `weight` samples.
-    pub(super) fn visit(&mut self, memory: &mut Memory, me: PageRef, weight: u64) -> (Fate, u64) {
+    pub(super) fn visit(&mut self, memory: &mut Memory, me: PageRef, weight: u64) -> (SampleOutcome, u64) {
         let (key, page) = me;
         let found = memory.region(key).and_then(|region| {
             let at = page as usize;
-            Some((*region.hold.get(at)?, *region.content.get(at)?))
+            Some((*region.backing.get(at)?, *region.content.get(at)?))
         });
         let content = match found {
             // Each page is walked to by itself: they come in no order of addresses.
-            None | Some((Hold::Absent | Hold::ZeroMapped | Hold::ZeroFolded, _)) => {
-                return (Fate::Absent, weight * self.costs.visit_merged_ns);
+            None | Some((Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged, _)) => {
+                return (SampleOutcome::Absent, weight * self.costs.visit_merged_ns);
             }
-            Some((Hold::Merged, _)) => return (Fate::WasMerged, weight * self.costs.visit_merged_ns),
-            Some((Hold::Private | Hold::Forked, content)) => content,
+            Some((Backing::Merged, _)) => return (SampleOutcome::AlreadyMerged, weight * self.costs.visit_merged_ns),
+            Some((Backing::Private | Backing::Forked, content)) => content,
         };
         self.hashing.pages += 1;
         let cost_ns = weight * (self.costs.sample_ns + self.hashing.page_ns);
         if content == 0 && self.zero_pages {
             // Its hash is known without any tree; then it is compared.
             self.counts.search(weight, 1, 0, true);
-            memory.fold_zero(key, page);
-            return (Fate::Joined, cost_ns + self.grain.all(self.costs.merge_zero_ns));
+            memory.merge_zero(key, page);
+            return (SampleOutcome::Joined, cost_ns + self.granularity.all(self.costs.merge_zero_ns));
         }
         let (fate, search_ns) = self.search(memory, me, content, weight);
         (fate, cost_ns + search_ns)
     }
 
     /// The merged tree, then the unmerged one.
-    fn search(&mut self, memory: &mut Memory, me: PageRef, content: u64, weight: u64) -> (Fate, u64) {
-        let mut steps = levels(self.grain.all(self.merged.len() as u64));
+    fn search(&mut self, memory: &mut Memory, me: PageRef, content: u64, weight: u64) -> (SampleOutcome, u64) {
+        let mut steps = levels(self.granularity.all(self.merged.len() as u64));
         if let Some(frame) = self.find_merged(memory, content) {
             self.went_down(steps, weight);
             self.counts.search(weight, 1, 0, true);
             memory.join(me.0, me.1, frame);
-            let merge_ns = self.grain.all(self.costs.merge_stable_ns);
-            return (Fate::Joined, weight * steps * self.costs.hash_level_ns + merge_ns);
+            let merge_ns = self.granularity.all(self.costs.merge_stable_ns);
+            return (SampleOutcome::Joined, weight * steps * self.costs.hash_level_ns + merge_ns);
         }
         self.went_down(steps, weight);
-        let unmerged = levels(self.grain.all(self.unmerged.len() as u64));
+        let unmerged = levels(self.granularity.all(self.unmerged.len() as u64));
         self.went_down(unmerged, weight);
         steps += unmerged;
         let mut cost_ns = weight * steps * self.costs.hash_level_ns;
@@ -162,7 +162,7 @@ impl Search {
         if let Some(&other) = self.unmerged.get(&content) {
             let there = |(key, page): PageRef| {
                 let region = memory.region(key)?;
-                let held = matches!(region.hold.get(page as usize)?, Hold::Private | Hold::Forked);
+                let held = matches!(region.backing.get(page as usize)?, Backing::Private | Backing::Forked);
                 held.then(|| region.content[page as usize])
             };
             let now = if other == me || memory.same_frame(other, me) { None } else { there(other) };
@@ -170,11 +170,11 @@ impl Search {
             if now == Some(content) {
                 self.counts.search(weight, 0, compared, true);
                 self.pair(memory, other, me, content);
-                return (Fate::Paired(other), cost_ns + self.grain.all(self.costs.merge_pair_ns));
+                return (SampleOutcome::Paired(other), cost_ns + self.granularity.all(self.costs.merge_pair_ns));
             }
             cost_ns += weight * compared * self.costs.compare_page_ns;
         }
-        if self.hashing.strength < self.hashing.told_apart && steps > 0 {
+        if self.hashing.strength < self.hashing.distinct_from && steps > 0 {
             // It meets another page of the same hash, and the full hashes of both must tell them apart.
             let collision_ns =
                 self.costs.compare_page_ns + 2 * self.hashing.full_ns.saturating_sub(self.hashing.page_ns);
@@ -185,7 +185,7 @@ impl Search {
         }
         self.counts.search(weight, 0, compared, false);
         self.unmerged.insert(content, me);
-        (Fate::Alone, cost_ns)
+        (SampleOutcome::Alone, cost_ns)
     }
 
     /// Compared so many hashes on the way down one tree, so many times.
@@ -237,7 +237,8 @@ impl Search {
         }
         let before_ns = hashing.page_ns;
         (hashing.strength, hashing.page_ns) = (strength, hash_ns(&self.costs, strength));
-        self.grain.all(self.merged.len() as u64) * (self.costs.visit_merged_ns + hashing.page_ns.abs_diff(before_ns))
+        self.granularity.all(self.merged.len() as u64)
+            * (self.costs.visit_merged_ns + hashing.page_ns.abs_diff(before_ns))
     }
 
     /// Gives back the frames that nobody maps any more, once they are many.

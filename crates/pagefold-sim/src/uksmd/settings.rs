@@ -42,7 +42,7 @@ pub enum HashStrength {
     /// renewed.
     Adaptive {
         /// Below so many words pages that differ have one hash; from there on none have.
-        told_apart: u32,
+        distinct_from: u32,
     },
 }
 

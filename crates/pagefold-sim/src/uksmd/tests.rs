@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::content::content_of_series;
-use crate::memory::{Hold, Nodes, Whereabouts};
+use crate::memory::{Backing, Nodes, ProcessNuma};
 use pagefold_core::governor::{Governor, share_ns};
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey};
 use pagefold_core::units::{Pages, Vpn};
@@ -29,13 +29,13 @@ impl Rig {
     fn map(&mut self, contents: Vec<u64>) -> u32 {
         let home = NodeKey(u16::try_from(self.unique % 2).unwrap());
         let place = if self.memory.nodes.several() {
-            Whereabouts { home, ..Whereabouts::default() }
+            ProcessNuma { home, ..ProcessNuma::default() }
         } else {
-            Whereabouts::default()
+            ProcessNuma::default()
         };
         let owner = self.memory.add_owner(false, DomainKey(0), place);
-        let hold = vec![Hold::Private; contents.len()];
-        let key = self.memory.map(owner, FamilyKey(0), Vpn(512), (contents, hold), false).0;
+        let backing = vec![Backing::Private; contents.len()];
+        let key = self.memory.map(owner, FamilyKey(0), Vpn(512), (contents, backing), false).0;
         self.memory.settle(key, None);
         key
     }
@@ -57,11 +57,11 @@ impl Rig {
     }
 
     fn saved(&self) -> u64 {
-        self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_folded
+        self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_merged
     }
 
     fn level(&self, key: u32) -> usize {
-        self.uksmd.slots.get(&key).map_or(0, |slot| slot.level)
+        self.uksmd.regions.get(&key).map_or(0, |region| region.level)
     }
 
     /// One page of a region after another is written with what it holds.
@@ -152,7 +152,7 @@ fn each_level_keeps_its_share() {
     rig.map((0..400_000).map(|page| content_of_series(1, page % 100)).collect());
     let (mut cycle, mut seen) = ((rig.uksmd.state, 0), [0; 5]);
     for _ in 0..8_000 {
-        let level = rig.uksmd.pass.as_ref().map_or(0, |pass| pass.level);
+        let level = rig.uksmd.level_round.as_ref().map_or(0, |pass| pass.level);
         rig.run(MS);
         let (State::Asleep { until_ns: from_ns }, cpu_ns) = cycle else { unreachable!() };
         match rig.uksmd.state {
@@ -245,7 +245,7 @@ fn zeros_and_forks() {
     let mut rig = Rig::new(UksmSettings::default());
     let zeros = rig.map(vec![0; 3_000]);
     rig.run(10 * SECOND);
-    assert_eq!((rig.memory.zero_folded, rig.memory.merged_pages), (3_000, 0));
+    assert_eq!((rig.memory.zero_merged, rig.memory.merged_pages), (3_000, 0));
     let owner = OwnerKey(rig.memory.region(zeros).unwrap().owner);
     rig.memory.fork(owner);
     let random = rig.random(2_000);
@@ -256,12 +256,12 @@ fn zeros_and_forks() {
     let mut without = Rig::new(UksmSettings { zero_pages: false, ..UksmSettings::default() });
     without.map(vec![0; 3_000]);
     without.run(10 * SECOND);
-    assert_eq!((without.saved(), without.memory.zero_folded), (2_999, 0));
+    assert_eq!((without.saved(), without.memory.zero_merged), (2_999, 0));
 }
 
 #[test]
 fn the_strength_falls_to_what_tells_pages_apart() {
-    let strength = HashStrength::Adaptive { told_apart: 40 };
+    let strength = HashStrength::Adaptive { distinct_from: 40 };
     let mut rig = Rig::new(UksmSettings { strength, renewal: Renewal::Round, ..UksmSettings::default() });
     rig.random(50_000);
     assert_eq!(rig.uksmd.search.strength(), 512);
@@ -274,37 +274,37 @@ fn the_strength_falls_to_what_tells_pages_apart() {
 
 #[test]
 fn every_page_of_a_region_has_its_turn_before_any_comes_again() {
-    let mut slot = Slot::new(1_000, 0, 3, 0);
+    let mut region = SampledRegion::new(1_000, 0, 3, 0);
     let mut turns = vec![0; 1_000];
     for round in 0..30 {
         for _ in 0..70 {
-            let Some(page) = slot.next_page() else { break };
+            let Some(page) = region.next_page() else { break };
             turns[page as usize] += 1;
         }
         let most = turns.iter().max().unwrap();
         let least = turns.iter().min().unwrap();
         assert!(most - least <= 1, "round {round}");
-        slot.end_round(0, &UksmSettings::default());
+        region.end_round(0, &UksmSettings::default());
     }
     assert_eq!(turns.iter().sum::<i32>(), 2_000, "what is left of a round after the last page is left out");
-    slot.fit(10);
-    assert_eq!((0..20).filter(|_| slot.next_page().is_some()).count(), 10);
+    region.fit(10);
+    assert_eq!((0..20).filter(|_| region.next_page().is_some()).count(), 10);
 }
 
 #[test]
 fn regions_move_by_the_thresholds() {
     let settings = UksmSettings::default();
     let verdict = |sampled: u32, found: u32, broken| {
-        let mut slot = Slot::new(1_000, 0, 3, 0);
-        assert!((0..sampled).all(|_| slot.next_page().is_some()));
-        slot.found = found.into();
-        slot.end_round(broken, &settings)
+        let mut region = SampledRegion::new(1_000, 0, 3, 0);
+        assert!((0..sampled).all(|_| region.next_page().is_some()));
+        region.found = found.into();
+        region.end_round(broken, &settings)
     };
-    assert_eq!(verdict(0, 0, 0), Verdict::Stay);
-    assert_eq!(verdict(100, 9, 0), Verdict::Down);
-    assert_eq!(verdict(100, 10, 4), Verdict::Up);
-    assert_eq!(verdict(100, 10, 5), Verdict::Down);
-    assert_eq!(verdict(1_000, 1_000, 0), Verdict::Bottom);
+    assert_eq!(verdict(0, 0, 0), LevelChange::Stay);
+    assert_eq!(verdict(100, 9, 0), LevelChange::Down);
+    assert_eq!(verdict(100, 10, 4), LevelChange::Up);
+    assert_eq!(verdict(100, 10, 5), LevelChange::Down);
+    assert_eq!(verdict(1_000, 1_000, 0), LevelChange::Bottom);
 }
 
 #[derive(Clone, Debug)]
@@ -340,10 +340,10 @@ fn check_books(rig: &Rig) {
             if let Some(frame) = region.merged_frame(page) {
                 *mapped.entry(frame).or_default() += 1;
             }
-            folded += u64::from(region.hold[page as usize] == Hold::ZeroFolded);
+            folded += u64::from(region.backing[page as usize] == Backing::ZeroMerged);
         }
     }
-    assert_eq!(rig.memory.zero_folded, folded);
+    assert_eq!(rig.memory.zero_merged, folded);
     assert_eq!(rig.memory.merged_pages, mapped.values().map(|&pages| u64::from(pages)).sum::<u64>());
     assert_eq!(rig.memory.merged_frames, mapped.len() as u64);
     for (&frame, &pages) in &mapped {

@@ -1,6 +1,6 @@
 //! A script: what processes map and what their pages hold, step by step, as somebody else found or thought it up.
 
-use crate::memory::Whereabouts;
+use crate::memory::ProcessNuma;
 use pagefold_core::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
@@ -66,14 +66,14 @@ pub type Script = Arc<[(u64, Step)]>;
 
 /// Where a script stands.
 #[derive(Debug)]
-pub(crate) struct Player {
+pub(crate) struct ScriptRun {
     script: Script,
     next: usize,
     owners: FxHashMap<u32, OwnerKey>,
     regions: FxHashMap<u32, RegionKey>,
 }
 
-impl Player {
+impl ScriptRun {
     pub(crate) fn new(script: Script) -> Self {
         Self { script, next: 0, owners: FxHashMap::default(), regions: FxHashMap::default() }
     }
@@ -96,30 +96,30 @@ impl Player {
 impl crate::SimHost {
     /// Does the steps of a script when their time comes, beside whatever else goes on.
     pub fn play(&mut self, script: Script) {
-        let player = Player::new(script);
+        let player = ScriptRun::new(script);
         let next_ns = player.next_ns();
-        self.players.push(player);
+        self.scripts.push(player);
         if let Some(next_ns) = next_ns {
-            self.schedule_player(next_ns, self.players.len() - 1);
+            self.schedule_script(next_ns, self.scripts.len() - 1);
         }
     }
 
     /// Does the steps of a script that are due.
     pub(crate) fn step(&mut self, number: usize) {
         let now_ns = self.now_ns();
-        while let Some(step) = self.players[number].due(now_ns) {
+        while let Some(step) = self.scripts[number].due(now_ns) {
             self.take_step(number, step);
         }
-        if let Some(next_ns) = self.players[number].next_ns() {
-            self.schedule_player(next_ns, number);
+        if let Some(next_ns) = self.scripts[number].next_ns() {
+            self.schedule_script(next_ns, number);
         }
     }
 
     fn take_step(&mut self, number: usize, step: Step) {
-        let player = &mut self.players[number];
+        let player = &mut self.scripts[number];
         match step {
             Step::Start { process } => {
-                let owner = self.memory.add_owner(false, DomainKey::default(), Whereabouts::default());
+                let owner = self.memory.add_owner(false, DomainKey::default(), ProcessNuma::default());
                 player.owners.insert(process, owner);
             }
             Step::Exit { process } => {
@@ -130,7 +130,7 @@ impl crate::SimHost {
             Step::Map { process, region, family, first, pages } => {
                 let Some(&owner) = player.owners.get(&process) else { return };
                 let key = self.map_empty(owner, family, first, pages);
-                self.players[number].regions.insert(region, key);
+                self.scripts[number].regions.insert(region, key);
             }
             Step::Unmap { region } => {
                 if let Some(key) = player.regions.remove(&region) {
