@@ -8,6 +8,15 @@ use std::ops::{Add, AddAssign, Sub};
 /// Bytes in a base page. pagefold supports 4 KiB pages only (x86-64, and arm64 with 4 KiB granules).
 pub const PAGE_SIZE: usize = 4096;
 
+/// [`PAGE_SIZE`] as a 64-bit number of bytes.
+pub const PAGE_BYTES: u64 = PAGE_SIZE as u64;
+
+/// A length or index as a 64-bit number, lossless on every supported target.
+pub const fn count(length: usize) -> u64 {
+    const { assert!(usize::BITS <= u64::BITS) };
+    length as u64
+}
+
 /// Pages in one extent: 2 MiB, the size of a huge page and the unit in which density is judged.
 pub const EXTENT_PAGES: u64 = 512;
 

@@ -20,7 +20,7 @@ use pagefold_linux::proc::memory::{Contents, PageReader, PageView, ReadHow};
 use pagefold_linux::proc::pagemap::tells_merged;
 use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::exclude::{DenyList, Exclusion};
-use pagefold_linux::scope::new_processes::Newcomers;
+use pagefold_linux::scope::new_processes::NewProcesses;
 use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped};
 use pagefold_workload::Interrupt;
 use std::fs::File;
@@ -68,7 +68,7 @@ pub struct Recorder {
     digests: Digests,
     random: File,
     frame_shift: u64,
-    newcomers: Newcomers,
+    new_processes: NewProcesses,
     /// By ascending number.
     followed: Vec<Followed>,
     next_process: u32,
@@ -104,7 +104,7 @@ impl Recorder {
             digests: Digests::new(key),
             random,
             frame_shift,
-            newcomers: Newcomers::new(&Roots::default()),
+            new_processes: NewProcesses::new(&Roots::default()),
             followed: Vec::new(),
             next_process: 0,
             next_region: 0,
@@ -154,7 +154,7 @@ impl Recorder {
         let own = i32::try_from(std::process::id()).unwrap_or(0);
         let followed = &self.followed;
         let known = |pid| pid == own || followed.iter().any(|one| one.target.process.pid() == pid);
-        let found = match self.newcomers.find(now_ns, &spec, &Roots::default(), known) {
+        let found = match self.new_processes.find(now_ns, &spec, &Roots::default(), known) {
             // A cgroup that has been removed since.
             Err(ScopeError::NoCgroup(_)) => Vec::new(),
             other => other?,
@@ -182,7 +182,7 @@ impl Recorder {
                 Err(Halt::Ended) => {
                     look.processes.truncate(rows);
                     look.regions.truncate(regions);
-                    self.newcomers.look_again();
+                    self.new_processes.invalidate();
                     false
                 }
             }
@@ -194,9 +194,9 @@ impl Recorder {
     fn look_at(&mut self, one: &mut Followed, now_ns: u64, processes: u64, look: &mut Look) -> Result<(), Halt> {
         let Followed { target, row, told, shift } = one;
         // Whatever has changed, however little: pages are read in any case, and that takes longer.
-        target.look_again();
+        target.invalidate();
         let next_region = &mut self.next_region;
-        let looked = target.look(now_ns, processes, &self.wish.deny, || {
+        let looked = target.refresh(now_ns, processes, &self.wish.deny, || {
             *next_region += 1;
             RegionKey(*next_region)
         });

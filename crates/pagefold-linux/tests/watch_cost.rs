@@ -3,7 +3,7 @@
 //! Run by hand, in release: `cargo test --release -p pagefold-linux --test watch_cost -- --ignored --nocapture`.
 
 use pagefold_core::host::Host;
-use pagefold_linux::host::live::{Hands, LiveHost};
+use pagefold_linux::host::live::{HostMode, LiveHost};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_linux::proc::Roots;
@@ -37,7 +37,8 @@ fn cost_of_watching() {
         for (how, spec) in [("by pid", by_pid), ("by exe", by_exe)] {
             let stop = Arc::new(AtomicBool::new(false));
             let mut host =
-                LiveHost::new(spec, Roots::default(), DenyList::default(), ksm.clone(), Hands::DryRun, stop).unwrap();
+                LiveHost::new(spec, Roots::default(), DenyList::default(), ksm.clone(), HostMode::DryRun, stop)
+                    .unwrap();
             let mut watch = |time: Duration| {
                 let (began, before_ns) = (Instant::now(), own_cpu_ns());
                 while began.elapsed() < time {

@@ -1,7 +1,7 @@
 //! How soon a live host notices what happens. It marks nothing and drives nothing, so it needs no lock.
 
 use pagefold_core::host::Host;
-use pagefold_linux::host::live::{Hands, LiveHost};
+use pagefold_linux::host::live::{HostMode, LiveHost};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::ScopeSpec;
@@ -74,7 +74,7 @@ fn host(program: &Program, stop: &Arc<AtomicBool>) -> Option<LiveHost> {
         }
     };
     let spec = ScopeSpec { exes: vec![program.name.clone()], ..ScopeSpec::default() };
-    Some(LiveHost::new(spec, Roots::default(), DenyList::default(), ksm, Hands::DryRun, stop.clone()).unwrap())
+    Some(LiveHost::new(spec, Roots::default(), DenyList::default(), ksm, HostMode::DryRun, stop.clone()).unwrap())
 }
 
 /// Observes until a program just started has settled down.

@@ -532,7 +532,7 @@ fn who_comes_or_goes_does_not_stir_up_everything() {
     let owners: Vec<_> = (0..12).map(|number| draw(&mut host, number, stock)).collect();
     run(&mut host, &mut engine, 120);
     half(&host);
-    // Newcomers bring sharers to a part of the pages: at most those are dealt out anew.
+    // NewProcesses bring sharers to a part of the pages: at most those are dealt out anew.
     let before = host.moved();
     for number in 12..20 {
         draw(&mut host, number, stock / 8);

@@ -1,4 +1,4 @@
-//! The live machine, as the judgement sees it.
+//! The live machine behind the core's [`Host`] interface.
 
 mod marking;
 mod placing;
@@ -16,13 +16,13 @@ use crate::ksm::ksmd::Ksmd;
 use crate::ksm::lease::{Restored, Tenure, TurnError};
 use crate::ksm::{Breaks, Ksm, KsmError};
 use crate::os::cpu::{own_and_children_cpu_ns, own_cpu_ns};
-use crate::os::pressure::{Gauge, PressureError};
+use crate::os::pressure::{MemoryMonitor, PressureError};
 use crate::proc::Roots;
 use crate::proc::memory::{Contents, PageReader, ReadHow};
 use crate::proc::process::ReadError;
 use crate::scope::domain::{self, DomainRules};
 use crate::scope::exclude::DenyList;
-use crate::scope::new_processes::Newcomers;
+use crate::scope::new_processes::NewProcesses;
 use crate::scope::{ScopeError, ScopeSpec};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{
@@ -37,16 +37,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Processes are looked at this often, nanoseconds, if that does not take more than its share.
-const LOOK_NS: u64 = 250_000_000;
-/// They are never looked at more often than this, nanoseconds.
-const LOOK_MIN_NS: u64 = 10_000_000;
-/// How scarce memory is is asked at most this often, nanoseconds.
-const GAUGE_NS: u64 = 1_000_000_000;
-/// How long giving KSM back may wait for ksmd to end its scan.
+/// Default time between two refreshes of the targets, nanoseconds.
+const REFRESH_NS: u64 = 250_000_000;
+/// Shortest time between two refreshes of the targets, nanoseconds.
+const REFRESH_MIN_NS: u64 = 10_000_000;
+/// Time between two reads of the memory pressure, nanoseconds.
+const MEMORY_NS: u64 = 1_000_000_000;
+/// How long restoring KSM may wait for ksmd to finish its scan.
 const RESTORE_LIMIT: Duration = Duration::from_secs(20);
 
-/// What the run cannot go on from.
+/// An error that ends the run.
 #[derive(Debug, Error)]
 pub enum LiveError {
     /// The scope cannot be resolved.
@@ -55,18 +55,18 @@ pub enum LiveError {
     /// KSM cannot be read.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// What memory is left cannot be read.
+    /// The state of the machine's memory cannot be read.
     #[error(transparent)]
     Memory(#[from] PressureError),
     /// ksmd cannot be found.
     #[error(transparent)]
     Ksmd(ReadError),
     /// The control thread cannot be started.
-    #[error("starting the KSM control thread: {0}")]
+    #[error("cannot start the KSM control thread: {0}")]
     Driver(std::io::Error),
 }
 
-/// What the run tells while it goes on.
+/// Something that happened during the run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A process is left alone.
@@ -75,29 +75,29 @@ pub enum Event {
         pid: i32,
         /// Its name.
         name: String,
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// Memory of a program was marked or unmarked, or should have been.
+    /// Memory of a program was to be marked or unmarked.
     Changed(Changed),
-    /// KSM is not driven any more.
+    /// pagefold has stopped driving KSM.
     StoodDown {
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
 
-/// Whether and how the machine may be touched.
+/// Whether the host changes the machine or only reports what it would change.
 #[derive(Debug)]
-pub enum Hands {
-    /// Mark, and drive ksmd.
+pub enum HostMode {
+    /// Mark memory and drive ksmd.
     Act {
-        /// KSM, taken over.
+        /// The lease on KSM.
         tenure: Tenure,
-        /// The process that injects the marks.
+        /// The process that makes targets call madvise.
         injector: Injector,
     },
-    /// Stop at the last write.
+    /// Do everything but change the machine.
     DryRun,
 }
 
@@ -114,40 +114,41 @@ pub struct LiveHost {
     began: Instant,
     targets: BTreeMap<i32, Target>,
     domain_rules: DomainRules,
-    newcomers: Newcomers,
+    new_processes: NewProcesses,
     region_pids: BTreeMap<RegionKey, i32>,
     views: Vec<RegionView>,
-    /// Absent after it was left behind with a process that is stuck.
+    /// Absent after it was abandoned in a read that does not return.
     reader: Option<PageReader>,
-    gauge: Gauge,
+    monitor: MemoryMonitor,
     memory: MemoryView,
     placing: Placing,
     breaks: Breaks,
     broken: u64,
-    next_gauge_ns: u64,
+    next_memory_ns: u64,
     next_owner: u32,
     next_region: u32,
-    next_look_ns: u64,
-    look_ns: u64,
-    told: BTreeMap<i32, String>,
-    /// The names of the trust domains, by key.
+    next_refresh_ns: u64,
+    refresh_ns: u64,
+    /// By pid, the last reported reason why a process is left alone.
+    reported: BTreeMap<i32, String>,
+    /// Names of the trust domains, by key.
     domains: Vec<String>,
     events: Vec<Event>,
     base: Cost,
-    /// ksmd's clock when it was last read.
+    /// CPU time of ksmd when it was last read.
     ksmd_ns: u64,
 }
 
-/// How things stand after the end of a run.
+/// The state after the end of a run.
 #[derive(Debug)]
 pub struct Ended {
-    /// What came of giving KSM back; `None` in a dry run, which does not take it.
+    /// Result of restoring KSM; `None` in a dry run, which does not change it.
     pub restored: Option<Restored>,
-    /// The time, as in the host's snapshots.
+    /// Time on the clock of the host's snapshots.
     pub now_ns: u64,
-    /// KSM, if it can still be read.
+    /// KSM's state, if readable.
     pub ksm: Option<KsmView>,
-    /// What the run has cost, if ksmd's clock can still be read.
+    /// CPU time of the run, if ksmd's is readable.
     pub cost: Option<Cost>,
 }
 
@@ -158,35 +159,38 @@ enum Acting {
 }
 
 impl LiveHost {
-    /// A host for a scope. `stop` is set by a signal's handler to cut waits short. The signal must interrupt the thread
-    /// that waits: the kernel gives a process's signals to its main thread if it can. Set by another thread, the flag is
-    /// noticed at the next look.
+    /// A host for a scope. A signal handler sets `stop` to cut waits short. The signal must interrupt the waiting thread;
+    /// the kernel prefers the main thread for signals to the process. If another thread sets the flag, the wait ends at the
+    /// next refresh.
+    ///
+    /// # Errors
+    /// If ksmd or the memory state cannot be read, or the control thread cannot be started.
     pub fn new(
         scope: ScopeSpec,
         roots: Roots,
         deny: DenyList,
         ksm: Arc<Ksm>,
-        hands: Hands,
+        hands: HostMode,
         stop: Arc<AtomicBool>,
     ) -> Result<Self, LiveError> {
-        more_descriptors();
+        raise_descriptor_limit();
         let ksmd = Ksmd::find().map_err(LiveError::Ksmd)?;
         let hands = match hands {
-            Hands::Act { tenure, injector } => {
+            HostMode::Act { tenure, injector } => {
                 let driver =
                     Driver::start(&tenure, Ksmd::find().map_err(LiveError::Ksmd)?).map_err(LiveError::Driver)?;
                 Acting::Act { tenure, driver, injector, stood_down: false }
             }
-            Hands::DryRun => Acting::DryRun,
+            HostMode::DryRun => Acting::DryRun,
         };
         let mut host = Self {
-            newcomers: Newcomers::new(&roots),
-            gauge: Gauge::open(&roots.proc)?,
+            new_processes: NewProcesses::new(&roots),
+            monitor: MemoryMonitor::open(&roots.proc)?,
             memory: MemoryView::default(),
             placing: Placing::new(),
             breaks: Breaks::open(&roots.proc),
             broken: 0,
-            next_gauge_ns: 0,
+            next_memory_ns: 0,
             scope,
             roots,
             deny,
@@ -202,9 +206,9 @@ impl LiveHost {
             reader: Some(PageReader::new()),
             next_owner: 0,
             next_region: 0,
-            next_look_ns: 0,
-            look_ns: LOOK_NS,
-            told: BTreeMap::new(),
+            next_refresh_ns: 0,
+            refresh_ns: REFRESH_NS,
+            reported: BTreeMap::new(),
             domains: vec![domain::DEFAULT.to_owned()],
             events: Vec::new(),
             base: Cost::default(),
@@ -219,44 +223,45 @@ impl LiveHost {
         self.targets.values()
     }
 
-    /// The names of the trust domains seen so far, by key.
+    /// Names of the trust domains seen so far, by key.
     pub fn domains(&self) -> &[String] {
         &self.domains
     }
 
-    /// Who belongs to which trust domain. To be said before the first look: a process stays in the domain it was found in.
+    /// Sets the rules that assign processes to trust domains. Call it before the first round: a process keeps its domain.
     pub fn set_domains(&mut self, rules: DomainRules) {
         self.domain_rules = rules;
     }
 
-    /// By which policies merged pages are placed, on a machine with several memory nodes.
+    /// Sets the policies by which merged pages are placed on machines with several memory nodes.
     pub fn set_policies(&mut self, policies: Policies) {
         self.placing.policies = policies;
     }
 
-    /// Looks at processes this often, nanoseconds, or as often as it may.
-    pub fn look_every(&mut self, ns: u64) {
-        self.look_ns = ns.clamp(LOOK_MIN_NS, LOOK_NS);
+    /// Sets the time between two refreshes of the targets, nanoseconds. It is clamped to 10 to 250 ms, and refreshes of
+    /// many targets are rarer.
+    pub fn set_refresh_interval(&mut self, ns: u64) {
+        self.refresh_ns = ns.clamp(REFRESH_MIN_NS, REFRESH_NS);
     }
 
-    /// Another deny list from now on. What is marked in a program that is denied by now stays so.
+    /// Replaces the deny list. Marks of programs that it newly denies remain.
     pub fn set_deny(&mut self, deny: DenyList) {
         self.deny = deny;
-        self.targets.values_mut().for_each(Target::look_again);
-        self.next_look_ns = 0;
+        self.targets.values_mut().for_each(Target::invalidate);
+        self.next_refresh_ns = 0;
     }
 
-    /// What has happened since the last call.
+    /// Returns what has happened since the last call.
     pub fn take_events(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.events)
     }
 
-    /// Nanoseconds since the host was made, the `now_ns` of its snapshots.
+    /// Nanoseconds since the host was created, the `now_ns` of its snapshots.
     pub fn now_ns(&self) -> u64 {
-        u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        elapsed_ns(self.began)
     }
 
-    /// Ends the run: ksmd rests, the injector goes, KSM is given back. Merged pages stay merged.
+    /// Ends the run: stops ksmd, ends the injector and restores KSM. Merged pages stay merged.
     pub fn finish(self) -> Ended {
         let Self { hands, ksm, ksmd, base, began, .. } = self;
         let (restored, elsewhere_ns) = match hands {
@@ -268,11 +273,11 @@ impl LiveHost {
             }
             Acting::DryRun => (None, 0),
         };
-        // ksmd may have been in a scan until just now. The injector is a child waited for, if it held nobody.
+        // Read now, as ksmd may have been scanning until here. The injector counts as a reaped child.
         let ksmd_ns = ksmd.and_then(|ksmd| ksmd.cpu_ns().ok()).map(|ns| ns.saturating_sub(base.ksmd_ns));
         Ended {
             restored,
-            now_ns: u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            now_ns: elapsed_ns(began),
             ksm: ksm.counters().ok().map(|counters| counters.view(false, false)),
             cost: ksmd_ns.map(|ksmd_ns| Cost { pagefold_ns: own_and_children_cpu_ns() + elsewhere_ns, ksmd_ns }),
         }
@@ -283,14 +288,14 @@ impl LiveHost {
             Acting::Act { injector, .. } => injector.cpu_ns(),
             Acting::DryRun => 0,
         };
-        // ksmd's clock cannot vanish; should it not be readable, the last figure stands for it.
+        // ksmd does not end: if its clock cannot be read, the last value stands.
         if let Some(ns) = self.ksmd.as_ref().and_then(|ksmd| ksmd.cpu_ns().ok()) {
             self.ksmd_ns = ns;
         }
         Cost { pagefold_ns: own_and_children_cpu_ns() + injector_ns, ksmd_ns: self.ksmd_ns }
     }
 
-    /// Runs by region, those of processes that can be looked into.
+    /// Groups runs by region, leaving out processes whose reads do not return.
     fn pieces<'a>(&'a self, runs: &'a [Run]) -> impl Iterator<Item = (Piece, &'a Target)> {
         runs.chunk_by(|a, b| a.region == b.region).filter_map(|same_region| {
             let region = same_region[0].region;
@@ -309,8 +314,8 @@ impl LiveHost {
         }
     }
 
-    /// Whether KSM is ours to drive, and whether the last order is still under way.
-    fn tenure_stands(&mut self) -> (bool, bool) {
+    /// Whether pagefold drives KSM, and whether ksmd is still carrying out the last order.
+    fn check_lease(&mut self) -> (bool, bool) {
         let Acting::Act { tenure, driver, stood_down, .. } = &self.hands else { return (false, false) };
         if *stood_down {
             return (false, false);
@@ -318,7 +323,7 @@ impl LiveHost {
         let status = driver.status();
         let why = match tenure.check() {
             Ok(()) => status.stood_down,
-            // The state file or sysfs failed: nothing more is ordered either.
+            // If the state file or sysfs fails, nothing more is ordered either.
             Err(error @ (TurnError::Usurped(_) | TurnError::Ksm(_) | TurnError::State(_) | TurnError::Ended)) => {
                 Some(error.to_string())
             }
@@ -338,14 +343,14 @@ impl Host for LiveHost {
 
     fn observe(&mut self) -> Result<Snapshot, LiveError> {
         let now_ns = self.now_ns();
-        self.attend(now_ns)?;
-        let (ours, busy) = self.tenure_stands();
+        self.refresh(now_ns)?;
+        let (ours, busy) = self.check_lease();
         let mut ksm = self.ksm.counters()?.view(ours, busy);
-        if now_ns >= self.next_gauge_ns {
-            self.next_gauge_ns = now_ns + GAUGE_NS;
-            self.memory = self.gauge.read()?;
+        if now_ns >= self.next_memory_ns {
+            self.next_memory_ns = now_ns + MEMORY_NS;
+            self.memory = self.monitor.read()?;
             if ksm.shared > Pages(0) {
-                // The count must not go back: the next one would look like a burst of copies.
+                // The count must not decrease: the next one would look like a burst of copies.
                 self.broken = self.breaks.read().unwrap_or(self.broken);
             }
         }
@@ -385,16 +390,16 @@ impl Host for LiveHost {
                 self.reader = Some(reader);
                 (samples.pages, samples.merged) = (pages, merged);
                 for (pid, error) in failed {
-                    // What was read so far is good. That it has ended the next look finds out.
+                    // The pages read before are valid. The next refresh finds processes that have ended.
                     if !matches!(error, ReadError::Vanished { .. }) {
-                        self.tell_left_alone(pid, error.to_string());
+                        self.report_left_alone(pid, error.to_string());
                     }
                 }
             }
             Err((pid, pending)) => {
                 if let Some(target) = self.targets.get_mut(&pid) {
-                    target.get_stuck(pending);
-                    self.next_look_ns = 0;
+                    target.set_stuck(pending);
+                    self.next_refresh_ns = 0;
                 }
             }
         }
@@ -427,19 +432,23 @@ impl Host for LiveHost {
         let end_ns = self.now_ns().saturating_add(ns);
         while !self.stop.load(Ordering::Relaxed) {
             let now_ns = self.now_ns();
-            if now_ns >= end_ns || self.attend(now_ns)? {
+            if now_ns >= end_ns || self.refresh(now_ns)? {
                 break;
             }
-            sleep_until_signal(self.next_look_ns.min(end_ns).saturating_sub(now_ns));
+            sleep_until_signal(self.next_refresh_ns.min(end_ns).saturating_sub(now_ns));
         }
         Ok(())
     }
 }
 
-/// Lets this process open as many files as it may: it holds two of each process in scope, and three more of those read
-/// last. The usual limit of 1024 is there for programs that use select(2); should it stay, fewer processes fit.
-fn more_descriptors() {
-    // SAFETY: all-zero is a valid rlimit; both calls write and read no further than its end.
+fn elapsed_ns(began: Instant) -> u64 {
+    u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Raises the soft limit of open files to the hard limit: two files of each target are held open, and three more of those
+/// read most recently. The default of 1024 exists for programs that use select(2).
+fn raise_descriptor_limit() {
+    // SAFETY: all-zero is a valid rlimit; both calls access only it.
     unsafe {
         let mut limit: libc::rlimit = std::mem::zeroed();
         if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
@@ -449,13 +458,13 @@ fn more_descriptors() {
     }
 }
 
-/// Sleeps; a signal that this thread handles ends it. One that comes in the microsecond between the look at what its
-/// handler sets and the sleep does not: hence no sleep is longer than the time between two looks.
+/// Sleeps until a signal handled by this thread. A signal between the check of the stop flag and the sleep does not end
+/// it, so the sleep is limited to the time between two refreshes.
 fn sleep_until_signal(ns: u64) {
-    let ns = ns.min(LOOK_NS);
+    let ns = ns.min(REFRESH_NS);
     let seconds = libc::time_t::try_from(ns / 1_000_000_000).unwrap_or(0);
     let rest = libc::c_long::try_from(ns % 1_000_000_000).unwrap_or(0);
     let time = libc::timespec { tv_sec: seconds, tv_nsec: rest };
-    // SAFETY: `time` outlives the call, and what is left of it is not asked for.
+    // SAFETY: `time` outlives the call, and a null pointer for the remaining time is allowed.
     unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) };
 }

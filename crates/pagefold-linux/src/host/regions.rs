@@ -1,8 +1,7 @@
-//! From mappings to regions, and regions that keep their identity.
+//! Regions: adjacent mappings that are equal except for the mark, with keys that persist while the mappings change.
 //!
-//! The kernel's list of mappings changes under our hands: a heap grows, a stack grows downwards, and our own marks
-//! split mappings in three. A region is therefore a stretch of neighbouring mappings alike in all but the mark, and it
-//! is the same region as before when its range overlaps the former one.
+//! Mappings change all the time: the heap grows, stacks grow downwards, and marks split mappings in three. A region keeps
+//! its key if its range overlaps the former one.
 
 use crate::proc::maps::{RegionKind, VmaDetail, kind_of};
 use crate::scope::exclude::{Exclusion, vma_exclusion};
@@ -11,37 +10,37 @@ use pagefold_core::random::mix;
 use pagefold_core::units::{Pages, Vpn};
 use std::collections::HashMap;
 
-/// A stretch of mappings judged as one.
+/// Adjacent mappings judged as a unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stretch {
     /// First page.
     pub first: Vpn,
     /// Length.
     pub pages: Pages,
-    /// Anonymous pages present.
+    /// Present anonymous pages.
     pub resident: Pages,
-    /// Pages under VM_MERGEABLE.
+    /// Marked pages.
     pub marked: Pages,
-    /// Whether it holds huge pages.
+    /// Whether it has huge pages.
     pub huge: bool,
-    /// What it is.
+    /// Kind of memory.
     pub kind: RegionKind,
-    /// Copies of each other have the same.
+    /// Family: likely copies of each other have the same.
     pub family: FamilyKey,
 }
 
-/// A stretch with its identity.
+/// A stretch with its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tracked {
     /// The region's key.
     pub key: RegionKey,
-    /// As it is now.
+    /// Its current state.
     pub stretch: Stretch,
 }
 
-/// Cuts a process's mappings into stretches; calls `excluded` for each mapping that is left alone.
+/// Groups the mappings of a process into stretches. Calls `excluded` for each mapping that is left alone.
 ///
-/// `exe` is the base name of the executable, `program` a number that stands for its path.
+/// `exe` is the base name of the executable, `program` a hash of its path.
 pub fn stretches(
     details: &[VmaDetail],
     exe: &[u8],
@@ -53,7 +52,7 @@ pub fn stretches(
     for detail in details {
         let goes_on = last.is_some_and(|last| last.continues(detail));
         match vma_exclusion(detail) {
-            // Where marks have cut it, part of a mapping may hold nothing.
+            // Part of a mapping split by marks may be empty.
             Some(Exclusion::NothingAnonymous) if goes_on => {}
             Some(exclusion) => {
                 excluded(detail, exclusion);
@@ -88,7 +87,7 @@ pub fn stretches(
     stretches
 }
 
-/// Same program, kind and size, and the same place among those: likely copies of each other.
+/// Assigns families: regions with equal program, kind, size and rank among those are likely copies of each other.
 fn name_families(stretches: &mut [Stretch], program: u64) {
     let mut ranks: HashMap<(RegionKind, Pages), u64> = HashMap::new();
     for stretch in stretches {
@@ -99,7 +98,7 @@ fn name_families(stretches: &mut [Stretch], program: u64) {
     }
 }
 
-/// Gives each stretch the key of the former region that it overlaps most, or a new one.
+/// Gives each stretch the key of the former region that it overlaps most, or a new key.
 pub fn follow(former: &[Tracked], stretches: Vec<Stretch>, mut new_key: impl FnMut() -> RegionKey) -> Vec<Tracked> {
     let end = |stretch: &Stretch| stretch.first.0 + stretch.pages.0;
     let mut pairs = Vec::new();
@@ -139,10 +138,10 @@ mod tests {
     use super::*;
     use crate::proc::maps::parse_smaps;
 
-    /// A hypervisor keeps its guest's memory out of core dumps. Marks cut it into pieces that are small enough for a
-    /// secret, and some that hold nothing.
+    /// Hypervisors keep guest memory out of core dumps. Marks split it into mappings below [`crate::exclude::BULK_BYTES`],
+    /// some of them empty.
     #[test]
-    fn marks_do_not_turn_guest_memory_into_secrets() {
+    fn guest_memory_split_by_marks_is_not_taken_for_secrets() {
         let details = smaps(&[
             ("100000000-101000000 rw-p 00000000 00:00 0 ", 16_384, "rd wr ac dd mg"),
             ("101000000-101800000 rw-p 00000000 00:00 0 ", 4_096, "rd wr ac dd"),
@@ -168,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_do_not_cut_regions_and_exclusions_do() {
+    fn exclusions_split_regions_and_marks_do_not() {
         let details = smaps(&[
             ("1000000-1100000 rw-p 00000000 00:00 0 ", 400, "rd wr mr mw me ac"),
             ("1100000-1300000 rw-p 00000000 00:00 0 ", 2048, "rd wr mr mw me ac mg"),
@@ -184,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_keep_their_keys_through_growth_splits_and_new_neighbours() {
+    fn regions_keep_their_keys_when_they_grow_split_or_get_neighbours() {
         let stretch = |first: u64, pages: u64| Stretch {
             first: Vpn(first),
             pages: Pages(pages),
@@ -200,7 +199,7 @@ mod tests {
             RegionKey(next)
         };
         let first = follow(&[], vec![stretch(100, 50), stretch(200, 100)], &mut fresh);
-        // The first grows on both sides, a new one appears, the second is cut in a large and a small part.
+        // The first grows on both sides, a new one appears, the second is split into a large and a small part.
         let second =
             follow(&first, vec![stretch(90, 70), stretch(180, 5), stretch(200, 20), stretch(230, 70)], &mut fresh);
         let keys: Vec<u32> = second.iter().map(|tracked| tracked.key.0).collect();
@@ -208,16 +207,16 @@ mod tests {
     }
 
     #[test]
-    fn families_are_told_by_program_kind_size_and_rank() {
+    fn families_depend_on_program_kind_size_and_rank() {
         let details = smaps(&[
             ("1000000-1100000 rw-p 00000000 00:00 0 ", 400, "rd wr"),
             ("2000000-2100000 rw-p 00000000 00:00 0 ", 400, "rd wr"),
             ("3000000-3200000 rw-p 00000000 00:00 0 ", 400, "rd wr"),
         ]);
         let one: Vec<_> = stretches(&details, b"x", 1, |_, _| {}).iter().map(|s| s.family).collect();
-        let twin: Vec<_> = stretches(&details, b"x", 1, |_, _| {}).iter().map(|s| s.family).collect();
+        let same: Vec<_> = stretches(&details, b"x", 1, |_, _| {}).iter().map(|s| s.family).collect();
         let other: Vec<_> = stretches(&details, b"x", 2, |_, _| {}).iter().map(|s| s.family).collect();
-        assert_eq!(one, twin);
+        assert_eq!(one, same);
         assert!(one[0] != one[1] && one[1] != one[2] && one[0] != other[0]);
     }
 }

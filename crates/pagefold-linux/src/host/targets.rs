@@ -1,12 +1,12 @@
-//! The processes in scope: taken hold of, looked at again only when something has changed, let go when they end.
+//! The targets: processes in scope, surveyed again only when their mappings have changed.
 //!
-//! smaps is the only source of a mapping's flags and of its anonymous pages, and it walks the page tables: some 10 ns
-//! for every page present. So it is read only when something cheaper tells of a change: statm (1 us through the open
-//! file), whose sizes change with nearly every mapping that comes, goes or grows, and now and then maps (some 20 us),
-//! which shows the rest. Each of the three has its share of a core, for all processes together.
+//! smaps is the only source of the flags of mappings and of their anonymous pages, and it walks the page tables: some
+//! 10 ns per present page. So it is read only when something cheaper shows a change: statm (1 us through the open file),
+//! whose sizes change with nearly every mapping that is created, removed or grows, and from time to time maps (some
+//! 20 us), which shows the rest. Each of the three has its share of a core, for all processes together.
 
 use crate::host::regions::{Tracked, follow, stretches};
-use crate::os::abandonable::{Pending, patiently};
+use crate::os::abandonable::{Pending, run_abandonable};
 use crate::os::cpu::own_cpu_ns;
 use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::pagemap::Pagemap;
@@ -22,23 +22,23 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// A process's memory must have changed by this much for its pages to be counted again, pages.
+/// Resident pages are counted again if their number has changed by at least this, pages.
 const RSS_CHANGE_PAGES: u64 = 256;
-/// Looking at what has changed may take one part in so many of the time, for all processes together.
+/// Surveys after changes may take 1/`CHANGE_SHARE` of the time, for all processes together.
 const CHANGE_SHARE: u64 = 100;
-/// The same where nothing has changed but, by a little, how much is resident, or where a process is left alone.
+/// The same if only the number of resident pages has changed a little, or the process is left alone.
 const DRIFT_SHARE: u64 = 3_333;
-/// The same for the list of mappings, read on suspicion.
+/// The same for checks of the list of mappings.
 const MAPS_SHARE: u64 = 10_000;
-/// The list is read on suspicion at most this often, nanoseconds.
-const MAPS_AGAIN_NS: u64 = 1_000_000_000;
+/// Shortest time between checks of the list of mappings, nanoseconds.
+const MAPS_MIN_NS: u64 = 1_000_000_000;
 
-/// Glances at a process's size to see whether it maps and unmaps all the time: some 400 us together.
-const GLANCES: u32 = 256;
-/// It does if its size has gone down so often meanwhile: some 5,000 times a second. Growing programs are not meant.
+/// Reads of the size of a process to detect that it maps and unmaps all the time: some 400 us together.
+const SIZE_READS: u32 = 256;
+/// It does if its size has decreased this often meanwhile: some 5,000 times a second. Growing is no sign of it.
 const SHRINKS: u32 = 2;
-/// So it is looked at this often at most, nanoseconds, and left alone for so long since it was last seen to do it.
-const GLANCES_AGAIN_NS: u64 = 1_000_000_000;
+/// Shortest time between such checks, nanoseconds, and how long a process is left alone after a positive one.
+const RESTLESS_CHECK_NS: u64 = 1_000_000_000;
 const RESTLESS_NS: u64 = 10_000_000_000;
 
 /// One process in scope.
@@ -46,66 +46,67 @@ const RESTLESS_NS: u64 = 10_000_000_000;
 pub struct Target {
     /// The process.
     pub process: Arc<Process>,
-    /// Its key.
+    /// Key of the process in the core.
     pub owner: OwnerKey,
-    /// Its trust domain.
+    /// Trust domain.
     pub domain: DomainKey,
-    /// Its name, fit to print.
+    /// Name, safe to print.
     pub name: String,
-    /// Its executable.
+    /// Executable.
     pub exe: Option<PathBuf>,
-    /// Its effective user, and its cgroup, when it came into scope.
+    /// Effective user when it came into scope.
     pub uid: u32,
-    /// See `uid`.
+    /// Cgroup when it came into scope.
     pub cgroup: Option<String>,
-    /// Why it is left alone, if it is. Looked at again with its mappings.
+    /// Why the process is left alone, if it is. Updated with its mappings.
     pub exclusion: Option<Exclusion>,
-    /// Its regions, ascending.
+    /// Regions, ascending.
     pub regions: Vec<Tracked>,
     /// Mappings left alone, and why: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
     statm: Option<File>,
-    seen: Option<Seen>,
-    /// Pages by which the address space has been smaller for a while since the last look at the mappings.
+    surveyed: Option<Surveyed>,
+    /// Pages by which the address space has been smaller at some time since the last survey.
     dipped: u64,
-    /// A read of its memory that does not come back.
+    /// A read of its memory that does not return.
     stuck: Option<Pending>,
     restless: Restless,
 }
 
-/// Whether a process maps and unmaps all the time. Reading it and ksmd's passing take its mmap lock over and over, and
-/// so does it: a program that maps 200,000 times a second fell to an eighth of its speed while a gigabyte of it was
-/// folded, and ksmd to a tenth (6.18).
+/// Detects processes that map and unmap all the time. They, reads of them and ksmd compete for their mmap lock: a program
+/// that maps 200,000 times a second fell to an eighth of its speed while a gigabyte of it was being merged, and ksmd to
+/// a tenth (6.18).
 #[derive(Debug, Default)]
 struct Restless {
-    /// Its size at the last glance, pages.
+    /// Address space at the last call, pages.
     mapped: Option<u64>,
-    next_glances_ns: u64,
+    next_check_ns: u64,
     until_ns: u64,
 }
 
-/// What a look at the mappings found, against which the next changes are measured.
+/// The state at the last survey of the mappings, to which later states are compared.
 #[derive(Debug)]
-struct Seen {
+struct Surveyed {
     at_ns: u64,
-    /// CPU time it took.
+    /// CPU time of the survey.
     cost_ns: u64,
     sizes: Sizes,
+    /// Hash of the list of mappings.
     maps: u64,
-    /// The mappings have changed since.
+    /// Whether the mappings have changed since.
     changed: bool,
     next_maps_ns: u64,
 }
 
 impl Target {
-    /// Whether a span is all of its region, as it was at the last look.
+    /// Whether a span covers its whole region as of the last survey.
     pub(crate) fn is_whole(&self, span: &Span) -> bool {
         self.regions.iter().any(|Tracked { key, stretch }| {
             (*key, stretch.first, stretch.pages) == (span.region, span.first, span.pages)
         })
     }
 
-    /// Takes a process into scope.
+    /// Makes a target of a process that has come into scope.
     pub fn new(scoped: Scoped, owner: OwnerKey, domain: DomainKey) -> Self {
         Self {
             process: Arc::new(scoped.process),
@@ -119,32 +120,32 @@ impl Target {
             regions: Vec::new(),
             left_out: Vec::new(),
             statm: None,
-            seen: None,
+            surveyed: None,
             dipped: 0,
             stuck: None,
             restless: Restless::default(),
         }
     }
 
-    /// Whether a read of its memory has not come back yet.
+    /// Whether a read of its memory has not returned yet.
     pub(crate) fn is_stuck(&self) -> bool {
         self.stuck.as_ref().is_some_and(|pending| !pending.is_over())
     }
 
-    /// Notes that a read of its memory does not come back. The next look says so.
-    pub(crate) fn get_stuck(&mut self, pending: Pending) {
+    /// Records that a read of its memory does not return. The next survey reports it.
+    pub(crate) fn set_stuck(&mut self, pending: Pending) {
         self.stuck = Some(pending);
-        self.look_again();
+        self.invalidate();
     }
 
-    /// Reads what the process may keep locked (see [`crate::os::abandonable`]).
+    /// Makes a read that may block on the mmap lock of the process (see [`crate::os::abandonable`]).
     fn read<T: Send + 'static>(
         &mut self,
         read: impl FnOnce(&Process) -> Result<T, ReadError> + Send + 'static,
     ) -> Result<T, ReadError> {
         if !self.is_stuck() {
             let process = self.process.clone();
-            match patiently(|| 0, move || read(&process)) {
+            match run_abandonable(|| 0, move || read(&process)) {
                 Ok(answer) => return answer,
                 Err(pending) => self.stuck = Some(pending),
             }
@@ -153,9 +154,12 @@ impl Target {
         Err(ReadError::from_io(self.process.pid(), "smaps", source))
     }
 
-    /// Looks whether the process's mappings have changed, and takes the change in; true if there was one. It is one of
-    /// so many `processes` that share the time for this. `Vanished` means that it has ended.
-    pub fn look(
+    /// Surveys the mappings again if they have changed; returns whether it did. `processes` is the number of targets that
+    /// share the time for this.
+    ///
+    /// # Errors
+    /// [`ReadError::Vanished`] if the process has ended.
+    pub fn refresh(
         &mut self,
         now_ns: u64,
         processes: u64,
@@ -163,66 +167,72 @@ impl Target {
         new_key: impl FnMut() -> RegionKey,
     ) -> Result<bool, ReadError> {
         let sizes = self.sizes()?;
-        // The memory of a zombie is gone: its mappings read as empty, and so does its size.
+        // A zombie has no memory: its mappings read as empty and its sizes as zero.
         if sizes.resident == 0 && !self.process.is_alive() {
             return Err(ReadError::Vanished { pid: self.process.pid() });
         }
         if self.is_restless(now_ns, &sizes)? {
-            let news = self.exclusion != Some(Exclusion::Restless);
+            let changed = self.exclusion != Some(Exclusion::Restless);
             self.exclusion = Some(Exclusion::Restless);
             self.regions.clear();
-            self.look_again();
-            return Ok(news);
+            self.invalidate();
+            return Ok(changed);
         }
-        if let Some(seen) = &mut self.seen {
-            self.dipped = self.dipped.max(seen.sizes.mapped.saturating_sub(sizes.mapped));
-            seen.changed |= sizes.mapped != seen.sizes.mapped || sizes.data != seen.sizes.data;
+        if !self.survey_is_due(now_ns, processes, &sizes)? {
+            return Ok(false);
         }
-        if self.seen.as_ref().is_some_and(|seen| !seen.changed && now_ns >= seen.next_maps_ns) {
+        let before_ns = own_cpu_ns();
+        let maps = self.read(|process| {
+            // Recent kernels read the list of mappings without the mmap lock. This read takes it, as the survey and the
+            // injector do, so a locked map is found here. Other errors are reported by the survey.
+            let _ = Pagemap::open(process).and_then(|pagemap| pagemap.is_live());
+            maps_hash(process)
+        })?;
+        let regrown = self.surveyed.as_ref().is_none_or(|surveyed| sizes.mapped >= surveyed.sizes.mapped);
+        let dipped = std::mem::take(&mut self.dipped);
+        self.survey(deny, if regrown { dipped } else { 0 }, new_key)?;
+        let cost_ns = own_cpu_ns() - before_ns;
+        let next_maps_ns = now_ns + MAPS_MIN_NS;
+        self.surveyed = Some(Surveyed { at_ns: now_ns, cost_ns, sizes, maps, changed: false, next_maps_ns });
+        Ok(true)
+    }
+
+    /// Whether the mappings have changed and the share of the time allows a survey.
+    fn survey_is_due(&mut self, now_ns: u64, processes: u64, sizes: &Sizes) -> Result<bool, ReadError> {
+        if let Some(surveyed) = &mut self.surveyed {
+            self.dipped = self.dipped.max(surveyed.sizes.mapped.saturating_sub(sizes.mapped));
+            surveyed.changed |= sizes.mapped != surveyed.sizes.mapped || sizes.data != surveyed.sizes.data;
+        }
+        if self.surveyed.as_ref().is_some_and(|surveyed| !surveyed.changed && now_ns >= surveyed.next_maps_ns) {
             let before_ns = own_cpu_ns();
             let maps = self.read(maps_hash)?;
             let spent_ns = own_cpu_ns() - before_ns;
-            if let Some(seen) = &mut self.seen {
-                seen.changed = maps != seen.maps;
-                seen.next_maps_ns = now_ns + (spent_ns * processes * MAPS_SHARE).max(MAPS_AGAIN_NS);
+            if let Some(surveyed) = &mut self.surveyed {
+                surveyed.changed = maps != surveyed.maps;
+                surveyed.next_maps_ns = now_ns + (spent_ns * processes * MAPS_SHARE).max(MAPS_MIN_NS);
             }
         }
-        if let Some(seen) = &self.seen {
-            let drift = sizes.resident.abs_diff(seen.sizes.resident);
-            let share = if seen.changed || drift > RSS_CHANGE_PAGES.max(seen.sizes.resident / 8) {
+        if let Some(surveyed) = &self.surveyed {
+            let drift = sizes.resident.abs_diff(surveyed.sizes.resident);
+            let share = if surveyed.changed || drift > RSS_CHANGE_PAGES.max(surveyed.sizes.resident / 8) {
                 CHANGE_SHARE
-            } else if self.exclusion.is_some() || drift > RSS_CHANGE_PAGES.max(seen.sizes.resident / 64) {
+            } else if self.exclusion.is_some() || drift > RSS_CHANGE_PAGES.max(surveyed.sizes.resident / 64) {
                 DRIFT_SHARE
             } else {
                 return Ok(false);
             };
-            if now_ns < seen.at_ns + seen.cost_ns * processes * share {
-                return Ok(false);
-            }
+            return Ok(now_ns >= surveyed.at_ns + surveyed.cost_ns * processes * share);
         }
-        let before_ns = own_cpu_ns();
-        let maps = self.read(|process| {
-            // The list of mappings needs no lock on recent kernels; this does, as do what follows and the injector. That
-            // it may not be read is for others to say.
-            let _ = Pagemap::open(process).and_then(|pagemap| pagemap.is_live());
-            maps_hash(process)
-        })?;
-        let back = self.seen.as_ref().is_none_or(|seen| sizes.mapped >= seen.sizes.mapped);
-        let dipped = std::mem::take(&mut self.dipped);
-        self.take_in(deny, if back { dipped } else { 0 }, new_key)?;
-        let cost_ns = own_cpu_ns() - before_ns;
-        let next_maps_ns = now_ns + MAPS_AGAIN_NS;
-        self.seen = Some(Seen { at_ns: now_ns, cost_ns, sizes, maps, changed: false, next_maps_ns });
         Ok(true)
     }
 
-    /// Whether it maps and unmaps all the time, or has done so lately.
+    /// Whether the process maps and unmaps all the time, or has done so recently.
     fn is_restless(&mut self, now_ns: u64, sizes: &Sizes) -> Result<bool, ReadError> {
         let differs = self.restless.mapped.replace(sizes.mapped) != Some(sizes.mapped);
-        if differs && now_ns >= self.restless.next_glances_ns {
-            self.restless.next_glances_ns = now_ns + GLANCES_AGAIN_NS;
+        if differs && now_ns >= self.restless.next_check_ns {
+            self.restless.next_check_ns = now_ns + RESTLESS_CHECK_NS;
             let (mut before, mut shrinks) = (sizes.mapped, 0);
-            for _ in 0..GLANCES {
+            for _ in 0..SIZE_READS {
                 let mapped = self.sizes()?.mapped;
                 shrinks += u32::from(mapped < before);
                 before = mapped;
@@ -234,19 +244,19 @@ impl Target {
         Ok(now_ns < self.restless.until_ns)
     }
 
-    /// Looks at the mappings at the next occasion, whatever has changed.
-    pub fn look_again(&mut self) {
-        self.seen = None;
+    /// Makes the next refresh survey the mappings whether or not they have changed.
+    pub fn invalidate(&mut self) {
+        self.surveyed = None;
     }
 
-    /// The mappings as they are now.
+    /// Reads the mappings.
     pub fn details(&mut self) -> Result<Vec<VmaDetail>, ReadError> {
         self.read(read_smaps)
     }
 
-    /// `replaced` pages have been unmapped and mapped again since the last look: regions of about that size are not what
-    /// they were, even in the same place.
-    fn take_in(
+    /// Reads exclusion and mappings and updates the regions. `replaced` pages have been unmapped and mapped again since the
+    /// last survey: regions of about that size get new keys, even at the same address.
+    fn survey(
         &mut self,
         deny: &DenyList,
         replaced: u64,
@@ -295,7 +305,7 @@ fn maps_hash(process: &Process) -> Result<u64, ReadError> {
     Ok(maps.finish())
 }
 
-/// The fields of `/proc/PID/statm` that pagefold uses, in pages.
+/// The fields of `/proc/PID/statm` that pagefold uses, pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sizes {
     /// Address space.

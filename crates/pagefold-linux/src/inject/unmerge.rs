@@ -104,7 +104,7 @@ pub(crate) fn in_steps(
         if call.nr == libc::SYS_madvise && tells_merged() {
             for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(STEP_BYTES)) {
                 check()?;
-                reader.take_apart(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
+                reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
             }
         }
         check()?;

@@ -36,7 +36,7 @@ impl Pending {
 
 /// Has `job` done on the thread that reads. Gives up when `progress` has not changed for [`LIMIT`]. Handing it over takes
 /// some 10 us.
-pub(crate) fn patiently<T: Send + 'static>(
+pub(crate) fn run_abandonable<T: Send + 'static>(
     progress: impl Fn() -> u64,
     job: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Pending> {
@@ -97,12 +97,12 @@ mod tests {
 
     #[test]
     fn who_waits_in_vain_goes_on_and_so_do_the_others() {
-        assert_eq!(patiently(|| 0, || 7).unwrap(), 7);
+        assert_eq!(run_abandonable(|| 0, || 7).unwrap(), 7);
         let (release, held) = channel::<()>();
         let began = Instant::now();
-        let pending = patiently(|| 0, move || held.recv()).unwrap_err();
+        let pending = run_abandonable(|| 0, move || held.recv()).unwrap_err();
         assert!(began.elapsed() >= LIMIT && !pending.is_over());
-        assert_eq!(patiently(|| 0, || 8).unwrap(), 8);
+        assert_eq!(run_abandonable(|| 0, || 8).unwrap(), 8);
         drop(release);
         while !pending.is_over() {
             std::thread::sleep(Duration::from_millis(1));
@@ -117,8 +117,8 @@ mod tests {
             }
             9
         };
-        assert_eq!(patiently(|| steps.load(Ordering::Relaxed), slow).unwrap(), 9);
-        let failed = patiently(|| 0, || -> () { panic!("as a test") }).unwrap_err();
+        assert_eq!(run_abandonable(|| steps.load(Ordering::Relaxed), slow).unwrap(), 9);
+        let failed = run_abandonable(|| 0, || -> () { panic!("as a test") }).unwrap_err();
         while !failed.is_over() {
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -38,12 +38,12 @@ pub enum PressureError {
 
 /// The files that tell, held open. A look at both takes some 20 us.
 #[derive(Debug)]
-pub struct Gauge {
+pub struct MemoryMonitor {
     meminfo: Source,
     pressure: Source,
 }
 
-impl Gauge {
+impl MemoryMonitor {
     /// Opens the files below `/proc` or another root.
     pub fn open(proc_root: &Path) -> Result<Self, PressureError> {
         Ok(Self { meminfo: Source::open(proc_root, "meminfo")?, pressure: Source::open(proc_root, "pressure/memory")? })
@@ -147,7 +147,7 @@ mod tests {
     }
 
     fn view(dir: &tempfile::TempDir) -> Result<MemoryView, PressureError> {
-        Gauge::open(dir.path())?.read()
+        MemoryMonitor::open(dir.path())?.read()
     }
 
     #[test]
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn this_machine_has_memory() {
-        let memory = Gauge::open(Path::new("/proc")).unwrap().read().unwrap();
+        let memory = MemoryMonitor::open(Path::new("/proc")).unwrap().read().unwrap();
         assert!(memory.total > memory.available && memory.available > Pages(0), "{memory:?}");
     }
 

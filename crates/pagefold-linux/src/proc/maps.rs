@@ -1,14 +1,13 @@
-//! What a process has mapped: `/proc/PID/maps` and `/proc/PID/smaps`, parsed from bytes.
+//! Mappings of a process: parsers of `/proc/PID/maps` and `/proc/PID/smaps`.
 //!
-//! A mapping's name is whatever bytes a file system allows. The kernel replaces only the newline, by
-//! `\012`, and leaves a backslash alone, so the escape cannot be undone without guessing: names are
-//! kept as the kernel prints them, with any ` (deleted)` at the end.
+//! A mapping's name can contain any bytes that a file system allows. The kernel escapes only the newline, as `\012`,
+//! and not the backslash, so the escape is ambiguous: names are kept as printed, including a final ` (deleted)`.
 
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use std::fmt;
 
-/// What a mapping permits.
+/// Permissions of a mapping.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[allow(clippy::struct_excessive_bools)] // the four columns of the kernel's text
 pub struct Perms {
@@ -18,52 +17,52 @@ pub struct Perms {
     pub write: bool,
     /// `x`
     pub exec: bool,
-    /// `s` rather than `p`: the mapping is of the file itself, or of shared memory.
+    /// `s` rather than `p`: a shared file mapping or shared memory.
     pub shared: bool,
 }
 
-/// One mapping (one VMA of the kernel).
+/// One mapping, a VMA in the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vma {
     /// First address.
     pub start: u64,
-    /// First address after it.
+    /// First address after the mapping.
     pub end: u64,
-    /// What it permits.
+    /// Permissions.
     pub perms: Perms,
-    /// Offset in the file, in bytes.
+    /// Offset in the file, bytes.
     pub offset: u64,
     /// Major and minor number of the file's device; zeros without a file.
     pub device: (u32, u32),
     /// The file's inode; 0 without a file.
     pub inode: u64,
-    /// File name, `[heap]`, `[anon:...]` and the like, or empty. Any bytes.
+    /// File name, `[heap]`, `[anon:...]` and the like, or empty.
     pub name: Vec<u8>,
 }
 
 impl Vma {
-    /// The first page.
+    /// First page.
     pub fn first(&self) -> Vpn {
         Vpn::of_address(self.start)
     }
 
-    /// The length of the address range.
+    /// Length of the address range.
     pub fn pages(&self) -> Pages {
         Pages((self.end - self.start) / PAGE_SIZE as u64)
     }
 
-    /// Whether the kernel itself provides it: `[vdso]`, `[vvar]`, `[vvar_vclock]`, `[vsyscall]`.
+    /// Whether the kernel provides the mapping: `[vdso]`, `[vvar]`, `[vvar_vclock]`, `[vsyscall]`, `[uprobes]`.
     pub fn is_special(&self) -> bool {
         self.inode == 0 && (self.name.starts_with(b"[v") || self.name.starts_with(b"[uprobes"))
     }
 }
 
-/// The two-letter flags of smaps' `VmFlags` line, as a set. Letters that this program has never heard of are kept too.
+/// The set of two-letter flags of smaps' `VmFlags` line. Unknown flags are kept.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct VmFlags([u64; 11]);
 
 impl VmFlags {
-    /// Adds a flag. Anything but two lower-case letters is ignored: the kernel prints `??` for bits without a name.
+    /// Adds a flag. Anything but two lower-case letters is ignored: the kernel prints `??` for unnamed bits.
     pub fn insert(&mut self, flag: [u8; 2]) {
         if let Some(bit) = Self::bit(flag) {
             self.0[bit / 64] |= 1 << (bit % 64);
@@ -75,7 +74,7 @@ impl VmFlags {
         Self::bit(flag).is_some_and(|bit| self.0[bit / 64] & (1 << (bit % 64)) != 0)
     }
 
-    /// The flags, in alphabetical order.
+    /// The flags in alphabetical order.
     pub fn iter(&self) -> impl Iterator<Item = [u8; 2]> + '_ {
         (b'a'..=b'z').flat_map(|a| (b'a'..=b'z').map(move |b| [a, b])).filter(|flag| self.has(*flag))
     }
@@ -99,7 +98,7 @@ impl fmt::Debug for VmFlags {
     }
 }
 
-/// A mapping with what smaps adds to it.
+/// A mapping with its counters and flags from smaps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmaDetail {
     /// The mapping.
@@ -110,18 +109,18 @@ pub struct VmaDetail {
     pub anonymous_kib: u64,
     /// `Swap`: anonymous pages that are swapped out.
     pub swap_kib: u64,
-    /// `AnonHugePages`: memory that is mapped by huge pages.
+    /// `AnonHugePages`: memory mapped by huge pages.
     pub anon_huge_kib: u64,
     /// `KSM`: merged memory without zero pages; `None` before Linux 6.7.
     pub ksm_kib: Option<u64>,
     /// `VmFlags`.
     pub flags: VmFlags,
-    /// Bytes of the mapping as its owner made it: with the neighbours from which only a mark sets it apart.
+    /// Bytes of the mapping before marks split it: it and its neighbours that differ only in the mark.
     pub original_bytes: u64,
 }
 
 impl VmaDetail {
-    /// Whether `next` would be one mapping with this one if their marks were alike.
+    /// Whether this mapping and `next` would be one if both were marked or both unmarked.
     pub fn continues(&self, next: &Self) -> bool {
         let (a, b) = (&self.vma, &next.vma);
         a.end == b.start
@@ -132,18 +131,18 @@ impl VmaDetail {
     }
 }
 
-/// What a region is, for families and for people.
+/// Kind of memory a mapping holds, used to form families and for display.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum RegionKind {
-    /// The heap that brk grows.
+    /// The brk heap.
     Heap,
-    /// The main thread's stack. Other threads' stacks look like any anonymous memory.
+    /// The main thread's stack. Stacks of other threads cannot be distinguished from anonymous memory.
     Stack,
     /// Anonymous memory.
     Anonymous,
-    /// The memory of a virtual machine's guest.
+    /// Guest memory of a virtual machine.
     GuestRam,
-    /// Pages of a private file mapping that were written to.
+    /// Written pages of a private file mapping.
     FileCopy,
 }
 
@@ -159,11 +158,11 @@ impl fmt::Display for RegionKind {
     }
 }
 
-/// An anonymous mapping of a hypervisor at least this large is taken for guest RAM. Firmware, video memory and
-/// thread stacks are smaller.
+/// Size in bytes from which an anonymous mapping of a hypervisor counts as guest RAM. Firmware, video memory and thread
+/// stacks are smaller.
 pub const GUEST_RAM_AT_LEAST: u64 = 64 << 20;
 
-/// What `vma` of a process running the executable `exe` (its base name) is.
+/// Kind of a mapping in a process whose executable has the base name `exe`.
 pub fn kind_of(vma: &Vma, exe: &[u8]) -> RegionKind {
     match vma.name.as_slice() {
         b"[heap]" => RegionKind::Heap,
@@ -189,13 +188,12 @@ pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
     if vmas.windows(2).all(|pair| pair[0].end <= pair[1].start) { Ok(vmas) } else { Err(OUT_OF_ORDER) }
 }
 
-/// The kernel never goes back, not even where a list is read in pieces while it changes
-/// (Documentation/filesystems/proc.rst).
+/// Addresses ascend even if the list changes between two reads of it (Documentation/filesystems/proc.rst).
 const OUT_OF_ORDER: &str = "a mapping begins before the one above it ends";
-/// The largest address space is of 57 bits, in KiB.
+/// KiB in the largest address space, of 57 bits.
 const MOST_KIB: u64 = 1 << 47;
 
-/// A process's mappings with their details. Walks its page tables: some 10 ns for every page present.
+/// Reads a process's mappings with their details. The kernel walks the page tables: some 10 ns per present page.
 pub fn read_smaps(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     parse_smaps(&process.read_file("smaps")?).map_err(|what| process.malformed("smaps", what))
 }
@@ -204,7 +202,7 @@ pub fn read_smaps(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
 pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
     let mut details: Vec<VmaDetail> = Vec::new();
     for line in lines(text) {
-        // A mapping's line has a dash first, in its addresses; a counter's has its colon first.
+        // In a mapping's line the first of the two is the dash of its addresses, in a counter's line the colon.
         if line.iter().find(|byte| matches!(byte, b'-' | b':')) == Some(&b'-') {
             let vma = parse_line(line)?;
             if details.last().is_some_and(|last| vma.start < last.vma.end) {
@@ -278,7 +276,7 @@ fn parse_line(line: &[u8]) -> Result<Vma, &'static str> {
     }
     let (major, minor) = pair(device, b':')?;
     let number = |value: u64| u32::try_from(value).map_err(|_| "a device number is too large");
-    // Only the padding is stripped: no name begins with a space, and one may end with it.
+    // Only padding is stripped: no name begins with a space, but a name can end with one.
     let name = rest.iter().position(|&byte| byte != b' ').map_or(&[][..], |at| &rest[at..]);
     Ok(Vma {
         start,
@@ -326,7 +324,7 @@ fn digits(text: &[u8], radix: u32) -> Result<u64, &'static str> {
         return Err("a number is missing");
     }
     text.iter().try_fold(0u64, |value, &byte| {
-        let digit = char::from(byte).to_digit(radix).ok_or("a number has a foreign digit")?;
+        let digit = char::from(byte).to_digit(radix).ok_or("a number has an invalid digit")?;
         value
             .checked_mul(u64::from(radix))
             .and_then(|value| value.checked_add(u64::from(digit)))

@@ -34,7 +34,7 @@ fn line(vma: &Vma) -> Vec<u8> {
 }
 
 #[test]
-fn hostile_names_are_kept_byte_for_byte() {
+fn arbitrary_file_names_are_kept_byte_for_byte() {
     let vmas = parse_maps(HOSTILE).unwrap();
     assert_eq!(vmas.len(), 11);
     assert_eq!(vmas[0].name, b"/opt/a b/prog\\012second line (deleted)");
@@ -50,7 +50,7 @@ fn hostile_names_are_kept_byte_for_byte() {
 }
 
 #[test]
-fn kinds() {
+fn mappings_are_classified_by_name_size_and_program() {
     use RegionKind::{Anonymous, FileCopy, Heap, Stack};
     let vmas = parse_maps(HOSTILE).unwrap();
     let kinds: Vec<RegionKind> = vmas.iter().map(|vma| kind_of(vma, b"prog")).collect();
@@ -65,7 +65,7 @@ fn kinds() {
 }
 
 #[test]
-fn captured_maps_and_smaps_agree() {
+fn recorded_maps_and_smaps_agree() {
     let maps = parse_maps(SLEEP_MAPS).unwrap();
     let details = parse_smaps(SLEEP_SMAPS).unwrap();
     assert!(maps.len() > 10);
@@ -77,14 +77,14 @@ fn captured_maps_and_smaps_agree() {
 }
 
 #[test]
-fn smaps_counters_and_flags() {
+fn smaps_counters_and_flags_are_parsed() {
     let details = parse_smaps(QEMU).unwrap();
     let guest = &details[0];
     assert_eq!((guest.rss_kib, guest.anonymous_kib, guest.swap_kib), (812_344, 812_344, 1024));
     assert_eq!((guest.anon_huge_kib, guest.ksm_kib), (409_600, Some(120_004)));
     assert!(guest.flags.has(*b"mg") && guest.flags.has(*b"hg") && !guest.flags.has(*b"dd"));
     assert!(details[1].flags.has(*b"lo") && details[1].flags.has(*b"dd") && details[1].flags.has(*b"wf"));
-    assert!(details[3].flags.has(*b"zz"), "letters unknown today are kept");
+    assert!(details[3].flags.has(*b"zz"), "unknown flags are kept");
     assert!(!details[3].flags.has(*b"??"));
     assert_eq!(format!("{:?}", details[2].flags), r#"["me", "mr", "ms", "mw", "rd", "sd", "sh", "wr"]"#);
     assert_eq!(parse_smaps(OLD).unwrap()[0].ksm_kib, None);
@@ -107,7 +107,7 @@ fn malformed_text_is_refused() {
     let backwards = b"2000-3000 rw-p 0 00:00 0\n1000-2001000 rw-p 0 00:00 0\n";
     assert!(parse_maps(backwards).is_err() && parse_smaps(backwards).is_err());
     assert!(parse_smaps(b"1000-2000 rw-p 0 00:00 0\nRss: 18446744073709551615 kB\n").is_err());
-    // Neighbours in a file that ends with the last byte there can be.
+    // The first mapping's file offset plus length overflows.
     let ends = b"1000-2000 rw-p fffffffffffff000 0:1 1\n2000-3000 rw-p 0 0:1 1\n";
     assert!(parse_smaps(ends).unwrap().iter().all(|detail| detail.original_bytes == 4096));
     assert!(parse_smaps(b"Rss: 4 kB\n").is_err());

@@ -1,16 +1,16 @@
-//! Reading a process's pages without disturbing how they are held.
+//! Reads pages of other processes without unsharing them.
 //!
-//! process_vm_readv pins what it reads, and pinning a page that others share gives the reader's target a copy of its
-//! own first: it takes back KSM's merges and fork's sharing. So every page is looked up in pagemap first. Only pages
-//! that are anonymous, present and mapped once are read by process_vm_readv; the others are told apart by kpageflags,
-//! and their bytes, where wanted, come through `/proc/PID/mem`, which does not pin.
+//! process_vm_readv pins what it reads, and pinning a shared page first gives the target its own copy: it undoes KSM
+//! merges and the sharing left by fork. So every page is looked up in pagemap first. Only pages that are anonymous,
+//! present and mapped once are read with process_vm_readv. The others are classified by kpageflags, and their contents,
+//! if requested, are read through `/proc/PID/mem`, which does not pin.
 //!
-//! Between the look and the read the target may fork, or ksmd may merge the page. The read then un-shares that page:
-//! it costs the sharing of a page for a while, never data, and the state reported is that of the look. A page that is
-//! unmapped in between is reported as absent; one that the program drops (MADV_DONTNEED) reads as the zeros that the
-//! program itself would find there, and maps the zero page as its own read would.
+//! Between lookup and read the target may fork, or ksmd may merge the page. The read then unshares that page. No data
+//! is lost, the sharing of one page is lost for a while, and the reported state is that of the lookup. A page unmapped
+//! in between is reported as absent. A page dropped in between (MADV_DONTNEED) reads as zeros and maps the zero page,
+//! as the program's own read would.
 //!
-//! A merged page that all other holders have left counts as mapped once. Reading it un-merges it, and nothing is lost:
+//! A merged page whose other mappings are all gone counts as mapped once. Reading it unmerges it, which loses nothing:
 //! it saved nothing.
 
 mod batch;
@@ -25,20 +25,20 @@ use pagefold_core::units::{Pages, Vpn};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// The contents of which pages are read.
+/// Which pages have their contents read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Contents {
-    /// Private ones.
+    /// Private pages.
     #[default]
     Private,
-    /// Merged ones too.
+    /// Private and merged pages.
     Merged,
-    /// Merged and fork-shared ones too.
+    /// Private, merged and fork-shared pages.
     All,
 }
 
 impl Contents {
-    /// Whether pages that others hold too are read, without pinning them.
+    /// Whether the contents of shared pages in this state are read.
     fn include(self, state: PageState) -> bool {
         match state {
             PageState::Merged => self != Self::Private,
@@ -48,67 +48,67 @@ impl Contents {
     }
 }
 
-/// How to read.
+/// Options of a read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadHow {
-    /// The region may have huge pages (smaps shows some, or they may have come since): find out which pages are in one.
+    /// Determine which pages are mapped by huge pages. For regions that may have some.
     pub huge: bool,
-    /// The contents of which pages to read.
+    /// Which pages to read the contents of.
     pub contents: Contents,
-    /// Find out which private pages are active.
+    /// Determine which private pages are active.
     pub activity: bool,
 }
 
-/// One page, as it was found.
+/// One page as it was found.
 #[derive(Clone, Copy, Debug)]
 pub struct PageView<'a> {
-    /// The page.
+    /// Page number.
     pub page: Vpn,
-    /// How it is held. Where frame numbers are hidden (no CAP_SYS_ADMIN), merged pages and zero pages count as shared.
+    /// State. Without CAP_SYS_ADMIN frame numbers are hidden, and merged pages and zero pages count as shared.
     pub state: PageState,
     /// Mapped by a huge page.
     pub huge: bool,
-    /// Private and, where asked for, active.
+    /// Private and active; false unless [`ReadHow::activity`] is set.
     pub active: bool,
-    /// The frame's number: equal numbers are the same memory.
+    /// Frame number: pages with equal numbers are the same memory.
     pub frame: Option<u64>,
-    /// The contents: always of private pages, of merged and shared ones where asked for, else none.
+    /// Contents of private pages, and of merged and shared pages as [`ReadHow::contents`] requests.
     pub bytes: Option<&'a PageBytes>,
 }
 
-/// What a range of pages consists of.
+/// The composition of a range of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Census {
-    /// Anonymous pages of this process alone.
+    /// Anonymous pages mapped by this process only.
     pub private: Pages,
     /// Pages that map the zero page.
     pub zero: Pages,
     /// Pages merged by KSM.
     pub merged: Pages,
-    /// Pages shared through fork.
+    /// Pages shared by fork.
     pub shared: Pages,
-    /// Pages of files, not copied yet, that are present.
+    /// Present pages of files, not copied yet.
     pub file: Pages,
     /// Pages in swap.
     pub swapped: Pages,
-    /// Pages mapped by huge pages, which are counted above too.
+    /// Pages mapped by huge pages, which are also counted above.
     pub huge: Pages,
 }
 
 impl Census {
-    /// Pages that hold anonymous memory, alone or with others.
+    /// Pages of anonymous memory, shared or not.
     pub fn anonymous(&self) -> Pages {
         self.private + self.merged + self.shared
     }
 }
 
-/// Entries in one read of pagemap when walking a whole range: 64 KiB.
+/// Entries per read of pagemap when walking a whole range: 64 KiB.
 const WALK_ENTRIES: usize = 8192;
 
 /// Processes whose files are kept open, three descriptors each: opening them costs as much as reading ten pages.
 const HELD_PROCESSES: usize = 256;
 
-/// Reads pages of processes. Holds the buffers, and the files of the processes read last.
+/// Reads pages of processes. Keeps its buffers, and the files of the processes read most recently.
 #[derive(Debug)]
 pub struct PageReader {
     frames: Option<KpageFlags>,
@@ -116,14 +116,14 @@ pub struct PageReader {
     batch: Batch,
 }
 
-/// What is open of one process.
+/// The open files of one process.
 #[derive(Debug)]
 struct Held {
     pid: i32,
     start_time_ticks: u64,
     pagemap: Pagemap,
-    /// A small file that the kernel refuses to read once the process is reaped.
-    pulse: File,
+    /// A small file whose reads fail once the process is reaped.
+    liveness: File,
     mem: Option<File>,
 }
 
@@ -133,7 +133,7 @@ impl Held {
             pid: process.pid(),
             start_time_ticks: process.start_time_ticks(),
             pagemap: Pagemap::open(process)?,
-            pulse: process.open_file("oom_score_adj")?,
+            liveness: process.open_file("oom_score_adj")?,
             mem: None,
         })
     }
@@ -142,11 +142,12 @@ impl Held {
         self.pid == process.pid() && self.start_time_ticks == process.start_time_ticks()
     }
 
-    /// process_vm_readv goes by pid, which may have a new owner, or a new program after exec. Neither can have
-    /// happened before or during a read if, after it, the process is not reaped and the old address space is there.
+    /// Checks that a process_vm_readv before this call read the right process: it takes a pid, which may have been
+    /// reused, or run a new program after exec. Neither has happened if the process is not reaped now and its old
+    /// address space still exists.
     fn check(&self) -> Result<(), ReadError> {
-        let pulse = fault::io("read:oom_score_adj").and_then(|()| self.pulse.read_at(&mut [0; 8], 0));
-        pulse.map_err(|error| ReadError::from_io(self.pid, "oom_score_adj", error))?;
+        let read = fault::io("read:oom_score_adj").and_then(|()| self.liveness.read_at(&mut [0; 8], 0));
+        read.map_err(|error| ReadError::from_io(self.pid, "oom_score_adj", error))?;
         if self.pagemap.is_live()? { Ok(()) } else { Err(ReadError::Vanished { pid: self.pid }) }
     }
 }
@@ -158,20 +159,21 @@ impl Default for PageReader {
 }
 
 impl PageReader {
-    /// A reader. Without kpageflags (not root) it works, but takes all pages that are not private for shared ones.
+    /// A reader. Without access to kpageflags (not root) it reports all pages that are not private as shared.
     pub fn new() -> Self {
         Self { frames: KpageFlags::open().ok(), held: Vec::new(), batch: Batch::default() }
     }
 
-    /// Whether merged, shared and zero pages can be told apart.
+    /// Whether merged, shared and zero pages can be distinguished.
     pub fn sees_frames(&self) -> bool {
         self.frames.is_some()
     }
 
-    /// Reads runs of pages and shows every page of them to `visit`, in order. Runs that ascend and lie near each other
-    /// are looked up together, and up to 256 pages are read by one system call whatever the runs' lengths.
+    /// Reads runs of pages and calls `visit` for every page in order. Runs that ascend and are close together are looked
+    /// up together, and up to 256 pages are read with one system call.
     ///
-    /// `Vanished` means that the process ended or called exec; pages shown before are good, no later ones are shown.
+    /// # Errors
+    /// [`ReadError::Vanished`] if the process ended or called exec. Pages visited before that are valid.
     pub fn read_runs(
         &mut self,
         process: &Process,
@@ -186,19 +188,19 @@ impl PageReader {
         })
     }
 
-    /// Gives every merged page of a range its own copy, which is left merged in nobody's eyes but ksmd's: reading does it
-    /// from outside, while the process goes on. Returns how many were. Zero pages stay as they are.
-    pub fn take_apart(&mut self, process: &Process, first: Vpn, pages: Pages) -> Result<Pages, ReadError> {
-        let (mut runs, mut apart) = (Vec::new(), Pages(0));
+    /// Unmerges every merged page of a range by reading it, which gives the process its own copy while it keeps running.
+    /// Returns the number of pages unmerged. Zero pages stay merged.
+    pub fn unmerge(&mut self, process: &Process, first: Vpn, pages: Pages) -> Result<Pages, ReadError> {
+        let (mut runs, mut unmerged) = (Vec::new(), Pages(0));
         self.resident_runs(process, first, pages, &mut runs)?;
         self.for_each_batch(process, &runs, |batch, held, frames| {
-            apart += batch.take_apart(held, frames)?;
+            unmerged += batch.unmerge(held, frames)?;
             Ok(())
         })?;
-        Ok(apart)
+        Ok(unmerged)
     }
 
-    /// Shows every page of the runs that maps a merged frame, and its frame.
+    /// Calls `visit` for every merged page of the runs, with its frame.
     pub fn merged_frames(
         &mut self,
         process: &Process,
@@ -238,7 +240,7 @@ impl PageReader {
         Ok(())
     }
 
-    /// Shows every page table entry of a range, in order, at about 33 ns a page.
+    /// Calls `visit` for every page table entry of a range in order. Takes about 33 ns per page.
     pub fn walk(
         &mut self,
         process: &Process,
@@ -254,8 +256,7 @@ impl PageReader {
         })
     }
 
-    /// The runs of a range in which every page is present or swapped, and not a file's own: what a whole read of a
-    /// region goes through. Appends to `runs`.
+    /// Appends to `runs` the runs of a range in which every page is present and not a page of a file.
     pub fn resident_runs(
         &mut self,
         process: &Process,
@@ -283,7 +284,7 @@ impl PageReader {
         Ok(())
     }
 
-    /// Counts what a range consists of without reading any contents. `huge` as in [`ReadHow`].
+    /// Counts the pages of a range by state without reading contents. `huge` as in [`ReadHow`].
     pub fn census(&mut self, process: &Process, first: Vpn, pages: Pages, huge: bool) -> Result<Census, ReadError> {
         let mut census = Census::default();
         let mut frames = self.frames.take();
@@ -296,7 +297,7 @@ impl PageReader {
                     entry if entry.private() => &mut census.private,
                     entry if entry.swapped() => &mut census.swapped,
                     entry if !entry.present() => continue,
-                    // The huge zero page may pass for a file's: ask about it where huge pages are about.
+                    // Some kernels show the huge zero page as a page of a file: check if there are huge pages.
                     entry if entry.file_or_shared() && (entry.exclusive() || !huge) => &mut census.file,
                     entry => match entry.pfn().filter(|_| frames.is_some()) {
                         Some(frame) => {
@@ -310,7 +311,7 @@ impl PageReader {
                 *count += Pages(1);
             }
             if let Some(frames) = frames.as_mut() {
-                let looked = frames.look_up(others.iter().map(|other| other >> 1), |position, flags| {
+                let result = frames.look_up(others.iter().map(|other| other >> 1), |position, flags| {
                     *match flags {
                         flags if flags.zero_page() => &mut census.zero,
                         _ if others[position] & 1 == 1 => &mut census.file,
@@ -318,7 +319,7 @@ impl PageReader {
                         _ => &mut census.shared,
                     } += Pages(1);
                 });
-                failed = failed.take().or(looked.err());
+                failed = failed.take().or(result.err());
             }
         });
         self.frames = frames;
@@ -351,8 +352,8 @@ impl PageReader {
         }
     }
 
-    /// Shows the page table entries of a range in large pieces, leaving out most of what holds nothing: a program may
-    /// reserve a terabyte and use a page of it, and pagemap would write eight bytes for every page.
+    /// Calls `visit` with the page table entries of a range in large pieces, skipping most empty parts: a program may
+    /// reserve a terabyte and use one page of it, and pagemap returns eight bytes for every page.
     fn for_each_populated(
         &mut self,
         process: &Process,
@@ -381,8 +382,8 @@ impl PageReader {
         let Batch { ranges, entries, .. } = batch;
         let mut ranges = ranges.iter().copied().peekable();
         while let Some(PageRange { first, mut pages, .. }) = ranges.next() {
-            while let Some(near) = ranges.next_if(|range| range.first.0 - (first.0 + pages.0) <= BRIDGE_PAGES) {
-                pages = Pages(near.first.0 - first.0) + near.pages;
+            while let Some(next) = ranges.next_if(|range| range.first.0 - (first.0 + pages.0) <= BRIDGE_PAGES) {
+                pages = Pages(next.first.0 - first.0) + next.pages;
             }
             walk_entries(&held.pagemap, entries, first, pages, |start, entries| {
                 visit(start, entries);
@@ -392,7 +393,8 @@ impl PageReader {
         Ok(())
     }
 
-    /// Finds or opens the process's files and returns their place. An address space that exec has replaced is let go.
+    /// Finds or opens the files of a process and returns their index. Files of an address space replaced by exec are
+    /// closed.
     fn hold(&mut self, process: &Process) -> Result<usize, ReadError> {
         if let Some(at) = self.held.iter().position(|held| held.is_of(process)) {
             if self.held[at].pagemap.is_live()? {

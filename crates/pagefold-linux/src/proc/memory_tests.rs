@@ -4,7 +4,7 @@ use pagefold_core::units::PAGE_SIZE;
 use std::collections::HashMap;
 use std::ptr;
 
-/// Anonymous memory of this process, given back when dropped.
+/// Anonymous memory of this process, unmapped when dropped.
 struct Memory {
     start: *mut u8,
     pages: usize,
@@ -26,13 +26,13 @@ impl Memory {
         assert_ne!(start, libc::MAP_FAILED);
         let memory = Self { start: start.cast(), pages };
         memory.advise(libc::MADV_NOHUGEPAGE);
-        // Tests run at the same time in one process: another one's fork would share these pages.
+        // Tests run concurrently in one process: the fork of another test would share these pages.
         memory.advise(libc::MADV_DONTFORK);
         memory
     }
 
     fn advise(&self, advice: i32) {
-        // SAFETY: the range is this mapping's own, and the advice keeps its contents.
+        // SAFETY: the range lies in this mapping, and the advice keeps its contents.
         assert_eq!(unsafe { libc::madvise(self.start.cast(), self.pages * PAGE_SIZE, advice) }, 0);
     }
 
@@ -46,7 +46,7 @@ impl Memory {
         unsafe { self.start.add(page * PAGE_SIZE) }
     }
 
-    /// Fills a page with contents that tell which page it is.
+    /// Fills a page with contents that depend on its index.
     fn fill(&self, page: usize) {
         // SAFETY: the page is inside the mapping and writable; nothing else refers to it.
         unsafe { ptr::copy_nonoverlapping(contents(page).as_ptr(), self.at(page), PAGE_SIZE) }
@@ -57,8 +57,8 @@ impl Memory {
         unsafe { ptr::read_volatile(self.at(page)) }
     }
 
-    /// Takes a page away for good: what is there then is a file's page behind the file's end, which nobody can read.
-    /// A plain munmap would leave a hole, and another test's mapping might land in it.
+    /// Makes a page permanently unreadable by mapping a page beyond the end of a file over it. A plain munmap would leave
+    /// a hole in which another test could map memory.
     fn unmap(&self, page: usize) {
         // SAFETY: an empty file of memory; the page is inside this mapping, and no test touches it afterwards.
         unsafe {
@@ -73,7 +73,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's own.
+        // SAFETY: this value owns the mapping.
         unsafe { libc::munmap(self.start.cast(), self.pages * PAGE_SIZE) };
     }
 }
@@ -82,7 +82,7 @@ impl Drop for Memory {
 struct Child(i32);
 
 impl Child {
-    /// Forks with nothing of the tests' memory but this.
+    /// Forks so that the child shares `memory` and no memory of other tests.
     fn fork_with(memory: &Memory) -> Self {
         memory.advise(libc::MADV_DOFORK);
         let child = Self::fork();
@@ -94,7 +94,7 @@ impl Child {
         // SAFETY: the child calls only pause, which is safe after fork in a program with threads.
         match unsafe { libc::fork() } {
             0 => loop {
-                // SAFETY: pause has no arguments to get wrong.
+                // SAFETY: pause takes no arguments.
                 unsafe { libc::pause() };
             },
             pid => {
@@ -134,12 +134,12 @@ fn read(reader: &mut PageReader, process: &Process, runs: &[(Vpn, u32)], how: Re
 }
 
 #[test]
-fn every_page_of_every_run_is_shown_in_order_with_its_bytes() {
+fn every_page_of_every_run_is_visited_in_order_with_its_contents() {
     let memory = Memory::new(1000);
     let written = |page: usize| page % 7 != 3;
     (0..1000).filter(|&page| written(page)).for_each(|page| memory.fill(page));
     let first = memory.first();
-    // Longer than a batch, out of order, overlapping, single pages, empty, near and far.
+    // Longer than a batch, out of order, overlapping, single pages, empty, with small and large gaps.
     let runs: Vec<(Vpn, u32)> =
         [(0, 700), (990, 10), (5, 1), (7, 1), (3, 0), (100, 16), (130, 16), (110, 40), (0, 1000)]
             .iter()
@@ -160,7 +160,7 @@ fn every_page_of_every_run_is_shown_in_order_with_its_bytes() {
         .collect();
     assert_eq!(seen.len(), expected.len());
     assert!(seen == expected);
-    // Looking must not have brought pages in.
+    // Reading must not have faulted pages in.
     assert_eq!(
         PageReader::new().census(&own(), first, Pages(1000), false).unwrap().anonymous(),
         Pages((0..1000).filter(|&page| written(page)).count() as u64)
@@ -189,12 +189,12 @@ fn zero_and_file_pages_are_told_apart() {
     assert_eq!(seen[0].2, None);
     let census = reader.census(&own(), memory.first(), Pages(3), false).unwrap();
     assert_eq!(census, Census { private: Pages(1), zero: Pages(1), ..Census::default() });
-    // Without frame flags the zero page passes for shared: the careful answer.
+    // Without frame flags the zero page counts as shared.
     let mut blind = PageReader { frames: None, held: Vec::new(), batch: Batch::default() };
     let seen = read(&mut blind, &own(), &[(memory.first(), 3)], ReadHow::default()).unwrap();
     let states: Vec<PageState> = seen.iter().map(|page| page.1).collect();
     assert_eq!(states, [PageState::Shared, PageState::Private, PageState::Absent]);
-    // The program's own code is a file's, however it is asked.
+    // Program code is a page of a file with either option.
     let code = Vpn::of_address(zero_and_file_pages_are_told_apart as *const () as u64);
     for huge in [false, true] {
         let seen =
@@ -206,7 +206,7 @@ fn zero_and_file_pages_are_told_apart() {
 }
 
 #[test]
-fn reading_keeps_what_fork_shares() {
+fn reading_does_not_unshare_pages_shared_by_fork() {
     let memory = Memory::new(64);
     (0..64).for_each(|page| memory.fill(page));
     let _child = Child::fork_with(&memory);
@@ -228,8 +228,8 @@ fn reading_keeps_what_fork_shares() {
             assert_eq!(*bytes, (private || wanted == Contents::All).then(|| contents(index)));
         }
     }
-    assert_eq!(exclusive(&mut reader), 1, "reading has un-shared pages");
-    // The control: what the reader avoids does happen.
+    assert_eq!(exclusive(&mut reader), 1, "reading has unshared pages");
+    // The control: a plain process_vm_readv does unshare pages.
     let mut bytes = vec![0u8; 4 * PAGE_SIZE];
     let length = 4 * PAGE_SIZE;
     let local = Piece { address: bytes.as_mut_ptr() as u64, length };
@@ -238,7 +238,7 @@ fn reading_keeps_what_fork_shares() {
 }
 
 #[test]
-fn pages_that_vanish_before_the_read_are_absent_and_the_rest_is_read() {
+fn pages_unmapped_before_the_read_are_absent_and_the_others_are_read() {
     let process = own();
     for gone in [&[3usize, 7, 8, 63][..], &[0], &[0, 1, 2, 62, 63], &[], &[31]] {
         let memory = Memory::new(64);
@@ -265,7 +265,7 @@ fn pages_that_vanish_before_the_read_are_absent_and_the_rest_is_read() {
 }
 
 #[test]
-fn shared_pages_that_vanish_are_absent() {
+fn shared_pages_unmapped_before_the_read_are_absent() {
     let memory = Memory::new(8);
     (0..8).for_each(|page| memory.fill(page));
     let _child = Child::fork_with(&memory);
@@ -287,7 +287,7 @@ fn shared_pages_that_vanish_are_absent() {
 }
 
 #[test]
-fn an_ended_process_is_vanished_even_for_a_reader_that_holds_its_files() {
+fn a_process_that_ended_is_vanished_although_its_files_are_held_open() {
     let memory = Memory::new(4);
     memory.fill(0);
     let child = Child::fork_with(&memory);
@@ -304,7 +304,7 @@ fn an_ended_process_is_vanished_even_for_a_reader_that_holds_its_files() {
 }
 
 #[test]
-fn exec_is_noticed() {
+fn exec_is_detected() {
     let mut child = std::process::Command::new("sh")
         .args(["-c", "read line; exec sleep 60"])
         .stdin(std::process::Stdio::piped())
@@ -314,12 +314,12 @@ fn exec_is_noticed() {
     let mut reader = PageReader::new();
     let at = reader.hold(&process).unwrap();
     reader.held[at].check().unwrap();
-    drop(child.stdin.take()); // end of input: on to sleep
+    drop(child.stdin.take()); // end of input: the shell executes sleep
     while process.stat().unwrap().comm != b"sleep" {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
     assert!(matches!(reader.held[at].check(), Err(ReadError::Vanished { .. })));
-    // The next call is about the new program.
+    // The next call reads the new program.
     let maps = crate::proc::maps::parse_maps(&process.read_file("maps").unwrap()).unwrap();
     let stack = maps.iter().find(|vma| vma.name == b"[stack]").unwrap();
     let census = reader.census(&process, stack.first(), stack.pages(), false).unwrap();
@@ -329,7 +329,7 @@ fn exec_is_noticed() {
 }
 
 #[test]
-fn a_terabyte_of_nothing_is_counted_at_once() {
+fn empty_parts_of_a_range_are_skipped() {
     let memory = Memory::new(1 << 28);
     for page in [0, 77, 78, 123_456_789, (1 << 28) - 1] {
         memory.fill(page);
@@ -346,12 +346,12 @@ fn a_terabyte_of_nothing_is_counted_at_once() {
     let mut runs = Vec::new();
     reader.resident_runs(&own(), first, Pages(1 << 28), &mut runs).unwrap();
     assert_eq!(runs, [(first, 1), (first + 77, 2), (first + 123_456_789, 1), (first + ((1 << 28) - 1), 1)]);
-    // pagemap alone would take some seconds for its two gigabytes of entries.
+    // Reading all two gigabytes of pagemap entries would take seconds.
     assert!(before.elapsed().as_millis() < 1000, "{:?}", before.elapsed());
 }
 
 #[test]
-fn huge_pages_are_recognised_with_and_without_a_scan() {
+fn huge_pages_are_recognised_with_and_without_pagemap_scan() {
     let memory = Memory::new(3 * 512);
     memory.advise(libc::MADV_HUGEPAGE);
     let skip = usize::try_from((512 - memory.first().0 % 512) % 512).unwrap();

@@ -1,7 +1,7 @@
-//! Letting KSM merge a whole process, from within: `prctl(PR_SET_MEMORY_MERGE)`, Linux 6.4 and later.
+//! Marking all memory of the calling process: `prctl(PR_SET_MEMORY_MERGE)`, Linux 6.4 and later.
 //!
-//! It marks every mapping the process has and will have, and is inherited by fork and, from 6.7, through exec. No
-//! tracing and no privilege is needed, but the choice of regions is lost: all of them are marked.
+//! It applies to all present and future mappings, is inherited by fork and, from Linux 6.7, kept by exec. It needs
+//! neither ptrace nor a privilege, but regions cannot be chosen.
 
 use std::io;
 
@@ -10,14 +10,15 @@ pub const PR_SET_MEMORY_MERGE: i32 = 67;
 /// `PR_GET_MEMORY_MERGE`.
 pub const PR_GET_MEMORY_MERGE: i32 = 68;
 
-/// Lets KSM merge the memory of this process and of what it starts or becomes.
+/// Marks all memory of this process and of the programs it starts or executes.
 ///
-/// `EINVAL` means a kernel before 6.4 or without KSM.
+/// # Errors
+/// `EINVAL` from kernels before 6.4 or without KSM.
 pub fn set_merge_any() -> io::Result<()> {
     prctl(PR_SET_MEMORY_MERGE, 1).map(drop)
 }
 
-/// Whether KSM may merge all of this process.
+/// Whether all memory of this process is marked.
 pub fn is_merge_any() -> io::Result<bool> {
     prctl(PR_GET_MEMORY_MERGE, 0).map(|set| set == 1)
 }

@@ -1,7 +1,7 @@
-//! Page tables seen from outside: `/proc/PID/pagemap`, the PAGEMAP_SCAN request on it, and `/proc/kpageflags`.
+//! `/proc/PID/pagemap` and its PAGEMAP_SCAN ioctl.
 //!
-//! Bits are those of the kernel's Documentation/admin-guide/mm/pagemap.rst. Frame numbers, and with them
-//! everything in kpageflags, need CAP_SYS_ADMIN; without it the kernel shows frame 0.
+//! Bits follow the kernel's Documentation/admin-guide/mm/pagemap.rst. Frame numbers, and so everything in
+//! [`super::kpageflags`], need CAP_SYS_ADMIN; without it the kernel shows frame 0.
 
 use crate::os::fault;
 use crate::proc::process::{Process, ReadError};
@@ -14,40 +14,40 @@ use std::path::Path;
 use std::sync::OnceLock;
 use thiserror::Error;
 
-/// One page table entry as pagemap shows it.
+/// One page table entry in pagemap's format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PagemapEntry(pub u64);
 
 impl PagemapEntry {
-    /// A frame is mapped.
+    /// Whether a frame is mapped.
     pub const fn present(self) -> bool {
         self.0 & (1 << 63) != 0
     }
-    /// The page is in swap (or is being migrated).
+    /// Whether the page is in swap or is being migrated.
     pub const fn swapped(self) -> bool {
         self.0 & (1 << 62) != 0
     }
-    /// The frame is a file's own page or shared memory. Some kernels say so of the huge zero page as well.
+    /// Whether the frame is a page of a file or shared memory. Some kernels set this bit for the huge zero page too.
     pub const fn file_or_shared(self) -> bool {
         self.0 & (1 << 61) != 0
     }
-    /// The frame is mapped exactly once.
+    /// Whether the frame is mapped exactly once.
     pub const fn exclusive(self) -> bool {
         self.0 & (1 << 56) != 0
     }
-    /// The frame's number, where a frame is mapped and the kernel tells us.
+    /// Frame number, if a frame is mapped and its number is visible.
     pub const fn pfn(self) -> Option<u64> {
         let pfn = self.0 & ((1 << 55) - 1);
         if self.present() && pfn != 0 { Some(pfn) } else { None }
     }
-    /// Present, anonymous and mapped nowhere else: what process_vm_readv may touch.
+    /// Whether the page is present, anonymous and mapped once: process_vm_readv may read it.
     pub const fn private(self) -> bool {
         self.present() && !self.file_or_shared() && self.exclusive()
     }
 }
 
-/// A process's pagemap. It stays that of the address space that the process had when it was opened: after exec
-/// the kernel reads nothing from it any more, which is how an exec is noticed.
+/// An open pagemap. It belongs to the address space at the time it was opened: after exec, reads return nothing, which
+/// is how an exec is detected.
 #[derive(Debug)]
 pub struct Pagemap {
     pid: i32,
@@ -55,19 +55,22 @@ pub struct Pagemap {
 }
 
 impl Pagemap {
-    /// Opens the process's pagemap.
+    /// Opens the pagemap of a process.
     pub fn open(process: &Process) -> Result<Self, ReadError> {
         Ok(Self { pid: process.pid(), file: process.open_file("pagemap")? })
     }
 
-    /// Reads the entries of neighbouring pages, from `first` on. Measured: 0.9 us for one page, 33 ns
-    /// for each more.
+    /// Reads the entries of adjacent pages, starting at `first`. Measured: 0.9 us for one page, 33 ns for each
+    /// additional page.
+    ///
+    /// # Errors
+    /// [`ReadError::Vanished`] if the address space is gone.
     pub fn read(&self, first: Vpn, entries: &mut [u64]) -> Result<(), ReadError> {
         let offset = first.0.checked_mul(8).ok_or(ReadError::Vanished { pid: self.pid })?;
         match fault::io("read:pagemap").and_then(|()| pread_words(&self.file, entries, offset)) {
             Ok(read) if read == entries.len() => Ok(()),
             Ok(0) if !entries.is_empty() => Err(ReadError::Vanished { pid: self.pid }),
-            // The end of the address space: there are no pages behind it.
+            // The end of the address space.
             Ok(read) => {
                 entries[read..].fill(0);
                 Ok(())
@@ -76,7 +79,7 @@ impl Pagemap {
         }
     }
 
-    /// Whether the address space is still there. Costs one short system call.
+    /// Whether the address space still exists. Costs one short system call.
     pub fn is_live(&self) -> Result<bool, ReadError> {
         match self.read(Vpn(0), &mut [0]) {
             Ok(()) => Ok(true),
@@ -85,8 +88,8 @@ impl Pagemap {
         }
     }
 
-    /// Finds the ranges between `first` and `first + pages` that have any of the wanted categories and appends them
-    /// to `found`. Neighbouring ranges of different categories come separately.
+    /// Appends to `found` the ranges within `pages` pages from `first` that have any of the wanted categories.
+    /// Adjacent ranges of different categories are separate.
     pub fn scan(
         &self,
         first: Vpn,
@@ -128,13 +131,13 @@ impl Pagemap {
     }
 }
 
-/// Why PAGEMAP_SCAN gave no answer.
+/// Why PAGEMAP_SCAN failed.
 #[derive(Debug, Error)]
 pub enum ScanError {
     /// The kernel is older than 6.7, or older than one of the categories.
     #[error("this kernel has no PAGEMAP_SCAN (Linux 6.7)")]
     Absent,
-    /// The kernel reports success and no progress.
+    /// The kernel reports success without progress.
     #[error("PAGEMAP_SCAN makes no progress")]
     Stuck,
     /// The process or its pagemap cannot be read.
@@ -142,12 +145,12 @@ pub enum ScanError {
     Read(#[from] ReadError),
 }
 
-/// A set of PAGEMAP_SCAN's page categories.
+/// A set of PAGEMAP_SCAN page categories.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Categories(pub u64);
 
 impl Categories {
-    /// A file's own page or shared memory.
+    /// Page of a file or shared memory.
     pub const FILE: Self = Self(1 << 2);
     /// Present.
     pub const PRESENT: Self = Self(1 << 3);
@@ -158,30 +161,30 @@ impl Categories {
     /// Mapped by a huge page.
     pub const HUGE: Self = Self(1 << 6);
 
-    /// This and another.
+    /// The union with `other`.
     #[must_use]
     pub const fn or(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
-    /// Whether all of `other` is in here.
+    /// Whether this set contains all of `other`.
     pub const fn has(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 }
 
-/// Neighbouring pages of the same categories.
+/// Adjacent pages of the same categories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRange {
-    /// The first page.
+    /// First page.
     pub first: Vpn,
-    /// How many.
+    /// Number of pages.
     pub pages: Pages,
-    /// What they are, of what was asked.
+    /// Those of the requested categories that apply.
     pub categories: Categories,
 }
 
 impl PageRange {
-    /// The pages between two addresses.
+    /// The pages between two addresses as PAGEMAP_SCAN returns them.
     pub(crate) fn between(start: u64, end: u64, categories: u64) -> Self {
         let pages = Pages(end.saturating_sub(start) / PAGE_SIZE as u64);
         Self { first: Vpn::of_address(start), pages, categories: Categories(categories) }

@@ -3,18 +3,18 @@ use proptest::prelude::*;
 use std::io::Write;
 
 #[test]
-fn entry_bits() {
+fn entries_are_decoded() {
     let private = PagemapEntry(1 << 63 | 1 << 56 | 0x1234);
     assert!(private.private() && private.exclusive() && !private.swapped());
     assert_eq!(private.pfn(), Some(0x1234));
-    assert!(!PagemapEntry(1 << 63 | 0x1234).private(), "mapped elsewhere too");
-    assert!(!PagemapEntry(1 << 63 | 1 << 61 | 1 << 56).private(), "a file's");
+    assert!(!PagemapEntry(1 << 63 | 0x1234).private(), "mapped more than once");
+    assert!(!PagemapEntry(1 << 63 | 1 << 61 | 1 << 56).private(), "page of a file");
     assert!(!PagemapEntry(1 << 62 | 1 << 56).private(), "swapped out");
-    assert_eq!(PagemapEntry(1 << 62 | 0x1234).pfn(), None, "that is the place in swap");
-    assert_eq!(PagemapEntry(1 << 63).pfn(), None, "hidden from us");
+    assert_eq!(PagemapEntry(1 << 62 | 0x1234).pfn(), None, "a swap offset");
+    assert_eq!(PagemapEntry(1 << 63).pfn(), None, "frame number hidden");
 }
 
-/// Frame `n` of the file has the flags `n * 3 + 1`.
+/// A kpageflags file in which frame `n` has the flags `n * 3 + 1`.
 fn flags_file(frames: u64) -> (tempfile::NamedTempFile, KpageFlags) {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     let words: Vec<u8> = (0..frames).flat_map(|frame| (frame * 3 + 1).to_ne_bytes()).collect();
@@ -37,7 +37,7 @@ proptest! {
 }
 
 #[test]
-fn frames_in_one_long_row_are_all_answered() {
+fn more_adjacent_frames_than_one_read_holds_are_all_looked_up() {
     let (_file, mut flags) = flags_file(5000);
     let mut sum = 0;
     flags.look_up((0..5000).rev(), |_, flags| sum += flags.0).unwrap();
@@ -67,7 +67,7 @@ fn scan_finds_the_categories_of_own_memory() {
 }
 
 #[test]
-fn a_scan_with_more_ranges_than_one_answer_holds_is_complete() {
+fn a_scan_with_more_ranges_than_one_call_returns_is_complete() {
     let pages = 1000u64;
     let length = 1000 * PAGE_SIZE;
     // SAFETY: a new mapping at an address of the kernel's choosing.
@@ -76,7 +76,7 @@ fn a_scan_with_more_ranges_than_one_answer_holds_is_complete() {
         libc::mmap(std::ptr::null_mut(), length, protection, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
     };
     assert_ne!(start, libc::MAP_FAILED);
-    // SAFETY: the pages are inside the new mapping; without huge pages each stands alone.
+    // SAFETY: the pages are inside the new mapping.
     unsafe {
         libc::madvise(start, length, libc::MADV_NOHUGEPAGE);
         (0..1000).step_by(2).for_each(|page| start.cast::<u8>().add(page * PAGE_SIZE).write(1));
@@ -92,6 +92,6 @@ fn a_scan_with_more_ranges_than_one_answer_holds_is_complete() {
             assert_eq!(firsts, (0..pages).step_by(2).map(|page| first + page).collect::<Vec<_>>());
         }
     }
-    // SAFETY: the mapping is this test's own and not used any more.
+    // SAFETY: the mapping belongs to this test and is no longer used.
     unsafe { libc::munmap(start, length) };
 }

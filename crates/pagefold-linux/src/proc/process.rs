@@ -1,8 +1,7 @@
-//! A process, held so that a reused pid cannot be taken for it.
+//! A process handle that pid reuse cannot confuse.
 //!
-//! A [`Process`] is a pid, its start time and an open descriptor of `/proc/PID`. Every read goes
-//! through the descriptor: once the process is reaped the kernel answers ESRCH there, whoever has
-//! the pid by then.
+//! A [`Process`] is a pid, its start time and an open descriptor of `/proc/PID`. Every read goes through the
+//! descriptor: once the process is reaped the kernel answers ESRCH there, even if the pid has been reused.
 
 use crate::os::fault;
 use std::ffi::{CStr, CString};
@@ -12,55 +11,29 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Why something of a process could not be read. The four cases call for different answers.
+/// Why a file below `/proc/PID` could not be read. Callers treat the cases differently.
 #[derive(Debug, Error)]
+#[allow(missing_docs)] // `pid` is the process, `file` the path below `/proc/PID`
 pub enum ReadError {
-    /// The process has ended (or is a zombie, whose memory is gone).
+    /// The process has ended, or is a zombie, which has no memory.
     #[error("process {pid} has ended")]
-    Vanished {
-        /// The process.
-        pid: i32,
-    },
-    /// The file does not exist although the process does: this kernel has no such file.
+    Vanished { pid: i32 },
+    /// The process exists and the file does not: this kernel does not provide it.
     #[error("/proc/{pid}/{file} does not exist on this kernel")]
-    Absent {
-        /// The process.
-        pid: i32,
-        /// The file below `/proc/PID`.
-        file: String,
-    },
-    /// The kernel refuses.
+    Absent { pid: i32, file: String },
+    /// The kernel refuses access.
     #[error("not permitted to read /proc/{pid}/{file}")]
-    Denied {
-        /// The process.
-        pid: i32,
-        /// The file below `/proc/PID`.
-        file: String,
-    },
-    /// The text is not what the kernel documents.
+    Denied { pid: i32, file: String },
+    /// The text is not in the documented format.
     #[error("/proc/{pid}/{file} is malformed: {what}")]
-    Malformed {
-        /// The process.
-        pid: i32,
-        /// The file below `/proc/PID`.
-        file: String,
-        /// What is wrong with it.
-        what: String,
-    },
+    Malformed { pid: i32, file: String, what: String },
     /// Any other failure.
-    #[error("reading /proc/{pid}/{file}: {source}")]
-    Io {
-        /// The process.
-        pid: i32,
-        /// The file below `/proc/PID`.
-        file: String,
-        /// The system's error.
-        source: io::Error,
-    },
+    #[error("cannot read /proc/{pid}/{file}: {source}")]
+    Io { pid: i32, file: String, source: io::Error },
 }
 
 impl ReadError {
-    /// Tells an error of the system apart by its number.
+    /// Classifies an I/O error by its number.
     pub fn from_io(pid: i32, file: &str, source: io::Error) -> Self {
         let file = file.to_owned();
         match source.raw_os_error() {
@@ -72,7 +45,7 @@ impl ReadError {
     }
 }
 
-/// A live process, held by descriptor. Two handles are of the same process when pid and start time agree.
+/// A handle of a process. Two handles refer to the same process if pid and start time are equal.
 #[derive(Debug)]
 pub struct Process {
     pid: i32,
@@ -81,12 +54,15 @@ pub struct Process {
 }
 
 impl Process {
-    /// Takes hold of the process that has `pid` now.
+    /// Opens the process that has `pid` now.
+    ///
+    /// # Errors
+    /// [`ReadError::Vanished`] if there is no such process.
     pub fn open(pid: i32) -> Result<Self, ReadError> {
         Self::open_at(Path::new("/proc"), pid)
     }
 
-    /// The same below another root, for tests on recorded trees.
+    /// The same below another root, for tests on fixture trees.
     pub fn open_at(root: &Path, pid: i32) -> Result<Self, ReadError> {
         let path: PathBuf = root.join(pid.to_string());
         let dir: OwnedFd = match File::open(&path) {
@@ -99,12 +75,12 @@ impl Process {
         Ok(process)
     }
 
-    /// The pid, in this process's pid namespace.
+    /// The pid, in pagefold's pid namespace.
     pub fn pid(&self) -> i32 {
         self.pid
     }
 
-    /// When it started: clock ticks after boot, field 22 of `/proc/PID/stat`.
+    /// Start time in clock ticks after boot, field 22 of `/proc/PID/stat`.
     pub fn start_time_ticks(&self) -> u64 {
         self.start_time_ticks
     }
@@ -119,7 +95,7 @@ impl Process {
         self.fault(file)?;
         let path = CString::new(file).map_err(|_| self.malformed(file, "a name with a NUL byte"))?;
         let opened = openat(&self.dir, &path, flags).map_err(|error| match error.raw_os_error() {
-            // A missing file below a live process is this kernel's; below a reaped one everything is missing.
+            // Below a reaped process every file is missing; below a live one the kernel does not provide this file.
             Some(libc::ENOENT) if openat(&self.dir, c"stat", libc::O_RDONLY).is_err() => {
                 ReadError::Vanished { pid: self.pid }
             }
@@ -128,7 +104,7 @@ impl Process {
         Ok(opened.into())
     }
 
-    /// Where a read of a file below `/proc/PID` may be made to fail, also one that is held open.
+    /// Fault point for reads of a file below `/proc/PID`, including files held open.
     pub(crate) fn fault(&self, file: &str) -> Result<(), ReadError> {
         let name = file.rsplit('/').next().unwrap_or(file);
         fault::io_of("read", name).map_err(|error| ReadError::from_io(self.pid, file, error))
@@ -147,13 +123,12 @@ impl Process {
         Stat::parse(&bytes).map_err(|what| self.malformed("stat", what))
     }
 
-    /// Whether the process is still there, the same one, and not a zombie.
+    /// Whether the process still runs (zombies do not).
     pub fn is_alive(&self) -> bool {
-        self.stat()
-            .is_ok_and(|stat| stat.start_time_ticks == self.start_time_ticks && !matches!(stat.state, b'Z' | b'X'))
+        self.stat().is_ok_and(|stat| stat.start_time_ticks == self.start_time_ticks && !stat.has_ended())
     }
 
-    /// A malformed-text error for a file of this process.
+    /// A [`ReadError::Malformed`] for a file of this process.
     pub fn malformed(&self, file: &str, what: impl Into<String>) -> ReadError {
         ReadError::Malformed { pid: self.pid, file: file.to_owned(), what: what.into() }
     }
@@ -165,31 +140,36 @@ fn openat(dir: &OwnedFd, path: &CStr, flags: i32) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just handed out this descriptor; nobody else owns it.
+    // SAFETY: the kernel has just returned this descriptor; nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// The fields of `/proc/PID/stat` that pagefold uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stat {
-    /// The command name, at most 15 bytes, any bytes.
+    /// Command name: at most 15 bytes, of any value.
     pub comm: Vec<u8>,
-    /// The state letter: R, S, D, Z, T, t, X, I.
+    /// State letter: R, S, D, Z, T, t, X, I.
     pub state: u8,
-    /// The parent's pid.
+    /// Parent's pid.
     pub parent: i32,
-    /// Kernel thread (PF_KTHREAD in the flags).
+    /// PF_KTHREAD is set.
     pub kernel_thread: bool,
     /// User plus system time of the process, clock ticks.
     pub cpu_ticks: u64,
     /// Start time, clock ticks after boot.
     pub start_time_ticks: u64,
-    /// The nice value of its main thread.
+    /// Nice value of the main thread.
     pub nice: i8,
 }
 
 impl Stat {
-    /// Parses the text of `/proc/PID/stat`. The name may hold spaces and parentheses: it ends at the last one.
+    /// Whether the process is a zombie or being reaped: it has no memory.
+    pub fn has_ended(&self) -> bool {
+        matches!(self.state, b'Z' | b'X')
+    }
+
+    /// Parses the text of `/proc/PID/stat`. The name may contain spaces and parentheses; it ends at the last one.
     pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
         const PF_KTHREAD: u64 = 0x0020_0000;
         let open = text.iter().position(|&byte| byte == b'(').ok_or("no command name")?;
@@ -220,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stat_survives_hostile_names() {
+    fn stat_is_parsed_whatever_the_command_name() {
         let text = b"42 (a) R 1 (b)) S 7 1 1 0 -1 4194304 0 0 0 0 11 22 0 0 20 -5 1 0 9876 1 1";
         let stat = Stat::parse(text).unwrap();
         assert_eq!(stat.comm, b"a) R 1 (b)");
@@ -234,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn own_process_is_alive_and_an_impossible_one_is_not() {
+    fn missing_files_and_missing_processes_are_different_errors() {
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
         assert!(own.is_alive());
         assert!(matches!(own.read_file("no-such-file"), Err(ReadError::Absent { .. })));

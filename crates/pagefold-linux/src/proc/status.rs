@@ -1,4 +1,4 @@
-//! What `/proc/PID/status` and the links beside it tell of a process: who owns it, who traces it, what it runs.
+//! `/proc/PID/status` and `/proc/PID/exe`: user, tracer, capabilities and executable of a process.
 
 use crate::proc::process::{Process, ReadError};
 use std::ffi::OsString;
@@ -10,25 +10,25 @@ use std::path::{Path, PathBuf};
 /// The fields of `/proc/PID/status` that pagefold uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
-    /// The thread group: the pid proper. Differs from the pid asked for where that is a thread's.
+    /// Thread group ID. Differs from the requested pid if that is a thread ID.
     pub thread_group: i32,
-    /// Who traces it; 0 for nobody.
+    /// Thread that traces the process; 0 if none.
     pub tracer: i32,
     /// Real, effective, saved and file system user.
     pub uids: [u32; 4],
     /// Real, effective, saved and file system group.
     pub gids: [u32; 4],
-    /// Its permitted capabilities, one bit each.
+    /// Permitted capabilities, one bit each.
     pub permitted: u64,
 }
 
 impl Status {
-    /// Reads a process's status.
+    /// Reads the status of a process.
     pub fn of(process: &Process) -> Result<Self, ReadError> {
         Self::parse(&process.read_file("status")?).map_err(|what| process.malformed("status", what))
     }
 
-    /// Parses the text. The name is escaped by the kernel and cannot forge a line.
+    /// Parses the text of `/proc/PID/status`. The kernel escapes newlines in the name, so it cannot forge a line.
     pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
         let field = |name: &[u8]| -> Result<&str, &'static str> {
             let line = text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(name));
@@ -52,14 +52,14 @@ impl Status {
         })
     }
 
-    /// The user whose rights it has.
+    /// Effective user.
     pub fn effective_uid(&self) -> u32 {
         self.uids[1]
     }
 }
 
-/// The executable, as the kernel shows it (with ` (deleted)` behind it where it has been replaced). None for kernel
-/// threads and zombies.
+/// Path of the executable as the kernel shows it, with ` (deleted)` appended if the file has been replaced. `None` for
+/// kernel threads and zombies.
 pub fn exe_of(process: &Process) -> Result<Option<PathBuf>, ReadError> {
     process.fault("exe")?;
     let link = match process.open_with("exe", libc::O_PATH | libc::O_NOFOLLOW) {
@@ -75,7 +75,7 @@ pub fn exe_of(process: &Process) -> Result<Option<PathBuf>, ReadError> {
         return Ok(Some(OsString::from_vec(target).into()));
     }
     let error = io::Error::last_os_error();
-    // Kernel threads have the link, and it leads nowhere.
+    // Kernel threads have the link, but it cannot be read.
     if error.raw_os_error() == Some(libc::ENOENT) {
         Ok(None)
     } else {
@@ -83,22 +83,22 @@ pub fn exe_of(process: &Process) -> Result<Option<PathBuf>, ReadError> {
     }
 }
 
-/// The executable's base name without ` (deleted)`, or the command name (at most 15 bytes) where there is no executable.
+/// Base name of the executable without ` (deleted)`, or the command name (at most 15 bytes) if there is no executable.
 pub fn program_name(exe: Option<&Path>, comm: &[u8]) -> Vec<u8> {
     let name = exe.and_then(Path::file_name).map(OsStrExt::as_bytes);
     let name = name.map(|name| name.strip_suffix(b" (deleted)").unwrap_or(name));
     name.unwrap_or(comm).to_vec()
 }
 
-/// Text of unknown origin, made safe to print: what could steer a terminal or reorder a line is escaped.
+/// Makes untrusted text safe to print: escapes control characters and characters that reorder a line.
 pub fn printable(text: &[u8]) -> String {
-    let steers = |c: char| {
+    let is_unsafe = |c: char| {
         c.is_control()
             || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
     };
     String::from_utf8_lossy(text)
         .chars()
-        .flat_map(|c| if steers(c) { c.escape_default().collect::<Vec<_>>() } else { vec![c] })
+        .flat_map(|c| if is_unsafe(c) { c.escape_default().collect::<Vec<_>>() } else { vec![c] })
         .collect()
 }
 
@@ -121,13 +121,13 @@ mod tests {
     }
 
     #[test]
-    fn own_executable_is_found_through_the_held_directory() {
+    fn exe_of_reads_the_link_through_the_held_directory() {
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
         assert_eq!(exe_of(&own).unwrap().unwrap(), std::env::current_exe().unwrap());
     }
 
     #[test]
-    fn names_cannot_steer_a_terminal() {
+    fn control_characters_in_names_are_escaped() {
         assert_eq!(printable(b"a\x1b[2Jb\xff\nc"), "a\\u{1b}[2Jb\u{fffd}\\nc");
         assert_eq!(printable("x\u{202e}y é".as_bytes()), "x\\u{202e}y é");
         assert_eq!(program_name(Some("/opt/x y (deleted)".as_ref()), b"z"), b"x y");
@@ -136,7 +136,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn status_never_panics(text in prop::collection::vec(any::<u8>(), 0..300), cut in 0..TEXT.len()) {
+        fn parsing_status_never_panics(text in prop::collection::vec(any::<u8>(), 0..300), cut in 0..TEXT.len()) {
             let _ = Status::parse(&text);
             let _ = Status::parse(&[&TEXT[..cut], &text].concat());
         }

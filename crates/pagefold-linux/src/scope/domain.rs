@@ -1,62 +1,61 @@
-//! Trust domains: memory is folded within one only, for whoever shares a page with a stranger can time his writes to
-//! learn what the stranger's page holds.
+//! Trust domains. Pages are merged within one domain only: a process that shares a page with another can time its writes
+//! to learn the contents of the other's pages.
 //!
-//! The first word counts: the attribute `user.pagefold.domain` of the process's cgroup or of the nearest above it that
-//! has one, then the rules in their order, then the user if that is asked for. Who is named by none of them is in the
-//! domain [`DEFAULT`].
+//! The domain of a process is the first of: the attribute `user.pagefold.domain` of its cgroup or the nearest one above,
+//! the first rule that matches, the user if that is configured, and [`DEFAULT`].
 
 use crate::proc::Roots;
 use crate::scope::{Scoped, runs};
 use std::path::{Component, Path, PathBuf};
 
-/// The domain of those that nobody has named another for.
+/// Domain of processes that no attribute or rule assigns to another.
 pub const DEFAULT: &str = "default";
 
-/// Who belongs to which domain.
+/// Assigns processes to domains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DomainRules {
-    /// Users that no rule names have a domain each, `user:UID`.
+    /// Processes that no rule matches are in a domain of their user, `user:UID`.
     pub by_user: bool,
-    /// The first that fits counts.
+    /// The first rule that matches decides.
     pub rules: Vec<DomainRule>,
 }
 
-/// Puts some processes into a domain.
+/// Assigns some processes to a domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DomainRule {
-    /// The domain's name.
+    /// Name of the domain.
     pub name: String,
-    /// Who belongs to it.
+    /// Selects its processes.
     pub selector: Selector,
 }
 
-/// Some processes, told by one of their traits.
+/// Selects processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selector {
-    /// Those in this cgroup and below, by its own path, with a slash at the front. It need not exist.
+    /// Processes in this cgroup and below: its path with a leading slash. It need not exist.
     Cgroup(PathBuf),
-    /// Those with the rights of this user.
+    /// Processes with this effective user.
     User(u32),
-    /// Those that run this program: absolute path, base name, or the name it was started by.
+    /// Processes that run this program: absolute path, base name or command name.
     Exe(String),
 }
 
-/// What the rules need to know of a process.
+/// The facts about a process that the rules judge.
 #[derive(Clone, Copy, Debug)]
-pub struct Facts<'a> {
-    /// What the attribute says: [`Scoped::domain`].
+pub struct DomainFacts<'a> {
+    /// Domain set by an attribute: [`Scoped::domain`].
     pub attribute: Option<&'a str>,
-    /// Its cgroup's own path.
+    /// Path of its cgroup.
     pub cgroup: Option<&'a str>,
-    /// Its effective user.
+    /// Effective user.
     pub uid: u32,
-    /// Its executable.
+    /// Executable.
     pub exe: Option<&'a Path>,
-    /// Its command name.
+    /// Command name.
     pub name: &'a str,
 }
 
-impl<'a> From<&'a Scoped> for Facts<'a> {
+impl<'a> From<&'a Scoped> for DomainFacts<'a> {
     fn from(scoped: &'a Scoped) -> Self {
         Self {
             attribute: scoped.domain.as_deref(),
@@ -69,13 +68,13 @@ impl<'a> From<&'a Scoped> for Facts<'a> {
 }
 
 impl DomainRules {
-    /// The name of the domain that a process is in.
-    pub fn domain_of<'a>(&self, process: impl Into<Facts<'a>>) -> String {
+    /// Name of the domain of a process.
+    pub fn domain_of<'a>(&self, process: impl Into<DomainFacts<'a>>) -> String {
         let facts = process.into();
         if let Some(name) = facts.attribute.filter(|name| !name.is_empty()) {
             return name.to_owned();
         }
-        match self.rules.iter().find(|rule| rule.selector.holds(&facts)) {
+        match self.rules.iter().find(|rule| rule.selector.matches(&facts)) {
             Some(rule) => rule.name.clone(),
             None if self.by_user => format!("user:{}", facts.uid),
             None => DEFAULT.to_owned(),
@@ -84,11 +83,11 @@ impl DomainRules {
 }
 
 impl Selector {
-    /// By a cgroup's own path or its path under the cgroup mount.
+    /// Selects by the path of a cgroup or its path under the cgroup mount.
     pub fn cgroup(path: &Path, roots: &Roots) -> Self {
         let own = match path.strip_prefix(&roots.cgroup) {
             Err(_) => path,
-            // Only version 2 has this file, and there the mount point is the root cgroup itself.
+            // Only version 2 has this file; its mount point is the root cgroup.
             Ok(below) if roots.cgroup.join("cgroup.controllers").exists() => below,
             // The first directory is the hierarchy.
             Ok(below) => {
@@ -100,7 +99,7 @@ impl Selector {
         Self::Cgroup(Path::new("/").join(own))
     }
 
-    fn holds(&self, facts: &Facts<'_>) -> bool {
+    fn matches(&self, facts: &DomainFacts<'_>) -> bool {
         match self {
             Self::Cgroup(path) => facts.cgroup.is_some_and(|cgroup| is_below(cgroup, path)),
             Self::User(uid) => facts.uid == *uid,
@@ -109,35 +108,40 @@ impl Selector {
     }
 }
 
-/// Whether a cgroup is the one named or below it.
-fn is_below(cgroup: &str, named: &Path) -> bool {
+/// Whether a cgroup is the selected one or below it.
+fn is_below(cgroup: &str, selected: &Path) -> bool {
     let cgroup = Path::new(cgroup);
-    // A path that leads out of our cgroup namespace is not one of those named here.
+    // Paths outside our cgroup namespace cannot be selected.
     cgroup.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)))
-        && cgroup.starts_with(named)
+        && cgroup.starts_with(selected)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const WEB: Facts<'_> =
-        Facts { attribute: None, cgroup: Some("/system.slice/web.service/worker"), uid: 33, exe: None, name: "nginx" };
+    const WEB: DomainFacts<'_> = DomainFacts {
+        attribute: None,
+        cgroup: Some("/system.slice/web.service/worker"),
+        uid: 33,
+        exe: None,
+        name: "nginx",
+    };
 
     fn rule(name: &str, selector: Selector) -> DomainRule {
         DomainRule { name: name.to_owned(), selector }
     }
 
     #[test]
-    fn without_a_word_everybody_is_in_one_domain() {
+    fn without_rules_all_processes_are_in_one_domain() {
         assert_eq!(DomainRules::default().domain_of(WEB), "default");
         let by_user = DomainRules { by_user: true, rules: Vec::new() };
         assert_eq!(by_user.domain_of(WEB), "user:33");
-        assert_eq!(by_user.domain_of(Facts { uid: 0, ..WEB }), "user:0");
+        assert_eq!(by_user.domain_of(DomainFacts { uid: 0, ..WEB }), "user:0");
     }
 
     #[test]
-    fn the_first_word_counts() {
+    fn attributes_precede_rules_and_the_first_rule_decides() {
         let rules = DomainRules {
             by_user: true,
             rules: vec![
@@ -147,21 +151,21 @@ mod tests {
             ],
         };
         assert_eq!(rules.domain_of(WEB), "b");
-        assert_eq!(rules.domain_of(Facts { name: "redis-server", ..WEB }), "a");
-        assert_eq!(rules.domain_of(Facts { cgroup: None, ..WEB }), "c");
-        assert_eq!(rules.domain_of(Facts { attribute: Some("d"), ..WEB }), "d");
-        // Set, but to nothing.
-        assert_eq!(rules.domain_of(Facts { attribute: Some(""), ..WEB }), "b");
-        assert_eq!(rules.domain_of(Facts { cgroup: None, uid: 34, ..WEB }), "user:34");
+        assert_eq!(rules.domain_of(DomainFacts { name: "redis-server", ..WEB }), "a");
+        assert_eq!(rules.domain_of(DomainFacts { cgroup: None, ..WEB }), "c");
+        assert_eq!(rules.domain_of(DomainFacts { attribute: Some("d"), ..WEB }), "d");
+        // An empty value.
+        assert_eq!(rules.domain_of(DomainFacts { attribute: Some(""), ..WEB }), "b");
+        assert_eq!(rules.domain_of(DomainFacts { cgroup: None, uid: 34, ..WEB }), "user:34");
     }
 
     #[test]
-    fn cgroups_are_named_by_either_path_and_hold_what_is_below() {
+    fn cgroups_are_selected_by_either_path_and_include_their_subtree() {
         let mount = tempfile::tempdir().unwrap();
         let roots = Roots { cgroup: mount.path().to_owned(), ..Roots::default() };
         let holds = |named: &str, cgroup| {
             let named = named.replace("MOUNT", mount.path().to_str().unwrap());
-            Selector::cgroup(Path::new(&named), &roots).holds(&Facts { cgroup: Some(cgroup), ..WEB })
+            Selector::cgroup(Path::new(&named), &roots).matches(&DomainFacts { cgroup: Some(cgroup), ..WEB })
         };
         let both = |named: &str| {
             assert!(holds(named, "/a/b") && holds(named, "/a/b/c"), "{named}");
@@ -175,16 +179,16 @@ mod tests {
         both("MOUNT/a/b");
         assert!(!holds("MOUNT/memory/a/b", "/a/b"), "version 2 has no such hierarchies");
         assert!(holds("/", "/a") && holds("MOUNT", "/"));
-        assert!(!holds("/", "/../a"), "not one of ours");
+        assert!(!holds("/", "/../a"), "outside our namespace");
     }
 
     #[test]
-    fn programs_are_named_by_path_or_name() {
-        let holds = |wish: &str| {
-            let facts = Facts { exe: Some(Path::new("/usr/sbin/nginx")), ..WEB };
-            Selector::Exe(wish.into()).holds(&facts)
+    fn programs_are_selected_by_path_or_name() {
+        let selects = |selector: &str| {
+            let facts = DomainFacts { exe: Some(Path::new("/usr/sbin/nginx")), ..WEB };
+            Selector::Exe(selector.into()).matches(&facts)
         };
-        assert!(holds("nginx") && holds("/usr/sbin/nginx"));
-        assert!(!holds("/usr/bin/nginx") && !holds("ngin"));
+        assert!(selects("nginx") && selects("/usr/sbin/nginx"));
+        assert!(!selects("/usr/bin/nginx") && !selects("ngin"));
     }
 }

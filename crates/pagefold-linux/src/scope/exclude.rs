@@ -1,6 +1,7 @@
-//! Which processes and which mappings are left alone, and why.
+//! Exclusion rules: which processes and mappings are left alone, and why.
 //!
-//! Facts are acquired first and judged apart from that, so that every rule is tested without a process.
+//! To add a rule: a variant of [`Exclusion`] with its text, and a line in [`judge_process`] or [`vma_exclusion`]. Facts
+//! are read first and judged separately, so rules are tested without a process.
 
 use crate::proc::maps::VmaDetail;
 use crate::proc::process::{Process, ReadError};
@@ -8,18 +9,18 @@ use crate::proc::status::{Status, exe_of, printable, program_name};
 use crate::scope::dumpable::{Dumpable, ask_inside, dumpable};
 use std::fmt;
 
-/// Why a process or a mapping is left alone. Displays as one line.
+/// Why a process or a mapping is left alone. Displayed as one line.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Exclusion {
-    /// A thread of the kernel.
+    /// Kernel thread.
     KernelThread,
-    /// Ended, not reaped yet.
+    /// Ended but not reaped.
     Zombie,
-    /// It has asked the kernel to keep its memory from others, or changed its user.
+    /// It has set itself not dumpable, or changed its user.
     NotDumpable,
-    /// A debugger or the like holds it; KSM's marks could not be set anyway.
+    /// Another process, such as a debugger, traces it; marks could not be set anyway.
     Traced {
-        /// The tracer.
+        /// Thread ID of the tracer.
         by: i32,
     },
     /// Its program is on the deny list.
@@ -27,13 +28,13 @@ pub enum Exclusion {
         /// The entry that matches.
         entry: String,
     },
-    /// The kernel does not let us read it.
+    /// The kernel denies reading it.
     NotReadable,
-    /// It keeps its memory map locked: who reads it waits with it.
+    /// It keeps its mmap lock, so reads of it do not return.
     Stuck,
-    /// It maps and unmaps memory all the time, and would be slowed down.
+    /// It maps and unmaps memory all the time, and reading it would slow it down.
     Restless,
-    /// Shared memory, or a file mapped shared.
+    /// Shared memory or a shared file mapping.
     Shared,
     /// VM_PFNMAP: device memory without page structures.
     PfnMap,
@@ -47,21 +48,22 @@ pub enum Exclusion {
     MixedMap,
     /// VM_DROPPABLE: contents that the kernel may drop (the vDSO's random state).
     Droppable,
-    /// A file on persistent memory, mapped synchronously.
+    /// File on persistent memory, mapped synchronously.
     Dax,
     /// Shadow stack.
     ShadowStack,
-    /// A mapping that the kernel provides: `[vdso]`, `[vvar]`, `[vsyscall]`.
+    /// Provided by the kernel: `[vdso]`, `[vvar]`, `[vsyscall]`.
     Special,
-    /// MADV_DONTDUMP on less than [`BULK_BYTES`]: kept out of core dumps, as programs do with secrets.
+    /// MADV_DONTDUMP on less than [`BULK_BYTES`]: programs keep secrets out of core dumps this way.
     DontDump,
-    /// MADV_WIPEONFORK: kept from children, as programs do with keys.
+    /// MADV_WIPEONFORK: programs keep keys from child processes this way.
     WipeOnFork,
-    /// mlock: to stay in memory as it is; programs do so with secrets and where time counts.
+    /// mlock: used for secrets and for latency.
     Locked,
-    /// userfaultfd watches it: a merge would lose its write protection, and a missing page is another program's to fill.
+    /// Registered with userfaultfd: a merge would lose its write protection, and missing pages are filled by another
+    /// program.
     UserFault,
-    /// There is no anonymous page in it.
+    /// No anonymous pages.
     NothingAnonymous,
 }
 
@@ -70,12 +72,12 @@ impl fmt::Display for Exclusion {
         f.write_str(match self {
             Self::KernelThread => "kernel thread",
             Self::Zombie => "has ended",
-            Self::NotDumpable => "keeps its memory from others (not dumpable)",
+            Self::NotDumpable => "not dumpable: its memory is private",
             Self::Traced { by } => return write!(f, "traced by process {by}"),
             Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
-            Self::NotReadable => "it cannot be read",
-            Self::Stuck => "it keeps its memory map locked",
-            Self::Restless => "maps and unmaps memory all the time, and would be slowed down",
+            Self::NotReadable => "cannot be read",
+            Self::Stuck => "keeps its memory map locked",
+            Self::Restless => "maps and unmaps memory all the time and would be slowed down",
             Self::Shared => "shared mapping, which KSM never merges",
             Self::PfnMap => "device memory (VM_PFNMAP), which KSM never merges",
             Self::Io => "device registers (VM_IO), which KSM never merges",
@@ -87,19 +89,19 @@ impl fmt::Display for Exclusion {
             Self::ShadowStack => "shadow stack",
             Self::Special => "provided by the kernel",
             Self::DontDump => "kept out of core dumps (MADV_DONTDUMP): may hold secrets",
-            Self::WipeOnFork => "kept from children (MADV_WIPEONFORK): may hold keys",
+            Self::WipeOnFork => "kept from child processes (MADV_WIPEONFORK): may hold keys",
             Self::Locked => "locked in memory (mlock): may hold secrets",
-            Self::UserFault => "watched by userfaultfd, which a merge would disturb",
+            Self::UserFault => "registered with userfaultfd, which a merge would disturb",
             Self::NothingAnonymous => "no anonymous pages",
         })
     }
 }
 
-/// Programs that are never touched: those that keep keys, passwords or other people's web pages. An entry is a base
-/// name, or its beginning followed by `*`.
+/// Programs that are never marked: those that hold keys, passwords or web pages. An entry is the base name of a program,
+/// or a prefix followed by `*`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DenyList {
-    /// The first that fits a name counts.
+    /// The first entry that matches decides.
     entries: Vec<Entry>,
 }
 
@@ -115,9 +117,9 @@ impl Default for DenyList {
     }
 }
 
-/// The entries of the default [`DenyList`].
+/// Entries of the default [`DenyList`].
 pub const DEFAULT_DENIED: &[&str] = &[
-    // key agents and what handles keys
+    // key agents and programs that handle keys
     "ssh-agent",
     "ssh-add",
     "ssh",
@@ -161,7 +163,7 @@ pub const DEFAULT_DENIED: &[&str] = &[
     "enpass",
     "proton-pass*",
     "pass",
-    // browsers, and mail programs that are browsers inside
+    // browsers, and mail programs with browser engines
     "firefox*",
     "plugin-containe*",
     "librewolf*",
@@ -182,12 +184,13 @@ pub const DEFAULT_DENIED: &[&str] = &[
 ];
 
 impl DenyList {
-    /// A list of these entries.
+    /// A list of entries that deny.
     pub fn new(entries: impl IntoIterator<Item = String>) -> Self {
         Self { entries: entries.into_iter().map(|name| Entry { name, denied: true }).collect() }
     }
 
-    /// The list with these programs denied and those allowed, whatever it says of them. Denied comes before allowed.
+    /// Adds entries that take precedence over the existing ones. Of the new entries, `denied` takes precedence over
+    /// `allowed`.
     #[must_use]
     pub fn with(self, denied: &[String], allowed: &[String]) -> Self {
         let entries = |names: &[String], denied| {
@@ -196,36 +199,36 @@ impl DenyList {
         Self { entries: [entries(denied, true), entries(allowed, false), self.entries].concat() }
     }
 
-    /// The entry that denies a program of this name. A name of 15 bytes may be a command name that the kernel has cut
-    /// off, so it also matches the longer entries that it begins. It is not allowed by those, for it may be another's.
+    /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so it is
+    /// denied by longer entries that begin with it, but not allowed by them: the full name may differ.
     pub fn entry_for(&self, name: &[u8]) -> Option<&str> {
         const COMM_MOST: usize = 15;
-        let fits = |entry: &&Entry| {
+        let matches = |entry: &&Entry| {
             if let Some(start) = entry.name.strip_suffix('*') {
                 return name.starts_with(start.as_bytes());
             }
-            let cut_off = || entry.denied && name.len() == COMM_MOST && entry.name.as_bytes().starts_with(name);
-            name == entry.name.as_bytes() || cut_off()
+            let truncated = || entry.denied && name.len() == COMM_MOST && entry.name.as_bytes().starts_with(name);
+            name == entry.name.as_bytes() || truncated()
         };
-        self.entries.iter().find(fits).filter(|entry| entry.denied).map(|entry| entry.name.as_str())
+        self.entries.iter().find(matches).filter(|entry| entry.denied).map(|entry| entry.name.as_str())
     }
 }
 
-/// Why a deny list cannot have this entry, if it cannot: it would never match, and protect nobody.
+/// Why an entry is invalid, if it is: it would never match.
 pub fn unfit_entry(entry: &str) -> Option<&'static str> {
     let name = entry.strip_suffix('*').unwrap_or(entry);
     if entry.is_empty() {
-        Some("is empty; give a program's base name")
+        Some("is empty; give the base name of a program")
     } else if name.contains('*') {
-        Some("has an asterisk before its end; give a program's base name, or its beginning and one asterisk")
+        Some("has an asterisk before its end; give the base name of a program, or a prefix and one asterisk")
     } else if name.contains(['/', '\0']) {
-        Some("is a path; give the program's base name")
+        Some("is a path; give the base name of the program")
     } else {
         None
     }
 }
 
-/// What the rules for processes need to know.
+/// The facts that the rules for processes judge.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct ProcessFacts {
@@ -238,11 +241,11 @@ pub struct ProcessFacts {
 }
 
 impl ProcessFacts {
-    /// Finds the facts out.
+    /// Reads the facts.
     pub fn of(process: &Process) -> Result<Self, ReadError> {
         let stat = process.stat()?;
         let status = Status::of(process)?;
-        let zombie = matches!(stat.state, b'Z' | b'X');
+        let zombie = stat.has_ended();
         let (exe, readable) = match exe_of(process) {
             Ok(exe) => (exe, true),
             Err(ReadError::Denied { .. }) => (None, false),
@@ -260,7 +263,7 @@ impl ProcessFacts {
     }
 }
 
-/// The rule that keeps a process out, if one does.
+/// The rule that excludes a process with these facts, if any.
 pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion> {
     if facts.kernel_thread {
         Some(Exclusion::KernelThread)
@@ -279,27 +282,27 @@ pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion>
     }
 }
 
-/// Why the process must be left alone, if it must.
+/// Why a process must be left alone, if it must.
 pub fn process_exclusion(process: &Process, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
     let facts = ProcessFacts::of(process)?;
     let excluded = judge_process(&facts, deny);
-    // Last, for it stops the process: one that is left alone anyway is not asked.
+    // Last, because asking stops the process.
     if excluded.is_none() && facts.dumpable == Dumpable::Unknown && ask_inside(process) == Dumpable::No {
         return Ok(Some(Exclusion::NotDumpable));
     }
     Ok(excluded)
 }
 
-/// A mapping kept out of core dumps that is at least this large, before marks cut it, is so for its size, not for secrets: databases keep
-/// their buffer pools out (InnoDB does), and hypervisors their guests' memory. What keeps keys keeps kilobytes, and
-/// locks them as well.
+/// A mapping with MADV_DONTDUMP that is at least this large before marks split it is kept out of core dumps for its size,
+/// not for secrets: databases exclude their buffer pools (InnoDB does), and hypervisors guest memory. Keys take
+/// kilobytes, and are locked as well.
 pub const BULK_BYTES: u64 = 32 << 20;
 
-/// Why the mapping must be left alone, if it must. What KSM can never merge comes first (`vma_ksm_compatible` in the
-/// kernel's mm/ksm.c), then what should not be merged.
+/// Why a mapping must be left alone, if it must. First the mappings that KSM never merges (`vma_ksm_compatible` in the
+/// kernel's mm/ksm.c), then those that should not be merged.
 ///
-/// Persistent memory shows in smaps only where it is mapped synchronously; elsewhere marking it does nothing, which
-/// the missing `mg` flag tells afterwards.
+/// smaps shows persistent memory only if it is mapped synchronously. Otherwise marking has no effect, as the missing `mg`
+/// flag shows afterwards.
 pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
     const RULES: [(&[u8; 2], Exclusion); 14] = [
         (b"sh", Exclusion::Shared),

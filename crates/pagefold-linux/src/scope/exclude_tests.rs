@@ -14,7 +14,7 @@ fn facts() -> ProcessFacts {
 }
 
 #[test]
-fn each_rule_for_processes_keeps_out() {
+fn each_rule_for_processes_excludes() {
     let deny = DenyList::default();
     let judge = |facts: &ProcessFacts| judge_process(facts, &deny);
     assert_eq!(judge(&facts()), None);
@@ -30,7 +30,7 @@ fn each_rule_for_processes_keeps_out() {
 }
 
 #[test]
-fn deny_list_matches_names_beginnings_and_cut_off_names() {
+fn deny_list_matches_names_prefixes_and_truncated_names() {
     let deny = DenyList::default();
     for denied in [
         "sshd",
@@ -54,7 +54,7 @@ fn deny_list_matches_names_beginnings_and_cut_off_names() {
         assert_eq!(deny.entry_for(free.as_bytes()), None, "{free}");
     }
     let list = DenyList::new(["a-very-long-program-name".into()]);
-    assert!(list.entry_for(b"a-very-long-pro").is_some(), "as the kernel cuts it");
+    assert!(list.entry_for(b"a-very-long-pro").is_some(), "truncated by the kernel");
     assert!(list.entry_for(b"a-very-long").is_none());
 }
 
@@ -77,7 +77,7 @@ fn fixture_mappings_are_judged() {
 }
 
 #[test]
-fn each_flag_keeps_a_mapping_out() {
+fn each_flag_excludes_a_mapping() {
     let text = |flag: &str| {
         format!("1000-2000 rw-p 0 00:00 0\nAnonymous: 4 kB\nVmFlags: rd wr mr mw me ac sd {flag} \n").into_bytes()
     };
@@ -107,7 +107,7 @@ fn each_flag_keeps_a_mapping_out() {
 }
 
 #[test]
-fn only_small_mappings_are_taken_for_secrets_when_kept_out_of_core_dumps() {
+fn dont_dump_excludes_only_small_mappings() {
     let judge = |end: u64, flags: &str| {
         let text = format!("10000000-{end:x} rw-p 0 00:00 0\nAnonymous: 4 kB\nVmFlags: rd wr {flags} \n");
         vma_exclusion(&parse_smaps(text.as_bytes()).unwrap()[0])
@@ -119,7 +119,7 @@ fn only_small_mappings_are_taken_for_secrets_when_kept_out_of_core_dumps() {
 }
 
 #[test]
-fn a_child_that_is_traced_a_zombie_or_plain_is_recognised() {
+fn running_traced_and_zombie_processes_are_judged() {
     let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
     let pid = i32::try_from(child.id()).unwrap();
     let process = Process::open(pid).unwrap();
@@ -132,7 +132,7 @@ fn a_child_that_is_traced_a_zombie_or_plain_is_recognised() {
         process_exclusion(&process, &DenyList::new(["slee*".into()])).unwrap(),
         Some(Exclusion::DenyListed { entry: "slee*".into() })
     );
-    // SAFETY: seizing our own child changes nothing of it; this thread is the tracer and detaches at its end.
+    // SAFETY: seizing our own child does not change it; this thread is the tracer and detaches when it ends.
     let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) } == 0;
     // SAFETY: the call has no arguments.
     let own_thread = unsafe { libc::gettid() };
@@ -162,7 +162,7 @@ proptest! {
 }
 
 #[test]
-fn a_name_on_the_list_can_be_allowed_and_others_denied() {
+fn added_entries_take_precedence() {
     let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
     let list = DenyList::default().with(&names(&["mine*"]), &names(&["vault", "chrome-headless"]));
     assert_eq!(list.entry_for(b"mine-2"), Some("mine*"));
@@ -170,9 +170,9 @@ fn a_name_on_the_list_can_be_allowed_and_others_denied() {
     assert_eq!((list.entry_for(b"chrome-headless"), list.entry_for(b"chrome")), (None, Some("chrome*")));
     assert_eq!(list.entry_for(b"ssh-agent"), Some("ssh-agent"), "the others stay");
     let again = list.with(&names(&["vault"]), &names(&["mine-2"]));
-    assert_eq!((again.entry_for(b"vault"), again.entry_for(b"mine-2")), (Some("vault"), None), "the later word counts");
+    assert_eq!((again.entry_for(b"vault"), again.entry_for(b"mine-2")), (Some("vault"), None), "later entries win");
     assert_eq!(again.entry_for(b"mine-3"), Some("mine*"));
-    // A name cut off by the kernel may be that of a program that is not allowed.
+    // A truncated name may be that of a program that is not allowed.
     let list = DenyList::new(names(&["systemd-homewor*"])).with(&[], &names(&["systemd-homeworks"]));
     assert_eq!(list.entry_for(b"systemd-homewor"), Some("systemd-homewor*"));
     let facts = ProcessFacts {

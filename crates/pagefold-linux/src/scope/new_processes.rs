@@ -1,11 +1,11 @@
-//! Who has come into scope since the last look.
+//! Finds processes that have come into scope since the last call.
 //!
-//! A full resolution looks at every process of the machine, some 60 us each. So a process that was not meant is not
-//! looked at again for a while, and where no process has been started (the last pid given out, in `/proc/loadavg`)
-//! not even the list is read.
+//! A full resolution examines every process of the machine, some 60 us each. So a process that is out of scope is not
+//! examined again for a while, and if no process has been started (the last pid in `/proc/loadavg` is unchanged) not
+//! even the list of processes is read.
 //!
-//! A process is not at once what it will be: it forks, joins its cgroup, changes its user, calls exec. So one that is new
-//! is looked at for some seconds. An older one that turns into what is meant is noticed by the next full look.
+//! A new process changes in its first moments: it forks, joins its cgroup, changes its user, calls exec. So it is
+//! examined repeatedly for some seconds. An older process that comes into scope is found by the next full pass.
 
 use crate::os::cpu::own_cpu_ns;
 use crate::os::fault;
@@ -15,43 +15,43 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// For how long a process is new, nanoseconds.
+/// How long a process counts as new, nanoseconds.
 const NEW_NS: u64 = 3_000_000_000;
-/// What reading the list takes for each process, nanoseconds, and the one part in so many of the time that it may take:
-/// on a machine with more than 300 processes that starts others all the time, it is read less often than every second.
+/// Cost of reading the list, nanoseconds per process. It may take 1/`LIST_SHARE` of the time: on a machine with more than
+/// 300 processes that keeps starting others, it is read less often than every second.
 const LIST_NS: u64 = 1_000;
 const LIST_SHARE: u64 = 3_333;
-/// Full looks may take one part in so many of the time.
+/// Full passes may take 1/`FULL_SHARE` of the time.
 const FULL_SHARE: u64 = 10_000;
-/// Full looks are at least this far apart, nanoseconds.
-const FULL_AGAIN_NS: u64 = 10_000_000_000;
-/// However much they take, one is due after this, nanoseconds.
-const FULL_AT_LAST_NS: u64 = 300_000_000_000;
+/// Shortest time between full passes, nanoseconds.
+const FULL_MIN_NS: u64 = 10_000_000_000;
+/// Longest time between full passes whatever they cost, nanoseconds.
+const FULL_MAX_NS: u64 = 300_000_000_000;
 
-/// What is known of the processes that are not in scope.
+/// Tracks processes that are out of scope to find those that come into scope.
 #[derive(Debug)]
-pub struct Newcomers {
-    /// Absent where we may see processes only.
+pub struct NewProcesses {
+    /// Absent if only processes are visible in /proc (`ProcSubset=pid`).
     loadavg: Option<File>,
     last_pid: Option<Vec<u8>>,
-    /// Processes not meant, with the time when they were first seen.
-    strangers: HashMap<i32, u64>,
-    /// Some of them are new.
+    /// Processes out of scope, with the time when they were first seen.
+    outside: HashMap<i32, u64>,
+    /// Whether some of them are new.
     unsettled: bool,
     listed_ns: u64,
     next_list_ns: u64,
     next_full_ns: u64,
 }
 
-impl Newcomers {
-    /// Nobody is known yet.
+impl NewProcesses {
+    /// Without known processes.
     pub fn new(roots: &Roots) -> Self {
-        // However this fails: without it the list is read every time.
+        // Whatever the error: without the file the list is read every time.
         let loadavg = File::open(roots.proc.join("loadavg")).ok();
         Self {
             loadavg,
             last_pid: None,
-            strangers: HashMap::new(),
+            outside: HashMap::new(),
             unsettled: true,
             listed_ns: 0,
             next_list_ns: 0,
@@ -59,12 +59,12 @@ impl Newcomers {
         }
     }
 
-    /// Reads the list of processes the next time, whether or not one was started.
-    pub fn look_again(&mut self) {
+    /// Makes the next call read the list of processes, whether or not one was started.
+    pub fn invalidate(&mut self) {
         self.unsettled = true;
     }
 
-    /// The processes that have come into scope. Those that are `known` are not looked at.
+    /// Finds the processes that have come into scope. Processes that are `known` are not examined.
     pub fn find(
         &mut self,
         now_ns: u64,
@@ -74,39 +74,39 @@ impl Newcomers {
     ) -> Result<Vec<Scoped>, ScopeError> {
         let last_pid = self.last_pid_given();
         let full = now_ns >= self.next_full_ns;
-        let nobody_new = !self.unsettled && last_pid.is_some() && last_pid == self.last_pid;
-        if !full && (nobody_new || now_ns < self.next_list_ns) {
+        let none_started = !self.unsettled && last_pid.is_some() && last_pid == self.last_pid;
+        if !full && (none_started || now_ns < self.next_list_ns) {
             return Ok(Vec::new());
         }
         let before_ns = own_cpu_ns();
-        let mut strangers = HashMap::with_capacity(self.strangers.len());
+        let mut outside = HashMap::with_capacity(self.outside.len());
         let mut listed = 0;
         let found = resolve_among(spec, roots, |pid| {
             listed += 1;
             if known(pid) {
                 return false;
             }
-            let since_ns = self.strangers.get(&pid).copied().unwrap_or(now_ns);
-            strangers.insert(pid, since_ns);
-            // Whoever was new the last time has a second look, however long ago that was.
+            let since_ns = self.outside.get(&pid).copied().unwrap_or(now_ns);
+            outside.insert(pid, since_ns);
+            // A process first seen in the last list is examined a second time, however long ago that was.
             full || now_ns < since_ns + NEW_NS || since_ns == self.listed_ns
         })?;
         for scoped in &found {
-            strangers.remove(&scoped.process.pid());
+            outside.remove(&scoped.process.pid());
         }
-        self.unsettled = strangers.values().any(|since_ns| now_ns < since_ns + NEW_NS);
-        self.strangers = strangers;
+        self.unsettled = outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
+        self.outside = outside;
         self.last_pid = last_pid;
         self.listed_ns = now_ns;
         self.next_list_ns = now_ns + listed * LIST_NS * LIST_SHARE;
         if full {
             let spent_ns = own_cpu_ns() - before_ns;
-            self.next_full_ns = now_ns + (spent_ns * FULL_SHARE).clamp(FULL_AGAIN_NS, FULL_AT_LAST_NS);
+            self.next_full_ns = now_ns + (spent_ns * FULL_SHARE).clamp(FULL_MIN_NS, FULL_MAX_NS);
         }
         Ok(found)
     }
 
-    /// The last pid given out, as text; `None` where the kernel does not tell us.
+    /// The last pid that the kernel allocated, as text; `None` if it is not visible: then the list is read every time.
     fn last_pid_given(&self) -> Option<Vec<u8>> {
         let mut buffer = [0; 128];
         let loadavg = self.loadavg.as_ref()?;

@@ -8,8 +8,8 @@ const SECOND: u64 = 1_000_000_000;
 struct Machine {
     directory: tempfile::TempDir,
     spec: ScopeSpec,
-    newcomers: Newcomers,
-    /// How many processes were asked about: none where the list was not read.
+    new_processes: NewProcesses,
+    /// Number of candidates in the last call: none if the list was not read.
     asked: Cell<u32>,
 }
 
@@ -20,9 +20,9 @@ impl Machine {
             fs::write(directory.path().join("loadavg"), "0.00 0.00 0.00 1/9 9\n").unwrap();
         }
         let roots = Roots { proc: directory.path().to_owned(), cgroup: directory.path().to_owned() };
-        let newcomers = Newcomers::new(&roots);
+        let new_processes = NewProcesses::new(&roots);
         let spec = ScopeSpec { exes: vec!["meant".to_owned()], ..ScopeSpec::default() };
-        Self { directory, spec, newcomers, asked: Cell::new(0) }
+        Self { directory, spec, new_processes, asked: Cell::new(0) }
     }
 
     fn start(&self, pid: i32, exe: &str) {
@@ -34,7 +34,7 @@ impl Machine {
         fs::write(at.join("status"), status).unwrap();
         fs::write(at.join("cgroup"), "0::/\n").unwrap();
         symlink(exe, at.join("exe")).unwrap();
-        if self.newcomers.loadavg.is_some() {
+        if self.new_processes.loadavg.is_some() {
             fs::write(self.directory.path().join("loadavg"), format!("0.00 0.01 0.05 1/9 {pid}\n")).unwrap();
         }
     }
@@ -48,7 +48,7 @@ impl Machine {
     fn find(&mut self, now_ns: u64) -> Vec<i32> {
         self.asked.set(0);
         let roots = Roots { proc: self.directory.path().to_owned(), cgroup: self.directory.path().to_owned() };
-        let found = self.newcomers.find(now_ns, &self.spec, &roots, |_| {
+        let found = self.new_processes.find(now_ns, &self.spec, &roots, |_| {
             self.asked.set(self.asked.get() + 1);
             false
         });
@@ -57,7 +57,7 @@ impl Machine {
 }
 
 #[test]
-fn the_list_is_read_only_when_a_process_was_started() {
+fn the_list_is_read_only_if_a_process_was_started() {
     let mut machine = Machine::new(true);
     machine.start(20, "/bin/other");
     assert!(machine.find(0).is_empty());
@@ -66,12 +66,12 @@ fn the_list_is_read_only_when_a_process_was_started() {
     assert_eq!(machine.asked.get(), 0);
     machine.start(21, "/bin/meant");
     assert_eq!(machine.find(6 * SECOND), [21]);
-    machine.newcomers.look_again();
-    assert_eq!(machine.find(7 * SECOND), [21], "the caller says what it knows, not the list");
+    machine.new_processes.invalidate();
+    assert_eq!(machine.find(7 * SECOND), [21], "only the caller decides which processes are known");
 }
 
 #[test]
-fn a_process_is_looked_at_until_it_is_what_it_will_be() {
+fn a_new_process_is_examined_again_after_exec() {
     let mut machine = Machine::new(true);
     machine.start(20, "/bin/sh");
     assert!(machine.find(0).is_empty());
@@ -80,7 +80,7 @@ fn a_process_is_looked_at_until_it_is_what_it_will_be() {
 }
 
 #[test]
-fn a_new_process_has_a_second_look_however_late_that_comes() {
+fn a_new_process_is_examined_twice_even_if_the_second_time_is_late() {
     let mut machine = Machine::new(true);
     machine.find(0);
     machine.start(20, "/bin/sh");
@@ -90,7 +90,7 @@ fn a_new_process_has_a_second_look_however_late_that_comes() {
 }
 
 #[test]
-fn where_processes_are_many_the_list_is_read_less_often() {
+fn with_many_processes_the_list_is_read_less_often() {
     let mut machine = Machine::new(true);
     for pid in 20..420 {
         machine.start(pid, "/bin/other");
@@ -103,7 +103,7 @@ fn where_processes_are_many_the_list_is_read_less_often() {
 }
 
 #[test]
-fn an_older_process_that_turns_into_what_is_meant_is_noticed_by_a_full_look() {
+fn an_older_process_that_comes_into_scope_is_found_by_a_full_pass() {
     let mut machine = Machine::new(true);
     machine.start(20, "/bin/sh");
     for second in 0..5 {
@@ -112,8 +112,8 @@ fn an_older_process_that_turns_into_what_is_meant_is_noticed_by_a_full_look() {
     machine.exec(20, "/bin/meant");
     machine.start(21, "/bin/other");
     assert!(machine.find(5 * SECOND).is_empty());
-    let full_ns = machine.newcomers.next_full_ns;
-    assert!(full_ns >= FULL_AGAIN_NS);
+    let full_ns = machine.new_processes.next_full_ns;
+    assert!(full_ns >= FULL_MIN_NS);
     assert_eq!(machine.find(full_ns), [20]);
 }
 

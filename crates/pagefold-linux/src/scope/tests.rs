@@ -2,7 +2,7 @@ use super::*;
 use proptest::prelude::*;
 use std::os::unix::fs::symlink;
 
-/// A tree that looks like /proc and /sys/fs/cgroup.
+/// A fixture of /proc and /sys/fs/cgroup.
 struct Tree {
     _directory: tempfile::TempDir,
     roots: Roots,
@@ -72,7 +72,7 @@ fn hybrid() -> Tree {
     tree.process_in(2, 2, b'S', 0x0020_0000, b"kthreadd", None, 0, "0::/\n");
     tree.process_in(14, 14, b'Z', 0, b"gone", None, 1001, "0::/web\n");
     tree.process_in(15, 10, b'S', 0, b"thread", None, 1001, "0::/web\n");
-    fs::create_dir_all(tree.roots.proc.join("16")).unwrap(); // vanishing: the directory is still there, nothing in it
+    fs::create_dir_all(tree.roots.proc.join("16")).unwrap(); // vanishing: the directory is still there but empty
     tree
 }
 
@@ -89,15 +89,15 @@ fn by_pid(pids: &[i32]) -> ScopeSpec {
 }
 
 #[test]
-fn all_leaves_out_the_caller_kernel_threads_zombies_and_the_vanishing() {
+fn all_omits_the_caller_kernel_threads_zombies_and_vanishing_processes() {
     assert_eq!(hybrid().pids(&ScopeSpec { all: true, ..ScopeSpec::default() }).unwrap(), [10, 11, 12, 13]);
 }
 
 #[test]
-fn pids_are_taken_by_the_word() {
+fn processes_selected_by_pid_are_never_omitted() {
     let tree = hybrid();
     assert_eq!(tree.pids(&by_pid(&[12, 10, 10])).unwrap(), [10, 12]);
-    assert_eq!(tree.pids(&by_pid(&[99])).unwrap(), [99], "the caller, by name");
+    assert_eq!(tree.pids(&by_pid(&[99])).unwrap(), [99], "the caller, by pid");
     assert_eq!(tree.pids(&by_pid(&[14])).unwrap(), [14], "to be excluded with a reason later");
     assert_eq!(tree.pids(&by_pid(&[10, 4711])).unwrap_err(), "there is no process 4711");
     assert_eq!(tree.pids(&by_pid(&[15])).unwrap_err(), "there is no process 15", "a thread");
@@ -106,7 +106,7 @@ fn pids_are_taken_by_the_word() {
 }
 
 #[test]
-fn cgroups_hold_their_subtree_at_whole_names() {
+fn cgroups_select_their_subtree() {
     let tree = hybrid();
     let mount = |path: &str| by_cgroup(tree.roots.cgroup.join(path));
     assert_eq!(tree.pids(&mount("memory/db")).unwrap(), [10], "not /dba, not the other hierarchy's /db");
@@ -122,7 +122,7 @@ fn cgroups_hold_their_subtree_at_whole_names() {
 }
 
 #[test]
-fn pure_version_two_paths() {
+fn cgroups_are_selected_on_a_pure_version_two_system() {
     let tree = Tree::new();
     fs::write(tree.roots.cgroup.join("cgroup.controllers"), "memory").unwrap();
     tree.cgroup("system.slice/redis.service");
@@ -138,8 +138,8 @@ fn pure_version_two_paths() {
 }
 
 #[test]
-fn a_program_answers_to_the_name_of_its_file_and_to_the_one_it_was_started_by() {
-    let runs = |wish: &str, exe: &str, comm: &[u8]| runs(wish, Some(Path::new(exe)), comm);
+fn programs_are_selected_by_executable_name_and_by_command_name() {
+    let runs = |selector: &str, exe: &str, comm: &[u8]| runs(selector, Some(Path::new(exe)), comm);
     assert!(runs("redis-server", "/usr/bin/redis-check-rdb", b"redis-server"));
     assert!(runs("redis-check-rdb", "/usr/bin/redis-check-rdb", b"redis-server"));
     assert!(!runs("redis", "/usr/bin/redis-check-rdb", b"redis-server"));
@@ -148,7 +148,7 @@ fn a_program_answers_to_the_name_of_its_file_and_to_the_one_it_was_started_by() 
 }
 
 #[test]
-fn users_and_executables() {
+fn processes_are_selected_by_user_and_executable() {
     let tree = hybrid();
     let user = |user: &str| ScopeSpec { users: vec![user.into()], ..ScopeSpec::default() };
     assert_eq!(tree.pids(&user("1001")).unwrap(), [10, 12]);
@@ -161,14 +161,14 @@ fn users_and_executables() {
         tree.pids(&by_exe("/usr/bin/redis-serve")).unwrap_err(),
         "no process matches --exe /usr/bin/redis-serve"
     );
-    assert_eq!(tree.pids(&by_exe("a-very-long-command")).unwrap(), [12], "the name is cut off");
+    assert_eq!(tree.pids(&by_exe("a-very-long-command")).unwrap(), [12], "the command name is truncated");
     assert_eq!(tree.pids(&by_exe("a-very-long")).unwrap_err(), "no process matches --exe a-very-long");
     let both = ScopeSpec { users: vec!["1001".into()], ..by_exe("redis-server") };
     assert_eq!(tree.pids(&both).unwrap(), [10, 11, 12], "selectors add up");
 }
 
 #[test]
-fn nothing_asked_names_the_options() {
+fn the_error_of_an_empty_scope_lists_the_options() {
     let error = hybrid().pids(&ScopeSpec::default()).unwrap_err();
     for option in ["--pid", "--cgroup", "--user", "--exe", "--all"] {
         assert!(error.contains(option), "{error}");
@@ -176,7 +176,7 @@ fn nothing_asked_names_the_options() {
 }
 
 #[test]
-fn what_is_found_is_described_safely() {
+fn scoped_processes_are_described_with_printable_names() {
     let tree = hybrid();
     let scoped = resolve_without(&by_pid(&[10, 11, 12, 13]), &tree.roots, &[]).unwrap();
     assert_eq!(scoped[3].name, "x\\u{1b}[2J");
@@ -195,7 +195,7 @@ fn set(path: &Path, name: &str, value: &str) -> bool {
 }
 
 #[test]
-fn attributes_avoid_include_and_name_domains() {
+fn cgroup_attributes_avoid_include_and_set_domains() {
     let tree = hybrid();
     if !set(&tree.cgroup("unified"), "user.pagefold.domain", "house") {
         println!("SKIP: the file system has no user attributes");
@@ -208,7 +208,7 @@ fn attributes_avoid_include_and_name_domains() {
     let scoped = resolve_without(&all, &tree.roots, &[99]).unwrap();
     let found: Vec<_> = scoped.iter().map(|scoped| (scoped.process.pid(), scoped.domain.as_deref().unwrap())).collect();
     assert_eq!(found, [(10, "house"), (12, "tenant"), (13, "house")]);
-    // A cgroup that a user has been given names no domain: the one above does.
+    // A cgroup owned by another user sets no domain: the one above does.
     let theirs = std::os::unix::fs::chown(tree.cgroup("unified/web"), Some(1234), None);
     if theirs.is_ok() {
         let web = resolve_without(&by_pid(&[12]), &tree.roots, &[]).unwrap();
@@ -222,21 +222,21 @@ fn attributes_avoid_include_and_name_domains() {
         Err(ScopeError::Avoided { pid: 11, cgroup }) if cgroup.ends_with("unified/db")
     ));
     assert!(set(&tree.cgroup("unified/db/redis"), "user.pagefold.include", ""));
-    assert_eq!(tree.pids(&all).unwrap(), [10, 11, 12, 13], "the nearest word counts");
+    assert_eq!(tree.pids(&all).unwrap(), [10, 11, 12, 13], "the nearest attribute decides");
 }
 
 #[test]
-fn a_carriage_return_is_part_of_a_cgroups_name() {
+fn cgroup_names_may_end_with_a_carriage_return() {
     let paths: Vec<String> = parse_cgroups(b"0::/a\r\n1:memory:/b").into_iter().map(|cgroup| cgroup.path).collect();
     assert_eq!(paths, ["/a\r", "/b"]);
 }
 
 proptest! {
     #[test]
-    fn cgroup_text_never_panics(text in prop::collection::vec(any::<u8>(), 0..200), path in "[a-z./]{0,12}") {
-        let wish = CgroupWish { mount: None, path: path.into() };
+    fn parsing_cgroups_never_panics(text in prop::collection::vec(any::<u8>(), 0..200), path in "[a-z./]{0,12}") {
+        let selector = CgroupSelector { mount: None, path: path.into() };
         for cgroup in parse_cgroups(&text) {
-            let _ = (cgroup.mounts().len(), wish.holds(&cgroup));
+            let _ = (cgroup.mounts().len(), selector.matches(&cgroup));
         }
     }
 }

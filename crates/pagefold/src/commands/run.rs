@@ -20,7 +20,7 @@ use pagefold_core::governor::Governor;
 use pagefold_core::host::Host;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_core::placement::policy::Placement;
-use pagefold_linux::host::live::{Changed, Event, Hands, LiveError, LiveHost};
+use pagefold_linux::host::live::{Changed, Event, HostMode, LiveError, LiveHost};
 use pagefold_linux::inject::Injector;
 use pagefold_linux::ksm::lease::{Places, Restored, Tenure, Wishes};
 use pagefold_linux::ksm::{Knob, Ksm};
@@ -156,7 +156,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     on(signal_hook::consts::SIGHUP, &standing.on_hangup().unwrap_or_else(|| stop.clone()))?;
     let injector = injector(args)?;
     let left_alone = check_scope(&scope, &deny)?;
-    let local_only = standing.settings.placement.usual == Placement::LocalOnly;
+    let local_only = standing.settings.placement.default == Placement::LocalOnly;
     let wishes = Wishes { merge_across_nodes: local_only.then_some(false), ..Wishes::default() };
     let hands = take(injector, &ksm, &wishes)?;
     let look_ns = look_ns(&config, config.governor);
@@ -166,7 +166,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut host = LiveHost::new(scope.spec(), Roots::default(), deny, ksm, hands, woken.clone())
         .map_err(|error| failure(&error))?;
     // What lives for seconds must be seen sooner.
-    host.look_every(look_ns);
+    host.set_refresh_interval(look_ns);
     host.set_domains(standing.settings.domains.clone());
     host.set_policies(standing.settings.placement.clone());
     let (desk, counter) = Desk::open(woken);
@@ -244,8 +244,8 @@ fn injector(args: &RunArgs) -> Result<Option<Injector>> {
 }
 
 /// Takes KSM over, if there is what marks.
-pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, wishes: &Wishes) -> Result<Hands> {
-    let Some(injector) = injector else { return Ok(Hands::DryRun) };
+pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, wishes: &Wishes) -> Result<HostMode> {
+    let Some(injector) = injector else { return Ok(HostMode::DryRun) };
     let tenure =
         Tenure::take(ksm.clone(), &Places::default(), wishes).map_err(|error| preflight::explain_take(&error))?;
     for (knob, value) in tenure.not_granted() {
@@ -254,7 +254,7 @@ pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, wishes: &Wishes) -> Resu
             knob.file_name()
         );
     }
-    Ok(Hands::Act { tenure, injector })
+    Ok(HostMode::Act { tenure, injector })
 }
 
 /// Goes round after round until told to stop, until the host's clock says `end_ns`, or until `each`, which is called
@@ -323,14 +323,14 @@ fn watch(
         }
         facts.stood_down.clone_from(&told.stood_down);
         if let Some(governor) = desk.serve(engine, |engine| Facts::of(engine, host, facts.clone())) {
-            host.look_every(look_ns(&facts.config, governor));
+            host.set_refresh_interval(look_ns(&facts.config, governor));
         }
         let (lines, governor) = standing.serve(engine, host);
         for line in lines {
             say(&bar, &line);
         }
         if let Some(governor) = governor {
-            host.look_every(look_ns(&facts.config, governor));
+            host.set_refresh_interval(look_ns(&facts.config, governor));
         }
         show(&bar, engine, host, desk.is_paused());
         // The desk may have taken a signal's word for a question's.

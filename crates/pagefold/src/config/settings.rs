@@ -1,7 +1,7 @@
 //! What is in force: the command line first, then the configuration files, then the defaults.
 
 use crate::commands::run::RunArgs;
-use crate::config::file::{By, ConfigFile, Program, Scope, Who, Word, parse};
+use crate::config::file::{By, ConfigFile, Program, Who, parse};
 use crate::config::ownership;
 use crate::config::scope_args::ScopeArgs;
 use crate::exit::{self, Exit};
@@ -64,7 +64,7 @@ impl Settings {
             .map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
         Ok(Self {
             file: file.map(Path::to_owned),
-            scope: if from_file { scope_of(&said.scope) } else { args.scope.clone() },
+            scope: if from_file { ScopeArgs::of_file(&said.scope) } else { args.scope.clone() },
             config,
             deny: args.deny.on(deny_list(said)),
             domains: domains(said).map_err(|why| {
@@ -163,11 +163,11 @@ fn latencies(said: &ConfigFile) -> Latencies {
 
 fn placement(args: &RunArgs, said: &ConfigFile) -> Result<Policies, Exit> {
     let policies = Policies {
-        usual: args.placement.or(said.numa.placement).unwrap_or_default(),
+        default: args.placement.or(said.numa.placement).unwrap_or_default(),
         domains: said.numa.domains.clone().unwrap_or_default(),
     };
     let local = |placement: &Placement| *placement == Placement::LocalOnly;
-    if policies.domains.values().all(|placement| local(placement) == local(&policies.usual)) {
+    if policies.domains.values().all(|placement| local(placement) == local(&policies.default)) {
         return Ok(policies);
     }
     let line = "local-only is for all trust domains or for none, because the kernel has one switch for it; change \
@@ -191,18 +191,6 @@ fn domains(said: &ConfigFile) -> Result<DomainRules, String> {
         rules.push(DomainRule { name: rule.name.clone(), selector });
     }
     Ok(DomainRules { by_user: said.domains.by == Some(By::User), rules })
-}
-
-/// The scope of a configuration file.
-fn scope_of(scope: &Scope) -> ScopeArgs {
-    let words = |words: &Option<Vec<Word>>| words.iter().flatten().map(|Word(word)| word.clone()).collect::<Vec<_>>();
-    ScopeArgs {
-        pid: Vec::new(),
-        cgroup: words(&scope.cgroups).into_iter().map(PathBuf::from).collect(),
-        user: words(&scope.users),
-        exe: words(&scope.exes),
-        all: scope.all.unwrap_or(false),
-    }
 }
 
 #[cfg(test)]

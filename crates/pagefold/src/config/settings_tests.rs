@@ -99,7 +99,7 @@ fn local_only_is_for_all_or_for_none() {
         Files::new(text).refused("local-only is for all trust domains or for none");
     }
     let files = Files::new("[numa]\nplacement = \"kernel\"\n");
-    assert_eq!(files.settings(&["--placement", "priority"]).unwrap().placement.usual, Placement::Priority);
+    assert_eq!(files.settings(&["--placement", "priority"]).unwrap().placement.default, Placement::Priority);
 }
 
 #[test]

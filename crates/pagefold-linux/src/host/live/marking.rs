@@ -1,4 +1,4 @@
-//! Marking and unmarking: the one thing that is done to programs.
+//! Marking and unmarking spans of targets.
 
 use super::{Acting, Event, LiveHost};
 use crate::inject::unmerge::{UnfoldError, in_steps, step_of, steps};
@@ -11,26 +11,26 @@ use pagefold_core::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
 use std::collections::BTreeMap;
 
-/// What was done to a program's memory.
+/// A span that was to be marked or unmarked, with its process and the result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Changed {
     /// The process.
     pub pid: i32,
-    /// When it started, clock ticks after boot.
+    /// Its start time, clock ticks after boot.
     pub start_time_ticks: u64,
     /// Its name.
     pub name: String,
     /// Its trust domain.
     pub domain: String,
-    /// Marked, or unmarked.
+    /// True if it was to be marked, false for unmarked.
     pub mark: bool,
-    /// The first address.
+    /// First address.
     pub first: u64,
-    /// How much of the address space was meant.
+    /// Length of the span.
     pub bytes: Bytes,
-    /// Why.
+    /// The reason.
     pub why: Why,
-    /// What came of it.
+    /// The result.
     pub outcome: Marking,
 }
 
@@ -38,16 +38,16 @@ pub struct Changed {
 #[derive(Debug, Default)]
 struct Work {
     calls: Vec<Call>,
-    /// For each call, the change that it is part of, and its pages.
+    /// For each call, the index of its change, and its pages.
     parts: Vec<(usize, Pages)>,
-    /// Parts of changes that are so already: marked by the owner, or by us when a retry follows half a batch.
+    /// Parts already in the requested state: marked by the program itself, or by an earlier try.
     done: Vec<(usize, Pages)>,
 }
 
 impl Work {
-    /// What a change takes in the mappings as they are now. `whole` mappings may have grown since they were judged: part
-    /// of one would split it.
-    /// To unmark it takes a call for each `unmark_step`; without one it is to be marked.
+    /// Adds the calls for a change to the current mappings. `whole` says that the span covers its region: its mappings are
+    /// changed as a whole even if they have grown since, because marking a part would split them. Without `unmark_step` the
+    /// change marks; with it, it unmarks by one call per step.
     fn add(&mut self, (at, span, whole): (usize, Span, bool), details: &[VmaDetail], unmark_step: Option<Bytes>) {
         let (low, high) = (span.first, span.first + span.pages.0);
         for detail in details.iter().filter(|detail| vma_exclusion(detail).is_none()) {
@@ -78,7 +78,7 @@ impl Work {
 }
 
 impl LiveHost {
-    /// Marks or unmarks spans, the spans of one process together.
+    /// Marks or unmarks spans, batched by process.
     pub(super) fn change(
         &mut self,
         changes: &[Change],
@@ -95,17 +95,17 @@ impl LiveHost {
         }
         for (pid, wanted) in by_pid {
             let Some(target) = self.targets.get_mut(&pid) else { continue };
-            // Look again just before acting: mappings may have come, gone or turned into what must not be marked.
-            let looked = target.details().and_then(|details| {
+            // Read the mappings again just before acting: they may have changed, also into excluded ones.
+            let current = target.details().and_then(|details| {
                 let unmark_step = if mark { None } else { Some(step_of(&target.process)?) };
                 Ok((details, unmark_step))
             });
-            let (details, unmark_step) = match looked {
-                Ok(looked) => looked,
+            let (details, unmark_step) = match current {
+                Ok(current) => current,
                 Err(ReadError::Vanished { .. }) => continue,
-                // It may be no more than a moment without memory.
+                // The error may be temporary, such as a lack of memory.
                 Err(error) => {
-                    self.tell_left_alone(pid, error.to_string());
+                    self.report_left_alone(pid, error.to_string());
                     for &at in &wanted {
                         results[at] = Marking::Busy;
                     }
@@ -117,8 +117,8 @@ impl LiveHost {
                 let span = changes[at].span;
                 work.add((at, span, target.is_whole(&span)), &details, unmark_step);
             }
-            target.look_again();
-            self.next_look_ns = 0;
+            target.invalidate();
+            self.next_refresh_ns = 0;
             self.make(pid, &work, mark, size, &mut results, outcome);
             for at in wanted {
                 self.tell_changed(pid, &changes[at], mark, results[at]);
@@ -127,7 +127,7 @@ impl LiveHost {
         changes.iter().zip(results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
     }
 
-    /// Has a process make its calls.
+    /// Makes the calls in a process.
     fn make(
         &mut self,
         pid: i32,
@@ -172,9 +172,9 @@ impl LiveHost {
             Err(UnfoldError::Inject(error)) => {
                 let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
                 work.parts.iter().for_each(|&(at, _)| results[at] = marking);
-                self.tell_left_alone(pid, error.to_string());
+                self.report_left_alone(pid, error.to_string());
             }
-            // No room for more copies.
+            // The process's memory limits have no room for more copies.
             Err(_) => work.parts[report.results.len()..].iter().for_each(|&(at, _)| results[at] = Marking::Busy),
         }
     }

@@ -1,70 +1,71 @@
-//! Memory nodes, as the judgement sees them, and moving merged frames between them.
+//! Memory nodes in the core's terms, and moving merged frames between them.
 
 use super::LiveHost;
 use crate::host::targets::Target;
-use crate::os::abandonable::patiently;
+use crate::os::abandonable::run_abandonable;
 use crate::os::privileges::{PLACING, missing};
 use crate::proc::numa::{Topology, move_frames, owner_view};
 use crate::proc::process::ReadError;
 use pagefold_core::host::{Move, NodeView, Outcome, OwnerView};
 use pagefold_core::placement::policy::Placement;
+use pagefold_core::units::count;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Nodes and processes are looked at this often, nanoseconds, if that does not take more than its share.
+/// Time between two reads of the nodes and processes, nanoseconds.
 const REFRESH_NS: u64 = 2_000_000_000;
-/// What a look at one process takes, nanoseconds, and the one part in so many of the time that all may take: with more
-/// than 130 processes looks become rarer.
+/// Cost of reading one process, nanoseconds. Reads may take 1/`PROCESS_SHARE` of the time: with more than 130 processes
+/// they become rarer.
 const PROCESS_NS: u64 = 15_000;
 const PROCESS_SHARE: u64 = 1_000;
 
-/// Which policy is in force for whom.
+/// Placement policies by trust domain.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
-    /// For all that no other is named for.
-    pub usual: Placement,
-    /// For the processes of trust domains, by name.
+    /// Policy of domains that are not in `domains`.
+    pub default: Placement,
+    /// Policies of trust domains, by name.
     pub domains: BTreeMap<String, Placement>,
 }
 
 impl Policies {
-    /// The policy for a domain.
+    /// The policy of a domain.
     pub fn of(&self, domain: &str) -> Placement {
-        self.domains.get(domain).copied().unwrap_or(self.usual)
+        self.domains.get(domain).copied().unwrap_or(self.default)
     }
 }
 
-/// The nodes and who is where, where there are several.
+/// The nodes, and where the targets run, on machines with several nodes.
 #[derive(Debug, Default)]
 pub(super) struct Placing {
     pub(super) topology: Option<Arc<Topology>>,
     pub(super) policies: Policies,
     pub(super) nodes: Vec<NodeView>,
     pub(super) owners: Vec<OwnerView>,
-    /// CAP_SYS_NICE is there.
+    /// Whether the process has CAP_SYS_NICE.
     may_move: bool,
     next_ns: u64,
-    /// How many processes there were at the last look.
+    /// Number of targets at the last refresh.
     processes: usize,
 }
 
 impl Placing {
     pub(super) fn new() -> Self {
-        // A machine that does not tell its nodes is taken to have one.
+        // A machine whose nodes cannot be read is treated like one with a single node.
         let topology = Topology::of_machine().ok().flatten().map(Arc::new);
         let may_move = topology.is_some() && missing(&[PLACING]).is_ok_and(|missing| missing.is_empty());
         Self { topology, may_move, ..Self::default() }
     }
 
-    /// Looks at the nodes and the processes again, if it is time.
+    /// Reads the nodes and the processes again if it is time.
     pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>, domains: &[String]) {
         if self.topology.is_none() || now_ns < self.next_ns && self.processes == targets.len() {
             return;
         }
         self.processes = targets.len();
-        self.next_ns = now_ns + (targets.len() as u64 * PROCESS_NS * PROCESS_SHARE).max(REFRESH_NS);
-        // Memory may have come or gone. With less than two nodes left, nothing is placed until they are back.
+        self.next_ns = now_ns + (count(targets.len()) * PROCESS_NS * PROCESS_SHARE).max(REFRESH_NS);
+        // Memory may have been added or removed. With less than two nodes left, nothing is placed.
         let read = Topology::of_machine().ok().flatten();
         let Some(topology) = read.map(Arc::new) else {
             self.nodes.clear();
@@ -82,7 +83,7 @@ impl Placing {
 }
 
 impl LiveHost {
-    /// Moves merged frames, those that one process maps together.
+    /// Moves merged frames, batched by process.
     pub(super) fn place(&mut self, moves: &[Move], outcome: &mut Outcome) {
         for same_region in moves.chunk_by(|a, b| a.region == b.region) {
             let Some(&pid) = self.region_pids.get(&same_region[0].region) else { continue };
@@ -90,18 +91,18 @@ impl LiveHost {
             let process = target.process.clone();
             let pages: Vec<_> = same_region.iter().map(|to| (to.page, to.node)).collect();
             let done = Arc::new(AtomicU64::new(0));
-            let told = done.clone();
-            let result = patiently(
+            let progress = done.clone();
+            let result = run_abandonable(
                 || done.load(Ordering::Relaxed),
-                move || move_frames(&process, &pages, |done| told.store(done, Ordering::Relaxed)),
+                move || move_frames(&process, &pages, |done| progress.store(done, Ordering::Relaxed)),
             );
             outcome.moved += done.load(Ordering::Relaxed);
             match result {
                 Ok(Ok(_) | Err(ReadError::Vanished { .. })) => {}
-                Ok(Err(error)) => self.tell_left_alone(pid, error.to_string()),
+                Ok(Err(error)) => self.report_left_alone(pid, error.to_string()),
                 Err(pending) => {
-                    target.get_stuck(pending);
-                    self.next_look_ns = 0;
+                    target.set_stuck(pending);
+                    self.next_refresh_ns = 0;
                 }
             }
         }

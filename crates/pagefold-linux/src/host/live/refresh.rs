@@ -1,4 +1,4 @@
-//! Who is in scope, and what has changed among them.
+//! Refreshing the targets: processes that come into scope, change or end.
 
 use super::{Acting, Event, LiveError, LiveHost};
 use crate::host::regions::Tracked;
@@ -8,36 +8,38 @@ use crate::scope::exclude::Exclusion;
 use crate::scope::{ScopeError, ScopeSpec, Scoped};
 use pagefold_core::host::RegionView;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
+use pagefold_core::units::count;
 
-/// A look due so soon is taken at once, nanoseconds.
-const LOOK_EARLY_NS: u64 = 30_000_000;
-/// What it takes to see that nothing has changed in one process, nanoseconds, and the one part in so many of the time
-/// that it may take: with more than 300 processes looks become rarer.
-const GLANCE_NS: u64 = 1_000;
-const GLANCE_SHARE: u64 = 3_333;
+/// A refresh due within this time is made at once, nanoseconds.
+const EARLY_NS: u64 = 30_000_000;
+/// Cost of refreshing one unchanged target, nanoseconds. Refreshes may take 1/`UNCHANGED_SHARE` of the time: with more
+/// than 300 targets they become rarer.
+const UNCHANGED_NS: u64 = 1_000;
+const UNCHANGED_SHARE: u64 = 3_333;
 
 impl LiveHost {
-    /// Takes in what has changed among the processes, if it is time to look. True if anything has.
-    pub(super) fn attend(&mut self, now_ns: u64) -> Result<bool, LiveError> {
-        if now_ns + LOOK_EARLY_NS.min(self.look_ns / 8) < self.next_look_ns {
+    /// Refreshes the targets if it is time. Returns whether anything has changed.
+    pub(super) fn refresh(&mut self, now_ns: u64) -> Result<bool, LiveError> {
+        if now_ns + EARLY_NS.min(self.refresh_ns / 8) < self.next_refresh_ns {
             return Ok(false);
         }
-        self.resolve(now_ns)?;
-        let changed = self.look(now_ns);
-        self.next_look_ns = now_ns + (self.targets.len() as u64 * GLANCE_NS * GLANCE_SHARE).max(self.look_ns);
+        self.add_targets(now_ns)?;
+        let changed = self.refresh_targets(now_ns);
+        let cost_ns = count(self.targets.len()) * UNCHANGED_NS;
+        self.next_refresh_ns = now_ns + (cost_ns * UNCHANGED_SHARE).max(self.refresh_ns);
         if changed {
             self.list_regions();
         }
         Ok(changed)
     }
 
-    /// Takes in who has come into scope.
-    pub(super) fn resolve(&mut self, now_ns: u64) -> Result<(), LiveError> {
+    /// Adds the processes that have come into scope.
+    fn add_targets(&mut self, now_ns: u64) -> Result<(), LiveError> {
         let first = self.targets.is_empty() && self.next_owner == 0;
         let mut spec = if first {
             self.scope.clone()
         } else {
-            // A pid names one process, which was taken hold of at the start: a later owner is not meant.
+            // A selected pid is that of one process, opened at the start: a process that reuses the pid is not selected.
             ScopeSpec { pids: Vec::new(), ..self.scope.clone() }
         };
         let mut ours = vec![i32::try_from(std::process::id()).unwrap_or(0)];
@@ -49,9 +51,9 @@ impl LiveHost {
                 return Ok(());
             }
             let known = |pid| ours.contains(&pid) || self.targets.contains_key(&pid);
-            match self.newcomers.find(now_ns, &spec, &self.roots, known) {
+            match self.new_processes.find(now_ns, &spec, &self.roots, known) {
                 Ok(found) => break found,
-                // It was there when the command line was checked, and has ended since: no reason to leave the others.
+                // The process has ended since the command line was checked; the others remain in scope.
                 Err(ScopeError::UnknownPid(pid)) => spec.pids.retain(|&named| named != pid),
                 Err(ScopeError::NoCgroup(_)) if !first => return Ok(()),
                 Err(error) => return Err(error.into()),
@@ -68,30 +70,30 @@ impl LiveHost {
         Ok(())
     }
 
-    /// The key of the domain that a process is in. It stays there for as long as it lives.
-    pub(super) fn domain_of(&mut self, scoped: &Scoped) -> DomainKey {
+    /// Key of the trust domain of a process, which keeps it for its lifetime.
+    fn domain_of(&mut self, scoped: &Scoped) -> DomainKey {
         let name = self.domain_rules.domain_of(scoped);
         let known = self.domains.iter().position(|domain| *domain == name);
         let at = known.unwrap_or_else(|| {
             self.domains.push(name);
             self.domains.len() - 1
         });
-        // With more than there are keys, the last ones share one: they are kept apart from all others.
+        // Domains in excess of the number of keys share the last key.
         DomainKey(u16::try_from(at).unwrap_or(u16::MAX))
     }
 
-    /// Looks at every process. True if anything has changed.
-    pub(super) fn look(&mut self, now_ns: u64) -> bool {
-        let processes = self.targets.len() as u64;
+    /// Refreshes every target. Returns whether anything has changed.
+    fn refresh_targets(&mut self, now_ns: u64) -> bool {
+        let processes = count(self.targets.len());
         let mut changed = false;
-        let mut gone = Vec::new();
+        let (mut gone, mut reports) = (Vec::new(), Vec::new());
         for (&pid, target) in &mut self.targets {
             let next_region = &mut self.next_region;
-            let looked = target.look(now_ns, processes, &self.deny, || {
+            let refreshed = target.refresh(now_ns, processes, &self.deny, || {
                 *next_region += 1;
                 RegionKey(*next_region)
             });
-            let why = match looked {
+            let why = match refreshed {
                 Ok(false) => None,
                 Ok(true) => {
                     changed = true;
@@ -109,27 +111,25 @@ impl LiveHost {
                     Some(error.to_string())
                 }
             };
-            if let Some(why) = why {
-                if self.told.get(&pid) != Some(&why) {
-                    self.told.insert(pid, why.clone());
-                    self.events.push(Event::LeftAlone { pid, name: target.name.clone(), why });
-                }
-            }
+            reports.extend(why.map(|why| (pid, why)));
+        }
+        for (pid, why) in reports {
+            self.report_left_alone(pid, why);
         }
         for pid in gone {
             self.targets.remove(&pid);
-            self.told.remove(&pid);
-            // Somebody else may have its pid already.
-            self.newcomers.look_again();
+            self.reported.remove(&pid);
+            // Another process may have reused its pid.
+            self.new_processes.invalidate();
         }
         changed
     }
 
-    /// Says once why nothing can be done to a process.
-    pub(super) fn tell_left_alone(&mut self, pid: i32, why: String) {
+    /// Reports why a process is left alone, unless that was the last report about it.
+    pub(super) fn report_left_alone(&mut self, pid: i32, why: String) {
         let Some(target) = self.targets.get(&pid) else { return };
-        if self.told.get(&pid) != Some(&why) {
-            self.told.insert(pid, why.clone());
+        if self.reported.get(&pid) != Some(&why) {
+            self.reported.insert(pid, why.clone());
             self.events.push(Event::LeftAlone { pid, name: target.name.clone(), why });
         }
     }

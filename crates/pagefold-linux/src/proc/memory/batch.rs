@@ -1,4 +1,4 @@
-//! The pages that are looked up and read together.
+//! A batch of pages that are looked up and read together.
 
 use super::{Contents, Held, PageView, ReadHow};
 use crate::os::fault;
@@ -10,15 +10,15 @@ use pagefold_core::units::{EXTENT_PAGES, PAGE_SIZE, Pages, Vpn};
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Pages that are read by one system call. Measured on runs of 16, against a bare loop: 64 cost 1.16 times as much, 128
-/// 1.14, 256 1.12, 512 1.10; and the buffer of 1 MiB stays in the second-level cache until the pages are digested.
+/// Pages read by one system call. Measured on runs of 16, relative to a bare loop: 64 pages cost 1.16, 128 1.14, 256
+/// 1.12, 512 1.10. The buffer of 1 MiB stays in the second-level cache until the pages are digested.
 const BATCH_PAGES: usize = 256;
 
-/// A gap between two runs that pagemap is read across: at 33 ns a page it costs less than a further call.
+/// Longest gap between two runs that pagemap is read across: at 33 ns per page it costs less than another call.
 pub(super) const BRIDGE_PAGES: u64 = 20;
 
-/// Where PAGEMAP_SCAN is missing: a page is taken to be mapped by a huge page when its frame is part of one and both
-/// lie at the same place in their 2 MiB. Calls `visit` with the positions.
+/// Finds huge pages without PAGEMAP_SCAN: a page counts as mapped by a huge page if its frame is part of one and both
+/// have the same offset in their 2 MiB. Calls `visit` with the positions.
 pub(super) fn huge_by_frames(
     pages: impl Iterator<Item = (Vpn, PagemapEntry)>,
     frames: Option<&mut KpageFlags>,
@@ -40,7 +40,7 @@ pub(super) fn huge_by_frames(
     })
 }
 
-/// One page of a batch, while it is being found out about.
+/// The state of one page of a batch.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     page: Vpn,
@@ -59,19 +59,19 @@ pub(super) struct Piece {
     pub(super) length: usize,
 }
 
-/// The pages that are handled together. Page `i` of the batch has `slots[i]` and `buffer[i]`.
+/// Pages that are handled together. Page `i` of the batch has `slots[i]` and `buffer[i]`.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
     slots: Vec<Slot>,
     buffer: Vec<PageBytes>,
-    /// Page table entries; also of use to whoever walks a range.
+    /// Page table entries; also the buffer for walks of a range.
     pub(super) entries: Vec<u64>,
     pub(super) ranges: Vec<PageRange>,
-    /// Positions of slots: those kpageflags is asked about, then those read.
+    /// Positions of slots to look up in kpageflags, then of slots to read.
     wanted: Vec<u32>,
     local: Vec<Piece>,
     remote: Vec<Piece>,
-    /// This kernel has no PAGEMAP_SCAN: do not ask again.
+    /// This kernel has no PAGEMAP_SCAN.
     pub(super) scan_absent: bool,
 }
 
@@ -87,7 +87,7 @@ impl Batch {
         self.slots.len() == BATCH_PAGES
     }
 
-    /// Takes in as much of a run as there is room for and returns how much.
+    /// Adds as many pages of a run as fit and returns their number.
     pub(super) fn take(&mut self, first: Vpn, pages: u32) -> u32 {
         let room = u32::try_from(BATCH_PAGES - self.slots.len()).unwrap_or(0);
         let taken = pages.min(room);
@@ -116,8 +116,8 @@ impl Batch {
         held.check()
     }
 
-    /// Reads the merged pages and no others, so that each gets its own copy. Returns how many were.
-    pub(super) fn take_apart(&mut self, held: &Held, frames: Option<&mut KpageFlags>) -> Result<Pages, ReadError> {
+    /// Reads the merged pages and no others, so that each gets its own copy. Returns their number.
+    pub(super) fn unmerge(&mut self, held: &Held, frames: Option<&mut KpageFlags>) -> Result<Pages, ReadError> {
         let how = ReadHow::default();
         self.look_up(held, how)?;
         self.classify(frames, how).map_err(|error| ReadError::from_io(held.pid, "../kpageflags", error))?;
@@ -130,7 +130,7 @@ impl Batch {
         Ok(Pages(self.slots.iter().filter(|slot| slot.has_bytes).count() as u64))
     }
 
-    /// Shows the merged pages and their frames.
+    /// Calls `visit` with the merged pages and their frames.
     pub(super) fn show_merged(
         &mut self,
         held: &Held,
@@ -146,7 +146,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Fills in pagemap's entries, and which pages are huge.
+    /// Looks up the page table entries and, if requested, which pages are huge.
     pub(super) fn look_up(&mut self, held: &Held, how: ReadHow) -> Result<(), ReadError> {
         let mut at = 0;
         while at < self.slots.len() {
@@ -190,7 +190,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Settles every page's state from its entry and, where that leaves a question, its frame's flags.
+    /// Determines the state of every page from its entry and, if that is not enough, from its frame's flags.
     pub(super) fn classify(&mut self, mut frames: Option<&mut KpageFlags>, how: ReadHow) -> io::Result<()> {
         if how.huge && self.scan_absent {
             let slots = &self.slots;
@@ -211,7 +211,7 @@ impl Batch {
                     wanted.push(position);
                 }
             } else if entry.present() {
-                // Some kernels show the huge zero page as a file's.
+                // Some kernels show the huge zero page as a page of a file.
                 let file = entry.file_or_shared();
                 if file && (entry.exclusive() || !how.huge) {
                     continue;
@@ -226,7 +226,7 @@ impl Batch {
         }
         if let Some(frames) = frames.filter(|_| !wanted.is_empty()) {
             let asked = wanted.iter().filter_map(|&position| slots[position as usize].entry.pfn());
-            // Collected answers would need a buffer of their own; the entries are done with, so they serve.
+            // The entries are no longer needed: reuse their buffer for the flags.
             self.entries.clear();
             self.entries.resize(wanted.len(), 0);
             frames.look_up(asked, |at, flags| self.entries[at] = flags.0)?;
@@ -244,7 +244,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Reads the private pages, all by one system call if none of them has gone.
+    /// Reads the private pages, with one system call unless some are gone.
     pub(super) fn read_private(&mut self, pid: i32) -> Result<(), ReadError> {
         let Self { slots, buffer, wanted, local, remote, .. } = self;
         wanted.clear();
@@ -259,7 +259,7 @@ impl Batch {
                 extend(remote, slots[position].page.address());
             }
             let read = process_vm_readv(pid, local, remote)?;
-            // The kernel goes page by page and stops at the first that it cannot get: the pages before are whole.
+            // The kernel reads page by page and stops at the first that it cannot read: the pages before are complete.
             let whole = (read / PAGE_SIZE).min(rest.len());
             let (good, failed) = rest.split_at(whole);
             for &position in good {
@@ -276,7 +276,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Reads those pages that others hold too and are asked for, neighbours together, without pinning them.
+    /// Reads the merged and shared pages that are requested, adjacent ones together, without pinning them.
     pub(super) fn read_shared(
         &mut self,
         held: &mut Held,
@@ -300,7 +300,7 @@ impl Batch {
             let Some(mem) = held.mem.as_ref() else { continue };
             let bytes = self.buffer[at..at + length].as_flattened_mut();
             let whole = match fault::io("read:mem").and_then(|()| mem.read_at(bytes, first.address())) {
-                // The address space has gone.
+                // The address space is gone.
                 Ok(0) => return Err(ReadError::Vanished { pid: held.pid }),
                 Ok(read) => read / PAGE_SIZE,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -331,7 +331,7 @@ impl Batch {
     }
 }
 
-/// Adds the page at `address`, to the last piece where it follows on it.
+/// Adds the page at `address`, extending the last piece if it is adjacent.
 fn extend(pieces: &mut Vec<Piece>, address: u64) {
     match pieces.last_mut() {
         Some(piece) if piece.address + piece.length as u64 == address => piece.length += PAGE_SIZE,
@@ -339,12 +339,12 @@ fn extend(pieces: &mut Vec<Piece>, address: u64) {
     }
 }
 
-/// Reads the remote pieces into the local ones and returns how many bytes came, 0 where not even the first page did.
+/// Reads the remote pieces into the local ones. Returns the number of bytes read, 0 if the first page is not readable.
 pub(super) fn process_vm_readv(pid: i32, local: &[Piece], remote: &[Piece]) -> Result<usize, ReadError> {
     fault::io("read:process_vm_readv").map_err(|error| ReadError::from_io(pid, "(process_vm_readv)", error))?;
-    // SAFETY: `Piece` has the layout of struct iovec. The local pieces lie within the batch's buffer, one page for each
-    // slot, which its owner has borrowed exclusively and does not move; there are at most BATCH_PAGES (below IOV_MAX)
-    // on either side. The remote addresses are the kernel's to check.
+    // SAFETY: `Piece` has the layout of struct iovec. The local pieces lie within the batch's buffer, which is borrowed
+    // exclusively and not moved, one page per slot; there are at most BATCH_PAGES (below IOV_MAX) on either side. The
+    // kernel checks the remote addresses.
     let read = unsafe {
         libc::process_vm_readv(
             pid,

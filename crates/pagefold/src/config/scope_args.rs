@@ -1,5 +1,6 @@
-//! The flags that select processes.
+//! The flags that say which programs are meant.
 
+use crate::config::file::{Scope, Word};
 use crate::exit::{self, Exit};
 use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::exclude::{DenyList, unfit_entry};
@@ -8,7 +9,7 @@ use std::path::PathBuf;
 
 const PROGRAMS: &str = "Which programs";
 
-/// The processes in scope. Several flags add up.
+/// Which programs are meant. Several flags add up.
 #[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
 pub struct ScopeArgs {
     /// These processes (may be repeated, or separated by commas)
@@ -23,7 +24,7 @@ pub struct ScopeArgs {
     /// Every process running this program (path, or just its name)
     #[arg(long, help_heading = PROGRAMS, value_name = "PROGRAM")]
     pub exe: Vec<String>,
-    /// Every process on the machine
+    /// Every process of the machine
     #[arg(long, help_heading = PROGRAMS)]
     pub all: bool,
 }
@@ -31,16 +32,16 @@ pub struct ScopeArgs {
 /// Changes to the deny list.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct DenyArgs {
-    /// Also leave programs of this name alone: a base name, or a prefix and an asterisk
+    /// Leave programs of this name alone, too: a base name, or its beginning and an asterisk
     #[arg(long, help_heading = PROGRAMS, value_name = "NAME", value_parser = program)]
     pub deny: Vec<String>,
-    /// Remove this name from the deny list
+    /// Do not leave programs of this name alone only because they are on the deny list
     #[arg(long, help_heading = PROGRAMS, value_name = "NAME", value_parser = program)]
     pub allow: Vec<String>,
 }
 
 impl DenyArgs {
-    /// Applies the changes to a list.
+    /// The list with these changes.
     pub fn on(&self, list: DenyList) -> DenyList {
         list.with(&self.deny, &self.allow)
     }
@@ -54,7 +55,20 @@ fn program(name: &str) -> Result<String, String> {
 }
 
 impl ScopeArgs {
-    /// The scope as a specification that can be resolved again later.
+    /// What a configuration file says.
+    pub fn of_file(scope: &Scope) -> Self {
+        let words =
+            |words: &Option<Vec<Word>>| words.iter().flatten().map(|Word(word)| word.clone()).collect::<Vec<_>>();
+        Self {
+            pid: Vec::new(),
+            cgroup: words(&scope.cgroups).into_iter().map(PathBuf::from).collect(),
+            user: words(&scope.users),
+            exe: words(&scope.exes),
+            all: scope.all.unwrap_or(false),
+        }
+    }
+
+    /// The scope that the flags spell out.
     pub fn spec(&self) -> ScopeSpec {
         ScopeSpec {
             pids: self.pid.clone(),
@@ -65,22 +79,18 @@ impl ScopeArgs {
         }
     }
 
-    /// Whether new processes can enter the scope.
+    /// Whether new processes can come into scope.
     pub fn is_selective(&self) -> bool {
         self.all || !(self.cgroup.is_empty() && self.user.is_empty() && self.exe.is_empty())
     }
 
-    /// The processes that are in scope now.
-    ///
-    /// # Errors
-    ///
-    /// If the scope is empty, or names a process, user, cgroup or program that does not exist.
+    /// The processes that are meant now.
     pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 }
 
-/// The exit code and advice for a scope that cannot be resolved.
+/// What to do about a scope that cannot be found.
 pub fn explain(error: &ScopeError) -> Exit {
     let (code, advice) = match error {
         ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),
@@ -116,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn deny_and_allow_change_the_deny_list() {
+    fn names_on_the_deny_list_can_be_allowed_and_others_denied() {
         #[derive(Parser)]
         struct Cli {
             #[command(flatten)]
@@ -137,6 +147,6 @@ mod tests {
     fn no_scope_is_an_error_of_its_own() {
         let error = ScopeArgs::default().resolve().unwrap_err();
         assert_eq!(error.code, exit::NO_SCOPE);
-        assert!(error.line.contains("nothing is in scope; name"), "{}", error.line);
+        assert!(error.line.contains("nothing is in scope; select"), "{}", error.line);
     }
 }
