@@ -1,7 +1,7 @@
 //! Contents of pages: numbers that stand for the bytes of a page, and what is derived from them.
 
 use pagefold_core::hash::Digest;
-use pagefold_core::random::{INCREMENT, finalize};
+use pagefold_core::random::{INCREMENT, Random, finalize};
 
 /// The content id at place `index` of the numbered series of contents `series`; never the zero page's.
 pub const fn content_of_series(series: u64, index: u64) -> u64 {
@@ -22,4 +22,23 @@ pub fn digest(id: u64, seed: u64) -> Digest {
 #[allow(clippy::cast_possible_truncation)] // the low half is what is wanted
 pub const fn checksum(id: u64) -> u32 {
     finalize(id ^ INCREMENT) as u32 | 1
+}
+
+/// Contents nobody else has: a bijection of a counter, so no two are equal.
+#[derive(Debug)]
+pub(crate) struct UniqueContents(Random);
+
+impl UniqueContents {
+    pub(crate) const fn new(seed: u64) -> Self {
+        Self(Random::for_purpose(seed, 0x0041_1757))
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        loop {
+            let id = self.0.next();
+            if id != 0 {
+                return id;
+            }
+        }
+    }
 }

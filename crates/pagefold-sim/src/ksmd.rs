@@ -1,19 +1,18 @@
 //! ksmd: when it scans, in which order, and what one visit to a page does. By the rules of Linux's
 //! `mm/ksm.c` (6.12), in virtual time.
 
-use crate::content;
 mod rbtree;
 mod trees;
+mod visit;
 
 use crate::comparisons::SearchCounts;
 use crate::costs::Costs;
 use crate::granularity::Granularity;
-use crate::knobs::{Classes, Forest, Knobs};
-use crate::memory::{Backing, ItemState, Memory, NONE, PageWrites, Region, RmapItem};
+use crate::knobs::Knobs;
+use crate::memory::{Memory, RmapItem};
 use pagefold_core::host::ScanOrder;
-use pagefold_core::units::Vpn;
 use std::ops::Range;
-use trees::{Steps, Trees, UnstableSearch};
+use trees::Trees;
 
 const NS_PER_MS: u64 = 1_000_000;
 
@@ -70,13 +69,6 @@ pub(crate) struct Ksmd {
     pub(crate) busy: bool,
     /// `smart_scan` is off for the scans ordered.
     thorough: bool,
-}
-
-/// What became of a visit.
-struct VisitCost {
-    cost_ns: u64,
-    /// SearchCounts as scanned.
-    counts: bool,
 }
 
 impl Ksmd {
@@ -298,182 +290,6 @@ impl Ksmd {
             self.list.remove(self.cursor.place);
         }
     }
-
-    /// One page.
-    fn visit(&mut self, memory: &mut Memory, key: u32, page: u32) -> VisitCost {
-        let costs = self.costs;
-        let at = page as usize;
-        let region = memory.region_mut(key).expect("next_stretch found it and nothing runs in between");
-        let (backing, content, mut item) = (region.backing[at], region.content[at], region.items[at]);
-        let touch = region.writes.get_mut(at).map(std::mem::take).unwrap_or_default();
-
-        if matches!(backing, Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged) {
-            if item.is_live() {
-                region.items[at] = RmapItem::NONE;
-                self.items -= 1;
-                self.leave_unstable((key, page), &mut item);
-                self.trees.detach(memory, item.frame);
-            }
-            return VisitCost { cost_ns: costs.pass_empty_ns, counts: false };
-        }
-        let class = self.class_of(region, at, touch, item);
-        if !item.is_live() {
-            item = RmapItem { state: ItemState::Known, ..RmapItem::NONE };
-            self.items += 1;
-        }
-        if backing == Backing::Merged {
-            return self.visit_merged(memory, key, page, item);
-        }
-        let checksum = content::checksum(content);
-        if self.lasting() && item.state == ItemState::Unshared && item.class == class && item.checksum == checksum {
-            // Compared before, and not written since: it stays in its tree for others to find.
-            self.spared += self.granularity.get();
-            return VisitCost { cost_ns: costs.checksum_ns, counts: true };
-        }
-        self.leave_unstable((key, page), &mut item);
-        item.class = class;
-        // Hung on a merged frame but private: written since.
-        let frame = std::mem::replace(&mut item.frame, NONE);
-        self.trees.detach(memory, frame);
-        let visit = if self.knobs.smart_scan && !self.thorough && is_skipped(&mut item) {
-            VisitCost { cost_ns: costs.visit_skipped_ns, counts: false }
-        } else {
-            let mut cost_ns = costs.checksum_ns;
-            if item.checksum != checksum {
-                item.checksum = checksum;
-            } else if content == 0 && self.knobs.use_zero_pages {
-                memory.merge_zero(key, page);
-                cost_ns += costs.merge_zero_ns;
-            } else {
-                cost_ns += self.search(memory, (key, page), content, &mut item);
-            }
-            VisitCost { cost_ns, counts: true }
-        };
-        if let Some(region) = memory.region_mut(key) {
-            region.items[at] = item;
-        }
-        visit
-    }
-
-    /// UnstableSearch trees that last, with records that know their place in them.
-    fn lasting(&self) -> bool {
-        matches!(self.knobs.forest, Forest::Classes(_))
-    }
-
-    /// A page that was in an unstable tree has to be sorted in anew (`remove_rmap_item_from_tree`). Where trees live for a
-    /// scan, its place there is gone already.
-    fn leave_unstable(&mut self, page: (u32, u32), item: &mut RmapItem) {
-        if item.state != ItemState::Unshared {
-            return;
-        }
-        if self.lasting() {
-            self.trees.remove_unstable(u16::from(item.class), item.node, page);
-        }
-        item.state = ItemState::Known;
-        self.unshared -= 1;
-    }
-
-    /// A page that maps a merged frame already. After a fork, the child's has no record there yet.
-    fn visit_merged(&mut self, memory: &mut Memory, key: u32, page: u32, mut item: RmapItem) -> VisitCost {
-        self.leave_unstable((key, page), &mut item);
-        let frame = memory.region(key).and_then(|region| region.merged_frame(page)).unwrap_or(NONE);
-        if item.frame != frame {
-            self.trees.detach(memory, item.frame);
-            self.trees.attach(memory, frame);
-            item.frame = frame;
-        }
-        self.trees.follow(memory, frame);
-        if let Some(region) = memory.region_mut(key) {
-            region.items[page as usize] = item;
-        }
-        VisitCost { cost_ns: self.costs.visit_merged_ns, counts: true }
-    }
-
-    /// The class of a page. By writes it is that of the last scan in which it was written: those who read the paper
-    /// closely find that a page which was written is volatile and looked at no further, and one that was not is of the
-    /// class that is never compared, so that nothing would ever be. A page that has come into being was written whole.
-    fn class_of(&self, region: &Region, page: usize, touch: PageWrites, item: RmapItem) -> u8 {
-        let Forest::Classes(classes) = self.knobs.forest else { return 0 };
-        match classes {
-            Classes::Address => region.eighths.get(page).copied().unwrap_or_default(),
-            _ if touch.times == 0 && item.is_live() => item.class,
-            Classes::PageCount => touch.times.saturating_sub(1).min(15),
-            Classes::SubPages if touch.times == 0 => 0b1111,
-            Classes::SubPages => touch.parts,
-        }
-    }
-
-    /// The tree for a page.
-    fn tree_of(&mut self, memory: &Memory, (key, page): (u32, u32), item: &RmapItem) -> u16 {
-        match self.knobs.forest {
-            Forest::Kernel => {
-                let node = memory.region(key).and_then(|region| memory.node_of(region, page)).unwrap_or_default();
-                self.trees.of_node(node)
-            }
-            Forest::Checksum { trees } => u16::try_from((item.checksum >> 1) % u32::from(trees.max(1))).unwrap_or(0),
-            Forest::Classes(_) => u16::from(item.class),
-        }
-    }
-
-    /// The stable tree, then the unstable one. What is found in the stable tree stays where it is; of two found in the
-    /// unstable one, the page that is being visited stays (`try_to_merge_two_pages`), and so decides the node.
-    fn search(&mut self, memory: &mut Memory, me: (u32, u32), content: u64, item: &mut RmapItem) -> u64 {
-        let (tree, mut steps) = (self.tree_of(memory, me, item), Steps::default());
-        let (found, merge_ns) = self.find(memory, (tree, me), content, item, &mut steps);
-        (steps.stable, steps.unstable) =
-            (self.granularity.deeper(steps.stable), self.granularity.deeper(steps.unstable));
-        self.counts.search(self.granularity.get(), steps.stable, steps.unstable, found);
-        merge_ns
-            + steps.stable * self.costs.stable_level_ns
-            + steps.dups * self.costs.chain_dup_ns
-            + steps.unstable * self.costs.unstable_level_ns
-    }
-
-    /// Whether a partner was found, and what merging took.
-    fn find(
-        &mut self,
-        memory: &mut Memory,
-        (tree, me): (u16, (u32, u32)),
-        content: u64,
-        item: &mut RmapItem,
-        steps: &mut Steps,
-    ) -> (bool, u64) {
-        if let Some(frame) = self.trees.find_stable(memory, tree, content, steps) {
-            memory.join(me.0, me.1, frame);
-            self.trees.attach(memory, frame);
-            item.frame = frame;
-            return (true, self.costs.merge_stable_ns);
-        }
-        let (other, at) = match self.trees.find_or_insert_unstable(memory, tree, content, me, steps) {
-            UnstableSearch::Partner(other, at) => (other, at),
-            UnstableSearch::Inserted(at) => {
-                (item.node, item.state) = (at, ItemState::Unshared);
-                self.unshared += 1;
-                return (false, 0);
-            }
-            UnstableSearch::Lost => return (false, 0),
-        };
-        self.trees.remove_unstable(tree, at, other);
-        let node = memory.region(me.0).and_then(|region| memory.node_of(region, me.1)).unwrap_or_default();
-        let relatives = relatives(memory, me);
-        let frame = self.trees.insert_stable(memory, node, tree, content);
-        for (key, page) in [other, me] {
-            memory.join(key, page, frame);
-            self.trees.attach(memory, frame);
-        }
-        // It is the very frame of the page that is being visited, so they map it too. Records come with ksmd's visits.
-        for (key, page) in relatives {
-            memory.join(key, page, frame);
-        }
-        item.frame = frame;
-        if let Some(other) = memory.region_mut(other.0).map(|region| &mut region.items[other.1 as usize]) {
-            other.frame = frame;
-            if std::mem::replace(&mut other.state, ItemState::Known) == ItemState::Unshared {
-                self.unshared -= 1;
-            }
-        }
-        (true, self.costs.merge_pair_ns)
-    }
 }
 
 /// The first marked pages of an owner at or after a page of its address space.
@@ -485,32 +301,4 @@ fn marked_from(memory: &Memory, owner: u32, at: u64) -> Option<(u32, Range<u32>)
         let from = u32::try_from(at.saturating_sub(region.first)).ok()?;
         Some((key, region.marks.stretch_from(from)?))
     })
-}
-
-/// Who shares the frame of a page by fork: at the same place in other address spaces, for nothing moves within one.
-fn relatives(memory: &Memory, me: (u32, u32)) -> Vec<(u32, u32)> {
-    let Some(region) = memory.region(me.0).filter(|_| memory.same_frame(me, me)) else { return Vec::new() };
-    let at = Vpn(region.first + u64::from(me.1));
-    let pages = memory.live_regions().filter_map(|(key, region)| Some((key, region.offset(at)?)));
-    pages.filter(|&page| page != me && memory.same_frame(page, me)).collect()
-}
-
-/// `smart_scan`: whether this visit is left out; counts the visits that were made or left out.
-fn is_skipped(item: &mut RmapItem) -> bool {
-    let age = item.age;
-    item.age = age.saturating_add(1);
-    if age < 3 {
-        return false;
-    }
-    if item.skips_left == 0 {
-        item.skips_left = match age {
-            ..=3 => 1,
-            4..=5 => 2,
-            6..=8 => 4,
-            _ => 8,
-        };
-        return false;
-    }
-    item.skips_left -= 1;
-    true
 }

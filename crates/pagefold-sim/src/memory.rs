@@ -6,173 +6,20 @@
 //! memory nodes it costs one more once it is read, and two where a region's pages are not all on one node. Where classes
 //! are made by writes it costs six more.
 
+mod ground_truth;
 mod marks;
 mod nodes;
+mod page;
+mod region;
 
+pub use ground_truth::GroundTruth;
 use marks::Marks;
 pub(crate) use nodes::{MoveResult, Nodes, ProcessNuma};
+pub(crate) use page::{Backing, ItemState, NONE, PageRef, PageWrites, RmapItem};
 use pagefold_core::host::PageState;
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
-use pagefold_core::random::Random;
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
-
-/// No frame: the page is attached to none.
-pub(crate) const NONE: u32 = u32::MAX;
-
-/// How a page is held. Finer than [`PageState`]: the two kinds of zero mapping count differently.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Backing {
-    Absent,
-    Private,
-    /// Read before it was ever written: the zero page, by the fault handler.
-    ZeroMapped,
-    /// The zero page, by ksmd in place of a page of zeros.
-    ZeroMerged,
-    /// Maps the merged frame in `Region::frame`.
-    Merged,
-    /// Maps the fork-shared frame in `Region::frame`, with others as long as that has several users.
-    Forked,
-}
-
-/// ksmd's record of a page (the kernel's `rmap_item`).
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct RmapItem {
-    pub(crate) checksum: u32,
-    /// The merged frame that the record hangs on; stays set after a write until ksmd's next visit.
-    pub(crate) frame: u32,
-    /// Where it is in an unstable tree.
-    pub(crate) node: u32,
-    pub(crate) age: u8,
-    pub(crate) skips_left: u8,
-    /// The class of its page, where there are classes.
-    pub(crate) class: u8,
-    pub(crate) state: ItemState,
-}
-
-/// Whether ksmd has a record of a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ItemState {
-    Absent,
-    /// It has one.
-    Known,
-    /// It has one, and put it into an unstable tree at its last visit (`UNSTABLE_FLAG`): it counts in `pages_unshared`.
-    Unshared,
-}
-
-impl RmapItem {
-    /// No record.
-    pub(crate) const NONE: Self =
-        Self { checksum: 0, frame: NONE, node: 0, age: 0, skips_left: 0, class: 0, state: ItemState::Absent };
-
-    pub(crate) fn is_live(&self) -> bool {
-        self.state != ItemState::Absent
-    }
-}
-
-/// What was written to a page since ksmd last looked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct PageWrites {
-    /// How often.
-    pub(crate) times: u8,
-    /// Which of its quarters.
-    pub(crate) parts: u8,
-}
-
-#[derive(Debug)]
-pub(crate) struct Region {
-    pub(crate) owner: u32,
-    pub(crate) family: FamilyKey,
-    pub(crate) first: u64,
-    pub(crate) content: Vec<u64>,
-    pub(crate) backing: Vec<Backing>,
-    /// Merged frame or fork share of each page; empty until the first page needs one.
-    pub(crate) frame: Vec<u32>,
-    /// Empty until ksmd comes by.
-    pub(crate) items: Vec<RmapItem>,
-    pub(crate) marks: Marks,
-    /// For each 2 MiB extent of the region, whether a huge page maps it; empty where none ever did.
-    pub(crate) huge: Vec<bool>,
-    /// The node of its own frames, unless `nodes` says otherwise.
-    node: NodeKey,
-    /// That of each page's own frame; empty as long as they are all on one.
-    nodes: Vec<NodeKey>,
-    /// Its process uses its pages: page reclaim has them on its active list.
-    pub(crate) active: bool,
-    /// How often each page was read from outside, up to 2; empty until then, and where there is but one node.
-    pub(crate) reads: Vec<u8>,
-    /// What was written to each page; empty unless that is kept.
-    pub(crate) writes: Vec<PageWrites>,
-    /// In which eighth of the physical memory each page is; empty unless somebody says so.
-    pub(crate) eighths: Vec<u8>,
-    /// Writes so far to pages that were merged, or mapped to the zero page by merging.
-    pub(crate) broken: u64,
-}
-
-impl Region {
-    pub(crate) fn len(&self) -> u32 {
-        u32::try_from(self.content.len()).expect("Memory::map admits no longer region")
-    }
-
-    pub(crate) fn end(&self) -> u64 {
-        self.first + u64::from(self.len())
-    }
-
-    pub(crate) fn offset(&self, page: Vpn) -> Option<u32> {
-        let offset = page.0.checked_sub(self.first)?;
-        u32::try_from(offset).ok().filter(|&offset| offset < self.len())
-    }
-
-    fn extent(&self, page: u32) -> usize {
-        usize::try_from((self.first + u64::from(page)) / EXTENT_PAGES - self.first / EXTENT_PAGES).unwrap_or(usize::MAX)
-    }
-
-    pub(crate) fn is_huge(&self, page: u32) -> bool {
-        self.huge.get(self.extent(page)).copied().unwrap_or(false)
-    }
-
-    /// A merge splits the huge page that the page is part of.
-    pub(crate) fn split(&mut self, page: u32) {
-        let extent = self.extent(page);
-        if let Some(huge) = self.huge.get_mut(extent) {
-            *huge = false;
-        }
-    }
-
-    /// The merged frame that the page maps.
-    pub(crate) fn merged_frame(&self, page: u32) -> Option<u32> {
-        (self.backing[page as usize] == Backing::Merged).then(|| self.frame_of(page as usize))
-    }
-
-    fn frame_of(&self, page: usize) -> u32 {
-        self.frame.get(page).copied().unwrap_or(NONE)
-    }
-
-    fn set_frame(&mut self, page: usize, frame: u32) {
-        if self.frame.is_empty() {
-            self.frame = vec![NONE; self.content.len()];
-        }
-        self.frame[page] = frame;
-    }
-}
-
-#[derive(Debug, Default)]
-pub(crate) struct Owner {
-    /// Its regions, by ascending address.
-    pub(crate) regions: Vec<u32>,
-    pub(crate) exited: bool,
-    /// Marking it is refused.
-    pub(crate) untouchable: bool,
-    pub(crate) domain: DomainKey,
-    pub(crate) place: ProcessNuma,
-    /// On ksmd's list.
-    pub(crate) registered: bool,
-    /// Records of pages that are gone or no longer marked: kept until ksmd comes by.
-    pub(crate) stale_items: u64,
-    /// How many of them count in `pages_unshared`.
-    pub(crate) stale_unshared: u64,
-    /// The merged frames that some of them still hang on.
-    pub(crate) stale_frames: Vec<u32>,
-}
+pub(crate) use region::{Owner, Region};
 
 /// A frame that ksmd made out of several (the kernel's `stable_node` and its page).
 #[derive(Clone, Copy, Debug, Default)]
@@ -188,22 +35,6 @@ pub(crate) struct MergedFrame {
     pub(crate) node: NodeKey,
     /// The tree it is in: a node's, where `merge_across_nodes` is off.
     pub(crate) tree: u16,
-}
-
-/// One count of the whole memory, exact.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GroundTruth {
-    /// Frames in use: private, fork-shared (each once) and merged (each once).
-    pub frames: u64,
-    /// Those of them that hold nothing but zeros.
-    pub zero_frames: u64,
-    /// Different contents in them, zeros not counted.
-    pub contents: u64,
-    /// Pages that map the zero page.
-    pub zero_mapped: u64,
-    /// Frames that could be saved now: `frames` minus `contents`. All of zeros counts as savable, which
-    /// takes `use_zero_pages`; without, one frame of zeros remains.
-    pub savable: u64,
 }
 
 #[derive(Debug, Default)]
@@ -312,7 +143,7 @@ impl Memory {
         let Some(mut region) = self.regions[key as usize].take() else { return };
         let owner = &mut self.owners[region.owner as usize];
         owner.regions.retain(|&other| other != key);
-        abandon(owner, &mut region.items);
+        owner.abandon(&mut region.items);
     }
 
     /// Lets go of what a page maps: it maps nothing.
@@ -408,7 +239,7 @@ impl Memory {
         }
         if let Some(region) = self.regions[key as usize].as_deref_mut() {
             if let Some(items) = region.items.get_mut(range.start as usize..range.end as usize) {
-                abandon(&mut self.owners[region.owner as usize], items);
+                self.owners[region.owner as usize].abandon(items);
             }
         }
         copied
@@ -532,72 +363,9 @@ impl Memory {
         child
     }
 
-    /// SearchCounts everything anew, from the pages themselves.
-    pub(crate) fn truth(&self) -> GroundTruth {
-        let mut truth = GroundTruth::default();
-        let mut contents = rustc_hash::FxHashSet::default();
-        let mut counted_shares = vec![false; self.shares.len()];
-        let mut counted_frames = vec![false; self.frames.len()];
-        for region in self.regions.iter().flatten() {
-            for (page, backing) in region.backing.iter().enumerate() {
-                let frame = region.frame_of(page) as usize;
-                let first_user = match backing {
-                    Backing::Absent => false,
-                    Backing::ZeroMapped | Backing::ZeroMerged => {
-                        truth.zero_mapped += 1;
-                        false
-                    }
-                    Backing::Private => true,
-                    Backing::Forked => !std::mem::replace(&mut counted_shares[frame], true),
-                    Backing::Merged => !std::mem::replace(&mut counted_frames[frame], true),
-                };
-                if first_user {
-                    truth.frames += 1;
-                    truth.zero_frames += u64::from(region.content[page] == 0);
-                    contents.insert(region.content[page]);
-                }
-            }
-        }
-        contents.remove(&0);
-        truth.contents = contents.len() as u64;
-        truth.savable = truth.frames - truth.contents;
-        truth
-    }
-
     /// The live regions, by owner and address.
     pub(crate) fn live_regions(&self) -> impl Iterator<Item = (u32, &Region)> {
         let keys = self.owners.iter().filter(|owner| !owner.exited).flat_map(|owner| &owner.regions);
         keys.filter_map(|&key| Some((key, self.region(key)?)))
-    }
-}
-
-/// Hands records over to the owner's heap of stale ones.
-fn abandon(owner: &mut Owner, items: &mut [RmapItem]) {
-    for item in items.iter_mut().filter(|item| item.is_live()) {
-        owner.stale_items += 1;
-        owner.stale_unshared += u64::from(item.state == ItemState::Unshared);
-        if item.frame != NONE {
-            owner.stale_frames.push(item.frame);
-        }
-        *item = RmapItem::NONE;
-    }
-}
-
-/// Contents nobody else has: a bijection of a counter, so no two are equal.
-#[derive(Debug)]
-pub(crate) struct UniqueContents(Random);
-
-impl UniqueContents {
-    pub(crate) const fn new(seed: u64) -> Self {
-        Self(Random::for_purpose(seed, 0x0041_1757))
-    }
-
-    pub(crate) fn next(&mut self) -> u64 {
-        loop {
-            let id = self.0.next();
-            if id != 0 {
-                return id;
-            }
-        }
     }
 }

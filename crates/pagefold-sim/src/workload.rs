@@ -3,8 +3,8 @@
 pub mod scenario;
 pub(crate) mod script;
 
-use crate::content::content_of_series;
-use crate::memory::{Backing, ProcessNuma, UniqueContents};
+use crate::content::{UniqueContents, content_of_series};
+use crate::memory::{Backing, ProcessNuma};
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, NodeSet};
 use pagefold_core::placement::policy::Placement;
 use pagefold_core::random::{Random, finalize};

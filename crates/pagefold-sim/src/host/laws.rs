@@ -192,7 +192,7 @@ impl Pair {
     }
 }
 
-/// SearchCounts frames, records and KSM's counters anew and compares.
+/// Counts frames, records and KSM's counters anew and compares.
 fn check_books(sim: &SimHost) {
     let (memory, ksmd) = sim.parts();
     let mut mapped = vec![0u32; memory.frames.len()];
@@ -235,7 +235,7 @@ fn check_books(sim: &SimHost) {
     check_nodes(memory);
 }
 
-/// SearchCounts the frames on each node anew and compares.
+/// Counts the frames on each node anew and compares.
 fn check_nodes(memory: &Memory) {
     if !memory.nodes.several() {
         let kept = |region: &crate::memory::Region| region.reads.len() + region.keeps_nodes();

@@ -11,11 +11,8 @@
 
 use super::rbtree::{RbTree, SearchEnd};
 use crate::knobs::{Forest, Knobs};
-use crate::memory::{ItemState, Memory, NONE};
+use crate::memory::{ItemState, Memory, NONE, PageRef};
 use pagefold_core::keys::NodeKey;
-
-/// A page, by region and offset.
-pub(crate) type PageRef = (u32, u32);
 
 /// A content of a stable tree.
 #[derive(Clone, Copy, Debug, Default)]
@@ -397,7 +394,7 @@ impl Trees {
         }
     }
 
-    /// SearchCounts the chains anew and compares.
+    /// Counts the chains anew and compares.
     #[cfg(test)]
     pub(crate) fn check_books(&self, memory: &Memory) {
         for (frame, merged) in (0_u32..).zip(&memory.frames) {

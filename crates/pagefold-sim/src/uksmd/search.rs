@@ -8,12 +8,9 @@ use super::settings::HashStrength;
 use crate::comparisons::SearchCounts;
 use crate::costs::Costs;
 use crate::granularity::Granularity;
-use crate::memory::{Backing, Memory};
+use crate::memory::{Backing, Memory, PageRef};
 use crate::partial_hash::{RoundCost, StrengthController};
 use rustc_hash::FxHashMap;
-
-/// A page, by region and offset.
-pub(super) type PageRef = (u32, u32);
 
 /// Words in a page: the full strength.
 const WORDS: u32 = 1024;

@@ -1,0 +1,124 @@
+//! What tests and experiments can read of the simulated machine, and pagefold cannot.
+
+use super::SimHost;
+use crate::comparisons::SearchCounts;
+use crate::memory::GroundTruth;
+use crate::uksmd::Uksmd;
+use pagefold_core::host::{Cost, KsmView, PageState, Span};
+use pagefold_core::keys::{OwnerKey, RegionKey};
+use pagefold_core::units::{Bytes, Pages, Vpn};
+
+impl SimHost {
+    /// An exact count of the whole memory. Looks at every page.
+    pub fn truth(&self) -> GroundTruth {
+        let GroundTruth { frames, zero_frames, contents, zero_mapped, savable } = self.memory.truth();
+        let [frames, zero_frames, contents, zero_mapped, savable] =
+            [frames, zero_frames, contents, zero_mapped, savable].map(|count| self.granularity.all(count));
+        GroundTruth { frames, zero_frames, contents, zero_mapped, savable }
+    }
+    /// The virtual time.
+    pub fn now_ns(&self) -> u64 {
+        self.now_ns
+    }
+    /// CPU time spent so far.
+    pub fn cost(&self) -> Cost {
+        let ksmd_ns = self.uksmd.as_ref().map_or(self.ksmd.cpu_ns, |uksmd| uksmd.cpu_ns);
+        Cost { pagefold_ns: self.pagefold_ns, ksmd_ns }
+    }
+    /// KSM's counters now. Like the kernel's they lag behind writes, unmarks and exits until ksmd comes by.
+    pub fn ksm(&self) -> KsmView {
+        let seen = self.ksm_seen();
+        let pages = |seen: Pages| Pages(self.granularity.all(seen.0));
+        let (shared, sharing, zero) = (pages(seen.shared), pages(seen.sharing), pages(seen.zero));
+        KsmView { shared, sharing, zero, broken: self.granularity.all(seen.broken), ..seen }
+    }
+    /// The same as pagefold sees it: in simulated pages but for what ksmd has scanned, by which it reckons rates.
+    pub(super) fn ksm_seen(&self) -> KsmView {
+        KsmView {
+            shared: Pages(self.ksmd.trees.shared),
+            sharing: Pages(self.ksmd.trees.sharing),
+            zero: Pages(self.memory.zero_merged),
+            scanned: self.uksmd.as_ref().map_or(self.ksmd.scanned, |uksmd| uksmd.scanned),
+            full_scans: self.ksmd.full_scans,
+            broken: self.memory.cow_breaks,
+            busy: self.ksmd.busy,
+            ours: self.ours,
+        }
+    }
+    /// Pages that map a merged frame.
+    pub fn merged_pages(&self) -> Pages {
+        Pages(self.granularity.all(self.memory.merged_pages))
+    }
+    /// Frames saved now, in truth: merged pages less the frames they share, and folded pages of zeros.
+    pub fn saved(&self) -> Pages {
+        Pages(self.granularity.all(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_merged))
+    }
+    /// Writes to merged pages so far.
+    pub fn cow_breaks(&self) -> u64 {
+        self.granularity.all(self.memory.cow_breaks)
+    }
+    /// Comparisons made so far.
+    pub fn counts(&self) -> SearchCounts {
+        self.uksmd.as_ref().map_or(self.ksmd.counts, Uksmd::counts)
+    }
+    /// Pages that ksmd did not compare again because they had not been written since it last did (only with classes).
+    pub fn spared(&self) -> u64 {
+        self.ksmd.spared
+    }
+    /// `pages_unshared` and `pages_volatile`.
+    pub fn unshared_and_volatile(&self) -> (u64, u64) {
+        let (trees, unshared) = (&self.ksmd.trees, self.ksmd.unshared);
+        let volatile = self.ksmd.items.saturating_sub(trees.shared + trees.sharing + unshared);
+        (self.granularity.all(unshared), self.granularity.all(volatile))
+    }
+    /// Contents in ksmd's stable trees, and pages in its unstable ones.
+    pub fn tree_nodes(&self) -> (u64, u64) {
+        let (stable, unstable) = self.ksmd.trees.nodes();
+        (self.granularity.all(stable), self.granularity.all(unstable))
+    }
+    /// Contents and pages in each tree of the forest, or in those of each class: how balanced they are.
+    pub fn tree_sizes(&self) -> Vec<u64> {
+        self.ksmd.trees.sizes().into_iter().map(|pages| self.granularity.all(pages)).collect()
+    }
+    /// What KSM's records take: 64 bytes for each page's and each merged frame's, 48 for each process's.
+    pub fn metadata(&self) -> Bytes {
+        let records = self.granularity.all(self.ksmd.items + self.memory.known_frames());
+        Bytes(64 * records + 48 * self.ksmd.registered().len() as u64)
+    }
+    /// Processes that have exited and whose address space ksmd still holds.
+    pub fn unreaped(&self) -> usize {
+        self.ksmd.registered().iter().filter(|&&owner| self.memory.owners[owner as usize].exited).count()
+    }
+    /// Kicks that came while a scan ran.
+    pub fn lost_kicks(&self) -> u64 {
+        self.ksmd.lost_kicks
+    }
+    /// Orders that came while KSM was not ours.
+    pub fn ignored_orders(&self) -> u64 {
+        self.ignored_orders
+    }
+    /// Whether ksmd is in a batch.
+    pub fn is_scanning(&self) -> bool {
+        self.ksmd.is_scanning()
+    }
+    /// The regions of a process, by address.
+    pub fn regions_of(&self, owner: OwnerKey) -> Vec<RegionKey> {
+        self.memory.owners[owner.0 as usize].regions.iter().map(|&key| RegionKey(key)).collect()
+    }
+    /// The whole of a region, as a span.
+    pub fn span_of(&self, region: RegionKey) -> Option<Span> {
+        let found = self.memory.region(region.0)?;
+        Some(Span { region, first: Vpn(found.first), pages: Pages(u64::from(found.len())) })
+    }
+    /// What a process sees in a page, and how the page is held.
+    pub fn page(&self, region: RegionKey, page: Vpn) -> Option<(u64, PageState)> {
+        let region = self.memory.region(region.0)?;
+        let offset = region.offset(page)?;
+        Some((region.content[offset as usize], self.memory.state(region, offset)))
+    }
+
+    #[cfg(test)]
+    pub(super) fn parts(&self) -> (&crate::memory::Memory, &crate::ksmd::Ksmd) {
+        (&self.memory, &self.ksmd)
+    }
+}

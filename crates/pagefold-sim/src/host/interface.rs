@@ -1,0 +1,181 @@
+//! The calls that pagefold makes. Each costs pagefold CPU time, and virtual time passes meanwhile.
+
+use super::SimHost;
+use crate::content::digest;
+use crate::memory::Backing;
+use pagefold_core::hash::Digest;
+use pagefold_core::host::{
+    Actions, Change, ChangeResult, Host, Marking, Outcome, PageSample, PageState, RegionView, Run, SamplePlan, Samples,
+    ScanOrder, Snapshot, Span, Stops,
+};
+use pagefold_core::keys::{OwnerKey, RegionKey};
+use pagefold_core::region::RUN_PAGES;
+use pagefold_core::units::{Pages, Vpn};
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::ops::Range;
+
+impl SimHost {
+    fn view(&mut self, key: u32, owner: u32, price_ns: &mut u64) -> Option<RegionView> {
+        let region = self.memory.region(key)?;
+        let pages = Pages(u64::from(region.len()));
+        let (counted_ns, mut resident) = self.residents.get(&key).copied().unwrap_or_default();
+        if counted_ns == 0 || self.now_ns >= counted_ns + self.knobs.resident_age_ns {
+            let there =
+                |backing: &&Backing| !matches!(backing, Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged);
+            resident = Pages(region.backing.iter().filter(there).count() as u64);
+            *price_ns += self.granularity.all(pages.0 * self.costs.count_page_ns);
+            self.residents.insert(key, (self.now_ns.max(1), resident));
+        }
+        *price_ns += self.costs.observe_region_ns;
+        Some(RegionView {
+            key: RegionKey(key),
+            owner: OwnerKey(owner),
+            family: region.family,
+            domain: self.memory.owners[owner as usize].domain,
+            first: Vpn(region.first),
+            pages,
+            resident,
+            marked: Pages(region.marks.pages()),
+        })
+    }
+
+    /// Samples one run; returns what it cost.
+    fn read_run(&self, run: &Run, plan: &SamplePlan, samples: &mut Vec<PageSample>) -> u64 {
+        let Some(region) = self.memory.region(run.region.0) else { return 0 };
+        let (mut looked_at, mut read) = (0, 0);
+        let (several, asked) = (self.memory.nodes.several(), plan.activity.contains(&run.region));
+        let mut looked_up = 0;
+        for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
+            let Some(offset) = region.offset(Vpn(number)) else { continue };
+            let state = self.memory.state(region, offset);
+            looked_at += 1;
+            let is_read = state.is_read(plan.shared);
+            read += u64::from(is_read);
+            let found = if is_read { digest(region.content[offset as usize], plan.digest_seed) } else { Digest::ZERO };
+            let private = state == PageState::Private;
+            let huge = private && region.is_huge(offset);
+            looked_up += u64::from(private && asked);
+            let in_use = || region.active || region.reads.get(offset as usize).is_some_and(|&reads| reads > 1);
+            samples.push(PageSample {
+                region: run.region,
+                page: Vpn(number),
+                state,
+                huge,
+                digest: found,
+                active: private && asked && in_use(),
+                node: if several && private { self.memory.node_of(region, offset) } else { None },
+            });
+        }
+        let started = if read > 0 { self.costs.read_run_ns } else { 0 };
+        // What is longer than a sample is read whole.
+        let times =
+            if u64::from(run.pages) > RUN_PAGES { self.granularity.get() } else { self.granularity.samples(u64::MAX) };
+        let pages_ns =
+            looked_at * self.costs.pagemap_ns + looked_up * self.costs.kpageflags_ns + read * self.costs.read_page_ns;
+        times * (started + pages_ns)
+    }
+
+    /// Marks or unmarks spans, one stop for all of a process.
+    fn change_marks(&mut self, changes: &[Change], mark: bool, outcome: &mut Outcome) -> Vec<ChangeResult> {
+        let mut stops: BTreeMap<u32, (bool, u64)> = BTreeMap::new();
+        let mut results = Vec::with_capacity(changes.len());
+        for &change in changes {
+            let span = &change.span;
+            let Some((owner, range)) = self.target(span) else {
+                results.push(ChangeResult { change, marking: Marking::Refused });
+                continue;
+            };
+            let (busy, stop_ns) =
+                stops.entry(owner).or_insert_with(|| (self.stream.chance(self.knobs.busy), self.costs.stop_ns));
+            if *busy {
+                results.push(ChangeResult { change, marking: Marking::Busy });
+                continue;
+            }
+            *stop_ns += self.costs.inject_ns;
+            let marking = Marking::Done(Pages(u64::from(range.end - range.start)));
+            results.push(ChangeResult { change, marking });
+            if mark {
+                if let Some(region) = self.memory.region_mut(span.region.0) {
+                    region.marks.add(range);
+                }
+                self.ksmd.register(&mut self.memory, owner, self.now_ns);
+            } else {
+                if let Some(region) = self.memory.region_mut(span.region.0) {
+                    region.marks.remove(&range);
+                }
+                *stop_ns +=
+                    self.granularity.all(self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns);
+            }
+        }
+        for (owner, (busy, stop_ns)) in stops {
+            if !busy {
+                let owner = OwnerKey(owner);
+                outcome.stops.push(Stops { owner, number: 1, longest_ns: stop_ns, total_ns: stop_ns });
+            }
+            self.spend(stop_ns);
+        }
+        results
+    }
+
+    /// The process to be stopped for a span, and the part of the span that exists.
+    fn target(&self, span: &Span) -> Option<(u32, Range<u32>)> {
+        let region = self.memory.region(span.region.0)?;
+        let place = |page: u64| u32::try_from(page.clamp(region.first, region.end()) - region.first).ok();
+        let range = place(span.first.0)?..place(span.first.0.saturating_add(span.pages.0))?;
+        (!range.is_empty() && !self.memory.owners[region.owner as usize].untouchable).then_some((region.owner, range))
+    }
+}
+
+impl Host for SimHost {
+    type Error = Infallible;
+
+    fn observe(&mut self) -> Result<Snapshot, Infallible> {
+        let live: Vec<(u32, u32)> = self.memory.live_regions().map(|(key, region)| (key, region.owner)).collect();
+        let mut price_ns = 0;
+        let mut owners: Vec<OwnerKey> = Vec::new();
+        let mut regions = Vec::with_capacity(live.len());
+        for (key, owner) in live {
+            if owners.last() != Some(&OwnerKey(owner)) {
+                owners.push(OwnerKey(owner));
+                price_ns += self.costs.observe_owner_ns;
+            }
+            regions.extend(self.view(key, owner, &mut price_ns));
+        }
+        let (now_ns, ksm) = (self.now_ns, self.ksm_seen());
+        let (nodes, owners, places_ns) = self.look_at_places(&owners);
+        self.spend(price_ns + places_ns);
+        Ok(Snapshot { now_ns, regions, ksm, memory: self.free, cost: self.cost(), nodes, owners })
+    }
+
+    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
+        let mut pages = Vec::with_capacity(plan.runs.iter().map(|run| run.pages as usize).sum());
+        let mut cpu_ns = 0;
+        for run in &plan.runs {
+            cpu_ns += self.read_run(run, plan, &mut pages);
+            self.note_read(run);
+        }
+        let mut merged = Vec::new();
+        cpu_ns += plan.looks.iter().map(|run| self.look_for_merged(run, &mut merged)).sum::<u64>();
+        self.spend(cpu_ns);
+        Ok(Samples { pages, merged, cpu_ns })
+    }
+
+    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
+        let mut outcome = Outcome::default();
+        outcome.unmarked = self.change_marks(&actions.unmark, false, &mut outcome);
+        outcome.marked = self.change_marks(&actions.mark, true, &mut outcome);
+        self.place(&actions.moves, &mut outcome);
+        if self.ours {
+            self.ksmd.order(actions.scan, self.now_ns);
+        } else if actions.scan != ScanOrder::Keep {
+            self.ignored_orders += 1;
+        }
+        Ok(outcome)
+    }
+
+    fn wait(&mut self, ns: u64) -> Result<(), Infallible> {
+        self.advance(ns);
+        Ok(())
+    }
+}
