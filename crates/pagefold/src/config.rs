@@ -3,5 +3,6 @@
 pub mod file;
 pub mod judgement_args;
 pub mod ownership;
-pub mod scope_args;
 pub mod settings;
+
+pub use pagefold_cli::scope as scope_args;

@@ -1,8 +1,8 @@
 //! The program. This file only wires: each subcommand is a module of its own.
 
-use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use commands::{doctor, exec, explain, run, scan, status, unmerge};
+use pagefold_cli::exit;
 use std::process::ExitCode;
 
 mod audit;
@@ -10,7 +10,6 @@ mod commands;
 mod config;
 mod control;
 mod demo;
-mod exit;
 mod lab;
 mod output;
 mod preflight;
@@ -66,9 +65,9 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match pagefold_cli::parse::<Cli>() {
         Ok(cli) => cli,
-        Err(error) => return usage(&error),
+        Err(code) => return code,
     };
     let result = match &cli.command {
         Command::Scan(args) => scan::run(args),
@@ -87,28 +86,5 @@ fn main() -> ExitCode {
         Command::Tenant { spec } => pagefold_workload::serve(spec),
         Command::Injector => pagefold_linux::inject::serve(),
     };
-    match result {
-        Ok(code) => code.into(),
-        Err(error) => {
-            eprintln!("pagefold: {}", format!("{error:#}").replace('\n', " "));
-            exit::code_of(&error).into()
-        }
-    }
-}
-
-/// Help and version go where they were asked for; anything else is one line.
-fn usage(error: &clap::Error) -> ExitCode {
-    match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            let _ = error.print();
-            (if error.use_stderr() { exit::USAGE } else { exit::OK }).into()
-        }
-        _ => {
-            let text = error.render().to_string();
-            let first = text.split("\n\n").next().unwrap_or_default().replace('\n', " ");
-            let what = first.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
-            eprintln!("pagefold: {what}; see pagefold --help");
-            exit::USAGE.into()
-        }
-    }
+    pagefold_cli::finish("pagefold", result)
 }

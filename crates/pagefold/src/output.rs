@@ -2,4 +2,4 @@
 
 pub mod figures;
 pub mod placement;
-pub mod style;
+pub use pagefold_cli::style;

@@ -1,7 +1,7 @@
 //! What is in force: the command line first, then the configuration files, then the defaults.
 
 use crate::commands::run::RunArgs;
-use crate::config::file::{By, ConfigFile, Program, Who, parse};
+use crate::config::file::{By, ConfigFile, Program, Scope, Who, Word, parse};
 use crate::config::ownership;
 use crate::config::scope_args::ScopeArgs;
 use crate::exit::{self, Exit};
@@ -64,7 +64,7 @@ impl Settings {
             .map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
         Ok(Self {
             file: file.map(Path::to_owned),
-            scope: if from_file { ScopeArgs::of_file(&said.scope) } else { args.scope.clone() },
+            scope: if from_file { scope_of(&said.scope) } else { args.scope.clone() },
             config,
             deny: args.deny.on(deny_list(said)),
             domains: domains(said).map_err(|why| {
@@ -191,6 +191,18 @@ fn domains(said: &ConfigFile) -> Result<DomainRules, String> {
         rules.push(DomainRule { name: rule.name.clone(), selector });
     }
     Ok(DomainRules { by_user: said.domains.by == Some(By::User), rules })
+}
+
+/// The scope of a configuration file.
+fn scope_of(scope: &Scope) -> ScopeArgs {
+    let words = |words: &Option<Vec<Word>>| words.iter().flatten().map(|Word(word)| word.clone()).collect::<Vec<_>>();
+    ScopeArgs {
+        pid: Vec::new(),
+        cgroup: words(&scope.cgroups).into_iter().map(PathBuf::from).collect(),
+        user: words(&scope.users),
+        exe: words(&scope.exes),
+        all: scope.all.unwrap_or(false),
+    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
-//! The flags that say which programs are meant.
+//! The flags that select processes.
 
-use crate::config::file::{Scope, Word};
 use crate::exit::{self, Exit};
 use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::exclude::{DenyList, unfit_entry};
@@ -9,7 +8,7 @@ use std::path::PathBuf;
 
 const PROGRAMS: &str = "Which programs";
 
-/// Which programs are meant. Several flags add up.
+/// The processes in scope. Several flags add up.
 #[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
 pub struct ScopeArgs {
     /// These processes (may be repeated, or separated by commas)
@@ -24,7 +23,7 @@ pub struct ScopeArgs {
     /// Every process running this program (path, or just its name)
     #[arg(long, help_heading = PROGRAMS, value_name = "PROGRAM")]
     pub exe: Vec<String>,
-    /// Every process of the machine
+    /// Every process on the machine
     #[arg(long, help_heading = PROGRAMS)]
     pub all: bool,
 }
@@ -32,16 +31,16 @@ pub struct ScopeArgs {
 /// Changes to the deny list.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct DenyArgs {
-    /// Leave programs of this name alone, too: a base name, or its beginning and an asterisk
+    /// Also leave programs of this name alone: a base name, or a prefix and an asterisk
     #[arg(long, help_heading = PROGRAMS, value_name = "NAME", value_parser = program)]
     pub deny: Vec<String>,
-    /// Do not leave programs of this name alone only because they are on the deny list
+    /// Remove this name from the deny list
     #[arg(long, help_heading = PROGRAMS, value_name = "NAME", value_parser = program)]
     pub allow: Vec<String>,
 }
 
 impl DenyArgs {
-    /// The list with these changes.
+    /// Applies the changes to a list.
     pub fn on(&self, list: DenyList) -> DenyList {
         list.with(&self.deny, &self.allow)
     }
@@ -55,20 +54,7 @@ fn program(name: &str) -> Result<String, String> {
 }
 
 impl ScopeArgs {
-    /// What a configuration file says.
-    pub fn of_file(scope: &Scope) -> Self {
-        let words =
-            |words: &Option<Vec<Word>>| words.iter().flatten().map(|Word(word)| word.clone()).collect::<Vec<_>>();
-        Self {
-            pid: Vec::new(),
-            cgroup: words(&scope.cgroups).into_iter().map(PathBuf::from).collect(),
-            user: words(&scope.users),
-            exe: words(&scope.exes),
-            all: scope.all.unwrap_or(false),
-        }
-    }
-
-    /// The scope that the flags spell out.
+    /// The scope as a specification that can be resolved again later.
     pub fn spec(&self) -> ScopeSpec {
         ScopeSpec {
             pids: self.pid.clone(),
@@ -79,18 +65,22 @@ impl ScopeArgs {
         }
     }
 
-    /// Whether new processes can come into scope.
+    /// Whether new processes can enter the scope.
     pub fn is_selective(&self) -> bool {
         self.all || !(self.cgroup.is_empty() && self.user.is_empty() && self.exe.is_empty())
     }
 
-    /// The processes that are meant now.
+    /// The processes that are in scope now.
+    ///
+    /// # Errors
+    ///
+    /// If the scope is empty, or names a process, user, cgroup or program that does not exist.
     pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 }
 
-/// What to do about a scope that cannot be found.
+/// The exit code and advice for a scope that cannot be resolved.
 pub fn explain(error: &ScopeError) -> Exit {
     let (code, advice) = match error {
         ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),
@@ -126,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn names_on_the_deny_list_can_be_allowed_and_others_denied() {
+    fn deny_and_allow_change_the_deny_list() {
         #[derive(Parser)]
         struct Cli {
             #[command(flatten)]

@@ -1,39 +1,39 @@
 //! Exit codes, and errors that carry one.
 //!
-//! Every failure is one line on standard error: `pagefold: what is wrong; what to do`.
+//! A failure is one line on standard error: `pagefold: what failed and why; what to do`.
 
 use std::fmt;
 
-/// All is well.
+/// Success.
 pub const OK: u8 = 0;
-/// Something failed that none of the others names.
+/// A failure without a code of its own.
 pub const FAILURE: u8 = 1;
-/// The command line makes no sense.
+/// The command line or a configuration file is invalid.
 pub const USAGE: u8 = 2;
-/// The kernel does not permit it: root is needed.
+/// The kernel denies permission: root or a capability is needed.
 pub const NOT_PERMITTED: u8 = 3;
-/// The kernel lacks what is needed.
+/// The kernel lacks a feature.
 pub const NO_KERNEL_SUPPORT: u8 = 4;
 /// Nothing is in scope, or a named process does not exist.
 pub const NO_SCOPE: u8 = 5;
-/// The target must not be touched: traced, frozen, ended, a kernel thread, or on the deny list.
+/// The target is left alone: traced, frozen, ended, a kernel thread, or on the deny list.
 pub const REFUSED: u8 = 6;
-/// KSM is in somebody else's hands.
+/// Another program controls KSM.
 pub const KSM_TAKEN: u8 = 7;
-/// No `pagefold run` is running that could be talked to.
+/// No `pagefold run` is running.
 pub const NO_DAEMON: u8 = 8;
 
-/// `exec` only: the program cannot be started.
+/// `exec` only: the program cannot be executed.
 pub const NOT_EXECUTABLE: u8 = 126;
-/// `exec` only: there is no such program.
+/// `exec` only: the program does not exist.
 pub const NOT_FOUND: u8 = 127;
 
-/// An error with its exit code.
+/// An error with an exit code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {
     /// One of this module's codes.
     pub code: u8,
-    /// What is wrong; what to do.
+    /// What failed and why; what to do.
     pub line: String,
 }
 
@@ -52,7 +52,7 @@ impl fmt::Display for Exit {
 
 impl std::error::Error for Exit {}
 
-/// The exit code that an error stands for.
+/// The exit code of an error: that of the first [`Exit`] in its chain, or [`FAILURE`].
 pub fn code_of(error: &anyhow::Error) -> u8 {
     error.chain().find_map(|cause| cause.downcast_ref::<Exit>()).map_or(FAILURE, |exit| exit.code)
 }

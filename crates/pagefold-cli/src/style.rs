@@ -1,4 +1,4 @@
-//! How figures look to people: sizes, shares, bars, and colour where there is a terminal to show it.
+//! Text for terminals: sizes, shares, bars, counts, and colour where standard output supports it.
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
@@ -16,38 +16,37 @@ pub struct Style {
 }
 
 impl Style {
-    /// Coloured when standard output can show it.
+    /// With colour if standard output shows it.
     pub fn of_stdout() -> Self {
         Self { on: colours() }
     }
 
     /// Without colour.
-    #[cfg(test)]
     pub fn plain_text() -> Self {
         Self { on: false }
     }
 
-    /// What matters.
+    /// The main figures.
     pub fn bold(self, text: &str) -> String {
         self.wrap("1", text)
     }
 
-    /// What is there for completeness.
+    /// Details.
     pub fn dim(self, text: &str) -> String {
         self.wrap("2", text)
     }
 
-    /// What is gained.
+    /// Savings.
     pub fn good(self, text: &str) -> String {
         self.wrap("32", text)
     }
 
-    /// What it is compared with.
+    /// Figures for comparison.
     pub fn other(self, text: &str) -> String {
         self.wrap("33", text)
     }
 
-    /// What is there in any case.
+    /// Unchanged memory.
     pub fn plain(self, text: &str) -> String {
         self.wrap("34", text)
     }
@@ -57,7 +56,7 @@ impl Style {
     }
 }
 
-/// Bytes for people: three digits at most, binary units.
+/// A size with at most three digits and a binary unit: `412 MiB`.
 pub fn human(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut value = bytes as f64;
@@ -71,7 +70,7 @@ pub fn human(bytes: u64) -> String {
     format!("{} {}", number.trim_end_matches(".0"), UNITS[unit])
 }
 
-/// A share for people: `34 %`, `1.2 %` where it is small, `<0.1 %` where there is hardly any.
+/// A share: `34 %`, `1.2 %` below ten per cent, `<0.1 %` below a thousandth.
 pub fn percent(part: f64, whole: f64) -> String {
     let share = if whole > 0.0 { 100.0 * part / whole } else { 0.0 };
     match share {
@@ -95,7 +94,7 @@ pub fn count(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// Text cut to `width` characters, with an ellipsis where something is missing.
+/// Cuts text to `width` characters, the last an ellipsis if anything was cut.
 pub fn shorten(text: &str, width: usize) -> String {
     if text.chars().count() <= width {
         return text.to_owned();
@@ -105,7 +104,7 @@ pub fn shorten(text: &str, width: usize) -> String {
     short
 }
 
-/// Writes to standard output. A reader that has gone (`| head`) is not a failure.
+/// Writes to standard output. A closed pipe (`| head`) is not an error.
 pub fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -114,7 +113,7 @@ pub fn print(text: &str) -> io::Result<()> {
     }
 }
 
-/// Adds a line to a text.
+/// Appends a line, without trailing spaces.
 pub fn line(text: &mut String, line: &str) {
     let _ = writeln!(text, "{}", line.trim_end());
 }
@@ -124,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_read_well() {
+    fn sizes_have_three_digits_and_a_unit() {
         for (bytes, text) in [
             (0, "0 B"),
             (999, "999 B"),
@@ -141,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_read_well() {
+    fn shares_are_rounded_to_two_digits() {
         assert_eq!(percent(1.0, 3.0), "33 %");
         assert_eq!(percent(1.0, 100.0), "1.0 %");
         assert_eq!(percent(1.0, 1e6), "<0.1 %");
@@ -149,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn bars_fill() {
+    fn bars_fill_in_eighths() {
         assert_eq!(bar(0.0, 4), "");
         assert_eq!(bar(0.5, 4), "██");
         assert_eq!(bar(2.0, 4), "████");

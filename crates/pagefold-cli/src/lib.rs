@@ -1,0 +1,47 @@
+//! What the command lines of `pagefold` and `pagefold-lab` share: exit codes, one-line errors, scope flags, text output.
+#![forbid(unsafe_code)]
+
+pub mod exit;
+pub mod scope;
+pub mod style;
+
+use clap::Parser;
+use clap::error::ErrorKind;
+use std::process::ExitCode;
+
+/// Parses the command line.
+///
+/// # Errors
+///
+/// The exit code, after help, version or a usage error has been printed. A usage error is one line on standard error.
+pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
+    Cli::try_parse().map_err(|error| {
+        use ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
+        match error.kind() {
+            DisplayHelp | DisplayVersion | DisplayHelpOnMissingArgumentOrSubcommand => {
+                // Without a reader there is no help to show.
+                let _ = error.print();
+                (if error.use_stderr() { exit::USAGE } else { exit::OK }).into()
+            }
+            _ => {
+                let text = error.render().to_string();
+                let first = text.split("\n\n").next().unwrap_or_default();
+                let what = first.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
+                let program = Cli::command().get_name().to_owned();
+                eprintln!("{program}: {what}; see {program} --help");
+                exit::USAGE.into()
+            }
+        }
+    })
+}
+
+/// Reports the result of a command: an error is one line on standard error.
+pub fn finish(program: &str, result: anyhow::Result<u8>) -> ExitCode {
+    match result {
+        Ok(code) => code.into(),
+        Err(error) => {
+            eprintln!("{program}: {}", format!("{error:#}").replace('\n', " "));
+            exit::code_of(&error).into()
+        }
+    }
+}
