@@ -4,7 +4,7 @@
 # make lint   formatting, lints, licences
 # make fuzz   every parser against inputs that nobody thought of, 5 s each (fuzz-long: 3 minutes each)
 # make bench  the experiments behind the figures in docs/measurements.md (long)
-# make records  records of real programs in target/records, for pagefold lab replay (about 8 minutes)
+# make records  records of real programs in target/records, for pagefold-lab replay (about 8 minutes)
 
 CARGO ?= cargo
 
@@ -15,7 +15,7 @@ build:
 
 demo:
 	@scripts/setup demo
-	@$(CARGO) build --release --locked --quiet
+	@$(CARGO) build --release --locked --quiet -p pagefold
 	@target/release/pagefold demo
 
 # KSM is one global resource: tests that use it take one lock and run one after the other.
@@ -47,13 +47,14 @@ fuzz-long:
 
 bench: build
 	@scripts/setup bench
-	target/release/pagefold bench
+	target/release/pagefold-lab bench
 
 records: build
 	@scripts/setup bench
 	scripts/records
 
-install: build
+install:
+	$(CARGO) build --release --locked -p pagefold
 	install -D target/release/pagefold $(DESTDIR)/usr/local/bin/pagefold
 	install -D -m 644 -t $(DESTDIR)/usr/local/lib/systemd/system packaging/systemd/*
 	[ ! -e packaging/pagefold.toml ] || [ -e $(DESTDIR)/etc/pagefold/pagefold.toml ] || \

@@ -1,13 +1,24 @@
-//! The lab: one recorded or generated memory, every algorithm on it, the same counters.
+//! The laboratory of pagefold: experiments on the real KSM, and the papers' algorithms on recorded memory.
 //!
-//! A [`record`] says what pages held, snapshot by snapshot; it is taken from running programs or made by a generator.
+//! | module | holds |
+//! | --- | --- |
+//! | [`bench`] | experiments that measure pagefold beside KSM alone and beside an oracle |
+//! | [`programs`] | the real programs that experiments and records are made with |
+//! | [`record`] | the file format of a record: what every page held, snapshot by snapshot |
+//! | [`recorder`] | records of running programs |
+//! | [`generate`] | generated records of the papers' workloads |
+//! | [`script`], [`replay`], [`table`] | a record as a script for the simulator, every algorithm on it, the comparison |
+//! | [`scale`] | simulated memories of up to a tebibyte |
+//! | [`plots`] | charts of replays and of scaling |
 #![forbid(unsafe_code)]
 
+pub mod bench;
 pub mod digests;
 pub mod generate;
-pub mod live;
 pub mod plots;
+pub mod programs;
 pub mod record;
+pub mod recorder;
 pub mod replay;
 pub mod scale;
 pub mod script;

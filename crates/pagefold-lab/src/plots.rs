@@ -1,9 +1,9 @@
 //! Charts of what the lab finds, as SVG.
 
+use crate::bench::plot::{Bar, Curve, Lines, Scale, bars, number};
 use crate::replay::{Algorithm, Outcome, Point};
 use crate::scale;
 use crate::table::Comparison;
-use pagefold_bench::plot::{Bar, Curve, Lines, Scale, bars, number};
 use pagefold_core::units::Bytes;
 use std::path::Path;
 use std::{fs, io};

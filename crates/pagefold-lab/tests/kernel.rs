@@ -1,7 +1,7 @@
 //! ksmd's model against ksmd: the same memory, scan by scan, the same counters.
 //!
 //! Programs of the test's own hold memory that is known and changes between scans. Before each scan it is recorded, as
-//! `pagefold lab record` does it; then ksmd is kicked. Afterwards the model gets the record, and as many kicks.
+//! `pagefold-lab record` does it; then ksmd is kicked. Afterwards the model gets the record, and as many kicks.
 
 mod kernel {
     pub mod family;

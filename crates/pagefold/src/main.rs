@@ -10,7 +10,6 @@ mod commands;
 mod config;
 mod control;
 mod demo;
-mod lab;
 mod output;
 mod preflight;
 
@@ -48,11 +47,7 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Show the whole story in a minute, on programs it starts itself
     Demo(demo::DemoArgs),
-    /// Measure pagefold against KSM by itself and against an oracle
-    Bench(pagefold_bench::BenchArgs),
-    /// Compare the papers' algorithms on recorded or made-up memory
-    Lab(lab::LabArgs),
-    /// Hold memory as told: what demo and bench fold
+    /// Hold memory as told: what the demonstration merges
     #[command(hide = true)]
     Tenant {
         /// What to hold
@@ -81,8 +76,6 @@ fn main() -> ExitCode {
         Command::Unmerge(args) => unmerge::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Demo(args) => demo::run(args),
-        Command::Bench(args) => pagefold_bench::main(args),
-        Command::Lab(args) => lab::run(args),
         Command::Tenant { spec } => pagefold_workload::serve(spec),
         Command::Injector => pagefold_linux::inject::serve(),
     };

@@ -8,13 +8,13 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 pub enum RecordError {
     /// There is no such file.
-    #[error("there is no file {}; make a record by pagefold lab record", path.display())]
+    #[error("there is no file {}; make one with pagefold-lab record", path.display())]
     Absent {
         /// The file.
         path: PathBuf,
     },
     /// It is a directory, a pipe or the like.
-    #[error("{} is not a file; give a record of pagefold lab record", path.display())]
+    #[error("{} is not a file; give a record made by pagefold-lab record", path.display())]
     NotAFile {
         /// What it is instead of the file.
         path: PathBuf,
@@ -28,7 +28,7 @@ pub enum RecordError {
         source: io::Error,
     },
     /// It is something else altogether.
-    #[error("{} is not a Parquet file; give a record of pagefold lab record", path.display())]
+    #[error("{} is not a Parquet file; give a record made by pagefold-lab record", path.display())]
     Foreign {
         /// The file.
         path: PathBuf,
@@ -48,7 +48,7 @@ pub enum RecordError {
         what: String,
     },
     /// It is Parquet, and no record.
-    #[error("{} is a Parquet file and no record ({what}); give one as pagefold lab record wrote it", path.display())]
+    #[error("{} is a Parquet file and no record ({what}); give one that pagefold-lab record wrote", path.display())]
     NotARecord {
         /// The file.
         path: PathBuf,

@@ -174,7 +174,7 @@ fn local(scenario: &Scenario, look: &Look) -> f64 {
 }
 
 /// What placing costs, against the cheapest run of `kernel` with as many programs in the same boot: told here, judged
-/// where the machine is a real one (`pagefold bench numa`).
+/// where the machine is a real one (`pagefold-lab bench numa`).
 fn costs(cases: &[&Case], outcomes: &[Outcome]) {
     let mut runs = Vec::new();
     for (case, outcome) in cases.iter().zip(outcomes).filter(|(case, _)| case.scenario.fold != Fold::Ksm) {

@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader, Read, Seek, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 pub const MIB: u64 = 1 << 20;
@@ -23,7 +24,12 @@ const LIMIT: Duration = Duration::from_secs(40);
 // ---- the program ------------------------------------------------------------------------------------------------
 
 pub fn program() -> &'static Path {
-    Path::new(env!("CARGO_BIN_EXE_pagefold"))
+    static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| match option_env!("CARGO_BIN_EXE_pagefold") {
+        Some(program) => program.into(),
+        // In the tests of pagefold-lab: target/debug/deps/TEST is one folder below it.
+        None => std::env::current_exe().unwrap().parent().unwrap().with_file_name("pagefold"),
+    });
+    &PROGRAM
 }
 
 pub fn pagefold(args: &[&str]) -> Output {

@@ -1,0 +1,163 @@
+//! UKSM's copy-on-write breaker (section 8.1.2): memory of one content whose pages are written again, one every 10 ms.
+//! What is merged is read from the page tables: KSM's counters notice a broken copy late.
+
+use super::{Course, Experiment, Setting, mib};
+use crate::bench::page_tables::most_and_mean;
+use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::report::{Limit, Picture, Report, Run};
+use crate::programs::Target;
+use pagefold_core::units::Permyriad;
+use pagefold_workload::Activity;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
+
+/// See the module's opening.
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "cow-breaker",
+    claim: "UKSM: 2 GiB, one whole page written every 10 ms with the same content, in order: left alone by default; with the \
+            filter off and equal CPU of 2, 10 and 20 % KSM saves a third to a fifth (asked: at most a fifth, on average)",
+    run,
+};
+
+/// A saving of KSM's below this counts as this much, so that there is a ratio.
+const LEAST_SAVED: f64 = 1_048_576.0;
+
+fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+    let (size_mib, seconds) = if setting.quick { (32, 5) } else { (2048, 60) };
+    let every_us = 10_000;
+    report.parameters.extend([("same_mib", size_mib), ("write_every_us", every_us), ("seconds", seconds)]);
+    let spec = TenantSpec::new([Segment::Same { pages: mib(size_mib).0, seed: 9 }])
+        .with_activity(Activity::Breaker { every_us });
+    let start = || {
+        let mut tenant = Tenant::start(setting.player, &spec)?;
+        tenant.begin()?;
+        Ok(vec![Box::new(tenant) as Box<dyn Target>])
+    };
+    let mut course = Course::take(setting)?;
+    course.exact = true;
+    course.run(report, &Policy::Nobody { seconds }, start)?;
+    course.run(report, &Policy::pagefold(seconds), start)?;
+    let alone = report.run("nobody").and_then(writing);
+    let folded = report.run(SUBJECT).cloned();
+    if let Some(run) = folded {
+        left_alone(setting, report, &run, mib(size_mib).0, alone);
+    }
+
+    let shares: &[u64] = if setting.quick { &[10] } else { &[2, 10, 20] };
+    let (mut least, mut rows): (Option<f64>, _) = (None, Vec::new());
+    for &percent in shares {
+        let ours = Policy::pagefold_with(seconds, &["--cow-threshold", "100", "--top-share", &percent.to_string()]);
+        course.run(report, &ours, start)?;
+        let Some(own) = report.run(&ours.to_string()).cloned() else { continue };
+        // Not the share allowed but the one taken: KSM gets the same.
+        let theirs = Policy::KsmSteered { share: taken(&own), seconds };
+        course.run(report, &theirs, start)?;
+        let Some(peer) = report.run(&theirs.to_string()).cloned() else { continue };
+        let ((_, own_mean), (_, peer_mean)) = (most_and_mean(&own.in_page_tables), most_and_mean(&peer.in_page_tables));
+        let ratio = own_mean / peer_mean.max(LEAST_SAVED);
+        for (name, value) in [
+            ("MiB saved on average, pagefold", own_mean / LEAST_SAVED),
+            ("MiB saved on average, KSM", peer_mean / LEAST_SAVED),
+            ("MiB saved at the end, pagefold", saved_at_end(&own) / LEAST_SAVED),
+            ("MiB saved at the end, KSM", saved_at_end(&peer) / LEAST_SAVED),
+            ("CPU, per cent of a core, pagefold", 100.0 * own.cpu_seconds / own.seconds),
+            ("CPU, per cent of a core, KSM", 100.0 * peer.cpu_seconds / peer.seconds),
+            ("saved on average, against KSM", ratio),
+            ("saved at the end, against KSM", saved_at_end(&own) / saved_at_end(&peer).max(LEAST_SAVED)),
+        ] {
+            report.figure(format!("top share {percent} %: {name}"), value);
+        }
+        rows.push((format!("pagefold, {percent} %"), own_mean / LEAST_SAVED));
+        rows.push((format!("KSM, as {percent} %"), peer_mean / LEAST_SAVED));
+        least = Some(least.map_or(ratio, |least| least.min(ratio)));
+    }
+    drop(course);
+    report.bar_on_answers();
+    report.pictures.push(Picture {
+        name: "equal-cpu",
+        title: "saved at equal CPU, the filter off".to_owned(),
+        subtitle: format!("MiB on average over {seconds} s, by the page tables"),
+        rows,
+    });
+    if !setting.quick {
+        let name = "saved on average with the filter off, against KSM at equal CPU, the least of three";
+        report.bar(name, Limit::AtLeast(5.0), least);
+    }
+    Ok(())
+}
+
+/// By default: what is merged, and what the writer notices.
+fn left_alone(setting: &Setting<'_>, report: &mut Report, run: &Run, pages: u64, alone: Option<Writing>) {
+    let share = |merged: u64| merged as f64 / pages as f64;
+    let at_end = run.in_page_tables.last().map(|look| share(look.merged_pages));
+    report.figure("default: share merged at most", share(most_and_mean(&run.in_page_tables).0));
+    if let Some(at_end) = at_end {
+        report.figure("default: share merged at the end", at_end);
+    }
+    let writing = writing(run);
+    for (name, writing) in [("nobody folding", alone), ("default", writing)] {
+        if let Some(Writing { pages_per_second, us_per_page, latest_us }) = writing {
+            report.figure(format!("{name}: pages written a second"), pages_per_second);
+            report.figure(format!("{name}: us to write a page"), us_per_page);
+            report.figure(format!("{name}: the latest write, us late"), latest_us);
+        }
+    }
+    if setting.quick {
+        return;
+    }
+    report.bar("default: share merged at the end", Limit::AtMost(0.01), at_end);
+    let speed = writing.zip(alone).map(|(writing, alone)| writing.pages_per_second / alone.pages_per_second);
+    report.bar("default: the writer's speed, of that with nobody folding", Limit::AtLeast(0.99), speed);
+}
+
+/// How a writer got on during a run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Writing {
+    pages_per_second: f64,
+    us_per_page: f64,
+    latest_us: f64,
+}
+
+fn writing(run: &Run) -> Option<Writing> {
+    let (before, after) = run.counters.first()?;
+    let (pages, seconds) = ((after.pages_written - before.pages_written) as f64, after.seconds - before.seconds);
+    (pages > 0.0 && seconds > 0.0).then(|| Writing {
+        pages_per_second: pages / seconds,
+        us_per_page: (after.writing_seconds - before.writing_seconds) * 1e6 / pages,
+        latest_us: after.latest_us,
+    })
+}
+
+fn saved_at_end(run: &Run) -> f64 {
+    run.in_page_tables.last().map_or(0.0, |look| look.saved_bytes as f64)
+}
+
+/// The share of a core that a run took.
+fn taken(run: &Run) -> Permyriad {
+    let us = |seconds: f64| u64::try_from(std::time::Duration::from_secs_f64(seconds).as_micros()).unwrap_or(u64::MAX);
+    Permyriad::of(us(run.cpu_seconds), us(run.seconds))
+}
+
+#[cfg(test)]
+#[allow(clippy::float_cmp)] // figures that come out exact
+mod tests {
+    use super::*;
+    use pagefold_workload::ActivityCounters;
+
+    #[test]
+    fn a_writers_speed_is_of_the_time_between_two_answers() {
+        let counters = |seconds, pages_written, writing_seconds| ActivityCounters {
+            seconds,
+            pages_written,
+            writing_seconds,
+            latest_us: 70.0,
+            ..ActivityCounters::default()
+        };
+        let counters = vec![(counters(10.0, 1000, 0.5), counters(20.0, 1990, 0.995))];
+        let run = Run { counters, cpu_seconds: 0.25, seconds: 10.0, ..Run::default() };
+        let writing = writing(&run).unwrap();
+        assert_eq!((writing.pages_per_second, writing.latest_us), (99.0, 70.0));
+        assert!((writing.us_per_page - 500.0).abs() < 1e-6);
+        assert_eq!(taken(&run), Permyriad(250));
+        assert_eq!(super::writing(&Run::default()), None);
+    }
+}

@@ -1,0 +1,90 @@
+//! The governors: what share of a core each takes, and how long it takes for the same work (UKSM's static mix, smaller).
+//! CPU is measured from outside: pagefold, its injector and ksmd.
+
+use super::{Course, Experiment, Setting, mib};
+use crate::bench::policy::{Enough, Policy};
+use crate::bench::report::{Limit, Picture, Report};
+use crate::bench::sampler::largest_share;
+use crate::programs::Target;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
+
+/// See the module's opening.
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "governors",
+    claim: "UKSM: full, medium, low and quiet take at most 95, 50, 20 and 1 % of a core; each step takes half the CPU and \
+            twice the time of a round",
+    run,
+};
+
+/// Names and shares of a core, from the fastest on.
+const GOVERNORS: [(&str, f64); 4] = [("full", 0.95), ("medium", 0.50), ("low", 0.20), ("quiet", 0.01)];
+
+/// Shares hold over any time of this length.
+const WINDOW_SECONDS: f64 = 10.0;
+
+/// ksmd's account lags by up to a tick, and the looks at the two ends of a window are not at one moment: so much of the
+/// share, and so many seconds in a window, are forgiven.
+const ERROR_OF_SHARE: f64 = 0.05;
+const ERROR_SECONDS: f64 = 0.02;
+
+fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+    // At one per cent of a core 512 MiB would take a quarter of an hour.
+    let (size_mib, quiet_mib, least, most) = if setting.quick { (32, 8, 3, 20) } else { (512, 64, 15, 600) };
+    let governors = if setting.quick { &GOVERNORS[..3] } else { &GOVERNORS[..] };
+    report.parameters.extend([("same_mib", size_mib), ("random_mib", size_mib), ("seconds_at_least", least)]);
+    if !setting.quick {
+        report.parameters.extend([("same_mib_quiet", quiet_mib), ("random_mib_quiet", quiet_mib)]);
+    }
+    let mut course = Course::take(setting)?;
+    let mut rows = Vec::new();
+    let mut faster: Option<(&str, f64)> = None;
+    for &(governor, share) in governors {
+        let mib_now = if governor == "quiet" { quiet_mib } else { size_mib };
+        let (pages, whole) = (mib(mib_now).0, mib(mib_now).bytes().0);
+        let start = || {
+            let start =
+                |segment| Ok(Box::new(Tenant::start(setting.player, &TenantSpec::new([segment]))?) as Box<dyn Target>);
+            [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }].into_iter().map(start).collect()
+        };
+        let policy = Policy::pagefold_with(most, &["--governor", governor])
+            .until(Enough { saved_bytes: whole - whole / 100, seconds: least });
+        course.run(report, &policy, start)?;
+        let Some(run) = report.run(&policy.to_string()).cloned() else { continue };
+        let over_ten = largest_share(&run.points, WINDOW_SECONDS);
+        report.figure(format!("{governor}: largest share of a core over 10 s, per cent"), 100.0 * over_ten);
+        report.figure(
+            format!("{governor}: largest share of a core over 1 s, per cent"),
+            100.0 * largest_share(&run.points, 1.0),
+        );
+        rows.push((format!("{governor}, of {:.0} % allowed", 100.0 * share), 100.0 * over_ten));
+        let saved = run.saved_bytes_max as f64 / whole as f64;
+        if let Some(point) = run.reaching(0.9, whole) {
+            // The same work, were it of the same size.
+            let scaled = point.seconds * size_mib as f64 / mib_now as f64;
+            report.figure(format!("{governor}: seconds to 90 % of {mib_now} MiB"), point.seconds);
+            if let Some((before, seconds)) = faster.replace((governor, scaled)) {
+                let note = if mib_now == size_mib { "" } else { ", scaled by size" };
+                report.ratios.insert(format!("seconds to 90 %, {governor} of {before}{note}"), scaled / seconds);
+            }
+        }
+        if setting.quick {
+            continue;
+        }
+        report.bar(format!("{governor}: saved, of what can be"), Limit::AtLeast(0.9), Some(saved));
+        let limit = 100.0 * (share * (1.0 + ERROR_OF_SHARE) + ERROR_SECONDS / WINDOW_SECONDS);
+        let name = format!(
+            "{governor}: per cent of a core over any 10 s ({:.0} % allowed; sampling error 5 % of it and 20 ms)",
+            100.0 * share
+        );
+        report.bar(name, Limit::AtMost(limit), Some(100.0 * over_ten));
+    }
+    drop(course);
+    report.bar_on_answers();
+    report.pictures.push(Picture {
+        name: "share",
+        title: "what the governors take".to_owned(),
+        subtitle: "largest share of a core over any 10 s, per cent; pagefold, its injector and ksmd".to_owned(),
+        rows,
+    });
+    Ok(())
+}

@@ -1,0 +1,66 @@
+//! Nothing to merge: what watching costs, once the memory has been looked at for the first time.
+
+use super::{Course, Experiment, Setting, mib};
+use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::report::{Limit, Machine, Picture, Report};
+use crate::bench::sampler::spent_between;
+use crate::programs::Target;
+use anyhow::ensure;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
+
+/// See the module's opening.
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "idle",
+    claim: "UKSM: with nothing to merge it takes 0.2 % of a core (asked: with 8 GiB watched, pagefold and ksmd together)",
+    run,
+};
+
+/// Each tenant holds so much.
+const TENANT_MIB: u64 = 2048;
+
+fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+    // From the smallest on: the last is the one that is judged.
+    let (tenant_mib, tenants, settle, seconds): (u64, &[u64], u64, u64) =
+        if setting.quick { (64, &[1], 2, 5) } else { (TENANT_MIB, &[1, 4], 30, 60) };
+    report.parameters.extend([("settling_seconds", settle), ("seconds", seconds), ("tenant_mib", tenant_mib)]);
+    let mut course = Course::take(setting)?;
+    let mut rows = Vec::new();
+    let mut judged = None;
+    for &count in tenants {
+        let gib = (count * tenant_mib) as f64 / 1024.0;
+        let wanted = count * tenant_mib + count * tenant_mib / 2;
+        let free = Machine::available_mib();
+        ensure!(free >= wanted, "this takes {wanted} MiB of memory, and {free} are available");
+        let spec = TenantSpec::new([Segment::Random { pages: mib(tenant_mib).0, seed: 3 }]);
+        let start =
+            || (0..count).map(|_| Ok(Box::new(Tenant::start(setting.player, &spec)?) as Box<dyn Target>)).collect();
+        // Another number of targets gives another number of answers.
+        course.expected = None;
+        course.run(report, &Policy::pagefold(settle + seconds), start)?;
+        let Some(run) = report.runs.last_mut().filter(|run| run.policy == SUBJECT) else { continue };
+        run.policy = format!("{SUBJECT}, {gib:.2} GiB");
+        let (whole, points) = (100.0 * run.cpu_seconds / run.seconds, run.points.clone());
+        let Some((ksmd, daemon, time)) = spent_between(&points, settle as f64, (settle + seconds) as f64) else {
+            continue;
+        };
+        let percent = |spent: f64| 100.0 * spent / time;
+        report.figure(format!("{gib:.2} GiB: pagefold, per cent of a core"), percent(daemon));
+        report.figure(format!("{gib:.2} GiB: ksmd, per cent of a core"), percent(ksmd));
+        report.figure(format!("{gib:.2} GiB: both over the whole run, per cent of a core"), whole);
+        rows.push((format!("{gib:.2} GiB"), percent(daemon + ksmd)));
+        judged = Some((gib, percent(daemon + ksmd)));
+    }
+    drop(course);
+    report.bar_on_answers();
+    report.pictures.push(Picture {
+        name: "watching",
+        title: "watching, with nothing to merge".to_owned(),
+        subtitle: format!("per cent of a core, pagefold and ksmd, over {seconds} s after {settle} s of settling"),
+        rows,
+    });
+    if let (false, Some((gib, percent))) = (setting.quick, judged) {
+        let name = format!("CPU of pagefold and ksmd watching {gib:.2} GiB, per cent of a core");
+        report.bar(name, Limit::AtMost(0.2), Some(percent));
+    }
+    Ok(())
+}

@@ -1,0 +1,86 @@
+//! What a program notices that maps and unmaps memory all the time: everything that looks at it takes its `mmap_lock`.
+
+use super::{Course, Experiment, Setting, mib};
+use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::report::{Limit, Report, Run};
+use crate::programs::Target;
+use pagefold_workload::Activity;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
+
+/// See the module's opening.
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "mapper",
+    claim: "a program that maps and unmaps without a pause keeps at least 0.95 of its speed while it is looked at and folded",
+    run,
+};
+
+/// With and without, in turns, so that what else goes on on the machine befalls both.
+const TURNS: usize = 3;
+
+fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+    let (size_mib, seconds) = if setting.quick { (32, 4) } else { (1024, 20) };
+    report.parameters.extend([("shared_mib", size_mib), ("map_pages", 16), ("seconds", seconds)]);
+    let held = || TenantSpec::new([Segment::Shared { pages: mib(size_mib).0, seed: 13 }]);
+    let start = || {
+        let mut mapper = Tenant::start(setting.player, &held().with_activity(Activity::Mapper { pages: 16 }))?;
+        let twin = Tenant::start(setting.player, &held())?;
+        mapper.begin()?;
+        Ok(vec![Box::new(mapper) as Box<dyn Target>, Box::new(twin)])
+    };
+    let mut course = Course::take(setting)?;
+    for _ in 0..TURNS {
+        course.run(report, &Policy::Nobody { seconds }, start)?;
+        course.run(report, &Policy::pagefold(seconds), start)?;
+    }
+    drop(course);
+    report.bar_on_answers();
+    let of = |policy: &str| {
+        let runs = report.runs.iter().filter(|run| run.policy == policy);
+        runs.flat_map(speeds).collect::<Vec<u64>>()
+    };
+    let (alone, folded) = (of("nobody"), of(SUBJECT));
+    let ratio = |of: fn(&[u64]) -> Option<f64>| Some(of(&folded)? / of(&alone)?);
+    for (name, ratio) in [("on average", ratio(mean)), ("in the slowest second", ratio(slowest))] {
+        if let Some(ratio) = ratio {
+            report.figure(format!("the mapper's speed {name}, of that with nobody folding"), ratio);
+        }
+    }
+    for (name, speeds) in [("nobody folding", &alone), (SUBJECT, &folded)] {
+        if let Some(mean) = mean(speeds) {
+            report.figure(format!("{name}: maps a second"), mean * 10.0);
+        }
+    }
+    if !setting.quick {
+        report.bar("the mapper's speed, of that with nobody folding", Limit::AtLeast(0.95), ratio(mean));
+    }
+    Ok(())
+}
+
+/// Maps in each tenth of a second of a run.
+fn speeds(run: &Run) -> Vec<u64> {
+    run.counters.first().map(|(_, after)| after.maps.clone()).unwrap_or_default()
+}
+
+fn mean(speeds: &[u64]) -> Option<f64> {
+    (!speeds.is_empty()).then(|| speeds.iter().sum::<u64>() as f64 / speeds.len() as f64)
+}
+
+/// The mean of the ten neighbouring tenths with the least.
+fn slowest(speeds: &[u64]) -> Option<f64> {
+    speeds.windows(10).map(|second| second.iter().sum::<u64>()).min().map(|maps| maps as f64 / 10.0)
+}
+
+#[cfg(test)]
+#[allow(clippy::float_cmp)] // figures that come out exact
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_slowest_second_is_ten_neighbouring_tenths() {
+        let mut speeds = vec![100; 30];
+        speeds[7..12].fill(0);
+        assert_eq!(slowest(&speeds), Some(50.0));
+        assert_eq!(mean(&[1, 2]), Some(1.5));
+        assert_eq!((slowest(&speeds[..9]), mean(&[])), (None, None));
+    }
+}

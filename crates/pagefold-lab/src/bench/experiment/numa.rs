@@ -1,0 +1,271 @@
+//! Where folded pages come to be on a machine with several memory nodes, and what that costs the programs (nuKSM thesis,
+//! sections 5.2 and 5.3).
+//!
+//! Programs bound to nodes are really folded, by plain KSM and by pagefold with each policy; where there is only one node,
+//! on an emulated machine with four. Their page tables then tell where each page is. What that means for run times is
+//! modelled ([`model`]): accesses are drawn over the real placement and weighed with the latencies, measured on real
+//! nodes and the thesis's on emulated ones.
+
+mod guest;
+mod latency;
+mod model;
+mod place;
+
+use super::{Experiment, Setting};
+use crate::bench::report::{Limit, Picture, Report, Run};
+use model::{PROGRAMS, Program, fairness};
+use pagefold_core::placement::policy::Latencies;
+use place::{FAIR, FOUR, FOUR_NODES, KERNEL, KSM, LOCAL_ONLY, Nodes, PRIORITIES, PRIORITY, THREE};
+use std::rc::Rc;
+use std::time::Duration;
+
+pub use model::Placed;
+
+/// See the module's opening.
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "numa",
+    claim: "nuKSM: two programs on two nodes suffer alike from what is folded (fairness 0.94 to 0.99, KSM: 0.70 to 0.85), in \
+            the same total time and with the same memory saved; nice values decide who has how much of it near",
+    run,
+};
+
+/// How much is done.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    /// Pages of each program.
+    pages: u64,
+    /// For pagefold to fold and to place them.
+    seconds: u64,
+    /// How often `kernel` and `fair` have their turn.
+    turns: usize,
+    /// How many of the thesis's configurations of priorities.
+    priorities: usize,
+    /// Three and four programs, and one on each of four nodes.
+    larger_crews: bool,
+    /// Accesses drawn for each program.
+    accesses: u64,
+    /// For everything, where it is emulated.
+    limit: Duration,
+}
+
+const FULL: Sizes = Sizes {
+    pages: 16_384,
+    seconds: 20,
+    turns: 4,
+    priorities: 5,
+    larger_crews: true,
+    accesses: 1_000_000,
+    limit: Duration::from_secs(1800),
+};
+
+const QUICK: Sizes = Sizes {
+    pages: 8_192,
+    seconds: 8,
+    turns: 1,
+    priorities: 1,
+    larger_crews: false,
+    accesses: 100_000,
+    limit: Duration::from_secs(240),
+};
+
+fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+    let sizes = if setting.quick { QUICK } else { FULL };
+    // Of accesses, the emulator says nothing: the thesis's.
+    let mut latencies = Latencies::default();
+    let nodes = Nodes::of_machine()?;
+    report.parameters.extend([("pages", sizes.pages), ("seconds", sizes.seconds), ("accesses", sizes.accesses)]);
+    match nodes.map(Rc::new) {
+        Some(nodes) => {
+            place::fold(setting, &nodes, sizes, report)?;
+            let (mib, steps) = match (setting.emulated, setting.quick) {
+                // To see that it can be done.
+                (true, _) => (4, 1 << 16),
+                (_, true) => (64, 1 << 20),
+                _ => (512, 1 << 23),
+            };
+            latencies = latency::measure(&nodes, mib, steps)?;
+            if setting.emulated {
+                return Ok(());
+            }
+        }
+        None if setting.emulated => anyhow::bail!("the emulated machine has one memory node only"),
+        None => {
+            guest::fold(setting, sizes, report)?;
+            report.parameters.insert("emulated", 1);
+        }
+    }
+    report
+        .parameters
+        .extend([("local_ns", u64::from(latencies.local_ns)), ("remote_ns", u64::from(latencies.remote_ns))]);
+    judge(report, latencies, sizes);
+    if !setting.quick {
+        judge_cpu(report);
+    }
+    report.bar_on_answers();
+    Ok(())
+}
+
+/// Points that a share may be off.
+const POINTS: f64 = 2.0;
+
+/// What the placements mean, and what is asked of them.
+fn judge(report: &mut Report, latencies: Latencies, sizes: Sizes) {
+    for (set, name) in [("", ""), (THREE, THREE), (FOUR, FOUR), (FOUR_NODES, FOUR_NODES)] {
+        let (ksm, fair) = (last(report, &format!("{KSM}{set}")), last(report, &format!("{FAIR}{set}")));
+        let (Some(ksm), Some(fair)) = (ksm, fair) else { continue };
+        let (mut rows, mut least): (_, Option<f64>) = (Vec::new(), None);
+        for program in &PROGRAMS {
+            let [under_ksm, under_fair] = [&ksm, &fair].map(|run| slowdowns(run, program, latencies, sizes.accesses));
+            let (Some(unfair), Some(even)) = (fairness(&under_ksm), fairness(&under_fair)) else { continue };
+            let together = under_fair.iter().sum::<f64>() / under_ksm.iter().sum::<f64>();
+            let of = format!("{}{name}", program.name);
+            report.figure(format!("{of}: fairness, KSM (modelled)"), unfair);
+            report.figure(format!("{of}: fairness, pagefold (modelled)"), even);
+            report.ratios.insert(format!("{of}: run times together, pagefold of KSM (modelled)"), together);
+            rows.push((format!("KSM, {}", program.name), unfair));
+            rows.push((format!("pagefold, {}", program.name), even));
+            least = Some(least.map_or(even, |least| least.min(even)));
+            // Those that wait for memory most of the time.
+            if set.is_empty() && program.waits() > 0.7 {
+                report.bar(format!("{of}: fairness, KSM (modelled)"), Limit::AtMost(0.85), Some(unfair));
+            }
+        }
+        report.bar(format!("the least fairness of the five{name} (modelled)"), Limit::AtLeast(0.98), least);
+        let saved = fair.saved_bytes as f64 / ksm.saved_bytes.max(1) as f64;
+        report.bar(format!("memory saved{name}, of KSM's"), Limit::AtLeast(0.99), Some(saved));
+        let off = |run: &Run| {
+            let share = |program: &Placed| Some((program.local_share()? - even_share(run)).abs());
+            run.programs.iter().filter_map(share).max_by(f64::total_cmp)
+        };
+        for (who, run) in [("KSM", &ksm), ("pagefold", &fair)] {
+            report.figure(format!("{who}{name}: points that local pages are off an even share"), percent(off(run)));
+        }
+        report.bar(
+            format!("pagefold{name}: points that local pages are off an even share"),
+            Limit::AtMost(POINTS),
+            off(&fair).map(|off| 100.0 * off),
+        );
+        if set.is_empty() {
+            report.pictures.push(Picture {
+                name: "fairness",
+                title: "two programs on two nodes".to_owned(),
+                subtitle: "fairness: the smaller slowdown over the larger; modelled on real placements".to_owned(),
+                rows,
+            });
+        }
+    }
+    judge_priorities(report);
+    if let Some(apart) = last(report, LOCAL_ONLY) {
+        report.figure("local-only: MiB saved of two programs on two nodes", apart.saved_bytes as f64 / 1_048_576.0);
+    }
+}
+
+fn judge_priorities(report: &mut Report) {
+    let (mut rows, mut worst): (_, Option<f64>) = (Vec::new(), None);
+    for (name, _, wanted) in PRIORITIES {
+        let Some(run) = last(report, &format!("{PRIORITY} {name}")) else { continue };
+        let [Some(first), Some(second)] = [0, 1].map(|at| run.programs.get(at).and_then(Placed::local_share)) else {
+            continue;
+        };
+        report.figure(format!("priority {name}: local pages of the first, per cent"), 100.0 * first);
+        report.figure(format!("priority {name}: local pages of the second, per cent"), 100.0 * second);
+        rows.push((format!("pagefold, {name}, asked {:.0}", 100.0 * wanted), 100.0 * first));
+        let off = 100.0 * (first - wanted).abs().max((second - (1.0 - wanted)).abs());
+        worst = Some(worst.map_or(off, |worst| worst.max(off)));
+    }
+    report.bar("priority: points that local pages are off", Limit::AtMost(POINTS), worst);
+    report.pictures.push(Picture {
+        name: "priority",
+        title: "who has the folded pages near".to_owned(),
+        subtitle: "per cent of the merged pages on the first program's node, by the priorities of the two".to_owned(),
+        rows,
+    });
+}
+
+/// CPU of pagefold and ksmd for placing the pages, against leaving them where they fall: the cheapest run of each, since
+/// an emulator takes longer for what it sees for the first time, and anything may take longer on a busy machine.
+fn judge_cpu(report: &mut Report) {
+    let least = |policy: &str| {
+        let runs = report.runs.iter().filter(|run| run.policy == policy);
+        runs.map(|run| run.cpu_seconds).min_by(f64::total_cmp)
+    };
+    let (Some(kernel), Some(fair)) = (least(KERNEL), least(FAIR)) else { return };
+    report.figure("CPU seconds, left where it falls", kernel);
+    report.figure("CPU seconds, fair", fair);
+    report.bar("CPU of pagefold and ksmd with fair, of that with kernel", Limit::AtMost(1.25), Some(fair / kernel));
+}
+
+/// The last run of a policy: by then everything has settled in.
+fn last(report: &Report, policy: &str) -> Option<Run> {
+    report.runs.iter().rfind(|run| run.policy == policy).cloned()
+}
+
+/// What part of the merged pages each node of a run has when all have the same.
+fn even_share(run: &Run) -> f64 {
+    let mut homes: Vec<usize> = run.programs.iter().map(|program| program.home).collect();
+    homes.sort_unstable();
+    homes.dedup();
+    1.0 / homes.len().max(1) as f64
+}
+
+fn percent(share: Option<f64>) -> f64 {
+    100.0 * share.unwrap_or(0.0)
+}
+
+/// Each instance's run time, were every program of the run an instance of this one.
+fn slowdowns(run: &Run, program: &Program, latencies: Latencies, accesses: u64) -> Vec<f64> {
+    (0..).zip(&run.programs).map(|(seed, placed)| program.slowdown(placed, latencies, accesses, seed)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A run of two programs that share all pages, of which so many in a hundred are on node 1.
+    fn run(policy: &str, on_second: usize, cpu_seconds: f64) -> Run {
+        let second = |page: usize| (page + 1) * on_second / 100 > page * on_second / 100;
+        let pages: String = (0..12_000).map(|page| if second(page) { '1' } else { '0' }).collect();
+        let merged = vec![(12_000 - 120 * on_second) as u64, (120 * on_second) as u64];
+        let program = |home: usize, distances| Placed { home, distances, merged: merged.clone(), pages: pages.clone() };
+        let programs = vec![program(0, vec![10, 20]), program(1, vec![20, 10])];
+        Run { policy: policy.to_owned(), saved_bytes: 12_000 << 12, programs, cpu_seconds, ..Run::default() }
+    }
+
+    fn judged(runs: Vec<Run>) -> Report {
+        let mut report = Report::new("numa", "");
+        report.runs = runs;
+        judge(&mut report, Latencies::default(), QUICK);
+        judge_cpu(&mut report);
+        report
+    }
+
+    fn missed(report: &Report) -> Vec<&str> {
+        report.bars.iter().filter(|bar| !bar.met).map(|bar| bar.name.as_str()).collect()
+    }
+
+    #[test]
+    fn what_is_asked_can_be_met_and_missed() {
+        let priorities = || {
+            let of = |(name, _, share): (&str, [i32; 2], f64)| {
+                let on_second = 100
+                    - [91, 83, 50, 17, 9].into_iter().find(|at| (f64::from(*at) - 100.0 * share).abs() < 1.0).unwrap();
+                run(&format!("{PRIORITY} {name}"), usize::try_from(on_second).unwrap(), 1.0)
+            };
+            PRIORITIES.map(of)
+        };
+        let mut runs = vec![run(KSM, 100, 9.0), run(KERNEL, 100, 1.0), run(FAIR, 50, 1.2), run(FAIR, 50, 1.6)];
+        runs.extend(priorities());
+        let report = judged(runs.clone());
+        assert_eq!(missed(&report), [""; 0]);
+        assert_eq!(report.bars.len(), 2 + 3 + 1 + 1, "{:?}", report.bars);
+        assert!(report.ratios.values().all(|together| (together - 1.0).abs() < 0.01), "{:?}", report.ratios);
+
+        (runs[1], runs[2], runs[3]) = (run(KERNEL, 100, 1.0), run(FAIR, 60, 1.3), run(FAIR, 60, 1.3));
+        runs[3].saved_bytes /= 2;
+        runs[5] = run(&format!("{PRIORITY} 5:1"), 20, 1.0);
+        let report = judged(runs);
+        assert_eq!(missed(&report).len(), 5, "{:?}", report.bars);
+        // Nothing to judge.
+        assert!(judged(Vec::new()).bars.is_empty());
+    }
+}

@@ -1,0 +1,170 @@
+//! The experiment on an emulated machine with several memory nodes, for who has none: the same programs, folded by that
+//! machine's own kernel. Emulated, because not every machine has hardware virtualization to give away; where the kernel
+//! puts pages is the same.
+
+use super::Sizes;
+use crate::bench::experiment::Setting;
+use crate::bench::report::{Failure, Report, Run};
+use crate::programs::{NodesTools, pack};
+use anyhow::{Context, bail};
+use serde::Deserialize;
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+const INIT: &str = include_str!("init");
+
+/// The memory of each node, MiB. Whole memory blocks of 128 MiB, by which the kernel tells whose they are.
+const NODES_MIB: [u64; 4] = [384, 384, 256, 256];
+
+/// Two pairs of nodes, far from each other.
+const DISTANCES: [[u8; 4]; 4] = [[10, 20, 30, 30], [20, 10, 30, 30], [30, 30, 10, 20], [30, 30, 20, 10]];
+
+/// What the guest's report has for us.
+#[derive(Debug, Deserialize)]
+struct Found {
+    machine: GuestMachine,
+    runs: Vec<Run>,
+    failures: Vec<Failure>,
+}
+
+#[derive(Debug, Deserialize)]
+struct GuestMachine {
+    kernel: String,
+}
+
+/// Boots the machine, has the experiment done there, and takes its runs into the report.
+pub fn fold(setting: &Setting<'_>, sizes: Sizes, report: &mut Report) -> anyhow::Result<()> {
+    let tools = NodesTools::find()?;
+    let scratch = tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("a scratch directory")?;
+    let at = |name: &str| scratch.path().join(name);
+    make_image(setting, &tools, scratch.path())?;
+    eprintln!("{}: one memory node here, so on an emulated machine with {}", report.experiment, NODES_MIB.len());
+    let mut command = command(setting, &tools, scratch.path());
+    // It warns of clocks that stand still before the kernel starts one.
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(at("errors"))?);
+    let mut machine = Machine(command.spawn().context("starting the emulator")?);
+    let ended = setting.interrupt.wait(sizes.limit, || Ok(machine.0.try_wait()?))?;
+    drop(machine);
+    let text = |name| String::from_utf8_lossy(&fs::read(at(name)).unwrap_or_default()).into_owned();
+    let (console, errors) = (text("console"), text("errors"));
+    let results = fs::read_to_string(at("results")).unwrap_or_default();
+    let found = serde_json::from_str::<Found>(results.trim());
+    let (Some(_), Ok(found)) = (ended, found) else {
+        let how =
+            ended.map_or_else(|| format!("is not done after {:?}", sizes.limit), |status| format!("ended: {status}"));
+        let lines: Vec<&str> = console.lines().collect();
+        let end = lines[lines.len().saturating_sub(20)..].join("\n");
+        bail!("the emulated machine {how}, without a result. {errors}Its console ends with:\n{end}");
+    };
+    report.machine.kernel = format!("{} (emulated, on {})", found.machine.kernel, report.machine.kernel);
+    report.runs = found.runs;
+    report.failures = found.failures;
+    Ok(())
+}
+
+/// An emulator that does not outlive us.
+struct Machine(Child);
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn command(setting: &Setting<'_>, tools: &NodesTools, dir: &Path) -> Command {
+    // Ended with us also if we are killed.
+    let mut command = Command::new(&tools.setpriv);
+    command.args(["--pdeathsig", "KILL"]).arg(&tools.qemu).current_dir(dir);
+    command.args(["-machine", "q35,mem-merge=off"]);
+    // QEMU 7.2 gets the flags wrong after this instruction now and then: the kernel panics.
+    command.args(["-cpu", "qemu64,-cx16"]);
+    // The machine's clock counts instructions, a nanosecond each, and leaps over idle times: CPU times are the same however
+    // busy the host is.
+    command.args(["-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off"]);
+    command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
+    let count = NODES_MIB.len();
+    command.args(["-smp", &format!("{count},sockets={count}")]);
+    command.args(["-m", &format!("{}M", NODES_MIB.iter().sum::<u64>())]);
+    for (node, mib) in NODES_MIB.iter().enumerate() {
+        command.args(["-object", &format!("memory-backend-ram,id=memory{node},size={mib}M")]);
+        command.args(["-numa", &format!("node,nodeid={node},cpus={node},memdev=memory{node}")]);
+    }
+    for (from, row) in DISTANCES.iter().enumerate() {
+        for (to, distance) in row.iter().enumerate() {
+            command.args(["-numa", &format!("dist,src={from},dst={to},val={distance}")]);
+        }
+    }
+    command.args(["-chardev", "file,id=console,path=console", "-chardev", "file,id=results,path=results"]);
+    command.args(["-serial", "chardev:console", "-serial", "chardev:results"]);
+    command.arg("-kernel").arg(&tools.kernel).args(["-initrd", "image"]);
+    // Without huge pages, which a program's memory would be in.
+    let quick = if setting.quick { " -- --quick" } else { "" };
+    command
+        .args(["-append", &format!("console=ttyS0 quiet panic=-1 mitigations=off transparent_hugepage=never{quick}")]);
+    command
+}
+
+/// Packs this program, the one to measure, and what they need.
+fn make_image(setting: &Setting<'_>, tools: &NodesTools, dir: &Path) -> anyhow::Result<()> {
+    let root = dir.join("root");
+    let mut files: Vec<(PathBuf, PathBuf)> = vec![(tools.busybox.clone(), "bin/busybox".into())];
+    let programs = [
+        (setting.player, "pagefold-lab"),
+        (setting.program, "pagefold"),
+        (tools.taskset.as_path(), "taskset"),
+        (tools.nice.as_path(), "nice"),
+    ];
+    for (program, name) in programs {
+        files.push((program.to_owned(), Path::new("bin").join(name)));
+        files.extend(libraries(program)?.into_iter().map(|path| {
+            let inside = path.strip_prefix("/").unwrap_or(&path).to_owned();
+            (path, inside)
+        }));
+    }
+    let mut names = BTreeSet::new();
+    for (from, to) in &files {
+        let inside = root.join(to);
+        fs::create_dir_all(inside.parent().context("a path without a directory")?)?;
+        fs::copy(from, &inside).with_context(|| from.display().to_string())?;
+        names.extend(to.ancestors().filter(|path| !path.as_os_str().is_empty()).map(Path::to_owned));
+    }
+    fs::write(root.join("init"), INIT)?;
+    fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755))?;
+    names.insert("init".into());
+    // By name, so that each directory comes before what is in it.
+    let names: Vec<String> = names.iter().map(|name| name.display().to_string()).collect();
+    pack(&tools.busybox, &root, &names, &dir.join("image"))?;
+    Ok(fs::remove_dir_all(root)?)
+}
+
+/// The files that a program is linked with, as the loader finds them here.
+fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let output = Command::new("ldd").arg(program).output().context("ldd")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    // One that is not linked with any makes ldd fail, rightly.
+    let path = |line: &str| line.split_ascii_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from);
+    Ok(text.lines().filter_map(path).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_are_those_of_the_loader() {
+        let found = libraries(&std::env::current_exe().unwrap()).unwrap();
+        assert!(found.iter().any(|path| path.to_string_lossy().contains("libc.so")), "{found:?}");
+    }
+
+    #[test]
+    fn distances_go_both_ways() {
+        for (from, row) in DISTANCES.iter().enumerate() {
+            assert_eq!(row[from], 10);
+            assert!(row.iter().enumerate().all(|(to, distance)| DISTANCES[to][from] == *distance));
+        }
+    }
+}

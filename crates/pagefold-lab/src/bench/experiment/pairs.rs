@@ -1,0 +1,75 @@
+//! Contents that exist exactly twice: two tenants that hold the same, page by page, beside one that shares nothing.
+//! The common case among real programs, and UKSM's weak one: sampled thinly, two copies are rarely both seen.
+
+use super::{Course, Experiment, Setting, mib};
+use crate::bench::policy::{Enough, Policy};
+use crate::bench::report::{Limit, Picture, Report};
+use crate::programs::Target;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
+
+/// See the module's opening.
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "pairs",
+    claim: "ours: of contents that exist exactly twice 99 % is saved in three times an oracle's time, and also at governors \
+            low and quiet, where UKSM finds none within minutes, for 0.6 of the CPU time of KSM scanning everything",
+    run,
+};
+
+fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+    let (twin_mib, most_seconds) = if setting.quick { (32, 20) } else { (512, 120) };
+    let quiet_seconds = 600;
+    report.parameters.extend([("twin_mib", twin_mib), ("random_mib", 2 * twin_mib), ("seconds_at_most", most_seconds)]);
+    let twin = Segment::Shared { pages: mib(twin_mib).0, seed: 11 };
+    let random = Segment::Random { pages: mib(2 * twin_mib).0, seed: 12 };
+    let start = || {
+        let start =
+            |segment| Ok(Box::new(Tenant::start(setting.player, &TenantSpec::new([segment]))?) as Box<dyn Target>);
+        [twin, twin, random].into_iter().map(start).collect()
+    };
+    let whole = mib(twin_mib).bytes().0;
+    let at = |governor, seconds| {
+        Policy::pagefold_with(seconds, &["--governor", governor])
+            .until(Enough { saved_bytes: whole - whole / 100, seconds: 0 })
+    };
+    let (full, low) = (at("full", most_seconds), at("low", 2 * most_seconds));
+    let mut ours = vec![full.clone(), low];
+    if !setting.quick {
+        report.parameters.insert("seconds_at_most_quiet", quiet_seconds);
+        ours.push(at("quiet", quiet_seconds));
+    }
+    let mut course = Course::take(setting)?;
+    for policy in [Policy::KsmEverything, Policy::Oracle].iter().chain(&ours) {
+        course.run(report, policy, start)?;
+    }
+    drop(course);
+    report.compare(&full.to_string());
+    report.bar_on_answers();
+
+    let to_99 = |policy: &Policy| report.run(&policy.to_string())?.reaching(0.99, whole);
+    let reached: Vec<_> =
+        report.runs.iter().filter_map(|run| Some((run.policy.clone(), run.reaching(0.99, whole)?))).collect();
+    let (own, oracles, everythings) = (to_99(&full), to_99(&Policy::Oracle), to_99(&Policy::KsmEverything));
+    let rows = reached.iter().map(|(name, point)| (name.clone(), point.cpu_seconds())).collect();
+    report.pictures.push(Picture {
+        name: "cpu-to-99-percent",
+        title: "CPU until 99 % is saved".to_owned(),
+        subtitle: "CPU seconds of pagefold and ksmd; policies that did not get there are left out".to_owned(),
+        rows,
+    });
+    for (name, point) in reached {
+        report.figure(format!("seconds to 99 %, {name}"), point.seconds);
+        report.figure(format!("CPU seconds to 99 %, {name}"), point.cpu_seconds());
+    }
+    if setting.quick {
+        return Ok(());
+    }
+    for policy in &ours {
+        let share = report.run(&policy.to_string()).map(|run| run.saved_bytes_max as f64 / whole as f64);
+        report.bar(format!("saved, of what can be, {policy}"), Limit::AtLeast(0.99), share);
+    }
+    let time = own.zip(oracles).map(|(own, oracles)| own.seconds / oracles.seconds);
+    report.bar(format!("seconds to 99 %, of the oracle's, {full}"), Limit::AtMost(3.0), time);
+    let cpu = own.zip(everythings).map(|(own, everythings)| own.cpu_seconds() / everythings.cpu_seconds());
+    report.bar(format!("CPU to 99 %, of ksm-everything's, {full}"), Limit::AtMost(0.6), cpu);
+    Ok(())
+}

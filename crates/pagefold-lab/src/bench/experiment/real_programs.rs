@@ -1,0 +1,65 @@
+//! Databases that hold the same data: three redis servers and three MariaDB servers, alone, and beside programs that
+//! share nothing.
+
+use super::{Experiment, Setting, mib, side_by_side};
+use crate::bench::policy::Policy;
+use crate::bench::report::{Limit, Report};
+use crate::programs::{MariaDbData, RedisData, Target};
+use anyhow::Context;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
+
+/// The databases alone. So much of what is scanned merges, and merging costs KSM and everybody else the same, that the
+/// oracle itself takes most of KSM's time.
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "real-programs",
+    claim: "ours: on databases with the same data pagefold saves nine tenths of what KSM saves by scanning everything, in \
+            half its CPU time and at most twice an oracle's",
+    run: |setting, report| run(setting, report, 0),
+};
+
+/// The databases beside memory that has no copies, as on a host with more than one purpose.
+pub const MIXED_HOST: Experiment = Experiment {
+    name: "mixed-host",
+    claim: "ours: beside as much memory again that has no copies pagefold saves nine tenths of what KSM saves by \
+            scanning everything, in half its CPU time",
+    run: |setting, report| run(setting, report, if setting.quick { 64 } else { 1024 }),
+};
+
+/// Servers of each kind.
+const INSTANCES: usize = 3;
+
+fn run(setting: &Setting<'_>, report: &mut Report, unlike_mib: u64) -> anyhow::Result<()> {
+    let (keys, rows, seconds) = if setting.quick { (10_000, 4_000, 10) } else { (100_000, 80_000, 60) };
+    let parameters = [("redis_keys", keys), ("mariadb_rows", rows), ("random_mib", unlike_mib), ("seconds", seconds)];
+    report.parameters.extend(parameters);
+    let scratch = tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("a scratch directory")?;
+    eprintln!("{}: making the data", report.experiment);
+    let redis = RedisData::make(scratch.path(), keys)?;
+    let mariadb = MariaDbData::make(scratch.path(), rows)?;
+    let unlike = TenantSpec::new([Segment::Random { pages: mib(unlike_mib).0, seed: 8 }]);
+    let start = || {
+        let mut targets: Vec<Box<dyn Target>> = Vec::new();
+        for instance in 0..INSTANCES {
+            targets.push(Box::new(redis.start(scratch.path(), instance)?));
+            targets.push(Box::new(mariadb.start(scratch.path(), instance)?));
+        }
+        if unlike_mib > 0 {
+            targets.push(Box::new(Tenant::start(setting.player, &unlike)?));
+        }
+        Ok(targets)
+    };
+    let policies = [Policy::KsmEverything, Policy::Oracle, Policy::pagefold(seconds)];
+    side_by_side(setting, report, &policies, start)?;
+
+    if setting.quick {
+        return Ok(());
+    }
+    let ratio = |report: &Report, name: &str| report.ratios.get(name).copied();
+    let measured = ratio(report, "saved_vs_ksm-everything");
+    report.bar("saved, of what KSM saves by scanning everything", Limit::AtLeast(0.9), measured);
+    let measured = ratio(report, "cpu_vs_ksm-everything");
+    report.bar("CPU time, of what KSM takes for it", Limit::AtMost(0.5), measured);
+    let measured = ratio(report, "cpu_vs_oracle");
+    report.bar("CPU time, of what the oracle takes", Limit::AtMost(2.0), measured);
+    Ok(())
+}

@@ -1,0 +1,354 @@
+//! How much of what KSM would save judgement finds: on fifteen real programs of five kinds, of which some are mostly
+//! alike, some hardly and some not at all.
+
+use super::{Experiment, Setting, side_by_side};
+use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::report::{Limit, Report};
+use crate::programs::{
+    GuestImage, GuestTools, JavaProgram, JavaTools, MariaDbData, PythonData, PythonTools, RedisData, Target,
+};
+use anyhow::{Context, ensure};
+use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
+use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
+use pagefold_linux::proc::process::Process;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::fs;
+use std::ops::{AddAssign, Range};
+use std::path::Path;
+use std::rc::Rc;
+
+/// See the module's opening.
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "recall",
+    claim: "ours: on redis, mariadb, python, java and QEMU guests pagefold saves at least 97 % of what KSM saves by scanning \
+            everything, within 60 s and in at most a third of its CPU time; three quarters of what it marks merges, and \
+            java's heap is left alone",
+    run,
+};
+
+/// Programs of each kind.
+const INSTANCES: usize = 3;
+/// In which the most has to be saved.
+const SECONDS: u64 = 60;
+/// They take less than half of it; the rest is for whatever else runs, and for unmerging everything at once.
+const MEMORY_NEEDED: Bytes = Bytes(12 << 30);
+
+/// What is started.
+struct Sizes {
+    keys: u64,
+    rows: u64,
+    table_rows: u64,
+    own_mib: u64,
+    heap_mib: u64,
+    guest_mib: u64,
+    guest_data_mib: u64,
+    seconds: u64,
+}
+
+const FULL: Sizes = Sizes {
+    keys: 100_000,
+    rows: 80_000,
+    table_rows: 200_000,
+    own_mib: 32,
+    heap_mib: 400,
+    guest_mib: 512,
+    guest_data_mib: 160,
+    seconds: SECONDS,
+};
+
+const QUICK: Sizes = Sizes {
+    keys: 10_000,
+    rows: 4_000,
+    table_rows: 20_000,
+    own_mib: 4,
+    heap_mib: 64,
+    guest_mib: 192,
+    guest_data_mib: 16,
+    seconds: 10,
+};
+
+/// A kind of program: its name, and how the instance of that number is started.
+type Kind<'a> = (&'static str, Box<dyn Fn(usize) -> anyhow::Result<Watched> + 'a>);
+
+/// What was seen of each program, with its kind, since all were started.
+type Looks = Vec<(&'static str, Rc<Cell<Look>>)>;
+
+fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+    let sizes = if setting.quick { QUICK } else { FULL };
+    if !setting.quick {
+        let available = available_memory()?;
+        ensure!(
+            available >= MEMORY_NEEDED,
+            "{:.0} MiB of memory are free, {:.0} are needed",
+            available.mib(),
+            MEMORY_NEEDED.mib()
+        );
+    }
+    let scratch = tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("a scratch directory")?;
+    eprintln!("{}: making the data", report.experiment);
+    let kinds = kinds(&sizes, scratch.path())?;
+    report.parameters.extend([
+        ("redis_keys", sizes.keys),
+        ("mariadb_rows", sizes.rows),
+        ("python_rows", sizes.table_rows),
+        ("java_heap_mib", sizes.heap_mib),
+        ("guest_mib", sizes.guest_mib),
+        ("programs", (kinds.len() * INSTANCES) as u64),
+        ("seconds", sizes.seconds),
+    ]);
+
+    // One entry for each time that the programs are started.
+    let seen: RefCell<Vec<Looks>> = RefCell::default();
+    let start = || {
+        let mut looks = Looks::new();
+        let mut targets: Vec<Box<dyn Target>> = Vec::new();
+        for (name, start) in &kinds {
+            for instance in 0..INSTANCES {
+                setting.interrupt.check()?;
+                let watched = start(instance).with_context(|| format!("{name} {instance}"))?;
+                looks.push((*name, Rc::clone(&watched.look)));
+                targets.push(Box::new(watched));
+            }
+        }
+        seen.borrow_mut().push(looks);
+        Ok(targets)
+    };
+    let policies = [Policy::KsmEverything, Policy::Oracle, Policy::pagefold(sizes.seconds)];
+    side_by_side(setting, report, &policies, start)?;
+
+    let names = policies.iter().map(ToString::to_string);
+    let asked_for = |name: &String| setting.policies.is_empty() || setting.policies.contains(name);
+    for (policy, looks) in names.filter(asked_for).zip(seen.take()) {
+        put_figures(report, &policy, &looks);
+    }
+    if !setting.quick {
+        put_bars(report);
+    }
+    Ok(())
+}
+
+/// The kinds that can be started here, with their data made. What needs more than servers is left out with a word
+/// where that is not installed.
+fn kinds<'a>(sizes: &Sizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<'a>>> {
+    fn found<T>(name: &str, tools: anyhow::Result<T>) -> Option<T> {
+        tools.inspect_err(|error| eprintln!("SKIP {name}: {error:#}")).ok()
+    }
+    let mut kinds: Vec<Kind<'a>> = Vec::new();
+    let (redis, keys) = (RedisData::make(scratch, sizes.keys)?, sizes.keys);
+    kinds.push((
+        "redis",
+        Box::new(move |instance| {
+            let mut redis = redis.start(scratch, instance)?;
+            redis.change(keys, instance as u64)?;
+            Ok(Watched::new(redis, None))
+        }),
+    ));
+    let mariadb = MariaDbData::make(scratch, sizes.rows)?;
+    kinds.push((
+        "mariadb",
+        Box::new(move |instance| {
+            let mut mariadb = mariadb.start(scratch, instance)?;
+            mariadb.change(instance as u64)?;
+            Ok(Watched::new(mariadb, None))
+        }),
+    ));
+    if let Some(tools) = found("python", PythonTools::find()) {
+        let python = PythonData::make(tools, scratch, sizes.table_rows, sizes.own_mib)?;
+        kinds.push(("python", Box::new(move |instance| Ok(Watched::new(python.start(instance)?, None)))));
+    }
+    if let Some(tools) = found("java", JavaTools::find()) {
+        let java = JavaProgram::make(tools, scratch, sizes.heap_mib)?;
+        kinds.push((
+            "java",
+            Box::new(move |instance| {
+                let java = java.start(instance)?;
+                let heap = java.heap();
+                Ok(Watched::new(java, Some(heap)))
+            }),
+        ));
+    }
+    if let Some(tools) = found("qemu", GuestTools::find()) {
+        let image = GuestImage::make(tools, scratch, sizes.guest_mib, sizes.guest_data_mib)?;
+        kinds.push(("qemu", Box::new(move |instance| Ok(Watched::new(image.start(instance)?, None)))));
+    }
+    Ok(kinds)
+}
+
+fn put_figures(report: &mut Report, policy: &str, looks: &[(&'static str, Rc<Cell<Look>>)]) {
+    let mut sums: BTreeMap<&str, Look> = BTreeMap::new();
+    for (kind, look) in looks {
+        *sums.entry(kind).or_default() += look.get();
+        // Of no one heap.
+        *sums.entry("all").or_default() += Look { heap: Pages(0), ..look.get() };
+    }
+    let mut put = |name: String, value: f64| report.figures.insert(format!("{policy}_{name}"), value);
+    for (kind, sum) in &sums {
+        put(format!("{kind}_anonymous_mib"), sum.anonymous.bytes().mib());
+        put(format!("{kind}_marked_mib"), sum.marked.bytes().mib());
+        put(format!("{kind}_marked_present_mib"), sum.marked_present.bytes().mib());
+        put(format!("{kind}_merged_mib"), sum.merged.bytes().mib());
+        // Nothing marked, nothing to judge.
+        if let Some(share) = sum.merged_share() {
+            put(format!("{kind}_merged_of_marked"), share);
+        }
+        if sum.heap.0 > 0 {
+            put(format!("{kind}_heap_marked"), sum.heap_marked.0 as f64 / sum.heap.0 as f64);
+        }
+    }
+}
+
+fn put_bars(report: &mut Report) {
+    let whole = report.run("ksm-everything").map(|run| Bytes(run.saved_bytes).mib());
+    let in_time = report.run(SUBJECT).map(|run| run.saved_mib_within(SECONDS as f64));
+    let in_time = whole.zip(in_time).map(|(whole, in_time)| in_time / whole);
+    report.bar("saved within 60 s, of what KSM saves by scanning everything", Limit::AtLeast(0.97), in_time);
+    let ratio = |report: &Report, name: &str| report.ratios.get(name).copied();
+    let measured = ratio(report, "saved_vs_ksm-everything");
+    report.bar("saved at the end, of what KSM saves by scanning everything", Limit::AtLeast(0.97), measured);
+    let measured = ratio(report, "cpu_vs_ksm-everything");
+    report.bar("CPU time, of what KSM takes for it", Limit::AtMost(1.0 / 3.0), measured);
+    let figure = |report: &Report, name: &str| report.figures.get(&format!("{SUBJECT}_{name}")).copied();
+    let measured = figure(report, "all_merged_of_marked");
+    report.bar("merged, of the marked pages that are present", Limit::AtLeast(0.75), measured);
+    let measured = figure(report, "java_heap_marked");
+    report.bar("marked, of java's heap", Limit::AtMost(0.1), measured);
+}
+
+/// What a look at a process shows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Look {
+    /// Anonymous pages.
+    anonymous: Pages,
+    /// Marked address space, present or not.
+    marked: Pages,
+    /// The anonymous pages in it, zero pages put there by KSM included. Pages of files that nobody wrote to do not
+    /// count: KSM passes them over.
+    marked_present: Pages,
+    /// Of these, the merged ones, the copies that were kept included.
+    merged: Pages,
+    /// The heap to be left alone, if any.
+    heap: Pages,
+    /// How much of it is marked.
+    heap_marked: Pages,
+}
+
+impl Look {
+    fn at(process: &Process, heap: Option<&Range<u64>>) -> anyhow::Result<Self> {
+        let zeros = zero_pages(&process.read_file("ksm_stat")?).context("ksm_stat without ksm_zero_pages")?;
+        Ok(Self::from_details(&read_smaps(process)?, zeros, heap))
+    }
+
+    /// `zeros` is what KSM has replaced by the kernel's zero page, which smaps does not count.
+    fn from_details(details: &[VmaDetail], zeros: Pages, heap: Option<&Range<u64>>) -> Self {
+        let kib = |kib: u64| Pages(kib * 1024 / PAGE_SIZE as u64);
+        let mut look = Self { anonymous: zeros, marked_present: zeros, merged: zeros, ..Self::default() };
+        look.heap = heap.map_or(Pages(0), |heap| pages_of(heap.start, heap.end));
+        for detail in details {
+            look.anonymous += kib(detail.anonymous_kib);
+            // Pages stay merged in a mapping that is not marked any more only until it is unmerged: at once.
+            if !detail.flags.has(*b"mg") {
+                continue;
+            }
+            let vma = &detail.vma;
+            look.marked += vma.pages();
+            look.marked_present += kib(detail.anonymous_kib);
+            look.merged += kib(detail.ksm_kib.unwrap_or(0));
+            if let Some(heap) = heap {
+                look.heap_marked += pages_of(vma.start.max(heap.start), vma.end.min(heap.end));
+            }
+        }
+        look
+    }
+
+    fn merged_share(self) -> Option<f64> {
+        (self.marked_present.0 > 0).then(|| self.merged.0 as f64 / self.marked_present.0 as f64)
+    }
+}
+
+impl AddAssign for Look {
+    fn add_assign(&mut self, other: Self) {
+        self.anonymous += other.anonymous;
+        self.marked += other.marked;
+        self.marked_present += other.marked_present;
+        self.merged += other.merged;
+        self.heap += other.heap;
+        self.heap_marked += other.heap_marked;
+    }
+}
+
+/// Pages between two addresses; none if the second is not behind the first.
+fn pages_of(start: u64, end: u64) -> Pages {
+    Pages(end.saturating_sub(start) / PAGE_SIZE as u64)
+}
+
+fn zero_pages(ksm_stat: &[u8]) -> Option<Pages> {
+    let text = std::str::from_utf8(ksm_stat).ok()?;
+    text.lines().find_map(|line| line.strip_prefix("ksm_zero_pages"))?.trim().parse().ok().map(Pages)
+}
+
+fn available_memory() -> anyhow::Result<Bytes> {
+    let text = fs::read_to_string("/proc/meminfo").context("/proc/meminfo")?;
+    let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB"));
+    Ok(Bytes(kib.context("/proc/meminfo without MemAvailable")?.parse::<u64>()? * 1024))
+}
+
+/// A program that is looked at each time it is asked: before its memory is marked, when it is merged, and after that.
+struct Watched {
+    target: Box<dyn Target>,
+    heap: Option<Range<u64>>,
+    /// The look with the most merged, and of these with the most marked.
+    look: Rc<Cell<Look>>,
+}
+
+impl Watched {
+    fn new(target: impl Target + 'static, heap: Option<Range<u64>>) -> Self {
+        Self { target: Box::new(target), heap, look: Rc::default() }
+    }
+}
+
+impl Target for Watched {
+    fn name(&self) -> &str {
+        self.target.name()
+    }
+
+    fn pid(&self) -> i32 {
+        self.target.pid()
+    }
+
+    fn check(&mut self) -> anyhow::Result<String> {
+        // First, since answering takes memory and writes to it.
+        let look = Look::at(&Process::open(self.pid())?, self.heap.as_ref())?;
+        if (look.merged, look.marked) >= (self.look.get().merged, self.look.get().marked) {
+            self.look.set(look);
+        }
+        self.target.check()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_linux::proc::maps::parse_smaps;
+
+    const SMAPS: &[u8] =
+        b"e7000000-e8000000 rw-p 00000000 00:00 0 \nAnonymous: 1000 kB\nKSM: 300 kB\nVmFlags: rd wr mg\n\
+        e8000000-e9000000 rw-p 00000000 00:00 0 \nAnonymous: 500 kB\nKSM: 0 kB\nVmFlags: rd wr\n";
+
+    #[test]
+    fn a_look_counts_what_is_marked_only() {
+        let details = parse_smaps(SMAPS).unwrap();
+        let look = Look::from_details(&details, Pages(2), Some(&(0xe780_0000..0xe880_0000)));
+        assert_eq!(look.anonymous, Pages(377));
+        assert_eq!((look.marked, look.marked_present), (Pages(4096), Pages(252)));
+        assert_eq!((look.merged, look.heap, look.heap_marked), (Pages(77), Pages(4096), Pages(2048)));
+        assert!((look.merged_share().unwrap() - 77.0 / 252.0).abs() < 1e-9);
+        assert_eq!(Look::default().merged_share(), None);
+    }
+
+    #[test]
+    fn zero_pages_as_the_kernel_prints_them() {
+        assert_eq!(zero_pages(b"ksm_rmap_items 5\nksm_zero_pages 7\nksm_merging_pages 1\n"), Some(Pages(7)));
+        assert_eq!(zero_pages(b"ksm_rmap_items 5\n"), None);
+    }
+}

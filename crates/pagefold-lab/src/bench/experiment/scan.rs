@@ -1,0 +1,157 @@
+//! Looking without touching: what `pagefold scan` costs beside a bare loop that reads the same pages, and how good its
+//! samples are. Nothing is merged, so KSM is not taken.
+
+use super::{Experiment, Setting, mib};
+use crate::bench::daemon::{self, Ran};
+use crate::bench::report::{Limit, Report};
+use anyhow::Context;
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::Pid;
+use pagefold_core::random::mix;
+use pagefold_core::sampling::census::choose::Chooser;
+use pagefold_core::units::PAGE_SIZE;
+use pagefold_linux::os::cpu::own_cpu_ns;
+use pagefold_linux::proc::memory::PageReader;
+use pagefold_linux::proc::process::Process;
+use pagefold_workload::marking::eligible;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
+use std::io::IoSliceMut;
+
+/// See the module's opening.
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "scan",
+    claim: "ours: sampling costs at most half as much again per page as a bare loop of process_vm_readv over the same pages, \
+            and a sample is within the error it states 95 times in 100",
+    run,
+};
+
+/// Samples taken, each with a seed of its own.
+const SAMPLES: u32 = 20;
+/// Pages that the bare loop reads by one call.
+const CALL_PAGES: usize = 256;
+/// Pieces that one call may name (UIO_MAXIOV).
+const CALL_PIECES: usize = 1024;
+
+fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+    let unit_mib = if setting.quick { 16 } else { 256 };
+    report.parameters.extend([("unit_mib", unit_mib), ("samples", u64::from(SAMPLES))]);
+    let pages = mib(unit_mib).0;
+    let twins = Segment::Shared { pages, seed: 4 };
+    let tenants = [
+        Tenant::start(setting.player, &TenantSpec::new([twins, Segment::Random { pages: 2 * pages, seed: 5 }]))?,
+        Tenant::start(setting.player, &TenantSpec::new([Segment::Zero { pages: pages / 2 }, twins]))?,
+        Tenant::start(
+            setting.player,
+            &TenantSpec::new([Segment::Pairs { pages, seed: 6 }, Segment::Same { pages, seed: 7 }]),
+        )?,
+    ];
+    let pids = tenants.each_ref().map(Tenant::pid);
+    let processes = pids.iter().map(|&pid| Process::open(pid)).collect::<Result<Vec<_>, _>>()?;
+
+    let whole = daemon::scan(setting.program, &pids, &["--exact"], setting.interrupt)?;
+    let exact = total(&whole, "/totals/savable_bytes")?;
+    let (mut within, mut worst, mut stated, mut cpu) = (0_u32, 0.0_f64, 0.0_f64, 0.0);
+    let mut fraction: f64 = 0.0;
+    let (mut bare_ns, mut ascending_ns, mut sampling_ns) = (Vec::new(), Vec::new(), Vec::new());
+    for seed in 1..=SAMPLES {
+        setting.interrupt.check()?;
+        let ran = daemon::scan(setting.program, &pids, &["--seed", &seed.to_string()], setting.interrupt)?;
+        let error = total(&ran, "/error_bytes")?;
+        let off = (total(&ran, "/totals/savable_bytes")? - exact).abs();
+        within += u32::from(off <= error);
+        worst = worst.max(off);
+        stated = stated.max(error);
+        let sampled = total(&ran, "/sampled_fraction")?;
+        fraction = fraction.max(sampled);
+        cpu += ran.cpu_seconds / f64::from(SAMPLES);
+        sampling_ns.push(total(&ran, "/cost/reading_ns_per_page")?);
+        bare_ns.push(bare_loop(&processes, u64::from(seed), sampled, Order::Random)?);
+        ascending_ns.push(bare_loop(&processes, u64::from(seed), sampled, Order::Ascending)?);
+    }
+    let (bare_ns, sampling_ns) = (median(bare_ns), median(sampling_ns));
+    let figures = [
+        ("bare_loop_ns_per_page", bare_ns),
+        ("bare_loop_ascending_ns_per_page", median(ascending_ns)),
+        ("sampling_ns_per_page", sampling_ns),
+        ("exact_scan_cpu_seconds", whole.cpu_seconds),
+        ("exact_savable_bytes", exact),
+        ("sampled_scan_cpu_seconds", cpu),
+        ("sampled_fraction_largest", fraction),
+        ("stated_error_bytes_largest", stated),
+        ("actual_error_bytes_largest", worst),
+    ];
+    report.figures.extend(figures.map(|(name, value)| (name.to_owned(), value)));
+    if !setting.quick {
+        report.bar("CPU per page sampled, of the bare loop's", Limit::AtMost(1.5), Some(sampling_ns / bare_ns));
+    }
+    report.bar(
+        format!("samples of {SAMPLES} within their stated error"),
+        Limit::AtLeast(19.0),
+        Some(f64::from(within)),
+    );
+    Ok(())
+}
+
+fn total(ran: &Ran, pointer: &str) -> anyhow::Result<f64> {
+    let number = ran.summary.pointer(pointer).and_then(serde_json::Value::as_f64);
+    number.with_context(|| format!("pagefold scan --json has no number {pointer}"))
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// In which order the bare loop reads its runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Order {
+    /// As a sampler without a plan reads.
+    Random,
+    /// As `pagefold scan` reads: neighbouring page tables are then still in the cache.
+    Ascending,
+}
+
+/// Reads a sample of the resident pages, the same runs that a scan reads, and looks at none. Returns the CPU time by
+/// page.
+fn bare_loop(processes: &[Process], seed: u64, fraction: f64, order: Order) -> anyhow::Result<f64> {
+    let mut reader = PageReader::new();
+    let chooser = Chooser::new(seed);
+    let mut buffer = vec![0; CALL_PAGES * PAGE_SIZE];
+    let (mut pages, mut cpu_ns) = (0_u64, 0);
+    for process in processes {
+        let (mut resident, mut runs) = (Vec::new(), Vec::new());
+        for detail in eligible(process)? {
+            reader.resident_runs(process, detail.vma.first(), detail.vma.pages(), &mut resident)?;
+        }
+        for (number, (first, length)) in (0..).zip(resident) {
+            chooser.cut(number, first, length, 0.0, fraction, |first, length, _| runs.push((first, length as usize)));
+        }
+        if order == Order::Random {
+            runs.sort_unstable_by_key(|&(first, _)| mix(first.0 ^ seed));
+        }
+        let pid = Pid::from_raw(process.pid());
+        let before_ns = own_cpu_ns();
+        let mut rest = runs.as_slice();
+        while !rest.is_empty() {
+            let (mut count, mut taken) = (0, 0);
+            while taken < rest.len().min(CALL_PIECES) && count + rest[taken].1 <= CALL_PAGES {
+                count += rest[taken].1;
+                taken += 1;
+            }
+            let (now, later) = rest.split_at(taken.max(1));
+            let remote: Vec<RemoteIoVec> = now
+                .iter()
+                .map(|&(first, length)| RemoteIoVec {
+                    base: usize::try_from(first.address()).unwrap_or(usize::MAX),
+                    len: length.min(CALL_PAGES) * PAGE_SIZE,
+                })
+                .collect();
+            let bytes = remote.iter().map(|piece| piece.len).sum();
+            process_vm_readv(pid, &mut [IoSliceMut::new(&mut buffer[..bytes])], &remote)?;
+            pages += (bytes / PAGE_SIZE) as u64;
+            rest = later;
+        }
+        cpu_ns += own_cpu_ns() - before_ns;
+    }
+    Ok(cpu_ns as f64 / pages.max(1) as f64)
+}

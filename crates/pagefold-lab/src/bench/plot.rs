@@ -1,0 +1,182 @@
+//! Charts as SVG: what is saved over time, and what a CPU second saves. What they are drawn with is for others too.
+
+mod draw;
+mod hash;
+mod svg;
+
+pub use crate::bench::table::number;
+pub use draw::{Bar, Curve, Lines, Scale, bars};
+pub use svg::{Svg, WIDTH};
+
+use crate::bench::chart::{FIRST_SECONDS, last_seconds, most_saved};
+use crate::bench::policy::SUBJECT;
+use crate::bench::report::{Picture, Report, Run};
+use draw::{BOTTOM, LEFT, RIGHT, TOP};
+use pagefold_core::units::Bytes;
+
+/// Peers' colours, told apart also by those who see few colours (after Okabe and Ito).
+const PEERS: [&str; 5] = ["#0072b2", "#009e73", "#7a7a7a", "#cc79a7", "#56b4e9"];
+const OURS: &str = "#d55e00";
+/// pagefold with other options, in one experiment.
+const OURS_TOO: [&str; 4] = [OURS, "#e69f00", "#8c3a00", "#b8860b"];
+
+/// File names and contents. An experiment that saved nothing has only the charts it asked for.
+pub fn charts(report: &Report) -> Vec<(String, String)> {
+    let name = report.experiment;
+    let pictures = report.pictures.iter().filter(|picture| !picture.rows.is_empty());
+    let mut charts: Vec<_> =
+        pictures.map(|picture| (format!("{name}-{}.svg", picture.name), beside(name, picture))).collect();
+    if name == "hash" {
+        charts.extend(hash::charts(report));
+    }
+    if report.saved_anything() {
+        charts.push((format!("{name}-saved.svg"), saved_over_time(report)));
+        charts.push((format!("{name}-cpu.svg"), saved_per_cpu_second(report)));
+    }
+    charts
+}
+
+/// Whether pagefold's, with whatever options.
+fn is_ours(name: &str) -> bool {
+    name.strip_prefix(SUBJECT).is_some_and(|rest| !rest.starts_with(|first: char| first.is_alphanumeric()))
+}
+
+fn colours<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'static str> {
+    let (mut ours, mut peers) = (OURS_TOO.iter().cycle(), PEERS.iter().cycle());
+    names.map(|name| if is_ours(name) { ours.next() } else { peers.next() }.map_or(OURS, |colour| colour)).collect()
+}
+
+fn names(runs: &[Run]) -> impl Iterator<Item = &str> {
+    runs.iter().map(|run| run.policy.as_str())
+}
+
+fn saved_over_time(report: &Report) -> String {
+    let runs = &report.runs;
+    let curves = runs.iter().zip(colours(names(runs))).map(|(run, colour)| Curve {
+        label: format!(
+            "{}: {} MiB for {} CPU seconds, 90 % of it after {} s",
+            run.policy,
+            number(Bytes(run.saved_bytes).mib()),
+            number(run.cpu_seconds),
+            run.seconds_to_90_percent.map_or_else(|| "–".to_owned(), number),
+        ),
+        colour,
+        width: if is_ours(&run.policy) { 3.0 } else { 2.0 },
+        dash: "",
+        // What is merged stays so while ksmd rests.
+        stays: true,
+        dots: false,
+        points: run.curve.iter().map(|&(at, saved)| (at, Bytes(saved).mib())).collect(),
+    });
+    let lines = Lines {
+        title: format!("{}: memory saved over time", report.experiment),
+        up: ("MiB saved".to_owned(), Scale::Linear { most: Bytes(whole(most_saved(runs))).mib() }),
+        right: (
+            "seconds (logarithmic)".to_owned(),
+            Scale::Logarithmic { first: FIRST_SECONDS, last: last_seconds(runs) },
+        ),
+        curves: curves.collect(),
+    };
+    lines.draw()
+}
+
+fn saved_per_cpu_second(report: &Report) -> String {
+    let of = |run: &Run| (run.policy.clone(), run.mib_per_cpu_second().unwrap_or(0.0));
+    let picture = Picture {
+        name: "cpu",
+        title: "what a CPU second saves".to_owned(),
+        subtitle: "MiB saved for each CPU second of ksmd and pagefold together".to_owned(),
+        rows: report.runs.iter().map(of).collect(),
+    };
+    beside(report.experiment, &picture)
+}
+
+/// Figures beside each other, as bars.
+fn beside(experiment: &str, picture: &Picture) -> String {
+    let colours = colours(picture.rows.iter().map(|(name, _)| name.as_str()));
+    let rows: Vec<Bar> =
+        picture.rows.iter().zip(colours).map(|((name, value), colour)| Bar::new(name, *value, colour)).collect();
+    bars(&format!("{experiment}: {}", picture.title), &picture.subtitle, &rows)
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a size that came from an integer")]
+fn whole(bytes: f64) -> u64 {
+    bytes as u64
+}
+
+#[cfg(test)]
+#[allow(clippy::float_cmp)] // figures that come out exact
+mod tests {
+    use super::svg::is_well_formed;
+    use super::*;
+
+    fn report() -> Report {
+        let mut report = Report::new("a-mix", "a claim");
+        for (policy, seconds) in [(SUBJECT, 60.0), ("ksm <x> & y", 120.0)] {
+            report.runs.push(Run {
+                policy: policy.into(),
+                saved_bytes: 2000 << 20,
+                saved_bytes_max: 2040 << 20,
+                cpu_seconds: 3.5,
+                seconds,
+                curve: vec![(0.0, 0), (1.0, 1 << 30), (seconds, 2000 << 20)],
+                ..Run::default()
+            });
+        }
+        report
+    }
+
+    #[test]
+    fn charts_are_well_formed_and_within_their_frame() {
+        let charts = charts(&report());
+        assert_eq!(
+            charts.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(),
+            ["a-mix-saved.svg", "a-mix-cpu.svg"]
+        );
+        for (name, svg) in &charts {
+            assert!(is_well_formed(svg), "{name}\n{svg}");
+            assert!(
+                svg.contains("ksm &lt;x&gt; &amp; y") && !svg.contains("NaN") && !svg.contains("inf"),
+                "{name}\n{svg}"
+            );
+        }
+        let curves = charts[0].1.lines().filter_map(|line| line.strip_prefix("<polyline points=\"")?.split('"').next());
+        let points: Vec<(f64, f64)> = curves
+            .flat_map(|points| points.split(' '))
+            .map(|point| {
+                let (x, y) = point.split_once(',').unwrap();
+                (x.parse().unwrap(), y.parse().unwrap())
+            })
+            .collect();
+        assert_eq!(points.len(), 2 * 3 + 2 * 2);
+        assert!(
+            points.iter().all(|(x, y)| (LEFT..=RIGHT).contains(x) && (TOP..=BOTTOM + 200.0).contains(y)),
+            "{points:?}"
+        );
+    }
+
+    #[test]
+    fn a_policy_that_saved_nothing_has_its_line_and_an_experiment_that_did_not_has_no_charts() {
+        let mut report = report();
+        report.runs[1] = Run { policy: "p".into(), ..Run::default() };
+        assert!(
+            charts(&report).iter().all(|(_, svg)| is_well_formed(svg) && !svg.contains("NaN") && svg.contains(">p"))
+        );
+        report.runs.remove(0);
+        assert!(charts(&report).is_empty());
+        report.runs.clear();
+        assert!(charts(&report).is_empty());
+    }
+
+    #[test]
+    fn figures_that_an_experiment_chose_are_drawn_whatever_was_saved() {
+        let mut report = Report::new("a-mix", "a claim");
+        let rows = vec![("pagefold --quick".to_owned(), 2.0), ("pagefolder".to_owned(), 0.0)];
+        report.pictures.push(Picture { name: "share", title: "t <1>".into(), subtitle: "s".into(), rows });
+        report.pictures.push(Picture::default());
+        let charts = charts(&report);
+        assert_eq!(charts.len(), 1);
+        assert_eq!(charts[0].0, "a-mix-share.svg");
+        assert!(is_well_formed(&charts[0].1) && charts[0].1.contains(OURS) && charts[0].1.contains(PEERS[0]));
+    }
+}

@@ -1,0 +1,200 @@
+//! What KSM saves and what ksmd spends over time, measured apart from whoever drives it.
+
+use crate::bench::daemon::Meter;
+use anyhow::Context;
+use pagefold_linux::ksm::ksmd::Ksmd;
+use pagefold_linux::ksm::{KSM_ROOT, Ksm};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Between two looks. A look is eleven small reads, some 10 us, and as much again with a daemon.
+const INTERVAL: Duration = Duration::from_millis(50);
+
+/// One look.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Point {
+    /// Since the start.
+    pub seconds: f64,
+    /// `pages_sharing` and `ksm_zero_pages`, beyond those at the start.
+    pub saved_bytes: u64,
+    /// CPU time of ksmd since the start.
+    pub ksmd_seconds: f64,
+    /// CPU time of the daemon that was named to [`Sampler::watch`] and of its children.
+    pub daemon_seconds: f64,
+}
+
+impl Point {
+    /// CPU time of ksmd and the daemon.
+    pub fn cpu_seconds(&self) -> f64 {
+        self.ksmd_seconds + self.daemon_seconds
+    }
+}
+
+/// A thread that looks until it is told to end.
+#[derive(Debug)]
+pub struct Sampler {
+    end: Arc<AtomicBool>,
+    shared: Arc<Mutex<Shared>>,
+    thread: Option<JoinHandle<anyhow::Result<Vec<Point>>>>,
+}
+
+/// What the thread is given and what it last saw.
+#[derive(Debug, Default)]
+struct Shared {
+    daemon: Option<Meter>,
+    last: Point,
+}
+
+impl Sampler {
+    /// Starts looking; its time begins now.
+    pub fn start() -> anyhow::Result<Self> {
+        let ksm = Ksm::open(Path::new(KSM_ROOT))?;
+        let ksmd = Ksmd::find()?.context("there is no ksmd to be seen")?;
+        let end = Arc::new(AtomicBool::new(false));
+        let told = Arc::clone(&end);
+        let shared = Arc::new(Mutex::new(Shared::default()));
+        let seen = Arc::clone(&shared);
+        let began = Instant::now();
+        let (saved_then, cpu_then) = look(&ksm, &ksmd)?;
+        let thread = std::thread::spawn(move || {
+            let mut points = Vec::new();
+            loop {
+                let last = told.load(Ordering::Acquire);
+                let (saved, cpu_ns) = look(&ksm, &ksmd)?;
+                let mut shared = seen.lock().unwrap_or_else(PoisonError::into_inner);
+                let point = Point {
+                    seconds: began.elapsed().as_secs_f64(),
+                    saved_bytes: saved.saturating_sub(saved_then),
+                    ksmd_seconds: Duration::from_nanos(cpu_ns.saturating_sub(cpu_then)).as_secs_f64(),
+                    daemon_seconds: shared.daemon.as_mut().map_or(0.0, Meter::cpu_seconds),
+                };
+                shared.last = point;
+                drop(shared);
+                points.push(point);
+                if last {
+                    return Ok(points);
+                }
+                std::thread::park_timeout(INTERVAL);
+            }
+        });
+        Ok(Self { end, shared, thread: Some(thread) })
+    }
+
+    /// From now on also measures the CPU time of this daemon.
+    pub fn watch(&self, daemon: Meter) {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner).daemon = Some(daemon);
+    }
+
+    /// The latest look.
+    pub fn last(&self) -> Point {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner).last
+    }
+
+    /// Takes a last look and returns them all; never none.
+    pub fn finish(mut self) -> anyhow::Result<Vec<Point>> {
+        self.end.store(true, Ordering::Release);
+        let thread = self.thread.take().context("a sampler that has ended")?;
+        thread.thread().unpark();
+        thread.join().map_err(|_| anyhow::anyhow!("the sampler panicked"))?
+    }
+}
+
+impl Drop for Sampler {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::Release);
+    }
+}
+
+fn look(ksm: &Ksm, ksmd: &Ksmd) -> anyhow::Result<(u64, u64)> {
+    Ok((ksm.counters()?.view(true, false).saved().bytes().0, ksmd.cpu_ns()?))
+}
+
+/// When `share` of `whole` was reached first.
+pub fn reached(points: &[Point], share: f64, whole: u64) -> Option<Point> {
+    points.iter().copied().find(|point| whole > 0 && point.saved_bytes as f64 >= share * whole as f64)
+}
+
+/// The most of a core that ksmd and the daemon took over any `window` seconds, or over all if there are fewer.
+pub fn largest_share(points: &[Point], window: f64) -> f64 {
+    let mut most: f64 = 0.0;
+    let mut end = 0;
+    for (at, first) in points.iter().enumerate() {
+        while end + 1 < points.len() && points[end].seconds < first.seconds + window {
+            end += 1;
+        }
+        let (last, whole) = (points[end], points[end].seconds - first.seconds);
+        if at == 0 || whole >= window {
+            most = most.max((last.cpu_seconds() - first.cpu_seconds()) / whole.max(f64::MIN_POSITIVE));
+        }
+    }
+    most
+}
+
+/// CPU time of ksmd and of the daemon between two moments, and how long that really was.
+pub fn spent_between(points: &[Point], from: f64, to: f64) -> Option<(f64, f64, f64)> {
+    let first = points.iter().find(|point| point.seconds >= from)?;
+    let last = points.iter().rev().find(|point| point.seconds <= to)?;
+    let seconds = last.seconds - first.seconds;
+    let (ksmd, daemon) = (last.ksmd_seconds - first.ksmd_seconds, last.daemon_seconds - first.daemon_seconds);
+    (seconds > 0.0).then_some((ksmd, daemon, seconds))
+}
+
+/// The curve without the points in the middle of flat stretches.
+pub fn thinned(points: &[Point]) -> Vec<(f64, u64)> {
+    let flat = |at: usize| {
+        at > 0
+            && at + 1 < points.len()
+            && points[at - 1].saved_bytes == points[at].saved_bytes
+            && points[at].saved_bytes == points[at + 1].saved_bytes
+    };
+    (0..points.len()).filter(|&at| !flat(at)).map(|at| (points[at].seconds, points[at].saved_bytes)).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::float_cmp)] // figures that come out exact
+mod tests {
+    use super::*;
+
+    fn points(saved: &[u64]) -> Vec<Point> {
+        (0_u32..)
+            .zip(saved)
+            .map(|(at, &saved_bytes)| Point { seconds: f64::from(at), saved_bytes, ..Point::default() })
+            .collect()
+    }
+
+    #[test]
+    fn the_first_moment_counts_and_nothing_saved_is_never_reached() {
+        let curve = points(&[0, 50, 90, 80, 100]);
+        assert_eq!(reached(&curve, 0.9, 100).unwrap().seconds, 2.0);
+        assert!(reached(&points(&[0, 0]), 0.9, 0).is_none());
+    }
+
+    #[test]
+    fn shares_are_of_whole_windows_and_both_count() {
+        let point =
+            |seconds, ksmd_seconds, daemon_seconds| Point { seconds, ksmd_seconds, daemon_seconds, saved_bytes: 0 };
+        let points = [
+            point(0.0, 0.0, 0.0),
+            point(1.0, 0.5, 0.0),
+            point(2.0, 0.5, 1.0),
+            point(3.0, 0.5, 1.0),
+            point(4.0, 1.25, 1.0),
+        ];
+        assert_eq!(largest_share(&points, 1.0), 1.0);
+        assert_eq!(largest_share(&points, 2.0), 0.75);
+        // Shorter than a window: all of it.
+        assert_eq!(largest_share(&points, 10.0), 2.25 / 4.0);
+        assert_eq!(largest_share(&[], 1.0), 0.0);
+        assert_eq!(spent_between(&points, 0.5, 3.5), Some((0.0, 1.0, 2.0)));
+        assert_eq!(spent_between(&points, 4.0, 9.0), None);
+    }
+
+    #[test]
+    fn thinning_keeps_corners_and_ends() {
+        assert_eq!(thinned(&points(&[0, 0, 0, 5, 5, 5])), [(0.0, 0), (2.0, 0), (3.0, 5), (5.0, 5)]);
+        assert_eq!(thinned(&points(&[1])), [(0.0, 1)]);
+    }
+}

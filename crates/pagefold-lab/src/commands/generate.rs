@@ -1,0 +1,127 @@
+//! `pagefold-lab generate`: writes a record of a workload out of the papers.
+
+use anyhow::{Result, bail};
+use pagefold_cli::exit::{self, Exit};
+use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
+use pagefold_lab::generate::{GENERATORS, Generator, Options};
+use pagefold_lab::record::{WriteError, Written, write};
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const PAGES_PER_MIB: u64 = (1 << 20) / PAGE_SIZE as u64;
+
+/// Options of `pagefold-lab generate`.
+#[derive(clap::Args)]
+pub struct GenerateArgs {
+    /// The workload; --list shows all
+    #[arg(value_name = "NAME", required_unless_present = "list", value_parser = generator)]
+    workload: Option<&'static Generator>,
+    /// The file that the record goes to; one of that name is replaced
+    #[arg(short, long, value_name = "FILE", required_unless_present = "list")]
+    output: Option<PathBuf>,
+    /// Memory of each guest or program, in MiB [default: see --list]
+    #[arg(long, value_name = "MIB")]
+    size: Option<u64>,
+    /// How many guests or programs [default: see --list]
+    #[arg(long, value_name = "N", alias = "processes")]
+    guests: Option<u32>,
+    /// How long a time the record covers [default: 60s]
+    #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
+    length: Option<Duration>,
+    /// Time from one snapshot to the next [default: 1s]
+    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    every: Option<Duration>,
+    /// The same seed makes the same record [default: 1]
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Print what was written as JSON (schema pagefold.lab.generate/1)
+    #[arg(long)]
+    json: bool,
+    /// Show which workloads there are, and write nothing
+    #[arg(long, exclusive = true)]
+    list: bool,
+}
+
+/// What was written, for programs.
+#[derive(Serialize)]
+struct Summary<'a> {
+    schema: &'static str,
+    workload: &'static str,
+    file: &'a Path,
+    seed: u64,
+    snapshots: u64,
+    processes: u64,
+    first_pages: u64,
+    changed_pages: u64,
+    bytes: u64,
+}
+
+fn generator(name: &str) -> Result<&'static Generator, String> {
+    Generator::named(name).ok_or_else(|| {
+        let names: Vec<_> = GENERATORS.iter().map(|generator| generator.name).collect();
+        format!("choose {}", names.join(", "))
+    })
+}
+
+/// Generates.
+pub fn run(args: &GenerateArgs) -> Result<u8> {
+    if args.list {
+        print!("{}", list());
+        return Ok(exit::OK);
+    }
+    let (Some(generator), Some(file)) = (args.workload, &args.output) else {
+        bail!("neither a list nor a workload and a file; see pagefold-lab generate --help");
+    };
+    let options = args.over(&generator.usual);
+    let mut workload = generator.start(&options).map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
+    let written = match write(file, &generator.origin(&options), &mut workload) {
+        Ok(written) => written,
+        Err(WriteError::Record(error)) => return Err(error.into()),
+        Err(WriteError::Source(never)) => match never {},
+    };
+    let Written { snapshots, processes, pages: first_pages, changes: changed_pages, bytes, .. } = written;
+    if args.json {
+        let schema = "pagefold.lab.generate/1";
+        let (workload, seed) = (generator.name, options.seed);
+        let summary = Summary { schema, workload, file, seed, snapshots, processes, first_pages, changed_pages, bytes };
+        println!("{}", serde_json::to_string_pretty(&summary)?);
+    } else {
+        println!(
+            "{}: {snapshots} snapshots of {processes} programs, {first_pages} pages at first and {changed_pages} changes, \
+             {:.1} MiB in {}",
+            generator.name,
+            Bytes(bytes).mib(),
+            file.display()
+        );
+    }
+    Ok(exit::OK)
+}
+
+impl GenerateArgs {
+    /// These, and where they leave something open what is usual.
+    fn over(&self, usual: &Options) -> Options {
+        let ns = |time: Option<Duration>, usual| {
+            time.map_or(usual, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
+        };
+        let length_ns = ns(self.length, usual.length_ns);
+        Options {
+            size: self.size.map_or(usual.size, |mib| Pages(mib.saturating_mul(PAGES_PER_MIB))),
+            processes: self.guests.unwrap_or(usual.processes),
+            length_ns,
+            every_ns: ns(self.every, usual.every_ns),
+            seed: self.seed.unwrap_or(usual.seed),
+        }
+    }
+}
+
+fn list() -> String {
+    let width = GENERATORS.iter().map(|generator| generator.name.len()).max().unwrap_or(0);
+    let mut text = String::new();
+    for Generator { name, about, usual, .. } in GENERATORS {
+        let (mib, seconds) = (usual.size.bytes().mib(), usual.length_ns / 1_000_000_000);
+        let _ = writeln!(text, "{name:width$}  {about}; {} of {mib} MiB, {seconds} s", usual.processes);
+    }
+    text
+}

@@ -1,0 +1,127 @@
+//! `pagefold-lab programs`: starts real programs, has them work, and records them meanwhile.
+
+use anyhow::{Context, Result, anyhow, bail};
+use pagefold_cli::exit::{self, Exit};
+use pagefold_core::units::Bytes;
+use pagefold_lab::programs::{SUBJECTS, Subject, Subjects};
+use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source};
+use pagefold_lab::recorder::{Recorder, Wish};
+use pagefold_linux::proc::Roots;
+use pagefold_linux::proc::memory::PageReader;
+use pagefold_linux::scope::exclude::DenyList;
+use pagefold_linux::scope::{ScopeSpec, resolve};
+use pagefold_workload::{Interrupt, Steering};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Between two questions to the programs whether something is due.
+const TURN: Duration = Duration::from_secs(1);
+
+/// Options of `pagefold-lab programs`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ProgramsArgs {
+    /// The programs; --list shows all
+    #[arg(value_name = "NAME", required_unless_present = "list", value_parser = subject)]
+    programs: Option<&'static str>,
+    /// Write the record to this file (Parquet, schema pagefold.record/1)
+    #[arg(short, long, value_name = "FILE", required_unless_present = "list")]
+    output: Option<PathBuf>,
+    /// Look this often; every look reads all of their memory
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = humantime::parse_duration)]
+    every: Duration,
+    /// End after this time [default: see --list]
+    #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
+    length: Option<Duration>,
+    /// Show which programs there are, and start nothing
+    #[arg(long, exclusive = true)]
+    list: bool,
+}
+
+fn subject(name: &str) -> Result<&'static str, String> {
+    Subject::named(name).map(|subject| subject.name).ok_or_else(|| {
+        let names: Vec<_> = SUBJECTS.iter().map(|subject| subject.name).collect();
+        format!("choose {}", names.join(", "))
+    })
+}
+
+/// Starts, records and ends them.
+pub fn run(args: &ProgramsArgs) -> Result<u8> {
+    if args.list {
+        let width = SUBJECTS.iter().map(|subject| subject.name.len()).max().unwrap_or(0);
+        for Subject { name, about, seconds, .. } in SUBJECTS {
+            println!("{name:width$}  {about}; {seconds} s");
+        }
+        return Ok(exit::OK);
+    }
+    let (Some(subject), Some(file)) = (args.programs.and_then(Subject::named), &args.output) else {
+        bail!("neither a list nor programs and a file; see pagefold-lab programs --help");
+    };
+    if args.every < Duration::from_millis(1) {
+        return Err(Exit::new(exit::USAGE, "--every is less than 1ms; choose more").into());
+    }
+    if !PageReader::new().sees_frames() {
+        let line = "not permitted to look at other programs' memory; run as root (sudo)";
+        return Err(Exit::new(exit::NOT_PERMITTED, line).into());
+    }
+    let interrupt = Interrupt::on_signals().context("cannot listen for signals")?;
+    let length = args.length.unwrap_or(Duration::from_secs(subject.seconds));
+    let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);
+    let mut writer = RecordWriter::create(file, &Origin { source: "live".to_owned(), every_ns, anonymous: false })?;
+    // Nobody may merge them meanwhile: a record is to say what there would be to merge.
+    let _ksm = Steering::take(&interrupt)?;
+    let subjects = subject.start()?;
+    let scope = ScopeSpec { pids: subjects.pids(), ..ScopeSpec::default() };
+    let scoped = resolve(&scope, &Roots::default())?;
+    let wish = Wish { scope, deny: DenyList::default(), every: args.every, length, anonymous: false };
+    let mut recorder = Recorder::new(wish, scoped, interrupt.clone())?;
+    let work = Work::begin(subjects);
+    let mut deltas = Deltas::new();
+    while let Some(look) = recorder.look()? {
+        writer.write(&deltas.next(look))?;
+    }
+    work.end()?;
+    interrupt.check()?;
+    let longest = recorder.longest_look();
+    let written = writer.finish()?;
+    println!(
+        "{}: {} snapshots of {} programs, {} pages at first and {} changes, {:.1} MiB in {}; the longest look took {:.2} s",
+        subject.name,
+        written.snapshots,
+        written.processes,
+        written.pages,
+        written.changes,
+        Bytes(written.bytes).mib(),
+        file.display(),
+        longest.as_secs_f64()
+    );
+    Ok(exit::OK)
+}
+
+/// Programs at work, until the record is done.
+struct Work {
+    done: Arc<AtomicBool>,
+    thread: JoinHandle<Result<()>>,
+}
+
+impl Work {
+    fn begin(mut subjects: Box<dyn Subjects>) -> Self {
+        let done = Arc::new(AtomicBool::new(false));
+        let stop = Interrupt::from(Arc::clone(&done));
+        let thread = std::thread::spawn(move || {
+            let began = Instant::now();
+            while stop.sleep(TURN).is_ok() {
+                subjects.go_on(began.elapsed())?;
+            }
+            subjects.end()
+        });
+        Self { done, thread }
+    }
+
+    fn end(self) -> Result<()> {
+        self.done.store(true, Ordering::Relaxed);
+        self.thread.join().map_err(|_| anyhow!("the thread that has the programs work has died"))?
+    }
+}

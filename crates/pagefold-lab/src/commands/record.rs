@@ -1,0 +1,217 @@
+//! `pagefold-lab record`: what the memory of running programs holds, as digests, over a time. Reads only.
+
+use anyhow::{Context, Result};
+use indicatif::{ProgressBar, ProgressStyle};
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::scope::{DenyArgs, ScopeArgs};
+use pagefold_cli::style;
+use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source, Written, schema};
+use pagefold_lab::recorder::{Recorder, Wish};
+use pagefold_linux::os::cpu::own_cpu_ns;
+use pagefold_linux::proc::memory::PageReader;
+use pagefold_linux::scope::Scoped;
+use pagefold_linux::scope::exclude::{DenyList, process_exclusion};
+use pagefold_workload::Interrupt;
+use serde::Serialize;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Options of `pagefold-lab record`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct RecordArgs {
+    /// Which programs.
+    #[command(flatten)]
+    pub scope: ScopeArgs,
+    /// Whom to leave alone.
+    #[command(flatten)]
+    pub deny: DenyArgs,
+    /// Look this often (500ms, 1s, 1m); every look reads all of their memory
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = interval)]
+    pub every: Duration,
+    /// End after this time; before, when told to by ctrl-C, or when all of the programs have ended
+    #[arg(long = "for", value_name = "DURATION", default_value = "60s", value_parser = humantime::parse_duration)]
+    pub duration: Duration,
+    /// Write the record to this file (Parquet, schema pagefold.record/1)
+    #[arg(short, long, value_name = "FILE")]
+    pub output: PathBuf,
+    /// Leave out names and pids, and shift addresses and frames by random numbers
+    #[arg(long)]
+    pub anonymous: bool,
+    /// Print what was recorded as JSON (schema pagefold.lab.record/1)
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let every = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    if every < Duration::from_millis(1) { Err("it is less than 1ms".to_owned()) } else { Ok(every) }
+}
+
+/// What was recorded.
+#[derive(Debug, Serialize)]
+struct Summary {
+    schema: &'static str,
+    file: PathBuf,
+    file_schema: &'static str,
+    scope: String,
+    /// From the beginning to the end.
+    seconds: f64,
+    snapshots: u64,
+    /// Those that were there at some time.
+    processes: u64,
+    regions: u64,
+    /// Pages in the first snapshot.
+    pages: u64,
+    /// Pages that were another than before in the later ones, each time counted.
+    changed_pages: u64,
+    file_bytes: u64,
+    /// CPU time of recording and writing.
+    cpu_seconds: f64,
+    longest_look_seconds: f64,
+    /// Programs in scope that were left alone at the end.
+    left_alone: Vec<LeftAlone>,
+}
+
+#[derive(Debug, Serialize)]
+struct LeftAlone {
+    pid: i32,
+    name: String,
+    reason: String,
+}
+
+/// Records.
+pub fn run(args: &RecordArgs) -> Result<u8> {
+    // Signals first: from here on the end is always an orderly one.
+    let stop = Interrupt::on_signals().context("cannot listen for signals")?;
+    let scoped = args.scope.resolve()?;
+    need_rights()?;
+    let deny = args.deny.on(DenyList::default());
+    refuse_if_all_are_left_alone(&scoped, &deny)?;
+    let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);
+    let origin = Origin { source: "live".to_owned(), every_ns, anonymous: args.anonymous };
+    let mut writer = RecordWriter::create(&args.output, &origin)?;
+    let (began, cpu_before_ns) = (Instant::now(), own_cpu_ns());
+    let wish =
+        Wish { scope: args.scope.spec(), deny, every: args.every, length: args.duration, anonymous: args.anonymous };
+    let mut recorder = Recorder::new(wish, scoped, stop)?;
+    let mut deltas = Deltas::new();
+    let progress = Progress::new(args.duration);
+    while let Some(look) = recorder.look()? {
+        let pages = look.regions.iter().map(|(_, pages)| pages.len()).sum();
+        let snapshot = deltas.next(look);
+        writer.write(&snapshot)?;
+        progress.show(began.elapsed(), pages, snapshot.events.len());
+    }
+    let written = writer.finish()?;
+    progress.bar.finish_and_clear();
+    let summary = summary(args, &recorder, written, began.elapsed(), own_cpu_ns() - cpu_before_ns);
+    let text = if args.json { serde_json::to_string_pretty(&summary)? + "\n" } else { describe(&summary) };
+    style::print(&text)?;
+    Ok(exit::OK)
+}
+
+/// Refuses users who may not see which pages are merged, shared or zero: the record would say of none that it is.
+fn need_rights() -> Result<(), Exit> {
+    if PageReader::new().sees_frames() {
+        return Ok(());
+    }
+    Err(match std::fs::metadata("/proc/kpageflags") {
+        Ok(_) => Exit::new(exit::NOT_PERMITTED, "not permitted to look at other programs' memory; run as root (sudo)"),
+        Err(_) => Exit::new(
+            exit::NO_KERNEL_SUPPORT,
+            "this kernel has no /proc/kpageflags; it must be built with CONFIG_PROC_PAGE_MONITOR",
+        ),
+    })
+}
+
+fn refuse_if_all_are_left_alone(scoped: &[Scoped], deny: &DenyList) -> Result<(), Exit> {
+    let mut first = None;
+    for scoped in scoped {
+        match process_exclusion(&scoped.process, deny) {
+            Ok(None) => return Ok(()),
+            Ok(Some(exclusion)) => first = first.or(Some((scoped, exclusion.to_string()))),
+            Err(error) => first = first.or(Some((scoped, error.to_string()))),
+        }
+    }
+    let Some((scoped, reason)) = first else {
+        return Err(Exit::new(exit::NO_SCOPE, "every process in scope has ended; start it again"));
+    };
+    let (pid, name) = (scoped.process.pid(), &scoped.name);
+    let line = format!("process {pid} ({name}) is left alone: {reason}; nothing else is in scope, name other programs");
+    Err(Exit::new(exit::REFUSED, line))
+}
+
+/// A line on standard error, where that is a terminal.
+struct Progress {
+    bar: ProgressBar,
+}
+
+impl Progress {
+    fn new(length: Duration) -> Self {
+        let bar = ProgressBar::new(u64::try_from(length.as_millis()).unwrap_or(u64::MAX));
+        if let Ok(style) = ProgressStyle::with_template("recording {bar:24.green/dim} {elapsed}  {msg}") {
+            bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
+        }
+        bar.enable_steady_tick(Duration::from_millis(200));
+        Self { bar }
+    }
+
+    fn show(&self, elapsed: Duration, pages: usize, changes: usize) {
+        self.bar.set_position(u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX));
+        self.bar.set_message(format!("{pages} pages, {changes} changes"));
+    }
+}
+
+fn summary(args: &RecordArgs, recorder: &Recorder, written: Written, time: Duration, cpu_ns: u64) -> Summary {
+    Summary {
+        schema: "pagefold.lab.record/1",
+        file: args.output.clone(),
+        file_schema: schema::SCHEMA,
+        scope: args.scope.spec().to_string(),
+        seconds: time.as_secs_f64(),
+        snapshots: written.snapshots,
+        processes: written.processes,
+        regions: written.regions,
+        pages: written.pages,
+        changed_pages: written.changes,
+        file_bytes: written.bytes,
+        cpu_seconds: cpu_ns as f64 / 1e9,
+        longest_look_seconds: recorder.longest_look().as_secs_f64(),
+        left_alone: recorder
+            .left_alone()
+            .map(|(pid, name, why)| LeftAlone { pid, name: name.to_owned(), reason: why.to_string() })
+            .collect(),
+    }
+}
+
+fn describe(summary: &Summary) -> String {
+    let count = |number: u64, one: &str, many: &str| format!("{number} {}", if number == 1 { one } else { many });
+    let mut text = String::new();
+    style::line(
+        &mut text,
+        &format!(
+            "{}: {} of {}, {} and {}; {} in the first, {} after it.",
+            summary.file.display(),
+            count(summary.snapshots, "snapshot", "snapshots"),
+            count(summary.processes, "process", "processes"),
+            count(summary.regions, "region", "regions"),
+            style::human(summary.pages * 4096),
+            count(summary.pages, "page", "pages"),
+            count(summary.changed_pages, "change", "changes"),
+        ),
+    );
+    style::line(
+        &mut text,
+        &format!(
+            "{} on disk; {:.1} s of CPU time in {:.1} s, the longest look took {:.2} s.",
+            style::human(summary.file_bytes),
+            summary.cpu_seconds,
+            summary.seconds,
+            summary.longest_look_seconds,
+        ),
+    );
+    for left in &summary.left_alone {
+        style::line(&mut text, &format!("Process {} ({}) was left alone: {}.", left.pid, left.name, left.reason));
+    }
+    text
+}

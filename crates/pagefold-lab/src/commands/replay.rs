@@ -1,0 +1,82 @@
+//! `pagefold-lab replay`.
+
+use anyhow::{Context, Result};
+use humantime::Duration;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_lab::plots;
+use pagefold_lab::record::{Record, RecordError};
+use pagefold_lab::replay::{Algorithm, Settings, replay, savable};
+use pagefold_lab::script::script;
+use pagefold_lab::table::Comparison;
+use std::path::PathBuf;
+
+/// Options of `pagefold-lab replay`.
+#[derive(clap::Args)]
+pub struct ReplayArgs {
+    /// The record
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// What searches and merges, separated by commas: ksm, ksm-smart, uksm, cmd-address, cmd-pagecount, cmd-subpage,
+    /// nuksm, pagefold [default: all]
+    #[arg(long, value_name = "ALGORITHM", value_delimiter = ',')]
+    algorithm: Vec<Algorithm>,
+    /// How long to go on; memory stands still when the record has ended [default: as long as the record is]
+    #[arg(long = "for", value_name = "DURATION")]
+    length: Option<Duration>,
+    /// Pages that ksmd scans in a batch, where it is not pagefold that drives it
+    #[arg(long, value_name = "PAGES", default_value_t = 1_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pages_to_scan: u32,
+    /// How long it sleeps between batches, milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 20, value_parser = clap::value_parser!(u32).range(..=3_600_000))]
+    sleep: u32,
+    /// Trees of nuksm's forests [default: one for each 100 MiB]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..=4_096))]
+    trees: Option<u16>,
+    /// Write charts (SVG) into this directory
+    #[arg(long, value_name = "DIR")]
+    plots: Option<PathBuf>,
+    /// Print the results as JSON (schema pagefold.lab.replay/1)
+    #[arg(long)]
+    json: bool,
+}
+
+/// Replays.
+pub fn run(args: &ReplayArgs) -> Result<u8> {
+    let record = Record::read(&args.file).map_err(|error| explain(&args.file, &error))?;
+    let scripted = script(&record);
+    let mut settings = Settings::for_record(&scripted);
+    settings.pages_to_scan = args.pages_to_scan;
+    settings.sleep_ms = args.sleep;
+    settings.trees = args.trees;
+    if let Some(length) = args.length {
+        settings.for_ns = u64::try_from(length.as_nanos()).context("--for is too long")?;
+    }
+    let all = || Algorithm::NAMES.iter().map(|&(_, algorithm)| algorithm).collect();
+    let algorithms: Vec<Algorithm> = if args.algorithm.is_empty() { all() } else { args.algorithm.clone() };
+    let name = args.file.file_stem().map_or_else(|| "record".into(), |stem| stem.to_string_lossy().into_owned());
+    let outcomes = algorithms.into_iter().map(|algorithm| replay(algorithm, &scripted, &settings)).collect();
+    let comparison = Comparison {
+        schema: "pagefold.lab.replay/1",
+        record: name,
+        source: record.origin.source.clone(),
+        seconds: settings.for_ns as f64 / 1e9,
+        pages: scripted.pages,
+        forked: scripted.forked,
+        savable: savable(&scripted, &settings),
+        outcomes,
+    };
+    if let Some(dir) = &args.plots {
+        let cannot = |error| format!("cannot write charts to {}: {error}; choose another directory", dir.display());
+        plots::write(dir, &plots::charts(&comparison)).map_err(|error| Exit::new(exit::FAILURE, cannot(error)))?;
+    }
+    if args.json {
+        println!("{}", serde_json::to_string(&comparison)?);
+    } else {
+        print!("{comparison}");
+    }
+    Ok(exit::OK)
+}
+
+fn explain(file: &std::path::Path, error: &RecordError) -> Exit {
+    Exit::new(exit::FAILURE, format!("{}: {error}", file.display()))
+}

@@ -1,0 +1,105 @@
+//! `pagefold-lab scale`: how the algorithms fare with more memory than there is here.
+
+use anyhow::Result;
+use clap::ValueEnum;
+use indicatif::{ProgressBar, ProgressStyle};
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::style;
+use pagefold_lab::plots;
+use pagefold_lab::replay::Algorithm;
+use pagefold_lab::scale::{Scale, scale};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Options of `pagefold-lab scale`.
+#[derive(clap::Args)]
+pub struct ScaleArgs {
+    /// Memories to simulate, GiB, separated by commas [default: 4,16,64,256,1024]
+    #[arg(long, value_name = "GIB", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=4_096))]
+    memory: Vec<u64>,
+    /// What searches and merges, separated by commas: ksm, ksm-smart, uksm, cmd-address, cmd-pagecount, cmd-subpage,
+    /// nuksm, pagefold [default: ksm,ksm-smart,nuksm,uksm,pagefold]
+    #[arg(long, value_name = "ALGORITHM", value_delimiter = ',')]
+    algorithm: Vec<Algorithm>,
+    /// How long each memory is in use, hours [default: 24]
+    #[arg(long, value_name = "HOURS", value_parser = hours)]
+    hours: Option<f64>,
+    /// Measure only this, separated by commas [default: all]
+    #[arg(long, value_name = "PART", value_delimiter = ',')]
+    only: Vec<Part>,
+    /// Everything in small, within seconds
+    #[arg(long)]
+    quick: bool,
+    /// Write charts (SVG) into this directory
+    #[arg(long, value_name = "DIR")]
+    plots: Option<PathBuf>,
+    /// Print the results as JSON (schema pagefold.lab.scale/1)
+    #[arg(long)]
+    json: bool,
+}
+
+/// What can be measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// A day with each memory
+    Growth,
+    /// What simulating several pages as one does to the figures
+    Grain,
+    /// Comparisons by the number of trees
+    Forests,
+    /// Who saves memory before it runs out
+    Race,
+}
+
+fn hours(text: &str) -> Result<f64, String> {
+    let hours: f64 = text.parse().map_err(|error| format!("{error}"))?;
+    if (0.01..=168.0).contains(&hours) { Ok(hours) } else { Err("it must be from 0.01 to 168".to_owned()) }
+}
+
+/// Measures.
+pub fn run(args: &ScaleArgs) -> Result<u8> {
+    let wanted = wanted(args);
+    let bar = ProgressBar::new(0);
+    if let Ok(style) = ProgressStyle::with_template("simulating {bar:24.green/dim} {pos} of {len}  {elapsed}") {
+        bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
+    }
+    bar.enable_steady_tick(Duration::from_millis(200));
+    let scaling = scale(&wanted, &|done, all| {
+        bar.set_length(all as u64);
+        bar.set_position(done as u64);
+    });
+    bar.finish_and_clear();
+    if let Some(dir) = &args.plots {
+        let cannot = |error| format!("cannot write charts to {}: {error}; choose another directory", dir.display());
+        plots::write(dir, &plots::scale_charts(&scaling.curves))
+            .map_err(|error| Exit::new(exit::FAILURE, cannot(error)))?;
+    }
+    let text = if args.json { serde_json::to_string(&scaling)? + "\n" } else { scaling.to_string() };
+    style::print(&text)?;
+    Ok(exit::OK)
+}
+
+fn wanted(args: &ScaleArgs) -> Scale {
+    let mut wanted = if args.quick { Scale::quick() } else { Scale::default() };
+    if !args.memory.is_empty() {
+        wanted.memory.clone_from(&args.memory);
+    }
+    if !args.algorithm.is_empty() {
+        wanted.algorithms.clone_from(&args.algorithm);
+    }
+    wanted.hours = args.hours.unwrap_or(wanted.hours);
+    let leave_out = |part| !args.only.is_empty() && !args.only.contains(&part);
+    if leave_out(Part::Growth) {
+        wanted.memory.clear();
+    }
+    if leave_out(Part::Grain) {
+        wanted.check = None;
+    }
+    if leave_out(Part::Forests) {
+        wanted.nodes.clear();
+    }
+    if leave_out(Part::Race) {
+        wanted.races.clear();
+    }
+    wanted
+}

@@ -1,0 +1,95 @@
+//! `pagefold-lab generate`: what it writes, says and refuses.
+
+use pagefold_lab::generate::GENERATORS;
+use pagefold_lab::record::{Event, Record};
+use std::fs;
+use std::path::Path;
+
+mod support;
+use support::{fails, lab};
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// Writes a small record and returns what was said.
+#[track_caller]
+fn generate(name: &str, file: &Path, more: &[&str]) -> String {
+    let output = lab(&[&["generate", name, "-o", text(file), "--size", "2", "--for", "5s"], more].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn every_workload_becomes_a_record() {
+    let dir = tempfile::tempdir().unwrap();
+    for generator in GENERATORS {
+        let file = dir.path().join(generator.name);
+        let said = generate(generator.name, &file, &[]);
+        assert!(
+            said.starts_with(&format!("{}: 6 snapshots of ", generator.name)) && said.lines().count() == 1,
+            "{said}"
+        );
+        let record = Record::read(&file).unwrap();
+        assert_eq!((record.origin.source.as_str(), record.origin.every_ns), (generator.name, 1_000_000_000));
+        assert_eq!(record.snapshots.len(), 6);
+        let regions = record.snapshots[0].events.iter().filter_map(|event| match event {
+            Event::Region(row) => Some(row.pages.0),
+            _ => None,
+        });
+        assert!(regions.map(|pages| assert_eq!(pages, 512)).count() > 0);
+    }
+}
+
+#[test]
+fn options_are_followed_and_the_seed_makes_the_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let [one, same, other] = ["one", "same", "other"].map(|name| dir.path().join(name));
+    let options = ["--guests", "3", "--every", "500ms", "--json", "--seed"];
+    let said = generate("database", &one, &[&options[..], &["7"]].concat());
+    let summary: serde_json::Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(summary["schema"], "pagefold.lab.generate/1");
+    assert_eq!((&summary["workload"], &summary["seed"]), (&"database".into(), &7.into()));
+    assert_eq!((&summary["snapshots"], &summary["processes"]), (&11.into(), &3.into()));
+    assert_eq!(summary["bytes"], fs::metadata(&one).unwrap().len());
+    assert!(summary["first_pages"].as_u64().unwrap() > 1_200 && summary["changed_pages"].as_u64().unwrap() > 0);
+    generate("database", &same, &[&options[..], &["7"]].concat());
+    generate("database", &other, &[&options[..], &["8"]].concat());
+    assert_eq!(fs::read(&one).unwrap(), fs::read(&same).unwrap());
+    assert_ne!(fs::read(&one).unwrap(), fs::read(&other).unwrap());
+}
+
+#[test]
+fn the_list_has_them_all() {
+    let output = lab(&["generate", "--list"]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success());
+    assert_eq!(said.lines().count(), GENERATORS.len());
+    assert!(
+        GENERATORS.iter().all(|generator| said.contains(generator.name) && said.contains(generator.about)),
+        "{said}"
+    );
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_in_a_line_and_leaves_no_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("record");
+    let to = ["-o", text(&file)];
+    let refuses = |args: &[&str], says| fails(&[&["generate"], args, &to].concat(), 2, says);
+    refuses(&["compile-everything"], "choose kernel-build, web-server, database, ");
+    refuses(&[], "NAME");
+    refuses(&["database", "--size", "0"], "0 pages each; choose at least 256");
+    refuses(&["database", "--size", "18446744073709551615"], "choose at least 256 and at most 4194304 in all");
+    refuses(&["database", "--guests", "0"], "0 guests or programs; choose 1 to 64");
+    refuses(&["database", "--every", "0s"], "choose at least 1 ms");
+    refuses(&["database", "--for", "1s", "--every", "2s"], "no more than the length");
+    refuses(&["database", "--for", "sometime"], "--for");
+    fails(&["generate", "database"], 2, "--output");
+    fails(&["generate", "database", "--list"], 2, "--list");
+    let nowhere = dir.path().join("no/such/place");
+    fails(&["generate", "database", "--size", "1", "--for", "1s", "-o", text(&nowhere)], 1, "cannot write");
+    fails(&["generate", "database", "--size", "1", "--for", "1s", "-o", text(dir.path())], 1, "is not a file");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+}

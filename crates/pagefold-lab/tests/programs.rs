@@ -1,0 +1,51 @@
+//! `pagefold-lab programs`: what it starts, records and refuses.
+
+use pagefold_core::host::PageState;
+use pagefold_lab::record::{Event, Record};
+
+mod support;
+use support::{KsmAtRest, fails, lab};
+
+#[test]
+fn the_list_starts_nothing_and_what_is_not_in_it_is_refused() {
+    let output = lab(&["programs", "--list"]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success());
+    for name in ["redis", "mariadb", "python", "java", "guests-build", "guests-web"] {
+        assert!(said.lines().any(|line| line.starts_with(name)), "{said}");
+    }
+    fails(&["programs", "emacs", "-o", "/tmp/x"], 2, "choose redis, mariadb, ");
+    fails(&["programs", "redis"], 2, "--output");
+    fails(&["programs", "redis", "--every", "0s", "-o", "/tmp/x"], 2, "less than 1ms");
+}
+
+#[test]
+fn servers_are_recorded_while_they_change() {
+    // It waits for its turn by itself; this is for whoever cannot have one.
+    let Some(ksm) = KsmAtRest::take() else { return };
+    drop(ksm);
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("redis.parquet");
+    let output = lab(&["programs", "redis", "--for", "7s", "-o", file.to_str().unwrap()]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let record = Record::read(&file).unwrap();
+    let (first, later) = record.snapshots.split_first().unwrap();
+    let names = first.events.iter().filter_map(|event| match event {
+        Event::Process(row) => row.name.as_deref(),
+        _ => None,
+    });
+    assert_eq!(names.collect::<Vec<_>>(), ["redis-server"; 3]);
+    let states = record.snapshots.iter().flat_map(|snapshot| &snapshot.events).filter_map(|event| match event {
+        Event::Page { now, .. } => Some(now.state),
+        _ => None,
+    });
+    assert!(states.clone().count() > 10_000);
+    assert!(states.into_iter().all(|state| state != PageState::Merged), "nobody merges meanwhile");
+    // A twentieth of the keys of each after five seconds.
+    let changes = |from: u64, to: u64| -> usize {
+        let within = later.iter().filter(|snapshot| (from..to).contains(&(snapshot.time_ns / 1_000_000_000)));
+        within.map(|snapshot| snapshot.events.len()).sum()
+    };
+    assert!(changes(5, 8) > 3_000, "{} changes when keys change", changes(5, 8));
+    assert!(changes(1, 5) < changes(5, 8) / 2, "{} changes before", changes(1, 5));
+}

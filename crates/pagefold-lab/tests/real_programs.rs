@@ -1,0 +1,49 @@
+//! Real databases while their memory is folded: every answer right before, during and after, and all of it given back.
+//! What it takes and how fast it goes is for `pagefold-lab bench`.
+
+use serde_json::Value;
+use std::process::{Command, Stdio};
+
+#[test]
+fn databases_answer_rightly_while_folded() {
+    let here = |name: &str| ["/usr/sbin", "/usr/bin"].iter().any(|dir| std::path::Path::new(dir).join(name).exists());
+    for program in ["redis-check-rdb", "mariadbd", "mariadb-install-db"] {
+        if !here(program) {
+            println!("SKIP: {program} is not installed (scripts/setup does that)");
+            return;
+        }
+    }
+    if std::fs::metadata("/sys/kernel/mm/ksm/run").is_err() || !is_root() {
+        println!("SKIP: needs root and a kernel with KSM");
+        return;
+    }
+    let output = Command::new(env!("CARGO_BIN_EXE_pagefold-lab"))
+        .args(["bench", "real-programs", "--quick", "--json", "-"])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    // 1 says that a bar was missed, which is no matter at this size.
+    assert!(matches!(output.status.code(), Some(0 | 1)), "{}: {errors}", output.status);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {errors}"));
+    assert_eq!(report["schema"], "pagefold.bench/1");
+    let runs = report["runs"].as_array().unwrap();
+    let policies: Vec<&str> = runs.iter().filter_map(|run| run["policy"].as_str()).collect();
+    assert_eq!(policies, ["ksm-everything", "oracle", "pagefold"], "{errors}");
+    for run in runs {
+        for when in ["before", "during", "after"] {
+            assert_eq!(run["answers_correct"][when], true, "{} {when}: {errors}", run["policy"]);
+        }
+        assert!(run["saved_bytes"].as_u64().unwrap() > 16 << 20, "{run}");
+    }
+    let saved = |at: usize| runs[at]["saved_bytes"].as_f64().unwrap();
+    assert!(saved(2) >= 0.8 * saved(0), "pagefold {} of {}", saved(2), saved(0));
+    for (knob, value) in [("run", "0"), ("pages_sharing", "0"), ("max_page_sharing", "256"), ("use_zero_pages", "0")] {
+        let now = std::fs::read_to_string(format!("/sys/kernel/mm/ksm/{knob}")).unwrap();
+        assert_eq!(now.trim(), value, "{knob}");
+    }
+}
+
+fn is_root() -> bool {
+    std::fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
+}

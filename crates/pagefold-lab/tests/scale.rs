@@ -1,0 +1,79 @@
+//! `pagefold-lab scale`: what it says in small, and what it refuses.
+
+use serde_json::Value;
+
+mod support;
+use support::{fails, lab};
+
+fn scale(options: &[&str]) -> String {
+    let output = lab(&[&["scale"], options].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The entry for an algorithm.
+fn of<'a>(entries: &'a Value, algorithm: &str) -> Vec<&'a Value> {
+    entries.as_array().unwrap().iter().filter(|entry| entry["algorithm"] == algorithm).collect()
+}
+
+#[test]
+fn everything_in_small() {
+    let dir = tempfile::tempdir().unwrap();
+    let json = scale(&["--quick", "--json", "--plots", dir.path().to_str().unwrap()]);
+    let scaling: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(scaling["schema"], "pagefold.lab.scale/1");
+    // Two memories, five algorithms, and one of them at the kernel's rate as well.
+    assert_eq!(scaling["growth"].as_array().unwrap().len(), 12);
+    let reached = |growth: &Value| growth["reached_seconds"].as_f64().unwrap();
+    let (pagefold, ksm) = (of(&scaling["growth"], "pagefold"), of(&scaling["growth"], "ksm"));
+    for (pagefold, ksm) in pagefold.iter().zip(&ksm) {
+        assert_eq!((&pagefold["gib"], &pagefold["savable_bytes"].is_u64()), (&ksm["gib"], &true));
+        assert!(pagefold["index_bytes"].as_u64() > Some(0) && ksm["index_bytes"] == 0);
+    }
+    assert!(reached(pagefold[0]) < reached(ksm[0]) && reached(pagefold[1]) > reached(pagefold[0]));
+    for check in scaling["grain"].as_array().unwrap() {
+        // In half a minute a walk more or less is much of what pagefold compares: there it is only what is saved that must agree.
+        let name = if check["algorithm"] == "pagefold" { "saved on average" } else { "comparisons" };
+        for figure in check["figures"].as_array().unwrap().iter().filter(|figure| figure["name"] == name) {
+            let (fine, coarse) = (figure["fine"].as_f64().unwrap(), figure["coarse"].as_f64().unwrap());
+            assert!((coarse / fine - 1.0).abs() < 0.1, "{check}");
+        }
+    }
+    for point in scaling["forests"].as_array().unwrap() {
+        let missed = point["stable"].as_f64().unwrap() - point["law"].as_f64().unwrap();
+        assert!(missed.abs() < 0.6 && point["lost"] == 0, "{point}");
+    }
+    let races = scaling["races"].as_array().unwrap();
+    assert_eq!(races.len(), 2);
+    for race in races {
+        assert_eq!(of(&race["racers"], "pagefold")[0]["exhausted_seconds"], Value::Null);
+        assert!(race["racers"][0]["exhausted_seconds"].as_f64() > Some(800.0), "nobody saves");
+    }
+    // As in the thesis, where comparing takes its time.
+    let exhausted = |algorithm| of(&races[1]["racers"], algorithm)[0]["exhausted_seconds"].is_number();
+    assert!(exhausted("ksm") && !exhausted("nuksm"));
+    let curves = scaling["curves"].as_array().unwrap();
+    assert!(curves.iter().all(|curve| curve["name"].is_string() && curve["points"].is_array()) && curves.len() > 40);
+    assert!(dir.path().read_dir().unwrap().count() > 5);
+}
+
+#[test]
+fn parts_and_sizes_can_be_chosen() {
+    let said = scale(&["--quick", "--only", "growth", "--memory", "2", "--algorithm", "uksm,nuksm", "--hours", "0.02"]);
+    assert!(said.starts_with("Growing memory"), "{said}");
+    let row = |name: &str| said.lines().filter(|line| line.contains(&format!(" {name} "))).count();
+    assert_eq!((row("uksm"), row("nuksm"), row("ksm"), row("pagefold")), (1, 1, 0, 0), "{said}");
+    assert!(!said.contains("The race") && !said.contains("Forests"), "{said}");
+    let said = scale(&["--quick", "--only", "forests"]);
+    assert!(said.starts_with("Forests") && said.contains("The law is missed by 0."), "{said}");
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    fails(&["scale", "--memory", "0"], 2, "--memory");
+    fails(&["scale", "--hours=-1"], 2, "0.01 to 168");
+    fails(&["scale", "--hours", "1000"], 2, "0.01 to 168");
+    fails(&["scale", "--algorithm", "xlh"], 2, "there is no algorithm 'xlh'");
+    fails(&["scale", "--only", "parity"], 2, "--only");
+}
