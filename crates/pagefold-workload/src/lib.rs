@@ -12,22 +12,15 @@
 //! | `activity` | what a tenant does by itself: rewrite pages, map and unmap memory |
 //! | `serve` | the tenant's main loop |
 //! | `tenant` | the handle a program keeps of a tenant it has started |
-//! | [`Steering`], [`marking`] | KSM and marks, controlled without the daemon |
-//! | [`Interrupt`] | waiting that ends at SIGINT or SIGTERM |
 #![forbid(unsafe_code)]
 
 mod activity;
 pub mod contents;
-mod interrupt;
-pub mod marking;
 mod memory;
 mod serve;
 mod spec;
-mod steering;
 mod tenant;
 
-pub use interrupt::Interrupt;
 pub use serve::serve;
 pub use spec::{Activity, ActivityCounters, Lifetime, Segment, TenantSpec};
-pub use steering::Steering;
 pub use tenant::{Tenant, Verdict, end_child};

@@ -18,15 +18,18 @@ use anyhow::{Context, Result, bail};
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_linux::host::live::{Event, LiveHost};
+use pagefold_linux::inject::mark::mark;
 use pagefold_linux::inject::unmerge::unfold;
+use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::ksm::lease::{Places, TakeError, Tenure, Wishes, other_driver, put_back_deferred};
 use pagefold_linux::ksm::lock::Lock;
 use pagefold_linux::ksm::{Knob, Ksm};
 use pagefold_linux::os::cpu::own_and_children_cpu_ns;
+use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::process::Process;
+use pagefold_linux::scope::eligible::eligible_spans;
 use pagefold_linux::scope::exclude::DenyList;
-use pagefold_workload::{Interrupt, Steering, marking};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -116,8 +119,8 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
 
 /// Takes KSM for the whole of the demonstration. Waits for tests and experiments that have it; refuses if anybody else
 /// uses it.
-fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<Steering> {
-    let taken = Steering::take(&stop.clone().into());
+fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<KsmForExperiment> {
+    let taken = KsmForExperiment::take(&stop.clone().into());
     if stop.load(Ordering::Relaxed) {
         return Err(Exit::new(exit::FAILURE, "stopped; nothing was changed").into());
     }
@@ -131,7 +134,7 @@ fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<Steering> {
         let line = format!("KSM saves {} in other programs; give that back first, with pagefold unmerge", human(saved));
         return Err(Exit::new(exit::KSM_TAKEN, line).into());
     }
-    taken
+    Ok(taken?)
 }
 
 /// The lock that keeps every other pagefold from driving KSM.
@@ -142,7 +145,7 @@ fn lock() -> Result<Lock, Exit> {
 /// The stage. Ends the workers before it gives KSM back, also when it is dropped.
 struct Demo {
     workers: Option<Workers>,
-    steering: Steering,
+    steering: KsmForExperiment,
     ksm: Arc<Ksm>,
     stop: Arc<AtomicBool>,
     interrupt: Interrupt,
@@ -268,7 +271,7 @@ impl Demo {
         self.steering.kernel_defaults()?;
         for &pid in pids {
             let process = Process::open(pid)?;
-            marking::mark(&process, &marking::everything(&process)?)?;
+            mark(&process, &eligible_spans(&process)?)?;
         }
         let before: Vec<(f64, u64)> = words::curve(&folded.seen.points);
         let watch =

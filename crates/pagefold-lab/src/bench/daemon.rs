@@ -4,9 +4,9 @@ use anyhow::{Context, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagefold_linux::os::cpu::reaped_children_cpu_ns;
+use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::cpu::process_cpu_ns;
 use pagefold_linux::proc::process::Process;
-use pagefold_workload::Interrupt;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -121,7 +121,7 @@ impl Running {
     /// Waits for the end; asks for it when interrupted or late, so that KSM is given back, and insists if need be.
     fn wait(&mut self, limit: Duration, interrupt: &Interrupt) -> anyhow::Result<ExitStatus> {
         let child = &mut self.child;
-        let waited = interrupt.wait(limit, || Ok(child.try_wait()?));
+        let waited = interrupt.wait(limit, || anyhow::Ok(child.try_wait()?));
         match waited {
             Ok(Some(status)) => Ok(status),
             late => {

@@ -17,8 +17,8 @@ use crate::bench::policy::{self, Policy};
 use crate::bench::report::{Failure, Report, answers};
 use crate::programs::Target;
 use pagefold_core::units::{PAGE_SIZE, Pages};
-use pagefold_workload::Interrupt;
-use pagefold_workload::Steering;
+use pagefold_linux::ksm::experiment::KsmForExperiment;
+use pagefold_linux::os::interrupt::Interrupt;
 use std::path::Path;
 
 /// What all experiments are given.
@@ -109,7 +109,7 @@ fn side_by_side(
 /// KSM, taken for policies that have their turn one after the other.
 struct Course<'a> {
     setting: &'a Setting<'a>,
-    steering: Steering,
+    steering: KsmForExperiment,
     /// What the targets answered first.
     expected: Option<Vec<Option<String>>>,
     /// Whether the targets' page tables are read meanwhile.
@@ -119,7 +119,7 @@ struct Course<'a> {
 impl<'a> Course<'a> {
     /// Takes KSM.
     fn take(setting: &'a Setting<'a>) -> anyhow::Result<Self> {
-        Ok(Self { setting, steering: Steering::take(setting.interrupt)?, expected: None, exact: false })
+        Ok(Self { setting, steering: KsmForExperiment::take(setting.interrupt)?, expected: None, exact: false })
     }
 
     /// Runs a policy, unless others were asked for, on targets that answer as those of the first one did. What it

@@ -4,16 +4,17 @@
 use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Bytes, Pages, Vpn};
+use pagefold_linux::inject::mark::PageSpan;
 use pagefold_linux::proc::memory::{PageReader, ReadHow};
 use pagefold_linux::proc::process::Process;
-use pagefold_workload::marking::{Stretch, eligible};
+use pagefold_linux::scope::eligible::eligible_mappings;
 use std::collections::HashMap;
 
 /// What the oracle knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Knowledge {
     /// For each process, in order, the stretches to mark.
-    pub stretches: Vec<Vec<Stretch>>,
+    pub stretches: Vec<Vec<PageSpan>>,
     /// Private anonymous pages read.
     pub read: Pages,
     /// What merging everything that is equal would save, zero pages included.
@@ -37,7 +38,7 @@ pub fn know(processes: &[Process]) -> anyhow::Result<Knowledge> {
     let mut pages = Vec::new();
     let (mut runs, how) = (Vec::new(), ReadHow::default());
     for (number, process) in processes.iter().enumerate() {
-        for (mapping, detail) in eligible(process)?.iter().enumerate() {
+        for (mapping, detail) in eligible_mappings(process)?.iter().enumerate() {
             runs.clear();
             reader.resident_runs(process, detail.vma.first(), detail.vma.pages(), &mut runs)?;
             reader.read_runs(process, &runs, how, |view| {
@@ -63,7 +64,7 @@ fn judge(pages: &[Page], processes: usize) -> Knowledge {
     let duplicate = |page: &&Page| copies.get(&page.digest).is_some_and(|count| count - one_stays(&page.digest) > 0);
 
     let place = |page: &Page| (page.process, page.mapping, page.at.extent());
-    let mut stretches: Vec<Vec<Stretch>> = vec![Vec::new(); processes];
+    let mut stretches: Vec<Vec<PageSpan>> = vec![Vec::new(); processes];
     let mut last_marked = None;
     for extent in pages.chunk_by(|a, b| place(a) == place(b)) {
         if extent.iter().filter(duplicate).count() * 2 < extent.len() {
@@ -75,7 +76,7 @@ fn judge(pages: &[Page], processes: usize) -> Knowledge {
         let joins = last_marked == Some((process, mapping, number.wrapping_sub(1)));
         match stretches[process].last_mut().filter(|_| joins) {
             Some(before) => before.pages = Pages(end.0 - before.first.0),
-            None => stretches[process].push(Stretch { first, pages: Pages(end.0 - first.0) }),
+            None => stretches[process].push(PageSpan { first, pages: Pages(end.0 - first.0) }),
         }
         last_marked = Some((process, mapping, number));
     }
@@ -108,8 +109,8 @@ mod tests {
             page(1, 0, 3003, 13),
         ];
         let knowledge = judge(&pages, 3);
-        assert_eq!(knowledge.stretches[0], [Stretch { first: Vpn(0), pages: Pages(514) }]);
-        assert_eq!(knowledge.stretches[1], [Stretch { first: Vpn(3000), pages: Pages(4) }]);
+        assert_eq!(knowledge.stretches[0], [PageSpan { first: Vpn(0), pages: Pages(514) }]);
+        assert_eq!(knowledge.stretches[1], [PageSpan { first: Vpn(3000), pages: Pages(4) }]);
         assert!(knowledge.stretches[2].is_empty());
         assert_eq!((knowledge.read, knowledge.savable), (Pages(11), Pages(4).bytes()));
     }
@@ -127,7 +128,7 @@ mod tests {
         let knowledge = judge(&pages, 1);
         assert_eq!(
             knowledge.stretches[0],
-            [Stretch { first: Vpn(10), pages: Pages(1) }, Stretch { first: Vpn(11), pages: Pages(10) }]
+            [PageSpan { first: Vpn(10), pages: Pages(1) }, PageSpan { first: Vpn(11), pages: Pages(10) }]
         );
         assert_eq!(knowledge.savable, Pages(3).bytes());
     }

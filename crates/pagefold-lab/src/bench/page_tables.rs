@@ -2,9 +2,10 @@
 //! broken copy only when it passes the next time. Page tables know at once.
 
 use pagefold_core::units::Pages;
+use pagefold_linux::inject::mark::PageSpan;
 use pagefold_linux::proc::pagemap::{Pagemap, PagemapEntry};
 use pagefold_linux::proc::process::Process;
-use pagefold_workload::marking::{Stretch, everything};
+use pagefold_linux::scope::eligible::eligible_spans;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -53,7 +54,7 @@ impl PageTables {
     pub fn watch(processes: &[Process]) -> anyhow::Result<Self> {
         let mut places = Vec::new();
         for process in processes {
-            places.push((Pagemap::open(process)?, everything(process)?));
+            places.push((Pagemap::open(process)?, eligible_spans(process)?));
         }
         let end = Arc::new(AtomicBool::new(false));
         let told = Arc::clone(&end);
@@ -88,7 +89,7 @@ impl Drop for PageTables {
     }
 }
 
-fn look(places: &[(Pagemap, Vec<Stretch>)], frames: &mut Vec<u64>) -> anyhow::Result<Look> {
+fn look(places: &[(Pagemap, Vec<PageSpan>)], frames: &mut Vec<u64>) -> anyhow::Result<Look> {
     frames.clear();
     let mut entries = vec![0; ENTRIES];
     for (pagemap, stretches) in places {

@@ -11,12 +11,13 @@ use crate::bench::sampler::Sampler;
 use crate::programs::Target;
 use anyhow::bail;
 use pagefold_core::units::Permyriad;
+use pagefold_linux::inject::mark::{PageSpan, mark};
 use pagefold_linux::ksm::Knob;
+use pagefold_linux::ksm::experiment::KsmForExperiment;
+use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::process::Process;
+use pagefold_linux::scope::eligible::eligible_spans;
 use pagefold_workload::ActivityCounters;
-use pagefold_workload::Interrupt;
-use pagefold_workload::Steering;
-use pagefold_workload::marking::{Stretch, everything, mark};
 use std::fmt;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -138,7 +139,7 @@ pub fn run(
     targets: &mut [Box<dyn Target>],
     expected: &[Option<String>],
     exact: bool,
-    steering: &mut Steering,
+    steering: &mut KsmForExperiment,
     program: &Path,
     interrupt: &Interrupt,
 ) -> anyhow::Result<Run> {
@@ -169,7 +170,7 @@ fn counters(targets: &mut [Box<dyn Target>]) -> anyhow::Result<Vec<ActivityCount
 fn follow(
     policy: &Policy,
     processes: &[Process],
-    steering: &mut Steering,
+    steering: &mut KsmForExperiment,
     program: &Path,
     interrupt: &Interrupt,
     run: &mut Run,
@@ -182,7 +183,7 @@ fn follow(
             run.marked_bytes = Some(mark_all(processes, &knowledge.stretches)?);
         }
         _ => {
-            let stretches = processes.iter().map(everything).collect::<anyhow::Result<Vec<_>>>()?;
+            let stretches = processes.iter().map(eligible_spans).collect::<Result<Vec<_>, _>>()?;
             run.marked_bytes = Some(mark_all(processes, &stretches)?);
         }
     }
@@ -213,7 +214,7 @@ fn follow(
                 let done = enough.is_some_and(|enough| {
                     now.saved_bytes >= enough.saved_bytes && now.seconds >= enough.seconds as f64
                 });
-                Ok((ended || done).then_some(()))
+                anyhow::Ok((ended || done).then_some(()))
             })?;
             let ran = daemon.end(interrupt)?;
             run.cpu_pagefold_seconds = ran.cpu_seconds;
@@ -232,11 +233,11 @@ fn follow(
     Ok(())
 }
 
-fn mark_all(processes: &[Process], stretches: &[Vec<Stretch>]) -> anyhow::Result<u64> {
+fn mark_all(processes: &[Process], stretches: &[Vec<PageSpan>]) -> anyhow::Result<u64> {
     processes.iter().zip(stretches).map(|(process, stretches)| Ok(mark(process, stretches)?.0)).sum()
 }
 
-fn saved_pages(steering: &Steering) -> anyhow::Result<u64> {
+fn saved_pages(steering: &KsmForExperiment) -> anyhow::Result<u64> {
     Ok(steering.ksm().counters()?.view(true, false).saved().0)
 }
 
@@ -245,7 +246,7 @@ fn is_more(saved: u64, before: u64) -> bool {
     saved > before + before / 1000 + 16
 }
 
-fn scan_until_quiet(steering: &Steering, interrupt: &Interrupt) -> anyhow::Result<()> {
+fn scan_until_quiet(steering: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
     steering.set(Knob::PagesToScan, BATCH_PAGES)?;
     steering.set(Knob::SleepMillisecs, 0)?;
     let first = steering.ksm().full_scans()?;
@@ -261,7 +262,7 @@ fn scan_until_quiet(steering: &Steering, interrupt: &Interrupt) -> anyhow::Resul
         // Nothing can be merged at the first visit.
         quiet = if now < first + 2 || is_more(saved, most) { 0 } else { quiet + 1 };
         most = most.max(saved);
-        Ok((quiet >= QUIET_SCANS).then_some(()))
+        anyhow::Ok((quiet >= QUIET_SCANS).then_some(()))
     })?;
     steering.stop()?;
     if done.is_none() {
@@ -272,7 +273,7 @@ fn scan_until_quiet(steering: &Steering, interrupt: &Interrupt) -> anyhow::Resul
 
 /// Sets the size of ksmd's batches every half second, so that it has taken `share` of a core by the end of the next
 /// half second: what it took too much or too little before is made up for.
-fn steer(share: f64, time: Duration, steering: &Steering, interrupt: &Interrupt) -> anyhow::Result<()> {
+fn steer(share: f64, time: Duration, steering: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
     const EVERY: Duration = Duration::from_millis(500);
     let began = Instant::now();
     let spent_then = steering.ksmd().cpu_ns()?;
@@ -287,7 +288,7 @@ fn steer(share: f64, time: Duration, steering: &Steering, interrupt: &Interrupt)
         spent = now;
         steering.set(Knob::PagesToScan, whole_pages(pages))?;
     }
-    steering.stop()
+    Ok(steering.stop()?)
 }
 
 /// The batch with which ksmd spends `wanted` seconds, if it spent `spent` with batches of `pages`. What a page costs
@@ -303,7 +304,7 @@ fn whole_pages(pages: f64) -> u64 {
 }
 
 /// Two scans, of which the second merges, and more as long as they save more.
-fn burst(steering: &mut Steering, interrupt: &Interrupt) -> anyhow::Result<()> {
+fn burst(steering: &mut KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
     const MOST_SCANS: u32 = 4;
     steering.set(Knob::MaxPageSharing, LONG_SHARING)?;
     steering.set(Knob::UseZeroPages, 1)?;
@@ -317,7 +318,7 @@ fn burst(steering: &mut Steering, interrupt: &Interrupt) -> anyhow::Result<()> {
         }
         before = saved;
     }
-    steering.stop()
+    Ok(steering.stop()?)
 }
 
 #[cfg(test)]

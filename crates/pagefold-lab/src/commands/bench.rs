@@ -6,7 +6,7 @@ use pagefold_lab::bench::experiment::{EXPERIMENTS, Experiment, Setting};
 use pagefold_lab::bench::plot;
 use pagefold_lab::bench::report::{Failure, Report};
 use pagefold_lab::bench::table;
-use pagefold_workload::Interrupt;
+use pagefold_linux::os::interrupt::Interrupt;
 use std::env;
 use std::fs::{self, File};
 use std::io::{self, Write};

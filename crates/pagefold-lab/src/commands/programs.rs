@@ -6,11 +6,12 @@ use pagefold_core::units::Bytes;
 use pagefold_lab::programs::{SUBJECTS, Subject, Subjects};
 use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source};
 use pagefold_lab::recorder::{Recorder, Wish};
+use pagefold_linux::ksm::experiment::KsmForExperiment;
+use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::memory::PageReader;
 use pagefold_linux::scope::exclude::DenyList;
 use pagefold_linux::scope::{ScopeSpec, resolve};
-use pagefold_workload::{Interrupt, Steering};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -71,7 +72,7 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
     let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);
     let mut writer = RecordWriter::create(file, &Origin { source: "live".to_owned(), every_ns, anonymous: false })?;
     // Nobody may merge them meanwhile: a record is to say what there would be to merge.
-    let _ksm = Steering::take(&interrupt)?;
+    let _ksm = KsmForExperiment::take(&interrupt)?;
     let subjects = subject.start()?;
     let scope = ScopeSpec { pids: subjects.pids(), ..ScopeSpec::default() };
     let scoped = resolve(&scope, &Roots::default())?;

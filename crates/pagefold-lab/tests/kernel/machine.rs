@@ -10,11 +10,12 @@ use pagefold_lab::recorder::{Recorder, Wish};
 use pagefold_lab::script::script;
 use pagefold_linux::check::facts::Release;
 use pagefold_linux::ksm::Knob;
+use pagefold_linux::ksm::experiment::KsmForExperiment;
+use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::exclude::DenyList;
 use pagefold_linux::scope::{ScopeSpec, resolve};
 use pagefold_sim::{Costs, Knobs, Script, SimHost};
-use pagefold_workload::{Interrupt, Steering};
 use std::fmt::Write;
 use std::fs;
 use std::time::Duration;
@@ -61,7 +62,7 @@ pub struct Seen {
 
 /// KSM in our hands.
 pub struct Machine {
-    steering: Steering,
+    steering: KsmForExperiment,
     /// What `ksm_zero_pages` says when there are none: a kernel can lose count (-11 was seen).
     no_zeros: i64,
 }
@@ -73,7 +74,7 @@ impl Machine {
             println!("SKIP: ksmd of Linux {} looks into the stable tree before it looks at checksums", release.trim());
             return None;
         }
-        match Steering::take(&Interrupt::default()) {
+        match KsmForExperiment::take(&Interrupt::default()) {
             Ok(steering) => Some(Self { steering, no_zeros: zeros() }),
             Err(error) => {
                 println!("SKIP: {error:#}");
@@ -99,7 +100,7 @@ impl Machine {
     fn scan(&mut self) -> Counted {
         let before = self.read();
         self.steering.scan_once(&Interrupt::default()).unwrap();
-        let rests = || Ok(self.steering.ksmd().rests()?.then_some(()));
+        let rests = || anyhow::Ok(self.steering.ksmd().rests()?.then_some(()));
         Interrupt::default().wait(Duration::from_secs(60), rests).unwrap().expect("ksmd comes to rest");
         let after = self.read();
         let since = |of: fn(&Counted) -> u64| of(&after) - of(&before);

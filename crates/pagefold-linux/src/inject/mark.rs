@@ -1,65 +1,63 @@
-//! Marks from outside, as the peers get them: whole mappings, or given spans.
+//! Marking a process from outside with a plain `madvise`, without the pacing and checks of the live host. For
+//! experiments, which mark their own programs the way a peer of pagefold would.
 
-use anyhow::{Context, ensure};
+use crate::inject::{Call, InjectError, Limits, inject};
+use crate::proc::process::Process;
 use pagefold_core::units::{Bytes, Pages, Vpn};
-use pagefold_linux::inject::{Call, Limits, inject};
-use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
-use pagefold_linux::proc::process::Process;
-use pagefold_linux::scope::exclude::vma_exclusion;
 use std::time::{Duration, Instant};
+use thiserror::Error;
 
-/// `MADV_MERGEABLE`, include/uapi/asm-generic/mman-common.h.
-const MADV_MERGEABLE: i32 = 12;
-
-/// A target that is too busy to be stopped is asked again, for so long at most.
+/// For how long a target that is too busy to be stopped is tried again, and the pause between two tries.
 const RETRY_LIMIT: Duration = Duration::from_secs(5);
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
-/// Pages of one process that follow each other.
+/// Why a process was not marked.
+#[derive(Debug, Error)]
+pub enum MarkError {
+    /// The calls could not be made.
+    #[error(transparent)]
+    Inject(#[from] InjectError),
+    /// The kernel refused some of them.
+    #[error("{refused} of {calls} marks were refused in process {pid}")]
+    Refused {
+        /// The target.
+        pid: i32,
+        /// Calls that failed or were not made.
+        refused: usize,
+        /// Calls wanted.
+        calls: usize,
+    },
+}
+
+/// Consecutive pages of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stretch {
+pub struct PageSpan {
     /// The first page.
     pub first: Vpn,
-    /// How many.
+    /// The length.
     pub pages: Pages,
 }
 
-/// The mappings of a process that may be marked, by the rules that pagefold itself goes by.
-pub fn eligible(process: &Process) -> anyhow::Result<Vec<VmaDetail>> {
-    let mut details = read_smaps(process)?;
-    details.retain(|detail| vma_exclusion(detail).is_none());
-    Ok(details)
-}
-
-/// Each eligible mapping as a whole.
-pub fn everything(process: &Process) -> anyhow::Result<Vec<Stretch>> {
-    let details = eligible(process)?;
-    Ok(details.iter().map(|detail| Stretch { first: detail.vma.first(), pages: detail.vma.pages() }).collect())
-}
-
-/// Marks stretches of a process, all of them or none, and returns their length.
-pub fn mark(process: &Process, stretches: &[Stretch]) -> anyhow::Result<Bytes> {
-    let calls: Vec<Call> = stretches
+/// Marks all spans and returns their total length.
+pub fn mark(process: &Process, spans: &[PageSpan]) -> Result<Bytes, MarkError> {
+    let calls: Vec<Call> = spans
         .iter()
-        .map(|stretch| Call::madvise(stretch.first.address(), stretch.pages.bytes().0, MADV_MERGEABLE))
+        .map(|span| Call::madvise(span.first.address(), span.pages.bytes().0, libc::MADV_MERGEABLE))
         .collect();
     if calls.is_empty() {
         return Ok(Bytes(0));
     }
-    let pid = process.pid();
     let end = Instant::now() + RETRY_LIMIT;
     let report = loop {
         match inject(process, &calls, &Limits::default()) {
-            // It was in the middle of something. Marking twice does no harm.
+            // Marking twice does no harm.
             Err(error) if error.is_passing() && Instant::now() < end => std::thread::sleep(RETRY_PAUSE),
-            done => break done.with_context(|| format!("marking process {pid}"))?,
+            done => break done?,
         }
     };
-    let refused = report.results.iter().filter(|result| result.is_err()).count();
-    ensure!(
-        report.results.len() == calls.len() && refused == 0,
-        "{refused} of {} marks were refused in process {pid}",
-        calls.len()
-    );
-    Ok(stretches.iter().map(|stretch| stretch.pages).sum::<Pages>().bytes())
+    let done = report.results.iter().filter(|result| result.is_ok()).count();
+    if done < calls.len() {
+        return Err(MarkError::Refused { pid: process.pid(), refused: calls.len() - done, calls: calls.len() });
+    }
+    Ok(spans.iter().map(|span| span.pages).sum::<Pages>().bytes())
 }

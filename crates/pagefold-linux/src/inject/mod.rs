@@ -20,6 +20,7 @@ compile_error!("injection knows the registers and the restart rules of 64-bit x8
 
 mod engine;
 pub(crate) mod gadget;
+pub mod mark;
 mod progress;
 mod ptrace;
 mod regs;

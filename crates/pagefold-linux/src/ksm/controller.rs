@@ -1,52 +1,19 @@
 //! Ordering scans from ksmd, on a thread that may block.
 //!
-//! How ksmd answers (read in 6.12's `mm/ksm.c`, each point seen on 6.18 by `tests/ksm_live.rs`):
-//!
-//! - `pages_to_scan` 4294967295 makes a batch that ends only with the scan. Between two batches ksmd sleeps
-//!   until `sleep_millisecs` is *changed*; the same value again does not wake it, nor does `run` 1. From 2^31
-//!   on a sleep has no end. So each new value there is a kick, worth one scan: `full_scans` goes up by exactly
-//!   one.
-//! - A kick written while a scan runs is lost: ksmd reads the new value when it goes to sleep.
-//! - With `run` 0 ksmd waits elsewhere: there `run` 1 is the kick, if anything is registered. If it had gone
-//!   into an endless sleep before `run` became 0, `run` 1 does not wake it and only a new sleep does.
-//! - With nothing registered no kick is answered and `full_scans` stays. The first madvise then wakes ksmd by
-//!   itself, for a batch that nobody ordered. `pages_to_scan` 0 makes that batch, and any other, empty.
-//! - A scan goes on from where the last batch ended. After paced scanning the first kick only finishes the scan
-//!   that was begun.
-//! - A kick cannot be aborted: `run` 0 waits for its end (and is then obeyed even if the writer was killed
-//!   meanwhile). The cheapest stop of paced scanning is `pages_to_scan` 0 and a new endless sleep: neither
-//!   write takes ksmd's mutex, the batch under way is the last.
-//!
-//! So ksmd rests with `run` 1, `pages_to_scan` 0 and an endless sleep. In that state it used no CPU at all.
+//! [`super::scan`] describes how ksmd reacts to its knobs.
 
-use crate::ksm::Knob;
 use crate::ksm::knob_writer::Hand;
 use crate::ksm::ksmd::Ksmd;
 use crate::ksm::lease::{Tenure, TurnError};
+use crate::ksm::scan::{self, FIRST_CHECK, LOST_KICK, ScanKnobs};
 use crate::ksm::state_file::ENDLESS_SLEEP;
+use crate::ksm::{Knob, Ksm};
 use crate::os::fault;
 use pagefold_core::host::ScanOrder;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-
-/// `pages_to_scan` that no scan reaches: the batch ends with the scan.
-const WHOLE_SCAN: u64 = u32::MAX as u64;
-
-/// How soon the end of a scan is looked for at first, and how seldom in long ones: with the check of the knobs some 10 us.
-const FIRST_LOOK: Duration = Duration::from_micros(500);
-const SLOWEST_LOOK: Duration = Duration::from_millis(20);
-
-/// ksmd resting this long after a kick has not heard it: while it waits for a core it
-/// does not count as resting, so a busy machine does not look like a deaf one.
-const UNHEARD: Duration = Duration::from_millis(30);
-
-/// The same where ksmd itself cannot be seen and only its counters tell.
-const UNHEARD_UNSEEN: Duration = Duration::from_millis(200);
-
-/// A kick unheard so often means that nothing is registered.
-const KICKS_AT_MOST: u32 = 3;
 
 /// How the driver stands.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -140,14 +107,14 @@ impl Drop for Driver {
         self.desk.papers().quit = true;
         self.desk.bell.notify_all();
         // Not joined if the kernel blocks it: it then ends by itself after that one write.
-        let end = Instant::now() + UNHEARD;
+        let end = Instant::now() + LOST_KICK;
         while let Some(thread) = &self.thread {
             if thread.is_finished() {
                 drop(self.thread.take().map(JoinHandle::join));
             } else if Instant::now() >= end {
                 break;
             } else {
-                std::thread::sleep(FIRST_LOOK);
+                std::thread::sleep(FIRST_CHECK);
             }
         }
     }
@@ -238,7 +205,7 @@ impl Worker {
         }
         self.hand.turn(Knob::PagesToScan, 0)?;
         if self.pacing {
-            self.hand.turn(Knob::SleepMillisecs, self.fresh_sleep())?;
+            self.hand.turn(Knob::SleepMillisecs, scan::fresh_sleep(self)?)?;
             self.pacing = false;
         }
         Ok(())
@@ -268,7 +235,7 @@ impl Worker {
         self.set_smart_scan(thorough)?;
         if self.pacing {
             self.rest()?;
-            self.wait_for_rest()?;
+            scan::wait_for_rest(self, self.ksmd.as_ref())?;
         }
         if !self.at_start && self.scan()? {
             let papers = self.desk.papers();
@@ -287,82 +254,32 @@ impl Worker {
         self.rest()
     }
 
-    /// One kick and the wait for its scan. False if nothing is registered.
+    /// One scan. False if nothing is registered.
     fn scan(&mut self) -> Result<bool, Stop> {
-        let began = Instant::now();
-        let mut before = self.hand.ksm.full_scans()?;
-        self.hand.turn(Knob::PagesToScan, WHOLE_SCAN)?;
-        self.hand.turn(Knob::SleepMillisecs, self.fresh_sleep())?;
-        self.hand.turn(Knob::Run, 1)?;
-        let mut kicks = 1;
-        let mut quiet = Quiet::default();
-        let mut look = FIRST_LOOK;
-        loop {
-            self.pause(look)?;
-            look = (look * 5 / 4).min(SLOWEST_LOOK);
-            self.hand.check()?;
-            let scans = self.hand.ksm.full_scans()?;
-            if scans > before {
-                // The count goes up within the batch. A kick before ksmd sleeps would be lost.
-                self.wait_for_rest()?;
-                let mut papers = self.desk.papers();
-                papers.status.scans += 1;
-                papers.status.last_scan_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                return Ok(true);
-            }
-            before = before.min(scans);
-            if !self.unheard(&mut quiet)? {
-                continue;
-            }
-            if kicks == KICKS_AT_MOST {
-                return Ok(false);
-            }
-            kicks += 1;
-            look = FIRST_LOOK;
-            quiet = Quiet::default();
-            self.desk.papers().status.unheard += 1;
-            self.hand.turn(Knob::SleepMillisecs, self.fresh_sleep())?;
+        let scan = scan::scan_once(self, self.ksmd.as_ref())?;
+        let mut papers = self.desk.papers();
+        papers.status.unheard += u64::from(scan.lost);
+        if scan.done {
+            papers.status.scans += 1;
+            papers.status.last_scan_ns = u64::try_from(scan.took.as_nanos()).unwrap_or(u64::MAX);
         }
+        Ok(scan.done)
+    }
+}
+
+impl ScanKnobs for Worker {
+    type Error = Stop;
+
+    fn ksm(&self) -> &Ksm {
+        &self.hand.ksm
     }
 
-    /// Whether ksmd has been resting for so long that it cannot have heard the kick.
-    fn unheard(&self, quiet: &mut Quiet) -> Result<bool, Stop> {
-        let scanned = self.hand.ksm.pages_scanned()?;
-        let rests = match &self.ksmd {
-            // Its state costs more to read than the counter: only ask while that stands still.
-            Some(_) if quiet.moves(scanned) => Some(false),
-            // One that cannot be looked at is as good as hidden.
-            Some(ksmd) => ksmd.rests().ok(),
-            None => None,
-        };
-        Ok(match rests {
-            Some(rests) => quiet.lasts(rests, scanned, UNHEARD),
-            None => quiet.lasts(true, scanned, UNHEARD_UNSEEN),
-        })
+    fn value(&self, knob: Knob) -> Result<Option<u64>, Stop> {
+        Ok(self.hand.standing(knob))
     }
 
-    fn wait_for_rest(&self) -> Result<(), Stop> {
-        let mut quiet = Quiet::default();
-        let mut look = FIRST_LOOK / 10;
-        loop {
-            let rests = match self.ksmd.as_ref().and_then(|ksmd| ksmd.rests().ok()) {
-                Some(rests) => rests,
-                None => quiet.lasts(true, self.hand.ksm.pages_scanned()?, SLOWEST_LOOK),
-            };
-            if rests {
-                return Ok(());
-            }
-            self.pause(look)?;
-            look = (look * 5 / 4).min(SLOWEST_LOOK);
-        }
-    }
-
-    /// A new endless sleep: a kick.
-    fn fresh_sleep(&self) -> u64 {
-        match self.hand.standing(Knob::SleepMillisecs) {
-            Some(now) if (ENDLESS_SLEEP..u64::from(u32::MAX)).contains(&now) => now + 1,
-            _ => ENDLESS_SLEEP,
-        }
+    fn set(&self, knob: Knob, value: u64) -> Result<(), Stop> {
+        Ok(self.hand.turn(knob, value)?)
     }
 
     /// Sleeps, unless the driver is dropped or KSM is given back.
@@ -375,29 +292,9 @@ impl Worker {
             .unwrap_or_else(PoisonError::into_inner);
         if papers.quit || self.hand.is_ending() { Err(Stop::Quit) } else { Ok(()) }
     }
-}
 
-/// How long ksmd has rested with its counter standing still.
-#[derive(Default)]
-struct Quiet {
-    since: Option<(Instant, u64)>,
-    scanned: Option<u64>,
-}
-
-impl Quiet {
-    /// Whether the counter has moved since it was last seen.
-    fn moves(&mut self, scanned: u64) -> bool {
-        self.scanned.replace(scanned).is_some_and(|before| before != scanned)
-    }
-
-    fn lasts(&mut self, rests: bool, scanned: u64, limit: Duration) -> bool {
-        match self.since {
-            Some((since, at)) if rests && at == scanned => since.elapsed() >= limit,
-            _ => {
-                self.since = rests.then(|| (Instant::now(), scanned));
-                false
-            }
-        }
+    fn check(&self) -> Result<(), Stop> {
+        Ok(self.hand.check()?)
     }
 }
 

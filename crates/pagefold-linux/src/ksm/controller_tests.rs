@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::ksm::lease::{Places, Wishes};
+use crate::ksm::scan::WHOLE_SCAN;
 use crate::ksm::{Ksm, fixture};
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;

@@ -1,108 +1,155 @@
-//! KSM in the hands of an experiment: taken only when nobody else uses it, and given back as it was in any case. What one that
-//! was killed has left turned is put back by the next.
+//! KSM taken for an experiment or a demonstration: only while no other program uses it, and restored in any case. What
+//! an experiment that was killed has left changed is restored by the next one.
 
-use crate::interrupt::Interrupt;
-use anyhow::{Context, bail, ensure};
-use pagefold_linux::ksm::ksmd::Ksmd;
-use pagefold_linux::ksm::lease::{Places, TakeError, put_back_deferred, recover};
-use pagefold_linux::ksm::lock::{Lock, LockError};
-use pagefold_linux::ksm::state_file::{Holder, State, boot_id};
-use pagefold_linux::ksm::{KSM_ROOT, Knob, Knobs, Ksm};
+use super::files::{KSM_ROOT, Knob, Knobs, Ksm, KsmError};
+use super::ksmd::Ksmd;
+use super::lease::{Places, TakeError, put_back_deferred, recover};
+use super::lock::{Lock, LockError};
+use super::scan::{self, ScanKnobs};
+use super::state_file::{Holder, State, StateError, boot_id};
+use crate::os::interrupt::{Interrupt, Interrupted};
+use crate::proc::process::ReadError;
 use std::collections::BTreeMap;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use thiserror::Error;
 
-/// Experiments and tests that turn KSM's knobs take turns by this lock. The daemon has one of its own: it is among
+/// Experiments and tests that set KSM's knobs take turns by this lock. The daemon has a lock of its own: it is among
 /// what is measured.
 pub const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
 
-/// How the knobs stood before an experiment, and what it has turned them to. One that ends removes it.
+/// The original values of the knobs, and what the experiment has set them to. Removed at its end.
 pub const STATE_PATH: &str = "/run/pagefold/experiment-state.json";
 
-/// Others hold the lock for minutes at most.
+/// Another experiment holds the lock for minutes at most.
 const LOCK_LIMIT: Duration = Duration::from_secs(3600);
-
-/// One batch as long as the whole scan.
-const WHOLE_SCAN: u64 = 0xffff_ffff;
-
-/// Sleeps of this many milliseconds and more never end by themselves; a changed one ends the sleep.
-const SLEEP_FOR_EVER: u64 = 1 << 31;
 
 /// A scan of some gigabytes takes seconds.
 const SCAN_LIMIT: Duration = Duration::from_secs(300);
 
-/// A kick that finds ksmd at the end of a batch is lost. If ksmd rests this long after one, it is given again.
-const LOST_KICK: Duration = Duration::from_millis(50);
+/// Why an experiment could not take or use KSM.
+#[derive(Debug, Error)]
+pub enum ExperimentError {
+    /// A signal arrived.
+    #[error(transparent)]
+    Interrupted(#[from] Interrupted),
+    /// Another experiment did not end.
+    #[error("{LOCK_PATH} is still held by another experiment")]
+    Locked,
+    /// ksmd runs, its advisor is on, or pages are merged.
+    #[error(
+        "KSM is in use and an experiment would disturb it; stop what drives it, then write 2 and then 0 to {KSM_ROOT}/run"
+    )]
+    InUse,
+    /// No KSM, or a pid namespace that hides ksmd.
+    #[error("ksmd is not found: this kernel has no KSM, or this pid namespace hides its thread")]
+    NoKsmd,
+    /// Before Linux 6.8.
+    #[error("this kernel's KSM has no advisor (Linux 6.8 and later have)")]
+    NoAdvisor,
+    /// Every kick was lost.
+    #[error("ksmd does not scan: no memory is marked")]
+    NothingMarked,
+    /// The scan takes longer than any should.
+    #[error("ksmd has not finished a scan within {SCAN_LIMIT:?}")]
+    ScanLimit,
+    /// The lock file.
+    #[error(transparent)]
+    Lock(#[from] LockError),
+    /// The state file.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// KSM's files.
+    #[error(transparent)]
+    Ksm(#[from] KsmError),
+    /// Processes.
+    #[error(transparent)]
+    Proc(#[from] ReadError),
+    /// Restoring what an earlier run left changed.
+    #[error(transparent)]
+    Take(#[from] TakeError),
+    /// The advisor's mode.
+    #[error("cannot write {}: {source}", path.display())]
+    Advisor {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+}
 
-/// KSM, taken. Everything is unmerged and every knob is put back when dropped.
+/// KSM, taken. When this is dropped, everything is unmerged and every knob restored.
 #[derive(Debug)]
-pub struct Steering {
+pub struct KsmForExperiment {
     ksm: Arc<Ksm>,
     ksmd: Ksmd,
     before: Knobs,
-    /// What is in the state file.
-    noted: Mutex<State>,
-    sleep: u64,
-    /// Let go last.
+    /// The content of the state file.
+    state: Mutex<State>,
+    /// Released last.
     _lock: Lock,
 }
 
-impl Steering {
-    /// Takes KSM: waits for other experiments, and refuses if anybody else uses it.
-    pub fn take(interrupt: &Interrupt) -> anyhow::Result<Self> {
+impl KsmForExperiment {
+    /// Takes KSM. Waits for other experiments; fails if another program uses KSM.
+    pub fn take(interrupt: &Interrupt) -> Result<Self, ExperimentError> {
         let path = Path::new(LOCK_PATH);
-        let mut told = false;
+        let mut announced = false;
         let lock = interrupt.wait(LOCK_LIMIT, || match Lock::try_take(path) {
             Ok(lock) => Ok(Some(lock)),
             Err(LockError::Held { .. }) => {
-                if !told {
+                if !announced {
                     eprintln!("waiting for another experiment, which holds {LOCK_PATH}");
-                    told = true;
+                    announced = true;
                 }
                 Ok(None)
             }
-            Err(error) => Err(error.into()),
+            Err(error) => Err(ExperimentError::Lock(error)),
         })?;
-        let lock = lock.with_context(|| format!("{LOCK_PATH} is still held by another experiment"))?;
+        let lock = lock.ok_or(ExperimentError::Locked)?;
         let ksm = Arc::new(Ksm::open(Path::new(KSM_ROOT))?);
-        let ksmd = Ksmd::find()?.context("there is no ksmd to be seen: this kernel has no KSM")?;
-        mend(&ksm, &lock)?;
+        let ksmd = Ksmd::find()?.ok_or(ExperimentError::NoKsmd)?;
+        recover_experiment(&ksm, &lock)?;
         let before = ksm.knobs()?;
-        ensure!(
-            before.run != 1 && !before.advisor_on() && ksm.counters()?.view(true, false).saved().0 == 0,
-            "KSM is in use: an experiment would disturb it. Stop what drives it, then write 2 and then 0 to {KSM_ROOT}/run"
-        );
+        if before.run == 1 || before.advisor_on() || ksm.counters()?.view(true, false).saved().0 > 0 {
+            return Err(ExperimentError::InUse);
+        }
         let places = places();
         let mut original = BTreeMap::new();
         for knob in Knob::ALL {
             original.extend(ksm.read(knob)?.map(|value| (knob, value)));
         }
-        let noted = State::new(boot_id(&places.proc_root)?, Holder::own(&places.proc_root)?, original);
-        let mut steering = Self { ksm, ksmd, before, noted: Mutex::new(noted), sleep: SLEEP_FOR_EVER, _lock: lock };
-        // Also the proof that the knobs may be turned.
-        steering.kernel_defaults()?;
-        Ok(steering)
+        let state = State::new(boot_id(&places.proc_root)?, Holder::own(&places.proc_root)?, original);
+        let mut taken = Self { ksm, ksmd, before, state: Mutex::new(state), _lock: lock };
+        // Also the proof that the knobs may be written.
+        taken.kernel_defaults()?;
+        Ok(taken)
     }
 
-    /// The knobs as they were found, and as they will be left.
+    /// The original values of the knobs, which are restored at the end.
     pub fn before(&self) -> &Knobs {
         &self.before
     }
 
-    /// The counters.
+    /// KSM's files.
     pub fn ksm(&self) -> &Ksm {
         &self.ksm
     }
 
-    /// ksmd.
+    /// The kernel thread.
     pub fn ksmd(&self) -> &Ksmd {
         &self.ksmd
     }
 
-    /// Sets every knob as a freshly booted kernel has it. Nothing may be merged.
-    pub fn kernel_defaults(&mut self) -> anyhow::Result<()> {
+    /// Sets every knob to its value after boot.
+    ///
+    /// # Errors
+    ///
+    /// The kernel refuses `max_page_sharing` and `merge_across_nodes` while pages are merged.
+    pub fn kernel_defaults(&mut self) -> Result<(), ExperimentError> {
         self.set_advisor("none")?;
         self.set(Knob::Run, 0)?;
         for (knob, value) in [
@@ -120,71 +167,49 @@ impl Steering {
         Ok(())
     }
 
-    /// Turns a knob.
-    pub fn set(&self, knob: Knob, value: u64) -> anyhow::Result<()> {
+    /// Sets a knob.
+    pub fn set(&self, knob: Knob, value: u64) -> Result<(), ExperimentError> {
         // A write of an unchanged max_page_sharing is refused like any other while pages are merged.
         let now = self.ksm.read(knob)?;
         if now != Some(value) || knob == Knob::Run {
-            let mut noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
-            if noted.note(knob, now.unwrap_or(value), value) {
-                noted.save(Path::new(STATE_PATH))?;
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            if state.note(knob, now.unwrap_or(value), value) {
+                state.save(Path::new(STATE_PATH))?;
             }
             self.ksm.write(knob, value)?;
         }
         Ok(())
     }
 
-    /// Chooses the advisor, where the kernel has one (6.8 and later).
-    pub fn set_advisor(&self, mode: &str) -> anyhow::Result<()> {
+    /// Sets the advisor's mode, where the kernel has one (6.8 and later).
+    pub fn set_advisor(&self, mode: &str) -> Result<(), ExperimentError> {
         let now = self.ksm.knobs()?.advisor_mode;
         if now.is_none() && mode != "none" {
-            bail!("this kernel's KSM has no advisor (Linux 6.8 has)");
+            return Err(ExperimentError::NoAdvisor);
         }
         if now.is_some_and(|now| now != mode) {
             let path = PathBuf::from(KSM_ROOT).join("advisor_mode");
-            fs::write(&path, mode).with_context(|| path.display().to_string())?;
+            fs::write(&path, mode).map_err(|source| ExperimentError::Advisor { path, source })?;
         }
         Ok(())
     }
 
-    /// Has ksmd walk everything marked once, without a pause, and waits for its end.
-    pub fn scan_once(&mut self, interrupt: &Interrupt) -> anyhow::Result<()> {
-        self.set(Knob::PagesToScan, WHOLE_SCAN)?;
-        let scans = self.ksm.full_scans()?;
-        self.kick()?;
-        let mut kicked = Instant::now();
-        let done = interrupt.wait(SCAN_LIMIT, || {
-            if self.ksm.full_scans()? > scans {
-                return Ok(Some(()));
-            }
-            // It also rests if it has ended the scan since it was asked.
-            if kicked.elapsed() > LOST_KICK && self.ksmd.rests()? && self.ksm.full_scans()? == scans {
-                self.kick()?;
-                kicked = Instant::now();
-            }
-            Ok(None)
-        })?;
-        done.with_context(|| format!("ksmd has not ended a scan in {SCAN_LIMIT:?}"))
+    /// Makes ksmd scan everything marked once, without a pause, and waits for the end.
+    pub fn scan_once(&mut self, interrupt: &Interrupt) -> Result<(), ExperimentError> {
+        let knobs = LimitedScan { experiment: self, interrupt, end: Instant::now() + SCAN_LIMIT };
+        let scan = scan::scan_once(&knobs, Some(&self.ksmd))?;
+        if scan.done { Ok(()) } else { Err(ExperimentError::NothingMarked) }
     }
 
-    fn kick(&mut self) -> anyhow::Result<()> {
-        self.sleep = SLEEP_FOR_EVER + (self.sleep + 1) % 2;
-        self.set(Knob::SleepMillisecs, self.sleep)?;
-        if self.ksm.read(Knob::Run)? != Some(1) {
-            self.set(Knob::Run, 1)?;
-        }
-        Ok(())
-    }
-
-    /// Stops ksmd. What is merged stays so.
-    pub fn stop(&self) -> anyhow::Result<()> {
+    /// Stops ksmd. Merged pages stay merged.
+    pub fn stop(&self) -> Result<(), ExperimentError> {
         self.set(Knob::Run, 0)?;
-        // Changing the sleep wakes ksmd from one without end, so that it notices the stop.
+        // Changing the sleep wakes ksmd from an endless one, so that it notices the stop.
         self.set(Knob::SleepMillisecs, 20)
     }
 
-    /// Gives every merged page its own copy again and puts the knobs on the kernel's defaults.
-    pub fn unmerge(&mut self) -> anyhow::Result<()> {
+    /// Gives every merged page its own copy again and sets the knobs to the kernel's defaults.
+    pub fn unmerge(&mut self) -> Result<(), ExperimentError> {
         self.set_advisor("none")?;
         self.stop()?;
         self.set(Knob::Run, 2)?;
@@ -192,7 +217,7 @@ impl Steering {
         self.kernel_defaults()
     }
 
-    fn give_back(&mut self) -> anyhow::Result<()> {
+    fn restore(&mut self) -> Result<(), ExperimentError> {
         self.unmerge()?;
         let Knobs {
             run,
@@ -216,8 +241,52 @@ impl Steering {
         }
         self.set(Knob::Run, run)?;
         State::remove(Path::new(STATE_PATH))?;
-        // What a `pagefold run` had to leave for later has just been done: let its state file know.
-        put_back_for_runs(&self.ksm)
+        // What a `pagefold run` had to defer has just become possible: update its state file.
+        recover_runs(&self.ksm)
+    }
+}
+
+impl Drop for KsmForExperiment {
+    fn drop(&mut self) {
+        if let Err(error) = self.restore() {
+            eprintln!("cannot restore KSM's knobs: {error}");
+        }
+    }
+}
+
+/// A scan of an experiment: ends with a signal or at a time limit.
+struct LimitedScan<'a> {
+    experiment: &'a KsmForExperiment,
+    interrupt: &'a Interrupt,
+    end: Instant,
+}
+
+impl ScanKnobs for LimitedScan<'_> {
+    type Error = ExperimentError;
+
+    fn ksm(&self) -> &Ksm {
+        &self.experiment.ksm
+    }
+
+    fn value(&self, knob: Knob) -> Result<Option<u64>, ExperimentError> {
+        Ok(self.experiment.ksm.read(knob)?)
+    }
+
+    fn set(&self, knob: Knob, value: u64) -> Result<(), ExperimentError> {
+        // A write to `run` waits for the end of ksmd's batch, also if it changes nothing.
+        if self.value(knob)? == Some(value) { Ok(()) } else { self.experiment.set(knob, value) }
+    }
+
+    fn pause(&self, time: Duration) -> Result<(), ExperimentError> {
+        if Instant::now() >= self.end {
+            return Err(ExperimentError::ScanLimit);
+        }
+        Ok(self.interrupt.sleep(time)?)
+    }
+
+    /// The lock keeps other experiments out; an administrator who interferes spoils the measurement only.
+    fn check(&self) -> Result<(), ExperimentError> {
+        Ok(())
     }
 }
 
@@ -225,40 +294,32 @@ fn places() -> Places {
     Places { lock: LOCK_PATH.into(), state: STATE_PATH.into(), ..Places::default() }
 }
 
-/// Puts back what an experiment that was killed has left turned, unless somebody else has turned it since, and takes apart
-/// what it has left merged.
-fn mend(ksm: &Arc<Ksm>, lock: &Lock) -> anyhow::Result<()> {
+/// Restores what an experiment that was killed has left changed, unless another program has changed it since, and
+/// unmerges what it has left merged.
+fn recover_experiment(ksm: &Arc<Ksm>, lock: &Lock) -> Result<(), ExperimentError> {
     let places = places();
     let Some(left) = State::load(&places.state)? else { return Ok(()) };
     let this_boot = left.boot_id == boot_id(&places.proc_root)?;
-    let is_over = left.holder.map_or(Ok(true), |holder| holder.is_alive(&places.proc_root).map(|alive| !alive))?;
-    if this_boot && is_over {
-        eprintln!("an experiment that was killed has left KSM's knobs turned: they are put back");
+    let ended = left.holder.map_or(Ok(true), |holder| holder.is_alive(&places.proc_root).map(|alive| !alive))?;
+    if this_boot && ended {
+        eprintln!("an experiment that was killed has left KSM's knobs changed; restoring them");
         // The `pagefold run` in it may have been killed too.
-        put_back_for_runs(ksm)?;
+        recover_runs(ksm)?;
         if ksm.read(Knob::Run)?.is_some_and(|run| left.is_ours(Knob::Run, run)) {
             ksm.write(Knob::Run, 2)?;
             ksm.write(Knob::Run, 0)?;
             // What had to wait until nothing was merged.
-            put_back_for_runs(ksm)?;
+            recover_runs(ksm)?;
         }
     }
     recover(ksm, lock, &places)?;
     Ok(())
 }
 
-/// Puts back what a `pagefold run` that is over has left turned.
-fn put_back_for_runs(ksm: &Arc<Ksm>) -> anyhow::Result<()> {
+/// Restores what a `pagefold run` that has ended left changed.
+fn recover_runs(ksm: &Arc<Ksm>) -> Result<(), ExperimentError> {
     match put_back_deferred(ksm, &Places::default()) {
         Ok(_) | Err(TakeError::Locked { .. }) => Ok(()),
         Err(error) => Err(error.into()),
-    }
-}
-
-impl Drop for Steering {
-    fn drop(&mut self) {
-        if let Err(error) = self.give_back() {
-            eprintln!("KSM could not be put back as it was: {error:#}");
-        }
     }
 }

@@ -1,27 +1,37 @@
-//! Interrupts: noted, and asked for wherever an experiment waits, so that everything is given back on the way out.
+//! SIGINT and SIGTERM as a flag that every wait checks, so that an interrupted command restores what it changed.
 
-use anyhow::bail;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use thiserror::Error;
 
-/// How long a wait goes on without asking.
-const ASK_EVERY: Duration = Duration::from_millis(20);
+/// How often a wait checks the flag.
+const CHECK_EVERY: Duration = Duration::from_millis(20);
 
-/// Whether SIGINT or SIGTERM has come.
+/// A signal has asked this process to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("interrupted")]
+pub struct Interrupted;
+
+/// Whether SIGINT or SIGTERM has arrived.
 #[derive(Clone, Debug, Default)]
 pub struct Interrupt(Arc<AtomicBool>);
 
 impl From<Arc<AtomicBool>> for Interrupt {
-    /// One that comes when the flag is set.
+    /// An interrupt that arrives when the flag is set.
     fn from(flag: Arc<AtomicBool>) -> Self {
         Self(flag)
     }
 }
 
 impl Interrupt {
-    /// Notes the signals from now on.
-    pub fn on_signals() -> anyhow::Result<Self> {
+    /// Installs handlers for both signals.
+    ///
+    /// # Errors
+    ///
+    /// Whatever `sigaction` fails with.
+    pub fn on_signals() -> io::Result<Self> {
         let interrupt = Self::default();
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
             signal_hook::flag::register(signal, Arc::clone(&interrupt.0))?;
@@ -29,36 +39,33 @@ impl Interrupt {
         Ok(interrupt)
     }
 
-    /// An error once a signal has come.
-    pub fn check(&self) -> anyhow::Result<()> {
-        if self.0.load(Ordering::Relaxed) {
-            bail!("interrupted");
-        }
-        Ok(())
+    /// Fails once a signal has arrived.
+    pub fn check(&self) -> Result<(), Interrupted> {
+        if self.0.load(Ordering::Relaxed) { Err(Interrupted) } else { Ok(()) }
     }
 
-    /// Waits, unless interrupted.
-    pub fn sleep(&self, duration: Duration) -> anyhow::Result<()> {
-        self.wait(duration, || Ok(None::<()>)).map(drop)
+    /// Sleeps, at most until a signal arrives.
+    pub fn sleep(&self, duration: Duration) -> Result<(), Interrupted> {
+        self.wait(duration, || Ok::<_, Interrupted>(None::<()>)).map(drop)
     }
 
-    /// Asks `done` again and again until it gives something or `limit` has passed.
-    pub fn wait<T>(
+    /// Calls `poll` until it returns a value; `None` after `limit`.
+    pub fn wait<T, E: From<Interrupted>>(
         &self,
         limit: Duration,
-        mut done: impl FnMut() -> anyhow::Result<Option<T>>,
-    ) -> anyhow::Result<Option<T>> {
+        mut poll: impl FnMut() -> Result<Option<T>, E>,
+    ) -> Result<Option<T>, E> {
         let end = Instant::now() + limit;
         loop {
             self.check()?;
-            if let Some(found) = done()? {
+            if let Some(found) = poll()? {
                 return Ok(Some(found));
             }
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Ok(None);
             }
-            std::thread::sleep(left.min(ASK_EVERY));
+            std::thread::sleep(left.min(CHECK_EVERY));
         }
     }
 }

@@ -3,6 +3,7 @@
 pub(crate) mod abandonable;
 pub mod cpu;
 pub mod fault;
+pub mod interrupt;
 pub mod peer;
 pub mod pressure;
 pub mod privileges;

@@ -9,6 +9,7 @@
 
 pub mod domain;
 pub mod dumpable;
+pub mod eligible;
 pub mod exclude;
 pub mod new_processes;
 

@@ -13,7 +13,7 @@ use pagefold_core::units::PAGE_SIZE;
 use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_linux::proc::memory::PageReader;
 use pagefold_linux::proc::process::Process;
-use pagefold_workload::marking::eligible;
+use pagefold_linux::scope::eligible::eligible_mappings;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::io::IoSliceMut;
 
@@ -120,7 +120,7 @@ fn bare_loop(processes: &[Process], seed: u64, fraction: f64, order: Order) -> a
     let (mut pages, mut cpu_ns) = (0_u64, 0);
     for process in processes {
         let (mut resident, mut runs) = (Vec::new(), Vec::new());
-        for detail in eligible(process)? {
+        for detail in eligible_mappings(process)? {
             reader.resident_runs(process, detail.vma.first(), detail.vma.pages(), &mut resident)?;
         }
         for (number, (first, length)) in (0..).zip(resident) {

@@ -46,7 +46,7 @@ pub fn fold(setting: &Setting<'_>, sizes: Sizes, report: &mut Report) -> anyhow:
     // It warns of clocks that stand still before the kernel starts one.
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(at("errors"))?);
     let mut machine = Machine(command.spawn().context("starting the emulator")?);
-    let ended = setting.interrupt.wait(sizes.limit, || Ok(machine.0.try_wait()?))?;
+    let ended = setting.interrupt.wait(sizes.limit, || anyhow::Ok(machine.0.try_wait()?))?;
     drop(machine);
     let text = |name| String::from_utf8_lossy(&fs::read(at(name)).unwrap_or_default()).into_owned();
     let (console, errors) = (text("console"), text("errors"));

@@ -11,7 +11,7 @@ use pagefold_core::units::PAGE_SIZE;
 use pagefold_linux::proc::numa::Topology;
 use pagefold_linux::proc::pagemap::{Pagemap, PagemapEntry};
 use pagefold_linux::proc::process::Process;
-use pagefold_workload::marking::eligible;
+use pagefold_linux::scope::eligible::eligible_mappings;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -185,7 +185,7 @@ struct Look {
 impl Look {
     /// Looks at the largest mapping, which must have so many pages, all of them present.
     fn at(process: &Process, nodes: &Nodes, pages: u64) -> anyhow::Result<Self> {
-        let largest = eligible(process)?.into_iter().map(|detail| detail.vma).max_by_key(|vma| vma.pages().0);
+        let largest = eligible_mappings(process)?.into_iter().map(|detail| detail.vma).max_by_key(|vma| vma.pages().0);
         let largest = largest.context("a program without memory")?;
         let keys: Vec<u16> = nodes.topology.views()?.iter().map(|view| view.node.0).collect();
         let mut entries = vec![0; usize::try_from(largest.pages().0)?];

@@ -1,0 +1,170 @@
+//! Making ksmd scan once: the kick, and the wait for the end of the scan.
+//!
+//! How ksmd reacts (read in 6.12's `mm/ksm.c`, each point confirmed on 6.18 by `tests/ksm_live.rs`):
+//!
+//! - `pages_to_scan` 4294967295 makes a batch that ends only with the scan. Between two batches ksmd sleeps until
+//!   `sleep_millisecs` *changes*; writing the same value does not wake it, nor does `run` 1. From 2^31 on a sleep has no
+//!   end. So each new value there is a kick, worth one scan: `full_scans` goes up by exactly one.
+//! - A kick written during a scan is lost: ksmd reads the new value when it goes to sleep.
+//! - With `run` 0 ksmd waits elsewhere: there `run` 1 is the kick, if anything is registered. If it had begun an
+//!   endless sleep before `run` became 0, `run` 1 does not wake it and only a new sleep does.
+//! - With nothing registered no kick starts a scan and `full_scans` stays. The first madvise then wakes ksmd for a
+//!   batch that was not ordered. `pages_to_scan` 0 makes that batch, and any other, empty.
+//! - A scan resumes where the last batch ended. After paced scanning the first kick only finishes the current scan.
+//! - A kick cannot be aborted: `run` 0 waits for its end (and then takes effect even if the writer was killed
+//!   meanwhile). The least expensive stop of paced scanning is `pages_to_scan` 0 and a new endless sleep: neither write
+//!   takes ksmd's mutex, and the current batch is the last.
+//!
+//! So ksmd rests with `run` 1, `pages_to_scan` 0 and an endless sleep. In that state it used no CPU at all.
+
+use super::ksmd::Ksmd;
+use super::state_file::ENDLESS_SLEEP;
+use super::{Knob, Ksm, KsmError};
+use std::time::{Duration, Instant};
+
+/// A `pages_to_scan` that no scan reaches: the batch ends with the scan.
+pub(crate) const WHOLE_SCAN: u64 = u32::MAX as u64;
+
+/// The interval of checks for the end of a scan, first and in long scans. With the check of the knobs one takes some
+/// 10 us.
+pub(crate) const FIRST_CHECK: Duration = Duration::from_micros(500);
+const SLOWEST_CHECK: Duration = Duration::from_millis(20);
+
+/// If ksmd rests for this long after a kick, the kick was lost. While ksmd waits for a core it does not count as
+/// resting, so a busy machine does not look like a lost kick.
+pub(crate) const LOST_KICK: Duration = Duration::from_millis(30);
+
+/// The same where ksmd is hidden and only its counters can be read.
+const LOST_KICK_UNSEEN: Duration = Duration::from_millis(200);
+
+/// This many lost kicks mean that nothing is registered.
+const MAX_KICKS: u32 = 3;
+
+/// How the caller reads and sets knobs, and what ends its waits.
+pub(crate) trait ScanKnobs {
+    type Error: From<KsmError>;
+
+    fn ksm(&self) -> &Ksm;
+
+    /// The value in force.
+    fn value(&self, knob: Knob) -> Result<Option<u64>, Self::Error>;
+
+    /// Sets a knob unless it has that value already.
+    fn set(&self, knob: Knob, value: u64) -> Result<(), Self::Error>;
+
+    /// Sleeps; fails if the caller wants to stop.
+    fn pause(&self, time: Duration) -> Result<(), Self::Error>;
+
+    /// Fails if another program has changed a knob.
+    fn check(&self) -> Result<(), Self::Error>;
+}
+
+/// One finished attempt at a scan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Scan {
+    /// False if every kick was lost: nothing is registered.
+    pub(crate) done: bool,
+    /// Kicks that were lost.
+    pub(crate) lost: u32,
+    /// From the first kick to the end.
+    pub(crate) took: Duration,
+}
+
+/// Kicks ksmd, waits for the end of the scan and until ksmd rests.
+pub(crate) fn scan_once<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>) -> Result<Scan, K::Error> {
+    let began = Instant::now();
+    let mut before = knobs.ksm().full_scans()?;
+    knobs.set(Knob::PagesToScan, WHOLE_SCAN)?;
+    knobs.set(Knob::SleepMillisecs, fresh_sleep(knobs)?)?;
+    knobs.set(Knob::Run, 1)?;
+    let mut lost = 0;
+    let mut quiet = Quiet::default();
+    let mut interval = FIRST_CHECK;
+    loop {
+        knobs.pause(interval)?;
+        interval = (interval * 5 / 4).min(SLOWEST_CHECK);
+        knobs.check()?;
+        let scans = knobs.ksm().full_scans()?;
+        if scans > before {
+            // The count goes up within the batch. A kick before ksmd sleeps would be lost.
+            wait_for_rest(knobs, ksmd)?;
+            return Ok(Scan { done: true, lost, took: began.elapsed() });
+        }
+        before = before.min(scans);
+        if !is_lost(knobs, ksmd, &mut quiet)? {
+            continue;
+        }
+        if lost + 1 == MAX_KICKS {
+            return Ok(Scan { done: false, lost, took: began.elapsed() });
+        }
+        lost += 1;
+        interval = FIRST_CHECK;
+        quiet = Quiet::default();
+        knobs.set(Knob::SleepMillisecs, fresh_sleep(knobs)?)?;
+    }
+}
+
+/// Waits until ksmd sleeps between two batches.
+pub(crate) fn wait_for_rest<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>) -> Result<(), K::Error> {
+    let mut quiet = Quiet::default();
+    let mut interval = FIRST_CHECK / 10;
+    loop {
+        let rests = match ksmd.and_then(|ksmd| ksmd.rests().ok()) {
+            Some(rests) => rests,
+            None => quiet.lasts(true, knobs.ksm().pages_scanned()?, SLOWEST_CHECK),
+        };
+        if rests {
+            return Ok(());
+        }
+        knobs.pause(interval)?;
+        interval = (interval * 5 / 4).min(SLOWEST_CHECK);
+    }
+}
+
+/// An endless sleep other than the one in force: a kick.
+pub(crate) fn fresh_sleep<K: ScanKnobs>(knobs: &K) -> Result<u64, K::Error> {
+    Ok(match knobs.value(Knob::SleepMillisecs)? {
+        Some(now) if (ENDLESS_SLEEP..u64::from(u32::MAX)).contains(&now) => now + 1,
+        _ => ENDLESS_SLEEP,
+    })
+}
+
+/// Whether ksmd has rested for so long that the kick must have been lost.
+fn is_lost<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>, quiet: &mut Quiet) -> Result<bool, K::Error> {
+    let scanned = knobs.ksm().pages_scanned()?;
+    let rests = match ksmd {
+        // Its state costs more to read than the counter: read it only while the counter stands still.
+        Some(_) if quiet.moves(scanned) => Some(false),
+        // If its state cannot be read, treat it as hidden.
+        Some(ksmd) => ksmd.rests().ok(),
+        None => None,
+    };
+    Ok(match rests {
+        Some(rests) => quiet.lasts(rests, scanned, LOST_KICK),
+        None => quiet.lasts(true, scanned, LOST_KICK_UNSEEN),
+    })
+}
+
+/// For how long ksmd has rested with its counter unchanged.
+#[derive(Default)]
+struct Quiet {
+    since: Option<(Instant, u64)>,
+    scanned: Option<u64>,
+}
+
+impl Quiet {
+    /// Whether the counter has moved since the last call.
+    fn moves(&mut self, scanned: u64) -> bool {
+        self.scanned.replace(scanned).is_some_and(|before| before != scanned)
+    }
+
+    fn lasts(&mut self, rests: bool, scanned: u64, limit: Duration) -> bool {
+        match self.since {
+            Some((since, at)) if rests && at == scanned => since.elapsed() >= limit,
+            _ => {
+                self.since = rests.then(|| (Instant::now(), scanned));
+                false
+            }
+        }
+    }
+}
