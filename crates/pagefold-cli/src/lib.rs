@@ -1,7 +1,21 @@
-//! What the command lines of `pagefold` and `pagefold-lab` share: exit codes, one-line errors, scope flags, text output.
+//! What the command lines of `pagefold` and `pagefold-lab` share.
+//!
+//! | what | module |
+//! | --- | --- |
+//! | the table of options: flags, keys, ranges, defaults, help | [`options`] |
+//! | flags made from the table | [`flags`]; the selection of processes: [`scope`] |
+//! | the configuration file's syntax | [`config_file`] |
+//! | exit codes, and errors of one line | [`exit`] |
+//! | text output: sizes, shares, times, colour | [`figures`], [`style`] |
 #![forbid(unsafe_code)]
 
+pub mod config_file;
 pub mod exit;
+pub mod figures;
+pub mod flags;
+pub mod options;
+#[cfg(test)]
+mod reference;
 pub mod scope;
 pub mod style;
 

@@ -1,73 +1,44 @@
 //! The flags that select processes.
 
 use crate::exit::{self, Exit};
+use crate::flags::ScopeFlags;
+use crate::options::{Value, Values};
 use pagefold_linux::proc::Roots;
-use pagefold_linux::scope::exclude::{DenyList, unfit_entry};
 use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped, resolve};
-use std::path::PathBuf;
-
-const PROGRAMS: &str = "Which programs";
 
 /// The processes in scope. Several flags add up.
 #[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
 pub struct ScopeArgs {
     /// These processes (may be repeated, or separated by commas)
-    #[arg(long, help_heading = PROGRAMS, value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(i32).range(1..))]
+    #[arg(long, help_heading = "Scope", value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(i32).range(1..))]
     pub pid: Vec<i32>,
-    /// Every process in this cgroup and below it
-    #[arg(long, help_heading = PROGRAMS, value_name = "PATH")]
-    pub cgroup: Vec<PathBuf>,
-    /// Every process of this user (name or number)
-    #[arg(long, help_heading = PROGRAMS, value_name = "USER")]
-    pub user: Vec<String>,
-    /// Every process running this program (path, or just its name)
-    #[arg(long, help_heading = PROGRAMS, value_name = "PROGRAM")]
-    pub exe: Vec<String>,
-    /// Every process on the machine
-    #[arg(long, help_heading = PROGRAMS)]
-    pub all: bool,
-}
-
-/// Changes to the deny list.
-#[derive(Clone, Debug, Default, clap::Args)]
-pub struct DenyArgs {
-    /// Also leave programs of this name alone: a base name, or a prefix and an asterisk
-    #[arg(long, help_heading = PROGRAMS, value_name = "NAME", value_parser = program)]
-    pub deny: Vec<String>,
-    /// Remove this name from the deny list
-    #[arg(long, help_heading = PROGRAMS, value_name = "NAME", value_parser = program)]
-    pub allow: Vec<String>,
-}
-
-impl DenyArgs {
-    /// Applies the changes to a list.
-    pub fn on(&self, list: DenyList) -> DenyList {
-        list.with(&self.deny, &self.allow)
-    }
-}
-
-fn program(name: &str) -> Result<String, String> {
-    match unfit_entry(name) {
-        Some(why) => Err(format!("it {why}")),
-        None => Ok(name.to_owned()),
-    }
+    /// The selectors that the configuration file has too.
+    #[command(flatten)]
+    pub selectors: ScopeFlags,
 }
 
 impl ScopeArgs {
+    /// The scope that a configuration file has.
+    pub fn of_file(values: &Values) -> Self {
+        Self { pid: Vec::new(), selectors: ScopeFlags(values.of_section("scope")) }
+    }
+
     /// The scope as a specification that can be resolved again later.
     pub fn spec(&self) -> ScopeSpec {
+        let values = &self.selectors.0;
         ScopeSpec {
             pids: self.pid.clone(),
-            cgroups: self.cgroup.clone(),
-            users: self.user.clone(),
-            exes: self.exe.clone(),
-            all: self.all,
+            cgroups: values.list("cgroups").into_iter().map(Into::into).collect(),
+            users: values.list("users"),
+            exes: values.list("exes"),
+            all: values.get("all") == Some(&Value::Switch(true)),
         }
     }
 
     /// Whether new processes can enter the scope.
     pub fn is_selective(&self) -> bool {
-        self.all || !(self.cgroup.is_empty() && self.user.is_empty() && self.exe.is_empty())
+        let ScopeSpec { cgroups, users, exes, all, .. } = self.spec();
+        all || !(cgroups.is_empty() && users.is_empty() && exes.is_empty())
     }
 
     /// The processes that are in scope now.
@@ -113,24 +84,6 @@ mod tests {
         assert_eq!(spec.users, ["root"]);
         assert!(Cli::try_parse_from(["x", "--pid", "0"]).is_err());
         assert!(Cli::try_parse_from(["x", "--pid", "one"]).is_err());
-    }
-
-    #[test]
-    fn deny_and_allow_change_the_deny_list() {
-        #[derive(Parser)]
-        struct Cli {
-            #[command(flatten)]
-            deny: DenyArgs,
-        }
-        let cli = Cli::try_parse_from(["x", "--deny", "mine*", "--allow", "vault", "--allow", "tor"]).unwrap();
-        let list = cli.deny.on(DenyList::default());
-        assert_eq!(list.entry_for(b"mine-2"), Some("mine*"));
-        assert_eq!((list.entry_for(b"vault"), list.entry_for(b"tor")), (None, None));
-        assert_eq!(list.entry_for(b"ssh-agent"), Some("ssh-agent"));
-        for bad in ["", "/usr/bin/vault", "a*b", "**"] {
-            assert!(Cli::try_parse_from(["x", "--deny", bad]).is_err(), "{bad}");
-            assert!(Cli::try_parse_from(["x", "--allow", bad]).is_err(), "{bad}");
-        }
     }
 
     #[test]

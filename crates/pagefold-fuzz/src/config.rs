@@ -1,11 +1,6 @@
 //! The configuration file.
 
-// The program's own module: it has no library that this crate could take it from.
-#[allow(dead_code, clippy::pedantic)]
-#[path = "../../pagefold/src/config/file.rs"]
-mod config_file;
-
-use config_file::parse;
+use pagefold_cli::config_file::parse;
 
 /// A configuration: what is wrong with one is told in one printable line that begins with the file's name, and one that
 /// is right stays the same with itself as an addition.

@@ -4,7 +4,7 @@
 //! A line that cannot be written is lost, counted, and complained about once: nothing waits for the log.
 
 use crate::config::ownership;
-use crate::exit::{self, Exit};
+use pagefold_cli::exit::{self, Exit};
 use pagefold_core::host::{Marking, Why};
 use pagefold_core::units::Bytes;
 use pagefold_linux::host::live::Changed;

@@ -10,10 +10,10 @@ pub mod server;
 
 use crate::commands::explain;
 use crate::commands::status::Status;
-use crate::exit;
-use crate::output::style;
 use anyhow::Result;
 use client::ask;
+use pagefold_cli::exit;
+use pagefold_cli::style;
 use pagefold_core::governor::Governor;
 use protocol::{PATH, Request, Standing};
 use queue::Counter;

@@ -9,12 +9,13 @@ mod workers;
 use crate::commands::run::{rounds, take};
 use crate::commands::scan::{self, ScanArgs};
 use crate::commands::unmerge;
-use crate::config::judgement_args::seed;
-use crate::config::scope_args::{DenyArgs, ScopeArgs};
-use crate::exit::{self, Exit};
-use crate::output::style::{self, Style, human};
+use crate::config::settings::seed;
 use crate::preflight;
 use anyhow::{Context, Result, bail};
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::flags::DenyFlags;
+use pagefold_cli::scope::ScopeArgs;
+use pagefold_cli::style::{self, Style, human};
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_linux::host::live::{Event, LiveHost};
@@ -169,7 +170,7 @@ impl Demo {
 
         let report = scan::scan(&ScanArgs {
             scope: scope(&pids),
-            deny: DenyArgs::default(),
+            deny: DenyFlags::default(),
             exact: true,
             json: false,
             html: None,

@@ -2,7 +2,6 @@
 
 use clap::{Parser, Subcommand};
 use commands::{doctor, exec, explain, run, scan, status, unmerge};
-use pagefold_cli::exit;
 use std::process::ExitCode;
 
 mod audit;

@@ -1,7 +1,7 @@
 //! What `run` and `unmerge` need of the machine before they may touch it, and how a refusal is told.
 
-use crate::exit::{self, Exit};
 use anyhow::{Context, Result};
+use pagefold_cli::exit::{self, Exit};
 use pagefold_linux::inject::{InjectError, Injector, is_frozen};
 use pagefold_linux::ksm::lease::TakeError;
 use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};

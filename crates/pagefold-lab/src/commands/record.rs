@@ -3,7 +3,8 @@
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::scope::{DenyArgs, ScopeArgs};
+use pagefold_cli::flags::DenyFlags;
+use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style;
 use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source, Written, schema};
 use pagefold_lab::recorder::{Recorder, Wish};
@@ -24,7 +25,7 @@ pub struct RecordArgs {
     pub scope: ScopeArgs,
     /// Whom to leave alone.
     #[command(flatten)]
-    pub deny: DenyArgs,
+    pub deny: DenyFlags,
     /// Look this often (500ms, 1s, 1m); every look reads all of their memory
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = interval)]
     pub every: Duration,
@@ -85,7 +86,7 @@ pub fn run(args: &RecordArgs) -> Result<u8> {
     let stop = Interrupt::on_signals().context("cannot listen for signals")?;
     let scoped = args.scope.resolve()?;
     need_rights()?;
-    let deny = args.deny.on(DenyList::default());
+    let deny = args.deny.apply(DenyList::default());
     refuse_if_all_are_left_alone(&scoped, &deny)?;
     let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);
     let origin = Origin { source: "live".to_owned(), every_ns, anonymous: args.anonymous };

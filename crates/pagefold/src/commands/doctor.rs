@@ -3,8 +3,8 @@
 //! Ends with 0 if `pagefold run` can work here, notes and warnings included; else with the code that
 //! `run` itself would end with. `--fix` that could not put back what should be possible ends with 1.
 
-use crate::exit::{self, Exit};
-use crate::output::style;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::style;
 use pagefold_linux::check::diagnose::{Finding, Severity, examine};
 use pagefold_linux::check::facts::Roots;
 use pagefold_linux::ksm::lease::{Places, Restored, TakeError, put_back_deferred};

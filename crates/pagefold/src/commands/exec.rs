@@ -1,7 +1,7 @@
 //! `pagefold exec`: starts a program whose memory KSM may merge, without tracing it.
 
-use crate::exit::{self, Exit};
 use anyhow::Result;
+use pagefold_cli::exit::{self, Exit};
 use pagefold_linux::proc::merge_any::set_merge_any;
 use std::ffi::OsString;
 use std::io::ErrorKind;

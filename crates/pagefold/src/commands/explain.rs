@@ -3,14 +3,14 @@
 
 mod words;
 
-use crate::config::scope_args;
 use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::control::queue::Facts;
-use crate::exit::{self, Exit};
 use crate::output::placement::PlaceRow;
-use crate::output::style::{self, Style};
 use anyhow::Result;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::scope;
+use pagefold_cli::style::{self, Style};
 use pagefold_core::report::{Kind, RegionReport};
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::maps::{VmaDetail, kind_of, read_smaps};
@@ -186,7 +186,7 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
             explanation.left_alone = Some(format!("its cgroup {cgroup} is to be avoided (user.pagefold.avoid)"));
             process
         }
-        Err(error) => return Err(scope_args::explain(&error).into()),
+        Err(error) => return Err(scope::explain(&error).into()),
     };
     let exe = match exe_of(&process) {
         Err(ReadError::Denied { .. }) => None,

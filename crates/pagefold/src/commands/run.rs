@@ -4,16 +4,16 @@ pub mod reload;
 
 use crate::audit::{Begin, End, Entry};
 use crate::commands::run::reload::Standing;
-use crate::config::judgement_args::JudgementArgs;
-use crate::config::scope_args::{DenyArgs, ScopeArgs, explain};
 use crate::config::settings::Settings;
 use crate::control;
 use crate::control::queue::{Desk, Facts, RunFacts};
-use crate::exit::{self, Exit};
-use crate::output::style::{self, Style};
 use crate::preflight;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::flags::{DenyFlags, RunFlags};
+use pagefold_cli::scope::{ScopeArgs, explain};
+use pagefold_cli::style::{self, Style};
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, round};
 use pagefold_core::governor::Governor;
@@ -45,21 +45,14 @@ pub struct RunArgs {
     pub scope: ScopeArgs,
     /// Whom to leave alone.
     #[command(flatten)]
-    pub deny: DenyArgs,
-    /// How hard to search.
+    pub deny: DenyFlags,
+    /// The other options that the configuration file has too.
     #[command(flatten)]
-    pub judgement: JudgementArgs,
+    pub options: RunFlags,
     /// Take settings that are not given here from this file (without any scope, /etc/pagefold/pagefold.toml is read if it
     /// is there)
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Write a line of JSON (schema pagefold.audit/1) to this file for every span of memory marked or unmarked
-    #[arg(long, value_name = "FILE")]
-    pub audit: Option<PathBuf>,
-    /// On which memory node merged pages live: fair (where they are used, and else each node its share), priority (by nice
-    /// values), local-only (nothing is merged across nodes) or kernel (as it falls; usually fair)
-    #[arg(long, value_name = "POLICY")]
-    pub placement: Option<Placement>,
     /// End after this time (60s, 5m, 2h); without it, when told to by ctrl-C or SIGTERM
     #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
     pub duration: Option<Duration>,

@@ -5,12 +5,13 @@ pub mod report;
 mod survey;
 mod table;
 
-use crate::config::scope_args::{DenyArgs, ScopeArgs};
-use crate::exit::{self, Exit};
 use crate::output::placement::PlacesView;
-use crate::output::style;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::flags::DenyFlags;
+use pagefold_cli::scope::ScopeArgs;
+use pagefold_cli::style;
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{MergedSample, PageState};
 use pagefold_core::keys::{OwnerKey, RegionKey};
@@ -39,7 +40,7 @@ pub struct ScanArgs {
     pub scope: ScopeArgs,
     /// Whom to leave alone.
     #[command(flatten)]
-    pub deny: DenyArgs,
+    pub deny: DenyFlags,
     /// Read every page instead of a sample: slower, and no margin of error
     #[arg(long)]
     pub exact: bool,
@@ -79,7 +80,7 @@ pub fn scan(args: &ScanArgs) -> Result<Report> {
     let bar = progress();
     bar.set_length(scoped.len() as u64);
     bar.set_message("looking at page tables");
-    let mut survey = Survey::of(scoped, &args.deny.on(DenyList::default()), &mut reader, || bar.inc(1))?;
+    let mut survey = Survey::of(scoped, &args.deny.apply(DenyList::default()), &mut reader, || bar.inc(1))?;
     refuse_if_nothing_is_left(&survey)?;
 
     let mut scanner = Scanner {

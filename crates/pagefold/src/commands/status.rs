@@ -3,11 +3,11 @@
 use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::control::queue::Facts;
-use crate::exit;
-use crate::output::figures::{thousands, time, wrap};
 use crate::output::placement::PlacesView;
-use crate::output::style::{self, Style, bar, count, human, line, percent, shorten};
 use anyhow::Result;
+use pagefold_cli::exit;
+use pagefold_cli::figures::{thousands, time, wrap};
+use pagefold_cli::style::{self, Style, bar, count, human, line, percent, shorten};
 use pagefold_core::governor::Governor;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_core::report::{Kind, Next, RegionReport};

@@ -1,11 +1,12 @@
 //! `pagefold unmerge`: gives programs their own copies again and takes their marks away.
 
 use crate::audit::{Audit, Before, Begin, End, Entry};
-use crate::config::scope_args::ScopeArgs;
-use crate::exit;
-use crate::output::style::{self, Style};
 use crate::preflight;
 use anyhow::Result;
+use pagefold_cli::exit;
+use pagefold_cli::flags::AuditFlags;
+use pagefold_cli::scope::ScopeArgs;
+use pagefold_cli::style::{self, Style};
 use pagefold_core::host::ScanOrder;
 use pagefold_core::units::Bytes;
 use pagefold_linux::inject::unmerge::{UnfoldError, unfold};
@@ -16,7 +17,6 @@ use pagefold_linux::ksm::lease::{Places, TakeError, Tenure, Wishes};
 use pagefold_linux::proc::Roots;
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,9 +29,9 @@ pub struct UnmergeArgs {
     /// Which programs.
     #[command(flatten)]
     pub scope: ScopeArgs,
-    /// Write a line of JSON (schema pagefold.audit/1) to this file for every span of memory unmarked
-    #[arg(long, value_name = "FILE")]
-    pub audit: Option<PathBuf>,
+    /// The audit log.
+    #[command(flatten)]
+    pub audit: AuditFlags,
     /// Print the result as JSON (schema pagefold.unmerge/1)
     #[arg(long)]
     pub json: bool,
@@ -68,7 +68,7 @@ struct Process {
 pub fn run(args: &UnmergeArgs) -> Result<u8> {
     preflight::need_rights("giving memory back")?;
     let ksm = preflight::ksm()?;
-    let mut audit = args.audit.as_deref().map(Audit::open).transpose()?;
+    let mut audit = args.audit.path().map(Audit::open).transpose()?;
     let mut log = |entry: &Entry| {
         if let Some(complaint) = audit.as_mut().and_then(|audit| audit.write(entry)) {
             eprintln!("pagefold: {complaint}");
@@ -91,7 +91,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     let scope = args.scope.spec().to_string();
     log(&Entry::Begin(Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope }));
     for scoped in scoped {
-        let before = args.audit.is_some().then(|| Before::of(&scoped));
+        let before = args.audit.path().is_some().then(|| Before::of(&scoped));
         let mut process = Process {
             pid: scoped.process.pid(),
             name: scoped.name.clone(),

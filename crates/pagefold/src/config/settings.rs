@@ -1,20 +1,24 @@
 //! What is in force: the command line first, then the configuration files, then the defaults.
 
 use crate::commands::run::RunArgs;
-use crate::config::file::{By, ConfigFile, Program, Scope, Who, Word, parse};
 use crate::config::ownership;
-use crate::config::scope_args::ScopeArgs;
-use crate::exit::{self, Exit};
-use pagefold_core::config::Config;
+use pagefold_cli::config_file::parse;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::options::{Value, Values};
+use pagefold_cli::scope::ScopeArgs;
+use pagefold_core::config::{Config, Preset};
 use pagefold_core::limits::Limits;
 use pagefold_core::placement::policy::{Latencies, Placement};
+use pagefold_core::units::Permyriad;
 use pagefold_linux::host::live::Policies;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::domain::{DomainRule, DomainRules, Selector};
 use pagefold_linux::scope::exclude::DenyList;
 use pagefold_linux::scope::user_id;
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::str::FromStr;
 
 /// Read by a `run` that is told neither a file nor a scope.
 const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
@@ -39,39 +43,44 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Puts them together.
+    /// Reads the configuration files and puts them together with the command line.
+    ///
+    /// # Errors
+    /// A file cannot be trusted or parsed, or settings contradict each other.
     pub fn of(args: &RunArgs) -> Result<Self, Exit> {
         let is_default = |file: &&Path| args.scope == ScopeArgs::default() && file.exists();
         let file = args.config.as_deref().or_else(|| Some(Path::new(DEFAULT_FILE)).filter(is_default));
-        let said = file.map(load).transpose()?.unwrap_or_default();
-        Self::from(args, file, &said)
+        Self::from(args, file)
     }
 
-    /// The same of the file as it is now.
-    pub fn again(&self, args: &RunArgs) -> Result<Self, Exit> {
-        let said = self.file.as_deref().map(load).transpose()?.unwrap_or_default();
-        let read = Self::from(args, self.file.as_deref(), &said)?;
+    /// The same from the files as they are now.
+    ///
+    /// # Errors
+    /// As [`Self::of`].
+    pub fn reread(&self, args: &RunArgs) -> Result<Self, Exit> {
+        let read = Self::from(args, self.file.as_deref())?;
         Ok(Self { config: Config { seed: self.config.seed, ..read.config }, ..read })
     }
 
-    fn from(args: &RunArgs, file: Option<&Path>, said: &ConfigFile) -> Result<Self, Exit> {
-        let from_file = args.scope == ScopeArgs::default();
-        let config = args
-            .judgement
-            .over(said)
-            .config()
-            .and_then(|config| Config { limits: limits(said), latencies: latencies(said), ..config }.validated())
-            .map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
+    fn from(args: &RunArgs, file: Option<&Path>) -> Result<Self, Exit> {
+        let in_file = file.map(load).transpose()?.unwrap_or_default();
+        let scope = match &args.scope {
+            given if *given == ScopeArgs::default() => ScopeArgs::of_file(&in_file),
+            given => given.clone(),
+        };
+        let deny = args.deny.apply(deny_list(&in_file));
+        let values = in_file.then(args.options.0.clone());
+        let config = config(&values).validated().map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
         Ok(Self {
             file: file.map(Path::to_owned),
-            scope: if from_file { scope_of(&said.scope) } else { args.scope.clone() },
+            scope,
             config,
-            deny: args.deny.on(deny_list(said)),
-            domains: domains(said).map_err(|why| {
+            deny,
+            domains: domains(&values).map_err(|why| {
                 Exit::new(exit::USAGE, format!("{}: {why}", file.map(ownership::shown).unwrap_or_default()))
             })?,
-            placement: placement(args, said)?,
-            audit: args.audit.clone().or_else(|| said.audit.file.clone()),
+            placement: placement(&values)?,
+            audit: values.text("file").map(PathBuf::from),
         })
     }
 
@@ -95,9 +104,9 @@ impl Settings {
 }
 
 /// Reads a file and those in its directory of additions: FILE.d/*.toml, in the order of their names.
-fn load(path: &Path) -> Result<ConfigFile, Exit> {
+fn load(path: &Path) -> Result<Values, Exit> {
     let refused = |path: &Path, why: &str| Exit::new(exit::USAGE, format!("{} {why}", ownership::shown(path)));
-    let one = |path: &Path| -> Result<ConfigFile, Exit> {
+    let one = |path: &Path| -> Result<Values, Exit> {
         let text = ownership::read(path).map_err(|why| refused(path, &why))?;
         parse(&text, &ownership::shown(path)).map_err(|error| Exit::new(exit::USAGE, error.to_string()))
     };
@@ -126,83 +135,87 @@ fn load(path: &Path) -> Result<ConfigFile, Exit> {
     Ok(merged)
 }
 
-fn deny_list(said: &ConfigFile) -> DenyList {
-    let names = |programs: &Option<Vec<Program>>| {
-        programs.iter().flatten().map(|Program(name)| name.clone()).collect::<Vec<_>>()
-    };
-    let list = match &said.deny.programs {
-        Some(_) => DenyList::new(names(&said.deny.programs)),
+/// The settings of the judgement, with a seed of their own.
+fn config(values: &Values) -> Config {
+    let preset = Config::of_preset(parsed::<Preset>(values, "preset").unwrap_or_default());
+    let number = |key, default| values.number(key).unwrap_or(default);
+    let share = |key| values.number(key).map(|share| Permyriad(u32::try_from(share).unwrap_or(u32::MAX)));
+    let nanos = |key, default| number(key, u64::from(default)).try_into().unwrap_or(default);
+    Config {
+        governor: parsed(values, "governor").unwrap_or(preset.governor),
+        top_share: share("top-share").or(preset.top_share),
+        round_ns: values.number("round").or(preset.round_ns),
+        levels: values.number("levels").and_then(|levels| usize::try_from(levels).ok()).unwrap_or(preset.levels),
+        duplicate_threshold: share("duplicate-threshold").unwrap_or(preset.duplicate_threshold),
+        cow_threshold: share("cow-threshold").unwrap_or(preset.cow_threshold),
+        lifetime_ns: number("lifetime", preset.lifetime_ns),
+        limits: Limits {
+            pages_per_process: number("samples-per-second-per-process", preset.limits.pages_per_process),
+            pages: number("samples-per-second", preset.limits.pages),
+            stops_per_process: number("stops-per-second-per-process", preset.limits.stops_per_process),
+            stops: number("stops-per-second", preset.limits.stops),
+            moves: number("moves-per-second", preset.limits.moves),
+            longest_stop_ns: number("longest-stop", preset.limits.longest_stop_ns),
+        },
+        latencies: Latencies {
+            local_ns: nanos("local-latency", preset.latencies.local_ns),
+            remote_ns: nanos("remote-latency", preset.latencies.remote_ns),
+        },
+        seed: seed(),
+        ..preset
+    }
+}
+
+/// A seed that other processes cannot predict.
+pub fn seed() -> u64 {
+    RandomState::new().hash_one(0)
+}
+
+/// A name, which was checked when it was given.
+fn parsed<T: FromStr>(values: &Values, key: &str) -> Option<T> {
+    values.text(key)?.parse().ok()
+}
+
+fn deny_list(values: &Values) -> DenyList {
+    let list = match values.get("programs") {
+        Some(_) => DenyList::new(values.list("programs")),
         None => DenyList::default(),
     };
-    list.with(&names(&said.deny.also), &names(&said.deny.except))
+    list.with(&values.list("also"), &values.list("except"))
 }
 
-fn limits(said: &ConfigFile) -> Limits {
-    let (said, usual) = (&said.limits, Limits::default());
-    let rate = |said: Option<u32>, usual| said.map_or(usual, u64::from);
-    Limits {
-        pages_per_process: rate(said.samples_per_second_per_process, usual.pages_per_process),
-        pages: rate(said.samples_per_second, usual.pages),
-        stops_per_process: rate(said.stops_per_second_per_process, usual.stops_per_process),
-        stops: rate(said.stops_per_second, usual.stops),
-        moves: rate(said.moves_per_second, usual.moves),
-        longest_stop_ns: said
-            .longest_stop
-            .map_or(usual.longest_stop_ns, |stop| u64::try_from(stop.as_nanos()).unwrap_or(u64::MAX)),
-    }
-}
-
-fn latencies(said: &ConfigFile) -> Latencies {
-    let usual = Latencies::default();
-    let ns = |said: Option<Duration>, usual| said.map_or(usual, |time| u32::try_from(time.as_nanos()).unwrap_or(usual));
-    Latencies {
-        local_ns: ns(said.numa.local_latency, usual.local_ns),
-        remote_ns: ns(said.numa.remote_latency, usual.remote_ns),
-    }
-}
-
-fn placement(args: &RunArgs, said: &ConfigFile) -> Result<Policies, Exit> {
-    let policies = Policies {
-        default: args.placement.or(said.numa.placement).unwrap_or_default(),
-        domains: said.numa.domains.clone().unwrap_or_default(),
+fn placement(values: &Values) -> Result<Policies, Exit> {
+    let named = |(domain, name): (&String, &String)| Some((domain.clone(), name.parse().ok()?));
+    let domains = match values.get("domains") {
+        Some(Value::Names(names)) => names.iter().filter_map(named).collect(),
+        _ => BTreeMap::default(),
     };
-    let local = |placement: &Placement| *placement == Placement::LocalOnly;
-    if policies.domains.values().all(|placement| local(placement) == local(&policies.default)) {
+    let policies = Policies { default: parsed(values, "placement").unwrap_or_default(), domains };
+    let is_local = |placement: &Placement| *placement == Placement::LocalOnly;
+    if policies.domains.values().all(|placement| is_local(placement) == is_local(&policies.default)) {
         return Ok(policies);
     }
-    let line = "local-only is for all trust domains or for none, because the kernel has one switch for it; change \
+    let line = "local-only must be set for all trust domains or for none, because the kernel has one switch for all; change \
                 placement or [numa.domains]";
     Err(Exit::new(exit::USAGE, line.to_owned()))
 }
 
-fn domains(said: &ConfigFile) -> Result<DomainRules, String> {
-    let mut rules = Vec::new();
-    for rule in said.domains.rule.iter().flatten() {
-        let selector = match &rule.who {
-            Who::Cgroup(path) => Selector::cgroup(Path::new(path), &Roots::default()),
-            Who::User(user) => Selector::User(user_id(user).map_err(|error| {
-                format!(
-                    "{error}, whom the rule for domain '{}' names; give a name from /etc/passwd, or a number",
-                    rule.name
-                )
+fn domains(values: &Values) -> Result<DomainRules, String> {
+    let given = match values.get("rule") {
+        Some(Value::Rules(rules)) => rules.as_slice(),
+        _ => &[],
+    };
+    let rules = given.iter().map(|rule| {
+        let selector = match rule.selector {
+            "cgroup" => Selector::cgroup(Path::new(&rule.value), &Roots::default()),
+            "user" => Selector::User(user_id(&rule.value).map_err(|error| {
+                format!("the rule for domain '{}': {error}; give a name from /etc/passwd, or a number", rule.name)
             })?),
-            Who::Exe(exe) => Selector::Exe(exe.clone()),
+            _ => Selector::Exe(rule.value.clone()),
         };
-        rules.push(DomainRule { name: rule.name.clone(), selector });
-    }
-    Ok(DomainRules { by_user: said.domains.by == Some(By::User), rules })
-}
-
-/// The scope of a configuration file.
-fn scope_of(scope: &Scope) -> ScopeArgs {
-    let words = |words: &Option<Vec<Word>>| words.iter().flatten().map(|Word(word)| word.clone()).collect::<Vec<_>>();
-    ScopeArgs {
-        pid: Vec::new(),
-        cgroup: words(&scope.cgroups).into_iter().map(PathBuf::from).collect(),
-        user: words(&scope.users),
-        exe: words(&scope.exes),
-        all: scope.all.unwrap_or(false),
-    }
+        Ok(DomainRule { name: rule.name.clone(), selector })
+    });
+    Ok(DomainRules { by_user: values.text("by") == Some("user"), rules: rules.collect::<Result<_, String>>()? })
 }
 
 #[cfg(test)]

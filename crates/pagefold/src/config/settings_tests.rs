@@ -56,13 +56,28 @@ fn additions_are_read_in_order_and_the_command_line_comes_before_all() {
     files.add(".40.toml", "no configuration either");
     let settings = files.settings(&[]).unwrap();
     assert_eq!((settings.config.governor, settings.config.levels), (Governor::Medium, 3));
-    assert_eq!(settings.scope.exe, ["a"]);
+    assert_eq!(settings.scope.spec().exes, ["a"]);
     assert_eq!((settings.deny.entry_for(b"x"), settings.deny.entry_for(b"vault")), (Some("x"), None));
     assert_eq!(settings.deny.entry_for(b"ssh-agent"), Some("ssh-agent"));
     let settings = files.settings(&["--pid", "7", "--governor", "full", "--deny", "vault", "--allow", "x"]).unwrap();
     assert_eq!((settings.config.governor, settings.config.levels), (Governor::Full, 3));
-    assert_eq!((&settings.scope.pid[..], settings.scope.exe.len()), (&[7][..], 0), "a scope replaces the file's");
+    assert_eq!(
+        (&settings.scope.pid[..], settings.scope.spec().exes.len()),
+        (&[7][..], 0),
+        "a scope replaces the file's"
+    );
     assert_eq!((settings.deny.entry_for(b"x"), settings.deny.entry_for(b"vault")), (None, Some("vault")));
+}
+
+#[test]
+fn the_command_line_comes_before_the_file_and_both_before_the_preset() {
+    let files =
+        Files::new("[run]\ngovernor = \"low\"\nlevels = 3\npreset = \"sensitive\"\n[judgement]\ncow-threshold = 70\n");
+    let config = files.settings(&["--levels", "5", "--round", "3s"]).unwrap().config;
+    assert_eq!((config.governor, config.levels, config.cow_threshold), (Governor::Low, 5, Permyriad(7_000)));
+    assert_eq!((config.lifetime_ns, config.round_ns), (0, Some(3_000_000_000)), "the preset's, and the flag's");
+    let plain = Files::new("").settings(&[]).unwrap().config;
+    assert_eq!(plain, Config { seed: plain.seed, ..Config::default() });
 }
 
 #[test]
@@ -81,7 +96,7 @@ fn domains_and_limits_come_out_as_plain_rules() {
     assert_eq!(settings.domains, DomainRules { by_user: true, rules });
     assert_eq!(settings.config.limits, Limits { stops: 7, ..Limits::default() });
     Files::new("[limits]\nsamples-per-second = 1\n")
-        .refused("samples-per-second is 1; it must be from 64 to 100000000");
+        .refused("limits.samples-per-second: 1 is out of range; it must be from 64 to 100000000");
     let nobody = Files::new("[[domains.rule]]\nname = \"n\"\nuser = \"nobody-such\"\n");
     nobody.refused("there is no user nobody-such");
 }
@@ -96,7 +111,7 @@ fn local_only_is_for_all_or_for_none() {
     for text in
         ["[numa.domains]\na = \"local-only\"\n", "[numa]\nplacement = \"local-only\"\n[numa.domains]\na = \"fair\"\n"]
     {
-        Files::new(text).refused("local-only is for all trust domains or for none");
+        Files::new(text).refused("local-only must be set for all trust domains or for none");
     }
     let files = Files::new("[numa]\nplacement = \"kernel\"\n");
     assert_eq!(files.settings(&["--placement", "priority"]).unwrap().placement.default, Placement::Priority);
@@ -157,15 +172,15 @@ fn what_a_run_cannot_take_in_is_named() {
     let path = files.path();
     let args = Cli::try_parse_from(["run", "--config", path.to_str().unwrap()]).unwrap().run;
     let old = Settings::of(&args).unwrap();
-    assert!(old.again(&args).unwrap().fixed_differences(&old).is_empty());
+    assert!(old.reread(&args).unwrap().fixed_differences(&old).is_empty());
     fs::write(&path, "[run]\ngovernor = \"full\"\n[deny]\nalso = [\"x\"]\n").unwrap();
-    assert!(old.again(&args).unwrap().fixed_differences(&old).is_empty());
+    assert!(old.reread(&args).unwrap().fixed_differences(&old).is_empty());
     fs::write(&path, "[run]\nlevels = 2\n[scope]\nall = true\n").unwrap();
-    let differences = old.again(&args).unwrap().fixed_differences(&old);
+    let differences = old.reread(&args).unwrap().fixed_differences(&old);
     assert_eq!(differences, ["[scope]", "[run] but for the governor, or [judgement]"]);
     fs::write(&path, "[judgement]\nlifetime = \"1s\"\n").unwrap();
-    let differences = old.again(&args).unwrap().fixed_differences(&old);
+    let differences = old.reread(&args).unwrap().fixed_differences(&old);
     assert_eq!(differences, ["[run] but for the governor, or [judgement]"]);
     fs::write(&path, "nonsense").unwrap();
-    assert!(old.again(&args).is_err());
+    assert!(old.reread(&args).is_err());
 }

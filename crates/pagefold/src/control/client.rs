@@ -1,8 +1,8 @@
 //! Asking the daemon.
 
 use super::protocol::{PATH, Refusal, Request};
-use crate::exit::{self, Exit};
 use anyhow::Result;
+use pagefold_cli::exit::{self, Exit};
 use pagefold_linux::os::peer::own_uid;
 use serde::de::DeserializeOwned;
 use serde_json::Value;

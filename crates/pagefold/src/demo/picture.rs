@@ -1,6 +1,6 @@
 //! Bars and curves in characters. Glyphs differ as well as colours, so that nothing is lost without colour.
 
-use crate::output::style::{Style, human};
+use pagefold_cli::style::{Style, human};
 use std::io::IsTerminal;
 
 /// Columns of a bar.
@@ -122,7 +122,7 @@ impl Drop for Canvas {
 
 /// A picture that nobody can see any more is no reason to stop halfway.
 fn put(text: &str) {
-    let _ = crate::output::style::print(text);
+    let _ = pagefold_cli::style::print(text);
 }
 
 #[cfg(test)]

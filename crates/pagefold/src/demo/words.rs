@@ -3,7 +3,7 @@
 use super::picture::{BAR, Curve, columns, time_axis};
 use super::watch::{Point, Seen, View};
 use crate::commands::scan::report::Report;
-use crate::output::style::{Style, human, line, percent};
+use pagefold_cli::style::{Style, human, line, percent};
 use std::time::Duration;
 
 /// Rows of a curve that stands alone, and of one of two.

@@ -1,8 +1,8 @@
 //! The programs of the demonstration: a pool of workers as servers have them, each with data that all of them hold,
 //! data of its own, and untouched zeros.
 
-use crate::exit::{self, Exit};
 use anyhow::{Context, Result};
+use pagefold_cli::exit::{self, Exit};
 use pagefold_core::units::{PAGE_SIZE, Pages};
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::headroom::headroom;

@@ -1,6 +1,6 @@
 //! Where merged pages are, on a machine with several memory nodes: for `status`, `explain` and `scan`.
 
-use crate::output::style::{Style, count, human, line, percent, shorten};
+use pagefold_cli::style::{Style, count, human, line, percent, shorten};
 use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::ledger::Ledger;
 use pagefold_core::placement::placer::{OwnerPlaces, Places};

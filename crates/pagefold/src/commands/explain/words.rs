@@ -3,8 +3,8 @@
 use super::{Excluded, Explanation, Row};
 use crate::commands::status::paint;
 use crate::control::queue::Facts;
-use crate::output::figures::{thousands, time, wrap};
-use crate::output::style::{Style, count, human, line, percent, shorten};
+use pagefold_cli::figures::{thousands, time, wrap};
+use pagefold_cli::style::{Style, count, human, line, percent, shorten};
 use pagefold_core::report::{Kind, Next, RegionReport};
 use pagefold_core::units::Pages;
 use pagefold_linux::scope::exclude::Exclusion;

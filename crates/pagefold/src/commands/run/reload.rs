@@ -6,7 +6,7 @@
 use crate::audit::{Audit, Entry};
 use crate::commands::run::RunArgs;
 use crate::config::settings::Settings;
-use crate::exit::Exit;
+use pagefold_cli::exit::Exit;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_linux::host::live::LiveHost;
@@ -64,7 +64,7 @@ impl<'a> Standing<'a> {
         if let Some(Err(error)) = self.audit.as_mut().map(Audit::reopen) {
             lines.push(format!("the audit log goes on where it was: {error}"));
         }
-        let governor = match self.settings.again(self.args) {
+        let governor = match self.settings.reread(self.args) {
             Ok(read) => self.take(read, engine, host, &mut lines),
             Err(error) => {
                 lines.push(format!("the settings stay as they were: {error}"));

@@ -1,7 +1,7 @@
 //! The result of a scan as one web page that needs nothing else.
 
 use super::report::{Amounts, Report};
-use crate::output::style::{count, human, percent};
+use pagefold_cli::style::{count, human, percent};
 use std::fmt::Write as _;
 
 const STYLE: &str = include_str!("scan.css");

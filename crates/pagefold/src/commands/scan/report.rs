@@ -257,7 +257,7 @@ impl Report {
 
     /// The result in one sentence.
     pub fn headline(&self) -> String {
-        use crate::output::style::{count, human, percent};
+        use pagefold_cli::style::{count, human, percent};
         let looked_at = self.looked_at().count();
         let totals = &self.totals;
         let (savable, resident) = (totals.savable_bytes as f64, totals.resident_bytes as f64);
@@ -280,7 +280,7 @@ impl Report {
 
     /// How sure the figures are.
     pub fn basis(&self) -> String {
-        use crate::output::style::{human, percent};
+        use pagefold_cli::style::{human, percent};
         let read = human(self.cost.pages_read << 12);
         let cpu = format!("{:.2} s of CPU", self.cost.cpu_seconds);
         if self.exact {

@@ -1,8 +1,8 @@
 //! The result of a scan for a terminal.
 
 use super::report::{Amounts, Report};
-use crate::output::style::{Style, bar, count, human, line, percent, shorten};
 use comfy_table::{Cell, CellAlignment, Table, presets};
+use pagefold_cli::style::{Style, bar, count, human, line, percent, shorten};
 
 /// Rows shown of a list; the rest is summed up in a line.
 const ROWS: usize = 20;

@@ -1,0 +1,434 @@
+//! The table of options: everything that can be set both on the command line and in the configuration file.
+//!
+//! Each row is the only definition of its option. The flags of the command line ([`crate::flags`]), the parser of the
+//! configuration file ([`crate::config_file`]), the table in `docs/commands.md` and `packaging/pagefold.toml` are made from it.
+//! Defaults and ranges are those of the core. To add an option, add a row here and read it in `settings.rs` of
+//! pagefold; then `PAGEFOLD_BLESS=1 cargo test -p pagefold-cli reference` writes the documents again.
+
+use pagefold_core::config::Config;
+use pagefold_core::range;
+use pagefold_core::units::Permyriad;
+use pagefold_linux::scope::exclude::unfit_entry;
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+/// A section of the configuration file, which is also a group of flags.
+#[derive(Clone, Copy, Debug)]
+pub struct Section {
+    /// Its name in the file.
+    pub name: &'static str,
+    /// The heading of its flags in `--help`.
+    pub heading: &'static str,
+    /// What it is about: the comment above it in the file.
+    pub help: &'static str,
+}
+
+/// An option.
+#[derive(Clone, Debug)]
+pub struct OptionSpec {
+    /// The section of the configuration file that has its key.
+    pub section: &'static str,
+    /// Its key, different from that of every other option.
+    pub key: &'static str,
+    /// Its flag without the dashes. Empty if it can only be set in the file.
+    pub flag: &'static str,
+    /// Which values it takes.
+    pub kind: Kind,
+    /// An example as the file has it, for an option without a default.
+    pub example: &'static str,
+    /// What it does, in the imperative or as a noun phrase, without a full stop.
+    pub help: &'static str,
+}
+
+/// Which values an option takes.
+#[derive(Clone, Debug)]
+pub enum Kind {
+    /// One of these names. The first is the default.
+    Name(&'static [&'static str]),
+    /// A number in a range, with its default.
+    Number(Unit, RangeInclusive<u64>, fn(&Config) -> Option<u64>),
+    /// On or off. Default: off.
+    Switch,
+    /// A list of paths, names or numbers. In `--help` a value has this name.
+    List(&'static str),
+    /// A list of entries of the deny list. The command line adds to it, files replace it.
+    Programs,
+    /// An absolute path.
+    File,
+    /// A table from names to one of these.
+    Names(&'static [&'static str]),
+    /// A list of [`DomainRule`].
+    Rules,
+}
+
+/// The unit of a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Per cent, kept in parts of ten thousand.
+    Percent,
+    /// A time, kept in nanoseconds.
+    Time,
+    /// A plain count.
+    Count,
+}
+
+/// A value that was given for an option and is in its range.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Value {
+    Text(String),
+    Number(u64),
+    Switch(bool),
+    List(Vec<String>),
+    Names(BTreeMap<String, String>),
+    Rules(Vec<DomainRule>),
+}
+
+/// A rule that puts processes into a trust domain: `[[domains.rule]]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DomainRule {
+    /// The domain's name.
+    pub name: String,
+    /// What selects its processes: `cgroup`, `user` or `exe`.
+    pub selector: &'static str,
+    /// The cgroup, user or program.
+    pub value: String,
+}
+
+/// The sections, in the order of the file.
+pub const SECTIONS: &[Section] = &[
+    Section {
+        name: "scope",
+        heading: "Scope",
+        help: "Which processes are in scope. All entries add up. Scope flags on the command line replace this section.",
+    },
+    Section { name: "run", heading: "CPU time", help: "How much CPU time to use, and how fast to search." },
+    Section { name: "judgement", heading: "Judgement", help: "Which memory is worth merging." },
+    Section {
+        name: "deny",
+        heading: "Scope",
+        help: "Programs that are never touched: base names, or the beginning of one and an asterisk. The default list has \
+               key agents, password managers, browsers and the like; see docs/commands.md. Reloaded by SIGHUP.",
+    },
+    Section {
+        name: "limits",
+        heading: "Limits",
+        help: "What may be done to other processes in a second, whatever the governor allows. Reloaded by SIGHUP.",
+    },
+    Section {
+        name: "domains",
+        heading: "Trust domains",
+        help: "Memory is merged only within a trust domain. The first of these that names one decides: the extended attribute \
+               user.pagefold.domain of the process's cgroup or of its nearest ancestor that has one, the rules below in \
+               their order, and with by = \"user\" the user of the process. All other processes are in the domain \
+               \"default\".",
+    },
+    Section { name: "numa", heading: "NUMA", help: "Where merged pages live on a machine with several memory nodes." },
+    Section {
+        name: "audit",
+        heading: "Output",
+        help: "A log with one line of JSON (schema pagefold.audit/1) for every span of memory that is marked or unmarked.",
+    },
+];
+
+const PLACEMENTS: &[&str] = &["fair", "priority", "local-only", "kernel"];
+
+/// The options, in the order of the file. Columns: section, key, flag, values, example, help.
+#[rustfmt::skip]
+pub const OPTIONS: &[OptionSpec] = {
+    use Kind::{File, List, Name, Names, Number, Programs, Rules, Switch};
+    use Unit::{Count, Percent, Time};
+    &[
+        row("scope", "cgroups", "cgroup", List("PATH"), "[\"/sys/fs/cgroup/system.slice/redis.service\"]",
+            "Every process in this cgroup and below it"),
+        row("scope", "users", "user", List("USER"), "[\"www-data\", 33]", "Every process of this user (name or number)"),
+        row("scope", "exes", "exe", List("PROGRAM"), "[\"redis-server\", \"/usr/bin/qemu-system-x86_64\"]",
+            "Every process that runs this program (path or base name)"),
+        row("scope", "all", "all", Switch, "false", "Every process of the machine"),
+        row("run", "governor", "governor", Name(&["full", "medium", "low", "quiet", "auto"]), "",
+            "Share of one core that pagefold and ksmd may use together: full (95 %), medium (50 %), low (20 %), quiet (1 %), \
+             or auto, which goes from quiet to full as memory gets scarce"),
+        row("run", "preset", "preset", Name(&["default", "sensitive"]), "",
+            "Defaults for a purpose; sensitive also merges memory that lives only for seconds"),
+        row("run", "top-share", "top-share", Number(Percent, range::TOP_SHARE, |_| None), "20",
+            "Share of one core to use at most, instead of the governor's"),
+        row("run", "round", "round", Number(Time, range::ROUND_NS, |_| None), "\"4s\"",
+            "Length of a sampling round, instead of the governor's"),
+        row("run", "levels", "levels", Number(Count, range::LEVELS, |config| Some(config.levels as u64)), "",
+            "Levels of the sampling ladder"),
+        row("judgement", "duplicate-threshold", "duplicate-threshold",
+            Number(Percent, range::THRESHOLD, |config| Some(u64::from(config.duplicate_threshold.0))), "",
+            "Share of duplicate pages from which a region is promoted"),
+        row("judgement", "cow-threshold", "cow-threshold",
+            Number(Percent, range::THRESHOLD, |config| Some(u64::from(config.cow_threshold.0))), "",
+            "Share of merged pages that are soon written again from which a region is left alone; 100 switches this off"),
+        row("judgement", "lifetime", "lifetime", Number(Time, range::LIFETIME_NS, |config| Some(config.lifetime_ns)), "",
+            "Age below which a region is left alone"),
+        row("deny", "programs", "", Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]",
+            "The programs never to touch, instead of the default list"),
+        row("deny", "also", "deny", Programs, "[\"my-key-server\", \"wallet*\"]",
+            "Never touch programs of this name either (base name, or its beginning and an asterisk)"),
+        row("deny", "except", "allow", Programs, "[\"chrome-headless\"]",
+            "Allow programs of this name although they are on the deny list"),
+        row("limits", "samples-per-second-per-process", "",
+            Number(Count, range::PAGES, |config| Some(config.limits.pages_per_process)), "",
+            "Pages read in one process"),
+        row("limits", "samples-per-second", "", Number(Count, range::PAGES, |config| Some(config.limits.pages)), "",
+            "Pages read in all processes together"),
+        row("limits", "stops-per-second-per-process", "",
+            Number(Count, range::STOPS_PER_PROCESS, |config| Some(config.limits.stops_per_process)), "",
+            "Times that one process is stopped"),
+        row("limits", "stops-per-second", "", Number(Count, range::STOPS, |config| Some(config.limits.stops)), "",
+            "Times that any process is stopped"),
+        row("limits", "moves-per-second", "", Number(Count, range::MOVES, |config| Some(config.limits.moves)), "",
+            "Merged pages moved to another memory node"),
+        row("limits", "longest-stop", "",
+            Number(Time, range::LONGEST_STOP_NS, |config| Some(config.limits.longest_stop_ns)), "",
+            "How long a process may be stopped at a time"),
+        row("domains", "by", "", Name(&["cgroup-xattr", "user"]), "",
+            "What separates processes that no rule names: the cgroup's attribute only, or also the user"),
+        row("domains", "rule", "", Rules, "\
+            name = \"customer-a\"\ncgroup = \"/sys/fs/cgroup/machine.slice/a.scope\"\n\
+            name = \"web\"\nuser = \"www-data\"\n\
+            name = \"caches\"\nexe = \"redis-server\"",
+            "A trust domain: its name, and one of cgroup, user and exe"),
+        row("numa", "placement", "placement", Name(PLACEMENTS), "",
+            "Node of a merged page: fair (where it is used, else an equal part for each node of its sharers), priority (by \
+             nice values), local-only (nothing is merged across nodes), kernel (wherever ksmd leaves it)"),
+        row("numa", "local-latency", "",
+            Number(Time, range::LATENCY_NS, |config| Some(u64::from(config.latencies.local_ns))), "",
+            "Time of a memory access to the own node, for the cost of remote pages in status"),
+        row("numa", "remote-latency", "",
+            Number(Time, range::LATENCY_NS, |config| Some(u64::from(config.latencies.remote_ns))), "",
+            "Time of a memory access to the nearest other node"),
+        row("numa", "domains", "", Names(PLACEMENTS), "customer-a = \"priority\"",
+            "Placement of single trust domains; local-only must be set for all of them or for none"),
+        row("audit", "file", "audit", File, "\"/var/log/pagefold/audit.jsonl\"",
+            "Append one line of JSON to this file for every span of memory that is marked or unmarked"),
+    ]
+};
+
+const fn row(
+    section: &'static str,
+    key: &'static str,
+    flag: &'static str,
+    kind: Kind,
+    example: &'static str,
+    help: &'static str,
+) -> OptionSpec {
+    OptionSpec { section, key, flag, kind, example, help }
+}
+
+impl OptionSpec {
+    /// Checks a value given as text: a flag's argument, or a string or number of the file.
+    ///
+    /// # Errors
+    /// What is wrong; what to do.
+    pub fn parse(&self, text: &str) -> Result<Value, String> {
+        match &self.kind {
+            Kind::Name(names) => name(self.key, names, text).map(Value::Text),
+            Kind::Number(unit, range, _) => unit.parse(text, range).map(Value::Number),
+            Kind::Programs => match unfit_entry(text) {
+                Some(why) => Err(format!("'{text}' {why}")),
+                None => Ok(Value::Text(text.to_owned())),
+            },
+            _ => word(text).map(Value::Text),
+        }
+    }
+
+    /// The permitted values, for people. Empty where anything goes.
+    pub fn range(&self) -> String {
+        match &self.kind {
+            Kind::Number(unit, range, _) => format!("{} to {}", unit.show(*range.start()), unit.show(*range.end())),
+            _ => String::new(),
+        }
+    }
+
+    /// The default, for people. Empty if there is none.
+    pub fn default(&self) -> String {
+        match &self.kind {
+            Kind::Name(names) => names[0].to_owned(),
+            Kind::Number(unit, _, default) => default(&Config::default()).map(|n| unit.show(n)).unwrap_or_default(),
+            _ => String::new(),
+        }
+    }
+}
+
+/// A name out of `names`. `what` is what it names.
+pub fn name(what: &str, names: &[&str], text: &str) -> Result<String, String> {
+    if names.contains(&text) {
+        return Ok(text.to_owned());
+    }
+    let (last, others) = names.split_last().unwrap_or((&"", &[]));
+    Err(format!("there is no {what} '{}'; choose {} or {last}", text.escape_debug(), others.join(", ")))
+}
+
+/// A path or a name. An empty cgroup would be that of the whole machine.
+pub fn word(text: &str) -> Result<String, String> {
+    if text.is_empty() || text.contains(char::is_control) {
+        return Err("the name is empty or has a control character; give another one".to_owned());
+    }
+    Ok(text.to_owned())
+}
+
+impl Unit {
+    fn parse(self, text: &str, range: &RangeInclusive<u64>) -> Result<u64, String> {
+        let number = match self {
+            Self::Percent => {
+                percent(text).ok_or_else(|| format!("'{text}' is not a percentage; give a number such as 10 or 0.5"))?
+            }
+            Self::Time => humantime::parse_duration(text)
+                .map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
+                .map_err(|_| format!("'{text}' is not a time; give a number and a unit, such as 100ms"))?,
+            Self::Count => text.parse().map_err(|_| {
+                format!("'{text}' is not a valid number; give one from {} to {}", range.start(), range.end())
+            })?,
+        };
+        if range.contains(&number) {
+            return Ok(number);
+        }
+        let (low, high) = (self.show(*range.start()), self.show(*range.end()));
+        Err(format!("{} is out of range; it must be from {low} to {high}", self.show(number)))
+    }
+
+    /// What a value is called in `--help`.
+    pub fn value_name(self) -> &'static str {
+        match self {
+            Self::Percent => "PERCENT",
+            Self::Time => "DURATION",
+            Self::Count => "N",
+        }
+    }
+
+    /// A number with its unit.
+    pub fn show(self, number: u64) -> String {
+        match self {
+            Self::Percent => Permyriad(u32::try_from(number).unwrap_or(u32::MAX)).to_string(),
+            Self::Time => humantime::format_duration(Duration::from_nanos(number)).to_string().replace(' ', ""),
+            Self::Count => number.to_string(),
+        }
+    }
+}
+
+/// Per cent with at most two decimals, in parts of ten thousand.
+fn percent(text: &str) -> Option<u64> {
+    let number: f64 = text.trim_end_matches('%').trim_end().parse().ok()?;
+    // 1e6 % is far beyond any range, and what is larger is no number that somebody meant.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked before")]
+    (0.0..=1e6).contains(&number).then(|| (number * 100.0).round() as u64)
+}
+
+impl Value {
+    /// The text of a name or a path.
+    pub fn text(&self) -> Option<&str> {
+        match self {
+            Self::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+}
+
+/// The values given for options, by key.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Values(BTreeMap<&'static str, Value>);
+
+impl Values {
+    /// Sets the value of an option.
+    pub fn set(&mut self, option: &OptionSpec, value: Value) {
+        self.0.insert(option.key, value);
+    }
+
+    /// Both together. Where both have a value, that of `later` counts.
+    #[must_use]
+    pub fn then(mut self, later: Self) -> Self {
+        self.0.extend(later.0);
+        self
+    }
+
+    /// Those of one section.
+    #[must_use]
+    pub fn of_section(&self, section: &str) -> Self {
+        let keys = OPTIONS.iter().filter(|option| option.section == section).map(|option| option.key);
+        Self(keys.filter_map(|key| Some((key, self.0.get(key)?.clone()))).collect())
+    }
+
+    /// The value of an option.
+    ///
+    /// # Panics
+    /// If no option has this key.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        assert!(OPTIONS.iter().any(|option| option.key == key), "there is no option {key}");
+        self.0.get(key)
+    }
+
+    /// The text of a name or a path. Panics like [`Self::get`], as those below.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        self.get(key)?.text()
+    }
+
+    /// A number, in the unit in which it is kept.
+    pub fn number(&self, key: &str) -> Option<u64> {
+        match self.get(key)? {
+            Value::Number(number) => Some(*number),
+            _ => None,
+        }
+    }
+
+    /// A list, empty if it was not given.
+    pub fn list(&self, key: &str) -> Vec<String> {
+        match self.get(key) {
+            Some(Value::List(list)) => list.clone(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_core::config::Preset;
+    use pagefold_core::governor::Governor;
+    use pagefold_core::placement::policy::Placement;
+
+    #[test]
+    fn names_and_defaults_are_those_of_the_core() {
+        for option in OPTIONS {
+            let Kind::Name(names) = option.kind else { continue };
+            let default = names[0];
+            match option.key {
+                "governor" => assert_eq!(default.parse(), Ok(Governor::default())),
+                "preset" => assert_eq!(default.parse(), Ok(Preset::default())),
+                "placement" => assert_eq!(default.parse(), Ok(Placement::default())),
+                _ => {}
+            }
+            for name in names {
+                match option.key {
+                    "governor" => assert!(name.parse::<Governor>().is_ok(), "{name}"),
+                    "preset" => assert!(name.parse::<Preset>().is_ok(), "{name}"),
+                    "placement" => assert!(name.parse::<Placement>().is_ok(), "{name}"),
+                    key => assert_eq!(key, "by"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_default_is_a_permitted_value_and_keys_differ() {
+        let mut keys: Vec<&str> = OPTIONS.iter().map(|option| option.key).collect();
+        keys.sort_unstable();
+        assert!(keys.windows(2).all(|pair| pair[0] != pair[1]), "{keys:?}");
+        for option in OPTIONS {
+            let default = option.default();
+            assert!(default.is_empty() != option.example.is_empty(), "{}: a default or an example", option.key);
+            assert!(default.is_empty() || option.parse(&default).is_ok(), "{}: {default}", option.key);
+            assert!(SECTIONS.iter().any(|section| section.name == option.section));
+        }
+    }
+
+    #[test]
+    fn percentages_have_two_decimals() {
+        assert_eq!((percent("10"), percent("0.2%"), percent("140 %")), (Some(1_000), Some(20), Some(14_000)));
+        assert_eq!((percent("ten"), percent("-1"), percent("nan"), percent("1e9")), (None, None, None, None));
+    }
+}
