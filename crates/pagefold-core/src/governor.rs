@@ -14,7 +14,7 @@ use std::str::FromStr;
 /// The time over which a governor's share holds, nanoseconds.
 pub const WINDOW_NS: u64 = 10_000_000_000;
 /// Looks closer together than this are kept as one, nanoseconds.
-const LOOK_NS: u64 = 20_000_000;
+const OBSERVE_NS: u64 = 20_000_000;
 
 /// A named share and round time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -117,34 +117,34 @@ impl FromStr for Governor {
 #[derive(Clone, Debug, Default)]
 pub struct Budget {
     /// Looks at the clocks: when, and the CPU time spent until then.
-    looks: VecDeque<(u64, u64)>,
+    observations: VecDeque<(u64, u64)>,
 }
 
 impl Budget {
     /// Takes note of what has been spent so far.
-    pub fn look(&mut self, now_ns: u64, cost: Cost) {
+    pub fn record(&mut self, now_ns: u64, cost: Cost) {
         let spent_ns = cost.pagefold_ns + cost.ksmd_ns;
-        if self.looks.is_empty() {
+        if self.observations.is_empty() {
             // The clocks begin at 0 with the run, and what it took to start counts.
-            self.looks.push_back((now_ns, 0));
+            self.observations.push_back((now_ns, 0));
         }
-        let several = self.looks.len() > 1;
-        match self.looks.back_mut() {
-            Some(last) if several && now_ns < last.0 + LOOK_NS => last.1 = spent_ns,
-            _ => self.looks.push_back((now_ns, spent_ns)),
+        let several = self.observations.len() > 1;
+        match self.observations.back_mut() {
+            Some(last) if several && now_ns < last.0 + OBSERVE_NS => last.1 = spent_ns,
+            _ => self.observations.push_back((now_ns, spent_ns)),
         }
         // One look older than the window stays, to reckon from.
-        while self.looks.len() > 2 && self.looks[1].0 + WINDOW_NS <= now_ns {
-            self.looks.pop_front();
+        while self.observations.len() > 2 && self.observations[1].0 + WINDOW_NS <= now_ns {
+            self.observations.pop_front();
         }
     }
 
     /// CPU time spent in the last `window_ns`, nanoseconds. Reckons from the last look before the window began, so
     /// rather too much than too little.
     pub fn spent_ns(&self, window_ns: u64) -> u64 {
-        let Some(&(now_ns, spent_ns)) = self.looks.back() else { return 0 };
+        let Some(&(now_ns, spent_ns)) = self.observations.back() else { return 0 };
         let from = now_ns.saturating_sub(window_ns);
-        let before = self.looks.iter().rev().find(|&&(at_ns, _)| at_ns <= from).or(self.looks.front());
+        let before = self.observations.iter().rev().find(|&&(at_ns, _)| at_ns <= from).or(self.observations.front());
         spent_ns - before.map_or(0, |&(_, before_ns)| before_ns.min(spent_ns))
     }
 
@@ -206,15 +206,15 @@ mod tests {
         // Spends all it may at every look, by a fixed clock; what any ten seconds held is counted afterwards.
         let pace = Governor::Low.pace();
         let mut budget = Budget::default();
-        let (mut spent, mut looks) = (0, Vec::new());
+        let (mut spent, mut observations) = (0, Vec::new());
         for look in 0..1_000_u64 {
             let now_ns = look * 73_000_000;
-            budget.look(now_ns, Cost { pagefold_ns: spent / 3, ksmd_ns: spent - spent / 3 });
-            looks.push((now_ns, spent));
+            budget.record(now_ns, Cost { pagefold_ns: spent / 3, ksmd_ns: spent - spent / 3 });
+            observations.push((now_ns, spent));
             spent += budget.room_ns(pace).min(30_000_000);
         }
-        for (at, &(from_ns, before)) in looks.iter().enumerate() {
-            let inside = looks[at..].iter().take_while(|&&(now_ns, _)| now_ns <= from_ns + WINDOW_NS);
+        for (at, &(from_ns, before)) in observations.iter().enumerate() {
+            let inside = observations[at..].iter().take_while(|&&(now_ns, _)| now_ns <= from_ns + WINDOW_NS);
             let most = inside.map(|&(_, spent)| spent - before).max().unwrap();
             assert!(most <= share_ns(WINDOW_NS, pace.top), "{most} from {from_ns}");
         }

@@ -151,20 +151,20 @@ pub struct Cost {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SamplePlan {
     /// Runs of neighbouring pages: one run costs little more than one page.
-    pub runs: Vec<Run>,
+    pub runs: Vec<PageRun>,
     /// Seed for the digests of this run of the program.
     pub digest_seed: u64,
     /// Read fork-shared pages as well, without taking them apart. Private and merged pages are always read.
     pub shared: bool,
     /// Tell of private pages whether they are active: of those in these regions, before they are read.
     pub activity: BTreeSet<RegionKey>,
-    /// Where merged pages are looked for, without reading them.
-    pub looks: Vec<Run>,
+    /// Pages whose merged frames are looked up, without reading them.
+    pub inspect: Vec<PageRun>,
 }
 
 /// Neighbouring pages of one region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct PageRun {
     /// The region.
     pub region: RegionKey,
     /// The first page to read.

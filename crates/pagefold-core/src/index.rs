@@ -42,9 +42,9 @@ pub enum Seen {
     /// Never seen, or seen on this very page only.
     New,
     /// Seen once before, elsewhere: that page has just got its first twin.
-    Twin(Place),
+    Once(Place),
     /// Seen on so many pages before, at least two (7 means many).
-    Known(u8),
+    Often(u8),
 }
 
 /// What has become of the page that an entry names.
@@ -140,14 +140,14 @@ impl Index {
             let (first, count, claimed) = (entry.place(), entry.count(), entry.is_claimed() || claim);
             if first.slot == NOBODY {
                 *entry = Entry::new(print, claimed, place, count, epoch);
-                return Seen::Known(count);
+                return Seen::Often(count);
             }
             if first == place {
                 *entry = Entry::new(print, claimed, first, count, epoch);
-                return if count > 1 { Seen::Known(count - 1) } else { Seen::New };
+                return if count > 1 { Seen::Often(count - 1) } else { Seen::New };
             }
             *entry = Entry::new(print, claimed, first, (count + 1).min(COUNT_MAX), epoch);
-            return if count > 1 { Seen::Known(count) } else { Seen::Twin(first) };
+            return if count > 1 { Seen::Often(count) } else { Seen::Once(first) };
         }
         if tree.len() == tree.capacity() {
             tree.reserve_exact(TREE_STEP);
@@ -244,12 +244,12 @@ mod tests {
             (Place { slot: 1, offset: 7 }, Place { slot: 2, offset: 9 }, Place { slot: 0x7f_fffe, offset: 0x7ff_ffff });
         assert_eq!(index.note(digest(5), a, false), Seen::New);
         assert_eq!(index.note(digest(5), a, false), Seen::New);
-        assert_eq!(index.note(digest(5), b, false), Seen::Twin(a));
-        assert_eq!(index.note(digest(5), c, false), Seen::Known(2));
-        assert_eq!(index.note(digest(5), a, false), Seen::Known(2));
+        assert_eq!(index.note(digest(5), b, false), Seen::Once(a));
+        assert_eq!(index.note(digest(5), c, false), Seen::Often(2));
+        assert_eq!(index.note(digest(5), a, false), Seen::Often(2));
         assert_eq!(index.len(), 1);
         assert_eq!(index.note(digest(6), c, false), Seen::New);
-        assert_eq!(index.note(digest(6), a, false), Seen::Twin(c));
+        assert_eq!(index.note(digest(6), a, false), Seen::Once(c));
     }
 
     #[test]
@@ -290,7 +290,7 @@ mod tests {
         let but_the_first = |place: Place, _| if place.slot == 1 { Fate::Gone } else { Fate::Renewed };
         index.sweep(but_the_first);
         assert_eq!(index.len(), 1, "nobody else held the other");
-        assert_eq!(index.note(digest(0), place(3), false), Seen::Known(2));
+        assert_eq!(index.note(digest(0), place(3), false), Seen::Often(2));
         index.sweep(|place, _| if place.slot == 3 { Fate::Gone } else { Fate::Renewed });
         assert_eq!(index.len(), 1);
         index.age();
@@ -309,11 +309,11 @@ mod tests {
                 let place = Place { slot, offset };
                 let expected = match model.get_mut(&content) {
                     None => { model.insert(content, (place, 1)); Seen::New }
-                    Some((first, count)) if *first == place => if *count > 1 { Seen::Known(*count - 1) } else { Seen::New },
+                    Some((first, count)) if *first == place => if *count > 1 { Seen::Often(*count - 1) } else { Seen::New },
                     Some((first, count)) => {
                         let before = *count;
                         *count = (before + 1).min(COUNT_MAX);
-                        if before > 1 { Seen::Known(before) } else { Seen::Twin(*first) }
+                        if before > 1 { Seen::Often(before) } else { Seen::Once(*first) }
                     }
                 };
                 prop_assert_eq!(index.note(digest(content), place, false), expected);

@@ -54,7 +54,7 @@ pub struct Ledger {
 
 impl Ledger {
     /// Takes note of a look at the machine.
-    pub fn look(&mut self, now_ns: u64, ksm: &KsmView, cost: Cost) {
+    pub fn observe(&mut self, now_ns: u64, ksm: &KsmView, cost: Cost) {
         if self.began_ns == 0 {
             self.began_ns = now_ns;
             self.saved_before = ksm.saved();
@@ -72,7 +72,7 @@ impl Ledger {
     }
 
     /// Takes note of what came of a round's actions.
-    pub fn act(&mut self, actions: &Actions, outcome: &Outcome) {
+    pub fn record(&mut self, actions: &Actions, outcome: &Outcome) {
         for result in &outcome.unmarked {
             if let Marking::Done(pages) = result.marking {
                 self.unmarked += pages;
@@ -128,7 +128,7 @@ mod tests {
         let mut ledger = Ledger::default();
         for (second, sharing) in [(1, 0), (2, 100), (3, 10), (4, 95), (5, 100), (6, 100)] {
             let ksm = KsmView { sharing: Pages(sharing), ..KsmView::default() };
-            ledger.look(second * 1_000_000_000, &ksm, Cost::default());
+            ledger.observe(second * 1_000_000_000, &ksm, Cost::default());
         }
         assert_eq!(ledger.seconds_to_90_percent(), Some(3.0));
         assert_eq!(ledger.saved(), Pages(100));

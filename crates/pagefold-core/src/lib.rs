@@ -2,7 +2,7 @@
 //!
 //! Everything here is pure. There is no clock, file, environment or random source: time and seeds are arguments, and
 //! processes and regions are opaque keys. A [`host::Host`] (the live machine or the simulated one) observes, reads and
-//! acts; this crate plans, judges and accounts. [`engine::round`] runs one cycle:
+//! acts; this crate plans, judges and accounts. [`engine::cycle`] runs one cycle:
 //!
 //! ```text
 //! observe -> plan -> read -> judge -> apply -> account

@@ -70,7 +70,7 @@ struct Window {
 }
 
 impl Window {
-    fn turn(&mut self, now_ns: u64) {
+    fn advance(&mut self, now_ns: u64) {
         while let Some(&(at_ns, number)) = self.done.front() {
             if at_ns + WINDOW_NS > now_ns {
                 break;
@@ -119,62 +119,62 @@ impl Allowance {
     }
 
     /// Takes note of the time.
-    pub fn turn(&mut self, now_ns: u64) {
+    pub fn advance(&mut self, now_ns: u64) {
         self.now_ns = now_ns;
-        self.all.pages.turn(now_ns);
-        self.all.stops.turn(now_ns);
-        self.all.moves.turn(now_ns);
+        self.all.pages.advance(now_ns);
+        self.all.stops.advance(now_ns);
+        self.all.moves.advance(now_ns);
         self.each.retain(|_, done| {
-            done.pages.turn(now_ns);
-            done.stops.turn(now_ns);
+            done.pages.advance(now_ns);
+            done.stops.advance(now_ns);
             done.pages.sum + done.stops.sum > 0
         });
     }
 
     /// Pages of a process that may be read now.
-    pub fn pages(&self, owner: OwnerKey) -> u64 {
+    pub fn pages_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.pages.sum);
         let all = self.limits.pages.saturating_sub(self.all.pages.sum);
         self.limits.pages_per_process.saturating_sub(own).min(all)
     }
 
     /// Takes note of pages that are going to be read.
-    pub fn read(&mut self, owner: OwnerKey, pages: u64) {
+    pub fn use_pages(&mut self, owner: OwnerKey, pages: u64) {
         self.all.pages.add(self.now_ns, pages);
         self.each.entry(owner).or_default().pages.add(self.now_ns, pages);
     }
 
     /// Stops of a process that may be inflicted now.
-    pub fn stops(&self, owner: OwnerKey) -> u64 {
+    pub fn stops_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.stops.sum);
         let all = self.limits.stops.saturating_sub(self.all.stops.sum);
         self.limits.stops_per_process.saturating_sub(own).min(all)
     }
 
     /// Takes note of stops that are going to be inflicted.
-    pub fn stop(&mut self, owner: OwnerKey, number: u64) {
+    pub fn use_stops(&mut self, owner: OwnerKey, number: u64) {
         self.all.stops.add(self.now_ns, number);
         self.each.entry(owner).or_default().stops.add(self.now_ns, number);
     }
 
     /// Merged frames that may be moved now.
-    pub fn moves(&self) -> u64 {
+    pub fn moves_left(&self) -> u64 {
         self.limits.moves.saturating_sub(self.all.moves.sum)
     }
 
     /// Takes note of merged frames that are going to be moved.
-    pub fn move_frames(&mut self, number: u64) {
+    pub fn use_moves(&mut self, number: u64) {
         self.all.moves.add(self.now_ns, number);
     }
 
     /// How much may be done in one stop.
-    pub fn size(&self) -> StopSize {
+    pub fn stop_size(&self) -> StopSize {
         self.size
     }
 
     /// Takes note of how long stops have been that marked. After one that was too long less is done in one; while they are
     /// short, more again.
-    pub fn resize(&mut self, stops: &[Stops]) {
+    pub fn adapt_stop_size(&mut self, stops: &[Stops]) {
         let (now, limit_ns) = (self.size.marks, self.limits.longest_stop_ns);
         self.size.marks = match stops.iter().map(|stops| stops.longest_ns).max() {
             Some(longest_ns) if longest_ns > limit_ns => (now / 2).max(1),
@@ -200,9 +200,9 @@ mod tests {
             let (mut now_ns, mut done) = (0, Vec::new());
             for (later_ns, owner, wanted) in steps {
                 now_ns += later_ns;
-                allowance.turn(now_ns);
-                let number = wanted.min(allowance.pages(OwnerKey(owner)));
-                allowance.read(OwnerKey(owner), number);
+                allowance.advance(now_ns);
+                let number = wanted.min(allowance.pages_left(OwnerKey(owner)));
+                allowance.use_pages(OwnerKey(owner), number);
                 done.push((now_ns, owner, number));
             }
             for &(from_ns, _, _) in &done {
@@ -219,14 +219,14 @@ mod tests {
     #[test]
     fn what_is_over_may_be_done_again() {
         let mut allowance = Allowance::new(Limits { stops_per_process: 2, stops: 3, ..Limits::default() });
-        allowance.turn(5);
-        allowance.stop(OwnerKey(1), 2);
-        allowance.stop(OwnerKey(2), 1);
-        assert_eq!([1, 2, 3].map(|owner| allowance.stops(OwnerKey(owner))), [0, 0, 0]);
-        allowance.turn(4 + WINDOW_NS);
-        assert_eq!(allowance.stops(OwnerKey(1)), 0);
-        allowance.turn(5 + WINDOW_NS);
-        assert_eq!([1, 2, 3].map(|owner| allowance.stops(OwnerKey(owner))), [2, 2, 2]);
+        allowance.advance(5);
+        allowance.use_stops(OwnerKey(1), 2);
+        allowance.use_stops(OwnerKey(2), 1);
+        assert_eq!([1, 2, 3].map(|owner| allowance.stops_left(OwnerKey(owner))), [0, 0, 0]);
+        allowance.advance(4 + WINDOW_NS);
+        assert_eq!(allowance.stops_left(OwnerKey(1)), 0);
+        allowance.advance(5 + WINDOW_NS);
+        assert_eq!([1, 2, 3].map(|owner| allowance.stops_left(OwnerKey(owner))), [2, 2, 2]);
         assert!(allowance.each.is_empty());
     }
 
@@ -235,8 +235,8 @@ mod tests {
         let mut allowance = Allowance::new(Limits::default());
         let mut stop = |longest_ns| {
             let stops = Stops { owner: OwnerKey(1), number: 1, longest_ns, total_ns: longest_ns };
-            allowance.resize(&[stops]);
-            allowance.size().marks
+            allowance.adapt_stop_size(&[stops]);
+            allowance.stop_size().marks
         };
         assert_eq!(stop(10_000_001), 16);
         assert_eq!(stop(7_000_000), 16);

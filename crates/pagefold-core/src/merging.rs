@@ -1,9 +1,9 @@
 //! When ksmd is worth its walk.
 //!
 //! A scan visits every marked page, and no page merges before its second visit: the first only stores
-//! a checksum (`cmp_and_merge_page`, mm/ksm.c, Linux 6.12). So newly marked memory is owed two scans
-//! and then none at all: merged pages stay merged while ksmd rests. What changes in it later is owed
-//! two more once samples show that they would pay. Exited processes are owed one scan, because their
+//! a checksum (`cmp_and_merge_page`, mm/ksm.c, Linux 6.12). So newly marked memory is due two scans
+//! and then none at all: merged pages stay merged while ksmd rests. What changes in it later is due
+//! two more once samples show that they would pay. Exited processes are due one scan, because their
 //! address spaces are kept until ksmd passes.
 //!
 //! Small marked sets are scanned by kicks (one scan without pause), large ones in paced batches,
@@ -15,7 +15,7 @@ use crate::units::{Pages, Permyriad};
 
 /// Exited processes wait so long for their reaping, so that many share one scan, nanoseconds.
 const REAP_AFTER_NS: u64 = 10_000_000_000;
-/// Where what has gone is less than one part in so many of what is marked, it waits longer: ksmd's records of it are
+/// Where what has exited is less than one part in so many of what is marked, it waits longer: ksmd's records of it are
 /// 64 bytes a page.
 const REAP_PART: u64 = 20;
 /// So long, nanoseconds.
@@ -36,7 +36,7 @@ const SETTLE_NS: u64 = 4_000_000_000;
 const BATCH_NS: u64 = 500_000_000;
 
 #[derive(Clone, Copy, Debug)]
-struct Flight {
+struct ScanInProgress {
     full_scans: u64,
     saved: Pages,
     /// What ksmd had used when it began, nanoseconds.
@@ -49,7 +49,7 @@ struct Flight {
 
 /// What an order is decided on.
 #[derive(Clone, Copy, Debug)]
-pub struct Scan<'a> {
+pub struct Inputs<'a> {
     /// The time, nanoseconds.
     pub now_ns: u64,
     /// KSM as it stands.
@@ -66,105 +66,105 @@ pub struct Scan<'a> {
     pub room_ns: u64,
 }
 
-/// What is owed to the marked memory, and the scan under way.
+/// What is due to the marked memory, and the scan under way.
 #[derive(Clone, Debug)]
-pub struct Merger {
-    owed: u32,
+pub struct ScanScheduler {
+    due: u32,
     /// Since when one of them waits for marks that may come, to be shared with them.
     ready_since_ns: Option<u64>,
     /// Resident pages that ksmd has not visited twice yet.
-    fresh: Pages,
+    unvisited: Pages,
     /// Some that it has visited often are worth a visit.
     thorough: bool,
-    flight: Option<Flight>,
-    /// What has gone since when: pages that were marked.
-    gone: Pages,
+    scan_in_progress: Option<ScanInProgress>,
+    /// What has exited since when: pages that were marked.
+    exited: Pages,
     reap_since_ns: Option<u64>,
     /// Pages merged by the last completed scan.
-    last_growth: Pages,
+    last_merged: Pages,
     /// CPU time of the last two, nanoseconds.
-    walks_ns: [u64; 2],
+    scan_costs_ns: [u64; 2],
     completed: u64,
     /// When the last one ended.
-    landed_ns: u64,
+    ended_ns: u64,
     /// ksmd stands somewhere within a scan, because the last one was paced.
-    midway: bool,
+    mid_scan: bool,
     /// The last order, so that it is repeated only when it changes.
-    ordered: ScanOrder,
+    last_order: ScanOrder,
     /// What a page costs ksmd, for pacing, nanoseconds; and the counters at the last look.
     page_ns: u64,
-    looked: (u64, u64),
+    counters: (u64, u64),
 }
 
-impl Default for Merger {
+impl Default for ScanScheduler {
     fn default() -> Self {
         Self {
-            owed: 0,
+            due: 0,
             ready_since_ns: None,
-            fresh: Pages(0),
+            unvisited: Pages(0),
             thorough: false,
-            flight: None,
-            gone: Pages(0),
+            scan_in_progress: None,
+            exited: Pages(0),
             reap_since_ns: None,
-            last_growth: Pages(0),
-            walks_ns: [0; 2],
+            last_merged: Pages(0),
+            scan_costs_ns: [0; 2],
             completed: 0,
-            landed_ns: 0,
-            midway: true,
-            ordered: ScanOrder::Keep,
+            ended_ns: 0,
+            mid_scan: true,
+            last_order: ScanOrder::Keep,
             page_ns: DEAR_NS,
-            looked: (0, 0),
+            counters: (0, 0),
         }
     }
 }
 
-impl Merger {
+impl ScanScheduler {
     /// So many resident pages have been marked, or have become worth merging in marked spans.
-    pub fn owe(&mut self, resident: Pages) {
+    pub fn request(&mut self, resident: Pages) {
         if resident > Pages(0) {
-            self.fresh += resident;
+            self.unvisited += resident;
             // A scan under way has passed some of the new pages already: it counts for nothing.
-            self.owed = if self.flight.is_some() { 3 } else { 2 };
+            self.due = if self.scan_in_progress.is_some() { 3 } else { 2 };
         }
     }
 
     /// So many pages have become worth merging that ksmd has visited often. After four visits without a merge
     /// `smart_scan` leaves a page out of up to eight scans, whatever it holds by then (`should_skip_rmap_item`, mm/ksm.c,
     /// Linux 6.12): the next scans are to visit every page.
-    pub fn owe_all(&mut self, resident: Pages) {
-        self.owe(resident);
+    pub fn request_thorough(&mut self, resident: Pages) {
+        self.request(resident);
         self.thorough = true;
     }
 
-    /// So many resident pages that were marked have gone, with their process or by themselves.
-    pub fn owe_reaping(&mut self, gone: Pages, now_ns: u64) {
-        self.gone += gone;
+    /// So many resident pages that were marked have exited, with their process or by themselves.
+    pub fn request_reaping(&mut self, exited: Pages, now_ns: u64) {
+        self.exited += exited;
         self.reap_since_ns.get_or_insert(now_ns);
     }
 
-    /// Whether a scan is under way or owed.
+    /// Whether a scan is under way or due.
     pub fn is_busy(&self) -> bool {
-        self.flight.is_some() || self.owed > 0
+        self.scan_in_progress.is_some() || self.due > 0
     }
 
     /// Whether what is there now will be visited twice.
-    pub fn comes_twice(&self) -> bool {
-        self.owed >= 2
+    pub fn visits_twice(&self) -> bool {
+        self.due >= 2
     }
 
     /// Whether the scan under way visits every page.
     pub fn is_thorough(&self) -> bool {
-        self.flight.is_some_and(|flight| flight.thorough)
+        self.scan_in_progress.is_some_and(|scan_in_progress| scan_in_progress.thorough)
     }
 
     /// Whether every page is to be visited, by the scan under way or the next.
-    pub fn owes_all(&self) -> bool {
+    pub fn wants_thorough(&self) -> bool {
         self.thorough
     }
 
     /// Whether two walks are to begin, so that whatever is marked now gets both.
-    pub fn is_about_to_come_twice(&self) -> bool {
-        self.flight.is_none() && self.comes_twice()
+    pub fn starts_two_scans(&self) -> bool {
+        self.scan_in_progress.is_none() && self.visits_twice()
     }
 
     /// Scans completed.
@@ -173,93 +173,93 @@ impl Merger {
     }
 
     /// Pages that the last completed scan merged.
-    pub fn last_growth(&self) -> Pages {
-        self.last_growth
+    pub fn last_merged(&self) -> Pages {
+        self.last_merged
     }
 
     /// CPU time that a scan takes in which little merges: the cheaper one of the last two, nanoseconds.
-    pub fn walk_ns(&self) -> u64 {
-        self.walks_ns[0].min(self.walks_ns[1])
+    pub fn scan_cost_ns(&self) -> u64 {
+        self.scan_costs_ns[0].min(self.scan_costs_ns[1])
     }
 
     /// How long ksmd has had nothing to do, nanoseconds.
-    pub fn rested_ns(&self, now_ns: u64) -> u64 {
-        if self.is_busy() { 0 } else { now_ns.saturating_sub(self.landed_ns) }
+    pub fn idle_ns(&self, now_ns: u64) -> u64 {
+        if self.is_busy() { 0 } else { now_ns.saturating_sub(self.ended_ns) }
     }
 
     /// The order for this round.
-    pub fn order(&mut self, scan: &Scan<'_>) -> ScanOrder {
+    pub fn order(&mut self, scan: &Inputs<'_>) -> ScanOrder {
         let order = self.decide(scan);
-        if order == self.ordered && !matches!(order, ScanOrder::Kick { .. }) {
+        if order == self.last_order && !matches!(order, ScanOrder::Kick { .. }) {
             return ScanOrder::Keep;
         }
         if order != ScanOrder::Keep {
-            self.ordered = order;
+            self.last_order = order;
         }
         order
     }
 
     /// The order while the judgement is paused: whatever is under way ends as soon as it can.
     pub fn suspend(&mut self, ksm: &KsmView) -> ScanOrder {
-        let rest = ksm.ours && !matches!(self.ordered, ScanOrder::Keep | ScanOrder::Rest);
+        let rest = ksm.ours && !matches!(self.last_order, ScanOrder::Keep | ScanOrder::Rest);
         if !rest {
             return ScanOrder::Keep;
         }
-        self.ordered = ScanOrder::Rest;
+        self.last_order = ScanOrder::Rest;
         ScanOrder::Rest
     }
 
-    fn decide(&mut self, scan: &Scan<'_>) -> ScanOrder {
-        let Scan { now_ns, ksm, .. } = *scan;
+    fn decide(&mut self, scan: &Inputs<'_>) -> ScanOrder {
+        let Inputs { now_ns, ksm, .. } = *scan;
         self.measure(scan);
         if !ksm.ours {
-            // Not ours: what is owed stays owed until it is, and nothing is under way.
-            self.flight = None;
+            // Not ours: what is due stays due until it is, and nothing is under way.
+            self.scan_in_progress = None;
             return ScanOrder::Keep;
         }
-        let little = self.gone.0 * REAP_PART < scan.marked.0;
+        let little = self.exited.0 * REAP_PART < scan.marked.0;
         let reap_ns = if little { REAP_AT_LAST_NS } else { REAP_AFTER_NS };
-        if self.owed == 0 && self.reap_since_ns.is_some_and(|since_ns| now_ns >= since_ns + reap_ns) {
-            self.owed = 1;
+        if self.due == 0 && self.reap_since_ns.is_some_and(|since_ns| now_ns >= since_ns + reap_ns) {
+            self.due = 1;
         }
-        let goes_on = self.flight.is_some();
-        if let Some(flight) = self.flight {
-            let answered = ksm.full_scans > flight.full_scans;
-            if flight.kicked && ksm.busy {
+        let goes_on = self.scan_in_progress.is_some();
+        if let Some(scan_in_progress) = self.scan_in_progress {
+            let answered = ksm.full_scans > scan_in_progress.full_scans;
+            if scan_in_progress.kicked && ksm.busy {
                 return ScanOrder::Keep;
             }
-            if !answered && !flight.kicked {
+            if !answered && !scan_in_progress.kicked {
                 return self.pace(scan);
             }
-            self.land(scan);
+            self.finish(scan);
         }
-        if self.owed == 0 {
+        if self.due == 0 {
             return if self.completed > 0 { ScanOrder::Rest } else { ScanOrder::Keep };
         }
         if !scan.settled && now_ns < *self.ready_since_ns.get_or_insert(now_ns) + SETTLE_NS {
             return ScanOrder::Keep;
         }
-        let fresh = self.fresh.0.min(scan.marked.0);
-        let expected_ns = fresh * USUAL_NS + (scan.marked.0 - fresh) * SETTLED_NS;
+        let unvisited = self.unvisited.0.min(scan.marked.0);
+        let expected_ns = unvisited * USUAL_NS + (scan.marked.0 - unvisited) * SETTLED_NS;
         let kicked = scan.pace.top.0 >= KICK_SHARE && expected_ns <= KICK_NS_MAX;
         if kicked && expected_ns > scan.room_ns {
             return ScanOrder::Keep;
         }
-        if !kicked && self.midway && !goes_on {
+        if !kicked && self.mid_scan && !goes_on {
             // The rest of a scan that was begun earlier is not one that all the marked pages get.
-            self.owed += 1;
+            self.due += 1;
         }
-        self.midway = !kicked;
+        self.mid_scan = !kicked;
         self.ready_since_ns = None;
-        (self.reap_since_ns, self.gone) = (None, Pages(0));
+        (self.reap_since_ns, self.exited) = (None, Pages(0));
         let thorough = self.thorough;
         let (full_scans, saved, ksmd_ns) = (ksm.full_scans, ksm.saved(), scan.ksmd_ns);
-        self.flight = Some(Flight { full_scans, saved, ksmd_ns, thorough, kicked });
+        self.scan_in_progress = Some(ScanInProgress { full_scans, saved, ksmd_ns, thorough, kicked });
         if kicked { ScanOrder::Kick { thorough } } else { self.pace(scan) }
     }
 
     /// Batches so small that even dear pages do not break the share, and sleeps by what pages have cost of late.
-    fn pace(&mut self, scan: &Scan<'_>) -> ScanOrder {
+    fn pace(&mut self, scan: &Inputs<'_>) -> ScanOrder {
         let share = u64::from(scan.pace.top.0).clamp(1, 9_900);
         let batch_ns = share_ns(BATCH_NS, Permyriad(scan.pace.top.0.clamp(1, 9_900)));
         if scan.room_ns < batch_ns * 2 {
@@ -268,7 +268,7 @@ impl Merger {
         let pages = (batch_ns / DEAR_NS).max(32);
         let sleep_ms = (pages * self.page_ns / share * (10_000 - share) / 1_000_000).clamp(1, 60_000);
         // Sleeps that differ by less than a third are not worth an order.
-        let sleep_ms = match self.ordered {
+        let sleep_ms = match self.last_order {
             ScanOrder::Pace { sleep_ms: last, .. } if u64::from(last).abs_diff(sleep_ms) * 3 <= sleep_ms => last,
             _ => u32::try_from(sleep_ms).unwrap_or(u32::MAX),
         };
@@ -280,30 +280,30 @@ impl Merger {
     }
 
     /// What ksmd's pages cost: up at once, down by halves, because what comes next may be dear again.
-    fn measure(&mut self, scan: &Scan<'_>) {
+    fn measure(&mut self, scan: &Inputs<'_>) {
         let (scanned, spent_ns) = (scan.ksm.scanned, scan.ksmd_ns);
-        let (pages, ns) = (scanned.saturating_sub(self.looked.0), spent_ns.saturating_sub(self.looked.1));
-        if self.flight.is_none() {
+        let (pages, ns) = (scanned.saturating_sub(self.counters.0), spent_ns.saturating_sub(self.counters.1));
+        if self.scan_in_progress.is_none() {
             self.page_ns = DEAR_NS;
         } else if let Some(page_ns) = ns.checked_div(pages) {
             self.page_ns = page_ns.max(self.page_ns / 2).clamp(100, 10 * DEAR_NS);
         } else if ns == 0 {
             return;
         }
-        self.looked = (scanned, spent_ns);
+        self.counters = (scanned, spent_ns);
     }
 
     /// A scan has ended.
-    fn land(&mut self, scan: &Scan<'_>) {
-        let Some(flight) = self.flight.take() else { return };
+    fn finish(&mut self, scan: &Inputs<'_>) {
+        let Some(scan_in_progress) = self.scan_in_progress.take() else { return };
         self.completed += 1;
-        self.landed_ns = scan.now_ns;
-        self.owed = self.owed.saturating_sub(1);
-        if self.owed == 0 {
-            (self.fresh, self.thorough) = (Pages(0), false);
+        self.ended_ns = scan.now_ns;
+        self.due = self.due.saturating_sub(1);
+        if self.due == 0 {
+            (self.unvisited, self.thorough) = (Pages(0), false);
         }
-        self.last_growth = scan.ksm.saved().saturating_sub(flight.saved);
-        self.walks_ns = [self.walks_ns[1], scan.ksmd_ns.saturating_sub(flight.ksmd_ns)];
+        self.last_merged = scan.ksm.saved().saturating_sub(scan_in_progress.saved);
+        self.scan_costs_ns = [self.scan_costs_ns[1], scan.ksmd_ns.saturating_sub(scan_in_progress.ksmd_ns)];
     }
 }
 
@@ -314,23 +314,23 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    struct Bench {
-        merger: Merger,
+    struct Fixture {
+        scheduler: ScanScheduler,
         ksm: KsmView,
         pace: Pace,
         marked: Pages,
         now_ns: u64,
     }
 
-    impl Bench {
+    impl Fixture {
         fn new() -> Self {
             let ksm = KsmView { ours: true, ..KsmView::default() };
             let pace = Governor::Full.pace();
-            Self { merger: Merger::default(), ksm, pace, marked: Pages(1000), now_ns: 0 }
+            Self { scheduler: ScanScheduler::default(), ksm, pace, marked: Pages(1000), now_ns: 0 }
         }
         fn order(&mut self, settled: bool) -> ScanOrder {
             self.now_ns += 50 * MS;
-            let scan = Scan {
+            let scan = Inputs {
                 now_ns: self.now_ns,
                 ksm: &self.ksm,
                 ksmd_ns: 0,
@@ -339,7 +339,7 @@ mod tests {
                 pace: self.pace,
                 room_ns: u64::MAX,
             };
-            let order = self.merger.order(&scan);
+            let order = self.scheduler.order(&scan);
             self.ksm.busy |= order == ScanOrder::KICK;
             order
         }
@@ -352,110 +352,110 @@ mod tests {
 
     #[test]
     fn marks_are_owed_two_scans_and_then_ksmd_rests() {
-        let mut bench = Bench::new();
-        assert_eq!(bench.order(true), ScanOrder::Keep);
-        bench.merger.owe(Pages(1000));
-        assert_eq!(bench.order(false), ScanOrder::Keep, "more marks are about to come");
-        assert_eq!(bench.order(true), ScanOrder::KICK);
-        assert_eq!(bench.order(true), ScanOrder::Keep);
-        bench.finish_scan(0);
-        assert_eq!(bench.order(true), ScanOrder::KICK);
-        bench.finish_scan(900);
-        assert_eq!(bench.order(true), ScanOrder::Rest);
-        assert!(!bench.merger.is_busy());
+        let mut fixture = Fixture::new();
+        assert_eq!(fixture.order(true), ScanOrder::Keep);
+        fixture.scheduler.request(Pages(1000));
+        assert_eq!(fixture.order(false), ScanOrder::Keep, "more marks are about to come");
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
+        assert_eq!(fixture.order(true), ScanOrder::Keep);
+        fixture.finish_scan(0);
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
+        fixture.finish_scan(900);
+        assert_eq!(fixture.order(true), ScanOrder::Rest);
+        assert!(!fixture.scheduler.is_busy());
     }
 
     #[test]
     fn marks_that_come_during_a_scan_get_two_of_their_own() {
-        let mut bench = Bench::new();
-        bench.merger.owe(Pages(1000));
-        assert_eq!(bench.order(true), ScanOrder::KICK);
-        bench.merger.owe(Pages(500));
+        let mut fixture = Fixture::new();
+        fixture.scheduler.request(Pages(1000));
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
+        fixture.scheduler.request(Pages(500));
         for _ in 0..2 {
-            bench.finish_scan(10);
-            assert_eq!(bench.order(true), ScanOrder::KICK);
+            fixture.finish_scan(10);
+            assert_eq!(fixture.order(true), ScanOrder::KICK);
         }
-        bench.finish_scan(10);
-        assert_eq!(bench.order(true), ScanOrder::Rest);
+        fixture.finish_scan(10);
+        assert_eq!(fixture.order(true), ScanOrder::Rest);
     }
 
     #[test]
     fn two_scans_from_the_beginning_leave_nothing_out_where_all_is_owed() {
-        let mut bench = Bench::new();
-        bench.merger.owe(Pages(1000));
-        assert_eq!(bench.order(true), ScanOrder::KICK);
-        bench.merger.owe_all(Pages(500));
-        assert!(!bench.merger.is_thorough(), "the one under way goes on as it was begun");
+        let mut fixture = Fixture::new();
+        fixture.scheduler.request(Pages(1000));
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
+        fixture.scheduler.request_thorough(Pages(500));
+        assert!(!fixture.scheduler.is_thorough(), "the one under way goes on as it was begun");
         for _ in 0..2 {
-            bench.finish_scan(10);
-            assert_eq!(bench.order(true), ScanOrder::Kick { thorough: true });
-            assert!(bench.merger.is_thorough());
+            fixture.finish_scan(10);
+            assert_eq!(fixture.order(true), ScanOrder::Kick { thorough: true });
+            assert!(fixture.scheduler.is_thorough());
         }
-        bench.finish_scan(10);
-        assert_eq!(bench.order(true), ScanOrder::Rest);
-        bench.merger.owe(Pages(500));
-        assert_eq!(bench.order(true), ScanOrder::KICK);
-        assert!(!bench.merger.is_thorough());
+        fixture.finish_scan(10);
+        assert_eq!(fixture.order(true), ScanOrder::Rest);
+        fixture.scheduler.request(Pages(500));
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
+        assert!(!fixture.scheduler.is_thorough());
     }
 
     #[test]
     fn a_kick_under_way_is_waited_for_and_an_empty_one_is_over() {
-        let mut bench = Bench::new();
-        bench.merger.owe(Pages(1000));
-        assert_eq!(bench.order(true), ScanOrder::KICK);
-        assert_eq!(bench.order(true), ScanOrder::Keep);
+        let mut fixture = Fixture::new();
+        fixture.scheduler.request(Pages(1000));
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
+        assert_eq!(fixture.order(true), ScanOrder::Keep);
         // Nothing was registered any more: the host gives up on it, and no scan is counted by the kernel.
-        bench.ksm.busy = false;
-        assert_eq!(bench.order(true), ScanOrder::KICK);
-        bench.ksm.busy = false;
-        assert_eq!(bench.order(true), ScanOrder::Rest);
+        fixture.ksm.busy = false;
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
+        fixture.ksm.busy = false;
+        assert_eq!(fixture.order(true), ScanOrder::Rest);
     }
 
     #[test]
     fn a_paced_scan_goes_on_until_it_has_come_round() {
-        let mut bench = Bench::new();
-        bench.marked = Pages(1 << 23);
-        bench.merger.owe_reaping(Pages(1 << 23), 0);
-        bench.now_ns = REAP_AFTER_NS;
-        assert!(matches!(bench.order(true), ScanOrder::Pace { .. }));
-        assert_eq!(bench.order(true), ScanOrder::Keep);
-        bench.finish_scan(0);
-        assert_eq!(bench.order(true), ScanOrder::Keep, "that was only the end of a scan begun earlier");
-        bench.finish_scan(0);
-        assert_eq!(bench.order(true), ScanOrder::Rest);
+        let mut fixture = Fixture::new();
+        fixture.marked = Pages(1 << 23);
+        fixture.scheduler.request_reaping(Pages(1 << 23), 0);
+        fixture.now_ns = REAP_AFTER_NS;
+        assert!(matches!(fixture.order(true), ScanOrder::Pace { .. }));
+        assert_eq!(fixture.order(true), ScanOrder::Keep);
+        fixture.finish_scan(0);
+        assert_eq!(fixture.order(true), ScanOrder::Keep, "that was only the end of a scan begun earlier");
+        fixture.finish_scan(0);
+        assert_eq!(fixture.order(true), ScanOrder::Rest);
     }
 
     #[test]
     fn the_exited_are_reaped_together() {
-        let mut bench = Bench::new();
-        bench.merger.owe_reaping(Pages(1000), 0);
-        bench.merger.owe_reaping(Pages(1000), 5_000 * MS);
-        assert_eq!(bench.order(true), ScanOrder::Keep);
-        bench.now_ns = 10_000 * MS;
-        assert_eq!(bench.order(true), ScanOrder::KICK);
-        bench.finish_scan(0);
-        assert_eq!(bench.order(true), ScanOrder::Rest);
+        let mut fixture = Fixture::new();
+        fixture.scheduler.request_reaping(Pages(1000), 0);
+        fixture.scheduler.request_reaping(Pages(1000), 5_000 * MS);
+        assert_eq!(fixture.order(true), ScanOrder::Keep);
+        fixture.now_ns = 10_000 * MS;
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
+        fixture.finish_scan(0);
+        assert_eq!(fixture.order(true), ScanOrder::Rest);
     }
 
     #[test]
     fn large_sets_and_modest_governors_are_paced() {
-        let mut bench = Bench::new();
-        bench.pace = Governor::Low.pace();
-        bench.merger.owe(Pages(1));
-        assert_eq!(bench.order(true), ScanOrder::Pace { pages_to_scan: 5_000, sleep_ms: 400, thorough: false });
-        let mut bench = Bench::new();
-        bench.marked = Pages(1 << 23);
-        bench.merger.owe(Pages(1));
-        assert!(matches!(bench.order(true), ScanOrder::Pace { .. }));
+        let mut fixture = Fixture::new();
+        fixture.pace = Governor::Low.pace();
+        fixture.scheduler.request(Pages(1));
+        assert_eq!(fixture.order(true), ScanOrder::Pace { pages_to_scan: 5_000, sleep_ms: 400, thorough: false });
+        let mut fixture = Fixture::new();
+        fixture.marked = Pages(1 << 23);
+        fixture.scheduler.request(Pages(1));
+        assert!(matches!(fixture.order(true), ScanOrder::Pace { .. }));
     }
 
     #[test]
     fn nothing_is_ordered_while_ksm_is_somebody_elses() {
-        let mut bench = Bench::new();
-        bench.ksm.ours = false;
-        bench.merger.owe(Pages(1000));
-        assert_eq!(bench.order(true), ScanOrder::Keep);
-        bench.ksm.ours = true;
-        assert_eq!(bench.order(true), ScanOrder::KICK);
+        let mut fixture = Fixture::new();
+        fixture.ksm.ours = false;
+        fixture.scheduler.request(Pages(1000));
+        assert_eq!(fixture.order(true), ScanOrder::Keep);
+        fixture.ksm.ours = true;
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
     }
 }

@@ -6,9 +6,9 @@ use crate::host::KsmView;
 use crate::keys::{DomainKey, OwnerKey};
 use crate::ledger::Ledger;
 use crate::marking::lifetimes::Lifetimes;
-use crate::placement::placer::Places;
-use crate::region::table::Slots;
-use crate::region::{Alone, Region, Stage};
+use crate::placement::placer::PlacementSummary;
+use crate::region::table::RegionTable;
+use crate::region::{LeaveAlone, Region, Stage};
 use crate::sampling::ladder::{Ladder, matures_ns, samples_wanted, wants_more};
 use crate::units::{Bytes, Pages, Permyriad, Vpn};
 use serde::{Deserialize, Serialize};
@@ -142,7 +142,7 @@ pub struct LevelTotal {
 
 /// Everything.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Report {
+pub struct EngineReport {
     /// The governor asked for.
     pub governor: Governor,
     /// The governor in force, which `auto` chooses.
@@ -177,14 +177,14 @@ pub struct Report {
     pub ledger: Ledger,
     /// Where merged pages are, on a machine with several memory nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub places: Option<Places>,
+    pub placement: Option<PlacementSummary>,
     /// The regions.
     pub regions: Vec<RegionReport>,
 }
 
 /// How the judgement stands, beside its regions.
 #[derive(Debug)]
-pub(crate) struct Standing<'a> {
+pub(crate) struct EngineState<'a> {
     pub config: &'a Config,
     pub governor: Governor,
     pub pace: Pace,
@@ -197,15 +197,15 @@ pub(crate) struct Standing<'a> {
     pub index: (usize, usize),
     pub spent_ns: u64,
     pub ksm: KsmView,
-    pub places: Option<&'a Places>,
+    pub placement: Option<&'a PlacementSummary>,
 }
 
 /// Reports on everything.
-pub(crate) fn report(standing: &Standing<'_>, slots: &Slots, ledger: &Ledger) -> Report {
-    let resident: u64 = slots.iter().map(|region| region.view.resident.0).sum();
-    let sampled: u64 = slots.iter().map(|region| region.tally.sampled).sum();
+pub(crate) fn report(engine: &EngineState<'_>, table: &RegionTable, ledger: &Ledger) -> EngineReport {
+    let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
+    let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();
     let fraction = sampled as f64 / resident.max(1) as f64;
-    let regions: Vec<RegionReport> = slots.iter().map(|region| of_region(standing, region, fraction)).collect();
+    let regions: Vec<RegionReport> = table.iter().map(|region| of_region(engine, region, fraction)).collect();
     let total = |wanted: &dyn Fn(&RegionReport) -> bool| {
         let chosen = regions.iter().filter(|region| wanted(region));
         chosen.fold((0, Pages(0)), |(count, pages), region| (count + 1, pages + region.resident))
@@ -214,35 +214,35 @@ pub(crate) fn report(standing: &Standing<'_>, slots: &Slots, ledger: &Ledger) ->
         let (regions, resident) = total(&|region| region.kind == kind);
         KindTotal { kind, regions, resident }
     });
-    let levels = (1..=standing.ladder.levels()).rev().map(|level| {
+    let levels = (1..=engine.ladder.levels()).rev().map(|level| {
         let (regions, resident) = total(&|region| region.level == level);
-        let share = standing.ladder.share(level, standing.pace, standing.config);
+        let share = engine.ladder.share(level, engine.pace, engine.config);
         LevelTotal { level, share, regions, resident }
     });
-    Report {
-        governor: standing.config.governor,
-        in_force: standing.governor,
-        top_share: standing.pace.top,
-        used_share: standing.spent_ns as f64 / WINDOW_NS as f64,
-        rounds: standing.ladder.rounds(),
-        busy: standing.busy,
-        paused: standing.paused,
-        drives_ksm: standing.ksm.ours,
+    EngineReport {
+        governor: engine.config.governor,
+        in_force: engine.governor,
+        top_share: engine.pace.top,
+        used_share: engine.spent_ns as f64 / WINDOW_NS as f64,
+        rounds: engine.ladder.rounds(),
+        busy: engine.busy,
+        paused: engine.paused,
+        drives_ksm: engine.ksm.ours,
         saved: ledger.saved(),
         saved_machine: ledger.saved_now,
-        marked: slots.iter().map(Region::marked_resident).sum(),
-        index_entries: standing.index.0,
-        index_bytes: Bytes(standing.index.1 as u64),
+        marked: table.iter().map(Region::marked_resident).sum(),
+        index_entries: engine.index.0,
+        index_bytes: Bytes(engine.index.1 as u64),
         kinds: kinds.to_vec(),
         levels: levels.collect(),
         ledger: Ledger { curve: Vec::new(), ..ledger.clone() },
-        places: standing.places.cloned(),
+        placement: engine.placement.cloned(),
         regions,
     }
 }
 
-fn of_region(standing: &Standing<'_>, region: &Region, fraction: f64) -> RegionReport {
-    let config = standing.config;
+fn of_region(engine: &EngineState<'_>, region: &Region, fraction: f64) -> RegionReport {
+    let config = engine.config;
     let estimate = region.estimate(fraction);
     let exact = matches!(region.stage, Stage::Judged(_));
     let known = region.extents.values().fold((0_u64, 0_u64), |(resident, duplicate), extent| {
@@ -250,7 +250,7 @@ fn of_region(standing: &Standing<'_>, region: &Region, fraction: f64) -> RegionR
     });
     let ratio = if exact { known.1 as f64 / known.0.max(1) as f64 } else { estimate.ratio };
     let range = if exact { (ratio, ratio) } else { (estimate.floor, estimate.ceiling) };
-    let kind = kind(standing, region, ratio, exact, estimate.ceiling);
+    let kind = kind(engine, region, ratio, exact, estimate.ceiling);
     RegionReport {
         owner: region.view.owner,
         domain: region.view.domain,
@@ -259,45 +259,49 @@ fn of_region(standing: &Standing<'_>, region: &Region, fraction: f64) -> RegionR
         resident: region.view.resident,
         level: region.level,
         kind,
-        next: next(standing, region, kind),
-        age_seconds: (standing.now_ns - region.seen_ns) as f64 / 1e9,
+        next: next(engine, region, kind),
+        age_seconds: (engine.now_ns - region.seen_ns) as f64 / 1e9,
         duplicate_ratio: ratio,
         duplicate_range: range,
         exact,
-        cow_ratio: region.churn.ratio(config.cow_horizon_ns),
+        cow_ratio: region.usage.cow_breaks.ratio(config.cow_horizon_ns),
         marked: region.marked_resident(),
-        expected: region.marks.iter().map(|mark| mark.duplicate).sum(),
+        expected: region.marks.spans.iter().map(|mark| mark.duplicate).sum(),
         withheld: region.withheld(),
     }
 }
 
-fn kind(standing: &Standing<'_>, region: &Region, ratio: f64, exact: bool, ceiling: f64) -> Kind {
-    let threshold = standing.config.duplicate_threshold.fraction();
-    if region.alone == Alone::Soured || region.is_volatile(standing.config) {
+fn is_cow_broken(region: &Region) -> bool {
+    region.hold.reason() == Some(LeaveAlone::CowBroken)
+}
+
+fn kind(engine: &EngineState<'_>, region: &Region, ratio: f64, exact: bool, ceiling: f64) -> Kind {
+    let threshold = engine.config.duplicate_threshold.fraction();
+    if is_cow_broken(region) || region.is_volatile(engine.config) {
         Kind::CowBroken
     } else if ratio >= threshold || region.marked_resident() > Pages(0) {
-        let young = standing.now_ns < matures_ns(region, standing.lifetimes, standing.pace, standing.config);
+        let young = engine.now_ns < matures_ns(region, engine.lifetimes, engine.pace, engine.config);
         if young { Kind::ShortLived } else { Kind::StaticallyDuplicated }
-    } else if exact || ceiling < 2.0 * threshold || !wants_more(region, standing.config) {
+    } else if exact || ceiling < 2.0 * threshold || !wants_more(region, engine.config) {
         Kind::Sparse
     } else {
         Kind::Unknown
     }
 }
 
-fn next(standing: &Standing<'_>, region: &Region, kind: Kind) -> Next {
-    let matures = matures_ns(region, standing.lifetimes, standing.pace, standing.config);
-    let waits = |until_ns: u64| Next::Wait { ns: until_ns - standing.now_ns };
+fn next(engine: &EngineState<'_>, region: &Region, kind: Kind) -> Next {
+    let matures = matures_ns(region, engine.lifetimes, engine.pace, engine.config);
+    let waits = |until_ns: u64| Next::Wait { ns: until_ns - engine.now_ns };
     match region.stage {
-        _ if region.alone == Alone::Refused => Next::Nothing,
-        _ if region.alone == Alone::Soured && region.not_before_ns > standing.now_ns => waits(region.not_before_ns),
+        _ if region.hold.is_refused() => Next::Nothing,
+        _ if is_cow_broken(region) && region.hold.ends_ns() > engine.now_ns => waits(region.hold.ends_ns()),
         Stage::Examine(cursor) => Next::Read { read: Pages(cursor.0.saturating_sub(region.view.first.0)) },
-        _ if kind == Kind::ShortLived && matures > standing.now_ns => waits(matures),
-        Stage::Judged(_) if region.dirty => Next::Mark,
-        Stage::Judged(_) if region.level > 1 && !region.marks.is_empty() && standing.merging => Next::Merge,
-        Stage::Survey if wants_more(region, standing.config) => {
-            let needed = Pages(samples_wanted(region, standing.config));
-            Next::Sample { sampled: Pages(region.tally.sampled), needed }
+        _ if kind == Kind::ShortLived && matures > engine.now_ns => waits(matures),
+        Stage::Judged(_) if region.changed => Next::Mark,
+        Stage::Judged(_) if region.level > 1 && !region.marks.spans.is_empty() && engine.merging => Next::Merge,
+        Stage::Survey if wants_more(region, engine.config) => {
+            let needed = Pages(samples_wanted(region, engine.config));
+            Next::Sample { sampled: Pages(region.survey.tally.sampled), needed }
         }
         _ => Next::Watch,
     }

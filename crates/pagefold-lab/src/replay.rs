@@ -2,7 +2,7 @@
 
 use crate::script::Scripted;
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Engine, round};
+use pagefold_core::engine::{Cycle, Engine, cycle};
 use pagefold_core::host::{Actions, Host, ScanOrder};
 use pagefold_sim::{Classes, Costs, Forest, Knobs, SearchCounts, SimHost, UksmSettings};
 use serde::Serialize;
@@ -297,7 +297,7 @@ impl Run {
         };
         while self.sim.now_ns() < until_ns {
             if self.sim.now_ns() >= self.next_round_ns {
-                let Ok(pause_ns) = round(engine, &mut self.sim);
+                let Ok(Cycle { wait_ns: pause_ns, .. }) = cycle(engine, &mut self.sim);
                 self.next_round_ns = self.sim.now_ns() + pause_ns.max(1);
             }
             let next_ns = self.next_round_ns.min(until_ns);

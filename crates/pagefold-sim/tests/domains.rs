@@ -1,7 +1,7 @@
 //! Trust domains on the simulated host: what is seen in two of them is marked in at most one.
 
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Engine, round};
+use pagefold_core::engine::{Cycle, Engine, cycle};
 use pagefold_core::host::Host;
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Pages;
@@ -23,7 +23,7 @@ fn engine() -> Engine {
 fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) {
     let end = host.now_ns() + seconds * SECOND;
     while host.now_ns() < end {
-        let Ok(pause) = round(engine, host);
+        let Ok(Cycle { wait_ns: pause, .. }) = cycle(engine, host);
         let Ok(()) = host.wait(pause.max(1_000_000).min(end - host.now_ns().min(end)));
     }
 }
@@ -41,7 +41,7 @@ fn marked(host: &mut SimHost, engine: &Engine) -> BTreeMap<u64, Vec<u16>> {
     let domain_of: BTreeMap<RegionKey, u16> = snapshot.regions.iter().map(|view| (view.key, view.domain.0)).collect();
     let mut found: BTreeMap<u64, Vec<u16>> = BTreeMap::new();
     for region in engine.regions() {
-        for mark in &region.marks {
+        for mark in &region.marks.spans {
             for page in mark.first.0..mark.first.0 + mark.pages.0 {
                 let Some((content, _)) = host.page(region.view.key, pagefold_core::units::Vpn(page)) else { continue };
                 let domains = found.entry(content).or_default();

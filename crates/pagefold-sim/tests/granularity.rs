@@ -1,8 +1,8 @@
 //! One simulated page for several: the figures must be those of as many pages.
 
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Engine, round};
-use pagefold_core::host::{Actions, Host, Run, SamplePlan, ScanOrder, Span};
+use pagefold_core::engine::{Cycle, Engine, cycle};
+use pagefold_core::host::{Actions, Host, PageRun, SamplePlan, ScanOrder, Span};
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, UksmSettings, Writes};
 
@@ -44,7 +44,7 @@ fn figures(who: Who, granularity: u32) -> [(&'static str, u64); 6] {
     if who == Who::Pagefold {
         let mut engine = Engine::new(Config::default());
         while sim.now_ns() < 60 * NS_PER_S {
-            let Ok(pause_ns) = round(&mut engine, &mut sim);
+            let Ok(Cycle { wait_ns: pause_ns, .. }) = cycle(&mut engine, &mut sim);
             sim.wait(pause_ns).unwrap();
         }
     } else {
@@ -93,7 +93,7 @@ fn what_is_read_whole_costs_as_many_pages_and_a_sample_the_root_of_that() {
         let mut sim = machine(Who::Pagefold, granularity);
         let seen = sim.observe().unwrap();
         let Span { region, first: Vpn(first), .. } = sim.span_of(seen.regions[2].key).unwrap();
-        let runs = vec![Run { region, first: Vpn(first), pages }];
+        let runs = vec![PageRun { region, first: Vpn(first), pages }];
         sim.read(&SamplePlan { runs, ..SamplePlan::default() }).unwrap().cpu_ns
     };
     assert_eq!(cost(16, 512), 16 * cost(1, 512));

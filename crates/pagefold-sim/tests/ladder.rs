@@ -1,7 +1,7 @@
 //! The ladder on the simulated host: the four kinds of memory, the governors, and what they cost, in virtual time.
 
 use pagefold_core::config::{Config, Preset};
-use pagefold_core::engine::{Engine, round};
+use pagefold_core::engine::{Cycle, Engine, cycle};
 use pagefold_core::governor::{Governor, WINDOW_NS, share_ns};
 use pagefold_core::host::{Host, MemoryView};
 use pagefold_core::keys::FamilyKey;
@@ -27,7 +27,7 @@ fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Course {
     let end = host.now_ns() + seconds * SECOND;
     let mut course = Vec::new();
     while host.now_ns() < end {
-        let Ok(pause) = round(engine, host);
+        let Ok(Cycle { wait_ns: pause, .. }) = cycle(engine, host);
         let Ok(()) = host.wait(pause.max(1_000_000).min(end - host.now_ns().min(end)));
         let cost = host.cost();
         course.push((host.now_ns(), host.saved().0, cost.pagefold_ns + cost.ksmd_ns));

@@ -1,7 +1,7 @@
 //! What is done to processes stays within the limits, second by second, and the work is done all the same.
 
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Engine, round};
+use pagefold_core::engine::{Cycle, Engine, cycle};
 use pagefold_core::host::{Actions, Host, Outcome, SamplePlan, Samples, Snapshot};
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::limits::Limits;
@@ -76,7 +76,7 @@ fn limits_hold_in_every_second_and_everything_is_folded() {
     let mut watched = Watched { host, owners, pages, stops, seen_ns: 0 };
     let mut engine = Engine::new(Config { seed: 11, limits, ..Config::default() });
     while watched.host.now_ns() < 120 * SECOND {
-        let Ok(pause) = round(&mut engine, &mut watched);
+        let Ok(Cycle { wait_ns: pause, .. }) = cycle(&mut engine, &mut watched);
         let Ok(()) = watched.wait(pause.max(1_000_000));
     }
     let (own, all) = most(&watched.pages);

@@ -2,7 +2,7 @@
 //! simulated nodes, and what it reports beside what the simulator knows.
 
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Engine, round};
+use pagefold_core::engine::{Cycle, Engine, cycle};
 use pagefold_core::host::{Actions, Host, Outcome, SamplePlan, Samples, Snapshot};
 use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::limits::Limits;
@@ -33,7 +33,7 @@ fn engine() -> Engine {
 fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) {
     let end_ns = host.now_ns() + seconds * SECOND;
     while host.now_ns() < end_ns {
-        let Ok(pause) = round(engine, host);
+        let Ok(Cycle { wait_ns: pause, .. }) = cycle(engine, host);
         let Ok(()) = host.wait(pause.max(1_000_000));
     }
 }
@@ -58,7 +58,7 @@ impl Watched {
     fn run(&mut self, engine: &mut Engine, seconds: u64) {
         let end_ns = self.host.now_ns() + seconds * SECOND;
         while self.host.now_ns() < end_ns {
-            let Ok(pause) = round(engine, self);
+            let Ok(Cycle { wait_ns: pause, .. }) = cycle(engine, self);
             let Ok(()) = self.wait(pause.max(1_000_000));
         }
     }
@@ -75,7 +75,7 @@ impl Host for Watched {
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
-        self.looks += plan.looks.len() as u64;
+        self.looks += plan.inspect.len() as u64;
         self.activity += plan.activity.len() as u64;
         self.host.read(plan)
     }
@@ -140,7 +140,7 @@ fn plain_ksm_is_one_sided() {
     assert_eq!(host.moved(), 0);
     // Reported all the same.
     let report = engine.report();
-    let places = report.places.unwrap();
+    let places = report.placement.unwrap();
     assert_eq!(places.misplaced, Pages(0));
     assert!(places.owners.iter().any(|owner| owner.remote() > owner.local() && owner.tax > 0.5), "{places:?}");
 }
@@ -455,7 +455,7 @@ fn one_node_pays_nothing() {
         programs(&mut watched.host, &[0, 0, 0], Placement::Fair);
         watched.run(&mut engine, 60);
         assert_eq!((watched.looks, watched.activity, watched.placed), (0, 0, 0));
-        assert!(watched.moves.is_empty() && engine.report().places.is_none());
+        assert!(watched.moves.is_empty() && engine.report().placement.is_none());
         (watched.host.cost(), engine.ledger().curve.clone())
     };
     let none = bill(SimHost::new(7, Costs::default(), knobs()));
@@ -470,7 +470,7 @@ fn what_is_reported_is_what_is_there() {
     let owners = programs(&mut host, &[0, 2, 1], Placement::Fair);
     run(&mut host, &mut engine, 100);
     let report = engine.report();
-    let places = report.places.unwrap();
+    let places = report.placement.unwrap();
     let ledger = engine.ledger();
     assert_eq!((places.misplaced, ledger.not_moved, ledger.moved.0), (Pages(0), Pages(0), host.moved()));
     for (node, frames) in places.nodes.iter().zip(host.frames_by_node()) {

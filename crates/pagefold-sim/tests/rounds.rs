@@ -1,7 +1,7 @@
 //! The judgement driving the simulated host, in virtual time: the same loop that runs live.
 
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Engine, round};
+use pagefold_core::engine::{Cycle, Engine, cycle};
 use pagefold_core::host::Host;
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::ledger::Ledger;
@@ -15,7 +15,7 @@ const MIB: u64 = 256;
 fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Ledger {
     let end = host.now_ns() + seconds * SECOND;
     while host.now_ns() < end {
-        let Ok(pause) = round(engine, host);
+        let Ok(Cycle { wait_ns: pause, .. }) = cycle(engine, host);
         let Ok(()) = host.wait(pause.max(1_000_000));
     }
     engine.ledger().clone()

@@ -1,6 +1,6 @@
 //! KSM's rules, one test each.
 
-use pagefold_core::host::{Actions, Host, Marking, PageState, Run, SamplePlan, ScanOrder, Span};
+use pagefold_core::host::{Actions, Host, Marking, PageRun, PageState, SamplePlan, ScanOrder, Span};
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::units::{Bytes, Pages, Permyriad, Vpn};
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost, Writes};
@@ -417,7 +417,7 @@ fn a_merge_splits_the_huge_page() {
     let same = sim.page(region, first).unwrap().0;
     sim.write(region, first + 1, same);
     let huge = |sim: &mut SimHost, page| {
-        let run = Run { region, first: first + page, pages: 1 };
+        let run = PageRun { region, first: first + page, pages: 1 };
         sim.read(&SamplePlan { runs: vec![run], digest_seed: 1, ..SamplePlan::default() }).unwrap().pages[0].huge
     };
     assert!(huge(&mut sim, 5) && huge(&mut sim, 600) && !huge(&mut sim, 1_050), "no huge page at the short end");
@@ -433,10 +433,10 @@ fn reading_tells_states_and_equal_contents_and_costs_less_in_runs() {
     let (_, two) = add(&mut sim, Mapping::new(Pages(64), Fill::Series(1)));
     let (_, zeros) = add(&mut sim, Mapping::new(Pages(1), Fill::Zeros));
     let (_, empty) = add(&mut sim, Mapping::new(Pages(8), Fill::Random).resident(Permyriad(0)));
-    let run = |sim: &SimHost, region, pages| Run { region, first: sim.span_of(region).unwrap().first, pages };
+    let run = |sim: &SimHost, region, pages| PageRun { region, first: sim.span_of(region).unwrap().first, pages };
     let mut runs = vec![run(&sim, one, 8), run(&sim, two, 8), run(&sim, zeros, 1), run(&sim, empty, 1)];
-    runs.push(Run { region: RegionKey(99), first: Vpn(0), pages: 3 });
-    runs.push(Run { first: Vpn(runs[0].first.0 + 62), ..runs[0] });
+    runs.push(PageRun { region: RegionKey(99), first: Vpn(0), pages: 3 });
+    runs.push(PageRun { first: Vpn(runs[0].first.0 + 62), ..runs[0] });
     let plan = SamplePlan { runs, digest_seed: 5, ..SamplePlan::default() };
     let samples = sim.read(&plan).unwrap();
     let pages = samples.pages;
@@ -449,7 +449,7 @@ fn reading_tells_states_and_equal_contents_and_costs_less_in_runs() {
     assert_ne!(other[0].digest, pages[0].digest);
     let mut cost_of = |runs| sim.read(&SamplePlan { runs, digest_seed: 5, ..SamplePlan::default() }).unwrap().cpu_ns;
     let first = plan.runs[0].first;
-    let singles = cost_of((0..8).map(|page| Run { region: one, first: first + page, pages: 1 }).collect());
+    let singles = cost_of((0..8).map(|page| PageRun { region: one, first: first + page, pages: 1 }).collect());
     assert!(cost_of(vec![plan.runs[0]]) * 3 < singles * 2);
     assert!(cost_of(vec![plan.runs[3]]) < 100);
     assert!(sim.cost().pagefold_ns > 2 * samples.cpu_ns && sim.now_ns() == sim.cost().pagefold_ns);

@@ -22,7 +22,7 @@ const BREAKS_MAX: u64 = 64;
 
 /// The observation of a region's merged pages.
 #[derive(Clone, Debug, Default)]
-pub struct Churn {
+pub struct CowBreaks {
     /// By offset in the region.
     probes: BTreeMap<u32, Probe>,
     /// Where the next visits go on.
@@ -50,9 +50,9 @@ fn print(digest: Digest) -> u32 {
     (digest.0 >> 16) as u32
 }
 
-impl Churn {
+impl CowBreaks {
     /// A page was found merged, and what it holds.
-    pub fn merged(&mut self, offset: u32, now_ns: u64, digest: Digest) {
+    pub fn record_merged(&mut self, offset: u32, now_ns: u64, digest: Digest) {
         let probe = Probe { seen_ns: now_ns, print: print(digest) };
         if let Some(known) = self.probes.get_mut(&offset) {
             self.exposure += (now_ns - known.seen_ns) as f64 / 1e9;
@@ -63,7 +63,7 @@ impl Churn {
     }
 
     /// A page was found not merged; what it holds, if it could be merged with another.
-    pub fn single(&mut self, offset: u32, now_ns: u64, duplicate: Option<Digest>) {
+    pub fn record_single(&mut self, offset: u32, now_ns: u64, duplicate: Option<Digest>) {
         let Some(probe) = self.probes.remove(&offset) else { return };
         self.exposure += (now_ns - probe.seen_ns) as f64 / 2e9;
         self.broken += 1;
@@ -107,7 +107,7 @@ impl Churn {
     }
 
     /// Forgets the pages, but not what they have shown: they are not merged any more.
-    pub fn forget(&mut self) {
+    pub fn forget_pages(&mut self) {
         self.probes.clear();
     }
 }
@@ -122,13 +122,13 @@ mod tests {
     const OTHER: Digest = Digest(8 << 16);
 
     /// A thousand pages visited every ten seconds for two minutes, of which `broken(round, page)` are found written.
-    fn observe(broken: impl Fn(u64, u32) -> Option<Option<Digest>>) -> Churn {
-        let mut churn = Churn::default();
+    fn observe(broken: impl Fn(u64, u32) -> Option<Option<Digest>>) -> CowBreaks {
+        let mut churn = CowBreaks::default();
         for round in 0..12 {
             for page in 0..1_000 {
                 match broken(round, page) {
-                    Some(duplicate) => churn.single(page, round * 10 * S, duplicate),
-                    None => churn.merged(page, round * 10 * S, SAME),
+                    Some(duplicate) => churn.record_single(page, round * 10 * S, duplicate),
+                    None => churn.record_merged(page, round * 10 * S, SAME),
                 }
             }
         }
@@ -154,10 +154,10 @@ mod tests {
 
     #[test]
     fn visits_go_round() {
-        let mut churn = Churn::default();
+        let mut churn = CowBreaks::default();
         assert_eq!(churn.next_visit(), None);
         for page in [5, 1, 9] {
-            churn.merged(page, 0, SAME);
+            churn.record_merged(page, 0, SAME);
         }
         let visits: Vec<_> = (0..7).filter_map(|_| churn.next_visit()).collect();
         assert_eq!(visits, [1, 5, 9, 1, 5, 9, 1]);

@@ -28,7 +28,7 @@ pub struct Lifetimes {
 
 impl Lifetimes {
     /// A region that appeared during the run has gone at this age.
-    pub fn gone(&mut self, family: FamilyKey, age_ns: u64, now_ns: u64) {
+    pub fn record_end(&mut self, family: FamilyKey, age_ns: u64, now_ns: u64) {
         if age_ns > SHORT_NS {
             self.families.remove(&family);
             return;
@@ -61,13 +61,13 @@ mod tests {
     fn a_family_is_short_lived_once_two_have_gone_young() {
         let mut lifetimes = Lifetimes::default();
         let family = FamilyKey(1);
-        lifetimes.gone(family, 5 * S, 10 * S);
+        lifetimes.record_end(family, 5 * S, 10 * S);
         assert_eq!(lifetimes.outlive_ns(family), None);
-        lifetimes.gone(family, 4 * S, 20 * S);
+        lifetimes.record_end(family, 4 * S, 20 * S);
         let outlive = lifetimes.outlive_ns(family).unwrap();
         assert!((8 * S..=10 * S).contains(&outlive), "{outlive}");
         assert_eq!(lifetimes.outlive_ns(FamilyKey(2)), None);
-        lifetimes.gone(family, 2 * SHORT_NS, 300 * S);
+        lifetimes.record_end(family, 2 * SHORT_NS, 300 * S);
         assert_eq!(lifetimes.outlive_ns(family), None, "one that stayed clears the family");
     }
 
@@ -75,7 +75,7 @@ mod tests {
     fn memory_of_families_is_bounded() {
         let mut lifetimes = Lifetimes::default();
         for family in 0..10_000 {
-            lifetimes.gone(FamilyKey(family), S, family * S);
+            lifetimes.record_end(FamilyKey(family), S, family * S);
         }
         assert_eq!(lifetimes.families.len(), FAMILIES_MAX);
         assert!(lifetimes.families.contains_key(&FamilyKey(9_999)));

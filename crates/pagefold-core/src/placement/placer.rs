@@ -5,21 +5,21 @@
 //! share by [`crate::placement`]. Frames that are where they may stay are left there, so that a second look finds nothing
 //! to do: no page goes back and forth. What the look has counted is also what the reports show.
 
-use crate::host::{MergedSample, Move, NodeView, OwnerView, PageSample, Run, Snapshot};
+use crate::host::{MergedSample, Move, NodeView, OwnerView, PageRun, PageSample, Snapshot};
 use crate::keys::{NodeKey, NodeSet, OwnerKey, RegionKey};
 use crate::ledger::Ledger;
 use crate::placement::policy::{Carry, Latencies, Placement, Sharer, rebalance, shares};
 use crate::region::Region;
-use crate::region::table::Slots;
+use crate::region::table::RegionTable;
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Pages looked at in one round.
-const LOOK_PAGES: u64 = 65_536;
+const INSPECT_PAGES: u64 = 65_536;
 /// What looking at a page costs, nanoseconds: assumed.
-const LOOK_PAGE_NS: u64 = 150;
+const INSPECT_PAGE_NS: u64 = 150;
 /// What moving a frame costs before it has been measured, nanoseconds.
 const MOVE_NS: u64 = 5_000;
 /// Frames moved in one round: the round should not take much longer than the share of a core allows.
@@ -33,12 +33,12 @@ const PAUSE_NS: u64 = 1_000_000_000;
 /// Longest such pause, nanoseconds.
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
 /// But where a look is long, at least so many times the CPU time of one.
-const PAUSE_LOOKS: u64 = 64;
+const PAUSE_INSPECTIONS: u64 = 64;
 /// A difference of so many parts of the frames with the same sharers is left as it is.
 const SLACK: usize = 200;
 /// The part of a node's memory that must stay free.
 const RESERVE: u64 = 32;
-/// Up to so many processes are told apart. Of more, those with the same home, nice value and policy are taken for likes of
+/// Up to so many processes are told apart. Of more, those with the same home, nice value and policy are taken for similar of
 /// each other: there are more sets of sharers than could be kept.
 const OWNERS_MAX: usize = 16;
 
@@ -61,7 +61,7 @@ struct Frame {
 struct Count {
     frames: FxHashMap<u64, Frame>,
     /// Whom each process is taken for, and up to how many such are counted: see [`OWNERS_MAX`].
-    likes: BTreeMap<OwnerKey, (OwnerKey, u32)>,
+    similar: BTreeMap<OwnerKey, (OwnerKey, u32)>,
     /// Sets of sharers, whether their copies were active, and how many such there are: each once, ascending. The first is
     /// empty.
     sets: Vec<Sharers>,
@@ -82,16 +82,16 @@ impl Count {
             a.owner == b.owner || owners.len() > OWNERS_MAX && place(a).is_some() && place(a) == place(b)
         };
         let mut kinds: Vec<&OwnerView> = Vec::new();
-        let mut likes = BTreeMap::new();
+        let mut similar = BTreeMap::new();
         for view in owners {
             let kind = kinds.iter().find(|kind| alike(kind, view)).copied().unwrap_or_else(|| {
                 kinds.push(view);
                 view
             });
             let most = if view.placement == Placement::Priority { u32::MAX } else { 1 };
-            likes.insert(view.owner, (kind.owner, most));
+            similar.insert(view.owner, (kind.owner, most));
         }
-        Self { likes, ..Self::default() }
+        Self { similar, ..Self::default() }
     }
 
     fn add(&mut self, owner: OwnerKey, active: bool, sample: &MergedSample) {
@@ -104,7 +104,7 @@ impl Count {
             return;
         }
         let (set, again) = (before.map_or(0, |frame| frame.sharers), again.is_some());
-        let (like, most) = self.likes.get(&owner).copied().unwrap_or((owner, 1));
+        let (like, most) = self.similar.get(&owner).copied().unwrap_or((owner, 1));
         let sharers = match self.with.get(&(set, like, active, again)) {
             Some(&set) => set,
             None => self.extend(set, (like, most), active, again),
@@ -141,14 +141,14 @@ enum Phase {
     #[default]
     Rest,
     /// These spans are still to be looked at.
-    Look(VecDeque<Run>, Count),
+    Inspect(VecDeque<PageRun>, Count),
     /// These frames are to be moved.
     Move(VecDeque<Move>),
 }
 
 /// Where the merged pages of one process are.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct OwnerPlaces {
+pub struct OwnerPlacement {
     /// The process.
     pub owner: OwnerKey,
     /// Its node.
@@ -163,7 +163,7 @@ pub struct OwnerPlaces {
     pub tax: f64,
 }
 
-impl OwnerPlaces {
+impl OwnerPlacement {
     /// Its merged pages on its own node.
     pub fn local(&self) -> Pages {
         self.by_node.iter().filter(|(node, _)| *node == self.home).map(|&(_, pages)| pages).sum()
@@ -190,11 +190,11 @@ pub struct NodeTotal {
 
 /// Where merged pages are, as of the last look.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Places {
+pub struct PlacementSummary {
     /// The nodes.
     pub nodes: Vec<NodeTotal>,
     /// The processes that have merged pages.
-    pub owners: Vec<OwnerPlaces>,
+    pub owners: Vec<OwnerPlacement>,
     /// Frames that the policies would have elsewhere.
     pub misplaced: Pages,
 }
@@ -203,9 +203,9 @@ pub struct Places {
 #[derive(Debug, Default)]
 pub struct Placer {
     phase: Phase,
-    places: Places,
+    places: PlacementSummary,
     /// What the last look was taken for: pages saved, and the processes.
-    looked_at: Option<(Pages, Vec<OwnerView>)>,
+    inspected: Option<(Pages, Vec<OwnerView>)>,
     /// Frames were moved since the last look.
     recount: bool,
     next_ns: u64,
@@ -224,15 +224,15 @@ impl Placer {
     }
 
     /// What the last look has found. `None` where there is but one node.
-    pub fn places(&self) -> Option<&Places> {
+    pub fn summary(&self) -> Option<&PlacementSummary> {
         (!self.places.nodes.is_empty()).then_some(&self.places)
     }
 
     /// What is to be looked at now. `merging` while ksmd is about to change it, `room_ns` the CPU time there is.
-    pub fn looks(&mut self, slots: &Slots, snapshot: &Snapshot, merging: bool, room_ns: u64) -> Vec<Run> {
+    pub fn inspect(&mut self, table: &RegionTable, snapshot: &Snapshot, merging: bool, room_ns: u64) -> Vec<PageRun> {
         if snapshot.nodes.len() < 2 {
             // Should there be another again, everything is to be looked at anew.
-            (self.phase, self.looked_at) = (Phase::Rest, None);
+            (self.phase, self.inspected) = (Phase::Rest, None);
             self.places.nodes.clear();
             return Vec::new();
         }
@@ -240,19 +240,19 @@ impl Placer {
             // Nothing is done to the machine any more.
             self.phase = Phase::Rest;
         }
-        if matches!(self.phase, Phase::Rest) && !merging && self.wants_look(snapshot) {
-            self.looked_at = Some((snapshot.ksm.saved(), self.at_home(snapshot)));
+        if matches!(self.phase, Phase::Rest) && !merging && self.wants_inspection(snapshot) {
+            self.inspected = Some((snapshot.ksm.saved(), self.at_home(snapshot)));
             (self.recount, self.began_cpu_ns) = (false, snapshot.cost.pagefold_ns);
             let count = Count::new(&snapshot.owners, |view| self.home(view));
-            self.phase = Phase::Look(marked(slots), count);
+            self.phase = Phase::Inspect(marked(table), count);
         }
-        let Phase::Look(ahead, _) = &mut self.phase else { return Vec::new() };
-        let mut left = LOOK_PAGES.min(room_ns / LOOK_PAGE_NS).max(1_024);
+        let Phase::Inspect(ahead, _) = &mut self.phase else { return Vec::new() };
+        let mut left = INSPECT_PAGES.min(room_ns / INSPECT_PAGE_NS).max(1_024);
         let mut runs = Vec::new();
         while left > 0 {
             let Some(next) = ahead.front_mut() else { break };
             let pages = u32::try_from(left).unwrap_or(u32::MAX).min(next.pages);
-            runs.push(Run { pages, ..*next });
+            runs.push(PageRun { pages, ..*next });
             left -= u64::from(pages);
             (next.first, next.pages) = (next.first + u64::from(pages), next.pages - pages);
             if next.pages == 0 {
@@ -262,12 +262,12 @@ impl Placer {
         runs
     }
 
-    fn wants_look(&self, snapshot: &Snapshot) -> bool {
-        let Some((saved, owners)) = &self.looked_at else { return snapshot.ksm.saved() > Pages(0) };
+    fn wants_inspection(&self, snapshot: &Snapshot) -> bool {
+        let Some((saved, owners)) = &self.inspected else { return snapshot.ksm.saved() > Pages(0) };
         let now = snapshot.ksm.saved();
         let grown = now.saturating_sub(*saved).0.max(saved.saturating_sub(now).0);
-        let looked_ns = self.next_ns - self.pause_ns;
-        if grown > GROWTH_MIN.max(saved.0 / 64) && snapshot.now_ns >= looked_ns + self.least_ns {
+        let inspected_ns = self.next_ns - self.pause_ns;
+        if grown > GROWTH_MIN.max(saved.0 / 64) && snapshot.now_ns >= inspected_ns + self.least_ns {
             return true;
         }
         let changed = || self.recount || grown > GROWTH_MIN || *owners != self.at_home(snapshot);
@@ -284,7 +284,7 @@ impl Placer {
     }
 
     /// Takes note of the node that a private page is on.
-    pub fn sampled(&mut self, owner: OwnerKey, sample: &PageSample) {
+    pub fn record_node(&mut self, owner: OwnerKey, sample: &PageSample) {
         let Some(node) = sample.node else { return };
         let nodes = self.memory.entry(owner).or_default();
         *nodes.entry(node).or_default() += 1;
@@ -297,8 +297,8 @@ impl Placer {
     }
 
     /// Takes in what was found where it was looked. When all has been seen, the moves are decided.
-    pub fn take(&mut self, slots: &Slots, merged: &[MergedSample], snapshot: &Snapshot, latencies: Latencies) {
-        let Phase::Look(ahead, count) = &mut self.phase else { return };
+    pub fn record(&mut self, table: &RegionTable, merged: &[MergedSample], snapshot: &Snapshot, latencies: Latencies) {
+        let Phase::Inspect(ahead, count) = &mut self.phase else { return };
         let mut last: Option<&Region> = None;
         for sample in merged {
             let inside = |region: &&Region| {
@@ -306,9 +306,9 @@ impl Placer {
                     && (region.view.first..region.view.first + region.view.pages.0).contains(&sample.page)
             };
             let known = last.filter(inside);
-            last = known.or_else(|| slots.find(sample.region, sample.page).and_then(|slot| slots.get(slot)));
+            last = known.or_else(|| table.find(sample.region, sample.page).and_then(|slot| table.get(slot)));
             let Some(region) = last else { continue };
-            count.add(region.view.owner, region.was_active(sample.page), sample);
+            count.add(region.view.owner, region.usage.was_active(sample.page), sample);
         }
         if !ahead.is_empty() {
             return;
@@ -318,8 +318,8 @@ impl Placer {
         let moves;
         (self.places, moves) = settle(&count, &snapshot.owners, &self.memory, &snapshot.nodes, latencies);
         let fruitless = moves.len() * SLACK < count.frames.len();
-        let look_ns = snapshot.cost.pagefold_ns.saturating_sub(self.began_cpu_ns);
-        self.least_ns = PAUSE_NS.max(PAUSE_LOOKS * look_ns);
+        let inspect_ns = snapshot.cost.pagefold_ns.saturating_sub(self.began_cpu_ns);
+        self.least_ns = PAUSE_NS.max(PAUSE_INSPECTIONS * inspect_ns);
         let longer_ns = if fruitless { (self.pause_ns * 2).min(PAUSE_MAX_NS) } else { 0 };
         self.pause_ns = self.least_ns.max(longer_ns);
         self.next_ns = snapshot.now_ns + self.pause_ns;
@@ -335,7 +335,7 @@ impl Placer {
     }
 
     /// Takes note of frames that were moved.
-    pub fn moved(&mut self, done: u64) {
+    pub fn record_moved(&mut self, done: u64) {
         self.places.misplaced = self.places.misplaced.saturating_sub(Pages(done));
         self.recount |= done > 0;
         if matches!(&self.phase, Phase::Move(queue) if queue.is_empty()) {
@@ -345,12 +345,12 @@ impl Placer {
 }
 
 /// Where merged pages are, and how many the policies would have elsewhere: one look, without moving anything.
-pub fn look_once(
+pub fn summarize(
     merged: &[(OwnerKey, MergedSample)],
     owners: &[OwnerView],
     nodes: &[NodeView],
     latencies: Latencies,
-) -> Places {
+) -> PlacementSummary {
     let mut count = Count::new(owners, |view| view.home);
     for (owner, sample) in merged {
         count.add(*owner, false, sample);
@@ -364,10 +364,10 @@ fn settle(
     memory: &BTreeMap<OwnerKey, BTreeMap<NodeKey, u64>>,
     nodes: &[NodeView],
     latencies: Latencies,
-) -> (Places, VecDeque<Move>) {
+) -> (PlacementSummary, VecDeque<Move>) {
     let owners = Owners::of(owners, memory, count);
     let moves = decide(count, &owners, nodes);
-    let places = Places {
+    let places = PlacementSummary {
         nodes: totals(count, nodes),
         owners: owners.places(count, nodes, latencies),
         misplaced: Pages(moves.len() as u64),
@@ -376,24 +376,24 @@ fn settle(
 }
 
 /// The marked spans, as runs.
-fn marked(slots: &Slots) -> VecDeque<Run> {
+fn marked(table: &RegionTable) -> VecDeque<PageRun> {
     let mut runs = VecDeque::new();
     // Those of one process together, so that one that maps a frame twice is noticed.
-    let mut regions: Vec<&Region> = slots.iter().collect();
+    let mut regions: Vec<&Region> = table.iter().collect();
     regions.sort_by_key(|region| region.view.owner);
     for region in regions {
         let key = region.view.key;
         let mut add = |mut first: Vpn, mut pages: u64| {
             while pages > 0 {
                 let now = pages.min(u64::from(u32::MAX));
-                runs.push_back(Run { region: key, first, pages: u32::try_from(now).unwrap_or(u32::MAX) });
+                runs.push_back(PageRun { region: key, first, pages: u32::try_from(now).unwrap_or(u32::MAX) });
                 (first, pages) = (first + now, pages - now);
             }
         };
         if region.is_marked_whole() {
             add(region.view.first, region.view.pages.0);
         } else {
-            region.marks.iter().for_each(|mark| add(mark.first, mark.pages.0));
+            region.marks.spans.iter().for_each(|mark| add(mark.first, mark.pages.0));
         }
     }
     runs
@@ -418,10 +418,10 @@ impl Owners {
         Self(views.iter().filter_map(with_home).collect())
     }
 
-    fn places(&self, count: &Count, nodes: &[NodeView], latencies: Latencies) -> Vec<OwnerPlaces> {
+    fn places(&self, count: &Count, nodes: &[NodeView], latencies: Latencies) -> Vec<OwnerPlacement> {
         let of_owner = |(owner, by_node): (&OwnerKey, &BTreeMap<NodeKey, u64>)| {
             let &(view, home) = self.0.get(owner)?;
-            Some(OwnerPlaces {
+            Some(OwnerPlacement {
                 owner: *owner,
                 home,
                 nice: view.nice,
@@ -434,7 +434,7 @@ impl Owners {
     }
 }
 
-/// What the merged pages of a process cost it: see [`OwnerPlaces::tax`].
+/// What the merged pages of a process cost it: see [`OwnerPlacement::tax`].
 fn tax(by_node: &BTreeMap<NodeKey, u64>, home: NodeKey, nodes: &[NodeView], latencies: Latencies) -> f64 {
     let Some(from) = nodes.iter().find(|view| view.node == home) else { return 0.0 };
     let others = nodes.iter().zip(&from.distances).filter(|(view, _)| view.node != home);
@@ -463,7 +463,7 @@ fn totals(count: &Count, nodes: &[NodeView]) -> Vec<NodeTotal> {
 
 /// Which frames move where.
 fn decide(count: &Count, owners: &Owners, nodes: &[NodeView]) -> VecDeque<Move> {
-    // Those that one process has in common with likes of each other are dealt out by themselves: each has its share then.
+    // Those that one process has in common with similar of each other are dealt out by themselves: each has its share then.
     let mut by_sharers: BTreeMap<(u32, OwnerKey), Vec<&Frame>> = BTreeMap::new();
     for frame in count.frames.values() {
         by_sharers.entry((frame.sharers, frame.first)).or_default().push(frame);

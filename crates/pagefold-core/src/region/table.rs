@@ -24,17 +24,17 @@ struct Block {
 
 /// The regions, by slot.
 #[derive(Debug, Default)]
-pub struct Slots {
+pub struct RegionTable {
     regions: Vec<Option<Region>>,
     by_key: BTreeMap<(RegionKey, Block), u32>,
     /// How each mapping is cut into blocks.
     bits: BTreeMap<RegionKey, u32>,
-    /// Slots that no region holds, but that entries of the index may still name.
+    /// RegionTable that no region holds, but that entries of the index may still name.
     retired: Vec<u32>,
     free: Vec<u32>,
 }
 
-impl Slots {
+impl RegionTable {
     /// The regions.
     pub fn iter(&self) -> impl Iterator<Item = &Region> {
         self.regions.iter().flatten()
@@ -45,7 +45,7 @@ impl Slots {
         self.regions.iter_mut().flatten()
     }
 
-    /// The regions with their slots.
+    /// The regions with their table.
     pub fn numbered_mut(&mut self) -> impl Iterator<Item = (u32, &mut Region)> {
         (0..).zip(&mut self.regions).filter_map(|(slot, region)| Some((slot, region.as_mut()?)))
     }
@@ -67,7 +67,7 @@ impl Slots {
     }
 
     /// Takes in the regions as they are now: `new` makes those not seen before. Returns those that have gone.
-    pub fn take_in(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
+    pub fn update(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
         let mut gone: BTreeSet<_> = self.by_key.keys().copied().collect();
         let mut replaced = Vec::new();
         self.bits.clear();
@@ -116,12 +116,12 @@ impl Slots {
         self.regions[slot as usize].take()
     }
 
-    /// Whether enough slots wait for the index to forget them.
-    pub fn want_sweep(&self) -> bool {
+    /// Whether enough table wait for the index to forget them.
+    pub fn wants_sweep(&self) -> bool {
         self.retired.len() > 64 + self.by_key.len() / 4
     }
 
-    /// The index names empty slots no more.
+    /// The index names empty table no more.
     pub fn swept(&mut self) {
         self.free.append(&mut self.retired);
     }
@@ -169,66 +169,66 @@ mod tests {
         }
     }
 
-    fn take(slots: &mut Slots, views: &[RegionView]) -> usize {
-        slots.take_in(views, 1, |view| Region::new(view, 0, false, 1)).len()
+    fn update(table: &mut RegionTable, views: &[RegionView]) -> usize {
+        table.update(views, 1, |view| Region::new(view, 0, false, 1)).len()
     }
 
     #[test]
     fn large_mappings_are_cut_into_blocks_that_stay_where_they_are() {
-        let mut slots = Slots::default();
+        let mut table = RegionTable::default();
         let whole = view(1, 1_000, 4 * BLOCK_PAGES.0);
-        assert_eq!(take(&mut slots, &[whole, view(2, 1 << 40, 500)]), 0);
-        assert_eq!(slots.iter().count(), 6);
-        let pages: u64 = slots.iter().map(|region| region.view.pages.0).sum();
+        assert_eq!(update(&mut table, &[whole, view(2, 1 << 40, 500)]), 0);
+        assert_eq!(table.iter().count(), 6);
+        let pages: u64 = table.iter().map(|region| region.view.pages.0).sum();
         assert_eq!(pages, 4 * BLOCK_PAGES.0 + 500);
-        let slot = slots.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)).unwrap();
-        assert_eq!(slots.get(slot).unwrap().view.first, Vpn(BLOCK_PAGES.0));
+        let slot = table.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)).unwrap();
+        assert_eq!(table.get(slot).unwrap().view.first, Vpn(BLOCK_PAGES.0));
         // It grows: the blocks that were there are still the same.
-        take(&mut slots, &[view(1, 1_000, 5 * BLOCK_PAGES.0), view(2, 1 << 40, 500)]);
-        assert_eq!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)), Some(slot));
-        assert!(slots.iter().all(|region| region.in_blocks == (region.view.key == RegionKey(1))));
-        assert_eq!(take(&mut slots, &[view(2, 1 << 40, 500)]), 6);
-        assert_eq!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)), None);
+        update(&mut table, &[view(1, 1_000, 5 * BLOCK_PAGES.0), view(2, 1 << 40, 500)]);
+        assert_eq!(table.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)), Some(slot));
+        assert!(table.iter().all(|region| region.in_blocks == (region.view.key == RegionKey(1))));
+        assert_eq!(update(&mut table, &[view(2, 1 << 40, 500)]), 6);
+        assert_eq!(table.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)), None);
     }
 
     #[test]
     fn a_smaller_mapping_is_left_whole_wherever_it_lies() {
-        let mut slots = Slots::default();
-        take(&mut slots, &[view(1, BLOCK_PAGES.0 - 5, BLOCK_PAGES.0)]);
-        assert_eq!(slots.iter().count(), 1);
-        assert!(!slots.iter().next().unwrap().in_blocks);
-        assert!(slots.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)).is_some());
+        let mut table = RegionTable::default();
+        update(&mut table, &[view(1, BLOCK_PAGES.0 - 5, BLOCK_PAGES.0)]);
+        assert_eq!(table.iter().count(), 1);
+        assert!(!table.iter().next().unwrap().in_blocks);
+        assert!(table.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)).is_some());
     }
 
     #[test]
     fn a_mapping_that_has_lost_its_marks_is_another_one() {
         use crate::marking::extents::Candidate;
-        let mut slots = Slots::default();
+        let mut table = RegionTable::default();
         let marked = |pages| RegionView { marked: Pages(pages), ..view(1, 0, 1_000) };
-        take(&mut slots, &[marked(0)]);
+        update(&mut table, &[marked(0)]);
         let span = Candidate { first: Vpn(0), pages: Pages(1_000), resident: Pages(1_000), duplicate: Pages(900) };
-        slots.iter_mut().next().unwrap().mark(span);
-        assert_eq!(take(&mut slots, &[marked(0)]), 0, "the host has not looked since");
-        assert_eq!(take(&mut slots, &[marked(1_000)]), 0);
-        assert_eq!(take(&mut slots, &[marked(0)]), 1);
-        assert!(slots.iter().next().unwrap().marks.is_empty());
+        table.iter_mut().next().unwrap().marks.add(span);
+        assert_eq!(update(&mut table, &[marked(0)]), 0, "the host has not looked since");
+        assert_eq!(update(&mut table, &[marked(1_000)]), 0);
+        assert_eq!(update(&mut table, &[marked(0)]), 1);
+        assert!(table.iter().next().unwrap().marks.spans.is_empty());
     }
 
     #[test]
     fn a_small_region_that_has_become_a_large_one_is_another_one() {
-        let mut slots = Slots::default();
-        take(&mut slots, &[view(1, 1_000, 33)]);
-        assert_eq!(take(&mut slots, &[view(1, 1_000, 40)]), 0);
-        assert_eq!(take(&mut slots, &[view(1, 1_000, 128_040)]), 1);
-        assert_eq!(take(&mut slots, &[view(1, 1_000, 200_000)]), 0);
-        assert_eq!(take(&mut slots, &[view(1, 1_000, 33)]), 1);
+        let mut table = RegionTable::default();
+        update(&mut table, &[view(1, 1_000, 33)]);
+        assert_eq!(update(&mut table, &[view(1, 1_000, 40)]), 0);
+        assert_eq!(update(&mut table, &[view(1, 1_000, 128_040)]), 1);
+        assert_eq!(update(&mut table, &[view(1, 1_000, 200_000)]), 0);
+        assert_eq!(update(&mut table, &[view(1, 1_000, 33)]), 1);
     }
 
     #[test]
     fn the_largest_address_space_has_few_blocks() {
-        let mut slots = Slots::default();
-        take(&mut slots, &[view(1, 0, 1 << 34)]);
-        assert!(slots.iter().count() <= 257, "{}", slots.iter().count());
-        assert!(slots.iter().all(|region| region.view.pages.0 <= REGION_PAGES_MAX));
+        let mut table = RegionTable::default();
+        update(&mut table, &[view(1, 0, 1 << 34)]);
+        assert!(table.iter().count() <= 257, "{}", table.iter().count());
+        assert!(table.iter().all(|region| region.view.pages.0 <= REGION_PAGES_MAX));
     }
 }

@@ -1,13 +1,13 @@
 //! From what a sample shows to what the region holds.
 //!
 //! A sampled page is known to be a duplicate only if its twin was sampled too. With a fraction `f` of
-//! the memory sampled, a page with `k` twins is found out with probability `1 - (1-f)^k`, so the raw
+//! the memory sampled, a page with `k` copies is found out with probability `1 - (1-f)^k`, so the raw
 //! ratio of UKSM (section 5.2) says next to nothing about contents that exist twice: at one per cent
 //! it shows one in a hundred of them. Two figures can be measured, the share of samples found out
-//! `h = d (1 - (1-f)^k)` and the twins seen a sample `c = d k f`; together they give both `k` and the
+//! `h = d (1 - (1-f)^k)` and the copies seen a sample `c = d k f`; together they give both `k` and the
 //! duplicate ratio `d`.
 //!
-//! Where `k f` is well below one, samples hardly tell few twins from one, and the estimate leans
+//! Where `k f` is well below one, samples hardly tell few copies from one, and the estimate leans
 //! towards one twin, that is, towards too high a ratio: by a factor of `k` at worst. It decides which
 //! regions are read whole, so an error on this side costs a reading and one on the other would cost
 //! the saving.
@@ -21,8 +21,8 @@ pub struct Tally {
     pub zero: u64,
     /// Those, not zero, whose content was seen elsewhere too.
     pub found: u64,
-    /// The twins seen, over all sampled pages.
-    pub twins: u64,
+    /// The copies seen, over all sampled pages.
+    pub copies: u64,
 }
 
 /// The estimated duplicate ratio, and how sure it is.
@@ -39,14 +39,14 @@ pub struct Estimate {
 impl Tally {
     /// Halves what was seen so far, so that what a region holds now counts for more than what it once held.
     pub fn age(&mut self) {
-        let Self { sampled, zero, found, twins } = self;
-        for count in [sampled, zero, found, twins] {
+        let Self { sampled, zero, found, copies } = self;
+        for count in [sampled, zero, found, copies] {
             *count /= 2;
         }
     }
 
     /// Estimates the duplicate ratio from samples taken at coverage `fraction` (0 to 1) of the memory
-    /// in which the twins lie.
+    /// in which the copies lie.
     pub fn estimate(&self, fraction: f64) -> Estimate {
         if self.sampled == 0 {
             return Estimate { ratio: 0.0, floor: 0.0, ceiling: 1.0 };
@@ -55,7 +55,7 @@ impl Tally {
         let zero = self.zero as f64 / n;
         let found = self.found as f64;
         let fraction = fraction.clamp(1e-6, 1.0);
-        let chance = chance_of_discovery(fraction, self.twins as f64 / found.max(1.0));
+        let chance = chance_of_discovery(fraction, self.copies as f64 / found.max(1.0));
         let twinned = |found: f64| (found / n / chance).min(1.0 - zero);
         // The upper 95 % bound of a Poisson count, to within a few per cent (3 for a count of 0).
         let most = found + 1.9 * (found + 0.6).sqrt() + 1.5;
@@ -69,7 +69,7 @@ impl Tally {
     }
 }
 
-/// `1 - (1-f)^k` for the `k` at which a page found out shows `twins_per_found` twins on average.
+/// `1 - (1-f)^k` for the `k` at which a page found out shows `twins_per_found` copies on average.
 ///
 /// `k f / (1 - (1-f)^k)` grows from 1 at `k = 1` without bound, so bisection finds `k`.
 fn chance_of_discovery(fraction: f64, twins_per_found: f64) -> f64 {
@@ -83,8 +83,8 @@ fn chance_of_discovery(fraction: f64, twins_per_found: f64) -> f64 {
 }
 
 /// Samples after which a region of `pages` pages, sampled as densely as its twin, would have shown
-/// about `evidence` twins if the share `ratio` of it were duplicate: with `n` of `R` pages sampled on each side
-/// `n * n / R * ratio` twins meet.
+/// about `evidence` copies if the share `ratio` of it were duplicate: with `n` of `R` pages sampled on each side
+/// `n * n / R * ratio` copies meet.
 pub fn samples_for_evidence(pages: u64, ratio: f64, evidence: f64) -> u64 {
     let samples = (evidence * pages as f64 / ratio.max(1e-4)).sqrt().ceil();
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a root of a page count")]
@@ -99,23 +99,23 @@ mod tests {
     #[test]
     fn pairs_are_corrected_by_coverage() {
         // 1 % sampled on both sides, everything a pair: one sample in a hundred meets its twin.
-        let tally = Tally { sampled: 5000, zero: 0, found: 50, twins: 50 };
+        let tally = Tally { sampled: 5000, zero: 0, found: 50, copies: 50 };
         let estimate = tally.estimate(0.01);
         assert!((estimate.ratio - 1.0).abs() < 0.01, "{estimate:?}");
         // A third of it pairs.
-        let tally = Tally { sampled: 15000, zero: 0, found: 50, twins: 50 };
+        let tally = Tally { sampled: 15000, zero: 0, found: 50, copies: 50 };
         assert!((tally.estimate(0.01).ratio - 0.333).abs() < 0.01);
     }
 
     #[test]
     fn one_content_needs_no_correction() {
-        let tally = Tally { sampled: 1000, zero: 0, found: 400, twins: 2800 };
+        let tally = Tally { sampled: 1000, zero: 0, found: 400, copies: 2800 };
         assert!((tally.estimate(0.01).ratio - 0.4).abs() < 0.05);
     }
 
     #[test]
     fn zero_pages_count_as_they_are() {
-        let tally = Tally { sampled: 1000, zero: 360, found: 0, twins: 0 };
+        let tally = Tally { sampled: 1000, zero: 360, found: 0, copies: 0 };
         assert!((tally.estimate(0.01).ratio - 0.36).abs() < 1e-9);
     }
 
@@ -132,15 +132,15 @@ mod tests {
     #[test]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
     fn the_estimate_meets_the_truth_in_simulation() {
-        // Contents with k twins in memory of 200,000 pages, a share d of them; sample f of all.
-        for (twins, duplicate, fraction) in [(1_u64, 0.5, 0.02), (2, 0.6, 0.01), (5, 0.3, 0.01), (40, 0.2, 0.01)] {
+        // Contents with k copies in memory of 200,000 pages, a share d of them; sample f of all.
+        for (copies, duplicate, fraction) in [(1_u64, 0.5, 0.02), (2, 0.6, 0.01), (5, 0.3, 0.01), (40, 0.2, 0.01)] {
             let pages = 200_000_u64;
-            let group = twins + 1;
+            let group = copies + 1;
             let grouped = (pages as f64 * duplicate) as u64 / group * group;
             let mut counts = std::collections::HashMap::new();
             let mut tally = Tally::default();
             for page in 0..pages {
-                let luck = crate::random::mix(page ^ twins << 40) as f64 / u64::MAX as f64;
+                let luck = crate::random::mix(page ^ copies << 40) as f64 / u64::MAX as f64;
                 if luck < fraction {
                     *counts.entry(if page < grouped { page / group } else { page + pages }).or_insert(0_u64) += 1;
                     tally.sampled += 1;
@@ -148,12 +148,12 @@ mod tests {
             }
             for count in counts.into_values().filter(|&count| count > 1) {
                 tally.found += count;
-                tally.twins += count * (count - 1);
+                tally.copies += count * (count - 1);
             }
             let ratio = tally.estimate(fraction).ratio;
-            let too_high = if twins as f64 * fraction < 0.2 { twins as f64 } else { 1.5 };
-            assert!(ratio > 0.6 * duplicate, "k {twins}: {ratio} for {duplicate}");
-            assert!(ratio < 1.4 * duplicate * too_high, "k {twins}: {ratio} for {duplicate}");
+            let too_high = if copies as f64 * fraction < 0.2 { copies as f64 } else { 1.5 };
+            assert!(ratio > 0.6 * duplicate, "k {copies}: {ratio} for {duplicate}");
+            assert!(ratio < 1.4 * duplicate * too_high, "k {copies}: {ratio} for {duplicate}");
         }
     }
 }

@@ -14,19 +14,19 @@
 //! its duplicates are merged or when it turns out to be sparse, COW-broken or short-lived.
 //!
 //! Three things go beyond the paper. A ratio found by sampling is corrected for coverage ([`crate::sampling::estimate`]), so that
-//! contents that exist only twice are found as well. A region whose samples leave no doubt need not climb: it goes to the
+//! contents that exist only twice are found as well. A region whose samples leave no doubt need not promote: it goes to the
 //! top at once, and a new one is sampled at once to the point where a duplicate region would have shown. And at the top
 //! a region is read whole, in order, once: the extents that are worth marking come out exactly.
 
 use crate::config::Config;
 use crate::governor::{Pace, share_ns};
-use crate::host::Run;
+use crate::host::PageRun;
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::PROBES_MAX;
 use crate::marking::lifetimes::Lifetimes;
 use crate::random::mix;
-use crate::region::table::Slots;
-use crate::region::{Alone, RUN_PAGES, Region, Stage};
+use crate::region::table::RegionTable;
+use crate::region::{RUN_PAGES, Region, Stage};
 use crate::sampling::estimate::samples_for_evidence;
 use crate::units::{EXTENT_PAGES, Permyriad, Vpn};
 use std::collections::BTreeSet;
@@ -46,7 +46,7 @@ const PAUSE_MAX_NS: u64 = 600_000_000_000;
 /// First guess of what it costs to read one page, nanoseconds.
 const READ_NS: u64 = 900;
 /// Pages looked at for one that is sampled, at most.
-const LOOKS_A_SAMPLE: u64 = 16;
+const VISITS_PER_SAMPLE: u64 = 16;
 /// Fewer pages do not show what a page costs.
 const SAMPLES_MIN: u64 = 200;
 /// Cost of a visit to a single page to see whether it is still merged, in pages read.
@@ -71,15 +71,15 @@ pub struct Ladder {
 
 /// What is to be read in one cycle.
 #[derive(Debug, Default)]
-pub struct Reading {
+pub struct ReadPlan {
     /// The pages.
-    pub runs: Vec<Run>,
+    pub runs: Vec<PageRun>,
     /// The regions that are read whole: slot, and the page up to which it goes now.
     pub whole: Vec<(u32, Vpn)>,
     /// Something is being found out about regions that may be worth marking: marks should wait for it.
     pub foreground: bool,
     /// A global round has just begun, and the one before has ended.
-    pub fresh: bool,
+    pub new_round: bool,
 }
 
 impl Ladder {
@@ -104,14 +104,14 @@ impl Ladder {
     }
 
     /// Takes note of what a round that read so many pages has cost.
-    pub fn measured(&mut self, pages: u64, cpu_ns: u64) {
+    pub fn record_cost(&mut self, pages: u64, cpu_ns: u64) {
         if pages >= SAMPLES_MIN {
             self.sample_ns = ((self.sample_ns * 3 + cpu_ns / pages) / 4).clamp(50, 100_000);
         }
     }
 
     /// Begins the next global round if it is time.
-    pub fn turn(&mut self, now_ns: u64, pace: Pace) -> bool {
+    pub fn start_round(&mut self, now_ns: u64, pace: Pace) -> bool {
         match self.began_ns {
             Some(began_ns) if now_ns < began_ns + pace.round_ns => false,
             began_ns => {
@@ -143,60 +143,60 @@ impl Ladder {
         share_ns(time_ns, self.share(level, pace, config)) / self.sample_ns
     }
 
-    /// Plans one cycle of at most `room` pages: the top level first, where the gain is. `fresh` if a global round has just
+    /// Plans one cycle of at most `room` pages: the top level first, where the gain is. `new_round` if a global round has just
     /// begun.
     pub fn plan(
         &mut self,
-        slots: &mut Slots,
+        table: &mut RegionTable,
         room: u64,
-        fresh: bool,
+        new_round: bool,
         pace: Pace,
         (allowance, config): (&mut Allowance, &Config),
-    ) -> Reading {
-        if fresh {
+    ) -> ReadPlan {
+        if new_round {
             self.left = (0..=self.levels).map(|level| self.points(level, pace, config)).collect();
         }
-        let mut reading = Reading { fresh, ..Reading::default() };
+        let mut reading = ReadPlan { new_round, ..ReadPlan::default() };
         let mut left = room.min(CYCLE_PAGES);
-        read_whole(slots, &mut left, allowance, &mut reading);
+        read_whole(table, &mut left, allowance, &mut reading);
         // A round of sampling should not wait for gigabytes to be read whole.
         let mut left = left.max(room.min(CYCLE_PAGES) / 4);
         for level in (1..self.levels.max(2)).rev() {
-            // New regions are sampled at once; those that climb have the share of their level.
+            // New regions are sampled at once; those that promote have the share of their level.
             let points = if level == 1 { left } else { left.min(self.left.get(level).copied().unwrap_or(0)) };
-            let taken = sample(slots, level, points, (allowance, config), &mut reading.runs);
+            let taken = sample(table, level, points, (allowance, config), &mut reading.runs);
             left = left.saturating_sub(taken);
             if let Some(points) = self.left.get_mut(level) {
                 *points = points.saturating_sub(taken);
             }
         }
         reading.foreground = !reading.runs.is_empty();
-        if fresh {
+        if new_round {
             // The bottom's share of the whole round: the levels above are mostly empty when it counts.
             let points = share_ns(pace.round_ns, self.share(1, pace, config)) / self.sample_ns;
-            self.watch(slots, points.min(room), (allowance, config), &mut reading.runs);
+            self.sample_bottom(table, points.min(room), (allowance, config), &mut reading.runs);
         }
         reading
     }
 
     /// Samples the bottom level, about `pages` pages in all, spread over one linear space.
-    fn watch(
+    fn sample_bottom(
         &self,
-        slots: &mut Slots,
+        table: &mut RegionTable,
         pages: u64,
         (allowance, config): (&mut Allowance, &Config),
-        runs: &mut Vec<Run>,
+        runs: &mut Vec<PageRun>,
     ) {
         let length: u64 =
-            slots.iter().filter(|region| is_watched(region, config)).map(|region| region.view.pages.0).sum();
+            table.iter().filter(|region| is_watched(region, config)).map(|region| region.view.pages.0).sum();
         let interval = (length / (pages / RUN_PAGES).max(1)).max(RUN_PAGES);
         let mut point = self.phase % interval;
-        for region in slots.iter_mut().filter(|region| is_watched(region, config)) {
+        for region in table.iter_mut().filter(|region| is_watched(region, config)) {
             let owner = region.view.owner;
             while point < region.view.pages.0 {
-                if allowance.pages(owner) >= RUN_PAGES {
+                if allowance.pages_left(owner) >= RUN_PAGES {
                     let (first, pages) = region.next_run();
-                    allowance.read(owner, pages);
+                    allowance.use_pages(owner, pages);
                     runs.push(run(region, first, pages));
                 }
                 point += interval;
@@ -206,24 +206,30 @@ impl Ladder {
     }
 
     /// Visits single pages in marked spans, about `pages` pages' worth, to see whether they are still merged.
-    pub fn visit(&self, slots: &mut Slots, pages: u64, allowance: &mut Allowance, runs: &mut Vec<Run>) {
-        let marked: u64 = slots.iter().map(|region| region.marked_resident().0).sum();
+    pub fn visit_merged(
+        &self,
+        table: &mut RegionTable,
+        pages: u64,
+        allowance: &mut Allowance,
+        runs: &mut Vec<PageRun>,
+    ) {
+        let marked: u64 = table.iter().map(|region| region.marked_resident().0).sum();
         let visits = pages / VISIT_PAGES;
-        for region in slots.iter_mut() {
+        for region in table.iter_mut() {
             let resident = region.marked_resident().0;
             let share = u128::from(visits) * u128::from(resident) / u128::from(marked.max(1));
             // Every marked region is looked at, however small.
             let share = if resident == 0 { 0 } else { u64::try_from(share).unwrap_or(0).clamp(8, PROBES_MAX as u64) };
             let luck = self.phase ^ u64::from(region.view.key.0) << 32;
-            let share = share.min(allowance.pages(region.view.owner));
-            allowance.read(region.view.owner, share);
+            let share = share.min(allowance.pages_left(region.view.owner));
+            allowance.use_pages(region.view.owner, share);
             for number in 0..share {
                 // Half of the visits take more pages under observation while there is room.
-                let fresh =
-                    (number % 2 == 0 && region.churn.has_room()).then(|| region.marked_page(mix(luck + number)));
-                let page = match fresh.flatten() {
+                let new_round = (number % 2 == 0 && region.usage.cow_breaks.has_room())
+                    .then(|| region.marked_page(mix(luck + number)));
+                let page = match new_round.flatten() {
                     Some(page) => page,
-                    None => match region.churn.next_visit() {
+                    None => match region.usage.cow_breaks.next_visit() {
                         Some(offset) => region.page_at(offset),
                         None => continue,
                     },
@@ -235,52 +241,59 @@ impl Ladder {
 
     /// Promotes and demotes by what the samples have shown. Those that leave no doubt rise to the top at once, the others
     /// by one level as soon as they have shown enough for theirs. Returns whether something is left to be read soon.
-    pub fn climb(&self, slots: &mut Slots, now_ns: u64, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> bool {
-        let resident: u64 = slots.iter().map(|region| region.view.resident.0).sum();
-        let sampled: u64 = slots.iter().map(|region| region.tally.sampled).sum();
+    pub fn promote(
+        &self,
+        table: &mut RegionTable,
+        now_ns: u64,
+        lifetimes: &Lifetimes,
+        pace: Pace,
+        config: &Config,
+    ) -> bool {
+        let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
+        let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();
         let fraction = sampled as f64 / resident.max(1) as f64;
         let threshold = config.duplicate_threshold.fraction();
         let mut families = BTreeSet::new();
-        for region in slots.iter_mut() {
-            if matches!(region.stage, Stage::Examine(_)) || !may_rise(region, now_ns, lifetimes, pace, config) {
+        for region in table.iter_mut() {
+            if matches!(region.stage, Stage::Examine(_)) || !may_be_promoted(region, now_ns, lifetimes, pace, config) {
                 continue;
             }
-            if region.tally.found + region.tally.zero < FOUND_MIN {
-                fall(region, config);
+            if region.survey.tally.found + region.survey.tally.zero < FOUND_MIN {
+                demote(region, config);
                 continue;
             }
             // What is known and was not worth marking does not count again.
             let beyond = if region.stage == Stage::Survey { 0.0 } else { region.left_over() };
             let estimate = region.estimate(fraction);
             if estimate.ratio < threshold + beyond {
-                fall(region, config);
+                demote(region, config);
                 continue;
             }
             if estimate.floor >= threshold + beyond || region.level + 1 >= self.levels {
                 families.insert(region.view.family);
                 if region.stage != Stage::Survey {
                     // Each new reading of the same region must have brought something to be repeated soon.
-                    region.pause_ns = (region.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MAX_NS);
-                    region.not_before_ns = now_ns + region.pause_ns;
+                    region.hold.put_off(now_ns, PAUSE_NS, PAUSE_MAX_NS);
                 }
                 region.examine(self.levels);
-            } else if has_told(region, config) {
+            } else if has_evidence(region, config) {
                 region.level += 1;
             }
         }
         // A sibling is worth reading as soon as one is, unless its own samples have said otherwise.
-        for region in slots.iter_mut() {
-            let open = wants_samples(region, EVIDENCE, config) || region.tally.found + region.tally.zero > 0;
+        for region in table.iter_mut() {
+            let open =
+                wants_samples(region, EVIDENCE, config) || region.survey.tally.found + region.survey.tally.zero > 0;
             if region.stage == Stage::Survey
                 && open
                 && families.contains(&region.view.family)
-                && may_rise(region, now_ns, lifetimes, pace, config)
+                && may_be_promoted(region, now_ns, lifetimes, pace, config)
             {
                 region.examine(self.levels);
             }
         }
         let unread = |region: &Region| matches!(region.stage, Stage::Examine(_)) || wants_more(region, config);
-        slots.iter().any(unread)
+        table.iter().any(unread)
     }
 }
 
@@ -290,30 +303,31 @@ fn evidence(level: usize) -> f64 {
 }
 
 /// A region whose samples speak against it goes down a level.
-fn fall(region: &mut Region, config: &Config) {
-    region.level -= usize::from(region.level > 1 && has_told(region, config));
+fn demote(region: &mut Region, config: &Config) {
+    region.level -= usize::from(region.level > 1 && has_evidence(region, config));
 }
 
 /// Whether a region that has never been read whole has shown enough for its level.
-fn has_told(region: &Region, config: &Config) -> bool {
+fn has_evidence(region: &Region, config: &Config) -> bool {
     region.stage == Stage::Survey && !wants_more(region, config)
 }
 
 /// Reads on in the regions on the top level. What is marked already and whose contents must be claimed for its trust
 /// domain comes before everything else.
-fn read_whole(slots: &mut Slots, left: &mut u64, allowance: &mut Allowance, reading: &mut Reading) {
-    let owing =
-        |region: &Region| matches!(region.stage, Stage::Examine(_)) && !region.marks.is_empty() && !region.claimed;
-    let only_owing = slots.iter().any(owing);
-    for (slot, region) in slots.numbered_mut() {
+fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance, reading: &mut ReadPlan) {
+    let owing = |region: &Region| {
+        matches!(region.stage, Stage::Examine(_)) && !region.marks.spans.is_empty() && !region.marks.claimed
+    };
+    let only_owing = table.iter().any(owing);
+    for (slot, region) in table.numbered_mut() {
         let Stage::Examine(cursor) = region.stage else { continue };
         if only_owing && !owing(region) {
             continue;
         }
         let end = region.view.first + region.view.pages.0;
         let mut at = Vpn(cursor.0.max(region.view.first.0));
-        let mut may = allowance.pages(region.view.owner).min(*left);
-        allowance.read(region.view.owner, may.min(end.0.saturating_sub(at.0)));
+        let mut may = allowance.pages_left(region.view.owner).min(*left);
+        allowance.use_pages(region.view.owner, may.min(end.0.saturating_sub(at.0)));
         while at < end && may > 0 {
             let pages = (end.0 - at.0).min(EXTENT_PAGES).min(may);
             reading.runs.push(run(region, at, pages));
@@ -327,14 +341,14 @@ fn read_whole(slots: &mut Slots, left: &mut u64, allowance: &mut Allowance, read
 
 /// Samples the regions of a level that have not shown enough yet, about `points` pages in all. Returns how many.
 fn sample(
-    slots: &mut Slots,
+    table: &mut RegionTable,
     level: usize,
     points: u64,
     (allowance, config): (&mut Allowance, &Config),
-    runs: &mut Vec<Run>,
+    runs: &mut Vec<PageRun>,
 ) -> u64 {
     let (mut taken, evidence) = (0, evidence(level));
-    for region in slots.iter_mut().filter(|region| region.level == level) {
+    for region in table.iter_mut().filter(|region| region.level == level) {
         if taken >= points {
             break;
         }
@@ -345,12 +359,12 @@ fn sample(
         // Where little is resident, most places looked at are empty; they cost little.
         let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
-        let wanted = (target.saturating_sub(region.tally.sampled) as f64 / filled.clamp(0.02, 1.0)) as u64;
+        let wanted = (target.saturating_sub(region.survey.tally.sampled) as f64 / filled.clamp(0.02, 1.0)) as u64;
         let mut wanted = wanted.clamp(RUN_PAGES, (points - taken).max(RUN_PAGES));
         let owner = region.view.owner;
-        while wanted > 0 && region.places_left() > 0 && allowance.pages(owner) >= RUN_PAGES {
+        while wanted > 0 && region.survey.runs_left() > 0 && allowance.pages_left(owner) >= RUN_PAGES {
             let (first, pages) = region.next_run();
-            allowance.read(owner, pages);
+            allowance.use_pages(owner, pages);
             runs.push(run(region, first, pages));
             wanted = wanted.saturating_sub(pages);
             taken += pages;
@@ -377,23 +391,21 @@ fn wanted(region: &Region, evidence: f64, config: &Config) -> u64 {
 fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
     let wanted = wanted(region, evidence, config);
     region.stage == Stage::Survey
-        && region.alone != Alone::Refused
-        && region.places_left() > 0
-        && region.tally.sampled < wanted
+        && !region.hold.is_refused()
+        && region.survey.runs_left() > 0
+        && region.survey.tally.sampled < wanted
         // Pages may be there that are none of ours, as those shared through fork.
-        && region.looked_at < wanted * LOOKS_A_SAMPLE
+        && region.survey.visited() < wanted * VISITS_PER_SAMPLE
 }
 
 /// Whether a region may be promoted at all: it has lived long enough, and its merges have lasted.
-fn may_rise(region: &Region, now_ns: u64, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> bool {
-    region.alone != Alone::Refused
-        && now_ns >= region.not_before_ns
-        && now_ns >= matures_ns(region, lifetimes, pace, config)
+fn may_be_promoted(region: &Region, now_ns: u64, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> bool {
+    region.hold.may_examine(now_ns) && now_ns >= matures_ns(region, lifetimes, pace, config)
 }
 
 /// When a region has lived long enough to be promoted, nanoseconds.
 pub fn matures_ns(region: &Region, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> u64 {
-    let age_ns = match (region.newborn, config.probation_rounds) {
+    let age_ns = match (region.appeared, config.probation_rounds) {
         // It was there before the run: its age is not known, and is taken to be enough.
         (false, _) => 0,
         (true, 0) => config.lifetime_ns,
@@ -404,11 +416,11 @@ pub fn matures_ns(region: &Region, lifetimes: &Lifetimes, pace: Pace, config: &C
 
 fn is_watched(region: &Region, config: &Config) -> bool {
     let known = !matches!(region.stage, Stage::Examine(_)) && !wants_samples(region, EVIDENCE, config);
-    region.alone != Alone::Refused && region.level == 1 && known
+    !region.hold.is_refused() && region.level == 1 && known
 }
 
-fn run(region: &Region, first: Vpn, pages: u64) -> Run {
-    Run { region: region.view.key, first, pages: u32::try_from(pages).unwrap_or(u32::MAX) }
+fn run(region: &Region, first: Vpn, pages: u64) -> PageRun {
+    PageRun { region: region.view.key, first, pages: u32::try_from(pages).unwrap_or(u32::MAX) }
 }
 
 #[cfg(test)]
@@ -418,7 +430,6 @@ mod tests {
     use crate::host::RegionView;
     use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
     use crate::limits::Limits;
-    use crate::region::Alone;
     use crate::units::Pages;
     use proptest::prelude::*;
 
@@ -426,7 +437,7 @@ mod tests {
         Allowance::new(Limits { pages_per_process: u64::MAX, pages: u64::MAX, ..Limits::default() })
     }
 
-    fn slots(sizes: &[u64]) -> Slots {
+    fn table(sizes: &[u64]) -> RegionTable {
         let view = |(key, &pages): (u32, &u64)| RegionView {
             key: RegionKey(key),
             owner: OwnerKey(1),
@@ -438,12 +449,12 @@ mod tests {
             marked: Pages(0),
         };
         let views: Vec<_> = (1..).zip(sizes).map(view).collect();
-        let mut slots = Slots::default();
-        slots.take_in(&views, 5, |view| Region::new(view, 0, false, 5));
-        slots
+        let mut table = RegionTable::default();
+        table.update(&views, 5, |view| Region::new(view, 0, false, 5));
+        table
     }
 
-    fn planned(reading: &Reading, key: u32) -> u64 {
+    fn planned(reading: &ReadPlan, key: u32) -> u64 {
         let of = reading.runs.iter().filter(|run| run.region == RegionKey(key));
         of.map(|run| u64::from(run.pages)).sum()
     }
@@ -453,19 +464,19 @@ mod tests {
         Config { duplicate_threshold: Permyriad(1_000), ..Config::default() }
     }
 
-    fn plan(ladder: &mut Ladder, slots: &mut Slots, fresh: bool) -> Reading {
-        ladder.plan(slots, u64::MAX, fresh, Governor::Full.pace(), (&mut unlimited(), &tenth()))
+    fn plan(ladder: &mut Ladder, table: &mut RegionTable, new_round: bool) -> ReadPlan {
+        ladder.plan(table, u64::MAX, new_round, Governor::Full.pace(), (&mut unlimited(), &tenth()))
     }
 
-    fn climb(ladder: &Ladder, slots: &mut Slots) {
+    fn promote(ladder: &Ladder, table: &mut RegionTable) {
         let (pace, config) = (Governor::Full.pace(), tenth());
-        ladder.climb(slots, 1, &Lifetimes::default(), pace, &config);
+        ladder.promote(table, 1, &Lifetimes::default(), pace, &config);
     }
 
     #[test]
     fn a_new_region_is_sampled_until_a_duplicate_tenth_would_have_shown() {
-        let (mut ladder, mut slots) = (Ladder::new(4), slots(&[100_000, 40]));
-        let reading = plan(&mut ladder, &mut slots, false);
+        let (mut ladder, mut table) = (Ladder::new(4), table(&[100_000, 40]));
+        let reading = plan(&mut ladder, &mut table, false);
         let enough = samples_for_evidence(100_000, 0.1, EVIDENCE);
         assert!((enough..enough + RUN_PAGES).contains(&planned(&reading, 1)), "{}", planned(&reading, 1));
         assert_eq!(planned(&reading, 2), 36, "a small one is read nearly whole");
@@ -474,11 +485,11 @@ mod tests {
 
     #[test]
     fn the_top_level_is_read_whole_once_in_order() {
-        let (mut ladder, mut slots) = (Ladder::new(4), slots(&[100_000, 700]));
-        slots.iter_mut().for_each(|region| region.examine(4));
+        let (mut ladder, mut table) = (Ladder::new(4), table(&[100_000, 700]));
+        table.iter_mut().for_each(|region| region.examine(4));
         let mut next = [0_u64, 0];
         for _ in 0..3 {
-            let reading = plan(&mut ladder, &mut slots, false);
+            let reading = plan(&mut ladder, &mut table, false);
             assert!(reading.runs.iter().map(|run| u64::from(run.pages)).sum::<u64>() <= CYCLE_PAGES);
             for run in &reading.runs {
                 let at = &mut next[run.region.0 as usize - 1];
@@ -486,7 +497,7 @@ mod tests {
                 *at += u64::from(run.pages);
             }
             for (slot, end) in reading.whole {
-                slots.get_mut(slot).unwrap().stage = Stage::Examine(end);
+                table.get_mut(slot).unwrap().stage = Stage::Examine(end);
             }
         }
         assert_eq!(next, [100_000, 700]);
@@ -494,34 +505,33 @@ mod tests {
 
     #[test]
     fn those_beyond_doubt_rise_at_once_and_the_others_level_by_level() {
-        let (ladder, mut slots) = (Ladder::new(4), slots(&[100_000; 3]));
-        for (region, found) in slots.iter_mut().zip([60, 6, 0]) {
-            region.tally = crate::sampling::estimate::Tally { sampled: 2_000, zero: 0, found, twins: found };
+        let (ladder, mut table) = (Ladder::new(4), table(&[100_000; 3]));
+        for (region, found) in table.iter_mut().zip([60, 6, 0]) {
+            region.survey.tally = crate::sampling::estimate::Tally { sampled: 2_000, zero: 0, found, copies: found };
         }
-        let levels = |slots: &Slots| slots.iter().map(|region| region.level).collect::<Vec<_>>();
-        climb(&ladder, &mut slots);
-        assert_eq!(levels(&slots), [4, 2, 1]);
-        assert!(matches!(slots.iter().next().unwrap().stage, Stage::Examine(_)));
-        climb(&ladder, &mut slots);
-        assert_eq!(levels(&slots), [4, 2, 1], "it has not shown enough for its level yet");
+        let levels = |table: &RegionTable| table.iter().map(|region| region.level).collect::<Vec<_>>();
+        promote(&ladder, &mut table);
+        assert_eq!(levels(&table), [4, 2, 1]);
+        assert!(matches!(table.iter().next().unwrap().stage, Stage::Examine(_)));
+        promote(&ladder, &mut table);
+        assert_eq!(levels(&table), [4, 2, 1], "it has not shown enough for its level yet");
         // On the second level four times the evidence is asked for, and it comes out against it.
         let sampled = samples_for_evidence(100_000, 0.1, evidence(2));
-        slots.iter_mut().nth(1).unwrap().tally =
-            crate::sampling::estimate::Tally { sampled, zero: 0, found: 6, twins: 6 };
-        climb(&ladder, &mut slots);
-        assert_eq!(levels(&slots), [4, 1, 1]);
+        table.iter_mut().nth(1).unwrap().survey.tally =
+            crate::sampling::estimate::Tally { sampled, zero: 0, found: 6, copies: 6 };
+        promote(&ladder, &mut table);
+        assert_eq!(levels(&table), [4, 1, 1]);
     }
 
     #[test]
     fn those_that_soured_or_refused_stay_where_they_are() {
-        let (ladder, mut slots) = (Ladder::new(4), slots(&[100_000; 2]));
-        for (region, alone) in slots.iter_mut().zip([Alone::Soured, Alone::Refused]) {
-            region.tally = crate::sampling::estimate::Tally { sampled: 2_000, zero: 0, found: 500, twins: 500 };
-            region.alone = alone;
-            region.not_before_ns = 1_000;
+        let (ladder, mut table) = (Ladder::new(4), table(&[100_000; 2]));
+        for (region, refused) in table.iter_mut().zip([false, true]) {
+            region.survey.tally = crate::sampling::estimate::Tally { sampled: 2_000, zero: 0, found: 500, copies: 500 };
+            if refused { region.hold.refuse() } else { region.hold.leave_until(1_000) }
         }
-        climb(&ladder, &mut slots);
-        assert!(slots.iter().all(|region| region.level == 1));
+        promote(&ladder, &mut table);
+        assert!(table.iter().all(|region| region.level == 1));
     }
 
     #[test]
@@ -535,7 +545,7 @@ mod tests {
     #[test]
     fn rounds_follow_one_another() {
         let (mut ladder, pace) = (Ladder::new(4), Governor::Full.pace());
-        let turns: Vec<bool> = (0..9).map(|half| ladder.turn(half * 500_000_000, pace)).collect();
+        let turns: Vec<bool> = (0..9).map(|half| ladder.start_round(half * 500_000_000, pace)).collect();
         assert_eq!(turns, [true, false, false, false, true, false, false, false, true]);
         assert_eq!(ladder.rounds(), 2);
     }
@@ -544,11 +554,11 @@ mod tests {
         /// The bottom costs what it may, spread over all regions by their size.
         #[test]
         fn the_bottom_keeps_to_its_share(sizes in proptest::collection::vec(1u64..50_000, 1..20), at: u32) {
-            let (mut ladder, mut slots) = (Ladder::new(4), slots(&sizes));
-            slots.iter_mut().for_each(|region| { region.judged(0, false); region.level = 1; });
+            let (mut ladder, mut table) = (Ladder::new(4), table(&sizes));
+            table.iter_mut().for_each(|region| { region.judged(0, false); region.level = 1; });
             let pace = Governor::Full.pace();
-            ladder.turn(at.into(), pace);
-            let reading = plan(&mut ladder, &mut slots, true);
+            ladder.start_round(at.into(), pace);
+            let reading = plan(&mut ladder, &mut table, true);
             prop_assert!(!reading.foreground);
             let read: u64 = reading.runs.iter().map(|run| u64::from(run.pages)).sum();
             let allowed = share_ns(pace.round_ns, Config::default().bottom_share) / ladder.sample_ns();
@@ -558,9 +568,9 @@ mod tests {
         /// However little room there is, it is kept to.
         #[test]
         fn no_more_is_read_than_there_is_room_for(sizes in proptest::collection::vec(1u64..500_000, 1..6), room in 0u64..100_000) {
-            let (mut ladder, mut slots) = (Ladder::new(4), slots(&sizes));
-            slots.iter_mut().step_by(2).for_each(|region| region.examine(4));
-            let reading = ladder.plan(&mut slots, room, true, Governor::Full.pace(), (&mut unlimited(), &Config::default()));
+            let (mut ladder, mut table) = (Ladder::new(4), table(&sizes));
+            table.iter_mut().step_by(2).for_each(|region| region.examine(4));
+            let reading = ladder.plan(&mut table, room, true, Governor::Full.pace(), (&mut unlimited(), &Config::default()));
             let read: u64 = reading.runs.iter().map(|run| u64::from(run.pages)).sum();
             // A quarter more, so that sampling never waits for gigabytes to be read whole, and the ends of runs.
             prop_assert!(read <= room.min(CYCLE_PAGES) * 5 / 4 + room.min(2_200) + 2 * RUN_PAGES * sizes.len() as u64, "{read} for {room}");

@@ -26,7 +26,7 @@ use crate::scope::new_processes::NewProcesses;
 use crate::scope::{ScopeError, ScopeSpec};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{
-    Actions, ChangeResult, Cost, Host, KsmView, Marking, MemoryView, Outcome, RegionView, Run, SamplePlan, Samples,
+    Actions, ChangeResult, Cost, Host, KsmView, Marking, MemoryView, Outcome, PageRun, RegionView, SamplePlan, Samples,
     Snapshot,
 };
 use pagefold_core::keys::RegionKey;
@@ -296,7 +296,7 @@ impl LiveHost {
     }
 
     /// Groups runs by region, leaving out processes whose reads do not return.
-    fn pieces<'a>(&'a self, runs: &'a [Run]) -> impl Iterator<Item = (Piece, &'a Target)> {
+    fn pieces<'a>(&'a self, runs: &'a [PageRun]) -> impl Iterator<Item = (Piece, &'a Target)> {
         runs.chunk_by(|a, b| a.region == b.region).filter_map(|same_region| {
             let region = same_region[0].region;
             let target = self.targets.get(self.region_pids.get(&region)?).filter(|target| !target.is_stuck())?;
@@ -379,7 +379,7 @@ impl Host for LiveHost {
         };
         let work = Work {
             reads: self.pieces(&plan.runs).map(|(piece, target)| how(piece, target)).collect(),
-            looks: self.pieces(&plan.looks).map(|(piece, _)| piece).collect(),
+            looks: self.pieces(&plan.inspect).map(|(piece, _)| piece).collect(),
             digester: Digester::new(plan.digest_seed),
             topology: self.placing.topology.clone(),
         };

@@ -5,7 +5,7 @@ use crate::content::digest;
 use crate::memory::Backing;
 use pagefold_core::hash::Digest;
 use pagefold_core::host::{
-    Actions, Change, ChangeResult, Host, Marking, Outcome, PageSample, PageState, RegionView, Run, SamplePlan, Samples,
+    Actions, Change, ChangeResult, Host, Marking, Outcome, PageSample, PageState, RegionView, PageRun, SamplePlan, Samples,
     ScanOrder, Snapshot, Span, Stops,
 };
 use pagefold_core::keys::{OwnerKey, RegionKey};
@@ -41,7 +41,7 @@ impl SimHost {
     }
 
     /// Samples one run; returns what it cost.
-    fn read_run(&self, run: &Run, plan: &SamplePlan, samples: &mut Vec<PageSample>) -> u64 {
+    fn read_run(&self, run: &PageRun, plan: &SamplePlan, samples: &mut Vec<PageSample>) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
         let (mut looked_at, mut read) = (0, 0);
         let (several, asked) = (self.memory.nodes.several(), plan.activity.contains(&run.region));
@@ -156,7 +156,7 @@ impl Host for SimHost {
             self.note_read(run);
         }
         let mut merged = Vec::new();
-        cpu_ns += plan.looks.iter().map(|run| self.look_for_merged(run, &mut merged)).sum::<u64>();
+        cpu_ns += plan.inspect.iter().map(|run| self.look_for_merged(run, &mut merged)).sum::<u64>();
         self.spend(cpu_ns);
         Ok(Samples { pages, merged, cpu_ns })
     }

@@ -3,7 +3,7 @@
 
 use crate::memory::{Backing, ItemState, Memory, NONE};
 use crate::{Behaviour, Classes, Costs, Fill, Forest, Knobs, Mapping, Process, SimHost, Writes};
-use pagefold_core::host::{Actions, Host, Move, PageState, Run, SamplePlan, ScanOrder, Span};
+use pagefold_core::host::{Actions, Host, Move, PageRun, PageState, SamplePlan, ScanOrder, Span};
 use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use proptest::prelude::*;
@@ -154,13 +154,13 @@ impl Pair {
     /// What is told of pages and frames is so.
     fn read(&mut self, who: prop::sample::Index) {
         let Some(Span { region, first, .. }) = self.span(who, 0, PAGES) else { return };
-        let run = Run { region, first: Vpn(first.0), pages: u32::try_from(PAGES).unwrap() };
+        let run = PageRun { region, first: Vpn(first.0), pages: u32::try_from(PAGES).unwrap() };
         let (memory, _) = self.sim.parts();
         let found = memory.region(region.0).unwrap();
         let several = memory.nodes.several();
         let nodes: Vec<_> = (0..found.len()).map(|page| memory.node_of(found, page).filter(|_| several)).collect();
         let frames: Vec<_> = (0..found.len()).filter_map(|page| found.merged_frame(page)).map(u64::from).collect();
-        let plan = SamplePlan { runs: vec![run], looks: vec![run], ..SamplePlan::default() };
+        let plan = SamplePlan { runs: vec![run], inspect: vec![run], ..SamplePlan::default() };
         let samples = self.sim.read(&plan).unwrap();
         for (sample, node) in samples.pages.iter().zip(nodes) {
             assert_eq!(sample.node, node.filter(|_| sample.state == PageState::Private));

@@ -2,7 +2,7 @@
 
 use super::SimHost;
 use crate::memory::{Backing, MoveResult, Nodes};
-use pagefold_core::host::{MergedSample, Move, NodeView, Outcome, OwnerView, Run};
+use pagefold_core::host::{MergedSample, Move, NodeView, Outcome, OwnerView, PageRun};
 use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Vpn};
 use std::collections::BTreeMap;
@@ -120,7 +120,7 @@ impl SimHost {
     }
 
     /// Looks for merged pages in a run; returns what it cost.
-    pub(super) fn look_for_merged(&self, run: &Run, found: &mut Vec<MergedSample>) -> u64 {
+    pub(super) fn look_for_merged(&self, run: &PageRun, found: &mut Vec<MergedSample>) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
         let mut cost_ns = 0;
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
@@ -138,7 +138,7 @@ impl SimHost {
     }
 
     /// Takes note of pages being read from outside: the second time makes a page active (`mark_page_accessed`).
-    pub(super) fn note_read(&mut self, run: &Run) {
+    pub(super) fn note_read(&mut self, run: &PageRun) {
         if !self.memory.nodes.several() {
             return;
         }

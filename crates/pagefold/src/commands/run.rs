@@ -15,7 +15,7 @@ use pagefold_cli::flags::{DenyFlags, RunFlags};
 use pagefold_cli::scope::{ScopeArgs, explain};
 use pagefold_cli::style::{self, Style};
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Engine, round};
+use pagefold_core::engine::{Engine, cycle};
 use pagefold_core::governor::Governor;
 use pagefold_core::host::Host;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
@@ -260,8 +260,8 @@ pub fn rounds(
     mut each: impl FnMut(&mut Engine, &mut LiveHost) -> ControlFlow<()>,
 ) -> Result<()> {
     while !stop.load(Ordering::Relaxed) && host.now_ns() < end_ns {
-        let pause_ns = match round(engine, host) {
-            Ok(pause_ns) => pause_ns,
+        let pause_ns = match cycle(engine, host) {
+            Ok(cycle) => cycle.wait_ns,
             Err(LiveError::Scope(error)) => return Err(explain(&error).into()),
             Err(error) => return Err(failure(&error).into()),
         };
@@ -416,7 +416,7 @@ fn summary(
     told: Told,
 ) -> Summary {
     let ledger = engine.ledger();
-    let marks = || engine.regions().flat_map(|region| &region.marks);
+    let marks = || engine.regions().flat_map(|region| &region.marks.spans);
     let deferred = restored.iter().flat_map(|restored| &restored.deferred);
     Summary {
         schema: "pagefold.run/1",

@@ -16,7 +16,7 @@ use pagefold_core::hash::Digester;
 use pagefold_core::host::{MergedSample, PageState};
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::ledger::Ledger;
-use pagefold_core::placement::placer::look_once;
+use pagefold_core::placement::placer::summarize;
 use pagefold_core::placement::policy::{Latencies, Placement};
 use pagefold_core::sampling::census::choose::{Chooser, first_fraction, next_fraction};
 use pagefold_core::sampling::census::{Census, Findings};
@@ -198,7 +198,7 @@ impl Scanner {
                 owners.push(view);
             }
         }
-        let places = look_once(&merged, &owners, &nodes, Latencies::default());
+        let places = summarize(&merged, &owners, &nodes, Latencies::default());
         let who = |owner: OwnerKey| {
             let scoped = &survey.processes.get(owner.0 as usize)?.scoped;
             Some((scoped.process.pid(), scoped.name.clone()))

@@ -8,7 +8,7 @@ use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_core::keys::OwnerKey;
-use pagefold_core::report::Report;
+use pagefold_core::report::EngineReport;
 use pagefold_linux::host::live::LiveHost;
 use pagefold_linux::os::wake::Sleeper;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ const LIMIT: Duration = Duration::from_secs(15);
 #[derive(Debug)]
 pub struct Facts {
     /// What the judgement knows.
-    pub report: Report,
+    pub report: EngineReport,
     /// Full scans ordered from ksmd.
     pub scans: u64,
     /// The processes in scope.
@@ -84,7 +84,7 @@ impl Facts {
             let target = self.targets.iter().find(|target| target.owner == owner)?;
             Some((target.pid, target.name.clone()))
         };
-        Some(PlacesView::of(self.report.places.as_ref()?, &self.report.ledger, who))
+        Some(PlacesView::of(self.report.placement.as_ref()?, &self.report.ledger, who))
     }
 
     /// What is in force.

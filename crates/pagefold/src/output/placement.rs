@@ -3,7 +3,7 @@
 use pagefold_cli::style::{Style, count, human, line, percent, shorten};
 use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::ledger::Ledger;
-use pagefold_core::placement::placer::{OwnerPlaces, Places};
+use pagefold_core::placement::placer::{OwnerPlacement, PlacementSummary};
 use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
@@ -58,7 +58,7 @@ pub struct PlaceRow {
 
 impl PlacesView {
     /// Of what the core tells: where pages are, and what has been done about it. `who` has the pid and the name of a process.
-    pub fn of(places: &Places, ledger: &Ledger, who: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
+    pub fn of(places: &PlacementSummary, ledger: &Ledger, who: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
         let bytes = |pages: Pages| pages.bytes().0;
         let nodes = places.nodes.iter().map(|node| NodeRow {
             node: node.node.0,
@@ -66,7 +66,7 @@ impl PlacesView {
             free_bytes: bytes(node.free),
             merged_bytes: bytes(node.frames),
         });
-        let row = |owner: &OwnerPlaces| {
+        let row = |owner: &OwnerPlacement| {
             let (pid, name) = who(owner.owner)?;
             Some(PlaceRow {
                 pid,
@@ -192,7 +192,7 @@ mod tests {
             free: Pages(1 << 16),
             frames: Pages(frames),
         };
-        let owner = OwnerPlaces {
+        let owner = OwnerPlacement {
             owner: OwnerKey(3),
             home: NodeKey(1),
             nice: -5,
@@ -200,7 +200,8 @@ mod tests {
             by_node: vec![(NodeKey(0), Pages(256)), (NodeKey(1), Pages(768))],
             tax: 0.14,
         };
-        let places = Places { nodes: vec![node(0, 256), node(1, 768)], owners: vec![owner], misplaced: Pages(512) };
+        let places =
+            PlacementSummary { nodes: vec![node(0, 256), node(1, 768)], owners: vec![owner], misplaced: Pages(512) };
         let ledger = Ledger { moved: Pages(1_000), not_moved: Pages(2), move_ns: 20_000_000, ..Ledger::default() };
         let view = PlacesView::of(&places, &ledger, |owner| (owner == OwnerKey(3)).then(|| (77, "redis".to_owned())));
         assert_eq!(

@@ -51,7 +51,7 @@ pub(super) struct Tally {
 /// The records of one content: its units by run.
 #[derive(Default)]
 struct Units {
-    /// Run and frames in it, by ascending run.
+    /// PageRun and frames in it, by ascending run.
     runs: Vec<(u32, f64)>,
 }
 

@@ -1,0 +1,184 @@
+//! What a sampled page says about its region, by how the page is held.
+
+use super::Engine;
+use crate::hash::Digest;
+use crate::host::{PageSample, PageState, Samples};
+use crate::index::{Place, Seen};
+use crate::keys::RegionKey;
+use crate::region::Stage;
+use crate::units::Vpn;
+
+/// What a page that holds memory counts as in its extent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    /// Its content was seen nowhere else.
+    Single,
+    /// It is zero, merged already, or its content was seen elsewhere.
+    Duplicate,
+    /// Another trust domain holds the same content, so it must not be marked.
+    Foreign,
+}
+
+impl Engine {
+    /// Records all samples of a cycle.
+    pub(super) fn record_samples(&mut self, samples: &Samples) {
+        // The blocks of one mapping have slots of their own, so a slot is known up to its end only.
+        let mut last: Option<(RegionKey, Vpn, u32)> = None;
+        for sample in &samples.pages {
+            let slot = match last {
+                Some((key, end, slot)) if key == sample.region && sample.page < end => slot,
+                _ => match self.table.find(sample.region, sample.page) {
+                    Some(slot) => slot,
+                    None => continue,
+                },
+            };
+            let Some(region) = self.table.get_mut(slot) else { continue };
+            last = Some((sample.region, region.end(), slot));
+            if sample.active && region.shows_activity() {
+                region.usage.set_active(sample.page);
+            }
+            self.placer.record_node(region.view.owner, sample);
+            self.bottom_pages += u64::from(region.level == 1);
+            self.record_sample(slot, sample);
+        }
+    }
+
+    fn record_sample(&mut self, slot: u32, sample: &PageSample) {
+        let Some(region) = self.table.get_mut(slot) else { return };
+        let examined = matches!(region.stage, Stage::Examine(_));
+        if examined {
+            region.stage = Stage::Examine(sample.page + 1);
+        }
+        let verdict = match sample.state {
+            PageState::Absent | PageState::ZeroMapped => {
+                // The page was given back, not broken.
+                let offset = region.offset(sample.page);
+                region.usage.cow_breaks.record_single(offset, self.snapshot.now_ns, None);
+                return;
+            }
+            PageState::Merged => self.record_merged(slot, sample, examined),
+            PageState::Shared => self.record_shared(slot, sample, examined),
+            PageState::Private => self.record_private(slot, sample, examined),
+        };
+        let Some(region) = self.table.get_mut(slot).filter(|_| examined) else { return };
+        let extent = region.extents.entry(sample.page.extent()).or_default();
+        extent.resident += 1;
+        extent.duplicate += u16::from(verdict == Verdict::Duplicate);
+        extent.foreign += u16::from(verdict == Verdict::Foreign);
+        extent.huge += u16::from(sample.huge);
+    }
+
+    /// A page that KSM has merged: one copy already. Its content is indexed all the same, because other pages may come to
+    /// hold it too.
+    fn record_merged(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Verdict {
+        let (now_ns, visiting) = (self.snapshot.now_ns, self.visiting);
+        let Some(region) = self.table.get_mut(slot) else { return Verdict::Single };
+        if visiting {
+            let offset = region.offset(sample.page);
+            region.usage.cow_breaks.record_merged(offset, now_ns, sample.digest);
+        }
+        region.marks.samples.sampled += u64::from(!examined);
+        if self.is_foreign(slot, sample) {
+            return self.record_foreign(slot, sample, examined);
+        }
+        self.note_copy(slot, sample, examined);
+        Verdict::Duplicate
+    }
+
+    /// A page shared through fork: one copy already. It is read only if there are several trust domains.
+    fn record_shared(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Verdict {
+        if self.is_foreign(slot, sample) {
+            return self.record_foreign(slot, sample, examined);
+        }
+        if self.several_domains() {
+            self.note_copy(slot, sample, examined);
+        }
+        Verdict::Single
+    }
+
+    /// A page that KSM could merge.
+    fn record_private(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Verdict {
+        if self.is_foreign(slot, sample) {
+            return self.record_foreign(slot, sample, examined);
+        }
+        let (now_ns, zero) = (self.snapshot.now_ns, sample.digest == Digest::ZERO);
+        let seen = if zero { Seen::New } else { self.look_up(slot, sample, examined) };
+        let duplicate = zero || seen != Seen::New;
+        let Some(region) = self.table.get_mut(slot) else { return Verdict::Single };
+        let offset = region.offset(sample.page);
+        region.survey.probe(offset, sample.digest, region.stage == Stage::Survey);
+        if !examined && region.is_marked(sample.page) {
+            region.marks.samples.sampled += 1;
+            region.marks.samples.unmerged += u64::from(duplicate);
+            region.usage.cow_breaks.record_single(offset, now_ns, duplicate.then_some(sample.digest));
+        } else {
+            let tally = &mut region.survey.tally;
+            tally.sampled += 1;
+            tally.zero += u64::from(zero);
+            tally.found += u64::from(!zero && duplicate);
+            tally.copies += match seen {
+                Seen::New => 0,
+                Seen::Once(_) => 1,
+                // In both directions: earlier pages cannot all be credited with their new copy.
+                Seen::Often(before) => 2 * u64::from(before),
+            };
+        }
+        self.credit_first(seen);
+        if duplicate { Verdict::Duplicate } else { Verdict::Single }
+    }
+
+    /// A page whose content another trust domain has claimed.
+    fn record_foreign(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Verdict {
+        if let Some(region) = self.table.get_mut(slot) {
+            region.survey.tally.sampled += u64::from(!examined && !region.is_marked(sample.page));
+        }
+        Verdict::Foreign
+    }
+
+    /// Whether a trust domain other than the page's own has claimed its content.
+    fn is_foreign(&self, slot: u32, sample: &PageSample) -> bool {
+        if !self.several_domains() || sample.digest == Digest::ZERO {
+            return false;
+        }
+        let own = self.table.get(slot).map(|region| region.view.domain);
+        let claimed = |&domain: &_| Some(domain) != own && self.index.is_claimed(sample.digest.in_domain(domain));
+        self.domains.iter().any(claimed)
+    }
+
+    /// Indexes a page that is one copy already.
+    fn note_copy(&mut self, slot: u32, sample: &PageSample, examined: bool) {
+        if sample.digest != Digest::ZERO {
+            let seen = self.look_up(slot, sample, examined);
+            self.credit_first(seen);
+        }
+    }
+
+    /// Looks a content up in the index and records this page there. Contents of memory that is read whole are claimed for
+    /// its trust domain if there are several.
+    fn look_up(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Seen {
+        let claim = examined && self.several_domains();
+        let Some(region) = self.table.get(slot) else { return Seen::New };
+        let place = Place { slot, offset: region.offset(sample.page) };
+        self.index.note(sample.digest.in_domain(region.view.domain), place, claim)
+    }
+
+    /// Credits the page that a content was first seen on with its first copy.
+    fn credit_first(&mut self, seen: Seen) {
+        let Seen::Once(place) = seen else { return };
+        let Some(region) = self.table.get_mut(place.slot) else { return };
+        let page = region.page_at(place.offset);
+        if region.is_marked(page) {
+            return;
+        }
+        if region.is_counted(page) {
+            if let Some(extent) = region.extents.get_mut(&page.extent()) {
+                // Entries may be out of date: never count more than there is.
+                extent.duplicate = (extent.duplicate + 1).min(extent.resident);
+                region.changed = true;
+            }
+        } else if region.stage == Stage::Survey {
+            region.survey.tally.found += 1;
+            region.survey.tally.copies += 1;
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! Why a region is left alone, and until when.
+
+/// A reason to leave a region alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaveAlone {
+    /// Its merges did not last. It is left alone for a time.
+    CowBroken,
+    /// Its process refused to be marked. It is left alone for good.
+    Refused,
+}
+
+/// What keeps a region from being examined or marked.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Hold {
+    reason: Option<LeaveAlone>,
+    /// No examination before this time, and no mark if it was COW-broken, nanoseconds.
+    not_before_ns: u64,
+    /// No mark before this time, because the target could not be stopped, nanoseconds.
+    retry_ns: u64,
+    /// The last pause between two examinations, nanoseconds.
+    pause_ns: u64,
+}
+
+impl Hold {
+    /// The reason, if there is one.
+    pub fn reason(&self) -> Option<LeaveAlone> {
+        self.reason
+    }
+
+    /// Leaves the region alone until `until_ns`, because its merges did not last.
+    pub fn leave_until(&mut self, until_ns: u64) {
+        self.reason = Some(LeaveAlone::CowBroken);
+        self.not_before_ns = until_ns;
+    }
+
+    /// Leaves the region alone for good, because its process refused to be marked.
+    pub fn refuse(&mut self) {
+        self.reason = Some(LeaveAlone::Refused);
+    }
+
+    /// Ends the hold. Returns the reason there was.
+    pub fn end(&mut self) -> Option<LeaveAlone> {
+        self.reason.take()
+    }
+
+    /// When a hold for COW breaks ends, nanoseconds.
+    pub fn ends_ns(&self) -> u64 {
+        self.not_before_ns
+    }
+
+    /// Whether the region's process refused to be marked.
+    pub fn is_refused(&self) -> bool {
+        self.reason == Some(LeaveAlone::Refused)
+    }
+
+    /// Whether the region may be examined now.
+    pub fn may_examine(&self, now_ns: u64) -> bool {
+        !self.is_refused() && now_ns >= self.not_before_ns
+    }
+
+    /// Whether the region may be marked now.
+    pub fn may_mark(&self, now_ns: u64) -> bool {
+        let allowed = match self.reason {
+            None => true,
+            Some(LeaveAlone::CowBroken) => now_ns >= self.not_before_ns,
+            Some(LeaveAlone::Refused) => false,
+        };
+        allowed && now_ns >= self.retry_ns
+    }
+
+    /// Marking is tried again at `retry_ns`: the target could not be stopped.
+    pub fn retry_at(&mut self, retry_ns: u64) {
+        self.retry_ns = retry_ns;
+    }
+
+    /// Puts off the next examination: each one must bring something for the next to follow soon. Pauses double from
+    /// `first_ns` up to `longest_ns`.
+    pub fn put_off(&mut self, now_ns: u64, first_ns: u64, longest_ns: u64) {
+        self.pause_ns = (self.pause_ns * 2).clamp(first_ns, longest_ns);
+        self.not_before_ns = now_ns + self.pause_ns;
+    }
+
+    /// The last examination brought something: the next pause is the shortest again.
+    pub fn reset_pause(&mut self) {
+        self.pause_ns = 0;
+    }
+}

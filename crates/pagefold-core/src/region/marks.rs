@@ -1,0 +1,107 @@
+//! What is marked in a region, and what has changed there since ksmd last visited it.
+
+use crate::marking::extents::Candidate;
+use crate::units::{Pages, Vpn};
+
+/// The number of samples in marked memory from which a share can be taken.
+const SAMPLES_MIN: u64 = 256;
+
+/// The marks of one region.
+#[derive(Clone, Debug, Default)]
+pub struct Marks {
+    /// Spans marked by this run.
+    pub spans: Vec<Candidate>,
+    /// Samples taken in marked memory.
+    pub samples: MarkedSamples,
+    /// Whether its contents were claimed for its trust domain when it was last read whole, with several domains active.
+    pub claimed: bool,
+    /// Whether scans were already requested for a region that another program has marked whole.
+    pub scanned_whole: bool,
+    /// Pages that were resident when ksmd last started to visit them twice.
+    visited: Pages,
+}
+
+impl Marks {
+    /// Adds a span. It replaces those that lie within it.
+    pub fn add(&mut self, span: Candidate) {
+        self.spans.retain(|mark| !covers(&span, mark));
+        self.spans.push(span);
+    }
+
+    /// Removes the span that starts at `first` and is `pages` long. False if there is none.
+    pub fn remove(&mut self, first: Vpn, pages: Pages) -> bool {
+        let before = self.spans.len();
+        self.spans.retain(|mark| (mark.first, mark.pages) != (first, pages));
+        self.spans.len() < before
+    }
+
+    /// Whether the span that starts at `first` and is `pages` long is marked.
+    pub fn has(&self, first: Vpn, pages: Pages) -> bool {
+        self.spans.iter().any(|mark| (mark.first, mark.pages) == (first, pages))
+    }
+
+    /// Whether a page lies in one of the spans.
+    pub fn contains(&self, page: Vpn) -> bool {
+        self.spans.iter().any(|mark| mark.first <= page && page.0 < mark.first.0 + mark.pages.0)
+    }
+
+    /// A page of the spans, chosen by `random`.
+    pub fn page(&self, random: u64) -> Option<Vpn> {
+        let pages: u64 = self.spans.iter().map(|mark| mark.pages.0).sum();
+        let mut at = random.checked_rem(pages)?;
+        for mark in &self.spans {
+            if at < mark.pages.0 {
+                return Some(mark.first + at);
+            }
+            at -= mark.pages.0;
+        }
+        None
+    }
+
+    /// ksmd is about to visit all resident pages twice.
+    pub fn visit(&mut self, resident: Pages) {
+        self.visited = resident;
+    }
+
+    /// How many of the resident pages appeared since.
+    pub fn not_visited(&self, resident: Pages) -> Pages {
+        resident.saturating_sub(self.visited)
+    }
+}
+
+/// Samples of marked memory since ksmd last visited it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MarkedSamples {
+    /// Pages sampled.
+    pub sampled: u64,
+    /// Those known to be duplicate that are nevertheless not merged.
+    pub unmerged: u64,
+    /// The share of such pages right after ksmd visited: their copies have changed, or are not marked.
+    residual: Option<f64>,
+}
+
+impl MarkedSamples {
+    /// Counts from zero. If ksmd visits `all` pages, what is left afterwards becomes the new residual share.
+    pub fn restart(&mut self, all: bool) {
+        *self = Self { residual: self.residual.filter(|_| !all), ..Self::default() };
+    }
+
+    /// The share of pages that certainly became worth merging since ksmd last visited, 0 to 1.
+    pub fn worth(&mut self) -> f64 {
+        if self.sampled < SAMPLES_MIN {
+            return 0.0;
+        }
+        let share = self.unmerged as f64 / self.sampled as f64;
+        let Some(residual) = self.residual else {
+            *self = Self { residual: Some(share), ..Self::default() };
+            return 0.0;
+        };
+        let uncertainty = 2.0 * (share.max(0.01) / self.sampled as f64).sqrt();
+        (share - residual - uncertainty).max(0.0)
+    }
+}
+
+/// Whether one span lies within the other.
+pub fn covers(outer: &Candidate, inner: &Candidate) -> bool {
+    outer.first <= inner.first && inner.first.0 + inner.pages.0 <= outer.first.0 + outer.pages.0
+}

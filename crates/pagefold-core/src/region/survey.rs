@@ -1,0 +1,173 @@
+//! What sampling has shown of a region: which pages come next, how many were duplicate, and how many change.
+
+use crate::config::Config;
+use crate::hash::Digest;
+use crate::host::RegionView;
+use crate::permutation::Permutation;
+use crate::random::mix;
+use crate::sampling::estimate::{Estimate, Tally};
+use crate::units::{Pages, Permyriad, Vpn};
+
+/// Neighbouring pages read at one sample point. A run of four costs little more than one and a half pages (the page-table
+/// walk and the system call are shared), and shows as much as two scattered pages.
+pub const RUN_PAGES: u64 = 4;
+/// The most pages remembered from the survey, to see which of them change.
+const PROBES_MAX: usize = 1024;
+/// The number of visits to remembered pages from which their changes count.
+const PROBES_MIN: u64 = 16;
+
+/// The samples of one region.
+#[derive(Clone, Debug)]
+pub struct Survey {
+    /// What the samples have shown since the region was last examined.
+    pub tally: Tally,
+    order: Permutation,
+    next: u64,
+    /// Pages visited since the region was last examined, whether or not they held memory.
+    visited: u64,
+    /// Remembered pages: offset in the index, and 32 bits of the digest.
+    probes: Vec<(u32, u32)>,
+    revisited: u64,
+    changed: u64,
+}
+
+impl Survey {
+    /// A survey with no samples yet.
+    pub fn new(view: &RegionView, seed: u64) -> Self {
+        Self {
+            tally: Tally::default(),
+            order: order(view, seed),
+            next: 0,
+            visited: 0,
+            probes: Vec::new(),
+            revisited: 0,
+            changed: 0,
+        }
+    }
+
+    /// Starts a new cycle over bounds that have moved.
+    pub fn restart_order(&mut self, view: &RegionView, seed: u64) {
+        self.order = order(view, seed);
+        self.next = 0;
+    }
+
+    /// The next run of pages to sample: its first page and its length. Every page comes once before any comes twice.
+    pub fn next_run(&mut self, view: &RegionView) -> (Vpn, u64) {
+        if self.next >= self.order.len() {
+            self.next = 0;
+        }
+        let first = self.order.at(self.next) * RUN_PAGES;
+        self.next += 1;
+        let pages = RUN_PAGES.min(view.pages.0 - first);
+        self.visited += pages;
+        (view.first + first, pages)
+    }
+
+    /// Runs not sampled yet in this cycle.
+    pub fn runs_left(&self) -> u64 {
+        self.order.len().saturating_sub(self.next)
+    }
+
+    /// Pages visited since the region was last examined, whether or not they held memory.
+    pub fn visited(&self) -> u64 {
+        self.visited
+    }
+
+    /// Remembers a sampled page (while `recording`), or compares it with what is remembered.
+    #[expect(clippy::cast_possible_truncation, reason = "32 bits of a digest are enough to see a change")]
+    pub fn probe(&mut self, offset: u32, digest: Digest, recording: bool) {
+        let print = (digest.0 >> 16) as u32;
+        if recording {
+            if self.probes.len() < PROBES_MAX {
+                self.probes.push((offset, print));
+            }
+        } else if let Ok(at) = self.probes.binary_search_by_key(&offset, |&(offset, _)| offset) {
+            self.revisited += 1;
+            self.changed += u64::from(self.probes[at].1 != print);
+            self.probes[at].1 = print;
+        }
+    }
+
+    /// The region is about to be read whole.
+    pub fn start_examination(&mut self) {
+        self.probes.sort_unstable();
+        self.probes.dedup_by_key(|&mut (offset, _)| offset);
+        (self.revisited, self.changed) = (0, 0);
+    }
+
+    /// The region has been read whole: samples count from zero.
+    pub fn end_examination(&mut self) {
+        self.tally = Tally::default();
+        self.visited = 0;
+    }
+
+    /// Estimates the duplicate ratio; see [`Region::estimate`](super::Region::estimate).
+    pub fn estimate(&self, resident: Pages, scope_fraction: f64) -> Estimate {
+        let own = self.tally.sampled as f64 / resident.0.max(1) as f64;
+        self.tally.estimate(own.min(scope_fraction).max(1e-6))
+    }
+
+    /// Whether too many remembered pages change between two visits for merges to last.
+    pub fn is_volatile(&self, config: &Config) -> bool {
+        config.cow_threshold < Permyriad(10_000)
+            && self.revisited >= PROBES_MIN
+            && Permyriad::of(self.changed, self.revisited) >= config.cow_threshold
+    }
+}
+
+/// Regions of a family share their order, so copies of each other are sampled at the same places.
+fn order(view: &RegionView, seed: u64) -> Permutation {
+    Permutation::new(view.pages.0.div_ceil(RUN_PAGES).max(1), mix(seed ^ view.family.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
+
+    fn view(first: u64, pages: u64) -> RegionView {
+        RegionView {
+            key: RegionKey(1),
+            owner: OwnerKey(1),
+            family: FamilyKey(1),
+            domain: DomainKey(0),
+            first: Vpn(first),
+            pages: Pages(pages),
+            resident: Pages(pages),
+            marked: Pages(0),
+        }
+    }
+
+    #[test]
+    fn every_page_is_sampled_once_in_a_cycle() {
+        let view = view(1000, 1003);
+        let mut survey = Survey::new(&view, 7);
+        let mut seen = vec![0; 1003];
+        for _ in 0..1003_u64.div_ceil(RUN_PAGES) {
+            let (first, pages) = survey.next_run(&view);
+            for page in first.0..first.0 + pages {
+                seen[usize::try_from(page - 1000).unwrap()] += 1;
+            }
+        }
+        assert!(seen.iter().all(|&times| times == 1));
+    }
+
+    #[test]
+    fn a_region_that_rewrites_its_pages_is_volatile() {
+        let mut survey = Survey::new(&view(0, 1000), 7);
+        let digest = |page: u32, changed: bool| Digest(u64::from(page + u32::from(changed)) << 16);
+        for page in 0..100 {
+            survey.probe(page, digest(page, false), true);
+        }
+        survey.start_examination();
+        for page in 0..100 {
+            survey.probe(page, digest(page, page % 2 == 0), false);
+        }
+        assert!(survey.is_volatile(&Config::default()));
+        survey.start_examination();
+        for page in 0..100 {
+            survey.probe(page, digest(page, page % 2 == 0), false);
+        }
+        assert!(!survey.is_volatile(&Config::default()));
+    }
+}
