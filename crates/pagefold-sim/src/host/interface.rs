@@ -5,8 +5,8 @@ use crate::content::digest;
 use crate::memory::Backing;
 use pagefold_core::hash::Digest;
 use pagefold_core::host::{
-    Actions, Change, ChangeResult, Host, Marking, Outcome, PageSample, PageState, RegionView, PageRun, SamplePlan, Samples,
-    ScanOrder, Snapshot, Span, Stops,
+    Actions, Change, ChangeResult, Host, Marking, Outcome, PageRun, PageSample, PageState, RegionView, SamplePlan,
+    Samples, ScanOrder, Snapshot, Span, Stops,
 };
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::region::RUN_PAGES;
