@@ -79,7 +79,7 @@ pub struct Pages {
 
 /// What was seen at one time.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Look {
+pub struct PageSnapshot {
     /// Each victim's pages.
     pub victims: Vec<Pages>,
     /// Different merged frames, by node.
@@ -121,9 +121,9 @@ pub struct Outcome {
     /// Its name.
     pub name: String,
     /// Before folding.
-    pub before: Look,
+    pub before: PageSnapshot,
     /// When nothing merged and nothing moved any more.
-    pub folded: Look,
+    pub folded: PageSnapshot,
     /// Until nothing merged and nothing moved any more, milliseconds.
     pub settled_ms: u64,
     /// Whether that was before the time limit.
@@ -135,11 +135,11 @@ pub struct Outcome {
     /// The same, in the quiet time that then follows.
     pub when_quiet: Moves,
     /// After what `Trouble` does once all is folded.
-    pub troubled: Option<Look>,
+    pub troubled: Option<PageSnapshot>,
     /// What `pagefold run --json` said at its end.
     pub summary: serde_json::Value,
     /// After everything was taken apart again.
-    pub unfolded: Look,
+    pub unfolded: PageSnapshot,
     /// KSM's knobs that are not what they were before.
     pub knobs_changed: Vec<String>,
     /// What was wrong, in words: bytes that changed, programs that failed.

@@ -1,11 +1,12 @@
-//! Shufflers (`examples/shuffler`), and what was seen of them.
+//! The handle of the victim `shuffler`.
 
-use crate::support::*;
+use crate::ksm::merged_pages;
+use crate::{victim_binary, wait_until};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -17,28 +18,14 @@ pub struct Shuffler {
     input: Option<ChildStdin>,
     lines: Arc<Mutex<Vec<String>>>,
     reader: Option<JoinHandle<()>>,
-    /// The most pages of it that were merged at one time.
+    /// The largest number of merged pages seen at one time.
     pub most_merged: u64,
-}
-
-/// Its path. `cargo test` builds examples; for `cargo test --test NAME` it is done here.
-fn example() -> PathBuf {
-    let profile = std::env::current_exe().unwrap().parent().and_then(Path::parent).unwrap().to_owned();
-    let path = profile.join("examples/shuffler");
-    if !path.exists() {
-        let built = Command::new(env!("CARGO"))
-            .args(["build", "--quiet", "--locked", "--example", "shuffler"])
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .status();
-        assert!(built.is_ok_and(|status| status.success()) && path.exists(), "examples/shuffler was not built");
-    }
-    path
 }
 
 impl Shuffler {
     /// Starts one, in a cgroup from its first page on if one is given, and waits until it holds its memory.
     pub fn start(settings: &str, cgroup: Option<&Path>) -> Self {
-        let mut command = Command::new(example());
+        let mut command = Command::new(victim_binary("shuffler"));
         command.args(settings.split_ascii_whitespace()).stdin(Stdio::piped()).stdout(Stdio::piped());
         if let Some(cgroup) = cgroup {
             let mut members = fs::OpenOptions::new().write(true).open(cgroup.join("cgroup.procs")).unwrap();
@@ -55,7 +42,7 @@ impl Shuffler {
             }
         });
         let shuffler = Self { child, input, lines, reader: Some(reader), most_merged: 0 };
-        wait_until("a shuffler holds its memory", || shuffler.said(|line| line == "ready"));
+        wait_until("the shuffler holds its memory", || shuffler.has_printed(|line| line == "ready"));
         shuffler
     }
 
@@ -63,44 +50,44 @@ impl Shuffler {
         i32::try_from(self.child.id()).unwrap()
     }
 
-    pub fn said(&self, is: impl Fn(&str) -> bool) -> bool {
-        self.lines.lock().unwrap().iter().any(|line| is(line))
+    pub fn has_printed(&self, matches: impl Fn(&str) -> bool) -> bool {
+        self.lines.lock().unwrap().iter().any(|line| matches(line))
     }
 
     pub fn has_ended(&mut self) -> bool {
         self.child.try_wait().unwrap().is_some()
     }
 
-    pub fn last_words(&self) -> String {
+    pub fn last_lines(&self) -> String {
         let lines = self.lines.lock().unwrap();
         lines[lines.len().saturating_sub(4)..].join("\n")
     }
 
-    /// Alive, moving, and with nothing to complain of. Takes note of how much is merged.
+    /// It runs and has found no damage. Records how much of it is merged.
     #[track_caller]
-    pub fn is_well(&mut self) {
-        assert!(!self.said(|line| line.starts_with("bad")), "{}", self.last_words());
+    pub fn assert_well(&mut self) {
+        assert!(!self.has_printed(|line| line.starts_with("bad")), "{}", self.last_lines());
         let ended = self.child.try_wait().unwrap();
-        assert!(ended.is_none(), "it ended with {ended:?}: {}", self.last_words());
-        self.most_merged = self.most_merged.max(merging_pages(self.pid()));
+        assert!(ended.is_none(), "it ended with {ended:?}: {}", self.last_lines());
+        self.most_merged = self.most_merged.max(merged_pages(self.pid()));
     }
 
-    /// How many lines it has said: one a second.
-    pub fn seconds(&self) -> usize {
+    /// The number of lines it has printed: about one each second.
+    pub fn lines(&self) -> usize {
         self.lines.lock().unwrap().len()
     }
 
-    /// Has it check everything once more and end. Returns its counts.
+    /// Has it check everything a last time and end. Returns its counts.
     #[track_caller]
     pub fn end(mut self) -> BTreeMap<String, u64> {
         drop(self.input.take());
         let status = self.child.wait().unwrap();
         self.reader.take().unwrap().join().unwrap();
-        let words = self.last_words();
-        let last = words.lines().last().unwrap_or_default();
-        let Some(counts) = last.strip_prefix("end ok ") else { panic!("{status}: {words}") };
-        assert!(status.success(), "{status}: {words}");
-        println!("shuffler: merged={} at most, {counts}", self.most_merged);
+        let lines = self.last_lines();
+        let last = lines.lines().last().unwrap_or_default();
+        let Some(counts) = last.strip_prefix("end ok ") else { panic!("{status}: {lines}") };
+        assert!(status.success(), "{status}: {lines}");
+        println!("shuffler: at most {} pages merged, {counts}", self.most_merged);
         counts
             .split_ascii_whitespace()
             .filter_map(|word| word.split_once('='))
@@ -116,38 +103,24 @@ impl Drop for Shuffler {
     }
 }
 
-/// Pages of a process that are merged, those kept for all included.
-pub fn merging_pages(pid: i32) -> u64 {
-    let text = fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap_or_default();
-    let value = text.lines().find_map(|line| line.strip_prefix("ksm_merging_pages "));
-    value.map_or(0, |value| value.trim().parse().unwrap())
-}
-
-/// A counter of /proc/vmstat.
-pub fn vmstat(name: &str) -> u64 {
-    let text = fs::read_to_string("/proc/vmstat").unwrap();
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    value.map_or(0, |value| value.parse().unwrap())
-}
-
 pub fn pids(shufflers: &[Shuffler]) -> Vec<i32> {
     shufflers.iter().map(Shuffler::pid).collect()
 }
 
-/// For so long all are well.
+/// All are well during this time.
 #[track_caller]
-pub fn are_well(shufflers: &mut [Shuffler], time: Duration) {
+pub fn assert_well_for(shufflers: &mut [Shuffler], time: Duration) {
     let end = Instant::now() + time;
     while Instant::now() < end {
-        shufflers.iter_mut().for_each(Shuffler::is_well);
+        shufflers.iter_mut().for_each(Shuffler::assert_well);
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// The kernel has killed none of them for want of memory. It says so in its log, by pid.
+/// The kernel has killed none of the processes for want of memory, which it would have logged.
 #[track_caller]
-pub fn none_was_killed(pids: &[i32]) {
-    let log = Command::new("dmesg").output().expect("dmesg, to look for kills");
+pub fn assert_not_killed(pids: &[i32]) {
+    let log = Command::new("dmesg").output().expect("dmesg");
     let log = String::from_utf8_lossy(&log.stdout);
     let killed = |line: &&str| pids.iter().any(|pid| line.contains(&format!("Killed process {pid} ")));
     assert_eq!(log.lines().find(killed), None);

@@ -1,156 +1,101 @@
-//! Programs that hold memory as they are told, page by page: this test program once more, as its test `holder`.
+//! `holder PAGES` holds memory as it is told, page by page.
+//!
+//! It prints the number of its first page, then reads commands from standard input, a line each, and answers each with a
+//! number: `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` with 0, `fork` with the child's
+//! pid, `check` with the number of pages that do not have the content written to them. It ends with its input.
 
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use pagefold_testkit::holder::fill;
+use std::io::Write;
 
-pub const PAGE: usize = 4096;
-/// Pages on either side that nobody can touch: no mapping of the program is next to what it holds.
+const PAGE: usize = 4096;
+/// Inaccessible pages on either side, so that the memory does not become part of a neighbouring mapping.
 const FENCE: usize = 512;
 
-/// What is done to pages of a program.
-#[derive(Clone, Copy, Debug)]
-pub enum Deed {
-    /// Pages from the first get contents from the first, each so much further than the one before. Content 0 is zeros.
-    Write { first: u64, pages: u64, content: u64, step: u64 },
-    /// Pages are given back (`MADV_DONTNEED`).
-    Drop { first: u64, pages: u64 },
-}
-
-/// A program that holds memory. Ended when dropped.
-pub struct Holder {
-    child: Child,
-    commands: ChildStdin,
-    answers: BufReader<ChildStdout>,
-    /// The number of its first page.
-    pub first: u64,
-    pub pages: u64,
-}
-
-impl Holder {
-    /// Starts one with memory for so many pages, none there yet.
-    pub fn start(pages: u64) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "holder", "--ignored", "--nocapture"])
-            .env("PAGEFOLD_HOLDER", pages.to_string())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let commands = child.stdin.take().unwrap();
-        let mut answers = BufReader::new(child.stdout.take().unwrap());
-        let first = answer(&mut answers);
-        Self { child, commands, answers, first, pages }
-    }
-
-    pub fn pid(&self) -> i32 {
-        self.child.id().try_into().unwrap()
-    }
-
-    /// Has something done and waits until it is.
-    pub fn does(&mut self, deed: Deed) {
-        match deed {
-            Deed::Write { first, pages, content, step } => self.ask(&format!("write {first} {pages} {content} {step}")),
-            Deed::Drop { first, pages } => self.ask(&format!("drop {first} {pages}")),
-        };
-    }
-
-    /// Marks all of it.
-    pub fn mark(&mut self) {
-        self.ask("mark");
-    }
-
-    /// Forks, without exec: the child's pid. It holds what it got, and ends with its parent.
-    pub fn fork(&mut self) -> i32 {
-        self.ask("fork").try_into().unwrap()
-    }
-
-    fn ask(&mut self, command: &str) -> u64 {
-        writeln!(self.commands, "{command}").unwrap();
-        answer(&mut self.answers)
-    }
-}
-
-/// The number after `=`. The test harness may have begun the line.
-fn answer(answers: &mut impl BufRead) -> u64 {
-    let line = answers.lines().map(Result::unwrap).find(|line| line.contains('=')).expect("the program has ended");
-    line.rsplit('=').next().unwrap().parse().unwrap()
-}
-
-impl Drop for Holder {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// The inside of a holder. Ends when its standard input does.
-pub fn hold() {
-    let Ok(pages) = std::env::var("PAGEFOLD_HOLDER") else { return };
-    let pages: usize = pages.parse().unwrap();
+fn main() {
+    let pages: usize = std::env::args().nth(1).and_then(|word| word.parse().ok()).expect("usage: holder PAGES");
     let length = pages * PAGE;
     // SAFETY: a fresh private mapping, checked for failure, of which the middle is made accessible; that is page-aligned,
     // zeroed by the kernel and never unmapped.
-    let (at, words) = unsafe {
+    let (start, bytes) = unsafe {
         let (flags, all) = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, length + 2 * FENCE * PAGE);
-        let at = libc::mmap(std::ptr::null_mut(), all, libc::PROT_NONE, flags, -1, 0);
-        assert_ne!(at, libc::MAP_FAILED);
-        let at = at.byte_add(FENCE * PAGE);
-        assert_eq!(libc::mprotect(at, length, libc::PROT_READ | libc::PROT_WRITE), 0);
-        assert_eq!(libc::madvise(at, length, libc::MADV_NOHUGEPAGE), 0);
-        (at, std::slice::from_raw_parts_mut(at.cast::<u64>(), length / 8))
+        let start = libc::mmap(std::ptr::null_mut(), all, libc::PROT_NONE, flags, -1, 0);
+        assert_ne!(start, libc::MAP_FAILED);
+        let start = start.byte_add(FENCE * PAGE);
+        assert_eq!(libc::mprotect(start, length, libc::PROT_READ | libc::PROT_WRITE), 0);
+        assert_eq!(libc::madvise(start, length, libc::MADV_NOHUGEPAGE), 0);
+        (start, std::slice::from_raw_parts_mut(start.cast::<u8>(), length))
     };
-    say(at as u64 / PAGE as u64);
+    let mut written: Vec<Option<u64>> = vec![None; pages];
+    answer(start as u64 / PAGE as u64);
     for line in std::io::stdin().lines() {
-        let line = line.unwrap();
-        let mut parts = line.split(' ');
-        let command = parts.next().unwrap_or_default();
-        let numbers: Vec<u64> = parts.map(|part| part.parse().unwrap()).collect();
-        let mut answer = 0;
+        let line = line.expect("a command");
+        let mut words = line.split(' ');
+        let command = words.next().unwrap_or_default();
+        let numbers: Vec<u64> = words.map(|word| word.parse().expect("a number")).collect();
+        let range = || {
+            let [first, pages] = [numbers[0], numbers[1]].map(|number| usize::try_from(number).expect("a page"));
+            assert!(first + pages <= written.len());
+            (first, pages)
+        };
+        let advise = |advice| {
+            let (first, pages) = range();
+            // SAFETY: within the mapping, of which no reference is used meanwhile. Marking keeps what the pages read as;
+            // dropped pages read as zeros afterwards.
+            assert_eq!(unsafe { libc::madvise(start.byte_add(first * PAGE), pages * PAGE, advice) }, 0, "{line}");
+        };
         match (command, numbers.as_slice()) {
-            ("write", &[first, pages, content, step]) => {
-                for page in 0..pages {
-                    let at = usize::try_from(first + page).unwrap() * PAGE / 8;
-                    fill(&mut words[at..at + PAGE / 8], content + page * step);
+            ("write", &[_, _, content, step]) => {
+                let (first, pages) = range();
+                for (page, number) in (first..first + pages).zip(0..) {
+                    fill(&mut bytes[page * PAGE..][..PAGE], content + number * step);
+                    written[page] = Some(content + number * step);
                 }
+                answer(0);
             }
-            ("drop", &[first, pages]) => {
-                let (first, pages) = (usize::try_from(first).unwrap() * PAGE, usize::try_from(pages).unwrap() * PAGE);
-                assert!(first + pages <= length);
-                // SAFETY: within the mapping, to which no reference is used meanwhile; the pages read as zeros afterwards.
-                assert_eq!(unsafe { libc::madvise(at.byte_add(first), pages, libc::MADV_DONTNEED) }, 0);
+            ("drop", [_, _]) => {
+                advise(libc::MADV_DONTNEED);
+                let (first, pages) = range();
+                written[first..first + pages].fill(None);
+                answer(0);
             }
-            // SAFETY: all of the mapping; merging never changes what it reads as.
-            ("mark", []) => assert_eq!(unsafe { libc::madvise(at, length, libc::MADV_MERGEABLE) }, 0),
-            // SAFETY: what the child calls needs no lock that another thread may have held, and no memory.
-            ("fork", []) => match unsafe { libc::fork() } {
-                0 => loop {
-                    // SAFETY: both calls concern the child alone.
-                    unsafe {
-                        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-                        libc::pause();
-                    }
-                },
-                child => answer = u64::try_from(child).expect("fork"),
-            },
+            ("mark", [_, _]) => {
+                advise(libc::MADV_MERGEABLE);
+                answer(0);
+            }
+            ("fork", []) => answer(fork()),
+            ("check", []) => {
+                let mut expected = [0; PAGE];
+                let differs = |(page, content): (&[u8], &Option<u64>)| {
+                    content.is_some_and(|content| {
+                        fill(&mut expected, content);
+                        page != expected
+                    })
+                };
+                answer(bytes.chunks_exact(PAGE).zip(&written).map(differs).filter(|&differs| differs).count() as u64);
+            }
             _ => panic!("unknown command {line}"),
         }
-        say(answer);
     }
-    std::hint::black_box(words);
+    std::hint::black_box(bytes);
 }
 
-fn say(answer: u64) {
-    println!("={answer}");
-    std::io::stdout().flush().unwrap();
+/// Starts a child that holds what it inherited; its pid.
+fn fork() -> u64 {
+    // SAFETY: the program has one thread.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        // SAFETY: both calls concern the child alone, which does nothing else until it is killed with its parent.
+        unsafe {
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+            loop {
+                libc::pause();
+            }
+        }
+    }
+    u64::try_from(pid).expect("fork")
 }
 
-/// The same words for the same content, zeros for 0.
-fn fill(page: &mut [u64], content: u64) {
-    let mut state = content.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    for word in page {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        *word = state;
-    }
+fn answer(number: u64) {
+    println!("{number}");
+    std::io::stdout().flush().expect("standard output");
 }

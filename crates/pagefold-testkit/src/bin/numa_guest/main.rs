@@ -2,13 +2,12 @@
 //! out the scenarios in `/scenarios.json`, and writes what came of each as a line of JSON to the second serial port.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)] // A test program: raw calls are what it is for.
 
-mod crew;
-mod fold;
-mod plan;
-mod reader;
+mod pages;
+mod programs;
+mod scenario;
 mod victim;
 
-use plan::Scenario;
+use pagefold_testkit::numa::Scenario;
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -41,7 +40,7 @@ fn init() {
     let mut results = results();
     for scenario in scenarios {
         println!("{}: begins", scenario.name);
-        let outcome = fold::carry_out(&scenario);
+        let outcome = scenario::carry_out(&scenario);
         writeln!(results, "{}", serde_json::to_string(&outcome).expect("an outcome")).expect("the results");
     }
     results.flush().expect("the results");

@@ -1,6 +1,6 @@
 //! An independent reader of where pages are: page tables, frame flags and the nodes' zones, as the kernel shows them, without a line of pagefold's.
 
-use crate::plan::{Look, Pages};
+use pagefold_testkit::numa::{PageSnapshot, Pages};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -60,9 +60,9 @@ impl Nodes {
     }
 
     /// Looks at every page of the victims.
-    pub fn look(&self, victims: &[Extent]) -> Look {
+    pub fn look(&self, victims: &[Extent]) -> PageSnapshot {
         let kpageflags = File::open("/proc/kpageflags").expect("kpageflags");
-        let mut look = Look { frames: vec![0; self.count], ..Look::default() };
+        let mut look = PageSnapshot { frames: vec![0; self.count], ..PageSnapshot::default() };
         // By frame: how many pages map it, and from which nodes.
         let mut merged: BTreeMap<u64, (u64, Vec<usize>)> = BTreeMap::new();
         for victim in victims {

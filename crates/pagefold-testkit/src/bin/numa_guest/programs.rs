@@ -1,7 +1,7 @@
 //! The programs of a scenario, as `/init` holds them.
 
-use crate::plan::{Scenario, Trouble};
-use crate::reader::Extent;
+use crate::pages::Extent;
+use pagefold_testkit::numa::{Scenario, Trouble};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -11,7 +11,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 const PROGRAM: &str = "/bin/victim";
 
 /// A program that is spoken to line by line.
-pub struct Member {
+pub struct Program {
     child: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
@@ -19,7 +19,7 @@ pub struct Member {
     address: u64,
 }
 
-impl Member {
+impl Program {
     fn start(args: &[String], cgroup: Option<&str>) -> Self {
         let mut command = Command::new(PROGRAM);
         command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -65,16 +65,16 @@ impl Member {
 }
 
 /// All of a scenario.
-pub struct Crew {
-    pub victims: Vec<Member>,
+pub struct Programs {
+    pub victims: Vec<Program>,
     pub extents: Vec<Extent>,
-    filler: Option<Member>,
+    filler: Option<Program>,
     cgroups: Vec<String>,
 }
 
-impl Crew {
+impl Programs {
     pub fn start(scenario: &Scenario) -> Self {
-        let mut crew = Self { victims: Vec::new(), extents: Vec::new(), filler: None, cgroups: Vec::new() };
+        let mut programs = Self { victims: Vec::new(), extents: Vec::new(), filler: None, cgroups: Vec::new() };
         for (number, victim) in scenario.victims.iter().enumerate() {
             let cgroup = victim.confined.then(|| {
                 let path = format!("/sys/fs/cgroup/victim-{number}");
@@ -84,23 +84,23 @@ impl Crew {
             });
             let numbers = [victim.node.to_string(), victim.nice.to_string(), scenario.pages.to_string()];
             let args: Vec<String> = std::iter::once("victim".to_owned()).chain(numbers).collect();
-            let mut member = Member::start(&args, cgroup.as_deref());
+            let mut member = Program::start(&args, cgroup.as_deref());
             if victim.active {
                 member.do_this("activate").expect("a victim");
             }
-            crew.extents.push(Extent {
+            programs.extents.push(Extent {
                 pid: member.pid(),
                 start: member.address,
                 pages: scenario.pages,
                 node: victim.node,
             });
-            crew.victims.push(member);
-            crew.cgroups.extend(cgroup);
+            programs.victims.push(member);
+            programs.cgroups.extend(cgroup);
         }
         if let Trouble::Full { node, left_mib } = scenario.trouble {
-            crew.filler = Some(Member::start(&["filler".to_owned(), node.to_string(), left_mib.to_string()], None));
+            programs.filler = Some(Program::start(&["filler".to_owned(), node.to_string(), left_mib.to_string()], None));
         }
-        crew
+        programs
     }
 
     pub fn mark(&mut self) {
@@ -115,7 +115,7 @@ impl Crew {
 
     /// Ends them all; what is wrong.
     pub fn end(self) -> Vec<String> {
-        let said = self.victims.into_iter().chain(self.filler).map(Member::end);
+        let said = self.victims.into_iter().chain(self.filler).map(Program::end);
         let wrong = said.enumerate().filter_map(|(number, said)| Some(format!("victim {number}: {}", said.err()?)));
         let wrong = wrong.collect();
         for cgroup in self.cgroups {

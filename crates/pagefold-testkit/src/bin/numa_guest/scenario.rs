@@ -1,8 +1,8 @@
 //! Carrying out a scenario.
 
-use crate::crew::Crew;
-use crate::plan::{Cpu, Fold, Moves, Outcome, Scenario, Trouble};
-use crate::reader::{Extent, Nodes, PAGE, ksmd, times, tree_ns, vmstat};
+use crate::programs::Programs;
+use pagefold_testkit::numa::{Cpu, Fold, Moves, Outcome, Scenario, Trouble};
+use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns, vmstat};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::{Read, Seek};
@@ -53,36 +53,36 @@ pub fn carry_out(scenario: &Scenario) -> Outcome {
     let knobs_before = knobs();
     let killed = vmstat("oom_kill");
     crate::write_if_there("/sys/kernel/mm/lru_gen/enabled", if scenario.generations { "7" } else { "0" });
-    let mut crew = Crew::start(scenario);
-    let mut wrong = crew.check();
+    let mut programs = Programs::start(scenario);
+    let mut wrong = programs.check();
     let nodes = Nodes::read();
-    let before = nodes.look(&crew.extents);
+    let before = nodes.look(&programs.extents);
 
-    let meter = Meter::start(&crew);
-    let hands = Hands::start(&scenario.fold, &mut crew);
-    let settled = meter.wait_until_quiet(&hands);
-    let folded = nodes.look(&crew.extents);
-    wrong.extend(crew.check());
+    let meter = Meter::start(&programs);
+    let merger = Merger::start(&scenario.fold, &mut programs);
+    let settled = meter.wait_until_quiet(&merger);
+    let folded = nodes.look(&programs.extents);
+    wrong.extend(programs.check());
 
     let troubled = match scenario.trouble {
         Trouble::Offline { node } => {
             wrong.extend(take_offline(node).err());
             // It must notice, and go on.
-            meter.wait_until_quiet(&hands);
-            let look = Nodes::read().look(&crew.extents);
-            wrong.extend(crew.check());
+            meter.wait_until_quiet(&merger);
+            let look = Nodes::read().look(&programs.extents);
+            wrong.extend(programs.check());
             Some(look)
         }
         _ => None,
     };
-    let summary = hands.end(&crew, &mut wrong);
-    wrong.extend(crew.check());
-    let unfolded = Nodes::read().look(&crew.extents);
+    let summary = merger.end(&programs, &mut wrong);
+    wrong.extend(programs.check());
+    let unfolded = Nodes::read().look(&programs.extents);
     if scenario.trouble == Trouble::Damage {
-        damage(&crew.extents[0]);
-        wrong.extend(crew.check());
+        damage(&programs.extents[0]);
+        wrong.extend(programs.check());
     }
-    wrong.extend(crew.end());
+    wrong.extend(programs.end());
     if let Trouble::Offline { node } = scenario.trouble {
         set_online(node, "online_movable").expect("it was online before");
     }
@@ -112,24 +112,24 @@ pub fn carry_out(scenario: &Scenario) -> Outcome {
 }
 
 /// Whatever folds.
-enum Hands {
+enum Merger {
     Ksm,
     Pagefold { child: Child, output: File, errors: File },
 }
 
-impl Hands {
-    fn start(fold: &Fold, crew: &mut Crew) -> Self {
+impl Merger {
+    fn start(fold: &Fold, programs: &mut Programs) -> Self {
         match fold {
             Fold::Ksm => {
                 crate::write(&format!("{KSM}/pages_to_scan"), &PAGES_TO_SCAN.to_string());
-                crew.mark();
+                programs.mark();
                 crate::write(&format!("{KSM}/run"), "1");
                 Self::Ksm
             }
             Fold::Pagefold(options) => {
                 let (output, errors) = (file("out"), file("err"));
                 let mut command = Command::new(PAGEFOLD);
-                command.args(["run", "--json", "--pid", &pids(crew)]).args(options).stdin(Stdio::null());
+                command.args(["run", "--json", "--pid", &pids(programs)]).args(options).stdin(Stdio::null());
                 command.stdout(output.try_clone().expect("a file")).stderr(errors.try_clone().expect("a file"));
                 Self::Pagefold { child: command.spawn().expect(PAGEFOLD), output, errors }
             }
@@ -144,7 +144,7 @@ impl Hands {
     }
 
     /// Ends the folding and takes everything apart; pagefold's summary.
-    fn end(self, crew: &Crew, wrong: &mut Vec<String>) -> Value {
+    fn end(self, programs: &Programs, wrong: &mut Vec<String>) -> Value {
         let Self::Pagefold { mut child, mut output, mut errors } = self else {
             crate::write(&format!("{KSM}/run"), "2");
             crate::write(&format!("{KSM}/run"), "0");
@@ -161,7 +161,7 @@ impl Hands {
         if !status.success() {
             wrong.push(format!("pagefold run: {status}: {complaints}"));
         }
-        let unmerged = Command::new(PAGEFOLD).args(["unmerge", "--pid", &pids(crew)]).output().expect(PAGEFOLD);
+        let unmerged = Command::new(PAGEFOLD).args(["unmerge", "--pid", &pids(programs)]).output().expect(PAGEFOLD);
         if !unmerged.status.success() {
             let complaints = String::from_utf8_lossy(&unmerged.stderr);
             wrong.push(format!("pagefold unmerge: {}: {complaints}", unmerged.status));
@@ -170,8 +170,8 @@ impl Hands {
     }
 }
 
-fn pids(crew: &Crew) -> String {
-    crew.extents.iter().map(|extent| extent.pid.to_string()).collect::<Vec<_>>().join(",")
+fn pids(programs: &Programs) -> String {
+    programs.extents.iter().map(|extent| extent.pid.to_string()).collect::<Vec<_>>().join(",")
 }
 
 fn file(name: &str) -> File {
@@ -204,18 +204,18 @@ struct Settled {
 }
 
 impl Meter {
-    fn start(crew: &Crew) -> Self {
-        let pids = crew.extents.iter().map(|extent| extent.pid).collect();
+    fn start(programs: &Programs) -> Self {
+        let pids = programs.extents.iter().map(|extent| extent.pid).collect();
         let mut meter =
             Self { began: Instant::now(), ksmd: ksmd(), pids, cpu: Cpu::default(), moves: Moves::default() };
-        (meter.cpu, meter.moves) = meter.read(&Hands::Ksm);
+        (meter.cpu, meter.moves) = meter.read(&Merger::Ksm);
         meter
     }
 
-    fn read(&self, hands: &Hands) -> (Cpu, Moves) {
+    fn read(&self, merger: &Merger) -> (Cpu, Moves) {
         let cpu = Cpu {
             ksmd_ns: times(self.ksmd).iter().sum(),
-            pagefold_ns: hands.cpu_ns(),
+            pagefold_ns: merger.cpu_ns(),
             victims_system_ns: self.pids.iter().map(|&pid| times(pid)[1]).sum(),
         };
         // The kernel counts a page as migrated, and then as migrated by balancing: whoever reads the other way round finds no
@@ -226,8 +226,8 @@ impl Meter {
         (cpu, moves)
     }
 
-    fn since(&self, hands: &Hands) -> (Cpu, Moves) {
-        let (cpu, moves) = self.read(hands);
+    fn since(&self, merger: &Merger) -> (Cpu, Moves) {
+        let (cpu, moves) = self.read(merger);
         let cpu = Cpu {
             ksmd_ns: cpu.ksmd_ns - self.cpu.ksmd_ns,
             pagefold_ns: cpu.pagefold_ns - self.cpu.pagefold_ns,
@@ -237,27 +237,27 @@ impl Meter {
     }
 
     /// Waits until nothing merges and nothing moves any more, and whatever folds has nothing to do.
-    fn wait_until_quiet(&self, hands: &Hands) -> Settled {
+    fn wait_until_quiet(&self, merger: &Merger) -> Settled {
         let began = Instant::now();
-        let quiet_time = if matches!(hands, Hands::Ksm) { QUIET_KSM } else { QUIET };
+        let quiet_time = if matches!(merger, Merger::Ksm) { QUIET_KSM } else { QUIET };
         // What the kernel's NUMA balancing moves is not merged.
         let look = || {
             let balanced = vmstat("numa_pages_migrated");
             number("pages_sharing") + vmstat("pgmigrate_success") - balanced
         };
         let (mut seen, scans) = (look(), number("full_scans"));
-        let (mut since, mut then) = (Instant::now(), self.read(hands));
-        let mut settled = self.settled(hands);
+        let (mut since, mut then) = (Instant::now(), self.read(merger));
+        let mut settled = self.settled(merger);
         let mut happened = false;
         loop {
             std::thread::sleep(LOOK_EVERY);
             let now = look();
             if now.abs_diff(seen) > NEGLIGIBLE {
-                (seen, since, then, happened) = (now, Instant::now(), self.read(hands), true);
-                settled = self.settled(hands);
+                (seen, since, then, happened) = (now, Instant::now(), self.read(merger), true);
+                settled = self.settled(merger);
             }
             if since.elapsed() >= quiet_time {
-                let (cpu, moves) = self.read(hands);
+                let (cpu, moves) = self.read(merger);
                 let busy = u128::from(cpu.pagefold_ns - then.0.pagefold_ns) > since.elapsed().as_nanos() / BUSY;
                 // Nothing merges before its second scan.
                 let enough = number("pages_sharing") > NEGLIGIBLE || number("full_scans") >= scans + 2;
@@ -267,7 +267,7 @@ impl Meter {
             }
             if settled.really || began.elapsed() >= LIMIT {
                 if !happened {
-                    (settled.ms, settled.cpu) = (self.ms(), self.since(hands).0);
+                    (settled.ms, settled.cpu) = (self.ms(), self.since(merger).0);
                 }
                 return settled;
             }
@@ -279,8 +279,8 @@ impl Meter {
     }
 
     /// What it has taken, if this was the last that happened.
-    fn settled(&self, hands: &Hands) -> Settled {
-        let (cpu, moves) = self.since(hands);
+    fn settled(&self, merger: &Merger) -> Settled {
+        let (cpu, moves) = self.since(merger);
         Settled { ms: self.ms(), really: false, cpu, moves, when_quiet: Moves::default() }
     }
 }
@@ -300,7 +300,7 @@ fn damage(victim: &Extent) {
     memory.write_at(b"?", victim.start + victim.pages as u64 / 2 * PAGE + 99).expect("a write");
 }
 
-/// Takes all memory of a node from the kernel's hands.
+/// Takes all memory of a node from the kernel's merger.
 fn take_offline(node: usize) -> Result<(), String> {
     set_online(node, "offline")
 }

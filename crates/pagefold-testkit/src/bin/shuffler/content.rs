@@ -1,5 +1,7 @@
 //! What a page holds, as a function of eight bytes: so the model of a gigabyte is two megabytes.
 
+use pagefold_workload::contents::mix;
+
 /// Words in a page.
 pub const WORDS: usize = 512;
 
@@ -52,30 +54,4 @@ impl Content {
 #[allow(clippy::cast_possible_truncation)] // The low half is what is wanted.
 fn low(number: u64) -> u32 {
     number as u32
-}
-
-/// Splitmix64's finalizer.
-pub fn mix(number: u64) -> u64 {
-    let number = (number ^ number >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let number = (number ^ number >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    number ^ number >> 31
-}
-
-/// Random numbers that follow from a seed.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
-    }
-
-    /// Below `end`, which is not 0.
-    pub fn below(&mut self, end: usize) -> usize {
-        usize::try_from(self.next() >> 16).unwrap_or(0) % end
-    }
-
-    pub fn per_cent(&mut self, share: usize) -> bool {
-        self.below(100) < share
-    }
 }

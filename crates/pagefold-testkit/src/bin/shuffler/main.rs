@@ -10,7 +10,8 @@
 mod content;
 mod region;
 
-use content::{Content, Random};
+use content::Content;
+use pagefold_testkit::Random;
 use region::{Arena, Damage, MOST, PAGE, Region};
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
@@ -24,7 +25,7 @@ struct Options {
     seed: u64,
     seconds: u64,
     /// Per cent of the pages whose content others may hold.
-    share: usize,
+    share: u64,
     /// Ask for huge pages.
     huge: bool,
     /// Pause after each thing done, microseconds.
@@ -96,7 +97,7 @@ impl Options {
                 "regions" => options.regions = size().max(1),
                 "seed" => options.seed = number(),
                 "seconds" => options.seconds = number(),
-                "share" => options.share = size(),
+                "share" => options.share = number(),
                 "huge" => options.huge = number() == 1,
                 "pause-us" => options.pause_us = number(),
                 "burst" => options.burst = size(),
@@ -146,7 +147,7 @@ impl Shuffler {
         let mut shuffler = Self {
             arena: Arena::new(options.regions * 2),
             regions: Vec::new(),
-            random: Random(options.seed),
+            random: Random::new(options.seed),
             fresh: 0,
             children: Vec::new(),
             counts: Counts::default(),
@@ -168,7 +169,7 @@ impl Shuffler {
 
     /// What a page gets: what the other shufflers have in this place, or something of its own.
     fn content(&mut self, region: usize, page: usize) -> Content {
-        if self.random.per_cent(self.options.share) {
+        if self.random.percent(self.options.share) {
             Content::common((region * MOST + page) as u64)
         } else {
             self.fresh += 1;
@@ -186,10 +187,10 @@ impl Shuffler {
 
     /// Some pages of some region: which, from where, how many.
     fn some(&mut self, most: usize) -> (usize, usize, usize) {
-        let region = self.random.below(self.regions.len());
+        let region = self.random.index(self.regions.len());
         let all = self.regions[region].pages.len();
-        let pages = 1 + self.random.below(most.min(all));
-        (region, self.random.below(all - pages + 1), pages)
+        let pages = 1 + self.random.index(most.min(all));
+        (region, self.random.index(all - pages + 1), pages)
     }
 
     fn check(&mut self, most: usize) -> Result<(), Damage> {
@@ -214,7 +215,7 @@ impl Shuffler {
 
     fn step(&mut self) -> Result<(), Damage> {
         let sum = self.options.ops.iter().map(|&(_, weight)| weight).sum();
-        let mut at = self.random.below(sum);
+        let mut at = self.random.index(sum);
         let op = self.options.ops.iter().find(|&&(_, weight)| {
             let found = at < weight;
             at = at.saturating_sub(weight);
@@ -235,7 +236,7 @@ impl Shuffler {
             Op::Protect => self.protect()?,
             Op::Remap => self.remap()?,
             Op::Renew => {
-                let region = self.random.below(self.regions.len());
+                let region = self.random.index(self.regions.len());
                 let new = self.map();
                 let old = std::mem::replace(&mut self.regions[region], new);
                 old.check_all()?;
@@ -270,8 +271,8 @@ impl Shuffler {
             }
             Op::Rewrite => {
                 // The same few again and again: so what it takes is bounded.
-                let region = self.random.below(self.regions.len());
-                let page = self.random.below(self.regions[region].pages.len().min(1_024));
+                let region = self.random.index(self.regions.len());
+                let page = self.random.index(self.regions[region].pages.len().min(1_024));
                 self.regions[region].rewrite(page)?;
             }
             Op::Burst => burst(self.options.burst),
@@ -281,7 +282,7 @@ impl Shuffler {
 
     /// Must read zeros now. Then some of it gets contents again.
     fn check_zero(&mut self, region: usize, first: usize, pages: usize) -> Result<(), Damage> {
-        let read = self.random.below(pages + 1);
+        let read = self.random.index(pages + 1);
         (first..first + read).try_for_each(|page| self.regions[region].check(page))?;
         self.fill(region, first, pages - pages / 8)
     }
@@ -289,11 +290,11 @@ impl Shuffler {
     fn protect(&mut self) -> Result<(), Damage> {
         match self.regions.iter().position(Region::is_protected) {
             None => {
-                let region = self.random.below(self.regions.len());
+                let region = self.random.index(self.regions.len());
                 self.regions[region].protect();
             }
-            Some(region) if self.random.per_cent(50) => {
-                let page = self.random.below(self.regions[region].pages.len());
+            Some(region) if self.random.percent(50) => {
+                let page = self.random.index(self.regions[region].pages.len());
                 self.counts.faults += 1;
                 self.fill(region, page, 1)?;
             }
@@ -303,15 +304,15 @@ impl Shuffler {
     }
 
     fn remap(&mut self) -> Result<(), Damage> {
-        let region = self.random.below(self.regions.len());
+        let region = self.random.index(self.regions.len());
         let random = self.random.next();
         let pages = self.regions[region].pages.len();
         let usual = (self.options.mib * 256 / self.options.regions).clamp(64, MOST);
         // Moving several mappings at once is new (Linux 6.17), and there a signal may leave half of them moved.
-        let done = if self.random.per_cent(50) && !self.regions[region].split {
+        let done = if self.random.percent(50) && !self.regions[region].split {
             self.regions[region].relocate(&mut self.arena, random)
         } else if pages < usual + usual / 4 && pages + 64 <= MOST {
-            let more = 1 + self.random.below(64);
+            let more = 1 + self.random.index(64);
             let done = self.regions[region].resize(pages + more);
             if done.is_ok() {
                 self.fill(region, pages, more)?;
@@ -339,7 +340,7 @@ impl Shuffler {
             0 => {
                 unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
                 self.children.clear();
-                self.random = Random(seed);
+                self.random = Random::new(seed);
                 let result = self.child();
                 if let Err(Damage(what)) = &result {
                     println!("bad: in a child: {what}");

@@ -1,0 +1,55 @@
+//! Where the programs are that tests start.
+//!
+//! Cargo gives a test the path of its own package's binaries only, and `cargo test --test NAME` builds no others. So the
+//! victims are built on demand, once in each test process, with the profile of the running test.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
+
+/// The `pagefold` under test.
+pub fn program() -> &'static Path {
+    static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| binary("pagefold", "pagefold"));
+    &PROGRAM
+}
+
+/// A victim: a binary of this crate.
+pub fn victim_binary(name: &str) -> PathBuf {
+    binary(env!("CARGO_PKG_NAME"), name)
+}
+
+/// A binary of a package in this workspace.
+pub fn binary(package: &'static str, name: &str) -> PathBuf {
+    static BUILT: Mutex<BTreeMap<&str, ()>> = Mutex::new(BTreeMap::new());
+    // Cargo has built the binaries of the package that the test belongs to.
+    if std::env::var("CARGO_PKG_NAME").as_deref() != Ok(package) {
+        let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+        built.entry(package).or_insert_with(|| build(package));
+    }
+    let path = profile_dir().join(name);
+    assert!(path.exists(), "{} was not built", path.display());
+    path
+}
+
+fn build(package: &str) {
+    let dir = profile_dir();
+    let profile = dir.file_name().and_then(|name| name.to_str()).expect("a profile's directory");
+    let profile = if profile == "debug" { "dev" } else { profile };
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());
+    let status = Command::new(cargo)
+        .args(["build", "--quiet", "--locked", "--bins", "--package", package, "--profile", profile, "--target-dir"])
+        .arg(dir.parent().expect("a target directory"))
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .status();
+    assert!(status.as_ref().is_ok_and(std::process::ExitStatus::success), "cargo build -p {package}: {status:?}");
+}
+
+/// `target/PROFILE`, where the running test's executable is `target/PROFILE/deps/NAME-HASH`.
+fn profile_dir() -> &'static Path {
+    static DIR: OnceLock<PathBuf> = OnceLock::new();
+    DIR.get_or_init(|| {
+        let own = std::env::current_exe().expect("the test's executable");
+        own.parent().and_then(Path::parent).expect("target/PROFILE/deps").to_owned()
+    })
+}

@@ -1,0 +1,99 @@
+//! Control groups of a test's own.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// A control group. Thawed, emptied into the root group and removed when dropped.
+pub struct Cgroup {
+    pub path: PathBuf,
+    root: PathBuf,
+}
+
+impl Cgroup {
+    /// Creates a group in the version 1 hierarchy with this controller, or in version 2 for `unified`. `None` where that
+    /// hierarchy is not mounted.
+    pub fn create(hierarchy: &str) -> Option<Self> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+        let root = mounts.lines().find_map(|line| {
+            let mut fields = line.split(' ').skip(1);
+            let (point, kind, options) = (fields.next()?, fields.next()?, fields.next()?);
+            let wanted = match hierarchy {
+                "unified" => kind == "cgroup2",
+                controller => kind == "cgroup" && options.split(',').any(|option| option == controller),
+            };
+            wanted.then(|| PathBuf::from(point))
+        })?;
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let path = root.join(format!("pagefold-test-{}-{number}", std::process::id()));
+        fs::create_dir(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        Some(Self { path, root })
+    }
+
+    pub fn add(&self, pid: i32) {
+        self.set("cgroup.procs", &pid.to_string());
+    }
+
+    pub fn set(&self, file: &str, value: &str) {
+        fs::write(self.path.join(file), value).unwrap_or_else(|error| panic!("{value} to {file}: {error}"));
+    }
+
+    pub fn contains(&self, file: &str, text: &str) -> bool {
+        fs::read_to_string(self.path.join(file)).unwrap().contains(text)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let _ = fs::write(self.path.join("freezer.state"), "THAWED");
+        let _ = fs::write(self.path.join("cgroup.freeze"), "0");
+        let members = fs::read_to_string(self.path.join("cgroup.procs")).unwrap_or_default();
+        for pid in members.lines() {
+            let _ = fs::write(self.root.join("cgroup.procs"), pid);
+        }
+        // A member that is ending keeps the group for a moment.
+        let end = Instant::now() + Duration::from_secs(5);
+        while fs::remove_dir(&self.path).is_err() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// A control group that freezes its members.
+pub struct Freezer {
+    group: Cgroup,
+    version: u32,
+}
+
+impl Freezer {
+    /// By version 1 or 2 of control groups. `None` where that version is not mounted.
+    pub fn create(version: u32) -> Option<Self> {
+        let group = Cgroup::create(if version == 1 { "freezer" } else { "unified" })?;
+        Some(Self { group, version })
+    }
+
+    pub fn add(&self, pid: i32) {
+        self.group.add(pid);
+    }
+
+    pub fn freeze(&self, on: bool) {
+        match (self.version, on) {
+            (1, true) => self.group.set("freezer.state", "FROZEN"),
+            (1, false) => self.group.set("freezer.state", "THAWED"),
+            (_, on) => self.group.set("cgroup.freeze", if on { "1" } else { "0" }),
+        }
+    }
+
+    pub fn is_frozen(&self) -> bool {
+        match self.version {
+            1 => self.group.contains("freezer.state", "FROZEN"),
+            _ => self.group.contains("cgroup.events", "frozen 1"),
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! The handle of the victim `holder`: a process whose memory is written page by page as a test says.
+
+use crate::victim_binary;
+use pagefold_workload::contents;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+/// A change of a holder's memory.
+#[derive(Clone, Copy, Debug)]
+pub enum Change {
+    /// Page `first` gets content `content`, and each further page a content `step` higher. Content 0 is all zeros.
+    Write { first: u64, pages: u64, content: u64, step: u64 },
+    /// The pages are given back with MADV_DONTNEED.
+    Drop { first: u64, pages: u64 },
+}
+
+/// Fills a page with a content: the same bytes for the same number, zeros for 0.
+pub fn fill(page: &mut [u8], content: u64) {
+    match content {
+        0 => page.fill(0),
+        content => contents::fill(page, 0, content),
+    }
+}
+
+/// A process that holds memory. Killed when dropped.
+pub struct Holder {
+    child: Child,
+    commands: ChildStdin,
+    answers: BufReader<ChildStdout>,
+    /// The number of its first page: the address divided by the page size.
+    pub first: u64,
+    /// Its size, in pages.
+    pub pages: u64,
+}
+
+impl Holder {
+    /// Starts a process with an address range of this size, none of it populated.
+    pub fn start(pages: u64) -> Self {
+        let mut child = Command::new(victim_binary("holder"))
+            .arg(pages.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let commands = child.stdin.take().unwrap();
+        let mut answers = BufReader::new(child.stdout.take().unwrap());
+        let first = answer(&mut answers);
+        Self { child, commands, answers, first, pages }
+    }
+
+    /// Starts a process with all of this memory marked, each page different from all others anywhere.
+    pub fn random(pages: u64) -> Self {
+        let mut holder = Self::start(pages);
+        let content = holder.unique_content();
+        holder.change(Change::Write { first: 0, pages, content, step: 1 });
+        holder.mark(0, pages);
+        holder
+    }
+
+    /// The same, but the second half is a copy of the first.
+    pub fn duplicated(pages: u64) -> Self {
+        let mut holder = Self::random(pages);
+        holder.duplicate();
+        holder
+    }
+
+    /// Overwrites the second half with the contents of [`Self::random`]'s first half.
+    pub fn duplicate(&mut self) {
+        let (half, content) = (self.pages / 2, self.unique_content());
+        self.change(Change::Write { first: half, pages: half, content, step: 1 });
+    }
+
+    /// The first of so many contents that no other process writes.
+    fn unique_content(&self) -> u64 {
+        u64::from(self.child.id()) << 32 | 1
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.child.id().try_into().unwrap()
+    }
+
+    /// Makes a change and waits until it is made.
+    pub fn change(&mut self, change: Change) {
+        match change {
+            Change::Write { first, pages, content, step } => {
+                self.ask(&format!("write {first} {pages} {content} {step}"));
+            }
+            Change::Drop { first, pages } => {
+                self.ask(&format!("drop {first} {pages}"));
+            }
+        }
+    }
+
+    /// Marks pages as mergeable.
+    pub fn mark(&mut self, first: u64, pages: u64) {
+        self.ask(&format!("mark {first} {pages}"));
+    }
+
+    /// Forks, without exec, and returns the child's pid. The child only holds its memory, and ends with its parent.
+    pub fn fork(&mut self) -> i32 {
+        self.ask("fork").try_into().unwrap()
+    }
+
+    /// Whether every page that was written and not dropped still has its content.
+    pub fn is_intact(&mut self) -> bool {
+        self.ask("check") == 0
+    }
+
+    fn ask(&mut self, command: &str) -> u64 {
+        writeln!(self.commands, "{command}").unwrap();
+        answer(&mut self.answers)
+    }
+}
+
+fn answer(answers: &mut impl BufRead) -> u64 {
+    let mut line = String::new();
+    answers.read_line(&mut line).unwrap();
+    line.trim().parse().unwrap_or_else(|_| panic!("the holder answered {line:?}"))
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,165 @@
+//! Runs of the program under test, and assertions on how they end.
+
+use crate::process::{LIMIT, send, wait_until};
+use crate::program;
+use serde_json::Value;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{Read, Seek};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Runs `pagefold` to its end.
+pub fn pagefold(args: &[&str]) -> Output {
+    run_pagefold(args)
+}
+
+/// Runs `pagefold` to its end, with arguments of any kind of string.
+pub fn run_pagefold(args: &[impl AsRef<OsStr>]) -> Output {
+    Command::new(program()).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+/// The program fails with this code and prints nothing but one line on standard error, with the reason and a remedy.
+#[track_caller]
+pub fn assert_fails(args: &[&str], code: i32, says: &str) {
+    assert_refused(&pagefold(args), code, says);
+}
+
+#[track_caller]
+pub fn assert_refused(output: &Output, code: i32, says: &str) {
+    assert_failed(output, code, says);
+    assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+/// The same for a failure after which the program still reports what it has done.
+#[track_caller]
+pub fn assert_failed(output: &Output, code: i32, says: &str) {
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(code), "{error}");
+    assert!(error.starts_with("pagefold: ") && error.lines().count() == 1, "{error}");
+    assert!(error.contains(says) && error.contains("; "), "{error}");
+}
+
+/// Arguments with `--pid` and these processes in the middle.
+pub fn with_pids(before: &[&str], pids: &[i32], after: &[&str]) -> Vec<String> {
+    let list = pids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+    let own = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>();
+    [own(before), vec!["--pid".to_owned(), list], own(after)].concat()
+}
+
+/// Gives all merged memory of the processes back, and returns the summary.
+#[track_caller]
+pub fn unmerge(pids: &[i32]) -> Value {
+    let output = run_pagefold(&with_pids(&["unmerge", "--json"], pids, &[]));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(summary["schema"], "pagefold.unmerge/1");
+    summary
+}
+
+/// A running program, usually `pagefold run`. Gets SIGTERM when dropped.
+pub struct Daemon {
+    child: Child,
+    output: File,
+    errors: File,
+}
+
+/// The result of a program that has ended.
+#[derive(Debug)]
+pub struct Ended {
+    pub code: Option<i32>,
+    pub signal: Option<i32>,
+    pub output: String,
+    pub errors: String,
+}
+
+impl Daemon {
+    /// `pagefold run --json` on these processes.
+    pub fn on(pids: &[i32], options: &[&str]) -> Self {
+        Self::start(&with_pids(&["run", "--json"], pids, options))
+    }
+
+    pub fn start(args: &[impl AsRef<OsStr>]) -> Self {
+        Self::of(Command::new(program()).args(args))
+    }
+
+    /// Starts a command that becomes the program.
+    pub fn of(command: &mut Command) -> Self {
+        // Files, not pipes: nothing reads before the end, and a full pipe would block the program.
+        let (output, errors) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+        command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(errors.try_clone().unwrap());
+        Self { child: command.spawn().unwrap(), output, errors }
+    }
+
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap()
+    }
+
+    /// The processes that it has started.
+    pub fn children(&self) -> Vec<i32> {
+        let pid = self.pid();
+        let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+        text.split_ascii_whitespace().map(|word| word.parse().unwrap()).collect()
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    pub fn signal(&self, signal: i32) {
+        send(self.pid(), signal);
+    }
+
+    /// Waits for the end.
+    #[track_caller]
+    pub fn end(mut self) -> Ended {
+        wait_until("the program ends", || !self.is_running());
+        let status = self.child.wait().unwrap();
+        Ended {
+            code: status.code(),
+            signal: std::os::unix::process::ExitStatusExt::signal(&status),
+            output: text(&mut self.output),
+            errors: text(&mut self.errors),
+        }
+    }
+
+    /// Ends the run by SIGTERM, and returns the summary.
+    #[track_caller]
+    pub fn stop(self) -> Value {
+        self.signal(libc::SIGTERM);
+        self.end().summary()
+    }
+}
+
+fn text(file: &mut File) -> String {
+    let mut text = String::new();
+    file.rewind().unwrap();
+    file.read_to_string(&mut text).unwrap();
+    text
+}
+
+impl Ended {
+    /// The summary of a run that succeeded.
+    #[track_caller]
+    pub fn summary(&self) -> Value {
+        assert_eq!(self.code, Some(0), "{}", self.errors);
+        let summary: Value = serde_json::from_str(&self.output).unwrap();
+        assert_eq!(summary["schema"], "pagefold.run/1");
+        summary
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(None)) {
+            send(self.pid(), libc::SIGTERM);
+            let end = Instant::now() + LIMIT;
+            while matches!(self.child.try_wait(), Ok(None)) {
+                if Instant::now() > end {
+                    let _ = self.child.kill();
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+}

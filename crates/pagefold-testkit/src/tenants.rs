@@ -1,0 +1,33 @@
+//! Tenants of the sizes that tests need.
+
+use crate::{PAGES_PER_MIB, program};
+use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
+
+/// Memory that all tenants with the same `seed` share, and some that is unique to each.
+pub fn spec(common_mib: u64, unique_mib: u64, seed: u64) -> TenantSpec {
+    let common = Segment::Shared { pages: common_mib * PAGES_PER_MIB, seed };
+    let unique = Segment::Random { pages: unique_mib * PAGES_PER_MIB, seed };
+    TenantSpec::new(if unique_mib == 0 { vec![common] } else { vec![common, unique] })
+}
+
+pub fn tenant(spec: &TenantSpec) -> Tenant {
+    Tenant::start(program(), spec).unwrap()
+}
+
+/// Two tenants of the same [`spec`].
+pub fn pair(common_mib: u64, unique_mib: u64, seed: u64) -> [Tenant; 2] {
+    let spec = spec(common_mib, unique_mib, seed);
+    [tenant(&spec), tenant(&spec)]
+}
+
+pub fn pids(tenants: &[Tenant]) -> Vec<i32> {
+    tenants.iter().map(Tenant::pid).collect()
+}
+
+/// Every byte of the tenants' memory is as written.
+#[track_caller]
+pub fn assert_intact(tenants: &mut [Tenant]) {
+    for tenant in tenants {
+        assert_eq!(tenant.verify().unwrap(), Verdict::Intact);
+    }
+}
