@@ -5,8 +5,7 @@ use pagefold_lab::record::{Event, Record};
 use std::fs;
 use std::path::Path;
 
-mod support;
-use support::{fails, lab};
+use pagefold_testkit::{assert_lab_fails, lab};
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
@@ -77,7 +76,7 @@ fn what_makes_no_sense_is_refused_in_a_line_and_leaves_no_file() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("record");
     let to = ["-o", text(&file)];
-    let refuses = |args: &[&str], says| fails(&[&["generate"], args, &to].concat(), 2, says);
+    let refuses = |args: &[&str], says| assert_lab_fails(&[&["generate"], args, &to].concat(), 2, says);
     refuses(&["compile-everything"], "choose kernel-build, web-server, database, ");
     refuses(&[], "NAME");
     refuses(&["database", "--size", "0"], "0 pages each; choose at least 256");
@@ -86,10 +85,14 @@ fn what_makes_no_sense_is_refused_in_a_line_and_leaves_no_file() {
     refuses(&["database", "--every", "0s"], "choose at least 1 ms");
     refuses(&["database", "--for", "1s", "--every", "2s"], "no more than the length");
     refuses(&["database", "--for", "sometime"], "--for");
-    fails(&["generate", "database"], 2, "--output");
-    fails(&["generate", "database", "--list"], 2, "--list");
+    assert_lab_fails(&["generate", "database"], 2, "--output");
+    assert_lab_fails(&["generate", "database", "--list"], 2, "--list");
     let nowhere = dir.path().join("no/such/place");
-    fails(&["generate", "database", "--size", "1", "--for", "1s", "-o", text(&nowhere)], 1, "cannot write");
-    fails(&["generate", "database", "--size", "1", "--for", "1s", "-o", text(dir.path())], 1, "is not a file");
+    assert_lab_fails(&["generate", "database", "--size", "1", "--for", "1s", "-o", text(&nowhere)], 1, "cannot write");
+    assert_lab_fails(
+        &["generate", "database", "--size", "1", "--for", "1s", "-o", text(dir.path())],
+        1,
+        "is not a file",
+    );
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }

@@ -4,13 +4,12 @@
 //! `pagefold-lab record` does it; then ksmd is kicked. Afterwards the model gets the record, and as many kicks.
 
 mod kernel {
+    pub mod comparison;
     pub mod family;
-    pub mod holder;
-    pub mod machine;
     pub mod memory;
 }
 
-use kernel::machine::{Machine, Setting, differences};
+use kernel::comparison::{Machine, Setting, differences};
 use kernel::memory::Course;
 
 const SETTINGS: [Setting; 4] = [
@@ -42,10 +41,4 @@ fn calibration_on_a_gibibyte() {
     for setting in SETTINGS {
         differences(&machine.watch(setting, Course::new(7)));
     }
-}
-
-#[test]
-#[ignore = "not a test: the programs of the others"]
-fn holder() {
-    kernel::holder::hold();
 }

@@ -3,8 +3,7 @@
 use pagefold_core::host::PageState;
 use pagefold_lab::record::{Event, Record};
 
-mod support;
-use support::{KsmAtRest, fails, lab};
+use pagefold_testkit::{KsmAtRest, assert_lab_fails, lab};
 
 #[test]
 fn the_list_starts_nothing_and_what_is_not_in_it_is_refused() {
@@ -14,9 +13,9 @@ fn the_list_starts_nothing_and_what_is_not_in_it_is_refused() {
     for name in ["redis", "mariadb", "python", "java", "guests-build", "guests-web"] {
         assert!(said.lines().any(|line| line.starts_with(name)), "{said}");
     }
-    fails(&["programs", "emacs", "-o", "/tmp/x"], 2, "choose redis, mariadb, ");
-    fails(&["programs", "redis"], 2, "--output");
-    fails(&["programs", "redis", "--every", "0s", "-o", "/tmp/x"], 2, "less than 1ms");
+    assert_lab_fails(&["programs", "emacs", "-o", "/tmp/x"], 2, "choose redis, mariadb, ");
+    assert_lab_fails(&["programs", "redis"], 2, "--output");
+    assert_lab_fails(&["programs", "redis", "--every", "0s", "-o", "/tmp/x"], 2, "less than 1ms");
 }
 
 #[test]

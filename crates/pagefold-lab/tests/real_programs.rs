@@ -1,27 +1,21 @@
 //! Real databases while their memory is folded: every answer right before, during and after, and all of it given back.
 //! What it takes and how fast it goes is for `pagefold-lab bench`.
 
+use pagefold_testkit::{is_root, lab, skip};
 use serde_json::Value;
-use std::process::{Command, Stdio};
 
 #[test]
 fn databases_answer_rightly_while_folded() {
     let here = |name: &str| ["/usr/sbin", "/usr/bin"].iter().any(|dir| std::path::Path::new(dir).join(name).exists());
     for program in ["redis-check-rdb", "mariadbd", "mariadb-install-db"] {
         if !here(program) {
-            println!("SKIP: {program} is not installed (scripts/setup does that)");
-            return;
+            return skip(format!("{program} is not installed (scripts/setup installs it)"));
         }
     }
     if std::fs::metadata("/sys/kernel/mm/ksm/run").is_err() || !is_root() {
-        println!("SKIP: needs root and a kernel with KSM");
-        return;
+        return skip("needs root and a kernel with KSM");
     }
-    let output = Command::new(env!("CARGO_BIN_EXE_pagefold-lab"))
-        .args(["bench", "real-programs", "--quick", "--json", "-"])
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
+    let output = lab(&["bench", "real-programs", "--quick", "--json", "-"]);
     let errors = String::from_utf8_lossy(&output.stderr);
     // 1 says that a bar was missed, which is no matter at this size.
     assert!(matches!(output.status.code(), Some(0 | 1)), "{}: {errors}", output.status);
@@ -42,8 +36,4 @@ fn databases_answer_rightly_while_folded() {
         let now = std::fs::read_to_string(format!("/sys/kernel/mm/ksm/{knob}")).unwrap();
         assert_eq!(now.trim(), value, "{knob}");
     }
-}
-
-fn is_root() -> bool {
-    std::fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
 }

@@ -12,18 +12,16 @@ use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
-mod support;
-use support::*;
+use pagefold_testkit::*;
 
 const SHARED: u64 = 512;
 const ZERO: u64 = 100;
 const SAME: u64 = 40;
 const TAILS: u64 = 30;
 
-/// Memory with something of everything. All tenants of it are twins.
+/// Memory with something of everything. All tenants of it are pair.
 fn mixed() -> TenantSpec {
     TenantSpec::new([
         Segment::Shared { pages: SHARED, seed: 3 },
@@ -37,7 +35,7 @@ fn mixed() -> TenantSpec {
 fn able() -> bool {
     let able = fs::File::open("/proc/kpageflags").is_ok();
     if !able {
-        println!("SKIP: /proc/kpageflags cannot be opened (not root, or not in this kernel)");
+        skip("/proc/kpageflags cannot be opened (not root, or not in this kernel)");
     }
     able
 }
@@ -96,7 +94,7 @@ fn is_mixed(pages: &[Page], twin: &[Page]) {
     let zeros = own[&0];
     assert!((ZERO..ZERO + 60).contains(&zeros), "{zeros} pages of zeros");
     assert_eq!(own.values().filter(|&&copies| copies == SAME).count(), 1);
-    // What the twins have in common: the segments, and a little of the program itself.
+    // What the pair have in common: the segments, and a little of the program itself.
     let common = own.keys().filter(|digest| others.contains_key(digest)).count() as u64;
     let segments = SHARED + TAILS + 1;
     assert!((segments..segments + 200).contains(&common), "{common} contents in common");
@@ -114,8 +112,8 @@ fn a_record_says_what_programs_hold_and_what_changes() {
     if !able() {
         return;
     }
-    let mut twins = [tenant(&mixed()), tenant(&mixed())];
-    let pids = pids(&twins);
+    let mut pair = [tenant(&mixed()), tenant(&mixed())];
+    let pids = pids(&pair);
     let mut looks = Looks::at_pids(&pids);
     let first = looks.next().unwrap();
     let rows = first.events.iter().filter(|event| matches!(event, Event::Process(_))).count();
@@ -132,7 +130,7 @@ fn a_record_says_what_programs_hold_and_what_changes() {
     let process = process_of(&before, pids[0]);
     let mine = before.regions.iter().filter(|(_, held)| held.row.process == process);
     let (&segments, held) = mine.max_by_key(|(_, held)| held.pages.len()).unwrap();
-    twins[0].damage().unwrap();
+    pair[0].damage().unwrap();
     let second = looks.next().unwrap();
     let changed: Vec<(Page, Page)> = second
         .events
@@ -143,13 +141,13 @@ fn a_record_says_what_programs_hold_and_what_changes() {
         })
         .filter(|(was, _)| was.digest != 0 && contents.contains_key(&was.digest))
         .collect();
-    let [(was, now)] = changed[..] else { panic!("{} pages of the twins changed", changed.len()) };
+    let [(was, now)] = changed[..] else { panic!("{} pages of the pair changed", changed.len()) };
     let parts: Vec<usize> = (0..4).filter(|&part| was.parts[part] != now.parts[part]).collect();
     assert_eq!((parts, now.state, now.frame == was.frame), (vec![0], PageState::Private, true));
     assert!(now.digest != was.digest && second.events.len() < 100, "{} events", second.events.len());
 
     // One ends, then the other: then there is nothing more to look at.
-    let [first_twin, second_twin] = twins;
+    let [first_twin, second_twin] = pair;
     let gone = process_of(&looks.state, second_twin.pid());
     drop(second_twin);
     let third = looks.next().unwrap();
@@ -192,10 +190,6 @@ fn pages_shared_through_fork_stay_shared() {
     if !able() {
         return;
     }
-    if Command::new("python3").arg("--version").output().is_err() {
-        println!("SKIP: there is no python3");
-        return;
-    }
     let mut parent = Script::start(
         "import mmap, os, random, sys\n\
          held = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n\
@@ -221,11 +215,11 @@ fn pages_shared_through_fork_stay_shared() {
 #[test]
 fn merged_pages_stay_merged() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let twins = twins(16, 0, 5);
-    let pids = pids(&twins);
+    let pair = pair(16, 0, 5);
+    let pids = pids(&pair);
     let daemon = Daemon::on(&pids, &["--for", "30s"]);
     wait_until("nearly all is saved", || saved_bytes() >= 15 * MIB);
-    daemon.told_to_end();
+    daemon.stop();
     let saved = saved_bytes();
     let mut looks = Looks::at_pids(&pids);
     for _ in 0..2 {
@@ -237,7 +231,7 @@ fn merged_pages_stay_merged() {
     assert!(merged.count() as u64 >= 15 * PAGES_PER_MIB);
     assert_eq!(saved_bytes(), saved);
     unmerge(&pids);
-    ksm.is_back();
+    ksm.assert_restored();
 }
 
 #[test]
@@ -245,8 +239,8 @@ fn an_anonymous_record_does_not_tell_whose_memory_it_is() {
     if !able() {
         return;
     }
-    let twins = [tenant(&mixed()), tenant(&mixed())];
-    let scope = ScopeSpec { pids: pids(&twins), ..ScopeSpec::default() };
+    let pair = [tenant(&mixed()), tenant(&mixed())];
+    let scope = ScopeSpec { pids: pids(&pair), ..ScopeSpec::default() };
     let [mut open, mut hidden] = [false, true].map(|anonymous| Looks::at(scope.clone(), anonymous));
     open.next().unwrap();
     hidden.next().unwrap();
@@ -277,16 +271,16 @@ fn the_program_records_until_told_to_end() {
         return;
     }
     let place = tempfile::tempdir().unwrap();
-    let file = place.path().join("twins.parquet");
+    let file = place.path().join("pair.parquet");
     fs::write(&file, "a file that is replaced").unwrap();
-    let mut twins = [tenant(&mixed()), tenant(&mixed())];
-    let pids = pids(&twins);
+    let mut pair = [tenant(&mixed()), tenant(&mixed())];
+    let pids = pids(&pair);
     let path = file.to_str().unwrap();
     let args = with_pids(&["record", "--json"], &pids, &["--every", "100ms", "--for", "10m", "-o", path]);
     let mut recording = Daemon::start(&args);
     for _ in 0..20 {
         std::thread::sleep(Duration::from_millis(100));
-        twins[0].damage().unwrap();
+        pair[0].damage().unwrap();
         assert!(recording.is_running());
     }
     recording.signal(libc::SIGINT);
@@ -363,7 +357,7 @@ fn bad_input_is_told_in_one_line_before_anything_is_recorded() {
     let good = path("record");
     let sleeper = Sleeper::start();
     let pid = sleeper.pid().to_string();
-    let record = |args: &[&str], code, says| fails(&[&["record"], args].concat(), code, says);
+    let record = |args: &[&str], code, says| assert_lab_fails(&[&["record"], args].concat(), code, says);
     record(&["--pid", &pid], 2, "--output");
     record(&["--pid", &pid, "-o", &good, "--every", "0s"], 2, "it is less than 1ms");
     record(&["--pid", &pid, "-o", &good, "--for", "ever"], 2, "ever");

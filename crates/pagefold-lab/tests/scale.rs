@@ -2,8 +2,7 @@
 
 use serde_json::Value;
 
-mod support;
-use support::{fails, lab};
+use pagefold_testkit::{assert_lab_fails, lab};
 
 fn scale(options: &[&str]) -> String {
     let output = lab(&[&["scale"], options].concat());
@@ -71,9 +70,9 @@ fn parts_and_sizes_can_be_chosen() {
 
 #[test]
 fn what_makes_no_sense_is_refused() {
-    fails(&["scale", "--memory", "0"], 2, "--memory");
-    fails(&["scale", "--hours=-1"], 2, "0.01 to 168");
-    fails(&["scale", "--hours", "1000"], 2, "0.01 to 168");
-    fails(&["scale", "--algorithm", "xlh"], 2, "there is no algorithm 'xlh'");
-    fails(&["scale", "--only", "parity"], 2, "--only");
+    assert_lab_fails(&["scale", "--memory", "0"], 2, "--memory");
+    assert_lab_fails(&["scale", "--hours=-1"], 2, "0.01 to 168");
+    assert_lab_fails(&["scale", "--hours", "1000"], 2, "0.01 to 168");
+    assert_lab_fails(&["scale", "--algorithm", "xlh"], 2, "there is no algorithm 'xlh'");
+    assert_lab_fails(&["scale", "--only", "parity"], 2, "--only");
 }

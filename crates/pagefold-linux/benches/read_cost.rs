@@ -1,39 +1,35 @@
-//! What looking before reading costs: `PageReader` against a bare process_vm_readv loop over the same runs.
-//!
-//! Run by hand, in release: `cargo test --release -p pagefold-linux --test read_cost -- --ignored --nocapture`.
+//! What it costs to check the state of pages before reading them: `PageReader` against a bare process_vm_readv loop over
+//! the same runs: `cargo bench -p pagefold-linux --bench read_cost`.
 
-mod twins;
-
+use pagefold_core::random::Random;
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use pagefold_linux::proc::memory::{PageReader, ReadHow};
+use pagefold_linux::proc::process::Process;
+use pagefold_testkit::Holder;
+use pagefold_testkit::holder::Change;
 use std::hint::black_box;
 use std::time::Instant;
-use twins::Twins;
 
 const PAGES: u64 = 128 << 10;
 const READ_PAGES: u64 = 16 << 10;
 
-#[test]
-#[ignore = "measures"]
-fn cost_of_looking_first() {
-    let target = Twins::start([0, 0, usize::try_from(PAGES).unwrap()]);
-    let (first, mut reader) = (target.regions[2], PageReader::new());
-    let mut random = 0x2545_f491_4f6c_dd1du64;
+fn main() {
+    let mut holder = Holder::start(PAGES);
+    holder.change(Change::Write { first: 0, pages: PAGES, content: 1, step: 1 });
+    let target = Process::open(holder.pid()).unwrap();
+    let (first, mut reader, mut random) = (Vpn(holder.first), PageReader::new(), Random::new(1));
     for length in [1u64, 4, 8, 16, 64, 512] {
         let mut times = [const { Vec::new() }; 3];
         for _ in 0..31 {
             let runs: Vec<(Vpn, u32)> = (0..READ_PAGES / length)
-                .map(|_| {
-                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    (first + (random >> 20) % (PAGES / length) * length, u32::try_from(length).unwrap())
-                })
+                .map(|_| (first + random.below(PAGES / length) * length, u32::try_from(length).unwrap()))
                 .collect();
             let mut time = |which: usize, work: &mut dyn FnMut()| {
                 let start = Instant::now();
                 work();
                 times[which].push(start.elapsed().as_nanos() as f64 / READ_PAGES as f64);
             };
-            time(0, &mut || bare(target.parent.pid(), &runs));
+            time(0, &mut || bare(target.pid(), &runs));
             for (which, huge) in [(1, false), (2, true)] {
                 time(which, &mut || {
                     let how = ReadHow { huge, ..ReadHow::default() };
@@ -41,7 +37,7 @@ fn cost_of_looking_first() {
                     let visit = |view: pagefold_linux::proc::memory::PageView<'_>| {
                         bytes += u64::from(black_box(view.bytes).is_some());
                     };
-                    reader.read_runs(&target.parent, &runs, how, visit).unwrap();
+                    reader.read_runs(&target, &runs, how, visit).unwrap();
                     assert_eq!(bytes, READ_PAGES);
                 });
             }
@@ -51,15 +47,15 @@ fn cost_of_looking_first() {
         });
         let [bare, plain, huge] = times.map(median);
         println!(
-            "runs of {length:3}: bare {bare:5.0} ns a page, reader {plain:5.0} (x {:.2}), looking for huge pages too {huge:5.0} (x {:.2})",
+            "runs of {length:3}: bare {bare:5.0} ns a page, reader {plain:5.0} (x {:.2}), with huge pages checked {huge:5.0} (x {:.2})",
             ratios[0], ratios[1]
         );
     }
     let start = Instant::now();
-    let census = reader.census(&target.parent, first, Pages(PAGES), false).unwrap();
+    let census = reader.census(&target, first, Pages(PAGES), false).unwrap();
     println!("census of {} pages: {:.1} ns a page", census.private.0, start.elapsed().as_nanos() as f64 / PAGES as f64);
     assert_eq!(census.private, Pages(PAGES));
-    assert!(target.finish());
+    assert!(holder.is_intact());
 }
 
 fn median(mut values: Vec<f64>) -> f64 {

@@ -1,6 +1,5 @@
-//! What watching costs when nothing happens: observing and waiting alone, without the engine and its samples.
-//!
-//! Run by hand, in release: `cargo test --release -p pagefold-linux --test watch_cost -- --ignored --nocapture`.
+//! What observing costs when nothing happens, without the engine and its samples:
+//! `cargo bench -p pagefold-linux --bench watch_cost`.
 
 use pagefold_core::host::Host;
 use pagefold_linux::host::live::{HostMode, LiveHost};
@@ -15,12 +14,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-/// The time of one round of the governor `full`.
+/// The length of a round of the governor `full`.
 const ROUND_NS: u64 = 2_000_000_000;
 
-#[test]
-#[ignore = "measures"]
-fn cost_of_watching() {
+fn main() {
     let directory = tempfile::tempdir().unwrap();
     let name = format!("pfcost{}", std::process::id());
     std::fs::copy("/bin/cat", directory.path().join(&name)).unwrap();

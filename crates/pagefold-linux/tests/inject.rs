@@ -1,15 +1,13 @@
-//! Injection into real programs in every state that matters. The victims check for themselves that they noticed
-//! nothing (`examples/victim`); here it is checked that the calls took effect.
+//! Injection into real processes in every state that matters.
 //!
-//! Nothing is merged: marking does nothing while ksmd does not run, and if it runs it does no harm.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)] // Raw calls set the victims' stage.
+//! The victims (`victim` of pagefold-testkit) check that they notice nothing; the tests check that the calls took effect.
+//! Nothing is merged: the memory of each victim is unique.
 
-mod inject_support;
-
-use inject_support::*;
-use pagefold_linux::inject::{Call, Errno, InjectError, Injector, Limits, Report, held, inject, inject_thread};
+use pagefold_core::random::mix;
+use pagefold_linux::inject::{Call, Errno, InjectError, Limits, Report, held, inject, inject_thread};
 use pagefold_linux::proc::process::Process;
-use std::process::Command;
+use pagefold_testkit::injection::*;
+use pagefold_testkit::{Freezer, skip, skip_unsupported, wait_until};
 use std::time::{Duration, Instant};
 
 // ---- blocked in a call --------------------------------------------------------------------------------------------
@@ -18,11 +16,11 @@ fn blocked(mode: &str) {
     let mut victim = Victim::start(mode);
     let line = victim.line();
     if let Some(why) = line.strip_prefix("bad: skip: ") {
-        return skip(&format!("{mode}: {why}"));
+        return skip(format!("{mode}: {why}"));
     }
     let nr: i64 = line.strip_prefix("blocking ").expect(&line).parse().unwrap();
     victim.wait_blocked(nr);
-    victim.mark_often(4);
+    victim.mark_repeatedly(4);
     let line = victim.line();
     if mode == "inotify" {
         assert_eq!(line, "ok", "{mode}");
@@ -30,9 +28,9 @@ fn blocked(mode: &str) {
     }
     assert_eq!(line, "again", "{mode}");
     victim.wait_blocked(nr);
-    victim.mark_often(3);
+    victim.mark_repeatedly(3);
     victim.wait_blocked(nr);
-    // The signal, with an injection on its heels.
+    // The signal, and at once an injection.
     victim.kill(libc::SIGUSR1);
     victim.mark(MERGEABLE).unwrap();
     victim.expect_ok(mode);
@@ -40,8 +38,8 @@ fn blocked(mode: &str) {
 }
 
 #[test]
-fn blocked_threads_notice_nothing_and_real_signals_still_interrupt_them() {
-    if !permitted() {
+fn a_blocked_thread_notices_nothing_and_a_real_signal_still_interrupts_it() {
+    if !can_inject() {
         return;
     }
     let modes = [
@@ -75,20 +73,20 @@ fn blocked_threads_notice_nothing_and_real_signals_still_interrupt_them() {
 // ---- other states -------------------------------------------------------------------------------------------------
 
 #[test]
-fn computing_threads_notice_nothing() {
-    if !permitted() {
+fn a_computing_thread_notices_nothing() {
+    if !can_inject() {
         return;
     }
     for mode in ["busy", "threads"] {
         let mut victim = Victim::start(mode);
-        victim.mark_often(15);
+        victim.mark_repeatedly(15);
         victim.expect_ok(mode);
     }
 }
 
 #[test]
 fn restartable_sequences_stay_atomic() {
-    if !permitted() {
+    if !can_inject() {
         return;
     }
     let mut victim = Victim::start("rseq");
@@ -104,7 +102,7 @@ fn restartable_sequences_stay_atomic() {
     }
     let line = victim.line();
     if line.starts_with("bad: skip") {
-        return skip(&line);
+        return skip_unsupported(line);
     }
     println!("{injected} injections, {line}");
     assert!(injected > 50);
@@ -114,12 +112,12 @@ fn restartable_sequences_stay_atomic() {
 
 #[test]
 fn a_stopped_process_stays_stopped() {
-    if !permitted() {
+    if !can_inject() {
         return;
     }
     let mut victim = Victim::start("stopped");
     victim.wait_state(b'T');
-    victim.mark_often(3);
+    victim.mark_repeatedly(3);
     victim.wait_state(b'T');
     victim.kill(libc::SIGCONT);
     victim.expect_ok("stopped");
@@ -131,7 +129,7 @@ fn a_stopped_process_stays_stopped() {
     }
     victim.kill(libc::SIGSTOP);
     victim.wait_state(b'T');
-    victim.mark_often(1);
+    victim.mark_repeatedly(1);
     pause_ms(5);
     victim.wait_state(b'T');
     victim.kill(libc::SIGCONT);
@@ -140,8 +138,8 @@ fn a_stopped_process_stays_stopped() {
 }
 
 #[test]
-fn threads_that_would_notice_are_not_stopped() {
-    if !permitted() {
+fn a_thread_that_would_notice_a_stop_is_not_stopped() {
+    if !can_inject() {
         return;
     }
     let mut writer = Victim::start("big-write");
@@ -150,42 +148,38 @@ fn threads_that_would_notice_are_not_stopped() {
     let mut parent = Victim::start("vfork");
     parent.wait_state(b'D');
     assert!(matches!(parent.mark(MERGEABLE), Err(InjectError::NoSafeThread { .. })));
-    // Even told to, it gives up in time, and nothing stays attached.
+    // Injecting into it all the same gives up within the limit, and detaches.
     let begun = Instant::now();
     let limits = Limits { stop_ns: 50_000_000, ..Limits::default() };
-    let forced = inject_thread(&parent.process, parent.pid(), &parent.calls(MERGEABLE), &limits);
+    let forced = inject_thread(&parent.process, parent.pid(), &parent.calls(MERGEABLE, 1), &limits);
     assert!(matches!(forced, Err(InjectError::TimedOut { .. })), "{forced:?}");
-    assert!(begun.elapsed() < Duration::from_millis(500));
-    wait_until("it is let go", || tracer(parent.pid()) == 0);
+    assert!(begun.elapsed() < Duration::from_secs(10), "the limit is 50 ms");
+    wait_until("the victim is detached", || !parent.is_traced());
     writer.expect_ok("big-write");
     parent.expect_ok("vfork");
 
     let mut receiver = Victim::start("waitall");
     receiver.wait_blocked(libc::SYS_recvfrom);
-    receiver.mark_often(5);
+    receiver.mark_repeatedly(5);
     receiver.expect_ok("waitall");
-}
-
-fn tracer(pid: i32) -> i32 {
-    status_field(&format!("/proc/{pid}"), "TracerPid").unwrap().parse().unwrap()
 }
 
 #[test]
 fn a_process_without_its_main_thread_can_be_marked() {
-    if !permitted() {
+    if !can_inject() {
         return;
     }
     let mut victim = Victim::start("main-exit");
     victim.wait_state(b'Z');
     wait_until("the other thread is there", || victim.tids().len() == 2);
-    victim.mark_often(3);
+    victim.mark_repeatedly(3);
     victim.send();
     victim.expect_ok("main-exit");
 }
 
 #[test]
 fn no_signal_is_lost_or_doubled() {
-    if !permitted() {
+    if !can_inject() {
         return;
     }
     let mut victim = Victim::start("queue");
@@ -219,8 +213,8 @@ fn no_signal_is_lost_or_doubled() {
 }
 
 #[test]
-fn seccomp_filters_sleep_and_wake_again() {
-    if !permitted() {
+fn seccomp_filters_are_suspended_and_restored() {
+    if !can_inject() {
         return;
     }
     for (mode, dies) in [("strict", true), ("filter-kill", true), ("filter-errno", false), ("filter-trap", false)] {
@@ -228,19 +222,19 @@ fn seccomp_filters_sleep_and_wake_again() {
         if mode != "strict" {
             let line = victim.line();
             if line != "filtered" {
-                skip(&line);
+                skip(line);
                 continue;
             }
         }
         victim.wait_blocked(libc::SYS_read);
         match victim.mark(MERGEABLE) {
             Err(error @ InjectError::Filtered { .. }) => {
-                skip(&error.to_string());
+                skip(error);
                 continue;
             }
             other => assert_eq!(other.unwrap().results, [Ok(0)]),
         }
-        victim.mark_often(2);
+        victim.mark_repeatedly(2);
         victim.send();
         victim.expect_ok(mode);
         if dies {
@@ -253,8 +247,8 @@ fn seccomp_filters_sleep_and_wake_again() {
 }
 
 #[test]
-fn a_traced_process_is_left_to_its_tracer() {
-    if !permitted() {
+fn a_traced_process_is_refused() {
+    if !can_inject() {
         return;
     }
     let mut victim = Victim::start("idle");
@@ -272,13 +266,13 @@ fn a_traced_process_is_left_to_its_tracer() {
     assert_eq!(unsafe { libc::waitpid(victim.pid(), &raw mut status, libc::__WALL) }, victim.pid());
     assert!(matches!(victim.mark(MERGEABLE), Err(InjectError::Traced { .. })));
     assert_eq!(unsafe { libc::ptrace(libc::PTRACE_DETACH, victim.pid(), 0, 0) }, 0);
-    victim.mark_often(1);
+    victim.mark_repeatedly(1);
     victim.send();
     victim.expect_ok("idle");
 }
 
 #[test]
-fn what_cannot_be_injected_is_told_apart() {
+fn each_process_that_cannot_be_injected_has_its_own_error() {
     let calls = [Call::madvise(0, 0, MERGEABLE)];
     let limits = Limits::default();
     // PID 2 is kthreadd, unless this is a pid namespace.
@@ -286,7 +280,7 @@ fn what_cannot_be_injected_is_told_apart() {
         Ok(thread) if thread.stat().unwrap().kernel_thread => {
             assert_eq!(inject(&thread, &calls, &limits), Err(InjectError::KernelThread { pid: 2 }));
         }
-        _ => skip("kernel threads are not visible here"),
+        _ => skip_unsupported("PID 2 is no kernel thread: this is a PID namespace"),
     }
     let mut victim = Victim::start("idle");
     victim.kill(libc::SIGKILL);
@@ -294,19 +288,19 @@ fn what_cannot_be_injected_is_told_apart() {
     assert_eq!(victim.mark(MERGEABLE), Err(InjectError::Zombie { pid: victim.pid() }));
     victim.child.wait().unwrap();
     assert_eq!(victim.mark(MERGEABLE), Err(InjectError::Vanished { pid: victim.pid() }));
-    // Nothing to do is done without a stop.
+    // An empty batch does not stop its target.
     assert_eq!(inject(&Process::open(1).unwrap(), &[], &limits), Ok(Report::default()));
 }
 
 #[test]
-fn thirty_two_bit_programs_are_refused_untouched() {
-    if !permitted() {
+fn a_32_bit_program_is_refused_untouched() {
+    if !can_inject() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
     let mut child = match start_compat(dir.path()) {
         Ok(child) => child,
-        Err(why) => return skip(&why),
+        Err(why) => return skip_unsupported(why),
     };
     let pid = i32::try_from(child.id()).unwrap();
     pause_ms(20);
@@ -321,38 +315,40 @@ fn thirty_two_bit_programs_are_refused_untouched() {
 
 // ---- frozen -------------------------------------------------------------------------------------------------------
 
-fn frozen(version: u32) {
-    if !permitted() {
+fn a_frozen_process_is_refused(version: u32) {
+    if !can_inject() {
         return;
     }
-    let Some(freezer) = Freezer::new(version) else { return skip(&format!("no freezer of version {version}")) };
+    let Some(freezer) = Freezer::create(version) else {
+        return skip_unsupported(format!("no freezer of version {version} is mounted"));
+    };
     let mut victim = Victim::start("idle");
     freezer.add(victim.pid());
     freezer.freeze(true);
     wait_until("frozen", || freezer.is_frozen());
     let begun = Instant::now();
     let limits = Limits { stop_ns: 60_000_000, call_ns: 60_000_000, calls_per_stop: 8 };
-    let calls = victim.calls(MERGEABLE);
+    let calls = victim.calls(MERGEABLE, 1);
     assert_eq!(inject(&victim.process, &calls, &limits), Err(InjectError::Frozen { pid: victim.pid() }));
-    // Frozen a moment after it was looked at: found out by the limits.
+    // As if it had been frozen after it was checked: found out by the limits.
     let forced = inject_thread(&victim.process, victim.pid(), &calls, &limits);
     assert!(matches!(forced, Err(InjectError::Frozen { .. })), "{forced:?}");
-    assert!(begun.elapsed() < Duration::from_secs(2));
-    wait_until("it is let go", || tracer(victim.pid()) == 0);
+    assert!(begun.elapsed() < Duration::from_secs(10), "the limits are 60 ms");
+    wait_until("the victim is detached", || !victim.is_traced());
     assert!(!victim.is_marked() && freezer.is_frozen());
     freezer.freeze(false);
     wait_until("thawed", || !freezer.is_frozen());
-    victim.mark_often(2);
-    // Freezing and thawing all the while.
+    victim.mark_repeatedly(2);
+    // Frozen and thawed meanwhile.
     std::thread::scope(|scope| {
-        let churn = scope.spawn(|| {
+        let freezing = scope.spawn(|| {
             for round in 0..60 {
                 freezer.freeze(round % 2 == 0);
                 pause_ms(3);
             }
             freezer.freeze(false);
         });
-        while !churn.is_finished() {
+        while !freezing.is_finished() {
             match inject(&victim.process, &calls, &Limits { stop_ns: 10_000_000, ..Limits::default() }) {
                 Ok(_) => {}
                 Err(error) if error.is_passing() => {}
@@ -360,33 +356,27 @@ fn frozen(version: u32) {
             }
         }
     });
-    wait_until("nothing is held", || held() == 0 && tracer(victim.pid()) == 0);
+    wait_until("the victim is released", || held() == 0 && !victim.is_traced());
     victim.send();
     victim.expect_ok("idle");
     drop(victim);
 }
 
 #[test]
-fn frozen_by_version_1() {
-    frozen(1);
+fn a_frozen_process_is_refused_v1() {
+    a_frozen_process_is_refused(1);
 }
 
 #[test]
-fn frozen_by_version_2() {
-    frozen(2);
+fn a_frozen_process_is_refused_v2() {
+    a_frozen_process_is_refused(2);
 }
 
 // ---- dying and changing ---------------------------------------------------------------------------------------------
 
-/// Numbers that look random and are the same in each run.
-fn scrambled(seed: u64) -> u64 {
-    let mixed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 33
-}
-
 #[test]
-fn death_at_any_moment_costs_one_entry() {
-    if !permitted() {
+fn a_target_that_dies_at_any_moment_is_an_error_of_its_own() {
+    if !can_inject() {
         return;
     }
     let mut ran = 0;
@@ -394,11 +384,11 @@ fn death_at_any_moment_costs_one_entry() {
         let victim = Victim::start(["sleeper", "busy", "threads"][usize::try_from(round % 3).unwrap()]);
         let pid = victim.pid();
         let killer = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_micros(scrambled(round) % 4000));
+            std::thread::sleep(Duration::from_micros(mix(round) % 4000));
             unsafe { libc::kill(pid, libc::SIGKILL) };
         });
         let begun = Instant::now();
-        let calls = [victim.calls(MERGEABLE)[0], victim.calls(UNMERGEABLE)[0]].repeat(8);
+        let calls = [victim.calls(MERGEABLE, 1)[0], victim.calls(UNMERGEABLE, 1)[0]].repeat(8);
         let error = loop {
             match inject(&victim.process, &calls, &Limits::default()) {
                 Ok(report) => {
@@ -418,16 +408,16 @@ fn death_at_any_moment_costs_one_entry() {
             ),
             "{error}"
         );
-        assert!(begun.elapsed() < Duration::from_secs(3), "it hung after {error}");
+        assert!(begun.elapsed() < Duration::from_secs(30), "it hung after {error}");
         killer.join().unwrap();
     }
-    println!("{ran} batches ran before their targets died");
+    println!("{ran} batches were completed before their targets died");
     assert_eq!(held(), 0);
 }
 
 #[test]
-fn threads_forks_and_execs_go_on() {
-    if !permitted() {
+fn threads_forks_and_execs_continue() {
+    if !can_inject() {
         return;
     }
     for mode in ["churn", "execs"] {
@@ -461,12 +451,12 @@ fn threads_forks_and_execs_go_on() {
 // ---- batches --------------------------------------------------------------------------------------------------------
 
 #[test]
-fn a_batch_answers_call_by_call() {
-    if !permitted() {
+fn a_batch_has_a_result_for_each_call() {
+    if !can_inject() {
         return;
     }
     let mut victim = Victim::start("idle");
-    let mark = victim.calls(MERGEABLE)[0];
+    let mark = victim.calls(MERGEABLE, 1)[0];
     let mut calls = vec![mark; 10];
     calls[4] = Call::madvise(victim.addr + 1, 4096, MERGEABLE);
     calls[6] = Call::madvise(1 << 46, 4096, MERGEABLE);
@@ -485,7 +475,7 @@ fn a_batch_answers_call_by_call() {
         [Call::prctl(67, [1, 0, 0, 0]), Call::prctl(68, [0; 4]), Call::prctl(67, [0; 4]), Call::prctl(68, [0; 4])];
     let report = inject(&victim.process, &merge, &Limits::default()).unwrap();
     if report.results[0] == Err(Errno(libc::EINVAL)) {
-        skip("no PR_SET_MEMORY_MERGE on this kernel");
+        skip_unsupported("PR_SET_MEMORY_MERGE needs Linux 6.4");
     } else {
         assert_eq!(report.results, [Ok(0), Ok(1), Ok(0), Ok(0)]);
     }
@@ -494,8 +484,8 @@ fn a_batch_answers_call_by_call() {
 }
 
 #[test]
-fn a_call_that_does_not_end_is_broken_off() {
-    if !permitted() {
+fn a_call_that_does_not_end_is_aborted() {
+    if !can_inject() {
         return;
     }
     let mut victim = Victim::start("idle");
@@ -503,31 +493,27 @@ fn a_call_that_does_not_end_is_broken_off() {
     let begun = Instant::now();
     let endless = inject(&victim.process, &[Call { nr: libc::SYS_pause, args: [0; 6] }], &limits);
     assert!(matches!(endless, Err(InjectError::TimedOut { .. })), "{endless:?}");
-    assert!(begun.elapsed() < Duration::from_millis(500));
-    victim.mark_often(1);
+    assert!(begun.elapsed() < Duration::from_secs(10), "the limit is 30 ms");
+    victim.mark_repeatedly(1);
     victim.send();
     victim.expect_ok("idle");
 }
 
-// ---- the worker -----------------------------------------------------------------------------------------------------
-
-fn worker(mode: &str) -> Injector {
-    Injector::spawn(Command::new(example()).arg(mode)).unwrap()
-}
+// ---- the injector process -----------------------------------------------------------------------------------------------------
 
 #[test]
-fn a_worker_injects_and_outlives_all_but_its_owner() {
-    if !permitted() {
+fn an_injector_survives_signals_and_ends_with_its_owner() {
+    if !can_inject() {
         return;
     }
-    let mut injector = worker("worker");
+    let mut injector = injector("worker");
     let mut victim = Victim::start("nanosleep");
     victim.line();
     victim.wait_blocked(libc::SYS_nanosleep);
     let limits = Limits::default();
     let pid = i32::try_from(injector.pid()).unwrap();
     for (advice, marked) in [(MERGEABLE, true), (UNMERGEABLE, false)] {
-        let report = injector.run(&victim.process, &victim.calls(advice), &limits).unwrap();
+        let report = injector.run(&victim.process, &victim.calls(advice, 1), &limits).unwrap();
         assert_eq!((report.results, victim.is_marked()), (vec![Ok(0)], marked));
         for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGPIPE, libc::SIGUSR1] {
             unsafe { libc::kill(pid, signal) };
@@ -538,7 +524,7 @@ fn a_worker_injects_and_outlives_all_but_its_owner() {
     let gone = Victim::start("idle");
     gone.kill(libc::SIGKILL);
     gone.wait_state(b'Z');
-    let zombie = injector.run(&gone.process, &gone.calls(MERGEABLE), &limits);
+    let zombie = injector.run(&gone.process, &gone.calls(MERGEABLE, 1), &limits);
     assert_eq!(zombie, Err(InjectError::Zombie { pid: gone.pid() }));
     // The end of the connection ends it.
     drop(injector);
@@ -547,15 +533,15 @@ fn a_worker_injects_and_outlives_all_but_its_owner() {
 }
 
 #[test]
-fn a_worker_killed_while_idle_harms_nobody() {
-    if !permitted() {
+fn an_injector_killed_while_idle_does_no_harm() {
+    if !can_inject() {
         return;
     }
-    let mut injector = worker("worker");
+    let mut injector = injector("worker");
     let mut victim = Victim::start("idle");
-    injector.run(&victim.process, &victim.calls(MERGEABLE), &Limits::default()).unwrap();
+    injector.run(&victim.process, &victim.calls(MERGEABLE, 1), &Limits::default()).unwrap();
     unsafe { libc::kill(i32::try_from(injector.pid()).unwrap(), libc::SIGKILL) };
-    let after = injector.run(&victim.process, &victim.calls(MERGEABLE), &Limits::default());
+    let after = injector.run(&victim.process, &victim.calls(MERGEABLE, 1), &Limits::default());
     assert_eq!(after, Err(InjectError::WorkerGone));
     assert!(victim.is_marked());
     victim.send();
@@ -563,51 +549,22 @@ fn a_worker_killed_while_idle_harms_nobody() {
 }
 
 #[test]
-fn a_tracer_under_a_filter_leaves_filtered_targets_alone() {
-    if !permitted() {
+fn an_injector_under_a_seccomp_filter_refuses_filtered_targets() {
+    if !can_inject() {
         return;
     }
-    let mut injector = worker("worker-filtered");
+    let mut injector = injector("worker-filtered");
     let mut free = Victim::start("idle");
     let mut filtered = Victim::start("filter-errno");
     if filtered.line() != "filtered" {
         return skip("no seccomp filters");
     }
     let limits = Limits::default();
-    assert_eq!(injector.run(&free.process, &free.calls(MERGEABLE), &limits).unwrap().results, [Ok(0)]);
-    let refused = injector.run(&filtered.process, &filtered.calls(MERGEABLE), &limits);
+    assert_eq!(injector.run(&free.process, &free.calls(MERGEABLE, 1), &limits).unwrap().results, [Ok(0)]);
+    let refused = injector.run(&filtered.process, &filtered.calls(MERGEABLE, 1), &limits);
     assert_eq!(refused, Err(InjectError::Filtered { pid: filtered.pid() }));
     for victim in [&mut free, &mut filtered] {
         victim.send();
         victim.expect_ok("under a filter");
-    }
-}
-
-// ---- measurement ----------------------------------------------------------------------------------------------------
-
-/// `cargo test --release -p pagefold-linux --test inject -- --ignored --nocapture`
-#[test]
-#[ignore = "a measurement"]
-fn measure_stops() {
-    let victim = Victim::start("sleeper");
-    let mark = victim.calls(MERGEABLE)[0];
-    for (calls, rounds) in [(1, 2000), (30, 500)] {
-        let mut stops: Vec<u64> = Vec::new();
-        let begun = Instant::now();
-        for _ in 0..rounds {
-            let report = inject(&victim.process, &vec![mark; calls], &Limits::default()).unwrap();
-            assert_eq!(report.stops, 1);
-            stops.push(report.longest_stop_ns);
-        }
-        let each_us = begun.elapsed().as_micros() / rounds;
-        stops.sort_unstable();
-        let at = |permille: usize| stops[(stops.len() - 1) * permille / 1000] / 1000;
-        println!(
-            "{calls} calls: stop median {} us, p90 {}, p99 {}, max {}; {each_us} us in all",
-            at(500),
-            at(900),
-            at(990),
-            at(1000)
-        );
     }
 }

@@ -1,63 +1,25 @@
 //! Reading must leave merged and fork-shared pages as they are: on the real kernel, with real KSM.
 //!
-//! ksmd is stopped while we read, and its own counters (pages_sharing) are then brought up to date by nobody. What tells
-//! the truth at once are the page tables: kpageflags, smaps' `KSM` and pagemap's exclusive bit.
-
-mod twins;
+//! ksmd is stopped while pages are read, so KSM's counters (pages_sharing) would not show a page that reading has unmerged.
+//! The page tables show it at once: kpageflags, smaps' `KSM` and the exclusive bit of pagemap.
 
 use pagefold_core::host::PageState;
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use pagefold_linux::proc::maps::parse_smaps;
 use pagefold_linux::proc::memory::{Contents, PageReader, ReadHow};
 use pagefold_linux::proc::process::Process;
-use std::fs::{self, File};
-use std::os::fd::AsRawFd;
-use std::time::{Duration, Instant};
-use twins::Twins;
+use pagefold_testkit::holder::{Change, fill};
+use pagefold_testkit::{Holder, KsmAtRest, vmstat, wait_until, write_knob};
 
-const TWINS: usize = 2048;
-const FORKED: usize = 1024;
-const PRIVATE: usize = 1024;
-const KSM: &str = "/sys/kernel/mm/ksm";
+/// The holder's pages in order: every content twice, merged; shared with a child by fork; private.
+const MERGED: u64 = 2048;
+const FORKED: u64 = 1024;
+const PRIVATE: u64 = 1024;
+const PAGES: u64 = MERGED + FORKED + PRIVATE;
 
-/// KSM for this test alone, put back as it was when dropped, whatever happens.
-struct Ksm {
-    before: Vec<(&'static str, String)>,
-    _lock: File,
-}
-
-impl Ksm {
-    fn take() -> Option<Self> {
-        let lock = File::create("/run/lock/pagefold-ksm.lock").ok()?;
-        // SAFETY: the descriptor is open.
-        if unsafe { libc::flock(lock.as_raw_fd(), libc::LOCK_EX) } != 0 {
-            return None;
-        }
-        let knobs = ["pages_to_scan", "sleep_millisecs", "smart_scan", "use_zero_pages"];
-        let before = knobs
-            .into_iter()
-            .filter_map(|knob| Some((knob, fs::read_to_string(format!("{KSM}/{knob}")).ok()?.trim().to_owned())))
-            .collect();
-        if fs::read_to_string(format!("{KSM}/run")).ok()?.trim() != "0" || fs::write(format!("{KSM}/run"), "0").is_err()
-        {
-            return None;
-        }
-        Some(Self { before, _lock: lock })
-    }
-
-    fn set(knob: &str, value: &str) {
-        fs::write(format!("{KSM}/{knob}"), value).unwrap_or_else(|error| panic!("{knob}: {error}"));
-    }
-}
-
-impl Drop for Ksm {
-    fn drop(&mut self) {
-        let _ = fs::write(format!("{KSM}/run"), "2");
-        for (knob, value) in &self.before {
-            let _ = fs::write(format!("{KSM}/{knob}"), value);
-        }
-        let _ = fs::write(format!("{KSM}/run"), "0");
-    }
+/// The content of a page of the holder.
+fn content(page: u64) -> u64 {
+    1 + if page < MERGED { page % (MERGED / 2) } else { page }
 }
 
 /// How a process holds its pages, from three sources.
@@ -68,81 +30,65 @@ struct Held {
     exclusive: u64,
 }
 
-fn held(reader: &mut PageReader, process: &Process, twins: &Twins) -> Held {
-    let [at, forked, private] = twins.regions;
+fn held(reader: &mut PageReader, process: &Process, first: Vpn) -> Held {
     let mut exclusive = 0;
-    for (first, pages) in [(at, TWINS), (forked, FORKED), (private, PRIVATE)] {
-        reader.walk(process, first, Pages(pages as u64), |_, entry| exclusive += u64::from(entry.exclusive())).unwrap();
-    }
+    reader.walk(process, first, Pages(PAGES), |_, entry| exclusive += u64::from(entry.exclusive())).unwrap();
     let details = parse_smaps(&process.read_file("smaps").unwrap()).unwrap();
     Held {
-        merged: reader.census(process, at, Pages(TWINS as u64), false).unwrap().merged,
+        merged: reader.census(process, first, Pages(MERGED), false).unwrap().merged,
         merged_kib: details.iter().filter_map(|detail| detail.ksm_kib).sum(),
         exclusive,
     }
 }
 
-fn cow_ksm() -> u64 {
-    let text = fs::read_to_string("/proc/vmstat").unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix("cow_ksm ")).unwrap();
-    line.parse().unwrap()
-}
-
-fn contents(region: u64, index: usize) -> u64 {
-    let index = if region == 1 { index / 2 } else { index } as u64;
-    (index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ region << 56
-}
-
 #[test]
 fn reading_leaves_merged_and_shared_pages_alone() {
+    let Some(_ksm) = KsmAtRest::take() else { return };
     let mut reader = PageReader::new();
-    if !reader.sees_frames() {
-        println!("SKIP: /proc/kpageflags needs root");
-        return;
+    assert!(reader.sees_frames(), "/proc/kpageflags can be read by root");
+    let mut holder = Holder::start(PAGES);
+    let half = MERGED / 2;
+    for first in [0, half] {
+        holder.change(Change::Write { first, pages: half, content: content(0), step: 1 });
     }
-    let Some(_ksm) = Ksm::take() else {
-        println!("SKIP: KSM is missing, not ours to set, or running for somebody else");
-        return;
-    };
-    let twins = Twins::start([TWINS, FORKED, PRIVATE]);
-    Ksm::set("use_zero_pages", "0");
-    Ksm::set("pages_to_scan", "100000");
-    Ksm::set("sleep_millisecs", "1");
-    Ksm::set("run", "1");
-    let before = Instant::now();
-    let all = Pages(TWINS as u64);
-    while [&twins.parent, &twins.child]
-        .iter()
-        .any(|process| reader.census(process, twins.regions[0], all, false).unwrap().merged != all)
-    {
-        assert!(before.elapsed() < Duration::from_secs(30), "ksmd does not merge");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ksm::set("run", "0");
-    println!("merged after {:?}", before.elapsed());
+    holder.change(Change::Write { first: MERGED, pages: FORKED, content: content(MERGED), step: 1 });
+    holder.mark(0, MERGED);
+    let child = Process::open(holder.fork()).unwrap();
+    let private = MERGED + FORKED;
+    holder.change(Change::Write { first: private, pages: PRIVATE, content: content(private), step: 1 });
+    let (parent, first) = (Process::open(holder.pid()).unwrap(), Vpn(holder.first));
 
-    let saved = |reader: &mut PageReader| [&twins.parent, &twins.child].map(|process| held(reader, process, &twins));
-    let (at_first, cows) = (saved(&mut reader), cow_ksm());
-    assert_eq!(at_first[0].exclusive, PRIVATE as u64);
-    let [at, forked, private] = twins.regions;
-    let runs: Vec<(Vpn, u32)> = [(at, TWINS), (forked, FORKED), (private, PRIVATE)]
-        .iter()
-        .flat_map(|&(first, pages)| (0..pages as u64 / 16).map(move |run| (first + run * 16, 16)))
-        .collect();
+    for (knob, value) in [("pages_to_scan", "100000"), ("sleep_millisecs", "1"), ("run", "1")] {
+        write_knob(knob, value);
+    }
+    let all = Pages(MERGED);
+    wait_until("ksmd merges", || {
+        [&parent, &child].iter().all(|process| reader.census(process, first, all, false).unwrap().merged == all)
+    });
+    write_knob("run", "0");
+
+    let both = |reader: &mut PageReader| [&parent, &child].map(|process| held(reader, process, first));
+    let (before, breaks) = (both(&mut reader), vmstat("cow_ksm"));
+    assert_eq!(before[0].exclusive, PRIVATE);
+    let runs: Vec<(Vpn, u32)> = (0..PAGES / 16).map(|run| (first + run * 16, 16)).collect();
+    let mut expected_bytes = [0; PAGE_SIZE];
     for wanted in [Contents::Private, Contents::Merged, Contents::All] {
-        for process in [&twins.parent, &twins.child] {
-            let mut place = 0;
+        for process in [&parent, &child] {
+            let mut next = 0;
+            let how = ReadHow { huge: true, contents: wanted, ..ReadHow::default() };
             reader
-                .read_runs(process, &runs, ReadHow { huge: true, contents: wanted, ..ReadHow::default() }, |view| {
-                    let index = |first: Vpn| usize::try_from(view.page.0 - first.0).unwrap();
-                    let (region, index, expected) = match place {
-                        place if place < TWINS => (1, index(at), PageState::Merged),
-                        place if place < TWINS + FORKED => (2, index(forked), PageState::Shared),
+                .read_runs(process, &runs, how, |view| {
+                    let page = view.page.0 - first.0;
+                    assert_eq!(page, next, "every page once, in order");
+                    next += 1;
+                    let expected = match page {
+                        _ if page < MERGED => PageState::Merged,
+                        _ if page < private => PageState::Shared,
                         // Written by the parent after the fork: the child has nothing there.
-                        _ if process.pid() == twins.child.pid() => (3, index(private), PageState::Absent),
-                        _ => (3, index(private), PageState::Private),
+                        _ if process.pid() == child.pid() => PageState::Absent,
+                        _ => PageState::Private,
                     };
-                    assert_eq!(view.state, expected, "page {index} of region {region}");
+                    assert_eq!(view.state, expected, "page {page}");
                     let has_bytes = match expected {
                         PageState::Private => true,
                         PageState::Merged => wanted != Contents::Private,
@@ -150,27 +96,26 @@ fn reading_leaves_merged_and_shared_pages_alone() {
                         PageState::Absent | PageState::ZeroMapped => false,
                     };
                     assert_eq!(view.bytes.is_some(), has_bytes);
-                    let mut words = view.bytes.into_iter().flat_map(|bytes| bytes.chunks_exact(8));
-                    assert!(words.all(|word| word == contents(region, index).to_ne_bytes()));
-                    place += 1;
+                    fill(&mut expected_bytes, content(page));
+                    assert!(view.bytes.is_none_or(|bytes| bytes[..] == expected_bytes[..]), "page {page}");
                 })
                 .unwrap();
-            assert_eq!(place, TWINS + FORKED + PRIVATE);
+            assert_eq!(next, PAGES);
         }
     }
-    assert_eq!(saved(&mut reader), at_first, "reading has changed how pages are held");
-    assert_eq!(cow_ksm(), cows, "reading has broken merges");
+    assert_eq!(both(&mut reader), before, "reading has changed how pages are held");
+    assert_eq!(vmstat("cow_ksm"), breaks, "reading has unmerged pages");
 
     // The control: a plain process_vm_readv does what the reader avoids, so the assertions above can fail.
-    plain_read(twins.parent.pid(), at, 256);
-    plain_read(twins.parent.pid(), forked, 256);
-    let [after, _] = saved(&mut reader);
+    plain_read(parent.pid(), first, 256);
+    plain_read(parent.pid(), first + MERGED, 256);
+    let [after, _] = both(&mut reader);
     assert_eq!(after.merged, all - Pages(256));
-    assert_eq!(after.exclusive, PRIVATE as u64 + 512);
-    if at_first[0].merged_kib > 0 {
-        assert_eq!(after.merged_kib + 1024, at_first[0].merged_kib);
+    assert_eq!(after.exclusive, PRIVATE + 512);
+    if before[0].merged_kib > 0 {
+        assert_eq!(after.merged_kib + 1024, before[0].merged_kib);
     }
-    assert!(twins.finish(), "the program's memory has changed");
+    assert!(holder.is_intact(), "the holder's memory has changed");
 }
 
 fn plain_read(pid: i32, first: Vpn, pages: usize) {

@@ -1,19 +1,16 @@
 //! The tracer is killed at every step of an injection, and at random moments: its target must not notice.
 //!
-//! The targets check for themselves (`examples/home_victim.rs`). `PAGEFOLD_TORTURE=N` makes N kills at random moments
-//! instead of a few hundred.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+//! The targets (`victim registers KIND` of pagefold-testkit) check for themselves. `PAGEFOLD_TORTURE=N` makes N kills at
+//! random moments instead of a few hundred.
 
+use pagefold_core::random::Random;
 use pagefold_linux::inject::{Call, InjectError, Injector, Limits, Report};
 use pagefold_linux::os::fault;
-use pagefold_linux::proc::process::Process;
+use pagefold_testkit::injection::{self, can_inject};
+use pagefold_testkit::{victim_binary, wait_until};
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::ops::{Deref, DerefMut};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Every step of an injection, in order.
@@ -47,102 +44,61 @@ const KINDS: [&str; 11] = [
     "thread",
 ];
 
-fn example() -> PathBuf {
-    let own = std::env::current_exe().unwrap();
-    own.parent().and_then(Path::parent).unwrap().join("examples/home_victim")
-}
-
 fn worker(fault: &str) -> Injector {
-    Injector::spawn(Command::new(example()).arg("worker").env(fault::VARIABLE, fault)).unwrap()
+    Injector::spawn(Command::new(victim_binary("victim")).arg("worker").env(fault::VARIABLE, fault)).unwrap()
 }
 
+/// A victim whose probing thread blocks or computes in rounds.
 struct Victim {
     kind: String,
-    child: Child,
-    input: UnixStream,
-    output: BufReader<ChildStdout>,
-    process: Process,
-    addr: u64,
-    len: u64,
+    victim: injection::Victim,
+}
+
+impl Deref for Victim {
+    type Target = injection::Victim;
+
+    fn deref(&self) -> &injection::Victim {
+        &self.victim
+    }
+}
+
+impl DerefMut for Victim {
+    fn deref_mut(&mut self) -> &mut injection::Victim {
+        &mut self.victim
+    }
 }
 
 impl Victim {
     fn start(kind: &str) -> Self {
-        let (input, theirs) = UnixStream::pair().unwrap();
-        let mut child = unsafe {
-            Command::new(example())
-                .arg(kind)
-                .stdin(Stdio::from(OwnedFd::from(theirs)))
-                .stdout(Stdio::piped())
-                .pre_exec(|| {
-                    libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-                    Ok(())
-                })
-                .spawn()
-                .expect("the victim, built by `cargo test`")
-        };
-        let mut output = BufReader::new(child.stdout.take().unwrap());
-        let mut line = String::new();
-        output.read_line(&mut line).unwrap();
-        let mut fields = line.split_whitespace().skip(1);
-        let addr = u64::from_str_radix(fields.next().unwrap(), 16).unwrap();
-        let len = fields.next().unwrap().parse().unwrap();
-        let process = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
-        Self { kind: kind.into(), child, input, output, process, addr, len }
+        Self { kind: kind.into(), victim: injection::Victim::try_start(&["registers", kind]).unwrap() }
     }
 
-    fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim_end().into()
-    }
-
-    /// Waits until it is in the middle of a round.
+    /// Begins a round and waits until the probing thread is in the middle of it.
     fn begin(&mut self) {
-        self.input.write_all(b"b").unwrap();
+        self.send_byte(b'b');
         assert_eq!(self.line(), "round", "{}", self.kind);
-        let deadline = Instant::now() + Duration::from_secs(10);
-        // Its probing thread: the main one, but where that only waits for the end of the round.
-        while !self.kind.starts_with("busy") && !self.is_blocked() {
-            assert!(Instant::now() < deadline, "{} does not block", self.kind);
-            std::thread::sleep(Duration::from_micros(100));
+        if !self.kind.starts_with("busy") {
+            wait_until("the victim blocks", || self.is_blocked());
         }
     }
 
+    /// Whether a thread is blocked in a call: one other than the thread that waits for the end of the round.
     fn is_blocked(&self) -> bool {
-        let waiting = format!("{} ", libc::SYS_recvfrom);
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.process.pid())).unwrap();
+        let others = [libc::SYS_recvfrom, libc::SYS_write].map(|nr| format!("{nr} "));
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
         tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("syscall")).ok()).any(|call| {
             call.starts_with(|digit: char| digit.is_ascii_digit())
-                && !call.starts_with(&waiting)
-                && !call.starts_with(&format!("{} ", libc::SYS_write))
+                && !others.iter().any(|other| call.starts_with(other))
         })
     }
 
     /// Ends the round. Whether the stack below its red zone is as it was.
     fn end(&mut self, what: &str) -> bool {
-        self.input.write_all(b"x").unwrap();
+        self.send();
         let stack = self.line();
-        assert!(stack.starts_with("stack "), "{}, {what}: {stack:?}, {:?}", self.kind, self.child.try_wait());
+        assert!(stack.starts_with("stack "), "{}, {what}: {stack:?}, {:?}", self.kind, self.victim.child.try_wait());
         assert_eq!(self.line(), "ok", "{}, {what}", self.kind);
         stack == "stack clean"
-    }
-
-    fn calls(&self, advice: i32, count: usize) -> Vec<Call> {
-        vec![Call::madvise(self.addr, self.len, advice); count]
-    }
-
-    fn status(&self, field: &str) -> String {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.process.pid())).unwrap_or_default();
-        let value = status.lines().find_map(|line| line.strip_prefix(field)).unwrap_or("none");
-        value.trim_start_matches(':').trim().into()
-    }
-}
-
-impl Drop for Victim {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -160,21 +116,9 @@ fn run(injector: &mut Injector, victim: &Victim, calls: &[Call]) -> Option<Repor
     }
 }
 
-fn permitted() -> bool {
-    let mut victim = Victim::start("read");
-    victim.begin();
-    match worker("").run(&victim.process, &victim.calls(libc::MADV_MERGEABLE, 1), &Limits::default()) {
-        Err(error @ InjectError::Denied { .. }) => println!("SKIP: {error}"),
-        Ok(report) if report.results != [Ok(0)] => println!("SKIP: this kernel has no KSM"),
-        // A bad moment is for the tests themselves.
-        _ => return true,
-    }
-    false
-}
-
 #[test]
-fn without_a_death_even_dead_memory_is_as_it_was() {
-    if !permitted() {
+fn without_a_death_even_memory_below_the_stack_is_as_it_was() {
+    if !can_inject() {
         return;
     }
     for kind in KINDS {
@@ -184,15 +128,15 @@ fn without_a_death_even_dead_memory_is_as_it_was() {
             victim.begin();
             let report = run(&mut injector, &victim, &victim.calls(libc::MADV_MERGEABLE, count)).unwrap();
             assert!(report.results.iter().all(|answer| *answer == Ok(0)) && report.results.len() == count);
-            assert_eq!(report.unguarded, 0, "{kind} has a way home");
-            assert!(victim.end("no fault"), "{kind}: dead memory was changed");
+            assert_eq!(report.unguarded, 0, "{kind} has a return frame");
+            assert!(victim.end("no fault"), "{kind}: memory below the stack was changed");
         }
     }
 }
 
 #[test]
-fn wherever_the_tracer_dies_its_target_does_not_notice() {
-    if !permitted() {
+fn a_target_does_not_notice_at_which_step_its_tracer_dies() {
+    if !can_inject() {
         return;
     }
     for kind in KINDS {
@@ -230,37 +174,29 @@ fn wherever_the_tracer_dies_its_target_does_not_notice() {
     }
 }
 
-/// Pseudo-random numbers (xorshift); the seed is printed with what fails.
-fn next(state: &mut u64) -> u64 {
-    *state ^= *state << 13;
-    *state ^= *state >> 7;
-    *state ^= *state << 17;
-    *state
-}
-
 #[test]
-fn at_any_moment_the_tracer_may_die() {
-    if !permitted() {
+fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
+    if !can_inject() {
         return;
     }
     let kills: u32 = std::env::var("PAGEFOLD_TORTURE").ok().and_then(|text| text.parse().ok()).unwrap_or(300);
     // Not those whose calls answer EINTR to any interrupt, until that is repaired.
     let kinds = ["futex", "poll", "read", "busy", "large", "thread"];
     let mut victims = kinds.map(Victim::start);
-    let mut seed = 0x9e37_79b9_7f4a_7c15;
+    let mut random = Random::new(1);
     let (mut early, mut midway) = (0, 0);
     for turn in 0..kills {
         let victim = &mut victims[turn as usize % kinds.len()];
-        let advice = if next(&mut seed) % 2 == 0 { libc::MADV_MERGEABLE } else { libc::MADV_UNMERGEABLE };
+        let advice = if random.next() % 2 == 0 { libc::MADV_MERGEABLE } else { libc::MADV_UNMERGEABLE };
         let calls = victim.calls(advice, 30);
         let mut injector = worker("");
         let pid = i32::try_from(injector.pid()).unwrap();
         // Connected and warm; then it takes some 300 us to begin with the calls, and those some 300 us more.
         run(&mut injector, victim, &[]).unwrap();
         victim.begin();
-        // One that computes is looked at for 2 ms first.
+        // A thread that computes is observed for 2 ms first.
         let first_ns = if matches!(victim.kind.as_ref(), "busy" | "large") { 2_000_000 } else { 0 };
-        let delay = Duration::from_nanos(first_ns + next(&mut seed) % 1_500_000);
+        let delay = Duration::from_nanos(first_ns + random.next() % 1_500_000);
         let begun = Instant::now();
         let killer = std::thread::spawn(move || {
             while begun.elapsed() < delay {
@@ -271,7 +207,7 @@ fn at_any_moment_the_tracer_may_die() {
         let answer = run(&mut injector, victim, &calls);
         killer.join().unwrap();
         early += u32::from(answer.is_none());
-        // Its stack is written only while it is away from home.
+        // Its stack is written only while the return frame is needed.
         midway += u32::from(!victim.end(&format!("kill {turn} after {delay:?}, {}", victim.kind)));
     }
     println!("{kills} kills: {early} before the answer, {midway} in the middle");
@@ -279,8 +215,8 @@ fn at_any_moment_the_tracer_may_die() {
 }
 
 #[test]
-fn without_a_way_home_the_death_of_the_tracer_is_the_targets() {
-    if !permitted() {
+fn without_a_return_frame_a_target_dies_with_its_tracer() {
+    if !can_inject() {
         return;
     }
     let mut victim = Victim::start("heap-stack");
@@ -300,49 +236,7 @@ fn without_a_way_home_the_death_of_the_tracer_is_the_targets() {
     victim.begin();
     assert_eq!(run(&mut worker("exit=kill"), &victim, &victim.calls(libc::MADV_MERGEABLE, 1)), None);
     // It may be dead already.
-    let _ = victim.input.write_all(b"x");
+    victim.send();
     let line = victim.line();
     assert!(!line.starts_with("stack "), "the test cannot fail: {line}");
-}
-
-/// What the way home costs: `PAGEFOLD_OTHER_WORKER=PATH` has the `home_victim` of another build inject in turn.
-#[test]
-fn the_times_of_stops_are_told() {
-    if !permitted() {
-        return;
-    }
-    let other = std::env::var_os("PAGEFOLD_OTHER_WORKER").map(PathBuf::from);
-    let programs: Vec<PathBuf> = [Some(example()), other].into_iter().flatten().collect();
-    for (kind, count) in [("futex", 1), ("futex", 30), ("epoll", 1), ("thread", 1), ("heap-stack", 1)] {
-        let mut victim = Victim::start(kind);
-        victim.begin();
-        let mut workers: Vec<_> = programs
-            .iter()
-            .map(|path| (Injector::spawn(Command::new(path).arg("worker")).unwrap(), Vec::new(), Vec::new()))
-            .collect();
-        for _ in 0..300 {
-            for (injector, stops, aways) in &mut workers {
-                let report = run(injector, &victim, &victim.calls(libc::MADV_MERGEABLE, count)).unwrap();
-                assert!(report.results.iter().all(|answer| *answer == Ok(0)) && report.stops >= 1);
-                stops.push(report.longest_stop_ns);
-                aways.push(report.longest_away_ns);
-            }
-        }
-        assert!(victim.end("300 injections"));
-        for ((_, mut stops, mut aways), path) in workers.into_iter().zip(&programs) {
-            stops.sort_unstable();
-            aways.sort_unstable();
-            let us = |sorted: &[u64], permille: usize| sorted[sorted.len() * permille / 1000] / 1000;
-            println!(
-                "{kind}, {count} calls: stop {} us (p10 {}, p99 {}), away from home {} us (p10 {}, p99 {}): {}",
-                us(&stops, 500),
-                us(&stops, 100),
-                us(&stops, 990),
-                us(&aways, 500),
-                us(&aways, 100),
-                us(&aways, 990),
-                path.display()
-            );
-        }
-    }
 }

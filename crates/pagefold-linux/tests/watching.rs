@@ -6,6 +6,7 @@ use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::ScopeSpec;
 use pagefold_linux::scope::exclude::DenyList;
+use pagefold_testkit::{is_root, skip, skip_unsupported};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -61,15 +62,14 @@ impl Drop for Program {
 }
 
 fn host(program: &Program, stop: &Arc<AtomicBool>) -> Option<LiveHost> {
-    // SAFETY: geteuid only returns a number.
-    if unsafe { libc::geteuid() } != 0 {
-        println!("SKIP: only root may look into other programs");
+    if !is_root() {
+        skip("only root can observe other processes");
         return None;
     }
     let ksm = match Ksm::open(Path::new(KSM_ROOT)) {
         Ok(ksm) => Arc::new(ksm),
         Err(error) => {
-            println!("SKIP: {error}");
+            skip_unsupported(error);
             return None;
         }
     };

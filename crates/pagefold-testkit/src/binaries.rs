@@ -14,6 +14,12 @@ pub fn program() -> &'static Path {
     &PROGRAM
 }
 
+/// The `pagefold-lab` under test.
+pub fn lab_program() -> &'static Path {
+    static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| binary("pagefold-lab", "pagefold-lab"));
+    &PROGRAM
+}
+
 /// A victim: a binary of this crate.
 pub fn victim_binary(name: &str) -> PathBuf {
     binary(env!("CARGO_PKG_NAME"), name)

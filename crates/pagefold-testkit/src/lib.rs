@@ -11,7 +11,6 @@
 //! | [`tenants`] | tenants ([`pagefold_workload::Tenant`]) of the sizes that tests need |
 //! | [`holder`], [`shuffler`], [`injection`] | handles of the victims `holder`, `shuffler` and `victim` |
 //! | [`numa`] | the scenarios that `numa_guest` runs in an emulated machine, and their results |
-//! | [`random`] | reproducible random numbers |
 //!
 //! The victims are this crate's binaries, in `src/bin`:
 //!
@@ -31,23 +30,22 @@ pub mod ksm;
 pub mod numa;
 pub mod pagefold;
 pub mod process;
-pub mod random;
 pub mod shuffler;
 pub mod skip;
 pub mod tenants;
 
-pub use binaries::{program, victim_binary};
+pub use binaries::{lab_program, program, victim_binary};
 pub use cgroup::{Cgroup, Freezer};
 pub use holder::Holder;
-pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, number, saved_bytes, write_knob};
+pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, saved_bytes, write_knob};
 pub use pagefold::{
-    Daemon, Ended, assert_failed, assert_fails, assert_refused, pagefold, run_pagefold, unmerge, with_pids,
+    Daemon, Ended, assert_failed, assert_fails, assert_lab_fails, assert_refused, lab, pagefold, run_pagefold, unmerge,
+    with_pids,
 };
 pub use process::{
     Marks, Script, Sleeper, assert_unmarked, has_merge_any, is_root, marks, send, state, status_field, vmstat,
     wait_until, zombie,
 };
-pub use random::Random;
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};
 pub use tenants::{assert_intact, pair, pids, spec, tenant};

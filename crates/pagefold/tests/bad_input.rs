@@ -5,35 +5,34 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-mod support;
-use support::*;
+use pagefold_testkit::*;
 
 /// `run` and `unmerge` must refuse these processes alike, and leave KSM alone.
 #[track_caller]
 fn both_refuse(ksm: &KsmAtRest, scope: &[&str], code: i32, says: &str) {
-    fails(&[&["run", "--for", "2s"], scope].concat(), code, says);
-    fails(&[&["unmerge"], scope].concat(), code, says);
-    ksm.is_back();
+    assert_fails(&[&["run", "--for", "2s"], scope].concat(), code, says);
+    assert_fails(&[&["unmerge"], scope].concat(), code, says);
+    ksm.assert_restored();
 }
 
 /// `run` must refuse these.
 #[track_caller]
 fn run_refuses(ksm: &KsmAtRest, pid: i32, says: &str) {
     let pid = pid.to_string();
-    fails(&["run", "--for", "2s", "--pid", &pid], 6, says);
-    fails(&["run", "--for", "2s", "--dry-run", "--json", "--pid", &pid], 6, says);
-    ksm.is_back();
+    assert_fails(&["run", "--for", "2s", "--pid", &pid], 6, says);
+    assert_fails(&["run", "--for", "2s", "--dry-run", "--json", "--pid", &pid], 6, says);
+    ksm.assert_restored();
 }
 
 /// `unmerge` must refuse this; of what it has done, nothing, it tells all the same.
 #[track_caller]
 fn unmerge_refuses(ksm: &KsmAtRest, pid: i32, says: &str) {
     let output = pagefold(&["unmerge", "--json", "--pid", &pid.to_string()]);
-    is_failure(&output, 6, says);
+    assert_failed(&output, 6, says);
     let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&summary["given_back_bytes"], &summary["unmarked_bytes"]), (&0.into(), &0.into()));
     assert!(summary["processes"][0]["failed"].as_str().unwrap().contains(says), "{summary}");
-    ksm.is_back();
+    ksm.assert_restored();
 }
 
 #[test]
@@ -42,27 +41,27 @@ fn senseless_command_lines() {
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
     let run = |more: &[&'static str]| [&["run", "--pid", &pid], more].concat();
-    fails(&run(&["--for", "nonsense"]), 2, "--for");
-    fails(&run(&["--for=-3s"]), 2, "--for");
-    fails(&run(&["--for"]), 2, "--for");
-    fails(&run(&["--governor", "turbo"]), 2, "choose full, medium, low, quiet or auto");
-    fails(&run(&["--preset", "turbo"]), 2, "choose default or sensitive");
-    fails(&run(&["--duplicate-threshold", "140"]), 2, "140 %; it must be from 0.01 % to 100 %");
-    fails(&run(&["--cow-threshold", "0"]), 2, "0 %; it must be from 0.01 % to 100 %");
-    fails(&run(&["--top-share", "0"]), 2, "it must be from 0.2 % to 100 %");
-    fails(&run(&["--levels", "0"]), 2, "it must be from 1 to 8");
-    fails(&run(&["--round", "1ms"]), 2, "it must be from 20 ms to 3600000 ms");
-    fails(&run(&["--lifetime", "2h"]), 2, "it must be from 0 ms to 3600000 ms");
-    fails(&run(&["--no-such-flag"]), 2, "--no-such-flag");
-    fails(&run(&["and", "more"]), 2, "and");
-    fails(&["no-such-command"], 2, "no-such-command");
-    fails(&["exec"], 2, "COMMAND");
+    assert_fails(&run(&["--for", "nonsense"]), 2, "--for");
+    assert_fails(&run(&["--for=-3s"]), 2, "--for");
+    assert_fails(&run(&["--for"]), 2, "--for");
+    assert_fails(&run(&["--governor", "turbo"]), 2, "choose full, medium, low, quiet or auto");
+    assert_fails(&run(&["--preset", "turbo"]), 2, "choose default or sensitive");
+    assert_fails(&run(&["--duplicate-threshold", "140"]), 2, "140 %; it must be from 0.01 % to 100 %");
+    assert_fails(&run(&["--cow-threshold", "0"]), 2, "0 %; it must be from 0.01 % to 100 %");
+    assert_fails(&run(&["--top-share", "0"]), 2, "it must be from 0.2 % to 100 %");
+    assert_fails(&run(&["--levels", "0"]), 2, "it must be from 1 to 8");
+    assert_fails(&run(&["--round", "1ms"]), 2, "it must be from 20 ms to 3600000 ms");
+    assert_fails(&run(&["--lifetime", "2h"]), 2, "it must be from 0 ms to 3600000 ms");
+    assert_fails(&run(&["--no-such-flag"]), 2, "--no-such-flag");
+    assert_fails(&run(&["and", "more"]), 2, "and");
+    assert_fails(&["no-such-command"], 2, "no-such-command");
+    assert_fails(&["exec"], 2, "COMMAND");
     for pid in ["--pid=0", "--pid=-1", "--pid=one", "--pid=99999999999", "--pid="] {
-        fails(&["run", pid], 2, "--pid");
-        fails(&["unmerge", pid], 2, "--pid");
+        assert_fails(&["run", pid], 2, "--pid");
+        assert_fails(&["unmerge", pid], 2, "--pid");
     }
-    ksm.is_back();
-    are_unmarked(&[idle.pid()]);
+    ksm.assert_restored();
+    assert_unmarked(&[idle.pid()]);
 }
 
 #[test]
@@ -76,7 +75,7 @@ fn nothing_in_scope() {
     // One that cannot be is a slip of the hand, whatever else is named.
     let idle = Sleeper::start();
     both_refuse(&ksm, &["--pid", &format!("{},2147483646", idle.pid())], 5, "no process 2147483646");
-    are_unmarked(&[idle.pid()]);
+    assert_unmarked(&[idle.pid()]);
 }
 
 #[test]
@@ -91,7 +90,7 @@ fn targets_that_must_not_be_touched() {
         run_refuses(&ksm, 2, "kernel thread");
         unmerge_refuses(&ksm, 2, "kernel thread");
     } else {
-        println!("SKIP: pid 2 is no kernel thread here (pid namespace)");
+        skip_unsupported("pid 2 is no kernel thread here (pid namespace)");
     }
 
     let idle = Sleeper::start();
@@ -100,7 +99,7 @@ fn targets_that_must_not_be_touched() {
     if seized == 0 {
         run_refuses(&ksm, idle.pid(), "traced by process");
     } else {
-        println!("SKIP: tracing is not permitted here");
+        skip_unsupported("tracing is not permitted here");
     }
     drop(idle);
 
@@ -124,38 +123,32 @@ fn targets_that_must_not_be_touched() {
     std::fs::copy(program(), &agent).unwrap();
     let agent = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
     run_refuses(&ksm, agent.pid(), "deny list");
-    are_unmarked(&[idle.pid(), agent.pid()]);
+    assert_unmarked(&[idle.pid(), agent.pid()]);
 }
 
 #[test]
 fn frozen_targets() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let versions = [
-        ("freezer", "freezer.state", "FROZEN", "freezer.state", "FROZEN"),
-        ("unified", "cgroup.freeze", "1", "cgroup.events", "frozen 1"),
-        ("", "cgroup.freeze", "1", "cgroup.events", "frozen 1"),
-    ];
-    for (hierarchy, file, value, tells, so) in versions {
-        // The root of a version 1 mount holds only hierarchies.
-        if hierarchy.is_empty() && !std::path::Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
-            continue;
-        }
-        // Before the cgroup, so dropped after it: what is frozen cannot be killed.
+    for version in [1, 2] {
+        // Before the freezer, so dropped after it: a frozen process cannot be killed.
         let idle = Sleeper::start();
-        let Some(cgroup) = Cgroup::make(hierarchy) else { continue };
-        cgroup.add(idle.pid());
-        cgroup.set(file, value);
-        wait_until("it is frozen", || cgroup.says(tells, so));
+        let Some(freezer) = Freezer::create(version) else {
+            skip_unsupported(format!("no freezer of version {version} is mounted"));
+            continue;
+        };
+        freezer.add(idle.pid());
+        freezer.freeze(true);
+        wait_until("it is frozen", || freezer.is_frozen());
         run_refuses(&ksm, idle.pid(), "frozen");
-        assert!(cgroup.says(tells, so), "still frozen");
-        are_unmarked(&[idle.pid()]);
+        assert!(freezer.is_frozen(), "still frozen");
+        assert_unmarked(&[idle.pid()]);
     }
 }
 
 #[test]
 fn of_several_the_bad_ones_are_left_alone_and_the_rest_is_folded() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut twins = twins(32, 4, 14);
+    let mut pair = pair(32, 4, 14);
     let mut ended = zombie();
     let dead = i32::try_from(ended.id()).unwrap();
     let stopped = Sleeper::start();
@@ -171,9 +164,9 @@ fn of_several_the_bad_ones_are_left_alone_and_the_rest_is_folded() {
     if std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
         bad.push((2, "kernel thread"));
     }
-    let scope = [pids(&twins), bad.iter().map(|&(pid, _)| pid).collect()].concat();
+    let scope = [pids(&pair), bad.iter().map(|&(pid, _)| pid).collect()].concat();
     let daemon = Daemon::on(&scope, &["--for", "60s"]);
-    wait_until("the twins are folded", || saved_bytes() >= 31 * MIB);
+    wait_until("the pair are folded", || saved_bytes() >= 31 * MIB);
     daemon.signal(libc::SIGTERM);
     let ended_daemon = daemon.end();
     let summary = ended_daemon.summary();
@@ -188,9 +181,9 @@ fn of_several_the_bad_ones_are_left_alone_and_the_rest_is_folded() {
     assert_eq!(left.len(), bad.len(), "{left:?}");
     assert_eq!(state(stopped.pid()), b'T', "still stopped");
     ended.wait().unwrap();
-    unmerge(&pids(&twins));
-    are_intact(&mut twins);
-    ksm.is_back();
+    unmerge(&pids(&pair));
+    assert_intact(&mut pair);
+    ksm.assert_restored();
 }
 
 #[test]
@@ -207,8 +200,8 @@ fn nobody_but_root() {
         [&["run", "--for", "2s", "--pid", &pid][..], &["run", "--dry-run", "--pid", &pid], &["unmerge", "--pid", &pid]]
     {
         let output = Command::new(&copy).args(args).uid(65534).gid(65534).output().unwrap();
-        is_refusal(&output, 3, "root");
+        assert_refused(&output, 3, "root");
     }
-    ksm.is_back();
-    are_unmarked(&[idle.pid()]);
+    ksm.assert_restored();
+    assert_unmarked(&[idle.pid()]);
 }

@@ -6,8 +6,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-mod support;
-use support::*;
+use pagefold_testkit::*;
 
 fn log(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap_or_default();
@@ -30,21 +29,25 @@ fn a_bad_configuration_is_refused_and_nothing_is_changed() {
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
     let args = ["run", "--for", "2s", "--pid", &pid, "--config", path.to_str().unwrap()];
-    fails(&args, 2, "cannot be read");
+    assert_fails(&args, 2, "cannot be read");
     fs::write(&path, "[run]\n\ngoverment = \"full\"\n").unwrap();
-    fails(&args, 2, "pagefold.toml line 3: unknown key 'goverment' in [run]; ");
+    assert_fails(&args, 2, "pagefold.toml line 3: unknown key 'goverment' in [run]; ");
     fs::write(&path, "[judgement]\ncow-threshold = 0\n").unwrap();
-    fails(&args, 2, "line 2: judgement.cow-threshold: the COW threshold is 0 %; it must be from 0.01 % to 100 %");
+    assert_fails(
+        &args,
+        2,
+        "line 2: judgement.cow-threshold: the COW threshold is 0 %; it must be from 0.01 % to 100 %",
+    );
     fs::write(&path, "").unwrap();
     fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();
-    fails(&args, 2, "others may write");
+    assert_fails(&args, 2, "others may write");
     fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
-    fails(&["run", "--config", path.to_str().unwrap()], 5, "nothing is in scope");
-    fails(&["run", "--pid", &pid, "--deny", "/usr/bin/vault"], 2, "--deny");
-    fails(&["run", "--pid", &pid, "--audit", "/dev/null"], 2, "/dev/null");
-    fails(&["unmerge", "--pid", &pid, "--audit", "/no/such/directory/log"], 2, "/no/such/directory");
-    ksm.is_back();
-    are_unmarked(&[idle.pid()]);
+    assert_fails(&["run", "--config", path.to_str().unwrap()], 5, "nothing is in scope");
+    assert_fails(&["run", "--pid", &pid, "--deny", "/usr/bin/vault"], 2, "--deny");
+    assert_fails(&["run", "--pid", &pid, "--audit", "/dev/null"], 2, "/dev/null");
+    assert_fails(&["unmerge", "--pid", &pid, "--audit", "/no/such/directory/log"], 2, "/no/such/directory");
+    ksm.assert_restored();
+    assert_unmarked(&[idle.pid()]);
 }
 
 #[test]
@@ -56,7 +59,7 @@ fn the_file_names_the_programs_and_the_log_has_every_mark() {
     // A program under a name of its own, so that it can be named by a file.
     let program_file = file("fold-me-not");
     fs::copy(program(), &program_file).unwrap();
-    let mut twins: Vec<Tenant> = (0..2).map(|_| Tenant::start(&program_file, &spec(32, 4, 14)).unwrap()).collect();
+    let mut pair: Vec<Tenant> = (0..2).map(|_| Tenant::start(&program_file, &spec(32, 4, 14)).unwrap()).collect();
     let settings = |governor: &str| {
         format!(
             "[scope]\nexes = [\"{}\"]\n[run]\ngovernor = \"{governor}\"\n[audit]\nfile = \"{}\"\n",
@@ -67,7 +70,7 @@ fn the_file_names_the_programs_and_the_log_has_every_mark() {
     fs::write(&config, settings("full")).unwrap();
     let config_path = config.to_str().unwrap();
     let daemon = Daemon::start(&["run", "--json", "--for", "60s", "--config", config_path]);
-    wait_until("the twins are folded", || saved_bytes() >= 31 * MIB);
+    wait_until("the pair are folded", || saved_bytes() >= 31 * MIB);
     wait_until("marks are logged", || !of_kind(&audit, "mark").is_empty());
     assert_eq!(fs::metadata(&audit).unwrap().permissions().mode() & 0o7777, 0o600);
 
@@ -102,7 +105,7 @@ fn the_file_names_the_programs_and_the_log_has_every_mark() {
     let marks: Vec<Value> = of_kind(&old, "mark").into_iter().chain(of_kind(&audit, "mark")).collect();
     for mark in &marks {
         assert_eq!((&mark["schema"], &mark["uid"]), (&"pagefold.audit/1".into(), &0.into()));
-        assert!(pids(&twins).iter().any(|pid| mark["pid"] == *pid), "{mark}");
+        assert!(pids(&pair).iter().any(|pid| mark["pid"] == *pid), "{mark}");
         assert_eq!(mark["exe"], program_file.to_str().unwrap());
         assert_eq!(mark["why"]["kind"], "duplicate", "{mark}");
     }
@@ -117,15 +120,14 @@ fn the_file_names_the_programs_and_the_log_has_every_mark() {
 
     // Giving it back is logged as well.
     let back = file("back.jsonl");
-    let args = with_pids(&["unmerge", "--json", "--audit", back.to_str().unwrap()], &pids(&twins), &[]);
-    let output = pagefold(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let output = run_pagefold(&with_pids(&["unmerge", "--json", "--audit", back.to_str().unwrap()], &pids(&pair), &[]));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let given_back = of_kind(&back, "unmark");
     assert!(given_back.iter().all(|line| line["why"]["kind"] == "asked" && line["outcome"] == "done"));
     assert!(bytes(&given_back) >= 2 * 31 * MIB, "{given_back:?}");
     assert_eq!((&log(&back)[0]["command"], &log(&back).last().unwrap()["lost"]), (&"unmerge".into(), &0.into()));
-    are_intact(&mut twins);
-    ksm.is_back();
+    assert_intact(&mut pair);
+    ksm.assert_restored();
 }
 
 #[test]
@@ -137,12 +139,12 @@ fn a_program_on_the_deny_list_is_touched_only_if_it_is_allowed() {
     let agent = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
     let pid = agent.pid().to_string();
     let dry = |more: &[&str]| pagefold(&[&["run", "--dry-run", "--json", "--for", "1s", "--pid", &pid], more].concat());
-    is_refusal(&dry(&[]), 6, "on the deny list (ssh-agent)");
-    is_refusal(&dry(&["--allow", "ssh-add"]), 6, "on the deny list (ssh-agent)");
+    assert_refused(&dry(&[]), 6, "on the deny list (ssh-agent)");
+    assert_refused(&dry(&["--allow", "ssh-add"]), 6, "on the deny list (ssh-agent)");
     assert_eq!(dry(&["--allow", "ssh-agent"]).status.code(), Some(0));
-    is_refusal(&dry(&["--allow", "ssh-agent", "--deny", "ssh*"]), 6, "on the deny list (ssh*)");
+    assert_refused(&dry(&["--allow", "ssh-agent", "--deny", "ssh*"]), 6, "on the deny list (ssh*)");
     let scan = |more: &[&str]| pagefold(&[&["scan", "--json", "--pid", &pid], more].concat());
-    is_refusal(&scan(&[]), 6, "on the deny list (ssh-agent)");
+    assert_refused(&scan(&[]), 6, "on the deny list (ssh-agent)");
     assert_eq!(scan(&["--allow", "ssh-agent"]).status.code(), Some(0));
 
     // By a file; and by that file as it is later.
@@ -160,9 +162,9 @@ fn a_program_on_the_deny_list_is_touched_only_if_it_is_allowed() {
     fs::write(&config, "").unwrap();
     daemon.signal(libc::SIGHUP);
     wait_until("it is left alone", || left_alone() == Some("on the deny list (ssh-agent)".into()));
-    daemon.told_to_end();
-    are_unmarked(&[agent.pid()]);
-    ksm.is_back();
+    daemon.stop();
+    assert_unmarked(&[agent.pid()]);
+    ksm.assert_restored();
 }
 
 #[test]
@@ -173,5 +175,5 @@ fn without_file_and_log_a_hangup_ends_the_run() {
     wait_until("it can be asked", || pagefold(&["status", "--json"]).status.success());
     daemon.signal(libc::SIGHUP);
     daemon.end().summary();
-    ksm.is_back();
+    ksm.assert_restored();
 }

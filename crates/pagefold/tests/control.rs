@@ -12,8 +12,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-mod support;
-use support::*;
+use pagefold_testkit::*;
 
 const SOCKET: &str = "/run/pagefold/control.sock";
 
@@ -143,11 +142,11 @@ fn kinds_are_told_for_all_and_region_by_region() {
         assert!(said.contains(part), "{part:?} is missing in {said}");
     }
 
-    let ended = daemon.told_to_end();
+    let ended = daemon.stop();
     assert_eq!(ended["knobs_restored"], true);
     unmerge(&pids);
-    are_intact(&mut tenants);
-    ksm.is_back();
+    assert_intact(&mut tenants);
+    ksm.assert_restored();
 }
 
 #[test]
@@ -168,8 +167,8 @@ fn answers_come_at_once_however_long_a_round_is() {
     times.sort();
     println!("an answer takes {times:?}");
     assert!(times[4] < Duration::from_millis(250), "{times:?}");
-    daemon.told_to_end();
-    ksm.is_back();
+    daemon.stop();
+    ksm.assert_restored();
 }
 
 #[test]
@@ -190,10 +189,10 @@ fn a_governor_comes_into_force() {
     assert_eq!(standing["governor"], "auto");
     assert_ne!(standing["in_force"], "auto");
     assert_eq!(text(&["governor", "low"]), "In force: governor low, up to 20 % of a core.\n");
-    fails(&["governor", "turbo"], 2, "full, medium, low, quiet or auto");
+    assert_fails(&["governor", "turbo"], 2, "full, medium, low, quiet or auto");
     assert_eq!(status()["governor"], "low");
-    daemon.told_to_end();
-    ksm.is_back();
+    daemon.stop();
+    ksm.assert_restored();
 }
 
 #[test]
@@ -208,13 +207,13 @@ fn paused_it_does_nothing_and_resumed_it_goes_on() {
     let daemon = Daemon::start(&["run", "--json", "--exe", exe.to_str().unwrap(), "--for", "60s"]);
     wait_until("the daemon answers", is_reached);
     assert_eq!(text(&["pause"]).lines().count(), 1);
-    let mut twins = [first, Tenant::start(&exe, &spec).unwrap()];
-    let pids = pids(&twins);
+    let mut pair = [first, Tenant::start(&exe, &spec).unwrap()];
+    let pids = pids(&pair);
     wait_until("both are in scope", || status()["processes"].as_array().unwrap().len() == 2);
     let before = status();
     assert_eq!(before["paused"], true);
     std::thread::sleep(Duration::from_secs(5));
-    are_unmarked(&pids);
+    assert_unmarked(&pids);
     let after = status();
     assert_eq!(after["pages_read"], before["pages_read"], "it reads on");
     assert_eq!((bytes(&after["marked_bytes"]), bytes(&after["saved_bytes"])), (0, 0));
@@ -228,10 +227,10 @@ fn paused_it_does_nothing_and_resumed_it_goes_on() {
     let saved = saved_bytes();
     std::thread::sleep(Duration::from_secs(2));
     assert!(saved_bytes() >= saved, "{} of {saved}", saved_bytes());
-    daemon.told_to_end();
+    daemon.stop();
     unmerge(&pids);
-    are_intact(&mut twins);
-    ksm.is_back();
+    assert_intact(&mut pair);
+    ksm.assert_restored();
 }
 
 /// Holds memory that must be left alone, each mapping for a reason of its own.
@@ -283,10 +282,10 @@ fn what_is_left_alone_is_told_with_its_reason_in_scope_and_out_of_it() {
     let said = text(&["explain", &ended.id().to_string()]);
     assert!(said.contains("has ended"), "{said}");
     ended.wait().unwrap();
-    fails(&["explain", "2147483646"], 5, "no process 2147483646");
-    daemon.told_to_end();
+    assert_fails(&["explain", "2147483646"], 5, "no process 2147483646");
+    daemon.stop();
     unmerge(&[inside.pid()]);
-    ksm.is_back();
+    ksm.assert_restored();
 }
 
 #[test]
@@ -303,12 +302,12 @@ fn nobody_but_root_is_answered() {
     let all: [&[&str]; 5] =
         [&["status"], &["explain", &idle.pid().to_string()], &["governor", "low"], &["pause"], &["resume"]];
     for args in all {
-        is_refusal(&as_nobody(args), 3, "only root");
+        assert_refused(&as_nobody(args), 3, "only root");
     }
     // Even if somebody opens the file for all: the daemon looks at who has connected.
     fs::set_permissions(SOCKET, Permissions::from_mode(0o666)).unwrap();
     for args in all {
-        is_refusal(&as_nobody(args), 3, "only root");
+        assert_refused(&as_nobody(args), 3, "only root");
     }
     let asks = "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect('/run/pagefold/control.sock')\n\
         f = s.makefile('rw')\ntry:\n  f.write('{\"schema\":\"pagefold.control/1\",\"request\":\"pause\"}\\n')\n  f.flush()\n\
@@ -322,15 +321,15 @@ fn nobody_but_root_is_answered() {
     );
     let status = status();
     assert_eq!((&status["governor"], &status["paused"]), (&json!("full"), &json!(false)), "nothing was changed");
-    daemon.told_to_end();
-    ksm.is_back();
+    daemon.stop();
+    ksm.assert_restored();
 }
 
 #[test]
 fn nonsense_and_silence_harm_nothing() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut twins = twins(32, 8, 23);
-    let pids = pids(&twins);
+    let mut pair = pair(32, 8, 23);
+    let pids = pids(&pair);
     let daemon = daemon(&pids, &[]);
     let silent: Vec<UnixStream> = (0..10).map(|_| UnixStream::connect(SOCKET).unwrap()).collect();
     let huge = vec![b'['; 3 << 20];
@@ -358,18 +357,18 @@ fn nonsense_and_silence_harm_nothing() {
         // One too many is not even listened to.
         let _ = stream.write_all(b"{\"schema\":\"pagefold.control/1\",\"request\":\"status\"}\n");
     }
-    wait_until("the twins are folded all the same", || saved_bytes() >= 31 * MIB);
+    wait_until("the pair are folded all the same", || saved_bytes() >= 31 * MIB);
     // The silent ones are told to go, after some seconds.
     let mut line = String::new();
     BufReader::new(&silent[0]).read_line(&mut line).unwrap();
     assert!(line.contains("no request came"), "{line}");
     wait_until("there is room", is_reached);
     assert_eq!(status()["paused"], false);
-    let summary = daemon.told_to_end();
+    let summary = daemon.stop();
     assert_eq!(summary["knobs_restored"], true);
     unmerge(&pids);
-    are_intact(&mut twins);
-    ksm.is_back();
+    assert_intact(&mut pair);
+    ksm.assert_restored();
 }
 
 #[test]
@@ -379,7 +378,8 @@ fn without_a_daemon_there_is_one_clear_line() {
     let pid = idle.pid().to_string();
     let all: [&[&str]; 6] =
         [&["status"], &["status", "--json"], &["explain", &pid], &["governor", "low"], &["pause"], &["resume"]];
-    let nobody_is_there = || all.iter().for_each(|args| fails(args, 8, "no pagefold is running; start one with"));
+    let nobody_is_there =
+        || all.iter().for_each(|args| assert_fails(args, 8, "no pagefold is running; start one with"));
     nobody_is_there();
     // A socket that nobody listens on any more.
     fs::create_dir_all("/run/pagefold").unwrap();
@@ -395,7 +395,7 @@ fn without_a_daemon_there_is_one_clear_line() {
     assert!(Path::new(SOCKET).exists(), "it could not clear up");
     nobody_is_there();
     let next = daemon(&[idle.pid()], &[]);
-    next.told_to_end();
+    next.stop();
     assert!(!Path::new(SOCKET).exists());
     assert_eq!(
         fs::read_dir("/run/pagefold")
@@ -408,7 +408,7 @@ fn without_a_daemon_there_is_one_clear_line() {
         "nothing is left"
     );
     nobody_is_there();
-    ksm.is_back();
+    ksm.assert_restored();
 }
 
 #[test]
@@ -429,24 +429,24 @@ fn a_dry_run_answers_until_one_that_acts_does() {
     // One that acts does not.
     let acting = Daemon::on(&[idle.pid()], &["--for", "60s"]);
     wait_until("it answers", || status()["pid"] == acting.pid());
-    dry.told_to_end();
+    dry.stop();
     assert_eq!(status()["pid"], acting.pid());
-    acting.told_to_end();
+    acting.stop();
     assert!(!Path::new(SOCKET).exists());
-    ksm.is_back();
+    ksm.assert_restored();
 }
 
 #[test]
 fn senseless_command_lines() {
     for pid in ["0", "abc", "-1", "99999999999", "", "1 2"] {
         let output = pagefold(&["explain", "--", pid]);
-        is_refusal(&output, 2, "");
+        assert_refused(&output, 2, "");
     }
-    fails(&["explain"], 2, "PID");
-    fails(&["governor"], 2, "NAME");
-    fails(&["governor", "turbo"], 2, "there is no governor 'turbo'; choose full, medium, low, quiet or auto");
-    fails(&["governor", ""], 2, "there is no governor");
+    assert_fails(&["explain"], 2, "PID");
+    assert_fails(&["governor"], 2, "NAME");
+    assert_fails(&["governor", "turbo"], 2, "there is no governor 'turbo'; choose full, medium, low, quiet or auto");
+    assert_fails(&["governor", ""], 2, "there is no governor");
     for command in ["status", "pause", "resume"] {
-        fails(&[command, "more"], 2, "more");
+        assert_fails(&[command, "more"], 2, "more");
     }
 }

@@ -2,8 +2,7 @@
 //! knobs come back, and nothing stays half done. Things are made to go wrong by `PAGEFOLD_FAULT` (pagefold-linux's
 //! `fault.rs`), whose lists of points and reads are walked here: one that is never reached fails the test.
 
-mod support;
-use support::*;
+use pagefold_testkit::*;
 
 #[path = "crash/daemon.rs"]
 mod daemon;
@@ -54,18 +53,18 @@ fn dies_at(ksm: &KsmAtRest, tenants: &mut [Tenant], point: &str, doctor: bool) {
         let next = Faulty::run(&pids, &["--json", "--for", "200ms"], "").end();
         assert_eq!(next.code, Some(0), "{point}: {}", next.errors);
     }
-    ksm.knobs_are_back_but(if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] });
+    ksm.assert_knobs_restored_except(if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] });
     assert!(!Path::new("/run/pagefold/ksm-state.json.new").exists(), "{point}");
     unmerge(&pids);
-    are_unmarked(&pids);
-    are_intact(tenants);
-    ksm.is_back();
+    assert_unmarked(&pids);
+    assert_intact(tenants);
+    ksm.assert_restored();
 }
 
 /// Every fourth point, so that nobody waits long for KSM.
 fn every_fourth(from: usize) {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = twins(COMMON_MIB, 0, 60);
+    let mut tenants = pair(COMMON_MIB, 0, 60);
     let points: Vec<&str> = fault::POINTS.iter().copied().chain(LATER).collect();
     for (at, point) in points.into_iter().enumerate().skip(from).step_by(4) {
         dies_at(&ksm, &mut tenants, point, at / 4 % 3 > 0);
@@ -95,7 +94,7 @@ fn it_may_be_killed_at_any_point_4() {
 #[test]
 fn even_the_mending_may_be_killed() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = twins(COMMON_MIB, 0, 61);
+    let mut tenants = pair(COMMON_MIB, 0, 61);
     let pids = pids(&tenants);
     for point in ["put-back:run", "was-put-back:run", "was-put-back:pages_to_scan", "state-closing", "state-closed"] {
         let before = knobs();
@@ -106,9 +105,9 @@ fn even_the_mending_may_be_killed() {
         assert_eq!(fixed.status.code(), Some(0), "{point}: {}", String::from_utf8_lossy(&fixed.stderr));
         // ksmd may have merged something before it was stopped, and then this one cannot be put back yet.
         let but: &[&str] = if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] };
-        ksm.knobs_are_back_but(but);
+        ksm.assert_knobs_restored_except(but);
         unmerge(&pids);
-        ksm.is_back();
+        ksm.assert_restored();
     }
     untouched(&mut tenants);
 }

@@ -6,8 +6,7 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-mod support;
-use support::*;
+use pagefold_testkit::*;
 
 /// One at a time: what was killed leaves KSM turned for a while.
 static ONE: Mutex<()> = Mutex::new(());
@@ -20,7 +19,7 @@ fn is_possible() -> bool {
 /// KSM is at rest afterwards, too.
 #[track_caller]
 fn everything_is_back() {
-    KsmAtRest::take().expect("KSM is at rest after the demonstration").is_back();
+    KsmAtRest::take().expect("KSM is at rest after the demonstration").assert_restored();
 }
 
 /// The number before a word in the first line with it.
@@ -120,7 +119,7 @@ fn what_it_leaves_when_it_is_killed_the_next_one_puts_back() {
 fn others_than_root_are_refused() {
     // SAFETY: no arguments, no memory.
     if unsafe { libc::geteuid() } != 0 {
-        fails(&["demo"], 3, "needs root");
+        assert_fails(&["demo"], 3, "needs root");
         return;
     }
     let readable = Command::new("setpriv")
@@ -130,8 +129,8 @@ fn others_than_root_are_refused() {
         .output();
     match readable {
         Ok(output) if !String::from_utf8_lossy(&output.stderr).contains("setpriv") => {
-            is_refusal(&output, 3, "needs root");
+            assert_refused(&output, 3, "needs root");
         }
-        _ => println!("SKIP: there is no setpriv, or another user cannot run the program from here"),
+        _ => skip("there is no setpriv, or another user cannot run the program from here"),
     }
 }

@@ -6,8 +6,7 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 
-mod support;
-use support::*;
+use pagefold_testkit::*;
 
 /// Frames that some anonymous page of a process shares with another page, by its page table.
 fn shared_frames(pid: i32) -> BTreeSet<u64> {
@@ -72,17 +71,17 @@ fn no_frame_is_shared_between_two_domains() {
     assert!(least < 4 * MIB && most >= 63 * MIB, "{least} and {most} withheld");
     let text = String::from_utf8(pagefold(&["status"]).stdout).unwrap();
     assert!(text.contains("2 trust domains: what was seen in two is marked in one"), "{text}");
-    daemon.told_to_end();
-    are_intact(&mut ones);
-    are_intact(&mut others);
+    daemon.stop();
+    assert_intact(&mut ones);
+    assert_intact(&mut others);
     unmerge(&all);
-    ksm.is_back();
+    ksm.assert_restored();
 
     // Without the rule all four share.
     let daemon = Daemon::on(&all, &["--governor", "full"]);
     wait_until("all are folded together", || saved_bytes() >= (3 * 32 + 2 * 16 - 1) * MIB);
     assert!(frames_of(&ones).intersection(&frames_of(&others)).count() as u64 >= 31 * PAGES_PER_MIB);
-    daemon.told_to_end();
+    daemon.stop();
     unmerge(&all);
-    ksm.is_back();
+    ksm.assert_restored();
 }

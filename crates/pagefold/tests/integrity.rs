@@ -4,19 +4,17 @@
 //! Each test takes some seconds; with `PAGEFOLD_SOAK_SECONDS` set, those that shake for a time do so for that long,
 //! shared out between them.
 
-mod support;
-use support::*;
+use pagefold_testkit::*;
 
 #[path = "integrity/limit.rs"]
 mod limit;
-#[path = "integrity/shufflers.rs"]
-mod shufflers;
 #[path = "integrity/swap.rs"]
 mod swap;
 
 use limit::{Limited, Squeeze};
+use pagefold_testkit::ksm::merged_pages;
+use pagefold_testkit::shuffler::{assert_not_killed, assert_well_for, pids};
 use serde_json::Value;
-use shufflers::{Shuffler, are_well, merging_pages, none_was_killed, pids, vmstat};
 use std::path::Path;
 use std::time::{Duration, Instant};
 use swap::Swap;
@@ -50,25 +48,25 @@ fn shake(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Story {
         story.runs += 1;
         let daemon = Daemon::on(&pids, &EAGER);
         let patience = Instant::now() + Duration::from_secs(6);
-        while pids.iter().any(|&pid| merging_pages(pid) < 1_000) && Instant::now() < patience {
-            are_well(shufflers, Duration::from_millis(100));
+        while pids.iter().any(|&pid| merged_pages(pid) < 1_000) && Instant::now() < patience {
+            assert_well_for(shufflers, Duration::from_millis(100));
         }
-        are_well(shufflers, Duration::from_millis(500));
+        assert_well_for(shufflers, Duration::from_millis(500));
         if story.runs % 2 == 1 {
             story.pauses += 1;
             assert!(pagefold(&["pause"]).status.success());
-            are_well(shufflers, Duration::from_millis(300));
+            assert_well_for(shufflers, Duration::from_millis(300));
             assert!(pagefold(&["resume"]).status.success());
-            are_well(shufflers, Duration::from_millis(500));
+            assert_well_for(shufflers, Duration::from_millis(500));
         }
         if story.runs % 3 == 2 {
             story.killed += 1;
             daemon.signal(libc::SIGKILL);
             daemon.end();
         } else {
-            daemon.told_to_end();
+            daemon.stop();
         }
-        are_well(shufflers, Duration::from_millis(200));
+        assert_well_for(shufflers, Duration::from_millis(200));
         // After every second run: one of them, or all.
         if story.runs % 2 == 0 {
             let whom = if story.runs % 4 == 0 { &pids[..] } else { &pids[..1] };
@@ -76,12 +74,12 @@ fn shake(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Story {
             match try_unmerge(whom) {
                 Ok(summary) => story.given_back_mib += summary["given_back_bytes"].as_u64().unwrap() / MIB,
                 Err(why) => {
-                    are_well(shufflers, Duration::from_millis(30));
+                    assert_well_for(shufflers, Duration::from_millis(30));
                     assert!(scarce && why.contains("has room for"), "{why}");
                     story.no_room += 1;
                 }
             }
-            are_well(shufflers, Duration::from_millis(200));
+            assert_well_for(shufflers, Duration::from_millis(200));
         }
     }
     println!("{story:?}");
@@ -90,8 +88,7 @@ fn shake(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Story {
 
 /// Gives memory back; the error is what was said.
 fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
-    let args = with_pids(&["unmerge", "--json"], pids, &[]);
-    let output = pagefold(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let output = run_pagefold(&with_pids(&["unmerge", "--json"], pids, &[]));
     if output.status.success() {
         return Ok(serde_json::from_slice(&output.stdout).unwrap());
     }
@@ -120,15 +117,15 @@ fn close(
     assert!(broken > 1_000, "{broken} copies of merged pages: nothing was tested");
     for shuffler in &shufflers {
         assert!(shuffler.most_merged > 1_000, "{} pages merged at most: nothing was tested", shuffler.most_merged);
-        assert!(shuffler.seconds() >= 2, "{} s: it has hardly looked", shuffler.seconds());
+        assert!(shuffler.lines() >= 2, "{} s: it has hardly looked", shuffler.lines());
     }
     let counts = shufflers.into_iter().map(Shuffler::end).collect();
-    none_was_killed(&pids);
+    assert_not_killed(&pids);
     // Children that lived a moment longer, out of scope, may have held merged pages: what waited for them goes back now.
     if Path::new(STATE_FILE).exists() {
         unmerge(&[Sleeper::start().pid()]);
     }
-    ksm.is_back();
+    ksm.assert_restored();
     counts
 }
 
@@ -136,8 +133,8 @@ fn close(
 fn a_byte_that_is_wrong_is_found() {
     let mut shuffler = Shuffler::start("sabotage=1", None);
     // It may have ended before the last it said is read.
-    wait_until("it has looked", || shuffler.has_ended() && shuffler.said(|line| line.starts_with("bad")));
-    let said = shuffler.last_words();
+    wait_until("it has looked", || shuffler.has_ended() && shuffler.has_printed(|line| line.starts_with("bad")));
+    let said = shuffler.last_lines();
     assert!(said.contains("bad: ") && said.contains("page 7 of ") && said.contains(" words are wrong"), "{said}");
 }
 
@@ -158,8 +155,7 @@ fn every_byte_is_right_in_huge_pages_too() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let modes = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     if modes.is_empty() || modes.contains("[never]") {
-        println!("SKIP: no huge pages here: {modes}");
-        return;
+        return skip_unsupported(format!("no huge pages: {modes}"));
     }
     let broken = vmstat("cow_ksm");
     let settings = |seed| format!("seed={seed} huge=1 regions=4 share=95");
@@ -199,9 +195,9 @@ fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler
     let mut shufflers: Vec<_> = (1..=3).map(|seed| start(&format!("seed={seed} mib=96 share=100 ops=check"))).collect();
     let others = others.iter().map(|settings| start(settings)).collect();
     let daemon = Daemon::on(&pids(&shufflers), &EAGER);
-    wait_until("all is merged", || pids(&shufflers).iter().all(|&pid| merging_pages(pid) > 22_000));
-    daemon.told_to_end();
-    are_well(&mut shufflers, Duration::from_millis(100));
+    wait_until("all is merged", || pids(&shufflers).iter().all(|&pid| merged_pages(pid) > 22_000));
+    daemon.stop();
+    assert_well_for(&mut shufflers, Duration::from_millis(100));
     (shufflers, others)
 }
 
@@ -215,7 +211,7 @@ fn has_no_room(pids: &[i32]) {
     let began = Instant::now();
     let output = pagefold(&args.iter().map(String::as_str).collect::<Vec<_>>());
     println!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim_end());
-    is_failure(&output, 1, "has room for");
+    assert_failed(&output, 1, "has room for");
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
 }
 
@@ -226,7 +222,7 @@ fn unmerging_stops_before_the_limit() {
     let broken = vmstat("cow_ksm");
     let (mut shufflers, _) = merged_in(&limited, &[]);
     let pids = pids(&shufflers);
-    let merged = || pids.iter().map(|&pid| merging_pages(pid)).sum::<u64>() / PAGES_PER_MIB;
+    let merged = || pids.iter().map(|&pid| merged_pages(pid)).sum::<u64>() / PAGES_PER_MIB;
     let before = merged();
 
     // No room for a single step.
@@ -244,7 +240,7 @@ fn unmerging_stops_before_the_limit() {
     assert!(merged() + 40 < before && merged() + 70 > before, "{} of {before}", merged());
     assert!(left < 64, "it stopped too soon");
     assert!(left * MIB >= MARGIN);
-    are_well(&mut shufflers, Duration::from_secs(2));
+    assert_well_for(&mut shufflers, Duration::from_secs(2));
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
 
     limited.unlimited();
@@ -272,8 +268,8 @@ fn unmerging_leaves_neighbours_their_room() {
         };
         println!("{} MiB used of {} since the limit was set: {gave}", limited.peak() / MIB, limit / MIB);
     }
-    shufflers.iter_mut().chain(&mut neighbours).for_each(Shuffler::is_well);
-    assert!(pids.iter().any(|&pid| merging_pages(pid) > 1_000), "there was room for all: nothing was tested");
+    shufflers.iter_mut().chain(&mut neighbours).for_each(Shuffler::assert_well);
+    assert!(pids.iter().any(|&pid| merged_pages(pid) > 1_000), "there was room for all: nothing was tested");
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
     assert!(limited.peak() < limit);
     for neighbour in neighbours {
@@ -293,7 +289,7 @@ fn what_soured_is_not_unmarked_without_room() {
     let mut shufflers: Vec<_> = (1..=2).map(|seed| Shuffler::start(&settings(seed), Some(limited.path()))).collect();
     let pids = pids(&shufflers);
     let daemon = Daemon::on(&pids, &[]);
-    wait_until("all is merged", || pids.iter().all(|&pid| merging_pages(pid) > 11_000));
+    wait_until("all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
     // What they write may cost 24 MiB.
     limited.limit(limited.usage() + MARGIN + 4 * MIB);
     let soured = || {
@@ -306,11 +302,11 @@ fn what_soured_is_not_unmarked_without_room() {
     let end = Instant::now() + Duration::from_secs(100);
     while !soured() {
         assert!(Instant::now() < end, "it does not sour");
-        are_well(&mut shufflers, Duration::from_millis(500));
+        assert_well_for(&mut shufflers, Duration::from_millis(500));
     }
-    are_well(&mut shufflers, Duration::from_secs(3));
+    assert_well_for(&mut shufflers, Duration::from_secs(3));
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
-    let kept: u64 = pids.iter().map(|&pid| merging_pages(pid)).sum();
+    let kept: u64 = pids.iter().map(|&pid| merged_pages(pid)).sum();
     println!("soured, and {kept} pages stay merged");
     assert!(kept > 15_000);
     // With room it goes on by itself.
@@ -319,6 +315,6 @@ fn what_soured_is_not_unmarked_without_room() {
     let before = marked();
     wait_until("a mapping of 16 MiB is unmarked", || marked() + 15 * MIB < before);
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
-    daemon.told_to_end();
+    daemon.stop();
     close(&ksm, shufflers, broken);
 }

@@ -1,20 +1,17 @@
 //! Placement on machines with several NUMA nodes, emulated: the guests' own kernels fold, and an independent reader
-//! (`examples/numa_guest/reader.rs`) says where every page has come to be.
+//! (`numa_guest` of pagefold-testkit) says where every page has come to be.
 //!
 //! Every scenario is a line in a table. `PAGEFOLD_NUMA=TEXT` carries out only those with TEXT in their names, and
 //! `PAGEFOLD_NUMA_KEEP=DIR` leaves the guests' consoles and results there.
 
 #[path = "numa/expect.rs"]
 mod expect;
-#[path = "numa/machine.rs"]
-mod machine;
-#[allow(dead_code, reason = "what the guest shares with this")]
-#[path = "../examples/numa_guest/plan.rs"]
-mod plan;
+#[path = "numa/guest.rs"]
+mod guest;
 
 use expect::{Case, Expect, carry_out};
-use machine::{Machine, Node};
-use plan::{Fold, Scenario, Trouble, Victim};
+use guest::{Machine, Node};
+use pagefold_testkit::numa::{Fold, Scenario, Trouble, Victim};
 
 /// Pages of each program: more than pagefold moves at a time.
 const PAGES: usize = 4_608;

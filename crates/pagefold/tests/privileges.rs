@@ -11,8 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
 
-mod support;
-use support::*;
+use pagefold_testkit::*;
 
 /// What is kept, as in docs/privileges.md: CAP_DAC_READ_SEARCH (2), CAP_SYS_PTRACE (19), CAP_SYS_ADMIN (21).
 const KEPT: u64 = 1 << 2 | 1 << 19 | 1 << 21;
@@ -152,11 +151,11 @@ fn with_the_rights_that_are_kept_every_kind_of_program_is_folded() {
     has_given_up(daemon.pid());
     let [injector] = daemon.children()[..] else { panic!("{:?}", daemon.children()) };
     has_given_up(injector);
-    the_secretive_are_told(&daemon.told_to_end(), &holders);
+    the_secretive_are_told(&daemon.stop(), &holders);
     unmerge(&pids);
-    are_unmarked(&pids);
+    assert_unmarked(&pids);
     holders.into_iter().for_each(Holder::ends_well);
-    ksm.is_back();
+    ksm.assert_restored();
 }
 
 /// What a service manager does with `Accept=yes` and `StandardInput=socket`.
@@ -274,8 +273,7 @@ exec setpriv --inh-caps=-all --bounding-set=$0 --no-new-privs "$@"
 fn confined_as_its_unit_says_it_folds_through_an_injector_of_its_own() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(calls) = calls_left("pagefold.service") else {
-        println!("SKIP: no systemd-analyze, or no headers of the kernel");
-        return;
+        return skip("no systemd-analyze, or no headers of the kernel");
     };
     let calls = calls.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
     let settings = settings("pagefold.service");
@@ -299,14 +297,14 @@ fn confined_as_its_unit_says_it_folds_through_an_injector_of_its_own() {
     has_given_up(injector);
     let reached = pagefold(&["status", "--json"]);
     assert!(reached.status.success(), "{}", String::from_utf8_lossy(&reached.stderr));
-    let summary = daemon.told_to_end();
+    let summary = daemon.stop();
     assert_eq!(summary["knobs_restored"], true);
     the_secretive_are_told(&summary, &holders);
     accepting.have_ended();
     unmerge(&pids);
-    are_unmarked(&pids);
+    assert_unmarked(&pids);
     holders.into_iter().for_each(Holder::ends_well);
-    ksm.is_back();
+    ksm.assert_restored();
 }
 
 fn without(capability: &str, args: &[&str]) -> Output {
@@ -320,15 +318,14 @@ fn without(capability: &str, args: &[&str]) -> Output {
 fn a_capability_that_is_missing_is_named() {
     // SAFETY: no arguments, no memory.
     if unsafe { libc::geteuid() } != 0 {
-        println!("SKIP: not root");
-        return;
+        return skip("not root");
     }
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
     for capability in ["sys_ptrace", "sys_admin", "dac_read_search"] {
         let says = format!("needs CAP_{}, which", capability.to_uppercase());
         for args in [&["run", "--pid", &pid][..], &["unmerge", "--pid", &pid], &["demo"]] {
-            is_refusal(&without(capability, args), 3, &says);
+            assert_refused(&without(capability, args), 3, &says);
         }
     }
 }
@@ -370,13 +367,13 @@ fn the_injector_works_for_root_alone_and_root_for_its_own_injector() {
         .unwrap();
     let mut line = String::new();
     BufReader::new(stranger.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-    is_refusal(&run(&path), 3, "user 65534 listens there");
+    assert_refused(&run(&path), 3, "user 65534 listens there");
     drop(stranger.stdin.take());
     stranger.wait().unwrap();
     // Nobody does, and nobody ever did.
-    is_refusal(&run(&path), 1, "nobody listens");
-    is_refusal(&run(Path::new("/run/pagefold-nowhere.sock")), 1, "nobody listens");
-    ksm.is_back();
+    assert_refused(&run(&path), 1, "nobody listens");
+    assert_refused(&run(Path::new("/run/pagefold-nowhere.sock")), 1, "nobody listens");
+    ksm.assert_restored();
 }
 
 // ---- what is told ------------------------------------------------------------------------------------------------
@@ -456,9 +453,9 @@ fn nothing_that_is_told_shows_what_memory_holds() {
     let explanation = json(&["explain".into(), pids[0].to_string(), "--json".into()]);
     assert!(!explanation["regions"].as_array().unwrap().is_empty());
     tells_nothing_of_contents(&explanation, &documented);
-    tells_nothing_of_contents(&daemon.told_to_end(), &documented);
+    tells_nothing_of_contents(&daemon.stop(), &documented);
     unmerge(&pids);
-    ksm.is_back();
+    ksm.assert_restored();
 }
 
 // ---- units -------------------------------------------------------------------------------------------------------
@@ -477,7 +474,7 @@ fn installed() -> tempfile::TempDir {
 fn analyze(args: &[&str], unit: &Path) -> Option<Output> {
     let output = Command::new("systemd-analyze").args(args).arg(unit).output();
     if output.is_err() {
-        println!("SKIP: no systemd-analyze");
+        skip("systemd-analyze is not installed");
     }
     output.ok()
 }

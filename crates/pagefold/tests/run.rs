@@ -7,8 +7,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-mod support;
-use support::*;
+use pagefold_testkit::*;
 
 /// 95 %.
 fn most(bytes: u64) -> u64 {
@@ -35,24 +34,24 @@ fn wait_for_kick() {
 fn give_back(ksm: &KsmAtRest, tenants: &mut [Tenant]) {
     let pids = pids(tenants);
     unmerge(&pids);
-    are_unmarked(&pids);
-    are_intact(tenants);
-    ksm.is_back();
+    assert_unmarked(&pids);
+    assert_intact(tenants);
+    ksm.assert_restored();
 }
 
 #[test]
 fn twins_are_folded_and_get_all_back() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut twins = twins(48, 24, 1);
-    let pids = pids(&twins);
+    let mut pair = pair(48, 24, 1);
+    let pids = pids(&pair);
     let savable = 48 * MIB;
-    are_intact(&mut twins);
+    assert_intact(&mut pair);
     let mut daemon = Daemon::on(&pids, &["--for", "6s"]);
     while daemon.is_running() {
-        are_intact(&mut twins);
+        assert_intact(&mut pair);
     }
     let summary = daemon.end().summary();
-    are_intact(&mut twins);
+    assert_intact(&mut pair);
 
     let saved = bytes(&summary, "saved_bytes");
     // What two processes of one program have in common besides is little.
@@ -89,16 +88,16 @@ fn twins_are_folded_and_get_all_back() {
     // All but the one knob that the kernel locks while anything is merged.
     assert_eq!(summary["knobs_restored"], true);
     assert_eq!(summary["knobs_deferred"], json!({ "max_page_sharing": 256 }));
-    ksm.knobs_are_back_but(&["max_page_sharing"]);
+    ksm.assert_knobs_restored_except(&["max_page_sharing"]);
     assert!(Path::new(STATE_FILE).exists());
 
     let back = unmerge(&pids);
     assert!(bytes(&back, "given_back_bytes") >= 2 * most(savable), "{back}");
     assert_eq!(bytes(&back, "unmarked_bytes"), found);
     assert_eq!((bytes(&back, "still_saved_bytes"), &back["knobs_deferred"]), (0, &json!({})));
-    are_unmarked(&pids);
-    are_intact(&mut twins);
-    ksm.is_back();
+    assert_unmarked(&pids);
+    assert_intact(&mut pair);
+    ksm.assert_restored();
     // A second time there is nothing to do.
     assert_eq!(bytes(&unmerge(&pids), "given_back_bytes"), 0);
 }
@@ -106,18 +105,18 @@ fn twins_are_folded_and_get_all_back() {
 #[test]
 fn a_dry_run_touches_nothing_and_expects_the_truth() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut twins = twins(32, 16, 2);
-    let pids = pids(&twins);
+    let mut pair = pair(32, 16, 2);
+    let pids = pids(&pair);
     let mut daemon = Daemon::on(&pids, &["--dry-run", "--for", "4s"]);
     while daemon.is_running() {
-        are_unmarked(&pids);
-        ksm.is_back();
+        assert_unmarked(&pids);
+        ksm.assert_restored();
         std::thread::sleep(Duration::from_millis(50));
     }
     let summary = daemon.end().summary();
-    are_unmarked(&pids);
-    are_intact(&mut twins);
-    ksm.is_back();
+    assert_unmarked(&pids);
+    assert_intact(&mut pair);
+    ksm.assert_restored();
     assert_eq!((&summary["dry_run"], &summary["saved_bytes"]), (&json!(true), &json!(0)));
     assert_eq!((&summary["stops"], &summary["scans"]), (&json!(0), &json!(0)));
     // Both copies of what is common are duplicate.
@@ -130,15 +129,15 @@ fn a_dry_run_touches_nothing_and_expects_the_truth() {
 #[test]
 fn signals_end_it_in_order_at_any_time() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut twins = twins(96, 0, 3);
-    let pids = pids(&twins);
+    let mut pair = pair(96, 0, 3);
+    let pids = pids(&pair);
     // While it still reads.
     let daemon = Daemon::on(&pids, &[]);
     wait_until("it has begun", || Path::new(STATE_FILE).exists());
     daemon.signal(libc::SIGINT);
     let summary = daemon.end().summary();
     assert_eq!(summary["knobs_restored"], true);
-    give_back(&ksm, &mut twins);
+    give_back(&ksm, &mut pair);
     // While ksmd scans.
     for signal in [libc::SIGTERM, libc::SIGINT] {
         let daemon = Daemon::on(&pids, &[]);
@@ -147,16 +146,16 @@ fn signals_end_it_in_order_at_any_time() {
         let summary = daemon.end().summary();
         assert_eq!(summary["knobs_restored"], true, "{summary}");
         assert!(bytes(&summary, "marked_bytes") >= 2 * most(96 * MIB));
-        ksm.knobs_are_back_but(&["max_page_sharing"]);
-        give_back(&ksm, &mut twins);
+        ksm.assert_knobs_restored_except(&["max_page_sharing"]);
+        give_back(&ksm, &mut pair);
     }
 }
 
 #[test]
 fn a_killed_run_is_mended_by_the_next_one_or_by_doctor() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut twins = twins(96, 0, 4);
-    let pids = pids(&twins);
+    let mut pair = pair(96, 0, 4);
+    let pids = pids(&pair);
     for mend in ["doctor", "run"] {
         let daemon = Daemon::on(&pids, &[]);
         wait_for_kick();
@@ -164,7 +163,7 @@ fn a_killed_run_is_mended_by_the_next_one_or_by_doctor() {
         assert_eq!(injectors.len(), 1);
         daemon.signal(libc::SIGKILL);
         assert_eq!(daemon.end().code, None);
-        are_intact(&mut twins);
+        assert_intact(&mut pair);
         assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as it left them");
         wait_until("the injector ends by itself", || {
             injectors.iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists())
@@ -177,8 +176,8 @@ fn a_killed_run_is_mended_by_the_next_one_or_by_doctor() {
             assert_eq!(summary["knobs_restored"], true);
             assert!(saved_bytes() >= most(96 * MIB), "{summary}");
         }
-        ksm.knobs_are_back_but(&["max_page_sharing"]);
-        give_back(&ksm, &mut twins);
+        ksm.assert_knobs_restored_except(&["max_page_sharing"]);
+        give_back(&ksm, &mut pair);
     }
 }
 
@@ -196,7 +195,7 @@ fn a_program_that_comes_later_is_caught_by_its_name() {
     std::thread::sleep(Duration::from_secs(1));
     let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
     wait_for_saving(32 * MIB);
-    let summary = daemon.told_to_end();
+    let summary = daemon.stop();
     assert_eq!(summary["processes"], 2);
     // By its base name, too.
     let name = exe.file_name().unwrap().to_str().unwrap();
@@ -208,8 +207,8 @@ fn a_program_that_comes_later_is_caught_by_its_name() {
 #[test]
 fn a_program_that_comes_later_is_caught_by_its_cgroup() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let Some(cgroup) = Cgroup::make("pids").or_else(|| Cgroup::make("unified")).or_else(|| Cgroup::make("")) else {
-        return;
+    let Some(cgroup) = Cgroup::create("pids").or_else(|| Cgroup::create("unified")) else {
+        return skip_unsupported("no control groups are mounted");
     };
     let spec = spec(32, 8, 6);
     let first = tenant(&spec);
@@ -220,33 +219,35 @@ fn a_program_that_comes_later_is_caught_by_its_cgroup() {
     let (second, outsider) = (tenant(&spec), tenant(&spec));
     cgroup.add(second.pid());
     wait_for_saving(32 * MIB);
-    let summary = daemon.told_to_end();
+    let summary = daemon.stop();
     assert_eq!(summary["processes"], 2);
-    are_unmarked(&[outsider.pid()]);
+    assert_unmarked(&[outsider.pid()]);
     give_back(&ksm, &mut [first, second, outsider]);
 }
 
 #[test]
 fn memory_of_a_frozen_program_waits_until_it_is_thawed() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut twins = twins(32, 0, 15);
-    let pids = pids(&twins);
-    let Some(cgroup) = Cgroup::make("freezer") else { return };
+    let mut pair = pair(32, 0, 15);
+    let pids = pids(&pair);
+    let Some(freezer) = Freezer::create(1).or_else(|| Freezer::create(2)) else {
+        return skip_unsupported("no freezer is mounted");
+    };
     let daemon = Daemon::on(&pids, &["--for", "60s"]);
     wait_for_saving(32 * MIB);
-    daemon.told_to_end();
-    cgroup.add(pids[0]);
-    cgroup.set("freezer.state", "FROZEN");
-    wait_until("it is frozen", || cgroup.says("freezer.state", "FROZEN"));
+    daemon.stop();
+    freezer.add(pids[0]);
+    freezer.freeze(true);
+    wait_until("it is frozen", || freezer.is_frozen());
     let output = pagefold(&["unmerge", "--json", "--pid", &format!("{},{}", pids[0], pids[1])]);
-    is_failure(&output, 6, "frozen");
+    assert_failed(&output, 6, "frozen");
     let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(summary["processes"][0]["failed"].as_str().unwrap().contains("frozen"), "{summary}");
     assert_eq!(summary["processes"][1]["failed"], Value::Null);
-    are_unmarked(&pids[1..]);
+    assert_unmarked(&pids[1..]);
     assert!(marks(pids[0]).marked >= most(32 * MIB));
-    drop(cgroup);
-    give_back(&ksm, &mut twins);
+    drop(freezer);
+    give_back(&ksm, &mut pair);
 }
 
 /// Holds 16 MiB of a content, says ready, and becomes another program when told to.
@@ -261,7 +262,7 @@ os.execvp("sleep", ["sleep", "600"])
 #[test]
 fn targets_that_end_or_become_others_do_no_harm() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = twins(48, 8, 7);
+    let mut tenants = pair(48, 8, 7);
     let dying = tenant(&spec(48, 8, 7));
     let (mut changing, staying) = (Script::start(CHANGELING), Script::start(CHANGELING));
     let scope = [pids(&tenants), vec![dying.pid(), changing.pid(), staying.pid()]].concat();
@@ -276,11 +277,11 @@ fn targets_that_end_or_become_others_do_no_harm() {
     wait_until("the others are folded", || tenants.iter().all(|tenant| marks(tenant.pid()).merged >= most(48 * MIB)));
     // Dead processes' pages are still counted until ksmd has passed.
     std::thread::sleep(Duration::from_secs(1));
-    let summary = daemon.told_to_end();
+    let summary = daemon.stop();
     assert_eq!(summary["processes"], 4, "{summary}");
     assert_eq!(summary["knobs_restored"], true);
     assert!(bytes(&summary, "saved_bytes") >= most(48 * MIB), "{summary}");
-    are_intact(&mut tenants);
+    assert_intact(&mut tenants);
     unmerge(&[changing.pid(), staying.pid()]);
     give_back(&ksm, &mut tenants);
     assert_eq!(state(changing.pid()), b'S');
@@ -292,14 +293,14 @@ fn targets_that_end_or_become_others_do_no_harm() {
     drop(last);
     let summary = daemon.end().summary();
     assert_eq!(summary["processes"], 0);
-    ksm.is_back();
+    ksm.assert_restored();
 }
 
 #[test]
 fn it_stands_down_when_somebody_else_turns_a_knob() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut twins = twins(48, 0, 9);
-    let pids = pids(&twins);
+    let mut pair = pair(48, 0, 9);
+    let pids = pids(&pair);
     let daemon = Daemon::on(&pids, &["--for", "6s"]);
     wait_until("KSM is driven", || number("run") == 1);
     write_knob("pages_to_scan", "777");
@@ -309,50 +310,50 @@ fn it_stands_down_when_somebody_else_turns_a_knob() {
     assert!(why.contains("somebody else turned pages_to_scan") && why.contains("777"), "{why}");
     assert!(ended.errors.contains("KSM is not driven any more"), "{}", ended.errors);
     assert_eq!(number("pages_to_scan"), 777, "it is theirs");
-    ksm.knobs_are_back_but(&["pages_to_scan", "max_page_sharing"]);
+    ksm.assert_knobs_restored_except(&["pages_to_scan", "max_page_sharing"]);
     unmerge(&pids);
     assert_eq!(number("pages_to_scan"), 777);
-    ksm.knobs_are_back_but(&["pages_to_scan"]);
+    ksm.assert_knobs_restored_except(&["pages_to_scan"]);
     write_knob("pages_to_scan", "100");
-    give_back(&ksm, &mut twins);
+    give_back(&ksm, &mut pair);
 }
 
 #[test]
 fn ksm_in_other_hands_is_left_there() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut twins = twins(32, 0, 10);
-    let pids = pids(&twins);
+    let mut pair = pair(32, 0, 10);
+    let pids = pids(&pair);
     let named = format!("{},{}", pids[0], pids[1]);
     let run = ["run", "--pid", &named, "--for", "2s"];
 
     write_knob("run", "1");
-    fails(&run, 7, "run is 1");
+    assert_fails(&run, 7, "run is 1");
     assert_eq!(number("run"), 1);
-    ksm.knobs_are_back_but(&["run"]);
+    ksm.assert_knobs_restored_except(&["run"]);
     write_knob("run", "0");
 
     if Path::new("/sys/kernel/mm/ksm/advisor_mode").exists() {
         write_knob("advisor_mode", "scan-time");
         let before = number("pages_to_scan");
-        fails(&run, 7, "advisor is on");
+        assert_fails(&run, 7, "advisor is on");
         assert_eq!((number("pages_to_scan"), advisor_is_off()), (before, false));
         write_knob("advisor_mode", "none");
         write_knob("pages_to_scan", "100");
     } else {
-        println!("SKIP: this kernel has no advisor");
+        skip_unsupported("this kernel has no advisor");
     }
-    are_unmarked(&pids);
-    ksm.is_back();
+    assert_unmarked(&pids);
+    ksm.assert_restored();
 
     let daemon = Daemon::on(&pids, &["--for", "60s"]);
     wait_until("KSM is driven", || number("run") == 1);
     let by = format!("another pagefold (pid {})", daemon.pid());
-    fails(&run, 7, &by);
-    fails(&["unmerge", "--pid", &named], 7, &by);
+    assert_fails(&run, 7, &by);
+    assert_fails(&["unmerge", "--pid", &named], 7, &by);
     wait_for_saving(32 * MIB);
-    let summary = daemon.told_to_end();
+    let summary = daemon.stop();
     assert_eq!((&summary["stood_down"], &summary["knobs_restored"]), (&Value::Null, &json!(true)));
-    give_back(&ksm, &mut twins);
+    give_back(&ksm, &mut pair);
 }
 
 #[test]
@@ -366,7 +367,7 @@ fn programs_started_by_exec_are_folded_without_a_stop() {
     std::fs::set_permissions(&starter, PermissionsExt::from_mode(0o755)).unwrap();
     let spec = spec(32, 8, 11);
     let is_busy = |error: &std::io::Error| error.kind() == std::io::ErrorKind::ExecutableFileBusy;
-    let mut twins = [(); 2].map(|()| {
+    let mut pair = [(); 2].map(|()| {
         loop {
             match Tenant::start(&starter, &spec) {
                 // A fork in another test still has the script open that has just been written.
@@ -375,7 +376,7 @@ fn programs_started_by_exec_are_folded_without_a_stop() {
             }
         }
     });
-    let pids = pids(&twins);
+    let pids = pids(&pair);
     for &pid in &pids {
         assert!(has_merge_any(pid));
         assert!(marks(pid).marked >= 40 * MIB, "{:?}", marks(pid));
@@ -383,11 +384,11 @@ fn programs_started_by_exec_are_folded_without_a_stop() {
     let mut daemon = Daemon::on(&pids, &["--for", "60s"]);
     wait_for_saving(32 * MIB);
     assert!(daemon.is_running());
-    are_intact(&mut twins);
-    let summary = daemon.told_to_end();
+    assert_intact(&mut pair);
+    let summary = daemon.stop();
     assert_eq!((&summary["stops"], &summary["longest_stop_us"]), (&json!(0), &json!(0.0)), "{summary}");
-    are_intact(&mut twins);
-    give_back(&ksm, &mut twins);
+    assert_intact(&mut pair);
+    give_back(&ksm, &mut pair);
     assert!(!pids.iter().any(|&pid| has_merge_any(pid)), "new memory would still be marked");
 }
 
@@ -412,8 +413,8 @@ print(os.getpid(), set, os.waitstatus_to_exitcode(os.wait()[1]))";
     assert_eq!(pagefold(&["exec", "--", "echo", "--json", "-x"]).stdout, b"--json -x\n");
     let killed = pagefold(&["exec", "sh", "-c", "kill -9 $$"]).status;
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&killed), Some(9));
-    fails(&["exec", "--", "no-such-program-here"], 127, "not found");
-    fails(&["exec", "/no/such/program"], 127, "not found");
+    assert_fails(&["exec", "--", "no-such-program-here"], 127, "not found");
+    assert_fails(&["exec", "/no/such/program"], 127, "not found");
     let output = pagefold(&["exec", "/etc/passwd"]);
     assert_eq!(output.status.code(), Some(126));
     let error = String::from_utf8(output.stderr).unwrap();
@@ -449,12 +450,12 @@ sys.stdin.readline()
 #[test]
 fn a_storm_of_forks_and_mappings_breaks_nothing() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut twins = twins(32, 8, 13);
+    let mut pair = pair(32, 8, 13);
     let mut storms = [Script::start(STORM), Script::start(STORM)];
-    let scope = [pids(&twins), storms.iter().map(Script::pid).collect()].concat();
+    let scope = [pids(&pair), storms.iter().map(Script::pid).collect()].concat();
     let mut daemon = Daemon::on(&scope, &["--for", "7s"]);
     while daemon.is_running() {
-        are_intact(&mut twins);
+        assert_intact(&mut pair);
     }
     let summary = daemon.end().summary();
     assert!(bytes(&summary, "saved_bytes") >= most(32 * MIB), "{summary}");
@@ -466,6 +467,6 @@ fn a_storm_of_forks_and_mappings_breaks_nothing() {
         assert!(rounds.parse::<u64>().unwrap() > 5 && bad == "0", "rounds and damages: {line}");
     }
     unmerge(&storms.iter().map(Script::pid).collect::<Vec<_>>());
-    are_unmarked(&storms.iter().map(Script::pid).collect::<Vec<_>>());
-    give_back(&ksm, &mut twins);
+    assert_unmarked(&storms.iter().map(Script::pid).collect::<Vec<_>>());
+    give_back(&ksm, &mut pair);
 }

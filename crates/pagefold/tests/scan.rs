@@ -5,8 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
 
-mod support;
-use support::{KsmLock, MIB, fails, number, pagefold, program, write_knob, zombie};
+use pagefold_testkit::*;
 
 /// Holds mappings given as `MiB:kind:seed`, prints a pid (its own, or its forked child's) and waits for its input to end.
 const HOLDER: &str = r#"
@@ -77,17 +76,13 @@ fn scan(pids: &[i32], more: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// False, with the reason, where scanning is impossible.
-fn able() -> bool {
-    let able = std::fs::File::open("/proc/kpageflags").is_ok();
-    if !able {
-        println!("SKIP: /proc/kpageflags cannot be opened (not root, or not in this kernel)");
+/// Whether scanning is possible; reports why not.
+fn can_scan() -> bool {
+    let can = std::fs::File::open("/proc/kpageflags").is_ok();
+    if !can {
+        skip("/proc/kpageflags cannot be opened: not root, or not in this kernel");
     }
-    let python = Command::new("python3").arg("--version").output().is_ok();
-    if !python {
-        println!("SKIP: there is no python3");
-    }
-    able && python
+    can
 }
 
 fn bytes(value: &Value, field: &str) -> u64 {
@@ -107,7 +102,7 @@ fn row(report: &Value, pid: i32) -> &Value {
 
 #[test]
 fn known_memory_is_counted_to_the_page() {
-    if !able() {
+    if !can_scan() {
         return;
     }
     // Two hold 24 MiB in common; the first has 8 MiB of zeros, and 4 MiB of one page, too.
@@ -164,7 +159,7 @@ fn known_memory_is_counted_to_the_page() {
 
 #[test]
 fn a_forked_child_shares_and_scanning_leaves_it_so() {
-    if !able() {
+    if !can_scan() {
         return;
     }
     let parent = Holder::start("16:random:4", "fork");
@@ -187,7 +182,7 @@ fn a_forked_child_shares_and_scanning_leaves_it_so() {
 
 #[test]
 fn secrets_are_left_out_with_the_reason() {
-    if !able() {
+    if !can_scan() {
         return;
     }
     let holder = Holder::start("8:dontdump:0,4:random:6", "alone");
@@ -201,28 +196,18 @@ fn secrets_are_left_out_with_the_reason() {
 }
 
 #[test]
-fn merged_pages_stay_merged_and_private_copies_of_them_are_savable() {
-    if !able() {
+fn merged_pages_stay_merged_and_private_copies_of_them_are_savcan_scan() {
+    if !can_scan() {
         return;
     }
-    let Ok(sharing) = std::fs::read_to_string("/sys/kernel/mm/ksm/pages_sharing") else {
-        println!("SKIP: this kernel has no KSM");
-        return;
-    };
-    let _lock = KsmLock::take();
-    if sharing.trim() != "0" || std::fs::read_to_string("/sys/kernel/mm/ksm/run").unwrap().trim() != "0" {
-        println!("SKIP: KSM is in use");
-        return;
-    }
+    let Some(_ksm) = KsmAtRest::take() else { return };
     let (one, two) = (Holder::start("8:mergeable:7", "alone"), Holder::start("8:mergeable:7", "alone"));
     let private = Holder::start("8:random:7", "alone");
-    let _ksm = KsmOn::start();
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
-    while number("pages_sharing") < 2048 {
-        assert!(std::time::Instant::now() < deadline, "ksmd does not merge");
-        std::thread::sleep(std::time::Duration::from_millis(20));
+    for (knob, value) in [("pages_to_scan", "5000"), ("sleep_millisecs", "10"), ("run", "1")] {
+        write_knob(knob, value);
     }
-    std::fs::write("/sys/kernel/mm/ksm/run", "0").unwrap();
+    wait_until("8 MiB are merged", || number("pages_sharing") >= 2048);
+    write_knob("run", "0");
     for _ in 0..2 {
         let report = scan(&[one.pid(), two.pid(), private.pid()], &["--exact"]);
         let totals = &report["totals"];
@@ -236,7 +221,7 @@ fn merged_pages_stay_merged_and_private_copies_of_them_are_savable() {
 
 #[test]
 fn the_table_and_the_page_say_it_all() {
-    if !able() {
+    if !can_scan() {
         return;
     }
     let holders = [Holder::start("8:random:1", "alone"), Holder::start("8:random:1", "alone")];
@@ -254,27 +239,27 @@ fn the_table_and_the_page_say_it_all() {
     let html = std::fs::read_to_string(&file).unwrap();
     assert!(html.starts_with("<!doctype html>") && html.contains("could be saved") && html.contains("<svg"));
     assert!(!html.contains("http://") && !html.contains("https://") && !html.contains("<script"));
-    fails(&["scan", "--pid", &pids, "--html", "/no/such/dir/x.html"], 1, "cannot write");
+    assert_fails(&["scan", "--pid", &pids, "--html", "/no/such/dir/x.html"], 1, "cannot write");
 }
 
 #[test]
 fn errors_are_one_line_with_their_exit_code() {
-    fails(&["scan"], 5, "nothing is in scope");
-    fails(&["scan", "--pid", "2147483646"], 5, "no process 2147483646");
-    fails(&["scan", "--user", "no-such-user-here"], 5, "no user");
-    fails(&["scan", "--exe", "no-such-program-here"], 5, "no process matches");
-    fails(&["scan", "--pid", "one"], 2, "--pid");
-    fails(&["scan", "--no-such-flag"], 2, "--no-such-flag");
-    if !able() {
+    assert_fails(&["scan"], 5, "nothing is in scope");
+    assert_fails(&["scan", "--pid", "2147483646"], 5, "no process 2147483646");
+    assert_fails(&["scan", "--user", "no-such-user-here"], 5, "no user");
+    assert_fails(&["scan", "--exe", "no-such-program-here"], 5, "no process matches");
+    assert_fails(&["scan", "--pid", "one"], 2, "--pid");
+    assert_fails(&["scan", "--no-such-flag"], 2, "--no-such-flag");
+    if !can_scan() {
         return;
     }
     if std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
-        fails(&["scan", "--pid", "2"], 6, "kernel thread");
+        assert_fails(&["scan", "--pid", "2"], 6, "kernel thread");
     } else {
-        println!("SKIP: pid 2 is no kernel thread here (pid namespace)");
+        skip_unsupported("pid 2 is no kernel thread here (pid namespace)");
     }
     let mut ended = zombie();
-    fails(&["scan", "--pid", &ended.id().to_string()], 6, "has ended");
+    assert_fails(&["scan", "--pid", &ended.id().to_string()], 6, "has ended");
     ended.wait().unwrap();
 
     // Without root: the binary is copied to where everybody may run it.
@@ -286,28 +271,4 @@ fn errors_are_one_line_with_their_exit_code() {
     let own = std::process::id().to_string();
     let output = Command::new(&copy).args(["scan", "--pid", &own]).uid(65534).gid(65534).output().unwrap();
     assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
-}
-
-/// KSM at work; back to rest, with nothing merged, when dropped.
-struct KsmOn(Vec<(&'static str, String)>);
-
-impl KsmOn {
-    fn start() -> Self {
-        let set = [("pages_to_scan", "5000"), ("sleep_millisecs", "10"), ("run", "1")];
-        let before = set.map(|(file, _)| (file, number(file).to_string())).to_vec();
-        let guard = Self(before);
-        for (file, value) in set {
-            write_knob(file, value);
-        }
-        guard
-    }
-}
-
-impl Drop for KsmOn {
-    fn drop(&mut self) {
-        write_knob("run", "2");
-        for (file, value) in &self.0 {
-            write_knob(file, value);
-        }
-    }
 }

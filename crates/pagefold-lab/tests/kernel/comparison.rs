@@ -1,7 +1,6 @@
 //! The kernel and the model, each scan of theirs, and how they compare.
 
 use super::family;
-use super::holder::Holder;
 use super::memory::{Course, PROGRAMS, SCANS};
 use pagefold_core::host::{Actions, Host, PageState, ScanOrder};
 use pagefold_core::keys::OwnerKey;
@@ -16,6 +15,7 @@ use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::exclude::DenyList;
 use pagefold_linux::scope::{ScopeSpec, resolve};
 use pagefold_sim::{Costs, Knobs, Script, SimHost};
+use pagefold_testkit::{Holder, skip, skip_unsupported};
 use std::fmt::Write;
 use std::fs;
 use std::time::Duration;
@@ -71,13 +71,16 @@ impl Machine {
     pub fn take() -> Option<Self> {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
         if Release::parse(&release).is_none_or(|release| release < SINCE) {
-            println!("SKIP: ksmd of Linux {} looks into the stable tree before it looks at checksums", release.trim());
+            skip_unsupported(format!(
+                "ksmd of Linux {} looks into the stable tree before it looks at checksums",
+                release.trim()
+            ));
             return None;
         }
         match KsmForExperiment::take(&Interrupt::default()) {
             Ok(steering) => Some(Self { steering, no_zeros: zeros() }),
             Err(error) => {
-                println!("SKIP: {error:#}");
+                skip(format!("{error:#}"));
                 None
             }
         }
@@ -133,10 +136,11 @@ impl Machine {
                 holders[program] = None;
             }
             for (program, deed) in course.deeds(scan) {
-                holders[program].as_mut().unwrap().does(deed);
+                holders[program].as_mut().unwrap().change(deed);
             }
             for program in Course::marks(scan) {
-                holders[program].as_mut().unwrap().mark();
+                let holder = holders[program].as_mut().unwrap();
+                holder.mark(0, holder.pages);
                 marked[program] = true;
             }
             let mut look = recorder.look().unwrap().unwrap();
@@ -158,12 +162,12 @@ impl Machine {
         let (mut steps, mut forks, mut kernel) = (Vec::new(), Vec::new(), Vec::new());
         for (program, holder) in (0..).zip(&mut holders) {
             steps.extend(family::start(program).map(|step| (STEP_NS, step)));
-            holder.mark();
+            holder.mark(0, family::PAGES);
         }
         for scan in 1..=family::SCANS {
             let at_ns = scan * STEP_NS;
             for (program, deed) in family::deeds(scan) {
-                holders[program as usize].does(deed);
+                holders[program as usize].change(deed);
                 steps.extend(family::steps(program, deed).into_iter().map(|step| (at_ns, step)));
             }
             for program in family::forks(scan) {

@@ -2,10 +2,10 @@
 //!
 //! A record leaves out pages that are shared by fork, so here the model is told what the programs are told.
 
-use super::holder::Deed;
 use pagefold_core::keys::FamilyKey;
 use pagefold_core::units::{Pages, Vpn};
 use pagefold_sim::Step;
+use pagefold_testkit::holder::Change;
 
 /// The parent, and a stranger who holds some of the same.
 pub const PROGRAMS: u32 = 2;
@@ -13,8 +13,8 @@ pub const PAGES: u64 = 8_000;
 pub const SCANS: u64 = 9;
 
 /// What programs do before a scan.
-pub fn deeds(scan: u64) -> Vec<(u32, Deed)> {
-    let write = |program, first, pages, content| (program, Deed::Write { first, pages, content, step: 1 });
+pub fn deeds(scan: u64) -> Vec<(u32, Change)> {
+    let write = |program, first, pages, content| (program, Change::Write { first, pages, content, step: 1 });
     match scan {
         1 => vec![
             // Unique, in pairs, and the same as the stranger's.
@@ -25,13 +25,13 @@ pub fn deeds(scan: u64) -> Vec<(u32, Deed)> {
             write(1, 0, 1_000, 3 << 20),
             write(1, 1_000, 1_000, 4 << 20),
             // Zeros, and more of them than a merged page has room for.
-            (0, Deed::Write { first: 7_000, pages: 300, content: 0, step: 0 }),
+            (0, Change::Write { first: 7_000, pages: 300, content: 0, step: 0 }),
         ],
         // Before the fork that comes before anything can have merged.
         2 => vec![write(0, 0, 200, 5 << 20), write(0, 2_000, 100, 6 << 20)],
         4 => vec![write(0, 200, 200, 7 << 20), write(0, 3_000, 100, 8 << 20)],
         5 => vec![write(0, 5_000, 1_000, 9 << 20), write(0, 6_000, 1_000, 9 << 20), write(1, 2_000, 300, 9 << 20)],
-        7 => vec![(0, Deed::Drop { first: 2_500, pages: 200 }), write(0, 400, 100, 10 << 20)],
+        7 => vec![(0, Change::Drop { first: 2_500, pages: 200 }), write(0, 400, 100, 10 << 20)],
         _ => Vec::new(),
     }
 }
@@ -49,17 +49,17 @@ pub fn start(program: u32) -> [Step; 2] {
 }
 
 /// A deed, as the model is told it.
-pub fn steps(program: u32, deed: Deed) -> Vec<Step> {
+pub fn steps(program: u32, deed: Change) -> Vec<Step> {
     let at = |page: u64| Vpn((1 << 20) + page);
     match deed {
-        Deed::Write { first, pages, content, step } => {
+        Change::Write { first, pages, content, step } => {
             let write = |page| {
                 let content = content + page * step;
                 Step::Write { region: program, page: at(first + page), content, parts: 0b1111, eighth: 0 }
             };
             (0..pages).map(write).collect()
         }
-        Deed::Drop { first, pages } => {
+        Change::Drop { first, pages } => {
             (first..first + pages).map(|page| Step::Drop { region: program, page: at(page), zero: false }).collect()
         }
     }

@@ -1,6 +1,6 @@
 //! What the programs hold, and what they do to it before each scan.
 
-use super::holder::Deed;
+use pagefold_testkit::holder::Change;
 
 /// Where things are, in pages of a program, before they are multiplied.
 const UNIQUE: (u64, u64) = (0, 4000);
@@ -67,24 +67,24 @@ impl Course {
         ((area.0 + from) * self.times, pages * self.times)
     }
 
-    fn write(&self, area: (u64, u64), from: u64, pages: u64, content: u64, step: u64) -> Deed {
+    fn write(&self, area: (u64, u64), from: u64, pages: u64, content: u64, step: u64) -> Change {
         let (first, pages) = self.part(area, from, pages);
-        Deed::Write { first, pages, content, step }
+        Change::Write { first, pages, content, step }
     }
 
-    fn fresh(&mut self, area: (u64, u64), from: u64, pages: u64) -> Deed {
+    fn fresh(&mut self, area: (u64, u64), from: u64, pages: u64) -> Change {
         let deed = self.write(area, from, pages, self.fresh, 1);
         self.fresh += pages * self.times;
         deed
     }
 
-    fn give_back(&self, area: (u64, u64), from: u64, pages: u64) -> Deed {
+    fn give_back(&self, area: (u64, u64), from: u64, pages: u64) -> Change {
         let (first, pages) = self.part(area, from, pages);
-        Deed::Drop { first, pages }
+        Change::Drop { first, pages }
     }
 
     /// What a program holds when it marks its memory.
-    fn all(&self, program: usize) -> Vec<Deed> {
+    fn all(&self, program: usize) -> Vec<Change> {
         let own = OWN + program as u64 * 100 * UNIQUE.1 * self.times;
         let pairs = PAIR + program as u64 * PAIRS.1 * self.times;
         let mut deeds = vec![
@@ -100,17 +100,17 @@ impl Course {
         let alone = [ROOM, ROOM + 1, 0, 0][program];
         deeds.extend((0..BRIM_CONTENTS).map(|number| {
             let content = ONE + 1 + program as u64 * BRIM_CONTENTS + number;
-            Deed::Write { first: brim + number * alone, pages: alone, content, step: 0 }
+            Change::Write { first: brim + number * alone, pages: alone, content, step: 0 }
         }));
         let first = brim + BRIM_CONTENTS * alone;
-        deeds.push(Deed::Write { first, pages: ROOM.div_ceil(3), content: ONE + (1 << 20), step: 0 });
+        deeds.push(Change::Write { first, pages: ROOM.div_ceil(3), content: ONE + (1 << 20), step: 0 });
         deeds
     }
 
     /// What programs do before a scan, in this order.
-    pub fn deeds(&mut self, scan: usize) -> Vec<(usize, Deed)> {
+    pub fn deeds(&mut self, scan: usize) -> Vec<(usize, Change)> {
         let come = Self::marks(scan);
-        let mut deeds: Vec<(usize, Deed)> =
+        let mut deeds: Vec<(usize, Change)> =
             come.iter().flat_map(|&program| self.all(program).into_iter().map(move |deed| (program, deed))).collect();
         if scan == 1 {
             return deeds;

@@ -1,55 +1,50 @@
-//! What happens to the victims while they are injected into: signals, stops, frost, death.
+//! What happens to the victims while they are injected into: signals, stops, freezing, death.
 
 use crate::Run;
-use crate::crew::{Member, Storm, Target};
-use crate::inject_support::{Freezer, Victim};
+use crate::victims::{Member, Signals, Target};
 use pagefold_core::random::Random;
 use pagefold_linux::proc::process::Process;
+use pagefold_testkit::Freezer;
+use pagefold_testkit::injection::{CONTENT, ON_STACK, PLAIN, RESTARTING, Victim};
 use std::os::unix::process::ExitStatusExt;
 use std::sync::Arc;
 use std::thread::Scope;
 use std::time::Duration;
 
-/// As `examples/victim/handlers.rs` has them: without flags, with SA_RESTART, with SA_ONSTACK.
-pub const PLAIN: i32 = 35;
-const RESTARTING: i32 = 36;
-pub const ON_STACK: i32 = 37;
-/// One that victims ignore, one that is ignored anyway.
+/// Signals that the victims ignore, and that are ignored by default.
 const IGNORED: [i32; 2] = [libc::SIGURG, libc::SIGWINCH];
-/// How a mayfly ends that was left alone and is content.
-const FAREWELL: i32 = 7;
 
 fn pause_us(us: u64) {
     std::thread::sleep(Duration::from_micros(us));
 }
 
-/// Starts all storms. They end when the run is over.
-pub fn raise<'scope>(scope: &'scope Scope<'scope, '_>, run: &'scope Run, seeds: &mut Random) {
+/// Starts all disturbances. They end with the run.
+pub fn start<'scope>(scope: &'scope Scope<'scope, '_>, run: &'scope Run, seeds: &mut Random) {
     let random = Random::new(seeds.next());
     scope.spawn(move || signals(run, random));
     let random = Random::new(seeds.next());
     scope.spawn(move || stops(run, random));
-    for (freezer, _) in &run.crew.freezers {
+    for (freezer, _) in &run.victims.freezers {
         let random = Random::new(seeds.next());
-        scope.spawn(move || frost(run, freezer, random));
+        scope.spawn(move || freezing(run, freezer, random));
     }
-    for member in run.crew.members.iter().filter(|member| member.name == "mayfly") {
+    for member in run.victims.members.iter().filter(|member| member.name == "short-lived") {
         let random = Random::new(seeds.next());
-        scope.spawn(move || mayflies(run, member, random));
+        scope.spawn(move || short_lives(run, member, random));
     }
 }
 
 fn signals(run: &Run, mut random: Random) {
     while !run.is_over() {
-        let member = random.pick(&run.crew.members);
+        let member = random.pick(&run.victims.members);
         match random.below(5) {
             0 => member.kill(*random.pick(&IGNORED)),
-            _ if member.storm == Storm::Ignored => member.kill(*random.pick(&IGNORED)),
+            _ if member.disturbed_by == Signals::Ignored => member.kill(*random.pick(&IGNORED)),
             _ => member.send(*random.pick(&[PLAIN, RESTARTING, ON_STACK])),
         }
-        // Something to do for the one that may only read.
+        // Input for the victim that may only read.
         if random.below(64) == 0 {
-            for member in run.crew.members.iter().filter(|member| member.name == "strict") {
+            for member in run.victims.members.iter().filter(|member| member.name == "strict") {
                 if let Some(victim) = member.victim.lock().unwrap().as_mut() {
                     victim.send_byte(b'.');
                 }
@@ -61,7 +56,7 @@ fn signals(run: &Run, mut random: Random) {
 
 fn stops(run: &Run, mut random: Random) {
     while !run.is_over() {
-        let member = &run.crew.members[*random.pick(&run.crew.stopped)];
+        let member = &run.victims.members[*random.pick(&run.victims.stopped)];
         member.kill(libc::SIGSTOP);
         pause_us(random.below(3000));
         member.kill(libc::SIGCONT);
@@ -69,7 +64,7 @@ fn stops(run: &Run, mut random: Random) {
     }
 }
 
-fn frost(run: &Run, freezer: &Freezer, mut random: Random) {
+fn freezing(run: &Run, freezer: &Freezer, mut random: Random) {
     while !run.is_over() {
         freezer.freeze(true);
         pause_us(random.below(5000));
@@ -78,13 +73,13 @@ fn frost(run: &Run, freezer: &Freezer, mut random: Random) {
     }
 }
 
-/// One short life after the other, half of them cut off.
-fn mayflies(run: &Run, member: &Member, mut random: Random) {
+/// Runs short-lived victims one after the other, half of which are killed.
+fn short_lives(run: &Run, member: &Member, mut random: Random) {
     while !run.is_over() {
         let life_ms = 5 + random.below(40);
-        let mut victim = match Victim::try_start(&["torture", "mayfly", &life_ms.to_string()]) {
+        let mut victim = match Victim::try_start(&["torture", "short-lived", &life_ms.to_string()]) {
             Ok(victim) => victim,
-            Err(why) => return run.tally.fail(format!("a mayfly: {why}")),
+            Err(why) => return run.results.fail(format!("a short-lived victim: {why}")),
         };
         let pid = victim.process.pid();
         let process = Process::open(pid);
@@ -93,13 +88,17 @@ fn mayflies(run: &Run, member: &Member, mut random: Random) {
         let killed = random.below(2) == 0;
         if killed {
             pause_us(random.below(life_ms * 1000));
+            // SAFETY: no memory is passed. The victim has not been waited for.
             unsafe { libc::kill(pid, libc::SIGKILL) };
         }
-        let status = victim.child.wait().expect("it is ours to wait for");
+        let status = victim.child.wait().expect("a child");
         *member.target.lock().unwrap() = None;
-        let expected = status.code() == Some(FAREWELL) || (killed && status.signal() == Some(libc::SIGKILL));
+        let expected = status.code() == Some(CONTENT) || (killed && status.signal() == Some(libc::SIGKILL));
         if !expected {
-            run.tally.fail(format!("a mayfly ended with {status}, killed: {killed}; it said {:?}", victim.line()));
+            run.results.fail(format!(
+                "a short-lived victim ended with {status}, killed: {killed}; it printed {:?}",
+                victim.line()
+            ));
         }
     }
 }

@@ -1,31 +1,30 @@
-//! The requests.
+//! The requests for injections, and what their results must be.
 
 use crate::Run;
-use crate::crew::{Class, Member, Storm, Target};
-use crate::inject_support::{MERGEABLE, UNMERGEABLE, example};
-use crate::storm::{ON_STACK, PLAIN};
+use crate::victims::{Class, Member, Signals, Target};
 use pagefold_core::random::Random;
-use pagefold_linux::inject::{Call, Errno, InjectError, Injector, Limits, Report, inject, inject_thread};
-use std::process::Command;
+use pagefold_linux::inject::{Call, Errno, InjectError, Limits, Report, inject, inject_thread};
+use pagefold_testkit::injection::{MERGEABLE, ON_STACK, PLAIN, UNMERGEABLE, injector};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Generous: on busy cores a thread takes its time to reach its stop, and what is sought here is harm, not delay.
+/// Generous: on busy processors a thread takes long to stop, and the test is about damage, not delays.
 const WILLING: Limits = Limits { stop_ns: 3_000_000_000, call_ns: 3_000_000_000, calls_per_stop: 8 };
-/// Some of these do not stop, and waiting for them is all that it costs.
+/// Short: some of these victims never stop.
 const RELUCTANT: Limits = Limits { stop_ns: 20_000_000, call_ns: 100_000_000, calls_per_stop: 8 };
 
 fn limits(member: &Member) -> &'static Limits {
     if member.class == Class::Reluctant { &RELUCTANT } else { &WILLING }
 }
 
-/// A batch of calls, and what they must answer.
+/// A batch of calls, and what they must return.
 struct Batch {
     calls: Vec<Call>,
     answers: Vec<u64>,
     signals: u64,
 }
 
-/// Mostly a mark or its removal; sometimes more than fit one stop, or a signal that the target sends itself in the stop.
+/// Mostly a mark or its removal; sometimes more calls than fit into one stop, or signals that the target sends itself
+/// during the stop.
 fn batch(member: &Member, target: &Target, random: &mut Random) -> Batch {
     let own = u64::from(target.inner_pid.unsigned_abs());
     let mark = |random: &mut Random| {
@@ -36,7 +35,7 @@ fn batch(member: &Member, target: &Target, random: &mut Random) -> Batch {
     let mut signals = 0;
     let calls: Vec<(Call, u64)> = match random.below(20) {
         0..3 => (0..=random.below(20)).map(|_| mark(random)).collect(),
-        3..8 if member.storm != Storm::Ignored => {
+        3..8 if member.disturbed_by != Signals::Ignored => {
             signals = 1 + random.below(2);
             let mut calls = vec![mark(random), getpid()];
             for signal in [PLAIN, ON_STACK].into_iter().take(usize::try_from(signals).unwrap()) {
@@ -52,14 +51,14 @@ fn batch(member: &Member, target: &Target, random: &mut Random) -> Batch {
     Batch { calls, answers, signals }
 }
 
-/// Makes one request and enters what came of it. False: the worker is of no more use.
+/// Makes one request and records its result. False if the injector has ended.
 fn request(
     run: &Run,
     member: &Member,
     random: &mut Random,
     make: impl FnOnce(&Target, &[Call], &Limits, &mut Random) -> Result<Report, InjectError>,
 ) -> bool {
-    // Between two mayflies.
+    // Between two short-lived victims.
     let Some(target) = member.target() else {
         std::thread::yield_now();
         return true;
@@ -71,39 +70,39 @@ fn request(
         Ok(report) => {
             run.made.fetch_add(1, Relaxed);
             member.sent_inside.fetch_add(signals, Relaxed);
-            let changing = matches!(member.class, Class::Execs | Class::Mayfly);
+            let changing = matches!(member.class, Class::Execs | Class::ShortLived);
             let right = report.results.len() == answers.len()
                 && report.results.iter().zip(&answers).all(|(result, answer)| match result {
                     Ok(value) => value == answer,
-                    // Documented: cut short by stops and signals, again and again. Un-merging looks for them.
+                    // Documented: stops and signals interrupt unmerging again and again.
                     Err(Errno(libc::EINTR)) => true,
                     Err(Errno(libc::ENOMEM | libc::EINVAL)) => changing,
                     Err(_) => false,
                 });
             if !right || report.stops == 0 {
-                run.tally.fail(format!("{}: answers {report:?} to {calls:?}", member.name));
+                run.results.fail(format!("{}: answers {report:?} to {calls:?}", member.name));
             }
         }
         Err(error) => {
             member.perhaps_sent.fetch_add(signals, Relaxed);
             if !member.class.permits(error) {
-                run.tally.fail(format!("{}: {error} ({error:?})", member.name));
+                run.results.fail(format!("{}: {error} ({error:?})", member.name));
             }
         }
     }
-    run.tally.enter(&member.name, &result);
-    // One that does not answer will not answer the next request either.
+    run.results.record(&member.name, &result);
+    // An injector that does not answer will not answer the next request either.
     if matches!(result, Err(InjectError::WorkerSilent)) {
-        run.tally.fail(format!("{}: a worker fell silent", member.name));
+        run.results.fail(format!("{}: its injector does not answer", member.name));
         return false;
     }
     !matches!(result, Err(InjectError::WorkerGone))
 }
 
-pub fn by_worker(run: &Run, mut random: Random) {
-    let mut injector = Injector::spawn(Command::new(example()).arg("worker")).expect("a worker");
+pub fn by_injector(run: &Run, mut random: Random) {
+    let mut injector = injector("worker");
     while !run.is_enough() {
-        let member = &run.crew.members[*random.pick(&run.crew.lots)];
+        let member = &run.victims.members[*random.pick(&run.victims.weighted)];
         if !request(run, member, &mut random, |target, calls, limits, _| injector.run(&target.process, calls, limits)) {
             break;
         }
@@ -111,15 +110,15 @@ pub fn by_worker(run: &Run, mut random: Random) {
 }
 
 pub fn directly(run: &Run, mut random: Random) {
-    // Faster than by a worker, which is what counts.
+    // Faster than an injector process, of which there must be enough requests too.
     for _ in 0..run.wanted / 5 {
         if run.is_enough() {
             break;
         }
-        let member = &run.crew.members[*random.pick(&run.crew.direct)];
+        let member = &run.victims.members[*random.pick(&run.victims.direct)];
         request(run, member, &mut random, |target, calls, limits, random| {
             let pid = target.process.pid();
-            // Any of the threads, which all sleep. The main thread writes.
+            // Any thread but the main thread: it writes, the others sleep.
             if member.name.starts_with("many") {
                 let tids: Vec<i32> = std::fs::read_dir(format!("/proc/{pid}/task"))
                     .unwrap()

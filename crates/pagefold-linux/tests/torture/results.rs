@@ -1,13 +1,13 @@
-//! What came of the requests, and how long the stops were.
+//! The results of the requests, and the lengths of the stops.
 
-use crate::crew::Crew;
+use crate::victims::Victims;
 use pagefold_linux::inject::{InjectError, Report};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// What came of one kind of victim.
+/// The results for one kind of victim.
 #[derive(Clone, Debug, Default)]
 pub struct Line {
     pub made: u64,
@@ -27,15 +27,15 @@ impl Line {
 }
 
 #[derive(Default)]
-pub struct Tally {
+pub struct Results {
     lines: Mutex<BTreeMap<String, Line>>,
     failures: Mutex<Vec<String>>,
 }
 
-/// Beyond this many failures no more is learnt from the next.
+/// Further failures are dropped.
 const FAILURES_KEPT: usize = 20;
 
-fn word(error: &InjectError) -> &'static str {
+fn name_of(error: &InjectError) -> &'static str {
     match error {
         InjectError::Vanished { .. } => "vanished",
         InjectError::Traced { .. } => "traced",
@@ -52,8 +52,8 @@ fn word(error: &InjectError) -> &'static str {
     }
 }
 
-impl Tally {
-    pub fn enter(&self, name: &str, result: &Result<Report, InjectError>) {
+impl Results {
+    pub fn record(&self, name: &str, result: &Result<Report, InjectError>) {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         let line = lines.entry(name.to_owned()).or_default();
         match result {
@@ -61,7 +61,7 @@ impl Tally {
                 line.made += 1;
                 line.stops_ns.push(report.longest_stop_ns);
             }
-            Err(error) => *line.errors.entry(word(error)).or_default() += 1,
+            Err(error) => *line.errors.entry(name_of(error)).or_default() += 1,
         }
     }
 
@@ -69,8 +69,8 @@ impl Tally {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned().unwrap_or_default()
     }
 
-    /// Requests that have come to an end.
-    pub fn entered(&self) -> u64 {
+    /// The number of requests that have ended.
+    pub fn recorded(&self) -> u64 {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         lines.values().map(|line| line.made + line.failed()).sum()
     }
@@ -86,8 +86,8 @@ impl Tally {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Prints the tally, and writes it where `PAGEFOLD_TORTURE_REPORT` says.
-    pub fn report(&self, seed: u64, wall: Duration, crew: &Crew) {
+    /// Prints the results, and writes them to the file named by `PAGEFOLD_TORTURE_REPORT`.
+    pub fn report(&self, seed: u64, wall: Duration, victims: &Victims) {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         println!("{:32} {:>7} {:>8} {:>8}  other outcomes", "victim", "made", "p50 us", "max us");
         let mut all = Line::default();
@@ -101,8 +101,8 @@ impl Tally {
             line.errors.iter().for_each(|(&error, count)| *all.errors.entry(error).or_default() += count);
         }
         let stops = Stops::of(&all);
-        let victims: usize = crew.names().values().sum();
-        println!("{} injections into {victims} victims in {:.1} s; {}", all.made, wall.as_secs_f64(), outcomes(&all));
+        let count: usize = victims.names().values().sum();
+        println!("{} injections into {count} victims in {:.1} s; {}", all.made, wall.as_secs_f64(), outcomes(&all));
         println!(
             "stop time in us: p50 {}, p90 {}, p99 {}, p99.9 {}, max {}",
             us(stops.p50),
@@ -115,7 +115,7 @@ impl Tally {
             let report = json!({
                 "seed": seed,
                 "wall_s": wall.as_secs_f64(),
-                "victims": victims,
+                "victims": count,
                 "all": json(&all, &stops),
                 "kinds": kinds,
             });

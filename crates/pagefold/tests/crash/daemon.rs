@@ -151,7 +151,7 @@ pub fn untouched(tenants: &mut [Tenant]) {
         });
         wait_until("it is not stopped", || matches!(state(pid), b'S' | b'R'));
     }
-    are_intact(tenants);
+    assert_intact(tenants);
 }
 
 /// No injector of this program runs any more.

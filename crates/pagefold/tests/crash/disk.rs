@@ -21,7 +21,7 @@ impl SmallRun {
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         if line.trim() != "ready" {
-            println!("SKIP: no mount namespace with a tmpfs of its own");
+            skip("no mount namespace with a tmpfs of its own");
             let _ = child.wait();
             return None;
         }
@@ -58,15 +58,15 @@ impl Drop for SmallRun {
 fn nothing_is_turned_that_cannot_be_noted() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(run) = SmallRun::make() else { return };
-    let mut tenants = twins(COMMON_MIB, 0, 62);
+    let mut tenants = pair(COMMON_MIB, 0, 62);
     run.fill();
     let left = Faulty::command(&mut run.command(program(), &with_pids(&["run"], &pids(&tenants), &QUICK)), "").end();
     assert_eq!(left.code, Some(1), "{left:?}");
     assert!(left.errors.contains("ksm-state.json") && left.errors.contains("No space left"), "{left:?}");
     assert!(left.errors.starts_with("pagefold: ") && left.errors.lines().count() == 1, "{left:?}");
     assert!(!run.shell("ls /run/pagefold").contains("json"), "{}", run.shell("ls -l /run/pagefold"));
-    ksm.is_back();
-    are_unmarked(&pids(&tenants));
+    ksm.assert_restored();
+    assert_unmarked(&pids(&tenants));
     untouched(&mut tenants);
 }
 
@@ -74,7 +74,7 @@ fn nothing_is_turned_that_cannot_be_noted() {
 fn a_disk_that_gets_full_keeps_nothing_from_being_given_back() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(run) = SmallRun::make() else { return };
-    let mut tenants = twins(COMMON_MIB, 0, 63);
+    let mut tenants = pair(COMMON_MIB, 0, 63);
     let pids = pids(&tenants);
     for killed in [false, true] {
         let daemon = Faulty::command(&mut run.command(program(), &with_pids(&["run"], &pids, &["--json"])), "");
@@ -88,12 +88,12 @@ fn a_disk_that_gets_full_keeps_nothing_from_being_given_back() {
         } else {
             assert_eq!(left.code, Some(0), "{left:?}");
         }
-        ksm.knobs_are_back_but(&["max_page_sharing"]);
+        ksm.assert_knobs_restored_except(&["max_page_sharing"]);
         run.shell("rm /run/pagefold/fill");
         let given = run.command(program(), &with_pids(&["unmerge"], &pids, &[])).output().unwrap();
         assert_eq!(given.status.code(), Some(0), "{}", String::from_utf8_lossy(&given.stderr));
-        ksm.is_back();
+        ksm.assert_restored();
     }
-    are_unmarked(&pids);
+    assert_unmarked(&pids);
     untouched(&mut tenants);
 }

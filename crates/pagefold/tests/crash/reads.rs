@@ -75,17 +75,17 @@ fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
         let fixed = pagefold(&["doctor", "--fix"]);
         assert_eq!(fixed.status.code(), Some(0), "{fault}: {}", String::from_utf8_lossy(&fixed.stderr));
     }
-    ksm.knobs_are_back_but(but);
+    ksm.assert_knobs_restored_except(but);
     unmerge(&pids);
-    are_unmarked(&pids);
-    ksm.is_back();
+    assert_unmarked(&pids);
+    ksm.assert_restored();
 }
 
 /// Of the reads, every third; each with EIO from the start and ENOMEM in the middle, or the other way round. With
 /// `PAGEFOLD_CRASH_ALL` set both ways.
 fn every_third(from: usize) {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = twins(COMMON_MIB, 0, 65);
+    let mut tenants = pair(COMMON_MIB, 0, 65);
     let all = std::env::var_os("PAGEFOLD_CRASH_ALL").is_some();
     for (at, read) in fault::READS.iter().enumerate().skip(from).step_by(3) {
         for (start, later) in [("EIO", "ENOMEM"), ("ENOMEM", "EIO")]
@@ -119,7 +119,7 @@ fn reads_may_fail_3() {
 #[test]
 fn writes_may_fail() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = twins(COMMON_MIB, 0, 66);
+    let mut tenants = pair(COMMON_MIB, 0, 66);
     for fault in [
         "write:state=ENOSPC",
         "write:state@3=ENOSPC",
@@ -136,7 +136,7 @@ fn writes_may_fail() {
 #[test]
 fn a_doctor_who_cannot_look_does_not_say_that_all_is_well() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut tenants = twins(COMMON_MIB, 0, 67);
+    let mut tenants = pair(COMMON_MIB, 0, 67);
     let pids = pids(&tenants);
     Faulty::run(&pids, &QUICK, "turned:run=kill").dies("turned:run");
     for fault in ["read:boot_id=EIO", "read:state=EIO", "read:stat=ENOMEM"] {
@@ -150,6 +150,6 @@ fn a_doctor_who_cannot_look_does_not_say_that_all_is_well() {
     let fixed = pagefold(&["doctor", "--fix"]);
     assert_eq!(fixed.status.code(), Some(0), "{}", String::from_utf8_lossy(&fixed.stderr));
     unmerge(&pids);
-    ksm.is_back();
+    ksm.assert_restored();
     untouched(&mut tenants);
 }

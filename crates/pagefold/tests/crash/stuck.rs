@@ -58,7 +58,7 @@ impl Stuck {
         let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
         let mut stuck = Self { child, input, output, _dir: dir, mount };
         if stuck.line() != "ready" {
-            println!("SKIP: no file system in a file can be mounted here");
+            skip("no file system in a file can be mounted here");
             return None;
         }
         Some(stuck)
@@ -139,9 +139,9 @@ fn one_that_is_stuck_keeps_nobody_else_waiting() {
     println!("ended {} ms after it was told to: {}", told.elapsed().as_millis(), left.errors);
     assert_eq!(left.code, Some(0), "{left:?}");
     assert!(left.errors.contains(&format!("process {}", stuck.pid())), "{left:?}");
-    ksm.knobs_are_back_but(if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] });
+    ksm.assert_knobs_restored_except(if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] });
     stuck.thaw();
     unmerge(&pids(&tenants));
-    ksm.is_back();
+    ksm.assert_restored();
     untouched(&mut tenants);
 }

@@ -1,6 +1,6 @@
 //! A cgroup that limits memory, of either version.
 
-use crate::support::*;
+use pagefold_testkit::*;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -18,9 +18,12 @@ impl Limited {
     pub fn make() -> Option<Self> {
         let one = Path::new("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists()
             || Path::new("/sys/fs/cgroup/memory/memory.usage_in_bytes").exists();
-        let cgroup = Cgroup::make(if one { "memory" } else { "" })?;
+        let Some(cgroup) = Cgroup::create(if one { "memory" } else { "unified" }) else {
+            skip_unsupported("no control groups are mounted");
+            return None;
+        };
         if !one && !cgroup.path.join("memory.max").exists() {
-            println!("SKIP: cgroups do not limit memory here: no 'memory' in cgroup.subtree_control");
+            skip_unsupported("cgroups do not limit memory here: no 'memory' in cgroup.subtree_control");
             return None;
         }
         Some(Self { cgroup, one })

@@ -1,5 +1,6 @@
 //! Swap of the test's own: in compressed memory where the kernel has zram, else in a file.
 
+use pagefold_testkit::skip;
 use std::ffi::CString;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,20 +25,20 @@ impl Swap {
             Err(why) => match Self::file() {
                 Ok(swap) => swap,
                 Err(also) => {
-                    println!("SKIP: no swap: zram: {why}; a file: {also}");
+                    skip(format!("no swap: zram: {why}; a file: {also}"));
                     return None;
                 }
             },
         };
         let made = Command::new("mkswap").arg(&swap.path).output();
         if !made.as_ref().is_ok_and(|made| made.status.success()) {
-            println!("SKIP: no swap: mkswap {}: {made:?}", swap.path.display());
+            skip(format!("no swap: mkswap {}: {made:?}", swap.path.display()));
             return None;
         }
         let path = path(&swap.path);
         // SAFETY: a string that ends with zero.
         if unsafe { libc::swapon(path.as_ptr(), 0) } != 0 {
-            println!("SKIP: no swap on {}: {}", swap.path.display(), std::io::Error::last_os_error());
+            skip(format!("no swap on {}: {}", swap.path.display(), std::io::Error::last_os_error()));
             return None;
         }
         swap.on = true;

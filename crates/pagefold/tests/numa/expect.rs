@@ -1,7 +1,7 @@
 //! What must come of a scenario, and what is told of it.
 
-use crate::machine::Machine;
-use crate::plan::{Fold, Look, Moves, Outcome, Scenario, Trouble};
+use crate::guest::Machine;
+use pagefold_testkit::numa::{Fold, Moves, Outcome, PageSnapshot, Scenario, Trouble};
 use std::env;
 use std::time::Duration;
 
@@ -44,8 +44,7 @@ pub fn carry_out(machine: &Machine, cases: &[Case]) {
     let only = env::var("PAGEFOLD_NUMA").unwrap_or_default();
     let cases: Vec<&Case> = cases.iter().filter(|case| case.scenario.name.contains(&only)).collect();
     if cases.is_empty() {
-        println!("SKIP: nothing is called {only}");
-        return;
+        return println!("no scenario here has {only} in its name");
     }
     let scenarios: Vec<Scenario> = cases.iter().map(|case| case.scenario.clone()).collect();
     let limit = LIMIT * u32::try_from(cases.len() + 1).unwrap();
@@ -140,7 +139,7 @@ impl Case {
 }
 
 /// Per cent of the merged pages, by node.
-fn shares(look: &Look) -> Vec<f64> {
+fn shares(look: &PageSnapshot) -> Vec<f64> {
     let all: u64 = look.frames.iter().sum();
     look.frames.iter().map(|&frames| 100.0 * frames as f64 / all.max(1) as f64).collect()
 }
@@ -167,7 +166,7 @@ fn line(scenario: &Scenario, outcome: &Outcome) -> String {
 }
 
 /// Per cent of the programs' pages that are on their nodes.
-fn local(scenario: &Scenario, look: &Look) -> f64 {
+fn local(scenario: &Scenario, look: &PageSnapshot) -> f64 {
     let victims = scenario.victims.iter().zip(&look.victims);
     let local: u64 = victims.map(|(victim, seen)| seen.by_node[victim.node]).sum();
     100.0 * local as f64 / (scenario.victims.len() * scenario.pages) as f64

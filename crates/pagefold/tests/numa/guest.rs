@@ -1,8 +1,9 @@
 //! Emulated machines with several NUMA nodes, booted from a kernel and an image of a few programs. Emulated, because not
 //! every machine has hardware virtualization to give away, and the kernel's placement of pages is the same.
 
-use crate::plan::{Outcome, Scenario};
 use cpio::newc::{Builder, ModeFileType, trailer};
+use pagefold_testkit::numa::{Outcome, Scenario};
+use pagefold_testkit::{program, skip, victim_binary};
 use std::collections::BTreeSet;
 use std::env;
 use std::fs;
@@ -81,7 +82,7 @@ impl Machine {
         let tools = match Tools::find() {
             Ok(tools) => tools,
             Err(why) => {
-                println!("SKIP: {why}");
+                skip(why);
                 return None;
             }
         };
@@ -169,8 +170,8 @@ impl Machine {
 
 /// What the guest boots from.
 fn image(scenarios: &[Scenario], scratch: &Path) -> Vec<u8> {
-    let guest = stripped(&example("numa_guest"), scratch);
-    let pagefold = stripped(Path::new(env!("CARGO_BIN_EXE_pagefold")), scratch);
+    let guest = stripped(&victim_binary("numa_guest"), scratch);
+    let pagefold = stripped(program(), scratch);
     let mut files: Vec<(String, Vec<u8>)> = Vec::new();
     for library in [&guest, &pagefold].into_iter().flat_map(|program| libraries(program)).collect::<BTreeSet<_>>() {
         files.push((library.clone(), fs::read(&library).unwrap()));
@@ -217,18 +218,4 @@ fn libraries(program: &Path) -> Vec<String> {
     let found: Vec<String> = text.lines().filter_map(path).collect();
     assert!(output.status.success() && !found.is_empty(), "ldd {}: {text}", program.display());
     found
-}
-
-/// An example's path. `cargo test` builds examples; for `cargo test --test NAME` it is done here.
-fn example(name: &str) -> PathBuf {
-    let profile = env::current_exe().unwrap().parent().and_then(Path::parent).unwrap().to_owned();
-    let path = profile.join("examples").join(name);
-    if !path.exists() {
-        let built = Command::new(env!("CARGO"))
-            .args(["build", "--quiet", "--locked", "--example", name])
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .status();
-        assert!(built.is_ok_and(|status| status.success()) && path.exists(), "examples/{name} was not built");
-    }
-    path
 }

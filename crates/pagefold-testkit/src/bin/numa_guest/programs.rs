@@ -98,7 +98,8 @@ impl Programs {
             programs.cgroups.extend(cgroup);
         }
         if let Trouble::Full { node, left_mib } = scenario.trouble {
-            programs.filler = Some(Program::start(&["filler".to_owned(), node.to_string(), left_mib.to_string()], None));
+            programs.filler =
+                Some(Program::start(&["filler".to_owned(), node.to_string(), left_mib.to_string()], None));
         }
         programs
     }

@@ -1,8 +1,8 @@
 //! Carrying out a scenario.
 
+use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns, vmstat};
 use crate::programs::Programs;
 use pagefold_testkit::numa::{Cpu, Fold, Moves, Outcome, Scenario, Trouble};
-use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns, vmstat};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::{Read, Seek};

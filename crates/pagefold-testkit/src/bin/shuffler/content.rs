@@ -1,6 +1,6 @@
 //! What a page holds, as a function of eight bytes: so the model of a gigabyte is two megabytes.
 
-use pagefold_workload::contents::mix;
+use pagefold_core::random::finalize as mix;
 
 /// Words in a page.
 pub const WORDS: usize = 512;

@@ -11,7 +11,7 @@ mod content;
 mod region;
 
 use content::Content;
-use pagefold_testkit::Random;
+use pagefold_core::random::Random;
 use region::{Arena, Damage, MOST, PAGE, Region};
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
@@ -161,6 +161,16 @@ impl Shuffler {
         Ok(shuffler)
     }
 
+    /// A number below `end`, which is not 0.
+    fn index(&mut self, end: usize) -> usize {
+        usize::try_from(self.random.below(end as u64)).expect("below a usize")
+    }
+
+    /// True in `share` of 100 cases.
+    fn percent(&mut self, share: u64) -> bool {
+        self.random.below(100) < share
+    }
+
     fn map(&mut self) -> Region {
         let pages = (self.options.mib * 256 / self.options.regions).clamp(64, MOST);
         let Options { huge, seed, .. } = self.options;
@@ -169,7 +179,7 @@ impl Shuffler {
 
     /// What a page gets: what the other shufflers have in this place, or something of its own.
     fn content(&mut self, region: usize, page: usize) -> Content {
-        if self.random.percent(self.options.share) {
+        if self.percent(self.options.share) {
             Content::common((region * MOST + page) as u64)
         } else {
             self.fresh += 1;
@@ -187,10 +197,10 @@ impl Shuffler {
 
     /// Some pages of some region: which, from where, how many.
     fn some(&mut self, most: usize) -> (usize, usize, usize) {
-        let region = self.random.index(self.regions.len());
+        let region = self.index(self.regions.len());
         let all = self.regions[region].pages.len();
-        let pages = 1 + self.random.index(most.min(all));
-        (region, self.random.index(all - pages + 1), pages)
+        let pages = 1 + self.index(most.min(all));
+        (region, self.index(all - pages + 1), pages)
     }
 
     fn check(&mut self, most: usize) -> Result<(), Damage> {
@@ -215,7 +225,7 @@ impl Shuffler {
 
     fn step(&mut self) -> Result<(), Damage> {
         let sum = self.options.ops.iter().map(|&(_, weight)| weight).sum();
-        let mut at = self.random.index(sum);
+        let mut at = self.index(sum);
         let op = self.options.ops.iter().find(|&&(_, weight)| {
             let found = at < weight;
             at = at.saturating_sub(weight);
@@ -236,7 +246,7 @@ impl Shuffler {
             Op::Protect => self.protect()?,
             Op::Remap => self.remap()?,
             Op::Renew => {
-                let region = self.random.index(self.regions.len());
+                let region = self.index(self.regions.len());
                 let new = self.map();
                 let old = std::mem::replace(&mut self.regions[region], new);
                 old.check_all()?;
@@ -271,8 +281,8 @@ impl Shuffler {
             }
             Op::Rewrite => {
                 // The same few again and again: so what it takes is bounded.
-                let region = self.random.index(self.regions.len());
-                let page = self.random.index(self.regions[region].pages.len().min(1_024));
+                let region = self.index(self.regions.len());
+                let page = self.index(self.regions[region].pages.len().min(1_024));
                 self.regions[region].rewrite(page)?;
             }
             Op::Burst => burst(self.options.burst),
@@ -282,7 +292,7 @@ impl Shuffler {
 
     /// Must read zeros now. Then some of it gets contents again.
     fn check_zero(&mut self, region: usize, first: usize, pages: usize) -> Result<(), Damage> {
-        let read = self.random.index(pages + 1);
+        let read = self.index(pages + 1);
         (first..first + read).try_for_each(|page| self.regions[region].check(page))?;
         self.fill(region, first, pages - pages / 8)
     }
@@ -290,11 +300,11 @@ impl Shuffler {
     fn protect(&mut self) -> Result<(), Damage> {
         match self.regions.iter().position(Region::is_protected) {
             None => {
-                let region = self.random.index(self.regions.len());
+                let region = self.index(self.regions.len());
                 self.regions[region].protect();
             }
-            Some(region) if self.random.percent(50) => {
-                let page = self.random.index(self.regions[region].pages.len());
+            Some(region) if self.percent(50) => {
+                let page = self.index(self.regions[region].pages.len());
                 self.counts.faults += 1;
                 self.fill(region, page, 1)?;
             }
@@ -304,15 +314,15 @@ impl Shuffler {
     }
 
     fn remap(&mut self) -> Result<(), Damage> {
-        let region = self.random.index(self.regions.len());
+        let region = self.index(self.regions.len());
         let random = self.random.next();
         let pages = self.regions[region].pages.len();
         let usual = (self.options.mib * 256 / self.options.regions).clamp(64, MOST);
         // Moving several mappings at once is new (Linux 6.17), and there a signal may leave half of them moved.
-        let done = if self.random.percent(50) && !self.regions[region].split {
+        let done = if self.percent(50) && !self.regions[region].split {
             self.regions[region].relocate(&mut self.arena, random)
         } else if pages < usual + usual / 4 && pages + 64 <= MOST {
-            let more = 1 + self.random.index(64);
+            let more = 1 + self.index(64);
             let done = self.regions[region].resize(pages + more);
             if done.is_ok() {
                 self.fill(region, pages, more)?;

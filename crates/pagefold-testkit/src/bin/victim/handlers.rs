@@ -4,10 +4,9 @@ use crate::checks::unsigned;
 use crate::hold::{after_syscall, spin_held};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
 
-/// The signals of the storm, as `tests/torture/storm.rs` has them: without flags, with SA_RESTART, with SA_ONSTACK.
-pub const PLAIN: i32 = 35;
-pub const RESTARTING: i32 = 36;
-pub const ON_STACK: i32 = 37;
+pub use pagefold_testkit::injection::{ON_STACK, PLAIN, RESTARTING};
+
+/// The counted signals, as a mask.
 pub const STORM: u64 = 1 << (PLAIN - 1) | 1 << (RESTARTING - 1) | 1 << (ON_STACK - 1);
 
 const STACK_BYTES: usize = 256 << 10;

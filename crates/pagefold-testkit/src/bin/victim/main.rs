@@ -14,6 +14,8 @@ mod checks;
 mod handlers;
 mod hold;
 mod kinds;
+mod lease;
+mod registers;
 mod rounds;
 mod rseq;
 mod seccomp;
@@ -31,7 +33,9 @@ fn main() {
             seccomp::filter(libc::SECCOMP_RET_ALLOW);
             pagefold_linux::inject::serve()
         }
+        "lease" => return lease::main(std::path::Path::new(&std::env::args().nth(2).expect("a directory"))),
         "torture" => torture::main(),
+        "registers" => return registers::main(&std::env::args().nth(2).expect("a kind")),
         _ => {}
     }
     let memory = Memory::new();

@@ -1,15 +1,10 @@
-//! A program for `tests/tracer_death.rs`: again and again it loads all its registers with known values, blocks (or
-//! computes), and checks afterwards that each of them, its signals and its memory are what they were.
+//! Mode `registers KIND`: again and again the victim loads all its registers with known values, blocks or computes, and
+//! checks afterwards that each of them, its signals and its memory are what they were.
 //!
-//! `home_victim KIND` prints `ready ADDRESS LENGTH` of the memory to be marked, and for each round, begun by the byte `b`,
-//! `round`, and after any other byte, which ends it, `ok` or `bad: WHAT`. `home_victim worker` is the process that injects.
-#![allow(
-    missing_docs,
-    clippy::similar_names,
-    clippy::undocumented_unsafe_blocks,
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss
-)]
+//! After `ready ADDRESS LENGTH` each round begins with the byte `b` on standard input, upon which the victim prints
+//! `round`. Any other byte ends it; the victim then prints `stack clean` or `stack written`, for the memory below its
+//! red zone, and `ok` or `bad: REASON`.
+#![allow(clippy::similar_names, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 
 use std::arch::global_asm;
 use std::io::Write;
@@ -39,24 +34,24 @@ struct Block {
 
 /// Ends the computing.
 #[unsafe(no_mangle)]
-static HOME_VICTIM_STOP: AtomicU32 = AtomicU32::new(0);
+static VICTIM_STOP: AtomicU32 = AtomicU32::new(0);
 /// Where the probe goes when all registers are loaded.
 #[unsafe(no_mangle)]
-static HOME_VICTIM_WAY: AtomicU64 = AtomicU64::new(0);
+static VICTIM_WAY: AtomicU64 = AtomicU64::new(0);
 
 unsafe extern "C" {
-    fn home_victim_probe(block: *mut Block);
+    fn victim_probe(block: *mut Block);
     // A program's code names the call; after a stop the kernel has forgotten which one of these it was.
-    fn home_victim_nanosleep();
-    fn home_victim_futex();
-    fn home_victim_poll();
-    fn home_victim_call();
-    fn home_victim_busy();
+    fn victim_nanosleep();
+    fn victim_futex();
+    fn victim_poll();
+    fn victim_call();
+    fn victim_busy();
 }
 
 global_asm!(
     "
-home_victim_probe:
+victim_probe:
     push rbx
     push rbp
     push r12
@@ -92,26 +87,26 @@ home_victim_probe:
     mov r11, [rbx + 112]
     mov rax, [rbx]
     mov rbx, [rbx + 56]
-    jmp qword ptr [rip + HOME_VICTIM_WAY]
-home_victim_nanosleep:
+    jmp qword ptr [rip + VICTIM_WAY]
+victim_nanosleep:
     mov eax, 35
     syscall
     jmp 3f
-home_victim_futex:
+victim_futex:
     mov eax, 202
     syscall
     jmp 3f
-home_victim_poll:
+victim_poll:
     mov eax, 7
     syscall
     jmp 3f
-home_victim_call:
+victim_call:
     syscall
     jmp 3f
-home_victim_busy:
+victim_busy:
     pause
-    cmp dword ptr [rip + HOME_VICTIM_STOP], 0
-    je home_victim_busy
+    cmp dword ptr [rip + VICTIM_STOP], 0
+    je victim_busy
 3:  xchg rdi, [rsp]
     mov [rdi + 120], rax
     mov rax, [rsp]
@@ -296,7 +291,7 @@ impl Stage {
             "poll" | "epoll" => drop(unsafe { libc::read(self.pipe[0], events.as_mut_ptr().cast(), 1) }),
             _ => {}
         }
-        HOME_VICTIM_STOP.store(0, Ordering::Relaxed);
+        VICTIM_STOP.store(0, Ordering::Relaxed);
         FUTEX.store(0, Ordering::Relaxed);
     }
 
@@ -312,7 +307,7 @@ impl Stage {
         self.block.before = before;
         let (kernel, handled) = (kernel_side(), HANDLED.load(Ordering::Relaxed));
         say("round");
-        unsafe { home_victim_probe(&raw mut self.block) };
+        unsafe { victim_probe(&raw mut self.block) };
         let computes = self.kind.starts_with("busy");
         self.ended();
         let after = self.block.after;
@@ -362,7 +357,7 @@ fn end_rounds(pipe: i32, signalled: Option<i32>, begin: &Sender<()>) {
             begin.send(()).unwrap();
             continue;
         }
-        HOME_VICTIM_STOP.store(1, Ordering::Relaxed);
+        VICTIM_STOP.store(1, Ordering::Relaxed);
         FUTEX.store(1, Ordering::Relaxed);
         unsafe {
             libc::syscall(libc::SYS_futex, FUTEX.as_ptr(), 1, i32::MAX, 0, 0, 0);
@@ -375,11 +370,8 @@ fn end_rounds(pipe: i32, signalled: Option<i32>, begin: &Sender<()>) {
     std::process::exit(0);
 }
 
-fn main() {
-    let kind = std::env::args().nth(1).unwrap_or_default();
-    if kind == "worker" {
-        pagefold_linux::inject::serve();
-    }
+pub fn main(kind: &str) {
+    let kind = kind.to_owned();
     let vectors = Vectors::new();
     let bytes: usize = if kind == "large" { 4 << 20 } else { 256 << 10 };
     let memory = unsafe { std::slice::from_raw_parts_mut(anonymous(bytes), bytes) };
@@ -403,13 +395,13 @@ fn main() {
         features: vectors.features,
     };
     let way: unsafe extern "C" fn() = match kind.as_str() {
-        "nanosleep" => home_victim_nanosleep,
-        "futex" | "futex-timeout" => home_victim_futex,
-        "poll" => home_victim_poll,
-        "busy" | "busy-notrap" => home_victim_busy,
-        _ => home_victim_call,
+        "nanosleep" => victim_nanosleep,
+        "futex" | "futex-timeout" => victim_futex,
+        "poll" => victim_poll,
+        "busy" | "busy-notrap" => victim_busy,
+        _ => victim_call,
     };
-    HOME_VICTIM_WAY.store(way as *const () as u64, Ordering::Relaxed);
+    VICTIM_WAY.store(way as *const () as u64, Ordering::Relaxed);
     let stage = Stage { kind: kind.clone(), vectors, block, memory, pipe, epoll };
     let (begin, begun) = channel();
     match kind.as_str() {

@@ -6,13 +6,12 @@ use crate::handlers::{self, ON_STACK, PLAIN, RUNS};
 use crate::hold::spin_held;
 use crate::torture::{self, RAISED, ROUNDS, is_told, rounds, until_told};
 use crate::{kinds, rseq, seccomp};
+use pagefold_testkit::injection::CONTENT;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// So many victims share the processors that none may work all the time.
 const REST_US: u32 = 3000;
-/// How a victim that was to live for a while ends.
-const FAREWELL: i32 = 7;
 
 /// Large writes that were cut short.
 pub static SHORT: AtomicU64 = AtomicU64::new(0);
@@ -36,7 +35,7 @@ pub fn of(mode: &str, traits: &[String], memory: Memory) -> Result<Option<Result
         "forks" => forks(memory),
         "vfork" => vforks(memory),
         "execs" => execs(traits, memory),
-        "mayfly" => mayfly(traits, memory),
+        "short-lived" => short_lived(traits, memory),
         "big-write" => big_writes(memory),
         "waitall" => waitall(memory),
         "sqpoll-write" => {
@@ -240,12 +239,12 @@ fn forks(memory: Memory) -> Result<(), String> {
         let child = forked(|| {
             // Not the base of gs, which is inherited too, but the mask and the handlers, at any moment.
             let intact = memory.check().is_ok() && crate::checks::signals_back(&before).is_ok();
-            unsafe { libc::_exit(if intact && spin_held(1000).is_ok() { FAREWELL } else { 1 }) };
+            unsafe { libc::_exit(if intact && spin_held(1000).is_ok() { CONTENT } else { 1 }) };
         });
         let mut status = 0;
         while unsafe { libc::waitpid(child, &raw mut status, 0) } != child {}
         nap(REST_US * 2);
-        if status == FAREWELL << 8 { Ok(()) } else { Err(format!("a child ended with status {status:x}")) }
+        if status == CONTENT << 8 { Ok(()) } else { Err(format!("a child ended with status {status:x}")) }
     })
 }
 
@@ -290,7 +289,7 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
 }
 
 /// Lives for a while.
-fn mayfly(traits: &[String], memory: Memory) -> Result<(), String> {
+fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
     let ms = traits.first().and_then(|ms| ms.parse().ok()).unwrap_or(0);
     let before = signals();
     torture::say(format_args!(
@@ -304,7 +303,7 @@ fn mayfly(traits: &[String], memory: Memory) -> Result<(), String> {
         call(libc::SYS_nanosleep, [timespec(1), 0, 0, 0, 0, 0])?;
     }
     let intact = memory.check().and_then(|()| crate::checks::signals_back(&before)).is_ok();
-    unsafe { libc::_exit(if intact { FAREWELL } else { 1 }) }
+    unsafe { libc::_exit(if intact { CONTENT } else { 1 }) }
 }
 
 /// Writes that fill a pipe, each part of a stream in which no byte may be missing or come twice. A stop cuts such a

@@ -1,0 +1,22 @@
+//! Mode `lease DIR`: takes KSM over as pagefold does, with its lock and its state file in DIR, and prints `taken`. For
+//! tests that kill it.
+
+use pagefold_core::host::ScanOrder;
+use pagefold_linux::ksm::controller::Driver;
+use pagefold_linux::ksm::ksmd::Ksmd;
+use pagefold_linux::ksm::lease::{Places, Tenure, Wishes};
+use pagefold_linux::ksm::{KSM_ROOT, Ksm};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub fn main(dir: &Path) {
+    let places = Places { lock: dir.join("lock"), state: dir.join("state.json"), ..Places::default() };
+    let ksm = Arc::new(Ksm::open(Path::new(KSM_ROOT)).expect("KSM"));
+    let tenure = Tenure::take(ksm, &places, &Wishes::default()).expect("a lease");
+    let driver = Driver::start(&tenure, Ksmd::find().expect("ksmd")).expect("a controller");
+    driver.order(ScanOrder::Pace { pages_to_scan: 10, sleep_ms: 30, thorough: false });
+    assert!(driver.wait_idle(Duration::from_secs(60)));
+    println!("taken");
+    let _ = std::io::stdin().lines().count();
+}
