@@ -1,26 +1,26 @@
-//! What the algorithms are measured by, counted alike for all of them.
+//! Comparisons: the measure for all merging algorithms.
 
-/// Comparisons made in looking for equal pages.
+/// Comparisons made while searching for duplicates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SearchCounts {
-    /// Pages for which a partner was looked for.
+    /// Pages for which a duplicate was searched.
     pub searches: u64,
-    /// Those that found one.
+    /// Searches that found one.
     pub found: u64,
-    /// Pages compared with pages of stable trees.
+    /// Page comparisons in stable trees.
     pub stable: u64,
-    /// Pages compared with pages of unstable trees.
+    /// Page comparisons in unstable trees.
     pub unstable: u64,
-    /// Comparisons of pages in searches that found no partner (CMD, equation 1).
+    /// Page comparisons in searches that found no duplicate (CMD, equation 1).
     pub futile: u64,
-    /// Comparisons of hashes, in trees that are ordered by them.
+    /// Hash comparisons, in trees ordered by hash.
     pub hashes: u64,
-    /// Steps down one tree, at most.
+    /// The longest path down one tree, in steps.
     pub deepest: u64,
 }
 
 impl SearchCounts {
-    /// Pages compared with pages.
+    /// Page comparisons in all trees.
     pub const fn comparisons(&self) -> u64 {
         self.stable + self.unstable
     }
@@ -30,12 +30,12 @@ impl SearchCounts {
         self.futile as f64 / self.comparisons().max(1) as f64
     }
 
-    /// Comparisons of pages in one search, on average: the depth of the trees, stable and unstable together.
+    /// Mean page comparisons per search: the depth of the stable and unstable tree together.
     pub fn depth(&self) -> f64 {
         self.comparisons() as f64 / self.searches.max(1) as f64
     }
 
-    /// Accounts for a search, made so many times over.
+    /// Accounts for a search that was made `times` times.
     pub(crate) fn search(&mut self, times: u64, stable: u64, unstable: u64, found: bool) {
         self.searches += times;
         self.found += if found { times } else { 0 };

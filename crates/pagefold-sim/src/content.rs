@@ -1,15 +1,15 @@
-//! Contents of pages: numbers that stand for the bytes of a page, and what is derived from them.
+//! Page contents: numbers that stand for the bytes of a page, and what is derived from them.
 
 use pagefold_core::hash::Digest;
 use pagefold_core::random::{INCREMENT, Random, finalize};
 
-/// The content id at place `index` of the numbered series of contents `series`; never the zero page's.
+/// The content at `index` of the numbered series of contents `series`. Never 0, the page of zeros.
 pub const fn content_of_series(series: u64, index: u64) -> u64 {
     let id = finalize(finalize(series ^ 0x5e41_e5c0_17e4_7001).wrapping_add(index.wrapping_mul(INCREMENT)));
     if id == 0 { INCREMENT } else { id }
 }
 
-/// The digest of a page that holds content `id`, as a run with `seed` would compute it.
+/// The digest of a page with content `id`, under `seed`.
 pub fn digest(id: u64, seed: u64) -> Digest {
     if id == 0 {
         return Digest::ZERO;
@@ -17,14 +17,13 @@ pub fn digest(id: u64, seed: u64) -> Digest {
     Digest(finalize(finalize(id).wrapping_add(finalize(seed ^ INCREMENT))).max(1))
 }
 
-/// What ksmd remembers of a page's content between visits: 32 bits, as in the kernel. Never 0, which
-/// stands for "not seen yet".
+/// ksmd's checksum of a page: 32 bits, as in the kernel. Never 0, which means that the page has not been visited.
 #[allow(clippy::cast_possible_truncation)] // the low half is what is wanted
 pub const fn checksum(id: u64) -> u32 {
     finalize(id ^ INCREMENT) as u32 | 1
 }
 
-/// Contents nobody else has: a bijection of a counter, so no two are equal.
+/// Contents that no other page has: a bijection of a counter, so no two are equal.
 #[derive(Debug)]
 pub(crate) struct UniqueContents(Random);
 

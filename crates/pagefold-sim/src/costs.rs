@@ -1,77 +1,77 @@
-//! What things cost, in nanoseconds of CPU time, as measured on a Linux 6.18 machine (2 virtual cores)
-//! unless a field says that it is an assumption.
+//! The cost of each step, in nanoseconds of CPU time, as measured on a Linux 6.18 machine (2 virtual cores) unless a
+//! field says that it is an assumption.
 
-/// The prices of pagefold's and ksmd's work.
+/// The cost of pagefold's and ksmd's work.
 ///
-/// The prices of ksmd's tree levels and merges are fitted: together with the others they give back the
-/// totals that were measured for whole bursts (see `tests/calibration.rs`).
+/// The costs of ksmd's tree levels and merges are fitted: together with the others they reproduce the totals measured
+/// for whole bursts (see `tests/calibration.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
-    /// Starting on a run of neighbouring pages. With [`Self::read_page_ns`]: 1000 ns for a single page,
-    /// 560 a page in runs of eight.
+    /// Starting a run of adjacent pages. With [`Self::read_page_ns`]: 1000 ns for a single page, 560 per page in runs
+    /// of eight.
     pub read_run_ns: u64,
     /// Each page of a run: copying (350 to 430 measured) and hashing it.
     pub read_page_ns: u64,
-    /// Looking up how a page is held, in pagemap, in batches.
+    /// Reading a page's pagemap entry, in batches.
     pub pagemap_ns: u64,
-    /// Looking up whether a page's frame is merged, or active, in kpageflags, in batches.
+    /// Reading a frame's kpageflags (merged, active), in batches.
     pub kpageflags_ns: u64,
     /// Moving one merged frame to another node, in batches (3,000 to 5,000 measured).
     pub move_frame_ns: u64,
-    /// What is free on a node; where a process runs, its nice value and what it may use: two or three small files (4 to
-    /// 6 us each measured).
+    /// Reading the free memory of a node, or a process's node, nice value and allowed nodes: two or three small files
+    /// (4 to 6 us each measured).
     pub process_numa_ns: u64,
-    /// Observing one process, whatever its size: opening its files, its `ksm_stat` (5 us measured). Assumed.
+    /// Observing one process of any size: opening its files, reading `ksm_stat` (5 us measured). Assumed.
     pub observe_owner_ns: u64,
-    /// Observing one region: its line of maps (1.1 us measured for producing and reading it).
+    /// Observing one region: its line of `maps` (1.1 us measured to produce and read it).
     pub observe_region_ns: u64,
-    /// Counting what is resident, per page of address range (`PAGEMAP_SCAN`: 12 to 41 measured).
+    /// Counting resident pages, per page of address range (`PAGEMAP_SCAN`: 12 to 41 measured).
     pub count_page_ns: u64,
-    /// Stopping a process and letting it go on, without the calls made in between.
+    /// Stopping and resuming a process, without the calls made in between.
     pub stop_ns: u64,
     /// One `madvise` injected into a stopped process (37 us in a batch of thirty).
     pub inject_ns: u64,
-    /// Giving a merged page its own copy again when its span is unmarked: a fault and a copy. Assumed.
+    /// Giving a merged page its own copy when its span is unmarked: a fault and a copy. Assumed.
     pub unmerge_page_ns: u64,
 
     /// Waking ksmd for a batch: two context switches. Assumed.
     pub wake_ns: u64,
-    /// ksmd passes an entry with nothing to merge: absent, or the zero page.
+    /// ksmd passing an entry with nothing to merge: absent, or the zero page.
     pub pass_empty_ns: u64,
-    /// ksmd visits a page that is merged already.
+    /// ksmd visiting a page that is merged already.
     pub visit_merged_ns: u64,
-    /// ksmd skips a page by `smart_scan`: finds it and its record, no more. Assumed.
+    /// ksmd skipping a page by `smart_scan`: only finds it and its record. Assumed.
     pub visit_skipped_ns: u64,
-    /// ksmd looks at a page and computes its checksum.
+    /// ksmd mapping a page and computing its checksum.
     pub checksum_ns: u64,
     /// One level of the stable tree.
     pub stable_level_ns: u64,
-    /// One level of the unstable tree: the owner's lock and a page-table walk come on top of the comparison.
+    /// One level of the unstable tree: the comparison, plus the owner's lock and a page-table walk.
     pub unstable_level_ns: u64,
-    /// One full duplicate walked in a chain.
+    /// Walking past one full duplicate in a chain.
     pub chain_dup_ns: u64,
-    /// Merging one page with a merged one.
+    /// Merging a page with a merged one.
     pub merge_stable_ns: u64,
-    /// Merging two pages and putting them into the stable tree.
+    /// Merging two pages and inserting them into the stable tree.
     pub merge_pair_ns: u64,
-    /// Mapping the zero page in place of a page of zeros. Assumed to be as dear as a stable merge.
+    /// Mapping the zero page instead of a page of zeros. Assumed to cost as much as a stable merge.
     pub merge_zero_ns: u64,
-    /// Freeing the record of a page that is no longer there. Assumed.
+    /// Freeing the record of a page that is gone. Assumed.
     pub reap_item_ns: u64,
-    /// Turning to the next process. Assumed.
+    /// Switching to the next process. Assumed.
     pub visit_owner_ns: u64,
 
-    /// UKSM's scanner walks to a page and looks at it, without hashing it: what ksmd takes, less a checksum (1200 less 605,
+    /// UKSM's scanner walking to a page without hashing it: the cost of ksmd minus the checksum (1200 minus 605,
     /// XXH64 measured).
     pub sample_ns: u64,
-    /// The paper's hash over all 1024 words of a page, besides fetching them. With [`Self::hash_lines_ns`] it gives back
-    /// what was measured (340 ns for 21 words with all that belongs to a scan, 1388 for 360, 2400 for all).
+    /// UKSM's hash over all 1024 words of a page, without fetching them. With [`Self::hash_lines_ns`] it reproduces
+    /// the measurements (340 ns for 21 words with everything that belongs to a scan, 1388 for 360, 2400 for all).
     pub hash_words_ns: u64,
     /// Fetching all of a page's 64 cache lines in random order.
     pub hash_lines_ns: u64,
-    /// One level of a tree ordered by hash: no page is looked at. Assumed.
+    /// One level of a tree ordered by hash: no page is read. Assumed.
     pub hash_level_ns: u64,
-    /// Comparing two pages that turn out to differ. Assumed.
+    /// Comparing two pages that differ. Assumed.
     pub compare_page_ns: u64,
 }
 
@@ -113,7 +113,7 @@ impl Default for Costs {
 }
 
 impl Costs {
-    /// On a machine so many times slower, in per cent: 100 is the same, 200 half as fast.
+    /// The costs on a slower machine: at 100 per cent the same, at 200 per cent twice as high.
     #[must_use]
     pub fn slower(self, percent: u64) -> Self {
         let slow = |ns: u64| ns * percent / 100;

@@ -1,7 +1,7 @@
-//! The simulated host: [`Host`] over simulated memory and ksmd, in virtual time.
+//! The simulated machine: memory, a merging daemon and processes, in virtual time.
 //!
-//! Time passes in [`Host::wait`], and while pagefold itself works: observing, reading and marking take as
-//! long as they cost. ksmd and the processes go on meanwhile.
+//! Time passes in [`wait`](pagefold_core::host::Host::wait), and while pagefold works: observing, reading and marking
+//! take as long as they cost. ksmd and the processes continue meanwhile.
 
 mod events;
 mod inspect;
@@ -39,7 +39,7 @@ pub struct SimHost {
     granularity: Granularity,
     pub(crate) memory: Memory,
     ksmd: Ksmd,
-    /// UKSM's scanner, where it stands in the place of ksmd.
+    /// UKSM's scanner, if it runs instead of ksmd.
     uksmd: Option<Uksmd>,
     pub(crate) scripts: Vec<ScriptRun>,
     unique: UniqueContents,
@@ -47,10 +47,10 @@ pub struct SimHost {
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     scheduled: u64,
     processes: Vec<Process>,
-    /// Mappings as they are to be populated, and where.
+    /// Mappings to be populated, and their first pages.
     mappings: Vec<(Mapping, Vpn)>,
     writers: Vec<Option<Writer>>,
-    /// When a region's resident pages were counted, and how many there were.
+    /// For each region: when its resident pages were counted, and the count.
     residents: FxHashMap<u32, (u64, Pages)>,
     pagefold_ns: u64,
     ours: bool,
@@ -60,7 +60,7 @@ pub struct SimHost {
 }
 
 impl SimHost {
-    /// An empty machine at time 0, ksmd at rest.
+    /// An empty machine at time 0, with ksmd idle.
     pub fn new(seed: u64, costs: Costs, knobs: Knobs) -> Self {
         let keeps_writes = matches!(knobs.forest, Forest::Classes(Classes::PageCount | Classes::SubPages));
         Self {
@@ -89,18 +89,21 @@ impl SimHost {
         }
     }
 
-    /// With UKSM in the kernel in the place of ksmd, which takes no orders and heeds no marks.
+    /// Runs UKSM's scanner instead of ksmd. It ignores scan orders and marks.
     #[must_use]
     pub fn with_uksm(mut self, settings: UksmSettings) -> Self {
         self.uksmd = Some(Uksmd::new(self.costs, settings).with_granularity(self.granularity));
         self
     }
 
-    /// Adds a process. It starts at its time, or now if that has passed.
+    /// Adds a process. It starts at its start time, or now if that has passed.
+    ///
+    /// # Panics
+    /// If the process names a memory node that does not exist.
     pub fn add(&mut self, process: Process) -> OwnerKey {
-        let owner = self.memory.add_owner(process.untouchable, process.domain, process.place);
+        let owner = self.memory.add_owner(process.untouchable, process.domain, process.numa);
         let named = process.mappings.iter().filter_map(|mapping| mapping.node);
-        for node in named.chain([process.place.home]) {
+        for node in named.chain([process.numa.home]) {
             assert!(self.memory.nodes.has(node), "there is no node {}", node.0);
         }
         let start_ns = process.start_ns;
@@ -135,7 +138,7 @@ impl SimHost {
         self.ksmd.owner_exited(&mut self.memory, owner.0);
     }
 
-    /// Writes a content (0: zeros) to a page now; false when there is no such page.
+    /// Writes a content (0: zeros) to a page now. Returns false if there is no such page.
     pub fn write(&mut self, region: RegionKey, page: Vpn, content: u64) -> bool {
         let offset = self.memory.region(region.0).and_then(|region| region.offset(page));
         if let Some(offset) = offset {
@@ -144,13 +147,13 @@ impl SimHost {
         offset.is_some()
     }
 
-    /// Takes KSM away (somebody else drives it) or gives it back. While away, ksmd stands as it stood
-    /// and orders are ignored and counted.
+    /// Sets whether pagefold controls KSM. While it does not, ksmd's settings stay as they are, and scan orders are
+    /// ignored and counted.
     pub fn set_ours(&mut self, ours: bool) {
         self.ours = ours;
     }
 
-    /// How scarce memory is from now on. It is not reckoned from what the processes hold.
+    /// Sets the memory pressure that pagefold observes. It does not follow from what the processes use.
     pub fn set_memory(&mut self, memory: MemoryView) {
         self.free = memory;
     }

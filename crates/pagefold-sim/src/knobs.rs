@@ -1,35 +1,35 @@
-//! The settings of the simulated machine: KSM's own, and how forthcoming its processes are.
+//! The settings of the simulated machine, KSM's among them.
 
 use pagefold_core::units::Permyriad;
 
-/// How ksmd's trees are divided: into which a page goes. Pages in different trees never meet.
+/// How ksmd's trees are divided. Pages in different trees are never compared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Forest {
-    /// A stable and an unstable tree; with `merge_across_nodes` off, of each memory node.
+    /// One stable and one unstable tree, or one pair per memory node if `merge_across_nodes` is off.
     #[default]
     Kernel,
     /// By the page's checksum modulo the number of trees (nuKSM, section 4.3).
     Checksum {
-        /// How many.
+        /// The number of trees.
         trees: u16,
     },
     /// By class (CMD, section 3).
     Classes(Classes),
 }
 
-/// What classes are made by (CMD, section 3.3; the settings are those of section 4).
+/// What a page's class depends on (CMD, section 3.3, with the settings of section 4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Classes {
-    /// Eight equal ranges of addresses.
+    /// One of eight equal ranges of physical addresses.
     Address,
-    /// Writes to the page, in sixteen steps.
+    /// The number of writes to the page, in sixteen steps.
     PageCount,
-    /// Which of its four quarters were written.
+    /// Which of the page's four quarters were written.
     SubPages,
 }
 
 impl Forest {
-    /// How many trees of each kind there are at least.
+    /// The smallest number of tree pairs.
     pub(crate) fn trees(self) -> usize {
         match self {
             Self::Kernel => 1,
@@ -40,7 +40,7 @@ impl Forest {
     }
 }
 
-/// How the machine is set up.
+/// The settings of a simulated machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "switches that have nothing to do with each other")]
 pub struct Knobs {
@@ -54,27 +54,28 @@ pub struct Knobs {
     pub merge_across_nodes: bool,
     /// How ksmd's trees are divided.
     pub forest: Forest,
-    /// All that is mapped is marked at once, as by `prctl(PR_SET_MEMORY_MERGE)`.
+    /// Marks every new mapping at once, as `prctl(PR_SET_MEMORY_MERGE)` does.
     pub merge_any: bool,
-    /// The share of processes that cannot be stopped at the moment, each time anew.
+    /// The probability that a process cannot be stopped, drawn for every attempt.
     pub busy: Permyriad,
-    /// How long a count of resident pages is kept.
+    /// How long a count of resident pages remains valid.
     pub resident_age_ns: u64,
-    /// Pages that one simulated page stands for: neighbours with the same fate. A power of two. What is given to the
-    /// simulator (mappings, nodes, scripts) and what pagefold sees is in simulated pages; what is done to all of a granularity
-    /// costs as many times, and what is counted is counted in pages. Only rates of scanning are given in pages.
+    /// The number of real pages that one simulated page stands for. A power of two.
+    ///
+    /// Everything given to the simulator (mappings, nodes, scripts) and everything pagefold sees is in simulated
+    /// pages; costs and counters are in real pages, as are scan rates.
     pub granularity: u32,
 }
 
 impl Knobs {
-    /// As pagefold sets them on a live machine.
+    /// The settings that pagefold makes on a live machine.
     pub fn driven() -> Self {
         Self { use_zero_pages: true, max_page_sharing: 4_096, ..Self::default() }
     }
 }
 
 impl Default for Knobs {
-    /// The kernel's defaults; nobody ever busy.
+    /// The kernel's defaults. No process is ever busy.
     fn default() -> Self {
         Self {
             use_zero_pages: false,

@@ -1,5 +1,5 @@
-//! ksmd: when it scans, in which order, and what one visit to a page does. By the rules of Linux's
-//! `mm/ksm.c` (6.12), in virtual time.
+//! ksmd: when it scans, in which order, and what it does at each page, by the rules of Linux's `mm/ksm.c` (6.12), in
+//! virtual time.
 
 mod rbtree;
 mod trees;
@@ -18,22 +18,22 @@ const NS_PER_MS: u64 = 1_000_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Stopped, or nothing is registered: waits for the one or the other.
+    /// Stopped, or no process is registered.
     Idle,
-    /// Between batches, for ever after a kick.
+    /// Between two batches. `None`: forever, after a kick.
     Asleep { until_ns: Option<u64> },
-    /// In a batch that ends after so many pages more, or at the end of the scan.
+    /// In a batch that ends after `left` more pages, or at the end of the scan.
     Scanning { left: u64 },
 }
 
-/// Where the scan stands.
+/// The position of the scan.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cursor {
     /// False between two full scans.
     in_scan: bool,
-    /// Place in the list of owners.
-    place: usize,
-    /// The next page of that owner.
+    /// Index into the list of owners.
+    owner_index: usize,
+    /// The next page of that owner's address space.
     page: u64,
 }
 
@@ -48,26 +48,26 @@ pub(crate) struct Ksmd {
     cursor: Cursor,
     run: bool,
     pages_to_scan: u64,
-    /// Pages by which the last batch went too far: it ends with a whole granularity.
+    /// Pages by which the last batch exceeded its size, because simulated pages are visited whole.
     over: u64,
     sleep_ns: Option<u64>,
     state: State,
-    /// ksmd's own time while it scans.
+    /// ksmd's own time during a scan.
     clock_ns: u64,
     pub(crate) cpu_ns: u64,
     pub(crate) scanned: u64,
     pub(crate) full_scans: u64,
-    /// Records that exist, stale ones included.
+    /// Existing records, including stale ones.
     pub(crate) items: u64,
     /// `pages_unshared`.
     pub(crate) unshared: u64,
-    /// Pages that were not compared again because they had not been written (CMD, section 3.3).
+    /// Pages that were not compared again because they had not been written since (CMD, section 3.3).
     pub(crate) spared: u64,
     pub(crate) counts: SearchCounts,
     pub(crate) lost_kicks: u64,
-    /// The last order waits for the batch under way: to be done, or to be over.
+    /// The last order has not been carried out: a batch is still running.
     pub(crate) busy: bool,
-    /// `smart_scan` is off for the scans ordered.
+    /// Whether `smart_scan` is off for the ordered scans.
     thorough: bool,
 }
 
@@ -103,7 +103,7 @@ impl Ksmd {
         matches!(self.state, State::Scanning { .. })
     }
 
-    /// Owners on the list.
+    /// The owners to be scanned.
     pub(crate) fn registered(&self) -> &[u32] {
         &self.list
     }
@@ -117,7 +117,7 @@ impl Ksmd {
             ScanOrder::Keep => return,
             ScanOrder::Rest => {
                 self.run = false;
-                // A batch goes on to its end; nothing can abort it.
+                // A running batch cannot be aborted.
                 if !self.is_scanning() {
                     self.state = State::Idle;
                 }
@@ -135,9 +135,9 @@ impl Ksmd {
         let kick = matches!(order, ScanOrder::Kick { .. });
         match self.state {
             State::Idle => self.start_batch(now_ns),
-            // Only a CHANGE of the sleep wakes ksmd. Each kick writes a new value.
+            // Only a change of the sleep time wakes ksmd. Each kick writes a new value.
             State::Asleep { .. } if kick || self.sleep_ns != slept_ns => self.start_batch(now_ns),
-            // The new sleep is read only after the batch, so it wakes nobody.
+            // The new sleep time is read only after the batch.
             State::Scanning { .. } if kick => self.lost_kicks += 1,
             State::Asleep { .. } | State::Scanning { .. } => {}
         }
@@ -152,7 +152,7 @@ impl Ksmd {
         }
         self.state = State::Scanning { left: self.pages_to_scan.saturating_sub(self.over) };
         self.over = self.over.saturating_sub(self.pages_to_scan);
-        // Never free of charge, or batches of no pages without sleep would stop time.
+        // At least 1, or batches of no pages and no sleep would stop time.
         self.spend(self.costs.wake_ns.max(1));
     }
 
@@ -165,42 +165,42 @@ impl Ksmd {
         };
     }
 
-    /// Puts an owner on the list, just behind the cursor: the scan under way does not reach it, the next does.
+    /// Puts an owner on the list, just behind the cursor: the next scan reaches it, the current one does not.
     pub(crate) fn register(&mut self, memory: &mut Memory, owner: u32, now_ns: u64) {
         if std::mem::replace(&mut memory.owners[owner as usize].registered, true) {
             return;
         }
         if self.cursor.in_scan {
-            self.list.insert(self.cursor.place, owner);
-            self.cursor.place += 1;
+            self.list.insert(self.cursor.owner_index, owner);
+            self.cursor.owner_index += 1;
         } else {
             self.list.push(owner);
         }
-        // ksmd with an empty list waits for the first to come, not for its sleep to end.
+        // With an empty list, ksmd waits for the first process, not for the end of its sleep.
         if self.state == State::Idle && self.run {
             self.start_batch(now_ns);
         }
     }
 
-    /// An owner has exited. If ksmd holds records of it, it moves to just after the cursor.
+    /// Handles the exit of an owner. If ksmd has records of it, it moves to just after the cursor.
     pub(crate) fn owner_exited(&mut self, memory: &mut Memory, owner: u32) {
         let Some(place) = self.list.iter().position(|&listed| listed == owner) else { return };
-        if self.cursor.in_scan && place == self.cursor.place {
+        if self.cursor.in_scan && place == self.cursor.owner_index {
             return;
         }
         self.list.remove(place);
-        if self.cursor.in_scan && place < self.cursor.place {
-            self.cursor.place -= 1;
+        if self.cursor.in_scan && place < self.cursor.owner_index {
+            self.cursor.owner_index -= 1;
         }
         if memory.owners[owner as usize].stale_items == 0 {
             memory.owners[owner as usize].registered = false;
         } else {
-            let next = if self.cursor.in_scan { self.cursor.place + 1 } else { 0 };
+            let next = if self.cursor.in_scan { self.cursor.owner_index + 1 } else { 0 };
             self.list.insert(next.min(self.list.len()), owner);
         }
     }
 
-    /// Lets ksmd work until `until_ns`. A visit begun before is finished.
+    /// Runs ksmd until `until_ns`. A visit that has begun is completed.
     pub(crate) fn run_until(&mut self, memory: &mut Memory, until_ns: u64) {
         loop {
             match self.state {
@@ -216,7 +216,7 @@ impl Ksmd {
         self.cpu_ns += ns;
     }
 
-    /// Goes on with a batch up to its end or to `until_ns`.
+    /// Continues a batch up to its end or until `until_ns`.
     fn scan(&mut self, memory: &mut Memory, until_ns: u64, mut left: u64) {
         while self.clock_ns < until_ns {
             if left == 0 {
@@ -243,7 +243,7 @@ impl Ksmd {
         self.state = State::Scanning { left };
     }
 
-    /// The next marked pages, and the cursor on the first of them. `None` at the end of the scan.
+    /// The next marked pages; moves the cursor to the first. `None` at the end of the scan.
     fn next_stretch(&mut self, memory: &mut Memory) -> Option<(u32, Range<u32>)> {
         if self.list.is_empty() {
             self.cursor = Cursor::default();
@@ -253,7 +253,7 @@ impl Ksmd {
             self.cursor = Cursor { in_scan: true, ..Cursor::default() };
             self.trees.begin_scan();
         }
-        while let Some(&owner) = self.list.get(self.cursor.place) {
+        while let Some(&owner) = self.list.get(self.cursor.owner_index) {
             if let Some((key, stretch)) = marked_from(memory, owner, self.cursor.page) {
                 if let Some(region) = memory.region_mut(key) {
                     self.cursor.page = region.first + u64::from(stretch.start);
@@ -270,7 +270,7 @@ impl Ksmd {
         None
     }
 
-    /// Frees the stale records of an owner, and lets go of it if it has exited or has nothing marked.
+    /// Frees an owner's stale records, and takes it off the list if it has exited or has no marked pages.
     fn finish_owner(&mut self, memory: &mut Memory, owner: u32) {
         let record = &mut memory.owners[owner as usize];
         let stale = std::mem::take(&mut record.stale_items);
@@ -284,15 +284,15 @@ impl Ksmd {
         let marked = |&key: &u32| memory.region(key).is_some_and(|region| !region.marks.is_empty());
         self.cursor.page = 0;
         if memory.owners[owner as usize].regions.iter().any(marked) {
-            self.cursor.place += 1;
+            self.cursor.owner_index += 1;
         } else {
             memory.owners[owner as usize].registered = false;
-            self.list.remove(self.cursor.place);
+            self.list.remove(self.cursor.owner_index);
         }
     }
 }
 
-/// The first marked pages of an owner at or after a page of its address space.
+/// The first marked pages of an owner at or after page `at` of its address space.
 fn marked_from(memory: &Memory, owner: u32, at: u64) -> Option<(u32, Range<u32>)> {
     let regions = &memory.owners[owner as usize].regions;
     let reached = regions.partition_point(|&key| memory.region(key).is_none_or(|region| region.end() <= at));

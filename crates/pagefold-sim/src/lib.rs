@@ -1,9 +1,9 @@
 //! A simulated host: memory and KSM by the kernel's rules, in virtual time.
 //!
-//! [`SimHost`] implements [`pagefold_core::host::Host`], so that the loop which drives the live machine
-//! drives this one. It does no I/O, and the same seed and calls give the same results on every machine.
-//! Contents are ids instead of bytes, which is what makes a million pages cheap; what ksmd would do with
-//! them, and what that would cost, follows Linux's `mm/ksm.c` and measurements (see [`Costs`]).
+//! [`SimHost`] implements [`pagefold_core::host::Host`], so the engine that runs on a live machine runs on it
+//! unchanged. It does no I/O, and the same seed and calls give the same results everywhere. Page contents are numbers
+//! instead of bytes, which makes a million pages affordable. What ksmd does, and what that costs, follows Linux's
+//! `mm/ksm.c` and measurements (see [`Costs`]).
 //!
 //! ```
 //! use pagefold_core::host::{Actions, Host, ScanOrder, Span};
@@ -22,8 +22,18 @@
 //! assert_eq!(sim.saved(), Pages(1_000));
 //! ```
 //!
-//! Left out: swap, reclaim, running out of memory, khugepaged, pages that cannot be merged because they are pinned
-//! or locked, and the memory contention between ksmd and the processes it scans.
+//! Not simulated: swap, reclaim, running out of memory, khugepaged, pages that cannot be merged because they are
+//! pinned or locked, and the memory contention between ksmd and the processes it scans.
+//!
+//! | module | what is there |
+//! | --- | --- |
+//! | `host` | the machine: its events, the calls that pagefold makes, and what tests can inspect |
+//! | `memory` | pages, regions, frames, marked ranges and memory nodes |
+//! | `ksmd` | the kernel's scanner, its trees, and what it does at one page |
+//! | `uksmd` | UKSM's scanner |
+//! | `workload` | simulated processes, scripts of recorded or invented steps, ready-made scenarios |
+//! | `knobs`, `costs` | KSM's and the machine's settings, and what each step costs |
+//! | [`partial_hash`] | UKSM's hashes of part of a page |
 #![forbid(unsafe_code)]
 
 mod comparisons;

@@ -1,10 +1,9 @@
-//! The memory of the simulated machine: processes, their regions, and for each page its content id and
-//! how it is held. Knows frames and copy-on-write, and nothing of ksmd's scanning.
+//! The memory of the simulated machine: processes, their regions, and for each page its content and what backs it.
+//! Implements frames and copy-on-write; ksmd's scanning is elsewhere.
 //!
-//! A content id stands for a page's 4096 bytes; id 0 is the page of zeros. A page costs 9 bytes here,
-//! 13 once something in its region is merged or forked, and 16 more once ksmd has seen it. Where there are several
-//! memory nodes it costs one more once it is read, and two where a region's pages are not all on one node. Where classes
-//! are made by writes it costs six more.
+//! A content id stands for a page's 4096 bytes; 0 is the page of zeros. A page takes 9 bytes here, 13 once any page
+//! of its region is merged or forked, and 16 more once ksmd has visited it. With several memory nodes it takes one
+//! more once it is read, and two if the pages of its region are on several nodes. Classes by writes take six more.
 
 mod ground_truth;
 mod marks;
@@ -21,19 +20,19 @@ use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 pub(crate) use region::{Owner, Region};
 
-/// A frame that ksmd made out of several (the kernel's `stable_node` and its page).
+/// A frame that several pages share after a merge (the kernel's `stable_node` and its page).
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct MergedFrame {
     pub(crate) content: u64,
-    /// Pages that map it. At zero the frame is free, whatever ksmd still believes.
+    /// Pages that map it. At zero the frame is free, although ksmd may not have noticed.
     pub(crate) mapped: u32,
-    /// Records that hang on it: what ksmd believes.
+    /// ksmd's records that refer to it.
     pub(crate) items: u32,
-    /// Taken out of the stable tree; remains only until the last record has let go.
+    /// Removed from the stable tree. Kept until no record refers to it.
     pub(crate) pruned: bool,
-    /// The node it is on.
+    /// The memory node it is on.
     pub(crate) node: NodeKey,
-    /// The tree it is in: a node's, where `merge_across_nodes` is off.
+    /// The stable tree it is in: that of a node if `merge_across_nodes` is off.
     pub(crate) tree: u16,
 }
 
@@ -43,7 +42,7 @@ pub(crate) struct Memory {
     regions: Vec<Option<Box<Region>>>,
     pub(crate) frames: Vec<MergedFrame>,
     free_frames: Vec<u32>,
-    /// Users of each fork-shared frame.
+    /// The number of pages that map each fork-shared frame.
     shares: Vec<u32>,
     /// Pages that map merged frames.
     pub(crate) merged_pages: u64,
@@ -53,19 +52,19 @@ pub(crate) struct Memory {
     pub(crate) zero_merged: u64,
     /// Writes to merged pages.
     pub(crate) cow_breaks: u64,
-    /// Writes are kept, for classes.
+    /// Whether writes are recorded, for classes.
     pub(crate) keeps_writes: bool,
     pub(crate) nodes: Nodes,
 }
 
 impl Memory {
-    /// An empty memory, in which writes are kept for classes or not.
+    /// An empty memory. `keeps_writes`: record writes, for classes.
     pub(crate) fn new(keeps_writes: bool) -> Self {
         Self { keeps_writes, ..Self::default() }
     }
 
-    pub(crate) fn add_owner(&mut self, untouchable: bool, domain: DomainKey, place: ProcessNuma) -> OwnerKey {
-        self.owners.push(Owner { untouchable, domain, place, ..Owner::default() });
+    pub(crate) fn add_owner(&mut self, untouchable: bool, domain: DomainKey, numa: ProcessNuma) -> OwnerKey {
+        self.owners.push(Owner { untouchable, domain, numa, ..Owner::default() });
         OwnerKey(u32::try_from(self.owners.len() - 1).expect("fewer than 2^32 processes in a run"))
     }
 
@@ -77,7 +76,7 @@ impl Memory {
         self.regions.get_mut(key as usize)?.as_deref_mut()
     }
 
-    /// Maps a region whose pages hold `content` in the states `hold`.
+    /// Maps a region with the given contents and backing.
     pub(crate) fn map(
         &mut self,
         owner: OwnerKey,
@@ -102,7 +101,7 @@ impl Memory {
             items: Vec::new(),
             marks: Marks::default(),
             huge: Vec::new(),
-            node: self.owners[owner.0 as usize].place.home,
+            node: self.owners[owner.0 as usize].numa.home,
             nodes: Vec::new(),
             active: false,
             reads: Vec::new(),
@@ -112,7 +111,7 @@ impl Memory {
         };
         if huge {
             let extents = region.extent(region.len().max(1) - 1) + 1;
-            // A huge page needs its whole, aligned extent.
+            // A huge page needs a whole, aligned extent.
             let whole =
                 |extent: u64| extent * EXTENT_PAGES >= region.first && (extent + 1) * EXTENT_PAGES <= region.end();
             region.huge = (region.first / EXTENT_PAGES..).take(extents).map(whole).collect();
@@ -134,7 +133,7 @@ impl Memory {
         RegionKey(key)
     }
 
-    /// Drops a region. Its records wait for ksmd.
+    /// Unmaps a region. ksmd's records of it become stale.
     pub(crate) fn unmap(&mut self, key: u32) {
         let pages = self.region(key).map_or(0, Region::len);
         for page in 0..pages {
@@ -146,7 +145,7 @@ impl Memory {
         owner.abandon(&mut region.items);
     }
 
-    /// Lets go of what a page maps: it maps nothing.
+    /// Unmaps a page and frees its frame if no other page maps it.
     fn vacate(&mut self, key: u32, page: u32) {
         let page = page as usize;
         let Some(region) = self.regions[key as usize].as_deref_mut() else { return };
@@ -173,12 +172,12 @@ impl Memory {
         }
     }
 
-    /// The process writes to a page, all of it.
+    /// Writes a whole page.
     pub(crate) fn write(&mut self, key: u32, page: u32, content: u64) {
         self.write_parts(key, page, content, u8::MAX);
     }
 
-    /// The process writes to some quarters of a page: it gets a frame of its own if it has none.
+    /// Writes some quarters of a page. The page gets a frame of its own if it has none.
     pub(crate) fn write_parts(&mut self, key: u32, page: u32, content: u64, parts: u8) {
         let keeps_writes = self.keeps_writes;
         if let Some(region) = self.region_mut(key) {
@@ -191,13 +190,13 @@ impl Memory {
             region.content[page as usize] = content;
             if keeps_writes {
                 region.writes.resize(region.content.len(), PageWrites::default());
-                let touch = &mut region.writes[page as usize];
-                *touch = PageWrites { times: touch.times.saturating_add(1), parts: touch.parts | parts & 0b1111 };
+                let writes = &mut region.writes[page as usize];
+                *writes = PageWrites { times: writes.times.saturating_add(1), parts: writes.parts | parts & 0b1111 };
             }
         }
     }
 
-    /// The page maps nothing any more, or the zero page.
+    /// Unmaps a page, or maps the zero page there.
     pub(crate) fn drop_page(&mut self, key: u32, page: u32, zero: bool) {
         self.vacate(key, page);
         if let Some(region) = self.region_mut(key) {
@@ -208,7 +207,7 @@ impl Memory {
 
     fn make_private(&mut self, key: u32, page: u32) {
         let Some(region) = self.region(key) else { return };
-        // The last user of a frame that was shared by fork goes on with it (`wp_can_reuse_anon_folio`).
+        // The last page that maps a fork-shared frame keeps it (`wp_can_reuse_anon_folio`).
         let keeps = self.state(region, page) == PageState::Private;
         if keeps {
             let share = region.frame_of(page as usize);
@@ -224,9 +223,9 @@ impl Memory {
         }
     }
 
-    /// Gives the merged pages of an unmarked range their own copies again; returns how many it copied.
-    /// The range's records wait for ksmd. (The kernel would reuse those of a range that is marked again
-    /// before ksmd has come by; here they start afresh.)
+    /// Gives each merged page of an unmarked range its own copy; returns the number of copies. ksmd's records of the
+    /// range become stale. (The kernel would reuse them if the range is marked again before ksmd's next visit; here
+    /// new ones are made.)
     pub(crate) fn unmerge(&mut self, key: u32, range: std::ops::Range<u32>) -> u64 {
         let mut copied = 0;
         for page in range.clone() {
@@ -257,8 +256,8 @@ impl Memory {
         let content = merged.content;
         self.merged_pages += 1;
         if let Some(region) = self.region_mut(key) {
-            // The one law of merging; the kernel compares every byte before it.
-            assert_eq!(region.content[page as usize], content, "a merge may not change a page");
+            // The invariant of merging; the kernel compares every byte first.
+            assert_eq!(region.content[page as usize], content, "a merge must not change a page");
             region.backing[page as usize] = Backing::Merged;
             region.set_frame(page as usize, frame);
             region.split(page);
@@ -294,17 +293,17 @@ impl Memory {
         self.free_frames.contains(&frame)
     }
 
-    /// Merged frames that exist as records, used or not.
+    /// Merged frames that have a record, mapped or not.
     pub(crate) fn known_frames(&self) -> u64 {
         (self.frames.len() - self.free_frames.len()) as u64
     }
 
-    /// Whether the page shares its frame with a relative.
+    /// Whether the page shares its frame with a process related by fork.
     fn is_forked(&self, region: &Region, page: u32) -> bool {
         region.backing[page as usize] == Backing::Forked && self.shares[region.frame_of(page as usize) as usize] > 1
     }
 
-    /// Whether both are users of one fork-shared frame.
+    /// Whether both pages map the same fork-shared frame.
     pub(crate) fn same_frame(&self, a: (u32, u32), b: (u32, u32)) -> bool {
         let share = |(key, page): (u32, u32)| {
             let region = self.region(key)?;
@@ -323,11 +322,11 @@ impl Memory {
         }
     }
 
-    /// Forks a process: the child maps what the parent maps, marks included. Private pages become shared;
-    /// merged ones gain a user that hangs on no record until ksmd comes by.
+    /// Forks a process: the child maps what the parent maps, including marks. Private pages become shared. Merged
+    /// frames gain a page that has no record until ksmd's next visit.
     pub(crate) fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
-        let Owner { untouchable, domain, place, .. } = self.owners[parent.0 as usize];
-        let child = self.add_owner(untouchable, domain, place);
+        let Owner { untouchable, domain, numa, .. } = self.owners[parent.0 as usize];
+        let child = self.add_owner(untouchable, domain, numa);
         for key in self.owners[parent.0 as usize].regions.clone() {
             let Some(mut region) = self.regions[key as usize].take() else { continue };
             for page in 0..region.content.len() {
@@ -363,7 +362,7 @@ impl Memory {
         child
     }
 
-    /// The live regions, by owner and address.
+    /// The regions of processes that have not exited, by process and address.
     pub(crate) fn live_regions(&self) -> impl Iterator<Item = (u32, &Region)> {
         let keys = self.owners.iter().filter(|owner| !owner.exited).flat_map(|owner| &owner.regions);
         keys.filter_map(|&key| Some((key, self.region(key)?)))

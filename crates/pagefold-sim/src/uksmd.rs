@@ -1,15 +1,15 @@
-//! UKSM's own scanner, as it would sit in the kernel in ksmd's place: regions on levels, sampled, and merged page by page as
-//! they are found equal. After sections 5 to 7 of the paper; in virtual time.
+//! UKSM's own scanner, running in the kernel instead of ksmd: regions on levels, sampled, and merged page by page.
+//! Follows sections 5 to 7 of the paper; in virtual time.
 //!
-//! Where the paper leaves something open it is decided so:
-//! - A level without regions takes no time ("until the sample point reaches the boundary of the linear space"). So a round
-//!   with nothing but the bottom level lasts `t / N`, and idling costs the bottom's share.
-//! - What was there at the first round is old enough. What comes later is sampled once it has lived across a whole
+//! Where the paper is silent:
+//! - A level without regions takes no time ("until the sample point reaches the boundary of the linear space"). So a
+//!   round with only the bottom level lasts `t / N`, and idling costs the bottom level's share.
+//! - Regions present at the first round are old enough. Later ones are sampled once they have lived across a whole
 //!   sleep-scan cycle, `T_s + t` (section 5.2).
-//! - A region whose last page has had its turn has nothing more to show: it goes back to the bottom (section 4), where it
-//!   begins again in the next round.
+//! - A region whose last page has been sampled has nothing more to show: it returns to the bottom level (section 4),
+//!   where it starts again in the next round.
 //!
-//! Left out: the time to judge regions, of which the paper says nothing, and that a page may be locked or pinned.
+//! Not simulated: the time to judge regions, which the paper does not mention, and locked or pinned pages.
 
 mod region;
 mod search;
@@ -29,9 +29,9 @@ use search::{SampleOutcome, Search};
 use settings::pause_ns;
 pub use settings::{HashStrength, Renewal, UksmSettings};
 
-/// Sample points are reckoned in so many parts of a page, as a power of two.
+/// Sample points are fixed-point numbers of pages with this many fraction bits.
 const POINT_BITS: u32 = 10;
-/// Fewer pages do not show what a page costs.
+/// The fewest samples from which the cost of a page is estimated.
 const SAMPLES_MIN: u64 = 32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,27 +41,27 @@ enum State {
     },
     /// In the active part of a sleep-scan cycle.
     Scanning {
-        /// Pages that it goes on for.
+        /// Pages to sample before it ends.
         left: u64,
-        /// Pages sampled in it, and when it began.
+        /// Pages sampled since it began, and its start.
         sampled: u64,
         began_ns: u64,
     },
 }
 
-/// One round of a level (section 5.3): its regions as one linear space.
+/// One round of one level (section 5.3): its regions as one linear space.
 #[derive(Debug)]
 struct LevelRound {
     level: usize,
-    /// The regions, and how long each is.
+    /// The regions and their lengths.
     regions: Vec<(u32, u64)>,
-    /// The region that the next sample point may lie in, and where it begins in the linear space, pages.
-    place: usize,
+    /// The region that may contain the next sample point, and the start of that region in the linear space, in pages.
+    current: usize,
     start: u64,
-    /// The next sample point and the interval, in parts of a page.
+    /// The next sample point, and the interval, in fractions of a page.
     point: u64,
     interval: u64,
-    /// Samples that each one stands for.
+    /// The number of real samples that each one stands for.
     weight: u64,
 }
 
@@ -69,13 +69,13 @@ impl LevelRound {
     /// The region of the next sample point.
     fn next(&mut self) -> Option<u32> {
         let page = self.point >> POINT_BITS;
-        while let Some(&(key, pages)) = self.regions.get(self.place) {
+        while let Some(&(key, pages)) = self.regions.get(self.current) {
             if page < self.start + pages {
                 self.point += self.interval;
                 return Some(key);
             }
             self.start += pages;
-            self.place += 1;
+            self.current += 1;
         }
         None
     }
@@ -85,34 +85,34 @@ impl LevelRound {
 #[derive(Debug)]
 pub(crate) struct Uksmd {
     pub(crate) cpu_ns: u64,
-    /// Pages looked at: those that were absent are not counted.
+    /// Pages sampled, without absent ones.
     pub(crate) scanned: u64,
-    /// Global rounds done.
+    /// Completed global rounds.
     pub(crate) rounds: u64,
     costs: Costs,
     granularity: Granularity,
     settings: UksmSettings,
     search: Search,
     regions: FxHashMap<u32, SampledRegion>,
-    /// The regions on each level, in the order in which they came; the bottom first.
+    /// The regions on each level in order of arrival, the bottom level first.
     levels: Vec<Vec<u32>>,
     state: State,
-    /// The level under way, and those below it in this round are done.
+    /// The current level. Those below it are done in this round.
     level: usize,
     level_round: Option<LevelRound>,
     /// Its own time.
     clock_ns: u64,
-    /// Sleep that it owes for time spent.
+    /// Sleep that is due for time spent.
     owed_ns: u64,
     /// The estimated cost of sampling one page (`s`).
     page_ns: u64,
-    /// Pages sampled since the unmerged tree was renewed.
+    /// Pages sampled since the unmerged tree was emptied.
     covered: u64,
     stream: Random,
 }
 
 impl Uksmd {
-    /// A scanner that starts at time 0, with the sleep of its first cycle.
+    /// A scanner that starts at time 0 with the sleep of its first cycle.
     pub(crate) fn new(costs: Costs, settings: UksmSettings) -> Self {
         let search = Search::new(costs, settings.strength, settings.zero_pages);
         Self {
@@ -136,24 +136,24 @@ impl Uksmd {
         }
     }
 
-    /// The same, of simulated pages that stand for several.
+    /// Sets how many real pages a simulated page stands for.
     pub(crate) fn with_granularity(mut self, granularity: Granularity) -> Self {
         self.granularity = granularity;
         self.search.set_granularity(granularity);
         self
     }
 
-    /// Comparisons made so far.
+    /// Comparisons so far.
     pub(crate) fn counts(&self) -> SearchCounts {
         self.search.counts
     }
 
-    /// A region is gone, as UKSM's hooks in memory management tell it (section 7).
+    /// Forgets an unmapped region, as UKSM's hooks in memory management do (section 7).
     pub(crate) fn region_gone(&mut self, key: u32) {
         self.regions.remove(&key);
     }
 
-    /// Lets the scanner work until `until_ns`. A page begun before is finished.
+    /// Runs the scanner until `until_ns`. A page that has begun is completed.
     pub(crate) fn run_until(&mut self, memory: &mut Memory, until_ns: u64) {
         loop {
             match self.state {
@@ -169,7 +169,7 @@ impl Uksmd {
         }
     }
 
-    /// Spends CPU time, and owes the sleep that keeps it within a share.
+    /// Spends CPU time, and adds the sleep that keeps it within a share.
     fn spend(&mut self, ns: u64, share: Permyriad) {
         self.clock_ns += ns;
         self.cpu_ns += ns;
@@ -181,7 +181,7 @@ impl Uksmd {
         self.state = State::Asleep { until_ns: self.clock_ns + slept_ns };
     }
 
-    /// Begins the active part of a cycle, in a level that is under way, the next one, or the next round (figure 4).
+    /// Begins the active part of a cycle: in the current level, the next one, or the next round (figure 4).
     fn wake(&mut self, memory: &mut Memory) {
         if self.level_round.is_none() {
             if self.level == 0 {
@@ -200,7 +200,7 @@ impl Uksmd {
         self.spend(self.costs.wake_ns, self.settings.share(level));
     }
 
-    /// Goes on with the active part of a cycle, up to its end or to `until_ns`.
+    /// Continues the active part of a cycle, up to its end or until `until_ns`.
     fn scan(&mut self, memory: &mut Memory, until_ns: u64, (mut left, mut sampled, began_ns): (u64, u64, u64)) {
         let Some(mut level_round) = self.level_round.take() else { return self.sleep(0) };
         let (share, weight) = (self.settings.share(level_round.level), level_round.weight);
@@ -230,7 +230,7 @@ impl Uksmd {
         if sampled >= SAMPLES_MIN {
             self.page_ns = ((self.page_ns * 3 + (self.clock_ns - began_ns) / sampled) / 4).max(1);
         }
-        // The last level's end is the round's.
+        // The end of the last level is the end of the round.
         let ends_round = over && self.level_above().is_none();
         if ends_round {
             self.level = 0;
@@ -239,7 +239,8 @@ impl Uksmd {
         self.sleep(if ends_round { self.settings.sleep_ns } else { 0 });
     }
 
-    /// Samples a page of a region, and merges it if it can. None if the region has no page left in this round.
+    /// Samples a page of a region, and merges it if possible. Returns the cost, or `None` if the region has no page
+    /// left in this round.
     fn sample(&mut self, memory: &mut Memory, key: u32, weight: u64) -> Option<u64> {
         let slot = self.regions.get_mut(&key)?;
         let page = slot.next_page()?;
@@ -257,13 +258,13 @@ impl Uksmd {
         Some(cost_ns)
     }
 
-    /// The next level with a region on it.
+    /// The next level that has regions.
     fn level_above(&self) -> Option<usize> {
         (self.level + 1..=self.levels.len()).find(|&level| !self.levels[level - 1].is_empty())
     }
 
-    /// Begins the round of the next level: from a sample point by chance, at intervals of `L · s / (t_l · p_l)`, but never
-    /// below one page.
+    /// Begins the round of the next level: at a random sample point, with intervals of `L · s / (t_l · p_l)`, but at
+    /// least one page.
     fn next_level_round(&mut self) -> Option<LevelRound> {
         let level = self.level_above()?;
         self.level = level;
@@ -275,10 +276,10 @@ impl Uksmd {
         let weight = self.granularity.samples(interval >> POINT_BITS);
         let interval = interval * weight / self.granularity.get();
         let point = self.stream.below(interval);
-        Some(LevelRound { level, regions, place: 0, start: 0, point, interval, weight })
+        Some(LevelRound { level, regions, current: 0, start: 0, point, interval, weight })
     }
 
-    /// Takes in new regions, promotes and demotes the others, and renews the unmerged tree if it is time.
+    /// Admits new regions, promotes and demotes the others, and empties the unmerged tree when that is due.
     fn begin_round(&mut self, memory: &mut Memory) {
         self.judge(memory);
         let (first, mut pages, mut regions) = (self.rounds == 0, 0, 0);
@@ -308,7 +309,7 @@ impl Uksmd {
         self.search.prune(memory);
     }
 
-    /// Ends the round for the regions that are on a level.
+    /// Ends the round for all regions on levels.
     fn judge(&mut self, memory: &Memory) {
         let top = self.levels.len();
         let mut levels = vec![Vec::new(); top];

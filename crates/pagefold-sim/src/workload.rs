@@ -1,4 +1,4 @@
-//! What simulated processes are made of: regions, what fills them, and who writes to them.
+//! Simulated processes: their regions, the contents at the start, and the writes.
 
 pub mod scenario;
 pub(crate) mod script;
@@ -10,14 +10,14 @@ use pagefold_core::placement::policy::Placement;
 use pagefold_core::random::{Random, finalize};
 use pagefold_core::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 
-/// A process to be: when it starts, when it exits, what it maps.
+/// A process to simulate.
 #[derive(Clone, Debug, Default)]
 pub struct Process {
     pub(crate) start_ns: u64,
     pub(crate) exit_ns: Option<u64>,
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
-    pub(crate) place: ProcessNuma,
+    pub(crate) numa: ProcessNuma,
     pub(crate) mappings: Vec<Mapping>,
 }
 
@@ -26,55 +26,55 @@ impl Process {
     pub fn starting_at(start_ns: u64) -> Self {
         Self { start_ns, ..Self::default() }
     }
-    /// Exits at a virtual time.
+    /// Sets when it exits.
     #[must_use]
     pub fn exiting_at(mut self, exit_ns: u64) -> Self {
         self.exit_ns = Some(exit_ns);
         self
     }
-    /// Refuses to be marked.
+    /// Refuses all marks on it.
     #[must_use]
     pub fn untouchable(mut self) -> Self {
         self.untouchable = true;
         self
     }
-    /// In a trust domain of its own or of its likes.
+    /// Sets its trust domain. Default: 0.
     #[must_use]
     pub fn in_domain(mut self, domain: u16) -> Self {
         self.domain = DomainKey(domain);
         self
     }
-    /// Bound to the processors of a memory node. Without this, of node 0.
+    /// Binds it to the processors of a memory node. Default: node 0.
     #[must_use]
     pub fn at_home_on(mut self, node: u16) -> Self {
-        self.place.home = NodeKey(node);
+        self.numa.home = NodeKey(node);
         self
     }
-    /// May run anywhere: its node is where it happens to run, and nobody can tell.
+    /// Lets it run anywhere: it is on its node by chance, and has no home node.
     #[must_use]
     pub fn unbound(mut self) -> Self {
-        self.place.bound = false;
+        self.numa.bound = false;
         self
     }
-    /// Its nice value.
+    /// Sets its nice value.
     #[must_use]
     pub fn nice(mut self, nice: i8) -> Self {
-        self.place.nice = nice;
+        self.numa.nice = nice;
         self
     }
-    /// Its memory may be on these nodes only (`cpuset.mems`).
+    /// Restricts its memory to some nodes (`cpuset.mems`).
     #[must_use]
     pub fn confined_to(mut self, nodes: &[u16]) -> Self {
-        self.place.allowed = nodes.iter().copied().map(NodeKey).collect::<NodeSet>();
+        self.numa.allowed = nodes.iter().copied().map(NodeKey).collect::<NodeSet>();
         self
     }
-    /// The policy for it.
+    /// Sets its placement policy.
     #[must_use]
     pub fn placed(mut self, placement: Placement) -> Self {
-        self.place.placement = placement;
+        self.numa.placement = placement;
         self
     }
-    /// Maps a region from its start on. Unless placed, regions follow one another with gaps.
+    /// Adds a region, mapped when the process starts. Regions without an address follow each other with gaps.
     #[must_use]
     pub fn mapping(mut self, mapping: Mapping) -> Self {
         self.mappings.push(mapping);
@@ -82,7 +82,7 @@ impl Process {
     }
 }
 
-/// A region to be.
+/// A region to simulate.
 #[derive(Clone, Debug)]
 pub struct Mapping {
     pub(crate) pages: Pages,
@@ -97,7 +97,10 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// A static region, all of it resident.
+    /// A static region, fully resident.
+    ///
+    /// # Panics
+    /// If `pages` is 0 or above 2^32 - 2.
     pub fn new(pages: Pages, fill: Fill) -> Self {
         assert!((1..u64::from(u32::MAX)).contains(&pages.0), "a region has 1 to 2^32 - 2 pages");
         let family = FamilyKey(finalize(pages.0));
@@ -113,43 +116,43 @@ impl Mapping {
             active: false,
         }
     }
-    /// What goes on in it.
+    /// Sets which pages are rewritten, and when.
     #[must_use]
     pub fn behaving(mut self, behaviour: Behaviour) -> Self {
         self.behaviour = behaviour;
         self
     }
-    /// Its family. Without this, regions of equal size are one family.
+    /// Sets its family. By default, regions of equal size are one family.
     #[must_use]
     pub fn of_family(mut self, family: u64) -> Self {
         self.family = FamilyKey(family);
         self
     }
-    /// Only this share of its pages is there; the others are absent until written.
+    /// Makes only a share of its pages resident; the others are absent until written.
     #[must_use]
     pub fn resident(mut self, share: Permyriad) -> Self {
         self.resident = share;
         self
     }
-    /// Mapped by huge pages where a whole aligned extent fits.
+    /// Maps it by huge pages where a whole aligned extent fits.
     #[must_use]
     pub fn huge(mut self) -> Self {
         self.huge = true;
         self
     }
-    /// On a memory node, wherever its process runs.
+    /// Places it on a memory node, wherever its process runs.
     #[must_use]
     pub fn on_node(mut self, node: u16) -> Self {
         self.node = Some(NodeKey(node));
         self
     }
-    /// In use: page reclaim has its pages on its active list.
+    /// Puts its pages on page reclaim's active list.
     #[must_use]
     pub fn active(mut self) -> Self {
         self.active = true;
         self
     }
-    /// Placed at a page of the address space.
+    /// Sets its first page.
     #[must_use]
     pub fn at(mut self, first: Vpn) -> Self {
         self.first = Some(first);
@@ -157,86 +160,86 @@ impl Mapping {
     }
 }
 
-/// What the pages of a region hold at first.
+/// The contents of a region at the start.
 #[derive(Clone, Debug)]
 pub enum Fill {
-    /// Every page another content, found nowhere else.
+    /// Each page has a content of its own.
     Random,
-    /// Written zeros: frames that hold nothing.
+    /// Written zeros: frames that contain only zeros.
     Zeros,
     /// Never written: mapped to the zero page.
     Untouched,
-    /// Every page the same content, named by a number.
+    /// All pages have the same content, identified by a number.
     Same(u64),
-    /// Page i holds content i of a numbered series: regions of one series are copies of each other.
+    /// Page i has content i of a numbered series: regions of the same series are copies.
     Series(u64),
-    /// Partly a copy of its siblings.
+    /// Partly a copy of other regions.
     Replica(Replica),
 }
 
-/// A region that has part of its contents in common with its siblings, as instances of one program do:
-/// duplicates in short runs, at about the same density throughout a 2 MiB extent.
+/// A region that has part of its contents in common with its siblings, as instances of one program do: duplicates in
+/// short runs, at about the same density throughout a 2 MiB extent.
 #[derive(Clone, Debug)]
 pub struct Replica {
-    /// Siblings are of one template.
+    /// The template; regions of the same template are siblings.
     pub template: u64,
-    /// The share of common contents in each extent, over and over again for longer regions.
+    /// The share of common contents in each extent; repeated for longer regions.
     pub density: Vec<Permyriad>,
     /// The share of pages of zeros.
     pub zeros: Permyriad,
-    /// The mean length of a run of common pages, where the density leaves a choice.
+    /// The mean length of a run of common pages, as far as the density permits.
     pub run: u32,
-    /// Pages by which the common contents lie further down than in the template.
+    /// The number of pages by which the common contents are further down than in the template.
     pub shift: u32,
 }
 
-/// What goes on in a region.
+/// What a process does in a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Behaviour {
-    /// Nothing.
+    /// Never writes.
     Static,
-    /// Writes one page after another, each with what it holds already: undoes merges, changes nothing.
+    /// Writes one page after another with the content it already has: breaks merges, changes nothing.
     CowBreaker {
         /// Time between two writes.
         every_ns: u64,
     },
-    /// Mapped for as long as unmapped, over and over again. Each life is a new region.
+    /// Maps and unmaps the region in turn. It is a new region each time.
     ShortLived {
-        /// The length of a life, and of the gap after it.
+        /// How long it is mapped, and unmapped.
         life_ns: u64,
     },
-    /// Random pages are rewritten.
+    /// Rewrites random pages.
     Churn {
         /// The share of the region's pages written per second.
         per_second: Permyriad,
-        /// What is written.
+        /// The new contents.
         writes: Writes,
     },
-    /// Random pages are rewritten, more seldom.
+    /// Rewrites random pages, less often.
     Turnover {
-        /// The time in which as many are as the region has.
+        /// The time in which it makes as many writes as the region has pages.
         every_ns: u64,
-        /// What is written.
+        /// The new contents.
         writes: Writes,
     },
 }
 
-/// What churn writes.
+/// The contents that rewritten pages get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Writes {
-    /// Contents found nowhere else.
+    /// Contents that no other page has.
     Unique,
-    /// Contents out of the first `size` of a numbered series.
+    /// Contents from a numbered series.
     Duplicate {
         /// The series.
         series: u64,
-        /// How many different contents.
+        /// How many contents of the series are used, from its first.
         size: u64,
     },
 }
 
 impl Mapping {
-    /// The pages as they are at the start of a life.
+    /// The contents and the backing when the region is mapped.
     pub(crate) fn populate(&self, unique: &mut UniqueContents, stream: &mut Random) -> (Vec<u64>, Vec<Backing>) {
         let pages = self.pages.0;
         let content: Vec<u64> = match &self.fill {
@@ -257,7 +260,7 @@ impl Mapping {
 
 impl Replica {
     fn contents(&self, pages: u64, unique: &mut UniqueContents) -> Vec<u64> {
-        // Drawn for the template's own pages, so that all siblings agree on which are common.
+        // Drawn for the template's pages, so that all siblings agree on which are common.
         let mut chance = Random::for_purpose(self.template, 0x007e_41a7e);
         let (mut common, mut zero) = (false, false);
         let mut contents = Vec::new();
@@ -269,7 +272,7 @@ impl Replica {
             } else {
                 chance.chance(self.to_common(common, density))
             };
-            // Zeros come in larger pieces: memory taken and not used yet.
+            // Zeros come in larger pieces: memory allocated and not used yet.
             if page % 16 == 0 {
                 zero = chance.chance(self.zeros);
             }
@@ -285,8 +288,8 @@ impl Replica {
         contents
     }
 
-    /// The chance that the next page is common: a chain of two states whose mean runs have the wanted
-    /// length, or as near to it as the density and runs of at least one page allow.
+    /// The probability that the next page is common: a two-state chain whose runs have the wanted mean length, or the
+    /// closest that the density and runs of at least one page permit.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // shares of one, in ten-thousandths
     fn to_common(&self, common: bool, density: Permyriad) -> Permyriad {
         let share = density.fraction();
@@ -305,7 +308,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn siblings_share_what_the_density_says_in_runs_of_the_given_length() {
+    fn siblings_share_pages_at_the_given_density_and_run_length() {
         for (share, run) in [(8_800, 7), (5_000, 7), (2_000, 7), (200, 3), (10_000, 7), (0, 7)] {
             let replica =
                 |shift| Replica { template: 9, density: vec![Permyriad(share)], zeros: Permyriad(0), run, shift };
@@ -323,7 +326,7 @@ mod tests {
             }
             let shifted = replica(100).contents(pages, &mut unique);
             let in_common = one[100..].iter().zip(&shifted).filter(|(a, b)| a == b).count() as f64;
-            assert!((in_common / pages as f64 - found).abs() < 0.02, "a shifted sibling has the same in common");
+            assert!((in_common / pages as f64 - found).abs() < 0.02, "a shifted sibling must have as much in common");
         }
     }
 }

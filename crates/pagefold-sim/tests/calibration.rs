@@ -1,6 +1,5 @@
-//! The default [`Costs`] against what whole bursts cost on a real machine (Linux 6.18, CPU of ksmd), and
-//! the workloads against what was measured of the programs they stand for. The fit is to within a third:
-//! the measurements themselves vary by about as much.
+//! Compares the default [`Costs`] with the CPU time of ksmd measured for whole bursts (Linux 6.18), and the workloads
+//! with the programs they model. The fit is within a third, which is also how much the measurements vary.
 
 use pagefold_core::host::{Actions, Host, ScanOrder, Span};
 use pagefold_core::keys::OwnerKey;
@@ -21,7 +20,7 @@ fn mark_all(sim: &mut SimHost) {
     sim.apply(&Actions { mark: spans.map(Into::into).collect(), ..Actions::default() }).unwrap();
 }
 
-/// CPU time of one full scan.
+/// The CPU time of one full scan.
 fn scan_ns(sim: &mut SimHost) -> u64 {
     let before_ns = sim.cost().ksmd_ns;
     sim.apply(&Actions { scan: ScanOrder::KICK, ..Actions::default() }).unwrap();
@@ -78,8 +77,8 @@ fn random_pages_beside_a_chain() {
     }
 }
 
-/// Share of pages that could be saved, share of zeros, and share of the other duplicates that lies in
-/// extents at least half duplicate.
+/// The share of savable pages, the share of zeros, and the share of the other duplicates in extents that are at least
+/// half duplicate.
 fn shape(sim: &SimHost, owners: &[OwnerKey]) -> [f64; 3] {
     let truth = sim.truth();
     let mut extents: BTreeMap<_, Vec<u64>> = BTreeMap::new();
@@ -106,7 +105,7 @@ fn assert_shape(found: [f64; 3], measured: [f64; 3]) {
 }
 
 #[test]
-fn replicas_look_like_the_programs() {
+fn replicas_match_the_measured_programs() {
     let mut sim = host(Knobs::default());
     let owners = scenario::redis(&mut sim, 3, Pages(128 * MIB));
     assert_shape(shape(&sim, &owners), [0.59, 0.01, 1.0]);
@@ -127,7 +126,7 @@ fn replicas_look_like_the_programs() {
 }
 
 #[test]
-fn the_papers_workloads_are_what_they_say() {
+fn the_papers_workloads_match_their_description() {
     let frames = |build: fn(&mut SimHost)| {
         let mut sim = host(Knobs::default());
         build(&mut sim);

@@ -1,4 +1,4 @@
-//! Trust domains on the simulated host: what is seen in two of them is marked in at most one.
+//! Trust domains on the simulated host: a content present in two domains is marked in at most one.
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Cycle, Engine, cycle};
@@ -35,7 +35,7 @@ fn pair(host: &mut SimHost, domain: u16, mib: u64, fill: &Fill) {
     }
 }
 
-/// Contents in marked spans, and the domains that hold them there. Zeros are the kernel's.
+/// Contents in marked spans, and the domains that contain them there. Zeros belong to no domain.
 fn marked(host: &mut SimHost, engine: &Engine) -> BTreeMap<u64, Vec<u16>> {
     let Ok(snapshot) = host.observe();
     let domain_of: BTreeMap<RegionKey, u16> = snapshot.regions.iter().map(|view| (view.key, view.domain.0)).collect();
@@ -62,7 +62,7 @@ fn apart(host: &mut SimHost, engine: &Engine) {
 }
 
 #[test]
-fn each_domain_folds_what_is_its_own() {
+fn each_domain_merges_its_own_duplicates() {
     let (mut host, mut engine) = (host(), engine());
     pair(&mut host, 1, 64, &Fill::Series(1));
     pair(&mut host, 2, 64, &Fill::Series(2));
@@ -74,7 +74,7 @@ fn each_domain_folds_what_is_its_own() {
 }
 
 #[test]
-fn what_two_domains_have_is_folded_in_one() {
+fn contents_of_two_domains_are_merged_in_one() {
     let (mut host, mut engine) = (host(), engine());
     pair(&mut host, 1, 64, &Fill::Series(1));
     pair(&mut host, 2, 64, &Fill::Series(1));
@@ -84,7 +84,7 @@ fn what_two_domains_have_is_folded_in_one() {
     assert!(host.saved().0.abs_diff(expected) <= expected / 100, "{} of {expected}", host.saved().0);
     let withheld: u64 = engine.regions().map(|region| region.withheld().0).sum();
     assert!(withheld >= 2 * 64 * MIB * 99 / 100, "{withheld} are said to be withheld");
-    // The same in one domain is folded whole.
+    // Within one domain everything is merged.
     let (mut host, mut engine) = (self::host(), self::engine());
     pair(&mut host, 1, 64, &Fill::Series(1));
     pair(&mut host, 1, 64, &Fill::Series(1));
@@ -93,7 +93,7 @@ fn what_two_domains_have_is_folded_in_one() {
 }
 
 #[test]
-fn a_domain_that_comes_late_finds_what_is_marked_taken() {
+fn a_later_domain_cannot_mark_marked_contents() {
     let (mut host, mut engine) = (host(), engine());
     pair(&mut host, 1, 64, &Fill::Series(1));
     run(&mut host, &mut engine, 10);
@@ -106,17 +106,17 @@ fn a_domain_that_comes_late_finds_what_is_marked_taken() {
 }
 
 #[test]
-fn the_end_of_the_process_that_showed_a_content_first_frees_it_for_nobody_else() {
+fn a_content_stays_with_its_domain_when_the_first_process_exits() {
     let (mut host, mut engine) = (host(), engine());
     let mapping = || Mapping::new(Pages(32 * MIB), Fill::Series(1));
     let starting = || Process::starting_at(0).in_domain(1).mapping(mapping());
     host.add(starting().exiting_at(20 * SECOND));
     host.add(starting());
     host.add(starting());
-    // Something of the other domain has to be there from the start.
+    // The other domain needs memory from the start.
     pair(&mut host, 2, 16, &Fill::Series(2));
     run(&mut host, &mut engine, 25);
-    // Many that come and go have the index swept.
+    // Many short-lived contents make the index drop old ones.
     for number in 0..100 {
         let short = Mapping::new(Pages(64), Fill::Random);
         host.add(Process::starting_at(host.now_ns() + number * 10_000_000).exiting_at(30 * SECOND).mapping(short));

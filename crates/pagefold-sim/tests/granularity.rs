@@ -1,4 +1,4 @@
-//! One simulated page for several: the figures must be those of as many pages.
+//! Coarse simulated pages must give the same figures as single pages.
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Cycle, Engine, cycle};
@@ -17,7 +17,7 @@ enum Who {
     Pagefold,
 }
 
-/// Half a GiB, whatever the granularity: copies of each other, pairs, memory of their own, and some of it written.
+/// Half a GiB at any granularity: identical pages, pairs, unique pages, and some that are rewritten.
 fn machine(who: Who, granularity: u32) -> SimHost {
     let merge_any = matches!(who, Who::Ksmd | Who::Smart);
     let knobs = Knobs { granularity, merge_any, smart_scan: who != Who::Ksmd, ..Knobs::default() };
@@ -38,7 +38,7 @@ fn machine(who: Who, granularity: u32) -> SimHost {
     sim
 }
 
-/// CPU time of ksmd and of pagefold, comparisons, pages scanned, pages saved, bytes of records.
+/// CPU time of ksmd and pagefold, comparisons, pages scanned, pages saved, bytes of records.
 fn figures(who: Who, granularity: u32) -> [(&'static str, u64); 6] {
     let mut sim = machine(who, granularity);
     if who == Who::Pagefold {
@@ -64,8 +64,8 @@ fn figures(who: Who, granularity: u32) -> [(&'static str, u64); 6] {
 }
 
 #[test]
-fn a_grain_of_eight_pages_gives_the_figures_of_eight_pages() {
-    // Measured at most: 1.0 %, 1.0 %, 6.8 % (pages that UKSM samples; its time 1.9 %) and 2.7 %.
+fn a_granularity_of_eight_gives_the_figures_of_single_pages() {
+    // Measured maxima: 1.0 %, 1.0 %, 6.8 % (pages sampled by UKSM; its time 1.9 %) and 2.7 %.
     for (who, most) in [(Who::Ksmd, 0.02), (Who::Smart, 0.02), (Who::Uksm, 0.1), (Who::Pagefold, 0.05)] {
         for ((name, fine), (_, coarse)) in figures(who, 1).into_iter().zip(figures(who, 8)) {
             let error = coarse as f64 / (fine as f64).max(1.0) - 1.0;
@@ -75,20 +75,20 @@ fn a_grain_of_eight_pages_gives_the_figures_of_eight_pages() {
 }
 
 #[test]
-fn a_batch_is_so_many_pages_on_average_whatever_the_grain() {
+fn batches_have_the_same_mean_size_at_any_granularity() {
     for (granularity, pages_to_scan) in [(64, 100), (64, 10), (8, 1_000), (1, 100)] {
         let mut sim = machine(Who::Ksmd, granularity);
         let scan = ScanOrder::Pace { pages_to_scan, sleep_ms: 1_000, thorough: false };
         sim.apply(&Actions { scan, ..Actions::default() }).unwrap();
         sim.wait(100 * NS_PER_S - 1).unwrap();
-        // Nothing is merged that early, so that no batch takes long.
+        // Nothing is merged this early, so no batch takes long.
         let (scanned, expected) = (sim.ksm().scanned, 100 * u64::from(pages_to_scan));
         assert!(scanned.abs_diff(expected) <= u64::from(granularity), "{granularity}, {pages_to_scan}: {scanned}");
     }
 }
 
 #[test]
-fn what_is_read_whole_costs_as_many_pages_and_a_sample_the_root_of_that() {
+fn whole_reads_cost_every_page_and_samples_the_square_root() {
     let cost = |granularity, pages| {
         let mut sim = machine(Who::Pagefold, granularity);
         let seen = sim.observe().unwrap();
@@ -102,6 +102,6 @@ fn what_is_read_whole_costs_as_many_pages_and_a_sample_the_root_of_that() {
 
 #[test]
 #[should_panic(expected = "a granularity is 1, 2, 4, 8 ... pages")]
-fn a_grain_is_a_power_of_two() {
+fn the_granularity_must_be_a_power_of_two() {
     SimHost::new(1, Costs::default(), Knobs { granularity: 12, ..Knobs::default() });
 }

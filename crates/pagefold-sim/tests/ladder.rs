@@ -1,4 +1,4 @@
-//! The ladder on the simulated host: the four kinds of memory, the governors, and what they cost, in virtual time.
+//! The ladder on the simulated host: the four kinds of memory, the governors, and their cost, in virtual time.
 
 use pagefold_core::config::{Config, Preset};
 use pagefold_core::engine::{Cycle, Engine, cycle};
@@ -20,7 +20,7 @@ fn config() -> Config {
     Config { seed: 11, ..Config::default() }
 }
 
-/// What came of a run: pages saved, in truth, and CPU time spent, after each round.
+/// The course of a run: after each round, the time, the pages saved, and the CPU time spent.
 type Course = Vec<(u64, u64, u64)>;
 
 fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Course {
@@ -40,7 +40,7 @@ fn kind_of_most(engine: &Engine) -> Kind {
 }
 
 #[test]
-fn the_cow_breaker_is_left_alone() {
+fn the_cow_breaker_is_not_merged() {
     let mut host = host();
     scenario::cow_breaker(&mut host, Pages(2048 * MIB));
     let mut engine = Engine::new(config());
@@ -49,12 +49,12 @@ fn the_cow_breaker_is_left_alone() {
     assert_eq!(kind_of_most(&engine), Kind::CowBroken);
     let before = host.cost();
     run(&mut host, &mut engine, 60);
-    assert!(host.merged_pages().0 <= 2048 * MIB / 100, "it stays so");
-    assert!(host.cost().ksmd_ns - before.ksmd_ns < SECOND / 10, "and costs nothing");
+    assert!(host.merged_pages().0 <= 2048 * MIB / 100, "later no more is merged");
+    assert!(host.cost().ksmd_ns - before.ksmd_ns < SECOND / 10, "later scans cost almost nothing");
 }
 
 #[test]
-fn with_the_filter_off_the_cow_breaker_is_folded() {
+fn without_the_filter_the_cow_breaker_is_merged() {
     let mut host = host();
     scenario::cow_breaker(&mut host, Pages(256 * MIB));
     let mut engine = Engine::new(Config { cow_threshold: Permyriad(10_000), ..config() });
@@ -63,7 +63,7 @@ fn with_the_filter_off_the_cow_breaker_is_folded() {
 }
 
 #[test]
-fn short_lived_memory_is_left_alone_unless_told_otherwise() {
+fn short_lived_memory_is_not_merged_unless_configured() {
     for life_ms in [500, 1_000, 2_000] {
         let mut host = host();
         let mut engine = Engine::new(config());
@@ -83,20 +83,20 @@ fn short_lived_memory_is_left_alone_unless_told_otherwise() {
 }
 
 #[test]
-fn what_lives_ten_seconds_is_learnt_to_be_short_lived() {
+fn regions_that_live_ten_seconds_are_learned_to_be_short_lived() {
     let mut host = host();
     let mut engine = Engine::new(config());
     run(&mut host, &mut engine, 1);
     scenario::short_lived(&mut host, Pages(64 * MIB), 10 * SECOND);
     run(&mut host, &mut engine, 60);
     let marked = engine.ledger().marked;
-    assert!(marked > Pages(0), "the first ones are taken for something that stays");
+    assert!(marked > Pages(0), "the first regions look long-lived");
     run(&mut host, &mut engine, 120);
     assert_eq!(engine.ledger().marked, marked);
 }
 
 #[test]
-fn governors_keep_their_share_and_all_find_the_same() {
+fn governors_keep_to_their_share_and_find_the_same() {
     let mut last = None;
     for governor in [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet] {
         let mut host = host();
@@ -122,7 +122,7 @@ fn governors_keep_their_share_and_all_find_the_same() {
 }
 
 #[test]
-fn auto_is_quiet_until_memory_gets_scarce() {
+fn auto_is_quiet_until_memory_is_scarce() {
     let memory = |available| MemoryView { total: Pages(100), available: Pages(available), pressure: None };
     let mut host = host();
     scenario::static_mix(&mut host, Pages(512 * MIB));
@@ -138,7 +138,7 @@ fn auto_is_quiet_until_memory_gets_scarce() {
 }
 
 #[test]
-fn pairs_are_found_at_quiet_too() {
+fn the_quiet_governor_finds_pairs() {
     let mut host = host();
     scenario::pairs(&mut host, Pages(32 * MIB), Pages(64 * MIB));
     let savable = host.truth().savable;
@@ -152,7 +152,7 @@ fn pairs_are_found_at_quiet_too() {
 fn a_large_mapping_is_judged_in_blocks() {
     use pagefold_sim::{Fill, Mapping, Process};
     let mut host = host();
-    // Two guests of 3 GiB that have their first GiB in common.
+    // Two guests of 3 GiB whose first GiB is the same.
     for _ in 0..2 {
         let replica = pagefold_sim::Replica {
             template: 5,
@@ -171,7 +171,7 @@ fn a_large_mapping_is_judged_in_blocks() {
 }
 
 #[test]
-fn the_same_seed_gives_the_same_course() {
+fn the_same_seed_gives_the_same_run() {
     let course = || {
         let mut host = host();
         scenario::cow_breaker(&mut host, Pages(64 * MIB));
@@ -181,8 +181,8 @@ fn the_same_seed_gives_the_same_course() {
     assert_eq!(course(), course());
 }
 
-/// Twins of `pages` pages in two processes each, from a time on.
-fn twins(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: u64) {
+/// Adds two processes with `pages` pages each, from a time on.
+fn pairs(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: u64) {
     for process in [process, process + 1] {
         let map =
             Step::Map { process, region: process, family: FamilyKey(pages), first: Vpn(512), pages: Pages(pages) };
@@ -190,7 +190,7 @@ fn twins(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: u64) {
     }
 }
 
-/// Writes what both of them hold in some pages.
+/// Writes the same content to some pages of both.
 fn fill(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: std::ops::Range<u64>) {
     for (region, page) in
         [process, process + 1].into_iter().flat_map(|region| pages.clone().map(move |page| (region, page)))
@@ -201,12 +201,12 @@ fn fill(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: std::ops:
 }
 
 #[test]
-fn what_grows_in_marked_memory_is_merged_while_small_marks_wait() {
+fn growth_in_marked_memory_is_merged_while_small_spans_wait() {
     let mut steps = Vec::new();
-    twins(&mut steps, 0, 1, 40_000);
+    pairs(&mut steps, 0, 1, 40_000);
     fill(&mut steps, 0, 1, 0..20_000);
-    // Too little to be worth a walk by itself for a long time.
-    twins(&mut steps, 10 * SECOND, 3, 200);
+    // For a long time too little to justify a scan.
+    pairs(&mut steps, 10 * SECOND, 3, 200);
     fill(&mut steps, 10 * SECOND, 3, 0..200);
     fill(&mut steps, 30 * SECOND, 1, 20_000..32_000);
     let mut host = host();
@@ -215,5 +215,5 @@ fn what_grows_in_marked_memory_is_merged_while_small_marks_wait() {
     run(&mut host, &mut engine, 25);
     assert_eq!(host.saved(), Pages(20_000));
     run(&mut host, &mut engine, 20);
-    assert_eq!(host.saved(), Pages(32_200), "with the walk for what has grown the small ones merge as well");
+    assert_eq!(host.saved(), Pages(32_200), "the scan for grown memory merges the small ones too");
 }

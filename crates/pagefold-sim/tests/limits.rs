@@ -1,4 +1,4 @@
-//! What is done to processes stays within the limits, second by second, and the work is done all the same.
+//! The work stays within the limits in every second, and is completed anyway.
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Cycle, Engine, cycle};
@@ -13,7 +13,7 @@ use std::convert::Infallible;
 const SECOND: u64 = 1_000_000_000;
 const MIB: u64 = 256;
 
-/// A host that takes down what is done to whom, and when.
+/// A host that records what is done to which process, and when.
 struct Watched {
     host: SimHost,
     owners: BTreeMap<RegionKey, OwnerKey>,
@@ -50,7 +50,7 @@ impl Host for Watched {
     }
 }
 
-/// The most that any second held: of one process, and in all.
+/// The maximum in any second: for one process, and in total.
 fn most(done: &[(u64, OwnerKey, u64)]) -> (u64, u64) {
     let (mut own, mut all) = (0, 0);
     for (at, &(from_ns, _, _)) in done.iter().enumerate() {
@@ -65,7 +65,7 @@ fn most(done: &[(u64, OwnerKey, u64)]) -> (u64, u64) {
 }
 
 #[test]
-fn limits_hold_in_every_second_and_everything_is_folded() {
+fn limits_hold_in_every_second_and_everything_is_merged() {
     let limits = Limits { pages_per_process: 3_000, pages: 8_000, stops_per_process: 1, stops: 2, ..Limits::default() };
     let knobs = Knobs::driven();
     let mut host = SimHost::new(7, Costs::default(), knobs);

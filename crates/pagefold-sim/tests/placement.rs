@@ -1,5 +1,5 @@
-//! Merged pages get their places on machines with several memory nodes, in virtual time: the loop that runs live, on
-//! simulated nodes, and what it reports beside what the simulator knows.
+//! Placement of merged pages on machines with several memory nodes, in virtual time: the live engine on simulated
+//! nodes, and its reports compared with the simulator's state.
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Cycle, Engine, cycle};
@@ -13,14 +13,14 @@ use std::convert::Infallible;
 
 const SECOND: u64 = 1_000_000_000;
 const MIB: u64 = 256;
-/// What the programs have in common.
+/// Pages that all programs have in common.
 const COMMON: Pages = Pages(32 * MIB);
 
 fn knobs() -> Knobs {
     Knobs::driven()
 }
 
-/// A machine with so many nodes of 512 MiB.
+/// A machine with `nodes` nodes of 512 MiB.
 fn machine(nodes: usize) -> SimHost {
     SimHost::new(7, Costs::default(), knobs()).with_nodes(&vec![Pages(512 * MIB); nodes])
 }
@@ -29,7 +29,7 @@ fn engine() -> Engine {
     Engine::new(Config { seed: 11, ..Config::default() })
 }
 
-/// Runs the judgement on a host for so many virtual seconds.
+/// Runs the engine on a host for some virtual seconds.
 fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) {
     let end_ns = host.now_ns() + seconds * SECOND;
     while host.now_ns() < end_ns {
@@ -38,15 +38,15 @@ fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) {
     }
 }
 
-/// A host that takes down what it is asked for.
+/// A host that records requests.
 struct Watched {
     host: SimHost,
     seen_ns: u64,
-    /// Frames to be moved, and when they were asked for.
+    /// Frames to be moved, and the time of the request.
     moves: Vec<(u64, u64)>,
     looks: u64,
     activity: u64,
-    /// Snapshots that had nodes or processes in them.
+    /// Snapshots that contained nodes or processes.
     placed: u64,
 }
 
@@ -102,13 +102,13 @@ fn add(host: &mut SimHost, process: Process, mapping: Mapping) -> OwnerKey {
     host.add(process.mapping(mapping).mapping(own))
 }
 
-/// One program on each of these nodes, by one policy.
+/// Starts one program on each of these nodes, with one policy.
 fn programs(host: &mut SimHost, homes: &[u16], placement: Placement) -> Vec<OwnerKey> {
     let process = |&home: &u16| Process::starting_at(0).at_home_on(home).placed(placement);
     homes.iter().map(|home| add(host, process(home), mapping())).collect()
 }
 
-/// The shares of the merged frames that the nodes have, all of them being merged.
+/// Each node's share of the merged frames, once all are merged.
 fn shares(host: &SimHost) -> Vec<f64> {
     let frames = host.frames_by_node();
     let all: u64 = frames.iter().map(|frames| frames.0).sum();
@@ -135,10 +135,10 @@ fn placed(nodes: usize, homes: &[u16], placement: Placement) -> (SimHost, Engine
 fn plain_ksm_is_one_sided() {
     let (host, engine) = placed(2, &[0, 1], Placement::Kernel);
     let shares = shares(&host);
-    // The copies of the one that is scanned later stay.
+    // The frames of the program that is scanned later are kept.
     assert!(shares[1] > 0.98, "{shares:?}");
     assert_eq!(host.moved(), 0);
-    // Reported all the same.
+    // It is reported anyway.
     let report = engine.report();
     let places = report.placement.unwrap();
     assert_eq!(places.misplaced, Pages(0));
@@ -146,7 +146,7 @@ fn plain_ksm_is_one_sided() {
 }
 
 #[test]
-fn fair_gives_each_node_of_two_the_same_whether_both_are_idle_or_active() {
+fn fair_divides_frames_equally_between_two_idle_or_two_active_nodes() {
     for active in [false, true] {
         let (mut host, mut engine) = (machine(2), engine());
         for home in [0, 1] {
@@ -159,7 +159,7 @@ fn fair_gives_each_node_of_two_the_same_whether_both_are_idle_or_active() {
 }
 
 #[test]
-fn fair_gives_the_active_side_all() {
+fn fair_gives_all_frames_to_the_active_node() {
     for active in [0, 1] {
         let (mut host, mut engine) = (machine(2), engine());
         for home in [0, 1] {
@@ -173,15 +173,15 @@ fn fair_gives_the_active_side_all() {
 }
 
 #[test]
-fn priority_gives_the_shares_of_the_thesis() {
-    // Table 5.3: nice values, and the share of the first.
+fn priority_gives_the_shares_of_the_nuksm_thesis() {
+    // Table 5.3: nice values, and the share of the first program.
     for (nice, share) in
         [((-20, -11), 0.91), ((-20, -16), 0.83), ((-20, -20), 0.5), ((-16, -20), 0.17), ((-11, -20), 0.09)]
     {
         let (mut host, mut engine) = (machine(2), engine());
         for (home, nice) in [(0, nice.0), (1, nice.1)] {
             let process = Process::starting_at(0).at_home_on(home).nice(nice).placed(Placement::Priority);
-            // Activity does not count.
+            // Activity has no effect.
             add(&mut host, process, if home == 0 { mapping().active() } else { mapping() });
         }
         run(&mut host, &mut engine, 40);
@@ -197,13 +197,13 @@ fn three_and_four_programs_on_two_nodes_and_four_on_four() {
     }
     let (host, _) = placed(4, &[0, 1, 2, 3], Placement::Fair);
     assert_shares(&host, &[0.25; 4], "four nodes");
-    // By priority each program has a share, and a node those of its programs.
+    // By priority, each program has a share, and a node has those of its programs.
     let (host, _) = placed(2, &[0, 1, 1], Placement::Priority);
     assert_shares(&host, &[1.0 / 3.0, 2.0 / 3.0], "three of equal priority");
 }
 
 #[test]
-fn a_node_counts_however_many_run_on_another() {
+fn fair_counts_nodes_not_programs() {
     for (placement, second) in [(Placement::Fair, 0.5), (Placement::Priority, 2.0 / 66.0)] {
         let (mut host, mut engine) = (machine(2), engine());
         for number in 0..66 {
@@ -218,20 +218,20 @@ fn a_node_counts_however_many_run_on_another() {
 }
 
 #[test]
-fn who_maps_it_twice_counts_once() {
+fn a_program_that_maps_a_frame_twice_counts_once() {
     let (mut host, mut engine) = (machine(2), engine());
     for (home, times) in [(0, 3), (1, 1)] {
         let process = Process::starting_at(0).at_home_on(home).placed(Placement::Priority);
         host.add((0..times).fold(process, |process, _| process.mapping(mapping())));
     }
     run(&mut host, &mut engine, 60);
-    assert_shares(&host, &[0.5, 0.5], "three times and once");
+    assert_shares(&host, &[0.5, 0.5], "three programs and one");
 }
 
 #[test]
-fn what_only_some_have_is_shared_among_these() {
+fn frames_are_divided_among_their_sharers_only() {
     let (mut host, mut engine) = (machine(4), engine());
-    // 0 and 1 have one half in common, 1 and 2 the other, and 3 is alone with another program of its node.
+    // 0 and 1 have one half in common, 1 and 2 the other; 3 shares only with a program on its own node.
     let half = |series| Mapping::new(COMMON, Fill::Series(series)).of_family(series);
     let process = |home| Process::starting_at(0).at_home_on(home);
     host.add(process(0).mapping(half(1)));
@@ -244,7 +244,7 @@ fn what_only_some_have_is_shared_among_these() {
 }
 
 #[test]
-fn as_much_is_saved_and_placement_costs_at_most_a_quarter_more() {
+fn placement_saves_as_much_and_costs_at_most_a_quarter_more() {
     let spent = |host: &SimHost| host.cost().pagefold_ns + host.cost().ksmd_ns;
     for (homes, active) in [(&[0, 1][..], false), (&[0, 1], true), (&[0, 1, 0, 1], false)] {
         let run = |nodes, placement| {
@@ -268,7 +268,7 @@ fn as_much_is_saved_and_placement_costs_at_most_a_quarter_more() {
 }
 
 #[test]
-fn nothing_is_moved_twice_and_when_things_are_steady_nothing_at_all() {
+fn no_frame_is_moved_twice_and_none_in_a_steady_state() {
     for homes in [&[0, 1][..], &[0, 1, 1], &[0, 1, 2, 3]] {
         let (kernel, _) = placed(4, homes, Placement::Kernel);
         for placement in [Placement::Fair, Placement::Priority] {
@@ -285,14 +285,14 @@ fn nothing_is_moved_twice_and_when_things_are_steady_nothing_at_all() {
 }
 
 #[test]
-fn a_program_that_is_bound_elsewhere_takes_its_share_along() {
+fn a_program_bound_to_another_node_takes_its_share_along() {
     let (mut host, mut engine) = (machine(3), engine());
     let owners = programs(&mut host, &[0, 1], Placement::Fair);
     run(&mut host, &mut engine, 40);
     host.set_home(owners[1], 2);
     run(&mut host, &mut engine, 60);
     assert_shares(&host, &[0.5, 0.0, 0.5], "bound to node 2");
-    // And by priority, one that is given another nice value.
+    // By priority, after a change of a nice value.
     let (mut host, mut engine) = (machine(2), self::engine());
     let owners = programs(&mut host, &[0, 1], Placement::Priority);
     run(&mut host, &mut engine, 40);
@@ -302,7 +302,7 @@ fn a_program_that_is_bound_elsewhere_takes_its_share_along() {
 }
 
 #[test]
-fn who_may_run_anywhere_is_at_home_where_his_memory_is() {
+fn an_unbound_program_has_its_home_where_its_memory_is() {
     let (mut host, mut engine) = (machine(2), engine());
     for home in [0, 1] {
         add(&mut host, Process::starting_at(0).at_home_on(home).unbound(), mapping());
@@ -312,7 +312,7 @@ fn who_may_run_anywhere_is_at_home_where_his_memory_is() {
 }
 
 #[test]
-fn nothing_goes_where_one_of_its_sharers_may_not_have_memory() {
+fn no_frame_moves_to_a_node_forbidden_to_a_sharer() {
     let (mut host, mut engine) = (machine(3), engine());
     let process = |home| Process::starting_at(0).at_home_on(home);
     let confined = add(&mut host, process(0).confined_to(&[0, 2]), mapping());
@@ -320,7 +320,7 @@ fn nothing_goes_where_one_of_its_sharers_may_not_have_memory() {
     run(&mut host, &mut engine, 40);
     assert_shares(&host, &[1.0, 0.0, 0.0], "confined to 0 and 2");
     assert!(!host.merged_of(confined).contains_key(&NodeKey(1)));
-    // Where there is no node that all may use, everything stays as the kernel has put it.
+    // If all sharers have no node in common, everything stays where the kernel put it.
     let (mut host, mut engine) = (machine(2), self::engine());
     for home in [0, 1] {
         add(&mut host, process(home).confined_to(&[home]), mapping());
@@ -329,22 +329,22 @@ fn nothing_goes_where_one_of_its_sharers_may_not_have_memory() {
     assert_eq!(host.moved(), 0);
 }
 
-/// Slow enough for something to happen meanwhile.
+/// Slow enough to change something meanwhile.
 fn slowly(moves: u64) -> Engine {
     Engine::new(Config { seed: 11, limits: Limits { moves, ..Limits::default() }, ..Config::default() })
 }
 
 #[test]
-fn a_node_that_is_full_takes_no_more_until_there_is_room() {
+fn a_full_node_gets_no_frames_until_it_has_room() {
     let total = COMMON.0 * 4;
     let host = SimHost::new(7, Costs::default(), knobs()).with_nodes(&[Pages(total), Pages(512 * MIB)]);
     let (mut watched, mut engine) = (Watched::new(host), slowly(100));
-    // The copies of the one that is scanned last stay: all on node 1.
+    // The frames of the program scanned last are kept: all on node 1.
     programs(&mut watched.host, &[0, 1], Placement::Fair);
     watched.run(&mut engine, 15);
     let moved = watched.host.moved();
     assert!((100..COMMON.0 / 4).contains(&moved), "{moved} by now");
-    // Somebody takes what is free on node 0.
+    // Another process fills node 0.
     let free = |host: &mut SimHost| {
         host.wait(2 * SECOND).unwrap();
         host.observe().unwrap().nodes[0].free
@@ -355,7 +355,7 @@ fn a_node_that_is_full_takes_no_more_until_there_is_room() {
     watched.run(&mut engine, 300);
     assert!(watched.host.moved() - moved <= 300, "{}", watched.host.moved() - moved);
     assert!(!engine.is_busy());
-    // It is not tried over and over again.
+    // It is not retried over and over.
     let asked = |watched: &Watched| watched.moves.iter().map(|(_, moves)| moves).sum::<u64>();
     let before = asked(&watched);
     watched.run(&mut engine, 1_200);
@@ -366,12 +366,12 @@ fn a_node_that_is_full_takes_no_more_until_there_is_room() {
 }
 
 #[test]
-fn the_last_of_a_nodes_memory_is_left_to_others() {
+fn a_reserve_of_each_node_is_left_free() {
     let total = COMMON.0 * 4;
     let host = SimHost::new(7, Costs::default(), knobs()).with_nodes(&[Pages(total), Pages(512 * MIB)]);
     let (mut host, mut engine) = (host, engine());
     programs(&mut host, &[0, 1], Placement::Fair);
-    // What merging frees on node 0 somebody takes, but for a little more than the 32th that is not to be used.
+    // Another process takes what merging frees on node 0, except a little more than the reserved 1/32.
     let reserve = total / 32;
     let hog =
         |pages, start_ns| Process::starting_at(start_ns).mapping(Mapping::new(Pages(pages), Fill::Random).of_family(9));
@@ -382,14 +382,14 @@ fn the_last_of_a_nodes_memory_is_left_to_others() {
 }
 
 #[test]
-fn a_node_may_go_away_and_come_back() {
+fn a_node_can_go_offline_and_come_back() {
     for after in [1, 10, 20, 40] {
         let (mut host, mut engine) = (machine(3), slowly(300));
         programs(&mut host, &[0, 1, 2], Placement::Fair);
         run(&mut host, &mut engine, after);
         assert!(host.remove_node(2));
         run(&mut host, &mut engine, 200);
-        // Who is bound to processors without memory is at home where most of his pages have gone.
+        // A program bound to processors without memory has its home where most of its pages went.
         let left = shares(&host);
         assert!(left[2] == 0.0 && (left[0] - 0.5).abs() <= 0.02, "{left:?} without node 2, gone after {after} s");
         assert!(!engine.is_busy());
@@ -400,7 +400,7 @@ fn a_node_may_go_away_and_come_back() {
 }
 
 #[test]
-fn with_one_node_left_there_is_nothing_to_do() {
+fn with_one_node_online_placement_is_idle() {
     for after in [1, 2, 3, 5, 10, 20, 40] {
         let (mut host, mut engine) = (machine(2), slowly(300));
         programs(&mut host, &[0, 1], Placement::Fair);
@@ -418,7 +418,7 @@ fn with_one_node_left_there_is_nothing_to_do() {
 }
 
 #[test]
-fn no_second_has_more_moves_than_the_limit() {
+fn moves_per_second_stay_within_the_limit() {
     for limit in [50, 1_000] {
         let (mut watched, mut engine) = (Watched::new(machine(2)), slowly(limit));
         programs(&mut watched.host, &[0, 1], Placement::Fair);
@@ -449,7 +449,7 @@ fn local_only_shares_no_frame_across_nodes() {
 }
 
 #[test]
-fn one_node_pays_nothing() {
+fn placement_costs_nothing_on_one_node() {
     let bill = |host: SimHost| {
         let (mut watched, mut engine) = (Watched::new(host), engine());
         programs(&mut watched.host, &[0, 0, 0], Placement::Fair);
@@ -463,7 +463,7 @@ fn one_node_pays_nothing() {
 }
 
 #[test]
-fn what_is_reported_is_what_is_there() {
+fn reports_match_the_memory() {
     // A square of nodes: the opposite corner is further away.
     let distances: [&[u32]; 4] = [&[10, 20, 30, 20], &[20, 10, 20, 30], &[30, 20, 10, 20], &[20, 30, 20, 10]];
     let (mut host, mut engine) = (machine(4).with_distances(&distances), engine());
@@ -477,10 +477,10 @@ fn what_is_reported_is_what_is_there() {
         assert_eq!((node.frames, node.total), (frames, Pages(512 * MIB)));
     }
     for owner in owners {
-        let told = places.owners.iter().find(|told| told.owner == owner).unwrap();
-        assert_eq!(told.by_node, host.merged_of(owner).into_iter().collect::<Vec<_>>());
+        let reported = places.owners.iter().find(|reported| reported.owner == owner).unwrap();
+        assert_eq!(reported.by_node, host.merged_of(owner).into_iter().collect::<Vec<_>>());
     }
-    // A third on the own node, and for the one in the middle nothing at the opposite corner.
+    // A third on its own node, and for the one in the middle nothing at the opposite corner.
     let tax: Vec<f64> = places.owners.iter().map(|owner| owner.tax).collect();
     let one = Latencies::default().tax(20, 20);
     for (tax, wanted) in tax.iter().zip([one, one, one * 2.0 / 3.0]) {
@@ -489,7 +489,7 @@ fn what_is_reported_is_what_is_there() {
 }
 
 #[test]
-fn being_sampled_for_an_hour_makes_nobody_active() {
+fn an_hour_of_sampling_makes_no_page_active() {
     for (first, second, wanted) in
         [(false, false, [0.5, 0.5]), (true, false, [1.0, 0.0]), (false, true, [0.0, 1.0]), (true, true, [0.5, 0.5])]
     {
@@ -503,8 +503,8 @@ fn being_sampled_for_an_hour_makes_nobody_active() {
     }
 }
 
-/// A program on one of two nodes with three of four pages of a common stock, drawn by lot: with a dozen of them nearly
-/// every page has sharers of its own.
+/// A program on one of two nodes with three quarters of a common stock of pages, drawn at random: with a dozen of
+/// them, nearly every page has a different set of sharers.
 fn draw(host: &mut SimHost, number: u64, stock: u64) -> OwnerKey {
     let home = u16::try_from(number % 2).unwrap();
     let owner = host.add(Process::starting_at(0).at_home_on(home).mapping(Mapping::new(Pages(stock), Fill::Random)));
@@ -520,7 +520,7 @@ fn draw(host: &mut SimHost, number: u64, stock: u64) -> OwnerKey {
 }
 
 #[test]
-fn who_comes_or_goes_does_not_stir_up_everything() {
+fn a_start_or_exit_moves_few_frames() {
     let (mut host, mut engine) = (machine(2), engine());
     let stock = 8 * MIB;
     let half = |host: &SimHost| {
@@ -532,7 +532,7 @@ fn who_comes_or_goes_does_not_stir_up_everything() {
     let owners: Vec<_> = (0..12).map(|number| draw(&mut host, number, stock)).collect();
     run(&mut host, &mut engine, 120);
     half(&host);
-    // NewProcesses bring sharers to a part of the pages: at most those are dealt out anew.
+    // New processes share some of the pages: at most those are redistributed.
     let before = host.moved();
     for number in 12..20 {
         draw(&mut host, number, stock / 8);
@@ -540,7 +540,7 @@ fn who_comes_or_goes_does_not_stir_up_everything() {
         half(&host);
     }
     assert!(host.moved() - before <= 8 * stock / 8, "{} moves", host.moved() - before);
-    // When one goes, three quarters of the pages have other sharers: few of them have to move.
+    // When one exits, three quarters of its pages have other sharers: few have to move.
     for owner in owners.into_iter().take(6) {
         let before = host.moved();
         host.exit(owner);
@@ -551,7 +551,7 @@ fn who_comes_or_goes_does_not_stir_up_everything() {
 }
 
 #[test]
-fn what_is_no_longer_ours_is_not_moved_and_keeps_nobody_busy() {
+fn without_control_of_ksm_nothing_is_moved() {
     let (mut host, mut engine) = (machine(2), slowly(100));
     programs(&mut host, &[0, 1], Placement::Fair);
     run(&mut host, &mut engine, 10);

@@ -1,4 +1,4 @@
-//! The judgement driving the simulated host, in virtual time: the same loop that runs live.
+//! The live engine on the simulated host, in virtual time.
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Cycle, Engine, cycle};
@@ -11,7 +11,7 @@ use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, Sim
 const SECOND: u64 = 1_000_000_000;
 const MIB: u64 = 256;
 
-/// Runs the judgement on a host for so many virtual seconds.
+/// Runs the engine on a host for some virtual seconds.
 fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Ledger {
     let end = host.now_ns() + seconds * SECOND;
     while host.now_ns() < end {
@@ -29,13 +29,13 @@ fn engine() -> Engine {
     Engine::new(Config { seed: 11, ..Config::default() })
 }
 
-/// Of each instance a tenth is the same in all.
+/// A tenth of each instance is the same in all.
 fn thin() -> Replica {
     Replica { template: 20, density: vec![Permyriad(1_000)], zeros: Permyriad(0), run: 2, shift: 0 }
 }
 
 #[test]
-fn one_content_beside_random_is_folded_within_seconds_and_the_random_left_alone() {
+fn one_content_beside_random_pages_is_merged_within_seconds() {
     let mut host = host();
     scenario::static_mix(&mut host, Pages(512 * MIB));
     let savable = host.truth().savable;
@@ -56,7 +56,7 @@ fn contents_that_exist_exactly_twice_are_found() {
 }
 
 #[test]
-fn replicas_of_real_programs_are_folded_where_they_are_dense() {
+fn dense_replicas_are_merged() {
     let mut host = host();
     scenario::redis(&mut host, 3, Pages(128 * MIB));
     scenario::mariadb(&mut host, 3, Pages(128 * MIB));
@@ -66,7 +66,7 @@ fn replicas_of_real_programs_are_folded_where_they_are_dense() {
 }
 
 #[test]
-fn with_nothing_to_fold_nothing_is_marked_and_little_is_spent() {
+fn without_duplicates_nothing_is_marked_and_little_cpu_is_used() {
     let mut host = host();
     scenario::idle(&mut host, Pages(2048 * MIB));
     let ledger = run(&mut host, &mut engine(), 60);
@@ -77,7 +77,7 @@ fn with_nothing_to_fold_nothing_is_marked_and_little_is_spent() {
 }
 
 #[test]
-fn a_latecomer_is_folded_with_those_who_are_merged_already() {
+fn a_later_process_is_merged_with_merged_ones() {
     let mut host = host();
     scenario::redis(&mut host, 2, Pages(64 * MIB));
     let mut engine = engine();
@@ -90,9 +90,9 @@ fn a_latecomer_is_folded_with_those_who_are_merged_already() {
     assert!(savable * 10 < host.saved().0, "{savable} left of {}", host.saved().0);
 }
 
-/// Each of three in turn ends and is replaced, at once and after its contents could have been forgotten.
+/// Each of three in turn exits and is replaced, at once or after its contents may have been forgotten.
 #[test]
-fn whoever_is_restarted_is_folded_with_those_who_stayed() {
+fn a_restarted_process_is_merged_again() {
     let mut host = host();
     let mut owners = scenario::redis(&mut host, 3, Pages(16 * MIB));
     let mut engine = engine();
@@ -108,9 +108,9 @@ fn whoever_is_restarted_is_folded_with_those_who_stayed() {
 }
 
 #[test]
-fn what_becomes_alike_in_place_is_found() {
+fn pages_that_become_equal_later_are_found() {
     let mut host = host();
-    // Contents of their own at first, which give way to such as the others are given too.
+    // Contents of their own at first, then replaced by contents that the others get too.
     let writes = Writes::Duplicate { series: 3, size: 8 * MIB };
     let behaviour = Behaviour::Turnover { every_ns: 7_200 * SECOND, writes };
     for _ in 0..4 {
@@ -124,18 +124,18 @@ fn what_becomes_alike_in_place_is_found() {
 }
 
 #[test]
-fn what_is_spread_thin_is_folded_once_ksmd_has_rested() {
+fn sparse_duplicates_are_merged_once_ksmd_is_idle() {
     let mut host = host();
     scenario::pairs(&mut host, Pages(64 * MIB), Pages(0));
     scenario::replicas(&mut host, 3, Pages(32 * MIB), &thin());
     let savable = host.truth().savable;
     let mut engine = engine();
     let ledger = run(&mut host, &mut engine, 10);
-    assert_eq!(ledger.marked, Pages(128 * MIB), "only what is dense");
+    assert_eq!(ledger.marked, Pages(128 * MIB), "only dense memory is marked");
     let ledger = run(&mut host, &mut engine, 50);
     assert_eq!(ledger.marked, Pages((128 + 96) * MIB));
     assert!(host.saved().0 * 100 >= savable * 95, "{} of {savable}", host.saved().0);
-    assert_eq!(engine.scans(), 4, "two for the dense and two for the thin");
+    assert_eq!(engine.scans(), 4, "two for dense and two for sparse memory");
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn the_same_seed_gives_the_same_run() {
 }
 
 #[test]
-fn exited_processes_are_reaped_and_then_ksmd_rests() {
+fn exited_processes_are_reaped_and_then_ksmd_idles() {
     let mut host = host();
     let owners: Vec<OwnerKey> = scenario::redis(&mut host, 3, Pages(32 * MIB));
     let mut engine = engine();
@@ -170,7 +170,7 @@ fn exited_processes_are_reaped_and_then_ksmd_rests() {
 }
 
 #[test]
-fn nothing_is_ordered_while_ksm_is_not_ours() {
+fn no_scan_is_ordered_while_another_program_controls_ksm() {
     let mut host = host();
     scenario::static_mix(&mut host, Pages(32 * MIB));
     host.set_ours(false);

@@ -30,29 +30,29 @@ fn unmark(sim: &mut SimHost, region: RegionKey) {
     sim.apply(&Actions { unmark: vec![span.into()], ..Actions::default() }).unwrap();
 }
 
-/// One full scan, awaited.
+/// One full scan, from kick to end.
 fn scan(sim: &mut SimHost) {
     let before = sim.ksm().full_scans;
     order(sim, ScanOrder::KICK);
     while sim.is_scanning() {
         sim.wait(MS).unwrap();
     }
-    assert_eq!(sim.ksm().full_scans, before + 1, "a kick is exactly one full scan");
+    assert_eq!(sim.ksm().full_scans, before + 1, "a kick must be exactly one full scan");
 }
 
 /// Two processes with the same 100 pages, marked.
-fn twins(knobs: Knobs) -> (SimHost, [(OwnerKey, RegionKey); 2]) {
+fn pairs(knobs: Knobs) -> (SimHost, [(OwnerKey, RegionKey); 2]) {
     let mut sim = host(knobs);
-    let twins = [(); 2].map(|()| add(&mut sim, Mapping::new(Pages(100), Fill::Series(1))));
-    for (_, region) in twins {
+    let copies = [(); 2].map(|()| add(&mut sim, Mapping::new(Pages(100), Fill::Series(1))));
+    for (_, region) in copies {
         assert_eq!(mark(&mut sim, region), Marking::Done(Pages(100)));
     }
-    (sim, twins)
+    (sim, copies)
 }
 
 #[test]
 fn a_merge_takes_two_scans_and_saves_exactly_the_copies() {
-    let (mut sim, _) = twins(Knobs::default());
+    let (mut sim, _) = pairs(Knobs::default());
     assert_eq!(sim.truth().savable, 100);
     scan(&mut sim);
     assert_eq!(sim.merged_pages(), Pages(0), "the first visit only stores checksums");
@@ -65,11 +65,11 @@ fn a_merge_takes_two_scans_and_saves_exactly_the_copies() {
 }
 
 #[test]
-fn nothing_happens_without_marks_or_while_at_rest() {
+fn nothing_happens_without_marks_or_while_ksmd_is_stopped() {
     let mut sim = host(Knobs::default());
     let (_, region) = add(&mut sim, Mapping::new(Pages(50), Fill::Same(1)));
     order(&mut sim, ScanOrder::KICK);
-    assert!(!sim.is_scanning(), "nothing is registered");
+    assert!(!sim.is_scanning(), "ksmd stays idle: nothing is registered");
     order(&mut sim, ScanOrder::Rest);
     mark(&mut sim, region);
     sim.wait(1_000 * MS).unwrap();
@@ -77,7 +77,7 @@ fn nothing_happens_without_marks_or_while_at_rest() {
 }
 
 #[test]
-fn the_first_mark_wakes_a_ksmd_that_was_told_to_run() {
+fn the_first_mark_wakes_a_running_ksmd() {
     let mut sim = host(Knobs::default());
     let (_, region) = add(&mut sim, Mapping::new(Pages(50), Fill::Same(1)));
     order(&mut sim, ScanOrder::KICK);
@@ -99,7 +99,7 @@ fn only_marked_spans_merge() {
     let done = |pages| Marking::Done(Pages(pages));
     let markings: Vec<_> = outcome.marked.iter().map(|result| result.marking).collect();
     assert_eq!(markings, [done(5), done(10), done(3), Marking::Refused, Marking::Refused]);
-    assert_eq!(outcome.stops.len(), 1, "one stop serves all spans of a process");
+    assert_eq!(outcome.stops.len(), 1, "all spans of a process need one stop");
     assert_eq!(sim.observe().unwrap().regions[0].marked, Pages(18));
     scan(&mut sim);
     scan(&mut sim);
@@ -110,7 +110,7 @@ fn only_marked_spans_merge() {
 
 #[test]
 fn a_write_breaks_a_merge_and_the_counters_lag() {
-    let (mut sim, [(_, region), _]) = twins(Knobs::default());
+    let (mut sim, [(_, region), _]) = pairs(Knobs::default());
     scan(&mut sim);
     scan(&mut sim);
     let page = sim.span_of(region).unwrap().first;
@@ -118,8 +118,8 @@ fn a_write_breaks_a_merge_and_the_counters_lag() {
     assert!(sim.write(region, page, content));
     assert_eq!(sim.page(region, page), Some((content, PageState::Private)));
     assert_eq!((sim.cow_breaks(), sim.saved(), sim.truth().savable), (1, Pages(99), 1));
-    assert_eq!(sim.ksm().sharing, Pages(100), "ksmd has not seen it yet");
-    // The content is as before, so its checksum is known: the next visit merges it again.
+    assert_eq!(sim.ksm().sharing, Pages(100), "ksmd has not visited it yet");
+    // The content and its checksum are unchanged: the next visit merges it again.
     scan(&mut sim);
     assert_eq!((sim.ksm().sharing, sim.saved()), (Pages(100), Pages(100)));
     sim.write(region, page, 77);
@@ -129,7 +129,7 @@ fn a_write_breaks_a_merge_and_the_counters_lag() {
 
 #[test]
 fn unmarking_gives_every_page_its_own_copy_back() {
-    let (mut sim, [(_, region), (_, other)]) = twins(Knobs::default());
+    let (mut sim, [(_, region), (_, other)]) = pairs(Knobs::default());
     scan(&mut sim);
     scan(&mut sim);
     unmark(&mut sim, region);
@@ -145,7 +145,7 @@ fn unmarking_gives_every_page_its_own_copy_back() {
 }
 
 #[test]
-fn zeros_map_the_zero_page_if_asked_to_and_make_chains_if_not() {
+fn zeros_map_the_zero_page_if_enabled_and_form_chains_otherwise() {
     for use_zero_pages in [true, false] {
         let mut sim = host(Knobs { use_zero_pages, ..Knobs::default() });
         let (_, region) = add(&mut sim, Mapping::new(Pages(600), Fill::Zeros));
@@ -161,7 +161,7 @@ fn zeros_map_the_zero_page_if_asked_to_and_make_chains_if_not() {
             assert_eq!(sim.page(region, page), Some((0, PageState::ZeroMapped)));
             let visited = sim.ksm().scanned;
             scan(&mut sim);
-            assert_eq!(sim.ksm().scanned, visited, "zero pages are passed over");
+            assert_eq!(sim.ksm().scanned, visited, "zero pages do not count as scanned");
             assert_eq!(sim.metadata(), Bytes(2 * 48));
             sim.write(region, page, 5);
             assert_eq!((sim.ksm().zero, sim.saved()), (Pages(599), Pages(599)));
@@ -176,10 +176,10 @@ fn zeros_map_the_zero_page_if_asked_to_and_make_chains_if_not() {
 
 #[test]
 fn a_volatile_page_never_merges() {
-    let (mut sim, [(_, region), (_, other)]) = twins(Knobs::default());
+    let (mut sim, [(_, region), (_, other)]) = pairs(Knobs::default());
     let page = sim.span_of(region).unwrap().first;
     for round in 0..6 {
-        // Equal to each other at every scan, and different from the last one.
+        // Equal to each other at every scan, and different from the previous one.
         sim.write(region, page, 1_000 + round);
         sim.write(other, page, 1_000 + round);
         scan(&mut sim);
@@ -208,7 +208,7 @@ fn a_kick_during_a_scan_is_lost() {
 }
 
 #[test]
-fn a_scan_takes_its_cost_in_time_and_others_go_on_meanwhile() {
+fn a_scan_takes_time_and_processes_continue_meanwhile() {
     let mut sim = host(Knobs::default());
     let (_, region) = add(&mut sim, Mapping::new(Pages(10_000), Fill::Random));
     mark(&mut sim, region);
@@ -241,20 +241,20 @@ fn a_process_marked_during_a_scan_waits_for_the_next() {
 }
 
 #[test]
-fn pacing_scans_in_batches_and_the_same_pace_again_changes_nothing() {
+fn pacing_scans_in_batches_and_repeating_it_has_no_effect() {
     let mut sim = host(Knobs::default());
     let (_, region) = add(&mut sim, Mapping::new(Pages(1_000), Fill::Random));
     mark(&mut sim, region);
     let pace = ScanOrder::Pace { pages_to_scan: 100, sleep_ms: 20, thorough: false };
     order(&mut sim, pace);
-    assert!(sim.is_scanning() && !sim.ksm().busy, "in force at once");
+    assert!(sim.is_scanning() && !sim.ksm().busy, "takes effect at once");
     for millisecond in 0..100 {
         sim.wait(MS).unwrap();
         order(&mut sim, pace);
         assert!(sim.ksm().scanned <= (millisecond / 20 + 1) * 100);
     }
     assert_eq!(sim.ksm().scanned, 500);
-    // A kick wakes ksmd, but its batch ends where the scan under way ends.
+    // A kick wakes ksmd, but its batch ends where the current scan ends.
     order(&mut sim, ScanOrder::KICK);
     sim.wait(100 * MS).unwrap();
     assert_eq!((sim.ksm().scanned, sim.ksm().full_scans), (1_000, 1));
@@ -264,22 +264,22 @@ fn pacing_scans_in_batches_and_the_same_pace_again_changes_nothing() {
 
 #[test]
 fn an_exited_process_costs_memory_until_the_next_scan() {
-    let (mut sim, [(owner, _), _]) = twins(Knobs::default());
+    let (mut sim, [(owner, _), _]) = pairs(Knobs::default());
     scan(&mut sim);
     scan(&mut sim);
     sim.exit(owner);
     assert_eq!((sim.truth().frames, sim.saved()), (100, Pages(0)));
-    assert_eq!((sim.ksm().sharing, sim.unreaped()), (Pages(100), 1), "counters lag, the records stay");
+    assert_eq!((sim.ksm().sharing, sim.unreaped()), (Pages(100), 1), "counters lag and records stay");
     assert_eq!(sim.metadata(), Bytes(64 * 300 + 2 * 48));
     sim.wait(60_000 * MS).unwrap();
-    assert_eq!(sim.unreaped(), 1, "time alone does not help");
+    assert_eq!(sim.unreaped(), 1, "time alone frees nothing");
     scan(&mut sim);
     assert_eq!((sim.ksm().sharing, sim.unreaped()), (Pages(0), 0));
     assert_eq!(sim.metadata(), Bytes(64 * 200 + 48));
 }
 
 #[test]
-fn smart_scan_skips_one_two_four_eight() {
+fn smart_scan_skips_one_two_four_then_eight_visits() {
     let mut sim = host(Knobs::default());
     let (_, region) = add(&mut sim, Mapping::new(Pages(1), Fill::Random));
     mark(&mut sim, region);
@@ -295,7 +295,7 @@ fn smart_scan_skips_one_two_four_eight() {
 }
 
 #[test]
-fn a_skipped_page_is_missed_by_a_new_partner() {
+fn a_new_duplicate_misses_a_skipped_page() {
     let mut sim = host(Knobs::default());
     let (_, old) = add(&mut sim, Mapping::new(Pages(1), Fill::Series(4)));
     let (_, new) = add(&mut sim, Mapping::new(Pages(1), Fill::Series(4)));
@@ -303,9 +303,9 @@ fn a_skipped_page_is_missed_by_a_new_partner() {
     (0..13).for_each(|_| scan(&mut sim));
     mark(&mut sim, new);
     (0..3).for_each(|_| scan(&mut sim));
-    assert_eq!(sim.saved(), Pages(0), "both were looked at, never in the same scan");
+    assert_eq!(sim.saved(), Pages(0), "both were visited, but never in the same scan");
     (0..8).for_each(|_| scan(&mut sim));
-    assert_eq!(sim.saved(), Pages(0), "by now the new one is skipped when the old one is not");
+    assert_eq!(sim.saved(), Pages(0), "the new one is skipped whenever the old one is not");
     let mut sim = host(Knobs { smart_scan: false, ..Knobs::default() });
     let regions = [(); 2].map(|()| add(&mut sim, Mapping::new(Pages(1), Fill::Series(4))).1);
     mark(&mut sim, regions[0]);
@@ -316,7 +316,7 @@ fn a_skipped_page_is_missed_by_a_new_partner() {
 }
 
 #[test]
-fn chains_make_unrelated_pages_dear() {
+fn chains_make_unrelated_pages_costly() {
     let random_page_ns = |max_page_sharing| {
         let mut sim = host(Knobs { max_page_sharing, smart_scan: false, ..Knobs::default() });
         let (_, same) = add(&mut sim, Mapping::new(Pages(65_536), Fill::Same(1)));
@@ -335,18 +335,18 @@ fn chains_make_unrelated_pages_dear() {
 }
 
 #[test]
-fn a_full_chain_takes_two_more_pages_to_grow() {
+fn a_full_chain_grows_by_pairs() {
     let mut sim = host(Knobs { max_page_sharing: 4, ..Knobs::default() });
     let (_, region) = add(&mut sim, Mapping::new(Pages(9), Fill::Same(1)));
     mark(&mut sim, region);
     (0..4).for_each(|_| scan(&mut sim));
-    // Four to a frame; the ninth finds all full and nobody to pair with.
+    // Four to a frame; the ninth finds all full and no partner.
     assert_eq!((sim.ksm().shared, sim.ksm().sharing, sim.saved()), (Pages(2), Pages(6), Pages(6)));
     assert_eq!(sim.truth().savable, 2);
 }
 
 #[test]
-fn forks_may_exceed_the_sharing_limit() {
+fn forks_can_exceed_the_sharing_limit() {
     let mut sim = host(Knobs { max_page_sharing: 4, ..Knobs::default() });
     let (owner, region) = add(&mut sim, Mapping::new(Pages(4), Fill::Same(1)));
     mark(&mut sim, region);
@@ -370,7 +370,7 @@ fn forks_may_exceed_the_sharing_limit() {
 }
 
 #[test]
-fn the_frame_that_two_pages_merge_into_is_merged_for_its_other_users_too() {
+fn the_kept_frame_is_merged_for_fork_sharers_too() {
     let mut sim = host(Knobs::default());
     let (owner, region) = add(&mut sim, Mapping::new(Pages(2), Fill::Same(1)));
     mark(&mut sim, region);
@@ -378,7 +378,7 @@ fn the_frame_that_two_pages_merge_into_is_merged_for_its_other_users_too() {
     let child = sim.fork(owner);
     let copy = sim.regions_of(child)[0];
     scan(&mut sim);
-    // The second page's frame was kept: the child maps it without a second visit.
+    // The frame of the second page was kept: the child maps it without a second visit.
     let first = sim.span_of(copy).unwrap().first;
     let held = [first, first + 1].map(|page| sim.page(copy, page).unwrap().1);
     assert_eq!(held, [PageState::Private, PageState::Merged]);
@@ -389,7 +389,7 @@ fn the_frame_that_two_pages_merge_into_is_merged_for_its_other_users_too() {
 
 #[test]
 fn fork_shares_frames_and_a_child_of_merged_pages_is_counted_when_visited() {
-    let (mut sim, [(owner, region), _]) = twins(Knobs::default());
+    let (mut sim, [(owner, region), _]) = pairs(Knobs::default());
     let page = sim.span_of(region).unwrap().first;
     let child = sim.fork(owner);
     assert_eq!((sim.truth().frames, sim.page(region, page).unwrap().1), (200, PageState::Shared));
@@ -427,7 +427,7 @@ fn a_merge_splits_the_huge_page() {
 }
 
 #[test]
-fn reading_tells_states_and_equal_contents_and_costs_less_in_runs() {
+fn reading_shows_states_and_duplicates_and_costs_less_in_runs() {
     let mut sim = host(Knobs::default());
     let (_, one) = add(&mut sim, Mapping::new(Pages(64), Fill::Series(1)));
     let (_, two) = add(&mut sim, Mapping::new(Pages(64), Fill::Series(1)));
@@ -456,7 +456,7 @@ fn reading_tells_states_and_equal_contents_and_costs_less_in_runs() {
 }
 
 #[test]
-fn busy_and_untouchable_processes_are_told_apart() {
+fn busy_and_untouchable_processes_are_distinguished() {
     let mut sim = host(Knobs { busy: Permyriad(10_000), ..Knobs::default() });
     let (_, region) = add(&mut sim, Mapping::new(Pages(10), Fill::Random));
     assert_eq!(mark(&mut sim, region), Marking::Busy);
@@ -467,8 +467,8 @@ fn busy_and_untouchable_processes_are_told_apart() {
 }
 
 #[test]
-fn orders_are_ignored_while_ksm_is_somebody_elses() {
-    let (mut sim, _) = twins(Knobs::default());
+fn orders_are_ignored_while_another_program_controls_ksm() {
+    let (mut sim, _) = pairs(Knobs::default());
     sim.set_ours(false);
     assert!(!sim.observe().unwrap().ksm.ours);
     order(&mut sim, ScanOrder::KICK);
@@ -498,7 +498,7 @@ fn processes_start_exit_and_write_at_their_times() {
     assert!(sim.merged_pages() > Pages(1_200));
     let before = sim.cow_breaks();
     sim.wait(1_000 * MS).unwrap();
-    // 100 by the breaker; 100 by the churn, less those that hit a page twice.
+    // 100 by the breaker; 100 by the churn, minus those that hit a page twice.
     let broken = sim.cow_breaks() - before;
     assert!((185..=200).contains(&broken), "{broken}");
     let contents = sim.truth().contents;
@@ -509,7 +509,7 @@ fn processes_start_exit_and_write_at_their_times() {
 }
 
 #[test]
-fn each_life_of_a_short_lived_region_is_a_new_region() {
+fn a_remapped_region_is_a_new_region() {
     let mut sim = host(Knobs::default());
     let owner = pagefold_sim::scenario::short_lived(&mut sim, Pages(100), 50 * MS);
     let mut lives = Vec::new();

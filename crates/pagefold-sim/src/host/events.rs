@@ -1,4 +1,4 @@
-//! What happens in virtual time: processes start and exit, map and unmap, and write.
+//! Events in virtual time: processes start and exit, map and unmap, and write.
 
 use super::SimHost;
 use crate::content::content_of_series;
@@ -10,10 +10,10 @@ use pagefold_core::units::{EXTENT_PAGES, Pages, Vpn};
 use std::cmp::Reverse;
 
 const NS_PER_S: u64 = 1_000_000_000;
-/// Churn is applied in steps of at least this.
+/// The shortest interval between two steps of a writer that rewrites random pages.
 const CHURN_STEP_NS: u64 = 10_000_000;
 
-/// What happens at a time. Of two events at one time, the one scheduled first comes first.
+/// An event. Events at the same time happen in the order in which they were scheduled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Event {
     Start { process: usize, owner: OwnerKey },
@@ -24,14 +24,14 @@ pub(super) enum Event {
     Step { player: usize },
 }
 
-/// Somebody who writes to a region.
+/// Writes to a region, periodically.
 #[derive(Debug)]
 pub(super) struct Writer {
     region: RegionKey,
     behaviour: Behaviour,
     stream: Random,
     next_page: u32,
-    /// Writes due and not made yet, in the parts of a page that [`rate`] reckons in.
+    /// Writes due and not made yet, in the unit that [`rate`] defines.
     due: u128,
     last_ns: u64,
 }
@@ -54,7 +54,7 @@ impl SimHost {
         }
     }
 
-    /// Maps a region in which nothing is yet.
+    /// Maps a region in which every page is absent.
     pub(crate) fn map_empty(&mut self, owner: OwnerKey, family: FamilyKey, first: Vpn, pages: Pages) -> RegionKey {
         let length = usize::try_from(pages.0).unwrap_or(usize::MAX);
         let region = self.memory.map(owner, family, first, (vec![0; length], vec![Backing::Absent; length]), false);
@@ -62,7 +62,7 @@ impl SimHost {
         region
     }
 
-    /// What is mapped is marked at once, if all is (`ksm_add_vma`).
+    /// Marks a new region if [`Knobs::merge_any`](crate::Knobs::merge_any) is set (`ksm_add_vma`).
     fn mark_any(&mut self, region: RegionKey, owner: OwnerKey) {
         if !self.knobs.merge_any || self.memory.owners[owner.0 as usize].untouchable {
             return;
@@ -89,7 +89,7 @@ impl SimHost {
         self.now_ns = until_ns;
     }
 
-    /// Lets the kernel's thread work.
+    /// Runs ksmd or UKSM's scanner.
     fn run_kernel(&mut self, until_ns: u64) {
         match &mut self.uksmd {
             None => self.ksmd.run_until(&mut self.memory, until_ns),
@@ -97,7 +97,7 @@ impl SimHost {
         }
     }
 
-    /// pagefold works: costs CPU, and time.
+    /// Accounts for CPU time that pagefold spends, and lets the time pass.
     pub(super) fn spend(&mut self, ns: u64) {
         self.pagefold_ns += ns;
         self.advance(ns);
@@ -124,7 +124,7 @@ impl SimHost {
         if let Some(exit_ns) = self.processes[process].exit_ns {
             self.schedule(exit_ns.max(self.now_ns), Event::Exit { owner });
         }
-        // Address spaces of their own, apart as far as the layout of a real one would put them.
+        // Regions start as far apart as in a real address space.
         let mut next = Vpn(0x5555_5555_5000 / 4096);
         for mapping in std::mem::take(&mut self.processes[process].mappings) {
             let first = mapping.first.unwrap_or(Vpn((next.extent() + 2) * EXTENT_PAGES));
@@ -161,7 +161,7 @@ impl SimHost {
         }
     }
 
-    /// How long a writer pauses.
+    /// The time between two steps of a writer.
     fn write_interval_ns(&self, behaviour: &Behaviour, pages: u64) -> u64 {
         match behaviour {
             Behaviour::CowBreaker { every_ns } => self.granularity.all((*every_ns).max(1)),
@@ -210,7 +210,7 @@ impl SimHost {
     }
 }
 
-/// The parts of each page that come due in a nanosecond, and how many make a page.
+/// How many units of a write come due per page and nanosecond, and how many units make one write.
 fn rate(behaviour: &Behaviour) -> (u128, u128) {
     match behaviour {
         Behaviour::Churn { per_second, .. } => (per_second.0.into(), u128::from(NS_PER_S) * 10_000),

@@ -1,4 +1,4 @@
-//! What tests and experiments can read of the simulated machine, and pagefold cannot.
+//! The state of the simulated machine as tests and experiments see it. pagefold has no access to it.
 
 use super::SimHost;
 use crate::comparisons::SearchCounts;
@@ -9,14 +9,14 @@ use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::units::{Bytes, Pages, Vpn};
 
 impl SimHost {
-    /// An exact count of the whole memory. Looks at every page.
+    /// Counts the whole memory exactly, page by page.
     pub fn truth(&self) -> GroundTruth {
         let GroundTruth { frames, zero_frames, contents, zero_mapped, savable } = self.memory.truth();
         let [frames, zero_frames, contents, zero_mapped, savable] =
             [frames, zero_frames, contents, zero_mapped, savable].map(|count| self.granularity.all(count));
         GroundTruth { frames, zero_frames, contents, zero_mapped, savable }
     }
-    /// The virtual time.
+    /// The virtual time, nanoseconds.
     pub fn now_ns(&self) -> u64 {
         self.now_ns
     }
@@ -25,15 +25,15 @@ impl SimHost {
         let ksmd_ns = self.uksmd.as_ref().map_or(self.ksmd.cpu_ns, |uksmd| uksmd.cpu_ns);
         Cost { pagefold_ns: self.pagefold_ns, ksmd_ns }
     }
-    /// KSM's counters now. Like the kernel's they lag behind writes, unmarks and exits until ksmd comes by.
+    /// KSM's counters. As in the kernel, they lag behind writes, unmarking and exits until ksmd visits the pages.
     pub fn ksm(&self) -> KsmView {
-        let seen = self.ksm_seen();
+        let seen = self.ksm_as_observed();
         let pages = |seen: Pages| Pages(self.granularity.all(seen.0));
         let (shared, sharing, zero) = (pages(seen.shared), pages(seen.sharing), pages(seen.zero));
         KsmView { shared, sharing, zero, broken: self.granularity.all(seen.broken), ..seen }
     }
-    /// The same as pagefold sees it: in simulated pages but for what ksmd has scanned, by which it reckons rates.
-    pub(super) fn ksm_seen(&self) -> KsmView {
+    /// KSM's counters as pagefold sees them: in simulated pages, except `scanned`, which rates are derived from.
+    pub(super) fn ksm_as_observed(&self) -> KsmView {
         KsmView {
             shared: Pages(self.ksmd.trees.shared),
             sharing: Pages(self.ksmd.trees.sharing),
@@ -49,7 +49,7 @@ impl SimHost {
     pub fn merged_pages(&self) -> Pages {
         Pages(self.granularity.all(self.memory.merged_pages))
     }
-    /// Frames saved now, in truth: merged pages less the frames they share, and folded pages of zeros.
+    /// Frames that are saved now: merged pages minus the frames they share, plus merged pages of zeros.
     pub fn saved(&self) -> Pages {
         Pages(self.granularity.all(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_merged))
     }
@@ -57,11 +57,11 @@ impl SimHost {
     pub fn cow_breaks(&self) -> u64 {
         self.granularity.all(self.memory.cow_breaks)
     }
-    /// Comparisons made so far.
+    /// Comparisons so far.
     pub fn counts(&self) -> SearchCounts {
         self.uksmd.as_ref().map_or(self.ksmd.counts, Uksmd::counts)
     }
-    /// Pages that ksmd did not compare again because they had not been written since it last did (only with classes).
+    /// Pages that ksmd did not compare again because they had not been written since (only with classes).
     pub fn spared(&self) -> u64 {
         self.ksmd.spared
     }
@@ -76,24 +76,24 @@ impl SimHost {
         let (stable, unstable) = self.ksmd.trees.nodes();
         (self.granularity.all(stable), self.granularity.all(unstable))
     }
-    /// Contents and pages in each tree of the forest, or in those of each class: how balanced they are.
+    /// Contents and pages in each tree of the forest, or of each class. Shows how balanced they are.
     pub fn tree_sizes(&self) -> Vec<u64> {
         self.ksmd.trees.sizes().into_iter().map(|pages| self.granularity.all(pages)).collect()
     }
-    /// What KSM's records take: 64 bytes for each page's and each merged frame's, 48 for each process's.
+    /// The size of KSM's records: 64 bytes for each page and each merged frame, 48 for each process.
     pub fn metadata(&self) -> Bytes {
         let records = self.granularity.all(self.ksmd.items + self.memory.known_frames());
         Bytes(64 * records + 48 * self.ksmd.registered().len() as u64)
     }
-    /// Processes that have exited and whose address space ksmd still holds.
+    /// Processes that have exited but whose address space ksmd still holds.
     pub fn unreaped(&self) -> usize {
         self.ksmd.registered().iter().filter(|&&owner| self.memory.owners[owner as usize].exited).count()
     }
-    /// Kicks that came while a scan ran.
+    /// Kicks that arrived during a scan and had no effect.
     pub fn lost_kicks(&self) -> u64 {
         self.ksmd.lost_kicks
     }
-    /// Orders that came while KSM was not ours.
+    /// Scan orders that arrived while pagefold did not control KSM.
     pub fn ignored_orders(&self) -> u64 {
         self.ignored_orders
     }
@@ -105,12 +105,12 @@ impl SimHost {
     pub fn regions_of(&self, owner: OwnerKey) -> Vec<RegionKey> {
         self.memory.owners[owner.0 as usize].regions.iter().map(|&key| RegionKey(key)).collect()
     }
-    /// The whole of a region, as a span.
+    /// A span that covers the whole region.
     pub fn span_of(&self, region: RegionKey) -> Option<Span> {
         let found = self.memory.region(region.0)?;
         Some(Span { region, first: Vpn(found.first), pages: Pages(u64::from(found.len())) })
     }
-    /// What a process sees in a page, and how the page is held.
+    /// The content of a page, and its state.
     pub fn page(&self, region: RegionKey, page: Vpn) -> Option<(u64, PageState)> {
         let region = self.memory.region(region.0)?;
         let offset = region.offset(page)?;

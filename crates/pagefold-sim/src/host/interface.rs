@@ -1,4 +1,4 @@
-//! The calls that pagefold makes. Each costs pagefold CPU time, and virtual time passes meanwhile.
+//! The calls that pagefold makes ([`Host`]). Each costs CPU time, and virtual time passes meanwhile.
 
 use super::SimHost;
 use crate::content::digest;
@@ -40,7 +40,7 @@ impl SimHost {
         })
     }
 
-    /// Samples one run; returns what it cost.
+    /// Samples one run. Returns the cost in nanoseconds.
     fn read_run(&self, run: &PageRun, plan: &SamplePlan, samples: &mut Vec<PageSample>) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
         let (mut looked_at, mut read) = (0, 0);
@@ -68,7 +68,7 @@ impl SimHost {
             });
         }
         let started = if read > 0 { self.costs.read_run_ns } else { 0 };
-        // What is longer than a sample is read whole.
+        // Runs longer than a sample are read completely.
         let times =
             if u64::from(run.pages) > RUN_PAGES { self.granularity.get() } else { self.granularity.samples(u64::MAX) };
         let pages_ns =
@@ -76,7 +76,7 @@ impl SimHost {
         times * (started + pages_ns)
     }
 
-    /// Marks or unmarks spans, one stop for all of a process.
+    /// Marks or unmarks spans, with one stop for each process.
     fn change_marks(&mut self, changes: &[Change], mark: bool, outcome: &mut Outcome) -> Vec<ChangeResult> {
         let mut stops: BTreeMap<u32, (bool, u64)> = BTreeMap::new();
         let mut results = Vec::with_capacity(changes.len());
@@ -118,7 +118,7 @@ impl SimHost {
         results
     }
 
-    /// The process to be stopped for a span, and the part of the span that exists.
+    /// The process to stop for a span, and the part of the span that exists.
     fn target(&self, span: &Span) -> Option<(u32, Range<u32>)> {
         let region = self.memory.region(span.region.0)?;
         let place = |page: u64| u32::try_from(page.clamp(region.first, region.end()) - region.first).ok();
@@ -142,8 +142,8 @@ impl Host for SimHost {
             }
             regions.extend(self.view(key, owner, &mut price_ns));
         }
-        let (now_ns, ksm) = (self.now_ns, self.ksm_seen());
-        let (nodes, owners, places_ns) = self.look_at_places(&owners);
+        let (now_ns, ksm) = (self.now_ns, self.ksm_as_observed());
+        let (nodes, owners, places_ns) = self.observe_nodes(&owners);
         self.spend(price_ns + places_ns);
         Ok(Snapshot { now_ns, regions, ksm, memory: self.free, cost: self.cost(), nodes, owners })
     }
@@ -156,7 +156,7 @@ impl Host for SimHost {
             self.note_read(run);
         }
         let mut merged = Vec::new();
-        cpu_ns += plan.inspect.iter().map(|run| self.look_for_merged(run, &mut merged)).sum::<u64>();
+        cpu_ns += plan.inspect.iter().map(|run| self.find_merged_pages(run, &mut merged)).sum::<u64>();
         self.spend(cpu_ns);
         Ok(Samples { pages, merged, cpu_ns })
     }
@@ -165,7 +165,7 @@ impl Host for SimHost {
         let mut outcome = Outcome::default();
         outcome.unmarked = self.change_marks(&actions.unmark, false, &mut outcome);
         outcome.marked = self.change_marks(&actions.mark, true, &mut outcome);
-        self.place(&actions.moves, &mut outcome);
+        self.move_frames(&actions.moves, &mut outcome);
         if self.ours {
             self.ksmd.order(actions.scan, self.now_ns);
         } else if actions.scan != ScanOrder::Keep {

@@ -1,5 +1,5 @@
-//! Laws that hold whatever happens: no process ever sees a page change through merging, what is counted
-//! is what is there, and the same seed gives the same run.
+//! Properties of every run: no process ever sees a page change through merging, all counters match the memory, and
+//! the same seed gives the same run.
 
 use crate::memory::{Backing, ItemState, Memory, NONE};
 use crate::{Behaviour, Classes, Costs, Fill, Forest, Knobs, Mapping, Process, SimHost, Writes};
@@ -47,10 +47,10 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The host under test beside what every page must hold.
+/// The host under test, and the content that every page must have.
 struct Pair {
     sim: SimHost,
-    /// Memory nodes.
+    /// The number of memory nodes.
     nodes: u16,
     owners: Vec<OwnerKey>,
     expected: BTreeMap<(RegionKey, Vpn), u64>,
@@ -126,8 +126,8 @@ impl Pair {
                 let (before, was_merged) = (self.sim.node_of(region, page), merged(&self.sim));
                 let moves = vec![Move { region, page, node: NodeKey(node) }];
                 let outcome = self.sim.apply(&Actions { moves, ..Actions::default() }).unwrap();
-                assert!(outcome.moved == 0 || was_merged, "only merged frames are moved");
-                // ksmd and the processes stand still: no order was given, but one may be under way.
+                assert!(outcome.moved == 0 || was_merged, "moved a frame that is not merged");
+                // No order was given, but an earlier one may still be running.
                 if merged(&self.sim) && was_merged && !self.sim.is_scanning() {
                     let wanted = if outcome.moved == 1 { Some(NodeKey(node)) } else { before };
                     assert_eq!(self.sim.node_of(region, page), wanted);
@@ -142,7 +142,7 @@ impl Pair {
                         .expected
                         .keys()
                         .filter(|(region, page)| self.sim.node_of(*region, *page) == Some(NodeKey(node)));
-                    assert_eq!(left.count(), 0, "node {node} has gone");
+                    assert_eq!(left.count(), 0, "frames left on offline node {node}");
                 }
             }
             Step::Restore(node) => self.sim.restore_node(node),
@@ -151,7 +151,7 @@ impl Pair {
         }
     }
 
-    /// What is told of pages and frames is so.
+    /// Checks what a read reports against the memory.
     fn read(&mut self, who: prop::sample::Index) {
         let Some(Span { region, first, .. }) = self.span(who, 0, PAGES) else { return };
         let run = PageRun { region, first: Vpn(first.0), pages: u32::try_from(PAGES).unwrap() };
@@ -164,7 +164,7 @@ impl Pair {
         let samples = self.sim.read(&plan).unwrap();
         for (sample, node) in samples.pages.iter().zip(nodes) {
             assert_eq!(sample.node, node.filter(|_| sample.state == PageState::Private));
-            assert!(!sample.active, "not asked");
+            assert!(!sample.active, "activity was not requested");
         }
         assert_eq!(samples.merged.iter().map(|sample| sample.frame).collect::<Vec<_>>(), frames);
     }
@@ -179,31 +179,35 @@ impl Pair {
 
     fn check(&self, may_fork: bool) {
         for (&(region, page), &content) in &self.expected {
-            assert_eq!(self.sim.page(region, page).unwrap().0, content, "{region:?} {page:?} changed");
+            assert_eq!(self.sim.page(region, page).unwrap().0, content, "page {page:?} of {region:?} changed");
         }
-        check_books(&self.sim);
+        check_counters(&self.sim);
         if !may_fork {
-            // Every present page had a frame of its own before anything was merged.
+            // Before any merge, every present page had a frame of its own.
             let truth = self.sim.truth();
             let untouched = truth.zero_mapped - self.sim.ksm().zero.0;
             let before = self.expected.len() as u64 - untouched;
-            assert_eq!(before - truth.frames, self.sim.saved().0, "saved is not frames before less frames after");
+            assert_eq!(
+                before - truth.frames,
+                self.sim.saved().0,
+                "saved differs from the frames before minus the frames after"
+            );
         }
     }
 }
 
-/// Counts frames, records and KSM's counters anew and compares.
-fn check_books(sim: &SimHost) {
+/// Recounts frames, records and KSM's counters, and compares.
+fn check_counters(sim: &SimHost) {
     let (memory, ksmd) = sim.parts();
     let mut mapped = vec![0u32; memory.frames.len()];
     let mut hung = vec![0u32; memory.frames.len()];
-    let (mut items, mut unshared, mut folded) = (0, 0, 0);
+    let (mut items, mut unshared, mut zero_merged) = (0, 0, 0);
     for (_, region) in memory.live_regions() {
         for page in 0..region.len() {
             if let Some(frame) = region.merged_frame(page) {
                 mapped[frame as usize] += 1;
             }
-            folded += u64::from(region.backing[page as usize] == Backing::ZeroMerged);
+            zero_merged += u64::from(region.backing[page as usize] == Backing::ZeroMerged);
         }
         for item in region.items.iter().filter(|item| item.is_live()) {
             items += 1;
@@ -228,14 +232,14 @@ fn check_books(sim: &SimHost) {
     }
     assert_eq!((ksmd.items, ksmd.unshared), (items, unshared));
     assert_eq!((ksmd.trees.shared, ksmd.trees.sharing), (shared, sharing));
-    assert_eq!(memory.zero_merged, folded);
+    assert_eq!(memory.zero_merged, zero_merged);
     assert_eq!(memory.merged_pages, mapped.iter().map(|&mapped| u64::from(mapped)).sum::<u64>());
     assert_eq!(memory.merged_frames, mapped.iter().filter(|&&mapped| mapped > 0).count() as u64);
-    ksmd.trees.check_books(memory);
+    ksmd.trees.check_counters(memory);
     check_nodes(memory);
 }
 
-/// Counts the frames on each node anew and compares.
+/// Recounts the frames on each node, and compares.
 fn check_nodes(memory: &Memory) {
     if !memory.nodes.several() {
         let kept = |region: &crate::memory::Region| region.reads.len() + region.keeps_nodes();
@@ -251,7 +255,7 @@ fn check_nodes(memory: &Memory) {
                 Backing::Private => used[usize::from(node.0)] += 1,
                 Backing::Forked => {
                     let known = shares.insert(region.frame[page as usize], node);
-                    assert!(known.is_none_or(|known| known == node), "a frame is on one node");
+                    assert!(known.is_none_or(|known| known == node), "a frame on two nodes");
                     used[usize::from(node.0)] += u64::from(known.is_none());
                 }
                 _ => {}
@@ -267,7 +271,7 @@ fn check_nodes(memory: &Memory) {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn merging_changes_no_page_and_the_books_balance(
+    fn merging_changes_no_page_and_the_counters_match(
         steps in prop::collection::vec(step(), 1..120),
         knobs in (any::<bool>(), any::<bool>(), 2u32..6, any::<bool>()),
         (nodes, node_pages, merge_across_nodes) in (1u16..5, 20u64..400, any::<bool>()),
@@ -303,8 +307,8 @@ proptest! {
 }
 
 #[test]
-fn a_page_marked_anew_within_a_scan_has_left_the_unstable_tree() {
-    // Whenever the one is unmarked and marked again, among others while it waits in the tree.
+fn a_page_marked_again_during_a_scan_has_left_the_unstable_tree() {
+    // Unmarks and marks one page again at many points of the scan, among them while it is in the unstable tree.
     for waits in 0..80 {
         let mut sim = SimHost::new(1, Costs::default(), Knobs::default());
         let mut add = || sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(1), Fill::Same(1))));
@@ -319,13 +323,13 @@ fn a_page_marked_anew_within_a_scan_has_left_the_unstable_tree() {
         sim.apply(&Actions { mark: again, ..Actions::default() }).unwrap();
         for _ in 0..20 {
             sim.wait(1_000_000).unwrap();
-            check_books(&sim);
+            check_counters(&sim);
         }
         assert_eq!(sim.saved(), Pages(1));
     }
 }
 
-/// Everything that can be told of a run full of chance.
+/// Everything observable of a run with random events.
 fn fingerprint(seed: u64) -> String {
     use std::fmt::Write as _;
     let knobs = Knobs { busy: Permyriad(2_000), ..Knobs::default() };
@@ -337,7 +341,7 @@ fn fingerprint(seed: u64) -> String {
         let process = Process::starting_at(start * 70_000_000).exiting_at(400_000_000 + start);
         sim.add(process.mapping(mapping.clone()).mapping(short.clone()));
     }
-    let mut told = String::new();
+    let mut log = String::new();
     for _ in 0..60 {
         let snapshot = sim.observe().unwrap();
         let whole =
@@ -346,7 +350,7 @@ fn fingerprint(seed: u64) -> String {
         let actions = Actions { mark: spans.collect(), scan: ScanOrder::KICK, ..Actions::default() };
         let outcome = sim.apply(&actions).unwrap();
         sim.wait(10_000_000).unwrap();
-        write!(told, "{snapshot:?}{outcome:?}{:?}{}", sim.truth(), sim.cow_breaks()).unwrap();
+        write!(log, "{snapshot:?}{outcome:?}{:?}{}", sim.truth(), sim.cow_breaks()).unwrap();
     }
-    told
+    log
 }

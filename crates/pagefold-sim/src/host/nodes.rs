@@ -1,4 +1,4 @@
-//! Memory nodes of the simulated host: what pagefold sees of them, and moving merged frames between them.
+//! Memory nodes of the simulated host: what pagefold observes of them, and moving merged frames.
 
 use super::SimHost;
 use crate::memory::{Backing, MoveResult, Nodes};
@@ -7,10 +7,10 @@ use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Vpn};
 use std::collections::BTreeMap;
 
-/// Nodes and processes are looked at this often, nanoseconds: as on a live machine.
+/// Interval between two observations of nodes and processes, nanoseconds: as on a live machine.
 const REFRESH_NS: u64 = 2_000_000_000;
 
-/// What was seen of nodes and processes when they were last looked at.
+/// The last observation of nodes and processes.
 #[derive(Debug, Default)]
 pub(super) struct PlacementCache {
     nodes: Vec<NodeView>,
@@ -20,44 +20,49 @@ pub(super) struct PlacementCache {
 }
 
 impl SimHost {
-    /// With memory nodes of these sizes, numbered from 0, at the kernel's usual distances: 10 to itself and 20 to any
-    /// other. Before anything is added.
+    /// Sets the sizes of the memory nodes, numbered from 0, at the kernel's default distances: 10 to itself, 20 to
+    /// any other.
+    ///
+    /// # Panics
+    /// If a process has been added already.
     #[must_use]
     pub fn with_nodes(mut self, totals: &[Pages]) -> Self {
-        assert!(self.processes.is_empty(), "nodes come before processes");
+        assert!(self.processes.is_empty(), "set the nodes before adding processes");
         self.memory.nodes = Nodes::new(totals);
         self
     }
 
-    /// With other distances between the nodes: a row for each, as the kernel has them (SLIT).
+    /// Sets the distances between nodes: one row per node, as in the kernel's SLIT.
     #[must_use]
     pub fn with_distances(mut self, distances: &[&[u32]]) -> Self {
         self.memory.nodes.set_distances(distances);
         self
     }
 
-    /// Takes a node's memory away: its frames move to the others. False, with nothing done, if they have not the room.
+    /// Takes a node offline: its frames move to the others. Returns false, and does nothing, if they have too little
+    /// room.
     pub fn remove_node(&mut self, node: u16) -> bool {
         self.memory.remove_node(NodeKey(node))
     }
 
-    /// Gives a node's memory back, empty.
+    /// Brings a node back online, empty.
     pub fn restore_node(&mut self, node: u16) {
         self.memory.restore_node(NodeKey(node));
     }
 
     /// Binds a process to the processors of another node. Its pages stay where they are.
+    ///
+    /// # Panics
+    /// If there is no such node.
     pub fn set_home(&mut self, owner: OwnerKey, node: u16) {
         assert!(self.memory.nodes.has(NodeKey(node)), "there is no node {node}");
-        self.memory.owners[owner.0 as usize].place.home = NodeKey(node);
+        self.memory.owners[owner.0 as usize].numa.home = NodeKey(node);
     }
 
-    /// Gives a process another nice value.
+    /// Changes a process's nice value.
     pub fn set_nice(&mut self, owner: OwnerKey, nice: i8) {
-        self.memory.owners[owner.0 as usize].place.nice = nice;
+        self.memory.owners[owner.0 as usize].numa.nice = nice;
     }
-
-    // What tests may know and pagefold may not.
 
     /// The node that a page's frame is on, if it has one.
     pub fn node_of(&self, region: RegionKey, page: Vpn) -> Option<NodeKey> {
@@ -70,7 +75,7 @@ impl SimHost {
         self.memory.merged_by_node().into_iter().map(|frames| Pages(self.granularity.all(frames.0))).collect()
     }
 
-    /// Pages of a process that map merged frames, by the node of these.
+    /// Pages of a process that map merged frames, by the frame's node.
     pub fn merged_of(&self, owner: OwnerKey) -> BTreeMap<NodeKey, Pages> {
         let mut pages: BTreeMap<NodeKey, Pages> = BTreeMap::new();
         for region in self.memory.owners[owner.0 as usize].regions.iter().filter_map(|&key| self.memory.region(key)) {
@@ -82,15 +87,13 @@ impl SimHost {
         pages
     }
 
-    /// Frames moved on pagefold's order so far.
+    /// Frames moved by pagefold so far.
     pub fn moved(&self) -> u64 {
         self.granularity.all(self.placement_cache.moved)
     }
 
-    // What the four calls do about nodes, each priced.
-
-    /// The nodes and the processes, as of the last look; returns what it cost.
-    pub(super) fn look_at_places(&mut self, owners: &[OwnerKey]) -> (Vec<NodeView>, Vec<OwnerView>, u64) {
+    /// The nodes and processes as last observed, and the cost in nanoseconds.
+    pub(super) fn observe_nodes(&mut self, owners: &[OwnerKey]) -> (Vec<NodeView>, Vec<OwnerView>, u64) {
         let mut price_ns = 0;
         if !self.memory.nodes.several() {
             return (Vec::new(), Vec::new(), 0);
@@ -100,16 +103,10 @@ impl SimHost {
             self.placement_cache.nodes = self.memory.nodes.views();
             let online = self.memory.nodes.online();
             let view = |&owner: &OwnerKey| {
-                let place = self.memory.owners[owner.0 as usize].place;
-                // Processors whose memory has gone belong to no node.
-                let home = Some(place.home).filter(|&home| place.bound && online.has(home));
-                OwnerView {
-                    owner,
-                    home,
-                    nice: place.nice,
-                    allowed: place.allowed.and(online),
-                    placement: place.placement,
-                }
+                let numa = self.memory.owners[owner.0 as usize].numa;
+                // Processors without memory belong to no node.
+                let home = Some(numa.home).filter(|&home| numa.bound && online.has(home));
+                OwnerView { owner, home, nice: numa.nice, allowed: numa.allowed.and(online), placement: numa.placement }
             };
             let there = !self.placement_cache.nodes.is_empty();
             self.placement_cache.owners = owners.iter().filter(|_| there).map(view).collect();
@@ -119,14 +116,14 @@ impl SimHost {
         (self.placement_cache.nodes.clone(), self.placement_cache.owners.clone(), price_ns)
     }
 
-    /// Looks for merged pages in a run; returns what it cost.
-    pub(super) fn look_for_merged(&self, run: &PageRun, found: &mut Vec<MergedSample>) -> u64 {
+    /// Finds merged pages in a run. Returns the cost in nanoseconds.
+    pub(super) fn find_merged_pages(&self, run: &PageRun, found: &mut Vec<MergedSample>) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
         let mut cost_ns = 0;
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             cost_ns += self.costs.pagemap_ns;
-            // Pagemap tells of a page that it is one process's alone.
+            // pagemap shows which pages one process maps exclusively; those need no look at kpageflags.
             if matches!(region.backing[offset as usize], Backing::Merged | Backing::Forked) {
                 cost_ns += self.costs.kpageflags_ns;
             }
@@ -137,7 +134,7 @@ impl SimHost {
         self.granularity.all(cost_ns)
     }
 
-    /// Takes note of pages being read from outside: the second time makes a page active (`mark_page_accessed`).
+    /// Records that pages were read from outside: the second read makes a page active (`mark_page_accessed`).
     pub(super) fn note_read(&mut self, run: &PageRun) {
         if !self.memory.nodes.several() {
             return;
@@ -155,7 +152,7 @@ impl SimHost {
     }
 
     /// Moves merged frames.
-    pub(super) fn place(&mut self, moves: &[Move], outcome: &mut Outcome) {
+    pub(super) fn move_frames(&mut self, moves: &[Move], outcome: &mut Outcome) {
         for Move { region, page, node } in moves {
             let offset = self.memory.region(region.0).and_then(|region| region.offset(*page));
             let Some(offset) = offset else { continue };

@@ -1,27 +1,26 @@
-//! A red-black tree whose order is in the eye of the searcher, as in the kernel (`lib/rbtree.c`): it keeps itself
-//! balanced, and who searches says at each node which way to go. So it can be searched, and can lie, like ksmd's
-//! unstable tree, whose pages change under it.
+//! A red-black tree like the kernel's (`lib/rbtree.c`): the caller supplies the comparison at every node of a search.
+//! So the order may depend on data outside the tree, and may be wrong, as in ksmd's unstable tree, whose pages
+//! change.
 //!
-//! Nodes are slots of one array and keep their number until they are removed.
+//! Nodes are elements of one vector and keep their number until they are removed.
 
 use std::cmp::Ordering;
 
-/// No node: the leaf below every last one.
+/// No node: the child of every leaf.
 const NIL: u32 = 0;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Node<T> {
     value: T,
-    /// The nodes below: what is less, what is more.
+    /// The smaller and the larger child.
     below: [u32; 2],
     above: u32,
     red: bool,
 }
 
-/// The tree.
 #[derive(Clone, Debug)]
 pub(crate) struct RbTree<T> {
-    /// The first is [`NIL`], which is black and may be above or below anything.
+    /// The first is [`NIL`], which is black and may be the parent or child of any node.
     nodes: Vec<Node<T>>,
     free: Vec<u32>,
     root: u32,
@@ -30,15 +29,15 @@ pub(crate) struct RbTree<T> {
 /// Where a search ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SearchEnd {
-    /// At a node that is equal.
+    /// At an equal node.
     Node(u32),
-    /// Where a new node belongs.
+    /// At the position where a new node belongs.
     Leaf(Leaf),
-    /// At a node with which nothing can be compared.
+    /// At a node for which there is no comparison.
     Stuck(u32),
 }
 
-/// A place for a new node.
+/// A position for a new node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Leaf {
     above: u32,
@@ -63,7 +62,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.root = NIL;
     }
 
-    /// What a node holds, if there is such a node.
+    /// The value of a node, if it exists.
     pub(crate) fn get(&self, node: u32) -> Option<T> {
         (node != NIL).then(|| self.nodes.get(node as usize).map(|node| node.value))?
     }
@@ -72,7 +71,8 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[node as usize].value = value;
     }
 
-    /// Goes down from the root. `compare` tells how what is sought stands to a node, or `None` if it cannot.
+    /// Searches from the root. `compare` compares the sought value with that of a node, or returns `None` to end the
+    /// search.
     pub(crate) fn search(&self, mut compare: impl FnMut(u32, T) -> Option<Ordering>) -> SearchEnd {
         let mut leaf = Leaf { above: NIL, side: 0 };
         let mut at = self.root;
@@ -90,7 +90,7 @@ impl<T: Copy + Default> RbTree<T> {
         SearchEnd::Leaf(leaf)
     }
 
-    /// Puts a new node where a search ended; nothing may have changed since. Returns its number.
+    /// Inserts a node where a search ended; the tree must not have changed since. Returns its number.
     pub(crate) fn insert(&mut self, leaf: Leaf, value: T) -> u32 {
         let new = Node { value, below: [NIL; 2], above: leaf.above, red: true };
         let at = if let Some(free) = self.free.pop() {
@@ -108,7 +108,7 @@ impl<T: Copy + Default> RbTree<T> {
         at
     }
 
-    /// No red node has a red one above it.
+    /// Restores the rule that no red node has a red parent.
     fn balance_new(&mut self, mut at: u32) {
         while self.is_red(self.above(at)) {
             let (parent, grandparent) = (self.above(at), self.above(self.above(at)));
@@ -134,17 +134,17 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[self.root as usize].red = false;
     }
 
-    /// Takes a node out.
+    /// Removes a node.
     pub(crate) fn remove(&mut self, at: u32) {
         let [less, more] = self.nodes[at as usize].below;
-        // What moves up into a gap, and whether the gap took away a black node.
+        // The node that moves up into the gap, and whether the gap removed a black node.
         let (filler, lost_black);
         if less == NIL || more == NIL {
             filler = if less == NIL { more } else { less };
             lost_black = !self.is_red(at);
             self.replace(at, filler);
         } else {
-            // The next in order has nothing less below it: it leaves its place and takes that of the node.
+            // The successor has no smaller child; it takes the place of the removed node.
             let mut next = more;
             while self.below(next, 0) != NIL {
                 next = self.below(next, 0);
@@ -171,7 +171,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.free.push(at);
     }
 
-    /// Every way down has the same number of black nodes again: `at`'s lacks one.
+    /// Restores the rule that every path has the same number of black nodes: those through `at` lack one.
     fn balance_gap(&mut self, mut at: u32) {
         while at != self.root && !self.is_red(at) {
             let parent = self.above(at);
@@ -205,7 +205,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[at as usize].red = false;
     }
 
-    /// Puts `new` below what is above `old`.
+    /// Puts `new` in the place of `old`.
     fn replace(&mut self, old: u32, new: u32) {
         let above = self.above(old);
         if above == NIL {
@@ -217,7 +217,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[new as usize].above = above;
     }
 
-    /// Turns a node down to a side; the one below it on the other side takes its place.
+    /// Rotates a node down to one side; its child on the other side takes its place.
     fn rotate(&mut self, at: u32, side: usize) {
         let up = self.below(at, 1 - side);
         let between = self.below(up, side);
@@ -242,7 +242,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[at as usize].below[side]
     }
 
-    /// On which side of the one above it a node is.
+    /// The side of its parent that a node is on.
     fn side(&self, at: u32) -> usize {
         usize::from(self.below(self.above(at), 1) == at)
     }
@@ -263,7 +263,7 @@ mod tests {
         (found, steps)
     }
 
-    /// Black nodes on every way down from a node, all the same.
+    /// The number of black nodes on every path down from a node.
     fn black_height(tree: &RbTree<u64>, at: u32) -> u32 {
         if at == NIL {
             return 1;
@@ -287,7 +287,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a plain map, and the two laws of red and black.
+        /// Compares with a plain map, and checks both red-black rules.
         #[test]
         fn agrees_with_a_plain_map(steps in proptest::collection::vec((0u64..200, any::<bool>()), 0..800)) {
             let mut tree = RbTree::default();

@@ -1,41 +1,40 @@
-//! ksmd's trees and its counters, by the rules of Linux's `mm/ksm.c`.
+//! ksmd's trees and counters, by the rules of Linux's `mm/ksm.c`.
 //!
-//! The trees are red-black trees like the kernel's, ordered by content (by its id here, which is as good an order as
-//! that of the bytes), and every step of a search is a comparison that is counted. What is found on the way counts
-//! too: a chain that is crossed is walked, a merged frame that nobody maps any more is thrown out and the search begun
-//! again, and a page of the unstable tree that has gone ends it.
+//! The trees are red-black trees like the kernel's, ordered by content id, and every step of a search counts as a
+//! comparison. So do the side effects of a search: a chain on the path is walked, a merged frame that is no longer
+//! mapped is removed and the search restarted, and a page of the unstable tree that is gone ends the search.
 //!
-//! There is one pair of trees, or one for each memory node where `merge_across_nodes` is off, or a forest ([`Forest`]).
-//! A frame that has moved to another node goes to that node's tree when ksmd comes by it; should that have one of the same
-//! content already, both stay (the kernel would bring the pages of the one over to the other).
+//! There is one pair of trees, or one per memory node if `merge_across_nodes` is off, or a forest ([`Forest`]). A
+//! frame that has moved to another node moves to that node's tree at ksmd's next visit. If that tree has a frame with
+//! the same content, both stay (the kernel would move the pages of one to the other).
 
 use super::rbtree::{RbTree, SearchEnd};
 use crate::knobs::{Forest, Knobs};
 use crate::memory::{ItemState, Memory, NONE, PageRef};
 use pagefold_core::keys::NodeKey;
 
-/// A content of a stable tree.
+/// A node of a stable tree: one content.
 #[derive(Clone, Copy, Debug, Default)]
 struct StableNode {
     content: u64,
-    /// Its merged frame, or [`NONE`] if there are several.
+    /// Its merged frame, or [`NONE`] if it has several.
     frame: u32,
-    /// Then its chain.
+    /// Its chain, if it has several frames.
     chain: u32,
 }
 
-/// All merged frames of one content that has more than one.
+/// The merged frames of a content that has more than one.
 #[derive(Debug, Default)]
 struct Chain {
-    /// The frames; the one that searches try first is the last.
+    /// The frames. Searches try the last one first.
     dups: Vec<u32>,
-    /// How many of them have no room left.
+    /// The number of frames that have reached `max_page_sharing`.
     full: usize,
 }
 
 impl Chain {
-    /// Frames that a search crossing this chain walks: up to the first with room. When one with room is
-    /// found it moves to the front, so in the mean that is one, or all.
+    /// Frames that a search walks in this chain: up to the first with room, which then moves to the front. So on
+    /// average it is one, or all.
     fn walk(&self) -> u64 {
         if self.full == self.dups.len() { self.full as u64 } else { 1 }
     }
@@ -48,12 +47,12 @@ struct TreePair {
     unstable: RbTree<PageRef>,
 }
 
-/// The length of a search.
+/// The steps of one search.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Steps {
     /// Pages of the stable tree compared.
     pub(crate) stable: u64,
-    /// Full duplicates of chains walked on the way.
+    /// Full frames walked in chains.
     pub(crate) dups: u64,
     /// Pages of the unstable tree compared.
     pub(crate) unstable: u64,
@@ -61,13 +60,13 @@ pub(crate) struct Steps {
 
 #[derive(Debug)]
 pub(crate) struct Trees {
-    /// The first for all pages, or one for each node, or one for each tree of the forest.
+    /// One pair for all pages, or one per node, or one per tree of the forest.
     pairs: Vec<TreePair>,
     chains: Vec<Chain>,
     free_chains: Vec<u32>,
     max_page_sharing: u32,
     across_nodes: bool,
-    /// The unstable trees outlive the scan.
+    /// Whether the unstable trees are kept across scans.
     lasting: bool,
     /// `pages_shared`.
     pub(crate) shared: u64,
@@ -78,7 +77,7 @@ pub(crate) struct Trees {
 impl Trees {
     pub(crate) fn new(knobs: &Knobs) -> Self {
         assert!(knobs.max_page_sharing >= 2, "the kernel refuses max_page_sharing below 2");
-        assert!(knobs.merge_across_nodes || knobs.forest == Forest::Kernel, "a forest is for all nodes");
+        assert!(knobs.merge_across_nodes || knobs.forest == Forest::Kernel, "a forest requires merge_across_nodes");
         let mut pairs = Vec::new();
         pairs.resize_with(knobs.forest.trees(), TreePair::default);
         Self {
@@ -93,7 +92,7 @@ impl Trees {
         }
     }
 
-    /// The number of the tree for pages on a node, where each has its own.
+    /// The tree for pages on a node.
     pub(crate) fn of_node(&mut self, node: NodeKey) -> u16 {
         if self.across_nodes {
             return 0;
@@ -115,7 +114,7 @@ impl Trees {
         self.pairs.iter().map(|pair| (pair.stable.len() + pair.unstable.len()) as u64).collect()
     }
 
-    /// The unstable trees live for one scan, unless they are of classes.
+    /// Empties the unstable trees, unless they are divided by class.
     pub(crate) fn begin_scan(&mut self) {
         if !self.lasting {
             self.pairs.iter_mut().for_each(|pair| pair.unstable.clear());
@@ -126,7 +125,7 @@ impl Trees {
         memory.frames[frame as usize].items >= self.max_page_sharing
     }
 
-    /// The node of a content, or where it belongs.
+    /// The node of a content, or the position where it belongs.
     fn locate(&self, tree: u16, content: u64) -> SearchEnd {
         self.pairs[usize::from(tree)].stable.search(|_, there| Some(content.cmp(&there.content)))
     }
@@ -138,7 +137,7 @@ impl Trees {
         self.chains.get_mut(chain as usize)
     }
 
-    /// Puts a merged frame into a tree: as the first that searches try, or as the last.
+    /// Adds a merged frame to a tree: as the first that searches try, or as the last.
     fn add(&mut self, memory: &Memory, tree: u16, frame: u32, first: bool) {
         let content = memory.frames[frame as usize].content;
         let node = match self.locate(tree, content) {
@@ -161,7 +160,7 @@ impl Trees {
         chain.full += full;
     }
 
-    /// Takes a merged frame out of its tree.
+    /// Removes a merged frame from its tree.
     fn drop(&mut self, memory: &Memory, frame: u32) {
         let merged = memory.frames[frame as usize];
         let full = usize::from(self.is_full(memory, frame));
@@ -173,7 +172,7 @@ impl Trees {
             return;
         }
         let Some(chain) = self.chains.get_mut(there.chain as usize) else { return };
-        // The place of the last one matters, that of the others does not.
+        // Only the position of the last one matters.
         chain.dups.retain(|&other| other != frame);
         chain.full -= full;
         if let [only] = chain.dups[..] {
@@ -192,7 +191,7 @@ impl Trees {
         u32::try_from(self.chains.len() - 1).expect("fewer than 2^32 chains")
     }
 
-    /// Puts a merged frame into the tree of the node that it is on now.
+    /// Moves a merged frame to the tree of the node that it is on.
     pub(crate) fn follow(&mut self, memory: &mut Memory, frame: u32) {
         let merged = memory.frames[frame as usize];
         if self.across_nodes || merged.tree == merged.node.0 || merged.pruned {
@@ -201,12 +200,11 @@ impl Trees {
         self.drop(memory, frame);
         let tree = self.of_node(merged.node);
         memory.frames[frame as usize].tree = tree;
-        // Where a search tries first is one with room, if there is any.
+        // The frame that searches try first must have room, if any has.
         self.add(memory, tree, frame, false);
     }
 
-    /// The merged frame that a page with this content may join, if there is one with room
-    /// (`stable_tree_search`).
+    /// The merged frame with this content that has room for another page (`stable_tree_search`).
     pub(crate) fn find_stable(
         &mut self,
         memory: &mut Memory,
@@ -245,8 +243,8 @@ impl Trees {
                         let place = chain.dups.iter().position(room)?;
                         chain.dups.swap(place, last);
                     }
-                    // A search throws out the frames that have died meanwhile: the one it would take, or, where
-                    // it walks a full chain to its end, any of them.
+                    // A search removes frames that are no longer mapped: the one it would use, or any of a full chain
+                    // that it walks.
                     let unused = |&frame: &u32| memory.frames[frame as usize].mapped == 0;
                     let dead = if any_room {
                         Some(chain.dups[last]).filter(unused)
@@ -270,14 +268,14 @@ impl Trees {
         }
     }
 
-    /// A new merged frame, in a stable tree.
+    /// Creates a merged frame in a stable tree.
     pub(crate) fn insert_stable(&mut self, memory: &mut Memory, node: NodeKey, tree: u16, content: u64) -> u32 {
         let frame = memory.new_frame(content, node, tree);
         self.add(memory, tree, frame, true);
         frame
     }
 
-    /// Hangs one more record on a merged frame.
+    /// Adds a record to a merged frame.
     pub(crate) fn attach(&mut self, memory: &mut Memory, frame: u32) {
         let merged = &mut memory.frames[frame as usize];
         merged.items += 1;
@@ -294,7 +292,7 @@ impl Trees {
         }
     }
 
-    /// Takes a record off a merged frame. If nobody uses the frame any more, ksmd notices now.
+    /// Removes a record from a merged frame. If the frame is no longer mapped, ksmd notices now.
     pub(crate) fn detach(&mut self, memory: &mut Memory, frame: u32) {
         if frame == NONE {
             return;
@@ -324,7 +322,7 @@ impl Trees {
         }
     }
 
-    /// Takes a frame that nobody maps any more out of the tree and the counters.
+    /// Removes a frame that is no longer mapped from the tree and the counters.
     fn prune(&mut self, memory: &mut Memory, frame: u32) {
         self.drop(memory, frame);
         let merged = &mut memory.frames[frame as usize];
@@ -337,8 +335,8 @@ impl Trees {
         }
     }
 
-    /// The page seen earlier that has this content still; without one, the page itself joins the unstable tree
-    /// (`unstable_tree_search_insert`). Tells the partner's node, or its own.
+    /// Finds an earlier page that still has this content, or inserts the page itself into the unstable tree
+    /// (`unstable_tree_search_insert`).
     pub(crate) fn find_or_insert_unstable(
         &mut self,
         memory: &Memory,
@@ -352,8 +350,8 @@ impl Trees {
             let mut relative = false;
             let found = self.pairs[usize::from(tree)].unstable.search(|node, (key, page)| {
                 let region = memory.region(key)?;
-                // Nothing protects the pages of the unstable tree: it may have been written, merged, or unmarked, and
-                // marked again since, which leaves it without a record until ksmd's next visit.
+                // The pages of the unstable tree are not protected. This one may have been written, merged, or
+                // unmarked and marked again, which leaves it without a record until ksmd's next visit.
                 let item = region.items.get(page as usize)?;
                 let comparable = matches!(region.backing[page as usize], Private | Forked)
                     && region.marks.contains(page)
@@ -379,14 +377,14 @@ impl Trees {
                     let apart = !self.across_nodes && on_node() != Some(NodeKey(tree));
                     return if apart { UnstableSearch::Lost } else { UnstableSearch::Partner(partner, node) };
                 }
-                // What has gone would be in the way for ever.
+                // A page that is gone would block the path forever.
                 SearchEnd::Stuck(node) if self.lasting && !relative => unstable.remove(node),
                 SearchEnd::Stuck(_) => return UnstableSearch::Lost,
             }
         }
     }
 
-    /// Takes a page out of an unstable tree, if it is at this node.
+    /// Removes a page from an unstable tree if it is at this node.
     pub(crate) fn remove_unstable(&mut self, tree: u16, node: u32, me: PageRef) {
         let unstable = &mut self.pairs[usize::from(tree)].unstable;
         if unstable.get(node) == Some(me) {
@@ -394,9 +392,9 @@ impl Trees {
         }
     }
 
-    /// Counts the chains anew and compares.
+    /// Recounts the chains and compares.
     #[cfg(test)]
-    pub(crate) fn check_books(&self, memory: &Memory) {
+    pub(crate) fn check_counters(&self, memory: &Memory) {
         for (frame, merged) in (0_u32..).zip(&memory.frames) {
             if memory.is_free(frame) || merged.pruned {
                 continue;
@@ -415,17 +413,17 @@ impl Trees {
             }
         }
         let frames = memory.frames.len() as u64;
-        assert!(self.nodes().0 <= frames, "no content without a frame");
+        assert!(self.nodes().0 <= frames, "a content without a frame");
     }
 }
 
-/// What came of a search in an unstable tree.
+/// The result of a search in an unstable tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UnstableSearch {
-    /// A page with the same content, at a node.
+    /// A page with the same content, and its node.
     Partner(PageRef, u32),
-    /// None; the page is in the tree now, at a node.
+    /// No such page. The page itself is now in the tree, at this node.
     Inserted(u32),
-    /// The search met something that it cannot go past: the page is left for another time.
+    /// The search met a page that it cannot compare with. The page is retried at a later visit.
     Lost,
 }

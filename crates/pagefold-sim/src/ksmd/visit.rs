@@ -1,4 +1,4 @@
-//! What ksmd does at one page, and what that costs.
+//! What ksmd does at one page, and its cost.
 
 use super::Ksmd;
 use super::trees::{Steps, UnstableSearch};
@@ -7,21 +7,21 @@ use crate::knobs::{Classes, Forest};
 use crate::memory::{Backing, ItemState, Memory, NONE, PageRef, PageWrites, Region, RmapItem};
 use pagefold_core::units::Vpn;
 
-/// What became of a visit.
+/// The cost of a visit.
 pub(super) struct VisitCost {
     pub(super) cost_ns: u64,
-    /// Counts as scanned.
+    /// Whether it counts in `pages_scanned`.
     pub(super) counts: bool,
 }
 
 impl Ksmd {
-    /// One page.
+    /// Visits one page.
     pub(super) fn visit(&mut self, memory: &mut Memory, key: u32, page: u32) -> VisitCost {
         let costs = self.costs;
         let at = page as usize;
-        let region = memory.region_mut(key).expect("next_stretch found it and nothing runs in between");
+        let region = memory.region_mut(key).expect("found by next_stretch just before");
         let (backing, content, mut item) = (region.backing[at], region.content[at], region.items[at]);
-        let touch = region.writes.get_mut(at).map(std::mem::take).unwrap_or_default();
+        let writes = region.writes.get_mut(at).map(std::mem::take).unwrap_or_default();
 
         if matches!(backing, Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged) {
             if item.is_live() {
@@ -32,7 +32,7 @@ impl Ksmd {
             }
             return VisitCost { cost_ns: costs.pass_empty_ns, counts: false };
         }
-        let class = self.class_of(region, at, touch, item);
+        let class = self.class_of(region, at, writes, item);
         if !item.is_live() {
             item = RmapItem { state: ItemState::Known, ..RmapItem::NONE };
             self.items += 1;
@@ -42,13 +42,13 @@ impl Ksmd {
         }
         let checksum = content::checksum(content);
         if self.lasting() && item.state == ItemState::Unshared && item.class == class && item.checksum == checksum {
-            // Compared before, and not written since: it stays in its tree for others to find.
+            // Not written since the last comparison: it stays in its tree, where others can find it.
             self.spared += self.granularity.get();
             return VisitCost { cost_ns: costs.checksum_ns, counts: true };
         }
         self.leave_unstable((key, page), &mut item);
         item.class = class;
-        // Hung on a merged frame but private: written since.
+        // It has a merged frame on record but is private: it has been written since.
         let frame = std::mem::replace(&mut item.frame, NONE);
         self.trees.detach(memory, frame);
         let visit = if self.knobs.smart_scan && !self.thorough && is_skipped(&mut item) {
@@ -71,13 +71,13 @@ impl Ksmd {
         visit
     }
 
-    /// UnstableSearch trees that last, with records that know their place in them.
+    /// Whether unstable trees are kept across scans.
     fn lasting(&self) -> bool {
         matches!(self.knobs.forest, Forest::Classes(_))
     }
 
-    /// A page that was in an unstable tree has to be sorted in anew (`remove_rmap_item_from_tree`). Where trees live for a
-    /// scan, its place there is gone already.
+    /// Removes a page from the unstable tree (`remove_rmap_item_from_tree`). Trees that are emptied at each scan no
+    /// longer contain it.
     fn leave_unstable(&mut self, page: PageRef, item: &mut RmapItem) {
         if item.state != ItemState::Unshared {
             return;
@@ -89,7 +89,7 @@ impl Ksmd {
         self.unshared -= 1;
     }
 
-    /// A page that maps a merged frame already. After a fork, the child's has no record there yet.
+    /// Visits a page that is merged already. After a fork, the child's page has no record yet.
     fn visit_merged(&mut self, memory: &mut Memory, key: u32, page: u32, mut item: RmapItem) -> VisitCost {
         self.leave_unstable((key, page), &mut item);
         let frame = memory.region(key).and_then(|region| region.merged_frame(page)).unwrap_or(NONE);
@@ -105,21 +105,21 @@ impl Ksmd {
         VisitCost { cost_ns: self.costs.visit_merged_ns, counts: true }
     }
 
-    /// The class of a page. By writes it is that of the last scan in which it was written: those who read the paper
-    /// closely find that a page which was written is volatile and looked at no further, and one that was not is of the
-    /// class that is never compared, so that nothing would ever be. A page that has come into being was written whole.
-    fn class_of(&self, region: &Region, page: usize, touch: PageWrites, item: RmapItem) -> u8 {
+    /// The class of a page. With classes by writes, it is the class as of the last scan in which the page was
+    /// written. Read literally, the paper would never compare anything: a written page is volatile, and an unwritten
+    /// one is in the class that is not compared. A new page counts as written entirely.
+    fn class_of(&self, region: &Region, page: usize, writes: PageWrites, item: RmapItem) -> u8 {
         let Forest::Classes(classes) = self.knobs.forest else { return 0 };
         match classes {
             Classes::Address => region.eighths.get(page).copied().unwrap_or_default(),
-            _ if touch.times == 0 && item.is_live() => item.class,
-            Classes::PageCount => touch.times.saturating_sub(1).min(15),
-            Classes::SubPages if touch.times == 0 => 0b1111,
-            Classes::SubPages => touch.parts,
+            _ if writes.times == 0 && item.is_live() => item.class,
+            Classes::PageCount => writes.times.saturating_sub(1).min(15),
+            Classes::SubPages if writes.times == 0 => 0b1111,
+            Classes::SubPages => writes.parts,
         }
     }
 
-    /// The tree for a page.
+    /// The tree that a page belongs to.
     fn tree_of(&mut self, memory: &Memory, (key, page): PageRef, item: &RmapItem) -> u16 {
         match self.knobs.forest {
             Forest::Kernel => {
@@ -131,8 +131,9 @@ impl Ksmd {
         }
     }
 
-    /// The stable tree, then the unstable one. What is found in the stable tree stays where it is; of two found in the
-    /// unstable one, the page that is being visited stays (`try_to_merge_two_pages`), and so decides the node.
+    /// Searches the stable tree, then the unstable one. A frame found in the stable tree is kept. Of two pages found
+    /// equal in the unstable tree, the frame of the visited page is kept (`try_to_merge_two_pages`), which determines
+    /// the node.
     fn search(&mut self, memory: &mut Memory, me: PageRef, content: u64, item: &mut RmapItem) -> u64 {
         let (tree, mut steps) = (self.tree_of(memory, me, item), Steps::default());
         let (found, merge_ns) = self.find(memory, (tree, me), content, item, &mut steps);
@@ -145,7 +146,7 @@ impl Ksmd {
             + steps.unstable * self.costs.unstable_level_ns
     }
 
-    /// Whether a partner was found, and what merging took.
+    /// Returns whether a duplicate was found, and the cost of merging.
     fn find(
         &mut self,
         memory: &mut Memory,
@@ -177,7 +178,8 @@ impl Ksmd {
             memory.join(key, page, frame);
             self.trees.attach(memory, frame);
         }
-        // It is the very frame of the page that is being visited, so they map it too. Records come with ksmd's visits.
+        // They share the visited page's frame, so they map the merged frame too. Records follow at ksmd's next
+        // visits.
         for (key, page) in relatives {
             memory.join(key, page, frame);
         }
@@ -192,7 +194,7 @@ impl Ksmd {
     }
 }
 
-/// Who shares the frame of a page by fork: at the same place in other address spaces, for nothing moves within one.
+/// The pages that share a frame by fork: at the same address in other processes, since nothing moves within one.
 fn relatives(memory: &Memory, me: PageRef) -> Vec<PageRef> {
     let Some(region) = memory.region(me.0).filter(|_| memory.same_frame(me, me)) else { return Vec::new() };
     let at = Vpn(region.first + u64::from(me.1));
@@ -200,7 +202,7 @@ fn relatives(memory: &Memory, me: PageRef) -> Vec<PageRef> {
     pages.filter(|&page| page != me && memory.same_frame(page, me)).collect()
 }
 
-/// `smart_scan`: whether this visit is left out; counts the visits that were made or left out.
+/// `smart_scan`: whether to skip this visit. Counts visits and skips.
 fn is_skipped(item: &mut RmapItem) -> bool {
     let age = item.age;
     item.age = age.saturating_add(1);

@@ -4,24 +4,24 @@ use super::Memory;
 use super::page::Backing;
 use rustc_hash::FxHashSet;
 
-/// One count of the whole memory, exact.
+/// Exact counts of the whole memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroundTruth {
     /// Frames in use: private, fork-shared (each once) and merged (each once).
     pub frames: u64,
-    /// Those of them that hold nothing but zeros.
+    /// Frames that contain only zeros.
     pub zero_frames: u64,
-    /// Different contents in them, zeros not counted.
+    /// Different contents, without zeros.
     pub contents: u64,
     /// Pages that map the zero page.
     pub zero_mapped: u64,
-    /// Frames that could be saved now: `frames` minus `contents`. All of zeros counts as savable, which
-    /// takes `use_zero_pages`; without, one frame of zeros remains.
+    /// Frames that could be saved now: `frames` minus `contents`. All pages of zeros count, which requires
+    /// `use_zero_pages`; without it, one frame of zeros remains.
     pub savable: u64,
 }
 
 impl Memory {
-    /// Counts everything anew, from the pages themselves.
+    /// Counts from the pages themselves, not from counters.
     pub(crate) fn truth(&self) -> GroundTruth {
         let mut truth = GroundTruth::default();
         let mut contents = FxHashSet::default();

@@ -1,5 +1,5 @@
-//! The marked ranges of one region: sorted, disjoint, joined where they touch, as the kernel joins
-//! neighbouring VMAs with equal flags.
+//! The marked ranges of one region: sorted, disjoint, and joined where they touch, as the kernel joins adjacent VMAs
+//! with equal flags.
 
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ impl Marks {
         self.0.get(self.0.partition_point(|range| range.end <= page))
     }
 
-    /// What is marked at or after `page`, up to the next gap.
+    /// The marked pages at or after `page`, up to the next gap.
     pub(crate) fn stretch_from(&self, page: u32) -> Option<Range<u32>> {
         self.next_at(page).map(|range| range.start.max(page)..range.end)
     }

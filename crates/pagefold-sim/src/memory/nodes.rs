@@ -1,8 +1,8 @@
-//! Memory nodes: how much there is on each, where a frame lives, and moving it.
+//! Memory nodes: their sizes, where each frame is, and moving frames.
 //!
-//! A private page lives where its process ran when it was first written; if that node is full or away, on the nearest
-//! with room (the kernel's zone lists). The simulator never runs out of memory: where no node has room, the frame lives
-//! on the nearest all the same, and nothing is free there.
+//! A private page is allocated where its process runs when it is first written. If that node is full or offline, it
+//! is allocated on the nearest one with room (the kernel's zone lists). The simulator never runs out of memory: if no
+//! node has room, the nearest one is used anyway, and its free memory stays at zero.
 
 use super::{Backing, Memory, Region};
 use pagefold_core::host::NodeView;
@@ -11,15 +11,15 @@ use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::Pages;
 use rustc_hash::FxHashMap;
 
-/// The kernel's distances (SLIT): to itself, and to another node where the firmware does not tell.
+/// The kernel's default distances (SLIT): to the node itself, and to any other.
 const NEAR: u32 = 10;
 const FAR: u32 = 20;
 
-/// Where a process runs, and what placing its pages asks of it.
+/// Where a process runs, and what applies to the placement of its pages.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProcessNuma {
     pub(crate) home: NodeKey,
-    /// It may run there only.
+    /// Whether it is bound to `home`.
     pub(crate) bound: bool,
     pub(crate) nice: i8,
     pub(crate) allowed: NodeSet,
@@ -37,11 +37,11 @@ struct Node {
     total: u64,
     used: u64,
     online: bool,
-    /// To each node.
+    /// Distances to all nodes.
     distances: Vec<u32>,
 }
 
-/// The nodes, numbered from 0. None are kept where there is but one.
+/// The nodes, numbered from 0. Empty on a machine with a single node.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Nodes(Vec<Node>);
 
@@ -63,7 +63,7 @@ impl Nodes {
         }
     }
 
-    /// Whether anything has to be kept of where frames are.
+    /// Whether the location of frames has to be tracked.
     pub(crate) fn several(&self) -> bool {
         !self.0.is_empty()
     }
@@ -81,13 +81,13 @@ impl Nodes {
         if *online { total.saturating_sub(*used) } else { 0 }
     }
 
-    /// Takes a frame for a page: on the node wanted, or the nearest that is allowed and has room.
+    /// Allocates a frame: on the wanted node, or on the nearest one that is allowed and has room.
     fn take(&mut self, wanted: NodeKey, allowed: NodeSet) -> NodeKey {
         if !self.several() {
             return NodeKey(0);
         }
         let online = self.online();
-        // A process all of whose nodes have gone may use the others (kernel/cgroup/cpuset.c).
+        // A process whose nodes are all offline may use the others (kernel/cgroup/cpuset.c).
         let allowed = if allowed.and(online).0 == 0 { online } else { allowed.and(online) };
         let at = if allowed.has(wanted) && self.room(wanted) > 0 {
             wanted
@@ -113,7 +113,7 @@ impl Nodes {
         }
     }
 
-    /// The nodes as pagefold sees them: none, if fewer than two are there.
+    /// The nodes as pagefold sees them: none if fewer than two are online.
     pub(crate) fn views(&self) -> Vec<NodeView> {
         let online = || (0_u16..).zip(&self.0).filter(|(_, node)| node.online);
         if online().count() < 2 {
@@ -135,7 +135,7 @@ impl Nodes {
 }
 
 impl Region {
-    /// The node of a page's own frame, or of one it shares by fork.
+    /// The node of a page's private or fork-shared frame.
     fn own_node(&self, page: usize) -> NodeKey {
         self.nodes.get(page).copied().unwrap_or(self.node)
     }
@@ -157,7 +157,7 @@ impl Region {
 }
 
 impl Memory {
-    /// The node that a page's frame is on, if it has one.
+    /// The node of the frame that a page maps, if any.
     pub(crate) fn node_of(&self, region: &Region, page: u32) -> Option<NodeKey> {
         let page = page as usize;
         match region.backing[page] {
@@ -167,59 +167,59 @@ impl Memory {
         }
     }
 
-    /// Gives the private pages of a new region their frames: on the node named, or where its process runs.
+    /// Allocates frames for the private pages of a new region: on `named`, or on the node of its process.
     pub(crate) fn settle(&mut self, key: u32, named: Option<NodeKey>) {
         if !self.nodes.several() {
             return;
         }
         let Some(mut region) = self.regions[key as usize].take() else { return };
-        let place = self.owners[region.owner as usize].place;
-        region.node = named.unwrap_or(place.home);
+        let numa = self.owners[region.owner as usize].numa;
+        region.node = named.unwrap_or(numa.home);
         for page in
             (0..region.backing.len()).filter(|&page| region.backing[page] == Backing::Private).collect::<Vec<_>>()
         {
-            let node = self.nodes.take(region.node, place.allowed);
+            let node = self.nodes.take(region.node, numa.allowed);
             region.set_node(page, node);
         }
         self.regions[key as usize] = Some(region);
     }
 
-    /// A page gets a frame of its own, where its process runs.
+    /// Allocates a private frame for a page, on the node of its process.
     pub(super) fn take_frame(&mut self, key: u32, page: u32) {
         if !self.nodes.several() {
             return;
         }
         let Some(region) = self.regions[key as usize].as_deref_mut() else { return };
-        let place = self.owners[region.owner as usize].place;
-        let node = self.nodes.take(place.home, place.allowed);
+        let numa = self.owners[region.owner as usize].numa;
+        let node = self.nodes.take(numa.home, numa.allowed);
         region.set_node(page as usize, node);
         if let Some(reads) = region.reads.get_mut(page as usize) {
             *reads = 0;
         }
     }
 
-    /// A frame that a page had for itself, or shared by fork, is free.
+    /// Frees a private or fork-shared frame.
     pub(super) fn give_own(&mut self, region: u32, page: usize) {
         let node = self.region(region).map_or(NodeKey(0), |region| region.own_node(page));
         self.nodes.give(node);
     }
 
-    /// A merged frame comes into use, where it was found.
+    /// Counts a merged frame as used, on its node.
     pub(super) fn take_merged(&mut self, frame: u32) {
         self.nodes.take_at(self.frames[frame as usize].node);
     }
 
-    /// A merged frame is used no longer.
+    /// Counts a merged frame as free.
     pub(super) fn give_merged(&mut self, frame: u32) {
         self.nodes.give(self.frames[frame as usize].node);
     }
 
-    /// Moves the merged frame that a page maps, for all who map it (`move_pages` with `MPOL_MF_MOVE_ALL`). Refused if it
-    /// is none, the process may not use the node, or nothing is free there.
+    /// Moves the merged frame of a page, for all pages that map it (`move_pages` with `MPOL_MF_MOVE_ALL`). Refused if
+    /// the page is not merged, the process may not use the node, or the node is full.
     pub(crate) fn move_frame(&mut self, key: u32, page: u32, to: NodeKey) -> MoveResult {
         let found = self.region(key).and_then(|region| Some((region.merged_frame(page)?, region.owner)));
         let Some((frame, owner)) = found else { return MoveResult::Refused };
-        let allowed = self.owners[owner as usize].place.allowed.and(self.nodes.online());
+        let allowed = self.owners[owner as usize].numa.allowed.and(self.nodes.online());
         let from = self.frames[frame as usize].node;
         if !allowed.has(to) {
             return MoveResult::Refused;
@@ -236,8 +236,8 @@ impl Memory {
         MoveResult::Done
     }
 
-    /// Takes a node's memory offline: its frames move to the others. False, and nothing is done, if they have not the
-    /// room, or there is no other.
+    /// Takes a node offline: its frames move to the others. Returns false, and does nothing, if they have too little
+    /// room or there is no other.
     pub(crate) fn remove_node(&mut self, gone: NodeKey) -> bool {
         let others: Vec<NodeKey> = (0..)
             .map(NodeKey)
@@ -250,11 +250,11 @@ impl Memory {
             return false;
         }
         leaving.online = false;
-        // A frame that relatives share is one to all of them.
+        // Fork-shared frames are moved once.
         let mut went: FxHashMap<u32, NodeKey> = FxHashMap::default();
         for at in 0..self.regions.len() {
             let Some(mut region) = self.regions[at].take() else { continue };
-            let allowed = self.owners[region.owner as usize].place.allowed;
+            let allowed = self.owners[region.owner as usize].numa.allowed;
             for page in 0..region.backing.len() {
                 if !matches!(region.backing[page], Backing::Private | Backing::Forked) || region.own_node(page) != gone
                 {
@@ -293,7 +293,7 @@ impl Memory {
     }
 }
 
-/// What came of moving a frame.
+/// The result of moving a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MoveResult {
     Done,

@@ -1,48 +1,50 @@
-//! One page: what backs it, and what ksmd has recorded about it.
+//! One page: what backs it, and ksmd's record of it.
 
-/// No frame: the page is attached to none.
+/// No frame.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// How a page is held. Finer than [`PageState`]: the two kinds of zero mapping count differently.
+/// What backs a page. Finer than [`PageState`](pagefold_core::host::PageState): the two kinds of zero mapping are
+/// counted differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Backing {
     Absent,
     Private,
-    /// Read before it was ever written: the zero page, by the fault handler.
+    /// The zero page, mapped when the page was read before its first write.
     ZeroMapped,
-    /// The zero page, by ksmd in place of a page of zeros.
+    /// The zero page, mapped by ksmd instead of a page of zeros.
     ZeroMerged,
-    /// Maps the merged frame in `Region::frame`.
+    /// The merged frame in `Region::frame`.
     Merged,
-    /// Maps the fork-shared frame in `Region::frame`, with others as long as that has several users.
+    /// The fork-shared frame in `Region::frame`. Private again once no other page maps it.
     Forked,
 }
 
-/// A page, by the key of its region and its offset there.
+/// A page: the key of its region, and its offset there.
 pub(crate) type PageRef = (u32, u32);
 
 /// ksmd's record of a page (the kernel's `rmap_item`).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RmapItem {
     pub(crate) checksum: u32,
-    /// The merged frame that the record hangs on; stays set after a write until ksmd's next visit.
+    /// The merged frame that the record refers to. After a write it stays set until ksmd's next visit.
     pub(crate) frame: u32,
-    /// Where it is in an unstable tree.
+    /// The page's node in an unstable tree.
     pub(crate) node: u32,
     pub(crate) age: u8,
     pub(crate) skips_left: u8,
-    /// The class of its page, where there are classes.
+    /// The class of the page, if the trees are divided by class.
     pub(crate) class: u8,
     pub(crate) state: ItemState,
 }
 
-/// Whether ksmd has a record of a page.
+/// The state of ksmd's record of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ItemState {
     Absent,
-    /// It has one.
+    /// There is a record.
     Known,
-    /// It has one, and put it into an unstable tree at its last visit (`UNSTABLE_FLAG`): it counts in `pages_unshared`.
+    /// There is a record, and the last visit put the page into an unstable tree (`UNSTABLE_FLAG`). Counts in
+    /// `pages_unshared`.
     Unshared,
 }
 
@@ -56,11 +58,11 @@ impl RmapItem {
     }
 }
 
-/// What was written to a page since ksmd last looked.
+/// Writes to a page since ksmd's last visit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PageWrites {
-    /// How often.
+    /// The number of writes.
     pub(crate) times: u8,
-    /// Which of its quarters.
+    /// The quarters written, one bit each.
     pub(crate) parts: u8,
 }

@@ -13,32 +13,33 @@ pub(crate) struct Region {
     pub(crate) first: u64,
     pub(crate) content: Vec<u64>,
     pub(crate) backing: Vec<Backing>,
-    /// Merged frame or fork share of each page; empty until the first page needs one.
+    /// The merged or fork-shared frame of each page. Empty until a page needs it.
     pub(crate) frame: Vec<u32>,
-    /// Empty until ksmd comes by.
+    /// ksmd's records. Empty until ksmd's first visit.
     pub(crate) items: Vec<RmapItem>,
     pub(crate) marks: Marks,
-    /// For each 2 MiB extent of the region, whether a huge page maps it; empty where none ever did.
+    /// Whether a huge page maps each 2 MiB extent. Empty if none ever did.
     pub(crate) huge: Vec<bool>,
-    /// The node of its own frames, unless `nodes` says otherwise.
+    /// The node of its private frames, unless `nodes` says otherwise.
     pub(super) node: NodeKey,
-    /// That of each page's own frame; empty as long as they are all on one.
+    /// The node of each page's private frame. Empty while all are on one node.
     pub(super) nodes: Vec<NodeKey>,
-    /// Its process uses its pages: page reclaim has them on its active list.
+    /// Whether the process uses its pages: page reclaim has them on its active list.
     pub(crate) active: bool,
-    /// How often each page was read from outside, up to 2; empty until then, and where there is but one node.
+    /// How often each page was read from outside, at most 2. Empty until the first read, and on a machine with one
+    /// node.
     pub(crate) reads: Vec<u8>,
-    /// What was written to each page; empty unless that is kept.
+    /// Writes to each page. Empty unless they are recorded.
     pub(crate) writes: Vec<PageWrites>,
-    /// In which eighth of the physical memory each page is; empty unless somebody says so.
+    /// The eighth of physical memory that each page is in. Empty unless a script sets it.
     pub(crate) eighths: Vec<u8>,
-    /// Writes so far to pages that were merged, or mapped to the zero page by merging.
+    /// Writes so far to merged pages, including merged zeros.
     pub(crate) broken: u64,
 }
 
 impl Region {
     pub(crate) fn len(&self) -> u32 {
-        u32::try_from(self.content.len()).expect("Memory::map admits no longer region")
+        u32::try_from(self.content.len()).expect("checked by Memory::map")
     }
 
     pub(crate) fn end(&self) -> u64 {
@@ -58,7 +59,7 @@ impl Region {
         self.huge.get(self.extent(page)).copied().unwrap_or(false)
     }
 
-    /// A merge splits the huge page that the page is part of.
+    /// Splits the huge page that contains a page, as a merge does.
     pub(crate) fn split(&mut self, page: u32) {
         let extent = self.extent(page);
         if let Some(huge) = self.huge.get_mut(extent) {
@@ -66,7 +67,7 @@ impl Region {
         }
     }
 
-    /// The merged frame that the page maps.
+    /// The merged frame that a page maps.
     pub(crate) fn merged_frame(&self, page: u32) -> Option<u32> {
         (self.backing[page as usize] == Backing::Merged).then(|| self.frame_of(page as usize))
     }
@@ -85,25 +86,25 @@ impl Region {
 
 #[derive(Debug, Default)]
 pub(crate) struct Owner {
-    /// Its regions, by ascending address.
+    /// Its regions, by address.
     pub(crate) regions: Vec<u32>,
     pub(crate) exited: bool,
-    /// Marking it is refused.
+    /// Whether marking it is refused.
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
-    pub(crate) place: ProcessNuma,
-    /// On ksmd's list.
+    pub(crate) numa: ProcessNuma,
+    /// Whether it is on ksmd's list.
     pub(crate) registered: bool,
-    /// Records of pages that are gone or no longer marked: kept until ksmd comes by.
+    /// Records of pages that are gone or no longer marked. Kept until ksmd's next visit.
     pub(crate) stale_items: u64,
-    /// How many of them count in `pages_unshared`.
+    /// The stale records that count in `pages_unshared`.
     pub(crate) stale_unshared: u64,
-    /// The merged frames that some of them still hang on.
+    /// The merged frames that stale records still refer to.
     pub(crate) stale_frames: Vec<u32>,
 }
 
 impl Owner {
-    /// Hands records over to the owner's heap of stale ones.
+    /// Makes records stale.
     pub(super) fn abandon(&mut self, items: &mut [RmapItem]) {
         for item in items.iter_mut().filter(|item| item.is_live()) {
             self.stale_items += 1;

@@ -1,11 +1,11 @@
-//! Hashes of part of a page that can be strengthened and weakened later (UKSM section 6.2).
+//! Hashes of part of a page whose strength can be changed later (UKSM section 6.2).
 //!
-//! Pages that are quite different are told apart by a few of their words; the strength says how many are looked at, in
-//! one random order for all pages. A hash taken at one strength becomes that of another, stronger or weaker, at a cost
-//! in proportion to the difference, given the page. Only hashes of the same strength compare.
+//! Most pages that differ can be distinguished by a few of their words. The strength is the number of words hashed,
+//! in a random order that is the same for all pages. Given the page, a hash can be converted to another strength at a
+//! cost in proportion to the difference. Only hashes of the same strength are comparable.
 //!
-//! [`WordHash`] is the paper's form. [`LineHash`] is ours: whole cache lines instead of words, since a word costs as much to
-//! fetch as its line, and 64 bits instead of 32, so that two contents out of millions do not collide by chance.
+//! [`WordHash`] is the paper's. [`LineHash`] is ours: it hashes whole cache lines, since a word costs as much to
+//! fetch as its line, and has 64 bits instead of 32, so that millions of contents do not collide by chance.
 
 use pagefold_core::hash::{Digest, PageBytes, is_zero};
 use pagefold_core::permutation::Permutation;
@@ -13,44 +13,44 @@ use pagefold_core::random::{INCREMENT, mix, unmix};
 use pagefold_core::units::PAGE_SIZE;
 use std::fmt::Debug;
 
-/// A hash whose strength can be changed step by step, both ways.
+/// A hash whose strength can be increased and decreased step by step.
 pub trait PartialHash {
-    /// The hash so far. The default is that of strength 0.
+    /// The hash value. The default is that of strength 0.
     type State: Copy + Debug + Default + Eq + Into<u64>;
 
-    /// The strength that takes in the whole page. Higher ones count as this.
+    /// The strength at which the whole page is hashed. Higher ones are treated as this.
     const FULL: u32;
 
-    /// The state at strength `to`, from that of the same page at `from`, which must not be higher.
+    /// Increases the strength of a page's hash from `from` to `to`, which must not be lower.
     fn forward(&self, page: &PageBytes, state: Self::State, from: u32, to: u32) -> Self::State;
 
-    /// The state at strength `to`, from that of the same page at `from`, which must not be lower.
+    /// Decreases the strength of a page's hash from `from` to `to`, which must not be higher.
     fn backward(&self, page: &PageBytes, state: Self::State, from: u32, to: u32) -> Self::State;
 
-    /// The state at strength `to`, from that of the same page at `from`.
+    /// Changes the strength of a page's hash from `from` to `to`.
     fn change(&self, page: &PageBytes, state: Self::State, from: u32, to: u32) -> Self::State {
         if from <= to { self.forward(page, state, from, to) } else { self.backward(page, state, from, to) }
     }
 
-    /// The state of a page at a strength.
+    /// Hashes a page at a strength.
     fn hash(&self, page: &PageBytes, strength: u32) -> Self::State {
         self.forward(page, Self::State::default(), 0, strength)
     }
 }
 
-/// The paper's form: 32-bit words, after Jenkins's one-at-a-time hash (Figures 5 and 7). Strength in words.
+/// The paper's hash: 32-bit words, derived from Jenkins's one-at-a-time hash (figures 5 and 7). Strength in words.
 ///
-/// Anybody can prepare pages that collide: only the order of the words is secret, and at full strength even that hides
-/// little. The state of zeros is 0 at any strength, and that of other pages may be.
+/// Collisions can be constructed on purpose: only the order of the words is secret, and at full strength even that
+/// protects little. A page of zeros has hash 0 at any strength, but so may other pages.
 #[derive(Clone, Debug)]
 pub struct WordHash {
     order: Box<[u16; WordHash::WORDS]>,
 }
 
-/// The pair of shifts that the paper chose among all pairs, for its avalanche and the cost of going back.
+/// The shifts that the paper chose among all pairs, for their avalanche and the cost of decreasing the strength.
 const PAPER_SHIFTS: Shifts = Shifts { left: 19, right: 16 };
 
-/// What the paper calls shiftl and shiftr.
+/// shiftl and shiftr in the paper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shifts {
     left: u32,
@@ -58,7 +58,7 @@ struct Shifts {
 }
 
 impl Shifts {
-    /// One turn of the loop of Figure 5.
+    /// One iteration of the loop of figure 5.
     #[inline]
     fn add(self, hash: u32, word: u32) -> u32 {
         let hash = hash.wrapping_add(word);
@@ -66,7 +66,7 @@ impl Shifts {
         hash ^ hash >> self.right
     }
 
-    /// Takes it back, by the functions of Figure 7.
+    /// Undoes [`Self::add`], by the functions of figure 7.
     #[inline]
     fn remove(self, hash: u32, word: u32) -> u32 {
         self.reverse_add(self.reverse_xor(hash)).wrapping_sub(word)
@@ -74,7 +74,7 @@ impl Shifts {
 
     #[inline]
     fn reverse_add(self, hash: u32) -> u32 {
-        // Of the series n - (n << s) + (n << 2s) - ..., which ends when all bits are out.
+        // The series n - (n << s) + (n << 2s) - ... ends when all bits are shifted out.
         let (mut sum, mut term, mut minus) = (hash, hash << self.left, true);
         while term != 0 {
             sum = if minus { sum.wrapping_sub(term) } else { sum.wrapping_add(term) };
@@ -98,7 +98,7 @@ impl Shifts {
 impl WordHash {
     const WORDS: usize = PAGE_SIZE / 4;
 
-    /// The form whose order of words `seed` names.
+    /// A hash with the word order given by `seed`.
     pub fn new(seed: u64) -> Self {
         let order = Permutation::new(Self::WORDS as u64, seed);
         let mut places = Box::new([0; Self::WORDS]);
@@ -108,7 +108,7 @@ impl WordHash {
         Self { order: places }
     }
 
-    /// The words between two strengths, in the order of hashing.
+    /// The words between two strengths, in hash order.
     #[inline]
     fn words<'a>(&'a self, page: &'a PageBytes, from: u32, to: u32) -> impl DoubleEndedIterator<Item = u32> + 'a {
         let [from, to] = [from, to].map(|strength| strength.min(Self::FULL) as usize);
@@ -132,18 +132,18 @@ impl PartialHash for WordHash {
     }
 }
 
-/// Our form: cache lines of 64 bytes. Strength in lines.
+/// Our hash: cache lines of 64 bytes. Strength in lines.
 ///
-/// Each line is condensed to 64 bits with keys of its own: the sum of the products of its words, two by two, each word
-/// with a key added (NH, of UMAC: Black et al., CRYPTO 1999), in 128 bits, folded by one more multiplication. The state
-/// is the sum of the condensed lines. A sum needs no order: lines are independent of each other for the processor,
-/// which reads them in ascending order whatever their rank, and taking a line back is a subtraction.
-/// Without the seed nobody can prepare pages that collide.
+/// Each line is condensed to 64 bits with its own keys: a key is added to each word, the words are multiplied in
+/// pairs and the products added in 128 bits (NH, of UMAC: Black et al., CRYPTO 1999), and the sum is folded by one
+/// more multiplication. The hash is the sum of the condensed lines. A sum does not depend on the order: the processor
+/// can handle lines independently, they are read in ascending order of address, and removing a line is a subtraction.
+/// Collisions cannot be constructed without the seed.
 #[derive(Clone, Debug)]
 pub struct LineHash {
-    /// Which lines a strength takes in: bit n of entry s for line n.
+    /// The lines hashed at each strength: bit n of entry s for line n.
     masks: [u64; LineHash::COUNT + 1],
-    /// The sum at each strength of a page of zeros.
+    /// The sum of a page of zeros at each strength.
     zeros: [u64; LineHash::COUNT + 1],
     keys: Box<[[u64; LINE_WORDS]; LineHash::COUNT]>,
     fold: u64,
@@ -155,7 +155,7 @@ const LINE_WORDS: usize = LINE_BYTES / 8;
 impl LineHash {
     const COUNT: usize = PAGE_SIZE / LINE_BYTES;
 
-    /// The form that `seed` names. Digests of different seeds have nothing to do with each other.
+    /// A hash with the keys given by `seed`. Digests of different seeds are unrelated.
     pub fn new(seed: u64) -> Self {
         let mut key = mix(seed);
         let mut next_key = || {
@@ -175,20 +175,20 @@ impl LineHash {
         lines
     }
 
-    /// Digests a page at a strength. Pages of zeros are told apart at any strength.
+    /// Digests a page at a strength. Pages of zeros are recognized at any strength.
     pub fn digest(&self, page: &PageBytes, strength: u32) -> Digest {
         let strength = (strength as usize).min(Self::COUNT);
         let sum = self.sum(page, self.masks[strength]);
-        // Only then is it worth looking at the rest of the page.
+        // Only then the rest of the page has to be read.
         if sum == self.zeros[strength] && is_zero(page) {
             return Digest::ZERO;
         }
         Digest(mix(sum).max(1))
     }
 
-    /// The digest at strength `to` of the page whose digest at `from` is given.
+    /// Converts the digest of a page from strength `from` to `to`.
     ///
-    /// The pages of one state in 2^64 have the digest 1 in place of 0, and come out wrong.
+    /// One hash in 2^64 has digest 1 instead of 0, and is converted incorrectly.
     pub fn redigest(&self, page: &PageBytes, digest: Digest, from: u32, to: u32) -> Digest {
         if digest == Digest::ZERO {
             return digest;
@@ -221,7 +221,7 @@ impl LineHash {
         low.wrapping_mul(self.fold) ^ high
     }
 
-    /// The condensed lines of a mask, added up.
+    /// The sum of the condensed lines of a mask.
     #[inline]
     fn sum(&self, page: &PageBytes, mut mask: u64) -> u64 {
         let mut sum = 0_u64;

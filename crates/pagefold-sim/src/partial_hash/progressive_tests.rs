@@ -11,7 +11,7 @@ fn page_of(seed: u64) -> PageBytes {
     page
 }
 
-/// Pages of noise, of zeros with some bytes, and of one byte.
+/// Random pages, pages of zeros with some bytes set, and pages of one repeated byte.
 fn any_page() -> impl Strategy<Value = Box<PageBytes>> {
     prop_oneof![
         any::<u64>().prop_map(|seed| Box::new(page_of(seed))),
@@ -39,13 +39,13 @@ fn goes_both_ways<P: PartialHash>(form: &P, page: &PageBytes, one: u32, other: u
 
 proptest! {
     #[test]
-    fn any_strength_leads_to_any_other(page in any_page(), seed: u64, one in 0u32..1100, other in 0u32..1100) {
+    fn every_strength_can_be_converted_to_every_other(page in any_page(), seed: u64, one in 0u32..1100, other in 0u32..1100) {
         goes_both_ways(&WordHash::new(seed), &page, one, other)?;
         goes_both_ways(&LineHash::new(seed), &page, one / 16, other / 16)?;
     }
 
     #[test]
-    fn digests_change_strength_too(page in any_page(), seed: u64, from in 1u32..=64, to in 1u32..=64) {
+    fn digests_can_be_converted_too(page in any_page(), seed: u64, from in 1u32..=64, to in 1u32..=64) {
         let lines = LineHash::new(seed);
         let digest = lines.digest(&page, from);
         prop_assert_eq!(lines.redigest(&page, digest, from, to), lines.digest(&page, to));
@@ -53,7 +53,7 @@ proptest! {
     }
 
     #[test]
-    fn a_step_is_taken_back_with_any_shifts(left in 1u32..32, right in 1u32..32, hash: u32, word: u32) {
+    fn add_can_be_undone_with_any_shifts(left in 1u32..32, right in 1u32..32, hash: u32, word: u32) {
         let shifts = Shifts { left, right };
         prop_assert_eq!(shifts.remove(shifts.add(hash, word), word), hash);
     }
@@ -65,8 +65,8 @@ proptest! {
 }
 
 #[test]
-fn the_papers_form_is_the_papers() {
-    // Figure 5, written out for three words at the first places of the order.
+fn the_word_hash_is_the_papers() {
+    // Figure 5, written out for the first three words of the order.
     let paper = WordHash::new(3);
     let page = page_of(9);
     let word = |rank: usize| {
@@ -85,7 +85,7 @@ fn the_papers_form_is_the_papers() {
 }
 
 #[test]
-fn a_strength_takes_in_so_much_of_the_page_and_no_more() {
+fn a_strength_hashes_exactly_that_much_of_the_page() {
     let (paper, lines) = (WordHash::new(5), LineHash::new(5));
     let page = page_of(1);
     for strength in [0, 1, 7, 32, 63, 64] {
@@ -103,7 +103,7 @@ fn a_strength_takes_in_so_much_of_the_page_and_no_more() {
 }
 
 #[test]
-fn the_seed_counts() {
+fn the_hash_depends_on_the_seed() {
     let page = page_of(1);
     assert_eq!(LineHash::new(7).digest(&page, 64), LineHash::new(7).digest(&page, 64));
     assert_ne!(LineHash::new(7).digest(&page, 64), LineHash::new(8).digest(&page, 64));
@@ -112,7 +112,7 @@ fn the_seed_counts() {
 
 #[test]
 fn sparse_pages_do_not_collide_at_full_strength() {
-    // All pages with one small word, and with two of them: the classes that sums and products tend to confuse.
+    // All pages with one small word, and with two: the kinds that sums and products tend to confuse.
     let lines = LineHash::new(11);
     let mut seen = HashSet::new();
     let mut count = 0;
@@ -136,8 +136,8 @@ fn sparse_pages_do_not_collide_at_full_strength() {
     assert_eq!(seen.len(), count);
 }
 
-/// Paul Hsieh's SuperFastHash, whose ancestor the paper's form shares and with which it is compared. For a length that
-/// is a multiple of 4.
+/// Paul Hsieh's SuperFastHash, which the paper compares with; both descend from the same hash. For lengths that are a
+/// multiple of 4.
 fn super_fast_hash(page: &PageBytes) -> u32 {
     let mut hash = super_fast_loop(page);
     hash ^= hash << 3;
@@ -148,7 +148,7 @@ fn super_fast_hash(page: &PageBytes) -> u32 {
     hash.wrapping_add(hash >> 6)
 }
 
-/// The same without the mixing at its end.
+/// The same without the final mixing.
 fn super_fast_loop(page: &PageBytes) -> u32 {
     page.chunks_exact(4).fold(4096, |hash: u32, word| {
         let half = |at: usize| u32::from(u16::from_le_bytes([word[at], word[at + 1]]));
@@ -160,8 +160,8 @@ fn super_fast_loop(page: &PageBytes) -> u32 {
 
 const TRIALS: u64 = 100;
 
-/// Bad points as the paper counts them, over 100 random pages: pairs of a bit of these words of a page and of the hash
-/// for which the flips and the stays differ by more than 50.
+/// Bad points as defined in the paper, over 100 random pages: pairs of a bit of these words and a bit of the hash for
+/// which flips and non-flips differ by more than 50.
 fn bad_points(words: &[usize], hash_bits: u32, hash: impl Fn(&PageBytes) -> u64) -> usize {
     let mut bias = vec![0_i32; words.len() * 32 * hash_bits as usize];
     for trial in 0..TRIALS {
@@ -183,11 +183,11 @@ fn bad_points(words: &[usize], hash_bits: u32, hash: impl Fn(&PageBytes) -> u64)
     bias.iter().filter(|bias| bias.abs() > 50).count()
 }
 
-/// Words at the end of the order, where all bad points lie.
+/// Words at the end of the order, which contain all bad points.
 const TAIL: u16 = 16;
 
-/// Bad points of the paper's form in the last words, with any shifts. The words before them only make the hash that the
-/// tail starts from, here that of strength 64.
+/// Bad points of the paper's hash in the last words, with any shifts. The earlier words only determine the hash that
+/// the last ones start from, here that of strength 64.
 fn bad_points_of_tail(paper: &WordHash, shifts: Shifts) -> usize {
     let tail: Vec<usize> = paper.order[1024 - usize::from(TAIL)..].iter().copied().map(usize::from).collect();
     bad_points(&tail, 32, |page| {
@@ -197,13 +197,13 @@ fn bad_points_of_tail(paper: &WordHash, shifts: Shifts) -> usize {
 }
 
 #[test]
-fn avalanche_of_the_papers_form() {
+fn avalanche_of_the_word_hash() {
     let paper = WordHash::new(1);
     let early: Vec<usize> =
         paper.order[..1024 - usize::from(TAIL)].iter().step_by(64).copied().map(usize::from).collect();
     assert_eq!(bad_points(&early, 32, |page| paper.hash(page, 1024).into()), 0);
-    // Measured: 3000 bad points of a million, all among the last ten words. SuperFastHash has 1700 in its last four if
-    // the mixing at its end is left out, and none with it: the paper's "fewer than SuperFastHash" was not reproduced.
+    // Measured: 3000 bad points of a million, all in the last ten words. SuperFastHash has 1700 in its last four
+    // without its final mixing, and none with it: the paper's "fewer than SuperFastHash" was not reproduced.
     let own = bad_points_of_tail(&paper, PAPER_SHIFTS);
     assert!((2000..4000).contains(&own), "{own}");
     let last: Vec<usize> = (1024 - usize::from(TAIL)..1024).collect();
@@ -213,8 +213,8 @@ fn avalanche_of_the_papers_form() {
 }
 
 #[test]
-fn the_papers_shifts_are_the_best_of_those_that_are_reversed_in_one_step() {
-    // Shifts of 16 or more leave one term in each loop of Figure 7.
+fn the_papers_shifts_are_the_best_that_undo_in_one_step() {
+    // With shifts of 16 or more, each loop of figure 7 has one term.
     let paper = WordHash::new(1);
     let own = bad_points_of_tail(&paper, PAPER_SHIFTS);
     for left in 16..32 {
@@ -226,8 +226,8 @@ fn the_papers_shifts_are_the_best_of_those_that_are_reversed_in_one_step() {
 }
 
 #[test]
-fn avalanche_of_lines() {
-    // All words of four lines. By chance a point is bad once in three million.
+fn avalanche_of_the_line_hash() {
+    // All words of four lines. A point is bad by chance once in three million.
     let lines = LineHash::new(1);
     for strength in [1, 8, 64] {
         let mask = lines.mask(strength);

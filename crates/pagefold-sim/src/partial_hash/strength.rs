@@ -1,32 +1,34 @@
-//! How strong a partial hash should be (UKSM section 6.1).
+//! The strength of a partial hash (UKSM section 6.1).
 //!
-//! A weak hash is quick, but pages that differ may share it, and then they are compared in vain. The controller seeks the
-//! strength at which the profit (time saved against the full strength) less the penalty (time lost to collisions) is
-//! greatest: it probes by slow start, first down, then up, then rests until something changes.
+//! A weak hash is fast, but pages that differ may share it and are then compared in vain. The controller seeks the
+//! strength with the greatest benefit: the profit (time saved compared with the full strength) minus the penalty
+//! (time lost to collisions). It probes by slow start, first downwards, then upwards, then rests until the benefit
+//! changes.
 //!
-//! Three things differ from the paper, each because its rule fails on pages that exist:
-//! - Slow start oversteps, so the search goes on from the best strength found until neither direction brings more.
-//! - The full strength, whose benefit is zero by definition, is always among the candidates. Pages that differ in one
-//!   place beyond the strength all collide: then the benefit grows towards the *weakest* hash, though it is negative
-//!   there. A search that ends below zero starts again from the full strength.
-//! - Two rounds without a collision ask for a probe only where a weaker hash exists, and if that probe changes nothing,
-//!   twice as many must pass before the next. Otherwise the best strength would be left for a worse one for ever.
+//! Three rules differ from the paper, because its rules fail on real pages:
+//! - Slow start overshoots, so the search continues from the best strength found until neither direction is better.
+//! - The full strength, whose benefit is zero by definition, is always a candidate. Pages that differ only in one
+//!   place beyond the hashed words all collide; the benefit then rises towards the *weakest* hash although it is
+//!   negative there. A search that ends below zero restarts from the full strength.
+//! - Two rounds without a collision start a probe only if a weaker hash exists. If that probe changes nothing, twice
+//!   as many such rounds must pass before the next one. Otherwise the best strength would be abandoned for a worse
+//!   one again and again.
 
-/// What a round of scanning cost, all in nanoseconds of the same clock.
+/// The cost of a scanning round, in nanoseconds of one clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoundCost {
-    /// What hashing the round's pages at full strength would have cost.
+    /// The cost of hashing the round's pages at full strength.
     pub full_ns: u64,
-    /// How much of that was saved by hashing less.
+    /// The part of it that was saved by hashing less.
     pub profit_ns: u64,
-    /// What collisions cost: comparing pages that turned out to differ, and all that followed from it.
+    /// The cost of collisions: comparing pages that differ, and everything that follows.
     pub penalty_ns: u64,
     /// Pages that were compared and differed.
     pub collisions: u64,
 }
 
 impl RoundCost {
-    /// Profit less penalty, in millionths of the cost of full hashing: at most [`WHOLE`], and 0 at full strength.
+    /// Profit minus penalty, in millionths of the cost of full hashing: at most [`WHOLE`], and 0 at full strength.
     fn benefit(&self) -> i64 {
         let gain = i128::from(self.profit_ns) - i128::from(self.penalty_ns);
         let share = gain * i128::from(WHOLE) / i128::from(self.full_ns.max(1));
@@ -34,34 +36,34 @@ impl RoundCost {
     }
 }
 
-/// The whole cost of full hashing, as a benefit.
+/// The cost of full hashing, as a benefit.
 const WHOLE: i64 = 1_000_000;
-/// A benefit this much below the best is certainly worse, and a deviation below it is no news: one per cent.
+/// Differences in benefit below one per cent are noise.
 const NOISE: i64 = WHOLE / 100;
 /// The largest step of slow start.
 const DELTA_MAX: u32 = 32;
-/// Steps in one direction, none of them better than the best but none certainly worse, before it is given up.
-const STEPS_IN_VAIN: u32 = 2;
-/// Changes of direction before a probe ends: on measurements full of noise it would go on for ever.
+/// Steps in one direction without improvement before it is given up.
+const FUTILE_STEPS_MAX: u32 = 2;
+/// Changes of direction before a probe ends; noisy measurements would prolong it forever.
 const TURNS_MAX: u32 = 12;
 /// Rounds without a collision after which a weaker hash is tried.
 const QUIET_ROUNDS: u32 = 2;
 /// Rounds after which a stable strength is tested again.
 const STABLE_ROUNDS: u32 = 1000;
 
-/// Finds the best strength, a round at a time. Pure: what it decides depends on the rounds alone.
+/// Finds the best strength, round by round. Its decisions depend only on the rounds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StrengthController {
     full: u32,
     strength: u32,
     state: State,
-    /// Rounds without a collision that ask for a probe.
-    patience: u32,
+    /// Rounds without a collision that start a probe.
+    quiet_limit: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// The benefit of this strength is to be known before a search can start from it.
+    /// A search starts once the benefit of this strength is known.
     Measuring {
         then: Start,
     },
@@ -73,12 +75,12 @@ enum State {
     },
 }
 
-/// How a search starts.
+/// The start of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Start {
     /// The strength that was stable before.
     from: u32,
-    /// Only the lack of collisions asked for it.
+    /// Whether only the lack of collisions started it.
     quiet: bool,
 }
 
@@ -89,12 +91,12 @@ struct Probe {
     best: (u32, i64),
     up: bool,
     delta: u32,
-    /// Whether this direction has brought anything.
-    better: bool,
-    /// Steps since the best, in this direction.
-    in_vain: u32,
-    /// Whether a step down, and one up, from the best brought nothing.
-    dead: [bool; 2],
+    /// Whether this direction has improved the benefit.
+    improved: bool,
+    /// Steps in this direction since the best.
+    futile_steps: u32,
+    /// Whether a step down, and a step up, from the best brought no improvement.
+    exhausted: [bool; 2],
     turns: u32,
 }
 
@@ -103,7 +105,7 @@ impl StrengthController {
     pub fn new(full: u32) -> Self {
         let (full, strength) = (full.max(1), (full / 2).max(1));
         let then = Start { from: strength, quiet: false };
-        Self { full, strength, state: State::Measuring { then }, patience: QUIET_ROUNDS }
+        Self { full, strength, state: State::Measuring { then }, quiet_limit: QUIET_ROUNDS }
     }
 
     /// The strength for the next round.
@@ -116,8 +118,8 @@ impl StrengthController {
         matches!(self.state, State::Stable { .. })
     }
 
-    /// Takes in a round done at [`Self::strength`], and returns the strength for the next one. A round without pages
-    /// says nothing.
+    /// Processes a round done at [`Self::strength`], and returns the strength for the next one. A round without pages
+    /// has no effect.
     pub fn round(&mut self, round: &RoundCost) -> u32 {
         if round.full_ns == 0 {
             return self.strength;
@@ -130,12 +132,12 @@ impl StrengthController {
                 let quiet = if round.collisions == 0 { quiet + 1 } else { 0 };
                 let rounds = rounds + 1;
                 let moved = (benefit - before).abs() > (before.abs() / 2).max(NOISE);
-                let bored = quiet >= self.patience && self.strength > 1;
-                if moved || bored || rounds >= STABLE_ROUNDS {
-                    if !bored || moved {
-                        self.patience = QUIET_ROUNDS;
+                let quiet_enough = quiet >= self.quiet_limit && self.strength > 1;
+                if moved || quiet_enough || rounds >= STABLE_ROUNDS {
+                    if !quiet_enough || moved {
+                        self.quiet_limit = QUIET_ROUNDS;
                     }
-                    self.search(Start { from: self.strength, quiet: bored && !moved }, benefit);
+                    self.search(Start { from: self.strength, quiet: quiet_enough && !moved }, benefit);
                 } else {
                     self.state = State::Stable { benefit: before, rounds, quiet };
                 }
@@ -144,20 +146,29 @@ impl StrengthController {
         self.strength
     }
 
-    /// Starts a search at the strength just measured: downwards.
+    /// Starts a search downwards from the strength just measured.
     fn search(&mut self, start: Start, benefit: i64) {
         let best = (self.strength, benefit);
-        self.go(Probe { start, best, up: false, delta: 1, better: false, in_vain: 0, dead: [false; 2], turns: 0 });
+        self.go(Probe {
+            start,
+            best,
+            up: false,
+            delta: 1,
+            improved: false,
+            futile_steps: 0,
+            exhausted: [false; 2],
+            turns: 0,
+        });
     }
 
-    /// Takes in the benefit of a step.
+    /// Processes the benefit of a step.
     fn step(&mut self, mut probe: Probe, benefit: i64) {
         if benefit > probe.best.1 {
             let best = (self.strength, benefit);
-            probe = Probe { best, better: true, in_vain: 0, dead: [false; 2], ..probe };
+            probe = Probe { best, improved: true, futile_steps: 0, exhausted: [false; 2], ..probe };
         } else {
-            probe.in_vain += 1;
-            if benefit < probe.best.1 - NOISE || probe.in_vain >= STEPS_IN_VAIN {
+            probe.futile_steps += 1;
+            if benefit < probe.best.1 - NOISE || probe.futile_steps >= FUTILE_STEPS_MAX {
                 return self.turn(probe);
             }
         }
@@ -165,7 +176,7 @@ impl StrengthController {
         self.go(probe);
     }
 
-    /// Takes the next step in the direction of the probe, or turns where there is none.
+    /// Takes the next step of the probe, or turns if there is none.
     fn go(&mut self, probe: Probe) {
         let next = if probe.up {
             (self.strength + probe.delta).min(self.full)
@@ -179,31 +190,31 @@ impl StrengthController {
         self.state = State::Probing(probe);
     }
 
-    /// Ends a direction, and the search when neither brings more.
+    /// Ends a direction, and the search if neither direction improves.
     fn turn(&mut self, mut probe: Probe) {
-        // Otherwise slow start has overstepped the neighbours of the best.
-        if !probe.better {
-            probe.dead[usize::from(probe.up)] = true;
+        // Otherwise slow start has skipped the neighbours of the best strength.
+        if !probe.improved {
+            probe.exhausted[usize::from(probe.up)] = true;
         }
         self.strength = probe.best.0;
         probe.turns += 1;
-        if probe.dead == [true; 2] || probe.turns >= TURNS_MAX {
-            return self.rest(probe);
+        if probe.exhausted == [true; 2] || probe.turns >= TURNS_MAX {
+            return self.settle(probe);
         }
-        self.go(Probe { up: !probe.up, delta: 1, better: false, in_vain: 0, ..probe });
+        self.go(Probe { up: !probe.up, delta: 1, improved: false, futile_steps: 0, ..probe });
     }
 
-    fn rest(&mut self, probe: Probe) {
+    fn settle(&mut self, probe: Probe) {
         let (strength, benefit) = probe.best;
         if benefit < 0 && strength < self.full {
-            // Worse than hashing everything, which needs no measuring.
+            // Worse than hashing everything, whose benefit is known to be 0.
             self.strength = self.full;
             self.search(probe.start, 0);
             return;
         }
         if probe.start.quiet {
-            self.patience =
-                if strength == probe.start.from { (self.patience * 2).min(STABLE_ROUNDS) } else { QUIET_ROUNDS };
+            self.quiet_limit =
+                if strength == probe.start.from { (self.quiet_limit * 2).min(STABLE_ROUNDS) } else { QUIET_ROUNDS };
         }
         self.state = State::Stable { benefit, rounds: 0, quiet: 0 };
     }

@@ -1,16 +1,16 @@
 use super::*;
 use proptest::prelude::*;
 
-/// Nanoseconds that full hashing of a round costs in these models.
+/// The cost of full hashing of a round in these models, nanoseconds.
 const FULL_NS: u64 = 10_000_000;
 
-/// A world: what a round costs at a strength. The profit falls with it, straight; the penalty is the world's.
+/// A model: the cost of a round at a strength. The profit falls linearly with the strength.
 fn round(full: u32, strength: u32, penalty_ns: u64, collisions: u64) -> RoundCost {
     let profit_ns = FULL_NS * u64::from(full - strength) / u64::from(full);
     RoundCost { full_ns: FULL_NS, profit_ns, penalty_ns, collisions }
 }
 
-/// Runs rounds until the controller rests. Panics if it never does.
+/// Runs rounds until the controller is stable. Panics if it never is.
 fn settle(controller: &mut StrengthController, world: impl Fn(u32) -> RoundCost) -> u32 {
     for _ in 0..400 {
         controller.round(&world(controller.strength()));
@@ -21,7 +21,7 @@ fn settle(controller: &mut StrengthController, world: impl Fn(u32) -> RoundCost)
     panic!("no rest after 400 rounds: {controller:?}");
 }
 
-/// Pages that collide the less the stronger the hash, and not at all at full strength.
+/// Pages that collide less the stronger the hash, and never at full strength.
 fn decaying(full: u32, scale: f64) -> impl Fn(u32) -> RoundCost {
     move |strength| {
         let share = (-f64::from(strength) / scale).exp() - (-f64::from(full) / scale).exp();
@@ -31,13 +31,13 @@ fn decaying(full: u32, scale: f64) -> impl Fn(u32) -> RoundCost {
     }
 }
 
-/// The best strength by looking at all of them.
+/// The greatest benefit of all strengths.
 fn best(full: u32, world: impl Fn(u32) -> RoundCost) -> i64 {
     (1..=full).map(|strength| world(strength).benefit()).max().unwrap()
 }
 
 #[test]
-fn it_starts_at_half() {
+fn the_controller_starts_at_half() {
     assert_eq!((StrengthController::new(1024).strength(), StrengthController::new(64).strength()), (512, 32));
     assert_eq!(StrengthController::new(1).strength(), 1);
     assert_eq!(StrengthController::new(0).strength(), 1);
@@ -54,7 +54,7 @@ fn pages_that_differ_everywhere_need_one_word() {
         }
         assert_eq!(controller.strength(), 1);
         assert!(took <= rounds, "{took} rounds of {full}");
-        // At the weakest, the absence of collisions asks for nothing.
+        // At the weakest strength, the absence of collisions does not start a probe.
         for _ in 0..900 {
             assert_eq!(controller.round(&round(full, 1, 0, 0)), 1);
             assert!(controller.is_stable());
@@ -71,7 +71,7 @@ fn the_first_steps_are_those_of_slow_start() {
 
 #[test]
 fn pages_alike_but_for_one_word_anywhere_need_all_words() {
-    // A page collides unless its word is among those hashed; a collision costs more than a full hash.
+    // A page collides unless its word is hashed; a collision costs more than a full hash.
     for full in [1024, 64] {
         let world = |strength| {
             let colliding = u64::from(full - strength);
@@ -83,7 +83,7 @@ fn pages_alike_but_for_one_word_anywhere_need_all_words() {
 
 #[test]
 fn pages_alike_but_for_one_place_need_the_strength_that_reaches_it() {
-    // The paper's search alone would run to strength 1 wherever the place lies beyond half.
+    // The paper's search alone would run to strength 1 if the place is in the upper half.
     for full in [1024, 64] {
         for place in [1, 2, full / 3, full / 2, full / 2 + 1, full * 3 / 4, full - 1, full] {
             let world = |strength| match strength {
@@ -97,7 +97,7 @@ fn pages_alike_but_for_one_place_need_the_strength_that_reaches_it() {
 }
 
 #[test]
-fn the_best_of_a_falling_and_a_rising_cost_is_found() {
+fn the_optimum_of_two_opposing_costs_is_found() {
     for full in [1024, 64] {
         for scale in [0.3, 1.0, 3.0, 7.5, 20.0, 60.0, 150.0] {
             let world = decaying(full, scale);
@@ -110,8 +110,8 @@ fn the_best_of_a_falling_and_a_rising_cost_is_found() {
 
 proptest! {
     #[test]
-    fn the_peak_of_any_tent_is_found(full in prop_oneof![Just(64u32), Just(1024)], peak in 0.0f64..1.0, slope in 0.1f64..3.0) {
-        // Profit straight; penalty straight too, down to nothing at the peak: one maximum, at the peak.
+    fn any_single_peak_is_found(full in prop_oneof![Just(64u32), Just(1024)], peak in 0.0f64..1.0, slope in 0.1f64..3.0) {
+        // The profit is linear, and so is the penalty, which vanishes at the peak: one maximum, at the peak.
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a place within the strengths")]
         let peak = 1 + (f64::from(full - 1) * peak) as u32;
         let world = |strength: u32| {
@@ -124,7 +124,7 @@ proptest! {
     }
 
     #[test]
-    fn noise_does_not_lead_it_far_astray(seed: u64, scale in 2.0f64..40.0) {
+    fn noise_has_little_effect(seed: u64, scale in 2.0f64..40.0) {
         let mut state = seed;
         let world = decaying(64, scale);
         let mut controller = StrengthController::new(64);
@@ -132,7 +132,7 @@ proptest! {
         while !controller.is_stable() {
             let mut round = world(controller.strength());
             state = pagefold_core::random::mix(state);
-            // Two per cent either way of what is measured.
+            // Noise of two per cent.
             round.penalty_ns = round.penalty_ns * (980 + state % 41) / 1000;
             round.profit_ns = round.profit_ns * (995 + state % 11) / 1000;
             controller.round(&round);
@@ -144,7 +144,7 @@ proptest! {
     }
 }
 
-/// A controller resting at the place of a step world.
+/// A controller that is stable at the place of a step model.
 fn rested(full: u32, place: u32) -> StrengthController {
     let mut controller = StrengthController::new(full);
     let world =
@@ -154,7 +154,7 @@ fn rested(full: u32, place: u32) -> StrengthController {
 }
 
 #[test]
-fn a_benefit_off_by_more_than_half_asks_for_a_probe_and_one_off_by_less_does_not() {
+fn a_change_of_more_than_half_starts_a_probe() {
     let stay = round(64, 16, FULL_NS * 30 / 100, 1);
     assert_eq!(round(64, 16, 0, 1).benefit(), 750_000);
     let mut controller = rested(64, 16);
@@ -165,7 +165,7 @@ fn a_benefit_off_by_more_than_half_asks_for_a_probe_and_one_off_by_less_does_not
 }
 
 #[test]
-fn a_thousand_rounds_ask_for_a_probe() {
+fn a_thousand_rounds_start_a_probe() {
     let mut controller = rested(64, 16);
     for count in 1..=STABLE_ROUNDS {
         assert!(controller.is_stable(), "{count}");
@@ -175,7 +175,7 @@ fn a_thousand_rounds_ask_for_a_probe() {
 }
 
 #[test]
-fn two_rounds_without_collisions_ask_for_a_probe_and_one_does_not() {
+fn two_rounds_without_collisions_start_a_probe_and_one_does_not() {
     let mut controller = rested(64, 16);
     for collisions in [0, 1, 0] {
         controller.round(&round(64, 16, 0, collisions));
@@ -183,12 +183,12 @@ fn two_rounds_without_collisions_ask_for_a_probe_and_one_does_not() {
     }
     controller.round(&round(64, 16, 0, 0));
     assert!(!controller.is_stable());
-    // The pages have become quite different.
+    // The pages now differ everywhere.
     assert_eq!(settle(&mut controller, |strength| round(64, strength, 0, 0)), 1);
 }
 
 #[test]
-fn pages_that_grow_alike_are_noticed_at_once() {
+fn pages_that_become_similar_are_noticed_at_once() {
     let mut controller = StrengthController::new(64);
     assert_eq!(settle(&mut controller, |strength| round(64, strength, 0, 0)), 1);
     let alike = |strength: u32| round(64, strength, FULL_NS * 17 / 10 * u64::from(64 - strength) / 64, 1);
@@ -198,8 +198,8 @@ fn pages_that_grow_alike_are_noticed_at_once() {
 }
 
 #[test]
-fn it_does_not_flap_where_no_collision_is_left() {
-    // At the place no page collides, below it all do: each probe in vain doubles the wait for the next.
+fn the_strength_is_stable_without_collisions() {
+    // No page collides at the place, all collide below it: each futile probe doubles the wait for the next.
     for (full, place) in [(64, 40), (1024, 700), (64, 64)] {
         let world = |strength| {
             round(full, strength, if strength < place { FULL_NS * 2 } else { 0 }, u64::from(strength < place))
@@ -220,7 +220,7 @@ fn it_does_not_flap_where_no_collision_is_left() {
 }
 
 #[test]
-fn a_round_without_pages_says_nothing() {
+fn a_round_without_pages_has_no_effect() {
     let mut controller = StrengthController::new(64);
     assert_eq!(controller.round(&RoundCost::default()), 32);
     assert_eq!(controller, StrengthController::new(64));

@@ -1,34 +1,34 @@
-//! A region as UKSM knows it: which of its pages come next, and what they have shown (sections 5.2 and 5.3).
+//! A region as UKSM sees it: the order in which its pages are sampled, and the results (sections 5.2 and 5.3).
 
 use super::settings::UksmSettings;
 use pagefold_core::permutation::Permutation;
 use pagefold_core::random::mix;
 
-/// Where a region goes after a round.
+/// The level of a region after a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LevelChange {
     Stay,
     Up,
     Down,
-    /// All of it has been looked at: what could be merged is.
+    /// All its pages have been sampled: what could be merged is merged.
     Bottom,
 }
 
 #[derive(Debug)]
 pub(super) struct SampledRegion {
-    /// The level it is on, from 1; 0 as long as it is too young for any.
+    /// The level it is on, from 1; 0 while it is too young.
     pub(super) level: usize,
     pub(super) seen_ns: u64,
     order: Permutation,
     key: u64,
-    /// Pages of the permutation that have had their turn.
+    /// Pages of the permutation that have been sampled.
     turned: u64,
-    /// The last of them had it in this round.
+    /// Whether the last of them was sampled in this round.
     whole: bool,
-    /// Pages sampled in this round, and duplicates found and merged.
+    /// Pages sampled in this round, and duplicates merged.
     sampled: u64,
     pub(super) found: u64,
-    /// Merged pages written before this round.
+    /// Writes to merged pages before this round.
     broken: u64,
 }
 
@@ -51,7 +51,7 @@ impl SampledRegion {
         self.order.len()
     }
 
-    /// The region has other bounds: its pages are permuted anew, and what was known of them is forgotten.
+    /// Adapts to a new length: the pages are permuted anew, and all results are dropped.
     pub(super) fn fit(&mut self, pages: u32) {
         if u64::from(pages) != self.pages() {
             let Self { level, seen_ns, key, broken, .. } = *self;
@@ -59,8 +59,8 @@ impl SampledRegion {
         }
     }
 
-    /// The next page to sample: each once before any comes again ("a region specific offset permutation scheme"). None
-    /// when the last one has had its turn in this round.
+    /// The next page to sample. Every page comes once before any comes again ("a region specific offset permutation
+    /// scheme"). `None` once the last page was sampled in this round.
     pub(super) fn next_page(&mut self) -> Option<u32> {
         if self.whole || self.turned >= self.pages() {
             return None;
@@ -72,11 +72,13 @@ impl SampledRegion {
         u32::try_from(page).ok()
     }
 
-    /// Ends a round: judges it by its duplicate and COW-broken ratios (section 5.2), and begins the next. `broken` counts
-    /// the merged pages of the region written so far, as UKSM's hook in the fault handler does (section 7).
+    /// Ends a round: judges the region by its duplicate and COW-broken ratios (section 5.2), and begins the next.
+    /// `broken` is the number of writes to its merged pages so far, which UKSM counts in the fault handler (section
+    /// 7).
     ///
-    /// What was found merged already is no duplicate: it has brought nothing. The COW-broken ratio is that of the pages
-    /// broken in the round to those merged in it, as in the authors' patch (`cal_dedup_ratio`); the paper does not say.
+    /// Pages found merged already are not counted as duplicates: sampling them gained nothing. The COW-broken ratio
+    /// is that of pages broken to pages merged in the round, as in the authors' patch (`cal_dedup_ratio`); the paper
+    /// does not say.
     pub(super) fn end_round(&mut self, broken: u64, settings: &UksmSettings) -> LevelChange {
         let (sampled, found) = (self.sampled, self.found);
         let broken = broken - std::mem::replace(&mut self.broken, broken);

@@ -1,8 +1,8 @@
-//! One page: its hash, the two trees, and merging (UKSM sections 5.3 and 6).
+//! What UKSM does at one page: hashing, the two trees, and merging (UKSM sections 5.3 and 6).
 //!
-//! The trees are hash maps from contents; what a search in a tree ordered by hash would take is computed from their sizes.
-//! A content is an id of 64 bits here, which stands for the page and for its hash at any strength: so that pages which
-//! differ share no hash is an assumption, unless the strength is below what tells them apart ([`HashStrength::Adaptive`]).
+//! The trees are hash maps from contents; the cost of a search in a tree ordered by hash is computed from their
+//! sizes. A content id of 64 bits stands for the page and for its hash at any strength. So pages that differ never
+//! share a hash, unless the strength is below the one that distinguishes them ([`HashStrength::Adaptive`]).
 
 use super::settings::HashStrength;
 use crate::comparisons::SearchCounts;
@@ -12,33 +12,33 @@ use crate::memory::{Backing, Memory, PageRef};
 use crate::partial_hash::{RoundCost, StrengthController};
 use rustc_hash::FxHashMap;
 
-/// Words in a page: the full strength.
+/// Words in a page, and so the full strength.
 const WORDS: u32 = 1024;
 /// Words in a cache line, as a power of two.
 const LINE_WORDS_LOG2: u32 = 4;
 
-/// What became of a page.
+/// The outcome for one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SampleOutcome {
-    /// There was nothing to look at.
+    /// Nothing is mapped there but possibly the zero page.
     Absent,
     /// Merged before.
     AlreadyMerged,
-    /// Looked at, with no partner.
+    /// No duplicate was found.
     Alone,
-    /// Merged with a merged page, or the zero page.
+    /// Merged with a merged page or the zero page.
     Joined,
     /// Merged with a page of the unmerged tree.
     Paired(PageRef),
 }
 
-/// The hash: its strength, and what the round has shown of it.
+/// The hash: its strength, and the figures of the current round.
 #[derive(Debug)]
 struct Hashing {
     controller: Option<StrengthController>,
     strength: u32,
     distinct_from: u32,
-    /// At this strength, and at full.
+    /// The cost of hashing a page at this strength, and at full.
     page_ns: u64,
     full_ns: u64,
     pages: u64,
@@ -54,7 +54,7 @@ pub(super) struct Search {
     hashing: Hashing,
     /// `T_rs`: the merged frame of each content.
     merged: FxHashMap<u64, u32>,
-    /// `T_rus`: a page that had this content when it was looked at.
+    /// `T_rus`: a page that had this content when it was sampled.
     unmerged: FxHashMap<u64, PageRef>,
     pub(super) counts: SearchCounts,
 }
@@ -64,10 +64,10 @@ fn levels(nodes: u64) -> u64 {
     u64::from(u64::BITS - nodes.leading_zeros())
 }
 
-/// What hashing so many words of a page costs: by the words, and by the cache lines that random words lie in.
+/// The cost of hashing `strength` words of a page: of the words, and of the cache lines that contain them.
 fn hash_ns(costs: &Costs, strength: u32) -> u64 {
     let strength = strength.clamp(1, WORDS);
-    // The chance that a line is left out, (1 - strength / 1024)^16, in 2^-20.
+    // The probability that a line is not touched, (1 - strength / 1024)^16, in 2^-20.
     let mut missed = u64::from(WORDS - strength) << 10;
     for _ in 0..LINE_WORDS_LOG2 {
         missed = (missed * missed) >> 20;
@@ -92,12 +92,12 @@ impl Search {
         Self { costs, granularity, zero_pages, hashing, merged, unmerged, counts: SearchCounts::default() }
     }
 
-    /// Of simulated pages that stand for several.
+    /// Sets how many real pages a simulated page stands for.
     pub(super) fn set_granularity(&mut self, granularity: Granularity) {
         self.granularity = granularity;
     }
 
-    /// What a page without a partner costs before anything is known.
+    /// The initial estimate of the cost of a page without a duplicate.
     pub(super) fn first_guess_ns(&self) -> u64 {
         self.costs.sample_ns + self.hashing.page_ns
     }
@@ -112,7 +112,7 @@ impl Search {
         &self.merged
     }
 
-    /// Samples a page, and merges it if it can; also returns what that costs. It stands for `weight` samples.
+    /// Samples a page, and merges it if possible. Returns the outcome and the cost. It stands for `weight` samples.
     pub(super) fn visit(&mut self, memory: &mut Memory, me: PageRef, weight: u64) -> (SampleOutcome, u64) {
         let (key, page) = me;
         let found = memory.region(key).and_then(|region| {
@@ -120,7 +120,7 @@ impl Search {
             Some((*region.backing.get(at)?, *region.content.get(at)?))
         });
         let content = match found {
-            // Each page is walked to by itself: they come in no order of addresses.
+            // Sampled pages are not adjacent, so each one takes a page-table walk of its own.
             None | Some((Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged, _)) => {
                 return (SampleOutcome::Absent, weight * self.costs.visit_merged_ns);
             }
@@ -130,7 +130,7 @@ impl Search {
         self.hashing.pages += 1;
         let cost_ns = weight * (self.costs.sample_ns + self.hashing.page_ns);
         if content == 0 && self.zero_pages {
-            // Its hash is known without any tree; then it is compared.
+            // The hash of zeros is known without a tree; one comparison follows.
             self.counts.search(weight, 1, 0, true);
             memory.merge_zero(key, page);
             return (SampleOutcome::Joined, cost_ns + self.granularity.all(self.costs.merge_zero_ns));
@@ -139,7 +139,7 @@ impl Search {
         (fate, cost_ns + search_ns)
     }
 
-    /// The merged tree, then the unmerged one.
+    /// Searches the merged tree, then the unmerged one.
     fn search(&mut self, memory: &mut Memory, me: PageRef, content: u64, weight: u64) -> (SampleOutcome, u64) {
         let mut steps = levels(self.granularity.all(self.merged.len() as u64));
         if let Some(frame) = self.find_merged(memory, content) {
@@ -155,7 +155,7 @@ impl Search {
         steps += unmerged;
         let mut cost_ns = weight * steps * self.costs.hash_level_ns;
         let mut compared = 0;
-        // Nothing protects the pages of the unmerged tree: they may be written, merged or gone.
+        // The pages of the unmerged tree are not protected: they may have been written, merged or unmapped.
         if let Some(&other) = self.unmerged.get(&content) {
             let there = |(key, page): PageRef| {
                 let region = memory.region(key)?;
@@ -172,7 +172,7 @@ impl Search {
             cost_ns += weight * compared * self.costs.compare_page_ns;
         }
         if self.hashing.strength < self.hashing.distinct_from && steps > 0 {
-            // It meets another page of the same hash, and the full hashes of both must tell them apart.
+            // It shares its hash with a different page, so the full hashes of both are needed.
             let collision_ns =
                 self.costs.compare_page_ns + 2 * self.hashing.full_ns.saturating_sub(self.hashing.page_ns);
             self.hashing.collisions += 1;
@@ -185,13 +185,13 @@ impl Search {
         (SampleOutcome::Alone, cost_ns)
     }
 
-    /// Compared so many hashes on the way down one tree, so many times.
+    /// Counts the hash comparisons of `times` searches.
     fn went_down(&mut self, steps: u64, times: u64) {
         self.counts.hashes += times * steps;
         self.counts.deepest = self.counts.deepest.max(steps);
     }
 
-    /// The merged frame of a content; one that nobody maps any more is thrown out instead.
+    /// The merged frame of a content. One that is no longer mapped is removed instead.
     fn find_merged(&mut self, memory: &mut Memory, content: u64) -> Option<u32> {
         let &frame = self.merged.get(&content)?;
         if memory.frames[frame as usize].mapped > 0 {
@@ -202,7 +202,7 @@ impl Search {
         None
     }
 
-    /// Merges two pages. The one from the tree stays ("we move the page to `T_rs`"), and so decides the node.
+    /// Merges two pages. The one from the tree is kept ("we move the page to `T_rs`"), which determines the node.
     fn pair(&mut self, memory: &mut Memory, other: PageRef, me: PageRef, content: u64) {
         self.unmerged.remove(&content);
         let node = memory.region(other.0).and_then(|region| memory.node_of(region, other.1)).unwrap_or_default();
@@ -213,9 +213,9 @@ impl Search {
         self.merged.insert(content, frame);
     }
 
-    /// Empties the unmerged tree, and lets the controller choose the strength for the time up to the next emptying
-    /// (section 6.1). Returns what it costs to bring the hashes in the merged tree to that strength, which is in
-    /// proportion to the change (section 6.2).
+    /// Empties the unmerged tree, and lets the controller choose the strength until it is emptied again (section
+    /// 6.1). Returns the cost of changing the hashes in the merged tree to that strength, in proportion to the change
+    /// (section 6.2).
     pub(super) fn renew(&mut self) -> u64 {
         self.unmerged.clear();
         let hashing = &mut self.hashing;
@@ -238,7 +238,7 @@ impl Search {
             * (self.costs.visit_merged_ns + hashing.page_ns.abs_diff(before_ns))
     }
 
-    /// Gives back the frames that nobody maps any more, once they are many.
+    /// Frees the frames that are no longer mapped, once there are many.
     pub(super) fn prune(&mut self, memory: &mut Memory) {
         let in_use = usize::try_from(memory.merged_frames).unwrap_or(usize::MAX);
         if self.merged.len().saturating_sub(in_use) <= self.merged.len() / 8 {
@@ -260,11 +260,11 @@ mod tests {
 
     #[test]
     fn hashing_costs_what_was_measured() {
-        // docs/measurements.md, the paper's form at the strengths that the controller found; within a fifth.
+        // docs/measurements.md: the paper's hash at the strengths that the controller found; within a fifth.
         for (words, measured_ns) in [(360_u32, 1_388_u64), (1_024, 2_400)] {
             let found_ns = hash_ns(&Costs::default(), words);
             assert!(found_ns.abs_diff(measured_ns) * 5 < measured_ns, "{words} words: {found_ns} ns");
         }
-        assert!(hash_ns(&Costs::default(), 1) < 50, "with finding it in an index, 50 ns were measured");
+        assert!(hash_ns(&Costs::default(), 1) < 50, "measured: 50 ns, including the index");
     }
 }

@@ -3,67 +3,68 @@
 use pagefold_core::governor::{Governor, share_ns};
 use pagefold_core::units::Permyriad;
 
-/// How UKSM scans.
+/// The settings of UKSM's scanner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UksmSettings {
-    /// Where chance starts from.
+    /// The seed of all random choices.
     pub seed: u64,
     /// Scan levels (`N`).
     pub levels: usize,
-    /// The share of a core for the top level (`p`); halved from level to level downwards.
+    /// The top level's share of a core (`p`), halved from level to level downwards.
     pub top: Permyriad,
-    /// The share of a core for the bottom level.
+    /// The bottom level's share of a core.
     pub bottom: Permyriad,
-    /// Time of a global sampling round (`t`), nanoseconds; divided evenly among the levels.
+    /// The length of a global sampling round (`t`), nanoseconds; divided evenly among the levels.
     pub round_ns: u64,
-    /// Time asleep in each sleep-scan cycle (`T_s`), nanoseconds.
+    /// The sleep in each sleep-scan cycle (`T_s`), nanoseconds.
     pub sleep_ns: u64,
-    /// A region is promoted if at least this share of its sampled pages was duplicate (`V_dup`).
+    /// The share of duplicates among sampled pages from which a region is promoted (`V_dup`).
     pub duplicate: Permyriad,
-    /// And less than this share of what was merged was COW-broken (`V_cow`); `None` to ask no such thing.
+    /// The share of merged pages that were COW-broken, from which a region is not promoted (`V_cow`). `None`: not
+    /// checked.
     pub cow: Option<Permyriad>,
-    /// A region must have lived so long to be sampled (`V_life`), nanoseconds, and across one whole sleep-scan cycle.
+    /// The age from which a region is sampled (`V_life`), nanoseconds; at least one whole sleep-scan cycle.
     pub life_ns: u64,
-    /// How much of a page is hashed.
+    /// How many words of a page are hashed.
     pub strength: HashStrength,
-    /// How long a page stays in the tree of unmerged pages.
+    /// When the tree of unmerged pages is emptied.
     pub renewal: Renewal,
-    /// Pages of zeros are mapped to the zero page. The paper does not speak of them; its authors' patch does this.
+    /// Whether pages of zeros are mapped to the zero page. The paper does not mention them; its authors' patch does
+    /// this.
     pub zero_pages: bool,
 }
 
-/// How many of a page's 1024 words are hashed (section 6). Contents have no bytes here, so nothing here can show what the
-/// words would tell apart.
+/// How many of a page's 1024 words are hashed (section 6). Contents have no bytes in the simulator, so it cannot
+/// determine which strength distinguishes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HashStrength {
-    /// Always so many; pages that differ never have one hash.
+    /// A fixed number. Pages that differ never share a hash.
     Fixed(u32),
-    /// As the controller finds best (section 6.1), starting from half; it is asked when the tree of unmerged pages is
-    /// renewed.
+    /// Chosen by the controller (section 6.1), starting from half, each time the tree of unmerged pages is emptied.
     Adaptive {
-        /// Below so many words pages that differ have one hash; from there on none have.
+        /// Hashes of fewer words than this are the same for all pages; with more, pages that differ never share one.
         distinct_from: u32,
     },
 }
 
-/// When the tree of unmerged pages is emptied: nothing protects its pages, so it is right only for a time. The paper does
+/// When the tree of unmerged pages is emptied. Its pages are not protected, so it becomes outdated. The paper does
 /// not say when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Renewal {
     /// At each global round.
     Round,
-    /// When this share of all pages has been sampled: a quarter in the authors' patch (`hash_round_finished`).
+    /// When this share of all pages has been sampled; a quarter in the authors' patch (`hash_round_finished`).
     Coverage(Permyriad),
 }
 
 impl UksmSettings {
-    /// A governor's parameters (section 7), everything else by default.
+    /// The settings of a governor (section 7), everything else default.
     pub fn of_governor(governor: Governor) -> Self {
         let pace = governor.pace();
         Self { top: pace.top, round_ns: pace.round_ns, ..Self::default() }
     }
 
-    /// The share of a core that a level may use (section 7), levels counted from 1: in ten-thousandths, 1 to 9,999.
+    /// A level's share of a core (section 7), in ten-thousandths from 1 to 9,999. Levels start at 1.
     pub(super) fn share(&self, level: usize) -> Permyriad {
         let share = if level <= 1 && self.levels > 1 {
             self.bottom.min(self.top)
@@ -85,24 +86,24 @@ impl UksmSettings {
         self.sleep_ns * share / (10_000 - share)
     }
 
-    /// How long a region must have been there to be sampled (section 5.2: "only those regions which live across this
-    /// sleep-scan cycle time may get sampled").
+    /// The age from which a region is sampled (section 5.2: "only those regions which live across this sleep-scan
+    /// cycle time may get sampled").
     pub(super) fn admission_ns(&self) -> u64 {
         self.life_ns.max(self.sleep_ns + self.round_ns)
     }
 }
 
-/// Time asleep that makes a share of the whole out of time spent.
+/// The sleep that keeps `spent_ns` within a share.
 pub(super) fn pause_ns(spent_ns: u64, share: Permyriad) -> u64 {
     let share = u64::from(share.0);
     (spent_ns * (10_000 - share)).div_ceil(share)
 }
 
 impl Default for UksmSettings {
-    /// The Full governor, and the thresholds of section 5.2; `T_s`, for which the paper gives no number, is the lifetime that
-    /// depends on it. The strength is where the authors' patch for 6.12 begins and rests, as measured (section 8.3.2:
-    /// "usually within 100 words"). The renewal is theirs, too: once a round, contents that exist twice would hardly ever be
-    /// found, and the patch does find them.
+    /// The Full governor, and the thresholds of section 5.2. The paper gives no number for `T_s`; it is the lifetime
+    /// that depends on it. The strength is the one at which the authors' patch for 6.12 starts and stays, as measured
+    /// (section 8.3.2: "usually within 100 words"). The renewal is theirs too: emptied once a round, the tree would
+    /// hardly ever find contents that exist twice, and the patch does find them.
     fn default() -> Self {
         let pace = Governor::Full.pace();
         Self {

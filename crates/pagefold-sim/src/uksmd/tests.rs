@@ -1,4 +1,4 @@
-//! UKSM's scanner on memory made by hand: the paper's workloads (section 8.1) at small scale, and the laws.
+//! UKSM's scanner on hand-made memory: the paper's workloads (section 8.1) at small scale, and invariants.
 
 use super::*;
 use crate::content::content_of_series;
@@ -64,7 +64,7 @@ impl Rig {
         self.uksmd.regions.get(&key).map_or(0, |region| region.level)
     }
 
-    /// One page of a region after another is written with what it holds.
+    /// Writes one page of a region after another with its own content.
     fn sweep(&mut self, key: u32, every_ns: u64, for_ns: u64) -> usize {
         let pages = self.memory.region(key).unwrap().len();
         let mut highest = 0;
@@ -92,18 +92,19 @@ fn a_static_mix_is_merged_within_a_few_rounds() {
         highest = (highest.0.max(rig.level(same)), highest.1.max(rig.level(random)));
         assert!(rig.now_ns < 8 * SECOND, "{} saved", rig.saved());
     }
-    assert!(rig.now_ns > 3 * SECOND, "{} ns: climbing takes its time", rig.now_ns);
-    assert_eq!(highest, (4, 1), "the duplicate region climbs all levels, the random one stays");
+    assert!(rig.now_ns > 3 * SECOND, "{} ns: climbing takes time", rig.now_ns);
+    assert_eq!(highest, (4, 1), "the duplicate region reaches the top level, the random one stays at the bottom");
     let before_ns = rig.uksmd.cpu_ns;
     rig.run(100 * SECOND);
     let after_ns = rig.uksmd.cpu_ns - before_ns;
-    assert_eq!(rig.level(same), 1, "all merged, it goes back to the bottom");
+    assert_eq!(rig.level(same), 1, "all merged, the region returns to the bottom");
     assert!(after_ns <= share_ns(100 * SECOND, Permyriad(21)), "{after_ns} ns in 100 s");
 }
 
 #[test]
-fn it_takes_as_long_as_the_authors_patch() {
-    // Measured in an emulated guest: 98,304 pages of one content beside as many random ones, seconds to 99 %.
+fn merging_takes_as_long_as_with_the_authors_patch() {
+    // Measured in an emulated guest: seconds until 99 % is merged of 98,304 identical pages beside as many random
+    // ones.
     for (governor, measured_s) in [(Governor::Full, 3.2), (Governor::Low, 7.5), (Governor::Quiet, 90.0)] {
         let mut rig = Rig::new(UksmSettings::of_governor(governor));
         rig.map(vec![7; 98_304]);
@@ -117,7 +118,7 @@ fn it_takes_as_long_as_the_authors_patch() {
 }
 
 #[test]
-fn contents_that_exist_twice_need_pages_kept_over_rounds() {
+fn pairs_are_found_only_if_pages_are_kept_across_rounds() {
     let saved = |renewal| {
         let mut rig = Rig::new(UksmSettings { renewal, ..UksmSettings::default() });
         for _ in 0..2 {
@@ -126,17 +127,17 @@ fn contents_that_exist_twice_need_pages_kept_over_rounds() {
         rig.run(100 * SECOND);
         rig.saved()
     };
-    // The patch takes 505 to 530 s: it must visit a page again to know its full hash, which is not modelled.
+    // The patch takes 505 to 530 s: it must visit a page twice to know its full hash, which is not modelled.
     assert!(saved(Renewal::Coverage(Permyriad(2_500))) > 64_000);
     assert!(saved(Renewal::Round) < 6_554, "a tenth");
 }
 
 #[test]
-fn nothing_to_merge_costs_a_fifth_of_a_per_cent() {
+fn idling_costs_a_fifth_of_a_per_cent() {
     let mut rig = Rig::new(UksmSettings::default());
     rig.random(100_000);
     rig.run(100 * SECOND);
-    // Section 1 and figure 9 (b): around 0.2 % of one core. A round's extra sleep takes off up to a sixth.
+    // Section 1 and figure 9 (b): around 0.2 % of one core. A round's extra sleep takes up to a sixth off.
     let (low, high) = (share_ns(100 * SECOND, Permyriad(16)), share_ns(100 * SECOND, Permyriad(21)));
     assert!((low..high).contains(&rig.uksmd.cpu_ns), "{} ns in 100 s", rig.uksmd.cpu_ns);
     assert_eq!(rig.saved(), 0);
@@ -145,7 +146,7 @@ fn nothing_to_merge_costs_a_fifth_of_a_per_cent() {
 }
 
 #[test]
-fn each_level_keeps_its_share() {
+fn each_level_keeps_to_its_share() {
     let settings = UksmSettings::default();
     assert_eq!([1, 2, 3, 4].map(|level| settings.share(level).0), [20, 2_375, 4_750, 9_500]);
     let mut rig = Rig::new(settings);
@@ -157,7 +158,7 @@ fn each_level_keeps_its_share() {
         let (State::Asleep { until_ns: from_ns }, cpu_ns) = cycle else { unreachable!() };
         match rig.uksmd.state {
             State::Asleep { until_ns } if until_ns != from_ns => {
-                // From waking up to waking up.
+                // From one wake-up to the next.
                 let spent_ns = rig.uksmd.cpu_ns - cpu_ns;
                 let level = level.max(rig.uksmd.level);
                 let may_ns = share_ns(until_ns - from_ns, settings.share(level));
@@ -183,8 +184,8 @@ fn each_level_keeps_its_share() {
 }
 
 #[test]
-fn what_is_broken_as_fast_as_it_is_merged_is_left_alone() {
-    // Section 8.1.2. The region is written through in 0.2 s.
+fn regions_broken_as_fast_as_merged_are_not_scanned() {
+    // Section 8.1.2. The writer goes through the region in 0.2 s.
     let breaker = |cow| {
         let mut rig = Rig::new(UksmSettings { cow, ..UksmSettings::default() });
         let key = rig.map(vec![7; 20_000]);
@@ -200,8 +201,8 @@ fn what_is_broken_as_fast_as_it_is_merged_is_left_alone() {
 }
 
 #[test]
-fn a_calm_writer_is_no_reason_to_leave_a_region() {
-    // A page every 10 ms, as the paper has it, in a region that takes 200 s to be written through.
+fn a_slow_writer_does_not_exclude_a_region() {
+    // A page every 10 ms, as in the paper, in a region that takes 200 s to write.
     let mut rig = Rig::new(UksmSettings::default());
     let key = rig.map(vec![7; 20_000]);
     assert!(rig.sweep(key, 10 * MS, 10 * SECOND) > 1);
@@ -209,8 +210,8 @@ fn a_calm_writer_is_no_reason_to_leave_a_region() {
 }
 
 #[test]
-fn what_does_not_live_across_a_cycle_is_not_sampled() {
-    // Section 8.1.3: nothing is merged below two seconds.
+fn regions_shorter_lived_than_a_cycle_are_not_sampled() {
+    // Section 8.1.3: regions that live for less than two seconds are not merged.
     let run = |settings: UksmSettings, life_ns: u64| {
         let mut rig = Rig::new(settings);
         rig.random(1_000);
@@ -252,7 +253,7 @@ fn zeros_and_forks() {
     let owner = OwnerKey(rig.memory.region(random).unwrap().owner);
     rig.memory.fork(owner);
     rig.run(60 * SECOND);
-    assert_eq!(rig.memory.merged_pages, 0, "relatives that share a frame have nothing to merge");
+    assert_eq!(rig.memory.merged_pages, 0, "pages that share a frame by fork have nothing to merge");
     let mut without = Rig::new(UksmSettings { zero_pages: false, ..UksmSettings::default() });
     without.map(vec![0; 3_000]);
     without.run(10 * SECOND);
@@ -260,7 +261,7 @@ fn zeros_and_forks() {
 }
 
 #[test]
-fn the_strength_falls_to_what_tells_pages_apart() {
+fn the_strength_falls_to_the_lowest_that_distinguishes_pages() {
     let strength = HashStrength::Adaptive { distinct_from: 40 };
     let mut rig = Rig::new(UksmSettings { strength, renewal: Renewal::Round, ..UksmSettings::default() });
     rig.random(50_000);
@@ -273,7 +274,7 @@ fn the_strength_falls_to_what_tells_pages_apart() {
 }
 
 #[test]
-fn every_page_of_a_region_has_its_turn_before_any_comes_again() {
+fn every_page_is_sampled_once_before_any_repeats() {
     let mut region = SampledRegion::new(1_000, 0, 3, 0);
     let mut turns = vec![0; 1_000];
     for round in 0..30 {
@@ -286,7 +287,7 @@ fn every_page_of_a_region_has_its_turn_before_any_comes_again() {
         assert!(most - least <= 1, "round {round}");
         region.end_round(0, &UksmSettings::default());
     }
-    assert_eq!(turns.iter().sum::<i32>(), 2_000, "what is left of a round after the last page is left out");
+    assert_eq!(turns.iter().sum::<i32>(), 2_000, "no page is sampled in the rest of a round");
     region.fit(10);
     assert_eq!((0..20).filter(|_| region.next_page().is_some()).count(), 10);
 }
@@ -331,26 +332,26 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What is counted is what is there, and nobody holds a frame that is free.
-fn check_books(rig: &Rig) {
+/// All counters match the memory, and no page maps a free frame.
+fn check_counters(rig: &Rig) {
     let mut mapped: BTreeMap<u32, u32> = BTreeMap::new();
-    let mut folded = 0;
+    let mut zero_merged = 0;
     for (_, region) in rig.memory.live_regions() {
         for page in 0..region.len() {
             if let Some(frame) = region.merged_frame(page) {
                 *mapped.entry(frame).or_default() += 1;
             }
-            folded += u64::from(region.backing[page as usize] == Backing::ZeroMerged);
+            zero_merged += u64::from(region.backing[page as usize] == Backing::ZeroMerged);
         }
     }
-    assert_eq!(rig.memory.zero_merged, folded);
+    assert_eq!(rig.memory.zero_merged, zero_merged);
     assert_eq!(rig.memory.merged_pages, mapped.values().map(|&pages| u64::from(pages)).sum::<u64>());
     assert_eq!(rig.memory.merged_frames, mapped.len() as u64);
     for (&frame, &pages) in &mapped {
         assert_eq!(rig.memory.frames[frame as usize].mapped, pages);
     }
     let tree = rig.uksmd.search.merged();
-    assert_eq!(rig.memory.known_frames(), tree.len() as u64, "a frame is in the tree, or it is free");
+    assert_eq!(rig.memory.known_frames(), tree.len() as u64, "a frame is in the tree or free");
     for (content, &frame) in tree {
         assert_eq!(rig.memory.frames[frame as usize].content, *content);
     }
@@ -363,7 +364,7 @@ fn check_books(rig: &Rig) {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn merging_changes_no_page_and_the_books_balance(
+    fn merging_changes_no_page_and_the_counters_match(
         steps in prop::collection::vec(step(), 1..60),
         (seed, by_round, zero_pages, nodes) in (any::<u64>(), any::<bool>(), any::<bool>(), 1usize..4),
     ) {
@@ -410,21 +411,21 @@ proptest! {
                 Step::Run(ns) => rig.run(ns),
                 Step::Unmap(_) | Step::Fork(_) | Step::Write(..) | Step::Drop(..) => {}
             }
-            check_books(&rig);
+            check_counters(&rig);
             for (key, contents) in &expected {
                 prop_assert_eq!(&rig.memory.region(*key).unwrap().content, contents);
             }
         }
-        // In so small a memory every page has its turn in every round: what stays as it is, is found.
+        // In such a small memory every page is sampled in every round, so all lasting duplicates are found.
         rig.run(20 * SECOND);
-        check_books(&rig);
+        check_counters(&rig);
         let truth = rig.memory.truth();
         prop_assert_eq!(truth.savable, truth.zero_frames);
         prop_assert!(truth.zero_frames <= u64::from(!zero_pages));
     }
 }
 
-/// Everything that can be told of a run.
+/// Everything observable of a run.
 fn fingerprint(seed: u64) -> String {
     let mut rig = Rig::new(UksmSettings { seed, ..UksmSettings::default() });
     let key = rig.map((0..3_000).map(|page| content_of_series(1, page % 500)).collect());

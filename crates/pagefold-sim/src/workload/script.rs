@@ -1,4 +1,4 @@
-//! A script: what processes map and what their pages hold, step by step, as somebody else found or thought it up.
+//! Scripts: mappings and page contents step by step, recorded or generated elsewhere.
 
 use crate::memory::ProcessNuma;
 use pagefold_core::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
@@ -6,7 +6,7 @@ use pagefold_core::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// One step. Processes and regions go by the script's own numbers, which are never reused.
+/// One step. Processes and regions have numbers of the script's own, which are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// A process starts, with nothing mapped.
@@ -14,12 +14,12 @@ pub enum Step {
         /// The process.
         process: u32,
     },
-    /// It ends, and its regions with it.
+    /// A process exits, and its regions with it.
     Exit {
         /// The process.
         process: u32,
     },
-    /// A process maps a region, empty at first.
+    /// A process maps a region, all pages absent.
     Map {
         /// The process.
         process: u32,
@@ -32,7 +32,7 @@ pub enum Step {
         /// Its length.
         pages: Pages,
     },
-    /// A region goes.
+    /// A region is unmapped.
     Unmap {
         /// The region.
         region: u32,
@@ -43,28 +43,28 @@ pub enum Step {
         region: u32,
         /// The page.
         page: Vpn,
-        /// What it holds from now on; 0 for zeros.
+        /// The new content; 0 for zeros.
         content: u64,
-        /// Which of its quarters were written, by bits.
+        /// The quarters written, one bit each.
         parts: u8,
-        /// In which eighth of the physical memory it is.
+        /// The eighth of physical memory that the page is in.
         eighth: u8,
     },
-    /// A page is given back, or maps the zero page.
+    /// A page is freed, or the zero page is mapped there.
     Drop {
         /// The region.
         region: u32,
         /// The page.
         page: Vpn,
-        /// It maps the zero page.
+        /// Whether the zero page is mapped.
         zero: bool,
     },
 }
 
-/// Steps and their times, nanoseconds, ascending.
+/// Steps with their times in nanoseconds, ascending.
 pub type Script = Arc<[(u64, Step)]>;
 
-/// Where a script stands.
+/// The progress of a script.
 #[derive(Debug)]
 pub(crate) struct ScriptRun {
     script: Script,
@@ -78,7 +78,7 @@ impl ScriptRun {
         Self { script, next: 0, owners: FxHashMap::default(), regions: FxHashMap::default() }
     }
 
-    /// When the next step is due.
+    /// The time of the next step.
     pub(crate) fn next_ns(&self) -> Option<u64> {
         self.script.get(self.next).map(|&(at_ns, _)| at_ns)
     }
@@ -94,7 +94,7 @@ impl ScriptRun {
 }
 
 impl crate::SimHost {
-    /// Does the steps of a script when their time comes, beside whatever else goes on.
+    /// Runs a script in virtual time, beside everything else.
     pub fn play(&mut self, script: Script) {
         let player = ScriptRun::new(script);
         let next_ns = player.next_ns();
