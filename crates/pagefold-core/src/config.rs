@@ -1,4 +1,4 @@
-//! What can be set, with its permitted range.
+//! The settings of the judgement. [`crate::range`] has their permitted ranges.
 
 use crate::error::ConfigError;
 use crate::governor::{Governor, Pace};
@@ -6,18 +6,16 @@ use crate::limits::Limits;
 use crate::marking::extents::Density;
 use crate::placement::policy::Latencies;
 use crate::range::{self, check};
-use crate::units::BLOCK_PAGES;
-use crate::units::{Pages, Permyriad};
+use crate::units::{BLOCK_PAGES, Pages, Permyriad};
 use std::str::FromStr;
 
-/// Settings made for a purpose.
+/// A named set of settings for one purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Preset {
-    /// Memory that stays, at little cost.
+    /// Merge memory that stays, at little cost.
     #[default]
     Default,
-    /// Memory that lives for seconds too: rounds of 85 ms (as UKSM section 8.1.3 has them), and nothing has to prove that
-    /// it stays.
+    /// Merge memory that lives for seconds, too: rounds of 85 ms (UKSM section 8.1.3), and no region has to be old.
     Sensitive,
 }
 
@@ -35,48 +33,48 @@ impl FromStr for Preset {
 /// The judgement's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// How much CPU the search may take.
+    /// How much CPU time may be used.
     pub governor: Governor,
-    /// Instead of the governor's share of one core, for pagefold and ksmd together (UKSM `p`).
+    /// The share of one core for pagefold and ksmd together, in place of the governor's (UKSM `p`).
     pub top_share: Option<Permyriad>,
-    /// Instead of the governor's time of a global round (UKSM `t`), nanoseconds.
+    /// The time of a global round, in place of the governor's (UKSM `t`), nanoseconds.
     pub round_ns: Option<u64>,
-    /// What may be done to processes in a second.
+    /// What may be done to targets in a second.
     pub limits: Limits,
     /// Levels of the ladder (UKSM `N`).
     pub levels: usize,
-    /// Share of one core that sampling the bottom level takes, whether or not there is anything to find. UKSM takes
-    /// 0.2 %.
+    /// The share of one core for sampling the bottom level (0.2 % in UKSM).
     pub bottom_share: Permyriad,
-    /// Duplicate ratio from which a region is promoted (UKSM `V_dup`).
+    /// The duplicate ratio from which a region is promoted (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
-    /// COW-broken ratio from which a region is left alone (UKSM `V_cow`); 100 % switches this off.
+    /// The COW-broken ratio from which a region is left alone (UKSM `V_cow`). 100 % turns this off.
     pub cow_threshold: Permyriad,
-    /// Age below which a region is not promoted (UKSM `V_life`), nanoseconds.
+    /// The age a region must have to be promoted (UKSM `V_life`), nanoseconds.
     pub lifetime_ns: u64,
-    /// Global rounds that a region which appears during the run must outlive as well before it is promoted.
+    /// The number of global rounds that a region which appears during the run must outlive before it is promoted.
     pub probation_rounds: u64,
-    /// Merged pages that are written and hold the same again within this time count as COW-broken, nanoseconds.
+    /// A merged page that is written and holds the same content again within this time is COW-broken, nanoseconds.
     pub cow_horizon_ns: u64,
-    /// How dense an extent must be.
+    /// How dense an extent must be to be marked.
     pub density: Density,
-    /// How dense it must be once the denser ones are merged, step by step, as long as the yield holds.
+    /// Lower densities, tried one after the other once denser extents are merged, as long as the yield stays above
+    /// `yield_min`.
     pub thin_densities: [Permyriad; 2],
-    /// Share of duplicates in all that is to be marked, below which no thinner extents are marked.
+    /// The share of duplicates in everything marked that thinner extents must not push it below.
     pub yield_min: Permyriad,
-    /// How dense the thinnest extents must be, which wait until ksmd has rested. Below 3 %, what it keeps of each of their
-    /// pages, 64 bytes, is more than one of two duplicates gives back.
+    /// The lowest density, for extents that wait until ksmd is idle. Below 3 %, ksmd's records (64 bytes for each page)
+    /// take more than the duplicates give back.
     pub thinnest_density: Permyriad,
-    /// Duplicate pages below which a span is not worth a system call in the target.
+    /// The number of duplicate pages from which a span is worth a system call in the target.
     pub span_pages_min: Pages,
-    /// Mappings up to this length are marked whole or not at all: a mapping that marks have split cannot be moved or
-    /// grown by mremap(2).
+    /// Mappings up to this length are marked whole or not at all: mremap(2) cannot move or grow a mapping that marks have
+    /// split.
     pub split_above: Pages,
-    /// Spans marked in one process at most: each may split a mapping in three.
+    /// The most spans marked in one process: each may split a mapping in three.
     pub spans_per_process: usize,
-    /// What memory accesses are taken to cost where the pages of programs are placed on nodes.
+    /// The assumed cost of memory accesses, for placing pages on NUMA nodes.
     pub latencies: Latencies,
-    /// Seed of every permutation and digest.
+    /// The seed of every permutation and digest.
     pub seed: u64,
 }
 
@@ -118,7 +116,7 @@ impl Config {
         }
     }
 
-    /// What may be used and how long a round is, under `governor`.
+    /// The share of a core and the round time under `governor`.
     pub fn pace(&self, governor: Governor) -> Pace {
         let Pace { top, round_ns } = governor.pace();
         Pace { top: self.top_share.unwrap_or(top), round_ns: self.round_ns.unwrap_or(round_ns) }
@@ -129,7 +127,11 @@ impl Config {
         self.lifetime_ns.max(self.probation_rounds * pace.round_ns)
     }
 
-    /// Refuses settings outside their range.
+    /// Checks that every setting is within its range.
+    ///
+    /// # Errors
+    ///
+    /// The first setting outside its range.
     pub fn validated(self) -> Result<Self, ConfigError> {
         let share = |share: u64| Permyriad(u32::try_from(share).unwrap_or(u32::MAX)).to_string();
         let shares = [

@@ -1,8 +1,8 @@
-//! What is wrong with a setting.
+//! Errors in settings.
 
 use thiserror::Error;
 
-/// A setting outside its range.
+/// A setting that is not permitted.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
     /// No governor has that name.
@@ -19,11 +19,11 @@ pub enum ConfigError {
     OutOfRange {
         /// The setting.
         name: &'static str,
-        /// What was asked, with its unit.
+        /// The value, with its unit.
         value: String,
-        /// The least permitted.
+        /// The lowest permitted value.
         low: String,
-        /// The most permitted.
+        /// The highest permitted value.
         high: String,
     },
 }

@@ -1,7 +1,7 @@
-//! Governors: how much CPU the search may take, and when (UKSM section 7).
+//! Governors: how much CPU time may be used, and when (UKSM section 7).
 //!
-//! A governor is a share of one core, for pagefold and ksmd together, and the time of a global round. The share holds
-//! over any [`WINDOW_NS`]: what both have spent is looked up before anything is read or ordered.
+//! A governor is a share of one core, for pagefold and ksmd together, and the time of a global round. The share holds over
+//! any period of [`WINDOW_NS`]: what both have spent is checked before anything is read or ordered.
 
 use crate::error::ConfigError;
 use crate::host::{Cost, MemoryView};
@@ -11,9 +11,9 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::str::FromStr;
 
-/// The time over which a governor's share holds, nanoseconds.
+/// The period over which a governor's share holds, nanoseconds.
 pub const WINDOW_NS: u64 = 10_000_000_000;
-/// Looks closer together than this are kept as one, nanoseconds.
+/// Observations closer together than this are kept as one, nanoseconds.
 const OBSERVE_NS: u64 = 20_000_000;
 
 /// A named share and round time.
@@ -29,7 +29,7 @@ pub enum Governor {
     /// 95 %, 2 s.
     #[default]
     Full,
-    /// One of the others, as memory is scarce.
+    /// One of the others, chosen by how scarce memory is.
     Auto,
 }
 
@@ -52,7 +52,7 @@ impl Governor {
         ("auto", Self::Auto),
     ];
 
-    /// What it allows; `Auto` stands for the least until memory has been looked at.
+    /// What the governor allows. `Auto` starts with the least.
     pub fn pace(self) -> Pace {
         let (top, seconds) = match self {
             Self::Full => (9_500, 2),
@@ -63,11 +63,11 @@ impl Governor {
         Pace { top: Permyriad(top), round_ns: seconds * 1_000_000_000 }
     }
 
-    /// The governor that the state of memory asks for, `current` being the one in force.
+    /// The governor for a state of memory, `current` being the one in force.
     ///
-    /// Where the kernel tells how long programs wait for memory (PSI), that decides; where it does not, the share of
-    /// memory still to be had, as ksmtuned has it (it starts KSM below 20 %). Up at once, down only well below the
-    /// mark, so that it does not flap.
+    /// Memory is as scarce as the worse of two signs: how long programs wait for memory, where the kernel reports it (PSI),
+    /// and the share of memory still available, like ksmtuned (which starts KSM below 20 %). The governor rises at once, and
+    /// falls only when memory is clearly less scarce, so that it does not flap.
     #[must_use]
     pub fn for_memory(current: Self, memory: &MemoryView) -> Self {
         let scarce = Self::scarcity(memory);
@@ -75,12 +75,12 @@ impl Governor {
         if wanted >= current { wanted } else { current.min(Self::of_scarcity(scarce + SLACK)) }
     }
 
-    /// How scarce memory is: 0 when nobody lacks any, 100 when somebody does.
+    /// How scarce memory is, from 0 (plenty) to 100 (programs wait for it).
     fn scarcity(memory: &MemoryView) -> u64 {
-        // A tenth of the time spent waiting is a machine in trouble.
+        // Programs that wait a tenth of the time are in trouble.
         let waiting = memory.pressure.map_or(0, |pressure| u64::from(pressure.0) / 10);
         let free = (memory.available.0 * 100).checked_div(memory.total.0).unwrap_or(100);
-        // From 60 % free to 20 % free.
+        // 0 at 60 % available, 100 at 20 %.
         let short = (60_u64.saturating_sub(free)) * 100 / 40;
         waiting.max(short).min(100)
     }
@@ -95,7 +95,7 @@ impl Governor {
     }
 }
 
-/// By so much less scarce must memory be before a governor is left for a lower one.
+/// How much less scarce memory must be before the governor falls.
 const SLACK: u64 = 10;
 
 impl fmt::Display for Governor {
@@ -113,19 +113,19 @@ impl FromStr for Governor {
     }
 }
 
-/// What has been spent of late, and what may still be.
+/// CPU time spent recently, and what may still be spent.
 #[derive(Clone, Debug, Default)]
 pub struct Budget {
-    /// Looks at the clocks: when, and the CPU time spent until then.
+    /// Observations: the time, and the CPU time spent until then.
     observations: VecDeque<(u64, u64)>,
 }
 
 impl Budget {
-    /// Takes note of what has been spent so far.
+    /// Records the CPU time spent so far.
     pub fn record(&mut self, now_ns: u64, cost: Cost) {
         let spent_ns = cost.pagefold_ns + cost.ksmd_ns;
         if self.observations.is_empty() {
-            // The clocks begin at 0 with the run, and what it took to start counts.
+            // The clocks start at 0 with the run, and the time it took to start counts.
             self.observations.push_back((now_ns, 0));
         }
         let several = self.observations.len() > 1;
@@ -133,14 +133,14 @@ impl Budget {
             Some(last) if several && now_ns < last.0 + OBSERVE_NS => last.1 = spent_ns,
             _ => self.observations.push_back((now_ns, spent_ns)),
         }
-        // One look older than the window stays, to reckon from.
+        // One observation older than the window stays, as the base of differences.
         while self.observations.len() > 2 && self.observations[1].0 + WINDOW_NS <= now_ns {
             self.observations.pop_front();
         }
     }
 
-    /// CPU time spent in the last `window_ns`, nanoseconds. Reckons from the last look before the window began, so
-    /// rather too much than too little.
+    /// CPU time spent in the last `window_ns`, nanoseconds. Counts from the last observation before the window began, so it
+    /// may be slightly too much, never too little.
     pub fn spent_ns(&self, window_ns: u64) -> u64 {
         let Some(&(now_ns, spent_ns)) = self.observations.back() else { return 0 };
         let from = now_ns.saturating_sub(window_ns);
@@ -154,7 +154,7 @@ impl Budget {
     }
 }
 
-/// A share of a time, nanoseconds.
+/// A share of a period, nanoseconds.
 pub fn share_ns(time_ns: u64, share: Permyriad) -> u64 {
     time_ns / 10_000 * u64::from(share.0)
 }
@@ -176,14 +176,14 @@ mod tests {
             governor = Governor::for_memory(governor, &memory(available));
             assert_eq!(governor, expected, "{available} % free");
         }
-        // Just above the mark it stays; well above, it lets go.
+        // It stays when memory is slightly less scarce, and falls when it is clearly less scarce.
         assert_eq!(Governor::for_memory(Governor::Full, &memory(21)), Governor::Full);
         assert_eq!(Governor::for_memory(Governor::Full, &memory(28)), Governor::Medium);
         assert_eq!(Governor::for_memory(Governor::Full, &memory(90)), Governor::Quiet);
     }
 
     #[test]
-    fn auto_follows_pressure_where_it_is_told() {
+    fn auto_follows_pressure_where_the_kernel_reports_it() {
         let waiting = |share| MemoryView { pressure: Some(Permyriad(share)), ..memory(90) };
         assert_eq!(Governor::for_memory(Governor::Quiet, &waiting(0)), Governor::Quiet);
         assert_eq!(Governor::for_memory(Governor::Quiet, &waiting(300)), Governor::Low);
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn names_come_and_go() {
+    fn names_are_parsed_and_printed() {
         for (name, governor) in Governor::NAMES {
             assert_eq!(name.parse::<Governor>().unwrap(), governor);
             assert_eq!(governor.to_string(), name);
@@ -202,13 +202,13 @@ mod tests {
     }
 
     #[test]
-    fn no_window_is_overspent() {
-        // Spends all it may at every look, by a fixed clock; what any ten seconds held is counted afterwards.
+    fn the_share_holds_over_every_window() {
+        // Spends all it may at every step of a fixed clock, then checks every ten seconds.
         let pace = Governor::Low.pace();
         let mut budget = Budget::default();
         let (mut spent, mut observations) = (0, Vec::new());
-        for look in 0..1_000_u64 {
-            let now_ns = look * 73_000_000;
+        for step in 0..1_000_u64 {
+            let now_ns = step * 73_000_000;
             budget.record(now_ns, Cost { pagefold_ns: spent / 3, ksmd_ns: spent - spent / 3 });
             observations.push((now_ns, spent));
             spent += budget.room_ns(pace).min(30_000_000);

@@ -1,8 +1,8 @@
-//! The one door between judgement and machine.
+//! The interface between the judgement and a machine.
 //!
-//! A round goes `observe -> plan -> read -> judge -> apply -> account`; the host does observe, read
-//! and apply, and waits between rounds. The live host and the simulated one implement the same trait,
-//! so what is tested in virtual time is what runs.
+//! A cycle goes `observe -> plan -> read -> judge -> apply -> account`. The host observes, reads, applies, and waits between
+//! cycles. The live machine and the simulated one implement the same trait, so the code that is tested in virtual time is the
+//! code that runs.
 
 use crate::hash::Digest;
 use crate::keys::{DomainKey, FamilyKey, NodeKey, NodeSet, OwnerKey, RegionKey};
@@ -11,76 +11,80 @@ use crate::units::{Pages, Permyriad, Vpn};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// What judgement asks of a machine. All calls work on whole batches.
+/// A machine whose memory is judged. All calls work on whole batches.
+///
+/// # Errors
+///
+/// Each call fails only with what the host cannot continue from. The failure of a single target is part of the result.
 pub trait Host {
-    /// What the host cannot go on from. What befalls a single target is part of the answers instead.
+    /// What the host cannot continue from.
     type Error;
 
-    /// Takes one consistent look at the scoped regions, at KSM and at the cost so far.
+    /// Takes one consistent snapshot of the regions in scope, of KSM and of the cost so far.
     fn observe(&mut self) -> Result<Snapshot, Self::Error>;
 
-    /// Reads the pages of a plan and returns their digests, in the order of the plan. Pages of a
-    /// region that has gone, or can no longer be read, are left out.
+    /// Reads the pages of a plan and returns their digests, in the order of the plan. Leaves out pages of regions that have
+    /// ended or can no longer be read.
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Self::Error>;
 
-    /// Marks and unmarks spans and hands ksmd its order. Must not wait for ksmd.
+    /// Marks and unmarks spans and passes ksmd its order. Must not wait for ksmd.
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, Self::Error>;
 
-    /// Lets `ns` nanoseconds pass; may return earlier when there is a reason to.
+    /// Waits for `ns` nanoseconds, or less if there is a reason to return early.
     fn wait(&mut self, ns: u64) -> Result<(), Self::Error>;
 }
 
-/// One look at the machine.
+/// The state of the machine at one time.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// Monotonic time of the look, in nanoseconds from any origin.
+    /// Monotonic time, nanoseconds from any origin.
     pub now_ns: u64,
-    /// The regions in scope that may be judged. Those excluded are not here.
+    /// The regions in scope that may be judged, without those excluded.
     pub regions: Vec<RegionView>,
-    /// KSM's state.
+    /// The state of KSM.
     pub ksm: KsmView,
     /// How scarce memory is.
     pub memory: MemoryView,
     /// CPU time spent so far in the run.
     pub cost: Cost,
-    /// The machine's memory nodes, ascending. Empty where there is but one.
+    /// The NUMA nodes with memory, ascending. Empty if there is only one.
     pub nodes: Vec<NodeView>,
-    /// The processes, on a machine with several memory nodes; else empty.
+    /// The processes, on a machine with several nodes. Otherwise empty.
     pub owners: Vec<OwnerView>,
 }
 
-/// A node with memory.
+/// A NUMA node with memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeView {
-    /// The node.
+    /// The kernel's number of the node.
     pub node: NodeKey,
-    /// Its memory.
+    /// All of its memory.
     pub total: Pages,
-    /// What of it is free.
+    /// Its free memory.
     pub free: Pages,
-    /// How far each node of the snapshot is from its processors, in the same order: 10 is near (SLIT, ACPI).
+    /// The distance of each node of the snapshot from this node's processors, in the same order (ACPI SLIT: 10 is local).
     pub distances: Vec<u32>,
 }
 
-/// A process, as far as placing its pages goes.
+/// What placing a process's pages depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnerView {
     /// The process.
     pub owner: OwnerKey,
-    /// The node where it runs; `None` if it may run on several. Then it is the one that most of its memory is on.
+    /// The node it is bound to; `None` if it may run on several. Then its home is the node with most of its memory.
     pub home: Option<NodeKey>,
-    /// Its nice value, from -20 (first) to 19.
+    /// Its nice value, from -20 (highest priority) to 19.
     pub nice: i8,
-    /// The nodes its memory may be on (`Mems_allowed`).
+    /// The nodes its memory may be on (`Mems_allowed` in `/proc/PID/status`).
     pub allowed: NodeSet,
-    /// The policy for it.
+    /// The placement policy for it.
     pub placement: Placement,
 }
 
 /// A region as the host sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionView {
-    /// The region's identity, kept through growth, shrinking and splits.
+    /// The identity of the region, which it keeps as it grows, shrinks and is split.
     pub key: RegionKey,
     /// The process it belongs to.
     pub owner: OwnerKey,
@@ -92,36 +96,37 @@ pub struct RegionView {
     pub first: Vpn,
     /// The length of its address range.
     pub pages: Pages,
-    /// Anonymous pages present in it at the host's last look, which may be some seconds old.
+    /// Anonymous pages present in it. May be some seconds old.
     pub resident: Pages,
-    /// How many pages of the range are marked mergeable.
+    /// Pages of the range that are marked mergeable.
     pub marked: Pages,
 }
 
-/// KSM as the host sees it. Counters are the kernel's, machine-wide.
+/// The state of KSM. Counters are the kernel's, for the whole machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KsmView {
-    /// `pages_shared`: merged pages that stand for several.
+    /// `pages_shared`: merged pages that replace several.
     pub shared: Pages,
     /// `pages_sharing`: pages saved by them.
     pub sharing: Pages,
     /// `ksm_zero_pages`: pages that map the kernel's zero page instead.
     pub zero: Pages,
-    /// `pages_scanned`: pages ksmd has looked at since boot.
+    /// `pages_scanned`: pages that ksmd has visited since boot.
     pub scanned: u64,
     /// `full_scans`: completed scans since boot or since the last `run` 2.
     pub full_scans: u64,
-    /// An order to ksmd is still being carried out: a kick until its scan has ended (or was found to have
-    /// nothing to scan), any other order until it is in force.
+    /// Whether an order to ksmd is still being carried out: a kick until its scan has ended (or found nothing to scan), any
+    /// other order until it is in force.
     pub busy: bool,
-    /// Copies made so far because a merged page was written (`cow_ksm` of vmstat, which counts unmerging too).
+    /// Copies made so far because a merged page was written (`cow_ksm` in /proc/vmstat, which counts unmerging too).
     pub broken: u64,
-    /// False when KSM is not ours to drive (somebody else turned a knob, dry run): judge on, order nothing.
+    /// False if KSM must not be controlled, because another program has changed a knob or this is a dry run. Judging
+    /// continues, and nothing is ordered.
     pub ours: bool,
 }
 
 impl KsmView {
-    /// Pages of memory that KSM saves: `pages_sharing` plus `ksm_zero_pages`.
+    /// The pages that KSM saves: `pages_sharing` plus `ksm_zero_pages`.
     pub fn saved(&self) -> Pages {
         self.sharing + self.zero
     }
@@ -130,15 +135,15 @@ impl KsmView {
 /// How scarce memory is on the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryView {
-    /// Memory in all; 0 where it is not known.
+    /// All memory; 0 if unknown.
     pub total: Pages,
-    /// What programs could still get without swapping (`MemAvailable`).
+    /// Memory that programs can still get without swapping (`MemAvailable`).
     pub available: Pages,
-    /// Share of the last 10 s in which some task waited for memory (PSI `some avg10`), where the kernel tells.
+    /// The share of the last 10 s in which some task waited for memory (PSI `some avg10`), if the kernel reports it.
     pub pressure: Option<Permyriad>,
 }
 
-/// CPU time spent, cumulative over the run.
+/// CPU time spent since the run began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cost {
     /// By pagefold and its injector, nanoseconds.
@@ -147,16 +152,16 @@ pub struct Cost {
     pub ksmd_ns: u64,
 }
 
-/// The pages to read this round.
+/// The pages to read in this cycle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SamplePlan {
     /// Runs of neighbouring pages: one run costs little more than one page.
     pub runs: Vec<PageRun>,
-    /// Seed for the digests of this run of the program.
+    /// The seed of all digests of this run.
     pub digest_seed: u64,
-    /// Read fork-shared pages as well, without taking them apart. Private and merged pages are always read.
+    /// Whether to read fork-shared pages as well, without unsharing them. Private and merged pages are always read.
     pub shared: bool,
-    /// Tell of private pages whether they are active: of those in these regions, before they are read.
+    /// The regions in which to report, before they are read, which private pages are active.
     pub activity: BTreeSet<RegionKey>,
     /// Pages whose merged frames are looked up, without reading them.
     pub inspect: Vec<PageRun>,
@@ -169,18 +174,18 @@ pub struct PageRun {
     pub region: RegionKey,
     /// The first page to read.
     pub first: Vpn,
-    /// How many.
+    /// The number of pages.
     pub pages: u32,
 }
 
 /// What was read.
 #[derive(Clone, Debug, Default)]
 pub struct Samples {
-    /// One entry for each page read or found absent, in the plan's order.
+    /// One entry for each page that was read or found absent, in the order of the plan.
     pub pages: Vec<PageSample>,
-    /// The merged pages found where they were looked for, in the plan's order.
+    /// The merged pages found in the pages to inspect, in the order of the plan.
     pub merged: Vec<MergedSample>,
-    /// CPU time the reading took, nanoseconds.
+    /// CPU time of reading, nanoseconds.
     pub cpu_ns: u64,
 }
 
@@ -191,48 +196,48 @@ pub struct MergedSample {
     pub region: RegionKey,
     /// The page.
     pub page: Vpn,
-    /// The frame's number: pages with the same are one.
+    /// The number of the frame. Pages with the same frame are one copy.
     pub frame: u64,
-    /// The node that the frame is on.
+    /// The NUMA node of the frame.
     pub node: NodeKey,
 }
 
-/// One page that was looked at.
+/// One page of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageSample {
     /// The region.
     pub region: RegionKey,
     /// The page.
     pub page: Vpn,
-    /// How the page is held.
+    /// How the page is backed.
     pub state: PageState,
-    /// Part of a huge page: a merge would split it.
+    /// Whether it is part of a huge page, which a merge would split.
     pub huge: bool,
     /// Its digest; meaningful for `Private` and `Merged`, and for `Shared` where the plan asked for it.
     pub digest: Digest,
-    /// Where that was asked: page reclaim keeps it on its active list.
+    /// If the plan asked for it: whether page reclaim keeps it on its active list.
     pub active: bool,
-    /// The node it is on, of private pages on a machine with several.
+    /// The NUMA node of a private page, on a machine with several.
     pub node: Option<NodeKey>,
 }
 
-/// How a page is held.
+/// How a page is backed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageState {
-    /// Nothing anonymous there: not present, swapped out, or the file's own page.
+    /// No anonymous page: not present, swapped out, or a page of the file.
     Absent,
-    /// A frame of this process alone: what KSM could merge.
+    /// A frame of this process alone, which KSM can merge.
     Private,
-    /// Maps the kernel's zero page: holds no memory.
+    /// The kernel's zero page, which takes no memory.
     ZeroMapped,
     /// Already merged by KSM.
     Merged,
-    /// Shared with a relative through fork: already one copy.
+    /// Shared through fork: one copy already.
     Shared,
 }
 
 impl PageState {
-    /// Whether the contents of such a page are read, `shared` if a plan asks for fork-shared ones.
+    /// Whether the contents of such a page are read; `shared` if the plan asks for fork-shared pages.
     pub fn is_read(self, shared: bool) -> bool {
         match self {
             Self::Private | Self::Merged => true,
@@ -249,35 +254,35 @@ pub struct Span {
     pub region: RegionKey,
     /// The first page.
     pub first: Vpn,
-    /// The length, in pages of address space.
+    /// Its length in pages of address space.
     pub pages: Pages,
 }
 
-/// A span to mark or unmark, and the reason.
+/// A span to mark or unmark, and why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
     /// The span.
     pub span: Span,
-    /// Why.
+    /// The reason.
     pub why: Why,
 }
 
 /// Why a span is marked or unmarked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
-    /// Marked: so many of its resident pages are zero or have a twin.
+    /// Marked, because of its duplicates.
     Duplicate {
-        /// Those, pages.
+        /// Pages that are zero or exist elsewhere too.
         duplicate: Pages,
-        /// The resident pages.
+        /// Resident pages.
         resident: Pages,
     },
-    /// Unmarked: this share of its merged pages would be written, and hold the same again, within the horizon.
+    /// Unmarked, because merges in it do not last.
     CowBroken {
-        /// The share.
+        /// The share of its merged pages expected to be written, and to hold the same content again, within the horizon.
         ratio: Permyriad,
     },
-    /// Somebody asked for it.
+    /// Requested by a user.
     Asked,
 }
 
@@ -287,22 +292,22 @@ impl From<Span> for Change {
     }
 }
 
-/// What is to be done this round.
+/// What to do in this cycle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Actions {
-    /// What to mark mergeable.
+    /// Spans to mark.
     pub mark: Vec<Change>,
-    /// What to unmark, which gives each merged page its own copy again.
+    /// Spans to unmark, which gives each merged page its own copy again.
     pub unmark: Vec<Change>,
-    /// How much is done in one stop of a target.
+    /// How much may be done in one stop of a target.
     pub stop: StopSize,
     /// The order to ksmd.
     pub scan: ScanOrder,
-    /// Merged frames to be moved to another memory node.
+    /// Merged frames to move to another NUMA node.
     pub moves: Vec<Move>,
 }
 
-/// A merged frame, by a page that maps it, and the node it is to be on.
+/// A merged frame, named by a page that maps it, and the node to move it to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
     /// The region.
@@ -313,15 +318,15 @@ pub struct Move {
     pub node: NodeKey,
 }
 
-/// How much is done in one stop of a target.
+/// How much may be done in one stop of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StopSize {
-    /// System calls that mark, at most.
+    /// The most system calls that mark.
     pub marks: u32,
 }
 
 impl Default for StopSize {
-    /// Thirty calls were measured at 37 us each.
+    /// 32 calls. Batches of thirty were measured at 37 us a call.
     fn default() -> Self {
         Self { marks: 32 }
     }
@@ -330,10 +335,10 @@ impl Default for StopSize {
 /// An order to ksmd.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ScanOrder {
-    /// Leave it as it is.
+    /// Continue as before.
     #[default]
     Keep,
-    /// Scan nothing.
+    /// Stop scanning.
     Rest,
     /// Scan everything marked exactly once, without pause.
     Kick {
@@ -356,50 +361,50 @@ impl ScanOrder {
     pub const KICK: Self = Self::Kick { thorough: false };
 }
 
-/// What came of the actions.
+/// The results of a cycle's actions.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// What came of the spans to mark.
+    /// The results of the spans to mark, in any order.
     pub marked: Vec<ChangeResult>,
-    /// What came of the spans to unmark.
+    /// The results of the spans to unmark, in any order.
     pub unmarked: Vec<ChangeResult>,
-    /// The stops inflicted on targets this round.
+    /// The stops of targets.
     pub stops: Vec<Stops>,
-    /// For how many of the frames to be moved it was done; the kernel refused the others, or they have changed.
+    /// The number of frames moved. The others have changed, or the kernel refused.
     pub moved: u64,
-    /// CPU time that moving took, nanoseconds.
+    /// CPU time of moving, nanoseconds.
     pub move_ns: u64,
 }
 
-/// A span that was to be marked or unmarked, and what came of it.
+/// A change and its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChangeResult {
-    /// What was asked.
+    /// The change that was asked for.
     pub change: Change,
-    /// What came of it.
+    /// Its result.
     pub marking: Marking,
 }
 
-/// Stops of one process.
+/// The stops of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stops {
     /// The process.
     pub owner: OwnerKey,
-    /// How many.
+    /// The number of stops.
     pub number: u32,
-    /// The longest of them, nanoseconds.
+    /// The longest, nanoseconds.
     pub longest_ns: u64,
-    /// All of them together, nanoseconds.
+    /// Their total, nanoseconds.
     pub total_ns: u64,
 }
 
-/// What came of one span.
+/// The result of marking or unmarking one span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marking {
-    /// Done, for so many pages of address space (less than asked where mappings had changed).
+    /// Done for this many pages of address space, less than the span if mappings had changed.
     Done(Pages),
-    /// The target could not be stopped now; asking again later may work.
+    /// The target could not be stopped now. A later attempt may succeed.
     Busy,
-    /// The target may not be touched, or has gone: do not ask again.
+    /// The target must not be touched, or has ended. Do not try again.
     Refused,
 }

@@ -1,8 +1,8 @@
-//! Opaque identities. The host assigns them; the core compares them and never looks inside.
+//! Opaque identities. The host assigns them, and the core only compares them.
 
 use serde::{Deserialize, Serialize};
 
-/// A region, for as long as it lives. Never reused within a run.
+/// A region. Never reused within a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RegionKey(pub u32);
@@ -12,17 +12,17 @@ pub struct RegionKey(pub u32);
 #[serde(transparent)]
 pub struct OwnerKey(pub u32);
 
-/// Whose memory it is, where that of some must not be merged with that of others. 0 unless somebody says otherwise.
+/// A trust domain: memory of different domains must not be merged. 0 unless configured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct DomainKey(pub u16);
 
-/// A memory node, by the kernel's number.
+/// A NUMA node, by the kernel's number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct NodeKey(pub u16);
 
-/// Some memory nodes. Those from 64 on are in no set.
+/// A set of NUMA nodes. Nodes from 64 on are in no set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NodeSet(pub u64);
 
@@ -30,12 +30,12 @@ impl NodeSet {
     /// All nodes below 64.
     pub const ALL: Self = Self(u64::MAX);
 
-    /// Whether a node is in it.
+    /// Whether the set contains a node.
     pub fn has(self, node: NodeKey) -> bool {
         self.0.checked_shr(node.0.into()).is_some_and(|bits| bits & 1 == 1)
     }
 
-    /// The nodes that are in both.
+    /// The nodes in both sets.
     #[must_use]
     pub const fn and(self, other: Self) -> Self {
         Self(self.0 & other.0)

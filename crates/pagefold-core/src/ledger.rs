@@ -1,59 +1,59 @@
-//! The ledger: what was saved, and what it cost. Status, metrics and summaries are views of it.
+//! The ledger: what was saved and what it cost. `status`, metrics and summaries are views of it.
 
 use crate::host::{Actions, Cost, KsmView, Marking, Outcome};
 use crate::units::Pages;
 use serde::{Deserialize, Serialize};
 
-/// Bytes of kernel memory for each marked page that ksmd has visited (`struct ksm_rmap_item`).
+/// Kernel memory for each marked page that ksmd has visited, bytes (`struct ksm_rmap_item`, mm/ksm.c).
 pub const METADATA_BYTES_PER_PAGE: u64 = 64;
 
 /// The account of one run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Ledger {
-    /// Pages KSM saved, machine-wide, before the run.
+    /// Pages that KSM saved on the machine before the run.
     pub saved_before: Pages,
-    /// Pages it saves now.
+    /// Pages that it saves now.
     pub saved_now: Pages,
-    /// The most it saved at any time of the run.
+    /// The most that it saved at any time of the run.
     pub saved_most: Pages,
-    /// Pages that stood for several, machine-wide, before the run.
+    /// Merged pages on the machine before the run (`pages_shared`).
     pub shared_before: Pages,
-    /// Those that do now.
+    /// Merged pages now.
     pub shared_now: Pages,
     /// Pages of address space marked by this run.
     pub marked: Pages,
-    /// Pages of address space unmarked again, because their merges did not last.
+    /// Pages of address space unmarked, because their merges did not last.
     pub unmarked: Pages,
     /// Spans marked.
     pub spans: u64,
-    /// Spans whose target refused or had gone.
+    /// Spans whose target refused or had ended.
     pub refused: u64,
     /// Pages read.
     pub pages_read: u64,
-    /// Stops inflicted on targets.
+    /// Stops of targets.
     pub stops: u64,
-    /// The longest of them, nanoseconds.
+    /// The longest stop, nanoseconds.
     pub longest_stop_ns: u64,
-    /// All of them together, nanoseconds.
+    /// The total time of all stops, nanoseconds.
     pub total_stop_ns: u64,
-    /// Merged frames moved to another memory node.
+    /// Merged frames moved to another NUMA node.
     pub moved: Pages,
     /// Frames that could not be moved.
     pub not_moved: Pages,
-    /// CPU time that took, nanoseconds: a part of what pagefold took.
+    /// CPU time of moving frames, nanoseconds; part of `cost`.
     pub move_ns: u64,
     /// CPU time spent.
     pub cost: Cost,
-    /// When the run began.
+    /// When the run began, nanoseconds.
     pub began_ns: u64,
-    /// The last look.
+    /// The time of the last observation, nanoseconds.
     pub now_ns: u64,
-    /// Pages saved by this run over time, a point at each change: (nanoseconds since it began, pages).
+    /// Pages saved by this run over time, one point for each change: (nanoseconds since the start, pages).
     pub curve: Vec<(u64, Pages)>,
 }
 
 impl Ledger {
-    /// Takes note of a look at the machine.
+    /// Records the state of the machine.
     pub fn observe(&mut self, now_ns: u64, ksm: &KsmView, cost: Cost) {
         if self.began_ns == 0 {
             self.began_ns = now_ns;
@@ -71,7 +71,7 @@ impl Ledger {
         }
     }
 
-    /// Takes note of what came of a round's actions.
+    /// Records what came of a cycle's actions.
     pub fn record(&mut self, actions: &Actions, outcome: &Outcome) {
         for result in &outcome.unmarked {
             if let Marking::Done(pages) = result.marking {
@@ -103,12 +103,12 @@ impl Ledger {
         self.saved_now.saturating_sub(self.saved_before)
     }
 
-    /// Pages merged by this run: those saved, and those that stand for them.
+    /// Pages merged by this run: those saved, and the merged pages that remain.
     pub fn merged(&self) -> Pages {
         self.saved() + self.shared_now.saturating_sub(self.shared_before)
     }
 
-    /// Seconds from the start until nine tenths of what is saved now were saved for good.
+    /// Seconds from the start until 90 % of what is saved now was saved and stayed saved.
     pub fn seconds_to_90_percent(&self) -> Option<f64> {
         let goal = self.saved().0 * 9 / 10;
         if goal == 0 {
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ninety_per_cent_counts_from_when_it_lasts() {
+    fn ninety_per_cent_must_last() {
         let mut ledger = Ledger::default();
         for (second, sharing) in [(1, 0), (2, 100), (3, 10), (4, 95), (5, 100), (6, 100)] {
             let ksm = KsmView { sharing: Pages(sharing), ..KsmView::default() };

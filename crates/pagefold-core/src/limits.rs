@@ -1,8 +1,7 @@
-//! What may be done to one process, and to all, in any second: pages read, stops inflicted, and how long a stop may be.
+//! What may be done to targets in any second: pages read, stops, and how long one stop may be.
 //!
-//! A governor bounds what pagefold takes for itself; these bound what it does to others. Reading pages takes the target's
-//! `mmap_lock` for moments, which a target that maps and unmaps all the time would notice, and a stop is time taken from
-//! it.
+//! A governor bounds the CPU time that pagefold uses; limits bound what targets may notice. Reading a page briefly takes the
+//! target's `mmap_lock`, which slows down a target that maps and unmaps all the time, and a stop takes time from it.
 
 use crate::error::ConfigError;
 use crate::host::{StopSize, Stops};
@@ -10,24 +9,24 @@ use crate::keys::OwnerKey;
 use crate::range::{self, check};
 use std::collections::{BTreeMap, VecDeque};
 
-/// The limits hold over any time of this length, nanoseconds.
+/// The limits hold over any period of this length, nanoseconds.
 const WINDOW_NS: u64 = 1_000_000_000;
 
-/// The limits.
+/// What may be done to targets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Pages read from one process in a second.
+    /// Pages read from one process per second.
     pub pages_per_process: u64,
-    /// Pages read in a second in all.
+    /// Pages read from all processes per second.
     pub pages: u64,
-    /// Stops of one process in a second.
+    /// Stops of one process per second.
     pub stops_per_process: u64,
-    /// Stops in a second in all.
+    /// Stops of all processes per second.
     pub stops: u64,
-    /// Merged frames moved to another memory node in a second.
+    /// Merged frames moved to another NUMA node per second.
     pub moves: u64,
-    /// How long a stop should be at most, nanoseconds. It cannot be foretold: a target's core may be busy. After one that
-    /// was longer half as much is done in the next.
+    /// How long a stop should last at most, nanoseconds. This is a goal, not a guarantee: the target's core may be busy.
+    /// After a longer stop, the next one does half as much.
     pub longest_stop_ns: u64,
 }
 
@@ -45,7 +44,11 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The same, if it leaves anything to be done.
+    /// Checks that every limit is within its range.
+    ///
+    /// # Errors
+    ///
+    /// The first limit outside its range.
     pub fn validated(self) -> Result<Self, ConfigError> {
         let rates = [
             ("samples-per-second-per-process", self.pages_per_process, range::PAGES),
@@ -62,7 +65,7 @@ impl Limits {
     }
 }
 
-/// What has been done within the last second.
+/// A count over the last second.
 #[derive(Clone, Debug, Default)]
 struct Window {
     done: VecDeque<(u64, u64)>,
@@ -89,7 +92,7 @@ impl Window {
     }
 }
 
-/// What has been done to one process.
+/// What has been done within the last second.
 #[derive(Clone, Debug, Default)]
 struct Done {
     pages: Window,
@@ -97,7 +100,7 @@ struct Done {
     moves: Window,
 }
 
-/// Keeps the limits: tells what may still be done now.
+/// Enforces the limits: knows what may still be done now.
 #[derive(Clone, Debug)]
 pub struct Allowance {
     limits: Limits,
@@ -108,17 +111,17 @@ pub struct Allowance {
 }
 
 impl Allowance {
-    /// With nothing done yet.
+    /// A full allowance.
     pub fn new(limits: Limits) -> Self {
         Self { limits, now_ns: 0, size: StopSize::default(), all: Done::default(), each: BTreeMap::new() }
     }
 
-    /// Other limits from now on.
+    /// Changes the limits.
     pub fn set_limits(&mut self, limits: Limits) {
         self.limits = limits;
     }
 
-    /// Takes note of the time.
+    /// Sets the time, nanoseconds.
     pub fn advance(&mut self, now_ns: u64) {
         self.now_ns = now_ns;
         self.all.pages.advance(now_ns);
@@ -131,38 +134,38 @@ impl Allowance {
         });
     }
 
-    /// Pages of a process that may be read now.
+    /// The number of pages of a process that may be read now.
     pub fn pages_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.pages.sum);
         let all = self.limits.pages.saturating_sub(self.all.pages.sum);
         self.limits.pages_per_process.saturating_sub(own).min(all)
     }
 
-    /// Takes note of pages that are going to be read.
+    /// Records pages that are about to be read.
     pub fn use_pages(&mut self, owner: OwnerKey, pages: u64) {
         self.all.pages.add(self.now_ns, pages);
         self.each.entry(owner).or_default().pages.add(self.now_ns, pages);
     }
 
-    /// Stops of a process that may be inflicted now.
+    /// How often a process may be stopped now.
     pub fn stops_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.stops.sum);
         let all = self.limits.stops.saturating_sub(self.all.stops.sum);
         self.limits.stops_per_process.saturating_sub(own).min(all)
     }
 
-    /// Takes note of stops that are going to be inflicted.
+    /// Records stops that are about to happen.
     pub fn use_stops(&mut self, owner: OwnerKey, number: u64) {
         self.all.stops.add(self.now_ns, number);
         self.each.entry(owner).or_default().stops.add(self.now_ns, number);
     }
 
-    /// Merged frames that may be moved now.
+    /// The number of merged frames that may be moved now.
     pub fn moves_left(&self) -> u64 {
         self.limits.moves.saturating_sub(self.all.moves.sum)
     }
 
-    /// Takes note of merged frames that are going to be moved.
+    /// Records merged frames that are about to be moved.
     pub fn use_moves(&mut self, number: u64) {
         self.all.moves.add(self.now_ns, number);
     }
@@ -172,8 +175,8 @@ impl Allowance {
         self.size
     }
 
-    /// Takes note of how long stops have been that marked. After one that was too long less is done in one; while they are
-    /// short, more again.
+    /// Adapts how much is done in one stop to how long the last ones took: less after one that was too long, more while
+    /// they are short.
     pub fn adapt_stop_size(&mut self, stops: &[Stops]) {
         let (now, limit_ns) = (self.size.marks, self.limits.longest_stop_ns);
         self.size.marks = match stops.iter().map(|stops| stops.longest_ns).max() {
@@ -191,7 +194,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_second_sees_more_than_the_limits(
+        fn no_second_exceeds_the_limits(
             steps in proptest::collection::vec((0_u64..300_000_000, 0_u32..4, 0_u64..200), 1..200),
             pages_per_process in 64_u64..300, pages in 64_u64..600,
         ) {
@@ -217,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_over_may_be_done_again() {
+    fn the_allowance_is_restored_after_a_second() {
         let mut allowance = Allowance::new(Limits { stops_per_process: 2, stops: 3, ..Limits::default() });
         allowance.advance(5);
         allowance.use_stops(OwnerKey(1), 2);
@@ -231,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn stops_that_are_too_long_are_cut_and_grow_again() {
+    fn long_stops_shrink_the_next_one_and_short_stops_grow_it() {
         let mut allowance = Allowance::new(Limits::default());
         let mut stop = |longest_ns| {
             let stops = Stops { owner: OwnerKey(1), number: 1, longest_ns, total_ns: longest_ns };
@@ -245,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_that_leave_nothing_are_refused() {
+    fn limits_that_allow_nothing_are_refused() {
         assert!(Limits::default().validated().is_ok());
         let error = Limits { stops: 0, ..Limits::default() }.validated().unwrap_err().to_string();
         assert_eq!(error, "stops-per-second is 0; it must be from 1 to 10000");

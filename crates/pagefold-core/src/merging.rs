@@ -1,64 +1,64 @@
-//! When ksmd is worth its walk.
+//! When ksmd scans.
 //!
-//! A scan visits every marked page, and no page merges before its second visit: the first only stores
-//! a checksum (`cmp_and_merge_page`, mm/ksm.c, Linux 6.12). So newly marked memory is due two scans
-//! and then none at all: merged pages stay merged while ksmd rests. What changes in it later is due
-//! two more once samples show that they would pay. Exited processes are due one scan, because their
-//! address spaces are kept until ksmd passes.
+//! A scan visits every marked page, and no page merges before its second visit: the first only stores a checksum
+//! (`cmp_and_merge_page`, mm/ksm.c, Linux 6.12). So newly marked memory is due two scans, and none after that: merged pages
+//! stay merged while ksmd rests. What changes later is due two more once samples show that they would pay. Exited processes
+//! are due one scan, because the kernel keeps their address spaces until ksmd visits them.
 //!
-//! Small marked sets are scanned by kicks (one scan without pause), large ones in paced batches,
-//! because a kick cannot be called back.
+//! Small marked sets are scanned by kicks (one scan without pause), large ones in paced batches, because a kick cannot be
+//! aborted.
 
 use crate::governor::{Pace, share_ns};
 use crate::host::{KsmView, ScanOrder};
 use crate::units::{Pages, Permyriad};
 
-/// Exited processes wait so long for their reaping, so that many share one scan, nanoseconds.
+/// Exited processes wait this long to be reaped, so that many share one scan, nanoseconds.
 const REAP_AFTER_NS: u64 = 10_000_000_000;
-/// Where what has exited is less than one part in so many of what is marked, it waits longer: ksmd's records of it are
-/// 64 bytes a page.
+/// If less than one part in this many of the marked pages has exited, reaping waits longer: ksmd's records of exited pages
+/// take only 64 bytes each.
 const REAP_PART: u64 = 20;
-/// So long, nanoseconds.
-const REAP_AT_LAST_NS: u64 = 300_000_000_000;
-/// The longest scan that is kicked, nanoseconds: it cannot be called back.
+/// The longest that reaping waits, nanoseconds.
+const REAP_AT_LATEST_NS: u64 = 300_000_000_000;
+/// The longest scan that is kicked, nanoseconds.
 const KICK_NS_MAX: u64 = 3_000_000_000;
-/// The share of a core from which scans are kicked rather than paced, parts in 10,000.
+/// Scans are kicked rather than paced from this share of a core, parts in 10,000.
 const KICK_SHARE: u32 = 9_000;
-/// What ksmd takes to merge a page that has no copy in its trees yet, nanoseconds: the dearest that is usual.
-const DEAR_NS: u64 = 20_000;
-/// What it takes on average to visit a page that was marked of late, nanoseconds.
-const USUAL_NS: u64 = 6_000;
-/// What it takes to visit one that has been visited twice: merged, or without a copy and mostly skipped, nanoseconds.
-const SETTLED_NS: u64 = 700;
-/// A scan waits for marks that may come, but no longer than this, nanoseconds.
+/// The highest usual cost of a page, nanoseconds: ksmd merges a page that has no copy in its trees yet.
+const HIGHEST_PAGE_NS: u64 = 20_000;
+/// The mean cost of visiting a recently marked page, nanoseconds.
+const NEW_PAGE_NS: u64 = 6_000;
+/// The cost of visiting a page again: merged, or without a copy and mostly skipped, nanoseconds.
+const OLD_PAGE_NS: u64 = 700;
+/// A scan waits for marks that may follow, but no longer than this, nanoseconds.
 const SETTLE_NS: u64 = 4_000_000_000;
-/// A batch may take the governor's share of this time if all its pages are dear, nanoseconds.
+/// A batch may take the governor's share of this time even if all its pages have the highest cost, nanoseconds.
 const BATCH_NS: u64 = 500_000_000;
 
 #[derive(Clone, Copy, Debug)]
 struct ScanInProgress {
+    /// KSM's counters when it began.
     full_scans: u64,
     saved: Pages,
-    /// What ksmd had used when it began, nanoseconds.
+    /// CPU time of ksmd when it began, nanoseconds.
     ksmd_ns: u64,
-    /// No page is left out by `smart_scan`.
+    /// Whether it visits every page, without `smart_scan`.
     thorough: bool,
-    /// A kick; a paced scan goes on until it is told to rest.
+    /// Whether it was kicked. A paced scan continues until it is told to rest.
     kicked: bool,
 }
 
-/// What an order is decided on.
+/// What an order depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
     /// The time, nanoseconds.
     pub now_ns: u64,
-    /// KSM as it stands.
+    /// The state of KSM.
     pub ksm: &'a KsmView,
     /// CPU time that ksmd has used so far, nanoseconds.
     pub ksmd_ns: u64,
-    /// Resident memory under marks.
+    /// Resident pages in marked memory.
     pub marked: Pages,
-    /// No more marks are about to come, so that one scan serves them all.
+    /// Whether no more marks are about to follow, so that one scan serves them all.
     pub settled: bool,
     /// What may be used.
     pub pace: Pace,
@@ -66,32 +66,32 @@ pub struct Inputs<'a> {
     pub room_ns: u64,
 }
 
-/// What is due to the marked memory, and the scan under way.
+/// The scans that marked memory is due, and the scan in progress.
 #[derive(Clone, Debug)]
 pub struct ScanScheduler {
     due: u32,
-    /// Since when one of them waits for marks that may come, to be shared with them.
+    /// Since when a scan that is due waits for marks that may follow.
     ready_since_ns: Option<u64>,
     /// Resident pages that ksmd has not visited twice yet.
     unvisited: Pages,
-    /// Some that it has visited often are worth a visit.
+    /// Whether the next scans must visit every page.
     thorough: bool,
     scan_in_progress: Option<ScanInProgress>,
-    /// What has exited since when: pages that were marked.
+    /// Marked pages that exited, and since when they wait to be reaped.
     exited: Pages,
     reap_since_ns: Option<u64>,
     /// Pages merged by the last completed scan.
     last_merged: Pages,
-    /// CPU time of the last two, nanoseconds.
+    /// CPU time of the last two scans, nanoseconds.
     scan_costs_ns: [u64; 2],
     completed: u64,
-    /// When the last one ended.
+    /// When the last scan ended.
     ended_ns: u64,
-    /// ksmd stands somewhere within a scan, because the last one was paced.
+    /// Whether ksmd stands somewhere within a scan, because the last one was paced.
     mid_scan: bool,
-    /// The last order, so that it is repeated only when it changes.
+    /// The last order, which is repeated only if it changes.
     last_order: ScanOrder,
-    /// What a page costs ksmd, for pacing, nanoseconds; and the counters at the last look.
+    /// The cost of a page, for pacing, nanoseconds, and the counters (pages scanned, CPU time) it was derived from.
     page_ns: u64,
     counters: (u64, u64),
 }
@@ -112,72 +112,72 @@ impl Default for ScanScheduler {
             ended_ns: 0,
             mid_scan: true,
             last_order: ScanOrder::Keep,
-            page_ns: DEAR_NS,
+            page_ns: HIGHEST_PAGE_NS,
             counters: (0, 0),
         }
     }
 }
 
 impl ScanScheduler {
-    /// So many resident pages have been marked, or have become worth merging in marked spans.
+    /// Requests two scans: `resident` pages have been marked, or have become worth merging in marked spans.
     pub fn request(&mut self, resident: Pages) {
         if resident > Pages(0) {
             self.unvisited += resident;
-            // A scan under way has passed some of the new pages already: it counts for nothing.
+            // A scan in progress has passed some of the new pages already, so it does not count.
             self.due = if self.scan_in_progress.is_some() { 3 } else { 2 };
         }
     }
 
-    /// So many pages have become worth merging that ksmd has visited often. After four visits without a merge
-    /// `smart_scan` leaves a page out of up to eight scans, whatever it holds by then (`should_skip_rmap_item`, mm/ksm.c,
-    /// Linux 6.12): the next scans are to visit every page.
+    /// Requests two scans that visit every page: `resident` pages that ksmd has visited often have become worth merging. After
+    /// four visits without a merge, `smart_scan` skips a page in up to eight scans, even if its content has changed
+    /// (`should_skip_rmap_item`, mm/ksm.c, Linux 6.12).
     pub fn request_thorough(&mut self, resident: Pages) {
         self.request(resident);
         self.thorough = true;
     }
 
-    /// So many resident pages that were marked have exited, with their process or by themselves.
+    /// Requests a scan to reap `exited` resident pages that were marked and are gone, with their process or without.
     pub fn request_reaping(&mut self, exited: Pages, now_ns: u64) {
         self.exited += exited;
         self.reap_since_ns.get_or_insert(now_ns);
     }
 
-    /// Whether a scan is under way or due.
+    /// Whether a scan is in progress or due.
     pub fn is_busy(&self) -> bool {
         self.scan_in_progress.is_some() || self.due > 0
     }
 
-    /// Whether what is there now will be visited twice.
+    /// Whether what is marked now will be visited twice.
     pub fn visits_twice(&self) -> bool {
         self.due >= 2
     }
 
-    /// Whether the scan under way visits every page.
+    /// Whether the scan in progress visits every page.
     pub fn is_thorough(&self) -> bool {
-        self.scan_in_progress.is_some_and(|scan_in_progress| scan_in_progress.thorough)
+        self.scan_in_progress.is_some_and(|scan| scan.thorough)
     }
 
-    /// Whether every page is to be visited, by the scan under way or the next.
+    /// Whether a scan in progress or due visits every page.
     pub fn wants_thorough(&self) -> bool {
         self.thorough
     }
 
-    /// Whether two walks are to begin, so that whatever is marked now gets both.
+    /// Whether two scans are about to start, so that whatever is marked now gets both.
     pub fn starts_two_scans(&self) -> bool {
         self.scan_in_progress.is_none() && self.visits_twice()
     }
 
-    /// Scans completed.
+    /// The number of completed scans.
     pub fn scans(&self) -> u64 {
         self.completed
     }
 
-    /// Pages that the last completed scan merged.
+    /// The number of pages that the last completed scan merged.
     pub fn last_merged(&self) -> Pages {
         self.last_merged
     }
 
-    /// CPU time that a scan takes in which little merges: the cheaper one of the last two, nanoseconds.
+    /// CPU time of a scan that merges little, nanoseconds: that of the cheaper one of the last two.
     pub fn scan_cost_ns(&self) -> u64 {
         self.scan_costs_ns[0].min(self.scan_costs_ns[1])
     }
@@ -187,9 +187,9 @@ impl ScanScheduler {
         if self.is_busy() { 0 } else { now_ns.saturating_sub(self.ended_ns) }
     }
 
-    /// The order for this round.
-    pub fn order(&mut self, scan: &Inputs<'_>) -> ScanOrder {
-        let order = self.decide(scan);
+    /// The order for this cycle.
+    pub fn order(&mut self, inputs: &Inputs<'_>) -> ScanOrder {
+        let order = self.decide(inputs);
         if order == self.last_order && !matches!(order, ScanOrder::Kick { .. }) {
             return ScanOrder::Keep;
         }
@@ -199,111 +199,106 @@ impl ScanScheduler {
         order
     }
 
-    /// The order while the judgement is paused: whatever is under way ends as soon as it can.
+    /// The order while the judgement is paused: a scan in progress ends as soon as it can.
     pub fn suspend(&mut self, ksm: &KsmView) -> ScanOrder {
-        let rest = ksm.ours && !matches!(self.last_order, ScanOrder::Keep | ScanOrder::Rest);
-        if !rest {
+        if !ksm.ours || matches!(self.last_order, ScanOrder::Keep | ScanOrder::Rest) {
             return ScanOrder::Keep;
         }
         self.last_order = ScanOrder::Rest;
         ScanOrder::Rest
     }
 
-    fn decide(&mut self, scan: &Inputs<'_>) -> ScanOrder {
-        let Inputs { now_ns, ksm, .. } = *scan;
-        self.measure(scan);
+    fn decide(&mut self, inputs: &Inputs<'_>) -> ScanOrder {
+        let Inputs { now_ns, ksm, .. } = *inputs;
+        self.measure(inputs);
         if !ksm.ours {
-            // Not ours: what is due stays due until it is, and nothing is under way.
+            // What is due stays due until KSM is ours, and nothing is in progress.
             self.scan_in_progress = None;
             return ScanOrder::Keep;
         }
-        let little = self.exited.0 * REAP_PART < scan.marked.0;
-        let reap_ns = if little { REAP_AT_LAST_NS } else { REAP_AFTER_NS };
+        let little = self.exited.0 * REAP_PART < inputs.marked.0;
+        let reap_ns = if little { REAP_AT_LATEST_NS } else { REAP_AFTER_NS };
         if self.due == 0 && self.reap_since_ns.is_some_and(|since_ns| now_ns >= since_ns + reap_ns) {
             self.due = 1;
         }
-        let goes_on = self.scan_in_progress.is_some();
-        if let Some(scan_in_progress) = self.scan_in_progress {
-            let answered = ksm.full_scans > scan_in_progress.full_scans;
-            if scan_in_progress.kicked && ksm.busy {
+        let continues = self.scan_in_progress.is_some();
+        if let Some(scan) = self.scan_in_progress {
+            if scan.kicked && ksm.busy {
                 return ScanOrder::Keep;
             }
-            if !answered && !scan_in_progress.kicked {
-                return self.pace(scan);
+            if !scan.kicked && ksm.full_scans <= scan.full_scans {
+                return self.pace(inputs);
             }
-            self.finish(scan);
+            self.finish(inputs);
         }
         if self.due == 0 {
             return if self.completed > 0 { ScanOrder::Rest } else { ScanOrder::Keep };
         }
-        if !scan.settled && now_ns < *self.ready_since_ns.get_or_insert(now_ns) + SETTLE_NS {
+        if !inputs.settled && now_ns < *self.ready_since_ns.get_or_insert(now_ns) + SETTLE_NS {
             return ScanOrder::Keep;
         }
-        let unvisited = self.unvisited.0.min(scan.marked.0);
-        let expected_ns = unvisited * USUAL_NS + (scan.marked.0 - unvisited) * SETTLED_NS;
-        let kicked = scan.pace.top.0 >= KICK_SHARE && expected_ns <= KICK_NS_MAX;
-        if kicked && expected_ns > scan.room_ns {
+        let unvisited = self.unvisited.0.min(inputs.marked.0);
+        let expected_ns = unvisited * NEW_PAGE_NS + (inputs.marked.0 - unvisited) * OLD_PAGE_NS;
+        let kicked = inputs.pace.top.0 >= KICK_SHARE && expected_ns <= KICK_NS_MAX;
+        if kicked && expected_ns > inputs.room_ns {
             return ScanOrder::Keep;
         }
-        if !kicked && self.mid_scan && !goes_on {
-            // The rest of a scan that was begun earlier is not one that all the marked pages get.
+        if !kicked && self.mid_scan && !continues {
+            // The rest of a scan that began earlier does not visit all marked pages.
             self.due += 1;
         }
         self.mid_scan = !kicked;
         self.ready_since_ns = None;
         (self.reap_since_ns, self.exited) = (None, Pages(0));
         let thorough = self.thorough;
-        let (full_scans, saved, ksmd_ns) = (ksm.full_scans, ksm.saved(), scan.ksmd_ns);
+        let (full_scans, saved, ksmd_ns) = (ksm.full_scans, ksm.saved(), inputs.ksmd_ns);
         self.scan_in_progress = Some(ScanInProgress { full_scans, saved, ksmd_ns, thorough, kicked });
-        if kicked { ScanOrder::Kick { thorough } } else { self.pace(scan) }
+        if kicked { ScanOrder::Kick { thorough } } else { self.pace(inputs) }
     }
 
-    /// Batches so small that even dear pages do not break the share, and sleeps by what pages have cost of late.
-    fn pace(&mut self, scan: &Inputs<'_>) -> ScanOrder {
-        let share = u64::from(scan.pace.top.0).clamp(1, 9_900);
-        let batch_ns = share_ns(BATCH_NS, Permyriad(scan.pace.top.0.clamp(1, 9_900)));
-        if scan.room_ns < batch_ns * 2 {
+    /// Batches so small that even pages of the highest cost do not exceed the share, and sleeps by the recent cost of pages.
+    fn pace(&mut self, inputs: &Inputs<'_>) -> ScanOrder {
+        let share = u64::from(inputs.pace.top.0).clamp(1, 9_900);
+        let batch_ns = share_ns(BATCH_NS, Permyriad(inputs.pace.top.0.clamp(1, 9_900)));
+        if inputs.room_ns < batch_ns * 2 {
             return ScanOrder::Rest;
         }
-        let pages = (batch_ns / DEAR_NS).max(32);
+        let pages = (batch_ns / HIGHEST_PAGE_NS).max(32);
         let sleep_ms = (pages * self.page_ns / share * (10_000 - share) / 1_000_000).clamp(1, 60_000);
-        // Sleeps that differ by less than a third are not worth an order.
+        // A sleep that differs by less than a third is not worth an order.
         let sleep_ms = match self.last_order {
             ScanOrder::Pace { sleep_ms: last, .. } if u64::from(last).abs_diff(sleep_ms) * 3 <= sleep_ms => last,
             _ => u32::try_from(sleep_ms).unwrap_or(u32::MAX),
         };
-        ScanOrder::Pace {
-            pages_to_scan: u32::try_from(pages).unwrap_or(u32::MAX),
-            sleep_ms,
-            thorough: self.is_thorough(),
-        }
+        let pages_to_scan = u32::try_from(pages).unwrap_or(u32::MAX);
+        ScanOrder::Pace { pages_to_scan, sleep_ms, thorough: self.is_thorough() }
     }
 
-    /// What ksmd's pages cost: up at once, down by halves, because what comes next may be dear again.
-    fn measure(&mut self, scan: &Inputs<'_>) {
-        let (scanned, spent_ns) = (scan.ksm.scanned, scan.ksmd_ns);
+    /// Updates the cost of a page: upwards at once, downwards by halves, because the next pages may cost more again.
+    fn measure(&mut self, inputs: &Inputs<'_>) {
+        let (scanned, spent_ns) = (inputs.ksm.scanned, inputs.ksmd_ns);
         let (pages, ns) = (scanned.saturating_sub(self.counters.0), spent_ns.saturating_sub(self.counters.1));
         if self.scan_in_progress.is_none() {
-            self.page_ns = DEAR_NS;
+            self.page_ns = HIGHEST_PAGE_NS;
         } else if let Some(page_ns) = ns.checked_div(pages) {
-            self.page_ns = page_ns.max(self.page_ns / 2).clamp(100, 10 * DEAR_NS);
+            self.page_ns = page_ns.max(self.page_ns / 2).clamp(100, 10 * HIGHEST_PAGE_NS);
         } else if ns == 0 {
             return;
         }
         self.counters = (scanned, spent_ns);
     }
 
-    /// A scan has ended.
-    fn finish(&mut self, scan: &Inputs<'_>) {
-        let Some(scan_in_progress) = self.scan_in_progress.take() else { return };
+    /// The scan in progress has ended.
+    fn finish(&mut self, inputs: &Inputs<'_>) {
+        let Some(scan) = self.scan_in_progress.take() else { return };
         self.completed += 1;
-        self.ended_ns = scan.now_ns;
+        self.ended_ns = inputs.now_ns;
         self.due = self.due.saturating_sub(1);
         if self.due == 0 {
             (self.unvisited, self.thorough) = (Pages(0), false);
         }
-        self.last_merged = scan.ksm.saved().saturating_sub(scan_in_progress.saved);
-        self.scan_costs_ns = [self.scan_costs_ns[1], scan.ksmd_ns.saturating_sub(scan_in_progress.ksmd_ns)];
+        self.last_merged = inputs.ksm.saved().saturating_sub(scan.saved);
+        self.scan_costs_ns = [self.scan_costs_ns[1], inputs.ksmd_ns.saturating_sub(scan.ksmd_ns)];
     }
 }
 
@@ -330,7 +325,7 @@ mod tests {
         }
         fn order(&mut self, settled: bool) -> ScanOrder {
             self.now_ns += 50 * MS;
-            let scan = Inputs {
+            let inputs = Inputs {
                 now_ns: self.now_ns,
                 ksm: &self.ksm,
                 ksmd_ns: 0,
@@ -339,8 +334,8 @@ mod tests {
                 pace: self.pace,
                 room_ns: u64::MAX,
             };
-            let order = self.scheduler.order(&scan);
-            self.ksm.busy |= order == ScanOrder::KICK;
+            let order = self.scheduler.order(&inputs);
+            self.ksm.busy |= matches!(order, ScanOrder::Kick { .. });
             order
         }
         fn finish_scan(&mut self, merged: u64) {
@@ -351,11 +346,11 @@ mod tests {
     }
 
     #[test]
-    fn marks_are_owed_two_scans_and_then_ksmd_rests() {
+    fn marks_are_due_two_scans_and_then_ksmd_rests() {
         let mut fixture = Fixture::new();
         assert_eq!(fixture.order(true), ScanOrder::Keep);
         fixture.scheduler.request(Pages(1000));
-        assert_eq!(fixture.order(false), ScanOrder::Keep, "more marks are about to come");
+        assert_eq!(fixture.order(false), ScanOrder::Keep, "more marks are about to follow");
         assert_eq!(fixture.order(true), ScanOrder::KICK);
         assert_eq!(fixture.order(true), ScanOrder::Keep);
         fixture.finish_scan(0);
@@ -366,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_that_come_during_a_scan_get_two_of_their_own() {
+    fn marks_made_during_a_scan_get_two_scans_of_their_own() {
         let mut fixture = Fixture::new();
         fixture.scheduler.request(Pages(1000));
         assert_eq!(fixture.order(true), ScanOrder::KICK);
@@ -380,12 +375,12 @@ mod tests {
     }
 
     #[test]
-    fn two_scans_from_the_beginning_leave_nothing_out_where_all_is_owed() {
+    fn a_thorough_request_gets_two_scans_that_visit_every_page() {
         let mut fixture = Fixture::new();
         fixture.scheduler.request(Pages(1000));
         assert_eq!(fixture.order(true), ScanOrder::KICK);
         fixture.scheduler.request_thorough(Pages(500));
-        assert!(!fixture.scheduler.is_thorough(), "the one under way goes on as it was begun");
+        assert!(!fixture.scheduler.is_thorough(), "the scan in progress continues as it began");
         for _ in 0..2 {
             fixture.finish_scan(10);
             assert_eq!(fixture.order(true), ScanOrder::Kick { thorough: true });
@@ -399,12 +394,12 @@ mod tests {
     }
 
     #[test]
-    fn a_kick_under_way_is_waited_for_and_an_empty_one_is_over() {
+    fn a_kick_is_waited_for_unless_ksmd_had_nothing_to_scan() {
         let mut fixture = Fixture::new();
         fixture.scheduler.request(Pages(1000));
         assert_eq!(fixture.order(true), ScanOrder::KICK);
         assert_eq!(fixture.order(true), ScanOrder::Keep);
-        // Nothing was registered any more: the host gives up on it, and no scan is counted by the kernel.
+        // Nothing was registered any more: the kernel counts no scan, and the host reports that the order is done.
         fixture.ksm.busy = false;
         assert_eq!(fixture.order(true), ScanOrder::KICK);
         fixture.ksm.busy = false;
@@ -412,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn a_paced_scan_goes_on_until_it_has_come_round() {
+    fn a_paced_scan_continues_until_every_page_was_visited() {
         let mut fixture = Fixture::new();
         fixture.marked = Pages(1 << 23);
         fixture.scheduler.request_reaping(Pages(1 << 23), 0);
@@ -420,13 +415,13 @@ mod tests {
         assert!(matches!(fixture.order(true), ScanOrder::Pace { .. }));
         assert_eq!(fixture.order(true), ScanOrder::Keep);
         fixture.finish_scan(0);
-        assert_eq!(fixture.order(true), ScanOrder::Keep, "that was only the end of a scan begun earlier");
+        assert_eq!(fixture.order(true), ScanOrder::Keep, "that was only the end of an earlier scan");
         fixture.finish_scan(0);
         assert_eq!(fixture.order(true), ScanOrder::Rest);
     }
 
     #[test]
-    fn the_exited_are_reaped_together() {
+    fn exited_processes_are_reaped_together() {
         let mut fixture = Fixture::new();
         fixture.scheduler.request_reaping(Pages(1000), 0);
         fixture.scheduler.request_reaping(Pages(1000), 5_000 * MS);
@@ -438,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn large_sets_and_modest_governors_are_paced() {
+    fn large_sets_and_low_governors_are_paced() {
         let mut fixture = Fixture::new();
         fixture.pace = Governor::Low.pace();
         fixture.scheduler.request(Pages(1));
@@ -450,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_ordered_while_ksm_is_somebody_elses() {
+    fn nothing_is_ordered_while_another_program_controls_ksm() {
         let mut fixture = Fixture::new();
         fixture.ksm.ours = false;
         fixture.scheduler.request(Pages(1000));

@@ -1,4 +1,4 @@
-//! What is known and what will happen next, for people: `status`, `explain` and the metrics are views of it.
+//! What is known and what happens next, for people: `status`, `explain` and metrics are views of it.
 
 use crate::config::Config;
 use crate::governor::{Governor, Pace, WINDOW_NS};
@@ -14,19 +14,19 @@ use crate::units::{Bytes, Pages, Permyriad, Vpn};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What a region is, by UKSM section 5.1.
+/// The kind of a region (UKSM section 5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// Not sampled enough to tell.
+    /// Not sampled enough yet.
     Unknown,
     /// Few duplicates.
     Sparse,
     /// Its merges do not last, because its pages are written.
     CowBroken,
-    /// Too young to tell whether it stays, or of a family whose regions have gone young.
+    /// Too young to know whether it stays, or of a family whose regions ended young.
     ShortLived,
-    /// Duplicates that stay: worth folding.
+    /// Duplicates that stay: worth merging.
     StaticallyDuplicated,
 }
 
@@ -52,11 +52,11 @@ impl fmt::Display for Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "what")]
 pub enum Next {
-    /// It is sampled until its samples can tell.
+    /// It is sampled until there is enough evidence.
     Sample {
         /// Samples taken so far, pages.
         sampled: Pages,
-        /// Samples that its level asks for.
+        /// Samples that its level asks for, pages.
         needed: Pages,
     },
     /// It is being read whole.
@@ -70,9 +70,9 @@ pub enum Next {
     Merge,
     /// Sampled thinly for what changes.
     Watch,
-    /// Left alone for so many nanoseconds yet, and then judged again.
+    /// Left alone for some time, and then judged again.
     Wait {
-        /// Nanoseconds.
+        /// How long it is still left alone, nanoseconds.
         ns: u64,
     },
     /// Left alone: its process refused to be marked.
@@ -94,29 +94,29 @@ pub struct RegionReport {
     pub resident: Pages,
     /// Its level, from 1.
     pub level: usize,
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
     /// What happens next.
     pub next: Next,
     /// Seconds since it was first seen.
     pub age_seconds: f64,
-    /// Estimated share of duplicates; exact where it has been read whole.
+    /// The estimated share of duplicates, 0 to 1. Exact if the region was read whole.
     pub duplicate_ratio: f64,
-    /// The smallest and largest share that the samples leave room for (95 %).
+    /// The 95 % range of that estimate.
     pub duplicate_range: (f64, f64),
-    /// Whether it has been read whole, so that the ratio is exact.
+    /// Whether it was read whole, so that the ratio is exact.
     pub exact: bool,
-    /// Share of its merged pages that are written and hold the same again within the horizon.
+    /// The share of its merged pages that are written and hold the same content again within the horizon.
     pub cow_ratio: Permyriad,
-    /// Pages in its marked spans that are resident, and the duplicates expected among them.
+    /// Resident pages in its marked spans.
     pub marked: Pages,
-    /// See `marked`.
+    /// Duplicates expected among them.
     pub expected: Pages,
-    /// Pages not marked because another trust domain holds some of the same extents' contents.
+    /// Duplicates not marked because another trust domain holds contents of the same extents.
     pub withheld: Pages,
 }
 
-/// A kind, and how much memory is of it.
+/// How much memory is of one kind.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct KindTotal {
     /// The kind.
@@ -127,7 +127,7 @@ pub struct KindTotal {
     pub resident: Pages,
 }
 
-/// A level of the ladder.
+/// How much memory is on one level of the ladder.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct LevelTotal {
     /// Its number, from 1.
@@ -140,49 +140,49 @@ pub struct LevelTotal {
     pub resident: Pages,
 }
 
-/// Everything.
+/// The state of the judgement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct EngineReport {
-    /// The governor asked for.
+    /// The governor configured.
     pub governor: Governor,
-    /// The governor in force, which `auto` chooses.
+    /// The governor in force: the one configured, or the one that `auto` has chosen.
     pub in_force: Governor,
-    /// Share of a core that may be used.
+    /// The share of a core that may be used.
     pub top_share: Permyriad,
-    /// Share of a core used over the last ten seconds.
+    /// The share of a core used over the last ten seconds, 0 to 1.
     pub used_share: f64,
     /// Global rounds completed.
     pub rounds: u64,
-    /// Reading or merging is under way.
+    /// Whether reading or merging is under way.
     pub busy: bool,
-    /// Told to pause.
+    /// Whether it is paused.
     pub paused: bool,
-    /// KSM is ours to drive.
+    /// Whether it may control KSM.
     pub drives_ksm: bool,
     /// Pages saved by this run.
     pub saved: Pages,
-    /// Pages KSM saves in all.
+    /// Pages that KSM saves on the machine.
     pub saved_machine: Pages,
     /// Resident pages in marked spans.
     pub marked: Pages,
-    /// Contents in the index, and its memory.
+    /// Contents in the index.
     pub index_entries: usize,
-    /// See `index_entries`.
+    /// Memory of the index.
     pub index_bytes: Bytes,
-    /// By kind.
+    /// Totals by kind.
     pub kinds: Vec<KindTotal>,
-    /// By level, from the top.
+    /// Totals by level, from the top.
     pub levels: Vec<LevelTotal>,
-    /// The account.
+    /// What was saved and what it cost.
     pub ledger: Ledger,
-    /// Where merged pages are, on a machine with several memory nodes.
+    /// Where merged pages live, on a machine with several NUMA nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<PlacementSummary>,
     /// The regions.
     pub regions: Vec<RegionReport>,
 }
 
-/// How the judgement stands, beside its regions.
+/// The state of the engine that the report needs beside its regions.
 #[derive(Debug)]
 pub(crate) struct EngineState<'a> {
     pub config: &'a Config,
@@ -200,7 +200,7 @@ pub(crate) struct EngineState<'a> {
     pub placement: Option<&'a PlacementSummary>,
 }
 
-/// Reports on everything.
+/// Builds the report.
 pub(crate) fn report(engine: &EngineState<'_>, table: &RegionTable, ledger: &Ledger) -> EngineReport {
     let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
     let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();

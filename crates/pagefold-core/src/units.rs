@@ -56,7 +56,7 @@ impl Pages {
 }
 
 impl Bytes {
-    /// Whole mebibytes and a fraction, for people.
+    /// Mebibytes, with a fraction.
     pub fn mib(self) -> f64 {
         self.0 as f64 / (1024.0 * 1024.0)
     }
@@ -78,7 +78,7 @@ impl Vpn {
 }
 
 impl Permyriad {
-    /// `part` of `whole`, rounded down; nothing of nothing is zero.
+    /// `part` of `whole`, rounded down. A part of 0 is 0.
     pub fn of(part: u64, whole: u64) -> Self {
         let share = u128::from(part) * 10_000 / u128::from(whole.max(1));
         Self(u32::try_from(share).unwrap_or(u32::MAX))

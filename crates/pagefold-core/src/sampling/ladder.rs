@@ -1,5 +1,4 @@
-//! The ladder: regions are distilled level by level, and each level is sampled more densely than the one below (UKSM
-//! section 5).
+//! The ladder: regions climb from level to level, and each level is sampled more densely than the one below (UKSM section 5).
 //!
 //! ```text
 //! for (;;) { global round {
@@ -10,13 +9,15 @@
 //!
 //! `t_l` is the round time `t` shared evenly among the levels, `p_l` the share of a core that level `l` may use (the
 //! governor's at the top, halved from level to level downwards, a fixed small share at the bottom) and `s` the measured
-//! cost of one sample. A region begins at the bottom; it rises by its duplicate ratio, and goes back to the bottom when
-//! its duplicates are merged or when it turns out to be sparse, COW-broken or short-lived.
+//! cost of one sample. A region starts on the bottom level. Its duplicate ratio promotes it; it returns to the bottom when its
+//! duplicates are merged, or when it turns out to be sparse, COW-broken or short-lived.
 //!
-//! Three things go beyond the paper. A ratio found by sampling is corrected for coverage ([`crate::sampling::estimate`]), so that
-//! contents that exist only twice are found as well. A region whose samples leave no doubt need not promote: it goes to the
-//! top at once, and a new one is sampled at once to the point where a duplicate region would have shown. And at the top
-//! a region is read whole, in order, once: the extents that are worth marking come out exactly.
+//! This differs from the paper in three points:
+//!
+//! - A sampled ratio is corrected for coverage ([`crate::sampling::estimate`]), so contents that exist only twice are found.
+//! - A region whose samples leave no doubt goes to the top at once, and a new region is sampled at once until a duplicate one
+//!   would have shown.
+//! - On the top level a region is read whole, in order, once, which shows exactly which extents are worth marking.
 
 use crate::config::Config;
 use crate::governor::{Pace, share_ns};
@@ -31,28 +32,28 @@ use crate::sampling::estimate::samples_for_evidence;
 use crate::units::{EXTENT_PAGES, Permyriad, Vpn};
 use std::collections::BTreeSet;
 
-/// Pages read at one time: some 40 ms, so that signals and new processes are attended to.
+/// The most pages read in one cycle: about 40 ms, so that signals and new processes are not kept waiting.
 pub const CYCLE_PAGES: u64 = 65_536;
-/// Twins that the samples of a region at the bottom must be able to show if it is just duplicate enough.
+/// The number of copies that samples on the bottom level are expected to show in a region at the threshold.
 const EVIDENCE: f64 = 3.0;
-/// Four times the evidence, that is, twice the samples, from level to level.
+/// Each level asks for this many times the evidence of the one below, that is, twice the samples.
 const EVIDENCE_STEP: f64 = 4.0;
-/// Duplicates that must have been seen before a region rises.
+/// The number of duplicates that must be seen before a region is promoted.
 const FOUND_MIN: u64 = 4;
-/// First pause before a region is read whole again, nanoseconds; it doubles each time.
+/// The first pause before a region is read whole again, nanoseconds. It doubles each time.
 const PAUSE_NS: u64 = 10_000_000_000;
-/// Longest such pause, nanoseconds.
+/// The longest such pause, nanoseconds.
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
-/// First guess of what it costs to read one page, nanoseconds.
+/// The assumed cost of reading a page until it has been measured, nanoseconds.
 const READ_NS: u64 = 900;
-/// Pages looked at for one that is sampled, at most.
+/// The most pages visited for one that holds memory.
 const VISITS_PER_SAMPLE: u64 = 16;
-/// Fewer pages do not show what a page costs.
+/// The number of pages from which the cost of a page is measured.
 const SAMPLES_MIN: u64 = 200;
-/// Cost of a visit to a single page to see whether it is still merged, in pages read.
+/// The cost of checking whether a single page is still merged, in pages read.
 const VISIT_PAGES: u64 = 2;
 
-/// The ladder's clock and figures. The regions themselves know their level.
+/// The ladder's clock and figures. Each region knows its own level.
 #[derive(Clone, Debug)]
 pub struct Ladder {
     /// Number of levels (UKSM `N`).
@@ -63,27 +64,27 @@ pub struct Ladder {
     rounds: u64,
     /// The measured cost of one sample (UKSM `s`), nanoseconds.
     sample_ns: u64,
-    /// Where the bottom level's sample points begin in this round.
+    /// Where the sample points of the bottom level start in this round.
     phase: u64,
     /// Sample points left in this round, by level.
     left: Vec<u64>,
 }
 
-/// What is to be read in one cycle.
+/// What to read in one cycle.
 #[derive(Debug, Default)]
 pub struct ReadPlan {
     /// The pages.
     pub runs: Vec<PageRun>,
-    /// The regions that are read whole: slot, and the page up to which it goes now.
+    /// The regions being read whole: slot, and the page up to which they are read in this cycle.
     pub whole: Vec<(u32, Vpn)>,
-    /// Something is being found out about regions that may be worth marking: marks should wait for it.
+    /// Whether regions are being sampled or read that may be worth marking, so that marks should wait for them.
     pub foreground: bool,
-    /// A global round has just begun, and the one before has ended.
+    /// Whether a global round has just begun.
     pub new_round: bool,
 }
 
 impl Ladder {
-    /// A ladder with so many levels.
+    /// A ladder with this many levels.
     pub fn new(levels: usize) -> Self {
         Self { levels: levels.max(1), began_ns: None, rounds: 0, sample_ns: READ_NS, phase: 0, left: Vec::new() }
     }
@@ -103,14 +104,14 @@ impl Ladder {
         self.sample_ns
     }
 
-    /// Takes note of what a round that read so many pages has cost.
+    /// Records the CPU time of a cycle that read this many pages.
     pub fn record_cost(&mut self, pages: u64, cpu_ns: u64) {
         if pages >= SAMPLES_MIN {
             self.sample_ns = ((self.sample_ns * 3 + cpu_ns / pages) / 4).clamp(50, 100_000);
         }
     }
 
-    /// Begins the next global round if it is time.
+    /// Starts the next global round if it is time. Returns whether it did.
     pub fn start_round(&mut self, now_ns: u64, pace: Pace) -> bool {
         match self.began_ns {
             Some(began_ns) if now_ns < began_ns + pace.round_ns => false,
@@ -123,12 +124,12 @@ impl Ladder {
         }
     }
 
-    /// When the current round is over, nanoseconds.
+    /// When the current round ends, nanoseconds.
     pub fn ends_ns(&self, pace: Pace) -> u64 {
         self.began_ns.unwrap_or(0) + pace.round_ns
     }
 
-    /// The share of a core that a level may use (`p_l`).
+    /// The share of a core that a level may use (UKSM's `p_l`).
     pub fn share(&self, level: usize, pace: Pace, config: &Config) -> Permyriad {
         if level <= 1 && self.levels > 1 {
             return config.bottom_share.min(pace.top);
@@ -137,14 +138,13 @@ impl Ladder {
         Permyriad((pace.top.0 >> halvings).max(1))
     }
 
-    /// Sample points of one round of a level, pages: `t_l · p_l / s`.
+    /// Pages to sample on a level in one round: `t_l · p_l / s`.
     fn points(&self, level: usize, pace: Pace, config: &Config) -> u64 {
         let time_ns = pace.round_ns / self.levels as u64;
         share_ns(time_ns, self.share(level, pace, config)) / self.sample_ns
     }
 
-    /// Plans one cycle of at most `room` pages: the top level first, where the gain is. `new_round` if a global round has just
-    /// begun.
+    /// Plans one cycle of at most `room` pages, starting with the top level, where the gain is.
     pub fn plan(
         &mut self,
         table: &mut RegionTable,
@@ -159,10 +159,10 @@ impl Ladder {
         let mut reading = ReadPlan { new_round, ..ReadPlan::default() };
         let mut left = room.min(CYCLE_PAGES);
         read_whole(table, &mut left, allowance, &mut reading);
-        // A round of sampling should not wait for gigabytes to be read whole.
+        // Sampling should not wait until gigabytes have been read whole.
         let mut left = left.max(room.min(CYCLE_PAGES) / 4);
         for level in (1..self.levels.max(2)).rev() {
-            // New regions are sampled at once; those that promote have the share of their level.
+            // New regions are sampled at once; promoted regions have the share of their level.
             let points = if level == 1 { left } else { left.min(self.left.get(level).copied().unwrap_or(0)) };
             let taken = sample(table, level, points, (allowance, config), &mut reading.runs);
             left = left.saturating_sub(taken);
@@ -172,14 +172,14 @@ impl Ladder {
         }
         reading.foreground = !reading.runs.is_empty();
         if new_round {
-            // The bottom's share of the whole round: the levels above are mostly empty when it counts.
+            // The bottom level has its share of the whole round: the levels above are usually empty by then.
             let points = share_ns(pace.round_ns, self.share(1, pace, config)) / self.sample_ns;
             self.sample_bottom(table, points.min(room), (allowance, config), &mut reading.runs);
         }
         reading
     }
 
-    /// Samples the bottom level, about `pages` pages in all, spread over one linear space.
+    /// Samples the bottom level: about `pages` pages, spread over its regions as one linear space.
     fn sample_bottom(
         &self,
         table: &mut RegionTable,
@@ -205,7 +205,7 @@ impl Ladder {
         }
     }
 
-    /// Visits single pages in marked spans, about `pages` pages' worth, to see whether they are still merged.
+    /// Checks single pages of marked spans, at the cost of about `pages` pages read, to see whether they are still merged.
     pub fn visit_merged(
         &self,
         table: &mut RegionTable,
@@ -218,15 +218,15 @@ impl Ladder {
         for region in table.iter_mut() {
             let resident = region.marked_resident().0;
             let share = u128::from(visits) * u128::from(resident) / u128::from(marked.max(1));
-            // Every marked region is looked at, however small.
+            // Every marked region gets some checks, even the smallest.
             let share = if resident == 0 { 0 } else { u64::try_from(share).unwrap_or(0).clamp(8, PROBES_MAX as u64) };
-            let luck = self.phase ^ u64::from(region.view.key.0) << 32;
+            let random = self.phase ^ u64::from(region.view.key.0) << 32;
             let share = share.min(allowance.pages_left(region.view.owner));
             allowance.use_pages(region.view.owner, share);
             for number in 0..share {
-                // Half of the visits take more pages under observation while there is room.
+                // Half of the checks are of pages not yet observed, as long as there is room for more.
                 let new_round = (number % 2 == 0 && region.usage.cow_breaks.has_room())
-                    .then(|| region.marked_page(mix(luck + number)));
+                    .then(|| region.marked_page(mix(random + number)));
                 let page = match new_round.flatten() {
                     Some(page) => page,
                     None => match region.usage.cow_breaks.next_visit() {
@@ -239,8 +239,8 @@ impl Ladder {
         }
     }
 
-    /// Promotes and demotes by what the samples have shown. Those that leave no doubt rise to the top at once, the others
-    /// by one level as soon as they have shown enough for theirs. Returns whether something is left to be read soon.
+    /// Promotes and demotes regions by their samples. A region that leaves no doubt goes to the top at once, others rise by one
+    /// level as soon as they have enough evidence for theirs. Returns whether something is left to read soon.
     pub fn promote(
         &self,
         table: &mut RegionTable,
@@ -262,7 +262,7 @@ impl Ladder {
                 demote(region, config);
                 continue;
             }
-            // What is known and was not worth marking does not count again.
+            // Duplicates that were found before and were not worth marking do not count again.
             let beyond = if region.stage == Stage::Survey { 0.0 } else { region.left_over() };
             let estimate = region.estimate(fraction);
             if estimate.ratio < threshold + beyond {
@@ -280,7 +280,7 @@ impl Ladder {
                 region.level += 1;
             }
         }
-        // A sibling is worth reading as soon as one is, unless its own samples have said otherwise.
+        // Regions of the same family are worth reading too, unless their own samples speak against it.
         for region in table.iter_mut() {
             let open =
                 wants_samples(region, EVIDENCE, config) || region.survey.tally.found + region.survey.tally.zero > 0;
@@ -297,23 +297,23 @@ impl Ladder {
     }
 }
 
-/// Twins that the samples of a region on a level must be able to show.
+/// The number of copies that samples on a level are expected to show in a region at the threshold.
 fn evidence(level: usize) -> f64 {
     EVIDENCE * EVIDENCE_STEP.powi(i32::try_from(level).unwrap_or(8) - 1)
 }
 
-/// A region whose samples speak against it goes down a level.
+/// Moves a region whose samples speak against it down one level.
 fn demote(region: &mut Region, config: &Config) {
     region.level -= usize::from(region.level > 1 && has_evidence(region, config));
 }
 
-/// Whether a region that has never been read whole has shown enough for its level.
+/// Whether a region that was never read whole has enough evidence for its level.
 fn has_evidence(region: &Region, config: &Config) -> bool {
     region.stage == Stage::Survey && !wants_more(region, config)
 }
 
-/// Reads on in the regions on the top level. What is marked already and whose contents must be claimed for its trust
-/// domain comes before everything else.
+/// Continues to read the regions on the top level. Regions that are marked already and must be claimed for their trust
+/// domain come first.
 fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance, reading: &mut ReadPlan) {
     let owing = |region: &Region| {
         matches!(region.stage, Stage::Examine(_)) && !region.marks.spans.is_empty() && !region.marks.claimed
@@ -339,7 +339,7 @@ fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance
     }
 }
 
-/// Samples the regions of a level that have not shown enough yet, about `points` pages in all. Returns how many.
+/// Samples the regions of a level that lack evidence, about `points` pages in all. Returns the number of pages.
 fn sample(
     table: &mut RegionTable,
     level: usize,
@@ -356,7 +356,7 @@ fn sample(
             continue;
         }
         let target = wanted(region, evidence, config);
-        // Where little is resident, most places looked at are empty; they cost little.
+        // Where little is resident, most pages visited are empty. They cost little.
         let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
         let wanted = (target.saturating_sub(region.survey.tally.sampled) as f64 / filled.clamp(0.02, 1.0)) as u64;
@@ -373,12 +373,12 @@ fn sample(
     taken
 }
 
-/// Samples that a region's level asks for.
+/// The number of samples that a region's level asks for.
 pub fn samples_wanted(region: &Region, config: &Config) -> u64 {
     wanted(region, evidence(region.level), config)
 }
 
-/// Whether a region has not been sampled enough yet for its level.
+/// Whether a region lacks samples for its level.
 pub fn wants_more(region: &Region, config: &Config) -> bool {
     wants_samples(region, evidence(region.level), config)
 }
@@ -387,26 +387,26 @@ fn wanted(region: &Region, evidence: f64, config: &Config) -> u64 {
     samples_for_evidence(region.view.resident.0, config.duplicate_threshold.fraction(), evidence)
 }
 
-/// Whether a region has not shown so much evidence yet.
+/// Whether a region lacks samples for this much evidence.
 fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
     let wanted = wanted(region, evidence, config);
     region.stage == Stage::Survey
         && !region.hold.is_refused()
         && region.survey.runs_left() > 0
         && region.survey.tally.sampled < wanted
-        // Pages may be there that are none of ours, as those shared through fork.
+        // Pages can be present without counting as samples, such as those shared through fork.
         && region.survey.visited() < wanted * VISITS_PER_SAMPLE
 }
 
-/// Whether a region may be promoted at all: it has lived long enough, and its merges have lasted.
+/// Whether a region may be promoted: it is old enough, and not left alone.
 fn may_be_promoted(region: &Region, now_ns: u64, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> bool {
     region.hold.may_examine(now_ns) && now_ns >= matures_ns(region, lifetimes, pace, config)
 }
 
-/// When a region has lived long enough to be promoted, nanoseconds.
+/// When a region is old enough to be promoted, nanoseconds.
 pub fn matures_ns(region: &Region, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> u64 {
     let age_ns = match (region.appeared, config.probation_rounds) {
-        // It was there before the run: its age is not known, and is taken to be enough.
+        // It existed before the run: its age is unknown, and assumed to be enough.
         (false, _) => 0,
         (true, 0) => config.lifetime_ns,
         (true, _) => config.probation_ns(pace).max(lifetimes.outlive_ns(region.view.family).unwrap_or(0)),
@@ -459,7 +459,7 @@ mod tests {
         of.map(|run| u64::from(run.pages)).sum()
     }
 
-    /// From a duplicate tenth on, regions are promoted.
+    /// Regions are promoted from a duplicate ratio of 10 %.
     fn tenth() -> Config {
         Config { duplicate_threshold: Permyriad(1_000), ..Config::default() }
     }
@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_region_is_sampled_until_a_duplicate_tenth_would_have_shown() {
+    fn a_new_region_is_sampled_until_ten_per_cent_of_duplicates_would_show() {
         let (mut ladder, mut table) = (Ladder::new(4), table(&[100_000, 40]));
         let reading = plan(&mut ladder, &mut table, false);
         let enough = samples_for_evidence(100_000, 0.1, EVIDENCE);
@@ -504,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn those_beyond_doubt_rise_at_once_and_the_others_level_by_level() {
+    fn regions_without_doubt_go_to_the_top_and_others_level_by_level() {
         let (ladder, mut table) = (Ladder::new(4), table(&[100_000; 3]));
         for (region, found) in table.iter_mut().zip([60, 6, 0]) {
             region.survey.tally = crate::sampling::estimate::Tally { sampled: 2_000, zero: 0, found, copies: found };
@@ -514,8 +514,8 @@ mod tests {
         assert_eq!(levels(&table), [4, 2, 1]);
         assert!(matches!(table.iter().next().unwrap().stage, Stage::Examine(_)));
         promote(&ladder, &mut table);
-        assert_eq!(levels(&table), [4, 2, 1], "it has not shown enough for its level yet");
-        // On the second level four times the evidence is asked for, and it comes out against it.
+        assert_eq!(levels(&table), [4, 2, 1], "it lacks evidence for its level");
+        // The second level asks for four times the evidence, which speaks against it.
         let sampled = samples_for_evidence(100_000, 0.1, evidence(2));
         table.iter_mut().nth(1).unwrap().survey.tally =
             crate::sampling::estimate::Tally { sampled, zero: 0, found: 6, copies: 6 };
@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_soured_or_refused_stay_where_they_are() {
+    fn regions_left_alone_are_not_promoted() {
         let (ladder, mut table) = (Ladder::new(4), table(&[100_000; 2]));
         for (region, refused) in table.iter_mut().zip([false, true]) {
             region.survey.tally = crate::sampling::estimate::Tally { sampled: 2_000, zero: 0, found: 500, copies: 500 };
@@ -535,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_halved_from_the_top_down_and_the_bottom_has_its_own() {
+    fn shares_are_halved_downwards_and_the_bottom_level_has_its_own() {
         let (ladder, pace, config) = (Ladder::new(4), Governor::Full.pace(), Config::default());
         let shares = [1, 2, 3, 4].map(|level| ladder.share(level, pace, &config).0);
         assert_eq!(shares, [15, 2_375, 4_750, 9_500]);
@@ -551,9 +551,9 @@ mod tests {
     }
 
     proptest! {
-        /// The bottom costs what it may, spread over all regions by their size.
+        /// The bottom level stays within its share, spread over all regions by size.
         #[test]
-        fn the_bottom_keeps_to_its_share(sizes in proptest::collection::vec(1u64..50_000, 1..20), at: u32) {
+        fn the_bottom_level_stays_within_its_share(sizes in proptest::collection::vec(1u64..50_000, 1..20), at: u32) {
             let (mut ladder, mut table) = (Ladder::new(4), table(&sizes));
             table.iter_mut().for_each(|region| { region.judged(0, false); region.level = 1; });
             let pace = Governor::Full.pace();
@@ -565,14 +565,14 @@ mod tests {
             prop_assert!(read <= 2 * allowed + RUN_PAGES, "{read} for {allowed}");
         }
 
-        /// However little room there is, it is kept to.
+        /// A plan never exceeds the room there is.
         #[test]
-        fn no_more_is_read_than_there_is_room_for(sizes in proptest::collection::vec(1u64..500_000, 1..6), room in 0u64..100_000) {
+        fn a_plan_never_exceeds_its_room(sizes in proptest::collection::vec(1u64..500_000, 1..6), room in 0u64..100_000) {
             let (mut ladder, mut table) = (Ladder::new(4), table(&sizes));
             table.iter_mut().step_by(2).for_each(|region| region.examine(4));
             let reading = ladder.plan(&mut table, room, true, Governor::Full.pace(), (&mut unlimited(), &Config::default()));
             let read: u64 = reading.runs.iter().map(|run| u64::from(run.pages)).sum();
-            // A quarter more, so that sampling never waits for gigabytes to be read whole, and the ends of runs.
+            // A quarter more, for sampling beside regions that are read whole, and the ends of runs.
             prop_assert!(read <= room.min(CYCLE_PAGES) * 5 / 4 + room.min(2_200) + 2 * RUN_PAGES * sizes.len() as u64, "{read} for {room}");
         }
     }
