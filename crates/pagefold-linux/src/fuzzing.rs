@@ -1,8 +1,6 @@
-//! The one door through which the fuzzer reaches parsers that are nobody else's business.
-//!
-//! Nothing here is meant to be used; what the parsers promise is written down in the crate `pagefold-fuzz`.
+//! Private parsers, exposed for the crate `pagefold-fuzz` only, which states their properties.
 
-#![allow(missing_docs)] // thin covers; the parsers behind them have their documentation
+#![allow(missing_docs)] // thin wrappers of documented functions
 
 use crate::check::facts;
 use crate::host::targets;
@@ -33,23 +31,23 @@ pub fn available(meminfo: &str) -> Option<u64> {
     headroom::available(meminfo)
 }
 
-/// A field of `memory.stat`.
+/// A field of `memory.stat`, bytes.
 pub fn memory_stat(text: &str, name: &str) -> Option<u64> {
     headroom::field(text, name)
 }
 
-/// Whether all memory is marked, and the merged zero pages in KiB.
+/// Whether all memory is marked, and merged zero pages in KiB.
 pub fn ksm_stat(text: &[u8]) -> (bool, u64) {
     let stat = unmerge::ksm_stat(text);
     (stat.merge_any, stat.zero_kib)
 }
 
-/// A counter or knob in sysfs.
+/// The number in a counter or knob in sysfs.
 pub fn ksm_number<T: FromStr>(text: &[u8]) -> Option<T> {
     plain(text)?.parse().ok()
 }
 
-/// A file in sysfs that names its choices.
+/// The selected word in a file in sysfs that lists alternatives.
 pub fn ksm_choice(text: &[u8]) -> Option<&str> {
     ksm::chosen(plain(text)?)
 }
@@ -62,13 +60,13 @@ pub fn schedstat(text: &[u8]) -> Option<u64> {
     ksmd::parse_schedstat(text)
 }
 
-/// How many numbers a list has, and whether it meets itself.
+/// The number of elements of a list, and whether it overlaps itself.
 pub fn list(text: &str) -> (usize, bool) {
     let list = numa::List::parse(text);
     (list.iter().count(), list.meets(&list))
 }
 
-/// Processors and nodes that a process may use.
+/// The numbers of processors and memory nodes allowed for a process.
 pub fn allowed(status: &[u8]) -> Option<(usize, usize)> {
     numa::allowed(status).map(|(cpus, nodes)| (cpus.iter().count(), nodes.iter().count()))
 }
@@ -78,14 +76,14 @@ pub fn node_kib(text: &str, name: &str) -> Option<u64> {
     numa::field_kib(text, name)
 }
 
-/// What a memory block of 32768 frames that belongs to two nodes is cut into by the zones of `/proc/zoneinfo`: frames, and
-/// how many of them.
+/// The parts into which the zones of `/proc/zoneinfo` divide a memory block of 32768 frames that spans two nodes: first
+/// frame and number of frames.
 pub fn block_of_two(zones: &str) -> Vec<(u64, u64)> {
     let block = [0, 1].map(|node| (32_768, 32_768, NodeKey(node)));
     numa::divided(&block, &numa::zones_of(zones)).into_iter().map(|(first, frames, _)| (first, frames)).collect()
 }
 
-/// Pages mapped, resident, and of data.
+/// Mapped, resident and data pages.
 pub fn statm(text: &[u8]) -> Result<[u64; 3], &'static str> {
     targets::Sizes::parse(text).map(|sizes| [sizes.mapped, sizes.resident, sizes.data])
 }
@@ -95,7 +93,7 @@ pub fn page_range(start: u64, end: u64, categories: u64) -> PageRange {
     PageRange::between(start, end, categories)
 }
 
-/// What a thread blocks in: call, arguments and program counter.
+/// What a thread does: the system call it blocks in with number, arguments and program counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blocked {
     Running,
@@ -103,7 +101,7 @@ pub enum Blocked {
     In(i64, [u64; 6], u64),
 }
 
-/// The activity, and whether a thread in this state would be chosen.
+/// The activity of a thread, and whether the injector would choose a thread in this state.
 pub fn activity(text: &[u8], state: u8) -> Result<(Blocked, bool), &'static str> {
     let activity = Activity::parse(text)?;
     let blocked = match activity {
@@ -114,26 +112,26 @@ pub fn activity(text: &[u8], state: u8) -> Result<(Blocked, bool), &'static str>
     Ok((blocked, fitness(state, activity).is_some()))
 }
 
-/// Executable mappings, the vDSO's first.
+/// Executable mappings, the vDSO first.
 pub fn executable(maps: &[u8]) -> Vec<(u64, u64)> {
     gadget::executable(maps)
 }
 
-/// A request to the injector: whether written and read again it is the same, and how long its answer may take.
+/// Parses a request to the injector: whether printing and parsing it again gives the same, and its time limit.
 pub fn injector_request(line: &[u8]) -> Option<(bool, Duration)> {
     let request: worker::Request = serde_json::from_slice(line).ok()?;
     let again = serde_json::to_vec(&request).ok().and_then(|line| serde_json::from_slice(&line).ok());
     Some((again.is_some_and(|again| request == again), worker::patience(request.calls.len(), &request.limits)))
 }
 
-/// An injector's reply: whether written and read again it is the same.
+/// Parses a reply of the injector: whether printing and parsing it again gives the same.
 pub fn injector_reply(line: &[u8]) -> Option<bool> {
     let reply: worker::Reply = serde_json::from_slice(line).ok()?;
     let again = serde_json::to_vec(&reply).ok().and_then(|line| serde_json::from_slice(&line).ok());
     Some(again.is_some_and(|again| reply == again))
 }
 
-/// How many numbers a list like `0-3,8` names.
+/// The number of elements in a list like `0-3,8`.
 pub fn count_list(text: &str) -> Option<u32> {
     facts::count_list(text)
 }

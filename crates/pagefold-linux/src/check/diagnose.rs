@@ -1,46 +1,46 @@
-//! What a machine's facts mean for pagefold, and what to do about it.
+//! Findings of `pagefold doctor`: what the facts about the machine mean for pagefold, and what to do.
 //!
-//! Pure judgement over [`Facts`]: each check looks at one matter and says one thing about it.
+//! Each check judges some of [`MachineFacts`] and makes one finding. To add one, write a function and list it in [`judge`].
 
-use crate::check::facts::{Cgroups, Fact, Facts, Release, Roots};
+use crate::check::facts::{Cgroups, Fact, MachineFacts, MachinePaths, Release};
 use serde::Serialize;
 
 /// How much a finding matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// As it should be.
+    /// Nothing to do.
     Ok,
-    /// Worth knowing; nothing is lost.
+    /// Worth knowing, without consequences for pagefold.
     Note,
-    /// pagefold runs, with something missing or at a cost.
+    /// pagefold runs, with a feature missing or at a higher cost.
     Warning,
-    /// `pagefold run` cannot work like this.
+    /// `pagefold run` cannot work.
     Blocker,
 }
 
-/// One thing found.
+/// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// The matter, a stable short name.
+    /// Stable identifier.
     pub id: &'static str,
     /// How much it matters.
     pub severity: Severity,
-    /// What is so.
+    /// The state found.
     pub what: String,
-    /// Why that matters. Empty when all is well.
+    /// Why that matters. Empty for [`Severity::Ok`].
     pub why: String,
-    /// What to do. Empty when there is nothing to do.
+    /// What to do. Empty for [`Severity::Ok`].
     pub todo: String,
 }
 
-/// Looks at the machine and judges it.
-pub fn examine(roots: &Roots) -> Vec<Finding> {
-    judge(&Facts::gather(roots))
+/// Reads the facts about the machine and judges them.
+pub fn examine(roots: &MachinePaths) -> Vec<Finding> {
+    judge(&MachineFacts::gather(roots))
 }
 
-/// Judges facts.
-pub fn judge(facts: &Facts) -> Vec<Finding> {
+/// Makes all findings.
+pub fn judge(facts: &MachineFacts) -> Vec<Finding> {
     let checks = [
         kernel,
         ksm,
@@ -65,9 +65,9 @@ pub fn judge(facts: &Facts) -> Vec<Finding> {
     checks.iter().map(|check| check(facts)).collect()
 }
 
-/// The oldest kernel supported: PR_SET_MEMORY_MERGE and general_profit.
+/// Oldest supported kernel: PR_SET_MEMORY_MERGE and general_profit.
 const OLDEST: Release = Release(6, 4);
-/// From here on: inheritance through exec, `KSM:` in smaps, PAGEMAP_SCAN.
+/// First kernel with inheritance through exec, `KSM:` in smaps and PAGEMAP_SCAN.
 const FULL: Release = Release(6, 7);
 
 type Check = Finding;
@@ -92,55 +92,59 @@ fn blocker(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> 
     finding(Severity::Blocker, id, what, why, todo)
 }
 
-fn kernel(facts: &Facts) -> Check {
+fn kernel(facts: &MachineFacts) -> Check {
     let name = format!("Linux {}", facts.release_text);
     match facts.release {
         Fact::Is(release) if release >= FULL => ok("kernel", name),
         Fact::Is(release) if release >= OLDEST => note(
             "kernel",
             format!("{name}, older than {FULL}"),
-            "`pagefold exec` loses its mark at the next exec, and looking at page tables costs more",
-            "nothing, or a newer kernel",
+            "the mark set by `pagefold exec` is lost at the next exec, and reading page tables costs more",
+            "nothing, or install a newer kernel",
         ),
         Fact::Is(_) => blocker(
             "kernel",
             format!("{name}, older than {OLDEST}"),
-            "KSM lacks the counters that pagefold steers by",
+            "KSM lacks counters that pagefold needs",
             "install a newer kernel",
         ),
-        _ => warning("kernel", "the kernel's version is not to be read", "what it can do is guessed", "mount /proc"),
+        _ => warning("kernel", "the kernel version cannot be read", "its features are not known", "mount /proc"),
     }
 }
 
-fn ksm(facts: &Facts) -> Check {
+fn ksm(facts: &MachineFacts) -> Check {
     match &facts.ksm {
         Fact::Is((_, counters)) => {
             let pages = counters.pages_sharing.0 + counters.ksm_zero_pages.unwrap_or_default().0;
             let saved = pagefold_core::units::Pages(pages).bytes().mib();
             ok(
                 "ksm",
-                if pages == 0 { "KSM is there, nothing merged".into() } else { format!("KSM saves {saved:.1} MiB") },
+                if pages == 0 {
+                    "KSM is available, nothing is merged".into()
+                } else {
+                    format!("KSM saves {saved:.1} MiB")
+                },
             )
         }
         Fact::Absent => blocker(
             "ksm",
             "the kernel has no KSM, or one too old",
-            "KSM is what merges pages; without it pagefold can only look (`pagefold scan`)",
+            "KSM merges the pages; without it pagefold can only measure (`pagefold scan`)",
             "use a kernel built with CONFIG_KSM=y; in a container, make /sys visible",
         ),
         Fact::Denied => {
-            blocker("ksm", "KSM's files may not be read", "a policy hides /sys/kernel/mm/ksm", "run as root")
+            blocker("ksm", "KSM's files cannot be read", "access to /sys/kernel/mm/ksm is denied", "run as root")
         }
         Fact::Malformed(what) => blocker(
             "ksm",
-            format!("KSM's files are not understood: {what}"),
-            "pagefold steers by them",
+            format!("KSM's files cannot be parsed: {what}"),
+            "pagefold needs them to control KSM",
             "report this as a bug",
         ),
     }
 }
 
-fn run(facts: &Facts) -> Check {
+fn run(facts: &MachineFacts) -> Check {
     let Fact::Is((knobs, counters)) = &facts.ksm else { return ok("run", "ksmd: see ksm") };
     let ours = facts.lock_holder.known().is_some();
     let merged = counters.pages_sharing.0 > 0;
@@ -149,119 +153,122 @@ fn run(facts: &Facts) -> Check {
         1 => blocker(
             "run",
             "ksmd is running already (run is 1)",
-            "somebody else drives KSM, or left it running; the kernel does not tell who",
-            "if nobody needs it: echo 0 > /sys/kernel/mm/ksm/run",
+            "an administrator or another program drives KSM, or left it running; the kernel does not show which",
+            "if it is not needed: echo 0 > /sys/kernel/mm/ksm/run",
         ),
         _ if merged && !ours => note(
             "run",
             "ksmd is stopped, with pages still merged",
-            "they stay merged for as long as nobody writes to them, but max_page_sharing cannot be set meanwhile",
+            "they stay merged until they are written, and max_page_sharing cannot be set meanwhile",
             "nothing; or, to unmerge all: echo 2 > /sys/kernel/mm/ksm/run, then 0",
         ),
-        _ => ok("run", "ksmd is at rest"),
+        _ => ok("run", "ksmd is stopped"),
     }
 }
 
-fn advisor(facts: &Facts) -> Check {
+fn advisor(facts: &MachineFacts) -> Check {
     match facts.ksm.known() {
         Some((knobs, _)) if knobs.advisor_on() => blocker(
             "advisor",
             format!("the kernel's advisor is on ({})", knobs.advisor_mode.as_deref().unwrap_or("?")),
-            "it sets pages_to_scan by itself and refuses that anybody else does",
+            "it sets pages_to_scan and refuses other writes to it",
             "echo none > /sys/kernel/mm/ksm/advisor_mode",
         ),
         _ => ok("advisor", "the kernel's advisor is off"),
     }
 }
 
-fn programs(facts: &Facts) -> Check {
+fn programs(facts: &MachineFacts) -> Check {
     let running = facts.programs.known().map(Vec::as_slice).unwrap_or_default();
     let named = running.iter().map(|(pid, name)| format!("{name} (pid {pid})")).collect::<Vec<_>>().join(", ");
     if running.iter().any(|(_, name)| name == "ksmtuned") {
         blocker(
             "programs",
             format!("{named} is running"),
-            "ksmtuned turns the same knobs by its own rules",
+            "ksmtuned sets the same knobs as pagefold",
             "systemctl disable --now ksmtuned",
         )
     } else if !running.is_empty() {
         warning(
             "programs",
             format!("{named} is running"),
-            "it marks memory of programs of its own choice, which every scan then walks",
-            "stop it, or leave those programs to it",
+            "it marks memory of other programs, which every ksmd scan then includes",
+            "stop it, or keep those programs out of pagefold's scope",
         )
     } else if let Fact::Is(_) = facts.programs {
         ok("programs", "no other program uses KSM")
     } else {
-        note("programs", "other programs are not to be seen", "one that drives KSM would go unnoticed", "mount /proc")
+        note("programs", "the process list cannot be read", "programs that drive KSM are not detected", "mount /proc")
     }
 }
 
-fn lock(facts: &Facts) -> Check {
+fn lock(facts: &MachineFacts) -> Check {
     match &facts.lock_holder {
         Fact::Is(holder) => {
             let pid = holder.pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
             note(
                 "lock",
                 format!("another pagefold drives KSM{pid}"),
-                "there can be one at a time",
-                "talk to it: pagefold status",
+                "only one can run at a time",
+                "see pagefold status",
             )
         }
         Fact::Absent => ok("lock", "no other pagefold is running"),
-        Fact::Denied => note("lock", "the lock may not be looked at", "another pagefold may be running", "run as root"),
+        Fact::Denied => note("lock", "the lock file cannot be read", "another pagefold may be running", "run as root"),
         Fact::Malformed(what) => {
-            warning("lock", format!("the lock: {what}"), "it must be taken before a run", "remove that file")
+            warning("lock", format!("the lock: {what}"), "a run must take the lock", "remove that file")
         }
     }
 }
 
-fn state(facts: &Facts) -> Check {
+fn state(facts: &MachineFacts) -> Check {
     match &facts.state {
-        Fact::Absent => ok("state", "no earlier run left anything turned"),
-        Fact::Is(found) if found.holder_alive => ok("state", "KSM's knobs are kept safe by the running pagefold"),
-        Fact::Is(found) if !found.this_boot => ok("state", "a state file of an earlier boot, which means nothing now"),
+        Fact::Absent => ok("state", "no earlier run left knobs changed"),
+        Fact::Is(found) if found.holder_alive => ok("state", "the running pagefold has saved KSM's knobs"),
+        Fact::Is(found) if !found.this_boot => ok("state", "a state file of an earlier boot, which is obsolete"),
         Fact::Is(found) => {
             let knobs = found.state.turned.keys().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             if found.state.holder.is_some() {
                 warning(
                     "state",
-                    format!("a run that was killed left turned: {knobs}"),
-                    "ksmd may be scanning to nobody's benefit",
+                    format!("a run that was killed left these knobs changed: {knobs}"),
+                    "ksmd may be scanning without need",
                     "pagefold doctor --fix (the next run does it too)",
                 )
             } else {
                 note(
                     "state",
-                    format!("still to be put back: {knobs}"),
+                    format!("knobs not yet restored: {knobs}"),
                     "the kernel allows it only while nothing is merged",
                     "pagefold doctor --fix, once nothing is merged",
                 )
             }
         }
-        Fact::Denied => {
-            note("state", "the state file may not be read", "a crashed run would go unnoticed", "run as root")
-        }
+        Fact::Denied => note("state", "the state file cannot be read", "a crashed run is not detected", "run as root"),
         Fact::Malformed(what) => blocker(
             "state",
             what.clone(),
-            "how KSM's knobs stood cannot be told",
+            "the original values of KSM's knobs are not known",
             "check the knobs, then remove that file",
         ),
     }
 }
 
-/// The capabilities that folding needs: bit, name, what for.
+/// The capabilities that merging needs: bit, name, purpose.
 const CAPABILITIES: [(u32, &str, &str); 3] = [
     (2, "CAP_DAC_READ_SEARCH", "to read other users' /proc entries"),
-    (19, "CAP_SYS_PTRACE", "to read and mark other users' programs"),
-    (21, "CAP_SYS_ADMIN", "to see frames and to mark programs under a seccomp filter"),
+    (19, "CAP_SYS_PTRACE", "to read and mark other users' processes"),
+    (21, "CAP_SYS_ADMIN", "to read frame numbers and to mark processes under a seccomp filter"),
 ];
 
-fn capabilities(facts: &Facts) -> Check {
+fn capabilities(facts: &MachineFacts) -> Check {
     let (Fact::Is(held), Fact::Is(uid)) = (&facts.capabilities, &facts.uid) else {
-        return warning("capabilities", "our own rights are not to be read", "what fails will say so", "mount /proc");
+        return warning(
+            "capabilities",
+            "our capabilities cannot be read",
+            "missing ones show only when something fails",
+            "mount /proc",
+        );
     };
     let has = |bit: u32| held >> bit & 1 == 1;
     let missing: Vec<_> = CAPABILITIES.iter().filter(|(bit, ..)| !has(*bit)).collect();
@@ -269,78 +276,78 @@ fn capabilities(facts: &Facts) -> Check {
     // KSM's files belong to root and have mode 0644.
     let may_steer = *uid == 0 || has(1);
     match (may_steer, missing.is_empty()) {
-        (true, true) => ok("capabilities", "all rights that pagefold uses"),
+        (true, true) => ok("capabilities", "all capabilities that pagefold needs"),
         (true, false) => {
-            blocker("capabilities", format!("missing: {listed}"), "run, unmerge and demo refuse without", "grant them")
+            blocker("capabilities", format!("missing: {listed}"), "run, unmerge and demo need them", "grant them")
         }
         (false, _) => blocker(
             "capabilities",
-            "KSM may not be steered by this user",
-            "its files belong to root; reading other users' programs needs more rights too",
+            "this user must not control KSM",
+            "its files belong to root, and reading other users' processes needs capabilities",
             "run as root",
         ),
     }
 }
 
-fn page_monitor(facts: &Facts) -> Check {
+fn page_monitor(facts: &MachineFacts) -> Check {
     match (&facts.frames_visible, &facts.page_flags) {
-        (Fact::Is(true), Fact::Is(())) => ok("page-monitor", "page maps show frames and flags"),
+        (Fact::Is(true), Fact::Is(())) => ok("page-monitor", "frame numbers and page flags are visible"),
         (Fact::Absent, _) | (_, Fact::Absent) => warning(
             "page-monitor",
             "the kernel was built without CONFIG_PROC_PAGE_MONITOR",
-            "which pages are merged cannot be told one by one",
+            "single merged pages cannot be recognised",
             "use a kernel built with it",
         ),
         _ => warning(
             "page-monitor",
-            "page maps hide frames or flags from us",
-            "which pages are merged cannot be told one by one",
+            "frame numbers or page flags are hidden from us",
+            "single merged pages cannot be recognised",
             "run as root with CAP_SYS_ADMIN",
         ),
     }
 }
 
-fn ksm_stat(facts: &Facts) -> Check {
+fn ksm_stat(facts: &MachineFacts) -> Check {
     match facts.ksm_stat {
         Fact::Is(()) => ok("ksm-stat", "merged pages are counted per process"),
-        _ => note("ksm-stat", "no /proc/PID/ksm_stat", "savings are not told per process", "nothing"),
+        _ => note("ksm-stat", "no /proc/PID/ksm_stat", "savings are not counted per process", "nothing"),
     }
 }
 
-fn ptrace(facts: &Facts) -> Check {
+fn ptrace(facts: &MachineFacts) -> Check {
     match facts.ptrace_scope {
         Fact::Is(3) => warning(
             "ptrace",
-            "ptrace is forbidden for all until the next boot (yama ptrace_scope is 3)",
+            "ptrace is disabled until the next boot (yama ptrace_scope is 3)",
             "running programs cannot be marked",
-            "start programs by `pagefold exec`, or boot with kernel.yama.ptrace_scope below 3",
+            "start programs with `pagefold exec`, or boot with kernel.yama.ptrace_scope below 3",
         ),
         Fact::Is(scope @ 1..) => ok("ptrace", format!("ptrace is allowed with CAP_SYS_PTRACE (scope {scope})")),
         Fact::Is(0) | Fact::Absent => ok("ptrace", "ptrace is allowed"),
-        _ => note("ptrace", "yama's ptrace_scope is not to be read", "marking may be refused", "nothing"),
+        _ => note("ptrace", "yama's ptrace_scope cannot be read", "marking may be refused", "nothing"),
     }
 }
 
-fn seccomp(facts: &Facts) -> Check {
+fn seccomp(facts: &MachineFacts) -> Check {
     match facts.seccomp {
         Fact::Is(0) | Fact::Absent => ok("seccomp", "no filter on pagefold itself"),
         _ => warning(
             "seccomp",
             "pagefold itself runs under a seccomp filter",
-            "the kernel then refuses to lift a target's filter for the one call that marks it",
-            "run it outside of the container, or with seccomp=unconfined",
+            "the kernel then refuses to suspend the filter of a target for the call that marks it",
+            "run it outside the container, or with seccomp=unconfined",
         ),
     }
 }
 
-fn huge_pages(facts: &Facts) -> Check {
+fn huge_pages(facts: &MachineFacts) -> Check {
     let Fact::Is(mode) = &facts.huge_pages else { return ok("huge-pages", "no transparent huge pages") };
     let zero = facts.ksm.known().is_some_and(|(knobs, _)| knobs.use_zero_pages);
     if mode == "always" && !zero {
         note(
             "huge-pages",
-            "huge pages are always used, and use_zero_pages is 0",
-            "recent kernels then merge at a tenth of the speed; and a merge splits a huge page",
+            "transparent huge pages are set to always, and use_zero_pages is 0",
+            "recent kernels then merge at a tenth of the speed, and a merge splits a huge page",
             "`pagefold run` sets use_zero_pages; if you drive KSM yourself, set it to 1",
         )
     } else {
@@ -348,65 +355,67 @@ fn huge_pages(facts: &Facts) -> Check {
     }
 }
 
-/// Below this, splitting large mappings leaves programs too few.
+/// Below this limit, splitting large mappings leaves programs too few.
 const FEW_MAPS: u64 = 16_384;
 
-fn map_count(facts: &Facts) -> Check {
+fn map_count(facts: &MachineFacts) -> Check {
     match facts.max_map_count {
         Fact::Is(count) if count < FEW_MAPS => warning(
             "map-count",
-            format!("a process may have only {count} mappings"),
-            "marking part of a mapping splits it, so large ones will be marked whole or not at all",
+            format!("a process can have only {count} mappings"),
+            "marking part of a mapping splits it, so large mappings are marked whole or not at all",
             "sysctl vm.max_map_count=65530",
         ),
-        Fact::Is(count) => ok("map-count", format!("{count} mappings a process")),
-        _ => note("map-count", "vm.max_map_count is not to be read", "the kernel's usual 65530 is assumed", "nothing"),
+        Fact::Is(count) => ok("map-count", format!("{count} mappings per process")),
+        _ => {
+            note("map-count", "vm.max_map_count cannot be read", "the kernel's default of 65530 is assumed", "nothing")
+        }
     }
 }
 
-fn nodes(facts: &Facts) -> Check {
+fn nodes(facts: &MachineFacts) -> Check {
     let across = facts.ksm.known().and_then(|(knobs, _)| knobs.merge_across_nodes);
     match (facts.nodes.known().copied().unwrap_or(1), across) {
         (count @ 2.., Some(true)) => note(
             "nodes",
-            format!("{count} NUMA nodes, merged across"),
-            "a merged page is far from all but one node's programs",
-            "nothing: `pagefold run` gives every node its share; --placement local-only keeps nodes apart and saves less",
+            format!("{count} NUMA nodes, merged across nodes"),
+            "a merged page is remote for programs on all nodes but one",
+            "nothing: `pagefold run` places merged pages; --placement local-only does not merge across nodes and saves less",
         ),
-        (count @ 2.., _) => ok("nodes", format!("{count} NUMA nodes, kept apart")),
+        (count @ 2.., _) => ok("nodes", format!("{count} NUMA nodes, not merged across nodes")),
         _ => ok("nodes", "one NUMA node"),
     }
 }
 
-fn swap(facts: &Facts) -> Check {
+fn swap(facts: &MachineFacts) -> Check {
     match facts.swap_total_kib {
         Fact::Is(0) | Fact::Absent => note(
             "swap",
             "no swap",
-            "memory that was saved and then given away is missing when programs write to merged pages",
-            "leave part of what is saved free, or add swap",
+            "writes to merged pages need memory again, which may be used otherwise by then",
+            "leave part of the saved memory free, or add swap",
         ),
         Fact::Is(kib) => ok("swap", format!("{} MiB of swap", kib / 1024)),
-        _ => note("swap", "swap is not to be read", "it may be missing", "nothing"),
+        _ => note("swap", "the size of swap cannot be read", "there may be none", "nothing"),
     }
 }
 
-fn pressure(facts: &Facts) -> Check {
+fn pressure(facts: &MachineFacts) -> Check {
     match facts.pressure {
         Fact::Is(()) => ok("pressure", "memory pressure is measured"),
         _ => note(
             "pressure",
             "no pressure stall information",
-            "the automatic governor goes by free memory alone",
+            "the automatic governor uses available memory only",
             "boot with psi=1",
         ),
     }
 }
 
-fn cgroups(facts: &Facts) -> Check {
+fn cgroups(facts: &MachineFacts) -> Check {
     match facts.cgroups {
         Cgroups::Unified => ok("cgroups", "cgroups, version 2"),
-        Cgroups::Hybrid => ok("cgroups", "cgroups, version 1 with version 2 beside"),
+        Cgroups::Hybrid => ok("cgroups", "cgroups, versions 1 and 2"),
         Cgroups::Legacy => {
             note("cgroups", "cgroups, version 1 only", "a frozen program cannot be marked until it thaws", "nothing")
         }
@@ -414,16 +423,16 @@ fn cgroups(facts: &Facts) -> Check {
     }
 }
 
-fn page_size(facts: &Facts) -> Check {
+fn page_size(facts: &MachineFacts) -> Check {
     match facts.page_size {
         Fact::Is(4096) => ok("page-size", "pages of 4 KiB"),
         Fact::Is(size) => blocker(
             "page-size",
             format!("pages of {} KiB", size / 1024),
-            "pagefold knows pages of 4 KiB only",
+            "pagefold supports pages of 4 KiB only",
             "use a kernel with 4 KiB pages",
         ),
-        _ => note("page-size", "the page size is not to be read", "4 KiB is assumed", "mount /proc"),
+        _ => note("page-size", "the page size cannot be read", "4 KiB is assumed", "mount /proc"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! One flaw at a time in a tree that is otherwise well.
+//! Findings for fixtures with one problem each.
 
 use super::*;
 use crate::check::facts::fixture::{healthy, set_frame};
@@ -8,8 +8,8 @@ use crate::ksm::state_file::{Holder, State};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What is found wrong after `spoil`, by id and severity.
-fn found(spoil: impl FnOnce(&Path, &Roots)) -> Vec<(&'static str, Severity)> {
+/// The findings that are not ok after `spoil`, by id and severity.
+fn found(spoil: impl FnOnce(&Path, &MachinePaths)) -> Vec<(&'static str, Severity)> {
     let dir = tempfile::tempdir().unwrap();
     let roots = healthy(dir.path());
     spoil(dir.path(), &roots);
@@ -28,7 +28,7 @@ fn write(path: &Path, text: &str) {
 }
 
 #[test]
-fn a_healthy_machine_has_nothing_wrong() {
+fn a_healthy_machine_has_no_findings() {
     assert_eq!(found(|_, _| {}), []);
 }
 
@@ -43,7 +43,7 @@ fn ids_are_distinct() {
 }
 
 #[test]
-fn each_flaw_in_a_file_is_found_alone() {
+fn each_problem_in_a_file_makes_one_finding() {
     use Severity::{Blocker, Note, Warning};
     let limited = "Uid:\t0\t0\t0\t0\nCapEff:\t0000000000080006\nSeccomp:\t0\n";
     let user = "Uid:\t1000\t1000\t0\t0\nCapEff:\t0000000000000000\nSeccomp:\t0\n";
@@ -71,7 +71,7 @@ fn each_flaw_in_a_file_is_found_alone() {
 }
 
 #[test]
-fn each_file_that_is_missing_is_found() {
+fn each_missing_file_makes_one_finding() {
     use Severity::{Note, Warning};
     for (path, id, severity) in [
         ("proc/self/ksm_stat", "ksm-stat", Note),
@@ -89,7 +89,7 @@ fn each_file_that_is_missing_is_found() {
 }
 
 #[test]
-fn large_pages_block() {
+fn other_page_sizes_are_a_blocker() {
     let large = found(|_, roots| {
         let auxv: Vec<u8> = [6_u64, 65536, 0, 0].into_iter().flat_map(u64::to_ne_bytes).collect();
         std::fs::write(roots.proc.join("self/auxv"), auxv).unwrap();
@@ -98,7 +98,7 @@ fn large_pages_block() {
 }
 
 #[test]
-fn other_programs_are_found() {
+fn other_programs_that_use_ksm_are_found() {
     for (name, severity) in [("ksmtuned", Severity::Blocker), ("uksmd", Severity::Warning)] {
         let program = found(|_, roots| {
             std::fs::create_dir(roots.proc.join("77")).unwrap();
@@ -109,7 +109,7 @@ fn other_programs_are_found() {
 }
 
 #[test]
-fn a_running_pagefold_explains_a_running_ksmd() {
+fn a_running_ksmd_is_ok_if_pagefold_is_running() {
     let mut held = None;
     let running = found(|dir, roots| {
         held = Some(Lock::try_take(&roots.lock).unwrap());
@@ -120,7 +120,7 @@ fn a_running_pagefold_explains_a_running_ksmd() {
 }
 
 #[test]
-fn what_a_crash_left_is_found_and_what_is_deferred() {
+fn state_left_by_a_crash_or_deferred_is_found() {
     let left = |boot: &str, holder: Option<Holder>| {
         found(|_, roots| {
             let gone = Holder { pid: 4, start_time_ticks: 4 };

@@ -1,7 +1,7 @@
-//! What this machine is and allows, as plain facts. [`crate::check::diagnose`] judges them.
+//! MachineFacts about this machine, which [`crate::check::diagnose`] judges.
 //!
-//! Nothing here decides or changes anything: each fact is one read below a root path, and says apart
-//! whether a file is missing, refused or not understood.
+//! Nothing here decides or changes anything. Each fact is one read below a root path, and distinguishes missing, denied and
+//! malformed files.
 
 use crate::ksm::lock::{Holder, LockError, holder};
 use crate::ksm::state_file::{State, StateError, boot_id};
@@ -16,18 +16,18 @@ use std::path::{Path, PathBuf};
 /// One fact, or why it is not known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fact<T> {
-    /// It is so.
+    /// The value.
     Is(T),
-    /// This kernel has no such file, or there is no such thing.
+    /// The file does not exist.
     Absent,
-    /// We may not look.
+    /// Access is denied.
     Denied,
-    /// It could not be understood.
+    /// The file could not be read or parsed.
     Malformed(String),
 }
 
 impl<T> Fact<T> {
-    /// The value, where it is known.
+    /// The value, if known.
     pub fn known(&self) -> Option<&T> {
         if let Self::Is(value) = self { Some(value) } else { None }
     }
@@ -53,12 +53,12 @@ impl<T> Fact<T> {
     }
 }
 
-/// A kernel's version.
+/// Kernel version: major and minor number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Release(pub u32, pub u32);
 
 impl Release {
-    /// Parses the beginning of a text like `6.12.9-amd64`.
+    /// Parses the beginning of a version like `6.12.9-amd64`.
     pub fn parse(text: &str) -> Option<Self> {
         let mut parts = text.trim().split(|letter: char| !letter.is_ascii_digit());
         Some(Self(parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
@@ -80,24 +80,24 @@ pub enum Cgroups {
     Hybrid,
     /// Version 1 only.
     Legacy,
-    /// None mounted in the usual place.
+    /// None mounted at `/sys/fs/cgroup`.
     Missing,
 }
 
 /// A state file that was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FoundState {
-    /// Its content.
+    /// Its contents.
     pub state: State,
-    /// Written since this boot.
+    /// Whether it was written since this boot.
     pub this_boot: bool,
-    /// The process that wrote it still runs.
+    /// Whether the process that wrote it still runs.
     pub holder_alive: bool,
 }
 
-/// Where to look.
+/// Paths to read from.
 #[derive(Clone, Debug)]
-pub struct Roots {
+pub struct MachinePaths {
     /// `/proc`.
     pub proc: PathBuf,
     /// `/sys`.
@@ -108,7 +108,7 @@ pub struct Roots {
     pub state: PathBuf,
 }
 
-impl Default for Roots {
+impl Default for MachinePaths {
     fn default() -> Self {
         Self {
             proc: "/proc".into(),
@@ -119,36 +119,36 @@ impl Default for Roots {
     }
 }
 
-/// Everything that `doctor` looks at.
+/// All facts that `doctor` judges.
 #[derive(Clone, Debug)]
-pub struct Facts {
-    /// The kernel's version.
+pub struct MachineFacts {
+    /// Kernel version.
     pub release: Fact<Release>,
-    /// The kernel's version as it names itself.
+    /// Kernel version as text.
     pub release_text: String,
     /// KSM's knobs and counters.
     pub ksm: Fact<(Knobs, KsmCounters)>,
-    /// `/proc/PID/ksm_stat` exists.
+    /// Whether `/proc/PID/ksm_stat` exists.
     pub ksm_stat: Fact<()>,
-    /// The page map shows frame numbers.
+    /// Whether pagemap shows frame numbers.
     pub frames_visible: Fact<bool>,
-    /// `/proc/kpageflags` may be read.
+    /// Whether `/proc/kpageflags` is readable.
     pub page_flags: Fact<()>,
-    /// Effective user id.
+    /// Effective user.
     pub uid: Fact<u32>,
     /// Effective capabilities.
     pub capabilities: Fact<u64>,
-    /// Our own seccomp mode: 0 none, 1 strict, 2 filter.
+    /// Seccomp mode of this process: 0 none, 1 strict, 2 filter.
     pub seccomp: Fact<u32>,
     /// Yama's `ptrace_scope`.
     pub ptrace_scope: Fact<u32>,
     /// Transparent huge pages: `always`, `madvise` or `never`.
     pub huge_pages: Fact<String>,
-    /// Programs known to use KSM on their own, that are running.
+    /// Running programs that are known to use KSM.
     pub programs: Fact<Vec<(i32, String)>>,
-    /// The holder of the lock. Absent when it is free.
+    /// Holder of the lock. Absent if it is free.
     pub lock_holder: Fact<Holder>,
-    /// A state file. Absent when there is none.
+    /// State file. Absent if there is none.
     pub state: Fact<FoundState>,
     /// `vm.max_map_count`.
     pub max_map_count: Fact<u64>,
@@ -164,12 +164,12 @@ pub struct Facts {
     pub cgroups: Cgroups,
 }
 
-/// Programs that use KSM on their own.
+/// Programs that use KSM independently of pagefold.
 pub const KSM_PROGRAMS: [&str; 3] = ["ksmtuned", "uksmd", "uksmdstats"];
 
-impl Facts {
-    /// Looks at everything. Changes nothing.
-    pub fn gather(roots: &Roots) -> Self {
+impl MachineFacts {
+    /// Reads all facts. Changes nothing.
+    pub fn gather(roots: &MachinePaths) -> Self {
         let proc = |path: &str| roots.proc.join(path);
         let release_text = read(&proc("sys/kernel/osrelease"));
         let status = read(&proc("self/status"));
@@ -223,7 +223,7 @@ fn parsed<T>(text: Fact<String>, parse: impl FnOnce(&str) -> Option<T>) -> Fact<
     text.and_then(|text| parse(&text).map_or_else(|| Fact::Malformed(text.trim().to_owned()), Fact::Is))
 }
 
-/// The rest of the line that begins with `name`.
+/// The rest of the first line that begins with `name`.
 fn line_of(text: &str, name: &str) -> Fact<String> {
     match text.lines().find_map(|line| line.strip_prefix(name)) {
         Some(rest) => Fact::Is(rest.to_owned()),
@@ -231,7 +231,7 @@ fn line_of(text: &str, name: &str) -> Fact<String> {
     }
 }
 
-/// How many numbers a list like `0-3,8` names.
+/// The number of elements in a list like `0-3,8`.
 pub(crate) fn count_list(text: &str) -> Option<u32> {
     text.trim().split(',').try_fold(0_u32, |count, part| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -250,9 +250,9 @@ fn ksm(root: &Path) -> Fact<(Knobs, KsmCounters)> {
     }
 }
 
-fn state(roots: &Roots) -> Fact<FoundState> {
+fn state(roots: &MachinePaths) -> Fact<FoundState> {
     match State::load(&roots.state) {
-        // What cannot be looked at is no reason to take the file for one that is done with.
+        // If its boot or its holder cannot be checked, the file must not count as obsolete.
         Ok(Some(state)) => match (boot_id(&roots.proc), state.holder.map(|holder| holder.is_alive(&roots.proc))) {
             (Err(error), _) => Fact::Malformed(error.to_string()),
             (_, Some(Err(error))) => Fact::Malformed(error.to_string()),
@@ -268,10 +268,10 @@ fn state(roots: &Roots) -> Fact<FoundState> {
     }
 }
 
-/// A page that is present once it has been read, to be found in our own page map.
+/// A byte whose page is present once it has been read, to be found in our own pagemap.
 static PROBE: [u8; 1] = [1];
 
-/// Where the probe's entry lies in the page map: 8 bytes a page.
+/// Offset of the probe's entry in pagemap, which has 8 bytes per page.
 fn probe_offset() -> u64 {
     let page = PROBE.as_ptr().addr() / pagefold_core::units::PAGE_SIZE;
     u64::try_from(page).unwrap_or(0) * 8
@@ -286,7 +286,7 @@ fn frames_visible(pagemap: &Path) -> Fact<bool> {
     Fact::from_io(read.map(|()| u64::from_ne_bytes(entry) & FRAME != 0))
 }
 
-/// The kernel tells a process its page size in the auxiliary vector: pairs of words, AT_PAGESZ is 6.
+/// The page size in the auxiliary vector, which consists of pairs of words; AT_PAGESZ is 6.
 fn page_size(auxv: &Path) -> Fact<u64> {
     Fact::from_io(std::fs::read(auxv)).and_then(|bytes| {
         let malformed = || Fact::Malformed("no page size in the auxiliary vector".to_owned());
@@ -318,7 +318,7 @@ pub(crate) mod fixture {
     use super::*;
     use std::fs::{OpenOptions, create_dir_all, write};
 
-    pub fn healthy(dir: &Path) -> Roots {
+    pub fn healthy(dir: &Path) -> MachinePaths {
         let (proc, sys) = (dir.join("proc"), dir.join("sys"));
         for at in ["self", "pressure", "sys/kernel/random", "sys/kernel/yama", "sys/vm"] {
             create_dir_all(proc.join(at)).unwrap();
@@ -347,7 +347,7 @@ pub(crate) mod fixture {
         let auxv: Vec<u8> = [33_u64, 7, 6, 4096, 0, 0].into_iter().flat_map(u64::to_ne_bytes).collect();
         write(proc.join("self/auxv"), auxv).unwrap();
         set_frame(&proc, 1234);
-        Roots { proc, sys, lock: dir.join("lock"), state: dir.join("state.json") }
+        MachinePaths { proc, sys, lock: dir.join("lock"), state: dir.join("state.json") }
     }
 
     /// The frame number that the page map shows for the probe, in a file that is hole but for that.
@@ -363,7 +363,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn releases_compare_as_versions() {
+    fn releases_are_compared_numerically() {
         assert_eq!(Release::parse("6.12.9-amd64\n"), Some(Release(6, 12)));
         assert_eq!(Release::parse("7.0-rc1"), Some(Release(7, 0)));
         assert!(Release(6, 4) < Release(6, 12) && Release(5, 19) < Release(6, 4));
@@ -381,9 +381,9 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_tree_is_read() {
+    fn all_facts_are_read() {
         let dir = tempfile::tempdir().unwrap();
-        let facts = Facts::gather(&fixture::healthy(dir.path()));
+        let facts = MachineFacts::gather(&fixture::healthy(dir.path()));
         assert_eq!(facts.release, Fact::Is(Release(6, 12)));
         assert_eq!(facts.capabilities, Fact::Is(0x1ff_ffff_ffff));
         assert_eq!((facts.uid, facts.seccomp, facts.ptrace_scope), (Fact::Is(0), Fact::Is(0), Fact::Is(1)));
@@ -394,20 +394,20 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_tree_is_all_absent() {
+    fn facts_of_an_empty_tree_are_absent() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        let facts = Facts::gather(&Roots { proc: at("p"), sys: at("s"), lock: at("l"), state: at("t") });
+        let facts = MachineFacts::gather(&MachinePaths { proc: at("p"), sys: at("s"), lock: at("l"), state: at("t") });
         assert_eq!((facts.release, facts.uid, facts.frames_visible), (Fact::Absent, Fact::Absent, Fact::Absent));
         assert!(matches!(facts.ksm, Fact::Absent));
         assert_eq!(facts.cgroups, Cgroups::Missing);
     }
 
     #[test]
-    fn hidden_frames_are_seen_to_be_hidden() {
+    fn hidden_frame_numbers_are_detected() {
         let dir = tempfile::tempdir().unwrap();
         let roots = fixture::healthy(dir.path());
         fixture::set_frame(&roots.proc, 0);
-        assert_eq!(Facts::gather(&roots).frames_visible, Fact::Is(false));
+        assert_eq!(MachineFacts::gather(&roots).frames_visible, Fact::Is(false));
     }
 }

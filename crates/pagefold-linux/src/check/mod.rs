@@ -1,4 +1,4 @@
-//! Whether this machine is fit: facts about it, and what they mean for pagefold.
+//! Whether pagefold can run on this machine: facts about it, and the findings of `pagefold doctor`.
 
 pub mod diagnose;
 pub mod facts;

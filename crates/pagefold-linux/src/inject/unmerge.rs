@@ -15,7 +15,7 @@ use crate::proc::headroom::headroom;
 use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::memory::PageReader;
 use crate::proc::merge_any::PR_SET_MEMORY_MERGE;
-use crate::proc::numa::Near;
+use crate::proc::numa::PreferNode;
 use crate::proc::pagemap::tells_merged;
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
@@ -99,7 +99,7 @@ pub(crate) fn in_steps(
         _ => Ok(()),
     };
     let mut reader = PageReader::new();
-    let _near = Near::to(process);
+    let _prefer_node = PreferNode::of(process);
     for call in calls {
         if call.nr == libc::SYS_madvise && tells_merged() {
             for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(STEP_BYTES)) {

@@ -1,56 +1,56 @@
-//! Reads that may never come back.
+//! Reads that may never return, on a thread that may be abandoned.
 //!
-//! A thread of a program may hold its mmap lock for as long as something lasts that it waits for itself: a page of a file
-//! on a frozen file system, a file server that does not answer. Who then reads `smaps`, `pagemap` or `mem` of that
-//! program waits with it (`mmap_read_lock_killable` in fs/proc/task_mmu.c: only a fatal signal ends that; in
-//! mm/process_vm_access.c not even that does). Seen on 6.18 by `pagefold/tests/crash/stuck.rs`.
+//! A thread of a program may hold its mmap lock while it waits: for a page of a file on a frozen file system, or for a
+//! file server that does not respond. Meanwhile reads of `smaps`, `pagemap` and `mem` of that program block
+//! (`mmap_read_lock_killable` in fs/proc/task_mmu.c: only a fatal signal ends that; in mm/process_vm_access.c not even
+//! that does). Observed on 6.18 by `pagefold/tests/crash/stuck.rs`.
 //!
-//! So such files are read by a thread of their own. Whoever wants to know stops waiting when nothing has moved for
-//! [`LIMIT`], and leaves that thread to itself: it ends when its read comes back, or with the process.
+//! So such files are read by a separate thread. If it makes no progress for [`LIMIT`] the caller abandons it; it ends when
+//! its read returns, or with the process.
 
 use std::cell::RefCell;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// No read of one program takes so long, even on a busy machine: `smaps` of 100 GiB takes a second.
+/// Longer than any read of one program takes, even on a busy machine: `smaps` of 100 GiB takes a second.
 pub(crate) const LIMIT: Duration = Duration::from_secs(3);
 
 type Job = Box<dyn FnOnce() + Send>;
 
 thread_local! {
-    /// To the thread that reads for this one, if there is one that is not stuck.
+    /// Sends jobs to the reading thread of this thread, if it has one that is not stuck.
     static READER: RefCell<Option<Sender<Job>>> = const { RefCell::new(None) };
 }
 
-/// A read that has not come back in time.
+/// A read that has been abandoned.
 #[derive(Debug)]
 pub(crate) struct Pending(Weak<()>);
 
 impl Pending {
-    /// Whether it has come back by now.
+    /// Whether the read has returned.
     pub(crate) fn is_over(&self) -> bool {
         self.0.strong_count() == 0
     }
 }
 
-/// Has `job` done on the thread that reads. Gives up when `progress` has not changed for [`LIMIT`]. Handing it over takes
-/// some 10 us.
+/// Runs `job` on the reading thread, which takes some 10 us more than a call. Abandons it when `progress` has not changed
+/// for [`LIMIT`].
 pub(crate) fn run_abandonable<T: Send + 'static>(
     progress: impl Fn() -> u64,
     job: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Pending> {
     let alive = Arc::new(());
     let pending = Pending(Arc::downgrade(&alive));
-    let (tell, told) = channel();
-    hand_over(Box::new(move || {
-        // Whoever has given up does not listen any more.
-        let _ = tell.send(job());
+    let (sender, result) = channel();
+    send_to_reader(Box::new(move || {
+        // A caller that has abandoned the job has dropped its receiver.
+        let _ = sender.send(job());
         drop(alive);
     }));
     let mut before = progress();
     loop {
-        match told.recv_timeout(LIMIT) {
+        match result.recv_timeout(LIMIT) {
             Ok(answer) => return Ok(answer),
             Err(RecvTimeoutError::Timeout) => {
                 let now = progress();
@@ -60,13 +60,13 @@ pub(crate) fn run_abandonable<T: Send + 'static>(
                 }
                 before = now;
             }
-            // It has panicked, or there was no thread to be had: that is a read that never comes back, and is over.
+            // The job has panicked, or no thread could be started: the read has failed and is over.
             Err(RecvTimeoutError::Disconnected) => return Err(pending),
         }
     }
 }
 
-fn hand_over(job: Job) {
+fn send_to_reader(job: Job) {
     let job = match READER.take() {
         None => job,
         Some(sender) => match sender.send(job) {
@@ -96,7 +96,7 @@ mod tests {
     use std::time::Instant;
 
     #[test]
-    fn who_waits_in_vain_goes_on_and_so_do_the_others() {
+    fn stuck_jobs_are_abandoned_and_later_ones_run() {
         assert_eq!(run_abandonable(|| 0, || 7).unwrap(), 7);
         let (release, held) = channel::<()>();
         let began = Instant::now();
@@ -107,7 +107,7 @@ mod tests {
         while !pending.is_over() {
             std::thread::sleep(Duration::from_millis(1));
         }
-        // What moves is waited for.
+        // A slow job that makes progress is not abandoned.
         let steps = Arc::new(AtomicU64::new(0));
         let moving = steps.clone();
         let slow = move || {

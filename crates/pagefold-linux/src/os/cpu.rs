@@ -2,14 +2,14 @@
 
 use std::io;
 
-/// CPU time of this process, all threads, nanoseconds.
+/// CPU time of all threads of this process, nanoseconds.
 pub fn own_cpu_ns() -> u64 {
     clock_ns(libc::CLOCK_PROCESS_CPUTIME_ID).unwrap_or(0)
 }
 
-/// CPU time of the children that have ended and been waited for, and of theirs, nanoseconds (steps of 1 us).
+/// CPU time of reaped children and their reaped descendants, nanoseconds, in steps of 1 us.
 pub fn reaped_children_cpu_ns() -> u64 {
-    // SAFETY: all-zero is a valid rusage, and getrusage writes no further than its end.
+    // SAFETY: all-zero is a valid rusage, and getrusage writes only to it.
     let usage = unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         libc::getrusage(libc::RUSAGE_CHILDREN, &raw mut usage);

@@ -1,9 +1,9 @@
-//! Named faults, so that tests can have things go wrong at the worst moment.
+//! Fault injection for tests.
 //!
-//! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`: at the point of that name, from its third
-//! passage on where `@3` says so, this process kills itself as `kill -9` would, or the read or write fails with that
-//! error, or it never comes back (`=hang`). Without the variable a point costs one load. Only who starts a process sets
-//! its environment, and can kill it anyway.
+//! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`. At the named point, with `@3` from the third
+//! passage on, the process kills itself with SIGKILL, or the read or write fails with that error, or it never returns
+//! (`=hang`). Without the variable a point costs one load. The variable gives no privilege: whoever sets the environment
+//! of a process can kill it as well.
 
 use std::io::{self, Write};
 use std::sync::OnceLock;
@@ -13,12 +13,11 @@ use std::time::Duration;
 /// The environment variable.
 pub const VARIABLE: &str = "PAGEFOLD_FAULT";
 
-/// Names a file in which each read or write that was made to fail is noted once: a test that nothing came of proves
-/// nothing if nothing failed.
+/// Environment variable with the path of a file in which each injected failure is recorded once, so that a test can check
+/// that its fault occurred.
 pub const SEEN_VARIABLE: &str = "PAGEFOLD_FAULT_SEEN";
 
-/// The points of a daemon's life, and of giving memory back, at which something is left turned. Those of the injector
-/// are its own.
+/// Points of the daemon and of unmerging at which a kill leaves changes behind. The injector has its own list.
 pub const POINTS: &[&str] = &[
     "injector-started",
     "lock-taken",
@@ -57,8 +56,8 @@ pub const POINTS: &[&str] = &[
     "unmarked",
 ];
 
-/// The reads of the live layer: files below `/proc/PID` (the last part of their path), of KSM, of the whole machine,
-/// of memory cgroups, and our own.
+/// Reads: files below `/proc/PID` (the last component of their path), of KSM, of the machine, of memory cgroups, and
+/// pagefold's own files.
 pub const READS: &[&str] = &[
     "read:stat",
     "read:status",
@@ -92,7 +91,7 @@ pub const READS: &[&str] = &[
     "read:lock",
 ];
 
-/// The writes.
+/// Writes.
 pub const WRITES: &[&str] = &["write:state", "write:lock", "write:knob"];
 
 static FAULTS: OnceLock<Vec<Fault>> = OnceLock::new();
@@ -100,7 +99,7 @@ static FAULTS: OnceLock<Vec<Fault>> = OnceLock::new();
 #[derive(Debug)]
 struct Fault {
     point: String,
-    /// The passage from which on it happens, counted from 1.
+    /// First passage at which it happens, counted from 1.
     from: u64,
     what: What,
     passed: AtomicU64,
@@ -113,12 +112,12 @@ enum What {
     Hang,
 }
 
-/// Reads the variable now. Otherwise the first point does, which allocates.
+/// Reads the variable. Without this call the first point reads it, and allocates.
 pub fn init() {
     faults();
 }
 
-/// A point at which this process may be made to die. Does not allocate after [`init`].
+/// A point at which a test can kill this process. Does not allocate after [`init`].
 pub fn point(name: &str) {
     point_of(name, "");
 }
@@ -130,22 +129,25 @@ pub fn point_of(name: &str, of: &str) {
     }
 }
 
-/// A read or write that may be made to fail: `Err` instead of doing it.
+/// A point at which a test can make a read or write fail.
+///
+/// # Errors
+/// The injected error; the caller returns it instead of reading or writing.
 pub fn io(name: &str) -> io::Result<()> {
     io_of(name, "")
 }
 
-/// The same for one named `name:of`.
+/// The same for a point named `name:of`.
 pub fn io_of(name: &str, of: &str) -> io::Result<()> {
     let Some(fault) = happens(name, of) else { return Ok(()) };
-    fault.note();
+    fault.record();
     match fault.what {
         What::Errno(errno) => Err(io::Error::from_raw_os_error(errno)),
         What::Kill => {
             die();
             Ok(())
         }
-        // As one who waits for a lock that only a fatal signal frees him from.
+        // Like a wait for a lock that only a fatal signal ends.
         What::Hang => loop {
             std::thread::sleep(Duration::from_secs(3600));
         },
@@ -153,7 +155,7 @@ pub fn io_of(name: &str, of: &str) -> io::Result<()> {
 }
 
 fn die() {
-    // SAFETY: takes no memory, and does not return when it works.
+    // SAFETY: all arguments are numbers. Does not return if it succeeds.
     unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
 }
 
@@ -171,10 +173,10 @@ impl Fault {
         }
     }
 
-    fn note(&self) {
+    fn record(&self) {
         let first = self.passed.load(Ordering::Relaxed) <= self.from;
         let Some(path) = std::env::var_os(SEEN_VARIABLE).filter(|_| first) else { return };
-        // A test that finds nothing noted fails.
+        // Errors are ignored: a test that finds no record fails.
         let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
         let _ = file.and_then(|mut file| writeln!(file, "{}", self.point));
     }
@@ -184,7 +186,7 @@ fn faults() -> &'static [Fault] {
     FAULTS.get_or_init(|| std::env::var(VARIABLE).map_or(Vec::new(), |text| parse(&text)))
 }
 
-/// What cannot be read is left out: a test that names a fault wrongly finds that nothing fails.
+/// Parses the variable. Malformed entries are skipped: a test with such a fault finds that nothing fails.
 fn parse(text: &str) -> Vec<Fault> {
     let fault = |word: &str| {
         let (point, what) = word.rsplit_once('=')?;
@@ -208,21 +210,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn faults_are_named_with_their_passage() {
+    fn faults_are_parsed_with_their_passage() {
         let faults = parse("registers-set=kill,read:smaps@3=EIO,nonsense,x=y");
         let seen: Vec<_> = faults.iter().map(|fault| (fault.point.as_str(), fault.from, fault.what)).collect();
         assert_eq!(seen, [("registers-set", 1, What::Kill), ("read:smaps", 3, What::Errno(libc::EIO))]);
     }
 
     #[test]
-    fn a_name_and_what_it_is_of_go_together() {
+    fn points_match_by_full_name() {
         let names = |point: &str| ["", "run"].map(|of| parse(&format!("{point}=kill"))[0].is_of("turn", of));
         assert_eq!(names("turn"), [true, false]);
         assert_eq!(names("turn:run"), [false, true]);
         assert_eq!(names("turned:run"), [false, false]);
     }
 
-    /// A point that is in no list is in no test.
+    /// Tests iterate over the lists: a point that is in none is not tested.
     #[test]
     fn every_point_is_listed() {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -251,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_variable_nothing_happens() {
+    fn points_do_nothing_without_the_variable() {
         point("anything");
         assert!(io("anything").is_ok());
     }

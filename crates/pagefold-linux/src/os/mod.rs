@@ -1,4 +1,4 @@
-//! The machine and this process: CPU time, memory pressure, rights, signals. Nothing here knows of other processes.
+//! The machine and this process: CPU time, memory pressure, capabilities, signals. Nothing here concerns other processes.
 
 pub(crate) mod abandonable;
 pub mod cpu;

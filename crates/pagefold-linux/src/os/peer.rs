@@ -1,21 +1,21 @@
-//! Who is at the other end of a local socket.
+//! The process at the other end of a Unix socket.
 
 use std::io;
 use std::mem::size_of;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-/// The process that connected, or that listens: as it was then, whoever holds the socket by now.
+/// The process that connected or listens, as of that time. The socket may have been passed on since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its pid in our pid namespace; 0 where it has none there.
+    /// Pid in our pid namespace; 0 if it is outside.
     pub pid: i32,
-    /// Its effective user.
+    /// Effective user.
     pub uid: u32,
 }
 
 impl Peer {
-    /// Asks the kernel (`SO_PEERCRED`).
+    /// Reads `SO_PEERCRED`.
     pub fn of(stream: &UnixStream) -> io::Result<Self> {
         let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
         let mut length = libc::socklen_t::try_from(size_of::<libc::ucred>()).unwrap_or(0);
@@ -36,9 +36,9 @@ impl Peer {
     }
 }
 
-/// The user whose rights this process has.
+/// Effective user of this process.
 pub fn own_uid() -> u32 {
-    // SAFETY: no arguments, no memory, and it cannot fail.
+    // SAFETY: takes no arguments and cannot fail.
     unsafe { libc::geteuid() }
 }
 
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_other_end_is_ourselves() {
+    fn the_peer_of_a_socket_pair_is_this_process() {
         let (one, _other) = UnixStream::pair().unwrap();
         let own = Peer { pid: i32::try_from(std::process::id()).unwrap(), uid: own_uid() };
         assert_eq!(Peer::of(&one).unwrap(), own);

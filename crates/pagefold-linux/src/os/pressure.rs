@@ -1,10 +1,8 @@
-//! How scarce memory is on the machine: pressure stall information (PSI) where the kernel keeps it, and what
-//! `/proc/meminfo` calls available.
+//! Memory pressure of the machine: pressure stall information (PSI) and available memory.
 //!
-//! PSI may be left out of a kernel (no file) or switched off (the read fails with EOPNOTSUPP), and a service may be kept
-//! from either file (`ProcSubset=pid`). What is not to be had is not known; only text that is not what the kernel
-//! documents is an error. ksmtuned's measure needs no PSI: memory is scarce when less than a fifth is available
-//! (its `KSM_THRES_COEF` of 20).
+//! PSI may be missing from a kernel (no file) or disabled (reads fail with EOPNOTSUPP), and a service may be denied access
+//! to either file (`ProcSubset=pid`): then the value is unknown. Only malformed text is an error. ksmtuned's measure
+//! needs no PSI: memory is scarce when less than a fifth is available (its `KSM_THRES_COEF` of 20).
 
 use crate::os::fault;
 use pagefold_core::host::MemoryView;
@@ -15,28 +13,19 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Why memory's state cannot be told.
+/// Why the memory pressure cannot be read.
 #[derive(Debug, Error)]
+#[allow(missing_docs)]
 pub enum PressureError {
-    /// The text is not what the kernel documents.
+    /// The text is not in the documented format.
     #[error("{} is malformed: {what}", path.display())]
-    Malformed {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        what: &'static str,
-    },
+    Malformed { path: PathBuf, what: &'static str },
     /// Any other failure.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    #[error("cannot read {}: {source}", path.display())]
+    Io { path: PathBuf, source: io::Error },
 }
 
-/// The files that tell, held open. A look at both takes some 20 us.
+/// Reads the memory pressure from files held open. One read of both takes some 20 us.
 #[derive(Debug)]
 pub struct MemoryMonitor {
     meminfo: Source,
@@ -49,7 +38,7 @@ impl MemoryMonitor {
         Ok(Self { meminfo: Source::open(proc_root, "meminfo")?, pressure: Source::open(proc_root, "pressure/memory")? })
     }
 
-    /// How things stand now.
+    /// Reads the current state.
     pub fn read(&self) -> Result<MemoryView, PressureError> {
         let (total, available) = self.meminfo.read(parse_meminfo)?.unwrap_or_default();
         Ok(MemoryView { total, available, pressure: self.pressure.read(parse_pressure)? })
@@ -73,10 +62,10 @@ impl Source {
         }
     }
 
-    /// Parses what the file says now; `None` where there is none, or none for us.
+    /// Reads and parses the file; `None` if it is missing or access is denied.
     fn read<T>(&self, parse: impl Fn(&[u8]) -> Result<T, &'static str>) -> Result<Option<T>, PressureError> {
         let Some(file) = &self.file else { return Ok(None) };
-        // What is wanted stands in the first lines of both.
+        // The fields needed are in the first lines of both files.
         let mut buffer = [0; 256];
         match fault::io_of("read", self.name).and_then(|()| file.read_at(&mut buffer, 0)) {
             Ok(length) => match parse(&buffer[..length]) {
@@ -93,21 +82,21 @@ fn is_withheld(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EACCES | libc::EPERM | libc::EOPNOTSUPP))
 }
 
-/// Parses the beginning of `/proc/meminfo`: memory in all, and what is available without swapping.
+/// Parses the beginning of `/proc/meminfo`: total memory, and memory available without swapping.
 pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages), &'static str> {
     let field = |name: &[u8]| -> Result<Pages, &'static str> {
-        // Only whole lines: the last one may be cut off.
+        // Only complete lines: the last one may be truncated.
         let mut lines = text.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
         let value = lines.find_map(|line| line.strip_prefix(name)).ok_or("a field is missing")?;
         let value = std::str::from_utf8(value).map_err(|_| "a field is not ASCII")?.trim();
         let kib: u64 = value.strip_suffix(" kB").and_then(|kib| kib.parse().ok()).ok_or("a field is not in kB")?;
-        // As many bytes must be a number too.
+        // The number of bytes must not overflow.
         if kib.checked_mul(1024).is_some() { Ok(Pages(kib / 4)) } else { Err("a field is too large") }
     };
     Ok((field(b"MemTotal:")?, field(b"MemAvailable:")?))
 }
 
-/// Parses the text of `/proc/pressure/memory`: the share of the last 10 s in which some task waited for memory.
+/// Parses `/proc/pressure/memory`: the share of the last 10 s in which some task waited for memory.
 pub fn parse_pressure(text: &[u8]) -> Result<Permyriad, &'static str> {
     let line =
         text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"some ")).ok_or("no line 'some'")?;
@@ -120,7 +109,6 @@ pub fn parse_pressure(text: &[u8]) -> Result<Permyriad, &'static str> {
     }
     let number = |text: &str| text.parse::<u32>().map_err(|_| "avg10 is not a number");
     let share = Permyriad(number(whole)? * 100 + number(hundredths)?);
-    // More would count for more than it can be.
     if share <= Permyriad(10_000) { Ok(share) } else { Err("avg10 is more than 100 per cent") }
 }
 
@@ -151,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_are_read_and_what_is_not_there_is_not_known() {
+    fn missing_files_are_unknown_values() {
         let all = view(&tree(Some(MEMINFO), Some(PRESSURE))).unwrap();
         assert_eq!((all.total, all.available), (Pages(6_171_021), Pages(6_010_074)));
         assert_eq!(all.pressure, Some(Permyriad(1_234)));
@@ -161,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_keeps_no_pressure_says_so_in_one_way_or_another() {
+    fn kernels_without_psi_and_denied_access_are_no_errors() {
         for number in [libc::ENOENT, libc::EOPNOTSUPP, libc::EACCES] {
             assert!(is_withheld(&io::Error::from_raw_os_error(number)));
         }
@@ -169,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_text_is_an_error_and_no_figure() {
+    fn malformed_text_is_an_error() {
         for meminfo in [
             "",
             "MemTotal: 1 kB\n",
@@ -194,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_has_memory() {
+    fn the_state_of_this_machine_is_read() {
         let memory = MemoryMonitor::open(Path::new("/proc")).unwrap().read().unwrap();
         assert!(memory.total > memory.available && memory.available > Pages(0), "{memory:?}");
     }
@@ -208,7 +196,7 @@ mod tests {
         }
 
         #[test]
-        fn every_share_that_the_kernel_prints_is_taken(share in 0_u32..=10_000) {
+        fn every_share_is_parsed(share in 0_u32..=10_000) {
             let text = format!("some avg10={}.{:02} avg60=0.00 avg300=0.00 total=0\n", share / 100, share % 100);
             prop_assert_eq!(parse_pressure(text.as_bytes()), Ok(Permyriad(share)));
         }

@@ -1,32 +1,31 @@
-//! Giving up every right that is not needed, before anything of another program is read.
+//! Drops all capabilities that are not needed, before any other process is read.
 //!
-//! A process keeps a list of capabilities and loses all others from every set: effective, permitted, inheritable,
-//! ambient and bounding. With `no_new_privs` on top, no program it starts gets more than it has, so none of it comes
-//! back. See capabilities(7) and, for what execve makes of it, `cap_bprm_creds_from_file` in security/commoncap.c
-//! (Linux 6.12). What each is kept for, and what fails without it, is measured in docs/privileges.md.
+//! The process keeps a list of capabilities and drops all others from every set: effective, permitted, inheritable,
+//! ambient and bounding. With `no_new_privs`, programs it starts cannot gain more, so dropped capabilities do not come
+//! back. See capabilities(7) and `cap_bprm_creds_from_file` in security/commoncap.c (Linux 6.12). docs/privileges.md
+//! lists what each capability is kept for and what fails without it.
 //!
-//! Capabilities belong to threads, and new threads inherit them: give up before the first is started.
+//! Capabilities belong to threads and are inherited by new ones: drop them before starting threads.
 
 pub use caps::Capability;
 use caps::errors::CapsError;
 use caps::{CapSet, CapsHashSet};
 use thiserror::Error;
 
-/// What reading other programs' memory takes, and so all that the daemon keeps: KSM's own files need no more than the
-/// user root.
+/// Capabilities for reading other processes, which is all that the daemon keeps: KSM's files only need the user root.
 pub const READING: [Capability; 3] = [
-    // Page tables and memory of others: PTRACE_MODE_READ and PTRACE_MODE_ATTACH.
+    // Page tables and memory: PTRACE_MODE_READ and PTRACE_MODE_ATTACH.
     Capability::CAP_SYS_PTRACE,
-    // Frame numbers in pagemap, by which merged pages are told; since Linux 4.2.
+    // Frame numbers in pagemap, needed to recognise merged pages; since Linux 4.2.
     Capability::CAP_SYS_ADMIN,
     // /proc/PID/pagemap, mem and the like have mode 0400 and belong to the target's user.
     Capability::CAP_DAC_READ_SEARCH,
 ];
 
-/// What placing pages on memory nodes takes beside that: `move_pages` of pages that several programs map.
+/// Additional capability for placement on memory nodes: `move_pages` of pages that several processes map.
 pub const PLACING: Capability = Capability::CAP_SYS_NICE;
 
-/// What making other programs' calls takes.
+/// Capabilities for injecting system calls.
 pub const INJECTING: [Capability; 3] = [
     // PTRACE_SEIZE.
     Capability::CAP_SYS_PTRACE,
@@ -36,32 +35,32 @@ pub const INJECTING: [Capability; 3] = [
     Capability::CAP_DAC_READ_SEARCH,
 ];
 
-/// Why rights could not be given up.
+/// Why capabilities could not be dropped.
 #[derive(Debug, Error)]
 pub enum PrivilegeError {
-    /// The kernel refused.
-    #[error("cannot give up capabilities: {0}")]
+    /// The kernel refused to change or show capabilities.
+    #[error("cannot drop capabilities: {0}")]
     Caps(#[from] CapsError),
-    /// The kernel refused.
-    #[error("cannot give up gaining rights by execve: {0}")]
+    /// The kernel refused `no_new_privs`.
+    #[error("cannot set no_new_privs: {0}")]
     NoNewPrivs(std::io::Error),
-    /// It seemed to work and did not.
-    #[error("capabilities are left that were given up: {0:?}")]
+    /// Capabilities remain although dropping them reported success.
+    #[error("capabilities remain after they were dropped: {0:?}")]
     Left(Vec<Capability>),
 }
 
-/// Those of `needed` that this thread does not have.
+/// Those of `needed` that this thread lacks.
 pub fn missing(needed: &[Capability]) -> Result<Vec<Capability>, PrivilegeError> {
     let permitted = caps::read(None, CapSet::Permitted)?;
     Ok(needed.iter().copied().filter(|capability| !permitted.contains(capability)).collect())
 }
 
-/// Leaves this thread `kept`, as far as it has them, and nothing else, for good.
+/// Irrevocably drops all capabilities of this thread but `kept`.
 pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
     let permitted = caps::read(None, CapSet::Permitted)?;
     let kept: CapsHashSet = kept.iter().copied().filter(|capability| permitted.contains(capability)).collect();
-    // First what takes a right that is given up below. Where that right is missing, no_new_privs keeps the bounding
-    // set from giving anything back.
+    // The bounding set first, as it needs CAP_SETPCAP, which is dropped below. Without CAP_SETPCAP, no_new_privs keeps the
+    // bounding set from restoring anything.
     if permitted.contains(&Capability::CAP_SETPCAP) {
         caps::raise(None, CapSet::Effective, Capability::CAP_SETPCAP)?;
         for capability in caps::read(None, CapSet::Bounding)?.difference(&kept) {
@@ -80,17 +79,18 @@ pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
 
 fn no_new_privs() -> Result<(), PrivilegeError> {
     let (on, unused): (libc::c_ulong, libc::c_ulong) = (1, 0);
-    // SAFETY: numbers only.
+    // SAFETY: all arguments are numbers.
     if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, on, unused, unused, unused) } == 0 {
         return Ok(());
     }
     Err(PrivilegeError::NoNewPrivs(std::io::Error::last_os_error()))
 }
 
-/// Keeps this process out of core dumps and away from debuggers without rights: it holds pages of other programs.
+/// Makes this process not dumpable, which protects the pages of other processes that it holds: no core dumps, and no
+/// debuggers without privileges.
 pub fn keep_from_dumps() {
     let (off, unused): (libc::c_ulong, libc::c_ulong) = (0, 0);
-    // SAFETY: numbers only. It cannot fail with these.
+    // SAFETY: all arguments are numbers, and with these it cannot fail.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, off, unused, unused, unused) };
 }
 

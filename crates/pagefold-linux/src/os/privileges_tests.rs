@@ -5,7 +5,7 @@ use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::Vpn;
 use std::process::{Child, Command, Stdio};
 
-/// Runs on a thread of its own that has given up all but `kept`: capabilities belong to threads.
+/// Runs `act` on a separate thread that has dropped all capabilities but `kept`.
 fn with_only<T: Send>(kept: &[Capability], act: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let acting = scope.spawn(|| {
@@ -24,7 +24,7 @@ fn may_all() -> bool {
     may
 }
 
-/// A program of another user.
+/// A process of another user.
 struct Other(Child);
 
 impl Other {
@@ -34,7 +34,7 @@ impl Other {
         let pid = child.id();
         let is_asleep = || {
             let end = std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "sleep\n");
-            // Its memory is its own by then.
+            // It has executed and finished starting.
             end && std::fs::read_to_string(format!("/proc/{pid}/syscall"))
                 .is_ok_and(|call| !call.starts_with("running"))
         };
@@ -48,7 +48,7 @@ impl Other {
         Process::open(i32::try_from(self.0.id()).unwrap()).unwrap()
     }
 
-    /// The first page of its stack that is there.
+    /// The last page of its stack, which is present.
     fn page(&self) -> Vpn {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.0.id())).unwrap();
         let stack = maps.lines().find(|line| line.ends_with("[stack]")).unwrap();
@@ -78,7 +78,7 @@ fn reads(process: &Process, page: Vpn) -> bool {
 }
 
 #[test]
-fn what_is_given_up_is_gone_from_every_set() {
+fn dropped_capabilities_are_gone_from_every_set() {
     if !may_all() {
         return;
     }
@@ -91,7 +91,7 @@ fn what_is_given_up_is_gone_from_every_set() {
         for set in [CapSet::Inheritable, CapSet::Ambient] {
             assert!(caps::read(None, set).unwrap().is_empty());
         }
-        // And does not come back, neither by asking nor by a program of root's.
+        // Neither a request nor a program run by root restores them.
         assert!(caps::raise(None, CapSet::Effective, Capability::CAP_SYS_NICE).is_err());
         let status = Command::new("cat").arg("/proc/self/status").output().unwrap();
         let status = String::from_utf8(status.stdout).unwrap();
@@ -101,11 +101,11 @@ fn what_is_given_up_is_gone_from_every_set() {
             assert!(status.contains(line), "{line} is missing in {status}");
         }
     });
-    assert!(may_all(), "only that thread gave something up");
+    assert!(may_all(), "only that thread has dropped capabilities");
 }
 
 #[test]
-fn without_the_right_to_bound_what_is_given_up_does_not_come_back_either() {
+fn dropped_capabilities_do_not_come_back_without_setpcap_either() {
     if !may_all() || caps::read(None, CapSet::Permitted).unwrap().len() == READING.len() {
         return;
     }
@@ -130,9 +130,9 @@ fn without_the_right_to_bound_what_is_given_up_does_not_come_back_either() {
     });
 }
 
-/// The three, one by one: with all of them a program of another user is read, and without any of them something fails.
+/// With all three a process of another user can be read; without any one of them something fails.
 #[test]
-fn each_capability_that_is_kept_is_needed() {
+fn each_kept_capability_is_needed() {
     if !may_all() {
         return;
     }
@@ -150,7 +150,7 @@ fn each_capability_that_is_kept_is_needed() {
 }
 
 #[test]
-fn what_is_missing_is_named() {
+fn missing_capabilities_are_listed() {
     with_only(&[Capability::CAP_SYS_ADMIN], || {
         let gone = missing(&READING).unwrap();
         assert!(gone.contains(&Capability::CAP_SYS_PTRACE), "{gone:?}");

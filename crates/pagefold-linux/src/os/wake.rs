@@ -1,7 +1,7 @@
-//! Cutting short the sleep of one thread.
+//! Interrupts the sleep of a thread.
 //!
-//! A signal ends a sleep only where a handler runs, and only in the thread that it is sent to. [`SIGNAL`] is one that the
-//! kernel ignores by default, so that one sent a moment too late harms nobody.
+//! A signal ends a sleep only if it has a handler, and only in the thread it is sent to. [`SIGNAL`] is ignored by default,
+//! so one that arrives late is harmless.
 
 use std::io;
 
@@ -16,15 +16,15 @@ pub struct Sleeper {
 }
 
 impl Sleeper {
-    /// The calling thread. Somebody must have installed a handler for [`SIGNAL`], which need do nothing.
+    /// The calling thread. [`SIGNAL`] must have a handler, which need not do anything.
     pub fn this_thread() -> Self {
         // SAFETY: neither call has arguments or can fail.
         unsafe { Self { pid: libc::getpid(), tid: libc::gettid() } }
     }
 
-    /// Ends its present sleep, if it sleeps.
+    /// Ends the current sleep of the thread, if it sleeps.
     pub fn wake(self) -> io::Result<()> {
-        // SAFETY: no memory is passed. With the process named too, a thread id that is in use elsewhere by now is refused.
+        // SAFETY: no memory is passed. The kernel refuses a thread ID that another process uses by now.
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, self.pid, self.tid, SIGNAL) };
         if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
@@ -38,16 +38,16 @@ mod tests {
     use std::time::{Duration, Instant};
 
     #[test]
-    fn a_sleep_ends_at_once() {
+    fn wake_ends_a_sleep() {
         signal_hook::flag::register(SIGNAL, Arc::new(AtomicBool::new(false))).unwrap();
-        let (tell, told) = std::sync::mpsc::channel();
+        let (sender, receiver) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
-            tell.send(Sleeper::this_thread()).unwrap();
+            sender.send(Sleeper::this_thread()).unwrap();
             let time = libc::timespec { tv_sec: 60, tv_nsec: 0 };
             // SAFETY: `time` outlives the call.
             unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) }
         });
-        let (sleeper, before) = (told.recv().unwrap(), Instant::now());
+        let (sleeper, before) = (receiver.recv().unwrap(), Instant::now());
         while !thread.is_finished() {
             sleeper.wake().unwrap();
             std::thread::sleep(Duration::from_millis(5));

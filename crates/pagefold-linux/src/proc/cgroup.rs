@@ -5,12 +5,12 @@
 pub(crate) struct Cgroup {
     /// Comma-separated controllers of a version 1 hierarchy, or its `name=...`; empty for version 2.
     pub(crate) controllers: String,
-    /// Its path below the hierarchy's mount, with a slash at the front.
+    /// Path below the mount of the hierarchy, with a leading slash.
     pub(crate) path: String,
 }
 
 impl Cgroup {
-    /// The directory names under the cgroup mount point that this hierarchy may have.
+    /// Possible names of this hierarchy's directory under the cgroup mount point.
     pub(crate) fn mounts(&self) -> Vec<&str> {
         match self.controllers.as_str() {
             "" => vec!["unified", ""],
@@ -22,10 +22,10 @@ impl Cgroup {
     }
 }
 
-/// Parses the text of `/proc/PID/cgroup`. Lines of another form are passed over.
+/// Parses the text of `/proc/PID/cgroup`. Lines in another format are skipped.
 pub(crate) fn parse_cgroups(text: &[u8]) -> Vec<Cgroup> {
     String::from_utf8_lossy(text)
-        // Not `lines`: a name may end in a carriage return.
+        // Not `lines`: a name may end with a carriage return.
         .split('\n')
         .filter_map(|line| {
             let mut parts = line.splitn(3, ':');

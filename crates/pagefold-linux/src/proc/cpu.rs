@@ -1,11 +1,11 @@
-//! CPU time of any process.
+//! CPU time of other processes.
 
 use super::process::{Process, ReadError};
 use crate::os::cpu::clock_ns;
 
-/// CPU time of a process, all its threads, also those that have ended, nanoseconds.
+/// CPU time of all threads of a process, including ended ones, nanoseconds.
 ///
-/// Its CPU clock is read, not `schedstat`: that one tells of the first thread only.
+/// Reads its CPU clock; `schedstat` covers the first thread only.
 pub fn process_cpu_ns(process: &Process) -> Result<u64, ReadError> {
     let gone = || ReadError::Vanished { pid: process.pid() };
     let mut clock = 0;
@@ -14,7 +14,7 @@ pub fn process_cpu_ns(process: &Process) -> Result<u64, ReadError> {
         return Err(gone());
     }
     let ns = clock_ns(clock).map_err(|_| gone())?;
-    // The clock goes by pid: believe it only if the pid is still this process's afterwards.
+    // The clock is identified by pid, which may have been reused: check that the process is still alive.
     if process.is_alive() { Ok(ns) } else { Err(gone()) }
 }
 
@@ -35,7 +35,7 @@ mod tests {
     }
 
     #[test]
-    fn a_processs_clock_counts_all_its_threads() {
+    fn process_cpu_time_counts_all_threads() {
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
         let before = process_cpu_ns(&own).unwrap();
         std::thread::spawn(|| burn(30_000_000)).join().unwrap();
@@ -44,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn children_count_once_reaped_and_then_are_gone() {
+    fn children_count_once_they_are_reaped() {
         let before = reaped_children_cpu_ns();
         let mut child =
             Command::new("sh").args(["-c", "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done"]).spawn().unwrap();

@@ -1,8 +1,8 @@
-//! How much memory a process may still take before something is killed for it: by the limits of its memory cgroup and
-//! of those above, and by what the machine has left.
+//! How much memory a process can allocate before the kernel kills for it: limits of its memory cgroups, and memory
+//! available on the machine.
 //!
-//! Giving merged pages back takes that much memory, charged to the process (`unmerge_ksm_pages` breaks each page like a
-//! write would, mm/ksm.c). Beyond a limit the kernel kills.
+//! Unmerging allocates memory that is charged to the process (`unmerge_ksm_pages` breaks each page as a write would,
+//! mm/ksm.c). Beyond a limit the kernel kills.
 
 use super::cgroup::{Cgroup, parse_cgroups};
 use crate::os::fault;
@@ -12,9 +12,9 @@ use std::fs;
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
-/// What the process's cgroups and the machine leave it. `Bytes(u64::MAX)` where neither tells.
+/// Memory that a process can still allocate; `Bytes(u64::MAX)` if no limit is known.
 ///
-/// The cheap part of the page cache (`inactive_file`) counts as free: the kernel takes it back before it kills.
+/// The reclaimable part of the page cache (`inactive_file`) counts as free: the kernel reclaims it before it kills.
 pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Result<Bytes, ReadError> {
     let text = match process.read_file("cgroup") {
         Ok(text) => text,
@@ -28,11 +28,11 @@ pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Resu
             least = least.and_then(|least| Ok(least.min(left_in(dir)?)));
         }
     }
-    // A limit that cannot be read is not one that does not exist.
+    // A limit that cannot be read is an error, not the absence of a limit.
     least.map(Bytes).map_err(|error| ReadError::from_io(process.pid(), "cgroup", error))
 }
 
-/// What a file says; empty if there is no such file, or if its cgroup has just been removed.
+/// The text of a file; empty if it does not exist or its cgroup has just been removed.
 fn text_of(path: &Path) -> io::Result<String> {
     match fault::io("read:limits").and_then(|()| fs::read_to_string(path)) {
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => Ok(String::new()),
@@ -40,10 +40,10 @@ fn text_of(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Where a cgroup is mounted, and its directory, if it may limit memory.
+/// Mount point and directory of a cgroup, if it can limit memory.
 pub(crate) fn group_dir(cgroup: &Cgroup, root: &Path) -> Option<(PathBuf, PathBuf)> {
     let path = cgroup.path.strip_prefix('/')?;
-    // A path that leads out of our cgroup namespace begins with "..": its directories are not those named so here.
+    // Paths outside our cgroup namespace begin with "..": directories of the same name here are different ones.
     if !Path::new(path).components().all(|part| matches!(part, Component::Normal(_))) {
         return None;
     }
@@ -58,8 +58,8 @@ pub(crate) fn group_dir(cgroup: &Cgroup, root: &Path) -> Option<(PathBuf, PathBu
     Some((mount, dir))
 }
 
-/// A limit, and what counts against it. Beyond `memory.high` nothing is killed, but the process hardly gets on. Version 1
-/// may limit memory and swap together: then paging out makes no room.
+/// Limits, and the usage that counts against each. Beyond `memory.high` nothing is killed, but the process is throttled.
+/// Version 1 can limit memory and swap together: then swapping out frees nothing.
 const LIMITS: [(&str, &str); 4] = [
     ("memory.max", "memory.current"),
     ("memory.high", "memory.current"),
@@ -67,15 +67,15 @@ const LIMITS: [(&str, &str); 4] = [
     ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
 ];
 
-/// What one cgroup's limits leave, bytes; `u64::MAX` without a limit.
+/// Memory left by the limits of one cgroup, bytes; `u64::MAX` without a limit.
 fn left_in(dir: &Path) -> io::Result<u64> {
     let number = |name: &str| Ok::<_, io::Error>(text_of(&dir.join(name))?.trim().parse::<u64>().ok());
     let stat = text_of(&dir.join("memory.stat"))?;
     let either = |one: &str, two: &str| field(&stat, one).or_else(|| field(&stat, two)).unwrap_or(0);
-    // What has to be written to disk first is not taken back at once.
+    // Pages that must be written to disk first are not reclaimed at once.
     let unwritten = either("total_dirty", "file_dirty").saturating_add(either("total_writeback", "file_writeback"));
     let cache = either("total_inactive_file", "inactive_file").saturating_sub(unwritten);
-    // "max" is no number, and no limit; version 1 has a huge number for it, which leaves as much.
+    // "max" is not a number and means no limit; version 1 has a huge number instead.
     let mut least = u64::MAX;
     for (limit, usage) in LIMITS {
         if let (Some(limit), Some(usage)) = (number(limit)?, number(usage)?) {
@@ -89,7 +89,7 @@ fn left_in_machine(proc_root: &Path) -> io::Result<u64> {
     Ok(available(&text_of(&proc_root.join("meminfo"))?).unwrap_or(u64::MAX))
 }
 
-/// What the text of `/proc/meminfo` says is available, bytes.
+/// `MemAvailable` in the text of `/proc/meminfo`, bytes.
 pub(crate) fn available(meminfo: &str) -> Option<u64> {
     field(meminfo, "MemAvailable:").map(|kib| kib.saturating_mul(1024))
 }
@@ -105,7 +105,7 @@ pub(crate) fn field(text: &str, name: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// A process with pid 7 whose cgroup file says `line`.
+    /// A process with pid 7 and `line` in its cgroup file.
     fn machine(line: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, Process) {
         let dir = tempfile::tempdir().unwrap();
         let stat = format!("7 (x) S 1 {}", ["0"; 48].join(" "));
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_limit_on_the_way_up_counts() {
+    fn the_tightest_limit_of_all_parents_applies() {
         let files = [
             ("cg/a/b/memory.max", "max\n"),
             ("cg/a/b/memory.current", "5000\n"),
@@ -139,13 +139,13 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_a_process_stand_still_is_a_limit_too() {
+    fn memory_high_is_a_limit_too() {
         let files = [("cg/a/memory.max", "max\n"), ("cg/a/memory.high", "9000\n"), ("cg/a/memory.current", "8000\n")];
         assert_eq!(left("0::/a\n", &files), 1000);
     }
 
     #[test]
-    fn cache_that_is_not_on_disk_yet_is_no_room() {
+    fn dirty_page_cache_does_not_count_as_free() {
         let files = [
             ("cg/a/memory.max", "9000\n"),
             ("cg/a/memory.current", "8000\n"),
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_and_swap_may_be_limited_together() {
+    fn combined_limits_of_memory_and_swap_apply() {
         let files = [
             ("cg/memory/x/memory.limit_in_bytes", "8000\n"),
             ("cg/memory/x/memory.usage_in_bytes", "5000\n"),
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn version_one_is_read_beside_version_two() {
+    fn version_one_limits_apply_beside_version_two() {
         let files = [
             ("cg/memory/x/memory.limit_in_bytes", "8000\n"),
             ("cg/memory/x/memory.usage_in_bytes", "7000\n"),
@@ -179,13 +179,13 @@ mod tests {
     }
 
     #[test]
-    fn a_cgroup_outside_of_ours_limits_nothing_that_can_be_seen() {
+    fn cgroups_outside_our_namespace_are_skipped() {
         let files = [("memory.max", "10\n"), ("memory.current", "9\n")];
         assert_eq!(left("0::/../\n", &files), 4000 * 1024);
     }
 
     #[test]
-    fn a_machine_that_is_nearly_full_is_a_limit_too() {
+    fn available_memory_of_the_machine_is_a_limit_too() {
         assert_eq!(left("", &[]), 4000 * 1024);
         assert_eq!(available("MemAvailable: 18446744073709551615 kB\n"), Some(u64::MAX));
     }

@@ -1,10 +1,10 @@
-//! Which processes there are.
+//! Lists processes.
 
 use super::process::{Process, ReadError};
 use crate::os::fault;
 use std::path::Path;
 
-/// The pids under a mount of procfs, in its order.
+/// The pids under a mount of procfs, in directory order.
 pub(crate) fn pids(proc_root: &Path) -> Result<impl Iterator<Item = i32> + use<>, ReadError> {
     let entries = fault::io("read:proc").and_then(|()| std::fs::read_dir(proc_root));
     let entries = entries.map_err(|error| ReadError::from_io(0, "", error))?;
@@ -15,7 +15,7 @@ pub(crate) fn pids(proc_root: &Path) -> Result<impl Iterator<Item = i32> + use<>
 pub fn programs_named(proc_root: &Path, names: &[&str]) -> Result<Vec<(i32, String)>, ReadError> {
     let mut found: Vec<(i32, String)> = pids(proc_root)?
         .filter_map(|pid| {
-            // A process that ends meanwhile is not running.
+            // Processes that end meanwhile are not running.
             let stat = Process::open_at(proc_root, pid).and_then(|process| process.stat()).ok()?;
             let name = names.iter().find(|name| name.as_bytes() == stat.comm)?;
             Some((pid, (*name).to_owned()))

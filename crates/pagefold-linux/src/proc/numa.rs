@@ -1,8 +1,8 @@
-//! Memory nodes: which there are, which one a frame is on, where a process runs, and moving merged frames.
+//! Memory nodes: the nodes of the machine and of each frame, the home nodes of processes, and moving merged frames.
 //!
-//! Nodes are read from `/sys/devices/system/node` (Documentation/ABI/stable/sysfs-devices-node). Which frames belong to
-//! one is known by its memory blocks, which a kernel without CONFIG_MEMORY_HOTPLUG does not show: there, and where only
-//! one node has memory, there is no [`Topology`] and nothing is placed.
+//! Nodes are read from `/sys/devices/system/node` (Documentation/ABI/stable/sysfs-devices-node), and the frames of each
+//! from its memory blocks. There is no [`Topology`], and nothing is placed, on kernels that do not show memory blocks
+//! (without CONFIG_MEMORY_HOTPLUG) and on machines where only one node has memory.
 
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::host::{NodeView, OwnerView};
@@ -14,12 +14,12 @@ use std::io;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
-/// The nodes that have memory: two or more.
+/// The nodes that have memory, two or more.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Topology {
     root: PathBuf,
     nodes: Vec<Node>,
-    /// The memory blocks: first frame, frames, node. Ascending.
+    /// Memory blocks: first frame, frames, node. Ascending.
     blocks: Vec<(u64, u64, NodeKey)>,
 }
 
@@ -27,18 +27,18 @@ pub struct Topology {
 struct Node {
     key: NodeKey,
     cpus: List,
-    /// To each node of the topology, in its order.
+    /// Distances to the nodes of the topology, in its order.
     distances: Vec<u32>,
 }
 
 impl Topology {
-    /// The machine's nodes.
+    /// The nodes of this machine; `None` if it has only one, or does not show memory blocks.
     pub fn of_machine() -> io::Result<Option<Self>> {
         Self::read(Path::new("/sys/devices/system"), Path::new("/proc/zoneinfo"))
     }
 
-    /// The nodes under a directory like `/sys/devices/system`. Where a memory block is of several nodes, their zones are
-    /// looked up in a file like `/proc/zoneinfo`.
+    /// The nodes under a directory like `/sys/devices/system`. Memory blocks that span several nodes are divided by the
+    /// zones in a file like `/proc/zoneinfo`.
     pub fn read(root: &Path, zones: &Path) -> io::Result<Option<Self>> {
         let directory = root.join("node");
         let online = match fs::read_to_string(directory.join("has_memory")) {
@@ -70,7 +70,7 @@ impl Topology {
             let distances: Vec<u32> = distances.split_ascii_whitespace().filter_map(|word| word.parse().ok()).collect();
             nodes.push(Node { key: node, cpus: List::parse(&fs::read_to_string(own.join("cpulist"))?), distances });
         }
-        // The kernel lists distances to all online nodes, also those without memory.
+        // The kernel lists distances to all online nodes, including those without memory.
         let listed: Vec<u64> = List::parse(&fs::read_to_string(directory.join("online"))?).iter().collect();
         for node in &mut nodes {
             let to = |key: &NodeKey| listed.iter().position(|&listed| listed == u64::from(key.0));
@@ -85,14 +85,14 @@ impl Topology {
         Ok((!blocks.is_empty()).then(|| Self { root: root.to_owned(), nodes, blocks }))
     }
 
-    /// The node that a frame is on.
+    /// The node of a frame.
     pub fn node_of(&self, frame: u64) -> Option<NodeKey> {
         let at = self.blocks.partition_point(|&(first, _, _)| first <= frame).checked_sub(1)?;
         let (first, frames, node) = self.blocks[at];
         (frame - first < frames).then_some(node)
     }
 
-    /// The nodes, and what is free on each now.
+    /// The nodes with their current free memory.
     pub fn views(&self) -> io::Result<Vec<NodeView>> {
         let view = |node: &Node| {
             let text = fs::read_to_string(self.root.join(format!("node/node{}/meminfo", node.key.0)))?;
@@ -107,14 +107,14 @@ impl Topology {
         self.nodes.iter().map(view).collect()
     }
 
-    /// The node that these processors belong to, if it is one. Processors without memory of their own belong nowhere.
+    /// The node that all these processors belong to, if there is one. Processors of nodes without memory are ignored.
     fn home(&self, cpus: &List) -> Option<NodeKey> {
         let mut of = self.nodes.iter().filter(|node| cpus.meets(&node.cpus));
         of.next().filter(|_| of.next().is_none()).map(|node| node.key)
     }
 }
 
-/// The memory blocks, those of several nodes cut along the nodes' zones. What lies in zones of two nodes is nobody's.
+/// Divides memory blocks that span several nodes along the zones of the nodes. Frames in zones of two nodes get none.
 pub(crate) fn divided(blocks: &[(u64, u64, NodeKey)], zones: &[(u64, u64, NodeKey)]) -> Vec<(u64, u64, NodeKey)> {
     let mut divided = Vec::new();
     for same in blocks.chunk_by(|a, b| a.0 == b.0) {
@@ -169,7 +169,7 @@ pub(crate) fn field_kib(text: &str, name: &str) -> Option<u64> {
     })
 }
 
-/// What placing its pages asks of a process.
+/// Reads the home node and the other facts that placement needs about a process.
 pub fn owner_view(
     process: &Process,
     topology: &Topology,
@@ -183,7 +183,7 @@ pub fn owner_view(
     Ok(OwnerView { owner, home, nice, allowed: keys.collect(), placement })
 }
 
-/// The processors and the nodes that `/proc/PID/status` allows.
+/// The allowed processors and memory nodes in the text of `/proc/PID/status`.
 pub(crate) fn allowed(status: &[u8]) -> Option<(List, List)> {
     let text = String::from_utf8_lossy(status);
     let list = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).map(List::parse);
@@ -195,7 +195,7 @@ pub(crate) fn allowed(status: &[u8]) -> Option<(List, List)> {
 pub(crate) struct List(Vec<RangeInclusive<u64>>);
 
 impl List {
-    /// What cannot be understood is left out.
+    /// Parses a list. Malformed parts are skipped.
     pub(crate) fn parse(text: &str) -> Self {
         let range = |word: &str| {
             let (low, high) = word.split_once('-').unwrap_or((word, word));
@@ -214,39 +214,44 @@ impl List {
     }
 }
 
-/// Has this thread's memory come from the node of a process, as long as this lives: copies that it has made for others
-/// are allocated by its own policy, not by theirs.
+/// While it exists, this thread prefers to allocate memory on the home node of a process: copies of pages that it causes
+/// in other processes follow its own memory policy, not theirs.
 #[derive(Debug)]
-pub(crate) struct Near(());
+pub(crate) struct PreferNode(());
 
-impl Near {
-    /// `None` where there is but one node, or the process runs on several.
-    pub(crate) fn to(process: &Process) -> Option<Self> {
+impl PreferNode {
+    /// `None` if there is only one node, or the process runs on several, or the policy cannot be set.
+    pub(crate) fn of(process: &Process) -> Option<Self> {
         const MPOL_PREFERRED: libc::c_int = 1;
         let topology = Topology::of_machine().ok().flatten()?;
         let home = owner_view(process, &topology, OwnerKey(0), Placement::Kernel).ok()?.home?;
         let nodes = 1_u64.checked_shl(home.0.into())?;
-        // SAFETY: the mask outlives the call, and of its bits the kernel reads one less than it is told.
+        // SAFETY: the mask outlives the call. The kernel reads one bit less than the given number: 64.
         let set = unsafe { libc::syscall(libc::SYS_set_mempolicy, MPOL_PREFERRED, &raw const nodes, 65) };
         (set == 0).then_some(Self(()))
     }
 }
 
-impl Drop for Near {
+impl Drop for PreferNode {
     fn drop(&mut self) {
         const MPOL_DEFAULT: libc::c_int = 0;
-        // SAFETY: no mask goes with this policy.
+        // SAFETY: the default policy takes no mask.
         unsafe { libc::syscall(libc::SYS_set_mempolicy, MPOL_DEFAULT, std::ptr::null::<u64>(), 0) };
     }
 }
 
-/// Frames moved by one call: it takes the target's mmap lock (for reading) page by page, and drains every processor's
-/// list of fresh pages once (`lru_cache_disable`, mm/migrate.c).
+/// Frames moved by one call. A call takes the target's mmap lock for reading page by page, and drains the lists of new
+/// pages of all processors once (`lru_cache_disable`, mm/migrate.c).
 const BATCH: usize = 1_024;
 
-/// Moves the merged frames that a process maps at these pages, for everybody who maps them; returns how many are on
-/// their node now. Needs CAP_SYS_NICE, and the node must be one that the process may have memory on.
-pub(crate) fn move_frames(process: &Process, moves: &[(Vpn, NodeKey)], tell: impl Fn(u64)) -> Result<u64, ReadError> {
+/// Moves the merged frames that a process maps at these pages, for all processes that map them. Calls `progress` with the
+/// number moved so far, and returns the number of frames that are on their node now. Needs CAP_SYS_NICE, and the process
+/// must be allowed memory on the node.
+pub(crate) fn move_frames(
+    process: &Process,
+    moves: &[(Vpn, NodeKey)],
+    progress: impl Fn(u64),
+) -> Result<u64, ReadError> {
     const MPOL_MF_MOVE_ALL: libc::c_int = 1 << 2;
     let (mut pages, mut nodes, mut status) = (Vec::new(), Vec::new(), Vec::new());
     let mut done = 0;
@@ -257,8 +262,8 @@ pub(crate) fn move_frames(process: &Process, moves: &[(Vpn, NodeKey)], tell: imp
         nodes.extend(batch.iter().map(|(_, node)| libc::c_int::from(node.0)));
         status.clear();
         status.resize(batch.len(), -libc::ENOENT);
-        // By pid, which may have a new owner: then its pages at these addresses move, which does it no harm.
-        // SAFETY: three arrays of `batch.len()` elements, of pointers' size and of ints, which outlive the call.
+        // The pid may have been reused: then pages of the wrong process move, which is harmless.
+        // SAFETY: three arrays of `batch.len()` elements, of pointer size and of ints, which outlive the call.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_move_pages,
@@ -274,7 +279,7 @@ pub(crate) fn move_frames(process: &Process, moves: &[(Vpn, NodeKey)], tell: imp
             return Err(ReadError::from_io(process.pid(), "(move_pages)", io::Error::last_os_error()));
         }
         done += status.iter().zip(&nodes).filter(|(is, wanted)| is == wanted).count() as u64;
-        tell(done);
+        progress(done);
     }
     Ok(done)
 }
@@ -307,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_and_processors_have_their_nodes() {
+    fn frames_and_processors_are_assigned_to_nodes() {
         let root = machine(&[(0, "0-3,8\n", "10 21\n", &[0, 1, 4]), (2, "4-7\n", "21 10\n", &[2, 3])]);
         let topology = Topology::read(root.path(), Path::new("/nowhere")).unwrap().unwrap();
         // Blocks of 128 MiB.
@@ -327,14 +332,14 @@ mod tests {
     }
 
     #[test]
-    fn one_node_is_none() {
+    fn a_machine_with_one_node_has_no_topology() {
         let root = machine(&[(0, "0-3\n", "10\n", &[0, 1])]);
         assert_eq!(Topology::read(root.path(), Path::new("/nowhere")).unwrap(), None);
         assert_eq!(Topology::read(&root.path().join("nowhere"), Path::new("/nowhere")).unwrap(), None);
     }
 
     #[test]
-    fn a_block_of_two_nodes_is_divided_by_their_zones() {
+    fn blocks_that_span_two_nodes_are_divided_by_zones() {
         let root = machine(&[(0, "0\n", "10 20\n", &[0, 1]), (1, "1\n", "20 10\n", &[1, 2])]);
         let zones = root.path().join("zoneinfo");
         let text = "Node 0, zone      DMA\n  pages free     3975\n        spanned  4095\n  start_pfn:           1\n\
@@ -344,18 +349,18 @@ mod tests {
         fs::write(&zones, text).unwrap();
         let topology = Topology::read(root.path(), &zones).unwrap().unwrap();
         let node = |frame| topology.node_of(frame).map(|node| node.0);
-        // Blocks of 32768 frames; the second is cut at 49152.
+        // Blocks of 32768 frames; the second is divided at 49152.
         assert_eq!([0, 32_768, 49_151].map(node), [Some(0); 3]);
         assert_eq!([49_152, 65_535, 65_536, 98_303].map(node), [Some(1); 4]);
         assert_eq!(node(98_304), None);
-        // Without a word on their zones, nobody knows whose it is.
+        // Without zones its node is unknown.
         fs::write(&zones, "").unwrap();
         let topology = Topology::read(root.path(), &zones).unwrap().unwrap();
         assert_eq!([0, 32_768, 65_536].map(|frame| topology.node_of(frame).is_some()), [true, false, true]);
     }
 
     #[test]
-    fn what_a_process_may_use_is_read() {
+    fn allowed_processors_and_nodes_are_parsed() {
         let text =
             b"Name:\tx\nCpus_allowed:\tff\nCpus_allowed_list:\t0-3,7\nMems_allowed:\t1\nMems_allowed_list:\t0,2\n";
         let (cpus, nodes) = allowed(text).unwrap();

@@ -1,7 +1,7 @@
 use super::*;
 use crate::proc::status::Status;
 
-/// A forked child that sets its user (0: stays root) and its dumpable attribute and then waits to be killed.
+/// A forked child that sets its user (0: remains root) and its dumpable attribute and waits to be killed.
 struct Child(i32);
 
 impl Child {
@@ -24,7 +24,7 @@ impl Child {
             }
             pid => {
                 assert!(pid > 0);
-                // SAFETY: waits for our own child's stop, which says that it is set up.
+                // SAFETY: waits for our own child to stop, which it does when it is set up.
                 unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED) };
                 Self(pid)
             }
@@ -54,8 +54,8 @@ fn effective() -> u64 {
 }
 
 #[test]
-fn another_user_and_our_own_are_told_from_outside() {
-    // SAFETY: the call only returns a number.
+fn the_attribute_is_determined_for_our_own_and_other_users() {
+    // SAFETY: the call takes no arguments.
     if unsafe { libc::geteuid() } != 0 {
         println!("SKIP: changing the user needs root");
         return;
@@ -65,11 +65,11 @@ fn another_user_and_our_own_are_told_from_outside() {
         assert_eq!(Child::fork(user, true).answer(), Dumpable::Yes, "user {user}");
         assert_eq!(Child::fork(user, false).answer(), Dumpable::No, "user {user}");
     }
-    assert_eq!(effective(), before, "the capability is taken up again");
+    assert_eq!(effective(), before, "the capability is raised again");
 }
 
 #[test]
-fn root_of_a_namespace() {
+fn the_root_of_a_user_namespace_is_found() {
     assert_eq!(root_of(b"         0          0 4294967295\n"), Some(0));
     assert_eq!(root_of(b"         0     100000      65536\n"), Some(100_000));
     assert_eq!(root_of(b"      1000       1000          1\n"), None);

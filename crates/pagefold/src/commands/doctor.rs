@@ -6,7 +6,7 @@
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::style;
 use pagefold_linux::check::diagnose::{Finding, Severity, examine};
-use pagefold_linux::check::facts::Roots;
+use pagefold_linux::check::facts::MachinePaths;
 use pagefold_linux::ksm::lease::{Places, Restored, TakeError, put_back_deferred};
 use pagefold_linux::ksm::lock::LockError;
 use pagefold_linux::ksm::{Ksm, KsmError};
@@ -30,7 +30,7 @@ pub struct DoctorArgs {
 
 /// Examines the machine, after mending it if so asked, and prints what is found.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
-    let roots = Roots::default();
+    let roots = MachinePaths::default();
     let fixed = if args.fix { Some(fix(&roots)?) } else { None };
     let code = report(&examine(&roots), fixed.as_ref(), args.json)?;
     let unfinished = fixed.is_some_and(|fixed| fixed.is_unfinished());
@@ -101,7 +101,7 @@ impl Fixed {
     }
 }
 
-fn fix(roots: &Roots) -> anyhow::Result<Fixed> {
+fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
     let ksm = match Ksm::open(&roots.sys.join("kernel/mm/ksm")) {
         Ok(ksm) => Arc::new(ksm),
         // Where KSM is missing nothing can have been turned; the findings say that it is missing.
