@@ -33,7 +33,7 @@ pub fn machine(bytes: &[u8]) {
         assert_eq!(fuzzing::count_list(&format!("0-{last}\n")), Some(count));
     }
     let _ = fuzzing::allowed(bytes);
-    let _ = fuzzing::node_kib(&text, "MemFree:");
+    let _ = fuzzing::node_kib(&text, "Node 0 MemFree");
     let (numbers, meets) = fuzzing::list(&text);
     assert!(numbers == 0 || meets);
     // Pieces of the block lie in it and apart.

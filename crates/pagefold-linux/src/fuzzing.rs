@@ -3,14 +3,16 @@
 #![allow(missing_docs)] // thin wrappers of documented functions
 
 use crate::check::facts;
-use crate::host::targets;
 use crate::inject::thread::{Activity, fitness};
-use crate::inject::unmerge;
 use crate::inject::{gadget, worker};
 use crate::ksm::plain;
 use crate::ksm::{self, ksmd};
+use crate::os::number_list::NumberList;
+use crate::os::{self, fields};
+use crate::proc::ksm_stat::KsmStat;
 use crate::proc::pagemap::PageRange;
-use crate::proc::{cgroup, headroom, numa};
+use crate::proc::statm::Sizes;
+use crate::proc::{self, cgroup, headroom};
 use pagefold_core::keys::NodeKey;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -33,12 +35,12 @@ pub fn available(meminfo: &str) -> Option<u64> {
 
 /// A field of `memory.stat`, bytes.
 pub fn memory_stat(text: &str, name: &str) -> Option<u64> {
-    headroom::field(text, name)
+    fields::number(text.as_bytes(), name).ok()
 }
 
 /// Whether all memory is marked, and merged zero pages in KiB.
 pub fn ksm_stat(text: &[u8]) -> (bool, u64) {
-    let stat = unmerge::ksm_stat(text);
+    let stat = KsmStat::parse(text);
     (stat.merge_any, stat.zero_kib)
 }
 
@@ -62,30 +64,32 @@ pub fn schedstat(text: &[u8]) -> Option<u64> {
 
 /// The number of elements of a list, and whether it overlaps itself.
 pub fn list(text: &str) -> (usize, bool) {
-    let list = numa::List::parse(text);
-    (list.iter().count(), list.meets(&list))
+    NumberList::parse(text).map_or((0, false), |list| (list.iter().count(), list.meets(&list)))
 }
 
 /// The numbers of processors and memory nodes allowed for a process.
 pub fn allowed(status: &[u8]) -> Option<(usize, usize)> {
-    numa::allowed(status).map(|(cpus, nodes)| (cpus.iter().count(), nodes.iter().count()))
+    proc::numa::allowed(status).map(|(cpus, nodes)| (cpus.iter().count(), nodes.iter().count()))
 }
 
 /// A field of a node's meminfo, KiB.
 pub fn node_kib(text: &str, name: &str) -> Option<u64> {
-    numa::field_kib(text, name)
+    fields::kib(text.as_bytes(), name).ok()
 }
 
 /// The parts into which the zones of `/proc/zoneinfo` divide a memory block of 32768 frames that spans two nodes: first
 /// frame and number of frames.
 pub fn block_of_two(zones: &str) -> Vec<(u64, u64)> {
     let block = [0, 1].map(|node| (32_768, 32_768, NodeKey(node)));
-    numa::divided(&block, &numa::zones_of(zones)).into_iter().map(|(first, frames, _)| (first, frames)).collect()
+    os::numa::divided(&block, &os::numa::zones_of(zones))
+        .into_iter()
+        .map(|(first, frames, _)| (first, frames))
+        .collect()
 }
 
 /// Mapped, resident and data pages.
 pub fn statm(text: &[u8]) -> Result<[u64; 3], &'static str> {
-    targets::Sizes::parse(text).map(|sizes| [sizes.mapped, sizes.resident, sizes.data])
+    Sizes::parse(text).map(|sizes| [sizes.mapped, sizes.resident, sizes.data])
 }
 
 /// The pages between two addresses, as PAGEMAP_SCAN gives them.
@@ -133,7 +137,7 @@ pub fn injector_reply(line: &[u8]) -> Option<bool> {
 
 /// The number of elements in a list like `0-3,8`.
 pub fn count_list(text: &str) -> Option<u32> {
-    facts::count_list(text)
+    u32::try_from(NumberList::parse(text)?.len()).ok().filter(|&count| count > 0)
 }
 
 /// The page size in an auxiliary vector.

@@ -6,6 +6,8 @@
 use crate::ksm::lock::{Holder, LockError, holder};
 use crate::ksm::state_file::{State, StateError, boot_id};
 use crate::ksm::{Knobs, Ksm, KsmCounters, KsmError, chosen};
+use crate::os::fields::field;
+use crate::os::number_list::NumberList;
 use crate::proc::list::programs_named;
 use std::fmt;
 use std::fs::File;
@@ -173,7 +175,7 @@ impl MachineFacts {
         let proc = |path: &str| roots.proc.join(path);
         let release_text = read(&proc("sys/kernel/osrelease"));
         let status = read(&proc("self/status"));
-        let field = |name: &str| status.clone().and_then(|text| line_of(&text, name));
+        let in_status = |name: &str| status.clone().and_then(|text| field_of(&text, name));
         Self {
             release: parsed(release_text.clone(), Release::parse),
             release_text: release_text.known().map(|text| text.trim().to_owned()).unwrap_or_default(),
@@ -181,9 +183,9 @@ impl MachineFacts {
             ksm_stat: opens(&proc("self/ksm_stat")),
             frames_visible: frames_visible(&proc("self/pagemap")),
             page_flags: opens(&proc("kpageflags")),
-            uid: parsed(field("Uid:"), |text| text.split_ascii_whitespace().nth(1)?.parse().ok()),
-            capabilities: parsed(field("CapEff:"), |text| u64::from_str_radix(text.trim(), 16).ok()),
-            seccomp: parsed(field("Seccomp:"), |text| text.trim().parse().ok()),
+            uid: parsed(in_status("Uid"), |text| text.split_ascii_whitespace().nth(1)?.parse().ok()),
+            capabilities: parsed(in_status("CapEff"), |text| u64::from_str_radix(text.trim(), 16).ok()),
+            seccomp: parsed(in_status("Seccomp"), |text| text.trim().parse().ok()),
             ptrace_scope: parsed(read(&proc("sys/kernel/yama/ptrace_scope")), |text| text.trim().parse().ok()),
             huge_pages: parsed(read(&roots.sys.join("kernel/mm/transparent_hugepage/enabled")), |text| {
                 chosen(text).map(str::to_owned)
@@ -200,11 +202,13 @@ impl MachineFacts {
             },
             state: state(roots),
             max_map_count: parsed(read(&proc("sys/vm/max_map_count")), |text| text.trim().parse().ok()),
-            swap_total_kib: parsed(read(&proc("meminfo")).and_then(|text| line_of(&text, "SwapTotal:")), |text| {
+            swap_total_kib: parsed(read(&proc("meminfo")).and_then(|text| field_of(&text, "SwapTotal")), |text| {
                 text.split_ascii_whitespace().next()?.parse().ok()
             }),
             pressure: opens(&proc("pressure/memory")),
-            nodes: parsed(read(&roots.sys.join("devices/system/node/online")), count_list),
+            nodes: parsed(read(&roots.sys.join("devices/system/node/online")), |text| {
+                NumberList::parse(text).and_then(|list| u32::try_from(list.len()).ok())
+            }),
             page_size: page_size(&proc("self/auxv")),
             cgroups: cgroups(&roots.sys.join("fs/cgroup")),
         }
@@ -223,21 +227,10 @@ fn parsed<T>(text: Fact<String>, parse: impl FnOnce(&str) -> Option<T>) -> Fact<
     text.and_then(|text| parse(&text).map_or_else(|| Fact::Malformed(text.trim().to_owned()), Fact::Is))
 }
 
-/// The rest of the first line that begins with `name`.
-fn line_of(text: &str, name: &str) -> Fact<String> {
-    match text.lines().find_map(|line| line.strip_prefix(name)) {
-        Some(rest) => Fact::Is(rest.to_owned()),
-        None => Fact::Absent,
-    }
-}
-
-/// The number of elements in a list like `0-3,8`.
-pub(crate) fn count_list(text: &str) -> Option<u32> {
-    text.trim().split(',').try_fold(0_u32, |count, part| {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
-        count.checked_add(last.checked_sub(first)?.checked_add(1)?)
-    })
+/// The value of a field in `key: value` text.
+fn field_of(text: &str, key: &str) -> Fact<String> {
+    let value = field(text.as_bytes(), key).map(|value| String::from_utf8_lossy(value).into_owned());
+    value.map_or(Fact::Absent, Fact::Is)
 }
 
 fn ksm(root: &Path) -> Fact<(Knobs, KsmCounters)> {
@@ -369,14 +362,6 @@ mod tests {
         assert!(Release(6, 4) < Release(6, 12) && Release(5, 19) < Release(6, 4));
         for text in ["", "six", "6", "99999999999.1"] {
             assert_eq!(Release::parse(text), None, "{text}");
-        }
-    }
-
-    #[test]
-    fn node_lists_are_counted() {
-        assert_eq!((count_list("0\n"), count_list("0-3,8")), (Some(1), Some(5)));
-        for text in ["", "3-0", "a", "0-4294967295"] {
-            assert_eq!(count_list(text), None, "{text}");
         }
     }
 

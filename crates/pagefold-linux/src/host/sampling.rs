@@ -1,8 +1,8 @@
 //! Reads the pages of a plan on a thread that may be abandoned (see [`crate::os::abandonable`]).
 
 use crate::os::abandonable::{Pending, run_abandonable};
+use crate::os::numa::Topology;
 use crate::proc::memory::{PageReader, PageView, ReadHow};
-use crate::proc::numa::Topology;
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{MergedSample, PageSample, PageState};

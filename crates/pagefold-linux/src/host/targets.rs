@@ -11,6 +11,7 @@ use crate::os::cpu::own_cpu_ns;
 use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::pagemap::Pagemap;
 use crate::proc::process::{Process, ReadError};
+use crate::proc::statm::Sizes;
 use crate::scope::Scoped;
 use crate::scope::exclude::{DenyList, Exclusion, process_exclusion};
 use pagefold_core::host::Span;
@@ -303,26 +304,6 @@ fn maps_hash(process: &Process) -> Result<u64, ReadError> {
     let mut maps = DefaultHasher::new();
     process.read_file("maps")?.hash(&mut maps);
     Ok(maps.finish())
-}
-
-/// The fields of `/proc/PID/statm` that pagefold uses, pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Sizes {
-    /// Address space.
-    pub(crate) mapped: u64,
-    /// Present pages of any kind.
-    pub(crate) resident: u64,
-    /// Address space of private writable memory and stacks.
-    pub(crate) data: u64,
-}
-
-impl Sizes {
-    pub(crate) fn parse(text: &[u8]) -> Result<Self, &'static str> {
-        let text = std::str::from_utf8(text).map_err(|_| "not ASCII")?;
-        let mut words = text.split_ascii_whitespace();
-        let mut field = |at| words.nth(at).and_then(|word| word.parse().ok()).ok_or("a field is no number");
-        Ok(Self { mapped: field(0)?, resident: field(0)?, data: field(3)? })
-    }
 }
 
 #[cfg(test)]

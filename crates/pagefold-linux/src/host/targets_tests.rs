@@ -1,6 +1,5 @@
 use super::*;
 use pagefold_core::units::Pages;
-use proptest::prelude::*;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
@@ -239,20 +238,4 @@ fn a_process_that_has_ended_is_vanished_whether_reaped_or_not() {
     // SAFETY: the child is ours.
     unsafe { libc::waitpid(watched.child.pid, std::ptr::null_mut(), 0) };
     assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
-}
-
-#[test]
-fn statm_is_parsed_and_malformed_text_refused() {
-    let sizes = Sizes::parse(b"1234 567 89 10 0 432 0\n").unwrap();
-    assert_eq!(sizes, Sizes { mapped: 1234, resident: 567, data: 432 });
-    for text in [&b""[..], b"1 2 3 4 5", b"1 x 3 4 5 6 7", b"\xff"] {
-        assert!(Sizes::parse(text).is_err());
-    }
-}
-
-proptest! {
-    #[test]
-    fn parsing_statm_never_panics(text in prop::collection::vec(any::<u8>(), 0..60)) {
-        let _ = Sizes::parse(&text);
-    }
 }

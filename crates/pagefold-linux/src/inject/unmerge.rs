@@ -12,6 +12,7 @@ use crate::inject::{Call, InjectError, Injector, Limits, Report};
 use crate::os::fault;
 use crate::proc::Roots;
 use crate::proc::headroom::headroom;
+use crate::proc::ksm_stat::KsmStat;
 use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::memory::PageReader;
 use crate::proc::merge_any::PR_SET_MEMORY_MERGE;
@@ -200,52 +201,9 @@ impl State {
     }
 }
 
-/// The fields of `/proc/PID/ksm_stat` that are used here.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct KsmStat {
-    /// The process has all of its memory marked, also what it does not have yet (6.12).
-    pub(crate) merge_any: bool,
-    /// Zero pages merged with the kernel's (6.10), KiB.
-    pub(crate) zero_kib: u64,
-}
-
-impl KsmStat {
-    fn of(process: &Process) -> Result<Self, ReadError> {
-        match process.read_file("ksm_stat") {
-            Ok(text) => Ok(ksm_stat(&text)),
-            Err(ReadError::Absent { .. }) => Ok(Self::default()),
-            Err(error) => Err(error),
-        }
-    }
-}
-
-/// Parses the text. Kernels differ in which fields it has.
-pub(crate) fn ksm_stat(text: &[u8]) -> KsmStat {
-    let text = String::from_utf8_lossy(text);
-    let zero_pages: u64 = field(&text, "ksm_zero_pages").and_then(|pages| pages.parse().ok()).unwrap_or(0);
-    KsmStat { merge_any: field(&text, "ksm_merge_any") == Some("yes"), zero_kib: zero_pages.saturating_mul(4) }
-}
-
-/// A field of `/proc/PID/ksm_stat`, `name value` or `name: value`.
-fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
-    text.lines().find_map(|line| {
-        let (key, value) = line.split_once([':', ' '])?;
-        (key == name).then(|| value.trim())
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn both_spellings_of_a_field_are_read() {
-        let text = "ksm_rmap_items 3\nksm_zero_pages 12\nksm_merge_any: yes\n";
-        assert_eq!(field(text, "ksm_zero_pages"), Some("12"));
-        assert_eq!(field(text, "ksm_merge_any"), Some("yes"));
-        assert_eq!(field(text, "ksm"), None);
-        assert_eq!(ksm_stat(b"ksm_zero_pages 18446744073709551615\n").zero_kib, u64::MAX);
-    }
 
     fn state(merge_any: bool, bytes: u64, copies_kib: u64) -> State {
         State { merge_any, marked: vec![(0x1000, 0x1000 + bytes)], merged_kib: 0, copies_kib }

@@ -6,6 +6,7 @@
 //! `merge_across_nodes` do, and so block until ksmd's batch has ended. The others never block.
 
 use crate::os::fault;
+use crate::os::fields::number;
 use pagefold_core::host::KsmView;
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
@@ -196,8 +197,7 @@ impl Breaks {
 }
 
 pub(crate) fn cow_ksm(vmstat: &str) -> u64 {
-    let value = vmstat.lines().find_map(|line| line.strip_prefix("cow_ksm "));
-    value.and_then(|value| value.trim().parse().ok()).unwrap_or(0)
+    number(vmstat.as_bytes(), "cow_ksm").unwrap_or(0)
 }
 
 /// The knobs as they stand. `None` stands for a file that this kernel does not have.

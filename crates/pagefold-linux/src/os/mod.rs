@@ -3,7 +3,10 @@
 pub(crate) mod abandonable;
 pub mod cpu;
 pub mod fault;
+pub mod fields;
 pub mod interrupt;
+pub mod numa;
+pub(crate) mod number_list;
 pub mod peer;
 pub mod pressure;
 pub mod privileges;

@@ -4,6 +4,7 @@
 //! to either file (`ProcSubset=pid`): then the value is unknown. Only malformed text is an error. ksmtuned's measure
 //! needs no PSI: memory is scarce when less than a fifth is available (its `KSM_THRES_COEF` of 20).
 
+use super::fields::kib;
 use crate::os::fault;
 use pagefold_core::host::MemoryView;
 use pagefold_core::units::{Pages, Permyriad};
@@ -84,16 +85,14 @@ fn is_withheld(error: &io::Error) -> bool {
 
 /// Parses the beginning of `/proc/meminfo`: total memory, and memory available without swapping.
 pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages), &'static str> {
-    let field = |name: &[u8]| -> Result<Pages, &'static str> {
-        // Only complete lines: the last one may be truncated.
-        let mut lines = text.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
-        let value = lines.find_map(|line| line.strip_prefix(name)).ok_or("a field is missing")?;
-        let value = std::str::from_utf8(value).map_err(|_| "a field is not ASCII")?.trim();
-        let kib: u64 = value.strip_suffix(" kB").and_then(|kib| kib.parse().ok()).ok_or("a field is not in kB")?;
+    // The last line may be truncated.
+    let end = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+    let pages = |key| match kib(&text[..end], key)? {
         // The number of bytes must not overflow.
-        if kib.checked_mul(1024).is_some() { Ok(Pages(kib / 4)) } else { Err("a field is too large") }
+        kib if kib.checked_mul(1024).is_some() => Ok(Pages(kib / 4)),
+        _ => Err("a field is too large"),
     };
-    Ok((field(b"MemTotal:")?, field(b"MemAvailable:")?))
+    Ok((pages("MemTotal")?, pages("MemAvailable")?))
 }
 
 /// Parses `/proc/pressure/memory`: the share of the last 10 s in which some task waited for memory.

@@ -6,6 +6,7 @@
 
 use super::cgroup::{Cgroup, parse_cgroups};
 use crate::os::fault;
+use crate::os::fields::{kib, number};
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::Bytes;
 use std::fs;
@@ -69,16 +70,20 @@ const LIMITS: [(&str, &str); 4] = [
 
 /// Memory left by the limits of one cgroup, bytes; `u64::MAX` without a limit.
 fn left_in(dir: &Path) -> io::Result<u64> {
-    let number = |name: &str| Ok::<_, io::Error>(text_of(&dir.join(name))?.trim().parse::<u64>().ok());
+    // `None` without such a file, and for "max", which means no limit; version 1 has a huge number instead.
+    let bytes = |name: &str| match text_of(&dir.join(name))?.trim() {
+        "" | "max" => Ok(None),
+        text => text.parse::<u64>().map(Some).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "not a number")),
+    };
     let stat = text_of(&dir.join("memory.stat"))?;
-    let either = |one: &str, two: &str| field(&stat, one).or_else(|| field(&stat, two)).unwrap_or(0);
+    let field = |key| number::<u64>(stat.as_bytes(), key);
+    let either = |one, two| field(one).or_else(|_| field(two)).unwrap_or(0);
     // Pages that must be written to disk first are not reclaimed at once.
     let unwritten = either("total_dirty", "file_dirty").saturating_add(either("total_writeback", "file_writeback"));
     let cache = either("total_inactive_file", "inactive_file").saturating_sub(unwritten);
-    // "max" is not a number and means no limit; version 1 has a huge number instead.
     let mut least = u64::MAX;
     for (limit, usage) in LIMITS {
-        if let (Some(limit), Some(usage)) = (number(limit)?, number(usage)?) {
+        if let (Some(limit), Some(usage)) = (bytes(limit)?, bytes(usage)?) {
             least = least.min(limit.saturating_sub(usage.saturating_sub(cache)));
         }
     }
@@ -91,14 +96,7 @@ fn left_in_machine(proc_root: &Path) -> io::Result<u64> {
 
 /// `MemAvailable` in the text of `/proc/meminfo`, bytes.
 pub(crate) fn available(meminfo: &str) -> Option<u64> {
-    field(meminfo, "MemAvailable:").map(|kib| kib.saturating_mul(1024))
-}
-
-pub(crate) fn field(text: &str, name: &str) -> Option<u64> {
-    text.lines().find_map(|line| {
-        let mut words = line.split_ascii_whitespace();
-        (words.next() == Some(name)).then(|| words.next()?.parse().ok())?
-    })
+    kib(meminfo.as_bytes(), "MemAvailable").ok().map(|kib| kib.saturating_mul(1024))
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 pub(crate) mod cgroup;
 pub mod cpu;
 pub mod headroom;
+pub(crate) mod ksm_stat;
 pub mod list;
 pub mod maps;
 pub mod memory;
@@ -10,6 +11,7 @@ pub mod merge_any;
 pub mod numa;
 pub mod pagemap;
 pub mod process;
+pub(crate) mod statm;
 pub mod status;
 
 use std::path::PathBuf;

@@ -1,5 +1,6 @@
 //! `/proc/PID/status` and `/proc/PID/exe`: user, tracer, capabilities and executable of a process.
 
+use crate::os::fields::{MISSING, NOT_A_NUMBER, field, number};
 use crate::proc::process::{Process, ReadError};
 use std::ffi::OsString;
 use std::io;
@@ -30,25 +31,21 @@ impl Status {
 
     /// Parses the text of `/proc/PID/status`. The kernel escapes newlines in the name, so it cannot forge a line.
     pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
-        let field = |name: &[u8]| -> Result<&str, &'static str> {
-            let line = text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(name));
-            std::str::from_utf8(line.ok_or("a field is missing")?).map_err(|_| "a field is not ASCII")
-        };
-        let number = |name| field(name)?.trim().parse().map_err(|_| "a field is not a number");
-        let four = |name| -> Result<[u32; 4], &'static str> {
+        let text_of = |key| std::str::from_utf8(field(text, key).ok_or(MISSING)?).map_err(|_| "a field is not ASCII");
+        let four = |key| -> Result<[u32; 4], &'static str> {
             let mut ids = [0; 4];
-            let mut words = field(name)?.split_ascii_whitespace();
+            let mut words = text_of(key)?.split_ascii_whitespace();
             for id in &mut ids {
-                *id = words.next().ok_or("too few ids")?.parse().map_err(|_| "an id is not a number")?;
+                *id = words.next().ok_or("too few IDs")?.parse().map_err(|_| "an ID is not a number")?;
             }
             Ok(ids)
         };
         Ok(Self {
-            thread_group: number(b"Tgid:")?,
-            tracer: number(b"TracerPid:")?,
-            uids: four(b"Uid:")?,
-            gids: four(b"Gid:")?,
-            permitted: u64::from_str_radix(field(b"CapPrm:")?.trim(), 16).map_err(|_| "a field is not a number")?,
+            thread_group: number(text, "Tgid")?,
+            tracer: number(text, "TracerPid")?,
+            uids: four("Uid")?,
+            gids: four("Gid")?,
+            permitted: u64::from_str_radix(text_of("CapPrm")?, 16).map_err(|_| NOT_A_NUMBER)?,
         })
     }
 

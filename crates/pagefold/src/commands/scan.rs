@@ -22,8 +22,9 @@ use pagefold_core::sampling::census::choose::{Chooser, first_fraction, next_frac
 use pagefold_core::sampling::census::{Census, Findings};
 use pagefold_core::units::Vpn;
 use pagefold_linux::os::cpu::own_cpu_ns;
+use pagefold_linux::os::numa::Topology;
 use pagefold_linux::proc::memory::{Contents, PageReader, ReadHow};
-use pagefold_linux::proc::numa::{Topology, owner_view};
+use pagefold_linux::proc::numa::owner_view;
 use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::exclude::DenyList;
 use report::{Cost, Report};

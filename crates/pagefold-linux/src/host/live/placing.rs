@@ -3,8 +3,9 @@
 use super::LiveHost;
 use crate::host::targets::Target;
 use crate::os::abandonable::run_abandonable;
+use crate::os::numa::Topology;
 use crate::os::privileges::{PLACING, missing};
-use crate::proc::numa::{Topology, move_frames, owner_view};
+use crate::proc::numa::{move_frames, owner_view};
 use crate::proc::process::ReadError;
 use pagefold_core::host::{Move, NodeView, Outcome, OwnerView};
 use pagefold_core::placement::policy::Placement;

@@ -8,7 +8,7 @@ use crate::bench::report::Report;
 use crate::programs::Target;
 use anyhow::{Context, ensure};
 use pagefold_core::units::PAGE_SIZE;
-use pagefold_linux::proc::numa::Topology;
+use pagefold_linux::os::numa::Topology;
 use pagefold_linux::proc::pagemap::{Pagemap, PagemapEntry};
 use pagefold_linux::proc::process::Process;
 use pagefold_linux::scope::eligible::eligible_mappings;

@@ -1,0 +1,42 @@
+//! `/proc/PID/ksm_stat`: whether all memory of a process is marked, and its merged zero pages.
+
+use super::process::{Process, ReadError};
+use crate::os::fields::{field, number};
+
+/// The fields of `/proc/PID/ksm_stat` that pagefold uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct KsmStat {
+    /// All present and future memory of the process is marked (shown from Linux 6.12).
+    pub(crate) merge_any: bool,
+    /// Zero pages merged with the kernel's zero page (shown from Linux 6.10), KiB.
+    pub(crate) zero_kib: u64,
+}
+
+impl KsmStat {
+    /// Reads the file. Without it all fields are zero.
+    pub(crate) fn of(process: &Process) -> Result<Self, ReadError> {
+        match process.read_file("ksm_stat") {
+            Ok(text) => Ok(Self::parse(&text)),
+            Err(ReadError::Absent { .. }) => Ok(Self::default()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Parses the text. Kernels differ in the fields, and in whether their keys end with a colon.
+    pub(crate) fn parse(text: &[u8]) -> Self {
+        let zero_pages: u64 = number(text, "ksm_zero_pages").unwrap_or(0);
+        Self { merge_any: field(text, "ksm_merge_any") == Some(b"yes"), zero_kib: zero_pages.saturating_mul(4) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_parsed_with_and_without_colons() {
+        let stat = KsmStat::parse(b"ksm_rmap_items 3\nksm_zero_pages 12\nksm_merge_any: yes\n");
+        assert_eq!(stat, KsmStat { merge_any: true, zero_kib: 48 });
+        assert_eq!(KsmStat::parse(b"ksm_zero_pages 18446744073709551615\n").zero_kib, u64::MAX);
+    }
+}
