@@ -1,4 +1,5 @@
 //! Where merged pages live on a machine with several memory nodes.
 
+pub mod inventory;
 pub mod placer;
 pub mod policy;

@@ -6,7 +6,7 @@ use crate::host::KsmView;
 use crate::keys::{DomainKey, OwnerKey};
 use crate::ledger::Ledger;
 use crate::marking::lifetimes::Lifetimes;
-use crate::placement::placer::PlacementSummary;
+use crate::placement::inventory::PlacementSummary;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region, Stage};
 use crate::sampling::ladder::{Ladder, matures_ns, samples_wanted, wants_more};

@@ -17,6 +17,18 @@ pub const fn count(length: usize) -> u64 {
     length as u64
 }
 
+/// A 32-bit number as an index, lossless on every supported target.
+pub const fn index(number: u32) -> usize {
+    const { assert!(usize::BITS >= u32::BITS) };
+    number as usize
+}
+
+/// The whole part of a number, saturating: 0 if it is negative or not a number.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "`as` saturates, as wanted here")]
+pub const fn whole(number: f64) -> u64 {
+    number as u64
+}
+
 /// Pages in one extent: 2 MiB, the size of a huge page and the unit in which density is judged.
 pub const EXTENT_PAGES: u64 = 512;
 

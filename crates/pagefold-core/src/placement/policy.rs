@@ -1,30 +1,30 @@
 //! On which memory node a merged page lives: the policies (nuKSM, sections 4.1 and 4.2).
 //!
-//! KSM keeps the copy that it happens to come by last, which puts nearly all merged pages on one node, and who runs on
-//! another pays for it at every access. The thesis decides at each merge which copy stays, one drawing of lots at a time.
-//! Here the pages are merged already and all sharers of each are known, so each node is given its share of the pages
-//! with the same sharers exactly.
+//! KSM keeps the copy that it finds last, which puts nearly all merged pages on one node and slows down the processes on
+//! the others at every access. The thesis chooses at random, at each merge, which copy stays. Here the pages are merged
+//! already and all sharers of each are known, so each node gets exactly its share of the pages with the same sharers.
 
 use crate::error::ConfigError;
 use crate::keys::{NodeKey, NodeSet};
 use crate::random::mix;
+use crate::units::{count, whole};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
-/// A policy.
+/// A placement policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
-    /// Where it is active; if it is so everywhere or nowhere, each node of its sharers has an equal share.
+    /// Merged pages go to the nodes whose copy was active. If all were, or none, each sharer's node has an equal share.
     #[default]
     Fair,
-    /// Each sharer has a share by its nice value.
+    /// Each sharer's node has a share by the sharer's nice value.
     Priority,
-    /// Nothing is merged across nodes.
+    /// Pages are not merged across nodes.
     LocalOnly,
-    /// Wherever the kernel happens to put it.
+    /// Merged pages stay where KSM put them.
     Kernel,
 }
 
@@ -52,26 +52,26 @@ impl fmt::Display for Placement {
     }
 }
 
-/// Who maps a merged page.
+/// A process that maps a merged page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sharer {
-    /// The node where it runs.
+    /// Its home node.
     pub home: NodeKey,
-    /// Its nice value.
+    /// Its nice value, -20 to 19.
     pub nice: i8,
-    /// Its own copy was active before the merge.
+    /// Whether its copy was active before the merge.
     pub active: bool,
 }
 
 impl Sharer {
-    /// nuKSM's `snice`: 1 (first) to 40.
+    /// nuKSM's `snice`: the nice value from 1 (highest priority) to 40.
     fn snice(self) -> f64 {
         f64::from(self.nice) + 21.0
     }
 }
 
-/// Which part of the pages with these sharers belongs on which node, by ascending node; together 1. Empty if they stay
-/// where they are. Only `allowed` nodes get any.
+/// The share of each node in the pages with these sharers, by ascending node. The sum is 1, or there are no shares if the
+/// pages stay where they are. Only `allowed` nodes have a share.
 pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec<(NodeKey, f64)> {
     let mut weights: BTreeMap<NodeKey, f64> = BTreeMap::new();
     match placement {
@@ -82,7 +82,7 @@ pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec
             weights.extend(wanted.map(|sharer| (sharer.home, 1.0)));
         }
         Placement::Priority => {
-            // 1 - snice(current) / sum of snice. Over all K sharers that makes K - 1, so it is scaled.
+            // The weight is 1 - snice / sum of snice. The weights of K sharers add up to K - 1, so they are scaled below.
             let sum: f64 = sharers.iter().map(|sharer| sharer.snice()).sum();
             for sharer in sharers {
                 let share = if sharers.len() == 1 { 1.0 } else { 1.0 - sharer.snice() / sum };
@@ -95,69 +95,68 @@ pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec
     weights.into_iter().map(|(node, weight)| (node, weight / sum)).collect()
 }
 
-/// Rounding that is made up for by the next pages with the same shares.
+/// Rounding errors by shares, made up for by the next pages with the same shares.
 #[derive(Clone, Debug, Default)]
 pub struct Carry(BTreeMap<Vec<(NodeKey, u64)>, Vec<f64>>);
 
 impl Carry {
-    /// How many of so many pages each node should have: whole numbers that make up the pages.
+    /// The number of `pages` that each node should have. The sum is `pages`.
     pub fn quotas(&mut self, pages: usize, shares: &[(NodeKey, f64)]) -> Vec<usize> {
         let key = shares.iter().map(|&(node, share)| (node, share.to_bits())).collect();
-        let owed = self.0.entry(key).or_insert_with(|| vec![0.0; shares.len()]);
-        for (owed, (_, share)) in owed.iter_mut().zip(shares) {
-            *owed += share * pages as f64;
+        let due = self.0.entry(key).or_insert_with(|| vec![0.0; shares.len()]);
+        for (due, (_, share)) in due.iter_mut().zip(shares) {
+            *due += share * pages as f64;
         }
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count, not negative")]
-        let mut quotas: Vec<usize> = owed.iter().map(|owed| owed.max(0.0).floor() as usize).collect();
+        let mut quotas: Vec<usize> = due.iter().map(|&due| usize::try_from(whole(due)).unwrap_or(pages)).collect();
         while quotas.iter().sum::<usize>() > pages {
             if let Some(most) = (0..quotas.len()).max_by_key(|&at| quotas[at]) {
                 quotas[most] -= 1;
             }
         }
         while quotas.iter().sum::<usize>() < pages {
-            let left = |at: &usize| owed[*at] - quotas[*at] as f64;
+            let left = |at: &usize| due[*at] - quotas[*at] as f64;
             let Some(most) = (0..quotas.len()).max_by(|a, b| left(a).total_cmp(&left(b))) else { break };
             quotas[most] += 1;
         }
-        for (owed, &quota) in owed.iter_mut().zip(&quotas) {
-            *owed -= quota as f64;
+        for (due, &quota) in due.iter_mut().zip(&quotas) {
+            *due -= quota as f64;
         }
         quotas
     }
 }
 
-/// Which of some pages have to move where, for each node to have its quota: `(position, node)`, by position. `at` tells
-/// where each is now. Those that move are spread evenly, because neighbours are used together, but in no pattern, because
-/// some programs use every second page.
+/// The moves after which each of `nodes` has its quota of pages: `(position, node)`, by position. `at` is the node of each
+/// page now. Pages that move are spread evenly, because neighbours are used together, but in no pattern, because some
+/// programs use every second page.
 pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(usize, NodeKey)> {
     let mut have: BTreeMap<NodeKey, usize> = BTreeMap::new();
     for &node in at {
         *have.entry(node).or_default() += 1;
     }
-    let quota = |node: NodeKey| nodes.iter().position(|&known| known == node).map_or(0, |place| quotas[place]);
-    let mut wanting: Vec<(NodeKey, usize, usize)> = nodes
+    let quota = |node: NodeKey| nodes.iter().position(|&known| known == node).map_or(0, |at| quotas[at]);
+    let mut receivers: Vec<(NodeKey, usize, usize)> = nodes
         .iter()
         .map(|&node| (node, quota(node).saturating_sub(have.get(&node).copied().unwrap_or(0)), 0))
         .filter(|&(_, missing, _)| missing > 0)
         .collect();
-    let missing: usize = wanting.iter().map(|&(_, missing, _)| missing).sum();
-    let mut seen: BTreeMap<NodeKey, usize> = BTreeMap::new();
+    let missing: usize = receivers.iter().map(|&(_, missing, _)| missing).sum();
+    let mut visited: BTreeMap<NodeKey, usize> = BTreeMap::new();
     let mut moves = Vec::new();
     for position in shuffled(at.len()) {
         let node = at[position];
         let (all, excess) = (have[&node], have[&node].saturating_sub(quota(node)));
-        let nth = seen.entry(node).or_default();
+        let nth = visited.entry(node).or_default();
         let moves_now = (*nth + 1) * excess / all > *nth * excess / all;
         *nth += 1;
         if !moves_now {
             continue;
         }
-        // To whoever is furthest behind its part of all the moves.
+        // To the node that is furthest behind its part of all moves.
         let behind = |&(_, wants, got): &(NodeKey, usize, usize)| {
             (wants * (moves.len() + 1)).checked_div(missing).map_or(0, |due| due.saturating_sub(got)) * 2
                 + usize::from(got < wants)
         };
-        let Some(to) = wanting.iter_mut().filter(|(_, wants, got)| got < wants).max_by_key(|entry| behind(entry))
+        let Some(to) = receivers.iter_mut().filter(|(_, wants, got)| got < wants).max_by_key(|entry| behind(entry))
         else {
             break;
         };
@@ -168,35 +167,35 @@ pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(us
     moves
 }
 
-/// The positions, mixed within short stretches.
+/// The positions, shuffled within short stretches.
 fn shuffled(positions: usize) -> Vec<usize> {
     const STRETCH: usize = 64;
     let mut order: Vec<usize> = (0..positions).collect();
     for stretch in order.chunks_mut(STRETCH) {
-        stretch.sort_unstable_by_key(|&position| mix(position as u64));
+        stretch.sort_unstable_by_key(|&position| mix(count(position)));
     }
     order
 }
 
-/// What memory accesses take.
+/// Memory access times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Latencies {
-    /// To the processor's own node, nanoseconds.
+    /// To the local node, nanoseconds.
     pub local_ns: u32,
-    /// To the nearest other, nanoseconds.
+    /// To the nearest other node, nanoseconds.
     pub remote_ns: u32,
 }
 
 impl Default for Latencies {
-    /// A two-socket machine's, idle (Xeon E5, measured by Intel's Memory Latency Checker).
+    /// Those of an idle two-socket machine (Xeon E5, measured by Intel's Memory Latency Checker).
     fn default() -> Self {
         Self { local_ns: 89, remote_ns: 139 }
     }
 }
 
 impl Latencies {
-    /// What an access to a node at `distance` takes longer than one to the own node, as a share of that. `nearest` is the
-    /// distance of the nearest other node; distances are the kernel's (SLIT), 10 for the own node.
+    /// By how much an access to a node at `distance` takes longer than a local one: 0.56 is 56 %. `nearest` is the distance
+    /// of the nearest other node. Distances are the kernel's (SLIT), 10 for the local node.
     pub fn tax(self, distance: u32, nearest: u32) -> f64 {
         let steps = f64::from(distance.saturating_sub(10)) / f64::from(nearest.saturating_sub(10).max(1));
         steps * (f64::from(self.remote_ns) / f64::from(self.local_ns.max(1)) - 1.0)
@@ -217,19 +216,19 @@ mod tests {
     }
 
     #[test]
-    fn fair_prefers_the_active_copy_and_else_gives_each_node_the_same() {
+    fn fair_prefers_active_copies_and_otherwise_splits_equally() {
         let both = |a, b| shares(Placement::Fair, &[sharer(0, 0, a), sharer(1, 0, b)], NodeSet::ALL);
         assert_eq!(both(true, false), [(NodeKey(0), 1.0)]);
         assert_eq!(both(false, true), [(NodeKey(1), 1.0)]);
         assert_eq!(both(false, false), [(NodeKey(0), 0.5), (NodeKey(1), 0.5)]);
         assert_eq!(both(true, true), both(false, false));
-        // Each node, however many run on it.
+        // Nodes share equally, whatever the number of sharers on each.
         assert_eq!(of(Placement::Fair, &[sharer(0, 0, true), sharer(0, 5, true), sharer(3, 0, true)]), [0.5, 0.5]);
         assert_eq!(of(Placement::Fair, &[0, 1, 2].map(|node| sharer(node, 0, false))), [1.0 / 3.0; 3]);
     }
 
     #[test]
-    fn priority_gives_the_shares_of_the_thesis() {
+    fn priority_yields_the_shares_of_the_thesis() {
         // Table 5.3: nice values and the share of VM-0.
         for (nice, share) in
             [((-20, -11), 0.91), ((-20, -16), 0.83), ((-20, -20), 0.5), ((-16, -20), 0.17), ((-11, -20), 0.09)]
@@ -244,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_allowed_gets_nothing() {
+    fn nodes_that_are_not_allowed_get_no_share() {
         let allowed: NodeSet = [NodeKey(1)].into_iter().collect();
         let two = [sharer(0, 0, false), sharer(1, 0, false)];
         assert_eq!(shares(Placement::Fair, &two, allowed), [(NodeKey(1), 1.0)]);
@@ -254,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn single_pages_are_shared_out_too() {
+    fn rounding_is_made_up_for_across_single_pages() {
         let mut carry = Carry::default();
         let half = [(NodeKey(0), 0.5), (NodeKey(1), 0.5)];
         let (mut first, mut second) = (0, 0);
@@ -274,17 +273,17 @@ mod tests {
     }
 
     #[test]
-    fn no_stride_has_all_its_pages_on_one_node() {
+    fn moved_pages_are_spread_over_strides_and_stretches() {
         let at = vec![NodeKey(1); 8_192];
         let moves = rebalance(&at, &[NodeKey(0), NodeKey(1)], &[4_096, 4_096]);
         for stride in [2, 3, 4, 8, 16, 64] {
             for first in 0..stride {
-                let gone = moves.iter().filter(|(position, _)| position % stride == first).count() as f64;
-                let share = gone / (8_192 / stride) as f64;
-                assert!((0.3..0.7).contains(&share), "{share} of those at {first} by {stride}");
+                let number = moves.iter().filter(|(position, _)| position % stride == first).count() as f64;
+                let share = number / (8_192 / stride) as f64;
+                assert!((0.3..0.7).contains(&share), "{share} of the pages at {first} by {stride}");
             }
         }
-        // Nor is a short stretch.
+        // Every short stretch has about half of its pages moved, too.
         for stretch in 0..64 {
             let inside = moves.iter().filter(|(position, _)| position / 128 == stretch).count();
             assert!((48..=80).contains(&inside), "{inside} of 128");
@@ -293,7 +292,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn after_the_moves_every_node_has_its_quota(
+        fn every_node_has_its_quota_after_the_moves(
             at in proptest::collection::vec(0_u16..5, 0..300), weights in proptest::collection::vec(0.01_f64..1.0, 1..4),
         ) {
             let at: Vec<NodeKey> = at.into_iter().map(NodeKey).collect();
@@ -311,7 +310,7 @@ mod tests {
                 prop_assert_eq!(after.iter().filter(|at| *at == node).count(), *quota);
             }
             prop_assert!(moves.windows(2).all(|pair| pair[0].0 < pair[1].0));
-            // Nothing moves a second time.
+            // A second rebalancing moves nothing.
             prop_assert!(rebalance(&after, &nodes, &quotas).is_empty());
         }
     }

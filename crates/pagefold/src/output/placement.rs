@@ -3,7 +3,7 @@
 use pagefold_cli::style::{Style, count, human, line, percent, shorten};
 use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::ledger::Ledger;
-use pagefold_core::placement::placer::{OwnerPlacement, PlacementSummary};
+use pagefold_core::placement::inventory::{OwnerPlacement, PlacementSummary};
 use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
@@ -182,7 +182,7 @@ impl PlaceRow {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_core::placement::placer::NodeTotal;
+    use pagefold_core::placement::inventory::NodeTotal;
 
     #[test]
     fn local_and_remote_are_told_apart() {
