@@ -6,7 +6,7 @@ use crate::limits::Limits;
 use crate::marking::extents::Density;
 use crate::placement::policy::Latencies;
 use crate::range::{self, check};
-use crate::units::{BLOCK_PAGES, Pages, Permyriad};
+use crate::units::{BLOCK_PAGES, Pages, Permyriad, count};
 use std::str::FromStr;
 
 /// A named set of settings for one purpose.
@@ -150,10 +150,10 @@ impl Config {
             check(name, value.0.into(), &range, share)?;
         }
         let millis = |ns: u64| format!("{} ms", ns / 1_000_000);
-        check("the number of levels", self.levels as u64, &range::LEVELS, |levels| levels.to_string())?;
+        check("the number of levels", count(self.levels), &range::LEVELS, |levels| levels.to_string())?;
         check("the lifetime", self.lifetime_ns, &range::LIFETIME_NS, millis)?;
         check("the round", self.round_ns.unwrap_or(1_000_000_000), &range::ROUND_NS, millis)?;
-        check("the number of spans in a process", self.spans_per_process as u64, &(1..=4_096), |n| n.to_string())?;
+        check("the number of spans in a process", count(self.spans_per_process), &(1..=4_096), |n| n.to_string())?;
         self.limits.validated()?;
         Ok(self)
     }

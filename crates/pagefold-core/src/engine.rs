@@ -24,7 +24,7 @@ use crate::region::table::RegionTable;
 use crate::region::{Region, Stage};
 use crate::report::{self, EngineReport};
 use crate::sampling::ladder::{Ladder, ReadPlan};
-use crate::units::{Pages, Permyriad};
+use crate::units::{Pages, Permyriad, count};
 use std::collections::BTreeSet;
 
 /// While ksmd works, the host is observed at least this often, nanoseconds.
@@ -364,7 +364,7 @@ impl Engine {
         let scan = self.scheduler.order(&inputs);
         let may_move = if self.snapshot.ksm.ours { self.allowance.moves_left() } else { 0 };
         let moves = self.placer.moves(may_move, self.budget.room_ns(pace), &self.ledger);
-        self.allowance.use_moves(moves.len() as u64);
+        self.allowance.use_moves(count(moves.len()));
         Actions { mark, unmark, stop: self.allowance.stop_size(), scan, moves }
     }
 

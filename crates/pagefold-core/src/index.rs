@@ -18,7 +18,7 @@ const TREE_STEP: usize = 32;
 /// A count this high means "many".
 const COUNT_MAX: u8 = 7;
 /// Bits of an entry that hold the page's offset in its region: 2^27 pages, 512 GiB.
-const OFFSET_BITS: u32 = 27;
+pub const OFFSET_BITS: u32 = 27;
 /// Pages of the largest region the index can point into.
 pub const REGION_PAGES_MAX: u64 = 1 << OFFSET_BITS;
 /// Regions the index can tell apart at one time.

@@ -1,7 +1,7 @@
 //! The ledger: what was saved and what it cost. `status`, metrics and summaries are views of it.
 
 use crate::host::{Actions, Cost, KsmView, Marking, Outcome};
-use crate::units::Pages;
+use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
 
 /// Kernel memory for each marked page that ksmd has visited, bytes (`struct ksm_rmap_item`, mm/ksm.c).
@@ -89,7 +89,7 @@ impl Ledger {
             }
         }
         self.moved += Pages(outcome.moved);
-        self.not_moved += Pages((actions.moves.len() as u64).saturating_sub(outcome.moved));
+        self.not_moved += Pages(count(actions.moves.len()).saturating_sub(outcome.moved));
         self.move_ns += outcome.move_ns;
         for stops in &outcome.stops {
             self.stops += u64::from(stops.number);

@@ -17,9 +17,10 @@ pub use usage::Usage;
 
 use crate::config::Config;
 use crate::host::RegionView;
+use crate::index::OFFSET_BITS;
 use crate::marking::extents::{Candidate, Cut, Extents, candidates};
 use crate::sampling::estimate::Estimate;
-use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
+use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits};
 
 /// How far the judgement of a region has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,15 +128,14 @@ impl Region {
     }
 
     /// The page's offset for the index. Wraps for pages below the base, because a stack grows downwards.
-    #[expect(clippy::cast_possible_truncation, reason = "27 bits are kept; regions are shorter than that")]
     pub fn offset(&self, page: Vpn) -> u32 {
-        page.0.wrapping_sub(self.base.0) as u32 & ((1 << 27) - 1)
+        low_bits(page.0.wrapping_sub(self.base.0), OFFSET_BITS)
     }
 
     /// The page at an offset of the index.
     pub fn page_at(&self, offset: u32) -> Vpn {
-        // Sign-extend the 27 bits.
-        let offset = i64::from(offset) << 37 >> 37;
+        // Sign-extend the bits that are kept.
+        let offset = i64::from(offset) << (64 - OFFSET_BITS) >> (64 - OFFSET_BITS);
         Vpn(self.base.0.wrapping_add_signed(offset))
     }
 

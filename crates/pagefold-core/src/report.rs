@@ -10,7 +10,7 @@ use crate::placement::inventory::PlacementSummary;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region, Stage};
 use crate::sampling::ladder::{Ladder, matures_ns, samples_wanted, wants_more};
-use crate::units::{Bytes, Pages, Permyriad, Vpn};
+use crate::units::{Bytes, Pages, Permyriad, Vpn, count};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -232,7 +232,7 @@ pub(crate) fn report(engine: &EngineState<'_>, table: &RegionTable, ledger: &Led
         saved_machine: ledger.saved_now,
         marked: table.iter().map(Region::marked_resident).sum(),
         index_entries: engine.index.0,
-        index_bytes: Bytes(engine.index.1 as u64),
+        index_bytes: Bytes(count(engine.index.1)),
         kinds: kinds.to_vec(),
         levels: levels.collect(),
         ledger: Ledger { curve: Vec::new(), ..ledger.clone() },

@@ -29,6 +29,18 @@ pub const fn whole(number: f64) -> u64 {
     number as u64
 }
 
+/// The lowest `bits` of a number, at most 32.
+///
+/// # Panics
+///
+/// If `bits` is not from 1 to 32.
+pub const fn low_bits(number: u64, bits: u32) -> u32 {
+    assert!(bits > 0 && bits <= u32::BITS);
+    #[expect(clippy::cast_possible_truncation, reason = "masked to at most 32 bits")]
+    let low = (number & (u64::MAX >> (u64::BITS - bits))) as u32;
+    low
+}
+
 /// Pages in one extent: 2 MiB, the size of a huge page and the unit in which density is judged.
 pub const EXTENT_PAGES: u64 = 512;
 

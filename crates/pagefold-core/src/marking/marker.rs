@@ -12,7 +12,7 @@ use crate::marking::extents::Candidate;
 use crate::merging::ScanScheduler;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region, Stage, covers};
-use crate::units::{Pages, Permyriad, Vpn};
+use crate::units::{Pages, Permyriad, Vpn, count, whole};
 use std::collections::{BTreeMap, VecDeque};
 
 /// The longest that marks wait for other regions that are being read, nanoseconds.
@@ -129,7 +129,7 @@ impl Marker {
             let calls = u64::from(allowance.stop_size().marks);
             let may = allowance.stops_left(region.view.owner) * calls;
             spans.truncate(usize::try_from(may).unwrap_or(usize::MAX));
-            allowance.use_stops(region.view.owner, (spans.len() as u64).div_ceil(calls));
+            allowance.use_stops(region.view.owner, count(spans.len()).div_ceil(calls));
             if region.hold.end() == Some(LeaveAlone::CowBroken) {
                 region.usage.cow_breaks = CowBreaks::default();
             }
@@ -251,8 +251,7 @@ impl Marker {
         let fruitful = scheduler.last_merged().0 * 4 >= self.refresh_expected.0;
         self.refresh_pause_ns = if fruitful { PAUSE_NS } else { (self.refresh_pause_ns * 2).min(PAUSE_MAX_NS) };
         self.next_refresh_ns = now_ns + self.refresh_pause_ns;
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
-        let worth = Pages(worth as u64);
+        let worth = Pages(whole(worth));
         self.refresh_expected = worth;
         scheduler.request_thorough(worth);
     }

@@ -6,7 +6,7 @@ use crate::host::RegionView;
 use crate::permutation::Permutation;
 use crate::random::mix;
 use crate::sampling::estimate::{Estimate, Tally};
-use crate::units::{Pages, Permyriad, Vpn};
+use crate::units::{Pages, Permyriad, Vpn, low_bits};
 
 /// Neighbouring pages read at one sample point. A run of four costs little more than one and a half pages (the page-table
 /// walk and the system call are shared), and shows as much as two scattered pages.
@@ -74,9 +74,9 @@ impl Survey {
     }
 
     /// Remembers a sampled page (while `recording`), or compares it with what is remembered.
-    #[expect(clippy::cast_possible_truncation, reason = "32 bits of a digest are enough to see a change")]
     pub fn probe(&mut self, offset: u32, digest: Digest, recording: bool) {
-        let print = (digest.0 >> 16) as u32;
+        // 32 bits of a digest are enough to see a change.
+        let print = low_bits(digest.0 >> 16, 32);
         if recording {
             if self.probes.len() < PROBES_MAX {
                 self.probes.push((offset, print));

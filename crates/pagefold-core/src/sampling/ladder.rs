@@ -29,7 +29,7 @@ use crate::random::mix;
 use crate::region::table::RegionTable;
 use crate::region::{RUN_PAGES, Region, Stage};
 use crate::sampling::estimate::samples_for_evidence;
-use crate::units::{EXTENT_PAGES, Permyriad, Vpn};
+use crate::units::{EXTENT_PAGES, Permyriad, Vpn, count, whole};
 use std::collections::BTreeSet;
 
 /// The most pages read in one cycle: about 40 ms, so that signals and new processes are not kept waiting.
@@ -140,7 +140,7 @@ impl Ladder {
 
     /// Pages to sample on a level in one round: `t_l · p_l / s`.
     fn points(&self, level: usize, pace: Pace, config: &Config) -> u64 {
-        let time_ns = pace.round_ns / self.levels as u64;
+        let time_ns = pace.round_ns / count(self.levels);
         share_ns(time_ns, self.share(level, pace, config)) / self.sample_ns
     }
 
@@ -219,7 +219,7 @@ impl Ladder {
             let resident = region.marked_resident().0;
             let share = u128::from(visits) * u128::from(resident) / u128::from(marked.max(1));
             // Every marked region gets some checks, even the smallest.
-            let share = if resident == 0 { 0 } else { u64::try_from(share).unwrap_or(0).clamp(8, PROBES_MAX as u64) };
+            let share = if resident == 0 { 0 } else { u64::try_from(share).unwrap_or(0).clamp(8, count(PROBES_MAX)) };
             let random = self.phase ^ u64::from(region.view.key.0) << 32;
             let share = share.min(allowance.pages_left(region.view.owner));
             allowance.use_pages(region.view.owner, share);
@@ -358,8 +358,8 @@ fn sample(
         let target = wanted(region, evidence, config);
         // Where little is resident, most pages visited are empty. They cost little.
         let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
-        let wanted = (target.saturating_sub(region.survey.tally.sampled) as f64 / filled.clamp(0.02, 1.0)) as u64;
+        let missing = target.saturating_sub(region.survey.tally.sampled);
+        let wanted = whole(missing as f64 / filled.clamp(0.02, 1.0));
         let mut wanted = wanted.clamp(RUN_PAGES, (points - taken).max(RUN_PAGES));
         let owner = region.view.owner;
         while wanted > 0 && region.survey.runs_left() > 0 && allowance.pages_left(owner) >= RUN_PAGES {
@@ -573,7 +573,7 @@ mod tests {
             let reading = ladder.plan(&mut table, room, true, Governor::Full.pace(), (&mut unlimited(), &Config::default()));
             let read: u64 = reading.runs.iter().map(|run| u64::from(run.pages)).sum();
             // A quarter more, for sampling beside regions that are read whole, and the ends of runs.
-            prop_assert!(read <= room.min(CYCLE_PAGES) * 5 / 4 + room.min(2_200) + 2 * RUN_PAGES * sizes.len() as u64, "{read} for {room}");
+            prop_assert!(read <= room.min(CYCLE_PAGES) * 5 / 4 + room.min(2_200) + 2 * RUN_PAGES * count(sizes.len()), "{read} for {room}");
         }
     }
 }
