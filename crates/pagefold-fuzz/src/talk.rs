@@ -3,7 +3,7 @@
 use pagefold_linux::fuzzing::{injector_reply, injector_request};
 use pagefold_linux::ksm::Knob;
 use pagefold_linux::ksm::state_file::State;
-use protocol::{REQUEST_MOST, Refusal, Request, Standing};
+use protocol::{ControlState, REQUEST_MOST, Refusal, Request};
 use std::time::Duration;
 
 // The program is no library, and this is all of it that reads what others write.
@@ -45,13 +45,13 @@ pub fn control(line: &[u8]) {
         assert!(!printed.contains(&b'\n'));
         assert_eq!(serde_json::from_slice::<Refusal>(&printed).ok(), Some(refusal));
     }
-    if let Ok(standing) = serde_json::from_slice::<Standing>(line) {
-        let printed = serde_json::to_vec(&standing).expect("plain strings and numbers");
+    if let Ok(state) = serde_json::from_slice::<ControlState>(line) {
+        let printed = serde_json::to_vec(&state).expect("plain strings and numbers");
         assert!(!printed.contains(&b'\n'));
-        let again: Standing = serde_json::from_slice(&printed).expect("what was printed");
+        let again: ControlState = serde_json::from_slice(&printed).expect("what was printed");
         // serde_json reads the last digit of a fraction approximately.
-        assert!((again.allowed_share - standing.allowed_share).abs() <= 1e-15 * standing.allowed_share.abs());
-        assert_eq!(Standing { allowed_share: standing.allowed_share, ..again }, standing);
+        assert!((again.allowed_share - state.allowed_share).abs() <= 1e-15 * state.allowed_share.abs());
+        assert_eq!(ControlState { allowed_share: state.allowed_share, ..again }, state);
     }
 }
 

@@ -1,7 +1,20 @@
-//! The program. This file only wires: each subcommand is a module of its own.
+//! The `pagefold` program. This file only wires; each subcommand is a module of its own.
+//!
+//! | to change | see |
+//! | --- | --- |
+//! | a subcommand, its own flags, what it prints | [`commands`]: one module each |
+//! | an option of the command line and the configuration file | `OPTIONS` in pagefold-cli, then [`config::settings`] |
+//! | a new column of `status` | [`commands::status`], from the core's report |
+//! | requests to a running daemon | [`control`] |
+//! | checks before anything is touched, and how a refusal is explained | [`preflight`] |
+//! | the audit log | [`audit`] |
+//! | tables shared by several commands | [`output`] |
+//! | the demonstration | [`demo`] |
+//!
+//! The judgement is in pagefold-core, everything that touches the system in pagefold-linux, experiments in pagefold-lab.
 
 use clap::{Parser, Subcommand};
-use commands::{doctor, exec, explain, run, scan, status, unmerge};
+use commands::{control as requests, doctor, exec, explain, run, scan, status, unmerge};
 use std::process::ExitCode;
 
 mod audit;
@@ -12,11 +25,11 @@ mod demo;
 mod output;
 mod preflight;
 
-/// Finds memory that running programs hold twice, and has the kernel fold it into one copy.
+/// Find memory that running processes hold twice, and let the kernel merge it (KSM)
 #[derive(Parser)]
 #[command(name = "pagefold", version, propagate_version = true, max_term_width = 100)]
-#[command(after_help = "Exit codes: 0 well, 1 failed, 2 usage, 3 not permitted, 4 kernel lacks something, \
-    5 nothing in scope, 6 target refused, 7 KSM is somebody else's, 8 no pagefold is running.")]
+#[command(after_help = "Exit codes: 0 success, 1 failure, 2 usage, 3 not permitted, 4 kernel support missing, \
+    5 nothing in scope, 6 target refused, 7 KSM in use by another program, 8 no daemon running.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -24,36 +37,36 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Show what could be saved, and where; changes nothing
+    /// Show how much memory could be saved, and where, without changing anything
     Scan(scan::ScanArgs),
-    /// Fold the memory of running programs until told to stop
+    /// Merge the memory of running processes until stopped
     Run(run::RunArgs),
-    /// Show what the running pagefold has saved, what that costs, and what it is at
+    /// Show what the daemon has saved, what it costs, and what it is doing
     Status(status::StatusArgs),
-    /// Show what it thinks of each part of a program's memory, and what happens next
+    /// Show, region by region, how the daemon judges a process's memory and what happens next
     Explain(explain::ExplainArgs),
-    /// Let it use more of a core, or less
-    Governor(control::GovernorArgs),
-    /// Have it read, mark and merge nothing more for now
-    Pause(control::PauseArgs),
-    /// Have it go on
-    Resume(control::PauseArgs),
-    /// Start a program whose memory may be folded, without tracing it
+    /// Change how much CPU time the daemon may use
+    Governor(requests::GovernorArgs),
+    /// Pause the daemon: read, mark and merge nothing until resumed
+    Pause(requests::PauseArgs),
+    /// Resume a paused daemon
+    Resume(requests::PauseArgs),
+    /// Start a program whose memory KSM may merge, without ever tracing it
     Exec(exec::ExecArgs),
-    /// Give programs their own copies back
+    /// Unmerge the memory of processes and remove their marks
     Unmerge(unmerge::UnmergeArgs),
-    /// Show what this machine allows, what is in the way, and what to do about it
+    /// Check whether this machine can run pagefold, and what to change if not
     Doctor(doctor::DoctorArgs),
-    /// Show the whole story in a minute, on programs it starts itself
+    /// Show in a minute how pagefold works, on processes that it starts itself
     Demo(demo::DemoArgs),
-    /// Hold memory as told: what the demonstration merges
+    /// Hold memory for the demonstration
     #[command(hide = true)]
     Tenant {
         /// What to hold
         #[arg(long)]
         spec: String,
     },
-    /// Make other programs' system calls, on order from standard input
+    /// Make system calls in other processes, as requested on standard input
     #[command(hide = true, name = preflight::INJECTOR)]
     Injector,
 }
@@ -68,9 +81,9 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(args),
         Command::Status(args) => status::run(args),
         Command::Explain(args) => explain::run(args),
-        Command::Governor(args) => control::governor(args),
-        Command::Pause(args) => control::pause(args),
-        Command::Resume(args) => control::resume(args),
+        Command::Governor(args) => requests::governor(args),
+        Command::Pause(args) => requests::pause(args),
+        Command::Resume(args) => requests::resume(args),
         Command::Exec(args) => exec::run(args),
         Command::Unmerge(args) => unmerge::run(args),
         Command::Doctor(args) => doctor::run(args),

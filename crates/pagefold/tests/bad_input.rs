@@ -46,12 +46,12 @@ fn senseless_command_lines() {
     assert_fails(&run(&["--for"]), 2, "--for");
     assert_fails(&run(&["--governor", "turbo"]), 2, "choose full, medium, low, quiet or auto");
     assert_fails(&run(&["--preset", "turbo"]), 2, "choose default or sensitive");
-    assert_fails(&run(&["--duplicate-threshold", "140"]), 2, "140 %; it must be from 0.01 % to 100 %");
-    assert_fails(&run(&["--cow-threshold", "0"]), 2, "0 %; it must be from 0.01 % to 100 %");
+    assert_fails(&run(&["--duplicate-threshold", "140"]), 2, "140 % is out of range; it must be from 0.01 % to 100 %");
+    assert_fails(&run(&["--cow-threshold", "0"]), 2, "0 % is out of range; it must be from 0.01 % to 100 %");
     assert_fails(&run(&["--top-share", "0"]), 2, "it must be from 0.2 % to 100 %");
     assert_fails(&run(&["--levels", "0"]), 2, "it must be from 1 to 8");
-    assert_fails(&run(&["--round", "1ms"]), 2, "it must be from 20 ms to 3600000 ms");
-    assert_fails(&run(&["--lifetime", "2h"]), 2, "it must be from 0 ms to 3600000 ms");
+    assert_fails(&run(&["--round", "1ms"]), 2, "it must be from 20ms to 1h");
+    assert_fails(&run(&["--lifetime", "2h"]), 2, "it must be from 0s to 1h");
     assert_fails(&run(&["--no-such-flag"]), 2, "--no-such-flag");
     assert_fails(&run(&["and", "more"]), 2, "and");
     assert_fails(&["no-such-command"], 2, "no-such-command");

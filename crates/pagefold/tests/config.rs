@@ -33,11 +33,7 @@ fn a_bad_configuration_is_refused_and_nothing_is_changed() {
     fs::write(&path, "[run]\n\ngoverment = \"full\"\n").unwrap();
     assert_fails(&args, 2, "pagefold.toml line 3: unknown key 'goverment' in [run]; ");
     fs::write(&path, "[judgement]\ncow-threshold = 0\n").unwrap();
-    assert_fails(
-        &args,
-        2,
-        "line 2: judgement.cow-threshold: the COW threshold is 0 %; it must be from 0.01 % to 100 %",
-    );
+    assert_fails(&args, 2, "line 2: judgement.cow-threshold: 0 % is out of range; it must be from 0.01 % to 100 %");
     fs::write(&path, "").unwrap();
     fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();
     assert_fails(&args, 2, "others may write");
@@ -94,11 +90,11 @@ fn the_file_names_the_programs_and_the_log_has_every_mark() {
     let ended = daemon.end();
     let summary = ended.summary();
     assert_eq!(summary["audit_lost"], 0);
-    assert!(ended.errors.contains("the governor is low from now on"), "{}", ended.errors);
-    let stays = "the settings stay as they were: ";
+    assert!(ended.errors.contains("the governor is now low"), "{}", ended.errors);
+    let stays = "the settings are unchanged: ";
     assert!(ended.errors.lines().any(|line| line.contains(stays) && line.contains("goverment")), "{}", ended.errors);
-    assert!(ended.errors.contains("the limits are others from now on"), "{}", ended.errors);
-    assert!(ended.errors.contains("changes of [domains] count from the next start"), "{}", ended.errors);
+    assert!(ended.errors.contains("the limits have changed"), "{}", ended.errors);
+    assert!(ended.errors.contains("changes of [domains] take effect at the next start"), "{}", ended.errors);
 
     assert_eq!(log(&old)[0]["what"], "begin");
     assert_eq!(log(&audit).last().unwrap()["what"], "end");

@@ -220,7 +220,7 @@ fn paused_it_does_nothing_and_resumed_it_goes_on() {
     assert!(text(&["status"]).contains("paused: nothing is read"));
     assert!(text(&["explain", &pids[0].to_string()]).contains("Paused: nothing happens"));
 
-    assert!(text(&["resume"]).starts_with("Going on: governor full"));
+    assert!(text(&["resume"]).starts_with("Resumed: governor full"));
     wait_until("they are folded", || saved_bytes() >= 31 * MIB);
     // Once more: what is merged stays merged, also when ksmd had to be stopped for it.
     told(&["pause"]);

@@ -1,4 +1,4 @@
-//! What is said over the control socket: a line of JSON for each request, and one for its answer.
+//! The protocol of the control socket: a line of JSON for each request, and one for its answer.
 
 use pagefold_core::governor::Governor;
 use pagefold_linux::proc::status::printable;
@@ -11,25 +11,25 @@ pub const SCHEMA: &str = "pagefold.control/1";
 /// The longest request, bytes, its newline included.
 pub const REQUEST_MOST: usize = 4096;
 
-/// What can be asked of a running daemon.
+/// A request to the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "lowercase")]
 pub enum Request {
-    /// How everything stands: `pagefold.status/1`.
+    /// Answered by `pagefold.status/1`.
     Status,
-    /// Why one process is treated as it is: `pagefold.explain/1`.
+    /// Answered by `pagefold.explain/1`.
     Explain {
-        /// The process.
+        /// The process to explain.
         pid: i32,
     },
-    /// Another governor from now on: [`Standing`].
+    /// Changes the governor. Answered by [`ControlState`], as the others below.
     Governor {
-        /// Its name.
+        /// The governor's name.
         name: String,
     },
-    /// Nothing more is read, marked or merged: [`Standing`].
+    /// Stops reading, marking and merging.
     Pause,
-    /// Goes on: [`Standing`].
+    /// Starts them again.
     Resume,
 }
 
@@ -41,24 +41,24 @@ struct Message {
     request: Request,
 }
 
-/// What is in force after a change.
+/// The state after a change.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Standing {
+pub struct ControlState {
     /// [`SCHEMA`].
     pub schema: String,
-    /// The daemon.
+    /// The daemon's pid.
     pub pid: u32,
-    /// The governor asked for.
+    /// The governor that was set.
     pub governor: Governor,
     /// The governor in force, which `auto` chooses.
     pub in_force: Governor,
     /// The share of a core that may be used, 0 to 1.
     pub allowed_share: f64,
-    /// Told to pause.
+    /// Whether the daemon is paused.
     pub paused: bool,
 }
 
-/// An answer that is none.
+/// The answer to a request that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
     /// What is wrong; what to do.
@@ -66,17 +66,20 @@ pub struct Refusal {
 }
 
 impl Request {
-    /// The line that asks for it, with its newline.
+    /// The request as a line, with its newline.
     pub fn line(&self) -> String {
         let message = Message { schema: SCHEMA.to_owned(), request: self.clone() };
-        // Plain strings and numbers: there is nothing that cannot be written.
+        // Strings and numbers can always be encoded.
         serde_json::to_string(&message).unwrap_or_default() + "\n"
     }
 
-    /// Understands a line, or says what is wrong with it.
+    /// Parses a line.
+    ///
+    /// # Errors
+    /// What is wrong; what to do.
     pub fn parse(line: &[u8]) -> Result<Self, String> {
         let message: Message = serde_json::from_slice(line)
-            // It quotes what was sent.
+            // The error may quote the request.
             .map_err(|error| printable(error.to_string().as_bytes()))
             .map_err(|error| format!("the request is malformed: {error}; see docs/commands.md"))?;
         if message.schema != SCHEMA {
@@ -94,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_request_survives_the_way() {
+    fn every_request_survives_a_round_trip() {
         let all = [
             Request::Status,
             Request::Explain { pid: 7 },
@@ -109,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_with_the_reason() {
+    fn malformed_requests_are_refused_with_the_reason() {
         for (line, says) in [
             ("", "malformed"),
             ("hello", "malformed"),

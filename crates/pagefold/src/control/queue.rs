@@ -1,8 +1,8 @@
-//! Where questions wait for the loop, which answers them between two rounds.
+//! The queue between the threads of the control socket and the main loop, which serves it between two cycles.
 //!
-//! The loop hands over facts; sentences are made of them by the thread that asked.
+//! The main loop only hands over facts. The thread that sent the request makes the answer from them.
 
-use super::protocol::{Request, SCHEMA, Standing};
+use super::protocol::{ControlState, Request, SCHEMA};
 use crate::output::placement::PlacesView;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
@@ -16,15 +16,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// The loop is woken again if it has not answered, in case it fell asleep in the very moment when it was woken.
-const AGAIN: Duration = Duration::from_millis(50);
-/// How long the loop may take.
+/// The main loop is woken again at this interval until it answers: it may have begun to wait just after it was woken.
+const WAKE_INTERVAL: Duration = Duration::from_millis(50);
+/// How long the main loop may take.
 const LIMIT: Duration = Duration::from_secs(15);
 
-/// How things stand, as the loop knows it.
+/// The state of the run.
 #[derive(Debug)]
 pub struct Facts {
-    /// What the judgement knows.
+    /// What the engine reports.
     pub report: EngineReport,
     /// Full scans ordered from ksmd.
     pub scans: u64,
@@ -41,9 +41,9 @@ pub struct Facts {
 pub struct TargetFacts {
     /// Its key in the report.
     pub owner: OwnerKey,
-    /// Its pid.
+    #[allow(missing_docs)]
     pub pid: i32,
-    /// When it started: tells it from another with the same pid.
+    /// When it started: distinguishes it from a later process with the same pid.
     pub start_time_ticks: u64,
     /// Its name, fit to print.
     pub name: String,
@@ -51,21 +51,21 @@ pub struct TargetFacts {
     pub left_alone: Option<String>,
 }
 
-/// What was asked of the run, and what became of it.
+/// The run's arguments, and whether it still controls KSM.
 #[derive(Clone, Debug)]
 pub struct RunFacts {
     /// The scope, as flags.
     pub scope: String,
-    /// It marks nothing.
+    /// Whether it only finds out what would be marked.
     pub dry_run: bool,
-    /// The judgement's settings.
+    /// The engine's settings.
     pub config: Config,
-    /// Why KSM is not driven any more, if it is not.
+    /// Why the run gave up KSM, if it did.
     pub stood_down: Option<String>,
 }
 
 impl Facts {
-    /// Gathers them.
+    /// The state now.
     pub fn of(engine: &Engine, host: &LiveHost, run: RunFacts) -> Self {
         let targets = host.targets().map(|target| TargetFacts {
             owner: target.owner,
@@ -87,9 +87,9 @@ impl Facts {
         Some(PlacesView::of(self.report.placement.as_ref()?, &self.report.ledger, who))
     }
 
-    /// What is in force.
-    pub fn standing(&self) -> Standing {
-        Standing {
+    /// The answer to a change.
+    pub fn control_state(&self) -> ControlState {
+        ControlState {
             schema: SCHEMA.to_owned(),
             pid: std::process::id(),
             governor: self.report.governor,
@@ -100,67 +100,68 @@ impl Facts {
     }
 }
 
+/// A request that waits for the main loop.
 #[derive(Debug)]
-struct Question {
+struct Pending {
     request: Request,
     reply: Sender<Arc<Facts>>,
 }
 
-/// The askers' side.
+/// The end of the queue for threads that send requests.
 #[derive(Clone, Debug)]
-pub struct Counter {
-    questions: Sender<Question>,
+pub struct RequestSender {
+    pending: Sender<Pending>,
     sleeper: Sleeper,
 }
 
-/// The loop's side.
+/// The main loop's end of the queue.
 #[derive(Debug)]
-pub struct Desk {
-    questions: Receiver<Question>,
-    /// Set by the signal that wakes the loop: its waits end while it is set.
+pub struct RequestQueue {
+    pending: Receiver<Pending>,
+    /// Set by the signal that wakes the main loop: its waits end while it is set.
     woken: Arc<AtomicBool>,
-    /// Changes made before the round that is under way, or about to be.
-    changes: Vec<Question>,
+    /// Changes that were made since the last cycle began.
+    changes: Vec<Pending>,
     paused: bool,
 }
 
-impl Desk {
-    /// A desk for the calling thread, whose waits end when `woken` is set; [`pagefold_linux::os::wake::SIGNAL`] must set it.
-    pub fn open(woken: Arc<AtomicBool>) -> (Self, Counter) {
-        let (ask, questions) = channel();
+impl RequestQueue {
+    /// A queue for the calling thread, whose waits end when `woken` is set; [`pagefold_linux::os::wake::SIGNAL`] must set it.
+    pub fn new(woken: Arc<AtomicBool>) -> (Self, RequestSender) {
+        let (sender, pending) = channel();
         (
-            Self { questions, woken, changes: Vec::new(), paused: false },
-            Counter { questions: ask, sleeper: Sleeper::this_thread() },
+            Self { pending, woken, changes: Vec::new(), paused: false },
+            RequestSender { pending: sender, sleeper: Sleeper::this_thread() },
         )
     }
 
-    /// Whether the run has been told to pause.
+    /// Whether the run is paused.
     pub fn is_paused(&self) -> bool {
         self.paused
     }
 
-    /// Does what was asked for since the last call, and answers. Changes are answered after one more round, for which
-    /// the next wait is cut short: by then they show. Returns the governor, if there is another one now.
+    /// Applies and answers the requests since the last call. A change is answered after one more cycle, which begins
+    /// without a wait, so that the answer shows it. Returns the governor if it has changed.
     pub fn serve(&mut self, engine: &mut Engine, facts: impl FnOnce(&Engine) -> Facts) -> Option<Governor> {
         let mut chosen = None;
-        // First: whoever asks from here on sets it again.
+        // First: a request that comes later sets it again.
         self.woken.store(false, Ordering::SeqCst);
         let mut ready = std::mem::take(&mut self.changes);
-        for question in self.questions.try_iter() {
-            match &question.request {
-                Request::Status | Request::Explain { .. } => ready.push(question),
+        for pending in self.pending.try_iter() {
+            match &pending.request {
+                Request::Status | Request::Explain { .. } => ready.push(pending),
                 Request::Governor { name } => {
-                    // Known to be a name since it was understood.
+                    // The name was checked when the request was parsed.
                     if let Ok(governor) = name.parse() {
                         engine.set_governor(governor);
                         chosen = Some(governor);
                     }
-                    self.changes.push(question);
+                    self.changes.push(pending);
                 }
                 Request::Pause | Request::Resume => {
-                    self.paused = question.request == Request::Pause;
+                    self.paused = pending.request == Request::Pause;
                     engine.set_paused(self.paused);
-                    self.changes.push(question);
+                    self.changes.push(pending);
                 }
             }
         }
@@ -169,31 +170,31 @@ impl Desk {
         }
         if !ready.is_empty() {
             let facts = Arc::new(facts(engine));
-            for question in ready {
-                // One that has hung up meanwhile does not want to know.
-                let _ = question.reply.send(facts.clone());
+            for pending in ready {
+                // The peer may have hung up.
+                let _ = pending.reply.send(facts.clone());
             }
         }
         chosen
     }
 }
 
-impl Counter {
-    /// Asks, and waits for the loop.
-    pub fn ask(&self, request: Request) -> Result<Arc<Facts>, String> {
+impl RequestSender {
+    /// Sends a request, and waits until the main loop has served it.
+    pub fn send(&self, request: Request) -> Result<Arc<Facts>, String> {
         let ending = || "the run is ending; start another one".to_owned();
         let (reply, answer) = channel();
-        self.questions.send(Question { request, reply }).map_err(|_| ending())?;
+        self.pending.send(Pending { request, reply }).map_err(|_| ending())?;
         let end = Instant::now() + LIMIT;
         loop {
-            // The loop's thread lives as long as the process.
+            // The main loop's thread lives as long as the process.
             let _ = self.sleeper.wake();
-            match answer.recv_timeout(AGAIN) {
+            match answer.recv_timeout(WAKE_INTERVAL) {
                 Ok(facts) => return Ok(facts),
                 Err(RecvTimeoutError::Disconnected) => return Err(ending()),
                 Err(RecvTimeoutError::Timeout) if Instant::now() < end => {}
                 Err(RecvTimeoutError::Timeout) => {
-                    return Err(format!("the run has not come round in {} s; try again", LIMIT.as_secs()));
+                    return Err(format!("the run has not finished its cycle within {} s; try again", LIMIT.as_secs()));
                 }
             }
         }

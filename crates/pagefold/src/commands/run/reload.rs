@@ -1,10 +1,11 @@
-//! What SIGHUP asks for while a run goes on: the configuration file read again, the audit log opened again.
+//! The settings in force, and what SIGHUP does: it reads the configuration files again and reopens the audit log.
 //!
-//! To a run in a terminal, or one that has neither, it means what it always meant: that the terminal has gone, and the
-//! run with it.
+//! For a run on a terminal, or one that has neither file nor log, SIGHUP means what it always meant: the terminal has
+//! gone, and the run ends.
 
+use super::RunArgs;
+use super::progress::Progress;
 use crate::audit::{Audit, Entry};
-use crate::commands::run::RunArgs;
 use crate::config::settings::Settings;
 use pagefold_cli::exit::Exit;
 use pagefold_core::engine::Engine;
@@ -14,92 +15,91 @@ use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The settings in force, and the log.
+/// The settings in force, and the audit log.
 #[derive(Debug)]
-pub struct Standing<'a> {
+pub struct ActiveSettings<'a> {
     args: &'a RunArgs,
-    /// As they were read last.
+    /// As they were last read.
     pub settings: Settings,
     audit: Option<Audit>,
     /// Set by SIGHUP.
-    asked: Arc<AtomicBool>,
+    requested: Arc<AtomicBool>,
 }
 
-impl<'a> Standing<'a> {
-    /// Opens the log, unless nothing will be marked.
+impl<'a> ActiveSettings<'a> {
+    /// Opens the audit log, except in a dry run.
     pub fn new(args: &'a RunArgs, settings: Settings) -> Result<Self, Exit> {
         let path = settings.audit.as_deref().filter(|_| !args.dry_run);
         let audit = path.map(Audit::open).transpose()?;
-        Ok(Self { args, settings, audit, asked: Arc::default() })
+        Ok(Self { args, settings, audit, requested: Arc::default() })
     }
 
-    /// What SIGHUP is to set instead of ending the run, if it has another meaning here.
+    /// The flag that SIGHUP sets instead of ending the run. `None` if SIGHUP ends it.
     pub fn on_hangup(&self) -> Option<Arc<AtomicBool>> {
         let reloads = self.settings.file.is_some() || self.audit.is_some();
-        (reloads && !std::io::stdin().is_terminal()).then(|| self.asked.clone())
+        (reloads && !std::io::stdin().is_terminal()).then(|| self.requested.clone())
     }
 
-    /// Whether marks are written down.
-    pub fn logs(&self) -> bool {
+    /// Whether there is an audit log.
+    pub fn is_logging(&self) -> bool {
         self.audit.is_some()
     }
 
-    /// Writes them down; what there is to complain about is returned once.
-    pub fn log(&mut self, entry: &Entry) -> Option<String> {
-        self.audit.as_mut()?.write(entry)
+    /// Writes a line to the audit log. The first failure is reported.
+    pub fn log(&mut self, entry: &Entry, progress: &Progress) {
+        if let Some(complaint) = self.audit.as_mut().and_then(|audit| audit.write(entry)) {
+            progress.say(&complaint);
+        }
     }
 
-    /// Lines of the log that were lost.
+    /// Lines that could not be written to the audit log.
     pub fn lost(&self) -> u64 {
         self.audit.as_ref().map_or(0, Audit::lost)
     }
 
-    /// Does what SIGHUP has asked for since the last call. Returns what there is to say, and the governor, if there is
-    /// another one now.
-    pub fn serve(&mut self, engine: &mut Engine, host: &mut LiveHost) -> (Vec<String>, Option<Governor>) {
-        if !self.asked.swap(false, Ordering::SeqCst) {
-            return (Vec::new(), None);
+    /// Reloads if SIGHUP has come since the last call. Returns the governor if it has changed.
+    pub fn serve(&mut self, engine: &mut Engine, host: &mut LiveHost, progress: &Progress) -> Option<Governor> {
+        if !self.requested.swap(false, Ordering::SeqCst) {
+            return None;
         }
-        let mut lines = Vec::new();
         if let Some(Err(error)) = self.audit.as_mut().map(Audit::reopen) {
-            lines.push(format!("the audit log goes on where it was: {error}"));
+            progress.say(&format!("cannot reopen the audit log, the old file stays in use: {error}"));
         }
-        let governor = match self.settings.reread(self.args) {
-            Ok(read) => self.take(read, engine, host, &mut lines),
+        match self.settings.reread(self.args) {
+            Ok(read) => self.apply(read, engine, host, progress),
             Err(error) => {
-                lines.push(format!("the settings stay as they were: {error}"));
+                progress.say(&format!("the settings are unchanged: {error}"));
                 None
             }
-        };
-        (lines, governor)
+        }
     }
 
-    fn take(
+    fn apply(
         &mut self,
         read: Settings,
         engine: &mut Engine,
         host: &mut LiveHost,
-        lines: &mut Vec<String>,
+        progress: &Progress,
     ) -> Option<Governor> {
         let fixed = read.fixed_differences(&self.settings);
         if !fixed.is_empty() {
-            lines.push(format!("changes of {} count from the next start; restart the run", fixed.join(", ")));
+            progress.say(&format!("changes of {} take effect at the next start; restart the run", fixed.join(", ")));
         }
         if read.deny != self.settings.deny {
             host.set_deny(read.deny.clone());
-            lines.push("the deny list is another one from now on".to_owned());
+            progress.say("the deny list has changed");
         }
         self.settings.deny = read.deny;
         if read.config.limits != self.settings.config.limits {
             engine.set_limits(read.config.limits);
-            lines.push("the limits are others from now on".to_owned());
+            progress.say("the limits have changed");
         }
         self.settings.config.limits = read.config.limits;
-        // Not if it is the same: `pagefold governor` may have chosen another meanwhile.
+        // If the file still has the same one, `pagefold governor` may have set another since. That one stays.
         let governor = (read.config.governor != self.settings.config.governor).then_some(read.config.governor)?;
         self.settings.config.governor = governor;
         engine.set_governor(governor);
-        lines.push(format!("the governor is {governor} from now on"));
+        progress.say(&format!("the governor is now {governor}"));
         Some(governor)
     }
 }

@@ -1,0 +1,93 @@
+//! What a run shows while it goes on: a status line on a terminal, otherwise one line for each message.
+
+use indicatif::{ProgressBar, ProgressStyle};
+use pagefold_cli::style;
+use pagefold_core::engine::Engine;
+use pagefold_linux::host::live::LiveHost;
+use serde::Serialize;
+use std::time::Duration;
+
+/// A process in scope that is left alone.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LeftAlone {
+    pub pid: i32,
+    pub name: String,
+    pub reason: String,
+}
+
+/// The messages of a run.
+#[derive(Debug)]
+pub struct Progress {
+    bar: ProgressBar,
+    /// The processes left alone so far, and why.
+    pub left_alone: Vec<LeftAlone>,
+    /// Why KSM was given up, if it was.
+    pub stood_down: Option<String>,
+}
+
+impl Progress {
+    /// Shows nothing yet.
+    pub fn new() -> Self {
+        // Hidden where standard error is not a terminal.
+        let bar = ProgressBar::new_spinner();
+        if let Ok(style) = ProgressStyle::with_template("{spinner:.green} {msg}  {elapsed:.dim}") {
+            bar.set_style(style);
+        }
+        // A hidden one would wake up eight times a second to draw nothing.
+        if !bar.is_hidden() {
+            bar.enable_steady_tick(Duration::from_millis(120));
+        }
+        Self { bar, left_alone: Vec::new(), stood_down: None }
+    }
+
+    /// Prints a message.
+    pub fn say(&self, line: &str) {
+        if self.bar.is_hidden() {
+            eprintln!("pagefold: {line}");
+        } else {
+            self.bar.println(line);
+        }
+    }
+
+    /// Prints a message, but only on a terminal.
+    pub fn say_on_terminal(&self, line: &str) {
+        self.bar.println(line);
+    }
+
+    /// Reports a process that is left alone, once for each reason.
+    pub fn leave_alone(&mut self, left: LeftAlone) {
+        if !self.left_alone.contains(&left) {
+            self.say(&format!("process {} ({}) is left alone: {}", left.pid, left.name, left.reason));
+            self.left_alone.push(left);
+        }
+    }
+
+    /// Reports that KSM was given up.
+    pub fn stand_down(&mut self, why: String) {
+        self.say(&format!("KSM is no longer controlled by this run: {why}"));
+        self.stood_down = Some(why);
+    }
+
+    /// Updates the status line.
+    pub fn show(&self, engine: &Engine, host: &LiveHost, paused: bool) {
+        let ledger = engine.ledger();
+        let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
+        self.bar.set_message(format!(
+            "{}, {}: saved {}, CPU {:.1} s{}",
+            style::count(host.targets().count(), "process", "processes"),
+            style::human(resident),
+            style::human(ledger.saved().bytes().0),
+            (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,
+            match (paused, engine.is_busy()) {
+                (true, _) => ", paused (pagefold resume)",
+                (false, true) => "",
+                (false, false) => ", watching",
+            },
+        ));
+    }
+
+    /// Removes the status line.
+    pub fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}

@@ -1,0 +1,193 @@
+//! What a run did: printed when it ends.
+
+use super::RunArgs;
+use super::progress::{LeftAlone, Progress};
+use super::reload::ActiveSettings;
+use pagefold_cli::style::{self, Style};
+use pagefold_core::engine::Engine;
+use pagefold_core::governor::Governor;
+use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
+use pagefold_linux::ksm::Knob;
+use pagefold_linux::ksm::lease::Restored;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The summary of a run (schema pagefold.run/1).
+#[derive(Debug, Serialize)]
+pub struct Summary {
+    schema: &'static str,
+    scope: String,
+    dry_run: bool,
+    governor: Governor,
+    seconds: f64,
+    /// Processes in scope at the end.
+    processes: usize,
+    /// Memory that KSM saves now and did not before the run. Metadata is not subtracted.
+    saved_bytes: u64,
+    /// The kernel's metadata for what is marked.
+    metadata_bytes: u64,
+    /// Dry run: duplicate memory in the spans that would be marked.
+    expected_bytes: u64,
+    /// Address space that is marked; in a dry run, that would be marked.
+    marked_bytes: u64,
+    /// Spans marked, each by a system call in its target.
+    marked_spans: u64,
+    /// Pages that were merged by this run: those saved, and the ones that they share now.
+    merged_pages: u64,
+    cpu_seconds: CpuSeconds,
+    /// From the start until 90 % of the final saving was reached.
+    seconds_to_90_percent: Option<f64>,
+    pages_read: u64,
+    /// Full scans ordered from ksmd.
+    scans: u64,
+    /// Stops of targets for marking.
+    stops: u64,
+    longest_stop_us: f64,
+    total_stop_us: f64,
+    /// Merged pages moved to another memory node, and the CPU time that this took.
+    moved_pages: u64,
+    move_seconds: f64,
+    /// Every knob is as it was before, except those in `knobs_deferred`.
+    pub knobs_restored: bool,
+    /// Knobs that the kernel refuses to change while pages are merged, with the value to restore.
+    knobs_deferred: BTreeMap<String, u64>,
+    /// Why this run gave up KSM early: another process changed a knob.
+    stood_down: Option<String>,
+    /// Lines of the audit log that could not be written.
+    audit_lost: u64,
+    left_alone: Vec<LeftAlone>,
+}
+
+#[derive(Debug, Serialize)]
+struct CpuSeconds {
+    pagefold: f64,
+    ksmd: f64,
+}
+
+impl Summary {
+    /// The summary of a run that has given KSM back.
+    pub fn new(
+        args: &RunArgs,
+        active: &ActiveSettings<'_>,
+        engine: &Engine,
+        processes: usize,
+        restored: Option<&Restored>,
+        progress: Progress,
+    ) -> Self {
+        let ledger = engine.ledger();
+        let marks = || engine.regions().flat_map(|region| &region.marks.spans);
+        let deferred = restored.iter().flat_map(|restored| &restored.deferred);
+        Self {
+            schema: "pagefold.run/1",
+            scope: active.settings.scope.spec().to_string(),
+            dry_run: args.dry_run,
+            governor: active.settings.config.governor,
+            seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
+            processes,
+            saved_bytes: ledger.saved().bytes().0,
+            metadata_bytes: marks().map(|mark| mark.resident.0).sum::<u64>() * METADATA_BYTES_PER_PAGE,
+            expected_bytes: if args.dry_run { marks().map(|mark| mark.duplicate.bytes().0).sum() } else { 0 },
+            marked_bytes: ledger.marked.bytes().0,
+            marked_spans: ledger.spans,
+            merged_pages: ledger.merged().0,
+            cpu_seconds: CpuSeconds {
+                pagefold: ledger.cost.pagefold_ns as f64 / 1e9,
+                ksmd: ledger.cost.ksmd_ns as f64 / 1e9,
+            },
+            seconds_to_90_percent: ledger.seconds_to_90_percent(),
+            pages_read: ledger.pages_read,
+            scans: engine.scans(),
+            stops: ledger.stops,
+            longest_stop_us: ledger.longest_stop_ns as f64 / 1e3,
+            total_stop_us: ledger.total_stop_ns as f64 / 1e3,
+            moved_pages: ledger.moved.0,
+            move_seconds: ledger.move_ns as f64 / 1e9,
+            knobs_restored: restored.is_none_or(|restored| restored.failed.is_empty() && restored.pending.is_empty()),
+            knobs_deferred: deferred.map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect(),
+            stood_down: progress.stood_down,
+            audit_lost: active.lost(),
+            left_alone: progress.left_alone,
+        }
+    }
+}
+
+/// The knobs that could not be restored, one line each.
+pub fn unrestored(restored: Option<&Restored>) -> Vec<String> {
+    let Some(restored) = restored else { return Vec::new() };
+    let name = |knob: &Knob| knob.file_name();
+    let failed = restored
+        .failed
+        .iter()
+        .map(|(knob, why)| format!("cannot restore {}: {why}; run pagefold doctor --fix", name(knob)));
+    let pending = restored.pending.iter().map(|(knob, value)| {
+        format!(
+            "{} cannot be set back to {value} while ksmd is in a scan; run pagefold doctor --fix when the scan has ended",
+            name(knob)
+        )
+    });
+    failed.chain(pending).collect()
+}
+
+/// The summary as text.
+pub fn describe(summary: &Summary, style: Style) -> String {
+    let mut text = String::new();
+    let headline = if summary.dry_run {
+        format!(
+            "Dry run: would mark {}, of which {} is duplicate. Nothing was changed.",
+            style::human(summary.marked_bytes),
+            style::human(summary.expected_bytes)
+        )
+    } else {
+        format!("Saved {} in {:.1} s.", style::human(summary.saved_bytes), summary.seconds)
+    };
+    style::line(&mut text, &style.bold(&headline));
+    style::line(&mut text, "");
+    let mut row = |name: &str, value: String| style::line(&mut text, &format!("  {name:<14}{value}"));
+    let reached = summary.seconds_to_90_percent.map_or(String::new(), |s| format!(", 90 % of them after {s:.1} s"));
+    if !summary.dry_run {
+        row("merged", format!("{} pages{reached}", summary.merged_pages));
+    }
+    row(
+        "marked",
+        format!(
+            "{} in {}, kernel metadata {}",
+            style::human(summary.marked_bytes),
+            style::count(usize::try_from(summary.marked_spans).unwrap_or(usize::MAX), "span", "spans"),
+            style::human(summary.metadata_bytes)
+        ),
+    );
+    row(
+        "CPU",
+        format!(
+            "{:.2} s by pagefold ({} pages read), {:.2} s by ksmd ({} scans)",
+            summary.cpu_seconds.pagefold, summary.pages_read, summary.cpu_seconds.ksmd, summary.scans
+        ),
+    );
+    row("stops", format!("{}, the longest {:.0} us", summary.stops, summary.longest_stop_us));
+    if summary.moved_pages > 0 {
+        row("moved", format!("{} pages to other memory nodes, {:.2} s", summary.moved_pages, summary.move_seconds));
+    }
+    if let Some(why) = &summary.stood_down {
+        row("KSM given up", why.clone());
+    }
+    let deferred: Vec<String> =
+        summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} ({value})")).collect();
+    row(
+        "KSM",
+        match (summary.dry_run, deferred.is_empty()) {
+            (true, _) => "not touched".to_owned(),
+            (false, true) => "restored".to_owned(),
+            (false, false) => {
+                format!("restored except {}, which the kernel accepts only when no page is merged", deferred.join(", "))
+            }
+        },
+    );
+    if summary.saved_bytes > 0 {
+        style::line(&mut text, "");
+        style::line(
+            &mut text,
+            &style.dim(&format!("The pages stay merged. To unmerge them: pagefold unmerge {}", summary.scope)),
+        );
+    }
+    text
+}
