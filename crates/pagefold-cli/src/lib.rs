@@ -6,7 +6,7 @@
 //! | flags made from the table | [`flags`]; the selection of processes: [`scope`] |
 //! | the configuration file's syntax | [`config_file`] |
 //! | exit codes, and errors of one line | [`exit`] |
-//! | text output: sizes, shares, times, colour | [`figures`], [`style`] |
+//! | text output: sizes, shares, times, colour, tables, progress | [`figures`], [`style`], [`table`], [`progress`] |
 #![forbid(unsafe_code)]
 
 pub mod config_file;
@@ -14,10 +14,12 @@ pub mod exit;
 pub mod figures;
 pub mod flags;
 pub mod options;
+pub mod progress;
 #[cfg(test)]
 mod reference;
 pub mod scope;
 pub mod style;
+pub mod table;
 
 use clap::Parser;
 use clap::error::ErrorKind;

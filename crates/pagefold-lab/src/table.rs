@@ -1,7 +1,7 @@
 //! Comparisons for people.
 
 use crate::replay::{Algorithm, Outcome};
-use comfy_table::{CellAlignment, Table, presets};
+use pagefold_cli::table::Table;
 use pagefold_core::units::{Bytes, Pages};
 use serde::Serialize;
 use std::fmt;
@@ -61,9 +61,7 @@ impl fmt::Display for Comparison {
         if self.forked > 0 {
             writeln!(f, "{} pages shared by fork are left out: they are one already", self.forked)?;
         }
-        let mut table = Table::new();
-        table.load_preset(presets::NOTHING);
-        table.set_header([
+        let header = [
             "algorithm",
             "MiB saved",
             "on average",
@@ -76,7 +74,8 @@ impl fmt::Display for Comparison {
             "scanned",
             "CPU s",
             "of ksm's",
-        ]);
+        ];
+        let mut table = Table::new(header, |column| column > 0);
         let ksm = self.ksm();
         for outcome in &self.outcomes {
             let comparisons = outcome.comparisons();
@@ -103,9 +102,6 @@ impl fmt::Display for Comparison {
                 format!("{:.2}", outcome.cpu_seconds),
                 of(outcome.cpu_seconds, ksm.map(|ksm| ksm.cpu_seconds)),
             ]);
-        }
-        for column in table.column_iter_mut().skip(1) {
-            column.set_cell_alignment(CellAlignment::Right);
         }
         writeln!(f, "\n{table}")?;
         let classed = |outcome: &&Outcome| outcome.trees.len() > 1;

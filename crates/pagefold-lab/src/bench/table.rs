@@ -3,7 +3,7 @@
 use crate::bench::chart::{self, FIRST_SECONDS};
 use crate::bench::experiment::Experiment;
 use crate::bench::report::{Limit, Report, Run};
-use comfy_table::{CellAlignment, Table, presets};
+use pagefold_cli::table::Table;
 use pagefold_core::units::Bytes;
 use std::fmt::Write;
 
@@ -75,9 +75,7 @@ fn write_report(to: &mut String, report: &Report) -> std::fmt::Result {
 }
 
 fn runs(runs: &[Run]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header([
+    let header = [
         "policy",
         "saved MiB",
         "best MiB",
@@ -89,7 +87,8 @@ fn runs(runs: &[Run]) -> Table {
         "later scans, s each",
         "marked MiB",
         "answers",
-    ]);
+    ];
+    let mut table = Table::new(header, |column| column > 0);
     let optional = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), number);
     for run in runs {
         table.add_row([
@@ -105,9 +104,6 @@ fn runs(runs: &[Run]) -> Table {
             optional(run.marked_bytes.map(|bytes| Bytes(bytes).mib())),
             if run.answers_correct.always() { "right".to_owned() } else { format!("{:?}", run.answers_correct) },
         ]);
-    }
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
     }
     table
 }

@@ -1,9 +1,9 @@
 //! `pagefold-lab record`: what the memory of running programs holds, as digests, over a time. Reads only.
 
 use anyhow::{Context, Result};
-use indicatif::{ProgressBar, ProgressStyle};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::flags::DenyFlags;
+use pagefold_cli::progress::Progress;
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style;
 use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source, Written, schema};
@@ -96,15 +96,16 @@ pub fn run(args: &RecordArgs) -> Result<u8> {
         Wish { scope: args.scope.spec(), deny, every: args.every, length: args.duration, anonymous: args.anonymous };
     let mut recorder = Recorder::new(wish, scoped, stop)?;
     let mut deltas = Deltas::new();
-    let progress = Progress::new(args.duration);
+    let progress = Progress::new();
     while let Some(look) = recorder.look()? {
-        let pages = look.regions.iter().map(|(_, pages)| pages.len()).sum();
+        let pages = look.regions.iter().map(|(_, pages)| pages.len()).sum::<usize>();
         let snapshot = deltas.next(look);
         writer.write(&snapshot)?;
-        progress.show(began.elapsed(), pages, snapshot.events.len());
+        let message = format!("recording {pages} pages, {} changes", snapshot.events.len());
+        progress.show(&message, Some(began.elapsed().as_secs_f64() / args.duration.as_secs_f64()));
     }
     let written = writer.finish()?;
-    progress.bar.finish_and_clear();
+    progress.clear();
     let summary = summary(args, &recorder, written, began.elapsed(), own_cpu_ns() - cpu_before_ns);
     let text = if args.json { serde_json::to_string_pretty(&summary)? + "\n" } else { describe(&summary) };
     style::print(&text)?;
@@ -140,27 +141,6 @@ fn refuse_if_all_are_left_alone(scoped: &[Scoped], deny: &DenyList) -> Result<()
     let (pid, name) = (scoped.process.pid(), &scoped.name);
     let line = format!("process {pid} ({name}) is left alone: {reason}; nothing else is in scope, name other programs");
     Err(Exit::new(exit::REFUSED, line))
-}
-
-/// A line on standard error, where that is a terminal.
-struct Progress {
-    bar: ProgressBar,
-}
-
-impl Progress {
-    fn new(length: Duration) -> Self {
-        let bar = ProgressBar::new(u64::try_from(length.as_millis()).unwrap_or(u64::MAX));
-        if let Ok(style) = ProgressStyle::with_template("recording {bar:24.green/dim} {elapsed}  {msg}") {
-            bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
-        }
-        bar.enable_steady_tick(Duration::from_millis(200));
-        Self { bar }
-    }
-
-    fn show(&self, elapsed: Duration, pages: usize, changes: usize) {
-        self.bar.set_position(u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX));
-        self.bar.set_message(format!("{pages} pages, {changes} changes"));
-    }
 }
 
 fn summary(args: &RecordArgs, recorder: &Recorder, written: Written, time: Duration, cpu_ns: u64) -> Summary {

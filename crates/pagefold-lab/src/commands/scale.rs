@@ -2,14 +2,13 @@
 
 use anyhow::Result;
 use clap::ValueEnum;
-use indicatif::{ProgressBar, ProgressStyle};
 use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::progress::Progress;
 use pagefold_cli::style;
 use pagefold_lab::plots;
 use pagefold_lab::replay::Algorithm;
 use pagefold_lab::scale::{Scale, scale};
 use std::path::PathBuf;
-use std::time::Duration;
 
 /// Options of `pagefold-lab scale`.
 #[derive(clap::Args)]
@@ -59,16 +58,11 @@ fn hours(text: &str) -> Result<f64, String> {
 /// Measures.
 pub fn run(args: &ScaleArgs) -> Result<u8> {
     let wanted = wanted(args);
-    let bar = ProgressBar::new(0);
-    if let Ok(style) = ProgressStyle::with_template("simulating {bar:24.green/dim} {pos} of {len}  {elapsed}") {
-        bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
-    }
-    bar.enable_steady_tick(Duration::from_millis(200));
+    let progress = Progress::new();
     let scaling = scale(&wanted, &|done, all| {
-        bar.set_length(all as u64);
-        bar.set_position(done as u64);
+        progress.show(&format!("simulated {done} of {all}"), Some(done as f64 / all as f64));
     });
-    bar.finish_and_clear();
+    progress.clear();
     if let Some(dir) = &args.plots {
         let cannot = |error| format!("cannot write charts to {}: {error}; choose another directory", dir.display());
         plots::write(dir, &plots::scale_charts(&scaling.curves))

@@ -1,7 +1,7 @@
 //! What was measured, for people.
 
 use super::{RaceResult, Scaling, name};
-use comfy_table::{CellAlignment, Table, presets};
+use pagefold_cli::table::Table;
 use std::fmt;
 
 fn gib(bytes: u64) -> String {
@@ -25,18 +25,9 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-fn table(header: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header(header);
-    table
-}
-
-fn show(f: &mut fmt::Formatter<'_>, mut table: Table, texts: usize) -> fmt::Result {
-    for column in table.column_iter_mut().skip(texts) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    writeln!(f, "{table}\n")
+/// A table whose first `texts` columns are not figures.
+fn table(header: &[&str], texts: usize) -> Table {
+    Table::new(header.iter().copied(), |column| column >= texts)
 }
 
 impl fmt::Display for Scaling {
@@ -52,22 +43,25 @@ impl Scaling {
     fn growth(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(first) = self.growth.first() else { return Ok(()) };
         writeln!(f, "Growing memory, {:.1} h of each size; 90 % of what could be saved:\n", first.hours)?;
-        let mut rows = table(&[
-            "GiB",
-            "processes",
-            "algorithm",
-            "savable GiB",
-            "90 % after",
-            "CPU until then",
-            "CPU a day after",
-            "ksmd's part",
-            "comparisons, M",
-            "saved on average",
-            "at the end",
-            "index MiB",
-            "records MiB",
-            "grain",
-        ]);
+        let mut rows = table(
+            &[
+                "GiB",
+                "processes",
+                "algorithm",
+                "savable GiB",
+                "90 % after",
+                "CPU until then",
+                "CPU a day after",
+                "ksmd's part",
+                "comparisons, M",
+                "saved on average",
+                "at the end",
+                "index MiB",
+                "records MiB",
+                "grain",
+            ],
+            3,
+        );
         for growth in &self.growth {
             let reached = growth.reached_seconds;
             let hashes = growth.hash_comparisons;
@@ -92,7 +86,7 @@ impl Scaling {
                 growth.grain.to_string(),
             ]);
         }
-        show(f, rows, 3)?;
+        writeln!(f, "{rows}\n")?;
         writeln!(f, "Where 90 % is never reached, the CPU time of a day is that of all the time.\n")
     }
 
@@ -105,7 +99,7 @@ impl Scaling {
             first.hours * 60.0,
             first.grain
         )?;
-        let mut rows = table(&["algorithm", "figure", "page by page", "in grains", "error"]);
+        let mut rows = table(&["algorithm", "figure", "page by page", "in grains", "error"], 2);
         for check in &self.grain {
             for figure in &check.figures {
                 let number = |value: f64| if value >= 100.0 { format!("{value:.0}") } else { format!("{value:.3}") };
@@ -118,7 +112,7 @@ impl Scaling {
                 ]);
             }
         }
-        show(f, rows, 2)
+        writeln!(f, "{rows}\n")
     }
 
     fn forests(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -126,16 +120,19 @@ impl Scaling {
             return Ok(());
         }
         writeln!(f, "Forests: comparisons of a page that resembles none, and the time of a round:\n")?;
-        let mut rows = table(&[
-            "stable nodes",
-            "trees",
-            "stable tree",
-            "log2(1 + nodes/trees)",
-            "difference",
-            "unstable tree",
-            "round s",
-            "pairs lost",
-        ]);
+        let mut rows = table(
+            &[
+                "stable nodes",
+                "trees",
+                "stable tree",
+                "log2(1 + nodes/trees)",
+                "difference",
+                "unstable tree",
+                "round s",
+                "pairs lost",
+            ],
+            0,
+        );
         for point in &self.forests {
             rows.add_row([
                 point.nodes.to_string(),
@@ -148,7 +145,7 @@ impl Scaling {
                 point.lost.to_string(),
             ]);
         }
-        show(f, rows, 0)?;
+        writeln!(f, "{rows}\n")?;
         let most = self.forests.iter().map(|point| point.deviation().abs()).fold(0.0, f64::max);
         writeln!(f, "The law is missed by {most:.2} comparisons at most.\n")
     }
@@ -165,16 +162,19 @@ fn show_race(f: &mut fmt::Formatter<'_>, RaceResult { race, racers }: &RaceResul
         race.complete_seconds(),
         race.cost_percent
     )?;
-    let mut rows = table(&[
-        "algorithm",
-        "out of memory",
-        "most in use GiB",
-        "1 GiB saved after",
-        "half after",
-        "saved GiB when the job is complete",
-        "in the end",
-        "CPU s",
-    ]);
+    let mut rows = table(
+        &[
+            "algorithm",
+            "out of memory",
+            "most in use GiB",
+            "1 GiB saved after",
+            "half after",
+            "saved GiB when the job is complete",
+            "in the end",
+            "CPU s",
+        ],
+        1,
+    );
     for racer in racers {
         let after = |seconds: Option<f64>| seconds.map_or_else(|| "never".to_owned(), |at| format!("{at:.0} s"));
         rows.add_row([
@@ -188,5 +188,5 @@ fn show_race(f: &mut fmt::Formatter<'_>, RaceResult { race, racers }: &RaceResul
             format!("{:.0}", racer.cpu_seconds),
         ]);
     }
-    show(f, rows, 1)
+    writeln!(f, "{rows}\n")
 }

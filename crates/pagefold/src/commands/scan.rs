@@ -7,9 +7,9 @@ mod table;
 
 use crate::output::placement::PlacesView;
 use anyhow::{Context, Result};
-use indicatif::{ProgressBar, ProgressStyle};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::flags::DenyFlags;
+use pagefold_cli::progress::Progress;
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style;
 use pagefold_core::hash::Digester;
@@ -30,7 +30,6 @@ use pagefold_linux::scope::exclude::DenyList;
 use report::{Cost, Report};
 use std::hash::{BuildHasher, RandomState};
 use std::path::PathBuf;
-use std::time::Duration;
 use survey::{Survey, Surveyed};
 
 /// What to scan and how to say it.
@@ -78,10 +77,12 @@ pub fn scan(args: &ScanArgs) -> Result<Report> {
     let mut reader = reader()?;
     let cpu_before_ns = own_cpu_ns();
     let seed = args.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-    let bar = progress();
-    bar.set_length(scoped.len() as u64);
-    bar.set_message("looking at page tables");
-    let mut survey = Survey::of(scoped, &args.deny.apply(DenyList::default()), &mut reader, || bar.inc(1))?;
+    let progress = Progress::new();
+    let (all, mut done) = (scoped.len() as f64, 0.0);
+    let mut survey = Survey::of(scoped, &args.deny.apply(DenyList::default()), &mut reader, || {
+        done += 1.0;
+        progress.show("reading page tables", Some(done / all));
+    })?;
     refuse_if_nothing_is_left(&survey)?;
 
     let mut scanner = Scanner {
@@ -91,12 +92,14 @@ pub fn scan(args: &ScanArgs) -> Result<Report> {
         digester: Digester::new(seed),
         pages_read: 0,
         reading_ns: 0,
-        bar,
+        progress,
+        to_read: 0.0,
+        read: 0,
     };
     scanner.read_merged(&mut survey)?;
     let (findings, fraction) = scanner.sample(&mut survey, args.exact)?;
     let numa = scanner.places(&survey)?;
-    scanner.bar.finish_and_clear();
+    scanner.progress.clear();
     let cost = Cost::new(scanner.pages_read, own_cpu_ns().saturating_sub(cpu_before_ns), scanner.reading_ns);
     let report = Report::of(&survey, &findings, fraction, args.scope.spec().to_string(), cost);
     Ok(Report { numa, ..report })
@@ -135,16 +138,6 @@ fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
     ))
 }
 
-fn progress() -> ProgressBar {
-    // Hidden by itself where standard error is no terminal.
-    let bar = ProgressBar::new(0);
-    if let Ok(style) = ProgressStyle::with_template("{msg:26} {bar:36.green/dim} {percent:>3} %  {elapsed}") {
-        bar.set_style(style.progress_chars("█▉▊▋▌▍▎▏ "));
-    }
-    bar.enable_steady_tick(Duration::from_millis(100));
-    bar
-}
-
 /// Reads pages into a census.
 struct Scanner {
     census: Census,
@@ -153,7 +146,10 @@ struct Scanner {
     digester: Digester,
     pages_read: u64,
     reading_ns: u64,
-    bar: ProgressBar,
+    progress: Progress,
+    /// Frames of the present sample, and how many of them have been read.
+    to_read: f64,
+    read: u64,
 }
 
 impl Scanner {
@@ -211,14 +207,8 @@ impl Scanner {
     fn sample(&mut self, survey: &mut Survey, exact: bool) -> Result<(Findings, f64)> {
         let (mut from, mut fraction) = (0.0, if exact { 1.0 } else { first_fraction(survey.frames()) });
         loop {
-            self.bar.set_position(0);
-            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a part of a count")]
-            self.bar.set_length((survey.frames() as f64 * (fraction - from)) as u64);
-            self.bar.set_message(if fraction < 1.0 {
-                format!("reading a sample of {}", style::percent(fraction, 1.0))
-            } else {
-                "reading every page".to_owned()
-            });
+            self.to_read = survey.frames() as f64 * (fraction - from);
+            self.read = 0;
             for process in 0..survey.processes.len() {
                 self.read_process(survey, process, from, fraction)?;
             }
@@ -246,7 +236,13 @@ impl Scanner {
         }
         let how = ReadHow { contents: Contents::All, huge: false, ..ReadHow::default() };
         let (mut at, mut holders, mut pages) = (0, Vec::new(), 0_u64);
-        let (census, digester, bar) = (&mut self.census, &self.digester, &self.bar);
+        let (census, digester, progress) = (&mut self.census, &self.digester, &self.progress);
+        let (to_read, before) = (self.to_read, self.read);
+        let message = if to < 1.0 {
+            format!("reading a sample of {}", style::percent(to, 1.0))
+        } else {
+            "reading every page".to_owned()
+        };
         let before_ns = own_cpu_ns();
         let read = self.reader.read_runs(&process.scoped.process, &runs, how, |view| {
             while view.page.0 >= runs[at].0.0 + u64::from(runs[at].1) {
@@ -256,7 +252,7 @@ impl Scanner {
             let Some(bytes) = view.bytes else { return };
             pages += 1;
             if pages % 4096 == 0 {
-                bar.inc(4096);
+                progress.show(&message, Some((before + pages) as f64 / to_read));
             }
             match (view.state, view.frame) {
                 (PageState::Private, _) => census.see(cell, run, digester.digest(bytes)),
@@ -272,6 +268,7 @@ impl Scanner {
             }
         });
         self.pages_read += pages;
+        self.read += pages;
         self.reading_ns += own_cpu_ns().saturating_sub(before_ns);
         if ended(read)? {
             self.census.leave_out(u32::try_from(number).unwrap_or(u32::MAX));

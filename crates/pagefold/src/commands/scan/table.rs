@@ -1,8 +1,8 @@
 //! The result of a scan for a terminal.
 
 use super::report::{Amounts, Report};
-use comfy_table::{Cell, CellAlignment, Table, presets};
 use pagefold_cli::style::{Style, bar, count, human, line, percent, shorten};
+use pagefold_cli::table::Table;
 
 /// Rows shown of a list; the rest is summed up in a line.
 const ROWS: usize = 20;
@@ -49,36 +49,24 @@ fn table(text: &mut String, style: Style, names: &[&str], rows: &[(Vec<String>, 
     if rows.is_empty() {
         return;
     }
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
     let figures = ["HOLDS", "ZERO", "WITHIN", "ACROSS", "SAVABLE", "SHARE"];
-    let head = names.iter().chain(&figures).map(|name| Cell::new(style.dim(name)));
-    table.set_header(head.chain([Cell::new("")]));
+    let head = names.iter().chain(&figures).map(|name| style.dim(name)).chain([String::new()]);
+    let mut table = Table::new(head, |column| {
+        names.get(column).map_or(column < names.len() + figures.len(), |name| matches!(*name, "PID" | "PROCESSES"))
+    });
     let most = rows.iter().map(|(_, amounts)| amounts.savable_bytes).max().unwrap_or(0).max(1);
     for (labels, amounts) in rows.iter().take(ROWS) {
         let size = |bytes: u64| if bytes == 0 { style.dim("-") } else { human(bytes) };
-        let mut cells: Vec<Cell> = labels.iter().map(Cell::new).collect();
-        cells.extend(
-            [
-                size(amounts.resident_bytes),
-                size(amounts.zero_bytes),
-                size(amounts.duplicate_within_bytes),
-                size(amounts.duplicate_across_bytes),
-                style.bold(&size(amounts.savable_bytes)),
-                percent(amounts.savable_bytes as f64, amounts.resident_bytes as f64),
-            ]
-            .map(|text| Cell::new(text).set_alignment(CellAlignment::Right)),
-        );
-        cells.push(Cell::new(style.good(&bar(amounts.savable_bytes as f64 / most as f64, BAR))));
-        table.add_row(cells);
-    }
-    for (at, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((0, 2));
-        let is_number =
-            names.get(at).map_or(at < names.len() + figures.len(), |name| matches!(*name, "PID" | "PROCESSES"));
-        if is_number {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
+        let figures = [
+            size(amounts.resident_bytes),
+            size(amounts.zero_bytes),
+            size(amounts.duplicate_within_bytes),
+            size(amounts.duplicate_across_bytes),
+            style.bold(&size(amounts.savable_bytes)),
+            percent(amounts.savable_bytes as f64, amounts.resident_bytes as f64),
+            style.good(&bar(amounts.savable_bytes as f64 / most as f64, BAR)),
+        ];
+        table.add_row(labels.iter().cloned().chain(figures));
     }
     line(text, "");
     table.to_string().lines().for_each(|row| line(text, row));

@@ -1,0 +1,70 @@
+//! A progress line on standard error.
+
+use crate::style::bar;
+use std::io::{IsTerminal, Write, stderr};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+const BAR: usize = 24;
+
+/// Time between two drawings.
+const INTERVAL: Duration = Duration::from_millis(120);
+
+/// A line on standard error that is rewritten in place. Hidden where standard error is not a terminal.
+#[derive(Debug)]
+pub struct Progress {
+    hidden: bool,
+    began: Instant,
+    drawn: Mutex<Option<Instant>>,
+}
+
+impl Default for Progress {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Progress {
+    /// A line that is not drawn yet.
+    pub fn new() -> Self {
+        Self { hidden: !stderr().is_terminal(), began: Instant::now(), drawn: Mutex::new(None) }
+    }
+
+    /// Whether nothing is ever drawn.
+    pub fn is_hidden(&self) -> bool {
+        self.hidden
+    }
+
+    /// Shows a message, with a bar if the completed share (0 to 1) is known, and the time elapsed. Calls in quick
+    /// succession are not drawn.
+    pub fn show(&self, message: &str, share: Option<f64>) {
+        let mut drawn = self.drawn.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.hidden || drawn.is_some_and(|drawn| drawn.elapsed() < INTERVAL) {
+            return;
+        }
+        *drawn = Some(Instant::now());
+        let bar = share.map_or_else(String::new, |share| format!("\x1b[32m{:<BAR$}\x1b[0m  ", bar(share, BAR)));
+        let seconds = self.began.elapsed().as_secs();
+        // Nothing depends on whether the line can be written.
+        let _ = write!(stderr(), "\r\x1b[K{bar}{message}  \x1b[2m{}:{:02}\x1b[0m", seconds / 60, seconds % 60);
+    }
+
+    /// Prints a line above.
+    pub fn println(&self, line: &str) {
+        self.clear();
+        eprintln!("{line}");
+    }
+
+    /// Removes the line.
+    pub fn clear(&self) {
+        if self.drawn.lock().unwrap_or_else(PoisonError::into_inner).take().is_some() {
+            let _ = write!(stderr(), "\r\x1b[K");
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}
