@@ -3,11 +3,10 @@
 //! Each test takes KSM for a second or two and leaves it at rest. Only processes that the tests start are marked.
 
 use pagefold_core::host::ScanOrder;
-use pagefold_linux::ksm::controller::Driver;
+use pagefold_linux::ksm::KnobError;
+use pagefold_linux::ksm::controller::KsmdController;
 use pagefold_linux::ksm::ksmd::Ksmd;
-use pagefold_linux::ksm::lease::{
-    OtherDriver, Places, TakeError, Tenure, TurnError, Wishes, put_back_deferred, recover,
-};
+use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, OtherDriver, TakeError, recover, restore_deferred};
 use pagefold_linux::ksm::lock::Lock;
 use pagefold_linux::ksm::{KSM_ROOT, Knob, Ksm};
 use pagefold_linux::proc::cpu::process_cpu_ns;
@@ -29,7 +28,7 @@ const ENDLESS: u64 = 1 << 31;
 struct Fixture {
     ksm: Arc<Ksm>,
     ksmd: Ksmd,
-    places: Places,
+    paths: KsmPaths,
     _dir: tempfile::TempDir,
     _at_rest: KsmAtRest,
 }
@@ -43,9 +42,9 @@ impl Fixture {
             return None;
         };
         let dir = tempfile::tempdir().unwrap();
-        let places =
-            Places { lock: dir.path().join("lock"), state: dir.path().join("state.json"), ..Places::default() };
-        Some(Self { ksm, ksmd, places, _dir: dir, _at_rest: at_rest })
+        let paths =
+            KsmPaths { lock: dir.path().join("lock"), state: dir.path().join("state.json"), ..KsmPaths::default() };
+        Some(Self { ksm, ksmd, paths, _dir: dir, _at_rest: at_rest })
     }
 
     fn read(&self, knob: Knob) -> u64 {
@@ -188,42 +187,45 @@ fn a_lease_merges_rests_and_restores() {
     let Some(fixture) = Fixture::take() else { return };
     let victim = Holder::duplicated(64 * PAGES_PER_MIB);
     let before = fixture.ksm.knobs().unwrap();
-    let tenure = Tenure::take(fixture.ksm.clone(), &fixture.places, &Wishes::default()).unwrap();
-    assert!(tenure.not_granted().is_empty());
+    let lease = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default()).unwrap();
+    assert!(lease.unavailable().is_empty());
     assert_eq!(fixture.read(Knob::MaxPageSharing), 4096);
-    let driver = Driver::start(&tenure, Ksmd::find().unwrap()).unwrap();
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
+    let controller = KsmdController::start(&lease, Ksmd::find().unwrap()).unwrap();
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
     for _ in 0..3 {
         let scans = fixture.scans();
-        driver.order(ScanOrder::KICK);
-        assert!(driver.wait_idle(LIMIT));
+        controller.order(ScanOrder::KICK);
+        assert!(controller.wait_idle(LIMIT));
         assert_eq!(fixture.scans() - scans, 1, "one kick, one scan");
     }
     let saved = fixture.ksm.counters().unwrap().pages_sharing.0;
     assert_eq!(saved, 32 * PAGES_PER_MIB, "every second page is saved");
-    println!("a scan of 64 MiB, half merged: {} us", driver.status().last_scan_ns / 1000);
-    assert_eq!((driver.status().stood_down, driver.status().empty), (None, 0));
+    println!("a scan of 64 MiB, half merged: {} us", controller.status().last_scan_ns / 1000);
+    assert_eq!((controller.status().stood_down, controller.status().empty), (None, 0));
     fixture.assert_ksmd_idle();
-    tenure.check().unwrap();
+    lease.check().unwrap();
 
-    driver.order(ScanOrder::Pace { pages_to_scan: 500, sleep_ms: 10, thorough: false });
-    assert!(driver.wait_idle(LIMIT));
+    controller.order(ScanOrder::Pace { pages_to_scan: 500, sleep_ms: 10, thorough: false });
+    assert!(controller.wait_idle(LIMIT));
     let scanned = fixture.ksm.pages_scanned().unwrap();
     std::thread::sleep(Duration::from_millis(200));
     assert!(fixture.ksm.pages_scanned().unwrap() > scanned + 1000);
-    driver.order(ScanOrder::Rest);
-    assert!(driver.wait_idle(LIMIT));
+    controller.order(ScanOrder::Rest);
+    assert!(controller.wait_idle(LIMIT));
     fixture.settle();
     fixture.assert_ksmd_idle();
     let scans = fixture.scans();
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
     assert_eq!(fixture.scans() - scans, 2, "the rest of the paced scan, and one from the beginning");
 
-    let restored = tenure.restore(LIMIT);
+    let restored = lease.restore(LIMIT);
     assert_eq!(restored.deferred, [(Knob::MaxPageSharing, 256)], "{restored:?}");
-    assert!(restored.left.is_empty() && restored.failed.is_empty() && restored.pending.is_empty(), "{restored:?}");
+    assert!(
+        restored.overridden.is_empty() && restored.failed.is_empty() && restored.pending.is_empty(),
+        "{restored:?}"
+    );
     assert_eq!(fixture.ksm.counters().unwrap().pages_sharing.0, saved, "what is merged stays merged");
     fixture.settle();
     fixture.assert_ksmd_idle();
@@ -231,14 +233,14 @@ fn a_lease_merges_rests_and_restores() {
     assert_eq!((after.run, after.pages_to_scan, after.sleep_millisecs), (0, 100, 20));
 
     // A second lease keeps the original value.
-    let tenure = Tenure::take(fixture.ksm.clone(), &fixture.places, &Wishes::default()).unwrap();
-    assert_eq!(tenure.restore(LIMIT).deferred, [(Knob::MaxPageSharing, 256)]);
+    let lease = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default()).unwrap();
+    assert_eq!(lease.restore(LIMIT).deferred, [(Knob::MaxPageSharing, 256)]);
     drop(victim);
     fixture.unmerge();
-    let restored = put_back_deferred(&fixture.ksm, &fixture.places).unwrap().unwrap();
-    assert_eq!(restored.put_back, [(Knob::MaxPageSharing, 256)]);
+    let restored = restore_deferred(&fixture.ksm, &fixture.paths).unwrap().unwrap();
+    assert_eq!(restored.restored, [(Knob::MaxPageSharing, 256)]);
     assert_eq!(fixture.ksm.knobs().unwrap(), before);
-    assert!(!fixture.places.state.exists());
+    assert!(!fixture.paths.state.exists());
 }
 
 #[test]
@@ -248,12 +250,12 @@ fn a_thorough_scan_merges_what_smart_scan_skips() {
         return skip_unsupported("this kernel has no smart_scan (Linux 6.7)");
     }
     let mut victim = Holder::random(32 * PAGES_PER_MIB);
-    let tenure = Tenure::take(fixture.ksm.clone(), &fixture.places, &Wishes::default()).unwrap();
-    let driver = Driver::start(&tenure, Ksmd::find().unwrap()).unwrap();
+    let lease = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default()).unwrap();
+    let controller = KsmdController::start(&lease, Ksmd::find().unwrap()).unwrap();
     let kick = |times, thorough| {
         for _ in 0..times {
-            driver.order(ScanOrder::Kick { thorough });
-            assert!(driver.wait_idle(LIMIT));
+            controller.order(ScanOrder::Kick { thorough });
+            assert!(controller.wait_idle(LIMIT));
         }
         fixture.ksm.counters().unwrap().pages_sharing.0
     };
@@ -266,8 +268,11 @@ fn a_thorough_scan_merges_what_smart_scan_skips() {
     assert_eq!(fixture.read(Knob::SmartScan), 0);
     kick(1, false);
     assert_eq!(fixture.read(Knob::SmartScan), 1);
-    let restored = tenure.restore(LIMIT);
-    assert!(restored.left.is_empty() && restored.failed.is_empty() && restored.pending.is_empty(), "{restored:?}");
+    let restored = lease.restore(LIMIT);
+    assert!(
+        restored.overridden.is_empty() && restored.failed.is_empty() && restored.pending.is_empty(),
+        "{restored:?}"
+    );
     drop(victim);
     fixture.settle();
 }
@@ -276,27 +281,27 @@ fn a_thorough_scan_merges_what_smart_scan_skips() {
 fn restoring_during_a_scan_returns_within_its_limit_and_is_completed() {
     let Some(fixture) = Fixture::take() else { return };
     let _victim = Holder::random(256 * PAGES_PER_MIB);
-    let tenure = Tenure::take(fixture.ksm.clone(), &fixture.places, &Wishes::default()).unwrap();
-    let driver = Driver::start(&tenure, Ksmd::find().unwrap()).unwrap();
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
+    let lease = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default()).unwrap();
+    let controller = KsmdController::start(&lease, Ksmd::find().unwrap()).unwrap();
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
     let is_scanning = (0..20).any(|_| {
-        driver.order(ScanOrder::KICK);
+        controller.order(ScanOrder::KICK);
         std::thread::sleep(Duration::from_millis(20));
-        !driver.idle()
+        !controller.idle()
     });
     assert!(is_scanning, "every scan ended within 20 ms");
     let began = Instant::now();
-    let restored = tenure.restore(Duration::from_millis(5));
+    let restored = lease.restore(Duration::from_millis(5));
     let waited = began.elapsed();
     println!("restore within 5 ms returned after {} us, pending {:?}", waited.as_micros(), restored.pending);
     assert!(restored.pending.contains(&(Knob::Run, 0)), "{restored:?}");
     // The lock is held until the last knob is restored.
-    let lock = Lock::take_within(&fixture.places.lock, LIMIT).unwrap();
+    let lock = Lock::take_within(&fixture.paths.lock, LIMIT).unwrap();
     println!("everything was back after {} ms", began.elapsed().as_millis());
     let knobs = fixture.ksm.knobs().unwrap();
     assert_eq!((knobs.run, knobs.pages_to_scan, knobs.sleep_millisecs, knobs.max_page_sharing), (0, 100, 20, 256));
-    assert!(!knobs.use_zero_pages && !fixture.places.state.exists());
+    assert!(!knobs.use_zero_pages && !fixture.paths.state.exists());
     drop(lock);
     fixture.settle();
     fixture.assert_ksmd_idle();
@@ -308,7 +313,7 @@ fn a_lease_of_a_killed_process_is_recovered() {
     let before = fixture.ksm.knobs().unwrap();
     let mut child = Command::new(victim_binary("victim"))
         .arg("lease")
-        .arg(fixture.places.lock.parent().unwrap())
+        .arg(fixture.paths.lock.parent().unwrap())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
@@ -323,14 +328,14 @@ fn a_lease_of_a_killed_process_is_recovered() {
     let held = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
     assert!(process_cpu_ns(&held).unwrap() > 0);
     assert_eq!(fixture.read(Knob::Run), 1);
-    let taken = Tenure::take(fixture.ksm.clone(), &fixture.places, &Wishes::default());
+    let taken = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default());
     assert!(matches!(taken, Err(TakeError::Locked { pid: Some(pid) }) if pid == held.pid()));
     child.kill().unwrap();
     child.wait().unwrap();
     assert_eq!(fixture.read(Knob::Run), 1, "the kernel does not restore it by itself");
-    let lock = Lock::try_take(&fixture.places.lock).unwrap();
-    let restored = recover(&fixture.ksm, &lock, &fixture.places).unwrap().unwrap();
-    assert!(restored.is_complete() && restored.left.is_empty(), "{restored:?}");
+    let lock = Lock::try_take(&fixture.paths.lock).unwrap();
+    let restored = recover(&fixture.ksm, &lock, &fixture.paths).unwrap().unwrap();
+    assert!(restored.is_complete() && restored.overridden.is_empty(), "{restored:?}");
     assert_eq!(fixture.ksm.knobs().unwrap(), before);
 }
 
@@ -338,19 +343,19 @@ fn a_lease_of_a_killed_process_is_recovered() {
 fn another_user_of_ksm_is_noticed() {
     let Some(fixture) = Fixture::take() else { return };
     fixture.write(Knob::Run, 1);
-    let taken = Tenure::take(fixture.ksm.clone(), &fixture.places, &Wishes::default());
+    let taken = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default());
     assert!(matches!(taken, Err(TakeError::InUse(OtherDriver::Running))));
     fixture.write(Knob::Run, 0);
-    let tenure = Tenure::take(fixture.ksm.clone(), &fixture.places, &Wishes::default()).unwrap();
-    let driver = Driver::start(&tenure, Ksmd::find().unwrap()).unwrap();
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
-    assert_eq!(driver.status().stood_down, None);
+    let lease = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default()).unwrap();
+    let controller = KsmdController::start(&lease, Ksmd::find().unwrap()).unwrap();
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
+    assert_eq!(controller.status().stood_down, None);
     fixture.write(Knob::PagesToScan, 123);
-    assert!(matches!(tenure.check(), Err(TurnError::Usurped(usurped)) if usurped.theirs == 123));
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
-    assert!(driver.status().stood_down.is_some());
-    assert_eq!(tenure.restore(LIMIT).left.len(), 1);
+    assert!(matches!(lease.check(), Err(KnobError::Overridden(overridden)) if overridden.found == 123));
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
+    assert!(controller.status().stood_down.is_some());
+    assert_eq!(lease.restore(LIMIT).overridden.len(), 1);
     assert_eq!((fixture.read(Knob::PagesToScan), fixture.read(Knob::Run)), (123, 0));
 }

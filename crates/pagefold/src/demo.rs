@@ -22,7 +22,7 @@ use pagefold_linux::host::live::{Event, LiveHost};
 use pagefold_linux::inject::mark::mark;
 use pagefold_linux::inject::unmerge::unfold;
 use pagefold_linux::ksm::experiment::KsmForExperiment;
-use pagefold_linux::ksm::lease::{Places, TakeError, Tenure, Wishes, other_driver, put_back_deferred};
+use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError, other_driver, restore_deferred};
 use pagefold_linux::ksm::lock::Lock;
 use pagefold_linux::ksm::{Knob, Ksm};
 use pagefold_linux::os::cpu::own_and_children_cpu_ns;
@@ -140,7 +140,7 @@ fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<KsmForExperiment> 
 
 /// The lock that keeps every other pagefold from driving KSM.
 fn lock() -> Result<Lock, Exit> {
-    Lock::try_take(&Places::default().lock).map_err(|error| preflight::explain_take(&error.into()))
+    Lock::try_take(&KsmPaths::default().lock).map_err(|error| preflight::explain_take(&error.into()))
 }
 
 /// The stage. Ends the workers before it gives KSM back, also when it is dropped.
@@ -205,7 +205,7 @@ impl Demo {
         let (style, times) = (self.style, self.times);
         style::print(&words::folding(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
-        let hands = take(Some(preflight::injector()?), &self.ksm, &Wishes::default())?;
+        let hands = take(Some(preflight::injector()?), &self.ksm, &InitialKnobs::default())?;
         let config = Config { seed: seed(), ..Config::default() };
         let mut engine = Engine::new(config);
         let spec = scope(pids).spec();
@@ -249,8 +249,8 @@ impl Demo {
 
     /// What `pagefold unmerge --pid ...` does. Returns the memory that has its own copy again.
     fn give_back(&mut self, pids: &[i32]) -> Result<u64> {
-        let places = Places::default();
-        let tenure = Tenure::take(self.ksm.clone(), &places, &unmerge::NO_WISHES)
+        let paths = KsmPaths::default();
+        let lease = KsmLease::take(self.ksm.clone(), &paths, &InitialKnobs::NONE)
             .map_err(|error| preflight::explain_take(&error))?;
         let mut injector = preflight::injector()?;
         let mut given_back = 0;
@@ -259,7 +259,7 @@ impl Demo {
             self.interrupt.check()?;
         }
         drop(injector);
-        unmerge::settle(tenure, &self.ksm)?;
+        unmerge::settle(lease)?;
         Ok(given_back)
     }
 
@@ -294,7 +294,7 @@ impl Demo {
         let before = steering.before().clone();
         steering.unmerge()?;
         // What a part that was cut short had to leave turned can be put back now that nothing is merged.
-        put_back_deferred(&ksm, &Places::default())?;
+        restore_deferred(&ksm, &KsmPaths::default())?;
         drop(steering);
         let now = ksm.knobs()?;
         if now != before {

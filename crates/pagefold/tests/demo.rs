@@ -109,7 +109,7 @@ fn what_it_leaves_when_it_is_killed_the_next_one_puts_back() {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     assert!(
-        errors.contains("an experiment that was killed has left KSM's knobs turned: they are put back\n"),
+        errors.contains("an experiment that was killed has left KSM's knobs changed; restoring them\n"),
         "{errors}"
     );
     everything_is_back();

@@ -307,7 +307,7 @@ fn it_stands_down_when_somebody_else_turns_a_knob() {
     let ended = daemon.end();
     let summary = ended.summary();
     let why = summary["stood_down"].as_str().unwrap();
-    assert!(why.contains("somebody else turned pages_to_scan") && why.contains("777"), "{why}");
+    assert!(why.contains("another program changed pages_to_scan") && why.contains("777"), "{why}");
     assert!(ended.errors.contains("KSM is no longer controlled by this run"), "{}", ended.errors);
     assert_eq!(number("pages_to_scan"), 777, "it is theirs");
     ksm.assert_knobs_restored_except(&["pages_to_scan", "max_page_sharing"]);

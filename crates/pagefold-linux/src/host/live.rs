@@ -11,10 +11,11 @@ use self::placing::Placing;
 use crate::host::sampling::{Piece, Sampled, Work, sample};
 use crate::host::targets::Target;
 use crate::inject::Injector;
-use crate::ksm::controller::Driver;
+use crate::ksm::controller::KsmdController;
 use crate::ksm::ksmd::Ksmd;
-use crate::ksm::lease::{Restored, Tenure, TurnError};
-use crate::ksm::{Breaks, Ksm, KsmError};
+use crate::ksm::lease::KsmLease;
+use crate::ksm::{CowBreakCounter, Ksm, KsmError};
+use crate::ksm::{KnobError, RestoreOutcome};
 use crate::os::cpu::{own_and_children_cpu_ns, own_cpu_ns};
 use crate::os::pressure::{MemoryMonitor, PressureError};
 use crate::proc::Roots;
@@ -63,7 +64,7 @@ pub enum LiveError {
     Ksmd(ReadError),
     /// The control thread cannot be started.
     #[error("cannot start the KSM control thread: {0}")]
-    Driver(std::io::Error),
+    Controller(std::io::Error),
 }
 
 /// Something that happened during the run.
@@ -93,7 +94,7 @@ pub enum HostMode {
     /// Mark memory and drive ksmd.
     Act {
         /// The lease on KSM.
-        tenure: Tenure,
+        lease: KsmLease,
         /// The process that makes targets call madvise.
         injector: Injector,
     },
@@ -122,7 +123,7 @@ pub struct LiveHost {
     monitor: MemoryMonitor,
     memory: MemoryView,
     placing: Placing,
-    breaks: Breaks,
+    breaks: CowBreakCounter,
     broken: u64,
     next_memory_ns: u64,
     next_owner: u32,
@@ -143,7 +144,7 @@ pub struct LiveHost {
 #[derive(Debug)]
 pub struct Ended {
     /// Result of restoring KSM; `None` in a dry run, which does not change it.
-    pub restored: Option<Restored>,
+    pub restored: Option<RestoreOutcome>,
     /// Time on the clock of the host's snapshots.
     pub now_ns: u64,
     /// KSM's state, if readable.
@@ -154,7 +155,7 @@ pub struct Ended {
 
 #[derive(Debug)]
 enum Acting {
-    Act { tenure: Tenure, driver: Driver, injector: Injector, stood_down: bool },
+    Act { lease: KsmLease, controller: KsmdController, injector: Injector, stood_down: bool },
     DryRun,
 }
 
@@ -176,10 +177,10 @@ impl LiveHost {
         raise_descriptor_limit();
         let ksmd = Ksmd::find().map_err(LiveError::Ksmd)?;
         let hands = match hands {
-            HostMode::Act { tenure, injector } => {
-                let driver =
-                    Driver::start(&tenure, Ksmd::find().map_err(LiveError::Ksmd)?).map_err(LiveError::Driver)?;
-                Acting::Act { tenure, driver, injector, stood_down: false }
+            HostMode::Act { lease, injector } => {
+                let controller = KsmdController::start(&lease, Ksmd::find().map_err(LiveError::Ksmd)?)
+                    .map_err(LiveError::Controller)?;
+                Acting::Act { lease, controller, injector, stood_down: false }
             }
             HostMode::DryRun => Acting::DryRun,
         };
@@ -188,7 +189,7 @@ impl LiveHost {
             monitor: MemoryMonitor::open(&roots.proc)?,
             memory: MemoryView::default(),
             placing: Placing::new(),
-            breaks: Breaks::open(&roots.proc),
+            breaks: CowBreakCounter::open(&roots.proc),
             broken: 0,
             next_memory_ns: 0,
             scope,
@@ -265,11 +266,11 @@ impl LiveHost {
     pub fn finish(self) -> Ended {
         let Self { hands, ksm, ksmd, base, began, .. } = self;
         let (restored, elsewhere_ns) = match hands {
-            Acting::Act { tenure, driver, injector, .. } => {
+            Acting::Act { lease, controller, injector, .. } => {
                 let elsewhere_ns = injector.cpu_elsewhere_ns();
                 drop(injector);
-                drop(driver);
-                (Some(tenure.restore(RESTORE_LIMIT)), elsewhere_ns)
+                drop(controller);
+                (Some(lease.restore(RESTORE_LIMIT)), elsewhere_ns)
             }
             Acting::DryRun => (None, 0),
         };
@@ -316,15 +317,15 @@ impl LiveHost {
 
     /// Whether pagefold drives KSM, and whether ksmd is still carrying out the last order.
     fn check_lease(&mut self) -> (bool, bool) {
-        let Acting::Act { tenure, driver, stood_down, .. } = &self.hands else { return (false, false) };
+        let Acting::Act { lease, controller, stood_down, .. } = &self.hands else { return (false, false) };
         if *stood_down {
             return (false, false);
         }
-        let status = driver.status();
-        let why = match tenure.check() {
+        let status = controller.status();
+        let why = match lease.check() {
             Ok(()) => status.stood_down,
             // If the state file or sysfs fails, nothing more is ordered either.
-            Err(error @ (TurnError::Usurped(_) | TurnError::Ksm(_) | TurnError::State(_) | TurnError::Ended)) => {
+            Err(error @ (KnobError::Overridden(_) | KnobError::Ksm(_) | KnobError::State(_) | KnobError::Ended)) => {
                 Some(error.to_string())
             }
         };
@@ -417,8 +418,8 @@ impl Host for LiveHost {
         }
         outcome.marked = self.change(&actions.mark, true, actions.stop, &mut outcome);
         outcome.unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
-        if let Acting::Act { driver, .. } = &self.hands {
-            driver.order(actions.scan);
+        if let Acting::Act { controller, .. } = &self.hands {
+            controller.order(actions.scan);
             if !actions.moves.is_empty() {
                 let before_ns = own_cpu_ns();
                 self.place(&actions.moves, &mut outcome);

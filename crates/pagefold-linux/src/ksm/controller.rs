@@ -1,112 +1,117 @@
-//! Ordering scans from ksmd, on a thread that may block.
+//! Makes ksmd scan, pace or rest as the daemon orders, on a thread that may block.
 //!
 //! [`super::scan`] describes how ksmd reacts to its knobs.
 
-use crate::ksm::knob_writer::Hand;
-use crate::ksm::ksmd::Ksmd;
-use crate::ksm::lease::{Tenure, TurnError};
-use crate::ksm::scan::{self, FIRST_CHECK, LOST_KICK, ScanKnobs};
-use crate::ksm::state_file::ENDLESS_SLEEP;
-use crate::ksm::{Knob, Ksm};
+use super::files::{Ksm, KsmError};
+use super::knob_writer::{KnobError, KnobWriter};
+use super::knobs::Knob;
+use super::ksmd::Ksmd;
+use super::lease::KsmLease;
+use super::restore::RestoreOutcome;
+use super::scan::{self, FIRST_CHECK, LOST_KICK, ScanKnobs};
+use super::state_file::ENDLESS_SLEEP;
 use crate::os::fault;
+use crate::proc::process::ReadError;
 use pagefold_core::host::ScanOrder;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use thiserror::Error;
 
-/// How the driver stands.
+/// The state of the orders.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DriveStatus {
+pub struct KsmdStatus {
     /// The last order that was begun.
     pub in_force: ScanOrder,
-    /// The kernel has not yet done all of it, or another order waits.
+    /// An order waits or is not done yet.
     pub under_way: bool,
-    /// Kicks answered by a scan.
+    /// Ordered scans that ended.
     pub scans: u64,
     /// Kicks that had to be repeated.
-    pub unheard: u64,
-    /// Orders to kick that found nothing registered.
+    pub lost_kicks: u64,
+    /// Kicks that started no scan because nothing is registered.
     pub empty: u64,
-    /// How long the last ordered scan took, nanoseconds.
+    /// Duration of the last ordered scan, nanoseconds.
     pub last_scan_ns: u64,
-    /// Why nothing is ordered any more: somebody else turned a knob, or the kernel refused.
+    /// Why the thread has stopped: another program changed a knob, or the kernel refused one.
     pub stood_down: Option<String>,
 }
 
-/// Carries orders to ksmd. Dropping it orders nothing more and leaves the knobs to the [`Tenure`].
+/// Carries out orders to ksmd. When this is dropped the orders end; the [`KsmLease`] restores the knobs.
 #[derive(Debug)]
-pub struct Driver {
-    desk: Arc<Desk>,
+pub struct KsmdController {
+    shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug, Default)]
-struct Desk {
-    papers: Mutex<Papers>,
-    bell: Condvar,
+struct Shared {
+    orders: Mutex<Orders>,
+    /// Signalled at every change of the orders.
+    changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Papers {
+struct Orders {
     next: Option<ScanOrder>,
     quit: bool,
-    status: DriveStatus,
+    status: KsmdStatus,
 }
 
-impl Driver {
-    /// Starts the control thread. `ksmd` is `None` where it is hidden; lost kicks are then noticed later.
-    pub fn start(tenure: &Tenure, ksmd: Option<Ksmd>) -> io::Result<Self> {
-        let desk = Arc::new(Desk::default());
-        let hand = tenure.hand().clone();
-        // Never scanned since boot: ksmd stands at the beginning. Otherwise nobody can tell.
-        let at_start = hand.ksm.pages_scanned().is_ok_and(|pages| pages == 0);
-        let smart_scan = hand.standing(Knob::SmartScan);
-        let worker = Worker { hand, ksmd, desk: desk.clone(), smart_scan, at_start, pacing: false };
+impl KsmdController {
+    /// Starts the thread. `ksmd` is `None` where it is hidden; lost kicks are then noticed later.
+    pub fn start(lease: &KsmLease, ksmd: Option<Ksmd>) -> io::Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let writer = lease.writer().clone();
+        // Only if ksmd has not scanned since boot is it known to be at the beginning of a scan.
+        let at_start = writer.ksm.pages_scanned().is_ok_and(|pages| pages == 0);
+        let smart_scan = writer.expected(Knob::SmartScan);
+        let worker = Worker { writer, ksmd, shared: shared.clone(), smart_scan, at_start, pacing: false };
         let thread = std::thread::Builder::new().name("pagefold-ksm".to_owned()).spawn(move || worker.work())?;
-        Ok(Self { desk, thread: Some(thread) })
+        Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Gives an order. Does not wait; an order not yet begun is replaced. A kick under way runs to its end.
+    /// Gives an order without waiting. It replaces an order not yet begun; a scan under way runs to its end.
     pub fn order(&self, order: ScanOrder) {
         if order == ScanOrder::Keep {
             return;
         }
-        let mut papers = self.desk.papers();
-        if papers.status.stood_down.is_none() {
-            papers.next = Some(order);
-            papers.status.under_way = true;
-            self.desk.bell.notify_all();
+        let mut orders = self.shared.orders();
+        if orders.status.stood_down.is_none() {
+            orders.next = Some(order);
+            orders.status.under_way = true;
+            self.shared.changed.notify_all();
         }
     }
 
-    /// Whether the last order is done: the kicked scan has ended, the pace or the rest is in force.
+    /// Whether the last order is done: the kicked scan has ended, or pace or rest are in force.
     pub fn idle(&self) -> bool {
-        !self.desk.papers().status.under_way
+        !self.shared.orders().status.under_way
     }
 
     /// Waits until idle, at most `limit`. True if idle.
     pub fn wait_idle(&self, limit: Duration) -> bool {
-        let papers = self.desk.papers();
-        let (papers, _) = self
-            .desk
-            .bell
-            .wait_timeout_while(papers, limit, |papers| papers.status.under_way)
+        let orders = self.shared.orders();
+        let (orders, _) = self
+            .shared
+            .changed
+            .wait_timeout_while(orders, limit, |orders| orders.status.under_way)
             .unwrap_or_else(PoisonError::into_inner);
-        !papers.status.under_way
+        !orders.status.under_way
     }
 
-    /// How it stands.
-    pub fn status(&self) -> DriveStatus {
-        self.desk.papers().status.clone()
+    /// A copy of the current state.
+    pub fn status(&self) -> KsmdStatus {
+        self.shared.orders().status.clone()
     }
 }
 
-impl Drop for Driver {
+impl Drop for KsmdController {
     fn drop(&mut self) {
-        self.desk.papers().quit = true;
-        self.desk.bell.notify_all();
-        // Not joined if the kernel blocks it: it then ends by itself after that one write.
+        self.shared.orders().quit = true;
+        self.shared.changed.notify_all();
+        // Not joined if the kernel blocks it: it ends by itself after that write.
         let end = Instant::now() + LOST_KICK;
         while let Some(thread) = &self.thread {
             if thread.is_finished() {
@@ -120,9 +125,37 @@ impl Drop for Driver {
     }
 }
 
-impl Desk {
-    fn papers(&self) -> MutexGuard<'_, Papers> {
-        self.papers.lock().unwrap_or_else(PoisonError::into_inner)
+/// Why [`scan_and_restore`] could not scan.
+#[derive(Debug, Error)]
+pub enum ScanError {
+    /// KSM's files.
+    #[error(transparent)]
+    Ksm(#[from] KsmError),
+    /// The processes among which ksmd is searched.
+    #[error(transparent)]
+    Proc(#[from] ReadError),
+    /// The thread of the controller.
+    #[error("cannot start a thread: {0}")]
+    Thread(io::Error),
+}
+
+/// Makes ksmd scan, so that it releases what was unmarked and its counters are right again, and ends the lease. Each
+/// scan and the restoring may take `limit`.
+pub fn scan_and_restore(lease: KsmLease, limit: Duration) -> Result<RestoreOutcome, ScanError> {
+    if lease.ksm().anything_merged()? {
+        let controller = KsmdController::start(&lease, Ksmd::find()?).map_err(ScanError::Thread)?;
+        // The first scan may only finish one that was begun before.
+        for _ in 0..2 {
+            controller.order(ScanOrder::KICK);
+            controller.wait_idle(limit);
+        }
+    }
+    Ok(lease.restore(limit))
+}
+
+impl Shared {
+    fn orders(&self) -> MutexGuard<'_, Orders> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -132,28 +165,28 @@ enum Stop {
     StandDown(String),
 }
 
-impl From<TurnError> for Stop {
-    fn from(error: TurnError) -> Self {
+impl From<KnobError> for Stop {
+    fn from(error: KnobError) -> Self {
         match error {
-            TurnError::Ended => Self::Quit,
+            KnobError::Ended => Self::Quit,
             other => Self::StandDown(other.to_string()),
         }
     }
 }
 
-impl From<crate::ksm::KsmError> for Stop {
-    fn from(error: crate::ksm::KsmError) -> Self {
+impl From<KsmError> for Stop {
+    fn from(error: KsmError) -> Self {
         Self::StandDown(error.to_string())
     }
 }
 
 struct Worker {
-    hand: Arc<Hand>,
+    writer: Arc<KnobWriter>,
     ksmd: Option<Ksmd>,
-    desk: Arc<Desk>,
-    /// As it was found, where the kernel has it (Linux 6.7).
+    shared: Arc<Shared>,
+    /// The original value, where the kernel has the knob (Linux 6.7).
     smart_scan: Option<u64>,
-    /// The next batch begins a scan, rather than going on within one.
+    /// The next batch begins a scan, rather than resuming one.
     at_start: bool,
     pacing: bool,
 }
@@ -167,67 +200,67 @@ impl Worker {
                 ScanOrder::Kick { thorough } => self.kick(thorough),
                 ScanOrder::Pace { pages_to_scan, sleep_ms, thorough } => self.pace(pages_to_scan, sleep_ms, thorough),
             };
-            let mut papers = self.desk.papers();
+            let mut orders = self.shared.orders();
             if let Err(Stop::StandDown(why)) = &done {
-                papers.status.stood_down = Some(why.clone());
-                papers.next = None;
+                orders.status.stood_down = Some(why.clone());
+                orders.next = None;
             }
-            papers.status.under_way = papers.next.is_some() && done.is_ok();
-            self.desk.bell.notify_all();
+            orders.status.under_way = orders.next.is_some() && done.is_ok();
+            self.shared.changed.notify_all();
             if done.is_err() {
                 break;
             }
         }
-        let mut papers = self.desk.papers();
-        papers.status.under_way = false;
-        self.desk.bell.notify_all();
+        let mut orders = self.shared.orders();
+        orders.status.under_way = false;
+        self.shared.changed.notify_all();
     }
 
     fn next_order(&self) -> Option<ScanOrder> {
-        let papers = self.desk.papers();
-        let mut papers = self
-            .desk
-            .bell
-            .wait_while(papers, |papers| !papers.quit && papers.next.is_none())
+        let orders = self.shared.orders();
+        let mut orders = self
+            .shared
+            .changed
+            .wait_while(orders, |orders| !orders.quit && orders.next.is_none())
             .unwrap_or_else(PoisonError::into_inner);
-        if papers.quit {
+        if orders.quit {
             return None;
         }
-        let order = papers.next.take()?;
-        papers.status.in_force = order;
+        let order = orders.next.take()?;
+        orders.status.in_force = order;
         Some(order)
     }
 
     fn rest(&mut self) -> Result<(), Stop> {
         fault::point("order:rest");
-        if self.hand.standing(Knob::Run) != Some(1) {
+        if self.writer.expected(Knob::Run) != Some(1) {
             return Ok(());
         }
-        self.hand.turn(Knob::PagesToScan, 0)?;
+        self.writer.set(Knob::PagesToScan, 0)?;
         if self.pacing {
-            self.hand.turn(Knob::SleepMillisecs, scan::fresh_sleep(self)?)?;
+            self.writer.set(Knob::SleepMillisecs, scan::fresh_sleep(self)?)?;
             self.pacing = false;
         }
         Ok(())
     }
 
     fn pace(&mut self, pages_to_scan: u32, sleep_ms: u32, thorough: bool) -> Result<(), Stop> {
-        // From 2^31 on the kernel would sleep for ever.
+        // From 2^31 on the sleep is endless.
         let sleep_ms = u64::from(sleep_ms).min(ENDLESS_SLEEP - 1);
         fault::point("order:pace");
         self.set_smart_scan(thorough)?;
         self.at_start = false;
         self.pacing = true;
-        self.hand.turn(Knob::PagesToScan, u64::from(pages_to_scan.max(1)))?;
-        self.hand.turn(Knob::SleepMillisecs, sleep_ms)?;
-        Ok(self.hand.turn(Knob::Run, 1)?)
+        self.writer.set(Knob::PagesToScan, u64::from(pages_to_scan.max(1)))?;
+        self.writer.set(Knob::SleepMillisecs, sleep_ms)?;
+        Ok(self.writer.set(Knob::Run, 1)?)
     }
 
-    /// Off where no page is to be left out, otherwise as it was found.
+    /// Off for a scan that must skip no page, otherwise the original value.
     fn set_smart_scan(&self, thorough: bool) -> Result<(), Stop> {
-        let Some(usual) = self.smart_scan else { return Ok(()) };
-        let value = if thorough { 0 } else { usual };
-        Ok(self.hand.turn(Knob::SmartScan, value)?)
+        let Some(original) = self.smart_scan else { return Ok(()) };
+        let value = if thorough { 0 } else { original };
+        Ok(self.writer.set(Knob::SmartScan, value)?)
     }
 
     fn kick(&mut self, thorough: bool) -> Result<(), Stop> {
@@ -238,30 +271,30 @@ impl Worker {
             scan::wait_for_rest(self, self.ksmd.as_ref())?;
         }
         if !self.at_start && self.scan()? {
-            let papers = self.desk.papers();
-            // Only an order to do something else makes the scan from the beginning superfluous.
-            if papers.quit || papers.next.is_some_and(|next| !matches!(next, ScanOrder::Kick { .. })) {
-                drop(papers);
+            let orders = self.shared.orders();
+            // Only an order for something else makes the scan from the beginning unnecessary.
+            if orders.quit || orders.next.is_some_and(|next| !matches!(next, ScanOrder::Kick { .. })) {
+                drop(orders);
                 self.at_start = true;
                 return self.rest();
             }
         }
         self.at_start = true;
         if !self.scan()? {
-            self.desk.papers().status.empty += 1;
+            self.shared.orders().status.empty += 1;
         }
-        // Empties the batch that ksmd would begin by itself should everything registered go and something come.
+        // Empties the batch that ksmd would begin by itself if everything registered went and something new came.
         self.rest()
     }
 
     /// One scan. False if nothing is registered.
     fn scan(&mut self) -> Result<bool, Stop> {
         let scan = scan::scan_once(self, self.ksmd.as_ref())?;
-        let mut papers = self.desk.papers();
-        papers.status.unheard += u64::from(scan.lost);
+        let mut orders = self.shared.orders();
+        orders.status.lost_kicks += u64::from(scan.lost);
         if scan.done {
-            papers.status.scans += 1;
-            papers.status.last_scan_ns = u64::try_from(scan.took.as_nanos()).unwrap_or(u64::MAX);
+            orders.status.scans += 1;
+            orders.status.last_scan_ns = u64::try_from(scan.took.as_nanos()).unwrap_or(u64::MAX);
         }
         Ok(scan.done)
     }
@@ -271,30 +304,30 @@ impl ScanKnobs for Worker {
     type Error = Stop;
 
     fn ksm(&self) -> &Ksm {
-        &self.hand.ksm
+        &self.writer.ksm
     }
 
     fn value(&self, knob: Knob) -> Result<Option<u64>, Stop> {
-        Ok(self.hand.standing(knob))
+        Ok(self.writer.expected(knob))
     }
 
     fn set(&self, knob: Knob, value: u64) -> Result<(), Stop> {
-        Ok(self.hand.turn(knob, value)?)
+        Ok(self.writer.set(knob, value)?)
     }
 
-    /// Sleeps, unless the driver is dropped or KSM is given back.
+    /// Sleeps, unless the controller is dropped or the lease ends.
     fn pause(&self, time: Duration) -> Result<(), Stop> {
-        let papers = self.desk.papers();
-        let (papers, _) = self
-            .desk
-            .bell
-            .wait_timeout_while(papers, time, |papers| !papers.quit)
+        let orders = self.shared.orders();
+        let (orders, _) = self
+            .shared
+            .changed
+            .wait_timeout_while(orders, time, |orders| !orders.quit)
             .unwrap_or_else(PoisonError::into_inner);
-        if papers.quit || self.hand.is_ending() { Err(Stop::Quit) } else { Ok(()) }
+        if orders.quit || self.writer.is_ending() { Err(Stop::Quit) } else { Ok(()) }
     }
 
     fn check(&self) -> Result<(), Stop> {
-        Ok(self.hand.check()?)
+        Ok(self.writer.check()?)
     }
 }
 

@@ -1,7 +1,7 @@
-//! The driver against a thread that answers kicks by ksmd's rules, on a copy of the kernel's tree.
+//! The controller against a thread that answers kicks by ksmd's rules, on a copy of the kernel's tree.
 
 use super::*;
-use crate::ksm::lease::{Places, Wishes};
+use crate::ksm::lease::{InitialKnobs, KsmPaths};
 use crate::ksm::scan::WHOLE_SCAN;
 use crate::ksm::{Ksm, fixture};
 use std::fs::OpenOptions;
@@ -23,7 +23,7 @@ struct Manners {
 
 struct Stage {
     dir: TempDir,
-    tenure: Option<Tenure>,
+    lease: Option<KsmLease>,
     manners: Arc<Manners>,
     ksmd: Option<JoinHandle<()>>,
 }
@@ -35,24 +35,24 @@ impl Stage {
         fixture::fresh(&root);
         fixture::set(&root, "pages_scanned", scanned);
         fixture::set(&root, "full_scans", "00000000");
-        let places = Places {
+        let paths = KsmPaths {
             lock: dir.path().join("lock"),
             state: dir.path().join("run/state.json"),
             proc_root: "/proc".into(),
         };
         set_state(&dir, 'S');
-        let tenure = Tenure::take(Arc::new(Ksm::open(&root).unwrap()), &places, &Wishes::default()).unwrap();
+        let lease = KsmLease::take(Arc::new(Ksm::open(&root).unwrap()), &paths, &InitialKnobs::default()).unwrap();
         let manners = Arc::new(Manners::default());
         let ksmd = {
             let (manners, path) = (manners.clone(), dir.path().to_owned());
             std::thread::spawn(move || pretend(&path, &manners))
         };
-        Self { dir, tenure: Some(tenure), manners, ksmd: Some(ksmd) }
+        Self { dir, lease: Some(lease), manners, ksmd: Some(ksmd) }
     }
-    fn driver(&self) -> Driver {
+    fn controller(&self) -> KsmdController {
         let ksmd = Ksmd::find_at(&self.dir.path().join("proc")).unwrap();
         assert!(ksmd.is_some());
-        Driver::start(self.tenure.as_ref().unwrap(), ksmd).unwrap()
+        KsmdController::start(self.lease.as_ref().unwrap(), ksmd).unwrap()
     }
     fn get(&self, name: &str) -> String {
         fixture::get(&self.dir.path().join("ksm"), name)
@@ -64,7 +64,7 @@ impl Stage {
 
 impl Drop for Stage {
     fn drop(&mut self) {
-        drop(self.tenure.take());
+        drop(self.lease.take());
         self.manners.quit.store(true, Ordering::SeqCst);
         drop(self.ksmd.take().map(JoinHandle::join));
     }
@@ -123,53 +123,53 @@ const LIMIT: Duration = Duration::from_secs(30);
 #[test]
 fn each_kick_is_one_scan_and_then_everything_rests() {
     let stage = Stage::new("0");
-    let driver = stage.driver();
-    assert!(driver.idle());
+    let controller = stage.controller();
+    assert!(controller.idle());
     for kicks in 1..=3 {
-        driver.order(ScanOrder::KICK);
-        assert!(driver.wait_idle(LIMIT));
+        controller.order(ScanOrder::KICK);
+        assert!(controller.wait_idle(LIMIT));
         assert_eq!(stage.scans(), kicks);
     }
-    let status = driver.status();
+    let status = controller.status();
     assert_eq!((status.scans, status.empty, status.stood_down), (3, 0, None));
     assert!(status.last_scan_ns > 0);
     assert_eq!((stage.get("run"), stage.get("pages_to_scan")), ("1".into(), "0".into()));
     assert!(stage.get("sleep_millisecs").parse::<u64>().unwrap() >= ENDLESS_SLEEP);
-    driver.order(ScanOrder::Keep);
-    assert!(driver.idle());
+    controller.order(ScanOrder::Keep);
+    assert!(controller.idle());
 }
 
 #[test]
 fn the_first_kick_after_unknown_scanning_is_two() {
     let stage = Stage::new("12345");
-    let driver = stage.driver();
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
+    let controller = stage.controller();
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
     assert_eq!(stage.scans(), 2, "one to finish what somebody began, one from the beginning");
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
     assert_eq!(stage.scans(), 3);
 }
 
 #[test]
 fn an_unheard_kick_is_repeated() {
     let stage = Stage::new("0");
-    let driver = stage.driver();
+    let controller = stage.controller();
     stage.manners.deaf.store(1, Ordering::SeqCst);
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
     assert_eq!(stage.scans(), 1);
-    assert!(driver.status().unheard >= 1);
+    assert!(controller.status().lost_kicks >= 1);
 }
 
 #[test]
 fn with_nothing_registered_a_kick_ends_empty() {
     let stage = Stage::new("0");
-    let driver = stage.driver();
+    let controller = stage.controller();
     stage.manners.deaf.store(100, Ordering::SeqCst);
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
-    let status = driver.status();
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
+    let status = controller.status();
     assert_eq!((status.scans, status.empty, status.stood_down), (0, 1, None));
 }
 
@@ -177,22 +177,22 @@ fn with_nothing_registered_a_kick_ends_empty() {
 fn orders_do_not_wait_and_the_latest_wins() {
     let stage = Stage::new("0");
     stage.manners.scan_ms.store(200, Ordering::SeqCst);
-    let driver = stage.driver();
-    driver.order(ScanOrder::KICK);
+    let controller = stage.controller();
+    controller.order(ScanOrder::KICK);
     let end = Instant::now() + LIMIT;
-    while driver.status().in_force != ScanOrder::KICK {
+    while controller.status().in_force != ScanOrder::KICK {
         assert!(Instant::now() < end);
     }
     let before = Instant::now();
-    driver.order(ScanOrder::KICK);
-    driver.order(ScanOrder::Pace { pages_to_scan: 700, sleep_ms: 40, thorough: false });
+    controller.order(ScanOrder::KICK);
+    controller.order(ScanOrder::Pace { pages_to_scan: 700, sleep_ms: 40, thorough: false });
     assert!(before.elapsed() < Duration::from_millis(100));
-    assert!(!driver.idle());
-    assert!(driver.wait_idle(LIMIT));
+    assert!(!controller.idle());
+    assert!(controller.wait_idle(LIMIT));
     assert_eq!(stage.scans(), 1, "the second kick was overtaken");
     assert_eq!((stage.get("pages_to_scan"), stage.get("sleep_millisecs")), ("700".into(), "40".into()));
-    driver.order(ScanOrder::Rest);
-    assert!(driver.wait_idle(LIMIT));
+    controller.order(ScanOrder::Rest);
+    assert!(controller.wait_idle(LIMIT));
     assert_eq!(stage.get("pages_to_scan"), "0");
     assert!(stage.get("sleep_millisecs").parse::<u64>().unwrap() >= ENDLESS_SLEEP);
 }
@@ -200,24 +200,24 @@ fn orders_do_not_wait_and_the_latest_wins() {
 #[test]
 fn resting_before_anything_ran_touches_nothing() {
     let stage = Stage::new("0");
-    let driver = stage.driver();
-    driver.order(ScanOrder::Rest);
-    assert!(driver.wait_idle(LIMIT));
+    let controller = stage.controller();
+    controller.order(ScanOrder::Rest);
+    assert!(controller.wait_idle(LIMIT));
     assert_eq!((stage.get("run"), stage.get("pages_to_scan")), ("0".into(), "100".into()));
 }
 
 #[test]
 fn a_knob_turned_by_somebody_else_ends_the_driving() {
     let stage = Stage::new("0");
-    let driver = stage.driver();
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
+    let controller = stage.controller();
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
     fixture::set(&stage.dir.path().join("ksm"), "sleep_millisecs", "33");
-    driver.order(ScanOrder::KICK);
-    assert!(driver.wait_idle(LIMIT));
-    assert!(driver.status().stood_down.unwrap().contains("sleep_millisecs"));
-    driver.order(ScanOrder::Pace { pages_to_scan: 9, sleep_ms: 9, thorough: false });
-    assert!(driver.idle());
+    controller.order(ScanOrder::KICK);
+    assert!(controller.wait_idle(LIMIT));
+    assert!(controller.status().stood_down.unwrap().contains("sleep_millisecs"));
+    controller.order(ScanOrder::Pace { pages_to_scan: 9, sleep_ms: 9, thorough: false });
+    assert!(controller.idle());
     assert_eq!(stage.get("sleep_millisecs"), "33");
 }
 
@@ -225,13 +225,13 @@ fn a_knob_turned_by_somebody_else_ends_the_driving() {
 fn giving_back_stops_the_driver_in_the_middle_of_a_kick() {
     let mut stage = Stage::new("0");
     stage.manners.scan_ms.store(1000, Ordering::SeqCst);
-    let driver = stage.driver();
-    driver.order(ScanOrder::KICK);
+    let controller = stage.controller();
+    controller.order(ScanOrder::KICK);
     std::thread::sleep(Duration::from_millis(50));
-    let restored = stage.tenure.take().unwrap().restore(LIMIT);
+    let restored = stage.lease.take().unwrap().restore(LIMIT);
     assert!(restored.is_complete());
-    assert!(driver.wait_idle(LIMIT));
-    assert_eq!(driver.status().stood_down, None);
+    assert!(controller.wait_idle(LIMIT));
+    assert_eq!(controller.status().stood_down, None);
     for (name, value) in
         [("run", "0"), ("pages_to_scan", "100"), ("sleep_millisecs", "20"), ("max_page_sharing", "256")]
     {

@@ -1,9 +1,10 @@
 //! KSM taken for an experiment or a demonstration: only while no other program uses it, and restored in any case. What
 //! an experiment that was killed has left changed is restored by the next one.
 
-use super::files::{KSM_ROOT, Knob, Knobs, Ksm, KsmError};
+use super::files::{KSM_ROOT, Ksm, KsmError};
+use super::knobs::{Knob, Knobs};
 use super::ksmd::Ksmd;
-use super::lease::{Places, TakeError, put_back_deferred, recover};
+use super::lease::{KsmPaths, TakeError, recover, restore_deferred};
 use super::lock::{Lock, LockError};
 use super::scan::{self, ScanKnobs};
 use super::state_file::{Holder, State, StateError, boot_id};
@@ -117,12 +118,12 @@ impl KsmForExperiment {
         if before.run == 1 || before.advisor_on() || ksm.counters()?.view(true, false).saved().0 > 0 {
             return Err(ExperimentError::InUse);
         }
-        let places = places();
+        let paths = paths();
         let mut original = BTreeMap::new();
         for knob in Knob::ALL {
             original.extend(ksm.read(knob)?.map(|value| (knob, value)));
         }
-        let state = State::new(boot_id(&places.proc_root)?, Holder::own(&places.proc_root)?, original);
+        let state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, original);
         let mut taken = Self { ksm, ksmd, before, state: Mutex::new(state), _lock: lock };
         // Also the proof that the knobs may be written.
         taken.kernel_defaults()?;
@@ -290,17 +291,17 @@ impl ScanKnobs for LimitedScan<'_> {
     }
 }
 
-fn places() -> Places {
-    Places { lock: LOCK_PATH.into(), state: STATE_PATH.into(), ..Places::default() }
+fn paths() -> KsmPaths {
+    KsmPaths { lock: LOCK_PATH.into(), state: STATE_PATH.into(), ..KsmPaths::default() }
 }
 
 /// Restores what an experiment that was killed has left changed, unless another program has changed it since, and
 /// unmerges what it has left merged.
 fn recover_experiment(ksm: &Arc<Ksm>, lock: &Lock) -> Result<(), ExperimentError> {
-    let places = places();
-    let Some(left) = State::load(&places.state)? else { return Ok(()) };
-    let this_boot = left.boot_id == boot_id(&places.proc_root)?;
-    let ended = left.holder.map_or(Ok(true), |holder| holder.is_alive(&places.proc_root).map(|alive| !alive))?;
+    let paths = paths();
+    let Some(left) = State::load(&paths.state)? else { return Ok(()) };
+    let this_boot = left.boot_id == boot_id(&paths.proc_root)?;
+    let ended = left.holder.map_or(Ok(true), |holder| holder.is_alive(&paths.proc_root).map(|alive| !alive))?;
     if this_boot && ended {
         eprintln!("an experiment that was killed has left KSM's knobs changed; restoring them");
         // The `pagefold run` in it may have been killed too.
@@ -312,13 +313,13 @@ fn recover_experiment(ksm: &Arc<Ksm>, lock: &Lock) -> Result<(), ExperimentError
             recover_runs(ksm)?;
         }
     }
-    recover(ksm, lock, &places)?;
+    recover(ksm, lock, &paths)?;
     Ok(())
 }
 
 /// Restores what a `pagefold run` that has ended left changed.
 fn recover_runs(ksm: &Arc<Ksm>) -> Result<(), ExperimentError> {
-    match put_back_deferred(ksm, &Places::default()) {
+    match restore_deferred(ksm, &KsmPaths::default()) {
         Ok(_) | Err(TakeError::Locked { .. }) => Ok(()),
         Err(error) => Err(error.into()),
     }

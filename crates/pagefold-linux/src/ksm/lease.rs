@@ -1,14 +1,16 @@
-//! Taking KSM over, and giving it back as it was.
+//! Taking KSM over, and restoring it.
 //!
-//! KSM's knobs belong to whoever set them. A [`Tenure`] begins only while nobody else drives KSM,
-//! remembers in a file how every knob stood, and puts back what it turned when it ends: by
-//! [`Tenure::restore`], by being dropped, or, after a crash, by [`recover`] in the next start. When
-//! somebody else turns a knob meanwhile, that knob is theirs: it is never written again.
+//! A [`KsmLease`] begins only while no other program drives KSM, records the original value of every knob in a file, and
+//! restores what it changed when it ends: by [`KsmLease::restore`], when dropped, or, after a crash, by [`recover`] in
+//! the next start. A knob that another program changes meanwhile is never written again.
 
-use crate::ksm::knob_writer::{Hand, give_back};
-use crate::ksm::lock::{Lock, LockError};
-use crate::ksm::state_file::{Holder, State, StateError, boot_id};
-use crate::ksm::{Knob, Ksm, KsmError};
+use super::files::{Ksm, KsmError};
+use super::knob_writer::{KnobError, KnobWriter};
+use super::knobs::Knob;
+use super::lock::{LOCK_PATH, Lock, LockError};
+use super::restore::{RestoreOutcome, restore};
+use super::state_file::{Holder, STATE_PATH, State, StateError, boot_id};
+use crate::proc::list::programs_named;
 use crate::proc::process::ReadError;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 
-/// For how long a tenure that is dropped waits for ksmd.
+/// For how long a lease that is dropped waits for ksmd.
 const DROP_LIMIT: Duration = Duration::from_secs(2);
 
 /// Why KSM was not taken over.
@@ -28,16 +30,16 @@ pub enum TakeError {
         /// Its pid, where known.
         pid: Option<i32>,
     },
-    /// Somebody else drives KSM.
+    /// Another program drives KSM.
     #[error("KSM is in use: {0}")]
     InUse(OtherDriver),
-    /// The lock is free, yet the process named in the state file lives: it was started with another lock.
+    /// The lock is free, but the process in the state file lives: it was started with another lock.
     #[error("KSM is held by process {pid}, which uses another lock file")]
     Busy {
         /// The process.
         pid: i32,
     },
-    /// What an earlier run left turned is still being put back: ksmd is in a scan that it ordered.
+    /// What an earlier run changed is still being restored: ksmd is in a scan that it ordered.
     #[error("ksmd is still in a scan that an earlier pagefold ordered")]
     Recovering,
     /// The lock file.
@@ -49,7 +51,7 @@ pub enum TakeError {
     /// KSM's files.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// Our own entry in /proc, or the list of processes.
+    /// This process in /proc, or the list of processes.
     #[error(transparent)]
     Proc(#[from] ReadError),
 }
@@ -63,19 +65,19 @@ impl From<LockError> for TakeError {
     }
 }
 
-/// Who else drives KSM.
+/// What else drives KSM.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum OtherDriver {
-    /// `run` is 1, by whom the kernel does not tell.
+    /// `run` is 1. The kernel does not show which program set it.
     #[error("ksmd is already running (run is 1)")]
     Running,
-    /// The kernel's advisor sets pages_to_scan.
+    /// The kernel's advisor sets `pages_to_scan`.
     #[error("the kernel's advisor is on ({mode})")]
     Advisor {
         /// Its mode.
         mode: String,
     },
-    /// A program that turns the same knobs.
+    /// A program that sets the same knobs.
     #[error("{name} is running (pid {pid})")]
     Program {
         /// Its name.
@@ -85,38 +87,9 @@ pub enum OtherDriver {
     },
 }
 
-/// Somebody else turned a knob, or let the advisor turn it.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("somebody else turned {knob}: it was {ours} and is {theirs}")]
-pub struct Usurped {
-    /// The knob.
-    pub knob: Knob,
-    /// What it should stand at.
-    pub ours: u64,
-    /// What it stands at.
-    pub theirs: u64,
-}
-
-/// Why a knob was not turned, or a check failed.
-#[derive(Debug, Error)]
-pub enum TurnError {
-    /// Somebody else has turned it: stand down.
-    #[error(transparent)]
-    Usurped(#[from] Usurped),
-    /// The tenure is being given back.
-    #[error("KSM is being given back")]
-    Ended,
-    /// The kernel.
-    #[error(transparent)]
-    Ksm(#[from] KsmError),
-    /// The state file: nothing is turned that is not noted first.
-    #[error(transparent)]
-    State(#[from] StateError),
-}
-
-/// Where the lock, the state and the processes are.
+/// The files that a lease uses besides KSM's own.
 #[derive(Clone, Debug)]
-pub struct Places {
+pub struct KsmPaths {
     /// The lock file.
     pub lock: PathBuf,
     /// The state file.
@@ -125,83 +98,61 @@ pub struct Places {
     pub proc_root: PathBuf,
 }
 
-impl Default for Places {
+impl Default for KsmPaths {
     fn default() -> Self {
-        Self {
-            lock: crate::ksm::lock::LOCK_PATH.into(),
-            state: crate::ksm::state_file::STATE_PATH.into(),
-            proc_root: "/proc".into(),
-        }
+        Self { lock: LOCK_PATH.into(), state: STATE_PATH.into(), proc_root: "/proc".into() }
     }
 }
 
-/// How the knobs that are set once should stand. `None` leaves a knob alone.
+/// Values for the knobs that are set once, at the beginning of a lease. `None` leaves a knob unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wishes {
-    /// Copies of one content that share one page. Only possible while nothing is merged.
+pub struct InitialKnobs {
+    /// Duplicates that share one merged page. Can be changed only while nothing is merged.
     pub max_page_sharing: Option<u64>,
-    /// All-zero pages map the kernel's zero page.
+    /// Whether all-zero pages are replaced by the kernel's zero page.
     pub use_zero_pages: Option<bool>,
-    /// Smart scan.
+    /// Whether smart scan is on.
     pub smart_scan: Option<bool>,
-    /// Pages of different memory nodes are merged. Only possible while nothing is.
+    /// Whether pages of different nodes are merged. Can be changed only while nothing is merged.
     pub merge_across_nodes: Option<bool>,
 }
 
-impl Default for Wishes {
-    /// 4096 has most of what 65536 gains against chains (8,500 and 6,500 ns a page, 46,600 with the
-    /// kernel's 256), while reverse-map walks stay a sixteenth as long.
+impl InitialKnobs {
+    /// Every knob unchanged.
+    pub const NONE: Self =
+        Self { max_page_sharing: None, use_zero_pages: None, smart_scan: None, merge_across_nodes: None };
+}
+
+impl Default for InitialKnobs {
+    /// With a `max_page_sharing` of 4096 ksmd takes 8,500 ns a page (256, the kernel's default: 46,600; 65536: 6,500),
+    /// and reverse-map walks are a sixteenth as long as with 65536.
     fn default() -> Self {
         Self { max_page_sharing: Some(4096), use_zero_pages: Some(true), smart_scan: None, merge_across_nodes: None }
     }
 }
 
-/// KSM, taken over. Gives it back when dropped.
-#[must_use = "KSM is given back when this is dropped"]
+/// KSM, taken over. RestoreOutcome when this is dropped.
+#[must_use = "KSM is restored when this is dropped"]
 #[derive(Debug)]
-pub struct Tenure {
-    hand: Arc<Hand>,
-    not_granted: Vec<(Knob, u64)>,
-    given_back: bool,
+pub struct KsmLease {
+    writer: Arc<KnobWriter>,
+    unavailable: Vec<(Knob, u64)>,
+    restored: bool,
 }
 
-/// What came of giving KSM back.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Restored {
-    /// Knobs that stand as they did before, with that value.
-    pub put_back: Vec<(Knob, u64)>,
-    /// Knobs that cannot be put back while pages are merged, with the value they should get. They stay in the
-    /// state file for [`put_back_deferred`].
-    pub deferred: Vec<(Knob, u64)>,
-    /// Knobs that somebody else has turned: left as they are.
-    pub left: Vec<Usurped>,
-    /// Knobs that the kernel would not let be put back, and why. They stay in the state file.
-    pub failed: Vec<(Knob, String)>,
-    /// Knobs not yet put back when the time was over, because ksmd is in a scan. A thread is still at it; if
-    /// the process ends first, the next start goes on from the state file.
-    pub pending: Vec<(Knob, u64)>,
-}
-
-impl Restored {
-    /// Everything stands as it did before, or as somebody else wants it.
-    pub fn is_complete(&self) -> bool {
-        self.deferred.is_empty() && self.failed.is_empty() && self.pending.is_empty()
-    }
-}
-
-impl Tenure {
-    /// Takes KSM over. Puts back first what a crashed run left turned.
-    pub fn take(ksm: Arc<Ksm>, places: &Places, wishes: &Wishes) -> Result<Self, TakeError> {
-        let lock = Lock::try_take(&places.lock)?;
-        Self::take_locked(ksm, lock, places, wishes)
+impl KsmLease {
+    /// Takes KSM over. First restores what a crashed run left changed.
+    pub fn take(ksm: Arc<Ksm>, paths: &KsmPaths, initial: &InitialKnobs) -> Result<Self, TakeError> {
+        let lock = Lock::try_take(&paths.lock)?;
+        Self::take_locked(ksm, lock, paths, initial)
     }
 
-    /// The same with the lock already in hand.
-    pub fn take_locked(ksm: Arc<Ksm>, lock: Lock, places: &Places, wishes: &Wishes) -> Result<Self, TakeError> {
-        if recover(&ksm, &lock, places)?.is_some_and(|restored| !restored.pending.is_empty()) {
+    /// Like [`Self::take`], with the lock already taken.
+    pub fn take_locked(ksm: Arc<Ksm>, lock: Lock, paths: &KsmPaths, initial: &InitialKnobs) -> Result<Self, TakeError> {
+        if recover(&ksm, &lock, paths)?.is_some_and(|restored| !restored.pending.is_empty()) {
             return Err(TakeError::Recovering);
         }
-        if let Some(other) = other_driver(&ksm, &places.proc_root)? {
+        if let Some(other) = other_driver(&ksm, &paths.proc_root)? {
             return Err(TakeError::InUse(other));
         }
         let mut now = BTreeMap::new();
@@ -210,9 +161,9 @@ impl Tenure {
                 now.insert(knob, value);
             }
         }
-        let mut state = State::new(boot_id(&places.proc_root)?, Holder::own(&places.proc_root)?, now.clone());
-        // A knob that an earlier run could not put back has its first owner's value still to come.
-        if let Some(earlier) = State::load(&places.state)? {
+        let mut state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, now.clone());
+        // A knob that an earlier run could not restore still has to get the value from before that run.
+        if let Some(earlier) = State::load(&paths.state)? {
             for (knob, values) in earlier.turned {
                 if now.get(&knob).is_some_and(|value| values.contains(value)) {
                     state.original.extend(earlier.original.get_key_value(&knob));
@@ -220,109 +171,112 @@ impl Tenure {
                 }
             }
         }
-        state.save(&places.state)?;
-        let hand = Arc::new(Hand::new(ksm, lock, places.state.clone(), state, now));
-        let mut tenure = Self { hand, not_granted: Vec::new(), given_back: false };
-        tenure.set_once(wishes)?;
-        Ok(tenure)
+        state.save(&paths.state)?;
+        let writer = Arc::new(KnobWriter::new(ksm, lock, paths.state.clone(), state, now));
+        let mut lease = Self { writer, unavailable: Vec::new(), restored: false };
+        lease.set_once(initial)?;
+        Ok(lease)
     }
 
-    fn set_once(&mut self, wishes: &Wishes) -> Result<(), TakeError> {
+    fn set_once(&mut self, initial: &InitialKnobs) -> Result<(), TakeError> {
         let wanted = [
-            (Knob::MaxPageSharing, wishes.max_page_sharing),
-            (Knob::UseZeroPages, wishes.use_zero_pages.map(u64::from)),
-            (Knob::SmartScan, wishes.smart_scan.map(u64::from)),
-            (Knob::MergeAcrossNodes, wishes.merge_across_nodes.map(u64::from)),
+            (Knob::MaxPageSharing, initial.max_page_sharing),
+            (Knob::UseZeroPages, initial.use_zero_pages.map(u64::from)),
+            (Knob::SmartScan, initial.smart_scan.map(u64::from)),
+            (Knob::MergeAcrossNodes, initial.merge_across_nodes.map(u64::from)),
         ];
         for (knob, value) in wanted {
             let Some(value) = value else { continue };
-            match self.hand.turn(knob, value) {
+            match self.writer.set(knob, value) {
                 Ok(()) => {}
-                Err(TurnError::Ksm(error)) if error.is_busy() || matches!(error, KsmError::Absent { .. }) => {
-                    self.not_granted.push((knob, value));
+                Err(KnobError::Ksm(error)) if error.is_busy() || matches!(error, KsmError::Absent { .. }) => {
+                    self.unavailable.push((knob, value));
                 }
-                Err(TurnError::Ksm(error)) => return Err(error.into()),
-                Err(TurnError::State(error)) => return Err(error.into()),
-                Err(TurnError::Usurped(_) | TurnError::Ended) => return Err(TakeError::InUse(OtherDriver::Running)),
+                Err(KnobError::Ksm(error)) => return Err(error.into()),
+                Err(KnobError::State(error)) => return Err(error.into()),
+                Err(KnobError::Overridden(_) | KnobError::Ended) => return Err(TakeError::InUse(OtherDriver::Running)),
             }
         }
         Ok(())
     }
 
-    /// KSM.
+    /// KSM's files.
     pub fn ksm(&self) -> &Arc<Ksm> {
-        &self.hand.ksm
+        &self.writer.ksm
     }
 
-    /// Wishes that could not be granted: the kernel lacks the knob, or pages are merged already.
-    pub fn not_granted(&self) -> &[(Knob, u64)] {
-        &self.not_granted
+    /// Initial values that could not be set: the kernel lacks the knob, or pages are merged already.
+    pub fn unavailable(&self) -> &[(Knob, u64)] {
+        &self.unavailable
     }
 
-    /// Looks whether every knob we turned still stands as we left it. About 4 us. After a failure nothing
-    /// more is ordered from ksmd until the end of the tenure.
-    pub fn check(&self) -> Result<(), TurnError> {
-        self.hand.check()
+    /// Checks that every changed knob still has the value it was set to. Takes about 4 us.
+    ///
+    /// # Errors
+    ///
+    /// [`KnobError::Overridden`] from the first difference on: this lease sets no knob any more.
+    pub fn check(&self) -> Result<(), KnobError> {
+        self.writer.check()
     }
 
-    /// Gives KSM back, waiting at most `limit` for ksmd to end a scan. Merged pages stay merged.
-    pub fn restore(mut self, limit: Duration) -> Restored {
-        self.given_back = true;
-        give_back(&self.hand, limit)
+    /// Restores KSM, waiting at most `limit` for ksmd to end a scan. Merged pages stay merged.
+    pub fn restore(mut self, limit: Duration) -> RestoreOutcome {
+        self.restored = true;
+        restore(&self.writer, limit)
     }
 
-    pub(crate) fn hand(&self) -> &Arc<Hand> {
-        &self.hand
+    pub(crate) fn writer(&self) -> &Arc<KnobWriter> {
+        &self.writer
     }
 }
 
-impl Drop for Tenure {
+impl Drop for KsmLease {
     fn drop(&mut self) {
-        if !self.given_back {
-            give_back(&self.hand, DROP_LIMIT);
+        if !self.restored {
+            restore(&self.writer, DROP_LIMIT);
         }
     }
 }
 
-/// Puts back what a run that is gone left turned, and what had to be deferred. `None` if there was nothing to do.
-pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, places: &Places) -> Result<Option<Restored>, TakeError> {
-    State::sweep(&places.state);
-    let Some(state) = State::load(&places.state)? else { return Ok(None) };
-    if state.boot_id != boot_id(&places.proc_root)? {
-        State::remove(&places.state)?;
+/// Restores what a run that has ended left changed or had to defer. `None` if there was nothing to do.
+pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
+    State::sweep(&paths.state);
+    let Some(state) = State::load(&paths.state)? else { return Ok(None) };
+    if state.boot_id != boot_id(&paths.proc_root)? {
+        State::remove(&paths.state)?;
         return Ok(None);
     }
-    let own = Holder::own(&places.proc_root)?;
-    // With the lock in hand, a state file of our own pid is of an earlier tenure of ours.
+    let own = Holder::own(&paths.proc_root)?;
+    // As this process holds the lock, a state file with its pid is from an earlier lease of its own.
     if let Some(holder) = state.holder.filter(|&holder| holder != own) {
-        if holder.is_alive(&places.proc_root)? {
+        if holder.is_alive(&paths.proc_root)? {
             return Err(TakeError::Busy { pid: holder.pid });
         }
     }
     let mut now = BTreeMap::new();
     for (&knob, values) in &state.turned {
         let Some(value) = ksm.read(knob)? else { continue };
-        // What is not ours any more is compared with one of our values, and so found to be usurped.
+        // A foreign value is compared with one of ours, and so found to be overridden.
         let ours = if state.is_ours(knob, value) { value } else { values.last().copied().unwrap_or(value) };
         now.insert(knob, ours);
     }
-    let hand = Arc::new(Hand::new(ksm.clone(), lock.clone(), places.state.clone(), state, now));
-    Ok(Some(give_back(&hand, DROP_LIMIT)))
+    let writer = Arc::new(KnobWriter::new(ksm.clone(), lock.clone(), paths.state.clone(), state, now));
+    Ok(Some(restore(&writer, DROP_LIMIT)))
 }
 
-/// Puts back the knobs that could not be put back while pages were merged. `None` if there was nothing to do.
-pub fn put_back_deferred(ksm: &Arc<Ksm>, places: &Places) -> Result<Option<Restored>, TakeError> {
-    let lock = Lock::try_take(&places.lock)?;
-    recover(ksm, &lock, places)
+/// Restores the knobs that could not be restored while pages were merged. `None` if there was nothing to do.
+pub fn restore_deferred(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
+    let lock = Lock::try_take(&paths.lock)?;
+    recover(ksm, &lock, paths)
 }
 
-/// Whether somebody else drives KSM.
+/// Finds out whether another program drives KSM.
 pub fn other_driver(ksm: &Ksm, proc_root: &Path) -> Result<Option<OtherDriver>, TakeError> {
     let knobs = ksm.knobs()?;
     if let Some(mode) = knobs.advisor_mode.filter(|mode| mode != "none") {
         return Ok(Some(OtherDriver::Advisor { mode }));
     }
-    if let Some((pid, name)) = crate::proc::list::programs_named(proc_root, &["ksmtuned"])?.into_iter().next() {
+    if let Some((pid, name)) = programs_named(proc_root, &["ksmtuned"])?.into_iter().next() {
         return Ok(Some(OtherDriver::Program { name, pid }));
     }
     Ok((knobs.run == 1).then_some(OtherDriver::Running))

@@ -1,26 +1,26 @@
 //! Taking over and giving back on copies of the kernel's tree.
 
 use super::*;
-use crate::ksm::fixture;
+use crate::ksm::{Overridden, fixture};
 use crate::proc::process::Process;
 use std::process::Command;
 use tempfile::TempDir;
 
 struct Stage {
     dir: TempDir,
-    places: Places,
+    paths: KsmPaths,
 }
 
 impl Stage {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         fixture::fresh(&dir.path().join("ksm"));
-        let places = Places {
+        let paths = KsmPaths {
             lock: dir.path().join("lock"),
             state: dir.path().join("run/ksm-state.json"),
             proc_root: "/proc".into(),
         };
-        Self { dir, places }
+        Self { dir, paths }
     }
     fn root(&self) -> PathBuf {
         self.dir.path().join("ksm")
@@ -28,8 +28,8 @@ impl Stage {
     fn ksm(&self) -> Arc<Ksm> {
         Arc::new(Ksm::open(&self.root()).unwrap())
     }
-    fn take(&self) -> Result<Tenure, TakeError> {
-        Tenure::take(self.ksm(), &self.places, &Wishes { smart_scan: Some(false), ..Wishes::default() })
+    fn take(&self) -> Result<KsmLease, TakeError> {
+        KsmLease::take(self.ksm(), &self.paths, &InitialKnobs { smart_scan: Some(false), ..InitialKnobs::default() })
     }
     fn set(&self, name: &str, value: &str) {
         fixture::set(&self.root(), name, value);
@@ -41,16 +41,16 @@ impl Stage {
         Knob::ALL.into_iter().map(|knob| self.get(knob.file_name())).collect()
     }
     fn saved(&self) -> Option<State> {
-        State::load(&self.places.state).unwrap()
+        State::load(&self.paths.state).unwrap()
     }
     /// Leaves knobs and state file as a killed run would.
-    fn crash(&self, tenure: Tenure) {
+    fn crash(&self, lease: KsmLease) {
         let (knobs, mut kept) = (self.all(), self.saved().unwrap());
-        drop(tenure);
+        drop(lease);
         let mut child = Command::new("true").spawn().unwrap();
         kept.holder = Some(Holder { pid: i32::try_from(child.id()).unwrap(), start_time_ticks: 1 });
         child.wait().unwrap();
-        kept.save(&self.places.state).unwrap();
+        kept.save(&self.paths.state).unwrap();
         for (knob, value) in Knob::ALL.into_iter().zip(knobs) {
             self.set(knob.file_name(), &value);
         }
@@ -63,19 +63,19 @@ const LIMIT: Duration = Duration::from_secs(20);
 fn what_is_taken_is_given_back() {
     let stage = Stage::new();
     let before = stage.all();
-    let tenure = stage.take().unwrap();
+    let lease = stage.take().unwrap();
     assert_eq!((stage.get("max_page_sharing"), stage.get("use_zero_pages")), ("4096".into(), "1".into()));
     assert_eq!(stage.get("smart_scan"), "0");
-    tenure.hand().turn(Knob::PagesToScan, 5000).unwrap();
-    tenure.hand().turn(Knob::Run, 1).unwrap();
-    tenure.check().unwrap();
+    lease.writer().set(Knob::PagesToScan, 5000).unwrap();
+    lease.writer().set(Knob::Run, 1).unwrap();
+    lease.check().unwrap();
     let kept = stage.saved().unwrap();
     assert_eq!(kept.original[&Knob::MaxPageSharing], 256);
     assert!(kept.is_ours(Knob::PagesToScan, 5000) && kept.holder.unwrap().is_alive(Path::new("/proc")).unwrap());
-    let restored = tenure.restore(LIMIT);
+    let restored = lease.restore(LIMIT);
     assert!(restored.is_complete(), "{restored:?}");
-    assert_eq!(restored.put_back.first(), Some(&(Knob::Run, 0)), "ksmd is stopped first");
-    assert_eq!(restored.put_back.len(), 5);
+    assert_eq!(restored.restored.first(), Some(&(Knob::Run, 0)), "ksmd is stopped first");
+    assert_eq!(restored.restored.len(), 5);
     assert_eq!(stage.all(), before);
     assert_eq!(stage.saved(), None);
     drop(stage.take().unwrap());
@@ -85,10 +85,10 @@ fn what_is_taken_is_given_back() {
 #[test]
 fn one_tenure_at_a_time() {
     let stage = Stage::new();
-    let tenure = stage.take().unwrap();
+    let lease = stage.take().unwrap();
     let own = i32::try_from(std::process::id()).unwrap();
     assert!(matches!(stage.take(), Err(TakeError::Locked { pid: Some(pid) }) if pid == own));
-    assert!(tenure.restore(LIMIT).is_complete());
+    assert!(lease.restore(LIMIT).is_complete());
     drop(stage.take().unwrap());
 }
 
@@ -106,28 +106,28 @@ fn ksm_in_use_is_left_alone() {
         assert_eq!(stage.saved(), None);
     }
     let mut stage = Stage::new();
-    stage.places.proc_root = stage.dir.path().join("proc");
-    let at = stage.places.proc_root.join("77");
+    stage.paths.proc_root = stage.dir.path().join("proc");
+    let at = stage.paths.proc_root.join("77");
     std::fs::create_dir_all(&at).unwrap();
     std::fs::write(at.join("stat"), "77 (ksmtuned) S 1 0 0 0 -1 0 0 0 0 0 3 4 0 0 25 5 1 0 9 0 0\n").unwrap();
-    let by = other_driver(&stage.ksm(), &stage.places.proc_root).unwrap();
+    let by = other_driver(&stage.ksm(), &stage.paths.proc_root).unwrap();
     assert_eq!(by, Some(OtherDriver::Program { name: "ksmtuned".into(), pid: 77 }));
 }
 
 #[test]
 fn a_knob_turned_by_somebody_else_is_theirs() {
     let stage = Stage::new();
-    let tenure = stage.take().unwrap();
-    tenure.hand().turn(Knob::PagesToScan, 5000).unwrap();
+    let lease = stage.take().unwrap();
+    lease.writer().set(Knob::PagesToScan, 5000).unwrap();
     stage.set("pages_to_scan", "777");
-    let usurped = Usurped { knob: Knob::PagesToScan, ours: 5000, theirs: 777 };
-    assert!(matches!(tenure.check(), Err(TurnError::Usurped(found)) if found == usurped));
-    assert!(matches!(tenure.hand().turn(Knob::Run, 1), Err(TurnError::Usurped(_))), "nothing else is turned either");
+    let overridden = Overridden { knob: Knob::PagesToScan, ours: 5000, found: 777 };
+    assert!(matches!(lease.check(), Err(KnobError::Overridden(found)) if found == overridden));
+    assert!(matches!(lease.writer().set(Knob::Run, 1), Err(KnobError::Overridden(_))), "nothing else is turned either");
     stage.set("pages_to_scan", "5000");
-    assert!(tenure.check().is_err(), "once found it stays so");
+    assert!(lease.check().is_err(), "once found it stays so");
     stage.set("pages_to_scan", "777");
-    let restored = tenure.restore(LIMIT);
-    assert_eq!(restored.left, [usurped]);
+    let restored = lease.restore(LIMIT);
+    assert_eq!(restored.overridden, [overridden]);
     assert!(restored.is_complete());
     assert_eq!((stage.get("pages_to_scan"), stage.get("max_page_sharing")), ("777".into(), "256".into()));
     assert_eq!(stage.saved(), None);
@@ -136,10 +136,10 @@ fn a_knob_turned_by_somebody_else_is_theirs() {
 #[test]
 fn whoever_starts_ksmd_before_us_has_it() {
     let stage = Stage::new();
-    let tenure = stage.take().unwrap();
+    let lease = stage.take().unwrap();
     stage.set("run", "1");
-    assert!(matches!(tenure.check(), Err(TurnError::Usurped(Usurped { knob: Knob::Run, ours: 0, theirs: 1 }))));
-    assert!(tenure.restore(LIMIT).is_complete());
+    assert!(matches!(lease.check(), Err(KnobError::Overridden(Overridden { knob: Knob::Run, ours: 0, found: 1 }))));
+    assert!(lease.restore(LIMIT).is_complete());
     assert_eq!(stage.get("run"), "1");
 }
 
@@ -147,29 +147,29 @@ fn whoever_starts_ksmd_before_us_has_it() {
 fn a_crashed_run_is_put_right_by_the_next() {
     let stage = Stage::new();
     let before = stage.all();
-    let tenure = stage.take().unwrap();
-    tenure.hand().turn(Knob::SleepMillisecs, (1 << 31) + 5).unwrap();
-    tenure.hand().turn(Knob::Run, 1).unwrap();
-    stage.crash(tenure);
+    let lease = stage.take().unwrap();
+    lease.writer().set(Knob::SleepMillisecs, (1 << 31) + 5).unwrap();
+    lease.writer().set(Knob::Run, 1).unwrap();
+    stage.crash(lease);
     assert_ne!(stage.all(), before);
     stage.set("sleep_millisecs", &((1_u64 << 31) + 99).to_string()); // a kick, which is not noted one by one
-    let tenure = stage.take().unwrap();
+    let lease = stage.take().unwrap();
     assert_eq!(stage.saved().unwrap().original[&Knob::MaxPageSharing], 256);
-    drop(tenure);
+    drop(lease);
     assert_eq!(stage.all(), before);
 }
 
 #[test]
 fn recovery_respects_what_was_turned_since_the_crash() {
     let stage = Stage::new();
-    let tenure = stage.take().unwrap();
-    tenure.hand().turn(Knob::PagesToScan, 5000).unwrap();
-    stage.crash(tenure);
+    let lease = stage.take().unwrap();
+    lease.writer().set(Knob::PagesToScan, 5000).unwrap();
+    stage.crash(lease);
     stage.set("pages_to_scan", "777");
-    let restored = put_back_deferred(&stage.ksm(), &stage.places).unwrap().unwrap();
-    assert_eq!(restored.left.len(), 1);
+    let restored = restore_deferred(&stage.ksm(), &stage.paths).unwrap().unwrap();
+    assert_eq!(restored.overridden.len(), 1);
     assert_eq!((stage.get("pages_to_scan"), stage.get("use_zero_pages")), ("777".into(), "0".into()));
-    assert!(put_back_deferred(&stage.ksm(), &stage.places).unwrap().is_none());
+    assert!(restore_deferred(&stage.ksm(), &stage.paths).unwrap().is_none());
 }
 
 #[test]
@@ -178,9 +178,9 @@ fn a_state_of_another_boot_says_nothing() {
     stage.crash(stage.take().unwrap());
     let mut kept = stage.saved().unwrap();
     kept.boot_id = "an earlier one".into();
-    kept.save(&stage.places.state).unwrap();
+    kept.save(&stage.paths.state).unwrap();
     let turned = stage.all();
-    assert!(put_back_deferred(&stage.ksm(), &stage.places).unwrap().is_none());
+    assert!(restore_deferred(&stage.ksm(), &stage.paths).unwrap().is_none());
     assert_eq!((stage.all(), stage.saved()), (turned, None));
 }
 
@@ -193,7 +193,7 @@ fn a_living_holder_with_another_lock_is_respected() {
     let start_time_ticks = Process::open(pid).unwrap().start_time_ticks();
     let mut kept = stage.saved().unwrap();
     kept.holder = Some(Holder { pid, start_time_ticks });
-    kept.save(&stage.places.state).unwrap();
+    kept.save(&stage.paths.state).unwrap();
     let taken = stage.take();
     child.kill().unwrap();
     child.wait().unwrap();
@@ -204,22 +204,19 @@ fn a_living_holder_with_another_lock_is_respected() {
 #[test]
 fn what_had_to_be_deferred_keeps_its_first_value() {
     let stage = Stage::new();
-    let tenure = stage.take().unwrap();
+    let lease = stage.take().unwrap();
     // A file that cannot be written stands for the kernel's EBUSY, which a copy of the tree cannot give.
     let file = stage.root().join("max_page_sharing");
     std::fs::remove_file(&file).unwrap();
     std::fs::create_dir(&file).unwrap();
-    let restored = tenure.restore(LIMIT);
+    let restored = lease.restore(LIMIT);
     assert_eq!(restored.failed.len(), 1, "{restored:?}");
     assert_eq!(restored.failed[0].0, Knob::MaxPageSharing);
     std::fs::remove_dir(&file).unwrap();
     stage.set("max_page_sharing", "4096");
     let kept = stage.saved().unwrap();
     assert_eq!((kept.holder, kept.turned.len()), (None, 1));
-    assert_eq!(
-        put_back_deferred(&stage.ksm(), &stage.places).unwrap().unwrap().put_back,
-        [(Knob::MaxPageSharing, 256)]
-    );
+    assert_eq!(restore_deferred(&stage.ksm(), &stage.paths).unwrap().unwrap().restored, [(Knob::MaxPageSharing, 256)]);
     assert_eq!((stage.get("max_page_sharing"), stage.saved()), ("256".into(), None));
 }
 
@@ -227,7 +224,7 @@ fn what_had_to_be_deferred_keeps_its_first_value() {
 fn nothing_is_turned_that_cannot_be_noted() {
     let mut stage = Stage::new();
     std::fs::write(stage.dir.path().join("file"), "").unwrap();
-    stage.places.state = stage.dir.path().join("file/ksm-state.json");
+    stage.paths.state = stage.dir.path().join("file/ksm-state.json");
     let before = stage.all();
     assert!(matches!(stage.take(), Err(TakeError::State(_))));
     assert_eq!(stage.all(), before);
@@ -236,8 +233,8 @@ fn nothing_is_turned_that_cannot_be_noted() {
 #[test]
 fn a_malformed_state_stops_everything_and_says_where() {
     let stage = Stage::new();
-    std::fs::create_dir_all(stage.places.state.parent().unwrap()).unwrap();
-    std::fs::write(&stage.places.state, "{").unwrap();
+    std::fs::create_dir_all(stage.paths.state.parent().unwrap()).unwrap();
+    std::fs::write(&stage.paths.state, "{").unwrap();
     let error = stage.take().unwrap_err();
     assert!(matches!(error, TakeError::State(StateError::Malformed { .. })));
     assert!(error.to_string().contains("ksm-state.json"));
@@ -247,16 +244,16 @@ fn a_malformed_state_stops_everything_and_says_where() {
 fn a_stopped_and_unmerged_ksm_is_not_unmerged_again() {
     let stage = Stage::new();
     stage.set("run", "2");
-    let tenure = stage.take().unwrap();
-    tenure.hand().turn(Knob::Run, 1).unwrap();
-    assert_eq!(tenure.restore(LIMIT).put_back.first(), Some(&(Knob::Run, 0)));
+    let lease = stage.take().unwrap();
+    lease.writer().set(Knob::Run, 1).unwrap();
+    assert_eq!(lease.restore(LIMIT).restored.first(), Some(&(Knob::Run, 0)));
 }
 
 #[test]
 fn an_older_kernel_grants_what_it_has() {
     let stage = Stage::new();
     std::fs::remove_file(stage.root().join("smart_scan")).unwrap();
-    let tenure = stage.take().unwrap();
-    assert_eq!(tenure.not_granted(), [(Knob::SmartScan, 0)]);
-    assert!(tenure.restore(LIMIT).is_complete());
+    let lease = stage.take().unwrap();
+    assert_eq!(lease.unavailable(), [(Knob::SmartScan, 0)]);
+    assert!(lease.restore(LIMIT).is_complete());
 }

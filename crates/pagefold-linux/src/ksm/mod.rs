@@ -1,22 +1,31 @@
-//! KSM: its files, and the one way to take it over, to order scans from ksmd, and to give it back.
+//! KSM: its files, and the one way to take it over, to make ksmd scan, and to restore it.
 //!
-//! - [`files`](Ksm): counters and knobs in sysfs. A new knob of KSM begins there.
-//! - [`lease`]: taking KSM over, with the values of its knobs kept in a [`state_file`] and under a [`lock`].
-//! - [`controller`]: scans on order, paced scanning, rest.
-//! - [`experiment`]: taking KSM for measurements.
+//! - `files`: reading and writing the files in sysfs. `knobs` and `counters` list them: a new knob of KSM begins there.
+//! - [`lease`]: taking KSM over. Its knobs are set by `knob_writer`, which records every change in the [`state_file`]
+//!   first, and restored by `restore`. One [`lock`] keeps two programs from driving KSM at once.
+//! - `scan`: one scan of ksmd, from the kick to the end. [`controller`]: scans, pace and rest, ordered by the daemon.
+//! - [`experiment`]: KSM taken for measurements.
 //! - [`ksmd`]: the kernel thread.
 
 pub mod controller;
+mod counters;
 pub mod experiment;
 mod files;
+#[cfg(test)]
+pub(crate) mod fixture;
 mod knob_writer;
+mod knobs;
 pub mod ksmd;
 pub mod lease;
 pub mod lock;
+mod restore;
 mod scan;
 pub mod state_file;
 
-#[cfg(test)]
-pub(crate) use files::fixture;
-pub use files::{Breaks, KSM_ROOT, Knob, Knobs, Ksm, KsmCounters, KsmError, chosen};
-pub(crate) use files::{cow_ksm, plain};
+pub(crate) use counters::cow_ksm;
+pub use counters::{CowBreakCounter, KsmCounters};
+pub(crate) use files::plain;
+pub use files::{KSM_ROOT, Ksm, KsmError, chosen};
+pub use knob_writer::{KnobError, Overridden};
+pub use knobs::{Knob, Knobs};
+pub use restore::RestoreOutcome;

@@ -7,7 +7,8 @@ use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::style;
 use pagefold_linux::check::diagnose::{Finding, Severity, examine};
 use pagefold_linux::check::facts::MachinePaths;
-use pagefold_linux::ksm::lease::{Places, Restored, TakeError, put_back_deferred};
+use pagefold_linux::ksm::RestoreOutcome;
+use pagefold_linux::ksm::lease::{KsmPaths, TakeError, restore_deferred};
 use pagefold_linux::ksm::lock::LockError;
 use pagefold_linux::ksm::{Ksm, KsmError};
 use serde_json::{Value, json};
@@ -45,7 +46,7 @@ pub enum Fixed {
     /// A running pagefold has it in hand.
     InHand(String),
     /// This was done.
-    Done(Restored),
+    Done(RestoreOutcome),
 }
 
 impl Fixed {
@@ -60,7 +61,7 @@ impl Fixed {
             Self::Done(restored) => restored,
         };
         let mut lines = Vec::new();
-        lines.extend(restored.put_back.iter().map(|(knob, value)| format!("{knob} is {value} again")));
+        lines.extend(restored.restored.iter().map(|(knob, value)| format!("{knob} is {value} again")));
         lines.extend(
             restored
                 .deferred
@@ -68,9 +69,10 @@ impl Fixed {
                 .map(|(knob, value)| format!("{knob} can become {value} only when nothing is merged; try again then")),
         );
         lines.extend(
-            restored.left.iter().map(|other| {
-                format!("{} was set to {} by somebody else since, and stays so", other.knob, other.theirs)
-            }),
+            restored
+                .overridden
+                .iter()
+                .map(|other| format!("{} was set to {} by somebody else since, and stays so", other.knob, other.found)),
         );
         lines.extend(restored.pending.iter().map(|(knob, value)| {
             format!("{knob} is to become {value}, but ksmd is in the middle of a scan; try again later")
@@ -89,10 +91,10 @@ impl Fixed {
                 };
                 json!({
                     "done": restored.is_complete(),
-                    "put_back": pairs(&restored.put_back),
+                    "put_back": pairs(&restored.restored),
                     "deferred": pairs(&restored.deferred),
                     "pending": pairs(&restored.pending),
-                    "left": restored.left.iter().map(|other| json!({ "knob": other.knob, "value": other.theirs })).collect::<Vec<_>>(),
+                    "left": restored.overridden.iter().map(|other| json!({ "knob": other.knob, "value": other.found })).collect::<Vec<_>>(),
                     "failed": restored.failed.iter().map(|(knob, why)| json!({ "knob": knob, "why": why })).collect::<Vec<_>>(),
                     "lines": self.lines(),
                 })
@@ -108,8 +110,8 @@ fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
         Err(KsmError::Absent { .. }) => return Ok(Fixed::Nothing),
         Err(error) => return Err(error.into()),
     };
-    let places = Places { lock: roots.lock.clone(), state: roots.state.clone(), proc_root: roots.proc.clone() };
-    match put_back_deferred(&ksm, &places) {
+    let paths = KsmPaths { lock: roots.lock.clone(), state: roots.state.clone(), proc_root: roots.proc.clone() };
+    match restore_deferred(&ksm, &paths) {
         Ok(None) => Ok(Fixed::Nothing),
         Ok(Some(restored)) => Ok(Fixed::Done(restored)),
         Err(held @ (TakeError::Locked { .. } | TakeError::Busy { .. })) => Ok(Fixed::InHand(held.to_string())),
@@ -224,7 +226,7 @@ fn verdict(findings: &[Finding]) -> String {
 mod tests {
     use super::*;
     use pagefold_linux::ksm::Knob;
-    use pagefold_linux::ksm::lease::Usurped;
+    use pagefold_linux::ksm::Overridden;
 
     fn findings() -> Vec<Finding> {
         let of = |id, severity, what: &str, why: &str, todo: &str| Finding {
@@ -273,10 +275,10 @@ mod tests {
 
     #[test]
     fn every_outcome_of_a_fix_is_told() {
-        let restored = Restored {
-            put_back: vec![(Knob::Run, 0)],
+        let restored = RestoreOutcome {
+            restored: vec![(Knob::Run, 0)],
             deferred: vec![(Knob::MaxPageSharing, 256)],
-            left: vec![Usurped { knob: Knob::PagesToScan, ours: 1, theirs: 2 }],
+            overridden: vec![Overridden { knob: Knob::PagesToScan, ours: 1, found: 2 }],
             failed: vec![(Knob::SmartScan, "refused".into())],
             pending: vec![(Knob::SleepMillisecs, 20)],
         };

@@ -22,7 +22,7 @@ use pagefold_core::placement::policy::Placement;
 use pagefold_linux::host::live::{Changed, Event, HostMode, LiveError, LiveHost};
 use pagefold_linux::inject::Injector;
 use pagefold_linux::ksm::Ksm;
-use pagefold_linux::ksm::lease::{Places, Tenure, Wishes};
+use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths};
 use pagefold_linux::os::fault;
 use pagefold_linux::os::wake;
 use pagefold_linux::proc::Roots;
@@ -88,8 +88,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let injector = injector(args)?;
     let left_alone = check_scope(&scope, &deny)?;
     let local_only = active.settings.placement.default == Placement::LocalOnly;
-    let wishes = Wishes { merge_across_nodes: local_only.then_some(false), ..Wishes::default() };
-    let mode = take(injector, &ksm, &wishes)?;
+    let initial = InitialKnobs { merge_across_nodes: local_only.then_some(false), ..InitialKnobs::default() };
+    let mode = take(injector, &ksm, &initial)?;
     let interval_ns = refresh_interval_ns(&config, config.governor);
     let facts =
         RunFacts { scope: scope.spec().to_string(), dry_run: args.dry_run, config: config.clone(), stood_down: None };
@@ -183,17 +183,17 @@ fn injector(args: &RunArgs) -> Result<Option<Injector>> {
 }
 
 /// Takes KSM over. Without an injector it is a dry run, which leaves KSM alone.
-pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, wishes: &Wishes) -> Result<HostMode> {
+pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &InitialKnobs) -> Result<HostMode> {
     let Some(injector) = injector else { return Ok(HostMode::DryRun) };
-    let tenure =
-        Tenure::take(ksm.clone(), &Places::default(), wishes).map_err(|error| preflight::explain_take(&error))?;
-    for (knob, value) in tenure.not_granted() {
+    let lease =
+        KsmLease::take(ksm.clone(), &KsmPaths::default(), initial).map_err(|error| preflight::explain_take(&error))?;
+    for (knob, value) in lease.unavailable() {
         eprintln!(
             "pagefold: {} cannot be set to {value} and stays as it is: pages are merged already, or this kernel lacks it",
             knob.file_name()
         );
     }
-    Ok(HostMode::Act { tenure, injector })
+    Ok(HostMode::Act { lease, injector })
 }
 
 /// Runs cycles until `stop` is set, until the host's clock reaches `end_ns`, or until `each`, which is called after every

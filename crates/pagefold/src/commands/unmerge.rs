@@ -7,17 +7,13 @@ use pagefold_cli::exit;
 use pagefold_cli::flags::AuditFlags;
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style::{self, Style};
-use pagefold_core::host::ScanOrder;
 use pagefold_core::units::Bytes;
 use pagefold_linux::inject::unmerge::{UnfoldError, unfold};
-use pagefold_linux::ksm::Ksm;
-use pagefold_linux::ksm::controller::Driver;
-use pagefold_linux::ksm::ksmd::Ksmd;
-use pagefold_linux::ksm::lease::{Places, TakeError, Tenure, Wishes};
+use pagefold_linux::ksm::controller::scan_and_restore;
+use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
 use pagefold_linux::proc::Roots;
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// How long ksmd may take to pass over what was unmarked.
@@ -78,10 +74,10 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     let mut injector = preflight::injector()?;
     preflight::give_up_rights()?;
     let scoped = args.scope.resolve()?;
-    let places = Places::default();
+    let paths = KsmPaths::default();
     // Nobody may mark again what is being unmarked. Whoever else runs ksmd does no harm to it.
-    let tenure = match Tenure::take(ksm.clone(), &places, &NO_WISHES) {
-        Ok(tenure) => Some(tenure),
+    let lease = match KsmLease::take(ksm.clone(), &paths, &InitialKnobs::NONE) {
+        Ok(lease) => Some(lease),
         Err(TakeError::InUse(_)) => None,
         Err(error) => return Err(preflight::explain_take(&error).into()),
     };
@@ -124,8 +120,8 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     }
     drop(injector);
     summary.audit_lost = log(&Entry::End(End { command, pid, lost: summary.audit_lost }));
-    if let Some(tenure) = tenure {
-        let restored = settle(tenure, &ksm)?;
+    if let Some(lease) = lease {
+        let restored = settle(lease)?;
         summary.knobs_deferred = restored;
     }
     summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
@@ -135,26 +131,13 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     Ok(code)
 }
 
-/// Knobs that are set once stay as they are.
-pub const NO_WISHES: Wishes =
-    Wishes { max_page_sharing: None, use_zero_pages: None, smart_scan: None, merge_across_nodes: None };
-
-/// Has ksmd pass once, so that it lets go of what was unmarked and its counters are true again, and puts back what
-/// an earlier run had to leave turned. Returns what still cannot be put back.
-pub fn settle(tenure: Tenure, ksm: &Arc<Ksm>) -> Result<BTreeMap<String, u64>> {
-    if ksm.anything_merged()? {
-        let driver = Driver::start(&tenure, Ksmd::find()?)?;
-        // The first scan may be the rest of one that was begun before.
-        for _ in 0..2 {
-            driver.order(ScanOrder::KICK);
-            driver.wait_idle(PASS_LIMIT);
-        }
+/// Ends the lease after scans that let ksmd release what was unmarked. Returns the knobs that cannot be restored yet.
+pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
+    let outcome = scan_and_restore(lease, PASS_LIMIT)?;
+    for (knob, why) in &outcome.failed {
+        eprintln!("pagefold: could not restore {}: {why}", knob.file_name());
     }
-    let restored = tenure.restore(PASS_LIMIT);
-    for (knob, why) in &restored.failed {
-        eprintln!("pagefold: could not put {} back: {why}", knob.file_name());
-    }
-    Ok(restored.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect())
+    Ok(outcome.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect())
 }
 
 fn describe(summary: &Summary, style: Style) -> String {

@@ -2,21 +2,21 @@
 //! tests that kill it.
 
 use pagefold_core::host::ScanOrder;
-use pagefold_linux::ksm::controller::Driver;
+use pagefold_linux::ksm::controller::KsmdController;
 use pagefold_linux::ksm::ksmd::Ksmd;
-use pagefold_linux::ksm::lease::{Places, Tenure, Wishes};
+use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 pub fn main(dir: &Path) {
-    let places = Places { lock: dir.join("lock"), state: dir.join("state.json"), ..Places::default() };
+    let paths = KsmPaths { lock: dir.join("lock"), state: dir.join("state.json"), ..KsmPaths::default() };
     let ksm = Arc::new(Ksm::open(Path::new(KSM_ROOT)).expect("KSM"));
-    let tenure = Tenure::take(ksm, &places, &Wishes::default()).expect("a lease");
-    let driver = Driver::start(&tenure, Ksmd::find().expect("ksmd")).expect("a controller");
-    driver.order(ScanOrder::Pace { pages_to_scan: 10, sleep_ms: 30, thorough: false });
-    assert!(driver.wait_idle(Duration::from_secs(60)));
+    let lease = KsmLease::take(ksm, &paths, &InitialKnobs::default()).expect("a lease");
+    let controller = KsmdController::start(&lease, Ksmd::find().expect("ksmd")).expect("a controller");
+    controller.order(ScanOrder::Pace { pages_to_scan: 10, sleep_ms: 30, thorough: false });
+    assert!(controller.wait_idle(Duration::from_secs(60)));
     println!("taken");
     let _ = std::io::stdin().lines().count();
 }

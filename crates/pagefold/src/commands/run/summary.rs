@@ -8,7 +8,7 @@ use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_linux::ksm::Knob;
-use pagefold_linux::ksm::lease::Restored;
+use pagefold_linux::ksm::RestoreOutcome;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -71,7 +71,7 @@ impl Summary {
         active: &ActiveSettings<'_>,
         engine: &Engine,
         processes: usize,
-        restored: Option<&Restored>,
+        restored: Option<&RestoreOutcome>,
         progress: Progress,
     ) -> Self {
         let ledger = engine.ledger();
@@ -112,7 +112,7 @@ impl Summary {
 }
 
 /// The knobs that could not be restored, one line each.
-pub fn unrestored(restored: Option<&Restored>) -> Vec<String> {
+pub fn unrestored(restored: Option<&RestoreOutcome>) -> Vec<String> {
     let Some(restored) = restored else { return Vec::new() };
     let name = |knob: &Knob| knob.file_name();
     let failed = restored

@@ -1,0 +1,84 @@
+//! The knobs in sysfs that set how ksmd scans and merges (Documentation/admin-guide/mm/ksm.rst).
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A numeric knob of KSM that pagefold may set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Knob {
+    /// 0 stop, 1 scan, 2 stop and unmerge everything.
+    Run,
+    /// Pages in one batch.
+    PagesToScan,
+    /// Sleep between batches.
+    SleepMillisecs,
+    /// Duplicates that share one merged page before a second one is kept.
+    MaxPageSharing,
+    /// Whether all-zero pages are replaced by the kernel's zero page.
+    UseZeroPages,
+    /// Whether pages of different NUMA nodes are merged with each other.
+    MergeAcrossNodes,
+    /// Whether some scans skip pages that have never merged (6.7 and later).
+    SmartScan,
+}
+
+impl Knob {
+    /// Every knob.
+    pub const ALL: [Self; 7] = [
+        Self::Run,
+        Self::PagesToScan,
+        Self::SleepMillisecs,
+        Self::MaxPageSharing,
+        Self::UseZeroPages,
+        Self::MergeAcrossNodes,
+        Self::SmartScan,
+    ];
+
+    /// The name of its file in sysfs.
+    pub const fn file_name(self) -> &'static str {
+        match self {
+            Self::Run => "run",
+            Self::PagesToScan => "pages_to_scan",
+            Self::SleepMillisecs => "sleep_millisecs",
+            Self::MaxPageSharing => "max_page_sharing",
+            Self::UseZeroPages => "use_zero_pages",
+            Self::MergeAcrossNodes => "merge_across_nodes",
+            Self::SmartScan => "smart_scan",
+        }
+    }
+}
+
+impl fmt::Display for Knob {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str(self.file_name())
+    }
+}
+
+/// The values of all knobs. `None`: this kernel does not have the file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Knobs {
+    /// 0 stopped, 1 scanning, 2 stopped and unmerged.
+    pub run: u64,
+    /// Pages in one batch.
+    pub pages_to_scan: u64,
+    /// Sleep between batches.
+    pub sleep_millisecs: u64,
+    /// Duplicates that share one merged page.
+    pub max_page_sharing: u64,
+    /// Whether all-zero pages are replaced by the kernel's zero page.
+    pub use_zero_pages: bool,
+    /// Whether pages of different nodes are merged (absent without CONFIG_NUMA).
+    pub merge_across_nodes: Option<bool>,
+    /// Whether smart scan is on (6.7).
+    pub smart_scan: Option<bool>,
+    /// The advisor's mode, `none` or `scan-time` (6.8).
+    pub advisor_mode: Option<String>,
+}
+
+impl Knobs {
+    /// Whether the kernel's advisor sets `pages_to_scan`.
+    pub fn advisor_on(&self) -> bool {
+        self.advisor_mode.as_deref().is_some_and(|mode| mode != "none")
+    }
+}
