@@ -1,7 +1,7 @@
-//! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory marked or unmarked, and for the
-//! beginning and the end of what did so. No contents of memory and no digests of them.
+//! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that is marked or unmarked, and for
+//! the beginning and the end of the command. It has no contents of memory and no digests of them.
 //!
-//! A line that cannot be written is lost, counted, and complained about once: nothing waits for the log.
+//! A line that cannot be written is lost and counted, and the first loss is reported. Nothing waits for the log.
 
 use crate::config::ownership;
 use pagefold_cli::exit::{self, Exit};
@@ -23,54 +23,54 @@ use std::time::SystemTime;
 
 const SCHEMA: &str = "pagefold.audit/1";
 
-/// What is written down.
+/// A line of the log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "what", rename_all = "lowercase")]
 pub enum Entry {
-    /// A command begins that may mark or unmark.
+    /// A command that marks or unmarks begins.
     Begin(Begin),
-    /// Memory was marked, or should have been.
+    /// A span was marked, or could not be.
     Mark(Change),
-    /// Memory was unmarked, or should have been.
+    /// A span was unmarked, or could not be.
     Unmark(Change),
     /// The command ends.
     End(End),
 }
 
-/// What begins.
+/// The beginning of a command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Begin {
     /// `run` or `unmerge`.
     pub command: &'static str,
     /// pagefold's version.
     pub version: &'static str,
-    /// The process that writes this.
+    /// The pid of the command.
     pub pid: u32,
-    /// Whose memory is meant, as options.
+    /// The scope, as flags.
     pub scope: String,
 }
 
-/// What ends.
+/// The end of a command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct End {
     /// `run` or `unmerge`.
     pub command: &'static str,
-    /// The process that writes this.
+    /// The pid of the command.
     pub pid: u32,
-    /// Lines lost since the beginning.
+    /// The number of lines lost since the beginning.
     pub lost: u64,
 }
 
-/// A change of one span of one process's memory.
+/// A change of one span of a process's memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Change {
-    /// The process.
+    /// The pid of the process.
     pub pid: i32,
-    /// When it started, clock ticks after boot: tells it from another with the same pid.
+    /// When it started, clock ticks after boot: distinguishes it from another process with the same pid.
     pub start_time_ticks: u64,
     /// Its name.
     pub name: String,
-    /// Its executable, where it is known.
+    /// Its executable, if known.
     pub exe: Option<String>,
     /// Its effective user.
     pub uid: Option<u32>,
@@ -78,15 +78,15 @@ pub struct Change {
     pub cgroup: Option<String>,
     /// Its trust domain.
     pub domain: Option<String>,
-    /// The first address and the last, hexadecimal as in `/proc/PID/maps`.
+    /// The first and the last address, hexadecimal as in `/proc/PID/maps`.
     pub first: String,
     #[allow(missing_docs)]
     pub last: String,
-    /// How much that is.
+    /// The length of the span.
     pub bytes: u64,
     /// Why.
     pub why: Reason,
-    /// What came of it.
+    /// The result.
     #[serde(flatten)]
     pub outcome: Outcome,
 }
@@ -100,12 +100,12 @@ pub struct Reason {
     pub sentence: String,
 }
 
-/// What came of it.
+/// The result of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Outcome {
-    /// `done`, also in part; `busy`: it will be tried again; `refused`.
+    /// `done`, also in part; `busy`, to be tried again; `refused`.
     pub outcome: &'static str,
-    /// How much of the span is as it should be.
+    /// How much of the span was changed.
     pub done_bytes: u64,
 }
 
@@ -114,13 +114,15 @@ impl From<Why> for Reason {
         let (kind, sentence) = match why {
             Why::Duplicate { duplicate, resident } => {
                 let (part, all) = (duplicate.0, resident.0);
-                ("duplicate", format!("{part} of its {all} resident pages are zero or have a twin"))
+                ("duplicate", format!("{part} of its {all} resident pages are zero or have a copy"))
             }
             Why::CowBroken { ratio } => (
                 "cow-broken",
-                format!("{ratio} of its merged pages would be written, and hold the same again, within two hours"),
+                format!(
+                    "{ratio} of its merged pages would be written, and have the same content again, within two hours"
+                ),
             ),
-            Why::Asked => ("asked", "somebody asked for it".to_owned()),
+            Why::Asked => ("asked", "requested by a user".to_owned()),
         };
         Self { kind, sentence }
     }
@@ -137,7 +139,7 @@ impl From<Marking> for Outcome {
 }
 
 impl Entry {
-    /// What the run did to a process, which is `target` if it still is.
+    /// What a run did. `target` is the process if it still exists.
     pub fn changed(changed: Changed, target: Option<&Target>) -> Self {
         let Changed { pid, start_time_ticks, name, domain, mark, first, bytes, why, outcome } = changed;
         let target = target.filter(|target| target.process.start_time_ticks() == start_time_ticks);
@@ -167,38 +169,44 @@ fn last(first: u64, bytes: Bytes) -> String {
     format!("{:x}", first.saturating_add(bytes.0.saturating_sub(1)))
 }
 
-/// The log, open.
+/// The open log.
 #[derive(Debug)]
 pub struct Audit {
     path: PathBuf,
     file: File,
     lost: u64,
     complained: bool,
-    /// The last line ends in its middle.
+    /// The last line is incomplete.
     torn: bool,
 }
 
 impl Audit {
-    /// Opens the log, or makes it.
+    /// Opens or creates the log.
+    ///
+    /// # Errors
+    /// With exit code 2: the file cannot be opened, or other users could write or replace it.
     pub fn open(path: &Path) -> Result<Self, Exit> {
-        // Beyond a limit on the size of files (RLIMIT_FSIZE) this signal would end the run; handled, the write fails.
+        // At the limit on the size of files (RLIMIT_FSIZE) this signal would end the run. Handled, the write fails.
         let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
         Ok(Self { path: path.to_owned(), file: open(path)?, lost: 0, complained: false, torn: false })
     }
 
-    /// Opens it again by its name, after it was renamed. If that fails the old one stays, whatever it is called by now.
+    /// Opens the log again by its name, after the file was renamed. If that fails the old file stays in use.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
     pub fn reopen(&mut self) -> Result<(), Exit> {
         self.file = open(&self.path)?;
         (self.torn, self.complained) = (false, false);
         Ok(())
     }
 
-    /// Lines lost so far.
+    /// The number of lines lost so far.
     pub fn lost(&self) -> u64 {
         self.lost
     }
 
-    /// Writes one line, with the time. Never fails; returns a complaint the first time that a line is lost.
+    /// Writes one line, with the time. Never fails; returns a message the first time that a line is lost.
     #[must_use]
     pub fn write(&mut self, entry: &Entry) -> Option<String> {
         self.write_at(entry, SystemTime::now())
@@ -224,10 +232,12 @@ impl Audit {
             return None;
         }
         let path = path_text(&self.path);
-        Some(format!("cannot write to the audit log {path}: {error}; make room for it, the run goes on without"))
+        Some(format!(
+            "cannot write to the audit log {path}: {error}; free some space (the run continues without the log)"
+        ))
     }
 
-    /// One call, so that lines of two writers do not mix: O_APPEND moves and writes in one (write(2)).
+    /// In one call, so that the lines of two writers do not mix: with O_APPEND, write(2) seeks and writes atomically.
     fn append(&mut self, text: &[u8]) -> io::Result<()> {
         let length = loop {
             match self.file.write(text) {
@@ -237,7 +247,7 @@ impl Audit {
         };
         self.torn = length < text.len() && (length > 0 || self.torn);
         if length < text.len() {
-            return Err(io::Error::new(io::ErrorKind::StorageFull, "only a part of a line could be written"));
+            return Err(io::Error::new(io::ErrorKind::StorageFull, "only part of a line could be written"));
         }
         Ok(())
     }
@@ -252,25 +262,28 @@ fn open(path: &Path) -> Result<File, Exit> {
     };
     let directory = directory
         .canonicalize()
-        .map_err(|error| cannot(format!("cannot be made: {error}; make its directory, for root only")))?;
+        .map_err(|error| cannot(format!("cannot be created: {error}; create its directory, writable by root only")))?;
     ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
-    // Neither a link to elsewhere nor a pipe that nobody reads from.
+    // Neither a symbolic link nor a pipe without a reader.
     let file = OpenOptions::new()
         .append(true)
         .create(true)
         .mode(0o600)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(path)
-        .map_err(|error| cannot(format!("cannot be opened: {error}; name a file in a directory of root's")))?;
-    let metadata = file.metadata().map_err(|error| cannot(format!("cannot be looked at: {error}; name another")))?;
+        .map_err(|error| {
+            cannot(format!("cannot be opened: {error}; name a file in a directory that only root can write"))
+        })?;
+    let metadata =
+        file.metadata().map_err(|error| cannot(format!("cannot be examined: {error}; name another file")))?;
     if !metadata.is_file() {
-        return Err(cannot("is no regular file; name one, or one that does not exist yet".to_owned()));
+        return Err(cannot("is not a regular file; name one, or a new one".to_owned()));
     }
     ownership::owned(metadata.uid(), metadata.mode()).map_err(|why| cannot(format!("is a file that {why}")))?;
     Ok(file)
 }
 
-/// What is marked in a process that is about to be unmarked as a whole, for the log.
+/// The marked spans of a process that is about to be unmarked.
 #[derive(Debug)]
 pub struct Before {
     process: Change,
@@ -278,7 +291,7 @@ pub struct Before {
 }
 
 impl Before {
-    /// Looks at it. A process that cannot be read has nothing to log.
+    /// Reads them. A process that cannot be read has none.
     pub fn of(scoped: &Scoped) -> Self {
         let process = Change {
             pid: scoped.process.pid(),
@@ -297,7 +310,7 @@ impl Before {
         Self { process, marked: marked(&read_smaps(&scoped.process).unwrap_or_default()) }
     }
 
-    /// What has become of it, span by span. `refused`: nothing was or will be done to what is still marked.
+    /// What was unmarked of each span. `refused` means that what is still marked will stay so.
     pub fn after(self, scoped: &Scoped, refused: bool) -> Vec<Entry> {
         let left = marked(&read_smaps(&scoped.process).unwrap_or_default());
         let entry = |(start, end): (u64, u64)| {

@@ -1,4 +1,4 @@
-//! What `run` and `unmerge` need of the machine before they may touch it, and how a refusal is told.
+//! Checks before `run` and `unmerge` touch anything, and the exit codes and advice of refusals.
 
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
@@ -16,7 +16,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-/// The hidden subcommand that the injector process is started with.
+/// The hidden subcommand of the injector process.
 pub const INJECTOR: &str = "injector";
 
 /// KSM of the running kernel.
@@ -30,7 +30,7 @@ pub fn ksm() -> Result<Arc<Ksm>, Exit> {
     })
 }
 
-/// Refuses users without the rights that reading and marking other programs takes.
+/// Checks that the user is root. `purpose` is what needs it.
 pub fn need_root(purpose: &str) -> Result<(), Exit> {
     let own = Process::open(i32::try_from(std::process::id()).unwrap_or(0)).and_then(|own| Status::of(&own));
     if own.is_ok_and(|own| own.effective_uid() == 0) {
@@ -39,7 +39,7 @@ pub fn need_root(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, format!("{purpose} needs root; run it with sudo")))
 }
 
-/// Refuses also root where it has not the rights that reading and marking take, as in most containers.
+/// Checks that the process has the capabilities to read and mark other processes. In most containers root lacks some.
 pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     need_root(purpose)?;
     let missing = missing(&READING).map_err(|error| refused(&error))?;
@@ -51,8 +51,9 @@ pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, line))
 }
 
-/// Gives up, for good, every right but those to read other programs and to place their merged pages. Before the first thread is started and anything of
-/// another program is read, and after the injector is started, whose rights would otherwise be no more than these.
+/// Gives up, for good, every capability except those to read other processes and to place their merged pages. Call it
+/// before the first thread is started and before another process is read, but after the injector is started, which would
+/// inherit the loss.
 pub fn give_up_rights() -> Result<(), Exit> {
     keep_from_dumps();
     let mut kept = READING.to_vec();
@@ -60,7 +61,7 @@ pub fn give_up_rights() -> Result<(), Exit> {
     if Topology::of_machine().is_ok_and(|nodes| nodes.is_some()) {
         kept.push(PLACING);
         if missing(&[PLACING]).is_ok_and(|missing| !missing.is_empty()) {
-            eprintln!("pagefold: merged pages stay on the memory node where they fall: {PLACING} is missing");
+            eprintln!("pagefold: merged pages stay on the memory node where ksmd leaves them: {PLACING} is missing");
         }
     }
     keep_only(&kept).map_err(|error| refused(&error))
@@ -70,34 +71,36 @@ fn refused(error: &PrivilegeError) -> Exit {
     Exit::new(exit::FAILURE, format!("{error}; see docs/privileges.md"))
 }
 
-/// Starts the process that will make the targets' calls.
+/// Starts the injector.
 pub fn injector() -> Result<Injector> {
     Injector::spawn(Command::new("/proc/self/exe").arg(INJECTOR)).context("cannot start the injector process")
 }
 
-/// Has a service manager start it, by connecting to the socket at `path`.
+/// Connects to an injector that a service manager starts for each connection to the socket at `path`.
 pub fn injector_at(path: &Path) -> Result<Injector, Exit> {
     let at = path.display();
     Injector::connect(path).map_err(|error| match error.kind() {
         ErrorKind::NotFound | ErrorKind::ConnectionRefused => {
-            let line = format!("nobody listens at {at}; start pagefold-injector.socket, or leave --injector out");
+            let line = format!("no process listens at {at}; start pagefold-injector.socket, or omit --injector");
             Exit::new(exit::FAILURE, line)
         }
-        ErrorKind::PermissionDenied => {
-            Exit::new(exit::NOT_PERMITTED, format!("the injector at {at}: {error}; let root own that socket"))
-        }
-        _ => {
-            Exit::new(exit::FAILURE, format!("the injector at {at}: {error}; see systemctl status pagefold-injector@*"))
-        }
+        ErrorKind::PermissionDenied => Exit::new(
+            exit::NOT_PERMITTED,
+            format!("cannot connect to the injector at {at}: {error}; make root the owner of that socket"),
+        ),
+        _ => Exit::new(
+            exit::FAILURE,
+            format!("cannot connect to the injector at {at}: {error}; see systemctl status pagefold-injector@*"),
+        ),
     })
 }
 
-/// Why KSM cannot be taken over, and what to do.
+/// The exit code and advice when KSM cannot be taken over.
 pub fn explain_take(error: &TakeError) -> Exit {
     let (code, advice) = match error {
-        TakeError::Locked { .. } | TakeError::Busy { .. } => (exit::KSM_TAKEN, "stop it first, or use that one"),
+        TakeError::Locked { .. } | TakeError::Busy { .. } => (exit::KSM_TAKEN, "stop it first, or use it instead"),
         TakeError::InUse(_) => (exit::KSM_TAKEN, "stop that first: see pagefold doctor"),
-        TakeError::Recovering => (exit::KSM_TAKEN, "try again in a while"),
+        TakeError::Recovering => (exit::KSM_TAKEN, "try again later"),
         TakeError::Ksm(KsmError::Absent { .. }) => (exit::NO_KERNEL_SUPPORT, "use a kernel built with CONFIG_KSM"),
         TakeError::Ksm(KsmError::Denied { .. }) => (exit::NOT_PERMITTED, "run as root"),
         _ => (exit::FAILURE, "see pagefold doctor"),
@@ -105,7 +108,7 @@ pub fn explain_take(error: &TakeError) -> Exit {
     Exit::new(code, format!("{error}; {advice}"))
 }
 
-/// Why a program named for folding cannot be folded, if it cannot: one clause.
+/// Why a process in scope must be left alone, if it must.
 pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
     let process = &scoped.process;
     match process_exclusion(process, deny) {
@@ -116,12 +119,12 @@ pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
     }
     match process.stat() {
         Ok(stat) if stat.state == b'T' => Some("stopped by a signal; continue it with kill -CONT".to_owned()),
-        Ok(_) => is_frozen(process).then(|| "frozen by its control group; thaw that".to_owned()),
+        Ok(_) => is_frozen(process).then(|| "frozen by its cgroup; thaw the cgroup".to_owned()),
         Err(error) => Some(error.to_string()),
     }
 }
 
-/// The exit code for a target that could not be acted on.
+/// The exit code for a failed injection.
 pub fn inject_code(error: &InjectError) -> u8 {
     match error {
         InjectError::Vanished { .. } => exit::NO_SCOPE,

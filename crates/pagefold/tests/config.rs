@@ -36,7 +36,7 @@ fn a_bad_configuration_is_refused_and_nothing_is_changed() {
     assert_fails(&args, 2, "line 2: judgement.cow-threshold: 0 % is out of range; it must be from 0.01 % to 100 %");
     fs::write(&path, "").unwrap();
     fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();
-    assert_fails(&args, 2, "others may write");
+    assert_fails(&args, 2, "other users may write");
     fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
     assert_fails(&["run", "--config", path.to_str().unwrap()], 5, "nothing is in scope");
     assert_fails(&["run", "--pid", &pid, "--deny", "/usr/bin/vault"], 2, "--deny");

@@ -371,8 +371,8 @@ fn the_injector_works_for_root_alone_and_root_for_its_own_injector() {
     drop(stranger.stdin.take());
     stranger.wait().unwrap();
     // Nobody does, and nobody ever did.
-    assert_refused(&run(&path), 1, "nobody listens");
-    assert_refused(&run(Path::new("/run/pagefold-nowhere.sock")), 1, "nobody listens");
+    assert_refused(&run(&path), 1, "no process listens");
+    assert_refused(&run(Path::new("/run/pagefold-nowhere.sock")), 1, "no process listens");
     ksm.assert_restored();
 }
 

@@ -42,7 +42,7 @@ fn a_line_tells_when_whose_where_why_and_what_came_of_it() {
         "schema": "pagefold.audit/1", "time": "2009-02-13T23:31:30.123Z", "what": "mark", "pid": 4711,
         "start_time_ticks": 99, "name": "redis-server", "exe": null, "uid": null, "cgroup": null, "domain": "default",
         "first": "7f0000000000", "last": "7f00001fffff", "bytes": 2 << 20,
-        "why": {"kind": "duplicate", "sentence": "400 of its 512 resident pages are zero or have a twin"},
+        "why": {"kind": "duplicate", "sentence": "400 of its 512 resident pages are zero or have a copy"},
         "outcome": "done", "done_bytes": 2 << 20,
     });
     assert_eq!(lines[0], wanted);
@@ -107,7 +107,7 @@ fn what_others_may_write_is_refused() {
     let path = dir.path().join("audit.jsonl");
     fs::write(&path, "").unwrap();
     set(&path, 0o620);
-    refused(&path, "others may write");
+    refused(&path, "other users may write");
     fs::remove_file(&path).unwrap();
     std::os::unix::fs::symlink("/dev/null", &path).unwrap();
     refused(&path, "cannot be opened");
@@ -118,10 +118,10 @@ fn what_others_may_write_is_refused() {
     let open = dir.path().join("open");
     fs::create_dir(&open).unwrap();
     set(&open, 0o1777);
-    refused(&open.join("audit.jsonl"), "directory that others may write");
+    refused(&open.join("audit.jsonl"), "directory that other users may write");
     fs::create_dir(open.join("below")).unwrap();
     Audit::open(&open.join("below/audit.jsonl")).expect("as below /tmp");
     set(&open, 0o777);
-    refused(&open.join("below/audit.jsonl"), "is in one that others may write");
+    refused(&open.join("below/audit.jsonl"), "is in a directory that other users may write");
     assert_eq!(fs::read_dir(open.join("below")).unwrap().count(), 1);
 }

@@ -1,7 +1,7 @@
-//! `pagefold doctor`: what this machine allows, what conflicts, and what to do about it.
+//! `pagefold doctor`: checks whether `pagefold run` can work on this machine, and what to change if it cannot.
 //!
-//! Ends with 0 if `pagefold run` can work here, notes and warnings included; else with the code that
-//! `run` itself would end with. `--fix` that could not put back what should be possible ends with 1.
+//! The exit code is 0 if `run` can work, also with notes and warnings, otherwise the exit code that `run` would have. If
+//! `--fix` fails it is 1.
 
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::style;
@@ -21,15 +21,15 @@ const SCHEMA: &str = "pagefold.doctor/1";
 /// Arguments of `pagefold doctor`.
 #[derive(Debug, clap::Args)]
 pub struct DoctorArgs {
-    /// Print one JSON document instead of a list
+    /// Print the findings as JSON (schema pagefold.doctor/1)
     #[arg(long)]
     json: bool,
-    /// Put back KSM's knobs where an earlier run was killed or could not put them back
+    /// Restore the KSM knobs that an earlier run left changed because it was killed or pages were merged
     #[arg(long)]
     fix: bool,
 }
 
-/// Examines the machine, after mending it if so asked, and prints what is found.
+/// Restores knobs if `--fix` is given, examines the machine, and prints the findings.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     let roots = MachinePaths::default();
     let fixed = if args.fix { Some(fix(&roots)?) } else { None };
@@ -38,14 +38,14 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     Ok(if unfinished { exit::FAILURE } else { code })
 }
 
-/// What came of `--fix`.
+/// The result of `--fix`.
 #[derive(Debug)]
 pub enum Fixed {
-    /// Nothing was left turned.
+    /// No knob was left changed.
     Nothing,
-    /// A running pagefold has it in hand.
-    InHand(String),
-    /// This was done.
+    /// Another pagefold is using KSM.
+    InUse(String),
+    /// These knobs were restored, or could not be.
     Done(RestoreOutcome),
 }
 
@@ -56,35 +56,32 @@ impl Fixed {
 
     fn lines(&self) -> Vec<String> {
         let restored = match self {
-            Self::Nothing => return vec!["nothing to put back".to_owned()],
-            Self::InHand(who) => return vec![format!("nothing put back: {who}")],
+            Self::Nothing => return vec!["no knob to restore".to_owned()],
+            Self::InUse(who) => return vec![format!("no knob restored: {who}")],
             Self::Done(restored) => restored,
         };
         let mut lines = Vec::new();
-        lines.extend(restored.restored.iter().map(|(knob, value)| format!("{knob} is {value} again")));
-        lines.extend(
-            restored
-                .deferred
-                .iter()
-                .map(|(knob, value)| format!("{knob} can become {value} only when nothing is merged; try again then")),
-        );
+        lines.extend(restored.restored.iter().map(|(knob, value)| format!("{knob} restored to {value}")));
+        lines.extend(restored.deferred.iter().map(|(knob, value)| {
+            format!("{knob} can be set back to {value} only when no page is merged; try again then")
+        }));
         lines.extend(
             restored
                 .overridden
                 .iter()
-                .map(|other| format!("{} was set to {} by somebody else since, and stays so", other.knob, other.found)),
+                .map(|other| format!("{} was set to {} by another program, and stays so", other.knob, other.found)),
         );
         lines.extend(restored.pending.iter().map(|(knob, value)| {
-            format!("{knob} is to become {value}, but ksmd is in the middle of a scan; try again later")
+            format!("{knob} cannot be set back to {value} while ksmd is in a scan; try again later")
         }));
-        lines.extend(restored.failed.iter().map(|(knob, why)| format!("{knob} could not be put back: {why}")));
+        lines.extend(restored.failed.iter().map(|(knob, why)| format!("cannot restore {knob}: {why}")));
         lines
     }
 
     fn json(&self) -> Value {
         match self {
             Self::Nothing => json!({ "done": true, "lines": self.lines() }),
-            Self::InHand(who) => json!({ "done": false, "held_by": who, "lines": self.lines() }),
+            Self::InUse(who) => json!({ "done": false, "held_by": who, "lines": self.lines() }),
             Self::Done(restored) => {
                 let pairs = |pairs: &[_]| -> Value {
                     pairs.iter().map(|(knob, value)| json!({ "knob": knob, "value": value })).collect()
@@ -106,7 +103,7 @@ impl Fixed {
 fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
     let ksm = match Ksm::open(&roots.sys.join("kernel/mm/ksm")) {
         Ok(ksm) => Arc::new(ksm),
-        // Where KSM is missing nothing can have been turned; the findings say that it is missing.
+        // Without KSM no knob can have been changed. The findings report that it is missing.
         Err(KsmError::Absent { .. }) => return Ok(Fixed::Nothing),
         Err(error) => return Err(error.into()),
     };
@@ -114,15 +111,15 @@ fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
     match restore_deferred(&ksm, &paths) {
         Ok(None) => Ok(Fixed::Nothing),
         Ok(Some(restored)) => Ok(Fixed::Done(restored)),
-        Err(held @ (TakeError::Locked { .. } | TakeError::Busy { .. })) => Ok(Fixed::InHand(held.to_string())),
+        Err(held @ (TakeError::Locked { .. } | TakeError::Busy { .. })) => Ok(Fixed::InUse(held.to_string())),
         Err(denied @ TakeError::Lock(LockError::Denied { .. })) => {
-            Err(Exit::new(exit::NOT_PERMITTED, format!("{denied}; run it as root")).into())
+            Err(Exit::new(exit::NOT_PERMITTED, format!("{denied}; run as root")).into())
         }
         Err(error) => Err(error.into()),
     }
 }
 
-/// Prints findings, and what `--fix` did; the exit code.
+/// Prints the findings and the result of `--fix`, and returns the exit code.
 pub fn report(findings: &[Finding], fixed: Option<&Fixed>, as_json: bool) -> anyhow::Result<u8> {
     let text = if as_json {
         let mut text = serde_json::to_string_pretty(&document(findings, fixed))?;
@@ -135,7 +132,7 @@ pub fn report(findings: &[Finding], fixed: Option<&Fixed>, as_json: bool) -> any
     Ok(code(findings))
 }
 
-/// What `pagefold run` would end with.
+/// The exit code that `pagefold run` would have.
 fn code(findings: &[Finding]) -> u8 {
     match findings.iter().find(|finding| finding.severity == Severity::Blocker).map(|finding| finding.id) {
         None => exit::OK,
@@ -160,7 +157,7 @@ fn document(findings: &[Finding], fixed: Option<&Fixed>) -> Value {
     })
 }
 
-/// Sign and colour of a severity.
+/// The sign and the colour of a severity.
 fn sign(severity: Severity) -> (&'static str, &'static str) {
     match severity {
         Severity::Ok => ("✓", "32"),
@@ -170,7 +167,7 @@ fn sign(severity: Severity) -> (&'static str, &'static str) {
     }
 }
 
-/// The list for people: what is well first, one line each; then what is not, worst last, where the eye rests.
+/// The findings as text: what is in order first, one line each, then the problems, the worst last.
 fn list(findings: &[Finding], fixed: Option<&Fixed>, coloured: bool) -> String {
     let paint = |text: &str, colour: &str| {
         if coloured { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_owned() }
@@ -215,7 +212,7 @@ fn verdict(findings: &[Finding]) -> String {
         .filter(|(number, ..)| *number > 0)
         .map(|(number, one, many)| style::count(number, one, many))
         .collect();
-    let counts = if others.is_empty() { "all is well".to_owned() } else { others.join(", ") };
+    let counts = if others.is_empty() { "no problems".to_owned() } else { others.join(", ") };
     match worst(findings) {
         Severity::Blocker => format!("{counts}: `pagefold run` cannot work here yet. `pagefold scan` can."),
         _ => format!("{counts}: `pagefold run` can work here."),
@@ -244,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_comes_last_with_reason_and_remedy() {
+    fn the_worst_finding_comes_last_with_its_reason_and_remedy() {
         let text = list(&findings(), None, false);
         let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("{part:?} is missing in {text}"));
         assert!(at("✓ kernel  Linux") < at("· swap    no swap"));
@@ -253,7 +250,7 @@ mod tests {
         assert!(text.ends_with("1 note, 1 blocker: `pagefold run` cannot work here yet. `pagefold scan` can.\n"));
         assert!(!text.contains('\x1b'));
         assert!(list(&findings(), None, true).contains("\x1b[31m✗\x1b[0m"));
-        assert_eq!(verdict(&findings()[1..2]), "all is well: `pagefold run` can work here.");
+        assert_eq!(verdict(&findings()[1..2]), "no problems: `pagefold run` can work here.");
     }
 
     #[test]
@@ -274,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn every_outcome_of_a_fix_is_told() {
+    fn every_result_of_a_fix_is_shown() {
         let restored = RestoreOutcome {
             restored: vec![(Knob::Run, 0)],
             deferred: vec![(Knob::MaxPageSharing, 256)],
@@ -285,11 +282,11 @@ mod tests {
         let fixed = Fixed::Done(restored);
         let text = list(&[], Some(&fixed), false);
         for part in [
-            "run is 0 again",
-            "max_page_sharing can become 256",
+            "run restored to 0",
+            "max_page_sharing can be set back to 256",
             "pages_to_scan was set to 2",
-            "smart_scan could",
-            "sleep_millisecs is to",
+            "cannot restore smart_scan",
+            "sleep_millisecs cannot be set back to 20",
         ] {
             assert!(text.contains(part), "{part}");
         }

@@ -1,4 +1,4 @@
-//! `pagefold exec`: starts a program whose memory KSM may merge, without tracing it.
+//! `pagefold exec`: starts a program whose memory KSM may merge. The kernel marks it, so that it is never traced.
 
 use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
@@ -8,7 +8,7 @@ use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// What to start.
+/// Arguments of `pagefold exec`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExecArgs {
     /// The program and its arguments
@@ -16,27 +16,27 @@ pub struct ExecArgs {
     pub command: Vec<OsString>,
 }
 
-/// Becomes the program. Returns only when that fails.
+/// Executes the program in place of this process. Returns only if that fails.
 pub fn run(args: &ExecArgs) -> Result<u8> {
     let Some((program, arguments)) = args.command.split_first() else {
-        return Err(Exit::new(exit::USAGE, "no program named; give one after exec").into());
+        return Err(Exit::new(exit::USAGE, "no program given; name one after exec").into());
     };
     set_merge_any().map_err(|error| match error.kind() {
         ErrorKind::InvalidInput => Exit::new(
             exit::NO_KERNEL_SUPPORT,
-            "this kernel cannot let a whole program be merged; use Linux 6.7 or later with CONFIG_KSM",
+            "this kernel cannot make a whole process mergeable; use Linux 6.7 or later with CONFIG_KSM",
         ),
         ErrorKind::PermissionDenied => {
-            Exit::new(exit::NOT_PERMITTED, "the kernel does not let this user have memory merged; run as root")
+            Exit::new(exit::NOT_PERMITTED, "the kernel does not permit this user to make memory mergeable; run as root")
         }
-        _ => Exit::new(exit::FAILURE, format!("cannot have memory merged: {error}")),
+        _ => Exit::new(exit::FAILURE, format!("cannot make the process mergeable: {error}")),
     })?;
     let error = Command::new(program).args(arguments).exec();
     let name = program.to_string_lossy();
-    // The shell's codes for a program that cannot be started, which exec stands in for.
+    // The exit codes of a shell that cannot start a program.
     let (code, what) = match error.kind() {
         ErrorKind::NotFound => (exit::NOT_FOUND, "not found; check the name".to_owned()),
-        _ => (exit::NOT_EXECUTABLE, format!("cannot be started: {error}")),
+        _ => (exit::NOT_EXECUTABLE, format!("cannot be executed: {error}")),
     };
     Err(Exit::new(code, format!("{name}: {what}")).into())
 }

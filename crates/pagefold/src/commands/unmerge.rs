@@ -1,4 +1,4 @@
-//! `pagefold unmerge`: gives programs their own copies again and takes their marks away.
+//! `pagefold unmerge`: gives processes their own copies of merged pages, and removes their marks.
 
 use crate::audit::{Audit, Before, Begin, End, Entry};
 use crate::preflight;
@@ -16,13 +16,13 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How long ksmd may take to pass over what was unmarked.
+/// How long a scan of ksmd may take.
 const PASS_LIMIT: Duration = Duration::from_secs(30);
 
-/// What to give back.
+/// Arguments of `pagefold unmerge`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct UnmergeArgs {
-    /// Which programs.
+    /// Selectors of processes.
     #[command(flatten)]
     pub scope: ScopeArgs,
     /// The audit log.
@@ -38,13 +38,13 @@ struct Summary {
     schema: &'static str,
     /// Memory that has its own copy again.
     given_back_bytes: u64,
-    /// Address space that is not marked any more.
+    /// Address space that was marked.
     unmarked_bytes: u64,
     longest_stop_us: f64,
     processes: Vec<Process>,
-    /// Pages that KSM still saves, machine-wide.
+    /// Memory that KSM still saves on the whole machine.
     still_saved_bytes: u64,
-    /// Knobs that an earlier run could not put back and that still wait for the last merged page to go.
+    /// Knobs that an earlier run could not restore, and that still cannot be restored because pages are merged.
     knobs_deferred: BTreeMap<String, u64>,
     /// Lines of the audit log that could not be written.
     audit_lost: u64,
@@ -56,13 +56,13 @@ struct Process {
     name: String,
     given_back_bytes: u64,
     unmarked_bytes: u64,
-    /// Why it could not be done, or not wholly.
+    /// Why it failed, if it did, also in part.
     failed: Option<String>,
 }
 
-/// Gives memory back, and returns the exit code.
+/// Unmerges, and returns the exit code.
 pub fn run(args: &UnmergeArgs) -> Result<u8> {
-    preflight::need_rights("giving memory back")?;
+    preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;
     let mut audit = args.audit.path().map(Audit::open).transpose()?;
     let mut log = |entry: &Entry| {
@@ -75,7 +75,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     preflight::give_up_rights()?;
     let scoped = args.scope.resolve()?;
     let paths = KsmPaths::default();
-    // Nobody may mark again what is being unmarked. Whoever else runs ksmd does no harm to it.
+    // No other pagefold may mark what is being unmarked. Another program that runs ksmd does no harm.
     let lease = match KsmLease::take(ksm.clone(), &paths, &InitialKnobs::NONE) {
         Ok(lease) => Some(lease),
         Err(TakeError::InUse(_)) => None,
@@ -144,7 +144,7 @@ fn describe(summary: &Summary, style: Style) -> String {
     let mut text = String::new();
     let done = summary.processes.iter().filter(|process| process.failed.is_none()).count();
     let headline = format!(
-        "Gave {} back to {}.",
+        "Unmerged {} in {}.",
         style::human(summary.given_back_bytes),
         style::count(done, "process", "processes")
     );
@@ -154,7 +154,7 @@ fn describe(summary: &Summary, style: Style) -> String {
         style::line(&mut text, &line);
     }
     if Bytes(summary.still_saved_bytes) > Bytes(0) {
-        let line = format!("KSM still saves {} in other programs.", style::human(summary.still_saved_bytes));
+        let line = format!("KSM still saves {} in other processes.", style::human(summary.still_saved_bytes));
         style::line(&mut text, &style.dim(&line));
     }
     text

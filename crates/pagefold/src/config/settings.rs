@@ -1,4 +1,4 @@
-//! What is in force: the command line first, then the configuration files, then the defaults.
+//! The settings of a run: the command line overrides the configuration files, which override the defaults.
 
 use crate::commands::run::RunArgs;
 use crate::config::ownership;
@@ -20,25 +20,25 @@ use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// Read by a `run` that is told neither a file nor a scope.
+/// Read by a `run` without `--config` and without a scope.
 const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
 
-/// What a run goes by.
+/// The settings of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// The file that was read, if one was. Those in its directory of additions go with it.
+    /// The configuration file, if one was read.
     pub file: Option<PathBuf>,
-    /// Which programs.
+    /// The processes in scope.
     pub scope: ScopeArgs,
-    /// The judgement's settings.
+    /// The engine's settings.
     pub config: Config,
     /// Programs that are never touched.
     pub deny: DenyList,
-    /// Who may share memory with whom.
+    /// The trust domains.
     pub domains: DomainRules,
-    /// Where merged pages live.
+    /// The placement policies.
     pub placement: Policies,
-    /// The audit log.
+    /// The path of the audit log.
     pub audit: Option<PathBuf>,
 }
 
@@ -84,7 +84,7 @@ impl Settings {
         })
     }
 
-    /// What differs from `old` that a run cannot take in while it goes on.
+    /// The sections that differ from `old` and cannot change while a run goes on.
     pub fn fixed_differences(&self, old: &Self) -> Vec<&'static str> {
         let judgement = |settings: &Self| {
             let Config { governor, limits, latencies, .. } = self.config;
@@ -92,7 +92,7 @@ impl Settings {
         };
         [
             ("[scope]", self.scope != old.scope),
-            ("[run] but for the governor, or [judgement]", judgement(self) != judgement(old)),
+            ("[run] (except the governor) or [judgement]", judgement(self) != judgement(old)),
             ("[domains]", self.domains != old.domains),
             ("[numa]", (&self.placement, self.config.latencies) != (&old.placement, old.config.latencies)),
             ("[audit]", self.audit != old.audit),
@@ -103,7 +103,7 @@ impl Settings {
     }
 }
 
-/// Reads a file and those in its directory of additions: FILE.d/*.toml, in the order of their names.
+/// Reads a file, and after it FILE.d/*.toml in the order of their names.
 fn load(path: &Path) -> Result<Values, Exit> {
     let refused = |path: &Path, why: &str| Exit::new(exit::USAGE, format!("{} {why}", ownership::shown(path)));
     let one = |path: &Path| -> Result<Values, Exit> {
@@ -117,7 +117,7 @@ fn load(path: &Path) -> Result<Values, Exit> {
     if !additions.exists() {
         return Ok(merged);
     }
-    let cannot = |error| refused(additions, &format!("cannot be read: {error}; make it a directory of files"));
+    let cannot = |error| refused(additions, &format!("cannot be read: {error}; make it a directory"));
     let mut files = Vec::new();
     for entry in additions.read_dir().map_err(cannot)? {
         let name = entry.map_err(cannot)?.file_name();
@@ -125,7 +125,7 @@ fn load(path: &Path) -> Result<Values, Exit> {
             files.push(name);
         }
     }
-    // Also when it is empty: what is not there was perhaps taken away by somebody else.
+    // Also when it is empty: another user may have removed a file.
     let real = additions.canonicalize().map_err(cannot)?;
     ownership::directory(&real).map_err(|why| refused(additions, &format!("is a directory that {why}")))?;
     files.sort();

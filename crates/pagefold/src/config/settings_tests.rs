@@ -48,7 +48,7 @@ impl Files {
 }
 
 #[test]
-fn additions_are_read_in_order_and_the_command_line_comes_before_all() {
+fn additions_are_read_in_order_and_the_command_line_overrides_them() {
     let files = Files::new("[scope]\nexes = [\"a\"]\n[run]\ngovernor = \"low\"\nlevels = 3\n[deny]\nalso = [\"x\"]\n");
     files.add("20-b.toml", "[run]\ngovernor = \"medium\"\n");
     files.add("10-a.toml", "[run]\ngovernor = \"quiet\"\n[deny]\nexcept = [\"vault\"]\n");
@@ -81,13 +81,13 @@ fn the_command_line_comes_before_the_file_and_both_before_the_preset() {
 }
 
 #[test]
-fn a_list_of_programs_replaces_the_default_one() {
+fn a_deny_list_replaces_the_default_one() {
     let settings = Files::new("[deny]\nprograms = [\"mine\"]\n").settings(&[]).unwrap();
     assert_eq!((settings.deny.entry_for(b"mine"), settings.deny.entry_for(b"ssh-agent")), (Some("mine"), None));
 }
 
 #[test]
-fn domains_and_limits_come_out_as_plain_rules() {
+fn domains_and_limits_are_converted() {
     let text = "[domains]\nby = \"user\"\n[[domains.rule]]\nname = \"r\"\nuser = \"root\"\n[[domains.rule]]\nname = \"e\"\n\
         exe = \"redis-server\"\n[limits]\nstops-per-second = 7\n";
     let settings = Files::new(text).settings(&[]).unwrap();
@@ -102,7 +102,7 @@ fn domains_and_limits_come_out_as_plain_rules() {
 }
 
 #[test]
-fn local_only_is_for_all_or_for_none() {
+fn local_only_is_for_all_domains_or_none() {
     let of = |text: &str| Files::new(text).settings(&[]).map(|settings| settings.placement);
     let policies = of("[numa]\nplacement = \"kernel\"\n[numa.domains]\na = \"priority\"\n").unwrap();
     assert_eq!((policies.of("a"), policies.of("b")), (Placement::Priority, Placement::Kernel));
@@ -118,31 +118,31 @@ fn local_only_is_for_all_or_for_none() {
 }
 
 #[test]
-fn errors_name_the_file_that_they_are_in() {
+fn errors_name_the_file() {
     let files = Files::new("[run]\n");
     files.add("a.toml", "\n[run]\ngoverment = 1\n");
     files.refused("pagefold.toml.d/a.toml line 3: unknown key 'goverment' in [run]; ");
 }
 
 #[test]
-fn what_others_may_write_is_refused() {
+fn files_that_other_users_may_write_are_refused() {
     let set = |path: &Path, mode| fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
     let files = Files::new("");
     for mode in [0o666, 0o660, 0o602] {
         set(&files.path(), mode);
-        files.refused("others may write; take that right away (chmod go-w)");
+        files.refused("other users may write; run chmod go-w on it");
     }
     set(&files.path(), 0o644);
     files.settings(&[]).unwrap();
     files.add("a.toml", "");
     set(&files.dir.path().join("pagefold.toml.d/a.toml"), 0o666);
-    files.refused("a.toml is a file that others may write");
+    files.refused("a.toml is a file that other users may write");
     set(&files.dir.path().join("pagefold.toml.d/a.toml"), 0o600);
     set(&files.dir.path().join("pagefold.toml.d"), 0o777);
-    files.refused("directory that others may write");
+    files.refused("directory that other users may write");
     fs::remove_dir_all(files.dir.path().join("pagefold.toml.d")).unwrap();
     set(files.dir.path(), 0o777);
-    files.refused("directory that others may write");
+    files.refused("directory that other users may write");
     set(files.dir.path(), 0o700);
     // Root alone can give a file away.
     if std::os::unix::fs::chown(files.path(), Some(65534), None).is_ok() {
@@ -153,12 +153,12 @@ fn what_others_may_write_is_refused() {
 }
 
 #[test]
-fn what_is_no_configuration_is_refused() {
+fn unreadable_files_are_refused() {
     let files = Files::new("");
     fs::remove_file(files.path()).unwrap();
     files.refused("cannot be read");
     fs::create_dir(files.path()).unwrap();
-    files.refused("is no regular file");
+    files.refused("is not a regular file");
     fs::remove_dir(files.path()).unwrap();
     fs::write(files.path(), b"\xff").unwrap();
     files.refused("UTF-8");
@@ -167,7 +167,7 @@ fn what_is_no_configuration_is_refused() {
 }
 
 #[test]
-fn what_a_run_cannot_take_in_is_named() {
+fn changes_that_need_a_restart_are_named() {
     let files = Files::new("[run]\ngovernor = \"low\"\n");
     let path = files.path();
     let args = Cli::try_parse_from(["run", "--config", path.to_str().unwrap()]).unwrap().run;
@@ -177,10 +177,10 @@ fn what_a_run_cannot_take_in_is_named() {
     assert!(old.reread(&args).unwrap().fixed_differences(&old).is_empty());
     fs::write(&path, "[run]\nlevels = 2\n[scope]\nall = true\n").unwrap();
     let differences = old.reread(&args).unwrap().fixed_differences(&old);
-    assert_eq!(differences, ["[scope]", "[run] but for the governor, or [judgement]"]);
+    assert_eq!(differences, ["[scope]", "[run] (except the governor) or [judgement]"]);
     fs::write(&path, "[judgement]\nlifetime = \"1s\"\n").unwrap();
     let differences = old.reread(&args).unwrap().fixed_differences(&old);
-    assert_eq!(differences, ["[run] but for the governor, or [judgement]"]);
+    assert_eq!(differences, ["[run] (except the governor) or [judgement]"]);
     fs::write(&path, "nonsense").unwrap();
     assert!(old.reread(&args).is_err());
 }

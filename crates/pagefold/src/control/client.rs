@@ -1,4 +1,4 @@
-//! Asking the daemon.
+//! Sends requests to the daemon.
 
 use super::protocol::{PATH, Refusal, Request};
 use anyhow::Result;
@@ -11,30 +11,33 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long the daemon may take. It answers between two rounds, and within a round it may read for some 40 ms, look at
-/// many processes, or wait for a target that does not let itself be stopped.
+/// How long the daemon may take. It answers between two cycles. A cycle may read for some 40 ms, refresh many processes, or
+/// wait for a target that does not stop.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
-/// Asks the daemon, and returns what it answers.
+/// Sends a request, and returns the answer.
 pub fn ask<T: DeserializeOwned>(request: &Request) -> Result<T> {
     Ok(serde_json::from_value(ask_at(Path::new(PATH), request)?)?)
 }
 
-/// The same at another place, as it comes.
+/// The same over the socket at `path`, without decoding the answer.
 fn ask_at(path: &Path, request: &Request) -> Result<Value> {
     let mut stream = UnixStream::connect(path).map_err(|error| unreachable(&error))?;
     let line = talk(&mut stream, request).map_err(|error| match error.kind() {
         ErrorKind::WouldBlock | ErrorKind::TimedOut => {
             let limit = ANSWER_LIMIT.as_secs();
-            Exit::new(exit::FAILURE, format!("the daemon has not answered in {limit} s; it may be busy: try again"))
+            Exit::new(exit::FAILURE, format!("the daemon has not answered within {limit} s; try again"))
         }
-        _ => Exit::new(exit::FAILURE, format!("the daemon hung up ({error}); it may be ending: try again")),
+        _ => Exit::new(
+            exit::FAILURE,
+            format!("the daemon closed the connection ({error}), perhaps because it is ending; try again"),
+        ),
     })?;
     let answer: Value = serde_json::from_slice(&line).map_err(|_| {
-        Exit::new(exit::FAILURE, "the daemon's answer makes no sense; use a pagefold of the same version")
+        Exit::new(exit::FAILURE, "the daemon's answer is malformed; use a pagefold of the same version")
     })?;
     match serde_json::from_value::<Refusal>(answer.clone()) {
-        // Only who may not ask is refused for what it is.
+        // Requests of root are never refused for lack of permission.
         Ok(refusal) => {
             let code = if own_uid() == 0 { exit::FAILURE } else { exit::NOT_PERMITTED };
             Err(Exit::new(code, refusal.error).into())
@@ -46,7 +49,7 @@ fn ask_at(path: &Path, request: &Request) -> Result<Value> {
 fn talk(stream: &mut UnixStream, request: &Request) -> io::Result<Vec<u8>> {
     stream.set_read_timeout(Some(ANSWER_LIMIT))?;
     stream.set_write_timeout(Some(ANSWER_LIMIT))?;
-    // One that refuses us says so and hangs up without reading: that answer counts, not the broken pipe.
+    // A daemon that refuses the connection answers and closes it without reading. Its answer counts, not the broken pipe.
     let asked = stream.write_all(request.line().as_bytes()).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
     let mut answer = Vec::new();
     let read = stream.read_to_end(&mut answer);
@@ -64,8 +67,8 @@ fn unreachable(error: &io::Error) -> Exit {
             "no pagefold is running; start one with sudo pagefold run --pid PID (or --cgroup, --user, --exe, --all)",
         ),
         ErrorKind::PermissionDenied => {
-            Exit::new(exit::NOT_PERMITTED, "only root may talk to the running pagefold; run it with sudo")
+            Exit::new(exit::NOT_PERMITTED, "only root may send requests to the daemon; run as root (sudo)")
         }
-        _ => Exit::new(exit::FAILURE, format!("{PATH}: {error}; see pagefold doctor")),
+        _ => Exit::new(exit::FAILURE, format!("cannot connect to {PATH}: {error}; see pagefold doctor")),
     }
 }

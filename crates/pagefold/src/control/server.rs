@@ -1,7 +1,7 @@
 //! The daemon's end of the control socket.
 //!
-//! One thread accepts, and each connection has one of its own, so a peer that is slow, silent or talks nonsense keeps
-//! nobody waiting but itself. Without a connection all of it sleeps in `accept` and costs nothing.
+//! One thread accepts connections, and each connection has its own thread, so a peer that is slow, silent or malicious
+//! delays only itself. Without a connection everything sleeps in `accept`.
 
 use super::protocol::{REQUEST_MOST, Refusal, Request};
 use anyhow::{Context, Result, bail};
@@ -16,41 +16,43 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Connections at one time. More are refused.
+/// The most connections at a time. More are refused.
 const CONNECTIONS_MOST: usize = 16;
-/// A request must be complete so long after the connection was made or the last answer was given.
+/// A request must be complete within this time after the connection was made or the last answer was sent.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
-/// A peer that takes nothing of its answer for so long is given up.
+/// The connection is closed if the peer reads nothing of its answer for this time.
 const TAKE_LIMIT: Duration = Duration::from_secs(5);
-/// After a failure to accept, so that a lack of descriptors is not a busy loop.
+/// The pause after a failure to accept, so that a lack of descriptors does not cause a busy loop.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(200);
 
-/// Answers a request with a line (without its newline), or says what is wrong.
+/// Answers a request with a line (without its newline), or an error.
 pub type Answer = dyn Fn(Request) -> Result<String, String> + Send + Sync;
 
 /// Serves until dropped.
 #[derive(Debug)]
 pub struct Server {
     path: PathBuf,
-    /// Device and inode of the socket's file, to know it from another's.
+    /// Device and inode of the socket's file, to recognise it later.
     file: (u64, u64),
     closing: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
-    /// Serves at `path`. A socket that nobody listens on any more is replaced; one that somebody does listen on is
-    /// replaced only if `supersede`.
+    /// Serves at `path`. A socket without a listener is replaced, one with a listener only if `supersede`.
+    ///
+    /// # Errors
+    /// Another process listens, or the socket cannot be created safely.
     pub fn start(path: &Path, supersede: bool, answer: Arc<Answer>) -> Result<Self> {
         if let (false, Ok(other)) = (supersede, UnixStream::connect(path)) {
             let pid = Peer::of(&other).map(|peer| format!(" (pid {})", peer.pid)).unwrap_or_default();
             bail!("another pagefold{pid} serves {}", path.display());
         }
         secure_parent(path)?;
-        // Made beside and renamed: whoever finds the socket finds it with the right permissions, and somebody listening.
+        // Created under another name and renamed, so that the socket never exists with wrong permissions or no listener.
         let beside = path.with_extension(format!("{}", std::process::id()));
         let _ = fs::remove_file(&beside);
-        let listener = UnixListener::bind(&beside).with_context(|| format!("cannot make {}", beside.display()))?;
+        let listener = UnixListener::bind(&beside).with_context(|| format!("cannot create {}", beside.display()))?;
         let made = fs::set_permissions(&beside, Permissions::from_mode(0o600))
             .and_then(|()| fs::symlink_metadata(&beside))
             .and_then(|file| fs::rename(&beside, path).map(|()| (file.dev(), file.ino())));
@@ -58,7 +60,7 @@ impl Server {
             Ok(file) => file,
             Err(error) => {
                 let _ = fs::remove_file(&beside);
-                return Err(error).with_context(|| format!("cannot make {}", path.display()));
+                return Err(error).with_context(|| format!("cannot create {}", path.display()));
             }
         };
         let closing = Arc::new(AtomicBool::new(false));
@@ -72,7 +74,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let is_ours = fs::symlink_metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == self.file);
-        // Somebody else's by now, or gone: then the thread ends with the process.
+        // Replaced by another process, or gone: then the thread ends with this process.
         if !is_ours {
             return;
         }
@@ -85,18 +87,18 @@ impl Drop for Server {
     }
 }
 
-/// Makes sure that nobody but root and ourselves could put another socket in the place of ours.
+/// Makes sure that only root and this user can replace the socket.
 fn secure_parent(path: &Path) -> Result<()> {
     let parent = path.parent().unwrap_or(Path::new("/"));
     fs::DirBuilder::new()
         .recursive(true)
         .mode(0o755)
         .create(parent)
-        .with_context(|| format!("cannot make {}", parent.display()))?;
-    let found = fs::symlink_metadata(parent).with_context(|| format!("cannot look at {}", parent.display()))?;
+        .with_context(|| format!("cannot create {}", parent.display()))?;
+    let found = fs::symlink_metadata(parent).with_context(|| format!("cannot examine {}", parent.display()))?;
     let trusted = [0, own_uid()].contains(&found.uid()) && found.mode() & 0o022 == 0;
     if !found.is_dir() || !trusted {
-        bail!("{} can be written by others than root", parent.display());
+        bail!("{} is writable by other users than root; run chmod go-w on it", parent.display());
     }
     Ok(())
 }
@@ -111,35 +113,35 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, answer: &Arc<Answer>) {
             thread::sleep(ACCEPT_AGAIN);
             continue;
         };
-        // Nobody may keep this thread. What is said from here is short and finds the socket's buffer empty.
+        // No peer may block this thread. What is written here is short and fits into the socket's empty buffer.
         let timed = stream.set_read_timeout(Some(REQUEST_LIMIT)).and(stream.set_write_timeout(Some(TAKE_LIMIT)));
         let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
         if ![0, own_uid()].contains(&peer.uid) {
-            refuse(&mut stream, "only root may talk to the running pagefold; run it with sudo");
+            refuse(&mut stream, "only root may send requests to the daemon; run as root (sudo)");
             continue;
         }
         let ticket = connections.clone();
         if Arc::strong_count(&connections) > CONNECTIONS_MOST + 1 {
-            refuse(&mut stream, &format!("{CONNECTIONS_MOST} others are connected already; try again in a while"));
+            refuse(&mut stream, &format!("{CONNECTIONS_MOST} clients are connected already; try again later"));
             continue;
         }
         let answer = answer.clone();
-        // One that cannot be had is one that hears nothing: the stream is dropped.
+        // Without a thread the connection is closed.
         let _ = thread::Builder::new().name("control peer".into()).spawn(move || {
-            // However it ended, the peer is gone.
+            // The connection has ended, with or without an error.
             let _ = converse(stream, &*answer);
             drop(ticket);
         });
     }
 }
 
-/// Answers requests until the peer hangs up, is too slow, or asks something that makes no sense.
+/// Answers requests until the peer closes the connection, is too slow, or sends a malformed request.
 fn converse(mut stream: UnixStream, answer: &Answer) -> io::Result<()> {
     let mut received = Vec::new();
     loop {
         let answered = match read_line(&mut stream, &mut received)? {
             Line::End => return Ok(()),
-            Line::TooLong => Err(format!("the request is longer than {REQUEST_MOST} bytes; ask one thing a line")),
+            Line::TooLong => Err(format!("the request is longer than {REQUEST_MOST} bytes; send one request a line")),
             Line::TooSlow => Err(format!("no request came within {} s; connect again", REQUEST_LIMIT.as_secs())),
             Line::Whole(line) => Request::parse(&line).and_then(answer),
         };
@@ -158,7 +160,7 @@ fn converse(mut stream: UnixStream, answer: &Answer) -> io::Result<()> {
 
 fn refuse(stream: &mut UnixStream, why: &str) {
     let refusal = Refusal { error: why.to_owned() };
-    // One who does not wait for it does not get it.
+    // The peer may have closed the connection.
     let _ = stream.write_all((serde_json::to_string(&refusal).unwrap_or_default() + "\n").as_bytes());
 }
 
@@ -169,7 +171,7 @@ enum Line {
     End,
 }
 
-/// Reads up to the next newline, or to the end. What comes after it stays in `received`.
+/// Reads up to the next newline or the end. The rest stays in `received`.
 fn read_line(stream: &mut UnixStream, received: &mut Vec<u8>) -> io::Result<Line> {
     let end = Instant::now() + REQUEST_LIMIT;
     loop {
@@ -193,7 +195,7 @@ fn read_line(stream: &mut UnixStream, received: &mut Vec<u8>) -> io::Result<Line
         let mut buffer = [0; REQUEST_MOST];
         match stream.read(&mut buffer) {
             Ok(0) if received.is_empty() => return Ok(Line::End),
-            // The last one needs no newline.
+            // The last line needs no newline.
             Ok(0) => return Ok(Line::Whole(std::mem::take(received))),
             Ok(length) => received.extend_from_slice(&buffer[..length]),
             Err(error) => match error.kind() {

@@ -104,7 +104,7 @@ fn the_silent_and_the_slow_keep_nobody_waiting() {
     // One more than may be is told so, and there is room again once others have gone.
     let last = UnixStream::connect(&path).unwrap();
     let full = answer(&path, status().as_bytes());
-    assert!(full.contains("16 others are connected"), "{full}");
+    assert!(full.contains("16 clients are connected"), "{full}");
     drop((silent, last));
     let end = Instant::now() + Duration::from_secs(20);
     while answer(&path, status().as_bytes()) != status() {
