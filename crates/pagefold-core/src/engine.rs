@@ -12,7 +12,7 @@ mod samples;
 use crate::config::Config;
 use crate::governor::{Budget, Governor, Pace, WINDOW_NS, share_ns};
 use crate::host::{Actions, Cost, Host, KsmView, Outcome, SamplePlan, Samples, Snapshot};
-use crate::index::{Fate, Index};
+use crate::index::{Index, PageStatus};
 use crate::keys::{DomainKey, RegionKey};
 use crate::ledger::Ledger;
 use crate::limits::{Allowance, Limits};
@@ -298,8 +298,9 @@ impl Engine {
         }
         if self.table.wants_sweep() {
             let table = &self.table;
-            self.index.sweep(|place, _| if table.get(place.slot).is_some() { Fate::Kept } else { Fate::Gone });
-            self.table.swept();
+            self.index
+                .sweep(|page| if table.get(page.slot).is_some() { PageStatus::Present } else { PageStatus::Removed });
+            self.table.release_slots();
         }
     }
 
@@ -382,13 +383,13 @@ impl Engine {
             self.bottom_pages = 0;
             self.index.age();
             let table = &self.table;
-            self.index.sweep(|place, old| match table.get(place.slot) {
-                None => Fate::Gone,
+            self.index.sweep(|page| match table.get(page.slot) {
+                None => PageStatus::Removed,
                 // Regions on the bottom level are sampled again and again, which renews their entries.
-                Some(region) if old && region.level == 1 => Fate::Renewed,
-                Some(_) => Fate::Kept,
+                Some(region) if region.level == 1 => PageStatus::Resampled,
+                Some(_) => PageStatus::Present,
             });
-            self.table.swept();
+            self.table.release_slots();
             self.table.iter_mut().for_each(|region| region.survey.tally.age());
         }
     }

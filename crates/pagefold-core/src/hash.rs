@@ -1,7 +1,7 @@
 //! The digest of a page: a 64-bit hash of its contents.
 //!
-//! A digest is a hint. Pages with equal digests are merged only after the kernel has compared them
-//! byte for byte, so a collision costs time and never data.
+//! A digest is a hint. The kernel compares pages byte for byte before it merges them, so a collision costs time and never
+//! data.
 
 use crate::keys::DomainKey;
 use crate::random::mix;
@@ -18,30 +18,30 @@ pub type PageBytes = [u8; PAGE_SIZE];
 pub struct Digest(pub u64);
 
 impl Digest {
-    /// The digest that stands for a page of zeros; no other page gets it.
+    /// The digest of a page of zeros, and of no other page.
     pub const ZERO: Self = Self(0);
 
-    /// The same content as a trust domain's own, apart from that of all others. Zeros belong to nobody.
+    /// The digest of this content within a trust domain, distinct from those in other domains. Zeros belong to no domain.
     #[must_use]
     pub fn in_domain(self, domain: DomainKey) -> Self {
         if self == Self::ZERO || domain == DomainKey(0) { self } else { Self(self.0 ^ mix(u64::from(domain.0))) }
     }
 }
 
-/// Digests pages: XXH3 with a secret made from a seed, so that nobody can prepare pages that collide.
+/// Computes digests: XXH3 with a secret derived from a seed, so that pages that collide cannot be prepared.
 ///
-/// The secret is made once: XXH3 itself, given a seed, makes it anew for every page, a fifth of the digest's cost.
+/// The secret is derived once. XXH3 itself, given a seed, derives it for every page, which is a fifth of the cost of a digest.
 #[derive(Clone, Debug)]
 pub struct Digester {
     seed: u64,
     secret: [u8; SECRET_BYTES],
 }
 
-/// XXH3's usual length of a secret.
+/// XXH3's default length of a secret, bytes.
 const SECRET_BYTES: usize = 192;
 
 impl Digester {
-    /// The digester of a run. Digests of different seeds have nothing to do with each other.
+    /// A digester. Digests of different seeds cannot be compared.
     pub fn new(seed: u64) -> Self {
         let mut secret = [0; SECRET_BYTES];
         for (word, count) in secret.chunks_exact_mut(8).zip(0..) {
@@ -50,7 +50,7 @@ impl Digester {
         Self { seed, secret }
     }
 
-    /// Digests a page.
+    /// The digest of a page.
     pub fn digest(&self, page: &PageBytes) -> Digest {
         if is_zero(page) {
             return Digest::ZERO;
@@ -64,9 +64,9 @@ impl Digester {
     }
 }
 
-/// Whether every byte is zero. Pages of real data are told apart within the first cache line.
+/// Whether every byte is zero. In pages of real data, the first cache line usually shows that it is not.
 pub fn is_zero(page: &PageBytes) -> bool {
-    page.chunks(256).all(|chunk| chunk.iter().fold(0, |seen, byte| seen | byte) == 0)
+    page.chunks(256).all(|chunk| chunk.iter().fold(0, |bits, byte| bits | byte) == 0)
 }
 
 #[cfg(test)]
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zero_is_zero_and_nothing_else_is() {
+    fn only_a_page_of_zeros_has_the_digest_zero() {
         let digester = Digester::new(7);
         let mut page = [0; PAGE_SIZE];
         assert_eq!(digester.digest(&page), Digest::ZERO);
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_and_the_seed_count() {
+    fn the_digest_depends_on_every_byte_and_on_the_seed() {
         let (one, other) = (Digester::new(7), Digester::new(8));
         let mut page = [0x5a; PAGE_SIZE];
         let digest = one.digest(&page);

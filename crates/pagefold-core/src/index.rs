@@ -1,95 +1,106 @@
-//! The index: which contents have been seen, where first, and how often.
+//! The index: which contents have been seen, on which page first, and how often.
 //!
-//! UKSM keeps two trees of hashes, one of merged pages and one of unmerged (section 5.3); nuKSM cuts
-//! each into a forest so that no tree grows deep (section 4.3). Here the kernel holds the merged pages,
-//! and what is kept is one entry per *content*, with a bit of its multiplicity. The forest is by range
-//! of the fingerprint, and each tree is a short sorted array: a look-up touches one array of at most
-//! [`TREE_MAX`] entries, and a tree that outgrows that is simply cut in the middle with all the others.
+//! UKSM keeps two trees of hashes, of merged and of unmerged pages (section 5.3); nuKSM cuts each into a forest so that no
+//! tree grows deep (section 4.3). Here the kernel holds the merged pages, so one entry for each *content* is enough, with
+//! a small count of its copies. The forest is divided by range of the fingerprint, and each tree is a short sorted array. A
+//! lookup touches one array of at most [`TREE_MAX`] entries. When a tree outgrows that, all trees are cut in two.
 //!
-//! Memory: 12 bytes an entry, at most a quarter of slack, no entry for a second copy.
+//! Memory: 12 bytes per entry, at most a quarter of slack, no entry for a second copy.
 
 use crate::hash::Digest;
 
-/// Entries in one tree before the forest doubles. 256 x 12 bytes fit well within a first-level cache,
-/// and moving half of them on insertion costs less than the cache miss that finds them.
+/// The most entries in one tree before the forest doubles. 256 x 12 bytes fit well into a first-level cache, and moving half
+/// of them on insertion costs less than the cache miss that finds them.
 const TREE_MAX: usize = 256;
-/// Entries by which a tree grows.
+/// The number of entries by which a tree grows.
 const TREE_STEP: usize = 32;
-/// A count this high means "many".
+/// The highest count, which means this many copies or more.
 const COUNT_MAX: u8 = 7;
-/// Bits of an entry that hold the page's offset in its region: 2^27 pages, 512 GiB.
-pub const OFFSET_BITS: u32 = 27;
-/// Pages of the largest region the index can point into.
-pub const REGION_PAGES_MAX: u64 = 1 << OFFSET_BITS;
-/// Regions the index can tell apart at one time.
-pub const SLOTS_MAX: u32 = (1 << SLOT_BITS) - 1;
+/// Bits of an entry for the fingerprint, which are the highest bits of the digest.
+const FINGERPRINT_BITS: u32 = 40;
+/// Bits of an entry for the slot of a region.
 const SLOT_BITS: u32 = 23;
-/// The slot of contents whose noted page has gone while others are known to hold them.
-const NOBODY: u32 = SLOTS_MAX;
+/// Bits of an entry for the page's offset in its region: 2^27 pages, 512 GiB.
+pub const OFFSET_BITS: u32 = 27;
+/// Bits of an entry for the count of copies.
+const COUNT_BITS: u32 = 3;
+/// Epochs are numbered modulo this.
+const EPOCHS: u8 = 4;
+/// The age in epochs at which an entry is old.
+const OLD_EPOCHS: u8 = 2;
+/// The most pages in a region that the index can point into.
+pub const REGION_PAGES_MAX: u64 = 1 << OFFSET_BITS;
+/// The most regions at a time that the index can point into.
+pub const SLOTS_MAX: u32 = (1 << SLOT_BITS) - 1;
+/// The slot in entries of contents whose first page no longer exists, but which were seen on other pages too.
+const NO_SLOT: u32 = SLOTS_MAX;
 
-/// Where a page was seen: the engine's slot number of the region, and the page's offset in it.
+/// A page: the slot of its region in the [region table](crate::region::table), and its offset in the region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Place {
-    /// Slot of the region, below [`SLOTS_MAX`].
+pub struct Location {
+    /// The region's slot, below [`SLOTS_MAX`].
     pub slot: u32,
-    /// Offset in the region, below [`REGION_PAGES_MAX`].
+    /// The page's offset in the region, below [`REGION_PAGES_MAX`].
     pub offset: u32,
 }
 
-/// What the index knew of a content when a page with it came by.
+/// Where a content was seen before, other than on the page that is being recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Seen {
-    /// Never seen, or seen on this very page only.
-    New,
-    /// Seen once before, elsewhere: that page has just got its first twin.
-    Once(Place),
-    /// Seen on so many pages before, at least two (7 means many).
-    Often(u8),
+pub enum Occurrences {
+    /// On no other page.
+    None,
+    /// On one other page, which now has its first copy.
+    One(Location),
+    /// On this number of pages, at least two, counted up to 7.
+    Several(u8),
 }
 
-/// What has become of the page that an entry names.
+/// The state of the page that an entry points to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
-    /// It is in no region any more.
-    Gone,
-    /// The entry stays, until the page has gone.
-    Kept,
-    /// The page comes by again and again and renews its entry: one that is old is of what it no longer holds.
-    Renewed,
+pub enum PageStatus {
+    /// Its region has ended.
+    Removed,
+    /// Its region exists. The entry stays.
+    Present,
+    /// Its region is sampled all the time, which renews its entries: an old entry is outdated.
+    Resampled,
 }
 
-/// 40 bits of fingerprint, 1 of claim, 23 of slot; 27 of offset, 3 of count, 2 of epoch.
+/// The key: 40 bits of fingerprint, 1 of claim, 23 of slot. The rest: 2 bits of epoch, 3 of count, 27 of offset.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, packed(4))]
 struct Entry {
-    print_slot: u64,
+    key: u64,
     rest: u32,
 }
 
 impl Entry {
-    fn new(print: u64, claimed: bool, place: Place, count: u8, epoch: u8) -> Self {
-        let rest = place.offset | u32::from(count) << OFFSET_BITS | u32::from(epoch & 3) << (OFFSET_BITS + 3);
-        Self { print_slot: print << 24 | u64::from(claimed) << SLOT_BITS | u64::from(place.slot), rest }
+    fn new(fingerprint: u64, claimed: bool, location: Location, count: u8, epoch: u8) -> Self {
+        let Location { slot, offset } = location;
+        let key = fingerprint << (SLOT_BITS + 1) | u64::from(claimed) << SLOT_BITS | u64::from(slot);
+        let rest = offset | u32::from(count) << OFFSET_BITS | u32::from(epoch % EPOCHS) << (OFFSET_BITS + COUNT_BITS);
+        Self { key, rest }
     }
-    fn print(self) -> u64 {
-        self.print_slot >> 24
+    fn fingerprint(self) -> u64 {
+        self.key >> (SLOT_BITS + 1)
     }
-    #[expect(clippy::cast_possible_truncation, reason = "24 bits are kept")]
-    fn place(self) -> Place {
-        Place { slot: self.print_slot as u32 & SLOTS_MAX, offset: self.rest & ((1 << OFFSET_BITS) - 1) }
+    fn location(self) -> Location {
+        let slot = u32::try_from(self.key & u64::from(SLOTS_MAX)).unwrap_or(NO_SLOT);
+        Location { slot, offset: self.rest & ((1 << OFFSET_BITS) - 1) }
     }
     fn is_claimed(self) -> bool {
-        self.print_slot >> SLOT_BITS & 1 == 1
+        self.key >> SLOT_BITS & 1 == 1
     }
     fn count(self) -> u8 {
-        (self.rest >> OFFSET_BITS) as u8 & COUNT_MAX
+        u8::try_from(self.rest >> OFFSET_BITS & u32::from(COUNT_MAX)).unwrap_or(COUNT_MAX)
     }
+    /// The epoch in which it was last renewed.
     fn epoch(self) -> u8 {
-        (self.rest >> (OFFSET_BITS + 3)) as u8 & 3
+        u8::try_from(self.rest >> (OFFSET_BITS + COUNT_BITS)).unwrap_or(0)
     }
 }
 
-/// The forest.
+/// The index of contents.
 #[derive(Debug)]
 pub struct Index {
     trees: Vec<Vec<Entry>>,
@@ -111,95 +122,95 @@ impl Index {
         Self::default()
     }
 
-    /// Contents tracked.
+    /// The number of contents in the index.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing is tracked.
+    /// Whether the index is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes of memory held.
+    /// The memory it holds, bytes.
     pub fn bytes(&self) -> usize {
         let entries: usize = self.trees.iter().map(Vec::capacity).sum();
         entries * size_of::<Entry>() + self.trees.capacity() * size_of::<Vec<Entry>>()
     }
 
-    /// Takes note of a page and tells what was known of its content. With `claim` the content is [claimed](Self::is_claimed)
-    /// from now on.
+    /// Records a page and returns where its content was seen before. With `claim`, the content is
+    /// [claimed](Self::is_claimed) from now on.
     ///
-    /// Seeing the page that an entry already points to changes nothing but the entry's age.
-    pub fn note(&mut self, digest: Digest, place: Place, claim: bool) -> Seen {
-        let print = digest.0 >> 24;
+    /// Recording the page that an entry already points to only renews the entry.
+    pub fn record(&mut self, digest: Digest, location: Location, claim: bool) -> Occurrences {
+        let fingerprint = fingerprint(digest);
         let epoch = self.epoch;
-        let tree = &mut self.trees[tree_of(print, self.bits)];
-        let at = tree.partition_point(|entry| entry.print() < print);
-        if let Some(entry) = tree.get_mut(at).filter(|entry| entry.print() == print) {
-            let (first, count, claimed) = (entry.place(), entry.count(), entry.is_claimed() || claim);
-            if first.slot == NOBODY {
-                *entry = Entry::new(print, claimed, place, count, epoch);
-                return Seen::Often(count);
+        let tree = &mut self.trees[tree_of(fingerprint, self.bits)];
+        let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
+        if let Some(entry) = tree.get_mut(at).filter(|entry| entry.fingerprint() == fingerprint) {
+            let (first, count, claimed) = (entry.location(), entry.count(), entry.is_claimed() || claim);
+            if first.slot == NO_SLOT {
+                *entry = Entry::new(fingerprint, claimed, location, count, epoch);
+                return Occurrences::Several(count);
             }
-            if first == place {
-                *entry = Entry::new(print, claimed, first, count, epoch);
-                return if count > 1 { Seen::Often(count - 1) } else { Seen::New };
+            if first == location {
+                *entry = Entry::new(fingerprint, claimed, first, count, epoch);
+                return if count > 1 { Occurrences::Several(count - 1) } else { Occurrences::None };
             }
-            *entry = Entry::new(print, claimed, first, (count + 1).min(COUNT_MAX), epoch);
-            return if count > 1 { Seen::Often(count) } else { Seen::Once(first) };
+            *entry = Entry::new(fingerprint, claimed, first, (count + 1).min(COUNT_MAX), epoch);
+            return if count > 1 { Occurrences::Several(count) } else { Occurrences::One(first) };
         }
         if tree.len() == tree.capacity() {
             tree.reserve_exact(TREE_STEP);
         }
-        tree.insert(at, Entry::new(print, claim, place, 1, epoch));
+        tree.insert(at, Entry::new(fingerprint, claim, location, 1, epoch));
         self.len += 1;
         if tree.len() > TREE_MAX {
             self.double();
         }
-        Seen::New
+        Occurrences::None
     }
 
-    /// Whether a content has been claimed: it is in memory that has been read whole, and may be marked.
+    /// Whether a content is claimed: it is in memory that has been read whole, and which may be marked.
     pub fn is_claimed(&self, digest: Digest) -> bool {
-        let print = digest.0 >> 24;
-        let tree = &self.trees[tree_of(print, self.bits)];
-        let at = tree.partition_point(|entry| entry.print() < print);
-        tree.get(at).is_some_and(|entry| entry.print() == print && entry.is_claimed())
+        let fingerprint = fingerprint(digest);
+        let tree = &self.trees[tree_of(fingerprint, self.bits)];
+        let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
+        tree.get(at).is_some_and(|entry| entry.fingerprint() == fingerprint && entry.is_claimed())
     }
 
-    /// Begins the next epoch, for the entries noted from now on.
+    /// Begins the next epoch. Entries that are not renewed for two epochs are old.
     pub fn age(&mut self) {
-        self.epoch = (self.epoch + 1) & 3;
+        self.epoch = (self.epoch + 1) % EPOCHS;
     }
 
-    /// Drops the entries whose page has gone, and those that no page has renewed for two epochs although pages like theirs
-    /// renew them. `fate` is asked about an entry's page, and whether the entry is so old. Contents that were seen on other
-    /// pages too outlive the page that was noted for them, until nobody has renewed them for two epochs.
-    pub fn sweep(&mut self, mut fate: impl FnMut(Place, bool) -> Fate) {
+    /// Drops entries by the `status` of their page: those whose page is removed, and old ones whose page is resampled. A
+    /// content that was seen on other pages too outlives its first page until it is old.
+    pub fn sweep(&mut self, mut status: impl FnMut(Location) -> PageStatus) {
         let epoch = self.epoch;
         self.len = 0;
         for tree in &mut self.trees {
             tree.retain_mut(|entry| {
-                let place = entry.place();
-                let old = (epoch + 4 - entry.epoch()) & 3 >= 2;
-                let fate = if place.slot == NOBODY { Fate::Gone } else { fate(place, old) };
-                if fate != Fate::Gone {
-                    return !(old && fate == Fate::Renewed);
+                let location = entry.location();
+                let old = (epoch + EPOCHS - entry.epoch()) % EPOCHS >= OLD_EPOCHS;
+                let status = if location.slot == NO_SLOT { PageStatus::Removed } else { status(location) };
+                if status != PageStatus::Removed {
+                    return !(old && status == PageStatus::Resampled);
                 }
-                let kept = entry.count() > 1 && !old;
-                if kept {
-                    let place = Place { slot: NOBODY, offset: 0 };
-                    *entry = Entry::new(entry.print(), entry.is_claimed(), place, entry.count(), entry.epoch());
+                let stays = entry.count() > 1 && !old;
+                if stays {
+                    let location = Location { slot: NO_SLOT, offset: 0 };
+                    *entry =
+                        Entry::new(entry.fingerprint(), entry.is_claimed(), location, entry.count(), entry.epoch());
                 }
-                kept
+                stays
             });
             tree.shrink_to(tree.len().next_multiple_of(TREE_STEP));
             self.len += tree.len();
         }
     }
 
-    /// Cuts every tree in two. All at once, because the bits that choose a tree are counted for all.
+    /// Cuts every tree in two: the number of bits that choose a tree is the same for all.
     fn double(&mut self) {
         self.bits += 1;
         let bits = self.bits;
@@ -207,21 +218,25 @@ impl Index {
             .into_iter()
             .enumerate()
             .flat_map(|(number, tree)| {
-                let cut = tree.partition_point(|entry| tree_of(entry.print(), bits) <= 2 * number);
+                let cut = tree.partition_point(|entry| tree_of(entry.fingerprint(), bits) <= 2 * number);
                 let (low, high) = tree.split_at(cut);
-                [tidy(low), tidy(high)]
+                [tree_with(low), tree_with(high)]
             })
             .collect();
     }
 }
 
-/// The tree that a 40-bit fingerprint belongs to: its leading bits.
-#[expect(clippy::cast_possible_truncation, reason = "at most 40 bits of a 64-bit usize")]
-fn tree_of(print: u64, bits: u32) -> usize {
-    (print >> (40 - bits)) as usize
+fn fingerprint(digest: Digest) -> u64 {
+    digest.0 >> (u64::BITS - FINGERPRINT_BITS)
 }
 
-fn tidy(entries: &[Entry]) -> Vec<Entry> {
+/// The number of the tree that a fingerprint belongs to: its leading bits.
+fn tree_of(fingerprint: u64, bits: u32) -> usize {
+    usize::try_from(fingerprint >> (FINGERPRINT_BITS - bits)).unwrap_or(usize::MAX)
+}
+
+/// A tree with these entries and little slack.
+fn tree_with(entries: &[Entry]) -> Vec<Entry> {
     let mut tree = Vec::with_capacity(entries.len().next_multiple_of(TREE_STEP));
     tree.extend_from_slice(entries);
     tree
@@ -238,85 +253,87 @@ mod tests {
     }
 
     #[test]
-    fn first_twin_is_credited_once() {
+    fn the_first_page_of_a_content_is_reported_once() {
         let mut index = Index::new();
-        let (a, b, c) =
-            (Place { slot: 1, offset: 7 }, Place { slot: 2, offset: 9 }, Place { slot: 0x7f_fffe, offset: 0x7ff_ffff });
-        assert_eq!(index.note(digest(5), a, false), Seen::New);
-        assert_eq!(index.note(digest(5), a, false), Seen::New);
-        assert_eq!(index.note(digest(5), b, false), Seen::Once(a));
-        assert_eq!(index.note(digest(5), c, false), Seen::Often(2));
-        assert_eq!(index.note(digest(5), a, false), Seen::Often(2));
+        let (a, b, c) = (
+            Location { slot: 1, offset: 7 },
+            Location { slot: 2, offset: 9 },
+            Location { slot: 0x7f_fffe, offset: 0x7ff_ffff },
+        );
+        assert_eq!(index.record(digest(5), a, false), Occurrences::None);
+        assert_eq!(index.record(digest(5), a, false), Occurrences::None);
+        assert_eq!(index.record(digest(5), b, false), Occurrences::One(a));
+        assert_eq!(index.record(digest(5), c, false), Occurrences::Several(2));
+        assert_eq!(index.record(digest(5), a, false), Occurrences::Several(2));
         assert_eq!(index.len(), 1);
-        assert_eq!(index.note(digest(6), c, false), Seen::New);
-        assert_eq!(index.note(digest(6), a, false), Seen::Once(c));
+        assert_eq!(index.record(digest(6), c, false), Occurrences::None);
+        assert_eq!(index.record(digest(6), a, false), Occurrences::One(c));
     }
 
     #[test]
     fn a_million_contents_take_at_most_sixteen_bytes_each() {
         let mut index = Index::new();
         for content in 0..1_000_000 {
-            #[expect(clippy::cast_possible_truncation)]
-            let place = Place { slot: 3, offset: content as u32 };
-            assert_eq!(index.note(digest(content), place, false), Seen::New);
+            let location = Location { slot: 3, offset: content };
+            assert_eq!(index.record(digest(content.into()), location, false), Occurrences::None);
         }
         assert_eq!(index.len(), 1_000_000);
         let per_entry = index.bytes() as f64 / 1e6;
-        assert!(per_entry <= 16.0, "{per_entry} bytes an entry");
+        assert!(per_entry <= 16.0, "{per_entry} bytes per entry");
     }
 
     #[test]
-    fn sweeping_forgets_the_dead_and_the_outdated() {
+    fn sweeping_drops_removed_and_outdated_pages() {
         let mut index = Index::new();
         for content in 0..3000 {
-            index.note(digest(content), Place { slot: u32::from(content % 3 == 0), offset: 1 }, false);
+            index.record(digest(content), Location { slot: u32::from(content % 3 == 0), offset: 1 }, false);
         }
-        index.sweep(|place, _| if place.slot == 1 { Fate::Kept } else { Fate::Gone });
+        index.sweep(|page| if page.slot == 1 { PageStatus::Present } else { PageStatus::Removed });
         assert_eq!(index.len(), 1000);
         index.age();
-        index.note(digest(0), Place { slot: 1, offset: 1 }, false);
+        index.record(digest(0), Location { slot: 1, offset: 1 }, false);
         index.age();
-        index.sweep(|_, _| Fate::Renewed);
+        index.sweep(|_| PageStatus::Resampled);
         assert_eq!(index.len(), 1, "only the renewed entry is younger than two epochs");
     }
 
     #[test]
-    fn what_several_pages_hold_outlives_the_one_that_was_noted() {
+    fn a_content_of_several_pages_outlives_the_first_of_them() {
         let mut index = Index::new();
-        let place = |slot| Place { slot, offset: 1 };
-        index.note(digest(0), place(1), false);
-        index.note(digest(0), place(2), false);
-        index.note(digest(1), place(1), false);
-        let but_the_first = |place: Place, _| if place.slot == 1 { Fate::Gone } else { Fate::Renewed };
-        index.sweep(but_the_first);
-        assert_eq!(index.len(), 1, "nobody else held the other");
-        assert_eq!(index.note(digest(0), place(3), false), Seen::Often(2));
-        index.sweep(|place, _| if place.slot == 3 { Fate::Gone } else { Fate::Renewed });
+        let page = |slot| Location { slot, offset: 1 };
+        index.record(digest(0), page(1), false);
+        index.record(digest(0), page(2), false);
+        index.record(digest(1), page(1), false);
+        let without_first = |page: Location| if page.slot == 1 { PageStatus::Removed } else { PageStatus::Resampled };
+        index.sweep(without_first);
+        assert_eq!(index.len(), 1, "the other content was on one page only");
+        assert_eq!(index.record(digest(0), page(3), false), Occurrences::Several(2));
+        index.sweep(|page| if page.slot == 3 { PageStatus::Removed } else { PageStatus::Resampled });
         assert_eq!(index.len(), 1);
         index.age();
         index.age();
-        index.sweep(but_the_first);
-        assert!(index.is_empty(), "for two epochs nobody has had it");
+        index.sweep(without_first);
+        assert!(index.is_empty(), "the entry was not renewed for two epochs");
     }
 
     proptest! {
-        /// Against a plain map: what is known of a content is what was noted of it.
+        /// Compares the index with a plain map.
         #[test]
-        fn agrees_with_a_plain_map(notes in proptest::collection::vec((0u64..400, 0u32..3, 0u32..50), 0..3000)) {
+        fn agrees_with_a_plain_map(records in proptest::collection::vec((0u64..400, 0u32..3, 0u32..50), 0..3000)) {
             let mut index = Index::new();
-            let mut model: HashMap<u64, (Place, u8)> = HashMap::new();
-            for (content, slot, offset) in notes {
-                let place = Place { slot, offset };
+            let mut model: HashMap<u64, (Location, u8)> = HashMap::new();
+            for (content, slot, offset) in records {
+                let location = Location { slot, offset };
                 let expected = match model.get_mut(&content) {
-                    None => { model.insert(content, (place, 1)); Seen::New }
-                    Some((first, count)) if *first == place => if *count > 1 { Seen::Often(*count - 1) } else { Seen::New },
+                    None => { model.insert(content, (location, 1)); Occurrences::None }
+                    Some((first, count)) if *first == location => if *count > 1 { Occurrences::Several(*count - 1) } else { Occurrences::None },
                     Some((first, count)) => {
                         let before = *count;
                         *count = (before + 1).min(COUNT_MAX);
-                        if before > 1 { Seen::Often(before) } else { Seen::Once(*first) }
+                        if before > 1 { Occurrences::Several(before) } else { Occurrences::One(*first) }
                     }
                 };
-                prop_assert_eq!(index.note(digest(content), place, false), expected);
+                prop_assert_eq!(index.record(digest(content), location, false), expected);
             }
             prop_assert_eq!(index.len(), model.len());
         }

@@ -1,7 +1,8 @@
-//! A permutation of `0..len` that needs no table, so that no page of a region is sampled twice before
-//! every page has been sampled once (UKSM section 5.3).
+//! A permutation of `0..len` that needs no table, so that no page of a region is sampled twice before every page has been
+//! sampled once (UKSM section 5.3).
 //!
-//! A balanced Feistel network over the next even power of two, walked until the value falls in range.
+//! It is a balanced Feistel network over the next power of four, applied until the value is in range.
+
 use crate::random::mix;
 
 /// A keyed permutation of `0..len`.
@@ -13,18 +14,18 @@ pub struct Permutation {
 }
 
 impl Permutation {
-    /// The permutation of `0..len` that `key` names.
+    /// The permutation of `0..len` with this key.
     pub fn new(len: u64, key: u64) -> Self {
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
         Self { len, half_bits: bits.div_ceil(2).max(1), key }
     }
 
-    /// How many values there are.
+    /// The number of values.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -35,7 +36,8 @@ impl Permutation {
         let mut value = index;
         loop {
             value = self.encrypt(value);
-            // The domain is at most four times `len`: on average few steps, and it must come back.
+            // The network covers at most four times `len` values, so this takes few steps on average. It ends, because a
+            // permutation returns to its start.
             if value < self.len {
                 return value;
             }
@@ -59,7 +61,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_value_comes_exactly_once(len in 1u64..5000, key: u64) {
+        fn every_value_occurs_exactly_once(len in 1u64..5000, key: u64) {
             let permutation = Permutation::new(len, key);
             let mut seen = vec![false; usize::try_from(len).unwrap()];
             for index in 0..len {
@@ -71,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_looks_random() {
+    fn the_order_is_scattered() {
         let permutation = Permutation::new(100_000, 42);
         let first: Vec<u64> = (0..1000).map(|index| permutation.at(index)).collect();
         let mean = first.iter().sum::<u64>() as f64 / 1000.0;

@@ -3,7 +3,7 @@
 use super::Engine;
 use crate::hash::Digest;
 use crate::host::{PageSample, PageState, Samples};
-use crate::index::{Place, Seen};
+use crate::index::{Location, Occurrences};
 use crate::keys::RegionKey;
 use crate::region::Stage;
 use crate::units::Vpn;
@@ -102,8 +102,8 @@ impl Engine {
             return self.record_foreign(slot, sample, examined);
         }
         let (now_ns, zero) = (self.snapshot.now_ns, sample.digest == Digest::ZERO);
-        let seen = if zero { Seen::New } else { self.look_up(slot, sample, examined) };
-        let duplicate = zero || seen != Seen::New;
+        let seen = if zero { Occurrences::None } else { self.look_up(slot, sample, examined) };
+        let duplicate = zero || seen != Occurrences::None;
         let Some(region) = self.table.get_mut(slot) else { return Verdict::Single };
         let offset = region.offset(sample.page);
         region.survey.probe(offset, sample.digest, region.stage == Stage::Survey);
@@ -117,10 +117,10 @@ impl Engine {
             tally.zero += u64::from(zero);
             tally.found += u64::from(!zero && duplicate);
             tally.copies += match seen {
-                Seen::New => 0,
-                Seen::Once(_) => 1,
+                Occurrences::None => 0,
+                Occurrences::One(_) => 1,
                 // In both directions: earlier pages cannot all be credited with their new copy.
-                Seen::Often(before) => 2 * u64::from(before),
+                Occurrences::Several(before) => 2 * u64::from(before),
             };
         }
         self.credit_first(seen);
@@ -155,18 +155,18 @@ impl Engine {
 
     /// Looks a content up in the index and records this page there. Contents of memory that is read whole are claimed for
     /// its trust domain if there are several.
-    fn look_up(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Seen {
+    fn look_up(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Occurrences {
         let claim = examined && self.several_domains();
-        let Some(region) = self.table.get(slot) else { return Seen::New };
-        let place = Place { slot, offset: region.offset(sample.page) };
-        self.index.note(sample.digest.in_domain(region.view.domain), place, claim)
+        let Some(region) = self.table.get(slot) else { return Occurrences::None };
+        let location = Location { slot, offset: region.offset(sample.page) };
+        self.index.record(sample.digest.in_domain(region.view.domain), location, claim)
     }
 
     /// Credits the page that a content was first seen on with its first copy.
-    fn credit_first(&mut self, seen: Seen) {
-        let Seen::Once(place) = seen else { return };
-        let Some(region) = self.table.get_mut(place.slot) else { return };
-        let page = region.page_at(place.offset);
+    fn credit_first(&mut self, seen: Occurrences) {
+        let Occurrences::One(first) = seen else { return };
+        let Some(region) = self.table.get_mut(first.slot) else { return };
+        let page = region.page_at(first.offset);
         if region.is_marked(page) {
             return;
         }

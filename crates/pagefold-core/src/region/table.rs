@@ -1,63 +1,64 @@
-//! The regions under judgement, each in a numbered slot that entries of the index can name.
+//! The table of regions, each in a numbered slot that entries of the index point to.
 //!
-//! A very large mapping is judged in blocks, each a region of its own: the guest memory of a virtual machine has parts
-//! that are worth folding and parts that are not.
+//! A very large mapping is judged in blocks, each a region of its own: the guest memory of a virtual machine has parts that
+//! are worth merging and parts that are not.
 
 use crate::host::RegionView;
 use crate::index::{REGION_PAGES_MAX, SLOTS_MAX};
 use crate::keys::RegionKey;
 use crate::region::Region;
-use crate::units::{BLOCK_PAGES, Pages, Vpn};
+use crate::units::{BLOCK_PAGES, Pages, Vpn, index};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The block size that leaves a mapping whole, wherever it lies: the whole address space.
+/// The block size of mappings that are not cut: the whole address space.
 const WHOLE_BITS: u32 = 52;
-/// Blocks of one mapping at most; beyond, they get larger.
+/// The most blocks of one mapping; the blocks of larger mappings are larger.
 const BLOCKS_MAX: u64 = 256;
 
-/// Which part of the address space a block is: its size, as a power of two, and its number.
+/// A block of the address space: the power of two that is its size in pages, and its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Block {
     bits: u32,
     number: u64,
 }
 
-/// The regions, by slot.
+/// The regions under judgement, by slot.
 #[derive(Debug, Default)]
 pub struct RegionTable {
     regions: Vec<Option<Region>>,
     by_key: BTreeMap<(RegionKey, Block), u32>,
-    /// How each mapping is cut into blocks.
+    /// The block size of each mapping, as a power of two.
     bits: BTreeMap<RegionKey, u32>,
-    /// RegionTable that no region holds, but that entries of the index may still name.
+    /// Empty slots that entries of the index may still point to.
     retired: Vec<u32>,
+    /// Empty slots that no entry of the index points to.
     free: Vec<u32>,
 }
 
 impl RegionTable {
-    /// The regions.
+    /// All regions, by slot.
     pub fn iter(&self) -> impl Iterator<Item = &Region> {
         self.regions.iter().flatten()
     }
 
-    /// The regions, to be changed.
+    /// All regions, by slot.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Region> {
         self.regions.iter_mut().flatten()
     }
 
-    /// The regions with their table.
+    /// All regions with their slots.
     pub fn numbered_mut(&mut self) -> impl Iterator<Item = (u32, &mut Region)> {
         (0..).zip(&mut self.regions).filter_map(|(slot, region)| Some((slot, region.as_mut()?)))
     }
 
     /// The region in a slot.
     pub fn get(&self, slot: u32) -> Option<&Region> {
-        self.regions.get(slot as usize)?.as_ref()
+        self.regions.get(index(slot))?.as_ref()
     }
 
-    /// The region in a slot, to be changed.
+    /// The region in a slot.
     pub fn get_mut(&mut self, slot: u32) -> Option<&mut Region> {
-        self.regions.get_mut(slot as usize)?.as_mut()
+        self.regions.get_mut(index(slot))?.as_mut()
     }
 
     /// The slot of the region that holds a page.
@@ -66,10 +67,11 @@ impl RegionTable {
         self.by_key.get(&(key, Block { bits, number: page.0 >> bits })).copied()
     }
 
-    /// Takes in the regions as they are now: `new` makes those not seen before. Returns those that have gone.
+    /// Adopts the host's latest view of all mappings: updates known regions, creates others with `new`, and returns those that
+    /// have ended.
     pub fn update(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
-        let mut gone: BTreeSet<_> = self.by_key.keys().copied().collect();
-        let mut replaced = Vec::new();
+        let mut missing: BTreeSet<_> = self.by_key.keys().copied().collect();
+        let mut ended = Vec::new();
         self.bits.clear();
         for view in views.iter().filter(|view| view.pages.0 > 0) {
             let bits = block_bits(view.pages.0);
@@ -81,12 +83,12 @@ impl RegionTable {
             };
             for (number, view) in blocks(*view, bits) {
                 let key = (view.key, Block { bits, number });
-                gone.remove(&key);
+                missing.remove(&key);
                 match self.by_key.get(&key) {
                     Some(&slot) => {
-                        let Some(region) = &mut self.regions[slot as usize] else { continue };
+                        let Some(region) = &mut self.regions[index(slot)] else { continue };
                         if region.is_replaced_by(&view) {
-                            replaced.push(std::mem::replace(region, block(view)));
+                            ended.push(std::mem::replace(region, block(view)));
                         } else {
                             region.update(view, seed);
                         }
@@ -95,17 +97,18 @@ impl RegionTable {
                 }
             }
         }
-        replaced.extend(gone.into_iter().filter_map(|key| self.remove(key)));
-        replaced
+        ended.extend(missing.into_iter().filter_map(|key| self.remove(key)));
+        ended
     }
 
+    /// Puts a region into an empty slot. Drops it if the index cannot point to any more slots.
     fn put(&mut self, key: (RegionKey, Block), region: Region) {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.regions.push(None);
             u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
         });
         if slot < SLOTS_MAX {
-            self.regions[slot as usize] = Some(region);
+            self.regions[index(slot)] = Some(region);
             self.by_key.insert(key, slot);
         }
     }
@@ -113,21 +116,21 @@ impl RegionTable {
     fn remove(&mut self, key: (RegionKey, Block)) -> Option<Region> {
         let slot = self.by_key.remove(&key)?;
         self.retired.push(slot);
-        self.regions[slot as usize].take()
+        self.regions[index(slot)].take()
     }
 
-    /// Whether enough table wait for the index to forget them.
+    /// Whether enough slots wait for a sweep of the index to be worth it.
     pub fn wants_sweep(&self) -> bool {
         self.retired.len() > 64 + self.by_key.len() / 4
     }
 
-    /// The index names empty table no more.
-    pub fn swept(&mut self) {
+    /// Frees retired slots, after a sweep of the index has removed all entries that point to them.
+    pub fn release_slots(&mut self) {
         self.free.append(&mut self.retired);
     }
 }
 
-/// The size of the blocks that a mapping of so many pages is judged in, as a power of two.
+/// The block size of a mapping with this number of pages, as a power of two.
 fn block_bits(pages: u64) -> u32 {
     if pages <= BLOCK_PAGES.0 {
         return WHOLE_BITS;
@@ -136,8 +139,8 @@ fn block_bits(pages: u64) -> u32 {
     size.next_power_of_two().trailing_zeros()
 }
 
-/// The blocks of a mapping. They lie at multiples of their size, so that growth leaves them where they are. What is
-/// resident and marked is known of the whole only, and is shared out by length.
+/// The blocks of a mapping. They lie at multiples of their size, so that they stay in place when the mapping grows. The
+/// numbers of resident and marked pages are known for the whole only, and are divided by length.
 fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)> {
     let end = view.first.0 + view.pages.0;
     (view.first.0 >> bits..=(end - 1) >> bits).map(move |number| {
@@ -174,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn large_mappings_are_cut_into_blocks_that_stay_where_they_are() {
+    fn large_mappings_are_cut_into_blocks_that_stay_in_place() {
         let mut table = RegionTable::default();
         let whole = view(1, 1_000, 4 * BLOCK_PAGES.0);
         assert_eq!(update(&mut table, &[whole, view(2, 1 << 40, 500)]), 0);
@@ -183,7 +186,7 @@ mod tests {
         assert_eq!(pages, 4 * BLOCK_PAGES.0 + 500);
         let slot = table.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)).unwrap();
         assert_eq!(table.get(slot).unwrap().view.first, Vpn(BLOCK_PAGES.0));
-        // It grows: the blocks that were there are still the same.
+        // When the mapping grows, its blocks stay the same.
         update(&mut table, &[view(1, 1_000, 5 * BLOCK_PAGES.0), view(2, 1 << 40, 500)]);
         assert_eq!(table.find(RegionKey(1), Vpn(BLOCK_PAGES.0 + 3)), Some(slot));
         assert!(table.iter().all(|region| region.in_blocks == (region.view.key == RegionKey(1))));
@@ -192,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_smaller_mapping_is_left_whole_wherever_it_lies() {
+    fn a_smaller_mapping_is_not_cut() {
         let mut table = RegionTable::default();
         update(&mut table, &[view(1, BLOCK_PAGES.0 - 5, BLOCK_PAGES.0)]);
         assert_eq!(table.iter().count(), 1);
@@ -201,21 +204,21 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_that_has_lost_its_marks_is_another_one() {
+    fn a_mapping_that_lost_its_marks_is_a_new_region() {
         use crate::marking::extents::Candidate;
         let mut table = RegionTable::default();
         let marked = |pages| RegionView { marked: Pages(pages), ..view(1, 0, 1_000) };
         update(&mut table, &[marked(0)]);
         let span = Candidate { first: Vpn(0), pages: Pages(1_000), resident: Pages(1_000), duplicate: Pages(900) };
         table.iter_mut().next().unwrap().marks.add(span);
-        assert_eq!(update(&mut table, &[marked(0)]), 0, "the host has not looked since");
+        assert_eq!(update(&mut table, &[marked(0)]), 0, "the host has not observed it since");
         assert_eq!(update(&mut table, &[marked(1_000)]), 0);
         assert_eq!(update(&mut table, &[marked(0)]), 1);
         assert!(table.iter().next().unwrap().marks.spans.is_empty());
     }
 
     #[test]
-    fn a_small_region_that_has_become_a_large_one_is_another_one() {
+    fn a_small_region_that_became_a_large_one_is_a_new_region() {
         let mut table = RegionTable::default();
         update(&mut table, &[view(1, 1_000, 33)]);
         assert_eq!(update(&mut table, &[view(1, 1_000, 40)]), 0);
