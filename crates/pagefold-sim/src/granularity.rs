@@ -25,12 +25,12 @@ impl Granularity {
     }
 
     /// Real pages in `simulated_pages`, or the cost of an operation on each.
-    pub(crate) const fn all(self, simulated_pages: u64) -> u64 {
+    pub(crate) const fn scale(self, simulated_pages: u64) -> u64 {
         simulated_pages * self.0
     }
 
     /// The depth of a search among real pages, from that among simulated ones. An empty search stays empty.
-    pub(crate) const fn deeper(self, steps: u64) -> u64 {
+    pub(crate) const fn tree_depth(self, steps: u64) -> u64 {
         if steps == 0 { 0 } else { steps + self.0.ilog2() as u64 }
     }
 
@@ -48,13 +48,13 @@ mod tests {
     #[test]
     fn a_granularity_of_one_changes_nothing() {
         let page = Granularity::new(1);
-        assert_eq!((page.all(7), page.deeper(7), page.samples(1), page.samples(1_000)), (7, 7, 1, 1));
+        assert_eq!((page.scale(7), page.tree_depth(7), page.samples(1), page.samples(1_000)), (7, 7, 1, 1));
     }
 
     #[test]
     fn closer_samples_weigh_more() {
         let granularity = Granularity::new(64);
         assert_eq!([1, 4, 16, 64, 1_000].map(|every| granularity.samples(every)), [64, 32, 16, 8, 8]);
-        assert_eq!((granularity.deeper(0), granularity.deeper(5)), (0, 11));
+        assert_eq!((granularity.tree_depth(0), granularity.tree_depth(5)), (0, 11));
     }
 }

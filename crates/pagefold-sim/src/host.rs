@@ -6,9 +6,9 @@
 mod events;
 mod inspect;
 mod interface;
-#[cfg(test)]
-mod laws;
 mod nodes;
+#[cfg(test)]
+mod properties;
 
 use crate::content::UniqueContents;
 use crate::costs::Costs;
@@ -110,7 +110,7 @@ impl SimHost {
         self.processes.push(process);
         let start = Event::Start { process: self.processes.len() - 1, owner };
         if start_ns <= self.now_ns {
-            self.happen(start);
+            self.handle(start);
         } else {
             self.schedule(start_ns, start);
         }

@@ -228,7 +228,7 @@ impl Ksmd {
             };
             for page in pages {
                 let visit = self.visit(memory, key, page);
-                self.spend(self.granularity.all(visit.cost_ns));
+                self.spend(self.granularity.scale(visit.cost_ns));
                 self.cursor.page += 1;
                 if visit.counts {
                     self.scanned += self.granularity.get();
@@ -277,7 +277,7 @@ impl Ksmd {
         let frames = std::mem::take(&mut record.stale_frames);
         self.items -= stale;
         self.unshared -= std::mem::take(&mut record.stale_unshared);
-        self.spend(self.costs.visit_owner_ns + self.granularity.all(stale * self.costs.reap_item_ns));
+        self.spend(self.costs.visit_owner_ns + self.granularity.scale(stale * self.costs.reap_item_ns));
         for frame in frames {
             self.trees.detach(memory, frame);
         }

@@ -137,16 +137,16 @@ impl Memory {
     pub(crate) fn unmap(&mut self, key: u32) {
         let pages = self.region(key).map_or(0, Region::len);
         for page in 0..pages {
-            self.vacate(key, page);
+            self.unmap_page(key, page);
         }
         let Some(mut region) = self.regions[key as usize].take() else { return };
         let owner = &mut self.owners[region.owner as usize];
         owner.regions.retain(|&other| other != key);
-        owner.abandon(&mut region.items);
+        owner.make_stale(&mut region.items);
     }
 
     /// Unmaps a page and frees its frame if no other page maps it.
-    fn vacate(&mut self, key: u32, page: u32) {
+    fn unmap_page(&mut self, key: u32, page: u32) {
         let page = page as usize;
         let Some(region) = self.regions[key as usize].as_deref_mut() else { return };
         let frame = region.frame_of(page);
@@ -157,17 +157,17 @@ impl Memory {
                 merged.mapped -= 1;
                 if merged.mapped == 0 {
                     self.merged_frames -= 1;
-                    self.give_merged(frame);
+                    self.free_merged(frame);
                 }
             }
             Backing::ZeroMerged => self.zero_merged -= 1,
             Backing::Forked => {
                 self.shares[frame as usize] -= 1;
                 if self.shares[frame as usize] == 0 {
-                    self.give_own(key, page);
+                    self.free_private(key, page);
                 }
             }
-            Backing::Private => self.give_own(key, page),
+            Backing::Private => self.free_private(key, page),
             Backing::Absent | Backing::ZeroMapped => {}
         }
     }
@@ -198,7 +198,7 @@ impl Memory {
 
     /// Unmaps a page, or maps the zero page there.
     pub(crate) fn drop_page(&mut self, key: u32, page: u32, zero: bool) {
-        self.vacate(key, page);
+        self.unmap_page(key, page);
         if let Some(region) = self.region_mut(key) {
             region.content[page as usize] = 0;
             region.backing[page as usize] = if zero { Backing::ZeroMapped } else { Backing::Absent };
@@ -215,8 +215,8 @@ impl Memory {
                 self.shares[share as usize] -= 1;
             }
         } else {
-            self.vacate(key, page);
-            self.take_frame(key, page);
+            self.unmap_page(key, page);
+            self.allocate_private(key, page);
         }
         if let Some(region) = self.region_mut(key) {
             region.backing[page as usize] = Backing::Private;
@@ -238,7 +238,7 @@ impl Memory {
         }
         if let Some(region) = self.regions[key as usize].as_deref_mut() {
             if let Some(items) = region.items.get_mut(range.start as usize..range.end as usize) {
-                self.owners[region.owner as usize].abandon(items);
+                self.owners[region.owner as usize].make_stale(items);
             }
         }
         copied
@@ -246,10 +246,10 @@ impl Memory {
 
     /// Makes a page map a merged frame.
     pub(crate) fn join(&mut self, key: u32, page: u32, frame: u32) {
-        self.vacate(key, page);
+        self.unmap_page(key, page);
         if self.frames[frame as usize].mapped == 0 {
             self.merged_frames += 1;
-            self.take_merged(frame);
+            self.allocate_merged(frame);
         }
         let merged = &mut self.frames[frame as usize];
         merged.mapped += 1;
@@ -266,7 +266,7 @@ impl Memory {
 
     /// Makes a page of zeros map the zero page.
     pub(crate) fn merge_zero(&mut self, key: u32, page: u32) {
-        self.vacate(key, page);
+        self.unmap_page(key, page);
         self.zero_merged += 1;
         if let Some(region) = self.region_mut(key) {
             region.backing[page as usize] = Backing::ZeroMerged;

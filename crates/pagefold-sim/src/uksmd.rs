@@ -272,7 +272,7 @@ impl Uksmd {
         let regions: Vec<(u32, u64)> = self.levels[level - 1].iter().filter_map(pages).collect();
         let length: u64 = regions.iter().map(|(_, pages)| pages).sum();
         let points = (self.settings.level_ns(level) / self.page_ns).max(1);
-        let interval = ((self.granularity.all(length) << POINT_BITS) / points).max(1 << POINT_BITS);
+        let interval = ((self.granularity.scale(length) << POINT_BITS) / points).max(1 << POINT_BITS);
         let weight = self.granularity.samples(interval >> POINT_BITS);
         let interval = interval * weight / self.granularity.get();
         let point = self.stream.below(interval);
@@ -299,11 +299,11 @@ impl Uksmd {
         }
         let due = match self.settings.renewal {
             Renewal::Round => true,
-            Renewal::Coverage(share) => self.covered * 10_000 >= self.granularity.all(pages) * u64::from(share.0),
+            Renewal::Coverage(share) => self.covered * 10_000 >= self.granularity.scale(pages) * u64::from(share.0),
         };
         if due {
             self.covered = 0;
-            let rehash_ns = self.search.renew();
+            let rehash_ns = self.search.empty_unmerged();
             self.spend(rehash_ns, self.settings.share(self.levels.len()));
         }
         self.search.prune(memory);
@@ -315,7 +315,7 @@ impl Uksmd {
         let mut levels = vec![Vec::new(); top];
         for key in self.levels.drain(..).flatten() {
             let (Some(region), Some(slot)) = (memory.region(key), self.regions.get_mut(&key)) else { continue };
-            slot.fit(region.len());
+            slot.resize(region.len());
             slot.level = match slot.end_round(region.broken, &self.settings) {
                 LevelChange::Stay => slot.level,
                 LevelChange::Up => (slot.level + 1).min(top),

@@ -10,7 +10,7 @@ const MEMORY: u64 = 1 << 17;
 const NS_PER_S: u64 = 1_000_000_000;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Who {
+enum Algorithm {
     Ksmd,
     Smart,
     Uksm,
@@ -18,11 +18,11 @@ enum Who {
 }
 
 /// Half a GiB at any granularity: identical pages, pairs, unique pages, and some that are rewritten.
-fn machine(who: Who, granularity: u32) -> SimHost {
-    let merge_any = matches!(who, Who::Ksmd | Who::Smart);
-    let knobs = Knobs { granularity, merge_any, smart_scan: who != Who::Ksmd, ..Knobs::default() };
+fn machine(target: Algorithm, granularity: u32) -> SimHost {
+    let merge_any = matches!(target, Algorithm::Ksmd | Algorithm::Smart);
+    let knobs = Knobs { granularity, merge_any, smart_scan: target != Algorithm::Ksmd, ..Knobs::default() };
     let mut sim = SimHost::new(1, Costs::default(), knobs);
-    if who == Who::Uksm {
+    if target == Algorithm::Uksm {
         sim = sim.with_uksm(UksmSettings::default());
     }
     let part = |share: u64| Pages(MEMORY / share / u64::from(granularity));
@@ -39,9 +39,9 @@ fn machine(who: Who, granularity: u32) -> SimHost {
 }
 
 /// CPU time of ksmd and pagefold, comparisons, pages scanned, pages saved, bytes of records.
-fn figures(who: Who, granularity: u32) -> [(&'static str, u64); 6] {
-    let mut sim = machine(who, granularity);
-    if who == Who::Pagefold {
+fn figures(target: Algorithm, granularity: u32) -> [(&'static str, u64); 6] {
+    let mut sim = machine(target, granularity);
+    if target == Algorithm::Pagefold {
         let mut engine = Engine::new(Config::default());
         while sim.now_ns() < 60 * NS_PER_S {
             let Ok(Cycle { wait_ns: pause_ns, .. }) = cycle(&mut engine, &mut sim);
@@ -66,10 +66,12 @@ fn figures(who: Who, granularity: u32) -> [(&'static str, u64); 6] {
 #[test]
 fn a_granularity_of_eight_gives_the_figures_of_single_pages() {
     // Measured maxima: 1.0 %, 1.0 %, 6.8 % (pages sampled by UKSM; its time 1.9 %) and 2.7 %.
-    for (who, most) in [(Who::Ksmd, 0.02), (Who::Smart, 0.02), (Who::Uksm, 0.1), (Who::Pagefold, 0.05)] {
-        for ((name, fine), (_, coarse)) in figures(who, 1).into_iter().zip(figures(who, 8)) {
+    for (target, most) in
+        [(Algorithm::Ksmd, 0.02), (Algorithm::Smart, 0.02), (Algorithm::Uksm, 0.1), (Algorithm::Pagefold, 0.05)]
+    {
+        for ((name, fine), (_, coarse)) in figures(target, 1).into_iter().zip(figures(target, 8)) {
             let error = coarse as f64 / (fine as f64).max(1.0) - 1.0;
-            assert!(fine == coarse || error.abs() < most, "{who:?}, {name}: {fine} and {coarse}, {error}");
+            assert!(fine == coarse || error.abs() < most, "{target:?}, {name}: {fine} and {coarse}, {error}");
         }
     }
 }
@@ -77,7 +79,7 @@ fn a_granularity_of_eight_gives_the_figures_of_single_pages() {
 #[test]
 fn batches_have_the_same_mean_size_at_any_granularity() {
     for (granularity, pages_to_scan) in [(64, 100), (64, 10), (8, 1_000), (1, 100)] {
-        let mut sim = machine(Who::Ksmd, granularity);
+        let mut sim = machine(Algorithm::Ksmd, granularity);
         let scan = ScanOrder::Pace { pages_to_scan, sleep_ms: 1_000, thorough: false };
         sim.apply(&Actions { scan, ..Actions::default() }).unwrap();
         sim.wait(100 * NS_PER_S - 1).unwrap();
@@ -90,7 +92,7 @@ fn batches_have_the_same_mean_size_at_any_granularity() {
 #[test]
 fn whole_reads_cost_every_page_and_samples_the_square_root() {
     let cost = |granularity, pages| {
-        let mut sim = machine(Who::Pagefold, granularity);
+        let mut sim = machine(Algorithm::Pagefold, granularity);
         let seen = sim.observe().unwrap();
         let Span { region, first: Vpn(first), .. } = sim.span_of(seen.regions[2].key).unwrap();
         let runs = vec![PageRun { region, first: Vpn(first), pages }];

@@ -58,12 +58,12 @@ impl SimHost {
     pub(crate) fn map_empty(&mut self, owner: OwnerKey, family: FamilyKey, first: Vpn, pages: Pages) -> RegionKey {
         let length = usize::try_from(pages.0).unwrap_or(usize::MAX);
         let region = self.memory.map(owner, family, first, (vec![0; length], vec![Backing::Absent; length]), false);
-        self.mark_any(region, owner);
+        self.mark_new(region, owner);
         region
     }
 
     /// Marks a new region if [`Knobs::merge_any`](crate::Knobs::merge_any) is set (`ksm_add_vma`).
-    fn mark_any(&mut self, region: RegionKey, owner: OwnerKey) {
+    fn mark_new(&mut self, region: RegionKey, owner: OwnerKey) {
         if !self.knobs.merge_any || self.memory.owners[owner.0 as usize].untouchable {
             return;
         }
@@ -83,7 +83,7 @@ impl SimHost {
             self.events.pop();
             self.run_kernel(at_ns);
             self.now_ns = at_ns;
-            self.happen(event);
+            self.handle(event);
         }
         self.run_kernel(until_ns);
         self.now_ns = until_ns;
@@ -103,7 +103,7 @@ impl SimHost {
         self.advance(ns);
     }
 
-    pub(super) fn happen(&mut self, event: Event) {
+    pub(super) fn handle(&mut self, event: Event) {
         match event {
             Event::Start { process, owner } => self.start(process, owner),
             Event::Exit { owner } => self.exit(owner),
@@ -138,11 +138,11 @@ impl SimHost {
         let (mapping, first) = &self.mappings[index];
         let pages = mapping.populate(&mut self.unique, &mut self.stream);
         let region = self.memory.map(owner, mapping.family, *first, pages, mapping.huge);
-        self.memory.settle(region.0, mapping.node);
+        self.memory.place_pages(region.0, mapping.node);
         let active = mapping.active;
         let behaviour = mapping.behaviour.clone();
         let pages = mapping.pages.0;
-        self.mark_any(region, owner);
+        self.mark_new(region, owner);
         if let Some(region) = self.memory.region_mut(region.0) {
             region.active = active;
         }
@@ -164,7 +164,7 @@ impl SimHost {
     /// The time between two steps of a writer.
     fn write_interval_ns(&self, behaviour: &Behaviour, pages: u64) -> u64 {
         match behaviour {
-            Behaviour::CowBreaker { every_ns } => self.granularity.all((*every_ns).max(1)),
+            Behaviour::CowBreaker { every_ns } => self.granularity.scale((*every_ns).max(1)),
             Behaviour::Churn { per_second, .. } => {
                 let page_ns = NS_PER_S * 10_000 / (u64::from(per_second.0) * pages).max(1);
                 page_ns.max(CHURN_STEP_NS)

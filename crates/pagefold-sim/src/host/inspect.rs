@@ -13,7 +13,7 @@ impl SimHost {
     pub fn truth(&self) -> GroundTruth {
         let GroundTruth { frames, zero_frames, contents, zero_mapped, savable } = self.memory.truth();
         let [frames, zero_frames, contents, zero_mapped, savable] =
-            [frames, zero_frames, contents, zero_mapped, savable].map(|count| self.granularity.all(count));
+            [frames, zero_frames, contents, zero_mapped, savable].map(|count| self.granularity.scale(count));
         GroundTruth { frames, zero_frames, contents, zero_mapped, savable }
     }
     /// The virtual time, nanoseconds.
@@ -28,9 +28,9 @@ impl SimHost {
     /// KSM's counters. As in the kernel, they lag behind writes, unmarking and exits until ksmd visits the pages.
     pub fn ksm(&self) -> KsmView {
         let seen = self.ksm_as_observed();
-        let pages = |seen: Pages| Pages(self.granularity.all(seen.0));
+        let pages = |seen: Pages| Pages(self.granularity.scale(seen.0));
         let (shared, sharing, zero) = (pages(seen.shared), pages(seen.sharing), pages(seen.zero));
-        KsmView { shared, sharing, zero, broken: self.granularity.all(seen.broken), ..seen }
+        KsmView { shared, sharing, zero, broken: self.granularity.scale(seen.broken), ..seen }
     }
     /// KSM's counters as pagefold sees them: in simulated pages, except `scanned`, which rates are derived from.
     pub(super) fn ksm_as_observed(&self) -> KsmView {
@@ -47,15 +47,15 @@ impl SimHost {
     }
     /// Pages that map a merged frame.
     pub fn merged_pages(&self) -> Pages {
-        Pages(self.granularity.all(self.memory.merged_pages))
+        Pages(self.granularity.scale(self.memory.merged_pages))
     }
     /// Frames that are saved now: merged pages minus the frames they share, plus merged pages of zeros.
     pub fn saved(&self) -> Pages {
-        Pages(self.granularity.all(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_merged))
+        Pages(self.granularity.scale(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_merged))
     }
     /// Writes to merged pages so far.
     pub fn cow_breaks(&self) -> u64 {
-        self.granularity.all(self.memory.cow_breaks)
+        self.granularity.scale(self.memory.cow_breaks)
     }
     /// Comparisons so far.
     pub fn counts(&self) -> SearchCounts {
@@ -69,20 +69,20 @@ impl SimHost {
     pub fn unshared_and_volatile(&self) -> (u64, u64) {
         let (trees, unshared) = (&self.ksmd.trees, self.ksmd.unshared);
         let volatile = self.ksmd.items.saturating_sub(trees.shared + trees.sharing + unshared);
-        (self.granularity.all(unshared), self.granularity.all(volatile))
+        (self.granularity.scale(unshared), self.granularity.scale(volatile))
     }
     /// Contents in ksmd's stable trees, and pages in its unstable ones.
     pub fn tree_nodes(&self) -> (u64, u64) {
         let (stable, unstable) = self.ksmd.trees.nodes();
-        (self.granularity.all(stable), self.granularity.all(unstable))
+        (self.granularity.scale(stable), self.granularity.scale(unstable))
     }
     /// Contents and pages in each tree of the forest, or of each class. Shows how balanced they are.
     pub fn tree_sizes(&self) -> Vec<u64> {
-        self.ksmd.trees.sizes().into_iter().map(|pages| self.granularity.all(pages)).collect()
+        self.ksmd.trees.sizes().into_iter().map(|pages| self.granularity.scale(pages)).collect()
     }
     /// The size of KSM's records: 64 bytes for each page and each merged frame, 48 for each process.
     pub fn metadata(&self) -> Bytes {
-        let records = self.granularity.all(self.ksmd.items + self.memory.known_frames());
+        let records = self.granularity.scale(self.ksmd.items + self.memory.known_frames());
         Bytes(64 * records + 48 * self.ksmd.registered().len() as u64)
     }
     /// Processes that have exited but whose address space ksmd still holds.

@@ -24,7 +24,7 @@ impl SimHost {
             let there =
                 |backing: &&Backing| !matches!(backing, Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged);
             resident = Pages(region.backing.iter().filter(there).count() as u64);
-            *price_ns += self.granularity.all(pages.0 * self.costs.count_page_ns);
+            *price_ns += self.granularity.scale(pages.0 * self.costs.count_page_ns);
             self.residents.insert(key, (self.now_ns.max(1), resident));
         }
         *price_ns += self.costs.observe_region_ns;
@@ -44,7 +44,7 @@ impl SimHost {
     fn read_run(&self, run: &PageRun, plan: &SamplePlan, samples: &mut Vec<PageSample>) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
         let (mut looked_at, mut read) = (0, 0);
-        let (several, asked) = (self.memory.nodes.several(), plan.activity.contains(&run.region));
+        let (several, asked) = (self.memory.nodes.is_tracked(), plan.activity.contains(&run.region));
         let mut looked_up = 0;
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
@@ -105,7 +105,7 @@ impl SimHost {
                     region.marks.remove(&range);
                 }
                 *stop_ns +=
-                    self.granularity.all(self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns);
+                    self.granularity.scale(self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns);
             }
         }
         for (owner, (busy, stop_ns)) in stops {
@@ -153,7 +153,7 @@ impl Host for SimHost {
         let mut cpu_ns = 0;
         for run in &plan.runs {
             cpu_ns += self.read_run(run, plan, &mut pages);
-            self.note_read(run);
+            self.record_read(run);
         }
         let mut merged = Vec::new();
         cpu_ns += plan.inspect.iter().map(|run| self.find_merged_pages(run, &mut merged)).sum::<u64>();

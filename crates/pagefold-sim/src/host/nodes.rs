@@ -72,7 +72,7 @@ impl SimHost {
 
     /// Merged frames on each node, by its number.
     pub fn frames_by_node(&self) -> Vec<Pages> {
-        self.memory.merged_by_node().into_iter().map(|frames| Pages(self.granularity.all(frames.0))).collect()
+        self.memory.merged_by_node().into_iter().map(|frames| Pages(self.granularity.scale(frames.0))).collect()
     }
 
     /// Pages of a process that map merged frames, by the frame's node.
@@ -89,13 +89,13 @@ impl SimHost {
 
     /// Frames moved by pagefold so far.
     pub fn moved(&self) -> u64 {
-        self.granularity.all(self.placement_cache.moved)
+        self.granularity.scale(self.placement_cache.moved)
     }
 
     /// The nodes and processes as last observed, and the cost in nanoseconds.
     pub(super) fn observe_nodes(&mut self, owners: &[OwnerKey]) -> (Vec<NodeView>, Vec<OwnerView>, u64) {
         let mut price_ns = 0;
-        if !self.memory.nodes.several() {
+        if !self.memory.nodes.is_tracked() {
             return (Vec::new(), Vec::new(), 0);
         }
         if self.now_ns >= self.placement_cache.next_ns || self.placement_cache.owners.len() != owners.len() {
@@ -131,12 +131,12 @@ impl SimHost {
             let node = self.memory.frames[frame as usize].node;
             found.push(MergedSample { region: run.region, page: Vpn(number), frame: frame.into(), node });
         }
-        self.granularity.all(cost_ns)
+        self.granularity.scale(cost_ns)
     }
 
     /// Records that pages were read from outside: the second read makes a page active (`mark_page_accessed`).
-    pub(super) fn note_read(&mut self, run: &PageRun) {
-        if !self.memory.nodes.several() {
+    pub(super) fn record_read(&mut self, run: &PageRun) {
+        if !self.memory.nodes.is_tracked() {
             return;
         }
         let Some(region) = self.memory.region_mut(run.region.0) else { return };
@@ -160,7 +160,7 @@ impl SimHost {
             self.placement_cache.moved += u64::from(result == MoveResult::Done);
             outcome.moved += u64::from(result != MoveResult::Refused);
             let cost_ns = if result == MoveResult::Done { self.costs.move_frame_ns } else { self.costs.pagemap_ns };
-            outcome.move_ns += self.granularity.all(cost_ns);
+            outcome.move_ns += self.granularity.scale(cost_ns);
         }
         self.spend(outcome.move_ns);
     }

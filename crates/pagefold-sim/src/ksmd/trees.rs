@@ -67,7 +67,7 @@ pub(crate) struct Trees {
     max_page_sharing: u32,
     across_nodes: bool,
     /// Whether the unstable trees are kept across scans.
-    lasting: bool,
+    persistent: bool,
     /// `pages_shared`.
     pub(crate) shared: u64,
     /// `pages_sharing`.
@@ -86,7 +86,7 @@ impl Trees {
             free_chains: Vec::new(),
             max_page_sharing: knobs.max_page_sharing,
             across_nodes: knobs.merge_across_nodes,
-            lasting: matches!(knobs.forest, Forest::Classes(_)),
+            persistent: matches!(knobs.forest, Forest::Classes(_)),
             shared: 0,
             sharing: 0,
         }
@@ -116,7 +116,7 @@ impl Trees {
 
     /// Empties the unstable trees, unless they are divided by class.
     pub(crate) fn begin_scan(&mut self) {
-        if !self.lasting {
+        if !self.persistent {
             self.pairs.iter_mut().for_each(|pair| pair.unstable.clear());
         }
     }
@@ -357,7 +357,7 @@ impl Trees {
                     && region.marks.contains(page)
                     && item.state == ItemState::Unshared
                     && item.node == node
-                    && (!self.lasting || u16::from(item.class) == tree);
+                    && (!self.persistent || u16::from(item.class) == tree);
                 if !comparable {
                     return None;
                 }
@@ -378,7 +378,7 @@ impl Trees {
                     return if apart { UnstableSearch::Lost } else { UnstableSearch::Partner(partner, node) };
                 }
                 // A page that is gone would block the path forever.
-                SearchEnd::Stuck(node) if self.lasting && !relative => unstable.remove(node),
+                SearchEnd::Stuck(node) if self.persistent && !relative => unstable.remove(node),
                 SearchEnd::Stuck(_) => return UnstableSearch::Lost,
             }
         }

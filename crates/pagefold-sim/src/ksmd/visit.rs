@@ -41,7 +41,7 @@ impl Ksmd {
             return self.visit_merged(memory, key, page, item);
         }
         let checksum = content::checksum(content);
-        if self.lasting() && item.state == ItemState::Unshared && item.class == class && item.checksum == checksum {
+        if self.persistent() && item.state == ItemState::Unshared && item.class == class && item.checksum == checksum {
             // Not written since the last comparison: it stays in its tree, where others can find it.
             self.spared += self.granularity.get();
             return VisitCost { cost_ns: costs.checksum_ns, counts: true };
@@ -72,7 +72,7 @@ impl Ksmd {
     }
 
     /// Whether unstable trees are kept across scans.
-    fn lasting(&self) -> bool {
+    fn persistent(&self) -> bool {
         matches!(self.knobs.forest, Forest::Classes(_))
     }
 
@@ -82,7 +82,7 @@ impl Ksmd {
         if item.state != ItemState::Unshared {
             return;
         }
-        if self.lasting() {
+        if self.persistent() {
             self.trees.remove_unstable(u16::from(item.class), item.node, page);
         }
         item.state = ItemState::Known;
@@ -138,7 +138,7 @@ impl Ksmd {
         let (tree, mut steps) = (self.tree_of(memory, me, item), Steps::default());
         let (found, merge_ns) = self.find(memory, (tree, me), content, item, &mut steps);
         (steps.stable, steps.unstable) =
-            (self.granularity.deeper(steps.stable), self.granularity.deeper(steps.unstable));
+            (self.granularity.tree_depth(steps.stable), self.granularity.tree_depth(steps.unstable));
         self.counts.search(self.granularity.get(), steps.stable, steps.unstable, found);
         merge_ns
             + steps.stable * self.costs.stable_level_ns
@@ -172,7 +172,7 @@ impl Ksmd {
         };
         self.trees.remove_unstable(tree, at, other);
         let node = memory.region(me.0).and_then(|region| memory.node_of(region, me.1)).unwrap_or_default();
-        let relatives = relatives(memory, me);
+        let fork_sharers = fork_sharers(memory, me);
         let frame = self.trees.insert_stable(memory, node, tree, content);
         for (key, page) in [other, me] {
             memory.join(key, page, frame);
@@ -180,7 +180,7 @@ impl Ksmd {
         }
         // They share the visited page's frame, so they map the merged frame too. Records follow at ksmd's next
         // visits.
-        for (key, page) in relatives {
+        for (key, page) in fork_sharers {
             memory.join(key, page, frame);
         }
         item.frame = frame;
@@ -195,7 +195,7 @@ impl Ksmd {
 }
 
 /// The pages that share a frame by fork: at the same address in other processes, since nothing moves within one.
-fn relatives(memory: &Memory, me: PageRef) -> Vec<PageRef> {
+fn fork_sharers(memory: &Memory, me: PageRef) -> Vec<PageRef> {
     let Some(region) = memory.region(me.0).filter(|_| memory.same_frame(me, me)) else { return Vec::new() };
     let at = Vpn(region.first + u64::from(me.1));
     let pages = memory.live_regions().filter_map(|(key, region)| Some((key, region.offset(at)?)));

@@ -12,8 +12,8 @@ use pagefold_core::units::Pages;
 use rustc_hash::FxHashMap;
 
 /// The kernel's default distances (SLIT): to the node itself, and to any other.
-const NEAR: u32 = 10;
-const FAR: u32 = 20;
+const LOCAL_DISTANCE: u32 = 10;
+const REMOTE_DISTANCE: u32 = 20;
 
 /// Where a process runs, and what applies to the placement of its pages.
 #[derive(Clone, Copy, Debug)]
@@ -50,7 +50,8 @@ impl Nodes {
         if totals.len() < 2 {
             return Self::default();
         }
-        let distances = |own| (0..totals.len()).map(|to| if to == own { NEAR } else { FAR }).collect();
+        let distances =
+            |own| (0..totals.len()).map(|to| if to == own { LOCAL_DISTANCE } else { REMOTE_DISTANCE }).collect();
         let node =
             |(own, total): (usize, &Pages)| Node { total: total.0, used: 0, online: true, distances: distances(own) };
         Self(totals.iter().enumerate().map(node).collect())
@@ -64,7 +65,7 @@ impl Nodes {
     }
 
     /// Whether the location of frames has to be tracked.
-    pub(crate) fn several(&self) -> bool {
+    pub(crate) fn is_tracked(&self) -> bool {
         !self.0.is_empty()
     }
 
@@ -82,8 +83,8 @@ impl Nodes {
     }
 
     /// Allocates a frame: on the wanted node, or on the nearest one that is allowed and has room.
-    fn take(&mut self, wanted: NodeKey, allowed: NodeSet) -> NodeKey {
-        if !self.several() {
+    fn allocate(&mut self, wanted: NodeKey, allowed: NodeSet) -> NodeKey {
+        if !self.is_tracked() {
             return NodeKey(0);
         }
         let online = self.online();
@@ -97,17 +98,17 @@ impl Nodes {
             let nearest = nearest.min_by_key(|&(node, distance)| (self.room(node) == 0, distance));
             nearest.map_or(wanted, |(node, _)| node)
         };
-        self.take_at(at);
+        self.allocate_at(at);
         at
     }
 
-    fn take_at(&mut self, node: NodeKey) {
+    fn allocate_at(&mut self, node: NodeKey) {
         if let Some(node) = self.0.get_mut(usize::from(node.0)) {
             node.used += 1;
         }
     }
 
-    fn give(&mut self, node: NodeKey) {
+    fn free(&mut self, node: NodeKey) {
         if let Some(node) = self.0.get_mut(usize::from(node.0)) {
             node.used -= 1;
         }
@@ -136,12 +137,12 @@ impl Nodes {
 
 impl Region {
     /// The node of a page's private or fork-shared frame.
-    fn own_node(&self, page: usize) -> NodeKey {
+    fn private_node(&self, page: usize) -> NodeKey {
         self.nodes.get(page).copied().unwrap_or(self.node)
     }
 
     #[cfg(test)]
-    pub(crate) fn keeps_nodes(&self) -> usize {
+    pub(crate) fn tracked_nodes(&self) -> usize {
         self.nodes.len()
     }
 
@@ -162,14 +163,14 @@ impl Memory {
         let page = page as usize;
         match region.backing[page] {
             Backing::Merged => Some(self.frames[region.frame[page] as usize].node),
-            Backing::Private | Backing::Forked => Some(region.own_node(page)),
+            Backing::Private | Backing::Forked => Some(region.private_node(page)),
             Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged => None,
         }
     }
 
     /// Allocates frames for the private pages of a new region: on `named`, or on the node of its process.
-    pub(crate) fn settle(&mut self, key: u32, named: Option<NodeKey>) {
-        if !self.nodes.several() {
+    pub(crate) fn place_pages(&mut self, key: u32, named: Option<NodeKey>) {
+        if !self.nodes.is_tracked() {
             return;
         }
         let Some(mut region) = self.regions[key as usize].take() else { return };
@@ -178,20 +179,20 @@ impl Memory {
         for page in
             (0..region.backing.len()).filter(|&page| region.backing[page] == Backing::Private).collect::<Vec<_>>()
         {
-            let node = self.nodes.take(region.node, numa.allowed);
+            let node = self.nodes.allocate(region.node, numa.allowed);
             region.set_node(page, node);
         }
         self.regions[key as usize] = Some(region);
     }
 
     /// Allocates a private frame for a page, on the node of its process.
-    pub(super) fn take_frame(&mut self, key: u32, page: u32) {
-        if !self.nodes.several() {
+    pub(super) fn allocate_private(&mut self, key: u32, page: u32) {
+        if !self.nodes.is_tracked() {
             return;
         }
         let Some(region) = self.regions[key as usize].as_deref_mut() else { return };
         let numa = self.owners[region.owner as usize].numa;
-        let node = self.nodes.take(numa.home, numa.allowed);
+        let node = self.nodes.allocate(numa.home, numa.allowed);
         region.set_node(page as usize, node);
         if let Some(reads) = region.reads.get_mut(page as usize) {
             *reads = 0;
@@ -199,19 +200,19 @@ impl Memory {
     }
 
     /// Frees a private or fork-shared frame.
-    pub(super) fn give_own(&mut self, region: u32, page: usize) {
-        let node = self.region(region).map_or(NodeKey(0), |region| region.own_node(page));
-        self.nodes.give(node);
+    pub(super) fn free_private(&mut self, region: u32, page: usize) {
+        let node = self.region(region).map_or(NodeKey(0), |region| region.private_node(page));
+        self.nodes.free(node);
     }
 
     /// Counts a merged frame as used, on its node.
-    pub(super) fn take_merged(&mut self, frame: u32) {
-        self.nodes.take_at(self.frames[frame as usize].node);
+    pub(super) fn allocate_merged(&mut self, frame: u32) {
+        self.nodes.allocate_at(self.frames[frame as usize].node);
     }
 
     /// Counts a merged frame as free.
-    pub(super) fn give_merged(&mut self, frame: u32) {
-        self.nodes.give(self.frames[frame as usize].node);
+    pub(super) fn free_merged(&mut self, frame: u32) {
+        self.nodes.free(self.frames[frame as usize].node);
     }
 
     /// Moves the merged frame of a page, for all pages that map it (`move_pages` with `MPOL_MF_MOVE_ALL`). Refused if
@@ -230,9 +231,9 @@ impl Memory {
         if self.nodes.room(to) == 0 {
             return MoveResult::Refused;
         }
-        self.give_merged(frame);
+        self.free_merged(frame);
         self.frames[frame as usize].node = to;
-        self.take_merged(frame);
+        self.allocate_merged(frame);
         MoveResult::Done
     }
 
@@ -256,14 +257,15 @@ impl Memory {
             let Some(mut region) = self.regions[at].take() else { continue };
             let allowed = self.owners[region.owner as usize].numa.allowed;
             for page in 0..region.backing.len() {
-                if !matches!(region.backing[page], Backing::Private | Backing::Forked) || region.own_node(page) != gone
+                if !matches!(region.backing[page], Backing::Private | Backing::Forked)
+                    || region.private_node(page) != gone
                 {
                     continue;
                 }
                 let shared = (region.backing[page] == Backing::Forked).then(|| region.frame[page]);
                 let node = shared.and_then(|share| went.get(&share).copied()).unwrap_or_else(|| {
-                    self.nodes.give(gone);
-                    self.nodes.take(gone, allowed)
+                    self.nodes.free(gone);
+                    self.nodes.allocate(gone, allowed)
                 });
                 went.extend(shared.map(|share| (share, node)));
                 region.set_node(page, node);
@@ -271,8 +273,8 @@ impl Memory {
             self.regions[at] = Some(region);
         }
         for frame in self.frames.iter_mut().filter(|frame| frame.mapped > 0 && frame.node == gone) {
-            self.nodes.give(gone);
-            frame.node = self.nodes.take(gone, NodeSet::ALL);
+            self.nodes.free(gone);
+            frame.node = self.nodes.allocate(gone, NodeSet::ALL);
         }
         true
     }

@@ -105,7 +105,7 @@ pub(crate) struct Owner {
 
 impl Owner {
     /// Makes records stale.
-    pub(super) fn abandon(&mut self, items: &mut [RmapItem]) {
+    pub(super) fn make_stale(&mut self, items: &mut [RmapItem]) {
         for item in items.iter_mut().filter(|item| item.is_live()) {
             self.stale_items += 1;
             self.stale_unshared += u64::from(item.state == ItemState::Unshared);

@@ -11,9 +11,9 @@ fn round(full: u32, strength: u32, penalty_ns: u64, collisions: u64) -> RoundCos
 }
 
 /// Runs rounds until the controller is stable. Panics if it never is.
-fn settle(controller: &mut StrengthController, world: impl Fn(u32) -> RoundCost) -> u32 {
+fn settle(controller: &mut StrengthController, model: impl Fn(u32) -> RoundCost) -> u32 {
     for _ in 0..400 {
-        controller.round(&world(controller.strength()));
+        controller.round(&model(controller.strength()));
         if controller.is_stable() {
             return controller.strength();
         }
@@ -32,8 +32,8 @@ fn decaying(full: u32, scale: f64) -> impl Fn(u32) -> RoundCost {
 }
 
 /// The greatest benefit of all strengths.
-fn best(full: u32, world: impl Fn(u32) -> RoundCost) -> i64 {
-    (1..=full).map(|strength| world(strength).benefit()).max().unwrap()
+fn best(full: u32, model: impl Fn(u32) -> RoundCost) -> i64 {
+    (1..=full).map(|strength| model(strength).benefit()).max().unwrap()
 }
 
 #[test]
@@ -73,11 +73,11 @@ fn the_first_steps_are_those_of_slow_start() {
 fn pages_alike_but_for_one_word_anywhere_need_all_words() {
     // A page collides unless its word is hashed; a collision costs more than a full hash.
     for full in [1024, 64] {
-        let world = |strength| {
+        let model = |strength| {
             let colliding = u64::from(full - strength);
             round(full, strength, FULL_NS * 17 / 10 * colliding / u64::from(full), colliding)
         };
-        assert_eq!(settle(&mut StrengthController::new(full), world), full);
+        assert_eq!(settle(&mut StrengthController::new(full), model), full);
     }
 }
 
@@ -86,12 +86,12 @@ fn pages_alike_but_for_one_place_need_the_strength_that_reaches_it() {
     // The paper's search alone would run to strength 1 if the place is in the upper half.
     for full in [1024, 64] {
         for place in [1, 2, full / 3, full / 2, full / 2 + 1, full * 3 / 4, full - 1, full] {
-            let world = |strength| match strength {
+            let model = |strength| match strength {
                 s if s < place => round(full, s, FULL_NS * 17 / 10, 1000),
                 s => round(full, s, 0, 0),
             };
             let mut controller = StrengthController::new(full);
-            assert_eq!(settle(&mut controller, world), place, "place {place} of {full}");
+            assert_eq!(settle(&mut controller, model), place, "place {place} of {full}");
         }
     }
 }
@@ -100,9 +100,9 @@ fn pages_alike_but_for_one_place_need_the_strength_that_reaches_it() {
 fn the_optimum_of_two_opposing_costs_is_found() {
     for full in [1024, 64] {
         for scale in [0.3, 1.0, 3.0, 7.5, 20.0, 60.0, 150.0] {
-            let world = decaying(full, scale);
-            let found = settle(&mut StrengthController::new(full), &world);
-            let (got, most) = (world(found).benefit(), best(full, &world));
+            let model = decaying(full, scale);
+            let found = settle(&mut StrengthController::new(full), &model);
+            let (got, most) = (model(found).benefit(), best(full, &model));
             assert!(got >= most - 2000, "{scale} of {full}: {got} of {most} at {found}");
         }
     }
@@ -114,23 +114,23 @@ proptest! {
         // The profit is linear, and so is the penalty, which vanishes at the peak: one maximum, at the peak.
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a place within the strengths")]
         let peak = 1 + (f64::from(full - 1) * peak) as u32;
-        let world = |strength: u32| {
+        let model = |strength: u32| {
             let short = f64::from(peak.saturating_sub(strength)) / f64::from(full);
             #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a positive time")]
             let penalty_ns = (short * (1.0 + slope) * FULL_NS as f64) as u64;
             round(full, strength, penalty_ns, u64::from(penalty_ns > 0))
         };
-        prop_assert_eq!(settle(&mut StrengthController::new(full), world), peak);
+        prop_assert_eq!(settle(&mut StrengthController::new(full), model), peak);
     }
 
     #[test]
     fn noise_has_little_effect(seed: u64, scale in 2.0f64..40.0) {
         let mut state = seed;
-        let world = decaying(64, scale);
+        let model = decaying(64, scale);
         let mut controller = StrengthController::new(64);
         let mut rounds = 0;
         while !controller.is_stable() {
-            let mut round = world(controller.strength());
+            let mut round = model(controller.strength());
             state = pagefold_core::random::mix(state);
             // Noise of two per cent.
             round.penalty_ns = round.penalty_ns * (980 + state % 41) / 1000;
@@ -139,17 +139,17 @@ proptest! {
             rounds += 1;
             prop_assert!(rounds < 200);
         }
-        let (got, most) = (world(controller.strength()).benefit(), best(64, &world));
+        let (got, most) = (model(controller.strength()).benefit(), best(64, &model));
         prop_assert!(got >= most - WHOLE / 10, "{} of {} at {}", got, most, controller.strength());
     }
 }
 
 /// A controller that is stable at the place of a step model.
-fn rested(full: u32, place: u32) -> StrengthController {
+fn stable_controller(full: u32, place: u32) -> StrengthController {
     let mut controller = StrengthController::new(full);
-    let world =
+    let model =
         |strength| round(full, strength, if strength < place { FULL_NS * 2 } else { 0 }, u64::from(strength <= place));
-    assert_eq!(settle(&mut controller, world), place);
+    assert_eq!(settle(&mut controller, model), place);
     controller
 }
 
@@ -157,7 +157,7 @@ fn rested(full: u32, place: u32) -> StrengthController {
 fn a_change_of_more_than_half_starts_a_probe() {
     let stay = round(64, 16, FULL_NS * 30 / 100, 1);
     assert_eq!(round(64, 16, 0, 1).benefit(), 750_000);
-    let mut controller = rested(64, 16);
+    let mut controller = stable_controller(64, 16);
     controller.round(&stay);
     assert!(controller.is_stable(), "0.45 of 0.75 is less than half off");
     controller.round(&round(64, 16, FULL_NS * 40 / 100, 1));
@@ -166,7 +166,7 @@ fn a_change_of_more_than_half_starts_a_probe() {
 
 #[test]
 fn a_thousand_rounds_start_a_probe() {
-    let mut controller = rested(64, 16);
+    let mut controller = stable_controller(64, 16);
     for count in 1..=STABLE_ROUNDS {
         assert!(controller.is_stable(), "{count}");
         controller.round(&round(64, 16, 0, 1));
@@ -176,7 +176,7 @@ fn a_thousand_rounds_start_a_probe() {
 
 #[test]
 fn two_rounds_without_collisions_start_a_probe_and_one_does_not() {
-    let mut controller = rested(64, 16);
+    let mut controller = stable_controller(64, 16);
     for collisions in [0, 1, 0] {
         controller.round(&round(64, 16, 0, collisions));
         assert!(controller.is_stable());
@@ -201,20 +201,20 @@ fn pages_that_become_similar_are_noticed_at_once() {
 fn the_strength_is_stable_without_collisions() {
     // No page collides at the place, all collide below it: each futile probe doubles the wait for the next.
     for (full, place) in [(64, 40), (1024, 700), (64, 64)] {
-        let world = |strength| {
+        let model = |strength| {
             round(full, strength, if strength < place { FULL_NS * 2 } else { 0 }, u64::from(strength < place))
         };
         let mut controller = StrengthController::new(full);
-        settle(&mut controller, world);
+        settle(&mut controller, model);
         let (mut elsewhere, mut benefit) = (0, 0);
         for _ in 0..1000 {
             let strength = controller.strength();
             elsewhere += u32::from(strength != place);
-            benefit += world(strength).benefit();
-            controller.round(&world(strength));
+            benefit += model(strength).benefit();
+            controller.round(&model(strength));
         }
         assert!(elsewhere <= 60, "{elsewhere} of 1000 rounds away from {place} of {full}");
-        let whole = 1000 * world(place).benefit();
+        let whole = 1000 * model(place).benefit();
         assert!(whole - benefit <= 1000 * WHOLE / 20, "{benefit} of {whole}");
     }
 }

@@ -22,9 +22,9 @@ pub(super) struct SampledRegion {
     order: Permutation,
     key: u64,
     /// Pages of the permutation that have been sampled.
-    turned: u64,
+    visited: u64,
     /// Whether the last of them was sampled in this round.
-    whole: bool,
+    complete: bool,
     /// Pages sampled in this round, and duplicates merged.
     sampled: u64,
     pub(super) found: u64,
@@ -39,8 +39,8 @@ impl SampledRegion {
             seen_ns,
             order: Permutation::new(u64::from(pages), key),
             key,
-            turned: 0,
-            whole: false,
+            visited: 0,
+            complete: false,
             sampled: 0,
             found: 0,
             broken,
@@ -52,7 +52,7 @@ impl SampledRegion {
     }
 
     /// Adapts to a new length: the pages are permuted anew, and all results are dropped.
-    pub(super) fn fit(&mut self, pages: u32) {
+    pub(super) fn resize(&mut self, pages: u32) {
         if u64::from(pages) != self.pages() {
             let Self { level, seen_ns, key, broken, .. } = *self;
             *self = Self { level, ..Self::new(pages, seen_ns, mix(key), broken) };
@@ -62,13 +62,13 @@ impl SampledRegion {
     /// The next page to sample. Every page comes once before any comes again ("a region specific offset permutation
     /// scheme"). `None` once the last page was sampled in this round.
     pub(super) fn next_page(&mut self) -> Option<u32> {
-        if self.whole || self.turned >= self.pages() {
+        if self.complete || self.visited >= self.pages() {
             return None;
         }
-        let page = self.order.at(self.turned);
-        self.turned += 1;
+        let page = self.order.at(self.visited);
+        self.visited += 1;
         self.sampled += 1;
-        self.whole = self.turned == self.pages();
+        self.complete = self.visited == self.pages();
         u32::try_from(page).ok()
     }
 
@@ -82,10 +82,10 @@ impl SampledRegion {
     pub(super) fn end_round(&mut self, broken: u64, settings: &UksmSettings) -> LevelChange {
         let (sampled, found) = (self.sampled, self.found);
         let broken = broken - std::mem::replace(&mut self.broken, broken);
-        let whole = self.whole;
-        (self.sampled, self.found, self.whole) = (0, 0, false);
-        if whole {
-            self.turned = 0;
+        let complete = self.complete;
+        (self.sampled, self.found, self.complete) = (0, 0, false);
+        if complete {
+            self.visited = 0;
             self.key = mix(self.key);
             self.order = Permutation::new(self.pages(), self.key);
             return LevelChange::Bottom;

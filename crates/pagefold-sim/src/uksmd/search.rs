@@ -133,7 +133,7 @@ impl Search {
             // The hash of zeros is known without a tree; one comparison follows.
             self.counts.search(weight, 1, 0, true);
             memory.merge_zero(key, page);
-            return (SampleOutcome::Joined, cost_ns + self.granularity.all(self.costs.merge_zero_ns));
+            return (SampleOutcome::Joined, cost_ns + self.granularity.scale(self.costs.merge_zero_ns));
         }
         let (fate, search_ns) = self.search(memory, me, content, weight);
         (fate, cost_ns + search_ns)
@@ -141,17 +141,17 @@ impl Search {
 
     /// Searches the merged tree, then the unmerged one.
     fn search(&mut self, memory: &mut Memory, me: PageRef, content: u64, weight: u64) -> (SampleOutcome, u64) {
-        let mut steps = levels(self.granularity.all(self.merged.len() as u64));
+        let mut steps = levels(self.granularity.scale(self.merged.len() as u64));
         if let Some(frame) = self.find_merged(memory, content) {
-            self.went_down(steps, weight);
+            self.count_path(steps, weight);
             self.counts.search(weight, 1, 0, true);
             memory.join(me.0, me.1, frame);
-            let merge_ns = self.granularity.all(self.costs.merge_stable_ns);
+            let merge_ns = self.granularity.scale(self.costs.merge_stable_ns);
             return (SampleOutcome::Joined, weight * steps * self.costs.hash_level_ns + merge_ns);
         }
-        self.went_down(steps, weight);
-        let unmerged = levels(self.granularity.all(self.unmerged.len() as u64));
-        self.went_down(unmerged, weight);
+        self.count_path(steps, weight);
+        let unmerged = levels(self.granularity.scale(self.unmerged.len() as u64));
+        self.count_path(unmerged, weight);
         steps += unmerged;
         let mut cost_ns = weight * steps * self.costs.hash_level_ns;
         let mut compared = 0;
@@ -167,7 +167,7 @@ impl Search {
             if now == Some(content) {
                 self.counts.search(weight, 0, compared, true);
                 self.pair(memory, other, me, content);
-                return (SampleOutcome::Paired(other), cost_ns + self.granularity.all(self.costs.merge_pair_ns));
+                return (SampleOutcome::Paired(other), cost_ns + self.granularity.scale(self.costs.merge_pair_ns));
             }
             cost_ns += weight * compared * self.costs.compare_page_ns;
         }
@@ -186,7 +186,7 @@ impl Search {
     }
 
     /// Counts the hash comparisons of `times` searches.
-    fn went_down(&mut self, steps: u64, times: u64) {
+    fn count_path(&mut self, steps: u64, times: u64) {
         self.counts.hashes += times * steps;
         self.counts.deepest = self.counts.deepest.max(steps);
     }
@@ -216,7 +216,7 @@ impl Search {
     /// Empties the unmerged tree, and lets the controller choose the strength until it is emptied again (section
     /// 6.1). Returns the cost of changing the hashes in the merged tree to that strength, in proportion to the change
     /// (section 6.2).
-    pub(super) fn renew(&mut self) -> u64 {
+    pub(super) fn empty_unmerged(&mut self) -> u64 {
         self.unmerged.clear();
         let hashing = &mut self.hashing;
         let Some(controller) = &mut hashing.controller else { return 0 };
@@ -234,7 +234,7 @@ impl Search {
         }
         let before_ns = hashing.page_ns;
         (hashing.strength, hashing.page_ns) = (strength, hash_ns(&self.costs, strength));
-        self.granularity.all(self.merged.len() as u64)
+        self.granularity.scale(self.merged.len() as u64)
             * (self.costs.visit_merged_ns + hashing.page_ns.abs_diff(before_ns))
     }
 

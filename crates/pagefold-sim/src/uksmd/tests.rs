@@ -28,7 +28,7 @@ impl Rig {
     /// A process with one region.
     fn map(&mut self, contents: Vec<u64>) -> u32 {
         let home = NodeKey(u16::try_from(self.unique % 2).unwrap());
-        let place = if self.memory.nodes.several() {
+        let place = if self.memory.nodes.is_tracked() {
             ProcessNuma { home, ..ProcessNuma::default() }
         } else {
             ProcessNuma::default()
@@ -36,7 +36,7 @@ impl Rig {
         let owner = self.memory.add_owner(false, DomainKey(0), place);
         let backing = vec![Backing::Private; contents.len()];
         let key = self.memory.map(owner, FamilyKey(0), Vpn(512), (contents, backing), false).0;
-        self.memory.settle(key, None);
+        self.memory.place_pages(key, None);
         key
     }
 
@@ -288,7 +288,7 @@ fn every_page_is_sampled_once_before_any_repeats() {
         region.end_round(0, &UksmSettings::default());
     }
     assert_eq!(turns.iter().sum::<i32>(), 2_000, "no page is sampled in the rest of a round");
-    region.fit(10);
+    region.resize(10);
     assert_eq!((0..20).filter(|_| region.next_page().is_some()).count(), 10);
 }
 
@@ -326,8 +326,8 @@ fn step() -> impl Strategy<Value = Step> {
         3 => (0u8..4, 1..u64::from(PAGES)).prop_map(|(kind, pages)| Step::Map(kind, pages)),
         1 => at().prop_map(Step::Unmap),
         1 => at().prop_map(Step::Fork),
-        6 => (at(), 0..PAGES, 0u64..4).prop_map(|(who, page, content)| Step::Write(who, page, content)),
-        2 => (at(), 0..PAGES, any::<bool>()).prop_map(|(who, page, zero)| Step::Drop(who, page, zero)),
+        6 => (at(), 0..PAGES, 0u64..4).prop_map(|(target, page, content)| Step::Write(target, page, content)),
+        2 => (at(), 0..PAGES, any::<bool>()).prop_map(|(target, page, zero)| Step::Drop(target, page, zero)),
         8 => (0u64..4 * SECOND).prop_map(Step::Run),
     ]
 }
@@ -356,7 +356,7 @@ fn check_counters(rig: &Rig) {
         assert_eq!(rig.memory.frames[frame as usize].content, *content);
     }
     assert!(mapped.keys().all(|frame| tree.values().any(|known| known == frame)));
-    if rig.memory.nodes.several() {
+    if rig.memory.nodes.is_tracked() {
         assert_eq!(rig.memory.nodes.used().iter().sum::<u64>(), rig.memory.truth().frames);
     }
 }
@@ -385,27 +385,27 @@ proptest! {
                     rig.unique += 1;
                     expected.insert(rig.map(contents.clone()), contents);
                 }
-                Step::Unmap(who) if !keys.is_empty() => {
-                    expected.remove(who.get(&keys));
-                    rig.unmap(*who.get(&keys));
+                Step::Unmap(target) if !keys.is_empty() => {
+                    expected.remove(target.get(&keys));
+                    rig.unmap(*target.get(&keys));
                 }
-                Step::Fork(who) if (1..8).contains(&keys.len()) => {
-                    let parent = rig.memory.region(*who.get(&keys)).unwrap().owner;
+                Step::Fork(target) if (1..8).contains(&keys.len()) => {
+                    let parent = rig.memory.region(*target.get(&keys)).unwrap().owner;
                     let child = rig.memory.fork(OwnerKey(parent));
                     for &key in &rig.memory.owners[child.0 as usize].regions {
                         expected.insert(key, rig.memory.region(key).unwrap().content.clone());
                     }
                 }
-                Step::Write(who, page, content) if !keys.is_empty() => {
-                    let contents = expected.get_mut(who.get(&keys)).unwrap();
+                Step::Write(target, page, content) if !keys.is_empty() => {
+                    let contents = expected.get_mut(target.get(&keys)).unwrap();
                     let page = page % u32::try_from(contents.len()).unwrap();
-                    rig.memory.write(*who.get(&keys), page, content);
+                    rig.memory.write(*target.get(&keys), page, content);
                     contents[page as usize] = content;
                 }
-                Step::Drop(who, page, zero) if !keys.is_empty() => {
-                    let contents = expected.get_mut(who.get(&keys)).unwrap();
+                Step::Drop(target, page, zero) if !keys.is_empty() => {
+                    let contents = expected.get_mut(target.get(&keys)).unwrap();
                     let page = page % u32::try_from(contents.len()).unwrap();
-                    rig.memory.drop_page(*who.get(&keys), page, zero);
+                    rig.memory.drop_page(*target.get(&keys), page, zero);
                     contents[page as usize] = 0;
                 }
                 Step::Run(ns) => rig.run(ns),
@@ -416,7 +416,7 @@ proptest! {
                 prop_assert_eq!(&rig.memory.region(*key).unwrap().content, contents);
             }
         }
-        // In such a small memory every page is sampled in every round, so all lasting duplicates are found.
+        // In such a small memory every page is sampled in every round, so all persistent duplicates are found.
         rig.run(20 * SECOND);
         check_counters(&rig);
         let truth = rig.memory.truth();

@@ -34,13 +34,13 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0u8..5, 0u16..4).prop_map(|(kind, node)| Step::Start(kind, node)),
         1 => at().prop_map(Step::Exit),
         1 => at().prop_map(Step::Fork),
-        5 => (at(), 0..PAGES, 0u64..4).prop_map(|(who, page, content)| Step::Write(who, page, content)),
-        4 => (at(), 0..PAGES, 0..PAGES).prop_map(|(who, page, pages)| Step::Mark(who, page, pages)),
-        2 => (at(), 0..PAGES, 0..PAGES).prop_map(|(who, page, pages)| Step::Unmark(who, page, pages)),
+        5 => (at(), 0..PAGES, 0u64..4).prop_map(|(target, page, content)| Step::Write(target, page, content)),
+        4 => (at(), 0..PAGES, 0..PAGES).prop_map(|(target, page, pages)| Step::Mark(target, page, pages)),
+        2 => (at(), 0..PAGES, 0..PAGES).prop_map(|(target, page, pages)| Step::Unmark(target, page, pages)),
         5 => (0u8..3).prop_map(Step::Order),
         5 => (0u64..400_000).prop_map(Step::Wait),
-        4 => (at(), 0..PAGES, 0u16..4).prop_map(|(who, page, node)| Step::Move(who, page, node)),
-        1 => (at(), 0u16..4).prop_map(|(who, node)| Step::Home(who, node)),
+        4 => (at(), 0..PAGES, 0u16..4).prop_map(|(target, page, node)| Step::Move(target, page, node)),
+        1 => (at(), 0u16..4).prop_map(|(target, node)| Step::Home(target, node)),
         1 => (0u16..4).prop_map(Step::Remove),
         1 => (0u16..4).prop_map(Step::Restore),
         1 => at().prop_map(Step::Read),
@@ -48,7 +48,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 /// The host under test, and the content that every page must have.
-struct Pair {
+struct Rig {
     sim: SimHost,
     /// The number of memory nodes.
     nodes: u16,
@@ -56,7 +56,7 @@ struct Pair {
     expected: BTreeMap<(RegionKey, Vpn), u64>,
 }
 
-impl Pair {
+impl Rig {
     fn adopt(&mut self, owner: OwnerKey) {
         self.owners.push(owner);
         for key in self.sim.regions_of(owner) {
@@ -68,9 +68,9 @@ impl Pair {
         }
     }
 
-    fn span(&self, who: prop::sample::Index, page: u64, pages: u64) -> Option<Span> {
+    fn span(&self, target: prop::sample::Index, page: u64, pages: u64) -> Option<Span> {
         let keys: Vec<RegionKey> = self.owners.iter().flat_map(|&owner| self.sim.regions_of(owner)).collect();
-        let whole = (!keys.is_empty()).then(|| self.sim.span_of(*who.get(&keys)))??;
+        let whole = (!keys.is_empty()).then(|| self.sim.span_of(*target.get(&keys)))??;
         Some(Span { first: whole.first + page, pages: Pages(pages), ..whole })
     }
 
@@ -88,28 +88,28 @@ impl Pair {
                 let owner = self.sim.add(process.mapping(Mapping::new(Pages(PAGES), fill)));
                 self.adopt(owner);
             }
-            Step::Exit(who) if !self.owners.is_empty() => {
-                let owner = self.owners.remove(who.index(self.owners.len()));
+            Step::Exit(target) if !self.owners.is_empty() => {
+                let owner = self.owners.remove(target.index(self.owners.len()));
                 for key in self.sim.regions_of(owner) {
                     self.expected.retain(|(region, _), _| *region != key);
                 }
                 self.sim.exit(owner);
             }
-            Step::Fork(who) if !self.owners.is_empty() && self.owners.len() < 12 => {
-                let child = self.sim.fork(*who.get(&self.owners));
+            Step::Fork(target) if !self.owners.is_empty() && self.owners.len() < 12 => {
+                let child = self.sim.fork(*target.get(&self.owners));
                 self.adopt(child);
             }
-            Step::Write(who, page, content) => {
-                if let Some(span) = self.span(who, page, 1) {
+            Step::Write(target, page, content) => {
+                if let Some(span) = self.span(target, page, 1) {
                     assert!(self.sim.write(span.region, span.first, content));
                     self.expected.insert((span.region, span.first), content);
                 }
             }
-            Step::Mark(who, page, pages) => {
-                self.apply(|actions, span| actions.mark.push(span.into()), who, page, pages);
+            Step::Mark(target, page, pages) => {
+                self.apply(|actions, span| actions.mark.push(span.into()), target, page, pages);
             }
-            Step::Unmark(who, page, pages) => {
-                self.apply(|actions, span| actions.unmark.push(span.into()), who, page, pages);
+            Step::Unmark(target, page, pages) => {
+                self.apply(|actions, span| actions.unmark.push(span.into()), target, page, pages);
             }
             Step::Order(kind) => {
                 let scan = match kind {
@@ -120,8 +120,8 @@ impl Pair {
                 self.sim.apply(&Actions { scan, ..Actions::default() }).unwrap();
             }
             Step::Wait(ns) => self.sim.wait(ns).unwrap(),
-            Step::Move(who, page, node) => {
-                let Some(Span { region, first: page, .. }) = self.span(who, page, 1) else { return };
+            Step::Move(target, page, node) => {
+                let Some(Span { region, first: page, .. }) = self.span(target, page, 1) else { return };
                 let merged = |sim: &SimHost| sim.page(region, page).unwrap().1 == PageState::Merged;
                 let (before, was_merged) = (self.sim.node_of(region, page), merged(&self.sim));
                 let moves = vec![Move { region, page, node: NodeKey(node) }];
@@ -133,8 +133,8 @@ impl Pair {
                     assert_eq!(self.sim.node_of(region, page), wanted);
                 }
             }
-            Step::Home(who, node) if !self.owners.is_empty() => {
-                self.sim.set_home(*who.get(&self.owners), node % self.nodes);
+            Step::Home(target, node) if !self.owners.is_empty() => {
+                self.sim.set_home(*target.get(&self.owners), node % self.nodes);
             }
             Step::Remove(node) => {
                 if self.sim.remove_node(node) {
@@ -146,18 +146,18 @@ impl Pair {
                 }
             }
             Step::Restore(node) => self.sim.restore_node(node),
-            Step::Read(who) => self.read(who),
+            Step::Read(target) => self.read(target),
             Step::Exit(_) | Step::Fork(_) | Step::Home(..) => {}
         }
     }
 
     /// Checks what a read reports against the memory.
-    fn read(&mut self, who: prop::sample::Index) {
-        let Some(Span { region, first, .. }) = self.span(who, 0, PAGES) else { return };
+    fn read(&mut self, target: prop::sample::Index) {
+        let Some(Span { region, first, .. }) = self.span(target, 0, PAGES) else { return };
         let run = PageRun { region, first: Vpn(first.0), pages: u32::try_from(PAGES).unwrap() };
         let (memory, _) = self.sim.parts();
         let found = memory.region(region.0).unwrap();
-        let several = memory.nodes.several();
+        let several = memory.nodes.is_tracked();
         let nodes: Vec<_> = (0..found.len()).map(|page| memory.node_of(found, page).filter(|_| several)).collect();
         let frames: Vec<_> = (0..found.len()).filter_map(|page| found.merged_frame(page)).map(u64::from).collect();
         let plan = SamplePlan { runs: vec![run], inspect: vec![run], ..SamplePlan::default() };
@@ -169,9 +169,9 @@ impl Pair {
         assert_eq!(samples.merged.iter().map(|sample| sample.frame).collect::<Vec<_>>(), frames);
     }
 
-    fn apply(&mut self, put: fn(&mut Actions, Span), who: prop::sample::Index, page: u64, pages: u64) {
+    fn apply(&mut self, put: fn(&mut Actions, Span), target: prop::sample::Index, page: u64, pages: u64) {
         let mut actions = Actions::default();
-        if let Some(span) = self.span(who, page, pages) {
+        if let Some(span) = self.span(target, page, pages) {
             put(&mut actions, span);
         }
         self.sim.apply(&actions).unwrap();
@@ -241,8 +241,8 @@ fn check_counters(sim: &SimHost) {
 
 /// Recounts the frames on each node, and compares.
 fn check_nodes(memory: &Memory) {
-    if !memory.nodes.several() {
-        let kept = |region: &crate::memory::Region| region.reads.len() + region.keeps_nodes();
+    if !memory.nodes.is_tracked() {
+        let kept = |region: &crate::memory::Region| region.reads.len() + region.tracked_nodes();
         assert_eq!(memory.live_regions().map(|(_, region)| kept(region)).sum::<usize>(), 0);
         return;
     }
@@ -290,11 +290,11 @@ proptest! {
             use_zero_pages, smart_scan, max_page_sharing, merge_across_nodes, forest, merge_any, ..Knobs::default()
         };
         let sim = SimHost::new(1, Costs::default(), knobs).with_nodes(&vec![Pages(node_pages); nodes.into()]);
-        let mut pair = Pair { sim, nodes, owners: Vec::new(), expected: BTreeMap::new() };
+        let mut rig = Rig { sim, nodes, owners: Vec::new(), expected: BTreeMap::new() };
         for step in steps {
             if may_fork || !matches!(step, Step::Fork(_)) {
-                pair.take(&step);
-                pair.check(may_fork);
+                rig.take(&step);
+                rig.check(may_fork);
             }
         }
     }
