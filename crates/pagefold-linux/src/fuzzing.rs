@@ -125,7 +125,7 @@ pub fn executable(maps: &[u8]) -> Vec<(u64, u64)> {
 pub fn injector_request(line: &[u8]) -> Option<(bool, Duration)> {
     let request: worker::Request = serde_json::from_slice(line).ok()?;
     let again = serde_json::to_vec(&request).ok().and_then(|line| serde_json::from_slice(&line).ok());
-    Some((again.is_some_and(|again| request == again), worker::patience(request.calls.len(), &request.limits)))
+    Some((again.is_some_and(|again| request == again), worker::reply_limit(request.calls.len(), &request.limits)))
 }
 
 /// Parses a reply of the injector: whether printing and parsing it again gives the same.

@@ -4,7 +4,7 @@
 //! Nothing is merged: the memory of each victim is unique.
 
 use pagefold_core::random::mix;
-use pagefold_linux::inject::{Call, Errno, InjectError, Limits, Report, held, inject, inject_thread};
+use pagefold_linux::inject::{Call, Errno, InjectError, InjectionReport, Limits, held, inject, inject_thread};
 use pagefold_linux::proc::process::Process;
 use pagefold_testkit::injection::*;
 use pagefold_testkit::{Freezer, skip, skip_unsupported, wait_until};
@@ -289,7 +289,7 @@ fn each_process_that_cannot_be_injected_has_its_own_error() {
     victim.child.wait().unwrap();
     assert_eq!(victim.mark(MERGEABLE), Err(InjectError::Vanished { pid: victim.pid() }));
     // An empty batch does not stop its target.
-    assert_eq!(inject(&Process::open(1).unwrap(), &[], &limits), Ok(Report::default()));
+    assert_eq!(inject(&Process::open(1).unwrap(), &[], &limits), Ok(InjectionReport::default()));
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! random moments instead of a few hundred.
 
 use pagefold_core::random::Random;
-use pagefold_linux::inject::{Call, InjectError, Injector, Limits, Report};
+use pagefold_linux::inject::{Call, InjectError, InjectionReport, Injector, Limits};
 use pagefold_linux::os::fault;
 use pagefold_testkit::injection::{self, can_inject};
 use pagefold_testkit::{victim_binary, wait_until};
@@ -103,7 +103,7 @@ impl Victim {
 }
 
 /// Runs the calls; `None`: the worker died.
-fn run(injector: &mut Injector, victim: &Victim, calls: &[Call]) -> Option<Report> {
+fn run(injector: &mut Injector, victim: &Victim, calls: &[Call]) -> Option<InjectionReport> {
     let deadline = Instant::now() + Duration::from_secs(10);
     loop {
         match injector.run(&victim.process, calls, &Limits::default()) {

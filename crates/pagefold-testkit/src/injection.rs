@@ -2,7 +2,7 @@
 
 use crate::process::{status_field, wait_until};
 use crate::{skip, skip_unsupported, victim_binary};
-use pagefold_linux::inject::{Call, Errno, InjectError, Injector, Limits, Report, inject};
+use pagefold_linux::inject::{Call, Errno, InjectError, InjectionReport, Injector, Limits, inject};
 use pagefold_linux::proc::process::Process;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -31,7 +31,7 @@ pub fn can_inject() -> bool {
     victim.send();
     match result {
         Err(error @ InjectError::Denied { .. }) => skip(error),
-        Ok(Report { results, .. }) if results == [Err(Errno(libc::EINVAL))] => {
+        Ok(InjectionReport { results, .. }) if results == [Err(Errno(libc::EINVAL))] => {
             skip_unsupported("this kernel has no KSM");
         }
         _ => return true,
@@ -108,7 +108,7 @@ impl Victim {
         vec![Call::madvise(self.addr, self.len, advice); count]
     }
 
-    pub fn mark(&self, advice: i32) -> Result<Report, InjectError> {
+    pub fn mark(&self, advice: i32) -> Result<InjectionReport, InjectError> {
         inject(&self.process, &self.calls(advice, 1), &Limits::default())
     }
 

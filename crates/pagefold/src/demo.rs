@@ -20,7 +20,7 @@ use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_linux::host::live::{Event, LiveHost};
 use pagefold_linux::inject::mark::mark;
-use pagefold_linux::inject::unmerge::unfold;
+use pagefold_linux::inject::unmerge::unmerge;
 use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError, other_driver, restore_deferred};
 use pagefold_linux::ksm::lock::Lock;
@@ -255,7 +255,7 @@ impl Demo {
         let mut injector = preflight::injector()?;
         let mut given_back = 0;
         for &pid in pids {
-            given_back += unfold(&Process::open(pid)?, &mut injector, &Roots::default())?.given_back.0;
+            given_back += unmerge(&Process::open(pid)?, &mut injector, &Roots::default())?.given_back.0;
             self.interrupt.check()?;
         }
         drop(injector);

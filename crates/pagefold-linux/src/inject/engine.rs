@@ -4,12 +4,12 @@
 //! stop (a vfork parent, a frozen one): the end of its tracer. The kernel then forgets the request, and as
 //! nothing has been set yet, nothing has happened.
 
-use super::progress::Gate;
+use super::progress::AttemptProgress;
 use super::ptrace;
-use super::return_frame::Home;
-use super::stack_check::Ground;
+use super::return_frame::ReturnFrame;
+use super::stack_check::StackCheck;
 use super::thread::{self, Activity, Candidate, Choice};
-use super::tracee::{End, Served, Tracee, clock_ns, wait_for_trap};
+use super::tracee::{StopEnd, StopResult, Tracee, clock_ns, wait_for_trap};
 use super::trampoline::{self, Trampoline};
 use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
 use crate::proc::process::Process;
@@ -60,15 +60,15 @@ pub fn attempt(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Lim
     if held.start_time_ticks() != process.start_time_ticks() {
         return Err(InjectError::Vanished { pid });
     }
-    let gate = Arc::new(Gate::default());
+    let progress = Arc::new(AttemptProgress::default());
     let (sender, receiver) = mpsc::channel();
-    let (calls, limits, gate_inside) = (calls.to_vec(), *limits, Arc::clone(&gate));
+    let (calls, limits, progress_inside) = (calls.to_vec(), *limits, Arc::clone(&progress));
     std::thread::Builder::new()
         .name("inject".into())
         .stack_size(256 << 10)
         .spawn(move || {
             shield_thread();
-            let ended = one_stop(&held, tid, &calls, &limits, &gate_inside);
+            let ended = one_stop(&held, tid, &calls, &limits, &progress_inside);
             // Nobody listens any more if the attempt was given up.
             let _ = sender.send(ended);
         })
@@ -77,18 +77,18 @@ pub fn attempt(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Lim
             what: "starting a thread for the injection".into(),
             errno: Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)),
         })?;
-    let mut patience = PREPARING + Duration::from_nanos(limits.stop_ns);
+    let mut limit = PREPARING + Duration::from_nanos(limits.stop_ns);
     loop {
-        match receiver.recv_timeout(patience) {
+        match receiver.recv_timeout(limit) {
             Ok(ended) => return Ok(ended),
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(InjectError::System { pid, what: "the injection thread".into(), errno: Errno(libc::EIO) });
             }
-            Err(mpsc::RecvTimeoutError::Timeout) if gate.abandon() => {
+            Err(mpsc::RecvTimeoutError::Timeout) if progress.abandon() => {
                 return Err(InjectError::TimedOut { pid, what: "let itself be attached".into() });
             }
-            Err(mpsc::RecvTimeoutError::Timeout) if gate.is_stuck() => return Err(InjectError::Held { pid }),
-            Err(mpsc::RecvTimeoutError::Timeout) => patience = Duration::from_millis(50),
+            Err(mpsc::RecvTimeoutError::Timeout) if progress.is_stuck() => return Err(InjectError::Held { pid }),
+            Err(mpsc::RecvTimeoutError::Timeout) => limit = Duration::from_millis(50),
         }
     }
 }
@@ -106,7 +106,7 @@ fn shield_thread() {
     }
 }
 
-fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits, gate: &Gate) -> Ended {
+fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits, progress: &AttemptProgress) -> Ended {
     let pid = process.pid();
     let busy = || Verdict::Again(InjectError::Busy { pid }).unstopped();
     let (candidate, instruction, trampoline) = match prepare(process, tid) {
@@ -114,8 +114,8 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
         Err(verdict) => return verdict.unstopped(),
     };
     let tid_chosen = candidate.tid;
-    let ground = trampoline.and_then(|_| Ground::open(process, tid_chosen));
-    let mut home = Home::new();
+    let stack_check = trampoline.and_then(|_| StackCheck::open(process, tid_chosen));
+    let mut frame = ReturnFrame::new();
     let mut answers = vec![0_i64; calls.len()];
     if let Err(errno) = ptrace::seize(tid_chosen) {
         return refused(process, tid_chosen, errno).unstopped();
@@ -132,7 +132,7 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
         Ok(stat) if stat.start_time_ticks == process.start_time_ticks() => {}
         _ => return Verdict::Failed(InjectError::Vanished { pid }).unstopped(),
     }
-    if gate.is_abandoned() || ptrace::interrupt(tid_chosen).is_err() {
+    if progress.is_abandoned() || ptrace::interrupt(tid_chosen).is_err() {
         return busy();
     }
     let mut since_ns = clock_ns();
@@ -153,25 +153,26 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
         is_main_thread: tid_chosen == pid,
         instruction,
         trampoline,
-        ground,
+        stack_check,
     };
-    let Served { made, end, unguarded, away_ns } = tracee.serve(calls, &mut answers, limits, gate, &mut home);
+    let StopResult { made, end, unguarded, away_ns } =
+        tracee.make_calls(calls, &mut answers, limits, progress, &mut frame);
     let stop_ns = clock_ns().saturating_sub(since_ns);
-    if matches!(end, End::Unsteady | End::Fault) {
+    if matches!(end, StopEnd::Unstable | StopEnd::Fault) {
         trampoline::forget(process);
     }
     let results: Vec<Result<u64, Errno>> = answers.iter().take(made).map(|&answer| as_result(answer)).collect();
     let verdict = match end {
-        End::Restored => Verdict::Done,
-        End::Gone | End::Signal | End::Unsteady => Verdict::Again(InjectError::Busy { pid }),
-        End::Filtered => Verdict::Failed(InjectError::Filtered { pid }),
-        End::Compat => Verdict::Failed(InjectError::Compat { pid }),
-        End::Dispatched => Verdict::Failed(InjectError::Dispatched { pid }),
+        StopEnd::Restored => Verdict::Done,
+        StopEnd::Gone | StopEnd::Signal | StopEnd::Unstable => Verdict::Again(InjectError::Busy { pid }),
+        StopEnd::Filtered => Verdict::Failed(InjectError::Filtered { pid }),
+        StopEnd::Compat => Verdict::Failed(InjectError::Compat { pid }),
+        StopEnd::Dispatched => Verdict::Failed(InjectError::Dispatched { pid }),
         // Mostly a fault of its own that it was about to be told of when it stopped: it will fault again by itself.
-        End::Fault => Verdict::Again(InjectError::Fault { pid }),
-        End::Abandoned => Verdict::Failed(InjectError::TimedOut { pid, what: "let itself be attached".into() }),
-        End::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
-        End::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
+        StopEnd::Fault => Verdict::Again(InjectError::Fault { pid }),
+        StopEnd::Abandoned => Verdict::Failed(InjectError::TimedOut { pid, what: "let itself be attached".into() }),
+        StopEnd::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
+        StopEnd::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
     };
     Ended { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict }
 }
@@ -212,7 +213,7 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
     if let Some(trampoline) = trampoline::find(process, candidate.tid) {
-        return Ok((candidate, trampoline.call, Some(trampoline)));
+        return Ok((candidate, trampoline.syscall, Some(trampoline)));
     }
     match gadget::find(process, candidate.tid, candidate.activity) {
         Ok(instruction) => Ok((candidate, instruction, None)),

@@ -11,7 +11,7 @@
 //! thread comes home by itself, by a signal frame left below its stack pointer ([`return_frame`] says how, and what is then
 //! different). Where there is no room that is certainly free for a frame ([`stack_check`]), no code to come back by
 //! ([`trampoline`]), or a shadow stack, it is done without, and the tracer's death is the target's
-//! ([`Report::unguarded`]); therefore the work belongs into a small process of its own all the same ([`Injector`]).
+//! ([`InjectionReport::unguarded`]); therefore the work belongs into a small process of its own all the same ([`Injector`]).
 //!
 //! Restarted relative timeouts start over, as after any stop: a wait of 50 ms that is stopped after 40 takes 90.
 
@@ -33,7 +33,7 @@ pub mod unmerge;
 pub(crate) mod worker;
 
 pub use progress::held;
-pub use worker::{Beside, Injector, serve};
+pub use worker::{Injector, InjectorHandle, serve};
 
 use crate::proc::process::{Process, ReadError};
 use engine::{Ended, Verdict};
@@ -108,7 +108,7 @@ impl Default for Limits {
 
 /// What came of a batch.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Report {
+pub struct InjectionReport {
     /// One answer per call, in order. EINTR: cut short by signals again and again; make the call again later.
     pub results: Vec<Result<u64, Errno>>,
     /// How often the target was stopped.
@@ -301,18 +301,23 @@ pub fn is_frozen(process: &Process) -> bool {
 ///
 /// This process must live until it is done ([`held`] tells), and nobody in it may wait for any child, or for this
 /// one, with `waitpid` meanwhile: the kernel would hand it the target's stops.
-pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
+pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
     run(process, None, calls, limits)
 }
 
 /// The same in the given thread of `process`, whatever that is doing: for experiments. [`inject`] knows better.
-pub fn inject_thread(process: &Process, tid: i32, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
+pub fn inject_thread(
+    process: &Process,
+    tid: i32,
+    calls: &[Call],
+    limits: &Limits,
+) -> Result<InjectionReport, InjectError> {
     run(process, Some(tid), calls, limits)
 }
 
-fn run(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
+fn run(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
     let pid = process.pid();
-    let mut report = Report::default();
+    let mut report = InjectionReport::default();
     let mut pause = FIRST_PAUSE;
     let mut tries = 0;
     while report.results.len() < calls.len() {

@@ -18,9 +18,9 @@ const ABANDONED: u8 = 3;
 
 /// Decides between a caller that gives up and a thread that begins to set registers.
 #[derive(Debug, Default)]
-pub struct Gate(AtomicU8);
+pub struct AttemptProgress(AtomicU8);
 
-impl Gate {
+impl AttemptProgress {
     fn turn(&self, from: u8, to: u8) -> bool {
         self.0.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
@@ -66,11 +66,11 @@ mod tests {
 
     #[test]
     fn only_one_of_caller_and_thread_decides() {
-        let gate = Gate::default();
-        assert!(gate.enter() && !gate.abandon() && !gate.is_abandoned());
-        gate.leave();
-        let gate = Gate::default();
-        gate.get_stuck();
-        assert!(gate.abandon() && !gate.enter() && gate.is_abandoned() && !gate.is_stuck());
+        let progress = AttemptProgress::default();
+        assert!(progress.enter() && !progress.abandon() && !progress.is_abandoned());
+        progress.leave();
+        let progress = AttemptProgress::default();
+        progress.get_stuck();
+        assert!(progress.abandon() && !progress.enter() && progress.is_abandoned() && !progress.is_stuck());
     }
 }

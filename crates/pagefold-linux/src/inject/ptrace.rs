@@ -35,7 +35,7 @@ const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
 
 /// What a look at a tracee found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Look {
+pub enum TraceeEvent {
     /// Nothing new.
     Nothing,
     /// Stopped by our interrupt (`signal` is SIGTRAP) or by job control (the stopping signal).
@@ -195,21 +195,21 @@ pub fn dispatches_syscalls(tid: i32) -> Result<bool, Errno> {
 
 /// Looks at a tracee without waiting. Takes notice of a stop; leaves a death to whoever is to reap it:
 /// the target may be a child of this very process, and its exit status belongs to the code that started it.
-pub fn look(tid: i32) -> Look {
+pub fn poll(tid: i32) -> TraceeEvent {
     const BOTH: i32 = libc::WSTOPPED | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
     const STOPS: i32 = libc::WSTOPPED | libc::WNOHANG | libc::__WALL;
     match wait(tid, BOTH) {
-        Some((0, _)) => Look::Nothing,
+        Some((0, _)) => TraceeEvent::Nothing,
         Some((libc::CLD_TRAPPED | libc::CLD_STOPPED, _)) => match wait(tid, STOPS) {
             // A stop that is over before it is taken notice of was ended by SIGKILL; the next look sees the death.
-            None | Some((0, _)) => Look::Nothing,
+            None | Some((0, _)) => TraceeEvent::Nothing,
             Some((_, status)) => match status {
-                SYSCALL_STOP => Look::Syscall,
-                status if status >> 8 == EVENT_STOP => Look::Trap { signal: status & 0x7f },
-                signal => Look::Signal(signal & 0x7f),
+                SYSCALL_STOP => TraceeEvent::Syscall,
+                status if status >> 8 == EVENT_STOP => TraceeEvent::Trap { signal: status & 0x7f },
+                signal => TraceeEvent::Signal(signal & 0x7f),
             },
         },
-        _ => Look::Gone,
+        _ => TraceeEvent::Gone,
     }
 }
 

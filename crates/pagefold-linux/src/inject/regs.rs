@@ -83,7 +83,7 @@ pub fn restarts(registers: &Registers) -> bool {
 /// again is made again by the thread itself: as `arch_do_signal_or_restart` does it, but never by `restart_syscall`,
 /// which `rt_sigreturn` makes answer EINTR; so a relative timeout starts over. `original` is the number
 /// of the call that `restart_syscall` stands for; without it, that EINTR it is.
-pub fn coming_home(own: &Registers, original: Option<i64>) -> Registers {
+pub fn return_registers(own: &Registers, original: Option<i64>) -> Registers {
     let mut home = *own;
     if restarts(own) {
         home.rip = own.rip.wrapping_sub(2);
@@ -97,7 +97,7 @@ pub fn coming_home(own: &Registers, original: Option<i64>) -> Registers {
 
 /// Of the calls that the kernel goes on with by `restart_syscall`, the one whose number the code loads last before its
 /// `syscall` instruction, at the end of `code`.
-pub fn number_loaded(code: &[u8]) -> Option<i64> {
+pub fn number_in_code(code: &[u8]) -> Option<i64> {
     const RESTARTED: [i64; 4] = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep, libc::SYS_futex, libc::SYS_poll];
     const MOV_EAX: u8 = 0xb8;
     code.windows(5).rev().find_map(|window| match window {
@@ -191,7 +191,7 @@ mod tests {
         for nr in [-1, libc::SYS_read, libc::SYS_poll, libc::SYS_restart_syscall] {
             for rax in [-516, -515, -514, -513, -512, -511, -4, 0, 7] {
                 let own = stopped(nr, rax);
-                let home = coming_home(&own, Some(libc::SYS_futex));
+                let home = return_registers(&own, Some(libc::SYS_futex));
                 let again = nr >= 0 && [-516, -514, -513, -512].contains(&rax);
                 let number = if nr == libc::SYS_restart_syscall { libc::SYS_futex } else { nr };
                 let expected = if again { (own.rip - 2, number) } else { (own.rip, rax) };
@@ -199,15 +199,15 @@ mod tests {
                 assert_eq!(words(&Registers { rip: own.rip, rax: own.rax, ..home }), words(&own));
             }
         }
-        assert_eq!(signed(coming_home(&stopped(219, -516), None).rax), libc::SYS_restart_syscall);
+        assert_eq!(signed(return_registers(&stopped(219, -516), None).rax), libc::SYS_restart_syscall);
     }
 
     #[test]
     fn the_number_of_a_call_is_read_from_its_code() {
-        assert_eq!(number_loaded(&[0x90, 0xb8, 7, 0, 0, 0]), Some(libc::SYS_poll));
-        assert_eq!(number_loaded(&[0xb8, 7, 0, 0, 0, 0xb8, 202, 0, 0, 0, 0x40, 0x80]), Some(libc::SYS_futex));
-        assert_eq!(number_loaded(&[0xb8, 219, 0, 0, 0, 0x90]), None);
-        assert_eq!(number_loaded(&[0xb8, 7]), None);
+        assert_eq!(number_in_code(&[0x90, 0xb8, 7, 0, 0, 0]), Some(libc::SYS_poll));
+        assert_eq!(number_in_code(&[0xb8, 7, 0, 0, 0, 0xb8, 202, 0, 0, 0, 0x40, 0x80]), Some(libc::SYS_futex));
+        assert_eq!(number_in_code(&[0xb8, 219, 0, 0, 0, 0x90]), None);
+        assert_eq!(number_in_code(&[0xb8, 7]), None);
     }
 
     #[test]

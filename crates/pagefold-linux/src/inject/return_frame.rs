@@ -24,7 +24,7 @@
 //! the microsecond between the setting of the call's number and the filter's look at it.
 //!
 //! `rt_sigreturn` goes on without the kernel's restart of an interrupted call, so the frame's registers are those
-//! of a thread about to make the call again ([`super::regs::coming_home`]). Its one difference to the kernel's own
+//! of a thread about to make the call again ([`super::regs::return_registers`]). Its one difference to the kernel's own
 //! restart: a signal that arrives during the stop whose tracer dies runs its handler, and then the call is
 //! made again even where it should answer EINTR. (A signal that is there before makes the attempt wait for another
 //! moment.) Two more deaths are an EINTR: of calls that answer it to any interrupt, until [`super::regs::repaired`] is
@@ -64,24 +64,24 @@ const UC_FLAGS: u64 = 7;
 const SS_INVALID: u64 = 4;
 
 /// Room for a frame, and for the memory it lies on.
-pub struct Home {
+pub struct ReturnFrame {
     frame: Box<[u8; LONGEST]>,
-    dead: Box<[u8; LONGEST]>,
+    covered: Box<[u8; LONGEST]>,
     length: usize,
     /// Where the frame begins: with the address of the `rt_sigreturn` function, for `ret`. Right behind it is where the
     /// stack pointer must be for `rt_sigreturn`.
     pub base: u64,
 }
 
-impl Home {
+impl ReturnFrame {
     /// Takes the memory it needs.
     pub fn new() -> Self {
         feature_ends();
-        Self { frame: Box::new([0; LONGEST]), dead: Box::new([0; LONGEST]), length: 0, base: 0 }
+        Self { frame: Box::new([0; LONGEST]), covered: Box::new([0; LONGEST]), length: 0, base: 0 }
     }
 
     /// Makes the frame that brings stopped thread `tid` home to `home` and `mask`. False: this thread has none.
-    pub fn prepare(&mut self, tid: i32, home: &Registers, mask: u64, trampoline: Trampoline) -> bool {
+    pub fn prepare(&mut self, tid: i32, goal: &Registers, mask: u64, trampoline: Trampoline) -> bool {
         // With a shadow stack, `ret` would not take an address that no call has left there.
         if ptrace::has_shadow_stack(tid) {
             return false;
@@ -92,25 +92,25 @@ impl Home {
             return false;
         }
         let Some((features, length)) = xstate_in_use(&self.frame[..read]) else { return false };
-        let Some(places) = Places::below(home.rsp, length) else { return false };
-        let at = |addr: u64| usize::try_from(addr - places.base).unwrap_or(LONGEST);
-        let (fpstate, ucontext) = (at(places.fpstate), at(places.ucontext));
+        let Some(layout) = FrameLayout::below(goal.rsp, length) else { return false };
+        let at = |addr: u64| usize::try_from(addr - layout.base).unwrap_or(LONGEST);
+        let (fpstate, ucontext) = (at(layout.fpstate), at(layout.ucontext));
         let end = fpstate + length + size_of::<u32>();
         if end > LONGEST {
             return false;
         }
         self.frame.copy_within(..length, fpstate);
         self.frame[..fpstate].fill(0);
-        put(&mut self.frame[..], 0, trampoline.back);
-        fill_ucontext(&mut self.frame[ucontext..fpstate], home, mask, places.fpstate);
+        put(&mut self.frame[..], 0, trampoline.sigreturn);
+        fill_ucontext(&mut self.frame[ucontext..fpstate], goal, mask, layout.fpstate);
         seal_xstate(&mut self.frame[fpstate..end], features);
-        (self.base, self.length) = (places.base, end);
+        (self.base, self.length) = (layout.base, end);
         true
     }
 
     /// Writes the frame. False: nothing was written.
     pub fn write(&mut self, tid: i32) -> bool {
-        if ptrace::read(tid, self.base, &mut self.dead[..self.length]).is_err() {
+        if ptrace::read(tid, self.base, &mut self.covered[..self.length]).is_err() {
             return false;
         }
         let written = ptrace::write(tid, self.base, &self.frame[..self.length]).is_ok();
@@ -122,19 +122,19 @@ impl Home {
 
     /// Puts back what was there before. Fails only if the thread was killed or another one has unmapped its stack.
     pub fn unwrite(&self, tid: i32) {
-        let _ = ptrace::write(tid, self.base, &self.dead[..self.length]);
+        let _ = ptrace::write(tid, self.base, &self.covered[..self.length]);
     }
 }
 
 /// Where the parts of a frame come to lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Places {
+struct FrameLayout {
     base: u64,
     ucontext: u64,
     fpstate: u64,
 }
 
-impl Places {
+impl FrameLayout {
     fn below(stack_pointer: u64, xstate_length: usize) -> Option<Self> {
         let xstate = xstate_length as u64 + size_of::<u32>() as u64;
         let fpstate = stack_pointer.checked_sub(RED_ZONE)?.checked_sub(xstate)? & !63;
@@ -185,30 +185,30 @@ fn seal_xstate(xstate: &mut [u8], features: u64) {
     xstate[length..].copy_from_slice(&MAGIC2.to_le_bytes());
 }
 
-fn fill_ucontext(bytes: &mut [u8], home: &Registers, mask: u64, fpstate: u64) {
-    let selectors = (home.cs & 0xffff) | (home.ss & 0xffff) << 48;
+fn fill_ucontext(bytes: &mut [u8], goal: &Registers, mask: u64, fpstate: u64) {
+    let selectors = (goal.cs & 0xffff) | (goal.ss & 0xffff) << 48;
     put(bytes, 0, UC_FLAGS);
     put(bytes, UC_STACK_FLAGS, SS_INVALID);
     // struct sigcontext_64
     let words = [
-        home.r8,
-        home.r9,
-        home.r10,
-        home.r11,
-        home.r12,
-        home.r13,
-        home.r14,
-        home.r15,
-        home.rdi,
-        home.rsi,
-        home.rbp,
-        home.rbx,
-        home.rdx,
-        home.rax,
-        home.rcx,
-        home.rsp,
-        home.rip,
-        home.eflags,
+        goal.r8,
+        goal.r9,
+        goal.r10,
+        goal.r11,
+        goal.r12,
+        goal.r13,
+        goal.r14,
+        goal.r15,
+        goal.rdi,
+        goal.rsi,
+        goal.rbp,
+        goal.rbx,
+        goal.rdx,
+        goal.rax,
+        goal.rcx,
+        goal.rsp,
+        goal.rip,
+        goal.eflags,
         selectors,
     ];
     for (index, word) in words.into_iter().enumerate() {
@@ -230,13 +230,13 @@ mod tests {
     fn the_parts_of_a_frame_lie_below_the_red_zone_and_apart() {
         for stack_pointer in 0x7fff_0000..0x7fff_0080_u64 {
             for length in [XSTATE_LEAST, 832, 2696, 11_008] {
-                let places = Places::below(stack_pointer, length).unwrap();
-                assert!(places.fpstate + length as u64 + 4 <= stack_pointer - RED_ZONE && places.fpstate % 64 == 0);
-                assert!(places.ucontext + UCONTEXT_LENGTH <= places.fpstate);
-                assert_eq!((places.base + 8, places.ucontext % 16), (places.ucontext, 0));
+                let layout = FrameLayout::below(stack_pointer, length).unwrap();
+                assert!(layout.fpstate + length as u64 + 4 <= stack_pointer - RED_ZONE && layout.fpstate % 64 == 0);
+                assert!(layout.ucontext + UCONTEXT_LENGTH <= layout.fpstate);
+                assert_eq!((layout.base + 8, layout.ucontext % 16), (layout.ucontext, 0));
             }
         }
-        assert_eq!(Places::below(1000, XSTATE_LEAST), None);
+        assert_eq!(FrameLayout::below(1000, XSTATE_LEAST), None);
     }
 
     #[test]

@@ -18,7 +18,7 @@ const ROOM: u64 = 4096;
 
 /// The mappings of a process, for a look in the stop.
 #[derive(Debug)]
-pub struct Ground {
+pub struct StackCheck {
     maps: File,
     /// Linux before 6.11 cannot be asked for single mappings: all of them, as they were before the stop.
     all: Option<Vec<Vma>>,
@@ -35,20 +35,20 @@ struct Mapping {
     main_stack: bool,
 }
 
-impl Ground {
+impl StackCheck {
     /// Opens the mappings of thread `tid`.
     pub fn open(process: &Process, tid: i32) -> Option<Self> {
         let file = format!("task/{tid}/maps");
         let maps = process.open_file(&file).ok()?;
-        let mut ground = Self { maps, all: None };
-        if ground.query(0).is_err_and(|errno| errno == libc::ENOTTY) {
-            ground.all = Some(parse_maps(&process.read_file(&file).ok()?).ok()?);
+        let mut stack_check = Self { maps, all: None };
+        if stack_check.query(0).is_err_and(|errno| errno == libc::ENOTTY) {
+            stack_check.all = Some(parse_maps(&process.read_file(&file).ok()?).ok()?);
         }
-        Some(ground)
+        Some(stack_check)
     }
 
     /// Whether `[base, own.rsp - 128)` is dead memory of the stopped thread `tid`. Does not allocate.
-    pub fn is_dead(&self, is_main_thread: bool, tid: i32, own: &Registers, base: u64) -> bool {
+    pub fn is_unused(&self, is_main_thread: bool, tid: i32, own: &Registers, base: u64) -> bool {
         let Some(stack) = self.mapping(own.rsp) else { return false };
         if !stack.plain || base < stack.start.saturating_add(ROOM) || own.rsp >= stack.end {
             return false;
@@ -131,9 +131,9 @@ mod tests {
     #[test]
     fn asking_and_reading_agree() {
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
-        let mut ground = Ground::open(&own, own.pid()).unwrap();
+        let mut stack_check = StackCheck::open(&own, own.pid()).unwrap();
         let all = parse_maps(&own.read_file("maps").unwrap()).unwrap();
-        if ground.all.is_some() {
+        if stack_check.all.is_some() {
             println!("SKIP: this kernel cannot be asked for single mappings");
             return;
         }
@@ -143,9 +143,9 @@ mod tests {
         // A file whose path is longer than we ask for gives an error where reading gives a mapping: neither is plain.
         let plain = |mapping: Option<Mapping>| mapping.filter(|mapping| mapping.plain);
         let addresses = [stack, here, code, 0];
-        let asked = addresses.map(|addr| plain(ground.mapping(addr)));
-        ground.all = Some(all);
-        let read = addresses.map(|addr| plain(ground.mapping(addr)));
+        let asked = addresses.map(|addr| plain(stack_check.mapping(addr)));
+        stack_check.all = Some(all);
+        let read = addresses.map(|addr| plain(stack_check.mapping(addr)));
         assert_eq!(format!("{asked:?}"), format!("{read:?}"));
         assert!(asked[0].unwrap().main_stack && !asked[1].unwrap().main_stack);
         assert!(asked[2].is_none() && asked[3].is_none());

@@ -1,13 +1,13 @@
 //! A stopped thread: save, call, restore, detach.
 //!
-//! From the first register set to the last one restored ([`Tracee::serve`]) the code neither allocates nor panics
+//! From the first register set to the last one restored ([`Tracee::make_calls`]) the code neither allocates nor panics
 //! nor takes signals, and leaves only with the thread restored or dead. What becomes of the thread if this process dies
 //! at one of the `fault::point`s is said in [`super::return_frame`].
 
-use super::progress::Gate;
-use super::ptrace::{self, Look, Registers};
-use super::return_frame::Home;
-use super::stack_check::Ground;
+use super::progress::AttemptProgress;
+use super::ptrace::{self, Registers, TraceeEvent};
+use super::return_frame::ReturnFrame;
+use super::stack_check::StackCheck;
 use super::trampoline::Trampoline;
 use super::{Call, Errno, Limits, gadget, regs, signed, unsigned};
 use crate::os::fault;
@@ -25,25 +25,25 @@ const LONGEST_NAP_NS: u64 = 5_000_000;
 pub fn wait_for_trap(tid: i32, until_ns: u64, since_ns: &mut u64) -> Option<i32> {
     loop {
         match wait(tid, until_ns, since_ns) {
-            Look::Trap { signal } => return Some(signal),
-            Look::Signal(signal) => ptrace::resume(tid, signal).ok()?,
-            Look::Syscall => ptrace::resume(tid, 0).ok()?,
-            Look::Gone | Look::Nothing => return None,
+            TraceeEvent::Trap { signal } => return Some(signal),
+            TraceeEvent::Signal(signal) => ptrace::resume(tid, signal).ok()?,
+            TraceeEvent::Syscall => ptrace::resume(tid, 0).ok()?,
+            TraceeEvent::Gone | TraceeEvent::Nothing => return None,
         }
     }
 }
 
 /// Waits for anything to happen to the tracee.
-fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> Look {
+fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> TraceeEvent {
     let begun_ns = clock_ns();
     loop {
         let now_ns = clock_ns();
-        match ptrace::look(tid) {
-            Look::Nothing => *since_ns = now_ns,
+        match ptrace::poll(tid) {
+            TraceeEvent::Nothing => *since_ns = now_ns,
             found => return found,
         }
         if now_ns >= until_ns {
-            return Look::Nothing;
+            return TraceeEvent::Nothing;
         }
         let waited_ns = now_ns.saturating_sub(begun_ns);
         if waited_ns < SPIN_NS {
@@ -69,13 +69,13 @@ pub fn clock_ns() -> u64 {
 
 /// How a stop ended. The thread is restored and let go, or dead, in every case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum StopEnd {
     Restored,
     Gone,
     /// A signal that cannot be blocked (SIGSTOP) had to be let through.
     Signal,
     /// In a restartable sequence, or no longer the program that was looked at.
-    Unsteady,
+    Unstable,
     Filtered,
     Compat,
     Dispatched,
@@ -86,7 +86,7 @@ pub enum End {
 
 /// Why calling broke off. But for `Gone`, the thread is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Broken {
+enum CallFailure {
     Gone,
     TimedOut,
     Signal(i32),
@@ -101,15 +101,15 @@ pub struct Tracee {
     /// A `syscall` instruction; that of the trampoline if there is one.
     pub instruction: u64,
     pub trampoline: Option<Trampoline>,
-    pub ground: Option<Ground>,
+    pub stack_check: Option<StackCheck>,
 }
 
 /// What came of a stop.
 #[derive(Clone, Copy, Debug)]
-pub struct Served {
+pub struct StopResult {
     /// How many calls were made.
     pub made: usize,
-    pub end: End,
+    pub end: StopEnd,
     /// Registers were set without a way home.
     pub unguarded: bool,
     /// From the first register set to the last one restored.
@@ -118,92 +118,102 @@ pub struct Served {
 
 impl Tracee {
     /// Makes the calls, and lets the thread go as it was.
-    pub fn serve(&self, calls: &[Call], answers: &mut [i64], limits: &Limits, gate: &Gate, home: &mut Home) -> Served {
+    pub fn make_calls(
+        &self,
+        calls: &[Call],
+        answers: &mut [i64],
+        limits: &Limits,
+        progress: &AttemptProgress,
+        frame: &mut ReturnFrame,
+    ) -> StopResult {
         let tid = self.tid;
-        let served = |end: End| Served { made: 0, end, unguarded: false, away_ns: 0 };
-        let let_go = |end: End| match ptrace::set_options(tid, 0).and(ptrace::detach(tid, 0)) {
-            Ok(()) => served(end),
-            Err(_) => served(End::Gone),
+        let stopped_with = |end: StopEnd| StopResult { made: 0, end, unguarded: false, away_ns: 0 };
+        let let_go = |end: StopEnd| match ptrace::set_options(tid, 0).and(ptrace::detach(tid, 0)) {
+            Ok(()) => stopped_with(end),
+            Err(_) => stopped_with(StopEnd::Gone),
         };
-        let Ok(stopped) = ptrace::registers(tid) else { return let_go(End::Gone) };
-        if let Some(objection) = self.objection(&stopped) {
-            return let_go(objection);
+        let Ok(stopped) = ptrace::registers(tid) else { return let_go(StopEnd::Gone) };
+        if let Some(unusable) = self.unusable(&stopped) {
+            return let_go(unusable);
         }
         let by_syscall_instruction = ptrace::peek(tid, stopped.rip.wrapping_sub(2)).is_ok_and(gadget::is_syscall);
-        let own = regs::repaired(&stopped, self.by_us, by_syscall_instruction);
+        let original = regs::repaired(&stopped, self.by_us, by_syscall_instruction);
         fault::point("stopped");
         // At once: until then this process's death is an EINTR.
-        if own.rax != stopped.rax && ptrace::set_registers(tid, &own).is_err() {
-            return let_go(End::Gone);
+        if original.rax != stopped.rax && ptrace::set_registers(tid, &original).is_err() {
+            return let_go(StopEnd::Gone);
         }
-        let Ok(mask) = ptrace::signal_mask(tid) else { return let_go(End::Gone) };
+        let Ok(mask) = ptrace::signal_mask(tid) else { return let_go(StopEnd::Gone) };
         // It may have to answer EINTR to this call, which the way home cannot give. Soon it will have.
-        if self.by_us && regs::restarts(&own) && ptrace::has_pending(tid, mask) {
-            return let_go(End::Unsteady);
+        if self.by_us && regs::restarts(&original) && ptrace::has_pending(tid, mask) {
+            return let_go(StopEnd::Unstable);
         }
         // Set here and not when attaching: there it would leave the thread unfiltered while it still runs.
         let suspend = ptrace::OPTION_TRACESYSGOOD | ptrace::OPTION_SUSPEND_SECCOMP;
         let suspended = ptrace::set_options(tid, suspend).is_ok();
         if !suspended && ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
-            return let_go(End::Gone);
+            return let_go(StopEnd::Gone);
         }
         fault::point("options-set");
         if !suspended && !unfiltered(tid) {
-            return let_go(End::Filtered);
+            return let_go(StopEnd::Filtered);
         }
-        let way = self.trampoline.filter(|way| self.write_way_home(home, &own, mask, *way));
+        let trampoline = self.trampoline.filter(|found| self.write_frame(frame, &original, mask, *found));
         fault::point("frame-written");
-        let calling = Calling { tracee: self, own: &own, mask, way, home };
-        if !gate.enter() {
+        let calling = Calling { tracee: self, original: &original, mask, trampoline, frame };
+        if !progress.enter() {
             calling.undo_frame();
-            return let_go(End::Abandoned);
+            return let_go(StopEnd::Abandoned);
         }
         let since_ns = clock_ns();
-        let (made, end) = calling.run(calls, answers, limits, gate);
-        gate.leave();
-        Served { made, end, unguarded: way.is_none(), away_ns: clock_ns().saturating_sub(since_ns) }
+        let (made, end) = calling.run(calls, answers, limits, progress);
+        progress.leave();
+        StopResult { made, end, unguarded: trampoline.is_none(), away_ns: clock_ns().saturating_sub(since_ns) }
     }
 
     /// Writes the frame that brings the thread home. False: it has none, and nothing was written.
-    fn write_way_home(&self, home: &mut Home, own: &Registers, mask: u64, way: Trampoline) -> bool {
-        let goal = regs::coming_home(own, self.number_restarted(own));
-        home.prepare(self.tid, &goal, mask, way)
-            && self.ground.as_ref().is_some_and(|ground| ground.is_dead(self.is_main_thread, self.tid, own, home.base))
-            && home.write(self.tid)
+    fn write_frame(&self, frame: &mut ReturnFrame, original: &Registers, mask: u64, trampoline: Trampoline) -> bool {
+        let goal = regs::return_registers(original, self.number_restarted(original));
+        frame.prepare(self.tid, &goal, mask, trampoline)
+            && self
+                .stack_check
+                .as_ref()
+                .is_some_and(|stack_check| stack_check.is_unused(self.is_main_thread, self.tid, original, frame.base))
+            && frame.write(self.tid)
     }
 
     /// The call that goes on as `restart_syscall` after an earlier stop, if that is what the thread is in.
-    fn number_restarted(&self, own: &Registers) -> Option<i64> {
+    fn number_restarted(&self, original: &Registers) -> Option<i64> {
         let mut code = [0_u8; 64];
-        let from = own.rip.wrapping_sub(2 + code.len() as u64);
-        if signed(own.orig_rax) == libc::SYS_restart_syscall {
-            ptrace::read(self.tid, from, &mut code).ok().and_then(|()| regs::number_loaded(&code))
+        let from = original.rip.wrapping_sub(2 + code.len() as u64);
+        if signed(original.orig_rax) == libc::SYS_restart_syscall {
+            ptrace::read(self.tid, from, &mut code).ok().and_then(|()| regs::number_in_code(&code))
         } else {
             None
         }
     }
 
     /// Why this stop must not be used.
-    fn objection(&self, stopped: &Registers) -> Option<End> {
+    fn unusable(&self, stopped: &Registers) -> Option<StopEnd> {
         let tid = self.tid;
         if !regs::is_64_bit(stopped) {
-            return Some(End::Compat);
+            return Some(StopEnd::Compat);
         }
         // A restartable sequence is aborted by the kernel on the way back to it. Made to run elsewhere first, the thread
         // would come back to its middle with the kernel no longer knowing: the sequence would not be atomic.
         if !regs::in_syscall(stopped) && self.in_restartable_sequence(stopped) {
-            return Some(End::Unsteady);
+            return Some(StopEnd::Unstable);
         }
         // Checked before the tracer's entry stop is: the thread would be sent SIGSYS. Kernels before 6.4 cannot say.
         if ptrace::dispatches_syscalls(tid).unwrap_or(false) {
-            return Some(End::Dispatched);
+            return Some(StopEnd::Dispatched);
         }
         // It was found before the stop; an exec in between puts another program there.
         let there = match self.trampoline {
             Some(trampoline) => trampoline.is_there(tid),
             None => ptrace::peek(tid, self.instruction).is_ok_and(gadget::is_syscall),
         };
-        (!there).then_some(End::Unsteady)
+        (!there).then_some(StopEnd::Unstable)
     }
 
     fn in_restartable_sequence(&self, stopped: &Registers) -> bool {
@@ -223,51 +233,71 @@ impl Tracee {
 /// A thread that is about to run, or runs, with registers that are not its own.
 struct Calling<'a> {
     tracee: &'a Tracee,
-    own: &'a Registers,
+    original: &'a Registers,
     mask: u64,
     /// It has a frame to come home by, and this is the code for it.
-    way: Option<Trampoline>,
-    home: &'a Home,
+    trampoline: Option<Trampoline>,
+    frame: &'a ReturnFrame,
 }
 
 impl Calling<'_> {
-    fn run(&self, calls: &[Call], answers: &mut [i64], limits: &Limits, gate: &Gate) -> (usize, End) {
+    fn run(
+        &self,
+        calls: &[Call],
+        answers: &mut [i64],
+        limits: &Limits,
+        progress: &AttemptProgress,
+    ) -> (usize, StopEnd) {
         let tid = self.tracee.tid;
-        if let Some(way) = self.way {
-            if ptrace::set_registers(tid, &regs::returning(self.own, self.home.base, way.back)).is_err() {
-                return (0, End::Gone);
+        if let Some(trampoline) = self.trampoline {
+            if ptrace::set_registers(tid, &regs::returning(self.original, self.frame.base, trampoline.sigreturn))
+                .is_err()
+            {
+                return (0, StopEnd::Gone);
             }
             fault::point("registers-set");
         }
         // Signals wait until the thread is itself again: a handler's frame would hold our registers. Not those of
         // faults: the kernel would reset a blocked one's handler, and unblocked it only shows us the signal.
         if ptrace::set_signal_mask(tid, self.mask | !FAULTS).is_err() {
-            return (0, End::Gone);
+            return (0, StopEnd::Gone);
         }
         fault::point("mask-set");
-        let (made, broken) = self.call_all(calls, answers, limits, gate);
+        let (made, broken) = self.call_all(calls, answers, limits, progress);
         match broken {
-            None => self.let_go(0, (made, End::Restored)),
-            Some(Broken::Gone) => (made, End::Gone),
-            Some(Broken::TimedOut) => self.let_go(0, (made, End::TimedOut)),
-            Some(Broken::Signal(signal)) if FAULTS & bit(signal) != 0 && ptrace::signal_is_fault(tid) => {
-                self.let_go(0, (made, End::Fault))
+            None => self.let_go(0, (made, StopEnd::Restored)),
+            Some(CallFailure::Gone) => (made, StopEnd::Gone),
+            Some(CallFailure::TimedOut) => self.let_go(0, (made, StopEnd::TimedOut)),
+            Some(CallFailure::Signal(signal)) if FAULTS & bit(signal) != 0 && ptrace::signal_is_fault(tid) => {
+                self.let_go(0, (made, StopEnd::Fault))
             }
-            Some(Broken::Signal(signal)) => self.let_go(signal, (made, End::Signal)),
+            Some(CallFailure::Signal(signal)) => self.let_go(signal, (made, StopEnd::Signal)),
         }
     }
 
     /// Makes one call after the other. Returns how many were made and why not all.
-    fn call_all(&self, calls: &[Call], answers: &mut [i64], limits: &Limits, gate: &Gate) -> (usize, Option<Broken>) {
+    fn call_all(
+        &self,
+        calls: &[Call],
+        answers: &mut [i64],
+        limits: &Limits,
+        progress: &AttemptProgress,
+    ) -> (usize, Option<CallFailure>) {
         let mut made = 0;
         for (call, answer) in calls.iter().zip(answers) {
-            let registers = match self.way {
+            let registers = match self.trampoline {
                 // To the `ret` behind the instruction.
-                Some(way) => regs::entering(self.own, self.home.base, way.call.wrapping_add(2), call.nr, &call.args),
-                None => regs::calling(self.own, self.tracee.instruction, call.nr, &call.args),
+                Some(trampoline) => regs::entering(
+                    self.original,
+                    self.frame.base,
+                    trampoline.syscall.wrapping_add(2),
+                    call.nr,
+                    &call.args,
+                ),
+                None => regs::calling(self.original, self.tracee.instruction, call.nr, &call.args),
             };
             for _ in 0..RESTARTS {
-                match self.call_once(&registers, limits, gate) {
+                match self.call_once(&registers, limits, progress) {
                     Ok(value) => *answer = value,
                     Err(broken) => return (made, Some(broken)),
                 }
@@ -281,11 +311,16 @@ impl Calling<'_> {
         (made, None)
     }
 
-    fn call_once(&self, registers: &Registers, limits: &Limits, gate: &Gate) -> Result<i64, Broken> {
+    fn call_once(
+        &self,
+        registers: &Registers,
+        limits: &Limits,
+        progress: &AttemptProgress,
+    ) -> Result<i64, CallFailure> {
         let tid = self.tracee.tid;
-        let gone = |_: Errno| Broken::Gone;
+        let gone = |_: Errno| CallFailure::Gone;
         // With a way home it is on it, and comes to the entry of `rt_sigreturn`.
-        if self.way.is_none() {
+        if self.trampoline.is_none() {
             ptrace::set_registers(tid, registers).map_err(gone)?;
             fault::point("registers-set");
         }
@@ -298,51 +333,51 @@ impl Calling<'_> {
         let mut until_ns = clock_ns().saturating_add(limits.stop_ns);
         loop {
             match wait(tid, until_ns, &mut unused) {
-                Look::Syscall if !inside => {
+                TraceeEvent::Syscall if !inside => {
                     fault::point("entry");
                     inside = true;
                     until_ns = clock_ns().saturating_add(limits.call_ns);
-                    if self.way.is_some() {
+                    if self.trampoline.is_some() {
                         ptrace::set_registers(tid, registers).map_err(gone)?;
                         fault::point("call-set");
                     }
                     ptrace::resume_to_syscall(tid).map_err(gone)?;
                     fault::point("called");
                 }
-                Look::Syscall => {
+                TraceeEvent::Syscall => {
                     fault::point("exit");
                     let answer = signed(ptrace::registers(tid).map_err(gone)?.rax);
                     return if interrupted && (-516..=-512).contains(&answer) {
-                        Err(Broken::TimedOut)
+                        Err(CallFailure::TimedOut)
                     } else {
                         Ok(answer)
                     };
                 }
-                Look::Trap { .. } if interrupted => return Err(Broken::TimedOut),
+                TraceeEvent::Trap { .. } if interrupted => return Err(CallFailure::TimedOut),
                 // Job control; the detaching puts the thread back into its group's stop.
-                Look::Trap { .. } => ptrace::resume_to_syscall(tid).map_err(gone)?,
-                Look::Signal(signal) => return Err(Broken::Signal(signal)),
-                Look::Gone => return Err(Broken::Gone),
-                Look::Nothing if !interrupted => {
+                TraceeEvent::Trap { .. } => ptrace::resume_to_syscall(tid).map_err(gone)?,
+                TraceeEvent::Signal(signal) => return Err(CallFailure::Signal(signal)),
+                TraceeEvent::Gone => return Err(CallFailure::Gone),
+                TraceeEvent::Nothing if !interrupted => {
                     interrupted = true;
                     until_ns = clock_ns().saturating_add(GRACE_NS);
                     ptrace::interrupt(tid).map_err(gone)?;
                 }
-                Look::Nothing => {
+                TraceeEvent::Nothing => {
                     // Nothing more can be done than to stay: the thread cannot be restored before it stops.
                     until_ns = u64::MAX;
-                    gate.get_stuck();
+                    progress.get_stuck();
                 }
             }
         }
     }
 
     /// Gives the thread its own signals, registers, memory and filter back, and lets it go with `signal`.
-    fn let_go(&self, signal: i32, outcome: (usize, End)) -> (usize, End) {
+    fn let_go(&self, signal: i32, outcome: (usize, StopEnd)) -> (usize, StopEnd) {
         match self.restore().and_then(|()| ptrace::detach(self.tracee.tid, signal)) {
             Ok(()) => outcome,
             // Killed meanwhile.
-            Err(_) => (outcome.0, End::Gone),
+            Err(_) => (outcome.0, StopEnd::Gone),
         }
     }
 
@@ -350,7 +385,7 @@ impl Calling<'_> {
         let tid = self.tracee.tid;
         ptrace::set_signal_mask(tid, self.mask)?;
         fault::point("mask-restored");
-        ptrace::set_registers(tid, self.own)?;
+        ptrace::set_registers(tid, self.original)?;
         fault::point("registers-restored");
         self.undo_frame();
         fault::point("memory-restored");
@@ -361,8 +396,8 @@ impl Calling<'_> {
 
     /// Puts back the dead memory that the frame was written on.
     fn undo_frame(&self) {
-        if self.way.is_some() {
-            self.home.unwrite(self.tracee.tid);
+        if self.trampoline.is_some() {
+            self.frame.unwrite(self.tracee.tid);
         }
     }
 }

@@ -13,9 +13,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 /// `syscall; ret`.
-const CALL: &[u8] = &[0x0f, 0x05, 0xc3];
+const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
 /// `mov $15,%rax; syscall` and `mov $15,%eax; syscall`: `rt_sigreturn`.
-const BACK: [&[u8]; 2] = [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
+const SIGRETURN: [&[u8]; 2] = [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
 /// What is searched of one mapping, and for one process. Both pieces are in the first megabyte of glibc, musl and Go
 /// programs; in larger ones nothing may be there at all.
 const MAPPING_BYTES: u64 = 8 << 20;
@@ -28,29 +28,29 @@ const KEPT: usize = 1024;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Trampoline {
     /// `syscall; ret`.
-    pub call: u64,
+    pub syscall: u64,
     /// `rt_sigreturn`.
-    pub back: u64,
+    pub sigreturn: u64,
 }
 
 impl Trampoline {
     /// Whether the code is still there, looked at in the stop. Does not allocate.
     pub fn is_there(self, tid: i32) -> bool {
         let mut code = [0_u8; 16];
-        for (half, at) in code.chunks_exact_mut(8).zip([self.back, self.back.wrapping_add(8)]) {
+        for (half, at) in code.chunks_exact_mut(8).zip([self.sigreturn, self.sigreturn.wrapping_add(8)]) {
             let Ok(word) = ptrace::peek(tid, at) else { return false };
             half.copy_from_slice(&word.to_le_bytes());
         }
-        BACK.iter().any(|back| code.starts_with(back))
-            && ptrace::peek(tid, self.call).is_ok_and(|word| word.to_le_bytes().starts_with(CALL))
+        SIGRETURN.iter().any(|piece| code.starts_with(piece))
+            && ptrace::peek(tid, self.syscall).is_ok_and(|word| word.to_le_bytes().starts_with(SYSCALL_RET))
     }
 }
 
 /// What a mapping of a file holds, by offset from the mapping's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Pieces {
-    call: Option<u64>,
-    back: Option<u64>,
+    syscall: Option<u64>,
+    sigreturn: Option<u64>,
 }
 
 /// Device, inode, offset and length of a mapping.
@@ -76,14 +76,14 @@ pub fn find(process: &Process, tid: i32) -> Option<Trampoline> {
     }
     let memory = process.open_file(&format!("task/{tid}/mem")).ok()?;
     let maps = parse_maps(&process.read_file(&format!("task/{tid}/maps")).ok()?).ok()?;
-    let (mut call, mut back) = (None, None);
+    let (mut syscall, mut sigreturn) = (None, None);
     let mut left = PROCESS_BYTES;
     for vma in in_order(&maps) {
         let pieces = look_up(vma, &memory, &mut left);
-        call = call.or(pieces.call.map(|offset| vma.start + offset));
-        back = back.or(pieces.back.map(|offset| vma.start + offset));
-        if let (Some(call), Some(back)) = (call, back) {
-            let found = Trampoline { call, back };
+        syscall = syscall.or(pieces.syscall.map(|offset| vma.start + offset));
+        sigreturn = sigreturn.or(pieces.sigreturn.map(|offset| vma.start + offset));
+        if let (Some(syscall), Some(sigreturn)) = (syscall, sigreturn) {
+            let found = Trampoline { syscall, sigreturn };
             let mut known = known();
             if known.processes.len() >= KEPT {
                 known.processes.clear();
@@ -143,7 +143,7 @@ impl Pieces {
                     .is_ok_and(|_| any_of.iter().any(|piece| code.starts_with(piece)))
             })
         };
-        holds(self.call, &[CALL]) && holds(self.back, &BACK)
+        holds(self.syscall, &[SYSCALL_RET]) && holds(self.sigreturn, &SIGRETURN)
     }
 }
 
@@ -151,14 +151,15 @@ fn search(memory: &File, start: u64, bytes: u64) -> Pieces {
     let mut pieces = Pieces::default();
     let mut chunk = vec![0; CHUNK_BYTES];
     let mut at = 0;
-    while at < bytes && (pieces.call.is_none() || pieces.back.is_none()) {
+    while at < bytes && (pieces.syscall.is_none() || pieces.sigreturn.is_none()) {
         let wanted = usize::try_from(bytes - at).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
         // Unreadable (beyond the file's end, a device): what was found so far is all.
         let Ok(read @ 1..) = memory.read_at(&mut chunk[..wanted], start + at) else { break };
         let here = &chunk[..read];
-        pieces.call = pieces.call.or_else(|| position(here, CALL).map(|found| at + found as u64));
-        pieces.back =
-            pieces.back.or_else(|| BACK.iter().find_map(|piece| position(here, piece)).map(|found| at + found as u64));
+        pieces.syscall = pieces.syscall.or_else(|| position(here, SYSCALL_RET).map(|found| at + found as u64));
+        pieces.sigreturn = pieces
+            .sigreturn
+            .or_else(|| SIGRETURN.iter().find_map(|piece| position(here, piece)).map(|found| at + found as u64));
         if read < wanted || wanted < CHUNK_BYTES {
             break;
         }
@@ -185,10 +186,10 @@ mod tests {
         assert_eq!(find(&own, own.pid()), Some(found));
         let memory = own.open_file("mem").unwrap();
         let mut code = [0; 9];
-        memory.read_exact_at(&mut code, found.back).unwrap();
-        assert!(BACK.iter().any(|back| code.starts_with(back)));
-        memory.read_exact_at(&mut code, found.call).unwrap();
-        assert!(code.starts_with(CALL));
+        memory.read_exact_at(&mut code, found.sigreturn).unwrap();
+        assert!(SIGRETURN.iter().any(|piece| code.starts_with(piece)));
+        memory.read_exact_at(&mut code, found.syscall).unwrap();
+        assert!(code.starts_with(SYSCALL_RET));
         forget(&own);
         assert_eq!(find(&own, own.pid()), Some(found), "by the file's entry");
     }
@@ -196,11 +197,11 @@ mod tests {
     #[test]
     fn pieces_across_chunks_are_found() {
         let mut bytes = vec![0x90; CHUNK_BYTES + 100];
-        bytes[CHUNK_BYTES - 4..][..BACK[0].len()].copy_from_slice(BACK[0]);
-        bytes[CHUNK_BYTES + 50..][..CALL.len()].copy_from_slice(CALL);
+        bytes[CHUNK_BYTES - 4..][..SIGRETURN[0].len()].copy_from_slice(SIGRETURN[0]);
+        bytes[CHUNK_BYTES + 50..][..SYSCALL_RET.len()].copy_from_slice(SYSCALL_RET);
         let own = File::open("/proc/self/mem").unwrap();
         let pieces = search(&own, bytes.as_ptr() as u64, bytes.len() as u64);
-        assert_eq!(pieces.back, Some(CHUNK_BYTES as u64 - 4));
-        assert_eq!(pieces.call, Some(CHUNK_BYTES as u64 + 50));
+        assert_eq!(pieces.sigreturn, Some(CHUNK_BYTES as u64 - 4));
+        assert_eq!(pieces.syscall, Some(CHUNK_BYTES as u64 + 50));
     }
 }

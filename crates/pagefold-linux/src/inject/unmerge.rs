@@ -8,7 +8,7 @@
 //! ksmd has mapped to the kernel's, which only the call itself gives back, and kernels that do not tell merged pages from
 //! those shared through fork, which reading would copy too: there a mapping is unmarked in steps.
 
-use crate::inject::{Call, InjectError, Injector, Limits, Report};
+use crate::inject::{Call, InjectError, InjectionReport, Injector, Limits};
 use crate::os::fault;
 use crate::proc::Roots;
 use crate::proc::headroom::headroom;
@@ -33,7 +33,7 @@ const ROUNDS: u32 = 5;
 
 /// What came of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Unfolded {
+pub struct Unmerged {
     /// Address space unmarked.
     pub unmarked: Bytes,
     /// Memory that has its own copy again. Zero pages count only where the kernel tells of them (6.10).
@@ -44,7 +44,7 @@ pub struct Unfolded {
 
 /// Why it could not be done, or not wholly.
 #[derive(Debug, Error)]
-pub enum UnfoldError {
+pub enum UnmergeError {
     /// The process cannot be read.
     #[error(transparent)]
     Read(#[from] ReadError),
@@ -78,7 +78,7 @@ pub(crate) fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (
 }
 
 /// How much of a process's address space one call may unmark: little where the call itself has to make the copies.
-pub(crate) fn step_of(process: &Process) -> Result<Bytes, ReadError> {
+pub(crate) fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
     let zero_kib = KsmStat::of(process)?.zero_kib;
     let copies = zero_kib.saturating_mul(1024) > STEP_BYTES || !tells_merged();
     Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
@@ -86,17 +86,17 @@ pub(crate) fn step_of(process: &Process) -> Result<Bytes, ReadError> {
 
 /// Makes calls that unmark, one by one, each after the copies for it, as long as the process's memory limits leave room
 /// for the next step. `report` has what was done, also when that is not all.
-pub(crate) fn in_steps(
+pub(crate) fn unmark_in_steps(
     process: &Process,
     injector: &mut Injector,
     roots: &Roots,
     calls: &[Call],
-    report: &mut Report,
-) -> Result<(), UnfoldError> {
+    report: &mut InjectionReport,
+) -> Result<(), UnmergeError> {
     let limits = Limits { calls_per_stop: 1, ..Limits::default() };
     let wanted = Bytes(STEP_BYTES + MARGIN_BYTES);
     let check = || match headroom(process, &roots.proc, &roots.cgroup)? {
-        left if left < wanted => Err(UnfoldError::NoRoom { pid: process.pid(), left, wanted }),
+        left if left < wanted => Err(UnmergeError::NoRoom { pid: process.pid(), left, wanted }),
         _ => Ok(()),
     };
     let mut reader = PageReader::new();
@@ -121,7 +121,7 @@ pub(crate) fn in_steps(
 }
 
 /// Unmarks all that is marked in a process, as far as its memory limits leave room for it.
-pub fn unfold(process: &Process, injector: &mut Injector, roots: &Roots) -> Result<Unfolded, UnfoldError> {
+pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Result<Unmerged, UnmergeError> {
     let (pid, stat) = (process.pid(), process.stat()?);
     // Without memory there is nothing marked either: whoever names one has to hear that it is the wrong one.
     if stat.kernel_thread {
@@ -131,16 +131,16 @@ pub fn unfold(process: &Process, injector: &mut Injector, roots: &Roots) -> Resu
         return Err(InjectError::Zombie { pid }.into());
     }
     let before = State::of(process)?;
-    let mut done = Unfolded { unmarked: before.marked_bytes(), ..Unfolded::default() };
+    let mut done = Unmerged { unmarked: before.marked_bytes(), ..Unmerged::default() };
     let mut state = before.clone();
     let mut why = String::new();
     for _ in 0..ROUNDS {
-        let calls = state.calls(step_of(process)?);
+        let calls = state.calls(step_bytes(process)?);
         if calls.is_empty() {
             break;
         }
-        let mut report = Report::default();
-        let ran = in_steps(process, injector, roots, &calls, &mut report);
+        let mut report = InjectionReport::default();
+        let ran = unmark_in_steps(process, injector, roots, &calls, &mut report);
         done.longest_stop_ns = done.longest_stop_ns.max(report.longest_stop_ns);
         if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
             why = errno.to_string();
@@ -152,7 +152,7 @@ pub fn unfold(process: &Process, injector: &mut Injector, roots: &Roots) -> Resu
     if !state.is_marked() {
         return Ok(done);
     }
-    Err(UnfoldError::Left { pid: process.pid(), why })
+    Err(UnmergeError::Left { pid: process.pid(), why })
 }
 
 /// What is marked and merged in a process.

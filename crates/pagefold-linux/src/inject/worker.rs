@@ -10,7 +10,7 @@
 //! Requests and replies are one JSON object per line on a socket pair. Replies carry the number of their
 //! request: one that came too late is recognised and dropped.
 
-use super::{Call, InjectError, Limits, Report, held, inject, unsigned};
+use super::{Call, InjectError, InjectionReport, Limits, held, inject, unsigned};
 use crate::os::peer::{Peer, own_uid};
 use crate::os::privileges::{INJECTING, keep_from_dumps, keep_only};
 use crate::proc::process::Process;
@@ -49,7 +49,7 @@ pub(crate) struct Reply {
     cpu_ns: u64,
     /// Why it works for nobody like us, if it does not.
     refusal: Option<String>,
-    result: Result<Report, InjectError>,
+    result: Result<InjectionReport, InjectError>,
 }
 
 /// A worker process, as seen by the one that it works for. Dropped, it tells the worker to end.
@@ -58,7 +58,7 @@ pub struct Injector(Arc<Mutex<Connection>>);
 
 /// The same for somebody who asks beside its owner: does not keep the worker from ending.
 #[derive(Clone, Debug)]
-pub struct Beside(Weak<Mutex<Connection>>);
+pub struct InjectorHandle(Weak<Mutex<Connection>>);
 
 #[derive(Debug)]
 struct Connection {
@@ -115,7 +115,7 @@ impl Injector {
     ///
     /// A worker that does not answer in time is left alone and never killed: it may hold a target that only it can
     /// restore. Later requests wait their turn behind what it is doing.
-    pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
+    pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
         self.lock().run(process, calls, limits)
     }
 
@@ -136,8 +136,8 @@ impl Injector {
     }
 
     /// For somebody who asks beside the owner.
-    pub fn beside(&self) -> Beside {
-        Beside(Arc::downgrade(&self.0))
+    pub fn handle(&self) -> InjectorHandle {
+        InjectorHandle(Arc::downgrade(&self.0))
     }
 
     fn lock(&self) -> MutexGuard<'_, Connection> {
@@ -152,9 +152,9 @@ impl From<Connection> for Injector {
     }
 }
 
-impl Beside {
+impl InjectorHandle {
     /// The same as [`Injector::run`], as long as the owner has it.
-    pub fn run(&self, process: &Process, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
+    pub fn run(&self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
         let connection = self.0.upgrade().ok_or(InjectError::WorkerGone)?;
         Injector(connection).run(process, calls, limits)
     }
@@ -170,7 +170,7 @@ impl Connection {
         Self { child, pid, stream, pending: Vec::new(), last_id: 0, broken: false, refusal: None, cpu_ns: 0 }
     }
 
-    fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<Report, InjectError> {
+    fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
         if self.broken {
             return Err(InjectError::WorkerSilent);
         }
@@ -183,11 +183,11 @@ impl Connection {
             calls: calls.to_vec(),
             limits: *limits,
         };
-        let patience = patience(calls.len(), limits);
-        let deadline = Instant::now() + patience;
-        let mut line = serde_json::to_vec(&request).map_err(|error| nonsense(&error))?;
+        let limit = reply_limit(calls.len(), limits);
+        let deadline = Instant::now() + limit;
+        let mut line = serde_json::to_vec(&request).map_err(|error| malformed(&error))?;
         line.push(b'\n');
-        self.stream.set_write_timeout(Some(patience)).map_err(|_| InjectError::WorkerGone)?;
+        self.stream.set_write_timeout(Some(limit)).map_err(|_| InjectError::WorkerGone)?;
         let written = self.stream.write_all(&line).map_err(|error| {
             self.broken = disconnected(&error) == InjectError::WorkerSilent;
             disconnected(&error)
@@ -198,7 +198,7 @@ impl Connection {
         }
         loop {
             let line = self.line(deadline)?;
-            let reply: Reply = serde_json::from_slice(&line).map_err(|error| nonsense(&error))?;
+            let reply: Reply = serde_json::from_slice(&line).map_err(|error| malformed(&error))?;
             if reply.version != VERSION {
                 return Err(InjectError::Protocol { what: format!("version {} of the protocol", reply.version) });
             }
@@ -252,7 +252,7 @@ impl Drop for Connection {
 }
 
 /// How long a reply may take: every limit used up, each batch tried twice.
-pub(crate) fn patience(calls: usize, limits: &Limits) -> Duration {
+pub(crate) fn reply_limit(calls: usize, limits: &Limits) -> Duration {
     let calls = u64::try_from(calls).unwrap_or(u64::MAX);
     let per_stop = u64::try_from(limits.calls_per_stop.max(1)).unwrap_or(1);
     let stops_ns = calls.div_ceil(per_stop).saturating_mul(limits.stop_ns).saturating_mul(2);
@@ -267,7 +267,7 @@ fn disconnected(error: &io::Error) -> InjectError {
     }
 }
 
-fn nonsense(error: &serde_json::Error) -> InjectError {
+fn malformed(error: &serde_json::Error) -> InjectError {
     InjectError::Protocol { what: error.to_string() }
 }
 
@@ -284,7 +284,7 @@ pub fn serve() -> ! {
     let mut output = io::stdout().lock();
     if let Some(refusal) = refusal(&input) {
         let result = Err(InjectError::WorkerGone);
-        let _ = say(&mut output, &Reply::new(0, Some(refusal), result));
+        let _ = send(&mut output, &Reply::new(0, Some(refusal), result));
         std::process::exit(1)
     }
     let mut line = Vec::new();
@@ -299,7 +299,7 @@ pub fn serve() -> ! {
             break;
         }
         let (id, result) = answer(&line);
-        if say(&mut output, &Reply::new(id, None, result)).is_err() {
+        if send(&mut output, &Reply::new(id, None, result)).is_err() {
             break;
         }
     }
@@ -310,12 +310,12 @@ pub fn serve() -> ! {
 }
 
 impl Reply {
-    fn new(id: u64, refusal: Option<String>, result: Result<Report, InjectError>) -> Self {
+    fn new(id: u64, refusal: Option<String>, result: Result<InjectionReport, InjectError>) -> Self {
         Self { version: VERSION, id, pid: std::process::id(), cpu_ns: cpu_ns(), refusal, result }
     }
 }
 
-fn say(output: &mut impl Write, reply: &Reply) -> io::Result<()> {
+fn send(output: &mut impl Write, reply: &Reply) -> io::Result<()> {
     let mut bytes = serde_json::to_vec(reply)?;
     bytes.push(b'\n');
     output.write_all(&bytes).and_then(|()| output.flush())
@@ -328,10 +328,10 @@ fn refusal(input: &impl AsFd) -> Option<String> {
     (!trusted(peer.uid)).then(|| "only root may have other programs' calls made; run it with sudo".to_owned())
 }
 
-fn answer(line: &[u8]) -> (u64, Result<Report, InjectError>) {
+fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {
     let request: Request = match serde_json::from_slice(line) {
         Ok(request) => request,
-        Err(error) => return (0, Err(nonsense(&error))),
+        Err(error) => return (0, Err(malformed(&error))),
     };
     if request.version != VERSION {
         let what = format!("version {} of the protocol", request.version);
@@ -414,12 +414,12 @@ mod tests {
 
     #[test]
     fn replies_survive_the_wire() {
-        let report = Report {
+        let report = InjectionReport {
             results: vec![Ok(u64::MAX), Err(super::super::Errno(12))],
             stops: 1,
             longest_stop_ns: 2,
             total_stop_ns: 3,
-            ..Report::default()
+            ..InjectionReport::default()
         };
         for result in [Ok(report), Err(InjectError::Traced { pid: 1, by: 2 }), Err(InjectError::WorkerSilent)] {
             let reply = Reply::new(u64::MAX, None, result.clone());
@@ -431,7 +431,7 @@ mod tests {
     #[test]
     fn patience_is_bounded() {
         let endless = Limits { stop_ns: u64::MAX, call_ns: u64::MAX, calls_per_stop: 0 };
-        assert_eq!(patience(usize::MAX, &endless), Duration::from_secs(3600));
-        assert!(patience(0, &Limits::default()) >= SLACK);
+        assert_eq!(reply_limit(usize::MAX, &endless), Duration::from_secs(3600));
+        assert!(reply_limit(0, &Limits::default()) >= SLACK);
     }
 }

@@ -12,7 +12,7 @@
 //! well). [`ask_inside`] makes such a process query it, which stops it once. If that is not possible the result is
 //! `Unknown`; the deny list and the rules for mappings still apply.
 
-use crate::inject::{Beside, Call, Injector, Limits};
+use crate::inject::{Call, Injector, InjectorHandle, Limits};
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::Status;
 use std::cell::RefCell;
@@ -32,14 +32,14 @@ thread_local! {
 
 /// The injector that this thread queries through, and the answers so far.
 struct Asker {
-    injector: Beside,
+    injector: InjectorHandle,
     /// By pid: start time, time of the query, answer.
     answers: BTreeMap<i32, (u64, Instant, Dumpable)>,
 }
 
 /// Makes [`ask_inside`] use this injector in the calling thread.
 pub fn ask_through(injector: &Injector) {
-    ASKER.set(Some(Asker { injector: injector.beside(), answers: BTreeMap::new() }));
+    ASKER.set(Some(Asker { injector: injector.handle(), answers: BTreeMap::new() }));
 }
 
 /// Makes the process query its attribute (PR_GET_DUMPABLE), if this thread has an injector. Stops the process for some tens

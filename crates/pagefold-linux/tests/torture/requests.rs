@@ -3,7 +3,7 @@
 use crate::Run;
 use crate::victims::{Class, Member, Signals, Target};
 use pagefold_core::random::Random;
-use pagefold_linux::inject::{Call, Errno, InjectError, Limits, Report, inject, inject_thread};
+use pagefold_linux::inject::{Call, Errno, InjectError, InjectionReport, Limits, inject, inject_thread};
 use pagefold_testkit::injection::{MERGEABLE, ON_STACK, PLAIN, UNMERGEABLE, injector};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -56,7 +56,7 @@ fn request(
     run: &Run,
     member: &Member,
     random: &mut Random,
-    make: impl FnOnce(&Target, &[Call], &Limits, &mut Random) -> Result<Report, InjectError>,
+    make: impl FnOnce(&Target, &[Call], &Limits, &mut Random) -> Result<InjectionReport, InjectError>,
 ) -> bool {
     // Between two short-lived victims.
     let Some(target) = member.target() else {

@@ -1,7 +1,7 @@
 //! The results of the requests, and the lengths of the stops.
 
 use crate::victims::Victims;
-use pagefold_linux::inject::{InjectError, Report};
+use pagefold_linux::inject::{InjectError, InjectionReport};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -53,7 +53,7 @@ fn name_of(error: &InjectError) -> &'static str {
 }
 
 impl Results {
-    pub fn record(&self, name: &str, result: &Result<Report, InjectError>) {
+    pub fn record(&self, name: &str, result: &Result<InjectionReport, InjectError>) {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         let line = lines.entry(name.to_owned()).or_default();
         match result {

@@ -8,7 +8,7 @@ use pagefold_cli::flags::AuditFlags;
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style::{self, Style};
 use pagefold_core::units::Bytes;
-use pagefold_linux::inject::unmerge::{UnfoldError, unfold};
+use pagefold_linux::inject::unmerge::{UnmergeError, unmerge};
 use pagefold_linux::ksm::controller::scan_and_restore;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
 use pagefold_linux::proc::Roots;
@@ -95,7 +95,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
             unmarked_bytes: 0,
             failed: None,
         };
-        match unfold(&scoped.process, &mut injector, &Roots::default()) {
+        match unmerge(&scoped.process, &mut injector, &Roots::default()) {
             Ok(done) => {
                 process.given_back_bytes = done.given_back.0;
                 process.unmarked_bytes = done.unmarked.0;
@@ -104,9 +104,9 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
             Err(error) => {
                 eprintln!("pagefold: {error}");
                 code = match &error {
-                    UnfoldError::Inject(error) => preflight::inject_code(error),
-                    UnfoldError::Read(_) => exit::NO_SCOPE,
-                    UnfoldError::Left { .. } | UnfoldError::NoRoom { .. } => exit::FAILURE,
+                    UnmergeError::Inject(error) => preflight::inject_code(error),
+                    UnmergeError::Read(_) => exit::NO_SCOPE,
+                    UnmergeError::Left { .. } | UnmergeError::NoRoom { .. } => exit::FAILURE,
                 };
                 process.failed = Some(error.to_string());
             }

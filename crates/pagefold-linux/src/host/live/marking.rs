@@ -1,8 +1,8 @@
 //! Marking and unmarking spans of targets.
 
 use super::{Acting, Event, LiveHost};
-use crate::inject::unmerge::{UnfoldError, in_steps, step_of, steps};
-use crate::inject::{Call, Limits, Report};
+use crate::inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
+use crate::inject::{Call, InjectionReport, Limits};
 use crate::os::fault;
 use crate::proc::maps::VmaDetail;
 use crate::proc::process::ReadError;
@@ -97,7 +97,7 @@ impl LiveHost {
             let Some(target) = self.targets.get_mut(&pid) else { continue };
             // Read the mappings again just before acting: they may have changed, also into excluded ones.
             let current = target.details().and_then(|details| {
-                let unmark_step = if mark { None } else { Some(step_of(&target.process)?) };
+                let unmark_step = if mark { None } else { Some(step_bytes(&target.process)?) };
                 Ok((details, unmark_step))
             });
             let (details, unmark_step) = match current {
@@ -139,7 +139,7 @@ impl LiveHost {
     ) {
         let Some(target) = self.targets.get(&pid) else { return };
         work.done.iter().for_each(|&(at, pages)| add(&mut results[at], pages));
-        let mut report = Report::default();
+        let mut report = InjectionReport::default();
         let ran = match &mut self.hands {
             Acting::DryRun => {
                 work.parts.iter().for_each(|&(at, pages)| add(&mut results[at], pages));
@@ -150,9 +150,11 @@ impl LiveHost {
                 let limits = Limits { calls_per_stop: size.marks as usize, ..Limits::default() };
                 let ran = injector.run(&target.process, &work.calls, &limits);
                 fault::point("marked");
-                ran.map(|done| report = done).map_err(UnfoldError::from)
+                ran.map(|done| report = done).map_err(UnmergeError::from)
             }
-            Acting::Act { injector, .. } => in_steps(&target.process, injector, &self.roots, &work.calls, &mut report),
+            Acting::Act { injector, .. } => {
+                unmark_in_steps(&target.process, injector, &self.roots, &work.calls, &mut report)
+            }
         };
         if report.stops > 0 {
             outcome.stops.push(Stops {
@@ -169,7 +171,7 @@ impl LiveHost {
         }
         match ran {
             Ok(()) => {}
-            Err(UnfoldError::Inject(error)) => {
+            Err(UnmergeError::Inject(error)) => {
                 let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
                 work.parts.iter().for_each(|&(at, _)| results[at] = marking);
                 self.report_left_alone(pid, error.to_string());
