@@ -2,7 +2,7 @@
 
 use crate::options::{Kind, OPTIONS, OptionSpec, SECTIONS, Value, Values};
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
-use pagefold_linux::scope::exclude::DenyList;
+use pagefold_linux::scope::deny_list::DenyList;
 use std::path::Path;
 
 /// Defines a type that holds the values given by the flags of some sections.

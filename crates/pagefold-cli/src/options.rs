@@ -8,7 +8,7 @@
 use pagefold_core::config::Config;
 use pagefold_core::range;
 use pagefold_core::units::Permyriad;
-use pagefold_linux::scope::exclude::unfit_entry;
+use pagefold_linux::scope::deny_list::unfit_entry;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::time::Duration;

@@ -1,7 +1,8 @@
 //! Page tables: `/proc/PID/pagemap`, PAGEMAP_SCAN and `/proc/kpageflags`.
 
 use pagefold_linux::fuzzing::page_range;
-use pagefold_linux::proc::pagemap::{Categories, FrameFlags, KpageFlags, PagemapEntry};
+use pagefold_linux::proc::kpageflags::{FrameFlags, KpageFlags};
+use pagefold_linux::proc::pagemap::{Categories, PagemapEntry};
 use std::path::Path;
 
 /// Entries, ranges and frames from words: a private page is present, its own and anonymous; frames exist for present

@@ -17,10 +17,11 @@ use pagefold_linux::host::regions::Stretch;
 use pagefold_linux::host::targets::Target;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;
+use pagefold_linux::proc::kpageflags::shows_merged;
 use pagefold_linux::proc::memory::{Contents, PageReader, PageView, ReadHow};
-use pagefold_linux::proc::pagemap::tells_merged;
 use pagefold_linux::proc::process::ReadError;
-use pagefold_linux::scope::exclude::{DenyList, Exclusion};
+use pagefold_linux::scope::deny_list::DenyList;
+use pagefold_linux::scope::exclude::Exclusion;
 use pagefold_linux::scope::new_processes::NewProcesses;
 use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped};
 use std::fs::File;
@@ -64,7 +65,7 @@ pub struct Recorder {
     wish: Wish,
     stop: Interrupt,
     reader: PageReader,
-    tells_merged: bool,
+    shows_merged: bool,
     digests: Digests,
     random: File,
     frame_shift: u64,
@@ -100,7 +101,7 @@ impl Recorder {
             wish,
             stop,
             reader: PageReader::new(),
-            tells_merged: tells_merged(),
+            shows_merged: shows_merged(),
             digests: Digests::new(key),
             random,
             frame_shift,
@@ -257,10 +258,10 @@ impl Recorder {
                 together <= PIECE_PAGES
             });
             let (now, later) = rest.split_at(runs.count());
-            let Self { digests, reader, tells_merged, frame_shift, .. } = self;
+            let Self { digests, reader, shows_merged, frame_shift, .. } = self;
             reader.read_runs(&target.process, now, how, |view| {
                 pages
-                    .extend(page_of(&view, digests, *tells_merged, *frame_shift).map(|page| (view.page + shift, page)));
+                    .extend(page_of(&view, digests, *shows_merged, *frame_shift).map(|page| (view.page + shift, page)));
             })?;
             rest = later;
         }
@@ -269,9 +270,9 @@ impl Recorder {
 }
 
 /// What a page is in the record; `None` if it is absent.
-fn page_of(view: &PageView<'_>, digests: &Digests, tells_merged: bool, frame_shift: u64) -> Option<Page> {
+fn page_of(view: &PageView<'_>, digests: &Digests, shows_merged: bool, frame_shift: u64) -> Option<Page> {
     let state = match view.state {
-        PageState::Merged if !tells_merged => PageState::Shared,
+        PageState::Merged if !shows_merged => PageState::Shared,
         state => state,
     };
     let (digest, parts) = match (state, view.bytes) {

@@ -5,7 +5,7 @@ use pagefold_lab::record::{Deltas, Event, Page, Record, Snapshot, Source, State}
 use pagefold_lab::recorder::{Recorder, Wish};
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;
-use pagefold_linux::scope::exclude::DenyList;
+use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::{ScopeSpec, resolve};
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use serde_json::Value;

@@ -7,7 +7,7 @@ use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::ScopeSpec;
-use pagefold_linux::scope::exclude::DenyList;
+use pagefold_linux::scope::deny_list::DenyList;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;

@@ -5,7 +5,7 @@ use pagefold_linux::host::live::{HostMode, LiveHost};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::ScopeSpec;
-use pagefold_linux::scope::exclude::DenyList;
+use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_testkit::{is_root, skip, skip_unsupported};
 use std::io::ErrorKind;
 use std::path::Path;

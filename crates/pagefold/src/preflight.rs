@@ -10,7 +10,8 @@ use pagefold_linux::os::privileges::{PLACING, PrivilegeError, READING, keep_from
 use pagefold_linux::proc::process::{Process, ReadError};
 use pagefold_linux::proc::status::Status;
 use pagefold_linux::scope::Scoped;
-use pagefold_linux::scope::exclude::{DenyList, process_exclusion};
+use pagefold_linux::scope::deny_list::DenyList;
+use pagefold_linux::scope::exclude::process_exclusion;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;

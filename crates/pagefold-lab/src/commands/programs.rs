@@ -10,7 +10,7 @@ use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::memory::PageReader;
-use pagefold_linux::scope::exclude::DenyList;
+use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::{ScopeSpec, resolve};
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -12,7 +12,7 @@ use pagefold_linux::ksm::Knob;
 use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;
-use pagefold_linux::scope::exclude::DenyList;
+use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::{ScopeSpec, resolve};
 use pagefold_sim::{Costs, Knobs, Script, SimHost};
 use pagefold_testkit::{Holder, skip, skip_unsupported};

@@ -8,7 +8,7 @@ pub use marking::Changed;
 pub use placing::Policies;
 
 use self::placing::Placing;
-use crate::host::sampling::{Piece, Sampled, Work, sample};
+use crate::host::sampling::{RegionRuns, Sampled, SamplingJob, sample};
 use crate::host::targets::Target;
 use crate::inject::Injector;
 use crate::ksm::controller::KsmdController;
@@ -21,8 +21,8 @@ use crate::os::pressure::{MemoryMonitor, PressureError};
 use crate::proc::Roots;
 use crate::proc::memory::{Contents, PageReader, ReadHow};
 use crate::proc::process::ReadError;
+use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{self, DomainRules};
-use crate::scope::exclude::DenyList;
 use crate::scope::new_processes::NewProcesses;
 use crate::scope::{ScopeError, ScopeSpec};
 use pagefold_core::hash::Digester;
@@ -297,12 +297,12 @@ impl LiveHost {
     }
 
     /// Groups runs by region, leaving out processes whose reads do not return.
-    fn pieces<'a>(&'a self, runs: &'a [PageRun]) -> impl Iterator<Item = (Piece, &'a Target)> {
+    fn pieces<'a>(&'a self, runs: &'a [PageRun]) -> impl Iterator<Item = (RegionRuns, &'a Target)> {
         runs.chunk_by(|a, b| a.region == b.region).filter_map(|same_region| {
             let region = same_region[0].region;
             let target = self.targets.get(self.region_pids.get(&region)?).filter(|target| !target.is_stuck())?;
             let runs = same_region.iter().map(|run| (run.first, run.pages)).collect();
-            Some((Piece { region, process: target.process.clone(), runs }, target))
+            Some((RegionRuns { region, process: target.process.clone(), runs }, target))
         })
     }
 
@@ -373,12 +373,12 @@ impl Host for LiveHost {
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
         let before_ns = own_cpu_ns();
         let contents = if plan.shared { Contents::All } else { Contents::Merged };
-        let how = |piece: Piece, target: &Target| {
+        let how = |piece: RegionRuns, target: &Target| {
             let region = piece.region;
             let huge = target.regions.iter().any(|tracked| tracked.key == region && tracked.stretch.huge);
             (piece, ReadHow { huge, contents, activity: plan.activity.contains(&region) })
         };
-        let work = Work {
+        let work = SamplingJob {
             reads: self.pieces(&plan.runs).map(|(piece, target)| how(piece, target)).collect(),
             looks: self.pieces(&plan.inspect).map(|(piece, _)| piece).collect(),
             digester: Digester::new(plan.digest_seed),

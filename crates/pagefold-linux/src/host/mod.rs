@@ -2,5 +2,6 @@
 
 pub mod live;
 pub mod regions;
+mod restless;
 mod sampling;
 pub mod targets;

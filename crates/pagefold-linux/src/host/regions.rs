@@ -92,7 +92,7 @@ fn name_families(stretches: &mut [Stretch], program: u64) {
     let mut ranks: HashMap<(RegionKind, Pages), u64> = HashMap::new();
     for stretch in stretches {
         let rank = ranks.entry((stretch.kind, stretch.pages)).or_default();
-        let name = [stretch.kind as u64, stretch.pages.0, *rank];
+        let name = [stretch.kind.number(), stretch.pages.0, *rank];
         stretch.family = FamilyKey(name.iter().fold(program, |key, part| mix(key ^ part)));
         *rank += 1;
     }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 /// Pages of one region.
 #[derive(Debug)]
-pub(crate) struct Piece {
+pub(crate) struct RegionRuns {
     pub(crate) region: RegionKey,
     pub(crate) process: Arc<Process>,
     pub(crate) runs: Vec<(Vpn, u32)>,
@@ -21,11 +21,11 @@ pub(crate) struct Piece {
 
 /// The pages to read.
 #[derive(Debug)]
-pub(crate) struct Work {
+pub(crate) struct SamplingJob {
     /// Pages to sample.
-    pub(crate) reads: Vec<(Piece, ReadHow)>,
+    pub(crate) reads: Vec<(RegionRuns, ReadHow)>,
     /// Pages to search for merged frames.
-    pub(crate) looks: Vec<Piece>,
+    pub(crate) looks: Vec<RegionRuns>,
     pub(crate) digester: Digester,
     /// On machines with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
@@ -51,15 +51,16 @@ struct Progress {
 
 /// Reads the pages. The error names the process whose read does not return; the reader and the pages read so far are
 /// lost with it.
-pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32, Pending)> {
-    let Work { reads, looks, digester, topology } = work;
+pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sampled, (i32, Pending)> {
+    let SamplingJob { reads, looks, digester, topology } = work;
     let progress = Arc::new(Progress::default());
     let shared = progress.clone();
     let work = move || {
-        let mut pages =
-            Vec::with_capacity(reads.iter().flat_map(|(piece, _)| &piece.runs).map(|run| run.1 as usize).sum());
+        let expected =
+            reads.iter().flat_map(|(piece, _)| &piece.runs).map(|run| usize::try_from(run.1).unwrap_or(0)).sum();
+        let mut pages = Vec::with_capacity(expected);
         let mut failed = Vec::new();
-        for (Piece { region, process, runs }, how) in reads {
+        for (RegionRuns { region, process, runs }, how) in reads {
             if shared.given_up.load(Ordering::Relaxed) {
                 break;
             }
@@ -81,7 +82,7 @@ pub(crate) fn sample(mut reader: PageReader, work: Work) -> Result<Sampled, (i32
             }
         }
         let mut merged = Vec::new();
-        for Piece { region, process, runs } in looks {
+        for RegionRuns { region, process, runs } in looks {
             if shared.given_up.load(Ordering::Relaxed) {
                 break;
             }

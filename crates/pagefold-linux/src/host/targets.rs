@@ -5,6 +5,7 @@
 //! whose sizes change with nearly every mapping that is created, removed or grows, and from time to time maps (some
 //! 20 us), which shows the rest. Each of the three has its share of a core, for all processes together.
 
+use super::restless::Restless;
 use crate::host::regions::{Tracked, follow, stretches};
 use crate::os::abandonable::{Pending, run_abandonable};
 use crate::os::cpu::own_cpu_ns;
@@ -13,7 +14,8 @@ use crate::proc::pagemap::Pagemap;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::statm::Sizes;
 use crate::scope::Scoped;
-use crate::scope::exclude::{DenyList, Exclusion, process_exclusion};
+use crate::scope::deny_list::DenyList;
+use crate::scope::exclude::{Exclusion, process_exclusion};
 use pagefold_core::host::Span;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use std::fs::File;
@@ -33,14 +35,6 @@ const DRIFT_SHARE: u64 = 3_333;
 const MAPS_SHARE: u64 = 10_000;
 /// Shortest time between checks of the list of mappings, nanoseconds.
 const MAPS_MIN_NS: u64 = 1_000_000_000;
-
-/// Reads of the size of a process to detect that it maps and unmaps all the time: some 400 us together.
-const SIZE_READS: u32 = 256;
-/// It does if its size has decreased this often meanwhile: some 5,000 times a second. Growing is no sign of it.
-const SHRINKS: u32 = 2;
-/// Shortest time between such checks, nanoseconds, and how long a process is left alone after a positive one.
-const RESTLESS_CHECK_NS: u64 = 1_000_000_000;
-const RESTLESS_NS: u64 = 10_000_000_000;
 
 /// One process in scope.
 #[derive(Debug)]
@@ -72,17 +66,6 @@ pub struct Target {
     /// A read of its memory that does not return.
     stuck: Option<Pending>,
     restless: Restless,
-}
-
-/// Detects processes that map and unmap all the time. They, reads of them and ksmd compete for their mmap lock: a program
-/// that maps 200,000 times a second fell to an eighth of its speed while a gigabyte of it was being merged, and ksmd to
-/// a tenth (6.18).
-#[derive(Debug, Default)]
-struct Restless {
-    /// Address space at the last call, pages.
-    mapped: Option<u64>,
-    next_check_ns: u64,
-    until_ns: u64,
 }
 
 /// The state at the last survey of the mappings, to which later states are compared.
@@ -172,7 +155,10 @@ impl Target {
         if sizes.resident == 0 && !self.process.is_alive() {
             return Err(ReadError::Vanished { pid: self.process.pid() });
         }
-        if self.is_restless(now_ns, &sizes)? {
+        let mut restless = std::mem::take(&mut self.restless);
+        let is_restless = restless.check(now_ns, sizes.mapped, || Ok(self.sizes()?.mapped));
+        self.restless = restless;
+        if is_restless? {
             let changed = self.exclusion != Some(Exclusion::Restless);
             self.exclusion = Some(Exclusion::Restless);
             self.regions.clear();
@@ -225,24 +211,6 @@ impl Target {
             return Ok(now_ns >= surveyed.at_ns + surveyed.cost_ns * processes * share);
         }
         Ok(true)
-    }
-
-    /// Whether the process maps and unmaps all the time, or has done so recently.
-    fn is_restless(&mut self, now_ns: u64, sizes: &Sizes) -> Result<bool, ReadError> {
-        let differs = self.restless.mapped.replace(sizes.mapped) != Some(sizes.mapped);
-        if differs && now_ns >= self.restless.next_check_ns {
-            self.restless.next_check_ns = now_ns + RESTLESS_CHECK_NS;
-            let (mut before, mut shrinks) = (sizes.mapped, 0);
-            for _ in 0..SIZE_READS {
-                let mapped = self.sizes()?.mapped;
-                shrinks += u32::from(mapped < before);
-                before = mapped;
-            }
-            if shrinks >= SHRINKS {
-                self.restless.until_ns = now_ns + RESTLESS_NS;
-            }
-        }
-        Ok(now_ns < self.restless.until_ns)
     }
 
     /// Makes the next refresh survey the mappings whether or not they have changed.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::host::restless::RESTLESS_NS;
 use pagefold_core::units::Pages;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -12,12 +12,12 @@ use crate::inject::{Call, InjectError, InjectionReport, Injector, Limits};
 use crate::os::fault;
 use crate::proc::Roots;
 use crate::proc::headroom::headroom;
+use crate::proc::kpageflags::shows_merged;
 use crate::proc::ksm_stat::KsmStat;
 use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::memory::PageReader;
 use crate::proc::merge_any::PR_SET_MEMORY_MERGE;
 use crate::proc::numa::PreferNode;
-use crate::proc::pagemap::tells_merged;
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
 use thiserror::Error;
@@ -80,7 +80,7 @@ pub(crate) fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (
 /// How much of a process's address space one call may unmark: little where the call itself has to make the copies.
 pub(crate) fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
     let zero_kib = KsmStat::of(process)?.zero_kib;
-    let copies = zero_kib.saturating_mul(1024) > STEP_BYTES || !tells_merged();
+    let copies = zero_kib.saturating_mul(1024) > STEP_BYTES || !shows_merged();
     Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
 }
 
@@ -102,7 +102,7 @@ pub(crate) fn unmark_in_steps(
     let mut reader = PageReader::new();
     let _prefer_node = PreferNode::of(process);
     for call in calls {
-        if call.nr == libc::SYS_madvise && tells_merged() {
+        if call.nr == libc::SYS_madvise && shows_merged() {
             for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(STEP_BYTES)) {
                 check()?;
                 reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;

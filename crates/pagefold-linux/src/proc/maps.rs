@@ -4,7 +4,7 @@
 //! and not the backslash, so the escape is ambiguous: names are kept as printed, including a final ` (deleted)`.
 
 use crate::proc::process::{Process, ReadError};
-use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
+use pagefold_core::units::{PAGE_BYTES, Pages, Vpn};
 use std::fmt;
 
 /// Permissions of a mapping.
@@ -48,7 +48,7 @@ impl Vma {
 
     /// Length of the address range.
     pub fn pages(&self) -> Pages {
-        Pages((self.end - self.start) / PAGE_SIZE as u64)
+        Pages((self.end - self.start) / PAGE_BYTES)
     }
 
     /// Whether the kernel provides the mapping: `[vdso]`, `[vvar]`, `[vvar_vclock]`, `[vsyscall]`, `[uprobes]`.
@@ -144,6 +144,19 @@ pub enum RegionKind {
     GuestRam,
     /// Written pages of a private file mapping.
     FileCopy,
+}
+
+impl RegionKind {
+    /// A number that is different for each kind.
+    pub(crate) fn number(self) -> u64 {
+        match self {
+            Self::Heap => 0,
+            Self::Stack => 1,
+            Self::Anonymous => 2,
+            Self::GuestRam => 3,
+            Self::FileCopy => 4,
+        }
+    }
 }
 
 impl fmt::Display for RegionKind {
@@ -271,7 +284,7 @@ fn parse_line(line: &[u8]) -> Result<Vma, &'static str> {
     };
     let (range, perms, offset, device, inode) = (field(), field(), field(), field(), field());
     let (start, end) = pair(range, b'-')?;
-    if start >= end || start % PAGE_SIZE as u64 != 0 || end % PAGE_SIZE as u64 != 0 {
+    if start >= end || start % PAGE_BYTES != 0 || end % PAGE_BYTES != 0 {
         return Err("a mapping's addresses are not whole pages in order");
     }
     let (major, minor) = pair(device, b':')?;

@@ -17,11 +17,12 @@ mod batch;
 
 use self::batch::{BRIDGE_PAGES, Batch, huge_by_frames};
 use crate::os::fault;
-use crate::proc::pagemap::{Categories, KpageFlags, PageRange, Pagemap, PagemapEntry, ScanError};
+use crate::proc::kpageflags::KpageFlags;
+use crate::proc::pagemap::{Categories, PageRange, Pagemap, PagemapEntry, ScanError};
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::hash::PageBytes;
 use pagefold_core::host::PageState;
-use pagefold_core::units::{Pages, Vpn};
+use pagefold_core::units::{Pages, Vpn, count};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -366,7 +367,7 @@ impl PageReader {
         let batch = &mut self.batch;
         batch.ranges.clear();
         let populated = Categories::PRESENT.or(Categories::SWAPPED);
-        let scanned = if pages.0 > 8 * WALK_ENTRIES as u64 {
+        let scanned = if pages.0 > 8 * count(WALK_ENTRIES) {
             held.pagemap.scan(first, pages, populated, &mut batch.ranges)
         } else {
             Err(ScanError::Absent)
@@ -426,13 +427,13 @@ fn walk_entries(
 ) -> Result<(), ReadError> {
     let mut done = 0;
     while done < pages.0 {
-        let count = usize::try_from(pages.0 - done).map_or(WALK_ENTRIES, |rest| rest.min(WALK_ENTRIES));
-        if entries.len() < count {
-            entries.resize(count, 0);
+        let length = usize::try_from(pages.0 - done).map_or(WALK_ENTRIES, |rest| rest.min(WALK_ENTRIES));
+        if entries.len() < length {
+            entries.resize(length, 0);
         }
-        pagemap.read(first + done, &mut entries[..count])?;
-        visit(first + done, &entries[..count])?;
-        done += count as u64;
+        pagemap.read(first + done, &mut entries[..length])?;
+        visit(first + done, &entries[..length])?;
+        done += count(length);
     }
     Ok(())
 }

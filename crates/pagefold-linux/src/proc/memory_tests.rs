@@ -1,4 +1,4 @@
-use super::batch::{Piece, process_vm_readv};
+use super::batch::{IoRange, process_vm_readv};
 use super::*;
 use pagefold_core::units::PAGE_SIZE;
 use std::collections::HashMap;
@@ -232,8 +232,8 @@ fn reading_does_not_unshare_pages_shared_by_fork() {
     // The control: a plain process_vm_readv does unshare pages.
     let mut bytes = vec![0u8; 4 * PAGE_SIZE];
     let length = 4 * PAGE_SIZE;
-    let local = Piece { address: bytes.as_mut_ptr() as u64, length };
-    let got = process_vm_readv(own().pid(), &[local], &[Piece { address: first.address(), length }]).unwrap();
+    let local = IoRange { address: bytes.as_mut_ptr() as u64, length };
+    let got = process_vm_readv(own().pid(), &[local], &[IoRange { address: first.address(), length }]).unwrap();
     assert_eq!((got, exclusive(&mut reader)), (length, 5));
 }
 

@@ -5,13 +5,11 @@
 
 use crate::os::fault;
 use crate::proc::process::{Process, ReadError};
-use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
+use pagefold_core::units::{PAGE_BYTES, Pages, Vpn, count};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::sync::OnceLock;
 use thiserror::Error;
 
 /// One page table entry in pagemap's format.
@@ -101,18 +99,18 @@ impl Pagemap {
         while start < end {
             let mut vec = [RawRegion::default(); 128];
             let mut arg = RawScan {
-                size: size_of::<RawScan>() as u64,
+                size: count(size_of::<RawScan>()),
                 start,
                 end,
-                vec: vec.as_mut_ptr() as u64,
-                vec_len: vec.len() as u64,
+                vec: count(vec.as_mut_ptr().expose_provenance()),
+                vec_len: count(vec.len()),
                 category_anyof_mask: wanted.0,
                 return_mask: wanted.0,
                 ..RawScan::default()
             };
             // SAFETY: `arg` is the kernel's struct pm_scan_arg; `vec` outlives the call and has `vec_len` elements.
-            let count = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
-            let Ok(count) = usize::try_from(count) else {
+            let ranges = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
+            let Ok(ranges) = usize::try_from(ranges) else {
                 let error = io::Error::last_os_error();
                 return Err(match error.raw_os_error() {
                     Some(libc::EINTR) => continue,
@@ -120,7 +118,7 @@ impl Pagemap {
                     _ => ReadError::from_io(self.pid, "pagemap", error).into(),
                 });
             };
-            let ranges = vec.iter().take(count);
+            let ranges = vec.iter().take(ranges);
             found.extend(ranges.map(|region| PageRange::between(region.start, region.end, region.categories)));
             if arg.walk_end <= start {
                 return Err(ScanError::Stuck);
@@ -186,13 +184,13 @@ pub struct PageRange {
 impl PageRange {
     /// The pages between two addresses as PAGEMAP_SCAN returns them.
     pub(crate) fn between(start: u64, end: u64, categories: u64) -> Self {
-        let pages = Pages(end.saturating_sub(start) / PAGE_SIZE as u64);
+        let pages = Pages(end.saturating_sub(start) / PAGE_BYTES);
         Self { first: Vpn::of_address(start), pages, categories: Categories(categories) }
     }
 }
 
 /// `_IOWR('f', 16, struct pm_scan_arg)` of linux/fs.h.
-const PAGEMAP_SCAN: libc::Ioctl = 0xC060_6610_u32 as libc::Ioctl;
+const PAGEMAP_SCAN: libc::Ioctl = 0xC060_6610;
 
 /// `struct pm_scan_arg`.
 #[repr(C)]
@@ -221,128 +219,16 @@ struct RawRegion {
     categories: u64,
 }
 
-/// The flags of one frame.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FrameFlags(pub u64);
-
-impl FrameFlags {
-    /// On page reclaim's active list. Kernels that go by generations (MGLRU) say so of no page.
-    pub const fn active(self) -> bool {
-        self.0 & (1 << 6) != 0
-    }
-    /// Part of a hugetlb page.
-    pub const fn hugetlb(self) -> bool {
-        self.0 & (1 << 17) != 0
-    }
-    /// Merged by KSM.
-    pub const fn ksm(self) -> bool {
-        self.0 & (1 << 21) != 0
-    }
-    /// Part of a transparent huge page, of any size.
-    pub const fn thp(self) -> bool {
-        self.0 & (1 << 22) != 0
-    }
-    /// The zero page, small or huge.
-    pub const fn zero_page(self) -> bool {
-        self.0 & (1 << 24) != 0
-    }
-}
-
-/// `/proc/kpageflags`: flags by frame number, for the whole machine.
-#[derive(Debug)]
-pub struct KpageFlags {
-    file: File,
-    scratch: Vec<u64>,
-    order: Vec<(u64, u32)>,
-}
-
-/// Whether merged pages can be told from others: kpageflags may be read, and its flag means what it says. Linux 6.12 (seen
-/// on 6.12.95) has it on every anonymous page, because `stable_page_flags` tests for two bits of which those have one:
-/// then a page of our own has it too. Found out once.
-pub fn tells_merged() -> bool {
-    static TELLS: OnceLock<bool> = OnceLock::new();
-    *TELLS.get_or_init(|| KpageFlags::open().is_ok_and(|flags| own_page_is_merged(&flags.file) != Some(true)))
-}
-
-fn own_page_is_merged(flags: &File) -> Option<bool> {
-    // Written, and long enough to have a page of its own.
-    let memory = vec![1_u8; 2 * PAGE_SIZE];
-    let page = Vpn::of_address(memory.as_ptr() as u64 + PAGE_SIZE as u64);
-    let mut word = [0];
-    pread_words(&File::open("/proc/self/pagemap").ok()?, &mut word, page.0 * 8).ok()?;
-    let frame = PagemapEntry(word[0]).pfn()?;
-    pread_words(flags, &mut word, frame * 8).ok()?;
-    drop(std::hint::black_box(memory));
-    Some(FrameFlags(word[0]).ksm())
-}
-
-/// Frames that are so near are read by one call: what lies between costs less than another call (measured 0.6 us for
-/// one frame alone, 0.1 us for each more).
-const NEAR_FRAMES: u64 = 5;
-
-/// The most entries in one read.
-const LONGEST_READ: u64 = 512;
-
-impl KpageFlags {
-    /// Opens the machine's kpageflags; needs root.
-    pub fn open() -> io::Result<Self> {
-        Self::open_at(Path::new("/proc/kpageflags"))
-    }
-
-    /// The same for another file, for tests.
-    pub fn open_at(path: &Path) -> io::Result<Self> {
-        Ok(Self { file: File::open(path)?, scratch: Vec::new(), order: Vec::new() })
-    }
-
-    /// Looks up many frames and calls `visit` with each one's position in `frames` and its flags, by ascending frame.
-    /// Frames that are neighbours, or the same, are read together.
-    pub fn look_up(
-        &mut self,
-        frames: impl IntoIterator<Item = u64>,
-        mut visit: impl FnMut(usize, FrameFlags),
-    ) -> io::Result<()> {
-        self.order.clear();
-        self.order.extend(frames.into_iter().zip(0u32..));
-        self.order.sort_unstable();
-        let mut rest = self.order.as_slice();
-        while let Some(&(first, _)) = rest.first() {
-            let mut last = first;
-            let count = rest
-                .iter()
-                .take_while(|(frame, _)| {
-                    let joins = frame - last <= NEAR_FRAMES && frame - first < LONGEST_READ;
-                    if joins {
-                        last = *frame;
-                    }
-                    joins
-                })
-                .count();
-            let length = usize::try_from(last - first + 1).unwrap_or(1);
-            self.scratch.clear();
-            self.scratch.resize(length, 0);
-            // A frame behind the end of memory has no flags: a short read leaves zeros.
-            fault::io("read:kpageflags")?;
-            pread_words(&self.file, &mut self.scratch, first * 8)?;
-            for &(frame, position) in &rest[..count] {
-                let at = usize::try_from(frame - first).unwrap_or(0);
-                visit(position as usize, FrameFlags(self.scratch[at]));
-            }
-            rest = &rest[count..];
-        }
-        Ok(())
-    }
-}
-
 /// Reads whole words at an offset and returns how many came.
-fn pread_words(file: &File, words: &mut [u64], offset: u64) -> io::Result<usize> {
+pub(super) fn pread_words(file: &File, words: &mut [u64], offset: u64) -> io::Result<usize> {
     let length = size_of_val(words);
     // SAFETY: the bytes are those of `words`, which is borrowed exclusively; any bytes make valid words.
     let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), length) };
     let mut done = 0;
     while done < length {
-        match file.read_at(&mut bytes[done..], offset + done as u64) {
+        match file.read_at(&mut bytes[done..], offset + count(done)) {
             Ok(0) => break,
-            Ok(count) => done += count,
+            Ok(read) => done += read,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }

@@ -3,6 +3,7 @@
 //! To add a rule: a variant of [`Exclusion`] with its text, and a line in [`judge_process`] or [`vma_exclusion`]. Facts
 //! are read first and judged separately, so rules are tested without a process.
 
+use super::deny_list::DenyList;
 use crate::proc::maps::VmaDetail;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::{Status, exe_of, printable, program_name};
@@ -94,137 +95,6 @@ impl fmt::Display for Exclusion {
             Self::UserFault => "registered with userfaultfd, which a merge would disturb",
             Self::NothingAnonymous => "no anonymous pages",
         })
-    }
-}
-
-/// Programs that are never marked: those that hold keys, passwords or web pages. An entry is the base name of a program,
-/// or a prefix followed by `*`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DenyList {
-    /// The first entry that matches decides.
-    entries: Vec<Entry>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Entry {
-    name: String,
-    denied: bool,
-}
-
-impl Default for DenyList {
-    fn default() -> Self {
-        Self::new(DEFAULT_DENIED.iter().map(|&entry| entry.to_owned()))
-    }
-}
-
-/// Entries of the default [`DenyList`].
-pub const DEFAULT_DENIED: &[&str] = &[
-    // key agents and programs that handle keys
-    "ssh-agent",
-    "ssh-add",
-    "ssh",
-    "sshd",
-    "sshd-*",
-    "gpg",
-    "gpg-agent",
-    "keyboxd",
-    "scdaemon",
-    "gpgsm",
-    "dirmngr",
-    "gnome-keyring-d*",
-    "kwalletd*",
-    "ksecretd",
-    "secret-tool",
-    "oo7-daemon",
-    "pinentry*",
-    "polkitd",
-    "polkit-agent-he*",
-    "pcscd",
-    "p11-kit-server",
-    "vault",
-    "sudo",
-    "su",
-    "login",
-    "passwd",
-    "cryptsetup",
-    "systemd-cryptse*",
-    "systemd-homed",
-    "systemd-homewor*",
-    "krb5kdc",
-    "sssd*",
-    // password managers
-    "keepassxc*",
-    "keepass2",
-    "keepassxc-proxy",
-    "1password*",
-    "op",
-    "bitwarden*",
-    "bw",
-    "enpass",
-    "proton-pass*",
-    "pass",
-    // browsers, and mail programs with browser engines
-    "firefox*",
-    "plugin-containe*",
-    "librewolf*",
-    "thunderbird*",
-    "chrome*",
-    "chromium*",
-    "google-chrome*",
-    "brave*",
-    "msedge*",
-    "opera*",
-    "vivaldi*",
-    "epiphany*",
-    "WebKitWebProces*",
-    "WebKitNetworkPr*",
-    "tor",
-    "tor-browser*",
-    "signal-desktop*",
-];
-
-impl DenyList {
-    /// A list of entries that deny.
-    pub fn new(entries: impl IntoIterator<Item = String>) -> Self {
-        Self { entries: entries.into_iter().map(|name| Entry { name, denied: true }).collect() }
-    }
-
-    /// Adds entries that take precedence over the existing ones. Of the new entries, `denied` takes precedence over
-    /// `allowed`.
-    #[must_use]
-    pub fn with(self, denied: &[String], allowed: &[String]) -> Self {
-        let entries = |names: &[String], denied| {
-            names.iter().map(|name| Entry { name: name.clone(), denied }).collect::<Vec<_>>()
-        };
-        Self { entries: [entries(denied, true), entries(allowed, false), self.entries].concat() }
-    }
-
-    /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so it is
-    /// denied by longer entries that begin with it, but not allowed by them: the full name may differ.
-    pub fn entry_for(&self, name: &[u8]) -> Option<&str> {
-        const COMM_MOST: usize = 15;
-        let matches = |entry: &&Entry| {
-            if let Some(start) = entry.name.strip_suffix('*') {
-                return name.starts_with(start.as_bytes());
-            }
-            let truncated = || entry.denied && name.len() == COMM_MOST && entry.name.as_bytes().starts_with(name);
-            name == entry.name.as_bytes() || truncated()
-        };
-        self.entries.iter().find(matches).filter(|entry| entry.denied).map(|entry| entry.name.as_str())
-    }
-}
-
-/// Why an entry is invalid, if it is: it would never match.
-pub fn unfit_entry(entry: &str) -> Option<&'static str> {
-    let name = entry.strip_suffix('*').unwrap_or(entry);
-    if entry.is_empty() {
-        Some("is empty; give the base name of a program")
-    } else if name.contains('*') {
-        Some("has an asterisk before its end; give the base name of a program, or a prefix and one asterisk")
-    } else if name.contains(['/', '\0']) {
-        Some("is a path; give the base name of the program")
-    } else {
-        None
     }
 }
 

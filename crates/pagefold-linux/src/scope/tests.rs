@@ -1,5 +1,6 @@
 use super::*;
 use proptest::prelude::*;
+use std::ffi::CString;
 use std::os::unix::fs::symlink;
 
 /// A fixture of /proc and /sys/fs/cgroup.

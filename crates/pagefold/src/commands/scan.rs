@@ -26,7 +26,7 @@ use pagefold_linux::os::numa::Topology;
 use pagefold_linux::proc::memory::{Contents, PageReader, ReadHow};
 use pagefold_linux::proc::numa::owner_view;
 use pagefold_linux::proc::process::ReadError;
-use pagefold_linux::scope::exclude::DenyList;
+use pagefold_linux::scope::deny_list::DenyList;
 use report::{Cost, Report};
 use std::hash::{BuildHasher, RandomState};
 use std::path::PathBuf;

@@ -8,7 +8,7 @@ use crate::proc::maps::VmaDetail;
 use crate::proc::process::ReadError;
 use crate::scope::exclude::vma_exclusion;
 use pagefold_core::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize, Stops, Why};
-use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
+use pagefold_core::units::{Bytes, PAGE_BYTES, Pages};
 use std::collections::BTreeMap;
 
 /// A span that was to be marked or unmarked, with its process and the result.
@@ -36,7 +36,7 @@ pub struct Changed {
 
 /// The calls that change the marks of one process.
 #[derive(Debug, Default)]
-struct Work {
+struct CallBatch {
     calls: Vec<Call>,
     /// For each call, the index of its change, and its pages.
     parts: Vec<(usize, Pages)>,
@@ -44,7 +44,7 @@ struct Work {
     done: Vec<(usize, Pages)>,
 }
 
-impl Work {
+impl CallBatch {
     /// Adds the calls for a change to the current mappings. `whole` says that the span covers its region: its mappings are
     /// changed as a whole even if they have grown since, because marking a part would split them. Without `unmark_step` the
     /// change marks; with it, it unmarks by one call per step.
@@ -71,7 +71,7 @@ impl Work {
             };
             for (start, bytes) in steps(start, end, unmark_step) {
                 self.calls.push(Call::madvise(start, bytes, libc::MADV_UNMERGEABLE));
-                self.parts.push((at, Pages(bytes / PAGE_SIZE as u64)));
+                self.parts.push((at, Pages(bytes / PAGE_BYTES)));
             }
         }
     }
@@ -112,7 +112,7 @@ impl LiveHost {
                     continue;
                 }
             };
-            let mut work = Work::default();
+            let mut work = CallBatch::default();
             for &at in &wanted {
                 let span = changes[at].span;
                 work.add((at, span, target.is_whole(&span)), &details, unmark_step);
@@ -131,7 +131,7 @@ impl LiveHost {
     fn make(
         &mut self,
         pid: i32,
-        work: &Work,
+        work: &CallBatch,
         mark: bool,
         size: StopSize,
         results: &mut [Marking],
@@ -147,7 +147,8 @@ impl LiveHost {
             }
             Acting::Act { injector, .. } if mark => {
                 fault::point("mark");
-                let limits = Limits { calls_per_stop: size.marks as usize, ..Limits::default() };
+                let calls_per_stop = usize::try_from(size.marks).unwrap_or(usize::MAX);
+                let limits = Limits { calls_per_stop, ..Limits::default() };
                 let ran = injector.run(&target.process, &work.calls, &limits);
                 fault::point("marked");
                 ran.map(|done| report = done).map_err(UnmergeError::from)

@@ -2,11 +2,12 @@
 
 use super::{Contents, Held, PageView, ReadHow};
 use crate::os::fault;
-use crate::proc::pagemap::{Categories, FrameFlags, KpageFlags, PageRange, PagemapEntry, ScanError};
+use crate::proc::kpageflags::{FrameFlags, KpageFlags};
+use crate::proc::pagemap::{Categories, PageRange, PagemapEntry, ScanError};
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::hash::PageBytes;
 use pagefold_core::host::PageState;
-use pagefold_core::units::{EXTENT_PAGES, PAGE_SIZE, Pages, Vpn};
+use pagefold_core::units::{EXTENT_PAGES, PAGE_SIZE, Pages, Vpn, count};
 use std::io;
 use std::os::unix::fs::FileExt;
 
@@ -54,7 +55,7 @@ struct Slot {
 /// `struct iovec`, without a pointer type so that a reader can move between threads.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
+pub(super) struct IoRange {
     pub(super) address: u64,
     pub(super) length: usize,
 }
@@ -68,9 +69,9 @@ pub(super) struct Batch {
     pub(super) entries: Vec<u64>,
     pub(super) ranges: Vec<PageRange>,
     /// Positions of slots to look up in kpageflags, then of slots to read.
-    wanted: Vec<u32>,
-    local: Vec<Piece>,
-    remote: Vec<Piece>,
+    wanted: Vec<u16>,
+    local: Vec<IoRange>,
+    remote: Vec<IoRange>,
     /// This kernel has no PAGEMAP_SCAN.
     pub(super) scan_absent: bool,
 }
@@ -127,7 +128,7 @@ impl Batch {
         }
         self.read_private(held.pid)?;
         held.check()?;
-        Ok(Pages(self.slots.iter().filter(|slot| slot.has_bytes).count() as u64))
+        Ok(Pages(count(self.slots.iter().filter(|slot| slot.has_bytes).count())))
     }
 
     /// Calls `visit` with the merged pages and their frames.
@@ -173,7 +174,7 @@ impl Batch {
             }
             if how.huge && !self.scan_absent && slots.iter().any(|slot| slot.entry.present()) {
                 self.ranges.clear();
-                match held.pagemap.scan(first, Pages(length as u64), Categories::HUGE, &mut self.ranges) {
+                match held.pagemap.scan(first, Pages(count(length)), Categories::HUGE, &mut self.ranges) {
                     Ok(()) => {
                         for range in &self.ranges {
                             let end = range.first + range.pages.0;
@@ -203,7 +204,7 @@ impl Batch {
         }
         let Self { slots, wanted, .. } = self;
         wanted.clear();
-        for (slot, position) in slots.iter_mut().zip(0u32..) {
+        for (slot, position) in slots.iter_mut().zip(0u16..) {
             let entry = slot.entry;
             if entry.private() {
                 slot.state = PageState::Private;
@@ -225,13 +226,13 @@ impl Batch {
             }
         }
         if let Some(frames) = frames.filter(|_| !wanted.is_empty()) {
-            let asked = wanted.iter().filter_map(|&position| slots[position as usize].entry.pfn());
+            let asked = wanted.iter().filter_map(|&position| slots[usize::from(position)].entry.pfn());
             // The entries are no longer needed: reuse their buffer for the flags.
             self.entries.clear();
             self.entries.resize(wanted.len(), 0);
             frames.look_up(asked, |at, flags| self.entries[at] = flags.0)?;
             for (&position, &flags) in wanted.iter().zip(&self.entries) {
-                let (slot, flags) = (&mut slots[position as usize], FrameFlags(flags));
+                let (slot, flags) = (&mut slots[usize::from(position)], FrameFlags(flags));
                 if slot.state == PageState::Private {
                     slot.active = flags.active();
                 } else if flags.zero_page() {
@@ -248,14 +249,14 @@ impl Batch {
     pub(super) fn read_private(&mut self, pid: i32) -> Result<(), ReadError> {
         let Self { slots, buffer, wanted, local, remote, .. } = self;
         wanted.clear();
-        wanted.extend(slots.iter().zip(0u32..).filter(|(slot, _)| slot.state == PageState::Private).map(|(_, at)| at));
+        wanted.extend(slots.iter().zip(0u16..).filter(|(slot, _)| slot.state == PageState::Private).map(|(_, at)| at));
         let mut rest = wanted.as_slice();
         while !rest.is_empty() {
             local.clear();
             remote.clear();
             for &position in rest {
-                let position = position as usize;
-                extend(local, buffer[position].as_mut_ptr() as u64);
+                let position = usize::from(position);
+                extend(local, count(buffer[position].as_mut_ptr().expose_provenance()));
                 extend(remote, slots[position].page.address());
             }
             let read = process_vm_readv(pid, local, remote)?;
@@ -263,11 +264,11 @@ impl Batch {
             let whole = (read / PAGE_SIZE).min(rest.len());
             let (good, failed) = rest.split_at(whole);
             for &position in good {
-                slots[position as usize].has_bytes = true;
+                slots[usize::from(position)].has_bytes = true;
             }
             rest = match failed {
                 [gone, after @ ..] => {
-                    slots[*gone as usize].state = PageState::Absent;
+                    slots[usize::from(*gone)].state = PageState::Absent;
                     after
                 }
                 [] => failed,
@@ -332,26 +333,26 @@ impl Batch {
 }
 
 /// Adds the page at `address`, extending the last piece if it is adjacent.
-fn extend(pieces: &mut Vec<Piece>, address: u64) {
+fn extend(pieces: &mut Vec<IoRange>, address: u64) {
     match pieces.last_mut() {
-        Some(piece) if piece.address + piece.length as u64 == address => piece.length += PAGE_SIZE,
-        _ => pieces.push(Piece { address, length: PAGE_SIZE }),
+        Some(piece) if piece.address + count(piece.length) == address => piece.length += PAGE_SIZE,
+        _ => pieces.push(IoRange { address, length: PAGE_SIZE }),
     }
 }
 
 /// Reads the remote pieces into the local ones. Returns the number of bytes read, 0 if the first page is not readable.
-pub(super) fn process_vm_readv(pid: i32, local: &[Piece], remote: &[Piece]) -> Result<usize, ReadError> {
+pub(super) fn process_vm_readv(pid: i32, local: &[IoRange], remote: &[IoRange]) -> Result<usize, ReadError> {
     fault::io("read:process_vm_readv").map_err(|error| ReadError::from_io(pid, "(process_vm_readv)", error))?;
-    // SAFETY: `Piece` has the layout of struct iovec. The local pieces lie within the batch's buffer, which is borrowed
+    // SAFETY: `IoRange` has the layout of struct iovec. The local pieces lie within the batch's buffer, which is borrowed
     // exclusively and not moved, one page per slot; there are at most BATCH_PAGES (below IOV_MAX) on either side. The
     // kernel checks the remote addresses.
     let read = unsafe {
         libc::process_vm_readv(
             pid,
             local.as_ptr().cast(),
-            local.len() as libc::c_ulong,
+            count(local.len()),
             remote.as_ptr().cast(),
-            remote.len() as libc::c_ulong,
+            count(remote.len()),
             0,
         )
     };

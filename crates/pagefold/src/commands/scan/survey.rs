@@ -13,7 +13,8 @@ use pagefold_linux::proc::memory::{PageReader, ReadHow};
 use pagefold_linux::proc::process::{Process, ReadError};
 use pagefold_linux::proc::status::program_name;
 use pagefold_linux::scope::Scoped;
-use pagefold_linux::scope::exclude::{DenyList, Exclusion, process_exclusion, vma_exclusion};
+use pagefold_linux::scope::deny_list::DenyList;
+use pagefold_linux::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
 use std::collections::BTreeMap;
 
 /// Everything in scope.

@@ -1,0 +1,100 @@
+//! Findings about the memory and the configuration of the machine.
+
+use super::{Finding, blocker, note, ok, warning};
+use crate::check::facts::{Cgroups, Fact, MachineFacts};
+
+pub(super) fn huge_pages(facts: &MachineFacts) -> Finding {
+    let Fact::Is(mode) = &facts.huge_pages else { return ok("huge-pages", "no transparent huge pages") };
+    let zero = facts.ksm.known().is_some_and(|(knobs, _)| knobs.use_zero_pages);
+    if mode == "always" && !zero {
+        note(
+            "huge-pages",
+            "transparent huge pages are set to always, and use_zero_pages is 0",
+            "recent kernels then merge at a tenth of the speed, and a merge splits a huge page",
+            "`pagefold run` sets use_zero_pages; if you drive KSM yourself, set it to 1",
+        )
+    } else {
+        ok("huge-pages", format!("transparent huge pages: {mode}"))
+    }
+}
+
+/// Below this limit, splitting large mappings leaves programs too few.
+const FEW_MAPS: u64 = 16_384;
+
+pub(super) fn map_count(facts: &MachineFacts) -> Finding {
+    match facts.max_map_count {
+        Fact::Is(count) if count < FEW_MAPS => warning(
+            "map-count",
+            format!("a process can have only {count} mappings"),
+            "marking part of a mapping splits it, so large mappings are marked whole or not at all",
+            "sysctl vm.max_map_count=65530",
+        ),
+        Fact::Is(count) => ok("map-count", format!("{count} mappings per process")),
+        _ => {
+            note("map-count", "vm.max_map_count cannot be read", "the kernel's default of 65530 is assumed", "nothing")
+        }
+    }
+}
+
+pub(super) fn nodes(facts: &MachineFacts) -> Finding {
+    let across = facts.ksm.known().and_then(|(knobs, _)| knobs.merge_across_nodes);
+    match (facts.nodes.known().copied().unwrap_or(1), across) {
+        (count @ 2.., Some(true)) => note(
+            "nodes",
+            format!("{count} NUMA nodes, merged across nodes"),
+            "a merged page is remote for programs on all nodes but one",
+            "nothing: `pagefold run` places merged pages; --placement local-only does not merge across nodes and saves less",
+        ),
+        (count @ 2.., _) => ok("nodes", format!("{count} NUMA nodes, not merged across nodes")),
+        _ => ok("nodes", "one NUMA node"),
+    }
+}
+
+pub(super) fn swap(facts: &MachineFacts) -> Finding {
+    match facts.swap_total_kib {
+        Fact::Is(0) | Fact::Absent => note(
+            "swap",
+            "no swap",
+            "writes to merged pages need memory again, which may be used otherwise by then",
+            "leave part of the saved memory free, or add swap",
+        ),
+        Fact::Is(kib) => ok("swap", format!("{} MiB of swap", kib / 1024)),
+        _ => note("swap", "the size of swap cannot be read", "there may be none", "nothing"),
+    }
+}
+
+pub(super) fn pressure(facts: &MachineFacts) -> Finding {
+    match facts.pressure {
+        Fact::Is(()) => ok("pressure", "memory pressure is measured"),
+        _ => note(
+            "pressure",
+            "no pressure stall information",
+            "the automatic governor uses available memory only",
+            "boot with psi=1",
+        ),
+    }
+}
+
+pub(super) fn cgroups(facts: &MachineFacts) -> Finding {
+    match facts.cgroups {
+        Cgroups::Unified => ok("cgroups", "cgroups, version 2"),
+        Cgroups::Hybrid => ok("cgroups", "cgroups, versions 1 and 2"),
+        Cgroups::Legacy => {
+            note("cgroups", "cgroups, version 1 only", "a frozen program cannot be marked until it thaws", "nothing")
+        }
+        Cgroups::Missing => note("cgroups", "no cgroups", "--cgroup finds nothing", "mount /sys/fs/cgroup"),
+    }
+}
+
+pub(super) fn page_size(facts: &MachineFacts) -> Finding {
+    match facts.page_size {
+        Fact::Is(4096) => ok("page-size", "pages of 4 KiB"),
+        Fact::Is(size) => blocker(
+            "page-size",
+            format!("pages of {} KiB", size / 1024),
+            "pagefold supports pages of 4 KiB only",
+            "use a kernel with 4 KiB pages",
+        ),
+        _ => note("page-size", "the page size cannot be read", "4 KiB is assumed", "mount /proc"),
+    }
+}

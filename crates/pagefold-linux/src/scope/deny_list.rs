@@ -1,0 +1,192 @@
+//! The deny list: programs that are never marked, and its default entries.
+
+/// Programs that are never marked: those that hold keys, passwords or web pages. An entry is the base name of a program,
+/// or a prefix followed by `*`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DenyList {
+    /// The first entry that matches decides.
+    entries: Vec<Entry>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Entry {
+    name: String,
+    denied: bool,
+}
+
+impl Default for DenyList {
+    fn default() -> Self {
+        Self::new(DEFAULT_DENIED.iter().map(|&entry| entry.to_owned()))
+    }
+}
+
+/// Entries of the default [`DenyList`].
+pub const DEFAULT_DENIED: &[&str] = &[
+    // key agents and programs that handle keys
+    "ssh-agent",
+    "ssh-add",
+    "ssh",
+    "sshd",
+    "sshd-*",
+    "gpg",
+    "gpg-agent",
+    "keyboxd",
+    "scdaemon",
+    "gpgsm",
+    "dirmngr",
+    "gnome-keyring-d*",
+    "kwalletd*",
+    "ksecretd",
+    "secret-tool",
+    "oo7-daemon",
+    "pinentry*",
+    "polkitd",
+    "polkit-agent-he*",
+    "pcscd",
+    "p11-kit-server",
+    "vault",
+    "sudo",
+    "su",
+    "login",
+    "passwd",
+    "cryptsetup",
+    "systemd-cryptse*",
+    "systemd-homed",
+    "systemd-homewor*",
+    "krb5kdc",
+    "sssd*",
+    // password managers
+    "keepassxc*",
+    "keepass2",
+    "keepassxc-proxy",
+    "1password*",
+    "op",
+    "bitwarden*",
+    "bw",
+    "enpass",
+    "proton-pass*",
+    "pass",
+    // browsers, and mail programs with browser engines
+    "firefox*",
+    "plugin-containe*",
+    "librewolf*",
+    "thunderbird*",
+    "chrome*",
+    "chromium*",
+    "google-chrome*",
+    "brave*",
+    "msedge*",
+    "opera*",
+    "vivaldi*",
+    "epiphany*",
+    "WebKitWebProces*",
+    "WebKitNetworkPr*",
+    "tor",
+    "tor-browser*",
+    "signal-desktop*",
+];
+
+impl DenyList {
+    /// A list of entries that deny.
+    pub fn new(entries: impl IntoIterator<Item = String>) -> Self {
+        Self { entries: entries.into_iter().map(|name| Entry { name, denied: true }).collect() }
+    }
+
+    /// Adds entries that take precedence over the existing ones. Of the new entries, `denied` takes precedence over
+    /// `allowed`.
+    #[must_use]
+    pub fn with(self, denied: &[String], allowed: &[String]) -> Self {
+        let entries = |names: &[String], denied| {
+            names.iter().map(|name| Entry { name: name.clone(), denied }).collect::<Vec<_>>()
+        };
+        Self { entries: [entries(denied, true), entries(allowed, false), self.entries].concat() }
+    }
+
+    /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so it is
+    /// denied by longer entries that begin with it, but not allowed by them: the full name may differ.
+    pub fn entry_for(&self, name: &[u8]) -> Option<&str> {
+        const COMM_MOST: usize = 15;
+        let matches = |entry: &&Entry| {
+            if let Some(start) = entry.name.strip_suffix('*') {
+                return name.starts_with(start.as_bytes());
+            }
+            let truncated = || entry.denied && name.len() == COMM_MOST && entry.name.as_bytes().starts_with(name);
+            name == entry.name.as_bytes() || truncated()
+        };
+        self.entries.iter().find(matches).filter(|entry| entry.denied).map(|entry| entry.name.as_str())
+    }
+}
+
+/// Why an entry is invalid, if it is: it would never match.
+pub fn unfit_entry(entry: &str) -> Option<&'static str> {
+    let name = entry.strip_suffix('*').unwrap_or(entry);
+    if entry.is_empty() {
+        Some("is empty; give the base name of a program")
+    } else if name.contains('*') {
+        Some("has an asterisk before its end; give the base name of a program, or a prefix and one asterisk")
+    } else if name.contains(['/', '\0']) {
+        Some("is a path; give the base name of the program")
+    } else {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deny_list_matches_names_prefixes_and_truncated_names() {
+        let deny = DenyList::default();
+        for denied in [
+            "sshd",
+            "ssh-agent",
+            "gpg-agent",
+            "gnome-keyring-d",
+            "gnome-keyring-daemon",
+            "keepassxc",
+            "1password",
+            "bitwarden",
+            "bitwarden-desktop",
+            "firefox",
+            "firefox-esr",
+            "chrome",
+            "chrome_crashpad_handler",
+            "chromium",
+        ] {
+            assert!(deny.entry_for(denied.as_bytes()).is_some(), "{denied}");
+        }
+        for free in ["", "sshx", "bash", "redis-server", "qemu-system-x86_64", "java", "my-firefox", "opus"] {
+            assert_eq!(deny.entry_for(free.as_bytes()), None, "{free}");
+        }
+        let list = DenyList::new(["a-very-long-program-name".into()]);
+        assert!(list.entry_for(b"a-very-long-pro").is_some(), "truncated by the kernel");
+        assert!(list.entry_for(b"a-very-long").is_none());
+    }
+
+    #[test]
+    fn added_entries_take_precedence() {
+        let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+        let list = DenyList::default().with(&names(&["mine*"]), &names(&["vault", "chrome-headless"]));
+        assert_eq!(list.entry_for(b"mine-2"), Some("mine*"));
+        assert_eq!(list.entry_for(b"vault"), None);
+        assert_eq!((list.entry_for(b"chrome-headless"), list.entry_for(b"chrome")), (None, Some("chrome*")));
+        assert_eq!(list.entry_for(b"ssh-agent"), Some("ssh-agent"), "the others stay");
+        let again = list.with(&names(&["vault"]), &names(&["mine-2"]));
+        assert_eq!((again.entry_for(b"vault"), again.entry_for(b"mine-2")), (Some("vault"), None), "later entries win");
+        assert_eq!(again.entry_for(b"mine-3"), Some("mine*"));
+        // A truncated name may be that of a program that is not allowed.
+        let list = DenyList::new(names(&["systemd-homewor*"])).with(&[], &names(&["systemd-homeworks"]));
+        assert_eq!(list.entry_for(b"systemd-homewor"), Some("systemd-homewor*"));
+    }
+
+    #[test]
+    fn entries_that_would_never_match_are_refused() {
+        for fit in ["vault", "a", "*", "wallet*", "with space"] {
+            assert_eq!(unfit_entry(fit), None, "{fit}");
+        }
+        for unfit in ["", "a*b", "**", "/usr/bin/vault", "bin/", "a\0"] {
+            assert!(unfit_entry(unfit).is_some(), "{unfit:?}");
+        }
+    }
+}
