@@ -5,9 +5,8 @@
 
 use crate::config::ownership;
 use pagefold_cli::exit::{self, Exit};
-use pagefold_core::host::{Marking, Why};
+use pagefold_core::host::{ChangeResult, Marking, Why};
 use pagefold_core::units::Bytes;
-use pagefold_linux::host::live::Changed;
 use pagefold_linux::host::targets::Target;
 use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
 use pagefold_linux::proc::status::printable;
@@ -61,23 +60,60 @@ pub struct End {
     pub lost: u64,
 }
 
+/// A process whose memory is marked or unmarked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Owner {
+    /// Pid.
+    pub pid: i32,
+    /// Start time, clock ticks after boot: distinguishes processes with the same pid.
+    pub start_time_ticks: u64,
+    /// Command name.
+    pub name: String,
+    /// Executable, if known.
+    pub exe: Option<String>,
+    /// Effective user.
+    pub uid: Option<u32>,
+    /// Cgroup.
+    pub cgroup: Option<String>,
+    /// Trust domain.
+    pub domain: Option<String>,
+}
+
+impl Owner {
+    /// Describes a target of a run in the trust domain `domain`.
+    pub fn of(target: &Target, domain: Option<&String>) -> Self {
+        Self {
+            pid: target.process.pid(),
+            start_time_ticks: target.process.start_time_ticks(),
+            name: target.name.clone(),
+            exe: target.exe.as_deref().map(path_text),
+            uid: Some(target.uid),
+            cgroup: target.cgroup.clone(),
+            domain: domain.cloned(),
+        }
+    }
+}
+
+impl From<&Scoped> for Owner {
+    fn from(scoped: &Scoped) -> Self {
+        Self {
+            pid: scoped.process.pid(),
+            start_time_ticks: scoped.process.start_time_ticks(),
+            name: scoped.name.clone(),
+            exe: scoped.exe.as_deref().map(path_text),
+            uid: Some(scoped.uid),
+            cgroup: scoped.cgroup.clone(),
+            domain: scoped.domain.clone(),
+        }
+    }
+}
+
 /// A change of one span of a process's memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Change {
-    /// The pid of the process.
-    pub pid: i32,
-    /// When it started, clock ticks after boot: distinguishes it from another process with the same pid.
-    pub start_time_ticks: u64,
-    /// Its name.
-    pub name: String,
-    /// Its executable, if known.
-    pub exe: Option<String>,
-    /// Its effective user.
-    pub uid: Option<u32>,
-    /// Its cgroup.
-    pub cgroup: Option<String>,
-    /// Its trust domain.
-    pub domain: Option<String>,
+    /// The process.
+    #[serde(flatten)]
+    pub owner: Owner,
     /// The first and the last address, hexadecimal as in `/proc/PID/maps`.
     pub first: String,
     #[allow(missing_docs)]
@@ -139,23 +175,17 @@ impl From<Marking> for Outcome {
 }
 
 impl Entry {
-    /// What a run did. `target` is the process if it still exists.
-    pub fn changed(changed: Changed, target: Option<&Target>) -> Self {
-        let Changed { pid, start_time_ticks, name, domain, mark, first, bytes, why, outcome } = changed;
-        let target = target.filter(|target| target.process.start_time_ticks() == start_time_ticks);
+    /// The result of an order to mark (or unmark) a span of a process.
+    pub fn changed(owner: Owner, mark: bool, result: &ChangeResult) -> Self {
+        let span = result.change.span;
+        let (first, bytes) = (span.first.address(), span.pages.bytes());
         let change = Change {
-            pid,
-            start_time_ticks,
-            name,
-            exe: target.and_then(|target| target.exe.as_deref()).map(path_text),
-            uid: target.map(|target| target.uid),
-            cgroup: target.and_then(|target| target.cgroup.clone()),
-            domain: Some(domain),
+            owner,
             first: format!("{first:x}"),
             last: last(first, bytes),
             bytes: bytes.0,
-            why: why.into(),
-            outcome: outcome.into(),
+            why: result.change.why.into(),
+            outcome: result.marking.into(),
         };
         if mark { Self::Mark(change) } else { Self::Unmark(change) }
     }
@@ -286,28 +316,14 @@ fn open(path: &Path) -> Result<File, Exit> {
 /// The marked spans of a process that is about to be unmarked.
 #[derive(Debug)]
 pub struct Before {
-    process: Change,
+    owner: Owner,
     marked: Vec<(u64, u64)>,
 }
 
 impl Before {
     /// Reads them. A process that cannot be read has none.
     pub fn of(scoped: &Scoped) -> Self {
-        let process = Change {
-            pid: scoped.process.pid(),
-            start_time_ticks: scoped.process.start_time_ticks(),
-            name: scoped.name.clone(),
-            exe: scoped.exe.as_deref().map(path_text),
-            uid: Some(scoped.uid),
-            cgroup: scoped.cgroup.clone(),
-            domain: scoped.domain.clone(),
-            first: String::new(),
-            last: String::new(),
-            bytes: 0,
-            why: Why::Asked.into(),
-            outcome: Marking::Refused.into(),
-        };
-        Self { process, marked: marked(&read_smaps(&scoped.process).unwrap_or_default()) }
+        Self { owner: scoped.into(), marked: marked(&read_smaps(&scoped.process).unwrap_or_default()) }
     }
 
     /// What was unmarked of each span. `refused` means that what is still marked will stay so.
@@ -322,7 +338,14 @@ impl Before {
             };
             let bytes = Bytes(end - start);
             let (first, last) = (format!("{start:x}"), last(start, bytes));
-            Entry::Unmark(Change { first, last, bytes: bytes.0, outcome, ..self.process.clone() })
+            Entry::Unmark(Change {
+                owner: self.owner.clone(),
+                first,
+                last,
+                bytes: bytes.0,
+                why: Why::Asked.into(),
+                outcome,
+            })
         };
         self.marked.iter().copied().map(entry).collect()
     }

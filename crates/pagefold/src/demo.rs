@@ -223,8 +223,8 @@ impl Demo {
         let began = Instant::now();
         let mut trouble = None;
         let most_ns = u64::try_from(times.fold_most.as_nanos()).unwrap_or(u64::MAX);
-        let ran = rounds(&mut engine, &mut host, &self.stop, most_ns, |engine, host| {
-            trouble = host.take_events().into_iter().find(|event| !matches!(event, Event::Changed(_)));
+        let ran = rounds(&mut engine, &mut host, &self.stop, most_ns, |engine, host, _| {
+            trouble = host.take_events().into_iter().next();
             let rests = !engine.is_busy() && engine.ledger().saved().0 > 0;
             if trouble.is_some() || (rests && began.elapsed() >= times.fold) {
                 return ControlFlow::Break(());
@@ -240,7 +240,7 @@ impl Demo {
                 return Err(Exit::new(exit::KSM_TAKEN, format!("{why}; see pagefold doctor")).into());
             }
             Some(Event::LeftAlone { pid, why, .. }) => bail!("worker {pid} cannot be folded: {why}"),
-            Some(Event::Changed(_)) | None => {}
+            None => {}
         }
         let own_ns = own_and_children_cpu_ns().saturating_sub(cpu_before_ns);
         let own_cpu = Duration::from_nanos(own_ns).saturating_sub(seen.drawing);

@@ -4,7 +4,6 @@ mod marking;
 mod placing;
 mod refresh;
 
-pub use marking::Changed;
 pub use placing::Policies;
 
 use self::placing::Placing;
@@ -67,7 +66,7 @@ pub enum LiveError {
     Controller(std::io::Error),
 }
 
-/// Something that happened during the run.
+/// Something that happened during the run and is not the result of an action, which [`Outcome`] contains.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A process is left alone.
@@ -79,8 +78,6 @@ pub enum Event {
         /// The reason.
         why: String,
     },
-    /// Memory of a program was to be marked or unmarked.
-    Changed(Changed),
     /// pagefold has stopped driving KSM.
     StoodDown {
         /// The reason.
@@ -222,6 +219,11 @@ impl LiveHost {
     /// The processes in scope.
     pub fn targets(&self) -> impl Iterator<Item = &Target> {
         self.targets.values()
+    }
+
+    /// The process of a region, as of the last refresh.
+    pub fn target_of(&self, region: RegionKey) -> Option<&Target> {
+        self.targets.get(self.region_pids.get(&region)?)
     }
 
     /// Names of the trust domains seen so far, by key.

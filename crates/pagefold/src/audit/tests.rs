@@ -1,22 +1,24 @@
 use super::*;
-use pagefold_core::units::{Pages, Permyriad};
+use pagefold_core::host::Span;
+use pagefold_core::keys::RegionKey;
+use pagefold_core::units::{Pages, Permyriad, Vpn};
 use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
-fn change() -> Changed {
-    Changed {
+fn entry(mark: bool, why: Why, marking: Marking) -> Entry {
+    let owner = Owner {
         pid: 4711,
         start_time_ticks: 99,
         name: "redis-server".into(),
-        domain: "default".into(),
-        mark: true,
-        first: 0x7f00_0000_0000,
-        bytes: Bytes(2 << 20),
-        why: Why::Duplicate { duplicate: Pages(400), resident: Pages(512) },
-        outcome: Marking::Done(Pages(512)),
-    }
+        exe: None,
+        uid: None,
+        cgroup: None,
+        domain: Some("default".into()),
+    };
+    let span = Span { region: RegionKey(1), first: Vpn::of_address(0x7f00_0000_0000), pages: Pages(512) };
+    Entry::changed(owner, mark, &ChangeResult { change: pagefold_core::host::Change { span, why }, marking })
 }
 
 fn end() -> Entry {
@@ -33,10 +35,10 @@ fn a_line_tells_when_whose_where_why_and_what_came_of_it() {
     let path = dir.path().join("audit.jsonl");
     let mut audit = Audit::open(&path).unwrap();
     let time = SystemTime::UNIX_EPOCH + Duration::from_millis(1_234_567_890_123);
-    assert_eq!(audit.write_at(&Entry::changed(change(), None), time), None);
-    let sour =
-        Changed { mark: false, why: Why::CowBroken { ratio: Permyriad(6_000) }, outcome: Marking::Busy, ..change() };
-    assert_eq!(audit.write(&Entry::changed(sour, None)), None);
+    let duplicate = Why::Duplicate { duplicate: Pages(400), resident: Pages(512) };
+    assert_eq!(audit.write_at(&entry(true, duplicate, Marking::Done(Pages(512))), time), None);
+    let cow_broken = entry(false, Why::CowBroken { ratio: Permyriad(6_000) }, Marking::Busy);
+    assert_eq!(audit.write(&cow_broken), None);
     let lines = lines(&path);
     let wanted = serde_json::json!({
         "schema": "pagefold.audit/1", "time": "2009-02-13T23:31:30.123Z", "what": "mark", "pid": 4711,

@@ -4,7 +4,7 @@ mod progress;
 mod reload;
 mod summary;
 
-use crate::audit::{Begin, End, Entry};
+use crate::audit::{Begin, End, Entry, Owner};
 use crate::config::settings::Settings;
 use crate::control;
 use crate::control::queue::{Facts, RequestQueue, RunFacts};
@@ -17,9 +17,9 @@ use pagefold_cli::style::{self, Style};
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, cycle};
 use pagefold_core::governor::Governor;
-use pagefold_core::host::Host;
+use pagefold_core::host::{Host, Outcome};
 use pagefold_core::placement::policy::Placement;
-use pagefold_linux::host::live::{Changed, Event, HostMode, LiveError, LiveHost};
+use pagefold_linux::host::live::{Event, HostMode, LiveError, LiveHost};
 use pagefold_linux::inject::Injector;
 use pagefold_linux::ksm::Ksm;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths};
@@ -112,12 +112,6 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let ran = main_loop(args, &mut engine, &mut host, &stop, (requests, facts), &mut active, &mut progress);
     progress.finish();
     drop(server);
-    // Those of a round that failed.
-    for event in host.take_events() {
-        if let Event::Changed(changed) = event {
-            log_change(&mut active, &host, changed, &progress);
-        }
-    }
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened, KSM is given back before anything is reported.
     let ended = host.finish();
@@ -206,18 +200,18 @@ pub fn rounds(
     host: &mut LiveHost,
     stop: &AtomicBool,
     end_ns: u64,
-    mut each: impl FnMut(&mut Engine, &mut LiveHost) -> ControlFlow<()>,
+    mut each: impl FnMut(&mut Engine, &mut LiveHost, &Outcome) -> ControlFlow<()>,
 ) -> Result<()> {
     while !stop.load(Ordering::Relaxed) && host.now_ns() < end_ns {
-        let pause_ns = match cycle(engine, host) {
-            Ok(cycle) => cycle.wait_ns,
+        let cycle = match cycle(engine, host) {
+            Ok(cycle) => cycle,
             Err(LiveError::Scope(error)) => return Err(explain(&error).into()),
             Err(error) => return Err(failure(&error).into()),
         };
-        if each(engine, host).is_break() {
+        if each(engine, host, &cycle.outcome).is_break() {
             break;
         }
-        host.wait(pause_ns.min(end_ns.saturating_sub(host.now_ns()))).map_err(|error| failure(&error))?;
+        host.wait(cycle.wait_ns.min(end_ns.saturating_sub(host.now_ns()))).map_err(|error| failure(&error))?;
     }
     Ok(())
 }
@@ -238,13 +232,15 @@ fn main_loop(
     progress: &mut Progress,
 ) -> Result<()> {
     let end_ns = args.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
-    rounds(engine, host, stop, end_ns, |engine, host| {
+    rounds(engine, host, stop, end_ns, |engine, host, outcome| {
         for event in host.take_events() {
             match event {
-                Event::Changed(changed) => log_change(active, host, changed, progress),
                 Event::LeftAlone { pid, name, why } => progress.leave_alone(LeftAlone { pid, name, reason: why }),
                 Event::StoodDown { why } => progress.stand_down(why),
             }
+        }
+        if progress.stood_down.is_none() {
+            log_changes(active, host, outcome, progress);
         }
         if host.targets().next().is_none() && !active.settings.scope.is_selective() {
             progress.say_on_terminal("every process in scope has ended");
@@ -262,10 +258,16 @@ fn main_loop(
     })
 }
 
-/// Writes a change of marks to the audit log.
-fn log_change(active: &mut ActiveSettings<'_>, host: &LiveHost, changed: Changed, progress: &Progress) {
-    if active.is_logging() {
-        let target = host.targets().find(|target| target.process.pid() == changed.pid);
-        active.log(&Entry::changed(changed, target), progress);
+/// Writes the results of a cycle to the audit log.
+fn log_changes(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outcome, progress: &Progress) {
+    if !active.is_logging() {
+        return;
+    }
+    let results = outcome.marked.iter().map(|result| (true, result));
+    for (mark, result) in results.chain(outcome.unmarked.iter().map(|result| (false, result))) {
+        if let Some(target) = host.target_of(result.change.span.region) {
+            let owner = Owner::of(target, host.domains().get(usize::from(target.domain.0)));
+            active.log(&Entry::changed(owner, mark, result), progress);
+        }
     }
 }

@@ -1,38 +1,15 @@
 //! Marking and unmarking spans of targets.
 
-use super::{Acting, Event, LiveHost};
+use super::{Acting, LiveHost};
 use crate::inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
 use crate::inject::{Call, InjectionReport, Limits};
 use crate::os::fault;
 use crate::proc::maps::VmaDetail;
 use crate::proc::process::ReadError;
 use crate::scope::exclude::vma_exclusion;
-use pagefold_core::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize, Stops, Why};
+use pagefold_core::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize, Stops};
 use pagefold_core::units::{Bytes, PAGE_BYTES, Pages};
 use std::collections::BTreeMap;
-
-/// A span that was to be marked or unmarked, with its process and the result.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Changed {
-    /// The process.
-    pub pid: i32,
-    /// Its start time, clock ticks after boot.
-    pub start_time_ticks: u64,
-    /// Its name.
-    pub name: String,
-    /// Its trust domain.
-    pub domain: String,
-    /// True if it was to be marked, false for unmarked.
-    pub mark: bool,
-    /// First address.
-    pub first: u64,
-    /// Length of the span.
-    pub bytes: Bytes,
-    /// The reason.
-    pub why: Why,
-    /// The result.
-    pub outcome: Marking,
-}
 
 /// The calls that change the marks of one process.
 #[derive(Debug, Default)]
@@ -120,9 +97,6 @@ impl LiveHost {
             target.invalidate();
             self.next_refresh_ns = 0;
             self.make(pid, &work, mark, size, &mut results, outcome);
-            for at in wanted {
-                self.tell_changed(pid, &changes[at], mark, results[at]);
-            }
         }
         changes.iter().zip(results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
     }
@@ -180,21 +154,6 @@ impl LiveHost {
             // The process's memory limits have no room for more copies.
             Err(_) => work.parts[report.results.len()..].iter().for_each(|&(at, _)| results[at] = Marking::Busy),
         }
-    }
-
-    fn tell_changed(&mut self, pid: i32, change: &Change, mark: bool, outcome: Marking) {
-        let Some(target) = self.targets.get(&pid) else { return };
-        self.events.push(Event::Changed(Changed {
-            pid,
-            start_time_ticks: target.process.start_time_ticks(),
-            name: target.name.clone(),
-            domain: self.domains[usize::from(target.domain.0)].clone(),
-            mark,
-            first: change.span.first.address(),
-            bytes: change.span.pages.bytes(),
-            why: change.why,
-            outcome,
-        }));
     }
 }
 
