@@ -2,8 +2,8 @@
 
 use pagefold_cli::config_file::parse;
 
-/// A configuration: what is wrong with one is told in one printable line that begins with the file's name, and one that
-/// is right stays the same with itself as an addition.
+/// A configuration: errors are one printable line that begins with the name of the file, and a valid configuration does
+/// not change when it is added to itself.
 pub fn config(text: &[u8]) {
     let Ok(text) = std::str::from_utf8(text) else { return };
     match parse(text, "FILE") {

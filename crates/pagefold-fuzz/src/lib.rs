@@ -1,8 +1,8 @@
-//! What the parsers promise, whatever they are given.
+//! Properties of the parsers that hold for any input.
 //!
-//! Each function takes any bytes, has them parsed, and panics if a promise is broken: that nothing panics or overflows,
-//! that no line is dropped without a word, that what is printed parses back to the same. The fuzzer (the folder `fuzz`)
-//! calls them with what it thinks of, and this crate's tests with what it has found so far, on any toolchain.
+//! Each function parses arbitrary bytes and panics if a property is violated: nothing panics or overflows, no line is
+//! dropped silently, printed values parse back to the same. The fuzz targets (in the folder `fuzz`) call them with
+//! generated inputs, and the tests of this crate with the inputs found so far, on any toolchain.
 
 mod config;
 mod limits;
@@ -20,10 +20,10 @@ pub use process::{schedstat, stat, statm, status, syscall};
 pub use system::{ksm_files, machine, names};
 pub use talk::{control, injector, state_file};
 
-/// A function that panics if a parser breaks a promise on these bytes.
+/// A function that panics if a parser violates a property on these bytes.
 pub type Target = fn(&[u8]);
 
-/// Every target by its name, which is that of its fuzz target and of its folder of inputs too.
+/// Every target by name, which is also the name of its fuzz target and of its folder of inputs.
 pub const TARGETS: [(&str, Target); 20] = [
     ("cgroup", cgroup),
     ("config", config),

@@ -1,11 +1,11 @@
-//! How much memory there is, what limits it, and what has become of it.
+//! Parsers of memory limits and of memory and KSM counters.
 
 use pagefold_core::units::Permyriad;
 use pagefold_linux::fuzzing;
 use pagefold_linux::os::pressure::{parse_meminfo, parse_pressure};
 use std::path::{Component, Path};
 
-/// `/proc/PID/cgroup`: paths come out byte for byte where they are UTF-8, and no path leads out of the cgroup mount.
+/// `/proc/PID/cgroup`: UTF-8 paths are kept byte for byte, and no path leads out of the cgroup mount.
 pub fn cgroup(text: &[u8]) {
     let cgroups = fuzzing::cgroups(text);
     if let Ok(text) = std::str::from_utf8(text) {
@@ -24,7 +24,7 @@ pub fn cgroup(text: &[u8]) {
     }
 }
 
-/// `/proc/PID/ksm_stat`: whole pages; and a field that is there is found among all others.
+/// `/proc/PID/ksm_stat`: values are whole pages, and fields are found among any others.
 pub fn ksm_stat(text: &[u8]) {
     let (_, zero_kib) = fuzzing::ksm_stat(text);
     assert!(zero_kib % 4 == 0 || zero_kib == u64::MAX);
@@ -35,13 +35,13 @@ pub fn ksm_stat(text: &[u8]) {
     }
 }
 
-/// `/proc/meminfo` and `memory.stat`: kibibytes print and parse back, and bytes do not overflow.
+/// `/proc/meminfo` and `memory.stat`: values in KiB print and parse back, and bytes do not overflow.
 pub fn meminfo(text: &[u8]) {
     if let Ok((total, available)) = parse_meminfo(text) {
         let printed = format!("MemTotal: {} kB\nMemFree: 1 kB\nMemAvailable:  {} kB\n", total.0 * 4, available.0 * 4);
         assert_eq!(parse_meminfo(printed.as_bytes()), Ok((total, available)));
         assert_eq!(fuzzing::available(&printed), Some(available.bytes().0));
-        assert!(parse_meminfo(&printed.as_bytes()[..printed.len() - 1]).is_err(), "cut off");
+        assert!(parse_meminfo(&printed.as_bytes()[..printed.len() - 1]).is_err(), "truncated");
     }
     let text = String::from_utf8_lossy(text);
     let _ = fuzzing::available(&text);
@@ -51,7 +51,7 @@ pub fn meminfo(text: &[u8]) {
     }
 }
 
-/// `/proc/pressure/memory`: a share of the whole at most, which prints and parses back.
+/// `/proc/pressure/memory`: a share of at most 100 %, which prints and parses back.
 pub fn pressure(text: &[u8]) {
     let Ok(share) = parse_pressure(text) else { return };
     assert!(share <= Permyriad(10_000), "{share:?}");
@@ -59,7 +59,7 @@ pub fn pressure(text: &[u8]) {
     assert_eq!(parse_pressure(printed.as_bytes()), Ok(share));
 }
 
-/// `/proc/vmstat`: the counter is found among all others.
+/// `/proc/vmstat`: the counter is found among any others.
 pub fn vmstat(text: &[u8]) {
     let text = String::from_utf8_lossy(text);
     let copies = fuzzing::cow_ksm(&text);

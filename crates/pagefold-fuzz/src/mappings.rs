@@ -1,4 +1,4 @@
-//! `/proc/PID/maps` and `/proc/PID/smaps`, and what is made of them.
+//! `/proc/PID/maps` and `/proc/PID/smaps`, and the regions made of their mappings.
 
 use pagefold_core::keys::RegionKey;
 use pagefold_linux::fuzzing::executable;
@@ -6,8 +6,8 @@ use pagefold_linux::host::regions::{follow, stretches};
 use pagefold_linux::proc::maps::{Perms, Vma, VmaDetail, kind_of, parse_maps, parse_smaps};
 use std::collections::BTreeSet;
 
-/// `/proc/PID/maps`: no line is dropped; mappings ascend, as the kernel's Documentation/filesystems/proc.rst has it;
-/// printed as the kernel does they parse to the same; and the injector's own view of the text agrees.
+/// `/proc/PID/maps`: no line is dropped; mappings ascend (Documentation/filesystems/proc.rst); printed in the kernel's
+/// format they parse back to the same; and the injector's parser agrees.
 pub fn maps(text: &[u8]) {
     let Ok(vmas) = parse_maps(text) else { return };
     assert_eq!(vmas.len(), text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()).count());
@@ -27,8 +27,8 @@ pub fn maps(text: &[u8]) {
     let _ = executable(text);
 }
 
-/// `/proc/PID/smaps`: as for maps; counters print and parse back too; and the regions made of the mappings ascend, hold
-/// what is not excluded and nothing else, and keep their keys.
+/// `/proc/PID/smaps`: as for maps; counters print and parse back; and regions ascend, contain exactly the mappings that
+/// are not excluded, and keep their keys.
 pub fn smaps(text: &[u8]) {
     let Ok(details) = parse_smaps(text) else { return };
     assert_ascending(details.iter().map(|detail| &detail.vma));

@@ -5,8 +5,9 @@ use pagefold_linux::proc::kpageflags::{FrameFlags, KpageFlags};
 use pagefold_linux::proc::pagemap::{Categories, PagemapEntry};
 use std::path::Path;
 
-/// Entries, ranges and frames from words: a private page is present, its own and anonymous; frames exist for present
-/// pages only; a range holds the pages between its addresses; and each frame is looked up once, in ascending order.
+/// Entries, ranges and frames from arbitrary words: a private page is present, mapped once and anonymous; only present
+/// pages have frames; a range contains the pages between its addresses; and each frame is looked up once, in ascending
+/// order.
 pub fn pagemap(bytes: &[u8]) {
     let words: Vec<u64> =
         bytes.chunks_exact(8).filter_map(|word| word.try_into().ok().map(u64::from_le_bytes)).collect();
@@ -24,7 +25,7 @@ pub fn pagemap(bytes: &[u8]) {
         assert!(!range.categories.has(both) || range.categories.has(Categories::PRESENT));
     }
     let frames: Vec<u64> = entries.filter_map(PagemapEntry::pfn).collect();
-    // A file that is zeros without end, as kpageflags is behind the end of memory.
+    // An endless file of zeros, like kpageflags beyond the end of memory.
     let Ok(mut flags) = KpageFlags::open_at(Path::new("/dev/zero")) else { return };
     let mut seen = vec![false; frames.len()];
     let mut last = 0;

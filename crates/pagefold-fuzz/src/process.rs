@@ -5,7 +5,7 @@ use pagefold_linux::proc::process::Stat;
 use pagefold_linux::proc::status::{Status, printable, program_name};
 use std::path::Path;
 
-/// `/proc/PID/stat`: the name is what stands between the first and the last parenthesis, and the rest parses back.
+/// `/proc/PID/stat`: the name is the text between the first and the last parenthesis, and the other fields parse back.
 pub fn stat(text: &[u8]) {
     let Ok(stat) = Stat::parse(text) else { return };
     assert!(stat.state.is_ascii_alphabetic());
@@ -24,7 +24,7 @@ pub fn stat(text: &[u8]) {
     assert_eq!(Stat::parse(&printed), Ok(stat));
 }
 
-/// `/proc/PID/status`: prints and parses back, and other lines around make no difference.
+/// `/proc/PID/status`: prints and parses back, and other lines make no difference.
 pub fn status(text: &[u8]) {
     assert_safe(text);
     let Ok(status) = Status::parse(text) else { return };
@@ -41,7 +41,7 @@ pub fn status(text: &[u8]) {
     assert_eq!(Status::parse(&[b"Name:\tx\n", text].concat()), Ok(status));
 }
 
-/// Names are printed so that they steer no terminal, and a name made safe is safe already.
+/// Printed names contain no control characters, and escaping is idempotent.
 fn assert_safe(name: &[u8]) {
     let safe = printable(name);
     assert!(!safe.contains(char::is_control), "{safe:?}");
@@ -56,8 +56,8 @@ pub fn statm(text: &[u8]) {
     assert_eq!(fuzzing::statm(format!("{mapped} {resident} 1 2 3 {data} 0\n").as_bytes()), Ok(sizes));
 }
 
-/// `/proc/PID/task/TID/syscall`: prints and parses back; and only threads that run, sleep or were stopped by job control
-/// are chosen.
+/// `/proc/PID/task/TID/syscall`: prints and parses back, and only threads that run, sleep or are stopped by job control are
+/// chosen for injection.
 pub fn syscall(text: &[u8]) {
     for state in [b'R', b'S', b'T', b'D', b'Z', b'X', b't', b'I', b'P'] {
         let Ok((blocked, chosen)) = activity(text, state) else { return };

@@ -1,4 +1,4 @@
-//! KSM's own files, what is found out about the machine, and names on the command line.
+//! KSM's files, facts about the machine, and names on the command line.
 
 use pagefold_core::config::Preset;
 use pagefold_core::governor::Governor;
@@ -6,8 +6,7 @@ use pagefold_core::placement::policy::Placement;
 use pagefold_linux::check::facts::Release;
 use pagefold_linux::fuzzing;
 
-/// Counters, knobs and choices below `/sys/kernel/mm/ksm`: numbers print and parse back, and a choice is a part of what
-/// was said.
+/// Counters, knobs and choices below `/sys/kernel/mm/ksm`: numbers print and parse back, and a choice is a part of the text.
 pub fn ksm_files(text: &[u8]) {
     if let Some(number) = fuzzing::ksm_number::<u64>(text) {
         assert_eq!(fuzzing::ksm_number(format!("{number}\n").as_bytes()), Some(number));
@@ -20,7 +19,7 @@ pub fn ksm_files(text: &[u8]) {
     assert_eq!(fuzzing::ksm_choice(format!("always [{choice}] never\n").as_bytes()), Some(choice));
 }
 
-/// The kernel's version, its nodes with their zones and who may use them, and the auxiliary vector.
+/// Kernel version, memory nodes and zones, allowed processors and nodes, and the auxiliary vector.
 pub fn machine(bytes: &[u8]) {
     let _ = fuzzing::page_size(bytes);
     let text = String::from_utf8_lossy(bytes);
@@ -36,7 +35,7 @@ pub fn machine(bytes: &[u8]) {
     let _ = fuzzing::node_kib(&text, "Node 0 MemFree");
     let (numbers, meets) = fuzzing::list(&text);
     assert!(numbers == 0 || meets);
-    // Pieces of the block lie in it and apart.
+    // Parts of the block lie in it and do not overlap.
     let mut end = 32_768;
     for (first, frames) in fuzzing::block_of_two(&text) {
         assert!(first >= end && frames > 0);
@@ -45,7 +44,7 @@ pub fn machine(bytes: &[u8]) {
     assert!(end <= 65_536);
 }
 
-/// Names of governors, placements and presets: taken only if spelt exactly so, and otherwise refused in one line.
+/// Names of governors, placements and presets: accepted only if spelt exactly, and otherwise refused in one line.
 pub fn names(text: &[u8]) {
     let Ok(text) = std::str::from_utf8(text) else { return };
     match text.parse::<Governor>() {

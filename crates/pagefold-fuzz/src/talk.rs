@@ -1,4 +1,4 @@
-//! What pagefold's own parts say to each other: the state file, the control socket, the injector.
+//! Formats that pagefold writes itself: the state file, the control socket, the injector.
 
 use pagefold_linux::fuzzing::{injector_reply, injector_request};
 use pagefold_linux::ksm::Knob;
@@ -11,7 +11,7 @@ use std::time::Duration;
 #[path = "../../pagefold/src/control/protocol.rs"]
 mod protocol;
 
-/// The state file: prints and parses back; every knob turned has the value to put back; and what is noted is known again.
+/// The state file: prints and parses back; every changed knob has an original value; and recorded values are recognised.
 pub fn state_file(text: &[u8]) {
     let Ok(mut state) = State::parse(text) else { return };
     let printed = serde_json::to_vec_pretty(&state).expect("plain strings and numbers");
@@ -26,8 +26,8 @@ pub fn state_file(text: &[u8]) {
     }
 }
 
-/// The control socket: requests print and parse back, within the length that is accepted; refusals are one printable line,
-/// and answers print and parse back.
+/// The control socket: requests print and parse back within the accepted length; refusals are one printable line, and
+/// answers print and parse back.
 pub fn control(line: &[u8]) {
     match Request::parse(line) {
         Ok(request) => {
@@ -55,8 +55,7 @@ pub fn control(line: &[u8]) {
     }
 }
 
-/// The injector: requests and replies are the same after the way over the wire, and no answer is waited for longer than an
-/// hour.
+/// The injector: requests and replies print and parse back, and time limits are at most an hour.
 pub fn injector(line: &[u8]) {
     if let Some((same, patience)) = injector_request(line) {
         assert!(same && patience <= Duration::from_secs(3600));

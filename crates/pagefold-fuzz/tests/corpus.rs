@@ -1,4 +1,4 @@
-//! The fuzzer's inputs, and long ones, through every target, on any toolchain.
+//! Runs every target on the inputs found by fuzzing and on long inputs.
 
 use pagefold_fuzz::{TARGETS, Target};
 use std::collections::BTreeSet;
@@ -17,7 +17,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn every_input_found_so_far_keeps_the_promises() {
+fn the_properties_hold_for_every_input_found_so_far() {
     let mut broken = Vec::new();
     for (name, target) in TARGETS {
         let inputs = files(&fuzz_dir().join("corpus").join(name));
@@ -33,7 +33,7 @@ fn every_input_found_so_far_keeps_the_promises() {
 }
 
 #[test]
-fn every_target_is_fuzzed_and_has_inputs() {
+fn every_target_has_a_fuzz_target_and_inputs() {
     let wanted: BTreeSet<String> = TARGETS.iter().map(|(name, _)| (*name).to_owned()).collect();
     let names = |dir: &str| -> BTreeSet<String> {
         let stem = |path: PathBuf| path.file_stem().unwrap().to_str().unwrap().to_owned();
@@ -45,18 +45,18 @@ fn every_target_is_fuzzed_and_has_inputs() {
     assert!(wanted.iter().all(|name| manifest.contains(&format!("name = \"{name}\""))));
 }
 
-/// As many mappings as the kernel allows a process by default, each a region of its own.
+/// As many mappings as the kernel allows by default, each a separate region.
 fn mappings(counters: bool) -> Vec<u8> {
     let more = if counters { "Anonymous: 4 kB\nVmFlags: rd wr\n" } else { "" };
     let one = |at: u64| format!("{:x}000-{:x}000 rw-p 0 00:00 0 \n{more}", 2 * at, 2 * at + 1);
     (1..65_530).map(one).collect::<Vec<_>>().concat().into_bytes()
 }
 
-/// A mebibyte of every input, again and again, and as one line; and a process with very many mappings.
+/// One MiB of every input repeated, and as one line; and a process with very many mappings.
 #[test]
-fn a_mebibyte_takes_no_longer_than_it_should() {
+fn parsing_time_is_not_quadratic() {
     const MIB: usize = 1 << 20;
-    // Measured: 1.5 s at most, of 65,529 mappings in smaps, on a busy core. Anything quadratic takes minutes.
+    // Measured: 1.5 s at most, for 65,529 mappings in smaps on a busy core. Quadratic time would be minutes.
     const LIMIT: Duration = Duration::from_secs(10);
     let timed = |name: &str, target: Target, text: &[u8]| {
         let start = Instant::now();

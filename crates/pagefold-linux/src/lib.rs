@@ -2,7 +2,7 @@
 //!
 //! | folder | what belongs there |
 //! | --- | --- |
-//! | [`os`] | the machine and this process: CPU time, memory pressure, capabilities, signals, faults on purpose |
+//! | [`os`] | the machine and this process: CPU time, memory pressure and nodes, capabilities, signals, fault injection |
 //! | [`proc`] | another process as procfs shows it: status, mappings, page flags, content, cgroup limits |
 //! | [`ksm`] | KSM: its counters and knobs, taking it over and giving it back, ordering scans from ksmd |
 //! | [`inject`] | making another process call `madvise`, by ptrace; unmerging through it |

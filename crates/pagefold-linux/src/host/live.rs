@@ -107,7 +107,7 @@ pub struct LiveHost {
     deny: DenyList,
     ksm: Arc<Ksm>,
     ksmd: Option<Ksmd>,
-    hands: Acting,
+    actuator: Actuator,
     stop: Arc<AtomicBool>,
     began: Instant,
     targets: BTreeMap<i32, Target>,
@@ -151,7 +151,7 @@ pub struct Ended {
 }
 
 #[derive(Debug)]
-enum Acting {
+enum Actuator {
     Act { lease: KsmLease, controller: KsmdController, injector: Injector, stood_down: bool },
     DryRun,
 }
@@ -168,18 +168,18 @@ impl LiveHost {
         roots: Roots,
         deny: DenyList,
         ksm: Arc<Ksm>,
-        hands: HostMode,
+        mode: HostMode,
         stop: Arc<AtomicBool>,
     ) -> Result<Self, LiveError> {
         raise_descriptor_limit();
         let ksmd = Ksmd::find().map_err(LiveError::Ksmd)?;
-        let hands = match hands {
+        let actuator = match mode {
             HostMode::Act { lease, injector } => {
                 let controller = KsmdController::start(&lease, Ksmd::find().map_err(LiveError::Ksmd)?)
                     .map_err(LiveError::Controller)?;
-                Acting::Act { lease, controller, injector, stood_down: false }
+                Actuator::Act { lease, controller, injector, stood_down: false }
             }
-            HostMode::DryRun => Acting::DryRun,
+            HostMode::DryRun => Actuator::DryRun,
         };
         let mut host = Self {
             new_processes: NewProcesses::new(&roots),
@@ -194,7 +194,7 @@ impl LiveHost {
             deny,
             ksm,
             ksmd,
-            hands,
+            actuator,
             stop,
             began: Instant::now(),
             targets: BTreeMap::new(),
@@ -266,15 +266,15 @@ impl LiveHost {
 
     /// Ends the run: stops ksmd, ends the injector and restores KSM. Merged pages stay merged.
     pub fn finish(self) -> Ended {
-        let Self { hands, ksm, ksmd, base, began, .. } = self;
-        let (restored, elsewhere_ns) = match hands {
-            Acting::Act { lease, controller, injector, .. } => {
+        let Self { actuator, ksm, ksmd, base, began, .. } = self;
+        let (restored, elsewhere_ns) = match actuator {
+            Actuator::Act { lease, controller, injector, .. } => {
                 let elsewhere_ns = injector.cpu_elsewhere_ns();
                 drop(injector);
                 drop(controller);
                 (Some(lease.restore(RESTORE_LIMIT)), elsewhere_ns)
             }
-            Acting::DryRun => (None, 0),
+            Actuator::DryRun => (None, 0),
         };
         // Read now, as ksmd may have been scanning until here. The injector counts as a reaped child.
         let ksmd_ns = ksmd.and_then(|ksmd| ksmd.cpu_ns().ok()).map(|ns| ns.saturating_sub(base.ksmd_ns));
@@ -287,9 +287,9 @@ impl LiveHost {
     }
 
     fn clocks(&mut self) -> Cost {
-        let injector_ns = match &self.hands {
-            Acting::Act { injector, .. } => injector.cpu_ns(),
-            Acting::DryRun => 0,
+        let injector_ns = match &self.actuator {
+            Actuator::Act { injector, .. } => injector.cpu_ns(),
+            Actuator::DryRun => 0,
         };
         // ksmd does not end: if its clock cannot be read, the last value stands.
         if let Some(ns) = self.ksmd.as_ref().and_then(|ksmd| ksmd.cpu_ns().ok()) {
@@ -309,7 +309,7 @@ impl LiveHost {
     }
 
     fn stand_down(&mut self, why: String) {
-        if let Acting::Act { stood_down, .. } = &mut self.hands {
+        if let Actuator::Act { stood_down, .. } = &mut self.actuator {
             if !*stood_down {
                 *stood_down = true;
                 self.events.push(Event::StoodDown { why });
@@ -319,7 +319,7 @@ impl LiveHost {
 
     /// Whether pagefold drives KSM, and whether ksmd is still carrying out the last order.
     fn check_lease(&mut self) -> (bool, bool) {
-        let Acting::Act { lease, controller, stood_down, .. } = &self.hands else { return (false, false) };
+        let Actuator::Act { lease, controller, stood_down, .. } = &self.actuator else { return (false, false) };
         if *stood_down {
             return (false, false);
         }
@@ -412,7 +412,7 @@ impl Host for LiveHost {
 
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, LiveError> {
         let mut outcome = Outcome::default();
-        if matches!(self.hands, Acting::Act { stood_down: true, .. }) {
+        if matches!(self.actuator, Actuator::Act { stood_down: true, .. }) {
             let busy = |&change| ChangeResult { change, marking: Marking::Busy };
             outcome.marked = actions.mark.iter().map(busy).collect();
             outcome.unmarked = actions.unmark.iter().map(busy).collect();
@@ -420,7 +420,7 @@ impl Host for LiveHost {
         }
         outcome.marked = self.change(&actions.mark, true, actions.stop, &mut outcome);
         outcome.unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
-        if let Acting::Act { controller, .. } = &self.hands {
+        if let Actuator::Act { controller, .. } = &self.actuator {
             controller.order(actions.scan);
             if !actions.moves.is_empty() {
                 let before_ns = own_cpu_ns();

@@ -1,4 +1,4 @@
-//! The live machine behind the core's interface: what is in scope as regions, samples of them, marks and moves.
+//! The live machine behind the core's `Host` interface: targets and their regions, samples, marks and moves.
 
 pub mod live;
 pub mod regions;

@@ -1,4 +1,4 @@
-//! Processes as procfs shows them: what each is, its mappings, its pages and their content, and its limits.
+//! Other processes as procfs shows them: status, mappings, pages and their contents, limits.
 
 pub(crate) mod cgroup;
 pub mod cpu;

@@ -1,6 +1,6 @@
 //! Marking and unmarking spans of targets.
 
-use super::{Acting, LiveHost};
+use super::{Actuator, LiveHost};
 use crate::inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
 use crate::inject::{Call, InjectionReport, Limits};
 use crate::os::fault;
@@ -114,12 +114,12 @@ impl LiveHost {
         let Some(target) = self.targets.get(&pid) else { return };
         work.done.iter().for_each(|&(at, pages)| add(&mut results[at], pages));
         let mut report = InjectionReport::default();
-        let ran = match &mut self.hands {
-            Acting::DryRun => {
+        let ran = match &mut self.actuator {
+            Actuator::DryRun => {
                 work.parts.iter().for_each(|&(at, pages)| add(&mut results[at], pages));
                 Ok(())
             }
-            Acting::Act { injector, .. } if mark => {
+            Actuator::Act { injector, .. } if mark => {
                 fault::point("mark");
                 let calls_per_stop = usize::try_from(size.marks).unwrap_or(usize::MAX);
                 let limits = Limits { calls_per_stop, ..Limits::default() };
@@ -127,7 +127,7 @@ impl LiveHost {
                 fault::point("marked");
                 ran.map(|done| report = done).map_err(UnmergeError::from)
             }
-            Acting::Act { injector, .. } => {
+            Actuator::Act { injector, .. } => {
                 unmark_in_steps(&target.process, injector, &self.roots, &work.calls, &mut report)
             }
         };

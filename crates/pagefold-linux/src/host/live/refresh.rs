@@ -1,6 +1,6 @@
 //! Refreshing the targets: processes that come into scope, change or end.
 
-use super::{Acting, Event, LiveError, LiveHost};
+use super::{Actuator, Event, LiveError, LiveHost};
 use crate::host::regions::Tracked;
 use crate::host::targets::Target;
 use crate::proc::process::ReadError;
@@ -43,7 +43,7 @@ impl LiveHost {
             ScopeSpec { pids: Vec::new(), ..self.scope.clone() }
         };
         let mut ours = vec![i32::try_from(std::process::id()).unwrap_or(0)];
-        if let Acting::Act { injector, .. } = &self.hands {
+        if let Actuator::Act { injector, .. } = &self.actuator {
             ours.extend(i32::try_from(injector.pid()));
         }
         let found = loop {
