@@ -8,6 +8,7 @@
 //! Memory: 12 bytes per entry, at most a quarter of slack, no entry for a second copy.
 
 use crate::hash::Digest;
+use crate::units::low_bits;
 
 /// The most entries in one tree before the forest doubles. 256 x 12 bytes fit well into a first-level cache, and moving half
 /// of them on insertion costs less than the cache miss that finds them.
@@ -32,7 +33,7 @@ const OLD_EPOCHS: u8 = 2;
 pub const REGION_PAGES_MAX: u64 = 1 << OFFSET_BITS;
 /// The most regions at a time that the index can point into.
 pub const SLOTS_MAX: u32 = (1 << SLOT_BITS) - 1;
-/// The slot in entries of contents whose first page no longer exists, but which were seen on other pages too.
+/// The slot in entries of which the page no longer exists, but the content was seen on other pages too.
 const NO_SLOT: u32 = SLOTS_MAX;
 
 /// A page: the slot of its region in the [region table](crate::region::table), and its offset in the region.
@@ -85,7 +86,7 @@ impl Entry {
         self.key >> (SLOT_BITS + 1)
     }
     fn location(self) -> Location {
-        let slot = u32::try_from(self.key & u64::from(SLOTS_MAX)).unwrap_or(NO_SLOT);
+        let slot = low_bits(self.key, SLOT_BITS);
         Location { slot, offset: self.rest & ((1 << OFFSET_BITS) - 1) }
     }
     fn is_claimed(self) -> bool {
@@ -184,7 +185,7 @@ impl Index {
         self.epoch = (self.epoch + 1) % EPOCHS;
     }
 
-    /// Drops entries by the `status` of their page: those whose page is removed, and old ones whose page is resampled. A
+    /// Drops entries by the `status` of their page: of removed pages, and old ones of resampled pages. A
     /// content that was seen on other pages too outlives its first page until it is old.
     pub fn sweep(&mut self, mut status: impl FnMut(Location) -> PageStatus) {
         let epoch = self.epoch;

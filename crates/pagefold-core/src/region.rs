@@ -18,7 +18,7 @@ pub use usage::Usage;
 use crate::config::Config;
 use crate::host::RegionView;
 use crate::index::OFFSET_BITS;
-use crate::marking::extents::{Candidate, Cut, Extents, candidates};
+use crate::marking::extents::{Candidate, Extents, SplitRule, candidates};
 use crate::sampling::estimate::Estimate;
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits};
 
@@ -215,8 +215,8 @@ impl Region {
     /// The spans worth marking at a density, at most `cap` of them.
     pub fn spans(&self, config: &Config, plain: Permyriad, cap: usize) -> Vec<Candidate> {
         let above = if self.in_blocks { Pages(0) } else { config.split_above };
-        let cut = Cut { above, spans: cap };
-        let spans = candidates(&self.extents, self.view.first, self.view.pages, config.density.thinned(plain), cut);
+        let split = SplitRule { above, spans: cap };
+        let spans = candidates(&self.extents, self.view.first, self.view.pages, config.density.thinned(plain), split);
         spans.into_iter().filter(|span| span.duplicate >= config.span_pages_min).collect()
     }
 

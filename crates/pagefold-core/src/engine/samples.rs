@@ -53,7 +53,7 @@ impl Engine {
             PageState::Absent | PageState::ZeroMapped => {
                 // The page was given back, not broken.
                 let offset = region.offset(sample.page);
-                region.usage.cow_breaks.record_single(offset, self.snapshot.now_ns, None);
+                region.usage.cow_breaks.record_unmerged(offset, self.snapshot.now_ns, None);
                 return;
             }
             PageState::Merged => self.record_merged(slot, sample, examined),
@@ -110,7 +110,7 @@ impl Engine {
         if !examined && region.is_marked(sample.page) {
             region.marks.samples.sampled += 1;
             region.marks.samples.unmerged += u64::from(duplicate);
-            region.usage.cow_breaks.record_single(offset, now_ns, duplicate.then_some(sample.digest));
+            region.usage.cow_breaks.record_unmerged(offset, now_ns, duplicate.then_some(sample.digest));
         } else {
             let tally = &mut region.survey.tally;
             tally.sampled += 1;

@@ -1,59 +1,56 @@
-//! COW-broken pages, without a hook in the page fault: merged pages seen at one visit that are no longer merged at
-//! a later one.
+//! COW-broken pages, detected without a hook in the page fault: merged pages that are no longer merged at a later visit.
 //!
-//! UKSM counts the faults of a round against the merges of that round (section 5.2). What that catches is memory whose
-//! merges do not last because it is written with what it held already: merged again it would be broken again. So only
-//! such pages count here, told by what they held while they were merged. A page that was written with something else has
-//! ceased to be a duplicate, or has become one of something else, as memory does that is freed and used anew.
+//! UKSM compares the copy-on-write faults of a round with its merges (section 5.2), to find memory with merges that do not last
+//! because pages are written with the content they had: merged again, they would be broken again. So only such pages count
+//! here. A page that was written with another content is no longer a duplicate, or is one of another content, as when
+//! memory is freed and reused.
 //!
-//! Rates are small: one page in five thousand a second undoes half of a region's merges within the hour. They are
-//! measured on single pages, spread over the region, visited again and again.
+//! Rates are small: one page in five thousand per second undoes half of a region's merges within the hour. They are
+//! measured on single pages, spread over the region, which are visited repeatedly.
 
 use crate::hash::Digest;
-use crate::units::Permyriad;
+use crate::units::{Permyriad, low_bits, whole};
 use std::collections::BTreeMap;
 
-/// Pages under observation in one region at most.
+/// The most pages under observation in one region.
 pub const PROBES_MAX: usize = 2_048;
-/// Breaks below which a rate says nothing.
+/// The number of breaks from which a rate counts.
 const BREAKS_MIN: u64 = 4;
-/// Breaks after which older ones count half.
+/// The number of breaks from which all counts are halved, so that new ones weigh more.
 const BREAKS_MAX: u64 = 64;
 
-/// The observation of a region's merged pages.
+/// Observed breaks of a region's merged pages.
 #[derive(Clone, Debug, Default)]
 pub struct CowBreaks {
-    /// By offset in the region.
+    /// Pages under observation, by offset in the region.
     probes: BTreeMap<u32, Probe>,
-    /// Where the next visits go on.
+    /// The offset from which the next page to visit is looked up.
     next: u32,
-    /// Time for which pages have been known to stay merged, page seconds.
+    /// The time that pages under observation have stayed merged, page seconds.
     exposure: f64,
-    /// Merged pages that were written.
+    /// The number of merged pages that are no longer merged.
     broken: u64,
-    /// Those of them that hold the same again, and could be merged again.
-    again: u64,
+    /// Of these, the pages that hold the same content as before and could be merged again.
+    rewritten: u64,
 }
 
 /// A page under observation.
 #[derive(Clone, Copy, Debug)]
 struct Probe {
-    /// When it was last seen merged, nanoseconds.
+    /// When it was last found merged, nanoseconds.
     seen_ns: u64,
-    /// What it held then.
-    print: u32,
+    /// 32 bits of the digest of its content at that time, which are enough to detect a change.
+    fingerprint: u32,
 }
 
-/// 32 bits of a digest are enough to see a change.
-#[expect(clippy::cast_possible_truncation, reason = "32 bits are wanted")]
-fn print(digest: Digest) -> u32 {
-    (digest.0 >> 16) as u32
+fn fingerprint(digest: Digest) -> u32 {
+    low_bits(digest.0 >> 16, u32::BITS)
 }
 
 impl CowBreaks {
-    /// A page was found merged, and what it holds.
+    /// Records a page that is merged.
     pub fn record_merged(&mut self, offset: u32, now_ns: u64, digest: Digest) {
-        let probe = Probe { seen_ns: now_ns, print: print(digest) };
+        let probe = Probe { seen_ns: now_ns, fingerprint: fingerprint(digest) };
         if let Some(known) = self.probes.get_mut(&offset) {
             self.exposure += (now_ns - known.seen_ns) as f64 / 1e9;
             *known = probe;
@@ -62,20 +59,20 @@ impl CowBreaks {
         }
     }
 
-    /// A page was found not merged; what it holds, if it could be merged with another.
-    pub fn record_single(&mut self, offset: u32, now_ns: u64, duplicate: Option<Digest>) {
+    /// Records a page that is not merged, with its digest if it is a duplicate.
+    pub fn record_unmerged(&mut self, offset: u32, now_ns: u64, duplicate: Option<Digest>) {
         let Some(probe) = self.probes.remove(&offset) else { return };
         self.exposure += (now_ns - probe.seen_ns) as f64 / 2e9;
         self.broken += 1;
-        self.again += u64::from(duplicate.is_some_and(|digest| print(digest) == probe.print));
+        self.rewritten += u64::from(duplicate.is_some_and(|digest| fingerprint(digest) == probe.fingerprint));
         if self.broken > BREAKS_MAX {
             self.broken /= 2;
-            self.again /= 2;
+            self.rewritten /= 2;
             self.exposure /= 2.0;
         }
     }
 
-    /// Whether more pages may be put under observation.
+    /// Whether more pages can be put under observation.
     pub fn has_room(&self) -> bool {
         self.probes.len() < PROBES_MAX
     }
@@ -88,25 +85,23 @@ impl CowBreaks {
         Some(offset)
     }
 
-    /// The COW-broken ratio: the share of merged pages that are written with what they hold within `horizon_ns`.
+    /// The COW-broken ratio: the share of merged pages that would be written with their own content within `horizon_ns`.
     pub fn ratio(&self, horizon_ns: u64) -> Permyriad {
-        if self.again < BREAKS_MIN || self.exposure <= 0.0 {
+        if self.rewritten < BREAKS_MIN || self.exposure <= 0.0 {
             return Permyriad(0);
         }
-        let share = self.again as f64 / self.exposure * horizon_ns as f64 / 1e9;
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share from 0 to 1")]
-        let share = (share.min(1.0) * 10_000.0) as u32;
-        Permyriad(share)
+        let share = self.rewritten as f64 / self.exposure * horizon_ns as f64 / 1e9;
+        Permyriad(u32::try_from(whole(share.min(1.0) * 10_000.0)).unwrap_or(10_000))
     }
 
-    /// Adds what another region's pages have shown: blocks of one mapping are also judged together.
+    /// Adds the breaks of another region: the blocks of one mapping are judged together, too.
     pub fn add(&mut self, other: &Self) {
         self.exposure += other.exposure;
         self.broken += other.broken;
-        self.again += other.again;
+        self.rewritten += other.rewritten;
     }
 
-    /// Forgets the pages, but not what they have shown: they are not merged any more.
+    /// Ends the observation of all pages, which are no longer merged. The breaks still count.
     pub fn forget_pages(&mut self) {
         self.probes.clear();
     }
@@ -121,45 +116,45 @@ mod tests {
     const SAME: Digest = Digest(7 << 16);
     const OTHER: Digest = Digest(8 << 16);
 
-    /// A thousand pages visited every ten seconds for two minutes, of which `broken(round, page)` are found written.
+    /// Visits a thousand pages every ten seconds for two minutes. `broken(round, page)` are found no longer merged.
     fn observe(broken: impl Fn(u64, u32) -> Option<Option<Digest>>) -> CowBreaks {
-        let mut churn = CowBreaks::default();
+        let mut breaks = CowBreaks::default();
         for round in 0..12 {
             for page in 0..1_000 {
                 match broken(round, page) {
-                    Some(duplicate) => churn.record_single(page, round * 10 * S, duplicate),
-                    None => churn.record_merged(page, round * 10 * S, SAME),
+                    Some(duplicate) => breaks.record_unmerged(page, round * 10 * S, duplicate),
+                    None => breaks.record_merged(page, round * 10 * S, SAME),
                 }
             }
         }
-        churn
+        breaks
     }
 
     #[test]
-    fn the_ratio_is_what_would_break_within_the_horizon() {
-        // One page a round: a ten-thousandth of the pages a second, 36 % an hour.
-        let churn = observe(|round, page| (round > 0 && u64::from(page) == round * 50).then_some(Some(SAME)));
-        let ratio = churn.ratio(3_600 * S);
+    fn the_ratio_extrapolates_breaks_to_the_horizon() {
+        // One page per round: a ten-thousandth of the pages per second, 36 % per hour.
+        let breaks = observe(|round, page| (round > 0 && u64::from(page) == round * 50).then_some(Some(SAME)));
+        let ratio = breaks.ratio(3_600 * S);
         assert!((2_900..4_400).contains(&ratio.0), "{ratio}");
-        assert_eq!(churn.ratio(36_000 * S), Permyriad(10_000));
+        assert_eq!(breaks.ratio(36_000 * S), Permyriad(10_000));
     }
 
     #[test]
-    fn what_changes_its_content_is_not_cow_broken() {
+    fn pages_whose_content_changes_are_not_cow_broken() {
         for now in [None, Some(OTHER)] {
-            let churn = observe(|round, page| (round > 0 && u64::from(page) % 12 == round).then_some(now));
-            assert_eq!(churn.ratio(36_000 * S), Permyriad(0));
+            let breaks = observe(|round, page| (round > 0 && u64::from(page) % 12 == round).then_some(now));
+            assert_eq!(breaks.ratio(36_000 * S), Permyriad(0));
         }
     }
 
     #[test]
-    fn visits_go_round() {
-        let mut churn = CowBreaks::default();
-        assert_eq!(churn.next_visit(), None);
+    fn visits_cycle_through_all_pages() {
+        let mut breaks = CowBreaks::default();
+        assert_eq!(breaks.next_visit(), None);
         for page in [5, 1, 9] {
-            churn.record_merged(page, 0, SAME);
+            breaks.record_merged(page, 0, SAME);
         }
-        let visits: Vec<_> = (0..7).filter_map(|_| churn.next_visit()).collect();
+        let visits: Vec<_> = (0..7).filter_map(|_| breaks.next_visit()).collect();
         assert_eq!(visits, [1, 5, 9, 1, 5, 9, 1]);
     }
 }

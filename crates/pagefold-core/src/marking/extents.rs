@@ -1,39 +1,39 @@
-//! From duplicate pages to the spans worth marking.
+//! Which spans of a region are worth marking, by the density of its duplicates.
 //!
-//! Every marked page costs ksmd at each scan. In real programs duplicates come in short runs but in
-//! uniformly dense 2 MiB extents, so density over an extent decides: at least half of its pages, or
-//! two thirds where it holds huge pages, which a merge splits.
+//! Every marked page costs ksmd CPU time at each scan. In real programs duplicates come in short runs but in uniformly dense
+//! 2 MiB extents, so the density of an extent decides: at least half of its pages, or two thirds if it holds huge pages,
+//! which a merge splits.
 //!
-//! A span that is not a whole mapping splits it, and a program that moves its memory (mremap(2)) finds
-//! out. So all but the largest mappings are marked whole or not at all, by their density over all.
+//! Marking a part of a mapping splits it, and then mremap(2) on all of it can fail. So all but the largest mappings are marked
+//! whole or not at all, by their density overall.
 
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 use std::collections::BTreeMap;
 
-/// What is known of one 2 MiB-aligned extent of a region.
+/// The pages found in one 2 MiB-aligned extent of a region.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
-    /// Pages read that hold memory: private, merged or shared.
+    /// Pages that hold memory: private, merged or shared.
     pub resident: u16,
-    /// Those that are zero, have a twin or are merged already.
+    /// Pages that are zero, merged already, or have a copy elsewhere.
     pub duplicate: u16,
-    /// Those that belong to a huge page.
+    /// Pages that belong to a huge page.
     pub huge: u16,
-    /// Those that another trust domain holds as well, in memory that is or may be marked.
+    /// Pages whose content another trust domain holds as well, in memory that is or may be marked.
     pub foreign: u16,
 }
 
-/// How dense an extent must be.
+/// How dense an extent must be to be marked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Density {
-    /// Duplicate share of the resident pages.
+    /// The duplicate share of the resident pages.
     pub plain: Permyriad,
-    /// The same where the extent holds huge pages.
+    /// The same for extents that hold huge pages.
     pub huge: Permyriad,
 }
 
 impl Density {
-    /// The same, but for so thin a share where there are no huge pages.
+    /// The same, with a lower density for extents without huge pages.
     #[must_use]
     pub fn thinned(self, plain: Permyriad) -> Self {
         Self { plain: plain.min(self.plain), ..self }
@@ -47,7 +47,7 @@ impl Default for Density {
 }
 
 impl Extent {
-    /// Whether the extent is worth marking, and may be.
+    /// Whether the extent is worth marking and may be marked.
     pub fn is_dense(&self, density: Density) -> bool {
         if self.foreign > 0 {
             return false;
@@ -60,38 +60,40 @@ impl Extent {
     }
 }
 
-/// The extents of a region, by extent number. Only those with a page read are here.
+/// The extents of a region of which a page has been read, by extent number ([`Vpn::extent`]).
 pub type Extents = BTreeMap<u64, Extent>;
 
-/// A range of pages of one region to mark, and what is expected of it.
+/// A range of pages of one region to mark, and the pages found in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
-    /// First page.
+    /// The first page.
     pub first: Vpn,
-    /// Length in pages of address space.
+    /// The length, in pages of address space.
     pub pages: Pages,
-    /// Resident pages in it.
+    /// The number of resident pages in it.
     pub resident: Pages,
-    /// Duplicate pages in it.
+    /// The number of duplicates in it.
     pub duplicate: Pages,
 }
 
-/// Which mappings may be marked in part.
+/// Which regions may be marked in part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cut {
-    /// Those longer than this.
+pub struct SplitRule {
+    /// The length above which a region may be marked in part.
     pub above: Pages,
-    /// Spans at most.
+    /// The most spans in a region.
     pub spans: usize,
 }
 
 /// The spans of `extents` worth marking within the region `first .. first + pages`.
 ///
-/// The whole region where its extents together are dense, or hold three quarters of it in dense ones. Otherwise nothing,
-/// unless `cut` permits to mark it in part: then the dense extents, neighbours joined, and the nearest joined over
-/// their gaps until no more spans are left than may be. Nothing that another trust domain holds as well is in any of
-/// them: a region with such pages is marked in part, however short it is.
-pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, cut: Cut) -> Vec<Candidate> {
+/// A region that may not be marked in part is one span if its extents together are dense. One that may is one span if three
+/// quarters of its resident pages lie in dense extents and no sparse extent holds huge pages. Otherwise each run of dense
+/// extents is a span; spans are joined over their gaps, or the smallest dropped, until `split` allows their number.
+///
+/// No span has content that another trust domain holds as well: a region with such pages is marked in part, however short
+/// it is.
+pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, split: SplitRule) -> Vec<Candidate> {
     let end = first + pages.0;
     let sum = |low: u64, high: u64| {
         extents.range(low..high).fold((0, 0), |(resident, duplicate), (_, extent)| {
@@ -107,7 +109,7 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
     let all = sum(0, u64::MAX);
     let foreign = |low: u64, high: u64| extents.range(low..high).any(|(_, extent)| extent.foreign > 0);
     if !foreign(0, u64::MAX) {
-        let whole = if pages <= cut.above {
+        let whole = if pages <= split.above {
             let needed = |extent: &Extent| u64::from(extent.resident) * u64::from(extent.needed(density).0);
             Some(all.1 > 0 && all.1 * 10_000 >= extents.values().map(needed).sum())
         } else {
@@ -127,8 +129,8 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
             _ => spans.push((number, number + 1)),
         }
     }
-    while spans.len() > cut.spans.max(1) {
-        // Join over the gap that brings the fewest pages not worth marking.
+    while spans.len() > split.spans.max(1) {
+        // Join over the gap with the fewest resident pages.
         let gap = |right: &usize| (spans[right - 1].1, spans[*right].0);
         let joinable = (1..spans.len()).filter(|right| !foreign(gap(right).0, gap(right).1));
         if let Some(right) = joinable.min_by_key(|right| sum(gap(right).0, gap(right).1).0) {
@@ -150,11 +152,12 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::units::count;
     use proptest::prelude::*;
 
-    /// Permits to mark in part what has more than two extents.
-    fn cut(spans: usize) -> Cut {
-        Cut { above: Pages(2 * EXTENT_PAGES), spans }
+    /// Allows marking regions in part that are longer than two extents.
+    fn split(spans: usize) -> SplitRule {
+        SplitRule { above: Pages(2 * EXTENT_PAGES), spans }
     }
 
     fn extents(densities: &[u16]) -> Extents {
@@ -165,15 +168,16 @@ mod tests {
     }
 
     #[test]
-    fn dense_neighbours_are_joined_and_sparse_ones_left() {
-        let spans = candidates(&extents(&[0, 300, 400, 10, 0, 500]), Vpn(100), Pages(2972), Density::default(), cut(8));
+    fn dense_neighbours_are_joined_and_sparse_extents_left_out() {
+        let spans =
+            candidates(&extents(&[0, 300, 400, 10, 0, 500]), Vpn(100), Pages(2972), Density::default(), split(8));
         let ranges: Vec<_> = spans.iter().map(|span| (span.first.0, span.pages.0, span.duplicate.0)).collect();
         assert_eq!(ranges, [(512, 1024, 700), (2560, 512, 500)]);
     }
 
     #[test]
     fn a_mostly_dense_region_is_marked_whole() {
-        let spans = candidates(&extents(&[300, 300, 300, 10]), Vpn(3), Pages(2000), Density::default(), cut(8));
+        let spans = candidates(&extents(&[300, 300, 300, 10]), Vpn(3), Pages(2000), Density::default(), split(8));
         assert_eq!(
             spans,
             [Candidate { first: Vpn(3), pages: Pages(2000), resident: Pages(2048), duplicate: Pages(910) }]
@@ -181,14 +185,14 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_that_may_not_be_cut_is_marked_whole_or_not_at_all() {
-        let whole = Cut { above: Pages(2048), spans: 8 };
+    fn a_region_that_may_not_be_split_is_marked_whole_or_not_at_all() {
+        let whole = SplitRule { above: Pages(2048), spans: 8 };
         let of = |densities: &[u16]| candidates(&extents(densities), Vpn(3), Pages(2000), Density::default(), whole);
         let all = |duplicate| [Candidate { first: Vpn(3), pages: Pages(2000), resident: Pages(2048), duplicate }];
         assert_eq!(of(&[512, 0, 512, 0]), all(Pages(1024)));
         assert_eq!(of(&[512, 0, 511, 0]), []);
         assert_eq!(of(&[0, 0, 0, 0]), []);
-        // Where half of the extents hold huge pages it takes half of what is needed for either.
+        // If half of the extents hold huge pages, the density needed is the mean of both.
         let mut mixed = extents(&[512, 512, 0, 150]);
         mixed.get_mut(&0).unwrap().huge = 512;
         mixed.get_mut(&3).unwrap().huge = 512;
@@ -198,40 +202,40 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_need_more() {
+    fn extents_with_huge_pages_must_be_denser() {
         let mut all = extents(&[300, 0, 0, 0]);
         all.get_mut(&0).unwrap().huge = 512;
-        assert!(candidates(&all, Vpn(0), Pages(2048), Density::default(), cut(8)).is_empty());
+        assert!(candidates(&all, Vpn(0), Pages(2048), Density::default(), split(8)).is_empty());
         all.get_mut(&0).unwrap().duplicate = 500;
-        assert_eq!(candidates(&all, Vpn(0), Pages(2048), Density::default(), cut(8)).len(), 1);
+        assert_eq!(candidates(&all, Vpn(0), Pages(2048), Density::default(), split(8)).len(), 1);
     }
 
     #[test]
-    fn what_another_domain_holds_is_never_in_a_span() {
+    fn contents_of_another_domain_are_in_no_span() {
         let mut all = extents(&[500, 500, 500, 500, 0, 500]);
         all.get_mut(&1).unwrap().foreign = 1;
         let ranges = |cap| {
-            let spans = candidates(&all, Vpn(0), Pages(6 * EXTENT_PAGES), Density::default(), cut(cap));
+            let spans = candidates(&all, Vpn(0), Pages(6 * EXTENT_PAGES), Density::default(), split(cap));
             spans.iter().map(|span| (span.first.0 / EXTENT_PAGES, span.pages.0 / EXTENT_PAGES)).collect::<Vec<_>>()
         };
         assert_eq!(ranges(8), [(0, 1), (2, 2), (5, 1)]);
-        // Joined over the gap that is only thin; then the smallest is given up.
+        // Spans are joined over the gap without foreign contents; then the smallest is dropped.
         assert_eq!(ranges(2), [(0, 1), (2, 4)]);
         assert_eq!(ranges(1), [(2, 4)]);
-        // That goes before leaving a mapping in one piece.
-        let whole = Cut { above: Pages(1 << 18), spans: 8 };
+        // A region that may not be split is split all the same.
+        let whole = SplitRule { above: Pages(1 << 18), spans: 8 };
         let spans = candidates(&all, Vpn(0), Pages(6 * EXTENT_PAGES), Density::default(), whole);
         assert_eq!(spans.len(), 3);
     }
 
     proptest! {
         #[test]
-        fn spans_lie_inside_apart_and_under_the_cap(
+        fn spans_are_disjoint_inside_the_region_and_at_most_the_cap(
             densities in proptest::collection::vec(0u16..=512, 3..60), first in 0u64..512, cap in 1usize..6,
         ) {
             let all = extents(&densities);
-            let pages = Pages(densities.len() as u64 * EXTENT_PAGES - first);
-            let spans = candidates(&all, Vpn(first), pages, Density::default(), cut(cap));
+            let pages = Pages(count(densities.len()) * EXTENT_PAGES - first);
+            let spans = candidates(&all, Vpn(first), pages, Density::default(), split(cap));
             prop_assert!(spans.len() <= cap);
             let mut last = first;
             for span in &spans {
@@ -239,7 +243,7 @@ mod tests {
                 last = span.first.0 + span.pages.0;
                 prop_assert!(last <= first + pages.0);
             }
-            // Every dense extent is covered.
+            // Every dense extent is in a span.
             for (number, extent) in &all {
                 if extent.is_dense(Density::default()) && pages.0 > 2 * EXTENT_PAGES {
                     let page = (number * EXTENT_PAGES).max(first);

@@ -1,41 +1,44 @@
-//! How long memory lives: regions that come and go are not worth folding (UKSM sections 5.1 and 5.2).
+//! Lifetimes of regions: short-lived regions are not worth merging (UKSM sections 5.1 and 5.2).
 //!
-//! A region that was there when the run began is taken to have been there long. One that appears during the run must
-//! first outlive some rounds, and if others of its family have gone young, twice as long as they did.
+//! A region that existed when the run began counts as old. One that appears during the run must first outlive some rounds.
+//! If its family is short-lived, it must live twice as long as the others did.
 
 use crate::keys::FamilyKey;
 use std::collections::BTreeMap;
 
-/// Families remembered.
+/// The most families on record.
 const FAMILIES_MAX: usize = 4_096;
-/// Regions of a family that must have gone young before the family counts as short-lived.
-const DEATHS_MIN: u32 = 2;
-/// A region that lived longer than this was not short-lived, nanoseconds.
+/// The number of short-lived regions from which a family is short-lived.
+const SHORT_LIVED_MIN: u32 = 2;
+/// A region that lived for at most this time was short-lived, nanoseconds.
 pub const SHORT_NS: u64 = 60_000_000_000;
 
 #[derive(Clone, Copy, Debug)]
 struct Record {
-    deaths: u32,
+    /// The number of short-lived regions.
+    number: u32,
+    /// The longest of their lives, nanoseconds.
     longest_ns: u64,
+    /// When the last of them ended, nanoseconds.
     last_ns: u64,
 }
 
-/// What is known of families whose regions have gone young.
+/// The lifetimes of families that have short-lived regions.
 #[derive(Clone, Debug, Default)]
 pub struct Lifetimes {
     families: BTreeMap<FamilyKey, Record>,
 }
 
 impl Lifetimes {
-    /// A region that appeared during the run has gone at this age.
+    /// Records the end of a region that appeared during the run.
     pub fn record_end(&mut self, family: FamilyKey, age_ns: u64, now_ns: u64) {
         if age_ns > SHORT_NS {
             self.families.remove(&family);
             return;
         }
-        let record = self.families.entry(family).or_insert(Record { deaths: 0, longest_ns: 0, last_ns: 0 });
-        record.deaths += 1;
-        // Old lives fade, so that a family may change its ways.
+        let record = self.families.entry(family).or_insert(Record { number: 0, longest_ns: 0, last_ns: 0 });
+        record.number += 1;
+        // Older lives fade, because a family may change.
         record.longest_ns = age_ns.max(record.longest_ns / 8 * 7);
         record.last_ns = now_ns;
         if self.families.len() > FAMILIES_MAX {
@@ -44,9 +47,10 @@ impl Lifetimes {
         }
     }
 
-    /// The age that a region of a short-lived family must reach to be taken for something else, nanoseconds.
+    /// The age from which a region of a short-lived family no longer counts as short-lived, nanoseconds. `None` for other
+    /// families.
     pub fn outlive_ns(&self, family: FamilyKey) -> Option<u64> {
-        let record = self.families.get(&family).filter(|record| record.deaths >= DEATHS_MIN)?;
+        let record = self.families.get(&family).filter(|record| record.number >= SHORT_LIVED_MIN)?;
         Some(record.longest_ns * 2)
     }
 }
@@ -58,7 +62,7 @@ mod tests {
     const S: u64 = 1_000_000_000;
 
     #[test]
-    fn a_family_is_short_lived_once_two_have_gone_young() {
+    fn a_family_with_two_short_lived_regions_is_short_lived() {
         let mut lifetimes = Lifetimes::default();
         let family = FamilyKey(1);
         lifetimes.record_end(family, 5 * S, 10 * S);
@@ -68,11 +72,11 @@ mod tests {
         assert!((8 * S..=10 * S).contains(&outlive), "{outlive}");
         assert_eq!(lifetimes.outlive_ns(FamilyKey(2)), None);
         lifetimes.record_end(family, 2 * SHORT_NS, 300 * S);
-        assert_eq!(lifetimes.outlive_ns(family), None, "one that stayed clears the family");
+        assert_eq!(lifetimes.outlive_ns(family), None, "a long-lived region clears the family");
     }
 
     #[test]
-    fn memory_of_families_is_bounded() {
+    fn the_number_of_families_on_record_is_bounded() {
         let mut lifetimes = Lifetimes::default();
         for family in 0..10_000 {
             lifetimes.record_end(FamilyKey(family), S, family * S);

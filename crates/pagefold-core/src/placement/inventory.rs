@@ -1,6 +1,6 @@
 //! Which merged frames there are: their nodes, and the processes that map them.
 //!
-//! Pages with the same frame number are one merged page, so inspecting all marked spans shows who shares each frame.
+//! Pages with the same frame number are one merged page, so inspecting all marked spans shows which processes share each frame.
 //! Frames with the same sharers are placed together by [`super::placer`]. The same counts give the reports.
 
 use crate::host::{MergedSample, NodeView, OwnerView, PageRun};
@@ -108,7 +108,7 @@ impl Inventory {
         (entry.sharers, entry.last) = (sharers, (owner, active));
     }
 
-    /// The number of the set that has one more sharer than the set `before`, or (`again`) whose sharer is now active.
+    /// The number of the set that has one more sharer than the set `before`, or (`again`) in which the sharer is now active.
     fn extend(&mut self, before: u32, group: Group, active: bool, again: bool) -> u32 {
         if self.sets.is_empty() {
             self.sets.push(SharerSet::new());

@@ -28,7 +28,7 @@ const MOVE_NS_MIN: u64 = 100;
 const MOVES_PER_ROUND: u64 = 4_096;
 /// The number of saved pages that must be gained or lost for another inspection.
 const GROWTH_MIN: u64 = 64;
-/// The number of private pages of a process whose nodes are counted before older counts are halved.
+/// The number of private pages of a process from which its counts by node are halved.
 const PRIVATE_PAGES_MAX: u64 = 8_192;
 /// The first pause after an inspection, nanoseconds. It doubles while inspections move little.
 const PAUSE_NS: u64 = 1_000_000_000;

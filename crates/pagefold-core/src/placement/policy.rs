@@ -17,7 +17,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
-    /// Merged pages go to the nodes whose copy was active. If all were, or none, each sharer's node has an equal share.
+    /// Merged pages go to the nodes with an active copy. If all copies were active, or none, each sharer's node has an equal share.
     #[default]
     Fair,
     /// Each sharer's node has a share by the sharer's nice value.

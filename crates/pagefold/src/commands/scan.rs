@@ -163,13 +163,13 @@ impl Scanner {
             let how = ReadHow { contents: Contents::All, huge: false, ..ReadHow::default() };
             let read = self.reader.read_runs(&process.scoped.process, &runs, how, |view| {
                 if let (PageState::Merged, Some(bytes)) = (view.state, view.bytes) {
-                    self.census.see_merged(self.digester.digest(bytes));
+                    self.census.add_merged(self.digester.digest(bytes));
                     self.pages_read += 1;
                 }
             });
             process.gone = ended(read)?;
             if process.gone {
-                self.census.leave_out(number);
+                self.census.remove_process(number);
             }
         }
         Ok(())
@@ -255,14 +255,14 @@ impl Scanner {
                 progress.show(&message, Some((before + pages) as f64 / to_read));
             }
             match (view.state, view.frame) {
-                (PageState::Private, _) => census.see(cell, run, digester.digest(bytes)),
+                (PageState::Private, _) => census.add_private(cell, run, digester.digest(bytes)),
                 (PageState::Shared, Some(frame)) => {
                     survey.holders(frame, &mut holders);
                     // Unknown when shared since the look: a copy on write or a fork in between.
                     if holders.is_empty() {
                         holders.push(cell);
                     }
-                    census.see_shared(&holders, run, digester.digest(bytes));
+                    census.add_shared(&holders, run, digester.digest(bytes));
                 }
                 _ => {}
             }
@@ -271,7 +271,7 @@ impl Scanner {
         self.read += pages;
         self.reading_ns += own_cpu_ns().saturating_sub(before_ns);
         if ended(read)? {
-            self.census.leave_out(u32::try_from(number).unwrap_or(u32::MAX));
+            self.census.remove_process(u32::try_from(number).unwrap_or(u32::MAX));
             survey.processes[number].gone = true;
         }
         Ok(())

@@ -1,13 +1,11 @@
-//! Which pages a sampled census reads: runs of neighbours, each chosen by itself, so that every chance
-//! that the estimate builds on is known.
+//! Which pages a sampled census reads: runs of neighbouring pages, each chosen independently with a known probability.
 //!
-//! A run's luck is a number that depends only on the seed and on where the run lies. It is read when its
-//! luck is below the sampled fraction, so a larger sample contains the smaller one and only the
-//! difference need be read.
+//! A run's draw is a random number that depends only on the seed and on the run's position. The run is read if its draw is
+//! below the sampled fraction. So a larger sample contains the smaller one, and only the difference must be read.
 
 use super::RUN_PAGES;
 use crate::random::mix;
-use crate::units::Vpn;
+use crate::units::{Vpn, low_bits};
 
 /// Chooses runs.
 #[derive(Clone, Copy, Debug)]
@@ -15,48 +13,48 @@ pub struct Chooser {
     seed: u64,
 }
 
-/// A run of one region: which it is, and its luck.
+/// The draw of one run.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Luck {
-    /// Tells runs of the census apart.
+pub struct Draw {
+    /// The run's number, which distinguishes it from other runs of the census.
     pub run: u32,
-    /// 0 to 1, uniform, independent from run to run.
+    /// 0 to 1, uniform, independent of other runs.
     pub value: f64,
 }
 
 impl Chooser {
-    /// A chooser of its own for each seed.
+    /// A chooser. Each seed yields another sample.
     pub const fn new(seed: u64) -> Self {
         Self { seed }
     }
 
-    /// The run that `page` of a region lies in. `region` must differ between all regions of the census.
-    pub fn luck(&self, region: u32, page: Vpn) -> Luck {
-        let place = (page.0 / u64::from(RUN_PAGES)) ^ (u64::from(region) << 40);
-        let mixed = mix(mix(place ^ self.seed).wrapping_add(self.seed));
-        #[expect(clippy::cast_possible_truncation, reason = "the other half of the bits")]
-        let run = mix(mixed) as u32;
-        Luck { run, value: (mixed >> 11) as f64 / (1_u64 << 53) as f64 }
+    /// The draw of the run that `page` of a region lies in. Each region of the census must have its own number.
+    pub fn draw(&self, region: u32, page: Vpn) -> Draw {
+        let position = (page.0 / u64::from(RUN_PAGES)) ^ (u64::from(region) << 40);
+        let mixed = mix(mix(position ^ self.seed).wrapping_add(self.seed));
+        let run = low_bits(mix(mixed), u32::BITS);
+        Draw { run, value: (mixed >> 11) as f64 / (1_u64 << 53) as f64 }
     }
 
-    /// Cuts a stretch of neighbouring pages into the parts whose luck lies in `from..to`, and shows
-    /// each part: first page, pages, run.
+    /// Cuts a range of pages into runs and calls `chosen` for those whose draw lies in `from..to`, with the first page, the
+    /// number of pages and the run's number.
     pub fn cut(&self, region: u32, first: Vpn, pages: u32, from: f64, to: f64, mut chosen: impl FnMut(Vpn, u32, u32)) {
         let end = first.0 + u64::from(pages);
         let mut at = first.0;
         while at < end {
             let next = (at / u64::from(RUN_PAGES) + 1) * u64::from(RUN_PAGES);
-            let luck = self.luck(region, Vpn(at));
-            if luck.value >= from && luck.value < to {
+            let draw = self.draw(region, Vpn(at));
+            if draw.value >= from && draw.value < to {
                 let pages = u32::try_from(next.min(end) - at).unwrap_or(RUN_PAGES);
-                chosen(Vpn(at), pages, luck.run);
+                chosen(Vpn(at), pages, draw.run);
             }
             at = next;
         }
     }
 }
 
-/// The fraction to begin with: what it takes to notice pairs in two per cent of the memory, were there any.
+/// The fraction of `pages` to sample first: enough to find pairs if they are two per cent of the memory. Little memory is
+/// read whole.
 pub fn first_fraction(pages: u64) -> f64 {
     const WORTH_SAMPLING: u64 = 8192;
     if pages < WORTH_SAMPLING {
@@ -65,16 +63,16 @@ pub fn first_fraction(pages: u64) -> f64 {
     rounded((3.3 * f64::from(RUN_PAGES) / (super::TARGET_ERROR * pages as f64)).sqrt())
 }
 
-/// The fraction to go on with, when `fraction` left an error of `error` of the memory; none when that is good enough.
+/// The next fraction to sample, if `fraction` left an error of `error` (a share of the memory). `None` if that is good enough.
 pub fn next_fraction(fraction: f64, error: f64) -> Option<f64> {
     if fraction >= 1.0 || error <= super::TARGET_ERROR {
         return None;
     }
-    // The error of what pairs tell falls with the fraction itself: half the coincidences lie with each half.
+    // The error for pairs is inversely proportional to the fraction.
     Some(rounded(fraction * (1.1 * error / super::TARGET_ERROR).clamp(1.25, 3.0)))
 }
 
-/// Beyond two thirds, the rest costs less than another look is worth.
+/// Beyond two thirds, everything is read: that costs less than a further step would.
 fn rounded(fraction: f64) -> f64 {
     if fraction > 0.66 { 1.0 } else { fraction }
 }

@@ -1,42 +1,42 @@
-//! How often contents occur in memory, judged from how often they occur in a sample of it.
+//! Estimates how often contents occur in memory from how often they occur in a sample of it.
 //!
-//! A content held by `m` runs, sampled with probability `f`, meets a sampled run of its own in
-//! `Binomial(m - 1, f)` others. The shares of the multiplicities `m` are found by nonparametric maximum
-//! likelihood: expectation maximisation over a grid of multiplicities, sped up by SQUAREM (Varadhan and
-//! Roland, 2008). No shape is assumed, so pairs, triples and contents by the thousand may be mixed.
+//! If a content is held by `m` runs, each sampled with probability `f`, a sampled run meets `Binomial(m - 1, f)` others. The
+//! shares of the multiplicities `m` are found by nonparametric maximum likelihood: expectation maximisation over a grid of
+//! multiplicities, accelerated by SQUAREM (Varadhan and Roland, 2008). No distribution is assumed, so there may be pairs,
+//! triples and contents with thousands of copies together.
 
-/// Contents seen at least this often are not modelled: `m = j / f` is known to a fifth there, and the
-/// saving, `1 - 1/m`, to far less than a per cent.
-pub(super) const SEEN_OFTEN: usize = 30;
+/// Contents seen at least this often are not modelled: `m = j / f` is then known to within a fifth, and the saving,
+/// `1 - 1/m`, to much less than one per cent.
+pub(super) const FREQUENT: usize = 30;
 
 /// Sampled units (pages, or runs that hold a content) by how often their content was seen.
-pub(super) type Histogram = [f64; SEEN_OFTEN];
+pub(super) type Histogram = [f64; FREQUENT];
 
-/// What a fit says of a unit whose content was seen `j` times.
+/// Expectations for a unit whose content was seen `j` times, by `j`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Posterior {
     /// `E[1 - 1/m]`: the part of the unit that merging saves.
     pub saved: Histogram,
-    /// `E[1/m, m > 1]`: its part in the contents that merging leaves shared.
+    /// `E[1/m, m > 1]`: the unit's part in a content that merging leaves shared.
     pub content: Histogram,
 }
 
 impl Posterior {
-    /// What is saved, over all units.
+    /// The number of units saved.
     pub fn saving(&self, histogram: &Histogram) -> f64 {
         histogram.iter().zip(&self.saved).map(|(units, saved)| units * saved).sum()
     }
 
-    /// The contents left shared, over all units.
+    /// The number of contents left shared.
     pub fn contents(&self, histogram: &Histogram) -> f64 {
         histogram.iter().zip(&self.content).map(|(units, part)| units * part).sum()
     }
 }
 
-/// The chances of being seen, for one sampled fraction.
+/// The probabilities of being seen, for one sampled fraction.
 pub(super) struct Mixture {
     multiplicity: Vec<f64>,
-    /// For each multiplicity, the chance that a sampled unit's content is seen `j` times; index 0 is unused.
+    /// For each multiplicity, the probability that a sampled unit's content is seen `j` times. Index 0 is unused.
     chance: Vec<Histogram>,
 }
 
@@ -44,11 +44,11 @@ impl Mixture {
     /// Prepares the fit for a sampled fraction, 0 < f < 1.
     pub fn new(fraction: f64) -> Self {
         let fraction = fraction.clamp(1e-6, 1.0 - 1e-9);
-        let most = 2.0 * SEEN_OFTEN as f64 / fraction;
+        let most = 2.0 * FREQUENT as f64 / fraction;
         let mut mixture = Self { multiplicity: Vec::new(), chance: Vec::new() };
         let mut m = 1.0_f64;
         while m <= most {
-            let mut chance = [0.0; SEEN_OFTEN];
+            let mut chance = [0.0; FREQUENT];
             // Binomial(m-1, f) at 0, 1, 2, ... by its recurrence, from logarithms for the first.
             let mut p = ((m - 1.0) * (-fraction).ln_1p()).exp();
             for (others, slot) in chance.iter_mut().skip(1).enumerate() {
@@ -56,7 +56,7 @@ impl Mixture {
                 let others = others as f64;
                 p *= ((m - 1.0 - others).max(0.0) / (others + 1.0)) * fraction / (1.0 - fraction);
             }
-            // Those seen often are counted apart, so what is left is conditional on being seen seldom.
+            // Frequent contents are counted separately, so the rest is conditional on not being frequent.
             let seldom: f64 = chance.iter().sum();
             if seldom > 1e-6 {
                 for p in &mut chance {
@@ -90,7 +90,7 @@ impl Mixture {
                 return two;
             }
             let mut stride = (first / bend).sqrt().clamp(1.0, 4096.0);
-            // A leap may go astray; plain steps never make the sample less likely.
+            // A leap may make the sample less likely; plain steps never do.
             start = loop {
                 let leap = leap(&start, &one, &two, stride);
                 let (landed, likelihood_of_leap) = self.step(histogram, &leap, &[], 0.0);
@@ -106,7 +106,7 @@ impl Mixture {
         start
     }
 
-    /// The shares in a part of the memory: drawn from `prior` as far as the part shows little of its own.
+    /// The shares in a part of the memory. The fewer units it has, the closer they are to `prior`.
     pub fn refine(&self, histogram: &Histogram, prior: &[f64]) -> Vec<f64> {
         const PRIOR_UNITS: f64 = 50.0;
         let mut shares = prior.to_vec();
@@ -116,10 +116,10 @@ impl Mixture {
         shares
     }
 
-    /// What the shares say of single units.
+    /// The expectations for single units, given the shares.
     pub fn posterior(&self, shares: &[f64]) -> Posterior {
-        let mut posterior = Posterior { saved: [0.0; SEEN_OFTEN], content: [0.0; SEEN_OFTEN] };
-        for seen in 1..SEEN_OFTEN {
+        let mut posterior = Posterior { saved: [0.0; FREQUENT], content: [0.0; FREQUENT] };
+        for seen in 1..FREQUENT {
             let (mut sum, mut inverse, mut alone) = (0.0, 0.0, 0.0);
             for ((&m, chance), &share) in self.multiplicity.iter().zip(&self.chance).zip(shares) {
                 let weight = share * chance[seen];
@@ -135,7 +135,7 @@ impl Mixture {
         posterior
     }
 
-    /// One round of expectation and maximisation, and the log-likelihood of the shares it starts from.
+    /// One step of expectation and maximisation, and the log-likelihood of the shares before it.
     fn step(&self, histogram: &Histogram, shares: &[f64], prior: &[f64], prior_units: f64) -> (Vec<f64>, f64) {
         let mut next = vec![0.0; shares.len()];
         let mut likelihood = 0.0;
@@ -161,12 +161,12 @@ impl Mixture {
     }
 }
 
-/// Where two steps lead when they are followed further, kept to positive shares that sum up to one.
+/// Extrapolates two steps, to positive shares with the sum 1.
 fn leap(start: &[f64], one: &[f64], two: &[f64], stride: f64) -> Vec<f64> {
     let ahead = start.iter().zip(one).zip(two).map(|((start, one), two)| {
         let r = one - start;
         let reached = start + 2.0 * stride * r + stride * stride * (two - one - r);
-        // Not to zero: a share that is zero can never grow again.
+        // A share of zero could never grow again.
         reached.max(1e-12)
     });
     let mut leap: Vec<f64> = ahead.collect();
@@ -181,14 +181,14 @@ fn leap(start: &[f64], one: &[f64], two: &[f64], stride: f64) -> Vec<f64> {
 mod tests {
     use super::*;
 
-    /// The histogram that is expected of `units` sampled units of multiplicity `m`.
+    /// The expected histogram of `units` sampled units of multiplicity `m`.
     fn expected(mixture: &Mixture, m: f64, units: f64) -> Histogram {
         let at = mixture.multiplicity.iter().position(|&grid| (grid - m).abs() < 0.5).unwrap();
         mixture.chance[at].map(|p| p * units)
     }
 
     #[test]
-    fn multiplicities_are_told_from_expected_counts() {
+    fn multiplicities_are_recovered_from_expected_counts() {
         for fraction in [0.05, 0.2, 0.5, 0.8] {
             let mixture = Mixture::new(fraction);
             for m in [1.0, 2.0, 3.0, 10.0] {
@@ -201,9 +201,9 @@ mod tests {
     }
 
     #[test]
-    fn nothing_seen_is_nothing_saved() {
+    fn an_empty_sample_saves_nothing() {
         let mixture = Mixture::new(0.3);
-        let posterior = mixture.posterior(&mixture.fit(&[0.0; SEEN_OFTEN]));
-        assert!(posterior.saving(&[0.0; SEEN_OFTEN]).abs() < 1e-12);
+        let posterior = mixture.posterior(&mixture.fit(&[0.0; FREQUENT]));
+        assert!(posterior.saving(&[0.0; FREQUENT]).abs() < 1e-12);
     }
 }

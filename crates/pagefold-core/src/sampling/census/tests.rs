@@ -1,18 +1,18 @@
-//! The census against memories whose truth is known.
+//! Tests the census on memories whose savings are known.
 
 use super::choose::{Chooser, first_fraction, next_fraction};
 use super::*;
-use crate::units::Vpn;
+use crate::units::{Vpn, count};
 use std::collections::HashMap;
 
-/// A memory: processes as lists of contents; 0 is the zero page.
+/// A memory: processes as lists of contents. 0 is the zero page.
 struct Memory {
     processes: Vec<Vec<u64>>,
 }
 
-/// A small generator, good enough for shuffles.
-struct Luck(u64);
-impl Luck {
+/// A small generator of random numbers.
+struct Random(u64);
+impl Random {
     fn below(&mut self, bound: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -23,7 +23,7 @@ impl Luck {
 
 impl Memory {
     fn pages(&self) -> u64 {
-        self.processes.iter().map(|pages| pages.len() as u64).sum()
+        self.processes.iter().map(|pages| count(pages.len())).sum()
     }
 
     fn savable(&self) -> f64 {
@@ -35,7 +35,7 @@ impl Memory {
     fn census(&self) -> Census {
         let cell = |(process, pages): (usize, &Vec<u64>)| Cell {
             process: u32::try_from(process).unwrap(),
-            private: Pages(pages.len() as u64),
+            private: Pages(count(pages.len())),
             ..Cell::default()
         };
         Census::new(self.processes.iter().enumerate().map(cell).collect())
@@ -47,13 +47,13 @@ impl Memory {
             let pages = u32::try_from(contents.len()).unwrap();
             chooser.cut(cell, Vpn(0), pages, from, to, |first, pages, run| {
                 for page in first.0..first.0 + u64::from(pages) {
-                    census.see(cell, run, Digest(contents[usize::try_from(page).unwrap()]));
+                    census.add_private(cell, run, Digest(contents[usize::try_from(page).unwrap()]));
                 }
             });
         }
     }
 
-    /// The adaptive procedure: the findings and the fraction they took.
+    /// Samples until the error is small enough. Returns the findings and the fraction sampled.
     fn scan(&self, seed: u64) -> (Findings, f64) {
         let (mut census, chooser) = (self.census(), Chooser::new(seed));
         let (mut from, mut fraction) = (0.0, first_fraction(self.pages()));
@@ -68,10 +68,10 @@ impl Memory {
     }
 }
 
-/// `copies` processes with the same `pages` pages, and as many unique ones between, in runs of `run`.
+/// `copies` processes with the same `pages` pages in runs of `run`, and about as many unique pages between them.
 fn replicas(pages: u64, copies: u64, run: u64, seed: u64) -> Memory {
     let mut unique = 1 << 40;
-    let mut luck = Luck(seed | 1);
+    let mut random = Random(seed | 1);
     let processes = (0..copies)
         .map(|_| {
             let mut contents = Vec::new();
@@ -80,7 +80,7 @@ fn replicas(pages: u64, copies: u64, run: u64, seed: u64) -> Memory {
                 let length = run.min(pages + 1 - next);
                 contents.extend(next..next + length);
                 next += length;
-                for _ in 0..luck.below(2 * run) {
+                for _ in 0..random.below(2 * run) {
                     unique += 1;
                     contents.push(unique);
                 }
@@ -92,26 +92,26 @@ fn replicas(pages: u64, copies: u64, run: u64, seed: u64) -> Memory {
 }
 
 /// Memory in 2 MiB extents, some dense with duplicates in runs of 6 to 8, some unique, a few zero.
-fn extents(count: u64, processes: u64, seed: u64) -> Memory {
-    let mut luck = Luck(seed | 1);
+fn extents(number: u64, processes: u64, seed: u64) -> Memory {
+    let mut random = Random(seed | 1);
     let mut unique = 1 << 40;
     let mut fresh = || {
         unique += 1;
         unique
     };
     let mut memory = Memory { processes: vec![Vec::new(); usize::try_from(processes).unwrap()] };
-    for extent in 0..count {
-        let kind = luck.below(5);
+    for extent in 0..number {
+        let kind = random.below(5);
         for pages in &mut memory.processes {
             let mut page = 0;
             // Copies do not lie at the same offset in every process.
-            pages.extend((0..luck.below(9)).map(|_| fresh()));
+            pages.extend((0..random.below(9)).map(|_| fresh()));
             while page < 512 {
-                let length = 6 + luck.below(3);
+                let length = 6 + random.below(3);
                 match kind {
                     0 => pages.extend((0..length).map(|_| fresh())),
-                    1 if luck.below(4) == 0 => pages.extend((0..length).map(|_| 0)),
-                    _ if luck.below(5) < 4 => pages.extend((page..page + length).map(|p| 1 + (extent << 20) + p)),
+                    1 if random.below(4) == 0 => pages.extend((0..length).map(|_| 0)),
+                    _ if random.below(5) < 4 => pages.extend((page..page + length).map(|p| 1 + (extent << 20) + p)),
                     _ => pages.extend((0..length).map(|_| fresh())),
                 }
                 page += length;
@@ -123,26 +123,26 @@ fn extents(count: u64, processes: u64, seed: u64) -> Memory {
 
 /// One content thousands of times, another hundreds, the rest unique or in pairs inside the process.
 fn frequent(pages: u64, seed: u64) -> Memory {
-    let mut luck = Luck(seed | 1);
+    let mut random = Random(seed | 1);
     let contents = (0..pages)
-        .map(|page| match luck.below(10) {
+        .map(|page| match random.below(10) {
             0 => 7,
-            1 => 100 + luck.below(pages / 1000),
+            1 => 100 + random.below(pages / 1000),
             2 => 0,
-            3..=5 => (1 << 30) + luck.below(pages / 5),
+            3..=5 => (1 << 30) + random.below(pages / 5),
             _ => (1 << 40) + page,
         })
         .collect();
     Memory { processes: vec![contents] }
 }
 
-/// Runs of four of the same content, each such run existing twice: copies inside a run are not chance.
+/// Runs of four pages with the same content, each of which exists twice: copies within a run are not independent.
 fn stuttering(runs: u64) -> Memory {
     let half: Vec<u64> = (0..runs).flat_map(|run| [run + 1; 4]).collect();
     Memory { processes: vec![half.clone(), half] }
 }
 
-/// The same pages at the same places of every process, then pages of its own and zeros: all of a run agrees.
+/// The same pages at the same offsets in every process, then unique pages and zeros: whole runs are equal.
 fn aligned(pages: u64, copies: u64) -> Memory {
     let process = |copy: u64| {
         let own = (0..pages * 5 / 8).map(|page| ((copy + 1) << 40) + page);
@@ -194,7 +194,7 @@ fn memories(scale: u64) -> Vec<(&'static str, Memory)> {
 
 #[test]
 fn the_stated_error_holds() {
-    // The last is one on which an unguarded fit went astray.
+    // On the last memory, a fit without a check of its leaps fails.
     for (name, memory) in memories(1).into_iter().chain([("many aligned pairs", aligned(96_000, 2))]) {
         let coverage = coverage(&memory, 1..21);
         assert!(coverage.within >= 19, "{name}: {} of {}", coverage.within, coverage.runs);
@@ -204,13 +204,13 @@ fn the_stated_error_holds() {
 
 #[test]
 #[ignore = "minutes: the full table of coverage"]
-fn the_stated_error_holds_at_length() {
+fn the_stated_error_holds_for_many_seeds() {
     let mut bad = Vec::new();
     for scale in [1, 4, 12] {
         for (name, memory) in memories(scale) {
             let coverage = coverage(&memory, 1000..1200);
             println!(
-                "{name:28} {:8} pages, savable {:5.1} %: {:3} of {} within, stated {:.2} %, mean off {:+.2} %, read {:.1} %",
+                "{name:28} {:8} pages, savable {:5.1} %: {:3} of {} within, stated {:.2} %, mean bias {:+.2} %, read {:.1} %",
                 memory.pages(),
                 100.0 * memory.savable() / memory.pages() as f64,
                 coverage.within,

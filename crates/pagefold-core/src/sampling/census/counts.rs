@@ -1,25 +1,26 @@
-//! Counting a census: one pass over the pages in the order of their contents.
+//! The counts of a census, from one pass over the pages in the order of their contents, and the findings from them.
 
-use super::mixture::{Histogram, Mixture, SEEN_OFTEN};
-use super::{Cell, Figures, Findings, METADATA_BYTES, RUN_PAGES, Seen};
+use super::mixture::{FREQUENT, Histogram, Mixture};
+use super::{Cell, Figures, Findings, METADATA_BYTES, RUN_PAGES, ReadPage};
 use crate::hash::Digest;
-use crate::units::PAGE_SIZE;
+use crate::units::{PAGE_SIZE, index};
 
-/// Groups of runs that are left out in turn. Student's t for 95 % with one degree of freedom less is 2.01.
+/// The number of groups of runs, which are left out in turn.
 const GROUPS: usize = 50;
+/// Student's t for 95 % with `GROUPS - 1` degrees of freedom.
 const STUDENT_T: f64 = 2.01;
 
-/// What the pages read say before anything is estimated from it. In frames.
+/// Counts of the pages read, in frames, before anything is estimated.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
     /// Frames read.
     read: f64,
     zero: f64,
-    /// Known to be savable, zero pages aside.
+    /// Frames known to be savable, without zero pages.
     sure: f64,
-    /// Their part in shared contents, as far as known.
+    /// The number of shared contents they would leave, as far as known.
     contents: f64,
-    /// The units whose content was seen seldom.
+    /// Units whose content is not frequent.
     units: Histogram,
 }
 
@@ -35,31 +36,31 @@ impl Counts {
     }
 }
 
-/// The counts of a cell: against all memory, and against its own process only.
+/// The counts of a cell: by copies in all memory, and by copies in its own process only.
 #[derive(Clone, Copy, Debug, Default)]
 struct CellCounts {
     all: Counts,
     own: Counts,
 }
 
-pub(super) struct Tally {
+pub(super) struct CensusCounts {
     cells: Vec<CellCounts>,
-    /// What leaving out a group of runs takes away from the total.
+    /// The counts that the total loses if a group of runs is left out.
     groups: Vec<Counts>,
 }
 
-/// The records of one content: its units by run.
+/// The units of one content: the runs that hold it.
 #[derive(Default)]
 struct Units {
-    /// PageRun and frames in it, by ascending run.
+    /// The runs, ascending, and the number of frames in each that hold the content.
     runs: Vec<(u32, f64)>,
 }
 
 impl Units {
-    /// Divides records into units: by run when sampled, else every frame for itself is one.
-    fn divide(&mut self, records: &[Seen]) {
+    /// Divides the pages of one content into units.
+    fn divide(&mut self, pages: &[ReadPage]) {
         self.runs.clear();
-        self.runs.extend(records.iter().map(|seen| (seen.run, weight(seen))));
+        self.runs.extend(pages.iter().map(|page| (page.run, weight(page))));
         self.runs.sort_unstable_by_key(|&(run, _)| run);
         self.runs.dedup_by(|next, kept| {
             let same = next.0 == kept.0;
@@ -75,49 +76,49 @@ impl Units {
     }
 }
 
-fn weight(seen: &Seen) -> f64 {
-    1.0 / f64::from(seen.holders)
+fn weight(page: &ReadPage) -> f64 {
+    1.0 / f64::from(page.mappings)
 }
 
-impl Tally {
-    pub fn of(cells: &[Cell], seen: &[Seen], merged: &[u64], fraction: f64) -> Self {
-        let mut tally =
+impl CensusCounts {
+    pub fn of(cells: &[Cell], pages: &[ReadPage], merged: &[u64], fraction: f64) -> Self {
+        let mut counts =
             Self { cells: vec![CellCounts::default(); cells.len()], groups: vec![Counts::default(); GROUPS] };
         let mut units = Units::default();
-        for content in seen.chunk_by(|a, b| a.digest == b.digest) {
+        for content in pages.chunk_by(|a, b| a.digest == b.digest) {
             if content[0].digest == Digest::ZERO.0 {
-                tally.sure(content, true);
+                counts.sure(content, true);
             } else if merged.binary_search(&content[0].digest).is_ok() {
-                tally.sure(content, false);
-                tally.count_own(cells, content, fraction, &mut units);
+                counts.sure(content, false);
+                counts.count_own(cells, content, fraction, &mut units);
             } else if fraction >= 1.0 {
-                tally.count_exactly(content);
-                tally.count_own(cells, content, fraction, &mut units);
+                counts.count_exactly(content);
+                counts.count_own(cells, content, fraction, &mut units);
             } else {
-                tally.count_sampled(content, fraction, &mut units);
-                tally.count_own(cells, content, fraction, &mut units);
+                counts.count_sampled(content, fraction, &mut units);
+                counts.count_own(cells, content, fraction, &mut units);
             }
         }
-        tally
+        counts
     }
 
-    fn sure(&mut self, content: &[Seen], zero: bool) {
-        for seen in content {
-            let weight = weight(seen);
+    fn sure(&mut self, content: &[ReadPage], zero: bool) {
+        for page in content {
+            let weight = weight(page);
             let mut counts = Counts { read: weight, ..Counts::default() };
             *(if zero { &mut counts.zero } else { &mut counts.sure }) += weight;
-            self.cells[seen.cell as usize].all.add(&counts, 1.0);
-            self.groups[seen.run as usize % GROUPS].add(&counts, 1.0);
+            self.cells[index(page.cell)].all.add(&counts, 1.0);
+            self.groups[group_of(page.run)].add(&counts, 1.0);
         }
     }
 
-    fn count_exactly(&mut self, content: &[Seen]) {
+    fn count_exactly(&mut self, content: &[ReadPage]) {
         let frames: f64 = content.iter().map(weight).sum();
-        for seen in content {
-            let weight = weight(seen);
-            let counts = &mut self.cells[seen.cell as usize].all;
+        for page in content {
+            let weight = weight(page);
+            let counts = &mut self.cells[index(page.cell)].all;
             counts.read += weight;
-            // A sum of thirds may fall short of one by a rounding.
+            // The margin is for rounding in sums of thirds.
             if frames > 1.0 + 1e-9 {
                 counts.sure += weight * (1.0 - 1.0 / frames);
                 counts.contents += weight / frames;
@@ -125,22 +126,22 @@ impl Tally {
         }
     }
 
-    fn count_sampled(&mut self, content: &[Seen], fraction: f64, units: &mut Units) {
+    fn count_sampled(&mut self, content: &[ReadPage], fraction: f64, units: &mut Units) {
         units.divide(content);
         let seen_in = units.runs.len();
-        for seen in content {
-            let weight = weight(seen);
-            let frames = units.frames_of(seen.run).max(weight);
-            let counts = &mut self.cells[seen.cell as usize].all;
+        for page in content {
+            let weight = weight(page);
+            let frames = units.frames_of(page.run).max(weight);
+            let counts = &mut self.cells[index(page.cell)].all;
             counts.read += weight;
             counts.sure += weight - weight / frames;
             add_units(counts, seen_in, weight / frames, fraction);
         }
-        // Without a group, its units are gone and the content has been seen less often by the others.
+        // Without a group, its units are missing, and the content was seen less often in the others.
         let mut left = seen_in;
-        units.runs.sort_unstable_by_key(|&(run, _)| run as usize % GROUPS);
-        for group in units.runs.chunk_by(|a, b| a.0 as usize % GROUPS == b.0 as usize % GROUPS) {
-            let at = &mut self.groups[group[0].0 as usize % GROUPS];
+        units.runs.sort_unstable_by_key(|&(run, _)| group_of(run));
+        for group in units.runs.chunk_by(|a, b| group_of(a.0) == group_of(b.0)) {
+            let at = &mut self.groups[group_of(group[0].0)];
             for &(_, frames) in group {
                 at.read += frames;
                 at.sure += frames - 1.0;
@@ -157,23 +158,23 @@ impl Tally {
         debug_assert_eq!(left, 0);
     }
 
-    /// The same against the copies of each process alone. Records are in the order of cells, so of processes.
-    fn count_own(&mut self, cells: &[Cell], content: &[Seen], fraction: f64, units: &mut Units) {
-        for own in content.chunk_by(|a, b| cells[a.cell as usize].process == cells[b.cell as usize].process) {
+    /// Counts the copies within each process. Pages are in the order of cells, and so of processes.
+    fn count_own(&mut self, cells: &[Cell], content: &[ReadPage], fraction: f64, units: &mut Units) {
+        for own in content.chunk_by(|a, b| cells[index(a.cell)].process == cells[index(b.cell)].process) {
             if fraction >= 1.0 {
                 let frames: f64 = own.iter().map(weight).sum();
                 if frames > 1.0 + 1e-9 {
-                    for seen in own {
-                        self.cells[seen.cell as usize].own.sure += weight(seen) * (1.0 - 1.0 / frames);
+                    for page in own {
+                        self.cells[index(page.cell)].own.sure += weight(page) * (1.0 - 1.0 / frames);
                     }
                 }
                 continue;
             }
             units.divide(own);
-            for seen in own {
-                let weight = weight(seen);
-                let frames = units.frames_of(seen.run).max(1.0);
-                let counts = &mut self.cells[seen.cell as usize].own;
+            for page in own {
+                let weight = weight(page);
+                let frames = units.frames_of(page.run).max(1.0);
+                let counts = &mut self.cells[index(page.cell)].own;
                 counts.sure += weight - weight / frames;
                 add_units(counts, units.runs.len(), weight / frames, fraction);
             }
@@ -189,7 +190,7 @@ impl Tally {
         for (cell, counts) in cells.iter().zip(&self.cells) {
             let all = &counts.all;
             let gross = all.zero + all.sure;
-            let figures = booked(cell, all.read, all.zero, gross, counts.own.sure, all.contents);
+            let figures = figures(cell, all.read, all.zero, gross, counts.own.sure, all.contents);
             findings.total += figures;
             findings.cells.push(figures);
         }
@@ -213,7 +214,7 @@ impl Tally {
         let own_shares = mixture.fit(&own.units);
         let savable = saving(&mixture, &shares, &total) * scale;
 
-        // Each cell by its own lights, then all of them scaled to add up to the total.
+        // Each cell is estimated by itself; then all are scaled to add up to the total.
         let mut parts = Vec::with_capacity(cells.len());
         for (cell, counts) in cells.iter().zip(&self.cells) {
             let held = cell.private.0 as f64 + cell.shared_frames;
@@ -229,14 +230,14 @@ impl Tally {
         let mut findings = Findings { error: self.error(&total, frames, fraction), ..Findings::default() };
         for (cell, (held, zero, gross, within, contents)) in cells.iter().zip(parts) {
             let gross = (gross * level).clamp(zero, held);
-            let figures = booked(cell, held, zero, gross, within, contents * level);
+            let figures = figures(cell, held, zero, gross, within, contents * level);
             findings.total += figures;
             findings.cells.push(figures);
         }
         findings
     }
 
-    /// Twice the standard error, roughly: by the spread of the estimates without one group each.
+    /// The error at 95 % confidence, from the spread of the estimates without one group each.
     fn error(&self, total: &Counts, frames: f64, fraction: f64) -> f64 {
         let estimates: Vec<f64> = self
             .groups
@@ -257,17 +258,23 @@ impl Tally {
         let groups = GROUPS as f64;
         let mean = estimates.iter().sum::<f64>() / groups;
         let spread: f64 = estimates.iter().map(|estimate| (estimate - mean).powi(2)).sum();
-        // The nearer the sample is to the whole, the less is left to chance.
+        // The larger the sample, the less depends on which runs were chosen.
         let sampling = STUDENT_T * (spread * (groups - 1.0) / groups * (1.0 - fraction)).sqrt();
-        // With three coincidences of runs expected, none is seen in one case of twenty.
+        // If three pairs of runs with the same content are expected, none is seen in one case of twenty.
         let seen_once = total.units[1] * frames / total.read;
         let hidden = (3.0 * f64::from(RUN_PAGES) / fraction.powi(2)).min(seen_once / 2.0);
         sampling.max(hidden)
     }
 }
 
+/// The group that a run belongs to.
+fn group_of(run: u32) -> usize {
+    index(run) % GROUPS
+}
+
+/// Adds the units of a content that was seen in `seen_in` runs.
 fn add_units(counts: &mut Counts, seen_in: usize, units: f64, fraction: f64) {
-    if seen_in < SEEN_OFTEN {
+    if seen_in < FREQUENT {
         counts.units[seen_in] += units;
     } else {
         let content = (fraction / seen_in as f64).min(1.0);
@@ -276,12 +283,14 @@ fn add_units(counts: &mut Counts, seen_in: usize, units: f64, fraction: f64) {
     }
 }
 
-/// Savable among the pages read.
+/// The number of savable frames among the pages read.
 fn saving(mixture: &Mixture, shares: &[f64], counts: &Counts) -> f64 {
     counts.zero + counts.sure + mixture.posterior(shares).saving(&counts.units)
 }
 
-fn booked(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents: f64) -> Figures {
+/// The figures of a cell: `held` frames, of which `zero` are zero, `gross` savable and `within` savable within the process.
+/// `contents` is the number of shared contents that merging leaves.
+fn figures(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents: f64) -> Figures {
     let within = within.clamp(0.0, (gross - zero).max(0.0));
     let metadata_bytes = METADATA_BYTES * (held + contents);
     let net = gross - metadata_bytes / PAGE_SIZE as f64;
