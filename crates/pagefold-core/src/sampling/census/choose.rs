@@ -36,7 +36,7 @@ impl Chooser {
         Draw { run, value: (mixed >> 11) as f64 / (1_u64 << 53) as f64 }
     }
 
-    /// Cuts a range of pages into runs and calls `chosen` for those whose draw lies in `from..to`, with the first page, the
+    /// Cuts a range of pages into runs and calls `chosen` for those with a draw in `from..to`, with the first page, the
     /// number of pages and the run's number.
     pub fn cut(&self, region: u32, first: Vpn, pages: u32, from: f64, to: f64, mut chosen: impl FnMut(Vpn, u32, u32)) {
         let end = first.0 + u64::from(pages);

@@ -20,7 +20,7 @@ struct Counts {
     sure: f64,
     /// The number of shared contents they would leave, as far as known.
     contents: f64,
-    /// Units whose content is not frequent.
+    /// Units of contents that are not frequent.
     units: Histogram,
 }
 

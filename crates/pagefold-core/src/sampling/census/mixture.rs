@@ -12,7 +12,7 @@ pub(super) const FREQUENT: usize = 30;
 /// Sampled units (pages, or runs that hold a content) by how often their content was seen.
 pub(super) type Histogram = [f64; FREQUENT];
 
-/// Expectations for a unit whose content was seen `j` times, by `j`.
+/// Expectations for a unit by the number of times that its content was seen.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Posterior {
     /// `E[1 - 1/m]`: the part of the unit that merging saves.
