@@ -28,6 +28,7 @@ unit:
 
 soak:
 	@scripts/setup test
+	$(CARGO) test --locked -p pagefold-core --lib -- --ignored --nocapture
 	PAGEFOLD_TORTURE=100000 $(CARGO) test --locked -p pagefold-linux --test torture -- --nocapture
 	PAGEFOLD_SOAK_SECONDS=600 $(CARGO) test --locked -p pagefold --test integrity -- --nocapture
 

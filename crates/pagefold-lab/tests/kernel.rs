@@ -9,15 +9,8 @@ mod kernel {
     pub mod memory;
 }
 
-use kernel::comparison::{Machine, Setting, differences};
+use kernel::comparison::{Machine, SETTINGS, differences};
 use kernel::memory::Course;
-
-const SETTINGS: [Setting; 4] = [
-    Setting { smart_scan: false, use_zero_pages: false },
-    Setting { smart_scan: true, use_zero_pages: false },
-    Setting { smart_scan: false, use_zero_pages: true },
-    Setting { smart_scan: true, use_zero_pages: true },
-];
 
 #[test]
 fn the_model_counts_what_the_kernel_counts() {
@@ -31,14 +24,4 @@ fn the_model_counts_what_the_kernel_counts_in_a_family() {
     let Some(mut machine) = Machine::take() else { return };
     let apart = SETTINGS.map(|setting| differences(&machine.watch_family(setting))).concat();
     assert!(apart.is_empty(), "{}", apart.join("\n"));
-}
-
-/// How far the model's CPU time is off: a figure, no judgement. Takes 1 GiB and a minute.
-#[test]
-#[ignore = "a measurement: run it by name, on an idle machine"]
-fn calibration_on_a_gibibyte() {
-    let Some(mut machine) = Machine::take() else { return };
-    for setting in SETTINGS {
-        differences(&machine.watch(setting, Course::new(7)));
-    }
 }

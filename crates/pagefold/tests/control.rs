@@ -166,7 +166,7 @@ fn answers_come_at_once_however_long_a_round_is() {
         .collect();
     times.sort();
     println!("an answer takes {times:?}");
-    assert!(times[4] < Duration::from_millis(250), "{times:?}");
+    assert!(times[4] < Duration::from_secs(2), "{times:?}");
     daemon.stop();
     ksm.assert_restored();
 }

@@ -35,6 +35,14 @@ pub struct Setting {
     pub use_zero_pages: bool,
 }
 
+/// Every setting.
+pub const SETTINGS: [Setting; 4] = [
+    Setting { smart_scan: false, use_zero_pages: false },
+    Setting { smart_scan: true, use_zero_pages: false },
+    Setting { smart_scan: false, use_zero_pages: true },
+    Setting { smart_scan: true, use_zero_pages: true },
+];
+
 /// What the counters say after a scan.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counted {

@@ -218,8 +218,7 @@ mod tests {
         // `flock FILE COMMAND` of util-linux holds the same kind of lock.
         let child = std::process::Command::new("flock").arg("-o").arg(&path).args(["sleep", "60"]).spawn();
         let Ok(mut child) = child else {
-            println!("SKIP: no flock(1) to be the other holder");
-            return;
+            return pagefold_testkit::skip("flock(1) of util-linux is not installed");
         };
         let end = Instant::now() + Duration::from_secs(20);
         while holder(&path).unwrap().is_none() {

@@ -19,7 +19,7 @@ fn with_only<T: Send>(kept: &[Capability], act: impl FnOnce() -> T + Send) -> T 
 fn may_all() -> bool {
     let may = missing(&READING).unwrap().is_empty();
     if !may {
-        println!("SKIP: not root, or without the capabilities that this is about");
+        pagefold_testkit::skip("not root, or without the capabilities to be tested");
     }
     may
 }

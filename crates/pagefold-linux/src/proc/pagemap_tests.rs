@@ -25,7 +25,7 @@ fn scan_finds_the_categories_of_own_memory() {
         let mut found = Vec::new();
         let wanted = Categories::PRESENT.or(Categories::FILE).or(Categories::ZERO).or(Categories::HUGE);
         match pagemap.scan(page, Pages(1), wanted, &mut found) {
-            Err(ScanError::Absent) => return println!("SKIP: PAGEMAP_SCAN needs Linux 6.7"),
+            Err(ScanError::Absent) => return pagefold_testkit::skip_unsupported("PAGEMAP_SCAN needs Linux 6.7"),
             other => other.unwrap(),
         }
         assert_eq!(found, [PageRange { first: page, pages: Pages(1), categories: expected }]);
@@ -54,7 +54,7 @@ fn a_scan_with_more_ranges_than_one_call_returns_is_complete() {
     let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
     let mut found = Vec::new();
     match Pagemap::open(&own).unwrap().scan(first, Pages(pages), Categories::PRESENT, &mut found) {
-        Err(ScanError::Absent) => println!("SKIP: PAGEMAP_SCAN needs Linux 6.7"),
+        Err(ScanError::Absent) => pagefold_testkit::skip_unsupported("PAGEMAP_SCAN needs Linux 6.7"),
         result => {
             result.unwrap();
             let firsts: Vec<Vpn> = found.iter().map(|range| range.first).collect();

@@ -57,8 +57,7 @@ fn effective() -> u64 {
 fn the_attribute_is_determined_for_our_own_and_other_users() {
     // SAFETY: the call takes no arguments.
     if unsafe { libc::geteuid() } != 0 {
-        println!("SKIP: changing the user needs root");
-        return;
+        return pagefold_testkit::skip("changing the user needs root");
     }
     let before = effective();
     for user in [0, 65534] {

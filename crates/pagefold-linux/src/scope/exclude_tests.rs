@@ -111,7 +111,7 @@ fn running_traced_and_zombie_processes_are_judged() {
         // The kernel names the tracing thread.
         assert_eq!(process_exclusion(&process, &deny).unwrap(), Some(Exclusion::Traced { by: own_thread }));
     } else {
-        println!("SKIP: ptrace is not permitted");
+        pagefold_testkit::skip("ptrace is not permitted");
     }
     child.kill().unwrap();
     while process.stat().unwrap().state != b'Z' {

@@ -148,7 +148,7 @@ fn files_that_other_users_may_write_are_refused() {
     if std::os::unix::fs::chown(files.path(), Some(65534), None).is_ok() {
         files.refused("belongs to another user");
     } else {
-        println!("SKIP: not root");
+        pagefold_testkit::skip("only root can give a file away");
     }
 }
 

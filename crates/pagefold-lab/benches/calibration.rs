@@ -1,0 +1,19 @@
+//! How far the model's CPU time is off, on 1 GiB of memory: `cargo bench -p pagefold-lab --bench calibration`, about a
+//! minute on an idle machine.
+
+#[path = "../tests/kernel/comparison.rs"]
+mod comparison;
+#[path = "../tests/kernel/family.rs"]
+mod family;
+#[path = "../tests/kernel/memory.rs"]
+mod memory;
+
+use comparison::{Machine, SETTINGS, differences};
+use memory::Course;
+
+fn main() {
+    let Some(mut machine) = Machine::take() else { return };
+    for setting in SETTINGS {
+        differences(&machine.watch(setting, Course::new(7)));
+    }
+}
