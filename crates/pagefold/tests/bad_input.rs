@@ -1,4 +1,4 @@
-//! What `pagefold run`, `unmerge` and `exec` must refuse: each with one line, its exit code, and nothing changed.
+//! Input that `pagefold run`, `unmerge` and `exec` must refuse, each with one line and an exit code and nothing changed.
 
 use pagefold_workload::Tenant;
 use std::os::unix::fs::PermissionsExt;
@@ -7,7 +7,7 @@ use std::process::Command;
 
 use pagefold_testkit::*;
 
-/// `run` and `unmerge` must refuse these processes alike, and leave KSM alone.
+/// `run` and `unmerge` refuse this scope, and leave KSM alone.
 #[track_caller]
 fn both_refuse(ksm: &KsmAtRest, scope: &[&str], code: i32, says: &str) {
     assert_fails(&[&["run", "--for", "2s"], scope].concat(), code, says);
@@ -15,7 +15,7 @@ fn both_refuse(ksm: &KsmAtRest, scope: &[&str], code: i32, says: &str) {
     ksm.assert_restored();
 }
 
-/// `run` must refuse these.
+/// `run` refuses this process.
 #[track_caller]
 fn run_refuses(ksm: &KsmAtRest, pid: i32, says: &str) {
     let pid = pid.to_string();
@@ -24,7 +24,7 @@ fn run_refuses(ksm: &KsmAtRest, pid: i32, says: &str) {
     ksm.assert_restored();
 }
 
-/// `unmerge` must refuse this; of what it has done, nothing, it tells all the same.
+/// `unmerge` refuses this process, and still prints a summary.
 #[track_caller]
 fn unmerge_refuses(ksm: &KsmAtRest, pid: i32, says: &str) {
     let output = pagefold(&["unmerge", "--json", "--pid", &pid.to_string()]);
@@ -36,7 +36,7 @@ fn unmerge_refuses(ksm: &KsmAtRest, pid: i32, says: &str) {
 }
 
 #[test]
-fn senseless_command_lines() {
+fn bad_arguments_are_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
@@ -65,21 +65,21 @@ fn senseless_command_lines() {
 }
 
 #[test]
-fn nothing_in_scope() {
+fn an_empty_scope_is_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
     both_refuse(&ksm, &[], 5, "nothing is in scope");
     both_refuse(&ksm, &["--pid", "2147483646"], 5, "no process 2147483646");
     both_refuse(&ksm, &["--exe", "no-such-program-here"], 5, "no process matches");
     both_refuse(&ksm, &["--user", "nobody-such"], 5, "no user nobody-such");
     both_refuse(&ksm, &["--cgroup", "/no/such/cgroup"], 5, "no cgroup");
-    // One that cannot be is a slip of the hand, whatever else is named.
+    // A process that does not exist is a mistake, even if others are named that do.
     let idle = Sleeper::start();
     both_refuse(&ksm, &["--pid", &format!("{},2147483646", idle.pid())], 5, "no process 2147483646");
     assert_unmarked(&[idle.pid()]);
 }
 
 #[test]
-fn targets_that_must_not_be_touched() {
+fn targets_that_must_not_be_touched_are_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut ended = zombie();
     let pid = i32::try_from(ended.id()).unwrap();
@@ -90,7 +90,7 @@ fn targets_that_must_not_be_touched() {
         run_refuses(&ksm, 2, "kernel thread");
         unmerge_refuses(&ksm, 2, "kernel thread");
     } else {
-        skip_unsupported("pid 2 is no kernel thread here (pid namespace)");
+        skip_unsupported("PID 2 is no kernel thread: this is a PID namespace");
     }
 
     let idle = Sleeper::start();
@@ -111,13 +111,13 @@ fn targets_that_must_not_be_touched() {
     send(idle.pid(), libc::SIGCONT);
     wait_until("it goes on", || state(idle.pid()) == b'S');
 
-    // Not dumpable: it keeps its memory from others.
-    let secretive = Script::start(
+    // Not dumpable: protected from other processes.
+    let undumpable = Script::start(
         "import ctypes, sys\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nprint('ready', flush=True)\nsys.stdin.readline()",
     );
-    run_refuses(&ksm, secretive.pid(), "not dumpable");
+    run_refuses(&ksm, undumpable.pid(), "not dumpable");
 
-    // A name on the deny list.
+    // A program on the deny list.
     let dir = tempfile::tempdir().unwrap();
     let agent = dir.path().join("ssh-agent");
     std::fs::copy(program(), &agent).unwrap();
@@ -127,7 +127,7 @@ fn targets_that_must_not_be_touched() {
 }
 
 #[test]
-fn frozen_targets() {
+fn frozen_targets_are_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
     for version in [1, 2] {
         // Before the freezer, so dropped after it: a frozen process cannot be killed.
@@ -146,7 +146,7 @@ fn frozen_targets() {
 }
 
 #[test]
-fn of_several_the_bad_ones_are_left_alone_and_the_rest_is_folded() {
+fn of_several_targets_bad_ones_are_left_alone_and_the_rest_is_merged() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(32, 4, 14);
     let mut ended = zombie();
@@ -166,7 +166,7 @@ fn of_several_the_bad_ones_are_left_alone_and_the_rest_is_folded() {
     }
     let scope = [pids(&pair), bad.iter().map(|&(pid, _)| pid).collect()].concat();
     let daemon = Daemon::on(&scope, &["--for", "60s"]);
-    wait_until("the pair are folded", || saved_bytes() >= 31 * MIB);
+    wait_until("the pair is merged", || saved_bytes() >= 31 * MIB);
     daemon.signal(libc::SIGTERM);
     let ended_daemon = daemon.end();
     let summary = ended_daemon.summary();
@@ -176,7 +176,7 @@ fn of_several_the_bad_ones_are_left_alone_and_the_rest_is_folded() {
         assert!(!rows.is_empty(), "{pid} is missing: {left:?}");
         assert!(rows.iter().any(|row| row["reason"].as_str().unwrap().contains(why)), "{rows:?}");
         let lines = ended_daemon.errors.lines().filter(|line| line.contains(&format!("process {pid} ("))).count();
-        assert_eq!((rows.len(), lines), (1, 1), "told once: {}", ended_daemon.errors);
+        assert_eq!((rows.len(), lines), (1, 1), "reported once: {}", ended_daemon.errors);
     }
     assert_eq!(left.len(), bad.len(), "{left:?}");
     assert_eq!(state(stopped.pid()), b'T', "still stopped");
@@ -187,9 +187,9 @@ fn of_several_the_bad_ones_are_left_alone_and_the_rest_is_folded() {
 }
 
 #[test]
-fn nobody_but_root() {
+fn other_users_than_root_are_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    // The binary is copied to where everybody may run it.
+    // The program is copied to where every user may execute it.
     let dir = tempfile::tempdir_in("/tmp").unwrap();
     let copy = dir.path().join("pagefold");
     std::fs::copy(program(), &copy).unwrap();

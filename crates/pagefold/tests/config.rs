@@ -1,4 +1,4 @@
-//! The configuration file, the deny list and the audit log, seen from outside.
+//! The configuration file, the deny list and the audit log of a run.
 
 use pagefold_workload::Tenant;
 use serde_json::Value;
@@ -10,7 +10,7 @@ use pagefold_testkit::*;
 
 fn log(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap_or_default();
-    // The last line may be half written yet.
+    // The last line may be incomplete.
     text.split_inclusive('\n')
         .filter(|line| line.ends_with('\n'))
         .map(|line| serde_json::from_str(line).unwrap())
@@ -22,7 +22,7 @@ fn of_kind(path: &Path, what: &str) -> Vec<Value> {
 }
 
 #[test]
-fn a_bad_configuration_is_refused_and_nothing_is_changed() {
+fn a_bad_configuration_is_refused_and_changes_nothing() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("pagefold.toml");
@@ -47,12 +47,12 @@ fn a_bad_configuration_is_refused_and_nothing_is_changed() {
 }
 
 #[test]
-fn the_file_names_the_programs_and_the_log_has_every_mark() {
+fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str| dir.path().join(name);
     let (config, audit, old) = (file("pagefold.toml"), file("audit.jsonl"), file("audit.jsonl.1"));
-    // A program under a name of its own, so that it can be named by a file.
+    // Under a name that no other program has.
     let program_file = file("fold-me-not");
     fs::copy(program(), &program_file).unwrap();
     let mut pair: Vec<Tenant> = (0..2).map(|_| Tenant::start(&program_file, &spec(32, 4, 14)).unwrap()).collect();
@@ -66,7 +66,7 @@ fn the_file_names_the_programs_and_the_log_has_every_mark() {
     fs::write(&config, settings("full")).unwrap();
     let config_path = config.to_str().unwrap();
     let daemon = Daemon::start(&["run", "--json", "--for", "60s", "--config", config_path]);
-    wait_until("the pair are folded", || saved_bytes() >= 31 * MIB);
+    wait_until("the pair is merged", || saved_bytes() >= 31 * MIB);
     wait_until("marks are logged", || !of_kind(&audit, "mark").is_empty());
     assert_eq!(fs::metadata(&audit).unwrap().permissions().mode() & 0o7777, 0o600);
 
@@ -75,11 +75,11 @@ fn the_file_names_the_programs_and_the_log_has_every_mark() {
     fs::write(&config, settings("low")).unwrap();
     daemon.signal(libc::SIGHUP);
     wait_until("the log is opened again", || audit.exists());
-    wait_until("the governor is another", || {
+    wait_until("the governor has changed", || {
         let status = pagefold(&["status", "--json"]);
         String::from_utf8_lossy(&status.stdout).contains("\"governor\": \"low\"")
     });
-    // An invalid file changes nothing, and a file that says otherwise for what cannot change is told.
+    // An invalid file changes nothing, and changes that need a restart are reported.
     fs::write(&config, "[run]\ngoverment = 1\n").unwrap();
     daemon.signal(libc::SIGHUP);
     std::thread::sleep(std::time::Duration::from_secs(1));
@@ -114,7 +114,7 @@ fn the_file_names_the_programs_and_the_log_has_every_mark() {
         first % 4096 == 0 && last - first + 1 == mark["bytes"].as_u64().unwrap()
     }));
 
-    // Giving it back is logged as well.
+    // Unmerging is logged too.
     let back = file("back.jsonl");
     let output = run_pagefold(&with_pids(&["unmerge", "--json", "--audit", back.to_str().unwrap()], &pids(&pair), &[]));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -127,7 +127,7 @@ fn the_file_names_the_programs_and_the_log_has_every_mark() {
 }
 
 #[test]
-fn a_program_on_the_deny_list_is_touched_only_if_it_is_allowed() {
+fn a_program_on_the_deny_list_is_merged_only_if_it_is_allowed() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
     let agent = dir.path().join("ssh-agent");
@@ -143,7 +143,7 @@ fn a_program_on_the_deny_list_is_touched_only_if_it_is_allowed() {
     assert_refused(&scan(&[]), 6, "on the deny list (ssh-agent)");
     assert_eq!(scan(&["--allow", "ssh-agent"]).status.code(), Some(0));
 
-    // By a file; and by that file as it is later.
+    // Allowed by a file, and then no more.
     let config = dir.path().join("pagefold.toml");
     fs::write(&config, "[deny]\nexcept = [\"ssh-agent\"]\n").unwrap();
     let path = config.to_str().unwrap();
@@ -154,7 +154,7 @@ fn a_program_on_the_deny_list_is_touched_only_if_it_is_allowed() {
         let rows = status["processes"].as_array().cloned().unwrap_or_default();
         rows.into_iter().find(|row| row["pid"] == agent.pid()).map(|row| row["left_alone"].clone())
     };
-    wait_until("it is judged", || left_alone() == Some(Value::Null));
+    wait_until("it is in scope", || left_alone() == Some(Value::Null));
     fs::write(&config, "").unwrap();
     daemon.signal(libc::SIGHUP);
     wait_until("it is left alone", || left_alone() == Some("on the deny list (ssh-agent)".into()));
@@ -164,11 +164,11 @@ fn a_program_on_the_deny_list_is_touched_only_if_it_is_allowed() {
 }
 
 #[test]
-fn without_file_and_log_a_hangup_ends_the_run() {
+fn without_a_file_and_a_log_sighup_ends_the_run() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
     let daemon = Daemon::on(&[idle.pid()], &["--dry-run", "--for", "60s"]);
-    wait_until("it can be asked", || pagefold(&["status", "--json"]).status.success());
+    wait_until("it answers", || pagefold(&["status", "--json"]).status.success());
     daemon.signal(libc::SIGHUP);
     daemon.end().summary();
     ksm.assert_restored();

@@ -1,4 +1,4 @@
-//! Talking to a real daemon: `pagefold status`, `explain`, `governor`, `pause`, `resume`, and the socket behind them.
+//! Requests to a running daemon: `pagefold status`, `explain`, `governor`, `pause`, `resume`, and the socket they use.
 
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use serde_json::{Value, json};
@@ -16,9 +16,9 @@ use pagefold_testkit::*;
 
 const SOCKET: &str = "/run/pagefold/control.sock";
 
-/// What the program answers as JSON.
+/// The JSON that the program prints.
 #[track_caller]
-fn told(args: &[&str]) -> Value {
+fn json_of(args: &[&str]) -> Value {
     let output = pagefold(&[args, &["--json"]].concat());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
@@ -26,19 +26,19 @@ fn told(args: &[&str]) -> Value {
 
 #[track_caller]
 fn status() -> Value {
-    let status = told(&["status"]);
+    let status = json_of(&["status"]);
     assert_eq!(status["schema"], "pagefold.status/1");
     status
 }
 
 #[track_caller]
 fn explain(pid: i32) -> Value {
-    let explanation = told(&["explain", &pid.to_string()]);
+    let explanation = json_of(&["explain", &pid.to_string()]);
     assert_eq!((&explanation["schema"], &explanation["pid"]), (&json!("pagefold.explain/1"), &json!(pid)));
     explanation
 }
 
-/// What it tells people, in lines that fit a terminal.
+/// The text that the program prints, in lines that fit a terminal.
 #[track_caller]
 fn text(args: &[&str]) -> String {
     let output = pagefold(args);
@@ -49,7 +49,7 @@ fn text(args: &[&str]) -> String {
     text
 }
 
-/// The row of a list whose `field` is so.
+/// The row of a list with this value of a field.
 #[track_caller]
 fn row<'a>(list: &'a Value, field: &str, is: &Value) -> &'a Value {
     let rows = list.as_array().unwrap();
@@ -65,7 +65,7 @@ fn is_reached() -> bool {
     pagefold(&["status"]).status.success()
 }
 
-/// A daemon that answers.
+/// Starts a daemon and waits until it answers.
 #[track_caller]
 fn daemon(pids: &[i32], options: &[&str]) -> Daemon {
     let daemon = Daemon::on(pids, &[&["--for", "60s"], options].concat());
@@ -82,12 +82,12 @@ fn random(mib: u64) -> TenantSpec {
 }
 
 #[test]
-fn kinds_are_told_for_all_and_region_by_region() {
+fn status_and_explain_show_what_is_merged_and_why() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = [tenant(&same(48, 21)), tenant(&random(40))];
     let pids = pids(&tenants);
     let daemon = daemon(&pids, &[]);
-    wait_until("it is merged", || saved_bytes() >= 45 * MIB && status()["busy"] == false);
+    wait_until("the memory is merged", || saved_bytes() >= 45 * MIB && status()["busy"] == false);
 
     let status = status();
     assert_eq!((&status["pid"], &status["dry_run"]), (&json!(daemon.pid()), &json!(false)));
@@ -110,7 +110,7 @@ fn kinds_are_told_for_all_and_region_by_region() {
     let spent = cpu["pagefold"].as_f64().unwrap() + cpu["ksmd"].as_f64().unwrap();
     assert!(0.0 < used && used <= spent / 10.0 + 0.01, "{used} of {spent}");
 
-    // The one content: merged.
+    // One content in all pages: merged.
     let one = explain(pids[0]);
     let largest = &one["regions"][0];
     assert_eq!((&one["in_scope"], &largest["kind"]), (&json!(true), &json!("statically-duplicated")));
@@ -119,27 +119,27 @@ fn kinds_are_told_for_all_and_region_by_region() {
     let first = u64::from_str_radix(largest["range"].as_str().unwrap().split('-').next().unwrap(), 16).unwrap();
     let maps = fs::read_to_string(format!("/proc/{}/maps", pids[0])).unwrap();
     assert!(maps.lines().any(|line| line.starts_with(&format!("{first:x}-"))), "{first:x} in {maps}");
-    // What nobody else holds: left alone.
+    // Unique memory: left alone.
     let other = explain(pids[1]);
     let largest = &other["regions"][0];
     assert_eq!((&largest["kind"], &largest["next"]), (&json!("sparse"), &json!("watch")), "{largest}");
     assert_eq!(bytes(&largest["marked_bytes"]), 0);
     assert!(largest["duplicate_range"][1].as_f64().unwrap() < 0.2, "{largest}");
 
-    // To people.
-    let said = text(&["status"]);
+    // As text.
+    let text = text(&["status"]);
     for part in
         ["Saves 4", "statically duplicated", "sparse", "COW-broken", "short-lived", "driven by this run", "95 %"]
     {
-        assert!(said.contains(part), "{part:?} is missing in {said}");
+        assert!(text.contains(part), "{part:?} is missing in {said}");
     }
-    let said = text(&["explain", &pids[0].to_string()]);
+    let text = text(&["explain", &pids[0].to_string()]);
     for part in ["100 % duplicate, exactly", " of 4, seen for", "expected to be merged", "ksmd is woken again"] {
-        assert!(said.contains(part), "{part:?} is missing in {said}");
+        assert!(text.contains(part), "{part:?} is missing in {said}");
     }
-    let said = text(&["explain", &pids[1].to_string()]);
+    let text = text(&["explain", &pids[1].to_string()]);
     for part in ["sparse: ", "read whole once samples show more than 6.0 % duplicate", "Left alone in any case"] {
-        assert!(said.contains(part), "{part:?} is missing in {said}");
+        assert!(text.contains(part), "{part:?} is missing in {said}");
     }
 
     let ended = daemon.stop();
@@ -150,10 +150,10 @@ fn kinds_are_told_for_all_and_region_by_region() {
 }
 
 #[test]
-fn answers_come_at_once_however_long_a_round_is() {
+fn an_answer_does_not_wait_for_the_end_of_a_round() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
-    // Rounds of 20 s, and looks every second.
+    // Rounds of 20 s, and cycles every second.
     let daemon = daemon(&[idle.pid()], &["--governor", "quiet"]);
     std::thread::sleep(Duration::from_secs(2));
     let mut times: Vec<Duration> = (0..9)
@@ -172,22 +172,22 @@ fn answers_come_at_once_however_long_a_round_is() {
 }
 
 #[test]
-fn a_governor_comes_into_force() {
+fn a_governor_takes_effect() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
     let daemon = daemon(&[idle.pid()], &[]);
     for (name, share) in [("low", 0.2), ("quiet", 0.01), ("medium", 0.5)] {
-        let standing = told(&["governor", name]);
-        assert_eq!(standing["schema"], "pagefold.control/1");
-        assert_eq!((&standing["governor"], &standing["in_force"]), (&json!(name), &json!(name)));
-        assert_eq!((&standing["allowed_share"], &standing["paused"]), (&json!(share), &json!(false)));
+        let settings = json_of(&["governor", name]);
+        assert_eq!(settings["schema"], "pagefold.control/1");
+        assert_eq!((&settings["governor"], &settings["in_force"]), (&json!(name), &json!(name)));
+        assert_eq!((&settings["allowed_share"], &settings["paused"]), (&json!(share), &json!(false)));
         let status = status();
         assert_eq!((&status["governor"], &status["allowed_share"]), (&json!(name), &json!(share)));
         assert_eq!(status["levels"][0]["share"], json!(share));
     }
-    let standing = told(&["governor", "auto"]);
-    assert_eq!(standing["governor"], "auto");
-    assert_ne!(standing["in_force"], "auto");
+    let settings = json_of(&["governor", "auto"]);
+    assert_eq!(settings["governor"], "auto");
+    assert_ne!(settings["in_force"], "auto");
     assert_eq!(text(&["governor", "low"]), "In force: governor low, up to 20 % of a core.\n");
     assert_fails(&["governor", "turbo"], 2, "full, medium, low, quiet or auto");
     assert_eq!(status()["governor"], "low");
@@ -196,9 +196,9 @@ fn a_governor_comes_into_force() {
 }
 
 #[test]
-fn paused_it_does_nothing_and_resumed_it_goes_on() {
+fn a_paused_daemon_does_nothing_and_continues_when_resumed() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    // By a name that nothing else on the machine has, so that more can come.
+    // Under a name that no other program has, so that another process can join the scope.
     let dir = tempfile::tempdir().unwrap();
     let exe = dir.path().join(format!("pagefold-test-{}", std::process::id()));
     fs::copy(program(), &exe).unwrap();
@@ -215,15 +215,15 @@ fn paused_it_does_nothing_and_resumed_it_goes_on() {
     std::thread::sleep(Duration::from_secs(5));
     assert_unmarked(&pids);
     let after = status();
-    assert_eq!(after["pages_read"], before["pages_read"], "it reads on");
+    assert_eq!(after["pages_read"], before["pages_read"], "it still reads");
     assert_eq!((bytes(&after["marked_bytes"]), bytes(&after["saved_bytes"])), (0, 0));
     assert!(text(&["status"]).contains("paused: nothing is read"));
     assert!(text(&["explain", &pids[0].to_string()]).contains("Paused: nothing happens"));
 
     assert!(text(&["resume"]).starts_with("Resumed: governor full"));
-    wait_until("they are folded", || saved_bytes() >= 31 * MIB);
-    // Once more: what is merged stays merged, also when ksmd had to be stopped for it.
-    told(&["pause"]);
+    wait_until("they are merged", || saved_bytes() >= 31 * MIB);
+    // Paused again: merged memory stays merged, even if ksmd had to be stopped.
+    json_of(&["pause"]);
     let saved = saved_bytes();
     std::thread::sleep(Duration::from_secs(2));
     assert!(saved_bytes() >= saved, "{} of {saved}", saved_bytes());
@@ -233,8 +233,8 @@ fn paused_it_does_nothing_and_resumed_it_goes_on() {
     ksm.assert_restored();
 }
 
-/// Holds memory that must be left alone, each mapping for a reason of its own.
-const SECRETIVE: &str = r#"
+/// Holds memory that must be left alone, each mapping for a different reason.
+const EXCLUDED: &str = r#"
 import ctypes, mmap, sys
 libc = ctypes.CDLL(None, use_errno=True)
 held = []
@@ -252,9 +252,9 @@ sys.stdin.readline()
 "#;
 
 #[test]
-fn what_is_left_alone_is_told_with_its_reason_in_scope_and_out_of_it() {
+fn explain_shows_why_memory_is_left_alone_in_scope_and_out_of_it() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let (inside, outside) = (Script::start(SECRETIVE), Script::start(SECRETIVE));
+    let (inside, outside) = (Script::start(EXCLUDED), Script::start(EXCLUDED));
     let daemon = daemon(&[inside.pid()], &[]);
     for (pid, in_scope) in [(inside.pid(), true), (outside.pid(), false)] {
         let explanation = explain(pid);
@@ -268,19 +268,19 @@ fn what_is_left_alone_is_told_with_its_reason_in_scope_and_out_of_it() {
             let most = found.map(|row| bytes(&row["bytes"])).max();
             assert!(most.is_some_and(|most| most >= least * MIB), "{reason}: {most:?} in {explanation}");
         }
-        let said = text(&["explain", &pid.to_string()]);
-        assert_eq!(said.contains("is not in the scope"), !in_scope, "{said}");
-        assert!(said.contains("may hold secrets") && said.contains("may hold keys"), "{said}");
+        let text = text(&["explain", &pid.to_string()]);
+        assert_eq!(text.contains("is not in the scope"), !in_scope, "{text}");
+        assert!(text.contains("may hold secrets") && text.contains("may hold keys"), "{text}");
     }
     // Whole processes.
     let undumpable = Script::start(
         "import ctypes, sys\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nprint('ready', flush=True)\nsys.stdin.readline()",
     );
-    let said = text(&["explain", &undumpable.pid().to_string()]);
-    assert!(said.contains("All of it is left alone") && said.contains("not dumpable"), "{said}");
+    let text = text(&["explain", &undumpable.pid().to_string()]);
+    assert!(text.contains("All of it is left alone") && text.contains("not dumpable"), "{text}");
     let mut ended = zombie();
-    let said = text(&["explain", &ended.id().to_string()]);
-    assert!(said.contains("has ended"), "{said}");
+    let text = text(&["explain", &ended.id().to_string()]);
+    assert!(text.contains("has ended"), "{text}");
     ended.wait().unwrap();
     assert_fails(&["explain", "2147483646"], 5, "no process 2147483646");
     daemon.stop();
@@ -289,7 +289,7 @@ fn what_is_left_alone_is_told_with_its_reason_in_scope_and_out_of_it() {
 }
 
 #[test]
-fn nobody_but_root_is_answered() {
+fn only_root_is_answered() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
     let daemon = daemon(&[idle.pid()], &[]);
@@ -304,18 +304,18 @@ fn nobody_but_root_is_answered() {
     for args in all {
         assert_refused(&as_nobody(args), 3, "only root");
     }
-    // Even if somebody opens the file for all: the daemon looks at who has connected.
+    // Even if the socket is opened for all: the daemon checks the user of each connection.
     fs::set_permissions(SOCKET, Permissions::from_mode(0o666)).unwrap();
     for args in all {
         assert_refused(&as_nobody(args), 3, "only root");
     }
-    let asks = "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect('/run/pagefold/control.sock')\n\
+    let script = "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect('/run/pagefold/control.sock')\n\
         f = s.makefile('rw')\ntry:\n  f.write('{\"schema\":\"pagefold.control/1\",\"request\":\"pause\"}\\n')\n  f.flush()\n\
         except OSError: pass\nprint(f.readline(), end='')\ntry: print(f.readline(), end='')\nexcept OSError: pass";
-    let output = Command::new("python3").args(["-c", asks]).uid(65534).gid(65534).output().unwrap();
+    let output = Command::new("python3").args(["-c", script]).uid(65534).gid(65534).output().unwrap();
     let said = String::from_utf8(output.stdout).unwrap();
     assert!(
-        said.lines().count() == 1 && said.contains("only root"),
+        said.lines().count() == 1 && text.contains("only root"),
         "{said} {}",
         String::from_utf8_lossy(&output.stderr)
     );
@@ -326,7 +326,7 @@ fn nobody_but_root_is_answered() {
 }
 
 #[test]
-fn nonsense_and_silence_harm_nothing() {
+fn malformed_requests_and_silent_clients_do_no_harm() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(32, 8, 23);
     let pids = pids(&pair);
@@ -343,7 +343,7 @@ fn nonsense_and_silence_harm_nothing() {
     for (request, says) in cases {
         let mut stream = UnixStream::connect(SOCKET).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        // It may hang up before it has taken everything.
+        // The daemon may close the connection before it has read everything.
         let _ = stream.write_all(request);
         let _ = stream.shutdown(Shutdown::Write);
         let mut answer = Vec::new();
@@ -351,18 +351,18 @@ fn nonsense_and_silence_harm_nothing() {
         let answer: Value = serde_json::from_slice(&answer).unwrap();
         assert!(answer["error"].as_str().unwrap().contains(says), "{answer}");
     }
-    // Asks and does not wait for the answer.
+    // Clients that do not wait for the answer.
     for _ in 0..20 {
         let mut stream = UnixStream::connect(SOCKET).unwrap();
-        // One too many is not even listened to.
+        // One connection too many is closed at once.
         let _ = stream.write_all(b"{\"schema\":\"pagefold.control/1\",\"request\":\"status\"}\n");
     }
-    wait_until("the pair are folded all the same", || saved_bytes() >= 31 * MIB);
-    // The silent ones are told to go, after some seconds.
+    wait_until("the pair is merged all the same", || saved_bytes() >= 31 * MIB);
+    // Silent clients are disconnected after some seconds.
     let mut line = String::new();
     BufReader::new(&silent[0]).read_line(&mut line).unwrap();
     assert!(line.contains("no request came"), "{line}");
-    wait_until("there is room", is_reached);
+    wait_until("a new client is served", is_reached);
     assert_eq!(status()["paused"], false);
     let summary = daemon.stop();
     assert_eq!(summary["knobs_restored"], true);
@@ -372,28 +372,28 @@ fn nonsense_and_silence_harm_nothing() {
 }
 
 #[test]
-fn without_a_daemon_there_is_one_clear_line() {
+fn without_a_daemon_a_request_fails_with_one_line() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
     let all: [&[&str]; 6] =
         [&["status"], &["status", "--json"], &["explain", &pid], &["governor", "low"], &["pause"], &["resume"]];
-    let nobody_is_there =
+    let assert_none_runs =
         || all.iter().for_each(|args| assert_fails(args, 8, "no pagefold is running; start one with"));
-    nobody_is_there();
-    // A socket that nobody listens on any more.
+    assert_none_runs();
+    // A socket that is left over.
     fs::create_dir_all("/run/pagefold").unwrap();
     drop(UnixListener::bind(SOCKET).unwrap());
     assert!(Path::new(SOCKET).exists());
-    nobody_is_there();
+    assert_none_runs();
     let killed = daemon(&[idle.pid()], &[]);
     let file = fs::symlink_metadata(SOCKET).unwrap();
     assert!(file.file_type().is_socket());
     assert_eq!((file.mode() & 0o777, file.uid()), (0o600, 0));
     killed.signal(libc::SIGKILL);
     killed.end();
-    assert!(Path::new(SOCKET).exists(), "it could not clear up");
-    nobody_is_there();
+    assert!(Path::new(SOCKET).exists(), "a killed daemon leaves its socket");
+    assert_none_runs();
     let next = daemon(&[idle.pid()], &[]);
     next.stop();
     assert!(!Path::new(SOCKET).exists());
@@ -405,14 +405,14 @@ fn without_a_daemon_there_is_one_clear_line() {
             })
             .count(),
         0,
-        "nothing is left"
+        "nothing is left over"
     );
-    nobody_is_there();
+    assert_none_runs();
     ksm.assert_restored();
 }
 
 #[test]
-fn a_dry_run_answers_until_one_that_acts_does() {
+fn a_dry_run_answers_until_a_real_run_starts() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
     let dry = daemon(&[idle.pid()], &["--dry-run"]);
@@ -420,13 +420,13 @@ fn a_dry_run_answers_until_one_that_acts_does() {
     assert_eq!((&status_of_dry["dry_run"], &status_of_dry["ksm_driven"]), (&json!(true), &json!(false)));
     assert_eq!(status_of_dry["ksm_why"], "a dry run changes nothing");
     assert!(text(&["status"]).contains("Dry run: "));
-    // A second one leaves it the socket, and says so.
+    // A second dry run leaves it the socket, with a message.
     let second = Daemon::on(&[idle.pid()], &["--dry-run", "--for", "1s"]).end();
     second.summary();
     assert!(second.errors.contains(&format!("another pagefold (pid {}) serves", dry.pid())), "{}", second.errors);
     assert_eq!(second.errors.lines().count(), 1, "{}", second.errors);
     assert_eq!(status()["pid"], dry.pid());
-    // One that acts does not.
+    // A real run takes the socket over.
     let acting = Daemon::on(&[idle.pid()], &["--for", "60s"]);
     wait_until("it answers", || status()["pid"] == acting.pid());
     dry.stop();
@@ -437,7 +437,7 @@ fn a_dry_run_answers_until_one_that_acts_does() {
 }
 
 #[test]
-fn senseless_command_lines() {
+fn bad_arguments_are_refused() {
     for pid in ["0", "abc", "-1", "99999999999", "", "1 2"] {
         let output = pagefold(&["explain", "--", pid]);
         assert_refused(&output, 2, "");

@@ -1,6 +1,6 @@
-//! `pagefold demo` on the real kernel: small and short, and cut short.
+//! `pagefold demo` on the real kernel: small and short, interrupted, and killed.
 //!
-//! The demonstration takes the lock of the tests itself, so it runs between two looks at KSM under that lock.
+//! The demonstration takes the tests' lock itself, so the tests only check KSM under that lock before and after.
 
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
@@ -8,17 +8,17 @@ use std::time::Duration;
 
 use pagefold_testkit::*;
 
-/// One at a time: what was killed leaves KSM turned for a while.
+/// One test at a time: a killed demonstration leaves knobs changed.
 static ONE: Mutex<()> = Mutex::new(());
 
-/// KSM is at rest before; the lock is free again when this returns.
+/// Checks that KSM is at rest, and releases the lock.
 fn is_possible() -> bool {
     KsmAtRest::take().is_some()
 }
 
-/// KSM is at rest afterwards, too.
+/// KSM is at rest afterwards.
 #[track_caller]
-fn everything_is_back() {
+fn assert_restored() {
     KsmAtRest::take().expect("KSM is at rest after the demonstration").assert_restored();
 }
 
@@ -31,7 +31,7 @@ fn mebibytes_before(text: &str, word: &str) -> u64 {
 }
 
 #[test]
-fn the_whole_story_is_told_and_everything_is_as_it_was() {
+fn every_part_is_shown_and_everything_is_restored() {
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     if !is_possible() {
         return;
@@ -39,14 +39,14 @@ fn the_whole_story_is_told_and_everything_is_as_it_was() {
     let output = pagefold(&["demo", "--quick"]);
     let (text, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{text}\n{errors}");
-    everything_is_back();
+    assert_restored();
 
     assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     assert!(!text.contains('\x1b'), "{text}");
     for number in 1..=6 {
         assert!(text.lines().any(|line| line.starts_with(&format!("{number}  "))), "part {number} is missing: {text}");
     }
-    // Three workers with 9.5 MiB in common, of which 19 can go, and 4.5 MiB of zeros between them.
+    // Three workers with 9.5 MiB in common, of which 19 MiB can be saved, and 4.5 MiB of zeros in all.
     let held = mebibytes_before(&text, " MiB together");
     let savable = mebibytes_before(&text, " MiB of ");
     assert!(held == 46 && (23..=25).contains(&savable), "{text}");
@@ -56,21 +56,21 @@ fn the_whole_story_is_told_and_everything_is_as_it_was() {
     let words: Vec<&str> = memory.split_ascii_whitespace().collect();
     let (now, before, saved): (u64, u64, u64) =
         (words[2].parse().unwrap(), words[5].parse().unwrap(), words[8].parse().unwrap());
-    // Two reckonings of the kernel that must agree: what the workers hold, and what KSM counts.
+    // Two figures of the kernel that must agree: the workers' memory, and KSM's count.
     assert!(now < before && (before - now).abs_diff(saved) <= 2 && saved + 3 >= savable, "{memory}");
     assert!(text.contains("every knob of KSM is as it was"), "{text}");
 }
 
 #[test]
-fn cut_short_it_puts_everything_back() {
+fn an_interrupted_demo_restores_everything() {
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     if !is_possible() {
         return;
     }
-    // While looking, folding, giving back and in the part with KSM by itself, more or less.
+    // Roughly: while it scans, merges, gives back, and while KSM runs by itself.
     for milliseconds in [100, 700, 1500, 2600, 4000] {
         let mut demo = Daemon::start(&["demo", "--quick"]);
-        // From when KSM is in its hands, not from when it waits for the lock.
+        // Counted from when it has taken KSM, not from when it waits for the lock.
         wait_until("the workers start", || !demo.is_running() || !demo.children().is_empty());
         std::thread::sleep(Duration::from_millis(milliseconds));
         let children = demo.children();
@@ -85,18 +85,18 @@ fn cut_short_it_puts_everything_back() {
         for child in children {
             assert!(!std::path::Path::new(&format!("/proc/{child}")).exists(), "{child} is still there");
         }
-        everything_is_back();
+        assert_restored();
     }
 }
 
 #[test]
-fn what_it_leaves_when_it_is_killed_the_next_one_puts_back() {
+fn what_a_killed_demo_leaves_is_restored_by_the_next() {
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     if !is_possible() {
         return;
     }
     let mut demo = Daemon::start(&["demo", "--quick"]);
-    wait_until("ksmd is sent out", || !demo.is_running() || number("run") == 1);
+    wait_until("ksmd runs", || !demo.is_running() || number("run") == 1);
     let children = demo.children();
     demo.signal(libc::SIGKILL);
     demo.end();
@@ -112,11 +112,11 @@ fn what_it_leaves_when_it_is_killed_the_next_one_puts_back() {
         errors.contains("an experiment that was killed has left KSM's knobs changed; restoring them\n"),
         "{errors}"
     );
-    everything_is_back();
+    assert_restored();
 }
 
 #[test]
-fn others_than_root_are_refused() {
+fn other_users_than_root_are_refused() {
     // SAFETY: no arguments, no memory.
     if unsafe { libc::geteuid() } != 0 {
         assert_fails(&["demo"], 3, "needs root");
@@ -131,6 +131,6 @@ fn others_than_root_are_refused() {
         Ok(output) if !String::from_utf8_lossy(&output.stderr).contains("setpriv") => {
             assert_refused(&output, 3, "needs root");
         }
-        _ => skip("there is no setpriv, or another user cannot run the program from here"),
+        _ => skip("setpriv is not installed, or another user cannot execute the program"),
     }
 }

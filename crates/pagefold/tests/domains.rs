@@ -1,4 +1,4 @@
-//! Trust domains on the real kernel: by the page tables, no frame is shared between two of them.
+//! Trust domains on the real kernel: the page tables show that no frame is shared between two of them.
 
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use serde_json::Value;
@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 
 use pagefold_testkit::*;
 
-/// Frames that some anonymous page of a process shares with another page, by its page table.
+/// The frames in a process's page table that several anonymous pages share.
 fn shared_frames(pid: i32) -> BTreeSet<u64> {
     const PRESENT: u64 = 1 << 63;
     const FILE: u64 = 1 << 61;
@@ -38,7 +38,7 @@ fn no_frame_is_shared_between_two_domains() {
     let dir = tempfile::tempdir().unwrap();
     let (config, other) = (dir.path().join("pagefold.toml"), dir.path().join("the-others"));
     fs::copy(program(), &other).unwrap();
-    // All hold the same 32 MiB; each domain has 16 MiB more of its own.
+    // All have the same 32 MiB; each domain has 16 MiB of its own in common.
     let held = |own: u64| {
         let pages = |mib: u64| mib * PAGES_PER_MIB;
         TenantSpec::new([
@@ -53,8 +53,8 @@ fn no_frame_is_shared_between_two_domains() {
     let options = ["--config", config.to_str().unwrap(), "--governor", "full"];
     let all: Vec<i32> = pids(&ones).into_iter().chain(pids(&others)).collect();
     let daemon = Daemon::on(&all, &options);
-    // In each domain what is its own, and what all have in one of them.
-    wait_until("each domain is folded", || saved_bytes() >= 63 * MIB);
+    // In each domain its own common memory, and in one of them what all have in common.
+    wait_until("each domain is merged", || saved_bytes() >= 63 * MIB);
     wait_until("nothing is left to do", || {
         let status: Value = serde_json::from_slice(&pagefold(&["status", "--json"]).stdout).unwrap_or_default();
         status["busy"] == false && status["domains"].as_array().is_some_and(|rows| rows.len() == 2)
@@ -77,9 +77,9 @@ fn no_frame_is_shared_between_two_domains() {
     unmerge(&all);
     ksm.assert_restored();
 
-    // Without the rule all four share.
+    // Without the rule all four share frames.
     let daemon = Daemon::on(&all, &["--governor", "full"]);
-    wait_until("all are folded together", || saved_bytes() >= (3 * 32 + 2 * 16 - 1) * MIB);
+    wait_until("all are merged", || saved_bytes() >= (3 * 32 + 2 * 16 - 1) * MIB);
     assert!(frames_of(&ones).intersection(&frames_of(&others)).count() as u64 >= 31 * PAGES_PER_MIB);
     daemon.stop();
     unmerge(&all);

@@ -1,8 +1,7 @@
-//! Data integrity under load, on the real kernel: programs that shuffle their memory about and check every byte of it,
-//! while pagefold folds and unfolds them.
+//! Data integrity under load, on the real kernel: processes that rewrite and move their memory and check every byte of it,
+//! while pagefold merges and unmerges it.
 //!
-//! Each test takes some seconds; with `PAGEFOLD_SOAK_SECONDS` set, those that shake for a time do so for that long,
-//! shared out between them.
+//! Each test takes some seconds. `PAGEFOLD_SOAK_SECONDS` sets the time that the tests with a time limit take together.
 
 use pagefold_testkit::*;
 
@@ -11,7 +10,7 @@ mod limit;
 #[path = "integrity/swap.rs"]
 mod swap;
 
-use limit::{Limited, Squeeze};
+use limit::{Limited, Reclaim};
 use pagefold_testkit::ksm::merged_pages;
 use pagefold_testkit::shuffler::{assert_not_killed, assert_well_for, pids};
 use serde_json::Value;
@@ -19,36 +18,36 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use swap::Swap;
 
-/// Marks quickly, and does not leave memory alone because it is written with what it held: the shufflers do that.
+/// Marks early, and also marks memory that is rewritten, as that of the shufflers is.
 const EAGER: [&str; 6] = ["--preset", "sensitive", "--governor", "full", "--cow-threshold", "100"];
 
-/// How long a test shakes that has so many per cent of the time.
-fn shaking(usual: u64, share: u64) -> Duration {
+/// The duration of a test: `default` seconds, or its share, in percent, of a soak.
+fn duration(default: u64, share: u64) -> Duration {
     let soak = std::env::var("PAGEFOLD_SOAK_SECONDS").ok();
-    let seconds = soak.map_or(usual, |all| all.parse::<u64>().expect("a number of seconds") * share / 100);
+    let seconds = soak.map_or(default, |all| all.parse::<u64>().expect("a number of seconds") * share / 100);
     Duration::from_secs(seconds)
 }
 
-/// What pagefold did to the shufflers.
+/// What was done to the shufflers.
 #[derive(Debug, Default)]
-struct Story {
+struct Disturbances {
     runs: u32,
     killed: u32,
     pauses: u32,
     unmerges: u32,
-    /// Memory that unmerging gave back.
+    /// Memory given back by unmerging.
     given_back_mib: u64,
     no_room: u32,
 }
 
-/// Folds and unfolds: runs that are paused and resumed, told to end or killed, and memory given back, over and over.
-fn shake(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Story {
-    let (pids, end, mut story) = (pids(shufflers), Instant::now() + time, Story::default());
+/// Merges and unmerges repeatedly: runs are paused and resumed, ended or killed, and memory is given back.
+fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Disturbances {
+    let (pids, end, mut story) = (pids(shufflers), Instant::now() + time, Disturbances::default());
     while Instant::now() < end {
         story.runs += 1;
         let daemon = Daemon::on(&pids, &EAGER);
-        let patience = Instant::now() + Duration::from_secs(6);
-        while pids.iter().any(|&pid| merged_pages(pid) < 1_000) && Instant::now() < patience {
+        let merged_by = Instant::now() + Duration::from_secs(6);
+        while pids.iter().any(|&pid| merged_pages(pid) < 1_000) && Instant::now() < merged_by {
             assert_well_for(shufflers, Duration::from_millis(100));
         }
         assert_well_for(shufflers, Duration::from_millis(500));
@@ -69,9 +68,9 @@ fn shake(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Story {
         assert_well_for(shufflers, Duration::from_millis(200));
         // After every second run: one of them, or all.
         if story.runs % 2 == 0 {
-            let whom = if story.runs % 4 == 0 { &pids[..] } else { &pids[..1] };
+            let some = if story.runs % 4 == 0 { &pids[..] } else { &pids[..1] };
             story.unmerges += 1;
-            match try_unmerge(whom) {
+            match try_unmerge(some) {
                 Ok(summary) => story.given_back_mib += summary["given_back_bytes"].as_u64().unwrap() / MIB,
                 Err(why) => {
                     assert_well_for(shufflers, Duration::from_millis(30));
@@ -86,7 +85,7 @@ fn shake(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Story {
     story
 }
 
-/// Gives memory back; the error is what was said.
+/// Gives memory back. The error is the program's message.
 fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
     let output = run_pagefold(&with_pids(&["unmerge", "--json"], pids, &[]));
     if output.status.success() {
@@ -96,14 +95,14 @@ fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
     Err(why)
 }
 
-/// The end of a test: all has been merged at some time, all is given back, all is right, nothing is left behind.
-fn close(
+/// Ends a test: something was merged in each shuffler, everything is given back, every byte is right, nothing is left.
+fn finish(
     ksm: &KsmAtRest,
     shufflers: Vec<Shuffler>,
     broken_before: u64,
 ) -> Vec<std::collections::BTreeMap<String, u64>> {
     let pids = pids(&shufflers);
-    // What a killed run has left turned is put back too.
+    // This also restores the knobs that a killed run has left changed.
     unmerge(&pids);
     // A merged page that was in swap comes back merged, whether its mapping is still marked or not
     // (ksm_might_need_to_copy, mm/ksm.c).
@@ -113,15 +112,16 @@ fn close(
         assert!(left.marked == 0 && (swap || left.merged == 0), "process {pid}: {left:?}");
     }
     let broken = vmstat("cow_ksm") - broken_before;
-    println!("copies made of merged pages: {broken}");
-    assert!(broken > 1_000, "{broken} copies of merged pages: nothing was tested");
+    println!("COW breaks of merged pages: {broken}");
+    assert!(broken > 1_000, "{broken} COW breaks of merged pages: nothing was tested");
     for shuffler in &shufflers {
         assert!(shuffler.most_merged > 1_000, "{} pages merged at most: nothing was tested", shuffler.most_merged);
-        assert!(shuffler.lines() >= 2, "{} s: it has hardly looked", shuffler.lines());
+        assert!(shuffler.lines() >= 2, "{} lines: it has made hardly any check", shuffler.lines());
     }
     let counts = shufflers.into_iter().map(Shuffler::end).collect();
     assert_not_killed(&pids);
-    // Children that lived a moment longer, out of scope, may have held merged pages: what waited for them goes back now.
+    // Children that ended a moment later, out of scope, may have held merged pages: what was deferred because of them is
+    // restored now.
     if Path::new(STATE_FILE).exists() {
         unmerge(&[Sleeper::start().pid()]);
     }
@@ -130,28 +130,30 @@ fn close(
 }
 
 #[test]
-fn a_byte_that_is_wrong_is_found() {
+fn a_wrong_byte_is_found() {
     let mut shuffler = Shuffler::start("sabotage=1", None);
-    // It may have ended before the last it said is read.
-    wait_until("it has looked", || shuffler.has_ended() && shuffler.has_printed(|line| line.starts_with("bad")));
-    let said = shuffler.last_lines();
-    assert!(said.contains("bad: ") && said.contains("page 7 of ") && said.contains(" words are wrong"), "{said}");
+    // It may have ended before its last line is read.
+    wait_until("it has checked its memory", || {
+        shuffler.has_ended() && shuffler.has_printed(|line| line.starts_with("bad"))
+    });
+    let lines = shuffler.last_lines();
+    assert!(lines.contains("bad: ") && lines.contains("page 7 of ") && lines.contains(" words are wrong"), "{lines}");
 }
 
 #[test]
-fn every_byte_is_right_while_memory_is_folded_and_unfolded() {
+fn every_byte_is_right_while_memory_is_merged_and_unmerged() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let broken = vmstat("cow_ksm");
     let mut shufflers: Vec<_> = (1..=3).map(|seed| Shuffler::start(&format!("seed={seed}"), None)).collect();
-    let story = shake(&mut shufflers, shaking(10, 40), false);
+    let story = disturb(&mut shufflers, duration(10, 40), false);
     assert!(story.given_back_mib > 0, "{story:?}");
-    for counts in close(&ksm, shufflers, broken) {
+    for counts in finish(&ksm, shufflers, broken) {
         assert!(counts["forks"] > 5 && counts["faults"] > 5 && counts["remaps"] > 5, "{counts:?}");
     }
 }
 
 #[test]
-fn every_byte_is_right_in_huge_pages_too() {
+fn every_byte_is_right_in_huge_pages() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let modes = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     if modes.is_empty() || modes.contains("[never]") {
@@ -160,14 +162,14 @@ fn every_byte_is_right_in_huge_pages_too() {
     let broken = vmstat("cow_ksm");
     let settings = |seed| format!("seed={seed} huge=1 regions=4 share=95");
     let mut shufflers: Vec<_> = (1..=3).map(|seed| Shuffler::start(&settings(seed), None)).collect();
-    shake(&mut shufflers, shaking(8, 25), false);
-    for counts in close(&ksm, shufflers, broken) {
+    disturb(&mut shufflers, duration(8, 25), false);
+    for counts in finish(&ksm, shufflers, broken) {
         assert!(counts["collapsed"] > 0, "{counts:?}");
     }
 }
 
 #[test]
-fn every_byte_is_right_under_pressure_with_swap() {
+fn every_byte_is_right_under_memory_pressure_with_swap() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(swap) = Swap::on() else { return };
     let Some(limited) = Limited::make() else { return };
@@ -177,36 +179,36 @@ fn every_byte_is_right_under_pressure_with_swap() {
     limited.limit(200 * MIB);
     let start = |seed| Shuffler::start(&format!("seed={seed}"), Some(limited.path()));
     let mut shufflers: Vec<_> = (1..=3).map(start).collect();
-    let squeeze = Squeeze::on(&limited);
-    shake(&mut shufflers, shaking(10, 35), true);
-    drop(squeeze);
+    let reclaim = Reclaim::start(&limited);
+    disturb(&mut shufflers, duration(10, 35), true);
+    drop(reclaim);
     let (ins, outs) = (vmstat("pswpin") - ins, vmstat("pswpout") - outs);
     println!("pages swapped in {ins}, out {outs}; the limit was hit {} times", limited.hits());
     assert!(ins > 1_000 && outs > 1_000, "there was no pressure");
     limited.unlimited();
-    close(&ksm, shufflers, broken);
+    finish(&ksm, shufflers, broken);
     assert_eq!(limited.kills(), 0);
     drop(swap);
 }
 
-/// Programs that only look, merged, in a cgroup that may be limited.
+/// Shufflers that only read, merged, and others, in a cgroup that may get a limit.
 fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler>) {
     let start = |settings: &str| Shuffler::start(settings, Some(limited.path()));
     let mut shufflers: Vec<_> = (1..=3).map(|seed| start(&format!("seed={seed} mib=96 share=100 ops=check"))).collect();
     let others = others.iter().map(|settings| start(settings)).collect();
     let daemon = Daemon::on(&pids(&shufflers), &EAGER);
-    wait_until("all is merged", || pids(&shufflers).iter().all(|&pid| merged_pages(pid) > 22_000));
+    wait_until("nearly all is merged", || pids(&shufflers).iter().all(|&pid| merged_pages(pid) > 22_000));
     daemon.stop();
     assert_well_for(&mut shufflers, Duration::from_millis(100));
     (shufflers, others)
 }
 
-/// What unmerging must leave of the limit at every time.
+/// What unmerging must leave free below the limit at any time.
 const MARGIN: u64 = 32 * MIB;
 
-/// Unmerging stops for want of room, in time and in one line.
+/// Unmerging stops because there is no room, in time and with one line.
 #[track_caller]
-fn has_no_room(pids: &[i32]) {
+fn assert_no_room(pids: &[i32]) {
     let args = with_pids(&["unmerge"], pids, &[]);
     let began = Instant::now();
     let output = pagefold(&args.iter().map(String::as_str).collect::<Vec<_>>());
@@ -227,16 +229,16 @@ fn unmerging_stops_before_the_limit() {
 
     // No room for a single step.
     limited.limit(limited.usage() + MARGIN);
-    has_no_room(&pids[..1]);
+    assert_no_room(&pids[..1]);
     assert_eq!(merged(), before);
-    // For some of the 96 MiB that this one wants: it goes as far as it may, and no farther.
+    // Room for some of the 96 MiB of this process: unmerging uses it, and no more.
     let limit = limited.usage() + 3 * MARGIN;
     limited.limit(limit);
     limited.forget_peak();
-    has_no_room(&pids[..1]);
+    assert_no_room(&pids[..1]);
     let left = (limit - limited.peak()) / MIB;
-    println!("merged {before} MiB, then {} MiB; {left} MiB of the limit were left at least", merged());
-    // Copies in a mapping that could not be unmarked to the end are counted as merged until ksmd comes by.
+    println!("merged {before} MiB, then {} MiB; at least {left} MiB were left below the limit", merged());
+    // Pages of a mapping that was not unmarked to the end are counted as merged until ksmd's next scan.
     assert!(merged() + 40 < before && merged() + 70 > before, "{} of {before}", merged());
     assert!(left < 64, "it stopped too soon");
     assert!(left * MIB >= MARGIN);
@@ -244,22 +246,22 @@ fn unmerging_stops_before_the_limit() {
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
 
     limited.unlimited();
-    close(&ksm, shufflers, broken);
+    finish(&ksm, shufflers, broken);
 }
 
 #[test]
-fn unmerging_leaves_neighbours_their_room() {
+fn unmerging_leaves_room_for_other_processes_in_the_cgroup() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(limited) = Limited::make() else { return };
     let broken = vmstat("cow_ksm");
-    // One that takes 24 MiB and gives them back, without a pause.
+    // A process that takes 24 MiB and gives it back, without a pause.
     let (mut shufflers, mut neighbours) = merged_in(&limited, &["mib=1 regions=1 ops=burst burst=24 pause-us=0"]);
     let pids = pids(&shufflers);
     let least = (0..200).map(|_| limited.usage()).min().unwrap();
     let limit = least + 4 * MARGIN;
     limited.limit(limit);
     limited.forget_peak();
-    // Between two bursts there is room for all; and while there is one, for all but the last steps.
+    // Between two bursts there is room for everything, and during one for all but the last steps.
     for &pid in &pids {
         let gave = match try_unmerge(&[pid]) {
             Ok(summary) => format!("all, {} us at most at a time", summary["longest_stop_us"]),
@@ -276,45 +278,45 @@ fn unmerging_leaves_neighbours_their_room() {
         neighbour.end();
     }
     limited.unlimited();
-    close(&ksm, shufflers, broken);
+    finish(&ksm, shufflers, broken);
 }
 
 #[test]
-fn what_soured_is_not_unmarked_without_room() {
+fn cow_broken_memory_is_not_unmarked_without_room() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(limited) = Limited::make() else { return };
     let broken = vmstat("cow_ksm");
-    // They write what is there already, slowly: what they take for that of the room is little.
+    // They rewrite their memory, slowly: this uses little of the room.
     let settings = |seed| format!("seed={seed} regions=3 share=100 ops=check,rewrite pause-us=2000");
     let mut shufflers: Vec<_> = (1..=2).map(|seed| Shuffler::start(&settings(seed), Some(limited.path()))).collect();
     let pids = pids(&shufflers);
     let daemon = Daemon::on(&pids, &[]);
-    wait_until("all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
-    // What they write may cost 24 MiB.
+    wait_until("nearly all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
+    // Room for what they rewrite: 24 MiB.
     limited.limit(limited.usage() + MARGIN + 4 * MIB);
-    let soured = || {
+    let is_cow_broken = || {
         let output = pagefold(&["status", "--json"]);
         let status: Value = serde_json::from_slice(&output.stdout).unwrap();
         let kinds = status["kinds"].as_array().unwrap();
         kinds.iter().any(|kind| kind["kind"] == "cow-broken" && kind["resident_bytes"].as_u64().unwrap() > 20 * MIB)
     };
-    // Seconds, or a minute where others have the cores.
+    // Takes seconds, or a minute on busy processors.
     let end = Instant::now() + Duration::from_secs(100);
-    while !soured() {
-        assert!(Instant::now() < end, "it does not sour");
+    while !is_cow_broken() {
+        assert!(Instant::now() < end, "it is not classified as COW-broken");
         assert_well_for(&mut shufflers, Duration::from_millis(500));
     }
     assert_well_for(&mut shufflers, Duration::from_secs(3));
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
     let kept: u64 = pids.iter().map(|&pid| merged_pages(pid)).sum();
-    println!("soured, and {kept} pages stay merged");
+    println!("COW-broken, and {kept} pages stay merged");
     assert!(kept > 15_000);
-    // With room it goes on by itself.
+    // When there is room it is unmarked.
     limited.unlimited();
     let marked = || pids.iter().map(|&pid| marks(pid).marked).sum::<u64>();
     let before = marked();
     wait_until("a mapping of 16 MiB is unmarked", || marked() + 15 * MIB < before);
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
     daemon.stop();
-    close(&ksm, shufflers, broken);
+    finish(&ksm, shufflers, broken);
 }

@@ -1,22 +1,22 @@
-//! Placement on machines with several NUMA nodes, emulated: the guests' own kernels fold, and an independent reader
-//! (`numa_guest` of pagefold-testkit) says where every page has come to be.
+//! Placement on emulated machines with several NUMA nodes: the guests' own kernels merge, and an independent reader
+//! (`numa_guest` of pagefold-testkit) finds the node of every page.
 //!
-//! Every scenario is a line in a table. `PAGEFOLD_NUMA=TEXT` carries out only those with TEXT in their names, and
-//! `PAGEFOLD_NUMA_KEEP=DIR` leaves the guests' consoles and results there.
+//! Every scenario is a line in a table. `PAGEFOLD_NUMA=TEXT` runs only those with TEXT in their names, and
+//! `PAGEFOLD_NUMA_KEEP=DIR` keeps the guests' consoles and results in DIR.
 
 #[path = "numa/expect.rs"]
 mod expect;
 #[path = "numa/guest.rs"]
 mod guest;
 
-use expect::{Case, Expect, carry_out};
+use expect::{Case, Expect, run};
 use guest::{Machine, Node};
 use pagefold_testkit::numa::{Fold, Scenario, Trouble, Victim};
 
-/// Pages of each program: more than pagefold moves at a time.
+/// Pages of each process: more than pagefold migrates at a time.
 const PAGES: usize = 4_608;
 
-/// A program that runs on this node, whose pages have not been referenced.
+/// A process that runs on this node, whose pages have not been referenced.
 fn idle(node: usize) -> Victim {
     Victim { node, nice: 0, active: false, confined: false }
 }
@@ -29,7 +29,7 @@ fn nice(node: usize, nice: i32) -> Victim {
     Victim { nice, ..idle(node) }
 }
 
-/// Its cgroup allows it memory of its node alone.
+/// A process whose cgroup allows it memory of its node only.
 fn confined(node: usize) -> Victim {
     Victim { confined: true, ..idle(node) }
 }
@@ -42,10 +42,10 @@ fn case(fold: Fold, name: &str, victims: &[Victim], expect: Expect) -> Case {
 
 /// KSM alone.
 fn ksm(victims: &[Victim]) -> Case {
-    case(Fold::Ksm, "ksm", victims, Expect::Whatever)
+    case(Fold::Ksm, "ksm", victims, Expect::Any)
 }
 
-/// `pagefold run`, with a placement policy or without a word about it.
+/// `pagefold run` with a placement policy, or with none for `default`.
 fn placed(policy: &str, name: &str, victims: &[Victim], expect: Expect) -> Case {
     let options = if policy == "default" { vec![] } else { vec!["--placement".to_owned(), policy.to_owned()] };
     case(Fold::Pagefold(options), &format!("{policy}: {name}"), victims, expect)
@@ -59,27 +59,28 @@ fn by_generations(case: Case) -> Case {
     Case { scenario: Scenario { generations: true, ..case.scenario }, ..case }
 }
 
-/// Per cent of the merged pages, by node.
+/// Shares of the merged pages by node, in percent.
 fn shares<const N: usize>(shares: [f64; N]) -> Expect {
     Expect::Shares(shares.to_vec())
 }
 
 #[test]
-fn two_programs_on_two_nodes() {
+fn two_processes_on_two_nodes_are_placed_by_the_policy() {
     let even = || shares([50.0, 50.0]);
     let damaged = with(Trouble::Damage, ksm(&[idle(0), idle(1)]));
-    carry_out(
+    run(
         &Machine::of(&[384, 384]),
         &[
             ksm(&[idle(0), idle(1)]),
             Case { expect: Expect::Damage, ..damaged },
-            // The emulator is slow at what it sees for the first time: so what others are measured by is not the first.
+            // The emulator is slow when it executes code for the first time: the scenario that others are compared with is
+            // not the first.
             placed("default", "both idle", &[idle(0), idle(1)], even()),
-            placed("kernel", "as it falls", &[idle(0), idle(1)], Expect::Whatever),
+            placed("kernel", "no placement", &[idle(0), idle(1)], Expect::Any),
             placed("fair", "both active", &[active(0), active(1)], even()),
             placed("fair", "first active", &[active(0), idle(1)], Expect::All(0)),
             placed("fair", "second active", &[idle(0), active(1)], Expect::All(1)),
-            by_generations(placed("fair", "nobody knows who is active", &[active(0), idle(1)], even())),
+            by_generations(placed("fair", "activity is unknown", &[active(0), idle(1)], even())),
             placed("local-only", "nothing in common", &[idle(0), idle(1)], Expect::Apart(0)),
         ],
     );
@@ -87,9 +88,9 @@ fn two_programs_on_two_nodes() {
 
 /// The five configurations of the nuKSM thesis, section 5.3: 10:1 to 1:10.
 #[test]
-fn priorities() {
+fn nice_values_decide_the_shares() {
     let pair = |first, second| [nice(0, first), nice(1, second)];
-    carry_out(
+    run(
         &Machine::of(&[384, 384]),
         &[
             placed("priority", "10:1", &pair(-20, -11), shares([90.9, 9.1])),
@@ -104,9 +105,9 @@ fn priorities() {
 }
 
 #[test]
-fn three_and_four_programs_on_two_nodes() {
+fn three_and_four_processes_on_two_nodes_are_placed_by_the_policy() {
     let (three, four) = ([idle(0), idle(1), idle(0)], [idle(0), idle(1), idle(0), idle(1)]);
-    carry_out(
+    run(
         &Machine::of(&[512, 512]),
         &[
             ksm(&three),
@@ -119,45 +120,45 @@ fn three_and_four_programs_on_two_nodes() {
     );
 }
 
-/// Two pairs of nodes that are far from each other.
+/// Two distant pairs of nodes.
 #[test]
-fn four_nodes() {
+fn processes_on_four_nodes_are_placed_by_the_policy() {
     let machine = Machine {
         distances: vec![vec![10, 12, 30, 32], vec![12, 10, 32, 30], vec![30, 32, 10, 12], vec![32, 30, 12, 10]],
         ..Machine::of(&[384, 256, 256, 256])
     };
     let all = [idle(0), idle(1), idle(2), idle(3)];
-    carry_out(
+    run(
         &machine,
         &[
             ksm(&all),
             placed("fair", "all idle", &all, shares([25.0; 4])),
-            placed("kernel", "as it falls", &all, Expect::Whatever),
+            placed("kernel", "no placement", &all, Expect::Any),
             placed("fair", "two active", &[idle(0), active(1), active(2), idle(3)], shares([0.0, 50.0, 50.0, 0.0])),
             placed("local-only", "nothing in common", &all, Expect::Apart(0)),
         ],
     );
 }
 
-/// The kernel counts memory in blocks of 128 MiB. Half of one belongs to the first node here and half to the second, and
-/// what programs have of the first node is in there.
+/// The kernel's memory blocks have 128 MiB. One belongs to the first node by half and to the second by half, and contains
+/// the processes' memory of the first node.
 #[test]
-fn a_memory_block_of_two_nodes() {
+fn a_memory_block_of_two_nodes_is_divided_correctly() {
     let machine = Machine { parameters: "movablecore=240M", ..Machine::of(&[192, 320]) };
-    // KSM alone would leave everything on the first node.
-    carry_out(&machine, &[placed("fair", "both idle", &[idle(1), idle(0)], shares([50.0, 50.0]))]);
+    // KSM alone would place everything on the first node.
+    run(&machine, &[placed("fair", "both idle", &[idle(1), idle(0)], shares([50.0, 50.0]))]);
 }
 
 #[test]
-fn nodes_without_room() {
-    carry_out(
+fn pages_go_only_to_nodes_with_room() {
+    run(
         &Machine::of(&[384, 768]),
         &[
-            // KSM alone would leave everything on the node of the last.
+            // KSM alone would place everything on the last process's node.
             placed("fair", "the last is confined", &[idle(0), confined(1)], Expect::All(1)),
             placed("fair", "the first is confined", &[confined(0), idle(1)], Expect::All(0)),
-            // There is room for half of the pages on the second, but not if a 32nd of its 768 MiB is to be left for others. At most
-            // 6 of the half's 9 MiB fit when all that merging gives back is free again.
+            // There is room for half of the pages on the second node, but not if a 32nd of its 768 MiB must be left free. At
+            // most 6 MiB of the half's 9 MiB fit when all the memory saved by merging is free again.
             with(
                 Trouble::Full { node: 1, left_mib: 12 },
                 placed("fair", "a node is nearly full", &[idle(1), idle(0)], Expect::AtMost(1, 38.0)),
@@ -167,13 +168,13 @@ fn nodes_without_room() {
 }
 
 #[test]
-fn a_node_that_goes_away() {
+fn a_node_that_goes_offline_is_left_alone() {
     let machine = Machine { nodes: vec![Node::of(512), Node::module(384)], ..Machine::of(&[]) };
-    carry_out(
+    run(
         &machine,
         &[with(
             Trouble::Offline { node: 1 },
-            placed("fair", "a node goes away", &[idle(0), idle(1)], shares([50.0, 50.0])),
+            placed("fair", "a node goes offline", &[idle(0), idle(1)], shares([50.0, 50.0])),
         )],
     );
 }

@@ -1,4 +1,4 @@
-//! What the program may, what it gives up, what it lets others see, and the units that it is installed with.
+//! The privileges that the program keeps and drops, what it discloses, and the units that it is installed with.
 
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,18 +13,18 @@ use std::sync::{Arc, Mutex};
 
 use pagefold_testkit::*;
 
-/// What is kept, as in docs/privileges.md: CAP_DAC_READ_SEARCH (2), CAP_SYS_PTRACE (19), CAP_SYS_ADMIN (21).
+/// The capabilities that are kept (docs/privileges.md): CAP_DAC_READ_SEARCH (2), CAP_SYS_PTRACE (19), CAP_SYS_ADMIN (21).
 const KEPT: u64 = 1 << 2 | 1 << 19 | 1 << 21;
-/// Kept as well where there are several memory nodes.
+/// Also kept on machines with several memory nodes.
 const SYS_NICE: u64 = 1 << 23;
 
 fn units() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd")
 }
 
-/// Every thread of the process has what is kept, in both sets that count, and nothing to get more from.
+/// Every thread of the process has exactly the capabilities that are kept, and cannot get more.
 #[track_caller]
-fn has_given_up(pid: i32) {
+fn assert_confined(pid: i32) {
     for thread in fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
         let status = fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
         let field = |name: &str| {
@@ -32,20 +32,20 @@ fn has_given_up(pid: i32) {
             u64::from_str_radix(line.trim(), 16).unwrap()
         };
         assert_eq!((field("CapEff:"), field("CapPrm:")), (KEPT, KEPT), "{status}");
-        // What the unit leaves for machines with several memory nodes cannot be had any more: see no_new_privs.
+        // The bounding set may contain what the unit leaves for machines with several nodes: no_new_privs makes it useless.
         assert_eq!(field("CapBnd:") & !(KEPT | SYS_NICE), 0, "{status}");
         assert_eq!((field("CapInh:"), field("CapAmb:"), field("NoNewPrivs:")), (0, 0, 1), "{status}");
     }
 }
 
-/// Holds 8 MiB that another one with the same word has, too. What comes before it says under which circumstances.
+/// Holds 8 MiB, the same in each process with the same kind, as a process of that kind.
 const HOLDS: &str = r#"
 import ctypes, mmap, random, struct, sys
 kind = sys.argv[1]
 libc = ctypes.CDLL(None, use_errno=True)
 held = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 held.write(random.Random(kind).randbytes(8 << 20))
-if kind == "secretive": libc.prctl(4, 0, 0, 0, 0)
+if kind == "undumpable": libc.prctl(4, 0, 0, 0, 0)
 if kind == "filtered":
     class Filter(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
     # madvise kills, all else is allowed.
@@ -58,12 +58,12 @@ sys.stdin.readline()
 print("alive", flush=True)
 "#;
 
-/// One that every user may run: an own one of root's comes first in many a PATH.
+/// A python3 that every user may run: root's PATH may contain another one first.
 fn python() -> &'static str {
     if Path::new("/usr/bin/python3").exists() { "/usr/bin/python3" } else { "python3" }
 }
 
-/// One of a pair.
+/// A process of some kind that holds memory.
 struct Holder {
     kind: &'static str,
     child: Child,
@@ -98,8 +98,8 @@ impl Holder {
         line
     }
 
-    /// It goes on as if nothing had been.
-    fn ends_well(mut self) {
+    /// It still runs, and ends as it should.
+    fn end(mut self) {
         drop(self.child.stdin.take());
         assert_eq!(self.line(), "alive\n", "{}", self.kind);
         assert!(self.child.wait().unwrap().success());
@@ -113,9 +113,9 @@ impl Drop for Holder {
     }
 }
 
-/// Pairs of every kind that may be folded, and one that must not.
+/// A pair of each kind that may be merged, and one of a kind that must not.
 fn pairs() -> Vec<Holder> {
-    let kinds = ["of root", "of another user", "in a user namespace", "filtered", "secretive"];
+    let kinds = ["of root", "of another user", "in a user namespace", "filtered", "undumpable"];
     kinds.iter().flat_map(|&kind| [Holder::start(kind), Holder::start(kind)]).collect()
 }
 
@@ -124,48 +124,49 @@ fn pids_of(holders: &[Holder]) -> Vec<i32> {
 }
 
 #[track_caller]
-fn are_folded(holders: &[Holder]) {
-    let to_fold = || holders.iter().filter(|holder| holder.kind != "secretive");
-    wait_until("all are folded", || to_fold().all(|holder| marks(holder.pid()).merged >= 8 * MIB));
-    for secretive in holders.iter().filter(|holder| holder.kind == "secretive") {
-        assert_eq!(marks(secretive.pid()), Marks::default(), "it is not dumpable");
+fn wait_until_merged(holders: &[Holder]) {
+    let to_merge = || holders.iter().filter(|holder| holder.kind != "undumpable");
+    wait_until("all are merged", || to_merge().all(|holder| marks(holder.pid()).merged >= 8 * MIB));
+    for undumpable in holders.iter().filter(|holder| holder.kind == "undumpable") {
+        assert_eq!(marks(undumpable.pid()), Marks::default(), "it is not dumpable");
     }
 }
 
 #[track_caller]
-fn the_secretive_are_told(summary: &Value, holders: &[Holder]) {
-    for secretive in holders.iter().filter(|holder| holder.kind == "secretive") {
+fn assert_undumpable_reported(summary: &Value, holders: &[Holder]) {
+    for undumpable in holders.iter().filter(|holder| holder.kind == "undumpable") {
         let rows = summary["left_alone"].as_array().unwrap();
-        let row = rows.iter().find(|row| row["pid"] == secretive.pid());
+        let row = rows.iter().find(|row| row["pid"] == undumpable.pid());
         assert!(row.is_some_and(|row| row["reason"].as_str().unwrap().contains("not dumpable")), "{summary}");
     }
 }
 
 #[test]
-fn with_the_rights_that_are_kept_every_kind_of_program_is_folded() {
+fn every_kind_of_process_is_merged_with_the_capabilities_that_are_kept() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let holders = pairs();
     let pids = pids_of(&holders);
     let daemon = Daemon::on(&pids, &["--for", "60s"]);
-    are_folded(&holders);
-    has_given_up(daemon.pid());
+    wait_until_merged(&holders);
+    assert_confined(daemon.pid());
     let [injector] = daemon.children()[..] else { panic!("{:?}", daemon.children()) };
-    has_given_up(injector);
-    the_secretive_are_told(&daemon.stop(), &holders);
+    assert_confined(injector);
+    assert_undumpable_reported(&daemon.stop(), &holders);
     unmerge(&pids);
     assert_unmarked(&pids);
-    holders.into_iter().for_each(Holder::ends_well);
+    holders.into_iter().for_each(Holder::end);
     ksm.assert_restored();
 }
 
-/// What a service manager does with `Accept=yes` and `StandardInput=socket`.
-struct Accepting {
+/// A socket for which a process is started per connection, as a service manager does with `Accept=yes` and
+/// `StandardInput=socket`.
+struct SocketUnit {
     _dir: tempfile::TempDir,
     path: PathBuf,
     children: Arc<Mutex<Vec<Child>>>,
 }
 
-impl Accepting {
+impl SocketUnit {
     fn start() -> Self {
         let dir = tempfile::tempdir_in("/tmp").unwrap();
         let path = dir.path().join("injector.sock");
@@ -188,22 +189,22 @@ impl Accepting {
         self.children.lock().unwrap().iter().map(|child| i32::try_from(child.id()).unwrap()).collect()
     }
 
-    /// All have ended, because who they work for has.
+    /// All injectors end, as the program that connected to them has.
     #[track_caller]
-    fn have_ended(&self) {
+    fn assert_ended(&self) {
         let mut children = self.children.lock().unwrap();
         wait_until("the injectors end", || children.iter_mut().all(|child| child.try_wait().unwrap().is_some()));
     }
 }
 
-/// The settings of a unit, in their order.
+/// The settings of a unit, in order.
 fn settings(unit: &str) -> Vec<(String, String)> {
     let text = fs::read_to_string(units().join(unit)).unwrap();
     let lines = text.lines().filter(|line| !line.starts_with(['#', '[']));
     lines.filter_map(|line| line.split_once('=')).map(|(name, value)| (name.into(), value.into())).collect()
 }
 
-/// The calls that a word names: one, or those of a set.
+/// Adds the calls that a word names: one, or those of a set.
 fn members<'a>(sets: &'a BTreeMap<String, Vec<String>>, word: &'a str, into: &mut BTreeSet<&'a str>) {
     match sets.get(word) {
         Some(words) => words.iter().for_each(|word| members(sets, word, into)),
@@ -211,8 +212,8 @@ fn members<'a>(sets: &'a BTreeMap<String, Vec<String>>, word: &'a str, into: &mu
     }
 }
 
-/// The system calls that the unit leaves, by number, as systemd has it.
-fn calls_left(unit: &str) -> Option<Vec<u32>> {
+/// The numbers of the system calls that the unit's filter allows, as systemd interprets it.
+fn allowed_calls(unit: &str) -> Option<Vec<u32>> {
     let output = Command::new("systemd-analyze").args(["--no-pager", "syscall-filter"]).output().ok()?;
     let mut sets: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut set = String::new();
@@ -246,7 +247,7 @@ fn calls_left(unit: &str) -> Option<Vec<u32>> {
     Some(left)
 }
 
-/// Puts itself under a filter that leaves the calls in its first argument, and becomes the program in the others.
+/// Installs a filter that allows the calls in its first argument, and executes the program in the others.
 const FILTERED: &str = r#"
 import ctypes, os, struct, sys
 class Filter(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
@@ -258,7 +259,7 @@ assert ctypes.CDLL(None).prctl(22, 2, ctypes.byref(Filter(len(code), ctypes.addr
 os.execv(sys.argv[2], sys.argv[2:])
 "#;
 
-/// Read-only but for what the unit says, with its capabilities only.
+/// Executes the program with a read-only file system, except for the paths in the unit, and with its capabilities only.
 const CONFINED: &str = r#"
 set -e
 mkdir -p /run/pagefold
@@ -268,42 +269,42 @@ for path in / /sys /run /tmp; do ! mountpoint -q $path || mount -o remount,bind,
 exec setpriv --inh-caps=-all --bounding-set=$0 --no-new-privs "$@"
 "#;
 
-/// By hand what systemd would do with pagefold.service and pagefold-injector.socket.
+/// Does by hand what systemd does with pagefold.service and pagefold-injector.socket.
 #[test]
-fn confined_as_its_unit_says_it_folds_through_an_injector_of_its_own() {
+fn confined_as_by_its_unit_it_merges_through_a_separate_injector() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let Some(calls) = calls_left("pagefold.service") else {
-        return skip("no systemd-analyze, or no headers of the kernel");
+    let Some(calls) = allowed_calls("pagefold.service") else {
+        return skip("systemd-analyze or the headers of the kernel are not installed");
     };
     let calls = calls.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
     let settings = settings("pagefold.service");
     let kept = &settings.iter().find(|(name, _)| name == "CapabilityBoundingSet").unwrap().1;
     let kept: Vec<String> = kept.split(' ').map(|name| name.replace("CAP_", "+").to_lowercase()).collect();
     let kept = format!("-all,{}", kept.join(","));
-    let accepting = Accepting::start();
+    let unit_socket = SocketUnit::start();
     let holders = pairs();
     let pids = pids_of(&holders);
-    let run = with_pids(&["run", "--json"], &pids, &["--for", "60s", "--injector", accepting.path.to_str().unwrap()]);
+    let run = with_pids(&["run", "--json"], &pids, &["--for", "60s", "--injector", unit_socket.path.to_str().unwrap()]);
     let mut command = Command::new("unshare");
     command.args(["--mount", "--propagation", "private", "sh", "-c", CONFINED, &kept]);
     command.args([python(), "-c", FILTERED, &calls]).arg(program()).args(&run);
     let daemon = Daemon::of(&mut command);
-    are_folded(&holders);
-    has_given_up(daemon.pid());
+    wait_until_merged(&holders);
+    assert_confined(daemon.pid());
     let status = fs::read_to_string(format!("/proc/{}/status", daemon.pid())).unwrap();
     assert!(status.contains("Seccomp:\t2"), "{status}");
     assert_eq!(daemon.children(), [] as [i32; 0]);
-    let [injector] = accepting.pids()[..] else { panic!("{:?}", accepting.pids()) };
-    has_given_up(injector);
-    let reached = pagefold(&["status", "--json"]);
-    assert!(reached.status.success(), "{}", String::from_utf8_lossy(&reached.stderr));
+    let [injector] = unit_socket.pids()[..] else { panic!("{:?}", unit_socket.pids()) };
+    assert_confined(injector);
+    let status = pagefold(&["status", "--json"]);
+    assert!(status.status.success(), "{}", String::from_utf8_lossy(&status.stderr));
     let summary = daemon.stop();
     assert_eq!(summary["knobs_restored"], true);
-    the_secretive_are_told(&summary, &holders);
-    accepting.have_ended();
+    assert_undumpable_reported(&summary, &holders);
+    unit_socket.assert_ended();
     unmerge(&pids);
     assert_unmarked(&pids);
-    holders.into_iter().for_each(Holder::ends_well);
+    holders.into_iter().for_each(Holder::end);
     ksm.assert_restored();
 }
 
@@ -315,10 +316,10 @@ fn without(capability: &str, args: &[&str]) -> Output {
 }
 
 #[test]
-fn a_capability_that_is_missing_is_named() {
+fn a_missing_capability_is_named() {
     // SAFETY: no arguments, no memory.
     if unsafe { libc::geteuid() } != 0 {
-        return skip("not root");
+        return skip("needs root");
     }
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
@@ -331,33 +332,33 @@ fn a_capability_that_is_missing_is_named() {
 }
 
 #[test]
-fn the_injector_works_for_root_alone_and_root_for_its_own_injector() {
+fn the_injector_serves_only_root_and_the_daemon_uses_only_a_root_injector() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
     let run = |socket: &Path| pagefold(&["run", "--pid", &pid, "--for", "1s", "--injector", socket.to_str().unwrap()]);
-    // Somebody else connects, to a socket that was opened for all.
-    let accepting = Accepting::start();
+    // Another user connects, to a socket that was opened for all.
+    let unit_socket = SocketUnit::start();
     let open =
         |path: &Path, mode| fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
-    open(accepting.path.parent().unwrap(), 0o755);
-    open(&accepting.path, 0o666);
-    let asks = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
+    open(unit_socket.path.parent().unwrap(), 0o755);
+    open(&unit_socket.path, 0o666);
+    let client = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
         print(s.makefile().read(), end='')";
     let output =
-        Command::new("python3").args(["-c", asks]).arg(&accepting.path).uid(65534).gid(65534).output().unwrap();
+        Command::new("python3").args(["-c", client]).arg(&unit_socket.path).uid(65534).gid(65534).output().unwrap();
     let said: Value = serde_json::from_slice(&output.stdout)
         .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
-    assert!(said["refusal"].as_str().unwrap().contains("only root"), "{said}");
-    accepting.have_ended();
-    // Somebody else listens.
+    assert!(said["refusal"].as_str().unwrap().contains("only root"), "{text}");
+    unit_socket.assert_ended();
+    // Another user listens.
     let dir = tempfile::tempdir_in("/tmp").unwrap();
     open(dir.path(), 0o777);
     let path = dir.path().join("injector.sock");
-    let listens = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.bind(sys.argv[1])\ns.listen()\n\
+    let server = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.bind(sys.argv[1])\ns.listen()\n\
         print('ready', flush=True)\nsys.stdin.read()";
-    let mut stranger = Command::new("python3")
-        .args(["-c", listens])
+    let mut other_user = Command::new("python3")
+        .args(["-c", server])
         .arg(&path)
         .uid(65534)
         .gid(65534)
@@ -366,20 +367,20 @@ fn the_injector_works_for_root_alone_and_root_for_its_own_injector() {
         .spawn()
         .unwrap();
     let mut line = String::new();
-    BufReader::new(stranger.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    BufReader::new(other_user.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert_refused(&run(&path), 3, "user 65534 listens there");
-    drop(stranger.stdin.take());
-    stranger.wait().unwrap();
-    // Nobody does, and nobody ever did.
+    drop(other_user.stdin.take());
+    other_user.wait().unwrap();
+    // Nothing listens any more, and nothing ever did.
     assert_refused(&run(&path), 1, "no process listens");
     assert_refused(&run(Path::new("/run/pagefold-nowhere.sock")), 1, "no process listens");
     ksm.assert_restored();
 }
 
-// ---- what is told ------------------------------------------------------------------------------------------------
+// ---- disclosure ------------------------------------------------------------------------------------------------
 
-/// Holds a secret, twice in each of two processes.
-const MARKED: &str = r#"
+/// Holds recognizable contents, each twice.
+const SECRET: &str = r#"
 import mmap, sys
 held = mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 page = (b"not-to-be-told " * 300)[:4088]
@@ -403,28 +404,28 @@ fn walk<'a>(value: &'a Value, key: &'a str, keys: &mut BTreeSet<&'a str>, leaves
     }
 }
 
-/// The longest run of hexadecimal digits.
+/// The length of the longest run of hexadecimal digits.
 fn longest_hex(text: &str) -> usize {
     text.split(|letter: char| !letter.is_ascii_hexdigit()).map(str::len).max().unwrap_or(0)
 }
 
 #[track_caller]
-fn tells_nothing_of_contents(document: &Value, documented: &str) {
+fn assert_discloses_no_contents(document: &Value, documented: &str) {
     let text = document.to_string();
     assert!(!text.contains("not-to-be-told") && !text.contains("not-to-be"), "{text}");
     let (mut keys, mut leaves) = (BTreeSet::new(), Vec::new());
     walk(document, "", &mut keys, &mut leaves);
-    // Knobs of KSM are keys, too.
+    // Knobs of KSM are keys too.
     let is_knob = |key: &str| Path::new("/sys/kernel/mm/ksm").join(key).exists();
     keys.retain(|key| !is_knob(key) && !documented.contains(key));
     assert!(keys.is_empty(), "{keys:?} are not in docs/commands.md");
     for (key, leaf) in leaves {
         match leaf {
-            // An address has up to twelve digits, and one in the kernel's half sixteen.
+            // A user address has up to twelve digits, a kernel address sixteen.
             Value::String(text) if key == "range" => assert!(longest_hex(text) <= 16, "{text}"),
-            // The names of containers and their control groups are numbers like that.
+            // Names of containers and of their control groups contain such numbers.
             Value::String(text) => assert!(key == "cgroup" || longest_hex(text) < 16, "{key}: {text}"),
-            // A digest of 64 bits is nearly always beyond this; no size or count of a machine is.
+            // A digest of 64 bits is nearly always larger than this; no size or count is.
             Value::Number(number) => assert!(number.as_f64().unwrap().abs() < 1e15, "{key}: {number}"),
             _ => {}
         }
@@ -432,10 +433,10 @@ fn tells_nothing_of_contents(document: &Value, documented: &str) {
 }
 
 #[test]
-fn nothing_that_is_told_shows_what_memory_holds() {
+fn no_output_discloses_memory_contents() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let documented = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/commands.md")).unwrap();
-    let holders = [Script::start(MARKED), Script::start(MARKED)];
+    let holders = [Script::start(SECRET), Script::start(SECRET)];
     let pids = [holders[0].pid(), holders[1].pid()];
     let json = |args: &[String]| -> Value {
         let output = pagefold(&args.iter().map(String::as_str).collect::<Vec<_>>());
@@ -444,23 +445,23 @@ fn nothing_that_is_told_shows_what_memory_holds() {
     };
     let scan = json(&with_pids(&["scan", "--json", "--exact"], &pids, &[]));
     assert!(scan["totals"]["duplicate_across_bytes"].as_u64().unwrap() > 0, "it has read them: {scan}");
-    tells_nothing_of_contents(&scan, &documented);
+    assert_discloses_no_contents(&scan, &documented);
     let dry = Daemon::on(&pids, &["--dry-run", "--for", "3s"]).end().summary();
-    tells_nothing_of_contents(&dry, &documented);
+    assert_discloses_no_contents(&dry, &documented);
     let daemon = Daemon::on(&pids, &["--for", "60s"]);
-    wait_until("they are folded", || pids.iter().all(|&pid| marks(pid).merged >= 15 * MIB));
-    tells_nothing_of_contents(&json(&["status".into(), "--json".into()]), &documented);
+    wait_until("they are merged", || pids.iter().all(|&pid| marks(pid).merged >= 15 * MIB));
+    assert_discloses_no_contents(&json(&["status".into(), "--json".into()]), &documented);
     let explanation = json(&["explain".into(), pids[0].to_string(), "--json".into()]);
     assert!(!explanation["regions"].as_array().unwrap().is_empty());
-    tells_nothing_of_contents(&explanation, &documented);
-    tells_nothing_of_contents(&daemon.stop(), &documented);
+    assert_discloses_no_contents(&explanation, &documented);
+    assert_discloses_no_contents(&daemon.stop(), &documented);
     unmerge(&pids);
     ksm.assert_restored();
 }
 
 // ---- units -------------------------------------------------------------------------------------------------------
 
-/// The units as they would be installed, in a directory of their own, with the program where it is now.
+/// Copies of the units that start the program under test.
 fn installed() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for unit in fs::read_dir(units()).unwrap() {
@@ -480,32 +481,32 @@ fn analyze(args: &[&str], unit: &Path) -> Option<Output> {
 }
 
 #[test]
-fn the_units_make_sense_to_systemd() {
+fn systemd_accepts_the_units() {
     let dir = installed();
     for unit in ["pagefold.service", "pagefold-injector.socket", "pagefold-injector@.service"] {
         let Some(output) = analyze(&["--man=no", "verify"], &dir.path().join(unit)) else { return };
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && said.trim().is_empty(), "{unit}: {said}");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && text.trim().is_empty(), "{unit}: {text}");
     }
 }
 
-/// The ratings that docs/privileges.md gives, tenths.
+/// By the ratings in docs/privileges.md, in tenths.
 #[test]
-fn the_units_are_as_tight_as_documented() {
+fn the_units_are_as_confined_as_documented() {
     let dir = installed();
     for (unit, most) in [("pagefold.service", 20), ("pagefold-injector@.service", 60)] {
         let threshold = format!("--threshold={most}");
         let args = ["--no-pager", "security", "--offline=true", &threshold];
         let Some(output) = analyze(&args, &dir.path().join(unit)) else { return };
-        let said = String::from_utf8_lossy(&output.stdout);
-        println!("{}", said.lines().last().unwrap_or_default());
-        assert!(output.status.success(), "{said}");
+        let text = String::from_utf8_lossy(&output.stdout);
+        println!("{}", text.lines().last().unwrap_or_default());
+        assert!(output.status.success(), "{text}");
     }
 }
 
-/// What systemd does by a seccomp filter, under which the injector could not put a target's filter to sleep.
+/// Under a seccomp filter the injector could not suspend a target's filter. These settings make systemd install one.
 #[test]
-fn nothing_puts_the_injector_under_a_filter() {
+fn the_injector_unit_installs_no_seccomp_filter() {
     const FILTERS: [&str; 17] = [
         "SystemCallFilter",
         "SystemCallArchitectures",
@@ -529,7 +530,7 @@ fn nothing_puts_the_injector_under_a_filter() {
     assert!(settings.iter().any(|(name, _)| name == "StandardInput"));
     for (name, value) in settings {
         assert!(!FILTERS.contains(&name.as_str()), "{name}={value}");
-        // And what would kill it while it holds a target.
+        // Nor may it be killed while it holds a target.
         assert!(
             !name.starts_with("Memory") && !name.starts_with("RuntimeMax") && !name.starts_with("Watchdog"),
             "{name}"

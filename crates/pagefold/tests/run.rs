@@ -1,4 +1,4 @@
-//! `pagefold run`, `exec` and `unmerge` on the real kernel, with programs that vouch for every byte of their memory.
+//! `pagefold run`, `exec` and `unmerge` on the real kernel, with processes that check every byte of their memory.
 
 use pagefold_workload::Tenant;
 use serde_json::{Value, json};
@@ -23,13 +23,13 @@ fn wait_for_saving(of: u64) {
     wait_until("nearly all is saved", || saved_bytes() >= most(of));
 }
 
-/// A kick is under way.
+/// Waits until a kick is in progress.
 #[track_caller]
 fn wait_for_kick() {
-    wait_until("a kick", || number("pages_to_scan") == KICK && number("run") == 1);
+    wait_until("a kick is in progress", || number("pages_to_scan") == KICK && number("run") == 1);
 }
 
-/// Gives everything back and makes sure that all is as it was before.
+/// Gives everything back and checks that all is as it was before.
 #[track_caller]
 fn give_back(ksm: &KsmAtRest, tenants: &mut [Tenant]) {
     let pids = pids(tenants);
@@ -54,16 +54,16 @@ fn twins_are_folded_and_get_all_back() {
     assert_intact(&mut pair);
 
     let saved = bytes(&summary, "saved_bytes");
-    // What two processes of one program have in common besides is little.
+    // Two processes of one program have little else in common.
     assert!((most(savable)..savable + 2 * MIB).contains(&saved), "saved {saved} of {savable}");
-    assert!(saved.abs_diff(saved_bytes()) <= MIB, "the kernel says {}", saved_bytes());
-    // A saved page and the one that stands for it.
+    assert!(saved.abs_diff(saved_bytes()) <= MIB, "the kernel counts {}", saved_bytes());
+    // A saved page and the page that it is merged into.
     assert!(bytes(&summary, "merged_pages") * 4096 >= 2 * most(savable), "{summary}");
     let marked = bytes(&summary, "marked_bytes");
     let found: u64 = pids.iter().map(|&pid| marks(pid).marked).sum();
     assert!(marked.abs_diff(found) <= MIB, "{marked} marked, and {found} by smaps");
     for &pid in &pids {
-        // Also what nobody shares, where it lies in one mapping with what is shared.
+        // Includes unique memory that is in one mapping with the common memory.
         let Marks { marked, merged } = marks(pid);
         assert!((most(savable)..savable + 30 * MIB).contains(&marked), "{marked}");
         assert!(merged >= most(savable), "{merged}");
@@ -85,7 +85,7 @@ fn twins_are_folded_and_get_all_back() {
     assert_eq!((&summary["dry_run"], &summary["expected_bytes"]), (&json!(false), &json!(0)));
     assert_eq!((&summary["governor"], &summary["stood_down"]), (&json!("full"), &Value::Null));
     assert_eq!(summary["left_alone"], json!([]));
-    // All but the one knob that the kernel locks while anything is merged.
+    // All except the one knob that cannot be written while anything is merged.
     assert_eq!(summary["knobs_restored"], true);
     assert_eq!(summary["knobs_deferred"], json!({ "max_page_sharing": 256 }));
     ksm.assert_knobs_restored_except(&["max_page_sharing"]);
@@ -98,12 +98,12 @@ fn twins_are_folded_and_get_all_back() {
     assert_unmarked(&pids);
     assert_intact(&mut pair);
     ksm.assert_restored();
-    // A second time there is nothing to do.
+    // There is nothing left to give back.
     assert_eq!(bytes(&unmerge(&pids), "given_back_bytes"), 0);
 }
 
 #[test]
-fn a_dry_run_touches_nothing_and_expects_the_truth() {
+fn a_dry_run_changes_nothing_and_its_estimate_is_right() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(32, 16, 2);
     let pids = pids(&pair);
@@ -119,7 +119,7 @@ fn a_dry_run_touches_nothing_and_expects_the_truth() {
     ksm.assert_restored();
     assert_eq!((&summary["dry_run"], &summary["saved_bytes"]), (&json!(true), &json!(0)));
     assert_eq!((&summary["stops"], &summary["scans"]), (&json!(0), &json!(0)));
-    // Both copies of what is common are duplicate.
+    // Both copies of the common memory are duplicates.
     let (marked, expected) = (bytes(&summary, "marked_bytes"), bytes(&summary, "expected_bytes"));
     let duplicate = 64 * MIB;
     assert!((most(duplicate)..duplicate + 2 * MIB).contains(&expected), "{expected}");
@@ -127,18 +127,18 @@ fn a_dry_run_touches_nothing_and_expects_the_truth() {
 }
 
 #[test]
-fn signals_end_it_in_order_at_any_time() {
+fn a_signal_ends_a_run_cleanly_at_any_time() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(96, 0, 3);
     let pids = pids(&pair);
-    // While it still reads.
+    // While it reads.
     let daemon = Daemon::on(&pids, &[]);
-    wait_until("it has begun", || Path::new(STATE_FILE).exists());
+    wait_until("the run has begun", || Path::new(STATE_FILE).exists());
     daemon.signal(libc::SIGINT);
     let summary = daemon.end().summary();
     assert_eq!(summary["knobs_restored"], true);
     give_back(&ksm, &mut pair);
-    // While ksmd scans.
+    // During a ksmd scan.
     for signal in [libc::SIGTERM, libc::SIGINT] {
         let daemon = Daemon::on(&pids, &[]);
         wait_for_kick();
@@ -152,11 +152,11 @@ fn signals_end_it_in_order_at_any_time() {
 }
 
 #[test]
-fn a_killed_run_is_mended_by_the_next_one_or_by_doctor() {
+fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(96, 0, 4);
     let pids = pids(&pair);
-    for mend in ["doctor", "run"] {
+    for repair in ["doctor", "run"] {
         let daemon = Daemon::on(&pids, &[]);
         wait_for_kick();
         let injectors = daemon.children();
@@ -164,11 +164,11 @@ fn a_killed_run_is_mended_by_the_next_one_or_by_doctor() {
         daemon.signal(libc::SIGKILL);
         assert_eq!(daemon.end().code, None);
         assert_intact(&mut pair);
-        assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as it left them");
+        assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as the run left them");
         wait_until("the injector ends by itself", || {
             injectors.iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists())
         });
-        if mend == "doctor" {
+        if repair == "doctor" {
             let output = pagefold(&["doctor", "--fix"]);
             assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
         } else {
@@ -182,22 +182,22 @@ fn a_killed_run_is_mended_by_the_next_one_or_by_doctor() {
 }
 
 #[test]
-fn a_program_that_comes_later_is_caught_by_its_name() {
+fn a_process_that_starts_later_is_matched_by_its_name() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    // By a name that nothing else on the machine has.
+    // Under a name that no other program has.
     let dir = tempfile::tempdir().unwrap();
     let exe = dir.path().join(format!("pagefold-test-{}", std::process::id()));
     std::fs::copy(program(), &exe).unwrap();
     let spec = spec(32, 8, 5);
     let first = Tenant::start(&exe, &spec).unwrap();
     let daemon = Daemon::start(&["run", "--json", "--exe", exe.to_str().unwrap(), "--for", "60s"]);
-    wait_until("it has begun", || Path::new(STATE_FILE).exists());
+    wait_until("the run has begun", || Path::new(STATE_FILE).exists());
     std::thread::sleep(Duration::from_secs(1));
     let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
     wait_for_saving(32 * MIB);
     let summary = daemon.stop();
     assert_eq!(summary["processes"], 2);
-    // By its base name, too.
+    // The base name matches too.
     let name = exe.file_name().unwrap().to_str().unwrap();
     let output = pagefold(&["unmerge", "--exe", name]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -205,7 +205,7 @@ fn a_program_that_comes_later_is_caught_by_its_name() {
 }
 
 #[test]
-fn a_program_that_comes_later_is_caught_by_its_cgroup() {
+fn a_process_that_starts_later_is_matched_by_its_cgroup() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(cgroup) = Cgroup::create("pids").or_else(|| Cgroup::create("unified")) else {
         return skip_unsupported("no control groups are mounted");
@@ -214,7 +214,7 @@ fn a_program_that_comes_later_is_caught_by_its_cgroup() {
     let first = tenant(&spec);
     cgroup.add(first.pid());
     let daemon = Daemon::start(&["run", "--json", "--cgroup", cgroup.path.to_str().unwrap(), "--for", "60s"]);
-    wait_until("it has begun", || Path::new(STATE_FILE).exists());
+    wait_until("the run has begun", || Path::new(STATE_FILE).exists());
     std::thread::sleep(Duration::from_secs(1));
     let (second, outsider) = (tenant(&spec), tenant(&spec));
     cgroup.add(second.pid());
@@ -226,7 +226,7 @@ fn a_program_that_comes_later_is_caught_by_its_cgroup() {
 }
 
 #[test]
-fn memory_of_a_frozen_program_waits_until_it_is_thawed() {
+fn memory_of_a_frozen_process_is_given_back_after_it_is_thawed() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(32, 0, 15);
     let pids = pids(&pair);
@@ -250,8 +250,8 @@ fn memory_of_a_frozen_program_waits_until_it_is_thawed() {
     give_back(&ksm, &mut pair);
 }
 
-/// Holds 16 MiB of a content, says ready, and becomes another program when told to.
-const CHANGELING: &str = r#"
+/// Holds 16 MiB, prints ready, and executes another program after a line of input.
+const EXECS: &str = r#"
 import os, random, sys
 held = random.Random(7).randbytes(16 << 20)
 print("ready", flush=True)
@@ -260,22 +260,22 @@ os.execvp("sleep", ["sleep", "600"])
 "#;
 
 #[test]
-fn targets_that_end_or_become_others_do_no_harm() {
+fn targets_that_end_or_execute_another_program_do_no_harm() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = pair(48, 8, 7);
     let dying = tenant(&spec(48, 8, 7));
-    let (mut changing, staying) = (Script::start(CHANGELING), Script::start(CHANGELING));
+    let (mut changing, staying) = (Script::start(EXECS), Script::start(EXECS));
     let scope = [pids(&tenants), vec![dying.pid(), changing.pid(), staying.pid()]].concat();
     let daemon = Daemon::on(&scope, &["--for", "60s"]);
-    wait_until("it is about to be folded", || marks(dying.pid()).marked > 0);
+    wait_until("the process that will be killed is marked", || marks(dying.pid()).marked > 0);
     send(dying.pid(), libc::SIGKILL);
     changing.say("now");
-    wait_until("it has become another", || {
+    wait_until("it executes another program", || {
         std::fs::read_to_string(format!("/proc/{}/comm", changing.pid())).unwrap() == "sleep\n"
     });
     drop(dying);
-    wait_until("the others are folded", || tenants.iter().all(|tenant| marks(tenant.pid()).merged >= most(48 * MIB)));
-    // Dead processes' pages are still counted until ksmd has passed.
+    wait_until("the others are merged", || tenants.iter().all(|tenant| marks(tenant.pid()).merged >= most(48 * MIB)));
+    // Pages of processes that have ended are counted until ksmd's next scan.
     std::thread::sleep(Duration::from_secs(1));
     let summary = daemon.stop();
     assert_eq!(summary["processes"], 4, "{summary}");
@@ -286,10 +286,10 @@ fn targets_that_end_or_become_others_do_no_harm() {
     give_back(&ksm, &mut tenants);
     assert_eq!(state(changing.pid()), b'S');
 
-    // When all that were named have ended, so does the run.
+    // When all named processes have ended, so does the run.
     let last = tenant(&spec(1, 0, 8));
     let daemon = Daemon::on(&[last.pid()], &[]);
-    wait_until("it has begun", || Path::new(STATE_FILE).exists());
+    wait_until("the run has begun", || Path::new(STATE_FILE).exists());
     drop(last);
     let summary = daemon.end().summary();
     assert_eq!(summary["processes"], 0);
@@ -297,19 +297,19 @@ fn targets_that_end_or_become_others_do_no_harm() {
 }
 
 #[test]
-fn it_stands_down_when_somebody_else_turns_a_knob() {
+fn a_run_stands_down_when_another_program_writes_a_knob() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(48, 0, 9);
     let pids = pids(&pair);
     let daemon = Daemon::on(&pids, &["--for", "6s"]);
-    wait_until("KSM is driven", || number("run") == 1);
+    wait_until("KSM is controlled by the run", || number("run") == 1);
     write_knob("pages_to_scan", "777");
     let ended = daemon.end();
     let summary = ended.summary();
     let why = summary["stood_down"].as_str().unwrap();
     assert!(why.contains("another program changed pages_to_scan") && why.contains("777"), "{why}");
     assert!(ended.errors.contains("KSM is no longer controlled by this run"), "{}", ended.errors);
-    assert_eq!(number("pages_to_scan"), 777, "it is theirs");
+    assert_eq!(number("pages_to_scan"), 777, "the other program's value stays");
     ksm.assert_knobs_restored_except(&["pages_to_scan", "max_page_sharing"]);
     unmerge(&pids);
     assert_eq!(number("pages_to_scan"), 777);
@@ -319,7 +319,7 @@ fn it_stands_down_when_somebody_else_turns_a_knob() {
 }
 
 #[test]
-fn ksm_in_other_hands_is_left_there() {
+fn ksm_that_another_program_uses_is_left_alone() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(32, 0, 10);
     let pids = pids(&pair);
@@ -340,13 +340,13 @@ fn ksm_in_other_hands_is_left_there() {
         write_knob("advisor_mode", "none");
         write_knob("pages_to_scan", "100");
     } else {
-        skip_unsupported("this kernel has no advisor");
+        skip_unsupported("the advisor needs Linux 6.8");
     }
     assert_unmarked(&pids);
     ksm.assert_restored();
 
     let daemon = Daemon::on(&pids, &["--for", "60s"]);
-    wait_until("KSM is driven", || number("run") == 1);
+    wait_until("KSM is controlled by the run", || number("run") == 1);
     let by = format!("another pagefold (pid {})", daemon.pid());
     assert_fails(&run, 7, &by);
     assert_fails(&["unmerge", "--pid", &named], 7, &by);
@@ -357,9 +357,9 @@ fn ksm_in_other_hands_is_left_there() {
 }
 
 #[test]
-fn programs_started_by_exec_are_folded_without_a_stop() {
+fn a_program_started_by_exec_is_merged_without_a_stop() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    // A program that starts another through exec: to the test it is one that takes a tenant's arguments.
+    // A script that starts the program through exec, with the arguments of a tenant.
     let dir = tempfile::tempdir().unwrap();
     let starter = dir.path().join("starter");
     let path = program().display();
@@ -370,7 +370,7 @@ fn programs_started_by_exec_are_folded_without_a_stop() {
     let mut pair = [(); 2].map(|()| {
         loop {
             match Tenant::start(&starter, &spec) {
-                // A fork in another test still has the script open that has just been written.
+                // A process forked by another test still has the script open for writing.
                 Err(error) if error.root_cause().downcast_ref().is_some_and(is_busy) => std::thread::yield_now(),
                 tenant => break tenant.unwrap(),
             }
@@ -395,20 +395,20 @@ fn programs_started_by_exec_are_folded_without_a_stop() {
 #[test]
 fn exec_becomes_the_program() {
     let Some(_ksm) = KsmAtRest::take() else { return };
-    // PR_GET_MEMORY_MERGE, asked by the program itself and by a child that it forks.
-    let asks = "import ctypes, os
+    // PR_GET_MEMORY_MERGE in the program and in a child that it forks.
+    let script = "import ctypes, os
 set = ctypes.CDLL(None).prctl(68, 0, 0, 0, 0)
 if os.fork() == 0: os._exit(ctypes.CDLL(None).prctl(68, 0, 0, 0, 0))
 print(os.getpid(), set, os.waitstatus_to_exitcode(os.wait()[1]))";
     let child = Command::new(program())
-        .args(["exec", "--", "python3", "-c", asks])
+        .args(["exec", "--", "python3", "-c", script])
         .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
     let pid = child.id();
     let output = child.wait_with_output().unwrap();
     assert_eq!(String::from_utf8(output.stdout).unwrap(), format!("{pid} 1 1\n"));
-    // Its exit code, arguments that look like flags, and death by a signal are the program's own.
+    // The exit code, arguments that look like flags, and death by a signal are passed through.
     assert_eq!(pagefold(&["exec", "sh", "-c", "exit 41"]).status.code(), Some(41));
     assert_eq!(pagefold(&["exec", "--", "echo", "--json", "-x"]).stdout, b"--json -x\n");
     let killed = pagefold(&["exec", "sh", "-c", "kill -9 $$"]).status;
@@ -422,8 +422,8 @@ print(os.getpid(), set, os.waitstatus_to_exitcode(os.wait()[1]))";
     assert_eq!(pagefold(&["exec"]).status.code(), Some(2));
 }
 
-/// Forks, maps, writes and unmaps without a pause, and looks after what it holds meanwhile.
-const STORM: &str = r#"
+/// Forks, maps, writes and unmaps without a pause, and checks the memory that it holds.
+const CHURN: &str = r#"
 import mmap, os, random, select, sys
 held = bytearray(random.Random(12).randbytes(16 << 20))
 copy = bytes(held)
@@ -448,11 +448,11 @@ sys.stdin.readline()
 "#;
 
 #[test]
-fn a_storm_of_forks_and_mappings_breaks_nothing() {
+fn forks_and_mappings_without_a_pause_do_no_harm() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(32, 8, 13);
-    let mut storms = [Script::start(STORM), Script::start(STORM)];
-    let scope = [pids(&pair), storms.iter().map(Script::pid).collect()].concat();
+    let mut churning = [Script::start(CHURN), Script::start(CHURN)];
+    let scope = [pids(&pair), churning.iter().map(Script::pid).collect()].concat();
     let mut daemon = Daemon::on(&scope, &["--for", "7s"]);
     while daemon.is_running() {
         assert_intact(&mut pair);
@@ -460,13 +460,13 @@ fn a_storm_of_forks_and_mappings_breaks_nothing() {
     let summary = daemon.end().summary();
     assert!(bytes(&summary, "saved_bytes") >= most(32 * MIB), "{summary}");
     assert_eq!((&summary["stood_down"], &summary["knobs_restored"]), (&Value::Null, &json!(true)));
-    for storm in &mut storms {
-        storm.say("enough");
-        let line = storm.line();
-        let (rounds, bad) = line.split_once(' ').unwrap_or_else(|| panic!("it said {line:?}"));
-        assert!(rounds.parse::<u64>().unwrap() > 5 && bad == "0", "rounds and damages: {line}");
+    for process in &mut churning {
+        process.say("enough");
+        let line = process.line();
+        let (rounds, bad) = line.split_once(' ').unwrap_or_else(|| panic!("it printed {line:?}"));
+        assert!(rounds.parse::<u64>().unwrap() > 5 && bad == "0", "rounds and damaged pages: {line}");
     }
-    unmerge(&storms.iter().map(Script::pid).collect::<Vec<_>>());
-    assert_unmarked(&storms.iter().map(Script::pid).collect::<Vec<_>>());
+    unmerge(&churning.iter().map(Script::pid).collect::<Vec<_>>());
+    assert_unmarked(&churning.iter().map(Script::pid).collect::<Vec<_>>());
     give_back(&ksm, &mut pair);
 }

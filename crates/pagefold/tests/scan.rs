@@ -1,4 +1,4 @@
-//! `pagefold scan` on programs whose memory is known to the page.
+//! `pagefold scan` on processes whose memory is known to the page.
 
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
@@ -12,12 +12,12 @@ const HOLDER: &str = r#"
 import ctypes, mmap, os, random, sys
 def hold(mib, kind, seed=0):
     region = mmap.mmap(-1, mib << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # No huge pages: every page is to be held by itself.
+    # No huge pages: every page is counted by itself.
     region.madvise(mmap.MADV_NOHUGEPAGE)
     if kind == "zero":
         for page in range(0, mib << 20, 4096): region[page] = 0
     else:
-        # Page by page: a larger buffer would stay in the allocator's hands and be counted too.
+        # Page by page: the allocator would keep a larger buffer, which would be counted too.
         luck = random.Random(seed)
         first = luck.randbytes(4096)
         for page in range(mib << 8): region.write(first if page == 0 or kind in ("same", "dontdump") else luck.randbytes(4096))
@@ -38,7 +38,7 @@ sys.stdin.readline()
 
 struct Holder {
     child: Child,
-    /// Its end closes with it, and the program (and its own child) with that.
+    /// The program and its child end when this is closed.
     _stdin: ChildStdin,
     printed: i32,
 }
@@ -89,9 +89,9 @@ fn bytes(value: &Value, field: &str) -> u64 {
     value[field].as_u64().unwrap_or_else(|| panic!("{field} in {value}"))
 }
 
-/// What a bare interpreter brings along differs a little from run to run.
+/// Equal within an allowance: the interpreter's own memory differs a little from run to run.
 #[track_caller]
-fn near(value: u64, expected: u64, allowance: u64) {
+fn assert_close(value: u64, expected: u64, allowance: u64) {
     assert!(value.abs_diff(expected) <= allowance, "{value} is not {expected} within {allowance}");
 }
 
@@ -105,31 +105,35 @@ fn known_memory_is_counted_to_the_page() {
     if !can_scan() {
         return;
     }
-    // Two hold 24 MiB in common; the first has 8 MiB of zeros, and 4 MiB of one page, too.
+    // Two hold 24 MiB in common; the first also has 8 MiB of zeros and 4 MiB of one content.
     let first = Holder::start("24:random:1,10:random:2,8:zero:0,4:same:5", "alone");
     let second = Holder::start("24:random:1,6:random:3", "alone");
     let interpreters = [Holder::start("1:random:8", "alone"), Holder::start("1:random:9", "alone")];
     let report = scan(&[first.pid(), second.pid()], &["--exact"]);
-    // What two interpreters have in common without any of that.
+    // What two interpreters have in common by themselves.
     let base = scan(&[interpreters[0].pid(), interpreters[1].pid()], &["--exact"])["totals"].clone();
     let totals = &report["totals"];
     assert_eq!(report["schema"], "pagefold.scan/1");
     assert_eq!((&report["exact"], &report["error_bytes"]), (&true.into(), &0.into()));
     let allowance = MIB / 2;
-    near(bytes(totals, "zero_bytes"), 8 * MIB + bytes(&base, "zero_bytes"), allowance);
-    near(bytes(totals, "duplicate_across_bytes"), 24 * MIB + bytes(&base, "duplicate_across_bytes"), 3 * allowance);
-    near(bytes(totals, "duplicate_within_bytes"), 4 * MIB + bytes(&base, "duplicate_within_bytes"), allowance);
-    near(bytes(totals, "resident_bytes"), 76 * MIB + bytes(&base, "resident_bytes") - 2 * MIB, 3 * allowance);
+    assert_close(bytes(totals, "zero_bytes"), 8 * MIB + bytes(&base, "zero_bytes"), allowance);
+    assert_close(
+        bytes(totals, "duplicate_across_bytes"),
+        24 * MIB + bytes(&base, "duplicate_across_bytes"),
+        3 * allowance,
+    );
+    assert_close(bytes(totals, "duplicate_within_bytes"), 4 * MIB + bytes(&base, "duplicate_within_bytes"), allowance);
+    assert_close(bytes(totals, "resident_bytes"), 76 * MIB + bytes(&base, "resident_bytes") - 2 * MIB, 3 * allowance);
     let parts = ["zero_bytes", "duplicate_within_bytes", "duplicate_across_bytes"];
     let gross: u64 = parts.iter().map(|part| bytes(totals, part)).sum();
-    near(bytes(totals, "savable_gross_bytes"), gross, 4);
+    assert_close(bytes(totals, "savable_gross_bytes"), gross, 4);
     // 64 bytes a page of 4096, and the same again for each of about 6145 shared contents.
     let metadata = bytes(totals, "resident_bytes") / 64 + 6145 * 64;
-    near(bytes(totals, "metadata_bytes"), metadata, metadata / 10);
-    near(bytes(totals, "savable_bytes"), gross - metadata, allowance);
-    // What two hold in common is booked to each by half.
-    near(bytes(row(&report, second.pid()), "savable_gross_bytes"), 12 * MIB, 2 * allowance);
-    near(bytes(row(&report, first.pid()), "savable_gross_bytes"), 24 * MIB, 2 * allowance);
+    assert_close(bytes(totals, "metadata_bytes"), metadata, metadata / 10);
+    assert_close(bytes(totals, "savable_bytes"), gross - metadata, allowance);
+    // Memory that two processes have in common is attributed to each by half.
+    assert_close(bytes(row(&report, second.pid()), "savable_gross_bytes"), 12 * MIB, 2 * allowance);
+    assert_close(bytes(row(&report, first.pid()), "savable_gross_bytes"), 24 * MIB, 2 * allowance);
 
     // Sums of every break-down are the total.
     for list in ["processes", "kinds", "cgroups"] {
@@ -144,7 +148,7 @@ fn known_memory_is_counted_to_the_page() {
     assert!(report["cost"]["ns_per_page"].as_f64().unwrap() > 0.0);
     assert!(row(&report, first.pid())["kinds"].as_array().unwrap().iter().any(|row| row["kind"] == "anonymous"));
 
-    // A sample meets the exact figure within its stated error: 19 times in 20, so 8 in 10 at the least.
+    // A sample is within its stated error of the exact figure 19 times in 20, so at least 8 times in 10.
     let exact = bytes(totals, "savable_gross_bytes");
     let hits = (0..10).filter(|seed| {
         let sampled = scan(&[first.pid(), second.pid()], &["--seed", &seed.to_string()]);
@@ -158,7 +162,7 @@ fn known_memory_is_counted_to_the_page() {
 }
 
 #[test]
-fn a_forked_child_shares_and_scanning_leaves_it_so() {
+fn scanning_leaves_pages_shared_by_fork_shared() {
     if !can_scan() {
         return;
     }
@@ -167,21 +171,21 @@ fn a_forked_child_shares_and_scanning_leaves_it_so() {
     for round in 0..2 {
         let report = scan(&pids, &["--exact"]);
         let totals = &report["totals"];
-        // Both map the 16 MiB, and they are one memory with nothing to save. Reading must not part them.
+        // Both map the same 16 MiB, of which nothing can be saved. Reading must not copy them.
         assert!(bytes(totals, "fork_shared_bytes") >= 32 * MIB, "round {round}: {totals}");
         assert!(bytes(totals, "resident_bytes") < 32 * MIB, "round {round}: {totals}");
         assert!(bytes(totals, "savable_gross_bytes") < 2 * MIB, "round {round}: {totals}");
     }
-    // A third with the same content: one of two frames can go.
+    // A third process with the same contents: one of two frames can be saved.
     let third = Holder::start("16:random:4", "alone");
     let report = scan(&[pids[0], pids[1], third.pid()], &["--exact"]);
     let savable = bytes(&report["totals"], "savable_gross_bytes");
     assert!((16 * MIB..20 * MIB).contains(&savable), "{savable}");
-    near(bytes(row(&report, third.pid()), "savable_gross_bytes"), 8 * MIB, MIB);
+    assert_close(bytes(row(&report, third.pid()), "savable_gross_bytes"), 8 * MIB, MIB);
 }
 
 #[test]
-fn secrets_are_left_out_with_the_reason() {
+fn excluded_memory_is_reported_with_the_reason() {
     if !can_scan() {
         return;
     }
@@ -189,9 +193,9 @@ fn secrets_are_left_out_with_the_reason() {
     let report = scan(&[holder.pid()], &["--exact"]);
     let excluded = row(&report, holder.pid())["excluded"].as_array().unwrap();
     let secret = excluded.iter().find(|row| row["reason"].as_str().unwrap().contains("MADV_DONTDUMP")).unwrap();
-    near(bytes(secret, "bytes"), 8 * MIB, 64 * 1024);
+    assert_close(bytes(secret, "bytes"), 8 * MIB, 64 * 1024);
     assert!(bytes(secret, "regions") >= 1);
-    assert!(bytes(&report["totals"], "duplicate_within_bytes") < 2 * MIB, "the secret was read");
+    assert!(bytes(&report["totals"], "duplicate_within_bytes") < 2 * MIB, "the excluded memory was read");
     assert!(report["excluded"].as_array().unwrap().contains(secret));
 }
 
@@ -211,8 +215,8 @@ fn merged_pages_stay_merged_and_private_copies_of_them_are_savcan_scan() {
     for _ in 0..2 {
         let report = scan(&[one.pid(), two.pid(), private.pid()], &["--exact"]);
         let totals = &report["totals"];
-        near(bytes(totals, "merged_bytes"), 16 * MIB, MIB / 4);
-        // The third's copy has a merged page to join: all of it can go, and all of that is its own.
+        assert_close(bytes(totals, "merged_bytes"), 16 * MIB, MIB / 4);
+        // Every page of the third process can be merged into an existing page: all of it is savable.
         let savable = bytes(row(&report, private.pid()), "savable_gross_bytes");
         assert!((8 * MIB..10 * MIB).contains(&savable), "{savable}");
         assert!(number("pages_sharing") >= 2048, "scanning has unmerged pages");
@@ -220,7 +224,7 @@ fn merged_pages_stay_merged_and_private_copies_of_them_are_savcan_scan() {
 }
 
 #[test]
-fn the_table_and_the_page_say_it_all() {
+fn the_table_and_the_html_page_are_complete() {
     if !can_scan() {
         return;
     }
@@ -256,13 +260,13 @@ fn errors_are_one_line_with_their_exit_code() {
     if std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
         assert_fails(&["scan", "--pid", "2"], 6, "kernel thread");
     } else {
-        skip_unsupported("pid 2 is no kernel thread here (pid namespace)");
+        skip_unsupported("PID 2 is no kernel thread: this is a PID namespace");
     }
     let mut ended = zombie();
     assert_fails(&["scan", "--pid", &ended.id().to_string()], 6, "has ended");
     ended.wait().unwrap();
 
-    // Without root: the binary is copied to where everybody may run it.
+    // Without root: the program is copied to where every user may execute it.
     let dir = tempfile::tempdir_in("/tmp").unwrap();
     let copy = dir.path().join("pagefold");
     std::fs::copy(program(), &copy).unwrap();

@@ -1,4 +1,4 @@
-//! The program with something made to go wrong, and looks at what it leaves.
+//! Runs of the program with a fault injected, and assertions on what they leave.
 
 use super::*;
 use serde_json::Value;
@@ -8,7 +8,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Nothing that is tested here may take longer.
+/// Time limit of everything that is tested here.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A run of the program. Killed when dropped.
@@ -16,18 +16,18 @@ pub struct Faulty {
     child: Child,
     output: File,
     errors: File,
-    seen: tempfile::NamedTempFile,
+    faults: tempfile::NamedTempFile,
 }
 
-/// What is left of one.
+/// The result of a run.
 #[derive(Debug)]
 pub struct Left {
     pub code: Option<i32>,
     pub signal: Option<i32>,
     pub output: String,
     pub errors: String,
-    /// The faults that happened.
-    pub seen: String,
+    /// The faults that were injected.
+    pub faults: String,
 }
 
 impl Faulty {
@@ -42,23 +42,23 @@ impl Faulty {
 
     pub fn command(command: &mut Command, fault: &str) -> Self {
         let (output, errors) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-        let seen = tempfile::NamedTempFile::new().unwrap();
+        let faults = tempfile::NamedTempFile::new().unwrap();
         let child = command
             .env(fault::VARIABLE, fault)
-            .env(fault::SEEN_VARIABLE, seen.path())
+            .env(fault::SEEN_VARIABLE, faults.path())
             .stdin(Stdio::null())
             .stdout(output.try_clone().unwrap())
             .stderr(errors.try_clone().unwrap())
             .spawn()
             .unwrap();
-        Self { child, output, errors, seen }
+        Self { child, output, errors, faults }
     }
 
     pub fn pid(&self) -> i32 {
         i32::try_from(self.child.id()).unwrap()
     }
 
-    /// Waits for the end, but not for ever.
+    /// Waits for the end.
     #[track_caller]
     pub fn end(self) -> Left {
         self.end_within(LIMIT)
@@ -71,7 +71,7 @@ impl Faulty {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
             }
-            assert!(Instant::now() < end, "it has not ended in {limit:?}: {}", text(&mut self.errors));
+            assert!(Instant::now() < end, "it has not ended within {limit:?}: {}", text(&mut self.errors));
             std::thread::sleep(Duration::from_millis(2));
         };
         Left {
@@ -79,13 +79,13 @@ impl Faulty {
             signal: status.signal(),
             output: text(&mut self.output),
             errors: text(&mut self.errors),
-            seen: fs::read_to_string(self.seen.path()).unwrap(),
+            faults: fs::read_to_string(self.faults.path()).unwrap(),
         }
     }
 
-    /// It must be killed by its fault: a point that it never comes to is not tested.
+    /// It is killed by its fault: a point that is never reached is not tested.
     #[track_caller]
-    pub fn dies(self, point: &str) {
+    pub fn assert_killed(self, point: &str) {
         let left = self.end();
         assert_eq!(left.signal, Some(libc::SIGKILL), "{point} was never reached: {left:?}");
     }
@@ -125,13 +125,13 @@ pub fn knobs() -> Vec<(&'static str, u64)> {
         .collect()
 }
 
-/// Whatever is turned now, the state file says how it stood, and nobody holds the lock: the next start can put it back.
+/// The state file has the original value of every changed knob, and the lock is free: the next start can restore them.
 #[track_caller]
-pub fn left_turned(before: &[(&str, u64)]) {
-    let turned: Vec<_> = before.iter().filter(|(knob, value)| number(knob) != *value).collect();
-    if !turned.is_empty() {
+pub fn assert_recoverable(before: &[(&str, u64)]) {
+    let changed: Vec<_> = before.iter().filter(|(knob, value)| number(knob) != *value).collect();
+    if !changed.is_empty() {
         let state: Value = serde_json::from_slice(&fs::read(STATE_FILE).expect("a state file")).unwrap();
-        for (knob, value) in turned {
+        for (knob, value) in changed {
             assert_eq!(state["original"][knob], *value, "{state}");
             assert!(state["turned"][knob].is_array(), "{knob} in {state}");
         }
@@ -140,12 +140,12 @@ pub fn left_turned(before: &[(&str, u64)]) {
     assert_eq!(lock, None);
 }
 
-/// Not stopped, not traced, and every byte is right.
+/// The tenants are not stopped, not traced, and every byte is right.
 #[track_caller]
-pub fn untouched(tenants: &mut [Tenant]) {
+pub fn assert_unharmed(tenants: &mut [Tenant]) {
     for tenant in tenants.iter() {
         let pid = tenant.pid();
-        // The injector may be about to let go of it.
+        // The injector may be about to release it.
         wait_until("it is not traced", || {
             fs::read_to_string(format!("/proc/{pid}/status")).unwrap().contains("TracerPid:\t0\n")
         });
@@ -154,9 +154,9 @@ pub fn untouched(tenants: &mut [Tenant]) {
     assert_intact(tenants);
 }
 
-/// No injector of this program runs any more.
+/// All injectors of this program end.
 #[track_caller]
-pub fn injectors_are_gone() {
+pub fn assert_injectors_ended() {
     wait_until("the injector ends by itself", || {
         fs::read_dir("/proc").unwrap().all(|entry| {
             let path = entry.unwrap().path();

@@ -4,11 +4,11 @@ use super::*;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
-/// A mount namespace in which a small file system of its own lies over `/run/pagefold`. Gone when dropped.
+/// A mount namespace with a small file system mounted on `/run/pagefold`. Removed when dropped.
 struct SmallRun(Child);
 
 impl SmallRun {
-    /// `None`, with the reason, where such a thing cannot be had.
+    /// `None`, with the reason reported, where it cannot be made.
     fn make() -> Option<Self> {
         const MOUNT: &str =
             "mkdir -p /run/pagefold && mount -t tmpfs -o size=64k tmpfs /run/pagefold && echo ready && read x";
@@ -21,14 +21,14 @@ impl SmallRun {
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         if line.trim() != "ready" {
-            skip("no mount namespace with a tmpfs of its own");
+            skip("a tmpfs cannot be mounted in a mount namespace");
             let _ = child.wait();
             return None;
         }
         Some(Self(child))
     }
 
-    /// A command in there.
+    /// A command in the namespace.
     fn command(&self, program: &Path, args: &[String]) -> Command {
         let mut command = Command::new("nsenter");
         command.args(["-t", &self.0.id().to_string(), "-m"]).arg(program).args(args);
@@ -55,7 +55,7 @@ impl Drop for SmallRun {
 }
 
 #[test]
-fn nothing_is_turned_that_cannot_be_noted() {
+fn no_knob_is_changed_if_the_state_file_cannot_be_written() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(run) = SmallRun::make() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 62);
@@ -67,18 +67,18 @@ fn nothing_is_turned_that_cannot_be_noted() {
     assert!(!run.shell("ls /run/pagefold").contains("json"), "{}", run.shell("ls -l /run/pagefold"));
     ksm.assert_restored();
     assert_unmarked(&pids(&tenants));
-    untouched(&mut tenants);
+    assert_unharmed(&mut tenants);
 }
 
 #[test]
-fn a_disk_that_gets_full_keeps_nothing_from_being_given_back() {
+fn everything_is_restored_on_a_full_disk() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(run) = SmallRun::make() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 63);
     let pids = pids(&tenants);
     for killed in [false, true] {
         let daemon = Faulty::command(&mut run.command(program(), &with_pids(&["run"], &pids, &["--json"])), "");
-        wait_until("all is merged", || saved_bytes() >= COMMON_MIB * MIB / 100 * 95);
+        wait_until("nearly all is merged", || saved_bytes() >= COMMON_MIB * MIB / 100 * 95);
         run.fill();
         send(daemon.pid(), if killed { libc::SIGKILL } else { libc::SIGTERM });
         let left = daemon.end();
@@ -95,5 +95,5 @@ fn a_disk_that_gets_full_keeps_nothing_from_being_given_back() {
         ksm.assert_restored();
     }
     assert_unmarked(&pids);
-    untouched(&mut tenants);
+    assert_unharmed(&mut tenants);
 }

@@ -4,14 +4,14 @@ use super::*;
 use daemon::Left;
 use serde_json::Value;
 
-/// Reads for which something else stands in, so that a run may go on without a word: the list of processes is read every
-/// time (loadavg), the last figure counts on (schedstat, vmstat), pages that may be merged are not looked at (kpageflags).
-const STOOD_IN_FOR: [&str; 4] = ["read:loadavg", "read:schedstat", "read:vmstat", "read:kpageflags"];
+/// Reads with a fallback, so that a run may continue without a message: processes are listed each time (loadavg), the last
+/// value stays in use (schedstat, vmstat), pages that may be merged are not read (kpageflags).
+const WITH_FALLBACK: [&str; 4] = ["read:loadavg", "read:schedstat", "read:vmstat", "read:kpageflags"];
 
-/// Read when memory is given back.
+/// Reads of `pagefold unmerge`.
 const OF_UNMERGE: [&str; 2] = ["read:ksm_stat", "read:limits"];
 
-/// From which passage on a read fails in the middle of a quick run; `None` for those that it makes but once.
+/// The passage from which on a read fails in the middle of a quick run; `None` for a read that happens only once.
 fn middle(read: &str) -> Option<u32> {
     Some(match read {
         "read:cgroup"
@@ -33,21 +33,21 @@ fn middle(read: &str) -> Option<u32> {
     })
 }
 
-/// What must hold after any failure: an end, no panic, and no all-clear for what is not well.
+/// What must hold after any failure: the program ends without a panic, and reports no success if something failed.
 fn is_honest(fault: &str, left: &Left, quiet: bool) {
     assert!(left.signal.is_none() && matches!(left.code, Some(0 | 1 | 3..=7)), "{fault}: {left:?}");
     assert!(!left.errors.contains("panicked"), "{fault}: {left:?}");
     let name = fault.split(['@', '=']).next().unwrap();
-    // Once by the daemon, and by its injector perhaps.
-    assert!(left.seen.lines().next() == Some(name), "{fault}: nothing has failed: {left:?}");
+    // Once in the daemon, and perhaps once in its injector.
+    assert!(left.faults.lines().next() == Some(name), "{fault}: no fault was injected: {left:?}");
     assert!(left.errors.lines().all(|line| line.starts_with("pagefold: ")), "{fault}: {left:?}");
     if left.code == Some(0) {
-        let told = serde_json::from_str::<Value>(&left.output).is_ok_and(|summary| {
+        let is_reported = serde_json::from_str::<Value>(&left.output).is_ok_and(|summary| {
             summary["left_alone"].as_array().is_some_and(|left_alone| !left_alone.is_empty())
                 || summary["stood_down"].is_string()
                 || summary["processes"].as_array().is_some_and(|all| all.iter().any(|one| one["failed"].is_string()))
         });
-        assert!(quiet || told || !left.errors.is_empty(), "{fault}: not a word: {left:?}");
+        assert!(quiet || is_reported || !left.errors.is_empty(), "{fault}: no message: {left:?}");
     } else {
         assert!(!left.errors.is_empty(), "{fault}: {left:?}");
     }
@@ -64,11 +64,11 @@ fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
         Faulty::run(&pids, &QUICK, fault).end()
     };
     println!("{fault}: {:?} {}", left.code, left.errors.trim());
-    is_honest(fault, &left, STOOD_IN_FOR.contains(&name));
-    untouched(tenants);
-    injectors_are_gone();
-    left_turned(&before);
-    // What a failing read or write has kept from being put back was said, and comes back without it.
+    is_honest(fault, &left, WITH_FALLBACK.contains(&name));
+    assert_unharmed(tenants);
+    assert_injectors_ended();
+    assert_recoverable(&before);
+    // Knobs that a failing read or write kept from being restored were reported, and are restored without the fault.
     let but: &[&str] = if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] };
     if before.iter().any(|(knob, value)| number(knob) != *value && !but.contains(knob)) {
         assert_eq!(left.code, Some(1), "{fault}: {left:?}");
@@ -81,8 +81,8 @@ fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
     ksm.assert_restored();
 }
 
-/// Of the reads, every third; each with EIO from the start and ENOMEM in the middle, or the other way round. With
-/// `PAGEFOLD_CRASH_ALL` set both ways.
+/// Every third read, each with EIO from the start and ENOMEM in the middle, or the reverse. With `PAGEFOLD_CRASH_ALL`
+/// both.
 fn every_third(from: usize) {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 65);
@@ -102,22 +102,22 @@ fn every_third(from: usize) {
 }
 
 #[test]
-fn reads_may_fail_1() {
+fn any_read_can_fail_1() {
     every_third(0);
 }
 
 #[test]
-fn reads_may_fail_2() {
+fn any_read_can_fail_2() {
     every_third(1);
 }
 
 #[test]
-fn reads_may_fail_3() {
+fn any_read_can_fail_3() {
     every_third(2);
 }
 
 #[test]
-fn writes_may_fail() {
+fn any_write_can_fail() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 66);
     for fault in [
@@ -132,13 +132,13 @@ fn writes_may_fail() {
     }
 }
 
-/// Who cannot find out whether a state file counts must not say that it does not.
+/// If it is unknown whether a state file is valid, `doctor` must not report that it is not.
 #[test]
-fn a_doctor_who_cannot_look_does_not_say_that_all_is_well() {
+fn doctor_does_not_report_success_if_a_read_fails() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 67);
     let pids = pids(&tenants);
-    Faulty::run(&pids, &QUICK, "turned:run=kill").dies("turned:run");
+    Faulty::run(&pids, &QUICK, "turned:run=kill").assert_killed("turned:run");
     for fault in ["read:boot_id=EIO", "read:state=EIO", "read:stat=ENOMEM"] {
         let left = Faulty::start(&["doctor"], fault).end();
         println!("{fault}: {:?}", left.code);
@@ -151,5 +151,5 @@ fn a_doctor_who_cannot_look_does_not_say_that_all_is_well() {
     assert_eq!(fixed.status.code(), Some(0), "{}", String::from_utf8_lossy(&fixed.stderr));
     unmerge(&pids);
     ksm.assert_restored();
-    untouched(&mut tenants);
+    assert_unharmed(&mut tenants);
 }

@@ -1,8 +1,8 @@
-//! A target that holds its mmap lock and does not let go.
+//! A target that does not release its mmap lock.
 //!
-//! It has a file of a frozen file system mapped and populates a page of it for writing. That waits for the thaw inside
+//! It maps a file of a frozen file system and populates a page of it for writing. That waits for the thaw inside
 //! `page_mkwrite` with the lock held for reading (`faultin_page` in mm/gup.c), and another thread's mmap waits behind it
-//! for writing, so that every reader has to wait from then on: `smaps` and `pagemap` of it, `process_vm_readv`, ksmd.
+//! for writing, so that every further reader waits: `smaps` and `pagemap`, `process_vm_readv`, ksmd.
 
 use super::*;
 use std::fs;
@@ -40,7 +40,7 @@ struct Stuck {
 }
 
 impl Stuck {
-    /// `None`, with the reason, where such a file system cannot be had.
+    /// `None`, with the reason reported, where no such file system can be mounted.
     fn start() -> Option<Self> {
         let dir = tempfile::tempdir().unwrap();
         let mount = dir.path().join("mnt").to_str().unwrap().to_owned();
@@ -58,7 +58,7 @@ impl Stuck {
         let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
         let mut stuck = Self { child, input, output, _dir: dir, mount };
         if stuck.line() != "ready" {
-            skip("no file system in a file can be mounted here");
+            skip("no ext4 image can be mounted on a loop device");
             return None;
         }
         Some(stuck)
@@ -80,7 +80,7 @@ impl Stuck {
         status.is_ok_and(|status| status.success())
     }
 
-    /// From now on it holds its lock.
+    /// Makes it hold its lock.
     fn get_stuck(&mut self) {
         assert!(self.freeze("-f"));
         writeln!(self.input, "now").unwrap();
@@ -90,7 +90,7 @@ impl Stuck {
         });
     }
 
-    /// It must be alive and well.
+    /// Thaws the file system; the program must then continue with its memory intact.
     fn thaw(&mut self) {
         assert!(self.freeze("-u"));
         assert_eq!(self.line(), "free");
@@ -101,7 +101,7 @@ impl Stuck {
 
 impl Drop for Stuck {
     fn drop(&mut self) {
-        // Only the first succeeds if it is not frozen any more.
+        // Fails if it is not frozen any more.
         let _ = self.freeze("-u");
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -109,10 +109,10 @@ impl Drop for Stuck {
 }
 
 #[test]
-fn one_that_is_stuck_keeps_nobody_else_waiting() {
+fn a_stuck_target_does_not_delay_others() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(mut stuck) = Stuck::start() else { return };
-    // By a name that nothing else on the machine has: these come when the other is stuck already.
+    // Under a name of its own, to start another one when the target is stuck.
     let dir = tempfile::tempdir().unwrap();
     let exe = dir.path().join(format!("pagefold-test-{}", std::process::id()));
     fs::copy(program(), &exe).unwrap();
@@ -120,28 +120,28 @@ fn one_that_is_stuck_keeps_nobody_else_waiting() {
     let first = Tenant::start(&exe, &spec).unwrap();
     let named = [format!("--pid={}", stuck.pid()), format!("--exe={}", exe.display())];
     let daemon = Faulty::start(&["run", "--json", &named[0], &named[1]], "");
-    wait_until("it has begun", || Path::new("/run/pagefold/control.sock").exists());
+    wait_until("the run has begun", || Path::new("/run/pagefold/control.sock").exists());
     stuck.get_stuck();
-    let said = || String::from_utf8(pagefold(&["status"]).stdout).unwrap();
-    wait_until("it says so", || said().contains("it keeps its memory map locked"));
-    // The others are served.
+    let status = || String::from_utf8(pagefold(&["status"]).stdout).unwrap();
+    wait_until("the status shows it", || status().contains("it keeps its memory map locked"));
+    // The others are marked.
     let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
     let began = Instant::now();
     let is_marked = |tenant: &Tenant| marks(tenant.pid()).marked >= COMMON_MIB * MIB / 100 * 95;
     wait_until("the others are marked", || tenants.iter().all(is_marked));
-    println!("marked {} ms after the second one had come", began.elapsed().as_millis());
+    println!("marked {} ms after the second one was started", began.elapsed().as_millis());
     std::thread::sleep(Duration::from_secs(1));
     println!("{} MiB saved while one is stuck", saved_bytes() / MIB);
     assert_eq!(state(stuck.pid()), b'D', "it is stuck still");
-    let told = Instant::now();
+    let signalled = Instant::now();
     send(daemon.pid(), libc::SIGTERM);
     let left = daemon.end_within(Duration::from_secs(30));
-    println!("ended {} ms after it was told to: {}", told.elapsed().as_millis(), left.errors);
+    println!("ended {} ms after the signal: {}", signalled.elapsed().as_millis(), left.errors);
     assert_eq!(left.code, Some(0), "{left:?}");
     assert!(left.errors.contains(&format!("process {}", stuck.pid())), "{left:?}");
     ksm.assert_knobs_restored_except(if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] });
     stuck.thaw();
     unmerge(&pids(&tenants));
     ksm.assert_restored();
-    untouched(&mut tenants);
+    assert_unharmed(&mut tenants);
 }

@@ -10,11 +10,12 @@ use std::time::Duration;
 
 pub struct Limited {
     cgroup: Cgroup,
+    /// Of version 1.
     one: bool,
 }
 
 impl Limited {
-    /// Without a limit yet. `None`, with the reason, where there can be none.
+    /// A group without a limit yet. `None`, with the reason reported, where memory cannot be limited.
     pub fn make() -> Option<Self> {
         let one = Path::new("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists()
             || Path::new("/sys/fs/cgroup/memory/memory.usage_in_bytes").exists();
@@ -23,7 +24,7 @@ impl Limited {
             return None;
         };
         if !one && !cgroup.path.join("memory.max").exists() {
-            skip_unsupported("cgroups do not limit memory here: no 'memory' in cgroup.subtree_control");
+            skip_unsupported("control groups do not limit memory: no 'memory' in cgroup.subtree_control");
             return None;
         }
         Some(Self { cgroup, one })
@@ -33,7 +34,7 @@ impl Limited {
         &self.cgroup.path
     }
 
-    /// The limit, of memory without swap.
+    /// Limits memory, not counting swap.
     pub fn limit(&self, bytes: u64) {
         self.cgroup.set(if self.one { "memory.limit_in_bytes" } else { "memory.max" }, &bytes.to_string());
     }
@@ -47,12 +48,12 @@ impl Limited {
         self.number(if self.one { "memory.usage_in_bytes" } else { "memory.current" })
     }
 
-    /// How often somebody in it came to its limit, so that memory had to be taken back first.
+    /// The number of times that a member reached the limit, so that memory had to be reclaimed.
     pub fn hits(&self) -> u64 {
         if self.one { self.number("memory.failcnt") } else { self.field("memory.events", "max") }
     }
 
-    /// From now on [`Self::peak`] is the most that was used since. Without effect on version 2 before Linux 6.12.
+    /// Resets [`Self::peak`]. Has no effect on version 2 before Linux 6.12.
     pub fn forget_peak(&self) {
         let _ = fs::write(self.path().join(if self.one { "memory.max_usage_in_bytes" } else { "memory.peak" }), "0");
     }
@@ -61,7 +62,7 @@ impl Limited {
         self.number(if self.one { "memory.max_usage_in_bytes" } else { "memory.peak" })
     }
 
-    /// How many were killed in it.
+    /// The number of members that were killed.
     pub fn kills(&self) -> u64 {
         self.field(if self.one { "memory.oom_control" } else { "memory.events" }, "oom_kill")
     }
@@ -77,23 +78,23 @@ impl Limited {
     }
 }
 
-/// Has the kernel page out what it can, again and again, until dropped.
+/// Makes the kernel reclaim the group's memory repeatedly until dropped.
 ///
-/// Instead of a limit that is too tight: at that, the kernel kills now and then although there is swap, pagefold or not
-/// (6.18, version 1: one of three shufflers within 20 s).
-pub struct Squeeze {
+/// A limit that is too tight would do the same, but then the kernel sometimes kills a member although there is swap, with
+/// and without pagefold (6.18, version 1: one of three shufflers within 20 s).
+pub struct Reclaim {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Squeeze {
-    pub fn on(limited: &Limited) -> Self {
+impl Reclaim {
+    pub fn start(limited: &Limited) -> Self {
         let (file, what) = if limited.one { ("memory.force_empty", "0") } else { ("memory.reclaim", "64M") };
         let (path, stop) = (limited.path().join(file), Arc::new(AtomicBool::new(false)));
-        let told = stop.clone();
+        let stopped = stop.clone();
         let thread = std::thread::spawn(move || {
-            while !told.load(Ordering::Relaxed) {
-                // Fails when not as much could be paged out as was asked for.
+            while !stopped.load(Ordering::Relaxed) {
+                // Fails if less could be reclaimed than requested.
                 let _ = fs::write(&path, what);
                 std::thread::sleep(Duration::from_millis(500));
             }
@@ -102,7 +103,7 @@ impl Squeeze {
     }
 }
 
-impl Drop for Squeeze {
+impl Drop for Reclaim {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         let _ = self.thread.take().map(JoinHandle::join);

@@ -1,4 +1,4 @@
-//! Swap of the test's own: in compressed memory where the kernel has zram, else in a file.
+//! Swap space for a test: in compressed memory where the kernel has zram, else in a file.
 
 use pagefold_testkit::skip;
 use std::ffi::CString;
@@ -9,7 +9,7 @@ use std::process::Command;
 const BYTES: u64 = 512 << 20;
 const CONTROL: &str = "/sys/class/zram-control";
 
-/// Swap, for as long as this lives. Nothing may lie in it any more when it is dropped but what fits into memory.
+/// Swap space. Switched off when dropped, so what it holds must then fit into memory.
 pub struct Swap {
     pub path: PathBuf,
     zram: Option<String>,
@@ -18,7 +18,7 @@ pub struct Swap {
 }
 
 impl Swap {
-    /// `None`, with the reason, where there can be none.
+    /// `None`, with the reason reported, where there can be none.
     pub fn on() -> Option<Self> {
         let mut swap = match Self::zram() {
             Ok(swap) => swap,
@@ -48,7 +48,7 @@ impl Swap {
 
     fn zram() -> std::io::Result<Self> {
         if !Path::new(CONTROL).exists() {
-            // Fails where it is built in or not there at all: the next line tells.
+            // Fails if it is built in or missing: the next line finds out.
             let _ = Command::new("modprobe").arg("zram").output();
         }
         let number = fs::read_to_string(format!("{CONTROL}/hot_add"))?.trim().to_owned();
@@ -61,7 +61,7 @@ impl Swap {
     fn file() -> std::io::Result<Self> {
         let dir = tempfile::tempdir_in("/var/tmp")?;
         let path = dir.path().join("swap");
-        // Written, because swap refuses holes.
+        // Written in full: swap files must have no holes.
         fs::write(&path, vec![0; usize::try_from(BYTES).unwrap()])?;
         Ok(Self { path, zram: None, _dir: Some(dir), on: false })
     }

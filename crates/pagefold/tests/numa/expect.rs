@@ -1,11 +1,11 @@
-//! What must come of a scenario, and what is told of it.
+//! The expected results of a scenario, and the report about it.
 
 use crate::guest::Machine;
 use pagefold_testkit::numa::{Fold, Moves, Outcome, PageSnapshot, Scenario, Trouble};
 use std::env;
 use std::time::Duration;
 
-/// A scenario, and what must come of it beside what must come of all.
+/// A scenario, and its expected result beside what is expected of all.
 pub struct Case {
     pub scenario: Scenario,
     pub expect: Expect,
@@ -14,33 +14,33 @@ pub struct Case {
 /// Where the merged pages must be.
 pub enum Expect {
     /// Anywhere.
-    Whatever,
-    /// So many per cent of them on each node, give or take [`POINTS`].
+    Any,
+    /// These percentages on the nodes, within [`POINTS`].
     Shares(Vec<f64>),
-    /// On this node.
+    /// All on this node.
     All(usize),
-    /// No more than so many per cent of them on this node.
+    /// At most this percentage on this node.
     AtMost(usize, f64),
-    /// None is shared by programs of two nodes, and so many times a program's pages are saved.
+    /// None is shared by processes of two nodes; the pages saved, in multiples of a process's pages.
     Apart(u64),
-    /// Anywhere, and the last check complains of one page.
+    /// Anywhere, and the last check reports one damaged page.
     Damage,
 }
 
-/// Points that a share may be off.
+/// Tolerance of a share, in percentage points.
 const POINTS: f64 = 2.0;
-/// Per cent that is as good as all.
+/// The percentage that counts as all.
 const ALL: f64 = 98.0;
-/// Per cent of the memory saved that placement may cost.
+/// The percentage of the memory saved that placement may cost.
 const SAVED: f64 = 1.0;
-/// Pages that may still move when all is folded: those of the system.
+/// Pages of the rest of the system that may still move after merging has finished.
 const QUIET: u64 = 64;
-/// For one scenario and a boot; either takes seconds on an idle machine.
+/// Time limit of a scenario, and of booting; each takes seconds on an idle machine.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Has the cases carried out in one boot, tells what came of them, and fails if it is not what it must be.
+/// Runs the cases in one boot, prints their results, and fails if a result is not as expected.
 #[track_caller]
-pub fn carry_out(machine: &Machine, cases: &[Case]) {
+pub fn run(machine: &Machine, cases: &[Case]) {
     let only = env::var("PAGEFOLD_NUMA").unwrap_or_default();
     let cases: Vec<&Case> = cases.iter().filter(|case| case.scenario.name.contains(&only)).collect();
     if cases.is_empty() {
@@ -48,7 +48,7 @@ pub fn carry_out(machine: &Machine, cases: &[Case]) {
     }
     let scenarios: Vec<Scenario> = cases.iter().map(|case| case.scenario.clone()).collect();
     let limit = LIMIT * u32::try_from(cases.len() + 1).unwrap();
-    let Some(outcomes) = machine.carry_out(&scenarios, limit) else { return };
+    let Some(outcomes) = machine.run(&scenarios, limit) else { return };
     let mut failures = Vec::new();
     for (case, outcome) in cases.iter().zip(&outcomes) {
         println!("{}", line(&case.scenario, outcome));
@@ -109,7 +109,7 @@ impl Case {
         }
         let merged = shares(folded);
         match &self.expect {
-            Expect::Whatever | Expect::Damage => {}
+            Expect::Any | Expect::Damage => {}
             Expect::Shares(wanted) => {
                 let near = merged.iter().zip(wanted).all(|(share, wanted)| (share - wanted).abs() <= POINTS);
                 must(near, format!("shares {merged:.1?} instead of {wanted:?}"));
@@ -129,11 +129,11 @@ impl Case {
 
         if let (Trouble::Offline { node }, Some(troubled)) = (self.scenario.trouble, &outcome.troubled) {
             let left: u64 = troubled.victims.iter().map(|pages| pages.by_node[node]).sum();
-            must(left == 0, format!("{left} pages are on the node that went away"));
+            must(left == 0, format!("{left} pages are on the node that went offline"));
         }
         let still: u64 = unfolded.frames.iter().sum();
-        must(still == 0, format!("{still} pages are merged after everything was taken apart"));
-        must(outcome.knobs_changed.is_empty(), format!("not put back: {:?}", outcome.knobs_changed));
+        must(still == 0, format!("{still} pages are merged after everything was unmerged"));
+        must(outcome.knobs_changed.is_empty(), format!("not restored: {:?}", outcome.knobs_changed));
         failures
     }
 }
@@ -144,13 +144,13 @@ fn shares(look: &PageSnapshot) -> Vec<f64> {
     look.frames.iter().map(|&frames| 100.0 * frames as f64 / all.max(1) as f64).collect()
 }
 
-/// What came of a scenario.
+/// The result of a scenario, as a line.
 fn line(scenario: &Scenario, outcome: &Outcome) -> String {
     let Outcome { name, folded, cpu, moves, .. } = outcome;
     let seconds = |ns: u64| ns as f64 / 1e9;
     format!(
         "{name:<32} {:>8} merged {:?}, saved {}, {:.1} s; CPU: ksmd {:.2} s, pagefold {:.2} s, in the programs {:.2} s; \
-         moved {} ({} by NUMA balancing), in vain {}; all local at the end: {:.0} %",
+         migrated {} ({} by NUMA balancing), failed {}; local at the end: {:.0} %",
         format!("{} programs", scenario.victims.len()),
         folded.frames,
         folded.saved,
@@ -165,7 +165,7 @@ fn line(scenario: &Scenario, outcome: &Outcome) -> String {
     )
 }
 
-/// Per cent of the programs' pages that are on their nodes.
+/// The percentage of the processes' pages that are on their own nodes.
 fn local(scenario: &Scenario, look: &PageSnapshot) -> f64 {
     let victims = scenario.victims.iter().zip(&look.victims);
     let local: u64 = victims.map(|(victim, seen)| seen.by_node[victim.node]).sum();

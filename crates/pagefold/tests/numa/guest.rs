@@ -1,5 +1,5 @@
-//! Emulated machines with several NUMA nodes, booted from a kernel and an image of a few programs. Emulated, because not
-//! every machine has hardware virtualization to give away, and the kernel's placement of pages is the same.
+//! Emulated machines with several NUMA nodes, booted from a kernel and an image with a few programs. Emulated, because
+//! hardware virtualization is not available everywhere, and the kernel places pages in the same way.
 
 use cpio::newc::{Builder, ModeFileType, trailer};
 use pagefold_testkit::numa::{Outcome, Scenario};
@@ -13,11 +13,11 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// A node: one processor and so much memory.
+/// A node: one processor, and memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Node {
     pub mib: u64,
-    /// A module that was added to a slot: its memory can go offline.
+    /// The memory is a module in a slot: it can go offline.
     pub module: bool,
 }
 
@@ -31,17 +31,17 @@ impl Node {
     }
 }
 
-/// A machine.
+/// An emulated machine.
 #[derive(Clone, Debug)]
 pub struct Machine {
     pub nodes: Vec<Node>,
-    /// The distance between each two nodes, 10 from a node to itself. By default 20.
+    /// The distances between nodes, 10 from a node to itself (default: 20).
     pub distances: Vec<Vec<u8>>,
     /// Further parameters for the kernel.
     pub parameters: &'static str,
 }
 
-/// What is needed beside what is built here.
+/// Programs and files that are needed beside those built here.
 struct Tools {
     qemu: PathBuf,
     kernel: PathBuf,
@@ -49,7 +49,7 @@ struct Tools {
 }
 
 impl Tools {
-    /// Finds them, or says what is missing.
+    /// Finds them. The error names what is missing.
     fn find() -> Result<Self, String> {
         let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
         let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
@@ -66,19 +66,18 @@ impl Tools {
     }
 }
 
-/// One at a time, and so one core and one machine's memory.
+/// One machine at a time: each uses a processor and much memory.
 static ONE: Mutex<()> = Mutex::new(());
 
 impl Machine {
-    /// Nodes with so many MiB of memory.
+    /// A machine with a node for each amount of memory, in MiB.
     pub fn of(mib: &[u64]) -> Self {
         Self { nodes: mib.iter().copied().map(Node::of).collect(), distances: Vec::new(), parameters: "" }
     }
 
-    /// Boots it, has the scenarios carried out, and returns what came of each. `None`, with the reason, where that cannot
-    /// be done.
+    /// Boots it, runs the scenarios, and returns their results. `None`, with the reason reported, where that is impossible.
     #[track_caller]
-    pub fn carry_out(&self, scenarios: &[Scenario], limit: Duration) -> Option<Vec<Outcome>> {
+    pub fn run(&self, scenarios: &[Scenario], limit: Duration) -> Option<Vec<Outcome>> {
         let tools = match Tools::find() {
             Ok(tools) => tools,
             Err(why) => {
@@ -123,15 +122,15 @@ impl Machine {
     }
 
     fn command(&self, tools: &Tools, image: &Path, console: &Path, results: &Path) -> Command {
-        // Takes the guest with us if we are killed.
+        // Ends the guest if the test is killed.
         let mut command = Command::new(&tools.setpriv);
         command.args(["--pdeathsig", "KILL"]).arg(&tools.qemu);
-        // Not for the host's KSM, which other tests use.
+        // The guest's memory is not for the host's KSM, which other tests use.
         command.args(["-machine", "q35,mem-merge=off"]);
-        // The guest's clock counts instructions: all takes it as long as ever, however busy this machine is, and waiting
-        // takes no time here.
+        // The guest's clock counts instructions: its time does not depend on how busy this machine is, and waiting in the
+        // guest takes no time here.
         command.args(["-accel", "tcg,thread=single", "-icount", "shift=1,sleep=off"]);
-        // Without cmpxchg16b, after which QEMU 7.2 gets the flags wrong now and then (seen in kmem_cache_alloc).
+        // Without cmpxchg16b, after which QEMU 7.2 sometimes sets wrong flags (seen in kmem_cache_alloc).
         command.args(["-cpu", "qemu64,-cx16"]);
         command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
         let count = self.nodes.len();
@@ -158,8 +157,8 @@ impl Machine {
         command.args(["-chardev", &format!("file,id=results,path={}", results.display())]);
         command.args(["-serial", "chardev:console", "-serial", "chardev:results"]);
         command.arg("-kernel").arg(&tools.kernel).arg("-initrd").arg(image);
-        // Without huge pages, which the victims' memory would be in. Added memory comes online such that it can go again.
-        // The rest only makes it boot sooner.
+        // Without huge pages for the victims' memory. Added memory is onlined so that it can be removed. The rest makes it
+        // boot faster.
         let parameters = "console=ttyS0 quiet panic=-1 transparent_hugepage=never memhp_default_state=online_movable nokaslr \
              mitigations=off init_on_alloc=0 cryptomgr.notests";
         command.args(["-append", &format!("{parameters} {}", self.parameters)]);
@@ -168,7 +167,7 @@ impl Machine {
     }
 }
 
-/// What the guest boots from.
+/// The initial file system.
 fn image(scenarios: &[Scenario], scratch: &Path) -> Vec<u8> {
     let guest = stripped(&victim_binary("numa_guest"), scratch);
     let pagefold = stripped(program(), scratch);
@@ -188,7 +187,7 @@ fn image(scenarios: &[Scenario], scratch: &Path) -> Vec<u8> {
         .map(|dir| dir.display().to_string())
         .filter(|dir| dir != "/")
         .collect();
-    // By name, so that each directory comes before what is in it.
+    // Sorted, so that each directory precedes its contents.
     let dirs = dirs.into_iter().map(|dir| (dir, ModeFileType::Directory, Vec::new()));
     let files = files.into_iter().map(|(path, content)| (path, ModeFileType::Regular, content));
     let mut image = Vec::new();
@@ -202,7 +201,7 @@ fn image(scenarios: &[Scenario], scratch: &Path) -> Vec<u8> {
     image
 }
 
-/// A copy without what only a debugger reads: most of it.
+/// A copy without debugging information, which is most of it.
 fn stripped(program: &Path, scratch: &Path) -> PathBuf {
     let copy = scratch.join(program.file_name().unwrap());
     let done = Command::new("strip").arg("-o").arg(&copy).arg(program).status().expect("strip, of binutils");
@@ -210,7 +209,7 @@ fn stripped(program: &Path, scratch: &Path) -> PathBuf {
     copy
 }
 
-/// The files that a program is linked with, as the loader finds them here.
+/// The shared libraries of a program, as the loader finds them here.
 fn libraries(program: &Path) -> Vec<String> {
     let output = Command::new("ldd").arg(program).output().expect("ldd");
     let text = String::from_utf8(output.stdout).unwrap();
