@@ -319,10 +319,11 @@ fn a_frozen_process_is_refused(version: u32) {
     if !can_inject() {
         return;
     }
+    // Before the freezer, so dropped after it: a frozen process cannot be killed.
+    let mut victim = Victim::start("idle");
     let Some(freezer) = Freezer::create(version) else {
         return skip_unsupported(format!("no freezer of version {version} is mounted"));
     };
-    let mut victim = Victim::start("idle");
     freezer.add(victim.pid());
     freezer.freeze(true);
     wait_until("frozen", || freezer.is_frozen());
@@ -359,7 +360,6 @@ fn a_frozen_process_is_refused(version: u32) {
     wait_until("the victim is released", || held() == 0 && !victim.is_traced());
     victim.send();
     victim.expect_ok("idle");
-    drop(victim);
 }
 
 #[test]

@@ -47,7 +47,7 @@ pub fn injector(mode: &str) -> Injector {
 /// A running victim. Killed when dropped.
 pub struct Victim {
     pub child: Child,
-    input: UnixStream,
+    input: Box<dyn Write + Send>,
     pub output: BufReader<ChildStdout>,
     pub process: Process,
     /// The memory to be marked.
@@ -64,10 +64,14 @@ impl Victim {
 
     /// Starts a victim with these arguments. The error is the reason why it cannot do what they say.
     pub fn try_start(args: &[&str]) -> Result<Self, String> {
-        // A socket: one mode blocks in a recv(2) that an injection must not interrupt.
-        let (input, theirs) = UnixStream::pair().unwrap();
         let mut command = Command::new(victim_binary("victim"));
-        command.args(args).stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::piped());
+        command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped());
+        // The mode `registers` waits for input in a recv(2) that an injection must not interrupt.
+        let socket = (args[0] == "registers").then(|| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            command.stdin(Stdio::from(OwnedFd::from(theirs)));
+            ours
+        });
         // SAFETY: prctl(2) is async-signal-safe.
         unsafe {
             command.pre_exec(|| {
@@ -77,6 +81,10 @@ impl Victim {
         }
         let mut child = command.spawn().unwrap();
         drop(command);
+        let input: Box<dyn Write + Send> = match socket {
+            Some(socket) => Box::new(socket),
+            None => Box::new(child.stdin.take().unwrap()),
+        };
         let mut pid = i32::try_from(child.id()).unwrap();
         let mut output = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();

@@ -1,47 +1,47 @@
-//! What the guest is to do and what it found, as the test and the guest tell each other in JSON.
+//! The scenarios that a test sends to the guest `numa_guest`, and the results that it returns, as JSON.
 
 use serde::{Deserialize, Serialize};
 
-/// What folds.
+/// What merges.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Fold {
-    /// KSM alone: the victims mark their memory themselves, ksmd runs all the time.
+pub enum MergedBy {
+    /// KSM alone: the processes mark their memory themselves, and ksmd runs all the time.
     Ksm,
     /// `pagefold run` with these options.
     Pagefold(Vec<String>),
 }
 
-/// A program whose memory may be folded, with its processor and its memory on one node.
+/// A process whose memory may be merged, with its processor and its memory on one node.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Victim {
     /// Its node.
     pub node: usize,
     /// Its nice value.
     pub nice: i32,
-    /// Its pages are on the active list when folding begins.
+    /// Its pages are on the active list when merging begins.
     pub active: bool,
-    /// Its cgroup's cpuset.mems allows its node alone.
+    /// Its cgroup's cpuset.mems allows only its node.
     pub confined: bool,
 }
 
-/// What happens besides.
+/// A disturbance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Trouble {
+pub enum Disturbance {
     /// Nothing.
     None,
-    /// Before the folding somebody takes and locks this node's memory, but for so many MiB.
+    /// Before merging, a process takes and locks the node's memory except for some MiB.
     Full {
         /// The node.
         node: usize,
-        /// What is left free.
+        /// The memory left free.
         left_mib: u64,
     },
-    /// When all is folded, this node's memory goes offline.
+    /// After merging, the node's memory goes offline.
     Offline {
         /// The node.
         node: usize,
     },
-    /// Before the last check somebody writes a byte into a page of the first victim, which must be found.
+    /// Before the last check a byte is written into a page of the first process, which must be found.
     Damage,
 }
 
@@ -50,26 +50,26 @@ pub enum Trouble {
 pub struct Scenario {
     /// Its name.
     pub name: String,
-    /// What folds.
-    pub fold: Fold,
-    /// The programs.
+    /// What merges.
+    pub merged_by: MergedBy,
+    /// The processes.
     pub victims: Vec<Victim>,
-    /// Pages of each: all different from each other, and the same in each program.
+    /// Pages of each process: all different from each other, and the same in each process.
     pub pages: usize,
-    /// What happens besides.
-    pub trouble: Trouble,
-    /// The kernel keeps its pages by generations, which tells nobody which are active.
+    /// The disturbance.
+    pub disturbance: Disturbance,
+    /// The kernel uses the multi-generational LRU, which does not show which pages are active.
     pub generations: bool,
 }
 
-/// What was seen of one victim's pages.
+/// The state of one process's pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pages {
-    /// Pages present, by the node of their frame.
+    /// The number of pages present, by the node of their frame.
     pub by_node: Vec<u64>,
     /// Those merged by KSM, by node.
     pub merged: Vec<u64>,
-    /// How many are merged by the kernel's own sum, in smaps.
+    /// The number of merged pages according to smaps.
     pub merged_by_smaps: u64,
     /// Those whose frame is on the active list.
     pub active: u64,
@@ -77,16 +77,16 @@ pub struct Pages {
     pub referenced: u64,
 }
 
-/// What was seen at one time.
+/// The state of all pages at one time.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PageSnapshot {
-    /// Each victim's pages.
+    /// By process.
     pub victims: Vec<Pages>,
     /// Different merged frames, by node.
     pub frames: Vec<u64>,
-    /// Pages that the victims would have more without merging.
+    /// The number of pages saved by merging.
     pub saved: u64,
-    /// Merged frames that victims of several nodes share.
+    /// Merged frames that processes of several nodes share.
     pub across: u64,
 }
 
@@ -98,50 +98,50 @@ pub struct Cpu {
     pub ksmd_ns: u64,
     /// pagefold and its injector.
     pub pagefold_ns: u64,
-    /// The victims, within the kernel.
+    /// The processes, within the kernel.
     pub victims_system_ns: u64,
 }
 
-/// Counters of /proc/vmstat, from the beginning of folding on.
+/// Counters of /proc/vmstat since merging began.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Moves {
-    /// Pages migrated, by whatever.
+    /// Pages migrated for any reason.
     pub migrated: u64,
     /// Migrations that failed.
     pub failed: u64,
     /// Pages migrated by the kernel's NUMA balancing.
     pub balanced: u64,
-    /// Programs killed for want of memory.
+    /// Processes killed because memory ran out.
     pub killed: u64,
 }
 
-/// What came of one scenario.
+/// The result of a scenario.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Outcome {
     /// Its name.
     pub name: String,
-    /// Before folding.
+    /// Before merging.
     pub before: PageSnapshot,
     /// When nothing merged and nothing moved any more.
-    pub folded: PageSnapshot,
-    /// Until nothing merged and nothing moved any more, milliseconds.
+    pub merged: PageSnapshot,
+    /// Time until nothing merged and nothing moved any more, milliseconds.
     pub settled_ms: u64,
     /// Whether that was before the time limit.
     pub settled: bool,
-    /// Up to the end of `settled_ms`.
+    /// During `settled_ms`.
     pub cpu: Cpu,
-    /// Up to the end of `settled_ms`.
+    /// During `settled_ms`.
     pub moves: Moves,
-    /// The same, in the quiet time that then follows.
+    /// During the quiet time that follows.
     pub when_quiet: Moves,
-    /// After what `Trouble` does once all is folded.
-    pub troubled: Option<PageSnapshot>,
-    /// What `pagefold run --json` said at its end.
+    /// After a disturbance that happens after merging.
+    pub disturbed: Option<PageSnapshot>,
+    /// The summary of `pagefold run --json`.
     pub summary: serde_json::Value,
-    /// After everything was taken apart again.
-    pub unfolded: PageSnapshot,
-    /// KSM's knobs that are not what they were before.
+    /// After everything was unmerged.
+    pub unmerged: PageSnapshot,
+    /// KSM's knobs that were not restored.
     pub knobs_changed: Vec<String>,
-    /// What was wrong, in words: bytes that changed, programs that failed.
+    /// Errors: bytes that changed, programs that failed.
     pub wrong: Vec<String>,
 }

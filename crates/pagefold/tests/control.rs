@@ -40,7 +40,7 @@ fn explain(pid: i32) -> Value {
 
 /// The text that the program prints, in lines that fit a terminal.
 #[track_caller]
-fn text(args: &[&str]) -> String {
+fn text_of(args: &[&str]) -> String {
     let output = pagefold(args);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();
@@ -127,19 +127,19 @@ fn status_and_explain_show_what_is_merged_and_why() {
     assert!(largest["duplicate_range"][1].as_f64().unwrap() < 0.2, "{largest}");
 
     // As text.
-    let text = text(&["status"]);
+    let text = text_of(&["status"]);
     for part in
         ["Saves 4", "statically duplicated", "sparse", "COW-broken", "short-lived", "driven by this run", "95 %"]
     {
-        assert!(text.contains(part), "{part:?} is missing in {said}");
+        assert!(text.contains(part), "{part:?} is missing in {text}");
     }
-    let text = text(&["explain", &pids[0].to_string()]);
+    let text = text_of(&["explain", &pids[0].to_string()]);
     for part in ["100 % duplicate, exactly", " of 4, seen for", "expected to be merged", "ksmd is woken again"] {
-        assert!(text.contains(part), "{part:?} is missing in {said}");
+        assert!(text.contains(part), "{part:?} is missing in {text}");
     }
-    let text = text(&["explain", &pids[1].to_string()]);
+    let text = text_of(&["explain", &pids[1].to_string()]);
     for part in ["sparse: ", "read whole once samples show more than 6.0 % duplicate", "Left alone in any case"] {
-        assert!(text.contains(part), "{part:?} is missing in {said}");
+        assert!(text.contains(part), "{part:?} is missing in {text}");
     }
 
     let ended = daemon.stop();
@@ -188,7 +188,7 @@ fn a_governor_takes_effect() {
     let settings = json_of(&["governor", "auto"]);
     assert_eq!(settings["governor"], "auto");
     assert_ne!(settings["in_force"], "auto");
-    assert_eq!(text(&["governor", "low"]), "In force: governor low, up to 20 % of a core.\n");
+    assert_eq!(text_of(&["governor", "low"]), "In force: governor low, up to 20 % of a core.\n");
     assert_fails(&["governor", "turbo"], 2, "full, medium, low, quiet or auto");
     assert_eq!(status()["governor"], "low");
     daemon.stop();
@@ -206,7 +206,7 @@ fn a_paused_daemon_does_nothing_and_continues_when_resumed() {
     let first = Tenant::start(&exe, &spec).unwrap();
     let daemon = Daemon::start(&["run", "--json", "--exe", exe.to_str().unwrap(), "--for", "60s"]);
     wait_until("the daemon answers", is_reached);
-    assert_eq!(text(&["pause"]).lines().count(), 1);
+    assert_eq!(text_of(&["pause"]).lines().count(), 1);
     let mut pair = [first, Tenant::start(&exe, &spec).unwrap()];
     let pids = pids(&pair);
     wait_until("both are in scope", || status()["processes"].as_array().unwrap().len() == 2);
@@ -217,10 +217,10 @@ fn a_paused_daemon_does_nothing_and_continues_when_resumed() {
     let after = status();
     assert_eq!(after["pages_read"], before["pages_read"], "it still reads");
     assert_eq!((bytes(&after["marked_bytes"]), bytes(&after["saved_bytes"])), (0, 0));
-    assert!(text(&["status"]).contains("paused: nothing is read"));
-    assert!(text(&["explain", &pids[0].to_string()]).contains("Paused: nothing happens"));
+    assert!(text_of(&["status"]).contains("paused: nothing is read"));
+    assert!(text_of(&["explain", &pids[0].to_string()]).contains("Paused: nothing happens"));
 
-    assert!(text(&["resume"]).starts_with("Resumed: governor full"));
+    assert!(text_of(&["resume"]).starts_with("Resumed: governor full"));
     wait_until("they are merged", || saved_bytes() >= 31 * MIB);
     // Paused again: merged memory stays merged, even if ksmd had to be stopped.
     json_of(&["pause"]);
@@ -268,7 +268,7 @@ fn explain_shows_why_memory_is_left_alone_in_scope_and_out_of_it() {
             let most = found.map(|row| bytes(&row["bytes"])).max();
             assert!(most.is_some_and(|most| most >= least * MIB), "{reason}: {most:?} in {explanation}");
         }
-        let text = text(&["explain", &pid.to_string()]);
+        let text = text_of(&["explain", &pid.to_string()]);
         assert_eq!(text.contains("is not in the scope"), !in_scope, "{text}");
         assert!(text.contains("may hold secrets") && text.contains("may hold keys"), "{text}");
     }
@@ -276,10 +276,10 @@ fn explain_shows_why_memory_is_left_alone_in_scope_and_out_of_it() {
     let undumpable = Script::start(
         "import ctypes, sys\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nprint('ready', flush=True)\nsys.stdin.readline()",
     );
-    let text = text(&["explain", &undumpable.pid().to_string()]);
+    let text = text_of(&["explain", &undumpable.pid().to_string()]);
     assert!(text.contains("All of it is left alone") && text.contains("not dumpable"), "{text}");
     let mut ended = zombie();
-    let text = text(&["explain", &ended.id().to_string()]);
+    let text = text_of(&["explain", &ended.id().to_string()]);
     assert!(text.contains("has ended"), "{text}");
     ended.wait().unwrap();
     assert_fails(&["explain", "2147483646"], 5, "no process 2147483646");
@@ -313,10 +313,10 @@ fn only_root_is_answered() {
         f = s.makefile('rw')\ntry:\n  f.write('{\"schema\":\"pagefold.control/1\",\"request\":\"pause\"}\\n')\n  f.flush()\n\
         except OSError: pass\nprint(f.readline(), end='')\ntry: print(f.readline(), end='')\nexcept OSError: pass";
     let output = Command::new("python3").args(["-c", script]).uid(65534).gid(65534).output().unwrap();
-    let said = String::from_utf8(output.stdout).unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
     assert!(
-        said.lines().count() == 1 && text.contains("only root"),
-        "{said} {}",
+        text.lines().count() == 1 && text.contains("only root"),
+        "{text} {}",
         String::from_utf8_lossy(&output.stderr)
     );
     let status = status();
@@ -419,7 +419,7 @@ fn a_dry_run_answers_until_a_real_run_starts() {
     let status_of_dry = status();
     assert_eq!((&status_of_dry["dry_run"], &status_of_dry["ksm_driven"]), (&json!(true), &json!(false)));
     assert_eq!(status_of_dry["ksm_why"], "a dry run changes nothing");
-    assert!(text(&["status"]).contains("Dry run: "));
+    assert!(text_of(&["status"]).contains("Dry run: "));
     // A second dry run leaves it the socket, with a message.
     let second = Daemon::on(&[idle.pid()], &["--dry-run", "--for", "1s"]).end();
     second.summary();

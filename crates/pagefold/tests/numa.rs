@@ -11,7 +11,7 @@ mod guest;
 
 use expect::{Case, Expect, run};
 use guest::{Machine, Node};
-use pagefold_testkit::numa::{Fold, Scenario, Trouble, Victim};
+use pagefold_testkit::numa::{Disturbance, MergedBy, Scenario, Victim};
 
 /// Pages of each process: more than pagefold migrates at a time.
 const PAGES: usize = 4_608;
@@ -34,25 +34,26 @@ fn confined(node: usize) -> Victim {
     Victim { confined: true, ..idle(node) }
 }
 
-fn case(fold: Fold, name: &str, victims: &[Victim], expect: Expect) -> Case {
+fn case(merged_by: MergedBy, name: &str, victims: &[Victim], expect: Expect) -> Case {
     let (name, victims) = (name.to_owned(), victims.to_vec());
-    let scenario = Scenario { name, fold, victims, pages: PAGES, trouble: Trouble::None, generations: false };
+    let scenario =
+        Scenario { name, merged_by, victims, pages: PAGES, disturbance: Disturbance::None, generations: false };
     Case { scenario, expect }
 }
 
 /// KSM alone.
 fn ksm(victims: &[Victim]) -> Case {
-    case(Fold::Ksm, "ksm", victims, Expect::Any)
+    case(MergedBy::Ksm, "ksm", victims, Expect::Any)
 }
 
 /// `pagefold run` with a placement policy, or with none for `default`.
 fn placed(policy: &str, name: &str, victims: &[Victim], expect: Expect) -> Case {
     let options = if policy == "default" { vec![] } else { vec!["--placement".to_owned(), policy.to_owned()] };
-    case(Fold::Pagefold(options), &format!("{policy}: {name}"), victims, expect)
+    case(MergedBy::Pagefold(options), &format!("{policy}: {name}"), victims, expect)
 }
 
-fn with(trouble: Trouble, case: Case) -> Case {
-    Case { scenario: Scenario { trouble, ..case.scenario }, ..case }
+fn with(disturbance: Disturbance, case: Case) -> Case {
+    Case { scenario: Scenario { disturbance, ..case.scenario }, ..case }
 }
 
 fn by_generations(case: Case) -> Case {
@@ -67,7 +68,7 @@ fn shares<const N: usize>(shares: [f64; N]) -> Expect {
 #[test]
 fn two_processes_on_two_nodes_are_placed_by_the_policy() {
     let even = || shares([50.0, 50.0]);
-    let damaged = with(Trouble::Damage, ksm(&[idle(0), idle(1)]));
+    let damaged = with(Disturbance::Damage, ksm(&[idle(0), idle(1)]));
     run(
         &Machine::of(&[384, 384]),
         &[
@@ -160,7 +161,7 @@ fn pages_go_only_to_nodes_with_room() {
             // There is room for half of the pages on the second node, but not if a 32nd of its 768 MiB must be left free. At
             // most 6 MiB of the half's 9 MiB fit when all the memory saved by merging is free again.
             with(
-                Trouble::Full { node: 1, left_mib: 12 },
+                Disturbance::Full { node: 1, left_mib: 12 },
                 placed("fair", "a node is nearly full", &[idle(1), idle(0)], Expect::AtMost(1, 38.0)),
             ),
         ],
@@ -173,7 +174,7 @@ fn a_node_that_goes_offline_is_left_alone() {
     run(
         &machine,
         &[with(
-            Trouble::Offline { node: 1 },
+            Disturbance::Offline { node: 1 },
             placed("fair", "a node goes offline", &[idle(0), idle(1)], shares([50.0, 50.0])),
         )],
     );

@@ -347,9 +347,9 @@ fn the_injector_serves_only_root_and_the_daemon_uses_only_a_root_injector() {
         print(s.makefile().read(), end='')";
     let output =
         Command::new("python3").args(["-c", client]).arg(&unit_socket.path).uid(65534).gid(65534).output().unwrap();
-    let said: Value = serde_json::from_slice(&output.stdout)
+    let answer: Value = serde_json::from_slice(&output.stdout)
         .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
-    assert!(said["refusal"].as_str().unwrap().contains("only root"), "{text}");
+    assert!(answer["refusal"].as_str().unwrap().contains("only root"), "{answer}");
     unit_socket.assert_ended();
     // Another user listens.
     let dir = tempfile::tempdir_in("/tmp").unwrap();

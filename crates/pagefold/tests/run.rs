@@ -40,7 +40,7 @@ fn give_back(ksm: &KsmAtRest, tenants: &mut [Tenant]) {
 }
 
 #[test]
-fn twins_are_folded_and_get_all_back() {
+fn two_identical_processes_are_merged_and_get_everything_back() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(48, 24, 1);
     let pids = pids(&pair);

@@ -138,7 +138,7 @@ fn known_memory_is_counted_to_the_page() {
     // Sums of every break-down are the total.
     for list in ["processes", "kinds", "cgroups"] {
         let sum: u64 = report[list].as_array().unwrap().iter().map(|row| bytes(row, "savable_gross_bytes")).sum();
-        near(sum, bytes(totals, "savable_gross_bytes"), 64);
+        assert_close(sum, bytes(totals, "savable_gross_bytes"), 64);
     }
     for field in ["fork_shared_bytes", "swapped_bytes", "merged_bytes", "anonymous_bytes"] {
         bytes(totals, field);

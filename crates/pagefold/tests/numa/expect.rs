@@ -1,7 +1,7 @@
 //! The expected results of a scenario, and the report about it.
 
 use crate::guest::Machine;
-use pagefold_testkit::numa::{Fold, Moves, Outcome, PageSnapshot, Scenario, Trouble};
+use pagefold_testkit::numa::{Disturbance, MergedBy, Moves, Outcome, PageSnapshot, Scenario};
 use std::env;
 use std::time::Duration;
 
@@ -71,89 +71,91 @@ impl Case {
                 failures.push(what);
             }
         };
-        let Outcome { before, folded, unfolded, moves, .. } = outcome;
+        let Outcome { before, merged, unmerged, moves, .. } = outcome;
         let pages = self.scenario.pages as u64;
         let victims = &self.scenario.victims;
-        // That the scenario is what it says.
+        // The initial state is as the scenario says.
         for (victim, seen) in victims.iter().zip(&before.victims) {
             let active = if victim.active && !self.scenario.generations {
                 seen.active >= pages * 99 / 100
             } else {
                 seen.active <= pages / 100
             };
-            must(active && seen.by_node[victim.node] == pages, format!("it began with {seen:?} of {victim:?}"));
+            must(active && seen.by_node[victim.node] == pages, format!("the initial state of {victim:?} is {seen:?}"));
         }
-        must(outcome.settled, "it came to no end".to_owned());
+        must(outcome.settled, "merging did not finish".to_owned());
         let Moves { migrated, failed, balanced, .. } = outcome.when_quiet;
         // What was migrated just before may be counted as balanced since.
         must(migrated.saturating_sub(balanced) <= QUIET, format!("{migrated} pages moved at the end"));
-        must(failed <= QUIET, format!("{failed} pages were to be moved at the end, in vain"));
-        must(moves.killed == 0, format!("{} programs were killed", moves.killed));
+        must(failed <= QUIET, format!("{failed} pages could not be moved at the end"));
+        must(moves.killed == 0, format!("{} processes were killed", moves.killed));
 
-        if let Fold::Pagefold(_) = self.scenario.fold {
+        if let MergedBy::Pagefold(_) = self.scenario.merged_by {
             let summary = &outcome.summary;
             must(
                 summary["knobs_restored"] == true && summary["stood_down"].is_null(),
-                format!("it ended as {summary}"),
+                format!("the summary is {summary}"),
             );
-            // Copies are made where their program runs.
-            let local = local(&self.scenario, unfolded);
+            // Unmerging allocates copies on the node of the process.
+            let local = local(&self.scenario, unmerged);
             must(
-                local >= ALL || self.scenario.trouble != Trouble::None,
-                format!("{local:.0} % are at home at the end"),
+                local >= ALL || self.scenario.disturbance != Disturbance::None,
+                format!("{local:.0} % are on their own nodes at the end"),
             );
         }
-        for seen in [before, folded, unfolded].into_iter().flat_map(|look| &look.victims) {
+        for seen in [before, merged, unmerged].into_iter().flat_map(|snapshot| &snapshot.victims) {
             let merged: u64 = seen.merged.iter().sum();
             must(merged == seen.merged_by_smaps, format!("{merged} merged pages, {} by smaps", seen.merged_by_smaps));
         }
-        let merged = shares(folded);
+        let by_node = shares(merged);
         match &self.expect {
             Expect::Any | Expect::Damage => {}
             Expect::Shares(wanted) => {
-                let near = merged.iter().zip(wanted).all(|(share, wanted)| (share - wanted).abs() <= POINTS);
-                must(near, format!("shares {merged:.1?} instead of {wanted:?}"));
+                let close = by_node.iter().zip(wanted).all(|(share, wanted)| (share - wanted).abs() <= POINTS);
+                must(close, format!("shares {by_node:.1?} instead of {wanted:?}"));
             }
-            Expect::All(node) => must(merged[*node] >= ALL, format!("shares {merged:.1?}, and not all on node {node}")),
+            Expect::All(node) => {
+                must(by_node[*node] >= ALL, format!("shares {by_node:.1?}, and not all on node {node}"))
+            }
             Expect::AtMost(node, share) => {
-                must(merged[*node] <= *share, format!("shares {merged:.1?}, node {node} is full"));
+                must(by_node[*node] <= *share, format!("shares {by_node:.1?}, node {node} is full"));
             }
-            Expect::Apart(_) => must(folded.across == 0, format!("{} pages are shared across nodes", folded.across)),
+            Expect::Apart(_) => must(merged.across == 0, format!("{} pages are shared across nodes", merged.across)),
         }
         let saved = match self.expect {
             Expect::Apart(times) => times * pages,
             _ => (victims.len() as u64 - 1) * pages,
         };
-        let off = 100.0 * (folded.saved as f64 - saved as f64).abs();
-        must(off <= SAVED * saved as f64, format!("{} pages saved instead of {saved}", folded.saved));
+        let off = 100.0 * (merged.saved as f64 - saved as f64).abs();
+        must(off <= SAVED * saved as f64, format!("{} pages saved instead of {saved}", merged.saved));
 
-        if let (Trouble::Offline { node }, Some(troubled)) = (self.scenario.trouble, &outcome.troubled) {
-            let left: u64 = troubled.victims.iter().map(|pages| pages.by_node[node]).sum();
+        if let (Disturbance::Offline { node }, Some(disturbed)) = (self.scenario.disturbance, &outcome.disturbed) {
+            let left: u64 = disturbed.victims.iter().map(|pages| pages.by_node[node]).sum();
             must(left == 0, format!("{left} pages are on the node that went offline"));
         }
-        let still: u64 = unfolded.frames.iter().sum();
+        let still: u64 = unmerged.frames.iter().sum();
         must(still == 0, format!("{still} pages are merged after everything was unmerged"));
         must(outcome.knobs_changed.is_empty(), format!("not restored: {:?}", outcome.knobs_changed));
         failures
     }
 }
 
-/// Per cent of the merged pages, by node.
-fn shares(look: &PageSnapshot) -> Vec<f64> {
-    let all: u64 = look.frames.iter().sum();
-    look.frames.iter().map(|&frames| 100.0 * frames as f64 / all.max(1) as f64).collect()
+/// Percentages of the merged pages, by node.
+fn shares(snapshot: &PageSnapshot) -> Vec<f64> {
+    let all: u64 = snapshot.frames.iter().sum();
+    snapshot.frames.iter().map(|&frames| 100.0 * frames as f64 / all.max(1) as f64).collect()
 }
 
 /// The result of a scenario, as a line.
 fn line(scenario: &Scenario, outcome: &Outcome) -> String {
-    let Outcome { name, folded, cpu, moves, .. } = outcome;
+    let Outcome { name, merged, cpu, moves, .. } = outcome;
     let seconds = |ns: u64| ns as f64 / 1e9;
     format!(
         "{name:<32} {:>8} merged {:?}, saved {}, {:.1} s; CPU: ksmd {:.2} s, pagefold {:.2} s, in the programs {:.2} s; \
          migrated {} ({} by NUMA balancing), failed {}; local at the end: {:.0} %",
         format!("{} programs", scenario.victims.len()),
-        folded.frames,
-        folded.saved,
+        merged.frames,
+        merged.saved,
         outcome.settled_ms as f64 / 1e3,
         seconds(cpu.ksmd_ns),
         seconds(cpu.pagefold_ns),
@@ -161,22 +163,22 @@ fn line(scenario: &Scenario, outcome: &Outcome) -> String {
         moves.migrated,
         moves.balanced,
         moves.failed,
-        local(scenario, &outcome.unfolded),
+        local(scenario, &outcome.unmerged),
     )
 }
 
 /// The percentage of the processes' pages that are on their own nodes.
-fn local(scenario: &Scenario, look: &PageSnapshot) -> f64 {
-    let victims = scenario.victims.iter().zip(&look.victims);
+fn local(scenario: &Scenario, snapshot: &PageSnapshot) -> f64 {
+    let victims = scenario.victims.iter().zip(&snapshot.victims);
     let local: u64 = victims.map(|(victim, seen)| seen.by_node[victim.node]).sum();
     100.0 * local as f64 / (scenario.victims.len() * scenario.pages) as f64
 }
 
-/// What placing costs, against the cheapest run of `kernel` with as many programs in the same boot: told here, judged
-/// where the machine is a real one (`pagefold-lab bench numa`).
+/// Prints what placement costs, compared with the cheapest run of `kernel` with as many processes in the same boot. It is
+/// judged on real machines (`pagefold-lab bench numa`).
 fn costs(cases: &[&Case], outcomes: &[Outcome]) {
     let mut runs = Vec::new();
-    for (case, outcome) in cases.iter().zip(outcomes).filter(|(case, _)| case.scenario.fold != Fold::Ksm) {
+    for (case, outcome) in cases.iter().zip(outcomes).filter(|(case, _)| case.scenario.merged_by != MergedBy::Ksm) {
         let ns = outcome.cpu.ksmd_ns + outcome.cpu.pagefold_ns;
         runs.push((case.scenario.victims.len(), outcome, ns as f64));
     }

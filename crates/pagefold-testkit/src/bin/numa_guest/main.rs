@@ -1,6 +1,6 @@
-//! All that runs in the emulated guests of `tests/numa.rs` beside the kernel and pagefold: it boots as `/init`, carries
-//! out the scenarios in `/scenarios.json`, and writes what came of each as a line of JSON to the second serial port.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)] // A test program: raw calls are what it is for.
+//! Everything that runs in the emulated guests of pagefold's `tests/numa.rs` beside the kernel and pagefold. It boots as
+//! `/init`, runs the scenarios in `/scenarios.json`, and writes the result of each as a line of JSON to the second serial
+//! port.
 
 mod pages;
 mod programs;
@@ -19,7 +19,7 @@ fn main() {
         Some("victim") => victim::main(&args[2..]),
         Some("filler") => victim::filler(&args[2..]),
         _ if std::process::id() == 1 => init(),
-        _ => eprintln!("this is the /init of tests/numa.rs"),
+        _ => eprintln!("this is the /init of the guests of tests/numa.rs"),
     }
 }
 
@@ -40,18 +40,21 @@ fn init() {
     let mut results = results();
     for scenario in scenarios {
         println!("{}: begins", scenario.name);
-        let outcome = scenario::carry_out(&scenario);
+        let outcome = scenario::run(&scenario);
         writeln!(results, "{}", serde_json::to_string(&outcome).expect("an outcome")).expect("the results");
     }
     results.flush().expect("the results");
-    unsafe { libc::tcdrain(results.as_raw_fd()) };
-    // The emulator ends instead.
-    unsafe { libc::reboot(libc::RB_AUTOBOOT) };
+    // SAFETY: no memory is passed. The emulator ends instead of rebooting.
+    unsafe {
+        libc::tcdrain(results.as_raw_fd());
+        libc::reboot(libc::RB_AUTOBOOT);
+    }
 }
 
 fn mount(kind: &str, at: &str) {
     fs::create_dir_all(at).expect(at);
     let (kind, place) = (CString::new(kind).expect("no zeros"), CString::new(at).expect("no zeros"));
+    // SAFETY: strings that end with zero.
     let done = unsafe { libc::mount(kind.as_ptr(), place.as_ptr(), kind.as_ptr(), 0, std::ptr::null()) };
     assert_eq!(done, 0, "mount {at}: {}", std::io::Error::last_os_error());
 }
@@ -59,8 +62,9 @@ fn mount(kind: &str, at: &str) {
 /// The second serial port: the kernel and the programs write to the first.
 fn results() -> File {
     let port = OpenOptions::new().write(true).open("/dev/ttyS1").expect("/dev/ttyS1");
-    let mut how: libc::termios = unsafe { std::mem::zeroed() };
+    // SAFETY: all zeros is a termios; the calls read and write only it.
     unsafe {
+        let mut how: libc::termios = std::mem::zeroed();
         libc::tcgetattr(port.as_raw_fd(), &raw mut how);
         libc::cfmakeraw(&raw mut how);
         libc::cfsetspeed(&raw mut how, libc::B115200);

@@ -14,26 +14,26 @@ const REFERENCED: u64 = 1 << 2;
 const ACTIVE: u64 = 1 << 6;
 const KSM: u64 = 1 << 21;
 
-/// A victim's memory.
+/// A process's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent {
     pub pid: i32,
     /// The address of the first page.
     pub start: u64,
     pub pages: usize,
-    /// Where the program runs.
+    /// The node that the process runs on.
     pub node: usize,
 }
 
-/// Which node each frame is on.
+/// The nodes of all frames.
 pub struct Nodes {
     count: usize,
-    /// By first frame: how many frames, and the node.
+    /// By first frame: the number of frames, and the node.
     zones: BTreeMap<u64, (u64, usize)>,
 }
 
 impl Nodes {
-    /// By the zones of each node. Its memory blocks would not do: one of those may belong to two nodes.
+    /// Reads the zones of each node. Memory blocks would not do: one can belong to two nodes.
     pub fn read() -> Self {
         let text = fs::read_to_string("/proc/zoneinfo").expect("zoneinfo");
         let mut nodes = Self { count: 0, zones: BTreeMap::new() };
@@ -59,11 +59,11 @@ impl Nodes {
         zone.unwrap_or_else(|| panic!("frame {frame:#x} is on no node")).1.1
     }
 
-    /// Looks at every page of the victims.
-    pub fn look(&self, victims: &[Extent]) -> PageSnapshot {
+    /// The state of every page of the processes.
+    pub fn snapshot(&self, victims: &[Extent]) -> PageSnapshot {
         let kpageflags = File::open("/proc/kpageflags").expect("kpageflags");
-        let mut look = PageSnapshot { frames: vec![0; self.count], ..PageSnapshot::default() };
-        // By frame: how many pages map it, and from which nodes.
+        let mut snapshot = PageSnapshot { frames: vec![0; self.count], ..PageSnapshot::default() };
+        // By frame: the number of pages that map it, and their nodes.
         let mut merged: BTreeMap<u64, (u64, Vec<usize>)> = BTreeMap::new();
         for victim in victims {
             let mut pages = Pages { by_node: vec![0; self.count], merged: vec![0; self.count], ..Pages::default() };
@@ -78,8 +78,8 @@ impl Nodes {
                 pages.by_node[node] += 1;
                 pages.active += u64::from(flags & ACTIVE != 0);
                 pages.referenced += u64::from(flags & REFERENCED != 0);
-                // From 6.10 on (stable_page_flags in fs/proc/page.c), until it was noticed, KSM is told of every anonymous
-                // page. What is mapped more than once is merged: the victims have no children.
+                // Some kernels from 6.10 on set KSM for every anonymous page (stable_page_flags in fs/proc/page.c). A page
+                // that is mapped more than once is merged: the processes have no children.
                 if flags & KSM != 0 && entry & EXCLUSIVE == 0 {
                     pages.merged[node] += 1;
                     let (mapped, from) = merged.entry(frame).or_default();
@@ -88,18 +88,18 @@ impl Nodes {
                 }
             }
             pages.merged_by_smaps = smaps_ksm(victim);
-            look.victims.push(pages);
+            snapshot.victims.push(pages);
         }
         for (frame, (mapped, from)) in &merged {
-            look.frames[self.of(*frame)] += 1;
-            look.saved += mapped - 1;
-            look.across += u64::from(from.iter().any(|node| *node != from[0]));
+            snapshot.frames[self.of(*frame)] += 1;
+            snapshot.saved += mapped - 1;
+            snapshot.across += u64::from(from.iter().any(|node| *node != from[0]));
         }
-        look
+        snapshot
     }
 }
 
-/// Pages that smaps calls merged, in the mappings that hold a victim's memory.
+/// The number of merged pages according to smaps, in the mappings that hold a process's memory.
 fn smaps_ksm(victim: &Extent) -> u64 {
     let text = fs::read_to_string(format!("/proc/{}/smaps", victim.pid)).expect("smaps");
     let end = victim.start + victim.pages as u64 * PAGE;
@@ -125,14 +125,14 @@ fn names(dir: &str) -> Vec<String> {
     entries.map(|entry| entry.expect(dir).file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// A counter of /proc/vmstat, 0 where there is none.
+/// A counter of /proc/vmstat, 0 if the kernel does not have it.
 pub fn vmstat(name: &str) -> u64 {
     let text = fs::read_to_string("/proc/vmstat").expect("vmstat");
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     value.map_or(0, |value| value.parse().expect("a counter"))
 }
 
-/// User and system time of a process, and of its children that have ended, nanoseconds. Nothing where it has ended.
+/// User and system time of a process, and of its children that have ended, nanoseconds. Zeros if it has ended.
 pub fn times(pid: i32) -> [u64; 4] {
     /// Of /proc/PID/stat: hundredths of a second, on every architecture.
     const TICK_NS: u64 = 10_000_000;
@@ -142,14 +142,14 @@ pub fn times(pid: i32) -> [u64; 4] {
     std::array::from_fn(|at| words[11 + at].parse::<u64>().expect("ticks") * TICK_NS)
 }
 
-/// A process and all below it.
+/// CPU time of a process and all its descendants, nanoseconds.
 pub fn tree_ns(pid: i32) -> u64 {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     let below: u64 = children.split_ascii_whitespace().map(|child| tree_ns(child.parse().expect("a pid"))).sum();
     times(pid).iter().sum::<u64>() + below
 }
 
-/// The kernel's thread that merges.
+/// The pid of ksmd.
 pub fn ksmd() -> i32 {
     names("/proc")
         .iter()

@@ -1,21 +1,21 @@
-//! The programs of a scenario, as `/init` holds them.
+//! The processes of a scenario, and their handles.
 
 use crate::pages::Extent;
-use pagefold_testkit::numa::{Scenario, Trouble};
+use pagefold_testkit::numa::{Disturbance, Scenario};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// Not `/init`, which is on nobody's list of programs to fold.
+/// A copy of `/init`: pagefold leaves process 1 alone.
 const PROGRAM: &str = "/bin/victim";
 
-/// A program that is spoken to line by line.
+/// A process that communicates line by line.
 pub struct Program {
     child: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
-    /// What it said first, behind `ready`.
+    /// The address of its memory, which it prints first.
     address: u64,
 }
 
@@ -25,6 +25,7 @@ impl Program {
         command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped());
         if let Some(cgroup) = cgroup {
             let mut members = fs::OpenOptions::new().write(true).open(format!("{cgroup}/cgroup.procs")).expect(cgroup);
+            // SAFETY: one write, to a file that is open.
             unsafe { command.pre_exec(move || members.write_all(b"0")) };
         }
         let mut child = command.spawn().expect(PROGRAM);
@@ -39,12 +40,12 @@ impl Program {
 
     fn line(&mut self) -> String {
         let mut line = String::new();
-        // Nothing to read is an answer, too: it has ended.
+        // At the end of the output the line is empty.
         let _ = self.output.read_line(&mut line);
         line.trim_end().to_owned()
     }
 
-    fn do_this(&mut self, what: &str) -> Result<(), String> {
+    fn ask(&mut self, what: &str) -> Result<(), String> {
         let written = writeln!(self.input, "{what}").map_err(|error| format!("it has ended: {error}"));
         let said = self.line();
         if said == "done" { Ok(()) } else { Err(format!("at {what}: {said:?} {written:?}")) }
@@ -64,7 +65,7 @@ impl Program {
     }
 }
 
-/// All of a scenario.
+/// The processes of a scenario.
 pub struct Programs {
     pub victims: Vec<Program>,
     pub extents: Vec<Extent>,
@@ -86,7 +87,7 @@ impl Programs {
             let args: Vec<String> = std::iter::once("victim".to_owned()).chain(numbers).collect();
             let mut member = Program::start(&args, cgroup.as_deref());
             if victim.active {
-                member.do_this("activate").expect("a victim");
+                member.ask("activate").expect("a victim");
             }
             programs.extents.push(Extent {
                 pid: member.pid(),
@@ -97,7 +98,7 @@ impl Programs {
             programs.victims.push(member);
             programs.cgroups.extend(cgroup);
         }
-        if let Trouble::Full { node, left_mib } = scenario.trouble {
+        if let Disturbance::Full { node, left_mib } = scenario.disturbance {
             programs.filler =
                 Some(Program::start(&["filler".to_owned(), node.to_string(), left_mib.to_string()], None));
         }
@@ -105,16 +106,16 @@ impl Programs {
     }
 
     pub fn mark(&mut self) {
-        self.victims.iter_mut().for_each(|victim| victim.do_this("mark").expect("a victim"));
+        self.victims.iter_mut().for_each(|victim| victim.ask("mark").expect("a victim"));
     }
 
-    /// Has every byte compared; what is wrong.
+    /// Checks every byte of all processes. Returns the errors.
     pub fn check(&mut self) -> Vec<String> {
-        let said = self.victims.iter_mut().map(|victim| victim.do_this("check"));
+        let said = self.victims.iter_mut().map(|victim| victim.ask("check"));
         said.enumerate().filter_map(|(number, said)| Some(format!("victim {number}: {}", said.err()?))).collect()
     }
 
-    /// Ends them all; what is wrong.
+    /// Ends all processes. Returns the errors.
     pub fn end(self) -> Vec<String> {
         let said = self.victims.into_iter().chain(self.filler).map(Program::end);
         let wrong = said.enumerate().filter_map(|(number, said)| Some(format!("victim {number}: {}", said.err()?)));

@@ -1,8 +1,8 @@
-//! Carrying out a scenario.
+//! Runs a scenario.
 
 use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns, vmstat};
 use crate::programs::Programs;
-use pagefold_testkit::numa::{Cpu, Fold, Moves, Outcome, Scenario, Trouble};
+use pagefold_testkit::numa::{Cpu, Disturbance, MergedBy, Moves, Outcome, Scenario};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::{Read, Seek};
@@ -12,27 +12,27 @@ use std::time::{Duration, Instant};
 
 const PAGEFOLD: &str = "/bin/pagefold";
 const KSM: &str = "/sys/kernel/mm/ksm";
-/// For KSM alone; all else is as the kernel has it.
+/// For KSM alone; every other knob has its default.
 const PAGES_TO_SCAN: u64 = 4_000;
 
-const LOOK_EVERY: Duration = Duration::from_millis(250);
-/// So long must nothing happen before the folding counts as done: two of pagefold's rounds.
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
+/// Merging is finished when nothing has happened for this time: two of pagefold's rounds.
 const QUIET: Duration = Duration::from_secs(4);
-/// For KSM alone, which never pauses.
+/// The same for KSM alone, which never pauses.
 const QUIET_KSM: Duration = Duration::from_secs(1);
-/// How long to wait for that, and for the first merge or for two scans: none can merge anything before its end.
+/// Time limits for that, and for the first merge or two scans: nothing can be merged before the second scan ends.
 const LIMIT: Duration = Duration::from_secs(90);
 const FIRST_LIMIT: Duration = Duration::from_secs(45);
-/// pagefold has nothing to do when it takes less than this part of a core.
+/// pagefold is idle when it uses less than this fraction of a processor.
 const BUSY: u128 = 5;
-/// Pages that may be merged or moved meanwhile: those of the system's other programs.
+/// Pages that may be merged or moved meanwhile: those of other processes.
 const NEGLIGIBLE: u64 = 16;
 
 fn number(file: &str) -> u64 {
     fs::read_to_string(format!("{KSM}/{file}")).expect(file).trim().parse().expect(file)
 }
 
-/// Knobs by name. What reports is no knob.
+/// All knobs, by name.
 fn knobs() -> Vec<(String, String)> {
     let names = [
         "run",
@@ -48,45 +48,45 @@ fn knobs() -> Vec<(String, String)> {
     names.map(|name| (name.to_owned(), value(name))).to_vec()
 }
 
-pub fn carry_out(scenario: &Scenario) -> Outcome {
-    assert_eq!(number("pages_shared"), 0, "something is merged before {}", scenario.name);
+pub fn run(scenario: &Scenario) -> Outcome {
+    assert_eq!(number("pages_shared"), 0, "pages are merged before {}", scenario.name);
     let knobs_before = knobs();
     let killed = vmstat("oom_kill");
     crate::write_if_there("/sys/kernel/mm/lru_gen/enabled", if scenario.generations { "7" } else { "0" });
     let mut programs = Programs::start(scenario);
     let mut wrong = programs.check();
     let nodes = Nodes::read();
-    let before = nodes.look(&programs.extents);
+    let before = nodes.snapshot(&programs.extents);
 
     let meter = Meter::start(&programs);
-    let merger = Merger::start(&scenario.fold, &mut programs);
+    let merger = Merger::start(&scenario.merged_by, &mut programs);
     let settled = meter.wait_until_quiet(&merger);
-    let folded = nodes.look(&programs.extents);
+    let merged = nodes.snapshot(&programs.extents);
     wrong.extend(programs.check());
 
-    let troubled = match scenario.trouble {
-        Trouble::Offline { node } => {
+    let disturbed = match scenario.disturbance {
+        Disturbance::Offline { node } => {
             wrong.extend(take_offline(node).err());
-            // It must notice, and go on.
+            // pagefold must notice, and continue.
             meter.wait_until_quiet(&merger);
-            let look = Nodes::read().look(&programs.extents);
+            let snapshot = Nodes::read().snapshot(&programs.extents);
             wrong.extend(programs.check());
-            Some(look)
+            Some(snapshot)
         }
         _ => None,
     };
     let summary = merger.end(&programs, &mut wrong);
     wrong.extend(programs.check());
-    let unfolded = Nodes::read().look(&programs.extents);
-    if scenario.trouble == Trouble::Damage {
+    let unmerged = Nodes::read().snapshot(&programs.extents);
+    if scenario.disturbance == Disturbance::Damage {
         damage(&programs.extents[0]);
         wrong.extend(programs.check());
     }
     wrong.extend(programs.end());
-    if let Trouble::Offline { node } = scenario.trouble {
+    if let Disturbance::Offline { node } = scenario.disturbance {
         set_online(node, "online_movable").expect("it was online before");
     }
-    // Forgets the victims, too, which ksmd would otherwise keep until its next scan.
+    // This also makes ksmd drop the processes, which it would otherwise keep until its next scan.
     crate::write(&format!("{KSM}/run"), "2");
     crate::write(&format!("{KSM}/run"), "0");
     let knobs_changed = knobs().into_iter().zip(&knobs_before).filter(|(now, before)| now != *before);
@@ -95,15 +95,15 @@ pub fn carry_out(scenario: &Scenario) -> Outcome {
     Outcome {
         name: scenario.name.clone(),
         before,
-        folded,
+        merged,
         settled_ms: settled.ms,
-        settled: settled.really,
+        settled: settled.in_time,
         cpu: settled.cpu,
         moves,
         when_quiet: settled.when_quiet,
-        troubled,
+        disturbed,
         summary,
-        unfolded,
+        unmerged,
         knobs_changed: knobs_changed
             .map(|((name, now), (_, before))| format!("{name}: {before}, then {now}"))
             .collect(),
@@ -111,22 +111,22 @@ pub fn carry_out(scenario: &Scenario) -> Outcome {
     }
 }
 
-/// Whatever folds.
+/// What merges: ksmd alone, or pagefold.
 enum Merger {
     Ksm,
     Pagefold { child: Child, output: File, errors: File },
 }
 
 impl Merger {
-    fn start(fold: &Fold, programs: &mut Programs) -> Self {
-        match fold {
-            Fold::Ksm => {
+    fn start(merged_by: &MergedBy, programs: &mut Programs) -> Self {
+        match merged_by {
+            MergedBy::Ksm => {
                 crate::write(&format!("{KSM}/pages_to_scan"), &PAGES_TO_SCAN.to_string());
                 programs.mark();
                 crate::write(&format!("{KSM}/run"), "1");
                 Self::Ksm
             }
-            Fold::Pagefold(options) => {
+            MergedBy::Pagefold(options) => {
                 let (output, errors) = (file("out"), file("err"));
                 let mut command = Command::new(PAGEFOLD);
                 command.args(["run", "--json", "--pid", &pids(programs)]).args(options).stdin(Stdio::null());
@@ -143,7 +143,7 @@ impl Merger {
         }
     }
 
-    /// Ends the folding and takes everything apart; pagefold's summary.
+    /// Ends merging and unmerges everything. Returns pagefold's summary.
     fn end(self, programs: &Programs, wrong: &mut Vec<String>) -> Value {
         let Self::Pagefold { mut child, mut output, mut errors } = self else {
             crate::write(&format!("{KSM}/run"), "2");
@@ -152,21 +152,22 @@ impl Merger {
             return Value::Null;
         };
         if let Some(status) = child.try_wait().expect("a child") {
-            wrong.push(format!("pagefold run ended by itself: {status}"));
+            wrong.push(format!("pagefold run ended too early: {status}"));
         }
+        // SAFETY: no memory is passed. The child has not been waited for.
         unsafe { libc::kill(i32::try_from(child.id()).expect("a pid"), libc::SIGTERM) };
         let status = child.wait().expect("a child");
-        let (said, complaints) = (contents(&mut output), contents(&mut errors));
-        print!("{complaints}");
+        let (summary, errors) = (contents(&mut output), contents(&mut errors));
+        print!("{errors}");
         if !status.success() {
-            wrong.push(format!("pagefold run: {status}: {complaints}"));
+            wrong.push(format!("pagefold run: {status}: {errors}"));
         }
         let unmerged = Command::new(PAGEFOLD).args(["unmerge", "--pid", &pids(programs)]).output().expect(PAGEFOLD);
         if !unmerged.status.success() {
-            let complaints = String::from_utf8_lossy(&unmerged.stderr);
-            wrong.push(format!("pagefold unmerge: {}: {complaints}", unmerged.status));
+            let errors = String::from_utf8_lossy(&unmerged.stderr);
+            wrong.push(format!("pagefold unmerge: {}: {errors}", unmerged.status));
         }
-        serde_json::from_str(&said).unwrap_or(Value::String(said))
+        serde_json::from_str(&summary).unwrap_or(Value::String(summary))
     }
 }
 
@@ -186,7 +187,7 @@ fn contents(file: &mut File) -> String {
     text
 }
 
-/// CPU time and moves since the beginning.
+/// Measures CPU time and moves since its start.
 struct Meter {
     began: Instant,
     ksmd: i32,
@@ -197,7 +198,7 @@ struct Meter {
 
 struct Settled {
     ms: u64,
-    really: bool,
+    in_time: bool,
     cpu: Cpu,
     moves: Moves,
     when_quiet: Moves,
@@ -218,8 +219,8 @@ impl Meter {
             pagefold_ns: merger.cpu_ns(),
             victims_system_ns: self.pids.iter().map(|&pid| times(pid)[1]).sum(),
         };
-        // The kernel counts a page as migrated, and then as migrated by balancing: whoever reads the other way round finds no
-        // more of the second than of the first.
+        // The kernel counts a page first as migrated and then as migrated by balancing. Reading in the reverse order never
+        // finds more of the second than of the first.
         let balanced = vmstat("numa_pages_migrated");
         let moves =
             Moves { migrated: vmstat("pgmigrate_success"), failed: vmstat("pgmigrate_fail"), balanced, killed: 0 };
@@ -236,22 +237,22 @@ impl Meter {
         (cpu, less(moves, self.moves))
     }
 
-    /// Waits until nothing merges and nothing moves any more, and whatever folds has nothing to do.
+    /// Waits until nothing merges and nothing moves any more, and pagefold is idle.
     fn wait_until_quiet(&self, merger: &Merger) -> Settled {
         let began = Instant::now();
         let quiet_time = if matches!(merger, Merger::Ksm) { QUIET_KSM } else { QUIET };
-        // What the kernel's NUMA balancing moves is not merged.
-        let look = || {
+        // Pages that the kernel's NUMA balancing moves do not count.
+        let activity = || {
             let balanced = vmstat("numa_pages_migrated");
             number("pages_sharing") + vmstat("pgmigrate_success") - balanced
         };
-        let (mut seen, scans) = (look(), number("full_scans"));
+        let (mut seen, scans) = (activity(), number("full_scans"));
         let (mut since, mut then) = (Instant::now(), self.read(merger));
         let mut settled = self.settled(merger);
         let mut happened = false;
         loop {
-            std::thread::sleep(LOOK_EVERY);
-            let now = look();
+            std::thread::sleep(CHECK_INTERVAL);
+            let now = activity();
             if now.abs_diff(seen) > NEGLIGIBLE {
                 (seen, since, then, happened) = (now, Instant::now(), self.read(merger), true);
                 settled = self.settled(merger);
@@ -259,13 +260,13 @@ impl Meter {
             if since.elapsed() >= quiet_time {
                 let (cpu, moves) = self.read(merger);
                 let busy = u128::from(cpu.pagefold_ns - then.0.pagefold_ns) > since.elapsed().as_nanos() / BUSY;
-                // Nothing merges before its second scan.
+                // Nothing is merged before the second scan.
                 let enough = number("pages_sharing") > NEGLIGIBLE || number("full_scans") >= scans + 2;
-                settled.really = !busy && (enough || began.elapsed() >= FIRST_LIMIT);
+                settled.in_time = !busy && (enough || began.elapsed() >= FIRST_LIMIT);
                 settled.when_quiet = less(moves, then.1);
                 (since, then) = (Instant::now(), (cpu, moves));
             }
-            if settled.really || began.elapsed() >= LIMIT {
+            if settled.in_time || began.elapsed() >= LIMIT {
                 if !happened {
                     (settled.ms, settled.cpu) = (self.ms(), self.since(merger).0);
                 }
@@ -278,10 +279,10 @@ impl Meter {
         u64::try_from(self.began.elapsed().as_millis()).expect("a short time")
     }
 
-    /// What it has taken, if this was the last that happened.
+    /// The result if nothing happens from now on.
     fn settled(&self, merger: &Merger) -> Settled {
         let (cpu, moves) = self.since(merger);
-        Settled { ms: self.ms(), really: false, cpu, moves, when_quiet: Moves::default() }
+        Settled { ms: self.ms(), in_time: false, cpu, moves, when_quiet: Moves::default() }
     }
 }
 
@@ -294,13 +295,13 @@ fn less(now: Moves, before: Moves) -> Moves {
     }
 }
 
-/// Writes a byte in the middle of a victim's memory.
+/// Writes a byte into the middle of a process's memory.
 fn damage(victim: &Extent) {
     let memory = File::options().write(true).open(format!("/proc/{}/mem", victim.pid)).expect("a victim's memory");
     memory.write_at(b"?", victim.start + victim.pages as u64 / 2 * PAGE + 99).expect("a write");
 }
 
-/// Takes all memory of a node from the kernel's merger.
+/// Takes all memory of a node offline.
 fn take_offline(node: usize) -> Result<(), String> {
     set_online(node, "offline")
 }

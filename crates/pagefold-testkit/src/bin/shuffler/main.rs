@@ -1,11 +1,10 @@
-//! A program that shuffles its memory about and knows what every byte of it must be, for tests of data integrity.
+//! A program that changes its memory in many ways and knows what every byte of it must be, for tests of data integrity.
 //!
-//! `shuffler KEY=VALUE...` (see [`Options`]) holds mappings whose pages have contents in common with other shufflers,
-//! says `ready`, and goes on writing, forking, protecting, moving, unmapping, discarding and paging out, in an
-//! order that follows from its seed. It keeps a model of what each page holds and compares every byte with it, all of them at
-//! least once a second. Each second it says how often, in one line. It ends with its standard input or after so many
-//! seconds, with `end ok` and 0, or at once with `bad: PAGE, EXPECTED, FOUND` and 1.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks)] // A test program: raw calls are what it is for.
+//! `shuffler KEY=VALUE...` (see [`Options`]) holds mappings whose pages have contents in common with other shufflers. It
+//! prints `ready`, and then writes, forks, protects, moves, unmaps, discards and pages out, in an order that follows from
+//! its seed. It keeps a model of the contents and checks every byte at least once a second, and then prints a line with
+//! counts. It ends with its input, or after a number of seconds, with `end ok` and exit code 0; or at once with
+//! `bad: PAGE, EXPECTED, FOUND` and exit code 1.
 
 mod content;
 mod region;
@@ -16,25 +15,26 @@ use region::{Arena, Damage, MOST, PAGE, Region};
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-/// The settings, with their defaults.
+/// The settings.
 struct Options {
-    /// Memory held at the beginning, MiB.
+    /// Memory held at the beginning, MiB (default: 48).
     mib: usize,
-    /// Mappings.
+    /// The number of mappings.
     regions: usize,
     seed: u64,
+    /// Run time (default: until the input ends).
     seconds: u64,
-    /// Per cent of the pages whose content others may hold.
+    /// The percentage of pages with contents in common with other shufflers.
     share: u64,
-    /// Ask for huge pages.
+    /// Request huge pages.
     huge: bool,
-    /// Pause after each thing done, microseconds.
+    /// Pause after each operation, microseconds.
     pause_us: u64,
-    /// Memory taken and given back at once by `burst`, MiB.
+    /// Memory taken and given back by `burst`, MiB.
     burst: usize,
     /// Falsify the model after the first second, to prove that the checks can fail.
     sabotage: bool,
-    /// What is done, and how often in proportion.
+    /// The operations, with their weights.
     ops: Vec<(Op, usize)>,
 }
 
@@ -51,14 +51,15 @@ enum Op {
     Discard,
     Pageout,
     Collapse,
-    /// Not usual: writes what is there already.
+    /// Writes what a page holds already. Not by default.
     Rewrite,
-    /// Not usual: takes memory and gives it back.
+    /// Takes memory and gives it back. Not by default.
     Burst,
 }
 
-/// By name. Moving and collapsing undo merges of thousands of pages at once: so they are rare, or nothing is ever merged.
-const USUAL: [(&str, Op, usize); 13] = [
+/// All operations, by name, with their default weights. Moving and collapsing unmerge thousands of pages at once: if they
+/// were not rare, nothing would ever be merged.
+const OPERATIONS: [(&str, Op, usize); 13] = [
     ("write", Op::Write, 120),
     ("word", Op::Word, 80),
     ("check", Op::Check, 80),
@@ -86,7 +87,7 @@ impl Options {
             pause_us: 2_000,
             burst: 16,
             sabotage: false,
-            ops: USUAL.iter().map(|&(_, op, weight)| (op, weight)).collect(),
+            ops: OPERATIONS.iter().map(|&(_, op, weight)| (op, weight)).collect(),
         };
         for word in words {
             let (key, value) = word.split_once('=').expect("KEY=VALUE");
@@ -106,7 +107,7 @@ impl Options {
                     options.ops = value
                         .split(',')
                         .map(|name| {
-                            let found = USUAL.iter().find(|usual| usual.0 == name);
+                            let found = OPERATIONS.iter().find(|operation| operation.0 == name);
                             let &(_, op, weight) = found.unwrap_or_else(|| panic!("no {name}"));
                             (op, weight.max(1))
                         })
@@ -119,7 +120,7 @@ impl Options {
     }
 }
 
-/// What was done, for the lines.
+/// Counts of what was done.
 #[derive(Default)]
 struct Counts {
     pages_checked: u64,
@@ -177,13 +178,13 @@ impl Shuffler {
         Region::map(&mut self.arena, self.random.next(), pages, huge, seed)
     }
 
-    /// What a page gets: what the other shufflers have in this place, or something of its own.
+    /// A new content for a page: that of the other shufflers at this page, or a unique one.
     fn content(&mut self, region: usize, page: usize) -> Content {
         if self.percent(self.options.share) {
             Content::common((region * MOST + page) as u64)
         } else {
             self.fresh += 1;
-            Content::own(self.fresh)
+            Content::unique(self.fresh)
         }
     }
 
@@ -195,7 +196,7 @@ impl Shuffler {
         Ok(())
     }
 
-    /// Some pages of some region: which, from where, how many.
+    /// A random range of pages: region, first page, number.
     fn some(&mut self, most: usize) -> (usize, usize, usize) {
         let region = self.index(self.regions.len());
         let all = self.regions[region].pages.len();
@@ -239,7 +240,7 @@ impl Shuffler {
                 let (known, region) = (self.regions[region].pages[page], &mut self.regions[region]);
                 self.counts.writes += 1;
                 self.counts.faults += u64::from(region.is_protected());
-                region.poke(page, known.poked(random))?;
+                region.replace_word(page, known.with_word_replaced(random))?;
             }
             Op::Check => self.check(128)?,
             Op::Fork => self.fork()?,
@@ -271,7 +272,7 @@ impl Shuffler {
                 }
             }
             Op::Collapse => {
-                // Into a huge page: what is merged is taken apart for it. May be refused for many reasons.
+                // Into a huge page, which unmerges its parts. May be refused for many reasons.
                 let (region, page, _) = self.some(1);
                 let (region, first) = (&self.regions[region], page / 512 * 512);
                 let pages = (region.pages.len() - first).min(512);
@@ -280,7 +281,7 @@ impl Shuffler {
                 }
             }
             Op::Rewrite => {
-                // The same few again and again: so what it takes is bounded.
+                // Always among the same pages: this bounds the memory that it takes.
                 let region = self.index(self.regions.len());
                 let page = self.index(self.regions[region].pages.len().min(1_024));
                 self.regions[region].rewrite(page)?;
@@ -290,7 +291,7 @@ impl Shuffler {
         self.reap(4)
     }
 
-    /// Must read zeros now. Then some of it gets contents again.
+    /// Checks that a part of the range reads as zeros, and writes new contents to most of it.
     fn check_zero(&mut self, region: usize, first: usize, pages: usize) -> Result<(), Damage> {
         let read = self.index(pages + 1);
         (first..first + read).try_for_each(|page| self.regions[region].check(page))?;
@@ -317,11 +318,11 @@ impl Shuffler {
         let region = self.index(self.regions.len());
         let random = self.random.next();
         let pages = self.regions[region].pages.len();
-        let usual = (self.options.mib * 256 / self.options.regions).clamp(64, MOST);
-        // Moving several mappings at once is new (Linux 6.17), and there a signal may leave half of them moved.
+        let normal = (self.options.mib * 256 / self.options.regions).clamp(64, MOST);
+        // Moving several mappings at once needs Linux 6.17, where a signal can leave half of them moved.
         let done = if self.percent(50) && !self.regions[region].split {
             self.regions[region].relocate(&mut self.arena, random)
-        } else if pages < usual + usual / 4 && pages + 64 <= MOST {
+        } else if pages < normal + normal / 4 && pages + 64 <= MOST {
             let more = 1 + self.index(64);
             let done = self.regions[region].resize(pages + more);
             if done.is_ok() {
@@ -329,7 +330,7 @@ impl Shuffler {
             }
             done
         } else {
-            self.regions[region].resize(usual)
+            self.regions[region].resize(normal)
         };
         self.counts.remaps += 1;
         match done {
@@ -346,8 +347,10 @@ impl Shuffler {
         self.reap(1)?;
         self.counts.forks += 1;
         let seed = self.random.next();
+        // SAFETY: the program has one thread.
         match unsafe { libc::fork() } {
             0 => {
+                // SAFETY: no memory is passed.
                 unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
                 self.children.clear();
                 self.random = Random::new(seed);
@@ -355,12 +358,13 @@ impl Shuffler {
                 if let Err(Damage(what)) = &result {
                     println!("bad: in a child: {what}");
                 }
+                // SAFETY: no memory is passed.
                 unsafe { libc::_exit(i32::from(result.is_err())) }
             }
             -1 => Err(Damage(format!("fork: {}", std::io::Error::last_os_error()))),
             pid => {
                 self.children.push(pid);
-                // At once, while both have the same pages.
+                // At once, while both share their pages.
                 self.write(16)
             }
         }
@@ -375,11 +379,12 @@ impl Shuffler {
         self.check_all()
     }
 
-    /// Waits until at most so many children are left. Those that were killed or found damage are damage.
+    /// Waits until at most `most` children are left. A child that was killed or found damage is an error.
     fn reap(&mut self, most: usize) -> Result<(), Damage> {
         while !self.children.is_empty() {
             let wait = if self.children.len() > most { 0 } else { libc::WNOHANG };
             let mut status = 0;
+            // SAFETY: the kernel writes the status.
             let pid = unsafe { libc::waitpid(-1, &raw mut status, wait) };
             if pid == 0 {
                 break;
@@ -404,7 +409,7 @@ impl Shuffler {
     }
 }
 
-/// Takes so much memory and gives it back.
+/// Takes memory and gives it back.
 fn burst(mib: usize) {
     let mut memory = vec![1_u8; mib << 20];
     memory.iter_mut().step_by(PAGE).for_each(|byte| *byte = 2);
@@ -413,7 +418,8 @@ fn burst(mib: usize) {
 
 fn input_ended() -> bool {
     let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
-    // Ready without anything to come: only its end is of interest.
+    // Ready although nothing is ever sent: this is its end.
+    // SAFETY: one pollfd, which lives through the call.
     unsafe { libc::poll(&raw mut input, 1, 0) > 0 }
 }
 
@@ -431,7 +437,7 @@ fn run(options: Options) -> Result<String, Damage> {
             println!("{second} s: {} ok", shuffler.line());
             second = start.elapsed().as_secs() + 1;
             if sabotage {
-                shuffler.regions[0].pages[7] = Content::own(u64::from(u32::MAX >> 1));
+                shuffler.regions[0].pages[7] = Content::unique(u64::from(u32::MAX >> 1));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Mappings, what is done to them, and the model of what they hold.
+//! Mappings, operations on them, and the model of their contents.
 
 use crate::content::{Content, WORDS};
 use std::ptr;
@@ -7,19 +7,19 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 pub const PAGE: usize = 4096;
 /// Address space kept for each mapping, with a hole behind it.
 const SLOT: usize = 32 << 20;
-/// The longest that a mapping gets, pages.
+/// The maximum length of a mapping, pages.
 pub const MOST: usize = 4096;
 
-/// The mapping that may not be written, and how often it was.
+/// The mapping that is read-only, and the number of faults in it.
 static GUARD_START: AtomicUsize = AtomicUsize::new(0);
 static GUARD_BYTES: AtomicUsize = AtomicUsize::new(0);
 static FAULTS: AtomicU64 = AtomicU64::new(0);
 
-/// A page that is not what it has to be.
+/// A difference between memory and model.
 #[derive(Debug)]
 pub struct Damage(pub String);
 
-/// Address space in which mappings have their places, so that nothing else comes to lie there.
+/// Address space reserved for the mappings.
 pub struct Arena {
     start: usize,
     free: Vec<usize>,
@@ -32,13 +32,13 @@ impl Arena {
         Self { start, free: (0..slots).collect() }
     }
 
-    /// A free place, chosen by `random`.
+    /// A free slot, chosen by `random`.
     fn take(&mut self, random: u64) -> usize {
         let at = usize::try_from(random >> 1).unwrap_or(0) % self.free.len();
         self.start + self.free.swap_remove(at) * SLOT
     }
 
-    /// Puts a hole where a mapping was.
+    /// Frees the slot of a mapping, and reserves its address space.
     fn give_back(&mut self, start: usize) {
         map(start as *mut _, SLOT, libc::PROT_NONE, libc::MAP_NORESERVE | libc::MAP_FIXED);
         self.free.push((start - self.start) / SLOT);
@@ -47,6 +47,7 @@ impl Arena {
 
 fn map(at: *mut libc::c_void, bytes: usize, protection: i32, flags: i32) -> usize {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags;
+    // SAFETY: a mapping at an address of the kernel's choosing, or over a slot of the arena that nothing refers to.
     let start = unsafe { libc::mmap(at, bytes, protection, flags, -1, 0) };
     assert_ne!(start, libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
     start.addr()
@@ -56,7 +57,7 @@ pub struct Region {
     pub start: usize,
     pub pages: Vec<Content>,
     read_only: bool,
-    /// Some of it was replaced: several mappings to the kernel, which mremap(2) may refuse.
+    /// A part was replaced: to the kernel these are several mappings, which mremap(2) may refuse.
     pub split: bool,
     huge: bool,
     salt: u64,
@@ -70,12 +71,13 @@ impl Region {
         region
     }
 
-    /// Fresh memory in place of some of it.
+    /// Maps fresh memory in place of a part.
     fn map_at(&self, first: usize, pages: usize) {
         let (at, bytes) = (self.start + first * PAGE, pages * PAGE);
         map(at as *mut _, bytes, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_FIXED);
         if self.huge {
-            // Refused where the kernel has no huge pages; the caller has looked.
+            // Fails if the kernel has no huge pages, which the caller has checked.
+            // SAFETY: the advice keeps the contents.
             unsafe { libc::madvise(at as *mut _, bytes, libc::MADV_HUGEPAGE) };
         }
     }
@@ -85,12 +87,12 @@ impl Region {
         (self.start + page * PAGE) as *mut u64
     }
 
-    /// Before the first write to memory that may not be written: how often that was tried.
+    /// To be called before a write: the number of faults so far if the mapping is read-only.
     fn expect_fault(&self) -> Option<u64> {
         self.read_only.then(|| FAULTS.load(Ordering::SeqCst))
     }
 
-    /// After it: it must have been tried once, and by then it is permitted.
+    /// To be called after the write: there must have been one fault, whose handler has made the mapping writable.
     fn faulted(&mut self, before: Option<u64>) -> Result<(), Damage> {
         let Some(before) = before else { return Ok(()) };
         self.read_only = false;
@@ -100,31 +102,36 @@ impl Region {
         }
     }
 
-    /// Another content for a page.
+    /// Writes another content to a page.
     pub fn write(&mut self, page: usize, content: Content) -> Result<(), Damage> {
         let (at, before) = (self.at(page), self.expect_fault());
         for (word, value) in content.words(self.salt).enumerate() {
+            // SAFETY: a word of a page of the mapping.
             unsafe { at.add(word).write_volatile(value) };
         }
         self.pages[page] = content;
         self.faulted(before)
     }
 
-    /// Another value for one word; what was poked before is undone.
-    pub fn poke(&mut self, page: usize, content: Content) -> Result<(), Damage> {
+    /// Writes a content that differs in one word; a word that was replaced before is restored.
+    pub fn replace_word(&mut self, page: usize, content: Content) -> Result<(), Damage> {
         let (at, before) = (self.at(page), self.expect_fault());
         let all = |content: Content| content.words(self.salt);
-        for word in [self.pages[page].poke(), content.poke()].into_iter().flatten().map(|(word, _)| word) {
+        for word in
+            [self.pages[page].replaced_word(), content.replaced_word()].into_iter().flatten().map(|(word, _)| word)
+        {
             let value = all(content).nth(word).unwrap_or(0);
+            // SAFETY: a word of a page of the mapping.
             unsafe { at.add(word).write_volatile(value) };
         }
         self.pages[page] = content;
         self.faulted(before)
     }
 
-    /// Writes what it holds already: undoes a merge and changes nothing.
+    /// Writes what a page holds already: this unmerges it and changes nothing.
     pub fn rewrite(&mut self, page: usize) -> Result<(), Damage> {
         let (at, before) = (self.at(page), self.expect_fault());
+        // SAFETY: a word of a page of the mapping.
         unsafe { at.write_volatile(at.read_volatile()) };
         self.faulted(before)
     }
@@ -135,6 +142,7 @@ impl Region {
         let mut wrong = None;
         let mut count = 0;
         for (word, expected) in self.pages[page].words(self.salt).enumerate() {
+            // SAFETY: a word of a page of the mapping.
             let found = unsafe { at.add(word).read_volatile() };
             if found != expected {
                 count += 1;
@@ -155,9 +163,9 @@ impl Region {
         Ok(self.pages.len())
     }
 
-    // ---- what is done to it -------------------------------------------------------------------------------------
+    // ---- operations -------------------------------------------------------------------------------------
 
-    /// Makes it read-only, until it is written. One at a time.
+    /// Makes it read-only until it is written to. At most one mapping at a time is read-only.
     pub fn protect(&mut self) {
         GUARD_START.store(self.start, Ordering::SeqCst);
         GUARD_BYTES.store(self.pages.len() * PAGE, Ordering::SeqCst);
@@ -177,18 +185,21 @@ impl Region {
     }
 
     fn protect_as(&self, protection: i32) {
+        // SAFETY: all of the mapping, which is accessed only by raw pointers.
         let done = unsafe { libc::mprotect(self.start as *mut _, self.pages.len() * PAGE, protection) };
         assert_eq!(done, 0, "mprotect: {}", std::io::Error::last_os_error());
     }
 
-    /// Makes it longer, with zeros, or shorter. The error is the kernel's.
+    /// Makes it longer, with zeros, or shorter. The error is errno.
     pub fn resize(&mut self, pages: usize) -> Result<(), i32> {
         self.unprotect();
         let old = self.pages.len() * PAGE;
-        // The place is large enough, but its hole is in the way of growth.
+        // The slot is large enough, but its reservation is in the way.
         if pages > self.pages.len() {
+            // SAFETY: reserved address space that nothing refers to.
             unsafe { libc::munmap((self.start + old) as *mut _, pages * PAGE - old) };
         }
+        // SAFETY: all of the mapping, which does not move.
         let moved = unsafe { libc::mremap(self.start as *mut _, old, pages * PAGE, 0) };
         let error = std::io::Error::last_os_error();
         let done = moved != libc::MAP_FAILED;
@@ -199,11 +210,12 @@ impl Region {
         if done { Ok(()) } else { Err(error.raw_os_error().unwrap_or(0)) }
     }
 
-    /// Moves it elsewhere. The error is the kernel's.
+    /// Moves it to another slot. The error is errno.
     pub fn relocate(&mut self, arena: &mut Arena, random: u64) -> Result<(), i32> {
         self.unprotect();
         let (from, to, bytes) = (self.start, arena.take(random), self.pages.len() * PAGE);
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        // SAFETY: all of the mapping, to a free slot; only `self.start` refers to it.
         let moved = unsafe { libc::mremap(from as *mut _, bytes, bytes, flags, to) };
         if moved == libc::MAP_FAILED {
             let error = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
@@ -215,10 +227,11 @@ impl Region {
         Ok(())
     }
 
-    /// Unmaps some of it and maps zeros there.
+    /// Unmaps a part and maps zeros there.
     pub fn replace(&mut self, first: usize, pages: usize) {
         self.unprotect();
         let (at, bytes) = ((self.start + first * PAGE) as *mut _, pages * PAGE);
+        // SAFETY: a part of the mapping, to which no reference exists.
         let done = unsafe { libc::munmap(at, bytes) };
         assert_eq!(done, 0, "munmap: {}", std::io::Error::last_os_error());
         self.map_at(first, pages);
@@ -227,46 +240,54 @@ impl Region {
     }
 
     pub fn unmap(self, arena: &mut Arena) {
+        // SAFETY: all of the mapping, to which no reference exists.
         let done = unsafe { libc::munmap(self.start as *mut _, self.pages.len() * PAGE) };
         assert_eq!(done, 0, "munmap: {}", std::io::Error::last_os_error());
         arena.give_back(self.start);
     }
 
-    /// Some advice about some of it. The error is the kernel's.
+    /// madvise(2) for a part. The error is errno.
     pub fn advise(&self, first: usize, pages: usize, advice: i32) -> Result<(), i32> {
+        // SAFETY: a part of the mapping, which is accessed only by raw pointers.
         let done = unsafe { libc::madvise(self.at(first).cast(), pages * PAGE, advice) };
         if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)) }
     }
 
-    /// Gives some of it back to the kernel: zeros from now on.
+    /// Gives a part back to the kernel: it reads as zeros afterwards.
     pub fn discard(&mut self, first: usize, pages: usize) {
         assert_eq!(self.advise(first, pages, libc::MADV_DONTNEED), Ok(()), "MADV_DONTNEED");
         self.pages[first..first + pages].fill(Content::ZERO);
     }
 }
 
-/// Has writes to memory that is read-only counted and then permitted.
+/// Installs the handler that counts faults of the read-only mapping and makes it writable.
 pub fn catch_faults() {
     extern "C" fn caught(_signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+        // SAFETY: the kernel passes a valid siginfo.
         let at = unsafe { (*info).si_addr() }.addr();
         let (start, bytes) = (GUARD_START.load(Ordering::SeqCst), GUARD_BYTES.load(Ordering::SeqCst));
         let writable = libc::PROT_READ | libc::PROT_WRITE;
         let inside = (start..start + bytes).contains(&at);
+        // SAFETY: all of the read-only mapping, which is accessed only by raw pointers.
         if !inside || unsafe { libc::mprotect(start as *mut _, bytes, writable) } != 0 {
+            // SAFETY: the kernel passes a valid context.
             let registers = unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
             let [rip, rsp, rax] =
                 [libc::REG_RIP, libc::REG_RSP, libc::REG_RAX].map(|at| registers[usize::try_from(at).unwrap_or(0)]);
+            // SAFETY: the kernel passes a valid siginfo.
             let code = unsafe { (*info).si_code };
-            // It ends anyway: that this allocates does no harm.
+            // Printing may allocate; the process ends anyway.
             println!(
-                "bad: a fault that nothing explains: address {at:x}, code {code}, rip {rip:x}, rsp {rsp:x}, rax {rax:x}, \
+                "bad: an unexpected fault: address {at:x}, code {code}, rip {rip:x}, rsp {rsp:x}, rax {rax:x}, \
                  guard {start:x} {bytes:x}, {}",
                 std::io::Error::last_os_error()
             );
+            // SAFETY: no memory is passed.
             unsafe { libc::_exit(3) };
         }
         FAULTS.fetch_add(1, Ordering::SeqCst);
     }
+    // SAFETY: all zeros is a sigaction; the handler has the signature of SA_SIGINFO.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = caught as *const () as usize;
