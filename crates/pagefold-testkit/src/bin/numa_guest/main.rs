@@ -73,15 +73,15 @@ fn results() -> File {
     port
 }
 
-pub fn write(path: &str, text: &str) {
+fn write(path: &str, text: &str) {
     try_write(path, text).unwrap_or_else(|error| panic!("{text} to {path}: {error}"));
 }
 
-pub fn try_write(path: &str, text: &str) -> std::io::Result<()> {
+fn try_write(path: &str, text: &str) -> std::io::Result<()> {
     OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())
 }
 
-pub fn write_if_there(path: &str, text: &str) {
+fn write_if_there(path: &str, text: &str) {
     if fs::exists(path).expect(path) {
         write(path, text);
     }
