@@ -1,7 +1,7 @@
 //! The digest of a page: a 64-bit hash of its contents.
 //!
-//! A digest is a hint. The kernel compares pages byte for byte before it merges them, so a collision costs time and never
-//! data.
+//! A digest is a hint. The kernel compares pages byte for byte before it merges them, so a collision costs time and
+//! never data.
 
 use crate::keys::DomainKey;
 use crate::random::mix;
@@ -21,7 +21,8 @@ impl Digest {
     /// The digest of a page of zeros, and of no other page.
     pub const ZERO: Self = Self(0);
 
-    /// The digest of this content within a trust domain, distinct from those in other domains. Zeros belong to no domain.
+    /// The digest of this content within a trust domain, distinct from those in other domains. Zeros belong to no
+    /// domain.
     #[must_use]
     pub fn in_domain(self, domain: DomainKey) -> Self {
         if self == Self::ZERO || domain == DomainKey(0) { self } else { Self(self.0 ^ mix(u64::from(domain.0))) }
@@ -30,7 +31,8 @@ impl Digest {
 
 /// Computes digests: XXH3 with a secret derived from a seed, so that pages that collide cannot be prepared.
 ///
-/// The secret is derived once. XXH3 itself, given a seed, derives it for every page, which is a fifth of the cost of a digest.
+/// The secret is derived once. XXH3 itself, given a seed, derives it for every page, which is a fifth of the cost of a
+/// digest.
 #[derive(Clone, Debug)]
 pub struct Digester {
     seed: u64,

@@ -1,17 +1,18 @@
 //! The index: which contents have been seen, on which page first, and how often.
 //!
-//! UKSM keeps two trees of hashes, of merged and of unmerged pages (section 5.3); nuKSM cuts each into a forest so that no
-//! tree grows deep (section 4.3). Here the kernel holds the merged pages, so one entry for each *content* is enough, with
-//! a small count of its copies. The forest is divided by range of the fingerprint, and each tree is a short sorted array. A
-//! lookup touches one array of at most [`TREE_MAX`] entries. When a tree outgrows that, all trees are cut in two.
+//! UKSM keeps two trees of hashes, of merged and of unmerged pages (section 5.3); nuKSM cuts each into a forest so that
+//! no tree grows deep (section 4.3). Here the kernel holds the merged pages, so one entry for each *content* is enough,
+//! with a small count of its copies. The forest is divided by range of the fingerprint, and each tree is a short sorted
+//! array. A lookup touches one array of at most [`TREE_MAX`] entries. When a tree outgrows that, all trees are cut in
+//! two.
 //!
 //! Memory: 12 bytes per entry, at most a quarter of slack, no entry for a second copy.
 
 use crate::hash::Digest;
 use crate::units::low_bits;
 
-/// The most entries in one tree before the forest doubles. 256 x 12 bytes fit well into a first-level cache, and moving half
-/// of them on insertion costs less than the cache miss that finds them.
+/// The most entries in one tree before the forest doubles. 256 x 12 bytes fit well into a first-level cache, and moving
+/// half of them on insertion costs less than the cache miss that finds them.
 const TREE_MAX: usize = 256;
 /// The number of entries by which a tree grows.
 const TREE_STEP: usize = 32;

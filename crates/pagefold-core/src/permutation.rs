@@ -1,5 +1,5 @@
-//! A permutation of `0..len` that needs no table, so that no page of a region is sampled twice before every page has been
-//! sampled once (UKSM section 5.3).
+//! A permutation of `0..len` that needs no table, so that no page of a region is sampled twice before every page has
+//! been sampled once (UKSM section 5.3).
 //!
 //! It is a balanced Feistel network over the next power of four, applied until the value is in range.
 
@@ -36,8 +36,8 @@ impl Permutation {
         let mut value = index;
         loop {
             value = self.encrypt(value);
-            // The network covers at most four times `len` values, so this takes few steps on average. It ends, because a
-            // permutation returns to its start.
+            // The network covers at most four times `len` values, so this takes few steps on average. It ends, because
+            // a permutation returns to its start.
             if value < self.len {
                 return value;
             }

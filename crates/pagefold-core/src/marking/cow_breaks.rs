@@ -1,9 +1,10 @@
-//! COW-broken pages, detected without a hook in the page fault: merged pages that are no longer merged at a later visit.
+//! COW-broken pages, detected without a hook in the page fault: merged pages that are no longer merged at a later
+//! visit.
 //!
-//! UKSM compares the copy-on-write faults of a round with its merges (section 5.2), to find memory with merges that do not last
-//! because pages are written with the content they had: merged again, they would be broken again. So only such pages count
-//! here. A page that was written with another content is no longer a duplicate, or is one of another content, as when
-//! memory is freed and reused.
+//! UKSM compares the copy-on-write faults of a round with its merges (section 5.2), to find memory with merges that do
+//! not last because pages are written with the content they had: merged again, they would be broken again. So only such
+//! pages count here. A page that was written with another content is no longer a duplicate, or is one of another
+//! content, as when memory is freed and reused.
 //!
 //! Rates are small: one page in five thousand per second undoes half of a region's merges within the hour. They are
 //! measured on single pages, spread over the region, which are visited repeatedly.
@@ -85,7 +86,8 @@ impl CowBreaks {
         Some(offset)
     }
 
-    /// The COW-broken ratio: the share of merged pages that would be written with their own content within `horizon_ns`.
+    /// The COW-broken ratio: the share of merged pages that would be written with their own content within
+    /// `horizon_ns`.
     pub fn ratio(&self, horizon_ns: u64) -> Permyriad {
         if self.rewritten < BREAKS_MIN || self.exposure <= 0.0 {
             return Permyriad(0);

@@ -1,11 +1,11 @@
 //! Which spans of a region are worth marking, by the density of its duplicates.
 //!
-//! Every marked page costs ksmd CPU time at each scan. In real programs duplicates come in short runs but in uniformly dense
-//! 2 MiB extents, so the density of an extent decides: at least half of its pages, or two thirds if it holds huge pages,
-//! which a merge splits.
+//! Every marked page costs ksmd CPU time at each scan. In real programs duplicates come in short runs but in uniformly
+//! dense 2 MiB extents, so the density of an extent decides: at least half of its pages, or two thirds if it holds huge
+//! pages, which a merge splits.
 //!
-//! Marking a part of a mapping splits it, and then mremap(2) on all of it can fail. So all but the largest mappings are marked
-//! whole or not at all, by their density overall.
+//! Marking a part of a mapping splits it, and then mremap(2) on all of it can fail. So all but the largest mappings are
+//! marked whole or not at all, by their density overall.
 
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 use std::collections::BTreeMap;
@@ -87,12 +87,13 @@ pub struct SplitRule {
 
 /// The spans of `extents` worth marking within the region `first .. first + pages`.
 ///
-/// A region that may not be marked in part is one span if its extents together are dense. One that may is one span if three
-/// quarters of its resident pages lie in dense extents and no sparse extent holds huge pages. Otherwise each run of dense
-/// extents is a span; spans are joined over their gaps, or the smallest dropped, until `split` allows their number.
+/// A region that may not be marked in part is one span if its extents together are dense. One that may is one span if
+/// three quarters of its resident pages lie in dense extents and no sparse extent holds huge pages. Otherwise each run
+/// of dense extents is a span; spans are joined over their gaps, or the smallest dropped, until `split` allows their
+/// number.
 ///
-/// No span has content that another trust domain holds as well: a region with such pages is marked in part, however short
-/// it is.
+/// No span has content that another trust domain holds as well: a region with such pages is marked in part, however
+/// short it is.
 pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, split: SplitRule) -> Vec<Candidate> {
     let end = first + pages.0;
     let sum = |low: u64, high: u64| {

@@ -1,7 +1,7 @@
 //! Lifetimes of regions: short-lived regions are not worth merging (UKSM sections 5.1 and 5.2).
 //!
-//! A region that existed when the run began counts as old. One that appears during the run must first outlive some rounds.
-//! If its family is short-lived, it must live twice as long as the others did.
+//! A region that existed when the run began counts as old. One that appears during the run must first outlive some
+//! rounds. If its family is short-lived, it must live twice as long as the others did.
 
 use crate::keys::FamilyKey;
 use std::collections::BTreeMap;
@@ -47,8 +47,8 @@ impl Lifetimes {
         }
     }
 
-    /// The age from which a region of a short-lived family no longer counts as short-lived, nanoseconds. `None` for other
-    /// families.
+    /// The age from which a region of a short-lived family no longer counts as short-lived, nanoseconds. `None` for
+    /// other families.
     pub fn outlive_ns(&self, family: FamilyKey) -> Option<u64> {
         let record = self.families.get(&family).filter(|record| record.number >= SHORT_LIVED_MIN)?;
         Some(record.longest_ns * 2)

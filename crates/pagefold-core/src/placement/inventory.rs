@@ -1,7 +1,7 @@
 //! Which merged frames there are: their nodes, and the processes that map them.
 //!
-//! Pages with the same frame number are one merged page, so inspecting all marked spans shows which processes share each frame.
-//! Frames with the same sharers are placed together by [`super::placer`]. The same counts give the reports.
+//! Pages with the same frame number are one merged page, so inspecting all marked spans shows which processes share
+//! each frame. Frames with the same sharers are placed together by [`super::placer`]. The same counts give the reports.
 
 use crate::host::{MergedSample, NodeView, OwnerView, PageRun};
 use crate::keys::{NodeKey, OwnerKey, RegionKey};
@@ -24,8 +24,8 @@ const REMOTE_DISTANCE: u32 = 20;
 /// Pages of one process, by node.
 pub(super) type PagesByNode = BTreeMap<NodeKey, u64>;
 
-/// The sharers of a frame, ascending: a process (or the first of a group), whether its copy was active, and the number of
-/// such sharers.
+/// The sharers of a frame, ascending: a process (or the first of a group), whether its copy was active, and the number
+/// of such sharers.
 pub(super) type SharerSet = Vec<((OwnerKey, bool), u32)>;
 
 /// A merged frame.
@@ -86,8 +86,8 @@ impl Inventory {
         Self { groups, ..Self::default() }
     }
 
-    /// Adds a page of `owner` that maps a merged frame. `active` if the process's copy was active before the merge. Pages of
-    /// one process must be added one after the other.
+    /// Adds a page of `owner` that maps a merged frame. `active` if the process's copy was active before the merge.
+    /// Pages of one process must be added one after the other.
     pub fn add(&mut self, owner: OwnerKey, active: bool, sample: &MergedSample) {
         *self.mapped.entry(owner).or_default().entry(sample.node).or_default() += 1;
         let MergedSample { region, page, frame, node } = *sample;
@@ -108,7 +108,8 @@ impl Inventory {
         (entry.sharers, entry.last) = (sharers, (owner, active));
     }
 
-    /// The number of the set that has one more sharer than the set `before`, or (`again`) in which the sharer is now active.
+    /// The number of the set that has one more sharer than the set `before`, or (`again`) in which the sharer is now
+    /// active.
     fn extend(&mut self, before: u32, group: Group, active: bool, again: bool) -> u32 {
         if self.sets.is_empty() {
             self.sets.push(SharerSet::new());
@@ -134,8 +135,8 @@ impl Inventory {
         self.frames.len()
     }
 
-    /// The frames, by their set of sharers and the process that they were first found in. Frames that one process shares
-    /// with others of a group are kept apart, so that each process gets its share of them.
+    /// The frames, by their set of sharers and the process that they were first found in. Frames that one process
+    /// shares with others of a group are kept apart, so that each process gets its share of them.
     pub fn by_sharers(&self) -> BTreeMap<(u32, OwnerKey), Vec<&Frame>> {
         let mut by_sharers: BTreeMap<_, Vec<&Frame>> = BTreeMap::new();
         for frame in self.frames.values() {

@@ -1,8 +1,8 @@
 //! Decides which merged frames move to another node, on a machine with several memory nodes.
 //!
-//! After ksmd has merged something, all marked spans are inspected. Each node then gets its share of the frames with the same
-//! sharers, by [`super::policy`]. Frames that may stay where they are stay there, so that a second inspection finds nothing
-//! to do and no page moves back and forth.
+//! After ksmd has merged something, all marked spans are inspected. Each node then gets its share of the frames with
+//! the same sharers, by [`super::policy`]. Frames that may stay where they are stay there, so that a second inspection
+//! finds nothing to do and no page moves back and forth.
 
 use crate::host::{MergedSample, Move, NodeView, OwnerView, PageRun, PageSample, Snapshot};
 use crate::keys::{NodeKey, NodeSet, OwnerKey};
@@ -42,19 +42,19 @@ const SLACK: usize = 200;
 const RESERVE: u64 = 32;
 
 #[derive(Debug, Default)]
-enum Phase {
+enum State {
     #[default]
     Idle,
-    /// Inspecting: the runs left, and what has been found.
-    Inspect(VecDeque<PageRun>, Inventory),
-    /// Moving: the frames left.
-    Move(VecDeque<Move>),
+    /// The runs left to inspect, and the frames found.
+    Inspecting(VecDeque<PageRun>, Inventory),
+    /// The frames left to move.
+    Moving(VecDeque<Move>),
 }
 
 /// Inspects merged frames and decides which of them move.
 #[derive(Debug, Default)]
 pub struct Placer {
-    phase: Phase,
+    state: State,
     summary: PlacementSummary,
     /// What the last inspection was made for: pages saved, and the processes.
     inspected: Option<(Pages, Vec<OwnerView>)>,
@@ -73,7 +73,7 @@ pub struct Placer {
 impl Placer {
     /// Whether frames are being inspected or moved.
     pub fn is_busy(&self) -> bool {
-        !matches!(self.phase, Phase::Idle)
+        !matches!(self.state, State::Idle)
     }
 
     /// The result of the last inspection. `None` on a machine with one node.
@@ -85,20 +85,20 @@ impl Placer {
     pub fn inspect(&mut self, table: &RegionTable, snapshot: &Snapshot, merging: bool, room_ns: u64) -> Vec<PageRun> {
         if snapshot.nodes.len() < 2 {
             // If another node appears, everything is inspected again.
-            (self.phase, self.inspected) = (Phase::Idle, None);
+            (self.state, self.inspected) = (State::Idle, None);
             self.summary.nodes.clear();
             return Vec::new();
         }
-        if matches!(self.phase, Phase::Move(_)) && !snapshot.ksm.ours {
-            self.phase = Phase::Idle;
+        if matches!(self.state, State::Moving(_)) && !snapshot.ksm.ours {
+            self.state = State::Idle;
         }
-        if matches!(self.phase, Phase::Idle) && !merging && self.wants_inspection(snapshot) {
+        if matches!(self.state, State::Idle) && !merging && self.wants_inspection(snapshot) {
             self.inspected = Some((snapshot.ksm.saved(), self.with_homes(snapshot)));
             (self.moved, self.began_cpu_ns) = (false, snapshot.cost.pagefold_ns);
             let inventory = Inventory::new(&snapshot.owners, |view| self.home(view));
-            self.phase = Phase::Inspect(marked_runs(table), inventory);
+            self.state = State::Inspecting(marked_runs(table), inventory);
         }
-        let Phase::Inspect(ahead, _) = &mut self.phase else { return Vec::new() };
+        let State::Inspecting(ahead, _) = &mut self.state else { return Vec::new() };
         let mut left = INSPECT_PAGES.min(room_ns / INSPECT_PAGE_NS).max(INSPECT_PAGES_MIN);
         let mut runs = Vec::new();
         while left > 0 {
@@ -149,7 +149,7 @@ impl Placer {
 
     /// Records inspected pages. Once all have been inspected, decides on the moves.
     pub fn record(&mut self, table: &RegionTable, merged: &[MergedSample], snapshot: &Snapshot, latencies: Latencies) {
-        let Phase::Inspect(ahead, inventory) = &mut self.phase else { return };
+        let State::Inspecting(ahead, inventory) = &mut self.state else { return };
         let mut last: Option<&Region> = None;
         for sample in merged {
             let inside = |region: &&Region| {
@@ -173,12 +173,13 @@ impl Placer {
         let longer_ns = if fruitless { (self.pause_ns * 2).min(PAUSE_MAX_NS) } else { 0 };
         self.pause_ns = self.least_ns.max(longer_ns);
         self.next_ns = snapshot.now_ns + self.pause_ns;
-        self.phase = if moves.is_empty() || !snapshot.ksm.ours { Phase::Idle } else { Phase::Move(moves) };
+        self.state = if moves.is_empty() || !snapshot.ksm.ours { State::Idle } else { State::Moving(moves) };
     }
 
-    /// The frames to move now: at most `most`, and no more than fit into `room_ns` of CPU time by the cost in the ledger.
+    /// The frames to move now: at most `most`, and no more than fit into `room_ns` of CPU time by the cost in the
+    /// ledger.
     pub fn moves(&mut self, most: u64, room_ns: u64, ledger: &Ledger) -> Vec<Move> {
-        let Phase::Move(queue) = &mut self.phase else { return Vec::new() };
+        let State::Moving(queue) = &mut self.state else { return Vec::new() };
         let each_ns = ledger.move_ns.checked_div(ledger.moved.0).map_or(MOVE_NS, |ns| ns.max(MOVE_NS_MIN));
         let number = most.min(MOVES_PER_ROUND).min(room_ns / each_ns).min(count(queue.len()));
         queue.drain(..usize::try_from(number).unwrap_or(0)).collect()
@@ -188,13 +189,14 @@ impl Placer {
     pub fn record_moved(&mut self, done: u64) {
         self.summary.misplaced = self.summary.misplaced.saturating_sub(Pages(done));
         self.moved |= done > 0;
-        if matches!(&self.phase, Phase::Move(queue) if queue.is_empty()) {
-            self.phase = Phase::Idle;
+        if matches!(&self.state, State::Moving(queue) if queue.is_empty()) {
+            self.state = State::Idle;
         }
     }
 }
 
-/// Where merged pages are, and how many of them the policies would place elsewhere, from one inspection. Nothing is moved.
+/// Where merged pages are, and how many of them the policies would place elsewhere, from one inspection. Nothing is
+/// moved.
 pub fn summarize(
     merged: &[(OwnerKey, MergedSample)],
     owners: &[OwnerView],

@@ -1,8 +1,9 @@
 //! On which memory node a merged page lives: the policies (nuKSM, sections 4.1 and 4.2).
 //!
-//! KSM keeps the copy that it finds last, which puts nearly all merged pages on one node and slows down the processes on
-//! the others at every access. The thesis chooses at random, at each merge, which copy stays. Here the pages are merged
-//! already and all sharers of each are known, so each node gets exactly its share of the pages with the same sharers.
+//! KSM keeps the copy that it finds last, which puts nearly all merged pages on one node and slows down the processes
+//! on the others at every access. The thesis chooses at random, at each merge, which copy stays. Here the pages are
+//! merged already and all sharers of each are known, so each node gets exactly its share of the pages with the same
+//! sharers.
 
 use crate::error::ConfigError;
 use crate::keys::{NodeKey, NodeSet};
@@ -17,7 +18,8 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
-    /// Merged pages go to the nodes with an active copy. If all copies were active, or none, each sharer's node has an equal share.
+    /// Merged pages go to the nodes with an active copy. If all copies were active, or none, each sharer's node has an
+    /// equal share.
     #[default]
     Fair,
     /// Each sharer's node has a share by the sharer's nice value.
@@ -70,8 +72,8 @@ impl Sharer {
     }
 }
 
-/// The share of each node in the pages with these sharers, by ascending node. The sum is 1, or there are no shares if the
-/// pages stay where they are. Only `allowed` nodes have a share.
+/// The share of each node in the pages with these sharers, by ascending node. The sum is 1, or there are no shares if
+/// the pages stay where they are. Only `allowed` nodes have a share.
 pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec<(NodeKey, f64)> {
     let mut weights: BTreeMap<NodeKey, f64> = BTreeMap::new();
     match placement {
@@ -82,7 +84,8 @@ pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec
             weights.extend(wanted.map(|sharer| (sharer.home, 1.0)));
         }
         Placement::Priority => {
-            // The weight is 1 - snice / sum of snice. The weights of K sharers add up to K - 1, so they are scaled below.
+            // The weight is 1 - snice / sum of snice. The weights of K sharers add up to K - 1, so they are scaled
+            // below.
             let sum: f64 = sharers.iter().map(|sharer| sharer.snice()).sum();
             for sharer in sharers {
                 let share = if sharers.len() == 1 { 1.0 } else { 1.0 - sharer.snice() / sum };
@@ -125,9 +128,9 @@ impl Carry {
     }
 }
 
-/// The moves after which each of `nodes` has its quota of pages: `(position, node)`, by position. `at` is the node of each
-/// page now. Pages that move are spread evenly, because neighbours are used together, but in no pattern, because some
-/// programs use every second page.
+/// The moves after which each of `nodes` has its quota of pages: `(position, node)`, by position. `at` is the node of
+/// each page now. Pages that move are spread evenly, because neighbours are used together, but in no pattern, because
+/// some programs use every second page.
 pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(usize, NodeKey)> {
     let mut have: BTreeMap<NodeKey, usize> = BTreeMap::new();
     for &node in at {
@@ -194,8 +197,8 @@ impl Default for Latencies {
 }
 
 impl Latencies {
-    /// By how much an access to a node at `distance` takes longer than a local one: 0.56 is 56 %. `nearest` is the distance
-    /// of the nearest other node. Distances are the kernel's (SLIT), 10 for the local node.
+    /// By how much an access to a node at `distance` takes longer than a local one: 0.56 is 56 %. `nearest` is the
+    /// distance of the nearest other node. Distances are the kernel's (SLIT), 10 for the local node.
     pub fn tax(self, distance: u32, nearest: u32) -> f64 {
         let steps = f64::from(distance.saturating_sub(10)) / f64::from(nearest.saturating_sub(10).max(1));
         steps * (f64::from(self.remote_ns) / f64::from(self.local_ns.max(1)) - 1.0)

@@ -1,7 +1,7 @@
 //! The table of regions, each in a numbered slot that entries of the index point to.
 //!
-//! A very large mapping is judged in blocks, each a region of its own: the guest memory of a virtual machine has parts that
-//! are worth merging and parts that are not.
+//! A very large mapping is judged in blocks, each a region of its own: the guest memory of a virtual machine has parts
+//! that are worth merging and parts that are not.
 
 use crate::host::RegionView;
 use crate::index::{REGION_PAGES_MAX, SLOTS_MAX};
@@ -67,8 +67,8 @@ impl RegionTable {
         self.by_key.get(&(key, Block { bits, number: page.0 >> bits })).copied()
     }
 
-    /// Adopts the host's latest view of all mappings: updates known regions, creates others with `new`, and returns those that
-    /// have ended.
+    /// Adopts the host's latest view of all mappings: updates known regions, creates others with `new`, and returns
+    /// those that have ended.
     pub fn update(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
         let mut missing: BTreeSet<_> = self.by_key.keys().copied().collect();
         let mut ended = Vec::new();

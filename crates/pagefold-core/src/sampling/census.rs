@@ -1,20 +1,21 @@
 //! How much memory merging could save: a census of pages, complete or sampled.
 //!
-//! **Savable** are the frames in scope less the contents they hold: of `m` frames with one content `m - 1` can be freed. All
-//! zero pages can be freed (the kernel's zero page replaces them), and all frames whose content a merged page holds already.
-//! A frame that several processes share through fork is one frame.
+//! **Savable** are the frames in scope less the contents they hold: of `m` frames with one content `m - 1` can be
+//! freed. All zero pages can be freed (the kernel's zero page replaces them), and all frames whose content a merged
+//! page holds already. A frame that several processes share through fork is one frame.
 //!
-//! **Attribution.** Each of `m` equal frames saves `(m-1)/m`. A frame that `h` mappings share is attributed to each by `1/h`.
-//! So the figures of processes, kinds and cgroups add up to the total, and do not depend on the order of reading. The
-//! `c` copies within a process would save `c - 1` by themselves: that is duplicate within; the rest is duplicate across.
+//! **Attribution.** Each of `m` equal frames saves `(m-1)/m`. A frame that `h` mappings share is attributed to each by
+//! `1/h`. So the figures of processes, kinds and cgroups add up to the total, and do not depend on the order of
+//! reading. The `c` copies within a process would save `c - 1` by themselves: that is duplicate within; the rest is
+//! duplicate across.
 //!
 //! **Cost.** KSM keeps 64 bytes for each marked page and for each shared content. The memory of one kind in one process
 //! counts as marked, as a whole, if its saving exceeds that. Otherwise nothing of it is marked and nothing saved.
 //!
-//! **Sampling.** Runs of neighbouring pages are chosen independently ([`choose`]). Copies within a run are counted exactly.
-//! Beyond that the unit is a run that holds a content, and [`mixture`] estimates how many runs hold it in total. The error is
-//! found by leaving out groups of runs in turn (the delete-a-group jackknife), because pages of a run are found, or missed,
-//! together. It is at least as large as the saving that a sample this small could miss.
+//! **Sampling.** Runs of neighbouring pages are chosen independently ([`choose`]). Copies within a run are counted
+//! exactly. Beyond that the unit is a run that holds a content, and [`mixture`] estimates how many runs hold it in
+//! total. The error is found by leaving out groups of runs in turn (the delete-a-group jackknife), because pages of a
+//! run are found, or missed, together. It is at least as large as the saving that a sample this small could miss.
 
 pub mod choose;
 mod counts;
@@ -26,8 +27,8 @@ use crate::hash::Digest;
 use crate::units::{PAGE_SIZE, Pages, index, whole};
 use std::ops::AddAssign;
 
-/// The number of pages in a run of a sampled census. In shorter runs, a page costs more and shows more: in runs of 4 it costs
-/// 1.4 times as much as in runs of 16, and half as many pages yield the same error.
+/// The number of pages in a run of a sampled census. In shorter runs, a page costs more and shows more: in runs of 4 it
+/// costs 1.4 times as much as in runs of 16, and half as many pages yield the same error.
 pub const RUN_PAGES: u32 = 4;
 
 /// The target error: two per cent of the memory in scope, at 95 % confidence.

@@ -1,14 +1,14 @@
 //! Estimates the duplicate ratio of a region from a sample.
 //!
-//! A sampled page is known to be a duplicate only if a copy was sampled too. With a fraction `f` of the memory sampled, a
-//! page with `k` copies is found with probability `1 - (1-f)^k`. So the raw ratio of UKSM (section 5.2) shows little of
-//! contents that exist twice: one in a hundred of them if one per cent is sampled. Two figures can be measured: the share of
-//! samples found to be duplicates, `h = d (1 - (1-f)^k)`, and the number of copies seen per sample, `c = d k f`. They yield
-//! both `k` and the duplicate ratio `d`.
+//! A sampled page is known to be a duplicate only if a copy was sampled too. With a fraction `f` of the memory sampled,
+//! a page with `k` copies is found with probability `1 - (1-f)^k`. So the raw ratio of UKSM (section 5.2) shows little
+//! of contents that exist twice: one in a hundred of them if one per cent is sampled. Two figures can be measured: the
+//! share of samples found to be duplicates, `h = d (1 - (1-f)^k)`, and the number of copies seen per sample, `c = d k
+//! f`. They yield both `k` and the duplicate ratio `d`.
 //!
-//! If `k f` is well below one, samples hardly distinguish a few copies from one, and the estimate tends towards one copy,
-//! that is, towards too high a ratio: by a factor of `k` at worst. The estimate decides which regions are read whole, so too
-//! high a ratio costs reading, but one too low would cost the saving.
+//! If `k f` is well below one, samples hardly distinguish a few copies from one, and the estimate tends towards one
+//! copy, that is, towards too high a ratio: by a factor of `k` at worst. The estimate decides which regions are read
+//! whole, so too high a ratio costs reading, but one too low would cost the saving.
 
 use crate::units::whole;
 
@@ -45,7 +45,8 @@ impl Tally {
         }
     }
 
-    /// Estimates the duplicate ratio, if the fraction `fraction` (0 to 1) of the memory that holds the copies was sampled.
+    /// Estimates the duplicate ratio, if the fraction `fraction` (0 to 1) of the memory that holds the copies was
+    /// sampled.
     pub fn estimate(&self, fraction: f64) -> Estimate {
         if self.sampled == 0 {
             return Estimate { ratio: 0.0, floor: 0.0, ceiling: 1.0 };
@@ -81,9 +82,9 @@ fn chance_of_discovery(fraction: f64, copies_per_found: f64) -> f64 {
     chance(low).max(fraction)
 }
 
-/// The number of samples after which a region of `pages` pages shows about `evidence` copies if the share `ratio` of it is
-/// duplicate and its copies are sampled as densely: with `n` of `R` pages sampled on each side, `n * n / R * ratio` copies
-/// are seen.
+/// The number of samples after which a region of `pages` pages shows about `evidence` copies if the share `ratio` of it
+/// is duplicate and its copies are sampled as densely: with `n` of `R` pages sampled on each side, `n * n / R * ratio`
+/// copies are seen.
 pub fn samples_for_evidence(pages: u64, ratio: f64, evidence: f64) -> u64 {
     whole((evidence * pages as f64 / ratio.max(1e-4)).sqrt().ceil()).min(pages)
 }

@@ -1,7 +1,7 @@
 //! Which pages a sampled census reads: runs of neighbouring pages, each chosen independently with a known probability.
 //!
-//! A run's draw is a random number that depends only on the seed and on the run's position. The run is read if its draw is
-//! below the sampled fraction. So a larger sample contains the smaller one, and only the difference must be read.
+//! A run's draw is a random number that depends only on the seed and on the run's position. The run is read if its draw
+//! is below the sampled fraction. So a larger sample contains the smaller one, and only the difference must be read.
 
 use super::RUN_PAGES;
 use crate::random::mix;
@@ -53,8 +53,8 @@ impl Chooser {
     }
 }
 
-/// The fraction of `pages` to sample first: enough to find pairs if they are two per cent of the memory. Little memory is
-/// read whole.
+/// The fraction of `pages` to sample first: enough to find pairs if they are two per cent of the memory. Little memory
+/// is read whole.
 pub fn first_fraction(pages: u64) -> f64 {
     const WORTH_SAMPLING: u64 = 8192;
     if pages < WORTH_SAMPLING {
@@ -63,7 +63,8 @@ pub fn first_fraction(pages: u64) -> f64 {
     rounded((3.3 * f64::from(RUN_PAGES) / (super::TARGET_ERROR * pages as f64)).sqrt())
 }
 
-/// The next fraction to sample, if `fraction` left an error of `error` (a share of the memory). `None` if that is good enough.
+/// The next fraction to sample, if `fraction` left an error of `error` (a share of the memory). `None` if that is good
+/// enough.
 pub fn next_fraction(fraction: f64, error: f64) -> Option<f64> {
     if fraction >= 1.0 || error <= super::TARGET_ERROR {
         return None;

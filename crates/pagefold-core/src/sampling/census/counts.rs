@@ -288,8 +288,8 @@ fn saving(mixture: &Mixture, shares: &[f64], counts: &Counts) -> f64 {
     counts.zero + counts.sure + mixture.posterior(shares).saving(&counts.units)
 }
 
-/// The figures of a cell: `held` frames, of which `zero` are zero, `gross` savable and `within` savable within the process.
-/// `contents` is the number of shared contents that merging leaves.
+/// The figures of a cell: `held` frames, of which `zero` are zero, `gross` savable and `within` savable within the
+/// process. `contents` is the number of shared contents that merging leaves.
 fn figures(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents: f64) -> Figures {
     let within = within.clamp(0.0, (gross - zero).max(0.0));
     let metadata_bytes = METADATA_BYTES * (held + contents);

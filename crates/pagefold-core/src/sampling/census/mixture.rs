@@ -1,9 +1,9 @@
 //! Estimates how often contents occur in memory from how often they occur in a sample of it.
 //!
-//! If a content is held by `m` runs, each sampled with probability `f`, a sampled run meets `Binomial(m - 1, f)` others. The
-//! shares of the multiplicities `m` are found by nonparametric maximum likelihood: expectation maximisation over a grid of
-//! multiplicities, accelerated by SQUAREM (Varadhan and Roland, 2008). No distribution is assumed, so there may be pairs,
-//! triples and contents with thousands of copies together.
+//! If a content is held by `m` runs, each sampled with probability `f`, a sampled run meets `Binomial(m - 1, f)`
+//! others. The shares of the multiplicities `m` are found by nonparametric maximum likelihood: expectation maximisation
+//! over a grid of multiplicities, accelerated by SQUAREM (Varadhan and Roland, 2008). No distribution is assumed, so
+//! there may be pairs, triples and contents with thousands of copies together.
 
 /// Contents seen at least this often are not modelled: `m = j / f` is then known to within a fifth, and the saving,
 /// `1 - 1/m`, to much less than one per cent.
