@@ -10,7 +10,7 @@ use crate::placement::inventory::PlacementSummary;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region, Stage};
 use crate::sampling::ladder::{Ladder, matures_ns, samples_wanted, wants_more};
-use crate::units::{Bytes, Pages, Permyriad, Vpn, count};
+use crate::units::{Bytes, Pages, Permyriad, Vpn, as_bytes, as_fraction, count};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -124,6 +124,7 @@ pub struct KindTotal {
     /// Regions.
     pub regions: usize,
     /// Resident pages.
+    #[serde(rename = "resident_bytes", with = "as_bytes")]
     pub resident: Pages,
 }
 
@@ -133,10 +134,12 @@ pub struct LevelTotal {
     /// Its number, from 1.
     pub level: usize,
     /// The share of a core it may use.
+    #[serde(with = "as_fraction")]
     pub share: Permyriad,
     /// Regions on it.
     pub regions: usize,
     /// Their resident pages.
+    #[serde(rename = "resident_bytes", with = "as_bytes")]
     pub resident: Pages,
 }
 

@@ -79,6 +79,39 @@ impl Pages {
     }
 }
 
+/// Serialises [`Pages`] as bytes: `#[serde(with = "as_bytes")]`.
+pub mod as_bytes {
+    use super::{PAGE_SIZE, Pages};
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[allow(missing_docs, clippy::missing_errors_doc)]
+    pub fn serialize<S: Serializer>(pages: &Pages, serializer: S) -> Result<S::Ok, S::Error> {
+        pages.bytes().serialize(serializer)
+    }
+
+    #[allow(missing_docs, clippy::missing_errors_doc)]
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Pages, D::Error> {
+        Ok(Pages(u64::deserialize(deserializer)? / PAGE_SIZE as u64))
+    }
+}
+
+/// Serialises [`Permyriad`] as a fraction of one: `#[serde(with = "as_fraction")]`.
+pub mod as_fraction {
+    use super::Permyriad;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[allow(missing_docs, clippy::missing_errors_doc)]
+    pub fn serialize<S: Serializer>(share: &Permyriad, serializer: S) -> Result<S::Ok, S::Error> {
+        share.fraction().serialize(serializer)
+    }
+
+    #[allow(missing_docs, clippy::missing_errors_doc)]
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share; saturates")]
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Permyriad, D::Error> {
+        Ok(Permyriad((f64::deserialize(deserializer)? * 10_000.0).round() as u32))
+    }
+}
+
 impl Bytes {
     /// Mebibytes, with a fraction.
     pub fn mib(self) -> f64 {

@@ -8,7 +8,7 @@ use crate::keys::{NodeKey, OwnerKey, RegionKey};
 use crate::placement::policy::{Latencies, Placement};
 use crate::region::Region;
 use crate::region::table::RegionTable;
-use crate::units::{Pages, Vpn, index};
+use crate::units::{Pages, Vpn, as_bytes, index};
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
@@ -237,10 +237,13 @@ pub struct NodeTotal {
     /// The node.
     pub node: NodeKey,
     /// All of its memory.
+    #[serde(rename = "total_bytes", with = "as_bytes")]
     pub total: Pages,
     /// Its free memory.
+    #[serde(rename = "free_bytes", with = "as_bytes")]
     pub free: Pages,
     /// The number of merged frames on it.
+    #[serde(rename = "merged_bytes", with = "as_bytes")]
     pub frames: Pages,
 }
 

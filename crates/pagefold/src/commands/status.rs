@@ -10,7 +10,7 @@ use pagefold_cli::figures::{thousands, time, wrap};
 use pagefold_cli::style::{self, Style, bar, count, human, line, percent, shorten};
 use pagefold_core::governor::Governor;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
-use pagefold_core::report::{Kind, Next, RegionReport};
+use pagefold_core::report::{Kind, KindTotal, LevelTotal, Next, RegionReport};
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
 
@@ -71,9 +71,9 @@ pub struct Status {
     /// Global rounds completed.
     rounds: u64,
     index: Index,
-    kinds: Vec<KindRow>,
+    kinds: Vec<KindTotal>,
     /// From the top.
-    levels: Vec<LevelRow>,
+    levels: Vec<LevelTotal>,
     /// What happens next, and to how much.
     next: Vec<NextRow>,
     /// The trust domains in scope, the largest first.
@@ -96,22 +96,6 @@ struct CpuSeconds {
 struct Index {
     contents: usize,
     bytes: u64,
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct KindRow {
-    kind: Kind,
-    regions: usize,
-    resident_bytes: u64,
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct LevelRow {
-    level: usize,
-    /// Of a core.
-    share: f64,
-    regions: usize,
-    resident_bytes: u64,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -196,21 +180,8 @@ impl Status {
             longest_stop_us: ledger.longest_stop_ns as f64 / 1e3,
             rounds: report.rounds,
             index: Index { contents: report.index_entries, bytes: report.index_bytes.0 },
-            kinds: report
-                .kinds
-                .iter()
-                .map(|row| KindRow { kind: row.kind, regions: row.regions, resident_bytes: bytes(row.resident) })
-                .collect(),
-            levels: report
-                .levels
-                .iter()
-                .map(|row| LevelRow {
-                    level: row.level,
-                    share: row.share.fraction(),
-                    regions: row.regions,
-                    resident_bytes: bytes(row.resident),
-                })
-                .collect(),
+            kinds: report.kinds.clone(),
+            levels: report.levels.clone(),
             next: next_rows(facts),
             domains: domain_rows(facts),
             processes: process_rows(facts),
@@ -427,11 +398,11 @@ fn kinds(text: &mut String, status: &Status, style: Style) {
     line(text, "");
     line(text, &style.dim("  KIND OF MEMORY           MEMORY    SHARE  REGIONS"));
     for row in &status.kinds {
-        let share = row.resident_bytes as f64 / status.resident_bytes.max(1) as f64;
+        let share = row.resident.bytes().0 as f64 / status.resident_bytes.max(1) as f64;
         let figures = format!(
             "  {:<21} {:>9}  {:>7}  {:>7}  ",
             row.kind.to_string(),
-            human(row.resident_bytes),
+            human(row.resident.bytes().0),
             percent(share, 1.0),
             row.regions
         );
@@ -453,11 +424,11 @@ fn levels(text: &mut String, status: &Status, style: Style) {
         let figures = format!(
             "  {:<2} {what:<18} {:>9}  {:>7}  {:>7}  ",
             row.level,
-            human(row.resident_bytes),
-            percent(row.share, 1.0),
+            human(row.resident.bytes().0),
+            percent(row.share.fraction(), 1.0),
             row.regions
         );
-        let share = row.resident_bytes as f64 / status.resident_bytes.max(1) as f64;
+        let share = row.resident.bytes().0 as f64 / status.resident_bytes.max(1) as f64;
         let figures = if row.regions == 0 { style.dim(&figures) } else { figures };
         line(text, &format!("{figures}{}", style.plain(&bar(share, BAR))));
     }

@@ -3,7 +3,7 @@
 use pagefold_cli::style::{Style, count, human, line, percent, shorten};
 use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::ledger::Ledger;
-use pagefold_core::placement::inventory::{OwnerPlacement, PlacementSummary};
+use pagefold_core::placement::inventory::{NodeTotal, OwnerPlacement, PlacementSummary};
 use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ const PROCESSES: usize = 8;
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PlacesView {
     /// The nodes that have memory.
-    pub nodes: Vec<NodeRow>,
+    pub nodes: Vec<NodeTotal>,
     /// The processes that have merged pages, the most remote first.
     pub processes: Vec<PlaceRow>,
     /// Merged memory that the policies would have on another node.
@@ -26,16 +26,6 @@ pub struct PlacesView {
     pub refused_pages: u64,
     /// See `moved_pages`.
     pub move_seconds: f64,
-}
-
-/// A node.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct NodeRow {
-    node: u16,
-    total_bytes: u64,
-    free_bytes: u64,
-    /// Merged frames on it.
-    merged_bytes: u64,
 }
 
 /// A process.
@@ -60,12 +50,6 @@ impl PlacesView {
     /// Of what the core tells: where pages are, and what has been done about it. `who` has the pid and the name of a process.
     pub fn of(places: &PlacementSummary, ledger: &Ledger, who: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
         let bytes = |pages: Pages| pages.bytes().0;
-        let nodes = places.nodes.iter().map(|node| NodeRow {
-            node: node.node.0,
-            total_bytes: bytes(node.total),
-            free_bytes: bytes(node.free),
-            merged_bytes: bytes(node.frames),
-        });
         let row = |owner: &OwnerPlacement| {
             let (pid, name) = who(owner.owner)?;
             Some(PlaceRow {
@@ -83,7 +67,7 @@ impl PlacesView {
         let mut processes: Vec<PlaceRow> = places.owners.iter().filter_map(row).collect();
         processes.sort_by_key(|row| (std::cmp::Reverse(row.remote_bytes), row.pid));
         Self {
-            nodes: nodes.collect(),
+            nodes: places.nodes.clone(),
             processes,
             misplaced_bytes: bytes(places.misplaced),
             moved_pages: ledger.moved.0,
@@ -122,8 +106,9 @@ impl PlacesView {
         line(text, "");
         line(text, &style.dim("  MEMORY NODE              TOTAL      FREE  MERGED PAGES"));
         for row in &self.nodes {
-            let (total, free, merged) = (human(row.total_bytes), human(row.free_bytes), human(row.merged_bytes));
-            line(text, &format!("  {:<20} {total:>9} {free:>9}  {merged:>12}", row.node));
+            let (total, free, merged) =
+                (human(row.total.bytes().0), human(row.free.bytes().0), human(row.frames.bytes().0));
+            line(text, &format!("  {:<20} {total:>9} {free:>9}  {merged:>12}", row.node.0));
         }
         if self.processes.is_empty() {
             return;
@@ -182,7 +167,6 @@ impl PlaceRow {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_core::placement::inventory::NodeTotal;
 
     #[test]
     fn local_and_remote_are_told_apart() {
