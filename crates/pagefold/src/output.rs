@@ -1,3 +1,3 @@
-//! How figures are shown: colours, sizes, shares, and the rows that several commands print.
+//! Rows that several commands print.
 
 pub mod placement;

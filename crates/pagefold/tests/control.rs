@@ -129,7 +129,7 @@ fn status_and_explain_show_what_is_merged_and_why() {
     // As text.
     let text = text_of(&["status"]);
     for part in
-        ["Saves 4", "statically duplicated", "sparse", "COW-broken", "short-lived", "driven by this run", "95 %"]
+        ["Saves 4", "statically duplicated", "sparse", "COW-broken", "short-lived", "controlled by this run", "95 %"]
     {
         assert!(text.contains(part), "{part:?} is missing in {text}");
     }

@@ -1,5 +1,5 @@
-//! `pagefold explain PID`: what a running daemon thinks of each region of a process, what happens to it next, and what
-//! is left alone and why.
+//! `pagefold explain PID`: how the daemon judges each region of a process, what happens to it next, and what is left alone
+//! and why.
 
 mod words;
 
@@ -26,18 +26,18 @@ use std::path::PathBuf;
 /// The name and version of the schema.
 const SCHEMA: &str = "pagefold.explain/1";
 
-/// Which process, and how to say it.
+/// Arguments of `pagefold explain`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExplainArgs {
-    /// The process
+    /// The process to explain
     #[arg(value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
     pub pid: i32,
-    /// Print it as JSON (schema pagefold.explain/1)
+    /// Print the explanation as JSON (schema pagefold.explain/1)
     #[arg(long)]
     pub json: bool,
 }
 
-/// All about one process.
+/// The state of one process (schema pagefold.explain/1).
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Explanation {
@@ -45,7 +45,7 @@ pub struct Explanation {
     pid: i32,
     name: String,
     exe: Option<String>,
-    /// The daemon judges it; if not, there are no regions.
+    /// Whether it is in the daemon's scope. If not, there are no regions.
     in_scope: bool,
     /// The daemon's scope, as flags.
     scope: String,
@@ -55,16 +55,16 @@ pub struct Explanation {
     dry_run: bool,
     /// Levels of the ladder.
     levels: usize,
-    /// Anonymous memory under judgement.
+    /// Anonymous memory that is not left alone.
     resident_bytes: u64,
-    /// The largest first.
+    /// The regions, the largest first.
     regions: Vec<Row>,
     /// Mappings left alone, the largest first.
     excluded: Vec<Excluded>,
     /// Where its merged pages are, on a machine with several memory nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     numa: Option<PlaceRow>,
-    /// Memory in mappings that have come since the daemon's last look, which is a second ago or so.
+    /// Memory in mappings that appeared since the daemon's last refresh, about a second ago.
     unseen_bytes: u64,
 }
 
@@ -77,27 +77,27 @@ struct Row {
     resident_bytes: u64,
     /// Heap, stack, anonymous, guest RAM or file copy.
     mapping: String,
-    /// The mapping's name in /proc/PID/maps, if it has one that says more.
+    /// The mapping's name in /proc/PID/maps, unless `mapping` says the same.
     file: Option<String>,
     kind: Kind,
     level: usize,
     age_seconds: f64,
-    /// Share of duplicates, 0 to 1, and the range that the samples leave room for (95 %).
+    /// Estimated share of duplicates, 0 to 1, and its 95 % range.
     duplicate_ratio: f64,
     duplicate_range: (f64, f64),
-    /// Read whole, so that the ratio is exact.
+    /// Whether it was read whole, so that the ratio is exact.
     exact: bool,
-    /// Share of its merged pages that would be written and hold the same again within the horizon; none where merged
-    /// pages were not seen written.
+    /// Share of its merged pages that would be written and have the same content again within the horizon. `None` if no
+    /// merged page was seen written.
     cow_ratio: Option<f64>,
-    /// Resident in marked spans, and the duplicates expected among them.
+    /// Resident memory in marked spans, and the duplicates expected in it.
     marked_bytes: u64,
     expected_bytes: u64,
     /// What happens next: sample, read, mark, merge, watch, wait or nothing.
     next: String,
-    /// Of one that waits: how long yet.
+    /// For a region that waits: how long.
     wait_seconds: Option<f64>,
-    /// The same in words.
+    /// The same as a sentence.
     sentence: String,
 }
 
@@ -105,13 +105,13 @@ struct Row {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Excluded {
     range: String,
-    /// Present pages of any kind.
+    /// Resident pages of any kind.
     bytes: u64,
     file: Option<String>,
     reason: String,
 }
 
-/// Asks the daemon, and returns the exit code.
+/// Prints the explanation, and returns the exit code.
 pub fn run(args: &ExplainArgs) -> Result<u8> {
     let mut explanation: Explanation = ask(&Request::Explain { pid: args.pid })?;
     if !explanation.in_scope {
@@ -126,7 +126,7 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
     Ok(exit::OK)
 }
 
-/// What the daemon knows of a process.
+/// What the daemon knows about a process.
 pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     let report = &facts.report;
     let mut explanation = Explanation {
@@ -146,7 +146,7 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     let tell = |error: ReadError| format!("{error}; look with ps");
     let process = Process::open(pid).map_err(tell)?;
     if process.start_time_ticks() != target.start_time_ticks {
-        return Err(format!("process {pid} has ended, and another has its number by now; ask again"));
+        return Err(format!("process {pid} has ended, and its pid was reused; try again"));
     }
     let exe = exe_of(&process).map_err(tell)?;
     let details = read_smaps(&process).map_err(tell)?;
@@ -168,7 +168,7 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     Ok(explanation)
 }
 
-/// The same for a process that no daemon judges: what would be left alone, whoever did.
+/// The explanation of a process that is out of scope: what would be left alone in any case.
 fn outside(mut explanation: Explanation) -> Result<Explanation> {
     let pid = explanation.pid;
     let roots = Roots::default();
@@ -184,7 +184,7 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
         Err(ScopeError::Avoided { cgroup, .. }) => {
             let process = Process::open(pid).map_err(|error| not_readable(&error))?;
             explanation.name = printable(&process.stat().map_err(|error| not_readable(&error))?.comm);
-            explanation.left_alone = Some(format!("its cgroup {cgroup} is to be avoided (user.pagefold.avoid)"));
+            explanation.left_alone = Some(format!("its cgroup {cgroup} must be avoided (user.pagefold.avoid)"));
             process
         }
         Err(error) => return Err(scope::explain(&error).into()),
@@ -194,7 +194,7 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
         other => other.map_err(|error| not_readable(&error))?,
     };
     let details = match read_smaps(&process) {
-        // A kernel thread has none, and a zombie none any more.
+        // Kernel threads and zombies have none.
         Err(_) if explanation.left_alone.is_some() => Vec::new(),
         other => other.map_err(|error| not_readable(&error))?,
     };
@@ -213,12 +213,12 @@ fn not_readable(error: &ReadError) -> Exit {
 }
 
 impl Explanation {
-    /// Takes in what the process runs and has mapped.
+    /// Adds the executable and the mappings that are left alone.
     fn see(&mut self, exe: Option<PathBuf>, details: &[VmaDetail]) {
         self.exe = exe.map(|exe| printable(exe.as_os_str().as_bytes()));
         for detail in details {
             let Some(exclusion) = vma_exclusion(detail) else { continue };
-            // The kernel's own pages are nobody's memory.
+            // Pages of the kernel do not count as the process's memory.
             let kib = if exclusion == Exclusion::Special { 0 } else { detail.rss_kib };
             self.excluded.push(Excluded {
                 range: range(detail.vma.start, detail.vma.end),
@@ -230,7 +230,7 @@ impl Explanation {
         self.excluded.sort_by_key(|row| std::cmp::Reverse(row.bytes));
     }
 
-    /// The base name of what it runs.
+    /// The base name of its executable.
     fn program(&self) -> Vec<u8> {
         program_name(self.exe.as_ref().map(std::path::Path::new), self.name.as_bytes())
     }
@@ -238,7 +238,7 @@ impl Explanation {
 
 fn row(region: &RegionReport, facts: &Facts, details: &[VmaDetail], program: &[u8]) -> Row {
     let (start, end) = (region.first.address(), region.first.address() + region.pages.bytes().0);
-    // Its first mapping: a region is one mapping, or neighbours that differ in nothing but their marks.
+    // Its first mapping: a region is one mapping, or neighbours that differ only in their marks.
     let mapping = details.iter().find(|detail| detail.vma.start < end && start < detail.vma.end);
     let wait_seconds = match region.next {
         pagefold_core::report::Next::Wait { ns } => Some(ns as f64 / 1e9),
@@ -269,7 +269,7 @@ fn range(start: u64, end: u64) -> String {
     format!("{start:x}-{end:x}")
 }
 
-/// A mapping's name, where it says more than its kind does.
+/// A mapping's name, unless its kind says the same.
 fn name(detail: &VmaDetail) -> Option<String> {
     let name = detail.vma.name.as_slice();
     (!name.is_empty() && name != b"[heap]" && name != b"[stack]").then(|| printable(name))

@@ -1,4 +1,4 @@
-//! `pagefold scan`: what merging could save, where, and why not elsewhere. Reads only.
+//! `pagefold scan`: how much memory merging could save, and where. It only reads.
 
 mod html;
 pub mod report;
@@ -27,30 +27,30 @@ use pagefold_linux::proc::memory::{Contents, PageReader, ReadHow};
 use pagefold_linux::proc::numa::owner_view;
 use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::deny_list::DenyList;
-use report::{Cost, Report};
+use report::{Cost, ScanReport};
 use std::hash::{BuildHasher, RandomState};
 use std::path::PathBuf;
 use survey::{Survey, Surveyed};
 
-/// What to scan and how to say it.
+/// Arguments of `pagefold scan`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ScanArgs {
-    /// Which programs.
+    /// Selectors of processes.
     #[command(flatten)]
     pub scope: ScopeArgs,
-    /// Whom to leave alone.
+    /// Changes to the deny list.
     #[command(flatten)]
     pub deny: DenyFlags,
-    /// Read every page instead of a sample: slower, and no margin of error
+    /// Read every page instead of a sample (slower, without a margin of error)
     #[arg(long)]
     pub exact: bool,
     /// Print the result as JSON (schema pagefold.scan/1)
     #[arg(long)]
     pub json: bool,
-    /// Write the result as one self-contained web page, too
+    /// Also write the result to this file, as a self-contained web page
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
-    /// Choose the sampled pages by this number, to get the same sample again
+    /// Seed of the sample, to repeat a scan with the same pages [default: random]
     #[arg(long, value_name = "NUMBER")]
     pub seed: Option<u64>,
 }
@@ -72,7 +72,7 @@ pub fn run(args: &ScanArgs) -> Result<u8> {
 }
 
 /// Scans.
-pub fn scan(args: &ScanArgs) -> Result<Report> {
+pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let scoped = args.scope.resolve()?;
     let mut reader = reader()?;
     let cpu_before_ns = own_cpu_ns();
@@ -101,8 +101,8 @@ pub fn scan(args: &ScanArgs) -> Result<Report> {
     let numa = scanner.places(&survey)?;
     scanner.progress.clear();
     let cost = Cost::new(scanner.pages_read, own_cpu_ns().saturating_sub(cpu_before_ns), scanner.reading_ns);
-    let report = Report::of(&survey, &findings, fraction, args.scope.spec().to_string(), cost);
-    Ok(Report { numa, ..report })
+    let report = ScanReport::of(&survey, &findings, fraction, args.scope.spec().to_string(), cost);
+    Ok(ScanReport { numa, ..report })
 }
 
 fn reader() -> Result<PageReader, Exit> {
@@ -111,7 +111,7 @@ fn reader() -> Result<PageReader, Exit> {
         return Ok(reader);
     }
     Err(match std::fs::metadata("/proc/kpageflags") {
-        Ok(_) => Exit::new(exit::NOT_PERMITTED, "not permitted to look at other programs' memory; run as root (sudo)"),
+        Ok(_) => Exit::new(exit::NOT_PERMITTED, "not permitted to read other processes' memory; run as root (sudo)"),
         Err(_) => Exit::new(
             exit::NO_KERNEL_SUPPORT,
             "this kernel has no /proc/kpageflags; it must be built with CONFIG_PROC_PAGE_MONITOR",
@@ -138,7 +138,7 @@ fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
     ))
 }
 
-/// Reads pages into a census.
+/// Reads pages and counts their contents.
 struct Scanner {
     census: Census,
     reader: PageReader,
@@ -153,7 +153,7 @@ struct Scanner {
 }
 
 impl Scanner {
-    /// Reads one page of each merged frame: private pages with such a content have a place to go.
+    /// Reads one page of each merged frame: private pages with the same content can merge with it.
     fn read_merged(&mut self, survey: &mut Survey) -> Result<()> {
         for (number, process) in (0..).zip(&mut survey.processes) {
             if process.gone || process.merged.is_empty() {
@@ -175,7 +175,7 @@ impl Scanner {
         Ok(())
     }
 
-    /// Where pages are that are merged already. `None` where there is one memory node.
+    /// Where merged pages are. `None` on a machine with one memory node.
     fn places(&mut self, survey: &Survey) -> Result<Option<PlacesView>> {
         let Some(topology) = Topology::of_machine().context("cannot read /sys/devices/system/node")? else {
             return Ok(None);
@@ -203,7 +203,7 @@ impl Scanner {
         Ok(Some(PlacesView::of(&places, &Ledger::default(), who)))
     }
 
-    /// Reads more and more until the answer is good enough.
+    /// Reads larger and larger samples until the error is small enough.
     fn sample(&mut self, survey: &mut Survey, exact: bool) -> Result<(Findings, f64)> {
         let (mut from, mut fraction) = (0.0, if exact { 1.0 } else { first_fraction(survey.frames()) });
         loop {
@@ -258,7 +258,7 @@ impl Scanner {
                 (PageState::Private, _) => census.add_private(cell, run, digester.digest(bytes)),
                 (PageState::Shared, Some(frame)) => {
                     survey.holders(frame, &mut holders);
-                    // Unknown when shared since the look: a copy on write or a fork in between.
+                    // Shared since the survey, by a copy on write or a fork.
                     if holders.is_empty() {
                         holders.push(cell);
                     }

@@ -1,4 +1,4 @@
-//! `pagefold status`: what the running daemon has saved, what that costs, and what it is at.
+//! `pagefold status`: what the daemon has saved, what it costs, and what it is doing.
 
 use crate::control::client::ask;
 use crate::control::protocol::Request;
@@ -21,7 +21,7 @@ const PROCESSES: usize = 8;
 const BAR: usize = 20;
 const WIDTH: usize = 78;
 
-/// How to say it.
+/// Arguments of `pagefold status`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct StatusArgs {
     /// Print the daemon's answer as JSON (schema pagefold.status/1)
@@ -29,41 +29,41 @@ pub struct StatusArgs {
     pub json: bool,
 }
 
-/// How a run stands.
+/// The state of a run (schema pagefold.status/1). A new column begins here.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Status {
     schema: String,
-    /// The daemon.
+    /// The daemon's pid.
     pid: u32,
     /// Its scope, as flags.
     scope: String,
     dry_run: bool,
-    /// For how long it has run.
+    /// How long it has run.
     seconds: f64,
-    /// The governor asked for, and the one in force, which `auto` chooses.
+    /// The governor that was set, and the one in force, which `auto` chooses.
     governor: Governor,
     in_force: Governor,
-    /// Share of a core that pagefold and ksmd together may use, and used over the last ten seconds.
+    /// The share of a core that pagefold and ksmd may use, and the one they used over the last ten seconds.
     allowed_share: f64,
     used_share: f64,
     paused: bool,
-    /// Reading, marking or merging is under way.
+    /// Whether reading, marking or merging is under way.
     busy: bool,
-    /// ksmd is driven by this run; else why not.
+    /// Whether this run controls ksmd, and if not, why.
     ksm_driven: bool,
     ksm_why: Option<String>,
-    /// Anonymous memory under judgement.
+    /// Anonymous memory in scope that is not left alone.
     resident_bytes: u64,
-    /// Saved by this run, and by KSM in all.
+    /// Saved by this run, and by KSM on the whole machine.
     saved_bytes: u64,
     saved_machine_bytes: u64,
-    /// Resident in marked spans, and the kernel's metadata for it.
+    /// Resident memory in marked spans, and the kernel's metadata for it.
     marked_bytes: u64,
     metadata_bytes: u64,
     cpu_seconds: CpuSeconds,
     pages_read: u64,
-    /// Full scans ordered from ksmd.
+    /// Full scans requested from ksmd.
     scans: u64,
     /// Stops of targets for marking.
     stops: u64,
@@ -72,9 +72,9 @@ pub struct Status {
     rounds: u64,
     index: Index,
     kinds: Vec<KindTotal>,
-    /// From the top.
+    /// The levels of the ladder, from the top.
     levels: Vec<LevelTotal>,
-    /// What happens next, and to how much.
+    /// What happens next, and to how much memory.
     next: Vec<NextRow>,
     /// The trust domains in scope, the largest first.
     domains: Vec<DomainRow>,
@@ -104,7 +104,7 @@ struct NextRow {
     what: String,
     regions: usize,
     resident_bytes: u64,
-    /// Of those that wait: when the first is judged again.
+    /// For regions that wait: when the first one is judged again.
     soonest_seconds: Option<f64>,
 }
 
@@ -113,7 +113,7 @@ struct DomainRow {
     name: String,
     resident_bytes: u64,
     marked_bytes: u64,
-    /// Left unmarked because another domain holds the same.
+    /// Left unmarked because another domain holds the same contents.
     withheld_bytes: u64,
 }
 
@@ -123,14 +123,14 @@ struct ProcessRow {
     name: String,
     regions: usize,
     resident_bytes: u64,
-    /// Resident in marked spans, and the duplicates expected among them.
+    /// Resident memory in marked spans, and the duplicates expected in it.
     marked_bytes: u64,
     expected_bytes: u64,
     /// Why it is left alone, if it is.
     left_alone: Option<String>,
 }
 
-/// Asks the daemon, and returns the exit code.
+/// Prints the daemon's state, and returns the exit code.
 pub fn run(args: &StatusArgs) -> Result<u8> {
     let text = if args.json {
         serde_json::to_string_pretty(&ask::<serde_json::Value>(&Request::Status)?)? + "\n"
@@ -142,7 +142,7 @@ pub fn run(args: &StatusArgs) -> Result<u8> {
 }
 
 impl Status {
-    /// Of the facts.
+    /// The status to report.
     pub fn of(facts: &Facts) -> Self {
         let Facts { report, run, .. } = facts;
         let ledger = &report.ledger;
@@ -203,7 +203,7 @@ pub fn name_of(next: &Next) -> &'static str {
     }
 }
 
-/// What happens next, what is nearest first.
+/// The order of the rows: what happens first.
 const ORDER: [&str; 7] = ["read", "mark", "merge", "sample", "wait", "watch", "nothing"];
 
 fn next_rows(facts: &Facts) -> Vec<NextRow> {
@@ -292,7 +292,7 @@ fn describe(status: &Status, style: Style) -> String {
     row(
         "marked",
         &format!(
-            "{}, for which the kernel keeps {} of bookkeeping",
+            "{}, for which the kernel keeps {} of metadata",
             human(status.marked_bytes),
             human(status.metadata_bytes)
         ),
@@ -301,7 +301,7 @@ fn describe(status: &Status, style: Style) -> String {
         row(
             "stops",
             &format!(
-                "{} of programs, to mark their memory; the longest {:.0} us",
+                "{} of processes, to mark their memory; the longest {:.0} us",
                 status.stops, status.longest_stop_us
             ),
         );
@@ -323,12 +323,12 @@ fn describe(status: &Status, style: Style) -> String {
     text
 }
 
-/// How many trust domains there are, and how strongly they are kept apart.
+/// The number of trust domains, and how strictly they are separated.
 fn domains(status: &Status) -> String {
     let withheld: u64 = status.domains.iter().map(|row| row.withheld_bytes).sum();
     format!(
-        "{} trust domains: what was seen in two is marked in one of them at most, {} withheld. Pages that have changed \
-         since they were read may still meet: the kernel knows no domains",
+        "{} trust domains: contents found in two of them are marked in one at most ({} withheld). Pages that changed \
+         since they were read may still merge across domains: the kernel does not know them",
         status.domains.len(),
         human(withheld)
     )
@@ -360,14 +360,14 @@ fn state(status: &Status) -> String {
         (true, _) => "paused: nothing is read, marked or merged until pagefold resume".to_owned(),
         (false, true) if work.is_empty() => "sampling".to_owned(),
         (false, true) => work.join(", "),
-        (false, false) => "watching: nothing is left to do until something changes".to_owned(),
+        (false, false) => "watching: nothing to do until something changes".to_owned(),
     }
 }
 
 fn governor(status: &Status) -> String {
     let allowed = format!("up to {} of a core", percent(status.allowed_share, 1.0));
     match status.governor {
-        Governor::Auto => format!("auto, which has chosen {}: {allowed}", status.in_force),
+        Governor::Auto => format!("auto, now {}: {allowed}", status.in_force),
         governor => format!("{governor}: {allowed}"),
     }
 }
@@ -375,16 +375,16 @@ fn governor(status: &Status) -> String {
 fn ksm(status: &Status) -> String {
     match (&status.ksm_why, status.ksm_driven) {
         (_, true) => format!(
-            "driven by this run, {} so far; saves {} machine-wide",
+            "controlled by this run, {} so far; saves {} on the whole machine",
             count(usize::try_from(status.scans).unwrap_or(usize::MAX), "scan", "scans"),
             human(status.saved_machine_bytes)
         ),
-        (Some(why), false) => format!("not driven: {why}"),
-        (None, false) => "not driven yet".to_owned(),
+        (Some(why), false) => format!("not controlled by this run: {why}"),
+        (None, false) => "not controlled by this run yet".to_owned(),
     }
 }
 
-/// The colour of a kind: what is gained, what is not worth it, what is not known yet.
+/// Colours a kind: worth merging, not worth it, not known yet.
 pub fn paint(kind: Kind, text: &str, style: Style) -> String {
     match kind {
         Kind::StaticallyDuplicated => style.good(text),
@@ -471,14 +471,14 @@ fn next(text: &mut String, status: &Status, style: Style) {
     }
     for row in &status.next {
         let what = match row.what.as_str() {
-            "read" => "read whole now, to tell what is worth merging",
+            "read" => "being read whole, to find what is worth merging",
             "mark" if status.dry_run || !status.ksm_driven => "worth marking",
             "mark" => "about to be marked for ksmd",
             "merge" if status.dry_run => "would be merged; this is a dry run",
             "merge" => "being merged by ksmd, which takes two scans",
-            "sample" => "sampled on: the samples cannot tell yet",
-            "watch" => "watched thinly, for what changes",
-            "nothing" => "left alone for good: cannot be marked",
+            "sample" => "sampled further: too few samples to decide",
+            "watch" => "sampled thinly, for changes",
+            "nothing" => "left alone: cannot be marked",
             _ => "",
         };
         let what = match row.soonest_seconds {

@@ -2,7 +2,7 @@
 
 use super::picture::{BAR, Curve, columns, time_axis};
 use super::watch::{Point, Seen, View};
-use crate::commands::scan::report::Report;
+use crate::commands::scan::report::ScanReport;
 use pagefold_cli::style::{Style, human, line, percent};
 use std::time::Duration;
 
@@ -64,7 +64,7 @@ pub fn started(workers: usize, bytes: u64, reduced: bool, took: Duration, style:
 }
 
 /// What is duplicate.
-pub fn found(report: &Report, pids: &[i32], style: Style) -> String {
+pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
     let mut text = String::new();
     heading(&mut text, 2, "What they hold", style);
     let widest = report.processes.iter().map(|row| row.amounts.resident_bytes).max().unwrap_or(1);

@@ -18,13 +18,13 @@ pub struct PlacesView {
     pub nodes: Vec<NodeTotal>,
     /// The processes that have merged pages, the most remote first.
     pub processes: Vec<PlaceRow>,
-    /// Merged memory that the policies would have on another node.
+    /// Merged memory that the policies would place on another node.
     pub misplaced_bytes: u64,
-    /// Merged pages moved so far, those that could not be, and the CPU time it took.
+    /// Merged pages moved so far.
     pub moved_pages: u64,
-    /// See `moved_pages`.
+    /// Merged pages that the kernel refused to move.
     pub refused_pages: u64,
-    /// See `moved_pages`.
+    /// CPU time of the moves.
     pub move_seconds: f64,
 }
 
@@ -42,12 +42,12 @@ pub struct PlaceRow {
     remote_bytes: u64,
     /// Its merged memory by node.
     by_node: Vec<(u16, u64)>,
-    /// How much longer than at home an access to its merged memory takes, in the mean: 0.28 is 28 %.
+    /// How much longer an access to its merged memory takes on average than on its own node: 0.28 is 28 %.
     tax: f64,
 }
 
 impl PlacesView {
-    /// Of what the core tells: where pages are, and what has been done about it. `who` has the pid and the name of a process.
+    /// From the core's report. `who` has the pid and the name of a process.
     pub fn of(places: &PlacementSummary, ledger: &Ledger, who: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
         let bytes = |pages: Pages| pages.bytes().0;
         let row = |owner: &OwnerPlacement| {
@@ -81,7 +81,7 @@ impl PlacesView {
         self.processes.iter().find(|row| row.pid == pid)
     }
 
-    /// What the policies have done and would do.
+    /// What the policies have done and would do, as a sentence.
     pub fn sentence(&self) -> String {
         let moved = match self.moved_pages {
             0 => String::new(),
@@ -91,13 +91,13 @@ impl PlacesView {
                 self.move_seconds,
                 match self.refused_pages {
                     0 => String::new(),
-                    refused => format!(", {refused} could not be"),
+                    refused => format!(", {refused} refused by the kernel"),
                 }
             ),
         };
         match self.misplaced_bytes {
-            0 => format!("{moved}every merged page is where its policy has it"),
-            bytes => format!("{moved}{} would be on another node by policy", human(bytes)),
+            0 => format!("{moved}every merged page is where its policy places it"),
+            bytes => format!("{moved}{} should be on another node by policy", human(bytes)),
         }
     }
 
@@ -140,24 +140,24 @@ impl PlacesView {
         }
         line(
             text,
-            &style.dim("  Tax: what an access to merged memory takes longer than on the own node, in the mean."),
+            &style.dim("  Tax: how much longer an access to merged memory takes on average than on the own node."),
         );
     }
 }
 
 impl PlaceRow {
-    /// Where the process's merged memory is, and what that costs it: one sentence.
+    /// Where the process's merged memory is, and what that costs, as a sentence.
     pub fn sentence(&self) -> String {
         let (local, remote) = (human(self.local_bytes), human(self.remote_bytes));
         let policy = match self.policy {
-            Placement::Fair => "fair: where it is in use, else every node its share".to_owned(),
+            Placement::Fair => "fair: where it is used, else an equal part on each node".to_owned(),
             Placement::Priority => format!("priority: by nice values, here {}", self.nice),
             Placement::LocalOnly => "local-only: nothing is merged across nodes".to_owned(),
-            Placement::Kernel => "kernel: as it falls".to_owned(),
+            Placement::Kernel => "kernel: wherever ksmd leaves it".to_owned(),
         };
         format!(
             "It runs on memory node {}: {local} of its merged memory is there, {remote} on others, so that an access to it \
-             takes {} longer in the mean. Policy: {policy}.",
+             takes {} longer on average. Policy: {policy}.",
             self.node,
             percent(self.tax, 1.0)
         )
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn local_and_remote_are_told_apart() {
+    fn local_and_remote_memory_are_distinguished() {
         let node = |node, frames| NodeTotal {
             node: NodeKey(node),
             total: Pages(1 << 18),
@@ -190,12 +190,12 @@ mod tests {
         let view = PlacesView::of(&places, &ledger, |owner| (owner == OwnerKey(3)).then(|| (77, "redis".to_owned())));
         assert_eq!(
             view.sentence(),
-            "1000 merged pages moved in 0.02 s of CPU time, 2 could not be; 2 MiB would be on another node by policy"
+            "1000 merged pages moved in 0.02 s of CPU time, 2 refused by the kernel; 2 MiB should be on another node by policy"
         );
         assert_eq!(
             view.process(77).unwrap().sentence(),
             "It runs on memory node 1: 3 MiB of its merged memory is there, 1 MiB on others, so that an access to it \
-             takes 14 % longer in the mean. Policy: priority: by nice values, here -5."
+             takes 14 % longer on average. Policy: priority: by nice values, here -5."
         );
         assert!(view.process(78).is_none());
         let mut text = String::new();

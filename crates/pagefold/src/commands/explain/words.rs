@@ -1,4 +1,4 @@
-//! How an explanation is put.
+//! The text of an explanation.
 
 use super::{Excluded, Explanation, Row};
 use crate::commands::status::paint;
@@ -9,40 +9,40 @@ use pagefold_core::report::{Kind, Next, RegionReport};
 use pagefold_core::units::Pages;
 use pagefold_linux::scope::exclude::Exclusion;
 
-/// Regions shown one by one, if they are not tiny.
+/// The most regions shown one by one.
 const REGIONS: usize = 12;
-/// Smaller ones are summed up, bytes, unless there is nothing larger.
+/// Smaller regions are summed up unless there are only small ones, bytes.
 const SMALL: u64 = 1 << 20;
-/// Mappings shown for one reason to leave them alone.
+/// The most mappings shown for one reason to leave them alone.
 const MAPPINGS: usize = 6;
 const WIDTH: usize = 78;
 
-/// What happens to a region next, and when: one sentence.
+/// What happens to a region next, and when, as a sentence.
 pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
     let (report, run) = (&facts.report, &facts.run);
     let config = &run.config;
     let threshold = percent(config.duplicate_threshold.fraction(), 1.0);
     let not_driven = match (&run.stood_down, run.dry_run) {
         (_, true) => Some("this is a dry run".to_owned()),
-        (Some(why), _) => Some(format!("KSM is not driven any more ({why})")),
+        (Some(why), _) => Some(format!("this run no longer controls KSM ({why})")),
         (None, false) => None,
     };
     if report.paused {
-        return "Paused: nothing happens to it until pagefold resume; what is merged stays merged.".to_owned();
+        return "Paused: nothing happens to it until pagefold resume. Merged pages stay merged.".to_owned();
     }
     match (region.next, region.kind) {
-        (Next::Nothing, _) => "Left alone for good: its process could not be marked.".to_owned(),
+        (Next::Nothing, _) => "Left alone: its process could not be marked.".to_owned(),
         (Next::Read { read }, _) => format!(
-            "Being read whole: {} of {} pages so far. Then what is dense enough with duplicates is marked.",
+            "Being read whole: {} of {} pages so far. Then the parts with many duplicates are marked.",
             thousands(read.0),
             thousands(region.pages.0)
         ),
         (Next::Sample { sampled, needed }, _) => {
-            format!("Sampled further: {} of about {} that its level asks for.", thousands(sampled.0), pages(needed))
+            format!("Sampled further: {} of about {} that its level needs.", thousands(sampled.0), pages(needed))
         }
         (Next::Mark, _) => match not_driven {
             Some(why) => format!("Worth marking, but {why}."),
-            None => "About to be marked, together with what else is ready, so that one scan by ksmd serves all.".into(),
+            None => "About to be marked, together with other regions, so that one scan of ksmd serves all of them.".into(),
         },
         (Next::Merge, _) => match not_driven {
             Some(why) => format!("Would be merged, but {why}."),
@@ -53,7 +53,7 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
         (Next::Wait { ns }, Kind::CowBroken) => {
             let left = time(ns as f64 / 1e9);
             if region.cow_ratio.0 == 0 {
-                return format!("Left alone for {left}: too much of it changes between two looks for merges to last.");
+                return format!("Left alone for {left}: too many of its pages change between two visits for merges to last.");
             }
             let share = percent(region.cow_ratio.fraction(), 1.0);
             let horizon = time(config.cow_horizon_ns as f64 / 1e9);
@@ -61,22 +61,22 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
         }
         (Next::Wait { ns }, _) => format!("Too young: {} until it may be promoted.", time(ns as f64 / 1e9)),
         (Next::Watch, Kind::StaticallyDuplicated) if region.marked > Pages(0) => match not_driven {
-            Some(why) => format!("Would be merged, but {why}; it is watched for what changes."),
-            None => "Marked and scanned; watched for what changes. ksmd is woken again when enough is worth it.".into(),
+            Some(why) => format!("Would be merged, but {why}; watched for changes."),
+            None => "Marked and scanned; watched for changes. ksmd is woken again when enough pages are worth it.".into(),
         },
         (Next::Watch, _) if region.withheld > Pages(0) && region.marked == Pages(0) => {
-            "Not marked: another trust domain holds the same contents, and they are marked in one at most.".into()
+            "Not marked: another trust domain holds the same contents, which are marked in one domain at most.".into()
         }
         (Next::Watch, Kind::StaticallyDuplicated) if region.exact => {
-            "Not marked: its duplicates are scattered. Unless huge pages hold them, it is marked once ksmd has rested for a \
-             while, since each of its walks visits all the other pages as well."
+            "Not marked: its duplicates are scattered, and each scan visits all its other pages too. Unless it has huge \
+             pages, it is marked once ksmd has rested for a while."
                 .into()
         }
         (Next::Watch, Kind::StaticallyDuplicated) => {
-            "It looks duplicate: it rises level by level as more samples agree, and is read whole at the top.".into()
+            "Probably duplicate: it rises level by level as more samples agree, and is read whole at the top.".into()
         }
-        (Next::Watch, Kind::CowBroken) => "Watched, not merged: too much of it changes for merges to last.".into(),
-        (Next::Watch, _) => format!("Watched thinly; read whole once samples show more than {threshold} duplicate."),
+        (Next::Watch, Kind::CowBroken) => "Watched, not merged: too many of its pages change for merges to last.".into(),
+        (Next::Watch, _) => format!("Sampled thinly; read whole once samples show more than {threshold} duplicate."),
     }
 }
 
@@ -84,7 +84,7 @@ fn pages(number: Pages) -> String {
     format!("{} {}", thousands(number.0), if number == Pages(1) { "page" } else { "pages" })
 }
 
-/// The whole text.
+/// The explanation as text.
 pub fn describe(explanation: &Explanation, style: Style) -> String {
     let mut text = String::new();
     line(&mut text, "");
@@ -169,7 +169,7 @@ fn regions(text: &mut String, explanation: &Explanation, style: Style) {
     }
     if explanation.unseen_bytes > 0 {
         line(text, "");
-        line(text, &format!("{} are new: the daemon sees them at its next look.", human(explanation.unseen_bytes)));
+        line(text, &format!("{} are new: the daemon sees them at its next refresh.", human(explanation.unseen_bytes)));
     }
     legend(text, rows, style);
 }
@@ -224,11 +224,11 @@ fn legend(text: &mut String, rows: &[Row], style: Style) {
     line(text, "");
     for kind in Kind::ALL.iter().filter(|kind| rows.iter().any(|row| row.kind == **kind)) {
         let what = match kind {
-            Kind::StaticallyDuplicated => "equal pages that stay: worth merging",
-            Kind::Sparse => "few pages that are held twice",
-            Kind::CowBroken => "merges would not last: its pages are written",
-            Kind::ShortLived => "too young, or like memory that went young",
-            Kind::Unknown => "not sampled enough to tell",
+            Kind::StaticallyDuplicated => "duplicates that stay: worth merging",
+            Kind::Sparse => "few duplicates",
+            Kind::CowBroken => "its pages are written: merges would not last",
+            Kind::ShortLived => "too young, or like memory that ended young",
+            Kind::Unknown => "not sampled enough yet",
         };
         line(text, &style.dim(&format!("{:<22} {what}", format!("{kind}:"))));
     }
@@ -251,7 +251,7 @@ fn excluded(text: &mut String, explanation: &Explanation, style: Style) {
         let memory = rows.iter().map(|row| row.bytes).sum();
         let mappings = count(rows.len(), "mapping", "mappings");
         line(text, &format!("  {:>8}  {reason} {}", human(memory), style.dim(&format!("({mappings})"))));
-        // Code and files as they are on disk, and what holds nothing: there is nothing to tell one by one.
+        // Code, unmodified files and empty mappings are not worth a line each.
         if reason == Exclusion::NothingAnonymous.to_string() || memory == 0 {
             continue;
         }
@@ -265,7 +265,7 @@ fn excluded(text: &mut String, explanation: &Explanation, style: Style) {
     }
 }
 
-/// A path cut at its beginning: its end says more.
+/// A path cut at its beginning, because its end is more specific.
 fn shorten_front(path: &str, width: usize) -> String {
     let length = path.chars().count();
     if length <= width {

@@ -1,13 +1,13 @@
 //! The result of a scan as one web page that needs nothing else.
 
-use super::report::{Amounts, Report};
+use super::report::{Amounts, ScanReport};
 use pagefold_cli::style::{count, human, percent};
 use std::fmt::Write as _;
 
 const STYLE: &str = include_str!("scan.css");
 
 /// The page.
-pub fn page(report: &Report) -> String {
+pub fn page(report: &ScanReport) -> String {
     let mut html = String::new();
     let _ = write!(
         html,
@@ -46,14 +46,14 @@ pub fn page(report: &Report) -> String {
 }
 
 /// The bar of all memory, with its key.
-fn whole(html: &mut String, report: &Report) {
+fn whole(html: &mut String, report: &ScanReport) {
     let totals = &report.totals;
     let savable = totals.zero_bytes + totals.duplicate_within_bytes + totals.duplicate_across_bytes;
     let parts = [
         ("zero", "all zeros", totals.zero_bytes),
         ("within", "duplicate within a process", totals.duplicate_within_bytes),
         ("across", "duplicate across processes", totals.duplicate_across_bytes),
-        ("rest", "needed as it is", totals.resident_bytes.saturating_sub(savable)),
+        ("rest", "unique", totals.resident_bytes.saturating_sub(savable)),
     ];
     let whole = totals.resident_bytes.max(1) as f64;
     html.push_str("<svg class=\"whole\" viewBox=\"0 0 1000 28\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"Shares of the memory\">");
@@ -76,8 +76,8 @@ fn whole(html: &mut String, report: &Report) {
     let besides = [
         (totals.merged_bytes, "merged already"),
         (totals.fork_shared_bytes, "shared through fork"),
-        (totals.swapped_bytes, "swapped out (not looked at)"),
-        (totals.metadata_bytes, "of KSM's own bookkeeping, subtracted from what can be saved"),
+        (totals.swapped_bytes, "swapped out (not read)"),
+        (totals.metadata_bytes, "of KSM metadata, subtracted from the savable memory"),
     ];
     let said: Vec<String> =
         besides.iter().filter(|part| part.0 > 0).map(|(bytes, what)| format!("{} {what}", human(*bytes))).collect();
@@ -116,7 +116,7 @@ fn table(html: &mut String, title: &str, head: &str, rows: impl Iterator<Item = 
     html.push_str("</tbody></table></div>\n");
 }
 
-fn left_out(html: &mut String, report: &Report) {
+fn left_out(html: &mut String, report: &ScanReport) {
     if report.excluded.is_empty() {
         return;
     }
@@ -133,7 +133,7 @@ fn left_out(html: &mut String, report: &Report) {
     html.push_str("</tbody></table>\n");
 }
 
-/// Names of programs and cgroups are anybody's choice.
+/// Escapes a name: programs and cgroups can have any.
 fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -1,4 +1,4 @@
-//! The result of a scan as data: what `--json` prints (schema `pagefold.scan/1`) and the tables show.
+//! The result of a scan (schema `pagefold.scan/1`), which `--json`, the tables and the web page show.
 
 use super::survey::{LeftOut, Survey};
 use crate::output::placement::PlacesView;
@@ -11,20 +11,20 @@ use std::os::unix::ffi::OsStrExt;
 /// The name and version of the schema.
 pub const SCHEMA: &str = "pagefold.scan/1";
 
-/// All of it.
+/// The result of a scan.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct ScanReport {
     /// [`SCHEMA`].
     pub schema: &'static str,
-    /// Every page was read.
+    /// Whether every page was read.
     pub exact: bool,
-    /// The share of the pages that was read, chosen at random.
+    /// The share of pages that was read, chosen at random.
     pub sampled_fraction: f64,
-    /// By so much the savable total may be off, 95 times in 100.
+    /// The 95 % margin of error of the savable total.
     pub error_bytes: u64,
     /// The scope, as flags.
     pub scope: String,
-    /// All together.
+    /// The sum over all processes.
     pub totals: Amounts,
     /// By process, the most savable first.
     pub processes: Vec<ProcessRow>,
@@ -34,10 +34,10 @@ pub struct Report {
     pub cgroups: Vec<CgroupRow>,
     /// What was left out, by reason.
     pub excluded: Vec<Excluded>,
-    /// Where pages are that are merged already, on a machine with several memory nodes.
+    /// Where merged pages are, on a machine with several memory nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacesView>,
-    /// What the scan took.
+    /// What the scan cost.
     pub cost: Cost,
 }
 
@@ -51,21 +51,21 @@ pub struct Amounts {
     pub anonymous_bytes: u64,
     /// All-zero pages.
     pub zero_bytes: u64,
-    /// Savable with the process's own copies.
+    /// Savable by merging pages of the same process.
     pub duplicate_within_bytes: u64,
-    /// Savable beyond that with the copies of other processes.
+    /// Savable beyond that by merging with other processes.
     pub duplicate_across_bytes: u64,
     /// Merged already.
     pub merged_bytes: u64,
     /// Shared through fork.
     pub fork_shared_bytes: u64,
-    /// Swapped out; not looked at.
+    /// Swapped out; not read.
     pub swapped_bytes: u64,
-    /// Savable before KSM's own memory is counted.
+    /// Savable, without subtracting KSM's metadata.
     pub savable_gross_bytes: u64,
-    /// Savable.
+    /// Savable, with KSM's metadata subtracted.
     pub savable_bytes: u64,
-    /// KSM's own memory for it.
+    /// KSM's metadata for it.
     pub metadata_bytes: u64,
 }
 
@@ -96,7 +96,7 @@ pub struct ProcessRow {
     pub pid: i32,
     /// Its command name.
     pub name: String,
-    /// Its executable, where it may be known.
+    /// Its executable, if known.
     pub exe: Option<String>,
     /// Its cgroup.
     pub cgroup: Option<String>,
@@ -107,7 +107,7 @@ pub struct ProcessRow {
     pub kinds: Vec<KindRow>,
     /// What was left out of it.
     pub excluded: Vec<Excluded>,
-    /// It was left out as a whole, for this reason; or it ended.
+    /// Why it was left out as a whole, or that it ended.
     pub left_out: Option<String>,
 }
 
@@ -157,7 +157,7 @@ pub struct Cost {
     pub pages_read: u64,
     /// CPU time.
     pub cpu_seconds: f64,
-    /// CPU time by page read, all included: page tables and mappings are looked at for every page, read or not.
+    /// CPU time by page read. It includes reading page tables and mappings for every page.
     pub ns_per_page: f64,
     /// CPU time of reading, digesting and counting alone, by page read.
     pub reading_ns_per_page: f64,
@@ -172,7 +172,7 @@ impl Cost {
     }
 }
 
-impl Report {
+impl ScanReport {
     /// Sums up what the census found by process, kind and cgroup.
     pub fn of(survey: &Survey, findings: &Findings, fraction: f64, scope: String, cost: Cost) -> Self {
         let owned = survey.cells.iter().zip(&survey.kinds).zip(&findings.cells);
@@ -250,12 +250,12 @@ impl Report {
         }
     }
 
-    /// Processes that were looked at.
+    /// The processes that were not left out.
     pub fn looked_at(&self) -> impl Iterator<Item = &ProcessRow> {
         self.processes.iter().filter(|process| process.left_out.is_none())
     }
 
-    /// The result in one sentence.
+    /// The result as a sentence.
     pub fn headline(&self) -> String {
         use pagefold_cli::style::{count, human, percent};
         let looked_at = self.looked_at().count();
@@ -273,12 +273,12 @@ impl Report {
         )
     }
 
-    /// The error in per cent of the memory looked at.
+    /// The margin of error, per cent of the resident memory.
     pub fn margin_percent(&self) -> f64 {
         100.0 * self.error_bytes as f64 / (self.totals.resident_bytes.max(1)) as f64
     }
 
-    /// How sure the figures are.
+    /// How reliable the figures are.
     pub fn basis(&self) -> String {
         use pagefold_cli::style::{human, percent};
         let read = human(self.cost.pages_read << 12);
@@ -288,12 +288,12 @@ impl Report {
         }
         let share = percent(self.sampled_fraction, 1.0);
         let error = human(self.error_bytes);
-        format!("Estimated from {read} ({share}, {cpu}); right to within {error} 19 times in 20.")
+        format!("Estimated from {read} ({share}, {cpu}); margin of error {error} (95 %).")
     }
 
-    /// What to do now.
+    /// The command to run next.
     pub fn next_step(&self) -> Option<String> {
-        // Below a hundredth, the scanning is hardly worth it.
+        // Below 1 % merging is hardly worth its cost.
         (self.totals.savable_bytes > self.totals.resident_bytes / 100).then(|| format!("pagefold run {}", self.scope))
     }
 }

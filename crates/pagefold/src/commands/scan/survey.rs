@@ -1,8 +1,8 @@
-//! The look before the reading: which pages each process has, how they are held, and what is left out.
+//! The survey before pages are read: which pages each process has, whether they are merged or shared, and what is left out.
 //!
-//! The page tables of everything in scope are walked once (about 33 ns a page, against 500 for reading one).
-//! That gives exact counts and exact shares of what is merged or shared already, and lists of the frames that
-//! can be read. A frame shared through fork is put with the pages of its first holder and so read once.
+//! It walks the page tables of everything in scope once (about 33 ns a page; reading a page takes 500 ns). That gives exact
+//! counts of pages that are merged or shared, and lists of the frames to read. A frame that is shared through fork is read
+//! once, with the pages of its first holder.
 
 use anyhow::Result;
 use pagefold_core::host::PageState;
@@ -33,17 +33,17 @@ pub struct Survey {
 /// One process.
 #[derive(Debug)]
 pub struct Surveyed {
-    /// Who it is.
+    /// The process.
     pub scoped: Scoped,
     /// What is left out of it.
     pub excluded: Vec<LeftOut>,
-    /// It is left out as a whole.
+    /// Why it is left out as a whole, if it is.
     pub refused: Option<Exclusion>,
-    /// It ended while it was looked at.
+    /// Whether it ended during the scan.
     pub gone: bool,
-    /// What may be read, by ascending address.
+    /// The mappings to read, by ascending address.
     pub regions: Vec<Region>,
-    /// The mappings that it is in.
+    /// The address ranges of these mappings.
     pub ranges: Vec<(Vpn, u32)>,
     /// Merged pages to read: one for each merged frame.
     pub merged: Vec<Vpn>,
@@ -71,7 +71,7 @@ pub struct Region {
     pub runs: Vec<(Vpn, u32)>,
 }
 
-/// A mapped frame that is not its process's alone.
+/// A mapped frame that several page table entries share.
 #[derive(Clone, Copy, Debug)]
 struct Joint {
     frame: u64,
@@ -83,7 +83,7 @@ struct Joint {
 }
 
 impl Survey {
-    /// Looks at the processes.
+    /// Surveys the processes.
     pub fn of(
         scoped: Vec<Scoped>,
         deny: &DenyList,
@@ -104,7 +104,7 @@ impl Survey {
                 merged: Vec::new(),
             };
             let before = (survey.cells.len(), joint.len());
-            match survey.look(&mut surveyed, deny, reader, &mut joint, &mut numbers) {
+            match survey.add(&mut surveyed, deny, reader, &mut joint, &mut numbers) {
                 Ok(()) => {}
                 Err(ReadError::Vanished { .. }) => {
                     surveyed.gone = true;
@@ -123,7 +123,7 @@ impl Survey {
         Ok(survey)
     }
 
-    fn look(
+    fn add(
         &mut self,
         surveyed: &mut Surveyed,
         deny: &DenyList,
@@ -135,7 +135,7 @@ impl Survey {
         surveyed.refused = process_exclusion(process, deny)?;
         let mut left_out = BTreeMap::new();
         if let Some(refused) = &surveyed.refused {
-            // How much it is may be told; none of its pages is looked at.
+            // Its size is reported, but none of its pages is read.
             let details = read_smaps(process).unwrap_or_default();
             let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
             left_out.insert(refused.to_string(), (kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX)));
@@ -180,7 +180,7 @@ impl Survey {
         joint.sort_unstable_by_key(|joint| (joint.frame, joint.process, joint.page));
         for holders in joint.chunk_by(|a, b| a.frame == b.frame) {
             let part = 1.0 / holders.len() as f64;
-            // Merged while we looked: the later look is the truer one.
+            // Merged during the survey: the later observation counts.
             let merged = holders.iter().any(|holder| holder.merged);
             for holder in holders {
                 let cell = self.processes[holder.process as usize].regions[holder.region as usize].cell;

@@ -1,6 +1,6 @@
 //! The result of a scan for a terminal.
 
-use super::report::{Amounts, Report};
+use super::report::{Amounts, ScanReport};
 use pagefold_cli::style::{Style, bar, count, human, line, percent, shorten};
 use pagefold_cli::table::Table;
 
@@ -9,7 +9,7 @@ const ROWS: usize = 20;
 const BAR: usize = 12;
 
 /// The whole text.
-pub fn text(report: &Report, style: Style) -> String {
+pub fn text(report: &ScanReport, style: Style) -> String {
     let mut text = String::new();
     line(&mut text, "");
     line(&mut text, &format!("{}.", style.bold(&report.headline())));
@@ -31,9 +31,9 @@ pub fn text(report: &Report, style: Style) -> String {
     line(&mut text, "");
     line(
         &mut text,
-        &style.dim("zero, within, across: savable pages that are all zeros, that the process holds twice itself,"),
+        &style.dim("zero, within, across: savable pages that are all zeros, that have a copy in the same process,"),
     );
-    line(&mut text, &style.dim("or that others hold too (a saving shared by several is divided among them)."));
+    line(&mut text, &style.dim("or in another one (a saving that several processes share is divided among them)."));
     already(&mut text, &report.totals, style);
     if let Some(places) = report.numa.as_ref().filter(|places| !places.processes.is_empty()) {
         places.describe(&mut text, style);
@@ -82,7 +82,7 @@ fn already(text: &mut String, totals: &Amounts, style: Style) {
     let parts = [
         (totals.merged_bytes, "merged already"),
         (totals.fork_shared_bytes, "shared through fork"),
-        (totals.swapped_bytes, "swapped out (not looked at)"),
+        (totals.swapped_bytes, "swapped out (not read)"),
     ];
     let said: Vec<String> =
         parts.iter().filter(|part| part.0 > 0).map(|(bytes, what)| format!("{} {what}", human(*bytes))).collect();
@@ -91,11 +91,11 @@ fn already(text: &mut String, totals: &Amounts, style: Style) {
         line(text, &format!("{} {}.", style.bold("Besides:"), said.join(", ")));
     }
     if totals.metadata_bytes > 0 {
-        line(text, &style.dim(&format!("KSM's own {} of bookkeeping are subtracted.", human(totals.metadata_bytes))));
+        line(text, &style.dim(&format!("{} of KSM metadata are subtracted.", human(totals.metadata_bytes))));
     }
 }
 
-fn left_out(text: &mut String, report: &Report, style: Style) {
+fn left_out(text: &mut String, report: &ScanReport, style: Style) {
     let ended = report.processes.iter().filter(|row| row.left_out.as_deref() == Some("has ended")).count();
     if report.excluded.is_empty() && ended == 0 {
         return;
@@ -122,13 +122,13 @@ fn left_out(text: &mut String, report: &Report, style: Style) {
     }
 }
 
-fn next(text: &mut String, report: &Report, style: Style) {
+fn next(text: &mut String, report: &ScanReport, style: Style) {
     line(text, "");
     line(
         text,
         &match report.next_step() {
             Some(command) => format!("To save it:  {}", style.good(&command)),
-            None => "There is next to nothing to save here.".to_owned(),
+            None => "There is almost nothing to save here.".to_owned(),
         },
     );
 }
