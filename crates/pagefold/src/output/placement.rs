@@ -140,7 +140,7 @@ impl PlacesView {
         }
         line(
             text,
-            &style.dim("  Tax: how much longer an access to merged memory takes on average than on the own node."),
+            &style.dim("  Tax: extra time of an access to merged memory, compared with the own node."),
         );
     }
 }
