@@ -138,10 +138,7 @@ impl PlacesView {
             let others = count(rest.len(), "process", "processes");
             line(text, &style.dim(&format!("           … and {others} more (all of them: --json)")));
         }
-        line(
-            text,
-            &style.dim("  Tax: extra time of an access to merged memory, compared with the own node."),
-        );
+        line(text, &style.dim("  Tax: extra time of an access to merged memory, compared with the own node."));
     }
 }
 
