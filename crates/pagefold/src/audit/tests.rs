@@ -115,7 +115,7 @@ fn what_others_may_write_is_refused() {
     refused(&path, "cannot be opened");
     fs::create_dir(dir.path().join("a")).unwrap();
     refused(&dir.path().join("a"), "cannot be opened");
-    refused(&dir.path().join("no/such/file"), "cannot be made");
+    refused(&dir.path().join("no/such/file"), "cannot be created");
     refused(Path::new("/dev/full"), "regular file");
     let open = dir.path().join("open");
     fs::create_dir(&open).unwrap();

@@ -141,6 +141,6 @@ fn a_socket_left_behind_is_replaced_and_a_live_one_is_not() {
     fs::create_dir(&open).unwrap();
     fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
     let error = Server::start(&open.join("control.sock"), false, Arc::new(echo)).unwrap_err().to_string();
-    assert!(error.contains("written by others"), "{error}");
+    assert!(error.contains("writable by other users"), "{error}");
     assert_eq!(fs::read_dir(&open).unwrap().count(), 0);
 }
