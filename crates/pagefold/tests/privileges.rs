@@ -368,7 +368,7 @@ fn the_injector_serves_only_root_and_the_daemon_uses_only_a_root_injector() {
         .unwrap();
     let mut line = String::new();
     BufReader::new(other_user.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-    assert_refused(&run(&path), 3, "user 65534 listens there");
+    assert_refused(&run(&path), 3, "the socket belongs to user 65534");
     drop(other_user.stdin.take());
     other_user.wait().unwrap();
     // Nothing listens any more, and nothing ever did.

@@ -1,8 +1,7 @@
-//! One attempt: choose a thread, seize it, interrupt it, have [`Tracee`] make the calls, tell what came of it.
+//! One attempt: choose a thread, seize it, interrupt it, let [`Tracee`] make the calls, and report the result.
 //!
-//! Each attempt has a thread of its own, because there is only one way to let go of a thread that does not
-//! stop (a vfork parent, a frozen one): the end of its tracer. The kernel then forgets the request, and as
-//! nothing has been set yet, nothing has happened.
+//! Each attempt has a thread of its own, because only the end of its tracer releases a thread that does not stop (a vfork
+//! parent, a frozen thread). The kernel then drops the request, and as no register has been set yet, nothing has changed.
 
 use super::progress::AttemptProgress;
 use super::ptrace;
@@ -16,33 +15,33 @@ use crate::proc::process::Process;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-/// What preparing (reading `/proc`, attaching) may take on top of the wait for the stop. Attaching waits for an
-/// exec in progress, and that for its file system.
+/// Time for preparing (reading `/proc`, attaching) before the wait for the stop. Attaching waits for an exec in progress,
+/// and that for its file system.
 const PREPARING: Duration = Duration::from_secs(2);
 
-/// What an attempt came to.
+/// The result of an attempt.
 #[derive(Debug)]
 pub struct Ended {
-    /// The answers of the calls that were made, from the first on.
+    /// The results of the calls that were made, from the first on.
     pub results: Vec<Result<u64, Errno>>,
-    /// How long the thread was stopped, if it was.
+    /// For how long the thread was stopped, if it was.
     pub stop_ns: Option<u64>,
-    /// Its registers were changed without a way home.
+    /// Whether registers were borrowed without a return frame.
     pub unguarded: bool,
-    /// From the first register set to the last one restored.
+    /// For how long registers were borrowed.
     pub away_ns: u64,
-    /// How to go on.
+    /// What to do next.
     pub verdict: Verdict,
 }
 
-/// How to go on after an attempt.
+/// What to do after an attempt.
 #[derive(Debug)]
 pub enum Verdict {
     /// All calls were made.
     Done,
-    /// A bad moment; if it stays bad, this is the error.
+    /// Try again; after too many attempts this is the error.
     Again(InjectError),
-    /// It makes no sense to try again at once.
+    /// Do not try again soon.
     Failed(InjectError),
 }
 
@@ -52,10 +51,10 @@ impl Verdict {
     }
 }
 
-/// Makes one attempt at running `calls` in one stop, in the thread `tid` or one of its choice.
+/// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of its choice.
 pub fn attempt(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> Result<Ended, InjectError> {
     let pid = process.pid();
-    // The thread may outlive this call, so it takes hold of the process by itself.
+    // The thread may outlive this call, so it needs a handle of its own.
     let held = Process::open(pid).map_err(InjectError::from_read)?;
     if held.start_time_ticks() != process.start_time_ticks() {
         return Err(InjectError::Vanished { pid });
@@ -69,7 +68,7 @@ pub fn attempt(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Lim
         .spawn(move || {
             shield_thread();
             let ended = one_stop(&held, tid, &calls, &limits, &progress_inside);
-            // Nobody listens any more if the attempt was given up.
+            // There is no receiver any more if the attempt was given up.
             let _ = sender.send(ended);
         })
         .map_err(|error| InjectError::System {
@@ -85,7 +84,7 @@ pub fn attempt(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Lim
                 return Err(InjectError::System { pid, what: "the injection thread".into(), errno: Errno(libc::EIO) });
             }
             Err(mpsc::RecvTimeoutError::Timeout) if progress.abandon() => {
-                return Err(InjectError::TimedOut { pid, what: "let itself be attached".into() });
+                return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() });
             }
             Err(mpsc::RecvTimeoutError::Timeout) if progress.is_stuck() => return Err(InjectError::Held { pid }),
             Err(mpsc::RecvTimeoutError::Timeout) => limit = Duration::from_millis(50),
@@ -93,10 +92,10 @@ pub fn attempt(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Lim
     }
 }
 
-/// Keeps everything that could delay this thread away from it.
+/// Protects this thread from delays.
 fn shield_thread() {
-    // SAFETY: plain calls on this thread only; `all` outlives them. Failure of the last two costs promptness only:
-    // sleeps get 50 us longer, and a busy or nice caller keeps targets waiting for its turn on the CPU.
+    // SAFETY: plain calls on this thread only; `all` outlives them. If the last two fail, stops are longer: sleeps take 50
+    // us more, and targets wait until a busy or nice caller gets the CPU.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&raw mut all);
@@ -120,10 +119,10 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
     if let Err(errno) = ptrace::seize(tid_chosen) {
         return refused(process, tid_chosen, errno).unstopped();
     }
-    // From now on the kernel answers ESRCH if the tid comes to mean another thread, so this look is the last one
-    // needed. Nothing has been asked of the thread yet: to leave here is to have done nothing.
+    // From now on the kernel returns ESRCH if the tid is reused, so this check is the last one needed. Nothing has been
+    // requested yet: returning here changes nothing.
     match thread::examine(process, tid_chosen) {
-        // Attaching to a thread in a group stop turns that into ours at once.
+        // Attaching to a thread in a group stop turns that into a stop of the tracer at once.
         Ok((stat, activity))
             if tid.is_some() || stat.state == b't' || thread::fitness(stat.state, activity).is_some() => {}
         _ => return busy(),
@@ -168,16 +167,16 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
         StopEnd::Filtered => Verdict::Failed(InjectError::Filtered { pid }),
         StopEnd::Compat => Verdict::Failed(InjectError::Compat { pid }),
         StopEnd::Dispatched => Verdict::Failed(InjectError::Dispatched { pid }),
-        // Mostly a fault of its own that it was about to be told of when it stopped: it will fault again by itself.
+        // Mostly a fault of its own, pending when it stopped: the thread will fault again by itself.
         StopEnd::Fault => Verdict::Again(InjectError::Fault { pid }),
-        StopEnd::Abandoned => Verdict::Failed(InjectError::TimedOut { pid, what: "let itself be attached".into() }),
+        StopEnd::Abandoned => Verdict::Failed(InjectError::TimedOut { pid, what: "accept a tracer".into() }),
         StopEnd::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
         StopEnd::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
     };
     Ended { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict }
 }
 
-/// Whether a thread that did not get to its call was kept from it by a freezer. Let go, it takes a moment to be back.
+/// Whether a freezer kept a thread from its call. After its release the thread takes a moment to be frozen again.
 fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
     (0..10).any(|_| {
         std::thread::sleep(Duration::from_millis(1));
@@ -185,10 +184,10 @@ fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
     })
 }
 
-/// Chooses the thread and the instruction, and finds the code for a way home.
+/// Chooses the thread and the instruction, and finds the code for a return frame.
 fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Option<Trampoline>), Verdict> {
     let pid = process.pid();
-    // Before anything else: the numbers of its calls would be misread.
+    // First, because its call numbers would be misread.
     if is_32_bit(process, "exe") {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
@@ -200,15 +199,15 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
         None => match thread::choose(process) {
             Ok(Choice::Thread(candidate)) => candidate,
             Ok(Choice::NoneNow) => return Err(Verdict::Again(InjectError::NoSafeThread { pid })),
-            // In the middle of an exec by another than the main thread it looks so, too. Whether the process has ended,
-            // the caller looks.
+            // An exec by another than the main thread looks the same for a moment. The caller checks whether the process
+            // has ended.
             Err(error @ (InjectError::Zombie { .. } | InjectError::Vanished { .. })) => {
                 return Err(Verdict::Again(error));
             }
             Err(error) => return Err(Verdict::Failed(error)),
         },
     };
-    // A process whose main thread has ended shows its program only here.
+    // A process whose main thread has ended shows its executable only here.
     if is_32_bit(process, &format!("task/{}/exe", candidate.tid)) {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
@@ -218,7 +217,7 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
     match gadget::find(process, candidate.tid, candidate.activity) {
         Ok(instruction) => Ok((candidate, instruction, None)),
         Err(error @ InjectError::Busy { .. }) => Err(Verdict::Again(error)),
-        // The chosen thread may have ended; whether the process has, the caller looks.
+        // The chosen thread may have ended; the caller checks whether the process has.
         Err(InjectError::Vanished { pid }) => Err(Verdict::Again(InjectError::Busy { pid })),
         Err(error) => Err(Verdict::Failed(error)),
     }
@@ -233,7 +232,7 @@ fn is_32_bit(process: &Process, exe: &str) -> bool {
         && head[4] == ELFCLASS32
 }
 
-/// Why the kernel refused to attach.
+/// The reason why the kernel refused to attach.
 fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
     let pid = process.pid();
     if errno.0 == libc::ESRCH {
@@ -250,7 +249,7 @@ fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
     }
     match thread::tracer(process, tid) {
         by if by != 0 => Verdict::Failed(InjectError::Traced { pid, by }),
-        // Also what a dying thread answers, and an exec may have put a living one in its place since.
+        // Also the error for a dying thread, which an exec may have replaced by a living one since.
         _ if errno.0 == libc::EPERM => Verdict::Again(InjectError::Denied { pid }),
         _ => Verdict::Failed(InjectError::System { pid, what: "attaching to a thread".into(), errno }),
     }
@@ -258,7 +257,7 @@ fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
 
 fn as_result(answer: i64) -> Result<u64, Errno> {
     match answer {
-        // The kernel's private "restart", after as many restarts as it gets.
+        // Still the kernel's private "restart" after all repetitions.
         -516..=-512 => Err(Errno(libc::EINTR)),
         -4095..=-1 => Err(Errno(i32::try_from(-answer).unwrap_or(libc::EIO))),
         _ => Ok(unsigned(answer)),
@@ -270,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_become_results() {
+    fn return_values_become_results() {
         assert_eq!(as_result(0), Ok(0));
         assert_eq!(as_result(4096), Ok(4096));
         assert_eq!(as_result(-12), Err(Errno(libc::ENOMEM)));

@@ -1,17 +1,16 @@
-//! Runs system calls inside other processes, and leaves no trace.
+//! Runs system calls inside other processes, without a lasting effect on them.
 //!
-//! `madvise` marks the memory of its caller only, so to mark a program's memory the program itself must
-//! make the call. One of its threads is stopped by ptrace, made to run a batch of calls, given back every
-//! register and its signal mask, and let go; the program notices nothing but the time. What its threads
-//! block in, who signals it, freezes it, kills it or traces it meanwhile decides how ([`regs`], [`thread`]
-//! and [`tracee`] say so where they do it).
+//! `madvise` marks the memory of its caller only, so to mark a process's memory that process must make the call. One of
+//! its threads is stopped by ptrace, made to run a batch of calls, given back every register and its signal mask, and
+//! resumed; the process sees nothing but the delay. The modules describe what happens when it blocks in a call, or is
+//! signalled, frozen, killed or traced meanwhile ([`regs`], [`thread`], [`tracee`]).
 //!
-//! The one rule that cannot be bent: once a thread's registers are not its own, it is given them back or it
-//! has died. Nothing times out of that, so [`InjectError::Held`] exists. Should this process die at that moment, the
-//! thread comes home by itself, by a signal frame left below its stack pointer ([`return_frame`] says how, and what is then
-//! different). Where there is no room that is certainly free for a frame ([`stack_check`]), no code to come back by
-//! ([`trampoline`]), or a shadow stack, it is done without, and the tracer's death is the target's
-//! ([`InjectionReport::unguarded`]); therefore the work belongs into a small process of its own all the same ([`Injector`]).
+//! The one rule without exception: once a thread's registers are borrowed, they are given back or the thread has died.
+//! No time limit ends that, which is why [`InjectError::Held`] exists. If this process dies at that moment, the thread
+//! restores itself by a signal frame left below its stack pointer ([`return_frame`] describes how, and the differences
+//! that remain). Where there is certainly no unused room for a frame ([`stack_check`]), no code to return by
+//! ([`trampoline`]), or a shadow stack, there is no frame, and the tracer's death kills the target
+//! ([`InjectionReport::unguarded`]). So the work belongs into a small process of its own in any case ([`Injector`]).
 //!
 //! Restarted relative timeouts start over, as after any stop: a wait of 50 ms that is stopped after 40 takes 90.
 
@@ -41,18 +40,18 @@ use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use thiserror::Error;
 
-/// How often a batch is tried when the moment was bad.
-const TRIES: u32 = 8;
-/// The pause after the first such try; it doubles.
+/// Attempts at a batch while the process is temporarily unsuitable.
+const ATTEMPTS: u32 = 8;
+/// The pause after the first such attempt; it doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
 
-/// A system call to be made by the target.
+/// A system call for the target to make.
 ///
-/// It should not block and must not depend on the thread that makes it; `madvise` and `prctl` on the whole
-/// address space are what this is for.
+/// It should not block and must not depend on the thread that makes it. Meant for `madvise` and for `prctl` on the whole
+/// address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
-    /// The number.
+    /// The number of the system call.
     pub nr: i64,
     /// The arguments.
     pub args: [u64; 6],
@@ -71,7 +70,7 @@ impl Call {
     }
 }
 
-/// An error number of the system.
+/// A system error number (errno).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Errno(pub i32);
 
@@ -87,167 +86,167 @@ impl std::fmt::Display for Errno {
     }
 }
 
-/// How long what may take.
+/// Time limits of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// From the request to the stop. The target runs (or sleeps) meanwhile, so this may be generous: a thread whose
     /// control group is out of CPU time takes a whole period, 100 ms by default, to reach its stop.
     pub stop_ns: u64,
-    /// One call. When it is over the call is broken off; un-merging gives up the rest of its range then.
+    /// For one call. A call that takes longer is interrupted; unmerging then leaves the rest of its range.
     pub call_ns: u64,
-    /// Calls made before the target is let go for a while.
+    /// Calls in one stop. Between two stops the target runs for as long as it was stopped.
     pub calls_per_stop: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        // Un-merging copies about a gigabyte a second. Thirty calls in one stop were measured at 37 us each.
+        // Unmerging copies about a gigabyte a second. Thirty calls in one stop took 37 us each.
         Self { stop_ns: 250_000_000, call_ns: 2_000_000_000, calls_per_stop: 32 }
     }
 }
 
-/// What came of a batch.
+/// The result of a batch.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InjectionReport {
-    /// One answer per call, in order. EINTR: cut short by signals again and again; make the call again later.
+    /// One result per call, in order. EINTR: signals interrupted every attempt; make the call again later.
     pub results: Vec<Result<u64, Errno>>,
     /// How often the target was stopped.
     pub stops: u32,
-    /// The longest of the stops: from the last look that did not find the thread stopped until it was let go.
+    /// The longest stop, from the last check that found the thread running until it was resumed, nanoseconds.
     pub longest_stop_ns: u64,
-    /// All stops together.
+    /// All stops, nanoseconds.
     pub total_stop_ns: u64,
-    /// Of the stops, those whose thread would not have found home by itself had this process been killed in them.
+    /// Stops without a return frame: if this process had been killed in one, the target would have died.
     #[serde(default)]
     pub unguarded: u32,
-    /// The longest time that a thread had registers that were not its own: what an unguarded target is at risk for.
+    /// The longest time a thread had borrowed registers, nanoseconds: how long an unguarded target is at risk.
     #[serde(default)]
     pub longest_away_ns: u64,
 }
 
-/// Why a batch was not (wholly) run. Calls at its beginning may have been; marking twice does no harm.
+/// Why a batch was not completed. The first calls may have been made; marking twice does no harm.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 pub enum InjectError {
-    /// The process has ended, or its pid belongs to another one now.
+    /// The process has ended, or its pid has been reused.
     #[error("process {pid} has ended; nothing is left to do")]
     Vanished {
         /// The process.
         pid: i32,
     },
-    /// A debugger or another tracer is there.
-    #[error("process {pid} is traced by process {by}; try again when that has let go of it")]
+    /// A debugger or another tracer is attached.
+    #[error("process {pid} is traced by process {by}; try again when that has detached")]
     Traced {
         /// The process.
         pid: i32,
-        /// Its tracer, zero if in a pid namespace that cannot be seen from here.
+        /// Its tracer; 0 if that is in a pid namespace not visible from here.
         by: i32,
     },
-    /// Its control group is frozen.
-    #[error("process {pid} is frozen; try again when its control group is thawed")]
+    /// Its cgroup is frozen.
+    #[error("process {pid} is frozen; try again when its cgroup is thawed")]
     Frozen {
         /// The process.
         pid: i32,
     },
     /// The kernel forbids tracing it.
     #[error(
-        "not permitted to trace process {pid}; CAP_SYS_PTRACE is needed, and a security module may forbid it even so"
+        "not permitted to trace process {pid}; CAP_SYS_PTRACE is needed, and a security module may still forbid it"
     )]
     Denied {
         /// The process.
         pid: i32,
     },
-    /// A thread of the kernel.
-    #[error("process {pid} is a kernel thread, which has no memory of its own; leave it out")]
+    /// A kernel thread.
+    #[error("process {pid} is a kernel thread, which has no memory of its own; exclude it")]
     KernelThread {
         /// The process.
         pid: i32,
     },
     /// Ended, but not yet reaped by its parent.
-    #[error("process {pid} is a zombie, whose memory is gone; leave it out")]
+    #[error("process {pid} is a zombie without memory; exclude it")]
     Zombie {
         /// The process.
         pid: i32,
     },
-    /// All threads are in calls that would notice, or cannot be stopped.
+    /// Every thread is in a call that an interruption would change, or cannot be stopped.
     #[error("every thread of process {pid} is in a call that must not be interrupted; try again later")]
     NoSafeThread {
         /// The process.
         pid: i32,
     },
-    /// It kept changing (an exec, threads that end, signals, critical sections).
-    #[error("process {pid} changed at each of several tries; try again later")]
+    /// It changed during every attempt (exec, ending threads, signals, restartable sequences).
+    #[error("process {pid} changed during every attempt; try again later")]
     Busy {
         /// The process.
         pid: i32,
     },
-    /// A limit ran out. The target is as it was.
-    #[error("process {pid} did not {what} in time and was let go unchanged; try again later")]
+    /// A time limit passed. The target is unchanged.
+    #[error("process {pid} did not {what} in time and was released unchanged; try again later")]
     TimedOut {
         /// The process.
         pid: i32,
-        /// What it did not do.
+        /// What it failed to do.
         what: String,
     },
-    /// A limit ran out while the thread has registers that are not its own.
+    /// A time limit passed while a thread has borrowed registers.
     #[error(
-        "process {pid} cannot be let go yet (frozen, or its call does not end); do not end the tracer, it restores the process as soon as it can"
+        "process {pid} cannot be released yet (it is frozen, or its call does not end); do not end the injector, which restores the process as soon as possible"
     )]
     Held {
         /// The process.
         pid: i32,
     },
-    /// A program for another instruction set.
-    #[error("process {pid} runs 32-bit code, which is not supported; leave it out")]
+    /// It runs 32-bit code.
+    #[error("process {pid} runs 32-bit code, which is not supported; exclude it")]
     Compat {
         /// The process.
         pid: i32,
     },
-    /// Its seccomp filter cannot be put to sleep.
+    /// Its seccomp filter cannot be suspended.
     #[error(
-        "process {pid} has a seccomp filter that may not be suspended; run with CAP_SYS_ADMIN and outside of any seccomp filter"
+        "process {pid} has a seccomp filter that cannot be suspended; run with CAP_SYS_ADMIN and outside any seccomp filter"
     )]
     Filtered {
         /// The process.
         pid: i32,
     },
     /// It handles its own system calls.
-    #[error("process {pid} has its system calls sent to itself (syscall user dispatch, as Wine does); leave it out")]
+    #[error("process {pid} uses syscall user dispatch (as Wine does), which is not supported; exclude it")]
     Dispatched {
         /// The process.
         pid: i32,
     },
-    /// No `syscall` instruction in its readable code.
-    #[error("process {pid} has no system-call instruction to borrow; leave it out")]
+    /// Its readable code has no `syscall` instruction.
+    #[error("process {pid} has no usable syscall instruction; exclude it")]
     NoInstruction {
         /// The process.
         pid: i32,
     },
-    /// The borrowed instruction was taken away at the last moment.
+    /// The borrowed instruction disappeared at the last moment.
     #[error("process {pid} faulted at the borrowed instruction and was restored; try again later")]
     Fault {
         /// The process.
         pid: i32,
     },
-    /// Any other failure of the system.
+    /// Any other system error.
     #[error("{what} of process {pid}: {errno}")]
     System {
         /// The process.
         pid: i32,
-        /// What was tried.
+        /// The failed operation.
         what: String,
         /// The system's error.
         errno: Errno,
     },
-    /// The worker process has ended.
+    /// The injector process has ended.
     #[error("the injector process has ended; start another one")]
     WorkerGone,
-    /// The worker process does not answer.
+    /// The injector process does not reply.
     #[error(
-        "the injector process has not answered in time; leave it alone, it may hold a process that needs it, and ask again later"
+        "the injector process has not replied in time; do not kill it, because it may have to restore a process, and try again later"
     )]
     WorkerSilent,
-    /// The worker process does not speak this protocol.
-    #[error("the injector process answered nonsense ({what}); both ends must be the same program")]
+    /// The injector process does not use this protocol.
+    #[error("the injector process sent a malformed reply ({what}); both ends must be the same program")]
     Protocol {
         /// What is wrong.
         what: String,
@@ -255,7 +254,7 @@ pub enum InjectError {
 }
 
 impl InjectError {
-    /// Whether the same batch may well work in a while.
+    /// Whether the same batch may succeed later.
     pub fn is_passing(&self) -> bool {
         matches!(
             self,
@@ -274,7 +273,7 @@ impl InjectError {
         match error {
             ReadError::Vanished { pid } => Self::Vanished { pid },
             ReadError::Denied { pid, .. } => Self::Denied { pid },
-            // Files of a thread that has ended meanwhile.
+            // A file of a thread that has ended meanwhile.
             ReadError::Absent { pid, .. } => Self::Busy { pid },
             ReadError::Malformed { pid, file, what } => {
                 Self::System { pid, what: format!("reading {file} ({what})"), errno: Errno(libc::EINVAL) }
@@ -288,7 +287,7 @@ impl InjectError {
     }
 }
 
-/// Whether the process is seen to be frozen by its control group, looking at its main thread.
+/// Whether the process's main thread is frozen by its cgroup.
 pub fn is_frozen(process: &Process) -> bool {
     let pid = process.pid();
     match (process.stat(), thread::activity(process, pid)) {
@@ -297,15 +296,15 @@ pub fn is_frozen(process: &Process) -> bool {
     }
 }
 
-/// Runs `calls` in `process`, by a short-lived thread of this very process.
+/// Runs `calls` in `process`, on a short-lived thread of this process.
 ///
-/// This process must live until it is done ([`held`] tells), and nobody in it may wait for any child, or for this
-/// one, with `waitpid` meanwhile: the kernel would hand it the target's stops.
+/// This process must not end before ([`held`] counts what is left), and must not wait for any child with `waitpid`
+/// meanwhile: the kernel would report the target's stops there.
 pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
     run(process, None, calls, limits)
 }
 
-/// The same in the given thread of `process`, whatever that is doing: for experiments. [`inject`] knows better.
+/// Like [`inject`], but in the given thread of `process`, whatever that is doing. For tests.
 pub fn inject_thread(
     process: &Process,
     tid: i32,
@@ -319,7 +318,7 @@ fn run(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> 
     let pid = process.pid();
     let mut report = InjectionReport::default();
     let mut pause = FIRST_PAUSE;
-    let mut tries = 0;
+    let mut attempts = 0;
     while report.results.len() < calls.len() {
         let rest = &calls[report.results.len()..];
         let batch = &rest[..rest.len().min(limits.calls_per_stop.max(1))];
@@ -334,15 +333,15 @@ fn run(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> 
             report.longest_away_ns = report.longest_away_ns.max(away_ns);
         }
         match verdict {
-            // As long as it was stopped it runs, before it is stopped again.
+            // Before the next stop it runs for as long as it was stopped.
             Verdict::Done if report.results.len() < calls.len() => {
                 std::thread::sleep(Duration::from_nanos(stop_ns.unwrap_or(0)));
             }
             Verdict::Done => {}
             Verdict::Failed(error) => return Err(error),
             Verdict::Again(error) => {
-                tries = if advanced { 0 } else { tries + 1 };
-                if tries >= TRIES {
+                attempts = if advanced { 0 } else { attempts + 1 };
+                if attempts >= ATTEMPTS {
                     return Err(error);
                 }
                 if !process.stat().is_ok_and(|stat| stat.start_time_ticks == process.start_time_ticks()) {
@@ -352,19 +351,19 @@ fn run(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> 
                 pause *= 2;
             }
         }
-        if matches!(tries, 0) {
+        if attempts == 0 {
             pause = FIRST_PAUSE;
         }
     }
     Ok(report)
 }
 
-/// A register's word as a number of either sign. The standard conversion is newer than the oldest supported compiler.
+/// A register as a signed number. `u64::cast_signed` is newer than the oldest supported compiler.
 const fn signed(word: u64) -> i64 {
     i64::from_ne_bytes(word.to_ne_bytes())
 }
 
-/// The way back.
+/// The inverse of [`signed`].
 const fn unsigned(number: i64) -> u64 {
     u64::from_ne_bytes(number.to_ne_bytes())
 }

@@ -1,12 +1,13 @@
-//! How far an attempt is, told by its thread to its caller without a message: the thread must not allocate then.
+//! The state of an attempt, shared between its thread and the caller without messages: the thread must not allocate while
+//! registers are borrowed.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
-/// Threads of targets that wait for us to be able to restore them.
+/// Target threads that cannot be restored yet.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// How many processes cannot be let go at this moment ([`super::InjectError::Held`]). While it is not zero, this
-/// process must not end.
+/// The number of processes that cannot be released at this moment ([`super::InjectError::Held`]). While it is not zero,
+/// this process must not end.
 pub fn held() -> usize {
     HELD.load(Ordering::Acquire)
 }
@@ -16,33 +17,33 @@ const CALLING: u8 = 1;
 const STUCK: u8 = 2;
 const ABANDONED: u8 = 3;
 
-/// Decides between a caller that gives up and a thread that begins to set registers.
+/// Arbitrates between a caller that gives up and a thread that begins to set registers.
 #[derive(Debug, Default)]
 pub struct AttemptProgress(AtomicU8);
 
 impl AttemptProgress {
-    fn turn(&self, from: u8, to: u8) -> bool {
+    fn change(&self, from: u8, to: u8) -> bool {
         self.0.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// From here on nobody may give up. False: somebody has.
+    /// Begins to set registers. False: the caller has given up.
     pub fn enter(&self) -> bool {
-        self.turn(PREPARING, CALLING)
+        self.change(PREPARING, CALLING)
     }
 
-    /// Gives up an attempt that has not begun to call. False: it has.
+    /// Gives up the attempt. False: its thread has begun to set registers.
     pub fn abandon(&self) -> bool {
-        self.turn(PREPARING, ABANDONED)
+        self.change(PREPARING, ABANDONED)
     }
 
-    /// The call does not end and cannot be broken off.
+    /// Records that the call does not end and cannot be interrupted.
     pub fn get_stuck(&self) {
-        if self.turn(CALLING, STUCK) {
+        if self.change(CALLING, STUCK) {
             HELD.fetch_add(1, Ordering::AcqRel);
         }
     }
 
-    /// The thread is restored, or dead.
+    /// Records that the thread is restored or dead.
     pub fn leave(&self) {
         if self.is_stuck() {
             HELD.fetch_sub(1, Ordering::AcqRel);

@@ -1,11 +1,10 @@
-//! What a thread's registers must be so that it notices nothing.
+//! The registers with which an interrupted thread continues as if nothing had happened.
 //!
-//! A thread that blocks in a system call is woken by the tracer's interrupt. Most calls answer the
-//! kernel's private errors 512 to 516, and the kernel turns these into a restart on the way back to
-//! the program, if nothing but the tracer was there. That works on the registers as they are then, so
-//! restoring them all, `orig_rax` included, is enough. Some calls answer a plain EINTR instead, which
-//! goes to the program. They are restarted by putting ERESTARTNOHAND in its place: the kernel then
-//! restarts the call unless a handler is to run, and in that case makes it the EINTR it was.
+//! A thread that blocks in a system call is woken by the tracer's interrupt. Most calls then return the kernel's private
+//! errors 512 to 516, and the kernel turns these into a restart on the way back to the program if there was no signal. It
+//! uses the registers at that moment, so restoring them all, `orig_rax` included, is enough. Some calls return a plain
+//! EINTR instead, which the program would see. They are restarted by replacing it by ERESTARTNOHAND: the kernel then
+//! restarts the call unless a handler runs, and in that case returns EINTR.
 
 use super::ptrace::Registers;
 use super::{signed, unsigned};
@@ -15,7 +14,7 @@ const USER_CS_64: u64 = 0x33;
 /// The kernel's "restart unless a handler runs".
 const ERESTARTNOHAND: i64 = 514;
 
-/// Missing in the libc crate.
+/// Not in the libc crate.
 const SYS_IO_PGETEVENTS: i64 = 333;
 
 /// Whether the registers are those of a thread that runs 64-bit code.
@@ -33,10 +32,10 @@ pub fn in_critical_section(registers: &Registers, start: u64, length: u64) -> bo
     registers.rip.wrapping_sub(start) < length
 }
 
-/// Calls that answer EINTR although they have done nothing yet, and can therefore simply be made again.
+/// Whether a call that returns EINTR has done nothing yet and can be made again.
 ///
-/// The socket calls do so when the socket has SO_RCVTIMEO or SO_SNDTIMEO; without, they answer ERESTARTSYS. A call
-/// that has transferred something answers the count, so EINTR means that nothing was.
+/// The socket calls return EINTR if the socket has SO_RCVTIMEO or SO_SNDTIMEO, otherwise ERESTARTSYS. A call that has
+/// transferred something returns the count, so EINTR means that nothing was transferred.
 pub fn repairable(nr: i64) -> bool {
     matches!(
         nr,
@@ -60,9 +59,9 @@ pub fn repairable(nr: i64) -> bool {
     )
 }
 
-/// The registers to leave the thread with, given those it was stopped with.
+/// The registers to restore, from those at the stop.
 ///
-/// `by_us`: the stop was the tracer's, not one of job control, which may end a call with EINTR by itself.
+/// `by_us`: the tracer caused the stop, not job control, which may end a call with EINTR by itself.
 /// `by_syscall_instruction`: the two bytes before `rip` are `syscall`; after `int 0x80` the number would be of the
 /// 32-bit table.
 pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) -> Registers {
@@ -74,15 +73,15 @@ pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) 
     registers
 }
 
-/// Whether the kernel makes the call again, or would, were it not for a handler.
+/// Whether the kernel restarts the call, or would if no handler ran.
 pub fn restarts(registers: &Registers) -> bool {
     in_syscall(registers) && matches!(signed(registers.rax), -514..=-512 | -516)
 }
 
-/// The registers to come home to by `rt_sigreturn`, given those to be left with. A call that the kernel would make
-/// again is made again by the thread itself: as `arch_do_signal_or_restart` does it, but never by `restart_syscall`,
-/// which `rt_sigreturn` makes answer EINTR; so a relative timeout starts over. `original` is the number
-/// of the call that `restart_syscall` stands for; without it, that EINTR it is.
+/// The registers for a return by `rt_sigreturn`, from those to restore. The thread itself makes again a call that the
+/// kernel would restart: as `arch_do_signal_or_restart` does, but never by `restart_syscall`, which returns EINTR after
+/// `rt_sigreturn`; so a relative timeout starts over. `original` is the number of the call that `restart_syscall` stands
+/// for; without it the call returns EINTR.
 pub fn return_registers(own: &Registers, original: Option<i64>) -> Registers {
     let mut home = *own;
     if restarts(own) {
@@ -95,8 +94,8 @@ pub fn return_registers(own: &Registers, original: Option<i64>) -> Registers {
     home
 }
 
-/// Of the calls that the kernel goes on with by `restart_syscall`, the one whose number the code loads last before its
-/// `syscall` instruction, at the end of `code`.
+/// The number of the call that `restart_syscall` continues: the last one that the code loads before its `syscall`
+/// instruction, at the end of `code`.
 pub fn number_in_code(code: &[u8]) -> Option<i64> {
     const RESTARTED: [i64; 4] = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep, libc::SYS_futex, libc::SYS_poll];
     const MOV_EAX: u8 = 0xb8;
@@ -109,7 +108,7 @@ pub fn number_in_code(code: &[u8]) -> Option<i64> {
     })
 }
 
-/// The registers that make a thread whose frame lies at `base` return by it.
+/// The registers that make a thread return by its frame at `base`.
 pub fn returning(own: &Registers, base: u64, back: u64) -> Registers {
     let mut registers = *own;
     registers.rip = back;
@@ -118,7 +117,7 @@ pub fn returning(own: &Registers, base: u64, back: u64) -> Registers {
     registers
 }
 
-/// The registers that turn the call at whose entry the thread stands into another, which is left to `rip`.
+/// The registers that replace the call at whose entry the thread is by another one, which returns to `rip`.
 pub fn entering(own: &Registers, base: u64, rip: u64, nr: i64, args: &[u64; 6]) -> Registers {
     let mut registers = calling(own, rip, nr, args);
     registers.rsp = base;
@@ -132,7 +131,7 @@ pub fn calling(stopped: &Registers, instruction: u64, nr: i64, args: &[u64; 6]) 
     let mut registers = *stopped;
     registers.rip = instruction;
     registers.rax = unsigned(nr);
-    // Not in a system call: the kernel must not "restart" the registers set here.
+    // Not in a system call: the kernel must not restart anything with these registers.
     registers.orig_rax = u64::MAX;
     [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9] = *args;
     registers
@@ -187,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn coming_home_makes_the_calls_again_that_the_kernel_would() {
+    fn a_return_restarts_the_calls_that_the_kernel_would() {
         for nr in [-1, libc::SYS_read, libc::SYS_poll, libc::SYS_restart_syscall] {
             for rax in [-516, -515, -514, -513, -512, -511, -4, 0, 7] {
                 let own = stopped(nr, rax);
@@ -203,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_a_call_is_read_from_its_code() {
+    fn the_number_of_a_call_is_read_from_the_code() {
         assert_eq!(number_in_code(&[0x90, 0xb8, 7, 0, 0, 0]), Some(libc::SYS_poll));
         assert_eq!(number_in_code(&[0xb8, 7, 0, 0, 0, 0xb8, 202, 0, 0, 0, 0x40, 0x80]), Some(libc::SYS_futex));
         assert_eq!(number_in_code(&[0xb8, 219, 0, 0, 0, 0x90]), None);
@@ -211,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_with_a_frame_stands_at_it() {
+    fn a_thread_with_a_frame_returns_by_it() {
         let own = stopped(libc::SYS_futex, -512);
         let returning = returning(&own, 0x8000, 0x3000);
         assert_eq!((returning.rip, returning.rsp, returning.orig_rax), (0x3000, 0x8008, u64::MAX));

@@ -1,46 +1,46 @@
-//! A way home for a thread whose tracer dies.
+//! Restores a thread whose tracer dies.
 //!
-//! Before a thread's registers are changed, what a signal handler would return by is written below its stack pointer: a
-//! genuine signal frame with the thread's own registers, floating-point state and signal mask (`struct rt_sigframe`,
-//! arch/x86/include/asm/sigframe.h, as laid out by `get_sigframe`; read in Linux 6.12). From there on the thread is,
-//! to itself, in a signal handler, and whatever moment its tracer dies at, it comes to `rt_sigreturn` and is itself
-//! again. In the order in which it is done, what the thread does if the tracer dies right after the step:
+//! Before a thread's registers are changed, a genuine signal frame with its own registers, floating-point state and
+//! signal mask is written below its stack pointer (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, as laid out by
+//! `get_sigframe`; read in Linux 6.12). From then on the thread is, as far as the kernel can see, in a signal handler:
+//! whenever its tracer dies, it reaches `rt_sigreturn` and has its own state again. The steps in order, and what the
+//! thread does if the tracer dies right after each:
 //!
-//! | step | left alone, the thread |
+//! | step | without the tracer, the thread |
 //! | --- | --- |
-//! | options set, frame written | goes on; the frame lies in dead memory |
+//! | options set, frame written | continues; the frame lies in unused memory |
 //! | registers: at the `rt_sigreturn` function, stack pointer at the frame | returns by the frame; no call is made |
 //! | all signals blocked | the same; the frame holds its mask |
 //! | run to the entry of that `rt_sigreturn` | the same |
-//! | there: the number and arguments of the call, the instruction pointer behind a `syscall` and before a `ret` | makes the call, then `ret` takes it to the `rt_sigreturn` function; if the kernel restarts the call, it finds the `syscall` |
+//! | there: the number and arguments of the call, the instruction pointer behind a `syscall` and before a `ret` | makes the call, then `ret` takes it to the `rt_sigreturn` function; if the kernel restarts the call, it executes the `syscall` |
 //! | run to the exit of the call | the same |
-//! | its mask (the mask first: with its own registers first, it would be left with all signals blocked) | the same; handlers may run, on top of the frame |
-//! | its registers | goes on |
-//! | the dead memory as it was, options cleared | goes on |
+//! | its mask restored (before the registers: in the other order it would be left with all signals blocked) | the same; handlers may run below the frame |
+//! | its registers restored | continues |
+//! | the covered memory restored, options cleared | continues |
 //!
-//! The stack pointer is never lower than the frame, so nothing that runs there, a handler included, can damage it.
-//! The call is put in at the entry of another one because seccomp is awake again when the tracer is dead:
-//! `rt_sigreturn` is permitted by all filters that let a program handle signals, and in strict mode. What remains is
-//! the microsecond between the setting of the call's number and the filter's look at it.
+//! The stack pointer is never below the frame, so nothing that runs there, a handler included, can damage it. The call
+//! replaces another one at its entry because seccomp is active again when the tracer is dead: `rt_sigreturn` passes all
+//! filters that let a program handle signals, and strict mode. What remains is the microsecond between setting the
+//! call's number and the filter's check of it.
 //!
-//! `rt_sigreturn` goes on without the kernel's restart of an interrupted call, so the frame's registers are those
-//! of a thread about to make the call again ([`super::regs::return_registers`]). Its one difference to the kernel's own
-//! restart: a signal that arrives during the stop whose tracer dies runs its handler, and then the call is
-//! made again even where it should answer EINTR. (A signal that is there before makes the attempt wait for another
-//! moment.) Two more deaths are an EINTR: of calls that answer it to any interrupt, until [`super::regs::repaired`] is
-//! set, the first thing done in the stop; and of a call that an earlier stop has made a `restart_syscall`, if the
+//! `rt_sigreturn` bypasses the kernel's restart of an interrupted call, so the frame's registers are those of a thread
+//! about to make the call again ([`super::regs::return_registers`]). There is one difference from the kernel's restart:
+//! if a signal arrives during a stop whose tracer dies, its handler runs and then the call is made again even where it
+//! should return EINTR. (If the signal was pending before, the attempt waits for another moment.) Two more cases of the
+//! tracer's death end in EINTR: calls that return it after any interruption, until [`super::regs::repaired`] is set,
+//! which is the first thing done in the stop; and a call that an earlier stop has turned into `restart_syscall`, if the
 //! code does not show its number.
 
 use super::ptrace::{self, Registers};
 use super::trampoline::Trampoline;
 use std::sync::LazyLock;
 
-/// What the ABI leaves to functions that call no others.
+/// The bytes below the stack pointer that a leaf function may use.
 const RED_ZONE: u64 = 128;
-/// The largest frame: AMX has 8 KiB of floating-point state, all else not 3 KiB.
+/// The largest frame: AMX has 8 KiB of floating-point state, everything else less than 3 KiB.
 const LONGEST: usize = 16 << 10;
 
-/// `struct _fpx_sw_bytes`, in the floating-point state, and what it and the end of the state must hold.
+/// `struct _fpx_sw_bytes` in the floating-point state, and the magic numbers in it and at the end of the state.
 const SW_BYTES: usize = 464;
 const SW_BYTES_LENGTH: usize = 48;
 const MAGIC1: u32 = 0x4650_5853;
@@ -59,34 +59,35 @@ const UC_FPSTATE: usize = 224;
 const UC_SIGMASK: usize = 296;
 /// UC_FP_XSTATE, UC_SIGCONTEXT_SS and UC_STRICT_RESTORE_SS.
 const UC_FLAGS: u64 = 7;
-/// Neither SS_ONSTACK nor SS_DISABLE nor 0: `do_sigaltstack` refuses it, `restore_altstack` ignores that, and the
-/// thread's alternate stack stays what it is.
+/// Neither SS_ONSTACK nor SS_DISABLE nor 0: `do_sigaltstack` refuses it, `restore_altstack` ignores the error, and the
+/// thread keeps its alternate stack.
 const SS_INVALID: u64 = 4;
 
-/// Room for a frame, and for the memory it lies on.
+/// A frame, and the memory it covers.
 pub struct ReturnFrame {
     frame: Box<[u8; LONGEST]>,
     covered: Box<[u8; LONGEST]>,
     length: usize,
-    /// Where the frame begins: with the address of the `rt_sigreturn` function, for `ret`. Right behind it is where the
-    /// stack pointer must be for `rt_sigreturn`.
+    /// The address of the frame, which begins with the address of the `rt_sigreturn` function, for `ret`. For
+    /// `rt_sigreturn` the stack pointer must be 8 bytes above.
     pub base: u64,
 }
 
 impl ReturnFrame {
-    /// Takes the memory it needs.
+    /// Allocates everything needed.
     pub fn new() -> Self {
         feature_ends();
         Self { frame: Box::new([0; LONGEST]), covered: Box::new([0; LONGEST]), length: 0, base: 0 }
     }
 
-    /// Makes the frame that brings stopped thread `tid` home to `home` and `mask`. False: this thread has none.
+    /// Builds the frame that gives the stopped thread `tid` the registers `goal` and the signal mask `mask`. False: this
+    /// thread cannot have one.
     pub fn prepare(&mut self, tid: i32, goal: &Registers, mask: u64, trampoline: Trampoline) -> bool {
-        // With a shadow stack, `ret` would not take an address that no call has left there.
+        // With a shadow stack, `ret` refuses an address that no call has pushed.
         if ptrace::has_shadow_stack(tid) {
             return false;
         }
-        // Where it comes to lie is known once its length is: it is read to the beginning first.
+        // Its position depends on its length: it is first read to the beginning of the buffer.
         let Ok(read) = ptrace::xstate(tid, &mut self.frame[..]) else { return false };
         if read >= LONGEST {
             return false;
@@ -120,13 +121,13 @@ impl ReturnFrame {
         written
     }
 
-    /// Puts back what was there before. Fails only if the thread was killed or another one has unmapped its stack.
+    /// Restores the covered memory. Fails only if the thread was killed or its stack unmapped.
     pub fn unwrite(&self, tid: i32) {
         let _ = ptrace::write(tid, self.base, &self.covered[..self.length]);
     }
 }
 
-/// Where the parts of a frame come to lie.
+/// The addresses of the parts of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FrameLayout {
     base: u64,
@@ -136,7 +137,7 @@ struct FrameLayout {
 
 impl FrameLayout {
     fn below(stack_pointer: u64, xstate_length: usize) -> Option<Self> {
-        let xstate = xstate_length as u64 + size_of::<u32>() as u64;
+        let xstate = u64::try_from(xstate_length + size_of::<u32>()).ok()?;
         let fpstate = stack_pointer.checked_sub(RED_ZONE)?.checked_sub(xstate)? & !63;
         let ucontext = fpstate.checked_sub(UCONTEXT_LENGTH)? & !15;
         Some(Self { base: ucontext.checked_sub(8)?, ucontext, fpstate })
@@ -144,13 +145,13 @@ impl FrameLayout {
 }
 
 /// The features of a floating-point state that are not in their initial state, and the length up to the last of them.
-/// What is left out, `rt_sigreturn` puts into its initial state.
+/// `rt_sigreturn` sets the others to their initial state.
 fn xstate_in_use(xstate: &[u8]) -> Option<(u64, usize)> {
     let word = |at: usize| Some(u64::from_le_bytes(xstate.get(at..at + 8)?.try_into().ok()?));
     if word(HEADER + 8)? != 0 {
-        return None; // compacted; the kernel does not do that here
+        return None; // compacted, which the kernel does not do here
     }
-    // The kernel writes the protection keys there whether the header says so or not.
+    // The kernel writes the protection keys whether the header shows them or not.
     let features = word(HEADER)? | X87_SSE | (word(SW_BYTES)? & PKRU);
     let ends = feature_ends();
     let in_use = (2..63_usize).filter(|feature| features >> feature & 1 != 0);
@@ -158,13 +159,13 @@ fn xstate_in_use(xstate: &[u8]) -> Option<(u64, usize)> {
     (length <= xstate.len()).then_some((features, length))
 }
 
-/// Where each feature's part of the state ends, in the format that is not compacted. Looked up once and not in a stop:
-/// a virtual machine traps to its host for each of them, which was measured at 35 us.
+/// The end of each feature's part of the state in the format that is not compacted. Read once and not in a stop: a
+/// virtual machine traps to its host for each of them, which took 35 us.
 fn feature_ends() -> &'static [usize; 63] {
     static ENDS: LazyLock<[usize; 63]> = LazyLock::new(|| {
         std::array::from_fn(|feature| {
             #[allow(unused_unsafe)] // safe in newer compilers than the oldest supported
-            // SAFETY: all 64-bit processors have the instruction; it answers zeros for what it does not know.
+            // SAFETY: all 64-bit processors have the instruction; it returns zeros for unknown leaves.
             let leaf = unsafe { std::arch::x86_64::__cpuid_count(0xd, u32::try_from(feature).unwrap_or(0)) };
             usize::try_from(leaf.eax.saturating_add(leaf.ebx)).unwrap_or(usize::MAX)
         })
@@ -227,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parts_of_a_frame_lie_below_the_red_zone_and_apart() {
+    fn the_parts_of_a_frame_are_below_the_red_zone_and_do_not_overlap() {
         for stack_pointer in 0x7fff_0000..0x7fff_0080_u64 {
             for length in [XSTATE_LEAST, 832, 2696, 11_008] {
                 let layout = FrameLayout::below(stack_pointer, length).unwrap();
@@ -240,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_is_as_long_as_its_last_feature_in_use() {
+    fn the_state_ends_with_the_last_feature_in_use() {
         let mut xstate = vec![0; 4096];
         assert_eq!(xstate_in_use(&xstate), Some((X87_SSE, XSTATE_LEAST)));
         put(&mut xstate, HEADER, 4);

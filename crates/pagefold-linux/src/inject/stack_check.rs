@@ -1,26 +1,26 @@
-//! Whether the memory below a stack pointer is certainly dead.
+//! Whether the memory below a stack pointer is certainly unused.
 //!
-//! The ABI says that everything from 128 bytes below the stack pointer downwards is, for signal handlers are run there.
-//! Programs that have theirs run elsewhere (`sigaltstack`, as Go does for goroutines, whose stacks of 2 KiB lie amidst
-//! the heap) need not keep to it. So only two kinds of stack are written below: the main thread's in `[stack]`, and
-//! one whose mapping also holds the thread's own control block, above the stack pointer, with an inaccessible mapping
-//! directly below: this is how C libraries lay out the stacks of their threads.
+//! By the ABI everything from 128 bytes below the stack pointer downwards is unused, because signal handlers run there.
+//! Programs whose handlers run elsewhere (`sigaltstack`, as in Go, whose goroutines have stacks of 2 KiB within the heap)
+//! need not comply. So a frame is written only below two kinds of stack: the main thread's `[stack]`, and a mapping that
+//! also holds the thread's control block above the stack pointer and has an inaccessible mapping directly below. This is
+//! how C libraries lay out the stacks of their threads.
 
 use super::ptrace;
-use super::ptrace::Registers;
+use super::ptrace::{Registers, address_of_mut};
 use crate::proc::maps::{Vma, parse_maps};
 use crate::proc::process::Process;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 
-/// What must be left below whatever is written: as much as a handler's frame and a little work take.
+/// Room that must be left below the frame, for a handler's frame and a little work.
 const ROOM: u64 = 4096;
 
-/// The mappings of a process, for a look in the stop.
+/// The mappings of a process, for a check during the stop.
 #[derive(Debug)]
 pub struct StackCheck {
     maps: File,
-    /// Linux before 6.11 cannot be asked for single mappings: all of them, as they were before the stop.
+    /// Linux before 6.11 cannot report a single mapping: all mappings before the stop.
     all: Option<Vec<Vma>>,
 }
 
@@ -29,7 +29,7 @@ pub struct StackCheck {
 struct Mapping {
     start: u64,
     end: u64,
-    /// Readable, writable, neither executable, shared nor of a file.
+    /// Readable and writable; not executable, shared or of a file.
     plain: bool,
     inaccessible: bool,
     main_stack: bool,
@@ -47,7 +47,7 @@ impl StackCheck {
         Some(stack_check)
     }
 
-    /// Whether `[base, own.rsp - 128)` is dead memory of the stopped thread `tid`. Does not allocate.
+    /// Whether `[base, own.rsp - 128)` is unused memory of the stopped thread `tid`. Does not allocate.
     pub fn is_unused(&self, is_main_thread: bool, tid: i32, own: &Registers, base: u64) -> bool {
         let Some(stack) = self.mapping(own.rsp) else { return false };
         if !stack.plain || base < stack.start.saturating_add(ROOM) || own.rsp >= stack.end {
@@ -56,7 +56,7 @@ impl StackCheck {
         if stack.main_stack {
             return is_main_thread;
         }
-        // The control block of a thread begins with its own address, says the ABI for thread-local storage.
+        // By the ABI for thread-local storage a thread's control block begins with its own address.
         (own.rsp..stack.end).contains(&own.fs_base)
             && ptrace::peek(tid, own.fs_base) == Ok(own.fs_base)
             && self.mapping(stack.start.wrapping_sub(1)).is_some_and(|below| below.inaccessible)
@@ -79,19 +79,21 @@ impl StackCheck {
     fn query(&self, addr: u64) -> Result<Mapping, i32> {
         const REQUEST: u64 = 0xc068_6611; // _IOWR('f', 17, struct procmap_query)
         const ANY_ACCESS: u64 = 1 | 2 | 4;
+        const PROCMAP_QUERY_LENGTH: u64 = 104;
+        const _: () = assert!(size_of::<ProcmapQuery>() == 104);
         const ACCESS_SHARED_FILE: u64 = ANY_ACCESS | 8 | 0x20;
         let mut name = [0_u8; 64];
         let mut query = ProcmapQuery {
-            size: size_of::<ProcmapQuery>() as u64,
+            size: PROCMAP_QUERY_LENGTH,
             addr,
             name_size: 64,
-            name_addr: name.as_mut_ptr() as u64,
+            name_addr: address_of_mut(&mut name),
             ..ProcmapQuery::default()
         };
         // SAFETY: the structure and the name it points to outlive the call.
         let result = unsafe { libc::ioctl(self.maps.as_raw_fd(), REQUEST, &raw mut query) };
         if result < 0 {
-            // A longer name is a file's (ENAMETOOLONG); nothing there, ENOENT.
+            // ENAMETOOLONG: a longer name, which is a file's. ENOENT: no mapping.
             return Err(super::Errno::last().0);
         }
         Ok(Mapping {
@@ -129,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn asking_and_reading_agree() {
+    fn the_query_and_the_text_of_maps_agree() {
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
         let mut stack_check = StackCheck::open(&own, own.pid()).unwrap();
         let all = parse_maps(&own.read_file("maps").unwrap()).unwrap();
@@ -138,8 +140,8 @@ mod tests {
         }
         let stack = all.iter().find(|vma| vma.name == b"[stack]").unwrap().end - 8;
         let here = &raw const stack as u64;
-        let code = asking_and_reading_agree as *const () as u64;
-        // A file whose path is longer than we ask for gives an error where reading gives a mapping: neither is plain.
+        let code = the_query_and_the_text_of_maps_agree as *const () as u64;
+        // For a file with a long path the query fails where the text has a mapping: neither is plain.
         let plain = |mapping: Option<Mapping>| mapping.filter(|mapping| mapping.plain);
         let addresses = [stack, here, code, 0];
         let asked = addresses.map(|addr| plain(stack_check.mapping(addr)));

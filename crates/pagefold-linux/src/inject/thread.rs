@@ -1,22 +1,21 @@
-//! Which thread of the target is to run the calls.
+//! Chooses the thread of the target that runs the calls.
 //!
-//! Any thread can, as they share one address space. The best is one that blocks in a call which the
-//! kernel restarts without a trace; one that computes is as good. Never one in a call that answers what
-//! it has done so far when interrupted (a large write to a pipe, a receive with MSG_WAITALL), nor one
-//! that does not stop at all (uninterruptible sleep, a vfork parent).
+//! Any thread can, as they share one address space. The best one blocks in a call that the kernel restarts without
+//! effect. A running one will do. Never one in a call that returns a partial result when interrupted (a large write to a
+//! pipe, a receive with MSG_WAITALL), nor one that does not stop at all (uninterruptible sleep, a vfork parent).
 
 use super::InjectError;
 use crate::proc::process::{Process, ReadError, Stat};
 
-/// More threads than this are not looked at: each look costs some 10 us.
-const THREADS_LOOKED_AT: usize = 128;
+/// The number of threads examined at most. Each takes some 10 us.
+const MAX_THREADS: usize = 128;
 
-/// What `/proc/PID/task/TID/syscall` says.
+/// The content of `/proc/PID/task/TID/syscall`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
     /// Not blocked.
     Running,
-    /// Blocked outside of a system call: stopped, frozen, in a page fault.
+    /// Blocked outside a system call: stopped, frozen, in a page fault.
     Blocked,
     /// Blocked in a system call.
     Syscall {
@@ -24,7 +23,7 @@ pub enum Activity {
         nr: i64,
         /// Its arguments.
         args: [u64; 6],
-        /// Where the program goes on: just after the `syscall` instruction.
+        /// The program counter, just after the `syscall` instruction.
         pc: u64,
     },
 }
@@ -50,15 +49,15 @@ impl Activity {
         }
         let mut args = [0; 6];
         args.copy_from_slice(&words[..6]);
-        // Between the arguments and the program counter comes the stack pointer.
+        // The stack pointer is between the arguments and the program counter.
         Ok(Self::Syscall { nr, args, pc: words[7] })
     }
 }
 
-/// How good a thread is for the purpose. Smaller is better.
+/// How well a thread suits. Smaller is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fitness {
-    /// Blocked in a call that goes on as if nothing had been.
+    /// Blocked in a call that restarts without effect.
     Restarts,
     /// Blocked in a call whose relative timeout starts over.
     StartsOver,
@@ -66,11 +65,11 @@ pub enum Fitness {
     User,
 }
 
-/// Judges a thread by its state letter and activity. `None`: not this one, not now.
+/// Judges a thread by its state letter and activity. `None`: not usable now.
 pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
     match state {
         b'R' | b'S' => {}
-        // Whatever it was in, the stop has interrupted it already.
+        // Job control has interrupted its call already.
         b'T' => return Some(Fitness::User),
         _ => return None,
     }
@@ -90,11 +89,11 @@ pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
             | libc::SYS_wait4
             | libc::SYS_waitid
             | libc::SYS_msgrcv
-            // One of those with a timeout, after a stop.
+            // One of these with a timeout, after a stop.
             | libc::SYS_restart_syscall => Some(Fitness::Restarts),
             libc::SYS_recvfrom if args[3] & waitall() != 0 => None,
             libc::SYS_recvmsg if args[2] & waitall() != 0 => None,
-            // Sends are repaired if it comes to that, but may have sent half: not by choice.
+            // Can be repaired, but may have sent a part: not chosen.
             libc::SYS_sendto | libc::SYS_sendmsg => None,
             nr if super::regs::repairable(nr) => Some(Fitness::StartsOver),
             _ => None,
@@ -106,46 +105,46 @@ fn waitall() -> u64 {
     u64::from(libc::MSG_WAITALL.unsigned_abs())
 }
 
-/// A thread and what it was doing when looked at.
+/// A thread, and its activity when it was examined.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
     /// The thread.
     pub tid: i32,
-    /// What it was doing.
+    /// Its activity.
     pub activity: Activity,
 }
 
-/// What choosing came to.
+/// The result of choosing.
 #[derive(Debug)]
 pub enum Choice {
-    /// This thread will do.
+    /// This thread.
     Thread(Candidate),
-    /// None at this moment.
+    /// No thread at this moment.
     NoneNow,
 }
 
-/// Looks at one thread.
+/// Reads the state and activity of one thread.
 pub fn examine(process: &Process, tid: i32) -> Result<(Stat, Activity), ReadError> {
     let file = format!("task/{tid}/stat");
     let stat = Stat::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))?;
     Ok((stat, activity(process, tid)?))
 }
 
-/// What a thread does at this moment.
+/// The current activity of a thread.
 pub fn activity(process: &Process, tid: i32) -> Result<Activity, ReadError> {
     let file = format!("task/{tid}/syscall");
     Activity::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))
 }
 
-/// Whether a freezer of control groups holds the thread. What shows it is not documented, so a thread may be frozen
-/// though this says no; the time limits find out then.
+/// Whether a cgroup freezer holds the thread. The signs are not documented, so a thread may be frozen though this returns
+/// false; then a time limit ends the attempt.
 pub fn frozen(process: &Process, tid: i32, stat: &Stat, activity: Activity) -> bool {
-    // Version 1 freezes sleepers in their sleep (Linux 6.1). Nothing else makes these sleeps uninterruptible.
+    // Version 1 freezes threads during their sleep (Linux 6.1). Nothing else makes these sleeps uninterruptible.
     if stat.state == b'D' && matches!(activity, Activity::Syscall { nr, .. } if only_sleeps(nr)) {
         return true;
     }
-    // Version 2 keeps them where signals are delivered; the compiler may merge its function into the caller's, in which
-    // a thread that job control stopped waits too (state T).
+    // Version 2 freezes them where signals are delivered; the compiler may inline that function into its caller, where a
+    // thread stopped by job control waits too (state T).
     process.read_file(&format!("task/{tid}/wchan")).is_ok_and(|name| match name.as_slice() {
         b"__refrigerator" | b"do_freezer_trap" => true,
         b"get_signal" => stat.state == b'S',
@@ -170,7 +169,7 @@ fn only_sleeps(nr: i64) -> bool {
     )
 }
 
-/// Chooses among the threads of a process, the main thread first.
+/// Chooses a thread of a process. The main thread is examined first.
 pub fn choose(process: &Process) -> Result<Choice, InjectError> {
     let pid = process.pid();
     let mut best: Option<(Fitness, Candidate)> = None;
@@ -178,7 +177,7 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
     for tid in threads(process)? {
         let (stat, activity) = match examine(process, tid) {
             Ok(found) => found,
-            // Threads come and go.
+            // The thread has ended.
             Err(ReadError::Vanished { .. } | ReadError::Absent { .. }) => continue,
             Err(error) => return Err(InjectError::from_read(error)),
         };
@@ -215,15 +214,15 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
     }
 }
 
-/// Whether a running thread is soon seen blocked in a call that would notice: then it may be in the middle of that call
-/// now, of which nothing shows while it runs.
+/// Whether a running thread soon blocks in a call that an interruption would change: then it may already be in that call,
+/// which is not visible while it runs.
 fn is_in_between(process: &Process, tid: i32) -> bool {
-    const LOOKS: u32 = 8;
+    const CHECKS: u32 = 8;
     const PAUSE: std::time::Duration = std::time::Duration::from_micros(250);
-    (0..LOOKS).any(|_| {
+    (0..CHECKS).any(|_| {
         std::thread::sleep(PAUSE);
         examine(process, tid).is_ok_and(|(stat, activity)| {
-            // What it waits for uninterruptibly (its mmap lock, a disk) no stop can cut short.
+            // No stop can interrupt an uninterruptible wait (for an mmap lock, a disk).
             stat.state == b'S'
                 && matches!(activity, Activity::Syscall { .. })
                 && fitness(stat.state, activity).is_none()
@@ -231,14 +230,14 @@ fn is_in_between(process: &Process, tid: i32) -> bool {
     })
 }
 
-/// The process that traces a thread, zero if none does or it cannot be seen from this pid namespace.
+/// The process that traces a thread; 0 if there is none, or it is not visible from this pid namespace.
 pub fn tracer(process: &Process, tid: i32) -> i32 {
     let field = |status: &[u8], name: &str| -> Option<i32> {
         String::from_utf8_lossy(status).lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
     };
     let status = process.read_file(&format!("task/{tid}/status")).unwrap_or_default();
     let by = field(&status, "TracerPid:").unwrap_or(0);
-    // The field names the thread that traces.
+    // The field holds the tracing thread.
     match std::fs::read(format!("/proc/{by}/status")) {
         Ok(status) if by != 0 => field(&status, "Tgid:").unwrap_or(by),
         _ => by,
@@ -251,7 +250,7 @@ fn threads(process: &Process) -> Result<Vec<i32>, InjectError> {
     let task = process.open_with("task", libc::O_DIRECTORY).map_err(InjectError::from_read)?;
     let entries = std::fs::read_dir(format!("/proc/self/fd/{}", task.as_raw_fd()))
         .map_err(|error| InjectError::from_read(ReadError::from_io(process.pid(), "task", error)))?;
-    Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).take(THREADS_LOOKED_AT).collect())
+    Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).take(MAX_THREADS).collect())
 }
 
 #[cfg(test)]
@@ -278,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_would_notice_are_left_alone() {
+    fn threads_in_calls_that_cannot_restart_are_not_chosen() {
         for nr in [
             libc::SYS_write,
             libc::SYS_writev,
@@ -304,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_restarts_is_better_than_a_computing_thread() {
+    fn a_call_that_restarts_is_better_than_a_running_thread() {
         let sleeping = fitness(b'S', call(libc::SYS_nanosleep, [0; 6])).unwrap();
         let polling = fitness(b'S', call(libc::SYS_epoll_wait, [0; 6])).unwrap();
         let computing = fitness(b'R', Activity::Running).unwrap();

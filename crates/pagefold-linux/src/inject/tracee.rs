@@ -1,8 +1,8 @@
 //! A stopped thread: save, call, restore, detach.
 //!
 //! From the first register set to the last one restored ([`Tracee::make_calls`]) the code neither allocates nor panics
-//! nor takes signals, and leaves only with the thread restored or dead. What becomes of the thread if this process dies
-//! at one of the `fault::point`s is said in [`super::return_frame`].
+//! nor receives signals, and returns only with the thread restored or dead. [`super::return_frame`] describes what
+//! happens to the thread if this process dies at one of the `fault::point`s.
 
 use super::progress::AttemptProgress;
 use super::ptrace::{self, Registers, TraceeEvent};
@@ -12,16 +12,16 @@ use super::trampoline::Trampoline;
 use super::{Call, Errno, Limits, gadget, regs, signed, unsigned};
 use crate::os::fault;
 
-/// How often a call is made that a signal cuts short (un-merging stops at any pending signal).
+/// Attempts at a call that signals interrupt (unmerging stops at any pending signal).
 const RESTARTS: u32 = 4;
-/// After a call's time is over and it was interrupted: what it gets to come back before the caller is told.
+/// Time for an interrupted call to return before the caller learns that the thread is held.
 const GRACE_NS: u64 = 500_000_000;
-/// So long a wait is polled without sleeping: most stops come within 20 us, and a sleep costs more than that.
+/// For how long a wait polls without sleeping: most stops come within 20 us, and a sleep takes longer.
 const SPIN_NS: u64 = 200_000;
 const LONGEST_NAP_NS: u64 = 5_000_000;
 
-/// Waits until the thread is in a trap of the tracer's or of job control. Signals that come first are passed on.
-/// `since_ns` becomes the time of the last look that did not find it stopped.
+/// Waits until the tracer or job control has stopped the thread. Signals that come first are delivered. `since_ns`
+/// becomes the time of the last check that found it running.
 pub fn wait_for_trap(tid: i32, until_ns: u64, since_ns: &mut u64) -> Option<i32> {
     loop {
         match wait(tid, until_ns, since_ns) {
@@ -33,7 +33,7 @@ pub fn wait_for_trap(tid: i32, until_ns: u64, since_ns: &mut u64) -> Option<i32>
     }
 }
 
-/// Waits for anything to happen to the tracee.
+/// Waits for the next event of the tracee.
 fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> TraceeEvent {
     let begun_ns = clock_ns();
     loop {
@@ -47,10 +47,10 @@ fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> TraceeEvent {
         }
         let waited_ns = now_ns.saturating_sub(begun_ns);
         if waited_ns < SPIN_NS {
-            // SAFETY: no arguments. Gives the target the CPU if it is to have this one.
+            // SAFETY: no arguments. The target may need this CPU.
             unsafe { libc::sched_yield() };
         } else {
-            // An eighth of the wait so far: the end is seen late by that much at most.
+            // The end is noticed late by an eighth of the wait at most.
             let nap_ns = signed((waited_ns / 8).min(LONGEST_NAP_NS));
             let nap = libc::timespec { tv_sec: 0, tv_nsec: nap_ns };
             // SAFETY: `nap` outlives the call.
@@ -59,7 +59,7 @@ fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> TraceeEvent {
     }
 }
 
-/// The monotonic clock. Not `Instant`, whose arithmetic may panic.
+/// The monotonic clock, nanoseconds. Not `Instant`, whose arithmetic may panic.
 pub fn clock_ns() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `now` outlives the call, which cannot fail for this clock.
@@ -67,14 +67,14 @@ pub fn clock_ns() -> u64 {
     unsigned(now.tv_sec).wrapping_mul(1_000_000_000).wrapping_add(unsigned(now.tv_nsec))
 }
 
-/// How a stop ended. The thread is restored and let go, or dead, in every case.
+/// How a stop ended. In every case the thread is restored and released, or dead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopEnd {
     Restored,
     Gone,
-    /// A signal that cannot be blocked (SIGSTOP) had to be let through.
+    /// A signal that cannot be blocked (SIGSTOP) had to be delivered.
     Signal,
-    /// In a restartable sequence, or no longer the program that was looked at.
+    /// In a restartable sequence, or the program has changed since it was examined.
     Unstable,
     Filtered,
     Compat,
@@ -84,7 +84,7 @@ pub enum StopEnd {
     TimedOut,
 }
 
-/// Why calling broke off. But for `Gone`, the thread is stopped.
+/// Why no further call was made. Except for `Gone`, the thread is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CallFailure {
     Gone,
@@ -92,32 +92,32 @@ enum CallFailure {
     Signal(i32),
 }
 
-/// A thread that is stopped by us.
+/// A stopped thread.
 pub struct Tracee {
     pub tid: i32,
-    /// Stopped by our interrupt, not by job control.
+    /// Stopped by the tracer's interrupt, not by job control.
     pub by_us: bool,
     pub is_main_thread: bool,
-    /// A `syscall` instruction; that of the trampoline if there is one.
+    /// A `syscall` instruction, that of the trampoline if there is one.
     pub instruction: u64,
     pub trampoline: Option<Trampoline>,
     pub stack_check: Option<StackCheck>,
 }
 
-/// What came of a stop.
+/// The result of a stop.
 #[derive(Clone, Copy, Debug)]
 pub struct StopResult {
-    /// How many calls were made.
+    /// The number of calls made.
     pub made: usize,
     pub end: StopEnd,
-    /// Registers were set without a way home.
+    /// Registers were borrowed without a return frame.
     pub unguarded: bool,
-    /// From the first register set to the last one restored.
+    /// For how long registers were borrowed.
     pub away_ns: u64,
 }
 
 impl Tracee {
-    /// Makes the calls, and lets the thread go as it was.
+    /// Makes the calls, restores the thread and releases it.
     pub fn make_calls(
         &self,
         calls: &[Call],
@@ -128,42 +128,42 @@ impl Tracee {
     ) -> StopResult {
         let tid = self.tid;
         let stopped_with = |end: StopEnd| StopResult { made: 0, end, unguarded: false, away_ns: 0 };
-        let let_go = |end: StopEnd| match ptrace::set_options(tid, 0).and(ptrace::detach(tid, 0)) {
+        let release = |end: StopEnd| match ptrace::set_options(tid, 0).and(ptrace::detach(tid, 0)) {
             Ok(()) => stopped_with(end),
             Err(_) => stopped_with(StopEnd::Gone),
         };
-        let Ok(stopped) = ptrace::registers(tid) else { return let_go(StopEnd::Gone) };
+        let Ok(stopped) = ptrace::registers(tid) else { return release(StopEnd::Gone) };
         if let Some(unusable) = self.unusable(&stopped) {
-            return let_go(unusable);
+            return release(unusable);
         }
         let by_syscall_instruction = ptrace::peek(tid, stopped.rip.wrapping_sub(2)).is_ok_and(gadget::is_syscall);
         let original = regs::repaired(&stopped, self.by_us, by_syscall_instruction);
         fault::point("stopped");
-        // At once: until then this process's death is an EINTR.
+        // At once: until then the death of this process is an EINTR for the thread.
         if original.rax != stopped.rax && ptrace::set_registers(tid, &original).is_err() {
-            return let_go(StopEnd::Gone);
+            return release(StopEnd::Gone);
         }
-        let Ok(mask) = ptrace::signal_mask(tid) else { return let_go(StopEnd::Gone) };
-        // It may have to answer EINTR to this call, which the way home cannot give. Soon it will have.
+        let Ok(mask) = ptrace::signal_mask(tid) else { return release(StopEnd::Gone) };
+        // This call may have to return EINTR, which a return by the frame cannot do. Soon it will have returned.
         if self.by_us && regs::restarts(&original) && ptrace::has_pending(tid, mask) {
-            return let_go(StopEnd::Unstable);
+            return release(StopEnd::Unstable);
         }
-        // Set here and not when attaching: there it would leave the thread unfiltered while it still runs.
+        // Set here and not when attaching, where the thread would still run, without its filters.
         let suspend = ptrace::OPTION_TRACESYSGOOD | ptrace::OPTION_SUSPEND_SECCOMP;
         let suspended = ptrace::set_options(tid, suspend).is_ok();
         if !suspended && ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
-            return let_go(StopEnd::Gone);
+            return release(StopEnd::Gone);
         }
         fault::point("options-set");
         if !suspended && !unfiltered(tid) {
-            return let_go(StopEnd::Filtered);
+            return release(StopEnd::Filtered);
         }
         let trampoline = self.trampoline.filter(|found| self.write_frame(frame, &original, mask, *found));
         fault::point("frame-written");
         let calling = Calling { tracee: self, original: &original, mask, trampoline, frame };
         if !progress.enter() {
             calling.undo_frame();
-            return let_go(StopEnd::Abandoned);
+            return release(StopEnd::Abandoned);
         }
         let since_ns = clock_ns();
         let (made, end) = calling.run(calls, answers, limits, progress);
@@ -171,7 +171,7 @@ impl Tracee {
         StopResult { made, end, unguarded: trampoline.is_none(), away_ns: clock_ns().saturating_sub(since_ns) }
     }
 
-    /// Writes the frame that brings the thread home. False: it has none, and nothing was written.
+    /// Writes the return frame. False: nothing was written.
     fn write_frame(&self, frame: &mut ReturnFrame, original: &Registers, mask: u64, trampoline: Trampoline) -> bool {
         let goal = regs::return_registers(original, self.number_restarted(original));
         frame.prepare(self.tid, &goal, mask, trampoline)
@@ -182,10 +182,10 @@ impl Tracee {
             && frame.write(self.tid)
     }
 
-    /// The call that goes on as `restart_syscall` after an earlier stop, if that is what the thread is in.
+    /// The call that continues as `restart_syscall` after an earlier stop, if the thread is in one.
     fn number_restarted(&self, original: &Registers) -> Option<i64> {
         let mut code = [0_u8; 64];
-        let from = original.rip.wrapping_sub(2 + code.len() as u64);
+        let from = original.rip.wrapping_sub(2 + 64);
         if signed(original.orig_rax) == libc::SYS_restart_syscall {
             ptrace::read(self.tid, from, &mut code).ok().and_then(|()| regs::number_in_code(&code))
         } else {
@@ -193,22 +193,22 @@ impl Tracee {
         }
     }
 
-    /// Why this stop must not be used.
+    /// Why this stop must not be used, if so.
     fn unusable(&self, stopped: &Registers) -> Option<StopEnd> {
         let tid = self.tid;
         if !regs::is_64_bit(stopped) {
             return Some(StopEnd::Compat);
         }
-        // A restartable sequence is aborted by the kernel on the way back to it. Made to run elsewhere first, the thread
-        // would come back to its middle with the kernel no longer knowing: the sequence would not be atomic.
+        // The kernel aborts a restartable sequence on the way back to it. If the thread ran elsewhere first, the kernel
+        // would not notice when it returns to the middle: the sequence would not be atomic.
         if !regs::in_syscall(stopped) && self.in_restartable_sequence(stopped) {
             return Some(StopEnd::Unstable);
         }
-        // Checked before the tracer's entry stop is: the thread would be sent SIGSYS. Kernels before 6.4 cannot say.
+        // The kernel checks this before the entry stop: the thread would get SIGSYS. Unknown before Linux 6.4.
         if ptrace::dispatches_syscalls(tid).unwrap_or(false) {
             return Some(StopEnd::Dispatched);
         }
-        // It was found before the stop; an exec in between puts another program there.
+        // The code was found before the stop; an exec in between replaces it.
         let there = match self.trampoline {
             Some(trampoline) => trampoline.is_there(tid),
             None => ptrace::peek(tid, self.instruction).is_ok_and(gadget::is_syscall),
@@ -223,19 +223,19 @@ impl Tracee {
         if area == 0 {
             return false;
         }
-        // The pointer stays set after the section until the kernel next looks, so the range decides.
+        // The pointer stays set after the section until the kernel next checks, so the range decides.
         let section = word(area.wrapping_add(SECTION_IN_AREA));
         section != 0
             && regs::in_critical_section(stopped, word(section.wrapping_add(8)), word(section.wrapping_add(16)))
     }
 }
 
-/// A thread that is about to run, or runs, with registers that are not its own.
+/// A thread that runs, or is about to run, with borrowed registers.
 struct Calling<'a> {
     tracee: &'a Tracee,
     original: &'a Registers,
     mask: u64,
-    /// It has a frame to come home by, and this is the code for it.
+    /// The code to return by. `None`: it has no return frame.
     trampoline: Option<Trampoline>,
     frame: &'a ReturnFrame,
 }
@@ -257,25 +257,25 @@ impl Calling<'_> {
             }
             fault::point("registers-set");
         }
-        // Signals wait until the thread is itself again: a handler's frame would hold our registers. Not those of
-        // faults: the kernel would reset a blocked one's handler, and unblocked it only shows us the signal.
+        // Signals wait until the thread is restored: a handler's frame would contain the borrowed registers. Not those of
+        // faults: the kernel would reset the handler of a blocked one; unblocked it only stops the thread.
         if ptrace::set_signal_mask(tid, self.mask | !FAULTS).is_err() {
             return (0, StopEnd::Gone);
         }
         fault::point("mask-set");
         let (made, broken) = self.call_all(calls, answers, limits, progress);
         match broken {
-            None => self.let_go(0, (made, StopEnd::Restored)),
+            None => self.release(0, (made, StopEnd::Restored)),
             Some(CallFailure::Gone) => (made, StopEnd::Gone),
-            Some(CallFailure::TimedOut) => self.let_go(0, (made, StopEnd::TimedOut)),
+            Some(CallFailure::TimedOut) => self.release(0, (made, StopEnd::TimedOut)),
             Some(CallFailure::Signal(signal)) if FAULTS & bit(signal) != 0 && ptrace::signal_is_fault(tid) => {
-                self.let_go(0, (made, StopEnd::Fault))
+                self.release(0, (made, StopEnd::Fault))
             }
-            Some(CallFailure::Signal(signal)) => self.let_go(signal, (made, StopEnd::Signal)),
+            Some(CallFailure::Signal(signal)) => self.release(signal, (made, StopEnd::Signal)),
         }
     }
 
-    /// Makes one call after the other. Returns how many were made and why not all.
+    /// Makes one call after the other. Returns the number made, and why not all.
     fn call_all(
         &self,
         calls: &[Call],
@@ -301,7 +301,7 @@ impl Calling<'_> {
                     Ok(value) => *answer = value,
                     Err(broken) => return (made, Some(broken)),
                 }
-                // Going on takes the thread past its pending signals, so a restart is not cut short by the same one.
+                // Resuming takes the thread past its pending signals, so the same one does not interrupt again.
                 if !(-516..=-512).contains(&*answer) {
                     break;
                 }
@@ -319,7 +319,7 @@ impl Calling<'_> {
     ) -> Result<i64, CallFailure> {
         let tid = self.tracee.tid;
         let gone = |_: Errno| CallFailure::Gone;
-        // With a way home it is on it, and comes to the entry of `rt_sigreturn`.
+        // With a return frame it is already on its way to the entry of `rt_sigreturn`.
         if self.trampoline.is_none() {
             ptrace::set_registers(tid, registers).map_err(gone)?;
             fault::point("registers-set");
@@ -329,7 +329,7 @@ impl Calling<'_> {
         let mut inside = false;
         let mut interrupted = false;
         let mut unused = 0;
-        // Until the call begins there is only the way back to the program; it ends in a freezer if anywhere.
+        // Before the call the thread only returns to user space, where a freezer may hold it.
         let mut until_ns = clock_ns().saturating_add(limits.stop_ns);
         loop {
             match wait(tid, until_ns, &mut unused) {
@@ -354,7 +354,7 @@ impl Calling<'_> {
                     };
                 }
                 TraceeEvent::Trap { .. } if interrupted => return Err(CallFailure::TimedOut),
-                // Job control; the detaching puts the thread back into its group's stop.
+                // Job control. Detaching puts the thread back into its group's stop.
                 TraceeEvent::Trap { .. } => ptrace::resume_to_syscall(tid).map_err(gone)?,
                 TraceeEvent::Signal(signal) => return Err(CallFailure::Signal(signal)),
                 TraceeEvent::Gone => return Err(CallFailure::Gone),
@@ -364,7 +364,7 @@ impl Calling<'_> {
                     ptrace::interrupt(tid).map_err(gone)?;
                 }
                 TraceeEvent::Nothing => {
-                    // Nothing more can be done than to stay: the thread cannot be restored before it stops.
+                    // Only waiting remains: the thread cannot be restored before it stops.
                     until_ns = u64::MAX;
                     progress.get_stuck();
                 }
@@ -372,8 +372,8 @@ impl Calling<'_> {
         }
     }
 
-    /// Gives the thread its own signals, registers, memory and filter back, and lets it go with `signal`.
-    fn let_go(&self, signal: i32, outcome: (usize, StopEnd)) -> (usize, StopEnd) {
+    /// Restores the thread's signal mask, registers, memory and filter, and releases it with `signal`.
+    fn release(&self, signal: i32, outcome: (usize, StopEnd)) -> (usize, StopEnd) {
         match self.restore().and_then(|()| ptrace::detach(self.tracee.tid, signal)) {
             Ok(()) => outcome,
             // Killed meanwhile.
@@ -394,7 +394,7 @@ impl Calling<'_> {
         Ok(())
     }
 
-    /// Puts back the dead memory that the frame was written on.
+    /// Restores the memory that the frame covers.
     fn undo_frame(&self) {
         if self.trampoline.is_some() {
             self.frame.unwrite(self.tracee.tid);
@@ -402,7 +402,7 @@ impl Calling<'_> {
     }
 }
 
-/// Signals that the kernel raises for what a thread does.
+/// Signals that the kernel raises for a thread's own faults.
 const FAULTS: u64 = bit(libc::SIGSEGV)
     | bit(libc::SIGBUS)
     | bit(libc::SIGILL)
@@ -414,7 +414,7 @@ const fn bit(signal: i32) -> u64 {
     1 << (signal - 1)
 }
 
-/// Whether the stopped thread has no seccomp filter, by the file that its own kernel thread id names.
+/// Whether the stopped thread has no seccomp filter.
 fn unfiltered(tid: i32) -> bool {
     std::fs::read_to_string(format!("/proc/{tid}/status")).is_ok_and(|status| {
         status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "0"))

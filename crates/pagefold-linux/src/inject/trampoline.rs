@@ -1,8 +1,8 @@
-//! Two pieces of the target's own code that bring a thread home without its tracer ([`super::return_frame`]): `syscall; ret`,
-//! at which the calls are made, and the function every program with signal handlers has for coming back from them
-//! (`__restore_rt` of glibc and musl, `sigreturn__sigaction` of Go).
+//! Two pieces of the target's own code by which a thread returns without its tracer ([`super::return_frame`]): `syscall;
+//! ret`, at which the calls are made, and the function by which signal handlers return (`__restore_rt` of glibc and musl,
+//! `sigreturn__sigaction` of Go).
 //!
-//! They are looked for in executable mappings of files, once per file: searching glibc takes a millisecond.
+//! Searched in the executable mappings of files, once per file: searching glibc takes a millisecond.
 
 use super::ptrace;
 use crate::proc::maps::{Vma, parse_maps};
@@ -16,13 +16,13 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
 /// `mov $15,%rax; syscall` and `mov $15,%eax; syscall`: `rt_sigreturn`.
 const SIGRETURN: [&[u8]; 2] = [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
-/// What is searched of one mapping, and for one process. Both pieces are in the first megabyte of glibc, musl and Go
-/// programs; in larger ones nothing may be there at all.
+/// Bytes searched in one mapping, and in all of one process. Both pieces are in the first megabyte of glibc, musl and Go
+/// programs; larger files may have none.
 const MAPPING_BYTES: u64 = 8 << 20;
 const PROCESS_BYTES: u64 = 32 << 20;
 const CHUNK_BYTES: usize = 128 << 10;
-/// Entries kept of each kind. Beyond that all are forgotten and found again.
-const KEPT: usize = 1024;
+/// Cache entries of each kind. Beyond that all are dropped and found again.
+const CACHED: usize = 1024;
 
 /// The addresses in one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub struct Trampoline {
 }
 
 impl Trampoline {
-    /// Whether the code is still there, looked at in the stop. Does not allocate.
+    /// Checks during the stop whether the code is still there. Does not allocate.
     pub fn is_there(self, tid: i32) -> bool {
         let mut code = [0_u8; 16];
         for (half, at) in code.chunks_exact_mut(8).zip([self.sigreturn, self.sigreturn.wrapping_add(8)]) {
@@ -46,7 +46,7 @@ impl Trampoline {
     }
 }
 
-/// What a mapping of a file holds, by offset from the mapping's start.
+/// The pieces in a mapping of a file, as offsets from its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Pieces {
     syscall: Option<u64>,
@@ -54,54 +54,54 @@ struct Pieces {
 }
 
 /// Device, inode, offset and length of a mapping.
-type Place = ((u32, u32), u64, u64, u64);
+type MappingKey = ((u32, u32), u64, u64, u64);
 
 #[derive(Default)]
-struct Known {
-    files: HashMap<Place, Pieces>,
+struct Cache {
+    files: HashMap<MappingKey, Pieces>,
     processes: HashMap<(i32, u64), Trampoline>,
 }
 
-fn known() -> MutexGuard<'static, Known> {
-    static KNOWN: LazyLock<Mutex<Known>> = LazyLock::new(Mutex::default);
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+fn cache() -> MutexGuard<'static, Cache> {
+    static CACHE: LazyLock<Mutex<Cache>> = LazyLock::new(Mutex::default);
+    CACHE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Finds the two pieces in the memory of thread `tid`. `None`: not there, or not to be read; the calls are then made
-/// without a way home.
+/// Finds the two pieces in the memory of thread `tid`. `None`: absent or unreadable; the calls are then made without a
+/// return frame.
 pub fn find(process: &Process, tid: i32) -> Option<Trampoline> {
     let key = (process.pid(), process.start_time_ticks());
-    if let Some(found) = known().processes.get(&key) {
+    if let Some(found) = cache().processes.get(&key) {
         return Some(*found);
     }
     let memory = process.open_file(&format!("task/{tid}/mem")).ok()?;
     let maps = parse_maps(&process.read_file(&format!("task/{tid}/maps")).ok()?).ok()?;
     let (mut syscall, mut sigreturn) = (None, None);
     let mut left = PROCESS_BYTES;
-    for vma in in_order(&maps) {
-        let pieces = look_up(vma, &memory, &mut left);
+    for vma in by_likelihood(&maps) {
+        let pieces = pieces_of(vma, &memory, &mut left);
         syscall = syscall.or(pieces.syscall.map(|offset| vma.start + offset));
         sigreturn = sigreturn.or(pieces.sigreturn.map(|offset| vma.start + offset));
         if let (Some(syscall), Some(sigreturn)) = (syscall, sigreturn) {
             let found = Trampoline { syscall, sigreturn };
-            let mut known = known();
-            if known.processes.len() >= KEPT {
-                known.processes.clear();
+            let mut cache = cache();
+            if cache.processes.len() >= CACHED {
+                cache.processes.clear();
             }
-            known.processes.insert(key, found);
+            cache.processes.insert(key, found);
             return Some(found);
         }
     }
     None
 }
 
-/// Forgets what was found: the code has changed, most likely by an exec.
+/// Drops what was found: the code has changed, most likely by an exec.
 pub fn forget(process: &Process) {
-    known().processes.remove(&(process.pid(), process.start_time_ticks()));
+    cache().processes.remove(&(process.pid(), process.start_time_ticks()));
 }
 
 /// The executable mappings of files, the C library's first.
-fn in_order(maps: &[Vma]) -> Vec<&Vma> {
+fn by_likelihood(maps: &[Vma]) -> Vec<&Vma> {
     let is_libc = |vma: &Vma| {
         let file = vma.name.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
         file.starts_with(b"libc.") || file.starts_with(b"libc-") || file.starts_with(b"ld-musl")
@@ -112,10 +112,10 @@ fn in_order(maps: &[Vma]) -> Vec<&Vma> {
     found
 }
 
-fn look_up(vma: &Vma, memory: &File, left: &mut u64) -> Pieces {
-    let place = (vma.device, vma.inode, vma.offset, vma.end - vma.start);
-    let seen = known().files.get(&place).copied();
-    // A file may have been written over in place since.
+fn pieces_of(vma: &Vma, memory: &File, left: &mut u64) -> Pieces {
+    let key = (vma.device, vma.inode, vma.offset, vma.end - vma.start);
+    let seen = cache().files.get(&key).copied();
+    // The file may have been overwritten in place since.
     if let Some(pieces) = seen.filter(|pieces| pieces.are_in(memory, vma.start)) {
         return pieces;
     }
@@ -125,11 +125,11 @@ fn look_up(vma: &Vma, memory: &File, left: &mut u64) -> Pieces {
     }
     *left -= bytes;
     let pieces = search(memory, vma.start, bytes);
-    let mut known = known();
-    if known.files.len() >= KEPT {
-        known.files.clear();
+    let mut cache = cache();
+    if cache.files.len() >= CACHED {
+        cache.files.clear();
     }
-    known.files.insert(place, pieces);
+    cache.files.insert(key, pieces);
     pieces
 }
 
@@ -153,26 +153,31 @@ fn search(memory: &File, start: u64, bytes: u64) -> Pieces {
     let mut at = 0;
     while at < bytes && (pieces.syscall.is_none() || pieces.sigreturn.is_none()) {
         let wanted = usize::try_from(bytes - at).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
-        // Unreadable (beyond the file's end, a device): what was found so far is all.
+        // Unreadable (beyond the file's end, a device): nothing more is found.
         let Ok(read @ 1..) = memory.read_at(&mut chunk[..wanted], start + at) else { break };
         let here = &chunk[..read];
-        pieces.syscall = pieces.syscall.or_else(|| position(here, SYSCALL_RET).map(|found| at + found as u64));
+        pieces.syscall = pieces.syscall.or_else(|| position(here, SYSCALL_RET).map(|found| at + length_of(found)));
         pieces.sigreturn = pieces
             .sigreturn
-            .or_else(|| SIGRETURN.iter().find_map(|piece| position(here, piece)).map(|found| at + found as u64));
+            .or_else(|| SIGRETURN.iter().find_map(|piece| position(here, piece)).map(|found| at + length_of(found)));
         if read < wanted || wanted < CHUNK_BYTES {
             break;
         }
-        // Some bytes twice, for a piece across two chunks.
-        at += read as u64 - 16;
+        // Overlapping, for a piece across two chunks.
+        at += length_of(read) - 16;
     }
     pieces
+}
+
+/// A length in memory fits: both types have 64 bits here.
+fn length_of(bytes: usize) -> u64 {
+    u64::from_ne_bytes(bytes.to_ne_bytes())
 }
 
 fn position(bytes: &[u8], piece: &[u8]) -> Option<usize> {
     // SAFETY: both ranges are valid for reading; the result points into the first or is null.
     let found = unsafe { libc::memmem(bytes.as_ptr().cast(), bytes.len(), piece.as_ptr().cast(), piece.len()) };
-    (!found.is_null()).then(|| found as usize - bytes.as_ptr() as usize)
+    (!found.is_null()).then(|| found.addr() - bytes.as_ptr().addr())
 }
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
-//! Giving memory back: unmarks what is marked in a process, so that every merged page gets its own copy again.
+//! Unmerging: unmarks everything marked in a process, so that every merged page gets its own copy again.
 //!
 //! The kernel would make the copies within the system call that unmarks, in the target's own time and under its mmap
-//! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside makes the copy as well, and the target goes
-//! on meanwhile: so that is done first, in steps with a look at its memory limits before each, and then a whole mapping
-//! is unmarked by one call that finds little left to copy. Part of a mapping is not unmarked on its own: that would split
-//! it, and a program that moves its memory meanwhile would find out. The exceptions are processes with many zero pages that
-//! ksmd has mapped to the kernel's, which only the call itself gives back, and kernels that do not tell merged pages from
+//! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside also makes the copy, while the target runs.
+//! So that is done first, in steps with a check of the target's memory limits before each, and then one call unmarks a
+//! whole mapping, with little left to copy. A part of a mapping is not unmarked on its own: that would split the mapping,
+//! which a program that moves its memory meanwhile would notice. The exceptions are processes with many zero pages that
+//! ksmd has replaced by the kernel's, which only the call unmerges, and kernels that do not distinguish merged pages from
 //! those shared through fork, which reading would copy too: there a mapping is unmarked in steps.
 
 use crate::inject::{Call, InjectError, InjectionReport, Injector, Limits};
@@ -22,70 +22,70 @@ use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
 use thiserror::Error;
 
-/// Address space whose copies are made after one look at the room for them. At about a gigabyte a second, 8 ms.
+/// Address space whose copies are made after one check of the limits: 8 ms at about a gigabyte a second.
 const STEP_BYTES: u64 = 8 << 20;
-/// Address space unmarked by one call, where that copies little: walking through it takes some 40 ms at most.
+/// Address space unmarked by one call that copies little: walking it takes some 40 ms at most.
 const WHOLE_BYTES: u64 = 1 << 30;
-/// Room to leave, for what the process and its neighbours allocate between the look at the room and the end of a step.
+/// Margin for what the process and its neighbours allocate between the check and the end of a step.
 const MARGIN_BYTES: u64 = 32 << 20;
-/// Rounds of unmarking before giving up on mappings that keep changing or calls that signals keep cutting short.
-const ROUNDS: u32 = 5;
+/// Attempts before giving up on mappings that keep changing or calls that signals keep interrupting.
+const ATTEMPTS: u32 = 5;
 
-/// What came of it.
+/// The result of unmerging a process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Unmerged {
     /// Address space unmarked.
     pub unmarked: Bytes,
-    /// Memory that has its own copy again. Zero pages count only where the kernel tells of them (6.10).
+    /// Memory unmerged. Zero pages are included only where the kernel counts them per process (6.10).
     pub given_back: Bytes,
     /// The longest stop of the target, nanoseconds.
     pub longest_stop_ns: u64,
 }
 
-/// Why it could not be done, or not wholly.
+/// Why a process could not be unmerged, or not completely.
 #[derive(Debug, Error)]
 pub enum UnmergeError {
     /// The process cannot be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// The process cannot be stopped for it.
+    /// The calls could not be made.
     #[error(transparent)]
     Inject(#[from] InjectError),
-    /// Its copies would not fit into its memory limits.
-    #[error("process {pid} has room for {:.0} MiB only, and {:.0} MiB are wanted at a time; raise the limit of its cgroup or free memory, and unmerge again", left.mib(), wanted.mib())]
+    /// The copies would not fit into its memory limits.
+    #[error("process {pid} has room for {:.0} MiB only, but each step of unmerging needs {:.0} MiB; raise the memory limit of its cgroup or free memory, then unmerge again", left.mib(), wanted.mib())]
     NoRoom {
         /// The process.
         pid: i32,
-        /// What its limits leave.
+        /// The room that its limits leave.
         left: Bytes,
-        /// What the next step may take, and a margin.
+        /// The size of a step, with a margin.
         wanted: Bytes,
     },
     /// The kernel refused, or the mappings kept changing.
-    #[error("process {pid} could not take all of its memory back: {why}")]
+    #[error("process {pid} could not be unmerged completely: {why}")]
     Left {
         /// The process.
         pid: i32,
-        /// The system's word.
+        /// The system's error.
         why: String,
     },
 }
 
-/// A range of addresses cut into what one call may unmark: where each piece begins, and its bytes.
+/// A range of addresses in pieces that one call may unmark: the start of each, and its length in bytes.
 pub(crate) fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (u64, u64)> {
     let by = usize::try_from(step.0).unwrap_or(usize::MAX);
     (start..end).step_by(by).map(move |at| (at, step.0.min(end - at)))
 }
 
-/// How much of a process's address space one call may unmark: little where the call itself has to make the copies.
+/// How much of a process's address space one call may unmark: little if the call itself has to make the copies.
 pub(crate) fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
     let zero_kib = KsmStat::of(process)?.zero_kib;
     let copies = zero_kib.saturating_mul(1024) > STEP_BYTES || !shows_merged();
     Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
 }
 
-/// Makes calls that unmark, one by one, each after the copies for it, as long as the process's memory limits leave room
-/// for the next step. `report` has what was done, also when that is not all.
+/// Makes calls that unmark, one by one, each after its copies have been made, while the process's memory limits leave
+/// room for the next step. `report` shows what was done, also after an error.
 pub(crate) fn unmark_in_steps(
     process: &Process,
     injector: &mut Injector,
@@ -120,10 +120,14 @@ pub(crate) fn unmark_in_steps(
     Ok(())
 }
 
-/// Unmarks all that is marked in a process, as far as its memory limits leave room for it.
+/// Unmarks everything marked in a process.
+///
+/// # Errors
+///
+/// [`UnmergeError::NoRoom`] if its memory limits leave no room for the copies; what was unmarked before stays so.
 pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Result<Unmerged, UnmergeError> {
     let (pid, stat) = (process.pid(), process.stat()?);
-    // Without memory there is nothing marked either: whoever names one has to hear that it is the wrong one.
+    // Nothing can be marked in these, but the user may have named the wrong process.
     if stat.kernel_thread {
         return Err(InjectError::KernelThread { pid }.into());
     }
@@ -134,7 +138,7 @@ pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Res
     let mut done = Unmerged { unmarked: before.marked_bytes(), ..Unmerged::default() };
     let mut state = before.clone();
     let mut why = String::new();
-    for _ in 0..ROUNDS {
+    for _ in 0..ATTEMPTS {
         let calls = state.calls(step_bytes(process)?);
         if calls.is_empty() {
             break;
@@ -155,13 +159,13 @@ pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Res
     Err(UnmergeError::Left { pid: process.pid(), why })
 }
 
-/// What is marked and merged in a process.
+/// The marked and merged memory of a process.
 #[derive(Clone, Debug)]
 struct State {
     merge_any: bool,
     marked: Vec<(u64, u64)>,
     merged_kib: u64,
-    /// What unmarking may copy: all that is marked where the kernel does not tell how much of it is merged (6.7).
+    /// What unmarking may copy: all marked memory where the kernel does not show how much of it is merged (6.7).
     copies_kib: u64,
 }
 
@@ -193,8 +197,7 @@ impl State {
         let calls = |&(start, end): &(u64, u64)| {
             steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE))
         };
-        // No marking of what is to come. It unmarks at one go what is left by then, such as mappings that signals kept from
-        // being unmarked: so only once that is no more than a step.
+        // Ends the marking of future mappings, and unmarks at once what is left: only if that is no more than a step.
         let little_left = self.copies_kib <= STEP_BYTES / 1024;
         let end = (self.merge_any && little_left).then(|| Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
         self.marked.iter().flat_map(calls).chain(end).collect()
@@ -220,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_unmarks_all_at_once_comes_last_and_when_little_is_left() {
+    fn the_call_that_unmarks_everything_comes_last_when_little_is_left() {
         let prctls = |state: State| {
             let calls = state.calls(Bytes(STEP_BYTES));
             calls.iter().map(|call| call.nr == libc::SYS_prctl).collect::<Vec<_>>()

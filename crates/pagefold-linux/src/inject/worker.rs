@@ -1,14 +1,14 @@
-//! The process that injects, and how it is asked to.
+//! The injector: the process that makes calls in targets, and the protocol to ask it.
 //!
-//! A tracer that dies while a target has borrowed registers takes the target with it. So the tracer is a
-//! process of its own that does nothing else, takes no signal that can be ignored, hears no ctrl-C, and ends
-//! when the one that started it has (end of file), but never while it holds a target.
+//! A tracer that dies while a target has borrowed registers may kill the target. So the tracer is a process of its own
+//! that does nothing else, ignores every signal that can be ignored, is out of reach of ctrl-C, and ends when the process
+//! that started it has ended (end of file), but never while it holds a target.
 //!
-//! It is started by whoever needs it, or by a service manager for each connection to a socket: that keeps it out of the
-//! seccomp filters of a hardened service, under which no tracer may put its targets' filters to sleep.
+//! It is started by the process that uses it, or by a service manager for each connection to a socket. The latter keeps
+//! it out of the seccomp filters of a hardened service, under which no tracer may suspend its targets' filters.
 //!
-//! Requests and replies are one JSON object per line on a socket pair. Replies carry the number of their
-//! request: one that came too late is recognised and dropped.
+//! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request: a late
+//! one is recognized and dropped.
 
 use super::{Call, InjectError, InjectionReport, Limits, held, inject, unsigned};
 use crate::os::peer::{Peer, own_uid};
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 const VERSION: u32 = 2;
 /// The longest line accepted: some 40,000 calls.
 const LINE_BYTES: u64 = 8 << 20;
-/// What a reply may take beyond the limits of its request.
+/// Time for a reply beyond the limits of its request.
 const SLACK: Duration = Duration::from_secs(5);
 
 #[derive(PartialEq, Serialize, Deserialize)]
@@ -43,65 +43,67 @@ pub(crate) struct Request {
 pub(crate) struct Reply {
     version: u32,
     id: u64,
-    /// The worker.
+    /// The pid of the injector.
     pid: u32,
-    /// CPU time of the worker since it started.
+    /// CPU time of the injector since it started.
     cpu_ns: u64,
-    /// Why it works for nobody like us, if it does not.
+    /// Why it accepts no requests from this user, if so.
     refusal: Option<String>,
     result: Result<InjectionReport, InjectError>,
 }
 
-/// A worker process, as seen by the one that it works for. Dropped, it tells the worker to end.
+/// An injector process. It ends when this is dropped.
 #[derive(Debug)]
 pub struct Injector(Arc<Mutex<Connection>>);
 
-/// The same for somebody who asks beside its owner: does not keep the worker from ending.
+/// A second handle to an [`Injector`], which does not keep it alive.
 #[derive(Clone, Debug)]
 pub struct InjectorHandle(Weak<Mutex<Connection>>);
 
 #[derive(Debug)]
 struct Connection {
-    /// Where we started it.
+    /// If this process started it.
     child: Option<Child>,
     pid: u32,
     stream: UnixStream,
-    /// What has been read of the next reply.
+    /// The part of the next reply that has been read.
     pending: Vec<u8>,
     last_id: u64,
-    /// Half a request was written; nothing after it would be understood.
+    /// A request was written in part; the injector would misread the next one.
     broken: bool,
     refusal: Option<String>,
     cpu_ns: u64,
 }
 
 impl Injector {
-    /// Starts `command`, which must come to call [`serve`]. Its standard input and output are the connection.
+    /// Starts `command`, which must call [`serve`]. Its standard input and output are the connection.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         let (stream, theirs) = UnixStream::pair()?;
         let theirs: OwnedFd = theirs.into();
         command.stdin(Stdio::from(theirs.try_clone()?)).stdout(Stdio::from(theirs));
         let child = command.spawn();
-        // The command would keep the worker's end open in this process, and its death would go unnoticed.
+        // The command would keep the injector's end open in this process, which would then not notice its death.
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let child = child?;
         Ok(Connection::new(child.id(), Some(child), stream).into())
     }
 
-    /// Connects to the socket of a service manager that starts a worker for each connection.
+    /// Connects to the socket of a service manager that starts an injector for each connection.
     ///
-    /// `PermissionDenied`: one of both ends belongs to another user who is not root, and says so.
+    /// # Errors
+    ///
+    /// `PermissionDenied` if one end belongs to a user other than root and the user of the other end.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let stream = UnixStream::connect(path)?;
         let uid = Peer::of(&stream)?.uid;
         if !trusted(uid) {
-            let what = format!("user {uid} listens there, who could answer anything");
+            let what = format!("the socket belongs to user {uid}, which is not trusted");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
         }
         let mut connection = Connection::new(0, None, stream);
-        // No calls at all, in ourselves: who is there, and is it one of us?
+        // An empty batch for this process, to see whether the other end accepts requests.
         let own = i32::try_from(std::process::id()).ok().and_then(|pid| Process::open(pid).ok());
-        let own = own.ok_or_else(|| io::Error::other("our own entry in /proc cannot be read"))?;
+        let own = own.ok_or_else(|| io::Error::other("cannot read the entry of this process in /proc"))?;
         match connection.run(&own, &[], &Limits::default()) {
             Ok(_) => Ok(connection.into()),
             Err(_) if connection.refusal.is_some() => {
@@ -111,37 +113,39 @@ impl Injector {
         }
     }
 
-    /// Has the worker run `calls` in `process`.
+    /// Makes the injector run `calls` in `process`.
     ///
-    /// A worker that does not answer in time is left alone and never killed: it may hold a target that only it can
-    /// restore. Later requests wait their turn behind what it is doing.
+    /// # Errors
+    ///
+    /// [`InjectError::WorkerSilent`] if it does not reply in time. It is not killed then, because it may hold a target
+    /// that only it can restore; later requests wait until it has finished.
     pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
         self.lock().run(process, calls, limits)
     }
 
-    /// CPU time of the worker, up to its last reply.
+    /// CPU time of the injector up to its last reply, nanoseconds.
     pub fn cpu_ns(&self) -> u64 {
         self.lock().cpu_ns
     }
 
-    /// That part of it which never becomes time of a child of ours, because somebody else started the worker.
+    /// The same, or 0 if the injector is a child of this process, whose time is counted when it is reaped.
     pub fn cpu_elsewhere_ns(&self) -> u64 {
         let connection = self.lock();
         if connection.child.is_some() { 0 } else { connection.cpu_ns }
     }
 
-    /// The worker's pid.
+    /// The injector's pid.
     pub fn pid(&self) -> u32 {
         self.lock().pid
     }
 
-    /// For somebody who asks beside the owner.
+    /// A second handle.
     pub fn handle(&self) -> InjectorHandle {
         InjectorHandle(Arc::downgrade(&self.0))
     }
 
     fn lock(&self) -> MutexGuard<'_, Connection> {
-        // Whoever panicked in between has left at most half a line, which is marked as broken or waited for in vain.
+        // After a panic at most half a line is left, which is marked as broken or runs into the time limit.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -153,14 +157,14 @@ impl From<Connection> for Injector {
 }
 
 impl InjectorHandle {
-    /// The same as [`Injector::run`], as long as the owner has it.
+    /// Like [`Injector::run`], while the [`Injector`] exists.
     pub fn run(&self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
         let connection = self.0.upgrade().ok_or(InjectError::WorkerGone)?;
         Injector(connection).run(process, calls, limits)
     }
 }
 
-/// Whether whoever has this user's rights may have us work, or work for us.
+/// Whether a process of this user may be the other end.
 fn trusted(uid: u32) -> bool {
     [0, own_uid()].contains(&uid)
 }
@@ -192,7 +196,7 @@ impl Connection {
             self.broken = disconnected(&error) == InjectError::WorkerSilent;
             disconnected(&error)
         });
-        // One that refuses us says so and hangs up without reading: that answer counts, not the broken pipe.
+        // An injector that refuses this user replies and hangs up without reading: the reply counts, not the broken pipe.
         if let Err(InjectError::WorkerSilent) = written {
             return Err(InjectError::WorkerSilent);
         }
@@ -207,7 +211,7 @@ impl Connection {
             if reply.refusal.is_some() {
                 self.refusal = reply.refusal;
             }
-            // Zero: the request was not understood.
+            // 0: the request was malformed.
             if reply.id == self.last_id || reply.id == 0 {
                 return reply.result;
             }
@@ -238,8 +242,8 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // The end of file is the order to end. It is obeyed within a millisecond, unless a target is held: then the
-        // worker stays behind, on its own, until it has restored it.
+        // At the end of file the injector ends within a millisecond. If it holds a target it lives on until that is
+        // restored.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         let Some(child) = &mut self.child else { return };
         for _ in 0..50 {
@@ -251,7 +255,7 @@ impl Drop for Connection {
     }
 }
 
-/// How long a reply may take: every limit used up, each batch tried twice.
+/// The time limit of a reply: all limits used up, with two attempts at each batch.
 pub(crate) fn reply_limit(calls: usize, limits: &Limits) -> Duration {
     let calls = u64::try_from(calls).unwrap_or(u64::MAX);
     let per_stop = u64::try_from(limits.calls_per_stop.max(1)).unwrap_or(1);
@@ -271,11 +275,11 @@ fn malformed(error: &serde_json::Error) -> InjectError {
     InjectError::Protocol { what: error.to_string() }
 }
 
-/// The worker: answers requests on standard input until there are no more.
+/// Runs the injector: replies to the requests on standard input until its end.
 pub fn serve() -> ! {
     shield_process();
     crate::os::fault::init();
-    // Before anything is heard. What the lines above needed besides is gone with it.
+    // Before anything is read, and after everything above that needs more capabilities.
     if let Err(error) = keep_only(&INJECTING) {
         eprintln!("pagefold: the injector: {error}; see docs/privileges.md");
         std::process::exit(1)
@@ -294,7 +298,7 @@ pub fn serve() -> ! {
             Ok(0) | Err(_) => break,
             Ok(_) => {}
         }
-        // A line without an end is half a request of somebody who died: nobody waits for the answer.
+        // A line without an end is part of a request from a process that died.
         if line.last() != Some(&b'\n') {
             break;
         }
@@ -321,11 +325,11 @@ fn send(output: &mut impl Write, reply: &Reply) -> io::Result<()> {
     output.write_all(&bytes).and_then(|()| output.flush())
 }
 
-/// Why we do not work for who is at the other end of `input`. Through anything but a socket that is who started us.
+/// Why requests from the other end of `input` are refused, if so. An input other than a socket comes from the parent.
 fn refusal(input: &impl AsFd) -> Option<String> {
     let stream = UnixStream::from(input.as_fd().try_clone_to_owned().ok()?);
     let peer = Peer::of(&stream).ok()?;
-    (!trusted(peer.uid)).then(|| "only root may have other programs' calls made; run it with sudo".to_owned())
+    (!trusted(peer.uid)).then(|| "only root may use this injector; run the command with sudo".to_owned())
 }
 
 fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {
@@ -347,7 +351,7 @@ fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {
     (request.id, result)
 }
 
-/// Keeps this process alive through everything but SIGKILL.
+/// Lets nothing but SIGKILL end this process.
 fn shield_process() {
     const IGNORED: [i32; 10] = [
         libc::SIGINT,
@@ -362,15 +366,15 @@ fn shield_process() {
         libc::SIGTTOU,
     ];
     for signal in IGNORED {
-        // SAFETY: ignoring a signal runs no code of ours.
+        // SAFETY: ignoring a signal installs no handler.
         unsafe { libc::signal(signal, libc::SIG_IGN) };
     }
-    // SAFETY: no arguments. Fails when this process leads a group already, and then ctrl-C does not reach it either.
+    // SAFETY: no arguments. Fails if this process already leads a group, and then ctrl-C does not reach it either.
     unsafe { libc::setsid() };
-    // The out-of-memory killer must not choose it in the middle of a call. Needs CAP_SYS_RESOURCE; without, it is a
-    // small process and an unlikely choice.
+    // The out-of-memory killer must not choose it in the middle of a call. Needs CAP_SYS_RESOURCE; without it, a small
+    // process is an unlikely choice.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
-    // The threads that trace inherit it, and so need no CAP_SYS_NICE. Without, a stop is longer where cores are scarce.
+    // The tracing threads inherit it, and so need no CAP_SYS_NICE. Without it stops are longer where cores are scarce.
     // SAFETY: numbers only.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) };
     keep_from_dumps();
@@ -388,7 +392,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_of_another_version_and_nonsense_are_answered() {
+    fn requests_of_another_version_and_malformed_ones_get_a_reply() {
         let limits = Limits::default();
         let request = Request { version: VERSION + 1, id: 7, pid: 1, start_time_ticks: 0, calls: vec![], limits };
         let (id, result) = answer(&serde_json::to_vec(&request).unwrap());
@@ -413,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn replies_survive_the_wire() {
+    fn replies_are_the_same_after_a_round_trip() {
         let report = InjectionReport {
             results: vec![Ok(u64::MAX), Err(super::super::Errno(12))],
             stops: 1,
