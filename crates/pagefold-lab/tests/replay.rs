@@ -1,4 +1,4 @@
-//! Every algorithm on memories small enough to say beforehand what it must find.
+//! Every algorithm on memories that are small enough to know the expected result.
 
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Pages, Vpn};
@@ -50,7 +50,7 @@ fn run(algorithm: Algorithm, scripted: &Scripted) -> Outcome {
 }
 
 #[test]
-fn all_of_them_find_what_stands_still() {
+fn every_algorithm_finds_unchanging_duplicates() {
     // Three programs: a quarter in common, a quarter zeros, the rest their own.
     let scripted = record(3, 4_096, 30, |_, process, at| {
         Some(page(match at % 4 {
@@ -73,20 +73,20 @@ fn all_of_them_find_what_stands_still() {
 }
 
 #[test]
-fn the_same_record_gives_the_same_figures() {
+fn the_same_record_gives_the_same_results() {
     let scripted = record(2, 2_000, 10, |second, process, at| {
         let now = if at % 7 == 0 { number(second) } else { 0 };
         Some(page([number(at / 2), if at % 3 == 0 { process } else { 9 }, now, 1]))
     });
     for (_, algorithm) in Algorithm::NAMES {
-        let told = |outcome: Outcome| serde_json::to_string(&outcome).unwrap();
-        assert_eq!(told(run(algorithm, &scripted)), told(run(algorithm, &scripted)), "{algorithm}");
+        let json = |outcome: Outcome| serde_json::to_string(&outcome).unwrap();
+        assert_eq!(json(run(algorithm, &scripted)), json(run(algorithm, &scripted)), "{algorithm}");
     }
 }
 
 #[test]
-fn ksm_compares_again_and_again_and_classes_do_not() {
-    // Nothing in common, nothing written.
+fn ksm_compares_repeatedly_and_classes_compare_once() {
+    // No common contents, no writes.
     let scripted = record(2, 8_000, 20, |_, process, at| Some(page([process + 1, number(at), 3, 4])));
     let ksm = run(Algorithm::Ksm, &scripted);
     let classed = run(Algorithm::CmdSubPage, &scripted);
@@ -112,7 +112,7 @@ fn a_forest_is_shallower_and_finds_the_same() {
 }
 
 #[test]
-fn classes_go_by_the_quarters_written() {
+fn classes_depend_on_the_quarters_written() {
     // Pages are written in their first quarter or in their last for some seconds, and then stand still.
     let scripted = record(2, 4_000, 40, |second, _, at| {
         let time = number(second.min(10)) + 1;
@@ -134,7 +134,7 @@ fn pages_shared_by_fork_are_counted_once() {
 }
 
 #[test]
-fn regions_may_go_and_come_and_grow() {
+fn regions_can_end_start_and_grow() {
     let scripted = record(3, 600, 20, |second, process, at| {
         let there = at < 100 + second * 20 && (process > 0 || second % 6 < 3);
         there.then(|| page([7, 2, number(at) + 1, 4]))

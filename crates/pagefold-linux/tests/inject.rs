@@ -7,7 +7,7 @@ use pagefold_core::random::mix;
 use pagefold_linux::inject::{Call, Errno, InjectError, InjectionReport, Limits, held, inject, inject_thread};
 use pagefold_linux::proc::process::Process;
 use pagefold_testkit::injection::*;
-use pagefold_testkit::{Freezer, skip, skip_unsupported, wait_until};
+use pagefold_testkit::{Freezer, send, skip, skip_unsupported, wait_until};
 use std::time::{Duration, Instant};
 
 // ---- blocked in a call --------------------------------------------------------------------------------------------
@@ -192,6 +192,7 @@ fn no_signal_is_lost_or_doubled() {
             while begun.elapsed() < Duration::from_millis(900) {
                 let value = libc::sigval { sival_ptr: std::ptr::null_mut() };
                 // EAGAIN: the queue is full.
+                // SAFETY: the value is a null pointer that no handler uses.
                 sent += u32::from(unsafe { libc::sigqueue(pid, libc::SIGRTMIN(), value) } == 0);
                 std::thread::sleep(Duration::from_micros(20));
             }
@@ -252,6 +253,7 @@ fn a_traced_process_is_refused() {
         return;
     }
     let mut victim = Victim::start("idle");
+    // SAFETY: no memory is passed, and the target is a child of this thread.
     assert_eq!(unsafe { libc::ptrace(0x4206, victim.pid(), 0, 0) }, 0);
     let own = i32::try_from(std::process::id()).unwrap();
     match victim.mark(MERGEABLE) {
@@ -261,10 +263,13 @@ fn a_traced_process_is_refused() {
         }
         other => panic!("{other:?}"),
     }
+    // SAFETY: no memory is passed, and the target is a child of this thread.
     assert_eq!(unsafe { libc::ptrace(0x4207, victim.pid(), 0, 0) }, 0);
     let mut status = 0;
+    // SAFETY: the kernel writes the status.
     assert_eq!(unsafe { libc::waitpid(victim.pid(), &raw mut status, libc::__WALL) }, victim.pid());
     assert!(matches!(victim.mark(MERGEABLE), Err(InjectError::Traced { .. })));
+    // SAFETY: no memory is passed, and the target is a child of this thread.
     assert_eq!(unsafe { libc::ptrace(libc::PTRACE_DETACH, victim.pid(), 0, 0) }, 0);
     victim.mark_repeatedly(1);
     victim.send();
@@ -385,7 +390,7 @@ fn a_target_that_dies_at_any_moment_is_an_error_of_its_own() {
         let pid = victim.pid();
         let killer = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_micros(mix(round) % 4000));
-            unsafe { libc::kill(pid, libc::SIGKILL) };
+            send(pid, libc::SIGKILL);
         });
         let begun = Instant::now();
         let calls = [victim.calls(MERGEABLE, 1)[0], victim.calls(UNMERGEABLE, 1)[0]].repeat(8);
@@ -516,10 +521,11 @@ fn an_injector_survives_signals_and_ends_with_its_owner() {
         let report = injector.run(&victim.process, &victim.calls(advice, 1), &limits).unwrap();
         assert_eq!((report.results, victim.is_marked()), (vec![Ok(0)], marked));
         for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGPIPE, libc::SIGUSR1] {
-            unsafe { libc::kill(pid, signal) };
+            send(pid, signal);
         }
     }
     assert!(injector.cpu_ns() > 0);
+    // SAFETY: no memory is passed, and the target is a child of this thread.
     assert_eq!(unsafe { libc::getsid(pid) }, pid);
     let gone = Victim::start("idle");
     gone.kill(libc::SIGKILL);
@@ -540,7 +546,7 @@ fn an_injector_killed_while_idle_does_no_harm() {
     let mut injector = injector("worker");
     let mut victim = Victim::start("idle");
     injector.run(&victim.process, &victim.calls(MERGEABLE, 1), &Limits::default()).unwrap();
-    unsafe { libc::kill(i32::try_from(injector.pid()).unwrap(), libc::SIGKILL) };
+    send(i32::try_from(injector.pid()).unwrap(), libc::SIGKILL);
     let after = injector.run(&victim.process, &victim.calls(MERGEABLE, 1), &Limits::default());
     assert_eq!(after, Err(InjectError::WorkerGone));
     assert!(victim.is_marked());

@@ -7,7 +7,7 @@ use pagefold_core::random::Random;
 use pagefold_linux::inject::{Call, InjectError, InjectionReport, Injector, Limits};
 use pagefold_linux::os::fault;
 use pagefold_testkit::injection::{self, can_inject};
-use pagefold_testkit::{victim_binary, wait_until};
+use pagefold_testkit::{send, victim_binary, wait_until};
 use std::fs;
 use std::ops::{Deref, DerefMut};
 use std::process::Command;
@@ -202,7 +202,7 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
             while begun.elapsed() < delay {
                 std::hint::spin_loop();
             }
-            unsafe { libc::kill(pid, libc::SIGKILL) };
+            send(pid, libc::SIGKILL);
         });
         let answer = run(&mut injector, victim, &calls);
         killer.join().unwrap();

@@ -80,7 +80,7 @@ impl Machine {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
         if Release::parse(&release).is_none_or(|release| release < SINCE) {
             skip_unsupported(format!(
-                "ksmd of Linux {} looks into the stable tree before it looks at checksums",
+                "ksmd of Linux {} searches the stable tree before it compares checksums",
                 release.trim()
             ));
             return None;

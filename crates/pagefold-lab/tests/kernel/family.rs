@@ -1,18 +1,18 @@
 //! A program that forks, without exec: before anything is merged and afterwards.
 //!
-//! A record leaves out pages that are shared by fork, so here the model is told what the programs are told.
+//! A record leaves out pages that are shared by fork, so the model gets the same changes as the processes instead.
 
 use pagefold_core::keys::FamilyKey;
 use pagefold_core::units::{Pages, Vpn};
 use pagefold_sim::Step;
 use pagefold_testkit::holder::Change;
 
-/// The parent, and a stranger who holds some of the same.
+/// The parent, and an unrelated process with some of the same contents.
 pub const PROGRAMS: u32 = 2;
 pub const PAGES: u64 = 8_000;
 pub const SCANS: u64 = 9;
 
-/// What programs do before a scan.
+/// The changes before a scan.
 pub fn deeds(scan: u64) -> Vec<(u32, Change)> {
     let write = |program, first, pages, content| (program, Change::Write { first, pages, content, step: 1 });
     match scan {
@@ -36,19 +36,19 @@ pub fn deeds(scan: u64) -> Vec<(u32, Change)> {
     }
 }
 
-/// Who forks before a scan, after its deeds.
+/// The processes that fork before a scan, after its changes.
 pub fn forks(scan: u64) -> Vec<u32> {
     if matches!(scan, 2 | 5) { vec![0] } else { Vec::new() }
 }
 
-/// A program comes, with everything mapped and nothing there.
+/// A process starts, with everything mapped and nothing populated.
 pub fn start(program: u32) -> [Step; 2] {
     let (first, pages) = (Vpn(1 << 20), Pages(PAGES));
     let map = Step::Map { process: program, region: program, family: FamilyKey(0), first, pages };
     [Step::Start { process: program }, map]
 }
 
-/// A deed, as the model is told it.
+/// A change, as steps of the model.
 pub fn steps(program: u32, deed: Change) -> Vec<Step> {
     let at = |page: u64| Vpn((1 << 20) + page);
     match deed {

@@ -1,4 +1,4 @@
-//! `holder PAGES` holds memory as it is told, page by page.
+//! `holder PAGES` holds memory and changes it page by page on command.
 //!
 //! It prints the number of its first page, then reads commands from standard input, a line each, and answers each with a
 //! number: `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` with 0, `fork` with the child's

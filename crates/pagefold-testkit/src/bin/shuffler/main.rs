@@ -342,7 +342,7 @@ impl Shuffler {
         Ok(())
     }
 
-    /// A child that looks at what it got and writes to it, while the parent does the same.
+    /// Starts a child that checks what it inherited and writes to it, while the parent does the same.
     fn fork(&mut self) -> Result<(), Damage> {
         self.reap(1)?;
         self.counts.forks += 1;

@@ -3,11 +3,11 @@
 use crate::checks::{HANDLED, LONG_MS, WAIT_MS, call, signals, signals_back, unsigned};
 use std::sync::atomic::Ordering;
 
-/// What a blocking mode does: once with a timeout or an event, once for long.
+/// A blocking call: made first with a short timeout or an event, then with a long timeout.
 pub struct Blocking {
     pub nr: i64,
     pub args: Box<dyn Fn(i64) -> [u64; 6]>,
-    /// Makes the event, in a child, after the wait.
+    /// Makes the event that ends the first call, in a child.
     event: Option<Box<dyn Fn()>>,
     answer: i64,
     /// Removes what outlives the process.
@@ -237,7 +237,7 @@ pub fn block_twice(mode: &str, what: &Blocking) -> Result<(), String> {
         unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
     }
     if HANDLED.load(Ordering::Relaxed) != 0 {
-        return Err("a handler ran that nobody asked for".into());
+        return Err("an unexpected handler ran".into());
     }
     if mode == "inotify" {
         return signals_back(&before);
@@ -250,7 +250,7 @@ pub fn block_twice(mode: &str, what: &Blocking) -> Result<(), String> {
         return Err(format!("a real signal: answered {answer}, not -4, and the handler ran {handled} times"));
     }
     signals_back(&before)?;
-    // The mode's own mask; `main` compares with the one before it.
+    // Undoes the mask of the mode: `main` compares with the one before it.
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const NONE, 0, 8) };
     Ok(())
 }

@@ -25,7 +25,7 @@ pub fn unsigned(number: i64) -> u64 {
     u64::from_ne_bytes(number.to_ne_bytes())
 }
 
-/// Memory to be marked, with contents that no other process has.
+/// Memory to be marked, with unique contents.
 #[derive(Clone, Copy)]
 pub struct Memory {
     pub addr: *mut u64,
@@ -36,7 +36,7 @@ unsafe impl Send for Memory {}
 
 impl Memory {
     pub fn new() -> Self {
-        // A hole on either side, so that it stays a mapping of its own.
+        // With an unmapped page on either side, so that it is not joined with another mapping.
         let len = (PAGES + 2) * 4096;
         let seed = HARMLESS.wrapping_mul(u64::from(std::process::id()) | 1);
         unsafe {
@@ -67,7 +67,7 @@ pub fn handle(signal: i32, handler: usize, flags: i32) {
     }
 }
 
-/// What a program has set about signals.
+/// A process's signal state, and the base of gs.
 #[derive(Clone, PartialEq)]
 pub struct Signals {
     mask: u64,
@@ -75,7 +75,7 @@ pub struct Signals {
     actions: Vec<[u64; 4]>,
     /// Address, flags and size of the alternate stack.
     stack: (usize, i32, usize),
-    /// The base of the segment nobody uses.
+    /// The base of gs, which no library uses.
     gs: u64,
 }
 
@@ -92,7 +92,7 @@ pub fn signals() -> Signals {
         let mut action = [0_u64; 4];
         unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, std::ptr::null::<u64>(), action.as_mut_ptr(), 8) };
         match (signal, action[0]) {
-            // The C library's own, set when it first needs them.
+            // Used by the C library, and set when it first needs them.
             (32 | 33, _) => [0; 4],
             // Flags mean nothing for the default and for ignoring.
             (_, plain @ 0..=1) => [plain, 0, 0, 0],
@@ -121,7 +121,7 @@ pub fn signals_back(before: &Signals) -> Result<(), String> {
     ))
 }
 
-/// A system call that checks that all registers survive it.
+/// Makes a system call and checks that all registers survive it.
 pub fn call(nr: i64, args: [u64; 6]) -> Result<i64, String> {
     call_held(nr, args)
 }

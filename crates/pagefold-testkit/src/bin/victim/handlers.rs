@@ -1,4 +1,4 @@
-//! The handlers of the torture's signals. Each knows what it interrupted, so that every EINTR can be accounted for.
+//! The handlers of the torture's signals. Each determines what it interrupted, so that every EINTR can be attributed.
 
 use crate::checks::unsigned;
 use crate::hold::{after_syscall, spin_held};
@@ -14,13 +14,13 @@ const EINTR: i64 = -4;
 
 /// Handlers run.
 pub static RUNS: AtomicU64 = AtomicU64::new(0);
-/// Of them, those that found the thread on its way to an EINTR of the held call.
+/// Of them, those that found the thread about to return EINTR from the checked call.
 pub static INTERRUPTED: AtomicU64 = AtomicU64::new(0);
-/// Of these, those that do not ask for a restart.
+/// Of these, those of signals without SA_RESTART.
 pub static FOR_GOOD: AtomicU64 = AtomicU64::new(0);
-/// Signals sent by a call that was injected: that interrupted the held call, came before it, or anywhere else.
+/// Signals sent by an injected call that interrupted the checked call, arrived before it, or elsewhere.
 pub static OWN: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
-/// How long the handlers work.
+/// The length of the handlers' computation.
 pub static SPIN: AtomicU64 = AtomicU64::new(20_000);
 static BAD: AtomicU64 = AtomicU64::new(0);
 static OWN_PID: AtomicI32 = AtomicI32::new(0);
@@ -48,7 +48,7 @@ extern "C" fn storm(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     let mask = unsafe { (&raw const (*context).uc_sigmask).cast::<u64>().read() };
     let rip = gregs[libc::REG_RIP as usize];
     let (rax, before) = (gregs[libc::REG_RAX as usize], rip == after_syscall() - 2);
-    // About to go on with the call by restart_syscall: having run a handler, it answers EINTR (kernel/signal.c,
+    // About to continue the call by restart_syscall, which returns EINTR after a handler (kernel/signal.c,
     // do_no_restart_syscall).
     let interrupted = (rip == after_syscall() && rax == EINTR) || (before && rax == libc::SYS_restart_syscall);
     RUNS.fetch_add(1, Relaxed);
@@ -56,7 +56,7 @@ extern "C" fn storm(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
         INTERRUPTED.fetch_add(1, Relaxed);
         FOR_GOOD.fetch_add(u64::from(signal != RESTARTING), Relaxed);
     }
-    // SI_USER: kill(2). The storm from outside queues.
+    // SI_USER: kill(2). The test queues its signals with sigqueue(3).
     if unsafe { (*info).si_code == 0 && (*info).si_pid() == OWN_PID.load(Relaxed) } {
         let kind = if interrupted { 0 } else { 2 - usize::from(before) };
         OWN[kind].fetch_add(1, Relaxed);
@@ -92,7 +92,7 @@ pub fn install() {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = storm as *const () as usize;
             action.sa_flags = flags | libc::SA_SIGINFO;
-            // Another handler in the middle of the one on the alternate stack would be on it, too.
+            // Otherwise a handler could interrupt the one on the alternate stack and run there too.
             for other in [PLAIN, RESTARTING, ON_STACK] {
                 libc::sigaddset(&raw mut action.sa_mask, other);
             }
@@ -103,12 +103,12 @@ pub fn install() {
     crate::checks::handle(libc::SIGURG, libc::SIG_IGN, 0);
 }
 
-/// Forgets a complaint that was provoked.
+/// Resets an error that was provoked on purpose.
 pub fn forgive() -> bool {
     BAD.swap(0, Relaxed) == 4
 }
 
-/// Switches the alternate stack between all of its memory and a bit less, so that the two can be told apart.
+/// Sets the alternate stack to all of its memory, or to a part of it, to tell the two settings apart.
 pub fn alternate_stack(whole: bool) -> (usize, usize) {
     let at = usize::try_from(STACK.load(Relaxed)).unwrap_or(0);
     let size = STACK_BYTES - if whole { 0 } else { 8192 };
@@ -117,20 +117,20 @@ pub fn alternate_stack(whole: bool) -> (usize, usize) {
     (at, size)
 }
 
-/// Sets the mask of blocked signals, returning what it was.
+/// Sets the mask of blocked signals. Returns the old one.
 pub fn mask(new: u64) -> u64 {
     let mut old = 0_u64;
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const new, &raw mut old, 8) };
     old
 }
 
-/// Unblocks the storm's signals: those that wait run their handlers before this returns.
+/// Unblocks the counted signals: handlers of pending ones run before this returns.
 pub fn drain() {
     let storm = STORM;
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_UNBLOCK, &raw const storm, 0, 8) };
 }
 
-/// The three counts of `OWN`, as text.
+/// The three counts of `OWN`.
 pub fn own() -> [u64; 3] {
     [0, 1, 2].map(|kind| OWN[kind].load(Relaxed))
 }

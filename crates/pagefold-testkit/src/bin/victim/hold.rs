@@ -1,6 +1,6 @@
-//! All registers at once: filled before a system call or a computation, and looked at after it.
+//! Fills all registers before a system call or a computation, and checks them afterwards.
 //!
-//! Held are the general-purpose registers, the vector registers as wide as the processor has them, the mask registers
+//! These are the general-purpose registers, the vector registers as wide as the processor has them, the mask registers
 //! of AVX-512, the x87 stack, MXCSR, the carry flag (while computing) and the red zone below the stack pointer.
 
 use crate::checks::HARMLESS;
@@ -186,7 +186,7 @@ victim_hold_spin:
     after = const offset_of!(Frame, general_after),
 );
 
-/// Where a thread goes on after the `syscall` instruction of [`call_held`].
+/// The address after the `syscall` instruction of [`call_held`].
 pub fn after_syscall() -> i64 {
     i64::try_from((&raw const victim_hold_after).addr()).unwrap_or(0)
 }
@@ -200,7 +200,7 @@ static LEVEL: LazyLock<u64> = LazyLock::new(|| {
     }
 });
 
-/// Finds out what there is to hold, before a filter or a handler gets in the way.
+/// Detects the processor's features, before a filter or a handler interferes.
 pub fn prepare() {
     LazyLock::force(&LEVEL);
 }
@@ -229,14 +229,14 @@ impl Frame {
         }
     }
 
-    /// What has changed. Does not allocate, for it runs in signal handlers.
+    /// The difference. Does not allocate, because it runs in signal handlers.
     fn check(&self) -> Result<(), &'static str> {
         let (registers, words) = [(16, 2), (16, 4), (32, 8)][usize::try_from(self.level).unwrap_or(0)];
         let kept = |register: usize| {
             let range = register * 8..register * 8 + words;
             self.vector[range.clone()] == self.vector_after[range]
         };
-        // rax, rcx and r11 are the caller's to judge.
+        // The caller checks rax, rcx and r11.
         if self.general[1..RCX] != self.general_after[1..RCX] {
             Err("a general-purpose register changed")
         } else if self.red != self.red_after {
@@ -255,14 +255,14 @@ impl Frame {
     }
 }
 
-/// Makes a system call and checks that every register but its own survives it.
+/// Makes a system call and checks that every register survives it, except those that the call itself changes.
 pub fn call_held(nr: i64, args: [u64; 6]) -> Result<i64, String> {
     let mut frame = Frame::new(args[1] ^ 0x1234_5678);
     frame.general[0] = u64::from_ne_bytes(nr.to_ne_bytes());
     frame.general[1..7].copy_from_slice(&args);
     unsafe { victim_hold_call(&raw mut frame) };
-    let told = |what| format!("{what}: {:x?} after {:x?}", frame.general_after, frame.general);
-    frame.check().map_err(told)?;
+    let describe = |what| format!("{what}: {:x?} after {:x?}", frame.general_after, frame.general);
+    frame.check().map_err(describe)?;
     let answer = i64::from_ne_bytes(frame.general_after[0].to_ne_bytes());
     if (-4095..-133).contains(&answer) { Err(format!("leaked errno {answer}")) } else { Ok(answer) }
 }

@@ -12,7 +12,7 @@ const ETIMEDOUT: i64 = -110;
 
 type After = Box<dyn FnMut(i64) -> Result<(), String>>;
 
-/// A call to be made again and again.
+/// A call that is made repeatedly.
 pub struct Kind {
     pub nr: i64,
     pub args: Box<dyn FnMut() -> [u64; 6]>,
@@ -20,13 +20,13 @@ pub struct Kind {
     pub after: After,
     /// A handler with SA_RESTART leaves it waiting.
     pub restarts: bool,
-    /// The storm's signals get through only while the call waits, so each of their handlers means an EINTR.
+    /// The counted signals are unblocked only while the call waits, so each of their handlers means an EINTR.
     pub masked: bool,
     /// Removes what outlives the process.
     pub remove: Box<dyn Fn()>,
 }
 
-/// Memory for an argument, written anew for each call.
+/// Memory for an argument, which is written before each call.
 struct Place<T>(*mut T);
 
 impl<T: 'static> Place<T> {
@@ -56,7 +56,7 @@ impl Timeout {
     }
 }
 
-/// A child that makes an event every few milliseconds, as long as this process lives.
+/// Starts a child that makes an event every few milliseconds, as long as this process lives.
 fn feed(mut event: impl FnMut(u8)) {
     let parent = unsafe { libc::getpid() };
     forked(move || {
@@ -77,7 +77,7 @@ fn feed_bytes(fd: i32) {
     });
 }
 
-/// Checks that the bytes of [`feed_bytes`] come one after the other.
+/// Checks that the bytes of [`feed_bytes`] arrive in order.
 #[derive(Default)]
 struct Order(u8);
 
@@ -105,7 +105,7 @@ fn either(a: i64, b: i64) -> After {
     )
 }
 
-/// Ready or timed out; the bytes that made it ready are read, and must be the next ones.
+/// Ready or timed out; if ready, the bytes are read and must be the next ones.
 fn drained(fd: i32) -> After {
     let mut order = Order::default();
     unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK) };
@@ -152,7 +152,7 @@ fn count_up(word: &'static AtomicU32) {
     });
 }
 
-/// Blocks the storm but for the time of a call, whose mask is the result.
+/// Blocks the counted signals. Returns the address of the mask for the call, which unblocks them.
 fn masked() -> u64 {
     handlers::mask(STORM);
     Place::new(0_u64).addr()
@@ -265,7 +265,7 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
             }
             limit_receiving(reader);
             let mut ordered = ordered(bytes);
-            // The timeout, when the feeder gets no turn for so long.
+            // A timeout, if the feeder does not run in time.
             let after: After = Box::new(move |answer| if answer == EAGAIN { Ok(()) } else { ordered(answer) });
             make(libc::SYS_recvfrom, after, args)
         }
@@ -374,7 +374,7 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
 pub fn ring(flags: u32) -> Result<u64, String> {
     let mut params = [0_u32; 30];
     params[2] = flags;
-    // How long, in milliseconds, that thread polls before it sleeps.
+    // The time, in milliseconds, that the thread polls before it sleeps.
     params[4] = 1;
     let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 4, params.as_mut_ptr()) };
     u64::try_from(ring).map_err(|_| "skip: io_uring_setup is not permitted".into())
@@ -396,7 +396,7 @@ fn accepting(timeout: bool) -> Result<Kind, String> {
             unsafe { libc::close(fd) };
             Ok(())
         }
-        // The timeout, when the feeder gets no turn for so long.
+        // A timeout, if the feeder does not run in time.
         _ if answer == EAGAIN => Ok(()),
         _ => Err(format!("answered {answer}, not a descriptor")),
     });
@@ -410,7 +410,7 @@ fn accepting(timeout: bool) -> Result<Kind, String> {
     })
 }
 
-/// Waits for a child; a new one is made when that has been reaped.
+/// Waits for a child. A new one is started when it has been reaped.
 fn children(wait4: bool) -> Kind {
     let child = std::rc::Rc::new(std::cell::Cell::new(0));
     let current = std::rc::Rc::clone(&child);

@@ -1,13 +1,22 @@
-//! Programs for the injection tests to work on. Each checks for itself that it noticed nothing.
+//! Processes for the injection tests to work on. Each checks that it notices nothing.
 //!
-//! `victim MODE`, for `tests/inject.rs`, prints `ready ADDR LEN`, does what its mode says, and prints `ok` or
-//! `bad: REASON`. Modes that block do so twice: the first time the call must end as if nothing had been (its timeout,
-//! its event); before the second the victim prints `again`, and a real SIGUSR1 must end the call with a real EINTR and
+//! `victim MODE`, for pagefold-linux's `tests/inject.rs`, prints `ready ADDR LEN`, runs its mode, and prints `ok` or
+//! `bad: REASON`. Modes that block do so twice: the first time the call must end as if there were no injection (by its
+//! timeout or event); before the second the victim prints `again`, and a real SIGUSR1 must end the call with EINTR and
 //! one run of the handler.
 //!
-//! `victim torture MODE TRAIT...`, for `tests/torture.rs`, does the like again and again until it is told to end
-//! (see `torture`). `victim worker` is the process that injects.
-#![allow(missing_docs, clippy::undocumented_unsafe_blocks, clippy::unnecessary_wraps, clippy::cast_ptr_alignment)] // A test program: raw calls are what it is for.
+//! | command | for |
+//! | --- | --- |
+//! | `victim torture MODE TRAIT...` | `tests/torture.rs`: repeats its mode until a byte is sent, see `torture` |
+//! | `victim registers KIND` | `tests/tracer_death.rs`: compares all registers, see `registers` |
+//! | `victim lease DIR` | `tests/ksm_live.rs`: takes KSM over and is killed, see `lease` |
+//! | `victim worker`, `victim worker-filtered` | the process that injects, without and with a seccomp filter |
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::unnecessary_wraps,
+    clippy::cast_ptr_alignment,
+    reason = "raw system calls are what this program is for; their arguments live in leaked or static memory"
+)]
 
 mod blocking;
 mod checks;
@@ -49,7 +58,7 @@ fn main() {
         Ok(()) => println!("ok"),
         Err(reason) => println!("bad: {reason}"),
     }
-    // The test looks at this process until it says so.
+    // The test inspects this process until it sends a byte.
     let _ = std::io::stdin().read(&mut [0]);
 }
 

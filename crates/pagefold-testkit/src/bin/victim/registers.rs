@@ -12,7 +12,7 @@ use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-/// The red zone and the dead memory below it that are looked at.
+/// The red zone and the unused memory below it that are checked, in bytes.
 const RED: usize = 128;
 const DEAD: usize = 8192;
 const FILL: u8 = 0xa5;
@@ -35,13 +35,13 @@ struct Block {
 /// Ends the computing.
 #[unsafe(no_mangle)]
 static VICTIM_STOP: AtomicU32 = AtomicU32::new(0);
-/// Where the probe goes when all registers are loaded.
+/// Where the probe continues when all registers are loaded.
 #[unsafe(no_mangle)]
 static VICTIM_WAY: AtomicU64 = AtomicU64::new(0);
 
 unsafe extern "C" {
     fn victim_probe(block: *mut Block);
-    // A program's code names the call; after a stop the kernel has forgotten which one of these it was.
+    // After a stop the kernel does not show which of these calls it was: only the code does.
     fn victim_nanosleep();
     fn victim_futex();
     fn victim_poll();
@@ -160,7 +160,7 @@ fn anonymous(bytes: usize) -> *mut u8 {
     memory.cast()
 }
 
-/// The extended state, all of it with known contents.
+/// The extended register state, with known contents.
 struct Vectors {
     features: u64,
     size: usize,
@@ -183,7 +183,7 @@ impl Vectors {
         for (at, byte) in bytes.iter_mut().enumerate().skip(576) {
             *byte = (at * 7 + 1) as u8;
         }
-        // x87: other than usual control word, registers 0 to 2 in use; MXCSR: rounds to zero.
+        // x87: another control word than the default, registers 0 to 2 in use; MXCSR: rounds to zero.
         bytes[0..2].copy_from_slice(&0x0e7f_u16.to_le_bytes());
         bytes[2..4].copy_from_slice(&0x2800_u16.to_le_bytes()); // top of stack is register 5
         bytes[4] = 0xe0;
@@ -200,7 +200,7 @@ impl Vectors {
     fn difference(&self, after: *const u8) -> Option<usize> {
         let bytes = |memory: *const u8| unsafe { std::slice::from_raw_parts(memory, self.size) };
         let (before, after) = (bytes(self.before), bytes(after));
-        // The last x87 instruction and operand are not state of the program's, nor is what XSAVE does not write.
+        // Not the last x87 instruction and operand, nor what XSAVE does not write.
         let compared = |at: usize| matches!(at, 0..=4 | 24..=27 | 32..=415 | 512..=519 | 576..);
         (0..self.size).find(|&at| compared(at) && self.holds(at) && before[at] != after[at])
     }
@@ -222,7 +222,7 @@ extern "C" fn handler(_: i32) {
     HANDLED.fetch_add(1, Ordering::Relaxed);
 }
 
-/// What the kernel keeps for the thread: mask, alternate stack, handlers, pending signals.
+/// The thread's state in the kernel: mask, alternate stack, handlers, pending signals.
 fn kernel_side() -> Vec<u64> {
     let mut words = Vec::new();
     unsafe {
@@ -260,10 +260,10 @@ static LONG: libc::timespec = libc::timespec { tv_sec: 60, tv_nsec: 0 };
 const WAITED_FOR: i32 = 40;
 
 impl Stage {
-    /// The call, its arguments, and its answer when it is ended.
+    /// The call, its arguments, and its result when the round is ended.
     fn call(&mut self) -> (i64, [u64; 6], u64) {
         let [reader, _] = self.pipe;
-        // Read from the same memory for ever: the arguments must outlive the call.
+        // In memory that outlives the call.
         let buffer = self.memory.as_ptr() as u64 + self.memory.len() as u64 - 64;
         match self.kind.as_str() {
             "nanosleep" => (libc::SYS_nanosleep, [&raw const SLEEP as u64, 0, 0, 0, 0, 0], 0),
@@ -311,7 +311,7 @@ impl Stage {
         let computes = self.kind.starts_with("busy");
         self.ended();
         let after = self.block.after;
-        // A wait that begins, or begins again, when the word has changed already has nothing to wait for.
+        // A wait that begins, or is restarted, after the word has changed returns at once.
         let late = self.kind.starts_with("futex") && after[0] == (-i64::from(libc::EAGAIN)) as u64;
         before[0] = if late { after[0] } else { answer };
         // The last two hold the return address and the flags after a call.
@@ -349,7 +349,7 @@ fn content(at: usize) -> u8 {
     (at / 4096 * 3 + at * 11 + 5) as u8
 }
 
-/// Begins and ends a round for each byte that comes in. Blocks in a call that is not interrupted by choice.
+/// Begins or ends a round for each byte. Blocks in a call that the injector does not interrupt.
 fn end_rounds(pipe: i32, signalled: Option<i32>, begin: &Sender<()>) {
     let mut byte = 0_u8;
     while unsafe { libc::recv(0, (&raw mut byte).cast(), 1, libc::MSG_WAITALL) } == 1 {
@@ -405,7 +405,7 @@ pub fn main(kind: &str) {
     let stage = Stage { kind: kind.clone(), vectors, block, memory, pipe, epoll };
     let (begin, begun) = channel();
     match kind.as_str() {
-        // The main thread is not to be chosen.
+        // The main thread must not be chosen.
         "thread" => in_thread(stage, &begin, begun),
         "heap-stack" => on_the_heap(stage, &begin, begun),
         _ => rounds(stage, Some(begin), &begun),
@@ -479,7 +479,7 @@ fn in_thread(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
     end_rounds(writer, None, begin);
 }
 
-/// The rounds are made on a stack with nothing around it that shows it to be one.
+/// Makes the rounds on a stack in heap memory, which cannot be recognized as a stack.
 fn on_the_heap(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
     extern "C" fn run(given: *mut libc::c_void) -> *mut libc::c_void {
         let (stage, begun) = *unsafe { Box::from_raw(given.cast::<(Stage, Receiver<()>)>()) };

@@ -1,23 +1,23 @@
-//! Torture modes that do something else than block in one call.
+//! Torture modes that do more than block in one call.
 
 use crate::blocking::{forked, pipe, timespec, word};
 use crate::checks::{LONG_MS, Memory, call, signals};
 use crate::handlers::{self, ON_STACK, PLAIN, RUNS};
 use crate::hold::spin_held;
-use crate::torture::{self, RAISED, ROUNDS, is_told, rounds, until_told};
+use crate::torture::{self, RAISED, ROUNDS, is_asked_to_end, rounds, until_asked_to_end};
 use crate::{kinds, rseq, seccomp};
 use pagefold_testkit::injection::CONTENT;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// So many victims share the processors that none may work all the time.
+/// Pause of victims that compute: many share the processors.
 const REST_US: u32 = 3000;
 
-/// Large writes that were cut short.
+/// The number of short writes.
 pub static SHORT: AtomicU64 = AtomicU64::new(0);
 static COMPLAINT: Mutex<Option<String>> = Mutex::new(None);
 
-/// Does what the mode says. `None`: it is no mode of these.
+/// Runs a mode. `None` if it is none of these.
 pub fn of(mode: &str, traits: &[String], memory: Memory) -> Result<Option<Result<(), String>>, String> {
     Ok(Some(match mode {
         "busy" => rounds(memory, || {
@@ -29,7 +29,7 @@ pub fn of(mode: &str, traits: &[String], memory: Memory) -> Result<Option<Result
         "rseq" => sequences(memory),
         "signals" => own_signals(memory),
         "handlers" => in_handlers(memory),
-        "threads" => thread_churn(memory),
+        "threads" => short_lived_threads(memory),
         "many-threads" => many_threads(traits, memory),
         "main-exit" => without_main(memory),
         "forks" => forks(memory),
@@ -51,8 +51,8 @@ fn nap(us: u32) {
     unsafe { libc::usleep(us) };
 }
 
-/// Code that is written, run and written again, some of it with the bytes of a `syscall` in it, in a page that
-/// is always executable or in turn writable and executable. It is the first executable mapping there is.
+/// Writes and runs code repeatedly, some of which contains the bytes of a `syscall` instruction, in a page that is either
+/// always executable or alternately writable and executable. It is the first executable mapping.
 fn jit(memory: Memory) -> Result<(), String> {
     const ALL: i32 = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
@@ -103,7 +103,7 @@ fn sequences(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Sets its mask, a handler and the alternate stack, and finds them as it set them.
+/// Sets its mask, a handler and the alternate stack, and checks that they stay.
 fn own_signals(memory: Memory) -> Result<(), String> {
     const UNBLOCKABLE: u64 = 1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1);
     let mut turn = 0_u64;
@@ -134,7 +134,7 @@ fn own_signals(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Nearly always in a handler, every other time on the alternate stack.
+/// Runs in handlers nearly all the time, every other time on the alternate stack.
 fn in_handlers(memory: Memory) -> Result<(), String> {
     handlers::SPIN.store(400_000, Relaxed);
     let own = unsafe { libc::getpid() };
@@ -144,14 +144,14 @@ fn in_handlers(memory: Memory) -> Result<(), String> {
         let signal = if turn % 2 == 0 { PLAIN } else { ON_STACK };
         let before = RUNS.load(Relaxed);
         RAISED.fetch_add(1, Relaxed);
-        // To the thread, which is not SI_USER, and handled before the call returns.
+        // Sent to the thread: not SI_USER, and handled before the call returns.
         unsafe { libc::syscall(libc::SYS_tgkill, own, own, signal) };
         nap(REST_US / 2);
         if RUNS.load(Relaxed) > before { Ok(()) } else { Err("a raised signal was not handled".into()) }
     })
 }
 
-fn thread_churn(memory: Memory) -> Result<(), String> {
+fn short_lived_threads(memory: Memory) -> Result<(), String> {
     rounds(memory, || {
         // The threads inherit the mask: they have no alternate stack.
         let old = handlers::mask(handlers::STORM);
@@ -198,14 +198,14 @@ fn napping_thread(ms: i64) -> Result<(), String> {
         .map_err(|error| format!("skip: starting a thread: {error}"))
 }
 
-/// The main thread writes, which is not to be interrupted; all the others sleep.
+/// The main thread writes, and must not be interrupted; all other threads sleep.
 fn many_threads(traits: &[String], memory: Memory) -> Result<(), String> {
     let threads: u32 = traits.first().and_then(|number| number.parse().ok()).unwrap_or(1);
     (0..threads).try_for_each(|index| napping_thread(1000 + i64::from(index % 100) * 10))?;
     big_writes(memory)
 }
 
-/// The main thread ends; another one goes on.
+/// The main thread ends; another thread continues.
 fn without_main(memory: Memory) -> Result<(), String> {
     torture::say(format_args!(
         "ready {:x} {} {}\n",
@@ -216,7 +216,7 @@ fn without_main(memory: Memory) -> Result<(), String> {
     std::thread::spawn(move || {
         let before = signals();
         let time = timespec(5);
-        let verdict = until_told(memory, &before, || match call(libc::SYS_nanosleep, [time, 0, 0, 0, 0, 0])? {
+        let verdict = until_asked_to_end(memory, &before, || match call(libc::SYS_nanosleep, [time, 0, 0, 0, 0, 0])? {
             0 => Ok(()),
             other => Err(format!("nanosleep answered {other}")),
         });
@@ -232,12 +232,12 @@ fn without_main(memory: Memory) -> Result<(), String> {
     Ok(())
 }
 
-/// Children that look at everything they inherited.
+/// Forks children that check everything they inherited.
 fn forks(memory: Memory) -> Result<(), String> {
     let before = signals();
     rounds(memory, move || {
         let child = forked(|| {
-            // Not the base of gs, which is inherited too, but the mask and the handlers, at any moment.
+            // Mask and handlers are inherited at any moment.
             let intact = memory.check().is_ok() && crate::checks::signals_back(&before).is_ok();
             unsafe { libc::_exit(if intact && spin_held(1000).is_ok() { CONTENT } else { 1 }) };
         });
@@ -263,13 +263,13 @@ fn vforks(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Becomes itself again and again, from the main thread and from others.
+/// Executes itself repeatedly, from the main thread and from others.
 fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
     use std::os::unix::process::CommandExt;
     let turn: u64 = traits.first().and_then(|turn| turn.parse().ok()).unwrap_or(0);
     ROUNDS.store(turn, Relaxed);
     if turn == 0 {
-        // Nothing to be marked: each of its lives has other memory.
+        // There is nothing to mark: the memory changes with each exec.
         torture::say(format_args!("ready 0 0 {}\n", std::process::id()));
     }
     memory.check()?;
@@ -278,7 +278,7 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
     spin_held(200_000)?;
     memory.check()?;
     complained()?;
-    if is_told() {
+    if is_asked_to_end() {
         return Ok(());
     }
     let again = move || {
@@ -288,7 +288,7 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
     Err(if turn % 2 == 0 { again() } else { std::thread::spawn(again).join().unwrap_or_default() })
 }
 
-/// Lives for a while.
+/// Lives for the given time, in milliseconds.
 fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
     let ms = traits.first().and_then(|ms| ms.parse().ok()).unwrap_or(0);
     let before = signals();
@@ -306,9 +306,9 @@ fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
     unsafe { libc::_exit(if intact { CONTENT } else { 1 }) }
 }
 
-/// Writes that fill a pipe, each part of a stream in which no byte may be missing or come twice. A stop cuts such a
-/// write short, as a signal does, so a thread that blocks in one is not chosen; one that is just about to may be. How
-/// often is counted.
+/// Writes that fill a pipe, parts of a stream in which no byte may be missing or repeated. A stop makes such a write
+/// return early, as a signal does, so a thread that blocks in one is not chosen; one that is about to write may be. Short
+/// writes are counted.
 fn big_writes(memory: Memory) -> Result<(), String> {
     const BYTES: usize = 200_000;
     let [reader, writer] = pipe();
@@ -341,7 +341,7 @@ fn big_writes(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Receives that must not be cut short, and threads that may be stopped instead.
+/// Receives that must not return early, and threads that may be stopped instead.
 fn waitall(memory: Memory) -> Result<(), String> {
     let mut pair = [0; 2];
     unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, pair.as_mut_ptr()) };
@@ -364,7 +364,7 @@ fn waitall(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// May do nothing but read, write and return from handlers: waits for bytes, the last of which is `q`.
+/// In strict mode only read, write and the return from handlers are allowed: reads bytes, the last of which is `q`.
 fn strict(memory: Memory) -> Result<(), String> {
     static BYTE: AtomicU64 = AtomicU64::new(0);
     torture::say(format_args!(

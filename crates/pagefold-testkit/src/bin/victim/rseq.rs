@@ -8,8 +8,9 @@ unsafe extern "C" {
     static __rseq_size: u32;
 }
 
-/// Half of the time in a restartable sequence, until it is `done`. The kernel forgets a sequence it has aborted or found
-/// left; one that comes to its end and is forgotten was interrupted without being aborted. Returns how many were aborted.
+/// Spends half of the time in restartable sequences, until `done`. The kernel clears a sequence that it aborts or that was
+/// left; a sequence that reaches its end and is cleared was interrupted without being aborted. Returns the number of
+/// aborted sequences.
 pub fn sequences(mut done: impl FnMut() -> bool) -> Result<u64, String> {
     let (mut aborted, mut lost) = (0_u64, 0_u64);
     let area: u64;

@@ -14,7 +14,7 @@ pub fn strict() -> Result<(), String> {
     Ok(())
 }
 
-/// Under a filter that answers `action` to madvise.
+/// Runs under a filter with `action` for madvise.
 pub fn filtered(action: u32) -> Result<(), String> {
     handle(libc::SIGSYS, trapped as *const () as usize, libc::SA_SIGINFO);
     let before = signals();
@@ -25,7 +25,7 @@ pub fn filtered(action: u32) -> Result<(), String> {
     command()?;
     signals_back(&before)?;
     if TRAPPED.load(Ordering::Relaxed) != 0 {
-        return Err("the injected call ran into the filter".into());
+        return Err("the filter applied to the injected call".into());
     }
     if action == libc::SECCOMP_RET_KILL_PROCESS {
         println!("ok");
@@ -36,7 +36,7 @@ pub fn filtered(action: u32) -> Result<(), String> {
     if back { Ok(()) } else { Err("the filter is gone".into()) }
 }
 
-/// Installs a filter that answers `action` to madvise and lets all else through.
+/// Installs a filter with `action` for madvise that allows everything else.
 pub fn filter(action: u32) -> bool {
     const NEW_LISTENER: u64 = 1 << 3;
     let instruction =
@@ -51,12 +51,12 @@ pub fn filter(action: u32) -> bool {
     let flags = if action == libc::SECCOMP_RET_USER_NOTIF { NEW_LISTENER } else { 0 };
     unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-        // The descriptor of a listener stays open, and nobody listens.
+        // The listener's descriptor stays open and is never read.
         libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &raw const program) >= 0
     }
 }
 
-/// Permits itself nothing but read, write, exit and the return from handlers.
+/// Enters strict mode: only read, write, exit and the return from handlers are allowed.
 pub fn be_strict() {
     unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_STRICT, 0, 0, 0) };
 }
@@ -77,7 +77,7 @@ pub fn install(action: &str) -> Result<(), String> {
     if filter(action) { Ok(()) } else { Err("skip: seccomp filters are not permitted".into()) }
 }
 
-/// Whether the filter of that action works, as far as it can be found out without dying or waiting for ever.
+/// Whether the filter is still installed, as far as it can be tested without dying or blocking.
 pub fn still_there(action: &str) -> Result<(), String> {
     let madvise = || unsafe { libc::madvise(std::ptr::null_mut(), 0, libc::MADV_NORMAL) };
     let mode = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

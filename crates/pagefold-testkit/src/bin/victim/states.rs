@@ -1,4 +1,4 @@
-//! Modes that are in other states than blocked in a call.
+//! Modes in which the victim is not simply blocked in a call.
 
 use crate::blocking::{buffer, forked, pipe, timespec, word};
 use crate::checks::{HANDLED, HARMLESS, LONG_MS, call};
@@ -33,7 +33,7 @@ pub fn busy() -> Result<(), String> {
     Ok(())
 }
 
-/// Sleeps for ever, in naps.
+/// Sleeps forever.
 pub fn sleeper() -> Result<(), String> {
     loop {
         match call(libc::SYS_nanosleep, [timespec(LONG_MS), 0, 0, 0, 0, 0])? {
@@ -75,7 +75,7 @@ pub fn big_write() -> Result<(), String> {
     }
 }
 
-/// A receive that must not be cut short, and a thread that may be stopped instead.
+/// A receive that must not return early, and threads that may be stopped instead.
 pub fn waitall() -> Result<(), String> {
     let mut pair = [0; 2];
     unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, pair.as_mut_ptr()) };
@@ -99,7 +99,7 @@ pub fn threads() -> Result<(), String> {
     workers.into_iter().try_for_each(|worker| worker.join().map_err(|_| "a thread panicked".to_owned())?)
 }
 
-/// The main thread ends; another one goes on.
+/// The main thread ends; another thread continues.
 pub fn main_exit() -> Result<(), String> {
     std::thread::spawn(|| {
         let verdict = command().map_or_else(|reason| format!("bad: {reason}"), |_| "ok".to_owned());
@@ -111,13 +111,14 @@ pub fn main_exit() -> Result<(), String> {
     Ok(())
 }
 
-/// Counts queued real-time signals, none of which may be lost or doubled, until a byte comes; says how many.
+/// Counts queued real-time signals, none of which may be lost or doubled, until a byte is sent. Prints the count.
 pub fn queue() -> Result<(), String> {
     command()?;
     println!("counted {}", HANDLED.load(Ordering::Relaxed));
     Ok(())
 }
-/// Threads that come and go, and forks.
+
+/// Starts and ends threads and children.
 pub fn churn() -> Result<(), String> {
     let until = std::time::Instant::now() + std::time::Duration::from_millis(1500);
     while std::time::Instant::now() < until {
@@ -134,7 +135,7 @@ pub fn churn() -> Result<(), String> {
     Ok(())
 }
 
-/// Becomes itself again and again, from the main thread and from others.
+/// Executes itself repeatedly, from the main thread and from others.
 pub fn execs() -> Result<(), String> {
     use std::os::unix::process::CommandExt;
     let left: u32 = std::env::args().nth(2).and_then(|left| left.parse().ok()).unwrap_or(60);

@@ -1,9 +1,8 @@
-//! Victims that go on until they are told to end.
+//! Victims that run until a byte is sent to them.
 //!
-//! `victim torture MODE TRAIT...` prints `ready ADDR LEN PID` (its pid as it sees it), then does the same thing again
-//! and again, checking after each round that nothing has changed that it did not change itself. A byte on standard
-//! input ends it: it prints `ok rounds=N runs=N eintr=N own=N/N/N short=N`, or, at once, `bad: REASON`, and waits for the end
-//! of its input. Traits: `filter-ACTION`, `trap-blocked`, `trap-ignored`, `namespaces`.
+//! `victim torture MODE TRAIT...` prints `ready ADDR LEN PID` (its pid in its own namespace), then repeats its mode, and
+//! checks after each round that nothing has changed unexpectedly. A byte on standard input ends it: it prints
+//! `ok rounds=N runs=N eintr=N own=N/N/N short=N`, or, at once, `bad: REASON`, and waits for the end of its input. Traits: `filter-ACTION`, `trap-blocked`, `trap-ignored`, `namespaces`.
 
 use crate::checks::{Memory, PAGES, call, signals, signals_back};
 use crate::handlers::{self, FOR_GOOD, INTERRUPTED, RUNS, bit};
@@ -18,11 +17,11 @@ static EINTRS: AtomicU64 = AtomicU64::new(0);
 /// Handlers run for signals that the victim sent itself.
 pub static RAISED: AtomicU64 = AtomicU64::new(0);
 
-/// Nothing is permitted but read, write, exit and the return from handlers.
+/// Strict mode: only read, write, exit and the return from handlers are allowed.
 pub static STRICT: AtomicBool = AtomicBool::new(false);
 
-/// Rounds between looks at all memory and all signals.
-const ROUNDS_PER_LOOK: u64 = 16;
+/// Rounds between checks of all memory and all signals.
+const ROUNDS_PER_CHECK: u64 = 16;
 
 pub fn main() -> ! {
     let words: Vec<String> = std::env::args().skip(2).collect();
@@ -40,7 +39,7 @@ pub fn main() -> ! {
     if has(traits, "trap-ignored") {
         crate::checks::handle(libc::SIGTRAP, libc::SIG_IGN, 0);
     }
-    let verdict = endure(mode, traits, memory);
+    let verdict = run(mode, traits, memory);
     if !STRICT.load(Relaxed) {
         handlers::drain();
     }
@@ -60,11 +59,11 @@ pub fn main() -> ! {
     leave()
 }
 
-/// Ends with the input: until then the test looks at this process.
+/// Waits for the end of the input: until then the test inspects this process.
 pub fn leave() -> ! {
     unsafe {
         while libc::read(0, [0_u8; 64].as_mut_ptr().cast(), 64) != 0 {}
-        // The others, if there are any, go too; strict mode permits only the end of the thread.
+        // Ends all threads; strict mode allows only the end of this one.
         libc::syscall(if STRICT.load(Relaxed) { libc::SYS_exit } else { libc::SYS_exit_group }, 0);
     }
     unreachable!()
@@ -74,7 +73,7 @@ fn has(traits: &[String], name: &str) -> bool {
     traits.iter().any(|word| word == name)
 }
 
-/// Prints without allocating or anything but write(2), for those who may do no more.
+/// Prints without allocating and only by write(2), for strict mode.
 pub fn say(text: std::fmt::Arguments) {
     let mut line = [0_u8; 1024];
     let mut rest = &mut line[..];
@@ -89,7 +88,7 @@ fn ready(memory: Memory) {
     say(format_args!("ready {:x} {} {pid}\n", memory.addr.addr(), PAGES * 4096));
 }
 
-fn endure(mode: &str, traits: &[String], memory: Memory) -> Result<(), String> {
+fn run(mode: &str, traits: &[String], memory: Memory) -> Result<(), String> {
     if let Some(rounds) = rounds::of(mode, traits, memory)? {
         return rounds;
     }
@@ -99,19 +98,19 @@ fn endure(mode: &str, traits: &[String], memory: Memory) -> Result<(), String> {
         seccomp::install(action)?;
     }
     ready(memory);
-    let verdict = block_again_and_again(kind, memory);
+    let verdict = block_repeatedly(kind, memory);
     verdict?;
     seccomp::still_there(action.unwrap_or_default())
 }
 
-/// The laws of interruption. Every EINTR has a handler that found the thread on its way out of the call with that
-/// answer (or about to get it), and no handler finds it so without the program seeing the EINTR: this holds whenever the signal
-/// came, and for any number of them. Where the kernel restarts a call after handlers with SA_RESTART, one of them is
-/// without. Where the call alone lets the signals through, each handler means an EINTR.
-fn block_again_and_again(mut kind: kinds::Kind, memory: Memory) -> Result<(), String> {
+/// The rules of interruption. For every EINTR a handler found the thread about to return it from the call, and whenever a
+/// handler found that, the program sees the EINTR: for any number of signals at any time. If the kernel restarts the call
+/// after handlers with SA_RESTART, one of the handlers is without. If signals are unblocked only during the call, each
+/// handler means an EINTR.
+fn block_repeatedly(mut kind: kinds::Kind, memory: Memory) -> Result<(), String> {
     let before = signals();
     let counts = || [&RUNS, &INTERRUPTED, &FOR_GOOD].map(|count| count.load(Relaxed));
-    let verdict = until_told(memory, &before, || {
+    let verdict = until_asked_to_end(memory, &before, || {
         let args = (kind.args)();
         let earlier = counts();
         let answer = call(kind.nr, args)?;
@@ -131,21 +130,21 @@ fn block_again_and_again(mut kind: kinds::Kind, memory: Memory) -> Result<(), St
     verdict
 }
 
-/// Makes rounds until a byte comes, looking at everything now and then.
-pub fn until_told(
+/// Makes rounds until a byte is sent, with a check of everything now and then.
+pub fn until_asked_to_end(
     memory: Memory,
     before: &crate::checks::Signals,
     mut round: impl FnMut() -> Result<(), String>,
 ) -> Result<(), String> {
     loop {
-        let told = is_told();
+        let last = is_asked_to_end();
         round()?;
         handlers::complaint()?;
-        if ROUNDS.fetch_add(1, Relaxed) % ROUNDS_PER_LOOK == 0 || told {
+        if ROUNDS.fetch_add(1, Relaxed) % ROUNDS_PER_CHECK == 0 || last {
             memory.check()?;
             signals_back(before)?;
         }
-        if told {
+        if last {
             return Ok(());
         }
     }
@@ -154,22 +153,22 @@ pub fn until_told(
 /// Announces itself and makes rounds.
 pub fn rounds(memory: Memory, round: impl FnMut() -> Result<(), String>) -> Result<(), String> {
     ready(memory);
-    until_told(memory, &signals(), round)
+    until_asked_to_end(memory, &signals(), round)
 }
 
-/// Whether standard input has something to say.
-pub fn is_told() -> bool {
+/// Whether a byte was sent.
+pub fn is_asked_to_end() -> bool {
     let mut polled = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
     unsafe { libc::poll(&raw mut polled, 1, 0) > 0 }
 }
 
-/// Gives the segment that nobody uses a base of its own, to be looked at.
+/// Sets the base of gs, to check it later.
 fn set_gs() {
     const ARCH_SET_GS: i32 = 0x1001;
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_SET_GS, 0x1234_5678_9000_u64) };
 }
 
-/// Goes on as the first process of a new pid namespace in a new user namespace. Its parent prints `child PID`.
+/// Continues as the first process of a new pid namespace in a new user namespace. Its parent prints `child PID`.
 fn enter_namespaces() {
     unsafe {
         if libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWPID) != 0 {
