@@ -49,10 +49,12 @@ impl Progress {
         let _ = write!(stderr(), "\r\x1b[K{bar}{message}  \x1b[2m{}:{:02}\x1b[0m", seconds / 60, seconds % 60);
     }
 
-    /// Prints a line above.
+    /// Prints a line above it, if it is not hidden.
     pub fn println(&self, line: &str) {
-        self.clear();
-        eprintln!("{line}");
+        if !self.hidden {
+            self.clear();
+            eprintln!("{line}");
+        }
     }
 
     /// Removes the line.

@@ -9,15 +9,16 @@ mod build;
 mod database;
 mod guest;
 mod guests;
-mod machine;
+mod host_memory;
 mod programs;
 mod web;
+mod work;
 
 #[cfg(test)]
 mod tests;
 
-use crate::record::{Look, Origin, ProcessRow, RegionRow, Source};
-use machine::Memory;
+use crate::record::{MemorySnapshot, Origin, ProcessRow, RegionRow, Source};
+use host_memory::Memory;
 use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
 use std::convert::Infallible;
 
@@ -170,11 +171,11 @@ pub struct Generated {
 impl Source for Generated {
     type Error = Infallible;
 
-    fn look(&mut self) -> Result<Option<Look>, Infallible> {
+    fn look(&mut self) -> Result<Option<MemorySnapshot>, Infallible> {
         if self.next_ns > self.options.length_ns {
             return Ok(None);
         }
-        let mut look = Look { time_ns: self.next_ns, ..Look::default() };
+        let mut look = MemorySnapshot { time_ns: self.next_ns, ..MemorySnapshot::default() };
         self.world.go_on(self.next_ns);
         self.world.show(&mut look);
         self.next_ns += self.options.every_ns;
@@ -188,17 +189,17 @@ trait World {
     fn go_on(&mut self, to_ns: u64);
 
     /// What there is now.
-    fn show(&self, look: &mut Look);
+    fn show(&self, look: &mut MemorySnapshot);
 }
 
 /// Adds a process with one region, numbered alike.
-fn show_one(look: &mut Look, process: u32, region: u32, name: String, memory: &Memory) {
+fn show_one(look: &mut MemorySnapshot, process: u32, region: u32, name: String, memory: &Memory) {
     look.processes.push(ProcessRow { process, pid: None, name: Some(name) });
     show_region(look, process, region, memory);
 }
 
 /// Adds a region to a process that is there.
-fn show_region(look: &mut Look, process: u32, region: u32, memory: &Memory) {
+fn show_region(look: &mut MemorySnapshot, process: u32, region: u32, memory: &Memory) {
     // Far apart, as in address spaces of their own with the usual randomness.
     let first = Vpn(0x7_0000_0000 + u64::from(process) * 0x123_4000);
     let row = RegionRow { region, process, kind: "anonymous".to_owned(), first, pages: memory.size() };

@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+pub mod charts;
 pub mod digests;
 pub mod generate;
 pub mod plots;

@@ -126,7 +126,7 @@ pub struct Record {
 
 /// All that is there at a time.
 #[derive(Clone, Debug, Default)]
-pub struct Look {
+pub struct MemorySnapshot {
     /// Time since the record began, nanoseconds.
     pub time_ns: u64,
     /// The processes, ascending.
@@ -141,5 +141,5 @@ pub trait Source {
     type Error;
 
     /// The next look.
-    fn look(&mut self) -> Result<Option<Look>, Self::Error>;
+    fn look(&mut self) -> Result<Option<MemorySnapshot>, Self::Error>;
 }

@@ -1,15 +1,14 @@
-//! Running programs as a [`Source`]: who is in scope, what is mapped, and what every page of it holds.
+//! Running programs as a [`Source`] of snapshots: the processes in scope, their mappings, and the content of every page.
 //!
-//! Each look reads all pages that are present and anonymous (some 1 us a page), and changes nothing about them: merged and
-//! fork-shared pages are read without taking them apart (see [`pagefold_linux::proc::memory`]). What pagefold leaves alone, it
-//! does not record either. A page is looked at some time after its look began, and another some time later: on programs
-//! that go on running, a look is no instant.
+//! A snapshot reads all pages that are present and anonymous (about 1 us per page) and changes nothing: merged and fork-shared
+//! pages stay shared (see [`pagefold_linux::proc::memory`]). Memory that pagefold leaves alone is not recorded. Processes keep
+//! running meanwhile, so the pages of a snapshot are not read at the same instant.
 //!
-//! In an anonymous record there are no pids and no names. Page numbers are shifted by a random number for each process,
-//! and frames by one for the whole record, both whole 2 MiB: order, distances and places within a huge page stay.
+//! An anonymous record has no PIDs and no names. Page numbers are shifted by a random multiple of 2 MiB for each process, and
+//! frames by one for the whole record: order, distances and positions within a huge page are kept.
 
 use crate::digests::{Digests, Key};
-use crate::record::{Look, Page, ProcessRow, RegionRow, Source};
+use crate::record::{MemorySnapshot, Page, ProcessRow, RegionRow, Source};
 use pagefold_core::host::PageState;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
@@ -29,40 +28,40 @@ use std::io::{self, Read};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Pages that are read without looking whether to stop: some tenths of a second.
+/// Pages read between two checks for an interrupt: some tenths of a second.
 const PIECE_PAGES: u32 = 1 << 16;
-/// Shifts are below this many 2 MiB: page numbers stay far from the end of what addresses reach.
+/// Upper bound of shifts, in units of 2 MiB: page numbers stay far from the end of the address space.
 const SHIFTS: u64 = 1 << 32;
 
-/// What to record, and how.
+/// What to record, and how often.
 #[derive(Clone, Debug)]
-pub struct Wish {
-    /// Which programs.
+pub struct RecordingOptions {
+    /// The processes in scope.
     pub scope: ScopeSpec,
-    /// Whom to leave alone.
+    /// Programs to leave alone.
     pub deny: DenyList,
-    /// Time from one look to the next.
+    /// Time between snapshots.
     pub every: Duration,
-    /// Time from the first look to the last.
+    /// Time from the first snapshot to the last.
     pub length: Duration,
-    /// Leave out what tells whose memory it is.
+    /// Whether to leave out what identifies the processes.
     pub anonymous: bool,
 }
 
-/// Why a record cannot go on.
+/// Reasons why recording cannot go on.
 #[derive(Debug, Error)]
 pub enum LiveError {
-    /// Nobody knows any more who is meant.
+    /// The scope can no longer be resolved.
     #[error(transparent)]
     Scope(#[from] ScopeError),
-    /// There are no random numbers.
+    /// No random numbers are available.
     #[error("cannot read /dev/urandom: {0}; is /dev mounted?")]
     Random(io::Error),
 }
 
-/// Looks at running programs again and again.
+/// Takes snapshots of running programs.
 pub struct Recorder {
-    wish: Wish,
+    options: RecordingOptions,
     stop: Interrupt,
     reader: PageReader,
     shows_merged: bool,
@@ -75,30 +74,29 @@ pub struct Recorder {
     next_process: u32,
     next_region: u32,
     began: Option<Instant>,
-    /// When the next look is due, since the first.
+    /// When the next snapshot is due, since the first.
     due: Duration,
-    longest_look: Duration,
+    longest_snapshot: Duration,
 }
 
-/// A process, and what the record says of it.
+/// A process and its number in the record.
 struct Followed {
     target: Target,
     row: ProcessRow,
-    /// It has been in a look, and stays in them until it ends.
+    /// Whether it has been in a snapshot: then it is in all of them until it ends.
     told: bool,
     shift: u64,
 }
 
 impl Recorder {
-    /// Records `scoped`, and whoever comes into scope later, until the time is up, everybody has ended or somebody says
-    /// stop.
-    pub fn new(wish: Wish, scoped: Vec<Scoped>, stop: Interrupt) -> Result<Self, LiveError> {
+    /// Records `scoped` and processes that enter the scope later, until the time is up, all have ended, or an interrupt.
+    pub fn new(options: RecordingOptions, scoped: Vec<Scoped>, stop: Interrupt) -> Result<Self, LiveError> {
         let mut random = File::open("/dev/urandom").map_err(LiveError::Random)?;
         let mut key: Key = [0; 192];
         random.read_exact(&mut key).map_err(LiveError::Random)?;
-        let frame_shift = shift(&mut random, wish.anonymous)?;
+        let frame_shift = shift(&mut random, options.anonymous)?;
         let mut recorder = Self {
-            wish,
+            options,
             stop,
             reader: PageReader::new(),
             shows_merged: shows_merged(),
@@ -111,18 +109,18 @@ impl Recorder {
             next_region: 0,
             began: None,
             due: Duration::ZERO,
-            longest_look: Duration::ZERO,
+            longest_snapshot: Duration::ZERO,
         };
         scoped.into_iter().try_for_each(|scoped| recorder.follow(scoped))?;
         Ok(recorder)
     }
 
-    /// The longest time that a look has taken. The next one comes no earlier.
-    pub fn longest_look(&self) -> Duration {
-        self.longest_look
+    /// The longest time that a snapshot has taken.
+    pub fn longest_snapshot(&self) -> Duration {
+        self.longest_snapshot
     }
 
-    /// Who is left alone, and why: pid, name, reason.
+    /// The processes left alone: PID, name, reason.
     pub fn left_alone(&self) -> impl Iterator<Item = (i32, &str, &Exclusion)> {
         self.followed.iter().filter_map(|Followed { target, .. }| {
             Some((target.process.pid(), target.name.as_str(), target.exclusion.as_ref()?))
@@ -133,21 +131,21 @@ impl Recorder {
         let process = self.next_process;
         self.next_process += 1;
         let target = Target::new(scoped, OwnerKey(process), DomainKey(0));
-        let known = !self.wish.anonymous;
+        let known = !self.options.anonymous;
         let (pid, name) = (known.then(|| target.process.pid()), known.then(|| target.name.clone()));
-        let shift = shift(&mut self.random, self.wish.anonymous)?;
+        let shift = shift(&mut self.random, self.options.anonymous)?;
         self.followed.push(Followed { target, row: ProcessRow { process, pid, name }, told: false, shift });
         Ok(())
     }
 
-    /// What may bring others into scope.
+    /// The scope, if new processes can enter it.
     fn selectors(&self) -> ScopeSpec {
-        ScopeSpec { pids: Vec::new(), ..self.wish.scope.clone() }
+        ScopeSpec { pids: Vec::new(), ..self.options.scope.clone() }
     }
 
-    /// Takes in who has come into scope.
+    /// Adds the processes that have entered the scope.
     fn welcome(&mut self, now_ns: u64) -> Result<(), LiveError> {
-        // A pid names one process, which is followed already: a later owner is not meant.
+        // A PID stands for the process that had it at the start: a later one with that PID is not in scope.
         let spec = self.selectors();
         if spec.is_empty() {
             return Ok(());
@@ -156,16 +154,16 @@ impl Recorder {
         let followed = &self.followed;
         let known = |pid| pid == own || followed.iter().any(|one| one.target.process.pid() == pid);
         let found = match self.new_processes.find(now_ns, &spec, &Roots::default(), known) {
-            // A cgroup that has been removed since.
+            // The cgroup has been removed since.
             Err(ScopeError::NoCgroup(_)) => Vec::new(),
             other => other?,
         };
         found.into_iter().try_for_each(|scoped| self.follow(scoped))
     }
 
-    /// Looks at everybody; `None` if somebody says stop meanwhile.
-    fn look_around(&mut self, now_ns: u64) -> Option<Look> {
-        let mut look = Look { time_ns: now_ns, ..Look::default() };
+    /// Takes a snapshot; `None` if interrupted.
+    fn look_around(&mut self, now_ns: u64) -> Option<MemorySnapshot> {
+        let mut look = MemorySnapshot { time_ns: now_ns, ..MemorySnapshot::default() };
         let mut followed = std::mem::take(&mut self.followed);
         let processes = followed.len() as u64;
         let mut stopped = false;
@@ -192,12 +190,18 @@ impl Recorder {
         (!stopped).then_some(look)
     }
 
-    fn look_at(&mut self, one: &mut Followed, now_ns: u64, processes: u64, look: &mut Look) -> Result<(), Halt> {
+    fn look_at(
+        &mut self,
+        one: &mut Followed,
+        now_ns: u64,
+        processes: u64,
+        look: &mut MemorySnapshot,
+    ) -> Result<(), Halt> {
         let Followed { target, row, told, shift } = one;
-        // Whatever has changed, however little: pages are read in any case, and that takes longer.
+        // Mappings are read every time: reading the pages takes longer anyway.
         target.invalidate();
         let next_region = &mut self.next_region;
-        let looked = target.refresh(now_ns, processes, &self.wish.deny, || {
+        let looked = target.refresh(now_ns, processes, &self.options.deny, || {
             *next_region += 1;
             RegionKey(*next_region)
         });
@@ -223,7 +227,7 @@ impl Recorder {
                 Err(Stopped::By(ReadError::Vanished { .. })) if !target.process.is_alive() => return Err(Halt::Ended),
                 Err(Stopped::By(error)) => {
                     regions.clear();
-                    // What is left out now has another number when it is back. After exec all of it has gone.
+                    // A region that is left out gets a new number when it is back. After exec all regions are new.
                     match error {
                         ReadError::Vanished { .. } => target.regions.clear(),
                         _ => leave_alone(target),
@@ -269,7 +273,7 @@ impl Recorder {
     }
 }
 
-/// What a page is in the record; `None` if it is absent.
+/// A page as recorded; `None` if it is absent.
 fn page_of(view: &PageView<'_>, digests: &Digests, shows_merged: bool, frame_shift: u64) -> Option<Page> {
     let state = match view.state {
         PageState::Merged if !shows_merged => PageState::Shared,
@@ -293,7 +297,7 @@ fn leave_alone(target: &mut Target) {
     target.regions.clear();
 }
 
-/// A number of whole 2 MiB to shift by: 0 where nothing is to be hidden.
+/// A shift in pages, a multiple of 2 MiB; 0 in a record that is not anonymous.
 fn shift(random: &mut File, anonymous: bool) -> Result<u64, LiveError> {
     if !anonymous {
         return Ok(0);
@@ -303,7 +307,7 @@ fn shift(random: &mut File, anonymous: bool) -> Result<u64, LiveError> {
     Ok(u64::from_ne_bytes(bytes) % SHIFTS * EXTENT_PAGES)
 }
 
-/// Why a process is not in a look, or there is no look.
+/// Why a process is not in a snapshot, or there is no snapshot.
 enum Halt {
     Ended,
     Stop,
@@ -324,20 +328,20 @@ impl From<ReadError> for Stopped {
 impl Source for Recorder {
     type Error = LiveError;
 
-    /// Waits until the next look is due, and looks.
-    fn look(&mut self) -> Result<Option<Look>, LiveError> {
+    /// Waits until the next snapshot is due, and takes it.
+    fn look(&mut self) -> Result<Option<MemorySnapshot>, LiveError> {
         let began = *self.began.get_or_insert_with(Instant::now);
-        if self.due > self.wish.length || self.stop.sleep(self.due.saturating_sub(began.elapsed())).is_err() {
+        if self.due > self.options.length || self.stop.sleep(self.due.saturating_sub(began.elapsed())).is_err() {
             return Ok(None);
         }
         let now = began.elapsed();
         let now_ns = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
         self.welcome(now_ns)?;
         let first = self.due == Duration::ZERO;
-        // Looks that were missed are not made up for.
-        self.due = now.max(self.due + self.wish.every);
+        // Missed snapshots are not made up for.
+        self.due = now.max(self.due + self.options.every);
         let look = self.look_around(now_ns);
-        self.longest_look = self.longest_look.max(began.elapsed().saturating_sub(now));
+        self.longest_snapshot = self.longest_snapshot.max(began.elapsed().saturating_sub(now));
         let over = self.followed.is_empty() && self.selectors().is_empty();
         Ok(look.filter(|look| first || !over || !look.processes.is_empty()))
     }

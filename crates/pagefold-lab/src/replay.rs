@@ -114,7 +114,7 @@ impl Settings {
 
 /// How things stood at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Point {
+pub struct ReplayPoint {
     /// Time since the beginning, seconds.
     pub seconds: f64,
     /// Pages saved.
@@ -167,7 +167,7 @@ pub struct Outcome {
     /// Memory for records of the kernel and for pagefold's index, bytes.
     pub metadata_bytes: u64,
     /// How it went.
-    pub curve: Vec<Point>,
+    pub curve: Vec<ReplayPoint>,
 }
 
 impl Outcome {
@@ -183,7 +183,7 @@ pub fn replay(algorithm: Algorithm, scripted: &Scripted, settings: &Settings) ->
         sim.play(scripted.script.clone());
         sim
     };
-    Run::begin(algorithm, knobs(algorithm, scripted.pages, settings.trees), settings, populate)
+    ReplayRun::begin(algorithm, knobs(algorithm, scripted.pages, settings.trees), settings, populate)
         .through(algorithm, settings)
 }
 
@@ -217,13 +217,13 @@ pub(crate) fn knobs(algorithm: Algorithm, pages: u64, trees: Option<u16>) -> Kno
 }
 
 /// A machine under an algorithm.
-pub(crate) struct Run {
+pub(crate) struct ReplayRun {
     pub(crate) sim: SimHost,
     pub(crate) engine: Option<Engine>,
     next_round_ns: u64,
 }
 
-impl Run {
+impl ReplayRun {
     /// A machine whose memory is what `populate` makes of an empty one, with an algorithm about to begin.
     pub(crate) fn begin(
         algorithm: Algorithm,
@@ -310,9 +310,9 @@ impl Run {
         self.engine.as_ref().map_or(0, |engine| engine.report().index_bytes.0)
     }
 
-    fn point(&self) -> Point {
+    fn point(&self) -> ReplayPoint {
         let cost = self.sim.cost();
-        Point {
+        ReplayPoint {
             seconds: self.sim.now_ns() as f64 / 1e9,
             saved: self.sim.saved().0,
             cpu_seconds: (cost.pagefold_ns + cost.ksmd_ns) as f64 / 1e9,

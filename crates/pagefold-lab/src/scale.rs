@@ -4,14 +4,14 @@
 
 mod forests;
 mod growth;
-mod machine;
 mod race;
+mod server_memory;
 mod table;
 
 pub use forests::{ForestPoint, forest};
-pub use growth::{Figure, GrainCheck, Growth, Runner, Savable, grain_for, grow};
-pub use machine::Machine;
+pub use growth::{Figure, GrainCheck, Growth, GrowthRun, Savable, grain_for, grow};
 pub use race::{Race, RaceResult, Racer};
+pub use server_memory::ServerMemory;
 
 use crate::replay::Algorithm;
 use serde::Serialize;
@@ -30,7 +30,7 @@ const RACE_COSTS: [u64; 2] = [100, 250];
 
 /// What is to be measured.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Scale {
+pub struct ScaleOptions {
     /// Memories, GiB.
     pub memory: Vec<u64>,
     /// Algorithms.
@@ -52,7 +52,7 @@ pub struct Scale {
 pub const ALGORITHMS: [Algorithm; 5] =
     [Algorithm::Ksm, Algorithm::KsmSmart, Algorithm::NuKsm, Algorithm::Uksm, Algorithm::Pagefold];
 
-impl Default for Scale {
+impl Default for ScaleOptions {
     fn default() -> Self {
         Self {
             memory: vec![4, 16, 64, 256, 1_024],
@@ -66,7 +66,7 @@ impl Default for Scale {
     }
 }
 
-impl Scale {
+impl ScaleOptions {
     /// The same in small, done within seconds.
     pub fn quick() -> Self {
         Self {
@@ -83,7 +83,7 @@ impl Scale {
 
 /// A line to be drawn.
 #[derive(Clone, Debug, Serialize)]
-pub struct Curve {
+pub struct ScaleCurve {
     /// What it shows.
     pub name: String,
     /// What is on either axis, with units.
@@ -108,15 +108,15 @@ pub struct Scaling {
     /// The races against memory running out.
     pub races: Vec<RaceResult>,
     /// All of it, to be drawn.
-    pub curves: Vec<Curve>,
+    pub curves: Vec<ScaleCurve>,
 }
 
 /// One thing to be measured.
 #[derive(Clone, Copy, Debug)]
 enum Task {
-    Grow(Machine, Runner),
+    Grow(ServerMemory, GrowthRun),
     /// Grows with a grain for the check.
-    Check(Machine, Algorithm, u32),
+    Check(ServerMemory, Algorithm, u32),
     Forest(u64, u16),
     Race(Race, Option<Algorithm>),
 }
@@ -130,18 +130,18 @@ enum Done {
 }
 
 /// Measures everything, several at a time. `progress` hears how many of how many are done.
-pub fn scale(scale: &Scale, progress: &(dyn Fn(usize, usize) + Sync)) -> Scaling {
+pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> Scaling {
     let machine = |gib, hours: f64| {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a time that is not negative")]
         let for_ns = (hours * NS_PER_HOUR) as u64;
-        Machine { gib, for_ns }
+        ServerMemory { gib, for_ns }
     };
     let runners = scale.algorithms.iter().flat_map(|&algorithm| {
-        let usual = Runner { algorithm, pages_to_scan: PAGES_TO_SCAN };
-        let slow = Runner { algorithm, pages_to_scan: PAGES_TO_SCAN_DEFAULT };
+        let usual = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN };
+        let slow = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN_DEFAULT };
         std::iter::once(usual).chain((algorithm == Algorithm::KsmSmart).then_some(slow))
     });
-    let runners: Vec<Runner> = runners.collect();
+    let runners: Vec<GrowthRun> = runners.collect();
     let mut tasks: Vec<Task> = Vec::new();
     for &gib in &scale.memory {
         tasks.extend(runners.iter().map(|&runner| Task::Grow(machine(gib, scale.hours), runner)));
@@ -161,9 +161,9 @@ pub fn scale(scale: &Scale, progress: &(dyn Fn(usize, usize) + Sync)) -> Scaling
 }
 
 /// What could be saved of each machine, counted once for each size and grain.
-type Savables = Mutex<Vec<((Machine, u32), Arc<OnceLock<Savable>>)>>;
+type Savables = Mutex<Vec<((ServerMemory, u32), Arc<OnceLock<Savable>>)>>;
 
-fn savable_of(known: &Savables, machine: Machine, grain: u32) -> Arc<OnceLock<Savable>> {
+fn savable_of(known: &Savables, machine: ServerMemory, grain: u32) -> Arc<OnceLock<Savable>> {
     let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, cell)) = known.iter().find(|(other, _)| *other == (machine, grain)) {
         return cell.clone();
@@ -213,21 +213,21 @@ fn size(task: &Task) -> u64 {
 }
 
 fn perform(task: Task, known: &Savables) -> Done {
-    let grown = |machine: Machine, runner, grain| {
+    let grown = |machine: ServerMemory, runner, grain| {
         let cell = savable_of(known, machine, grain);
         grow(machine, runner, grain, cell.get_or_init(|| Savable::of(machine, grain)))
     };
     match task {
         Task::Grow(machine, runner) => Done::Grown(grown(machine, runner, grain_for(machine, runner.algorithm))),
         Task::Check(machine, algorithm, grain) => {
-            Done::Checked(grown(machine, Runner { algorithm, pages_to_scan: PAGES_TO_SCAN }, grain))
+            Done::Checked(grown(machine, GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN }, grain))
         }
         Task::Forest(nodes, trees) => Done::Forest(forest(nodes, trees)),
         Task::Race(race, algorithm) => Done::Raced(race.run(algorithm)),
     }
 }
 
-fn collect(scale: &Scale, done: Vec<Done>) -> Scaling {
+fn collect(scale: &ScaleOptions, done: Vec<Done>) -> Scaling {
     let mut scaling = Scaling {
         schema: "pagefold.lab.scale/1",
         growth: Vec::new(),
@@ -263,15 +263,15 @@ fn name(growth: &Growth) -> String {
     }
 }
 
-fn curves_of(scaling: &Scaling) -> Vec<Curve> {
+fn curves_of(scaling: &Scaling) -> Vec<ScaleCurve> {
     const GIB: f64 = (1_u64 << 30) as f64;
-    let mut curves: Vec<Curve> = Vec::new();
+    let mut curves: Vec<ScaleCurve> = Vec::new();
     let mut add = |name: String, x: &'static str, y: &'static str, points: Vec<(f64, f64)>| match curves
         .iter_mut()
         .find(|curve| (&curve.name, curve.x, curve.y) == (&name, x, y))
     {
         Some(curve) => curve.points.extend(points),
-        None => curves.push(Curve { name, x, y, points }),
+        None => curves.push(ScaleCurve { name, x, y, points }),
     };
     for growth in &scaling.growth {
         let (name, gib) = (name(growth), growth.gib as f64);

@@ -2,7 +2,7 @@
 
 use pagefold_core::host::PageState;
 use pagefold_lab::record::{Deltas, Event, Page, Record, Snapshot, Source, State};
-use pagefold_lab::recorder::{Recorder, Wish};
+use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::deny_list::DenyList;
@@ -51,8 +51,8 @@ impl Looks {
     fn at(scope: ScopeSpec, anonymous: bool) -> Self {
         let scoped = resolve(&scope, &Roots::default()).unwrap();
         let (every, length) = (Duration::from_millis(1), Duration::from_secs(600));
-        let wish = Wish { scope, deny: DenyList::default(), every, length, anonymous };
-        let recorder = Recorder::new(wish, scoped, Interrupt::default()).unwrap();
+        let options = RecordingOptions { scope, deny: DenyList::default(), every, length, anonymous };
+        let recorder = Recorder::new(options, scoped, Interrupt::default()).unwrap();
         Self { recorder, deltas: Deltas::new(), state: State::default() }
     }
 

@@ -2,7 +2,7 @@
 
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Pages, Vpn};
-use pagefold_lab::record::{Deltas, Look, Origin, PARTS, Page, ProcessRow, Record, RegionRow};
+use pagefold_lab::record::{Deltas, MemorySnapshot, Origin, PARTS, Page, ProcessRow, Record, RegionRow};
 use pagefold_lab::replay::{Algorithm, Outcome, Settings, replay, savable};
 use pagefold_lab::script::{Scripted, script};
 
@@ -28,7 +28,7 @@ fn record(processes: u32, pages: u64, seconds: u64, content: impl Fn(u64, u32, u
             let there = |at| Some((Vpn((1 << 20) + at), content(second, process, at)?));
             (row, (0..pages).filter_map(there).collect())
         };
-        Look {
+        MemorySnapshot {
             time_ns: second * S,
             processes: (0..processes).map(process).collect(),
             regions: (0..processes).map(region).collect(),

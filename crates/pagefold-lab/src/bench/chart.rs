@@ -1,30 +1,30 @@
 //! What the charts share, and the chart made of letters.
 
-use crate::bench::report::Run;
+use crate::bench::report::PolicyRun;
 
 /// Time axes begin here, in seconds: the sampler looks every 50 ms.
 pub const FIRST_SECONDS: f64 = 0.1;
 
 /// The time of the last point of any run.
-pub fn last_seconds(runs: &[Run]) -> f64 {
+pub fn last_seconds(runs: &[PolicyRun]) -> f64 {
     runs.iter().map(|run| run.seconds).fold(10.0 * FIRST_SECONDS, f64::max)
 }
 
 /// The most that any run saved at any time; never zero.
-pub fn most_saved(runs: &[Run]) -> f64 {
+pub fn most_saved(runs: &[PolicyRun]) -> f64 {
     runs.iter().map(|run| run.saved_bytes_max as f64).fold(1.0, f64::max)
 }
 
 /// What a run had saved at a time. What is merged stays merged after the end.
-fn saved_at(run: &Run, seconds: f64) -> u64 {
+fn saved_at(run: &PolicyRun, seconds: f64) -> u64 {
     run.curve.iter().take_while(|(at, _)| *at <= seconds).last().map_or(0, |(_, saved)| *saved)
 }
 
 /// One line of letters for each run, `columns` wide: the higher, the more is saved.
-pub fn lines(runs: &[Run], columns: u32) -> Vec<String> {
+pub fn lines(runs: &[PolicyRun], columns: u32) -> Vec<String> {
     const HEIGHTS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let (last, most) = (last_seconds(runs), most_saved(runs));
-    let height = |run: &Run, column: u32| {
+    let height = |run: &PolicyRun, column: u32| {
         let seconds = FIRST_SECONDS * (last / FIRST_SECONDS).powf(f64::from(column + 1) / f64::from(columns));
         let share = saved_at(run, seconds) as f64 / most;
         // Some saving is told from none, and all but some from all.
@@ -42,8 +42,10 @@ mod tests {
 
     #[test]
     fn letters_rise_with_the_saving_and_stay_after_the_end() {
-        let early = Run { seconds: 1.0, saved_bytes_max: 80, curve: vec![(0.0, 0), (0.5, 80)], ..Run::default() };
-        let late = Run { seconds: 10.0, saved_bytes_max: 40, curve: vec![(0.0, 0), (9.9, 40)], ..Run::default() };
+        let early =
+            PolicyRun { seconds: 1.0, saved_bytes_max: 80, curve: vec![(0.0, 0), (0.5, 80)], ..PolicyRun::default() };
+        let late =
+            PolicyRun { seconds: 10.0, saved_bytes_max: 40, curve: vec![(0.0, 0), (9.9, 40)], ..PolicyRun::default() };
         let lines = lines(&[early, late], 10);
         assert_eq!(lines, ["   ███████", "         ▄"]);
         assert_eq!(super::lines(&[], 10), Vec::<String>::new());

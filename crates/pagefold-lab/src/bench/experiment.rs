@@ -14,7 +14,7 @@ mod short_lived;
 mod static_mix;
 
 use crate::bench::policy::{self, Policy};
-use crate::bench::report::{Failure, Report, answers};
+use crate::bench::report::{ExperimentReport, Failure, answers};
 use crate::programs::Target;
 use pagefold_core::units::{PAGE_SIZE, Pages};
 use pagefold_linux::ksm::experiment::KsmForExperiment;
@@ -23,7 +23,7 @@ use std::path::Path;
 
 /// What all experiments are given.
 #[derive(Clone, Copy, Debug)]
-pub struct Setting<'a> {
+pub struct ExperimentSetting<'a> {
     /// The program to measure.
     pub program: &'a Path,
     /// The program that plays the tenants: this one.
@@ -48,7 +48,7 @@ pub struct Experiment {
     /// The claim it measures.
     pub claim: &'static str,
     /// Does it. Fills in the report.
-    pub run: fn(&Setting<'_>, &mut Report) -> anyhow::Result<()>,
+    pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
 /// All of them.
@@ -75,7 +75,7 @@ impl Experiment {
     }
 }
 
-impl Setting<'_> {
+impl ExperimentSetting<'_> {
     /// Whether a policy is to be measured: by its name, or by the name's first word.
     fn wants(&self, policy: &str) -> bool {
         let first = policy.split(' ').next();
@@ -91,24 +91,24 @@ const fn mib(mebibytes: u64) -> Pages {
 /// Runs each policy on targets started afresh, since marks cannot be taken back from outside, and compares pagefold
 /// with the others.
 fn side_by_side(
-    setting: &Setting<'_>,
-    report: &mut Report,
+    setting: &ExperimentSetting<'_>,
+    report: &mut ExperimentReport,
     policies: &[Policy],
     start: impl Fn() -> anyhow::Result<Vec<Box<dyn Target>>>,
 ) -> anyhow::Result<()> {
-    let mut course = Course::take(setting)?;
+    let mut sequence = PolicySequence::take(setting)?;
     for policy in policies {
-        course.run(report, policy, &start)?;
+        sequence.run(report, policy, &start)?;
     }
-    drop(course);
+    drop(sequence);
     report.compare(policy::SUBJECT);
     report.bar_on_answers();
     Ok(())
 }
 
 /// KSM, taken for policies that have their turn one after the other.
-struct Course<'a> {
-    setting: &'a Setting<'a>,
+struct PolicySequence<'a> {
+    setting: &'a ExperimentSetting<'a>,
     steering: KsmForExperiment,
     /// What the targets answered first.
     expected: Option<Vec<Option<String>>>,
@@ -116,9 +116,9 @@ struct Course<'a> {
     exact: bool,
 }
 
-impl<'a> Course<'a> {
+impl<'a> PolicySequence<'a> {
     /// Takes KSM.
-    fn take(setting: &'a Setting<'a>) -> anyhow::Result<Self> {
+    fn take(setting: &'a ExperimentSetting<'a>) -> anyhow::Result<Self> {
         Ok(Self { setting, steering: KsmForExperiment::take(setting.interrupt)?, expected: None, exact: false })
     }
 
@@ -126,7 +126,7 @@ impl<'a> Course<'a> {
     /// cannot do is noted.
     fn run(
         &mut self,
-        report: &mut Report,
+        report: &mut ExperimentReport,
         policy: &Policy,
         start: impl FnOnce() -> anyhow::Result<Vec<Box<dyn Target>>>,
     ) -> anyhow::Result<()> {
@@ -154,7 +154,7 @@ impl<'a> Course<'a> {
     }
 
     /// Notes what could not be done, unless it is that we were interrupted.
-    fn failed(&self, report: &mut Report, policy: String, error: &anyhow::Error) -> anyhow::Result<()> {
+    fn failed(&self, report: &mut ExperimentReport, policy: String, error: &anyhow::Error) -> anyhow::Result<()> {
         self.setting.interrupt.check()?;
         eprintln!("{}: {policy}: {error:#}", report.experiment);
         report.failures.push(Failure { policy, error: format!("{error:#}") });

@@ -23,7 +23,7 @@ pub struct Knowledge {
 
 /// A page that was read.
 #[derive(Clone, Copy, Debug)]
-struct Page {
+struct KnownPage {
     process: usize,
     /// The mapping, by number within the process: extents do not reach across.
     mapping: usize,
@@ -44,7 +44,7 @@ pub fn know(processes: &[Process]) -> anyhow::Result<Knowledge> {
             reader.read_runs(process, &runs, how, |view| {
                 if let (PageState::Private, Some(bytes)) = (view.state, view.bytes) {
                     let digest = digester.digest(bytes);
-                    pages.push(Page { process: number, mapping, at: view.page, digest });
+                    pages.push(KnownPage { process: number, mapping, at: view.page, digest });
                 }
             })?;
         }
@@ -54,16 +54,17 @@ pub fn know(processes: &[Process]) -> anyhow::Result<Knowledge> {
 
 /// Marks 2 MiB extents in which at least half of the pages are duplicates (zeros count as such), neighbours joined.
 /// `pages` come in order of process, mapping and page.
-fn judge(pages: &[Page], processes: usize) -> Knowledge {
+fn judge(pages: &[KnownPage], processes: usize) -> Knowledge {
     let mut copies: HashMap<Digest, u64> = HashMap::new();
     for page in pages {
         *copies.entry(page.digest).or_insert(0) += 1;
     }
     let one_stays = |digest: &Digest| u64::from(*digest != Digest::ZERO);
     let savable = copies.iter().map(|(digest, count)| count - one_stays(digest)).sum();
-    let duplicate = |page: &&Page| copies.get(&page.digest).is_some_and(|count| count - one_stays(&page.digest) > 0);
+    let duplicate =
+        |page: &&KnownPage| copies.get(&page.digest).is_some_and(|count| count - one_stays(&page.digest) > 0);
 
-    let place = |page: &Page| (page.process, page.mapping, page.at.extent());
+    let place = |page: &KnownPage| (page.process, page.mapping, page.at.extent());
     let mut stretches: Vec<Vec<PageSpan>> = vec![Vec::new(); processes];
     let mut last_marked = None;
     for extent in pages.chunk_by(|a, b| place(a) == place(b)) {
@@ -87,8 +88,8 @@ fn judge(pages: &[Page], processes: usize) -> Knowledge {
 mod tests {
     use super::*;
 
-    fn page(process: usize, mapping: usize, page: u64, digest: u64) -> Page {
-        Page { process, mapping, at: Vpn(page), digest: Digest(digest) }
+    fn page(process: usize, mapping: usize, page: u64, digest: u64) -> KnownPage {
+        KnownPage { process, mapping, at: Vpn(page), digest: Digest(digest) }
     }
 
     #[test]

@@ -20,7 +20,7 @@ const ENTRIES: usize = 4096;
 
 /// One look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Look {
+pub struct PageTableSample {
     /// Since the start.
     pub seconds: f64,
     /// Pages that share their frame. Targets that were never forked have no others than merged ones.
@@ -30,7 +30,7 @@ pub struct Look {
 }
 
 /// The most that was merged at any time, and the mean over the time of what was saved.
-pub fn most_and_mean(looks: &[Look]) -> (u64, f64) {
+pub fn most_and_mean(looks: &[PageTableSample]) -> (u64, f64) {
     let most = looks.iter().map(|look| look.merged_pages).max().unwrap_or(0);
     let area: f64 = looks
         .windows(2)
@@ -46,7 +46,7 @@ pub fn most_and_mean(looks: &[Look]) -> (u64, f64) {
 #[derive(Debug)]
 pub struct PageTables {
     end: Arc<AtomicBool>,
-    thread: Option<JoinHandle<anyhow::Result<Vec<Look>>>>,
+    thread: Option<JoinHandle<anyhow::Result<Vec<PageTableSample>>>>,
 }
 
 impl PageTables {
@@ -64,7 +64,7 @@ impl PageTables {
             loop {
                 let last = told.load(Ordering::Acquire);
                 let seconds = began.elapsed().as_secs_f64();
-                looks.push(Look { seconds, ..look(&places, &mut frames)? });
+                looks.push(PageTableSample { seconds, ..look(&places, &mut frames)? });
                 if last {
                     return Ok(looks);
                 }
@@ -75,7 +75,7 @@ impl PageTables {
     }
 
     /// Takes a last look and returns them all; never none.
-    pub fn finish(mut self) -> anyhow::Result<Vec<Look>> {
+    pub fn finish(mut self) -> anyhow::Result<Vec<PageTableSample>> {
         self.end.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return Ok(Vec::new()) };
         thread.thread().unpark();
@@ -89,7 +89,7 @@ impl Drop for PageTables {
     }
 }
 
-fn look(places: &[(Pagemap, Vec<PageSpan>)], frames: &mut Vec<u64>) -> anyhow::Result<Look> {
+fn look(places: &[(Pagemap, Vec<PageSpan>)], frames: &mut Vec<u64>) -> anyhow::Result<PageTableSample> {
     frames.clear();
     let mut entries = vec![0; ENTRIES];
     for (pagemap, stretches) in places {
@@ -107,7 +107,7 @@ fn look(places: &[(Pagemap, Vec<PageSpan>)], frames: &mut Vec<u64>) -> anyhow::R
     frames.sort_unstable();
     frames.dedup();
     let saved_bytes = Pages(merged_pages - frames.len() as u64).bytes().0;
-    Ok(Look { seconds: 0.0, merged_pages, saved_bytes })
+    Ok(PageTableSample { seconds: 0.0, merged_pages, saved_bytes })
 }
 
 fn shared_frame(entry: PagemapEntry) -> Option<u64> {
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn means_are_over_time_and_the_most_is_a_moment() {
-        let look = |seconds, saved_bytes, merged_pages| Look { seconds, merged_pages, saved_bytes };
+        let look = |seconds, saved_bytes, merged_pages| PageTableSample { seconds, merged_pages, saved_bytes };
         assert_eq!(most_and_mean(&[look(0.0, 0, 0), look(1.0, 100, 9), look(3.0, 100, 4)]), (9, 250.0 / 3.0));
         assert_eq!(most_and_mean(&[]), (0, 0.0));
         assert_eq!(most_and_mean(&[look(1.0, 5, 5)]), (5, 0.0));

@@ -6,7 +6,7 @@
 use crate::bench::daemon;
 use crate::bench::oracle;
 use crate::bench::page_tables::PageTables;
-use crate::bench::report::{Answers, Run, agree, answers};
+use crate::bench::report::{Answers, PolicyRun, agree, answers};
 use crate::bench::sampler::Sampler;
 use crate::programs::Target;
 use anyhow::bail;
@@ -142,11 +142,11 @@ pub fn run(
     steering: &mut KsmForExperiment,
     program: &Path,
     interrupt: &Interrupt,
-) -> anyhow::Result<Run> {
+) -> anyhow::Result<PolicyRun> {
     let before = agree(expected, &answers(targets));
     let processes = targets.iter().map(|target| Process::open(target.pid())).collect::<Result<Vec<_>, _>>()?;
     steering.kernel_defaults()?;
-    let mut run = Run { policy: policy.to_string(), ..Run::default() };
+    let mut run = PolicyRun { policy: policy.to_string(), ..PolicyRun::default() };
     let done_before = counters(targets)?;
     let page_tables = if exact { Some(PageTables::watch(&processes)?) } else { None };
     let followed = follow(policy, &processes, steering, program, interrupt, &mut run);
@@ -173,7 +173,7 @@ fn follow(
     steering: &mut KsmForExperiment,
     program: &Path,
     interrupt: &Interrupt,
-    run: &mut Run,
+    run: &mut PolicyRun,
 ) -> anyhow::Result<()> {
     match policy {
         Policy::Pagefold { .. } | Policy::Nobody { .. } => {}

@@ -1,8 +1,7 @@
 //! What an experiment found, as it is written to JSON.
 
-use crate::bench::experiment::numa::Placed;
-use crate::bench::page_tables::Look;
-use crate::bench::sampler::{Point, reached, thinned};
+use crate::bench::page_tables::PageTableSample;
+use crate::bench::sampler::{SamplerPoint, reached, thinned};
 use crate::programs::Target;
 use pagefold_workload::{ActivityCounters, Lifetime};
 use serde::{Deserialize, Serialize};
@@ -14,7 +13,7 @@ pub const SCHEMA: &str = "pagefold.bench/1";
 
 /// An experiment's result.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct ExperimentReport {
     /// [`SCHEMA`].
     pub schema: &'static str,
     /// Its name.
@@ -22,11 +21,11 @@ pub struct Report {
     /// The claim it measures, and whose it is.
     pub claim: &'static str,
     /// Where.
-    pub machine: Machine,
+    pub machine: MachineDescription,
     /// Sizes and times that were asked for.
     pub parameters: BTreeMap<&'static str, u64>,
     /// One entry for each policy that could be measured.
-    pub runs: Vec<Run>,
+    pub runs: Vec<PolicyRun>,
     /// Figures that belong to no policy, by name with their unit.
     pub figures: BTreeMap<String, f64>,
     /// Curves that are no policy's, by name.
@@ -35,7 +34,7 @@ pub struct Report {
     /// pagefold's figures divided by the peers'.
     pub ratios: BTreeMap<String, f64>,
     /// What was asked of the figures.
-    pub bars: Vec<Bar>,
+    pub bars: Vec<BarResult>,
     /// Policies that could not be measured, and why.
     pub failures: Vec<Failure>,
     /// Figures to be drawn beside each other.
@@ -56,14 +55,14 @@ pub struct Picture {
     pub rows: Vec<(String, f64)>,
 }
 
-impl Report {
+impl ExperimentReport {
     /// An empty one.
     pub fn new(experiment: &'static str, claim: &'static str) -> Self {
         Self {
             schema: SCHEMA,
             experiment,
             claim,
-            machine: Machine::this(),
+            machine: MachineDescription::this(),
             parameters: BTreeMap::new(),
             runs: Vec::new(),
             figures: BTreeMap::new(),
@@ -81,7 +80,7 @@ impl Report {
     }
 
     /// The run of a policy.
-    pub fn run(&self, policy: &str) -> Option<&Run> {
+    pub fn run(&self, policy: &str) -> Option<&PolicyRun> {
         self.runs.iter().find(|run| run.policy == policy)
     }
 
@@ -121,7 +120,7 @@ impl Report {
                 Limit::AtLeast(limit) => measured >= limit,
                 Limit::AtMost(limit) => measured <= limit,
             };
-            self.bars.push(Bar { name: name.into(), bar, measured, met });
+            self.bars.push(BarResult { name: name.into(), bar, measured, met });
         }
     }
 
@@ -141,7 +140,7 @@ impl Report {
 
 /// The machine.
 #[derive(Clone, Debug, Serialize)]
-pub struct Machine {
+pub struct MachineDescription {
     /// The kernel's release.
     pub kernel: String,
     /// The processor's name.
@@ -156,7 +155,7 @@ pub struct Machine {
     pub pagefold: &'static str,
 }
 
-impl Machine {
+impl MachineDescription {
     /// Memory that can be had without swapping, by the kernel's estimate; zero where it does not tell.
     pub fn available_mib() -> u64 {
         let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -189,7 +188,7 @@ impl Machine {
 /// What came of a policy.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Run {
+pub struct PolicyRun {
     /// The policy.
     pub policy: String,
     /// Saved at the end.
@@ -220,7 +219,7 @@ pub struct Run {
     pub curve: Vec<(f64, u64)>,
     /// What is merged by the targets' page tables, where those were read.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub in_page_tables: Vec<Look>,
+    pub in_page_tables: Vec<PageTableSample>,
     /// The lives of memory that came and went meanwhile.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub lives: Vec<Lifetime>,
@@ -229,7 +228,7 @@ pub struct Run {
     pub programs: Vec<Placed>,
     /// All that was sampled.
     #[serde(skip)]
-    pub points: Vec<Point>,
+    pub points: Vec<SamplerPoint>,
     /// What targets had done by themselves before and after.
     #[serde(skip)]
     pub counters: Vec<(ActivityCounters, ActivityCounters)>,
@@ -238,9 +237,9 @@ pub struct Run {
     pub summary: Option<serde_json::Value>,
 }
 
-impl Run {
+impl PolicyRun {
     /// Takes in what was sampled.
-    pub fn take_in(&mut self, points: &[Point]) {
+    pub fn take_in(&mut self, points: &[SamplerPoint]) {
         let Some(last) = points.last() else { return };
         self.saved_bytes = last.saved_bytes;
         self.saved_bytes_max = points.iter().map(|point| point.saved_bytes).max().unwrap_or(0);
@@ -255,7 +254,7 @@ impl Run {
     }
 
     /// Takes in what the targets' page tables showed, which is truer than KSM's counters where copies are broken.
-    pub fn take_looks(&mut self, looks: Vec<Look>) {
+    pub fn take_looks(&mut self, looks: Vec<PageTableSample>) {
         let Some(last) = looks.last() else { return };
         self.saved_bytes = last.saved_bytes;
         self.saved_bytes_max = looks.iter().map(|look| look.saved_bytes).max().unwrap_or(0);
@@ -266,7 +265,7 @@ impl Run {
     }
 
     /// The first moment at which `share` of `whole` bytes were saved.
-    pub fn reaching(&self, share: f64, whole: u64) -> Option<Point> {
+    pub fn reaching(&self, share: f64, whole: u64) -> Option<SamplerPoint> {
         reached(&self.points, share, whole)
     }
 
@@ -279,6 +278,32 @@ impl Run {
     /// What a second of CPU time saved.
     pub fn mib_per_cpu_second(&self) -> Option<f64> {
         (self.cpu_seconds > 0.0).then(|| self.saved_bytes as f64 / 1_048_576.0 / self.cpu_seconds)
+    }
+}
+
+/// The placement of a program's pages after merging, on a machine with several memory nodes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Placed {
+    /// The node where it runs.
+    pub home: usize,
+    /// The kernel's distances from there to each node: 10 to its own.
+    pub distances: Vec<u32>,
+    /// Merged pages on each node.
+    pub merged: Vec<u64>,
+    /// The node of each page in the order of addresses, merged or not: one base-36 digit each.
+    pub pages: String,
+}
+
+impl Placed {
+    /// The digit of a node.
+    pub fn digit(node: usize) -> Option<char> {
+        char::from_digit(u32::try_from(node).ok()?, 36)
+    }
+
+    /// The share of its merged pages on its own node.
+    pub fn local_share(&self) -> Option<f64> {
+        let all: u64 = self.merged.iter().sum();
+        (all > 0).then(|| self.merged.get(self.home).copied().unwrap_or(0) as f64 / all as f64)
     }
 }
 
@@ -329,7 +354,7 @@ pub enum Limit {
 
 /// A figure and what is asked of it.
 #[derive(Clone, Debug, Serialize)]
-pub struct Bar {
+pub struct BarResult {
     /// What.
     pub name: String,
     /// What is asked.
@@ -354,28 +379,38 @@ pub struct Failure {
 mod tests {
     use super::*;
 
-    fn run(policy: &str, saved_bytes: u64, ksmd: f64) -> Run {
-        Run { policy: policy.into(), saved_bytes, cpu_ksmd_seconds: ksmd, cpu_seconds: ksmd, ..Run::default() }
+    fn run(policy: &str, saved_bytes: u64, ksmd: f64) -> PolicyRun {
+        PolicyRun {
+            policy: policy.into(),
+            saved_bytes,
+            cpu_ksmd_seconds: ksmd,
+            cpu_seconds: ksmd,
+            ..PolicyRun::default()
+        }
     }
 
     #[test]
     fn a_run_takes_its_figures_from_the_points() {
-        let point =
-            |seconds, saved_bytes, ksmd_seconds| Point { seconds, saved_bytes, ksmd_seconds, ..Point::default() };
-        let mut run = Run { cpu_pagefold_seconds: 0.5, ..Run::default() };
+        let point = |seconds, saved_bytes, ksmd_seconds| SamplerPoint {
+            seconds,
+            saved_bytes,
+            ksmd_seconds,
+            ..SamplerPoint::default()
+        };
+        let mut run = PolicyRun { cpu_pagefold_seconds: 0.5, ..PolicyRun::default() };
         run.take_in(&[point(0.0, 0, 0.0), point(1.0, 95, 0.25), point(2.0, 120, 0.75), point(3.0, 100, 1.0)]);
         assert_eq!((run.saved_bytes, run.saved_bytes_max), (100, 120));
         assert_eq!((run.cpu_seconds, run.seconds), (1.5, 3.0));
         assert_eq!((run.seconds_to_90_percent, run.cpu_ksmd_seconds_to_90_percent), (Some(1.0), Some(0.25)));
-        let mut nothing = Run::default();
+        let mut nothing = PolicyRun::default();
         nothing.take_in(&[point(0.0, 0, 0.0)]);
         assert_eq!((nothing.seconds_to_90_percent, nothing.mib_per_cpu_second()), (None, None));
     }
 
     #[test]
     fn page_tables_are_believed_over_counters() {
-        let look = |seconds, saved_bytes| Look { seconds, saved_bytes, merged_pages: 0 };
-        let mut run = Run { seconds_to_90_percent: Some(0.1), ..run("p", 7, 1.0) };
+        let look = |seconds, saved_bytes| PageTableSample { seconds, saved_bytes, merged_pages: 0 };
+        let mut run = PolicyRun { seconds_to_90_percent: Some(0.1), ..run("p", 7, 1.0) };
         run.take_looks(Vec::new());
         assert_eq!(run.saved_bytes, 7);
         run.take_looks(vec![look(0.0, 0), look(1.0, 100), look(2.0, 50)]);
@@ -387,7 +422,7 @@ mod tests {
 
     #[test]
     fn ratios_are_the_subjects_over_the_peers_and_bars_can_fail() {
-        let mut report = Report::new("x", "y");
+        let mut report = ExperimentReport::new("x", "y");
         report.runs = vec![run("pagefold", 100 << 20, 2.0), run("peer", 200 << 20, 40.0), run("none", 0, 0.0)];
         report.compare("pagefold");
         assert_eq!(report.ratios["saved_vs_peer"], 0.5);
@@ -410,16 +445,16 @@ mod tests {
         assert!(agree(&right, &right.clone()));
         assert!(!agree(&right, &[Some("a".to_owned()), Some("c".to_owned())]));
         assert!(!agree(&[None], &[None]));
-        let mut report = Report::new("x", "y");
-        report.runs.push(Run::default());
+        let mut report = ExperimentReport::new("x", "y");
+        report.runs.push(PolicyRun::default());
         report.bar_on_answers();
         assert!(!report.passed());
     }
 
     #[test]
     fn the_json_has_the_schemas_names() {
-        let mut report = Report::new("x", "y");
-        report.runs.push(Run { curve: vec![(0.5, 7)], ..run("p", 1, 1.0) });
+        let mut report = ExperimentReport::new("x", "y");
+        report.runs.push(PolicyRun { curve: vec![(0.5, 7)], ..run("p", 1, 1.0) });
         report.bar("b", Limit::AtLeast(2.0), Some(1.0));
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(json["schema"], "pagefold.bench/1");

@@ -15,7 +15,7 @@ const INTERVAL: Duration = Duration::from_millis(50);
 
 /// One look.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Point {
+pub struct SamplerPoint {
     /// Since the start.
     pub seconds: f64,
     /// `pages_sharing` and `ksm_zero_pages`, beyond those at the start.
@@ -26,7 +26,7 @@ pub struct Point {
     pub daemon_seconds: f64,
 }
 
-impl Point {
+impl SamplerPoint {
     /// CPU time of ksmd and the daemon.
     pub fn cpu_seconds(&self) -> f64 {
         self.ksmd_seconds + self.daemon_seconds
@@ -38,14 +38,14 @@ impl Point {
 pub struct Sampler {
     end: Arc<AtomicBool>,
     shared: Arc<Mutex<Shared>>,
-    thread: Option<JoinHandle<anyhow::Result<Vec<Point>>>>,
+    thread: Option<JoinHandle<anyhow::Result<Vec<SamplerPoint>>>>,
 }
 
 /// What the thread is given and what it last saw.
 #[derive(Debug, Default)]
 struct Shared {
     daemon: Option<Meter>,
-    last: Point,
+    last: SamplerPoint,
 }
 
 impl Sampler {
@@ -65,7 +65,7 @@ impl Sampler {
                 let last = told.load(Ordering::Acquire);
                 let (saved, cpu_ns) = look(&ksm, &ksmd)?;
                 let mut shared = seen.lock().unwrap_or_else(PoisonError::into_inner);
-                let point = Point {
+                let point = SamplerPoint {
                     seconds: began.elapsed().as_secs_f64(),
                     saved_bytes: saved.saturating_sub(saved_then),
                     ksmd_seconds: Duration::from_nanos(cpu_ns.saturating_sub(cpu_then)).as_secs_f64(),
@@ -89,12 +89,12 @@ impl Sampler {
     }
 
     /// The latest look.
-    pub fn last(&self) -> Point {
+    pub fn last(&self) -> SamplerPoint {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).last
     }
 
     /// Takes a last look and returns them all; never none.
-    pub fn finish(mut self) -> anyhow::Result<Vec<Point>> {
+    pub fn finish(mut self) -> anyhow::Result<Vec<SamplerPoint>> {
         self.end.store(true, Ordering::Release);
         let thread = self.thread.take().context("a sampler that has ended")?;
         thread.thread().unpark();
@@ -113,12 +113,12 @@ fn look(ksm: &Ksm, ksmd: &Ksmd) -> anyhow::Result<(u64, u64)> {
 }
 
 /// When `share` of `whole` was reached first.
-pub fn reached(points: &[Point], share: f64, whole: u64) -> Option<Point> {
+pub fn reached(points: &[SamplerPoint], share: f64, whole: u64) -> Option<SamplerPoint> {
     points.iter().copied().find(|point| whole > 0 && point.saved_bytes as f64 >= share * whole as f64)
 }
 
 /// The most of a core that ksmd and the daemon took over any `window` seconds, or over all if there are fewer.
-pub fn largest_share(points: &[Point], window: f64) -> f64 {
+pub fn largest_share(points: &[SamplerPoint], window: f64) -> f64 {
     let mut most: f64 = 0.0;
     let mut end = 0;
     for (at, first) in points.iter().enumerate() {
@@ -134,7 +134,7 @@ pub fn largest_share(points: &[Point], window: f64) -> f64 {
 }
 
 /// CPU time of ksmd and of the daemon between two moments, and how long that really was.
-pub fn spent_between(points: &[Point], from: f64, to: f64) -> Option<(f64, f64, f64)> {
+pub fn spent_between(points: &[SamplerPoint], from: f64, to: f64) -> Option<(f64, f64, f64)> {
     let first = points.iter().find(|point| point.seconds >= from)?;
     let last = points.iter().rev().find(|point| point.seconds <= to)?;
     let seconds = last.seconds - first.seconds;
@@ -143,7 +143,7 @@ pub fn spent_between(points: &[Point], from: f64, to: f64) -> Option<(f64, f64, 
 }
 
 /// The curve without the points in the middle of flat stretches.
-pub fn thinned(points: &[Point]) -> Vec<(f64, u64)> {
+pub fn thinned(points: &[SamplerPoint]) -> Vec<(f64, u64)> {
     let flat = |at: usize| {
         at > 0
             && at + 1 < points.len()
@@ -158,10 +158,10 @@ pub fn thinned(points: &[Point]) -> Vec<(f64, u64)> {
 mod tests {
     use super::*;
 
-    fn points(saved: &[u64]) -> Vec<Point> {
+    fn points(saved: &[u64]) -> Vec<SamplerPoint> {
         (0_u32..)
             .zip(saved)
-            .map(|(at, &saved_bytes)| Point { seconds: f64::from(at), saved_bytes, ..Point::default() })
+            .map(|(at, &saved_bytes)| SamplerPoint { seconds: f64::from(at), saved_bytes, ..SamplerPoint::default() })
             .collect()
     }
 
@@ -174,8 +174,12 @@ mod tests {
 
     #[test]
     fn shares_are_of_whole_windows_and_both_count() {
-        let point =
-            |seconds, ksmd_seconds, daemon_seconds| Point { seconds, ksmd_seconds, daemon_seconds, saved_bytes: 0 };
+        let point = |seconds, ksmd_seconds, daemon_seconds| SamplerPoint {
+            seconds,
+            ksmd_seconds,
+            daemon_seconds,
+            saved_bytes: 0,
+        };
         let points = [
             point(0.0, 0.0, 0.0),
             point(1.0, 0.5, 0.0),

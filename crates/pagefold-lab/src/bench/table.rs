@@ -2,7 +2,8 @@
 
 use crate::bench::chart::{self, FIRST_SECONDS};
 use crate::bench::experiment::Experiment;
-use crate::bench::report::{Limit, Report, Run};
+use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
+use crate::charts::number;
 use pagefold_cli::table::Table;
 use pagefold_core::units::Bytes;
 use std::fmt::Write;
@@ -19,14 +20,14 @@ pub fn list(experiments: &[Experiment]) -> String {
 }
 
 /// A whole report.
-pub fn report(report: &Report) -> String {
+pub fn report(report: &ExperimentReport) -> String {
     let mut text = String::new();
     // Writing to a string does not fail.
     let _ = write_report(&mut text, report);
     text
 }
 
-fn write_report(to: &mut String, report: &Report) -> std::fmt::Result {
+fn write_report(to: &mut String, report: &ExperimentReport) -> std::fmt::Result {
     let machine = &report.machine;
     writeln!(to, "{}", report.experiment)?;
     writeln!(to, "  {}", report.claim)?;
@@ -74,7 +75,7 @@ fn write_report(to: &mut String, report: &Report) -> std::fmt::Result {
     Ok(())
 }
 
-fn runs(runs: &[Run]) -> Table {
+fn runs(runs: &[PolicyRun]) -> Table {
     let header = [
         "policy",
         "saved MiB",
@@ -108,16 +109,6 @@ fn runs(runs: &[Run]) -> Table {
     table
 }
 
-/// Three or more significant digits, and no more than that.
-pub fn number(value: f64) -> String {
-    match value.abs() {
-        size if size >= 100.0 || value == 0.0 => format!("{value:.0}"),
-        size if size >= 10.0 => format!("{value:.1}"),
-        size if size >= 1.0 => format!("{value:.2}"),
-        _ => format!("{value:.4}"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,8 +116,13 @@ mod tests {
 
     #[test]
     fn what_matters_is_in_the_text() {
-        let mut found = Report::new("static-mix", "a claim");
-        found.runs.push(Run { policy: "oracle".into(), saved_bytes: 7 << 20, cpu_seconds: 2.0, ..Run::default() });
+        let mut found = ExperimentReport::new("static-mix", "a claim");
+        found.runs.push(PolicyRun {
+            policy: "oracle".into(),
+            saved_bytes: 7 << 20,
+            cpu_seconds: 2.0,
+            ..PolicyRun::default()
+        });
         found.bar("speed", Limit::AtLeast(2.0), Some(1.0));
         found.failures.push(Failure { policy: "pagefold".into(), error: "no such command".into() });
         let text = report(&found);
@@ -135,13 +131,5 @@ mod tests {
         {
             assert!(text.contains(part), "{part} is not in\n{text}");
         }
-    }
-
-    #[test]
-    fn numbers_keep_three_digits() {
-        assert_eq!(
-            ["1234", "12.3", "1.23", "0.1234", "0"],
-            [1234.4, 12.34, 1.234, 0.1234, 0.0].map(number).each_ref().map(String::as_str)
-        );
     }
 }

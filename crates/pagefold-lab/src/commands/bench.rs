@@ -2,9 +2,9 @@
 
 use anyhow::Context;
 use pagefold_cli::exit::{self, Exit};
-use pagefold_lab::bench::experiment::{EXPERIMENTS, Experiment, Setting};
+use pagefold_lab::bench::experiment::{EXPERIMENTS, Experiment, ExperimentSetting};
 use pagefold_lab::bench::plot;
-use pagefold_lab::bench::report::{Failure, Report};
+use pagefold_lab::bench::report::{ExperimentReport, Failure};
 use pagefold_lab::bench::table;
 use pagefold_linux::os::interrupt::Interrupt;
 use std::env;
@@ -16,37 +16,36 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug, Default, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct BenchArgs {
-    /// Experiments to do [default: all]
+    /// Experiments to run [default: all]
     #[arg(value_name = "NAME")]
     pub names: Vec<String>,
-    /// List the experiments and the claims they measure
+    /// List the experiments and the claims they test
     #[arg(long)]
     pub list: bool,
-    /// Write the results as JSON, one experiment a line (schema pagefold.bench/1); - is standard output
+    /// Write the results as JSON, one line per experiment (schema pagefold.bench/1); - means standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
     /// Write charts (SVG) into this directory
     #[arg(long, value_name = "DIR")]
     pub plots: Option<PathBuf>,
-    /// Small and short: shows that everything works, not how well; speed is not judged
+    /// Run small and short, to check that everything works; speed is not judged
     #[arg(long)]
     pub quick: bool,
-    /// Also the peers that take long (KSM's advisor)
+    /// Include the peers that take long (KSM's advisor)
     #[arg(long)]
     pub all_peers: bool,
-    /// Only these policies, separated by commas
+    /// Run only these policies (separated by commas)
     #[arg(long, value_name = "POLICY", value_delimiter = ',')]
     pub policy: Vec<String>,
     /// The pagefold program to measure [default: the one in the same directory]
     #[arg(long, value_name = "FILE")]
     pub program: Option<PathBuf>,
-    /// On a machine emulated for an experiment: nothing is judged there
+    /// Run within the machine that an experiment emulates: nothing is judged
     #[arg(long, hide = true)]
     pub emulated: bool,
 }
 
-/// Does the experiments that are asked for. The exit code is 1 when a bar was missed or something could not be
-/// measured, else 0.
+/// Runs the experiments. The exit code is 1 if a bar was missed or something could not be measured.
 pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
     if args.list {
         print!("{}", table::list(&EXPERIMENTS));
@@ -70,7 +69,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         fs::create_dir_all(dir).with_context(|| dir.display().to_string())?;
     }
     let interrupt = Interrupt::on_signals()?;
-    let setting = Setting {
+    let setting = ExperimentSetting {
         program,
         player: &player,
         quick: args.quick,
@@ -107,9 +106,9 @@ fn experiment(name: &str) -> Result<&'static Experiment, Exit> {
     })
 }
 
-/// Does one experiment. What fails on the way is part of its report; an interrupt ends everything.
-fn conduct(experiment: &Experiment, setting: &Setting<'_>) -> anyhow::Result<Report> {
-    let mut report = Report::new(experiment.name, experiment.claim);
+/// Runs one experiment. A failure becomes part of its report; an interrupt ends everything.
+fn conduct(experiment: &Experiment, setting: &ExperimentSetting<'_>) -> anyhow::Result<ExperimentReport> {
+    let mut report = ExperimentReport::new(experiment.name, experiment.claim);
     if let Err(error) = (experiment.run)(setting, &mut report) {
         setting.interrupt.check()?;
         eprintln!("{}: {error:#}", experiment.name);

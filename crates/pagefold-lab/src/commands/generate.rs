@@ -1,4 +1,4 @@
-//! `pagefold-lab generate`: writes a record of a workload out of the papers.
+//! `pagefold-lab generate`: writes a record of one of the papers' workloads.
 
 use anyhow::{Result, bail};
 use pagefold_cli::exit::{self, Exit};
@@ -15,36 +15,36 @@ const PAGES_PER_MIB: u64 = (1 << 20) / PAGE_SIZE as u64;
 /// Options of `pagefold-lab generate`.
 #[derive(clap::Args)]
 pub struct GenerateArgs {
-    /// The workload; --list shows all
+    /// The workload (see --list)
     #[arg(value_name = "NAME", required_unless_present = "list", value_parser = generator)]
     workload: Option<&'static Generator>,
-    /// The file that the record goes to; one of that name is replaced
+    /// Write the record to this file, replacing it if it exists
     #[arg(short, long, value_name = "FILE", required_unless_present = "list")]
     output: Option<PathBuf>,
-    /// Memory of each guest or program, in MiB [default: see --list]
+    /// Set the memory of each guest or program, in MiB [default: see --list]
     #[arg(long, value_name = "MIB")]
     size: Option<u64>,
-    /// How many guests or programs [default: see --list]
+    /// Set the number of guests or programs [default: see --list]
     #[arg(long, value_name = "N", alias = "processes")]
     guests: Option<u32>,
-    /// How long a time the record covers [default: 60s]
+    /// Set the time that the record covers [default: 60s]
     #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
     length: Option<Duration>,
-    /// Time from one snapshot to the next [default: 1s]
+    /// Set the time between snapshots [default: 1s]
     #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
     every: Option<Duration>,
-    /// The same seed makes the same record [default: 1]
+    /// Set the seed: equal seeds and options give equal records [default: 1]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Print what was written as JSON (schema pagefold.lab.generate/1)
+    /// Print a summary as JSON (schema pagefold.lab.generate/1)
     #[arg(long)]
     json: bool,
-    /// Show which workloads there are, and write nothing
+    /// List the workloads
     #[arg(long, exclusive = true)]
     list: bool,
 }
 
-/// What was written, for programs.
+/// The summary as JSON.
 #[derive(Serialize)]
 struct Summary<'a> {
     schema: &'static str,
@@ -65,14 +65,14 @@ fn generator(name: &str) -> Result<&'static Generator, String> {
     })
 }
 
-/// Generates.
+/// Runs the command.
 pub fn run(args: &GenerateArgs) -> Result<u8> {
     if args.list {
         print!("{}", list());
         return Ok(exit::OK);
     }
     let (Some(generator), Some(file)) = (args.workload, &args.output) else {
-        bail!("neither a list nor a workload and a file; see pagefold-lab generate --help");
+        bail!("a workload and a file are required; see pagefold-lab generate --help");
     };
     let options = args.over(&generator.usual);
     let mut workload = generator.start(&options).map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
@@ -100,7 +100,7 @@ pub fn run(args: &GenerateArgs) -> Result<u8> {
 }
 
 impl GenerateArgs {
-    /// These, and where they leave something open what is usual.
+    /// These options, with the workload's defaults for those not given.
     fn over(&self, usual: &Options) -> Options {
         let ns = |time: Option<Duration>, usual| {
             time.map_or(usual, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))

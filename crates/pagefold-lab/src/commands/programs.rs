@@ -1,11 +1,11 @@
-//! `pagefold-lab programs`: starts real programs, has them work, and records them meanwhile.
+//! `pagefold-lab programs`: starts real programs and records them at work.
 
 use anyhow::{Context, Result, anyhow, bail};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_core::units::Bytes;
 use pagefold_lab::programs::{SUBJECTS, Subject, Subjects};
 use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source};
-use pagefold_lab::recorder::{Recorder, Wish};
+use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;
@@ -18,25 +18,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Between two questions to the programs whether something is due.
+/// Time between two steps of the programs' work.
 const TURN: Duration = Duration::from_secs(1);
 
 /// Options of `pagefold-lab programs`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ProgramsArgs {
-    /// The programs; --list shows all
+    /// The programs (see --list)
     #[arg(value_name = "NAME", required_unless_present = "list", value_parser = subject)]
     programs: Option<&'static str>,
     /// Write the record to this file (Parquet, schema pagefold.record/1)
     #[arg(short, long, value_name = "FILE", required_unless_present = "list")]
     output: Option<PathBuf>,
-    /// Look this often; every look reads all of their memory
+    /// Take a snapshot this often; each reads all memory in scope
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = humantime::parse_duration)]
     every: Duration,
-    /// End after this time [default: see --list]
+    /// Stop after this time [default: see --list]
     #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
     length: Option<Duration>,
-    /// Show which programs there are, and start nothing
+    /// List the programs
     #[arg(long, exclusive = true)]
     list: bool,
 }
@@ -48,7 +48,7 @@ fn subject(name: &str) -> Result<&'static str, String> {
     })
 }
 
-/// Starts, records and ends them.
+/// Starts, records and ends the programs.
 pub fn run(args: &ProgramsArgs) -> Result<u8> {
     if args.list {
         let width = SUBJECTS.iter().map(|subject| subject.name.len()).max().unwrap_or(0);
@@ -58,37 +58,37 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
         return Ok(exit::OK);
     }
     let (Some(subject), Some(file)) = (args.programs.and_then(Subject::named), &args.output) else {
-        bail!("neither a list nor programs and a file; see pagefold-lab programs --help");
+        bail!("programs and a file are required; see pagefold-lab programs --help");
     };
     if args.every < Duration::from_millis(1) {
         return Err(Exit::new(exit::USAGE, "--every is less than 1ms; choose more").into());
     }
     if !PageReader::new().sees_frames() {
-        let line = "not permitted to look at other programs' memory; run as root (sudo)";
+        let line = "not permitted to read other processes' memory; run as root (sudo)";
         return Err(Exit::new(exit::NOT_PERMITTED, line).into());
     }
     let interrupt = Interrupt::on_signals().context("cannot listen for signals")?;
     let length = args.length.unwrap_or(Duration::from_secs(subject.seconds));
     let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);
     let mut writer = RecordWriter::create(file, &Origin { source: "live".to_owned(), every_ns, anonymous: false })?;
-    // Nobody may merge them meanwhile: a record is to say what there would be to merge.
+    // Nothing may be merged meanwhile: the record shows what there is to merge.
     let _ksm = KsmForExperiment::take(&interrupt)?;
     let subjects = subject.start()?;
     let scope = ScopeSpec { pids: subjects.pids(), ..ScopeSpec::default() };
     let scoped = resolve(&scope, &Roots::default())?;
-    let wish = Wish { scope, deny: DenyList::default(), every: args.every, length, anonymous: false };
-    let mut recorder = Recorder::new(wish, scoped, interrupt.clone())?;
-    let work = Work::begin(subjects);
+    let options = RecordingOptions { scope, deny: DenyList::default(), every: args.every, length, anonymous: false };
+    let mut recorder = Recorder::new(options, scoped, interrupt.clone())?;
+    let work = WorkThread::begin(subjects);
     let mut deltas = Deltas::new();
     while let Some(look) = recorder.look()? {
         writer.write(&deltas.next(look))?;
     }
     work.end()?;
     interrupt.check()?;
-    let longest = recorder.longest_look();
+    let longest = recorder.longest_snapshot();
     let written = writer.finish()?;
     println!(
-        "{}: {} snapshots of {} programs, {} pages at first and {} changes, {:.1} MiB in {}; the longest look took {:.2} s",
+        "{}: {} snapshots of {} programs, {} pages at first and {} changes, {:.1} MiB in {}; the longest snapshot took {:.2} s",
         subject.name,
         written.snapshots,
         written.processes,
@@ -101,13 +101,13 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
     Ok(exit::OK)
 }
 
-/// Programs at work, until the record is done.
-struct Work {
+/// A thread that keeps the programs at work until the record is complete.
+struct WorkThread {
     done: Arc<AtomicBool>,
     thread: JoinHandle<Result<()>>,
 }
 
-impl Work {
+impl WorkThread {
     fn begin(mut subjects: Box<dyn Subjects>) -> Self {
         let done = Arc::new(AtomicBool::new(false));
         let stop = Interrupt::from(Arc::clone(&done));
@@ -123,6 +123,6 @@ impl Work {
 
     fn end(self) -> Result<()> {
         self.done.store(true, Ordering::Relaxed);
-        self.thread.join().map_err(|_| anyhow!("the thread that has the programs work has died"))?
+        self.thread.join().map_err(|_| anyhow!("the thread that keeps the programs at work has panicked"))?
     }
 }

@@ -1,4 +1,4 @@
-//! `pagefold-lab record`: what the memory of running programs holds, as digests, over a time. Reads only.
+//! `pagefold-lab record`: records the page contents of running programs over time, as digests. Reads only.
 
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
@@ -7,7 +7,7 @@ use pagefold_cli::progress::Progress;
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style;
 use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source, Written, schema};
-use pagefold_lab::recorder::{Recorder, Wish};
+use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::memory::PageReader;
@@ -21,25 +21,25 @@ use std::time::{Duration, Instant};
 /// Options of `pagefold-lab record`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RecordArgs {
-    /// Which programs.
+    /// The processes to record.
     #[command(flatten)]
     pub scope: ScopeArgs,
-    /// Whom to leave alone.
+    /// Changes to the deny list.
     #[command(flatten)]
     pub deny: DenyFlags,
-    /// Look this often (500ms, 1s, 1m); every look reads all of their memory
+    /// Take a snapshot this often (500ms, 1s, 1m); each reads all memory in scope
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = interval)]
     pub every: Duration,
-    /// End after this time; before, when told to by ctrl-C, or when all of the programs have ended
+    /// Stop after this time, or earlier on Ctrl-C or when all processes have ended
     #[arg(long = "for", value_name = "DURATION", default_value = "60s", value_parser = humantime::parse_duration)]
     pub duration: Duration,
     /// Write the record to this file (Parquet, schema pagefold.record/1)
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,
-    /// Leave out names and pids, and shift addresses and frames by random numbers
+    /// Leave out names and PIDs, and shift addresses and frames by random numbers
     #[arg(long)]
     pub anonymous: bool,
-    /// Print what was recorded as JSON (schema pagefold.lab.record/1)
+    /// Print a summary as JSON (schema pagefold.lab.record/1)
     #[arg(long)]
     pub json: bool,
 }
@@ -49,28 +49,28 @@ fn interval(text: &str) -> Result<Duration, String> {
     if every < Duration::from_millis(1) { Err("it is less than 1ms".to_owned()) } else { Ok(every) }
 }
 
-/// What was recorded.
+/// The summary.
 #[derive(Debug, Serialize)]
 struct Summary {
     schema: &'static str,
     file: PathBuf,
     file_schema: &'static str,
     scope: String,
-    /// From the beginning to the end.
+    /// Duration of the recording.
     seconds: f64,
     snapshots: u64,
-    /// Those that were there at some time.
+    /// Processes recorded at any time.
     processes: u64,
     regions: u64,
     /// Pages in the first snapshot.
     pages: u64,
-    /// Pages that were another than before in the later ones, each time counted.
+    /// Changes of pages in the later snapshots.
     changed_pages: u64,
     file_bytes: u64,
-    /// CPU time of recording and writing.
+    /// CPU time spent recording and writing.
     cpu_seconds: f64,
     longest_look_seconds: f64,
-    /// Programs in scope that were left alone at the end.
+    /// Processes in scope that were left alone at the end.
     left_alone: Vec<LeftAlone>,
 }
 
@@ -81,9 +81,9 @@ struct LeftAlone {
     reason: String,
 }
 
-/// Records.
+/// Runs the command.
 pub fn run(args: &RecordArgs) -> Result<u8> {
-    // Signals first: from here on the end is always an orderly one.
+    // Signals first: from here on every end is orderly.
     let stop = Interrupt::on_signals().context("cannot listen for signals")?;
     let scoped = args.scope.resolve()?;
     need_rights()?;
@@ -93,9 +93,14 @@ pub fn run(args: &RecordArgs) -> Result<u8> {
     let origin = Origin { source: "live".to_owned(), every_ns, anonymous: args.anonymous };
     let mut writer = RecordWriter::create(&args.output, &origin)?;
     let (began, cpu_before_ns) = (Instant::now(), own_cpu_ns());
-    let wish =
-        Wish { scope: args.scope.spec(), deny, every: args.every, length: args.duration, anonymous: args.anonymous };
-    let mut recorder = Recorder::new(wish, scoped, stop)?;
+    let options = RecordingOptions {
+        scope: args.scope.spec(),
+        deny,
+        every: args.every,
+        length: args.duration,
+        anonymous: args.anonymous,
+    };
+    let mut recorder = Recorder::new(options, scoped, stop)?;
     let mut deltas = Deltas::new();
     let progress = Progress::new();
     while let Some(look) = recorder.look()? {
@@ -113,13 +118,13 @@ pub fn run(args: &RecordArgs) -> Result<u8> {
     Ok(exit::OK)
 }
 
-/// Refuses users who may not see which pages are merged, shared or zero: the record would say of none that it is.
+/// Fails where page flags cannot be read: the record could not show which pages are merged, shared or zero.
 fn need_rights() -> Result<(), Exit> {
     if PageReader::new().sees_frames() {
         return Ok(());
     }
     Err(match std::fs::metadata("/proc/kpageflags") {
-        Ok(_) => Exit::new(exit::NOT_PERMITTED, "not permitted to look at other programs' memory; run as root (sudo)"),
+        Ok(_) => Exit::new(exit::NOT_PERMITTED, "not permitted to read other processes' memory; run as root (sudo)"),
         Err(_) => Exit::new(
             exit::NO_KERNEL_SUPPORT,
             "this kernel has no /proc/kpageflags; it must be built with CONFIG_PROC_PAGE_MONITOR",
@@ -140,7 +145,8 @@ fn refuse_if_all_are_left_alone(scoped: &[Scoped], deny: &DenyList) -> Result<()
         return Err(Exit::new(exit::NO_SCOPE, "every process in scope has ended; start it again"));
     };
     let (pid, name) = (scoped.process.pid(), &scoped.name);
-    let line = format!("process {pid} ({name}) is left alone: {reason}; nothing else is in scope, name other programs");
+    let line =
+        format!("process {pid} ({name}) is left alone: {reason}; nothing else is in scope; select other processes");
     Err(Exit::new(exit::REFUSED, line))
 }
 
@@ -158,7 +164,7 @@ fn summary(args: &RecordArgs, recorder: &Recorder, written: Written, time: Durat
         changed_pages: written.changes,
         file_bytes: written.bytes,
         cpu_seconds: cpu_ns as f64 / 1e9,
-        longest_look_seconds: recorder.longest_look().as_secs_f64(),
+        longest_look_seconds: recorder.longest_snapshot().as_secs_f64(),
         left_alone: recorder
             .left_alone()
             .map(|(pid, name, why)| LeftAlone { pid, name: name.to_owned(), reason: why.to_string() })
@@ -185,7 +191,7 @@ fn describe(summary: &Summary) -> String {
     style::line(
         &mut text,
         &format!(
-            "{} on disk; {:.1} s of CPU time in {:.1} s, the longest look took {:.2} s.",
+            "{} on disk; {:.1} s of CPU time in {:.1} s, the longest snapshot took {:.2} s.",
             style::human(summary.file_bytes),
             summary.cpu_seconds,
             summary.seconds,

@@ -1,4 +1,4 @@
-//! `pagefold-lab replay`.
+//! `pagefold-lab replay`: runs algorithms on a record and compares them.
 
 use anyhow::{Context, Result};
 use humantime::Duration;
@@ -16,20 +16,20 @@ pub struct ReplayArgs {
     /// The record
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// What searches and merges, separated by commas: ksm, ksm-smart, uksm, cmd-address, cmd-pagecount, cmd-subpage,
+    /// Run these algorithms (separated by commas): ksm, ksm-smart, uksm, cmd-address, cmd-pagecount, cmd-subpage,
     /// nuksm, pagefold [default: all]
     #[arg(long, value_name = "ALGORITHM", value_delimiter = ',')]
     algorithm: Vec<Algorithm>,
-    /// How long to go on; memory stands still when the record has ended [default: as long as the record is]
+    /// Set the simulated time; memory no longer changes after the end of the record [default: the record's length]
     #[arg(long = "for", value_name = "DURATION")]
     length: Option<Duration>,
-    /// Pages that ksmd scans in a batch, where it is not pagefold that drives it
+    /// Set the pages that ksmd scans per batch (not under pagefold)
     #[arg(long, value_name = "PAGES", default_value_t = 1_000, value_parser = clap::value_parser!(u32).range(1..))]
     pages_to_scan: u32,
-    /// How long it sleeps between batches, milliseconds
+    /// Set the sleep between batches, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 20, value_parser = clap::value_parser!(u32).range(..=3_600_000))]
     sleep: u32,
-    /// Trees of nuksm's forests [default: one for each 100 MiB]
+    /// Set the number of trees in nuksm's forests [default: one per 100 MiB]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..=4_096))]
     trees: Option<u16>,
     /// Write charts (SVG) into this directory
@@ -40,7 +40,7 @@ pub struct ReplayArgs {
     json: bool,
 }
 
-/// Replays.
+/// Runs the command.
 pub fn run(args: &ReplayArgs) -> Result<u8> {
     let record = Record::read(&args.file).map_err(|error| explain(&args.file, &error))?;
     let scripted = script(&record);

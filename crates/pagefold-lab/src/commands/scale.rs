@@ -1,4 +1,4 @@
-//! `pagefold-lab scale`: how the algorithms fare with more memory than there is here.
+//! `pagefold-lab scale`: runs algorithms on simulated memories of up to a tebibyte.
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -7,26 +7,26 @@ use pagefold_cli::progress::Progress;
 use pagefold_cli::style;
 use pagefold_lab::plots;
 use pagefold_lab::replay::Algorithm;
-use pagefold_lab::scale::{Scale, scale};
+use pagefold_lab::scale::{ScaleOptions, scale};
 use std::path::PathBuf;
 
 /// Options of `pagefold-lab scale`.
 #[derive(clap::Args)]
 pub struct ScaleArgs {
-    /// Memories to simulate, GiB, separated by commas [default: 4,16,64,256,1024]
+    /// Simulate these memory sizes, in GiB (separated by commas) [default: 4,16,64,256,1024]
     #[arg(long, value_name = "GIB", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=4_096))]
     memory: Vec<u64>,
-    /// What searches and merges, separated by commas: ksm, ksm-smart, uksm, cmd-address, cmd-pagecount, cmd-subpage,
+    /// Run these algorithms (separated by commas): ksm, ksm-smart, uksm, cmd-address, cmd-pagecount, cmd-subpage,
     /// nuksm, pagefold [default: ksm,ksm-smart,nuksm,uksm,pagefold]
     #[arg(long, value_name = "ALGORITHM", value_delimiter = ',')]
     algorithm: Vec<Algorithm>,
-    /// How long each memory is in use, hours [default: 24]
+    /// Set the simulated time for each size, in hours [default: 24]
     #[arg(long, value_name = "HOURS", value_parser = hours)]
     hours: Option<f64>,
-    /// Measure only this, separated by commas [default: all]
+    /// Measure only these parts (separated by commas) [default: all]
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     only: Vec<Part>,
-    /// Everything in small, within seconds
+    /// Run everything on a small scale, within seconds
     #[arg(long)]
     quick: bool,
     /// Write charts (SVG) into this directory
@@ -37,16 +37,16 @@ pub struct ScaleArgs {
     json: bool,
 }
 
-/// What can be measured.
+/// The parts of the measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Part {
-    /// A day with each memory
+    /// A day with each memory size
     Growth,
-    /// What simulating several pages as one does to the figures
+    /// Error from simulating several pages as one
     Grain,
     /// Comparisons by the number of trees
     Forests,
-    /// Who saves memory before it runs out
+    /// Which algorithms save memory before it runs out
     Race,
 }
 
@@ -55,7 +55,7 @@ fn hours(text: &str) -> Result<f64, String> {
     if (0.01..=168.0).contains(&hours) { Ok(hours) } else { Err("it must be from 0.01 to 168".to_owned()) }
 }
 
-/// Measures.
+/// Runs the command.
 pub fn run(args: &ScaleArgs) -> Result<u8> {
     let wanted = wanted(args);
     let progress = Progress::new();
@@ -73,8 +73,8 @@ pub fn run(args: &ScaleArgs) -> Result<u8> {
     Ok(exit::OK)
 }
 
-fn wanted(args: &ScaleArgs) -> Scale {
-    let mut wanted = if args.quick { Scale::quick() } else { Scale::default() };
+fn wanted(args: &ScaleArgs) -> ScaleOptions {
+    let mut wanted = if args.quick { ScaleOptions::quick() } else { ScaleOptions::default() };
     if !args.memory.is_empty() {
         wanted.memory.clone_from(&args.memory);
     }

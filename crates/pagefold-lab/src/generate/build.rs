@@ -9,8 +9,8 @@
 use super::NS_PER_S;
 use super::body::Body;
 use super::guest::{File, Guest, Heap, Rate};
-use super::guests::{Layout, Work, pace};
-use super::machine::Machine;
+use super::host_memory::HostMemory;
+use super::work::{Layout, Work, pace};
 use pagefold_core::random::finalize;
 use pagefold_core::units::Permyriad;
 
@@ -57,7 +57,7 @@ impl Build {
         Self { next_unit: 0, jobs: Vec::new(), pace: pace(&mut guest.chance), slab: Rate::new(300) }
     }
 
-    fn begin(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64) -> Job {
+    fn begin(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64) -> Job {
         let unit = self.next_unit;
         self.next_unit += 1;
         for file in files(SOURCES, unit, SOURCE_PAGES, guest.share(READ_SHARE)) {
@@ -67,7 +67,7 @@ impl Build {
         Job { unit, begun_ns: now_ns, length_ns, heap: Heap::default() }
     }
 
-    fn end(guest: &mut Guest, machine: &mut Machine, mut job: Job) {
+    fn end(guest: &mut Guest, machine: &mut HostMemory, mut job: Job) {
         for file in files(OBJECTS, job.unit, OBJECT_PAGES, guest.share(WRITTEN_SHARE)) {
             let pages = guest.map(machine, &file);
             for &page in &pages {
@@ -95,7 +95,7 @@ fn files(series: u64, unit: u64, mean_pages: usize, pages: usize) -> impl Iterat
 }
 
 impl Job {
-    fn go_on(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64) {
+    fn go_on(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64) {
         let whole = guest.share(JOB_SHARE) as u64;
         let wanted = whole * (now_ns - self.begun_ns).min(self.length_ns) / self.length_ns;
         let unit = self.unit;
@@ -126,9 +126,9 @@ impl Work for Build {
         }
     }
 
-    fn boot(&mut self, _: &mut Guest, _: &mut Machine, _: u64) {}
+    fn boot(&mut self, _: &mut Guest, _: &mut HostMemory, _: u64) {}
 
-    fn go_on(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64, ns: u64) {
+    fn go_on(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {
         let due = self.slab.due(guest.memory.size(), ns);
         guest.write_slab(machine, due);
         let (done, mut jobs): (Vec<_>, Vec<_>) = self.jobs.drain(..).partition(|job| job.is_done(now_ns));

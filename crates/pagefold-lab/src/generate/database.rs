@@ -14,8 +14,8 @@
 use super::NS_PER_S;
 use super::body::{Body, named};
 use super::guest::{Guest, Heap, Rate};
-use super::guests::{Layout, Work};
-use super::machine::Machine;
+use super::host_memory::HostMemory;
+use super::work::{Layout, Work};
 use crate::record::PARTS;
 use pagefold_core::random::finalize;
 use pagefold_core::units::{Pages, Permyriad};
@@ -81,7 +81,7 @@ impl Database {
     }
 
     /// Reads a block of the table into the pool.
-    fn read(&mut self, guest: &mut Guest, machine: &mut Machine, number: u64, pages: [usize; BLOCK]) {
+    fn read(&mut self, guest: &mut Guest, machine: &mut HostMemory, number: u64, pages: [usize; BLOCK]) {
         let block = self.block(number);
         for (&page, body) in pages.iter().zip(block) {
             guest.memory.write(machine, page, body);
@@ -96,7 +96,7 @@ impl Database {
             .unwrap_or_else(|| std::array::from_fn(|page| Body::named(TABLE, number, page as u64)))
     }
 
-    fn update(&mut self, guest: &mut Guest, machine: &mut Machine) {
+    fn update(&mut self, guest: &mut Guest, machine: &mut HostMemory) {
         let pooled = self.pool.len() as u64;
         if pooled == 0 {
             return;
@@ -115,7 +115,7 @@ impl Database {
     }
 
     /// Reads a block that is not in the pool in place of the one that is there longest.
-    fn miss(&mut self, guest: &mut Guest, machine: &mut Machine) {
+    fn miss(&mut self, guest: &mut Guest, machine: &mut HostMemory) {
         let number = guest.chance.below(self.blocks);
         if self.pool.iter().any(|(there, _)| *there == number) {
             return;
@@ -125,7 +125,7 @@ impl Database {
         }
     }
 
-    fn log(&mut self, guest: &mut Guest, machine: &mut Machine) {
+    fn log(&mut self, guest: &mut Guest, machine: &mut HostMemory) {
         if self.log.is_empty() {
             return;
         }
@@ -138,7 +138,7 @@ impl Database {
         self.logged += 1;
     }
 
-    fn sort(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64) {
+    fn sort(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64) {
         while now_ns >= self.next_sort * SORT_EVERY_NS {
             let begun_ns = self.next_sort * SORT_EVERY_NS + guest.chance.below(SORT_LATE_NS);
             self.sorts.push((self.next_sort, begun_ns, Heap::default()));
@@ -174,7 +174,7 @@ impl Work for Database {
         }
     }
 
-    fn boot(&mut self, guest: &mut Guest, machine: &mut Machine, step: u64) {
+    fn boot(&mut self, guest: &mut Guest, machine: &mut HostMemory, step: u64) {
         let mut pages = [0; BLOCK];
         for page in &mut pages {
             let Some(taken) = guest.take() else { return };
@@ -188,7 +188,7 @@ impl Work for Database {
         }
     }
 
-    fn go_on(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64, ns: u64) {
+    fn go_on(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {
         let size = guest.memory.size();
         let due = self.slab.due(size, ns);
         guest.write_slab(machine, due);

@@ -1,7 +1,7 @@
 //! A guest's memory, as its kernel hands it out: a free list, a page cache, slabs.
 
 use super::body::Body;
-use super::machine::{Machine, Memory};
+use super::host_memory::{HostMemory, Memory};
 use crate::record::PARTS;
 use pagefold_core::random::{Random, finalize};
 use pagefold_core::units::{Pages, Permyriad};
@@ -86,7 +86,7 @@ pub struct Guest {
 
 impl Guest {
     /// A guest that has not touched anything.
-    pub fn new(machine: &Machine, size: Pages, seed: u64, number: u64) -> Self {
+    pub fn new(machine: &HostMemory, size: Pages, seed: u64, number: u64) -> Self {
         let memory = Memory::new(machine, size);
         let free = (0..usize::try_from(size.0).unwrap_or(usize::MAX)).rev().collect();
         let chance = Random::for_purpose(seed, finalize(number));
@@ -114,14 +114,14 @@ impl Guest {
     }
 
     /// A page of zeros, as a program gets it.
-    pub fn take_zeros(&mut self, machine: &mut Machine) -> Option<usize> {
+    pub fn take_zeros(&mut self, machine: &mut HostMemory) -> Option<usize> {
         let page = self.take()?;
         self.memory.write(machine, page, Body::ZEROS);
         Some(page)
     }
 
     /// Reads a file into memory that is not to be taken back.
-    pub fn map(&mut self, machine: &mut Machine, file: &File) -> Vec<usize> {
+    pub fn map(&mut self, machine: &mut HostMemory, file: &File) -> Vec<usize> {
         let mut pages = Vec::with_capacity(file.pages);
         for at in 0..file.pages {
             let Some(page) = self.take() else { break };
@@ -138,7 +138,7 @@ impl Guest {
     }
 
     /// Reads a file into the page cache, unless it is there.
-    pub fn read(&mut self, machine: &mut Machine, file: File) {
+    pub fn read(&mut self, machine: &mut HostMemory, file: File) {
         if !self.has(&file) {
             let pages = self.map(machine, &file);
             self.cache(file, pages);
@@ -151,7 +151,7 @@ impl Guest {
     }
 
     /// Takes pages that hold something of its own: kernel tables, heaps full of pointers.
-    pub fn fill_own(&mut self, machine: &mut Machine, pages: usize) {
+    pub fn fill_own(&mut self, machine: &mut HostMemory, pages: usize) {
         for _ in 0..pages {
             let Some(page) = self.take() else { break };
             let body = machine.unique_body();
@@ -160,7 +160,7 @@ impl Guest {
     }
 
     /// Takes pages for kernel objects of one kind.
-    pub fn fill_slab(&mut self, machine: &mut Machine, pages: usize) {
+    pub fn fill_slab(&mut self, machine: &mut HostMemory, pages: usize) {
         let kind = self.chance.below(WRITTEN.len() as u64);
         let written = WRITTEN[usize::try_from(kind).unwrap_or(0)];
         for _ in 0..pages {
@@ -172,14 +172,14 @@ impl Guest {
     }
 
     /// Takes pages and leaves them cleared.
-    pub fn fill_zeros(&mut self, machine: &mut Machine, pages: usize) {
+    pub fn fill_zeros(&mut self, machine: &mut HostMemory, pages: usize) {
         for _ in 0..pages {
             self.take_zeros(machine);
         }
     }
 
     /// Writes so many kernel objects, half of the time in a tenth of the pages.
-    pub fn write_slab(&mut self, machine: &mut Machine, times: usize) {
+    pub fn write_slab(&mut self, machine: &mut HostMemory, times: usize) {
         let pages = self.slab.len() as u64;
         if pages == 0 {
             return;
@@ -213,9 +213,9 @@ impl Heap {
     pub fn grow(
         &mut self,
         guest: &mut Guest,
-        machine: &mut Machine,
+        machine: &mut HostMemory,
         pages: usize,
-        mut body: impl FnMut(&mut Machine, usize) -> Body,
+        mut body: impl FnMut(&mut HostMemory, usize) -> Body,
     ) {
         for (at, &page) in self.pages.iter().enumerate().skip(self.written) {
             let body = body(machine, at);

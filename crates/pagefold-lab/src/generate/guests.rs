@@ -16,12 +16,11 @@
 use super::build::Build;
 use super::database::Database;
 use super::guest::{File, Guest};
-use super::machine::Machine;
+use super::host_memory::HostMemory;
 use super::web::Web;
+use super::work::{Layout, Work};
 use super::{Options, World, show_one};
-use crate::record::Look;
-use pagefold_core::random::Random;
-use pagefold_core::units::Permyriad;
+use crate::record::MemorySnapshot;
 
 /// The files of the system.
 const SYSTEM: u64 = 1;
@@ -31,36 +30,6 @@ const SYSTEM_FILE_PAGES: usize = 16;
 const CHUNK: usize = 16;
 /// The guests' clocks: everything happens at such times, nanoseconds.
 const TICK_NS: u64 = 100_000_000;
-
-/// What a guest's memory consists of, and how it came there. Shares of its memory.
-pub struct Layout {
-    /// Files of the system.
-    pub system: Permyriad,
-    /// Its own.
-    pub own: Permyriad,
-    /// Kernel objects.
-    pub slab: Permyriad,
-    /// Cleared and not used yet.
-    pub zeros: Permyriad,
-    /// Steps that the work adds while booting.
-    pub steps: u64,
-    /// How far steps come out of order: 0 for the same order in all guests, 10,000 for as far as from the first to the last.
-    pub disorder: Permyriad,
-    /// How long the work has been going on when the record begins, nanoseconds.
-    pub before_ns: u64,
-}
-
-/// What goes on in a guest.
-pub trait Work {
-    /// What its memory consists of.
-    fn layout(&self) -> Layout;
-
-    /// Does one of its steps while booting.
-    fn boot(&mut self, guest: &mut Guest, machine: &mut Machine, step: u64);
-
-    /// Does all that happens in some time, up to another.
-    fn go_on(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64, ns: u64);
-}
 
 #[derive(Clone, Copy)]
 enum Step {
@@ -73,7 +42,7 @@ enum Step {
 
 /// The guests and their host.
 pub struct Guests<W> {
-    machine: Machine,
+    machine: HostMemory,
     running: Vec<(Guest, W)>,
     /// Time since the work began.
     now_ns: u64,
@@ -97,7 +66,7 @@ pub fn database(options: &Options) -> Box<dyn World> {
 
 impl<W: Work> Guests<W> {
     fn boot(options: &Options, work: impl Fn(&mut Guest) -> W) -> Self {
-        let mut machine = Machine::new(options.seed);
+        let mut machine = HostMemory::new(options.seed);
         let mut booting: Vec<(Guest, W, Vec<Step>)> = Vec::new();
         let mut before_ns = 0;
         for number in 0..options.processes {
@@ -175,14 +144,9 @@ impl<W: Work> World for Guests<W> {
         }
     }
 
-    fn show(&self, look: &mut Look) {
+    fn show(&self, look: &mut MemorySnapshot) {
         for (number, (guest, _)) in (0..).zip(&self.running) {
             show_one(look, number, number, format!("guest-{number}"), &guest.memory);
         }
     }
-}
-
-/// A pace of one's own: from nine to eleven tenths, in thousandths.
-pub fn pace(chance: &mut Random) -> u64 {
-    900 + chance.below(201)
 }

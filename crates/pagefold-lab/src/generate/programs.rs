@@ -1,9 +1,9 @@
 //! The programs that KSM and UKSM were measured with: no guests, one mapping each.
 
 use super::body::{Body, named};
-use super::machine::{Machine, Memory};
+use super::host_memory::{HostMemory, Memory};
 use super::{NS_PER_S, Options, World, show_one, show_region};
-use crate::record::{Look, PARTS, ProcessRow};
+use crate::record::{MemorySnapshot, PARTS, ProcessRow};
 use pagefold_core::units::Pages;
 
 const KSMPAGES: u64 = 40;
@@ -18,22 +18,22 @@ const LIFE_NS: u64 = 2 * NS_PER_S;
 
 /// Programs that fill their memory once.
 struct Filled {
-    machine: Machine,
+    machine: HostMemory,
     size: Pages,
     name: &'static str,
     /// When each of them starts, nanoseconds.
     starts_ns: Vec<u64>,
     running: Vec<Memory>,
-    body: fn(&mut Machine, usize, u64) -> Body,
+    body: fn(&mut HostMemory, usize, u64) -> Body,
 }
 
 fn filled(
     options: &Options,
     name: &'static str,
     starts_ns: Vec<u64>,
-    body: fn(&mut Machine, usize, u64) -> Body,
+    body: fn(&mut HostMemory, usize, u64) -> Body,
 ) -> Box<dyn World> {
-    let machine = Machine::new(options.seed);
+    let machine = HostMemory::new(options.seed);
     Box::new(Filled { machine, size: options.size, name, starts_ns, running: Vec::new(), body })
 }
 
@@ -49,7 +49,7 @@ impl World for Filled {
         }
     }
 
-    fn show(&self, look: &mut Look) {
+    fn show(&self, look: &mut MemorySnapshot) {
         for (number, memory) in (0..).zip(&self.running) {
             show_one(look, number, number, format!("{}-{number}", self.name), memory);
         }
@@ -95,7 +95,7 @@ fn last_word(content: u64) -> Body {
 /// a record could say. So this one counts its passes in the last word of the page: what it has written in a pass is
 /// equal again, and merging it pays until the next.
 struct Breakers {
-    machine: Machine,
+    machine: HostMemory,
     programs: Vec<Memory>,
     /// Pages written so far, by each.
     written: u64,
@@ -114,7 +114,7 @@ impl World for Breakers {
         }
     }
 
-    fn show(&self, look: &mut Look) {
+    fn show(&self, look: &mut MemorySnapshot) {
         for (number, memory) in (0..).zip(&self.programs) {
             show_one(look, number, number, format!("breaker-{number}"), memory);
         }
@@ -123,7 +123,7 @@ impl World for Breakers {
 
 /// See [`Breakers`].
 pub fn cow_breaker(options: &Options) -> Box<dyn World> {
-    let mut machine = Machine::new(options.seed);
+    let mut machine = HostMemory::new(options.seed);
     let mut programs = Vec::new();
     for _ in 0..options.processes {
         let mut memory = Memory::new(&machine, options.size);
@@ -137,7 +137,7 @@ pub fn cow_breaker(options: &Options) -> Box<dyn World> {
 
 /// UKSM's short-lived memory. Each life is a region of its own.
 struct ShortLived {
-    machine: Machine,
+    machine: HostMemory,
     processes: u32,
     size: Pages,
     /// Lives and gaps so far: even while mapped.
@@ -170,7 +170,7 @@ impl World for ShortLived {
         }
     }
 
-    fn show(&self, look: &mut Look) {
+    fn show(&self, look: &mut MemorySnapshot) {
         for process in 0..self.processes {
             look.processes.push(ProcessRow { process, pid: None, name: Some(format!("short-lived-{process}")) });
         }
@@ -183,7 +183,7 @@ impl World for ShortLived {
 
 /// See [`ShortLived`].
 pub fn short_lived(options: &Options) -> Box<dyn World> {
-    let machine = Machine::new(options.seed);
+    let machine = HostMemory::new(options.seed);
     let mut world =
         ShortLived { machine, processes: options.processes, size: options.size, phase: 0, mapped: Vec::new() };
     world.map();

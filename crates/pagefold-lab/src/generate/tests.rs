@@ -16,22 +16,22 @@ fn options(name: &str, size: Pages, seconds: u64) -> (&'static Generator, Option
     (generator, Options { size, length_ns: seconds * NS_PER_S, ..generator.usual })
 }
 
-fn looks(name: &str, size: Pages, seconds: u64) -> Vec<Look> {
+fn looks(name: &str, size: Pages, seconds: u64) -> Vec<MemorySnapshot> {
     let (generator, options) = options(name, size, seconds);
     all(generator.start(&options).unwrap())
 }
 
-fn all(mut source: Generated) -> Vec<Look> {
+fn all(mut source: Generated) -> Vec<MemorySnapshot> {
     std::iter::from_fn(|| source.look().unwrap()).collect()
 }
 
 /// Every page by its process and number.
-fn pages(look: &Look) -> FxHashMap<(u32, Vpn), Page> {
+fn pages(look: &MemorySnapshot) -> FxHashMap<(u32, Vpn), Page> {
     look.regions.iter().flat_map(|(row, pages)| pages.iter().map(|&(page, held)| ((row.process, page), held))).collect()
 }
 
 /// The share of the guests' memory that is saved if, of equal pages with equal marks, one is left.
-fn savable<M: Hash + Eq>(look: &Look, mark: impl Fn(&Page) -> M) -> f64 {
+fn savable<M: Hash + Eq>(look: &MemorySnapshot, mark: impl Fn(&Page) -> M) -> f64 {
     let all: u64 = look.regions.iter().map(|(row, _)| row.pages.0).sum();
     let pages = pages(look);
     let kept: FxHashSet<_> = pages.values().map(|page| (page.digest, mark(page))).collect();
@@ -39,14 +39,14 @@ fn savable<M: Hash + Eq>(look: &Look, mark: impl Fn(&Page) -> M) -> f64 {
 }
 
 /// The same in the last look, and what eight classes of equal address ranges leave of it.
-fn by_address(look: &Look) -> (f64, f64) {
+fn by_address(look: &MemorySnapshot) -> (f64, f64) {
     let end = 1 + pages(look).values().filter_map(|page| page.frame).max().unwrap();
     let all = savable(look, |_| ());
     (all, savable(look, |page| page.frame.unwrap() * 8 / end) / all)
 }
 
 /// In which parts pages that were there before have changed from look to look, and how many.
-fn changes(looks: &[Look]) -> FxHashMap<Parts, u64> {
+fn changes(looks: &[MemorySnapshot]) -> FxHashMap<Parts, u64> {
     let mut found = FxHashMap::default();
     for pair in looks.windows(2) {
         let before = pages(&pair[0]);
@@ -248,7 +248,7 @@ fn ksmpages_differ_in_their_last_part_only_and_the_copies_come_later() {
     }
 }
 
-fn looks_of_best() -> Vec<Look> {
+fn looks_of_best() -> Vec<MemorySnapshot> {
     looks("ksmpages-best", SMALL, 10)
 }
 

@@ -8,8 +8,8 @@
 
 use super::NS_PER_S;
 use super::guest::{File, Guest, Heap, Rate};
-use super::guests::{Layout, Work};
-use super::machine::Machine;
+use super::host_memory::HostMemory;
+use super::work::{Layout, Work};
 use crate::record::PARTS;
 use pagefold_core::units::{Pages, Permyriad};
 
@@ -59,7 +59,7 @@ impl Web {
         }
     }
 
-    fn request(&mut self, guest: &mut Guest, machine: &mut Machine) {
+    fn request(&mut self, guest: &mut Guest, machine: &mut HostMemory) {
         if self.buffers.is_empty() {
             return;
         }
@@ -71,7 +71,7 @@ impl Web {
     }
 
     /// Reads a file that is not in the page cache.
-    fn miss(&self, guest: &mut Guest, machine: &mut Machine) {
+    fn miss(&self, guest: &mut Guest, machine: &mut HostMemory) {
         for _ in 0..TRIES {
             let asked_for = File::new(SITE, guest.chance.below(self.files), FILE_PAGES);
             // Most are there.
@@ -81,7 +81,7 @@ impl Web {
         }
     }
 
-    fn line(&mut self, guest: &mut Guest, machine: &mut Machine) {
+    fn line(&mut self, guest: &mut Guest, machine: &mut HostMemory) {
         let (page, part) = match self.log {
             Some((page, part)) if part < PARTS => (page, part),
             _ => {
@@ -96,7 +96,7 @@ impl Web {
     }
 
     /// Has workers begin, fill their memory in the first quarter of their lives, write on what they have, and end.
-    fn work(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64) {
+    fn work(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64) {
         while self.workers.len() < WORKERS {
             // The first ones end one after the other, as their successors do.
             let life = WORKER_NS * (1 + self.workers.len() as u64) / WORKERS as u64;
@@ -133,7 +133,7 @@ impl Work for Web {
         }
     }
 
-    fn boot(&mut self, guest: &mut Guest, machine: &mut Machine, step: u64) {
+    fn boot(&mut self, guest: &mut Guest, machine: &mut HostMemory, step: u64) {
         guest.read(machine, File::new(SITE, step, FILE_PAGES));
         // Buffers are got as requests come.
         let wanted = guest.share(BUFFERS) as u64 * (step + 1) / self.preloaded;
@@ -143,7 +143,7 @@ impl Work for Web {
         }
     }
 
-    fn go_on(&mut self, guest: &mut Guest, machine: &mut Machine, now_ns: u64, ns: u64) {
+    fn go_on(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {
         let size = guest.memory.size();
         let due = self.slab.due(size, ns);
         guest.write_slab(machine, due);

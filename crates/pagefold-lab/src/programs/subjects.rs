@@ -213,8 +213,8 @@ impl<T: Target + Send> Subjects for Alone<T> {
     }
 }
 
-/// Guests, and how far they are.
-struct Guests {
+/// GuestSubjects, and how far they are.
+struct GuestSubjects {
     started: Vec<WorkingGuest>,
     booted: Option<Duration>,
     working: bool,
@@ -231,10 +231,10 @@ fn guests_web(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
 fn guests(scratch: &Path, work: GuestWork) -> anyhow::Result<Box<dyn Subjects>> {
     let image = WorkingGuests::make(scratch, GUEST_MIB, work)?;
     let started = (0..GUESTS).map(|instance| image.start(instance)).collect::<anyhow::Result<_>>()?;
-    Ok(Box::new(Guests { started, booted: None, working: false }))
+    Ok(Box::new(GuestSubjects { started, booted: None, working: false }))
 }
 
-impl Subjects for Guests {
+impl Subjects for GuestSubjects {
     fn pids(&self) -> Vec<i32> {
         self.started.iter().map(WorkingGuest::pid).collect()
     }

@@ -1,6 +1,6 @@
 //! Looks and records that could be, for property tests.
 
-use super::{Deltas, Look, Origin, PARTS, Page, ProcessRow, Record, RegionRow};
+use super::{Deltas, MemorySnapshot, Origin, PARTS, Page, ProcessRow, Record, RegionRow};
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Pages, Vpn};
 use proptest::prelude::*;
@@ -28,7 +28,7 @@ fn region() -> impl Strategy<Value = (String, u64, Vec<(Vpn, Page)>)> {
 }
 
 /// Looks, one after the other: the same few numbers come and go, and none comes twice.
-pub(super) fn looks() -> impl Strategy<Value = Vec<Look>> {
+pub(super) fn looks() -> impl Strategy<Value = Vec<MemorySnapshot>> {
     let process = (any::<Option<i32>>(), any::<Option<String>>());
     let processes = prop::collection::btree_map(0..4_u32, process, 0..4);
     let regions = prop::collection::btree_map(0..8_u32, region(), 0..6);
@@ -56,7 +56,7 @@ pub(super) fn looks() -> impl Strategy<Value = Vec<Look>> {
             let rows_of = |processes: BTreeMap<u32, (Option<i32>, Option<String>)>| {
                 processes.into_iter().map(|(process, (pid, name))| ProcessRow { process, pid, name }).collect()
             };
-            looks.push(Look { time_ns, processes: rows_of(processes), regions: rows });
+            looks.push(MemorySnapshot { time_ns, processes: rows_of(processes), regions: rows });
         }
         looks
     })

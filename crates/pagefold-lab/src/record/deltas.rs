@@ -1,6 +1,6 @@
 //! From looks to what changed between them, and back.
 
-use super::{Event, Look, PARTS, Page, ProcessRow, RegionRow, Snapshot};
+use super::{Event, MemorySnapshot, PARTS, Page, ProcessRow, RegionRow, Snapshot};
 use pagefold_core::host::PageState;
 use pagefold_core::units::Vpn;
 use rustc_hash::FxHashSet;
@@ -20,7 +20,7 @@ impl Deltas {
     }
 
     /// What the look shows that the one before did not, and the other way round.
-    pub fn next(&mut self, look: Look) -> Snapshot {
+    pub fn next(&mut self, look: MemorySnapshot) -> Snapshot {
         let mut events = Vec::new();
         let State { processes, regions } = &mut self.last;
         let there: FxHashSet<u32> = look.processes.iter().map(|row| row.process).collect();
@@ -263,8 +263,8 @@ mod tests {
     /// Process, region, first page, pages, and the digests of some.
     type Mapped<'a> = (u32, u32, u64, u64, &'a [(u64, u128)]);
 
-    fn look(processes: &[u32], regions: &[Mapped<'_>]) -> Look {
-        Look {
+    fn look(processes: &[u32], regions: &[Mapped<'_>]) -> MemorySnapshot {
+        MemorySnapshot {
             time_ns: 0,
             processes: processes.iter().map(|&process| ProcessRow { process, pid: None, name: None }).collect(),
             regions: regions

@@ -1,90 +1,90 @@
-//! What can be wrong with a record. Each error is one line: what is wrong; what to do.
+//! Errors of reading and writing records. Each message is one line: what failed and why; what to do.
 
 use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// Why there is no record.
+/// An error of reading or writing a record.
 #[derive(Debug, Error)]
 pub enum RecordError {
-    /// There is no such file.
+    /// The file does not exist.
     #[error("there is no file {}; make one with pagefold-lab record", path.display())]
     Absent {
         /// The file.
         path: PathBuf,
     },
-    /// It is a directory, a pipe or the like.
+    /// It is not a regular file.
     #[error("{} is not a file; give a record made by pagefold-lab record", path.display())]
     NotAFile {
-        /// What it is instead of the file.
+        /// The path.
         path: PathBuf,
     },
-    /// The system does not let it be read.
-    #[error("cannot read {}: {source}; look at the file and who may read it", path.display())]
+    /// It cannot be read.
+    #[error("cannot read {}: {source}; check the file and its permissions", path.display())]
     Read {
         /// The file.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// It is something else altogether.
+    /// It is not Parquet.
     #[error("{} is not a Parquet file; give a record made by pagefold-lab record", path.display())]
     Foreign {
         /// The file.
         path: PathBuf,
     },
-    /// It begins as Parquet and does not end so.
-    #[error("{} is cut off, or something follows its end; copy it again, or record anew", path.display())]
+    /// It begins as Parquet but does not end so.
+    #[error("{} is cut off, or something follows its end; copy it again, or record again", path.display())]
     CutOff {
         /// The file.
         path: PathBuf,
     },
-    /// It is not as it was written.
-    #[error("{} is damaged ({what}); copy it again, or record anew", path.display())]
+    /// Its checksum or encoding is wrong.
+    #[error("{} is damaged ({what}); copy it again, or record again", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// How that shows.
+        /// Details.
         what: String,
     },
-    /// It is Parquet, and no record.
-    #[error("{} is a Parquet file and no record ({what}); give one that pagefold-lab record wrote", path.display())]
+    /// It is Parquet, but not a record.
+    #[error("{} is a Parquet file but not a record ({what}); give one that pagefold-lab record wrote", path.display())]
     NotARecord {
         /// The file.
         path: PathBuf,
-        /// How that shows.
+        /// Details.
         what: String,
     },
-    /// It is by a later version.
-    #[error("{} is a record of schema {schema}, which this pagefold does not know; use a newer one", path.display())]
+    /// It was written by a later version.
+    #[error("{} is a record of schema {schema}, which this version does not know; use a newer pagefold-lab", path.display())]
     Newer {
         /// The file.
         path: PathBuf,
         /// Its schema.
         schema: String,
     },
-    /// What it says cannot be.
-    #[error("{} makes no sense in snapshot {snapshot}: {what}; record anew", path.display())]
+    /// Its events contradict each other.
+    #[error("{} is inconsistent in snapshot {snapshot}: {what}; record again", path.display())]
     Senseless {
         /// The file.
         path: PathBuf,
         /// The snapshot, from 0.
         snapshot: u64,
-        /// What cannot be.
+        /// The contradiction.
         what: String,
     },
-    /// What is there already is no file, and is left as it is.
-    #[error("{} is there already and is not a file; give another name", path.display())]
+    /// The output path exists and is not a regular file.
+    #[error("{} exists and is not a file; choose another name", path.display())]
     Occupied {
-        /// What is there.
+        /// The path.
         path: PathBuf,
     },
-    /// It cannot be written.
-    #[error("cannot write {}: {what}; give a file in a directory that may be written to, with room for it", path.display())]
+    /// The output file cannot be written.
+    #[error("cannot write {}: {what}; choose a writable directory with enough space", path.display())]
     Write {
         /// The file.
         path: PathBuf,
-        /// The error of the system, or of what writes Parquet.
+        /// The error of the system or of the Parquet writer.
         what: String,
     },
 }

@@ -128,9 +128,9 @@ fn a_source_is_written_to_its_end() {
     struct Three(u64);
     impl Source for Three {
         type Error = RecordError;
-        fn look(&mut self) -> Result<Option<Look>, RecordError> {
+        fn look(&mut self) -> Result<Option<MemorySnapshot>, RecordError> {
             self.0 += 1;
-            Ok((self.0 < 4).then(|| Look { time_ns: self.0, ..Look::default() }))
+            Ok((self.0 < 4).then(|| MemorySnapshot { time_ns: self.0, ..MemorySnapshot::default() }))
         }
     }
     let place = Place::new();

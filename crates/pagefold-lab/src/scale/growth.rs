@@ -1,8 +1,8 @@
 //! How algorithms fare as memory grows (a day of each size), and what simulating grains instead of pages does to the
 //! figures.
 
-use super::machine::Machine;
-use crate::replay::{Algorithm, Run, Settings, knobs};
+use super::server_memory::ServerMemory;
+use crate::replay::{Algorithm, ReplayRun, Settings, knobs};
 use pagefold_core::host::Host;
 use pagefold_sim::{Costs, Knobs, SimHost};
 use serde::Serialize;
@@ -24,7 +24,7 @@ const GRAINS_PAGEFOLD: (u32, u32) = (1, 64);
 
 /// Who runs, and how ksmd scans where it is not pagefold that drives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Runner {
+pub struct GrowthRun {
     /// The algorithm.
     pub algorithm: Algorithm,
     /// Pages in a batch of ksmd, one each 20 ms.
@@ -86,7 +86,7 @@ pub struct Savable(Vec<(u64, u64)>);
 
 impl Savable {
     /// Counts what nobody has saved, at some times, in grains of so many pages.
-    pub fn of(machine: Machine, grain: u32) -> Self {
+    pub fn of(machine: ServerMemory, grain: u32) -> Self {
         let knobs = Knobs { granularity: grain, ..Knobs::default() };
         let mut sim = machine.populate(SimHost::new(1, Costs::default(), knobs), &knobs);
         let mut points = Vec::new();
@@ -112,7 +112,7 @@ impl Savable {
 }
 
 /// The grain for a memory under an algorithm.
-pub fn grain_for(machine: Machine, algorithm: Algorithm) -> u32 {
+pub fn grain_for(machine: ServerMemory, algorithm: Algorithm) -> u32 {
     let (simulated_log2, (finest, coarsest)) = match algorithm {
         Algorithm::Pagefold => (SIMULATED_LOG2_PAGEFOLD, GRAINS_PAGEFOLD),
         _ => (SIMULATED_LOG2, GRAINS),
@@ -122,12 +122,12 @@ pub fn grain_for(machine: Machine, algorithm: Algorithm) -> u32 {
 }
 
 /// Runs an algorithm on a machine.
-pub fn grow(machine: Machine, runner: Runner, grain: u32, savable: &Savable) -> Growth {
-    let Runner { algorithm, pages_to_scan } = runner;
+pub fn grow(machine: ServerMemory, runner: GrowthRun, grain: u32, savable: &Savable) -> Growth {
+    let GrowthRun { algorithm, pages_to_scan } = runner;
     // On a live machine pages are counted again when a process has grown or shrunk, which none does here.
     let knobs = Knobs { granularity: grain, resident_age_ns: u64::MAX / 2, ..knobs(algorithm, machine.pages(), None) };
     let settings = Settings { pages_to_scan, ..Settings::for_time(machine.for_ns) };
-    let mut run = Run::begin(algorithm, knobs, &settings, |sim| machine.populate(sim, &knobs));
+    let mut run = ReplayRun::begin(algorithm, knobs, &settings, |sim| machine.populate(sim, &knobs));
     let mut reached = None;
     let (mut index_bytes, mut metadata_bytes, mut shares) = (0, 0, 0.0);
     let mut curve = Vec::new();
@@ -184,7 +184,7 @@ pub fn grow(machine: Machine, runner: Runner, grain: u32, savable: &Savable) -> 
 }
 
 /// CPU time so far, seconds.
-fn cpu(run: &Run) -> f64 {
+fn cpu(run: &ReplayRun) -> f64 {
     let cost = run.sim.cost();
     (cost.pagefold_ns + cost.ksmd_ns) as f64 / NS_PER_S as f64
 }
@@ -256,7 +256,7 @@ impl GrainCheck {
 mod tests {
     use super::*;
 
-    const MACHINE: Machine = Machine { gib: 1, for_ns: 60 * NS_PER_S };
+    const MACHINE: ServerMemory = ServerMemory { gib: 1, for_ns: 60 * NS_PER_S };
 
     #[test]
     fn what_can_be_saved_does_not_depend_on_the_grain() {
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn figures_hardly_depend_on_the_grain() {
         for algorithm in [Algorithm::Ksm, Algorithm::NuKsm, Algorithm::Uksm, Algorithm::Pagefold] {
-            let runner = Runner { algorithm, pages_to_scan: 1_000 };
+            let runner = GrowthRun { algorithm, pages_to_scan: 1_000 };
             let [fine, coarse] = [1, 8].map(|grain| grow(MACHINE, runner, grain, &Savable::of(MACHINE, grain)));
             // It is looked every second whether 90 % is reached, which is long for a memory of this size.
             let figures =

@@ -7,7 +7,7 @@
 //! after the instances and the scanning, so that it has what it wants at 900 s, when the thesis's KSM is killed. What
 //! merging itself takes (records, the index) is in use too.
 
-use crate::replay::{Algorithm, Run, Settings, knobs};
+use crate::replay::{Algorithm, ReplayRun, Settings, knobs};
 use pagefold_core::keys::FamilyKey;
 use pagefold_core::random::Random;
 use pagefold_core::units::{EXTENT_PAGES, Pages, Vpn};
@@ -153,7 +153,7 @@ impl Race {
             costs: Costs::default().slower(self.cost_percent),
             ..Settings::for_time(self.for_seconds * NS_PER_S)
         };
-        let mut run = Run::begin(runs, knobs, &settings, |mut sim: SimHost| {
+        let mut run = ReplayRun::begin(runs, knobs, &settings, |mut sim: SimHost| {
             for _ in 0..2 {
                 let instance = Mapping::new(Pages(self.grains(self.instance_gib)), Fill::Series(1));
                 sim.add(Process::starting_at(0).mapping(instance.of_family(1)));

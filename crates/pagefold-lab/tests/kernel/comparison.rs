@@ -4,8 +4,8 @@ use super::family;
 use super::memory::{Course, PROGRAMS, SCANS};
 use pagefold_core::host::{Actions, Host, PageState, ScanOrder};
 use pagefold_core::keys::OwnerKey;
-use pagefold_lab::record::{Deltas, Look, Origin, Page, Record, Snapshot, Source};
-use pagefold_lab::recorder::{Recorder, Wish};
+use pagefold_lab::record::{Deltas, MemorySnapshot, Origin, Page, Record, Snapshot, Source};
+use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_lab::script::script;
 use pagefold_linux::check::facts::Release;
 use pagefold_linux::ksm::Knob;
@@ -197,18 +197,18 @@ fn recorder(holders: &[Option<Holder>]) -> Recorder {
     let pids = holders.iter().flatten().map(Holder::pid);
     let scope = |pid| ScopeSpec { pids: vec![pid], ..ScopeSpec::default() };
     let scoped = pids.flat_map(|pid| resolve(&scope(pid), &Roots::default()).unwrap()).collect();
-    let wish = Wish {
+    let options = RecordingOptions {
         scope: ScopeSpec::default(),
         deny: DenyList::default(),
         every: Duration::ZERO,
         length: Duration::MAX,
         anonymous: false,
     };
-    Recorder::new(wish, scoped, Interrupt::default()).unwrap()
+    Recorder::new(options, scoped, Interrupt::default()).unwrap()
 }
 
 /// Leaves of a look what the programs that have marked their memory hold.
-fn keep_marked(look: &mut Look, holders: &[Option<Holder>], marked: [bool; PROGRAMS]) {
+fn keep_marked(look: &mut MemorySnapshot, holders: &[Option<Holder>], marked: [bool; PROGRAMS]) {
     let held = |process: u32| holders[process as usize].as_ref().filter(|_| marked[process as usize]);
     look.processes.retain(|row| held(row.process).is_some());
     look.regions.retain(|(row, _)| {
@@ -220,7 +220,7 @@ fn keep_marked(look: &mut Look, holders: &[Option<Holder>], marked: [bool; PROGR
 
 /// The programs never read what they have not written: the zero page is where ksmd has put it, and for them nothing has
 /// changed.
-fn keep_zeros(look: &mut Look) {
+fn keep_zeros(look: &mut MemorySnapshot) {
     let pages = look.regions.iter_mut().flat_map(|(_, pages)| pages);
     for (_, page) in pages.filter(|(_, page)| page.state == PageState::ZeroMapped) {
         *page = Page { state: PageState::Private, frame: None, ..*page };

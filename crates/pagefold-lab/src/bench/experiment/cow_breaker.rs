@@ -1,10 +1,10 @@
 //! UKSM's copy-on-write breaker (section 8.1.2): memory of one content whose pages are written again, one every 10 ms.
 //! What is merged is read from the page tables: KSM's counters notice a broken copy late.
 
-use super::{Course, Experiment, Setting, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::page_tables::most_and_mean;
 use crate::bench::policy::{Policy, SUBJECT};
-use crate::bench::report::{Limit, Picture, Report, Run};
+use crate::bench::report::{ExperimentReport, Limit, Picture, PolicyRun};
 use crate::programs::Target;
 use pagefold_core::units::Permyriad;
 use pagefold_workload::Activity;
@@ -21,7 +21,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 /// A saving of KSM's below this counts as this much, so that there is a ratio.
 const LEAST_SAVED: f64 = 1_048_576.0;
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, seconds) = if setting.quick { (32, 5) } else { (2048, 60) };
     let every_us = 10_000;
     report.parameters.extend([("same_mib", size_mib), ("write_every_us", every_us), ("seconds", seconds)]);
@@ -32,10 +32,10 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
         tenant.begin()?;
         Ok(vec![Box::new(tenant) as Box<dyn Target>])
     };
-    let mut course = Course::take(setting)?;
-    course.exact = true;
-    course.run(report, &Policy::Nobody { seconds }, start)?;
-    course.run(report, &Policy::pagefold(seconds), start)?;
+    let mut sequence = PolicySequence::take(setting)?;
+    sequence.exact = true;
+    sequence.run(report, &Policy::Nobody { seconds }, start)?;
+    sequence.run(report, &Policy::pagefold(seconds), start)?;
     let alone = report.run("nobody").and_then(writing);
     let folded = report.run(SUBJECT).cloned();
     if let Some(run) = folded {
@@ -46,11 +46,11 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     let (mut least, mut rows): (Option<f64>, _) = (None, Vec::new());
     for &percent in shares {
         let ours = Policy::pagefold_with(seconds, &["--cow-threshold", "100", "--top-share", &percent.to_string()]);
-        course.run(report, &ours, start)?;
+        sequence.run(report, &ours, start)?;
         let Some(own) = report.run(&ours.to_string()).cloned() else { continue };
         // Not the share allowed but the one taken: KSM gets the same.
         let theirs = Policy::KsmSteered { share: taken(&own), seconds };
-        course.run(report, &theirs, start)?;
+        sequence.run(report, &theirs, start)?;
         let Some(peer) = report.run(&theirs.to_string()).cloned() else { continue };
         let ((_, own_mean), (_, peer_mean)) = (most_and_mean(&own.in_page_tables), most_and_mean(&peer.in_page_tables));
         let ratio = own_mean / peer_mean.max(LEAST_SAVED);
@@ -70,7 +70,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
         rows.push((format!("KSM, as {percent} %"), peer_mean / LEAST_SAVED));
         least = Some(least.map_or(ratio, |least| least.min(ratio)));
     }
-    drop(course);
+    drop(sequence);
     report.bar_on_answers();
     report.pictures.push(Picture {
         name: "equal-cpu",
@@ -86,7 +86,13 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
 }
 
 /// By default: what is merged, and what the writer notices.
-fn left_alone(setting: &Setting<'_>, report: &mut Report, run: &Run, pages: u64, alone: Option<Writing>) {
+fn left_alone(
+    setting: &ExperimentSetting<'_>,
+    report: &mut ExperimentReport,
+    run: &PolicyRun,
+    pages: u64,
+    alone: Option<Writing>,
+) {
     let share = |merged: u64| merged as f64 / pages as f64;
     let at_end = run.in_page_tables.last().map(|look| share(look.merged_pages));
     report.figure("default: share merged at most", share(most_and_mean(&run.in_page_tables).0));
@@ -117,7 +123,7 @@ struct Writing {
     latest_us: f64,
 }
 
-fn writing(run: &Run) -> Option<Writing> {
+fn writing(run: &PolicyRun) -> Option<Writing> {
     let (before, after) = run.counters.first()?;
     let (pages, seconds) = ((after.pages_written - before.pages_written) as f64, after.seconds - before.seconds);
     (pages > 0.0 && seconds > 0.0).then(|| Writing {
@@ -127,12 +133,12 @@ fn writing(run: &Run) -> Option<Writing> {
     })
 }
 
-fn saved_at_end(run: &Run) -> f64 {
+fn saved_at_end(run: &PolicyRun) -> f64 {
     run.in_page_tables.last().map_or(0.0, |look| look.saved_bytes as f64)
 }
 
 /// The share of a core that a run took.
-fn taken(run: &Run) -> Permyriad {
+fn taken(run: &PolicyRun) -> Permyriad {
     let us = |seconds: f64| u64::try_from(std::time::Duration::from_secs_f64(seconds).as_micros()).unwrap_or(u64::MAX);
     Permyriad::of(us(run.cpu_seconds), us(run.seconds))
 }
@@ -153,11 +159,11 @@ mod tests {
             ..ActivityCounters::default()
         };
         let counters = vec![(counters(10.0, 1000, 0.5), counters(20.0, 1990, 0.995))];
-        let run = Run { counters, cpu_seconds: 0.25, seconds: 10.0, ..Run::default() };
+        let run = PolicyRun { counters, cpu_seconds: 0.25, seconds: 10.0, ..PolicyRun::default() };
         let writing = writing(&run).unwrap();
         assert_eq!((writing.pages_per_second, writing.latest_us), (99.0, 70.0));
         assert!((writing.us_per_page - 500.0).abs() < 1e-6);
         assert_eq!(taken(&run), Permyriad(250));
-        assert_eq!(super::writing(&Run::default()), None);
+        assert_eq!(super::writing(&PolicyRun::default()), None);
     }
 }

@@ -1,9 +1,9 @@
 //! The governors: what share of a core each takes, and how long it takes for the same work (UKSM's static mix, smaller).
 //! CPU is measured from outside: pagefold, its injector and ksmd.
 
-use super::{Course, Experiment, Setting, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, Policy};
-use crate::bench::report::{Limit, Picture, Report};
+use crate::bench::report::{ExperimentReport, Limit, Picture};
 use crate::bench::sampler::largest_share;
 use crate::programs::Target;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
@@ -27,7 +27,7 @@ const WINDOW_SECONDS: f64 = 10.0;
 const ERROR_OF_SHARE: f64 = 0.05;
 const ERROR_SECONDS: f64 = 0.02;
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     // At one per cent of a core 512 MiB would take a quarter of an hour.
     let (size_mib, quiet_mib, least, most) = if setting.quick { (32, 8, 3, 20) } else { (512, 64, 15, 600) };
     let governors = if setting.quick { &GOVERNORS[..3] } else { &GOVERNORS[..] };
@@ -35,7 +35,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     if !setting.quick {
         report.parameters.extend([("same_mib_quiet", quiet_mib), ("random_mib_quiet", quiet_mib)]);
     }
-    let mut course = Course::take(setting)?;
+    let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
     let mut faster: Option<(&str, f64)> = None;
     for &(governor, share) in governors {
@@ -48,7 +48,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
         };
         let policy = Policy::pagefold_with(most, &["--governor", governor])
             .until(Enough { saved_bytes: whole - whole / 100, seconds: least });
-        course.run(report, &policy, start)?;
+        sequence.run(report, &policy, start)?;
         let Some(run) = report.run(&policy.to_string()).cloned() else { continue };
         let over_ten = largest_share(&run.points, WINDOW_SECONDS);
         report.figure(format!("{governor}: largest share of a core over 10 s, per cent"), 100.0 * over_ten);
@@ -78,7 +78,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
         );
         report.bar(name, Limit::AtMost(limit), Some(100.0 * over_ten));
     }
-    drop(course);
+    drop(sequence);
     report.bar_on_answers();
     report.pictures.push(Picture {
         name: "share",

@@ -8,10 +8,10 @@
 mod pages;
 mod scanner;
 
-use self::pages::{Page, PageSet};
+use self::pages::{PageSet, TestPage};
 use self::scanner::{Contender, LinesForm, PaperForm, Pass, Scanner, Strengths, Xxh3, Xxh64, full};
-use super::{Experiment, Setting, mib};
-use crate::bench::report::{Limit, Report};
+use super::{Experiment, ExperimentSetting, mib};
+use crate::bench::report::{ExperimentReport, Limit};
 
 /// See the module's opening.
 pub const EXPERIMENT: Experiment = Experiment {
@@ -24,7 +24,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 /// The seed of all forms; any will do.
 const SEED: u64 = 20;
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, round_mib, passes) = if setting.quick { (64, 8, 1) } else { (1024, 64, 7) };
     let settling_rounds = 80;
     report.parameters.extend([
@@ -35,7 +35,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     ]);
     let [count, round_pages] =
         [mib(size_mib), mib(round_mib)].map(|pages| usize::try_from(pages.0).unwrap_or(usize::MAX));
-    let mut memory = vec![Page::ZERO; count];
+    let mut memory = vec![TestPage::ZERO; count];
     for set in PageSet::ALL {
         eprintln!("hash: {}", set.name());
         set.fill(&mut memory);
@@ -83,7 +83,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
 }
 
 /// Writes down how many times as fast as the full hashes the adaptive ones were, pass by pass.
-fn compare(report: &mut Report, set: PageSet, contenders: &[Box<dyn Contender>; 6], found: &[Vec<Pass>; 6]) {
+fn compare(report: &mut ExperimentReport, set: PageSet, contenders: &[Box<dyn Contender>; 6], found: &[Vec<Pass>; 6]) {
     let [_, paper, _, lines, xxh64, xxh3] = found;
     for (own, own_full) in [(0, paper), (2, lines)] {
         let own_name = contenders[own].name();
@@ -95,7 +95,7 @@ fn compare(report: &mut Report, set: PageSet, contenders: &[Box<dyn Contender>; 
 }
 
 /// Writes down what the passes of a contender gave.
-fn note(report: &mut Report, set: PageSet, contender: &dyn Contender, passes: &[Pass]) {
+fn note(report: &mut ExperimentReport, set: PageSet, contender: &dyn Contender, passes: &[Pass]) {
     let name = |what: &str| format!("{}_{}_{what}", set.name(), contender.name());
     let of = |figure: fn(&Pass) -> f64| median(passes.iter().map(figure).collect());
     report.figures.insert(name("ns_per_page"), of(Pass::ns_per_page));
@@ -110,7 +110,7 @@ fn note(report: &mut Report, set: PageSet, contender: &dyn Contender, passes: &[
     }
 }
 
-fn judge(report: &mut Report, quick: bool) {
+fn judge(report: &mut ExperimentReport, quick: bool) {
     for set in PageSet::ALL {
         let found = |contender: &str| {
             report.figures.get(&format!("{}_{contender}_duplicates_found", set.name())).copied().unwrap_or(f64::NAN)

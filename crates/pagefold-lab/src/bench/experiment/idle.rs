@@ -1,8 +1,8 @@
 //! Nothing to merge: what watching costs, once the memory has been looked at for the first time.
 
-use super::{Course, Experiment, Setting, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Policy, SUBJECT};
-use crate::bench::report::{Limit, Machine, Picture, Report};
+use crate::bench::report::{ExperimentReport, Limit, MachineDescription, Picture};
 use crate::bench::sampler::spent_between;
 use crate::programs::Target;
 use anyhow::ensure;
@@ -18,25 +18,25 @@ pub const EXPERIMENT: Experiment = Experiment {
 /// Each tenant holds so much.
 const TENANT_MIB: u64 = 2048;
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     // From the smallest on: the last is the one that is judged.
     let (tenant_mib, tenants, settle, seconds): (u64, &[u64], u64, u64) =
         if setting.quick { (64, &[1], 2, 5) } else { (TENANT_MIB, &[1, 4], 30, 60) };
     report.parameters.extend([("settling_seconds", settle), ("seconds", seconds), ("tenant_mib", tenant_mib)]);
-    let mut course = Course::take(setting)?;
+    let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
     let mut judged = None;
     for &count in tenants {
         let gib = (count * tenant_mib) as f64 / 1024.0;
         let wanted = count * tenant_mib + count * tenant_mib / 2;
-        let free = Machine::available_mib();
+        let free = MachineDescription::available_mib();
         ensure!(free >= wanted, "this takes {wanted} MiB of memory, and {free} are available");
         let spec = TenantSpec::new([Segment::Random { pages: mib(tenant_mib).0, seed: 3 }]);
         let start =
             || (0..count).map(|_| Ok(Box::new(Tenant::start(setting.player, &spec)?) as Box<dyn Target>)).collect();
         // Another number of targets gives another number of answers.
-        course.expected = None;
-        course.run(report, &Policy::pagefold(settle + seconds), start)?;
+        sequence.expected = None;
+        sequence.run(report, &Policy::pagefold(settle + seconds), start)?;
         let Some(run) = report.runs.last_mut().filter(|run| run.policy == SUBJECT) else { continue };
         run.policy = format!("{SUBJECT}, {gib:.2} GiB");
         let (whole, points) = (100.0 * run.cpu_seconds / run.seconds, run.points.clone());
@@ -50,7 +50,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
         rows.push((format!("{gib:.2} GiB"), percent(daemon + ksmd)));
         judged = Some((gib, percent(daemon + ksmd)));
     }
-    drop(course);
+    drop(sequence);
     report.bar_on_answers();
     report.pictures.push(Picture {
         name: "watching",

@@ -1,8 +1,8 @@
 //! What a program notices that maps and unmaps memory all the time: everything that looks at it takes its `mmap_lock`.
 
-use super::{Course, Experiment, Setting, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Policy, SUBJECT};
-use crate::bench::report::{Limit, Report, Run};
+use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::Target;
 use pagefold_workload::Activity;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
@@ -17,7 +17,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 /// With and without, in turns, so that what else goes on on the machine befalls both.
 const TURNS: usize = 3;
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, seconds) = if setting.quick { (32, 4) } else { (1024, 20) };
     report.parameters.extend([("shared_mib", size_mib), ("map_pages", 16), ("seconds", seconds)]);
     let held = || TenantSpec::new([Segment::Shared { pages: mib(size_mib).0, seed: 13 }]);
@@ -27,12 +27,12 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
         mapper.begin()?;
         Ok(vec![Box::new(mapper) as Box<dyn Target>, Box::new(twin)])
     };
-    let mut course = Course::take(setting)?;
+    let mut sequence = PolicySequence::take(setting)?;
     for _ in 0..TURNS {
-        course.run(report, &Policy::Nobody { seconds }, start)?;
-        course.run(report, &Policy::pagefold(seconds), start)?;
+        sequence.run(report, &Policy::Nobody { seconds }, start)?;
+        sequence.run(report, &Policy::pagefold(seconds), start)?;
     }
-    drop(course);
+    drop(sequence);
     report.bar_on_answers();
     let of = |policy: &str| {
         let runs = report.runs.iter().filter(|run| run.policy == policy);
@@ -57,7 +57,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
 }
 
 /// Maps in each tenth of a second of a run.
-fn speeds(run: &Run) -> Vec<u64> {
+fn speeds(run: &PolicyRun) -> Vec<u64> {
     run.counters.first().map(|(_, after)| after.maps.clone()).unwrap_or_default()
 }
 

@@ -11,15 +11,13 @@ mod latency;
 mod model;
 mod place;
 
-use super::{Experiment, Setting};
-use crate::bench::report::{Limit, Picture, Report, Run};
+use super::{Experiment, ExperimentSetting};
+use crate::bench::report::{ExperimentReport, Limit, Picture, Placed, PolicyRun};
 use model::{PROGRAMS, Program, fairness};
 use pagefold_core::placement::policy::Latencies;
 use place::{FAIR, FOUR, FOUR_NODES, KERNEL, KSM, LOCAL_ONLY, Nodes, PRIORITIES, PRIORITY, THREE};
 use std::rc::Rc;
 use std::time::Duration;
-
-pub use model::Placed;
 
 /// See the module's opening.
 pub const EXPERIMENT: Experiment = Experiment {
@@ -31,7 +29,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 
 /// How much is done.
 #[derive(Clone, Copy, Debug)]
-struct Sizes {
+struct NumaSizes {
     /// Pages of each program.
     pages: u64,
     /// For pagefold to fold and to place them.
@@ -48,7 +46,7 @@ struct Sizes {
     limit: Duration,
 }
 
-const FULL: Sizes = Sizes {
+const FULL: NumaSizes = NumaSizes {
     pages: 16_384,
     seconds: 20,
     turns: 4,
@@ -58,7 +56,7 @@ const FULL: Sizes = Sizes {
     limit: Duration::from_secs(1800),
 };
 
-const QUICK: Sizes = Sizes {
+const QUICK: NumaSizes = NumaSizes {
     pages: 8_192,
     seconds: 8,
     turns: 1,
@@ -68,7 +66,7 @@ const QUICK: Sizes = Sizes {
     limit: Duration::from_secs(240),
 };
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let sizes = if setting.quick { QUICK } else { FULL };
     // Of accesses, the emulator says nothing: the thesis's.
     let mut latencies = Latencies::default();
@@ -109,7 +107,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
 const POINTS: f64 = 2.0;
 
 /// What the placements mean, and what is asked of them.
-fn judge(report: &mut Report, latencies: Latencies, sizes: Sizes) {
+fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) {
     for (set, name) in [("", ""), (THREE, THREE), (FOUR, FOUR), (FOUR_NODES, FOUR_NODES)] {
         let (ksm, fair) = (last(report, &format!("{KSM}{set}")), last(report, &format!("{FAIR}{set}")));
         let (Some(ksm), Some(fair)) = (ksm, fair) else { continue };
@@ -133,7 +131,7 @@ fn judge(report: &mut Report, latencies: Latencies, sizes: Sizes) {
         report.bar(format!("the least fairness of the five{name} (modelled)"), Limit::AtLeast(0.98), least);
         let saved = fair.saved_bytes as f64 / ksm.saved_bytes.max(1) as f64;
         report.bar(format!("memory saved{name}, of KSM's"), Limit::AtLeast(0.99), Some(saved));
-        let off = |run: &Run| {
+        let off = |run: &PolicyRun| {
             let share = |program: &Placed| Some((program.local_share()? - even_share(run)).abs());
             run.programs.iter().filter_map(share).max_by(f64::total_cmp)
         };
@@ -160,7 +158,7 @@ fn judge(report: &mut Report, latencies: Latencies, sizes: Sizes) {
     }
 }
 
-fn judge_priorities(report: &mut Report) {
+fn judge_priorities(report: &mut ExperimentReport) {
     let (mut rows, mut worst): (_, Option<f64>) = (Vec::new(), None);
     for (name, _, wanted) in PRIORITIES {
         let Some(run) = last(report, &format!("{PRIORITY} {name}")) else { continue };
@@ -184,7 +182,7 @@ fn judge_priorities(report: &mut Report) {
 
 /// CPU of pagefold and ksmd for placing the pages, against leaving them where they fall: the cheapest run of each, since
 /// an emulator takes longer for what it sees for the first time, and anything may take longer on a busy machine.
-fn judge_cpu(report: &mut Report) {
+fn judge_cpu(report: &mut ExperimentReport) {
     let least = |policy: &str| {
         let runs = report.runs.iter().filter(|run| run.policy == policy);
         runs.map(|run| run.cpu_seconds).min_by(f64::total_cmp)
@@ -196,12 +194,12 @@ fn judge_cpu(report: &mut Report) {
 }
 
 /// The last run of a policy: by then everything has settled in.
-fn last(report: &Report, policy: &str) -> Option<Run> {
+fn last(report: &ExperimentReport, policy: &str) -> Option<PolicyRun> {
     report.runs.iter().rfind(|run| run.policy == policy).cloned()
 }
 
 /// What part of the merged pages each node of a run has when all have the same.
-fn even_share(run: &Run) -> f64 {
+fn even_share(run: &PolicyRun) -> f64 {
     let mut homes: Vec<usize> = run.programs.iter().map(|program| program.home).collect();
     homes.sort_unstable();
     homes.dedup();
@@ -213,7 +211,7 @@ fn percent(share: Option<f64>) -> f64 {
 }
 
 /// Each instance's run time, were every program of the run an instance of this one.
-fn slowdowns(run: &Run, program: &Program, latencies: Latencies, accesses: u64) -> Vec<f64> {
+fn slowdowns(run: &PolicyRun, program: &Program, latencies: Latencies, accesses: u64) -> Vec<f64> {
     (0..).zip(&run.programs).map(|(seed, placed)| program.slowdown(placed, latencies, accesses, seed)).collect()
 }
 
@@ -222,24 +220,30 @@ mod tests {
     use super::*;
 
     /// A run of two programs that share all pages, of which so many in a hundred are on node 1.
-    fn run(policy: &str, on_second: usize, cpu_seconds: f64) -> Run {
+    fn run(policy: &str, on_second: usize, cpu_seconds: f64) -> PolicyRun {
         let second = |page: usize| (page + 1) * on_second / 100 > page * on_second / 100;
         let pages: String = (0..12_000).map(|page| if second(page) { '1' } else { '0' }).collect();
         let merged = vec![(12_000 - 120 * on_second) as u64, (120 * on_second) as u64];
         let program = |home: usize, distances| Placed { home, distances, merged: merged.clone(), pages: pages.clone() };
         let programs = vec![program(0, vec![10, 20]), program(1, vec![20, 10])];
-        Run { policy: policy.to_owned(), saved_bytes: 12_000 << 12, programs, cpu_seconds, ..Run::default() }
+        PolicyRun {
+            policy: policy.to_owned(),
+            saved_bytes: 12_000 << 12,
+            programs,
+            cpu_seconds,
+            ..PolicyRun::default()
+        }
     }
 
-    fn judged(runs: Vec<Run>) -> Report {
-        let mut report = Report::new("numa", "");
+    fn judged(runs: Vec<PolicyRun>) -> ExperimentReport {
+        let mut report = ExperimentReport::new("numa", "");
         report.runs = runs;
         judge(&mut report, Latencies::default(), QUICK);
         judge_cpu(&mut report);
         report
     }
 
-    fn missed(report: &Report) -> Vec<&str> {
+    fn missed(report: &ExperimentReport) -> Vec<&str> {
         report.bars.iter().filter(|bar| !bar.met).map(|bar| bar.name.as_str()).collect()
     }
 

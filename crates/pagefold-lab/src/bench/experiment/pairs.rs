@@ -1,9 +1,9 @@
 //! Contents that exist exactly twice: two tenants that hold the same, page by page, beside one that shares nothing.
 //! The common case among real programs, and UKSM's weak one: sampled thinly, two copies are rarely both seen.
 
-use super::{Course, Experiment, Setting, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, Policy};
-use crate::bench::report::{Limit, Picture, Report};
+use crate::bench::report::{ExperimentReport, Limit, Picture};
 use crate::programs::Target;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 
@@ -15,7 +15,7 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (twin_mib, most_seconds) = if setting.quick { (32, 20) } else { (512, 120) };
     let quiet_seconds = 600;
     report.parameters.extend([("twin_mib", twin_mib), ("random_mib", 2 * twin_mib), ("seconds_at_most", most_seconds)]);
@@ -37,11 +37,11 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
         report.parameters.insert("seconds_at_most_quiet", quiet_seconds);
         ours.push(at("quiet", quiet_seconds));
     }
-    let mut course = Course::take(setting)?;
+    let mut sequence = PolicySequence::take(setting)?;
     for policy in [Policy::KsmEverything, Policy::Oracle].iter().chain(&ours) {
-        course.run(report, policy, start)?;
+        sequence.run(report, policy, start)?;
     }
-    drop(course);
+    drop(sequence);
     report.compare(&full.to_string());
     report.bar_on_answers();
 

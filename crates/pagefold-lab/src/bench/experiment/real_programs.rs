@@ -1,9 +1,9 @@
 //! Databases that hold the same data: three redis servers and three MariaDB servers, alone, and beside programs that
 //! share nothing.
 
-use super::{Experiment, Setting, mib, side_by_side};
+use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::policy::Policy;
-use crate::bench::report::{Limit, Report};
+use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{MariaDbData, RedisData, Target};
 use anyhow::Context;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
@@ -28,7 +28,7 @@ pub const MIXED_HOST: Experiment = Experiment {
 /// Servers of each kind.
 const INSTANCES: usize = 3;
 
-fn run(setting: &Setting<'_>, report: &mut Report, unlike_mib: u64) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, unlike_mib: u64) -> anyhow::Result<()> {
     let (keys, rows, seconds) = if setting.quick { (10_000, 4_000, 10) } else { (100_000, 80_000, 60) };
     let parameters = [("redis_keys", keys), ("mariadb_rows", rows), ("random_mib", unlike_mib), ("seconds", seconds)];
     report.parameters.extend(parameters);
@@ -54,7 +54,7 @@ fn run(setting: &Setting<'_>, report: &mut Report, unlike_mib: u64) -> anyhow::R
     if setting.quick {
         return Ok(());
     }
-    let ratio = |report: &Report, name: &str| report.ratios.get(name).copied();
+    let ratio = |report: &ExperimentReport, name: &str| report.ratios.get(name).copied();
     let measured = ratio(report, "saved_vs_ksm-everything");
     report.bar("saved, of what KSM saves by scanning everything", Limit::AtLeast(0.9), measured);
     let measured = ratio(report, "cpu_vs_ksm-everything");

@@ -1,9 +1,9 @@
 //! How much of what KSM would save judgement finds: on fifteen real programs of five kinds, of which some are mostly
 //! alike, some hardly and some not at all.
 
-use super::{Experiment, Setting, side_by_side};
+use super::{Experiment, ExperimentSetting, side_by_side};
 use crate::bench::policy::{Policy, SUBJECT};
-use crate::bench::report::{Limit, Report};
+use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{
     GuestImage, GuestTools, JavaProgram, JavaTools, MariaDbData, PythonData, PythonTools, RedisData, Target,
 };
@@ -35,7 +35,7 @@ const SECONDS: u64 = 60;
 const MEMORY_NEEDED: Bytes = Bytes(12 << 30);
 
 /// What is started.
-struct Sizes {
+struct RecallSizes {
     keys: u64,
     rows: u64,
     table_rows: u64,
@@ -46,7 +46,7 @@ struct Sizes {
     seconds: u64,
 }
 
-const FULL: Sizes = Sizes {
+const FULL: RecallSizes = RecallSizes {
     keys: 100_000,
     rows: 80_000,
     table_rows: 200_000,
@@ -57,7 +57,7 @@ const FULL: Sizes = Sizes {
     seconds: SECONDS,
 };
 
-const QUICK: Sizes = Sizes {
+const QUICK: RecallSizes = RecallSizes {
     keys: 10_000,
     rows: 4_000,
     table_rows: 20_000,
@@ -69,12 +69,12 @@ const QUICK: Sizes = Sizes {
 };
 
 /// A kind of program: its name, and how the instance of that number is started.
-type Kind<'a> = (&'static str, Box<dyn Fn(usize) -> anyhow::Result<Watched> + 'a>);
+type Kind<'a> = (&'static str, Box<dyn Fn(usize) -> anyhow::Result<ObservedTarget> + 'a>);
 
 /// What was seen of each program, with its kind, since all were started.
-type Looks = Vec<(&'static str, Rc<Cell<Look>>)>;
+type Looks = Vec<(&'static str, Rc<Cell<DuplicateCount>>)>;
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let sizes = if setting.quick { QUICK } else { FULL };
     if !setting.quick {
         let available = available_memory()?;
@@ -130,7 +130,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
 
 /// The kinds that can be started here, with their data made. What needs more than servers is left out with a word
 /// where that is not installed.
-fn kinds<'a>(sizes: &Sizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<'a>>> {
+fn kinds<'a>(sizes: &RecallSizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<'a>>> {
     fn found<T>(name: &str, tools: anyhow::Result<T>) -> Option<T> {
         tools.inspect_err(|error| eprintln!("SKIP {name}: {error:#}")).ok()
     }
@@ -141,7 +141,7 @@ fn kinds<'a>(sizes: &Sizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<'a>>> 
         Box::new(move |instance| {
             let mut redis = redis.start(scratch, instance)?;
             redis.change(keys, instance as u64)?;
-            Ok(Watched::new(redis, None))
+            Ok(ObservedTarget::new(redis, None))
         }),
     ));
     let mariadb = MariaDbData::make(scratch, sizes.rows)?;
@@ -150,12 +150,12 @@ fn kinds<'a>(sizes: &Sizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<'a>>> 
         Box::new(move |instance| {
             let mut mariadb = mariadb.start(scratch, instance)?;
             mariadb.change(instance as u64)?;
-            Ok(Watched::new(mariadb, None))
+            Ok(ObservedTarget::new(mariadb, None))
         }),
     ));
     if let Some(tools) = found("python", PythonTools::find()) {
         let python = PythonData::make(tools, scratch, sizes.table_rows, sizes.own_mib)?;
-        kinds.push(("python", Box::new(move |instance| Ok(Watched::new(python.start(instance)?, None)))));
+        kinds.push(("python", Box::new(move |instance| Ok(ObservedTarget::new(python.start(instance)?, None)))));
     }
     if let Some(tools) = found("java", JavaTools::find()) {
         let java = JavaProgram::make(tools, scratch, sizes.heap_mib)?;
@@ -164,23 +164,23 @@ fn kinds<'a>(sizes: &Sizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<'a>>> 
             Box::new(move |instance| {
                 let java = java.start(instance)?;
                 let heap = java.heap();
-                Ok(Watched::new(java, Some(heap)))
+                Ok(ObservedTarget::new(java, Some(heap)))
             }),
         ));
     }
     if let Some(tools) = found("qemu", GuestTools::find()) {
         let image = GuestImage::make(tools, scratch, sizes.guest_mib, sizes.guest_data_mib)?;
-        kinds.push(("qemu", Box::new(move |instance| Ok(Watched::new(image.start(instance)?, None)))));
+        kinds.push(("qemu", Box::new(move |instance| Ok(ObservedTarget::new(image.start(instance)?, None)))));
     }
     Ok(kinds)
 }
 
-fn put_figures(report: &mut Report, policy: &str, looks: &[(&'static str, Rc<Cell<Look>>)]) {
-    let mut sums: BTreeMap<&str, Look> = BTreeMap::new();
+fn put_figures(report: &mut ExperimentReport, policy: &str, looks: &[(&'static str, Rc<Cell<DuplicateCount>>)]) {
+    let mut sums: BTreeMap<&str, DuplicateCount> = BTreeMap::new();
     for (kind, look) in looks {
         *sums.entry(kind).or_default() += look.get();
         // Of no one heap.
-        *sums.entry("all").or_default() += Look { heap: Pages(0), ..look.get() };
+        *sums.entry("all").or_default() += DuplicateCount { heap: Pages(0), ..look.get() };
     }
     let mut put = |name: String, value: f64| report.figures.insert(format!("{policy}_{name}"), value);
     for (kind, sum) in &sums {
@@ -198,17 +198,17 @@ fn put_figures(report: &mut Report, policy: &str, looks: &[(&'static str, Rc<Cel
     }
 }
 
-fn put_bars(report: &mut Report) {
+fn put_bars(report: &mut ExperimentReport) {
     let whole = report.run("ksm-everything").map(|run| Bytes(run.saved_bytes).mib());
     let in_time = report.run(SUBJECT).map(|run| run.saved_mib_within(SECONDS as f64));
     let in_time = whole.zip(in_time).map(|(whole, in_time)| in_time / whole);
     report.bar("saved within 60 s, of what KSM saves by scanning everything", Limit::AtLeast(0.97), in_time);
-    let ratio = |report: &Report, name: &str| report.ratios.get(name).copied();
+    let ratio = |report: &ExperimentReport, name: &str| report.ratios.get(name).copied();
     let measured = ratio(report, "saved_vs_ksm-everything");
     report.bar("saved at the end, of what KSM saves by scanning everything", Limit::AtLeast(0.97), measured);
     let measured = ratio(report, "cpu_vs_ksm-everything");
     report.bar("CPU time, of what KSM takes for it", Limit::AtMost(1.0 / 3.0), measured);
-    let figure = |report: &Report, name: &str| report.figures.get(&format!("{SUBJECT}_{name}")).copied();
+    let figure = |report: &ExperimentReport, name: &str| report.figures.get(&format!("{SUBJECT}_{name}")).copied();
     let measured = figure(report, "all_merged_of_marked");
     report.bar("merged, of the marked pages that are present", Limit::AtLeast(0.75), measured);
     let measured = figure(report, "java_heap_marked");
@@ -217,7 +217,7 @@ fn put_bars(report: &mut Report) {
 
 /// What a look at a process shows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Look {
+struct DuplicateCount {
     /// Anonymous pages.
     anonymous: Pages,
     /// Marked address space, present or not.
@@ -233,7 +233,7 @@ struct Look {
     heap_marked: Pages,
 }
 
-impl Look {
+impl DuplicateCount {
     fn at(process: &Process, heap: Option<&Range<u64>>) -> anyhow::Result<Self> {
         let zeros = zero_pages(&process.read_file("ksm_stat")?).context("ksm_stat without ksm_zero_pages")?;
         Ok(Self::from_details(&read_smaps(process)?, zeros, heap))
@@ -266,7 +266,7 @@ impl Look {
     }
 }
 
-impl AddAssign for Look {
+impl AddAssign for DuplicateCount {
     fn add_assign(&mut self, other: Self) {
         self.anonymous += other.anonymous;
         self.marked += other.marked;
@@ -294,20 +294,20 @@ fn available_memory() -> anyhow::Result<Bytes> {
 }
 
 /// A program that is looked at each time it is asked: before its memory is marked, when it is merged, and after that.
-struct Watched {
+struct ObservedTarget {
     target: Box<dyn Target>,
     heap: Option<Range<u64>>,
     /// The look with the most merged, and of these with the most marked.
-    look: Rc<Cell<Look>>,
+    look: Rc<Cell<DuplicateCount>>,
 }
 
-impl Watched {
+impl ObservedTarget {
     fn new(target: impl Target + 'static, heap: Option<Range<u64>>) -> Self {
         Self { target: Box::new(target), heap, look: Rc::default() }
     }
 }
 
-impl Target for Watched {
+impl Target for ObservedTarget {
     fn name(&self) -> &str {
         self.target.name()
     }
@@ -318,7 +318,7 @@ impl Target for Watched {
 
     fn check(&mut self) -> anyhow::Result<String> {
         // First, since answering takes memory and writes to it.
-        let look = Look::at(&Process::open(self.pid())?, self.heap.as_ref())?;
+        let look = DuplicateCount::at(&Process::open(self.pid())?, self.heap.as_ref())?;
         if (look.merged, look.marked) >= (self.look.get().merged, self.look.get().marked) {
             self.look.set(look);
         }
@@ -338,12 +338,12 @@ mod tests {
     #[test]
     fn a_look_counts_what_is_marked_only() {
         let details = parse_smaps(SMAPS).unwrap();
-        let look = Look::from_details(&details, Pages(2), Some(&(0xe780_0000..0xe880_0000)));
+        let look = DuplicateCount::from_details(&details, Pages(2), Some(&(0xe780_0000..0xe880_0000)));
         assert_eq!(look.anonymous, Pages(377));
         assert_eq!((look.marked, look.marked_present), (Pages(4096), Pages(252)));
         assert_eq!((look.merged, look.heap, look.heap_marked), (Pages(77), Pages(4096), Pages(2048)));
         assert!((look.merged_share().unwrap() - 77.0 / 252.0).abs() < 1e-9);
-        assert_eq!(Look::default().merged_share(), None);
+        assert_eq!(DuplicateCount::default().merged_share(), None);
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Looking without touching: what `pagefold scan` costs beside a bare loop that reads the same pages, and how good its
 //! samples are. Nothing is merged, so KSM is not taken.
 
-use super::{Experiment, Setting, mib};
+use super::{Experiment, ExperimentSetting, mib};
 use crate::bench::daemon::{self, Ran};
-use crate::bench::report::{Limit, Report};
+use crate::bench::report::{ExperimentReport, Limit};
 use anyhow::Context;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
@@ -32,7 +32,7 @@ const CALL_PAGES: usize = 256;
 /// Pieces that one call may name (UIO_MAXIOV).
 const CALL_PIECES: usize = 1024;
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let unit_mib = if setting.quick { 16 } else { 256 };
     report.parameters.extend([("unit_mib", unit_mib), ("samples", u64::from(SAMPLES))]);
     let pages = mib(unit_mib).0;

@@ -2,10 +2,10 @@
 //! T, and again. The daemon is there first. What was merged is what the program sees of its own pages just before it
 //! unmaps them.
 
-use super::{Course, Experiment, Setting, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::daemon;
 use crate::bench::policy::SUBJECT;
-use crate::bench::report::{Answers, Limit, Picture, Report, Run};
+use crate::bench::report::{Answers, ExperimentReport, Limit, Picture, PolicyRun};
 use crate::bench::sampler::Sampler;
 use anyhow::{Context, ensure};
 use pagefold_core::units::Pages;
@@ -37,7 +37,7 @@ enum Who {
     Ksm(u64),
 }
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, cycles) = if setting.quick { (64, 2) } else { (500, 6) };
     report.parameters.extend([("same_mib", size_mib), ("cycles", cycles)]);
     let pages = mib(size_mib);
@@ -47,7 +47,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     } else {
         &[(by_default, &[500, 1000, 2000]), (sensitive, &[4000, 2000, 1000, 500, 250]), (Who::Ksm(2000), &[2000, 1000])]
     };
-    let mut course = Course::take(setting)?;
+    let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
     let (mut marked, mut merged, mut at_two, mut smallest): (Option<f64>, Option<f64>, _, Option<u64>) =
         (None, None, None, None);
@@ -58,12 +58,12 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
                 continue;
             }
             eprintln!("{}: {name}", report.experiment);
-            let run = match live_through(&mut course, &name, who, pages, life_ms, cycles) {
+            let run = match live_through(&mut sequence, &name, who, pages, life_ms, cycles) {
                 Ok(done) => done,
                 Err(error) => {
                     // It may have ended anywhere.
-                    course.steering.unmerge()?;
-                    course.failed(report, name, &error)?;
+                    sequence.steering.unmerge()?;
+                    sequence.failed(report, name, &error)?;
                     continue;
                 }
             };
@@ -90,7 +90,7 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
             report.runs.push(run);
         }
     }
-    drop(course);
+    drop(sequence);
     report.bar_on_answers();
     report.pictures.push(Picture {
         name: "merged",
@@ -118,20 +118,20 @@ fn name(who: Who) -> String {
 
 /// So many lives with somebody folding from before the first one on.
 fn live_through(
-    course: &mut Course<'_>,
+    sequence: &mut PolicySequence<'_>,
     name: &str,
     who: Who,
     pages: Pages,
     life_ms: u64,
     cycles: u64,
-) -> anyhow::Result<Run> {
-    let (program, interrupt) = (course.setting.program, course.setting.interrupt);
+) -> anyhow::Result<PolicyRun> {
+    let (program, interrupt) = (sequence.setting.program, sequence.setting.interrupt);
     let mergeable = matches!(who, Who::Ksm(_));
     let activity = Activity::ShortLived { pages: pages.0, seed: 10, life_us: life_ms * 1000, mergeable };
-    let mut tenant = Tenant::start(course.setting.player, &TenantSpec::new([]).with_activity(activity))?;
-    let mut run = Run { policy: name.to_owned(), ..Run::default() };
+    let mut tenant = Tenant::start(sequence.setting.player, &TenantSpec::new([]).with_activity(activity))?;
+    let mut run = PolicyRun { policy: name.to_owned(), ..PolicyRun::default() };
     run.answers_correct.before = tenant.verify()? == Verdict::Intact;
-    course.steering.kernel_defaults()?;
+    sequence.steering.kernel_defaults()?;
     let sampler = Sampler::start()?;
     let daemon = match who {
         Who::Daemon(options) => {
@@ -142,8 +142,8 @@ fn live_through(
             Some(daemon)
         }
         Who::Ksm(pages) => {
-            course.steering.set(Knob::PagesToScan, pages)?;
-            course.steering.set(Knob::Run, 1)?;
+            sequence.steering.set(Knob::PagesToScan, pages)?;
+            sequence.steering.set(Knob::Run, 1)?;
             None
         }
     };
@@ -160,7 +160,7 @@ fn live_through(
     let ended = daemon.map(|daemon| daemon.end(interrupt)).transpose();
     let points = sampler.finish();
     run.answers_correct = Answers { during: tenant.verify()? == Verdict::Intact, ..run.answers_correct };
-    course.steering.unmerge()?;
+    sequence.steering.unmerge()?;
     run.answers_correct.after = tenant.verify()? == Verdict::Intact;
     if let Some(ran) = ended? {
         run.cpu_pagefold_seconds = ran.cpu_seconds;

@@ -1,8 +1,8 @@
 //! UKSM's static mix (section 8.1.1): one program full of one content beside one full of random pages.
 
-use super::{Experiment, Setting, mib, side_by_side};
+use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::policy::Policy;
-use crate::bench::report::{Limit, Report};
+use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::Target;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 
@@ -18,7 +18,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 /// The advisor aims at 200 s a scan, and a merge takes two.
 const ADVISOR_SECONDS: u64 = 420;
 
-fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, seconds) = if setting.quick { (64, 10) } else { (2048, 120) };
     report.parameters.extend([("same_mib", size_mib), ("random_mib", size_mib), ("seconds", seconds)]);
     let pages = mib(size_mib).0;
@@ -49,7 +49,9 @@ fn run(setting: &Setting<'_>, report: &mut Report) -> anyhow::Result<()> {
     report.bar("saved, of what can be", Limit::AtLeast(0.99), Some(saved));
     let measured = own.zip(oracles).map(|(own, oracles)| own / oracles);
     report.bar("seconds until 99 % is saved, of the oracle's", Limit::AtMost(2.0), measured);
-    let ratio = |report: &Report, peer: &Policy| report.ratios.get(&format!("saved_per_cpu_second_vs_{peer}")).copied();
+    let ratio = |report: &ExperimentReport, peer: &Policy| {
+        report.ratios.get(&format!("saved_per_cpu_second_vs_{peer}")).copied()
+    };
     for (peer, limit) in [(&paced, 20.0), (&Policy::Oracle, 0.6)] {
         let measured = ratio(report, peer);
         report.bar(format!("saved per CPU second, against {peer}"), Limit::AtLeast(limit), measured);

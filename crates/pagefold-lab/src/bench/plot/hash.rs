@@ -1,16 +1,18 @@
-//! Charts of the experiment "hash": the avalanche of both forms (UKSM's Figure 6, seen from above) and how their
-//! strengths went.
+//! Charts of the experiment `hash`: the avalanche of both forms (UKSM's Figure 6, seen from above) and their strengths
+//! over time.
 
-use super::{BOTTOM, LEFT, PEERS, RIGHT, Svg, TOP};
-use crate::bench::report::Report;
-use crate::bench::table::number;
+use super::PEERS;
+use crate::bench::report::ExperimentReport;
+use crate::charts::{Canvas, Curve, Drawn, LEFT, Lines, RIGHT, Scale, TOP, label, number, svg};
 use pagefold_core::hash::PageBytes;
 use pagefold_core::units::PAGE_SIZE;
 use pagefold_sim::partial_hash::{LineHash, PartialHash, WordHash};
 use pagefold_workload::contents::fill;
+use plotters::prelude::*;
+use plotters::style::text_anchor::HPos;
 
 /// File names and contents.
-pub fn charts(report: &Report) -> Vec<(String, String)> {
+pub fn charts(report: &ExperimentReport) -> Vec<(String, String)> {
     let mut charts = vec![("hash-avalanche.svg".to_owned(), avalanche())];
     for (form, full) in [("paper32", WordHash::FULL), ("lines", LineHash::FULL)] {
         let prefix = format!("{form}_adaptive ");
@@ -30,34 +32,32 @@ pub fn charts(report: &Report) -> Vec<(String, String)> {
 const ROUNDS: f64 = 100.0;
 
 fn strength(form: &str, full: u32, curves: &[(&str, &[(f64, f64)])]) -> String {
-    let x = |round: f64| LEFT + (RIGHT - LEFT) * round / ROUNDS;
-    let y = |strength: f64| BOTTOM - (BOTTOM - TOP) * strength.max(1.0).log2() / f64::from(full).log2();
     let unit = if form == "lines" { "cache lines" } else { "words" };
-    let title = format!("hash: strength of {form} over rounds");
-    let mut svg =
-        Svg::new(BOTTOM + 64.0 + 24.0 * curves.len() as f64, LEFT, &title, &format!("{unit} hashed of {full}"));
-    for mark in (0..=full.ilog2()).map(|bit| f64::from(1 << bit)) {
-        svg.line((LEFT, y(mark)), (RIGHT, y(mark)), "grid");
-        svg.text((LEFT - 8.0, y(mark) + 4.0), "end", "tick", &format!("{mark:.0}"));
-    }
-    for round in (0..=10).map(|tenth| f64::from(tenth) * ROUNDS / 10.0) {
-        svg.line((x(round), TOP), (x(round), BOTTOM), "grid");
-        svg.text((x(round), BOTTOM + 18.0), "middle", "tick", &format!("{round:.0}"));
-    }
-    svg.text((f64::midpoint(LEFT, RIGHT), BOTTOM + 38.0), "middle", "tick", "rounds");
-    for (line, ((set, curve), colour)) in (0_u32..).zip(curves.iter().zip(PEERS.iter().cycle())) {
+    let drawn = (0_u32..).zip(curves.iter().zip(PEERS.iter().cycle())).map(|(line, ((set, curve), colour))| {
         // A strength holds for a whole round: steps.
         let shown = curve.iter().take_while(|(round, _)| *round < ROUNDS);
-        let points: Vec<(f64, f64)> =
-            shown.flat_map(|&(round, strength)| [(x(round), y(strength)), (x(round + 1.0), y(strength))]).collect();
-        // Where curves coincide, the wider ones below show.
-        svg.curve(&points, colour, 1.0 + (curves.len() as f64 - f64::from(line)), "");
-        let at = BOTTOM + 66.0 + 24.0 * f64::from(line);
-        svg.curve(&[(LEFT, at - 4.0), (LEFT + 28.0, at - 4.0)], colour, 3.0, "");
         let last = curve.last().map_or(0.0, |&(_, strength)| strength);
-        svg.text((LEFT + 38.0, at), "start", "label", &format!("{set}: {} at the end", number(last)));
+        Curve {
+            label: format!("{set}: {} at the end", number(last)),
+            colour,
+            // Where curves coincide, the wider ones below remain visible.
+            width: 1 + u32::try_from(curves.len()).unwrap_or(0) - line,
+            points: shown.flat_map(|&(round, strength)| [(round, strength), (round + 1.0, strength)]).collect(),
+            ..Curve::default()
+        }
+    });
+    let mut drawn: Vec<Curve> = drawn.collect();
+    drawn.iter_mut().for_each(|curve| curve.width = curve.width.min(6));
+    Lines {
+        title: format!("hash: strength of {form} over rounds"),
+        up: (
+            format!("{unit} hashed of {full} (logarithmic)"),
+            Scale::Logarithmic { first: 1.0, last: f64::from(full) },
+        ),
+        right: ("rounds".to_owned(), Scale::Upto { last: ROUNDS }),
+        curves: drawn,
     }
-    svg.finish()
+    .draw()
 }
 
 const TRIALS: u64 = 100;
@@ -117,8 +117,19 @@ fn ranked(seen: impl Fn(&PageBytes, u32) -> u64, full: u32, words_each: usize) -
     order.into_iter().map(|(_, word)| word).collect()
 }
 
+/// Height of a heat map, and from one to the next.
+const MAP: i32 = 256;
+const MAP_STEP: i32 = MAP + 56;
+
+/// One hash function's heat map: a column for each word, a row of some pixels for each bit.
+struct Panel {
+    form: &'static str,
+    bits: usize,
+    row: i32,
+    bias: Bias,
+}
+
 fn avalanche() -> String {
-    const GAP: f64 = 56.0;
     let (paper, lines) = (WordHash::new(30), LineHash::new(30));
     let shown = |order: Vec<usize>| -> Vec<usize> {
         let (early, last) = order.split_at(order.len() - LAST as usize);
@@ -126,50 +137,57 @@ fn avalanche() -> String {
     };
     let paper_words = shown(ranked(|page, strength| paper.hash(page, strength).into(), WordHash::FULL, 1));
     let lines_words = shown(ranked(|page, strength| lines.hash(page, strength), LineHash::FULL, 16));
+    let of_paper = bias(&paper_words, 32, |page| paper.hash(page, WordHash::FULL).into());
+    let of_lines = bias(&lines_words, 64, |page| lines.digest(page, LineHash::FULL).0);
     let panels = [
-        ("paper32", 32, 8.0, bias(&paper_words, 32, |page| paper.hash(page, WordHash::FULL).into())),
-        ("lines", 64, 4.0, bias(&lines_words, 64, |page| lines.digest(page, LineHash::FULL).0)),
+        Panel { form: "paper32", bits: 32, row: 8, bias: of_paper },
+        Panel { form: "lines", bits: 64, row: 4, bias: of_lines },
     ];
-    let height = TOP + 2.0 * (256.0 + GAP) + 60.0;
-    let mut svg = Svg::new(
-        height,
-        LEFT,
-        "hash: avalanche of both forms",
-        "how far the flips of each bit of the hash (down) are from even, when a bit of the page is flipped; 0 is best, 100 worst",
-    );
-    let column = (RIGHT - LEFT) / f64::from(SPREAD + LAST);
-    for (number_of, (form, bits, row, bias)) in (0_u32..).zip(&panels) {
-        let top = TOP + 18.0 + f64::from(number_of) * (256.0 + GAP);
-        let points = bias.mean.len() * 32 * bits;
-        let label = format!("{form}: {} bad points (off by more than 50) of {points} looked at", bias.bad);
-        svg.text((LEFT, top - 8.0), "start", "label", &label);
-        for (x, word) in (0_u32..).zip(&bias.mean) {
-            let mut y = 0.0;
-            for alike in word.chunk_by(|a, b| (step(*a) - step(*b)).abs() < 1.0) {
-                let high = alike.len() as f64 * row;
-                svg.cell((LEFT + f64::from(x) * column, top + y), (column, high), &colour(step(alike[0])));
-                y += high;
+    let subtitle = "deviation of the flips of each bit of the hash (down) from one half, per flipped bit of the page: 0 is best, 100 worst";
+    let height = TOP + 2 * MAP_STEP + 60;
+    svg(height.cast_unsigned(), "hash: avalanche of both forms", subtitle, |canvas| {
+        for (top, panel) in (0..).map(|number| TOP + 18 + number * MAP_STEP).zip(&panels) {
+            heat_map(canvas, top, panel)?;
+        }
+        let scale = height - 38;
+        canvas.draw(&label("mean deviation", (LEFT, scale + 7), HPos::Left))?;
+        for step in 0..=20 {
+            let at = LEFT + 120 + step * 16;
+            cell(canvas, (at, scale), (at + 16, scale + 14), colour(f64::from(step) * 5.0))?;
+            if step % 10 == 0 {
+                canvas.draw(&label(&(step * 5).to_string(), (at + 8, scale + 25), HPos::Center))?;
             }
         }
-        for bit in (0..=*bits).step_by(16) {
-            let y = top + bit as f64 * row;
-            svg.text((LEFT - 8.0, y + 4.0), "end", "tick", &format!("{bit}"));
+        Ok(())
+    })
+}
+
+fn heat_map<'a>(canvas: &Canvas<'a>, top: i32, panel: &Panel) -> Drawn<'a> {
+    let Panel { form, bits, row, bias } = panel;
+    let points = bias.mean.len() * 32 * bits;
+    let heading = format!("{form}: {} of {points} points deviate by more than 50", bias.bad);
+    canvas.draw(&label(&heading, (LEFT + 32, top - 12), HPos::Left))?;
+    let column = (RIGHT - LEFT - 32) / (SPREAD + LAST).cast_signed();
+    let left = LEFT + 32;
+    for (x, word) in (0..).map(|number| left + number * column).zip(&bias.mean) {
+        let mut y = top;
+        for alike in word.chunk_by(|a, b| (step(*a) - step(*b)).abs() < 1.0) {
+            let end = y + row * i32::try_from(alike.len()).unwrap_or(0);
+            cell(canvas, (x, y), (x + column, end), colour(step(alike[0])))?;
+            y = end;
         }
-        let border = LEFT + f64::from(SPREAD) * column;
-        svg.dashes((border, top), (border, top + 256.0), "#222");
-        svg.text((LEFT, top + 272.0), "start", "tick", "words of the page in the order of hashing, one in 21");
-        svg.text((RIGHT, top + 272.0), "end", "tick", "the last 16");
     }
-    let scale = height - 38.0;
-    svg.text((LEFT, scale + 12.0), "start", "tick", "mean deviation");
-    for step in 0..=20_u32 {
-        let at = LEFT + 110.0 + f64::from(step) * 16.0;
-        svg.cell((at, scale), (16.0, 14.0), &colour(f64::from(step) * 5.0));
-        if step % 10 == 0 {
-            svg.text((at + 8.0, scale + 27.0), "middle", "tick", &format!("{}", step * 5));
-        }
+    for (bit, y) in (0..=*bits).step_by(16).zip((top..).step_by(16 * usize::try_from(*row).unwrap_or(1))) {
+        canvas.draw(&label(&bit.to_string(), (left - 8, y), HPos::Right))?;
     }
-    svg.finish()
+    let border = left + SPREAD.cast_signed() * column;
+    canvas.draw(&PathElement::new([(border, top), (border, top + MAP)], BLACK))?;
+    canvas.draw(&label("words of the page in the order of hashing, one in 21", (left, top + MAP + 14), HPos::Left))?;
+    canvas.draw(&label("the last 16", (border + 8, top + MAP + 14), HPos::Left))
+}
+
+fn cell<'a>(canvas: &Canvas<'a>, from: (i32, i32), to: (i32, i32), colour: RGBColor) -> Drawn<'a> {
+    canvas.draw(&Rectangle::new([from, to], colour.filled()))
 }
 
 /// Rounded to fours, so that neighbours can be drawn as one.
@@ -178,13 +196,14 @@ fn step(deviation: f64) -> f64 {
 }
 
 /// From white at 0 through orange to black at 100.
-fn colour(deviation: f64) -> String {
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 0 and 255")]
+fn colour(deviation: f64) -> RGBColor {
     let share = (deviation / 100.0).clamp(0.0, 1.0);
     let stops = [[255.0, 255.0, 255.0], [240.0, 160.0, 60.0], [40.0, 10.0, 30.0]];
     let (from, to, way) =
         if share < 0.5 { (stops[0], stops[1], share * 2.0) } else { (stops[1], stops[2], share * 2.0 - 1.0) };
-    let mixed: Vec<String> = from.iter().zip(to).map(|(a, b)| format!("{:.0}", a + (b - a) * way)).collect();
-    format!("rgb({})", mixed.join(","))
+    let [red, green, blue] = [0, 1, 2].map(|part| (from[part] + (to[part] - from[part]) * way).round() as u8);
+    RGBColor(red, green, blue)
 }
 
 #[cfg(test)]
@@ -218,9 +237,7 @@ mod tests {
 
     #[test]
     fn colours_go_from_white_to_dark() {
-        assert_eq!(
-            [0.0, 50.0, 100.0, 400.0].map(colour)[..3],
-            ["rgb(255,255,255)", "rgb(240,160,60)", "rgb(40,10,30)"]
-        );
+        let colours = [0.0, 50.0, 100.0, 400.0].map(colour).map(|RGBColor(red, green, blue)| (red, green, blue));
+        assert_eq!(colours, [(255, 255, 255), (240, 160, 60), (40, 10, 30), (40, 10, 30)]);
     }
 }

@@ -1,11 +1,9 @@
 //! What a run shows while it goes on: a status line on a terminal, otherwise one line for each message.
 
-use indicatif::{ProgressBar, ProgressStyle};
-use pagefold_cli::style;
+use pagefold_cli::{progress, style};
 use pagefold_core::engine::Engine;
 use pagefold_linux::host::live::LiveHost;
 use serde::Serialize;
-use std::time::Duration;
 
 /// A process in scope that is left alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -18,7 +16,7 @@ pub struct LeftAlone {
 /// The messages of a run.
 #[derive(Debug)]
 pub struct Progress {
-    bar: ProgressBar,
+    line: progress::Progress,
     /// The processes left alone so far, and why.
     pub left_alone: Vec<LeftAlone>,
     /// Why KSM was given up, if it was.
@@ -28,30 +26,21 @@ pub struct Progress {
 impl Progress {
     /// Shows nothing yet.
     pub fn new() -> Self {
-        // Hidden where standard error is not a terminal.
-        let bar = ProgressBar::new_spinner();
-        if let Ok(style) = ProgressStyle::with_template("{spinner:.green} {msg}  {elapsed:.dim}") {
-            bar.set_style(style);
-        }
-        // A hidden one would wake up eight times a second to draw nothing.
-        if !bar.is_hidden() {
-            bar.enable_steady_tick(Duration::from_millis(120));
-        }
-        Self { bar, left_alone: Vec::new(), stood_down: None }
+        Self { line: progress::Progress::new(), left_alone: Vec::new(), stood_down: None }
     }
 
     /// Prints a message.
     pub fn say(&self, line: &str) {
-        if self.bar.is_hidden() {
+        if self.line.is_hidden() {
             eprintln!("pagefold: {line}");
         } else {
-            self.bar.println(line);
+            self.line.println(line);
         }
     }
 
     /// Prints a message, but only on a terminal.
     pub fn say_on_terminal(&self, line: &str) {
-        self.bar.println(line);
+        self.line.println(line);
     }
 
     /// Reports a process that is left alone, once for each reason.
@@ -72,22 +61,25 @@ impl Progress {
     pub fn show(&self, engine: &Engine, host: &LiveHost, paused: bool) {
         let ledger = engine.ledger();
         let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
-        self.bar.set_message(format!(
-            "{}, {}: saved {}, CPU {:.1} s{}",
-            style::count(host.targets().count(), "process", "processes"),
-            style::human(resident),
-            style::human(ledger.saved().bytes().0),
-            (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,
-            match (paused, engine.is_busy()) {
-                (true, _) => ", paused (pagefold resume)",
-                (false, true) => "",
-                (false, false) => ", watching",
-            },
-        ));
+        self.line.show(
+            &format!(
+                "{}, {}: saved {}, CPU {:.1} s{}",
+                style::count(host.targets().count(), "process", "processes"),
+                style::human(resident),
+                style::human(ledger.saved().bytes().0),
+                (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,
+                match (paused, engine.is_busy()) {
+                    (true, _) => ", paused (pagefold resume)",
+                    (false, true) => "",
+                    (false, false) => ", watching",
+                },
+            ),
+            None,
+        );
     }
 
     /// Removes the status line.
     pub fn finish(&self) {
-        self.bar.finish_and_clear();
+        self.line.clear();
     }
 }

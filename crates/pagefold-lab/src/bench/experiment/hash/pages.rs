@@ -8,9 +8,9 @@ use pagefold_workload::contents::{fill, fill_but_tail, printable};
 /// A page where pages are: at a multiple of its size, so that its cache lines are the processor's.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[repr(C, align(4096))]
-pub struct Page(pub PageBytes);
+pub struct TestPage(pub PageBytes);
 
-impl Page {
+impl TestPage {
     /// Zeros.
     pub const ZERO: Self = Self([0; PAGE_SIZE]);
 }
@@ -47,8 +47,8 @@ impl PageSet {
     }
 
     /// Makes these pages.
-    pub fn fill(self, pages: &mut [Page]) {
-        for (Page(page), number) in pages.iter_mut().zip(0..) {
+    pub fn fill(self, pages: &mut [TestPage]) {
+        for (TestPage(page), number) in pages.iter_mut().zip(0..) {
             match self {
                 Self::Random => fill(page, 1, number),
                 Self::OneWord => {
@@ -100,8 +100,8 @@ mod tests {
     use super::*;
     use std::collections::HashSet;
 
-    fn pages(set: PageSet) -> Vec<Page> {
-        let mut pages = vec![Page::ZERO; 500];
+    fn pages(set: PageSet) -> Vec<TestPage> {
+        let mut pages = vec![TestPage::ZERO; 500];
         set.fill(&mut pages);
         pages
     }

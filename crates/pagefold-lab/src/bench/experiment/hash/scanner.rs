@@ -1,6 +1,6 @@
 //! Scanning with one hash or another, and what it costs.
 
-use super::pages::Page;
+use super::pages::TestPage;
 use pagefold_core::hash::{Digester, PageBytes, is_zero};
 use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_sim::partial_hash::{LineHash, PartialHash, RoundCost, StrengthController, WordHash};
@@ -110,7 +110,7 @@ const BATCH: usize = 256;
 
 /// The pages, and where the next round begins.
 pub struct Scanner<'a> {
-    pages: &'a [Page],
+    pages: &'a [TestPage],
     round_pages: usize,
     at: usize,
     first: Table,
@@ -130,7 +130,7 @@ struct Cost {
 
 impl<'a> Scanner<'a> {
     /// Scans these pages, whose number is a multiple of that of a round.
-    pub fn new(pages: &'a [Page], round_pages: usize) -> Self {
+    pub fn new(pages: &'a [TestPage], round_pages: usize) -> Self {
         Self { pages, round_pages, at: 0, first: Table::new(round_pages), second: Table::new(2 * round_pages) }
     }
 
@@ -179,7 +179,7 @@ impl<'a> Scanner<'a> {
         self.at = round % self.rounds() * self.round_pages;
     }
 
-    fn next(&mut self, count: usize) -> &'a [Page] {
+    fn next(&mut self, count: usize) -> &'a [TestPage] {
         if self.at + count > self.pages.len() {
             self.at = 0;
         }
@@ -247,9 +247,9 @@ fn ns_since(start: Instant) -> u64 {
 
 /// Inlined into each form's loop.
 #[inline]
-fn hash_batch<F: Form>(form: &F, pages: &[Page], strength: u32) -> [u64; BATCH] {
+fn hash_batch<F: Form>(form: &F, pages: &[TestPage], strength: u32) -> [u64; BATCH] {
     let mut hashes = [0; BATCH];
-    for (hash, Page(page)) in hashes.iter_mut().zip(pages) {
+    for (hash, TestPage(page)) in hashes.iter_mut().zip(pages) {
         *hash = form.hash(page, strength);
     }
     hashes
@@ -473,9 +473,10 @@ mod tests {
     #[test]
     fn every_form_finds_the_duplicates_of_each_round_at_any_strength() {
         for set in PageSet::ALL {
-            let mut pages = vec![Page::ZERO; 1024];
+            let mut pages = vec![TestPage::ZERO; 1024];
             set.fill(&mut pages);
-            let distinct = |pages: &[Page]| pages.iter().filter(|page| !is_zero(&page.0)).collect::<HashSet<_>>().len();
+            let distinct =
+                |pages: &[TestPage]| pages.iter().filter(|page| !is_zero(&page.0)).collect::<HashSet<_>>().len();
             let expected = 1024 - pages.chunks(512).map(distinct).sum::<usize>();
             let mut scanner = Scanner::new(&pages, 512);
             let mut found = Vec::new();

@@ -2,9 +2,9 @@
 //! machine's own kernel. Emulated, because not every machine has hardware virtualization to give away; where the kernel
 //! puts pages is the same.
 
-use super::Sizes;
-use crate::bench::experiment::Setting;
-use crate::bench::report::{Failure, Report, Run};
+use super::NumaSizes;
+use crate::bench::experiment::ExperimentSetting;
+use crate::bench::report::{ExperimentReport, Failure, PolicyRun};
 use crate::programs::{NodesTools, pack};
 use anyhow::{Context, bail};
 use serde::Deserialize;
@@ -26,7 +26,7 @@ const DISTANCES: [[u8; 4]; 4] = [[10, 20, 30, 30], [20, 10, 30, 30], [30, 30, 10
 #[derive(Debug, Deserialize)]
 struct Found {
     machine: GuestMachine,
-    runs: Vec<Run>,
+    runs: Vec<PolicyRun>,
     failures: Vec<Failure>,
 }
 
@@ -36,7 +36,7 @@ struct GuestMachine {
 }
 
 /// Boots the machine, has the experiment done there, and takes its runs into the report.
-pub fn fold(setting: &Setting<'_>, sizes: Sizes, report: &mut Report) -> anyhow::Result<()> {
+pub fn fold(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let tools = NodesTools::find()?;
     let scratch = tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("a scratch directory")?;
     let at = |name: &str| scratch.path().join(name);
@@ -45,7 +45,7 @@ pub fn fold(setting: &Setting<'_>, sizes: Sizes, report: &mut Report) -> anyhow:
     let mut command = command(setting, &tools, scratch.path());
     // It warns of clocks that stand still before the kernel starts one.
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(at("errors"))?);
-    let mut machine = Machine(command.spawn().context("starting the emulator")?);
+    let mut machine = EmulatedMachine(command.spawn().context("starting the emulator")?);
     let ended = setting.interrupt.wait(sizes.limit, || anyhow::Ok(machine.0.try_wait()?))?;
     drop(machine);
     let text = |name| String::from_utf8_lossy(&fs::read(at(name)).unwrap_or_default()).into_owned();
@@ -66,16 +66,16 @@ pub fn fold(setting: &Setting<'_>, sizes: Sizes, report: &mut Report) -> anyhow:
 }
 
 /// An emulator that does not outlive us.
-struct Machine(Child);
+struct EmulatedMachine(Child);
 
-impl Drop for Machine {
+impl Drop for EmulatedMachine {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-fn command(setting: &Setting<'_>, tools: &NodesTools, dir: &Path) -> Command {
+fn command(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -> Command {
     // Ended with us also if we are killed.
     let mut command = Command::new(&tools.setpriv);
     command.args(["--pdeathsig", "KILL"]).arg(&tools.qemu).current_dir(dir);
@@ -109,7 +109,7 @@ fn command(setting: &Setting<'_>, tools: &NodesTools, dir: &Path) -> Command {
 }
 
 /// Packs this program, the one to measure, and what they need.
-fn make_image(setting: &Setting<'_>, tools: &NodesTools, dir: &Path) -> anyhow::Result<()> {
+fn make_image(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -> anyhow::Result<()> {
     let root = dir.join("root");
     let mut files: Vec<(PathBuf, PathBuf)> = vec![(tools.busybox.clone(), "bin/busybox".into())];
     let programs = [

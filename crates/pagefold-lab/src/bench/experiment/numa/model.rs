@@ -23,14 +23,14 @@
 //! gives for a placement on one node. The figures in its Table 5.2, 0.84, 0.85, 0.85, 0.77 and 0.70, are the plain ratios
 //! of the run times under KSM, and so contain what the second instance was slower without KSM.
 
+use crate::bench::report::Placed;
 use pagefold_core::placement::policy::Latencies;
 use pagefold_core::random::finalize;
-use serde::{Deserialize, Serialize};
 
 /// What the thesis measured of two instances of a program (Tables 3.1 and 3.2).
 #[derive(Clone, Copy, Debug)]
 struct Measured {
-    /// Run times without KSM, seconds.
+    /// PolicyRun times without KSM, seconds.
     without: [f64; 2],
     /// With KSM.
     with: [f64; 2],
@@ -116,41 +116,6 @@ pub const PROGRAMS: [Program; 5] = [
     },
 ];
 
-/// A program that was folded, and where its pages are.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Placed {
-    /// The node where it runs.
-    pub home: usize,
-    /// From there to each node, as the kernel has it: 10 to its own.
-    pub distances: Vec<u32>,
-    /// Its merged pages on each node.
-    pub merged: Vec<u64>,
-    /// The node of each page by address, merged or not: a digit each, base 36.
-    pub pages: String,
-}
-
-impl Placed {
-    /// The digit of a node.
-    pub fn digit(node: usize) -> Option<char> {
-        char::from_digit(u32::try_from(node).ok()?, 36)
-    }
-
-    /// What part of its merged pages is on its own node.
-    pub fn local_share(&self) -> Option<f64> {
-        let all: u64 = self.merged.iter().sum();
-        (all > 0).then(|| self.merged.get(self.home).copied().unwrap_or(0) as f64 / all as f64)
-    }
-
-    /// For each page, what an access to it takes longer than one to the own node, as a part of that.
-    fn taxes(&self, latencies: Latencies) -> Vec<f64> {
-        let others = self.distances.iter().enumerate().filter(|(node, _)| *node != self.home);
-        let nearest = others.map(|(_, &distance)| distance).min().unwrap_or(20);
-        let of_node: Vec<f64> = self.distances.iter().map(|&distance| latencies.tax(distance, nearest)).collect();
-        let node = |digit: u8| char::from(digit).to_digit(36).and_then(|node| of_node.get(node as usize));
-        self.pages.bytes().map(|digit| node(digit).copied().unwrap_or(0.0)).collect()
-    }
-}
-
 impl Program {
     /// What part of its accesses goes to folded pages.
     pub fn folded(&self) -> f64 {
@@ -168,7 +133,7 @@ impl Program {
     /// The run time of an instance with these pages, of its run time with all of them on its own node. So many accesses
     /// are drawn; which ones follows from the seed.
     pub fn slowdown(&self, placed: &Placed, latencies: Latencies, accesses: u64, seed: u64) -> f64 {
-        let taxes = placed.taxes(latencies);
+        let taxes = taxes(placed, latencies);
         if taxes.is_empty() {
             return 1.0;
         }
@@ -209,6 +174,15 @@ pub fn fairness(slowdowns: &[f64]) -> Option<f64> {
     let least = slowdowns.iter().copied().min_by(f64::total_cmp)?;
     let most = slowdowns.iter().copied().max_by(f64::total_cmp)?;
     (most > 0.0).then(|| least / most)
+}
+
+/// For each page, what an access to it takes longer than one to the own node, as a part of that.
+fn taxes(placed: &Placed, latencies: Latencies) -> Vec<f64> {
+    let others = placed.distances.iter().enumerate().filter(|(node, _)| *node != placed.home);
+    let nearest = others.map(|(_, &distance)| distance).min().unwrap_or(20);
+    let of_node: Vec<f64> = placed.distances.iter().map(|&distance| latencies.tax(distance, nearest)).collect();
+    let node = |digit: u8| char::from(digit).to_digit(36).and_then(|node| of_node.get(node as usize));
+    placed.pages.bytes().map(|digit| node(digit).copied().unwrap_or(0.0)).collect()
 }
 
 #[cfg(test)]

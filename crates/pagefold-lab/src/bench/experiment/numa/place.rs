@@ -1,10 +1,9 @@
 //! Programs on several memory nodes, really folded, and where each of their pages has come to be.
 
-use super::Sizes;
-use super::model::Placed;
-use crate::bench::experiment::{Course, Setting};
+use super::NumaSizes;
+use crate::bench::experiment::{ExperimentSetting, PolicySequence};
 use crate::bench::policy::Policy;
-use crate::bench::report::Report;
+use crate::bench::report::{ExperimentReport, Placed};
 use crate::programs::Target;
 use anyhow::{Context, ensure};
 use pagefold_core::units::PAGE_SIZE;
@@ -81,10 +80,15 @@ pub const PRIORITY: &str = "pagefold --placement priority";
 pub const LOCAL_ONLY: &str = "pagefold --placement local-only";
 
 /// Folds two programs on two nodes, and more of them, in every way; each adds a run to the report.
-pub fn fold(setting: &Setting<'_>, nodes: &Rc<Nodes>, sizes: Sizes, report: &mut Report) -> anyhow::Result<()> {
+pub fn fold(
+    setting: &ExperimentSetting<'_>,
+    nodes: &Rc<Nodes>,
+    sizes: NumaSizes,
+    report: &mut ExperimentReport,
+) -> anyhow::Result<()> {
     let pagefold = |placement: &str| Policy::pagefold_with(sizes.seconds, &["--placement", placement]);
     let two: Crew<'_> = &[(0, 0), (1, 0)];
-    let mut stage = Stage { setting, nodes, pages: sizes.pages, course: Course::take(setting)? };
+    let mut stage = Stage { setting, nodes, pages: sizes.pages, sequence: PolicySequence::take(setting)? };
     stage.run(report, &Policy::KsmEverything, two, "")?;
     // In turns, so that what else goes on befalls both. The first turn is also when an emulator sees everything for the
     // first time.
@@ -109,7 +113,7 @@ pub fn fold(setting: &Setting<'_>, nodes: &Rc<Nodes>, sizes: Sizes, report: &mut
         for (crew, name) in crews {
             // Afresh: as many programs, as many answers.
             drop(stage);
-            stage = Stage { setting, nodes, pages: sizes.pages, course: Course::take(setting)? };
+            stage = Stage { setting, nodes, pages: sizes.pages, sequence: PolicySequence::take(setting)? };
             for policy in [Policy::KsmEverything, pagefold("fair")] {
                 stage.run(report, &policy, crew, name)?;
             }
@@ -124,26 +128,32 @@ pub const FOUR: &str = ", four programs";
 pub const FOUR_NODES: &str = ", four nodes";
 
 struct Stage<'a> {
-    setting: &'a Setting<'a>,
+    setting: &'a ExperimentSetting<'a>,
     nodes: &'a Rc<Nodes>,
     pages: u64,
-    course: Course<'a>,
+    sequence: PolicySequence<'a>,
 }
 
 impl Stage<'_> {
-    fn run(&mut self, report: &mut Report, policy: &Policy, crew: Crew<'_>, name: &str) -> anyhow::Result<()> {
+    fn run(
+        &mut self,
+        report: &mut ExperimentReport,
+        policy: &Policy,
+        crew: Crew<'_>,
+        name: &str,
+    ) -> anyhow::Result<()> {
         let looks: RefCell<Vec<Looks>> = RefCell::default();
         let before = report.runs.len();
         let start = || {
             let start = |&(node, nice): &(usize, i32)| {
                 let node = self.nodes.nodes.get(node).context("a node")?;
-                let watched = Watched::start(self.setting, self.nodes, node, nice, self.pages)?;
+                let watched = PlacedTenant::start(self.setting, self.nodes, node, nice, self.pages)?;
                 looks.borrow_mut().push(Rc::clone(&watched.looks));
                 Ok(Box::new(watched) as Box<dyn Target>)
             };
             crew.iter().map(start).collect()
         };
-        self.course.run(report, policy, start)?;
+        self.sequence.run(report, policy, start)?;
         let Some(run) = report.runs.get_mut(before) else { return Ok(()) };
         run.policy += name;
         let mut frames = BTreeSet::new();
@@ -167,10 +177,10 @@ impl Stage<'_> {
     }
 }
 
-type Looks = Rc<RefCell<Vec<Look>>>;
+type Looks = Rc<RefCell<Vec<PlacementSample>>>;
 
 #[derive(Clone, Copy, Debug)]
-struct Page {
+struct NodePage {
     frame: u64,
     node: usize,
     merged: bool,
@@ -178,11 +188,11 @@ struct Page {
 
 /// A program's pages by address.
 #[derive(Clone, Debug)]
-struct Look {
-    pages: Vec<Page>,
+struct PlacementSample {
+    pages: Vec<NodePage>,
 }
 
-impl Look {
+impl PlacementSample {
     /// Looks at the largest mapping, which must have so many pages, all of them present.
     fn at(process: &Process, nodes: &Nodes, pages: u64) -> anyhow::Result<Self> {
         let largest = eligible_mappings(process)?.into_iter().map(|detail| detail.vma).max_by_key(|vma| vma.pages().0);
@@ -194,7 +204,7 @@ impl Look {
         for entry in entries.into_iter().map(PagemapEntry) {
             let Some(frame) = entry.pfn() else { continue };
             let node = nodes.index_of(frame, &keys).with_context(|| format!("frame {frame:#x} is on no node"))?;
-            found.push(Page { frame, node, merged: !entry.file_or_shared() && !entry.exclusive() });
+            found.push(NodePage { frame, node, merged: !entry.file_or_shared() && !entry.exclusive() });
         }
         ensure!(found.len() as u64 >= pages, "{} of {pages} pages are present", found.len());
         let look = Self { pages: found };
@@ -240,16 +250,22 @@ fn told_by_node(numa_maps: &str, start: u64, keys: &[u16]) -> Option<Vec<usize>>
 }
 
 /// A program whose pages are looked at each time that it is asked.
-struct Watched {
+struct PlacedTenant {
     tenant: Tenant,
     nodes: Rc<Nodes>,
     pages: u64,
     looks: Looks,
 }
 
-impl Watched {
+impl PlacedTenant {
     /// Starts a program on a node's processors, where it takes its memory from by first touch.
-    fn start(setting: &Setting<'_>, nodes: &Rc<Nodes>, node: &Node, nice: i32, pages: u64) -> anyhow::Result<Self> {
+    fn start(
+        setting: &ExperimentSetting<'_>,
+        nodes: &Rc<Nodes>,
+        node: &Node,
+        nice: i32,
+        pages: u64,
+    ) -> anyhow::Result<Self> {
         let spec = TenantSpec::new([Segment::Shared { pages, seed: 21 }]);
         // The command adds to ours.
         let own = Process::open(i32::try_from(std::process::id())?)?.stat()?.nice;
@@ -259,7 +275,7 @@ impl Watched {
     }
 }
 
-impl Target for Watched {
+impl Target for PlacedTenant {
     fn name(&self) -> &str {
         self.tenant.name()
     }
@@ -269,7 +285,7 @@ impl Target for Watched {
     }
 
     fn check(&mut self) -> anyhow::Result<String> {
-        let look = Look::at(&Process::open(Target::pid(&self.tenant))?, &self.nodes, self.pages)?;
+        let look = PlacementSample::at(&Process::open(Target::pid(&self.tenant))?, &self.nodes, self.pages)?;
         self.looks.borrow_mut().push(look);
         self.tenant.check()
     }
@@ -284,8 +300,8 @@ mod tests {
         let text = "7f0000 default anon=5 N0=1 N3=4 kernelpagesize_kB=4\n7f5000 default file=/lib/N0=9 N3=2\n";
         assert_eq!(told_by_node(text, 0x7f_0000, &[0, 1, 3]), Some(vec![1, 0, 4]));
         assert_eq!(told_by_node(text, 0x7f_1000, &[0]), None);
-        let page = |node| Page { frame: 1, node, merged: true };
-        let look = Look { pages: vec![page(0), page(2), page(2), page(2), page(2)] };
+        let page = |node| NodePage { frame: 1, node, merged: true };
+        let look = PlacementSample { pages: vec![page(0), page(2), page(2), page(2), page(2)] };
         look.compare(text.as_bytes(), 0x7f_0000, &[0, 1, 3]).unwrap();
         let error = look.compare(text.as_bytes(), 0x7f_0000, &[3, 1, 0]).unwrap_err().to_string();
         assert!(error.contains("node 0"), "{error}");
@@ -293,8 +309,8 @@ mod tests {
 
     #[test]
     fn what_is_merged_is_counted_by_node() {
-        let page = |node, merged| Page { frame: 1, node, merged };
-        let look = Look { pages: vec![page(0, true), page(1, true), page(1, false), page(1, true)] };
+        let page = |node, merged| NodePage { frame: 1, node, merged };
+        let look = PlacementSample { pages: vec![page(0, true), page(1, true), page(1, false), page(1, true)] };
         let placed = look.placed(&Node { index: 1, cpus: "1".to_owned(), distances: vec![20, 10] });
         assert_eq!((placed.pages.as_str(), &placed.merged[..], placed.home), ("0111", &[1, 2][..], 1));
     }

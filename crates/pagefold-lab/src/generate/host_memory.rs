@@ -15,7 +15,7 @@ const RUN: u64 = 63;
 
 /// Frames, contents that are found nowhere else, and chance.
 #[derive(Debug)]
-pub struct Machine {
+pub struct HostMemory {
     key: u64,
     made: u64,
     next_frame: u64,
@@ -23,7 +23,7 @@ pub struct Machine {
     pub chance: Random,
 }
 
-impl Machine {
+impl HostMemory {
     /// A machine with nothing on it.
     pub fn new(seed: u64) -> Self {
         Self {
@@ -76,7 +76,7 @@ pub struct Memory {
 
 impl Memory {
     /// Memory that nobody has touched.
-    pub fn new(machine: &Machine, size: Pages) -> Self {
+    pub fn new(machine: &HostMemory, size: Pages) -> Self {
         let size = usize::try_from(size.0).unwrap_or(usize::MAX);
         Self { key: machine.key, pages: vec![None; size], run: 0..0 }
     }
@@ -87,16 +87,16 @@ impl Memory {
     }
 
     /// Writes a whole page.
-    pub fn write(&mut self, machine: &mut Machine, page: usize, body: Body) {
+    pub fn write(&mut self, machine: &mut HostMemory, page: usize, body: Body) {
         self.held(machine, page).body = body;
     }
 
     /// Writes something into one part of a page.
-    pub fn write_part(&mut self, machine: &mut Machine, page: usize, part: usize, content: u64) {
+    pub fn write_part(&mut self, machine: &mut HostMemory, page: usize, part: usize, content: u64) {
         self.held(machine, page).body.0[part] = content;
     }
 
-    fn held(&mut self, machine: &mut Machine, page: usize) -> &mut Held {
+    fn held(&mut self, machine: &mut HostMemory, page: usize) -> &mut Held {
         let run = &mut self.run;
         self.pages[page].get_or_insert_with(|| {
             if run.is_empty() {
@@ -109,7 +109,7 @@ impl Memory {
     }
 
     /// Unmaps everything.
-    pub fn give_back(&mut self, machine: &mut Machine) {
+    pub fn give_back(&mut self, machine: &mut HostMemory) {
         machine.given_back.extend(self.pages.iter_mut().rev().filter_map(Option::take).map(|held| held.frame));
     }
 

@@ -45,14 +45,14 @@ const KINDS: [Kind; 8] = [
 
 /// A machine to be simulated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Machine {
+pub struct ServerMemory {
     /// Its memory in use, GiB.
     pub gib: u64,
     /// For how long it runs, nanoseconds.
     pub for_ns: u64,
 }
 
-impl Machine {
+impl ServerMemory {
     /// Pages in use.
     pub fn pages(self) -> u64 {
         self.gib * PAGES_PER_GIB

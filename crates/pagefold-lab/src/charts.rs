@@ -1,0 +1,395 @@
+//! Line charts, bar charts and heat maps as SVG.
+
+use plotters::coord::Shift;
+use plotters::coord::ranged1d::{AsRangedCoord, ValueFormatter};
+use plotters::element::DashedPathElement;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+use std::ops::Range;
+
+/// The width of every chart, in pixels.
+pub const WIDTH: u32 = 880;
+/// Where titles, legends and bars begin.
+pub const LEFT: i32 = 24;
+/// Where bars and heat maps end.
+pub const RIGHT: i32 = 856;
+/// The height of title and subtitle.
+pub const TOP: i32 = 76;
+const PLOT_HEIGHT: u32 = 400;
+const LEGEND_LINE: u32 = 24;
+const BAR_LINE: i32 = 40;
+/// The mean width of a letter in the size of labels.
+const LETTER: f64 = 7.2;
+const INK: RGBColor = RGBColor(0x22, 0x22, 0x22);
+const GREY: RGBColor = RGBColor(0x66, 0x66, 0x66);
+const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
+
+/// A drawing under way.
+pub type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+/// The result of a drawing step. Drawing into memory does not fail.
+pub type Drawn<'a> = Result<(), DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBackend>::ErrorType>>;
+
+/// The range of an axis.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scale {
+    /// From zero to just above the largest value.
+    Linear {
+        /// The largest value.
+        most: f64,
+    },
+    /// From zero to the last value.
+    Upto {
+        /// The last value.
+        last: f64,
+    },
+    /// Logarithmic, between two numbers above zero. Values outside are drawn at its ends.
+    Logarithmic {
+        /// The smallest value.
+        first: f64,
+        /// The largest value.
+        last: f64,
+    },
+}
+
+impl Scale {
+    /// A linear scale for all of the values.
+    pub fn linear(values: impl IntoIterator<Item = f64>) -> Self {
+        Self::Linear { most: values.into_iter().filter(|value| value.is_finite()).fold(0.0, f64::max) }
+    }
+
+    /// A scale from zero to the largest of the values.
+    pub fn upto(values: impl IntoIterator<Item = f64>) -> Self {
+        Self::Upto { last: values.into_iter().filter(|value| value.is_finite()).fold(0.0, f64::max) }
+    }
+
+    /// A logarithmic scale for the values above zero.
+    pub fn logarithmic(values: impl IntoIterator<Item = f64>) -> Self {
+        let fitting = values.into_iter().filter(|value| value.is_finite() && *value > 0.0);
+        let (first, last) =
+            fitting.fold((f64::MAX, 0.0_f64), |(first, last), value| (first.min(value), last.max(value)));
+        if first < last { Self::Logarithmic { first, last } } else { Self::Logarithmic { first: 1.0, last: 10.0 } }
+    }
+
+    fn range(self) -> Range<f64> {
+        let end = |value: f64| if value > 0.0 { value } else { 1.0 };
+        match self {
+            Self::Linear { most } => 0.0..end(most) * 1.05,
+            Self::Upto { last } => 0.0..end(last),
+            Self::Logarithmic { first, last } => first..last,
+        }
+    }
+}
+
+/// A line in a chart.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Curve {
+    /// The text in the legend.
+    pub label: String,
+    /// The colour, as `#rrggbb`.
+    pub colour: &'static str,
+    /// The width in pixels. Wider lines are drawn over narrower ones.
+    pub width: u32,
+    /// The lengths of dashes and gaps, in pixels.
+    pub dash: Option<(u32, u32)>,
+    /// Whether the value stays the same after the last point: shown as a dot, and dots up to the end of the axis.
+    pub stays: bool,
+    /// Whether each point gets a dot.
+    pub dots: bool,
+    /// The points, in the units of the axes.
+    pub points: Vec<(f64, f64)>,
+}
+
+/// A line chart.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Lines {
+    /// The title.
+    pub title: String,
+    /// The vertical axis: quantity and unit, and its range.
+    pub up: (String, Scale),
+    /// The horizontal axis.
+    pub right: (String, Scale),
+    /// The lines, in the order of the legend.
+    pub curves: Vec<Curve>,
+}
+
+impl Lines {
+    /// Draws the chart.
+    pub fn draw(&self) -> String {
+        let legend = LEGEND_LINE * u32::try_from(self.curves.len()).unwrap_or(0);
+        svg(PLOT_HEIGHT + 60 + legend, &self.title, "", |canvas| {
+            let (plot, legend) = canvas.split_vertically(PLOT_HEIGHT + 44);
+            let (right, up) = (self.right.1.range(), self.up.1.range());
+            match (self.right.1, self.up.1) {
+                (Scale::Logarithmic { .. }, Scale::Logarithmic { .. }) => {
+                    self.plot(&plot, right.log_scale(), up.log_scale())?;
+                }
+                (Scale::Logarithmic { .. }, _) => self.plot(&plot, right.log_scale(), up)?,
+                (_, Scale::Logarithmic { .. }) => self.plot(&plot, right, up.log_scale())?,
+                _ => self.plot(&plot, right, up)?,
+            }
+            for (line, curve) in (0..).zip(&self.curves) {
+                let y = 12 + line * LEGEND_LINE.cast_signed();
+                let sample = vec![(LEFT, y), (LEFT + 32, y)];
+                let style = rgb(curve.colour).stroke_width(3);
+                match curve.dash {
+                    Some((dash, gap)) => legend.draw(&DashedPathElement::new(sample, dash, gap, style))?,
+                    None => legend.draw(&PathElement::new(sample, style))?,
+                }
+                legend.draw(&label(&curve.label, (LEFT + 44, y), HPos::Left))?;
+            }
+            Ok(())
+        })
+    }
+
+    fn plot<'a, X, Y>(&self, canvas: &Canvas<'a>, x: X, y: Y) -> Drawn<'a>
+    where
+        X: AsRangedCoord<Value = f64>,
+        Y: AsRangedCoord<Value = f64>,
+        X::CoordDescType: ValueFormatter<f64>,
+        Y::CoordDescType: ValueFormatter<f64>,
+    {
+        let (right, up) = (self.right.1.range(), self.up.1.range());
+        let mut chart = ChartBuilder::on(canvas)
+            .margin_top(52)
+            .margin_right(32)
+            .x_label_area_size(46)
+            .y_label_area_size(80)
+            .build_cartesian_2d(x, y)?;
+        let tick = |value: &f64| tick(*value);
+        chart
+            .configure_mesh()
+            .x_desc(&self.right.0)
+            .y_desc(&self.up.0)
+            .axis_desc_style(("sans-serif", 14).into_font().color(&INK))
+            .label_style(("sans-serif", 12).into_font().color(&GREY))
+            .x_labels(8)
+            .y_labels(8)
+            .x_label_formatter(&tick)
+            .y_label_formatter(&tick)
+            .bold_line_style(GRID)
+            .light_line_style(TRANSPARENT)
+            .axis_style(GREY)
+            .draw()?;
+        let mut order: Vec<&Curve> = self.curves.iter().collect();
+        order.sort_by_key(|curve| curve.width);
+        for curve in order {
+            let colour = rgb(curve.colour);
+            let style = colour.stroke_width(curve.width);
+            let inside = |&(x, y): &(f64, f64)| (x.clamp(right.start, right.end), y.clamp(up.start, up.end));
+            let points: Vec<(f64, f64)> = curve.points.iter().map(inside).collect();
+            match curve.dash {
+                Some((dash, gap)) => {
+                    chart.draw_series(DashedLineSeries::new(points.iter().copied(), dash, gap, style))?;
+                }
+                None => {
+                    chart.draw_series(LineSeries::new(points.iter().copied(), style))?;
+                }
+            }
+            let dots = if curve.dots { &points[..] } else { &[] };
+            let end = points.last().filter(|_| curve.stays);
+            chart.draw_series(dots.iter().chain(end).map(|&at| Circle::new(at, 4, colour.filled())))?;
+            if let Some(&(_, y)) = end {
+                let rest = [points[points.len() - 1], (right.end, y)];
+                chart.draw_series(DashedLineSeries::new(rest, 3, 5, colour.into()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A bar of a bar chart.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Bar {
+    /// The text to its left.
+    pub name: String,
+    /// The value, drawn as its length.
+    pub value: f64,
+    /// The text to its right.
+    pub text: String,
+    /// The colour, as `#rrggbb`.
+    pub colour: &'static str,
+}
+
+impl Bar {
+    /// A bar labelled with its value.
+    pub fn new(name: &str, value: f64, colour: &'static str) -> Self {
+        Self { name: name.to_owned(), value, text: number(value), colour }
+    }
+}
+
+/// Draws horizontal bars. The subtitle says what the length stands for, and its unit.
+pub fn bars(title: &str, subtitle: &str, rows: &[Bar]) -> String {
+    let count = u32::try_from(rows.len()).unwrap_or(0);
+    let most = rows.iter().map(|row| row.value).fold(f64::MIN_POSITIVE, f64::max);
+    let widest = |text: fn(&Bar) -> &str| rows.iter().map(|row| text(row).chars().count()).max().unwrap_or(0) as f64;
+    let from = LEFT + pixels((widest(|row| &row.name) * LETTER + 16.0).clamp(80.0, 420.0));
+    let room = RIGHT - from - pixels((widest(|row| &row.text) * LETTER + 16.0).clamp(60.0, 300.0));
+    svg(TOP.cast_unsigned() + BAR_LINE.cast_unsigned() * count + 24, title, subtitle, |canvas| {
+        for (line, row) in (0..).zip(rows) {
+            let y = TOP + 16 + BAR_LINE * line;
+            let to = from + pixels(f64::from(room) * row.value / most).max(1);
+            canvas.draw(&Rectangle::new([(from, y - 13), (to, y + 13)], rgb(row.colour).filled()))?;
+            canvas.draw(&label(&row.name, (from - 12, y), HPos::Right))?;
+            canvas.draw(&label(&row.text, (to + 8, y), HPos::Left))?;
+        }
+        Ok(())
+    })
+}
+
+/// Draws into an SVG image of the usual width, below a title and a subtitle.
+pub fn svg(
+    height: u32,
+    title: &str,
+    subtitle: &str,
+    draw: impl for<'a, 'b> FnOnce(&'b Canvas<'a>) -> Drawn<'a>,
+) -> String {
+    let mut image = String::new();
+    {
+        let canvas = SVGBackend::with_string(&mut image, (WIDTH, height)).into_drawing_area();
+        let heading = |text: &str, y, size: i32, colour: RGBColor| {
+            Text::new(text.to_owned(), (LEFT, y), ("sans-serif", size).into_font().color(&colour))
+        };
+        // Drawing into memory does not fail.
+        let _ = canvas
+            .fill(&WHITE)
+            .and_then(|()| canvas.draw(&heading(title, 18, 20, INK)))
+            .and_then(|()| canvas.draw(&heading(subtitle, 48, 13, GREY)))
+            .and_then(|()| draw(&canvas))
+            .and_then(|()| canvas.present());
+    }
+    image
+}
+
+/// Text in the size of labels, vertically centred at a point.
+pub fn label(text: &str, at: (i32, i32), side: HPos) -> Text<'static, (i32, i32), String> {
+    let style = ("sans-serif", 14).into_font().color(&INK).pos(Pos::new(side, VPos::Center));
+    Text::new(text.to_owned(), at, style)
+}
+
+/// A number with three or more significant digits, and no more than that.
+pub fn number(value: f64) -> String {
+    match value.abs() {
+        size if size >= 100.0 || value == 0.0 => format!("{value:.0}"),
+        size if size >= 10.0 => format!("{value:.1}"),
+        size if size >= 1.0 => format!("{value:.2}"),
+        _ => format!("{value:.4}"),
+    }
+}
+
+/// The label of a value on an axis: `0.2`, `2500`, `150 k`.
+fn tick(value: f64) -> String {
+    let units = [(1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")];
+    let (unit, name) = units.into_iter().find(|(unit, _)| value >= unit * 9.999).unwrap_or((1.0, ""));
+    format!("{}{name}", (value / unit * 1e6).round() / 1e6)
+}
+
+/// Rounds a position.
+#[expect(clippy::cast_possible_truncation, reason = "positions within a chart are small")]
+fn pixels(position: f64) -> i32 {
+    position.round() as i32
+}
+
+/// Parses `#rrggbb`.
+fn rgb(colour: &str) -> RGBColor {
+    let digits = u32::from_str_radix(colour.trim_start_matches('#'), 16).unwrap_or(0);
+    let [_, red, green, blue] = digits.to_be_bytes();
+    RGBColor(red, green, blue)
+}
+
+/// The texts of an SVG image, in order.
+#[cfg(test)]
+pub(crate) fn texts(svg: &str) -> Vec<String> {
+    let document = roxmltree::Document::parse(svg).unwrap_or_else(|error| panic!("{error}\n{svg}"));
+    let texts = document.descendants().filter(|node| node.has_tag_name("text"));
+    texts.filter_map(|node| Some(node.text()?.trim().to_owned())).filter(|text| !text.is_empty()).collect()
+}
+
+/// The number of elements of a kind with a colour, as stroke or filling.
+#[cfg(test)]
+pub(crate) fn elements(svg: &str, kind: &str, colour: &str) -> usize {
+    let document = roxmltree::Document::parse(svg).unwrap_or_else(|error| panic!("{error}\n{svg}"));
+    let is_colour = |node: &roxmltree::Node<'_, '_>| {
+        [node.attribute("stroke"), node.attribute("fill")].iter().flatten().any(|of| of.eq_ignore_ascii_case(colour))
+    };
+    document.descendants().filter(|node| node.has_tag_name(kind) && is_colour(node)).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_are_short() {
+        let labels = [0.0, 0.1 + 0.2, 2500.0, 9000.0, 1e4, 1.5e5, 2e6, 3e10].map(tick);
+        assert_eq!(labels, ["0", "0.3", "2500", "9000", "10 k", "150 k", "2 M", "30 G"]);
+    }
+
+    #[test]
+    fn numbers_keep_three_digits() {
+        assert_eq!(
+            ["1234", "12.3", "1.23", "0.1234", "0"],
+            [1234.4, 12.34, 1.234, 0.1234, 0.0].map(number).each_ref().map(String::as_str)
+        );
+    }
+
+    #[test]
+    fn every_curve_is_drawn_and_in_the_legend() {
+        let curve = |label: &str, colour, stays| Curve {
+            label: label.to_owned(),
+            colour,
+            width: 2,
+            stays,
+            points: vec![(0.0, 1.0), (2.0, 3.0)],
+            ..Curve::default()
+        };
+        let mut curves = vec![
+            curve("stays", "#123456", true),
+            curve("plain", "#234567", false),
+            curve("dashed", "#345678", false),
+            curve("empty", "#456789", true),
+        ];
+        curves[2].dash = Some((4, 4));
+        curves[3].points.clear();
+        for (up, right) in [
+            (Scale::linear([3.0]), Scale::upto([2.0])),
+            (Scale::logarithmic([0.5, 3.0]), Scale::upto([2.0])),
+            (Scale::linear([3.0]), Scale::logarithmic([0.1, 2.0])),
+            (Scale::logarithmic([0.5, 3.0]), Scale::logarithmic([0.1, 2.0])),
+        ] {
+            let (up, right) = (("up, MiB".to_owned(), up), ("right <1>".to_owned(), right));
+            let svg = Lines { title: "a & b".to_owned(), up, right, curves: curves.clone() }.draw();
+            let texts = texts(&svg);
+            for text in ["a & b", "up, MiB", "right <1>", "stays", "plain", "dashed", "empty"] {
+                assert!(texts.iter().any(|found| found == text), "{text} is not in {texts:?}");
+            }
+            // The curve, and its sample in the legend.
+            assert_eq!(elements(&svg, "polyline", "#234567") + elements(&svg, "line", "#234567"), 2, "{svg}");
+            assert!(elements(&svg, "polyline", "#345678") + elements(&svg, "line", "#345678") > 4);
+            assert_eq!((elements(&svg, "circle", "#123456"), elements(&svg, "circle", "#456789")), (1, 0));
+            assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+        }
+    }
+
+    #[test]
+    fn charts_without_values_can_be_drawn() {
+        for scale in
+            [Scale::linear([]), Scale::linear([f64::INFINITY, 0.0]), Scale::upto([]), Scale::logarithmic([3.0])]
+        {
+            let axis = || ("axis".to_owned(), scale);
+            let svg = Lines { title: String::new(), up: axis(), right: axis(), curves: Vec::new() }.draw();
+            assert!(texts(&svg).len() > 3 && !svg.contains("NaN"), "{svg}");
+        }
+    }
+
+    #[test]
+    fn bars_are_as_long_as_their_values() {
+        let bar = |name: &str, value| Bar::new(name, value, "#abcdef");
+        let svg = bars("t", "s", &[bar("one", 2.0), bar("half", 1.0), bar("none", 0.0)]);
+        assert_eq!(texts(&svg), ["t", "s", "one", "2.00", "half", "1.00", "none", "0"]);
+        let document = roxmltree::Document::parse(&svg).unwrap();
+        let widths = document.descendants().filter(|node| node.attribute("fill") == Some("#ABCDEF"));
+        let widths: Vec<f64> = widths.map(|node| node.attribute("width").unwrap().parse().unwrap()).collect();
+        assert!((widths[0] - 2.0 * widths[1]).abs() <= 1.0 && widths[2] <= 1.0, "{widths:?}");
+        assert_eq!(texts(&bars("t", "s", &[])), ["t", "s"]);
+    }
+}

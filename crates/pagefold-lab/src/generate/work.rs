@@ -1,0 +1,41 @@
+//! The interface between guests and their work.
+
+use super::guest::Guest;
+use super::host_memory::HostMemory;
+use pagefold_core::random::Random;
+use pagefold_core::units::Permyriad;
+
+/// The composition of a guest's memory, in shares of it, and the course of its boot.
+pub struct Layout {
+    /// Files of the system.
+    pub system: Permyriad,
+    /// Pages that only this guest has.
+    pub own: Permyriad,
+    /// Kernel objects.
+    pub slab: Permyriad,
+    /// Cleared pages not in use yet.
+    pub zeros: Permyriad,
+    /// Steps of the work during the boot.
+    pub steps: u64,
+    /// How far steps come out of order: 0 for the same order in all guests, 10,000 for as far as from the first to the last.
+    pub disorder: Permyriad,
+    /// Duration of the work before the record begins, in nanoseconds.
+    pub before_ns: u64,
+}
+
+/// A guest's work.
+pub trait Work {
+    /// The composition of the guest's memory.
+    fn layout(&self) -> Layout;
+
+    /// Does one step of the boot.
+    fn boot(&mut self, guest: &mut Guest, machine: &mut HostMemory, step: u64);
+
+    /// Does what happens in the `ns` nanoseconds up to `now_ns`.
+    fn go_on(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64);
+}
+
+/// A guest's pace: a random number from 900 to 1100, in thousandths of the mean.
+pub fn pace(chance: &mut Random) -> u64 {
+    900 + chance.below(201)
+}
