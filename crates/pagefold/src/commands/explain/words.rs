@@ -250,7 +250,9 @@ fn excluded(text: &mut String, explanation: &Explanation, style: Style) {
     for (reason, rows) in reasons {
         let memory = rows.iter().map(|row| row.bytes).sum();
         let mappings = count(rows.len(), "mapping", "mappings");
-        line(text, &format!("  {:>8}  {reason} {}", human(memory), style.dim(&format!("({mappings})"))));
+        let mut parts = wrap(&format!("{reason} ({mappings})"), WIDTH - 12).into_iter();
+        line(text, &format!("  {:>8}  {}", human(memory), parts.next().unwrap_or_default()));
+        parts.for_each(|part| line(text, &format!("            {part}")));
         // Code, unmodified files and empty mappings are not worth a line each.
         if reason == Exclusion::NothingAnonymous.to_string() || memory == 0 {
             continue;
