@@ -278,8 +278,9 @@ pub fn number(value: f64) -> String {
 
 /// The label of a value on an axis: `0.2`, `2500`, `150 k`.
 fn tick(value: f64) -> String {
-    let units = [(1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")];
-    let (unit, name) = units.into_iter().find(|(unit, _)| value >= unit * 9.999).unwrap_or((1.0, ""));
+    let units = [(1e12, 1e12, " T"), (1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e4, 1e3, " k")];
+    let found = units.into_iter().find(|(from, ..)| value >= from * 0.999_999);
+    let (_, unit, name) = found.unwrap_or((0.0, 1.0, ""));
     format!("{}{name}", (value / unit * 1e6).round() / 1e6)
 }
 
