@@ -116,8 +116,8 @@ impl Lines {
     /// Draws the chart.
     pub fn draw(&self) -> String {
         let legend = LEGEND_LINE * u32::try_from(self.curves.len()).unwrap_or(0);
-        svg(PLOT_HEIGHT + 60 + legend, &self.title, "", |canvas| {
-            let (plot, legend) = canvas.split_vertically(PLOT_HEIGHT + 44);
+        svg(PLOT_HEIGHT + 68 + legend, &self.title, "", |canvas| {
+            let (plot, legend) = canvas.split_vertically(PLOT_HEIGHT + 52);
             let (right, up) = (self.right.1.range(), self.up.1.range());
             match (self.right.1, self.up.1) {
                 (Scale::Logarithmic { .. }, Scale::Logarithmic { .. }) => {
@@ -152,6 +152,7 @@ impl Lines {
         let mut chart = ChartBuilder::on(canvas)
             .margin_top(52)
             .margin_right(32)
+            .margin_left(12)
             .x_label_area_size(46)
             .y_label_area_size(80)
             .build_cartesian_2d(x, y)?;
