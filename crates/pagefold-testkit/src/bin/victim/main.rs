@@ -22,6 +22,7 @@ mod blocking;
 mod checks;
 mod handlers;
 mod hold;
+mod hostile;
 mod kinds;
 mod lease;
 mod registers;
@@ -43,6 +44,7 @@ fn main() {
             pagefold_linux::inject::serve()
         }
         "lease" => return lease::main(std::path::Path::new(&std::env::args().nth(2).expect("a directory"))),
+        "hostile" => return hostile::main(&std::env::args().nth(2).expect("a kind")),
         "torture" => torture::main(),
         "registers" => return registers::main(&std::env::args().nth(2).expect("a kind")),
         _ => {}
