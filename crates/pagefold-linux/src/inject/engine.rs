@@ -1,18 +1,19 @@
 //! One attempt: choose a thread, seize it, interrupt it, let [`Tracee`] make the calls, and report the result.
 //!
-//! Each attempt has a thread of its own, because only the end of its tracer releases a thread that does not stop (a vfork
-//! parent, a frozen thread). The kernel then drops the request, and as no register has been set yet, nothing has changed.
+//! Each attempt has a thread of its own, which stays with a target's thread that does not stop in time (a vfork parent, a
+//! frozen thread) until it does: released before, that thread would find its system call interrupted.
 
 use super::progress::AttemptProgress;
-use super::ptrace;
+use super::ptrace::{self, TraceeEvent};
 use super::return_frame::ReturnFrame;
 use super::stack_check::StackCheck;
 use super::thread::{self, Activity, Candidate, Choice};
-use super::tracee::{StopEnd, StopResult, Tracee, clock_ns, wait_for_trap};
+use super::tracee::{StopEnd, StopResult, Tracee, clock_ns, repair, wait_for_trap};
 use super::trampoline::{self, Trampoline};
 use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
 use crate::proc::process::Process;
-use std::sync::{Arc, mpsc};
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
 /// Time for preparing (reading `/proc`, attaching) before the wait for the stop. Attaching waits for an exec in progress,
@@ -59,6 +60,12 @@ pub fn attempt(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Lim
     if held.start_time_ticks() != process.start_time_ticks() {
         return Err(InjectError::Vanished { pid });
     }
+    if awaited().contains(&key(process)) {
+        return Err(InjectError::TimedOut { pid, what: "stop".into() });
+    }
+    if awaited().len() >= AWAITED_MOST {
+        return Err(InjectError::Busy { pid });
+    }
     let progress = Arc::new(AttemptProgress::default());
     let (sender, receiver) = mpsc::channel();
     let (calls, limits, progress_inside) = (calls.to_vec(), *limits, Arc::clone(&progress));
@@ -67,9 +74,11 @@ pub fn attempt(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Lim
         .stack_size(256 << 10)
         .spawn(move || {
             shield_thread();
-            let ended = one_stop(&held, tid, &calls, &limits, &progress_inside);
-            // There is no receiver any more if the attempt was given up.
-            let _ = sender.send(ended);
+            // The receiver is gone if the attempt was given up.
+            match one_stop(&held, tid, &calls, &limits, &progress_inside) {
+                OneStop::Over(ended) => drop(sender.send(ended)),
+                OneStop::Awaited(ended, tid) => await_stop(&held, tid, || drop(sender.send(ended))),
+            }
         })
         .map_err(|error| InjectError::System {
             pid,
@@ -105,19 +114,72 @@ fn shield_thread() {
     }
 }
 
-fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits, progress: &AttemptProgress) -> Ended {
+/// Processes with a thread that was asked to stop and has not stopped yet.
+static AWAITED: Mutex<BTreeSet<(i32, u64)>> = Mutex::new(BTreeSet::new());
+/// The most such threads: while there are as many, no other process is stopped.
+const AWAITED_MOST: usize = 32;
+
+fn awaited() -> MutexGuard<'static, BTreeSet<(i32, u64)>> {
+    AWAITED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn key(process: &Process) -> (i32, u64) {
+    (process.pid(), process.start_time_ticks())
+}
+
+/// Waits until a thread stops that did not in time, repairs it, and releases it. Until then its process is not stopped again.
+/// `report` ends the attempt.
+fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
+    const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+    awaited().insert(key(process));
+    report();
+    let mut pause = Duration::from_millis(1);
+    loop {
+        match ptrace::poll(tid) {
+            TraceeEvent::Nothing => {
+                std::thread::sleep(pause);
+                pause = (pause * 5 / 4).min(LONGEST_PAUSE);
+            }
+            TraceeEvent::Trap { signal } => {
+                let _ = repair(tid, signal == libc::SIGTRAP);
+                let _ = ptrace::detach(tid, 0);
+                break;
+            }
+            TraceeEvent::Signal(signal) if ptrace::resume(tid, signal).is_ok() => {}
+            TraceeEvent::Syscall if ptrace::resume(tid, 0).is_ok() => {}
+            TraceeEvent::Signal(_) | TraceeEvent::Syscall | TraceeEvent::Gone => break,
+        }
+    }
+    awaited().remove(&key(process));
+}
+
+/// What one attempt came to.
+enum OneStop {
+    /// The thread has been let go, or was never asked to stop.
+    Over(Ended),
+    /// This thread has been asked to stop, and has not yet.
+    Awaited(Ended, i32),
+}
+
+fn one_stop(
+    process: &Process,
+    tid: Option<i32>,
+    calls: &[Call],
+    limits: &Limits,
+    progress: &AttemptProgress,
+) -> OneStop {
     let pid = process.pid();
-    let busy = || Verdict::Again(InjectError::Busy { pid }).unstopped();
+    let busy = || OneStop::Over(Verdict::Again(InjectError::Busy { pid }).unstopped());
     let (candidate, instruction, trampoline) = match prepare(process, tid) {
         Ok(prepared) => prepared,
-        Err(verdict) => return verdict.unstopped(),
+        Err(verdict) => return OneStop::Over(verdict.unstopped()),
     };
     let tid_chosen = candidate.tid;
     let stack_check = trampoline.and_then(|_| StackCheck::open(process, tid_chosen));
     let mut frame = ReturnFrame::new();
     let mut answers = vec![0_i64; calls.len()];
     if let Err(errno) = ptrace::seize(tid_chosen) {
-        return refused(process, tid_chosen, errno).unstopped();
+        return OneStop::Over(refused(process, tid_chosen, errno).unstopped());
     }
     // From now on the kernel returns ESRCH if the tid is reused, so this check is the last one needed. Nothing has been
     // requested yet: returning here changes nothing.
@@ -129,7 +191,7 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
     }
     match process.stat() {
         Ok(stat) if stat.start_time_ticks == process.start_time_ticks() => {}
-        _ => return Verdict::Failed(InjectError::Vanished { pid }).unstopped(),
+        _ => return OneStop::Over(Verdict::Failed(InjectError::Vanished { pid }).unstopped()),
     }
     if progress.is_abandoned() || ptrace::interrupt(tid_chosen).is_err() {
         return busy();
@@ -144,7 +206,7 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
             Ok(_) => Verdict::Failed(InjectError::TimedOut { pid, what: "stop".into() }),
             Err(_) => Verdict::Again(InjectError::Busy { pid }),
         };
-        return verdict.unstopped();
+        return OneStop::Awaited(verdict.unstopped(), tid_chosen);
     };
     let tracee = Tracee {
         tid: tid_chosen,
@@ -157,6 +219,9 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
     let StopResult { made, end, unguarded, away_ns } =
         tracee.make_calls(calls, &mut answers, limits, progress, &mut frame);
     let stop_ns = clock_ns().saturating_sub(since_ns);
+    if !unguarded && frame.length() > 0 {
+        StackCheck::remember(process, frame.base, frame.length());
+    }
     if matches!(end, StopEnd::Unstable | StopEnd::Fault) {
         trampoline::forget(process);
     }
@@ -173,7 +238,7 @@ fn one_stop(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits
         StopEnd::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
         StopEnd::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
     };
-    Ended { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict }
+    OneStop::Over(Ended { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict })
 }
 
 /// Whether a freezer kept a thread from its call. After its release the thread takes a moment to be frozen again.

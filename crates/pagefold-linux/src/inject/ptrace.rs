@@ -3,6 +3,7 @@
 //! Everything here may run while a target's registers are borrowed, so nothing here may panic or allocate.
 
 use super::Errno;
+use pagefold_core::units::count;
 
 /// The general-purpose registers of a thread.
 pub type Registers = libc::user_regs_struct;
@@ -21,6 +22,7 @@ const PTRACE_INTERRUPT: u64 = 0x4207;
 const PTRACE_PEEKSIGINFO: u64 = 0x4209;
 const PTRACE_GETSIGMASK: u64 = 0x420a;
 const PTRACE_SETSIGMASK: u64 = 0x420b;
+const PTRACE_GET_SYSCALL_INFO: u64 = 0x420e;
 const PTRACE_GET_RSEQ_CONFIGURATION: u64 = 0x420f;
 const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: u64 = 0x4211;
 
@@ -176,27 +178,67 @@ fn register_set(tid: i32, set: u64, bytes: &mut [u8]) -> Result<usize, Errno> {
     Ok(room.iov_len)
 }
 
-/// Whether a signal outside of `mask` is pending, among the first 8 of each queue.
-pub fn has_pending(tid: i32, mask: u64) -> bool {
-    const CHECKED: u8 = 8;
-    const LENGTH: usize = 8;
+/// The pending signals of the thread and its process, bit `n - 1` for signal `n`. `None` if there are too many to inspect.
+pub fn pending_signals(tid: i32) -> Option<u64> {
+    const BATCH: usize = 8;
+    const MOST: u64 = 512;
     const SHARED: u32 = 1;
-    // SAFETY: the structure is plain data, for which zero is a value.
-    let mut infos: [libc::siginfo_t; LENGTH] = unsafe { std::mem::zeroed() };
-    [0, SHARED].into_iter().any(|flags| {
-        // struct ptrace_peeksiginfo_args: index of the first, flags, count.
-        let wanted = [0_u64, u64::from(flags) | u64::from(CHECKED) << 32];
-        let found = ptrace(PTRACE_PEEKSIGINFO, tid, address_of(&wanted), address_of_mut(&mut infos)).unwrap_or(0);
-        infos.iter().take(usize::try_from(found).unwrap_or(0)).any(|info| mask >> (info.si_signo - 1) & 1 == 0)
-    })
+    let mut pending = 0;
+    for flags in [0, SHARED] {
+        let mut first = 0_u64;
+        loop {
+            // SAFETY: the structure is plain data, for which zero is a value.
+            let mut infos: [libc::siginfo_t; BATCH] = unsafe { std::mem::zeroed() };
+            // struct ptrace_peeksiginfo_args: index of the first, flags, and how many.
+            let wanted = [first, u64::from(flags) | count(BATCH) << 32];
+            let found = ptrace(PTRACE_PEEKSIGINFO, tid, address_of(&wanted), address_of_mut(&mut infos)).ok()?;
+            let found = usize::try_from(found).unwrap_or(0).min(BATCH);
+            for info in &infos[..found] {
+                pending |= 1_u64 << (info.si_signo - 1).clamp(0, 63);
+            }
+            if found < BATCH {
+                break;
+            }
+            first += count(found);
+            if first >= MOST {
+                return None;
+            }
+        }
+    }
+    Some(pending)
 }
 
-/// Whether the signal that the tracee is about to receive came from a fault of its own.
-pub fn signal_is_fault(tid: i32) -> bool {
+/// The `si_code` of the signal that the tracee is about to receive, if the kernel raised it.
+pub fn signal_cause(tid: i32) -> Option<i32> {
     // SAFETY: the structure is plain data, for which zero is a value.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-    // SI_USER, SI_QUEUE and SI_TKILL are zero or negative; SI_KERNEL (0x80) and the fault codes are positive.
-    ptrace(PTRACE_GETSIGINFO, tid, 0, address_of_mut(&mut info)).is_ok() && info.si_code > 0
+    ptrace(PTRACE_GETSIGINFO, tid, 0, address_of_mut(&mut info)).ok()?;
+    // SI_USER, SI_QUEUE and SI_TKILL are zero or negative; SI_KERNEL (0x80) and the codes of faults are positive.
+    (info.si_code > 0).then_some(info.si_code)
+}
+
+/// The system call at whose entry a tracee is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SyscallEntry {
+    /// Its number.
+    pub nr: u64,
+    /// Its arguments.
+    pub args: [u64; 6],
+    /// The address after its instruction.
+    pub rip: u64,
+}
+
+/// The 64-bit system call at whose entry a stopped tracee is. `None` if it is elsewhere, or the call is one of the 32-bit
+/// table (`int 0x80`). Linux 5.3.
+pub fn syscall_entry(tid: i32) -> Result<Option<SyscallEntry>, Errno> {
+    const ENTRY: u64 = 1;
+    const AUDIT_ARCH_X86_64: u64 = 0xc000_003e;
+    // struct ptrace_syscall_info: operation and architecture, instruction pointer, stack pointer, number, arguments.
+    let mut info = [0_u64; 11];
+    ptrace(PTRACE_GET_SYSCALL_INFO, tid, count(size_of_val(&info)), address_of_mut(&mut info))?;
+    let [head, rip, _, nr, a, b, c, d, e, f, _] = info;
+    let is_64_bit = head & 0xff == ENTRY && head >> 32 == AUDIT_ARCH_X86_64;
+    Ok(is_64_bit.then_some(SyscallEntry { nr, args: [a, b, c, d, e, f], rip }))
 }
 
 /// The address of the thread's area for restartable sequences; 0 if it has none.

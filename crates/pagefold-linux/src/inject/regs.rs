@@ -118,9 +118,9 @@ pub fn returning(own: &Registers, base: u64, back: u64) -> Registers {
 }
 
 /// The registers that replace the call at whose entry the thread is by another one, which returns to `rip`.
-pub fn entering(own: &Registers, base: u64, rip: u64, nr: i64, args: &[u64; 6]) -> Registers {
+pub fn entering(own: &Registers, rsp: u64, rip: u64, nr: i64, args: &[u64; 6]) -> Registers {
     let mut registers = calling(own, rip, nr, args);
-    registers.rsp = base;
+    registers.rsp = rsp;
     registers.orig_rax = unsigned(nr);
     registers.rax = unsigned(-i64::from(libc::ENOSYS));
     registers

@@ -5,7 +5,7 @@
 //! happens to the thread if this process dies at one of the `fault::point`s.
 
 use super::progress::AttemptProgress;
-use super::ptrace::{self, Registers, TraceeEvent};
+use super::ptrace::{self, Registers, SyscallEntry, TraceeEvent};
 use super::return_frame::ReturnFrame;
 use super::stack_check::StackCheck;
 use super::trampoline::Trampoline;
@@ -90,6 +90,8 @@ enum CallFailure {
     Gone,
     TimedOut,
     Signal(i32),
+    /// The thread came to another system call than the one it was sent to. That call was not made.
+    Diverted,
 }
 
 /// A stopped thread.
@@ -132,35 +134,31 @@ impl Tracee {
             Ok(()) => stopped_with(end),
             Err(_) => stopped_with(StopEnd::Gone),
         };
-        let Ok(stopped) = ptrace::registers(tid) else { return release(StopEnd::Gone) };
-        if let Some(unusable) = self.unusable(&stopped) {
+        // At once, whatever happens next: until then a release, or the death of this process, is an EINTR for the thread.
+        let Ok(original) = repair(tid, self.by_us) else { return release(StopEnd::Gone) };
+        fault::point("stopped");
+        if let Some(unusable) = self.unusable(&original) {
             return release(unusable);
         }
-        let by_syscall_instruction = ptrace::peek(tid, stopped.rip.wrapping_sub(2)).is_ok_and(gadget::is_syscall);
-        let original = regs::repaired(&stopped, self.by_us, by_syscall_instruction);
-        fault::point("stopped");
-        // At once: until then the death of this process is an EINTR for the thread.
-        if original.rax != stopped.rax && ptrace::set_registers(tid, &original).is_err() {
-            return release(StopEnd::Gone);
-        }
         let Ok(mask) = ptrace::signal_mask(tid) else { return release(StopEnd::Gone) };
-        // This call may have to return EINTR, which a return by the frame cannot do. Soon it will have returned.
-        if self.by_us && regs::restarts(&original) && ptrace::has_pending(tid, mask) {
+        // A pending signal of a fault would be taken for one of the borrowed registers, and lost. Any other may have to end
+        // the interrupted call with EINTR, which a return by the frame cannot do.
+        let Some(pending) = ptrace::pending_signals(tid) else { return release(StopEnd::Unstable) };
+        if pending & FAULTS != 0 || self.by_us && regs::restarts(&original) && pending & !mask != 0 {
             return release(StopEnd::Unstable);
         }
-        // Set here and not when attaching, where the thread would still run, without its filters.
-        let suspend = ptrace::OPTION_TRACESYSGOOD | ptrace::OPTION_SUSPEND_SECCOMP;
-        let suspended = ptrace::set_options(tid, suspend).is_ok();
-        if !suspended && ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
+        // Only a check, cleared before the thread runs: filters are suspended within each call only.
+        let can_suspend = ptrace::set_options(tid, SUSPENDED).is_ok();
+        if ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
             return release(StopEnd::Gone);
         }
         fault::point("options-set");
-        if !suspended && !unfiltered(tid) {
+        if !can_suspend && !unfiltered(tid) {
             return release(StopEnd::Filtered);
         }
         let trampoline = self.trampoline.filter(|found| self.write_frame(frame, &original, mask, *found));
         fault::point("frame-written");
-        let calling = Calling { tracee: self, original: &original, mask, trampoline, frame };
+        let calling = Calling { tracee: self, original: &original, mask, trampoline, frame, can_suspend };
         if !progress.enter() {
             calling.undo_frame();
             return release(StopEnd::Abandoned);
@@ -174,12 +172,9 @@ impl Tracee {
     /// Writes the return frame. False: nothing was written.
     fn write_frame(&self, frame: &mut ReturnFrame, original: &Registers, mask: u64, trampoline: Trampoline) -> bool {
         let goal = regs::return_registers(original, self.number_restarted(original));
-        frame.prepare(self.tid, &goal, mask, trampoline)
-            && self
-                .stack_check
-                .as_ref()
-                .is_some_and(|stack_check| stack_check.is_unused(self.is_main_thread, self.tid, original, frame.base))
-            && frame.write(self.tid)
+        let Some(stack_check) = &self.stack_check else { return false };
+        let room = |bytes| stack_check.unused(self.is_main_thread, self.tid, original, bytes);
+        frame.prepare(self.tid, &goal, mask, trampoline, room) && frame.write(self.tid)
     }
 
     /// The call that continues as `restart_syscall` after an earlier stop, if the thread is in one.
@@ -238,6 +233,8 @@ struct Calling<'a> {
     /// The code to return by. `None`: it has no return frame.
     trampoline: Option<Trampoline>,
     frame: &'a ReturnFrame,
+    /// Whether the thread's seccomp filters can be suspended.
+    can_suspend: bool,
 }
 
 impl Calling<'_> {
@@ -268,7 +265,8 @@ impl Calling<'_> {
             None => self.release(0, (made, StopEnd::Restored)),
             Some(CallFailure::Gone) => (made, StopEnd::Gone),
             Some(CallFailure::TimedOut) => self.release(0, (made, StopEnd::TimedOut)),
-            Some(CallFailure::Signal(signal)) if FAULTS & bit(signal) != 0 && ptrace::signal_is_fault(tid) => {
+            Some(CallFailure::Diverted) => self.release(0, (made, StopEnd::Unstable)),
+            Some(CallFailure::Signal(signal)) if is_ours(signal, ptrace::signal_cause(tid)) => {
                 self.release(0, (made, StopEnd::Fault))
             }
             Some(CallFailure::Signal(signal)) => self.release(signal, (made, StopEnd::Signal)),
@@ -285,19 +283,8 @@ impl Calling<'_> {
     ) -> (usize, Option<CallFailure>) {
         let mut made = 0;
         for (call, answer) in calls.iter().zip(answers) {
-            let registers = match self.trampoline {
-                // To the `ret` behind the instruction.
-                Some(trampoline) => regs::entering(
-                    self.original,
-                    self.frame.base,
-                    trampoline.syscall.wrapping_add(2),
-                    call.nr,
-                    &call.args,
-                ),
-                None => regs::calling(self.original, self.tracee.instruction, call.nr, &call.args),
-            };
             for _ in 0..RESTARTS {
-                match self.call_once(&registers, limits, progress) {
+                match self.call_once(call, limits, progress) {
                     Ok(value) => *answer = value,
                     Err(broken) => return (made, Some(broken)),
                 }
@@ -311,22 +298,19 @@ impl Calling<'_> {
         (made, None)
     }
 
-    fn call_once(
-        &self,
-        registers: &Registers,
-        limits: &Limits,
-        progress: &AttemptProgress,
-    ) -> Result<i64, CallFailure> {
+    fn call_once(&self, call: &Call, limits: &Limits, progress: &AttemptProgress) -> Result<i64, CallFailure> {
         let tid = self.tracee.tid;
         let gone = |_: Errno| CallFailure::Gone;
         // With a return frame it is already on its way to the entry of `rt_sigreturn`.
         if self.trampoline.is_none() {
-            ptrace::set_registers(tid, registers).map_err(gone)?;
+            let registers = regs::calling(self.original, self.tracee.instruction, call.nr, &call.args);
+            ptrace::set_registers(tid, &registers).map_err(gone)?;
             fault::point("registers-set");
         }
         ptrace::resume_to_syscall(tid).map_err(gone)?;
         fault::point("resumed");
         let mut inside = false;
+        let mut is_ours = true;
         let mut interrupted = false;
         let mut unused = 0;
         // Before the call the thread only returns to user space, where a freezer may hold it.
@@ -337,17 +321,18 @@ impl Calling<'_> {
                     fault::point("entry");
                     inside = true;
                     until_ns = clock_ns().saturating_add(limits.call_ns);
-                    if self.trampoline.is_some() {
-                        ptrace::set_registers(tid, registers).map_err(gone)?;
-                        fault::point("call-set");
-                    }
+                    is_ours = self.take_over(call).map_err(gone)?;
+                    fault::point("call-set");
                     ptrace::resume_to_syscall(tid).map_err(gone)?;
                     fault::point("called");
                 }
                 TraceeEvent::Syscall => {
                     fault::point("exit");
+                    ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).map_err(gone)?;
                     let answer = signed(ptrace::registers(tid).map_err(gone)?.rax);
-                    return if interrupted && (-516..=-512).contains(&answer) {
+                    return if !is_ours {
+                        Err(CallFailure::Diverted)
+                    } else if interrupted && (-516..=-512).contains(&answer) {
                         Err(CallFailure::TimedOut)
                     } else {
                         Ok(answer)
@@ -370,6 +355,35 @@ impl Calling<'_> {
                 }
             }
         }
+    }
+
+    /// At the entry of a system call: replaces it by `call`, verifies that, and suspends the seccomp filters until its exit.
+    /// False: the thread is not at the entry of a 64-bit call, because other code has run than it was sent to; then no call
+    /// is made.
+    ///
+    /// Up to here a sibling may have replaced the code. From here to the exit only the kernel has the number and arguments.
+    fn take_over(&self, call: &Call) -> Result<bool, Errno> {
+        let tid = self.tracee.tid;
+        let (rsp, rip) = match self.trampoline {
+            // To the `ret` after the instruction.
+            Some(trampoline) => (self.frame.base, trampoline.syscall.wrapping_add(2)),
+            None => (self.original.rsp, self.tracee.instruction.wrapping_add(2)),
+        };
+        let wanted = SyscallEntry { nr: unsigned(call.nr), args: call.args, rip };
+        let is_entry = ptrace::syscall_entry(tid)?.is_some();
+        if is_entry {
+            ptrace::set_registers(tid, &regs::entering(self.original, rsp, rip, call.nr, &call.args))?;
+        }
+        let is_ours = is_entry && ptrace::syscall_entry(tid)? == Some(wanted);
+        if !is_ours {
+            let mut skipped = ptrace::registers(tid)?;
+            skipped.orig_rax = u64::MAX;
+            ptrace::set_registers(tid, &skipped)?;
+        }
+        if self.can_suspend {
+            ptrace::set_options(tid, SUSPENDED)?;
+        }
+        Ok(is_ours)
     }
 
     /// Restores the thread's signal mask, registers, memory and filter, and releases it with `signal`.
@@ -402,7 +416,39 @@ impl Calling<'_> {
     }
 }
 
-/// Signals that the kernel raises for a thread's own faults.
+/// Sets the registers with which a stopped thread continues as if it had not been interrupted. Returns them.
+pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
+    let stopped = ptrace::registers(tid)?;
+    if !regs::is_64_bit(&stopped) {
+        return Ok(stopped);
+    }
+    let by_syscall_instruction = ptrace::peek(tid, stopped.rip.wrapping_sub(2)).is_ok_and(gadget::is_syscall);
+    let original = regs::repaired(&stopped, by_us, by_syscall_instruction);
+    if original.rax != stopped.rax {
+        ptrace::set_registers(tid, &original)?;
+    }
+    Ok(original)
+}
+
+/// Whether a signal was raised by what the thread did with borrowed registers, so that it must not receive it. Signals that
+/// can arrive at any time do not count: the overflow of a performance counter (TRAP_PERF), a memory error (BUS_MCEERR_AR,
+/// BUS_MCEERR_AO), and SIGSYS, because no injected call is denied.
+fn is_ours(signal: i32, cause: Option<i32>) -> bool {
+    const TRAP_PERF: i32 = 6;
+    const BUS_MCEERR: [i32; 2] = [4, 5];
+    let Some(cause) = cause else { return false };
+    match signal {
+        libc::SIGTRAP => cause != TRAP_PERF,
+        libc::SIGBUS => !BUS_MCEERR.contains(&cause),
+        libc::SIGSYS => false,
+        _ => FAULTS & bit(signal) != 0,
+    }
+}
+
+/// The options of a thread whose seccomp filters are suspended.
+const SUSPENDED: u64 = ptrace::OPTION_TRACESYSGOOD | ptrace::OPTION_SUSPEND_SECCOMP;
+
+/// Signals that the kernel raises for what a thread does.
 const FAULTS: u64 = bit(libc::SIGSEGV)
     | bit(libc::SIGBUS)
     | bit(libc::SIGILL)
