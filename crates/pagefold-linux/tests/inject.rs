@@ -92,7 +92,8 @@ fn restartable_sequences_stay_atomic() {
     let mut victim = Victim::start("rseq");
     let mut injected = 0;
     let begun = Instant::now();
-    while begun.elapsed() < Duration::from_millis(1200) {
+    let (least, most) = (Duration::from_millis(1200), Duration::from_secs(60));
+    while begun.elapsed() < least || injected <= 50 && begun.elapsed() < most {
         match victim.mark(MERGEABLE) {
             Ok(_) => injected += 1,
             Err(InjectError::Busy { .. }) => {}
@@ -100,6 +101,7 @@ fn restartable_sequences_stay_atomic() {
         }
         std::thread::sleep(Duration::from_micros(100));
     }
+    victim.send();
     let line = victim.line();
     if line.starts_with("bad: skip") {
         return skip_unsupported(line);
@@ -340,10 +342,11 @@ fn a_frozen_process_is_refused(version: u32) {
     let forced = inject_thread(&victim.process, victim.pid(), &calls, &limits);
     assert!(matches!(forced, Err(InjectError::Frozen { .. })), "{forced:?}");
     assert!(begun.elapsed() < Duration::from_secs(10), "the limits are 60 ms");
-    wait_until("the victim is detached", || !victim.is_traced());
     assert!(!victim.is_marked() && freezer.is_frozen());
     freezer.freeze(false);
     wait_until("thawed", || !freezer.is_frozen());
+    // Until then the injector stays with the thread, which would find its call interrupted otherwise.
+    wait_until("the victim is detached", || !victim.is_traced());
     victim.mark_repeatedly(2);
     // Frozen and thawed meanwhile.
     std::thread::scope(|scope| {
@@ -428,8 +431,9 @@ fn threads_forks_and_execs_continue() {
     for mode in ["churn", "execs"] {
         let mut victim = Victim::start(mode);
         let mut injected = 0;
-        let until = Instant::now() + Duration::from_millis(900);
-        while Instant::now() < until {
+        let (least, most) = (Duration::from_millis(900), Duration::from_secs(60));
+        let begun = Instant::now();
+        while begun.elapsed() < least || injected <= 20 && begun.elapsed() < most {
             match victim.mark(MERGEABLE) {
                 // After an exec there is other memory at the address, or none.
                 Ok(report) => {
