@@ -3,7 +3,7 @@
 //! Cargo gives a test the path of its own package's binaries only, and `cargo test --test NAME` builds no others. So the
 //! victims are built on demand, once in each test process, with the profile of the running test.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
@@ -27,11 +27,13 @@ pub fn victim_binary(name: &str) -> PathBuf {
 
 /// A binary of a package in this workspace.
 pub fn binary(package: &'static str, name: &str) -> PathBuf {
-    static BUILT: Mutex<BTreeMap<&str, ()>> = Mutex::new(BTreeMap::new());
+    static BUILT: Mutex<BTreeSet<&str>> = Mutex::new(BTreeSet::new());
     // Cargo has built the binaries of the package that the test belongs to.
     if std::env::var("CARGO_PKG_NAME").as_deref() != Ok(package) {
         let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
-        built.entry(package).or_insert_with(|| build(package));
+        if built.insert(package) {
+            build(package);
+        }
     }
     let path = profile_dir().join(name);
     assert!(path.exists(), "{} was not built", path.display());

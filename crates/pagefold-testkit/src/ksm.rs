@@ -165,13 +165,13 @@ fn user() -> Option<String> {
 }
 
 fn process_with_merged_pages() -> Option<String> {
-    let pids = fs::read_dir("/proc").ok()?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
-    pids.filter_map(|pid| {
+    let mut pids =
+        fs::read_dir("/proc").ok()?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    pids.find_map(|pid| {
         let pages = merged_pages(pid);
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
         (pages > 0).then(|| format!("process {pid} ({}) has {pages} merged pages", name.trim()))
     })
-    .next()
 }
 
 /// The number of merged pages of a process, those merged into a zero page included.

@@ -236,9 +236,9 @@ pub fn syscall_entry(tid: i32) -> Result<Option<SyscallEntry>, Errno> {
     // struct ptrace_syscall_info: operation and architecture, instruction pointer, stack pointer, number, arguments.
     let mut info = [0_u64; 11];
     ptrace(PTRACE_GET_SYSCALL_INFO, tid, count(size_of_val(&info)), address_of_mut(&mut info))?;
-    let [head, rip, _, nr, a, b, c, d, e, f, _] = info;
+    let [head, rip, _, nr, args @ .., _] = info;
     let is_64_bit = head & 0xff == ENTRY && head >> 32 == AUDIT_ARCH_X86_64;
-    Ok(is_64_bit.then_some(SyscallEntry { nr, args: [a, b, c, d, e, f], rip }))
+    Ok(is_64_bit.then_some(SyscallEntry { nr, args, rip }))
 }
 
 /// The address of the thread's area for restartable sequences; 0 if it has none.

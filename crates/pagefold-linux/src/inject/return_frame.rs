@@ -255,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parts_of_a_frame_are_below_the_red_zone_and_do_not_overlap() {
+    fn the_parts_of_a_frame_lie_below_the_top_and_do_not_overlap() {
         for stack_pointer in 0x7fff_0000..0x7fff_0080_u64 {
             for length in [XSTATE_LEAST, 832, 2696, 11_008] {
                 let layout = FrameLayout::below(stack_pointer, length).unwrap();
@@ -268,7 +268,7 @@ mod tests {
                 assert_eq!((layout.base + 8, layout.ucontext % 16), (layout.ucontext, 0));
             }
         }
-        assert_eq!(FrameLayout::below(1000, XSTATE_LEAST), None);
+        assert_eq!(FrameLayout::below(800, XSTATE_LEAST), None);
     }
 
     #[test]

@@ -28,7 +28,9 @@ const PROCESSES_KEPT: usize = 1024;
 const PAGES_KEPT: usize = 64;
 
 /// Pages that frames have used, by process and its start time.
-static USED: LazyLock<Mutex<HashMap<(i32, u64), Vec<u64>>>> = LazyLock::new(Mutex::default);
+static USED: LazyLock<Mutex<UsedPages>> = LazyLock::new(Mutex::default);
+
+type UsedPages = HashMap<(i32, u64), Vec<u64>>;
 
 /// The mappings of a process, for a check during the stop.
 #[derive(Debug)]

@@ -100,7 +100,7 @@ impl Topology {
             let text = fs::read(self.root.join(format!("node/node{number}/meminfo")))?;
             let pages = |name| {
                 let kib = kib(&text, &format!("Node {number} {name}"));
-                kib.map(|kib| Pages(kib / (PAGE_BYTES / 1024))).map_err(|what| malformed(what))
+                kib.map(|kib| Pages(kib / (PAGE_BYTES / 1024))).map_err(malformed)
             };
             let (total, free) = (pages("MemTotal")?, pages("MemFree")?);
             Ok(NodeView { node: node.key, total, free, distances: node.distances.clone() })
