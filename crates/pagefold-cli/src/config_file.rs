@@ -88,9 +88,9 @@ fn read_entry(section: &str, (key, value): Entry<'_, '_>) -> Result<(&'static Op
             Value::List(texts.iter().filter_map(|value| value.text().map(str::to_owned)).collect())
         }
         (Kind::List(_) | Kind::Programs, _) => named(Err("the value is not a list; write [\"NAME\", ...]".to_owned()))?,
-        (Kind::Names(names), _) => {
+        (Kind::Names(choices), _) => {
             let entry = |(key, value): Entry<'_, '_>| {
-                let text = scalar(value.get_ref()).and_then(|text| name("placement", names, &text));
+                let text = scalar(value.get_ref()).and_then(|text| name("placement", choices, &text));
                 let text =
                     text.map_err(|message| (value.span().start, format!("{path}.{}: {message}", key.get_ref())))?;
                 Ok((key.get_ref().to_string(), text))

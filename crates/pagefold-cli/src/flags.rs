@@ -3,6 +3,7 @@
 use crate::options::{Kind, OPTIONS, OptionSpec, SECTIONS, Value, Values};
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
 use pagefold_linux::scope::deny_list::DenyList;
+use std::fmt::Write;
 use std::path::Path;
 
 /// Defines a type that holds the values given by the flags of some sections.
@@ -66,10 +67,10 @@ fn argument(option: &'static OptionSpec) -> Arg {
     let heading = SECTIONS.iter().find(|section| section.name == option.section).map(|section| section.heading);
     let mut help = option.help.to_owned();
     if !option.range().is_empty() {
-        help += &format!(" ({})", option.range());
+        let _ = write!(help, " ({})", option.range());
     }
     if !option.default().is_empty() {
-        help += &format!(" [default: {}]", option.default());
+        let _ = write!(help, " [default: {}]", option.default());
     }
     let argument = Arg::new(option.key).long(option.flag).help(help).help_heading(heading);
     let value = match &option.kind {
