@@ -15,8 +15,8 @@ pub const LEFT: i32 = 24;
 pub const RIGHT: i32 = 856;
 /// The height of title and subtitle.
 pub const TOP: i32 = 76;
-const PLOT_HEIGHT: u32 = 400;
-const LEGEND_LINE: u32 = 24;
+const PLOT_HEIGHT: i32 = 400;
+const LEGEND_LINE: i32 = 24;
 const BAR_LINE: i32 = 40;
 /// The mean width of a letter in the size of labels.
 const LETTER: f64 = 7.2;
@@ -115,7 +115,7 @@ pub struct Lines {
 impl Lines {
     /// Draws the chart.
     pub fn draw(&self) -> String {
-        let legend = LEGEND_LINE * u32::try_from(self.curves.len()).unwrap_or(0);
+        let legend = LEGEND_LINE * i32::try_from(self.curves.len()).unwrap_or(0);
         svg(PLOT_HEIGHT + 68 + legend, &self.title, "", |canvas| {
             let (plot, legend) = canvas.split_vertically(PLOT_HEIGHT + 52);
             let (right, up) = (self.right.1.range(), self.up.1.range());
@@ -128,7 +128,7 @@ impl Lines {
                 _ => self.plot(&plot, right, up)?,
             }
             for (line, curve) in (0..).zip(&self.curves) {
-                let y = 12 + line * LEGEND_LINE.cast_signed();
+                let y = 12 + line * LEGEND_LINE;
                 let sample = vec![(LEFT, y), (LEFT + 32, y)];
                 let style = rgb(curve.colour).stroke_width(3);
                 match curve.dash {
@@ -220,12 +220,12 @@ impl Bar {
 
 /// Draws horizontal bars. The subtitle says what the length stands for, and its unit.
 pub fn bars(title: &str, subtitle: &str, rows: &[Bar]) -> String {
-    let count = u32::try_from(rows.len()).unwrap_or(0);
+    let count = i32::try_from(rows.len()).unwrap_or(0);
     let most = rows.iter().map(|row| row.value).fold(f64::MIN_POSITIVE, f64::max);
     let widest = |text: fn(&Bar) -> &str| rows.iter().map(|row| text(row).chars().count()).max().unwrap_or(0) as f64;
     let from = LEFT + pixels((widest(|row| &row.name) * LETTER + 16.0).clamp(80.0, 420.0));
     let room = RIGHT - from - pixels((widest(|row| &row.text) * LETTER + 16.0).clamp(60.0, 300.0));
-    svg(TOP.cast_unsigned() + BAR_LINE.cast_unsigned() * count + 24, title, subtitle, |canvas| {
+    svg(TOP + BAR_LINE * count + 24, title, subtitle, |canvas| {
         for (line, row) in (0..).zip(rows) {
             let y = TOP + 16 + BAR_LINE * line;
             let to = from + pixels(f64::from(room) * row.value / most).max(1);
@@ -239,14 +239,15 @@ pub fn bars(title: &str, subtitle: &str, rows: &[Bar]) -> String {
 
 /// Draws into an SVG image of the usual width, below a title and a subtitle.
 pub fn svg(
-    height: u32,
+    height: i32,
     title: &str,
     subtitle: &str,
     draw: impl for<'a, 'b> FnOnce(&'b Canvas<'a>) -> Drawn<'a>,
 ) -> String {
     let mut image = String::new();
     {
-        let canvas = SVGBackend::with_string(&mut image, (WIDTH, height)).into_drawing_area();
+        let canvas =
+            SVGBackend::with_string(&mut image, (WIDTH, u32::try_from(height).unwrap_or(0))).into_drawing_area();
         let heading = |text: &str, y, size: i32, colour: RGBColor| {
             Text::new(text.to_owned(), (LEFT, y), ("sans-serif", size).into_font().color(&colour))
         };

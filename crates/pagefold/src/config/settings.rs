@@ -187,7 +187,7 @@ fn deny_list(values: &Values) -> DenyList {
 fn placement(values: &Values) -> Result<Policies, Exit> {
     let named = |(domain, name): (&String, &String)| Some((domain.clone(), name.parse().ok()?));
     let domains = match values.get("domains") {
-        Some(Value::Names(names)) => names.iter().filter_map(named).collect(),
+        Some(Value::Names(policies)) => policies.iter().filter_map(named).collect(),
         _ => BTreeMap::default(),
     };
     let policies = Policies { default: parsed(values, "placement").unwrap_or_default(), domains };

@@ -115,7 +115,7 @@ impl Case {
                 must(close, format!("shares {by_node:.1?} instead of {wanted:?}"));
             }
             Expect::All(node) => {
-                must(by_node[*node] >= ALL, format!("shares {by_node:.1?}, and not all on node {node}"))
+                must(by_node[*node] >= ALL, format!("shares {by_node:.1?}, and not all on node {node}"));
             }
             Expect::AtMost(node, share) => {
                 must(by_node[*node] <= *share, format!("shares {by_node:.1?}, node {node} is full"));

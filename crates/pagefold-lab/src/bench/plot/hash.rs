@@ -47,7 +47,9 @@ fn strength(form: &str, full: u32, curves: &[(&str, &[(f64, f64)])]) -> String {
         }
     });
     let mut drawn: Vec<Curve> = drawn.collect();
-    drawn.iter_mut().for_each(|curve| curve.width = curve.width.min(6));
+    for curve in &mut drawn {
+        curve.width = curve.width.min(6);
+    }
     Lines {
         title: format!("hash: strength of {form} over rounds"),
         up: (
@@ -62,8 +64,8 @@ fn strength(form: &str, full: u32, curves: &[(&str, &[(f64, f64)])]) -> String {
 
 const TRIALS: u64 = 100;
 /// Words shown: spread over the order of hashing, and the last ones, where the paper's form is weak.
-const SPREAD: u32 = 48;
-const LAST: u32 = 16;
+const SPREAD: u16 = 48;
+const LAST: u16 = 16;
 
 /// Mean deviation, of at most 100, for each of the words shown (outer) and each bit of the hash; and the bad points among
 /// all bits of these words, which deviate by more than 50.
@@ -132,8 +134,8 @@ struct Panel {
 fn avalanche() -> String {
     let (paper, lines) = (WordHash::new(30), LineHash::new(30));
     let shown = |order: Vec<usize>| -> Vec<usize> {
-        let (early, last) = order.split_at(order.len() - LAST as usize);
-        early.iter().step_by(early.len() / SPREAD as usize).take(SPREAD as usize).chain(last).copied().collect()
+        let (early, last) = order.split_at(order.len() - usize::from(LAST));
+        early.iter().step_by(early.len() / usize::from(SPREAD)).take(usize::from(SPREAD)).chain(last).copied().collect()
     };
     let paper_words = shown(ranked(|page, strength| paper.hash(page, strength).into(), WordHash::FULL, 1));
     let lines_words = shown(ranked(|page, strength| lines.hash(page, strength), LineHash::FULL, 16));
@@ -145,7 +147,7 @@ fn avalanche() -> String {
     ];
     let subtitle = "deviation of the flips of each bit of the hash (down) from one half, per flipped bit of the page: 0 is best, 100 worst";
     let height = TOP + 2 * MAP_STEP + 60;
-    svg(height.cast_unsigned(), "hash: avalanche of both forms", subtitle, |canvas| {
+    svg(height, "hash: avalanche of both forms", subtitle, |canvas| {
         for (top, panel) in (0..).map(|number| TOP + 18 + number * MAP_STEP).zip(&panels) {
             heat_map(canvas, top, panel)?;
         }
@@ -167,7 +169,7 @@ fn heat_map<'a>(canvas: &Canvas<'a>, top: i32, panel: &Panel) -> Drawn<'a> {
     let points = bias.mean.len() * 32 * bits;
     let heading = format!("{form}: {} of {points} points deviate by more than 50", bias.bad);
     canvas.draw(&label(&heading, (LEFT + 32, top - 12), HPos::Left))?;
-    let column = (RIGHT - LEFT - 32) / (SPREAD + LAST).cast_signed();
+    let column = (RIGHT - LEFT - 32) / i32::from(SPREAD + LAST);
     let left = LEFT + 32;
     for (x, word) in (0..).map(|number| left + number * column).zip(&bias.mean) {
         let mut y = top;
@@ -180,7 +182,7 @@ fn heat_map<'a>(canvas: &Canvas<'a>, top: i32, panel: &Panel) -> Drawn<'a> {
     for (bit, y) in (0..=*bits).step_by(16).zip((top..).step_by(16 * usize::try_from(*row).unwrap_or(1))) {
         canvas.draw(&label(&bit.to_string(), (left - 8, y), HPos::Right))?;
     }
-    let border = left + SPREAD.cast_signed() * column;
+    let border = left + i32::from(SPREAD) * column;
     canvas.draw(&PathElement::new([(border, top), (border, top + MAP)], BLACK))?;
     canvas.draw(&label("words of the page in the order of hashing, one in 21", (left, top + MAP + 14), HPos::Left))?;
     canvas.draw(&label("the last 16", (border + 8, top + MAP + 14), HPos::Left))
