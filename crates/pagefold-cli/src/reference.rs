@@ -54,14 +54,14 @@ fn example_file() -> String {
                     let _ = write!(text, "{about}");
                     for rule in option.example.split("\nname").map(|rule| rule.trim_start_matches("name")) {
                         let rule = format!("[[{}.{}]]\nname{rule}", section.name, option.key);
-                        rule.lines().for_each(|line| text += &format!("#{line}\n"));
+                        rule.lines().for_each(|line| text.extend(["#", line, "\n"]));
                     }
                 }
                 Kind::Names(_) => {
                     let _ = write!(text, "\n{about}[{}.{}]\n#{}\n", section.name, option.key, option.example);
                 }
                 _ => {
-                    let _ = write!(text, "{about}#{} = {}\n", option.key, value(option));
+                    let _ = writeln!(text, "{about}#{} = {}", option.key, value(option));
                 }
             }
         }

@@ -431,9 +431,9 @@ fn threads_forks_and_execs_continue() {
     for mode in ["churn", "execs"] {
         let mut victim = Victim::start(mode);
         let mut injected = 0;
-        let (least, most) = (Duration::from_millis(900), Duration::from_secs(60));
+        let (shortest, longest) = (Duration::from_millis(900), Duration::from_secs(60));
         let begun = Instant::now();
-        while begun.elapsed() < least || injected <= 20 && begun.elapsed() < most {
+        while begun.elapsed() < shortest || injected <= 20 && begun.elapsed() < longest {
             match victim.mark(MERGEABLE) {
                 // After an exec there is other memory at the address, or none.
                 Ok(report) => {

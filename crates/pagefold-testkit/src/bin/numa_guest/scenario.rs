@@ -61,7 +61,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
     let meter = Meter::start(&programs);
     let merger = Merger::start(&scenario.merged_by, &mut programs);
     let settled = meter.wait_until_quiet(&merger);
-    let merged = nodes.snapshot(&programs.extents);
+    let after_merge = nodes.snapshot(&programs.extents);
     wrong.extend(programs.check());
 
     let disturbed = match scenario.disturbance {
@@ -95,7 +95,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
     Outcome {
         name: scenario.name.clone(),
         before,
-        merged,
+        merged: after_merge,
         settled_ms: settled.ms,
         settled: settled.in_time,
         cpu: settled.cpu,
