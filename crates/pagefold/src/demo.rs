@@ -1,5 +1,5 @@
-//! `pagefold demo`: what is duplicate, folding it, what that costs, and KSM by itself beside it, on programs that the
-//! demonstration starts and ends itself. Every figure is measured while it runs.
+//! `pagefold demo`: finds and merges the duplicates of programs that it starts itself, shows what that costs, and compares
+//! it with KSM alone. Every figure is measured while it runs.
 
 mod picture;
 mod watch;
@@ -36,79 +36,79 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use watch::{Seen, Watch};
-use words::Folded;
+use watch::{Observed, Watch};
+use words::Merged;
 use workers::{Size, Workers};
 
-/// KSM by itself, as its users set it.
+/// ksmd's speed for KSM alone; the kernel's default is 100 pages every 20 ms.
 const KSM_PAGES: u64 = 1000;
 const KSM_SLEEP_MS: u64 = 20;
 
-/// How the demonstration is given.
+/// Flags of `pagefold demo`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DemoArgs {
-    /// Small and short, to see that it works
+    /// Use little memory and little time, for tests
     #[arg(long, hide = true)]
     quick: bool,
 }
 
-/// How long the parts take.
+/// Duration of the parts.
 #[derive(Clone, Copy, Debug)]
 struct Times {
-    /// Folding, if it has come to rest by then.
-    fold: Duration,
-    /// Folding, in any case.
-    fold_most: Duration,
-    /// KSM by itself.
+    /// Merging, at least: it goes on until there is nothing left to do.
+    merge: Duration,
+    /// Merging, at most.
+    merge_most: Duration,
+    /// KSM alone.
     ksm: Duration,
-    /// To read what was said.
+    /// Pauses to read what was printed.
     read: Duration,
 }
 
 impl Times {
     const FULL: Self = Self {
-        fold: Duration::from_secs(9),
-        fold_most: Duration::from_secs(20),
+        merge: Duration::from_secs(9),
+        merge_most: Duration::from_secs(20),
         ksm: Duration::from_secs(20),
         read: Duration::from_millis(2500),
     };
     const QUICK: Self = Self {
-        fold: Duration::from_secs(2),
-        fold_most: Duration::from_secs(10),
+        merge: Duration::from_secs(2),
+        merge_most: Duration::from_secs(10),
         ksm: Duration::from_secs(3),
         read: Duration::ZERO,
     };
 }
 
-/// Tells the story, puts everything back, and returns the exit code.
+/// Runs the demonstration, restores everything, and returns the exit code.
 pub fn run(args: &DemoArgs) -> Result<u8> {
-    // Signals first: from here on the end is always an orderly one.
+    // First of all, so that a signal never ends the program before it has restored everything.
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
-        signal_hook::flag::register(signal, stop.clone()).context("cannot listen for signals")?;
+        signal_hook::flag::register(signal, stop.clone()).context("cannot install signal handlers")?;
     }
     preflight::need_rights("the demonstration")?;
     let ksm = preflight::ksm()?;
     let size = Size::that_fits(args.quick)?;
     let mut demo = Demo {
         workers: None,
-        steering: take_ksm(&ksm, &stop)?,
+        experiment: take_ksm(&ksm, &stop)?,
         ksm,
         interrupt: stop.clone().into(),
         stop,
         style: Style::of_stdout(),
         times: if args.quick { Times::QUICK } else { Times::FULL },
     };
-    let told = demo.tell(size, args.quick);
-    // Whatever has happened: first everything is put back, then it is told.
+    let ran = demo.play(size, args.quick);
+    // Restore everything first, whatever happened, and report afterwards.
     let stop = demo.stop.clone();
     let style = demo.style;
-    let left = demo.put_back()?;
+    let left = demo.restore()?;
     let interrupted = stop.load(Ordering::Relaxed);
-    match (&left, told) {
+    match (&left, ran) {
         (Some(what), _) => Err(Exit::new(exit::FAILURE, format!("{what}; see pagefold doctor")).into()),
         (None, Err(_)) if interrupted => {
-            Err(Exit::new(exit::FAILURE, "stopped; KSM is as it was found, and the workers have ended").into())
+            Err(Exit::new(exit::FAILURE, "interrupted; KSM is restored and the workers have ended").into())
         }
         (None, Err(error)) => Err(error),
         (None, Ok(())) => {
@@ -118,35 +118,35 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
     }
 }
 
-/// Takes KSM for the whole of the demonstration. Waits for tests and experiments that have it; refuses if anybody else
-/// uses it.
+/// Takes KSM for the whole demonstration. Waits for tests and experiments that hold it; fails if another program uses it.
 fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<KsmForExperiment> {
     let taken = KsmForExperiment::take(&stop.clone().into());
     if stop.load(Ordering::Relaxed) {
-        return Err(Exit::new(exit::FAILURE, "stopped; nothing was changed").into());
+        return Err(Exit::new(exit::FAILURE, "interrupted; nothing was changed").into());
     }
-    // Whoever else has KSM is named, also where that has just kept it from being taken.
+    // Name the other program that uses KSM, also if that is why it could not be taken.
     drop(lock()?);
     if let Some(other) = other_driver(ksm, Path::new("/proc"))? {
         return Err(preflight::explain_take(&TakeError::InUse(other)).into());
     }
     let saved = ksm.counters()?.view(true, false).saved().bytes().0;
     if saved > 0 {
-        let line = format!("KSM saves {} in other programs; give that back first, with pagefold unmerge", human(saved));
+        let line =
+            format!("KSM already saves {} in other programs; unmerge them first with pagefold unmerge", human(saved));
         return Err(Exit::new(exit::KSM_TAKEN, line).into());
     }
     Ok(taken?)
 }
 
-/// The lock that keeps every other pagefold from driving KSM.
+/// Takes the lock that keeps any other pagefold from controlling KSM.
 fn lock() -> Result<Lock, Exit> {
     Lock::try_take(&KsmPaths::default().lock).map_err(|error| preflight::explain_take(&error.into()))
 }
 
-/// The stage. Ends the workers before it gives KSM back, also when it is dropped.
+/// The state of the demonstration. When it is dropped, the workers end before KSM is released.
 struct Demo {
     workers: Option<Workers>,
-    steering: KsmForExperiment,
+    experiment: KsmForExperiment,
     ksm: Arc<Ksm>,
     stop: Arc<AtomicBool>,
     interrupt: Interrupt,
@@ -155,7 +155,7 @@ struct Demo {
 }
 
 impl Demo {
-    fn tell(&mut self, size: Size, quick: bool) -> Result<()> {
+    fn play(&mut self, size: Size, quick: bool) -> Result<()> {
         let style = self.style;
         style::print(&words::opening(style))?;
         let began = Instant::now();
@@ -180,19 +180,19 @@ impl Demo {
         self.interrupt.sleep(self.times.read * 2)?;
 
         let savable = report.totals.savable_gross_bytes;
-        let folded = self.fold(&pids, savable)?;
+        let merged = self.merge(&pids, savable)?;
         self.interrupt.check()?;
         let bytes = self.verify()?;
-        style::print(&words::verified(bytes, &folded, style))?;
+        style::print(&words::verified(bytes, &merged, style))?;
         self.interrupt.sleep(self.times.read)?;
 
         let began = Instant::now();
-        let given_back = self.give_back(&pids)?;
-        style::print(&words::given_back(given_back, began.elapsed(), style))?;
+        let unmerged = self.unmerge(&pids)?;
+        style::print(&words::unmerged(unmerged, began.elapsed(), style))?;
         self.interrupt.check()?;
-        let alone = self.ksm_alone(&pids, savable, &folded)?;
+        let alone = self.ksm_alone(&pids, savable, &merged)?;
         let bytes = self.verify()?;
-        style::print(&words::compared(bytes, &folded, &alone, style))?;
+        style::print(&words::compared(bytes, &merged, &alone, style))?;
         Ok(())
     }
 
@@ -200,105 +200,107 @@ impl Demo {
         self.workers.as_mut().context("there are no workers")?.verify()
     }
 
-    /// What `pagefold run --pid ...` does, with pictures.
-    fn fold(&mut self, pids: &[i32], savable: u64) -> Result<Folded> {
+    /// Does what `pagefold run --pid ...` does, and shows its progress.
+    fn merge(&mut self, pids: &[i32], savable: u64) -> Result<Merged> {
         let (style, times) = (self.style, self.times);
-        style::print(&words::folding(style))?;
+        style::print(&words::merging(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
-        let hands = take(Some(preflight::injector()?), &self.ksm, &InitialKnobs::default())?;
+        let knobs = take(Some(preflight::injector()?), &self.ksm, &InitialKnobs::default())?;
         let config = Config { seed: seed(), ..Config::default() };
         let mut engine = Engine::new(config);
         let spec = scope(pids).spec();
         let mut host =
-            LiveHost::new(spec, Roots::default(), DenyList::default(), self.ksm.clone(), hands, self.stop.clone())?;
-        // The last round may end a little after.
-        let span = times.fold.as_secs_f64() + 1.0;
+            LiveHost::new(spec, Roots::default(), DenyList::default(), self.ksm.clone(), knobs, self.stop.clone())?;
+        // The last cycle may end a little later.
+        let span = times.merge.as_secs_f64() + 1.0;
         let mut first: Vec<u64> = Vec::new();
         let watch = Watch::start(self.ksm.clone(), pids, move |view| {
             if first.is_empty() {
                 first = view.workers.to_vec();
             }
-            words::fold_picture(view, &first, savable, span, style)
+            words::merge_picture(view, &first, savable, span, style)
         })?;
         let began = Instant::now();
-        let mut trouble = None;
-        let most_ns = u64::try_from(times.fold_most.as_nanos()).unwrap_or(u64::MAX);
+        let mut failure = None;
+        let most_ns = u64::try_from(times.merge_most.as_nanos()).unwrap_or(u64::MAX);
         let ran = rounds(&mut engine, &mut host, &self.stop, most_ns, |engine, host, _| {
-            trouble = host.take_events().into_iter().next();
-            let rests = !engine.is_busy() && engine.ledger().saved().0 > 0;
-            if trouble.is_some() || (rests && began.elapsed() >= times.fold) {
+            failure = host.take_events().into_iter().next();
+            let at_rest = !engine.is_busy() && engine.ledger().saved().0 > 0;
+            if failure.is_some() || (at_rest && began.elapsed() >= times.merge) {
                 return ControlFlow::Break(());
             }
             ControlFlow::Continue(())
         });
-        let seen = watch.finish();
-        // The injector's CPU time is ours once it has ended.
+        let observed = watch.finish();
+        // The injector's CPU time is added to this process's when it has ended.
         host.finish();
-        let (seen, ()) = (seen?, ran?);
-        match trouble {
+        let (observed, ()) = (observed?, ran?);
+        match failure {
             Some(Event::StoodDown { why }) => {
                 return Err(Exit::new(exit::KSM_TAKEN, format!("{why}; see pagefold doctor")).into());
             }
-            Some(Event::LeftAlone { pid, why, .. }) => bail!("worker {pid} cannot be folded: {why}"),
+            Some(Event::LeftAlone { pid, why, .. }) => {
+                bail!("worker {pid} cannot be merged: {why}; run pagefold doctor")
+            }
             None => {}
         }
         let own_ns = own_and_children_cpu_ns().saturating_sub(cpu_before_ns);
-        let own_cpu = Duration::from_nanos(own_ns).saturating_sub(seen.drawing);
-        Ok(Folded { seen, own_cpu, marked: engine.ledger().marked.bytes().0 })
+        let own_cpu = Duration::from_nanos(own_ns).saturating_sub(observed.display_cpu);
+        Ok(Merged { observed, own_cpu, marked: engine.ledger().marked.bytes().0 })
     }
 
-    /// What `pagefold unmerge --pid ...` does. Returns the memory that has its own copy again.
-    fn give_back(&mut self, pids: &[i32]) -> Result<u64> {
+    /// Does what `pagefold unmerge --pid ...` does. Returns the number of bytes unmerged.
+    fn unmerge(&mut self, pids: &[i32]) -> Result<u64> {
         let paths = KsmPaths::default();
         let lease = KsmLease::take(self.ksm.clone(), &paths, &InitialKnobs::NONE)
             .map_err(|error| preflight::explain_take(&error))?;
         let mut injector = preflight::injector()?;
-        let mut given_back = 0;
+        let mut unmerged = 0;
         for &pid in pids {
-            given_back += unmerge(&Process::open(pid)?, &mut injector, &Roots::default())?.given_back.0;
+            unmerged += unmerge(&Process::open(pid)?, &mut injector, &Roots::default())?.given_back.0;
             self.interrupt.check()?;
         }
         drop(injector);
         unmerge::settle(lease)?;
-        Ok(given_back)
+        Ok(unmerged)
     }
 
-    /// The peer: everything marked, ksmd scanning at a steady pace.
-    fn ksm_alone(&mut self, pids: &[i32], savable: u64, folded: &Folded) -> Result<Seen> {
+    /// KSM alone: everything is marked, and ksmd scans at a constant rate.
+    fn ksm_alone(&mut self, pids: &[i32], savable: u64, merged: &Merged) -> Result<Observed> {
         let (style, span) = (self.style, self.times.ksm.as_secs_f64());
         style::print(&words::ksm_alone(KSM_PAGES, KSM_SLEEP_MS))?;
-        // Nobody takes KSM meanwhile.
+        // No other pagefold takes KSM meanwhile.
         let _lock = lock()?;
-        self.steering.kernel_defaults()?;
+        self.experiment.kernel_defaults()?;
         for &pid in pids {
             let process = Process::open(pid)?;
             mark(&process, &eligible_spans(&process)?)?;
         }
-        let before: Vec<(f64, u64)> = words::curve(&folded.seen.points);
+        let before: Vec<(f64, u64)> = words::curve(&merged.observed.points);
         let watch =
             Watch::start(self.ksm.clone(), &[], move |view| words::ksm_picture(view, &before, savable, span, style))?;
-        self.steering.set(Knob::PagesToScan, KSM_PAGES)?;
-        self.steering.set(Knob::SleepMillisecs, KSM_SLEEP_MS)?;
-        self.steering.set(Knob::Run, 1)?;
+        self.experiment.set(Knob::PagesToScan, KSM_PAGES)?;
+        self.experiment.set(Knob::SleepMillisecs, KSM_SLEEP_MS)?;
+        self.experiment.set(Knob::Run, 1)?;
         let slept = self.interrupt.sleep(self.times.ksm);
-        let seen = watch.finish();
-        self.steering.stop()?;
+        let observed = watch.finish();
+        self.experiment.stop()?;
         slept?;
-        seen
+        observed
     }
 
-    /// Ends the workers and puts KSM back. Returns what is not as it was, if anything.
-    fn put_back(self) -> Result<Option<String>> {
-        let Self { workers, mut steering, ksm, .. } = self;
+    /// Ends the workers and restores KSM. Returns what could not be restored.
+    fn restore(self) -> Result<Option<String>> {
+        let Self { workers, mut experiment, ksm, .. } = self;
         drop(workers);
-        let before = steering.before().clone();
-        steering.unmerge()?;
-        // What a part that was cut short had to leave turned can be put back now that nothing is merged.
+        let before = experiment.before().clone();
+        experiment.unmerge()?;
+        // Settings that an interrupted part could not restore can be restored now that no page is merged.
         restore_deferred(&ksm, &KsmPaths::default())?;
-        drop(steering);
+        drop(experiment);
         let now = ksm.knobs()?;
         if now != before {
-            return Ok(Some(format!("KSM's knobs were {before:?} and are {now:?}")));
+            return Ok(Some(format!("KSM's settings were {before:?} and are now {now:?}")));
         }
         let saved = ksm.counters()?.view(true, false).saved().bytes().0;
         Ok((saved > 0).then(|| format!("KSM still saves {}", human(saved))))

@@ -22,7 +22,7 @@ fn assert_restored() {
     KsmAtRest::take().expect("KSM is at rest after the demonstration").assert_restored();
 }
 
-/// The number before a word in the first line with it.
+/// The number before `word` in the first line that contains it.
 #[track_caller]
 fn mebibytes_before(text: &str, word: &str) -> u64 {
     let line = text.lines().find(|line| line.contains(word)).unwrap_or_else(|| panic!("no {word:?} in {text}"));
@@ -50,15 +50,15 @@ fn every_part_is_shown_and_everything_is_restored() {
     let held = mebibytes_before(&text, " MiB together");
     let savable = mebibytes_before(&text, " MiB of ");
     assert!(held == 46 && (23..=25).contains(&savable), "{text}");
-    assert_eq!(mebibytes_before(&text, " MiB is what was written"), held);
-    assert_eq!(mebibytes_before(&text, " MiB is right"), held);
+    assert_eq!(mebibytes_before(&text, " MiB of data"), held);
+    assert_eq!(mebibytes_before(&text, " MiB is intact"), held);
     let memory = text.lines().find(|line| line.contains("in memory") && line.contains("was")).unwrap();
     let words: Vec<&str> = memory.split_ascii_whitespace().collect();
     let (now, before, saved): (u64, u64, u64) =
         (words[2].parse().unwrap(), words[5].parse().unwrap(), words[8].parse().unwrap());
     // Two figures of the kernel that must agree: the workers' memory, and KSM's count.
     assert!(now < before && (before - now).abs_diff(saved) <= 2 && saved + 3 >= savable, "{memory}");
-    assert!(text.contains("every knob of KSM is as it was"), "{text}");
+    assert!(text.contains("every KSM setting is restored"), "{text}");
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn an_interrupted_demo_restores_everything() {
     if !is_possible() {
         return;
     }
-    // Roughly: while it scans, merges, gives back, and while KSM runs by itself.
+    // Roughly: while it scans, merges, unmerges, and while KSM runs alone.
     for milliseconds in [100, 700, 1500, 2600, 4000] {
         let mut demo = Daemon::start(&["demo", "--quick"]);
         // Counted from when it has taken KSM, not from when it waits for the lock.
@@ -78,7 +78,7 @@ fn an_interrupted_demo_restores_everything() {
         let ended = demo.end();
         assert_eq!(ended.code, Some(1), "{}{}", ended.output, ended.errors);
         assert!(
-            ended.errors.ends_with("stopped; KSM is as it was found, and the workers have ended\n"),
+            ended.errors.ends_with("interrupted; KSM is restored and the workers have ended\n"),
             "{}",
             ended.errors
         );
@@ -103,7 +103,7 @@ fn what_a_killed_demo_leaves_is_restored_by_the_next() {
     wait_until("the workers have ended", || {
         !children.iter().any(|child| std::path::Path::new(&format!("/proc/{child}")).exists())
     });
-    assert_eq!(number("run"), 1, "nothing is left to put back");
+    assert_eq!(number("run"), 1, "there is nothing to restore");
 
     let output = pagefold(&["demo", "--quick"]);
     let errors = String::from_utf8_lossy(&output.stderr);

@@ -1,4 +1,4 @@
-//! Bars and curves in characters. Glyphs differ as well as colours, so that nothing is lost without colour.
+//! Bars and curves drawn in characters. The glyphs differ as well as the colours, so colour is not needed to read them.
 
 use pagefold_cli::style::{Style, human};
 use std::io::IsTerminal;
@@ -10,28 +10,28 @@ pub const CURVE: usize = 56;
 
 const LEVELS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// How many of `width` columns stand for `part` of `whole`.
+/// The number of columns, out of `width`, that represent `part` of `whole`.
 pub fn columns(part: u64, whole: u64, width: usize) -> usize {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 0 and the width")]
     let columns = (part as f64 / whole.max(1) as f64 * width as f64).round().clamp(0.0, width as f64) as usize;
     columns
 }
 
-/// A curve that begins at zero, as an area.
+/// A curve, filled down to zero.
 #[derive(Clone, Copy, Debug)]
 pub struct Curve<'a> {
-    /// Seconds and bytes, by ascending time. Nothing is drawn after the last of them.
+    /// Seconds and bytes, in order of time. Nothing is drawn after the last point.
     pub points: &'a [(f64, u64)],
-    /// Seconds from left to right.
+    /// The horizontal axis, in seconds.
     pub span: f64,
-    /// Bytes from bottom to top.
+    /// The vertical axis, in bytes.
     pub top: u64,
     /// Rows.
     pub rows: usize,
 }
 
 impl Curve<'_> {
-    /// Its rows, the topmost first, without colour.
+    /// The rows from top to bottom, without colour.
     pub fn draw(&self) -> Vec<String> {
         let eighths: Vec<usize> = (0..CURVE).map(|column| self.eighths(column)).collect();
         let row = |row: usize| {
@@ -42,7 +42,7 @@ impl Curve<'_> {
         (0..self.rows).map(row).collect()
     }
 
-    /// The same with an axis on the left, what the top stands for, and a colour.
+    /// The rows in colour, with a labelled axis on the left.
     pub fn with_axis(&self, paint: impl Fn(&str) -> String, style: Style) -> Vec<String> {
         let mut rows = self.draw();
         for (at, row) in rows.iter_mut().enumerate() {
@@ -60,12 +60,12 @@ impl Curve<'_> {
             return 0;
         }
         let value = self.points.iter().take_while(|point| point.0 <= end).last().map_or(0, |point| point.1);
-        // Something is never drawn as nothing.
+        // Draw at least an eighth of a row for any value above zero.
         columns(value, self.top, self.rows * 8).max(usize::from(value > 0))
     }
 }
 
-/// The axis below curves.
+/// The time axis below curves.
 pub fn time_axis(span: f64, style: Style) -> Vec<String> {
     let line = format!("   {:>9} └{}", "0", "─".repeat(CURVE));
     let end = format!("{span:.0} s");
@@ -73,7 +73,7 @@ pub fn time_axis(span: f64, style: Style) -> Vec<String> {
     vec![style.dim(&line), style.dim(&times)]
 }
 
-/// A block of lines that is drawn over and over where standard output is a terminal.
+/// A block of lines that is redrawn in place if standard output is a terminal.
 #[derive(Debug)]
 pub struct Canvas {
     live: bool,
@@ -81,22 +81,22 @@ pub struct Canvas {
 }
 
 impl Canvas {
-    /// A new block below what is there.
+    /// A new block below the existing output.
     pub fn new() -> Self {
         let live = std::io::stdout().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
         if live {
-            // No cursor, and no second row for a line that is too long: it would not be drawn over.
+            // Hide the cursor, and do not wrap long lines: the second row would not be redrawn.
             put("\x1b[?25l\x1b[?7l");
         }
         Self { live, drawn: 0 }
     }
 
-    /// Whether anything is drawn before the end.
+    /// Whether the block can be redrawn.
     pub fn is_live(&self) -> bool {
         self.live
     }
 
-    /// Draws over what was drawn before.
+    /// Replaces what was drawn before.
     pub fn draw(&mut self, lines: &[String]) {
         let mut text = String::new();
         if self.drawn > 0 {
@@ -120,7 +120,7 @@ impl Drop for Canvas {
     }
 }
 
-/// A picture that nobody can see any more is no reason to stop halfway.
+/// Prints, ignoring errors: the demonstration must go on to restore everything.
 fn put(text: &str) {
     let _ = pagefold_cli::style::print(text);
 }
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_curve_rises_and_ends_with_its_points() {
+    fn a_curve_ends_with_its_last_point() {
         let points = [(0.0, 0), (5.0, 80), (7.5, 80)];
         let curve = Curve { points: &points, span: 10.0, top: 80, rows: 2 };
         let rows = curve.draw();
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_little_is_seen_and_nothing_is_not() {
+    fn small_values_are_drawn_and_zero_is_not() {
         let draw = |value| Curve { points: &[(1.0, value)], span: 1.0, top: 1 << 30, rows: 3 }.draw();
         assert!(draw(4096)[2].contains('▁'));
         assert!(draw(0).concat().chars().all(|c| c == ' '));
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_stay_within() {
+    fn columns_are_limited_to_the_width() {
         assert_eq!((columns(1, 2, 44), columns(9, 2, 44), columns(1, 0, 44)), (22, 44, 44));
     }
 }

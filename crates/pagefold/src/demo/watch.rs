@@ -1,4 +1,4 @@
-//! Looks at KSM while something folds, on a thread of its own, and draws what it sees.
+//! A thread that reads KSM's counters while pages are merged, and draws them.
 
 use super::picture::Canvas;
 use super::workers::proportional_bytes;
@@ -12,135 +12,135 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Between two looks at the counters.
-const LOOK: Duration = Duration::from_millis(50);
-/// Looks between two pictures, and between two lines where no picture can be drawn.
-const LOOKS_A_PICTURE: u32 = 4;
-const LOOKS_A_LINE: u32 = 40;
+/// Interval between two readings of the counters.
+const INTERVAL: Duration = Duration::from_millis(50);
+/// Readings between two pictures, and between two lines if no picture can be drawn.
+const READINGS_PER_PICTURE: u32 = 4;
+const READINGS_PER_LINE: u32 = 40;
 
-/// One look.
+/// One reading of the counters and clocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
-    /// Since the start.
+    /// Seconds since the start.
     pub seconds: f64,
-    /// What KSM's counters show as saved, beyond what they showed at the start.
+    /// Bytes saved since the start, by KSM's counters.
     pub saved: u64,
-    /// CPU time of this process since the start, without that of looking and drawing.
+    /// CPU time of this process since the start, without that of this thread.
     pub own_cpu: Duration,
     /// CPU time of ksmd since the start.
     pub ksmd_cpu: Duration,
 }
 
 impl Point {
-    /// CPU time of both.
+    /// CPU time of this process and ksmd.
     pub fn cpu(&self) -> Duration {
         self.own_cpu + self.ksmd_cpu
     }
 }
 
-/// What there is to draw.
+/// The data to draw.
 #[derive(Debug)]
 pub struct View<'a> {
-    /// The looks so far; never none.
+    /// The readings so far, at least one.
     pub points: &'a [Point],
-    /// Memory of each worker in bytes, where asked for.
+    /// Memory of each worker in bytes; empty if no pids were given.
     pub workers: &'a [u64],
-    /// A line, because no picture can be drawn.
+    /// Draw a line, because no picture can be drawn.
     pub line: bool,
 }
 
-/// What was seen.
+/// All readings.
 #[derive(Clone, Debug, Default)]
-pub struct Seen {
-    /// Never none.
+pub struct Observed {
+    /// At least one.
     pub points: Vec<Point>,
-    /// Memory of each worker at the end, where asked for.
+    /// Memory of each worker at the end in bytes; empty if no pids were given.
     pub workers: Vec<u64>,
-    /// CPU time of looking and drawing.
-    pub drawing: Duration,
+    /// CPU time of reading and drawing.
+    pub display_cpu: Duration,
 }
 
-impl Seen {
-    /// The last look.
+impl Observed {
+    /// The last reading.
     pub fn last(&self) -> Point {
         self.points.last().copied().unwrap_or_default()
     }
 
-    /// The last look at or before a time.
+    /// The last reading at or before a time.
     pub fn at(&self, seconds: f64) -> Point {
         self.points.iter().take_while(|point| point.seconds <= seconds).last().copied().unwrap_or_default()
     }
 
-    /// The first look at which so much was saved.
+    /// The first reading at which `saved` bytes or more were saved.
     pub fn reached(&self, saved: u64) -> Option<Point> {
         self.points.iter().copied().find(|point| saved > 0 && point.saved >= saved)
     }
 }
 
-/// The thread.
+/// The running thread.
 #[derive(Debug)]
 pub struct Watch {
     end: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Result<Seen>>>,
+    thread: Option<JoinHandle<Result<Observed>>>,
 }
 
 impl Watch {
-    /// Begins to look; time and costs count from now. `pids` are asked for their memory at every picture.
+    /// Starts the thread; time and costs are counted from now. The memory of `pids` is read for every picture.
     pub fn start(
         ksm: Arc<Ksm>,
         pids: &[i32],
         mut picture: impl FnMut(&View<'_>) -> Vec<String> + Send + 'static,
     ) -> Result<Self> {
-        let ksmd = Ksmd::find()?.context("there is no ksmd to be seen")?;
+        let ksmd = Ksmd::find()?.context("ksmd is not found: this pid namespace hides it")?;
         let processes = pids.iter().map(|&pid| Process::open(pid)).collect::<Result<Vec<_>, _>>()?;
         let end = Arc::new(AtomicBool::new(false));
-        let told = Arc::clone(&end);
-        let mut eye = Eye::open(ksm, ksmd)?;
+        let ended = Arc::clone(&end);
+        let mut meters = Meters::open(ksm, ksmd)?;
         let thread = std::thread::spawn(move || {
             let mut canvas = Canvas::new();
-            let looks_a_picture = if canvas.is_live() { LOOKS_A_PICTURE } else { LOOKS_A_LINE };
-            let mut seen = Seen::default();
-            for looks in 0.. {
-                let last = told.load(Ordering::Acquire);
-                seen.points.push(eye.look()?);
-                if last || looks % looks_a_picture == 0 {
-                    seen.workers = processes.iter().map(proportional_bytes).collect::<Result<_, _>>()?;
+            let per_picture = if canvas.is_live() { READINGS_PER_PICTURE } else { READINGS_PER_LINE };
+            let mut observed = Observed::default();
+            for reading in 0.. {
+                let last = ended.load(Ordering::Acquire);
+                observed.points.push(meters.read()?);
+                if last || reading % per_picture == 0 {
+                    observed.workers = processes.iter().map(proportional_bytes).collect::<Result<_, _>>()?;
                     let line = !canvas.is_live() && !last;
-                    canvas.draw(&picture(&View { points: &seen.points, workers: &seen.workers, line }));
+                    canvas.draw(&picture(&View { points: &observed.points, workers: &observed.workers, line }));
                 }
                 if last {
                     break;
                 }
-                std::thread::park_timeout(LOOK);
+                std::thread::park_timeout(INTERVAL);
             }
-            seen.drawing = drawing_cpu();
-            Ok(seen)
+            observed.display_cpu = thread_cpu();
+            Ok(observed)
         });
         Ok(Self { end, thread: Some(thread) })
     }
 
-    /// Takes a last look, draws a last picture, and tells what was seen.
-    pub fn finish(mut self) -> Result<Seen> {
-        self.end().unwrap_or_else(|| Ok(Seen::default()))
+    /// Takes the last reading, draws the last picture, and returns all readings.
+    pub fn finish(mut self) -> Result<Observed> {
+        self.end().unwrap_or_else(|| Ok(Observed::default()))
     }
 
-    fn end(&mut self) -> Option<Result<Seen>> {
+    fn end(&mut self) -> Option<Result<Observed>> {
         self.end.store(true, Ordering::Release);
         let thread = self.thread.take()?;
         thread.thread().unpark();
-        Some(thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("the picture could not be drawn"))))
+        Some(thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("the thread that draws the progress panicked"))))
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        // Joined, so that the terminal has its cursor again before anything else is said.
+        // Wait for the thread, so that the cursor is shown again before anything else is printed.
         self.end();
     }
 }
 
-/// Reads counters and clocks against those of the start.
-struct Eye {
+/// The counters and clocks, and their values at the start.
+struct Meters {
     ksm: Arc<Ksm>,
     ksmd: Ksmd,
     began: Instant,
@@ -149,27 +149,27 @@ struct Eye {
     ksmd_ns: u64,
 }
 
-impl Eye {
+impl Meters {
     fn open(ksm: Arc<Ksm>, ksmd: Ksmd) -> Result<Self> {
         let ksmd_ns = ksmd.cpu_ns()?;
         let saved = ksm.counters()?.view(true, false).saved().bytes().0;
         Ok(Self { ksm, ksmd, began: Instant::now(), saved, own_ns: own_and_children_cpu_ns(), ksmd_ns })
     }
 
-    fn look(&mut self) -> Result<Point> {
+    fn read(&mut self) -> Result<Point> {
         let own_ns = own_and_children_cpu_ns().saturating_sub(self.own_ns);
         Ok(Point {
             seconds: self.began.elapsed().as_secs_f64(),
             saved: self.ksm.counters()?.view(true, false).saved().bytes().0.saturating_sub(self.saved),
-            own_cpu: Duration::from_nanos(own_ns).saturating_sub(drawing_cpu()),
+            own_cpu: Duration::from_nanos(own_ns).saturating_sub(thread_cpu()),
             ksmd_cpu: Duration::from_nanos(self.ksmd.cpu_ns()?.saturating_sub(self.ksmd_ns)),
         })
     }
 }
 
-/// CPU time of the calling thread: the first number in its schedstat. Where the kernel keeps none (without
-/// CONFIG_SCHED_INFO), looking and drawing stay part of the costs.
-fn drawing_cpu() -> Duration {
+/// CPU time of the calling thread: the first number in its schedstat. Zero on kernels without CONFIG_SCHED_INFO, where
+/// the display counts as a cost of pagefold.
+fn thread_cpu() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     Duration::from_nanos(text.split_ascii_whitespace().next().and_then(|ns| ns.parse().ok()).unwrap_or(0))
 }
@@ -179,12 +179,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn looks_are_found_by_time_and_by_saving() {
+    fn readings_are_found_by_time_and_by_saving() {
         let point = |seconds, saved| Point { seconds, saved, ..Point::default() };
-        let seen = Seen { points: vec![point(0.0, 0), point(1.0, 50), point(2.0, 90)], ..Seen::default() };
-        assert_eq!(seen.at(1.5).saved, 50);
-        assert_eq!(seen.reached(60).unwrap().saved, 90);
-        assert_eq!((seen.reached(91), seen.reached(0)), (None, None));
-        assert_eq!(seen.last().saved, 90);
+        let observed = Observed { points: vec![point(0.0, 0), point(1.0, 50), point(2.0, 90)], ..Observed::default() };
+        assert_eq!(observed.at(1.5).saved, 50);
+        assert_eq!(observed.reached(60).unwrap().saved, 90);
+        assert_eq!((observed.reached(91), observed.reached(0)), (None, None));
+        assert_eq!(observed.last().saved, 90);
     }
 }

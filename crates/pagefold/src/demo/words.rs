@@ -1,32 +1,32 @@
-//! What the demonstration says and shows.
+//! The text and pictures of the demonstration.
 
 use super::picture::{BAR, Curve, columns, time_axis};
-use super::watch::{Point, Seen, View};
+use super::watch::{Observed, Point, View};
 use crate::commands::scan::report::ScanReport;
 use pagefold_cli::style::{Style, human, line, percent};
 use std::time::Duration;
 
-/// Rows of a curve that stands alone, and of one of two.
+/// Height of a single curve, and of each of two curves.
 const ROWS: usize = 4;
 const ROWS_OF_TWO: usize = 3;
 
-/// Whoever has saved no more for so long is at rest.
+/// A policy that has saved nothing more for this time is at rest.
 const REST_SECONDS: f64 = 3.0;
 
-/// What folding did.
+/// The result of merging.
 #[derive(Clone, Debug)]
-pub struct Folded {
-    /// What was seen meanwhile.
-    pub seen: Seen,
-    /// CPU time of pagefold and of the process that marks, without that of the pictures.
+pub struct Merged {
+    /// The readings taken meanwhile.
+    pub observed: Observed,
+    /// CPU time of pagefold and its injector, without that of the display.
     pub own_cpu: Duration,
-    /// Address space marked.
+    /// Bytes of address space marked.
     pub marked: u64,
 }
 
-impl Folded {
+impl Merged {
     fn cpu(&self) -> Duration {
-        self.own_cpu + self.seen.last().ksmd_cpu
+        self.own_cpu + self.observed.last().ksmd_cpu
     }
 }
 
@@ -36,37 +36,39 @@ fn heading(text: &mut String, number: u32, what: &str, style: Style) {
     line(text, "");
 }
 
-/// The first lines.
+/// The title.
 pub fn opening(style: Style) -> String {
     let mut text = String::new();
-    line(&mut text, &style.bold("pagefold: memory that programs hold twice, folded into one copy"));
-    line(&mut text, &style.dim("About a minute. Ctrl-C ends it at any time and puts everything back."));
+    line(&mut text, &style.bold("pagefold: one copy of memory that programs hold twice"));
+    line(&mut text, &style.dim("Takes about a minute, and merges only memory of programs that it starts itself."));
+    line(&mut text, &style.dim("Ctrl-C stops it at any time and restores everything."));
     text
 }
 
-/// What was started.
+/// Part 1: the workers.
 pub fn started(workers: usize, bytes: u64, reduced: bool, took: Duration, style: Style) -> String {
     let mut text = String::new();
     let number = ["No", "One", "Two", "Three", "Four", "Five", "Six"].get(workers).copied().unwrap_or("Many");
-    heading(&mut text, 1, &format!("{number} workers of one program are started"), style);
+    heading(&mut text, 1, &format!("Start: {} workers of one program", number.to_lowercase()), style);
     line(
         &mut text,
         &format!(
-            "   {} together, filled and checked byte by byte in {:.1} s.",
+            "   {} together, written and checked byte by byte in {:.1} s.",
             style.bold(&human(bytes)),
             took.as_secs_f64()
         ),
     );
+    line(&mut text, "   Each holds data that all others hold too, data of its own, and zeros.");
     if reduced {
-        line(&mut text, &style.dim("   Smaller than usual: there is little memory free."));
+        line(&mut text, &style.dim("   Smaller than normal, because little memory is free."));
     }
     text
 }
 
-/// What is duplicate.
+/// Part 2: the duplicates.
 pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
     let mut text = String::new();
-    heading(&mut text, 2, "What they hold", style);
+    heading(&mut text, 2, "Scan: how much of that is duplicate?", style);
     let widest = report.processes.iter().map(|row| row.amounts.resident_bytes).max().unwrap_or(1);
     for (number, pid) in (1..).zip(pids) {
         let Some(amounts) = report.processes.iter().find(|row| row.pid == *pid).map(|row| row.amounts) else {
@@ -82,15 +84,15 @@ pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
         ]
         .concat();
         let pad = " ".repeat(BAR.saturating_sub(all.max(kept + zero)));
-        let goes = human(amounts.savable_gross_bytes);
-        line(&mut text, &format!("   worker {number}  {bar}{pad}  {goes:>8} can go"));
+        let savable = human(amounts.savable_gross_bytes);
+        line(&mut text, &format!("   worker {number}  {bar}{pad}  {savable:>8} savable"));
     }
     let totals = &report.totals;
     line(&mut text, "");
     line(
         &mut text,
         &format!(
-            "   {} needed   {} duplicate {}   {} zeros {}",
+            "   {} to keep   {} duplicates {}   {} zeros {}",
             style.plain("█"),
             style.good("▒"),
             human(totals.duplicate_within_bytes + totals.duplicate_across_bytes),
@@ -101,7 +103,7 @@ pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
     line(
         &mut text,
         &format!(
-            "   {} of {} can go ({}).",
+            "   {} of {} can be saved ({}).",
             style.bold(&human(totals.savable_gross_bytes)),
             human(totals.resident_bytes),
             percent(totals.savable_gross_bytes as f64, totals.resident_bytes as f64)
@@ -110,20 +112,23 @@ pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
     let cost = &report.cost;
     line(
         &mut text,
-        &style.dim(&format!("   Found by reading every page: {:.1} s of CPU. Nothing was changed.", cost.cpu_seconds)),
+        &style.dim(&format!(
+            "   Found by reading every page, in {:.1} s of CPU time. Nothing was changed.",
+            cost.cpu_seconds
+        )),
     );
     text
 }
 
-/// The heading of the folding.
-pub fn folding(style: Style) -> String {
+/// Part 3: the heading of the merging.
+pub fn merging(style: Style) -> String {
     let mut text = String::new();
-    heading(&mut text, 3, "Folding: pagefold finds and marks it, the kernel merges", style);
+    heading(&mut text, 3, "Merge: pagefold finds and marks the duplicates, the kernel merges them", style);
     text
 }
 
-/// The folding, as it goes on.
-pub fn fold_picture(view: &View<'_>, first: &[u64], savable: u64, span: f64, style: Style) -> Vec<String> {
+/// The progress of the merging.
+pub fn merge_picture(view: &View<'_>, first: &[u64], savable: u64, span: f64, style: Style) -> Vec<String> {
     let now = view.points.last().copied().unwrap_or_default();
     let memory: u64 = view.workers.iter().sum();
     if view.line {
@@ -165,45 +170,45 @@ pub fn fold_picture(view: &View<'_>, first: &[u64], savable: u64, span: f64, sty
     lines
 }
 
-/// After the folding.
-pub fn verified(bytes: u64, folded: &Folded, style: Style) -> String {
+/// The cost of the merging, and part 4: the check of the data.
+pub fn verified(bytes: u64, merged: &Merged, style: Style) -> String {
     let mut text = String::new();
-    let last = folded.seen.last();
-    let memory = folded.seen.workers.iter().sum();
+    let last = merged.observed.last();
+    let memory = merged.observed.workers.iter().sum();
     let note = format!(
-        "   Memory is the workers' Pss, saved is what KSM counts. CPU: pagefold {:.2} s,\n   ksmd {:.2} s; without these pictures. Marked: {}.",
-        folded.own_cpu.as_secs_f64(),
+        "   In memory: the workers' Pss. Saved: KSM's own count. CPU time, without that of\n   this display: pagefold {:.2} s, ksmd {:.2} s. Marked: {}.",
+        merged.own_cpu.as_secs_f64(),
         last.ksmd_cpu.as_secs_f64(),
-        human(folded.marked)
+        human(merged.marked)
     );
     line(&mut text, &note.lines().map(|row| style.dim(row)).collect::<Vec<_>>().join("\n"));
-    heading(&mut text, 4, "Is the data still right?", style);
-    let what = format!("Every byte of {} is what was written,", human(bytes));
-    line(&mut text, &format!("   {} held in {}.", style.good(&what), human(memory)));
+    heading(&mut text, 4, "Check: is the data intact?", style);
+    let data = format!("{} of data in {} of memory.", human(bytes), human(memory));
+    line(&mut text, &format!("   {} {data}", style.good("Every byte is intact:")));
     text
 }
 
-/// After giving it back.
-pub fn given_back(bytes: u64, took: Duration, style: Style) -> String {
+/// Part 5: after unmerging.
+pub fn unmerged(bytes: u64, took: Duration, style: Style) -> String {
     let mut text = String::new();
-    heading(&mut text, 5, "And back, then the same with KSM by itself", style);
+    heading(&mut text, 5, "Compare: unmerge everything, then let KSM do it alone", style);
     line(
         &mut text,
-        &format!("   Given back: {} have copies of their own again, in {:.1} s.", human(bytes), took.as_secs_f64()),
+        &format!("   {} unmerged in {:.1} s: every worker has its own copies again.", human(bytes), took.as_secs_f64()),
     );
     text
 }
 
-/// What KSM is told.
+/// The settings of KSM alone.
 pub fn ksm_alone(pages: u64, sleep_ms: u64) -> String {
     let mut text = String::new();
-    let said = format!("   Now everything is marked, and ksmd scans {pages} pages every {sleep_ms} ms.");
-    line(&mut text, &said);
+    line(&mut text, &format!("   KSM alone: everything is marked, and ksmd scans {pages} pages every {sleep_ms} ms"));
+    line(&mut text, "   (the kernel's default: 100 pages every 20 ms).");
     line(&mut text, "");
     text
 }
 
-/// KSM by itself, as it goes on.
+/// The progress of KSM alone.
 pub fn ksm_picture(view: &View<'_>, before: &[(f64, u64)], savable: u64, span: f64, style: Style) -> Vec<String> {
     let now = view.points.last().copied().unwrap_or_default();
     if view.line {
@@ -220,7 +225,7 @@ pub fn ksm_picture(view: &View<'_>, before: &[(f64, u64)], savable: u64, span: f
     let area = |points| Curve { points, span, top, rows: ROWS_OF_TWO };
     let mut lines = vec![format!("   {:>9}   {}", "", style.good("pagefold, as above"))];
     lines.extend(area(before).with_axis(|row| style.good(row), style));
-    lines.push(format!("   {:>9}   {}", "", style.other("KSM by itself")));
+    lines.push(format!("   {:>9}   {}", "", style.other("KSM alone")));
     lines.extend(area(&points).with_axis(|row| style.other(row), style));
     lines.extend(time_axis(span, style));
     lines.push(String::new());
@@ -228,24 +233,24 @@ pub fn ksm_picture(view: &View<'_>, before: &[(f64, u64)], savable: u64, span: f
     lines
 }
 
-/// The two side by side.
-pub fn compared(bytes: u64, folded: &Folded, alone: &Seen, style: Style) -> String {
+/// The comparison of both, after another check of the data.
+pub fn compared(bytes: u64, merged: &Merged, alone: &Observed, style: Style) -> String {
     let mut text = String::new();
-    line(&mut text, &style.dim(&format!("   Checked again: every byte of {} is right.", human(bytes))));
+    line(&mut text, &style.dim(&format!("   Checked again: every byte of {} is intact.", human(bytes))));
     line(&mut text, "");
-    let (ours, last) = (folded.seen.last(), alone.last());
+    let (ours, last) = (merged.observed.last(), alone.last());
     let then = alone.at(ours.seconds);
     let goal = ours.saved / 10 * 9;
-    let head = ["", "saved", "nine tenths after", "CPU by then", "in all", "at rest"].map(str::to_owned);
+    let head = ["", "saved", "90 % after", "CPU until then", "CPU in all", "at rest"].map(str::to_owned);
     line(&mut text, &style.dim(&row(&head)));
-    // The process that marks is not among what was seen; it had done its part before anything was saved.
-    let unseen = folded.own_cpu.saturating_sub(ours.own_cpu);
+    // The readings lack the CPU time of the injector, which it had spent before anything was saved.
+    let injector = merged.own_cpu.saturating_sub(ours.own_cpu);
     let reached = |point: Point, cpu: Duration| (point.seconds, cpu);
     let pagefold = Side {
         at: ours,
-        reached: folded.seen.reached(goal).map(|point| reached(point, point.cpu() + unseen)),
-        cpu: folded.cpu(),
-        at_rest: at_rest(&folded.seen, Point::cpu),
+        reached: merged.observed.reached(goal).map(|point| reached(point, point.cpu() + injector)),
+        cpu: merged.cpu(),
+        at_rest: at_rest(&merged.observed, Point::cpu),
     };
     let ksm = Side {
         at: last,
@@ -268,26 +273,26 @@ pub fn compared(bytes: u64, folded: &Folded, alone: &Seen, style: Style) -> Stri
 }
 
 /// A line of the table.
-fn row([name, saved, reached, by_then, all, rest]: &[String; 6]) -> String {
-    format!("   {name:<15}{saved:>9}{reached:>19}{by_then:>13}{all:>9}{rest:>9}")
+fn row([name, saved, reached, until_then, all, rest]: &[String; 6]) -> String {
+    format!("   {name:<15}{saved:>9}{reached:>13}{until_then:>17}{all:>13}{rest:>10}")
 }
 
-/// What is compared.
+/// One policy in the comparison.
 #[derive(Clone, Copy, Debug, Default)]
 struct Side {
     at: Point,
-    /// Seconds until nine tenths of what pagefold saved, and CPU time until then.
+    /// Seconds and CPU time until 90 % of pagefold's saving was reached.
     reached: Option<(f64, Duration)>,
     cpu: Duration,
-    /// CPU at rest, as a share of a core.
+    /// CPU time at rest, as a share of a core.
     at_rest: Option<f64>,
 }
 
 impl Side {
-    fn cells(&self, who: &str) -> [String; 6] {
+    fn cells(&self, name: &str) -> [String; 6] {
         let none = || "-".to_owned();
         [
-            format!("{who}, {:.0} s", self.at.seconds),
+            format!("{name}, {:.0} s", self.at.seconds),
             human(self.at.saved),
             self.reached.map_or_else(none, |(seconds, _)| format!("{seconds:.1} s")),
             self.reached.map_or_else(none, |(_, cpu)| format!("{:.2} s", cpu.as_secs_f64())),
@@ -297,10 +302,10 @@ impl Side {
     }
 }
 
-/// CPU of the last seconds as a share of a core, if hardly anything more was saved in them.
-fn at_rest(seen: &Seen, cpu: impl Fn(&Point) -> Duration) -> Option<f64> {
-    let last = seen.last();
-    let before = seen.at(last.seconds - REST_SECONDS);
+/// CPU time of the last seconds as a share of a core, unless the saving grew by more than a hundredth in them.
+fn at_rest(observed: &Observed, cpu: impl Fn(&Point) -> Duration) -> Option<f64> {
+    let last = observed.last();
+    let before = observed.at(last.seconds - REST_SECONDS);
     if before.seconds <= 0.0 || last.saved > before.saved + before.saved / 100 {
         return None;
     }
@@ -308,15 +313,15 @@ fn at_rest(seen: &Seen, cpu: impl Fn(&Point) -> Duration) -> Option<f64> {
     Some(spent / (last.seconds - before.seconds))
 }
 
-/// The comparison in words, whichever way it went.
+/// The comparison in words, whichever policy did better.
 fn verdict(ours: &Side, ksm: &Side) -> Vec<String> {
     let (saved, by_ksm) = (ours.at.saved, ksm.at.saved);
     let amount = if by_ksm > saved + saved / 100 {
         format!("KSM saved {} more", human(by_ksm - saved))
     } else if by_ksm + saved / 100 >= saved {
-        "KSM saved the same".to_owned()
+        "KSM saved as much".to_owned()
     } else {
-        format!("KSM had got {} of that when it was stopped", percent(by_ksm as f64, saved as f64))
+        format!("KSM had saved {} as much when it was stopped", percent(by_ksm as f64, saved as f64))
     };
     let times = |ksm: f64, ours: f64, unit: &str| match ksm / ours.max(1e-3) {
         times if times >= 1.05 => format!("{times:.1} times the {unit}"),
@@ -325,25 +330,29 @@ fn verdict(ours: &Side, ksm: &Side) -> Vec<String> {
     };
     let pace = ksm.reached.zip(ours.reached).map(|((ksm, ksm_cpu), (ours, ours_cpu))| {
         let cpu = times(ksm_cpu.as_secs_f64(), ours_cpu.as_secs_f64(), "CPU");
-        format!("Nine tenths of it took KSM {} and {cpu}.", times(ksm, ours, "time"))
+        format!("KSM took {} and {cpu} to save 90 % as much.", times(ksm, ours, "time"))
     });
     let rest = ksm.at_rest.zip(ours.at_rest).map(|(ksm, ours)| {
-        format!("With nothing left to do it takes {} of a core, pagefold {}.", percent(ksm, 1.0), percent(ours, 1.0))
+        format!(
+            "With nothing left to merge, KSM uses {} of a core, pagefold {}.",
+            percent(ksm, 1.0),
+            percent(ours, 1.0)
+        )
     });
     [Some(format!("{amount}.")), pace, rest].into_iter().flatten().collect()
 }
 
-/// The last lines.
+/// Part 6: the end.
 pub fn end(style: Style) -> String {
     let mut text = String::new();
-    heading(&mut text, 6, "Everything is as it was", style);
-    line(&mut text, "   The workers have ended, nothing is merged, every knob of KSM is as it was.");
+    heading(&mut text, 6, "Done: everything is restored", style);
+    line(&mut text, "   The workers have ended, nothing is merged, and every KSM setting is restored.");
     line(&mut text, "");
-    line(&mut text, &format!("   Now your own programs:  {}", style.good("sudo pagefold scan --exe NAME")));
+    line(&mut text, &format!("   Next, scan your own programs:  {}", style.good("sudo pagefold scan --exe NAME")));
     text
 }
 
-/// Seconds and savings.
+/// The points of a curve: seconds and bytes saved.
 pub fn curve(points: &[Point]) -> Vec<(f64, u64)> {
     points.iter().map(|point| (point.seconds, point.saved)).collect()
 }
@@ -353,7 +362,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_verdict_is_just_to_both() {
+    fn the_verdict_covers_every_outcome() {
         let side = |saved, reached: Option<(f64, u64)>, at_rest| Side {
             at: Point { saved, ..Point::default() },
             reached: reached.map(|(seconds, cpu)| (seconds, Duration::from_secs(cpu))),
@@ -364,15 +373,15 @@ mod tests {
         for (ksm, words) in [
             (
                 side(1024, Some((9.0, 3)), None),
-                &["KSM saved the same.", "Nine tenths of it took KSM 9.0 times the time and 1.5 times the CPU."][..],
+                &["KSM saved as much.", "KSM took 9.0 times the time and 1.5 times the CPU to save 90 % as much."][..],
             ),
-            (side(512, None, None), &["KSM had got 50 % of that when it was stopped."]),
+            (side(512, None, None), &["KSM had saved 50 % as much when it was stopped."]),
             (
                 side(2048, Some((0.5, 2)), Some(0.001)),
                 &[
                     "KSM saved 1 KiB more.",
-                    "Nine tenths of it took KSM 50 % of the time and the same CPU.",
-                    "With nothing left to do it takes 0.1 % of a core, pagefold 1.0 %.",
+                    "KSM took 50 % of the time and the same CPU to save 90 % as much.",
+                    "With nothing left to merge, KSM uses 0.1 % of a core, pagefold 1.0 %.",
                 ],
             ),
         ] {

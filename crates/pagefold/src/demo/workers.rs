@@ -1,5 +1,5 @@
-//! The programs of the demonstration: a pool of workers as servers have them, each with data that all of them hold,
-//! data of its own, and untouched zeros.
+//! The programs of the demonstration: a pool of workers, each with data that all of them hold, data of its own, and
+//! zero pages.
 
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
@@ -10,15 +10,15 @@ use pagefold_linux::proc::process::{Process, ReadError};
 use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
 
-/// What all workers hold, MiB.
+/// Data that every worker holds, MiB.
 const COMMON_MIB: u64 = 76;
-/// What each holds alone, and its zeros, MiB: 768 MiB with what is common.
+/// Each worker's own data and zero pages, MiB. With the common data, 768 MiB in all.
 const OWN_AND_ZERO_MIB: [(u64, u64); 6] = [(28, 16), (36, 8), (44, 12), (32, 20), (52, 8), (40, 16)];
 
-/// Room to leave beside the workers, MiB.
+/// Free memory to leave beside the workers, MiB.
 const MARGIN_MIB: u64 = 256;
 
-/// How many workers, and the part of the full size they have.
+/// The number of workers, and the divisor of their full size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Size {
     workers: usize,
@@ -29,7 +29,7 @@ impl Size {
     const FULL: Self = Self { workers: 6, divisor: 1 };
     const QUICK: Self = Self { workers: 3, divisor: 8 };
 
-    /// The largest that fits into the memory that is free.
+    /// The largest size that fits into the free memory.
     pub fn that_fits(quick: bool) -> Result<Self> {
         let own = Process::open(i32::try_from(std::process::id()).unwrap_or(0))?;
         let roots = Roots::default();
@@ -37,7 +37,10 @@ impl Size {
         Self::largest_in(quick, free).with_context(|| {
             Exit::new(
                 exit::FAILURE,
-                format!("too little memory for a demonstration ({} MiB are free); end other programs", free >> 20),
+                format!(
+                    "not enough memory for the demo: {} MiB are free; stop other programs and try again",
+                    free >> 20
+                ),
             )
         })
     }
@@ -48,12 +51,12 @@ impl Size {
         [1, 2, 4].into_iter().map(|by| Self { divisor: most.divisor * by, ..most }).find(fits)
     }
 
-    /// Whether it was made smaller for want of memory.
+    /// Whether it was reduced to fit into the free memory.
     pub fn is_reduced(self, quick: bool) -> bool {
         self != if quick { Self::QUICK } else { Self::FULL }
     }
 
-    /// All workers together.
+    /// Memory of all workers.
     pub fn bytes(self) -> u64 {
         self.specs().map(|spec| spec.pages().bytes().0).sum()
     }
@@ -70,7 +73,7 @@ impl Size {
     }
 }
 
-/// The workers. Ended when dropped.
+/// The running workers. They end when this is dropped.
 #[derive(Debug)]
 pub struct Workers {
     tenants: Vec<Tenant>,
@@ -78,7 +81,7 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// Starts them, side by side, and waits until they hold what they are to hold.
+    /// Starts the workers in parallel, and waits until they have written their data.
     pub fn start(size: Size) -> Result<Self> {
         let specs: Vec<TenantSpec> = size.specs().collect();
         let program = Path::new("/proc/self/exe");
@@ -90,17 +93,20 @@ impl Workers {
         Ok(Self { tenants, pages: specs.iter().map(TenantSpec::pages).sum() })
     }
 
-    /// How many.
+    /// The number of workers.
     pub fn count(&self) -> usize {
         self.tenants.len()
     }
 
-    /// Their pids.
+    /// The pids of the workers.
     pub fn pids(&self) -> Vec<i32> {
         self.tenants.iter().map(Tenant::pid).collect()
     }
 
-    /// Has each compare every byte with what it wrote; an error if one differs. Returns what was compared.
+    /// Makes each worker compare every byte with what it wrote. Returns the number of bytes compared.
+    ///
+    /// # Errors
+    /// A byte differs, or a worker has died.
     pub fn verify(&mut self) -> Result<u64> {
         let verdicts = std::thread::scope(|scope| {
             let asked: Vec<_> = self.tenants.iter_mut().map(|tenant| scope.spawn(|| tenant.verify())).collect();
@@ -109,7 +115,7 @@ impl Workers {
         })?;
         for (number, verdict) in (1..).zip(verdicts) {
             if let Verdict::Damaged(pages) = verdict {
-                let line = format!("worker {number}: {} pages are not what was written; report this, please", pages.0);
+                let line = format!("worker {number}: {} pages are damaged; please report this bug", pages.0);
                 return Err(Exit::new(exit::FAILURE, line).into());
             }
         }
@@ -121,7 +127,7 @@ fn panicked() -> anyhow::Error {
     anyhow::anyhow!("a thread panicked")
 }
 
-/// `Result::flatten`, which Rust has from 1.89 on.
+/// `Result::flatten`, which is in the standard library from Rust 1.89 on.
 trait FlattenResult<T> {
     fn flatten_result(self) -> Result<T>;
 }
@@ -132,8 +138,8 @@ impl<T> FlattenResult<T> for Result<Result<T>> {
     }
 }
 
-/// Anonymous memory of a process as the kernel reckons it: what is shared, merged too, is divided among its holders.
-/// It walks the page tables, some 10 us a MiB.
+/// Anonymous memory of a process (Pss): pages that are shared, also by merging, are divided among their sharers.
+/// The kernel walks the page tables for it, about 10 us per MiB.
 pub fn proportional_bytes(process: &Process) -> Result<u64, ReadError> {
     let text = process.read_file("smaps_rollup")?;
     parse_proportional(&text).ok_or_else(|| process.malformed("smaps_rollup", "no Pss_Anon"))
@@ -150,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn they_shrink_with_the_memory_there_is() {
+    fn the_size_is_reduced_to_fit_into_free_memory() {
         let (full, mib) = (Size::FULL.bytes(), 1 << 20);
         assert_eq!(full, 768 * mib);
         assert_eq!(Size::largest_in(false, 4096 * mib), Some(Size::FULL));
@@ -161,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_reckoning_is_read() {
+    fn pss_of_anonymous_memory_is_parsed() {
         let text = b"55-7f ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPss:    8 kB\nPss_Anon:       7 kB\n";
         assert_eq!(parse_proportional(text), Some(7 << 10));
         assert_eq!(parse_proportional(b"Pss: 8 kB\n"), None);
