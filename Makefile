@@ -1,10 +1,13 @@
-# make demo   the whole story in a minute, on programs it starts itself
-# make test   every test; installs what they need from Debian's packages
-# make soak   the same tests for long: 100,000 injections, and ten minutes of folding and unfolding
-# make lint   formatting, lints, licences
-# make fuzz   every parser against inputs that nobody thought of, 5 s each (fuzz-long: 3 minutes each)
-# make bench  the experiments behind the figures in docs/measurements.md (long)
-# make records  records of real programs in target/records, for pagefold-lab replay (about 8 minutes)
+# make build    build both programs, in target/release
+# make demo     show in a minute how pagefold works, on programs that it starts itself
+# make test     run all tests; installs the Debian packages they need
+# make unit     run the unit tests only
+# make soak     run the torture and integrity tests longer: 100,000 injections, ten minutes of merging and unmerging
+# make lint     check formatting, lints and licences
+# make fuzz     fuzz every parser, 5 s each (fuzz-long: 3 minutes each)
+# make bench    run the experiments of docs/measurements.md (takes long)
+# make records  record real programs into target/records, for pagefold-lab replay (about 8 minutes)
+# make install  install the program, its systemd units and its configuration file below DESTDIR
 
 CARGO ?= cargo
 
@@ -18,7 +21,7 @@ demo:
 	@$(CARGO) build --release --locked --quiet -p pagefold
 	@target/release/pagefold demo
 
-# KSM is one global resource: tests that use it take one lock and run one after the other.
+# KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other.
 test:
 	@scripts/setup test
 	$(CARGO) test --workspace --locked
