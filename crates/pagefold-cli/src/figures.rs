@@ -1,6 +1,6 @@
-//! Figures for people that [`crate::output::style`] has no need of: large counts and times.
+//! Large counts, times and wrapped text for people.
 
-/// A count with its thousands apart: `1,204`.
+/// A count with thousands separators: `1,204`.
 pub fn thousands(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -13,7 +13,7 @@ pub fn thousands(number: u64) -> String {
     text
 }
 
-/// A time: two figures are enough to wait by.
+/// A time, rounded to about two digits: `2.3 s`, `52 min`, `3 h 10 min`.
 pub fn time(seconds: f64) -> String {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "not negative; saturates")]
     let whole = seconds.max(0.0).round() as u64;
@@ -54,14 +54,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn thousands_stand_apart() {
+    fn thousands_are_separated() {
         for (number, text) in [(0, "0"), (999, "999"), (1_204, "1,204"), (12_345_678, "12,345,678")] {
             assert_eq!(thousands(number), text);
         }
     }
 
     #[test]
-    fn times_read_well() {
+    fn times_are_rounded() {
         for (seconds, text) in [
             (0.0, "0 ms"),
             (0.0731, "73 ms"),

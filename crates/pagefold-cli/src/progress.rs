@@ -49,7 +49,7 @@ impl Progress {
         let _ = write!(stderr(), "\r\x1b[K{bar}{message}  \x1b[2m{}:{:02}\x1b[0m", seconds / 60, seconds % 60);
     }
 
-    /// Prints a line above it, if it is not hidden.
+    /// Prints a line above the progress line, unless that is hidden.
     pub fn println(&self, line: &str) {
         if !self.hidden {
             self.clear();
@@ -57,7 +57,7 @@ impl Progress {
         }
     }
 
-    /// Removes the line.
+    /// Removes the progress line.
     pub fn clear(&self) {
         if self.drawn.lock().unwrap_or_else(PoisonError::into_inner).take().is_some() {
             let _ = write!(stderr(), "\r\x1b[K");

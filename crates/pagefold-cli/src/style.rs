@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 
-/// Whether standard output may be coloured: a terminal that is not dumb, and no `NO_COLOR` (<https://no-color.org>).
+/// Whether to colour standard output: it is a terminal that is not dumb, and `NO_COLOR` is not set (<https://no-color.org>).
 pub fn colours() -> bool {
     let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     io::stdout().is_terminal() && !set("NO_COLOR") && std::env::var_os("TERM").is_none_or(|term| term != "dumb")

@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_are_aligned_whatever_their_colour() {
+    fn columns_are_aligned_with_and_without_colour() {
         let mut table = Table::new(["NAME", "SIZE", ""], |column| column == 1);
         table.add_row(["a long name", "\x1b[1m7\x1b[0m", "x"]);
         table.add_row(["räka", "123456", ""]);

@@ -60,7 +60,7 @@ pub struct End {
     pub lost: u64,
 }
 
-/// A process whose memory is marked or unmarked.
+/// The process that a span belongs to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Owner {
     /// Pid.

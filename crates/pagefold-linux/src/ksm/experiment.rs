@@ -1,5 +1,5 @@
-//! KSM taken for an experiment or a demonstration: only while no other program uses it, and restored in any case. What
-//! an experiment that was killed has left changed is restored by the next one.
+//! Control of KSM for an experiment or a demonstration. It is taken only if no other program uses KSM, and everything is
+//! restored at the end. Settings that a killed experiment left changed are restored by the next one.
 
 use super::files::{KSM_ROOT, Ksm, KsmError};
 use super::knobs::{Knob, Knobs};
@@ -18,8 +18,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Experiments and tests that set KSM's knobs take turns by this lock. The daemon has a lock of its own: it is among
-/// what is measured.
+/// The lock that serializes experiments and tests that set KSM's knobs. The daemon uses another lock, because experiments
+/// start it.
 pub const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
 
 /// The original values of the knobs, and what the experiment has set them to. Removed at its end.
@@ -54,7 +54,7 @@ pub enum ExperimentError {
     /// Every kick was lost.
     #[error("ksmd does not scan: no memory is marked")]
     NothingMarked,
-    /// The scan takes longer than any should.
+    /// The scan exceeds the time limit.
     #[error("ksmd has not finished a scan within {SCAN_LIMIT:?}")]
     ScanLimit,
     /// The lock file.

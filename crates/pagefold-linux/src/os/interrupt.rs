@@ -30,7 +30,7 @@ impl Interrupt {
     ///
     /// # Errors
     ///
-    /// Whatever `sigaction` fails with.
+    /// `sigaction` fails.
     pub fn on_signals() -> io::Result<Self> {
         let interrupt = Self::default();
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {

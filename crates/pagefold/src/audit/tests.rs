@@ -30,7 +30,7 @@ fn lines(path: &Path) -> Vec<Value> {
 }
 
 #[test]
-fn a_line_tells_when_whose_where_why_and_what_came_of_it() {
+fn a_line_has_time_process_range_reason_and_result() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");
     let mut audit = Audit::open(&path).unwrap();
@@ -54,7 +54,7 @@ fn a_line_tells_when_whose_where_why_and_what_came_of_it() {
 }
 
 #[test]
-fn a_line_that_cannot_be_written_is_counted_and_told_once() {
+fn a_line_that_cannot_be_written_is_counted_and_the_first_reported() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");
     let mut audit = Audit::open(&path).unwrap();
@@ -83,7 +83,7 @@ fn a_line_cut_short_does_not_spoil_the_next() {
 }
 
 #[test]
-fn it_is_opened_again_by_name_and_what_is_there_stays() {
+fn the_log_is_reopened_by_name_and_never_truncated() {
     let dir = tempfile::tempdir().unwrap();
     let (path, old) = (dir.path().join("audit.jsonl"), dir.path().join("audit.jsonl.1"));
     let mut audit = Audit::open(&path).unwrap();
@@ -98,7 +98,7 @@ fn it_is_opened_again_by_name_and_what_is_there_stays() {
 }
 
 #[test]
-fn what_others_may_write_is_refused() {
+fn files_that_others_may_write_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let refused = |path: &Path, says: &str| {
         let error = Audit::open(path).unwrap_err();

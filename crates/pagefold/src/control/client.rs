@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long the daemon may take. It answers between two cycles. A cycle may read for some 40 ms, refresh many processes, or
+/// How long the daemon may take. It answers between two cycles. A cycle may read for about 40 ms, refresh many processes, or
 /// wait for a target that does not stop.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
@@ -50,14 +50,14 @@ fn talk(stream: &mut UnixStream, request: &Request) -> io::Result<Vec<u8>> {
     stream.set_read_timeout(Some(ANSWER_LIMIT))?;
     stream.set_write_timeout(Some(ANSWER_LIMIT))?;
     // A daemon that refuses the connection answers and closes it without reading. Its answer counts, not the broken pipe.
-    let asked = stream.write_all(request.line().as_bytes()).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
+    let sent = stream.write_all(request.line().as_bytes()).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
     let mut answer = Vec::new();
     let read = stream.read_to_end(&mut answer);
     // A whole line is an answer, however the connection ended.
     if answer.ends_with(b"\n") {
         return Ok(answer);
     }
-    read.and(asked).and(Err(ErrorKind::UnexpectedEof.into()))
+    read.and(sent).and(Err(ErrorKind::UnexpectedEof.into()))
 }
 
 fn unreachable(error: &io::Error) -> Exit {

@@ -2,7 +2,7 @@ use super::*;
 use crate::control::protocol::SCHEMA;
 use std::io::BufRead;
 
-/// A server in a directory of its own, which echoes what it was asked.
+/// A server in a temporary directory, which answers each request with the request itself.
 fn server() -> (tempfile::TempDir, PathBuf, Server) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("below/control.sock");
@@ -10,20 +10,20 @@ fn server() -> (tempfile::TempDir, PathBuf, Server) {
     (dir, path, server)
 }
 
-#[expect(clippy::unnecessary_wraps, clippy::needless_pass_by_value, reason = "what an answer looks like")]
+#[expect(clippy::unnecessary_wraps, clippy::needless_pass_by_value, reason = "the signature of Answer")]
 fn echo(request: Request) -> Result<String, String> {
     if request == Request::Pause {
-        // A run that does not come round.
+        // A run in a long cycle.
         thread::sleep(Duration::from_secs(2));
     }
     Ok(request.line().trim_end().to_owned())
 }
 
-/// What is answered to these bytes before the server hangs up, or before our side is closed.
+/// Sends these bytes, closes the sending side, and returns everything that the server answers.
 fn answer(path: &Path, bytes: &[u8]) -> String {
     let mut stream = UnixStream::connect(path).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-    // It may hang up before it has taken everything.
+    // The server may close the connection before it has read everything.
     let _ = stream.write_all(bytes);
     let _ = stream.shutdown(std::net::Shutdown::Write);
     let mut answer = Vec::new();
@@ -36,7 +36,7 @@ fn status() -> String {
 }
 
 #[test]
-fn questions_are_answered_one_a_line() {
+fn each_line_is_answered_by_one_line() {
     let (_dir, path, _server) = server();
     assert_eq!(answer(&path, status().as_bytes()), status());
     let several = status() + &Request::Resume.line() + Request::Explain { pid: 3 }.line().trim_end();
@@ -55,7 +55,7 @@ fn questions_are_answered_one_a_line() {
 }
 
 #[test]
-fn nonsense_is_refused_and_harms_nobody() {
+fn malformed_requests_are_refused_and_others_still_served() {
     let (_dir, path, _server) = server();
     let long =
         format!("{{\"schema\":\"{SCHEMA}\",\"request\":\"status\",\"more\":\"{}\"}}\n", "x".repeat(REQUEST_MOST));
@@ -70,7 +70,7 @@ fn nonsense_is_refused_and_harms_nobody() {
         (&many, "longer than 4096 bytes"),
     ];
     for (bytes, says) in cases {
-        // What follows is not answered any more.
+        // Requests after a malformed one are not answered.
         let followed = [bytes, status().as_bytes()].concat();
         for bytes in [bytes, &followed] {
             let answer = answer(&path, bytes);
@@ -93,7 +93,7 @@ fn the_longest_request_is_answered() {
 }
 
 #[test]
-fn the_silent_and_the_slow_keep_nobody_waiting() {
+fn silent_and_slow_clients_delay_no_other() {
     let (_dir, path, _server) = server();
     let silent: Vec<UnixStream> = (0..CONNECTIONS_MOST - 2).map(|_| UnixStream::connect(&path).unwrap()).collect();
     let mut slow = UnixStream::connect(&path).unwrap();
@@ -101,42 +101,42 @@ fn the_silent_and_the_slow_keep_nobody_waiting() {
     let before = Instant::now();
     assert_eq!(answer(&path, status().as_bytes()), status());
     assert!(before.elapsed() < Duration::from_secs(1), "{:?}", before.elapsed());
-    // One more than may be is told so, and there is room again once others have gone.
+    // One connection too many is refused, and accepted again after others have closed.
     let last = UnixStream::connect(&path).unwrap();
     let full = answer(&path, status().as_bytes());
     assert!(full.contains("16 clients are connected"), "{full}");
     drop((silent, last));
     let end = Instant::now() + Duration::from_secs(20);
     while answer(&path, status().as_bytes()) != status() {
-        assert!(Instant::now() < end, "there is no room again");
+        assert!(Instant::now() < end, "connections are still refused");
         thread::sleep(Duration::from_millis(10));
     }
-    // The slow one gets its answer all the same.
+    // The slow request is answered too.
     let mut line = String::new();
     io::BufReader::new(&slow).read_line(&mut line).unwrap();
     assert_eq!(line, Request::Pause.line());
 }
 
 #[test]
-fn a_socket_left_behind_is_replaced_and_a_live_one_is_not() {
+fn an_abandoned_socket_is_replaced_and_a_live_one_is_not() {
     let (dir, path, first) = server();
     let error = Server::start(&path, false, Arc::new(echo)).unwrap_err().to_string();
     assert!(error.contains(&format!("another pagefold (pid {})", std::process::id())), "{error}");
     assert_eq!(answer(&path, status().as_bytes()), status());
-    // One that acts takes it over, and the former one leaves it alone when it ends.
+    // With `supersede` it is replaced, and the first server does not remove it when it ends.
     let second = Server::start(&path, true, Arc::new(echo)).unwrap();
     drop(first);
     assert_eq!(answer(&path, status().as_bytes()), status());
     drop(second);
     assert!(!path.exists());
-    assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 0, "nothing is left");
-    // Left by one that was killed: nobody listens.
+    assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 0, "a file is left");
+    // Left by a server that was killed: nothing listens.
     drop(UnixListener::bind(&path).unwrap());
     assert!(path.exists());
     let third = Server::start(&path, false, Arc::new(echo)).unwrap();
     assert_eq!(answer(&path, status().as_bytes()), status());
     drop(third);
-    // Not where others could put theirs in its place.
+    // Not in a directory where other users could replace it.
     let open = dir.path().join("open");
     fs::create_dir(&open).unwrap();
     fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();

@@ -28,7 +28,7 @@ pub struct PlacesView {
     pub move_seconds: f64,
 }
 
-/// A process.
+/// The merged memory of one process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PlaceRow {
     pid: i32,
