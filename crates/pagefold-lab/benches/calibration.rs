@@ -10,12 +10,12 @@ mod family;
 #[path = "../tests/kernel/memory.rs"]
 mod memory;
 
-use comparison::{Machine, SETTINGS, differences};
-use memory::Course;
+use comparison::{KernelUnderTest, SETTINGS, differences};
+use memory::Schedule;
 
 fn main() {
-    let Some(mut machine) = Machine::take() else { return };
+    let Some(mut machine) = KernelUnderTest::take() else { return };
     for setting in SETTINGS {
-        differences(&machine.watch(setting, Course::new(7)));
+        differences(&machine.observe(setting, Schedule::new(7)));
     }
 }

@@ -1,4 +1,4 @@
-//! The subcommands: flags, checks and output. What they do is in the library.
+//! The subcommands: flags, checks and output. Their logic is in the library.
 
 pub mod bench;
 pub mod generate;

@@ -1,4 +1,4 @@
-//! Real programs, started by us in a scratch directory and ended with it.
+//! Real programs that experiments start in a scratch directory and end with it.
 
 mod dialogue;
 mod java;
@@ -27,18 +27,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A program whose memory an experiment folds.
+/// A program whose memory an experiment merges.
 pub trait Target {
-    /// What it is, for people.
+    /// Its name in reports.
     fn name(&self) -> &str;
 
     /// Its pid.
     fn pid(&self) -> i32;
 
-    /// Asks it for everything it holds. Equal answers, equal data: the answer before must be the one during and after.
+    /// Queries all its data. The answer must be the same before, during and after an experiment.
     fn check(&mut self) -> anyhow::Result<String>;
 
-    /// What it has done by itself, if it does anything that is counted.
+    /// Counters of its own activity, if it has any.
     fn counters(&mut self) -> anyhow::Result<Option<ActivityCounters>> {
         Ok(None)
     }
@@ -65,21 +65,21 @@ impl Target for Tenant {
     }
 }
 
-/// Finds an executable: on the search path, then where servers are kept, which is not on every user's path.
+/// Finds an executable on the search path, then in the directories of servers, which are not on every user's path.
 fn find(name: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    let usual = ["/usr/sbin", "/usr/bin", "/usr/local/bin", "/usr/libexec"].map(PathBuf::from);
-    env::split_paths(&path).chain(usual).map(|dir| dir.join(name)).find(|file| file.is_file())
+    let fallback = ["/usr/sbin", "/usr/bin", "/usr/local/bin", "/usr/libexec"].map(PathBuf::from);
+    env::split_paths(&path).chain(fallback).map(|dir| dir.join(name)).find(|file| file.is_file())
 }
 
-/// The same, with an error that says what to install.
+/// Finds an executable, or names the packages to install.
 fn need(name: &str, packages: &str) -> anyhow::Result<PathBuf> {
     find(name).with_context(|| {
         format!("{name} is not installed: this experiment needs the packages {packages} (Debian's names)")
     })
 }
 
-/// A server that we started, with its output in a log file beside its data. Ended by its pid when dropped.
+/// A server process with its output in a log file. Killed when dropped.
 #[derive(Debug)]
 struct Server {
     child: Child,
@@ -94,7 +94,7 @@ impl Server {
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
             .stderr(output)
-            // Not in our group: an interrupt from the terminal is for the experiment, which ends its servers.
+            // A process group of its own: on Ctrl-C the experiment ends its servers itself.
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {}", command.get_program().to_string_lossy()))?;
@@ -105,7 +105,7 @@ impl Server {
         i32::try_from(self.child.id()).unwrap_or(0)
     }
 
-    /// Tries `ready` until it gives something, for at most `limit`. Ends early when the server does.
+    /// Polls `ready` until it returns a value. Fails after `limit` or if the server ends.
     fn wait_ready<T>(&mut self, limit: Duration, mut ready: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
         let end = Instant::now() + limit;
         while Instant::now() < end {
@@ -113,7 +113,7 @@ impl Server {
                 return Ok(found);
             }
             if let Some(status) = self.child.try_wait()? {
-                bail!("a server ended at its start ({status}); its log ends with:\n{}", self.log_end());
+                bail!("a server ended while starting ({status}); its log ends with:\n{}", self.log_end());
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -127,7 +127,7 @@ impl Server {
         lines[lines.len().saturating_sub(8)..].join("\n")
     }
 
-    /// Waits for an end that was asked for.
+    /// Waits for a requested shutdown.
     fn wait_end(&mut self, limit: Duration) {
         end_child(&mut self.child, limit);
     }
@@ -135,7 +135,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Killed, not shut down: its data is a copy that goes with the scratch directory.
+        // No orderly shutdown: the data is a copy that is deleted with the scratch directory.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -146,14 +146,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_is_named() {
+    fn a_missing_program_is_named() {
         assert!(find("sh").is_some());
         let error = need("no-such-server", "some-server-core").unwrap_err().to_string();
         assert!(error.contains("no-such-server") && error.contains("some-server-core"), "{error}");
     }
 
     #[test]
-    fn a_server_that_ends_at_once_is_an_error_with_its_log() {
+    fn a_server_that_ends_at_once_is_reported_with_its_log() {
         let dir = tempfile::tempdir().unwrap();
         let mut server =
             Server::start(Command::new("sh").args(["-c", "echo no such option; exit 3"]), &dir.path().join("log"))

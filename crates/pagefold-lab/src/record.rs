@@ -1,6 +1,6 @@
-//! Records: what the pages of some processes held, snapshot by snapshot, as what changed from one to the next.
+//! Records: the page contents of some processes over time, as the changes from snapshot to snapshot.
 //!
-//! No contents are kept, only digests under a key that is thrown away, so that nobody can look up what a page held.
+//! A record has only digests, under a key that is discarded, so the contents of a page cannot be looked up.
 
 #[cfg(test)]
 mod arbitrary;
@@ -22,124 +22,123 @@ pub use writer::{RecordWriter, WriteError, Written, write};
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Pages, Vpn};
 
-/// Parts of a page that are digested by themselves: of 1 KiB each (CMD, section 4).
+/// Parts of a page with a digest each, of 1 KiB (CMD, section 4).
 pub const PARTS: usize = 4;
 
-/// Where a record comes from.
+/// The origin of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
-    /// `live`, or the name of a generator.
+    /// `live` or the name of a generator.
     pub source: String,
     /// Time between two snapshots, nanoseconds.
     pub every_ns: u64,
-    /// Names, pids and addresses were left out.
+    /// Names and PIDs were left out and addresses shifted.
     pub anonymous: bool,
 }
 
 /// A process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessRow {
-    /// Its number in this record; never reused.
+    /// Number in this record; never reused.
     pub process: u32,
-    /// Its pid, unless the record is anonymous or generated.
+    /// `None` in anonymous and generated records.
     pub pid: Option<i32>,
-    /// Its name, unless the record is anonymous.
+    /// `None` in anonymous records.
     pub name: Option<String>,
 }
 
 /// A region of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RegionRow {
-    /// Its number in this record; never reused.
+    /// Number in this record; never reused.
     pub region: u32,
-    /// Its process.
+    /// Number of its process.
     pub process: u32,
-    /// What it is: heap, stack, anonymous memory...
+    /// Kind of memory: heap, stack, anonymous...
     pub kind: String,
-    /// Its first page.
+    /// First page.
     pub first: Vpn,
-    /// Its length.
+    /// Length.
     pub pages: Pages,
 }
 
-/// What a page is found to be.
+/// The state and content of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Page {
-    /// How it is held.
+    /// Absent, private, shared, merged or the zero page.
     pub state: PageState,
     /// Mapped by a huge page.
     pub huge: bool,
-    /// A digest of its contents. 0 is a page of zeros, and nothing else; so are pages without contents.
+    /// Digest of the content; 0 exactly for pages of zeros and pages without content.
     pub digest: u128,
-    /// Digests of its quarters, under the same key.
+    /// Digests of its quarters under the same key.
     pub parts: [u32; PARTS],
-    /// The frame it is in, where that is known: equal numbers are the same memory.
+    /// The page frame, if known: equal numbers mean the same memory.
     pub frame: Option<u64>,
 }
 
-/// What changed from one snapshot to the next.
+/// A change from one snapshot to the next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A process is there.
+    /// A process appears or changes its name.
     Process(ProcessRow),
-    /// A process is there no more, and none of its regions.
+    /// A process ends, and with it all its regions.
     Exit {
         /// The process.
         process: u32,
     },
-    /// A region is there: its pages are absent until said otherwise. Or it has other bounds: pages outside them are there
-    /// no more, pages inside are what they were.
+    /// A region appears, with all pages absent, or changes its bounds: pages outside them are gone, pages inside stay.
     Region(RegionRow),
-    /// A region is there no more.
+    /// A region is unmapped.
     Unmap {
         /// The region.
         region: u32,
     },
-    /// A page is another than it was.
+    /// A page changes.
     Page {
         /// The region.
         region: u32,
         /// The page.
         page: Vpn,
-        /// What it is now.
+        /// Its new state and content.
         now: Page,
     },
 }
 
-/// What happened up to a time since the snapshot before.
+/// The changes since the previous snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// Time since the record began, nanoseconds.
     pub time_ns: u64,
-    /// Processes before their regions, regions before their pages.
+    /// Changes: processes precede their regions, regions their pages.
     pub events: Vec<Event>,
 }
 
 /// A whole record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Where it comes from.
+    /// The origin.
     pub origin: Origin,
-    /// In order of time.
+    /// The snapshots in order of time.
     pub snapshots: Vec<Snapshot>,
 }
 
-/// All that is there at a time.
+/// All processes, regions and pages at one time.
 #[derive(Clone, Debug, Default)]
 pub struct MemorySnapshot {
     /// Time since the record began, nanoseconds.
     pub time_ns: u64,
     /// The processes, ascending.
     pub processes: Vec<ProcessRow>,
-    /// Their regions, ascending by process and address, each with those of its pages that are not absent, ascending.
+    /// Regions ascending by process and address, each with its present pages in ascending order.
     pub regions: Vec<(RegionRow, Vec<(Vpn, Page)>)>,
 }
 
-/// Something that can be looked at again and again, until it ends.
+/// A source of consecutive snapshots.
 pub trait Source {
-    /// What it cannot go on from.
+    /// Reason why no further snapshot can be taken.
     type Error;
 
-    /// The next look.
-    fn look(&mut self) -> Result<Option<MemorySnapshot>, Self::Error>;
+    /// Takes the next snapshot; `None` at the end.
+    fn next_snapshot(&mut self) -> Result<Option<MemorySnapshot>, Self::Error>;
 }

@@ -83,8 +83,8 @@ pub struct Recorder {
 struct Followed {
     target: Target,
     row: ProcessRow,
-    /// Whether it has been in a snapshot: then it is in all of them until it ends.
-    told: bool,
+    /// Whether it has been in a snapshot: then it is in all later ones until it ends.
+    recorded: bool,
     shift: u64,
 }
 
@@ -134,7 +134,8 @@ impl Recorder {
         let known = !self.options.anonymous;
         let (pid, name) = (known.then(|| target.process.pid()), known.then(|| target.name.clone()));
         let shift = shift(&mut self.random, self.options.anonymous)?;
-        self.followed.push(Followed { target, row: ProcessRow { process, pid, name }, told: false, shift });
+        let row = ProcessRow { process, pid, name };
+        self.followed.push(Followed { target, row, recorded: false, shift });
         Ok(())
     }
 
@@ -144,8 +145,8 @@ impl Recorder {
     }
 
     /// Adds the processes that have entered the scope.
-    fn welcome(&mut self, now_ns: u64) -> Result<(), LiveError> {
-        // A PID stands for the process that had it at the start: a later one with that PID is not in scope.
+    fn follow_new_processes(&mut self, now_ns: u64) -> Result<(), LiveError> {
+        // A PID selects the process that had it at the start: a later one with that PID is not in scope.
         let spec = self.selectors();
         if spec.is_empty() {
             return Ok(());
@@ -154,7 +155,7 @@ impl Recorder {
         let followed = &self.followed;
         let known = |pid| pid == own || followed.iter().any(|one| one.target.process.pid() == pid);
         let found = match self.new_processes.find(now_ns, &spec, &Roots::default(), known) {
-            // The cgroup has been removed since.
+            // The cgroup has been removed.
             Err(ScopeError::NoCgroup(_)) => Vec::new(),
             other => other?,
         };
@@ -162,8 +163,8 @@ impl Recorder {
     }
 
     /// Takes a snapshot; `None` if interrupted.
-    fn look_around(&mut self, now_ns: u64) -> Option<MemorySnapshot> {
-        let mut look = MemorySnapshot { time_ns: now_ns, ..MemorySnapshot::default() };
+    fn take_snapshot(&mut self, now_ns: u64) -> Option<MemorySnapshot> {
+        let mut snapshot = MemorySnapshot { time_ns: now_ns, ..MemorySnapshot::default() };
         let mut followed = std::mem::take(&mut self.followed);
         let processes = followed.len() as u64;
         let mut stopped = false;
@@ -171,41 +172,41 @@ impl Recorder {
             if stopped {
                 return true;
             }
-            let (rows, regions) = (look.processes.len(), look.regions.len());
-            match self.look_at(one, now_ns, processes, &mut look) {
+            let (rows, regions) = (snapshot.processes.len(), snapshot.regions.len());
+            match self.add_process(one, now_ns, processes, &mut snapshot) {
                 Ok(()) => true,
                 Err(Halt::Stop) => {
                     stopped = true;
                     true
                 }
                 Err(Halt::Ended) => {
-                    look.processes.truncate(rows);
-                    look.regions.truncate(regions);
+                    snapshot.processes.truncate(rows);
+                    snapshot.regions.truncate(regions);
                     self.new_processes.invalidate();
                     false
                 }
             }
         });
         self.followed = followed;
-        (!stopped).then_some(look)
+        (!stopped).then_some(snapshot)
     }
 
-    fn look_at(
+    fn add_process(
         &mut self,
         one: &mut Followed,
         now_ns: u64,
         processes: u64,
-        look: &mut MemorySnapshot,
+        snapshot: &mut MemorySnapshot,
     ) -> Result<(), Halt> {
-        let Followed { target, row, told, shift } = one;
+        let Followed { target, row, recorded, shift } = one;
         // Mappings are read every time: reading the pages takes longer anyway.
         target.invalidate();
         let next_region = &mut self.next_region;
-        let looked = target.refresh(now_ns, processes, &self.options.deny, || {
+        let refreshed = target.refresh(now_ns, processes, &self.options.deny, || {
             *next_region += 1;
             RegionKey(*next_region)
         });
-        match looked {
+        match refreshed {
             Ok(_) => {}
             Err(ReadError::Vanished { .. }) => return Err(Halt::Ended),
             Err(_) => leave_alone(target),
@@ -223,11 +224,13 @@ impl Recorder {
                     },
                     pages,
                 )),
-                Err(Stopped::Asked) => return Err(Halt::Stop),
-                Err(Stopped::By(ReadError::Vanished { .. })) if !target.process.is_alive() => return Err(Halt::Ended),
-                Err(Stopped::By(error)) => {
+                Err(Stopped::Interrupted) => return Err(Halt::Stop),
+                Err(Stopped::Failed(ReadError::Vanished { .. })) if !target.process.is_alive() => {
+                    return Err(Halt::Ended);
+                }
+                Err(Stopped::Failed(error)) => {
                     regions.clear();
-                    // A region that is left out gets a new number when it is back. After exec all regions are new.
+                    // A region that is left out gets a new number when it reappears. After exec all regions are new.
                     match error {
                         ReadError::Vanished { .. } => target.regions.clear(),
                         _ => leave_alone(target),
@@ -236,10 +239,10 @@ impl Recorder {
                 }
             }
         }
-        *told |= target.exclusion.is_none();
-        if *told {
-            look.processes.push(row.clone());
-            look.regions.append(&mut regions);
+        *recorded |= target.exclusion.is_none();
+        if *recorded {
+            snapshot.processes.push(row.clone());
+            snapshot.regions.append(&mut regions);
         }
         Ok(())
     }
@@ -254,7 +257,7 @@ impl Recorder {
         let mut rest = pieces.as_slice();
         while !rest.is_empty() {
             if self.stop.check().is_err() {
-                return Err(Stopped::Asked);
+                return Err(Stopped::Interrupted);
             }
             let mut together = 0;
             let runs = rest.iter().take_while(|(_, pages)| {
@@ -315,13 +318,13 @@ enum Halt {
 
 /// Why a region could not be read.
 enum Stopped {
-    Asked,
-    By(ReadError),
+    Interrupted,
+    Failed(ReadError),
 }
 
 impl From<ReadError> for Stopped {
     fn from(error: ReadError) -> Self {
-        Self::By(error)
+        Self::Failed(error)
     }
 }
 
@@ -329,20 +332,20 @@ impl Source for Recorder {
     type Error = LiveError;
 
     /// Waits until the next snapshot is due, and takes it.
-    fn look(&mut self) -> Result<Option<MemorySnapshot>, LiveError> {
+    fn next_snapshot(&mut self) -> Result<Option<MemorySnapshot>, LiveError> {
         let began = *self.began.get_or_insert_with(Instant::now);
         if self.due > self.options.length || self.stop.sleep(self.due.saturating_sub(began.elapsed())).is_err() {
             return Ok(None);
         }
         let now = began.elapsed();
         let now_ns = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
-        self.welcome(now_ns)?;
+        self.follow_new_processes(now_ns)?;
         let first = self.due == Duration::ZERO;
-        // Missed snapshots are not made up for.
+        // Missed snapshots are skipped.
         self.due = now.max(self.due + self.options.every);
-        let look = self.look_around(now_ns);
+        let snapshot = self.take_snapshot(now_ns);
         self.longest_snapshot = self.longest_snapshot.max(began.elapsed().saturating_sub(now));
         let over = self.followed.is_empty() && self.selectors().is_empty();
-        Ok(look.filter(|look| first || !over || !look.processes.is_empty()))
+        Ok(snapshot.filter(|snapshot| first || !over || !snapshot.processes.is_empty()))
     }
 }

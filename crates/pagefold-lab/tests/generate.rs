@@ -1,4 +1,4 @@
-//! `pagefold-lab generate`: what it writes, says and refuses.
+//! `pagefold-lab generate`: its records, its output and refused arguments.
 
 use pagefold_lab::generate::GENERATORS;
 use pagefold_lab::record::{Event, Record};
@@ -11,7 +11,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// Writes a small record and returns what was said.
+/// Writes a small record and returns the output.
 #[track_caller]
 fn generate(name: &str, file: &Path, more: &[&str]) -> String {
     let output = lab(&[&["generate", name, "-o", text(file), "--size", "2", "--for", "5s"], more].concat());
@@ -21,14 +21,14 @@ fn generate(name: &str, file: &Path, more: &[&str]) -> String {
 }
 
 #[test]
-fn every_workload_becomes_a_record() {
+fn every_workload_gives_a_record() {
     let dir = tempfile::tempdir().unwrap();
     for generator in GENERATORS {
         let file = dir.path().join(generator.name);
-        let said = generate(generator.name, &file, &[]);
+        let output_text = generate(generator.name, &file, &[]);
         assert!(
-            said.starts_with(&format!("{}: 6 snapshots of ", generator.name)) && said.lines().count() == 1,
-            "{said}"
+            output_text.starts_with(&format!("{}: 6 snapshots of ", generator.name)) && output_text.lines().count() == 1,
+            "{output_text}"
         );
         let record = Record::read(&file).unwrap();
         assert_eq!((record.origin.source.as_str(), record.origin.every_ns), (generator.name, 1_000_000_000));
@@ -42,12 +42,12 @@ fn every_workload_becomes_a_record() {
 }
 
 #[test]
-fn options_are_followed_and_the_seed_makes_the_record() {
+fn options_are_obeyed_and_the_seed_determines_the_record() {
     let dir = tempfile::tempdir().unwrap();
     let [one, same, other] = ["one", "same", "other"].map(|name| dir.path().join(name));
     let options = ["--guests", "3", "--every", "500ms", "--json", "--seed"];
-    let said = generate("database", &one, &[&options[..], &["7"]].concat());
-    let summary: serde_json::Value = serde_json::from_str(&said).unwrap();
+    let output_text = generate("database", &one, &[&options[..], &["7"]].concat());
+    let summary: serde_json::Value = serde_json::from_str(&output_text).unwrap();
     assert_eq!(summary["schema"], "pagefold.lab.generate/1");
     assert_eq!((&summary["workload"], &summary["seed"]), (&"database".into(), &7.into()));
     assert_eq!((&summary["snapshots"], &summary["processes"]), (&11.into(), &3.into()));
@@ -60,23 +60,23 @@ fn options_are_followed_and_the_seed_makes_the_record() {
 }
 
 #[test]
-fn the_list_has_them_all() {
+fn the_list_has_all_generators() {
     let output = lab(&["generate", "--list"]);
-    let said = String::from_utf8(output.stdout).unwrap();
+    let output_text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
-    assert_eq!(said.lines().count(), GENERATORS.len());
+    assert_eq!(output_text.lines().count(), GENERATORS.len());
     assert!(
-        GENERATORS.iter().all(|generator| said.contains(generator.name) && said.contains(generator.about)),
-        "{said}"
+        GENERATORS.iter().all(|generator| output_text.contains(generator.name) && output_text.contains(generator.about)),
+        "{output_text}"
     );
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_in_a_line_and_leaves_no_file() {
+fn invalid_arguments_are_refused_in_one_line_and_leave_no_file() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("record");
     let to = ["-o", text(&file)];
-    let refuses = |args: &[&str], says| assert_lab_fails(&[&["generate"], args, &to].concat(), 2, says);
+    let refuses = |args: &[&str], message| assert_lab_fails(&[&["generate"], args, &to].concat(), 2, message);
     refuses(&["compile-everything"], "choose kernel-build, web-server, database, ");
     refuses(&[], "NAME");
     refuses(&["database", "--size", "0"], "0 pages each; choose at least 256");

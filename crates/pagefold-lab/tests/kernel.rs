@@ -1,7 +1,7 @@
-//! ksmd's model against ksmd: the same memory, scan by scan, the same counters.
+//! Compares the model of ksmd with ksmd: the same memory must give the same counters after each scan.
 //!
-//! Programs of the test's own hold memory that is known and changes between scans. Before each scan it is recorded, as
-//! `pagefold-lab record` does it; then ksmd is kicked. Afterwards the model gets the record, and as many kicks.
+//! Test programs hold known memory that changes between scans. Before each scan it is recorded, as by `pagefold-lab
+//! record`; then ksmd is kicked. Afterwards the model gets the record and the same number of kicks.
 
 mod kernel {
     pub mod comparison;
@@ -9,19 +9,19 @@ mod kernel {
     pub mod memory;
 }
 
-use kernel::comparison::{Machine, SETTINGS, differences};
-use kernel::memory::Course;
+use kernel::comparison::{KernelUnderTest, SETTINGS, differences};
+use kernel::memory::Schedule;
 
 #[test]
-fn the_model_counts_what_the_kernel_counts() {
-    let Some(mut machine) = Machine::take() else { return };
-    let apart = SETTINGS.map(|setting| differences(&machine.watch(setting, Course::new(1)))).concat();
-    assert!(apart.is_empty(), "{}", apart.join("\n"));
+fn model_and_kernel_counters_agree() {
+    let Some(mut machine) = KernelUnderTest::take() else { return };
+    let mismatches = SETTINGS.map(|setting| differences(&machine.observe(setting, Schedule::new(1)))).concat();
+    assert!(mismatches.is_empty(), "{}", mismatches.join("\n"));
 }
 
 #[test]
-fn the_model_counts_what_the_kernel_counts_in_a_family() {
-    let Some(mut machine) = Machine::take() else { return };
-    let apart = SETTINGS.map(|setting| differences(&machine.watch_family(setting))).concat();
-    assert!(apart.is_empty(), "{}", apart.join("\n"));
+fn model_and_kernel_counters_agree_in_a_family() {
+    let Some(mut machine) = KernelUnderTest::take() else { return };
+    let mismatches = SETTINGS.map(|setting| differences(&machine.observe_family(setting))).concat();
+    assert!(mismatches.is_empty(), "{}", mismatches.join("\n"));
 }

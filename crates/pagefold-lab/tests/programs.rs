@@ -1,4 +1,4 @@
-//! `pagefold-lab programs`: what it starts, records and refuses.
+//! `pagefold-lab programs`: the list, a record and refused arguments.
 
 use pagefold_core::host::PageState;
 use pagefold_lab::record::{Event, Record};
@@ -6,12 +6,12 @@ use pagefold_lab::record::{Event, Record};
 use pagefold_testkit::{KsmAtRest, assert_lab_fails, lab};
 
 #[test]
-fn the_list_starts_nothing_and_what_is_not_in_it_is_refused() {
+fn the_list_starts_nothing_and_unknown_programs_are_refused() {
     let output = lab(&["programs", "--list"]);
-    let said = String::from_utf8(output.stdout).unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
     for name in ["redis", "mariadb", "python", "java", "guests-build", "guests-web"] {
-        assert!(said.lines().any(|line| line.starts_with(name)), "{said}");
+        assert!(text.lines().any(|line| line.starts_with(name)), "{text}");
     }
     assert_lab_fails(&["programs", "emacs", "-o", "/tmp/x"], 2, "choose redis, mariadb, ");
     assert_lab_fails(&["programs", "redis"], 2, "--output");
@@ -19,8 +19,8 @@ fn the_list_starts_nothing_and_what_is_not_in_it_is_refused() {
 }
 
 #[test]
-fn servers_are_recorded_while_they_change() {
-    // It waits for its turn by itself; this is for whoever cannot have one.
+fn servers_are_recorded_while_their_data_changes() {
+    // The command waits for KSM by itself; this skips the test where KSM is unavailable.
     let Some(ksm) = KsmAtRest::take() else { return };
     drop(ksm);
     let dir = tempfile::tempdir().unwrap();
@@ -39,8 +39,8 @@ fn servers_are_recorded_while_they_change() {
         _ => None,
     });
     assert!(states.clone().count() > 10_000);
-    assert!(states.into_iter().all(|state| state != PageState::Merged), "nobody merges meanwhile");
-    // A twentieth of the keys of each after five seconds.
+    assert!(states.into_iter().all(|state| state != PageState::Merged), "nothing is merged meanwhile");
+    // Each server changes a twentieth of its keys after five seconds.
     let changes = |from: u64, to: u64| -> usize {
         let within = later.iter().filter(|snapshot| (from..to).contains(&(snapshot.time_ns / 1_000_000_000)));
         within.map(|snapshot| snapshot.events.len()).sum()

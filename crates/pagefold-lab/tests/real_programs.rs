@@ -1,14 +1,14 @@
-//! Real databases while their memory is folded: every answer right before, during and after, and all of it given back.
-//! What it takes and how fast it goes is for `pagefold-lab bench`.
+//! Real databases answer correctly before, during and after merging, and KSM is restored. `pagefold-lab bench` measures
+//! costs and speed.
 
 use pagefold_testkit::{is_root, lab, skip};
 use serde_json::Value;
 
 #[test]
-fn databases_answer_rightly_while_folded() {
-    let here = |name: &str| ["/usr/sbin", "/usr/bin"].iter().any(|dir| std::path::Path::new(dir).join(name).exists());
+fn databases_answer_correctly_while_merged() {
+    let is_installed = |name: &str| ["/usr/sbin", "/usr/bin"].iter().any(|dir| std::path::Path::new(dir).join(name).exists());
     for program in ["redis-check-rdb", "mariadbd", "mariadb-install-db"] {
-        if !here(program) {
+        if !is_installed(program) {
             return skip(format!("{program} is not installed (scripts/setup installs it)"));
         }
     }
@@ -17,7 +17,7 @@ fn databases_answer_rightly_while_folded() {
     }
     let output = lab(&["bench", "real-programs", "--quick", "--json", "-"]);
     let errors = String::from_utf8_lossy(&output.stderr);
-    // 1 says that a bar was missed, which is no matter at this size.
+    // 1 means that a bar was missed, which does not matter at this size.
     assert!(matches!(output.status.code(), Some(0 | 1)), "{}: {errors}", output.status);
     let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {errors}"));
     assert_eq!(report["schema"], "pagefold.bench/1");

@@ -21,7 +21,7 @@ const ZERO: u64 = 100;
 const SAME: u64 = 40;
 const TAILS: u64 = 30;
 
-/// Memory with something of everything. All tenants of it are pair.
+/// Memory with all kinds of segments. Tenants with this specification have the same contents.
 fn mixed() -> TenantSpec {
     TenantSpec::new([
         Segment::Shared { pages: SHARED, seed: 3 },
@@ -31,23 +31,23 @@ fn mixed() -> TenantSpec {
     ])
 }
 
-/// False, with the reason, where recording is impossible.
-fn able() -> bool {
-    let able = fs::File::open("/proc/kpageflags").is_ok();
-    if !able {
+/// Whether recording is possible. Reports a skipped test if not.
+fn can_record() -> bool {
+    let can_record = fs::File::open("/proc/kpageflags").is_ok();
+    if !can_record {
         skip("/proc/kpageflags cannot be opened (not root, or not in this kernel)");
     }
-    able
+    can_record
 }
 
-/// Looks taken in this process, one whenever the test says so.
-struct Looks {
+/// A recording in this process that takes snapshots on request.
+struct Recording {
     recorder: Recorder,
     deltas: Deltas,
     state: State,
 }
 
-impl Looks {
+impl Recording {
     fn at(scope: ScopeSpec, anonymous: bool) -> Self {
         let scoped = resolve(&scope, &Roots::default()).unwrap();
         let (every, length) = (Duration::from_millis(1), Duration::from_secs(600));
@@ -61,7 +61,7 @@ impl Looks {
     }
 
     fn next(&mut self) -> Option<Snapshot> {
-        let snapshot = self.deltas.next(self.recorder.look().unwrap()?);
+        let snapshot = self.deltas.next(self.recorder.next_snapshot().unwrap()?);
         self.state.apply(&snapshot);
         Some(snapshot)
     }
@@ -78,7 +78,7 @@ fn pages_of(state: &State, process: u32) -> Vec<Page> {
     regions.flat_map(|held| held.pages.iter().map(|(_, page)| page)).collect()
 }
 
-/// How often each content is there.
+/// The number of copies of each content.
 fn copies(pages: &[Page]) -> HashMap<u128, u64> {
     let mut copies = HashMap::new();
     for page in pages {
@@ -87,18 +87,18 @@ fn copies(pages: &[Page]) -> HashMap<u128, u64> {
     copies
 }
 
-/// Whether a process holds what [`mixed`] says.
+/// Asserts that a process has the segments of [`mixed`], and shares them with `other`.
 #[track_caller]
-fn is_mixed(pages: &[Page], twin: &[Page]) {
-    let (own, others) = (copies(pages), copies(twin));
+fn assert_mixed(pages: &[Page], other: &[Page]) {
+    let (own, others) = (copies(pages), copies(other));
     let zeros = own[&0];
     assert!((ZERO..ZERO + 60).contains(&zeros), "{zeros} pages of zeros");
     assert_eq!(own.values().filter(|&&copies| copies == SAME).count(), 1);
-    // What the pair have in common: the segments, and a little of the program itself.
+    // Common contents: the segments and a little of the program itself.
     let common = own.keys().filter(|digest| others.contains_key(digest)).count() as u64;
     let segments = SHARED + TAILS + 1;
     assert!((segments..segments + 200).contains(&common), "{common} contents in common");
-    // Alike but for the last eight bytes.
+    // Pages that differ only in their last eight bytes.
     let mut alike: HashMap<[u32; 3], BTreeMap<u32, u64>> = HashMap::new();
     for page in pages.iter().filter(|page| page.digest != 0) {
         let [first, second, third, last] = page.parts;
@@ -108,30 +108,30 @@ fn is_mixed(pages: &[Page], twin: &[Page]) {
 }
 
 #[test]
-fn a_record_says_what_programs_hold_and_what_changes() {
-    if !able() {
+fn a_record_has_all_pages_and_their_changes() {
+    if !can_record() {
         return;
     }
     let mut pair = [tenant(&mixed()), tenant(&mixed())];
     let pids = pids(&pair);
-    let mut looks = Looks::at_pids(&pids);
-    let first = looks.next().unwrap();
+    let mut recording = Recording::at_pids(&pids);
+    let first = recording.next().unwrap();
     let rows = first.events.iter().filter(|event| matches!(event, Event::Process(_))).count();
     assert_eq!(rows, 2);
-    let [one, other] = [0, 1].map(|twin| pages_of(&looks.state, process_of(&looks.state, pids[twin])));
-    is_mixed(&one, &other);
-    is_mixed(&other, &one);
+    let [one, other] = [0, 1].map(|index| pages_of(&recording.state, process_of(&recording.state, pids[index])));
+    assert_mixed(&one, &other);
+    assert_mixed(&other, &one);
     assert!(one.iter().all(|page| page.frame.is_some() && (page.digest == 0) == (page.parts == [0; 4])));
 
-    // The first byte of the first segment changes, and nothing else of all segments. These are in one mapping, the largest;
-    // what is in there besides is not in the twin.
-    let before = looks.state.clone();
+    // Only the first byte of the first segment changes. All segments are in the largest mapping; its other pages have no
+    // copy in the other tenant.
+    let before = recording.state.clone();
     let contents = copies(&other);
     let process = process_of(&before, pids[0]);
     let mine = before.regions.iter().filter(|(_, held)| held.row.process == process);
     let (&segments, held) = mine.max_by_key(|(_, held)| held.pages.len()).unwrap();
     pair[0].damage().unwrap();
-    let second = looks.next().unwrap();
+    let second = recording.next().unwrap();
     let changed: Vec<(Page, Page)> = second
         .events
         .iter()
@@ -141,53 +141,53 @@ fn a_record_says_what_programs_hold_and_what_changes() {
         })
         .filter(|(was, _)| was.digest != 0 && contents.contains_key(&was.digest))
         .collect();
-    let [(was, now)] = changed[..] else { panic!("{} pages of the pair changed", changed.len()) };
+    let [(was, now)] = changed[..] else { panic!("{} pages of the segments changed", changed.len()) };
     let parts: Vec<usize> = (0..4).filter(|&part| was.parts[part] != now.parts[part]).collect();
     assert_eq!((parts, now.state, now.frame == was.frame), (vec![0], PageState::Private, true));
     assert!(now.digest != was.digest && second.events.len() < 100, "{} events", second.events.len());
 
-    // One ends, then the other: then there is nothing more to look at.
-    let [first_twin, second_twin] = pair;
-    let gone = process_of(&looks.state, second_twin.pid());
-    drop(second_twin);
-    let third = looks.next().unwrap();
+    // One tenant ends, then the other, which ends the recording.
+    let [first_tenant, second_tenant] = pair;
+    let gone = process_of(&recording.state, second_tenant.pid());
+    drop(second_tenant);
+    let third = recording.next().unwrap();
     assert!(third.events.contains(&Event::Exit { process: gone }), "{:?}", third.events);
-    drop(first_twin);
-    assert!(looks.next().is_none());
+    drop(first_tenant);
+    assert!(recording.next().is_none());
 }
 
 #[test]
-fn whoever_comes_into_scope_joins() {
-    if !able() {
+fn processes_that_enter_the_scope_are_recorded() {
+    if !can_record() {
         return;
     }
-    // A name of its own, so that no other test's tenant is meant.
+    // A unique name, so that tenants of other tests are not in scope.
     let place = tempfile::tempdir().unwrap();
     let copy = place.path().join("tenant-that-joins");
     fs::copy(program(), &copy).unwrap();
     let start = || Tenant::start(&copy, &mixed()).unwrap();
     let first = start();
-    let mut looks = Looks::at(ScopeSpec { exes: vec![copy.display().to_string()], ..ScopeSpec::default() }, false);
-    assert_eq!(looks.next().map(|_| looks.state.processes.len()), Some(1));
+    let mut recording = Recording::at(ScopeSpec { exes: vec![copy.display().to_string()], ..ScopeSpec::default() }, false);
+    assert_eq!(recording.next().map(|_| recording.state.processes.len()), Some(1));
     let second = start();
-    wait_until("the second is seen", || {
-        looks.next();
-        looks.state.processes.len() == 2
+    wait_until("the second is recorded", || {
+        recording.next();
+        recording.state.processes.len() == 2
     });
-    let row = looks.state.processes[&process_of(&looks.state, second.pid())].clone();
-    // As the kernel cuts it off.
+    let row = recording.state.processes[&process_of(&recording.state, second.pid())].clone();
+    // The kernel truncates names.
     assert_eq!(row.name.as_deref(), Some("tenant-that-joi"));
     drop([first, second]);
-    wait_until("both have gone", || {
-        looks.next();
-        looks.state.processes.is_empty()
+    wait_until("both have ended", || {
+        recording.next();
+        recording.state.processes.is_empty()
     });
-    assert_eq!(looks.state.pages(), 0);
+    assert_eq!(recording.state.pages(), 0);
 }
 
 #[test]
 fn pages_shared_through_fork_stay_shared() {
-    if !able() {
+    if !can_record() {
         return;
     }
     let mut parent = Script::start(
@@ -202,10 +202,10 @@ fn pages_shared_through_fork_stay_shared() {
          sys.stdin.readline()\n",
     );
     let child = parent.line().parse().unwrap();
-    let mut looks = Looks::at_pids(&[parent.pid(), child]);
+    let mut recording = Recording::at_pids(&[parent.pid(), child]);
     for _ in 0..3 {
-        looks.next().unwrap();
-        let [one, other] = [parent.pid(), child].map(|pid| pages_of(&looks.state, process_of(&looks.state, pid)));
+        recording.next().unwrap();
+        let [one, other] = [parent.pid(), child].map(|pid| pages_of(&recording.state, process_of(&recording.state, pid)));
         let frames: HashMap<Option<u64>, Page> = other.iter().map(|page| (page.frame, *page)).collect();
         let shared = one.iter().filter(|page| page.state == PageState::Shared && frames.get(&page.frame) == Some(page));
         assert!(shared.count() >= 2000);
@@ -218,14 +218,14 @@ fn merged_pages_stay_merged() {
     let pair = pair(16, 0, 5);
     let pids = pids(&pair);
     let daemon = Daemon::on(&pids, &["--for", "30s"]);
-    wait_until("nearly all is saved", || saved_bytes() >= 15 * MIB);
+    wait_until("nearly all memory is saved", || saved_bytes() >= 15 * MIB);
     daemon.stop();
     let saved = saved_bytes();
-    let mut looks = Looks::at_pids(&pids);
+    let mut recording = Recording::at_pids(&pids);
     for _ in 0..2 {
-        looks.next().unwrap();
+        recording.next().unwrap();
     }
-    let [one, other] = [0, 1].map(|twin| pages_of(&looks.state, process_of(&looks.state, pids[twin])));
+    let [one, other] = [0, 1].map(|index| pages_of(&recording.state, process_of(&recording.state, pids[index])));
     let frames: HashMap<Option<u64>, Page> = other.iter().map(|page| (page.frame, *page)).collect();
     let merged = one.iter().filter(|page| page.state == PageState::Merged && frames.get(&page.frame) == Some(page));
     assert!(merged.count() as u64 >= 15 * PAGES_PER_MIB);
@@ -235,17 +235,17 @@ fn merged_pages_stay_merged() {
 }
 
 #[test]
-fn an_anonymous_record_does_not_tell_whose_memory_it_is() {
-    if !able() {
+fn an_anonymous_record_does_not_identify_processes() {
+    if !can_record() {
         return;
     }
     let pair = [tenant(&mixed()), tenant(&mixed())];
     let scope = ScopeSpec { pids: pids(&pair), ..ScopeSpec::default() };
-    let [mut open, mut hidden] = [false, true].map(|anonymous| Looks::at(scope.clone(), anonymous));
+    let [mut open, mut hidden] = [false, true].map(|anonymous| Recording::at(scope.clone(), anonymous));
     open.next().unwrap();
     hidden.next().unwrap();
     assert!(hidden.state.processes.values().all(|row| row.pid.is_none() && row.name.is_none()));
-    is_mixed(&pages_of(&hidden.state, 0), &pages_of(&hidden.state, 1));
+    assert_mixed(&pages_of(&hidden.state, 0), &pages_of(&hidden.state, 1));
     let shapes = |state: &State| {
         let rows = state.regions.values().map(|held| &held.row);
         let mut shapes: Vec<_> =
@@ -254,20 +254,20 @@ fn an_anonymous_record_does_not_tell_whose_memory_it_is() {
         shapes
     };
     assert_eq!(shapes(&open.state), shapes(&hidden.state));
-    let places = |state: &State| -> Vec<u64> { state.regions.values().map(|held| held.row.first.0).collect() };
-    let (real, shown) = (places(&open.state), places(&hidden.state));
+    let addresses = |state: &State| -> Vec<u64> { state.regions.values().map(|held| held.row.first.0).collect() };
+    let (real, shown) = (addresses(&open.state), addresses(&hidden.state));
     assert!(!shown.iter().any(|first| real.contains(first)));
-    // Each process has a shift of its own, and all have one for frames; every record has a key of its own.
+    // Each process has its own shift, frames have one per record, and every record has its own key.
     let frames = |state: &State| pages_of(state, 0).iter().filter_map(|page| page.frame).min().unwrap();
     assert!(frames(&hidden.state) > frames(&open.state));
     let contents = |state: &State| copies(&pages_of(state, 0));
     let (real, shown) = (contents(&open.state), contents(&hidden.state));
-    assert_eq!(real.keys().filter(|digest| shown.contains_key(digest)).count(), 1, "more than the zero page in common");
+    assert_eq!(real.keys().filter(|digest| shown.contains_key(digest)).count(), 1, "only the zero page is common");
 }
 
 #[test]
-fn the_program_records_until_told_to_end() {
-    if !able() {
+fn the_program_records_until_interrupted() {
+    if !can_record() {
         return;
     }
     let place = tempfile::tempdir().unwrap();
@@ -309,8 +309,8 @@ fn the_program_records_until_told_to_end() {
 
     let mut state = State::default();
     state.apply(&record.snapshots[0]);
-    let [one, other] = [0, 1].map(|twin| pages_of(&state, process_of(&state, pids[twin])));
-    // The damage may have been done before the first look.
+    let [one, other] = [0, 1].map(|index| pages_of(&state, process_of(&state, pids[index])));
+    // The damage may precede the first snapshot.
     let common = copies(&one).keys().filter(|digest| copies(&other).contains_key(digest)).count() as u64;
     assert!(common >= SHARED + TAILS, "{common}");
     let mut damaged = 0;
@@ -329,8 +329,8 @@ fn the_program_records_until_told_to_end() {
 }
 
 #[test]
-fn the_program_says_what_it_recorded() {
-    if !able() {
+fn the_program_prints_a_summary() {
+    if !can_record() {
         return;
     }
     let place = tempfile::tempdir().unwrap();
@@ -351,7 +351,7 @@ fn the_program_says_what_it_recorded() {
 }
 
 #[test]
-fn bad_input_is_told_in_one_line_before_anything_is_recorded() {
+fn bad_input_is_refused_in_one_line_before_recording() {
     let place = tempfile::tempdir().unwrap();
     let path = |name: &str| place.path().join(name).display().to_string();
     let good = path("record");
@@ -363,7 +363,7 @@ fn bad_input_is_told_in_one_line_before_anything_is_recorded() {
     record(&["--pid", &pid, "-o", &good, "--for", "ever"], 2, "ever");
     record(&["-o", &good], 5, "nothing is in scope");
     record(&["-o", &good, "--pid", "2147483600"], 5, "there is no process 2147483600");
-    if able() {
+    if can_record() {
         record(&["--pid", &pid, "-o", &good, "--deny", "sleep"], 6, "is left alone: on the deny list (sleep)");
         record(&["--pid", &pid, "-o", place.path().to_str().unwrap()], 1, "is not a file");
         record(&["--pid", &pid, "-o", "/dev/null"], 1, "is not a file");

@@ -8,7 +8,7 @@ use pagefold_lab::script::{Scripted, script};
 
 const S: u64 = 1_000_000_000;
 
-/// A page whose quarters hold these.
+/// A page with these digests of quarters.
 fn page(quarters: [u32; PARTS]) -> Page {
     let mix =
         |sum: u128, quarter: &u32| sum.wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835) + u128::from(*quarter);
@@ -17,10 +17,10 @@ fn page(quarters: [u32; PARTS]) -> Page {
     Page { state: PageState::Private, huge: false, digest: if zero { 0 } else { digest }, parts: quarters, frame: None }
 }
 
-/// Processes of one region each, whose pages are as `content` says at each second.
+/// A record of processes with one region each; `content` gives a page by second, process and index.
 fn record(processes: u32, pages: u64, seconds: u64, content: impl Fn(u64, u32, u64) -> Option<Page>) -> Scripted {
     let mut deltas = Deltas::new();
-    let look = |second: u64| {
+    let memory = |second: u64| {
         let process = |process| ProcessRow { process, pid: None, name: Some("twin".to_owned()) };
         let region = |process: u32| {
             let row =
@@ -34,7 +34,7 @@ fn record(processes: u32, pages: u64, seconds: u64, content: impl Fn(u64, u32, u
             regions: (0..processes).map(region).collect(),
         }
     };
-    let snapshots = (0..seconds).map(|second| deltas.next(look(second))).collect();
+    let snapshots = (0..seconds).map(|second| deltas.next(memory(second))).collect();
     script(&Record { origin: Origin { source: "test".into(), every_ns: S, anonymous: false }, snapshots })
 }
 
@@ -51,7 +51,7 @@ fn run(algorithm: Algorithm, scripted: &Scripted) -> Outcome {
 
 #[test]
 fn every_algorithm_finds_unchanging_duplicates() {
-    // Three programs: a quarter in common, a quarter zeros, the rest their own.
+    // Three programs: a quarter common, a quarter zeros, the rest unique.
     let scripted = record(3, 4_096, 30, |_, process, at| {
         Some(page(match at % 4 {
             0 => [1, 2, 3, number(at) + 1],
@@ -64,10 +64,10 @@ fn every_algorithm_finds_unchanging_duplicates() {
     for (_, algorithm) in Algorithm::NAMES {
         let outcome = run(algorithm, &scripted);
         if algorithm == Algorithm::CmdAddress {
-            assert!(outcome.saved < most / 2 + most / 4, "twins lie in other eighths: {}", outcome.saved);
+            assert!(outcome.saved < most / 2 + most / 4, "copies are in different eighths: {}", outcome.saved);
             continue;
         }
-        // Zeros are one frame, or several where 256 pages fill one, or none.
+        // Zeros take one frame, several with 256 pages each, or none.
         assert!(outcome.saved + 16 >= most && outcome.saved <= most, "{algorithm}: {} of {most}", outcome.saved);
     }
 }
@@ -91,7 +91,7 @@ fn ksm_compares_repeatedly_and_classes_compare_once() {
     let ksm = run(Algorithm::Ksm, &scripted);
     let classed = run(Algorithm::CmdSubPage, &scripted);
     assert_eq!((ksm.saved, ksm.futile_rate), (0, 1.0));
-    assert_eq!(classed.searches, 16_000, "each page is looked for once");
+    assert_eq!(classed.searches, 16_000, "each page is searched for once");
     assert!(classed.spared > 16_000);
     // The depth of a red-black tree that grows from nothing to n is about log2(n) - 1.4 on average.
     let depth = ksm.depth;
@@ -113,7 +113,7 @@ fn a_forest_is_shallower_and_finds_the_same() {
 
 #[test]
 fn classes_depend_on_the_quarters_written() {
-    // Pages are written in their first quarter or in their last for some seconds, and then stand still.
+    // Pages are written in their first or last quarter for ten seconds and then no more.
     let scripted = record(2, 4_000, 40, |second, _, at| {
         let time = number(second.min(10)) + 1;
         let (first, last) = if at % 2 == 0 { (time, 1) } else { (1, time) };

@@ -1,4 +1,4 @@
-//! `pagefold-lab scale`: what it says in small, and what it refuses.
+//! `pagefold-lab scale`: its results on a small scale and refused arguments.
 
 use serde_json::Value;
 
@@ -17,12 +17,12 @@ fn of<'a>(entries: &'a Value, algorithm: &str) -> Vec<&'a Value> {
 }
 
 #[test]
-fn everything_in_small() {
+fn all_parts_on_a_small_scale() {
     let dir = tempfile::tempdir().unwrap();
     let json = scale(&["--quick", "--json", "--plots", dir.path().to_str().unwrap()]);
     let scaling: Value = serde_json::from_str(&json).unwrap();
     assert_eq!(scaling["schema"], "pagefold.lab.scale/1");
-    // Two memories, five algorithms, and one of them at the kernel's rate as well.
+    // Two memory sizes and five algorithms, one of them also at the kernel's default rate.
     assert_eq!(scaling["growth"].as_array().unwrap().len(), 12);
     let reached = |growth: &Value| growth["reached_seconds"].as_f64().unwrap();
     let (pagefold, ksm) = (of(&scaling["growth"], "pagefold"), of(&scaling["growth"], "ksm"));
@@ -32,7 +32,7 @@ fn everything_in_small() {
     }
     assert!(reached(pagefold[0]) < reached(ksm[0]) && reached(pagefold[1]) > reached(pagefold[0]));
     for check in scaling["grain"].as_array().unwrap() {
-        // In half a minute a walk more or less is much of what pagefold compares: there it is only what is saved that must agree.
+        // In half a minute one walk more or less is a large part of pagefold's comparisons: only its savings must agree.
         let name = if check["algorithm"] == "pagefold" { "saved on average" } else { "comparisons" };
         for figure in check["figures"].as_array().unwrap().iter().filter(|figure| figure["name"] == name) {
             let (fine, coarse) = (figure["fine"].as_f64().unwrap(), figure["coarse"].as_f64().unwrap());
@@ -47,9 +47,9 @@ fn everything_in_small() {
     assert_eq!(races.len(), 2);
     for race in races {
         assert_eq!(of(&race["racers"], "pagefold")[0]["exhausted_seconds"], Value::Null);
-        assert!(race["racers"][0]["exhausted_seconds"].as_f64() > Some(800.0), "nobody saves");
+        assert!(race["racers"][0]["exhausted_seconds"].as_f64() > Some(800.0), "without merging");
     }
-    // As in the thesis, where comparing takes its time.
+    // As in the thesis, where comparisons are costly.
     let exhausted = |algorithm| of(&races[1]["racers"], algorithm)[0]["exhausted_seconds"].is_number();
     assert!(exhausted("ksm") && !exhausted("nuksm"));
     let curves = scaling["curves"].as_array().unwrap();
@@ -59,17 +59,17 @@ fn everything_in_small() {
 
 #[test]
 fn parts_and_sizes_can_be_chosen() {
-    let said = scale(&["--quick", "--only", "growth", "--memory", "2", "--algorithm", "uksm,nuksm", "--hours", "0.02"]);
-    assert!(said.starts_with("Growing memory"), "{said}");
-    let row = |name: &str| said.lines().filter(|line| line.contains(&format!(" {name} "))).count();
-    assert_eq!((row("uksm"), row("nuksm"), row("ksm"), row("pagefold")), (1, 1, 0, 0), "{said}");
-    assert!(!said.contains("The race") && !said.contains("Forests"), "{said}");
-    let said = scale(&["--quick", "--only", "forests"]);
-    assert!(said.starts_with("Forests") && said.contains("The law is missed by 0."), "{said}");
+    let text = scale(&["--quick", "--only", "growth", "--memory", "2", "--algorithm", "uksm,nuksm", "--hours", "0.02"]);
+    assert!(text.starts_with("Growing memory"), "{text}");
+    let row = |name: &str| text.lines().filter(|line| line.contains(&format!(" {name} "))).count();
+    assert_eq!((row("uksm"), row("nuksm"), row("ksm"), row("pagefold")), (1, 1, 0, 0), "{text}");
+    assert!(!text.contains("The race") && !text.contains("Forests"), "{text}");
+    let text = scale(&["--quick", "--only", "forests"]);
+    assert!(text.starts_with("Forests") && text.contains("The law is missed by 0."), "{text}");
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_arguments_are_refused() {
     assert_lab_fails(&["scale", "--memory", "0"], 2, "--memory");
     assert_lab_fails(&["scale", "--hours=-1"], 2, "0.01 to 168");
     assert_lab_fails(&["scale", "--hours", "1000"], 2, "0.01 to 168");

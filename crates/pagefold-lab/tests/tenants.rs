@@ -1,4 +1,4 @@
-//! Tenants as processes: started, asked, damaged, ended.
+//! Tenants as processes: start, commands, damage, end.
 
 use pagefold_core::units::Pages;
 use pagefold_linux::proc::process::Process;
@@ -21,7 +21,7 @@ fn everything() -> TenantSpec {
 }
 
 #[test]
-fn a_tenant_vouches_for_its_memory_until_it_is_damaged() {
+fn a_tenant_finds_its_memory_intact_until_it_is_damaged() {
     let mut tenant = Tenant::start(Path::new(PROGRAM), &everything()).unwrap();
     assert_eq!(tenant.verify().unwrap(), Verdict::Intact);
     tenant.touch(Pages(1000)).unwrap();
@@ -32,7 +32,7 @@ fn a_tenant_vouches_for_its_memory_until_it_is_damaged() {
 }
 
 #[test]
-fn a_tenant_holds_as_much_as_it_was_told_and_ends_when_dropped() {
+fn a_tenant_holds_the_specified_memory_and_ends_when_dropped() {
     let spec = everything();
     let tenant = Tenant::start(Path::new(PROGRAM), &spec).unwrap();
     let process = Process::open(tenant.pid()).unwrap();
@@ -45,7 +45,7 @@ fn a_tenant_holds_as_much_as_it_was_told_and_ends_when_dropped() {
 }
 
 #[test]
-fn a_tenant_does_not_outlive_whoever_started_it() {
+fn a_tenant_ends_with_its_standard_input() {
     let mut child = Command::new(PROGRAM)
         .args(["tenant", "--spec", r#"{"segments":[{"zero":{"pages":4}}]}"#])
         .stdin(Stdio::piped())
@@ -70,10 +70,10 @@ fn a_breaker_writes_on_its_schedule_while_it_answers() {
     }
     let counters = tenant.counters().unwrap();
     assert!(counters.pages_written >= 100, "{counters:?}");
-    // Never ahead of its time: the first page is due at once, each further one 2 ms later.
+    // Never ahead of schedule: the first page is due at once, each further one 2 ms later.
     assert!((counters.pages_written - 1) as f64 * 0.002 <= counters.seconds, "{counters:?}");
     tenant.damage().unwrap();
-    // A lap later the first page has been written again.
+    // After one pass the first page has been written again.
     while tenant.verify().unwrap() != Verdict::Intact {
         assert!(Instant::now() < end);
         std::thread::sleep(Duration::from_millis(20));
@@ -81,7 +81,7 @@ fn a_breaker_writes_on_its_schedule_while_it_answers() {
 }
 
 #[test]
-fn short_lived_memory_comes_and_goes() {
+fn short_lived_memory_is_mapped_and_unmapped() {
     let activity = Activity::ShortLived { pages: 500, seed: 1, life_us: 5000, mergeable: false };
     let mut tenant = Tenant::start(Path::new(PROGRAM), &TenantSpec::new([]).with_activity(activity)).unwrap();
     tenant.begin().unwrap();
@@ -96,7 +96,7 @@ fn short_lived_memory_comes_and_goes() {
 }
 
 #[test]
-fn only_what_has_a_live_part_can_begin() {
+fn a_tenant_without_activity_cannot_begin() {
     let mut tenant = Tenant::start(Path::new(PROGRAM), &TenantSpec::new([Segment::Zero { pages: 1 }])).unwrap();
     assert!(tenant.begin().unwrap_err().to_string().contains("nothing to begin"));
 }
@@ -114,9 +114,9 @@ fn a_tenant_can_be_started_by_another_command() {
 }
 
 #[test]
-fn a_tenant_that_cannot_start_is_an_error() {
+fn a_tenant_that_cannot_start_is_reported() {
     assert!(Tenant::start(Path::new("/nonexistent/program"), &everything()).is_err());
-    // It runs, and is no tenant.
+    // A program that runs but is not a tenant.
     let error = Tenant::start(Path::new("/bin/true"), &everything()).unwrap_err();
     assert!(error.to_string().contains("ended"), "{error}");
 }

@@ -74,7 +74,7 @@ pub fn run(args: &GenerateArgs) -> Result<u8> {
     let (Some(generator), Some(file)) = (args.workload, &args.output) else {
         bail!("a workload and a file are required; see pagefold-lab generate --help");
     };
-    let options = args.over(&generator.usual);
+    let options = args.or_defaults(&generator.defaults);
     let mut workload = generator.start(&options).map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
     let written = match write(file, &generator.origin(&options), &mut workload) {
         Ok(written) => written,
@@ -89,7 +89,7 @@ pub fn run(args: &GenerateArgs) -> Result<u8> {
         println!("{}", serde_json::to_string_pretty(&summary)?);
     } else {
         println!(
-            "{}: {snapshots} snapshots of {processes} programs, {first_pages} pages at first and {changed_pages} changes, \
+            "{}: {snapshots} snapshots of {processes} programs, {first_pages} pages in the first and {changed_pages} changes after it, \
              {:.1} MiB in {}",
             generator.name,
             Bytes(bytes).mib(),
@@ -101,17 +101,17 @@ pub fn run(args: &GenerateArgs) -> Result<u8> {
 
 impl GenerateArgs {
     /// These options, with the workload's defaults for those not given.
-    fn over(&self, usual: &Options) -> Options {
-        let ns = |time: Option<Duration>, usual| {
-            time.map_or(usual, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
+    fn or_defaults(&self, defaults: &Options) -> Options {
+        let ns = |time: Option<Duration>, default| {
+            time.map_or(default, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
         };
-        let length_ns = ns(self.length, usual.length_ns);
+        let length_ns = ns(self.length, defaults.length_ns);
         Options {
-            size: self.size.map_or(usual.size, |mib| Pages(mib.saturating_mul(PAGES_PER_MIB))),
-            processes: self.guests.unwrap_or(usual.processes),
+            size: self.size.map_or(defaults.size, |mib| Pages(mib.saturating_mul(PAGES_PER_MIB))),
+            processes: self.guests.unwrap_or(defaults.processes),
             length_ns,
-            every_ns: ns(self.every, usual.every_ns),
-            seed: self.seed.unwrap_or(usual.seed),
+            every_ns: ns(self.every, defaults.every_ns),
+            seed: self.seed.unwrap_or(defaults.seed),
         }
     }
 }
@@ -119,9 +119,9 @@ impl GenerateArgs {
 fn list() -> String {
     let width = GENERATORS.iter().map(|generator| generator.name.len()).max().unwrap_or(0);
     let mut text = String::new();
-    for Generator { name, about, usual, .. } in GENERATORS {
-        let (mib, seconds) = (usual.size.bytes().mib(), usual.length_ns / 1_000_000_000);
-        let _ = writeln!(text, "{name:width$}  {about}; {} of {mib} MiB, {seconds} s", usual.processes);
+    for Generator { name, about, defaults, .. } in GENERATORS {
+        let (mib, seconds) = (defaults.size.bytes().mib(), defaults.length_ns / 1_000_000_000);
+        let _ = writeln!(text, "{name:width$}  {about}; {} of {mib} MiB, {seconds} s", defaults.processes);
     }
     text
 }

@@ -61,7 +61,7 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
         bail!("programs and a file are required; see pagefold-lab programs --help");
     };
     if args.every < Duration::from_millis(1) {
-        return Err(Exit::new(exit::USAGE, "--every is less than 1ms; choose more").into());
+        return Err(Exit::new(exit::USAGE, "--every is less than 1ms; choose a longer time").into());
     }
     if !PageReader::new().sees_frames() {
         let line = "not permitted to read other processes' memory; run as root (sudo)";
@@ -71,7 +71,7 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
     let length = args.length.unwrap_or(Duration::from_secs(subject.seconds));
     let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);
     let mut writer = RecordWriter::create(file, &Origin { source: "live".to_owned(), every_ns, anonymous: false })?;
-    // Nothing may be merged meanwhile: the record shows what there is to merge.
+    // Nothing may be merged meanwhile: the record shows the memory before merging.
     let _ksm = KsmForExperiment::take(&interrupt)?;
     let subjects = subject.start()?;
     let scope = ScopeSpec { pids: subjects.pids(), ..ScopeSpec::default() };
@@ -80,15 +80,15 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
     let mut recorder = Recorder::new(options, scoped, interrupt.clone())?;
     let work = WorkThread::begin(subjects);
     let mut deltas = Deltas::new();
-    while let Some(look) = recorder.look()? {
-        writer.write(&deltas.next(look))?;
+    while let Some(memory) = recorder.next_snapshot()? {
+        writer.write(&deltas.next(memory))?;
     }
     work.end()?;
     interrupt.check()?;
     let longest = recorder.longest_snapshot();
     let written = writer.finish()?;
     println!(
-        "{}: {} snapshots of {} programs, {} pages at first and {} changes, {:.1} MiB in {}; the longest snapshot took {:.2} s",
+        "{}: {} snapshots of {} programs, {} pages in the first and {} changes after it, {:.1} MiB in {}; the longest snapshot took {:.2} s",
         subject.name,
         written.snapshots,
         written.processes,
@@ -114,7 +114,7 @@ impl WorkThread {
         let thread = std::thread::spawn(move || {
             let began = Instant::now();
             while stop.sleep(TURN).is_ok() {
-                subjects.go_on(began.elapsed())?;
+                subjects.advance(began.elapsed())?;
             }
             subjects.end()
         });

@@ -69,7 +69,8 @@ struct Summary {
     file_bytes: u64,
     /// CPU time spent recording and writing.
     cpu_seconds: f64,
-    longest_look_seconds: f64,
+    #[serde(rename = "longest_look_seconds")]
+    longest_snapshot_seconds: f64,
     /// Processes in scope that were left alone at the end.
     left_alone: Vec<LeftAlone>,
 }
@@ -83,10 +84,10 @@ struct LeftAlone {
 
 /// Runs the command.
 pub fn run(args: &RecordArgs) -> Result<u8> {
-    // Signals first: from here on every end is orderly.
+    // Signals first: from here on an interrupt ends the recording in an orderly way.
     let stop = Interrupt::on_signals().context("cannot listen for signals")?;
     let scoped = args.scope.resolve()?;
-    need_rights()?;
+    require_page_flags()?;
     let deny = args.deny.apply(DenyList::default());
     refuse_if_all_are_left_alone(&scoped, &deny)?;
     let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);
@@ -103,9 +104,9 @@ pub fn run(args: &RecordArgs) -> Result<u8> {
     let mut recorder = Recorder::new(options, scoped, stop)?;
     let mut deltas = Deltas::new();
     let progress = Progress::new();
-    while let Some(look) = recorder.look()? {
-        let pages = look.regions.iter().map(|(_, pages)| pages.len()).sum::<usize>();
-        let snapshot = deltas.next(look);
+    while let Some(memory) = recorder.next_snapshot()? {
+        let pages = memory.regions.iter().map(|(_, pages)| pages.len()).sum::<usize>();
+        let snapshot = deltas.next(memory);
         writer.write(&snapshot)?;
         let message = format!("recording {pages} pages, {} changes", snapshot.events.len());
         progress.show(&message, Some(began.elapsed().as_secs_f64() / args.duration.as_secs_f64()));
@@ -119,7 +120,7 @@ pub fn run(args: &RecordArgs) -> Result<u8> {
 }
 
 /// Fails where page flags cannot be read: the record could not show which pages are merged, shared or zero.
-fn need_rights() -> Result<(), Exit> {
+fn require_page_flags() -> Result<(), Exit> {
     if PageReader::new().sees_frames() {
         return Ok(());
     }
@@ -164,7 +165,7 @@ fn summary(args: &RecordArgs, recorder: &Recorder, written: Written, time: Durat
         changed_pages: written.changes,
         file_bytes: written.bytes,
         cpu_seconds: cpu_ns as f64 / 1e9,
-        longest_look_seconds: recorder.longest_snapshot().as_secs_f64(),
+        longest_snapshot_seconds: recorder.longest_snapshot().as_secs_f64(),
         left_alone: recorder
             .left_alone()
             .map(|(pid, name, why)| LeftAlone { pid, name: name.to_owned(), reason: why.to_string() })
@@ -195,7 +196,7 @@ fn describe(summary: &Summary) -> String {
             style::human(summary.file_bytes),
             summary.cpu_seconds,
             summary.seconds,
-            summary.longest_look_seconds,
+            summary.longest_snapshot_seconds,
         ),
     );
     for left in &summary.left_alone {

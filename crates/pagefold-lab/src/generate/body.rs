@@ -1,14 +1,14 @@
-//! What a page holds: four parts of 1 KiB, each a content of its own, so that a write to one changes that one and the whole.
+//! Page contents of four independent parts of 1 KiB.
 
 use crate::record::{PARTS, Page};
 use pagefold_core::host::PageState;
 use pagefold_core::random::finalize;
 
-/// The contents of a page's parts. 0 is zeros.
+/// Numbers that stand for the contents of a page's parts; 0 stands for zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Body(pub [u64; PARTS]);
 
-/// A content that whoever names it alike holds too. Never zeros.
+/// The content identified by these numbers, equal in all processes. Never zeros.
 pub const fn named(series: u64, number: u64, place: u64) -> u64 {
     let content = finalize(finalize(finalize(series ^ 0x6e61_6d65) ^ number).wrapping_add(place));
     if content == 0 { 1 } else { content }
@@ -18,7 +18,7 @@ impl Body {
     /// A page of zeros.
     pub const ZEROS: Self = Self([0; PARTS]);
 
-    /// A page that whoever names it alike holds too.
+    /// The page identified by these numbers, equal in all processes.
     pub fn named(series: u64, number: u64, place: u64) -> Self {
         let first = place.wrapping_mul(PARTS as u64);
         let mut place = first;
@@ -28,14 +28,14 @@ impl Body {
         }))
     }
 
-    /// The same up to a part, zeros from there on.
+    /// Replaces the parts from `part` on by zeros.
     #[must_use]
     pub fn ending(mut self, part: usize) -> Self {
         self.0[part..].fill(0);
         self
     }
 
-    /// What a record says of it, under a key.
+    /// The page as recorded with digests under `key`.
     pub fn page(&self, key: u64, frame: u64) -> Page {
         let mut parts = [0; PARTS];
         let mut halves = [finalize(key ^ 0x6c6f_7765), finalize(key ^ 0x7570_7065)];
@@ -50,8 +50,8 @@ impl Body {
     }
 }
 
-/// 32 bits of a digest: 0 for zeros and nothing else.
-#[allow(clippy::cast_possible_truncation)] // the low half is what is wanted
+/// 32 bits of a digest: 0 exactly for zeros.
+#[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
 fn low(digest: u64, content: u64) -> u32 {
     (digest as u32).max(u32::from(content != 0))
 }

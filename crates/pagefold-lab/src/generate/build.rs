@@ -1,10 +1,10 @@
-//! A kernel build: compilers come and go, sources and objects pass through the page cache.
+//! A kernel build: compilers start and end, sources and objects pass through the page cache.
 //!
-//! CMD (sections 4 and 5): the build begins when the guests are up; 49 % of all pages can be shared at best. Assumed:
-//! every guest compiles the same units in the same order at its own pace, reads the sources of a unit when it begins with
-//! it and writes the objects when it is done. The objects are equal but for one page in twenty (paths, times). A compiler
-//! fills its memory once; a tenth of that is the same in all guests (what it read, as it read it), the rest full of
-//! pointers. It frees everything when it ends, and the next one gets the same pages. The page cache takes what is left.
+//! CMD (sections 4 and 5): the build begins when the guests are up; at most 49 % of all pages can be shared. Assumed:
+//! every guest compiles the same units in the same order at its own pace, and reads the sources of a unit before
+//! compiling it and writes the objects afterwards. Objects are equal except for one page in twenty (paths, times). A
+//! compiler fills its memory once; a tenth of that is equal in all guests (input), the rest is full of pointers. When it
+//! ends, the next one gets its pages. The page cache takes the remaining memory.
 
 use super::NS_PER_S;
 use super::body::Body;
@@ -20,21 +20,21 @@ const COMPILER: u64 = 12;
 const SOURCE_PAGES: usize = 4;
 const OBJECT_PAGES: usize = 6;
 
-/// Compilers at a time.
+/// Concurrent compilers.
 const JOBS: usize = 2;
-/// How long a compiler takes on average.
+/// Mean duration of a compilation.
 const JOB_NS: u64 = 3 * NS_PER_S / 2;
-/// What it takes of the memory.
+/// Memory of a compiler.
 const JOB_SHARE: Permyriad = Permyriad(400);
-/// What it reads and writes by way of the page cache.
+/// Data that a compiler reads and writes through the page cache.
 const READ_SHARE: Permyriad = Permyriad(55);
 const WRITTEN_SHARE: Permyriad = Permyriad(30);
-/// Of how many pages of an object one differs from guest to guest.
+/// One in this many pages of an object differs between guests.
 const OWN_OBJECT_PAGE: u64 = 20;
-/// Of how many pages of a compiler one is alike in all guests.
+/// One in this many pages of a compiler is equal in all guests.
 const EQUAL_PAGE: u64 = 10;
 
-/// A compiler at work.
+/// A running compiler.
 #[derive(Debug)]
 struct Job {
     unit: u64,
@@ -54,7 +54,7 @@ pub struct Build {
 
 impl Build {
     pub fn new(guest: &mut Guest) -> Self {
-        Self { next_unit: 0, jobs: Vec::new(), pace: pace(&mut guest.chance), slab: Rate::new(300) }
+        Self { next_unit: 0, jobs: Vec::new(), pace: pace(&mut guest.random), slab: Rate::new(300) }
     }
 
     fn begin(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64) -> Job {
@@ -63,7 +63,7 @@ impl Build {
         for file in files(SOURCES, unit, SOURCE_PAGES, guest.share(READ_SHARE)) {
             guest.read(machine, file);
         }
-        let length_ns = JOB_NS * self.pace / 1_000 * (500 + guest.chance.below(1_001)) / 1_000;
+        let length_ns = JOB_NS * self.pace / 1_000 * (500 + guest.random.below(1_001)) / 1_000;
         Job { unit, begun_ns: now_ns, length_ns, heap: Heap::default() }
     }
 
@@ -71,7 +71,7 @@ impl Build {
         for file in files(OBJECTS, job.unit, OBJECT_PAGES, guest.share(WRITTEN_SHARE)) {
             let pages = guest.map(machine, &file);
             for &page in &pages {
-                if machine.chance.below(OWN_OBJECT_PAGE) == 0 {
+                if machine.random.below(OWN_OBJECT_PAGE) == 0 {
                     let content = machine.unique();
                     guest.memory.write_part(machine, page, 0, content);
                 }
@@ -82,7 +82,7 @@ impl Build {
     }
 }
 
-/// The files of a unit, so many pages in all, as near as whole files come.
+/// Files of a unit with `pages` pages in all, rounded up to whole files.
 fn files(series: u64, unit: u64, mean_pages: usize, pages: usize) -> impl Iterator<Item = File> {
     let mut left = pages;
     (0..).map_while(move |at| {
@@ -95,7 +95,7 @@ fn files(series: u64, unit: u64, mean_pages: usize, pages: usize) -> impl Iterat
 }
 
 impl Job {
-    fn go_on(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64) {
+    fn advance(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64) {
         let whole = guest.share(JOB_SHARE) as u64;
         let wanted = whole * (now_ns - self.begun_ns).min(self.length_ns) / self.length_ns;
         let unit = self.unit;
@@ -128,7 +128,7 @@ impl Work for Build {
 
     fn boot(&mut self, _: &mut Guest, _: &mut HostMemory, _: u64) {}
 
-    fn go_on(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {
+    fn advance(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {
         let due = self.slab.due(guest.memory.size(), ns);
         guest.write_slab(machine, due);
         let (done, mut jobs): (Vec<_>, Vec<_>) = self.jobs.drain(..).partition(|job| job.is_done(now_ns));
@@ -139,7 +139,7 @@ impl Work for Build {
             jobs.push(self.begin(guest, machine, now_ns));
         }
         for job in &mut jobs {
-            job.go_on(guest, machine, now_ns);
+            job.advance(guest, machine, now_ns);
         }
         self.jobs = jobs;
     }

@@ -1,15 +1,15 @@
-//! A database: a buffer pool of 16 KiB pages that are updated row by row, a log buffer that goes round, temporary tables.
+//! A database: a buffer pool of 16 KiB pages that are updated row by row, a circular log buffer, temporary tables.
 //!
-//! CMD (sections 4 and 5): SysBench on MySQL, one thread; 18 % of all pages can be shared at best under KSM, and a fifth more
-//! by looking sooner, "the probable reason" being "abundant short-lived page sharing opportunities". Assumed:
+//! CMD (sections 4 and 5): SysBench on MySQL, one thread; at most 18 % of all pages can be shared under KSM, and a fifth
+//! more by scanning sooner, "the probable reason" being "abundant short-lived page sharing opportunities". Assumed:
 //!
-//! - The table is the same in all guests at first and is read in its order, as when its rows are counted. An update writes one
-//!   row (a part of 1 KiB), the header of its 16 KiB page (in the first KiB) and its trailer (in the last), as InnoDB's
-//!   format has it; what is written differs in each guest (times, log positions). Half of the updates go to a fifth of the
-//!   table. Pages that give way to others come back as they were left.
-//! - Clients ask the same of all guests, at the same rate, and are served at once or some seconds later: sorts and temporary
-//!   tables hold the same for a few seconds. They are written page by page and freed.
-//! - The log buffer is written part by part. Half of its pages hold the same in all guests, while they last.
+//! - The table is equal in all guests at first and is read in order. An update writes one row (a part of 1 KiB), the
+//!   header of its 16 KiB page (in the first KiB) and its trailer (in the last), as in InnoDB's format, with contents
+//!   that differ between guests (times, log positions). Half of the updates go to a fifth of the table. Evicted pages
+//!   keep their changes.
+//! - All guests get the same queries at the same rate and run them at once or seconds later: sorts and temporary tables
+//!   have equal contents for a few seconds. They are written page by page and freed.
+//! - The log buffer is written part by part. Half of its pages are equal in all guests until overwritten.
 
 use super::NS_PER_S;
 use super::body::{Body, named};
@@ -25,14 +25,14 @@ use std::collections::VecDeque;
 const TABLE: u64 = 30;
 const LOG: u64 = 31;
 const SORT: u64 = 32;
-/// Pages of 4 KiB in one of InnoDB's.
+/// Pages of 4 KiB in an InnoDB page.
 const BLOCK: usize = 4;
 
 const POOL: Permyriad = Permyriad(3_000);
-/// The table does not fit.
+/// Size of the table, which does not fit in the pool.
 const WHOLE: Permyriad = Permyriad(3_600);
 const LOG_BUFFER: Permyriad = Permyriad(300);
-/// A temporary table, how often one begins, and how long it lasts.
+/// Size, interval, lifetime and maximum delay of temporary tables.
 const SORTED: Permyriad = Permyriad(150);
 const SORT_EVERY_NS: u64 = 2 * NS_PER_S;
 const SORT_LIFE_NS: u64 = 8 * NS_PER_S;
@@ -43,17 +43,17 @@ type Block = [Body; BLOCK];
 /// A database in one guest.
 #[derive(Debug)]
 pub struct Database {
-    /// What is in the pool: block and pages, the longest there first.
+    /// Block numbers and pages in the pool, oldest first.
     pool: VecDeque<(u64, [usize; BLOCK])>,
     blocks: u64,
     pooled: u64,
-    /// Blocks that are no longer as they were at first, as they are on disk or in the pool.
+    /// Current contents of updated blocks.
     changed: FxHashMap<u64, Block>,
     log: Vec<usize>,
     /// Parts of the log written so far.
     logged: u64,
     next_sort: u64,
-    /// Number, beginning and memory of those that are there.
+    /// Number, start and memory of the existing temporary tables.
     sorts: Vec<(u64, u64, Heap)>,
     updates: Rate,
     misses: Rate,
@@ -69,8 +69,8 @@ impl Database {
             pooled: (guest.share(POOL) / BLOCK) as u64,
             changed: FxHashMap::default(),
             log: Vec::new(),
-            // Some have logged more by now than others.
-            logged: guest.chance.below(1 + guest.share(LOG_BUFFER) as u64),
+            // Guests have logged different amounts so far.
+            logged: guest.random.below(1 + guest.share(LOG_BUFFER) as u64),
             next_sort: 0,
             sorts: Vec::new(),
             updates: Rate::new(40),
@@ -101,7 +101,7 @@ impl Database {
         if pooled == 0 {
             return;
         }
-        let among = if guest.chance.chance(Permyriad(5_000)) { pooled.div_ceil(5) } else { pooled };
+        let among = if guest.random.chance(Permyriad(5_000)) { pooled.div_ceil(5) } else { pooled };
         let (number, pages) = self.pool[guest.below(among)];
         let row = guest.below((BLOCK * PARTS) as u64);
         let mut block = self.block(number);
@@ -114,9 +114,9 @@ impl Database {
         self.changed.insert(number, block);
     }
 
-    /// Reads a block that is not in the pool in place of the one that is there longest.
+    /// Replaces the oldest block in the pool by one that is not in it.
     fn miss(&mut self, guest: &mut Guest, machine: &mut HostMemory) {
-        let number = guest.chance.below(self.blocks);
+        let number = guest.random.below(self.blocks);
         if self.pool.iter().any(|(there, _)| *there == number) {
             return;
         }
@@ -140,7 +140,7 @@ impl Database {
 
     fn sort(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64) {
         while now_ns >= self.next_sort * SORT_EVERY_NS {
-            let begun_ns = self.next_sort * SORT_EVERY_NS + guest.chance.below(SORT_LATE_NS);
+            let begun_ns = self.next_sort * SORT_EVERY_NS + guest.random.below(SORT_LATE_NS);
             self.sorts.push((self.next_sort, begun_ns, Heap::default()));
             self.next_sort += 1;
         }
@@ -151,7 +151,7 @@ impl Database {
                 heap.end(guest);
                 continue;
             }
-            // Written in a quarter of the time that it is there.
+            // Written in a quarter of its lifetime.
             let wanted = whole.min(whole * lived * 4 / SORT_LIFE_NS);
             heap.grow(guest, machine, usize::try_from(wanted).unwrap_or(0), |_, at| {
                 Body::named(SORT, *number, at as u64)
@@ -188,7 +188,7 @@ impl Work for Database {
         }
     }
 
-    fn go_on(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {
+    fn advance(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {
         let size = guest.memory.size();
         let due = self.slab.due(size, ns);
         guest.write_slab(machine, due);

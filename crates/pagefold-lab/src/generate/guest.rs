@@ -1,4 +1,4 @@
-//! A guest's memory, as its kernel hands it out: a free list, a page cache, slabs.
+//! The memory of a guest as managed by its kernel: free list, page cache, slabs.
 
 use super::body::Body;
 use super::host_memory::{HostMemory, Memory};
@@ -8,25 +8,25 @@ use pagefold_core::units::{Pages, Permyriad};
 use rustc_hash::FxHashSet;
 use std::collections::VecDeque;
 
-/// The parts of their pages that some kinds of kernel objects are written in, over and over again: counters, list heads
-/// and times are at fixed places in an object, and most objects in use share a page with others that are not.
+/// For each kind of kernel object, the parts of its pages that are written repeatedly: counters, list heads and times are
+/// at fixed offsets in an object, and most objects in use share a page with idle ones.
 const WRITTEN: [&[usize]; 6] = [&[0], &[1], &[3], &[0, 1], &[0, 2], &[2, 3]];
 
-/// Something that happens at a steady rate.
+/// A steady rate of events.
 #[derive(Debug)]
 pub struct Rate {
     per_second: Permyriad,
-    /// What has come due of the next page, in parts of 10,000,000,000,000.
+    /// The fraction of the next page that is due, in units of 1/10,000,000,000,000.
     part: u128,
 }
 
 impl Rate {
-    /// Pages in a second, as a share of the guest's memory.
+    /// A rate in pages per second, as a share of the guest's memory.
     pub const fn new(per_second: u32) -> Self {
         Self { per_second: Permyriad(per_second), part: 0 }
     }
 
-    /// How many pages come due in a time.
+    /// The number of pages due in `ns` nanoseconds.
     pub fn due(&mut self, of: Pages, ns: u64) -> usize {
         const WHOLE: u128 = 10_000 * 1_000_000_000;
         self.part += u128::from(of.0) * u128::from(self.per_second.0) * u128::from(ns);
@@ -36,25 +36,25 @@ impl Rate {
     }
 }
 
-/// A file, the same in whatever guest.
+/// A file with the same content in all guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct File {
     series: u64,
     number: u64,
     pages: usize,
-    /// How much of its last page it fills. The rest is zeros.
+    /// Parts in use in the last page. The others are zeros.
     last_parts: usize,
 }
 
 impl File {
-    /// A file out of a series of files that are as long on average.
+    /// A file of a series with this mean length.
     pub fn new(series: u64, number: u64, mean_pages: usize) -> Self {
         let chance = usize::try_from(finalize(finalize(series) ^ number) >> 16).unwrap_or(0);
         // From 1 to 2 m - 1 pages.
         Self { series, number, pages: 1 + chance % (2 * mean_pages - 1), last_parts: 1 + (chance >> 32) % PARTS }
     }
 
-    /// A page of a file that grows, in whatever series.
+    /// One page of a growing file.
     pub fn growing(series: u64) -> Self {
         Self { series, number: 0, pages: 1, last_parts: PARTS }
     }
@@ -73,32 +73,32 @@ impl File {
 #[derive(Debug)]
 pub struct Guest {
     pub memory: Memory,
-    /// What is decided in it alone.
-    pub chance: Random,
-    /// Handed out from the end: what was freed last is used first, as from the kernel's lists.
+    /// Random numbers specific to the guest.
+    pub random: Random,
+    /// Free pages, used from the end: last freed, first used, as in the kernel's lists.
     free: Vec<usize>,
-    /// The page cache, oldest first: whose file, and the pages.
+    /// The page cache, oldest file first.
     cache: VecDeque<(File, Vec<usize>)>,
     cached: FxHashSet<(u64, u64)>,
-    /// Pages of kernel objects, with the parts that are written.
+    /// Pages of kernel objects with the parts that are written.
     slab: Vec<(usize, &'static [usize])>,
 }
 
 impl Guest {
-    /// A guest that has not touched anything.
+    /// A guest with untouched memory.
     pub fn new(machine: &HostMemory, size: Pages, seed: u64, number: u64) -> Self {
         let memory = Memory::new(machine, size);
         let free = (0..usize::try_from(size.0).unwrap_or(usize::MAX)).rev().collect();
-        let chance = Random::for_purpose(seed, finalize(number));
-        Self { memory, chance, free, cache: VecDeque::new(), cached: FxHashSet::default(), slab: Vec::new() }
+        let random = Random::for_purpose(seed, finalize(number));
+        Self { memory, random, free, cache: VecDeque::new(), cached: FxHashSet::default(), slab: Vec::new() }
     }
 
-    /// So much of its memory.
+    /// A share of its memory, in pages.
     pub fn share(&self, share: Permyriad) -> usize {
         usize::try_from(self.memory.size().0 * u64::from(share.0) / 10_000).unwrap_or(usize::MAX)
     }
 
-    /// A page to use, if need be of the oldest file in the page cache. It holds what it held last.
+    /// Takes a page, if necessary from the oldest file in the page cache. The page keeps its former content.
     pub fn take(&mut self) -> Option<usize> {
         if self.free.is_empty() {
             let (file, pages) = self.cache.pop_front()?;
@@ -108,19 +108,19 @@ impl Guest {
         self.free.pop()
     }
 
-    /// Frees pages. Nobody clears them.
+    /// Frees pages without clearing them.
     pub fn free(&mut self, pages: impl IntoIterator<Item = usize>) {
         self.free.extend(pages);
     }
 
-    /// A page of zeros, as a program gets it.
+    /// Takes a page of zeros, as programs do.
     pub fn take_zeros(&mut self, machine: &mut HostMemory) -> Option<usize> {
         let page = self.take()?;
         self.memory.write(machine, page, Body::ZEROS);
         Some(page)
     }
 
-    /// Reads a file into memory that is not to be taken back.
+    /// Reads a file into pages outside the page cache.
     pub fn map(&mut self, machine: &mut HostMemory, file: &File) -> Vec<usize> {
         let mut pages = Vec::with_capacity(file.pages);
         for at in 0..file.pages {
@@ -131,13 +131,13 @@ impl Guest {
         pages
     }
 
-    /// Has pages that hold a file's contents kept until their room is needed.
+    /// Adds the pages of a file to the page cache.
     pub fn cache(&mut self, file: File, pages: Vec<usize>) {
         self.cached.insert((file.series, file.number));
         self.cache.push_back((file, pages));
     }
 
-    /// Reads a file into the page cache, unless it is there.
+    /// Reads a file into the page cache, unless it is already there.
     pub fn read(&mut self, machine: &mut HostMemory, file: File) {
         if !self.has(&file) {
             let pages = self.map(machine, &file);
@@ -150,7 +150,7 @@ impl Guest {
         self.cached.contains(&(file.series, file.number))
     }
 
-    /// Takes pages that hold something of its own: kernel tables, heaps full of pointers.
+    /// Fills pages with content specific to the guest: kernel tables, heaps full of pointers.
     pub fn fill_own(&mut self, machine: &mut HostMemory, pages: usize) {
         for _ in 0..pages {
             let Some(page) = self.take() else { break };
@@ -159,9 +159,9 @@ impl Guest {
         }
     }
 
-    /// Takes pages for kernel objects of one kind.
+    /// Fills pages with kernel objects of one kind.
     pub fn fill_slab(&mut self, machine: &mut HostMemory, pages: usize) {
-        let kind = self.chance.below(WRITTEN.len() as u64);
+        let kind = self.random.below(WRITTEN.len() as u64);
         let written = WRITTEN[usize::try_from(kind).unwrap_or(0)];
         for _ in 0..pages {
             let Some(page) = self.take() else { break };
@@ -171,21 +171,21 @@ impl Guest {
         }
     }
 
-    /// Takes pages and leaves them cleared.
+    /// Takes cleared pages.
     pub fn fill_zeros(&mut self, machine: &mut HostMemory, pages: usize) {
         for _ in 0..pages {
             self.take_zeros(machine);
         }
     }
 
-    /// Writes so many kernel objects, half of the time in a tenth of the pages.
+    /// Writes kernel objects `times` times, half of them in a tenth of the pages.
     pub fn write_slab(&mut self, machine: &mut HostMemory, times: usize) {
         let pages = self.slab.len() as u64;
         if pages == 0 {
             return;
         }
         for _ in 0..times {
-            let among = if self.chance.chance(Permyriad(5_000)) { pages.div_ceil(10) } else { pages };
+            let among = if self.random.chance(Permyriad(5_000)) { pages.div_ceil(10) } else { pages };
             let at = self.below(among);
             let (page, written) = self.slab[at];
             for &part in written {
@@ -195,13 +195,13 @@ impl Guest {
         }
     }
 
-    /// A number below another, which must not be 0.
+    /// A random number below `bound`, which must not be 0.
     pub fn below(&mut self, bound: u64) -> usize {
-        usize::try_from(self.chance.below(bound)).unwrap_or(0)
+        usize::try_from(self.random.below(bound)).unwrap_or(0)
     }
 }
 
-/// A program's own memory as it grows: pages come cleared, and are written when the program runs again.
+/// The growing memory of a program: new pages are cleared and are written when the program runs again.
 #[derive(Debug, Default)]
 pub struct Heap {
     pages: Vec<usize>,
@@ -209,7 +209,7 @@ pub struct Heap {
 }
 
 impl Heap {
-    /// Runs: fills what there is and gets more, up to so many pages.
+    /// Writes the pages allocated before and allocates more, up to `pages` in all.
     pub fn grow(
         &mut self,
         guest: &mut Guest,
@@ -226,7 +226,7 @@ impl Heap {
         self.pages.extend((0..more).map_while(|_| guest.take_zeros(machine)));
     }
 
-    /// Ends, and frees everything.
+    /// Frees all pages.
     pub fn end(&mut self, guest: &mut Guest) {
         guest.free(self.pages.drain(..));
         self.written = 0;

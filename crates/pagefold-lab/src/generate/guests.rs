@@ -1,17 +1,17 @@
-//! Guests with the same system, each at work: how they boot, and what they have in common whatever their work.
+//! Guests with the same system: their boot and the memory that does not depend on their work.
 //!
-//! CMD (section 4) boots four guests of 2 GiB at the same time and then starts the same work in each. It does not say
-//! what their memory consists of, only how many pages can be shared at best: 1.02e6, 7.45e5 and 3.87e5 of 2.1e6, that is 49,
-//! 36 and 18 %. What is assumed beyond that:
+//! CMD (section 4) boots four guests of 2 GiB at the same time and then starts the same work in each. It does not describe
+//! their memory, only the number of pages that can be shared: at most 1.02e6, 7.45e5 and 3.87e5 of 2.1e6, that is 49, 36
+//! and 18 %. Assumed:
 //!
-//! - The system's files (kernel, libraries, programs) are equal, page by page, and stay. So are those in the page cache that
-//!   the work reads; where a file ends within a page, zeros follow, as the kernel has it.
-//! - What the kernel and the programs keep for themselves (tables, heaps) is full of pointers and differs in each guest.
-//!   Part of it is written all the time, each kind of object in the same KiB of its pages.
-//! - Programs get zeroed pages and write them; freed pages hold what they held until somebody gets them.
-//! - Guests boot side by side, so frames go to them by turns; in which order a guest touches what it has in common with
-//!   the others depends on the work. CMD_Address finds 71, 39 and 92 % of the sharing: little disorder in the database that
-//!   is read from its beginning to its end, much in files that are read as requests come.
+//! - The system's files (kernel, libraries, programs) are equal, page by page, and stay in memory. So are files that the
+//!   work reads into the page cache; the kernel fills the last page of a file with zeros.
+//! - Data of the kernel and the programs (tables, heaps) is full of pointers and differs between guests. Part of it is
+//!   written constantly, each kind of object in the same KiB of its pages.
+//! - Programs get zeroed pages and write them; freed pages keep their content until they are reused.
+//! - Guests boot concurrently, so they get frames in turns. The order in which a guest touches common memory depends on
+//!   the work. CMD_Address finds 71, 39 and 92 % of the sharing: little disorder in the database, which is read from
+//!   beginning to end, much in files that are read on request.
 
 use super::build::Build;
 use super::database::Database;
@@ -22,13 +22,13 @@ use super::work::{Layout, Work};
 use super::{Options, World, show_one};
 use crate::record::MemorySnapshot;
 
-/// The files of the system.
+/// Series of the system's files.
 const SYSTEM: u64 = 1;
-/// Libraries and programs are longer than sources: 64 KiB.
+/// Mean length of libraries and programs: 64 KiB.
 const SYSTEM_FILE_PAGES: usize = 16;
-/// What is taken at a time while booting.
+/// Pages taken in one step of the boot.
 const CHUNK: usize = 16;
-/// The guests' clocks: everything happens at such times, nanoseconds.
+/// Time step of the guests, nanoseconds.
 const TICK_NS: u64 = 100_000_000;
 
 #[derive(Clone, Copy)]
@@ -78,7 +78,7 @@ impl<W: Work> Guests<W> {
             booting.push((guest, work, steps));
         }
         while booting.iter().any(|(.., steps)| !steps.is_empty()) {
-            let turn = machine.chance.below(booting.len() as u64);
+            let turn = machine.random.below(booting.len() as u64);
             let (guest, work, steps) = &mut booting[usize::try_from(turn).unwrap_or(0)];
             match steps.pop() {
                 Some(Step::System(number)) => {
@@ -100,7 +100,7 @@ fn system_file(number: u64) -> File {
     File::new(SYSTEM, number, SYSTEM_FILE_PAGES)
 }
 
-/// What a guest does while it boots, last first.
+/// The steps of a guest's boot, last first.
 fn steps(layout: &Layout, guest: &mut Guest) -> Vec<Step> {
     let mut left = guest.share(layout.system);
     let files = (0..).map_while(|number| {
@@ -115,12 +115,12 @@ fn steps(layout: &Layout, guest: &mut Guest) -> Vec<Step> {
         vec![Step::Zeros; guest.share(layout.zeros) / CHUNK],
         (0..layout.steps).map(Step::Work).collect(),
     ];
-    // Each kind spread over the whole of the boot, and then moved about.
+    // Each kind is spread over the whole boot and then shifted at random.
     let mut placed: Vec<(u64, Step)> = Vec::new();
     for kind in &kinds {
         for (at, step) in kind.iter().enumerate() {
             let evenly = at as u64 * 10_000 / kind.len() as u64;
-            let moved = guest.chance.below(u64::from(layout.disorder.0) + 1);
+            let moved = guest.random.below(u64::from(layout.disorder.0) + 1);
             placed.push((evenly + moved, *step));
         }
     }
@@ -129,24 +129,24 @@ fn steps(layout: &Layout, guest: &mut Guest) -> Vec<Step> {
 }
 
 impl<W: Work> World for Guests<W> {
-    fn go_on(&mut self, to_ns: u64) {
+    fn advance(&mut self, to_ns: u64) {
         let to_ns = to_ns + self.before_ns;
         while self.now_ns < to_ns {
             let ns = TICK_NS.min(to_ns - self.now_ns);
             self.now_ns += ns;
-            // By turns, each first as often: who comes first gets the frames.
-            let first = usize::try_from(self.machine.chance.below(self.running.len() as u64)).unwrap_or(0);
+            // A random guest begins each round, because the first to run gets the next frames.
+            let first = usize::try_from(self.machine.random.below(self.running.len() as u64)).unwrap_or(0);
             self.running.rotate_left(first);
             for (guest, work) in &mut self.running {
-                work.go_on(guest, &mut self.machine, self.now_ns, ns);
+                work.advance(guest, &mut self.machine, self.now_ns, ns);
             }
             self.running.rotate_right(first);
         }
     }
 
-    fn show(&self, look: &mut MemorySnapshot) {
+    fn show(&self, snapshot: &mut MemorySnapshot) {
         for (number, (guest, _)) in (0..).zip(&self.running) {
-            show_one(look, number, number, format!("guest-{number}"), &guest.memory);
+            show_one(snapshot, number, number, format!("guest-{number}"), &guest.memory);
         }
     }
 }

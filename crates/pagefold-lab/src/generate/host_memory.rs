@@ -1,4 +1,4 @@
-//! The machine that programs run on: frames, handed out on first touch, and the memory of each program.
+//! The host: frames, allocated on first touch, and the memory of each program.
 
 use super::body::Body;
 use crate::record::Page;
@@ -6,60 +6,60 @@ use pagefold_core::random::{Random, finalize};
 use pagefold_core::units::{Pages, Vpn};
 use std::ops::Range;
 
-/// The first frames are the machine's own.
+/// The first frame available to programs.
 const FIRST_FRAME: u64 = 1 << 12;
 
-/// The kernel hands out single pages from lists of each processor, which it refills by runs of up to so many from
-/// one place (`pcp->batch`, mm/page_alloc.c): programs that fill their memory at a time interleave by such runs.
+/// Maximum length of a run of frames. The kernel allocates single pages from per-CPU lists, which it refills with up to
+/// this many contiguous pages (`pcp->batch`, mm/page_alloc.c): concurrently growing programs interleave in such runs.
 const RUN: u64 = 63;
 
-/// Frames, contents that are found nowhere else, and chance.
+/// A source of frames, unique contents and random numbers.
 #[derive(Debug)]
 pub struct HostMemory {
     key: u64,
     made: u64,
     next_frame: u64,
-    given_back: Vec<u64>,
-    pub chance: Random,
+    freed: Vec<u64>,
+    pub random: Random,
 }
 
 impl HostMemory {
-    /// A machine with nothing on it.
+    /// An empty machine.
     pub fn new(seed: u64) -> Self {
         Self {
             key: finalize(seed),
             made: 0,
             next_frame: FIRST_FRAME,
-            given_back: Vec::new(),
-            chance: Random::for_purpose(seed, 0x6d61_6368),
+            freed: Vec::new(),
+            random: Random::for_purpose(seed, 0x6d61_6368),
         }
     }
 
-    /// A content that is found nowhere else. Never zeros.
+    /// A unique content. Never zeros.
     pub fn unique(&mut self) -> u64 {
         self.made += 1;
-        // Odd multiplier: a bijection, so two of them differ; apart from named ones by as many bits as they have.
+        // `finalize` is a bijection, so unique contents differ from each other, and from named ones with high probability.
         finalize(self.made ^ 0x756e_6971_7565_0000).max(1)
     }
 
-    /// A page of contents that are found nowhere else.
+    /// A page of unique contents.
     pub fn unique_body(&mut self) -> Body {
         Body(std::array::from_fn(|_| self.unique()))
     }
 
-    /// Some frames side by side.
+    /// Allocates contiguous frames.
     fn run(&mut self) -> Range<u64> {
-        // What was given back last is used first.
-        if let Some(frame) = self.given_back.pop() {
+        // Last freed, first used.
+        if let Some(frame) = self.freed.pop() {
             return frame..frame + 1;
         }
         let first = self.next_frame;
-        self.next_frame += 1 + self.chance.below(RUN);
+        self.next_frame += 1 + self.random.below(RUN);
         first..self.next_frame
     }
 }
 
-/// A page that is there.
+/// A present page.
 #[derive(Clone, Copy, Debug)]
 struct Held {
     body: Body,
@@ -75,7 +75,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Memory that nobody has touched.
+    /// Untouched memory.
     pub fn new(machine: &HostMemory, size: Pages) -> Self {
         let size = usize::try_from(size.0).unwrap_or(usize::MAX);
         Self { key: machine.key, pages: vec![None; size], run: 0..0 }
@@ -91,7 +91,7 @@ impl Memory {
         self.held(machine, page).body = body;
     }
 
-    /// Writes something into one part of a page.
+    /// Writes one part of a page.
     pub fn write_part(&mut self, machine: &mut HostMemory, page: usize, part: usize, content: u64) {
         self.held(machine, page).body.0[part] = content;
     }
@@ -108,12 +108,12 @@ impl Memory {
         })
     }
 
-    /// Unmaps everything.
-    pub fn give_back(&mut self, machine: &mut HostMemory) {
-        machine.given_back.extend(self.pages.iter_mut().rev().filter_map(Option::take).map(|held| held.frame));
+    /// Unmaps all pages.
+    pub fn unmap(&mut self, machine: &mut HostMemory) {
+        machine.freed.extend(self.pages.iter_mut().rev().filter_map(Option::take).map(|held| held.frame));
     }
 
-    /// What a record says of it, mapped from a page on.
+    /// The pages as recorded, mapped from `first` on.
     pub fn pages(&self, first: Vpn) -> Vec<(Vpn, Page)> {
         let numbered = (first.0..).zip(&self.pages);
         numbered

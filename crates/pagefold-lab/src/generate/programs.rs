@@ -1,4 +1,4 @@
-//! The programs that KSM and UKSM were measured with: no guests, one mapping each.
+//! The programs of the KSM and UKSM measurements: one mapping each, no guests.
 
 use super::body::{Body, named};
 use super::host_memory::{HostMemory, Memory};
@@ -16,12 +16,12 @@ const BREAK_EVERY_NS: u64 = NS_PER_S / 100;
 /// UKSM, section 8.1.3: the shortest life at which KSM, scanning hard, merges anything.
 const LIFE_NS: u64 = 2 * NS_PER_S;
 
-/// Programs that fill their memory once.
+/// Programs that fill their memory once, when they start.
 struct Filled {
     machine: HostMemory,
     size: Pages,
     name: &'static str,
-    /// When each of them starts, nanoseconds.
+    /// Start times, nanoseconds.
     starts_ns: Vec<u64>,
     running: Vec<Memory>,
     body: fn(&mut HostMemory, usize, u64) -> Body,
@@ -38,7 +38,7 @@ fn filled(
 }
 
 impl World for Filled {
-    fn go_on(&mut self, to_ns: u64) {
+    fn advance(&mut self, to_ns: u64) {
         while self.starts_ns.get(self.running.len()).is_some_and(|&start| start <= to_ns) {
             let mut memory = Memory::new(&self.machine, self.size);
             for (number, page) in (0..self.size.0).zip(0..) {
@@ -49,21 +49,21 @@ impl World for Filled {
         }
     }
 
-    fn show(&self, look: &mut MemorySnapshot) {
+    fn show(&self, snapshot: &mut MemorySnapshot) {
         for (number, memory) in (0..).zip(&self.running) {
-            show_one(look, number, number, format!("{}-{number}", self.name), memory);
+            show_one(snapshot, number, number, format!("{}-{number}", self.name), memory);
         }
     }
 }
 
-/// Two programs at once, each further one as much later as leaves the last its time.
+/// Start times: two programs at 0, the others evenly spaced so that the last also has its share of time.
 fn in_turn(options: &Options) -> Vec<u64> {
     let later = u64::from(options.processes.saturating_sub(2));
     (0..u64::from(options.processes)).map(|number| options.length_ns / (later + 1) * number.saturating_sub(1)).collect()
 }
 
-/// `ksmpages.c` of the message: memory that was never written but for the last 8 bytes of each page, which hold its number.
-/// So page 0 is zeros, and so are the first three parts of all others.
+/// `ksmpages.c` from KSM's announcement: zeros, except for the last 8 bytes of each page, which are the page's number. So
+/// page 0 is all zeros, as are the first three parts of the others.
 pub fn ksmpages_worst(options: &Options) -> Box<dyn World> {
     filled(options, "ksmpages", in_turn(options), |_, _, number| match number {
         0 => Body::ZEROS,
@@ -71,12 +71,12 @@ pub fn ksmpages_worst(options: &Options) -> Box<dyn World> {
     })
 }
 
-/// The same program with 1 instead of the number.
+/// The same program with 1 in place of the number.
 pub fn ksmpages_best(options: &Options) -> Box<dyn World> {
     filled(options, "ksmpages", in_turn(options), |_, _, _| last_word(named(KSMPAGES, 1, 0)))
 }
 
-/// UKSM's static mix. Every other program holds what is found nowhere else.
+/// UKSM's static mix. Every other program has unique pages.
 pub fn static_mix(options: &Options) -> Box<dyn World> {
     let at_once = vec![0; usize::try_from(options.processes).unwrap_or(0)];
     filled(options, "mix", at_once, |machine, program, _| match program % 2 {
@@ -91,18 +91,18 @@ fn last_word(content: u64) -> Body {
     body
 }
 
-/// UKSM's COW breaker. The paper's writes what is there already, which takes merged pages apart and changes nothing that
-/// a record could say. So this one counts its passes in the last word of the page: what it has written in a pass is
-/// equal again, and merging it pays until the next.
+/// UKSM's COW breaker. The paper's program rewrites the existing content, which unmerges pages without a change that a
+/// record could show. This one writes the number of its pass to the last word of the page: pages written in the same pass
+/// are equal, and merging them pays until the next pass.
 struct Breakers {
     machine: HostMemory,
     programs: Vec<Memory>,
-    /// Pages written so far, by each.
+    /// Pages written so far by each program.
     written: u64,
 }
 
 impl World for Breakers {
-    fn go_on(&mut self, to_ns: u64) {
+    fn advance(&mut self, to_ns: u64) {
         while (self.written + 1) * BREAK_EVERY_NS <= to_ns {
             for memory in &mut self.programs {
                 let size = memory.size().0;
@@ -114,9 +114,9 @@ impl World for Breakers {
         }
     }
 
-    fn show(&self, look: &mut MemorySnapshot) {
+    fn show(&self, snapshot: &mut MemorySnapshot) {
         for (number, memory) in (0..).zip(&self.programs) {
-            show_one(look, number, number, format!("breaker-{number}"), memory);
+            show_one(snapshot, number, number, format!("breaker-{number}"), memory);
         }
     }
 }
@@ -135,12 +135,12 @@ pub fn cow_breaker(options: &Options) -> Box<dyn World> {
     Box::new(Breakers { machine, programs, written: 0 })
 }
 
-/// UKSM's short-lived memory. Each life is a region of its own.
+/// UKSM's short-lived memory. Each mapping is a new region.
 struct ShortLived {
     machine: HostMemory,
     processes: u32,
     size: Pages,
-    /// Lives and gaps so far: even while mapped.
+    /// Number of the current phase: even while mapped, odd while unmapped.
     phase: u64,
     mapped: Vec<Memory>,
 }
@@ -158,11 +158,11 @@ impl ShortLived {
 }
 
 impl World for ShortLived {
-    fn go_on(&mut self, to_ns: u64) {
+    fn advance(&mut self, to_ns: u64) {
         while self.phase < to_ns / LIFE_NS {
             self.phase += 1;
             for mut memory in self.mapped.drain(..) {
-                memory.give_back(&mut self.machine);
+                memory.unmap(&mut self.machine);
             }
             if self.phase % 2 == 0 {
                 self.map();
@@ -170,13 +170,13 @@ impl World for ShortLived {
         }
     }
 
-    fn show(&self, look: &mut MemorySnapshot) {
+    fn show(&self, snapshot: &mut MemorySnapshot) {
         for process in 0..self.processes {
-            look.processes.push(ProcessRow { process, pid: None, name: Some(format!("short-lived-{process}")) });
+            snapshot.processes.push(ProcessRow { process, pid: None, name: Some(format!("short-lived-{process}")) });
         }
         let life = u32::try_from(self.phase / 2).unwrap_or(u32::MAX);
         for (process, memory) in (0..).zip(&self.mapped) {
-            show_region(look, process, life * self.processes + process, memory);
+            show_region(snapshot, process, life * self.processes + process, memory);
         }
     }
 }

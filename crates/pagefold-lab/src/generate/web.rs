@@ -1,10 +1,9 @@
-//! A web server: files that stay in the page cache, buffers and objects that are written with each request.
+//! A web server: files that stay in the page cache, buffers and objects that are written by each request.
 //!
-//! CMD (sections 4 and 5): requests to a local site, 24 at a time; 36 % of all pages can be shared at best. Assumed: every
-//! guest has the same site, somewhat more than its page cache holds, and reads files in an order of its own. A request is
-//! written to the first half of a buffer, what the server says of its answer to the third quarter; the file itself goes out from the
-//! page cache. A line of the log is a part of a page of its own, one after the other. A worker ends after some time, and its
-//! memory goes to the next.
+//! CMD (sections 4 and 5): requests to a local site, 24 at a time; at most 36 % of all pages can be shared. Assumed: every
+//! guest has the same site, slightly larger than its page cache, and reads files in its own order. A request is written to
+//! the first half of a buffer and the response header to the third quarter; files are sent from the page cache. Each line
+//! of the log fills the next part of a page. A worker ends after some time, and the next one gets its memory.
 
 use super::NS_PER_S;
 use super::guest::{File, Guest, Heap, Rate};
@@ -16,15 +15,15 @@ use pagefold_core::units::{Pages, Permyriad};
 const SITE: u64 = 20;
 const LOG: u64 = 21;
 const FILE_PAGES: usize = 8;
-/// What is read before the record begins, and the whole site.
+/// The part of the site that is read before the record begins, and the whole site.
 const READ: Permyriad = Permyriad(3_500);
 const WHOLE: Permyriad = Permyriad(4_100);
 const BUFFERS: Permyriad = Permyriad(600);
 const WORKER: Permyriad = Permyriad(100);
 const WORKERS: usize = 4;
-/// Requests until one is given up that needs a file from the disk.
+/// Maximum number of tries to find a file that is not in the page cache.
 const TRIES: usize = 16;
-/// How long a worker lives.
+/// Lifetime of a worker.
 const WORKER_NS: u64 = 8 * NS_PER_S;
 
 /// A server in one guest.
@@ -33,9 +32,9 @@ pub struct Web {
     preloaded: u64,
     files: u64,
     buffers: Vec<usize>,
-    /// With the time of their ends.
+    /// End times and memory of the workers.
     workers: Vec<(u64, Heap)>,
-    /// The page of the log that is being written, and the next part.
+    /// The current page of the log and its next part.
     log: Option<(usize, usize)>,
     requests: Rate,
     misses: Rate,
@@ -73,10 +72,9 @@ impl Web {
     /// Reads a file that is not in the page cache.
     fn miss(&self, guest: &mut Guest, machine: &mut HostMemory) {
         for _ in 0..TRIES {
-            let asked_for = File::new(SITE, guest.chance.below(self.files), FILE_PAGES);
-            // Most are there.
-            if !guest.has(&asked_for) {
-                return guest.read(machine, asked_for);
+            let file = File::new(SITE, guest.random.below(self.files), FILE_PAGES);
+            if !guest.has(&file) {
+                return guest.read(machine, file);
             }
         }
     }
@@ -95,10 +93,10 @@ impl Web {
         self.log = Some((page, part + 1));
     }
 
-    /// Has workers begin, fill their memory in the first quarter of their lives, write on what they have, and end.
+    /// Starts and ends workers, which fill their memory in the first quarter of their lives and keep writing to it.
     fn work(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64) {
         while self.workers.len() < WORKERS {
-            // The first ones end one after the other, as their successors do.
+            // The first ones have staggered lives, so that workers end one after the other.
             let life = WORKER_NS * (1 + self.workers.len() as u64) / WORKERS as u64;
             self.workers.push((now_ns + life, Heap::default()));
         }
@@ -111,7 +109,7 @@ impl Web {
             let lived = (now_ns + WORKER_NS).saturating_sub(*end_ns);
             let wanted = whole.min(whole * lived * 4 / WORKER_NS);
             heap.grow(guest, machine, usize::try_from(wanted).unwrap_or(0), |machine, _| machine.unique_body());
-            // The stack grows down: what is written all the time is at the end of its pages.
+            // The stack grows down: the end of its first page is written constantly.
             if let Some(&stack) = heap.pages().first() {
                 let content = machine.unique();
                 guest.memory.write_part(machine, stack, PARTS - 1, content);
@@ -135,7 +133,7 @@ impl Work for Web {
 
     fn boot(&mut self, guest: &mut Guest, machine: &mut HostMemory, step: u64) {
         guest.read(machine, File::new(SITE, step, FILE_PAGES));
-        // Buffers are got as requests come.
+        // Buffers are allocated by requests.
         let wanted = guest.share(BUFFERS) as u64 * (step + 1) / self.preloaded;
         while (self.buffers.len() as u64) < wanted {
             let Some(page) = guest.take_zeros(machine) else { break };
@@ -143,7 +141,7 @@ impl Work for Web {
         }
     }
 
-    fn go_on(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {
+    fn advance(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {
         let size = guest.memory.size();
         let due = self.slab.due(size, ns);
         guest.write_slab(machine, due);

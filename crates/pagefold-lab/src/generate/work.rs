@@ -9,7 +9,7 @@ use pagefold_core::units::Permyriad;
 pub struct Layout {
     /// Files of the system.
     pub system: Permyriad,
-    /// Pages that only this guest has.
+    /// Pages with content specific to this guest.
     pub own: Permyriad,
     /// Kernel objects.
     pub slab: Permyriad,
@@ -17,7 +17,7 @@ pub struct Layout {
     pub zeros: Permyriad,
     /// Steps of the work during the boot.
     pub steps: u64,
-    /// How far steps come out of order: 0 for the same order in all guests, 10,000 for as far as from the first to the last.
+    /// Maximum shift of steps: 0 for the same order in all guests, 10,000 for the length of the boot.
     pub disorder: Permyriad,
     /// Duration of the work before the record begins, in nanoseconds.
     pub before_ns: u64,
@@ -32,10 +32,10 @@ pub trait Work {
     fn boot(&mut self, guest: &mut Guest, machine: &mut HostMemory, step: u64);
 
     /// Does what happens in the `ns` nanoseconds up to `now_ns`.
-    fn go_on(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64);
+    fn advance(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64);
 }
 
 /// A guest's pace: a random number from 900 to 1100, in thousandths of the mean.
-pub fn pace(chance: &mut Random) -> u64 {
-    900 + chance.below(201)
+pub fn pace(random: &mut Random) -> u64 {
+    900 + random.below(201)
 }

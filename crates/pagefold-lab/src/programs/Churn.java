@@ -1,12 +1,12 @@
 /**
- * Holds blocks of numbers and replaces some of them all the time, as a server does that has work. Each block is a
- * function of the seed, its place and how often it was replaced, so that every number can be checked.
+  * Holds blocks of numbers and constantly replaces some of them, like a busy server. Each block is a function of the
+  * seed, its index and the number of its replacements, so every number can be checked.
  *
- * <p>Arguments: seed, blocks of 16 KiB. Says "ready", answers each line of its input, and ends with its input.
+  * <p>Arguments: seed, number of 16 KiB blocks. Prints "ready", then answers each input line until end of input.
  */
 public final class Churn {
     private static final int WORDS = 2048;
-    /** Milliseconds between two rounds, and the part of the blocks that a round replaces: 1 % in a second. */
+    /** Milliseconds between rounds, each of which replaces 1/PART of the blocks: 1 % per second. */
     private static final int PAUSE = 50;
     private static final int PART = 2000;
 

@@ -1,4 +1,4 @@
-//! Programs that answer line by line over their standard input and output.
+//! Programs that answer commands line by line on standard input and output.
 
 use anyhow::{Context, bail, ensure};
 use std::fs::{self, File};
@@ -9,10 +9,10 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// The line by which a program says that it holds everything it is to hold.
+/// The line that a program prints when all its data is in memory.
 const READY: &str = "ready";
 
-/// A program that we started, its messages in a log file. Killed by its pid when dropped.
+/// A process that answers commands. Killed when dropped.
 #[derive(Debug)]
 pub struct Dialogue {
     child: Child,
@@ -22,23 +22,23 @@ pub struct Dialogue {
 }
 
 impl Dialogue {
-    /// Starts it. Its standard error goes to `log`.
+    /// Starts the program with its standard error in `log`.
     pub fn start(command: &mut Command, log: &Path) -> anyhow::Result<Self> {
         let name = command.get_program().to_string_lossy().into_owned();
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(File::create(log).with_context(|| log.display().to_string())?)
-            // Not in our group: an interrupt from the terminal is for the experiment, which ends its programs.
+            // A process group of its own: on Ctrl-C the experiment ends its programs itself.
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {name}"))?;
         let (Some(commands), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-            bail!("{name} without input or output");
+            bail!("{name} has no standard input or output");
         };
         let (sender, lines) = channel();
         std::thread::spawn(move || {
-            // Bytes, since a console says anything before the program on it does.
+            // Bytes: a console may print anything before its program starts.
             for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
                 if sender.send(String::from_utf8_lossy(&line).trim_end().to_owned()).is_err() {
                     break;
@@ -48,7 +48,7 @@ impl Dialogue {
         Ok(Self { child, commands, lines, log: log.to_owned() })
     }
 
-    /// Waits until it is ready, and returns what it said before.
+    /// Waits until the program is ready and returns the lines it printed before that.
     pub fn ready(&mut self, limit: Duration) -> anyhow::Result<Vec<String>> {
         let end = Instant::now() + limit;
         let mut before = Vec::new();
@@ -61,11 +61,11 @@ impl Dialogue {
         }
     }
 
-    /// Says a line and waits for the line that answers it.
+    /// Sends a line and waits for the line that answers it.
     pub fn ask(&mut self, line: &str, limit: Duration) -> anyhow::Result<String> {
         writeln!(self.commands, "{line}").with_context(|| self.ended())?;
         let answer = self.line(limit)?;
-        ensure!(!answer.is_empty(), "process {} answered nothing to {line}", self.pid());
+        ensure!(!answer.is_empty(), "process {} sent an empty answer to {line}", self.pid());
         Ok(answer)
     }
 
@@ -76,7 +76,7 @@ impl Dialogue {
 
     fn line(&self, limit: Duration) -> anyhow::Result<String> {
         self.lines.recv_timeout(limit).map_err(|error| match error {
-            RecvTimeoutError::Timeout => anyhow::anyhow!("process {} says nothing for {limit:?}", self.pid()),
+            RecvTimeoutError::Timeout => anyhow::anyhow!("process {} has not answered for {limit:?}", self.pid()),
             RecvTimeoutError::Disconnected => anyhow::anyhow!(self.ended()),
         })
     }
@@ -89,7 +89,7 @@ impl Dialogue {
 
 impl Drop for Dialogue {
     fn drop(&mut self) {
-        // Killed, not asked to end: it has nothing to save. Both fail only when it has ended already.
+        // Nothing to save, so it can be killed. Both fail only if it has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
     use tempfile::TempDir;
 
-    /// With the directory of its log, to be kept as long.
+    /// A shell with the directory of its log.
     fn shell(script: &str) -> (Dialogue, TempDir) {
         let dir = tempfile::tempdir().unwrap();
         let dialogue = Dialogue::start(Command::new("sh").args(["-c", script]), &dir.path().join("log")).unwrap();
@@ -108,20 +108,20 @@ mod tests {
     }
 
     #[test]
-    fn it_is_ready_and_answers() {
+    fn a_program_becomes_ready_and_answers() {
         let (mut dialogue, _dir) = shell("echo first; echo ready; while read -r line; do echo \"$line!\"; done");
         assert_eq!(dialogue.ready(Duration::from_secs(20)).unwrap(), ["first"]);
         assert_eq!(dialogue.ask("hello", Duration::from_secs(20)).unwrap(), "hello!");
     }
 
     #[test]
-    fn one_that_ends_or_is_silent_is_an_error() {
+    fn ended_and_silent_programs_are_errors() {
         let (mut ended, _dir) = shell("echo no such module >&2; exit 1");
         let error = ended.ready(Duration::from_secs(20)).unwrap_err();
         assert!(format!("{error:#}").contains("no such module"), "{error:#}");
         let (mut silent, _dir) = shell("exec sleep 600");
         let error = silent.ready(Duration::from_millis(50)).unwrap_err();
-        assert!(format!("{error:#}").contains("says nothing"), "{error:#}");
+        assert!(format!("{error:#}").contains("has not answered"), "{error:#}");
         let (mut empty, _dir) = shell("echo ready; read -r line; echo");
         empty.ready(Duration::from_secs(20)).unwrap();
         assert!(empty.ask("sum", Duration::from_secs(20)).is_err());

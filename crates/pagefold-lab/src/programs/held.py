@@ -1,7 +1,7 @@
-"""Holds a table that others hold too, objects made of it, and bytes of its own. Answers a checksum over all of it.
+"""Holds a shared table, objects made from it and bytes of its own. Answers with a checksum of all of them.
 
-Arguments: the table (CSV), a number to make the own bytes from, how many MiB of them. Says "ready", answers each
-line of its input, and ends with its input.
+Arguments: the table (CSV), the seed of the own bytes, their size in MiB. Prints "ready", then answers each input line
+until end of input.
 """
 
 import sys

@@ -1,4 +1,4 @@
-//! Java servers whose heap changes all the time.
+//! Java servers whose heap changes constantly.
 
 use super::dialogue::Dialogue;
 use super::{Target, need};
@@ -15,7 +15,7 @@ const PACKAGE: &str = "default-jdk-headless";
 const SOURCE: &str = include_str!("Churn.java");
 const BLOCK_KIB: u64 = 16;
 
-/// The virtual machine and the compiler.
+/// The Java virtual machine and compiler.
 #[derive(Clone, Debug)]
 pub struct JavaTools {
     java: PathBuf,
@@ -23,13 +23,13 @@ pub struct JavaTools {
 }
 
 impl JavaTools {
-    /// Finds them, or says what to install.
+    /// Finds the tools, or names the packages to install.
     pub fn find() -> anyhow::Result<Self> {
         Ok(Self { java: need("java", PACKAGE)?, javac: need("javac", PACKAGE)? })
     }
 }
 
-/// The program, compiled, and its size.
+/// The compiled program and its heap size.
 #[derive(Debug)]
 pub struct JavaProgram {
     java: PathBuf,
@@ -38,7 +38,7 @@ pub struct JavaProgram {
 }
 
 impl JavaProgram {
-    /// Compiles it. The heap is to be of this size.
+    /// Compiles the program for a heap of `heap_mib`.
     pub fn make(tools: JavaTools, scratch: &Path, heap_mib: u64) -> anyhow::Result<Self> {
         let classes = scratch.join("java");
         fs::create_dir_all(&classes)?;
@@ -49,21 +49,24 @@ impl JavaProgram {
         Ok(Self { java: tools.java, classes, heap_mib })
     }
 
-    /// Starts a server with data of its own, two fifths of its heap.
+    /// Starts a server with its own data in two fifths of its heap.
     pub fn start(&self, instance: usize) -> anyhow::Result<Java> {
         let heap = self.heap_mib;
         let mut command = Command::new(&self.java);
         command
             .args([format!("-Xms{heap}m"), format!("-Xmx{heap}m")])
-            // Says where the heap is.
+            // Prints the address of the heap.
             .arg("-Xlog:gc+heap+coops=debug:stdout")
             .arg("-cp")
             .arg(&self.classes)
             .args(["Churn", &(instance + 1).to_string(), &(heap * 1024 * 2 / 5 / BLOCK_KIB).to_string()]);
         let mut dialogue = Dialogue::start(&mut command, &self.classes.join(format!("log-{instance}")))?;
-        let said = dialogue.ready(READY_LIMIT)?;
-        let heap = said.iter().find_map(|line| heap_range(line));
-        Ok(Java { dialogue, heap: heap.with_context(|| format!("java does not say where its heap is: {said:?}"))? })
+        let output = dialogue.ready(READY_LIMIT)?;
+        let heap = output.iter().find_map(|line| heap_range(line));
+        Ok(Java {
+            dialogue,
+            heap: heap.with_context(|| format!("java does not print its heap's address: {output:?}"))?,
+        })
     }
 }
 
@@ -98,7 +101,7 @@ impl Target for Java {
         self.dialogue.pid()
     }
 
-    /// Every block against what it must be by now.
+    /// Compares every block with its expected content.
     fn check(&mut self) -> anyhow::Result<String> {
         let answer = self.dialogue.ask("check", ANSWER_LIMIT)?;
         ensure!(answer.ends_with(" blocks, 0 damaged"), "java answers {answer:?}");
@@ -111,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_heaps_place_as_java_17_prints_it() {
+    fn heap_addresses_of_java_17_are_parsed() {
         let line = "[0.004s][debug][gc,heap,coops] Heap address: 0x00000000e7000000, size: 400 MB, Compressed Oops mode: 32-bit";
         assert_eq!(heap_range(line), Some(0xe700_0000..0x1_0000_0000));
         assert_eq!(heap_range("ready"), None);

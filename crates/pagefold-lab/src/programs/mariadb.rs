@@ -10,12 +10,12 @@ use std::time::Duration;
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const PACKAGES: &str = "mariadb-server-core and mariadb-client-core";
 
-/// What all servers are asked: whole-table scans, so that the buffer pool holds the table, and one that sorts.
+/// Checks: whole-table scans, which load the table into the buffer pool, and one that sorts.
 const CHECKS: &str = "SELECT COUNT(*), SUM(id), SUM(tag), BIT_XOR(CRC32(body)) FROM bench.t; \
     SELECT tag, COUNT(*), MIN(body) FROM bench.t WHERE tag < 20 GROUP BY tag ORDER BY tag; \
     CHECKSUM TABLE bench.t";
 
-/// A data directory with one table in it, shut down cleanly.
+/// A data directory with one table, left by a clean shutdown.
 #[derive(Debug)]
 pub struct MariaDbData {
     server: PathBuf,
@@ -24,7 +24,7 @@ pub struct MariaDbData {
 }
 
 impl MariaDbData {
-    /// Makes a data directory in `scratch` with a table of so many rows of about 1 KiB.
+    /// Creates a data directory in `scratch` with a table of `rows` rows of about 1 KiB.
     pub fn make(scratch: &Path, rows: u64) -> anyhow::Result<Self> {
         let install = need("mariadb-install-db", PACKAGES)?;
         let data = Self {
@@ -49,12 +49,12 @@ impl MariaDbData {
              INSERT INTO t SELECT seq, seq*7919%10007, CONCAT({body}) FROM seq_1_to_{rows}; \
              SET GLOBAL innodb_fast_shutdown=0; SHUTDOWN"
         ))?;
-        // A slow shutdown leaves nothing to be done at the next start, so that all copies start alike.
+        // A slow shutdown leaves no work for the next start, so all copies start alike.
         mariadb.server.wait_end(READY_LIMIT);
         Ok(data)
     }
 
-    /// Starts a server on a fresh copy and has it read the whole table.
+    /// Starts a server on a fresh copy and lets it read the whole table.
     pub fn start(&self, scratch: &Path, instance: usize) -> anyhow::Result<MariaDb> {
         let dir = scratch.join(format!("mariadb-{instance}"));
         match fs::remove_dir_all(&dir) {
@@ -67,12 +67,12 @@ impl MariaDbData {
     }
 
     fn start_in(&self, scratch: &Path, dir: &Path) -> anyhow::Result<MariaDb> {
-        let name = dir.file_name().and_then(|name| name.to_str()).context("a data directory without a name")?;
+        let name = dir.file_name().and_then(|name| name.to_str()).context("the data directory has no name")?;
         let socket = scratch.join(format!("{name}.socket"));
         let mut run = Command::new(&self.server);
         run.args(["--no-defaults", "--user=root", "--skip-networking", "--skip-log-bin"])
             .args(["--innodb-buffer-pool-size=128M", "--innodb-log-file-size=16M"])
-            // Pages come in by queries only, not by what the last server remembered.
+            // Only queries load pages, not the list saved by the last server.
             .args(["--innodb-buffer-pool-load-at-startup=0", "--innodb-buffer-pool-dump-at-shutdown=0"])
             .arg(format!("--datadir={}", dir.display()))
             .arg(format!("--pid-file={}", scratch.join(format!("{name}.pid")).display()))
@@ -93,13 +93,12 @@ pub struct MariaDb {
 }
 
 impl MariaDb {
-    /// Updates every 27th row, other rows and to other values in each instance: what has happened since the data was
-    /// the same.
+    /// Updates every 27th row: different rows and values in each instance, so that the copies diverge.
     pub fn change(&mut self, instance: u64) -> anyhow::Result<()> {
         self.update(instance, instance)
     }
 
-    /// Updates every 27th row, those whose numbers leave `rows`, to begin with a digit.
+    /// Makes each row whose number is `rows` modulo 27 begin with `digit`.
     pub fn update(&mut self, rows: u64, digit: u64) -> anyhow::Result<()> {
         self.query(&format!(
             "UPDATE bench.t SET body=CONCAT('{}', SUBSTR(body, 2)) WHERE id % 27 = {}",
@@ -135,7 +134,7 @@ fn query(client: &Path, socket: &Path, sql: &str) -> anyhow::Result<String> {
         .arg(format!("--execute={sql}"))
         .stdin(Stdio::null())
         .output()
-        .context("the mariadb client")?;
+        .context("starting the mariadb client")?;
     ensure!(output.status.success(), "mariadb: {}", String::from_utf8_lossy(&output.stderr).trim());
     Ok(String::from_utf8(output.stdout)?)
 }

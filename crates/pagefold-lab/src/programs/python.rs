@@ -1,4 +1,4 @@
-//! Python interpreters with numpy and pandas that hold the same table and something of their own.
+//! Python interpreters with numpy and pandas that hold the same table and some data of their own.
 
 use super::dialogue::Dialogue;
 use super::{Target, find};
@@ -13,23 +13,23 @@ use std::time::Duration;
 const READY_LIMIT: Duration = Duration::from_secs(120);
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const SOURCE: &str = include_str!("held.py");
-/// Columns of numbers in the table.
+/// Numeric columns of the table.
 const COLUMNS: u64 = 7;
 const SEED: u64 = 0x0070_7974_686f;
 
-/// An interpreter that has the packages.
+/// An interpreter with numpy and pandas.
 #[derive(Clone, Debug)]
 pub struct PythonTools {
     python: PathBuf,
 }
 
 impl PythonTools {
-    /// Finds one, or says what to install: the system's own first, since that is whom the distribution's packages are for.
+    /// Finds one, the distribution's first because its packages install there, or names the packages to install.
     pub fn find() -> anyhow::Result<Self> {
         let has_packages = |python: &PathBuf| {
-            let mut try_out = Command::new(python);
-            try_out.args(["-c", "import numpy, pandas"]).stdin(Stdio::null()).stderr(Stdio::null());
-            try_out.status().is_ok_and(|status| status.success())
+            let mut import = Command::new(python);
+            import.args(["-c", "import numpy, pandas"]).stdin(Stdio::null()).stderr(Stdio::null());
+            import.status().is_ok_and(|status| status.success())
         };
         let Some(python) = [Some("/usr/bin/python3".into()), find("python3")].into_iter().flatten().find(has_packages)
         else {
@@ -39,7 +39,7 @@ impl PythonTools {
     }
 }
 
-/// The table, and what each interpreter holds beside it.
+/// The table, and the amount of each interpreter's own data.
 #[derive(Debug)]
 pub struct PythonData {
     python: PathBuf,
@@ -48,7 +48,7 @@ pub struct PythonData {
 }
 
 impl PythonData {
-    /// Makes a table of so many rows, 72 bytes each once it is read.
+    /// Writes a table of `rows` rows, which take 72 bytes each in memory.
     pub fn make(tools: PythonTools, scratch: &Path, rows: u64, own_mib: u64) -> anyhow::Result<Self> {
         let data = Self { python: tools.python, dir: scratch.to_owned(), own_mib };
         let mut table = BufWriter::new(File::create(data.table())?);

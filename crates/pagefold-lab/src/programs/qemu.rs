@@ -1,7 +1,6 @@
-//! Emulated guests: booted once, then restored as often as need be, each from the same snapshot, and changed since in
-//! its own way.
+//! Emulated guests: one is booted, and any number are restored from its snapshot and then changed individually.
 //!
-//! Emulated, because not every machine has hardware virtualization to give away; the memory looks the same.
+//! Emulation works on machines without hardware virtualization and has the same memory contents.
 
 use super::dialogue::Dialogue;
 use super::{Target, need};
@@ -16,30 +15,30 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Twenty seconds on an idle machine; the processors may be busy otherwise.
+/// Booting takes 20 s on an idle machine, longer on a busy one.
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 const MONITOR_LIMIT: Duration = Duration::from_secs(60);
-/// Between two questions to a monitor.
+/// Time between two queries to a monitor.
 const PAUSE: Duration = Duration::from_millis(50);
 
 const INIT: &str = include_str!("guest-init");
 const SNAPSHOT: &str = "guest.snapshot";
 
-/// The emulator, and what goes into the image.
+/// The emulator and the contents of the image.
 #[derive(Clone, Debug)]
 pub struct GuestTools {
     qemu: PathBuf,
-    /// Takes the guests with us if we are killed: they do not notice that their console is gone.
+    /// Ends the guests if this process is killed: they do not notice that their console is closed.
     setpriv: PathBuf,
     busybox: PathBuf,
     kernel: PathBuf,
-    /// Where the files in the guests come from.
+    /// Source of the files in the guests.
     modules: PathBuf,
 }
 
 impl GuestTools {
-    /// Finds them, or says what to install.
+    /// Finds the tools, or names the packages to install.
     pub fn find() -> anyhow::Result<Self> {
         let unpacked = cache()?.join("guest");
         let kernel = files_below(&unpacked.join("boot"))
@@ -50,37 +49,36 @@ impl GuestTools {
             qemu: need("qemu-system-x86_64", "qemu-system-x86")?,
             setpriv: need("setpriv", "util-linux")?,
             busybox: need("busybox", "busybox-static")?,
-            kernel: kernel
-                .with_context(|| format!("no kernel in {}: scripts/guest-kernel puts one there", unpacked.display()))?,
+            kernel: kernel.with_context(|| format!("no kernel in {}: run scripts/guest-kernel", unpacked.display()))?,
             modules: unpacked.join("lib/modules"),
         })
     }
 }
 
-/// Where `scripts/guest-kernel` puts kernels.
+/// The directory where `scripts/guest-kernel` puts kernels.
 fn cache() -> anyhow::Result<PathBuf> {
     let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
-    Ok(cache.context("no home directory: where should the kernel be?")?.join("pagefold"))
+    Ok(cache.context("no directory for the kernel: set HOME")?.join("pagefold"))
 }
 
-/// The emulator of a machine with several memory nodes, and what is needed in there.
+/// The emulator of a machine with several memory nodes, and the contents of its image.
 #[derive(Clone, Debug)]
 pub struct NodesTools {
     pub qemu: PathBuf,
     pub setpriv: PathBuf,
     pub busybox: PathBuf,
-    /// Start a program on given processors and with a given nice value.
+    /// Starts a program on given processors.
     pub taskset: PathBuf,
     pub nice: PathBuf,
     pub kernel: PathBuf,
 }
 
 impl NodesTools {
-    /// Finds them, or says what to install.
+    /// Finds the tools, or names the packages to install.
     pub fn find() -> anyhow::Result<Self> {
         let kernel = cache()?.join("nodes/vmlinuz");
-        ensure!(kernel.exists(), "there is no {}: scripts/guest-kernel nodes puts one there", kernel.display());
+        ensure!(kernel.exists(), "{} does not exist: run scripts/guest-kernel nodes", kernel.display());
         Ok(Self {
             qemu: need("qemu-system-x86_64", "qemu-system-x86")?,
             setpriv: need("setpriv", "util-linux")?,
@@ -92,7 +90,7 @@ impl NodesTools {
     }
 }
 
-/// Packs what is called so below `root` as a kernel's first file system.
+/// Packs the files `names` below `root` as an initramfs.
 pub fn pack(busybox: &Path, root: &Path, names: &[String], to: &Path) -> anyhow::Result<()> {
     let mut packer = Command::new(busybox)
         .args(["cpio", "-o", "-H", "newc"])
@@ -102,7 +100,7 @@ pub fn pack(busybox: &Path, root: &Path, names: &[String], to: &Path) -> anyhow:
         .stderr(Stdio::null())
         .spawn()
         .context("busybox cpio")?;
-    let mut input = packer.stdin.take().context("busybox cpio without input")?;
+    let mut input = packer.stdin.take().context("busybox cpio has no standard input")?;
     writeln!(input, "{}", names.join("\n"))?;
     drop(input);
     let status = packer.wait()?;
@@ -110,7 +108,7 @@ pub fn pack(busybox: &Path, root: &Path, names: &[String], to: &Path) -> anyhow:
     Ok(())
 }
 
-/// A guest, booted and saved.
+/// The snapshot of a booted guest.
 #[derive(Debug)]
 pub struct GuestImage {
     tools: GuestTools,
@@ -119,7 +117,7 @@ pub struct GuestImage {
 }
 
 impl GuestImage {
-    /// Makes an image with so much data, boots it and saves it. Takes about a minute.
+    /// Builds an image with at most `data_mib` of files, boots it and saves the guest. Takes about a minute.
     pub fn make(tools: GuestTools, scratch: &Path, memory_mib: u64, data_mib: u64) -> anyhow::Result<Self> {
         let dir = scratch.join("guest");
         let image = Self { tools, dir, memory_mib };
@@ -130,41 +128,41 @@ impl GuestImage {
             .arg(&image.tools.kernel)
             .arg("-initrd")
             .arg(image.initrd())
-            // ramfs, since the usual tmpfs would take half of the memory at most.
+            // ramfs, because the default tmpfs is limited to half of the memory.
             .args(["-append", "console=ttyS0 quiet panic=-1 rootfstype=ramfs"]);
         let mut guest = Dialogue::start(&mut booted, &image.dir.join("boot.log"))?;
         guest.ready(BOOT_LIMIT).context("booting a guest")?;
-        // Changes that all guests have in common, which also draws in what the shell needs.
+        // A change common to all guests, which also loads what the shell needs.
         let answer = guest.ask("change 0", ANSWER_LIMIT)?;
         ensure!(answer == "changed", "a guest answers {answer:?}");
         Monitor::connect(&image.monitor("boot"))?.save(SNAPSHOT)?;
         Ok(image)
     }
 
-    /// Restores a guest and has it change some of its files.
+    /// Restores a guest and changes some of its files.
     pub fn start(&self, instance: usize) -> anyhow::Result<Guest> {
         let name = format!("guest-{instance}");
         let mut command = self.command(&name);
         command.args(["-incoming", &format!("exec:cat {SNAPSHOT}")]);
         let mut guest = Dialogue::start(&mut command, &self.dir.join(format!("{name}.log")))?;
-        // What is said to it before it is restored gets lost in part.
-        Monitor::connect(&self.monitor(&name))?.wait_until_it_runs()?;
+        // Input sent before the restore is complete would be lost in part.
+        Monitor::connect(&self.monitor(&name))?.wait_until_running()?;
         let answer = guest.ask(&format!("change {}", instance + 1), ANSWER_LIMIT)?;
         ensure!(answer == "changed", "a guest answers {answer:?}");
         Ok(Guest { guest })
     }
 
-    /// The same machine each time, or the snapshot would not fit.
+    /// The command of the machine: the snapshot requires the same one each time.
     fn command(&self, name: &str) -> Command {
         let mut command = Command::new(&self.tools.setpriv);
         command
             .args(["--pdeathsig", "KILL"])
             .arg(&self.tools.qemu)
-            // QEMU marks its guests' memory itself unless told otherwise, and whoever comes first would get it all.
+            // QEMU marks its guests' memory by default, which would bypass the policies under test.
             .args(["-machine", "pc,mem-merge=off", "-accel", "tcg,tb-size=64"])
             .args(["-m", &self.memory_mib.to_string(), "-nodefaults", "-no-user-config", "-display", "none"])
             .args(["-serial", "stdio", "-qmp", &format!("unix:{name}.monitor,server=on,wait=off")])
-            // So that names within need no quotes.
+            // Relative names need no quotes in QEMU's options.
             .current_dir(&self.dir);
         command
     }
@@ -177,7 +175,7 @@ impl GuestImage {
         self.dir.join("initrd")
     }
 
-    /// Packs busybox, the script and files of at most so many bytes.
+    /// Packs busybox, the init script and files of at most `data_bytes` in all.
     fn pack(&self, data_bytes: u64) -> anyhow::Result<()> {
         let root = self.dir.join("root");
         for dir in ["bin", "dev", "data", "own"] {
@@ -203,7 +201,7 @@ impl GuestImage {
     }
 }
 
-/// All files below a directory, in the order of their names.
+/// All files below a directory, ordered by name.
 fn files_below(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let entries = fs::read_dir(dir).with_context(|| dir.display().to_string())?;
     let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<anyhow::Result<Vec<_>>>()?;
@@ -220,12 +218,12 @@ fn files_below(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// A guest's monitor, in QEMU's machine protocol: one JSON document a line.
+/// A connection to a guest's monitor by QMP: one JSON document per line.
 #[derive(Debug)]
 struct Monitor(BufReader<UnixStream>);
 
 impl Monitor {
-    /// Connects to an emulator that is just starting.
+    /// Connects to an emulator that is still starting.
     fn connect(socket: &Path) -> anyhow::Result<Self> {
         let end = Instant::now() + MONITOR_LIMIT;
         let stream = loop {
@@ -236,21 +234,21 @@ impl Monitor {
         };
         stream.set_read_timeout(Some(MONITOR_LIMIT))?;
         let mut monitor = Self(BufReader::new(stream));
-        monitor.0.read_line(&mut String::new()).context("the monitor's greeting")?;
+        monitor.0.read_line(&mut String::new()).context("reading the monitor's greeting")?;
         monitor.execute("qmp_capabilities", &json!({}))?;
         Ok(monitor)
     }
 
-    /// Writes the guest's state to a file in the emulator's directory. The guest stands still afterwards.
+    /// Writes the guest's state to a file in the emulator's directory. The guest is paused afterwards.
     fn save(&mut self, file: &str) -> anyhow::Result<()> {
-        // Without a limit on the speed, which is meant for networks.
+        // The default bandwidth limit is meant for networks.
         self.execute("migrate-set-parameters", &json!({ "max-bandwidth": 1_u64 << 36 }))?;
         self.execute("migrate", &json!({ "uri": format!("exec:cat > {file}") }))?;
         self.wait_for("query-migrate", "completed")
     }
 
-    /// Waits until a guest that is being restored has been.
-    fn wait_until_it_runs(&mut self) -> anyhow::Result<()> {
+    /// Waits until a guest is restored.
+    fn wait_until_running(&mut self) -> anyhow::Result<()> {
         self.wait_for("query-status", "running")
     }
 
@@ -279,7 +277,7 @@ impl Monitor {
             if let Some(error) = reply.get("error") {
                 bail!("{command}: {error}");
             }
-            // Anything else is an event.
+            // Other lines are events.
             if let Some(answer) = reply.get_mut("return") {
                 return Ok(answer.take());
             }
@@ -302,7 +300,7 @@ impl Target for Guest {
         self.guest.pid()
     }
 
-    /// A checksum that the guest works out.
+    /// A checksum computed in the guest.
     fn check(&mut self) -> anyhow::Result<String> {
         self.guest.ask("sum", ANSWER_LIMIT)
     }

@@ -1,4 +1,4 @@
-//! Redis servers that hold the same data: each loads a copy of one dump.
+//! Redis servers with the same data: each loads a copy of one dump.
 
 use super::{Server, Target, find, need};
 use anyhow::{Context, bail, ensure};
@@ -15,10 +15,10 @@ const READY_LIMIT: Duration = Duration::from_secs(30);
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const VALUE_BYTES: usize = 1000;
 const SEED: u64 = 0x0072_6564_6973;
-/// Commands sent before their answers are read: the answers must fit in the socket's buffer.
+/// Commands sent before reading the answers, which must fit in the socket's buffer.
 const PIPELINE: usize = 500;
 
-/// The dump, and the server's executable.
+/// A dump and the server's executable.
 #[derive(Debug)]
 pub struct RedisData {
     program: PathBuf,
@@ -27,10 +27,10 @@ pub struct RedisData {
 }
 
 impl RedisData {
-    /// Makes a dump of so many keys of 1000 bytes, in `scratch`.
+    /// Creates a dump of `keys` keys with values of 1000 bytes in `scratch`.
     pub fn make(scratch: &Path, keys: u64) -> anyhow::Result<Self> {
         let program = scratch.join("redis-server");
-        // Debian has the server in redis-tools, as redis-check-rdb: it goes by the name it is called by.
+        // Debian ships the server in redis-tools as redis-check-rdb; the name it is started by selects the mode.
         let installed = match find("redis-server") {
             Some(installed) => installed,
             None => need("redis-check-rdb", "redis-tools")?,
@@ -80,7 +80,7 @@ impl RedisData {
             let stream = UnixStream::connect(&socket).ok()?;
             stream.set_read_timeout(Some(ANSWER_LIMIT)).ok()?;
             let mut client = BufReader::new(stream);
-            // While it loads it answers with an error.
+            // While loading, it answers with an error.
             matches!(ask(&mut client, &[b"PING"]), Ok(answer) if answer == b"PONG").then_some(client)
         })?;
         Ok(Redis { server, client })
@@ -103,10 +103,10 @@ impl Redis {
         reply(&mut self.client)
     }
 
-    /// Gives every twentieth of so many keys a new value, other keys and other values in each instance: what has
-    /// happened since the data was the same.
+    /// Gives every twentieth of `keys` keys a new value: different keys and values in each instance, so that the copies
+    /// diverge.
     pub fn change(&mut self, keys: u64, instance: u64) -> anyhow::Result<()> {
-        // The first three keys are checked for what they held at first.
+        // The first three keys must keep the values that `check` expects.
         let numbers: Vec<u64> = (3 + instance..keys).step_by(20).collect();
         self.set(&numbers, SEED + 1 + instance)
     }
@@ -137,7 +137,7 @@ impl Target for Redis {
         self.server.pid()
     }
 
-    /// The server's own digest over all keys and values, and some values as they come.
+    /// Checks some values and returns the server's digest of all keys and values.
     fn check(&mut self) -> anyhow::Result<String> {
         let digest = self.ask(&[b"DEBUG", b"DIGEST"])?;
         for number in [0, 1, 2] {
@@ -155,7 +155,7 @@ fn ask(client: &mut BufReader<UnixStream>, words: &[&[u8]]) -> anyhow::Result<Ve
     reply(client)
 }
 
-/// Appends a command in redis' protocol: an array of byte strings.
+/// Appends a command in the Redis protocol: an array of byte strings.
 fn command(to: &mut Vec<u8>, words: &[&[u8]]) {
     to.extend(format!("*{}\r\n", words.len()).into_bytes());
     for word in words {
@@ -169,11 +169,11 @@ fn command(to: &mut Vec<u8>, words: &[&[u8]]) {
 fn reply(from: &mut impl BufRead) -> anyhow::Result<Vec<u8>> {
     let mut line = String::new();
     from.read_line(&mut line)?;
-    let line = line.strip_suffix("\r\n").context("redis has ended")?;
+    let line = line.strip_suffix("\r\n").context("redis closed the connection")?;
     match line.split_at_checked(1) {
         Some(("+" | ":", answer)) => Ok(answer.as_bytes().to_vec()),
         Some(("$", length)) => {
-            let length: usize = length.parse().context("redis has no such value")?;
+            let length: usize = length.parse().context("the key does not exist in redis")?;
             let mut value = vec![0; length + 2];
             from.read_exact(&mut value)?;
             value.truncate(length);
@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_protocol_as_documented() {
+    fn commands_and_replies_follow_the_protocol() {
         let mut bytes = Vec::new();
         command(&mut bytes, &[b"GET", b"a\r\nb"]);
         assert_eq!(bytes, b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n");

@@ -1,4 +1,4 @@
-//! Real programs at work, to be recorded: what they are, and what they are made to do meanwhile.
+//! Groups of real programs to record, and the work they do meanwhile.
 
 use super::{
     GuestWork, JavaProgram, JavaTools, MariaDb, MariaDbData, PythonData, PythonTools, Redis, RedisData, Target,
@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// Of each server.
+/// Processes of each server.
 const INSTANCES: usize = 3;
 const GUESTS: usize = 4;
 const GUEST_MIB: u64 = 192;
@@ -18,45 +18,45 @@ const MARIADB_ROWS: u64 = 40_000;
 const PYTHON_ROWS: u64 = 100_000;
 const PYTHON_OWN_MIB: u64 = 16;
 const JAVA_HEAP_MIB: u64 = 128;
-/// Between two changes of a database.
+/// Time between two changes of a database.
 const CHANGE_EVERY: Duration = Duration::from_secs(5);
-/// How long guests do nothing between their boot and their work.
+/// Idle time of guests between boot and work.
 const REST: Duration = Duration::from_secs(10);
 
-/// Programs of one kind.
+/// Running programs of one kind.
 pub trait Subjects: Send {
     /// Their pids.
     fn pids(&self) -> Vec<i32>;
 
-    /// Does what is due at a time since they were first looked at. Called every second or so, and later where it takes long.
-    fn go_on(&mut self, since: Duration) -> anyhow::Result<()>;
+    /// Does the work that is due at `elapsed` after the start of the record. Called about once a second.
+    fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()>;
 
-    /// Makes sure that they have done what they were meant to.
+    /// Checks that they have done their work.
     fn end(&mut self) -> anyhow::Result<()>;
 }
 
-/// A kind of programs that can be started.
+/// A kind of program group that can be recorded.
 pub struct Subject {
-    /// What it is called.
+    /// Its name on the command line.
     pub name: &'static str,
-    /// What they are and do, in a line.
+    /// One line of description.
     pub about: &'static str,
-    /// How long a record should be, seconds.
+    /// Default length of a record, in seconds.
     pub seconds: u64,
     start: fn(&Path) -> anyhow::Result<Box<dyn Subjects>>,
 }
 
-/// All there are.
+/// All subjects.
 pub const SUBJECTS: &[Subject] = &[
     Subject {
         name: "redis",
-        about: "three redis servers with the same data, of which each changes a twentieth every 5 s",
+        about: "three redis servers with the same data, each of which changes a twentieth every 5 s",
         seconds: 30,
         start: redis,
     },
     Subject {
         name: "mariadb",
-        about: "three MariaDB servers with the same table, of which each updates one row in 27 every 5 s",
+        about: "three MariaDB servers with the same table, each of which updates one row in 27 every 5 s",
         seconds: 30,
         start: mariadb,
     },
@@ -68,7 +68,7 @@ pub const SUBJECTS: &[Subject] = &[
     },
     Subject {
         name: "java",
-        about: "three Java servers, of whose data 1 % is replaced every second",
+        about: "three Java servers that replace 1 % of their data every second",
         seconds: 30,
         start: java,
     },
@@ -87,32 +87,32 @@ pub const SUBJECTS: &[Subject] = &[
 ];
 
 impl Subject {
-    /// The one of that name.
+    /// Finds a subject by name.
     pub fn named(name: &str) -> Option<&'static Self> {
         SUBJECTS.iter().find(|subject| subject.name == name)
     }
 
-    /// Makes their data and starts them. They end, and their data goes, when dropped.
+    /// Creates the data and starts the programs. Dropping the result ends them and deletes the data.
     pub fn start(&self) -> anyhow::Result<Box<dyn Subjects>> {
         let scratch = tempfile::Builder::new().prefix("pagefold-lab-").tempdir().context("a scratch directory")?;
         let subjects = (self.start)(scratch.path()).with_context(|| self.name)?;
-        Ok(Box::new(Housed { subjects, _scratch: scratch }))
+        Ok(Box::new(WithScratch { subjects, _scratch: scratch }))
     }
 }
 
-/// Programs with the directory of their data, which goes after them.
-struct Housed {
+/// Programs with their scratch directory, which is deleted after they end.
+struct WithScratch {
     subjects: Box<dyn Subjects>,
     _scratch: TempDir,
 }
 
-impl Subjects for Housed {
+impl Subjects for WithScratch {
     fn pids(&self) -> Vec<i32> {
         self.subjects.pids()
     }
 
-    fn go_on(&mut self, since: Duration) -> anyhow::Result<()> {
-        self.subjects.go_on(since)
+    fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()> {
+        self.subjects.advance(elapsed)
     }
 
     fn end(&mut self) -> anyhow::Result<()> {
@@ -120,14 +120,14 @@ impl Subjects for Housed {
     }
 }
 
-/// Every so often.
+/// A schedule with one turn every [`CHANGE_EVERY`].
 #[derive(Default)]
 struct Turns(u32);
 
 impl Turns {
-    /// The number of the turn that is due, if one is.
-    fn due(&mut self, since: Duration) -> Option<u64> {
-        let due = since >= CHANGE_EVERY * (self.0 + 1);
+    /// The number of the next turn, if it is due. Late turns are caught up one call at a time.
+    fn due(&mut self, elapsed: Duration) -> Option<u64> {
+        let due = elapsed >= CHANGE_EVERY * (self.0 + 1);
         self.0 += u32::from(due);
         due.then_some(self.0.into())
     }
@@ -146,10 +146,10 @@ impl Subjects for Redises {
         self.0.iter().map(Target::pid).collect()
     }
 
-    fn go_on(&mut self, since: Duration) -> anyhow::Result<()> {
-        let Some(turn) = self.1.due(since) else { return Ok(()) };
+    fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()> {
+        let Some(turn) = self.1.due(elapsed) else { return Ok(()) };
         for (instance, server) in (0..).zip(&mut self.0) {
-            // Other keys in each, and in every other turn: a tenth of them is in use, the others stay.
+            // Keys differ between servers and alternate between turns: a tenth of them changes, the others never do.
             server.change(REDIS_KEYS, instance + turn % 2 * INSTANCES as u64)?;
         }
         Ok(())
@@ -173,8 +173,8 @@ impl Subjects for MariaDbs {
         self.0.iter().map(Target::pid).collect()
     }
 
-    fn go_on(&mut self, since: Duration) -> anyhow::Result<()> {
-        let Some(turn) = self.1.due(since) else { return Ok(()) };
+    fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()> {
+        let Some(turn) = self.1.due(elapsed) else { return Ok(()) };
         for (instance, server) in (0..).zip(&mut self.0) {
             server.update(instance + turn * INSTANCES as u64, instance)?;
         }
@@ -186,25 +186,25 @@ impl Subjects for MariaDbs {
     }
 }
 
-/// Programs that need nobody to go on.
-struct Alone<T>(Vec<T>);
+/// Programs that work without commands.
+struct Unattended<T>(Vec<T>);
 
 fn python(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
     let data = PythonData::make(PythonTools::find()?, scratch, PYTHON_ROWS, PYTHON_OWN_MIB)?;
-    Ok(Box::new(Alone((0..INSTANCES).map(|instance| data.start(instance)).collect::<anyhow::Result<_>>()?)))
+    Ok(Box::new(Unattended((0..INSTANCES).map(|instance| data.start(instance)).collect::<anyhow::Result<_>>()?)))
 }
 
 fn java(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
     let program = JavaProgram::make(JavaTools::find()?, scratch, JAVA_HEAP_MIB)?;
-    Ok(Box::new(Alone((0..INSTANCES).map(|instance| program.start(instance)).collect::<anyhow::Result<_>>()?)))
+    Ok(Box::new(Unattended((0..INSTANCES).map(|instance| program.start(instance)).collect::<anyhow::Result<_>>()?)))
 }
 
-impl<T: Target + Send> Subjects for Alone<T> {
+impl<T: Target + Send> Subjects for Unattended<T> {
     fn pids(&self) -> Vec<i32> {
         self.0.iter().map(Target::pid).collect()
     }
 
-    fn go_on(&mut self, _: Duration) -> anyhow::Result<()> {
+    fn advance(&mut self, _: Duration) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -213,7 +213,7 @@ impl<T: Target + Send> Subjects for Alone<T> {
     }
 }
 
-/// GuestSubjects, and how far they are.
+/// Guests and their progress.
 struct GuestSubjects {
     started: Vec<WorkingGuest>,
     booted: Option<Duration>,
@@ -239,15 +239,15 @@ impl Subjects for GuestSubjects {
         self.started.iter().map(WorkingGuest::pid).collect()
     }
 
-    fn go_on(&mut self, since: Duration) -> anyhow::Result<()> {
+    fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()> {
         match self.booted {
             None => {
                 self.started.iter_mut().try_for_each(WorkingGuest::ready)?;
-                // As of the next time: this one was long ago.
+                // Waiting took long, so the next call supplies the time of the boot.
                 self.booted = Some(Duration::MAX);
             }
-            Some(Duration::MAX) => self.booted = Some(since),
-            Some(booted) if !self.working && since >= booted + REST => {
+            Some(Duration::MAX) => self.booted = Some(elapsed),
+            Some(booted) if !self.working && elapsed >= booted + REST => {
                 self.started.iter_mut().try_for_each(WorkingGuest::work)?;
                 self.working = true;
             }
@@ -269,14 +269,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn turns_come_one_by_one() {
+    fn late_turns_are_caught_up_one_by_one() {
         let mut turns = Turns::default();
         let at = |turns: &mut Turns, seconds| turns.due(Duration::from_secs(seconds));
         assert_eq!(at(&mut turns, 0), None);
         assert_eq!(at(&mut turns, 4), None);
         assert_eq!(at(&mut turns, 5), Some(1));
         assert_eq!(at(&mut turns, 6), None);
-        // Late ones are made up for.
         assert_eq!((at(&mut turns, 16), at(&mut turns, 16), at(&mut turns, 16)), (Some(2), Some(3), None));
     }
 }

@@ -1,7 +1,7 @@
-//! Emulated guests that boot, rest, and then do some work over and over again, for records of what their memory goes through.
+//! Emulated guests that boot, rest and then repeat some work, to record how their memory changes.
 //!
-//! All have the same system and the same work: a compiler on the same sources, or a web server on the same site with a cache
-//! before it. Unlike [`super::GuestImage`]'s guests, which are restored, each of these boots by itself.
+//! All have the same system and work: a compiler on the same sources, or a web server on the same site. Unlike
+//! [`super::GuestImage`]'s guests, which are restored from a snapshot, each of these boots.
 
 use super::dialogue::Dialogue;
 use super::{NodesTools, find, need, pack};
@@ -19,10 +19,10 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 
 const INIT: &str = include_str!("working-guest-init");
 
-/// Sources of the build, and functions in each.
+/// Sources of the build and functions in each.
 const UNITS: u64 = 48;
 const FUNCTIONS: u64 = 24;
-/// Of headers that every C library has.
+/// Headers that every C library has.
 const HEADERS: [&str; 16] = [
     "stdio.h",
     "stdlib.h",
@@ -42,20 +42,20 @@ const HEADERS: [&str; 16] = [
     "locale.h",
 ];
 
-/// The site: text and what cannot be compressed, 4 to 64 KiB each.
+/// Files of the site, 4 to 64 KiB each.
 const SITE_FILES: u64 = 400;
 const SEED: u64 = 0x6775_6573;
 
-/// What guests do.
+/// The work of the guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestWork {
-    /// Compile.
+    /// Compile C sources.
     Build,
-    /// Serve.
+    /// Serve a web site.
     Web,
 }
 
-/// What guests boot from.
+/// The image that guests boot from.
 #[derive(Debug)]
 pub struct WorkingGuests {
     tools: NodesTools,
@@ -65,7 +65,7 @@ pub struct WorkingGuests {
 }
 
 impl WorkingGuests {
-    /// Packs what they need, in `scratch`.
+    /// Builds the image in `scratch`.
     pub fn make(scratch: &Path, memory_mib: u64, work: GuestWork) -> anyhow::Result<Self> {
         let guests = Self { tools: NodesTools::find()?, dir: scratch.join("working-guests"), memory_mib, work };
         let root = guests.dir.join("root");
@@ -79,7 +79,7 @@ impl WorkingGuests {
             GuestWork::Build => put_sources(&guests.dir, &root)?,
             GuestWork::Web => put_site(&root)?,
         }
-        // Directories before what is in them.
+        // `find` lists directories before their contents.
         let names =
             Command::new(&guests.tools.busybox).arg("find").current_dir(&root).output().context("busybox find")?;
         let names: Vec<String> = String::from_utf8(names.stdout)?.lines().map(str::to_owned).collect();
@@ -89,7 +89,7 @@ impl WorkingGuests {
         Ok(guests)
     }
 
-    /// Starts one. It boots by itself.
+    /// Starts a guest without waiting for its boot.
     pub fn start(&self, instance: usize) -> anyhow::Result<WorkingGuest> {
         let mut command = Command::new(&self.tools.setpriv);
         let work = match self.work {
@@ -99,7 +99,7 @@ impl WorkingGuests {
         command
             .args(["--pdeathsig", "KILL"])
             .arg(&self.tools.qemu)
-            // It must not be QEMU that marks its guests' memory.
+            // QEMU must not mark its guests' memory itself.
             .args(["-machine", "q35,mem-merge=off", "-cpu", "qemu64,-cx16", "-accel", "tcg,tb-size=64"])
             .args(["-m", &self.memory_mib.to_string(), "-nodefaults", "-no-user-config", "-no-reboot"])
             .args(["-display", "none", "-serial", "stdio"])
@@ -113,7 +113,7 @@ impl WorkingGuests {
     }
 }
 
-/// A guest, from its start on.
+/// A guest that has been started.
 #[derive(Debug)]
 pub struct WorkingGuest {
     guest: Dialogue,
@@ -131,19 +131,19 @@ impl WorkingGuest {
         self.guest.ready(BOOT_LIMIT).map(drop).context("booting a guest")
     }
 
-    /// Has it begin to work, in an order of its own where there is a choice.
+    /// Starts the work. The order of requests differs between guests.
     pub fn work(&mut self) -> anyhow::Result<()> {
         let answer = self.guest.ask(&format!("work {}", self.instance + 1), ANSWER_LIMIT)?;
         ensure!(answer == "working", "a guest answers {answer:?}");
         Ok(())
     }
 
-    /// How many sources it has compiled or files served. None at all is an error.
+    /// The number of sources compiled or files served. 0 is an error.
     pub fn done(&mut self) -> anyhow::Result<u64> {
         let answer = self.guest.ask("count", ANSWER_LIMIT)?;
-        let done = answer.parse().with_context(|| format!("a guest has done {answer:?}"))?;
+        let done = answer.parse().with_context(|| format!("a guest answers {answer:?} to count"))?;
         if done == 0 {
-            bail!("a guest has done nothing ({}): record for longer", self.guest.ask("log", ANSWER_LIMIT)?);
+            bail!("a guest has done no work ({}): record for longer", self.guest.ask("log", ANSWER_LIMIT)?);
         }
         Ok(done)
     }
@@ -157,7 +157,7 @@ fn put(file: &Path, root: &Path, to: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Copies a program and its libraries into the image, to where they are here.
+/// Copies a program and its libraries into the image, at the same paths.
 fn put_program(program: &Path, root: &Path) -> anyhow::Result<()> {
     let output = Command::new("ldd").arg(program).output().context("ldd")?;
     ensure!(output.status.success(), "ldd {} ended with {}", program.display(), output.status);
@@ -170,12 +170,12 @@ fn put_program(program: &Path, root: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The compiler proper, and sources that have been through the preprocessor, so that no headers are needed.
+/// Adds the compiler proper and preprocessed sources, which need no headers.
 fn put_sources(dir: &Path, root: &Path) -> anyhow::Result<()> {
     let cc = find("gcc").map_or_else(|| need("cc", "gcc"), Ok)?;
-    let asked = Command::new(&cc).arg("-print-prog-name=cc1").output().context("cc")?;
-    let compiler = PathBuf::from(String::from_utf8(asked.stdout)?.trim());
-    ensure!(compiler.is_absolute(), "{} does not say where its cc1 is: install gcc", cc.display());
+    let output = Command::new(&cc).arg("-print-prog-name=cc1").output().context("cc")?;
+    let compiler = PathBuf::from(String::from_utf8(output.stdout)?.trim());
+    ensure!(compiler.is_absolute(), "{} does not print the path of cc1: install gcc", cc.display());
     put_program(&compiler, root)?;
     fs::rename(root.join(compiler.strip_prefix("/")?), root.join("bin/cc1"))?;
     for unit in 0..UNITS {
@@ -195,7 +195,7 @@ fn put_sources(dir: &Path, root: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A source with some headers and some functions.
+/// A C source that includes some headers and defines some functions.
 fn source_text(unit: u64) -> String {
     let mut text = String::new();
     for (at, header) in HEADERS.iter().enumerate() {
@@ -222,7 +222,7 @@ fn source_text(unit: u64) -> String {
     text
 }
 
-/// Pages of printable characters that are found in no other file, with short ends.
+/// Adds files of printable characters, each with unique pages and a partial last page.
 fn put_site(root: &Path) -> anyhow::Result<()> {
     for number in 0..SITE_FILES {
         let length = 4_096 + usize::try_from(number * 7_919 % 61_440)?;
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sources_are_correct_and_differ() {
+    fn sources_compile_and_differ() {
         let dir = tempfile::tempdir().unwrap();
         let source = dir.path().join("unit.c");
         for unit in [0, 1, UNITS - 1] {
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_come_with_their_libraries() {
+    fn programs_are_copied_with_their_libraries() {
         let root = tempfile::tempdir().unwrap();
         put_program(Path::new("/bin/sh"), root.path()).unwrap();
         assert!(root.path().join("bin/sh").exists());

@@ -1,4 +1,4 @@
-//! Looks and records that could be, for property tests.
+//! Arbitrary snapshots and records for property tests.
 
 use super::{Deltas, MemorySnapshot, Origin, PARTS, Page, ProcessRow, Record, RegionRow};
 use pagefold_core::host::PageState;
@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 fn page() -> impl Strategy<Value = Page> {
     use PageState::{Merged, Private, Shared, ZeroMapped};
     let state = prop::sample::select(vec![Private, Merged, Shared, ZeroMapped]);
-    // Few digests, so that pages stay what they are now and then; and all bits of them, now and then.
+    // Few digests, so that pages sometimes stay equal, and sometimes any 128 bits.
     let digest = prop_oneof![0..4_u128, any::<u128>()];
     (state, any::<bool>(), digest, any::<[u32; PARTS]>(), any::<Option<u64>>()).prop_map(
         |(state, huge, digest, parts, frame)| match state {
@@ -27,19 +27,19 @@ fn region() -> impl Strategy<Value = (String, u64, Vec<(Vpn, Page)>)> {
     })
 }
 
-/// Looks, one after the other: the same few numbers come and go, and none comes twice.
-pub(super) fn looks() -> impl Strategy<Value = Vec<MemorySnapshot>> {
+/// Consecutive snapshots in which few process and region numbers appear and vanish, and none reappears.
+pub(super) fn snapshots() -> impl Strategy<Value = Vec<MemorySnapshot>> {
     let process = (any::<Option<i32>>(), any::<Option<String>>());
     let processes = prop::collection::btree_map(0..4_u32, process, 0..4);
     let regions = prop::collection::btree_map(0..8_u32, region(), 0..6);
     prop::collection::vec((0..9_u64, processes, regions), 0..6).prop_map(|raw| {
-        let (mut time_ns, mut looks) = (0, Vec::new());
+        let (mut time_ns, mut snapshots) = (0, Vec::new());
         let mut last = (BTreeSet::new(), BTreeSet::new());
         let mut gone = (BTreeSet::new(), BTreeSet::new());
         for (step, mut processes, mut regions) in raw {
             time_ns += step << 40;
             processes.retain(|process, _| !gone.0.contains(process));
-            // Whose a region is follows from its number.
+            // A region's number determines its process.
             regions.retain(|region, _| processes.contains_key(&(region % 4)) && !gone.1.contains(region));
             let now: (BTreeSet<u32>, BTreeSet<u32>) =
                 (processes.keys().copied().collect(), regions.keys().copied().collect());
@@ -56,17 +56,17 @@ pub(super) fn looks() -> impl Strategy<Value = Vec<MemorySnapshot>> {
             let rows_of = |processes: BTreeMap<u32, (Option<i32>, Option<String>)>| {
                 processes.into_iter().map(|(process, (pid, name))| ProcessRow { process, pid, name }).collect()
             };
-            looks.push(MemorySnapshot { time_ns, processes: rows_of(processes), regions: rows });
+            snapshots.push(MemorySnapshot { time_ns, processes: rows_of(processes), regions: rows });
         }
-        looks
+        snapshots
     })
 }
 
 /// A record.
 pub(super) fn record() -> impl Strategy<Value = Record> {
-    (looks(), any::<String>(), any::<u64>(), any::<bool>()).prop_map(|(looks, source, every_ns, anonymous)| {
+    (snapshots(), any::<String>(), any::<u64>(), any::<bool>()).prop_map(|(snapshots, source, every_ns, anonymous)| {
         let mut deltas = Deltas::new();
-        let snapshots = looks.into_iter().map(|look| deltas.next(look)).collect();
+        let snapshots = snapshots.into_iter().map(|memory| deltas.next(memory)).collect();
         Record { origin: Origin { source, every_ns, anonymous }, snapshots }
     })
 }

@@ -1,4 +1,4 @@
-//! From looks to what changed between them, and back.
+//! Conversion of full snapshots to changes and back.
 
 use super::{Event, MemorySnapshot, PARTS, Page, ProcessRow, RegionRow, Snapshot};
 use pagefold_core::host::PageState;
@@ -7,23 +7,23 @@ use rustc_hash::FxHashSet;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
-/// Turns looks into snapshots, each with what is another than in the look before.
+/// Converts full snapshots to the changes since the previous one.
 #[derive(Debug, Default)]
 pub struct Deltas {
     last: State,
 }
 
 impl Deltas {
-    /// Nothing has been seen yet: the first look is all new.
+    /// Starts with no memory: everything in the first snapshot is a change.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// What the look shows that the one before did not, and the other way round.
-    pub fn next(&mut self, look: MemorySnapshot) -> Snapshot {
+    /// The changes from the previous snapshot to this one.
+    pub fn next(&mut self, memory: MemorySnapshot) -> Snapshot {
         let mut events = Vec::new();
         let State { processes, regions } = &mut self.last;
-        let there: FxHashSet<u32> = look.processes.iter().map(|row| row.process).collect();
+        let there: FxHashSet<u32> = memory.processes.iter().map(|row| row.process).collect();
         processes.retain(|&process, _| {
             let stays = there.contains(&process);
             if !stays {
@@ -31,7 +31,7 @@ impl Deltas {
             }
             stays
         });
-        let mapped: FxHashSet<u32> = look.regions.iter().map(|(row, _)| row.region).collect();
+        let mapped: FxHashSet<u32> = memory.regions.iter().map(|(row, _)| row.region).collect();
         regions.retain(|&region, held| {
             let (stays, lives) = (mapped.contains(&region), there.contains(&held.row.process));
             if !stays && lives {
@@ -39,13 +39,13 @@ impl Deltas {
             }
             stays && lives
         });
-        for row in look.processes {
+        for row in memory.processes {
             if processes.get(&row.process) != Some(&row) {
                 events.push(Event::Process(row.clone()));
                 processes.insert(row.process, row);
             }
         }
-        for (row, pages) in look.regions {
+        for (row, pages) in memory.regions {
             let region = row.region;
             let held = regions
                 .entry(region)
@@ -60,13 +60,13 @@ impl Deltas {
                     events.push(Event::Region(row.clone()));
                     Region { row, pages: PageTable::default() }
                 });
-            held.pages.become_these(&pages, |page, now| events.push(Event::Page { region, page, now }));
+            held.pages.replace_with(&pages, |page, now| events.push(Event::Page { region, page, now }));
         }
-        Snapshot { time_ns: look.time_ns, events }
+        Snapshot { time_ns: memory.time_ns, events }
     }
 }
 
-/// All that is there at a time: the sum of the snapshots so far.
+/// The memory at one time: the sum of the changes so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
     /// The processes, by number.
@@ -78,14 +78,14 @@ pub struct State {
 /// A region with its pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
-    /// What and where it is.
+    /// Kind and address.
     pub row: RegionRow,
-    /// Those of its pages that are not absent.
+    /// Its present pages.
     pub pages: PageTable,
 }
 
 impl State {
-    /// Takes in what has changed. Pages of regions that are not there are passed over; no record that was read has any.
+    /// Applies changes. Ignores pages of unknown regions, which no valid record has.
     pub fn apply(&mut self, snapshot: &Snapshot) {
         let together = |a: &Event, b: &Event| match (a, b) {
             (Event::Page { region: a, .. }, Event::Page { region: b, .. }) => a == b,
@@ -111,26 +111,26 @@ impl State {
                 }
                 Event::Page { region, .. } => {
                     if let Some(held) = self.regions.get_mut(region) {
-                        held.pages.take_in(events);
+                        held.pages.apply(events);
                     }
                 }
             }
         }
     }
 
-    /// How many pages are not absent.
+    /// The number of present pages.
     pub fn pages(&self) -> u64 {
         self.regions.values().map(|held| held.pages.len() as u64).sum()
     }
 }
 
-/// The pages of a region that are not absent, ascending.
+/// The present pages of a region, ascending.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PageTable(Vec<Kept>);
+pub struct PageTable(Vec<PackedPage>);
 
-/// A page as it is kept: 56 bytes, while a [`Page`] and its number take 80.
+/// A page in 56 bytes, where a [`Page`] and its number take 80.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Kept {
+struct PackedPage {
     page: Vpn,
     digest: [u64; 2],
     frame: u64,
@@ -140,7 +140,7 @@ struct Kept {
     framed: bool,
 }
 
-impl Kept {
+impl PackedPage {
     #[expect(clippy::cast_possible_truncation, reason = "both halves are kept")]
     fn of(page: Vpn, now: &Page) -> Self {
         Self {
@@ -165,11 +165,11 @@ impl Kept {
     }
 }
 
-/// What an absent page is.
+/// An absent page.
 const ABSENT: Page = Page { state: PageState::Absent, huge: false, digest: 0, parts: [0; PARTS], frame: None };
 
 impl PageTable {
-    /// A page, unless it is absent.
+    /// A page; `None` if absent.
     pub fn get(&self, page: Vpn) -> Option<Page> {
         self.0.binary_search_by_key(&page, |kept| kept.page).ok().map(|at| self.0[at].now())
     }
@@ -179,41 +179,41 @@ impl PageTable {
         self.0.iter().map(|kept| (kept.page, kept.now()))
     }
 
-    /// How many there are.
+    /// The number of present pages.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether all are absent.
+    /// Whether all pages are absent.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Forgets what lies outside.
+    /// Drops the pages outside the region's bounds.
     fn keep_within(&mut self, row: &RegionRow) {
         let end = row.first.0.saturating_add(row.pages.0);
         self.0.retain(|kept| (row.first.0..end).contains(&kept.page.0));
     }
 
-    /// Becomes `pages`, which ascend, and shows what is another than before.
-    fn become_these(&mut self, pages: &[(Vpn, Page)], mut show: impl FnMut(Vpn, Page)) {
+    /// Replaces the pages by `pages`, which ascend, and reports the differences.
+    fn replace_with(&mut self, pages: &[(Vpn, Page)], mut report: impl FnMut(Vpn, Page)) {
         let former = std::mem::replace(&mut self.0, Vec::with_capacity(pages.len()));
         let mut former = former.iter().peekable();
         for &(page, now) in pages.iter().filter(|(_, now)| now.state != PageState::Absent) {
             while let Some(gone) = former.next_if(|kept| kept.page < page) {
-                show(gone.page, ABSENT);
+                report(gone.page, ABSENT);
             }
-            let kept = Kept::of(page, &now);
+            let kept = PackedPage::of(page, &now);
             if former.next_if(|kept| kept.page == page) != Some(&kept) {
-                show(page, now);
+                report(page, now);
             }
             self.0.push(kept);
         }
-        former.for_each(|gone| show(gone.page, ABSENT));
+        former.for_each(|gone| report(gone.page, ABSENT));
     }
 
-    /// Takes in page events, all of this region. Of two of the same page the later counts.
-    fn take_in(&mut self, events: &[Event]) {
+    /// Applies page events of this region. Of several for a page the last counts.
+    fn apply(&mut self, events: &[Event]) {
         let mut changes: Vec<(Vpn, Page)> = events
             .iter()
             .filter_map(|event| if let Event::Page { page, now, .. } = event { Some((*page, *now)) } else { None })
@@ -242,7 +242,7 @@ impl PageTable {
             let change = if order == Ordering::Less { None } else { changes.next() };
             match change {
                 Some((_, now)) if now.state == PageState::Absent => {}
-                Some((page, now)) => self.0.push(Kept::of(page, &now)),
+                Some((page, now)) => self.0.push(PackedPage::of(page, &now)),
                 None => self.0.extend(kept),
             }
         }
@@ -256,14 +256,14 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_gibibyte_takes_some_15_mb() {
-        assert!(size_of::<Kept>() * 262_144 < 15_000_000);
+    fn a_gibibyte_takes_less_than_15_mb() {
+        assert!(size_of::<PackedPage>() * 262_144 < 15_000_000);
     }
 
     /// Process, region, first page, pages, and the digests of some.
     type Mapped<'a> = (u32, u32, u64, u64, &'a [(u64, u128)]);
 
-    fn look(processes: &[u32], regions: &[Mapped<'_>]) -> MemorySnapshot {
+    fn memory_of(processes: &[u32], regions: &[Mapped<'_>]) -> MemorySnapshot {
         MemorySnapshot {
             time_ns: 0,
             processes: processes.iter().map(|&process| ProcessRow { process, pid: None, name: None }).collect(),
@@ -287,13 +287,13 @@ mod tests {
     }
 
     #[test]
-    fn only_what_changed_is_told() {
+    fn only_changes_are_reported() {
         let mut deltas = Deltas::new();
-        let first = look(&[1, 2], &[(1, 7, 10, 5, &[(10, 1), (12, 2)]), (2, 8, 10, 5, &[(11, 3)])]);
+        let first = memory_of(&[1, 2], &[(1, 7, 10, 5, &[(10, 1), (12, 2)]), (2, 8, 10, 5, &[(11, 3)])]);
         assert_eq!(deltas.next(first.clone()).events.len(), 2 + 2 + 3);
         assert_eq!(deltas.next(first).events, []);
-        // One region grows downwards and holds its pages, one goes with its process, one comes.
-        let second = look(&[1], &[(1, 7, 8, 5, &[(8, 9), (10, 1), (12, 4)]), (1, 9, 20, 1, &[])]);
+        // One region grows downwards and keeps its pages, one vanishes with its process, one appears.
+        let second = memory_of(&[1], &[(1, 7, 8, 5, &[(8, 9), (10, 1), (12, 4)]), (1, 9, 20, 1, &[])]);
         let rows: Vec<RegionRow> = second.regions.iter().map(|(row, _)| row.clone()).collect();
         assert_eq!(
             deltas.next(second).events,
@@ -305,16 +305,16 @@ mod tests {
                 Event::Region(rows[1].clone()),
             ]
         );
-        // What lies outside the new bounds is not told of once more; what is gone within them is.
-        let third = look(&[1], &[(1, 7, 8, 4, &[(8, 9)])]);
+        // Pages outside the new bounds are not reported again; vanished pages within them are.
+        let third = memory_of(&[1], &[(1, 7, 8, 4, &[(8, 9)])]);
         let row = third.regions[0].0.clone();
         assert_eq!(deltas.next(third).events, [Event::Unmap { region: 9 }, Event::Region(row), page(7, 10, ABSENT)]);
     }
 
     #[test]
-    fn of_two_changes_of_a_page_the_later_counts() {
+    fn the_last_change_of_a_page_counts() {
         let mut state = State::default();
-        let first = Deltas::new().next(look(&[1], &[(1, 7, 0, 9, &[(1, 1), (3, 3)])]));
+        let first = Deltas::new().next(memory_of(&[1], &[(1, 7, 0, 9, &[(1, 1), (3, 3)])]));
         state.apply(&first);
         let events = vec![page(7, 3, private(4)), page(7, 2, private(2)), page(7, 3, ABSENT), page(8, 3, private(4))];
         state.apply(&Snapshot { time_ns: 1, events });
@@ -324,17 +324,17 @@ mod tests {
     }
 
     proptest! {
-        /// The way to snapshots and back leads to the look.
+        /// Converting snapshots to changes and back restores them.
         #[test]
-        fn snapshots_add_up_to_the_look(looks in super::super::arbitrary::looks()) {
+        fn changes_add_up_to_the_snapshot(snapshots in super::super::arbitrary::snapshots()) {
             let (mut deltas, mut state) = (Deltas::new(), State::default());
-            for look in looks {
-                state.apply(&deltas.next(look.clone()));
+            for memory in snapshots {
+                state.apply(&deltas.next(memory.clone()));
                 prop_assert_eq!(&state, &deltas.last);
                 let processes: Vec<_> = state.processes.values().cloned().collect();
-                prop_assert_eq!(processes, look.processes);
-                prop_assert_eq!(state.regions.len(), look.regions.len());
-                for (row, pages) in look.regions {
+                prop_assert_eq!(processes, memory.processes);
+                prop_assert_eq!(state.regions.len(), memory.regions.len());
+                for (row, pages) in memory.regions {
                     let held = &state.regions[&row.region];
                     prop_assert_eq!(&held.row, &row);
                     prop_assert_eq!(held.pages.iter().collect::<Vec<_>>(), pages);

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// An error of reading or writing a record.
+/// An error while reading or writing a record.
 #[derive(Debug, Error)]
 pub enum RecordError {
     /// The file does not exist.
@@ -13,13 +13,13 @@ pub enum RecordError {
         /// The file.
         path: PathBuf,
     },
-    /// It is not a regular file.
+    /// The input path is not a regular file.
     #[error("{} is not a file; give a record made by pagefold-lab record", path.display())]
     NotAFile {
         /// The path.
         path: PathBuf,
     },
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("cannot read {}: {source}; check the file and its permissions", path.display())]
     Read {
         /// The file.
@@ -27,19 +27,19 @@ pub enum RecordError {
         /// The system's error.
         source: io::Error,
     },
-    /// It is not Parquet.
+    /// The file is not Parquet.
     #[error("{} is not a Parquet file; give a record made by pagefold-lab record", path.display())]
-    Foreign {
+    NotParquet {
         /// The file.
         path: PathBuf,
     },
-    /// It begins as Parquet but does not end so.
+    /// The file begins as Parquet but does not end as such.
     #[error("{} is cut off, or something follows its end; copy it again, or record again", path.display())]
     CutOff {
         /// The file.
         path: PathBuf,
     },
-    /// Its checksum or encoding is wrong.
+    /// The checksum or encoding is wrong.
     #[error("{} is damaged ({what}); copy it again, or record again", path.display())]
     Damaged {
         /// The file.
@@ -47,7 +47,7 @@ pub enum RecordError {
         /// Details.
         what: String,
     },
-    /// It is Parquet, but not a record.
+    /// The file is Parquet but not a record.
     #[error("{} is a Parquet file but not a record ({what}); give one that pagefold-lab record wrote", path.display())]
     NotARecord {
         /// The file.
@@ -55,7 +55,7 @@ pub enum RecordError {
         /// Details.
         what: String,
     },
-    /// It was written by a later version.
+    /// The record was written by a later version.
     #[error("{} is a record of schema {schema}, which this version does not know; use a newer pagefold-lab", path.display())]
     Newer {
         /// The file.
@@ -63,9 +63,9 @@ pub enum RecordError {
         /// Its schema.
         schema: String,
     },
-    /// Its events contradict each other.
+    /// The events contradict each other.
     #[error("{} is inconsistent in snapshot {snapshot}: {what}; record again", path.display())]
-    Senseless {
+    Inconsistent {
         /// The file.
         path: PathBuf,
         /// The snapshot, from 0.

@@ -1,4 +1,4 @@
-//! Records as files: what was written comes back, and nothing else does.
+//! Records as files: valid ones are read back unchanged, others are refused.
 
 use super::*;
 use proptest::prelude::*;
@@ -6,26 +6,26 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-struct Place {
-    directory: TempDir,
+struct TestDir {
+    inner: TempDir,
 }
 
-impl Place {
+impl TestDir {
     fn new() -> Self {
-        // In memory where that is possible: twenty thousand small files take a disk half a minute.
-        Self { directory: tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap() }
+        // In memory if possible: writing twenty thousand small files to disk takes half a minute.
+        Self { inner: tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap() }
     }
 
     fn path(&self) -> PathBuf {
-        self.directory.path().join("some.record")
+        self.inner.path().join("some.record")
     }
 
     fn files(&self) -> Vec<String> {
-        let entries = fs::read_dir(self.directory.path()).unwrap();
+        let entries = fs::read_dir(self.inner.path()).unwrap();
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
-    fn holds(&self, bytes: &[u8]) -> Result<Record, RecordError> {
+    fn read_bytes(&self, bytes: &[u8]) -> Result<Record, RecordError> {
         fs::write(self.path(), bytes).unwrap();
         Record::read(&self.path())
     }
@@ -85,41 +85,41 @@ fn small() -> Record {
     }
 }
 
-fn small_bytes(place: &Place) -> Vec<u8> {
-    save(&small(), &place.path());
-    fs::read(place.path()).unwrap()
+fn small_bytes(dir: &TestDir) -> Vec<u8> {
+    save(&small(), &dir.path());
+    fs::read(dir.path()).unwrap()
 }
 
 #[test]
-fn a_record_comes_back() {
-    let place = Place::new();
-    let written = save(&small(), &place.path());
-    assert_eq!(Record::read(&place.path()).unwrap(), small());
-    let bytes = fs::metadata(place.path()).unwrap().len();
+fn a_record_is_read_back() {
+    let dir = TestDir::new();
+    let written = save(&small(), &dir.path());
+    assert_eq!(Record::read(&dir.path()).unwrap(), small());
+    let bytes = fs::metadata(dir.path()).unwrap().len();
     assert_eq!(written, Written { snapshots: 4, processes: 3, regions: 2, pages: 50, changes: 2, bytes });
-    assert_eq!(place.files(), ["some.record"]);
-    // One by one, and with nothing in it.
-    let mut reader = RecordReader::open(&place.path()).unwrap();
+    assert_eq!(dir.files(), ["some.record"]);
+    // One by one, and without snapshots.
+    let mut reader = RecordReader::open(&dir.path()).unwrap();
     assert_eq!(reader.origin(), &small().origin);
     assert_eq!(reader.next().unwrap().unwrap(), small().snapshots[0]);
     assert_eq!(reader.count(), 3);
     let empty = Record { snapshots: vec![], ..small() };
-    save(&empty, &place.path());
-    assert_eq!(Record::read(&place.path()).unwrap(), empty);
+    save(&empty, &dir.path());
+    assert_eq!(Record::read(&dir.path()).unwrap(), empty);
 }
 
 #[test]
-fn rows_of_many_groups_come_back() {
-    let place = Place::new();
+fn several_row_groups_are_read_back() {
+    let dir = TestDir::new();
     let mut events = vec![process(1), region(1, 1, 0, 1 << 20)];
     events.extend((0..300_000).map(|at| page(1, at * 3, u128::from(at))));
     let changes: Vec<Event> = (0..100_000).map(|at| page(1, at, 7)).collect();
     let snapshots = vec![Snapshot { time_ns: 0, events }, Snapshot { time_ns: 9, events: changes }];
     let record = Record { snapshots, ..small() };
-    let written = save(&record, &place.path());
+    let written = save(&record, &dir.path());
     assert_eq!((written.pages, written.changes), (300_000, 100_000));
-    assert!(Record::read(&place.path()).unwrap() == record);
-    // Some 40 bytes a page.
+    assert!(Record::read(&dir.path()).unwrap() == record);
+    // About 40 bytes per page.
     assert!(written.bytes < 400_000 * 42, "{}", written.bytes);
 }
 
@@ -128,56 +128,56 @@ fn a_source_is_written_to_its_end() {
     struct Three(u64);
     impl Source for Three {
         type Error = RecordError;
-        fn look(&mut self) -> Result<Option<MemorySnapshot>, RecordError> {
+        fn next_snapshot(&mut self) -> Result<Option<MemorySnapshot>, RecordError> {
             self.0 += 1;
             Ok((self.0 < 4).then(|| MemorySnapshot { time_ns: self.0, ..MemorySnapshot::default() }))
         }
     }
-    let place = Place::new();
-    assert_eq!(write(&place.path(), &small().origin, &mut Three(0)).unwrap().snapshots, 3);
-    let times: Vec<u64> = Record::read(&place.path()).unwrap().snapshots.iter().map(|found| found.time_ns).collect();
+    let dir = TestDir::new();
+    assert_eq!(write(&dir.path(), &small().origin, &mut Three(0)).unwrap().snapshots, 3);
+    let times: Vec<u64> = Record::read(&dir.path()).unwrap().snapshots.iter().map(|found| found.time_ns).collect();
     assert_eq!(times, [1, 2, 3]);
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn any_record_comes_back(record in arbitrary::record()) {
-        let place = Place::new();
-        save(&record, &place.path());
-        prop_assert_eq!(Record::read(&place.path()).unwrap(), record);
+    fn any_record_is_read_back(record in arbitrary::record()) {
+        let dir = TestDir::new();
+        save(&record, &dir.path());
+        prop_assert_eq!(Record::read(&dir.path()).unwrap(), record);
     }
 }
 
 #[test]
-fn what_is_not_finished_leaves_nothing_behind() {
-    let place = Place::new();
-    fs::write(place.path(), "what was there").unwrap();
-    let mut writer = RecordWriter::create(&place.path(), &small().origin).unwrap();
+fn an_unfinished_record_leaves_no_file() {
+    let dir = TestDir::new();
+    fs::write(dir.path(), "the former content").unwrap();
+    let mut writer = RecordWriter::create(&dir.path(), &small().origin).unwrap();
     writer.write(&small().snapshots[0]).unwrap();
-    assert_eq!(place.files().len(), 2);
+    assert_eq!(dir.files().len(), 2);
     drop(writer);
-    assert_eq!(place.files(), ["some.record"]);
-    assert_eq!(fs::read(place.path()).unwrap(), b"what was there");
+    assert_eq!(dir.files(), ["some.record"]);
+    assert_eq!(fs::read(dir.path()).unwrap(), b"the former content");
 }
 
 #[test]
-fn what_is_no_file_is_not_replaced_and_what_a_link_leads_to_is() {
-    let place = Place::new();
+fn only_regular_files_and_link_targets_are_replaced() {
+    let dir = TestDir::new();
     let create = |path: &Path| RecordWriter::create(path, &small().origin).map(drop);
-    assert!(matches!(create(place.directory.path()), Err(RecordError::Occupied { .. })));
+    assert!(matches!(create(dir.inner.path()), Err(RecordError::Occupied { .. })));
     assert!(matches!(create(Path::new("/dev/null")), Err(RecordError::Occupied { .. })));
-    assert!(matches!(create(&place.path().join("below/this")), Err(RecordError::Write { .. })));
-    assert!(matches!(create(&place.directory.path().join("none/this")), Err(RecordError::Write { .. })));
-    let link = place.directory.path().join("link");
-    fs::write(place.path(), "").unwrap();
-    std::os::unix::fs::symlink(place.path(), &link).unwrap();
+    assert!(matches!(create(&dir.path().join("below/this")), Err(RecordError::Write { .. })));
+    assert!(matches!(create(&dir.inner.path().join("none/this")), Err(RecordError::Write { .. })));
+    let link = dir.inner.path().join("link");
+    fs::write(dir.path(), "").unwrap();
+    std::os::unix::fs::symlink(dir.path(), &link).unwrap();
     save(&small(), &link);
     assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
-    assert_eq!(Record::read(&place.path()).unwrap(), small());
+    assert_eq!(Record::read(&dir.path()).unwrap(), small());
 }
 
-/// The error is one line that says what to do.
+/// The error of a refused file: one line that says what to do.
 #[track_caller]
 fn refusal(read: Result<Record, RecordError>) -> RecordError {
     let error = read.expect_err("no record");
@@ -187,23 +187,23 @@ fn refusal(read: Result<Record, RecordError>) -> RecordError {
 }
 
 #[test]
-fn foreign_files_are_told() {
-    let place = Place::new();
-    assert!(matches!(refusal(Record::read(&place.path())), RecordError::Absent { .. }));
-    assert!(matches!(refusal(Record::read(place.directory.path())), RecordError::NotAFile { .. }));
+fn foreign_files_are_refused() {
+    let dir = TestDir::new();
+    assert!(matches!(refusal(Record::read(&dir.path())), RecordError::Absent { .. }));
+    assert!(matches!(refusal(Record::read(dir.inner.path())), RecordError::NotAFile { .. }));
     assert!(matches!(refusal(Record::read(Path::new("/dev/zero"))), RecordError::NotAFile { .. }));
     for foreign in [&b""[..], b"P", b"hello", &[0; 5000]] {
-        assert!(matches!(refusal(place.holds(foreign)), RecordError::Foreign { .. }));
+        assert!(matches!(refusal(dir.read_bytes(foreign)), RecordError::NotParquet { .. }));
     }
     for cut_off in [&b"PAR1"[..], b"PAR1PAR", b"PAR1 and no end"] {
-        assert!(matches!(refusal(place.holds(cut_off)), RecordError::CutOff { .. }));
+        assert!(matches!(refusal(dir.read_bytes(cut_off)), RecordError::CutOff { .. }));
     }
     for bare in [&b"PAR1PAR1"[..], b"PAR1\0\0\0\0PAR1", b"PAR1\xff\xff\xff\xffPAR1"] {
-        assert!(matches!(refusal(place.holds(bare)), RecordError::NotARecord { .. }));
+        assert!(matches!(refusal(dir.read_bytes(bare)), RecordError::NotARecord { .. }));
     }
 }
 
-/// Puts the same number of other bytes in the place of some, wherever they are, and makes the checksum good.
+/// Replaces all occurrences of `what` by `other`, of equal length, and corrects the checksum.
 fn altered(bytes: &[u8], what: &str, other: &str) -> Vec<u8> {
     assert_eq!(what.len(), other.len());
     let mut bytes = bytes.to_vec();
@@ -220,15 +220,15 @@ fn altered(bytes: &[u8], what: &str, other: &str) -> Vec<u8> {
 }
 
 #[test]
-fn other_parquet_files_and_later_versions_are_told() {
-    let place = Place::new();
-    let bytes = small_bytes(&place);
-    let told = |what, other| refusal(place.holds(&altered(&bytes, what, other)));
-    assert!(matches!(told("pagefold.record/1", "pagefold.record/2"), RecordError::Newer { .. }));
+fn other_parquet_files_and_later_versions_are_refused() {
+    let dir = TestDir::new();
+    let bytes = small_bytes(&dir);
+    let refused = |what, other| refusal(dir.read_bytes(&altered(&bytes, what, other)));
+    assert!(matches!(refused("pagefold.record/1", "pagefold.record/2"), RecordError::Newer { .. }));
     for (what, other) in [
         ("pagefold.record/1", "pagefold.record/x"),
-        ("pagefold.record/1", "somebody.record/1"),
-        ("pagefold.schema", "somebody.schema"),
+        ("pagefold.record/1", "external.record/1"),
+        ("pagefold.schema", "external.schema"),
         ("pagefold.source", "pagefold.sauce2"),
         ("pagefold.every_ns", "pagefold.never_ns"),
         ("1000000000", "1000.00000"),
@@ -236,21 +236,21 @@ fn other_parquet_files_and_later_versions_are_told() {
         ("part3", "part4"),
         ("first_page", "first_past"),
     ] {
-        assert!(matches!(told(what, other), RecordError::NotARecord { .. }), "{what}");
+        assert!(matches!(refused(what, other), RecordError::NotARecord { .. }), "{what}");
     }
-    // Not sealed at all: another's file, or ours and spoilt.
+    // Without a checksum: a damaged record, or a file of another program.
     let mut unsealed = bytes.clone();
     let at = unsealed.windows(8).rposition(|window| window == b"xxh3-64:").unwrap();
     unsealed[at] = b'y';
-    assert!(matches!(refusal(place.holds(&unsealed)), RecordError::Damaged { .. }));
-    let others = String::from_utf8_lossy(&unsealed).replace("pagefold", "somebody");
-    assert!(matches!(refusal(place.holds(others.as_bytes())), RecordError::NotARecord { .. }));
+    assert!(matches!(refusal(dir.read_bytes(&unsealed)), RecordError::Damaged { .. }));
+    let others = String::from_utf8_lossy(&unsealed).replace("pagefold", "external");
+    assert!(matches!(refusal(dir.read_bytes(others.as_bytes())), RecordError::NotARecord { .. }));
 }
 
-/// What cannot be is neither written nor, if somebody else has written it, read.
+/// Inconsistent rows are neither written nor read.
 #[test]
-fn rows_that_make_no_sense_are_refused() {
-    let place = Place::new();
+fn inconsistent_rows_are_refused() {
+    let dir = TestDir::new();
     let first = || vec![process(1), region(1, 1, 100, 50)];
     let with = |event: Event| [first(), vec![event]].concat();
     let ended = vec![process(1), Event::Exit { process: 1 }];
@@ -262,117 +262,117 @@ fn rows_that_make_no_sense_are_refused() {
         (with(page(2, 100, 1)), "there is no region 2"),
         (with(page(1, 150, 1)), "page 150 is outside region 1"),
         (with(page(1, 99, 1)), "page 99 is outside region 1"),
-        (with(odd(PageState::ZeroMapped, 1)), "page 100 of region 1 maps the zero page and holds something"),
+        (with(odd(PageState::ZeroMapped, 1)), "page 100 of region 1 maps the zero page but has content"),
         (with(region(2, 9, 0, 1)), "there is no process 9"),
-        (with(region(2, 1, 1 << 52, 1)), "region 2 of 1 pages from 4503599627370496 is absurd"),
-        (with(region(2, 1, 5, u64::MAX)), "region 2 of 18446744073709551615 pages from 5 is absurd"),
+        (with(region(2, 1, 1 << 52, 1)), "region 2 of 1 pages from 4503599627370496 is out of range"),
+        (with(region(2, 1, 5, u64::MAX)), "region 2 of 18446744073709551615 pages from 5 is out of range"),
         (with(Event::Unmap { region: 2 }), "there is no region 2"),
         (with(Event::Exit { process: 2 }), "there is no process 2"),
-        ([ended.clone(), vec![process(1)]].concat(), "process 1 is there again after its end"),
+        ([ended.clone(), vec![process(1)]].concat(), "process 1 appears again after its end"),
         ([ended, vec![region(1, 1, 0, 1)]].concat(), "there is no process 1"),
         (
             [first(), vec![Event::Unmap { region: 1 }, region(1, 1, 0, 1)]].concat(),
-            "region 1 is there again after its end",
+            "region 1 appears again after its end",
         ),
         ([first(), vec![process(2), region(1, 2, 0, 1)]].concat(), "region 1 moves from process 1 to process 2"),
     ];
     for (events, expected) in cases {
         let snapshots = [Snapshot::default(), Snapshot { time_ns: 0, events }];
-        let mut writer = RecordWriter::create(&place.path(), &small().origin).unwrap();
+        let mut writer = RecordWriter::create(&dir.path(), &small().origin).unwrap();
         writer.write(&snapshots[0]).unwrap();
         let written = writer.write(&snapshots[1]);
         assert!(
-            matches!(&written, Err(RecordError::Senseless { snapshot: 1, what, .. }) if what == expected),
+            matches!(&written, Err(RecordError::Inconsistent { snapshot: 1, what, .. }) if what == expected),
             "{written:?}"
         );
         assert!(matches!(writer.finish(), Err(RecordError::Write { .. })));
-        let mut writer = RecordWriter::create(&place.path(), &small().origin).unwrap();
+        let mut writer = RecordWriter::create(&dir.path(), &small().origin).unwrap();
         for snapshot in &snapshots {
-            writer.write_whatever(snapshot, 0).unwrap();
+            writer.write_unchecked(snapshot, 0).unwrap();
         }
         writer.finish().unwrap();
-        let read = refusal(Record::read(&place.path()));
-        // What a row does not say (whose an unknown region is) the writer made up.
-        assert!(matches!(&read, RecordError::Senseless { snapshot: 1, what, .. } if what == expected), "{read}");
+        let read = refusal(Record::read(&dir.path()));
+        // `write_unchecked` fills in the process of unknown regions.
+        assert!(matches!(&read, RecordError::Inconsistent { snapshot: 1, what, .. } if what == expected), "{read}");
     }
 }
 
 #[test]
-fn numbers_and_times_that_make_no_sense_are_refused() {
-    let place = Place::new();
+fn wrong_numbers_and_times_are_refused() {
+    let dir = TestDir::new();
     let read = |snapshots: &[(u64, i32)]| {
-        let mut writer = RecordWriter::create(&place.path(), &small().origin).unwrap();
+        let mut writer = RecordWriter::create(&dir.path(), &small().origin).unwrap();
         for &(time_ns, shift) in snapshots {
-            writer.write_whatever(&Snapshot { time_ns, events: vec![process(1)] }, shift).unwrap();
+            writer.write_unchecked(&Snapshot { time_ns, events: vec![process(1)] }, shift).unwrap();
         }
         writer.finish().unwrap();
-        Record::read(&place.path())
+        Record::read(&dir.path())
     };
     assert_eq!(read(&[(1, 0), (1, 0), (2, 0)]).unwrap().snapshots.len(), 3);
     for (snapshots, expected) in [
         (&[(1, 0), (0, 0)][..], "time goes back, from 1 ns to 0 ns"),
-        (&[(u64::MAX, 0)], "a time is below zero"),
-        (&[(1, 0), (2, 1)], "it is numbered 2, not 1"),
-        (&[(1, 0), (2, -1)], "it is numbered 0, not 1"),
-        (&[(1, -5)], "it is numbered -5, not 0"),
+        (&[(u64::MAX, 0)], "a time is negative"),
+        (&[(1, 0), (2, 1)], "its number is 2, not 1"),
+        (&[(1, 0), (2, -1)], "its number is 0, not 1"),
+        (&[(1, -5)], "its number is -5, not 0"),
     ] {
         let error = refusal(read(snapshots));
-        assert!(matches!(&error, RecordError::Senseless { what, .. } if what == expected), "{error}");
+        assert!(matches!(&error, RecordError::Inconsistent { what, .. } if what == expected), "{error}");
     }
-    // Words that nobody knows.
-    let bytes = small_bytes(&place);
+    // Unknown values.
+    let bytes = small_bytes(&dir);
     for (word, other) in [("merged", "melted"), ("unmap", "unzip")] {
-        let error = refusal(place.holds(&altered(&bytes, word, other)));
-        assert!(matches!(&error, RecordError::Senseless { what, .. } if what.contains(other)), "{error}");
+        let error = refusal(dir.read_bytes(&altered(&bytes, word, other)));
+        assert!(matches!(&error, RecordError::Inconsistent { what, .. } if what.contains(other)), "{error}");
     }
 }
 
 #[test]
-fn cut_off_files_are_told() {
-    let place = Place::new();
-    let bytes = small_bytes(&place);
+fn cut_off_files_are_refused() {
+    let dir = TestDir::new();
+    let bytes = small_bytes(&dir);
     for length in 0..bytes.len() {
-        let error = refusal(place.holds(&bytes[..length]));
-        let told = if length < 4 {
-            matches!(error, RecordError::Foreign { .. })
+        let error = refusal(dir.read_bytes(&bytes[..length]));
+        let expected = if length < 4 {
+            matches!(error, RecordError::NotParquet { .. })
         } else {
             matches!(error, RecordError::CutOff { .. })
         };
-        assert!(told, "{length}: {error}");
+        assert!(expected, "{length}: {error}");
     }
     for more in [&b"x"[..], b"PAR1 ", &[0; 10_000]] {
-        assert!(matches!(refusal(place.holds(&[&bytes, more].concat())), RecordError::CutOff { .. }));
+        assert!(matches!(refusal(dir.read_bytes(&[&bytes, more].concat())), RecordError::CutOff { .. }));
     }
     for more in [&b"PAR1"[..], &bytes] {
-        assert!(matches!(refusal(place.holds(&[&bytes, more].concat())), RecordError::Damaged { .. }));
+        assert!(matches!(refusal(dir.read_bytes(&[&bytes, more].concat())), RecordError::Damaged { .. }));
     }
 }
 
 #[test]
-fn damage_is_told_wherever_it_is() {
-    let place = Place::new();
-    let bytes = small_bytes(&place);
+fn damage_anywhere_is_refused() {
+    let dir = TestDir::new();
+    let bytes = small_bytes(&dir);
     for at in 0..bytes.len() {
         for flip in [0xff, 1 << (at % 8)] {
             let mut damaged = bytes.clone();
             damaged[at] ^= flip;
-            refusal(place.holds(&damaged));
+            refusal(dir.read_bytes(&damaged));
         }
     }
 }
 
-/// As before, but the checksum is made good: what the crate makes of it is some record, or an error.
+/// With a corrected checksum, damage gives another record or an error.
 #[test]
-fn damage_under_a_good_checksum_is_no_panic() {
-    let place = Place::new();
-    let bytes = small_bytes(&place);
+fn damage_with_a_correct_checksum_does_not_panic() {
+    let dir = TestDir::new();
+    let bytes = small_bytes(&dir);
     let mut errors = 0;
     for at in 4..bytes.len() - 4 {
         for flip in [0xff, 0x80, 1 << (at % 7)] {
             let mut damaged = bytes.clone();
             damaged[at] ^= flip;
             seal::reseal(&mut damaged);
-            if let Err(error) = place.holds(&damaged) {
+            if let Err(error) = dir.read_bytes(&damaged) {
                 refusal(Err(error));
                 errors += 1;
             }

@@ -28,14 +28,14 @@ impl Record {
     }
 }
 
-/// Reads a record, snapshot by snapshot. After an error it is at its end.
+/// Reads a record snapshot by snapshot. An error ends the iteration.
 pub struct RecordReader {
     path: PathBuf,
     origin: Origin,
     file: SerializedFileReader<File>,
     next_group: usize,
     rows: Option<Rows>,
-    /// The snapshot that has begun.
+    /// The number and content of the snapshot being read.
     open: Option<(i32, Snapshot)>,
     check: Check,
     ended: bool,
@@ -61,7 +61,7 @@ impl RecordReader {
 
     fn of(path: PathBuf, file: SerializedFileReader<File>) -> Result<Self, RecordError> {
         let metadata = file.metadata().file_metadata();
-        let no_record = |what: &str| RecordError::NotARecord { path: path.clone(), what: what.to_owned() };
+        let not_a_record = |what: &str| RecordError::NotARecord { path: path.clone(), what: what.to_owned() };
         let value = |key: &str| {
             let entries = metadata.key_value_metadata()?;
             entries.iter().find(|entry| entry.key == key)?.value.as_deref()
@@ -71,18 +71,18 @@ impl RecordReader {
             Some(other) if is_newer(other) => {
                 return Err(RecordError::Newer { schema: other.to_owned(), path });
             }
-            Some(_) => return Err(no_record("its schema is another")),
-            None => return Err(no_record("it does not name its schema")),
+            Some(_) => return Err(not_a_record("its schema has another name")),
+            None => return Err(not_a_record("it does not name its schema")),
         }
-        let wanted = |key: &str| value(key).ok_or_else(|| no_record(&format!("it lacks {key}")));
+        let wanted = |key: &str| value(key).ok_or_else(|| not_a_record(&format!("it lacks {key}")));
         let number = wanted(schema::KEY_EVERY_NS)?.parse();
         let flag = wanted(schema::KEY_ANONYMOUS)?.parse();
         let origin = Origin {
             source: wanted(schema::KEY_SOURCE)?.to_owned(),
-            every_ns: number.map_err(|_| no_record("the time between its snapshots is no number"))?,
-            anonymous: flag.map_err(|_| no_record("whether it is anonymous is neither true nor false"))?,
+            every_ns: number.map_err(|_| not_a_record("the time between its snapshots is not a number"))?,
+            anonymous: flag.map_err(|_| not_a_record("its anonymous flag is neither true nor false"))?,
         };
-        let expected = schema::columns().map_err(|error| no_record(&error.to_string()))?;
+        let expected = schema::columns().map_err(|error| not_a_record(&error.to_string()))?;
         let found = metadata.schema_descr().root_schema();
         let shape = |column: &parquet::schema::types::Type| {
             let info = column.get_basic_info();
@@ -96,27 +96,27 @@ impl RecordReader {
                 .map(|column| shape(column))
                 .eq(expected.get_fields().iter().map(|column| shape(column)))
         {
-            return Err(no_record("its columns are others"));
+            return Err(not_a_record("its columns differ from the schema"));
         }
         let check = Check::default();
         Ok(Self { path, origin, file, next_group: 0, rows: None, open: None, check, ended: false })
     }
 
-    /// Where the record comes from.
+    /// The origin of the record.
     pub fn origin(&self) -> &Origin {
         &self.origin
     }
 
-    fn next_snapshot(&mut self) -> Result<Option<Snapshot>, Wrong> {
+    fn next_snapshot(&mut self) -> Result<Option<Snapshot>, Fault> {
         loop {
             let Some(row) = self.next_row()? else {
                 return Ok(self.open.take().map(|(_, snapshot)| snapshot));
             };
-            let time_ns = u64::try_from(row.time_ns).map_err(|_| Wrong::Senseless("a time is below zero".into()))?;
+            let time_ns = u64::try_from(row.time_ns).map_err(|_| Fault::Inconsistent("a time is negative".into()))?;
             let Some(event) = row.event else {
-                let number = self.check.begin(time_ns).map_err(Wrong::Senseless)?;
+                let number = self.check.begin(time_ns).map_err(Fault::Inconsistent)?;
                 if number != row.snapshot {
-                    return Err(Wrong::Senseless(format!("it is numbered {}, not {number}", row.snapshot)));
+                    return Err(Fault::Inconsistent(format!("its number is {}, not {number}", row.snapshot)));
                 }
                 let begun = Some((number, Snapshot { time_ns, events: Vec::new() }));
                 match std::mem::replace(&mut self.open, begun) {
@@ -125,21 +125,21 @@ impl RecordReader {
                 }
             };
             let Some((number, snapshot)) = &mut self.open else {
-                return Err(Wrong::Senseless("an event comes before the first snapshot".into()));
+                return Err(Fault::Inconsistent("an event precedes the first snapshot".into()));
             };
             if (*number, snapshot.time_ns) != (row.snapshot, time_ns) {
-                let what = format!("an event is of snapshot {} at {time_ns} ns", row.snapshot);
-                return Err(Wrong::Senseless(what));
+                let what = format!("an event belongs to snapshot {} at {time_ns} ns", row.snapshot);
+                return Err(Fault::Inconsistent(what));
             }
-            let process = self.check.see(&event).map_err(Wrong::Senseless)?;
+            let process = self.check.event(&event).map_err(Fault::Inconsistent)?;
             if row.process != Some(process) {
-                return Err(Wrong::Senseless("an event has the number of another process".into()));
+                return Err(Fault::Inconsistent("an event has the number of another process".into()));
             }
             snapshot.events.push(event);
         }
     }
 
-    fn next_row(&mut self) -> Result<Option<Row>, Wrong> {
+    fn next_row(&mut self) -> Result<Option<Row>, Fault> {
         loop {
             if let Some(rows) = &mut self.rows {
                 if let Some(row) = rows.next()? {
@@ -157,7 +157,7 @@ impl RecordReader {
     }
 }
 
-/// Whether it is this schema in a later version.
+/// Whether `schema` is a later version of this schema.
 fn is_newer(schema: &str) -> bool {
     let version = |schema: &str| schema.strip_prefix(schema::SCHEMA_NAME)?.parse::<u32>().ok();
     version(schema).is_some_and(|found| Some(found) > version(schema::SCHEMA))
@@ -171,24 +171,24 @@ impl Iterator for RecordReader {
             return None;
         }
         let snapshot = self.check.snapshots().saturating_sub(1);
-        let next = guarded(|| Ok::<_, String>(self.next_snapshot())).unwrap_or_else(|what| Err(Wrong::Damaged(what)));
+        let next = guarded(|| Ok::<_, String>(self.next_snapshot())).unwrap_or_else(|what| Err(Fault::Damaged(what)));
         let path = || self.path.clone();
-        let next = next.map_err(|wrong| match wrong {
-            Wrong::Damaged(what) => RecordError::Damaged { path: path(), what },
-            Wrong::Senseless(what) => RecordError::Senseless { path: path(), snapshot, what },
+        let next = next.map_err(|fault| match fault {
+            Fault::Damaged(what) => RecordError::Damaged { path: path(), what },
+            Fault::Inconsistent(what) => RecordError::Inconsistent { path: path(), snapshot, what },
         });
         self.ended = !matches!(next, Ok(Some(_)));
         next.transpose()
     }
 }
 
-/// What is wrong, without the file's name.
-enum Wrong {
+/// An error without the file's name.
+enum Fault {
     Damaged(String),
-    Senseless(String),
+    Inconsistent(String),
 }
 
-impl From<parquet::errors::ParquetError> for Wrong {
+impl From<parquet::errors::ParquetError> for Fault {
     fn from(error: parquet::errors::ParquetError) -> Self {
         Self::Damaged(one_line(&error))
     }
@@ -202,9 +202,10 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Has the parquet crate decode something. The checksum has kept all that was damaged by chance from it; but somebody may
-/// have made a file with a good checksum whose inside is wrong, and on some of those the crate panics (version 59: in 27 of
-/// the 10,700 cases of this folder's test). That is an error like any other, and nobody is told of it twice.
+/// Decodes with the parquet crate and turns its panics into errors, without the usual message.
+///
+/// Damaged files fail the checksum, but a crafted file can have a correct one, and the crate panics on some of those
+/// (version 59: in 27 of the 10,700 cases of this directory's test).
 fn guarded<T, E: std::fmt::Display>(decode: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -216,7 +217,7 @@ fn guarded<T, E: std::fmt::Display>(decode: impl FnOnce() -> Result<T, E>) -> Re
         }));
     });
     let outer = GUARDED.replace(true);
-    // What is left half done is not used again: after an error the reader is at its end.
+    // State left by a panic is not used again, because an error ends the reader.
     let decoded = panic::catch_unwind(AssertUnwindSafe(decode));
     GUARDED.set(outer);
     match decoded {
@@ -225,7 +226,7 @@ fn guarded<T, E: std::fmt::Display>(decode: impl FnOnce() -> Result<T, E>) -> Re
     }
 }
 
-/// A row, and the event in it unless it begins a snapshot.
+/// A row; `event` is `None` if it begins a snapshot.
 struct Row {
     snapshot: i32,
     time_ns: i64,
@@ -233,7 +234,7 @@ struct Row {
     event: Option<Event>,
 }
 
-/// One column of a row group, read in batches.
+/// A column of a row group, read in batches.
 struct Column<T: DataType> {
     name: &'static str,
     reader: ColumnReaderImpl<T>,
@@ -244,16 +245,16 @@ struct Column<T: DataType> {
 }
 
 impl<T: DataType> Column<T> {
-    fn fill(&mut self, rows: usize) -> Result<(), Wrong> {
+    fn fill(&mut self, rows: usize) -> Result<(), Fault> {
         self.values.clear();
         self.levels.clear();
         self.next_value = 0;
         let (read, _, _) = self.reader.read_records(rows, Some(&mut self.levels), None, &mut self.values)?;
         let whole = read == rows && self.levels.len() == if self.optional { rows } else { 0 };
-        if whole { Ok(()) } else { Err(Wrong::Damaged(format!("the column {} is too short", self.name))) }
+        if whole { Ok(()) } else { Err(Fault::Damaged(format!("the column {} is too short", self.name))) }
     }
 
-    /// The value in a row, the next after that of the last call.
+    /// The value in a row. Must be called for every row in order.
     fn take(&mut self, row: usize) -> Option<T::T> {
         if self.optional && self.levels.get(row) != Some(&1) {
             return None;
@@ -286,14 +287,14 @@ struct Rows {
     frame: Column<Int64Type>,
 }
 
-/// Hands out the columns of a row group, in the schema's order.
-struct Hand<'a> {
+/// Opens the columns of a row group in the schema's order.
+struct ColumnOpener<'a> {
     group: &'a dyn RowGroupReader,
     next: usize,
 }
 
-impl Hand<'_> {
-    fn column<T: DataType>(&mut self, name: &'static str) -> Result<Column<T>, Wrong> {
+impl ColumnOpener<'_> {
+    fn column<T: DataType>(&mut self, name: &'static str) -> Result<Column<T>, Fault> {
         let reader: ColumnReader = self.group.get_column_reader(self.next)?;
         let optional = self.group.metadata().column(self.next).column_descr().max_def_level() > 0;
         self.next += 1;
@@ -303,33 +304,38 @@ impl Hand<'_> {
 }
 
 impl Rows {
-    fn of(group: &dyn RowGroupReader) -> Result<Self, Wrong> {
+    fn of(group: &dyn RowGroupReader) -> Result<Self, Fault> {
         let left = usize::try_from(group.metadata().num_rows());
-        let mut hand = Hand { group, next: 0 };
+        let mut columns = ColumnOpener { group, next: 0 };
         Ok(Self {
-            left: left.map_err(|_| Wrong::Damaged("a number of rows is absurd".into()))?,
+            left: left.map_err(|_| Fault::Damaged("a number of rows is out of range".into()))?,
             batch: 0,
             at: 0,
-            snapshot: hand.column("snapshot")?,
-            time_ns: hand.column("time_ns")?,
-            event: hand.column("event")?,
-            process: hand.column("process")?,
-            pid: hand.column("pid")?,
-            name: hand.column("name")?,
-            region: hand.column("region")?,
-            kind: hand.column("kind")?,
-            first_page: hand.column("first_page")?,
-            pages: hand.column("pages")?,
-            page: hand.column("page")?,
-            state: hand.column("state")?,
-            huge: hand.column("huge")?,
-            digest: hand.column("digest")?,
-            parts: [hand.column("part0")?, hand.column("part1")?, hand.column("part2")?, hand.column("part3")?],
-            frame: hand.column("frame")?,
+            snapshot: columns.column("snapshot")?,
+            time_ns: columns.column("time_ns")?,
+            event: columns.column("event")?,
+            process: columns.column("process")?,
+            pid: columns.column("pid")?,
+            name: columns.column("name")?,
+            region: columns.column("region")?,
+            kind: columns.column("kind")?,
+            first_page: columns.column("first_page")?,
+            pages: columns.column("pages")?,
+            page: columns.column("page")?,
+            state: columns.column("state")?,
+            huge: columns.column("huge")?,
+            digest: columns.column("digest")?,
+            parts: [
+                columns.column("part0")?,
+                columns.column("part1")?,
+                columns.column("part2")?,
+                columns.column("part3")?,
+            ],
+            frame: columns.column("frame")?,
         })
     }
 
-    fn fill(&mut self) -> Result<(), Wrong> {
+    fn fill(&mut self) -> Result<(), Fault> {
         self.batch = self.left.min(BATCH_ROWS);
         self.left -= self.batch;
         self.at = 0;
@@ -352,7 +358,7 @@ impl Rows {
         self.frame.fill(rows)
     }
 
-    fn next(&mut self) -> Result<Option<Row>, Wrong> {
+    fn next(&mut self) -> Result<Option<Row>, Fault> {
         if self.at == self.batch {
             if self.left == 0 {
                 return Ok(None);
@@ -361,10 +367,10 @@ impl Rows {
         }
         let at = self.at;
         self.at += 1;
-        // Every column has its turn in every row, so that they keep step.
-        let snapshot = must(self.snapshot.take(at), "snapshot")?;
-        let time_ns = must(self.time_ns.take(at), "time_ns")?;
-        let event = must(self.event.take(at), "event")?;
+        // Every row reads every column to keep them in step.
+        let snapshot = require(self.snapshot.take(at), "snapshot")?;
+        let time_ns = require(self.time_ns.take(at), "time_ns")?;
+        let event = require(self.event.take(at), "event")?;
         let process = self.process.take(at).map(unsigned);
         let (pid, name) = (self.pid.take(at), self.name.take(at));
         let region = self.region.take(at).map(unsigned);
@@ -377,56 +383,57 @@ impl Rows {
             word::SNAPSHOT => None,
             word::PROCESS => {
                 let name = name.as_ref().map(text).transpose()?.map(str::to_owned);
-                Some(Event::Process(ProcessRow { process: must(process, "process")?, pid, name }))
+                Some(Event::Process(ProcessRow { process: require(process, "process")?, pid, name }))
             }
-            word::EXIT => Some(Event::Exit { process: must(process, "process")? }),
+            word::EXIT => Some(Event::Exit { process: require(process, "process")? }),
             word::REGION => Some(Event::Region(RegionRow {
-                region: must(region, "region")?,
-                process: must(process, "process")?,
-                kind: text(&must(kind, "kind")?)?.to_owned(),
-                first: Vpn(unsigned_long(must(first, "first_page")?)),
-                pages: Pages(unsigned_long(must(pages, "pages")?)),
+                region: require(region, "region")?,
+                process: require(process, "process")?,
+                kind: text(&require(kind, "kind")?)?.to_owned(),
+                first: Vpn(unsigned_long(require(first, "first_page")?)),
+                pages: Pages(unsigned_long(require(pages, "pages")?)),
             })),
-            word::UNMAP => Some(Event::Unmap { region: must(region, "region")? }),
+            word::UNMAP => Some(Event::Unmap { region: require(region, "region")? }),
             word::PAGE => {
-                let word = must(state, "state")?;
+                let word = require(state, "state")?;
                 let word = text(&word)?;
                 let state = schema::state_of(word)
-                    .ok_or_else(|| Wrong::Senseless(format!("{word:?} is no state of a page")))?;
+                    .ok_or_else(|| Fault::Inconsistent(format!("{word:?} is not a page state")))?;
                 let now = if state == PageState::Absent {
                     Page { state, huge: false, digest: 0, parts: [0; PARTS], frame: None }
                 } else {
-                    let digest = must(digest, "digest")?;
+                    let digest = require(digest, "digest")?;
                     let digest =
-                        digest.data().try_into().map_err(|_| Wrong::Damaged("a digest is too short".into()))?;
+                        digest.data().try_into().map_err(|_| Fault::Damaged("a digest is too short".into()))?;
                     let [a, b, c, d] = parts;
-                    let parts = [must(a, "part0")?, must(b, "part1")?, must(c, "part2")?, must(d, "part3")?];
-                    Page { state, huge: must(huge, "huge")?, digest: u128::from_be_bytes(digest), parts, frame }
+                    let parts =
+                        [require(a, "part0")?, require(b, "part1")?, require(c, "part2")?, require(d, "part3")?];
+                    Page { state, huge: require(huge, "huge")?, digest: u128::from_be_bytes(digest), parts, frame }
                 };
-                let page = Vpn(unsigned_long(must(page, "page")?));
-                Some(Event::Page { region: must(region, "region")?, page, now })
+                let page = Vpn(unsigned_long(require(page, "page")?));
+                Some(Event::Page { region: require(region, "region")?, page, now })
             }
-            other => return Err(Wrong::Senseless(format!("{other:?} is no event"))),
+            other => return Err(Fault::Inconsistent(format!("{other:?} is not an event"))),
         };
         Ok(Some(Row { snapshot, time_ns, process, event }))
     }
 }
 
-fn must<T>(value: Option<T>, column: &str) -> Result<T, Wrong> {
-    value.ok_or_else(|| Wrong::Senseless(format!("an event lacks its {column}")))
+fn require<T>(value: Option<T>, column: &str) -> Result<T, Fault> {
+    value.ok_or_else(|| Fault::Inconsistent(format!("an event lacks its {column}")))
 }
 
-fn text(bytes: &ByteArray) -> Result<&str, Wrong> {
-    std::str::from_utf8(bytes.data()).map_err(|_| Wrong::Senseless("a word is not UTF-8".into()))
+fn text(bytes: &ByteArray) -> Result<&str, Fault> {
+    std::str::from_utf8(bytes.data()).map_err(|_| Fault::Inconsistent("a word is not UTF-8".into()))
 }
 
-/// The bits as Parquet keeps them.
+/// Parquet stores unsigned values as signed ones.
 #[expect(clippy::cast_sign_loss, reason = "the same bits")]
 const fn unsigned(bits: i32) -> u32 {
     bits as u32
 }
 
-/// The same for longer ones.
+/// The same for 64 bits.
 #[expect(clippy::cast_sign_loss, reason = "the same bits")]
 const fn unsigned_long(bits: i64) -> u64 {
     bits as u64

@@ -1,33 +1,30 @@
-//! The table that a record is kept in.
+//! The table of a record's file.
 //!
-//! One flat table in one Parquet file, snappy-compressed, so that whatever reads Parquet reads it. A row is an event; in
-//! `event` stands which, and columns that do not apply to it are null:
+//! A record is one flat table in one Parquet file, snappy-compressed, for use with any Parquet reader. A row is an event
+//! of the kind in `event`; columns that do not apply to it are null:
 //!
-//! | column | type | what | in rows of |
+//! | column | type | meaning | in rows of |
 //! | --- | --- | --- | --- |
-//! | `snapshot` | int32 | number of the snapshot, from 0 | all |
+//! | `snapshot` | int32 | number of the snapshot, starting with 0 | all |
 //! | `time_ns` | int64 | time since the record began, nanoseconds | all |
 //! | `event` | text | `snapshot` begins one; `process`, `exit`, `region`, `unmap`, `page` | all |
 //! | `process` | uint32 | number of the process in this record | all but `snapshot` |
-//! | `pid` | int32 | its pid; null in anonymous and generated records | `process` |
+//! | `pid` | int32 | its PID; null in anonymous and generated records | `process` |
 //! | `name` | text | its name; null in anonymous records | `process` |
 //! | `region` | uint32 | number of the region in this record | `region`, `unmap`, `page` |
-//! | `kind` | text | what the region is: `heap`, `stack`, `anonymous`... | `region` |
+//! | `kind` | text | kind of memory: `heap`, `stack`, `anonymous`... | `region` |
 //! | `first_page`, `pages` | int64 | its first page (address / 4096), its length in pages | `region` |
 //! | `page` | int64 | the page (address / 4096) | `page` |
 //! | `state` | text | `absent`, `private`, `shared` (through fork), `merged` (by KSM), `zero` (the zero page) | `page` |
 //! | `huge` | bool | mapped by a huge page | `page`, unless absent |
-//! | `digest` | 16 bytes | keyed digest of the contents, big end first; zeros for a page of zeros | `page`, unless absent |
-//! | `part0` to `part3` | uint32 | keyed digests of its four KiB | `page`, unless absent |
-//! | `frame` | uint64 | equal numbers are the same memory; null where it is not known | `page`, unless absent |
+//! | `digest` | 16 bytes | keyed digest of the content, big-endian; 0 for a page of zeros | `page`, unless absent |
+//! | `part0` to `part3` | uint32 | keyed digests of its quarters | `page`, unless absent |
+//! | `frame` | uint64 | page frame: equal numbers mean the same memory; null if unknown | `page`, unless absent |
 //!
-//! Rows say what has changed since the snapshot before: a process that is there (or has another name) or is there no more
-//! (nor are its regions), a region that is there (or has other bounds: pages outside them are gone, pages inside stay what
-//! they were) or is there no more, a page that is another than it was. Pages of a new region are absent until a row says
-//! otherwise.
+//! Rows describe the changes since the previous snapshot (see [`Event`](super::Event)). Pages of a new region are absent
+//! until a row says otherwise. When a region changes its bounds, pages outside them are gone and pages inside stay.
 //!
-//! The file's key-value metadata says where the record comes from (see the constants below), and has a checksum over all
-//! of the file.
+//! The file's key-value metadata has the origin of the record (see the constants below) and a checksum over the file.
 
 use pagefold_core::host::PageState;
 use parquet::schema::{parser::parse_message_type, types::TypePtr};
@@ -35,14 +32,14 @@ use std::sync::Arc;
 
 /// Name and version of the schema.
 pub const SCHEMA: &str = "pagefold.record/1";
-/// What the names of its versions begin with.
+/// The common prefix of all versions.
 pub(super) const SCHEMA_NAME: &str = "pagefold.record/";
 
 /// Key of [`SCHEMA`] in the file's metadata.
 pub(super) const KEY_SCHEMA: &str = "pagefold.schema";
-/// The version of the program that wrote it.
+/// Version of the program that wrote the file.
 pub(super) const KEY_VERSION: &str = "pagefold.version";
-/// `live`, or the name of a generator.
+/// `live` or the name of a generator.
 pub(super) const KEY_SOURCE: &str = "pagefold.source";
 /// Time between two snapshots, nanoseconds.
 pub(super) const KEY_EVERY_NS: &str = "pagefold.every_ns";
@@ -78,12 +75,12 @@ pub(super) fn columns() -> parquet::errors::Result<TypePtr> {
     parse_message_type(MESSAGE).map(Arc::new)
 }
 
-/// Page numbers ascend by small steps, and frames often do.
+/// Columns that ascend in small steps, at least often.
 pub(super) const ASCENDING: [&str; 2] = ["page", "frame"];
-/// Nearly every value is another.
+/// Columns whose values are nearly all different.
 pub(super) const RANDOM: [&str; 5] = ["digest", "part0", "part1", "part2", "part3"];
 
-/// The words of the column `event`.
+/// Values of the column `event`.
 pub(super) mod word {
     pub(in super::super) const SNAPSHOT: &str = "snapshot";
     pub(in super::super) const PROCESS: &str = "process";
@@ -93,7 +90,7 @@ pub(super) mod word {
     pub(in super::super) const PAGE: &str = "page";
 }
 
-/// The word for a page's state.
+/// The name of a page state in the column `state`.
 pub(super) const fn state_word(state: PageState) -> &'static str {
     match state {
         PageState::Absent => "absent",
@@ -104,7 +101,7 @@ pub(super) const fn state_word(state: PageState) -> &'static str {
     }
 }
 
-/// The state that a word stands for.
+/// The page state with a name.
 pub(super) fn state_of(word: &str) -> Option<PageState> {
     use PageState::{Absent, Merged, Private, Shared, ZeroMapped};
     [Private, Absent, Shared, Merged, ZeroMapped].into_iter().find(|&state| state_word(state) == word)

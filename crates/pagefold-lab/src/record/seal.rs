@@ -1,8 +1,8 @@
-//! A checksum over all of the file.
+//! The checksum of a record's file.
 //!
-//! Parquet has checksums for its pages at most, and none for its own metadata, which the reader believes. So the last
-//! entry of the key-value metadata is the XXH3-64 of the whole file, taken with zeros in the digits' place. A file that
-//! is not byte for byte what was written is refused before anything else in it is believed.
+//! Parquet has optional checksums for its pages and none for its metadata, which readers trust. Therefore the last entry
+//! of the key-value metadata is the XXH3-64 of the whole file, computed with zeros in place of its digits. A file that
+//! differs in any byte is refused before anything else in it is decoded.
 
 use super::RecordError;
 use std::fs::File;
@@ -11,21 +11,21 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use twox_hash::XxHash3_64;
 
-/// What the value begins with.
+/// Prefix of the value.
 const MARK: &[u8] = b"xxh3-64:";
-/// Its digits, hexadecimal.
+/// Hexadecimal digits of the value.
 const DIGITS: usize = 16;
-/// Parquet's magic number, first and last in the file.
+/// Parquet's magic number at both ends of the file.
 const MAGIC: &[u8] = b"PAR1";
 /// The checksum is near the end: only the program's name, the columns' order and the footer's length follow it.
 const TAIL_BYTES: u64 = 4096;
 
-/// The value before the checksum is known.
+/// The placeholder until the checksum is known.
 pub(super) fn blank() -> String {
     format!("{}{:0DIGITS$x}", String::from_utf8_lossy(MARK), 0)
 }
 
-/// Takes the checksum of what passes through.
+/// A writer that computes the checksum of all bytes written.
 pub(super) struct Sealing<W> {
     inner: W,
     hasher: XxHash3_64,
@@ -52,9 +52,10 @@ impl<W: Write> Write for Sealing<W> {
 }
 
 impl<W: Write + Read + Seek> Sealing<W> {
-    /// Fills the checksum in where [`blank`] was written. Returns what was written to, and the bytes in it.
+    /// Replaces the [`blank`] checksum. Returns the inner writer and the number of bytes written.
     pub(super) fn seal(mut self) -> io::Result<(W, u64)> {
-        let place = find(&mut self.inner, self.bytes)?.ok_or_else(|| io::Error::other("no place for the checksum"))?;
+        let place =
+            find(&mut self.inner, self.bytes)?.ok_or_else(|| io::Error::other("the checksum's place is missing"))?;
         self.inner.seek(SeekFrom::Start(place))?;
         write!(self.inner, "{:0DIGITS$x}", self.hasher.finish())?;
         self.inner.flush()?;
@@ -62,7 +63,7 @@ impl<W: Write + Read + Seek> Sealing<W> {
     }
 }
 
-/// Where the digits are: behind the last mark in the file.
+/// The offset of the digits, after the last mark in the file.
 fn find(file: &mut (impl Read + Seek), bytes: u64) -> io::Result<Option<u64>> {
     let from = bytes.saturating_sub(TAIL_BYTES);
     let tail = read(file, from, TAIL_BYTES)?;
@@ -70,7 +71,7 @@ fn find(file: &mut (impl Read + Seek), bytes: u64) -> io::Result<Option<u64>> {
     Ok(last.map(|at| from + (at + MARK.len()) as u64))
 }
 
-/// At most so many bytes from a place on.
+/// Reads at most `bytes` bytes at `from`.
 fn read(file: &mut (impl Read + Seek), from: u64, bytes: u64) -> io::Result<Vec<u8>> {
     let mut read = Vec::new();
     file.seek(SeekFrom::Start(from))?;
@@ -78,13 +79,13 @@ fn read(file: &mut (impl Read + Seek), from: u64, bytes: u64) -> io::Result<Vec<
     Ok(read)
 }
 
-/// Makes sure that the file is as it was written.
+/// Checks that the file is unchanged since it was written.
 pub(super) fn check(path: &Path, file: &mut File) -> Result<(), RecordError> {
     let failed = |source| RecordError::Read { path: path.to_owned(), source };
     let damaged = |what: &str| RecordError::Damaged { path: path.to_owned(), what: what.to_owned() };
     let bytes = file.metadata().map_err(failed)?.len();
     if read(file, 0, MAGIC.len() as u64).map_err(failed)? != MAGIC {
-        return Err(RecordError::Foreign { path: path.to_owned() });
+        return Err(RecordError::NotParquet { path: path.to_owned() });
     }
     let tail = read(file, bytes.saturating_sub(TAIL_BYTES), TAIL_BYTES).map_err(failed)?;
     if bytes < 2 * MAGIC.len() as u64 || !tail.ends_with(MAGIC) {
@@ -97,13 +98,13 @@ pub(super) fn check(path: &Path, file: &mut File) -> Result<(), RecordError> {
     };
     let (checksum, written) = checksum(file, place).map_err(failed)?;
     if written != format!("{checksum:0DIGITS$x}").as_bytes() {
-        return Err(damaged("its checksum is not that of its bytes"));
+        return Err(damaged("its checksum is wrong"));
     }
     file.seek(SeekFrom::Start(0)).map_err(failed)?;
     Ok(())
 }
 
-/// The checksum of a file with zeros in place of the digits at `place`, and those digits.
+/// The checksum of a file with zeros in place of the digits at `place`, and the digits.
 fn checksum(file: &mut (impl Read + Seek), place: u64) -> io::Result<(u64, Vec<u8>)> {
     let digits = read(file, place, DIGITS as u64)?;
     file.seek(SeekFrom::Start(0))?;
@@ -124,8 +125,7 @@ fn checksum(file: &mut (impl Read + Seek), place: u64) -> io::Result<(u64, Vec<u
     Ok((hasher.finish(), digits))
 }
 
-/// Makes the checksum that of the bytes, whatever these are, if there is still a place for it: for tests of what comes
-/// behind it.
+/// Corrects the checksum of changed bytes, if its place can still be found: for tests of later checks.
 #[cfg(test)]
 pub(super) fn reseal(bytes: &mut [u8]) {
     let mut file = io::Cursor::new(&mut *bytes);

@@ -21,28 +21,28 @@ use std::sync::Arc;
 use tempfile::NamedTempFile;
 use thiserror::Error;
 
-/// Rows in a row group, at most: some 10 MB while they are gathered.
+/// Maximum number of rows in a row group: about 10 MB while they are collected.
 const GROUP_ROWS: usize = 1 << 17;
 
-/// What has been written.
+/// The numbers of items written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Written {
     /// Snapshots.
     pub snapshots: u64,
-    /// Processes that were there at some time.
+    /// Processes that existed at any time.
     pub processes: u64,
-    /// Regions that were there at some time.
+    /// Regions that existed at any time.
     pub regions: u64,
     /// Pages in the first snapshot.
     pub pages: u64,
-    /// Pages that were another than before in the later ones, each time counted.
+    /// Page changes in the later snapshots.
     pub changes: u64,
     /// Size of the file, bytes.
     pub bytes: u64,
 }
 
-/// Writes a record, snapshot by snapshot. The file has its name only when it is finished: until then it is one beside it,
-/// which goes when the writer does.
+/// Writes a record snapshot by snapshot, to a temporary file in the same directory that [`Self::finish`] renames. Dropping
+/// the writer deletes it.
 pub struct RecordWriter {
     path: PathBuf,
     beside: NamedTempFile,
@@ -50,14 +50,14 @@ pub struct RecordWriter {
     rows: Rows,
     check: Check,
     written: Written,
-    /// A snapshot was refused, or written in part.
-    spoilt: bool,
+    /// A snapshot was refused or written in part.
+    failed: bool,
 }
 
 impl RecordWriter {
-    /// Begins a record. A file of that name is replaced at the end, but nothing else is.
+    /// Begins a record. An existing regular file is replaced at the end; other kinds of files are refused.
     pub fn create(path: &Path, origin: &Origin) -> Result<Self, RecordError> {
-        // What a link leads to is replaced, not the link.
+        // Replace the target of a symbolic link, not the link.
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         if fs::metadata(&path).is_ok_and(|there| !there.is_file()) {
             return Err(RecordError::Occupied { path });
@@ -68,7 +68,7 @@ impl RecordWriter {
         };
         let opened = tempfile::Builder::new()
             .prefix(".pagefold-record-")
-            // As any file that a program makes: the user's mask takes from it.
+            // The default mode of new files, subject to the umask.
             .permissions(Permissions::from_mode(0o666))
             .tempfile_in(directory)
             .and_then(|beside| Ok((beside.reopen()?, beside)));
@@ -77,27 +77,27 @@ impl RecordWriter {
             .and_then(|columns| SerializedFileWriter::new(Sealing::new(file), columns, properties(origin)))
             .map_err(|error| cannot_write(&path, &error))?;
         let (rows, check) = (Rows::default(), Check::default());
-        Ok(Self { path, beside, file, rows, check, written: Written::default(), spoilt: false })
+        Ok(Self { path, beside, file, rows, check, written: Written::default(), failed: false })
     }
 
-    /// Adds a snapshot. After an error there is nothing to be finished.
+    /// Adds a snapshot. After an error [`Self::finish`] fails.
     pub fn write(&mut self, snapshot: &Snapshot) -> Result<(), RecordError> {
-        self.spoilt = true;
+        self.failed = true;
         self.add(snapshot)?;
-        self.spoilt = false;
+        self.failed = false;
         Ok(())
     }
 
     fn add(&mut self, snapshot: &Snapshot) -> Result<(), RecordError> {
         let at = self.written.snapshots;
         let path = &self.path;
-        let senseless = |what| RecordError::Senseless { path: path.clone(), snapshot: at, what };
-        let number = self.check.begin(snapshot.time_ns).map_err(senseless)?;
-        // Bounds were looked at.
+        let inconsistent = |what| RecordError::Inconsistent { path: path.clone(), snapshot: at, what };
+        let number = self.check.begin(snapshot.time_ns).map_err(inconsistent)?;
+        // In range: `begin` has checked it.
         let time_ns = signed_long(snapshot.time_ns);
         self.rows.begin(number, time_ns);
         for event in &snapshot.events {
-            let process = self.check.see(event).map_err(senseless)?;
+            let process = self.check.event(event).map_err(inconsistent)?;
             self.rows.push(number, time_ns, process, event);
             match event {
                 Event::Page { .. } if at == 0 => self.written.pages += 1,
@@ -112,14 +112,14 @@ impl RecordWriter {
         Ok(())
     }
 
-    /// Adds a snapshot, whether or not it makes sense, with `shift` added to its number.
+    /// Adds a snapshot without refusing inconsistent ones, with `shift` added to its number.
     #[cfg(test)]
-    pub(super) fn write_whatever(&mut self, snapshot: &Snapshot, shift: i32) -> ParquetResult {
+    pub(super) fn write_unchecked(&mut self, snapshot: &Snapshot, shift: i32) -> ParquetResult {
         let number = i32::try_from(self.written.snapshots).unwrap() + shift;
         let time_ns = signed_long(snapshot.time_ns);
         self.rows.begin(number, time_ns);
         for event in &snapshot.events {
-            let process = self.check.see(event).unwrap_or(match event {
+            let process = self.check.event(event).unwrap_or(match event {
                 Event::Process(ProcessRow { process, .. })
                 | Event::Exit { process }
                 | Event::Region(RegionRow { process, .. }) => *process,
@@ -131,10 +131,10 @@ impl RecordWriter {
         self.rows.flush(&mut self.file)
     }
 
-    /// Ends the record and gives it its name.
+    /// Completes the file and moves it to its path.
     pub fn finish(mut self) -> Result<Written, RecordError> {
         let path = self.path;
-        if self.spoilt {
+        if self.failed {
             return Err(cannot_write(&path, &"not all of a snapshot could be written"));
         }
         let failed = |error: &dyn std::fmt::Display| cannot_write(&path, error);
@@ -154,23 +154,23 @@ fn cannot_write(path: &Path, error: &dyn std::fmt::Display) -> RecordError {
     RecordError::Write { path: path.to_owned(), what: error.to_string() }
 }
 
-/// Writes all that a source has to show. Returns what was written, or why it was not.
+/// Writes all snapshots of a source.
 pub fn write<S: Source>(path: &Path, origin: &Origin, source: &mut S) -> Result<Written, WriteError<S::Error>> {
     let mut writer = RecordWriter::create(path, origin)?;
     let mut deltas = Deltas::new();
-    while let Some(look) = source.look().map_err(WriteError::Source)? {
-        writer.write(&deltas.next(look))?;
+    while let Some(memory) = source.next_snapshot().map_err(WriteError::Source)? {
+        writer.write(&deltas.next(memory))?;
     }
     Ok(writer.finish()?)
 }
 
-/// Why a source's record was not written.
+/// An error while writing a source's record.
 #[derive(Debug, Error)]
 pub enum WriteError<E> {
-    /// The source cannot go on.
+    /// The source failed.
     #[error(transparent)]
     Source(E),
-    /// The file.
+    /// The file cannot be written.
     #[error(transparent)]
     Record(#[from] RecordError),
 }
@@ -182,14 +182,14 @@ fn properties(origin: &Origin) -> Arc<WriterProperties> {
         (schema::KEY_SOURCE, origin.source.clone()),
         (schema::KEY_EVERY_NS, origin.every_ns.to_string()),
         (schema::KEY_ANONYMOUS, origin.anonymous.to_string()),
-        // Last, near the end of the file, where it is looked for.
+        // Last, because it is searched for near the end of the file.
         (schema::KEY_CHECKSUM, seal::blank()),
     ];
     let entries = entries.map(|(key, value)| KeyValue::new(key.to_owned(), value));
     let mut properties = WriterProperties::builder()
         .set_compression(Compression::SNAPPY)
         .set_created_by(concat!("pagefold version ", env!("CARGO_PKG_VERSION")).to_owned())
-        // Those of whole row groups tell a reader which to leave out; more would be as large as the data.
+        // Statistics of row groups let readers skip some; finer ones would be as large as the data.
         .set_statistics_enabled(EnabledStatistics::Chunk)
         .set_offset_index_disabled(true)
         .set_key_value_metadata(Some(entries.to_vec()));
@@ -209,7 +209,7 @@ fn properties(origin: &Origin) -> Arc<WriterProperties> {
     Arc::new(properties.build())
 }
 
-/// A column of the rows to be written: its values, and for each row whether it has one.
+/// A column of rows to write: the values, and for each row whether it has one.
 #[derive(Debug)]
 struct Column<T> {
     values: Vec<T>,
@@ -230,9 +230,9 @@ impl<T> Column<T> {
     }
 
     fn flush<D: DataType<T = T>>(&mut self, group: &mut SerializedRowGroupWriter<'_, Sealing<File>>) -> ParquetResult {
-        // The columns are as many as the schema's, and in its order.
+        // Called once for each column, in the schema's order.
         if let Some(mut column) = group.next_column()? {
-            // The levels are passed over where every row must have a value.
+            // Levels are ignored for required columns.
             column.typed::<D>().write_batch(&self.values, Some(&self.levels), None)?;
             column.close()?;
         }
@@ -242,13 +242,13 @@ impl<T> Column<T> {
     }
 }
 
-/// The bits as Parquet keeps them. The schema says what is unsigned.
+/// Parquet stores unsigned values as signed ones; the schema marks them.
 #[expect(clippy::cast_possible_wrap, reason = "the same bits")]
 const fn signed(bits: u32) -> i32 {
     bits as i32
 }
 
-/// The same for longer ones.
+/// The same for 64 bits.
 #[expect(clippy::cast_possible_wrap, reason = "the same bits")]
 const fn signed_long(bits: u64) -> i64 {
     bits as i64
@@ -256,7 +256,7 @@ const fn signed_long(bits: u64) -> i64 {
 
 type ParquetResult<T = ()> = parquet::errors::Result<T>;
 
-/// Rows to be written, column by column.
+/// Rows to write, column by column.
 #[derive(Debug, Default)]
 struct Rows {
     snapshot: Column<i32>,
@@ -278,7 +278,7 @@ struct Rows {
     words: Words,
 }
 
-/// The words of the few-worded columns, each made once.
+/// Interned values of columns with few distinct values.
 #[derive(Debug, Default)]
 struct Words(HashMap<&'static str, ByteArray>);
 
@@ -318,7 +318,7 @@ impl Rows {
         rows.page_columns(if let Event::Page { page, now, .. } = event { Some((page.0, now)) } else { None });
     }
 
-    /// The columns that every row has.
+    /// Fills the columns that every row has.
     fn row(&mut self, number: i32, time_ns: i64, event: &'static str, process: Option<u32>) -> &mut Self {
         self.snapshot.push(number);
         self.time_ns.push(time_ns);
@@ -366,7 +366,7 @@ impl Rows {
         self.page.flush::<Int64Type>(&mut group)?;
         self.state.flush::<ByteArrayType>(&mut group)?;
         self.huge.flush::<BoolType>(&mut group)?;
-        // One allocation for all digests, cut in pieces.
+        // One allocation for all digests.
         let all = ByteArray::from(self.digest.values.as_flattened().to_vec());
         let pieces = (0..self.digest.values.len()).map(|at| FixedLenByteArray::from(all.slice(16 * at, 16)));
         let mut digest = Column { values: pieces.collect(), levels: std::mem::take(&mut self.digest.levels) };

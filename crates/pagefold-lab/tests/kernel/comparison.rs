@@ -1,7 +1,7 @@
-//! The kernel and the model, each scan of theirs, and how they compare.
+//! Runs the kernel and the model scan by scan and compares their counters.
 
 use super::family;
-use super::memory::{Course, PROGRAMS, SCANS};
+use super::memory::{Schedule, PROGRAMS, SCANS};
 use pagefold_core::host::{Actions, Host, PageState, ScanOrder};
 use pagefold_core::keys::OwnerKey;
 use pagefold_lab::record::{Deltas, MemorySnapshot, Origin, Page, Record, Snapshot, Source};
@@ -20,22 +20,22 @@ use std::fmt::Write;
 use std::fs;
 use std::time::Duration;
 
-/// Time from one scan to the next, in the model: none takes as long.
+/// Time between scans in the model, longer than any scan.
 const STEP_NS: u64 = 3_600_000_000_000;
-/// Since then a page whose checksum has changed goes no further; before, the stable tree was searched all the same.
+/// The first release in which ksmd does not search the stable tree for pages whose checksum has changed.
 const SINCE: Release = Release(6, 11);
-/// Counts that are not further apart agree: a thousandth, or a few pages, on which ksmd cannot get hold at the moment.
+/// Tolerance of counters: a thousandth, or a few pages that ksmd could not lock.
 const THOUSANDTHS: u64 = 1;
 const FEW: u64 = 8;
 
-/// How ksmd is set.
+/// Settings of ksmd.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     pub smart_scan: bool,
     pub use_zero_pages: bool,
 }
 
-/// Every setting.
+/// All combinations.
 pub const SETTINGS: [Setting; 4] = [
     Setting { smart_scan: false, use_zero_pages: false },
     Setting { smart_scan: true, use_zero_pages: false },
@@ -43,39 +43,39 @@ pub const SETTINGS: [Setting; 4] = [
     Setting { smart_scan: true, use_zero_pages: true },
 ];
 
-/// What the counters say after a scan.
+/// Counters after a scan.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Counted {
+pub struct Counters {
     pub shared: u64,
     pub sharing: u64,
     pub unshared: u64,
     pub volatile: u64,
-    /// Pages in whose place the zero page is mapped.
+    /// Pages replaced by the zero page.
     pub zero: u64,
-    /// Pages looked at in this scan.
+    /// Pages scanned in this scan.
     pub scanned: u64,
     /// ksmd's CPU time in this scan.
     pub cpu_ns: u64,
     pub full_scans: u64,
 }
 
-/// All that was seen of ksmd.
-pub struct Seen {
+/// Observations of ksmd, and the script that repeats them in the model.
+pub struct Observations {
     setting: Setting,
     script: Script,
-    /// Who forks before which scan, after the steps of the script.
+    /// The processes that fork before a scan, after the steps of the script.
     forks: Vec<(u64, OwnerKey)>,
-    kernel: Vec<Counted>,
+    kernel: Vec<Counters>,
 }
 
-/// KSM in our hands.
-pub struct Machine {
-    steering: KsmForExperiment,
-    /// What `ksm_zero_pages` says when there are none: a kernel can lose count (-11 was seen).
+/// KSM under exclusive control.
+pub struct KernelUnderTest {
+    control: KsmForExperiment,
+    /// The value of `ksm_zero_pages` for no zero pages: a kernel can lose count (-11 was seen).
     no_zeros: i64,
 }
 
-impl Machine {
+impl KernelUnderTest {
     pub fn take() -> Option<Self> {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
         if Release::parse(&release).is_none_or(|release| release < SINCE) {
@@ -86,7 +86,7 @@ impl Machine {
             return None;
         }
         match KsmForExperiment::take(&Interrupt::default()) {
-            Ok(steering) => Some(Self { steering, no_zeros: zeros() }),
+            Ok(control) => Some(Self { control, no_zeros: zeros() }),
             Err(error) => {
                 skip(format!("{error:#}"));
                 None
@@ -94,77 +94,77 @@ impl Machine {
         }
     }
 
-    fn read(&self) -> Counted {
-        let counters = self.steering.ksm().counters().unwrap();
-        Counted {
+    fn read(&self) -> Counters {
+        let counters = self.control.ksm().counters().unwrap();
+        Counters {
             shared: counters.pages_shared.0,
             sharing: counters.pages_sharing.0,
             unshared: counters.pages_unshared.0,
             volatile: counters.pages_volatile.0,
             zero: (zeros() - self.no_zeros).try_into().unwrap_or(0),
             scanned: counters.pages_scanned.unwrap_or(0),
-            cpu_ns: self.steering.ksmd().cpu_ns().unwrap(),
+            cpu_ns: self.control.ksmd().cpu_ns().unwrap(),
             full_scans: counters.full_scans,
         }
     }
 
-    fn scan(&mut self) -> Counted {
+    fn scan(&mut self) -> Counters {
         let before = self.read();
-        self.steering.scan_once(&Interrupt::default()).unwrap();
-        let rests = || anyhow::Ok(self.steering.ksmd().rests()?.then_some(()));
-        Interrupt::default().wait(Duration::from_secs(60), rests).unwrap().expect("ksmd comes to rest");
+        self.control.scan_once(&Interrupt::default()).unwrap();
+        let rests = || anyhow::Ok(self.control.ksmd().rests()?.then_some(()));
+        Interrupt::default().wait(Duration::from_secs(60), rests).unwrap().expect("ksmd must become idle");
         let after = self.read();
-        let since = |of: fn(&Counted) -> u64| of(&after) - of(&before);
-        Counted {
-            scanned: since(|counted| counted.scanned),
-            cpu_ns: since(|counted| counted.cpu_ns),
-            full_scans: since(|counted| counted.full_scans),
+        let since = |of: fn(&Counters) -> u64| of(&after) - of(&before);
+        Counters {
+            scanned: since(|counters| counters.scanned),
+            cpu_ns: since(|counters| counters.cpu_ns),
+            full_scans: since(|counters| counters.full_scans),
             ..after
         }
     }
 
-    /// Has KSM as fresh as after a boot.
+    /// Resets KSM to its state after boot.
     fn reset(&mut self, setting: Setting) {
-        self.steering.unmerge().unwrap();
+        self.control.unmerge().unwrap();
         self.no_zeros = zeros();
-        self.steering.set(Knob::SmartScan, u64::from(setting.smart_scan)).unwrap();
-        self.steering.set(Knob::UseZeroPages, u64::from(setting.use_zero_pages)).unwrap();
+        self.control.set(Knob::SmartScan, u64::from(setting.smart_scan)).unwrap();
+        self.control.set(Knob::UseZeroPages, u64::from(setting.use_zero_pages)).unwrap();
     }
 
-    /// Sees a course through.
-    pub fn watch(&mut self, setting: Setting, mut course: Course) -> Seen {
+    /// Runs a schedule.
+    pub fn observe(&mut self, setting: Setting, mut schedule: Schedule) -> Observations {
         self.reset(setting);
-        let mut holders: Vec<Option<Holder>> = (0..PROGRAMS).map(|_| Some(Holder::start(course.pages()))).collect();
+        let mut holders: Vec<Option<Holder>> = (0..PROGRAMS).map(|_| Some(Holder::start(schedule.pages()))).collect();
         let mut marked = [false; PROGRAMS];
         let mut recorder = recorder(&holders);
-        // The record begins with nothing, one step before the first scan.
+        // The record begins without memory, one step before the first scan.
         let (mut deltas, mut snapshots, mut kernel) = (Deltas::new(), vec![Snapshot::default()], Vec::new());
         for scan in 1..=SCANS {
-            if let Some(program) = Course::ends(scan) {
+            if let Some(program) = Schedule::ends(scan) {
                 holders[program] = None;
             }
-            for (program, deed) in course.deeds(scan) {
-                holders[program].as_mut().unwrap().change(deed);
+            for (program, change) in schedule.changes(scan) {
+                holders[program].as_mut().unwrap().change(change);
             }
-            for program in Course::marks(scan) {
+            for program in Schedule::marks(scan) {
                 let holder = holders[program].as_mut().unwrap();
                 holder.mark(0, holder.pages);
                 marked[program] = true;
             }
-            let mut look = recorder.look().unwrap().unwrap();
-            look.time_ns = scan as u64 * STEP_NS;
-            keep_marked(&mut look, &holders, marked);
-            keep_zeros(&mut look);
-            snapshots.push(deltas.next(look));
+            let mut memory = recorder.next_snapshot().unwrap().unwrap();
+            memory.time_ns = scan as u64 * STEP_NS;
+            keep_marked(&mut memory, &holders, marked);
+            keep_zeros(&mut memory);
+            snapshots.push(deltas.next(memory));
             kernel.push(self.scan());
         }
         let origin = Origin { source: "live".to_owned(), every_ns: STEP_NS, anonymous: false };
         let script = script(&Record { origin, snapshots }).script;
-        Seen { setting, script, forks: Vec::new(), kernel }
+        Observations { setting, script, forks: Vec::new(), kernel }
     }
 
-    /// Sees a family through.
-    pub fn watch_family(&mut self, setting: Setting) -> Seen {
+    /// Runs the changes of [`family`].
+    pub fn observe_family(&mut self, setting: Setting) -> Observations {
         self.reset(setting);
         let mut holders: Vec<Holder> = (0..family::PROGRAMS).map(|_| Holder::start(family::PAGES)).collect();
         let (mut steps, mut forks, mut kernel) = (Vec::new(), Vec::new(), Vec::new());
@@ -174,9 +174,9 @@ impl Machine {
         }
         for scan in 1..=family::SCANS {
             let at_ns = scan * STEP_NS;
-            for (program, deed) in family::deeds(scan) {
-                holders[program as usize].change(deed);
-                steps.extend(family::steps(program, deed).into_iter().map(|step| (at_ns, step)));
+            for (program, change) in family::changes(scan) {
+                holders[program as usize].change(change);
+                steps.extend(family::steps(program, change).into_iter().map(|step| (at_ns, step)));
             }
             for program in family::forks(scan) {
                 holders[program as usize].fork();
@@ -184,11 +184,11 @@ impl Machine {
             }
             kernel.push(self.scan());
         }
-        Seen { setting, script: steps.into(), forks, kernel }
+        Observations { setting, script: steps.into(), forks, kernel }
     }
 }
 
-/// The kernel's count of folded zero pages, 0 where it keeps none.
+/// The kernel's count of merged zero pages, 0 if it has none.
 fn zeros() -> i64 {
     fs::read_to_string("/sys/kernel/mm/ksm/ksm_zero_pages").map_or(0, |text| text.trim().parse().unwrap())
 }
@@ -207,36 +207,36 @@ fn recorder(holders: &[Option<Holder>]) -> Recorder {
     Recorder::new(options, scoped, Interrupt::default()).unwrap()
 }
 
-/// Leaves of a look what the programs that have marked their memory hold.
-fn keep_marked(look: &mut MemorySnapshot, holders: &[Option<Holder>], marked: [bool; PROGRAMS]) {
+/// Keeps only the regions of programs that have marked their memory.
+fn keep_marked(memory: &mut MemorySnapshot, holders: &[Option<Holder>], marked: [bool; PROGRAMS]) {
     let held = |process: u32| holders[process as usize].as_ref().filter(|_| marked[process as usize]);
-    look.processes.retain(|row| held(row.process).is_some());
-    look.regions.retain(|(row, _)| {
+    memory.processes.retain(|row| held(row.process).is_some());
+    memory.regions.retain(|(row, _)| {
         held(row.process).is_some_and(|holder| (holder.first..holder.first + holder.pages).contains(&row.first.0))
     });
     let marked = marked.iter().zip(holders).filter(|(marked, holder)| **marked && holder.is_some());
-    assert_eq!(look.regions.len(), marked.count(), "one region for each program");
+    assert_eq!(memory.regions.len(), marked.count(), "one region for each program");
 }
 
-/// The programs never read what they have not written: the zero page is where ksmd has put it, and for them nothing has
-/// changed.
-fn keep_zeros(look: &mut MemorySnapshot) {
-    let pages = look.regions.iter_mut().flat_map(|(_, pages)| pages);
+/// Turns zero pages into private ones: the programs read only pages they have written, so ksmd has mapped the zero page
+/// and the content has not changed.
+fn keep_zeros(memory: &mut MemorySnapshot) {
+    let pages = memory.regions.iter_mut().flat_map(|(_, pages)| pages);
     for (_, page) in pages.filter(|(_, page)| page.state == PageState::ZeroMapped) {
         *page = Page { state: PageState::Private, frame: None, ..*page };
     }
 }
 
-/// The model on the same memory, kicked as often.
-fn model(seen: &Seen) -> Vec<Counted> {
-    let Setting { smart_scan, use_zero_pages } = seen.setting;
+/// Runs the model on the same memory with the same number of kicks.
+fn model(observed: &Observations) -> Vec<Counters> {
+    let Setting { smart_scan, use_zero_pages } = observed.setting;
     let knobs = Knobs { smart_scan, use_zero_pages, merge_any: true, ..Knobs::default() };
     let mut sim = SimHost::new(1, Costs::default(), knobs);
-    sim.play(seen.script.clone());
-    let mut before = Counted::default();
-    let scan = |(number, kernel): (u64, &Counted)| {
+    sim.play(observed.script.clone());
+    let mut before = Counters::default();
+    let scan = |(number, kernel): (u64, &Counters)| {
         let Ok(()) = sim.wait(number * STEP_NS - sim.now_ns());
-        for &(_, parent) in seen.forks.iter().filter(|&&(before, _)| before == number) {
+        for &(_, parent) in observed.forks.iter().filter(|&&(before, _)| before == number) {
             sim.fork(parent);
         }
         for _ in 0..kernel.full_scans {
@@ -245,7 +245,7 @@ fn model(seen: &Seen) -> Vec<Counted> {
             assert!(!sim.is_scanning());
         }
         let (ksm, (unshared, volatile)) = (sim.ksm(), sim.unshared_and_volatile());
-        let after = Counted {
+        let after = Counters {
             shared: ksm.shared.0,
             sharing: ksm.sharing.0,
             unshared,
@@ -255,53 +255,53 @@ fn model(seen: &Seen) -> Vec<Counted> {
             cpu_ns: sim.cost().ksmd_ns,
             full_scans: ksm.full_scans,
         };
-        let since = |of: fn(&Counted) -> u64| of(&after) - of(&before);
-        let counted = Counted {
-            scanned: since(|counted| counted.scanned),
-            cpu_ns: since(|counted| counted.cpu_ns),
-            full_scans: since(|counted| counted.full_scans),
+        let since = |of: fn(&Counters) -> u64| of(&after) - of(&before);
+        let counters = Counters {
+            scanned: since(|counters| counters.scanned),
+            cpu_ns: since(|counters| counters.cpu_ns),
+            full_scans: since(|counters| counters.full_scans),
             ..after
         };
         before = after;
-        counted
+        counters
     };
-    (1..).zip(&seen.kernel).map(scan).collect()
+    (1..).zip(&observed.kernel).map(scan).collect()
 }
 
-/// Prints both, and tells where they do not agree.
-pub fn differences(seen: &Seen) -> Vec<String> {
-    let model = model(seen);
-    let mut apart = Vec::new();
-    println!("{:?}: kernel and model", seen.setting);
-    for (scan, (kernel, model)) in (1..).zip(seen.kernel.iter().zip(&model)) {
+/// Prints both sets of counters and returns the mismatches.
+pub fn differences(observed: &Observations) -> Vec<String> {
+    let model = model(observed);
+    let mut mismatches = Vec::new();
+    println!("{:?}: kernel and model", observed.setting);
+    for (scan, (kernel, model)) in (1..).zip(observed.kernel.iter().zip(&model)) {
         let mut line = format!("  scan {scan:2}");
         for (name, of) in COUNTS {
             let (kernel, model) = (of(kernel), of(model));
             let _ = write!(line, "  {name} {kernel}/{model}");
             if kernel.abs_diff(model) > FEW.max(kernel.max(model) * THOUSANDTHS / 1000) {
-                apart.push(format!("{:?}, scan {scan}: {name} is {kernel}, in the model {model}", seen.setting));
+                mismatches.push(format!("{:?}, scan {scan}: {name} is {kernel}, in the model {model}", observed.setting));
             }
         }
         let (kernel, model) = (kernel.cpu_ns as f64 / 1e6, model.cpu_ns as f64 / 1e6);
         println!("{line}  CPU {kernel:.1}/{model:.1} ms ({:.2})", model / kernel);
     }
-    if seen.kernel[0].scanned > model[0].scanned {
-        apart.push("Is other memory marked on this machine? ksmd must have nothing else to scan.".to_owned());
+    if observed.kernel[0].scanned > model[0].scanned {
+        mismatches.push("Other memory on this machine may be marked; ksmd must have nothing else to scan.".to_owned());
     }
-    let all = |counted: &[Counted]| counted.iter().map(|counted| counted.cpu_ns as f64).sum::<f64>() / 1e6;
-    let (kernel, model) = (all(&seen.kernel), all(&model));
-    println!("  CPU of all scans {kernel:.0}/{model:.0} ms: the model takes {:.2} of it", model / kernel);
-    apart
+    let all = |counters: &[Counters]| counters.iter().map(|counters| counters.cpu_ns as f64).sum::<f64>() / 1e6;
+    let (kernel, model) = (all(&observed.kernel), all(&model));
+    println!("  CPU of all scans {kernel:.0}/{model:.0} ms: ratio {:.2}", model / kernel);
+    mismatches
 }
 
-type Count = (&'static str, fn(&Counted) -> u64);
+type Count = (&'static str, fn(&Counters) -> u64);
 
 const COUNTS: [Count; 7] = [
-    ("scans", |counted| counted.full_scans),
-    ("shared", |counted| counted.shared),
-    ("sharing", |counted| counted.sharing),
-    ("unshared", |counted| counted.unshared),
-    ("volatile", |counted| counted.volatile),
-    ("zero", |counted| counted.zero),
-    ("scanned", |counted| counted.scanned),
+    ("scans", |counters| counters.full_scans),
+    ("shared", |counters| counters.shared),
+    ("sharing", |counters| counters.sharing),
+    ("unshared", |counters| counters.unshared),
+    ("volatile", |counters| counters.volatile),
+    ("zero", |counters| counters.zero),
+    ("scanned", |counters| counters.scanned),
 ];

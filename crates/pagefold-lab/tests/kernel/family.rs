@@ -1,6 +1,6 @@
-//! A program that forks, without exec: before anything is merged and afterwards.
+//! A program that forks without exec, before and after its memory is merged.
 //!
-//! A record leaves out pages that are shared by fork, so the model gets the same changes as the processes instead.
+//! Replaying a record drops pages that are shared by fork, so the model gets the changes directly.
 
 use pagefold_core::keys::FamilyKey;
 use pagefold_core::units::{Pages, Vpn};
@@ -13,21 +13,21 @@ pub const PAGES: u64 = 8_000;
 pub const SCANS: u64 = 9;
 
 /// The changes before a scan.
-pub fn deeds(scan: u64) -> Vec<(u32, Change)> {
+pub fn changes(scan: u64) -> Vec<(u32, Change)> {
     let write = |program, first, pages, content| (program, Change::Write { first, pages, content, step: 1 });
     match scan {
         1 => vec![
-            // Unique, in pairs, and the same as the stranger's.
+            // Unique pages, pairs, and copies of the other process's pages.
             write(0, 0, 2_000, 1 << 20),
             write(0, 2_000, 500, 2 << 20),
             write(0, 2_500, 500, 2 << 20),
             write(0, 3_000, 1_000, 3 << 20),
             write(1, 0, 1_000, 3 << 20),
             write(1, 1_000, 1_000, 4 << 20),
-            // Zeros, and more of them than a merged page has room for.
+            // More zeros than one merged page can have mappings.
             (0, Change::Write { first: 7_000, pages: 300, content: 0, step: 0 }),
         ],
-        // Before the fork that comes before anything can have merged.
+        // Before the fork that precedes all merging.
         2 => vec![write(0, 0, 200, 5 << 20), write(0, 2_000, 100, 6 << 20)],
         4 => vec![write(0, 200, 200, 7 << 20), write(0, 3_000, 100, 8 << 20)],
         5 => vec![write(0, 5_000, 1_000, 9 << 20), write(0, 6_000, 1_000, 9 << 20), write(1, 2_000, 300, 9 << 20)],
@@ -41,17 +41,17 @@ pub fn forks(scan: u64) -> Vec<u32> {
     if matches!(scan, 2 | 5) { vec![0] } else { Vec::new() }
 }
 
-/// A process starts, with everything mapped and nothing populated.
+/// Starts a process with all memory mapped and none populated.
 pub fn start(program: u32) -> [Step; 2] {
     let (first, pages) = (Vpn(1 << 20), Pages(PAGES));
     let map = Step::Map { process: program, region: program, family: FamilyKey(0), first, pages };
     [Step::Start { process: program }, map]
 }
 
-/// A change, as steps of the model.
-pub fn steps(program: u32, deed: Change) -> Vec<Step> {
+/// The steps of a change in the model.
+pub fn steps(program: u32, change: Change) -> Vec<Step> {
     let at = |page: u64| Vpn((1 << 20) + page);
-    match deed {
+    match change {
         Change::Write { first, pages, content, step } => {
             let write = |page| {
                 let content = content + page * step;
