@@ -27,7 +27,8 @@ fn every_workload_gives_a_record() {
         let file = dir.path().join(generator.name);
         let output_text = generate(generator.name, &file, &[]);
         assert!(
-            output_text.starts_with(&format!("{}: 6 snapshots of ", generator.name)) && output_text.lines().count() == 1,
+            output_text.starts_with(&format!("{}: 6 snapshots of ", generator.name))
+                && output_text.lines().count() == 1,
             "{output_text}"
         );
         let record = Record::read(&file).unwrap();
@@ -66,7 +67,9 @@ fn the_list_has_all_generators() {
     assert!(output.status.success());
     assert_eq!(output_text.lines().count(), GENERATORS.len());
     assert!(
-        GENERATORS.iter().all(|generator| output_text.contains(generator.name) && output_text.contains(generator.about)),
+        GENERATORS
+            .iter()
+            .all(|generator| output_text.contains(generator.name) && output_text.contains(generator.about)),
         "{output_text}"
     );
 }

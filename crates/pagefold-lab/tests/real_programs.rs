@@ -6,7 +6,8 @@ use serde_json::Value;
 
 #[test]
 fn databases_answer_correctly_while_merged() {
-    let is_installed = |name: &str| ["/usr/sbin", "/usr/bin"].iter().any(|dir| std::path::Path::new(dir).join(name).exists());
+    let is_installed =
+        |name: &str| ["/usr/sbin", "/usr/bin"].iter().any(|dir| std::path::Path::new(dir).join(name).exists());
     for program in ["redis-check-rdb", "mariadbd", "mariadb-install-db"] {
         if !is_installed(program) {
             return skip(format!("{program} is not installed (scripts/setup installs it)"));

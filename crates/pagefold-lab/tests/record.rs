@@ -167,7 +167,8 @@ fn processes_that_enter_the_scope_are_recorded() {
     fs::copy(program(), &copy).unwrap();
     let start = || Tenant::start(&copy, &mixed()).unwrap();
     let first = start();
-    let mut recording = Recording::at(ScopeSpec { exes: vec![copy.display().to_string()], ..ScopeSpec::default() }, false);
+    let mut recording =
+        Recording::at(ScopeSpec { exes: vec![copy.display().to_string()], ..ScopeSpec::default() }, false);
     assert_eq!(recording.next().map(|_| recording.state.processes.len()), Some(1));
     let second = start();
     wait_until("the second is recorded", || {
@@ -205,7 +206,8 @@ fn pages_shared_through_fork_stay_shared() {
     let mut recording = Recording::at_pids(&[parent.pid(), child]);
     for _ in 0..3 {
         recording.next().unwrap();
-        let [one, other] = [parent.pid(), child].map(|pid| pages_of(&recording.state, process_of(&recording.state, pid)));
+        let [one, other] =
+            [parent.pid(), child].map(|pid| pages_of(&recording.state, process_of(&recording.state, pid)));
         let frames: HashMap<Option<u64>, Page> = other.iter().map(|page| (page.frame, *page)).collect();
         let shared = one.iter().filter(|page| page.state == PageState::Shared && frames.get(&page.frame) == Some(page));
         assert!(shared.count() >= 2000);

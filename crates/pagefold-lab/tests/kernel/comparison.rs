@@ -1,7 +1,7 @@
 //! Runs the kernel and the model scan by scan and compares their counters.
 
 use super::family;
-use super::memory::{Schedule, PROGRAMS, SCANS};
+use super::memory::{PROGRAMS, SCANS, Schedule};
 use pagefold_core::host::{Actions, Host, PageState, ScanOrder};
 use pagefold_core::keys::OwnerKey;
 use pagefold_lab::record::{Deltas, MemorySnapshot, Origin, Page, Record, Snapshot, Source};
@@ -279,7 +279,8 @@ pub fn differences(observed: &Observations) -> Vec<String> {
             let (kernel, model) = (of(kernel), of(model));
             let _ = write!(line, "  {name} {kernel}/{model}");
             if kernel.abs_diff(model) > FEW.max(kernel.max(model) * THOUSANDTHS / 1000) {
-                mismatches.push(format!("{:?}, scan {scan}: {name} is {kernel}, in the model {model}", observed.setting));
+                mismatches
+                    .push(format!("{:?}, scan {scan}: {name} is {kernel}, in the model {model}", observed.setting));
             }
         }
         let (kernel, model) = (kernel.cpu_ns as f64 / 1e6, model.cpu_ns as f64 / 1e6);

@@ -110,8 +110,10 @@ impl Schedule {
     /// The changes before a scan, in this order.
     pub fn changes(&mut self, scan: usize) -> Vec<(usize, Change)> {
         let come = Self::marks(scan);
-        let mut changes: Vec<(usize, Change)> =
-            come.iter().flat_map(|&program| self.all(program).into_iter().map(move |change| (program, change))).collect();
+        let mut changes: Vec<(usize, Change)> = come
+            .iter()
+            .flat_map(|&program| self.all(program).into_iter().map(move |change| (program, change)))
+            .collect();
         if scan == 1 {
             return changes;
         }
