@@ -1,5 +1,5 @@
-//! Experiments: pagefold beside KSM left to itself and beside an oracle, on programs started for the purpose, on the
-//! machine at hand. The ratios within one run count; absolute times belong to the machine.
+//! Experiments that compare pagefold with plain KSM and with an oracle, on programs started for the purpose. Compare the
+//! ratios within one run; absolute times depend on the machine.
 
 mod chart;
 mod daemon;

@@ -1,4 +1,4 @@
-//! pagefold itself, as a subprocess whose CPU time is the system's account of it and not its own.
+//! Runs pagefold as a subprocess and measures its CPU time from outside.
 
 use anyhow::{Context, bail, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -17,19 +17,19 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// What a subprocess may take beyond the time it was given: starting, ending, a last scan of ksmd.
+/// Time a subprocess may take beyond its limit, for starting, ending and a last ksmd scan.
 const GRACE: Duration = Duration::from_secs(60);
 
-/// A subprocess that has ended well.
+/// The result of a subprocess that succeeded.
 #[derive(Clone, Debug)]
-pub struct Ran {
-    /// CPU time of it and of the children it waited for.
+pub struct Completed {
+    /// CPU time of the subprocess and of the children it waited for.
     pub cpu_seconds: f64,
-    /// Its standard output: JSON.
+    /// Its standard output, parsed as JSON.
     pub summary: Value,
 }
 
-/// `pagefold run` on these processes, until it is told to end.
+/// Starts `pagefold run` on these processes.
 pub fn run(program: &Path, pids: &[i32], options: &[String]) -> anyhow::Result<Running> {
     let mut arguments = vec!["run".to_owned()];
     arguments.extend(scope(pids));
@@ -38,8 +38,8 @@ pub fn run(program: &Path, pids: &[i32], options: &[String]) -> anyhow::Result<R
     Running::start(program, &arguments)
 }
 
-/// `pagefold scan` on these processes.
-pub fn scan(program: &Path, pids: &[i32], options: &[&str], interrupt: &Interrupt) -> anyhow::Result<Ran> {
+/// Runs `pagefold scan` on these processes.
+pub fn scan(program: &Path, pids: &[i32], options: &[&str], interrupt: &Interrupt) -> anyhow::Result<Completed> {
     let mut arguments = vec!["scan".to_owned()];
     arguments.extend(scope(pids));
     arguments.extend(options.iter().map(|&option| option.to_owned()));
@@ -51,17 +51,18 @@ fn scope(pids: &[i32]) -> impl Iterator<Item = String> {
     pids.iter().flat_map(|pid| ["--pid".to_owned(), pid.to_string()])
 }
 
-/// Runs a command to its end and reads its JSON.
-fn json_of(program: &Path, arguments: &[String], limit: Duration, interrupt: &Interrupt) -> anyhow::Result<Ran> {
+/// Runs a command to completion and parses its output as JSON.
+fn json_of(program: &Path, arguments: &[String], limit: Duration, interrupt: &Interrupt) -> anyhow::Result<Completed> {
     Running::start(program, arguments)?.finish(limit, interrupt)
 }
 
-/// A subprocess. While it runs no other child may end: the system counts all together. Dropped, it is told to end.
+/// A running subprocess; terminated when dropped. No other child may end meanwhile, since the kernel adds up the CPU time
+/// of all children that have been waited for.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
     name: String,
-    /// Standard output and standard error, until they are read.
+    /// Threads that read standard output and standard error.
     pipes: Option<[JoinHandle<Vec<u8>>; 2]>,
     cpu_before_ns: u64,
 }
@@ -82,33 +83,32 @@ impl Running {
         Ok(Self { child, name, pipes, cpu_before_ns })
     }
 
-    /// What measures its CPU time while it runs.
+    /// Returns a meter of its CPU time while it runs.
     pub fn meter(&self) -> anyhow::Result<Meter> {
         Ok(Meter { main: Process::open(i32::try_from(self.child.id())?)?, spent_ns: BTreeMap::new() })
     }
 
-    /// Whether it has ended by itself.
+    /// Returns whether it has ended on its own.
     pub fn has_ended(&mut self) -> anyhow::Result<bool> {
         Ok(self.child.try_wait()?.is_some())
     }
 
-    /// Tells it to end, and waits until it has.
-    pub fn end(mut self, interrupt: &Interrupt) -> anyhow::Result<Ran> {
+    /// Terminates it and waits for the result.
+    pub fn end(mut self, interrupt: &Interrupt) -> anyhow::Result<Completed> {
         self.terminate();
         self.finish(GRACE, interrupt)
     }
 
-    /// Waits for its end and reads what it wrote.
-    fn finish(mut self, limit: Duration, interrupt: &Interrupt) -> anyhow::Result<Ran> {
+    /// Waits until it ends and parses its output.
+    fn finish(mut self, limit: Duration, interrupt: &Interrupt) -> anyhow::Result<Completed> {
         let ended = self.wait(limit, interrupt);
         let cpu_ns = reaped_children_cpu_ns().saturating_sub(self.cpu_before_ns);
         let name = &self.name;
         let status = ended.with_context(|| name.clone())?;
-        let [output, errors] = self.pipes.take().context("a subprocess that was waited for")?.map(text);
+        let [output, errors] = self.pipes.take().context("the subprocess was already waited for")?.map(text);
         ensure!(status.success(), "{name} ended with {status}: {}", errors.trim());
-        let summary =
-            serde_json::from_str(&output).with_context(|| format!("{name} did not write one JSON document"))?;
-        Ok(Ran { cpu_seconds: Duration::from_nanos(cpu_ns).as_secs_f64(), summary })
+        let summary = serde_json::from_str(&output).with_context(|| format!("{name} did not write a JSON document"))?;
+        Ok(Completed { cpu_seconds: Duration::from_nanos(cpu_ns).as_secs_f64(), summary })
     }
 
     fn terminate(&mut self) {
@@ -118,7 +118,8 @@ impl Running {
         }
     }
 
-    /// Waits for the end; asks for it when interrupted or late, so that KSM is given back, and insists if need be.
+    /// Waits for the end. When interrupted or late, terminates the process, which gives it time to restore KSM, and then
+    /// kills it.
     fn wait(&mut self, limit: Duration, interrupt: &Interrupt) -> anyhow::Result<ExitStatus> {
         let child = &mut self.child;
         let waited = interrupt.wait(limit, || anyhow::Ok(child.try_wait()?));
@@ -128,7 +129,7 @@ impl Running {
                 self.terminate();
                 pagefold_workload::end_child(&mut self.child, Duration::from_secs(30));
                 late?;
-                bail!("not ended after {limit:?}")
+                bail!("did not end within {limit:?}")
             }
         }
     }
@@ -141,21 +142,21 @@ impl Drop for Running {
     }
 }
 
-/// Measures the CPU time of a daemon and its children from outside, by the system's clocks of them.
+/// Measures the CPU time of a daemon and its children from outside, by the kernel's per-process clocks.
 #[derive(Debug)]
 pub struct Meter {
     main: Process,
-    /// By process, so that what a child spent stays when it has ended.
+    /// By pid and start time, so that the time of a child that has ended still counts.
     spent_ns: BTreeMap<(i32, u64), u64>,
 }
 
 impl Meter {
-    /// So far. What a child spends between the last look and its end is missed.
+    /// Returns the CPU time so far. What a child spends between the last call and its end is missed.
     pub fn cpu_seconds(&mut self) -> f64 {
         let main = &self.main;
         let children = children(main.pid()).into_iter().filter_map(|pid| Process::open(pid).ok());
         for process in children.collect::<Vec<_>>().iter().chain([main]) {
-            // It may have ended; what it had spent by the last look is kept.
+            // It may have ended; the last reading is kept.
             if let Ok(ns) = process_cpu_ns(process) {
                 self.spent_ns.insert((process.pid(), process.start_time_ticks()), ns);
             }
@@ -164,7 +165,7 @@ impl Meter {
     }
 }
 
-/// The children of a process's first thread, which is the one that starts them. None where the kernel does not tell.
+/// The children of a process's first thread, which starts them; empty where the kernel does not list them.
 fn children(pid: i32) -> Vec<i32> {
     let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     text.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).collect()
@@ -174,7 +175,7 @@ fn collect(from: Option<impl Read + Send + 'static>) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(mut from) = from {
-            // What was read before an error is still worth showing.
+            // Output read before an error is still shown.
             let _ = from.read_to_end(&mut bytes);
         }
         bytes
@@ -189,13 +190,13 @@ fn text(from: JoinHandle<Vec<u8>>) -> String {
 mod tests {
     use super::*;
 
-    fn shell(script: &str, limit: Duration) -> anyhow::Result<Ran> {
+    fn shell(script: &str, limit: Duration) -> anyhow::Result<Completed> {
         let arguments = ["-c".to_owned(), script.to_owned()];
         json_of(Path::new("/bin/sh"), &arguments, limit, &Interrupt::default())
     }
 
     #[test]
-    fn output_is_read_and_failures_say_why() {
+    fn output_is_parsed_and_failures_give_a_reason() {
         let ran = shell(r#"echo '{"saved": 7}'"#, GRACE).unwrap();
         assert_eq!(ran.summary["saved"], 7);
         let error = shell("echo no scope >&2; exit 2", GRACE).unwrap_err();
@@ -204,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_meter_counts_a_daemon_and_its_children_also_ended_ones() {
+    fn a_meter_counts_a_daemon_and_its_children_even_after_they_end() {
         let busy = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done";
         let script = format!("sh -c '{busy}' & wait; exec sleep 600");
         let running = Running::start(Path::new("/bin/sh"), &["-c".to_owned(), script]).unwrap();
@@ -217,14 +218,14 @@ mod tests {
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(most >= 0.02, "{most}");
-        // Told to end, it ends; it has written nothing.
+        // It ends on request, but has written nothing.
         assert!(running.end(&Interrupt::default()).is_err());
         assert!(meter.cpu_seconds() >= most);
     }
 
     #[test]
-    fn a_late_one_is_ended() {
+    fn a_late_subprocess_is_terminated() {
         let error = shell("exec sleep 600", Duration::from_millis(50)).unwrap_err();
-        assert!(format!("{error:#}").contains("not ended"), "{error:#}");
+        assert!(format!("{error:#}").contains("did not end"), "{error:#}");
     }
 }

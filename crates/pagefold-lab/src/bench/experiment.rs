@@ -1,4 +1,4 @@
-//! The experiments: each measures one claim on programs it starts itself.
+//! The experiments. Each measures one claim on programs that it starts.
 
 mod cow_breaker;
 mod governors;
@@ -21,22 +21,22 @@ use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::os::interrupt::Interrupt;
 use std::path::Path;
 
-/// What all experiments are given.
+/// The options that all experiments share.
 #[derive(Clone, Copy, Debug)]
 pub struct ExperimentSetting<'a> {
-    /// The program to measure.
+    /// The pagefold program to measure.
     pub program: &'a Path,
-    /// The program that plays the tenants: this one.
+    /// The program that plays the tenants: `pagefold-lab` itself.
     pub player: &'a Path,
-    /// Small and short: to see that everything works, not how well. Speed is not judged then.
+    /// Run small and short, to check that everything works; speed is not judged.
     pub quick: bool,
-    /// Also the peers that take long.
+    /// Include the peers that take long.
     pub all_peers: bool,
-    /// The machine is one that the experiment itself emulates: only what must be done there is done.
+    /// This machine is emulated by the experiment: do only the part that must run there.
     pub emulated: bool,
-    /// Only these policies, if any are named.
+    /// Run only these policies; empty: all.
     pub policies: &'a [String],
-    /// Signals.
+    /// Stops the experiment on a signal.
     pub interrupt: &'a Interrupt,
 }
 
@@ -47,11 +47,11 @@ pub struct Experiment {
     pub name: &'static str,
     /// The claim it measures.
     pub claim: &'static str,
-    /// Does it. Fills in the report.
+    /// Runs it and fills in the report.
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-/// All of them.
+/// All experiments.
 pub const EXPERIMENTS: [Experiment; 13] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
@@ -76,20 +76,20 @@ impl Experiment {
 }
 
 impl ExperimentSetting<'_> {
-    /// Whether a policy is to be measured: by its name, or by the name's first word.
+    /// Returns whether a policy was asked for, by its name or the name's first word.
     fn wants(&self, policy: &str) -> bool {
         let first = policy.split(' ').next();
         self.policies.is_empty() || self.policies.iter().any(|name| name == policy || Some(name.as_str()) == first)
     }
 }
 
-/// Pages in so many mebibytes.
+/// The number of pages in some mebibytes.
 const fn mib(mebibytes: u64) -> Pages {
     Pages(mebibytes * (1 << 20) / PAGE_SIZE as u64)
 }
 
-/// Runs each policy on targets started afresh, since marks cannot be taken back from outside, and compares pagefold
-/// with the others.
+/// Runs each policy on newly started targets, since marks cannot be removed from outside, and compares pagefold with the
+/// others.
 fn side_by_side(
     setting: &ExperimentSetting<'_>,
     report: &mut ExperimentReport,
@@ -106,24 +106,24 @@ fn side_by_side(
     Ok(())
 }
 
-/// KSM, taken for policies that have their turn one after the other.
+/// Policies that use KSM one after the other.
 struct PolicySequence<'a> {
     setting: &'a ExperimentSetting<'a>,
-    steering: KsmForExperiment,
-    /// What the targets answered first.
+    control: KsmForExperiment,
+    /// The targets' answers at the first check.
     expected: Option<Vec<Option<String>>>,
-    /// Whether the targets' page tables are read meanwhile.
+    /// Whether to sample the targets' page tables.
     exact: bool,
 }
 
 impl<'a> PolicySequence<'a> {
-    /// Takes KSM.
+    /// Takes control of KSM.
     fn take(setting: &'a ExperimentSetting<'a>) -> anyhow::Result<Self> {
-        Ok(Self { setting, steering: KsmForExperiment::take(setting.interrupt)?, expected: None, exact: false })
+        Ok(Self { setting, control: KsmForExperiment::take(setting.interrupt)?, expected: None, exact: false })
     }
 
-    /// Runs a policy, unless others were asked for, on targets that answer as those of the first one did. What it
-    /// cannot do is noted.
+    /// Runs a policy, if it was asked for, on targets that must give the same answers as those of the first policy.
+    /// Records a failure in the report.
     fn run(
         &mut self,
         report: &mut ExperimentReport,
@@ -137,23 +137,23 @@ impl<'a> PolicySequence<'a> {
         eprintln!("{}: {name}", report.experiment);
         let mut targets = start()?;
         let expected = self.expected.get_or_insert_with(|| answers(&mut targets));
-        let ran = policy::run(
+        let result = policy::run(
             policy,
             &mut targets,
             expected,
             self.exact,
-            &mut self.steering,
+            &mut self.control,
             setting.program,
             setting.interrupt,
         );
-        match ran {
+        match result {
             Ok(run) => report.runs.push(run),
             Err(error) => self.failed(report, name, &error)?,
         }
         Ok(())
     }
 
-    /// Notes what could not be done, unless it is that we were interrupted.
+    /// Records a failure, unless it is an interrupt.
     fn failed(&self, report: &mut ExperimentReport, policy: String, error: &anyhow::Error) -> anyhow::Result<()> {
         self.setting.interrupt.check()?;
         eprintln!("{}: {policy}: {error:#}", report.experiment);

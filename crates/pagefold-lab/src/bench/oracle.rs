@@ -1,5 +1,5 @@
-//! The oracle: reads every page beforehand and so knows what is worth marking. It is the measure of what judgement can
-//! reach; its reading is not charged to it.
+//! The oracle: reads every page beforehand and so knows what is worth marking. It bounds what any judgement can achieve;
+//! its reading is not charged to it.
 
 use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::PageState;
@@ -10,14 +10,14 @@ use pagefold_linux::proc::process::Process;
 use pagefold_linux::scope::eligible::eligible_mappings;
 use std::collections::HashMap;
 
-/// What the oracle knows.
+/// The oracle's findings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Knowledge {
-    /// For each process, in order, the stretches to mark.
-    pub stretches: Vec<Vec<PageSpan>>,
-    /// Private anonymous pages read.
+    /// The spans to mark, for each process in order.
+    pub spans: Vec<Vec<PageSpan>>,
+    /// The number of private anonymous pages read.
     pub read: Pages,
-    /// What merging everything that is equal would save, zero pages included.
+    /// Memory that merging all duplicates, zero pages included, would save.
     pub savable: Bytes,
 }
 
@@ -25,14 +25,14 @@ pub struct Knowledge {
 #[derive(Clone, Copy, Debug)]
 struct KnownPage {
     process: usize,
-    /// The mapping, by number within the process: extents do not reach across.
+    /// The mapping's number within the process: extents do not cross mappings.
     mapping: usize,
     at: Vpn,
     digest: Digest,
 }
 
 /// Reads all private anonymous pages of the processes.
-pub fn know(processes: &[Process]) -> anyhow::Result<Knowledge> {
+pub fn survey(processes: &[Process]) -> anyhow::Result<Knowledge> {
     let mut reader = PageReader::new();
     let digester = Digester::new(0);
     let mut pages = Vec::new();
@@ -52,20 +52,19 @@ pub fn know(processes: &[Process]) -> anyhow::Result<Knowledge> {
     Ok(judge(&pages, processes.len()))
 }
 
-/// Marks 2 MiB extents in which at least half of the pages are duplicates (zeros count as such), neighbours joined.
-/// `pages` come in order of process, mapping and page.
+/// Chooses the 2 MiB extents in which at least half of the pages are duplicates (or zero), and joins adjacent ones.
+/// `pages` must be in order of process, mapping and address.
 fn judge(pages: &[KnownPage], processes: usize) -> Knowledge {
     let mut copies: HashMap<Digest, u64> = HashMap::new();
     for page in pages {
         *copies.entry(page.digest).or_insert(0) += 1;
     }
-    let one_stays = |digest: &Digest| u64::from(*digest != Digest::ZERO);
-    let savable = copies.iter().map(|(digest, count)| count - one_stays(digest)).sum();
-    let duplicate =
-        |page: &&KnownPage| copies.get(&page.digest).is_some_and(|count| count - one_stays(&page.digest) > 0);
+    let kept = |digest: &Digest| u64::from(*digest != Digest::ZERO);
+    let savable = copies.iter().map(|(digest, count)| count - kept(digest)).sum();
+    let duplicate = |page: &&KnownPage| copies.get(&page.digest).is_some_and(|count| count - kept(&page.digest) > 0);
 
     let place = |page: &KnownPage| (page.process, page.mapping, page.at.extent());
-    let mut stretches: Vec<Vec<PageSpan>> = vec![Vec::new(); processes];
+    let mut spans: Vec<Vec<PageSpan>> = vec![Vec::new(); processes];
     let mut last_marked = None;
     for extent in pages.chunk_by(|a, b| place(a) == place(b)) {
         if extent.iter().filter(duplicate).count() * 2 < extent.len() {
@@ -73,15 +72,15 @@ fn judge(pages: &[KnownPage], processes: usize) -> Knowledge {
         }
         let (first, end) = (extent[0].at, extent[extent.len() - 1].at + 1);
         let (process, mapping, number) = place(&extent[0]);
-        // Not across mappings: where nothing is mapped in between, the kernel answers ENOMEM.
+        // Not across mappings: madvise fails with ENOMEM if there is a hole.
         let joins = last_marked == Some((process, mapping, number.wrapping_sub(1)));
-        match stretches[process].last_mut().filter(|_| joins) {
+        match spans[process].last_mut().filter(|_| joins) {
             Some(before) => before.pages = Pages(end.0 - before.first.0),
-            None => stretches[process].push(PageSpan { first, pages: Pages(end.0 - first.0) }),
+            None => spans[process].push(PageSpan { first, pages: Pages(end.0 - first.0) }),
         }
         last_marked = Some((process, mapping, number));
     }
-    Knowledge { stretches, read: Pages(pages.len() as u64), savable: Pages(savable).bytes() }
+    Knowledge { spans, read: Pages(pages.len() as u64), savable: Pages(savable).bytes() }
 }
 
 #[cfg(test)]
@@ -95,7 +94,7 @@ mod tests {
     #[test]
     fn half_duplicate_extents_are_marked_and_neighbours_joined() {
         let pages = [
-            // Process 0: an extent of twins, its neighbour half duplicate, and one with a third.
+            // Process 0: an extent of duplicates, its neighbour half duplicate, and one with a third.
             page(0, 0, 0, 10),
             page(0, 0, 5, 11),
             page(0, 0, 512, 12),
@@ -103,16 +102,16 @@ mod tests {
             page(0, 0, 1024, 13),
             page(0, 0, 1025, 98),
             page(0, 0, 1026, 97),
-            // Process 1 has the twins.
+            // Process 1 has the copies.
             page(1, 0, 3000, 10),
             page(1, 0, 3001, 11),
             page(1, 0, 3002, 12),
             page(1, 0, 3003, 13),
         ];
         let knowledge = judge(&pages, 3);
-        assert_eq!(knowledge.stretches[0], [PageSpan { first: Vpn(0), pages: Pages(514) }]);
-        assert_eq!(knowledge.stretches[1], [PageSpan { first: Vpn(3000), pages: Pages(4) }]);
-        assert!(knowledge.stretches[2].is_empty());
+        assert_eq!(knowledge.spans[0], [PageSpan { first: Vpn(0), pages: Pages(514) }]);
+        assert_eq!(knowledge.spans[1], [PageSpan { first: Vpn(3000), pages: Pages(4) }]);
+        assert!(knowledge.spans[2].is_empty());
         assert_eq!((knowledge.read, knowledge.savable), (Pages(11), Pages(4).bytes()));
     }
 
@@ -128,7 +127,7 @@ mod tests {
         ];
         let knowledge = judge(&pages, 1);
         assert_eq!(
-            knowledge.stretches[0],
+            knowledge.spans[0],
             [PageSpan { first: Vpn(10), pages: Pages(1) }, PageSpan { first: Vpn(11), pages: Pages(10) }]
         );
         assert_eq!(knowledge.savable, Pages(3).bytes());

@@ -1,5 +1,5 @@
-//! What is merged, by the targets' page tables. KSM's own counters lag where pages are un-shared again: ksmd notices a
-//! broken copy only when it passes the next time. Page tables know at once.
+//! Counts merged pages in the targets' page tables. KSM's counters lag when copy-on-write breaks a merge, since ksmd
+//! notices only on its next scan; page tables change at once.
 
 use pagefold_core::units::Pages;
 use pagefold_linux::inject::mark::PageSpan;
@@ -12,37 +12,37 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Between two looks. One takes some 20 ms for 2 GiB.
+/// Time between two samples. One takes about 20 ms for 2 GiB.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Entries read by one call.
+/// Page table entries read per call.
 const ENTRIES: usize = 4096;
 
-/// One look.
+/// One sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PageTableSample {
-    /// Since the start.
+    /// Time since the start.
     pub seconds: f64,
-    /// Pages that share their frame. Targets that were never forked have no others than merged ones.
+    /// Pages that share their frame. In targets that never forked, these are merged pages.
     pub merged_pages: u64,
-    /// Frames that this saves.
+    /// Memory that this saves.
     pub saved_bytes: u64,
 }
 
-/// The most that was merged at any time, and the mean over the time of what was saved.
-pub fn most_and_mean(looks: &[PageTableSample]) -> (u64, f64) {
-    let most = looks.iter().map(|look| look.merged_pages).max().unwrap_or(0);
-    let area: f64 = looks
+/// The largest number of merged pages, and the mean over time of the bytes saved.
+pub fn most_and_mean(samples: &[PageTableSample]) -> (u64, f64) {
+    let most = samples.iter().map(|sample| sample.merged_pages).max().unwrap_or(0);
+    let area: f64 = samples
         .windows(2)
         .map(|pair| {
             (pair[1].seconds - pair[0].seconds) * f64::midpoint(pair[0].saved_bytes as f64, pair[1].saved_bytes as f64)
         })
         .sum();
-    let seconds = looks.last().map_or(0.0, |last| last.seconds - looks[0].seconds);
+    let seconds = samples.last().map_or(0.0, |last| last.seconds - samples[0].seconds);
     (most, if seconds > 0.0 { area / seconds } else { 0.0 })
 }
 
-/// A thread that looks until it is told to end.
+/// A thread that takes samples until it is stopped.
 #[derive(Debug)]
 pub struct PageTables {
     end: Arc<AtomicBool>,
@@ -50,23 +50,23 @@ pub struct PageTables {
 }
 
 impl PageTables {
-    /// Starts looking at the mappings that these processes have now.
+    /// Starts sampling the mappings that these processes have now.
     pub fn watch(processes: &[Process]) -> anyhow::Result<Self> {
-        let mut places = Vec::new();
+        let mut mappings = Vec::new();
         for process in processes {
-            places.push((Pagemap::open(process)?, eligible_spans(process)?));
+            mappings.push((Pagemap::open(process)?, eligible_spans(process)?));
         }
         let end = Arc::new(AtomicBool::new(false));
-        let told = Arc::clone(&end);
+        let stop = Arc::clone(&end);
         let began = Instant::now();
         let thread = std::thread::spawn(move || {
-            let (mut looks, mut frames) = (Vec::new(), Vec::new());
+            let (mut samples, mut frames) = (Vec::new(), Vec::new());
             loop {
-                let last = told.load(Ordering::Acquire);
+                let last = stop.load(Ordering::Acquire);
                 let seconds = began.elapsed().as_secs_f64();
-                looks.push(PageTableSample { seconds, ..look(&places, &mut frames)? });
+                samples.push(PageTableSample { seconds, ..take_sample(&mappings, &mut frames)? });
                 if last {
-                    return Ok(looks);
+                    return Ok(samples);
                 }
                 std::thread::park_timeout(INTERVAL);
             }
@@ -74,12 +74,12 @@ impl PageTables {
         Ok(Self { end, thread: Some(thread) })
     }
 
-    /// Takes a last look and returns them all; never none.
+    /// Takes a last sample and returns all of them.
     pub fn finish(mut self) -> anyhow::Result<Vec<PageTableSample>> {
         self.end.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return Ok(Vec::new()) };
         thread.thread().unpark();
-        thread.join().map_err(|_| anyhow::anyhow!("a thread that reads page tables panicked"))?
+        thread.join().map_err(|_| anyhow::anyhow!("the thread that reads page tables panicked"))?
     }
 }
 
@@ -89,15 +89,15 @@ impl Drop for PageTables {
     }
 }
 
-fn look(places: &[(Pagemap, Vec<PageSpan>)], frames: &mut Vec<u64>) -> anyhow::Result<PageTableSample> {
+fn take_sample(mappings: &[(Pagemap, Vec<PageSpan>)], frames: &mut Vec<u64>) -> anyhow::Result<PageTableSample> {
     frames.clear();
     let mut entries = vec![0; ENTRIES];
-    for (pagemap, stretches) in places {
-        for stretch in stretches {
+    for (pagemap, spans) in mappings {
+        for span in spans {
             let mut done = 0;
-            while done < stretch.pages.0 {
-                let now = usize::try_from(stretch.pages.0 - done)?.min(ENTRIES);
-                pagemap.read(stretch.first + done, &mut entries[..now])?;
+            while done < span.pages.0 {
+                let now = usize::try_from(span.pages.0 - done)?.min(ENTRIES);
+                pagemap.read(span.first + done, &mut entries[..now])?;
                 frames.extend(entries[..now].iter().filter_map(|&entry| shared_frame(PagemapEntry(entry))));
                 done += now as u64;
             }
@@ -115,16 +115,16 @@ fn shared_frame(entry: PagemapEntry) -> Option<u64> {
 }
 
 #[cfg(test)]
-#[allow(clippy::float_cmp)] // figures that come out exact
+#[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
 
     #[test]
-    fn means_are_over_time_and_the_most_is_a_moment() {
-        let look = |seconds, saved_bytes, merged_pages| PageTableSample { seconds, merged_pages, saved_bytes };
-        assert_eq!(most_and_mean(&[look(0.0, 0, 0), look(1.0, 100, 9), look(3.0, 100, 4)]), (9, 250.0 / 3.0));
+    fn the_mean_is_over_time_and_the_largest_is_of_one_sample() {
+        let sample = |seconds, saved_bytes, merged_pages| PageTableSample { seconds, merged_pages, saved_bytes };
+        assert_eq!(most_and_mean(&[sample(0.0, 0, 0), sample(1.0, 100, 9), sample(3.0, 100, 4)]), (9, 250.0 / 3.0));
         assert_eq!(most_and_mean(&[]), (0, 0.0));
-        assert_eq!(most_and_mean(&[look(1.0, 5, 5)]), (5, 0.0));
+        assert_eq!(most_and_mean(&[sample(1.0, 5, 5)]), (5, 0.0));
     }
 
     #[test]

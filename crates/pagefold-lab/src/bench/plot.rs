@@ -1,4 +1,4 @@
-//! Charts of experiments: memory saved over time, and memory saved for each CPU second.
+//! Charts of experiments: memory saved over time and per CPU second.
 
 mod hash;
 
@@ -8,18 +8,18 @@ use crate::bench::report::{ExperimentReport, Picture, PolicyRun};
 use crate::charts::{Bar, Curve, Lines, Scale, bars, number};
 use pagefold_core::units::Bytes;
 
-/// Colours of the peers, distinguishable with colour blindness too (after Okabe and Ito).
+/// Colours of the peers, safe for colour blindness (after Okabe and Ito).
 const PEERS: [&str; 5] = ["#0072b2", "#009e73", "#7a7a7a", "#cc79a7", "#56b4e9"];
 const OURS: &str = "#d55e00";
 /// Colours of pagefold with several options in one experiment.
 const OURS_TOO: [&str; 4] = [OURS, "#e69f00", "#8c3a00", "#b8860b"];
 
-/// The file names and contents of an experiment's charts. One that saved nothing has only those it asked for.
+/// Draws an experiment's charts and returns their file names and contents. Savings are drawn only if there are any.
 pub fn charts(report: &ExperimentReport) -> Vec<(String, String)> {
     let name = report.experiment;
     let pictures = report.pictures.iter().filter(|picture| !picture.rows.is_empty());
     let mut charts: Vec<_> =
-        pictures.map(|picture| (format!("{name}-{}.svg", picture.name), beside(name, picture))).collect();
+        pictures.map(|picture| (format!("{name}-{}.svg", picture.name), bar_chart(name, picture))).collect();
     if name == "hash" {
         charts.extend(hash::charts(report));
     }
@@ -30,7 +30,7 @@ pub fn charts(report: &ExperimentReport) -> Vec<(String, String)> {
     charts
 }
 
-/// Whether a policy is pagefold, with any options.
+/// Returns whether a policy is pagefold, with any options.
 fn is_ours(name: &str) -> bool {
     name.strip_prefix(SUBJECT).is_some_and(|rest| !rest.starts_with(|first: char| first.is_alphanumeric()))
 }
@@ -57,7 +57,7 @@ fn saved_over_time(report: &ExperimentReport) -> String {
         colour,
         width: if is_ours(&run.policy) { 3 } else { 2 },
         dash: None,
-        // Merged pages stay merged while ksmd rests.
+        // Merged pages stay merged after the run.
         stays: true,
         dots: false,
         points: run.curve.iter().map(|&(at, saved)| (at, Bytes(saved).mib())).collect(),
@@ -75,18 +75,18 @@ fn saved_over_time(report: &ExperimentReport) -> String {
 }
 
 fn saved_per_cpu_second(report: &ExperimentReport) -> String {
-    let of = |run: &PolicyRun| (run.policy.clone(), run.mib_per_cpu_second().unwrap_or(0.0));
+    let row = |run: &PolicyRun| (run.policy.clone(), run.mib_per_cpu_second().unwrap_or(0.0));
     let picture = Picture {
         name: "cpu",
-        title: "what a CPU second saves".to_owned(),
-        subtitle: "MiB saved for each CPU second of ksmd and pagefold together".to_owned(),
-        rows: report.runs.iter().map(of).collect(),
+        title: "memory saved per CPU second".to_owned(),
+        subtitle: "MiB per CPU second of ksmd and pagefold together".to_owned(),
+        rows: report.runs.iter().map(row).collect(),
     };
-    beside(report.experiment, &picture)
+    bar_chart(report.experiment, &picture)
 }
 
-/// A figure of each policy, as bars.
-fn beside(experiment: &str, picture: &Picture) -> String {
+/// Draws a figure of each policy as bars.
+fn bar_chart(experiment: &str, picture: &Picture) -> String {
     let colours = colours(picture.rows.iter().map(|(name, _)| name.as_str()));
     let rows: Vec<Bar> =
         picture.rows.iter().zip(colours).map(|((name, value), colour)| Bar::new(name, *value, colour)).collect();
@@ -94,7 +94,7 @@ fn beside(experiment: &str, picture: &Picture) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::float_cmp)] // figures that come out exact
+#[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
     use crate::charts::{elements, texts};
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn charts_are_well_formed_and_curves_stay_within_them() {
+    fn charts_are_well_formed_and_curves_stay_inside() {
         let charts = charts(&report());
         assert_eq!(
             charts.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(),
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_that_saved_nothing_has_its_line_and_an_experiment_that_did_not_has_no_charts() {
+    fn a_policy_without_savings_is_drawn_but_not_an_experiment_without_savings() {
         let mut report = report();
         report.runs[1] = PolicyRun { policy: "p".into(), ..PolicyRun::default() };
         for (_, svg) in charts(&report) {
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_that_an_experiment_chose_are_drawn_whatever_was_saved() {
+    fn an_experiments_own_bar_charts_are_always_drawn() {
         let mut report = ExperimentReport::new("a-mix", "a claim");
         let rows = vec![("pagefold --quick".to_owned(), 2.0), ("pagefolder".to_owned(), 0.0)];
         report.pictures.push(Picture { name: "share", title: "t <1>".into(), subtitle: "s".into(), rows });

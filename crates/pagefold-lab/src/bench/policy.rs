@@ -1,6 +1,6 @@
-//! The ways to fold that are compared: KSM left to itself, an oracle, and pagefold.
+//! The compared ways to merge: plain KSM, an oracle, and pagefold.
 //!
-//! Clocks start when the marks are set. What the peers' marking and the oracle's reading cost is not charged to them;
+//! Time is measured from when the marks are set. The peers' marking and the oracle's reading are not charged to them;
 //! everything that pagefold does is.
 
 use crate::bench::daemon;
@@ -22,76 +22,75 @@ use std::fmt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Copies of one content that share a page, where the policy may choose: most of what longer lists gain against
-/// chains of full ones, at a sixteenth of the reverse-map walk.
+/// `max_page_sharing` where the policy may choose: most of the gain of longer lists over chains of full ones, at a
+/// sixteenth of the reverse-map walk.
 const LONG_SHARING: u64 = 4096;
 
-/// A batch of the unpaced scan: some tens of milliseconds, so that it can be stopped.
+/// Pages in a batch of the unpaced scan: some tens of milliseconds, so that it can be stopped.
 const BATCH_PAGES: u64 = 20_000;
 
-/// Full scans without further savings after which KSM counts as done.
+/// Number of ksmd scans without further savings after which KSM counts as done.
 const QUIET_SCANS: u32 = 2;
 
-/// Smart scan leaves a page out of up to eight scans in a row, so it takes nine to see what a scan costs on average.
+/// Smart scan skips a page in up to eight scans in a row, so the average cost of a scan takes nine.
 const LATER_SCANS: u32 = 9;
 
-/// Even a scan of gigabytes with long chains comes to its end in this time.
+/// Enough time for a scan of gigabytes with long chains.
 const EVERYTHING_LIMIT: Duration = Duration::from_secs(600);
 
-/// A way to fold.
+/// A way to merge.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// KSM with its defaults, everything marked, scanning without a pause until scans bring nothing more.
+    /// KSM with its defaults, everything marked, scanning without a pause until scans save nothing more.
     KsmEverything,
-    /// KSM, everything marked, so many pages every 20 ms, as its users set it.
+    /// KSM, everything marked, a fixed number of pages every 20 ms, as commonly configured.
     KsmPaced {
         /// Pages in a batch.
         pages: u64,
-        /// For how long.
+        /// Duration.
         seconds: u64,
     },
     /// KSM with its own advisor, everything marked.
     KsmAdvisor {
-        /// For how long.
+        /// Duration.
         seconds: u64,
     },
-    /// KSM, everything marked, a batch every 20 ms, whose size is set again and again so that ksmd takes this share of
-    /// a core.
+    /// KSM, everything marked, a batch every 20 ms whose size is adjusted so that ksmd takes this share of a core.
     KsmSteered {
-        /// Of a core, in hundredths of a per cent.
+        /// Share of a core.
         share: Permyriad,
-        /// For how long.
+        /// Duration.
         seconds: u64,
     },
-    /// Nobody folds anything.
-    Nobody {
-        /// For how long.
+    /// Nothing is merged.
+    NoMerging {
+        /// Duration.
         seconds: u64,
     },
-    /// Every page is known beforehand; dense extents are marked and merged at once.
+    /// All pages are read beforehand; extents with many duplicates are marked and merged at once.
     Oracle,
     /// `pagefold run`.
     Pagefold {
-        /// For how long at most.
+        /// Longest duration.
         seconds: u64,
-        /// Further options of it.
+        /// Further options of `pagefold run`.
         options: Vec<String>,
-        /// When to end it earlier.
+        /// When to end earlier.
         enough: Option<Enough>,
     },
 }
 
-/// When a daemon has done what it was started for.
+/// The savings and time after which a daemon may end early: both must be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Enough {
-    /// So much is saved,
+    /// Memory saved.
     pub saved_bytes: u64,
-    /// and so much time has passed.
+    /// Time passed.
     pub seconds: u64,
 }
 
 impl Policy {
-    /// `pagefold run` as it is by default.
+    /// `pagefold run` with its defaults.
     pub fn pagefold(seconds: u64) -> Self {
         Self::pagefold_with(seconds, &[])
     }
@@ -102,7 +101,7 @@ impl Policy {
         Self::Pagefold { seconds, options, enough: None }
     }
 
-    /// The same, ended when it is enough. Only for pagefold.
+    /// Ends the run early when `enough` is reached. Other policies than pagefold ignore it.
     #[must_use]
     pub fn until(self, enough: Enough) -> Self {
         match self {
@@ -112,7 +111,7 @@ impl Policy {
     }
 }
 
-/// The name of the policy that experiments are about.
+/// The name of the policy that the experiments judge.
 pub const SUBJECT: &str = "pagefold";
 
 impl fmt::Display for Policy {
@@ -122,7 +121,7 @@ impl fmt::Display for Policy {
             Self::KsmPaced { pages, .. } => write!(f, "ksm-{pages}/20ms"),
             Self::KsmAdvisor { seconds } => write!(f, "ksm-advisor/{seconds}s"),
             Self::KsmSteered { share, .. } => write!(f, "ksm at {:.2} %", 100.0 * share.fraction()),
-            Self::Nobody { .. } => f.write_str("nobody"),
+            Self::NoMerging { .. } => f.write_str("nobody"),
             Self::Oracle => f.write_str("oracle"),
             Self::Pagefold { options, .. } => {
                 f.write_str(SUBJECT)?;
@@ -132,32 +131,32 @@ impl fmt::Display for Policy {
     }
 }
 
-/// Runs a policy on targets that nobody has marked yet, and gives everything back but the marks: end the targets to
-/// be rid of these. `expected` is what the targets are to answer; with `exact` their page tables are read meanwhile.
+/// Runs a policy on unmarked targets and unmerges everything afterwards. The marks stay until the targets end. `expected`
+/// are the targets' correct answers; with `exact` their page tables are sampled.
 pub fn run(
     policy: &Policy,
     targets: &mut [Box<dyn Target>],
     expected: &[Option<String>],
     exact: bool,
-    steering: &mut KsmForExperiment,
+    control: &mut KsmForExperiment,
     program: &Path,
     interrupt: &Interrupt,
 ) -> anyhow::Result<PolicyRun> {
     let before = agree(expected, &answers(targets));
     let processes = targets.iter().map(|target| Process::open(target.pid())).collect::<Result<Vec<_>, _>>()?;
-    steering.kernel_defaults()?;
+    control.kernel_defaults()?;
     let mut run = PolicyRun { policy: policy.to_string(), ..PolicyRun::default() };
-    let done_before = counters(targets)?;
+    let counters_before = counters(targets)?;
     let page_tables = if exact { Some(PageTables::watch(&processes)?) } else { None };
-    let followed = follow(policy, &processes, steering, program, interrupt, &mut run);
-    let done_after = counters(targets);
-    let looks = page_tables.map(PageTables::finish).transpose();
-    let during = followed.is_ok() && agree(expected, &answers(targets));
-    // Whatever went wrong, nothing stays merged.
-    steering.unmerge()?;
-    followed?;
-    run.counters = done_before.into_iter().zip(done_after?).collect();
-    run.take_looks(looks?.unwrap_or_default());
+    let applied = apply(policy, &processes, control, program, interrupt, &mut run);
+    let counters_after = counters(targets);
+    let samples = page_tables.map(PageTables::finish).transpose();
+    let during = applied.is_ok() && agree(expected, &answers(targets));
+    // Unmerge even after a failure.
+    control.unmerge()?;
+    applied?;
+    run.counters = counters_before.into_iter().zip(counters_after?).collect();
+    run.set_page_table_samples(samples?.unwrap_or_default());
     let after = agree(expected, &answers(targets));
     run.answers_correct = Answers { before, during, after };
     Ok(run)
@@ -167,44 +166,44 @@ fn counters(targets: &mut [Box<dyn Target>]) -> anyhow::Result<Vec<ActivityCount
     targets.iter_mut().filter_map(|target| target.counters().transpose()).collect()
 }
 
-fn follow(
+fn apply(
     policy: &Policy,
     processes: &[Process],
-    steering: &mut KsmForExperiment,
+    control: &mut KsmForExperiment,
     program: &Path,
     interrupt: &Interrupt,
     run: &mut PolicyRun,
 ) -> anyhow::Result<()> {
     match policy {
-        Policy::Pagefold { .. } | Policy::Nobody { .. } => {}
+        Policy::Pagefold { .. } | Policy::NoMerging { .. } => {}
         Policy::Oracle => {
-            let knowledge = oracle::know(processes)?;
+            let knowledge = oracle::survey(processes)?;
             run.savable_bytes = Some(knowledge.savable.0);
-            run.marked_bytes = Some(mark_all(processes, &knowledge.stretches)?);
+            run.marked_bytes = Some(mark_all(processes, &knowledge.spans)?);
         }
         _ => {
-            let stretches = processes.iter().map(eligible_spans).collect::<Result<Vec<_>, _>>()?;
-            run.marked_bytes = Some(mark_all(processes, &stretches)?);
+            let spans = processes.iter().map(eligible_spans).collect::<Result<Vec<_>, _>>()?;
+            run.marked_bytes = Some(mark_all(processes, &spans)?);
         }
     }
     let sampler = Sampler::start()?;
     match policy {
-        Policy::KsmEverything => scan_until_quiet(steering, interrupt)?,
+        Policy::KsmEverything => scan_until_quiet(control, interrupt)?,
         Policy::KsmPaced { pages, seconds } => {
-            steering.set(Knob::PagesToScan, *pages)?;
-            steering.set(Knob::Run, 1)?;
+            control.set(Knob::PagesToScan, *pages)?;
+            control.set(Knob::Run, 1)?;
             interrupt.sleep(Duration::from_secs(*seconds))?;
         }
         Policy::KsmAdvisor { seconds } => {
-            steering.set_advisor("scan-time")?;
-            steering.set(Knob::Run, 1)?;
+            control.set_advisor("scan-time")?;
+            control.set(Knob::Run, 1)?;
             interrupt.sleep(Duration::from_secs(*seconds))?;
         }
-        Policy::Oracle => burst(steering, interrupt)?,
+        Policy::Oracle => burst(control, interrupt)?,
         Policy::KsmSteered { share, seconds } => {
-            steer(share.fraction(), Duration::from_secs(*seconds), steering, interrupt)?;
+            steer(share.fraction(), Duration::from_secs(*seconds), control, interrupt)?;
         }
-        Policy::Nobody { seconds } => interrupt.sleep(Duration::from_secs(*seconds))?,
+        Policy::NoMerging { seconds } => interrupt.sleep(Duration::from_secs(*seconds))?,
         Policy::Pagefold { seconds, options, enough } => {
             let pids: Vec<i32> = processes.iter().map(Process::pid).collect();
             let mut daemon = daemon::run(program, &pids, options)?;
@@ -221,78 +220,78 @@ fn follow(
             run.summary = Some(ran.summary);
         }
     }
-    run.take_in(&sampler.finish()?);
+    run.set_samples(&sampler.finish()?);
     if matches!(policy, Policy::KsmEverything | Policy::Oracle) {
-        let before_ns = steering.ksmd().cpu_ns()?;
+        let before_ns = control.ksmd().cpu_ns()?;
         for _ in 0..LATER_SCANS {
-            steering.scan_once(interrupt)?;
+            control.scan_once(interrupt)?;
         }
-        let spent = Duration::from_nanos(steering.ksmd().cpu_ns()?.saturating_sub(before_ns));
+        let spent = Duration::from_nanos(control.ksmd().cpu_ns()?.saturating_sub(before_ns));
         run.cpu_ksmd_seconds_per_later_scan = Some(spent.as_secs_f64() / f64::from(LATER_SCANS));
     }
     Ok(())
 }
 
-fn mark_all(processes: &[Process], stretches: &[Vec<PageSpan>]) -> anyhow::Result<u64> {
-    processes.iter().zip(stretches).map(|(process, stretches)| Ok(mark(process, stretches)?.0)).sum()
+fn mark_all(processes: &[Process], spans: &[Vec<PageSpan>]) -> anyhow::Result<u64> {
+    processes.iter().zip(spans).map(|(process, spans)| Ok(mark(process, spans)?.0)).sum()
 }
 
-fn saved_pages(steering: &KsmForExperiment) -> anyhow::Result<u64> {
-    Ok(steering.ksm().counters()?.view(true, false).saved().0)
+fn saved_pages(control: &KsmForExperiment) -> anyhow::Result<u64> {
+    Ok(control.ksm().counters()?.view(true, false).saved().0)
 }
 
-/// Less than this is the coming and going of a living program's pages: one in a thousand, and a few.
+/// Returns whether savings grew by more than the fluctuation of a running program's pages: one in a thousand, and a few.
 fn is_more(saved: u64, before: u64) -> bool {
     saved > before + before / 1000 + 16
 }
 
-fn scan_until_quiet(steering: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
-    steering.set(Knob::PagesToScan, BATCH_PAGES)?;
-    steering.set(Knob::SleepMillisecs, 0)?;
-    let first = steering.ksm().full_scans()?;
-    steering.set(Knob::Run, 1)?;
+fn scan_until_quiet(control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
+    control.set(Knob::PagesToScan, BATCH_PAGES)?;
+    control.set(Knob::SleepMillisecs, 0)?;
+    let first = control.ksm().full_scans()?;
+    control.set(Knob::Run, 1)?;
     let (mut scans, mut most, mut quiet) = (first, 0, 0);
     let done = interrupt.wait(EVERYTHING_LIMIT, || {
-        let now = steering.ksm().full_scans()?;
+        let now = control.ksm().full_scans()?;
         if now == scans {
             return Ok(None);
         }
         scans = now;
-        let saved = saved_pages(steering)?;
-        // Nothing can be merged at the first visit.
+        let saved = saved_pages(control)?;
+        // The first scan cannot merge anything.
         quiet = if now < first + 2 || is_more(saved, most) { 0 } else { quiet + 1 };
         most = most.max(saved);
         anyhow::Ok((quiet >= QUIET_SCANS).then_some(()))
     })?;
-    steering.stop()?;
+    control.stop()?;
     if done.is_none() {
-        bail!("KSM still saves more after {EVERYTHING_LIMIT:?}");
+        bail!("KSM's savings still grow after {EVERYTHING_LIMIT:?}");
     }
     Ok(())
 }
 
-/// Sets the size of ksmd's batches every half second, so that it has taken `share` of a core by the end of the next
-/// half second: what it took too much or too little before is made up for.
-fn steer(share: f64, time: Duration, steering: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
+/// Sets the size of ksmd's batches every half second so that by the end of the next one it has taken `share` of a core on
+/// average since the start.
+fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
     const EVERY: Duration = Duration::from_millis(500);
     let began = Instant::now();
-    let spent_then = steering.ksmd().cpu_ns()?;
+    let spent_then = control.ksmd().cpu_ns()?;
     let (mut pages, mut spent) = (100.0, 0.0);
-    steering.set(Knob::PagesToScan, 100)?;
-    steering.set(Knob::Run, 1)?;
+    control.set(Knob::PagesToScan, 100)?;
+    control.set(Knob::Run, 1)?;
     while began.elapsed() < time {
         interrupt.sleep(EVERY.min(time.saturating_sub(began.elapsed())))?;
-        let now = Duration::from_nanos(steering.ksmd().cpu_ns()?.saturating_sub(spent_then)).as_secs_f64();
+        let now = Duration::from_nanos(control.ksmd().cpu_ns()?.saturating_sub(spent_then)).as_secs_f64();
         let wanted = share * (began.elapsed() + EVERY).as_secs_f64() - now;
         pages = next_batch(pages, now - spent, wanted);
         spent = now;
-        steering.set(Knob::PagesToScan, whole_pages(pages))?;
+        control.set(Knob::PagesToScan, whole_pages(pages))?;
     }
-    Ok(steering.stop()?)
+    Ok(control.stop()?)
 }
 
-/// The batch with which ksmd spends `wanted` seconds, if it spent `spent` with batches of `pages`. What a page costs
-/// changes with what is found in it, so no step is larger than fourfold.
+/// The batch size with which ksmd spends `wanted` seconds, given that it spent `spent` with batches of `pages`. The cost of
+/// a page varies with its content, so a step is at most fourfold.
 fn next_batch(pages: f64, spent: f64, wanted: f64) -> f64 {
     let factor = if spent > 0.0 { wanted / spent } else { 4.0 };
     (pages * factor.clamp(0.25, 4.0)).clamp(1.0, 100_000.0)
@@ -303,31 +302,31 @@ fn whole_pages(pages: f64) -> u64 {
     pages.round() as u64
 }
 
-/// Two scans, of which the second merges, and more as long as they save more.
-fn burst(steering: &mut KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
+/// Runs two ksmd scans, of which the second merges, and up to two more while they save more.
+fn burst(control: &mut KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
     const MOST_SCANS: u32 = 4;
-    steering.set(Knob::MaxPageSharing, LONG_SHARING)?;
-    steering.set(Knob::UseZeroPages, 1)?;
+    control.set(Knob::MaxPageSharing, LONG_SHARING)?;
+    control.set(Knob::UseZeroPages, 1)?;
     let began = Instant::now();
     let mut before = 0;
     for scan in 0..MOST_SCANS {
-        steering.scan_once(interrupt)?;
-        let saved = saved_pages(steering)?;
+        control.scan_once(interrupt)?;
+        let saved = saved_pages(control)?;
         if scan >= 2 && !is_more(saved, before) || began.elapsed() > EVERYTHING_LIMIT {
             break;
         }
         before = saved;
     }
-    Ok(steering.stop()?)
+    Ok(control.stop()?)
 }
 
 #[cfg(test)]
-#[allow(clippy::float_cmp)] // figures that come out exact
+#[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
 
     #[test]
-    fn names_tell_the_variants_apart() {
+    fn variants_have_distinct_names() {
         let names = [
             Policy::pagefold(1),
             Policy::pagefold_with(1, &["--governor", "low"]),
@@ -341,12 +340,12 @@ mod tests {
     }
 
     #[test]
-    fn batches_follow_what_is_wanted_and_stay_within_bounds() {
+    fn batches_follow_the_wanted_time_within_bounds() {
         assert_eq!(next_batch(100.0, 0.5, 0.25), 50.0);
         assert_eq!(next_batch(100.0, 0.0, 0.25), 400.0);
         assert_eq!(next_batch(100.0, 0.5, -1.0), 25.0);
         assert_eq!((next_batch(1.0, 1.0, 0.0), next_batch(90_000.0, 1.0, 9.0)), (1.0, 100_000.0));
-        // A page that costs 10 us: within a few steps 5 % of a core are taken, 20 ms between batches.
+        // With 10 us a page and 20 ms between batches, a few steps reach 5 % of a core.
         let mut pages = 100.0;
         for _ in 0..6 {
             let spent = pages * 25.0 * 10e-6;

@@ -1,4 +1,4 @@
-//! What an experiment found, as it is written to JSON.
+//! The result of an experiment, as written to JSON.
 
 use crate::bench::page_tables::PageTableSample;
 use crate::bench::sampler::{SamplerPoint, reached, thinned};
@@ -11,52 +11,52 @@ use std::fs;
 /// The schema's name and version.
 pub const SCHEMA: &str = "pagefold.bench/1";
 
-/// An experiment's result.
+/// The result of an experiment.
 #[derive(Clone, Debug, Serialize)]
 pub struct ExperimentReport {
-    /// [`SCHEMA`].
+    /// Always [`SCHEMA`].
     pub schema: &'static str,
-    /// Its name.
+    /// The experiment's name.
     pub experiment: &'static str,
-    /// The claim it measures, and whose it is.
+    /// The claim it measures, and its source.
     pub claim: &'static str,
-    /// Where.
+    /// The machine it ran on.
     pub machine: MachineDescription,
-    /// Sizes and times that were asked for.
+    /// Sizes and times of the experiment.
     pub parameters: BTreeMap<&'static str, u64>,
-    /// One entry for each policy that could be measured.
+    /// One entry for each policy measured.
     pub runs: Vec<PolicyRun>,
-    /// Figures that belong to no policy, by name with their unit.
+    /// Other figures, by name with the unit.
     pub figures: BTreeMap<String, f64>,
-    /// Curves that are no policy's, by name.
+    /// Other curves, by name.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub curves: BTreeMap<String, Vec<(f64, f64)>>,
     /// pagefold's figures divided by the peers'.
     pub ratios: BTreeMap<String, f64>,
-    /// What was asked of the figures.
+    /// Required values, and whether they were met.
     pub bars: Vec<BarResult>,
-    /// Policies that could not be measured, and why.
+    /// Policies that could not be measured.
     pub failures: Vec<Failure>,
-    /// Figures to be drawn beside each other.
+    /// Bar charts.
     #[serde(skip)]
     pub pictures: Vec<Picture>,
 }
 
-/// Figures to be drawn beside each other.
+/// A bar chart.
 #[derive(Clone, Debug, Default)]
 pub struct Picture {
-    /// The end of the file's name.
+    /// The end of the file name.
     pub name: &'static str,
-    /// What it shows.
+    /// The chart's title.
     pub title: String,
-    /// The unit, and what else must be known.
+    /// The unit and other conditions.
     pub subtitle: String,
-    /// Names and figures.
+    /// The bars: names and values.
     pub rows: Vec<(String, f64)>,
 }
 
 impl ExperimentReport {
-    /// An empty one.
+    /// Creates an empty report.
     pub fn new(experiment: &'static str, claim: &'static str) -> Self {
         Self {
             schema: SCHEMA,
@@ -79,41 +79,41 @@ impl ExperimentReport {
         self.figures.insert(name.into(), value);
     }
 
-    /// The run of a policy.
+    /// Finds the run of a policy.
     pub fn run(&self, policy: &str) -> Option<&PolicyRun> {
         self.runs.iter().find(|run| run.policy == policy)
     }
 
-    /// Whether any policy is known to have saved anything at some time: otherwise there is nothing to draw.
+    /// Returns whether any policy saved anything; otherwise there is nothing to draw.
     pub fn saved_anything(&self) -> bool {
         self.runs.iter().any(|run| run.saved_bytes_max > 0 && !run.curve.is_empty())
     }
 
-    /// Whether everything was measured and every bar met.
+    /// Returns whether everything was measured and every bar met.
     pub fn passed(&self) -> bool {
         self.failures.is_empty() && self.bars.iter().all(|bar| bar.met)
     }
 
-    /// Works out `subject`'s figures against those of every other policy.
+    /// Computes the ratios of `subject`'s figures to those of every other policy.
     pub fn compare(&mut self, subject: &str) {
         let Some(own) = self.run(subject).cloned() else { return };
         for peer in self.runs.iter().filter(|run| run.policy != subject) {
-            let mut put = |what: &str, own: Option<f64>, peers: Option<f64>| {
+            let mut put = |name: &str, own: Option<f64>, peers: Option<f64>| {
                 if let (Some(own), Some(peers)) = (own, peers.filter(|peers| *peers > 0.0)) {
-                    self.ratios.insert(format!("{what}_vs_{}", peer.policy), own / peers);
+                    self.ratios.insert(format!("{name}_vs_{}", peer.policy), own / peers);
                 }
             };
             put("saved", Some(own.saved_bytes as f64), Some(peer.saved_bytes as f64));
             put("cpu", Some(own.cpu_seconds), Some(peer.cpu_seconds));
             put("saved_per_cpu_second", own.mib_per_cpu_second(), peer.mib_per_cpu_second());
             put("seconds_to_90_percent", own.seconds_to_90_percent, peer.seconds_to_90_percent);
-            // Over a fixed time a peer's scans after its merges weigh most; this leaves them out (and pagefold's own CPU).
+            // Leaves out a peer's scans after its merges, which weigh most over a fixed time (and pagefold's own CPU time).
             let (own, peers) = (own.cpu_ksmd_seconds_to_90_percent, peer.cpu_ksmd_seconds_to_90_percent);
             put("cpu_ksmd_to_90_percent", own, peers);
         }
     }
 
-    /// Adds a bar on a ratio or figure, if it could be measured.
+    /// Adds a bar for a ratio or figure, if it was measured.
     pub fn bar(&mut self, name: impl Into<String>, bar: Limit, measured: Option<f64>) {
         if let Some(measured) = measured {
             let met = match bar {
@@ -124,7 +124,7 @@ impl ExperimentReport {
         }
     }
 
-    /// Adds the bar that every run must meet: the data of all targets is right at all times.
+    /// Adds the bar that the targets' data is intact throughout every run.
     pub fn bar_on_answers(&mut self) {
         if !self.runs.is_empty() {
             let right = self.runs.iter().filter(|run| run.answers_correct.always()).count();
@@ -138,16 +138,16 @@ impl ExperimentReport {
     }
 }
 
-/// The machine.
+/// The machine that an experiment ran on.
 #[derive(Clone, Debug, Serialize)]
 pub struct MachineDescription {
-    /// The kernel's release.
+    /// The kernel release.
     pub kernel: String,
-    /// The processor's name.
+    /// The processor model.
     pub cpu: String,
-    /// Processors.
+    /// The number of processors.
     pub cpus: usize,
-    /// Memory.
+    /// Total memory.
     pub memory_bytes: u64,
     /// `transparent_hugepage/enabled`.
     pub transparent_hugepages: String,
@@ -156,14 +156,14 @@ pub struct MachineDescription {
 }
 
 impl MachineDescription {
-    /// Memory that can be had without swapping, by the kernel's estimate; zero where it does not tell.
+    /// Available memory by the kernel's estimate (`MemAvailable`), MiB; zero if unknown.
     pub fn available_mib() -> u64 {
         let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")).unwrap_or_default();
         line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap_or(0) / 1024
     }
 
-    /// This one. What cannot be read is empty or zero.
+    /// Describes this machine. What cannot be read is empty or zero.
     pub fn this() -> Self {
         let text = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
         let field = |path: &str, name: &str| {
@@ -185,61 +185,61 @@ impl MachineDescription {
     }
 }
 
-/// What came of a policy.
+/// The result of running a policy.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PolicyRun {
-    /// The policy.
+    /// The policy's name.
     pub policy: String,
-    /// Saved at the end.
+    /// Memory saved at the end.
     pub saved_bytes: u64,
-    /// Saved at the best moment.
+    /// The most memory saved at any time.
     pub saved_bytes_max: u64,
-    /// CPU time, ksmd's and pagefold's.
+    /// CPU time of ksmd and pagefold.
     pub cpu_seconds: f64,
     /// CPU time of pagefold and its children.
     pub cpu_pagefold_seconds: f64,
     /// CPU time of ksmd.
     pub cpu_ksmd_seconds: f64,
-    /// How long it was watched.
+    /// How long it was sampled.
     pub seconds: f64,
-    /// When it had saved 90 % of what it saved at the end.
+    /// Time until it had saved 90 % of what it saved at the end.
     pub seconds_to_90_percent: Option<f64>,
-    /// What ksmd had spent by then.
+    /// CPU time of ksmd until then.
     pub cpu_ksmd_seconds_to_90_percent: Option<f64>,
-    /// What ksmd spends on each further scan of all that is marked, when nothing is left to merge.
+    /// CPU time of ksmd for each further scan, when nothing is left to merge.
     pub cpu_ksmd_seconds_per_later_scan: Option<f64>,
-    /// Memory marked, where we marked it.
+    /// Memory marked, if the experiment marked it.
     pub marked_bytes: Option<u64>,
-    /// What merging all that is equal would save, where every page was read.
+    /// Memory that merging all duplicates would save, if every page was read.
     pub savable_bytes: Option<u64>,
-    /// Whether the targets hold the right data.
+    /// Whether the targets' data was intact.
     pub answers_correct: Answers,
-    /// Seconds and bytes saved.
+    /// Bytes saved over time, in seconds.
     pub curve: Vec<(f64, u64)>,
-    /// What is merged by the targets' page tables, where those were read.
+    /// Merged pages by the targets' page tables, if these were read.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub in_page_tables: Vec<PageTableSample>,
-    /// The lives of memory that came and went meanwhile.
+    /// Lifetimes of short-lived memory.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub lives: Vec<Lifetime>,
-    /// Where the pages of each program are, on a machine with several memory nodes.
+    /// The placement of each program's pages, on a machine with several memory nodes.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub programs: Vec<Placed>,
-    /// All that was sampled.
+    /// All samples.
     #[serde(skip)]
     pub points: Vec<SamplerPoint>,
-    /// What targets had done by themselves before and after.
+    /// The targets' activity counters before and after.
     #[serde(skip)]
     pub counters: Vec<(ActivityCounters, ActivityCounters)>,
-    /// What pagefold says itself.
+    /// pagefold's own summary.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub summary: Option<serde_json::Value>,
 }
 
 impl PolicyRun {
-    /// Takes in what was sampled.
-    pub fn take_in(&mut self, points: &[SamplerPoint]) {
+    /// Sets the figures from the samples.
+    pub fn set_samples(&mut self, points: &[SamplerPoint]) {
         let Some(last) = points.last() else { return };
         self.saved_bytes = last.saved_bytes;
         self.saved_bytes_max = points.iter().map(|point| point.saved_bytes).max().unwrap_or(0);
@@ -253,79 +253,80 @@ impl PolicyRun {
         self.points = points.to_vec();
     }
 
-    /// Takes in what the targets' page tables showed, which is truer than KSM's counters where copies are broken.
-    pub fn take_looks(&mut self, looks: Vec<PageTableSample>) {
-        let Some(last) = looks.last() else { return };
+    /// Sets the savings from samples of the targets' page tables, which are more accurate than KSM's counters when merges
+    /// are broken.
+    pub fn set_page_table_samples(&mut self, samples: Vec<PageTableSample>) {
+        let Some(last) = samples.last() else { return };
         self.saved_bytes = last.saved_bytes;
-        self.saved_bytes_max = looks.iter().map(|look| look.saved_bytes).max().unwrap_or(0);
-        self.curve = looks.iter().map(|look| (look.seconds, look.saved_bytes)).collect();
-        let most = looks.iter().find(|look| look.saved_bytes as f64 >= 0.9 * last.saved_bytes.max(1) as f64);
-        (self.seconds_to_90_percent, self.cpu_ksmd_seconds_to_90_percent) = (most.map(|look| look.seconds), None);
-        self.in_page_tables = looks;
+        self.saved_bytes_max = samples.iter().map(|sample| sample.saved_bytes).max().unwrap_or(0);
+        self.curve = samples.iter().map(|sample| (sample.seconds, sample.saved_bytes)).collect();
+        let most = samples.iter().find(|sample| sample.saved_bytes as f64 >= 0.9 * last.saved_bytes.max(1) as f64);
+        (self.seconds_to_90_percent, self.cpu_ksmd_seconds_to_90_percent) = (most.map(|sample| sample.seconds), None);
+        self.in_page_tables = samples;
     }
 
-    /// The first moment at which `share` of `whole` bytes were saved.
+    /// The first sample with at least `share` of `whole` bytes saved.
     pub fn reaching(&self, share: f64, whole: u64) -> Option<SamplerPoint> {
         reached(&self.points, share, whole)
     }
 
-    /// MiB saved at most within so many seconds.
+    /// The most memory saved within the first `seconds`, MiB.
     pub fn saved_mib_within(&self, seconds: f64) -> f64 {
         let in_time = self.curve.iter().take_while(|&&(at, _)| at <= seconds).map(|&(_, bytes)| bytes);
         in_time.max().unwrap_or(0) as f64 / 1_048_576.0
     }
 
-    /// What a second of CPU time saved.
+    /// MiB saved for each second of CPU time.
     pub fn mib_per_cpu_second(&self) -> Option<f64> {
         (self.cpu_seconds > 0.0).then(|| self.saved_bytes as f64 / 1_048_576.0 / self.cpu_seconds)
     }
 }
 
-/// The placement of a program's pages after merging, on a machine with several memory nodes.
+/// The placement of a program's pages after merging.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placed {
-    /// The node where it runs.
+    /// The node on which it runs.
     pub home: usize,
-    /// The kernel's distances from there to each node: 10 to its own.
+    /// The kernel's distances from there to each node (10 to itself).
     pub distances: Vec<u32>,
-    /// Merged pages on each node.
+    /// The number of merged pages on each node.
     pub merged: Vec<u64>,
-    /// The node of each page in the order of addresses, merged or not: one base-36 digit each.
+    /// The node of each page by address, merged or not: one base-36 digit each.
     pub pages: String,
 }
 
 impl Placed {
-    /// The digit of a node.
+    /// The digit that stands for a node.
     pub fn digit(node: usize) -> Option<char> {
         char::from_digit(u32::try_from(node).ok()?, 36)
     }
 
-    /// The share of its merged pages on its own node.
+    /// The share of its merged pages that is on its own node.
     pub fn local_share(&self) -> Option<f64> {
         let all: u64 = self.merged.iter().sum();
         (all > 0).then(|| self.merged.get(self.home).copied().unwrap_or(0) as f64 / all as f64)
     }
 }
 
-/// Whether all targets answered as at the first check of the experiment.
+/// Whether all targets gave the same answers as at the first check of the experiment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answers {
     /// Before anything was marked.
     pub before: bool,
-    /// With the pages merged.
+    /// While pages were merged.
     pub during: bool,
-    /// With everything given back.
+    /// After everything was unmerged.
     pub after: bool,
 }
 
 impl Answers {
-    /// All three.
+    /// Returns whether all three are true.
     pub fn always(self) -> bool {
         self.before && self.during && self.after
     }
 }
 
-/// The answers of all targets, in order. An answer that fails counts as wrong, and is told on stderr.
+/// Collects the answers of all targets in order. One that fails is `None`, and the reason is printed to stderr.
 pub fn answers(targets: &mut [Box<dyn Target>]) -> Vec<Option<String>> {
     let check = |target: &mut Box<dyn Target>| match target.check() {
         Ok(answer) => Some(answer),
@@ -337,45 +338,45 @@ pub fn answers(targets: &mut [Box<dyn Target>]) -> Vec<Option<String>> {
     targets.iter_mut().map(check).collect()
 }
 
-/// Whether these answers are the expected ones.
+/// Returns whether the answers are complete and as expected.
 pub fn agree(expected: &[Option<String>], answers: &[Option<String>]) -> bool {
     expected == answers && answers.iter().all(Option::is_some)
 }
 
-/// What is asked of a figure.
+/// The required value of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
-    /// Not below.
+    /// A lower limit.
     AtLeast(f64),
-    /// Not above.
+    /// An upper limit.
     AtMost(f64),
 }
 
-/// A figure and what is asked of it.
+/// A figure and its required value.
 #[derive(Clone, Debug, Serialize)]
 pub struct BarResult {
-    /// What.
-    pub name: String,
-    /// What is asked.
-    pub bar: Limit,
     /// What was measured.
+    pub name: String,
+    /// The required value.
+    pub bar: Limit,
+    /// The measured value.
     pub measured: f64,
-    /// Whether that is enough.
+    /// Whether the requirement is met.
     pub met: bool,
 }
 
 /// A policy that could not be measured.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Failure {
-    /// The policy.
+    /// The policy's name.
     pub policy: String,
-    /// Why.
+    /// The reason.
     pub error: String,
 }
 
 #[cfg(test)]
-#[allow(clippy::float_cmp)] // figures that come out exact
+#[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
 
@@ -390,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_takes_its_figures_from_the_points() {
+    fn figures_of_a_run_come_from_its_samples() {
         let point = |seconds, saved_bytes, ksmd_seconds| SamplerPoint {
             seconds,
             saved_bytes,
@@ -398,30 +399,30 @@ mod tests {
             ..SamplerPoint::default()
         };
         let mut run = PolicyRun { cpu_pagefold_seconds: 0.5, ..PolicyRun::default() };
-        run.take_in(&[point(0.0, 0, 0.0), point(1.0, 95, 0.25), point(2.0, 120, 0.75), point(3.0, 100, 1.0)]);
+        run.set_samples(&[point(0.0, 0, 0.0), point(1.0, 95, 0.25), point(2.0, 120, 0.75), point(3.0, 100, 1.0)]);
         assert_eq!((run.saved_bytes, run.saved_bytes_max), (100, 120));
         assert_eq!((run.cpu_seconds, run.seconds), (1.5, 3.0));
         assert_eq!((run.seconds_to_90_percent, run.cpu_ksmd_seconds_to_90_percent), (Some(1.0), Some(0.25)));
         let mut nothing = PolicyRun::default();
-        nothing.take_in(&[point(0.0, 0, 0.0)]);
+        nothing.set_samples(&[point(0.0, 0, 0.0)]);
         assert_eq!((nothing.seconds_to_90_percent, nothing.mib_per_cpu_second()), (None, None));
     }
 
     #[test]
-    fn page_tables_are_believed_over_counters() {
-        let look = |seconds, saved_bytes| PageTableSample { seconds, saved_bytes, merged_pages: 0 };
+    fn page_tables_take_precedence_over_counters() {
+        let sample = |seconds, saved_bytes| PageTableSample { seconds, saved_bytes, merged_pages: 0 };
         let mut run = PolicyRun { seconds_to_90_percent: Some(0.1), ..run("p", 7, 1.0) };
-        run.take_looks(Vec::new());
+        run.set_page_table_samples(Vec::new());
         assert_eq!(run.saved_bytes, 7);
-        run.take_looks(vec![look(0.0, 0), look(1.0, 100), look(2.0, 50)]);
+        run.set_page_table_samples(vec![sample(0.0, 0), sample(1.0, 100), sample(2.0, 50)]);
         assert_eq!((run.saved_bytes, run.saved_bytes_max, run.seconds_to_90_percent), (50, 100, Some(1.0)));
         assert_eq!(run.curve, [(0.0, 0), (1.0, 100), (2.0, 50)]);
-        run.take_looks(vec![look(0.0, 0)]);
+        run.set_page_table_samples(vec![sample(0.0, 0)]);
         assert_eq!(run.seconds_to_90_percent, None);
     }
 
     #[test]
-    fn ratios_are_the_subjects_over_the_peers_and_bars_can_fail() {
+    fn ratios_are_subject_over_peer_and_bars_can_fail() {
         let mut report = ExperimentReport::new("x", "y");
         report.runs = vec![run("pagefold", 100 << 20, 2.0), run("peer", 200 << 20, 40.0), run("none", 0, 0.0)];
         report.compare("pagefold");
@@ -452,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn the_json_has_the_schemas_names() {
+    fn the_json_follows_the_schema() {
         let mut report = ExperimentReport::new("x", "y");
         report.runs.push(PolicyRun { curve: vec![(0.5, 7)], ..run("p", 1, 1.0) });
         report.bar("b", Limit::AtLeast(2.0), Some(1.0));

@@ -1,4 +1,4 @@
-//! What KSM saves and what ksmd spends over time, measured apart from whoever drives it.
+//! Records what KSM saves and what ksmd and a daemon spend over time, independently of what controls KSM.
 
 use crate::bench::daemon::Meter;
 use anyhow::Context;
@@ -10,30 +10,30 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Between two looks. A look is eleven small reads, some 10 us, and as much again with a daemon.
+/// Time between two samples. A sample is eleven small reads, about 10 us, and as much again with a daemon.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// One look.
+/// One sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplerPoint {
-    /// Since the start.
+    /// Time since the start.
     pub seconds: f64,
-    /// `pages_sharing` and `ksm_zero_pages`, beyond those at the start.
+    /// Memory saved (`pages_sharing` and `ksm_zero_pages`) beyond that at the start.
     pub saved_bytes: u64,
     /// CPU time of ksmd since the start.
     pub ksmd_seconds: f64,
-    /// CPU time of the daemon that was named to [`Sampler::watch`] and of its children.
+    /// CPU time of the daemon passed to [`Sampler::watch`] and of its children.
     pub daemon_seconds: f64,
 }
 
 impl SamplerPoint {
-    /// CPU time of ksmd and the daemon.
+    /// CPU time of ksmd and the daemon together.
     pub fn cpu_seconds(&self) -> f64 {
         self.ksmd_seconds + self.daemon_seconds
     }
 }
 
-/// A thread that looks until it is told to end.
+/// A thread that takes samples until it is stopped.
 #[derive(Debug)]
 pub struct Sampler {
     end: Arc<AtomicBool>,
@@ -41,7 +41,7 @@ pub struct Sampler {
     thread: Option<JoinHandle<anyhow::Result<Vec<SamplerPoint>>>>,
 }
 
-/// What the thread is given and what it last saw.
+/// The daemon that the thread measures, and its latest sample.
 #[derive(Debug, Default)]
 struct Shared {
     daemon: Option<Meter>,
@@ -49,22 +49,22 @@ struct Shared {
 }
 
 impl Sampler {
-    /// Starts looking; its time begins now.
+    /// Starts sampling; its time begins now.
     pub fn start() -> anyhow::Result<Self> {
         let ksm = Ksm::open(Path::new(KSM_ROOT))?;
-        let ksmd = Ksmd::find()?.context("there is no ksmd to be seen")?;
+        let ksmd = Ksmd::find()?.context("ksmd is not running")?;
         let end = Arc::new(AtomicBool::new(false));
-        let told = Arc::clone(&end);
+        let stop = Arc::clone(&end);
         let shared = Arc::new(Mutex::new(Shared::default()));
-        let seen = Arc::clone(&shared);
+        let for_thread = Arc::clone(&shared);
         let began = Instant::now();
-        let (saved_then, cpu_then) = look(&ksm, &ksmd)?;
+        let (saved_then, cpu_then) = saved_and_cpu_ns(&ksm, &ksmd)?;
         let thread = std::thread::spawn(move || {
             let mut points = Vec::new();
             loop {
-                let last = told.load(Ordering::Acquire);
-                let (saved, cpu_ns) = look(&ksm, &ksmd)?;
-                let mut shared = seen.lock().unwrap_or_else(PoisonError::into_inner);
+                let last = stop.load(Ordering::Acquire);
+                let (saved, cpu_ns) = saved_and_cpu_ns(&ksm, &ksmd)?;
+                let mut shared = for_thread.lock().unwrap_or_else(PoisonError::into_inner);
                 let point = SamplerPoint {
                     seconds: began.elapsed().as_secs_f64(),
                     saved_bytes: saved.saturating_sub(saved_then),
@@ -83,20 +83,20 @@ impl Sampler {
         Ok(Self { end, shared, thread: Some(thread) })
     }
 
-    /// From now on also measures the CPU time of this daemon.
+    /// Also measures the CPU time of this daemon from now on.
     pub fn watch(&self, daemon: Meter) {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).daemon = Some(daemon);
     }
 
-    /// The latest look.
+    /// Returns the latest sample.
     pub fn last(&self) -> SamplerPoint {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).last
     }
 
-    /// Takes a last look and returns them all; never none.
+    /// Takes a last sample and returns all of them (at least one).
     pub fn finish(mut self) -> anyhow::Result<Vec<SamplerPoint>> {
         self.end.store(true, Ordering::Release);
-        let thread = self.thread.take().context("a sampler that has ended")?;
+        let thread = self.thread.take().context("the sampler has already ended")?;
         thread.thread().unpark();
         thread.join().map_err(|_| anyhow::anyhow!("the sampler panicked"))?
     }
@@ -108,16 +108,17 @@ impl Drop for Sampler {
     }
 }
 
-fn look(ksm: &Ksm, ksmd: &Ksmd) -> anyhow::Result<(u64, u64)> {
+fn saved_and_cpu_ns(ksm: &Ksm, ksmd: &Ksmd) -> anyhow::Result<(u64, u64)> {
     Ok((ksm.counters()?.view(true, false).saved().bytes().0, ksmd.cpu_ns()?))
 }
 
-/// When `share` of `whole` was reached first.
+/// The first sample with at least `share` of `whole` saved.
 pub fn reached(points: &[SamplerPoint], share: f64, whole: u64) -> Option<SamplerPoint> {
     points.iter().copied().find(|point| whole > 0 && point.saved_bytes as f64 >= share * whole as f64)
 }
 
-/// The most of a core that ksmd and the daemon took over any `window` seconds, or over all if there are fewer.
+/// The largest share of a core that ksmd and the daemon took over any `window` seconds, or over the whole time if that is
+/// shorter.
 pub fn largest_share(points: &[SamplerPoint], window: f64) -> f64 {
     let mut most: f64 = 0.0;
     let mut end = 0;
@@ -133,7 +134,7 @@ pub fn largest_share(points: &[SamplerPoint], window: f64) -> f64 {
     most
 }
 
-/// CPU time of ksmd and of the daemon between two moments, and how long that really was.
+/// CPU seconds of ksmd and of the daemon between two times, and the seconds between the samples used.
 pub fn spent_between(points: &[SamplerPoint], from: f64, to: f64) -> Option<(f64, f64, f64)> {
     let first = points.iter().find(|point| point.seconds >= from)?;
     let last = points.iter().rev().find(|point| point.seconds <= to)?;
@@ -142,7 +143,7 @@ pub fn spent_between(points: &[SamplerPoint], from: f64, to: f64) -> Option<(f64
     (seconds > 0.0).then_some((ksmd, daemon, seconds))
 }
 
-/// The curve without the points in the middle of flat stretches.
+/// The curve without the points inside its flat parts.
 pub fn thinned(points: &[SamplerPoint]) -> Vec<(f64, u64)> {
     let flat = |at: usize| {
         at > 0
@@ -154,7 +155,7 @@ pub fn thinned(points: &[SamplerPoint]) -> Vec<(f64, u64)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::float_cmp)] // figures that come out exact
+#[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
 
@@ -166,14 +167,14 @@ mod tests {
     }
 
     #[test]
-    fn the_first_moment_counts_and_nothing_saved_is_never_reached() {
+    fn the_first_sample_counts_and_zero_savings_are_never_reached() {
         let curve = points(&[0, 50, 90, 80, 100]);
         assert_eq!(reached(&curve, 0.9, 100).unwrap().seconds, 2.0);
         assert!(reached(&points(&[0, 0]), 0.9, 0).is_none());
     }
 
     #[test]
-    fn shares_are_of_whole_windows_and_both_count() {
+    fn shares_cover_whole_windows_and_both_processes() {
         let point = |seconds, ksmd_seconds, daemon_seconds| SamplerPoint {
             seconds,
             ksmd_seconds,
@@ -189,7 +190,7 @@ mod tests {
         ];
         assert_eq!(largest_share(&points, 1.0), 1.0);
         assert_eq!(largest_share(&points, 2.0), 0.75);
-        // Shorter than a window: all of it.
+        // Shorter than a window.
         assert_eq!(largest_share(&points, 10.0), 2.25 / 4.0);
         assert_eq!(largest_share(&[], 1.0), 0.0);
         assert_eq!(spent_between(&points, 0.5, 3.5), Some((0.0, 1.0, 2.0)));

@@ -1,4 +1,4 @@
-//! Results for people.
+//! Results as text.
 
 use crate::bench::chart::{self, FIRST_SECONDS};
 use crate::bench::experiment::Experiment;
@@ -8,10 +8,10 @@ use pagefold_cli::table::Table;
 use pagefold_core::units::Bytes;
 use std::fmt::Write;
 
-/// Columns of the chart made of letters.
+/// Columns of the text chart.
 const CHART_COLUMNS: u32 = 56;
 
-/// The experiments and their claims.
+/// Lists the experiments and their claims.
 pub fn list(experiments: &[Experiment]) -> String {
     experiments.iter().fold(String::new(), |mut text, experiment| {
         let _ = writeln!(text, "{:<15} {}", experiment.name, experiment.claim);
@@ -19,10 +19,10 @@ pub fn list(experiments: &[Experiment]) -> String {
     })
 }
 
-/// A whole report.
+/// Formats a report.
 pub fn report(report: &ExperimentReport) -> String {
     let mut text = String::new();
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     let _ = write_report(&mut text, report);
     text
 }
@@ -62,12 +62,12 @@ fn write_report(to: &mut String, report: &ExperimentReport) -> std::fmt::Result 
         writeln!(to)?;
     }
     for bar in &report.bars {
-        let asked = match bar.bar {
+        let required = match bar.bar {
             Limit::AtLeast(limit) => format!("at least {}", number(limit)),
             Limit::AtMost(limit) => format!("at most {}", number(limit)),
         };
         let verdict = if bar.met { "met   " } else { "MISSED" };
-        writeln!(to, "{verdict} {}: {}, asked {asked}", bar.name, number(bar.measured))?;
+        writeln!(to, "{verdict} {}: {}, required {required}", bar.name, number(bar.measured))?;
     }
     for failure in &report.failures {
         writeln!(to, "FAILED {}: {}", failure.policy, failure.error)?;
@@ -81,7 +81,7 @@ fn runs(runs: &[PolicyRun]) -> Table {
         "saved MiB",
         "best MiB",
         "CPU s",
-        "of it ksmd",
+        "ksmd CPU s",
         "MiB / CPU s",
         "90 % after s",
         "ksmd s by then",
@@ -115,7 +115,7 @@ mod tests {
     use crate::bench::report::Failure;
 
     #[test]
-    fn what_matters_is_in_the_text() {
+    fn text_has_the_claim_savings_bars_and_failures() {
         let mut found = ExperimentReport::new("static-mix", "a claim");
         found.runs.push(PolicyRun {
             policy: "oracle".into(),
@@ -126,9 +126,13 @@ mod tests {
         found.bar("speed", Limit::AtLeast(2.0), Some(1.0));
         found.failures.push(Failure { policy: "pagefold".into(), error: "no such command".into() });
         let text = report(&found);
-        for part in
-            ["a claim", "oracle", "7.0", "MISSED speed: 1.00, asked at least 2.00", "FAILED pagefold: no such command"]
-        {
+        for part in [
+            "a claim",
+            "oracle",
+            "7.0",
+            "MISSED speed: 1.00, required at least 2.00",
+            "FAILED pagefold: no such command",
+        ] {
             assert!(text.contains(part), "{part} is not in\n{text}");
         }
     }

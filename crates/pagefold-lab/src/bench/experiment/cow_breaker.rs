@@ -34,7 +34,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     };
     let mut sequence = PolicySequence::take(setting)?;
     sequence.exact = true;
-    sequence.run(report, &Policy::Nobody { seconds }, start)?;
+    sequence.run(report, &Policy::NoMerging { seconds }, start)?;
     sequence.run(report, &Policy::pagefold(seconds), start)?;
     let alone = report.run("nobody").and_then(writing);
     let folded = report.run(SUBJECT).cloned();
@@ -94,7 +94,7 @@ fn left_alone(
     alone: Option<Writing>,
 ) {
     let share = |merged: u64| merged as f64 / pages as f64;
-    let at_end = run.in_page_tables.last().map(|look| share(look.merged_pages));
+    let at_end = run.in_page_tables.last().map(|sample| share(sample.merged_pages));
     report.figure("default: share merged at most", share(most_and_mean(&run.in_page_tables).0));
     if let Some(at_end) = at_end {
         report.figure("default: share merged at the end", at_end);
@@ -134,7 +134,7 @@ fn writing(run: &PolicyRun) -> Option<Writing> {
 }
 
 fn saved_at_end(run: &PolicyRun) -> f64 {
-    run.in_page_tables.last().map_or(0.0, |look| look.saved_bytes as f64)
+    run.in_page_tables.last().map_or(0.0, |sample| sample.saved_bytes as f64)
 }
 
 /// The share of a core that a run took.

@@ -29,7 +29,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     };
     let mut sequence = PolicySequence::take(setting)?;
     for _ in 0..TURNS {
-        sequence.run(report, &Policy::Nobody { seconds }, start)?;
+        sequence.run(report, &Policy::NoMerging { seconds }, start)?;
         sequence.run(report, &Policy::pagefold(seconds), start)?;
     }
     drop(sequence);

@@ -2,7 +2,7 @@
 //! samples are. Nothing is merged, so KSM is not taken.
 
 use super::{Experiment, ExperimentSetting, mib};
-use crate::bench::daemon::{self, Ran};
+use crate::bench::daemon::{self, Completed};
 use crate::bench::report::{ExperimentReport, Limit};
 use anyhow::Context;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -92,7 +92,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-fn total(ran: &Ran, pointer: &str) -> anyhow::Result<f64> {
+fn total(ran: &Completed, pointer: &str) -> anyhow::Result<f64> {
     let number = ran.summary.pointer(pointer).and_then(serde_json::Value::as_f64);
     number.with_context(|| format!("pagefold scan --json has no number {pointer}"))
 }

@@ -62,7 +62,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                 Ok(done) => done,
                 Err(error) => {
                     // It may have ended anywhere.
-                    sequence.steering.unmerge()?;
+                    sequence.control.unmerge()?;
                     sequence.failed(report, name, &error)?;
                     continue;
                 }
@@ -131,7 +131,7 @@ fn live_through(
     let mut tenant = Tenant::start(sequence.setting.player, &TenantSpec::new([]).with_activity(activity))?;
     let mut run = PolicyRun { policy: name.to_owned(), ..PolicyRun::default() };
     run.answers_correct.before = tenant.verify()? == Verdict::Intact;
-    sequence.steering.kernel_defaults()?;
+    sequence.control.kernel_defaults()?;
     let sampler = Sampler::start()?;
     let daemon = match who {
         Who::Daemon(options) => {
@@ -142,8 +142,8 @@ fn live_through(
             Some(daemon)
         }
         Who::Ksm(pages) => {
-            sequence.steering.set(Knob::PagesToScan, pages)?;
-            sequence.steering.set(Knob::Run, 1)?;
+            sequence.control.set(Knob::PagesToScan, pages)?;
+            sequence.control.set(Knob::Run, 1)?;
             None
         }
     };
@@ -160,13 +160,13 @@ fn live_through(
     let ended = daemon.map(|daemon| daemon.end(interrupt)).transpose();
     let points = sampler.finish();
     run.answers_correct = Answers { during: tenant.verify()? == Verdict::Intact, ..run.answers_correct };
-    sequence.steering.unmerge()?;
+    sequence.control.unmerge()?;
     run.answers_correct.after = tenant.verify()? == Verdict::Intact;
     if let Some(ran) = ended? {
         run.cpu_pagefold_seconds = ran.cpu_seconds;
         run.summary = Some(ran.summary);
     }
-    run.take_in(&points?);
+    run.set_samples(&points?);
     // KSM's counters go on counting what was unmapped until ksmd passes again: they say nothing here.
     (run.curve, run.seconds_to_90_percent, run.cpu_ksmd_seconds_to_90_percent) = (Vec::new(), None, None);
     let bytes = |pages: f64| Pages(whole(pages)).bytes().0;
