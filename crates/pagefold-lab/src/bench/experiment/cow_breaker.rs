@@ -1,5 +1,5 @@
-//! UKSM's copy-on-write breaker (section 8.1.2): memory of one content whose pages are written again, one every 10 ms.
-//! What is merged is read from the page tables: KSM's counters notice a broken copy late.
+//! UKSM's copy-on-write breaker (section 8.1.2): memory of one content whose pages are rewritten, one every 10 ms. Merged
+//! pages are counted in the page tables, since KSM's counters lag when merges are broken.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::page_tables::most_and_mean;
@@ -10,15 +10,15 @@ use pagefold_core::units::Permyriad;
 use pagefold_workload::Activity;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "cow-breaker",
     claim: "UKSM: 2 GiB, one whole page written every 10 ms with the same content, in order: left alone by default; with the \
-            filter off and equal CPU of 2, 10 and 20 % KSM saves a third to a fifth (asked: at most a fifth, on average)",
+            filter off and equal CPU of 2, 10 and 20 % KSM saves a third to a fifth (required: at most a fifth, on average)",
     run,
 };
 
-/// A saving of KSM's below this counts as this much, so that there is a ratio.
+/// Lower limit for KSM's savings, so that the ratio is finite.
 const LEAST_SAVED: f64 = 1_048_576.0;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
@@ -36,10 +36,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     sequence.exact = true;
     sequence.run(report, &Policy::NoMerging { seconds }, start)?;
     sequence.run(report, &Policy::pagefold(seconds), start)?;
-    let alone = report.run("nobody").and_then(writing);
-    let folded = report.run(SUBJECT).cloned();
-    if let Some(run) = folded {
-        left_alone(setting, report, &run, mib(size_mib).0, alone);
+    let baseline = report.run("nobody").and_then(writing);
+    if let Some(run) = report.run(SUBJECT).cloned() {
+        left_alone(setting, report, &run, mib(size_mib).0, baseline);
     }
 
     let shares: &[u64] = if setting.quick { &[10] } else { &[2, 10, 20] };
@@ -48,7 +47,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let ours = Policy::pagefold_with(seconds, &["--cow-threshold", "100", "--top-share", &percent.to_string()]);
         sequence.run(report, &ours, start)?;
         let Some(own) = report.run(&ours.to_string()).cloned() else { continue };
-        // Not the share allowed but the one taken: KSM gets the same.
+        // KSM gets the share that was taken, not the one allowed.
         let theirs = Policy::KsmSteered { share: taken(&own), seconds };
         sequence.run(report, &theirs, start)?;
         let Some(peer) = report.run(&theirs.to_string()).cloned() else { continue };
@@ -74,24 +73,24 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.bar_on_answers();
     report.pictures.push(Picture {
         name: "equal-cpu",
-        title: "saved at equal CPU, the filter off".to_owned(),
-        subtitle: format!("MiB on average over {seconds} s, by the page tables"),
+        title: "memory saved at equal CPU, with the filter off".to_owned(),
+        subtitle: format!("MiB on average over {seconds} s, from the page tables"),
         rows,
     });
     if !setting.quick {
-        let name = "saved on average with the filter off, against KSM at equal CPU, the least of three";
+        let name = "average savings with the filter off relative to KSM at equal CPU (smallest of three)";
         report.bar(name, Limit::AtLeast(5.0), least);
     }
     Ok(())
 }
 
-/// By default: what is merged, and what the writer notices.
+/// Adds the figures and bars of the default settings: what is merged, and the effect on the writer.
 fn left_alone(
     setting: &ExperimentSetting<'_>,
     report: &mut ExperimentReport,
     run: &PolicyRun,
     pages: u64,
-    alone: Option<Writing>,
+    baseline: Option<Writing>,
 ) {
     let share = |merged: u64| merged as f64 / pages as f64;
     let at_end = run.in_page_tables.last().map(|sample| share(sample.merged_pages));
@@ -100,7 +99,7 @@ fn left_alone(
         report.figure("default: share merged at the end", at_end);
     }
     let writing = writing(run);
-    for (name, writing) in [("nobody folding", alone), ("default", writing)] {
+    for (name, writing) in [("nobody folding", baseline), ("default", writing)] {
         if let Some(Writing { pages_per_second, us_per_page, latest_us }) = writing {
             report.figure(format!("{name}: pages written a second"), pages_per_second);
             report.figure(format!("{name}: us to write a page"), us_per_page);
@@ -111,11 +110,11 @@ fn left_alone(
         return;
     }
     report.bar("default: share merged at the end", Limit::AtMost(0.01), at_end);
-    let speed = writing.zip(alone).map(|(writing, alone)| writing.pages_per_second / alone.pages_per_second);
-    report.bar("default: the writer's speed, of that with nobody folding", Limit::AtLeast(0.99), speed);
+    let speed = writing.zip(baseline).map(|(own, baseline)| own.pages_per_second / baseline.pages_per_second);
+    report.bar("default: the writer's speed relative to that without merging", Limit::AtLeast(0.99), speed);
 }
 
-/// How a writer got on during a run.
+/// The speed of a writer during a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Writing {
     pages_per_second: f64,
@@ -144,13 +143,13 @@ fn taken(run: &PolicyRun) -> Permyriad {
 }
 
 #[cfg(test)]
-#[allow(clippy::float_cmp)] // figures that come out exact
+#[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
     use pagefold_workload::ActivityCounters;
 
     #[test]
-    fn a_writers_speed_is_of_the_time_between_two_answers() {
+    fn a_writers_speed_is_over_the_time_between_two_answers() {
         let counters = |seconds, pages_written, writing_seconds| ActivityCounters {
             seconds,
             pages_written,

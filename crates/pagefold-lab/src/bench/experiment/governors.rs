@@ -1,5 +1,5 @@
-//! The governors: what share of a core each takes, and how long it takes for the same work (UKSM's static mix, smaller).
-//! CPU is measured from outside: pagefold, its injector and ksmd.
+//! The governors: the share of a core each takes, and the time each takes for the same work (UKSM's static mix, smaller).
+//! The CPU time of pagefold, its injector and ksmd is measured from outside.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, Policy};
@@ -8,27 +8,27 @@ use crate::bench::sampler::largest_share;
 use crate::programs::Target;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "governors",
-    claim: "UKSM: full, medium, low and quiet take at most 95, 50, 20 and 1 % of a core; each step takes half the CPU and \
-            twice the time of a round",
+    claim: "UKSM: full, medium, low and quiet take at most 95, 50, 20 and 1 % of a core; each step halves the CPU and \
+            doubles the time of a round",
     run,
 };
 
-/// Names and shares of a core, from the fastest on.
+/// Names and shares of a core, fastest first.
 const GOVERNORS: [(&str, f64); 4] = [("full", 0.95), ("medium", 0.50), ("low", 0.20), ("quiet", 0.01)];
 
-/// Shares hold over any time of this length.
+/// The length of time over which shares must hold.
 const WINDOW_SECONDS: f64 = 10.0;
 
-/// ksmd's account lags by up to a tick, and the looks at the two ends of a window are not at one moment: so much of the
-/// share, and so many seconds in a window, are forgiven.
+/// Tolerances, of the share and in seconds per window: ksmd's CPU time lags by up to a tick, and the readings of one
+/// sample are not simultaneous.
 const ERROR_OF_SHARE: f64 = 0.05;
 const ERROR_SECONDS: f64 = 0.02;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    // At one per cent of a core 512 MiB would take a quarter of an hour.
+    // With one per cent of a core, 512 MiB would take a quarter of an hour.
     let (size_mib, quiet_mib, least, most) = if setting.quick { (32, 8, 3, 20) } else { (512, 64, 15, 600) };
     let governors = if setting.quick { &GOVERNORS[..3] } else { &GOVERNORS[..] };
     report.parameters.extend([("same_mib", size_mib), ("random_mib", size_mib), ("seconds_at_least", least)]);
@@ -59,7 +59,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         rows.push((format!("{governor}, of {:.0} % allowed", 100.0 * share), 100.0 * over_ten));
         let saved = run.saved_bytes_max as f64 / whole as f64;
         if let Some(point) = run.reaching(0.9, whole) {
-            // The same work, were it of the same size.
+            // Scaled to the same amount of work.
             let scaled = point.seconds * size_mib as f64 / mib_now as f64;
             report.figure(format!("{governor}: seconds to 90 % of {mib_now} MiB"), point.seconds);
             if let Some((before, seconds)) = faster.replace((governor, scaled)) {
@@ -70,7 +70,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         if setting.quick {
             continue;
         }
-        report.bar(format!("{governor}: saved, of what can be"), Limit::AtLeast(0.9), Some(saved));
+        report.bar(format!("{governor}: share saved of the possible savings"), Limit::AtLeast(0.9), Some(saved));
         let limit = 100.0 * (share * (1.0 + ERROR_OF_SHARE) + ERROR_SECONDS / WINDOW_SECONDS);
         let name = format!(
             "{governor}: per cent of a core over any 10 s ({:.0} % allowed; sampling error 5 % of it and 20 ms)",
@@ -82,7 +82,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.bar_on_answers();
     report.pictures.push(Picture {
         name: "share",
-        title: "what the governors take".to_owned(),
+        title: "CPU of the governors".to_owned(),
         subtitle: "largest share of a core over any 10 s, per cent; pagefold, its injector and ksmd".to_owned(),
         rows,
     });

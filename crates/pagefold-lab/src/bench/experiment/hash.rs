@@ -1,9 +1,9 @@
-//! Adaptive partial hashing (UKSM sections 6 and 8.3) on memory of this process: no kernel interface is between the hash
-//! and the pages, as there is none between uksmd and its pages.
+//! Adaptive partial hashing (UKSM sections 6 and 8.3) on memory of this process, so that, as in uksmd, no system call lies
+//! between the hash and the pages.
 //!
-//! A scan goes as UKSM's does. Pages are hashed at the strength of the round and looked up; pages that share a hash are
-//! compared. Those that turn out to differ are hashed in full and looked up by that: this and the comparison in vain are
-//! the penalty. Full-page hashes go through the same scan, and none of them ever collides.
+//! Scans work like UKSM's. Pages are hashed at the strength of the round and looked up; pages with the same hash are
+//! compared. Those that differ are hashed in full and looked up again; this and the failed comparison are the penalty.
+//! Full-page hashes use the same scan, and never collide.
 
 mod pages;
 mod scanner;
@@ -13,15 +13,15 @@ use self::scanner::{Contender, LinesForm, PaperForm, Pass, Scanner, Strengths, X
 use super::{Experiment, ExperimentSetting, mib};
 use crate::bench::report::{ExperimentReport, Limit};
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "hash",
     claim: "UKSM 8.3.1: pages that differ everywhere are scanned at least 5.9 times as fast as with a full hash of the same \
-            family; ours: also faster than with XXH64, and pages alike but for one word cost at most 1.1 of the full hash",
+            family; ours: also faster than with XXH64, and pages that differ in one word cost at most 1.1 of the full hash",
     run,
 };
 
-/// The seed of all forms; any will do.
+/// The seed of all hash forms (arbitrary).
 const SEED: u64 = 20;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
@@ -57,8 +57,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                 contender.round(&mut scanner, &mut Pass::default());
             }
         }
-        // In turns, so that a busy moment of the machine hits all; each elsewhere, so that none finds in the cache what
-        // the one before it has read.
+        // Alternate, so that other load affects all; each on different pages, so that none profits from what another has
+        // brought into the cache.
         let mut found: [Vec<Pass>; 6] = Default::default();
         for _ in 0..passes {
             let mut now = [Pass::default(); 6];
@@ -75,14 +75,14 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         }
         compare(report, set, &contenders, &found);
         for (contender, found) in contenders.iter().zip(&found) {
-            note(report, set, contender.as_ref(), found);
+            add_figures(report, set, contender.as_ref(), found);
         }
     }
     judge(report, setting.quick);
     Ok(())
 }
 
-/// Writes down how many times as fast as the full hashes the adaptive ones were, pass by pass.
+/// Adds the median speed of the adaptive hashes relative to the full ones, compared pass by pass.
 fn compare(report: &mut ExperimentReport, set: PageSet, contenders: &[Box<dyn Contender>; 6], found: &[Vec<Pass>; 6]) {
     let [_, paper, _, lines, xxh64, xxh3] = found;
     for (own, own_full) in [(0, paper), (2, lines)] {
@@ -94,9 +94,9 @@ fn compare(report: &mut ExperimentReport, set: PageSet, contenders: &[Box<dyn Co
     }
 }
 
-/// Writes down what the passes of a contender gave.
-fn note(report: &mut ExperimentReport, set: PageSet, contender: &dyn Contender, passes: &[Pass]) {
-    let name = |what: &str| format!("{}_{}_{what}", set.name(), contender.name());
+/// Adds the figures of a contender's passes.
+fn add_figures(report: &mut ExperimentReport, set: PageSet, contender: &dyn Contender, passes: &[Pass]) {
+    let name = |figure: &str| format!("{}_{}_{figure}", set.name(), contender.name());
     let of = |figure: fn(&Pass) -> f64| median(passes.iter().map(figure).collect());
     report.figures.insert(name("ns_per_page"), of(Pass::ns_per_page));
     report.figures.insert(name("duplicates_found"), of(Pass::duplicates));
@@ -121,7 +121,7 @@ fn judge(report: &mut ExperimentReport, quick: bool) {
             .filter(|contender| (found(contender) - truth).abs() < 0.5)
             .count();
         report.bar(
-            format!("{}: of five others, those that found the same duplicates as XXH3", set.name()),
+            format!("{}: other hashes that found the same duplicates as XXH3, of five", set.name()),
             Limit::AtLeast(5.0),
             Some(same as f64),
         );
@@ -136,10 +136,14 @@ fn judge(report: &mut ExperimentReport, quick: bool) {
         let of_full = speed(PageSet::Random, "own_full");
         let of_xxh64 = speed(PageSet::Random, "xxh64_full");
         let alike = [PageSet::OneWord, PageSet::Tails].map(|set| (set, 1.0 / speed(set, "own_full")));
-        report.bar(format!("random: speed of {form}, of its full hash's"), Limit::AtLeast(5.9), Some(of_full));
-        report.bar(format!("random: speed of {form}, of full XXH64's"), Limit::AtLeast(1.0), Some(of_xxh64));
+        report.bar(format!("random: speed of {form} relative to its full hash"), Limit::AtLeast(5.9), Some(of_full));
+        report.bar(format!("random: speed of {form} relative to full XXH64"), Limit::AtLeast(1.0), Some(of_xxh64));
         for (set, cost) in alike {
-            report.bar(format!("{}: cost of {form}, of its full hash's", set.name()), Limit::AtMost(1.1), Some(cost));
+            report.bar(
+                format!("{}: cost of {form} relative to its full hash", set.name()),
+                Limit::AtMost(1.1),
+                Some(cost),
+            );
         }
     }
 }

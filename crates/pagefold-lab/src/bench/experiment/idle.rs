@@ -1,4 +1,4 @@
-//! Nothing to merge: what watching costs, once the memory has been looked at for the first time.
+//! The cost of watching memory without duplicates, once it has been sampled for the first time.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Policy, SUBJECT};
@@ -8,18 +8,18 @@ use crate::programs::Target;
 use anyhow::ensure;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "idle",
-    claim: "UKSM: with nothing to merge it takes 0.2 % of a core (asked: with 8 GiB watched, pagefold and ksmd together)",
+    claim: "UKSM: with nothing to merge UKSM takes 0.2 % of a core (required: for pagefold and ksmd together, watching 8 GiB)",
     run,
 };
 
-/// Each tenant holds so much.
+/// Memory of each tenant.
 const TENANT_MIB: u64 = 2048;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    // From the smallest on: the last is the one that is judged.
+    // In ascending order: the last one is judged.
     let (tenant_mib, tenants, settle, seconds): (u64, &[u64], u64, u64) =
         if setting.quick { (64, &[1], 2, 5) } else { (TENANT_MIB, &[1, 4], 30, 60) };
     report.parameters.extend([("settling_seconds", settle), ("seconds", seconds), ("tenant_mib", tenant_mib)]);
@@ -30,11 +30,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let gib = (count * tenant_mib) as f64 / 1024.0;
         let wanted = count * tenant_mib + count * tenant_mib / 2;
         let free = MachineDescription::available_mib();
-        ensure!(free >= wanted, "this takes {wanted} MiB of memory, and {free} are available");
+        ensure!(free >= wanted, "needs {wanted} MiB of memory, but only {free} MiB are available");
         let spec = TenantSpec::new([Segment::Random { pages: mib(tenant_mib).0, seed: 3 }]);
         let start =
             || (0..count).map(|_| Ok(Box::new(Tenant::start(setting.player, &spec)?) as Box<dyn Target>)).collect();
-        // Another number of targets gives another number of answers.
+        // The number of answers depends on the number of targets.
         sequence.expected = None;
         sequence.run(report, &Policy::pagefold(settle + seconds), start)?;
         let Some(run) = report.runs.last_mut().filter(|run| run.policy == SUBJECT) else { continue };
@@ -54,7 +54,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.bar_on_answers();
     report.pictures.push(Picture {
         name: "watching",
-        title: "watching, with nothing to merge".to_owned(),
+        title: "watching memory without duplicates".to_owned(),
         subtitle: format!("per cent of a core, pagefold and ksmd, over {seconds} s after {settle} s of settling"),
         rows,
     });

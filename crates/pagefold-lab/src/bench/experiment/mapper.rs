@@ -1,4 +1,4 @@
-//! What a program notices that maps and unmaps memory all the time: everything that looks at it takes its `mmap_lock`.
+//! The effect on a program that constantly maps and unmaps memory: reading its memory takes its `mmap_lock`.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Policy, SUBJECT};
@@ -7,14 +7,14 @@ use crate::programs::Target;
 use pagefold_workload::Activity;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "mapper",
-    claim: "a program that maps and unmaps without a pause keeps at least 0.95 of its speed while it is looked at and folded",
+    claim: "a program that maps and unmaps without a pause keeps at least 0.95 of its speed while it is sampled and merged",
     run,
 };
 
-/// With and without, in turns, so that what else goes on on the machine befalls both.
+/// Alternate with and without merging, so that other load affects both.
 const TURNS: usize = 3;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
@@ -23,9 +23,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let held = || TenantSpec::new([Segment::Shared { pages: mib(size_mib).0, seed: 13 }]);
     let start = || {
         let mut mapper = Tenant::start(setting.player, &held().with_activity(Activity::Mapper { pages: 16 }))?;
-        let twin = Tenant::start(setting.player, &held())?;
+        let copy = Tenant::start(setting.player, &held())?;
         mapper.begin()?;
-        Ok(vec![Box::new(mapper) as Box<dyn Target>, Box::new(twin)])
+        Ok(vec![Box::new(mapper) as Box<dyn Target>, Box::new(copy)])
     };
     let mut sequence = PolicySequence::take(setting)?;
     for _ in 0..TURNS {
@@ -38,25 +38,25 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let runs = report.runs.iter().filter(|run| run.policy == policy);
         runs.flat_map(speeds).collect::<Vec<u64>>()
     };
-    let (alone, folded) = (of("nobody"), of(SUBJECT));
-    let ratio = |of: fn(&[u64]) -> Option<f64>| Some(of(&folded)? / of(&alone)?);
+    let (baseline, merged) = (of("nobody"), of(SUBJECT));
+    let ratio = |of: fn(&[u64]) -> Option<f64>| Some(of(&merged)? / of(&baseline)?);
     for (name, ratio) in [("on average", ratio(mean)), ("in the slowest second", ratio(slowest))] {
         if let Some(ratio) = ratio {
             report.figure(format!("the mapper's speed {name}, of that with nobody folding"), ratio);
         }
     }
-    for (name, speeds) in [("nobody folding", &alone), (SUBJECT, &folded)] {
+    for (name, speeds) in [("nobody folding", &baseline), (SUBJECT, &merged)] {
         if let Some(mean) = mean(speeds) {
             report.figure(format!("{name}: maps a second"), mean * 10.0);
         }
     }
     if !setting.quick {
-        report.bar("the mapper's speed, of that with nobody folding", Limit::AtLeast(0.95), ratio(mean));
+        report.bar("the mapper's speed relative to that without merging", Limit::AtLeast(0.95), ratio(mean));
     }
     Ok(())
 }
 
-/// Maps in each tenth of a second of a run.
+/// Number of maps in each tenth of a second of a run.
 fn speeds(run: &PolicyRun) -> Vec<u64> {
     run.counters.first().map(|(_, after)| after.maps.clone()).unwrap_or_default()
 }
@@ -65,18 +65,18 @@ fn mean(speeds: &[u64]) -> Option<f64> {
     (!speeds.is_empty()).then(|| speeds.iter().sum::<u64>() as f64 / speeds.len() as f64)
 }
 
-/// The mean of the ten neighbouring tenths with the least.
+/// The smallest mean of ten consecutive tenths.
 fn slowest(speeds: &[u64]) -> Option<f64> {
     speeds.windows(10).map(|second| second.iter().sum::<u64>()).min().map(|maps| maps as f64 / 10.0)
 }
 
 #[cfg(test)]
-#[allow(clippy::float_cmp)] // figures that come out exact
+#[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
 
     #[test]
-    fn the_slowest_second_is_ten_neighbouring_tenths() {
+    fn the_slowest_second_is_ten_consecutive_tenths() {
         let mut speeds = vec![100; 30];
         speeds[7..12].fill(0);
         assert_eq!(slowest(&speeds), Some(50.0));

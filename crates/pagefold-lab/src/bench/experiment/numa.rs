@@ -1,10 +1,10 @@
-//! Where folded pages come to be on a machine with several memory nodes, and what that costs the programs (nuKSM thesis,
+//! The placement of merged pages on a machine with several memory nodes, and its cost to the programs (nuKSM thesis,
 //! sections 5.2 and 5.3).
 //!
-//! Programs bound to nodes are really folded, by plain KSM and by pagefold with each policy; where there is only one node,
-//! on an emulated machine with four. Their page tables then tell where each page is. What that means for run times is
-//! modelled ([`model`]): accesses are drawn over the real placement and weighed with the latencies, measured on real
-//! nodes and the thesis's on emulated ones.
+//! Plain KSM, and pagefold with each placement policy, merge the pages of programs bound to nodes. If this machine has only
+//! one node, that happens on an emulated machine with four. The placement is read from page tables; its effect on run times
+//! is modelled ([`model`]): accesses drawn over the real placement are weighted with latencies, measured on real nodes, the
+//! thesis's on emulated ones.
 
 mod guest;
 mod latency;
@@ -19,30 +19,30 @@ use place::{FAIR, FOUR, FOUR_NODES, KERNEL, KSM, LOCAL_ONLY, Nodes, PRIORITIES, 
 use std::rc::Rc;
 use std::time::Duration;
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "numa",
-    claim: "nuKSM: two programs on two nodes suffer alike from what is folded (fairness 0.94 to 0.99, KSM: 0.70 to 0.85), in \
-            the same total time and with the same memory saved; nice values decide who has how much of it near",
+    claim: "nuKSM: merging slows two programs on two nodes equally (fairness 0.94 to 0.99, KSM: 0.70 to 0.85), with the same \
+            total time and memory saved; nice values decide each program's share of local merged pages",
     run,
 };
 
-/// How much is done.
+/// The sizes of the experiment.
 #[derive(Clone, Copy, Debug)]
 struct NumaSizes {
-    /// Pages of each program.
+    /// Pages per program.
     pages: u64,
-    /// For pagefold to fold and to place them.
+    /// Time for pagefold to merge and place them.
     seconds: u64,
-    /// How often `kernel` and `fair` have their turn.
+    /// Number of runs of each of `kernel` and `fair`.
     turns: usize,
-    /// How many of the thesis's configurations of priorities.
+    /// Number of the thesis's priority configurations to run.
     priorities: usize,
-    /// Three and four programs, and one on each of four nodes.
-    larger_crews: bool,
-    /// Accesses drawn for each program.
+    /// Also run three and four programs, and one on each of four nodes.
+    larger_groups: bool,
+    /// Accesses drawn per program.
     accesses: u64,
-    /// For everything, where it is emulated.
+    /// Time limit of the emulated machine.
     limit: Duration,
 }
 
@@ -51,7 +51,7 @@ const FULL: NumaSizes = NumaSizes {
     seconds: 20,
     turns: 4,
     priorities: 5,
-    larger_crews: true,
+    larger_groups: true,
     accesses: 1_000_000,
     limit: Duration::from_secs(1800),
 };
@@ -61,22 +61,22 @@ const QUICK: NumaSizes = NumaSizes {
     seconds: 8,
     turns: 1,
     priorities: 1,
-    larger_crews: false,
+    larger_groups: false,
     accesses: 100_000,
     limit: Duration::from_secs(240),
 };
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let sizes = if setting.quick { QUICK } else { FULL };
-    // Of accesses, the emulator says nothing: the thesis's.
+    // The thesis's, unless measured: the emulator has no realistic latencies.
     let mut latencies = Latencies::default();
     let nodes = Nodes::of_machine()?;
     report.parameters.extend([("pages", sizes.pages), ("seconds", sizes.seconds), ("accesses", sizes.accesses)]);
     match nodes.map(Rc::new) {
         Some(nodes) => {
-            place::fold(setting, &nodes, sizes, report)?;
+            place::run(setting, &nodes, sizes, report)?;
             let (mib, steps) = match (setting.emulated, setting.quick) {
-                // To see that it can be done.
+                // Only to check that it works.
                 (true, _) => (4, 1 << 16),
                 (_, true) => (64, 1 << 20),
                 _ => (512, 1 << 23),
@@ -86,9 +86,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                 return Ok(());
             }
         }
-        None if setting.emulated => anyhow::bail!("the emulated machine has one memory node only"),
+        None if setting.emulated => anyhow::bail!("the emulated machine has only one memory node"),
         None => {
-            guest::fold(setting, sizes, report)?;
+            guest::run(setting, sizes, report)?;
             report.parameters.insert("emulated", 1);
         }
     }
@@ -103,10 +103,10 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// Points that a share may be off.
+/// Tolerated deviation of a share, percentage points.
 const POINTS: f64 = 2.0;
 
-/// What the placements mean, and what is asked of them.
+/// Adds the modelled effect of the placements, and the bars.
 fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) {
     for (set, name) in [("", ""), (THREE, THREE), (FOUR, FOUR), (FOUR_NODES, FOUR_NODES)] {
         let (ksm, fair) = (last(report, &format!("{KSM}{set}")), last(report, &format!("{FAIR}{set}")));
@@ -116,30 +116,30 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) 
             let [under_ksm, under_fair] = [&ksm, &fair].map(|run| slowdowns(run, program, latencies, sizes.accesses));
             let (Some(unfair), Some(even)) = (fairness(&under_ksm), fairness(&under_fair)) else { continue };
             let together = under_fair.iter().sum::<f64>() / under_ksm.iter().sum::<f64>();
-            let of = format!("{}{name}", program.name);
-            report.figure(format!("{of}: fairness, KSM (modelled)"), unfair);
-            report.figure(format!("{of}: fairness, pagefold (modelled)"), even);
-            report.ratios.insert(format!("{of}: run times together, pagefold of KSM (modelled)"), together);
+            let title = format!("{}{name}", program.name);
+            report.figure(format!("{title}: fairness, KSM (modelled)"), unfair);
+            report.figure(format!("{title}: fairness, pagefold (modelled)"), even);
+            report.ratios.insert(format!("{title}: run times together, pagefold of KSM (modelled)"), together);
             rows.push((format!("KSM, {}", program.name), unfair));
             rows.push((format!("pagefold, {}", program.name), even));
             least = Some(least.map_or(even, |least| least.min(even)));
-            // Those that wait for memory most of the time.
-            if set.is_empty() && program.waits() > 0.7 {
-                report.bar(format!("{of}: fairness, KSM (modelled)"), Limit::AtMost(0.85), Some(unfair));
+            // The programs that wait for memory most of the time.
+            if set.is_empty() && program.wait_share() > 0.7 {
+                report.bar(format!("{title}: fairness, KSM (modelled)"), Limit::AtMost(0.85), Some(unfair));
             }
         }
-        report.bar(format!("the least fairness of the five{name} (modelled)"), Limit::AtLeast(0.98), least);
+        report.bar(format!("smallest fairness of the five programs{name} (modelled)"), Limit::AtLeast(0.98), least);
         let saved = fair.saved_bytes as f64 / ksm.saved_bytes.max(1) as f64;
-        report.bar(format!("memory saved{name}, of KSM's"), Limit::AtLeast(0.99), Some(saved));
+        report.bar(format!("memory saved{name} relative to KSM"), Limit::AtLeast(0.99), Some(saved));
         let off = |run: &PolicyRun| {
             let share = |program: &Placed| Some((program.local_share()? - even_share(run)).abs());
             run.programs.iter().filter_map(share).max_by(f64::total_cmp)
         };
-        for (who, run) in [("KSM", &ksm), ("pagefold", &fair)] {
-            report.figure(format!("{who}{name}: points that local pages are off an even share"), percent(off(run)));
+        for (policy, run) in [("KSM", &ksm), ("pagefold", &fair)] {
+            report.figure(format!("{policy}{name}: points that local pages are off an even share"), percent(off(run)));
         }
         report.bar(
-            format!("pagefold{name}: points that local pages are off an even share"),
+            format!("pagefold{name}: largest deviation of local pages from an even share, percentage points"),
             Limit::AtMost(POINTS),
             off(&fair).map(|off| 100.0 * off),
         );
@@ -147,7 +147,8 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) 
             report.pictures.push(Picture {
                 name: "fairness",
                 title: "two programs on two nodes".to_owned(),
-                subtitle: "fairness: the smaller slowdown over the larger; modelled on real placements".to_owned(),
+                subtitle: "fairness: the smaller slowdown divided by the larger; modelled on real placements"
+                    .to_owned(),
                 rows,
             });
         }
@@ -167,21 +168,21 @@ fn judge_priorities(report: &mut ExperimentReport) {
         };
         report.figure(format!("priority {name}: local pages of the first, per cent"), 100.0 * first);
         report.figure(format!("priority {name}: local pages of the second, per cent"), 100.0 * second);
-        rows.push((format!("pagefold, {name}, asked {:.0}", 100.0 * wanted), 100.0 * first));
+        rows.push((format!("pagefold, {name}, required {:.0}", 100.0 * wanted), 100.0 * first));
         let off = 100.0 * (first - wanted).abs().max((second - (1.0 - wanted)).abs());
         worst = Some(worst.map_or(off, |worst| worst.max(off)));
     }
-    report.bar("priority: points that local pages are off", Limit::AtMost(POINTS), worst);
+    report.bar("priority: largest deviation of local pages, percentage points", Limit::AtMost(POINTS), worst);
     report.pictures.push(Picture {
         name: "priority",
-        title: "who has the folded pages near".to_owned(),
-        subtitle: "per cent of the merged pages on the first program's node, by the priorities of the two".to_owned(),
+        title: "local merged pages by priority".to_owned(),
+        subtitle: "per cent of the merged pages on the first program's node, by the ratio of priorities".to_owned(),
         rows,
     });
 }
 
-/// CPU of pagefold and ksmd for placing the pages, against leaving them where they fall: the cheapest run of each, since
-/// an emulator takes longer for what it sees for the first time, and anything may take longer on a busy machine.
+/// Compares the CPU time of pagefold and ksmd with placement and without. Takes the fastest run of each, since the first
+/// run on an emulator, and any run on a busy machine, may take longer.
 fn judge_cpu(report: &mut ExperimentReport) {
     let least = |policy: &str| {
         let runs = report.runs.iter().filter(|run| run.policy == policy);
@@ -190,15 +191,15 @@ fn judge_cpu(report: &mut ExperimentReport) {
     let (Some(kernel), Some(fair)) = (least(KERNEL), least(FAIR)) else { return };
     report.figure("CPU seconds, left where it falls", kernel);
     report.figure("CPU seconds, fair", fair);
-    report.bar("CPU of pagefold and ksmd with fair, of that with kernel", Limit::AtMost(1.25), Some(fair / kernel));
+    report.bar("CPU of pagefold and ksmd with fair relative to kernel", Limit::AtMost(1.25), Some(fair / kernel));
 }
 
-/// The last run of a policy: by then everything has settled in.
+/// The last run of a policy, which has no start-up effects.
 fn last(report: &ExperimentReport, policy: &str) -> Option<PolicyRun> {
     report.runs.iter().rfind(|run| run.policy == policy).cloned()
 }
 
-/// What part of the merged pages each node of a run has when all have the same.
+/// Each home node's share of the merged pages if they are spread evenly.
 fn even_share(run: &PolicyRun) -> f64 {
     let mut homes: Vec<usize> = run.programs.iter().map(|program| program.home).collect();
     homes.sort_unstable();
@@ -210,7 +211,7 @@ fn percent(share: Option<f64>) -> f64 {
     100.0 * share.unwrap_or(0.0)
 }
 
-/// Each instance's run time, were every program of the run an instance of this one.
+/// The slowdown of each instance if every program of the run were an instance of `program`.
 fn slowdowns(run: &PolicyRun, program: &Program, latencies: Latencies, accesses: u64) -> Vec<f64> {
     (0..).zip(&run.programs).map(|(seed, placed)| program.slowdown(placed, latencies, accesses, seed)).collect()
 }
@@ -219,7 +220,7 @@ fn slowdowns(run: &PolicyRun, program: &Program, latencies: Latencies, accesses:
 mod tests {
     use super::*;
 
-    /// A run of two programs that share all pages, of which so many in a hundred are on node 1.
+    /// A run of two programs that share all pages, `on_second` per cent of them on node 1.
     fn run(policy: &str, on_second: usize, cpu_seconds: f64) -> PolicyRun {
         let second = |page: usize| (page + 1) * on_second / 100 > page * on_second / 100;
         let pages: String = (0..12_000).map(|page| if second(page) { '1' } else { '0' }).collect();
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_can_be_met_and_missed() {
+    fn bars_can_be_met_and_missed() {
         let priorities = || {
             let of = |(name, _, share): (&str, [i32; 2], f64)| {
                 let on_second = 100
@@ -269,7 +270,7 @@ mod tests {
         runs[5] = run(&format!("{PRIORITY} 5:1"), 20, 1.0);
         let report = judged(runs);
         assert_eq!(missed(&report).len(), 5, "{:?}", report.bars);
-        // Nothing to judge.
+        // No runs, no bars.
         assert!(judged(Vec::new()).bars.is_empty());
     }
 }

@@ -1,5 +1,5 @@
-//! Contents that exist exactly twice: two tenants that hold the same, page by page, beside one that shares nothing.
-//! The common case among real programs, and UKSM's weak one: sampled thinly, two copies are rarely both seen.
+//! Contents that exist exactly twice: two tenants with the same pages, beside one that shares nothing. This is common among
+//! real programs and hard for UKSM: thin sampling rarely finds both copies.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, Policy};
@@ -7,26 +7,26 @@ use crate::bench::report::{ExperimentReport, Limit, Picture};
 use crate::programs::Target;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "pairs",
-    claim: "ours: of contents that exist exactly twice 99 % is saved in three times an oracle's time, and also at governors \
-            low and quiet, where UKSM finds none within minutes, for 0.6 of the CPU time of KSM scanning everything",
+    claim: "ours: of contents that exist exactly twice, 99 % is saved within three times an oracle's time and 0.6 of the CPU time of \
+            KSM scanning everything; also under governors low and quiet, where UKSM finds none within minutes",
     run,
 };
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let (twin_mib, most_seconds) = if setting.quick { (32, 20) } else { (512, 120) };
+    let (copy_mib, most_seconds) = if setting.quick { (32, 20) } else { (512, 120) };
     let quiet_seconds = 600;
-    report.parameters.extend([("twin_mib", twin_mib), ("random_mib", 2 * twin_mib), ("seconds_at_most", most_seconds)]);
-    let twin = Segment::Shared { pages: mib(twin_mib).0, seed: 11 };
-    let random = Segment::Random { pages: mib(2 * twin_mib).0, seed: 12 };
+    report.parameters.extend([("twin_mib", copy_mib), ("random_mib", 2 * copy_mib), ("seconds_at_most", most_seconds)]);
+    let copy = Segment::Shared { pages: mib(copy_mib).0, seed: 11 };
+    let random = Segment::Random { pages: mib(2 * copy_mib).0, seed: 12 };
     let start = || {
         let start =
             |segment| Ok(Box::new(Tenant::start(setting.player, &TenantSpec::new([segment]))?) as Box<dyn Target>);
-        [twin, twin, random].into_iter().map(start).collect()
+        [copy, copy, random].into_iter().map(start).collect()
     };
-    let whole = mib(twin_mib).bytes().0;
+    let whole = mib(copy_mib).bytes().0;
     let at = |governor, seconds| {
         Policy::pagefold_with(seconds, &["--governor", governor])
             .until(Enough { saved_bytes: whole - whole / 100, seconds: 0 })
@@ -53,7 +53,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.pictures.push(Picture {
         name: "cpu-to-99-percent",
         title: "CPU until 99 % is saved".to_owned(),
-        subtitle: "CPU seconds of pagefold and ksmd; policies that did not get there are left out".to_owned(),
+        subtitle: "CPU seconds of pagefold and ksmd; policies that did not reach it are left out".to_owned(),
         rows,
     });
     for (name, point) in reached {
@@ -65,11 +65,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
     for policy in &ours {
         let share = report.run(&policy.to_string()).map(|run| run.saved_bytes_max as f64 / whole as f64);
-        report.bar(format!("saved, of what can be, {policy}"), Limit::AtLeast(0.99), share);
+        report.bar(format!("share saved of the possible savings, {policy}"), Limit::AtLeast(0.99), share);
     }
     let time = own.zip(oracles).map(|(own, oracles)| own.seconds / oracles.seconds);
-    report.bar(format!("seconds to 99 %, of the oracle's, {full}"), Limit::AtMost(3.0), time);
+    report.bar(format!("time to 99 % relative to the oracle, {full}"), Limit::AtMost(3.0), time);
     let cpu = own.zip(everythings).map(|(own, everythings)| own.cpu_seconds() / everythings.cpu_seconds());
-    report.bar(format!("CPU to 99 %, of ksm-everything's, {full}"), Limit::AtMost(0.6), cpu);
+    report.bar(format!("CPU time to 99 % relative to ksm-everything, {full}"), Limit::AtMost(0.6), cpu);
     Ok(())
 }

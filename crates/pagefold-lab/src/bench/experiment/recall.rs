@@ -1,5 +1,5 @@
-//! How much of what KSM would save judgement finds: on fifteen real programs of five kinds, of which some are mostly
-//! alike, some hardly and some not at all.
+//! The share of KSM's savings that pagefold finds on fifteen real programs of five kinds, some with many duplicates, some
+//! with few or none.
 
 use super::{Experiment, ExperimentSetting, side_by_side};
 use crate::bench::policy::{Policy, SUBJECT};
@@ -18,23 +18,23 @@ use std::ops::{AddAssign, Range};
 use std::path::Path;
 use std::rc::Rc;
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "recall",
     claim: "ours: on redis, mariadb, python, java and QEMU guests pagefold saves at least 97 % of what KSM saves by scanning \
-            everything, within 60 s and in at most a third of its CPU time; three quarters of what it marks merges, and \
+            everything, within 60 s and in at most a third of its CPU time; three quarters of the memory it marks merge, and \
             java's heap is left alone",
     run,
 };
 
 /// Programs of each kind.
 const INSTANCES: usize = 3;
-/// In which the most has to be saved.
+/// Time in which most must be saved.
 const SECONDS: u64 = 60;
-/// They take less than half of it; the rest is for whatever else runs, and for unmerging everything at once.
+/// The programs take less than half; the rest is for others and for unmerging everything at once.
 const MEMORY_NEEDED: Bytes = Bytes(12 << 30);
 
-/// What is started.
+/// The sizes of the programs.
 struct RecallSizes {
     keys: u64,
     rows: u64,
@@ -68,11 +68,11 @@ const QUICK: RecallSizes = RecallSizes {
     seconds: 10,
 };
 
-/// A kind of program: its name, and how the instance of that number is started.
+/// A kind of program: its name, and a function that starts an instance by number.
 type Kind<'a> = (&'static str, Box<dyn Fn(usize) -> anyhow::Result<ObservedTarget> + 'a>);
 
-/// What was seen of each program, with its kind, since all were started.
-type Looks = Vec<(&'static str, Rc<Cell<DuplicateCount>>)>;
+/// A snapshot of each program, with its kind.
+type Snapshots = Vec<(&'static str, Rc<Cell<DuplicateCount>>)>;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let sizes = if setting.quick { QUICK } else { FULL };
@@ -80,9 +80,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let available = available_memory()?;
         ensure!(
             available >= MEMORY_NEEDED,
-            "{:.0} MiB of memory are free, {:.0} are needed",
-            available.mib(),
-            MEMORY_NEEDED.mib()
+            "needs {:.0} MiB of memory, but only {:.0} MiB are available",
+            MEMORY_NEEDED.mib(),
+            available.mib()
         );
     }
     let scratch = tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("a scratch directory")?;
@@ -98,29 +98,29 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         ("seconds", sizes.seconds),
     ]);
 
-    // One entry for each time that the programs are started.
-    let seen: RefCell<Vec<Looks>> = RefCell::default();
+    // One entry per start of the programs.
+    let seen: RefCell<Vec<Snapshots>> = RefCell::default();
     let start = || {
-        let mut looks = Looks::new();
+        let mut snapshots = Snapshots::new();
         let mut targets: Vec<Box<dyn Target>> = Vec::new();
         for (name, start) in &kinds {
             for instance in 0..INSTANCES {
                 setting.interrupt.check()?;
-                let watched = start(instance).with_context(|| format!("{name} {instance}"))?;
-                looks.push((*name, Rc::clone(&watched.look)));
-                targets.push(Box::new(watched));
+                let target = start(instance).with_context(|| format!("{name} {instance}"))?;
+                snapshots.push((*name, Rc::clone(&target.snapshot)));
+                targets.push(Box::new(target));
             }
         }
-        seen.borrow_mut().push(looks);
+        seen.borrow_mut().push(snapshots);
         Ok(targets)
     };
     let policies = [Policy::KsmEverything, Policy::Oracle, Policy::pagefold(sizes.seconds)];
     side_by_side(setting, report, &policies, start)?;
 
     let names = policies.iter().map(ToString::to_string);
-    let asked_for = |name: &String| setting.policies.is_empty() || setting.policies.contains(name);
-    for (policy, looks) in names.filter(asked_for).zip(seen.take()) {
-        put_figures(report, &policy, &looks);
+    let selected = |name: &String| setting.policies.is_empty() || setting.policies.contains(name);
+    for (policy, snapshots) in names.filter(selected).zip(seen.take()) {
+        put_figures(report, &policy, &snapshots);
     }
     if !setting.quick {
         put_bars(report);
@@ -128,8 +128,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// The kinds that can be started here, with their data made. What needs more than servers is left out with a word
-/// where that is not installed.
+/// Prepares the kinds that can be started here. Kinds whose tools are not installed are skipped with a message.
 fn kinds<'a>(sizes: &RecallSizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<'a>>> {
     fn found<T>(name: &str, tools: anyhow::Result<T>) -> Option<T> {
         tools.inspect_err(|error| eprintln!("SKIP {name}: {error:#}")).ok()
@@ -175,12 +174,12 @@ fn kinds<'a>(sizes: &RecallSizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<
     Ok(kinds)
 }
 
-fn put_figures(report: &mut ExperimentReport, policy: &str, looks: &[(&'static str, Rc<Cell<DuplicateCount>>)]) {
+fn put_figures(report: &mut ExperimentReport, policy: &str, snapshots: &[(&'static str, Rc<Cell<DuplicateCount>>)]) {
     let mut sums: BTreeMap<&str, DuplicateCount> = BTreeMap::new();
-    for (kind, look) in looks {
-        *sums.entry(kind).or_default() += look.get();
-        // Of no one heap.
-        *sums.entry("all").or_default() += DuplicateCount { heap: Pages(0), ..look.get() };
+    for (kind, snapshot) in snapshots {
+        *sums.entry(kind).or_default() += snapshot.get();
+        // The sum is over kinds, so its heap means nothing.
+        *sums.entry("all").or_default() += DuplicateCount { heap: Pages(0), ..snapshot.get() };
     }
     let mut put = |name: String, value: f64| report.figures.insert(format!("{policy}_{name}"), value);
     for (kind, sum) in &sums {
@@ -188,7 +187,7 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, looks: &[(&'static s
         put(format!("{kind}_marked_mib"), sum.marked.bytes().mib());
         put(format!("{kind}_marked_present_mib"), sum.marked_present.bytes().mib());
         put(format!("{kind}_merged_mib"), sum.merged.bytes().mib());
-        // Nothing marked, nothing to judge.
+        // None if nothing is marked.
         if let Some(share) = sum.merged_share() {
             put(format!("{kind}_merged_of_marked"), share);
         }
@@ -202,63 +201,62 @@ fn put_bars(report: &mut ExperimentReport) {
     let whole = report.run("ksm-everything").map(|run| Bytes(run.saved_bytes).mib());
     let in_time = report.run(SUBJECT).map(|run| run.saved_mib_within(SECONDS as f64));
     let in_time = whole.zip(in_time).map(|(whole, in_time)| in_time / whole);
-    report.bar("saved within 60 s, of what KSM saves by scanning everything", Limit::AtLeast(0.97), in_time);
+    report.bar("savings within 60 s relative to KSM scanning everything", Limit::AtLeast(0.97), in_time);
     let ratio = |report: &ExperimentReport, name: &str| report.ratios.get(name).copied();
     let measured = ratio(report, "saved_vs_ksm-everything");
-    report.bar("saved at the end, of what KSM saves by scanning everything", Limit::AtLeast(0.97), measured);
+    report.bar("savings at the end relative to KSM scanning everything", Limit::AtLeast(0.97), measured);
     let measured = ratio(report, "cpu_vs_ksm-everything");
-    report.bar("CPU time, of what KSM takes for it", Limit::AtMost(1.0 / 3.0), measured);
+    report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(1.0 / 3.0), measured);
     let figure = |report: &ExperimentReport, name: &str| report.figures.get(&format!("{SUBJECT}_{name}")).copied();
     let measured = figure(report, "all_merged_of_marked");
-    report.bar("merged, of the marked pages that are present", Limit::AtLeast(0.75), measured);
+    report.bar("share merged of the marked pages that are present", Limit::AtLeast(0.75), measured);
     let measured = figure(report, "java_heap_marked");
-    report.bar("marked, of java's heap", Limit::AtMost(0.1), measured);
+    report.bar("share marked of java's heap", Limit::AtMost(0.1), measured);
 }
 
-/// What a look at a process shows.
+/// Page counts of a process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct DuplicateCount {
     /// Anonymous pages.
     anonymous: Pages,
     /// Marked address space, present or not.
     marked: Pages,
-    /// The anonymous pages in it, zero pages put there by KSM included. Pages of files that nobody wrote to do not
-    /// count: KSM passes them over.
+    /// Marked anonymous pages, including KSM's zero pages. Unwritten file pages do not count, since KSM skips them.
     marked_present: Pages,
-    /// Of these, the merged ones, the copies that were kept included.
+    /// The merged ones of these, including the copies that were kept.
     merged: Pages,
-    /// The heap to be left alone, if any.
+    /// The heap that should be left alone, if any.
     heap: Pages,
-    /// How much of it is marked.
+    /// The marked part of the heap.
     heap_marked: Pages,
 }
 
 impl DuplicateCount {
     fn at(process: &Process, heap: Option<&Range<u64>>) -> anyhow::Result<Self> {
-        let zeros = zero_pages(&process.read_file("ksm_stat")?).context("ksm_stat without ksm_zero_pages")?;
+        let zeros = zero_pages(&process.read_file("ksm_stat")?).context("ksm_stat has no ksm_zero_pages")?;
         Ok(Self::from_details(&read_smaps(process)?, zeros, heap))
     }
 
-    /// `zeros` is what KSM has replaced by the kernel's zero page, which smaps does not count.
+    /// `zeros` are the pages that KSM replaced by the kernel's zero page, which smaps does not count.
     fn from_details(details: &[VmaDetail], zeros: Pages, heap: Option<&Range<u64>>) -> Self {
         let kib = |kib: u64| Pages(kib * 1024 / PAGE_SIZE as u64);
-        let mut look = Self { anonymous: zeros, marked_present: zeros, merged: zeros, ..Self::default() };
-        look.heap = heap.map_or(Pages(0), |heap| pages_of(heap.start, heap.end));
+        let mut snapshot = Self { anonymous: zeros, marked_present: zeros, merged: zeros, ..Self::default() };
+        snapshot.heap = heap.map_or(Pages(0), |heap| pages_of(heap.start, heap.end));
         for detail in details {
-            look.anonymous += kib(detail.anonymous_kib);
-            // Pages stay merged in a mapping that is not marked any more only until it is unmerged: at once.
+            snapshot.anonymous += kib(detail.anonymous_kib);
+            // Unmarking unmerges at once, so other mappings have no merged pages.
             if !detail.flags.has(*b"mg") {
                 continue;
             }
             let vma = &detail.vma;
-            look.marked += vma.pages();
-            look.marked_present += kib(detail.anonymous_kib);
-            look.merged += kib(detail.ksm_kib.unwrap_or(0));
+            snapshot.marked += vma.pages();
+            snapshot.marked_present += kib(detail.anonymous_kib);
+            snapshot.merged += kib(detail.ksm_kib.unwrap_or(0));
             if let Some(heap) = heap {
-                look.heap_marked += pages_of(vma.start.max(heap.start), vma.end.min(heap.end));
+                snapshot.heap_marked += pages_of(vma.start.max(heap.start), vma.end.min(heap.end));
             }
         }
-        look
+        snapshot
     }
 
     fn merged_share(self) -> Option<f64> {
@@ -277,7 +275,7 @@ impl AddAssign for DuplicateCount {
     }
 }
 
-/// Pages between two addresses; none if the second is not behind the first.
+/// Pages between two addresses; zero if `end` is not above `start`.
 fn pages_of(start: u64, end: u64) -> Pages {
     Pages(end.saturating_sub(start) / PAGE_SIZE as u64)
 }
@@ -290,20 +288,20 @@ fn zero_pages(ksm_stat: &[u8]) -> Option<Pages> {
 fn available_memory() -> anyhow::Result<Bytes> {
     let text = fs::read_to_string("/proc/meminfo").context("/proc/meminfo")?;
     let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB"));
-    Ok(Bytes(kib.context("/proc/meminfo without MemAvailable")?.parse::<u64>()? * 1024))
+    Ok(Bytes(kib.context("/proc/meminfo has no MemAvailable")?.parse::<u64>()? * 1024))
 }
 
-/// A program that is looked at each time it is asked: before its memory is marked, when it is merged, and after that.
+/// A program whose pages are counted at each check: before its memory is marked, while it is merged, and afterwards.
 struct ObservedTarget {
     target: Box<dyn Target>,
     heap: Option<Range<u64>>,
-    /// The look with the most merged, and of these with the most marked.
-    look: Rc<Cell<DuplicateCount>>,
+    /// The snapshot with the most pages merged, then marked.
+    snapshot: Rc<Cell<DuplicateCount>>,
 }
 
 impl ObservedTarget {
     fn new(target: impl Target + 'static, heap: Option<Range<u64>>) -> Self {
-        Self { target: Box::new(target), heap, look: Rc::default() }
+        Self { target: Box::new(target), heap, snapshot: Rc::default() }
     }
 }
 
@@ -317,10 +315,10 @@ impl Target for ObservedTarget {
     }
 
     fn check(&mut self) -> anyhow::Result<String> {
-        // First, since answering takes memory and writes to it.
-        let look = DuplicateCount::at(&Process::open(self.pid())?, self.heap.as_ref())?;
-        if (look.merged, look.marked) >= (self.look.get().merged, self.look.get().marked) {
-            self.look.set(look);
+        // Before answering, which allocates and writes memory.
+        let snapshot = DuplicateCount::at(&Process::open(self.pid())?, self.heap.as_ref())?;
+        if (snapshot.merged, snapshot.marked) >= (self.snapshot.get().merged, self.snapshot.get().marked) {
+            self.snapshot.set(snapshot);
         }
         self.target.check()
     }
@@ -336,13 +334,13 @@ mod tests {
         e8000000-e9000000 rw-p 00000000 00:00 0 \nAnonymous: 500 kB\nKSM: 0 kB\nVmFlags: rd wr\n";
 
     #[test]
-    fn a_look_counts_what_is_marked_only() {
+    fn a_snapshot_counts_marked_mappings() {
         let details = parse_smaps(SMAPS).unwrap();
-        let look = DuplicateCount::from_details(&details, Pages(2), Some(&(0xe780_0000..0xe880_0000)));
-        assert_eq!(look.anonymous, Pages(377));
-        assert_eq!((look.marked, look.marked_present), (Pages(4096), Pages(252)));
-        assert_eq!((look.merged, look.heap, look.heap_marked), (Pages(77), Pages(4096), Pages(2048)));
-        assert!((look.merged_share().unwrap() - 77.0 / 252.0).abs() < 1e-9);
+        let snapshot = DuplicateCount::from_details(&details, Pages(2), Some(&(0xe780_0000..0xe880_0000)));
+        assert_eq!(snapshot.anonymous, Pages(377));
+        assert_eq!((snapshot.marked, snapshot.marked_present), (Pages(4096), Pages(252)));
+        assert_eq!((snapshot.merged, snapshot.heap, snapshot.heap_marked), (Pages(77), Pages(4096), Pages(2048)));
+        assert!((snapshot.merged_share().unwrap() - 77.0 / 252.0).abs() < 1e-9);
         assert_eq!(DuplicateCount::default().merged_share(), None);
     }
 

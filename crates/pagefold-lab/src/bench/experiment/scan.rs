@@ -1,5 +1,5 @@
-//! Looking without touching: what `pagefold scan` costs beside a bare loop that reads the same pages, and how good its
-//! samples are. Nothing is merged, so KSM is not taken.
+//! The cost of `pagefold scan` relative to a bare loop that reads the same pages, and the accuracy of its estimates.
+//! Nothing is merged, so KSM is left alone.
 
 use super::{Experiment, ExperimentSetting, mib};
 use crate::bench::daemon::{self, Completed};
@@ -17,29 +17,29 @@ use pagefold_linux::scope::eligible::eligible_mappings;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::io::IoSliceMut;
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "scan",
-    claim: "ours: sampling costs at most half as much again per page as a bare loop of process_vm_readv over the same pages, \
-            and a sample is within the error it states 95 times in 100",
+    claim: "ours: sampling costs at most 1.5 times as much per page as a bare loop of process_vm_readv over the same pages, and \
+            estimates are within their stated error 95 times in 100",
     run,
 };
 
-/// Samples taken, each with a seed of its own.
+/// Number of samples, each with its own seed.
 const SAMPLES: u32 = 20;
-/// Pages that the bare loop reads by one call.
+/// Pages that the bare loop reads per call.
 const CALL_PAGES: usize = 256;
-/// Pieces that one call may name (UIO_MAXIOV).
+/// Ranges per call (UIO_MAXIOV).
 const CALL_PIECES: usize = 1024;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let unit_mib = if setting.quick { 16 } else { 256 };
     report.parameters.extend([("unit_mib", unit_mib), ("samples", u64::from(SAMPLES))]);
     let pages = mib(unit_mib).0;
-    let twins = Segment::Shared { pages, seed: 4 };
+    let shared = Segment::Shared { pages, seed: 4 };
     let tenants = [
-        Tenant::start(setting.player, &TenantSpec::new([twins, Segment::Random { pages: 2 * pages, seed: 5 }]))?,
-        Tenant::start(setting.player, &TenantSpec::new([Segment::Zero { pages: pages / 2 }, twins]))?,
+        Tenant::start(setting.player, &TenantSpec::new([shared, Segment::Random { pages: 2 * pages, seed: 5 }]))?,
+        Tenant::start(setting.player, &TenantSpec::new([Segment::Zero { pages: pages / 2 }, shared]))?,
         Tenant::start(
             setting.player,
             &TenantSpec::new([Segment::Pairs { pages, seed: 6 }, Segment::Same { pages, seed: 7 }]),
@@ -82,10 +82,14 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     ];
     report.figures.extend(figures.map(|(name, value)| (name.to_owned(), value)));
     if !setting.quick {
-        report.bar("CPU per page sampled, of the bare loop's", Limit::AtMost(1.5), Some(sampling_ns / bare_ns));
+        report.bar(
+            "CPU time per sampled page relative to the bare loop",
+            Limit::AtMost(1.5),
+            Some(sampling_ns / bare_ns),
+        );
     }
     report.bar(
-        format!("samples of {SAMPLES} within their stated error"),
+        format!("samples within their stated error, of {SAMPLES}"),
         Limit::AtLeast(19.0),
         Some(f64::from(within)),
     );
@@ -102,17 +106,16 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// In which order the bare loop reads its runs.
+/// The order in which the bare loop reads its page runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
-    /// As a sampler without a plan reads.
+    /// Like a sampler without a plan.
     Random,
-    /// As `pagefold scan` reads: neighbouring page tables are then still in the cache.
+    /// Like `pagefold scan`, so that neighbouring page tables are still cached.
     Ascending,
 }
 
-/// Reads a sample of the resident pages, the same runs that a scan reads, and looks at none. Returns the CPU time by
-/// page.
+/// Reads the same sample of resident pages as a scan, without examining them. Returns the CPU time per page, nanoseconds.
 fn bare_loop(processes: &[Process], seed: u64, fraction: f64, order: Order) -> anyhow::Result<f64> {
     let mut reader = PageReader::new();
     let chooser = Chooser::new(seed);

@@ -1,6 +1,6 @@
-//! UKSM's short-lived memory (section 8.1.3): a program maps 500 MB, fills all pages alike, sleeps T, unmaps it, sleeps
-//! T, and again. The daemon is there first. What was merged is what the program sees of its own pages just before it
-//! unmaps them.
+//! UKSM's short-lived memory (section 8.1.3): a program repeatedly maps 500 MB, fills all pages alike, sleeps for T, unmaps
+//! the memory and sleeps for T. The daemon starts first. The program itself counts its merged pages just before it unmaps
+//! them.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::daemon;
@@ -14,26 +14,26 @@ use pagefold_workload::Activity;
 use pagefold_workload::{Tenant, TenantSpec, Verdict};
 use std::time::{Duration, Instant};
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "short-lived",
-    claim: "UKSM: 500 MB that live and rest for T: ignored by default; set to be sensitive, almost all is merged at T = 0.2 s, \
-            where KSM at 2000 pages per 20 ms merges none below 2 s (asked: nothing marked; 90 % at T = 2 s)",
+    claim: "UKSM: 500 MB mapped for T, then unmapped for T: ignored by default; with sensitive settings almost all is merged at \
+            T = 0.2 s, where KSM at 2000 pages per 20 ms merges none below 2 s (required: nothing marked; 90 % at T = 2 s)",
     run,
 };
 
-/// The daemon runs for so long before the memory appears.
+/// Time for which the daemon runs before the memory appears.
 const HEAD_START: Duration = Duration::from_secs(2);
 
-/// A life takes this much longer than T, on a busy machine: mapping, filling, looking, unmapping.
+/// Extra time for a lifetime on a busy machine: mapping, filling, counting, unmapping.
 const WORK: Duration = Duration::from_secs(4);
 
-/// Who folds.
+/// What merges the memory.
 #[derive(Clone, Copy, Debug)]
-enum Who {
-    /// pagefold, with these options.
+enum MergedBy {
+    /// pagefold with these options.
     Daemon(&'static [&'static str]),
-    /// KSM, so many pages per 20 ms, on memory that marks itself.
+    /// KSM with this number of pages per 20 ms, on memory that marks itself.
     Ksm(u64),
 }
 
@@ -41,27 +41,31 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let (size_mib, cycles) = if setting.quick { (64, 2) } else { (500, 6) };
     report.parameters.extend([("same_mib", size_mib), ("cycles", cycles)]);
     let pages = mib(size_mib);
-    let (by_default, sensitive) = (Who::Daemon(&[]), Who::Daemon(&["--preset", "sensitive"]));
-    let plan: &[(Who, &[u64])] = if setting.quick {
-        &[(by_default, &[500]), (sensitive, &[500]), (Who::Ksm(2000), &[500])]
+    let (by_default, sensitive) = (MergedBy::Daemon(&[]), MergedBy::Daemon(&["--preset", "sensitive"]));
+    let plan: &[(MergedBy, &[u64])] = if setting.quick {
+        &[(by_default, &[500]), (sensitive, &[500]), (MergedBy::Ksm(2000), &[500])]
     } else {
-        &[(by_default, &[500, 1000, 2000]), (sensitive, &[4000, 2000, 1000, 500, 250]), (Who::Ksm(2000), &[2000, 1000])]
+        &[
+            (by_default, &[500, 1000, 2000]),
+            (sensitive, &[4000, 2000, 1000, 500, 250]),
+            (MergedBy::Ksm(2000), &[2000, 1000]),
+        ]
     };
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
     let (mut marked, mut merged, mut at_two, mut smallest): (Option<f64>, Option<f64>, _, Option<u64>) =
         (None, None, None, None);
-    for &(who, lives) in plan {
+    for &(by, lives) in plan {
         for &life_ms in lives {
-            let name = format!("{}, T = {} s", name(who), life_ms as f64 / 1000.0);
+            let name = format!("{}, T = {} s", name(by), life_ms as f64 / 1000.0);
             if !setting.wants(&name) {
                 continue;
             }
             eprintln!("{}: {name}", report.experiment);
-            let run = match live_through(&mut sequence, &name, who, pages, life_ms, cycles) {
+            let run = match live_through(&mut sequence, &name, by, pages, life_ms, cycles) {
                 Ok(done) => done,
                 Err(error) => {
-                    // It may have ended anywhere.
+                    // It may have failed at any point.
                     sequence.control.unmerge()?;
                     sequence.failed(report, name, &error)?;
                     continue;
@@ -73,19 +77,19 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             report.figure(format!("share merged, {name}"), share);
             report.figure(format!("share merged at best, {name}"), best);
             rows.push((name, share));
-            match who {
-                Who::Daemon([]) => {
+            match by {
+                MergedBy::Daemon([]) => {
                     let spans = run.summary.as_ref().and_then(|summary| summary["marked_spans"].as_f64());
-                    marked = Some(marked.unwrap_or(0.0).max(spans.context("a summary without marked_spans")?));
+                    marked = Some(marked.unwrap_or(0.0).max(spans.context("the summary has no marked_spans")?));
                     merged = Some(merged.unwrap_or(0.0).max(best));
                 }
-                Who::Daemon(_) => {
+                MergedBy::Daemon(_) => {
                     at_two = if life_ms == 2000 { Some(share) } else { at_two };
                     if share >= 0.5 {
                         smallest = Some(smallest.map_or(life_ms, |smallest: u64| smallest.min(life_ms)));
                     }
                 }
-                Who::Ksm(_) => {}
+                MergedBy::Ksm(_) => {}
             }
             report.runs.push(run);
         }
@@ -94,8 +98,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.bar_on_answers();
     report.pictures.push(Picture {
         name: "merged",
-        title: "merged of memory that lives for T".to_owned(),
-        subtitle: format!("share of {size_mib} MiB just before it is unmapped, median of {cycles} lives"),
+        title: "share merged of memory mapped for T".to_owned(),
+        subtitle: format!("of {size_mib} MiB, just before it is unmapped; median of {cycles} lifetimes"),
         rows,
     });
     if let Some(smallest) = smallest {
@@ -109,39 +113,39 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-fn name(who: Who) -> String {
-    match who {
-        Who::Daemon(options) => [&[SUBJECT], options].concat().join(" "),
-        Who::Ksm(pages) => format!("ksm-{pages}/20ms"),
+fn name(by: MergedBy) -> String {
+    match by {
+        MergedBy::Daemon(options) => [&[SUBJECT], options].concat().join(" "),
+        MergedBy::Ksm(pages) => format!("ksm-{pages}/20ms"),
     }
 }
 
-/// So many lives with somebody folding from before the first one on.
+/// Runs `cycles` lifetimes, with merging on from the start.
 fn live_through(
     sequence: &mut PolicySequence<'_>,
     name: &str,
-    who: Who,
+    by: MergedBy,
     pages: Pages,
     life_ms: u64,
     cycles: u64,
 ) -> anyhow::Result<PolicyRun> {
     let (program, interrupt) = (sequence.setting.program, sequence.setting.interrupt);
-    let mergeable = matches!(who, Who::Ksm(_));
+    let mergeable = matches!(by, MergedBy::Ksm(_));
     let activity = Activity::ShortLived { pages: pages.0, seed: 10, life_us: life_ms * 1000, mergeable };
     let mut tenant = Tenant::start(sequence.setting.player, &TenantSpec::new([]).with_activity(activity))?;
     let mut run = PolicyRun { policy: name.to_owned(), ..PolicyRun::default() };
     run.answers_correct.before = tenant.verify()? == Verdict::Intact;
     sequence.control.kernel_defaults()?;
     let sampler = Sampler::start()?;
-    let daemon = match who {
-        Who::Daemon(options) => {
+    let daemon = match by {
+        MergedBy::Daemon(options) => {
             let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
             let daemon = daemon::run(program, &[tenant.pid()], &options)?;
             sampler.watch(daemon.meter()?);
             interrupt.sleep(HEAD_START)?;
             Some(daemon)
         }
-        Who::Ksm(pages) => {
+        MergedBy::Ksm(pages) => {
             sequence.control.set(Knob::PagesToScan, pages)?;
             sequence.control.set(Knob::Run, 1)?;
             None
@@ -150,7 +154,7 @@ fn live_through(
     tenant.begin()?;
     let cycle = Duration::from_millis(2 * life_ms);
     interrupt.sleep(cycle * u32::try_from(cycles)?)?;
-    // Asked rarely: an answer makes a life longer.
+    // Poll rarely: answering delays the program.
     let mut counters = tenant.counters()?;
     let end = Instant::now() + WORK * u32::try_from(cycles)?;
     while (counters.lives.len() as u64) < cycles && Instant::now() < end {
@@ -167,13 +171,13 @@ fn live_through(
         run.summary = Some(ran.summary);
     }
     run.set_samples(&points?);
-    // KSM's counters go on counting what was unmapped until ksmd passes again: they say nothing here.
+    // KSM's counters include unmapped memory until the next ksmd scan, so they mean nothing here.
     (run.curve, run.seconds_to_90_percent, run.cpu_ksmd_seconds_to_90_percent) = (Vec::new(), None, None);
     let bytes = |pages: f64| Pages(whole(pages)).bytes().0;
     let merged: Vec<f64> = counters.lives.iter().map(|life| life.merged_pages as f64).collect();
     run.saved_bytes_max = bytes(merged.iter().copied().fold(0.0, f64::max));
     run.saved_bytes = bytes(median(merged));
-    ensure!(!counters.lives.is_empty(), "no life has ended");
+    ensure!(!counters.lives.is_empty(), "no lifetime was completed");
     run.lives = counters.lives;
     Ok(run)
 }
@@ -193,19 +197,19 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::float_cmp)] // figures that come out exact
+#[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
 
     #[test]
-    fn medians_lie_in_the_middle() {
+    fn medians_of_odd_and_even_counts() {
         assert_eq!((median(vec![]), median(vec![3.0, 1.0, 2.0]), median(vec![4.0, 1.0])), (0.0, 2.0, 2.5));
     }
 
     #[test]
-    fn names_tell_who_folds() {
+    fn names_are_those_of_policies() {
         assert_eq!(
-            [Who::Daemon(&[]), Who::Daemon(&["--preset", "sensitive"]), Who::Ksm(2000)].map(name),
+            [MergedBy::Daemon(&[]), MergedBy::Daemon(&["--preset", "sensitive"]), MergedBy::Ksm(2000)].map(name),
             ["pagefold", "pagefold --preset sensitive", "ksm-2000/20ms"]
         );
     }

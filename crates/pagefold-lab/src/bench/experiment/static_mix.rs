@@ -1,4 +1,4 @@
-//! UKSM's static mix (section 8.1.1): one program full of one content beside one full of random pages.
+//! UKSM's static mix (section 8.1.1): a program filled with one page content beside one filled with random pages.
 
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::policy::Policy;
@@ -6,16 +6,16 @@ use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::Target;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 
-/// See the module's opening.
+/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "static-mix",
     claim: "UKSM: one program fills 4 GiB with one page content, another 4 GiB at random; all is merged in 5 s, and a CPU \
-            second saves 12.6 times what it does under KSM at 1000 pages per 20 ms (here at half the size; asked: 20 \
+            second saves 12.6 times what it does under KSM at 1000 pages per 20 ms (here at half the size; required: 20 \
             times, more than under KSM's advisor, 0.6 of an oracle's, and at most twice an oracle's time)",
     run,
 };
 
-/// The advisor aims at 200 s a scan, and a merge takes two.
+/// The advisor's target is 200 s per scan, and merging takes two scans.
 const ADVISOR_SECONDS: u64 = 420;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
@@ -46,24 +46,24 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         return Ok(());
     }
     let saved = run.saved_bytes_max as f64 / whole as f64;
-    report.bar("saved, of what can be", Limit::AtLeast(0.99), Some(saved));
+    report.bar("share saved of the possible savings", Limit::AtLeast(0.99), Some(saved));
     let measured = own.zip(oracles).map(|(own, oracles)| own / oracles);
-    report.bar("seconds until 99 % is saved, of the oracle's", Limit::AtMost(2.0), measured);
+    report.bar("time to 99 % relative to the oracle", Limit::AtMost(2.0), measured);
     let ratio = |report: &ExperimentReport, peer: &Policy| {
         report.ratios.get(&format!("saved_per_cpu_second_vs_{peer}")).copied()
     };
     for (peer, limit) in [(&paced, 20.0), (&Policy::Oracle, 0.6)] {
         let measured = ratio(report, peer);
-        report.bar(format!("saved per CPU second, against {peer}"), Limit::AtLeast(limit), measured);
+        report.bar(format!("savings per CPU second relative to {peer}"), Limit::AtLeast(limit), measured);
     }
-    // The advisor may have saved nothing by then: a difference exists in any case.
+    // A difference rather than a ratio, since the advisor may have saved nothing.
     let advisors = report.run(&advised.to_string()).and_then(|run| run.mib_per_cpu_second().or(Some(0.0)));
     let more = run.mib_per_cpu_second().zip(advisors).map(|(own, advisors)| own - advisors);
-    report.bar(format!("MiB per CPU second, less those of {advised}"), Limit::AtLeast(f64::MIN_POSITIVE), more);
+    report.bar(format!("MiB per CPU second beyond those of {advised}"), Limit::AtLeast(f64::MIN_POSITIVE), more);
     Ok(())
 }
 
-/// What merging so many pages alike saves, in bytes: all but one.
+/// Bytes saved by merging this number of equal pages: all but one.
 fn pages_saved(pages: u64) -> u64 {
     pagefold_core::units::Pages(pages.saturating_sub(1)).bytes().0
 }

@@ -1,4 +1,4 @@
-//! Charts of the experiment `hash`: the avalanche of both forms (UKSM's Figure 6, seen from above) and their strengths
+//! Charts of the experiment `hash`: the avalanche effect of both forms (UKSM's Figure 6, as heat maps) and their strengths
 //! over time.
 
 use super::PEERS;
@@ -11,7 +11,7 @@ use pagefold_workload::contents::fill;
 use plotters::prelude::*;
 use plotters::style::text_anchor::HPos;
 
-/// File names and contents.
+/// Draws the charts and returns their file names and contents.
 pub fn charts(report: &ExperimentReport) -> Vec<(String, String)> {
     let mut charts = vec![("hash-avalanche.svg".to_owned(), avalanche())];
     for (form, full) in [("paper32", WordHash::FULL), ("lines", LineHash::FULL)] {
@@ -34,13 +34,13 @@ const ROUNDS: f64 = 100.0;
 fn strength(form: &str, full: u32, curves: &[(&str, &[(f64, f64)])]) -> String {
     let unit = if form == "lines" { "cache lines" } else { "words" };
     let drawn = (0_u32..).zip(curves.iter().zip(PEERS.iter().cycle())).map(|(line, ((set, curve), colour))| {
-        // A strength holds for a whole round: steps.
+        // Steps, since a strength holds for a whole round.
         let shown = curve.iter().take_while(|(round, _)| *round < ROUNDS);
         let last = curve.last().map_or(0.0, |&(_, strength)| strength);
         Curve {
             label: format!("{set}: {} at the end", number(last)),
             colour,
-            // Where curves coincide, the wider ones below remain visible.
+            // Where curves coincide, the wider ones below stay visible.
             width: 1 + u32::try_from(curves.len()).unwrap_or(0) - line,
             points: shown.flat_map(|&(round, strength)| [(round, strength), (round + 1.0, strength)]).collect(),
             ..Curve::default()
@@ -63,18 +63,18 @@ fn strength(form: &str, full: u32, curves: &[(&str, &[(f64, f64)])]) -> String {
 }
 
 const TRIALS: u64 = 100;
-/// Words shown: spread over the order of hashing, and the last ones, where the paper's form is weak.
+/// Words shown: some spread over the order of hashing, and the last ones, for which the paper's form is weak.
 const SPREAD: u16 = 48;
 const LAST: u16 = 16;
 
-/// Mean deviation, of at most 100, for each of the words shown (outer) and each bit of the hash; and the bad points among
-/// all bits of these words, which deviate by more than 50.
+/// The mean deviation (at most 100) by word (outer) and bit of the hash, and the number of bad points, which deviate by more
+/// than 50.
 struct Bias {
     mean: Vec<Vec<f64>>,
     bad: usize,
 }
 
-/// Counts, over random pages, how often each bit of the hash flips with each bit of some words: their places in a page.
+/// Measures over random pages how often each bit of the hash flips with each bit of the words at these indices.
 fn bias(words: &[usize], bits: usize, hash: impl Fn(&PageBytes) -> u64) -> Bias {
     let mut points = vec![0_i32; words.len() * 32 * bits];
     for trial in 0..TRIALS {
@@ -99,8 +99,7 @@ fn bias(words: &[usize], bits: usize, hash: impl Fn(&PageBytes) -> u64) -> Bias 
     Bias { mean: points.chunks_exact(32 * bits).map(of_word).collect(), bad }
 }
 
-/// The places in a page of the words shown, in the order in which a form takes them in. The order shows in what it sees:
-/// the word at a rank changes the hash from that strength on.
+/// The indices of a page's words in the order of hashing: the word at a rank changes the hash from that strength on.
 fn ranked(seen: impl Fn(&PageBytes, u32) -> u64, full: u32, words_each: usize) -> Vec<usize> {
     let zero = [0; PAGE_SIZE];
     let rank = |word: usize| {
@@ -119,11 +118,11 @@ fn ranked(seen: impl Fn(&PageBytes, u32) -> u64, full: u32, words_each: usize) -
     order.into_iter().map(|(_, word)| word).collect()
 }
 
-/// Height of a heat map, and from one to the next.
+/// Height of a heat map, and distance from one to the next.
 const MAP: i32 = 256;
 const MAP_STEP: i32 = MAP + 56;
 
-/// One hash function's heat map: a column for each word, a row of some pixels for each bit.
+/// One hash function's heat map: a column per word, a row of some pixels per bit.
 struct Panel {
     form: &'static str,
     bits: usize,
@@ -145,9 +144,9 @@ fn avalanche() -> String {
         Panel { form: "paper32", bits: 32, row: 8, bias: of_paper },
         Panel { form: "lines", bits: 64, row: 4, bias: of_lines },
     ];
-    let subtitle = "deviation of the flips of each bit of the hash (down) from one half, per flipped bit of the page: 0 is best, 100 worst";
+    let subtitle = "deviation from one half of how often each bit of the hash (down) flips with a bit of the page: 0 is best, 100 worst";
     let height = TOP + 2 * MAP_STEP + 60;
-    svg(height, "hash: avalanche of both forms", subtitle, |canvas| {
+    svg(height, "hash: avalanche effect of both forms", subtitle, |canvas| {
         for (top, panel) in (0..).map(|number| TOP + 18 + number * MAP_STEP).zip(&panels) {
             heat_map(canvas, top, panel)?;
         }
@@ -192,7 +191,7 @@ fn cell<'a>(canvas: &Canvas<'a>, from: (i32, i32), to: (i32, i32), colour: RGBCo
     canvas.draw(&Rectangle::new([from, to], colour.filled()))
 }
 
-/// Rounded to fours, so that neighbours can be drawn as one.
+/// Rounds to multiples of 4, so that equal neighbours are drawn as one.
 fn step(deviation: f64) -> f64 {
     (deviation / 4.0).round() * 4.0
 }
@@ -213,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bias_tells_a_good_hash_from_a_bad_one() {
+    fn bias_distinguishes_a_good_hash_from_a_bad_one() {
         let words = [3, 700];
         let word = |page: &PageBytes| u64::from(u32::from_le_bytes([page[12], page[13], page[14], page[15]]));
         let plain = bias(&words, 32, word);

@@ -1,38 +1,38 @@
-//! The sets of pages that are hashed.
+//! The sets of pages to hash.
 
 use pagefold_core::hash::PageBytes;
 use pagefold_core::random::finalize;
 use pagefold_core::units::PAGE_SIZE;
 use pagefold_workload::contents::{fill, fill_but_tail, printable};
 
-/// A page where pages are: at a multiple of its size, so that its cache lines are the processor's.
+/// A page at an aligned address, so that its cache lines are those of the processor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[repr(C, align(4096))]
 pub struct TestPage(pub PageBytes);
 
 impl TestPage {
-    /// Zeros.
+    /// A page of zeros.
     pub const ZERO: Self = Self([0; PAGE_SIZE]);
 }
 
 /// A set of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageSet {
-    /// No two pages have a word in common at the same place.
+    /// No two pages have the same word at the same offset.
     Random,
-    /// Alike but for one word, at a place of its own in each page.
+    /// Equal except for one word, at a different offset in each page.
     OneWord,
-    /// Alike but for the last eight bytes.
+    /// Equal except for the last eight bytes.
     Tails,
-    /// All the same.
+    /// All equal.
     Identical,
-    /// A fifth each: records of text with zeros after them; zeros; copies of ten pages with 5 % of the bytes changed;
-    /// copies of one page in ten, whole; noise.
+    /// A fifth each: text records padded with zeros; zeros; copies of ten pages with 5 % of the bytes changed; unchanged
+    /// copies; random pages.
     Mix,
 }
 
 impl PageSet {
-    /// All of them.
+    /// All sets.
     pub const ALL: [Self; 5] = [Self::Random, Self::OneWord, Self::Tails, Self::Identical, Self::Mix];
 
     /// Its name in the report.
@@ -46,15 +46,15 @@ impl PageSet {
         }
     }
 
-    /// Makes these pages.
+    /// Fills these pages.
     pub fn fill(self, pages: &mut [TestPage]) {
         for (TestPage(page), number) in pages.iter_mut().zip(0..) {
             match self {
                 Self::Random => fill(page, 1, number),
                 Self::OneWord => {
                     fill(page, 2, 0);
-                    let at = place(number) / 4 * 4;
-                    // Never what was there, and never the same for two pages.
+                    let at = offset(number) / 4 * 4;
+                    // Different from the original word, and for each page.
                     page[at..at + 4].copy_from_slice(&u32::try_from(number).unwrap_or_default().to_le_bytes());
                 }
                 Self::Tails => fill_but_tail(page, 3, number),
@@ -65,15 +65,15 @@ impl PageSet {
     }
 }
 
-/// A place in a page, at random.
-fn place(number: u64) -> usize {
+/// A pseudo-random offset in a page.
+fn offset(number: u64) -> usize {
     usize::try_from(finalize(number ^ 0x5eed) % PAGE_SIZE as u64).unwrap_or_default()
 }
 
 fn fill_mixed(page: &mut PageBytes, number: u64) {
     match finalize(number) % 5 {
         0 => {
-            // Records of 512 bytes: a header alike in all, a key, a value of some length, zeros.
+            // Records of 512 bytes: a common header, a key, a value of variable length, zeros.
             page.fill(0);
             for (record, nth) in page.chunks_exact_mut(512).zip(0..) {
                 let key = number * 8 + nth;
@@ -87,7 +87,7 @@ fn fill_mixed(page: &mut PageBytes, number: u64) {
         2 => {
             fill(page, 6, number % 10);
             for change in 0..PAGE_SIZE as u64 / 20 {
-                page[place(number << 16 | change)] = 0xa5;
+                page[offset(number << 16 | change)] = 0xa5;
             }
         }
         3 => fill(page, 7, finalize(number) / 5 % 3000),
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_as_alike_as_they_should_be() {
+    fn sets_have_the_expected_number_of_distinct_pages() {
         let distinct = |set| pages(set).into_iter().collect::<HashSet<_>>().len();
         assert_eq!([PageSet::Random, PageSet::OneWord, PageSet::Tails].map(distinct), [500; 3]);
         assert_eq!(distinct(PageSet::Identical), 1);
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn one_word_differs_and_its_place_too() {
+    fn one_word_differs_at_different_offsets() {
         let pages = pages(PageSet::OneWord);
         let places: HashSet<Vec<usize>> = pages
             .windows(2)

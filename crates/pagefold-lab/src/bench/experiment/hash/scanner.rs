@@ -1,4 +1,4 @@
-//! Scanning with one hash or another, and what it costs.
+//! Scans pages with different hashes and measures the cost.
 
 use super::pages::TestPage;
 use pagefold_core::hash::{Digester, PageBytes, is_zero};
@@ -8,15 +8,15 @@ use std::hint::black_box;
 use std::time::Instant;
 use twox_hash::XxHash64;
 
-/// A hash of pages. Zero stands for a page of zeros, and for no other.
+/// A page hash. Only a page of zeros hashes to zero.
 pub trait Form {
     /// Its name in the report.
     const NAME: &'static str;
     /// Its full strength.
     const FULL: u32;
-    /// The hash of a page at a strength.
+    /// Hashes a page at a strength.
     fn hash(&self, page: &PageBytes, strength: u32) -> u64;
-    /// The hash at full strength, from the one at `strength`.
+    /// Computes the full hash from the one at `strength`.
     fn strengthen(&self, page: &PageBytes, hash: u64, strength: u32) -> u64;
 }
 
@@ -24,13 +24,13 @@ pub trait Form {
 pub struct PaperForm(WordHash);
 
 impl PaperForm {
-    /// With a seed.
+    /// Creates the hash with a seed.
     pub fn new(seed: u64) -> Self {
         Self(WordHash::new(seed))
     }
 }
 
-/// A 32-bit state of 0 may be that of other pages than zeros.
+/// Replaces a 32-bit state of 0 of a page that is not all zeros.
 const PAPER_ZERO: u64 = 1 << 32;
 
 impl Form for PaperForm {
@@ -53,7 +53,7 @@ impl Form for PaperForm {
 pub struct LinesForm(LineHash);
 
 impl LinesForm {
-    /// With a seed.
+    /// Creates the hash with a seed.
     pub fn new(seed: u64) -> Self {
         Self(LineHash::new(seed))
     }
@@ -84,11 +84,11 @@ impl Form for Xxh64 {
     }
 }
 
-/// XXH3 of the whole page, as the program digests.
+/// XXH3 of the whole page, as pagefold computes it.
 pub struct Xxh3(Digester);
 
 impl Xxh3 {
-    /// With a seed.
+    /// Creates the hash with a seed.
     pub fn new(seed: u64) -> Self {
         Self(Digester::new(seed))
     }
@@ -105,10 +105,10 @@ impl Form for Xxh3 {
     }
 }
 
-/// Pages that are hashed, then looked up, then compared: so many at a time, to read the clock seldom.
+/// Pages hashed, looked up and compared at a time, so that the clock is rarely read.
 const BATCH: usize = 256;
 
-/// The pages, and where the next round begins.
+/// The pages, and the position of the next round.
 pub struct Scanner<'a> {
     pages: &'a [TestPage],
     round_pages: usize,
@@ -117,7 +117,7 @@ pub struct Scanner<'a> {
     second: Table,
 }
 
-/// What scanning some pages took.
+/// The cost of scanning some pages.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cost {
     pages: u64,
@@ -129,33 +129,33 @@ struct Cost {
 }
 
 impl<'a> Scanner<'a> {
-    /// Scans these pages, whose number is a multiple of that of a round.
+    /// Creates a scanner of these pages, whose number must be a multiple of `round_pages`.
     pub fn new(pages: &'a [TestPage], round_pages: usize) -> Self {
         Self { pages, round_pages, at: 0, first: Table::new(round_pages), second: Table::new(2 * round_pages) }
     }
 
-    /// A contender whose strength is the controller's.
+    /// Creates a contender with adaptive strength.
     pub fn adaptive<F: Form + 'static>(&mut self, form: F) -> Box<dyn Contender> {
         let costs = self.calibrate(&form);
         let strengths = Strengths { controller: StrengthController::new(F::FULL), seen: Vec::new(), rested: None };
         Box::new(Runner { form, adaptive: Some((strengths, costs)) })
     }
 
-    /// What hashing a page costs at each power of two of strength, by measurement on these pages: each time others, so
-    /// that they come from memory. Rising: what falls is noise.
+    /// Measures the cost of hashing a page at each power of two of strength, each time on other pages, so that they are not
+    /// cached. Decreases are noise and are removed.
     fn calibrate<F: Form>(&mut self, form: &F) -> Costs {
         let slice = (self.round_pages / 8).max(BATCH);
         let mut times: Vec<(u32, Vec<f64>)> = Vec::new();
         for _ in 0..5 {
             let strengths = (0..=F::FULL.ilog2()).map(|bit| 1 << bit);
-            for (which, strength) in strengths.enumerate() {
+            for (number, strength) in strengths.enumerate() {
                 let pages = self.next(slice);
                 let start = Instant::now();
                 for batch in pages.chunks(BATCH) {
                     black_box(hash_batch(form, batch, strength));
                 }
                 let ns = start.elapsed().as_nanos() as f64 / pages.len() as f64;
-                match times.get_mut(which) {
+                match times.get_mut(number) {
                     Some((_, times)) => times.push(ns),
                     None => times.push((strength, vec![ns])),
                 }
@@ -169,12 +169,12 @@ impl<'a> Scanner<'a> {
         Costs(costs)
     }
 
-    /// Rounds that go over all pages.
+    /// The number of rounds that cover all pages.
     pub fn rounds(&self) -> usize {
         self.pages.len() / self.round_pages
     }
 
-    /// Goes to where a round begins.
+    /// Moves to the start of a round.
     pub fn go_to(&mut self, round: usize) {
         self.at = round % self.rounds() * self.round_pages;
     }
@@ -191,7 +191,7 @@ impl<'a> Scanner<'a> {
     /// Scans the pages of one round.
     fn round<F: Form>(&mut self, form: &F, strength: u32) -> Cost {
         let pages = self.next(self.round_pages);
-        // CPU time, so that waiting for a processor is nobody's; the parts by the wall clock, which is cheaper to read.
+        // CPU time, so that waiting for a processor does not count; for the parts the wall clock, which is faster to read.
         let (mut cost, begin_ns) = (Cost { pages: pages.len() as u64, ..Cost::default() }, own_cpu_ns());
         let Self { first, second, .. } = self;
         first.clear();
@@ -222,7 +222,7 @@ impl<'a> Scanner<'a> {
             if pairs.is_empty() {
                 continue;
             }
-            // UKSM's way out: what collides is told apart by its full hash.
+            // Like UKSM, distinguish colliding pages by their full hashes.
             let start = Instant::now();
             for &(other, page, hash) in &pairs {
                 if first.mark(hash) {
@@ -245,7 +245,7 @@ fn ns_since(start: Instant) -> u64 {
     u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Inlined into each form's loop.
+/// Hashes a batch; inlined into each form's loop.
 #[inline]
 fn hash_batch<F: Form>(form: &F, pages: &[TestPage], strength: u32) -> [u64; BATCH] {
     let mut hashes = [0; BATCH];
@@ -255,22 +255,22 @@ fn hash_batch<F: Form>(form: &F, pages: &[TestPage], strength: u32) -> [u64; BAT
     hashes
 }
 
-/// A contender at full strength.
+/// Creates a contender that always hashes at full strength.
 pub fn full<F: Form + 'static>(form: F) -> Box<dyn Contender> {
     Box::new(Runner { form, adaptive: None })
 }
 
-/// A hash and how its strength is chosen.
+/// A hash, with fixed or adaptive strength.
 pub trait Contender {
     /// Its name in the report.
     fn name(&self) -> String;
-    /// Scans the round's worth of pages that comes next, and adds what it took to a pass.
+    /// Scans the pages of the next round and adds the cost to a pass.
     fn round(&mut self, scanner: &mut Scanner<'_>, pass: &mut Pass);
-    /// How its strength went, if it is not always full.
+    /// Its strengths so far, if adaptive.
     fn strengths(&self) -> Option<&Strengths>;
 }
 
-/// Rounds that together go over all pages once.
+/// The cost of the rounds that together cover all pages once.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pass {
     cost: Cost,
@@ -279,12 +279,12 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// CPU time of everything, nanoseconds.
+    /// Total CPU time, nanoseconds.
     pub fn ns_per_page(&self) -> f64 {
         self.per_page(self.cost.total_ns)
     }
 
-    /// Time spent in hashing at the strength of the round.
+    /// Time for hashing at the strength of the round.
     pub fn hash_ns_per_page(&self) -> f64 {
         self.per_page(self.cost.hash_ns)
     }
@@ -294,17 +294,17 @@ impl Pass {
         self.per_page(self.cost.penalty_ns)
     }
 
-    /// Pages compared that differed.
+    /// Compared pages that differed.
     pub fn collisions_per_page(&self) -> f64 {
         self.per_page(self.cost.collisions)
     }
 
-    /// Pages found equal to one before, within their round.
+    /// Pages equal to an earlier page of their round.
     pub fn duplicates(&self) -> f64 {
         self.cost.duplicates as f64
     }
 
-    /// Mean over the rounds.
+    /// Mean strength of the rounds.
     pub fn strength(&self) -> f64 {
         f64::from(self.strengths) / f64::from(self.rounds.max(1))
     }
@@ -314,7 +314,7 @@ impl Pass {
     }
 }
 
-/// The controller, and the strengths it gave.
+/// The controller, and the strengths it chose.
 pub struct Strengths {
     controller: StrengthController,
     seen: Vec<u32>,
@@ -322,27 +322,27 @@ pub struct Strengths {
 }
 
 impl Strengths {
-    /// Whether it rests.
+    /// Returns whether the controller is stable.
     pub fn is_stable(&self) -> bool {
         self.controller.is_stable()
     }
 
-    /// Rounds until it first rested.
+    /// Rounds until it was first stable.
     pub fn rounds_to_rest(&self) -> u32 {
         u32::try_from(self.rested.unwrap_or(self.seen.len())).unwrap_or(u32::MAX)
     }
 
-    /// Rounds and strengths.
+    /// The strength of each round.
     pub fn curve(&self) -> Vec<(f64, f64)> {
         self.seen.iter().zip(0_u32..).map(|(&strength, round)| (f64::from(round), f64::from(strength))).collect()
     }
 }
 
-/// Cost of hashing a page, nanoseconds, at some strengths, ascending.
+/// Cost of hashing a page, nanoseconds, by ascending strength.
 struct Costs(Vec<(u32, f64)>);
 
 impl Costs {
-    /// Between two measured strengths, on the straight line.
+    /// Interpolates linearly between two measured strengths.
     fn at(&self, strength: u32) -> f64 {
         let above = self.0.partition_point(|&(measured, _)| measured < strength).min(self.0.len() - 1);
         let ((high, high_ns), (low, low_ns)) = (self.0[above], self.0[above.saturating_sub(1)]);
@@ -410,7 +410,7 @@ impl<F: Form> Contender for Runner<F> {
     }
 }
 
-/// Hashes and the pages that had them first: open addressing, at most half full.
+/// Maps hashes to the first page with each: open addressing, at most half full.
 struct Table {
     slots: Vec<Slot>,
     mask: usize,
@@ -418,7 +418,7 @@ struct Table {
 
 #[derive(Clone, Copy, Default)]
 struct Slot {
-    /// Zero: free. Pages of zeros are never looked up.
+    /// Zero if free: pages of zeros are never looked up.
     hash: u64,
     page: u32,
     marked: bool,
@@ -434,9 +434,9 @@ impl Table {
         self.slots.fill(Slot::default());
     }
 
-    /// The slot of a hash, or the free one where it belongs.
+    /// Finds the slot of a hash, or the free one for it.
     fn slot(&mut self, hash: u64) -> &mut Slot {
-        // Spread by the golden ratio: the paper's hash has 32 bits, and its lowest are as good as its highest.
+        // Multiplicative hashing by the golden ratio: the paper's hash has only 32 bits.
         let mut at = usize::try_from(hash.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).unwrap_or_default();
         loop {
             at &= self.mask;
@@ -448,7 +448,7 @@ impl Table {
         }
     }
 
-    /// The page that had the hash first, if another did; else this one has it from now on.
+    /// Returns the first page with the hash, or stores this one.
     fn find_or_insert(&mut self, hash: u64, page: usize) -> Option<usize> {
         let slot = self.slot(hash);
         if slot.hash == hash {
@@ -458,7 +458,7 @@ impl Table {
         None
     }
 
-    /// Marks a hash that is there; whether it was not marked before.
+    /// Marks a hash in the table and returns whether it was unmarked before.
     fn mark(&mut self, hash: u64) -> bool {
         !std::mem::replace(&mut self.slot(hash).marked, true)
     }
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn costs_lie_on_a_line_between_those_measured() {
+    fn costs_are_interpolated_between_measurements() {
         let costs = Costs(vec![(1, 10.0), (2, 20.0), (4, 60.0)]);
         assert_eq!([0, 1, 2, 3, 4, 9].map(|strength| costs.at(strength))[1..5], [10.0, 20.0, 40.0, 60.0]);
         assert_eq!((costs.full(), Costs(vec![(1, 7.0)]).at(1)), (60.0, 7.0));

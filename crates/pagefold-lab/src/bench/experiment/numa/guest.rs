@@ -1,6 +1,5 @@
-//! The experiment on an emulated machine with several memory nodes, for who has none: the same programs, folded by that
-//! machine's own kernel. Emulated, because not every machine has hardware virtualization to give away; where the kernel
-//! puts pages is the same.
+//! Runs the experiment on an emulated machine with several memory nodes, for hosts with only one. The same programs are
+//! merged by that machine's own kernel. Emulation needs no hardware virtualization, and page placement is the same.
 
 use super::NumaSizes;
 use crate::bench::experiment::ExperimentSetting;
@@ -16,13 +15,13 @@ use std::process::{Child, Command, Stdio};
 
 const INIT: &str = include_str!("init");
 
-/// The memory of each node, MiB. Whole memory blocks of 128 MiB, by which the kernel tells whose they are.
+/// The memory of each node, MiB: multiples of 128 MiB, the memory blocks that the kernel assigns to nodes.
 const NODES_MIB: [u64; 4] = [384, 384, 256, 256];
 
-/// Two pairs of nodes, far from each other.
+/// Two distant pairs of nodes.
 const DISTANCES: [[u8; 4]; 4] = [[10, 20, 30, 30], [20, 10, 30, 30], [30, 30, 10, 20], [30, 30, 20, 10]];
 
-/// What the guest's report has for us.
+/// The parts of the guest's report that are used.
 #[derive(Debug, Deserialize)]
 struct Found {
     machine: GuestMachine,
@@ -35,15 +34,19 @@ struct GuestMachine {
     kernel: String,
 }
 
-/// Boots the machine, has the experiment done there, and takes its runs into the report.
-pub fn fold(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut ExperimentReport) -> anyhow::Result<()> {
+/// Boots the machine, runs the experiment on it, and copies its runs into the report.
+pub fn run(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let tools = NodesTools::find()?;
     let scratch = tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("a scratch directory")?;
     let at = |name: &str| scratch.path().join(name);
     make_image(setting, &tools, scratch.path())?;
-    eprintln!("{}: one memory node here, so on an emulated machine with {}", report.experiment, NODES_MIB.len());
+    eprintln!(
+        "{}: this machine has one memory node; using an emulated machine with {}",
+        report.experiment,
+        NODES_MIB.len()
+    );
     let mut command = command(setting, &tools, scratch.path());
-    // It warns of clocks that stand still before the kernel starts one.
+    // QEMU warns about stopped clocks until the kernel starts one.
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(at("errors"))?);
     let mut machine = EmulatedMachine(command.spawn().context("starting the emulator")?);
     let ended = setting.interrupt.wait(sizes.limit, || anyhow::Ok(machine.0.try_wait()?))?;
@@ -53,11 +56,11 @@ pub fn fold(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut Expe
     let results = fs::read_to_string(at("results")).unwrap_or_default();
     let found = serde_json::from_str::<Found>(results.trim());
     let (Some(_), Ok(found)) = (ended, found) else {
-        let how =
-            ended.map_or_else(|| format!("is not done after {:?}", sizes.limit), |status| format!("ended: {status}"));
+        let how = ended
+            .map_or_else(|| format!("did not end within {:?}", sizes.limit), |status| format!("ended with {status}"));
         let lines: Vec<&str> = console.lines().collect();
         let end = lines[lines.len().saturating_sub(20)..].join("\n");
-        bail!("the emulated machine {how}, without a result. {errors}Its console ends with:\n{end}");
+        bail!("the emulated machine {how} and gave no valid result. {errors}Its console ends with:\n{end}");
     };
     report.machine.kernel = format!("{} (emulated, on {})", found.machine.kernel, report.machine.kernel);
     report.runs = found.runs;
@@ -65,7 +68,7 @@ pub fn fold(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut Expe
     Ok(())
 }
 
-/// An emulator that does not outlive us.
+/// An emulator process, killed when dropped.
 struct EmulatedMachine(Child);
 
 impl Drop for EmulatedMachine {
@@ -76,14 +79,13 @@ impl Drop for EmulatedMachine {
 }
 
 fn command(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -> Command {
-    // Ended with us also if we are killed.
+    // Ends with this process even if that is killed.
     let mut command = Command::new(&tools.setpriv);
     command.args(["--pdeathsig", "KILL"]).arg(&tools.qemu).current_dir(dir);
     command.args(["-machine", "q35,mem-merge=off"]);
-    // QEMU 7.2 gets the flags wrong after this instruction now and then: the kernel panics.
+    // QEMU 7.2 sometimes sets wrong flags after cmpxchg16b, and the kernel panics.
     command.args(["-cpu", "qemu64,-cx16"]);
-    // The machine's clock counts instructions, a nanosecond each, and leaps over idle times: CPU times are the same however
-    // busy the host is.
+    // The clock counts instructions, 1 ns each, and skips idle time, so CPU times do not depend on the host's load.
     command.args(["-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off"]);
     command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
     let count = NODES_MIB.len();
@@ -101,14 +103,14 @@ fn command(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -> C
     command.args(["-chardev", "file,id=console,path=console", "-chardev", "file,id=results,path=results"]);
     command.args(["-serial", "chardev:console", "-serial", "chardev:results"]);
     command.arg("-kernel").arg(&tools.kernel).args(["-initrd", "image"]);
-    // Without huge pages, which a program's memory would be in.
+    // No huge pages, which would hold the programs' memory.
     let quick = if setting.quick { " -- --quick" } else { "" };
     command
         .args(["-append", &format!("console=ttyS0 quiet panic=-1 mitigations=off transparent_hugepage=never{quick}")]);
     command
 }
 
-/// Packs this program, the one to measure, and what they need.
+/// Packs this program, the one to measure, and their dependencies.
 fn make_image(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -> anyhow::Result<()> {
     let root = dir.join("root");
     let mut files: Vec<(PathBuf, PathBuf)> = vec![(tools.busybox.clone(), "bin/busybox".into())];
@@ -135,17 +137,17 @@ fn make_image(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -
     fs::write(root.join("init"), INIT)?;
     fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755))?;
     names.insert("init".into());
-    // By name, so that each directory comes before what is in it.
+    // Sorted by name, so that each directory precedes its contents.
     let names: Vec<String> = names.iter().map(|name| name.display().to_string()).collect();
     pack(&tools.busybox, &root, &names, &dir.join("image"))?;
     Ok(fs::remove_dir_all(root)?)
 }
 
-/// The files that a program is linked with, as the loader finds them here.
+/// The shared libraries of a program, as the loader finds them.
 fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("ldd")?;
     let text = String::from_utf8_lossy(&output.stdout);
-    // One that is not linked with any makes ldd fail, rightly.
+    // ldd fails for static programs, which need none.
     let path = |line: &str| line.split_ascii_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from);
     Ok(text.lines().filter_map(path).collect())
 }
@@ -155,13 +157,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn libraries_are_those_of_the_loader() {
+    fn libraries_include_libc() {
         let found = libraries(&std::env::current_exe().unwrap()).unwrap();
         assert!(found.iter().any(|path| path.to_string_lossy().contains("libc.so")), "{found:?}");
     }
 
     #[test]
-    fn distances_go_both_ways() {
+    fn distances_are_symmetric() {
         for (from, row) in DISTANCES.iter().enumerate() {
             assert_eq!(row[from], 10);
             assert!(row.iter().enumerate().all(|(to, distance)| DISTANCES[to][from] == *distance));

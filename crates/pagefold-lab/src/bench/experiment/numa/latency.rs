@@ -1,5 +1,4 @@
-//! What an access to memory takes on each node, by a pointer chase: each address is known only when the one before has
-//! been read.
+//! Measures memory latency by a pointer chase, in which each address depends on the previous read.
 
 use super::place::Nodes;
 use anyhow::{Context, ensure};
@@ -13,33 +12,32 @@ use std::time::Instant;
 const LINE: usize = 16;
 const LINE_BYTES: usize = LINE * size_of::<u32>();
 
-/// From the first node's processors to its own memory and to the second's, nanoseconds, with so many MiB. That should be
-/// much more than the caches hold. Pages are small ones, so misses of the processor's page table cache are part of it,
-/// as they are for the programs.
+/// Measures the latency from the first node's processors to its own memory and to the second node's, nanoseconds. `mib`
+/// should be much more than the caches hold. Pages are small, so TLB misses are included, as they are for the programs.
 pub fn measure(nodes: &Nodes, mib: usize, steps: u32) -> anyhow::Result<Latencies> {
-    let [first, second, ..] = &nodes.nodes[..] else { anyhow::bail!("there is but one node") };
+    let [first, second, ..] = &nodes.nodes[..] else { anyhow::bail!("there is only one node") };
     let (here, there) = (processor(&first.cpus)?, processor(&second.cpus)?);
     let ns = |memory: usize| {
         let chase = std::thread::Builder::new().spawn(move || chase(here, memory, mib, steps))?;
         chase.join().map_err(|_| anyhow::anyhow!("the pointer chase panicked"))?
     };
     let (local_ns, remote_ns) = (ns(here)?, ns(there)?);
-    ensure!(local_ns > 0, "memory that takes no time");
+    ensure!(local_ns > 0, "measured a memory latency of 0 ns");
     Ok(Latencies { local_ns, remote_ns })
 }
 
-/// The first of a list like `0-3,8`.
+/// The first processor of a list like `0-3,8`.
 fn processor(list: &str) -> anyhow::Result<usize> {
     let first = list.split([',', '-']).next().unwrap_or_default();
     first.trim().parse().with_context(|| format!("no processor in {list:?}"))
 }
 
-/// Nanoseconds of one access by processor `here` to memory that processor `memory` touched first.
+/// Measures the nanoseconds per access by processor `here` to memory first touched by processor `memory`.
 fn chase(here: usize, memory: usize, mib: usize, steps: u32) -> anyhow::Result<u32> {
-    keep_to(memory)?;
+    bind_to(memory)?;
     let lines = (mib << 20) / LINE_BYTES;
     let mut next = vec![0_u32; lines * LINE];
-    // One cycle through all lines in random order (Sattolo): no prefetcher follows it.
+    // One cycle through all lines in random order (Sattolo), which defeats prefetchers.
     let mut order: Vec<u32> = (0..u32::try_from(lines)?).collect();
     for at in (1..lines).rev() {
         let other = usize::try_from(finalize(at as u64) % at as u64)?;
@@ -49,7 +47,7 @@ fn chase(here: usize, memory: usize, mib: usize, steps: u32) -> anyhow::Result<u
         next[at * LINE] = to;
     }
     drop(order);
-    keep_to(here)?;
+    bind_to(here)?;
     let mut at = 0_u32;
     let began = Instant::now();
     for _ in 0..steps {
@@ -60,11 +58,11 @@ fn chase(here: usize, memory: usize, mib: usize, steps: u32) -> anyhow::Result<u
     Ok(u32::try_from(took.as_nanos() / u128::from(steps.max(1)))?)
 }
 
-fn keep_to(processor: usize) -> anyhow::Result<()> {
+fn bind_to(processor: usize) -> anyhow::Result<()> {
     let mut set = CpuSet::new();
     set.set(processor)?;
-    // This thread only.
-    sched_setaffinity(Pid::from_raw(0), &set).with_context(|| format!("keeping to processor {processor}"))
+    // Pid 0: this thread only.
+    sched_setaffinity(Pid::from_raw(0), &set).with_context(|| format!("cannot bind to processor {processor}"))
 }
 
 #[cfg(test)]

@@ -1,17 +1,17 @@
-//! How long programs run on the pages that they were given: a model of the nuKSM thesis's five programs.
+//! A model of the run times of the nuKSM thesis's five programs, given the placement of their pages.
 //!
-//! A program waits for memory for a part of its run time, and a part of its accesses goes to folded pages. Both follow
-//! from what the thesis measured with two instances under KSM, which left practically all folded pages with the first:
+//! A program waits for memory for a share of its run time, and a share of its accesses goes to merged pages. Both follow
+//! from the thesis's measurements of two instances under KSM, which left nearly all merged pages with the first:
 //!
-//! - Table 3.2 counts the accesses to memory. Those of the second instance that were remote went to folded pages, since
-//!   everything else was on its own node; those of the first were all local.
-//! - Table 3.1 has the run times. Each instance is slowed down against itself without KSM; the first by KSM's other work
-//!   alone, the second by its remote accesses as well. What the second was slowed down more is what these cost.
+//! - Table 3.2 counts memory accesses. Remote accesses of the second instance went to merged pages, since everything else
+//!   was on its own node; those of the first were all local.
+//! - Table 3.1 has the run times. Relative to a run without KSM, the first instance is slowed down only by KSM's other work,
+//!   the second by its remote accesses as well. The difference is the cost of these.
 //! - Table 5.1 has the latencies: a remote access takes 50/89 longer than a local one.
 //!
-//! So the part of the time spent waiting is `(slowdown of the second / that of the first - 1) / (remote part * 50/89)`:
+//! So the share of time spent waiting is `(slowdown of the second / slowdown of the first - 1) / (remote share * 50/89)`:
 //!
-//! | program | slowed down | folded part of the accesses | part of the time spent waiting |
+//! | program | slowdowns | share of accesses to merged pages | share of time spent waiting |
 //! | --- | --- | --- | --- |
 //! | XSBench | 1.044 and 1.198 | 0.477 | 0.551 |
 //! | BTree | 1.079 and 1.250 | 0.687 | 0.409 |
@@ -19,45 +19,45 @@
 //! | CG | 1.016 and 1.269 | 0.569 | 0.777 |
 //! | RandomAccess | 1.030 and 1.495 | 0.996 | 0.806 |
 //!
-//! By the thesis's own formula these times make KSM's fairness 0.87, 0.86, 0.87, 0.80 and 0.69, which is what the model
-//! gives for a placement on one node. The figures in its Table 5.2, 0.84, 0.85, 0.85, 0.77 and 0.70, are the plain ratios
-//! of the run times under KSM, and so contain what the second instance was slower without KSM.
+//! By the thesis's own formula, these times give a fairness of KSM of 0.87, 0.86, 0.87, 0.80 and 0.69, as the model does for
+//! a placement on one node. Its Table 5.2 has the plain ratios of the run times under KSM instead, 0.84, 0.85, 0.85, 0.77
+//! and 0.70, which include that the second instance was slower even without KSM.
 
 use crate::bench::report::Placed;
 use pagefold_core::placement::policy::Latencies;
 use pagefold_core::random::finalize;
 
-/// What the thesis measured of two instances of a program (Tables 3.1 and 3.2).
+/// The thesis's measurements of two instances of a program (Tables 3.1 and 3.2).
 #[derive(Clone, Copy, Debug)]
 struct Measured {
-    /// PolicyRun times without KSM, seconds.
+    /// Run times without KSM, seconds.
     without: [f64; 2],
-    /// With KSM.
+    /// Run times with KSM, seconds.
     with: [f64; 2],
-    /// Accesses of the second instance with KSM: local, remote.
+    /// Local and remote accesses of the second instance with KSM.
     accesses: [f64; 2],
 }
 
 /// The thesis's latencies (Table 5.1).
 const LATENCIES: Latencies = Latencies { local_ns: 89, remote_ns: 139 };
 
-/// Which of its folded pages a program uses. What its processor caches does not count.
+/// The distribution of a program's uncached accesses over its merged pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Spread {
-    /// All alike, in no order.
+    /// Uniformly random.
     Random,
-    /// One after the other.
+    /// Sequential.
     Sweep,
-    /// `accesses` in a hundred go to one page in `one_in`, the others to all alike.
+    /// `accesses` per cent go to one page in `one_in` (the hot pages), the others to all pages uniformly.
     Hot {
         accesses: u64,
         one_in: usize,
-        /// These pages lie together, in the middle; otherwise anywhere.
+        /// Whether the hot pages are contiguous, in the middle; otherwise they are scattered.
         together: bool,
     },
 }
 
-/// A program.
+/// A program of the thesis.
 #[derive(Clone, Copy, Debug)]
 pub struct Program {
     /// Its name.
@@ -66,7 +66,7 @@ pub struct Program {
     spread: Spread,
 }
 
-/// The thesis's five.
+/// The thesis's five programs.
 pub const PROGRAMS: [Program; 5] = [
     Program {
         name: "XSBench",
@@ -85,8 +85,8 @@ pub const PROGRAMS: [Program; 5] = [
             with: [1582.0, 1867.0],
             accesses: [5_186_211_551.0, 11_390_879_755.0],
         },
-        // A lookup misses the cache in a leaf and in the node above it: with a fan-out of 64 these are 90 of the 5,700
-        // MiB, and the level above them, 1.4 MiB, is cached. Nodes lie where they were split.
+        // A lookup misses the cache in a leaf and in its parent. With a fan-out of 64, parents are 90 of the 5,700 MiB, and
+        // the level above, 1.4 MiB, is cached. Nodes are scattered by splits.
         spread: Spread::Hot { accesses: 50, one_in: 64, together: false },
     },
     Program {
@@ -96,7 +96,7 @@ pub const PROGRAMS: [Program; 5] = [
             with: [919.0461, 1080.877],
             accesses: [180_097_090.0, 997_854_519.0],
         },
-        // sysbench 1.0's usual distribution, "special": three quarters of the accesses to one row in a hundred.
+        // sysbench 1.0's default distribution, "special": three quarters of the accesses to one row in a hundred.
         spread: Spread::Hot { accesses: 75, one_in: 100, together: true },
     },
     Program {
@@ -117,31 +117,31 @@ pub const PROGRAMS: [Program; 5] = [
 ];
 
 impl Program {
-    /// What part of its accesses goes to folded pages.
-    pub fn folded(&self) -> f64 {
+    /// The share of its accesses that go to merged pages.
+    pub fn merged_share(&self) -> f64 {
         let [local, remote] = self.measured.accesses;
         remote / (local + remote)
     }
 
-    /// For what part of its run time it waits for memory.
-    pub fn waits(&self) -> f64 {
+    /// The share of its run time spent waiting for memory.
+    pub fn wait_share(&self) -> f64 {
         let Measured { without, with, .. } = self.measured;
         let slowdown = |instance: usize| with[instance] / without[instance];
-        (slowdown(1) / slowdown(0) - 1.0) / (self.folded() * LATENCIES.tax(20, 20))
+        (slowdown(1) / slowdown(0) - 1.0) / (self.merged_share() * LATENCIES.tax(20, 20))
     }
 
-    /// The run time of an instance with these pages, of its run time with all of them on its own node. So many accesses
-    /// are drawn; which ones follows from the seed.
+    /// The run time of an instance with this placement, relative to all pages on its own node. Draws `accesses` accesses,
+    /// deterministically by `seed`.
     pub fn slowdown(&self, placed: &Placed, latencies: Latencies, accesses: u64, seed: u64) -> f64 {
         let taxes = taxes(placed, latencies);
         if taxes.is_empty() {
             return 1.0;
         }
         let paid: f64 = (0..accesses).map(|access| taxes[self.page(access, taxes.len(), seed)]).sum();
-        1.0 + self.waits() * self.folded() * paid / accesses as f64
+        1.0 + self.wait_share() * self.merged_share() * paid / accesses as f64
     }
 
-    /// The page of an access.
+    /// The page that an access goes to.
     fn page(&self, access: u64, pages: usize, seed: u64) -> usize {
         let draw = |salt: u64| finalize(finalize(seed ^ salt).wrapping_add(access));
         match self.spread {
@@ -152,31 +152,31 @@ impl Program {
                     return below(draw(2), pages);
                 }
                 let hot = (pages / one_in).max(1);
-                let which = below(draw(2), hot);
-                // The same in all instances: they hold the same data.
+                let number = below(draw(2), hot);
+                // The same pages in all instances, which hold the same data.
                 if together {
-                    (pages - hot) / 2 + which
+                    (pages - hot) / 2 + number
                 } else {
-                    below(finalize(finalize(3).wrapping_add(which as u64)), pages)
+                    below(finalize(finalize(3).wrapping_add(number as u64)), pages)
                 }
             }
         }
     }
 }
 
-/// A number below `most`, from a random one.
+/// Maps a random number to one below `most`.
 fn below(random: u64, most: usize) -> usize {
     usize::try_from((u128::from(random) * most as u128) >> 64).unwrap_or(0)
 }
 
-/// The least slowdown over the largest, of all instances (thesis, section 5.2): 1 if they suffer alike.
+/// The smallest slowdown divided by the largest (thesis, section 5.2): 1 if all are equal.
 pub fn fairness(slowdowns: &[f64]) -> Option<f64> {
     let least = slowdowns.iter().copied().min_by(f64::total_cmp)?;
     let most = slowdowns.iter().copied().max_by(f64::total_cmp)?;
     (most > 0.0).then(|| least / most)
 }
 
-/// For each page, what an access to it takes longer than one to the own node, as a part of that.
+/// The extra time of an access to each page, relative to one to the home node.
 fn taxes(placed: &Placed, latencies: Latencies) -> Vec<f64> {
     let others = placed.distances.iter().enumerate().filter(|(node, _)| *node != placed.home);
     let nearest = others.map(|(_, &distance)| distance).min().unwrap_or(20);
@@ -191,7 +191,7 @@ mod tests {
 
     const PAGES: usize = 12_288;
 
-    /// A program at `home` whose merged pages are on node 1 where `second` says so, else on node 0.
+    /// A program at `home` whose merged pages are on node 1 if `second` returns true, else on node 0.
     fn placed(home: usize, second: impl Fn(usize) -> bool) -> Placed {
         let pages: String = (0..PAGES).map(|page| if second(page) { '1' } else { '0' }).collect();
         let on_second = pages.bytes().filter(|&digit| digit == b'1').count() as u64;
@@ -209,17 +209,17 @@ mod tests {
     }
 
     #[test]
-    fn the_derivation_is_the_one_in_the_table_above() {
-        for (program, (folded, waits)) in
+    fn derived_shares_match_the_table_above() {
+        for (program, (merged, waits)) in
             PROGRAMS.iter().zip([(0.477, 0.551), (0.687, 0.409), (0.847, 0.317), (0.569, 0.777), (0.996, 0.806)])
         {
-            let found = (program.folded(), program.waits());
-            assert!(near(found.0, folded, 0.0006) && near(found.1, waits, 0.0006), "{}: {found:?}", program.name);
+            let found = (program.merged_share(), program.wait_share());
+            assert!(near(found.0, merged, 0.0006) && near(found.1, waits, 0.0006), "{}: {found:?}", program.name);
         }
     }
 
     #[test]
-    fn everything_on_one_node_is_as_unfair_as_the_thesis_found_it() {
+    fn placement_on_one_node_is_as_unfair_as_in_the_thesis() {
         for (program, fairness) in PROGRAMS.iter().zip([0.871, 0.863, 0.869, 0.801, 0.689]) {
             for on_second in [false, true] {
                 let found = of_two(program, |_| on_second);
@@ -229,12 +229,12 @@ mod tests {
     }
 
     #[test]
-    fn halves_are_fair_however_they_lie_if_no_program_minds_the_order() {
+    fn random_halves_are_fair_and_contiguous_ones_only_for_uniform_access() {
         for program in PROGRAMS {
             let random = of_two(&program, |page| finalize(page as u64) & 1 == 1);
             assert!(random > 0.98, "{}: {random}", program.name);
         }
-        // Halves that lie together are fair only to who uses all pages alike.
+        // Contiguous halves are fair only to programs that access all pages uniformly.
         let halves = PROGRAMS.map(|program| of_two(&program, |page| page < PAGES * 99 / 200));
         let [xsbench, _, mysql, cg, random_access] = halves;
         assert!(xsbench > 0.99 && cg > 0.99 && random_access > 0.98, "{halves:?}");
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_remote_and_nothing_at_all_cost_nothing() {
+    fn local_pages_and_no_pages_cost_nothing() {
         let program = PROGRAMS[4];
         assert!(near(program.slowdown(&placed(0, |_| false), LATENCIES, 1000, 1), 1.0, 1e-12));
         assert!(near(program.slowdown(&Placed::default(), LATENCIES, 1000, 1), 1.0, 1e-12));
