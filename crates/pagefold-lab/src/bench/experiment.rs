@@ -19,6 +19,7 @@ use crate::programs::Target;
 use pagefold_core::units::{PAGE_SIZE, Pages};
 use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::os::interrupt::Interrupt;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::path::Path;
 
 /// The options that all experiments share.
@@ -76,11 +77,22 @@ impl Experiment {
 }
 
 impl ExperimentSetting<'_> {
+    /// Starts a tenant that holds one segment.
+    fn tenant(&self, segment: Segment) -> anyhow::Result<Box<dyn Target>> {
+        Ok(Box::new(Tenant::start(self.player, &TenantSpec::new([segment]))?))
+    }
+
     /// Returns whether a policy was asked for, by its name or the name's first word.
     fn wants(&self, policy: &str) -> bool {
         let first = policy.split(' ').next();
         self.policies.is_empty() || self.policies.iter().any(|name| name == policy || Some(name.as_str()) == first)
     }
+}
+
+/// The middle value, or the upper of two.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// The number of pages in some mebibytes.

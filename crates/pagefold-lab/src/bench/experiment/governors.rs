@@ -5,8 +5,7 @@ use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, Policy};
 use crate::bench::report::{ExperimentReport, Limit, Picture};
 use crate::bench::sampler::largest_share;
-use crate::programs::Target;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
+use pagefold_workload::Segment;
 
 /// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
@@ -41,11 +40,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     for &(governor, share) in governors {
         let mib_now = if governor == "quiet" { quiet_mib } else { size_mib };
         let (pages, whole) = (mib(mib_now).0, mib(mib_now).bytes().0);
-        let start = || {
-            let start =
-                |segment| Ok(Box::new(Tenant::start(setting.player, &TenantSpec::new([segment]))?) as Box<dyn Target>);
-            [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }].into_iter().map(start).collect()
-        };
+        let segments = [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }];
+        let start = || segments.into_iter().map(|segment| setting.tenant(segment)).collect();
         let policy = Policy::pagefold_with(most, &["--governor", governor])
             .until(Enough { saved_bytes: whole - whole / 100, seconds: least });
         sequence.run(report, &policy, start)?;

@@ -10,7 +10,7 @@ mod scanner;
 
 use self::pages::{PageSet, TestPage};
 use self::scanner::{Contender, LinesForm, PaperForm, Pass, Scanner, Strengths, Xxh3, Xxh64, full};
-use super::{Experiment, ExperimentSetting, mib};
+use super::{Experiment, ExperimentSetting, median, mib};
 use crate::bench::report::{ExperimentReport, Limit};
 
 /// See the module documentation.
@@ -146,9 +146,4 @@ fn judge(report: &mut ExperimentReport, quick: bool) {
             );
         }
     }
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }

@@ -4,9 +4,8 @@ use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, MachineDescription, Picture};
 use crate::bench::sampler::spent_between;
-use crate::programs::Target;
 use anyhow::ensure;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
+use pagefold_workload::Segment;
 
 /// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
@@ -31,9 +30,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let wanted = count * tenant_mib + count * tenant_mib / 2;
         let free = MachineDescription::available_mib();
         ensure!(free >= wanted, "needs {wanted} MiB of memory, but only {free} MiB are available");
-        let spec = TenantSpec::new([Segment::Random { pages: mib(tenant_mib).0, seed: 3 }]);
-        let start =
-            || (0..count).map(|_| Ok(Box::new(Tenant::start(setting.player, &spec)?) as Box<dyn Target>)).collect();
+        let segment = Segment::Random { pages: mib(tenant_mib).0, seed: 3 };
+        let start = || (0..count).map(|_| setting.tenant(segment)).collect();
         // The number of answers depends on the number of targets.
         sequence.expected = None;
         sequence.run(report, &Policy::pagefold(settle + seconds), start)?;

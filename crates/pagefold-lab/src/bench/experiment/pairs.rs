@@ -4,8 +4,7 @@
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, Policy};
 use crate::bench::report::{ExperimentReport, Limit, Picture};
-use crate::programs::Target;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
+use pagefold_workload::Segment;
 
 /// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
@@ -21,11 +20,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.parameters.extend([("twin_mib", copy_mib), ("random_mib", 2 * copy_mib), ("seconds_at_most", most_seconds)]);
     let copy = Segment::Shared { pages: mib(copy_mib).0, seed: 11 };
     let random = Segment::Random { pages: mib(2 * copy_mib).0, seed: 12 };
-    let start = || {
-        let start =
-            |segment| Ok(Box::new(Tenant::start(setting.player, &TenantSpec::new([segment]))?) as Box<dyn Target>);
-        [copy, copy, random].into_iter().map(start).collect()
-    };
+    let start = || [copy, copy, random].into_iter().map(|segment| setting.tenant(segment)).collect();
     let whole = mib(copy_mib).bytes().0;
     let at = |governor, seconds| {
         Policy::pagefold_with(seconds, &["--governor", governor])

@@ -5,7 +5,7 @@ use crate::bench::policy::Policy;
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{MariaDbData, RedisData, Target};
 use anyhow::Context;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
+use pagefold_workload::Segment;
 
 /// The databases alone. Most of what is scanned merges, and merging costs every policy the same, so even the oracle takes
 /// most of KSM's time.
@@ -27,23 +27,23 @@ pub const MIXED_HOST: Experiment = Experiment {
 /// Servers of each kind.
 const INSTANCES: usize = 3;
 
-fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, unlike_mib: u64) -> anyhow::Result<()> {
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, random_mib: u64) -> anyhow::Result<()> {
     let (keys, rows, seconds) = if setting.quick { (10_000, 4_000, 10) } else { (100_000, 80_000, 60) };
-    let parameters = [("redis_keys", keys), ("mariadb_rows", rows), ("random_mib", unlike_mib), ("seconds", seconds)];
+    let parameters = [("redis_keys", keys), ("mariadb_rows", rows), ("random_mib", random_mib), ("seconds", seconds)];
     report.parameters.extend(parameters);
-    let scratch = tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("a scratch directory")?;
+    let scratch =
+        tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("cannot create a scratch directory")?;
     eprintln!("{}: making the data", report.experiment);
     let redis = RedisData::make(scratch.path(), keys)?;
     let mariadb = MariaDbData::make(scratch.path(), rows)?;
-    let unlike = TenantSpec::new([Segment::Random { pages: mib(unlike_mib).0, seed: 8 }]);
     let start = || {
         let mut targets: Vec<Box<dyn Target>> = Vec::new();
         for instance in 0..INSTANCES {
             targets.push(Box::new(redis.start(scratch.path(), instance)?));
             targets.push(Box::new(mariadb.start(scratch.path(), instance)?));
         }
-        if unlike_mib > 0 {
-            targets.push(Box::new(Tenant::start(setting.player, &unlike)?));
+        if random_mib > 0 {
+            targets.push(setting.tenant(Segment::Random { pages: mib(random_mib).0, seed: 8 })?);
         }
         Ok(targets)
     };

@@ -3,7 +3,7 @@
 
 use super::{Experiment, ExperimentSetting, side_by_side};
 use crate::bench::policy::{Policy, SUBJECT};
-use crate::bench::report::{ExperimentReport, Limit};
+use crate::bench::report::{ExperimentReport, Limit, MachineDescription};
 use crate::programs::{
     GuestImage, GuestTools, JavaProgram, JavaTools, MariaDbData, PythonData, PythonTools, RedisData, Target,
 };
@@ -13,7 +13,6 @@ use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
 use pagefold_linux::proc::process::Process;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use std::fs;
 use std::ops::{AddAssign, Range};
 use std::path::Path;
 use std::rc::Rc;
@@ -32,7 +31,7 @@ const INSTANCES: usize = 3;
 /// Time in which most must be saved.
 const SECONDS: u64 = 60;
 /// The programs take less than half; the rest is for others and for unmerging everything at once.
-const MEMORY_NEEDED: Bytes = Bytes(12 << 30);
+const NEEDED_MIB: u64 = 12 << 10;
 
 /// The sizes of the programs.
 struct RecallSizes {
@@ -77,15 +76,11 @@ type Snapshots = Vec<(&'static str, Rc<Cell<DuplicateCount>>)>;
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let sizes = if setting.quick { QUICK } else { FULL };
     if !setting.quick {
-        let available = available_memory()?;
-        ensure!(
-            available >= MEMORY_NEEDED,
-            "needs {:.0} MiB of memory, but only {:.0} MiB are available",
-            MEMORY_NEEDED.mib(),
-            available.mib()
-        );
+        let free = MachineDescription::available_mib();
+        ensure!(free >= NEEDED_MIB, "needs {NEEDED_MIB} MiB of memory, but only {free} MiB are available");
     }
-    let scratch = tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("a scratch directory")?;
+    let scratch =
+        tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("cannot create a scratch directory")?;
     eprintln!("{}: making the data", report.experiment);
     let kinds = kinds(&sizes, scratch.path())?;
     report.parameters.extend([
@@ -283,12 +278,6 @@ fn pages_of(start: u64, end: u64) -> Pages {
 fn zero_pages(ksm_stat: &[u8]) -> Option<Pages> {
     let text = std::str::from_utf8(ksm_stat).ok()?;
     text.lines().find_map(|line| line.strip_prefix("ksm_zero_pages"))?.trim().parse().ok().map(Pages)
-}
-
-fn available_memory() -> anyhow::Result<Bytes> {
-    let text = fs::read_to_string("/proc/meminfo").context("/proc/meminfo")?;
-    let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB"));
-    Ok(Bytes(kib.context("/proc/meminfo has no MemAvailable")?.parse::<u64>()? * 1024))
 }
 
 /// A program whose pages are counted at each check: before its memory is marked, while it is merged, and afterwards.

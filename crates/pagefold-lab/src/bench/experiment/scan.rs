@@ -1,7 +1,7 @@
 //! The cost of `pagefold scan` relative to a bare loop that reads the same pages, and the accuracy of its estimates.
 //! Nothing is merged, so KSM is left alone.
 
-use super::{Experiment, ExperimentSetting, mib};
+use super::{Experiment, ExperimentSetting, median, mib};
 use crate::bench::daemon::{self, Completed};
 use crate::bench::report::{ExperimentReport, Limit};
 use anyhow::Context;
@@ -99,11 +99,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 fn total(ran: &Completed, pointer: &str) -> anyhow::Result<f64> {
     let number = ran.summary.pointer(pointer).and_then(serde_json::Value::as_f64);
     number.with_context(|| format!("pagefold scan --json has no number {pointer}"))
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// The order in which the bare loop reads its page runs.

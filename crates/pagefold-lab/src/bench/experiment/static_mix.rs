@@ -3,8 +3,7 @@
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::policy::Policy;
 use crate::bench::report::{ExperimentReport, Limit};
-use crate::programs::Target;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
+use pagefold_workload::Segment;
 
 /// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
@@ -22,12 +21,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let (size_mib, seconds) = if setting.quick { (64, 10) } else { (2048, 120) };
     report.parameters.extend([("same_mib", size_mib), ("random_mib", size_mib), ("seconds", seconds)]);
     let pages = mib(size_mib).0;
-    let specs = [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }]
-        .map(|segment| TenantSpec::new([segment]));
-    let start = || {
-        let start = |spec| Ok(Box::new(Tenant::start(setting.player, spec)?) as Box<dyn Target>);
-        specs.iter().map(start).collect()
-    };
+    let segments = [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }];
+    let start = || segments.into_iter().map(|segment| setting.tenant(segment)).collect();
     let ours = Policy::pagefold_with(seconds, &["--governor", "full"]);
     let (paced, advised) = (Policy::KsmPaced { pages: 1000, seconds }, Policy::KsmAdvisor { seconds });
     let mut policies = vec![ours.clone(), paced.clone(), advised.clone(), Policy::Oracle];

@@ -162,7 +162,7 @@ impl<'a> Scanner<'a> {
             }
         }
         let mut costs: Vec<(u32, f64)> =
-            times.into_iter().map(|(strength, times)| (strength, super::median(times))).collect();
+            times.into_iter().map(|(strength, times)| (strength, super::super::median(times))).collect();
         for at in 1..costs.len() {
             costs[at].1 = costs[at].1.max(costs[at - 1].1);
         }

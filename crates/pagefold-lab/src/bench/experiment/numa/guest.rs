@@ -37,7 +37,8 @@ struct GuestMachine {
 /// Boots the machine, runs the experiment on it, and copies its runs into the report.
 pub fn run(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let tools = NodesTools::find()?;
-    let scratch = tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("a scratch directory")?;
+    let scratch =
+        tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("cannot create a scratch directory")?;
     let at = |name: &str| scratch.path().join(name);
     make_image(setting, &tools, scratch.path())?;
     eprintln!(
@@ -48,7 +49,7 @@ pub fn run(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut Exper
     let mut command = command(setting, &tools, scratch.path());
     // QEMU warns about stopped clocks until the kernel starts one.
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(at("errors"))?);
-    let mut machine = EmulatedMachine(command.spawn().context("starting the emulator")?);
+    let mut machine = EmulatedMachine(command.spawn().context("cannot start the emulator")?);
     let ended = setting.interrupt.wait(sizes.limit, || anyhow::Ok(machine.0.try_wait()?))?;
     drop(machine);
     let text = |name| String::from_utf8_lossy(&fs::read(at(name)).unwrap_or_default()).into_owned();
@@ -130,7 +131,7 @@ fn make_image(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -
     let mut names = BTreeSet::new();
     for (from, to) in &files {
         let inside = root.join(to);
-        fs::create_dir_all(inside.parent().context("a path without a directory")?)?;
+        fs::create_dir_all(inside.parent().context("a file path has no directory")?)?;
         fs::copy(from, &inside).with_context(|| from.display().to_string())?;
         names.extend(to.ancestors().filter(|path| !path.as_os_str().is_empty()).map(Path::to_owned));
     }
@@ -145,7 +146,7 @@ fn make_image(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -
 
 /// The shared libraries of a program, as the loader finds them.
 fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    let output = Command::new("ldd").arg(program).output().context("ldd")?;
+    let output = Command::new("ldd").arg(program).output().context("cannot run ldd")?;
     let text = String::from_utf8_lossy(&output.stdout);
     // ldd fails for static programs, which need none.
     let path = |line: &str| line.split_ascii_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from);
