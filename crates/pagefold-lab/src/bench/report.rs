@@ -129,11 +129,7 @@ impl ExperimentReport {
         if !self.runs.is_empty() {
             let right = self.runs.iter().filter(|run| run.answers_correct.always()).count();
             let share = right as f64 / self.runs.len() as f64;
-            self.bar(
-                "share of runs in which all targets answered correctly throughout",
-                Limit::AtLeast(1.0),
-                Some(share),
-            );
+            self.bar("share of runs in which all targets always answered correctly", Limit::AtLeast(1.0), Some(share));
         }
     }
 }

@@ -120,11 +120,8 @@ fn judge(report: &mut ExperimentReport, quick: bool) {
             .iter()
             .filter(|contender| (found(contender) - truth).abs() < 0.5)
             .count();
-        report.bar(
-            format!("{}: other hashes that found the same duplicates as XXH3, of five", set.name()),
-            Limit::AtLeast(5.0),
-            Some(same as f64),
-        );
+        let name = format!("{}: other hashes that found the same duplicates as XXH3, of five", set.name());
+        report.bar(name, Limit::AtLeast(5.0), Some(same as f64));
     }
     if quick {
         return;
@@ -139,11 +136,8 @@ fn judge(report: &mut ExperimentReport, quick: bool) {
         report.bar(format!("random: speed of {form} relative to its full hash"), Limit::AtLeast(5.9), Some(of_full));
         report.bar(format!("random: speed of {form} relative to full XXH64"), Limit::AtLeast(1.0), Some(of_xxh64));
         for (set, cost) in alike {
-            report.bar(
-                format!("{}: cost of {form} relative to its full hash", set.name()),
-                Limit::AtMost(1.1),
-                Some(cost),
-            );
+            let name = format!("{}: cost of {form} relative to its full hash", set.name());
+            report.bar(name, Limit::AtMost(1.1), Some(cost));
         }
     }
 }

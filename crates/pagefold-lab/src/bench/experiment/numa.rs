@@ -147,8 +147,7 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) 
             report.pictures.push(Picture {
                 name: "fairness",
                 title: "two programs on two nodes".to_owned(),
-                subtitle: "fairness: the smaller slowdown divided by the larger; modelled on real placements"
-                    .to_owned(),
+                subtitle: "fairness: smaller slowdown / larger slowdown; modelled on real placements".to_owned(),
                 rows,
             });
         }

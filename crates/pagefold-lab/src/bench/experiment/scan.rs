@@ -88,11 +88,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             Some(sampling_ns / bare_ns),
         );
     }
-    report.bar(
-        format!("samples within their stated error, of {SAMPLES}"),
-        Limit::AtLeast(19.0),
-        Some(f64::from(within)),
-    );
+    let name = format!("samples within their stated error, of {SAMPLES}");
+    report.bar(name, Limit::AtLeast(19.0), Some(f64::from(within)));
     Ok(())
 }
 
