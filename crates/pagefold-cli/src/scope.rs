@@ -59,6 +59,9 @@ pub fn explain(error: &ScopeError) -> Exit {
         ScopeError::UnknownUser(_) => (exit::NO_SCOPE, "give a name from /etc/passwd, or a number"),
         ScopeError::NoCgroup(_) => (exit::NO_SCOPE, "give a path below /sys/fs/cgroup"),
         ScopeError::NoMatch(_) => (exit::NO_SCOPE, "check the spelling, or name programs by --pid"),
+        ScopeError::NameOnly { .. } => {
+            (exit::NO_SCOPE, "name programs that others can change by --pid, --cgroup or --user")
+        }
         ScopeError::Avoided { .. } => (exit::REFUSED, "remove the attribute from the cgroup, or leave the process out"),
         ScopeError::Io { .. } => (exit::FAILURE, "is /proc mounted?"),
     };

@@ -284,6 +284,8 @@ pub enum Why {
     },
     /// Requested by a user.
     Asked,
+    /// Unmarked, because the memory is excluded now or its process has moved to another trust domain.
+    Excluded,
 }
 
 impl From<Span> for Change {

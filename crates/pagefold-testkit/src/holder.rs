@@ -3,6 +3,7 @@
 use crate::victim_binary;
 use pagefold_workload::contents;
 use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 /// A change of a holder's memory.
@@ -36,12 +37,13 @@ pub struct Holder {
 impl Holder {
     /// Starts a process with an address range of this size, none of it populated.
     pub fn start(pages: u64) -> Self {
-        let mut child = Command::new(victim_binary("holder"))
-            .arg(pages.to_string())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        Self::start_as(victim_binary("holder").as_ref(), pages)
+    }
+
+    /// The same by another name of the program: a copy of it.
+    pub fn start_as(program: &Path, pages: u64) -> Self {
+        let mut child =
+            Command::new(program).arg(pages.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let commands = child.stdin.take().unwrap();
         let mut answers = BufReader::new(child.stdout.take().unwrap());
         let first = answer(&mut answers);
@@ -106,7 +108,14 @@ impl Holder {
         self.ask("check") == 0
     }
 
-    fn ask(&mut self, command: &str) -> u64 {
+    /// Makes it run another program, a copy of `holder`, with an address range of this size.
+    pub fn exec(&mut self, program: &Path, pages: u64) {
+        self.first = self.ask(&format!("exec {pages} {}", program.display()));
+        self.pages = pages;
+    }
+
+    /// Gives it any other command of the program `holder`, and returns its answer.
+    pub fn ask(&mut self, command: &str) -> u64 {
         writeln!(self.commands, "{command}").unwrap();
         answer(&mut self.answers)
     }

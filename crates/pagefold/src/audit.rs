@@ -130,7 +130,7 @@ pub struct Change {
 /// Why a span was changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Reason {
-    /// `duplicate`, `cow-broken` or `asked`.
+    /// `duplicate`, `cow-broken`, `asked` or `excluded`.
     pub kind: &'static str,
     /// In words.
     pub sentence: String,
@@ -159,6 +159,7 @@ impl From<Why> for Reason {
                 ),
             ),
             Why::Asked => ("asked", "requested by a user".to_owned()),
+            Why::Excluded => ("excluded", "excluded now".to_owned()),
         };
         Self { kind, sentence }
     }
@@ -177,17 +178,30 @@ impl From<Marking> for Outcome {
 impl Entry {
     /// The result of an order to mark (or unmark) a span of a process.
     pub fn changed(owner: Owner, mark: bool, result: &ChangeResult) -> Self {
+        let change = Change::of(owner, result);
+        if mark { Self::Mark(change) } else { Self::Unmark(change) }
+    }
+
+    /// The result of removing marks that must not stay, for this reason.
+    pub fn withdrawn(owner: Owner, result: &ChangeResult, reason: String) -> Self {
+        let mut change = Change::of(owner, result);
+        change.why.sentence = reason;
+        Self::Unmark(change)
+    }
+}
+
+impl Change {
+    fn of(owner: Owner, result: &ChangeResult) -> Self {
         let span = result.change.span;
         let (first, bytes) = (span.first.address(), span.pages.bytes());
-        let change = Change {
+        Self {
             owner,
             first: format!("{first:x}"),
             last: last(first, bytes),
             bytes: bytes.0,
             why: result.change.why.into(),
             outcome: result.marking.into(),
-        };
-        if mark { Self::Mark(change) } else { Self::Unmark(change) }
+        }
     }
 }
 

@@ -239,7 +239,7 @@ impl Demo {
             Some(Event::StoodDown { why }) => {
                 return Err(Exit::new(exit::KSM_TAKEN, format!("{why}; see pagefold doctor")).into());
             }
-            Some(Event::LeftAlone { pid, why, .. }) => {
+            Some(Event::LeftAlone { pid, why, .. } | Event::Withdrawn { pid, reason: why, .. }) => {
                 bail!("worker {pid} cannot be merged: {why}; run pagefold doctor")
             }
             None => {}

@@ -3,6 +3,7 @@
 mod marking;
 mod placing;
 mod refresh;
+mod withdrawing;
 
 pub use placing::Policies;
 
@@ -23,15 +24,15 @@ use crate::proc::process::ReadError;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{self, DomainRules};
 use crate::scope::new_processes::NewProcesses;
-use crate::scope::{ScopeError, ScopeSpec};
+use crate::scope::{ScopeError, ScopeSpec, user_id};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{
     Actions, ChangeResult, Cost, Host, KsmView, Marking, MemoryView, Outcome, PageRun, RegionView, SamplePlan, Samples,
     Snapshot,
 };
-use pagefold_core::keys::RegionKey;
+use pagefold_core::keys::{DomainKey, RegionKey};
 use pagefold_core::units::Pages;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -78,6 +79,15 @@ pub enum Event {
         /// The reason.
         why: String,
     },
+    /// Memory was to be unmarked because it is excluded now, or its process is in another trust domain.
+    Withdrawn {
+        /// The process.
+        pid: i32,
+        /// The span, and the result.
+        result: ChangeResult,
+        /// The reason.
+        reason: String,
+    },
     /// pagefold has stopped driving KSM.
     StoodDown {
         /// The reason.
@@ -103,6 +113,13 @@ pub enum HostMode {
 #[derive(Debug)]
 pub struct LiveHost {
     scope: ScopeSpec,
+    /// The same with users by number: names are resolved once.
+    watched: ScopeSpec,
+    /// The programs (see [`super::identity`]) whose memory this run has marked, and their trust domain at that time: what
+    /// is forked from them has the marks too.
+    marked_programs: HashMap<u64, DomainKey>,
+    /// Withdrawn marks that the engine has not accounted for yet.
+    withdrawn: Outcome,
     roots: Roots,
     deny: DenyList,
     ksm: Arc<Ksm>,
@@ -189,6 +206,9 @@ impl LiveHost {
             breaks: CowBreakCounter::open(&roots.proc),
             broken: 0,
             next_memory_ns: 0,
+            watched: by_number(&scope),
+            marked_programs: HashMap::new(),
+            withdrawn: Outcome::default(),
             scope,
             roots,
             deny,
@@ -231,7 +251,7 @@ impl LiveHost {
         &self.domains
     }
 
-    /// Sets the rules that assign processes to trust domains. Call it before the first round: a process keeps its domain.
+    /// Sets the rules that assign processes to trust domains. Call it before the first round.
     pub fn set_domains(&mut self, rules: DomainRules) {
         self.domain_rules = rules;
     }
@@ -247,10 +267,10 @@ impl LiveHost {
         self.refresh_ns = ns.clamp(REFRESH_MIN_NS, REFRESH_NS);
     }
 
-    /// Replaces the deny list. Marks of programs that it newly denies remain.
+    /// Replaces the deny list. The marks of programs that it newly denies are removed.
     pub fn set_deny(&mut self, deny: DenyList) {
         self.deny = deny;
-        self.targets.values_mut().for_each(Target::invalidate);
+        self.targets.values_mut().for_each(Target::judge_again);
         self.next_refresh_ns = 0;
     }
 
@@ -302,7 +322,7 @@ impl LiveHost {
     fn pieces<'a>(&'a self, runs: &'a [PageRun]) -> impl Iterator<Item = (RegionRuns, &'a Target)> {
         runs.chunk_by(|a, b| a.region == b.region).filter_map(|same_region| {
             let region = same_region[0].region;
-            let target = self.targets.get(self.region_pids.get(&region)?).filter(|target| !target.is_stuck())?;
+            let target = self.targets.get(self.region_pids.get(&region)?).filter(|target| target.may_be_read())?;
             let runs = same_region.iter().map(|run| (run.first, run.pages)).collect();
             Some((RegionRuns { region, process: target.process.clone(), runs }, target))
         })
@@ -411,15 +431,16 @@ impl Host for LiveHost {
     }
 
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, LiveError> {
-        let mut outcome = Outcome::default();
+        let mut outcome = std::mem::take(&mut self.withdrawn);
         if matches!(self.actuator, Actuator::Act { stood_down: true, .. }) {
             let busy = |&change| ChangeResult { change, marking: Marking::Busy };
             outcome.marked = actions.mark.iter().map(busy).collect();
-            outcome.unmarked = actions.unmark.iter().map(busy).collect();
+            outcome.unmarked.extend(actions.unmark.iter().map(busy));
             return Ok(outcome);
         }
         outcome.marked = self.change(&actions.mark, true, actions.stop, &mut outcome);
-        outcome.unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
+        let unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
+        outcome.unmarked.extend(unmarked);
         if let Actuator::Act { controller, .. } = &self.actuator {
             controller.order(actions.scan);
             if !actions.moves.is_empty() {
@@ -444,11 +465,17 @@ impl Host for LiveHost {
     }
 }
 
+/// A scope with users by number. A user that does not exist is reported when the scope is resolved.
+fn by_number(scope: &ScopeSpec) -> ScopeSpec {
+    let users = scope.users.iter().filter_map(|user| user_id(user).ok()).map(|id| id.to_string()).collect();
+    ScopeSpec { users, ..scope.clone() }
+}
+
 fn elapsed_ns(began: Instant) -> u64 {
     u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Raises the soft limit of open files to the hard limit: two files of each target are held open, and three more of those
+/// Raises the soft limit of open files to the hard limit: three files of each target are held open, and three more of those
 /// read most recently. The default of 1024 exists for programs that use select(2).
 fn raise_descriptor_limit() {
     // SAFETY: all-zero is a valid rlimit; both calls access only it.

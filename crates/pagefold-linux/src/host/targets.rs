@@ -4,25 +4,30 @@
 //! 10 ns per present page. So it is read only when something cheaper shows a change: statm (1 us through the open file),
 //! whose sizes change with nearly every mapping that is created, removed or grows, and from time to time maps (some
 //! 20 us), which shows the rest. Each of the three has its share of a core, for all processes together.
+//!
+//! Flags that a program sets on a whole mapping change neither. They are found because the CPU time of a process is the
+//! same as before unless it has run: a process that has run is surveyed again after a while, whatever else shows. The same
+//! sign tells when the process itself must be looked at again: [`super::identity`].
 
 use super::restless::Restless;
+use crate::host::identity::{Identity, Owed, Watch};
 use crate::host::regions::{Tracked, follow, stretches};
 use crate::os::abandonable::{Pending, run_abandonable};
-use crate::os::cpu::own_cpu_ns;
+use crate::os::cpu::{own_cpu_ns, process_cpu_ns};
+use crate::proc::image::AddressSpace;
 use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::pagemap::Pagemap;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::statm::Sizes;
 use crate::scope::Scoped;
-use crate::scope::deny_list::DenyList;
-use crate::scope::exclude::{Exclusion, process_exclusion};
+use crate::scope::exclude::{Exclusion, vma_exclusion};
+use crate::scope::exe::Exe;
 use pagefold_core::host::Span;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Resident pages are counted again if their number has changed by at least this, pages.
@@ -35,6 +40,12 @@ const DRIFT_SHARE: u64 = 3_333;
 const MAPS_SHARE: u64 = 10_000;
 /// Shortest time between checks of the list of mappings, nanoseconds.
 const MAPS_MIN_NS: u64 = 1_000_000_000;
+/// Mappings of a process that has run are surveyed again after this time for changed flags, nanoseconds, and these surveys
+/// may take 1/`FLAGS_SHARE` of the time.
+const FLAGS_NS: u64 = 10_000_000_000;
+const FLAGS_SHARE: u64 = 1_000;
+/// The same for any process, since another one may register its memory with userfaultfd, nanoseconds.
+const FLAGS_MAX_NS: u64 = 300_000_000_000;
 
 /// One process in scope.
 #[derive(Debug)]
@@ -48,17 +59,23 @@ pub struct Target {
     /// Name, safe to print.
     pub name: String,
     /// Executable.
-    pub exe: Option<PathBuf>,
-    /// Effective user when it came into scope.
+    pub exe: Option<Exe>,
+    /// Effective user.
     pub uid: u32,
-    /// Cgroup when it came into scope.
+    /// Cgroup.
     pub cgroup: Option<String>,
+    /// Rules that match it by name only and do not apply: a sentence for each.
+    pub passed_over: Vec<String>,
     /// Why the process is left alone, if it is. Updated with its mappings.
     pub exclusion: Option<Exclusion>,
     /// Regions, ascending.
     pub regions: Vec<Tracked>,
     /// Mappings left alone, and why: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
+    /// Marks that must be removed.
+    pub owed: Option<Owed>,
+    pub(super) identity: Identity,
+    pub(super) space: Option<AddressSpace>,
     statm: Option<File>,
     surveyed: Option<Surveyed>,
     /// Pages by which the address space has been smaller at some time since the last survey.
@@ -74,6 +91,8 @@ struct Surveyed {
     at_ns: u64,
     /// CPU time of the survey.
     cost_ns: u64,
+    /// CPU time of the process before it.
+    cpu_ns: Option<u64>,
     sizes: Sizes,
     /// Hash of the list of mappings.
     maps: u64,
@@ -100,9 +119,13 @@ impl Target {
             exe: scoped.exe,
             uid: scoped.uid,
             cgroup: scoped.cgroup,
+            passed_over: Vec::new(),
             exclusion: None,
             regions: Vec::new(),
             left_out: Vec::new(),
+            owed: None,
+            identity: Identity::new(scoped.named),
+            space: None,
             statm: None,
             surveyed: None,
             dipped: 0,
@@ -114,6 +137,11 @@ impl Target {
     /// Whether a read of its memory has not returned yet.
     pub(crate) fn is_stuck(&self) -> bool {
         self.stuck.as_ref().is_some_and(|pending| !pending.is_over())
+    }
+
+    /// Whether its memory may be read now: not by the verdict on the program that it ran before an exec.
+    pub(crate) fn may_be_read(&self) -> bool {
+        !self.is_stuck() && !self.is_barred() && !self.runs_another_program()
     }
 
     /// Records that a read of its memory does not return. The next survey reports it.
@@ -138,8 +166,8 @@ impl Target {
         Err(ReadError::from_io(self.process.pid(), "smaps", source))
     }
 
-    /// Surveys the mappings again if they have changed; returns whether it did. `processes` is the number of targets that
-    /// share the time for this.
+    /// Looks at the process again if it is time, and surveys its mappings again if they have changed; returns whether what is
+    /// known has changed. `processes` is the number of targets that share the time for this.
     ///
     /// # Errors
     /// [`ReadError::Vanished`] if the process has ended.
@@ -147,7 +175,7 @@ impl Target {
         &mut self,
         now_ns: u64,
         processes: u64,
-        deny: &DenyList,
+        watch: &mut Watch<'_>,
         new_key: impl FnMut() -> RegionKey,
     ) -> Result<bool, ReadError> {
         let sizes = self.sizes()?;
@@ -155,20 +183,34 @@ impl Target {
         if sizes.resident == 0 && !self.process.is_alive() {
             return Err(ReadError::Vanished { pid: self.process.pid() });
         }
+        let mut changed = self.notice_exec();
+        let looked = self.look_is_due(now_ns);
+        if looked {
+            changed |= self.look(now_ns, processes, watch)?;
+        }
+        if self.is_barred() {
+            return Ok(changed);
+        }
         let mut restless = std::mem::take(&mut self.restless);
         let is_restless = restless.check(now_ns, sizes.mapped, || Ok(self.sizes()?.mapped));
         self.restless = restless;
         if is_restless? {
-            let changed = self.exclusion != Some(Exclusion::Restless);
+            changed |= self.exclusion != Some(Exclusion::Restless);
             self.exclusion = Some(Exclusion::Restless);
             self.regions.clear();
             self.invalidate();
             return Ok(changed);
         }
         if !self.survey_is_due(now_ns, processes, &sizes)? {
-            return Ok(false);
+            return Ok(changed);
         }
-        let before_ns = own_cpu_ns();
+        if !looked {
+            changed |= self.look(now_ns, processes, watch)?;
+            if self.is_barred() {
+                return Ok(changed);
+            }
+        }
+        let (before_ns, cpu_ns) = (own_cpu_ns(), process_cpu_ns(self.process.pid()));
         let maps = self.read(|process| {
             // Recent kernels read the list of mappings without the mmap lock. This read takes it, as the survey and the
             // injector do, so a locked map is found here. Other errors are reported by the survey.
@@ -177,11 +219,11 @@ impl Target {
         })?;
         let regrown = self.surveyed.as_ref().is_none_or(|surveyed| sizes.mapped >= surveyed.sizes.mapped);
         let dipped = std::mem::take(&mut self.dipped);
-        self.survey(deny, if regrown { dipped } else { 0 }, new_key)?;
+        changed |= self.survey(if regrown { dipped } else { 0 }, new_key)?;
         let cost_ns = own_cpu_ns() - before_ns;
         let next_maps_ns = now_ns + MAPS_MIN_NS;
-        self.surveyed = Some(Surveyed { at_ns: now_ns, cost_ns, sizes, maps, changed: false, next_maps_ns });
-        Ok(true)
+        self.surveyed = Some(Surveyed { at_ns: now_ns, cost_ns, cpu_ns, sizes, maps, changed: false, next_maps_ns });
+        Ok(changed)
     }
 
     /// Whether the mappings have changed and the share of the time allows a survey.
@@ -206,7 +248,10 @@ impl Target {
             } else if self.exclusion.is_some() || drift > RSS_CHANGE_PAGES.max(surveyed.sizes.resident / 64) {
                 DRIFT_SHARE
             } else {
-                return Ok(false);
+                let wait_ns = (surveyed.cost_ns * processes * FLAGS_SHARE).max(FLAGS_NS);
+                let has_run = || surveyed.cpu_ns.is_none() || surveyed.cpu_ns != process_cpu_ns(self.process.pid());
+                let is_due = now_ns >= surveyed.at_ns + wait_ns;
+                return Ok(is_due && (now_ns >= surveyed.at_ns + FLAGS_MAX_NS || has_run()));
             };
             return Ok(now_ns >= surveyed.at_ns + surveyed.cost_ns * processes * share);
         }
@@ -218,41 +263,46 @@ impl Target {
         self.surveyed = None;
     }
 
+    /// The same as soon as the share of the time allows.
+    pub(super) fn set_changed(&mut self) {
+        if let Some(surveyed) = &mut self.surveyed {
+            surveyed.changed = true;
+        }
+    }
+
     /// Reads the mappings.
     pub fn details(&mut self) -> Result<Vec<VmaDetail>, ReadError> {
         self.read(read_smaps)
     }
 
-    /// Reads exclusion and mappings and updates the regions. `replaced` pages have been unmapped and mapped again since the
-    /// last survey: regions of about that size get new keys, even at the same address.
-    fn survey(
-        &mut self,
-        deny: &DenyList,
-        replaced: u64,
-        mut new_key: impl FnMut() -> RegionKey,
-    ) -> Result<(), ReadError> {
-        self.exclusion = process_exclusion(&self.process, deny)?;
-        self.left_out.clear();
-        if self.exclusion.is_some() {
-            self.regions.clear();
-            return Ok(());
-        }
+    /// Reads the mappings and updates the regions; returns whether they have changed. `replaced` pages have been unmapped and
+    /// mapped again since the last survey: regions of about that size get new keys, even at the same address.
+    fn survey(&mut self, replaced: u64, mut new_key: impl FnMut() -> RegionKey) -> Result<bool, ReadError> {
+        let before = (self.exclusion.take(), std::mem::take(&mut self.left_out));
         let details = self.details()?;
         let exe = self.exe.as_deref().and_then(|exe| exe.file_name()).map_or(&b""[..], |name| name.as_encoded_bytes());
         let mut program = DefaultHasher::new();
-        self.exe.hash(&mut program);
+        self.exe.as_deref().hash(&mut program);
         let left_out = &mut self.left_out;
         let found = stretches(&details, exe, program.finish(), |detail, exclusion| {
             if exclusion != Exclusion::NothingAnonymous {
                 left_out.push((detail.vma.start, detail.anonymous_kib, exclusion));
             }
         });
-        self.regions = follow(&self.regions, found, &mut new_key);
+        let former = std::mem::take(&mut self.regions);
+        self.regions = follow(&former, found, &mut new_key);
         let sizes = replaced.max(1)..=2 * replaced;
         for tracked in self.regions.iter_mut().filter(|tracked| sizes.contains(&tracked.stretch.pages.0)) {
             tracked.key = new_key();
         }
-        Ok(())
+        let withdrawn = |detail: &VmaDetail| {
+            let exclusion = vma_exclusion(detail).filter(|_| detail.flags.has(*b"mg"));
+            exclusion.filter(Exclusion::withdraws_marks)
+        };
+        if let Some(reason) = details.iter().find_map(withdrawn).filter(|_| self.identity.is_marked()) {
+            self.owe(reason, false);
+        }
+        Ok(before.0.is_some() || before.1 != self.left_out || former != self.regions)
     }
 
     fn sizes(&mut self) -> Result<Sizes, ReadError> {

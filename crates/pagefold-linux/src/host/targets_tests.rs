@@ -1,6 +1,11 @@
 use super::*;
 use crate::host::restless::RESTLESS_NS;
+use crate::proc::Roots;
+use crate::scope::ScopeSpec;
+use crate::scope::deny_list::DenyList;
+use crate::scope::domain::{DEFAULT, DomainRules};
 use pagefold_core::units::Pages;
+use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
@@ -83,6 +88,8 @@ fn serve_requests(line: &UnixStream) -> ! {
                     }
                     continue;
                 }
+                b'k' => libc::mlock(last, BYTES) == 0,
+                b'w' => libc::madvise(last, BYTES, libc::MADV_WIPEONFORK) == 0,
                 b'u' => {
                     maps -= 1;
                     libc::munmap(last, BYTES) == 0
@@ -116,6 +123,7 @@ impl Watched {
             cgroup: None,
             domain: None,
             uid: 0,
+            named: true,
         };
         let mut watched =
             Self { child, target: Target::new(scoped, OwnerKey(1), DomainKey(0)), now_ns: 0, next_key: 0 };
@@ -125,7 +133,10 @@ impl Watched {
 
     fn refresh(&mut self) -> Result<bool, ReadError> {
         let next_key = &mut self.next_key;
-        self.target.refresh(self.now_ns, 1, &DenyList::new([]), || {
+        let (scope, roots, deny) = (ScopeSpec::default(), Roots::default(), DenyList::new([]));
+        let (rules, mut domains, marked) = (DomainRules::default(), vec![DEFAULT.to_owned()], HashMap::new());
+        let mut watch = Watch::new((&scope, &roots), &deny, (&rules, &mut domains), &marked);
+        self.target.refresh(self.now_ns, 1, &mut watch, || {
             *next_key += 1;
             RegionKey(*next_key)
         })
@@ -239,4 +250,23 @@ fn a_process_that_has_ended_is_vanished_whether_reaped_or_not() {
     // SAFETY: the child is ours.
     unsafe { libc::waitpid(watched.child.pid, std::ptr::null_mut(), 0) };
     assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
+}
+
+/// Locks and flags of whole mappings change neither sizes nor the list of mappings.
+#[test]
+fn flags_of_whole_mappings_are_found_in_a_bounded_time() {
+    for (request, limit_ns, why) in [(b'k', 2 * SECOND, Exclusion::Locked), (b'w', FLAGS_NS, Exclusion::WipeOnFork)] {
+        let mut watched = Watched::new();
+        watched.child.request(b'm');
+        assert!(watched.refresh_after(10 * SECOND));
+        assert!(watched.at(FIRST).is_some());
+        watched.refresh_after(FLAGS_NS);
+        watched.child.request(request);
+        for _ in 0..4 {
+            watched.refresh_after(limit_ns / 4);
+        }
+        watched.refresh_after(SECOND / 4);
+        assert!(watched.at(FIRST).is_none(), "{why}");
+        assert!(watched.target.left_out.iter().any(|(_, _, reason)| *reason == why), "{:?}", watched.target.left_out);
+    }
 }

@@ -3,6 +3,7 @@
 pub(crate) mod cgroup;
 pub mod cpu;
 pub mod headroom;
+pub(crate) mod image;
 pub mod kpageflags;
 pub(crate) mod ksm_stat;
 pub mod list;

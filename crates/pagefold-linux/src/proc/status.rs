@@ -21,6 +21,8 @@ pub struct Status {
     pub gids: [u32; 4],
     /// Permitted capabilities, one bit each.
     pub permitted: u64,
+    /// Memory locked by mlock, KiB; 0 for kernel threads and zombies.
+    pub locked_kib: u64,
 }
 
 impl Status {
@@ -46,6 +48,7 @@ impl Status {
             uids: four("Uid")?,
             gids: four("Gid")?,
             permitted: u64::from_str_radix(text_of("CapPrm")?, 16).map_err(|_| NOT_A_NUMBER)?,
+            locked_kib: field(text, "VmLck").map_or(Ok(0), kib)?,
         })
     }
 
@@ -53,6 +56,12 @@ impl Status {
     pub fn effective_uid(&self) -> u32 {
         self.uids[1]
     }
+}
+
+/// A number of KiB: `12 kB`.
+fn kib(text: &[u8]) -> Result<u64, &'static str> {
+    let number = text.trim_ascii().strip_suffix(b" kB").ok_or(NOT_A_NUMBER)?;
+    std::str::from_utf8(number.trim_ascii()).ok().and_then(|number| number.parse().ok()).ok_or(NOT_A_NUMBER)
 }
 
 /// Path of the executable as the kernel shows it, with ` (deleted)` appended if the file has been replaced. `None` for
@@ -107,13 +116,13 @@ mod tests {
     const TEXT: &[u8] =
         b"Name:\ta\\nUid:\t0\nUmask:\t0022\nState:\tS (sleeping)\nTgid:\t12\nNgid:\t0\nPid:\t12\nPPid:\t1\n\
         TracerPid:\t77\nUid:\t1000\t1001\t1002\t1003\nGid:\t5\t6\t7\t8\n\
-        CapInh:\t0000000000000000\nCapPrm:\t000001ffffffffff\n";
+        VmLck:\t      64 kB\nCapInh:\t0000000000000000\nCapPrm:\t000001ffffffffff\n";
 
     #[test]
     fn status_is_parsed() {
         let status = Status::parse(TEXT).unwrap();
         assert_eq!((status.thread_group, status.tracer, status.effective_uid()), (12, 77, 1001));
-        assert_eq!((status.gids, status.permitted), ([5, 6, 7, 8], 0x1ff_ffff_ffff));
+        assert_eq!((status.gids, status.permitted, status.locked_kib), ([5, 6, 7, 8], 0x1ff_ffff_ffff, 64));
         assert!(Status::parse(b"Tgid:\t1\n").is_err());
     }
 

@@ -1,11 +1,12 @@
 //! Extended attributes of cgroups: `user.pagefold.avoid`, `user.pagefold.include` and `user.pagefold.domain`.
 
-use crate::os::peer::own_uid;
 use crate::proc::cgroup::Cgroup;
 use crate::proc::status::printable;
+use crate::scope::exe::is_roots_alone;
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fs;
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
@@ -13,7 +14,29 @@ use std::path::{Component, Path, PathBuf};
 /// Extended attributes of cgroups, each read once.
 pub(super) struct Attributes<'a> {
     root: &'a Path,
-    seen: HashMap<(PathBuf, &'static str), Option<Vec<u8>>>,
+    seen: HashMap<PathBuf, Labels>,
+}
+
+/// The attributes of one cgroup.
+#[derive(Clone, Debug, Default)]
+struct Labels {
+    avoid: bool,
+    include: bool,
+    domain: Option<String>,
+}
+
+impl Labels {
+    /// Reads them. `include` and `domain` grant something, so they count only where root alone can set them: the owner of
+    /// a delegated cgroup could override the administrator's `avoid` above it, or join a domain of others.
+    fn of(directory: &Path) -> Self {
+        let yes = |name| xattr(directory, name).is_some_and(|value| means_yes(&value));
+        let (avoid, include, domain) =
+            (yes("user.pagefold.avoid"), yes("user.pagefold.include"), xattr(directory, "user.pagefold.domain"));
+        let grants = (include || domain.is_some())
+            && fs::metadata(directory).is_ok_and(|found| is_roots_alone(found.uid(), found.mode()));
+        let domain = domain.filter(|_| grants).map(|name| printable(&name));
+        Self { avoid, include: include && grants, domain }
+    }
 }
 
 impl<'a> Attributes<'a> {
@@ -25,33 +48,23 @@ impl<'a> Attributes<'a> {
     /// The cgroup that excludes the process, if any. In each hierarchy the nearest attribute decides.
     pub(super) fn avoided(&mut self, cgroups: &[Cgroup]) -> Option<String> {
         cgroups.iter().find_map(|cgroup| {
-            self.nearest(cgroup, |attributes, directory| {
+            self.nearest(cgroup, |labels, directory| match labels {
                 // If one cgroup has both attributes, avoid takes precedence.
-                if attributes.get(directory, "user.pagefold.avoid").is_some_and(|value| means_yes(&value)) {
-                    Some(Some(directory.display().to_string()))
-                } else {
-                    let include = attributes.get(directory, "user.pagefold.include");
-                    include.filter(|value| means_yes(value)).map(|_| None)
-                }
+                Labels { avoid: true, .. } => Some(Some(directory.display().to_string())),
+                Labels { include: true, .. } => Some(None),
+                _ => None,
             })
             .flatten()
         })
     }
 
-    /// The trust domain set by the nearest cgroup. Attributes of cgroups owned by another user are ignored: that user
-    /// could join a domain of others.
+    /// The trust domain set by the nearest cgroup.
     pub(super) fn domain(&mut self, cgroups: &[Cgroup]) -> Option<String> {
-        cgroups.iter().find_map(|cgroup| {
-            self.nearest(cgroup, |attributes, directory| {
-                let named = attributes.get(directory, "user.pagefold.domain")?;
-                let owner = fs::metadata(directory).ok()?.uid();
-                [0, own_uid()].contains(&owner).then(|| printable(&named))
-            })
-        })
+        cgroups.iter().find_map(|cgroup| self.nearest(cgroup, |labels, _| labels.domain.clone()))
     }
 
     /// Calls `find` with the directory of the cgroup and then with its parents up to the root of the hierarchy.
-    fn nearest<T>(&mut self, cgroup: &Cgroup, mut find: impl FnMut(&mut Self, &Path) -> Option<T>) -> Option<T> {
+    fn nearest<T>(&mut self, cgroup: &Cgroup, mut find: impl FnMut(&Labels, &Path) -> Option<T>) -> Option<T> {
         let inner = Path::new(&cgroup.path).strip_prefix("/").ok()?;
         // Paths outside our cgroup namespace begin with "..": directories of the same name here are different ones.
         if inner.components().any(|part| !matches!(part, Component::Normal(_))) {
@@ -59,11 +72,11 @@ impl<'a> Attributes<'a> {
         }
         let root = self.root;
         let mount = cgroup.mounts().into_iter().map(|mount| root.join(mount)).find(|mount| mount.is_dir())?;
-        inner.ancestors().find_map(|below| find(self, &mount.join(below)))
-    }
-
-    fn get(&mut self, directory: &Path, name: &'static str) -> Option<Vec<u8>> {
-        self.seen.entry((directory.to_owned(), name)).or_insert_with(|| xattr(directory, name)).clone()
+        inner.ancestors().find_map(|below| {
+            let directory = mount.join(below);
+            let labels = self.seen.entry(directory.clone()).or_insert_with(|| Labels::of(&directory));
+            find(labels, &directory)
+        })
     }
 }
 
@@ -76,10 +89,18 @@ fn means_yes(value: &[u8]) -> bool {
 fn xattr(path: &Path, name: &str) -> Option<Vec<u8>> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
     let name = CString::new(name).ok()?;
-    // The kernel's limit for values: with a smaller buffer, longer values would fail.
-    let mut value = vec![0u8; 64 << 10];
-    // SAFETY: path and name are NUL-terminated; the buffer has the given length.
-    let length = unsafe { libc::getxattr(path.as_ptr(), name.as_ptr(), value.as_mut_ptr().cast(), value.len()) };
-    value.truncate(usize::try_from(length).ok()?);
-    Some(value)
+    // Most have no value or a short one. With a smaller buffer than the kernel's limit, longer ones fail.
+    for size in [256, 64 << 10] {
+        let mut value = vec![0u8; size];
+        // SAFETY: path and name are NUL-terminated; the buffer has the given length.
+        let length = unsafe { libc::getxattr(path.as_ptr(), name.as_ptr(), value.as_mut_ptr().cast(), value.len()) };
+        if let Ok(length) = usize::try_from(length) {
+            value.truncate(length);
+            return Some(value);
+        }
+        if io::Error::last_os_error().raw_os_error() != Some(libc::ERANGE) {
+            return None;
+        }
+    }
+    None
 }

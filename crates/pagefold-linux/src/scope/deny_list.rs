@@ -93,7 +93,7 @@ impl DenyList {
     }
 
     /// Adds entries that take precedence over the existing ones. Of the new entries, `denied` takes precedence over
-    /// `allowed`.
+    /// `allowed`, which match only executables that root alone can change (see [`super::exe`]).
     #[must_use]
     pub fn with(self, denied: &[String], allowed: &[String]) -> Self {
         let entries = |names: &[String], denied| {
@@ -103,8 +103,9 @@ impl DenyList {
     }
 
     /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so it is
-    /// denied by longer entries that begin with it, but not allowed by them: the full name may differ.
-    pub fn entry_for(&self, name: &[u8]) -> Option<&str> {
+    /// denied by longer entries that begin with it, but not allowed by them: the full name may differ. `is_trusted` says
+    /// whether it is the name of an executable that root alone can change: any user can give any name to another.
+    pub fn entry_for(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> Option<&str> {
         const COMM_MOST: usize = 15;
         let matches = |entry: &&Entry| {
             if let Some(start) = entry.name.strip_suffix('*') {
@@ -113,7 +114,11 @@ impl DenyList {
             let truncated = || entry.denied && name.len() == COMM_MOST && entry.name.as_bytes().starts_with(name);
             name == entry.name.as_bytes() || truncated()
         };
-        self.entries.iter().find(matches).filter(|entry| entry.denied).map(|entry| entry.name.as_str())
+        let mut matching = self.entries.iter().filter(matches);
+        matching
+            .find(|entry| entry.denied || is_trusted())
+            .filter(|entry| entry.denied)
+            .map(|entry| entry.name.as_str())
     }
 }
 
@@ -154,30 +159,38 @@ mod tests {
             "chrome_crashpad_handler",
             "chromium",
         ] {
-            assert!(deny.entry_for(denied.as_bytes()).is_some(), "{denied}");
+            assert!(deny.entry_for(denied.as_bytes(), || true).is_some(), "{denied}");
         }
         for free in ["", "sshx", "bash", "redis-server", "qemu-system-x86_64", "java", "my-firefox", "opus"] {
-            assert_eq!(deny.entry_for(free.as_bytes()), None, "{free}");
+            assert_eq!(deny.entry_for(free.as_bytes(), || true), None, "{free}");
         }
         let list = DenyList::new(["a-very-long-program-name".into()]);
-        assert!(list.entry_for(b"a-very-long-pro").is_some(), "truncated by the kernel");
-        assert!(list.entry_for(b"a-very-long").is_none());
+        assert!(list.entry_for(b"a-very-long-pro", || true).is_some(), "truncated by the kernel");
+        assert!(list.entry_for(b"a-very-long", || true).is_none());
     }
 
     #[test]
     fn added_entries_take_precedence() {
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
         let list = DenyList::default().with(&names(&["mine*"]), &names(&["vault", "chrome-headless"]));
-        assert_eq!(list.entry_for(b"mine-2"), Some("mine*"));
-        assert_eq!(list.entry_for(b"vault"), None);
-        assert_eq!((list.entry_for(b"chrome-headless"), list.entry_for(b"chrome")), (None, Some("chrome*")));
-        assert_eq!(list.entry_for(b"ssh-agent"), Some("ssh-agent"), "the others stay");
+        assert_eq!(list.entry_for(b"mine-2", || true), Some("mine*"));
+        assert_eq!(list.entry_for(b"vault", || true), None);
+        assert_eq!(list.entry_for(b"vault", || false), Some("vault"), "a program that its user named so");
+        assert_eq!(
+            (list.entry_for(b"chrome-headless", || true), list.entry_for(b"chrome", || true)),
+            (None, Some("chrome*"))
+        );
+        assert_eq!(list.entry_for(b"ssh-agent", || true), Some("ssh-agent"), "the others stay");
         let again = list.with(&names(&["vault"]), &names(&["mine-2"]));
-        assert_eq!((again.entry_for(b"vault"), again.entry_for(b"mine-2")), (Some("vault"), None), "later entries win");
-        assert_eq!(again.entry_for(b"mine-3"), Some("mine*"));
+        assert_eq!(
+            (again.entry_for(b"vault", || true), again.entry_for(b"mine-2", || true)),
+            (Some("vault"), None),
+            "later entries win"
+        );
+        assert_eq!(again.entry_for(b"mine-3", || true), Some("mine*"));
         // A truncated name may be that of a program that is not allowed.
         let list = DenyList::new(names(&["systemd-homewor*"])).with(&[], &names(&["systemd-homeworks"]));
-        assert_eq!(list.entry_for(b"systemd-homewor"), Some("systemd-homewor*"));
+        assert_eq!(list.entry_for(b"systemd-homewor", || true), Some("systemd-homewor*"));
     }
 
     #[test]

@@ -2,10 +2,14 @@
 //! to learn the contents of the other's pages.
 //!
 //! The domain of a process is the first of: the attribute `user.pagefold.domain` of its cgroup or the nearest one above,
-//! the first rule that matches, the user if that is configured, and [`DEFAULT`].
+//! the first rule that matches, the user if that is configured, and [`DEFAULT`]. A rule by executable matches only a file
+//! that root alone can change ([`super::exe`]): otherwise any user could join the domain by naming a program so.
 
 use crate::proc::Roots;
-use crate::scope::{Scoped, runs};
+use crate::proc::status::printable;
+use crate::scope::Scoped;
+use crate::scope::exe::{Exe, Matching};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
 /// Domain of processes that no attribute or rule assigns to another.
@@ -36,7 +40,7 @@ pub enum Selector {
     Cgroup(PathBuf),
     /// Processes with this effective user.
     User(u32),
-    /// Processes that run this program: absolute path, base name or command name.
+    /// Processes that run this program: absolute path or base name, of a file that root alone can change.
     Exe(String),
 }
 
@@ -50,9 +54,18 @@ pub struct DomainFacts<'a> {
     /// Effective user.
     pub uid: u32,
     /// Executable.
-    pub exe: Option<&'a Path>,
+    pub exe: Option<&'a Exe>,
     /// Command name.
     pub name: &'a str,
+}
+
+/// The domain of a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Assigned {
+    /// Its name.
+    pub name: String,
+    /// Rules that match the process by name only and were passed over: a sentence for each.
+    pub passed_over: Vec<String>,
 }
 
 impl<'a> From<&'a Scoped> for DomainFacts<'a> {
@@ -61,7 +74,7 @@ impl<'a> From<&'a Scoped> for DomainFacts<'a> {
             attribute: scoped.domain.as_deref(),
             cgroup: scoped.cgroup.as_deref(),
             uid: scoped.uid,
-            exe: scoped.exe.as_deref(),
+            exe: scoped.exe.as_ref(),
             name: &scoped.name,
         }
     }
@@ -70,15 +83,29 @@ impl<'a> From<&'a Scoped> for DomainFacts<'a> {
 impl DomainRules {
     /// Name of the domain of a process.
     pub fn domain_of<'a>(&self, process: impl Into<DomainFacts<'a>>) -> String {
+        self.assign(process).name
+    }
+
+    /// The domain of a process, and why rules that seem to match do not.
+    pub fn assign<'a>(&self, process: impl Into<DomainFacts<'a>>) -> Assigned {
         let facts = process.into();
+        let mut passed_over = Vec::new();
         if let Some(name) = facts.attribute.filter(|name| !name.is_empty()) {
-            return name.to_owned();
+            return Assigned { name: name.to_owned(), passed_over };
         }
-        match self.rules.iter().find(|rule| rule.selector.matches(&facts)) {
-            Some(rule) => rule.name.clone(),
-            None if self.by_user => format!("user:{}", facts.uid),
-            None => DEFAULT.to_owned(),
+        for DomainRule { name, selector } in &self.rules {
+            match selector.matches(&facts) {
+                Matching::Yes => return Assigned { name: name.clone(), passed_over },
+                Matching::No => {}
+                Matching::NameOnly(why) => {
+                    let exe = facts.exe.map(|exe| printable(exe.as_os_str().as_bytes())).unwrap_or_default();
+                    let name = printable(name.as_bytes());
+                    passed_over.push(format!("The rule for trust domain {name} does not apply: {exe} {why}."));
+                }
+            }
         }
+        let name = if self.by_user { format!("user:{}", facts.uid) } else { DEFAULT.to_owned() };
+        Assigned { name, passed_over }
     }
 }
 
@@ -99,12 +126,15 @@ impl Selector {
         Self::Cgroup(Path::new("/").join(own))
     }
 
-    fn matches(&self, facts: &DomainFacts<'_>) -> bool {
-        match self {
+    fn matches(&self, facts: &DomainFacts<'_>) -> Matching {
+        let matches = match self {
             Self::Cgroup(path) => facts.cgroup.is_some_and(|cgroup| is_below(cgroup, path)),
             Self::User(uid) => facts.uid == *uid,
-            Self::Exe(exe) => runs(exe, facts.exe, facts.name.as_bytes()),
-        }
+            Self::Exe(selector) => {
+                return facts.exe.map_or(Matching::No, |exe| exe.matches(selector, facts.name.as_bytes()));
+            }
+        };
+        if matches { Matching::Yes } else { Matching::No }
     }
 }
 
@@ -119,6 +149,7 @@ fn is_below(cgroup: &str, selected: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::proc::process::Process;
 
     const WEB: DomainFacts<'_> = DomainFacts {
         attribute: None,
@@ -127,6 +158,11 @@ mod tests {
         exe: None,
         name: "nginx",
     };
+
+    fn own_exe() -> Exe {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        Exe::of(&own).unwrap().unwrap()
+    }
 
     fn rule(name: &str, selector: Selector) -> DomainRule {
         DomainRule { name: name.to_owned(), selector }
@@ -142,16 +178,17 @@ mod tests {
 
     #[test]
     fn attributes_precede_rules_and_the_first_rule_decides() {
+        let own = own_exe();
         let rules = DomainRules {
             by_user: true,
             rules: vec![
-                rule("a", Selector::Exe("redis-server".into())),
+                rule("a", Selector::Exe(own.to_str().unwrap().to_owned())),
                 rule("b", Selector::Cgroup("/system.slice/web.service".into())),
                 rule("c", Selector::User(33)),
             ],
         };
         assert_eq!(rules.domain_of(WEB), "b");
-        assert_eq!(rules.domain_of(DomainFacts { name: "redis-server", ..WEB }), "a");
+        assert_eq!(rules.domain_of(DomainFacts { exe: Some(&own), ..WEB }), "a");
         assert_eq!(rules.domain_of(DomainFacts { cgroup: None, ..WEB }), "c");
         assert_eq!(rules.domain_of(DomainFacts { attribute: Some("d"), ..WEB }), "d");
         // An empty value.
@@ -166,6 +203,7 @@ mod tests {
         let holds = |named: &str, cgroup| {
             let named = named.replace("MOUNT", mount.path().to_str().unwrap());
             Selector::cgroup(Path::new(&named), &roots).matches(&DomainFacts { cgroup: Some(cgroup), ..WEB })
+                == Matching::Yes
         };
         let both = |named: &str| {
             assert!(holds(named, "/a/b") && holds(named, "/a/b/c"), "{named}");
@@ -183,12 +221,34 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_selected_by_path_or_name() {
-        let selects = |selector: &str| {
-            let facts = DomainFacts { exe: Some(Path::new("/usr/sbin/nginx")), ..WEB };
-            Selector::Exe(selector.into()).matches(&facts)
+    fn a_program_that_its_user_named_falls_to_the_next_rule() {
+        // No executable: a name set by the program itself.
+        let rules = DomainRules { by_user: true, rules: vec![rule("web", Selector::Exe("nginx".into()))] };
+        assert_eq!(rules.domain_of(WEB), "user:33");
+        let copy = tempfile::tempdir().unwrap();
+        let path = copy.path().join("nginx");
+        std::fs::copy("/bin/sleep", &path).unwrap();
+        let is_root = std::os::unix::fs::chown(&path, Some(33), None).is_ok();
+        let mut child = loop {
+            match std::process::Command::new(&path).arg("60").spawn() {
+                Err(error) if error.kind() == std::io::ErrorKind::ExecutableFileBusy => std::thread::yield_now(),
+                child => break child.unwrap(),
+            }
         };
-        assert!(selects("nginx") && selects("/usr/sbin/nginx"));
-        assert!(!selects("/usr/bin/nginx") && !selects("ngin"));
+        let process = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+        let exe = loop {
+            let exe = Exe::of(&process).unwrap().unwrap();
+            if exe.ends_with("nginx") {
+                break exe;
+            }
+        };
+        let assigned = rules.assign(DomainFacts { exe: Some(&exe), ..WEB });
+        child.kill().unwrap();
+        child.wait().unwrap();
+        if is_root {
+            assert_eq!(assigned.name, "user:33");
+            let [why] = &assigned.passed_over[..] else { panic!("{assigned:?}") };
+            assert!(why.contains("trust domain web does not apply") && why.contains("belongs to user 33"), "{why}");
+        }
     }
 }

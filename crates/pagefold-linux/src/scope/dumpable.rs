@@ -9,21 +9,27 @@
 //!
 //! The attribute remains unknown for root's processes in containers with a user namespace, for processes with mixed
 //! users, and for processes of our own user that have capabilities which we have dropped (the check fails for these as
-//! well). [`ask_inside`] makes such a process query it, which stops it once. If that is not possible the result is
-//! `Unknown`; the deny list and the rules for mappings still apply.
+//! well). [`ask_inside`] makes such a process query it, which stops it once. If that is not possible, for example while it
+//! sleeps uninterruptibly, the result is `Unknown`, and the process is left alone until it has answered.
 
 use crate::inject::{Call, Injector, InjectorHandle, Limits};
+use crate::proc::image::image_of;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::Status;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
-/// How long the result of a query is valid, as the attribute can change.
-const ANSWER_VALID: Duration = Duration::from_secs(60);
-/// Limits of a query. A process that does not stop in time is queried again after [`ANSWER_VALID`].
+/// An answer is asked for again after this time, as the attribute can change.
+const ANSWER_FRESH: Duration = Duration::from_secs(60);
+/// How long an answer is valid while the process cannot be asked again.
+const ANSWER_VALID: Duration = Duration::from_secs(75);
+/// The first pause after a process could not be asked. It doubles, up to [`ANSWER_FRESH`].
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// Limits of a query.
 const ASKING: Limits = Limits { stop_ns: 20_000_000, call_ns: 100_000_000, calls_per_stop: 1 };
 
 thread_local! {
@@ -33,8 +39,19 @@ thread_local! {
 /// The injector that this thread queries through, and the answers so far.
 struct Asker {
     injector: InjectorHandle,
-    /// By pid: start time, time of the query, answer.
-    answers: BTreeMap<i32, (u64, Instant, Dumpable)>,
+    /// By pid.
+    answers: BTreeMap<i32, Answer>,
+}
+
+/// What one process has answered.
+struct Answer {
+    /// Start time, and the program that it runs.
+    of: (u64, u64),
+    /// The last answer, and when it was given.
+    last: Option<(Dumpable, Instant)>,
+    /// When to ask again, and the pause after that if it fails.
+    next: Instant,
+    pause: Duration,
 }
 
 /// Makes [`ask_inside`] use this injector in the calling thread.
@@ -43,27 +60,54 @@ pub fn ask_through(injector: &Injector) {
 }
 
 /// Makes the process query its attribute (PR_GET_DUMPABLE), if this thread has an injector. Stops the process for some tens
-/// of microseconds, at most once a minute.
+/// of microseconds, once a minute. If it cannot be asked, earlier answers of the same program are valid for a while, and it
+/// is asked again after pauses that double.
 pub fn ask_inside(process: &Process) -> Dumpable {
     ASKER.with_borrow_mut(|asker| asker.as_mut().map_or(Dumpable::Unknown, |asker| asker.ask(process)))
 }
 
 impl Asker {
     fn ask(&mut self, process: &Process) -> Dumpable {
-        let (pid, start) = (process.pid(), process.start_time_ticks());
-        self.answers.retain(|_, (_, at, _)| at.elapsed() < ANSWER_VALID);
-        if let Some((.., answer)) = self.answers.get(&pid).filter(|(of, ..)| *of == start) {
-            return *answer;
+        // A process whose program is not readable is not asked.
+        let Ok(image) = image_of(process) else { return Dumpable::Unknown };
+        let (pid, of) = (process.pid(), (process.start_time_ticks(), image));
+        let now = Instant::now();
+        self.answers.retain(|_, answer| now < answer.next + ANSWER_FRESH);
+        let known = self.answers.remove(&pid).filter(|answer| answer.of == of);
+        let mut answer = known.unwrap_or(Answer { of, last: None, next: now, pause: FIRST_PAUSE });
+        if now >= answer.next {
+            answer.query(now, || {
+                let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
+                let results = self.injector.run(process, &[call], &ASKING).map(|report| report.results).ok()?;
+                // The answer is that of the program that runs now only if no other was executed meanwhile.
+                let is_same = image_of(process).is_ok_and(|now| now == image);
+                match results[..] {
+                    [Ok(1)] if is_same => Some(Dumpable::Yes),
+                    // 2: only root may read its dumps, as after a change of users.
+                    [Ok(0 | 2)] => Some(Dumpable::No),
+                    _ => None,
+                }
+            });
         }
-        let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
-        let answer = match self.injector.run(process, &[call], &ASKING).map(|report| report.results) {
-            Ok(results) if results == [Ok(1)] => Dumpable::Yes,
-            // 2: only root may read its dumps, as after a change of users.
-            Ok(results) if matches!(results[..], [Ok(0 | 2)]) => Dumpable::No,
-            _ => Dumpable::Unknown,
-        };
-        self.answers.insert(pid, (start, Instant::now(), answer));
-        answer
+        let valid = answer.valid(now);
+        self.answers.insert(pid, answer);
+        valid
+    }
+}
+
+impl Answer {
+    fn query(&mut self, now: Instant, ask: impl FnOnce() -> Option<Dumpable>) {
+        if let Some(dumpable) = ask() {
+            self.last = Some((dumpable, now));
+            (self.next, self.pause) = (now + ANSWER_FRESH, FIRST_PAUSE);
+        } else {
+            self.next = now + self.pause;
+            self.pause = (self.pause * 2).min(ANSWER_FRESH);
+        }
+    }
+
+    fn valid(&self, now: Instant) -> Dumpable {
+        self.last.filter(|(_, at)| now < *at + ANSWER_VALID).map_or(Dumpable::Unknown, |(dumpable, _)| dumpable)
     }
 }
 
@@ -90,10 +134,18 @@ pub fn dumpable(process: &Process, status: &Status) -> Result<Dumpable, ReadErro
     // Equal owners say nothing if the user is the root that files of processes that are not dumpable belong to.
     let namespace_root = root_of(&process.read_file("uid_map")?);
     Ok(match user {
-        0 => check_access(process.pid(), status),
+        // The kernel's check passes for whoever owns its user namespace, dumpable or not.
+        0 if is_in_our_user_namespace(process)? => check_access(process.pid(), status),
+        0 => Dumpable::Unknown,
         user if Some(user) == namespace_root => Dumpable::Unknown,
         _ => Dumpable::Yes,
     })
+}
+
+fn is_in_our_user_namespace(process: &Process) -> Result<bool, ReadError> {
+    let found = process.open_file("ns/user")?.metadata();
+    let found = found.map_err(|error| ReadError::from_io(process.pid(), "ns/user", error))?;
+    Ok(fs::metadata("/proc/self/ns/user").is_ok_and(|own| (own.dev(), own.ino()) == (found.dev(), found.ino())))
 }
 
 /// The outside user ID of a namespace's root from the text of `/proc/PID/uid_map`: lines of inside, outside, count.

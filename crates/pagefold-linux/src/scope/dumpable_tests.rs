@@ -75,3 +75,26 @@ fn the_root_of_a_user_namespace_is_found() {
     assert_eq!(root_of(b""), None);
     assert_eq!(root_of(b"\xff\n0\n0 x"), None);
 }
+
+#[test]
+fn a_process_that_cannot_be_asked_is_unknown_and_asked_less_and_less_often() {
+    let start = Instant::now();
+    let mut answer = Answer { of: (1, 1), last: None, next: start, pause: FIRST_PAUSE };
+    let mut pauses = Vec::new();
+    for _ in 0..8 {
+        let now = answer.next;
+        answer.query(now, || None);
+        assert_eq!(answer.valid(now), Dumpable::Unknown);
+        pauses.push((answer.next - now).as_secs());
+    }
+    assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
+    // Answers are asked for again, and end if the process cannot be asked.
+    let now = answer.next;
+    answer.query(now, || Some(Dumpable::Yes));
+    assert_eq!((answer.valid(now), answer.next), (Dumpable::Yes, now + ANSWER_FRESH));
+    answer.query(now + ANSWER_FRESH, || None);
+    assert_eq!(answer.valid(now + ANSWER_FRESH), Dumpable::Yes);
+    assert_eq!(answer.valid(now + ANSWER_VALID), Dumpable::Unknown);
+    answer.query(now + ANSWER_VALID, || Some(Dumpable::No));
+    assert_eq!(answer.valid(now + ANSWER_VALID), Dumpable::No);
+}

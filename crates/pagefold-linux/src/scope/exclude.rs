@@ -6,8 +6,9 @@
 use super::deny_list::DenyList;
 use crate::proc::maps::VmaDetail;
 use crate::proc::process::{Process, ReadError};
-use crate::proc::status::{Status, exe_of, printable, program_name};
+use crate::proc::status::{Status, printable, program_name};
 use crate::scope::dumpable::{Dumpable, ask_inside, dumpable};
+use crate::scope::exe::Exe;
 use std::fmt;
 
 /// Why a process or a mapping is left alone. Displayed as one line.
@@ -19,6 +20,8 @@ pub enum Exclusion {
     Zombie,
     /// It has set itself not dumpable, or changed its user.
     NotDumpable,
+    /// Only the process itself can tell whether it is dumpable, and it cannot be asked now.
+    DumpableUnknown,
     /// Another process, such as a debugger, traces it; marks could not be set anyway.
     Traced {
         /// Thread ID of the tracer.
@@ -29,6 +32,20 @@ pub enum Exclusion {
         /// The entry that matches.
         entry: String,
     },
+    /// Its cgroup, or one above, has the attribute `user.pagefold.avoid`.
+    Avoided {
+        /// The cgroup.
+        cgroup: String,
+    },
+    /// It has left the scope: it has changed its user, executable or cgroup.
+    OutOfScope,
+    /// It has moved to another trust domain, and what was marked in the former one is not unmarked yet.
+    MovedDomain {
+        /// The new domain.
+        to: String,
+    },
+    /// It executed another program while it was being marked.
+    OtherProgram,
     /// The kernel denies reading it.
     NotReadable,
     /// It keeps its mmap lock, so reads of it do not return.
@@ -68,12 +85,46 @@ pub enum Exclusion {
     NothingAnonymous,
 }
 
+impl Exclusion {
+    /// Whether marks set before must not stay: memory that KSM may merge but nothing should. Other reasons only keep
+    /// pagefold from reading or marking for now.
+    pub fn withdraws_marks(&self) -> bool {
+        matches!(
+            self,
+            Self::NotDumpable
+                | Self::DenyListed { .. }
+                | Self::Avoided { .. }
+                | Self::OutOfScope
+                | Self::MovedDomain { .. }
+                | Self::OtherProgram
+                | Self::DontDump
+                | Self::WipeOnFork
+                | Self::Locked
+                | Self::UserFault
+        )
+    }
+
+    /// Whether it can end without the process having run.
+    pub(crate) fn may_pass(&self) -> bool {
+        matches!(self, Self::DumpableUnknown | Self::Traced { .. } | Self::NotReadable)
+    }
+}
+
 impl fmt::Display for Exclusion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::KernelThread => "kernel thread",
             Self::Zombie => "has ended",
             Self::NotDumpable => "not dumpable: its memory is private",
+            Self::DumpableUnknown => "cannot be asked now whether its memory is private (PR_GET_DUMPABLE)",
+            Self::Avoided { cgroup } => {
+                return write!(f, "its cgroup {} is to be avoided (user.pagefold.avoid)", printable(cgroup.as_bytes()));
+            }
+            Self::OtherProgram => "ran another program while it was being marked",
+            Self::OutOfScope => "no longer in scope",
+            Self::MovedDomain { to } => {
+                return write!(f, "moves to trust domain {}: unmarked first", printable(to.as_bytes()));
+            }
             Self::Traced { by } => return write!(f, "traced by process {by}"),
             Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
             Self::NotReadable => "cannot be read",
@@ -106,8 +157,12 @@ pub struct ProcessFacts {
     pub zombie: bool,
     pub dumpable: Dumpable,
     pub tracer: i32,
-    pub program: Vec<u8>,
+    pub comm: Vec<u8>,
+    pub exe: Option<Exe>,
     pub readable: bool,
+    pub uid: u32,
+    /// Locked memory, KiB.
+    pub locked_kib: u64,
 }
 
 impl ProcessFacts {
@@ -116,7 +171,7 @@ impl ProcessFacts {
         let stat = process.stat()?;
         let status = Status::of(process)?;
         let zombie = stat.has_ended();
-        let (exe, readable) = match exe_of(process) {
+        let (exe, readable) = match Exe::of(process) {
             Ok(exe) => (exe, true),
             Err(ReadError::Denied { .. }) => (None, false),
             Err(error) => return Err(error),
@@ -127,14 +182,18 @@ impl ProcessFacts {
             zombie,
             dumpable,
             tracer: status.tracer,
-            program: program_name(exe.as_deref(), &stat.comm),
+            comm: stat.comm,
+            exe,
             readable,
+            uid: status.effective_uid(),
+            locked_kib: status.locked_kib,
         })
     }
 }
 
 /// The rule that excludes a process with these facts, if any.
 pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion> {
+    let is_trusted = || facts.exe.as_ref().is_some_and(|exe| exe.trust().is_ok());
     if facts.kernel_thread {
         Some(Exclusion::KernelThread)
     } else if facts.zombie {
@@ -143,7 +202,7 @@ pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion>
         Some(Exclusion::NotDumpable)
     } else if facts.tracer != 0 {
         Some(Exclusion::Traced { by: facts.tracer })
-    } else if let Some(entry) = deny.entry_for(&facts.program) {
+    } else if let Some(entry) = deny.entry_for(&program_name(facts.exe.as_deref(), &facts.comm), is_trusted) {
         Some(Exclusion::DenyListed { entry: entry.to_owned() })
     } else if !facts.readable {
         Some(Exclusion::NotReadable)
@@ -154,13 +213,20 @@ pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion>
 
 /// Why a process must be left alone, if it must.
 pub fn process_exclusion(process: &Process, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
-    let facts = ProcessFacts::of(process)?;
-    let excluded = judge_process(&facts, deny);
-    // Last, because asking stops the process.
-    if excluded.is_none() && facts.dumpable == Dumpable::Unknown && ask_inside(process) == Dumpable::No {
-        return Ok(Some(Exclusion::NotDumpable));
-    }
-    Ok(excluded)
+    Ok(exclusion_of(process, &ProcessFacts::of(process)?, deny))
+}
+
+/// The same with facts that were just read.
+pub(crate) fn exclusion_of(process: &Process, facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion> {
+    judge_process(facts, deny).or_else(|| {
+        // Last, because asking stops the process.
+        let answer = if facts.dumpable == Dumpable::Unknown { ask_inside(process) } else { facts.dumpable };
+        match answer {
+            Dumpable::Yes => None,
+            Dumpable::No => Some(Exclusion::NotDumpable),
+            Dumpable::Unknown => Some(Exclusion::DumpableUnknown),
+        }
+    })
 }
 
 /// A mapping with MADV_DONTDUMP that is at least this large before marks split it is kept out of core dumps for its size,

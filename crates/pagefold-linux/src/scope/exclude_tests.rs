@@ -8,8 +8,11 @@ fn facts() -> ProcessFacts {
         zombie: false,
         dumpable: Dumpable::Yes,
         tracer: 0,
-        program: b"redis-server".to_vec(),
+        comm: b"redis-server".to_vec(),
+        exe: None,
         readable: true,
+        uid: 0,
+        locked_kib: 0,
     }
 }
 
@@ -24,7 +27,7 @@ fn each_rule_for_processes_excludes() {
     assert_eq!(judge(&ProcessFacts { dumpable: Dumpable::No, ..facts() }), Some(Exclusion::NotDumpable));
     assert_eq!(judge(&ProcessFacts { tracer: 7, ..facts() }), Some(Exclusion::Traced { by: 7 }));
     assert_eq!(judge(&ProcessFacts { readable: false, ..facts() }), Some(Exclusion::NotReadable));
-    let agent = ProcessFacts { program: b"ssh-agent".to_vec(), ..facts() };
+    let agent = ProcessFacts { comm: b"ssh-agent".to_vec(), ..facts() };
     assert_eq!(judge(&agent), Some(Exclusion::DenyListed { entry: "ssh-agent".into() }));
     assert_eq!(judge_process(&agent, &DenyList::new([])), None, "the list can be overridden");
 }

@@ -2,7 +2,8 @@
 //!
 //! A process is in scope if any selector matches it. A cgroup can exclude its processes from every scope by the
 //! extended attribute `user.pagefold.avoid`, and a cgroup below it can include its own again by `user.pagefold.include`:
-//! the nearest of the two decides. `user.pagefold.domain` sets the trust domain of a subtree.
+//! the nearest of the two decides. `user.pagefold.domain` sets the trust domain of a subtree. Whoever owns a cgroup may
+//! set `avoid`; the other two count only on cgroups that root alone can change. Executables are matched as [`exe`] says.
 //!
 //! The caller is left out unless selected by pid, and so are kernel threads and zombies, which have no memory. Processes
 //! that end during the resolution are skipped.
@@ -13,23 +14,21 @@ pub mod domain;
 pub mod dumpable;
 pub mod eligible;
 pub mod exclude;
+pub mod exe;
 pub mod new_processes;
+mod selection;
 mod selectors;
 
-pub(crate) use selectors::runs;
+pub(crate) use selection::{Candidate, CgroupFacts, Selection, cgroups_of};
 pub use selectors::user_id;
 
-use self::attributes::Attributes;
-use self::selectors::CgroupSelector;
+use self::exe::{Distrust, Exe};
 use crate::proc::Roots;
-use crate::proc::cgroup::parse_cgroups;
-use crate::proc::process::{Process, ReadError};
-use crate::proc::status::{Status, exe_of, printable};
-use std::collections::BTreeSet;
-use std::fs;
+use crate::proc::process::Process;
+use crate::proc::status::printable;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use thiserror::Error;
 
 /// The selectors of a scope.
@@ -73,13 +72,15 @@ pub struct Scoped {
     /// Command name, safe to print.
     pub name: String,
     /// Executable, if readable.
-    pub exe: Option<PathBuf>,
+    pub exe: Option<Exe>,
     /// Cgroup: the version 2 path or, if that is the root, the path in the version 1 memory hierarchy.
     pub cgroup: Option<String>,
     /// Trust domain set by an attribute of its cgroups.
     pub domain: Option<String>,
     /// Effective user.
     pub uid: u32,
+    /// Whether it is selected by pid.
+    pub named: bool,
 }
 
 /// Why a scope cannot be resolved.
@@ -104,6 +105,9 @@ pub enum ScopeError {
     /// No process matches the selectors.
     #[error("no process matches {0}")]
     NoMatch(String),
+    /// Processes match by name only.
+    #[error("no process matches {scope}: the executable of process {pid}, {exe}, {why}")]
+    NameOnly { scope: String, pid: i32, exe: String, why: Distrust },
     /// The process list cannot be read.
     #[error("cannot read {path}: {source}")]
     Io { path: String, source: io::Error },
@@ -119,114 +123,22 @@ pub fn resolve(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<Scoped>, ScopeErro
 
 /// The same, leaving out the given processes (the caller and its helpers) unless they are selected by pid.
 pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
-    let scoped = resolve_among(spec, roots, |pid| !left_out.contains(&pid))?;
-    if scoped.is_empty() { Err(ScopeError::NoMatch(spec.to_string())) } else { Ok(scoped) }
+    let mut selection = Selection::new(spec, roots)?;
+    let scoped = selection.resolve(|pid| !left_out.contains(&pid))?;
+    match selection.name_only.take() {
+        _ if !scoped.is_empty() => Ok(scoped),
+        Some((pid, exe, why)) => Err(ScopeError::NameOnly { scope: spec.to_string(), pid, exe, why }),
+        None => Err(ScopeError::NoMatch(spec.to_string())),
+    }
 }
 
 /// The same, considering only processes selected by pid and those that `is_candidate` accepts. The result may be empty.
 pub(crate) fn resolve_among(
     spec: &ScopeSpec,
     roots: &Roots,
-    mut is_candidate: impl FnMut(i32) -> bool,
+    is_candidate: impl FnMut(i32) -> bool,
 ) -> Result<Vec<Scoped>, ScopeError> {
-    if spec.is_empty() {
-        return Err(ScopeError::Empty);
-    }
-    let wanted = Wanted {
-        users: spec.users.iter().map(|user| user_id(user)).collect::<Result<_, _>>()?,
-        cgroups: spec.cgroups.iter().map(|path| CgroupSelector::of(path, roots)).collect::<Result<_, _>>()?,
-        exes: &spec.exes,
-        all: spec.all,
-    };
-    let named: BTreeSet<i32> = spec.pids.iter().copied().collect();
-    let mut attributes = Attributes::new(&roots.cgroup);
-    let mut scoped = Vec::new();
-    let selective = wanted.all || !(wanted.users.is_empty() && wanted.cgroups.is_empty() && wanted.exes.is_empty());
-    let others = if selective { pids_below(&roots.proc)? } else { Vec::new() };
-    let others = others.into_iter().filter(|&pid| is_candidate(pid));
-    for pid in named.iter().copied().chain(others).collect::<BTreeSet<_>>() {
-        let is_named = named.contains(&pid);
-        match examine(pid, roots, is_named, &wanted, &mut attributes) {
-            Ok(Verdict::In(found)) => scoped.push(*found),
-            Ok(Verdict::Avoided(cgroup)) if is_named => return Err(ScopeError::Avoided { pid, cgroup }),
-            Err(_) if is_named => return Err(ScopeError::UnknownPid(pid)),
-            // Out of scope; or ended meanwhile, or hidden (proc mounted with hidepid).
-            Ok(_) | Err(_) => {}
-        }
-    }
-    Ok(scoped)
-}
-
-/// The selectors, resolved.
-struct Wanted<'a> {
-    users: Vec<u32>,
-    cgroups: Vec<CgroupSelector>,
-    exes: &'a [String],
-    all: bool,
-}
-
-enum Verdict {
-    In(Box<Scoped>),
-    Out,
-    Avoided(String),
-}
-
-fn examine(
-    pid: i32,
-    roots: &Roots,
-    is_named: bool,
-    wanted: &Wanted<'_>,
-    attributes: &mut Attributes<'_>,
-) -> Result<Verdict, ReadError> {
-    let process = Process::open_at(&roots.proc, pid)?;
-    let stat = process.stat()?;
-    if !is_named && (stat.kernel_thread || stat.has_ended()) {
-        return Ok(Verdict::Out);
-    }
-    let status = Status::of(&process)?;
-    if status.thread_group != pid {
-        return Err(ReadError::Vanished { pid }); // a thread ID, not a pid
-    }
-    let exe = match exe_of(&process) {
-        Err(ReadError::Denied { .. }) => None,
-        other => other?,
-    };
-    let uid = status.effective_uid();
-    let is_wanted = is_named
-        || wanted.all
-        || wanted.users.contains(&uid)
-        || wanted.exes.iter().any(|selector| runs(selector, exe.as_deref(), &stat.comm));
-    if !is_wanted && wanted.cgroups.is_empty() {
-        return Ok(Verdict::Out);
-    }
-    let cgroups = match process.read_file("cgroup") {
-        Ok(text) => parse_cgroups(&text),
-        Err(ReadError::Absent { .. }) => Vec::new(), // a kernel without cgroups
-        Err(error) => return Err(error),
-    };
-    if !is_wanted && !wanted.cgroups.iter().any(|selector| cgroups.iter().any(|cgroup| selector.matches(cgroup))) {
-        return Ok(Verdict::Out);
-    }
-    if let Some(avoided) = attributes.avoided(&cgroups) {
-        return Ok(Verdict::Avoided(avoided));
-    }
-    let domain = attributes.domain(&cgroups);
-    let cgroup = cgroups
-        .iter()
-        .find(|cgroup| cgroup.controllers.is_empty() && cgroup.path != "/")
-        .or_else(|| cgroups.iter().find(|cgroup| cgroup.controllers == "memory" && cgroup.path != "/"))
-        .or_else(|| cgroups.iter().find(|cgroup| cgroup.controllers.is_empty()))
-        .map(|cgroup| cgroup.path.clone());
-    Ok(Verdict::In(Box::new(Scoped { process, name: printable(&stat.comm), exe, cgroup, domain, uid })))
-}
-
-fn pids_below(proc: &Path) -> Result<Vec<i32>, ScopeError> {
-    let error = |source| ScopeError::Io { path: proc.display().to_string(), source };
-    let mut pids = Vec::new();
-    for entry in fs::read_dir(proc).map_err(error)? {
-        pids.extend(entry.map_err(error)?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
-    }
-    Ok(pids)
+    Selection::new(spec, roots)?.resolve(is_candidate)
 }
 
 #[cfg(test)]

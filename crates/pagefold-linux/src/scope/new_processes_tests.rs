@@ -33,16 +33,23 @@ impl Machine {
         let status = format!("Tgid:\t{pid}\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n");
         fs::write(at.join("status"), status).unwrap();
         fs::write(at.join("cgroup"), "0::/\n").unwrap();
-        symlink(exe, at.join("exe")).unwrap();
+        symlink(self.file(exe), at.join("exe")).unwrap();
         if self.new_processes.loadavg.is_some() {
             fs::write(self.directory.path().join("loadavg"), format!("0.00 0.01 0.05 1/9 {pid}\n")).unwrap();
         }
     }
 
+    /// An executable of this name in the tree.
+    fn file(&self, exe: &str) -> std::path::PathBuf {
+        let path = self.directory.path().join(exe.rsplit('/').next().unwrap());
+        fs::write(&path, "").unwrap();
+        path
+    }
+
     fn exec(&self, pid: i32, exe: &str) {
         let at = self.directory.path().join(pid.to_string()).join("exe");
         fs::remove_file(&at).unwrap();
-        symlink(exe, at).unwrap();
+        symlink(self.file(exe), at).unwrap();
     }
 
     fn find(&mut self, now_ns: u64) -> Vec<i32> {

@@ -3,24 +3,11 @@
 use super::ScopeError;
 use crate::proc::Roots;
 use crate::proc::cgroup::Cgroup;
-use crate::proc::status::{printable, program_name};
+use crate::proc::status::printable;
 use std::ffi::CString;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
-
-/// Whether a process runs the selected program: an absolute path, a base name or a command name.
-pub(crate) fn runs(selector: &str, exe: Option<&Path>, comm: &[u8]) -> bool {
-    if selector.starts_with('/') {
-        let bytes = exe.map_or(&[][..], |exe| exe.as_os_str().as_bytes());
-        return bytes.strip_suffix(b" (deleted)").unwrap_or(bytes) == selector.as_bytes();
-    }
-    // The names differ for programs started through a link: Debian's redis-server is a link to redis-check-rdb. The
-    // command name is truncated to 15 bytes.
-    let (selector, name) = (selector.as_bytes(), program_name(exe, comm));
-    let truncated = comm.len() == 15 && selector.starts_with(comm) && (exe.is_none() || !name.starts_with(comm));
-    name == selector || comm == selector || truncated
-}
 
 /// The user ID of a user given by name or number.
 pub fn user_id(user: &str) -> Result<u32, ScopeError> {

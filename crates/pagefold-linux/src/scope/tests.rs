@@ -1,11 +1,15 @@
+use super::selectors::CgroupSelector;
 use super::*;
+use crate::proc::cgroup::parse_cgroups;
 use proptest::prelude::*;
 use std::ffi::CString;
+use std::fs;
 use std::os::unix::fs::symlink;
+use std::path::Path;
 
 /// A fixture of /proc and /sys/fs/cgroup.
 struct Tree {
-    _directory: tempfile::TempDir,
+    directory: tempfile::TempDir,
     roots: Roots,
 }
 
@@ -15,7 +19,7 @@ impl Tree {
         let roots = Roots { proc: directory.path().join("proc"), cgroup: directory.path().join("cgroup") };
         fs::create_dir_all(roots.proc.join("self")).unwrap();
         fs::create_dir_all(&roots.cgroup).unwrap();
-        Self { _directory: directory, roots }
+        Self { directory, roots }
     }
 
     fn process(&self, pid: i32, comm: &[u8], exe: Option<&str>, uid: u32, cgroup: &str) {
@@ -42,8 +46,18 @@ impl Tree {
         fs::write(directory.join("status"), status).unwrap();
         fs::write(directory.join("cgroup"), cgroup).unwrap();
         if let Some(exe) = exe {
+            let exe = self.file(exe);
+            fs::create_dir_all(exe.parent().unwrap()).unwrap();
+            if !exe.as_os_str().as_bytes().ends_with(b" (deleted)") {
+                fs::write(&exe, "").unwrap();
+            }
             symlink(exe, directory.join("exe")).unwrap();
         }
+    }
+
+    /// The path of an executable in the tree.
+    fn file(&self, path: &str) -> PathBuf {
+        self.directory.path().join(path.strip_prefix('/').unwrap())
     }
 
     fn cgroup(&self, path: &str) -> PathBuf {
@@ -139,16 +153,6 @@ fn cgroups_are_selected_on_a_pure_version_two_system() {
 }
 
 #[test]
-fn programs_are_selected_by_executable_name_and_by_command_name() {
-    let runs = |selector: &str, exe: &str, comm: &[u8]| runs(selector, Some(Path::new(exe)), comm);
-    assert!(runs("redis-server", "/usr/bin/redis-check-rdb", b"redis-server"));
-    assert!(runs("redis-check-rdb", "/usr/bin/redis-check-rdb", b"redis-server"));
-    assert!(!runs("redis", "/usr/bin/redis-check-rdb", b"redis-server"));
-    assert!(runs("a-very-long-name-of-a-link", "/usr/bin/tool", b"a-very-long-nam"));
-    assert!(!runs("a-very-long-name-of-another", "/usr/bin/a-very-long-name-of-this", b"a-very-long-nam"));
-}
-
-#[test]
 fn processes_are_selected_by_user_and_executable() {
     let tree = hybrid();
     let user = |user: &str| ScopeSpec { users: vec![user.into()], ..ScopeSpec::default() };
@@ -156,16 +160,21 @@ fn processes_are_selected_by_user_and_executable() {
     assert_eq!(tree.pids(&user("root")).unwrap(), [13]);
     assert_eq!(tree.pids(&user("no such user")).unwrap_err(), "there is no user no such user");
     assert_eq!(tree.pids(&user("4242")).unwrap_err(), "no process matches --user 4242");
-    assert_eq!(tree.pids(&by_exe("redis-server")).unwrap(), [10, 11]);
-    assert_eq!(tree.pids(&by_exe("/opt/redis-server")).unwrap(), [11], "replaced since");
+    assert_eq!(tree.pids(&by_exe("redis-server")).unwrap(), [10], "the other has been replaced since");
+    assert_eq!(tree.pids(&by_exe(tree.file("/usr/bin/redis-server").to_str().unwrap())).unwrap(), [10]);
+    let replaced = tree.pids(&by_exe(tree.file("/opt/redis-server").to_str().unwrap())).unwrap_err();
+    assert!(replaced.contains("process 11") && replaced.contains("replaced or removed"), "{replaced}");
     assert_eq!(
         tree.pids(&by_exe("/usr/bin/redis-serve")).unwrap_err(),
         "no process matches --exe /usr/bin/redis-serve"
     );
-    assert_eq!(tree.pids(&by_exe("a-very-long-command")).unwrap(), [12], "the command name is truncated");
-    assert_eq!(tree.pids(&by_exe("a-very-long")).unwrap_err(), "no process matches --exe a-very-long");
+    assert!(tree.pids(&by_exe("a-very-long-command")).is_err(), "a command name, which programs set themselves");
     let both = ScopeSpec { users: vec!["1001".into()], ..by_exe("redis-server") };
-    assert_eq!(tree.pids(&both).unwrap(), [10, 11, 12], "selectors add up");
+    assert_eq!(tree.pids(&both).unwrap(), [10, 12], "selectors add up");
+    // Others could put another program in the place of this one.
+    fs::set_permissions(tree.file("/usr/bin"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    let error = tree.pids(&by_exe("redis-server")).unwrap_err();
+    assert!(error.contains("process 10") && error.contains("can be changed by others than root"), "{error}");
 }
 
 #[test]
@@ -181,7 +190,7 @@ fn scoped_processes_are_described_with_printable_names() {
     let tree = hybrid();
     let scoped = resolve_without(&by_pid(&[10, 11, 12, 13]), &tree.roots, &[]).unwrap();
     assert_eq!(scoped[3].name, "x\\u{1b}[2J");
-    assert_eq!(scoped[0].exe.as_deref(), Some(Path::new("/usr/bin/redis-server")));
+    assert_eq!(scoped[0].exe.as_deref(), Some(&*tree.file("/usr/bin/redis-server")));
     assert_eq!(scoped[2].exe, None);
     let cgroups: Vec<_> = scoped.iter().map(|scoped| scoped.cgroup.as_deref().unwrap()).collect();
     assert_eq!(cgroups, ["/db/redis", "/db/redis", "/web", "/"]);
@@ -223,6 +232,17 @@ fn cgroup_attributes_avoid_include_and_set_domains() {
     ));
     assert!(set(&tree.cgroup("unified/db/redis"), "user.pagefold.include", ""));
     assert_eq!(tree.pids(&all).unwrap(), [10, 11, 12, 13], "the nearest attribute decides");
+    // What others can set does not override the administrator's avoid, but may itself avoid.
+    let delegated = tree.cgroup("unified/db/redis");
+    fs::set_permissions(&delegated, std::os::unix::fs::PermissionsExt::from_mode(0o775)).unwrap();
+    assert_eq!(tree.pids(&all).unwrap(), [10, 12, 13], "writable by a group");
+    fs::set_permissions(&delegated, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    if theirs.is_ok() {
+        std::os::unix::fs::chown(&delegated, Some(1234), None).unwrap();
+        assert_eq!(tree.pids(&all).unwrap(), [10, 12, 13], "of another user");
+        assert!(set(&tree.cgroup("unified/web"), "user.pagefold.avoid", "1"));
+        assert_eq!(tree.pids(&all).unwrap(), [10, 13], "the owner's avoid counts");
+    }
 }
 
 #[test]

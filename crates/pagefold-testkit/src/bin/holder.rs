@@ -3,9 +3,14 @@
 //! It prints the number of its first page, then reads commands from standard input, a line each, and answers each with a
 //! number: `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` with 0, `fork` with the child's
 //! pid, `check` with the number of pages that do not have the content written to them. It ends with its input.
+//!
+//! Commands that change what it is, or what its memory is for: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`, `register
+//! FIRST PAGES` (userfaultfd, write protection), `dumpable 0|1`, `user ID` (and group; stays dumpable), `group ID`, `sleep`
+//! (uninterruptibly, for good) and `exec PAGES PROGRAM` (the new program, a copy of this one, answers with its first page).
 
 use pagefold_testkit::holder::fill;
 use std::io::Write;
+use std::os::unix::process::CommandExt;
 
 const PAGE: usize = 4096;
 /// Inaccessible pages on either side, so that the memory does not become part of a neighbouring mapping.
@@ -29,6 +34,10 @@ fn main() {
     answer(start as u64 / PAGE as u64);
     for line in std::io::stdin().lines() {
         let line = line.expect("a command");
+        if let Some((pages, program)) = line.strip_prefix("exec ").and_then(|rest| rest.split_once(' ')) {
+            let error = std::process::Command::new(program).arg(pages).exec();
+            panic!("exec: {error}");
+        }
         let mut words = line.split(' ');
         let command = words.next().unwrap_or_default();
         let numbers: Vec<u64> = words.map(|word| word.parse().expect("a number")).collect();
@@ -61,6 +70,49 @@ fn main() {
             ("mark", [_, _]) => {
                 advise(libc::MADV_MERGEABLE);
                 answer(0);
+            }
+            ("advise", &[_, _, kind]) => {
+                advise(i32::try_from(kind).expect("an advice"));
+                answer(0);
+            }
+            ("lock", [_, _]) => {
+                let (first, pages) = range();
+                // SAFETY: within the mapping; locking changes no contents.
+                assert_eq!(unsafe { libc::mlock(start.byte_add(first * PAGE), pages * PAGE) }, 0, "{line}");
+                answer(0);
+            }
+            ("register", [_, _]) => {
+                let (first, pages) = range();
+                register(start as u64 + (first * PAGE) as u64, (pages * PAGE) as u64);
+                answer(0);
+            }
+            ("dumpable", &[dumpable]) => {
+                // SAFETY: numbers only.
+                assert_eq!(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, dumpable, 0, 0, 0) }, 0);
+                answer(0);
+            }
+            ("user", &[id]) => {
+                let id = u32::try_from(id).expect("a user");
+                // SAFETY: numbers only; the program has one thread. Changing the user clears the dumpable attribute.
+                unsafe {
+                    assert_eq!(libc::setresgid(id, id, id), 0);
+                    assert_eq!(libc::setresuid(id, id, id), 0);
+                    assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0), 0);
+                }
+                answer(0);
+            }
+            ("group", &[id]) => {
+                let id = u32::try_from(id).expect("a group");
+                // SAFETY: numbers only; the program has one thread.
+                unsafe {
+                    assert_eq!(libc::setresgid(id, id, id), 0);
+                    assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0), 0);
+                }
+                answer(0);
+            }
+            ("sleep", []) => {
+                answer(0);
+                sleep_uninterruptibly();
             }
             ("fork", []) => answer(fork()),
             ("check", []) => {
@@ -98,4 +150,32 @@ fn fork() -> u64 {
 fn answer(number: u64) {
     println!("{number}");
     std::io::stdout().flush().expect("standard output");
+}
+
+/// Registers memory for write protection by userfaultfd.
+fn register(start: u64, length: u64) {
+    const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
+    const UFFDIO_REGISTER: libc::c_ulong = 0xc020_aa00;
+    let (mut api, mut range) = ([0xaa_u64, 0, 0], [start, length, 2, 0]);
+    // SAFETY: both requests read and write structs of three and four words; the descriptor stays open for good, since
+    // closing it would undo the registration.
+    unsafe {
+        let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC);
+        let fd = i32::try_from(fd).expect("a descriptor");
+        assert_eq!(libc::ioctl(fd, UFFDIO_API, api.as_mut_ptr()), 0, "{}", std::io::Error::last_os_error());
+        assert_eq!(libc::ioctl(fd, UFFDIO_REGISTER, range.as_mut_ptr()), 0, "{}", std::io::Error::last_os_error());
+    }
+}
+
+/// Sleeps as the parent of a vfork does: no stop and no signal but SIGKILL reaches it.
+fn sleep_uninterruptibly() {
+    // SAFETY: the child makes only system calls and never returns; it ends with its parent.
+    unsafe {
+        if libc::syscall(libc::SYS_clone, libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD, 0, 0, 0, 0) == 0 {
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+            loop {
+                libc::pause();
+            }
+        }
+    }
 }

@@ -51,6 +51,9 @@ pub struct Explanation {
     scope: String,
     /// Why the process is left alone as a whole, if it is.
     left_alone: Option<String>,
+    /// Marks still to be removed, and rules that match it by name only: a sentence for each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    notes: Vec<String>,
     paused: bool,
     dry_run: bool,
     /// Levels of the ladder.
@@ -142,6 +145,7 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     explanation.in_scope = true;
     explanation.name.clone_from(&target.name);
     explanation.left_alone.clone_from(&target.left_alone);
+    explanation.notes.clone_from(&target.notes);
     explanation.numa = facts.places().and_then(|places| places.process(pid).cloned());
     let tell = |error: ReadError| format!("{error}; look with ps");
     let process = Process::open(pid).map_err(tell)?;

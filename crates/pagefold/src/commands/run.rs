@@ -17,7 +17,7 @@ use pagefold_cli::style::{self, Style};
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, cycle};
 use pagefold_core::governor::Governor;
-use pagefold_core::host::{Host, Outcome};
+use pagefold_core::host::{ChangeResult, Host, Outcome};
 use pagefold_core::placement::policy::Placement;
 use pagefold_linux::host::live::{Event, HostMode, LiveError, LiveHost};
 use pagefold_linux::inject::Injector;
@@ -236,6 +236,9 @@ fn main_loop(
         for event in host.take_events() {
             match event {
                 Event::LeftAlone { pid, name, why } => progress.leave_alone(LeftAlone { pid, name, reason: why }),
+                Event::Withdrawn { pid, result, reason } => {
+                    log_withdrawn(active, host, (pid, &result, reason), progress);
+                }
                 Event::StoodDown { why } => progress.stand_down(why),
             }
         }
@@ -269,5 +272,19 @@ fn log_changes(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outco
             let owner = Owner::of(target, host.domains().get(usize::from(target.domain.0)));
             active.log(&Entry::changed(owner, mark, result), progress);
         }
+    }
+}
+
+/// Writes marks that were removed because they must not stay to the audit log.
+fn log_withdrawn(
+    active: &mut ActiveSettings<'_>,
+    host: &LiveHost,
+    (pid, result, reason): (i32, &ChangeResult, String),
+    progress: &Progress,
+) {
+    let target = host.targets().find(|target| target.process.pid() == pid).filter(|_| active.is_logging());
+    if let Some(target) = target {
+        let owner = Owner::of(target, host.domains().get(usize::from(target.domain.0)));
+        active.log(&Entry::withdrawn(owner, result, reason), progress);
     }
 }

@@ -4,12 +4,14 @@
 
 use super::protocol::{ControlState, Request, SCHEMA};
 use crate::output::placement::PlacesView;
+use pagefold_cli::style;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::report::EngineReport;
 use pagefold_linux::host::live::LiveHost;
+use pagefold_linux::host::targets::Target;
 use pagefold_linux::os::wake::Sleeper;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,6 +51,16 @@ pub struct TargetFacts {
     pub name: String,
     /// Why it is left alone, if it is.
     pub left_alone: Option<String>,
+    /// Marks still to be removed, and rules that match it by name only: a sentence for each.
+    pub notes: Vec<String>,
+}
+
+fn notes(target: &Target) -> Vec<String> {
+    let owed = target.owed.as_ref().map(|owed| {
+        let problem = owed.problem.as_ref().map(|problem| format!(" Last try: {problem}.")).unwrap_or_default();
+        format!("{} still to be unmarked: {}.{problem}", style::human(owed.left.0), owed.reason)
+    });
+    owed.into_iter().chain(target.passed_over.iter().cloned()).collect()
 }
 
 /// The run's arguments, and whether it still controls KSM.
@@ -73,6 +85,7 @@ impl Facts {
             start_time_ticks: target.process.start_time_ticks(),
             name: target.name.clone(),
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
+            notes: notes(target),
         });
         let domains = host.domains().to_vec();
         Self { report: engine.report(), scans: engine.scans(), targets: targets.collect(), domains, run }

@@ -1,12 +1,13 @@
 //! Marking and unmarking spans of targets.
 
 use super::{Actuator, LiveHost};
+use crate::host::identity::Watch;
 use crate::inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
 use crate::inject::{Call, InjectionReport, Limits};
 use crate::os::fault;
 use crate::proc::maps::VmaDetail;
 use crate::proc::process::ReadError;
-use crate::scope::exclude::vma_exclusion;
+use crate::scope::exclude::{Exclusion, vma_exclusion};
 use pagefold_core::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize, Stops};
 use pagefold_core::units::{Bytes, PAGE_BYTES, Pages};
 use std::collections::BTreeMap;
@@ -63,6 +64,10 @@ impl LiveHost {
         size: StopSize,
         outcome: &mut Outcome,
     ) -> Vec<ChangeResult> {
+        // Marks that must be removed come first, if they can be.
+        if mark && self.targets.values().any(|target| target.owed.as_ref().is_some_and(|owed| !owed.tried)) {
+            return changes.iter().map(|&change| ChangeResult { change, marking: Marking::Busy }).collect();
+        }
         let mut results = vec![Marking::Refused; changes.len()];
         let mut by_pid: BTreeMap<i32, Vec<usize>> = BTreeMap::new();
         for (at, Change { span, .. }) in changes.iter().enumerate() {
@@ -71,6 +76,12 @@ impl LiveHost {
             }
         }
         for (pid, wanted) in by_pid {
+            if mark && !self.may_be_marked(pid) {
+                for at in wanted {
+                    results[at] = Marking::Busy;
+                }
+                continue;
+            }
             let Some(target) = self.targets.get_mut(&pid) else { continue };
             // Read the mappings again just before acting: they may have changed, also into excluded ones.
             let current = target.details().and_then(|details| {
@@ -97,8 +108,39 @@ impl LiveHost {
             target.invalidate();
             self.next_refresh_ns = 0;
             self.make(pid, &work, mark, size, &mut results, outcome);
+            if mark && wanted.iter().any(|&at| matches!(results[at], Marking::Done(_))) {
+                self.record_marked(pid);
+            }
         }
         changes.iter().zip(results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
+    }
+
+    /// Looks at a process again just before it is marked. Whether it is the program that was judged, and not excluded.
+    fn may_be_marked(&mut self, pid: i32) -> bool {
+        let now_ns = self.now_ns();
+        let rules = (&self.domain_rules, &mut self.domains);
+        let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.marked_programs);
+        let Some(target) = self.targets.get_mut(&pid) else { return false };
+        let unchanged = !target.notice_exec() && matches!(target.look(now_ns, 1, &mut watch), Ok(false));
+        if !unchanged {
+            self.next_refresh_ns = 0;
+        }
+        unchanged && target.may_be_read() && target.owed.is_none()
+    }
+
+    /// Records that memory of a process was marked. If it has executed another program since it was judged, that one may
+    /// have been marked in its place.
+    fn record_marked(&mut self, pid: i32) {
+        if !matches!(self.actuator, Actuator::Act { .. }) {
+            return;
+        }
+        let Some(target) = self.targets.get_mut(&pid) else { return };
+        if target.notice_exec() {
+            target.set_marked();
+            target.owe(Exclusion::OtherProgram, true);
+        } else if let Some(program) = target.set_marked() {
+            self.marked_programs.insert(program, target.domain);
+        }
     }
 
     /// Makes the calls in a process.

@@ -1,13 +1,14 @@
 //! Refreshing the targets: processes that come into scope, change or end.
 
 use super::{Actuator, Event, LiveError, LiveHost};
+use crate::host::identity::{Watch, domain_key};
 use crate::host::regions::Tracked;
 use crate::host::targets::Target;
 use crate::proc::process::ReadError;
 use crate::scope::exclude::Exclusion;
-use crate::scope::{ScopeError, ScopeSpec, Scoped};
+use crate::scope::{ScopeError, ScopeSpec};
 use pagefold_core::host::RegionView;
-use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
+use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::units::count;
 
 /// A refresh due within this time is made at once, nanoseconds.
@@ -25,6 +26,7 @@ impl LiveHost {
         }
         self.add_targets(now_ns)?;
         let changed = self.refresh_targets(now_ns);
+        let changed = self.withdraw_marks(now_ns) || changed;
         let cost_ns = count(self.targets.len()) * UNCHANGED_NS;
         self.next_refresh_ns = now_ns + (cost_ns * UNCHANGED_SHARE).max(self.refresh_ns);
         if changed {
@@ -64,22 +66,10 @@ impl LiveHost {
         }
         for scoped in found {
             self.next_owner += 1;
-            let domain = self.domain_of(&scoped);
+            let domain = domain_key(&mut self.domains, self.domain_rules.domain_of(&scoped));
             self.targets.insert(scoped.process.pid(), Target::new(scoped, OwnerKey(self.next_owner), domain));
         }
         Ok(())
-    }
-
-    /// Key of the trust domain of a process, which keeps it for its lifetime.
-    fn domain_of(&mut self, scoped: &Scoped) -> DomainKey {
-        let name = self.domain_rules.domain_of(scoped);
-        let known = self.domains.iter().position(|domain| *domain == name);
-        let at = known.unwrap_or_else(|| {
-            self.domains.push(name);
-            self.domains.len() - 1
-        });
-        // Domains in excess of the number of keys share the last key.
-        DomainKey(u16::try_from(at).unwrap_or(u16::MAX))
     }
 
     /// Refreshes every target. Returns whether anything has changed.
@@ -87,9 +77,11 @@ impl LiveHost {
         let processes = count(self.targets.len());
         let mut changed = false;
         let (mut gone, mut reports) = (Vec::new(), Vec::new());
+        let rules = (&self.domain_rules, &mut self.domains);
+        let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.marked_programs);
         for (&pid, target) in &mut self.targets {
             let next_region = &mut self.next_region;
-            let refreshed = target.refresh(now_ns, processes, &self.deny, || {
+            let refreshed = target.refresh(now_ns, processes, &mut watch, || {
                 *next_region += 1;
                 RegionKey(*next_region)
             });

@@ -94,6 +94,12 @@ pub fn describe(explanation: &Explanation, style: Style) -> String {
     if let Some(exe) = &explanation.exe {
         line(&mut text, &style.dim(&shorten_front(exe, WIDTH)));
     }
+    for note in &explanation.notes {
+        line(&mut text, "");
+        for part in wrap(note, WIDTH) {
+            line(&mut text, &part);
+        }
+    }
     match (&explanation.left_alone, explanation.in_scope) {
         (Some(why), _) => {
             line(&mut text, "");

@@ -1,0 +1,351 @@
+//! Who a target is: what the verdict on a process rests on, looked at again every [`LOOK_MIN_NS`].
+//!
+//! User, executable, program and dumpable attribute change only if the process runs, and its CPU time shows cheaply that it
+//! has not. Its cgroup and the attributes of that are changed by others, so they are read each time. If a change excludes
+//! the process, or moves it to another trust domain, what was marked in it is owed: it must be unmarked, and is, before
+//! anything else is marked. After an exec nothing that was known holds.
+
+use crate::host::targets::Target;
+use crate::os::cpu::process_cpu_ns;
+use crate::proc::Roots;
+use crate::proc::image::{AddressSpace, image_of};
+use crate::proc::process::ReadError;
+use crate::proc::status::printable;
+use crate::scope::deny_list::DenyList;
+use crate::scope::domain::{DomainFacts, DomainRules};
+use crate::scope::dumpable::Dumpable;
+use crate::scope::exclude::{Exclusion, ProcessFacts, exclusion_of};
+use crate::scope::{Candidate, CgroupFacts, ScopeSpec, Selection, cgroups_of};
+use pagefold_core::keys::DomainKey;
+use pagefold_core::units::Bytes;
+use std::collections::HashMap;
+
+/// Time between two looks at a process, nanoseconds.
+const LOOK_MIN_NS: u64 = 2_000_000_000;
+/// Cost of looking at a process that has run, nanoseconds. Looks may take 1/`LOOK_SHARE` of the time: with more than 600
+/// processes they become rarer.
+const LOOK_NS: u64 = 33_000;
+const LOOK_SHARE: u64 = 100;
+/// A process that was asked itself if it is dumpable is judged again after this time even if it has not run since, nanoseconds:
+/// the answer may be older than that.
+const ASKED_NS: u64 = 10_000_000_000;
+/// The first pause after marks could not be removed, and the longest, nanoseconds. It doubles.
+const OWED_PAUSE_NS: u64 = 250_000_000;
+const OWED_PAUSE_MAX_NS: u64 = 10_000_000_000;
+
+/// What was known at the last look.
+#[derive(Debug, Default)]
+pub(super) struct Identity {
+    /// Whether the process was selected by pid.
+    named: bool,
+    /// Absent before the first look at a program.
+    seen: Option<Seen>,
+    next_look_ns: u64,
+    /// Why the process as a whole is left alone.
+    barred: Option<Exclusion>,
+    /// Whether this run has marked some of it, or of the process that it was forked from.
+    marked: bool,
+    /// Whether all marks have been removed since.
+    cleared: bool,
+}
+
+#[derive(Debug)]
+struct Seen {
+    image: u64,
+    cgroups: CgroupFacts,
+    /// CPU time before the look.
+    cpu_ns: Option<u64>,
+    locked_kib: u64,
+    /// Whether the process itself was asked if it is dumpable, possibly before it last ran; and when the look was.
+    asked: bool,
+    at_ns: u64,
+}
+
+/// Marks of a target that must be removed, because its memory is excluded now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Owed {
+    /// Why.
+    pub reason: Exclusion,
+    /// Whether all marks of the process are meant, or those of excluded mappings.
+    pub whole: bool,
+    /// Address space still marked at the last try.
+    pub left: Bytes,
+    /// Why the last try has failed, if one has.
+    pub problem: Option<String>,
+    pub(super) tried: bool,
+    pub(super) next_ns: u64,
+    pause_ns: u64,
+}
+
+impl Owed {
+    /// Puts off the next try.
+    pub(super) fn put_off(&mut self, now_ns: u64, problem: String) {
+        self.problem = Some(problem);
+        self.next_ns = now_ns + self.pause_ns;
+        self.pause_ns = (self.pause_ns * 2).min(OWED_PAUSE_MAX_NS);
+    }
+}
+
+/// The rules that processes are judged by.
+#[allow(missing_debug_implementations, reason = "lives for one refresh")]
+pub struct Watch<'a> {
+    deny: &'a DenyList,
+    rules: &'a DomainRules,
+    domains: &'a mut Vec<String>,
+    /// The programs that this run has marked memory of, and the trust domain at that time.
+    marked: &'a HashMap<u64, DomainKey>,
+    selection: Selection<'a>,
+    cgroups: HashMap<Vec<u8>, CgroupFacts>,
+}
+
+impl<'a> Watch<'a> {
+    /// Rules for processes of a scope, and the domains known so far. `marked` has the programs whose memory was marked.
+    pub fn new(
+        (scope, roots): (&'a ScopeSpec, &'a Roots),
+        deny: &'a DenyList,
+        (rules, domains): (&'a DomainRules, &'a mut Vec<String>),
+        marked: &'a HashMap<u64, DomainKey>,
+    ) -> Self {
+        let selection = Selection::again(scope, roots);
+        Self { deny, rules, domains, marked, selection, cgroups: HashMap::new() }
+    }
+
+    fn cgroup_facts(&mut self, text: Vec<u8>) -> CgroupFacts {
+        let selection = &mut self.selection;
+        self.cgroups.entry(text).or_insert_with_key(|text| selection.cgroup_facts(text)).clone()
+    }
+}
+
+/// The key of a domain.
+pub(super) fn domain_key(domains: &mut Vec<String>, name: String) -> DomainKey {
+    let known = domains.iter().position(|domain| *domain == name);
+    let at = known.unwrap_or_else(|| {
+        domains.push(name);
+        domains.len() - 1
+    });
+    // Domains in excess of the number of keys share the last key.
+    DomainKey(u16::try_from(at).unwrap_or(u16::MAX))
+}
+
+impl Identity {
+    pub(super) fn new(named: bool) -> Self {
+        Self { named, ..Self::default() }
+    }
+
+    /// Whether this run has marked memory of the process that may still be marked.
+    pub(super) fn is_marked(&self) -> bool {
+        self.marked
+    }
+
+    /// Records that nothing is marked any more.
+    pub(super) fn set_cleared(&mut self) {
+        (self.marked, self.cleared) = (false, true);
+        self.next_look_ns = 0;
+        self.judge_again();
+    }
+
+    /// Makes the next look judge the process even if it has not run.
+    fn judge_again(&mut self) {
+        if let Some(seen) = &mut self.seen {
+            seen.cpu_ns = None;
+        }
+    }
+}
+
+impl Target {
+    /// Makes the next refresh look at the process and judge it again.
+    pub fn judge_again(&mut self) {
+        self.identity.judge_again();
+        self.identity.next_look_ns = 0;
+        self.invalidate();
+    }
+
+    /// Records that memory was marked; returns the program.
+    pub(super) fn set_marked(&mut self) -> Option<u64> {
+        (self.identity.marked, self.identity.cleared) = (true, false);
+        self.identity.seen.as_ref().map(|seen| seen.image)
+    }
+
+    pub(super) fn look_is_due(&self, now_ns: u64) -> bool {
+        now_ns >= self.identity.next_look_ns
+    }
+
+    /// Whether the process as a whole is left alone.
+    pub(super) fn is_barred(&self) -> bool {
+        self.identity.barred.is_some()
+    }
+
+    /// Forgets everything if the process runs another program than at the last look; returns whether it does.
+    pub(super) fn notice_exec(&mut self) -> bool {
+        let executed = self.runs_another_program();
+        if executed {
+            self.forget_program();
+        }
+        executed
+    }
+
+    pub(super) fn runs_another_program(&self) -> bool {
+        self.space.as_ref().is_some_and(|space| !space.exists())
+    }
+
+    fn forget_program(&mut self) {
+        self.identity = Identity::new(self.identity.named);
+        self.space = None;
+        self.owed = None;
+        self.exe = None;
+        self.forget_memory();
+    }
+
+    fn forget_memory(&mut self) {
+        self.exclusion = None;
+        self.regions.clear();
+        self.left_out.clear();
+        self.invalidate();
+    }
+
+    /// Looks at the process, and judges it if anything may have changed. Returns whether anything has.
+    pub(super) fn look(&mut self, now_ns: u64, processes: u64, watch: &mut Watch<'_>) -> Result<bool, ReadError> {
+        self.identity.next_look_ns = now_ns + (LOOK_NS * processes * LOOK_SHARE).max(LOOK_MIN_NS);
+        let pid = self.process.pid();
+        let cgroups = watch.cgroup_facts(cgroups_of(&self.process)?);
+        let cpu_ns = process_cpu_ns(pid);
+        let may_pass = self.identity.barred.as_ref().is_some_and(Exclusion::may_pass);
+        let is_known = |seen: &Seen| {
+            let has_run = seen.cpu_ns.is_none() || seen.cpu_ns != cpu_ns;
+            !has_run && seen.cgroups == cgroups && !(seen.asked && now_ns >= seen.at_ns + ASKED_NS)
+        };
+        if self.identity.seen.as_ref().is_some_and(is_known) && !may_pass {
+            return Ok(false);
+        }
+        if self.space.is_none() {
+            // A process that must not be read has none.
+            self.space = AddressSpace::of(&self.process).ok();
+        }
+        let mut facts = ProcessFacts::of(&self.process)?;
+        let image = match image_of(&self.process) {
+            Err(ReadError::Denied { .. }) => 0,
+            other => other?,
+        };
+        let id = |exe: &Option<_>| exe.as_ref().and_then(crate::scope::exe::Exe::id);
+        let is_same_file = id(&self.exe) == id(&facts.exe);
+        let mut changed = false;
+        if self.identity.seen.as_ref().is_some_and(|seen| seen.image != image || !is_same_file) {
+            self.forget_program();
+            self.space = AddressSpace::of(&self.process).ok();
+            changed = true;
+        } else if is_same_file && self.exe.is_some() {
+            // Whether it is trusted was found out when it was first seen: it may have been replaced since.
+            facts.exe = self.exe.take();
+        }
+        if let Some(exe) = &facts.exe {
+            let _ = exe.trust();
+        }
+        let locked_kib = facts.locked_kib;
+        if self.identity.seen.as_ref().is_some_and(|seen| seen.locked_kib != locked_kib) {
+            self.set_changed();
+        }
+        let former = self.inherited(image, watch);
+        let candidate = Candidate {
+            pid,
+            is_named: self.identity.named,
+            uid: facts.uid,
+            exe: facts.exe.as_ref(),
+            comm: &facts.comm,
+        };
+        let barred = if let Some(cgroup) = cgroups.avoided.clone() {
+            Some(Exclusion::Avoided { cgroup })
+        } else if !watch.selection.contains(&candidate, &cgroups) {
+            Some(Exclusion::OutOfScope)
+        } else {
+            exclusion_of(&self.process, &facts, watch.deny)
+        };
+        let asked = facts.dumpable == Dumpable::Unknown;
+        self.name = printable(&facts.comm);
+        let assigned = watch.rules.assign(DomainFacts {
+            attribute: cgroups.domain.as_deref(),
+            cgroup: cgroups.path.as_deref(),
+            uid: facts.uid,
+            exe: facts.exe.as_ref(),
+            name: &self.name,
+        });
+        self.passed_over = assigned.passed_over;
+        let domain = domain_key(watch.domains, assigned.name.clone());
+        (self.uid, self.exe) = (facts.uid, facts.exe);
+        self.cgroup.clone_from(&cgroups.path);
+        self.identity.seen = Some(Seen { image, cgroups, cpu_ns, locked_kib, asked, at_ns: now_ns });
+        let moved = former.is_some_and(|former| former != domain);
+        let barred = barred.or_else(|| moved.then_some(Exclusion::MovedDomain { to: assigned.name }));
+        if !moved && self.domain != domain {
+            self.domain = domain;
+            self.forget_memory();
+            changed = true;
+        } else if let Some(former) = former {
+            self.domain = former;
+        }
+        Ok(self.bar(barred) || changed)
+    }
+
+    /// The trust domain in which memory of the process was marked, if it was: by this run, or in the process from which it
+    /// was forked.
+    fn inherited(&mut self, image: u64, watch: &Watch<'_>) -> Option<DomainKey> {
+        if self.identity.marked {
+            return Some(self.domain);
+        }
+        let marked = watch.marked.get(&image).filter(|_| !self.identity.cleared).copied();
+        self.identity.marked = marked.is_some();
+        marked
+    }
+
+    /// Leaves the process alone as a whole, or does not any more. Returns whether that is new.
+    fn bar(&mut self, barred: Option<Exclusion>) -> bool {
+        let is_new = self.identity.barred != barred;
+        match &barred {
+            Some(reason) => {
+                if is_new {
+                    self.forget_memory();
+                    self.exclusion = Some(reason.clone());
+                }
+                if reason.withdraws_marks() && self.identity.marked {
+                    self.owe(reason.clone(), true);
+                }
+            }
+            None if is_new => {
+                self.forget_memory();
+                self.owed = self.owed.take().filter(|owed| owed.reason == Exclusion::OtherProgram);
+            }
+            None => {}
+        }
+        self.identity.barred = barred;
+        is_new
+    }
+
+    pub(super) fn put_off(&mut self, now_ns: u64, problem: String) {
+        if let Some(owed) = &mut self.owed {
+            owed.put_off(now_ns, problem);
+        }
+    }
+
+    /// Records a try to remove marks, and how much there is to remove.
+    pub(super) fn set_owed_left(&mut self, left: Bytes) {
+        if let Some(owed) = &mut self.owed {
+            (owed.tried, owed.left) = (true, left);
+        }
+    }
+
+    /// Records that all marks that were to be removed have been.
+    pub(super) fn set_settled(&mut self) {
+        match self.owed.take() {
+            Some(owed) if owed.whole => self.identity.set_cleared(),
+            _ => self.set_changed(),
+        }
+    }
+
+    /// Records that marks must be removed.
+    pub(super) fn owe(&mut self, reason: Exclusion, whole: bool) {
+        if self.owed.as_ref().is_none_or(|owed| whole && !owed.whole) {
+            let left = Bytes(0);
+            self.owed =
+                Some(Owed { reason, whole, left, problem: None, tried: false, next_ns: 0, pause_ns: OWED_PAUSE_NS });
+        }
+    }
+}

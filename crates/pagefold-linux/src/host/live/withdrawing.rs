@@ -1,0 +1,109 @@
+//! Removing the marks of memory that is excluded now, or whose process has moved to another trust domain.
+//!
+//! The engine does not decide on this and need not know the region any more: it happens at each refresh of the targets,
+//! also while the run is paused or has given KSM up, before anything else is marked.
+
+use super::{Actuator, Event, LiveHost};
+use crate::host::targets::Target;
+use crate::inject::unmerge::{step_bytes, steps, unmark_in_steps};
+use crate::inject::{Call, InjectionReport};
+use crate::proc::ksm_stat::KsmStat;
+use crate::proc::maps::VmaDetail;
+use crate::proc::process::ReadError;
+use crate::scope::exclude::{Exclusion, vma_exclusion};
+use pagefold_core::host::{Change, ChangeResult, Marking, Span, Stops, Why};
+use pagefold_core::keys::RegionKey;
+use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
+
+/// Time that one refresh spends on this at most, but for the last mapping, nanoseconds.
+const PASS_NS: u64 = 500_000_000;
+/// The key of a region that the engine does not know.
+const NO_REGION: RegionKey = RegionKey(0);
+
+impl LiveHost {
+    /// Removes marks that are owed, as far as the targets can be stopped and have room for the copies. Returns whether any
+    /// target has changed.
+    pub(super) fn withdraw_marks(&mut self, now_ns: u64) -> bool {
+        if matches!(self.actuator, Actuator::DryRun) {
+            return false;
+        }
+        let is_due = |target: &Target| target.owed.as_ref().is_some_and(|owed| now_ns >= owed.next_ns);
+        let due: Vec<i32> = self.targets.iter().filter(|(_, target)| is_due(target)).map(|(&pid, _)| pid).collect();
+        let mut changed = false;
+        for pid in due {
+            if self.now_ns() > now_ns + PASS_NS {
+                // What is left is owed without having been tried, so nothing is marked meanwhile.
+                self.next_refresh_ns = 0;
+                break;
+            }
+            changed |= self.withdraw_from(pid, now_ns);
+        }
+        changed
+    }
+
+    fn withdraw_from(&mut self, pid: i32, now_ns: u64) -> bool {
+        let Some(target) = self.targets.get_mut(&pid) else { return false };
+        let Some(whole) = target.owed.as_ref().map(|owed| owed.whole) else { return false };
+        let found = target.details().and_then(|details| {
+            // All memory of such a process is marked because it, or the administrator, wants so.
+            let by_itself = KsmStat::of(&target.process)?.merge_any;
+            Ok((spans(&details, whole && !by_itself, by_itself), step_bytes(&target.process)?))
+        });
+        let (found, step) = match found {
+            Ok(found) => found,
+            // The next refresh removes it.
+            Err(ReadError::Vanished { .. }) => return false,
+            Err(error) => {
+                target.put_off(now_ns, error.to_string());
+                return false;
+            }
+        };
+        let left: u64 = found.iter().map(|(start, end)| end - start).sum();
+        target.set_owed_left(Bytes(left));
+        let Some(&(start, end)) = found.first() else {
+            target.set_settled();
+            return true;
+        };
+        let calls: Vec<Call> =
+            steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE)).collect();
+        let mut report = InjectionReport::default();
+        let Actuator::Act { injector, .. } = &mut self.actuator else { return false };
+        let ran = unmark_in_steps(&target.process, injector, &self.roots, &calls, &mut report);
+        let done = calls.iter().zip(&report.results).filter(|(_, result)| result.is_ok()).map(|(call, _)| call.args[1]);
+        let done = Pages(done.sum::<u64>() / PAGE_SIZE as u64);
+        if report.stops > 0 {
+            self.withdrawn.stops.push(Stops {
+                owner: target.owner,
+                number: report.stops,
+                longest_ns: report.longest_stop_ns,
+                total_ns: report.total_stop_ns,
+            });
+        }
+        let span =
+            Span { region: NO_REGION, first: Vpn::of_address(start), pages: Pages((end - start) / PAGE_SIZE as u64) };
+        let problem = match ran {
+            Ok(()) => report.results.iter().find_map(|result| result.err()).map(|errno| errno.to_string()),
+            Err(error) => Some(error.to_string()),
+        };
+        let marking = if done == Pages(0) && problem.is_some() { Marking::Busy } else { Marking::Done(done) };
+        let result = ChangeResult { change: Change { span, why: Why::Excluded }, marking };
+        if marking != Marking::Busy {
+            self.withdrawn.unmarked.push(result);
+        }
+        let reason = target.owed.as_ref().map(|owed| owed.reason.to_string()).unwrap_or_default();
+        match problem {
+            Some(problem) => target.put_off(now_ns, problem),
+            // The next mapping at once, or the same if it has changed meanwhile.
+            None => self.next_refresh_ns = 0,
+        }
+        self.events.push(Event::Withdrawn { pid, result, reason });
+        true
+    }
+}
+
+/// The marked mappings that must be unmarked: all, or those that are excluded. None in a process that marks by itself.
+fn spans(details: &[VmaDetail], whole: bool, by_itself: bool) -> Vec<(u64, u64)> {
+    let is_excluded = |detail: &VmaDetail| vma_exclusion(detail).is_some_and(|why: Exclusion| why.withdraws_marks());
+    let marked = details.iter().filter(|detail| !by_itself && detail.flags.has(*b"mg"));
+    marked.filter(|detail| whole || is_excluded(detail)).map(|detail| (detail.vma.start, detail.vma.end)).collect()
+}

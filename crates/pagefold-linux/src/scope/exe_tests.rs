@@ -1,0 +1,93 @@
+use super::*;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+
+/// A copy of a program in a directory of its own.
+fn program(directory: &Path, name: &str) -> PathBuf {
+    let path = directory.join(name);
+    fs::write(&path, "x").unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+fn exe(path: &Path) -> Exe {
+    Exe { path: path.to_owned(), id: Found::of_path(path).ok().map(|found| found.id), trust: OnceLock::new() }
+}
+
+#[test]
+fn a_file_that_others_can_change_is_matched_by_name_only() {
+    let directory = tempfile::tempdir().unwrap();
+    let inner = directory.path().join("inner");
+    fs::create_dir(&inner).unwrap();
+    let path = program(&inner, "server");
+    let named = path.to_str().unwrap();
+    let matches = |selector: &str| exe(&path).matches(selector, b"server");
+    assert_eq!((matches("server"), matches(named)), (Matching::Yes, Matching::Yes));
+    assert_eq!((matches("other"), matches("/usr/bin/server")), (Matching::No, Matching::No));
+    let untrusted = |what: &str| {
+        for selector in ["server", named] {
+            assert!(matches!(matches(selector), Matching::NameOnly(Distrust::Writable { .. })), "{what}: {selector}");
+        }
+    };
+    for (writable, mode) in
+        [(&path, 0o775), (&path, 0o757), (&inner, 0o777), (&inner, 0o1777), (&directory.path().to_owned(), 0o777)]
+    {
+        fs::set_permissions(writable, fs::Permissions::from_mode(mode)).unwrap();
+        untrusted(&format!("{} with mode {mode:o}", writable.display()));
+        fs::set_permissions(writable, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    for owned in [&path, &inner] {
+        if chown(owned, Some(1234), None).is_err() {
+            return;
+        }
+        untrusted(&format!("{} of another user", owned.display()));
+        chown(owned, Some(0), None).unwrap();
+    }
+    assert_eq!(matches("server"), Matching::Yes);
+}
+
+#[test]
+fn the_file_must_be_the_one_at_its_path() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = program(directory.path(), "server");
+    let elsewhere = Exe { id: exe(&program(directory.path(), "another")).id, ..exe(&path) };
+    assert_eq!(elsewhere.matches("server", b"server"), Matching::NameOnly(Distrust::Elsewhere));
+    let deleted = Exe { path: format!("{} (deleted)", path.display()).into(), ..exe(&path) };
+    assert_eq!(deleted.matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
+    // What was trusted stays so while it runs: its file may be replaced by an upgrade.
+    let known = exe(&path);
+    assert_eq!(known.trust(), Ok(()));
+    fs::remove_file(&path).unwrap();
+    assert_eq!(known.matches("server", b"server"), Matching::Yes);
+}
+
+#[test]
+fn links_are_followed_and_command_names_are_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = program(directory.path(), "redis-check-rdb");
+    symlink(&path, directory.path().join("redis-server")).unwrap();
+    let matches = |selector: &str, comm: &[u8]| exe(&path).matches(selector, comm);
+    assert_eq!(matches("redis-server", b"redis-server"), Matching::Yes);
+    assert_eq!(matches("redis-check-rdb", b"redis-server"), Matching::Yes);
+    assert_eq!(matches(directory.path().join("redis-server").to_str().unwrap(), b"x"), Matching::Yes);
+    assert_eq!(matches("redis-server", b"x"), Matching::No, "another of its names");
+    assert_eq!(matches("nginx", b"nginx"), Matching::NameOnly(Distrust::CommandName));
+    assert_eq!(matches("redis", b"redis-server"), Matching::No);
+}
+
+#[test]
+fn names_include_command_names_which_are_truncated() {
+    let named = |selector: &str, exe: &str, comm: &[u8]| is_named(selector, Some(Path::new(exe)), comm);
+    assert!(named("redis-server", "/usr/bin/redis-check-rdb", b"redis-server"));
+    assert!(named("redis-check-rdb", "/usr/bin/redis-check-rdb (deleted)", b"redis-server"));
+    assert!(!named("redis", "/usr/bin/redis-check-rdb", b"redis-server"));
+    assert!(named("a-very-long-name-of-a-link", "/usr/bin/tool", b"a-very-long-nam"));
+    assert!(!named("a-very-long-name-of-another", "/usr/bin/a-very-long-name-of-this", b"a-very-long-nam"));
+}
+
+#[test]
+fn the_executable_of_a_process_is_identified() {
+    let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+    let exe = Exe::of(&own).unwrap().unwrap();
+    assert_eq!(&*exe, std::env::current_exe().unwrap());
+    assert_eq!(exe.id(), Some(Found::of_path(&exe).unwrap().id));
+}

@@ -1,0 +1,198 @@
+//! Selecting processes: the selectors of a scope, applied to what a process shows.
+
+use super::attributes::Attributes;
+use super::exe::{Distrust, Exe, Matching};
+use super::selectors::{CgroupSelector, user_id};
+use super::{ScopeError, ScopeSpec, Scoped};
+use crate::proc::Roots;
+use crate::proc::cgroup::parse_cgroups;
+use crate::proc::process::{Process, ReadError};
+use crate::proc::status::{Status, printable};
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// The selectors, resolved.
+pub(crate) struct Selection<'a> {
+    roots: &'a Roots,
+    named: BTreeSet<i32>,
+    users: Vec<u32>,
+    cgroups: Vec<CgroupSelector>,
+    exes: &'a [String],
+    all: bool,
+    attributes: Attributes<'a>,
+    /// A process, and its executable, that an `--exe` matches by name only, and why that is not enough.
+    pub(super) name_only: Option<(i32, String, Distrust)>,
+}
+
+/// Whether a process is in scope.
+pub(crate) enum Verdict {
+    In(Box<Scoped>),
+    Out,
+    Avoided(String),
+}
+
+/// The facts about a process that the selectors judge.
+pub(crate) struct Candidate<'a> {
+    pub(crate) pid: i32,
+    pub(crate) is_named: bool,
+    pub(crate) uid: u32,
+    pub(crate) exe: Option<&'a Exe>,
+    pub(crate) comm: &'a [u8],
+}
+
+/// What the cgroups of a process say about it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct CgroupFacts {
+    /// The cgroup that excludes it.
+    pub(crate) avoided: Option<String>,
+    /// The trust domain that they set.
+    pub(crate) domain: Option<String>,
+    /// The path of its cgroup: [`Scoped::cgroup`].
+    pub(crate) path: Option<String>,
+    /// Whether a selected cgroup contains it.
+    selected: bool,
+}
+
+impl<'a> Selection<'a> {
+    pub(crate) fn new(spec: &'a ScopeSpec, roots: &'a Roots) -> Result<Self, ScopeError> {
+        if spec.is_empty() {
+            return Err(ScopeError::Empty);
+        }
+        let users = spec.users.iter().map(|user| user_id(user)).collect::<Result<_, _>>()?;
+        let cgroups = spec.cgroups.iter().map(|path| CgroupSelector::of(path, roots)).collect::<Result<_, _>>()?;
+        Ok(Self::with(spec, roots, users, cgroups))
+    }
+
+    /// The same for a scope that was resolved before: cgroups and users may have been removed since.
+    pub(crate) fn again(spec: &'a ScopeSpec, roots: &'a Roots) -> Self {
+        let users = spec.users.iter().filter_map(|user| user_id(user).ok()).collect();
+        let cgroups = spec.cgroups.iter().filter_map(|path| CgroupSelector::of(path, roots).ok()).collect();
+        Self::with(spec, roots, users, cgroups)
+    }
+
+    fn with(spec: &'a ScopeSpec, roots: &'a Roots, users: Vec<u32>, cgroups: Vec<CgroupSelector>) -> Self {
+        Self {
+            roots,
+            named: spec.pids.iter().copied().collect(),
+            users,
+            cgroups,
+            exes: &spec.exes,
+            all: spec.all,
+            attributes: Attributes::new(&roots.cgroup),
+            name_only: None,
+        }
+    }
+
+    pub(super) fn resolve(&mut self, is_candidate: impl FnMut(i32) -> bool) -> Result<Vec<Scoped>, ScopeError> {
+        let mut scoped = Vec::new();
+        let selective = self.all || !(self.users.is_empty() && self.cgroups.is_empty() && self.exes.is_empty());
+        let others = if selective { pids_below(&self.roots.proc)? } else { Vec::new() };
+        let others = others.into_iter().filter({
+            let mut is_candidate = is_candidate;
+            move |&pid| is_candidate(pid)
+        });
+        for pid in self.named.iter().copied().chain(others).collect::<BTreeSet<_>>() {
+            let is_named = self.named.contains(&pid);
+            match self.examine(pid, is_named) {
+                Ok(Verdict::In(found)) => scoped.push(*found),
+                Ok(Verdict::Avoided(cgroup)) if is_named => return Err(ScopeError::Avoided { pid, cgroup }),
+                Err(_) if is_named => return Err(ScopeError::UnknownPid(pid)),
+                // Out of scope; or ended meanwhile, or hidden (proc mounted with hidepid).
+                Ok(_) | Err(_) => {}
+            }
+        }
+        Ok(scoped)
+    }
+
+    fn examine(&mut self, pid: i32, is_named: bool) -> Result<Verdict, ReadError> {
+        let process = Process::open_at(&self.roots.proc, pid)?;
+        let stat = process.stat()?;
+        if !is_named && (stat.kernel_thread || stat.has_ended()) {
+            return Ok(Verdict::Out);
+        }
+        let status = Status::of(&process)?;
+        if status.thread_group != pid {
+            return Err(ReadError::Vanished { pid }); // a thread ID, not a pid
+        }
+        let exe = match Exe::of(&process) {
+            Err(ReadError::Denied { .. }) => None,
+            other => other?,
+        };
+        let uid = status.effective_uid();
+        let candidate = Candidate { pid, is_named, uid, exe: exe.as_ref(), comm: &stat.comm };
+        let is_selected = self.selects(&candidate);
+        if !is_selected && self.cgroups.is_empty() {
+            return Ok(Verdict::Out);
+        }
+        let cgroups = self.cgroup_facts(&cgroups_of(&process)?);
+        if !is_selected && !cgroups.selected {
+            return Ok(Verdict::Out);
+        }
+        if let Some(avoided) = cgroups.avoided {
+            return Ok(Verdict::Avoided(avoided));
+        }
+        if let Some(exe) = &exe {
+            // Found out while its file is there.
+            let _ = exe.trust();
+        }
+        let CgroupFacts { domain, path: cgroup, .. } = cgroups;
+        let name = printable(&stat.comm);
+        Ok(Verdict::In(Box::new(Scoped { process, name, exe, cgroup, domain, uid, named: is_named })))
+    }
+
+    /// Whether a selector other than a cgroup matches.
+    fn selects(&mut self, candidate: &Candidate<'_>) -> bool {
+        if candidate.is_named || self.all || self.users.contains(&candidate.uid) {
+            return true;
+        }
+        let Some(exe) = candidate.exe else { return false };
+        self.exes.iter().any(|selector| match exe.matches(selector, candidate.comm) {
+            Matching::Yes => true,
+            Matching::No => false,
+            Matching::NameOnly(why) => {
+                self.name_only.get_or_insert_with(|| (candidate.pid, printable(exe.as_os_str().as_bytes()), why));
+                false
+            }
+        })
+    }
+
+    /// Whether a process is still in scope.
+    pub(crate) fn contains(&mut self, candidate: &Candidate<'_>, cgroups: &CgroupFacts) -> bool {
+        self.selects(candidate) || cgroups.selected
+    }
+
+    /// What the cgroups in the text of `/proc/PID/cgroup` say. Attributes are read once for all processes.
+    pub(crate) fn cgroup_facts(&mut self, text: &[u8]) -> CgroupFacts {
+        let cgroups = parse_cgroups(text);
+        CgroupFacts {
+            avoided: self.attributes.avoided(&cgroups),
+            domain: self.attributes.domain(&cgroups),
+            path: cgroups
+                .iter()
+                .find(|cgroup| cgroup.controllers.is_empty() && cgroup.path != "/")
+                .or_else(|| cgroups.iter().find(|cgroup| cgroup.controllers == "memory" && cgroup.path != "/"))
+                .or_else(|| cgroups.iter().find(|cgroup| cgroup.controllers.is_empty()))
+                .map(|cgroup| cgroup.path.clone()),
+            selected: self.cgroups.iter().any(|selector| cgroups.iter().any(|cgroup| selector.matches(cgroup))),
+        }
+    }
+}
+
+/// The text of `/proc/PID/cgroup`, empty on kernels without cgroups.
+pub(crate) fn cgroups_of(process: &Process) -> Result<Vec<u8>, ReadError> {
+    match process.read_file("cgroup") {
+        Err(ReadError::Absent { .. }) => Ok(Vec::new()),
+        other => other,
+    }
+}
+
+fn pids_below(proc: &Path) -> Result<Vec<i32>, ScopeError> {
+    let error = |source| ScopeError::Io { path: proc.display().to_string(), source };
+    let mut pids = Vec::new();
+    for entry in fs::read_dir(proc).map_err(error)? {
+        pids.extend(entry.map_err(error)?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
+    }
+    Ok(pids)
+}

@@ -1,0 +1,196 @@
+//! What becomes excluded, or another domain's, after it was marked is unmarked and unmerged in a bounded time.
+
+use pagefold_testkit::holder::Change;
+use pagefold_testkit::*;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Pages of each process.
+const PAGES: u64 = 8 * PAGES_PER_MIB;
+/// The bounds that docs/safety.md states for what a process shows (2 s) and for flags of mappings (10 s), and some time for a
+/// busy machine.
+const SOON: Duration = Duration::from_secs(6);
+const FLAGS: Duration = Duration::from_secs(20);
+/// The same for root's processes that only answer themselves whether they are dumpable.
+const ASKED: Duration = Duration::from_secs(110);
+
+/// A process with the same contents as all others of the test.
+fn holder(program: &Path) -> Holder {
+    let mut holder = Holder::start_as(program, PAGES);
+    holder.change(Change::Write { first: 0, pages: PAGES, content: 0x7057_0001, step: 1 });
+    holder
+}
+
+fn set_attribute(path: &Path, name: &str, value: &str) {
+    let code = "import os, sys; os.setxattr(sys.argv[1], sys.argv[2], sys.argv[3].encode())";
+    let done = Command::new("python3").args(["-c", code]).arg(path).args([name, value]).status().unwrap();
+    assert!(done.success(), "{name} of {}", path.display());
+}
+
+/// One case: a process, what happens to it, and how long it may stay marked after that.
+struct Case<'a> {
+    name: &'static str,
+    holder: Holder,
+    act: Box<dyn FnMut(&mut Holder) + 'a>,
+    limit: Duration,
+}
+
+#[test]
+fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (plain, other) = (victim_binary("holder"), dir.path().join("pf-denied"));
+    fs::copy(&plain, &other).unwrap();
+    let config = dir.path().join("pagefold.toml");
+    fs::write(&config, "[domains]\nby = \"cgroup-xattr\"\n").unwrap();
+    let owned = Cgroup::create("unified").expect("cgroup version 2");
+    std::os::unix::fs::chown(owned.path(), Some(1234), None).unwrap();
+    let ask = |command: String| -> Box<dyn FnMut(&mut Holder)> {
+        Box::new(move |holder| assert_eq!(holder.ask(&command), 0))
+    };
+    let all = |command: &str| ask(format!("{command} 0 {PAGES}"));
+    let advise = |advice: i32| ask(format!("advise 0 {PAGES} {advice}"));
+    let case = |name, program: &Path, act, limit| Case { name, holder: holder(program), act, limit };
+    let mut others = vec![holder(&plain), holder(&plain)];
+    let mut cases = vec![
+        case("mlock", &plain, all("lock"), SOON),
+        case("MADV_WIPEONFORK", &plain, advise(libc::MADV_WIPEONFORK), FLAGS),
+        case("MADV_DONTDUMP", &plain, advise(libc::MADV_DONTDUMP), FLAGS),
+        case("userfaultfd", &plain, all("register"), FLAGS),
+        case("not dumpable", &plain, ask("dumpable 0".to_owned()), SOON),
+        case("not dumpable, as root", &plain, ask("dumpable 0".to_owned()), ASKED),
+        case("cgroup with an opt-out", &plain, Box::new(|holder: &mut Holder| owned.add(holder.pid())), SOON),
+        case("deny list", &other, Box::new(|_: &mut Holder| {}), SOON),
+    ];
+    cases[4].holder.ask("user 4321");
+    set_attribute(owned.path(), "user.pagefold.avoid", "1");
+    let pids: Vec<i32> = others.iter().chain(cases.iter().map(|case| &case.holder)).map(Holder::pid).collect();
+    let daemon = Daemon::on(&pids, &["--config", config.to_str().unwrap(), "--governor", "full"]);
+    wait_until("all are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    assert!(pagefold(&["pause"]).status.success());
+    let mut began = Instant::now();
+    for case in &mut cases {
+        (case.act)(&mut case.holder);
+    }
+    let mut late = Vec::new();
+    for case in &mut cases {
+        let pid = case.holder.pid();
+        if case.name == "deny list" {
+            // Last, because it makes the daemon look at everything again.
+            fs::write(&config, "[deny]\nalso = [\"pf-denied\"]\n").unwrap();
+            daemon.signal(libc::SIGHUP);
+            began = Instant::now();
+        }
+        while marks(pid) != Marks::default() && began.elapsed() < case.limit {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        match marks(pid) {
+            left if left == Marks::default() => println!("{}: {:.1} s", case.name, began.elapsed().as_secs_f64()),
+            left => late.push((case.name, left)),
+        }
+        assert!(case.holder.is_intact(), "{}", case.name);
+    }
+    assert!(late.is_empty(), "still marked: {late:?}");
+    for other in &mut others {
+        assert!(other.is_intact() && marks(other.pid()).merged >= 7 * MIB, "the others stay merged");
+    }
+    assert!(pagefold(&["resume"]).status.success());
+    // It stays so.
+    std::thread::sleep(Duration::from_secs(3));
+    for case in &mut cases {
+        assert_eq!(marks(case.holder.pid()), Marks::default(), "{}", case.name);
+        assert!(case.holder.is_intact(), "{}", case.name);
+    }
+    daemon.stop();
+    unmerge(&others.iter().map(Holder::pid).collect::<Vec<_>>());
+    ksm.assert_restored();
+}
+
+#[test]
+fn a_process_that_moves_to_another_domain_is_unmarked_first() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("pagefold.toml");
+    fs::write(&config, "[domains]\nby = \"user\"\n").unwrap();
+    let program = victim_binary("holder");
+    // Two of root's, one that starts as root's and changes its user, and the one it then belongs with.
+    let mut roots = [holder(&program), holder(&program)];
+    let (mut moving, mut there) = (holder(&program), holder(&program));
+    there.ask("user 4321");
+    let all = [roots[0].pid(), roots[1].pid(), moving.pid(), there.pid()];
+    let daemon = Daemon::on(&all[..3], &["--config", config.to_str().unwrap(), "--governor", "full"]);
+    wait_until("root's are merged", || all[..3].iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    moving.ask("user 4321");
+    let began = Instant::now();
+    while marks(moving.pid()) != Marks::default() {
+        assert!(began.elapsed() < SOON, "still merged with root's: {:?}", marks(moving.pid()));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    println!("unmarked after {:.1} s", began.elapsed().as_secs_f64());
+    // What root's processes have claimed is not marked in it, which is judged in its new domain.
+    std::thread::sleep(Duration::from_secs(5));
+    assert_eq!(marks(moving.pid()).merged, 0);
+    let status: serde_json::Value = serde_json::from_slice(&pagefold(&["status", "--json"]).stdout).unwrap();
+    let row = status["processes"].as_array().unwrap().iter().find(|row| row["pid"] == moving.pid()).cloned().unwrap();
+    assert!(row["left_alone"].is_null() && row["resident_bytes"].as_u64() >= Some(7 * MIB), "{row}");
+    assert!(moving.is_intact() && there.is_intact());
+    for root in &mut roots {
+        assert!(root.is_intact() && marks(root.pid()).merged >= 7 * MIB);
+    }
+    daemon.stop();
+    unmerge(&all);
+    ksm.assert_restored();
+}
+
+/// An exec leaves no marks, but the same process and pid.
+#[test]
+fn a_new_program_is_judged_anew() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let denied = dir.path().join("pf-denied");
+    let program = victim_binary("holder");
+    let (mut stays, mut turns) = (holder(&program), holder(&program));
+    fs::copy(&program, &denied).unwrap();
+    let pids = [stays.pid(), turns.pid()];
+    let daemon = Daemon::on(&pids, &["--deny", "pf-denied", "--governor", "full"]);
+    wait_until("both are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    // The same memory again, in a program on the deny list.
+    turns.exec(&denied, PAGES);
+    turns.change(Change::Write { first: 0, pages: PAGES, content: 0x7057_0001, step: 1 });
+    std::thread::sleep(Duration::from_secs(8));
+    assert_eq!(marks(turns.pid()), Marks::default());
+    assert!(stays.is_intact() && turns.is_intact());
+    let explanation = pagefold(&["explain", &turns.pid().to_string()]);
+    let text = String::from_utf8(explanation.stdout).unwrap();
+    assert!(text.contains("on the deny list (pf-denied)"), "{text}");
+    daemon.stop();
+    unmerge(&[stays.pid()]);
+    ksm.assert_restored();
+}
+
+/// A parent of a vfork sleeps uninterruptibly: it cannot say whether it is dumpable.
+#[test]
+fn a_process_that_cannot_answer_is_neither_read_nor_marked() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let program = victim_binary("holder");
+    let (mut one, mut other, mut silent) = (holder(&program), holder(&program), holder(&program));
+    // Another group: only the process itself sees its attribute.
+    for command in ["group 77", "dumpable 0", "sleep"] {
+        silent.ask(command);
+    }
+    wait_until("it sleeps", || state(silent.pid()) == b'D');
+    let pids = [one.pid(), other.pid(), silent.pid()];
+    let daemon = Daemon::on(&pids, &["--governor", "full"]);
+    wait_until("the others are merged", || pids[..2].iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(marks(silent.pid()), Marks::default());
+    let explanation = pagefold(&["explain", &silent.pid().to_string()]);
+    let text = String::from_utf8(explanation.stdout).unwrap();
+    assert!(text.contains("whether its memory is private"), "{text}");
+    assert!(one.is_intact() && other.is_intact());
+    daemon.stop();
+    unmerge(&pids[..2]);
+    ksm.assert_restored();
+}
