@@ -1,18 +1,18 @@
-//! Digests of pages under a key that nobody keeps: equal pages have equal digests within a record, and nobody can look
-//! up elsewhere what a page held.
+//! Digests of pages under a key that is discarded: equal pages have equal digests within a record, and contents cannot be
+//! looked up elsewhere.
 //!
-//! XXH3 with a random secret is no cryptography. Whoever has the record and may write the memory that is recorded could
-//! try to learn about the key while it is in use; afterwards there is nothing left to compare with.
+//! XXH3 with a random secret is not cryptographic. An attacker who can read the record and write recorded memory could
+//! learn about the key while it is in use, but not afterwards.
 
 use crate::record::PARTS;
 use pagefold_core::hash::PageBytes;
 use pagefold_core::units::PAGE_SIZE;
 use twox_hash::{XxHash3_64, XxHash3_128};
 
-/// A key: XXH3's usual length of a secret.
+/// A key of XXH3's default secret length.
 pub type Key = [u8; 192];
 
-/// Digests pages.
+/// A digest function for pages.
 #[derive(Clone)]
 pub struct Digests {
     key: Key,
@@ -24,7 +24,7 @@ impl Digests {
         Self { key }
     }
 
-    /// The digests of a page and of its quarters. Zeros have 0, and nothing else has.
+    /// The digests of a page and of its quarters. Exactly zeros have digest 0.
     pub fn of(&self, page: &PageBytes) -> (u128, [u32; PARTS]) {
         let mut parts = [0; PARTS];
         for (part, bytes) in parts.iter_mut().zip(page.chunks(PAGE_SIZE / PARTS)) {
@@ -35,7 +35,7 @@ impl Digests {
         if parts == [0; PARTS] {
             return (0, parts);
         }
-        // The only error is a key that is too short.
+        // The only possible error is a key that is too short.
         let digest = XxHash3_128::oneshot_with_secret(&self.key, page).unwrap_or_default();
         (digest.max(1), parts)
     }
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_are_zero_and_nothing_else_is() {
+    fn exactly_zeros_have_digest_zero() {
         let digests = Digests::new(key(1));
         let mut page = [0; PAGE_SIZE];
         assert_eq!(digests.of(&page), (0, [0; PARTS]));
@@ -71,12 +71,12 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_and_the_key_count() {
+    fn every_byte_and_the_key_change_the_digest() {
         let (one, other) = (Digests::new(key(1)), Digests::new(key(2)));
         let mut page = [0x5a; PAGE_SIZE];
         let (digest, parts) = one.of(&page);
         assert_eq!(one.clone().of(&page), (digest, parts));
-        // Equal quarters of a page are equal.
+        // Equal quarters have equal digests.
         assert_eq!(parts, [parts[0]; PARTS]);
         assert!(other.of(&page).0 != digest && other.of(&page).1[0] != parts[0]);
         for at in 0..PAGE_SIZE {

@@ -1,4 +1,4 @@
-//! Charts of what the lab finds, as SVG.
+//! SVG charts of replays and scaling results.
 
 use crate::charts::{Bar, Curve, Lines, Scale, bars, number};
 use crate::replay::{Algorithm, Outcome, ReplayPoint};
@@ -8,11 +8,11 @@ use pagefold_core::units::Bytes;
 use std::path::Path;
 use std::{fs, io};
 
-/// Points of a curve that are drawn at most: about two a pixel.
+/// Maximum number of points of a curve: about two per pixel.
 const POINTS: usize = 1_600;
 
-/// The look of an algorithm's curve, the same in all charts. Colours are told apart also by those who see few (after Okabe
-/// and Ito), and curves that often lie on each other by their dashes: those with gaps are drawn over those without.
+/// The style of an algorithm's curve in all charts. Colours suit colour-blind readers (after Okabe and Ito), and dashes
+/// distinguish curves that often coincide: dashed ones are drawn over solid ones.
 pub fn curve_of(algorithm: Algorithm) -> Curve {
     let (colour, width, dash) = match algorithm {
         Algorithm::Ksm => ("#0072b2", 2, None),
@@ -27,7 +27,7 @@ pub fn curve_of(algorithm: Algorithm) -> Curve {
     Curve { label: algorithm.to_string(), colour, width, dash, ..Curve::default() }
 }
 
-/// File names and charts of a comparison: over time what is saved, compared and spent, and for each of them the sums.
+/// File names and charts of a comparison: savings, comparisons and CPU time, over time and in total.
 pub fn charts(comparison: &Comparison) -> Vec<(String, String)> {
     let name = &comparison.record;
     let chart = |what: &str, svg: String| (format!("{name}-{what}.svg"), svg);
@@ -51,7 +51,7 @@ pub fn charts(comparison: &Comparison) -> Vec<(String, String)> {
     charts
 }
 
-/// Writes charts into a directory, which is made if it is not there.
+/// Writes charts into a directory, which is created if necessary.
 pub fn write(dir: &Path, charts: &[(String, String)]) -> io::Result<()> {
     fs::create_dir_all(dir)?;
     charts.iter().try_for_each(|(name, svg)| fs::write(dir.join(name), svg))
@@ -65,7 +65,7 @@ fn millions(count: u64) -> f64 {
     count as f64 / 1e6
 }
 
-/// So many of the points that no pixel has more than it can show, and the last.
+/// At most [`POINTS`] evenly spaced points, and the last.
 fn thinned<T: Copy>(points: &[T]) -> impl Iterator<Item = T> {
     let step = points.len().div_ceil(POINTS).max(1);
     let last = points.last().filter(|_| (points.len().max(1) - 1) % step != 0);
@@ -125,9 +125,9 @@ fn lines(comparison: &Comparison, what: &str, unit: &str, curves: Vec<Curve>) ->
     lines.draw()
 }
 
-/// Curves of something that is no algorithm's.
+/// Colours of curves that do not belong to an algorithm.
 const OTHERS: [&str; 6] = ["#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9"];
-/// Axes of time: what is over them was watched, and what is over others measured at one value after the other.
+/// Horizontal axes of time. Curves over other axes consist of separate measurements, drawn with dots.
 const TIMES: [&str; 2] = ["hours", "seconds"];
 
 /// File names and charts of how algorithms scale: one for each pair of axes.
@@ -146,7 +146,7 @@ pub fn scale_charts(curves: &[scale::ScaleCurve]) -> Vec<(String, String)> {
     keys.into_iter().map(chart).collect()
 }
 
-/// What is to the right and up, and of which machine: the curves of an algorithm in several machines are in several charts.
+/// Both axes and the machine: the curves of an algorithm on several machines are in separate charts.
 fn axes_of(curve: &scale::ScaleCurve) -> (&str, &str, &str) {
     (curve.x, curve.y, curve.name.split_once(", ").map_or("", |(_, of)| of))
 }
@@ -171,16 +171,16 @@ fn scale_chart((x, y, of): (&str, &str, &str), curves: &[&scale::ScaleCurve]) ->
     let compares = curves.iter().any(|curve| algorithm_of(curve).is_some());
     let (mut seen, mut others) = (Vec::new(), OTHERS.iter().cycle());
     let curves = curves.iter().map(|curve| {
-        let look = match algorithm_of(curve) {
+        let style = match algorithm_of(curve) {
             Some(algorithm) => curve_of(algorithm),
             None if compares => Curve { colour: "#222222", width: 1, dash: Some((4, 4)), ..Curve::default() },
             None => Curve { colour: others.next().unwrap_or(&"#222222"), width: 2, ..Curve::default() },
         };
         // The same algorithm with other settings.
-        let dash = if !look.label.is_empty() && seen.contains(&look.label) { Some((4, 7)) } else { look.dash };
-        seen.push(look.label.clone());
+        let dash = if !style.label.is_empty() && seen.contains(&style.label) { Some((4, 7)) } else { style.dash };
+        seen.push(style.label.clone());
         let label = curve.name.split(", ").next().unwrap_or(&curve.name).to_owned();
-        Curve { label, dash, dots: measured, points: thinned(&curve.points).collect(), ..look }
+        Curve { label, dash, dots: measured, points: thinned(&curve.points).collect(), ..style }
     });
     let what = y.split(',').next().unwrap_or(y);
     let by = if measured { x.split(',').next().unwrap_or(x) } else { "time" };
@@ -194,12 +194,12 @@ fn algorithm_of(curve: &scale::ScaleCurve) -> Option<Algorithm> {
     curve.name.split([' ', ',']).next()?.parse().ok()
 }
 
-/// One figure for each algorithm.
+/// A chart with one bar for each algorithm.
 struct Sum {
     name: &'static str,
     title: &'static str,
     unit: &'static str,
-    /// Shown as a share of what `ksm` has.
+    /// Also shown as a share of `ksm`'s value.
     of_ksm: bool,
     of: fn(&Outcome) -> f64,
 }
@@ -229,7 +229,7 @@ const SUMS: [Sum; 4] = [
     Sum {
         name: "futile",
         title: "futile comparisons",
-        unit: "% of comparisons that were made in searches without a find (CMD, equation 1)",
+        unit: "% of comparisons in searches that found no duplicate (CMD, equation 1)",
         of_ksm: false,
         of: |outcome| 100.0 * outcome.futile_rate,
     },
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn without_ksm_nothing_is_a_share_of_its() {
+    fn without_ksm_no_shares_are_shown() {
         for (name, svg) in charts(&comparison(&[Algorithm::Uksm])) {
             assert!(!svg.contains("% of ksm"), "{name}\n{svg}");
         }
@@ -356,7 +356,7 @@ mod tests {
         let names: Vec<&str> = charts.iter().map(|(name, _)| name.as_str()).collect();
         let shares = ["scale-share-saved-4-gib.svg", "scale-share-saved-16-gib.svg"];
         assert_eq!(names, [&["scale-time-to-90.svg", "scale-comparisons.svg"][..], &shares].concat());
-        // Three curves and one, each point with a dot; watched over time there are none.
+        // Three curves and one, with a dot at each point; curves over time have none.
         let dots: Vec<usize> = charts.iter().map(|(_, svg)| svg.matches("<circle").count()).collect();
         assert_eq!(dots, [15, 5, 0, 0]);
         let logarithmic = |svg| texts(svg).iter().filter(|text| text.contains("logarithmic")).count();
@@ -366,8 +366,8 @@ mod tests {
 
     #[test]
     fn algorithms_look_different() {
-        let looks: std::collections::BTreeSet<_> = all().into_iter().map(|one| curve_of(one).colour).collect();
-        assert_eq!(looks.len(), Algorithm::NAMES.len());
+        let colours: std::collections::BTreeSet<_> = all().into_iter().map(|one| curve_of(one).colour).collect();
+        assert_eq!(colours.len(), Algorithm::NAMES.len());
     }
 
     #[test]
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn charts_are_written_where_they_are_wanted() {
+    fn charts_are_written_to_a_new_directory() {
         let dir = tempfile::tempdir().unwrap();
         let below = dir.path().join("not/there/yet");
         write(&below, &[("a.svg".to_owned(), "b".to_owned())]).unwrap();

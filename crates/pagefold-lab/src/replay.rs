@@ -1,4 +1,4 @@
-//! Replays a record under an algorithm, in virtual time, and counts what it does.
+//! Replays a record under an algorithm in virtual time and measures costs and savings.
 
 use crate::script::Scripted;
 use pagefold_core::config::Config;
@@ -14,19 +14,19 @@ const NS_PER_MS: u64 = 1_000_000;
 /// nuKSM has one tree for each 100 MiB of memory (section 4.3).
 const PAGES_PER_TREE: u64 = 100 << 20 >> 12;
 
-/// What searches and merges.
+/// A merging algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Algorithm {
     /// Linux's ksmd without `smart_scan`: two trees, everything marked.
     Ksm,
-    /// Linux's ksmd as it is by default.
+    /// Linux's ksmd with its defaults.
     KsmSmart,
     /// UKSM in the kernel.
     Uksm,
     /// ksmd with trees for eight ranges of physical addresses.
     CmdAddress,
-    /// ksmd with trees for sixteen numbers of writes.
+    /// ksmd with trees for sixteen classes of write counts.
     #[serde(rename = "cmd-pagecount")]
     CmdPageCount,
     /// ksmd with trees for sixteen patterns of written quarters.
@@ -35,12 +35,12 @@ pub enum Algorithm {
     /// ksmd with a forest, by checksum.
     #[serde(rename = "nuksm")]
     NuKsm,
-    /// pagefold, and ksmd on its orders.
+    /// pagefold, which drives ksmd.
     Pagefold,
 }
 
 impl Algorithm {
-    /// All of them, by name.
+    /// All algorithms by name.
     pub const NAMES: [(&'static str, Self); 8] = [
         ("ksm", Self::Ksm),
         ("ksm-smart", Self::KsmSmart),
@@ -60,7 +60,7 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// No algorithm has that name.
+/// An unknown algorithm name.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("there is no algorithm '{}'; choose from {}", .0.escape_debug(), Algorithm::NAMES.map(|(name, _)| name).join(", "))]
 pub struct NoAlgorithm(String);
@@ -73,32 +73,32 @@ impl FromStr for Algorithm {
     }
 }
 
-/// How to replay.
+/// Options of a replay.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Pages that ksmd scans in a batch.
     pub pages_to_scan: u32,
-    /// How long it sleeps between batches, milliseconds.
+    /// Sleep between batches, milliseconds.
     pub sleep_ms: u32,
-    /// How long to replay, nanoseconds; memory stands still when the record has ended.
+    /// Simulated time, nanoseconds; memory no longer changes after the end of the record.
     pub for_ns: u64,
     /// Time between two points of a curve, nanoseconds.
     pub every_ns: u64,
     /// pagefold's settings.
     pub config: Config,
-    /// Trees of `nuksm`; otherwise one for each 100 MiB.
+    /// Trees of `nuksm` [default: one per 100 MiB].
     pub trees: Option<u16>,
-    /// What things cost.
+    /// Costs of operations.
     pub costs: Costs,
 }
 
 impl Settings {
-    /// For as long as the record is, at the scan rate that measurements compare with: 1000 pages each 20 ms.
+    /// Defaults for the length of a record, with a scan rate of 1000 pages every 20 ms.
     pub fn for_record(scripted: &Scripted) -> Self {
         Self::for_time(scripted.ends_ns)
     }
 
-    /// The same for so long, nanoseconds.
+    /// Defaults for a time in nanoseconds.
     pub fn for_time(for_ns: u64) -> Self {
         Self {
             pages_to_scan: 1_000,
@@ -112,7 +112,7 @@ impl Settings {
     }
 }
 
-/// How things stood at a time.
+/// A point of a curve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct ReplayPoint {
     /// Time since the beginning, seconds.
@@ -125,18 +125,18 @@ pub struct ReplayPoint {
     pub comparisons: u64,
 }
 
-/// What an algorithm did.
+/// Results of an algorithm.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {
     /// The algorithm.
     pub algorithm: Algorithm,
-    /// Pages looked at by ksmd, or by what stands in its place.
+    /// Pages scanned by ksmd or its replacement.
     pub scanned: u64,
     /// Pages read by pagefold.
     pub read: u64,
-    /// Searches for a partner, and those that found one.
+    /// Searches for a duplicate.
     pub searches: u64,
-    /// Searches that found one.
+    /// Searches that found a duplicate.
     pub found: u64,
     /// Pages compared with pages of stable trees.
     pub stable_comparisons: u64,
@@ -144,19 +144,19 @@ pub struct Outcome {
     pub unstable_comparisons: u64,
     /// Comparisons in searches that found nothing.
     pub futile_comparisons: u64,
-    /// Their share (CMD, equation 1).
+    /// Share of futile comparisons (CMD, equation 1).
     pub futile_rate: f64,
-    /// Hashes compared with hashes.
+    /// Comparisons of hashes.
     pub hash_comparisons: u64,
-    /// Comparisons of pages in one search on average.
+    /// Mean comparisons of pages in a search.
     pub depth: f64,
-    /// Steps down one tree at most.
+    /// Maximum depth of a search in one tree.
     pub deepest: u64,
     /// Pages not compared again because they had not been written.
     pub spared: u64,
-    /// Pages in each tree at the end, or in those of each class.
+    /// Pages in each tree, or in the trees of each class, at the end.
     pub trees: Vec<u64>,
-    /// Copies made because a merged page was written.
+    /// Writes to merged pages, each of which made a copy.
     pub cow_breaks: u64,
     /// Pages saved at the end.
     pub saved: u64,
@@ -164,9 +164,9 @@ pub struct Outcome {
     pub saved_mean: f64,
     /// Modelled CPU time, seconds.
     pub cpu_seconds: f64,
-    /// Memory for records of the kernel and for pagefold's index, bytes.
+    /// Memory of the kernel's metadata and pagefold's index, bytes.
     pub metadata_bytes: u64,
-    /// How it went.
+    /// The course over time.
     pub curve: Vec<ReplayPoint>,
 }
 
@@ -187,7 +187,7 @@ pub fn replay(algorithm: Algorithm, scripted: &Scripted, settings: &Settings) ->
         .through(algorithm, settings)
 }
 
-/// Pages that could be saved, and when, seconds: at each point of the curve all but one of every content.
+/// Savable pages over time (seconds): all but one page of every content.
 pub fn savable(scripted: &Scripted, settings: &Settings) -> Vec<(f64, u64)> {
     let mut sim = SimHost::new(1, Costs::default(), Knobs::default());
     sim.play(scripted.script.clone());
@@ -199,7 +199,7 @@ pub fn savable(scripted: &Scripted, settings: &Settings) -> Vec<(f64, u64)> {
     curve
 }
 
-/// How a machine with so many pages is set up for an algorithm; nuKSM with so many trees.
+/// The simulator's settings for an algorithm on a machine with `pages` pages.
 pub(crate) fn knobs(algorithm: Algorithm, pages: u64, trees: Option<u16>) -> Knobs {
     let plain = Knobs { smart_scan: false, merge_any: true, ..Knobs::default() };
     let forest = |forest| Knobs { forest, ..plain };
@@ -216,7 +216,7 @@ pub(crate) fn knobs(algorithm: Algorithm, pages: u64, trees: Option<u16>) -> Kno
     }
 }
 
-/// A machine under an algorithm.
+/// A simulated machine with an algorithm.
 pub(crate) struct ReplayRun {
     pub(crate) sim: SimHost,
     pub(crate) engine: Option<Engine>,
@@ -224,7 +224,7 @@ pub(crate) struct ReplayRun {
 }
 
 impl ReplayRun {
-    /// A machine whose memory is what `populate` makes of an empty one, with an algorithm about to begin.
+    /// Starts an algorithm on a machine filled by `populate`.
     pub(crate) fn begin(
         algorithm: Algorithm,
         knobs: Knobs,
@@ -289,7 +289,7 @@ impl ReplayRun {
         }
     }
 
-    /// Goes on until a time.
+    /// Runs until a time.
     pub(crate) fn run_until(&mut self, until_ns: u64) {
         let Some(engine) = &mut self.engine else {
             let Ok(()) = self.sim.wait(until_ns.saturating_sub(self.sim.now_ns()));
@@ -305,7 +305,7 @@ impl ReplayRun {
         }
     }
 
-    /// Memory that pagefold's index takes, bytes. Goes through all regions.
+    /// Memory of pagefold's index, bytes. Visits all regions.
     pub(crate) fn index_bytes(&self) -> u64 {
         self.engine.as_ref().map_or(0, |engine| engine.report().index_bytes.0)
     }

@@ -1,6 +1,6 @@
-//! How the algorithms scale: with memory, up to what no test machine has; with the number of trees (nuKSM's claim of
-//! forests); and in a race against memory running out. All in virtual time, where a simulated page stands for several
-//! neighbours of the same fate ([`pagefold_sim::Knobs::grain`]); what that does to the figures is measured as well.
+//! How the algorithms scale: with memory, up to a tebibyte; with the number of trees (nuKSM's claim on forests); and in a
+//! race against memory running out. All in virtual time, where a simulated page stands for several neighbours
+//! ([`pagefold_sim::Knobs::granularity`]); the error from that is measured as well.
 
 mod forests;
 mod growth;
@@ -9,7 +9,7 @@ mod server_memory;
 mod table;
 
 pub use forests::{ForestPoint, forest};
-pub use growth::{Figure, GrainCheck, Growth, GrowthRun, Savable, grain_for, grow};
+pub use growth::{Figure, GranularityCheck, Growth, GrowthRun, Savable, granularity_for, grow};
 pub use race::{Race, RaceResult, Racer};
 pub use server_memory::ServerMemory;
 
@@ -18,26 +18,26 @@ use serde::Serialize;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// More at one time would take more memory than is worth the time.
+/// Maximum number of threads, to limit memory use.
 const THREADS_MAX: usize = 4;
 const NS_PER_HOUR: f64 = 3_600e9;
-/// ksmd's batches: as elsewhere in the lab, and as in the kernel by default.
+/// ksmd's batches: the lab's default, and the kernel's.
 const PAGES_TO_SCAN: u32 = 1_000;
 const PAGES_TO_SCAN_DEFAULT: u32 = 100;
-/// What things cost in the races, in per cent: as was measured with little memory, and as it would have to be for the end
-/// that the thesis saw.
+/// Costs in the races, in per cent of those measured with little memory: as measured, and as needed for the outcome in
+/// the thesis.
 const RACE_COSTS: [u64; 2] = [100, 250];
 
-/// What is to be measured.
+/// Measurements to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ScaleOptions {
-    /// Memories, GiB.
+    /// Memory sizes, GiB.
     pub memory: Vec<u64>,
     /// Algorithms.
     pub algorithms: Vec<Algorithm>,
-    /// How long each runs, hours.
+    /// Simulated time of each run, hours.
     pub hours: f64,
-    /// The memory on which grains are checked, GiB, the grain, and for how long, hours; none for no check.
+    /// The check of the granularity: memory in GiB, granularity, hours; `None` for no check.
     pub check: Option<(u64, u32, f64)>,
     /// Stable nodes of the forests.
     pub nodes: Vec<u64>,
@@ -47,8 +47,7 @@ pub struct ScaleOptions {
     pub races: Vec<Race>,
 }
 
-/// The algorithms that a run without further wishes compares. CMD's need writes to be told by pages, which has nothing to do
-/// with size; `cmd-*` may be asked for all the same.
+/// The default algorithms. CMD's need page-level write information, which is unrelated to size.
 pub const ALGORITHMS: [Algorithm; 5] =
     [Algorithm::Ksm, Algorithm::KsmSmart, Algorithm::NuKsm, Algorithm::Uksm, Algorithm::Pagefold];
 
@@ -67,7 +66,7 @@ impl Default for ScaleOptions {
 }
 
 impl ScaleOptions {
-    /// The same in small, done within seconds.
+    /// Small measurements that take seconds.
     pub fn quick() -> Self {
         Self {
             memory: vec![4, 16],
@@ -75,47 +74,48 @@ impl ScaleOptions {
             check: Some((1, 8, 0.01)),
             nodes: vec![1_024, 10_240],
             trees: vec![1, 16, 256],
-            races: RACE_COSTS.map(|cost_percent| Race { cost_percent, grain: 1_024, ..Race::default() }).to_vec(),
+            races: RACE_COSTS.map(|cost_percent| Race { cost_percent, granularity: 1_024, ..Race::default() }).to_vec(),
             ..Self::default()
         }
     }
 }
 
-/// A line to be drawn.
+/// A curve of a chart.
 #[derive(Clone, Debug, Serialize)]
 pub struct ScaleCurve {
-    /// What it shows.
+    /// The label.
     pub name: String,
-    /// What is on either axis, with units.
+    /// Quantity and unit of the horizontal axis.
     pub x: &'static str,
-    /// What is on the other.
+    /// Quantity and unit of the vertical axis.
     pub y: &'static str,
     /// The points.
     pub points: Vec<(f64, f64)>,
 }
 
-/// What was measured.
+/// The results.
 #[derive(Clone, Debug, Serialize)]
 pub struct Scaling {
     /// `pagefold.lab.scale/1`.
     pub schema: &'static str,
     /// By memory and algorithm.
     pub growth: Vec<Growth>,
-    /// What simulating grains does to the figures.
-    pub grain: Vec<GrainCheck>,
+    /// Error from simulating several pages as one.
+    #[serde(rename = "grain")]
+    pub granularity: Vec<GranularityCheck>,
     /// By stable nodes and trees.
     pub forests: Vec<ForestPoint>,
     /// The races against memory running out.
     pub races: Vec<RaceResult>,
-    /// All of it, to be drawn.
+    /// All results as curves.
     pub curves: Vec<ScaleCurve>,
 }
 
-/// One thing to be measured.
+/// One measurement.
 #[derive(Clone, Copy, Debug)]
 enum Task {
     Grow(ServerMemory, GrowthRun),
-    /// Grows with a grain for the check.
+    /// A run of the granularity check.
     Check(ServerMemory, Algorithm, u32),
     Forest(u64, u16),
     Race(Race, Option<Algorithm>),
@@ -129,7 +129,7 @@ enum Done {
     Raced(Racer),
 }
 
-/// Measures everything, several at a time. `progress` hears how many of how many are done.
+/// Runs all measurements, several at a time. `progress` gets the numbers of finished and of all measurements.
 pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> Scaling {
     let machine = |gib, hours: f64| {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a time that is not negative")]
@@ -137,18 +137,20 @@ pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> 
         ServerMemory { gib, for_ns }
     };
     let runners = scale.algorithms.iter().flat_map(|&algorithm| {
-        let usual = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN };
+        let fast = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN };
         let slow = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN_DEFAULT };
-        std::iter::once(usual).chain((algorithm == Algorithm::KsmSmart).then_some(slow))
+        std::iter::once(fast).chain((algorithm == Algorithm::KsmSmart).then_some(slow))
     });
     let runners: Vec<GrowthRun> = runners.collect();
     let mut tasks: Vec<Task> = Vec::new();
     for &gib in &scale.memory {
         tasks.extend(runners.iter().map(|&runner| Task::Grow(machine(gib, scale.hours), runner)));
     }
-    if let Some((gib, grain, hours)) = scale.check {
-        for grain in [1, grain] {
-            tasks.extend(scale.algorithms.iter().map(|&who| Task::Check(machine(gib, hours), who, grain)));
+    if let Some((gib, granularity, hours)) = scale.check {
+        for granularity in [1, granularity] {
+            tasks.extend(
+                scale.algorithms.iter().map(|&algorithm| Task::Check(machine(gib, hours), algorithm, granularity)),
+            );
         }
     }
     tasks
@@ -160,20 +162,20 @@ pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> 
     collect(scale, run(&tasks, progress))
 }
 
-/// What could be saved of each machine, counted once for each size and grain.
+/// Savable memory of each machine, computed once for each size and granularity.
 type Savables = Mutex<Vec<((ServerMemory, u32), Arc<OnceLock<Savable>>)>>;
 
-fn savable_of(known: &Savables, machine: ServerMemory, grain: u32) -> Arc<OnceLock<Savable>> {
+fn savable_of(known: &Savables, machine: ServerMemory, granularity: u32) -> Arc<OnceLock<Savable>> {
     let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, cell)) = known.iter().find(|(other, _)| *other == (machine, grain)) {
+    if let Some((_, cell)) = known.iter().find(|(other, _)| *other == (machine, granularity)) {
         return cell.clone();
     }
     let cell = Arc::default();
-    known.push(((machine, grain), Arc::clone(&cell)));
+    known.push(((machine, granularity), Arc::clone(&cell)));
     cell
 }
 
-/// The largest first, so that no long one begins when the others are done.
+/// Runs the largest tasks first, so that no long one begins last.
 fn run(tasks: &[Task], progress: &(dyn Fn(usize, usize) + Sync)) -> Vec<Done> {
     let known = Savables::default();
     let (next, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
@@ -202,25 +204,25 @@ fn run(tasks: &[Task], progress: &(dyn Fn(usize, usize) + Sync)) -> Vec<Done> {
     results.into_iter().map(|(_, done)| done).collect()
 }
 
-/// Pages that a task simulates.
+/// The number of pages that a task simulates.
 fn size(task: &Task) -> u64 {
     match *task {
-        Task::Grow(machine, runner) => machine.pages() / u64::from(grain_for(machine, runner.algorithm)),
-        Task::Check(machine, _, grain) => machine.pages() / u64::from(grain),
+        Task::Grow(machine, runner) => machine.pages() / u64::from(granularity_for(machine, runner.algorithm)),
+        Task::Check(machine, _, granularity) => machine.pages() / u64::from(granularity),
         Task::Forest(nodes, _) => 2 * nodes,
-        Task::Race(race, _) => (race.node_gib << 18) / u64::from(race.grain),
+        Task::Race(race, _) => (race.node_gib << 18) / u64::from(race.granularity),
     }
 }
 
 fn perform(task: Task, known: &Savables) -> Done {
-    let grown = |machine: ServerMemory, runner, grain| {
-        let cell = savable_of(known, machine, grain);
-        grow(machine, runner, grain, cell.get_or_init(|| Savable::of(machine, grain)))
+    let grown = |machine: ServerMemory, runner, granularity| {
+        let cell = savable_of(known, machine, granularity);
+        grow(machine, runner, granularity, cell.get_or_init(|| Savable::of(machine, granularity)))
     };
     match task {
-        Task::Grow(machine, runner) => Done::Grown(grown(machine, runner, grain_for(machine, runner.algorithm))),
-        Task::Check(machine, algorithm, grain) => {
-            Done::Checked(grown(machine, GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN }, grain))
+        Task::Grow(machine, runner) => Done::Grown(grown(machine, runner, granularity_for(machine, runner.algorithm))),
+        Task::Check(machine, algorithm, granularity) => {
+            Done::Checked(grown(machine, GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN }, granularity))
         }
         Task::Forest(nodes, trees) => Done::Forest(forest(nodes, trees)),
         Task::Race(race, algorithm) => Done::Raced(race.run(algorithm)),
@@ -231,7 +233,7 @@ fn collect(scale: &ScaleOptions, done: Vec<Done>) -> Scaling {
     let mut scaling = Scaling {
         schema: "pagefold.lab.scale/1",
         growth: Vec::new(),
-        grain: Vec::new(),
+        granularity: Vec::new(),
         forests: Vec::new(),
         races: Vec::new(),
         curves: Vec::new(),
@@ -247,7 +249,7 @@ fn collect(scale: &ScaleOptions, done: Vec<Done>) -> Scaling {
         }
     }
     let (fine, coarse) = checked.split_at(checked.len() / 2);
-    scaling.grain = fine.iter().zip(coarse).map(|(fine, coarse)| GrainCheck::new(fine, coarse)).collect();
+    scaling.granularity = fine.iter().zip(coarse).map(|(fine, coarse)| GranularityCheck::new(fine, coarse)).collect();
     let each = scale.algorithms.len() + 1;
     let of_race = scale.races.iter().zip(racers.chunks(each));
     scaling.races = of_race.map(|(&race, racers)| RaceResult { race, racers: racers.to_vec() }).collect();
@@ -255,7 +257,7 @@ fn collect(scale: &ScaleOptions, done: Vec<Done>) -> Scaling {
     scaling
 }
 
-/// A runner's name: what tells it from the others.
+/// A unique name of a run.
 fn name(growth: &Growth) -> String {
     match growth.pages_to_scan {
         Some(pages) if pages != PAGES_TO_SCAN => format!("{} at {pages}", growth.algorithm),

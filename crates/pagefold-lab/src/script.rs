@@ -1,4 +1,4 @@
-//! From a record to a script for the simulator.
+//! Conversion of a record to a script for the simulator.
 
 use crate::record::{Event, PARTS, Page, Record, RegionRow};
 use pagefold_core::host::PageState;
@@ -9,12 +9,11 @@ use rustc_hash::{FxHashMap, FxHasher};
 use std::collections::BTreeSet;
 use std::hash::{Hash, Hasher};
 
-/// Where a region lies while it is replayed. Records have address spaces of their own kind: mappings grow into the place of
-/// others, and most of a large one may never be used. Here every region has the pages that ever were in it, and all the
-/// room that takes.
+/// The address range of a region during the replay. In a record mappings can grow into the former range of others, and
+/// large parts may never be used. Here every region has its own range, from its first page ever present to its last.
 #[derive(Clone, Copy, Debug)]
 struct Place {
-    /// The first page that ever was there, as recorded and as replayed.
+    /// The first page ever present, as recorded and as replayed.
     from: (u64, u64),
     pages: u64,
 }
@@ -28,20 +27,20 @@ impl Place {
     }
 }
 
-/// A record as steps, and what had to be left out.
+/// A record as steps of the simulator.
 #[derive(Clone, Debug)]
 pub struct Scripted {
     /// The steps.
     pub script: Script,
-    /// When the record ends, nanoseconds.
+    /// End of the record, nanoseconds.
     pub ends_ns: u64,
-    /// Pages that were there at one time, at most.
+    /// Maximum number of pages present at one time.
     pub pages: u64,
     /// Pages left out because they share a frame with another by fork: merging saves nothing there.
     pub forked: u64,
 }
 
-/// What is known of a page while the record is read.
+/// The last state of a page during the conversion.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     state: PageState,
@@ -51,14 +50,14 @@ struct Known {
 }
 
 impl Known {
-    /// Whether somebody has written the page since. Merged or moved to another frame it is the same; a merged page that has
-    /// a frame of its own again was written, if only with what it held.
+    /// Whether the page was written since. Merging or moving it to another frame is not a write; a merged page that has its
+    /// own frame again was written, even with equal content.
     fn is_written(&self, now: &Page) -> bool {
         self.digest != now.digest || (self.state == PageState::Merged && now.state != PageState::Merged)
     }
 }
 
-/// Makes steps of a record.
+/// Converts a record to steps.
 pub fn script(record: &Record) -> Scripted {
     let places = places(record);
     let eighths = Eighths::of(record, &places);
@@ -67,7 +66,7 @@ pub fn script(record: &Record) -> Scripted {
     let mut known: FxHashMap<(u32, u64), Known> = FxHashMap::default();
     let mut shared: FxHashMap<u64, (u32, u64)> = FxHashMap::default();
     let (mut steps, mut forked, mut pages) = (Vec::new(), 0, 0);
-    // What was there when the record began is there from the beginning.
+    // Time starts with the first snapshot.
     let began_ns = record.snapshots.first().map_or(0, |snapshot| snapshot.time_ns);
     for snapshot in &record.snapshots {
         let at_ns = snapshot.time_ns.saturating_sub(began_ns);
@@ -92,7 +91,7 @@ pub fn script(record: &Record) -> Scripted {
                         steps.push((at_ns, Step::Map { process, region, family, first, pages }));
                         continue;
                     }
-                    // Other bounds: what is outside has gone.
+                    // New bounds: drop the pages outside.
                     let inside = row.first.0..row.first.0 + row.pages.0;
                     let all = place.from.0..place.from.0 + place.pages;
                     for page in all.filter(|page| !inside.contains(page)) {
@@ -153,7 +152,7 @@ fn forget(
     Some(before)
 }
 
-/// Which quarters of a page have changed; all, if it was not there.
+/// The changed quarters of a page; all if it was not present.
 fn changed(before: Option<Known>, now: &Page) -> u8 {
     let Some(before) = before else { return 0b1111 };
     let differ = before.parts.iter().zip(&now.parts).map(|(before, now)| before != now);
@@ -162,7 +161,7 @@ fn changed(before: Option<Known>, now: &Page) -> u8 {
     if parts == 0 { 0b1111 } else { parts }
 }
 
-/// 64 of the 128 bits: among a billion pages two that differ are equal with a chance of 3 %.
+/// 64 of the 128 bits: the chance of a collision among a billion pages is 3 %.
 #[expect(clippy::cast_possible_truncation, reason = "half of the bits are wanted")]
 fn content(page: &Page) -> u64 {
     if page.digest == 0 { 0 } else { (page.digest as u64).max(1) }
@@ -175,7 +174,7 @@ fn family(name: Option<&str>, row: &RegionRow) -> FamilyKey {
     FamilyKey(hasher.finish())
 }
 
-/// Where regions go: one after the other, as they come, by what is ever there.
+/// Assigns consecutive address ranges to regions in order of appearance.
 fn places(record: &Record) -> FxHashMap<u32, Place> {
     let mut bounds: Vec<(u32, (u64, u64))> = Vec::new();
     let mut at: FxHashMap<u32, usize> = FxHashMap::default();
@@ -193,7 +192,7 @@ fn places(record: &Record) -> FxHashMap<u32, Place> {
     }
     let mut next = EXTENT_PAGES;
     let mut place = |(low, high): (u64, u64)| {
-        // At the same place within an extent: that is what is marked.
+        // Keep the position within an extent, because extents are marked.
         let to = next.next_multiple_of(EXTENT_PAGES) + EXTENT_PAGES + low % EXTENT_PAGES;
         let pages = high - low + 1;
         next = to + pages;
@@ -202,7 +201,7 @@ fn places(record: &Record) -> FxHashMap<u32, Place> {
     bounds.into_iter().map(|(region, bounds)| (region, place(bounds))).collect()
 }
 
-/// In which eighth of memory a page is: of physical memory, or where frames are not known, of what is replayed.
+/// Divides memory into eighths: physical memory, or the replayed addresses if frames are unknown.
 struct Eighths {
     low: u64,
     span: u64,
@@ -239,7 +238,7 @@ mod tests {
     use super::*;
     use crate::record::{Origin, ProcessRow, Snapshot};
 
-    /// The steps that a page makes from state to state, after the first: digest and frame with each.
+    /// The steps of a page after its first state. Each state has a digest and a frame.
     fn steps(states: &[(PageState, u128, u64)]) -> Vec<Step> {
         let rows = [
             Event::Process(ProcessRow { process: 0, pid: None, name: None }),
@@ -256,10 +255,10 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_was_merged_or_moved_was_not_written() {
+    fn merging_or_moving_a_page_is_not_a_write() {
         use PageState::{Merged, Private, Shared};
         assert_eq!(steps(&[(Private, 5, 1), (Private, 5, 2), (Shared, 5, 2), (Merged, 5, 3), (Merged, 5, 4)]), []);
-        // A merged page is alone again because somebody wrote what it held.
+        // A merged page becomes private again by a write of equal content.
         assert!(matches!(steps(&[(Private, 5, 1), (Merged, 5, 3), (Private, 5, 1)])[..], [Step::Write { .. }]));
         assert!(matches!(steps(&[(Merged, 5, 1), (Merged, 6, 2)])[..], [Step::Write { content: 6, .. }]));
         assert!(matches!(

@@ -1,4 +1,4 @@
-//! Comparisons for people.
+//! Text output of comparisons.
 
 use crate::replay::{Algorithm, Outcome};
 use pagefold_cli::table::Table;
@@ -13,22 +13,22 @@ pub struct Comparison {
     pub schema: &'static str,
     /// The record's name.
     pub record: String,
-    /// Where it comes from.
+    /// The record's origin.
     pub source: String,
-    /// How long it was replayed.
+    /// Replayed time, seconds.
     pub seconds: f64,
-    /// Pages that were there at one time, at most.
+    /// Maximum number of pages present at one time.
     pub pages: u64,
-    /// Pages left out because they are shared by fork anyway.
+    /// Pages left out because they are already shared by fork.
     pub forked: u64,
-    /// Pages that could be saved, over time (seconds).
+    /// Savable pages over time (seconds).
     pub savable: Vec<(f64, u64)>,
-    /// What each algorithm did.
+    /// Results of each algorithm.
     pub outcomes: Vec<Outcome>,
 }
 
 impl Comparison {
-    /// What the others are compared with: `ksm`, if it is there.
+    /// The reference of the comparison: `ksm`, if present.
     pub fn ksm(&self) -> Option<&Outcome> {
         self.outcomes.iter().find(|outcome| outcome.algorithm == Algorithm::Ksm)
     }
@@ -59,7 +59,7 @@ impl fmt::Display for Comparison {
             mib(savable)
         )?;
         if self.forked > 0 {
-            writeln!(f, "{} pages shared by fork are left out: they are one already", self.forked)?;
+            writeln!(f, "{} pages shared by fork are left out: merging them saves nothing", self.forked)?;
         }
         let header = [
             "algorithm",
@@ -110,7 +110,7 @@ impl fmt::Display for Comparison {
             let used = outcome.trees.iter().filter(|&&pages| pages > 0).count();
             writeln!(
                 f,
-                "{}: {used} of {} trees used, the largest has {} of all pages; {} comparisons of pages spared whole",
+                "{}: {used} of {} trees used, the largest has {} of all pages; {} unwritten pages not compared again",
                 outcome.algorithm,
                 outcome.trees.len(),
                 of(most as f64, Some(all as f64)),

@@ -1,15 +1,15 @@
-//! nuKSM's forests (claim N4; sections 3.3, 4.3 and 5.4 of the thesis): `2X` pages whose contents exist twice make `X`
-//! stable nodes; then come pages that resemble none of them, and what is counted is how many stable nodes each of these is
-//! compared with (figure 5.5a) and how long the round takes (figure 5.5b), by the number of trees.
+//! nuKSM's forests (claim N4; sections 3.3, 4.3 and 5.4 of the thesis). `2X` pages in pairs make `X` stable nodes; then
+//! unique pages are added. Measured by the number of trees: the stable nodes that each unique page is compared with
+//! (figure 5.5a) and the duration of the scan (figure 5.5b).
 
 use pagefold_core::host::{Actions, Host, ScanOrder};
 use pagefold_core::units::Pages;
 use pagefold_sim::{Costs, Fill, Forest, Knobs, Mapping, Process, SimHost};
 use serde::Serialize;
 
-/// Pages that resemble none.
-const STRANGERS: u64 = 65_536;
-const LOOK_NS: u64 = 1_000_000_000;
+/// Unique pages.
+const UNIQUE_PAGES: u64 = 65_536;
+const STEP_NS: u64 = 1_000_000_000;
 
 /// One point of the curve.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -22,16 +22,16 @@ pub struct ForestPoint {
     pub stable: f64,
     /// Comparisons of a page with pages in unstable trees, on average.
     pub unstable: f64,
-    /// `log2(1 + X / trees)`: what a search to the bottom of a balanced tree takes.
+    /// `log2(1 + X / trees)`: comparisons of a full search in a balanced tree.
     pub law: f64,
-    /// Modelled CPU time of the round over all pages, seconds.
+    /// Modelled CPU time of a scan of all pages, seconds.
     pub round_seconds: f64,
     /// Pairs that were not merged.
     pub lost: u64,
 }
 
 impl ForestPoint {
-    /// By how many comparisons the law is missed.
+    /// Difference between the measured comparisons and the law.
     pub fn deviation(&self) -> f64 {
         self.stable - self.law
     }
@@ -47,7 +47,7 @@ pub fn forest(nodes: u64, trees: u16) -> ForestPoint {
     scan(&mut sim);
     scan(&mut sim);
     let lost = nodes - sim.saved().0;
-    sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(STRANGERS), Fill::Random)));
+    sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(UNIQUE_PAGES), Fill::Random)));
     scan(&mut sim);
     let (before, spent_ns) = (sim.counts(), sim.cost().ksmd_ns);
     scan(&mut sim);
@@ -67,7 +67,7 @@ pub fn forest(nodes: u64, trees: u16) -> ForestPoint {
 fn scan(sim: &mut SimHost) {
     let Ok(_) = sim.apply(&Actions { scan: ScanOrder::KICK, ..Actions::default() });
     while sim.is_scanning() {
-        let Ok(()) = sim.wait(LOOK_NS);
+        let Ok(()) = sim.wait(STEP_NS);
     }
 }
 
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn comparisons_fall_as_the_logarithm_and_nothing_is_lost() {
+    fn comparisons_are_logarithmic_and_no_merge_is_lost() {
         for trees in [1, 3, 10, 100, 1_800] {
             let point = forest(10_240, trees);
             assert!(point.deviation().abs() < 0.6, "{point:?}");

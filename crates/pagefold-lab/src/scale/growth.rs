@@ -1,5 +1,4 @@
-//! How algorithms fare as memory grows (a day of each size), and what simulating grains instead of pages does to the
-//! figures.
+//! Algorithms on growing memory (a day of each size), and the error from simulating several pages as one.
 
 use super::server_memory::ServerMemory;
 use crate::replay::{Algorithm, ReplayRun, Settings, knobs};
@@ -9,20 +8,21 @@ use serde::Serialize;
 
 const NS_PER_S: u64 = 1_000_000_000;
 const NS_PER_HOUR: u64 = 3_600 * NS_PER_S;
-/// What is to be saved of what can be.
+/// The share of the savable memory to reach.
 const WANTED: f64 = 0.9;
-/// How often it is looked whether it is, and how often afterwards.
-const LOOK_NS: u64 = NS_PER_S;
+/// Time between checks before that share is reached, and afterwards.
+const CHECK_NS: u64 = NS_PER_S;
 const LATER_NS: u64 = 60 * NS_PER_S;
-/// Simulated pages, about, by powers of two: ksmd looks at billions of pages a day, and it is grains that take time. pagefold
-/// looks at less, but has thresholds of its own in pages (samples, extents, what ksmd is woken for), which grains blow up.
+/// Approximate number of simulated pages, as a power of two: ksmd scans billions of pages a day, so simulated pages
+/// determine the running time. pagefold scans fewer, but its thresholds in pages (samples, extents, kicks) need a finer
+/// granularity.
 const SIMULATED_LOG2: u32 = 18;
 const SIMULATED_LOG2_PAGEFOLD: u32 = 20;
-/// The finest and the coarsest grain.
-const GRAINS: (u32, u32) = (64, 256);
-const GRAINS_PAGEFOLD: (u32, u32) = (1, 64);
+/// The finest and the coarsest granularity.
+const GRANULARITY: (u32, u32) = (64, 256);
+const GRANULARITY_PAGEFOLD: (u32, u32) = (1, 64);
 
-/// Who runs, and how ksmd scans where it is not pagefold that drives it.
+/// An algorithm and ksmd's scan rate (not under pagefold).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GrowthRun {
     /// The algorithm.
@@ -31,7 +31,7 @@ pub struct GrowthRun {
     pub pages_to_scan: u32,
 }
 
-/// What an algorithm did in a day with a memory.
+/// Results of an algorithm on one memory size.
 #[derive(Clone, Debug, Serialize)]
 pub struct Growth {
     /// Memory in use, GiB.
@@ -40,54 +40,55 @@ pub struct Growth {
     pub processes: u64,
     /// The algorithm.
     pub algorithm: Algorithm,
-    /// Pages in a batch of ksmd, one each 20 ms; none where that is not fixed.
+    /// Pages in a batch of ksmd, one each 20 ms; `None` if not fixed.
     pub pages_to_scan: Option<u32>,
-    /// Pages that one simulated page stood for.
-    pub grain: u32,
-    /// How long it ran, hours.
+    /// Pages per simulated page.
+    #[serde(rename = "grain")]
+    pub granularity: u32,
+    /// Simulated time, hours.
     pub hours: f64,
-    /// What could be saved, on average, bytes.
+    /// Savable memory on average, bytes.
     pub savable_bytes: u64,
-    /// When 90 % of it were saved for the first time, seconds; none if never.
+    /// Time until 90 % of it were first saved, seconds; `None` if never.
     pub reached_seconds: Option<f64>,
-    /// CPU time until then, seconds; to the end, if never.
+    /// CPU time until then, seconds; of the whole run if never.
     pub cpu_until_seconds: f64,
-    /// CPU time in a day at the rate from then on, seconds; none if there was no time left.
+    /// CPU time per day after that, seconds; `None` if there was no time left.
     pub cpu_day_seconds: Option<f64>,
-    /// CPU time in all, seconds.
+    /// Total CPU time, seconds.
     pub cpu_seconds: f64,
-    /// That of it which the kernel's thread used, seconds.
+    /// CPU time of the kernel's thread, seconds.
     pub kernel_cpu_seconds: f64,
-    /// Comparisons of pages until 90 % were reached, and in all.
+    /// Comparisons of pages until 90 % were reached.
     pub comparisons_until: u64,
     /// Comparisons of pages in all.
     pub comparisons: u64,
-    /// Comparisons of hashes, where trees are ordered by them.
+    /// Comparisons of hashes, if trees are ordered by them.
     pub hash_comparisons: u64,
-    /// Pages looked at by the kernel's thread.
+    /// Pages scanned by the kernel's thread.
     pub scanned: u64,
     /// Writes to merged pages.
     pub cow_breaks: u64,
-    /// The share of what could be saved that was, over all the time, and at the end.
+    /// Mean share of the savable memory that was saved.
     pub saved_mean: f64,
-    /// The share of what could be saved that was at the end.
+    /// That share at the end.
     pub saved_end: f64,
-    /// Memory for pagefold's index, at most, bytes.
+    /// Maximum memory of pagefold's index, bytes.
     pub index_bytes: u64,
-    /// Memory for ksmd's records, at most, bytes.
+    /// Maximum memory of ksmd's metadata, bytes.
     pub metadata_bytes: u64,
-    /// Hours, and the share of what can be saved that was.
+    /// Hours and the share of the savable memory that was saved.
     pub curve: Vec<(f64, f64)>,
 }
 
-/// What could be saved of a machine's memory at a time, hours and bytes.
+/// Savable memory over time: nanoseconds and pages.
 #[derive(Clone, Debug)]
 pub struct Savable(Vec<(u64, u64)>);
 
 impl Savable {
-    /// Counts what nobody has saved, at some times, in grains of so many pages.
-    pub fn of(machine: ServerMemory, grain: u32) -> Self {
-        let knobs = Knobs { granularity: grain, ..Knobs::default() };
+    /// Counts the savable pages of a machine without merging at some times.
+    pub fn of(machine: ServerMemory, granularity: u32) -> Self {
+        let knobs = Knobs { granularity: granularity, ..Knobs::default() };
         let mut sim = machine.populate(SimHost::new(1, Costs::default(), knobs), &knobs);
         let mut points = Vec::new();
         for share in [0, 1, 3, 6, 12, 18, 24] {
@@ -98,7 +99,7 @@ impl Savable {
         Self(points)
     }
 
-    /// Pages at a time, between the times that were counted in proportion.
+    /// Pages at a time, by linear interpolation.
     fn at(&self, at_ns: u64) -> f64 {
         let next = self.0.partition_point(|&(then_ns, _)| then_ns <= at_ns).clamp(1, self.0.len() - 1);
         let ((from_ns, from), (to_ns, to)) = (self.0[next - 1], self.0[next]);
@@ -111,21 +112,22 @@ impl Savable {
     }
 }
 
-/// The grain for a memory under an algorithm.
-pub fn grain_for(machine: ServerMemory, algorithm: Algorithm) -> u32 {
+/// The granularity for a machine and an algorithm.
+pub fn granularity_for(machine: ServerMemory, algorithm: Algorithm) -> u32 {
     let (simulated_log2, (finest, coarsest)) = match algorithm {
-        Algorithm::Pagefold => (SIMULATED_LOG2_PAGEFOLD, GRAINS_PAGEFOLD),
-        _ => (SIMULATED_LOG2, GRAINS),
+        Algorithm::Pagefold => (SIMULATED_LOG2_PAGEFOLD, GRANULARITY_PAGEFOLD),
+        _ => (SIMULATED_LOG2, GRANULARITY),
     };
     let wanted = machine.pages() >> simulated_log2;
     u32::try_from(wanted.next_power_of_two()).unwrap_or(u32::MAX).clamp(finest, coarsest)
 }
 
 /// Runs an algorithm on a machine.
-pub fn grow(machine: ServerMemory, runner: GrowthRun, grain: u32, savable: &Savable) -> Growth {
+pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable: &Savable) -> Growth {
     let GrowthRun { algorithm, pages_to_scan } = runner;
-    // On a live machine pages are counted again when a process has grown or shrunk, which none does here.
-    let knobs = Knobs { granularity: grain, resident_age_ns: u64::MAX / 2, ..knobs(algorithm, machine.pages(), None) };
+    // Never recount resident pages: no process grows or shrinks here.
+    let knobs =
+        Knobs { granularity: granularity, resident_age_ns: u64::MAX / 2, ..knobs(algorithm, machine.pages(), None) };
     let settings = Settings { pages_to_scan, ..Settings::for_time(machine.for_ns) };
     let mut run = ReplayRun::begin(algorithm, knobs, &settings, |sim| machine.populate(sim, &knobs));
     let mut reached = None;
@@ -133,7 +135,7 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, grain: u32, savable: &Sava
     let mut curve = Vec::new();
     while run.sim.now_ns() < machine.for_ns {
         let before_ns = run.sim.now_ns();
-        let next_ns = before_ns + if reached.is_none() { LOOK_NS } else { LATER_NS };
+        let next_ns = before_ns + if reached.is_none() { CHECK_NS } else { LATER_NS };
         run.run_until(next_ns.min(machine.for_ns));
         let now_ns = run.sim.now_ns();
         let share = run.sim.saved().0 as f64 / savable.at(now_ns).max(1.0);
@@ -143,7 +145,7 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, grain: u32, savable: &Sava
         }
         metadata_bytes = metadata_bytes.max(run.sim.metadata().0);
         if now_ns / LATER_NS > before_ns / LATER_NS {
-            index_bytes = index_bytes.max(run.index_bytes() * u64::from(grain));
+            index_bytes = index_bytes.max(run.index_bytes() * u64::from(granularity));
         }
         let hours = now_ns as f64 / NS_PER_HOUR as f64;
         if worth_a_point(&curve, (hours, share), reached.is_some_and(|(at_ns, ..)| at_ns == now_ns)) {
@@ -162,7 +164,7 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, grain: u32, savable: &Sava
         processes: machine.processes(),
         algorithm,
         pages_to_scan: fixed.then_some(pages_to_scan),
-        grain,
+        granularity,
         hours: machine.for_ns as f64 / NS_PER_HOUR as f64,
         savable_bytes,
         reached_seconds: reached.map(|(at_ns, ..)| at_ns as f64 / NS_PER_S as f64),
@@ -189,46 +191,47 @@ fn cpu(run: &ReplayRun) -> f64 {
     (cost.pagefold_ns + cost.ksmd_ns) as f64 / NS_PER_S as f64
 }
 
-/// A curve has a point where something has changed, and one in a while.
+/// Whether a point adds a change to the curve, or enough time has passed since the last.
 fn worth_a_point(curve: &[(f64, f64)], (hours, share): (f64, f64), reached: bool) -> bool {
     curve.last().is_none_or(|&(last, before)| reached || hours >= last + 0.25 || (share - before).abs() >= 0.01)
 }
 
-/// A figure of one memory, simulated page by page and in grains.
+/// A result simulated page by page and several pages at a time.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figure {
-    /// What it is.
+    /// Its name.
     pub name: &'static str,
-    /// Page by page.
+    /// Simulated page by page.
     pub fine: f64,
-    /// In grains.
+    /// Simulated several pages at a time.
     pub coarse: f64,
 }
 
 impl Figure {
-    /// By how much the coarse figure is too large, as a share of the fine one.
+    /// The relative error of the coarse result.
     pub fn error(&self) -> f64 {
         self.coarse / self.fine - 1.0
     }
 }
 
-/// What simulating grains does to the figures of an algorithm.
+/// The error of an algorithm's results from simulating several pages as one.
 #[derive(Clone, Debug, Serialize)]
-pub struct GrainCheck {
+pub struct GranularityCheck {
     /// Memory in use, GiB.
     pub gib: u64,
-    /// The time simulated, hours.
+    /// Simulated time, hours.
     pub hours: f64,
     /// The algorithm.
     pub algorithm: Algorithm,
-    /// Pages that a simulated page stood for.
-    pub grain: u32,
+    /// Pages per simulated page.
+    #[serde(rename = "grain")]
+    pub granularity: u32,
     /// The figures.
     pub figures: Vec<Figure>,
 }
 
-impl GrainCheck {
-    /// Compares both.
+impl GranularityCheck {
+    /// Compares a fine and a coarse run.
     pub fn new(fine: &Growth, coarse: &Growth) -> Self {
         let figure = |name, of: &dyn Fn(&Growth) -> Option<f64>| {
             Some(Figure { name, fine: of(fine)?, coarse: of(coarse)? }).filter(|figure| figure.fine > 0.0)
@@ -246,7 +249,7 @@ impl GrainCheck {
             gib: fine.gib,
             hours: fine.hours,
             algorithm: fine.algorithm,
-            grain: coarse.grain,
+            granularity: coarse.granularity,
             figures: figures.into_iter().flatten().collect(),
         }
     }
@@ -259,9 +262,9 @@ mod tests {
     const MACHINE: ServerMemory = ServerMemory { gib: 1, for_ns: 60 * NS_PER_S };
 
     #[test]
-    fn what_can_be_saved_does_not_depend_on_the_grain() {
-        let savable = |grain| {
-            let knobs = Knobs { granularity: grain, ..Knobs::default() };
+    fn savable_memory_does_not_depend_on_the_granularity() {
+        let savable = |granularity| {
+            let knobs = Knobs { granularity: granularity, ..Knobs::default() };
             MACHINE.populate(SimHost::new(1, Costs::default(), knobs), &knobs).truth().savable as f64
         };
         let (fine, coarse) = (savable(1), savable(16));
@@ -271,19 +274,22 @@ mod tests {
     }
 
     #[test]
-    fn figures_hardly_depend_on_the_grain() {
+    fn results_hardly_depend_on_the_granularity() {
         for algorithm in [Algorithm::Ksm, Algorithm::NuKsm, Algorithm::Uksm, Algorithm::Pagefold] {
             let runner = GrowthRun { algorithm, pages_to_scan: 1_000 };
-            let [fine, coarse] = [1, 8].map(|grain| grow(MACHINE, runner, grain, &Savable::of(MACHINE, grain)));
-            // It is looked every second whether 90 % is reached, which is long for a memory of this size.
-            let figures =
-                GrainCheck::new(&fine, &coarse).figures.into_iter().filter(|figure| !figure.name.contains("then"));
+            let [fine, coarse] =
+                [1, 8].map(|granularity| grow(MACHINE, runner, granularity, &Savable::of(MACHINE, granularity)));
+            // A check every second is too coarse for the time to 90 % of so small a memory.
+            let figures = GranularityCheck::new(&fine, &coarse)
+                .figures
+                .into_iter()
+                .filter(|figure| !figure.name.contains("then"));
             for figure in figures.filter(|figure| figure.name != "time to 90 %") {
                 println!("{algorithm}: {figure:?} {:.4}", figure.error());
-                // Whether what is spread thin is marked within the minute hangs on when ksmd has rested, and a walk more or less is much of what
-                // pagefold takes. Measured: -16 % of its CPU time here, -40 % of its comparisons in half an hour with a grain of 16.
-                let hangs = algorithm == Algorithm::Pagefold && figure.name != "saved on average";
-                let limit = if hangs { 0.45 } else { 0.08 };
+                // Whether pagefold marks sparse regions within the minute depends on ksmd's idle times, and one walk is a large
+                // part of its cost. Measured: -16 % CPU time here, -40 % comparisons in half an hour with granularity 16.
+                let varies = algorithm == Algorithm::Pagefold && figure.name != "saved on average";
+                let limit = if varies { 0.45 } else { 0.08 };
                 assert!(figure.error().abs() < limit, "{algorithm}: {figure:?}");
             }
         }

@@ -1,11 +1,10 @@
-//! The race against memory (claim N5; section 5.4 of the thesis): on a node with 180 GiB to be had, two instances of one
-//! program with 40 GiB each and a job that takes 2 GiB every 15 s up to 100 GiB. Together they need slightly more than there
-//! is, so who is not quick enough runs out.
+//! The race against memory (claim N5; section 5.4 of the thesis): a node with 180 GiB available, two instances of one
+//! program with 40 GiB each and a job that takes 2 GiB every 15 s up to 100 GiB. Together they need slightly more than
+//! available, so a slow algorithm runs out of memory.
 //!
-//! What the thesis does not tell is taken to be so: "slightly more" is 2 GiB, which go to the instances; both instances
-//! hold the same, page by page, and do not change; what the job writes is found nowhere else; and it begins 150 s
-//! after the instances and the scanning, so that it has what it wants at 900 s, when the thesis's KSM is killed. What
-//! merging itself takes (records, the index) is in use too.
+//! Assumed beyond the thesis: "slightly more" is 2 GiB, which go to the instances; both instances have equal pages and do
+//! not change; the job's pages are unique; and it begins 150 s after the instances and the scanning, so that it is
+//! complete at 900 s, when the thesis's KSM is killed. Memory used for merging (metadata, the index) counts as in use.
 
 use crate::replay::{Algorithm, ReplayRun, Settings, knobs};
 use pagefold_core::keys::FamilyKey;
@@ -20,30 +19,31 @@ const PAGES_PER_GIB: u64 = 1 << 18;
 /// The setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Race {
-    /// Memory to be had, GiB.
+    /// Available memory, GiB.
     pub node_gib: u64,
-    /// Of each of the two instances, GiB.
+    /// Memory of each of the two instances, GiB.
     pub instance_gib: u64,
-    /// What the job takes at one time, GiB.
+    /// Memory that the job takes in one step, GiB.
     pub step_gib: u64,
-    /// How often, seconds.
+    /// Time between steps, seconds.
     pub every_seconds: u64,
-    /// How many times.
+    /// Number of steps.
     pub steps: u64,
-    /// When it begins, seconds.
+    /// Start of the job, seconds.
     pub begins_seconds: u64,
-    /// How long it is watched, seconds.
+    /// Simulated time, seconds.
     pub for_seconds: u64,
-    /// Pages in a batch of ksmd, and its sleep, milliseconds.
+    /// Pages in a batch of ksmd.
     pub pages_to_scan: u32,
     /// Sleep between batches, milliseconds.
     pub sleep_ms: u32,
     /// nuKSM's trees.
     pub trees: u16,
-    /// What everything costs, in per cent of what was measured with little memory.
+    /// Costs in per cent of those measured with little memory.
     pub cost_percent: u64,
-    /// Pages that a simulated page stands for.
-    pub grain: u32,
+    /// Pages per simulated page.
+    #[serde(rename = "grain")]
+    pub granularity: u32,
 }
 
 impl Default for Race {
@@ -60,40 +60,40 @@ impl Default for Race {
             sleep_ms: 100,
             trees: 1_800,
             cost_percent: 100,
-            grain: 64,
+            granularity: 64,
         }
     }
 }
 
-/// How an algorithm did.
+/// Results of an algorithm in a race.
 #[derive(Clone, Debug, Serialize)]
 pub struct Racer {
-    /// The algorithm; none: nobody merges.
+    /// The algorithm; `None`: no merging.
     pub algorithm: Option<Algorithm>,
-    /// When more was in use than there is, seconds; none if never: it finished.
+    /// Time when memory ran out, seconds; `None` if the job finished.
     pub exhausted_seconds: Option<f64>,
-    /// The most that would be in use if there were enough, bytes.
+    /// Maximum memory in use if there were enough, bytes.
     pub most_bytes: u64,
-    /// When 1 GiB was saved, and when half of what can be, seconds.
+    /// Time until 1 GiB was saved, seconds.
     pub first_seconds: Option<f64>,
-    /// When half of what can be saved was, seconds.
+    /// Time until half of the savable memory was saved, seconds.
     pub half_seconds: Option<f64>,
-    /// Saved when the job has all it wants, bytes.
+    /// Memory saved when the job is complete, bytes.
     pub saved_bytes: u64,
-    /// Saved in the end, bytes.
+    /// Memory saved at the end, bytes.
     pub saved_end_bytes: u64,
-    /// CPU time of all, seconds.
+    /// Total CPU time, seconds.
     pub cpu_seconds: f64,
     /// Seconds, memory in use and memory saved, bytes.
     pub curve: Vec<(f64, u64, u64)>,
 }
 
-/// A race and how all did.
+/// A race and its results.
 #[derive(Clone, Debug, Serialize)]
 pub struct RaceResult {
     /// The setting.
     pub race: Race,
-    /// How each did.
+    /// The results of each algorithm.
     pub racers: Vec<Racer>,
 }
 
@@ -105,13 +105,13 @@ impl Racer {
 }
 
 impl Race {
-    /// The time at which the job has all it wants, seconds.
+    /// The time at which the job is complete, seconds.
     pub fn complete_seconds(&self) -> u64 {
         self.begins_seconds + self.every_seconds * self.steps
     }
 
     fn grains(&self, gib: u64) -> u64 {
-        gib * PAGES_PER_GIB / u64::from(self.grain)
+        gib * PAGES_PER_GIB / u64::from(self.granularity)
     }
 
     /// The job.
@@ -142,11 +142,11 @@ impl Race {
         2 * self.instance_gib + steps * self.step_gib
     }
 
-    /// Lets an algorithm run, or nobody. Nothing is killed when memory has run out, so that it shows what it would take.
+    /// Lets an algorithm run, or unmerged. Nothing is killed when memory has run out, so that it shows what it would take.
     pub fn run(&self, algorithm: Option<Algorithm>) -> Racer {
         let runs = algorithm.unwrap_or(Algorithm::Pagefold);
         let total = self.wanted_gib(u64::MAX) * PAGES_PER_GIB;
-        let knobs = Knobs { granularity: self.grain, ..knobs(runs, total, Some(self.trees)) };
+        let knobs = Knobs { granularity: self.granularity, ..knobs(runs, total, Some(self.trees)) };
         let settings = Settings {
             pages_to_scan: self.pages_to_scan,
             sleep_ms: self.sleep_ms,
@@ -181,7 +181,7 @@ impl Race {
             run.run_until(second * NS_PER_S);
             let saved = run.sim.saved().bytes().0;
             if second % self.every_seconds == 0 {
-                index = run.index_bytes() * u64::from(self.grain);
+                index = run.index_bytes() * u64::from(self.granularity);
             }
             let used = (self.wanted_gib(second) << 30) + run.sim.metadata().0 + index - saved;
             let seconds = second as f64;
@@ -225,16 +225,16 @@ mod tests {
             for_seconds: 200,
             pages_to_scan: 10_000,
             trees: 180,
-            grain: 256,
+            granularity: 256,
             ..Race::default()
         }
     }
 
     #[test]
-    fn who_saves_nothing_runs_out_and_who_is_quick_does_not() {
-        let nobody = small().run(None);
+    fn memory_runs_out_without_merging_but_not_with_pagefold() {
+        let unmerged = small().run(None);
         // The eleventh step asks for the nineteenth GiB.
-        assert_eq!((nobody.exhausted_seconds, nobody.most_bytes), (Some(80.0), 19 << 30));
+        assert_eq!((unmerged.exhausted_seconds, unmerged.most_bytes), (Some(80.0), 19 << 30));
         let pagefold = small().run(Some(Algorithm::Pagefold));
         assert_eq!(pagefold.exhausted_seconds, None);
         assert_eq!(pagefold.saved_end_bytes, 4 << 30);

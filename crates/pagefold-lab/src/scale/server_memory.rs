@@ -1,10 +1,10 @@
-//! The memory that grows: services of four like processes each, as many as it takes, on eight nodes, and a day's churn.
+//! The simulated server memory: services of four similar processes each, on eight nodes, with a day's changes.
 //!
-//! What services hold is of the kinds that were measured on real programs: guests of one image (40 % of their memory could
-//! be saved), two databases (67 and 76 %), interpreters (14 %), a garbage-collected heap (3 %) and one with nothing in
-//! common. Of every process a tenth is rewritten with contents of its own and another with contents that its siblings are
-//! given too, each page twice a day on average; of the garbage-collected half, every half hour. The processes of one service
-//! in four live for two to six hours, one replacing the other.
+//! Contents follow measurements of real programs: guests of one image (40 % of their memory can be saved), two databases
+//! (67 and 76 %), interpreters (14 %), a garbage-collected heap (3 %) and one without common pages. In every process a
+//! tenth is rewritten with unique contents and another with contents that its siblings also get, each page twice a day on
+//! average; in the garbage-collected one half of it, every half hour. The processes of one service in four live for two to
+//! six hours and are then replaced.
 
 use pagefold_core::random::Random;
 use pagefold_core::units::{Pages, Permyriad};
@@ -18,14 +18,14 @@ const PROCESSES: std::ops::RangeInclusive<u64> = 32..=1_000;
 const NS_PER_HOUR: u64 = 3_600_000_000_000;
 const PAGES_PER_GIB: u64 = 1 << 18;
 
-/// What the processes of a service hold. Nothing depends on the size or the grain.
+/// Memory of the processes of a service, independent of size and granularity.
 #[derive(Clone, Copy, Debug)]
 struct Kind {
-    /// Memory that stays: regions by their size, in tenths of the process, and the share of it that siblings have too.
+    /// Static regions: size in tenths of the process, and the share that siblings have too.
     body: &'static [(u64, u32)],
-    /// The share of zeros in it.
+    /// The share of zeros in the static regions.
     zeros: u32,
-    /// Memory of its own that is rewritten, in tenths, and the time in which as many pages are as it has, nanoseconds.
+    /// Unique memory that is rewritten: size in tenths, and the time for as many writes as it has pages, nanoseconds.
     heap: (u64, u64),
 }
 
@@ -43,12 +43,12 @@ const KINDS: [Kind; 8] = [
     GUEST,
 ];
 
-/// A machine to be simulated.
+/// A simulated machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerMemory {
     /// Its memory in use, GiB.
     pub gib: u64,
-    /// For how long it runs, nanoseconds.
+    /// Simulated time, nanoseconds.
     pub for_ns: u64,
 }
 
@@ -63,7 +63,7 @@ impl ServerMemory {
         self.gib.clamp(*PROCESSES.start(), *PROCESSES.end())
     }
 
-    /// Fills an empty machine, in grains of so many pages.
+    /// Fills an empty machine.
     pub fn populate(self, sim: SimHost, knobs: &Knobs) -> SimHost {
         let pages = self.pages() / u64::from(knobs.granularity) / self.processes();
         // A twentieth of the memory is free.
@@ -89,14 +89,14 @@ impl ServerMemory {
     }
 }
 
-/// A process of a service, with so many simulated pages.
+/// A process of a service, with `pages` simulated pages.
 fn process(service: u64, pages: u64, start_ns: u64) -> Process {
     let kind = usize::try_from(service).unwrap_or(0) % KINDS.len();
     let Kind { body, zeros, heap } = KINDS[kind];
     let part = |tenths: u64| Pages((pages * tenths / 10).max(1));
     let mut number = 0;
     let mut add = |process: Process, pages, density: Option<u32>, behaviour| {
-        // Regions of a kind are alike to look at, whatever the service.
+        // Regions of a kind are in the same family in all services.
         number += 1;
         let fill = density.map_or(Fill::Random, |density| {
             let (template, density) = (service * 8 + number, vec![Permyriad(density)]);
@@ -109,7 +109,7 @@ fn process(service: u64, pages: u64, start_ns: u64) -> Process {
         process = add(process, part(tenths), Some(density), Behaviour::Static);
     }
     let updated = part(1);
-    // As many contents as it has pages: what one sibling is given, the others are given too, at some time.
+    // As many contents as pages: all siblings eventually get the same contents.
     let writes = Writes::Duplicate { series: 1_000_000 + service, size: updated.0 };
     let density = body.iter().map(|&(_, density)| density).max();
     process = add(process, updated, density, Behaviour::Turnover { every_ns: TURNOVER_NS, writes });

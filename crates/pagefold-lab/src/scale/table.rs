@@ -1,4 +1,4 @@
-//! What was measured, for people.
+//! Text output of the results.
 
 use super::{RaceResult, Scaling, name};
 use pagefold_cli::table::Table;
@@ -8,7 +8,7 @@ fn gib(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / f64::from(1 << 30))
 }
 
-/// A time, as people would say it.
+/// A time in a readable unit.
 fn time(seconds: f64) -> String {
     match seconds {
         ..120.0 => format!("{seconds:.0} s"),
@@ -25,7 +25,7 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// A table whose first `texts` columns are not figures.
+/// A table whose first `texts` columns are text.
 fn table(header: &[&str], texts: usize) -> Table {
     Table::new(header.iter().copied(), |column| column >= texts)
 }
@@ -42,7 +42,7 @@ impl fmt::Display for Scaling {
 impl Scaling {
     fn growth(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(first) = self.growth.first() else { return Ok(()) };
-        writeln!(f, "Growing memory, {:.1} h of each size; 90 % of what could be saved:\n", first.hours)?;
+        writeln!(f, "Growing memory, {:.1} h of each size; 90 % of the savable memory:\n", first.hours)?;
         let mut rows = table(
             &[
                 "GiB",
@@ -57,8 +57,8 @@ impl Scaling {
                 "saved on average",
                 "at the end",
                 "index MiB",
-                "records MiB",
-                "grain",
+                "metadata MiB",
+                "granularity",
             ],
             3,
         );
@@ -83,24 +83,24 @@ impl Scaling {
                 percent(growth.saved_end),
                 mib(growth.index_bytes),
                 mib(growth.metadata_bytes),
-                growth.grain.to_string(),
+                growth.granularity.to_string(),
             ]);
         }
         writeln!(f, "{rows}\n")?;
-        writeln!(f, "Where 90 % is never reached, the CPU time of a day is that of all the time.\n")
+        writeln!(f, "If 90 % is never reached, the CPU time of a day is that of the whole run.\n")
     }
 
     fn check(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Some(first) = self.grain.first() else { return Ok(()) };
+        let Some(first) = self.granularity.first() else { return Ok(()) };
         writeln!(
             f,
             "{} GiB for {:.0} min, simulated page by page and {} pages at a time:\n",
             first.gib,
             first.hours * 60.0,
-            first.grain
+            first.granularity
         )?;
-        let mut rows = table(&["algorithm", "figure", "page by page", "in grains", "error"], 2);
-        for check in &self.grain {
+        let mut rows = table(&["algorithm", "figure", "page by page", "coarse", "error"], 2);
+        for check in &self.granularity {
             for figure in &check.figures {
                 let number = |value: f64| if value >= 100.0 { format!("{value:.0}") } else { format!("{value:.3}") };
                 rows.add_row([
@@ -119,7 +119,7 @@ impl Scaling {
         if self.forests.is_empty() {
             return Ok(());
         }
-        writeln!(f, "Forests: comparisons of a page that resembles none, and the time of a round:\n")?;
+        writeln!(f, "Forests: comparisons of a unique page, and the time of a scan:\n")?;
         let mut rows = table(
             &[
                 "stable nodes",
@@ -147,7 +147,7 @@ impl Scaling {
         }
         writeln!(f, "{rows}\n")?;
         let most = self.forests.iter().map(|point| point.deviation().abs()).fold(0.0, f64::max);
-        writeln!(f, "The law is missed by {most:.2} comparisons at most.\n")
+        writeln!(f, "The largest deviation from the law is {most:.2} comparisons.\n")
     }
 }
 
@@ -155,7 +155,7 @@ fn show_race(f: &mut fmt::Formatter<'_>, RaceResult { race, racers }: &RaceResul
     let job = format!("a job that takes {} GiB each {} s", race.step_gib, race.every_seconds);
     writeln!(
         f,
-        "The race: {} GiB to be had, two instances of {} GiB and {job} from {} s to {} s; all costs {} %:\n",
+        "The race: {} GiB available, two instances of {} GiB and {job} from {} s to {} s; all costs {} %:\n",
         race.node_gib,
         race.instance_gib,
         race.begins_seconds,
