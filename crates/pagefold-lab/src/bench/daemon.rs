@@ -56,8 +56,8 @@ fn json_of(program: &Path, arguments: &[String], limit: Duration, interrupt: &In
     Running::start(program, arguments)?.finish(limit, interrupt)
 }
 
-/// A running subprocess; terminated when dropped. No other child may end meanwhile, since the kernel adds up the CPU time
-/// of all children that have been waited for.
+/// A running subprocess; terminated when dropped. No other child may end meanwhile, since the kernel adds up the CPU
+/// time of all children that have been waited for.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
@@ -118,8 +118,8 @@ impl Running {
         }
     }
 
-    /// Waits for the end. When interrupted or late, terminates the process, which gives it time to restore KSM, and then
-    /// kills it.
+    /// Waits for the end. When interrupted or late, terminates the process, which gives it time to restore KSM, and
+    /// then kills it.
     fn wait(&mut self, limit: Duration, interrupt: &Interrupt) -> anyhow::Result<ExitStatus> {
         let child = &mut self.child;
         let waited = interrupt.wait(limit, || anyhow::Ok(child.try_wait()?));

@@ -100,8 +100,8 @@ const fn mib(mebibytes: u64) -> Pages {
     Pages(mebibytes * (1 << 20) / PAGE_SIZE as u64)
 }
 
-/// Runs each policy on newly started targets, since marks cannot be removed from outside, and compares pagefold with the
-/// others.
+/// Runs each policy on newly started targets, since marks cannot be removed from outside, and compares pagefold with
+/// the others.
 fn side_by_side(
     setting: &ExperimentSetting<'_>,
     report: &mut ExperimentReport,

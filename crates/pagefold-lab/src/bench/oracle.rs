@@ -1,5 +1,5 @@
-//! The oracle: reads every page beforehand and so knows what is worth marking. It bounds what any judgement can achieve;
-//! its reading is not charged to it.
+//! The oracle: reads every page beforehand and so knows what is worth marking. It bounds what any judgement can
+//! achieve; its reading is not charged to it.
 
 use pagefold_core::hash::{Digest, Digester};
 use pagefold_core::host::PageState;

@@ -131,8 +131,8 @@ impl fmt::Display for Policy {
     }
 }
 
-/// Runs a policy on unmarked targets and unmerges everything afterwards. The marks stay until the targets end. `expected`
-/// are the targets' correct answers; with `exact` their page tables are sampled.
+/// Runs a policy on unmarked targets and unmerges everything afterwards. The marks stay until the targets end.
+/// `expected` are the targets' correct answers; with `exact` their page tables are sampled.
 pub fn run(
     policy: &Policy,
     targets: &mut [Box<dyn Target>],
@@ -240,7 +240,8 @@ fn saved_pages(control: &KsmForExperiment) -> anyhow::Result<u64> {
     Ok(control.ksm().counters()?.view(true, false).saved().0)
 }
 
-/// Returns whether savings grew by more than the fluctuation of a running program's pages: one in a thousand, and a few.
+/// Returns whether savings grew by more than the fluctuation of a running program's pages: one in a thousand, and a
+/// few.
 fn is_more(saved: u64, before: u64) -> bool {
     saved > before + before / 1000 + 16
 }
@@ -270,8 +271,8 @@ fn scan_until_quiet(control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow
     Ok(())
 }
 
-/// Sets the size of ksmd's batches every half second so that by the end of the next one it has taken `share` of a core on
-/// average since the start.
+/// Sets the size of ksmd's batches every half second so that by the end of the next one it has taken `share` of a core
+/// on average since the start.
 fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
     const EVERY: Duration = Duration::from_millis(500);
     let began = Instant::now();
@@ -290,8 +291,8 @@ fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Int
     Ok(control.stop()?)
 }
 
-/// The batch size with which ksmd spends `wanted` seconds, given that it spent `spent` with batches of `pages`. The cost of
-/// a page varies with its content, so a step is at most fourfold.
+/// The batch size with which ksmd spends `wanted` seconds, given that it spent `spent` with batches of `pages`. The
+/// cost of a page varies with its content, so a step is at most fourfold.
 fn next_batch(pages: f64, spent: f64, wanted: f64) -> f64 {
     let factor = if spent > 0.0 { wanted / spent } else { 4.0 };
     (pages * factor.clamp(0.25, 4.0)).clamp(1.0, 100_000.0)

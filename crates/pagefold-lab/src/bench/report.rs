@@ -107,7 +107,8 @@ impl ExperimentReport {
             put("cpu", Some(own.cpu_seconds), Some(peer.cpu_seconds));
             put("saved_per_cpu_second", own.mib_per_cpu_second(), peer.mib_per_cpu_second());
             put("seconds_to_90_percent", own.seconds_to_90_percent, peer.seconds_to_90_percent);
-            // Leaves out a peer's scans after its merges, which weigh most over a fixed time (and pagefold's own CPU time).
+            // Leaves out a peer's scans after its merges, which weigh most over a fixed time (and pagefold's own CPU
+            // time).
             let (own, peers) = (own.cpu_ksmd_seconds_to_90_percent, peer.cpu_ksmd_seconds_to_90_percent);
             put("cpu_ksmd_to_90_percent", own, peers);
         }
@@ -249,8 +250,8 @@ impl PolicyRun {
         self.points = points.to_vec();
     }
 
-    /// Sets the savings from samples of the targets' page tables, which are more accurate than KSM's counters when merges
-    /// are broken.
+    /// Sets the savings from samples of the targets' page tables, which are more accurate than KSM's counters when
+    /// merges are broken.
     pub fn set_page_table_samples(&mut self, samples: Vec<PageTableSample>) {
         let Some(last) = samples.last() else { return };
         self.saved_bytes = last.saved_bytes;

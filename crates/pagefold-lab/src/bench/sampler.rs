@@ -117,8 +117,8 @@ pub fn reached(points: &[SamplerPoint], share: f64, whole: u64) -> Option<Sample
     points.iter().copied().find(|point| whole > 0 && point.saved_bytes as f64 >= share * whole as f64)
 }
 
-/// The largest share of a core that ksmd and the daemon took over any `window` seconds, or over the whole time if that is
-/// shorter.
+/// The largest share of a core that ksmd and the daemon took over any `window` seconds, or over the whole time if that
+/// is shorter.
 pub fn largest_share(points: &[SamplerPoint], window: f64) -> f64 {
     let mut most: f64 = 0.0;
     let mut end = 0;

@@ -1,5 +1,5 @@
-//! UKSM's copy-on-write breaker (section 8.1.2): memory of one content whose pages are rewritten, one every 10 ms. Merged
-//! pages are counted in the page tables, since KSM's counters lag when merges are broken.
+//! UKSM's copy-on-write breaker (section 8.1.2): memory of one content whose pages are rewritten, one every 10 ms.
+//! Merged pages are counted in the page tables, since KSM's counters lag when merges are broken.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::page_tables::most_and_mean;

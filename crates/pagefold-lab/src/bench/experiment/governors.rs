@@ -1,5 +1,5 @@
-//! The governors: the share of a core each takes, and the time each takes for the same work (UKSM's static mix, smaller).
-//! The CPU time of pagefold, its injector and ksmd is measured from outside.
+//! The governors: the share of a core each takes, and the time each takes for the same work (UKSM's static mix,
+//! smaller). The CPU time of pagefold, its injector and ksmd is measured from outside.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, Policy};

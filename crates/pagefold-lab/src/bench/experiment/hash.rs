@@ -1,5 +1,5 @@
-//! Adaptive partial hashing (UKSM sections 6 and 8.3) on memory of this process, so that, as in uksmd, no system call lies
-//! between the hash and the pages.
+//! Adaptive partial hashing (UKSM sections 6 and 8.3) on memory of this process, so that, as in uksmd, no system call
+//! lies between the hash and the pages.
 //!
 //! Scans work like UKSM's. Pages are hashed at the strength of the round and looked up; pages with the same hash are
 //! compared. Those that differ are hashed in full and looked up again; this and the failed comparison are the penalty.
@@ -57,8 +57,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                 contender.round(&mut scanner, &mut Pass::default());
             }
         }
-        // Alternate, so that other load affects all; each on different pages, so that none profits from what another has
-        // brought into the cache.
+        // Alternate, so that other load affects all; each on different pages, so that none profits from what another
+        // has brought into the cache.
         let mut found: [Vec<Pass>; 6] = Default::default();
         for _ in 0..passes {
             let mut now = [Pass::default(); 6];

@@ -1,10 +1,10 @@
 //! The placement of merged pages on a machine with several memory nodes, and its cost to the programs (nuKSM thesis,
 //! sections 5.2 and 5.3).
 //!
-//! Plain KSM, and pagefold with each placement policy, merge the pages of programs bound to nodes. If this machine has only
-//! one node, that happens on an emulated machine with four. The placement is read from page tables; its effect on run times
-//! is modelled ([`model`]): accesses drawn over the real placement are weighted with latencies, measured on real nodes, the
-//! thesis's on emulated ones.
+//! Plain KSM, and pagefold with each placement policy, merge the pages of programs bound to nodes. If this machine has
+//! only one node, that happens on an emulated machine with four. The placement is read from page tables; its effect on
+//! run times is modelled ([`model`]): accesses drawn over the real placement are weighted with latencies, measured on
+//! real nodes, the thesis's on emulated ones.
 
 mod guest;
 mod latency;
@@ -180,8 +180,8 @@ fn judge_priorities(report: &mut ExperimentReport) {
     });
 }
 
-/// Compares the CPU time of pagefold and ksmd with placement and without. Takes the fastest run of each, since the first
-/// run on an emulator, and any run on a busy machine, may take longer.
+/// Compares the CPU time of pagefold and ksmd with placement and without. Takes the fastest run of each, since the
+/// first run on an emulator, and any run on a busy machine, may take longer.
 fn judge_cpu(report: &mut ExperimentReport) {
     let least = |policy: &str| {
         let runs = report.runs.iter().filter(|run| run.policy == policy);

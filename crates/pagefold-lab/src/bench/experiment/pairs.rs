@@ -1,5 +1,5 @@
-//! Contents that exist exactly twice: two tenants with the same pages, beside one that shares nothing. This is common among
-//! real programs and hard for UKSM: thin sampling rarely finds both copies.
+//! Contents that exist exactly twice: two tenants with the same pages, beside one that shares nothing. This is common
+//! among real programs and hard for UKSM: thin sampling rarely finds both copies.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, Policy};

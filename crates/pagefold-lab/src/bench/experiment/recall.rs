@@ -1,5 +1,5 @@
-//! The share of KSM's savings that pagefold finds on fifteen real programs of five kinds, some with many duplicates, some
-//! with few or none.
+//! The share of KSM's savings that pagefold finds on fifteen real programs of five kinds, some with many duplicates,
+//! some with few or none.
 
 use super::{Experiment, ExperimentSetting, side_by_side};
 use crate::bench::policy::{Policy, SUBJECT};

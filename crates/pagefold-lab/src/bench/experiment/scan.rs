@@ -107,7 +107,7 @@ enum Order {
     Ascending,
 }
 
-/// Reads the same sample of resident pages as a scan, without examining them. Returns the CPU time per page, nanoseconds.
+/// Reads the same sample of resident pages as a scan, without examining them. Returns nanoseconds per page.
 fn bare_loop(processes: &[Process], seed: u64, fraction: f64, order: Order) -> anyhow::Result<f64> {
     let mut reader = PageReader::new();
     let chooser = Chooser::new(seed);

@@ -1,6 +1,6 @@
-//! UKSM's short-lived memory (section 8.1.3): a program repeatedly maps 500 MB, fills all pages alike, sleeps for T, unmaps
-//! the memory and sleeps for T. The daemon starts first. The program itself counts its merged pages just before it unmaps
-//! them.
+//! UKSM's short-lived memory (section 8.1.3): a program repeatedly maps 500 MB, fills all pages alike, sleeps for T,
+//! unmaps the memory and sleeps for T. The daemon starts first. The program itself counts its merged pages just before
+//! it unmaps them.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::daemon;

@@ -1,5 +1,5 @@
-//! Charts of the experiment `hash`: the avalanche effect of both forms (UKSM's Figure 6, as heat maps) and their strengths
-//! over time.
+//! Charts of the experiment `hash`: the avalanche effect of both forms (UKSM's Figure 6, as heat maps) and their
+//! strengths over time.
 
 use super::PEERS;
 use crate::bench::report::ExperimentReport;
@@ -67,8 +67,8 @@ const TRIALS: u64 = 100;
 const SPREAD: u16 = 48;
 const LAST: u16 = 16;
 
-/// The mean deviation (at most 100) by word (outer) and bit of the hash, and the number of bad points, which deviate by more
-/// than 50.
+/// The mean deviation (at most 100) by word (outer) and bit of the hash, and the number of bad points, which deviate by
+/// more than 50.
 struct Bias {
     mean: Vec<Vec<f64>>,
     bad: usize,

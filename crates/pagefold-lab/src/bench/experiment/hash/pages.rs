@@ -26,8 +26,8 @@ pub enum PageSet {
     Tails,
     /// All equal.
     Identical,
-    /// A fifth each: text records padded with zeros; zeros; copies of ten pages with 5 % of the bytes changed; unchanged
-    /// copies; random pages.
+    /// A fifth each: text records padded with zeros; zeros; copies of ten pages with 5 % of the bytes changed;
+    /// unchanged copies; random pages.
     Mix,
 }
 

@@ -141,8 +141,8 @@ impl<'a> Scanner<'a> {
         Box::new(Runner { form, adaptive: Some((strengths, costs)) })
     }
 
-    /// Measures the cost of hashing a page at each power of two of strength, each time on other pages, so that they are not
-    /// cached. Decreases are noise and are removed.
+    /// Measures the cost of hashing a page at each power of two of strength, each time on other pages, so that they are
+    /// not cached. Decreases are noise and are removed.
     fn calibrate<F: Form>(&mut self, form: &F) -> Costs {
         let slice = (self.round_pages / 8).max(BATCH);
         let mut times: Vec<(u32, Vec<f64>)> = Vec::new();
@@ -191,7 +191,7 @@ impl<'a> Scanner<'a> {
     /// Scans the pages of one round.
     fn round<F: Form>(&mut self, form: &F, strength: u32) -> Cost {
         let pages = self.next(self.round_pages);
-        // CPU time, so that waiting for a processor does not count; for the parts the wall clock, which is faster to read.
+        // CPU time, so that waiting for a processor does not count; the parts by the wall clock, which is faster to read.
         let (mut cost, begin_ns) = (Cost { pages: pages.len() as u64, ..Cost::default() }, own_cpu_ns());
         let Self { first, second, .. } = self;
         first.clear();

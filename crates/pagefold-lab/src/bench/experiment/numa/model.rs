@@ -1,15 +1,15 @@
 //! A model of the run times of the nuKSM thesis's five programs, given the placement of their pages.
 //!
-//! A program waits for memory for a share of its run time, and a share of its accesses goes to merged pages. Both follow
-//! from the thesis's measurements of two instances under KSM, which left nearly all merged pages with the first:
+//! A program waits for memory for a share of its run time, and a share of its accesses goes to merged pages. Both
+//! follow from the thesis's measurements of two instances under KSM, which left nearly all merged pages with the first:
 //!
-//! - Table 3.2 counts memory accesses. Remote accesses of the second instance went to merged pages, since everything else
-//!   was on its own node; those of the first were all local.
-//! - Table 3.1 has the run times. Relative to a run without KSM, the first instance is slowed down only by KSM's other work,
-//!   the second by its remote accesses as well. The difference is the cost of these.
+//! - Table 3.2 counts memory accesses. Remote accesses of the second instance went to merged pages, since everything
+//!   else was on its own node; those of the first were all local.
+//! - Table 3.1 has the run times. Relative to a run without KSM, the first instance is slowed down only by KSM's other
+//!   work, the second by its remote accesses as well. The difference is the cost of these.
 //! - Table 5.1 has the latencies: a remote access takes 50/89 longer than a local one.
 //!
-//! So the share of time spent waiting is `(slowdown of the second / slowdown of the first - 1) / (remote share * 50/89)`:
+//! So the share of time spent waiting is `(second slowdown / first slowdown - 1) / (remote share * 50/89)`:
 //!
 //! | program | slowdowns | share of accesses to merged pages | share of time spent waiting |
 //! | --- | --- | --- | --- |
@@ -19,9 +19,9 @@
 //! | CG | 1.016 and 1.269 | 0.569 | 0.777 |
 //! | RandomAccess | 1.030 and 1.495 | 0.996 | 0.806 |
 //!
-//! By the thesis's own formula, these times give a fairness of KSM of 0.87, 0.86, 0.87, 0.80 and 0.69, as the model does for
-//! a placement on one node. Its Table 5.2 has the plain ratios of the run times under KSM instead, 0.84, 0.85, 0.85, 0.77
-//! and 0.70, which include that the second instance was slower even without KSM.
+//! By the thesis's own formula, these times give a fairness of KSM of 0.87, 0.86, 0.87, 0.80 and 0.69, as the model
+//! does for a placement on one node. Its Table 5.2 has the plain ratios of the run times under KSM instead, 0.84, 0.85,
+//! 0.85, 0.77 and 0.70, which include that the second instance was slower even without KSM.
 
 use crate::bench::report::Placed;
 use pagefold_core::placement::policy::Latencies;
@@ -85,8 +85,8 @@ pub const PROGRAMS: [Program; 5] = [
             with: [1582.0, 1867.0],
             accesses: [5_186_211_551.0, 11_390_879_755.0],
         },
-        // A lookup misses the cache in a leaf and in its parent. With a fan-out of 64, parents are 90 of the 5,700 MiB, and
-        // the level above, 1.4 MiB, is cached. Nodes are scattered by splits.
+        // A lookup misses the cache in a leaf and in its parent. With a fan-out of 64, parents are 90 of the 5,700 MiB,
+        // and the level above, 1.4 MiB, is cached. Nodes are scattered by splits.
         spread: Spread::Hot { accesses: 50, one_in: 64, together: false },
     },
     Program {
@@ -130,8 +130,8 @@ impl Program {
         (slowdown(1) / slowdown(0) - 1.0) / (self.merged_share() * LATENCIES.tax(20, 20))
     }
 
-    /// The run time of an instance with this placement, relative to all pages on its own node. Draws `accesses` accesses,
-    /// deterministically by `seed`.
+    /// The run time of an instance with this placement, relative to all pages on its own node. Draws `accesses`
+    /// accesses, deterministically by `seed`.
     pub fn slowdown(&self, placed: &Placed, latencies: Latencies, accesses: u64, seed: u64) -> f64 {
         let taxes = taxes(placed, latencies);
         if taxes.is_empty() {

@@ -61,8 +61,8 @@ impl Nodes {
 /// A group of programs: for each the index of its node in [`Nodes::nodes`], and its nice value.
 type Group<'a> = &'a [(usize, i32)];
 
-/// The thesis's configurations (Table 5.3): name, nice values, and the share of merged pages that should be on the first
-/// program's node.
+/// The thesis's configurations (Table 5.3): name, nice values, and the share of merged pages that should be on the
+/// first program's node.
 pub const PRIORITIES: [(&str, [i32; 2], f64); 5] = [
     ("10:1", [-20, -11], 0.909),
     ("5:1", [-20, -16], 0.833),
