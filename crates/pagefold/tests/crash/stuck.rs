@@ -123,7 +123,7 @@ fn a_stuck_target_does_not_delay_others() {
     wait_until("the run has begun", || Path::new("/run/pagefold/control.sock").exists());
     stuck.get_stuck();
     let status = || String::from_utf8(pagefold(&["status"]).stdout).unwrap();
-    wait_until("the status shows it", || status().contains("it keeps its memory map locked"));
+    wait_until("the status shows it", || status().contains("keeps its memory map locked"));
     // The others are marked.
     let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
     let began = Instant::now();
