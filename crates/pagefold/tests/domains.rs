@@ -70,7 +70,7 @@ fn no_frame_is_shared_between_two_domains() {
     let (least, most) = (withheld("default").min(withheld("others")), withheld("default").max(withheld("others")));
     assert!(least < 4 * MIB && most >= 63 * MIB, "{least} and {most} withheld");
     let text = String::from_utf8(pagefold(&["status"]).stdout).unwrap();
-    assert!(text.contains("2 trust domains: what was seen in two is marked in one"), "{text}");
+    assert!(text.contains("2 trust domains: contents found in two of them are marked in one"), "{text}");
     daemon.stop();
     assert_intact(&mut ones);
     assert_intact(&mut others);
