@@ -88,7 +88,7 @@ pub struct Savable(Vec<(u64, u64)>);
 impl Savable {
     /// Counts the savable pages of a machine without merging at some times.
     pub fn of(machine: ServerMemory, granularity: u32) -> Self {
-        let knobs = Knobs { granularity: granularity, ..Knobs::default() };
+        let knobs = Knobs { granularity, ..Knobs::default() };
         let mut sim = machine.populate(SimHost::new(1, Costs::default(), knobs), &knobs);
         let mut points = Vec::new();
         for share in [0, 1, 3, 6, 12, 18, 24] {
@@ -127,7 +127,7 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable:
     let GrowthRun { algorithm, pages_to_scan } = runner;
     // Never recount resident pages: no process grows or shrinks here.
     let knobs =
-        Knobs { granularity: granularity, resident_age_ns: u64::MAX / 2, ..knobs(algorithm, machine.pages(), None) };
+        Knobs { granularity, resident_age_ns: u64::MAX / 2, ..knobs(algorithm, machine.pages(), None) };
     let settings = Settings { pages_to_scan, ..Settings::for_time(machine.for_ns) };
     let mut run = ReplayRun::begin(algorithm, knobs, &settings, |sim| machine.populate(sim, &knobs));
     let mut reached = None;
@@ -264,7 +264,7 @@ mod tests {
     #[test]
     fn savable_memory_does_not_depend_on_the_granularity() {
         let savable = |granularity| {
-            let knobs = Knobs { granularity: granularity, ..Knobs::default() };
+            let knobs = Knobs { granularity, ..Knobs::default() };
             MACHINE.populate(SimHost::new(1, Costs::default(), knobs), &knobs).truth().savable as f64
         };
         let (fine, coarse) = (savable(1), savable(16));
