@@ -112,15 +112,17 @@ pub fn explain_take(error: &TakeError) -> Exit {
 /// Why a process in scope must be left alone, if it must.
 pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
     let process = &scoped.process;
-    match process_exclusion(process, deny) {
-        Ok(Some(exclusion)) => return Some(exclusion.to_string()),
+    // First: a process that cannot run cannot be asked whether it is excluded.
+    match process.stat() {
+        Ok(stat) if stat.state == b'T' => return Some("stopped by a signal; continue it with kill -CONT".to_owned()),
+        Ok(_) if is_frozen(process) => return Some("frozen by its cgroup; thaw the cgroup".to_owned()),
+        Ok(_) => {}
         Err(ReadError::Vanished { .. }) => return Some("has ended".to_owned()),
         Err(error) => return Some(error.to_string()),
-        Ok(None) => {}
     }
-    match process.stat() {
-        Ok(stat) if stat.state == b'T' => Some("stopped by a signal; continue it with kill -CONT".to_owned()),
-        Ok(_) => is_frozen(process).then(|| "frozen by its cgroup; thaw the cgroup".to_owned()),
+    match process_exclusion(process, deny) {
+        Ok(exclusion) => exclusion.map(|exclusion| exclusion.to_string()),
+        Err(ReadError::Vanished { .. }) => Some("has ended".to_owned()),
         Err(error) => Some(error.to_string()),
     }
 }

@@ -139,7 +139,7 @@ fn frozen_targets_are_refused() {
         freezer.add(idle.pid());
         freezer.freeze(true);
         wait_until("it is frozen", || freezer.is_frozen());
-        run_refuses(&ksm, idle.pid(), "cannot be asked now");
+        run_refuses(&ksm, idle.pid(), "frozen");
         assert!(freezer.is_frozen(), "still frozen");
         assert_unmarked(&[idle.pid()]);
     }

@@ -126,8 +126,7 @@ pub fn granularity_for(machine: ServerMemory, algorithm: Algorithm) -> u32 {
 pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable: &Savable) -> Growth {
     let GrowthRun { algorithm, pages_to_scan } = runner;
     // Never recount resident pages: no process grows or shrinks here.
-    let knobs =
-        Knobs { granularity, resident_age_ns: u64::MAX / 2, ..knobs(algorithm, machine.pages(), None) };
+    let knobs = Knobs { granularity, resident_age_ns: u64::MAX / 2, ..knobs(algorithm, machine.pages(), None) };
     let settings = Settings { pages_to_scan, ..Settings::for_time(machine.for_ns) };
     let mut run = ReplayRun::begin(algorithm, knobs, &settings, |sim| machine.populate(sim, &knobs));
     let mut reached = None;
