@@ -418,7 +418,7 @@ print(os.getpid(), set, os.waitstatus_to_exitcode(os.wait()[1]))";
     let output = pagefold(&["exec", "/etc/passwd"]);
     assert_eq!(output.status.code(), Some(126));
     let error = String::from_utf8(output.stderr).unwrap();
-    assert!(error.starts_with("pagefold: /etc/passwd: cannot be started") && error.lines().count() == 1, "{error}");
+    assert!(error.starts_with("pagefold: /etc/passwd: cannot be executed") && error.lines().count() == 1, "{error}");
     assert_eq!(pagefold(&["exec"]).status.code(), Some(2));
 }
 
