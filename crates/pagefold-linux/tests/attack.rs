@@ -52,13 +52,6 @@ fn breakpoints_always_raise_their_signal() {
 }
 
 #[test]
-fn memory_below_a_local_stack_stays_as_it_is() {
-    if can_inject() {
-        assert!(attack("local-stack", &Limits::default()) > 0);
-    }
-}
-
-#[test]
 fn a_stop_that_takes_too_long_is_no_eintr() {
     if can_inject() {
         attack("epoll", &Limits { stop_ns: 1, ..Limits::default() });

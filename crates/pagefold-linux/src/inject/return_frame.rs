@@ -33,9 +33,10 @@
 
 use super::ptrace::{self, Registers};
 use super::trampoline::Trampoline;
-use pagefold_core::units::count;
 use std::sync::LazyLock;
 
+/// The bytes below the stack pointer that a leaf function may use.
+const RED_ZONE: u64 = 128;
 /// The largest frame: AMX has 8 KiB of floating-point state, everything else less than 3 KiB.
 const LONGEST: usize = 16 << 10;
 
@@ -65,8 +66,7 @@ const SS_INVALID: u64 = 4;
 /// A frame, and the memory it covers.
 pub struct ReturnFrame {
     frame: Box<[u8; LONGEST]>,
-    /// The memory at the frame's place.
-    found: Box<[u8; LONGEST]>,
+    covered: Box<[u8; LONGEST]>,
     length: usize,
     /// The address of the frame, which begins with the address of the `rt_sigreturn` function, for `ret`. For
     /// `rt_sigreturn` the stack pointer must be 8 bytes above.
@@ -77,19 +77,12 @@ impl ReturnFrame {
     /// Allocates everything needed.
     pub fn new() -> Self {
         feature_ends();
-        Self { frame: Box::new([0; LONGEST]), found: Box::new([0; LONGEST]), length: 0, base: 0 }
+        Self { frame: Box::new([0; LONGEST]), covered: Box::new([0; LONGEST]), length: 0, base: 0 }
     }
 
-    /// Builds the frame that gives the stopped thread `tid` the registers `goal` and the signal mask `mask`. `room` returns the
-    /// end of unused memory of a given length. False: this thread cannot have a frame.
-    pub fn prepare(
-        &mut self,
-        tid: i32,
-        goal: &Registers,
-        mask: u64,
-        trampoline: Trampoline,
-        room: impl FnOnce(u64) -> Option<u64>,
-    ) -> bool {
+    /// Builds the frame that gives the stopped thread `tid` the registers `goal` and the signal mask `mask`. False: this
+    /// thread cannot have one.
+    pub fn prepare(&mut self, tid: i32, goal: &Registers, mask: u64, trampoline: Trampoline) -> bool {
         // With a shadow stack, `ret` refuses an address that no call has pushed.
         if ptrace::has_shadow_stack(tid) {
             return false;
@@ -100,8 +93,7 @@ impl ReturnFrame {
             return false;
         }
         let Some((features, length)) = xstate_in_use(&self.frame[..read]) else { return false };
-        let Some(top) = room(FrameLayout::bytes(length)) else { return false };
-        let Some(layout) = FrameLayout::below(top, length) else { return false };
+        let Some(layout) = FrameLayout::below(goal.rsp, length) else { return false };
         let at = |addr: u64| usize::try_from(addr - layout.base).unwrap_or(LONGEST);
         let (fpstate, ucontext) = (at(layout.fpstate), at(layout.ucontext));
         let end = fpstate + length + size_of::<u32>();
@@ -117,35 +109,21 @@ impl ReturnFrame {
         true
     }
 
-    /// Writes the frame onto memory that holds zeros. False: nothing was written.
+    /// Writes the frame. False: nothing was written.
     pub fn write(&mut self, tid: i32) -> bool {
-        let Self { frame, found, length, base } = self;
-        if ptrace::read(tid, *base, &mut found[..*length]).is_err() || found[..*length].iter().any(|&byte| byte != 0) {
+        if ptrace::read(tid, self.base, &mut self.covered[..self.length]).is_err() {
             return false;
         }
-        let written = ptrace::write(tid, *base, &frame[..*length]).is_ok();
+        let written = ptrace::write(tid, self.base, &self.frame[..self.length]).is_ok();
         if !written {
-            let _ = ptrace::write(tid, *base, &found[..*length]);
+            self.unwrite(tid);
         }
         written
     }
 
-    /// Restores the zeros where the frame still is. Fails only if the thread was killed or its stack unmapped. Does not
-    /// allocate.
+    /// Restores the covered memory. Fails only if the thread was killed or its stack unmapped.
     pub fn unwrite(&self, tid: i32) {
-        const STEP: usize = 1024;
-        let mut found = [0; STEP];
-        for (part, addr) in self.frame[..self.length].chunks(STEP).zip((self.base..).step_by(STEP)) {
-            let found = &mut found[..part.len()];
-            if ptrace::read(tid, addr, found).is_ok() && found == part {
-                let _ = ptrace::write(tid, addr, &[0; STEP][..part.len()]);
-            }
-        }
-    }
-
-    /// The length of the frame, bytes.
-    pub fn length(&self) -> u64 {
-        count(self.length)
+        let _ = ptrace::write(tid, self.base, &self.covered[..self.length]);
     }
 }
 
@@ -158,14 +136,9 @@ struct FrameLayout {
 }
 
 impl FrameLayout {
-    /// The most bytes that a frame takes.
-    fn bytes(xstate_length: usize) -> u64 {
-        count(xstate_length) + 64 + UCONTEXT_LENGTH + 16 + 8
-    }
-
-    fn below(top: u64, xstate_length: usize) -> Option<Self> {
-        let xstate = count(xstate_length) + count(size_of::<u32>());
-        let fpstate = top.checked_sub(xstate)? & !63;
+    fn below(stack_pointer: u64, xstate_length: usize) -> Option<Self> {
+        let xstate = u64::try_from(xstate_length + size_of::<u32>()).ok()?;
+        let fpstate = stack_pointer.checked_sub(RED_ZONE)?.checked_sub(xstate)? & !63;
         let ucontext = fpstate.checked_sub(UCONTEXT_LENGTH)? & !15;
         Some(Self { base: ucontext.checked_sub(8)?, ucontext, fpstate })
     }
@@ -255,20 +228,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parts_of_a_frame_lie_below_the_top_and_do_not_overlap() {
+    fn the_parts_of_a_frame_are_below_the_red_zone_and_do_not_overlap() {
         for stack_pointer in 0x7fff_0000..0x7fff_0080_u64 {
             for length in [XSTATE_LEAST, 832, 2696, 11_008] {
                 let layout = FrameLayout::below(stack_pointer, length).unwrap();
-                assert!(
-                    layout.fpstate + length as u64 + 4 <= stack_pointer
-                        && layout.base + FrameLayout::bytes(length) >= stack_pointer
-                        && layout.fpstate % 64 == 0
-                );
+                assert!(layout.fpstate + length as u64 + 4 <= stack_pointer - RED_ZONE && layout.fpstate % 64 == 0);
                 assert!(layout.ucontext + UCONTEXT_LENGTH <= layout.fpstate);
                 assert_eq!((layout.base + 8, layout.ucontext % 16), (layout.ucontext, 0));
             }
         }
-        assert_eq!(FrameLayout::below(800, XSTATE_LEAST), None);
+        assert_eq!(FrameLayout::below(1000, XSTATE_LEAST), None);
     }
 
     #[test]

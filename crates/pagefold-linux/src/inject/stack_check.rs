@@ -1,4 +1,4 @@
-//! Finds memory below a stack pointer that is certainly unused.
+//! Whether the memory below a stack pointer is certainly unused.
 //!
 //! By the ABI everything from 128 bytes below the stack pointer downwards is unused, because signal handlers run there.
 //! Programs whose handlers run elsewhere (`sigaltstack`, as in Go, whose goroutines have stacks of 2 KiB within the heap)
@@ -10,35 +10,16 @@ use super::ptrace;
 use super::ptrace::{Registers, address_of_mut};
 use crate::proc::maps::{Vma, parse_maps};
 use crate::proc::process::Process;
-use pagefold_core::units::{PAGE_BYTES, PAGE_SIZE, count};
-use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
-use std::sync::{LazyLock, Mutex, PoisonError};
 
-/// The most room left below the frame, for a handler that runs there.
-const HANDLER_BYTES: u64 = 64 << 10;
-/// The bytes below the stack pointer that a leaf function may use.
-const RED_ZONE: u64 = 128;
-/// The pages of a stack that are inspected, from the bottom.
-const PAGES_INSPECTED: usize = 64;
-/// The processes whose used pages are remembered, and the pages of each.
-const PROCESSES_KEPT: usize = 1024;
-const PAGES_KEPT: usize = 64;
-
-/// Pages that frames have used, by process and its start time.
-static USED: LazyLock<Mutex<UsedPages>> = LazyLock::new(Mutex::default);
-
-type UsedPages = HashMap<(i32, u64), Vec<u64>>;
+/// Room that must be left below the frame, for a handler's frame and a little work.
+const ROOM: u64 = 4096;
 
 /// The mappings of a process, for a check during the stop.
 #[derive(Debug)]
 pub struct StackCheck {
     maps: File,
-    pagemap: File,
-    /// Pages that earlier frames have used.
-    used: Vec<u64>,
     /// Linux before 6.11 cannot report a single mapping: all mappings before the stop.
     all: Option<Vec<Vma>>,
 }
@@ -59,44 +40,19 @@ impl StackCheck {
     pub fn open(process: &Process, tid: i32) -> Option<Self> {
         let file = format!("task/{tid}/maps");
         let maps = process.open_file(&file).ok()?;
-        let pagemap = process.open_file(&format!("task/{tid}/pagemap")).ok()?;
-        let used = USED.lock().unwrap_or_else(PoisonError::into_inner);
-        let used = used.get(&(process.pid(), process.start_time_ticks())).cloned().unwrap_or_default();
-        let mut stack_check = Self { maps, pagemap, used, all: None };
+        let mut stack_check = Self { maps, all: None };
         if stack_check.query(0).is_err_and(|errno| errno == libc::ENOTTY) {
             stack_check.all = Some(parse_maps(&process.read_file(&file).ok()?).ok()?);
         }
         Some(stack_check)
     }
 
-    /// The end of `bytes` of the stopped thread's stack that were never written, far below its stack pointer. Memory that was
-    /// written may be in use even below the stack pointer, by code that runs on a local array. Pages that an earlier frame
-    /// used count as unused while they hold zeros. `None`: there is no such memory, or the stack is of an unknown kind. Does
-    /// not allocate.
-    pub fn unused(&self, is_main_thread: bool, tid: i32, own: &Registers, bytes: u64) -> Option<u64> {
-        let stack = self.mapping(own.rsp)?;
-        if !stack.plain || own.rsp >= stack.end || !self.is_stack_of_thread(&stack, is_main_thread, tid, own) {
-            return None;
+    /// Whether `[base, own.rsp - 128)` is unused memory of the stopped thread `tid`. Does not allocate.
+    pub fn is_unused(&self, is_main_thread: bool, tid: i32, own: &Registers, base: u64) -> bool {
+        let Some(stack) = self.mapping(own.rsp) else { return false };
+        if !stack.plain || base < stack.start.saturating_add(ROOM) || own.rsp >= stack.end {
+            return false;
         }
-        // Leaves room for a handler that runs below the frame if the tracer dies.
-        let room = ((own.rsp - stack.start) / 4).min(HANDLER_BYTES);
-        let low = (stack.start + room).next_multiple_of(PAGE_BYTES);
-        let end = own.rsp.checked_sub(RED_ZONE)? & !(PAGE_BYTES - 1);
-        let pages = usize::try_from(end.checked_sub(low)? / PAGE_BYTES).ok()?.min(PAGES_INSPECTED);
-        let needed = usize::try_from(bytes.div_ceil(PAGE_BYTES)).ok()?;
-        let mut entries = [0_u8; PAGES_INSPECTED * 8];
-        let entries = &mut entries[..pages * 8];
-        self.pagemap.read_exact_at(entries, low / PAGE_BYTES * 8).ok()?;
-        let is_free = |page: usize| {
-            let addr = low + count(page) * PAGE_BYTES;
-            // An entry of zeros: not present, not swapped out, and no marker of a guard or of userfaultfd.
-            entries[page * 8..page * 8 + 8] == [0; 8] || self.used.contains(&addr) && is_zero(tid, addr)
-        };
-        let top = (needed..=pages).rev().find(|&top| (top - needed..top).all(is_free))?;
-        Some(low + count(top) * PAGE_BYTES)
-    }
-
-    fn is_stack_of_thread(&self, stack: &Mapping, is_main_thread: bool, tid: i32, own: &Registers) -> bool {
         if stack.main_stack {
             return is_main_thread;
         }
@@ -104,21 +60,6 @@ impl StackCheck {
         (own.rsp..stack.end).contains(&own.fs_base)
             && ptrace::peek(tid, own.fs_base) == Ok(own.fs_base)
             && self.mapping(stack.start.wrapping_sub(1)).is_some_and(|below| below.inaccessible)
-    }
-
-    /// Remembers the pages of a frame at `[base, base + bytes)`, which hold zeros again.
-    pub fn remember(process: &Process, base: u64, bytes: u64) {
-        let mut used = USED.lock().unwrap_or_else(PoisonError::into_inner);
-        if used.len() >= PROCESSES_KEPT {
-            used.clear();
-        }
-        let pages = used.entry((process.pid(), process.start_time_ticks())).or_default();
-        let first = base & !(PAGE_BYTES - 1);
-        for page in (first..base + bytes).step_by(PAGE_SIZE) {
-            if !pages.contains(&page) && pages.len() < PAGES_KEPT {
-                pages.push(page);
-            }
-        }
     }
 
     fn mapping(&self, addr: u64) -> Option<Mapping> {
@@ -163,12 +104,6 @@ impl StackCheck {
             main_stack: name.starts_with(b"[stack]\0"),
         })
     }
-}
-
-/// Whether a page of the stopped thread holds zeros only.
-fn is_zero(tid: i32, addr: u64) -> bool {
-    let mut page = [1; PAGE_SIZE];
-    ptrace::read(tid, addr, &mut page).is_ok() && page == [0; PAGE_SIZE]
 }
 
 /// `struct procmap_query`.
