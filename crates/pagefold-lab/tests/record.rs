@@ -279,7 +279,7 @@ fn the_program_records_until_interrupted() {
     let pids = pids(&pair);
     let path = file.to_str().unwrap();
     let args = with_pids(&["record", "--json"], &pids, &["--every", "100ms", "--for", "10m", "-o", path]);
-    let mut recording = Daemon::start(&args);
+    let mut recording = Daemon::of(std::process::Command::new(lab_program()).args(&args));
     for _ in 0..20 {
         std::thread::sleep(Duration::from_millis(100));
         pair[0].damage().unwrap();
