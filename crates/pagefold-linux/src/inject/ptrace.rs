@@ -257,9 +257,12 @@ pub fn dispatches_syscalls(tid: i32) -> Result<bool, Errno> {
 
 /// Reads the next event of a tracee without waiting. Consumes a stop, but not a death: the target may be a child of this
 /// process, and its exit status belongs to the code that started it.
+///
+/// Only for the thread that attached (`__WNOTHREAD`): after an exec by another thread the main thread's id is that of a new
+/// task, which is not traced, but may be a child of this process.
 pub fn poll(tid: i32) -> TraceeEvent {
-    const BOTH: i32 = libc::WSTOPPED | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
-    const STOPS: i32 = libc::WSTOPPED | libc::WNOHANG | libc::__WALL;
+    const STOPS: i32 = libc::WSTOPPED | libc::WNOHANG | libc::__WALL | libc::__WNOTHREAD;
+    const BOTH: i32 = STOPS | libc::WEXITED | libc::WNOWAIT;
     match wait(tid, BOTH) {
         Some((0, _)) => TraceeEvent::Nothing,
         Some((libc::CLD_TRAPPED | libc::CLD_STOPPED, _)) => match wait(tid, STOPS) {
