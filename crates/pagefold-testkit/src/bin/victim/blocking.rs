@@ -1,6 +1,7 @@
 //! Modes that block in a system call, twice: until its timeout or event, and until a real signal.
 
-use crate::checks::{HANDLED, LONG_MS, WAIT_MS, call, signals, signals_back, unsigned};
+use crate::checks::{HANDLED, LONG_MS, WAIT_MS, signals, signals_back, unsigned};
+use crate::hold::call;
 use std::sync::atomic::Ordering;
 
 /// A blocking call: made first with a short timeout or an event, then with a long timeout.

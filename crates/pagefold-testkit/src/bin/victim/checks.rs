@@ -1,6 +1,5 @@
 //! What a victim checks: its memory, its signals, its registers.
 
-use crate::hold::call_held;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 
 pub const PAGES: usize = 64;
@@ -119,9 +118,4 @@ pub fn signals_back(before: &Signals) -> Result<(), String> {
         now.gs,
         before.gs
     ))
-}
-
-/// Makes a system call and checks that all registers survive it.
-pub fn call(nr: i64, args: [u64; 6]) -> Result<i64, String> {
-    call_held(nr, args)
 }

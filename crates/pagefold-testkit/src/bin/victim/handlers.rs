@@ -1,7 +1,7 @@
 //! The handlers of the torture's signals. Each determines what it interrupted, so that every EINTR can be attributed.
 
 use crate::checks::unsigned;
-use crate::hold::{after_syscall, spin_held};
+use crate::hold::{after_syscall, spin};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
 
 pub use pagefold_testkit::injection::{ON_STACK, PLAIN, RESTARTING};
@@ -66,7 +66,7 @@ extern "C" fn storm(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     if (signal == ON_STACK) != (stack..stack + STACK_BYTES).contains(&here) {
         BAD.store(1, Relaxed);
     }
-    if spin_held(SPIN.load(Relaxed)).is_err() {
+    if spin(SPIN.load(Relaxed)).is_err() {
         BAD.store(2, Relaxed);
     }
     let (gregs_now, mask_now) =

@@ -6,147 +6,15 @@
 //! red zone, and `ok` or `bad: REASON`.
 #![allow(clippy::similar_names, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 
-use std::arch::global_asm;
+use crate::hold::{Code, Frame, RCX, RED, VICTIM_STOP};
+use crate::hold::{victim_busy, victim_call, victim_futex, victim_nanosleep, victim_poll};
 use std::io::Write;
 use std::ptr::{null, null_mut};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// The red zone and the unused memory below it that are checked, in bytes.
-const RED: usize = 128;
-const DEAD: usize = 8192;
-const FILL: u8 = 0xa5;
-
-/// rax rdi rsi rdx r10 r8 r9 rbx rbp r12 r13 r14 r15 rcx r11
-type General = [u64; 15];
-
-#[repr(C)]
-struct Block {
-    before: General,
-    after: General,
-    vectors_before: *mut u8,
-    vectors_after: *mut u8,
-    vectors_own: *mut u8,
-    stack_after: *mut u8,
-    unused: u64,
-    features: u64,
-}
-
-/// Ends the computing.
-#[unsafe(no_mangle)]
-static VICTIM_STOP: AtomicU32 = AtomicU32::new(0);
-/// Where the probe continues when all registers are loaded.
-#[unsafe(no_mangle)]
-static VICTIM_WAY: AtomicU64 = AtomicU64::new(0);
-
-unsafe extern "C" {
-    fn victim_probe(block: *mut Block);
-    // After a stop the kernel does not show which of these calls it was: only the code does.
-    fn victim_nanosleep();
-    fn victim_futex();
-    fn victim_poll();
-    fn victim_call();
-    fn victim_busy();
-}
-
-global_asm!(
-    "
-victim_probe:
-    push rbx
-    push rbp
-    push r12
-    push r13
-    push r14
-    push r15
-    push rdi
-    mov rbx, rdi
-    mov rax, [rbx + 280]
-    xor edx, edx
-    mov rcx, [rbx + 256]
-    xsave [rcx]
-    lea rdi, [rsp - 8320]
-    mov ecx, 8320
-    mov al, 0xa5
-    rep stosb
-    mov rax, [rbx + 280]
-    xor edx, edx
-    mov rcx, [rbx + 240]
-    xrstor [rcx]
-    mov rdi, [rbx + 8]
-    mov rsi, [rbx + 16]
-    mov rdx, [rbx + 24]
-    mov r10, [rbx + 32]
-    mov r8, [rbx + 40]
-    mov r9, [rbx + 48]
-    mov rbp, [rbx + 64]
-    mov r12, [rbx + 72]
-    mov r13, [rbx + 80]
-    mov r14, [rbx + 88]
-    mov r15, [rbx + 96]
-    mov rcx, [rbx + 104]
-    mov r11, [rbx + 112]
-    mov rax, [rbx]
-    mov rbx, [rbx + 56]
-    jmp qword ptr [rip + VICTIM_WAY]
-victim_nanosleep:
-    mov eax, 35
-    syscall
-    jmp 3f
-victim_futex:
-    mov eax, 202
-    syscall
-    jmp 3f
-victim_poll:
-    mov eax, 7
-    syscall
-    jmp 3f
-victim_call:
-    syscall
-    jmp 3f
-victim_busy:
-    pause
-    cmp dword ptr [rip + VICTIM_STOP], 0
-    je victim_busy
-3:  xchg rdi, [rsp]
-    mov [rdi + 120], rax
-    mov rax, [rsp]
-    mov [rdi + 128], rax
-    mov [rdi + 136], rsi
-    mov [rdi + 144], rdx
-    mov [rdi + 152], r10
-    mov [rdi + 160], r8
-    mov [rdi + 168], r9
-    mov [rdi + 176], rbx
-    mov [rdi + 184], rbp
-    mov [rdi + 192], r12
-    mov [rdi + 200], r13
-    mov [rdi + 208], r14
-    mov [rdi + 216], r15
-    mov [rdi + 224], rcx
-    mov [rdi + 232], r11
-    mov rbx, rdi
-    mov rax, [rbx + 280]
-    xor edx, edx
-    mov rcx, [rbx + 248]
-    xsave [rcx]
-    lea rsi, [rsp - 8320]
-    mov rdi, [rbx + 264]
-    mov ecx, 8320
-    rep movsb
-    mov rax, [rbx + 280]
-    xor edx, edx
-    mov rcx, [rbx + 256]
-    xrstor [rcx]
-    pop rdi
-    pop r15
-    pop r14
-    pop r13
-    pop r12
-    pop rbp
-    pop rbx
-    ret
-"
-);
+const BELOW: usize = 8192 + RED;
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
@@ -158,62 +26,6 @@ fn anonymous(bytes: usize) -> *mut u8 {
     let memory = unsafe { libc::mmap(null_mut(), bytes, access, kind, -1, 0) };
     assert_ne!(memory, libc::MAP_FAILED);
     memory.cast()
-}
-
-/// The extended register state, with known contents.
-struct Vectors {
-    features: u64,
-    size: usize,
-    before: *mut u8,
-}
-
-impl Vectors {
-    #[allow(unused_unsafe)]
-    fn new() -> Self {
-        use std::arch::x86_64::{__cpuid_count, _xgetbv};
-        #[target_feature(enable = "xsave")]
-        unsafe fn enabled() -> u64 {
-            unsafe { _xgetbv(0) }
-        }
-        // x87, SSE, AVX and the three parts of AVX-512.
-        let features = unsafe { enabled() } & 0xe7;
-        let size = unsafe { __cpuid_count(0xd, 0) }.ebx as usize;
-        let before = anonymous(size);
-        let bytes = unsafe { std::slice::from_raw_parts_mut(before, size) };
-        for (at, byte) in bytes.iter_mut().enumerate().skip(576) {
-            *byte = (at * 7 + 1) as u8;
-        }
-        // x87: another control word than the default, registers 0 to 2 in use; MXCSR: rounds to zero.
-        bytes[0..2].copy_from_slice(&0x0e7f_u16.to_le_bytes());
-        bytes[2..4].copy_from_slice(&0x2800_u16.to_le_bytes()); // top of stack is register 5
-        bytes[4] = 0xe0;
-        bytes[24..28].copy_from_slice(&0x7f80_u32.to_le_bytes());
-        for (at, byte) in bytes.iter_mut().enumerate().take(416).skip(32) {
-            // Registers of 80 bits in rooms of 128, then those of 128.
-            let padding = at < 160 && at % 16 >= 10;
-            *byte = if padding { 0 } else { (at * 5 + 3) as u8 };
-        }
-        bytes[512..520].copy_from_slice(&features.to_le_bytes());
-        Self { features, size, before }
-    }
-
-    fn difference(&self, after: *const u8) -> Option<usize> {
-        let bytes = |memory: *const u8| unsafe { std::slice::from_raw_parts(memory, self.size) };
-        let (before, after) = (bytes(self.before), bytes(after));
-        // Not the last x87 instruction and operand, nor what XSAVE does not write.
-        let compared = |at: usize| matches!(at, 0..=4 | 24..=27 | 32..=415 | 512..=519 | 576..);
-        (0..self.size).find(|&at| compared(at) && self.holds(at) && before[at] != after[at])
-    }
-
-    #[allow(unused_unsafe)]
-    fn holds(&self, at: usize) -> bool {
-        at < 576
-            || [2, 5, 6, 7].into_iter().any(|feature| {
-                let leaf = unsafe { std::arch::x86_64::__cpuid_count(0xd, feature) };
-                let start = leaf.ebx as usize;
-                self.features >> feature & 1 != 0 && (start..start + leaf.eax as usize).contains(&at)
-            })
-    }
 }
 
 static HANDLED: AtomicU32 = AtomicU32::new(0);
@@ -247,8 +59,6 @@ fn kernel_side() -> Vec<u64> {
 
 struct Stage {
     kind: String,
-    vectors: Vectors,
-    block: Block,
     memory: &'static mut [u8],
     pipe: [i32; 2],
     epoll: i32,
@@ -285,6 +95,16 @@ impl Stage {
         }
     }
 
+    fn code(&self) -> Code {
+        match self.kind.as_str() {
+            "nanosleep" => victim_nanosleep,
+            "futex" | "futex-timeout" => victim_futex,
+            "poll" => victim_poll,
+            "busy" | "busy-notrap" => victim_busy,
+            _ => victim_call,
+        }
+    }
+
     fn ended(&self) {
         let mut events = [0_u8; 64];
         match self.kind.as_str() {
@@ -298,36 +118,20 @@ impl Stage {
     fn round(&mut self) -> Result<(), String> {
         let (nr, args, answer) = self.call();
         let filled = self.memory.len() - 64;
-        let mut before = [0; 15];
-        for (index, word) in before.iter_mut().enumerate() {
-            *word = 0x0101_0101_0101_0101 * (index as u64 + 0x11);
-        }
-        before[0] = nr as u64;
-        before[1..7].copy_from_slice(&args);
-        self.block.before = before;
+        let mut frame = Frame::<BELOW>::new(self.code(), answer);
+        frame.general[0] = nr as u64;
+        frame.general[1..7].copy_from_slice(&args);
         let (kernel, handled) = (kernel_side(), HANDLED.load(Ordering::Relaxed));
         say("round");
-        unsafe { victim_probe(&raw mut self.block) };
-        let computes = self.kind.starts_with("busy");
+        frame.run();
         self.ended();
-        let after = self.block.after;
         // A wait that begins, or is restarted, after the word has changed returns at once.
-        let late = self.kind.starts_with("futex") && after[0] == (-i64::from(libc::EAGAIN)) as u64;
-        before[0] = if late { after[0] } else { answer };
+        let late = (-i64::from(libc::EAGAIN)) as u64;
+        let is_late = self.kind.starts_with("futex") && frame.general_after[0] == late;
+        frame.general[0] = if is_late { late } else { answer };
         // The last two hold the return address and the flags after a call.
-        let compared = if computes { 15 } else { 13 };
-        for index in 0..compared {
-            if after[index] != before[index] {
-                return Err(format!("register {index} is {:x} and was {:x}", after[index], before[index]));
-            }
-        }
-        if let Some(at) = self.vectors.difference(self.block.vectors_after) {
-            return Err(format!("byte {at} of the vector state"));
-        }
-        let stack = unsafe { std::slice::from_raw_parts(self.block.stack_after, RED + DEAD) };
-        if let Some(at) = stack[DEAD..].iter().position(|&byte| byte != FILL) {
-            return Err(format!("byte {at} of the red zone"));
-        }
+        let computes = self.kind.starts_with("busy");
+        frame.check(0..if computes { frame.general.len() } else { RCX })?;
         if kernel_side() != kernel {
             let now = kernel_side();
             let index = (0..now.len()).find(|&index| now[index] != kernel[index]);
@@ -339,8 +143,7 @@ impl Stage {
         if let Some(at) = self.memory[..filled].iter().enumerate().position(|(at, &byte)| byte != content(at)) {
             return Err(format!("byte {at} of its memory"));
         }
-        let clean = stack[..DEAD].iter().all(|&byte| byte == FILL);
-        say(if clean { "stack clean" } else { "stack written" });
+        say(if frame.is_clean() { "stack clean" } else { "stack written" });
         Ok(())
     }
 }
@@ -372,7 +175,6 @@ fn end_rounds(pipe: i32, signalled: Option<i32>, begin: &Sender<()>) {
 
 pub fn main(kind: &str) {
     let kind = kind.to_owned();
-    let vectors = Vectors::new();
     let bytes: usize = if kind == "large" { 4 << 20 } else { 256 << 10 };
     let memory = unsafe { std::slice::from_raw_parts_mut(anonymous(bytes), bytes) };
     for (at, byte) in memory.iter_mut().enumerate() {
@@ -384,25 +186,7 @@ pub fn main(kind: &str) {
     let epoll = unsafe { libc::epoll_create1(0) };
     let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
     unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_ADD, pipe[0], &raw mut event) };
-    let block = Block {
-        before: [0; 15],
-        after: [0; 15],
-        vectors_before: vectors.before,
-        vectors_after: anonymous(vectors.size),
-        vectors_own: anonymous(vectors.size),
-        stack_after: anonymous(RED + DEAD),
-        unused: 0,
-        features: vectors.features,
-    };
-    let way: unsafe extern "C" fn() = match kind.as_str() {
-        "nanosleep" => victim_nanosleep,
-        "futex" | "futex-timeout" => victim_futex,
-        "poll" => victim_poll,
-        "busy" | "busy-notrap" => victim_busy,
-        _ => victim_call,
-    };
-    VICTIM_WAY.store(way as *const () as u64, Ordering::Relaxed);
-    let stage = Stage { kind: kind.clone(), vectors, block, memory, pipe, epoll };
+    let stage = Stage { kind: kind.clone(), memory, pipe, epoll };
     let (begin, begun) = channel();
     match kind.as_str() {
         // The main thread must not be chosen.

@@ -1,9 +1,9 @@
 //! Torture modes that do more than block in one call.
 
 use crate::blocking::{forked, pipe, timespec, word};
-use crate::checks::{LONG_MS, Memory, call, signals};
+use crate::checks::{LONG_MS, Memory, signals};
 use crate::handlers::{self, ON_STACK, PLAIN, RUNS};
-use crate::hold::spin_held;
+use crate::hold::{call, spin};
 use crate::torture::{self, RAISED, ROUNDS, is_asked_to_end, rounds, until_asked_to_end};
 use crate::{kinds, rseq, seccomp};
 use pagefold_testkit::injection::CONTENT;
@@ -21,7 +21,7 @@ static COMPLAINT: Mutex<Option<String>> = Mutex::new(None);
 pub fn of(mode: &str, traits: &[String], memory: Memory) -> Result<Option<Result<(), String>>, String> {
     Ok(Some(match mode {
         "busy" => rounds(memory, || {
-            spin_held(300_000)?;
+            spin(300_000)?;
             nap(REST_US);
             Ok(())
         }),
@@ -114,7 +114,7 @@ fn own_signals(memory: Memory) -> Result<(), String> {
         let stack = handlers::alternate_stack(turn % 2 == 0);
         let handler = 0x1000 + usize::try_from(turn).unwrap_or(0);
         crate::checks::handle(libc::SIGUSR2, handler, 0);
-        spin_held(300_000)?;
+        spin(300_000)?;
         nap(REST_US);
         let (mut action, mut now): (libc::sigaction, libc::stack_t) = unsafe { std::mem::zeroed() };
         unsafe {
@@ -158,7 +158,7 @@ fn short_lived_threads(memory: Memory) -> Result<(), String> {
         let threads: Vec<_> = (0..3)
             .map(|_| {
                 std::thread::spawn(|| {
-                    spin_held(100_000)?;
+                    spin(100_000)?;
                     call(libc::SYS_nanosleep, [timespec(3), 0, 0, 0, 0, 0]).map(drop)
                 })
             })
@@ -239,7 +239,7 @@ fn forks(memory: Memory) -> Result<(), String> {
         let child = forked(|| {
             // Mask and handlers are inherited at any moment.
             let intact = memory.check().is_ok() && crate::checks::signals_back(&before).is_ok();
-            unsafe { libc::_exit(if intact && spin_held(1000).is_ok() { CONTENT } else { 1 }) };
+            unsafe { libc::_exit(if intact && spin(1000).is_ok() { CONTENT } else { 1 }) };
         });
         let mut status = 0;
         while unsafe { libc::waitpid(child, &raw mut status, 0) } != child {}
@@ -275,7 +275,7 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
     memory.check()?;
     napping_thread(LONG_MS)?;
     nap(2000);
-    spin_held(200_000)?;
+    spin(200_000)?;
     memory.check()?;
     complained()?;
     if is_asked_to_end() {
@@ -299,7 +299,7 @@ fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
         std::process::id()
     ));
     for _ in 0..ms {
-        spin_held(100_000)?;
+        spin(100_000)?;
         call(libc::SYS_nanosleep, [timespec(1), 0, 0, 0, 0, 0])?;
     }
     let intact = memory.check().and_then(|()| crate::checks::signals_back(&before)).is_ok();
@@ -383,7 +383,7 @@ fn strict(memory: Memory) -> Result<(), String> {
             return Err(format!("answered {answer}, interrupted: {interrupted}"));
         }
         ROUNDS.fetch_add(1, Relaxed);
-        spin_held(1000)?;
+        spin(1000)?;
         memory.check()?;
         if answer == 1 && BYTE.load(Relaxed) == u64::from(b'q') {
             return Ok(());

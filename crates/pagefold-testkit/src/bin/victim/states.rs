@@ -1,7 +1,8 @@
 //! Modes in which the victim is not simply blocked in a call.
 
 use crate::blocking::{buffer, forked, pipe, timespec, word};
-use crate::checks::{HANDLED, HARMLESS, LONG_MS, call};
+use crate::checks::{HANDLED, HARMLESS, LONG_MS};
+use crate::hold::call;
 use std::io::Write;
 use std::sync::atomic::Ordering;
 

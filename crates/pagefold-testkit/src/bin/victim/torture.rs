@@ -4,8 +4,9 @@
 //! checks after each round that nothing has changed unexpectedly. A byte on standard input ends it: it prints
 //! `ok rounds=N runs=N eintr=N own=N/N/N short=N`, or, at once, `bad: REASON`, and waits for the end of its input. Traits: `filter-ACTION`, `trap-blocked`, `trap-ignored`, `namespaces`.
 
-use crate::checks::{Memory, PAGES, call, signals, signals_back};
+use crate::checks::{Memory, PAGES, signals, signals_back};
 use crate::handlers::{self, FOR_GOOD, INTERRUPTED, RUNS, bit};
+use crate::hold::call;
 use crate::{hold, kinds, rounds, seccomp};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
