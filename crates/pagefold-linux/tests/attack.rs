@@ -52,6 +52,13 @@ fn breakpoints_always_raise_their_signal() {
 }
 
 #[test]
+fn live_memory_below_a_stack_is_not_written() {
+    if can_inject() {
+        attack("local-stack", &Limits::default());
+    }
+}
+
+#[test]
 fn a_stop_that_takes_too_long_is_no_eintr() {
     if can_inject() {
         attack("epoll", &Limits { stop_ns: 1, ..Limits::default() });

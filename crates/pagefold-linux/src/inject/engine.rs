@@ -219,6 +219,9 @@ fn one_stop(
     let StopResult { made, end, unguarded, away_ns } =
         tracee.make_calls(calls, &mut answers, limits, progress, &mut frame);
     let stop_ns = clock_ns().saturating_sub(since_ns);
+    if !unguarded && end != StopEnd::Gone {
+        StackCheck::remember(process, frame.base, frame.length());
+    }
     if matches!(end, StopEnd::Unstable | StopEnd::Fault) {
         trampoline::forget(process);
     }

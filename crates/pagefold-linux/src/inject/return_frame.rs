@@ -1,8 +1,8 @@
 //! Restores a thread whose tracer dies.
 //!
 //! Before a thread's registers are changed, a genuine signal frame with its own registers, floating-point state and
-//! signal mask is written below its stack pointer (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, as laid out by
-//! `get_sigframe`; read in Linux 6.12). From then on the thread is, as far as the kernel can see, in a signal handler:
+//! signal mask is written onto an unused page of its stack (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, as laid
+//! out by `get_sigframe`; read in Linux 6.12, 6.15 and 6.18). From then on the thread is, as far as the kernel can see, in a signal handler:
 //! whenever its tracer dies, it reaches `rt_sigreturn` and has its own state again. The steps in order, and what the
 //! thread does if the tracer dies right after each:
 //!
@@ -16,7 +16,7 @@
 //! | run to the exit of the call | the same |
 //! | its mask restored (before the registers: in the other order it would be left with all signals blocked) | the same; handlers may run below the frame |
 //! | its registers restored | continues |
-//! | the covered memory restored, options cleared | continues |
+//! | the frame replaced by zeros, options cleared | continues |
 //!
 //! The stack pointer is never below the frame, so nothing that runs there, a handler included, can damage it. The call
 //! replaces another one at its entry because seccomp is active again when the tracer is dead: `rt_sigreturn` passes all
@@ -33,10 +33,9 @@
 
 use super::ptrace::{self, Registers};
 use super::trampoline::Trampoline;
+use pagefold_core::units::count;
 use std::sync::LazyLock;
 
-/// The bytes below the stack pointer that a leaf function may use.
-const RED_ZONE: u64 = 128;
 /// The largest frame: AMX has 8 KiB of floating-point state, everything else less than 3 KiB.
 const LONGEST: usize = 16 << 10;
 
@@ -50,6 +49,8 @@ const HEADER: usize = 512;
 const XSTATE_LEAST: usize = 576;
 const X87_SSE: u64 = 3;
 const PKRU: u64 = 1 << 9;
+/// AMX's tiles, for which a thread gets room when it first uses them.
+const AMX_DATA: u64 = 1 << 18;
 
 /// `struct ucontext` as far as `rt_sigreturn` reads it.
 const UCONTEXT_LENGTH: u64 = 304;
@@ -63,10 +64,9 @@ const UC_FLAGS: u64 = 7;
 /// thread keeps its alternate stack.
 const SS_INVALID: u64 = 4;
 
-/// A frame, and the memory it covers.
+/// A frame.
 pub struct ReturnFrame {
     frame: Box<[u8; LONGEST]>,
-    covered: Box<[u8; LONGEST]>,
     length: usize,
     /// The address of the frame, which begins with the address of the `rt_sigreturn` function, for `ret`. For
     /// `rt_sigreturn` the stack pointer must be 8 bytes above.
@@ -77,12 +77,20 @@ impl ReturnFrame {
     /// Allocates everything needed.
     pub fn new() -> Self {
         feature_ends();
-        Self { frame: Box::new([0; LONGEST]), covered: Box::new([0; LONGEST]), length: 0, base: 0 }
+        Self { frame: Box::new([0; LONGEST]), length: 0, base: 0 }
     }
 
-    /// Builds the frame that gives the stopped thread `tid` the registers `goal` and the signal mask `mask`. False: this
-    /// thread cannot have one.
-    pub fn prepare(&mut self, tid: i32, goal: &Registers, mask: u64, trampoline: Trampoline) -> bool {
+    /// Builds the frame that gives the stopped thread `tid` the registers `goal` and the signal mask `mask`. `room` returns
+    /// the end of unused memory of a given length. False: this thread cannot have a frame.
+    pub fn prepare(
+        &mut self,
+        tid: i32,
+        goal: &Registers,
+        mask: u64,
+        trampoline: Trampoline,
+        room: impl FnOnce(u64) -> Option<u64>,
+    ) -> bool {
+        self.length = 0;
         // With a shadow stack, `ret` refuses an address that no call has pushed.
         if ptrace::has_shadow_stack(tid) {
             return false;
@@ -92,28 +100,28 @@ impl ReturnFrame {
         if read >= LONGEST {
             return false;
         }
-        let Some((features, length)) = xstate_in_use(&self.frame[..read]) else { return false };
-        let Some(layout) = FrameLayout::below(goal.rsp, length) else { return false };
+        let Some(state) = XstateSizes::of(&self.frame[..read]) else { return false };
+        let Some(layout) = room(FrameLayout::bytes(state.full)).and_then(|top| FrameLayout::below(top, state.full))
+        else {
+            return false;
+        };
         let at = |addr: u64| usize::try_from(addr - layout.base).unwrap_or(LONGEST);
         let (fpstate, ucontext) = (at(layout.fpstate), at(layout.ucontext));
-        let end = fpstate + length + size_of::<u32>();
+        let end = fpstate + state.full + size_of::<u32>();
         if end > LONGEST {
             return false;
         }
-        self.frame.copy_within(..length, fpstate);
+        self.frame.copy_within(..state.full, fpstate);
         self.frame[..fpstate].fill(0);
         put(&mut self.frame[..], 0, trampoline.sigreturn);
         fill_ucontext(&mut self.frame[ucontext..fpstate], goal, mask, layout.fpstate);
-        seal_xstate(&mut self.frame[fpstate..end], features);
+        state.seal(&mut self.frame[fpstate..end]);
         (self.base, self.length) = (layout.base, end);
         true
     }
 
-    /// Writes the frame. False: nothing was written.
+    /// Writes the frame onto memory that holds zeros.
     pub fn write(&mut self, tid: i32) -> bool {
-        if ptrace::read(tid, self.base, &mut self.covered[..self.length]).is_err() {
-            return false;
-        }
         let written = ptrace::write(tid, self.base, &self.frame[..self.length]).is_ok();
         if !written {
             self.unwrite(tid);
@@ -121,9 +129,22 @@ impl ReturnFrame {
         written
     }
 
-    /// Restores the covered memory. Fails only if the thread was killed or its stack unmapped.
+    /// Puts zeros where the frame still is as it was written. Fails only if the thread was killed or its stack unmapped. Does
+    /// not allocate.
     pub fn unwrite(&self, tid: i32) {
-        let _ = ptrace::write(tid, self.base, &self.covered[..self.length]);
+        const STEP: usize = 1024;
+        let mut found = [0; STEP];
+        for (part, addr) in self.frame[..self.length].chunks(STEP).zip((self.base..).step_by(STEP)) {
+            let found = &mut found[..part.len()];
+            if ptrace::read(tid, addr, found).is_ok() && found == part {
+                let _ = ptrace::write(tid, addr, &[0; STEP][..part.len()]);
+            }
+        }
+    }
+
+    /// The length of the frame, bytes; 0 without one.
+    pub fn length(&self) -> u64 {
+        count(self.length)
     }
 }
 
@@ -136,27 +157,65 @@ struct FrameLayout {
 }
 
 impl FrameLayout {
-    fn below(stack_pointer: u64, xstate_length: usize) -> Option<Self> {
-        let xstate = u64::try_from(xstate_length + size_of::<u32>()).ok()?;
-        let fpstate = stack_pointer.checked_sub(RED_ZONE)?.checked_sub(xstate)? & !63;
+    /// The most bytes that a frame takes, wherever it ends.
+    fn bytes(xstate_length: usize) -> u64 {
+        count(xstate_length + size_of::<u32>()) + 64 + UCONTEXT_LENGTH + 16 + 8
+    }
+
+    fn below(top: u64, xstate_length: usize) -> Option<Self> {
+        let fpstate = top.checked_sub(count(xstate_length + size_of::<u32>()))? & !63;
         let ucontext = fpstate.checked_sub(UCONTEXT_LENGTH)? & !15;
         Some(Self { base: ucontext.checked_sub(8)?, ucontext, fpstate })
     }
 }
 
-/// The features of a floating-point state that are not in their initial state, and the length up to the last of them.
-/// `rt_sigreturn` sets the others to their initial state.
-fn xstate_in_use(xstate: &[u8]) -> Option<(u64, usize)> {
-    let word = |at: usize| Some(u64::from_le_bytes(xstate.get(at..at + 8)?.try_into().ok()?));
-    if word(HEADER + 8)? != 0 {
-        return None; // compacted, which the kernel does not do here
+/// What a frame says of its floating-point state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct XstateSizes {
+    /// The features that are not in their initial state. `rt_sigreturn` sets the others to their initial state.
+    features: u64,
+    /// The bytes that the frame declares: those of all features that every thread has, and of AMX if it is in use.
+    declared: usize,
+    /// The bytes of all features.
+    full: usize,
+}
+
+impl XstateSizes {
+    fn of(xstate: &[u8]) -> Option<Self> {
+        let word = |at: usize| Some(u64::from_le_bytes(xstate.get(at..at + 8)?.try_into().ok()?));
+        if word(HEADER + 8)? != 0 {
+            return None; // compacted, which the kernel does not do here
+        }
+        let possible = word(SW_BYTES)?;
+        // The kernel writes the protection keys whether the header shows them or not.
+        let features = word(HEADER)? | X87_SSE | (possible & PKRU);
+        let end = |of: u64| {
+            let ends = feature_ends();
+            (2..63_usize)
+                .filter(|feature| of >> feature & 1 != 0)
+                .map(|feature| ends[feature])
+                .fold(XSTATE_LEAST, usize::max)
+        };
+        let full = end(possible);
+        // Another length: a feature of which this code does not know where it is.
+        (full == xstate.len()).then(|| Self { features, declared: end(possible & !AMX_DATA | features), full })
     }
-    // The kernel writes the protection keys whether the header shows them or not.
-    let features = word(HEADER)? | X87_SSE | (word(SW_BYTES)? & PKRU);
-    let ends = feature_ends();
-    let in_use = (2..63_usize).filter(|feature| features >> feature & 1 != 0);
-    let length = in_use.map(|feature| ends[feature]).fold(XSTATE_LEAST, usize::max);
-    (length <= xstate.len()).then_some((features, length))
+
+    /// Marks a floating-point state, followed by the room for a second magic number, as one of a signal frame
+    /// (`check_xstate_in_sigframe`). The kernel looks for that number at the declared size; from Linux 6.15 until that was
+    /// reverted in 7.1 and in stable kernels, at the thread's own size, which contains AMX once the thread has used it. Both get
+    /// one: if AMX is not in use, nothing else is there.
+    fn seal(self, xstate: &mut [u8]) {
+        let size = u32::try_from(self.declared).unwrap_or(0);
+        xstate[SW_BYTES..SW_BYTES + SW_BYTES_LENGTH].fill(0);
+        put(xstate, SW_BYTES, u64::from(MAGIC1) | u64::from(size + 4) << 32);
+        put(xstate, SW_BYTES + 8, self.features);
+        put(xstate, SW_BYTES + 16, u64::from(size));
+        put(xstate, HEADER, self.features);
+        for at in [self.declared, self.full] {
+            xstate[at..at + size_of::<u32>()].copy_from_slice(&MAGIC2.to_le_bytes());
+        }
+    }
 }
 
 /// The end of each feature's part of the state in the format that is not compacted. Read once and not in a stop: a
@@ -171,19 +230,6 @@ fn feature_ends() -> &'static [usize; 63] {
         })
     });
     &ENDS
-}
-
-/// Marks a floating-point state, followed by the room for the second magic number, as one of a signal frame
-/// (`check_xstate_in_sigframe`).
-fn seal_xstate(xstate: &mut [u8], features: u64) {
-    let length = xstate.len() - size_of::<u32>();
-    let size = u32::try_from(length).unwrap_or(0);
-    xstate[SW_BYTES..SW_BYTES + SW_BYTES_LENGTH].fill(0);
-    put(xstate, SW_BYTES, u64::from(MAGIC1) | u64::from(size + 4) << 32);
-    put(xstate, SW_BYTES + 8, features);
-    put(xstate, SW_BYTES + 16, u64::from(size));
-    put(xstate, HEADER, features);
-    xstate[length..].copy_from_slice(&MAGIC2.to_le_bytes());
 }
 
 fn fill_ucontext(bytes: &mut [u8], goal: &Registers, mask: u64, fpstate: u64) {
@@ -228,34 +274,48 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parts_of_a_frame_are_below_the_red_zone_and_do_not_overlap() {
-        for stack_pointer in 0x7fff_0000..0x7fff_0080_u64 {
+    fn the_parts_of_a_frame_do_not_overlap() {
+        for top in 0x7fff_0000..0x7fff_0080_u64 {
             for length in [XSTATE_LEAST, 832, 2696, 11_008] {
-                let layout = FrameLayout::below(stack_pointer, length).unwrap();
-                assert!(layout.fpstate + length as u64 + 4 <= stack_pointer - RED_ZONE && layout.fpstate % 64 == 0);
+                let layout = FrameLayout::below(top, length).unwrap();
+                assert!(layout.fpstate + length as u64 + 4 <= top && layout.fpstate % 64 == 0);
+                assert!(layout.base + FrameLayout::bytes(length) >= top);
                 assert!(layout.ucontext + UCONTEXT_LENGTH <= layout.fpstate);
                 assert_eq!((layout.base + 8, layout.ucontext % 16), (layout.ucontext, 0));
             }
         }
-        assert_eq!(FrameLayout::below(1000, XSTATE_LEAST), None);
+        assert_eq!(FrameLayout::below(500, XSTATE_LEAST), None);
     }
 
     #[test]
-    fn the_state_ends_with_the_last_feature_in_use() {
-        let mut xstate = vec![0; 4096];
-        assert_eq!(xstate_in_use(&xstate), Some((X87_SSE, XSTATE_LEAST)));
+    fn the_sizes_of_a_state_follow_from_its_features() {
+        let avx = feature_ends()[2].max(XSTATE_LEAST);
+        let mut xstate = vec![0; avx];
+        put(&mut xstate, SW_BYTES, X87_SSE | 4);
+        let sizes = XstateSizes { features: X87_SSE, declared: avx, full: avx };
+        assert_eq!(XstateSizes::of(&xstate), Some(sizes), "the full size, whether in use or not");
         put(&mut xstate, HEADER, 4);
-        assert_eq!(xstate_in_use(&xstate), Some((X87_SSE | 4, feature_ends()[2].max(XSTATE_LEAST))));
+        assert_eq!(XstateSizes::of(&xstate), Some(XstateSizes { features: X87_SSE | 4, ..sizes }));
         put(&mut xstate, HEADER + 8, 1 << 63);
-        assert_eq!(xstate_in_use(&xstate), None, "compacted");
-        assert_eq!(xstate_in_use(&xstate[..500]), None);
+        assert_eq!(XstateSizes::of(&xstate), None, "compacted");
+        assert_eq!(XstateSizes::of(&xstate[..500]), None);
+        assert_eq!(XstateSizes::of(&vec![0; avx + 64]), None, "features of unknown position");
+        let amx = feature_ends()[18];
+        if amx > avx {
+            let mut xstate = vec![0; amx];
+            put(&mut xstate, SW_BYTES, X87_SSE | 4 | AMX_DATA);
+            assert_eq!(XstateSizes::of(&xstate), Some(XstateSizes { features: X87_SSE, declared: avx, full: amx }));
+            put(&mut xstate, HEADER, AMX_DATA);
+            assert_eq!(XstateSizes::of(&xstate).unwrap().declared, amx);
+        }
     }
 
     #[test]
-    fn a_sealed_state_has_both_magic_numbers() {
-        let mut xstate = vec![0xff; 832 + 4];
-        seal_xstate(&mut xstate, 7);
+    fn a_sealed_state_has_the_second_magic_number_wherever_a_kernel_looks() {
+        let mut xstate = vec![0; 2816 + 4];
+        XstateSizes { features: 7, declared: 832, full: 2816 }.seal(&mut xstate);
         assert_eq!(xstate[SW_BYTES..SW_BYTES + 8], [0x53, 0x58, 0x50, 0x46, 0x44, 3, 0, 0]);
-        assert_eq!((xstate[HEADER], &xstate[832..]), (7, &[0x45, 0x58, 0x50, 0x46][..]));
+        let magic2 = [0x45, 0x58, 0x50, 0x46];
+        assert_eq!((xstate[HEADER], &xstate[832..836], &xstate[2816..]), (7, &magic2[..], &magic2[..]));
     }
 }

@@ -1,25 +1,49 @@
-//! Whether the memory below a stack pointer is certainly unused.
+//! Finds pages of a stack that are certainly unused, for a return frame.
 //!
 //! By the ABI everything from 128 bytes below the stack pointer downwards is unused, because signal handlers run there.
-//! Programs whose handlers run elsewhere (`sigaltstack`, as in Go, whose goroutines have stacks of 2 KiB within the heap)
-//! need not comply. So a frame is written only below two kinds of stack: the main thread's `[stack]`, and a mapping that
-//! also holds the thread's control block above the stack pointer and has an inaccessible mapping directly below. This is
-//! how C libraries lay out the stacks of their threads.
+//! Programs need not comply: one whose handlers run elsewhere (`sigaltstack`) may run a coroutine on a local array, with
+//! live data below its stack pointer. So a frame is written only onto pages that nothing was ever written to (their pagemap
+//! entry is zero), with such a page on both sides, and only on two kinds of stack: the main thread's `[stack]`, and a
+//! mapping that also holds the thread's control block above the stack pointer and has an inaccessible mapping directly
+//! below, as C libraries lay out the stacks of their threads.
+//!
+//! Afterwards these pages hold zeros, and the next frame takes the same ones, unless the pages beside them, which a program
+//! that has begun to use this part of its stack would have touched, are not as they were.
 
 use super::ptrace;
 use super::ptrace::{Registers, address_of_mut};
 use crate::proc::maps::{Vma, parse_maps};
 use crate::proc::process::Process;
+use pagefold_core::units::{PAGE_BYTES, PAGE_SIZE, count};
+use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::sync::{LazyLock, Mutex, PoisonError};
 
-/// Room that must be left below the frame, for a handler's frame and a little work.
-const ROOM: u64 = 4096;
+/// The bytes below the stack pointer that a leaf function may use.
+const RED_ZONE: u64 = 128;
+/// The most room left below a frame, for a handler that runs there.
+const HANDLER_BYTES: u64 = 64 << 10;
+/// The pages inspected at once: what one page table maps. A page in a table that is in use already gets no huge page.
+const WINDOW: usize = 512;
+/// The processes whose pages of earlier frames are remembered, and the pages of each.
+const PROCESSES_KEPT: usize = 1024;
+const PAGES_KEPT: usize = 64;
+
+/// Pages by process and its start time.
+type PagesByProcess = HashMap<(i32, u64), Vec<u64>>;
+
+/// Pages of earlier frames.
+static USED: LazyLock<Mutex<PagesByProcess>> = LazyLock::new(Mutex::default);
 
 /// The mappings of a process, for a check during the stop.
 #[derive(Debug)]
 pub struct StackCheck {
     maps: File,
+    pagemap: File,
+    /// Pages of earlier frames.
+    used: Vec<u64>,
     /// Linux before 6.11 cannot report a single mapping: all mappings before the stop.
     all: Option<Vec<Vma>>,
 }
@@ -40,19 +64,71 @@ impl StackCheck {
     pub fn open(process: &Process, tid: i32) -> Option<Self> {
         let file = format!("task/{tid}/maps");
         let maps = process.open_file(&file).ok()?;
-        let mut stack_check = Self { maps, all: None };
+        let pagemap = process.open_file(&format!("task/{tid}/pagemap")).ok()?;
+        let used = USED.lock().unwrap_or_else(PoisonError::into_inner);
+        let used = used.get(&(process.pid(), process.start_time_ticks())).cloned().unwrap_or_default();
+        let mut stack_check = Self { maps, pagemap, used, all: None };
         if stack_check.query(0).is_err_and(|errno| errno == libc::ENOTTY) {
             stack_check.all = Some(parse_maps(&process.read_file(&file).ok()?).ok()?);
         }
         Some(stack_check)
     }
 
-    /// Whether `[base, own.rsp - 128)` is unused memory of the stopped thread `tid`. Does not allocate.
-    pub fn is_unused(&self, is_main_thread: bool, tid: i32, own: &Registers, base: u64) -> bool {
-        let Some(stack) = self.mapping(own.rsp) else { return false };
-        if !stack.plain || base < stack.start.saturating_add(ROOM) || own.rsp >= stack.end {
-            return false;
+    /// The end of `bytes` of unused memory on the stack of the stopped thread `tid`. `None`: there is none, or the stack is
+    /// of an unknown kind. Does not allocate.
+    pub fn unused(&self, is_main_thread: bool, tid: i32, own: &Registers, bytes: u64) -> Option<u64> {
+        let stack = self.mapping(own.rsp)?;
+        if !stack.plain || own.rsp >= stack.end || !self.is_stack_of_thread(&stack, is_main_thread, tid, own) {
+            return None;
         }
+        let needed = usize::try_from(bytes.div_ceil(PAGE_BYTES)).ok()?;
+        let end = page_of(own.rsp.checked_sub(RED_ZONE)?);
+        // The main thread's stack grows by itself.
+        let room = if stack.main_stack { 0 } else { ((end - stack.start) / 4).min(HANDLER_BYTES) };
+        let low = page_of(stack.start + room) + PAGE_BYTES;
+        let window = count(WINDOW) * PAGE_BYTES;
+        let near = (end & !(window - 1)).max(low);
+        self.used
+            .iter()
+            .filter(|&&page| (low..end).contains(&page))
+            .find_map(|&page| self.unused_in(tid, page, page + count(needed) * PAGE_BYTES, needed))
+            .or_else(|| self.unused_in(tid, near, end, needed))
+            .or_else(|| self.unused_in(tid, low, near.min(low + window), needed))
+            .or_else(|| self.unused_below(tid, &stack, own.rsp, needed))
+    }
+
+    /// Lets the main thread's stack grow as a deeper call would, and uses the new pages.
+    fn unused_below(&self, tid: i32, stack: &Mapping, rsp: u64, needed: usize) -> Option<u64> {
+        if !stack.main_stack {
+            return None;
+        }
+        // With room for a page on each side. This reading, unlike that of `process_vm_readv`, makes a stack grow.
+        let lowest = stack.start.checked_sub(count(needed + 3) * PAGE_BYTES)?;
+        ptrace::peek(tid, lowest).ok()?;
+        let grown = self.mapping(rsp)?;
+        self.unused_in(tid, grown.start + PAGE_BYTES, stack.start, needed)
+    }
+
+    /// The end of the lowest `needed` unused pages in `[start, end)`.
+    fn unused_in(&self, tid: i32, start: u64, end: u64, needed: usize) -> Option<u64> {
+        let pages = usize::try_from(end.checked_sub(start)? / PAGE_BYTES).ok()?.min(WINDOW);
+        // Entry 0 is that of the page below `start`, the last one that of the page above.
+        let mut entries = [[0_u8; 8]; WINDOW + 2];
+        let entries = &mut entries[..pages + 2];
+        self.pagemap.read_exact_at(entries.as_flattened_mut(), (start / PAGE_BYTES - 1) * 8).ok()?;
+        // Neither present, nor swapped out, nor a marker of a guard or of userfaultfd.
+        let is_untouched = |entry: usize| entries[entry] == [0; 8];
+        let is_unused = |entry: usize| {
+            let addr = start + count(entry - 1) * PAGE_BYTES;
+            is_untouched(entry) || self.used.contains(&addr) && is_zero(tid, addr)
+        };
+        let first = (1..=(pages + 1).checked_sub(needed)?).find(|&first| {
+            is_untouched(first - 1) && is_untouched(first + needed) && (first..first + needed).all(is_unused)
+        })?;
+        Some(start + count(first - 1 + needed) * PAGE_BYTES)
+    }
+
+    fn is_stack_of_thread(&self, stack: &Mapping, is_main_thread: bool, tid: i32, own: &Registers) -> bool {
         if stack.main_stack {
             return is_main_thread;
         }
@@ -60,6 +136,20 @@ impl StackCheck {
         (own.rsp..stack.end).contains(&own.fs_base)
             && ptrace::peek(tid, own.fs_base) == Ok(own.fs_base)
             && self.mapping(stack.start.wrapping_sub(1)).is_some_and(|below| below.inaccessible)
+    }
+
+    /// Remembers the pages of a frame at `[base, base + bytes)`, which hold zeros again.
+    pub fn remember(process: &Process, base: u64, bytes: u64) {
+        let mut used = USED.lock().unwrap_or_else(PoisonError::into_inner);
+        if used.len() >= PROCESSES_KEPT {
+            used.clear();
+        }
+        let pages = used.entry((process.pid(), process.start_time_ticks())).or_default();
+        for page in (page_of(base)..base + bytes).step_by(PAGE_SIZE) {
+            if !pages.contains(&page) && pages.len() < PAGES_KEPT {
+                pages.push(page);
+            }
+        }
     }
 
     fn mapping(&self, addr: u64) -> Option<Mapping> {
@@ -104,6 +194,16 @@ impl StackCheck {
             main_stack: name.starts_with(b"[stack]\0"),
         })
     }
+}
+
+fn page_of(addr: u64) -> u64 {
+    addr & !(PAGE_BYTES - 1)
+}
+
+/// Whether a page of the stopped thread holds zeros only.
+fn is_zero(tid: i32, addr: u64) -> bool {
+    let mut page = [1; PAGE_SIZE];
+    ptrace::read(tid, addr, &mut page).is_ok() && page == [0; PAGE_SIZE]
 }
 
 /// `struct procmap_query`.

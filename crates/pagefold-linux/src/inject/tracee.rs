@@ -172,12 +172,8 @@ impl Tracee {
     /// Writes the return frame. False: nothing was written.
     fn write_frame(&self, frame: &mut ReturnFrame, original: &Registers, mask: u64, trampoline: Trampoline) -> bool {
         let goal = regs::return_registers(original, self.number_restarted(original));
-        frame.prepare(self.tid, &goal, mask, trampoline)
-            && self
-                .stack_check
-                .as_ref()
-                .is_some_and(|stack_check| stack_check.is_unused(self.is_main_thread, self.tid, original, frame.base))
-            && frame.write(self.tid)
+        let room = |bytes| self.stack_check.as_ref()?.unused(self.is_main_thread, self.tid, original, bytes);
+        frame.prepare(self.tid, &goal, mask, trampoline, room) && frame.write(self.tid)
     }
 
     /// The call that continues as `restart_syscall` after an earlier stop, if the thread is in one.
