@@ -23,6 +23,46 @@ pub const ON_STACK: i32 = 37;
 /// The exit code of a torture victim that lived to its planned end and found nothing wrong.
 pub const CONTENT: i32 = 7;
 
+/// The victim's modes that block in a call.
+pub const BLOCKING: [&str; 36] = [
+    "nanosleep",
+    "clock-nanosleep",
+    "futex-timeout",
+    "futex",
+    "futex-waitv",
+    "poll",
+    "ppoll",
+    "ppoll-mask",
+    "select",
+    "pselect",
+    "pselect-mask",
+    "epoll",
+    "epoll-pwait-mask",
+    "epoll-pwait2",
+    "read-pipe",
+    "readv",
+    "eventfd",
+    "recv",
+    "recv-timeout",
+    "recv-silent",
+    "recvmsg",
+    "accept",
+    "accept-timeout",
+    "wait4",
+    "waitid",
+    "inotify",
+    "msgrcv",
+    "semop",
+    "semtimedop",
+    "sigtimedwait",
+    "sigsuspend",
+    "pause",
+    "io-getevents",
+    "io-uring",
+    "io-uring-mask",
+    "io-uring-sqpoll",
+];
+
 /// Whether a child may be traced here and KSM exists; reports why not.
 #[track_caller]
 pub fn can_inject() -> bool {
@@ -60,6 +100,12 @@ pub struct Victim {
 impl Victim {
     pub fn start(mode: &str) -> Self {
         Self::try_start(&[mode]).unwrap()
+    }
+
+    /// Starts a victim, if injection is possible here.
+    #[track_caller]
+    pub fn if_possible(mode: &str) -> Option<Self> {
+        can_inject().then(|| Self::start(mode))
     }
 
     /// Starts a victim with these arguments. The error is the reason why it cannot do what they say.
@@ -193,10 +239,18 @@ impl Victim {
         assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
     }
 
+    /// It must have found nothing wrong: it prints `ok`, and perhaps counts.
     #[track_caller]
     pub fn expect_ok(&mut self, what: &str) {
         let line = self.line();
-        assert_eq!(line, "ok", "{what}");
+        assert!(line == "ok" || line.starts_with("ok "), "{what}: {line:?}");
+    }
+
+    /// Lets the victim end, which must have found nothing wrong.
+    #[track_caller]
+    pub fn finish(&mut self, what: &str) {
+        self.send();
+        self.expect_ok(what);
     }
 }
 

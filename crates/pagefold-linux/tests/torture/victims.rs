@@ -2,7 +2,7 @@
 
 use pagefold_linux::inject::InjectError;
 use pagefold_linux::proc::process::Process;
-use pagefold_testkit::injection::{Victim, start_compat};
+use pagefold_testkit::injection::{BLOCKING, Victim, start_compat};
 use pagefold_testkit::{Freezer, skip_unsupported, status_field};
 use std::collections::BTreeMap;
 use std::process::Child;
@@ -139,45 +139,6 @@ pub struct Victims {
     dir: tempfile::TempDir,
 }
 
-/// Calls that block, by mode of the victim.
-const BLOCKING: [&str; 36] = [
-    "nanosleep",
-    "clock-nanosleep",
-    "futex-timeout",
-    "futex",
-    "futex-waitv",
-    "poll",
-    "ppoll",
-    "ppoll-mask",
-    "select",
-    "pselect",
-    "pselect-mask",
-    "epoll",
-    "epoll-pwait-mask",
-    "epoll-pwait2",
-    "read-pipe",
-    "readv",
-    "eventfd",
-    "recv",
-    "recv-timeout",
-    "recv-silent",
-    "recvmsg",
-    "accept",
-    "accept-timeout",
-    "wait4",
-    "waitid",
-    "inotify",
-    "msgrcv",
-    "semop",
-    "semtimedop",
-    "sigtimedwait",
-    "sigsuspend",
-    "pause",
-    "io-getevents",
-    "io-uring",
-    "io-uring-mask",
-    "io-uring-sqpoll",
-];
 const WITH_TRAITS: [&str; 14] = [
     "poll filter-kill",
     "nanosleep filter-kill-thread",

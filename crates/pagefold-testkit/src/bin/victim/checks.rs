@@ -35,16 +35,14 @@ unsafe impl Send for Memory {}
 
 impl Memory {
     pub fn new() -> Self {
-        // With an unmapped page on either side, so that it is not joined with another mapping.
-        let len = (PAGES + 2) * 4096;
+        // With an inaccessible page on either side, so that it is not joined with another mapping.
+        let (length, flags) = (PAGES * 4096, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let seed = HARMLESS.wrapping_mul(u64::from(std::process::id()) | 1);
         unsafe {
-            let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-            let whole = libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0).cast::<u8>();
-            assert!(!whole.cast::<libc::c_void>().eq(&libc::MAP_FAILED));
-            libc::munmap(whole.cast(), 4096);
-            libc::munmap(whole.add(len - 4096).cast(), 4096);
-            let addr = whole.add(4096).cast::<u64>();
+            let whole = libc::mmap(std::ptr::null_mut(), length + 2 * 4096, libc::PROT_NONE, flags, -1, 0);
+            assert_ne!(whole, libc::MAP_FAILED);
+            let addr = whole.byte_add(4096).cast::<u64>();
+            assert_eq!(libc::mprotect(addr.cast(), length, libc::PROT_READ | libc::PROT_WRITE), 0);
             (0..PAGES * 512).for_each(|word| addr.add(word).write_volatile((word as u64 + 1).wrapping_mul(seed)));
             Self { addr, seed }
         }
@@ -67,7 +65,7 @@ pub fn handle(signal: i32, handler: usize, flags: i32) {
 }
 
 /// A process's signal state, and the base of gs.
-#[derive(Clone, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Signals {
     mask: u64,
     /// Handler, flags, mask and restorer of each signal.

@@ -1,21 +1,26 @@
-//! The system calls that torture victims block in.
+//! The system calls that victims block in.
 
 use crate::blocking::{epoll, forked, pipe, word};
 use crate::checks::unsigned;
 use crate::handlers::{self, STORM, bit};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 
-const TIMEOUT_MS: i64 = 30;
+/// The timeout of calls that are made repeatedly, in milliseconds.
+const REPEATED_MS: i64 = 30;
+/// The timeout of the next call. Another one than [`REPEATED_MS`] when the kind is chosen: each call ends by its timeout,
+/// or, if it has none, the first one by an event after that time and the next one by a signal.
+pub static TIMEOUT_MS: AtomicI64 = AtomicI64::new(REPEATED_MS);
 const EAGAIN: i64 = -11;
 const ETIME: i64 = -62;
 const ETIMEDOUT: i64 = -110;
 
+type Args = Box<dyn FnMut() -> [u64; 6]>;
 type After = Box<dyn FnMut(i64) -> Result<(), String>>;
 
-/// A call that is made repeatedly.
+/// A call, which can be made again and again.
 pub struct Kind {
     pub nr: i64,
-    pub args: Box<dyn FnMut() -> [u64; 6]>,
+    pub args: Args,
     /// Judges any answer but EINTR.
     pub after: After,
     /// A handler with SA_RESTART leaves it waiting.
@@ -44,6 +49,14 @@ impl<T: 'static> Place<T> {
     }
 }
 
+fn timeout_ms() -> i64 {
+    TIMEOUT_MS.load(Ordering::Relaxed)
+}
+
+fn is_repeated() -> bool {
+    timeout_ms() == REPEATED_MS
+}
+
 struct Timeout(Place<libc::timespec>);
 
 impl Timeout {
@@ -52,13 +65,22 @@ impl Timeout {
     }
 
     fn set(&self) -> u64 {
-        self.0.set(libc::timespec { tv_sec: 0, tv_nsec: TIMEOUT_MS * 1_000_000 })
+        let ms = timeout_ms();
+        self.0.set(libc::timespec { tv_sec: ms / 1000, tv_nsec: ms % 1000 * 1_000_000 })
     }
 }
 
-/// Starts a child that makes an event every few milliseconds, as long as this process lives.
+/// Starts a child that makes an event every few milliseconds, as long as this process lives. For calls that are not made
+/// repeatedly there is one event.
 fn feed(mut event: impl FnMut(u8)) {
     let parent = unsafe { libc::getpid() };
+    if !is_repeated() {
+        forked(|| {
+            sleep_ms(timeout_ms());
+            event(0);
+        });
+        return;
+    }
     forked(move || {
         handlers::mask(!0);
         for round in 0_u64.. {
@@ -69,6 +91,10 @@ fn feed(mut event: impl FnMut(u8)) {
             event(u8::try_from(round % 256).unwrap_or(0));
         }
     });
+}
+
+fn sleep_ms(ms: i64) {
+    std::thread::sleep(std::time::Duration::from_millis(unsigned(ms)));
 }
 
 fn feed_bytes(fd: i32) {
@@ -135,9 +161,14 @@ fn sockets() -> [i32; 2] {
     pair
 }
 
-fn limit_receiving(fd: i32) {
-    let timeout = libc::timeval { tv_sec: 0, tv_usec: TIMEOUT_MS * 1000 };
-    unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVTIMEO, (&raw const timeout).cast(), 16) };
+/// Sets the timeout of a socket before each call.
+fn limited(fd: i32, args: impl Fn() -> [u64; 6] + 'static) -> Args {
+    Box::new(move || {
+        let ms = timeout_ms();
+        let timeout = libc::timeval { tv_sec: ms / 1000, tv_usec: ms % 1000 * 1000 };
+        unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVTIMEO, (&raw const timeout).cast(), 16) };
+        args()
+    })
 }
 
 fn shared_word() -> &'static AtomicU32 {
@@ -152,15 +183,14 @@ fn count_up(word: &'static AtomicU32) {
     });
 }
 
-/// Blocks the counted signals. Returns the address of the mask for the call, which unblocks them.
+/// Blocks the counted signals and SIGUSR1. Returns the address of the mask for the call, which unblocks them.
 fn masked() -> u64 {
-    handlers::mask(STORM);
+    handlers::mask(STORM | bit(libc::SIGUSR1));
     Place::new(0_u64).addr()
 }
 
 #[allow(clippy::too_many_lines)] // A table.
 pub fn kind(mode: &str) -> Result<Kind, String> {
-    type Args = Box<dyn FnMut() -> [u64; 6]>;
     let make = |nr: i64, after: After, args: Args| {
         let masked = mode.ends_with("-mask") || mode == "sigsuspend";
         Kind { nr, args, after, restarts: false, masked, remove: Box::new(|| {}) }
@@ -176,6 +206,8 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
         feed_bytes(writer);
         reader
     };
+    // For calls with a timeout.
+    let silent_or_piped = || if is_repeated() { piped() } else { pipe()[0] };
     Ok(match mode {
         "nanosleep" => {
             let rest = Place::new([0_u64; 2]).addr();
@@ -206,24 +238,33 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
             restarting(libc::SYS_futex_waitv, either(0, EAGAIN), Box::new(args))
         }
         "poll" | "ppoll" | "ppoll-mask" => {
-            let fd = piped();
+            let fd = silent_or_piped();
             let polled = Place::new(libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
             let set = move || polled.set(libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
             if mode == "poll" {
-                make(libc::SYS_poll, drained(fd), Box::new(move || [set(), 1, unsigned(TIMEOUT_MS), 0, 0, 0]))
+                make(libc::SYS_poll, drained(fd), Box::new(move || [set(), 1, unsigned(timeout_ms()), 0, 0, 0]))
             } else {
                 make(libc::SYS_ppoll, drained(fd), Box::new(move || [set(), 1, timeout.set(), mask, 8, 0]))
             }
         }
         "select" | "pselect" | "pselect-mask" => {
-            let fd = piped();
+            let fd = silent_or_piped();
             let mut readable: libc::fd_set = unsafe { std::mem::zeroed() };
             unsafe { libc::FD_SET(fd, &raw mut readable) };
             let set = Place::new(readable);
             let until = Place::new([0_i64; 2]);
             let sets = Place::new([mask, 8]).addr();
             if mode == "select" {
-                let args = move || [word(fd + 1), set.set(readable), 0, 0, until.set([0, TIMEOUT_MS * 1000]), 0];
+                let args = move || {
+                    [
+                        word(fd + 1),
+                        set.set(readable),
+                        0,
+                        0,
+                        until.set([timeout_ms() / 1000, timeout_ms() % 1000 * 1000]),
+                        0,
+                    ]
+                };
                 make(libc::SYS_select, drained(fd), Box::new(args))
             } else {
                 let args = move || [word(fd + 1), set.set(readable), 0, 0, timeout.set(), sets];
@@ -231,14 +272,14 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
             }
         }
         "epoll" | "epoll-pwait-mask" | "epoll-pwait2" => {
-            let fd = piped();
+            let fd = silent_or_piped();
             let epoll = word(epoll(fd));
             if mode == "epoll-pwait2" {
                 let args = move || [epoll, buffer, 8, timeout.set(), 0, 0];
                 return Ok(make(libc::SYS_epoll_pwait2, drained(fd), Box::new(args)));
             }
             let nr = if mode == "epoll" { libc::SYS_epoll_wait } else { libc::SYS_epoll_pwait };
-            make(nr, drained(fd), Box::new(move || [epoll, buffer, 8, unsigned(TIMEOUT_MS), mask, 8]))
+            make(nr, drained(fd), Box::new(move || [epoll, buffer, 8, unsigned(timeout_ms()), mask, 8]))
         }
         "read-pipe" => {
             let fd = word(piped());
@@ -259,20 +300,19 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
         "recv" | "recv-timeout" => {
             let [reader, writer] = sockets();
             feed_bytes(writer);
-            let args = Box::new(move || [word(reader), buffer, 256, 0, 0, 0]);
+            let args = move || [word(reader), buffer, 256, 0, 0, 0];
             if mode == "recv" {
-                return Ok(restarting(libc::SYS_recvfrom, ordered(bytes), args));
+                return Ok(restarting(libc::SYS_recvfrom, ordered(bytes), Box::new(args)));
             }
-            limit_receiving(reader);
             let mut ordered = ordered(bytes);
             // A timeout, if the feeder does not run in time.
             let after: After = Box::new(move |answer| if answer == EAGAIN { Ok(()) } else { ordered(answer) });
-            make(libc::SYS_recvfrom, after, args)
+            make(libc::SYS_recvfrom, after, limited(reader, args))
         }
         "recv-silent" => {
             let [reader, _writer] = sockets();
-            limit_receiving(reader);
-            make(libc::SYS_recvfrom, exactly(EAGAIN), Box::new(move || [word(reader), buffer, 256, 0, 0, 0]))
+            let args = limited(reader, move || [word(reader), buffer, 256, 0, 0, 0]);
+            make(libc::SYS_recvfrom, exactly(EAGAIN), args)
         }
         "recvmsg" => {
             let [reader, writer] = sockets();
@@ -388,9 +428,7 @@ fn accepting(timeout: bool) -> Result<Kind, String> {
     let addr = SocketAddr::from_abstract_name(name).map_err(|error| error.to_string())?;
     let listener = UnixListener::bind_addr(&addr).map_err(|error| error.to_string())?.into_raw_fd();
     feed(move |_| drop(UnixStream::connect_addr(&addr)));
-    if timeout {
-        limit_receiving(listener);
-    }
+    let args = move || [word(listener), 0, 0, 0, 0, 0];
     let after: After = Box::new(|answer| match i32::try_from(answer) {
         Ok(fd @ 3..) => {
             unsafe { libc::close(fd) };
@@ -402,7 +440,7 @@ fn accepting(timeout: bool) -> Result<Kind, String> {
     });
     Ok(Kind {
         nr: if timeout { libc::SYS_accept } else { libc::SYS_accept4 },
-        args: Box::new(move || [word(listener), 0, 0, 0, 0, 0]),
+        args: if timeout { limited(listener, args) } else { Box::new(args) },
         after,
         restarts: !timeout,
         masked: false,
@@ -416,9 +454,7 @@ fn children(wait4: bool) -> Kind {
     let current = std::rc::Rc::clone(&child);
     let args = move || {
         if current.get() == 0 {
-            current.set(forked(|| unsafe {
-                libc::usleep(8000);
-            }));
+            current.set(forked(|| sleep_ms(if is_repeated() { 8 } else { timeout_ms() })));
         }
         if wait4 { [u64::MAX, 0, 0, 0, 0, 0] } else { [0, 0, 0, 4, 0, 0] }
     };

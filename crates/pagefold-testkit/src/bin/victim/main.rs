@@ -70,11 +70,9 @@ fn run(mode: &str) -> Result<(), String> {
         "idle" => states::command().map(drop),
         "sleeper" => states::sleeper(),
         "stopped" => states::stopped(),
-        "vfork" => states::vfork(),
+        "vfork" => states::vfork(800_000),
         "big-write" => states::big_write(),
-        "waitall" => states::waitall(),
         "threads" => states::threads(),
-        "main-exit" => states::main_exit(),
         "queue" => states::queue(),
         "strict" => seccomp::strict(),
         "filter-kill" => seccomp::filtered(libc::SECCOMP_RET_KILL_PROCESS),
@@ -82,7 +80,6 @@ fn run(mode: &str) -> Result<(), String> {
         "filter-trap" => seccomp::filtered(libc::SECCOMP_RET_TRAP),
         "rseq" => rseq::rseq(),
         "churn" => states::churn(),
-        "execs" => states::execs(),
         _ => blocking::blocking(mode),
     }
 }

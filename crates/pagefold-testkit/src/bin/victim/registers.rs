@@ -6,20 +6,17 @@
 //! red zone, and `ok` or `bad: REASON`.
 #![allow(clippy::similar_names, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 
+use crate::blocking::{epoll, pipe};
+use crate::checks::{HANDLED, count, handle, signals, signals_back};
+use crate::handlers;
 use crate::hold::{Code, Frame, RCX, RED, VICTIM_STOP};
 use crate::hold::{victim_busy, victim_call, victim_futex, victim_nanosleep, victim_poll};
-use std::io::Write;
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// The red zone and the unused memory below it that are checked, in bytes.
 const BELOW: usize = 8192 + RED;
-
-fn say(line: &str) {
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{line}").and_then(|()| out.flush()).unwrap();
-}
 
 fn anonymous(bytes: usize) -> *mut u8 {
     let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -28,33 +25,15 @@ fn anonymous(bytes: usize) -> *mut u8 {
     memory.cast()
 }
 
-static HANDLED: AtomicU32 = AtomicU32::new(0);
-
-extern "C" fn handler(_: i32) {
-    HANDLED.fetch_add(1, Ordering::Relaxed);
-}
-
-/// The thread's state in the kernel: mask, alternate stack, handlers, pending signals.
-fn kernel_side() -> Vec<u64> {
-    let mut words = Vec::new();
+/// The thread's pending signals, and the base of fs.
+fn pending_and_fs() -> [u64; 2] {
+    const ARCH_GET_FS: i32 = 0x1003;
+    let (mut pending, mut fs) = (0_u64, 0_u64);
     unsafe {
-        let mut mask = 0_u64;
-        libc::syscall(libc::SYS_rt_sigprocmask, 0, null::<u64>(), &raw mut mask, 8);
-        let mut pending = 0_u64;
         libc::syscall(libc::SYS_rt_sigpending, &raw mut pending, 8);
-        let mut stack: libc::stack_t = std::mem::zeroed();
-        libc::sigaltstack(null(), &raw mut stack);
-        words.extend([mask, pending, stack.ss_sp as u64, stack.ss_flags as u64, stack.ss_size as u64]);
-        for signal in 1..=64_i32 {
-            let mut action = [0_u64; 4];
-            libc::syscall(libc::SYS_rt_sigaction, signal, null::<u64>(), &raw mut action, 8);
-            words.extend(action);
-        }
-        let mut fs = 0_u64;
-        libc::syscall(libc::SYS_arch_prctl, 0x1003, &raw mut fs);
-        words.push(fs);
+        libc::syscall(libc::SYS_arch_prctl, ARCH_GET_FS, &raw mut fs);
     }
-    words
+    [pending, fs]
 }
 
 struct Stage {
@@ -121,8 +100,8 @@ impl Stage {
         let mut frame = Frame::<BELOW>::new(self.code(), answer);
         frame.general[0] = nr as u64;
         frame.general[1..7].copy_from_slice(&args);
-        let (kernel, handled) = (kernel_side(), HANDLED.load(Ordering::Relaxed));
-        say("round");
+        let (signals, pending, handled) = (signals(), pending_and_fs(), HANDLED.load(Ordering::Relaxed));
+        println!("round");
         frame.run();
         self.ended();
         // A wait that begins, or is restarted, after the word has changed returns at once.
@@ -132,10 +111,10 @@ impl Stage {
         // The last two hold the return address and the flags after a call.
         let computes = self.kind.starts_with("busy");
         frame.check(0..if computes { frame.general.len() } else { RCX })?;
-        if kernel_side() != kernel {
-            let now = kernel_side();
-            let index = (0..now.len()).find(|&index| now[index] != kernel[index]);
-            return Err(format!("word {index:?} of mask, pending signals, alternate stack (3), handlers, thread"));
+        signals_back(&signals)?;
+        let pending_now = pending_and_fs();
+        if pending_now != pending {
+            return Err(format!("pending signals and the base of fs are {pending_now:x?} after {pending:x?}"));
         }
         if HANDLED.load(Ordering::Relaxed) != handled {
             return Err("a handler ran".into());
@@ -143,7 +122,7 @@ impl Stage {
         if let Some(at) = self.memory[..filled].iter().enumerate().position(|(at, &byte)| byte != content(at)) {
             return Err(format!("byte {at} of its memory"));
         }
-        say(if frame.is_clean() { "stack clean" } else { "stack written" });
+        println!("stack {}", if frame.is_clean() { "clean" } else { "written" });
         Ok(())
     }
 }
@@ -180,12 +159,9 @@ pub fn main(kind: &str) {
     for (at, byte) in memory.iter_mut().enumerate() {
         *byte = content(at);
     }
-    say(&format!("ready {:x} {}", memory.as_ptr() as u64, memory.len() - 4096));
-    let mut pipe = [0; 2];
-    assert_eq!(unsafe { libc::pipe(pipe.as_mut_ptr()) }, 0);
-    let epoll = unsafe { libc::epoll_create1(0) };
-    let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
-    unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_ADD, pipe[0], &raw mut event) };
+    println!("ready {:x} {}", memory.as_ptr() as u64, memory.len() - 4096);
+    let pipe = pipe();
+    let epoll = epoll(pipe[0]);
     let stage = Stage { kind: kind.clone(), memory, pipe, epoll };
     let (begin, begun) = channel();
     match kind.as_str() {
@@ -198,11 +174,8 @@ pub fn main(kind: &str) {
 
 fn set_stage(kind: &str) {
     unsafe {
-        let mut action: libc::sigaction = std::mem::zeroed();
-        action.sa_sigaction = handler as *const () as usize;
-        action.sa_flags = libc::SA_ONSTACK;
         for signal in [libc::SIGUSR1, libc::SIGUSR2, libc::SIGTRAP, WAITED_FOR] {
-            libc::sigaction(signal, &raw const action, null_mut());
+            handle(signal, count as *const () as usize, libc::SA_ONSTACK);
         }
         let stack = libc::stack_t { ss_sp: anonymous(1 << 17).cast(), ss_flags: 0, ss_size: 1 << 17 };
         assert_eq!(libc::sigaltstack(&raw const stack, null_mut()), 0);
@@ -210,7 +183,7 @@ fn set_stage(kind: &str) {
         if kind == "busy-notrap" {
             blocked |= 1 << (libc::SIGTRAP - 1);
         }
-        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const blocked, null::<u64>(), 8);
+        handlers::mask(blocked);
         if kind == "pending" {
             libc::raise(libc::SIGUSR2);
             libc::raise(libc::SIGUSR2);
@@ -225,8 +198,7 @@ fn rounds(mut stage: Stage, begin: Option<Sender<()>>, begun: &Receiver<()>) {
     set_stage(&stage.kind);
     if let Some(begin) = begin {
         std::thread::spawn(move || {
-            let all = u64::MAX;
-            unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const all, null::<u64>(), 8) };
+            handlers::mask(u64::MAX);
             end_rounds(writer, signalled, &begin);
         });
     }
@@ -235,8 +207,8 @@ fn rounds(mut stage: Stage, begin: Option<Sender<()>>, begun: &Receiver<()>) {
             drain(stage.pipe[0]);
         }
         match stage.round() {
-            Ok(()) => say("ok"),
-            Err(what) => say(&format!("bad: {what}")),
+            Ok(()) => println!("ok"),
+            Err(what) => println!("bad: {what}"),
         }
     }
 }

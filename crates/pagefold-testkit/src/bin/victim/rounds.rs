@@ -4,6 +4,7 @@ use crate::blocking::{forked, pipe, timespec, word};
 use crate::checks::{LONG_MS, Memory, signals};
 use crate::handlers::{self, ON_STACK, PLAIN, RUNS};
 use crate::hold::{call, spin};
+use crate::states::vfork;
 use crate::torture::{self, RAISED, ROUNDS, is_asked_to_end, rounds, until_asked_to_end};
 use crate::{kinds, rseq, seccomp};
 use pagefold_testkit::injection::CONTENT;
@@ -207,12 +208,7 @@ fn many_threads(traits: &[String], memory: Memory) -> Result<(), String> {
 
 /// The main thread ends; another thread continues.
 fn without_main(memory: Memory) -> Result<(), String> {
-    torture::say(format_args!(
-        "ready {:x} {} {}\n",
-        memory.addr.addr(),
-        crate::checks::PAGES * 4096,
-        std::process::id()
-    ));
+    torture::ready(memory);
     std::thread::spawn(move || {
         let before = signals();
         let time = timespec(5);
@@ -220,13 +216,7 @@ fn without_main(memory: Memory) -> Result<(), String> {
             0 => Ok(()),
             other => Err(format!("nanosleep answered {other}")),
         });
-        match verdict {
-            Ok(()) => {
-                torture::say(format_args!("ok rounds={} runs=0 eintr=0 own=0/0/0 short=0\n", ROUNDS.load(Relaxed)));
-            }
-            Err(reason) => torture::say(format_args!("bad: {reason}\n")),
-        }
-        torture::leave()
+        torture::end(verdict)
     });
     unsafe { libc::syscall(libc::SYS_exit, 0) };
     Ok(())
@@ -250,16 +240,8 @@ fn forks(memory: Memory) -> Result<(), String> {
 
 fn vforks(memory: Memory) -> Result<(), String> {
     rounds(memory, || {
-        let pid = unsafe { libc::syscall(libc::SYS_clone, libc::CLONE_VFORK | libc::SIGCHLD, 0, 0, 0, 0) };
-        if pid == 0 {
-            unsafe {
-                libc::usleep(5000);
-                libc::_exit(0);
-            }
-        }
-        let reaped = call(libc::SYS_wait4, [u64::MAX, 0, 0, 0, 0, 0])?;
         nap(1000);
-        if reaped == pid { Ok(()) } else { Err(format!("wait4 answered {reaped}, not {pid}")) }
+        vfork(5000)
     })
 }
 
@@ -269,8 +251,8 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
     let turn: u64 = traits.first().and_then(|turn| turn.parse().ok()).unwrap_or(0);
     ROUNDS.store(turn, Relaxed);
     if turn == 0 {
-        // There is nothing to mark: the memory changes with each exec.
-        torture::say(format_args!("ready 0 0 {}\n", std::process::id()));
+        // What is marked is soon other memory, or none.
+        torture::ready(memory);
     }
     memory.check()?;
     napping_thread(LONG_MS)?;
@@ -292,12 +274,7 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
 fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
     let ms = traits.first().and_then(|ms| ms.parse().ok()).unwrap_or(0);
     let before = signals();
-    torture::say(format_args!(
-        "ready {:x} {} {}\n",
-        memory.addr.addr(),
-        crate::checks::PAGES * 4096,
-        std::process::id()
-    ));
+    torture::ready(memory);
     for _ in 0..ms {
         spin(100_000)?;
         call(libc::SYS_nanosleep, [timespec(1), 0, 0, 0, 0, 0])?;
@@ -367,12 +344,7 @@ fn waitall(memory: Memory) -> Result<(), String> {
 /// In strict mode only read, write and the return from handlers are allowed: reads bytes, the last of which is `q`.
 fn strict(memory: Memory) -> Result<(), String> {
     static BYTE: AtomicU64 = AtomicU64::new(0);
-    torture::say(format_args!(
-        "ready {:x} {} {}\n",
-        memory.addr.addr(),
-        crate::checks::PAGES * 4096,
-        std::process::id()
-    ));
+    torture::ready(memory);
     torture::STRICT.store(true, Relaxed);
     seccomp::be_strict();
     loop {

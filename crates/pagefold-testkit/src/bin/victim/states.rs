@@ -1,9 +1,8 @@
 //! Modes in which the victim is not simply blocked in a call.
 
-use crate::blocking::{buffer, forked, pipe, timespec, word};
+use crate::blocking::{forked, pipe, timespec, word};
 use crate::checks::{HANDLED, HARMLESS, LONG_MS};
 use crate::hold::call;
-use std::io::Write;
 use std::sync::atomic::Ordering;
 
 /// Waits for a byte on standard input.
@@ -49,11 +48,12 @@ pub fn stopped() -> Result<(), String> {
     Ok(())
 }
 
-pub fn vfork() -> Result<(), String> {
+/// Waits uninterruptibly for a child, which ends after this time, and reaps it.
+pub fn vfork(us: u32) -> Result<(), String> {
     let pid = unsafe { libc::syscall(libc::SYS_clone, libc::CLONE_VFORK | libc::SIGCHLD, 0, 0, 0, 0) };
     if pid == 0 {
         unsafe {
-            libc::usleep(800_000);
+            libc::usleep(us);
             libc::_exit(0);
         }
     }
@@ -76,40 +76,9 @@ pub fn big_write() -> Result<(), String> {
     }
 }
 
-/// A receive that must not return early, and threads that may be stopped instead.
-pub fn waitall() -> Result<(), String> {
-    let mut pair = [0; 2];
-    unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, pair.as_mut_ptr()) };
-    unsafe { libc::write(pair[1], [0_u8; 5].as_ptr().cast(), 5) };
-    for _ in 0..2 {
-        std::thread::spawn(|| call(libc::SYS_nanosleep, [timespec(LONG_MS), 0, 0, 0, 0, 0]));
-    }
-    std::thread::spawn(move || {
-        std::thread::sleep(std::time::Duration::from_millis(600));
-        unsafe { libc::write(pair[1], [0_u8; 5].as_ptr().cast(), 5) };
-    });
-    let all = u64::from(libc::MSG_WAITALL.unsigned_abs());
-    match call(libc::SYS_recvfrom, [word(pair[0]), buffer(), 10, all, 0, 0])? {
-        10 => Ok(()),
-        other => Err(format!("a receive of 10 bytes answered {other}")),
-    }
-}
-
 pub fn threads() -> Result<(), String> {
     let workers: Vec<_> = (0..6).map(|_| std::thread::spawn(busy)).collect();
     workers.into_iter().try_for_each(|worker| worker.join().map_err(|_| "a thread panicked".to_owned())?)
-}
-
-/// The main thread ends; another thread continues.
-pub fn main_exit() -> Result<(), String> {
-    std::thread::spawn(|| {
-        let verdict = command().map_or_else(|reason| format!("bad: {reason}"), |_| "ok".to_owned());
-        println!("{verdict}");
-        let _ = std::io::stdout().flush();
-        unsafe { libc::syscall(libc::SYS_exit_group, 0) };
-    });
-    unsafe { libc::syscall(libc::SYS_exit, 0) };
-    Ok(())
 }
 
 /// Counts queued real-time signals, none of which may be lost or doubled, until a byte is sent. Prints the count.
@@ -134,21 +103,4 @@ pub fn churn() -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// Executes itself repeatedly, from the main thread and from others.
-pub fn execs() -> Result<(), String> {
-    use std::os::unix::process::CommandExt;
-    let left: u32 = std::env::args().nth(2).and_then(|left| left.parse().ok()).unwrap_or(60);
-    if left == 0 {
-        return Ok(());
-    }
-    let again = move || {
-        let error = std::process::Command::new("/proc/self/exe").args(["execs", &(left - 1).to_string()]).exec();
-        format!("exec: {error}")
-    };
-    let idle = || drop(call(libc::SYS_nanosleep, [timespec(LONG_MS), 0, 0, 0, 0, 0]));
-    std::thread::spawn(idle);
-    std::thread::sleep(std::time::Duration::from_millis(3));
-    Err(if left % 2 == 0 { again() } else { std::thread::spawn(again).join().unwrap_or_default() })
 }

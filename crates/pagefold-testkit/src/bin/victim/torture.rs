@@ -44,6 +44,11 @@ pub fn main() -> ! {
     if !STRICT.load(Relaxed) {
         handlers::drain();
     }
+    end(verdict)
+}
+
+/// Reports, and waits for the end of the input: until then the test inspects this process.
+pub fn end(verdict: Result<(), String>) -> ! {
     match verdict.and_then(|()| handlers::complaint()) {
         Ok(()) => {
             let [interrupted, before, elsewhere] = handlers::own();
@@ -57,11 +62,6 @@ pub fn main() -> ! {
         }
         Err(reason) => say(format_args!("bad: {reason}\n")),
     }
-    leave()
-}
-
-/// Waits for the end of the input: until then the test inspects this process.
-pub fn leave() -> ! {
     unsafe {
         while libc::read(0, [0_u8; 64].as_mut_ptr().cast(), 64) != 0 {}
         // Ends all threads; strict mode allows only the end of this one.
@@ -84,7 +84,8 @@ pub fn say(text: std::fmt::Arguments) {
     unsafe { libc::write(1, line.as_ptr().cast(), length) };
 }
 
-fn ready(memory: Memory) {
+/// Announces the victim, with its memory and its pid in its own namespace.
+pub fn ready(memory: Memory) {
     let pid = unsafe { libc::getpid() };
     say(format_args!("ready {:x} {} {pid}\n", memory.addr.addr(), PAGES * 4096));
 }
