@@ -2,7 +2,7 @@
 //!
 //! Any thread can, as they share one address space. The best one blocks in a call that the kernel restarts without
 //! effect. A running one will do. Never one in a call that returns a partial result when interrupted (a large write to a
-//! pipe, a receive with MSG_WAITALL), nor one that does not stop at all (uninterruptible sleep, a vfork parent).
+//! pipe, a receive with MSG_WAITALL, an io_uring wait that also submits), nor one that does not stop at all (uninterruptible sleep, a vfork parent).
 
 use super::InjectError;
 use crate::proc::process::{Process, ReadError, Stat};
@@ -93,6 +93,8 @@ pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
             | libc::SYS_restart_syscall => Some(Fitness::Restarts),
             libc::SYS_recvfrom if args[3] & waitall() != 0 => None,
             libc::SYS_recvmsg if args[2] & waitall() != 0 => None,
+            // It has submitted, so it answers the number submitted, having waited for less than it should.
+            libc::SYS_io_uring_enter if args[1] != 0 => None,
             // Can be repaired, but may have sent a part: not chosen.
             libc::SYS_sendto | libc::SYS_sendmsg => None,
             nr if super::regs::repairable(nr) => Some(Fitness::StartsOver),
@@ -296,6 +298,8 @@ mod tests {
         }
         assert_eq!(fitness(b'S', call(libc::SYS_recvfrom, [3, 0, 9, 0x100, 0, 0])), None);
         assert_eq!(fitness(b'S', call(libc::SYS_recvmsg, [3, 0, 0x100, 0, 0, 0])), None);
+        assert_eq!(fitness(b'S', call(libc::SYS_io_uring_enter, [3, 1, 1, 1, 0, 0])), None);
+        assert_eq!(fitness(b'S', call(libc::SYS_io_uring_enter, [3, 0, 1, 1, 0, 0])), Some(Fitness::StartsOver));
         for state in [b'D', b'Z', b'X', b't', b'I'] {
             assert_eq!(fitness(state, Activity::Running), None);
             assert_eq!(fitness(state, call(libc::SYS_nanosleep, [0; 6])), None);
