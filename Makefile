@@ -3,6 +3,7 @@
 # make test     run all tests; installs the Debian packages they need
 # make unit     run the unit tests only
 # make soak     run the torture and integrity tests longer: 100,000 injections, ten minutes of merging and unmerging
+# make attack   inject a million calls into programs that try to be harmed or to escape
 # make lint     check formatting, lints and licences
 # make fuzz     fuzz every parser, 5 s each (fuzz-long: 3 minutes each)
 # make bench    run the experiments of docs/measurements.md (takes long)
@@ -11,7 +12,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build demo test unit soak lint fuzz fuzz-long bench records install
+.PHONY: build demo test unit soak attack lint fuzz fuzz-long bench records install
 
 build:
 	$(CARGO) build --release --locked
@@ -34,6 +35,10 @@ soak:
 	$(CARGO) test --locked -p pagefold-core --lib -- --ignored --nocapture
 	PAGEFOLD_TORTURE=100000 $(CARGO) test --locked -p pagefold-linux --test torture -- --nocapture
 	PAGEFOLD_SOAK_SECONDS=600 $(CARGO) test --locked -p pagefold --test integrity -- --nocapture
+
+attack:
+	@scripts/setup test
+	PAGEFOLD_ATTACKS=1000000 $(CARGO) test --locked -p pagefold-linux --test attack -- --nocapture
 
 lint:
 	$(CARGO) fmt --all --check

@@ -52,6 +52,8 @@ unsafe extern "C" {
     pub fn victim_call();
     static victim_after_call: u8;
     fn victim_spin();
+    static victim_spinning: u8;
+    static victim_spun: u8;
     // After a stop the kernel does not show which of these calls it was: only the code does.
     pub fn victim_nanosleep();
     pub fn victim_futex();
@@ -62,6 +64,7 @@ unsafe extern "C" {
 global_asm!(
     r"
 .globl victim_probe, victim_call, victim_after_call, victim_spin
+.globl victim_spinning, victim_spun
 .globl victim_nanosleep, victim_futex, victim_poll, victim_busy
 victim_probe:
     push rbx
@@ -96,8 +99,10 @@ victim_after_call:
     jmp 3f
 victim_spin:
     stc
-2:  dec rcx
-    jnz 2b
+victim_spinning:
+    dec rcx
+    jnz victim_spinning
+victim_spun:
     adc rcx, 0
     jmp 3f
 victim_nanosleep:
@@ -157,6 +162,12 @@ victim_busy:
 /// The address after the `syscall` instruction of [`call`].
 pub fn after_syscall() -> i64 {
     i64::try_from((&raw const victim_after_call).addr()).unwrap_or(0)
+}
+
+/// Where [`spin`] counts.
+pub fn spinning() -> Range<i64> {
+    let [start, end] = [&raw const victim_spinning, &raw const victim_spun].map(<*const u8>::addr);
+    i64::try_from(start).unwrap_or(0)..i64::try_from(end).unwrap_or(0)
 }
 
 /// The extended state that this processor has.

@@ -1,38 +1,117 @@
 //! Targets that try to be harmed, or to escape their sandbox, while calls are injected into them.
 //!
-//! `victim hostile KIND`, for `pagefold-linux/tests/attack.rs`, prints `ready ADDR LEN`, attacks until it reads a byte,
-//! and prints `ok` or `bad: REASON`. Each kind checks itself all the time.
+//! `victim hostile KIND`, for `pagefold-linux/tests/attack.rs`, prints `ready ADDR LEN`, attacks until a byte is sent to it,
+//! and prints `ok`, `ok absent: FEATURE...` if the machine lacks something of it, or `bad: REASON`. Each kind checks itself
+//! all the time.
+//!
+//! The thread that attacks must be the one that the injector chooses: no thread blocks in a call that suits it better, not
+//! even to wait for input.
 
-use crate::checks::{Memory, PAGES, TRAPPED, handle, trapped};
+mod stacks;
+mod states;
+mod traps;
+
+use crate::checks::{Memory, PAGES, TRAPPED, handle, signals, signals_back, trapped};
 use std::arch::asm;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-/// Set when the test asks for the verdict.
+/// Set when the test has asked for the verdict.
 static DONE: AtomicBool = AtomicBool::new(false);
+/// What this machine lacks.
+static ABSENT: Mutex<Vec<&str>> = Mutex::new(Vec::new());
 
 pub fn main(kind: &str) {
+    crate::hold::prepare();
     let memory = Memory::new();
     println!("ready {:x} {}", memory.addr as u64, PAGES * 4096);
-    std::thread::spawn(|| {
-        let _ = std::io::Read::read(&mut std::io::stdin(), &mut [0]);
-        DONE.store(true, Ordering::Relaxed);
-    });
     let verdict = match kind {
         "code-swap" => code_swap(),
         "trapped-calls" => trapped_calls(),
         "breakpoints" => breakpoints(),
         "local-stack" => local_stack(),
         "epoll" => epoll(),
+        "coroutines" => stacks::coroutines(memory),
+        "local-coroutines" => stacks::local_coroutines(memory),
+        "alternate-stacks" => stacks::alternate_stacks(memory),
+        "local-alternate-stacks" => stacks::local_alternate_stacks(memory),
+        "lazy-stack" => stacks::lazy_stack(memory),
+        "extended-states" => states::extended_states(memory),
+        "shadow-stack" => states::shadow_stack(memory),
+        "userfaultfd" => states::lazy_memory(memory),
+        "users" => states::users(memory),
+        "io-uring" => states::ring(memory),
+        "dispatch" => traps::dispatch(memory),
+        "page-faults" => traps::page_faults(memory),
+        "emulator" => traps::emulator(memory),
         other => Err(format!("there is no kind {other}")),
     };
     match verdict.and_then(|()| memory.check()) {
-        Ok(()) => println!("ok"),
+        Ok(()) => match ABSENT.lock().unwrap().as_slice() {
+            [] => println!("ok"),
+            absent => println!("ok absent: {}", absent.join(", ")),
+        },
         Err(reason) => println!("bad: {reason}"),
     }
 }
 
+/// Whether the test has asked for the verdict. Does not always look.
 fn done() -> bool {
+    static CALLS: AtomicU32 = AtomicU32::new(0);
+    if CALLS.fetch_add(1, Ordering::Relaxed) % 64 == 0 {
+        let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
+        if unsafe { libc::poll(&raw mut input, 1, 0) } != 0 {
+            DONE.store(true, Ordering::Relaxed);
+        }
+    }
     DONE.load(Ordering::Relaxed)
+}
+
+/// Makes rounds until the test asks for the verdict, with a check of memory and signals now and then.
+fn rounds(memory: Memory, mut round: impl FnMut() -> Result<(), String>) -> Result<(), String> {
+    let before = signals();
+    let mut made = 0_u32;
+    loop {
+        let last = done();
+        round()?;
+        made += 1;
+        if last || made % 16 == 0 {
+            memory.check()?;
+            signals_back(&before)?;
+        }
+        if last {
+            return Ok(());
+        }
+    }
+}
+
+/// Attacks while another thread writes and checks `areas` all the time: nothing else writes there, not even for a moment.
+fn watched(areas: &[&[AtomicU64]], attack: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let watcher = scope.spawn(|| {
+            let mut value = 0;
+            for word in areas.iter().copied().flatten() {
+                word.store(0, Ordering::Relaxed);
+            }
+            while !over.load(Ordering::Relaxed) {
+                for (area, words) in areas.iter().enumerate() {
+                    for (at, word) in words.iter().enumerate() {
+                        let found = word.swap(value + 1, Ordering::Relaxed);
+                        if found != value {
+                            DONE.store(true, Ordering::Relaxed);
+                            return Err(format!("word {at} of live memory {area} was {found:x}, not {value:x}"));
+                        }
+                    }
+                }
+                value += 1;
+            }
+            Ok(())
+        });
+        let attacked = attack();
+        over.store(true, Ordering::Relaxed);
+        watcher.join().unwrap().and(attacked)
+    })
 }
 
 fn map(length: usize, access: i32, flags: i32, fd: i32) -> *mut u8 {
