@@ -28,6 +28,10 @@ pub fn victim_binary(name: &str) -> PathBuf {
 /// A binary of a package in this workspace.
 pub fn binary(package: &'static str, name: &str) -> PathBuf {
     static BUILT: Mutex<BTreeSet<&str>> = Mutex::new(BTreeSet::new());
+    // In an emulated machine.
+    if let Some(dir) = std::env::var_os("PAGEFOLD_PROGRAMS") {
+        return Path::new(&dir).join(name);
+    }
     // Cargo has built the binaries of the package that the test belongs to.
     if std::env::var("CARGO_PKG_NAME").as_deref() != Ok(package) {
         let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);

@@ -10,6 +10,7 @@
 //! | [`cgroup`] | control groups of a test's own, and freezers |
 //! | [`tenants`] | tenants ([`pagefold_workload::Tenant`]) of the sizes that tests need |
 //! | [`holder`], [`shuffler`], [`injection`] | handles of the victims `holder`, `shuffler` and `victim` |
+//! | [`guest`] | emulated machines |
 //! | [`numa`] | the scenarios that `numa_guest` runs in an emulated machine, and their results |
 //!
 //! The victims are this crate's binaries, in `src/bin`:
@@ -19,11 +20,12 @@
 //! | `holder` | holds memory with given contents, page by page |
 //! | `shuffler` | rewrites, moves, forks and checks its memory all the time |
 //! | `victim` | is in a state that matters for injection, and checks that it notices nothing |
-//! | `numa_guest` | the `/init` of an emulated machine with several memory nodes |
+//! | `numa_guest` | the `/init` of emulated machines: runs scenarios on several memory nodes, or a test |
 #![allow(missing_docs, clippy::missing_panics_doc, reason = "helpers of tests: they panic to fail the test")]
 
 pub mod binaries;
 pub mod cgroup;
+pub mod guest;
 pub mod holder;
 pub mod injection;
 pub mod ksm;

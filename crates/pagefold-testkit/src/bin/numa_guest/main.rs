@@ -1,6 +1,6 @@
 //! Everything that runs in the emulated guests of pagefold's `tests/numa.rs` beside the kernel and pagefold. It boots as
 //! `/init`, runs the scenarios in `/scenarios.json`, and writes the result of each as a line of JSON to the second serial
-//! port.
+//! port. Or it runs the command in `/command.json` (the program and its arguments), and writes its exit status there.
 
 mod pages;
 mod programs;
@@ -12,6 +12,7 @@ use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::os::fd::AsRawFd;
+use std::process::Command;
 
 fn main() {
     let args: Vec<String> = std::env::args().collect();
@@ -35,13 +36,19 @@ fn init() {
         mount(kind, at);
     }
     write("/sys/fs/cgroup/cgroup.subtree_control", "+cpuset");
-    let text = fs::read_to_string("/scenarios.json").expect("the scenarios");
-    let scenarios: Vec<Scenario> = serde_json::from_str(&text).expect("scenarios");
     let mut results = results();
-    for scenario in scenarios {
-        println!("{}: begins", scenario.name);
-        let outcome = scenario::run(&scenario);
-        writeln!(results, "{}", serde_json::to_string(&outcome).expect("an outcome")).expect("the results");
+    if let Ok(text) = fs::read_to_string("/command.json") {
+        let command: Vec<String> = serde_json::from_str(&text).expect("a command");
+        let status = Command::new(&command[0]).args(&command[1..]).env("PAGEFOLD_PROGRAMS", "/bin").status();
+        writeln!(results, "{}", status.expect("a program")).expect("the results");
+    } else {
+        let text = fs::read_to_string("/scenarios.json").expect("the scenarios");
+        let scenarios: Vec<Scenario> = serde_json::from_str(&text).expect("scenarios");
+        for scenario in scenarios {
+            println!("{}: begins", scenario.name);
+            let outcome = scenario::run(&scenario);
+            writeln!(results, "{}", serde_json::to_string(&outcome).expect("an outcome")).expect("the results");
+        }
     }
     results.flush().expect("the results");
     // SAFETY: no memory is passed. The emulator ends instead of rebooting.
