@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Where pagefold records what it has to put back.
+/// Where pagefold records what it has to restore.
 pub const STATE_FILE: &str = "/run/pagefold/ksm-state.json";
 /// `pages_to_scan` during a kick.
 pub const KICK: u64 = u32::MAX as u64;
@@ -110,7 +110,7 @@ impl KsmAtRest {
         assert!(advisor_is_off());
     }
 
-    /// KSM is as it was before the test, and nothing is left to put back.
+    /// KSM is as it was before the test, and nothing is left to restore.
     #[track_caller]
     pub fn assert_restored(&self) {
         self.assert_knobs_restored_except(&[]);

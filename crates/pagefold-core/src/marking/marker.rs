@@ -40,7 +40,7 @@ const REFRESH_MIN: u64 = 1_024;
 /// Pages that ksmd has visited often wait for this time, times the marked pages per page worth merging, nanoseconds.
 const REVISIT_NS: f64 = 40e9;
 /// The thinnest extents wait until ksmd has been idle for this long, nanoseconds: each scan for memory that grows would visit
-/// all their pages, up to 24 of them in vain for each duplicate.
+/// all their pages, up to 24 of them without a merge for each duplicate.
 const IDLE_NS: u64 = 15_000_000_000;
 
 /// Decides on marks.
@@ -353,7 +353,7 @@ fn gain(region: &Region, spans: &[Candidate]) -> (u64, u64) {
 /// Lowers the density that regions must have, densest regions first, as long as enough of what is to be marked is duplicate.
 ///
 /// Thin extents are worth their metadata (64 bytes for each page marked, a page saved for each merged); the required yield
-/// bounds what ksmd visits in vain. Where nothing denser exists, no yield is required. The thinnest extents come last, once
+/// bounds what ksmd visits without merging it. Where nothing denser exists, no yield is required. The thinnest extents come last, once
 /// ksmd is `idle` and scans are rare. Returns whether some wait for that.
 fn thin_out(table: &mut RegionTable, idle: bool, config: &Config) -> bool {
     let dense = |region: &Region| total(region, region.density, config);

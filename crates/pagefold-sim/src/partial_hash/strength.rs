@@ -1,6 +1,6 @@
 //! The strength of a partial hash (UKSM section 6.1).
 //!
-//! A weak hash is fast, but pages that differ may share it and are then compared in vain. The controller seeks the
+//! A weak hash is fast, but pages that differ may share it and are then compared for nothing. The controller seeks the
 //! strength with the greatest benefit: the profit (time saved compared with the full strength) minus the penalty
 //! (time lost to collisions). It probes by slow start, first downwards, then upwards, then rests until the benefit
 //! changes.

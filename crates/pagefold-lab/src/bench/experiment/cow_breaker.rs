@@ -99,7 +99,7 @@ fn left_alone(
         report.figure("default: share merged at the end", at_end);
     }
     let writing = writing(run);
-    for (name, writing) in [("nobody folding", baseline), ("default", writing)] {
+    for (name, writing) in [("without merging", baseline), ("default", writing)] {
         if let Some(Writing { pages_per_second, us_per_page, latest_us }) = writing {
             report.figure(format!("{name}: pages written a second"), pages_per_second);
             report.figure(format!("{name}: us to write a page"), us_per_page);

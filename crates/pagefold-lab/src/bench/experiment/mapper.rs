@@ -42,10 +42,10 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let ratio = |of: fn(&[u64]) -> Option<f64>| Some(of(&merged)? / of(&baseline)?);
     for (name, ratio) in [("on average", ratio(mean)), ("in the slowest second", ratio(slowest))] {
         if let Some(ratio) = ratio {
-            report.figure(format!("the mapper's speed {name}, of that with nobody folding"), ratio);
+            report.figure(format!("the mapper's speed {name}, of that without merging"), ratio);
         }
     }
-    for (name, speeds) in [("nobody folding", &baseline), (SUBJECT, &merged)] {
+    for (name, speeds) in [("without merging", &baseline), (SUBJECT, &merged)] {
         if let Some(mean) = mean(speeds) {
             report.figure(format!("{name}: maps a second"), mean * 10.0);
         }
