@@ -44,7 +44,7 @@ pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
                 let first = text.split("\n\n").next().unwrap_or_default();
                 let what = first.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
                 let program = Cli::command().get_name().to_owned();
-                eprintln!("{program}: {what}; see {program} --help");
+                style::complain(&program, &format!("{what}; see {program} --help"));
                 exit::USAGE.into()
             }
         }
@@ -56,7 +56,7 @@ pub fn finish(program: &str, result: anyhow::Result<u8>) -> ExitCode {
     match result {
         Ok(code) => code.into(),
         Err(error) => {
-            eprintln!("{program}: {}", format!("{error:#}").replace('\n', " "));
+            style::complain(program, &format!("{error:#}").replace('\n', " "));
             exit::code_of(&error).into()
         }
     }

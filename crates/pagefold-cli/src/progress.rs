@@ -1,6 +1,7 @@
 //! A progress line on standard error.
 
 use crate::style::bar;
+use pagefold_linux::proc::status::printable;
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -53,7 +54,7 @@ impl Progress {
     pub fn println(&self, line: &str) {
         if !self.hidden {
             self.clear();
-            eprintln!("{line}");
+            eprintln!("{}", printable(line.as_bytes()));
         }
     }
 

@@ -1,5 +1,10 @@
 //! Text for terminals: sizes, shares, bars, counts, and colour where standard output supports it.
+//!
+//! Names of programs, files and cgroups are chosen by others. So all text is written by [`print()`], [`complain`] or
+//! [`json`], which let no character of theirs reach a terminal that it may obey.
 
+use pagefold_linux::proc::status::{is_unsafe, printable};
+use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 
@@ -104,8 +109,61 @@ pub fn shorten(text: &str, width: usize) -> String {
     short
 }
 
-/// Writes to standard output. A closed pipe (`| head`) is not an error.
+/// Writes to standard output. A closed pipe (`| head`) is not an error. Characters that a terminal may obey are escaped,
+/// other than line ends and, on a terminal, the codes of [`Style`]. A name must not contain line ends: see
+/// [`printable`].
 pub fn print(text: &str) -> io::Result<()> {
+    write(&visible(text, io::stdout().is_terminal()))
+}
+
+/// Writes drawings, which move the cursor, to standard output.
+pub fn draw(text: &str) -> io::Result<()> {
+    write(text)
+}
+
+/// Writes a message to standard error: one line, whatever it contains.
+pub fn complain(program: &str, message: &str) {
+    eprintln!("{program}: {}", printable(message.as_bytes()));
+}
+
+/// A value as indented JSON with a line end. Characters that a terminal may obey are escaped.
+pub fn json(value: &impl Serialize) -> serde_json::Result<String> {
+    serde_json::to_string_pretty(value).map(|text| visible_json(&text) + "\n")
+}
+
+/// Escapes characters that a terminal may obey in the text of a JSON value, which can have them in strings only.
+pub fn visible_json(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for character in text.chars() {
+        if character == '\n' || !is_unsafe(character) {
+            safe.push(character);
+            continue;
+        }
+        for unit in character.encode_utf16(&mut [0; 2]) {
+            let _ = write!(safe, "\\u{unit:04x}");
+        }
+    }
+    safe
+}
+
+/// Escapes what [`print()`] does not let pass.
+fn visible(text: &str, coloured: bool) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for (at, character) in text.char_indices() {
+        let is_code = || {
+            let rest = text[at..].strip_prefix("\x1b[")?;
+            rest.trim_start_matches(|c: char| c.is_ascii_digit() || c == ';').starts_with('m').then_some(())
+        };
+        if character == '\n' || !is_unsafe(character) || character == '\x1b' && coloured && is_code().is_some() {
+            safe.push(character);
+        } else {
+            safe.extend(character.escape_default());
+        }
+    }
+    safe
+}
+
+fn write(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -153,6 +211,20 @@ mod tests {
         assert_eq!(bar(0.5, 4), "██");
         assert_eq!(bar(2.0, 4), "████");
         assert_eq!(bar(1.0 / 32.0, 4), "▏");
+    }
+
+    #[test]
+    fn no_name_reaches_a_terminal_as_it_is() {
+        let name = "a\x1b[2J\x1b]0;b\x07\u{9b}31m\u{202e}c\rd\u{e0041}";
+        let escaped = "a\\u{1b}[2J\\u{1b}]0;b\\u{7}\\u{9b}31m\\u{202e}c\\rd\\u{e0041}\n";
+        for coloured in [false, true] {
+            assert_eq!(visible(&format!("{name}\n"), coloured), escaped);
+        }
+        assert_eq!(visible("\x1b[1;32mä\x1b[0m\n", true), "\x1b[1;32mä\x1b[0m\n");
+        assert_eq!(visible("\x1b[1;32mä", false), "\\u{1b}[1;32mä");
+        let text = json(&[name]).unwrap();
+        assert!(text.chars().all(|character| character == '\n' || !is_unsafe(character)), "{text}");
+        assert_eq!(serde_json::from_str::<[String; 1]>(&text).unwrap(), [name]);
     }
 
     #[test]

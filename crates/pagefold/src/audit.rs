@@ -5,6 +5,7 @@
 
 use crate::config::ownership;
 use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::style::visible_json;
 use pagefold_core::host::{ChangeResult, Marking, Why};
 use pagefold_core::units::Bytes;
 use pagefold_linux::host::targets::Target;
@@ -265,10 +266,10 @@ impl Audit {
             entry: &'a Entry,
         }
         let line = Line { schema: SCHEMA, time: humantime::format_rfc3339_millis(time).to_string(), entry };
-        let mut text = if self.torn { vec![b'\n'] } else { Vec::new() };
-        let written = serde_json::to_writer(&mut text, &line).map_err(io::Error::from).and_then(|()| {
-            text.push(b'\n');
-            self.append(&text)
+        let end_of_torn = if self.torn { "\n" } else { "" };
+        let written = serde_json::to_string(&line).map_err(io::Error::from).and_then(|line| {
+            let line = format!("{end_of_torn}{}\n", visible_json(&line));
+            self.append(line.as_bytes())
         });
         let error = written.err()?;
         self.lost += 1;

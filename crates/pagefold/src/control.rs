@@ -30,9 +30,7 @@ pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
     match Server::start(Path::new(PATH), !dry_run, Arc::new(answer)) {
         Ok(server) => Some(server),
         Err(error) => {
-            eprintln!(
-                "pagefold: {error:#}; status and the other commands for a running pagefold will not reach this run"
-            );
+            complain!("{error:#}; status and the other commands for a running pagefold will not reach this run");
             None
         }
     }

@@ -17,6 +17,11 @@ use clap::{Parser, Subcommand};
 use commands::{control as requests, doctor, exec, explain, run, scan, status, unmerge};
 use std::process::ExitCode;
 
+/// Writes a message to standard error: one line, in which nothing can be obeyed by a terminal.
+macro_rules! complain {
+    ($($message:tt)*) => { pagefold_cli::style::complain("pagefold", &format!($($message)*)) };
+}
+
 mod audit;
 mod commands;
 mod config;

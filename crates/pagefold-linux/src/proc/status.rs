@@ -98,14 +98,28 @@ pub fn program_name(exe: Option<&Path>, comm: &[u8]) -> Vec<u8> {
 
 /// Makes untrusted text safe to print: escapes control characters and characters that reorder a line.
 pub fn printable(text: &[u8]) -> String {
-    let is_unsafe = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
-    };
     String::from_utf8_lossy(text)
         .chars()
         .flat_map(|c| if is_unsafe(c) { c.escape_default().collect::<Vec<_>>() } else { vec![c] })
         .collect()
+}
+
+/// Whether a terminal may obey a character, or show a line that contains it as another one: control characters (C0, DEL and
+/// C1), and those that are invisible or change the direction of text.
+pub fn is_unsafe(c: char) -> bool {
+    c.is_control()
+        || matches!(
+            c,
+            '\u{ad}'
+                | '\u{61c}'
+                | '\u{180e}'
+                | '\u{200b}'..='\u{200f}'
+                | '\u{2028}'..='\u{202e}'
+                | '\u{2060}'..='\u{206f}'
+                | '\u{feff}'
+                | '\u{fff9}'..='\u{fffb}'
+                | '\u{e0000}'..='\u{e007f}'
+        )
 }
 
 #[cfg(test)]

@@ -42,7 +42,7 @@ pub fn resume(args: &PauseArgs) -> Result<u8> {
 
 fn change(request: &Request, json: bool) -> Result<u8> {
     let state: ControlState = ask(request)?;
-    let text = if json { serde_json::to_string_pretty(&state)? } else { confirmation(request, &state) };
+    let text = if json { style::json(&state)?.trim_end().to_owned() } else { confirmation(request, &state) };
     style::print(&(text + "\n"))?;
     Ok(exit::OK)
 }

@@ -120,11 +120,7 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
     if !explanation.in_scope {
         explanation = outside(explanation)?;
     }
-    let text = if args.json {
-        serde_json::to_string_pretty(&explanation)? + "\n"
-    } else {
-        words::describe(&explanation, Style::of_stdout())
-    };
+    let text = if args.json { style::json(&explanation)? } else { words::describe(&explanation, Style::of_stdout()) };
     style::print(&text)?;
     Ok(exit::OK)
 }
@@ -188,7 +184,8 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
         Err(ScopeError::Avoided { cgroup, .. }) => {
             let process = Process::open(pid).map_err(|error| not_readable(&error))?;
             explanation.name = printable(&process.stat().map_err(|error| not_readable(&error))?.comm);
-            explanation.left_alone = Some(format!("its cgroup {cgroup} must be avoided (user.pagefold.avoid)"));
+            explanation.left_alone =
+                Some(format!("its cgroup {} must be avoided (user.pagefold.avoid)", printable(cgroup.as_bytes())));
             process
         }
         Err(error) => return Err(scope::explain(&error).into()),

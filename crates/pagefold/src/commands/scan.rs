@@ -62,11 +62,7 @@ pub fn run(args: &ScanArgs) -> Result<u8> {
         std::fs::write(path, html::page(&report))
             .with_context(|| format!("cannot write {}; give --html a file that can be created", path.display()))?;
     }
-    let text = if args.json {
-        serde_json::to_string_pretty(&report)? + "\n"
-    } else {
-        table::text(&report, style::Style::of_stdout())
-    };
+    let text = if args.json { style::json(&report)? } else { table::text(&report, style::Style::of_stdout()) };
     style::print(&text)?;
     Ok(exit::OK)
 }

@@ -133,7 +133,7 @@ struct ProcessRow {
 /// Prints the daemon's state, and returns the exit code.
 pub fn run(args: &StatusArgs) -> Result<u8> {
     let text = if args.json {
-        serde_json::to_string_pretty(&ask::<serde_json::Value>(&Request::Status)?)? + "\n"
+        style::json(&ask::<serde_json::Value>(&Request::Status)?)?
     } else {
         describe(&ask(&Request::Status)?, Style::of_stdout())
     };

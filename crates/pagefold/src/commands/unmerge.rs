@@ -67,7 +67,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     let mut audit = args.audit.path().map(Audit::open).transpose()?;
     let mut log = |entry: &Entry| {
         if let Some(complaint) = audit.as_mut().and_then(|audit| audit.write(entry)) {
-            eprintln!("pagefold: {complaint}");
+            complain!("{complaint}");
         }
         audit.as_ref().map_or(0, Audit::lost)
     };
@@ -102,7 +102,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
                 summary.longest_stop_us = summary.longest_stop_us.max(done.longest_stop_ns as f64 / 1e3);
             }
             Err(error) => {
-                eprintln!("pagefold: {error}");
+                complain!("{error}");
                 code = match &error {
                     UnmergeError::Inject(error) => preflight::inject_code(error),
                     UnmergeError::Read(_) => exit::NO_SCOPE,
@@ -125,8 +125,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         summary.knobs_deferred = restored;
     }
     summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
-    let text =
-        if args.json { serde_json::to_string_pretty(&summary)? + "\n" } else { describe(&summary, Style::of_stdout()) };
+    let text = if args.json { style::json(&summary)? } else { describe(&summary, Style::of_stdout()) };
     style::print(&text)?;
     Ok(code)
 }
@@ -135,7 +134,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
 pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
     let outcome = scan_and_restore(lease, PASS_LIMIT)?;
     for (knob, why) in &outcome.failed {
-        eprintln!("pagefold: could not restore {}: {why}", knob.file_name());
+        complain!("could not restore {}: {why}", knob.file_name());
     }
     Ok(outcome.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect())
 }

@@ -122,7 +122,7 @@ impl Drop for Canvas {
 
 /// Prints, ignoring errors: the demonstration must go on to restore everything.
 fn put(text: &str) {
-    let _ = pagefold_cli::style::print(text);
+    let _ = pagefold_cli::style::draw(text);
 }
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ impl Progress {
     /// Prints a message.
     pub fn say(&self, line: &str) {
         if self.line.is_hidden() {
-            eprintln!("pagefold: {line}");
+            complain!("{line}");
         } else {
             self.line.println(line);
         }

@@ -1,0 +1,84 @@
+//! Names that others choose do not reach the terminal as they are, in any output.
+
+use pagefold_linux::proc::status::is_unsafe;
+use pagefold_testkit::*;
+use std::fs;
+use std::process::{Child, Command, Output, Stdio};
+
+/// Clears the screen, sets its title, colours text as C1 and as ESC codes, reverses the rest of the line.
+const NAME: &str = "p\x1b[2J\x1b]0;t\x07\u{9b}31m\u{202e}q";
+
+struct Named(Child);
+
+impl Named {
+    /// A process whose command name has control characters and a line end.
+    fn start() -> Self {
+        let script = "printf 'a\\033[2Jb\\nc' > /proc/$$/comm; echo ready; read line";
+        let mut command = Command::new("sh");
+        let mut child = command.args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut [0; 6]).unwrap();
+        Self(child)
+    }
+
+    fn pid(&self) -> i32 {
+        i32::try_from(self.0.id()).unwrap()
+    }
+}
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[track_caller]
+fn assert_safe(what: &str, output: &Output) {
+    for text in [&output.stdout, &output.stderr] {
+        let text = std::str::from_utf8(text).unwrap();
+        let bad: Vec<char> = text.chars().filter(|&character| character != '\n' && is_unsafe(character)).collect();
+        assert!(bad.is_empty(), "{what}: {bad:?} in {text:?}");
+    }
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(errors.lines().all(|line| line.starts_with("pagefold: ")), "{what}: {errors}");
+}
+
+#[test]
+fn names_with_escape_sequences_are_escaped_in_every_output() {
+    let process = Named::start();
+    let pid = process.pid().to_string();
+    let Some(group) = Cgroup::create("unified") else { return skip("no cgroups of version 2") };
+    let named = group.path().join(NAME);
+    fs::create_dir(&named).unwrap();
+    fs::write(named.join("cgroup.procs"), &pid).unwrap();
+    let path = named.to_str().unwrap();
+    let config = tempfile::tempdir().unwrap().path().join(NAME);
+    let config = config.to_str().unwrap();
+    let run = ["run", "--dry-run", "--for", "1s", "--pid", &pid];
+    let mut said = String::new();
+    let mut check = |args: &[&str]| {
+        let output = pagefold(args);
+        assert_safe(&args.join(" "), &output);
+        said += &(String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr)).into_owned();
+    };
+    check(&["scan", "--pid", &pid]);
+    check(&["scan", "--json", "--cgroup", path]);
+    check(&["scan", "--cgroup", path]);
+    check(&run);
+    check(&[&run[..], &["--json"]].concat());
+    check(&["run", "--config", config]);
+    check(&["scan", "--exe", NAME]);
+    check(&["scan", "--pid", NAME]);
+    check(&["scan", "--cgroup", NAME]);
+    check(&["scan", "--user", NAME]);
+    // Its error names the cgroup.
+    let avoid = "import os, sys; os.setxattr(sys.argv[1], 'user.pagefold.avoid', b'1')";
+    assert!(Command::new("python3").args(["-c", avoid, path]).status().unwrap().success());
+    check(&["scan", "--pid", &pid]);
+    check(&["unmerge", "--pid", &pid]);
+    check(&["explain", &pid]);
+    check(&["doctor"]);
+    assert!(said.contains("p\\u{1b}[2J") && said.contains("a\\u{1b}[2Jb\\nc"), "the names are shown: {said}");
+    drop(process);
+    wait_until("the cgroup is empty", || fs::remove_dir(&named).is_ok());
+}
