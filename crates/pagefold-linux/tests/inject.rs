@@ -4,10 +4,12 @@
 //! Nothing is merged: the memory of each victim is unique.
 
 use pagefold_core::random::mix;
-use pagefold_linux::inject::{Call, Errno, InjectError, InjectionReport, Limits, held, inject, inject_thread};
+use pagefold_linux::inject::{
+    Call, Errno, InjectError, InjectionReport, Limits, ProgramId, held, inject, inject_into, inject_thread,
+};
 use pagefold_linux::proc::process::Process;
 use pagefold_testkit::injection::*;
-use pagefold_testkit::{Freezer, send, skip, skip_unsupported, wait_until};
+use pagefold_testkit::{Freezer, Holder, send, skip, skip_unsupported, victim_binary, wait_until};
 use std::time::{Duration, Instant};
 
 // ---- blocked in a call --------------------------------------------------------------------------------------------
@@ -453,6 +455,71 @@ fn a_call_that_does_not_end_is_aborted() {
     assert!(begun.elapsed() < Duration::from_secs(10), "the limit is 30 ms");
     victim.mark_repeatedly(1);
     victim.finish("idle");
+}
+
+/// An exec keeps pid and start time. The address of the memory to mark is that of a program that was seen, and differs in
+/// every other one: a call made in another program fails.
+#[test]
+fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
+    if !can_inject() {
+        return;
+    }
+    let mut without = 0;
+    for checks in [false, true] {
+        let mut victim = Victim::try_start(&["execs", "300"]).unwrap();
+        let (mut made, mut refused) = (0, 0);
+        while victim.child.try_wait().unwrap().is_none() {
+            let Ok(judged) = ProgramId::of(&victim.process) else { continue };
+            let Ok(maps) = victim.process.read_file("maps") else { continue };
+            let maps = String::from_utf8(maps).unwrap();
+            let Some(heap) = maps.lines().find(|line| line.ends_with("[heap]")) else { continue };
+            let start = u64::from_str_radix(heap.split_once('-').unwrap().0, 16).unwrap();
+            if !ProgramId::of(&victim.process).is_ok_and(|now| now == judged) {
+                continue;
+            }
+            // Until it is stopped it may execute again.
+            pause_ms(1);
+            let calls = [Call::madvise(start, 4096, MERGEABLE)];
+            match inject_into(&victim.process, checks.then_some(&judged), &calls, &Limits::default()) {
+                Ok(report) if report.results == [Ok(0)] => made += 1,
+                Ok(report) if checks => panic!("a call was made in another program: {report:?}"),
+                Ok(_) => without += 1,
+                Err(InjectError::OtherProgram { .. }) => refused += 1,
+                Err(_) => {}
+            }
+        }
+        println!("checked {checks}: {made} calls made, {refused} refused, {without} in another program");
+        assert!(made > 0 && (!checks || refused > 0));
+    }
+    assert!(without > 0, "the test cannot fail");
+}
+
+#[test]
+fn a_change_of_the_program_or_user_is_noticed_by_the_injector() {
+    if !can_inject() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (program, copy) = (victim_binary("holder"), dir.path().join("copy"));
+    std::fs::copy(&program, &copy).unwrap();
+    let mut injector = injector("worker");
+    let mut holder = Holder::start(16);
+    let process = Process::open(holder.pid()).unwrap();
+    for change in ["none", "exec of the same file", "exec of another file", "user"] {
+        let judged = ProgramId::of(&process).unwrap();
+        match change {
+            "none" => {}
+            "user" => assert_eq!(holder.ask("user 4321"), 0),
+            "exec of the same file" => holder.exec(&program, 16),
+            _ => holder.exec(&copy, 16),
+        }
+        let calls = [Call::madvise(holder.first * 4096, 16 * 4096, MERGEABLE)];
+        let result = injector.run_in(&process, &judged, &calls, &Limits::default());
+        match change {
+            "none" => assert_eq!(result.unwrap().results, [Ok(0)]),
+            _ => assert_eq!(result, Err(InjectError::OtherProgram { pid: holder.pid() }), "{change}"),
+        }
+    }
 }
 
 // ---- the injector process -----------------------------------------------------------------------------------------------------

@@ -116,8 +116,13 @@ impl Daemon {
     /// The processes that it has started.
     pub fn children(&self) -> Vec<i32> {
         let pid = self.pid();
-        let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
-        text.split_ascii_whitespace().map(|word| word.parse().unwrap()).collect()
+        // Each thread has its own.
+        let threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+        let lists =
+            threads.map(|thread| fs::read_to_string(thread.unwrap().path().join("children")).unwrap_or_default());
+        lists
+            .flat_map(|list| list.split_ascii_whitespace().map(|word| word.parse().unwrap()).collect::<Vec<_>>())
+            .collect()
     }
 
     pub fn is_running(&mut self) -> bool {

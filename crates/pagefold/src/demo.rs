@@ -224,7 +224,7 @@ impl Demo {
         let mut failure = None;
         let most_ns = u64::try_from(times.merge_most.as_nanos()).unwrap_or(u64::MAX);
         let ran = rounds(&mut engine, &mut host, &self.stop, most_ns, |engine, host, _| {
-            failure = host.take_events().into_iter().next();
+            failure = host.take_events().into_iter().find(|event| !matches!(event, Event::InjectorRestarted { .. }));
             let at_rest = !engine.is_busy() && engine.ledger().saved().0 > 0;
             if failure.is_some() || (at_rest && began.elapsed() >= times.merge) {
                 return ControlFlow::Break(());
@@ -242,7 +242,7 @@ impl Demo {
             Some(Event::LeftAlone { pid, why, .. } | Event::Withdrawn { pid, reason: why, .. }) => {
                 bail!("worker {pid} cannot be merged: {why}; run pagefold doctor")
             }
-            None => {}
+            Some(Event::InjectorRestarted { .. }) | None => {}
         }
         let own_ns = own_and_children_cpu_ns().saturating_sub(cpu_before_ns);
         let own_cpu = Duration::from_nanos(own_ns).saturating_sub(observed.display_cpu);

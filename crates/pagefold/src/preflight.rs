@@ -62,7 +62,7 @@ pub fn give_up_rights() -> Result<(), Exit> {
     if Topology::of_machine().is_ok_and(|nodes| nodes.is_some()) {
         kept.push(PLACING);
         if missing(&[PLACING]).is_ok_and(|missing| !missing.is_empty()) {
-            eprintln!("pagefold: merged pages stay on the memory node where ksmd leaves them: {PLACING} is missing");
+            complain!("merged pages stay on the memory node where ksmd leaves them: {PLACING} is missing");
         }
     }
     keep_only(&kept).map_err(|error| refused(&error))
@@ -72,9 +72,15 @@ fn refused(error: &PrivilegeError) -> Exit {
     Exit::new(exit::FAILURE, format!("{error}; see docs/privileges.md"))
 }
 
-/// Starts the injector.
+/// Starts the injector, which is started again if it dies. Then it has the rights that are left by [`give_up_rights`], which
+/// include what it needs.
 pub fn injector() -> Result<Injector> {
-    Injector::spawn(Command::new("/proc/self/exe").arg(INJECTOR)).context("cannot start the injector process")
+    let command = || {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg(INJECTOR);
+        command
+    };
+    Injector::keep_running(command).context("cannot start the injector process")
 }
 
 /// Connects to an injector that a service manager starts for each connection to the socket at `path`.
@@ -133,6 +139,7 @@ pub fn inject_code(error: &InjectError) -> u8 {
         InjectError::Vanished { .. } => exit::NO_SCOPE,
         InjectError::Denied { .. } | InjectError::Filtered { .. } => exit::NOT_PERMITTED,
         InjectError::WorkerGone
+        | InjectError::WorkerLost { .. }
         | InjectError::WorkerSilent
         | InjectError::Protocol { .. }
         | InjectError::System { .. } => exit::FAILURE,

@@ -8,13 +8,14 @@
 use crate::host::targets::Target;
 use crate::os::cpu::process_cpu_ns;
 use crate::proc::Roots;
-use crate::proc::image::{AddressSpace, image_of};
+use crate::proc::image::{AddressSpace, ProgramId, image_of};
 use crate::proc::process::ReadError;
 use crate::proc::status::printable;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DomainFacts, DomainRules};
 use crate::scope::dumpable::Dumpable;
 use crate::scope::exclude::{Exclusion, ProcessFacts, exclusion_of};
+use crate::scope::exe::Exe;
 use crate::scope::{Candidate, CgroupFacts, ScopeSpec, Selection, cgroups_of};
 use pagefold_core::keys::DomainKey;
 use pagefold_core::units::Bytes;
@@ -166,6 +167,12 @@ impl Target {
         self.identity.seen.as_ref().map(|seen| seen.image)
     }
 
+    /// The program that the verdict is on; `None` before the first look.
+    pub(super) fn program(&self) -> Option<ProgramId> {
+        let seen = self.identity.seen.as_ref()?;
+        Some(ProgramId { image: seen.image, exe: self.exe.as_ref().and_then(Exe::id), uid: self.uid })
+    }
+
     pub(super) fn look_is_due(&self, now_ns: u64) -> bool {
         now_ns >= self.identity.next_look_ns
     }
@@ -226,7 +233,7 @@ impl Target {
             Err(ReadError::Denied { .. }) => 0,
             other => other?,
         };
-        let id = |exe: &Option<_>| exe.as_ref().and_then(crate::scope::exe::Exe::id);
+        let id = |exe: &Option<_>| exe.as_ref().and_then(Exe::id);
         let is_same_file = id(&self.exe) == id(&facts.exe);
         let mut changed = false;
         if self.identity.seen.as_ref().is_some_and(|seen| seen.image != image || !is_same_file) {

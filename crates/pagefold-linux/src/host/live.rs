@@ -10,7 +10,7 @@ pub use placing::Policies;
 use self::placing::Placing;
 use crate::host::sampling::{RegionRuns, Sampled, SamplingJob, sample};
 use crate::host::targets::Target;
-use crate::inject::Injector;
+use crate::inject::{InjectError, Injector};
 use crate::ksm::controller::KsmdController;
 use crate::ksm::ksmd::Ksmd;
 use crate::ksm::lease::KsmLease;
@@ -62,6 +62,9 @@ pub enum LiveError {
     /// ksmd cannot be found.
     #[error(transparent)]
     Ksmd(ReadError),
+    /// The injector has ended and cannot be started again.
+    #[error(transparent)]
+    Injector(InjectError),
     /// The control thread cannot be started.
     #[error("cannot start the KSM control thread: {0}")]
     Controller(std::io::Error),
@@ -87,6 +90,11 @@ pub enum Event {
         result: ChangeResult,
         /// The reason.
         reason: String,
+    },
+    /// The injector had ended, and was started again.
+    InjectorRestarted {
+        /// Its pid.
+        pid: u32,
     },
     /// pagefold has stopped driving KSM.
     StoodDown {
@@ -169,7 +177,7 @@ pub struct Ended {
 
 #[derive(Debug)]
 enum Actuator {
-    Act { lease: KsmLease, controller: KsmdController, injector: Injector, stood_down: bool },
+    Act { lease: KsmLease, controller: KsmdController, injector: Injector, restarts: u32, stood_down: bool },
     DryRun,
 }
 
@@ -194,7 +202,7 @@ impl LiveHost {
             HostMode::Act { lease, injector } => {
                 let controller = KsmdController::start(&lease, Ksmd::find().map_err(LiveError::Ksmd)?)
                     .map_err(LiveError::Controller)?;
-                Actuator::Act { lease, controller, injector, stood_down: false }
+                Actuator::Act { lease, controller, injector, restarts: 0, stood_down: false }
             }
             HostMode::DryRun => Actuator::DryRun,
         };
@@ -316,6 +324,17 @@ impl LiveHost {
             self.ksmd_ns = ns;
         }
         Cost { pagefold_ns: own_and_children_cpu_ns() + injector_ns, ksmd_ns: self.ksmd_ns }
+    }
+
+    /// Starts the injector again if it has died.
+    fn tend_injector(&mut self) -> Result<(), LiveError> {
+        if let Actuator::Act { injector, restarts, .. } = &mut self.actuator {
+            let now = injector.tend().map_err(LiveError::Injector)?;
+            if std::mem::replace(restarts, now) != now {
+                self.events.push(Event::InjectorRestarted { pid: injector.pid() });
+            }
+        }
+        Ok(())
     }
 
     /// Groups runs by region, leaving out processes whose reads do not return.

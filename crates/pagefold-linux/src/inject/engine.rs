@@ -8,9 +8,10 @@ use super::ptrace::{self, TraceeEvent};
 use super::return_frame::ReturnFrame;
 use super::stack_check::StackCheck;
 use super::thread::{self, Activity, Candidate, Choice};
-use super::tracee::{StopEnd, StopResult, Tracee, clock_ns, repair, wait_for_trap};
+use super::tracee::{self, StopEnd, StopResult, Tracee, clock_ns, repair, wait_for_trap};
 use super::trampoline::{self, Trampoline};
 use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
+use crate::proc::image::ProgramId;
 use crate::proc::process::Process;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
@@ -53,7 +54,12 @@ impl Verdict {
 }
 
 /// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of its choice.
-pub fn attempt(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> Result<Ended, InjectError> {
+pub fn attempt(
+    (process, program): (&Process, Option<&ProgramId>),
+    tid: Option<i32>,
+    calls: &[Call],
+    limits: &Limits,
+) -> Result<Ended, InjectError> {
     let pid = process.pid();
     // The thread may outlive this call, so it needs a handle of its own.
     let held = Process::open(pid).map_err(InjectError::from_read)?;
@@ -69,13 +75,14 @@ pub fn attempt(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Lim
     let progress = Arc::new(AttemptProgress::default());
     let (sender, receiver) = mpsc::channel();
     let (calls, limits, progress_inside) = (calls.to_vec(), *limits, Arc::clone(&progress));
+    let program = program.copied();
     std::thread::Builder::new()
         .name("inject".into())
         .stack_size(256 << 10)
         .spawn(move || {
             shield_thread();
             // The receiver is gone if the attempt was given up.
-            match one_stop(&held, tid, &calls, &limits, &progress_inside) {
+            match one_stop((&held, program), tid, &calls, &limits, &progress_inside) {
                 OneStop::Over(ended) => drop(sender.send(ended)),
                 OneStop::Awaited(ended, tid) => await_stop(&held, tid, || drop(sender.send(ended))),
             }
@@ -162,7 +169,7 @@ enum OneStop {
 }
 
 fn one_stop(
-    process: &Process,
+    (process, program): (&Process, Option<ProgramId>),
     tid: Option<i32>,
     calls: &[Call],
     limits: &Limits,
@@ -170,6 +177,10 @@ fn one_stop(
 ) -> OneStop {
     let pid = process.pid();
     let busy = || OneStop::Over(Verdict::Again(InjectError::Busy { pid }).unstopped());
+    let program = program.map(|program| (process, program));
+    if !tracee::is_same(program) {
+        return OneStop::Over(Verdict::Failed(InjectError::OtherProgram { pid }).unstopped());
+    }
     let (candidate, instruction, trampoline) = match prepare(process, tid) {
         Ok(prepared) => prepared,
         Err(verdict) => return OneStop::Over(verdict.unstopped()),
@@ -210,6 +221,7 @@ fn one_stop(
     };
     let tracee = Tracee {
         tid: tid_chosen,
+        program,
         by_us: signal == libc::SIGTRAP,
         is_main_thread: tid_chosen == pid,
         instruction,
@@ -230,6 +242,7 @@ fn one_stop(
         StopEnd::Restored => Verdict::Done,
         StopEnd::Gone | StopEnd::Signal | StopEnd::Unstable => Verdict::Again(InjectError::Busy { pid }),
         StopEnd::Filtered => Verdict::Failed(InjectError::Filtered { pid }),
+        StopEnd::OtherProgram => Verdict::Failed(InjectError::OtherProgram { pid }),
         StopEnd::Compat => Verdict::Failed(InjectError::Compat { pid }),
         StopEnd::Dispatched => Verdict::Failed(InjectError::Dispatched { pid }),
         // Mostly a fault of its own, pending when it stopped: the thread will fault again by itself.

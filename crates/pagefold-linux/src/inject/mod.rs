@@ -19,6 +19,7 @@ compile_error!("injection knows the registers and the restart rules of 64-bit x8
 
 mod engine;
 pub(crate) mod gadget;
+mod injector;
 pub mod mark;
 mod progress;
 mod ptrace;
@@ -31,8 +32,10 @@ mod trampoline;
 pub mod unmerge;
 pub(crate) mod worker;
 
+pub use crate::proc::image::ProgramId;
+pub use injector::{Injector, InjectorHandle};
 pub use progress::held;
-pub use worker::{Injector, InjectorHandle, serve};
+pub use worker::serve;
 
 use crate::proc::process::{Process, ReadError};
 use engine::{Ended, Verdict};
@@ -130,6 +133,12 @@ pub enum InjectError {
     /// The process has ended, or its pid has been reused.
     #[error("process {pid} has ended; nothing is left to do")]
     Vanished {
+        /// The process.
+        pid: i32,
+    },
+    /// It runs another program, or for another user, than when it was judged.
+    #[error("process {pid} no longer runs the program that was judged; try again when that is judged")]
+    OtherProgram {
         /// The process.
         pid: i32,
     },
@@ -237,9 +246,17 @@ pub enum InjectError {
         /// The system's error.
         errno: Errno,
     },
-    /// The injector process has ended.
-    #[error("the injector process has ended; start another one")]
+    /// The injector process has ended. Whether the calls were made is unknown.
+    #[error("the injector process has ended; try again")]
     WorkerGone,
+    /// The injector process has ended again and again, or cannot be started again.
+    #[error("the injector process has ended and {failures} attempts to start it again have failed ({why})")]
+    WorkerLost {
+        /// The last problem.
+        why: String,
+        /// Deaths and failed starts in a row.
+        failures: u32,
+    },
     /// The injector process does not reply.
     #[error(
         "the injector process has not replied in time; do not kill it, because it may have to restore a process, and try again later"
@@ -258,15 +275,22 @@ impl InjectError {
     pub fn is_passing(&self) -> bool {
         matches!(
             self,
-            Self::Traced { .. }
+            Self::OtherProgram { .. }
+                | Self::Traced { .. }
                 | Self::Frozen { .. }
                 | Self::NoSafeThread { .. }
                 | Self::Busy { .. }
                 | Self::TimedOut { .. }
                 | Self::Held { .. }
                 | Self::Fault { .. }
+                | Self::WorkerGone
                 | Self::WorkerSilent
         )
+    }
+
+    /// Whether calls may have been made, or may still be, that the error does not tell of.
+    pub fn is_unknown(&self) -> bool {
+        matches!(self, Self::Held { .. } | Self::TimedOut { .. } | Self::WorkerGone | Self::WorkerSilent)
     }
 
     fn from_read(error: ReadError) -> Self {
@@ -301,7 +325,21 @@ pub fn is_frozen(process: &Process) -> bool {
 /// This process must not end before ([`held`] counts what is left), and must not wait for any child with `waitpid`
 /// meanwhile: the kernel would report the target's stops there.
 pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
-    run(process, None, calls, limits)
+    inject_into(process, None, calls, limits)
+}
+
+/// The same, but only while the process runs `program`.
+///
+/// # Errors
+///
+/// [`InjectError::OtherProgram`] if it runs another one.
+pub fn inject_into(
+    process: &Process,
+    program: Option<&ProgramId>,
+    calls: &[Call],
+    limits: &Limits,
+) -> Result<InjectionReport, InjectError> {
+    run((process, program), None, calls, limits)
 }
 
 /// Like [`inject`], but in the given thread of `process`, whatever that is doing. For tests.
@@ -311,10 +349,15 @@ pub fn inject_thread(
     calls: &[Call],
     limits: &Limits,
 ) -> Result<InjectionReport, InjectError> {
-    run(process, Some(tid), calls, limits)
+    run((process, None), Some(tid), calls, limits)
 }
 
-fn run(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
+fn run(
+    (process, program): (&Process, Option<&ProgramId>),
+    tid: Option<i32>,
+    calls: &[Call],
+    limits: &Limits,
+) -> Result<InjectionReport, InjectError> {
     let pid = process.pid();
     let mut report = InjectionReport::default();
     let mut pause = FIRST_PAUSE;
@@ -322,7 +365,8 @@ fn run(process: &Process, tid: Option<i32>, calls: &[Call], limits: &Limits) -> 
     while report.results.len() < calls.len() {
         let rest = &calls[report.results.len()..];
         let batch = &rest[..rest.len().min(limits.calls_per_stop.max(1))];
-        let Ended { results, stop_ns, unguarded, away_ns, verdict } = engine::attempt(process, tid, batch, limits)?;
+        let Ended { results, stop_ns, unguarded, away_ns, verdict } =
+            engine::attempt((process, program), tid, batch, limits)?;
         let advanced = !results.is_empty();
         report.results.extend(results);
         if let Some(stop_ns) = stop_ns {

@@ -11,6 +11,8 @@ use super::stack_check::StackCheck;
 use super::trampoline::Trampoline;
 use super::{Call, Errno, Limits, gadget, regs, signed, unsigned};
 use crate::os::fault;
+use crate::proc::image::ProgramId;
+use crate::proc::process::Process;
 
 /// Attempts at a call that signals interrupt (unmerging stops at any pending signal).
 const RESTARTS: u32 = 4;
@@ -76,6 +78,8 @@ pub enum StopEnd {
     Signal,
     /// In a restartable sequence, or the program has changed since it was examined.
     Unstable,
+    /// It runs another program than the one that the calls are for.
+    OtherProgram,
     Filtered,
     Compat,
     Dispatched,
@@ -95,8 +99,10 @@ enum CallFailure {
 }
 
 /// A stopped thread.
-pub struct Tracee {
+pub struct Tracee<'a> {
     pub tid: i32,
+    /// The program that the calls are for, if not any.
+    pub program: Option<(&'a Process, ProgramId)>,
     /// Stopped by the tracer's interrupt, not by job control.
     pub by_us: bool,
     pub is_main_thread: bool,
@@ -118,7 +124,7 @@ pub struct StopResult {
     pub away_ns: u64,
 }
 
-impl Tracee {
+impl Tracee<'_> {
     /// Makes the calls, restores the thread and releases it.
     pub fn make_calls(
         &self,
@@ -190,6 +196,10 @@ impl Tracee {
     /// Why this stop must not be used, if so.
     fn unusable(&self, stopped: &Registers) -> Option<StopEnd> {
         let tid = self.tid;
+        // No exec can come between this and the release: it would kill the thread.
+        if !is_same(self.program) {
+            return Some(StopEnd::OtherProgram);
+        }
         if !regs::is_64_bit(stopped) {
             return Some(StopEnd::Compat);
         }
@@ -226,7 +236,7 @@ impl Tracee {
 
 /// A thread that runs, or is about to run, with borrowed registers.
 struct Calling<'a> {
-    tracee: &'a Tracee,
+    tracee: &'a Tracee<'a>,
     original: &'a Registers,
     mask: u64,
     /// The code to return by. `None`: it has no return frame.
@@ -413,6 +423,11 @@ impl Calling<'_> {
             self.frame.unwrite(self.tracee.tid);
         }
     }
+}
+
+/// Whether a process runs this program.
+pub fn is_same(program: Option<(&Process, ProgramId)>) -> bool {
+    program.is_none_or(|(process, program)| ProgramId::of(process).is_ok_and(|now| now == program))
 }
 
 /// Sets the registers with which a stopped thread continues as if it had not been interrupted. Returns them.

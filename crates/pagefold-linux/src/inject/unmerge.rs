@@ -12,6 +12,7 @@ use crate::inject::{Call, InjectError, InjectionReport, Injector, Limits};
 use crate::os::fault;
 use crate::proc::Roots;
 use crate::proc::headroom::headroom;
+use crate::proc::image::ProgramId;
 use crate::proc::kpageflags::shows_merged;
 use crate::proc::ksm_stat::KsmStat;
 use crate::proc::maps::{VmaDetail, read_smaps};
@@ -87,7 +88,7 @@ pub(crate) fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
 /// Makes calls that unmark, one by one, each after its copies have been made, while the process's memory limits leave
 /// room for the next step. `report` shows what was done, also after an error.
 pub(crate) fn unmark_in_steps(
-    process: &Process,
+    (process, program): (&Process, &ProgramId),
     injector: &mut Injector,
     roots: &Roots,
     calls: &[Call],
@@ -110,7 +111,7 @@ pub(crate) fn unmark_in_steps(
         }
         check()?;
         fault::point("unmark");
-        let done = injector.run(process, std::slice::from_ref(call), &limits)?;
+        let done = injector.run_in(process, program, std::slice::from_ref(call), &limits)?;
         fault::point("unmarked");
         report.results.extend(done.results);
         report.stops += done.stops;
@@ -134,6 +135,7 @@ pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Res
     if matches!(stat.state, b'Z' | b'X') {
         return Err(InjectError::Zombie { pid }.into());
     }
+    let program = ProgramId::of(process)?;
     let before = State::of(process)?;
     let mut done = Unmerged { unmarked: before.marked_bytes(), ..Unmerged::default() };
     let mut state = before.clone();
@@ -144,7 +146,7 @@ pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Res
             break;
         }
         let mut report = InjectionReport::default();
-        let ran = unmark_in_steps(process, injector, roots, &calls, &mut report);
+        let ran = unmark_in_steps((process, &program), injector, roots, &calls, &mut report);
         done.longest_stop_ns = done.longest_stop_ns.max(report.longest_stop_ns);
         if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
             why = errno.to_string();

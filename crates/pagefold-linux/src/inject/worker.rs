@@ -4,26 +4,26 @@
 //! that does nothing else, ignores every signal that can be ignored, is out of reach of ctrl-C, and ends when the process
 //! that started it has ended (end of file), but never while it holds a target.
 //!
-//! It is started by the process that uses it, or by a service manager for each connection to a socket. The latter keeps
+//! It is started by the process that uses it ([`super::injector`]), or by a service manager for each connection to a socket. The latter keeps
 //! it out of the seccomp filters of a hardened service, under which no tracer may suspend its targets' filters.
 //!
 //! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request: a late
 //! one is recognized and dropped.
 
-use super::{Call, InjectError, InjectionReport, Limits, held, inject, unsigned};
+use super::{Call, InjectError, InjectionReport, Limits, held, inject_into, unsigned};
 use crate::os::peer::{Peer, own_uid};
 use crate::os::privileges::{INJECTING, keep_from_dumps, keep_only};
+use crate::proc::image::ProgramId;
 use crate::proc::process::Process;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// The longest line accepted: some 40,000 calls.
 const LINE_BYTES: u64 = 8 << 20;
 /// Time for a reply beyond the limits of its request.
@@ -35,6 +35,8 @@ pub(crate) struct Request {
     id: u64,
     pid: i32,
     start_time_ticks: u64,
+    /// The program to make the calls in. `None`: any.
+    program: Option<ProgramId>,
     pub(crate) calls: Vec<Call>,
     pub(crate) limits: Limits,
 }
@@ -52,16 +54,9 @@ pub(crate) struct Reply {
     result: Result<InjectionReport, InjectError>,
 }
 
-/// An injector process. It ends when this is dropped.
+/// The connection to an injector.
 #[derive(Debug)]
-pub struct Injector(Arc<Mutex<Connection>>);
-
-/// A second handle to an [`Injector`], which does not keep it alive.
-#[derive(Clone, Debug)]
-pub struct InjectorHandle(Weak<Mutex<Connection>>);
-
-#[derive(Debug)]
-struct Connection {
+pub(super) struct Connection {
     /// If this process started it.
     child: Option<Child>,
     pid: u32,
@@ -75,95 +70,6 @@ struct Connection {
     cpu_ns: u64,
 }
 
-impl Injector {
-    /// Starts `command`, which must call [`serve`]. Its standard input and output are the connection.
-    pub fn spawn(command: &mut Command) -> io::Result<Self> {
-        let (stream, theirs) = UnixStream::pair()?;
-        let theirs: OwnedFd = theirs.into();
-        command.stdin(Stdio::from(theirs.try_clone()?)).stdout(Stdio::from(theirs));
-        let child = command.spawn();
-        // The command would keep the injector's end open in this process, which would then not notice its death.
-        command.stdin(Stdio::null()).stdout(Stdio::null());
-        let child = child?;
-        Ok(Connection::new(child.id(), Some(child), stream).into())
-    }
-
-    /// Connects to the socket of a service manager that starts an injector for each connection.
-    ///
-    /// # Errors
-    ///
-    /// `PermissionDenied` if one end belongs to a user other than root and the user of the other end.
-    pub fn connect(path: &Path) -> io::Result<Self> {
-        let stream = UnixStream::connect(path)?;
-        let uid = Peer::of(&stream)?.uid;
-        if !trusted(uid) {
-            let what = format!("the socket belongs to user {uid}, which is not trusted");
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
-        }
-        let mut connection = Connection::new(0, None, stream);
-        // An empty batch for this process, to see whether the other end accepts requests.
-        let own = i32::try_from(std::process::id()).ok().and_then(|pid| Process::open(pid).ok());
-        let own = own.ok_or_else(|| io::Error::other("cannot read the entry of this process in /proc"))?;
-        match connection.run(&own, &[], &Limits::default()) {
-            Ok(_) => Ok(connection.into()),
-            Err(_) if connection.refusal.is_some() => {
-                Err(io::Error::new(io::ErrorKind::PermissionDenied, connection.refusal.take().unwrap_or_default()))
-            }
-            Err(error) => Err(io::Error::other(error.to_string())),
-        }
-    }
-
-    /// Makes the injector run `calls` in `process`.
-    ///
-    /// # Errors
-    ///
-    /// [`InjectError::WorkerSilent`] if it does not reply in time. It is not killed then, because it may hold a target
-    /// that only it can restore; later requests wait until it has finished.
-    pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
-        self.lock().run(process, calls, limits)
-    }
-
-    /// CPU time of the injector up to its last reply, nanoseconds.
-    pub fn cpu_ns(&self) -> u64 {
-        self.lock().cpu_ns
-    }
-
-    /// The same, or 0 if the injector is a child of this process, whose time is counted when it is reaped.
-    pub fn cpu_elsewhere_ns(&self) -> u64 {
-        let connection = self.lock();
-        if connection.child.is_some() { 0 } else { connection.cpu_ns }
-    }
-
-    /// The injector's pid.
-    pub fn pid(&self) -> u32 {
-        self.lock().pid
-    }
-
-    /// A second handle.
-    pub fn handle(&self) -> InjectorHandle {
-        InjectorHandle(Arc::downgrade(&self.0))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Connection> {
-        // After a panic at most half a line is left, which is marked as broken or runs into the time limit.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl From<Connection> for Injector {
-    fn from(connection: Connection) -> Self {
-        Self(Arc::new(Mutex::new(connection)))
-    }
-}
-
-impl InjectorHandle {
-    /// Like [`Injector::run`], while the [`Injector`] exists.
-    pub fn run(&self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
-        let connection = self.0.upgrade().ok_or(InjectError::WorkerGone)?;
-        Injector(connection).run(process, calls, limits)
-    }
-}
-
 /// Whether a process of this user may be the other end.
 fn trusted(uid: u32) -> bool {
     [0, own_uid()].contains(&uid)
@@ -174,7 +80,80 @@ impl Connection {
         Self { child, pid, stream, pending: Vec::new(), last_id: 0, broken: false, refusal: None, cpu_ns: 0 }
     }
 
-    fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
+    pub(super) fn spawn(command: &mut Command) -> io::Result<Self> {
+        let (stream, theirs) = UnixStream::pair()?;
+        let theirs: OwnedFd = theirs.into();
+        command.stdin(Stdio::from(theirs.try_clone()?)).stdout(Stdio::from(theirs));
+        let child = command.spawn();
+        // The command would keep the injector's end open in this process, which would then not notice its death.
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let child = child?;
+        Ok(Self::new(child.id(), Some(child), stream))
+    }
+
+    pub(super) fn connect(path: &Path) -> io::Result<Self> {
+        let stream = UnixStream::connect(path)?;
+        let uid = Peer::of(&stream)?.uid;
+        if !trusted(uid) {
+            let what = format!("the socket belongs to user {uid}, which is not trusted");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
+        }
+        let mut connection = Self::new(0, None, stream);
+        // An empty batch for this process, to see whether the other end accepts requests.
+        let own = i32::try_from(std::process::id()).ok().and_then(|pid| Process::open(pid).ok());
+        let own = own.ok_or_else(|| io::Error::other("cannot read the entry of this process in /proc"))?;
+        match connection.run((&own, None), &[], &Limits::default()) {
+            Ok(_) => Ok(connection),
+            Err(_) if connection.refusal.is_some() => {
+                Err(io::Error::new(io::ErrorKind::PermissionDenied, connection.refusal.take().unwrap_or_default()))
+            }
+            Err(error) => Err(io::Error::other(error.to_string())),
+        }
+    }
+
+    /// Whether the other end exists and understands what is sent next.
+    pub(super) fn is_usable(&self) -> bool {
+        let mut byte = 0_u8;
+        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+        // SAFETY: `byte` outlives the call, which writes at most that.
+        let read = unsafe { libc::recv(self.stream.as_raw_fd(), (&raw mut byte).cast(), 1, flags) };
+        let is_open = match read {
+            0 => false,
+            1.. => true,
+            _ => matches!(io::Error::last_os_error().kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted),
+        };
+        is_open && !self.broken
+    }
+
+    /// Hangs up, and returns the process if this one has started it. It ends as soon as it holds no target.
+    pub(super) fn end(&mut self) -> Option<Child> {
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        self.child.take()
+    }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    pub(super) fn is_child(&self) -> bool {
+        self.child.is_some()
+    }
+
+    /// CPU time up to the last reply, nanoseconds.
+    pub(super) fn cpu_ns(&self) -> u64 {
+        self.cpu_ns
+    }
+
+    pub(super) fn take_cpu_ns(&mut self) -> u64 {
+        std::mem::take(&mut self.cpu_ns)
+    }
+
+    pub(super) fn run(
+        &mut self,
+        (process, program): (&Process, Option<&ProgramId>),
+        calls: &[Call],
+        limits: &Limits,
+    ) -> Result<InjectionReport, InjectError> {
         if self.broken {
             return Err(InjectError::WorkerSilent);
         }
@@ -184,6 +163,7 @@ impl Connection {
             id: self.last_id,
             pid: process.pid(),
             start_time_ticks: process.start_time_ticks(),
+            program: program.copied(),
             calls: calls.to_vec(),
             limits: *limits,
         };
@@ -343,7 +323,7 @@ fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {
     }
     let result = match Process::open(request.pid) {
         Ok(process) if process.start_time_ticks() == request.start_time_ticks => {
-            inject(&process, &request.calls, &request.limits)
+            inject_into(&process, request.program.as_ref(), &request.calls, &request.limits)
         }
         Ok(_) => Err(InjectError::Vanished { pid: request.pid }),
         Err(error) => Err(InjectError::from_read(error)),
@@ -394,10 +374,11 @@ mod tests {
     #[test]
     fn requests_of_another_version_and_malformed_ones_get_a_reply() {
         let limits = Limits::default();
-        let request = Request { version: VERSION + 1, id: 7, pid: 1, start_time_ticks: 0, calls: vec![], limits };
+        let request =
+            Request { version: VERSION + 1, id: 7, pid: 1, start_time_ticks: 0, program: None, calls: vec![], limits };
         let (id, result) = answer(&serde_json::to_vec(&request).unwrap());
         assert!(id == 7 && matches!(result, Err(InjectError::Protocol { .. })));
-        for line in [&b""[..], b"{}", b"[1,2", b"\xff\n", b"{\"version\":2}\n"] {
+        for line in [&b""[..], b"{}", b"[1,2", b"\xff\n", b"{\"version\":3}\n"] {
             assert!(matches!(answer(line), (0, Err(InjectError::Protocol { .. }))));
         }
     }
@@ -410,6 +391,7 @@ mod tests {
             id: 1,
             pid,
             start_time_ticks: 1,
+            program: None,
             calls: vec![Call::madvise(0, 0, 0)],
             limits: Limits::default(),
         };

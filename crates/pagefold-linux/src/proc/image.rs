@@ -1,16 +1,53 @@
 //! Which program a process runs, to notice an exec.
 
 use crate::proc::process::{Process, ReadError};
+use crate::scope::exe::FileId;
+use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
 /// Identifies the execution of a program: a hash of the auxiliary vector, which holds addresses that the kernel chooses at
 /// random at each exec. Processes forked from each other have the same until one of them executes a program.
 pub(crate) fn image_of(process: &Process) -> Result<u64, ReadError> {
+    // One read: some 20 pairs of words on every kernel.
+    let mut auxv = [0; 2048];
+    let length = process
+        .open_file("auxv")?
+        .read_at(&mut auxv, 0)
+        .map_err(|error| ReadError::from_io(process.pid(), "auxv", error))?;
     let mut hash = DefaultHasher::new();
-    process.read_file("auxv")?.hash(&mut hash);
+    auxv[..length].hash(&mut hash);
     Ok(hash.finish())
+}
+
+/// What a verdict on a process rests on: the program that it runs, its executable, and its user.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProgramId {
+    pub(crate) image: u64,
+    pub(crate) exe: Option<FileId>,
+    pub(crate) uid: u32,
+}
+
+impl ProgramId {
+    /// That of a process now. Takes some microseconds, waits for no lock of the process, and asks no file server.
+    pub fn of(process: &Process) -> Result<Self, ReadError> {
+        let uid = effective_user(process).map_err(|error| ReadError::from_io(process.pid(), "", error))?;
+        Ok(Self { image: image_of(process)?, exe: FileId::of_exe(process), uid })
+    }
+}
+
+/// The effective user of a process: the owner of its directory in /proc, also if it is not dumpable (`task_dump_owner`,
+/// fs/proc/base.c).
+fn effective_user(process: &Process) -> io::Result<u32> {
+    // SAFETY: all-zero is a valid stat, the descriptor is open, and the call writes one stat.
+    let (failed, stat) = unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        (libc::fstat(process.as_raw_fd(), &raw mut stat), stat)
+    };
+    if failed == 0 { Ok(stat.st_uid) } else { Err(io::Error::last_os_error()) }
 }
 
 /// The address space that a process had when this was opened.

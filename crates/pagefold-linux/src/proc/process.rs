@@ -144,6 +144,13 @@ fn openat(dir: &OwnedFd, path: &CStr, flags: i32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// `/proc/PID`.
+impl AsRawFd for Process {
+    fn as_raw_fd(&self) -> i32 {
+        self.dir.as_raw_fd()
+    }
+}
+
 /// The fields of `/proc/PID/stat` that pagefold uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stat {

@@ -13,7 +13,7 @@
 //! sleeps uninterruptibly, the result is `Unknown`, and the process is left alone until it has answered.
 
 use crate::inject::{Call, Injector, InjectorHandle, Limits};
-use crate::proc::image::image_of;
+use crate::proc::image::ProgramId;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::Status;
 use std::cell::RefCell;
@@ -46,7 +46,7 @@ struct Asker {
 /// What one process has answered.
 struct Answer {
     /// Start time, and the program that it runs.
-    of: (u64, u64),
+    of: (u64, ProgramId),
     /// The last answer, and when it was given.
     last: Option<(Dumpable, Instant)>,
     /// When to ask again, and the pause after that if it fails.
@@ -69,8 +69,8 @@ pub fn ask_inside(process: &Process) -> Dumpable {
 impl Asker {
     fn ask(&mut self, process: &Process) -> Dumpable {
         // A process whose program is not readable is not asked.
-        let Ok(image) = image_of(process) else { return Dumpable::Unknown };
-        let (pid, of) = (process.pid(), (process.start_time_ticks(), image));
+        let Ok(program) = ProgramId::of(process) else { return Dumpable::Unknown };
+        let (pid, of) = (process.pid(), (process.start_time_ticks(), program));
         let now = Instant::now();
         self.answers.retain(|_, answer| now < answer.next + ANSWER_FRESH);
         let known = self.answers.remove(&pid).filter(|answer| answer.of == of);
@@ -78,9 +78,10 @@ impl Asker {
         if now >= answer.next {
             answer.query(now, || {
                 let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
-                let results = self.injector.run(process, &[call], &ASKING).map(|report| report.results).ok()?;
+                let ran = self.injector.run_in(process, &program, &[call], &ASKING);
+                let results = ran.map(|report| report.results).ok()?;
                 // The answer is that of the program that runs now only if no other was executed meanwhile.
-                let is_same = image_of(process).is_ok_and(|now| now == image);
+                let is_same = ProgramId::of(process).is_ok_and(|now| now == program);
                 match results[..] {
                     [Ok(1)] if is_same => Some(Dumpable::Yes),
                     // 2: only root may read its dumps, as after a change of users.

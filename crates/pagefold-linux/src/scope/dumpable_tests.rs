@@ -79,7 +79,8 @@ fn the_root_of_a_user_namespace_is_found() {
 #[test]
 fn a_process_that_cannot_be_asked_is_unknown_and_asked_less_and_less_often() {
     let start = Instant::now();
-    let mut answer = Answer { of: (1, 1), last: None, next: start, pause: FIRST_PAUSE };
+    let mut answer =
+        Answer { of: (1, ProgramId { image: 1, exe: None, uid: 0 }), last: None, next: start, pause: FIRST_PAUSE };
     let mut pauses = Vec::new();
     for _ in 0..8 {
         let now = answer.next;

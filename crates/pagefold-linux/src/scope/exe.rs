@@ -8,7 +8,8 @@
 use crate::os::peer::own_uid;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::{exe_of, printable, program_name};
-use std::ffi::CString;
+use serde::{Deserialize, Serialize};
+use std::ffi::{CStr, CString};
 use std::fs;
 use std::io;
 use std::ops::Deref;
@@ -27,7 +28,7 @@ pub(crate) fn is_roots_alone(uid: u32, mode: u32) -> bool {
 }
 
 /// A file, by device and inode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct FileId {
     device: (u32, u32),
     inode: u64,
@@ -72,6 +73,13 @@ pub enum Matching {
     Yes,
     /// It does by name only, which any user can choose.
     NameOnly(Distrust),
+}
+
+impl FileId {
+    /// The executable of a process, by its directory in /proc; `None` if it shows none. Asks no file server.
+    pub(crate) fn of_exe(process: &impl AsRawFd) -> Option<Self> {
+        Found::of(process.as_raw_fd(), c"exe", 0).ok().map(|found| found.id)
+    }
 }
 
 impl Deref for Exe {
@@ -200,16 +208,16 @@ struct Found {
 
 impl Found {
     fn of_file(file: &fs::File) -> io::Result<Self> {
-        Self::of(file.as_raw_fd(), Path::new(""))
+        Self::of(file.as_raw_fd(), c"", libc::AT_EMPTY_PATH)
     }
 
     fn of_path(path: &Path) -> io::Result<Self> {
-        Self::of(libc::AT_FDCWD, path)
+        let path = CString::new(path.as_os_str().as_bytes())?;
+        Self::of(libc::AT_FDCWD, &path, libc::AT_SYMLINK_NOFOLLOW)
     }
 
-    fn of(directory: i32, path: &Path) -> io::Result<Self> {
-        let path = CString::new(path.as_os_str().as_bytes())?;
-        let flags = libc::AT_EMPTY_PATH | libc::AT_SYMLINK_NOFOLLOW | libc::AT_NO_AUTOMOUNT | libc::AT_STATX_DONT_SYNC;
+    fn of(directory: i32, path: &CStr, flags: i32) -> io::Result<Self> {
+        let flags = flags | libc::AT_NO_AUTOMOUNT | libc::AT_STATX_DONT_SYNC;
         let wanted = libc::STATX_BASIC_STATS | libc::STATX_MNT_ID;
         // SAFETY: all-zero is a valid statx, the path is NUL-terminated, and the call writes one statx.
         let (failed, stat) = unsafe {

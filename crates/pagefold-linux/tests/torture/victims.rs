@@ -27,6 +27,8 @@ pub enum Class {
 impl Class {
     pub fn permits(self, error: &InjectError) -> bool {
         match self {
+            // Nothing kills it.
+            _ if matches!(error, InjectError::WorkerGone) => false,
             Self::Willing | Self::Reluctant | Self::Execs => error.is_passing(),
             Self::ShortLived => {
                 error.is_passing() || matches!(error, InjectError::Vanished { .. } | InjectError::Zombie { .. })

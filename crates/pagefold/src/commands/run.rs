@@ -122,14 +122,10 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     ran?;
     let restored = ended.restored.as_ref();
     let summary = Summary::new(args, &active, &engine, processes, restored, progress);
-    let text = if args.json {
-        serde_json::to_string_pretty(&summary)? + "\n"
-    } else {
-        summary::describe(&summary, Style::of_stdout())
-    };
+    let text = if args.json { style::json(&summary)? } else { summary::describe(&summary, Style::of_stdout()) };
     style::print(&text)?;
     for line in summary::unrestored(restored) {
-        eprintln!("pagefold: {line}");
+        complain!("{line}");
     }
     Ok(if summary.knobs_restored { exit::OK } else { exit::FAILURE })
 }
@@ -182,8 +178,8 @@ pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &InitialKnobs) 
     let lease =
         KsmLease::take(ksm.clone(), &KsmPaths::default(), initial).map_err(|error| preflight::explain_take(&error))?;
     for (knob, value) in lease.unavailable() {
-        eprintln!(
-            "pagefold: {} cannot be set to {value} and stays as it is: pages are merged already, or this kernel lacks it",
+        complain!(
+            "{} cannot be set to {value} and stays as it is: pages are merged already, or this kernel lacks it",
             knob.file_name()
         );
     }
@@ -238,6 +234,9 @@ fn main_loop(
                 Event::LeftAlone { pid, name, why } => progress.leave_alone(LeftAlone { pid, name, reason: why }),
                 Event::Withdrawn { pid, result, reason } => {
                     log_withdrawn(active, host, (pid, &result, reason), progress);
+                }
+                Event::InjectorRestarted { pid } => {
+                    progress.say(&format!("the injector process had ended; process {pid} takes its place"));
                 }
                 Event::StoodDown { why } => progress.stand_down(why),
             }

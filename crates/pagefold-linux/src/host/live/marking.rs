@@ -3,8 +3,9 @@
 use super::{Actuator, LiveHost};
 use crate::host::identity::Watch;
 use crate::inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
-use crate::inject::{Call, InjectionReport, Limits};
+use crate::inject::{Call, InjectError, InjectionReport, Limits};
 use crate::os::fault;
+use crate::proc::image::ProgramId;
 use crate::proc::maps::VmaDetail;
 use crate::proc::process::ReadError;
 use crate::scope::exclude::{Exclusion, vma_exclusion};
@@ -15,6 +16,8 @@ use std::collections::BTreeMap;
 /// The calls that change the marks of one process.
 #[derive(Debug, Default)]
 struct CallBatch {
+    /// The program that they are for.
+    program: Option<ProgramId>,
     calls: Vec<Call>,
     /// For each call, the index of its change, and its pages.
     parts: Vec<(usize, Pages)>,
@@ -83,6 +86,7 @@ impl LiveHost {
                 continue;
             }
             let Some(target) = self.targets.get_mut(&pid) else { continue };
+            let program = target.program();
             // Read the mappings again just before acting: they may have changed, also into excluded ones.
             let current = target.details().and_then(|details| {
                 let unmark_step = if mark { None } else { Some(step_bytes(&target.process)?) };
@@ -100,15 +104,15 @@ impl LiveHost {
                     continue;
                 }
             };
-            let mut work = CallBatch::default();
+            let mut work = CallBatch { program, ..CallBatch::default() };
             for &at in &wanted {
                 let span = changes[at].span;
                 work.add((at, span, target.is_whole(&span)), &details, unmark_step);
             }
             target.invalidate();
             self.next_refresh_ns = 0;
-            self.make(pid, &work, mark, size, &mut results, outcome);
-            if mark && wanted.iter().any(|&at| matches!(results[at], Marking::Done(_))) {
+            let is_unknown = self.make(pid, &work, mark, size, &mut results, outcome);
+            if mark && (is_unknown || wanted.iter().any(|&at| matches!(results[at], Marking::Done(_)))) {
                 self.record_marked(pid);
             }
         }
@@ -143,7 +147,7 @@ impl LiveHost {
         }
     }
 
-    /// Makes the calls in a process.
+    /// Makes the calls in a process. Returns whether some may have been made, or be made later, that are not in the results.
     fn make(
         &mut self,
         pid: i32,
@@ -152,25 +156,26 @@ impl LiveHost {
         size: StopSize,
         results: &mut [Marking],
         outcome: &mut Outcome,
-    ) {
-        let Some(target) = self.targets.get(&pid) else { return };
+    ) -> bool {
+        let Some(target) = self.targets.get_mut(&pid) else { return false };
         work.done.iter().for_each(|&(at, pages)| add(&mut results[at], pages));
         let mut report = InjectionReport::default();
-        let ran = match &mut self.actuator {
-            Actuator::DryRun => {
+        let ran = match (&mut self.actuator, &work.program) {
+            (Actuator::DryRun, _) => {
                 work.parts.iter().for_each(|&(at, pages)| add(&mut results[at], pages));
                 Ok(())
             }
-            Actuator::Act { injector, .. } if mark => {
+            (_, None) => Err(InjectError::OtherProgram { pid }.into()),
+            (Actuator::Act { injector, .. }, Some(program)) if mark => {
                 fault::point("mark");
                 let calls_per_stop = usize::try_from(size.marks).unwrap_or(usize::MAX);
                 let limits = Limits { calls_per_stop, ..Limits::default() };
-                let ran = injector.run(&target.process, &work.calls, &limits);
+                let ran = injector.run_in(&target.process, program, &work.calls, &limits);
                 fault::point("marked");
                 ran.map(|done| report = done).map_err(UnmergeError::from)
             }
-            Actuator::Act { injector, .. } => {
-                unmark_in_steps(&target.process, injector, &self.roots, &work.calls, &mut report)
+            (Actuator::Act { injector, .. }, Some(program)) => {
+                unmark_in_steps((&target.process, program), injector, &self.roots, &work.calls, &mut report)
             }
         };
         if report.stops > 0 {
@@ -191,12 +196,33 @@ impl LiveHost {
             Err(UnmergeError::Inject(error)) => {
                 let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
                 work.parts.iter().for_each(|&(at, _)| results[at] = marking);
+                // The first calls may have been made: the mappings show which.
+                let details = target.details().unwrap_or_default();
+                for (call, &(at, pages)) in work.calls.iter().zip(&work.parts) {
+                    if is_in_state(&details, (call.args[0], call.args[0] + call.args[1]), mark) {
+                        add(&mut results[at], pages);
+                    }
+                }
                 self.report_left_alone(pid, error.to_string());
+                return error.is_unknown();
             }
             // The process's memory limits have no room for more copies.
             Err(_) => work.parts[report.results.len()..].iter().for_each(|&(at, _)| results[at] = Marking::Busy),
         }
+        false
     }
+}
+
+/// Whether a range is mapped, and all of it marked or all of it not.
+fn is_in_state(details: &[VmaDetail], (start, end): (u64, u64), marked: bool) -> bool {
+    let mut from = start;
+    for detail in details.iter().filter(|detail| detail.vma.end > start && detail.vma.start < end) {
+        if detail.vma.start > from || detail.flags.has(*b"mg") != marked {
+            return false;
+        }
+        from = detail.vma.end;
+    }
+    from >= end
 }
 
 fn add(marking: &mut Marking, pages: Pages) {

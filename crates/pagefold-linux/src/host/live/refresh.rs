@@ -24,6 +24,7 @@ impl LiveHost {
         if now_ns + EARLY_NS.min(self.refresh_ns / 8) < self.next_refresh_ns {
             return Ok(false);
         }
+        self.tend_injector()?;
         self.add_targets(now_ns)?;
         let changed = self.refresh_targets(now_ns);
         let changed = self.withdraw_marks(now_ns) || changed;

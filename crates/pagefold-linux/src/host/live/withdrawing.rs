@@ -7,6 +7,7 @@ use super::{Actuator, Event, LiveHost};
 use crate::host::targets::Target;
 use crate::inject::unmerge::{step_bytes, steps, unmark_in_steps};
 use crate::inject::{Call, InjectionReport};
+use crate::proc::image::ProgramId;
 use crate::proc::ksm_stat::KsmStat;
 use crate::proc::maps::VmaDetail;
 use crate::proc::process::ReadError;
@@ -44,12 +45,13 @@ impl LiveHost {
     fn withdraw_from(&mut self, pid: i32, now_ns: u64) -> bool {
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         let Some(whole) = target.owed.as_ref().map(|owed| owed.whole) else { return false };
+        let program = ProgramId::of(&target.process);
         let found = target.details().and_then(|details| {
             // All memory of such a process is marked because it, or the administrator, wants so.
             let by_itself = KsmStat::of(&target.process)?.merge_any;
-            Ok((spans(&details, whole && !by_itself, by_itself), step_bytes(&target.process)?))
+            Ok((program?, spans(&details, whole && !by_itself, by_itself), step_bytes(&target.process)?))
         });
-        let (found, step) = match found {
+        let (program, found, step) = match found {
             Ok(found) => found,
             // The next refresh removes it.
             Err(ReadError::Vanished { .. }) => return false,
@@ -68,7 +70,7 @@ impl LiveHost {
             steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE)).collect();
         let mut report = InjectionReport::default();
         let Actuator::Act { injector, .. } = &mut self.actuator else { return false };
-        let ran = unmark_in_steps(&target.process, injector, &self.roots, &calls, &mut report);
+        let ran = unmark_in_steps((&target.process, &program), injector, &self.roots, &calls, &mut report);
         let done = calls.iter().zip(&report.results).filter(|(_, result)| result.is_ok()).map(|(call, _)| call.args[1]);
         let done = Pages(done.sum::<u64>() / PAGE_SIZE as u64);
         if report.stops > 0 {
