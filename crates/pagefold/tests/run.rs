@@ -181,6 +181,35 @@ fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
     }
 }
 
+/// As in a container, whose /run ends with it.
+#[test]
+fn the_knobs_of_a_killed_run_with_a_run_directory_of_its_own_are_restored_by_doctor() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut pair = pair(96, 0, 12);
+    let pids = pids(&pair);
+    let script = "mount -t tmpfs own /run && exec \"$@\"";
+    let mut command = std::process::Command::new("unshare");
+    command.args(["-m", "sh", "-c", script, "sh"]).arg(program()).args(with_pids(&["run", "--json"], &pids, &[]));
+    let daemon = Daemon::of(&mut command);
+    wait_for_kick();
+    assert!(!Path::new(STATE_FILE).exists());
+    // While it runs, nothing is taken from it.
+    let output = pagefold(&["doctor", "--fix"]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains(&format!("held by process {}", daemon.pid())), "{text}");
+    daemon.signal(libc::SIGKILL);
+    assert_eq!(daemon.end().code, None);
+    assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as the run left them");
+    let output = pagefold(&["doctor"]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains("its state file is not here") && text.contains("pagefold doctor --fix"), "{text}");
+    let output = pagefold(&["doctor", "--fix"]);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    ksm.assert_knobs_restored_except(&["max_page_sharing"]);
+    assert_intact(&mut pair);
+    give_back(&ksm, &mut pair);
+}
+
 #[test]
 fn a_process_that_starts_later_is_matched_by_its_name() {
     let Some(ksm) = KsmAtRest::take() else { return };

@@ -120,6 +120,23 @@ fn a_running_ksmd_is_ok_if_pagefold_is_running() {
 }
 
 #[test]
+fn knobs_of_a_pagefold_with_a_run_directory_of_its_own_are_found() {
+    let knob = |dir: &Path, name: &str, value: &str| write(&dir.join("sys/kernel/mm/ksm").join(name), value);
+    let left = found(|dir, _| {
+        knob(dir, "sleep_millisecs", "2147483649");
+        knob(dir, "use_zero_pages", "1");
+    });
+    assert_eq!(left, [("state", Severity::Warning)]);
+    let running = found(|dir, _| {
+        knob(dir, "run", "1");
+        knob(dir, "pages_to_scan", "4294967295");
+    });
+    assert_eq!(running, [("run", Severity::Blocker), ("state", Severity::Warning)]);
+    // What an administrator sets is none of pagefold's business.
+    assert_eq!(found(|dir, _| knob(dir, "sleep_millisecs", "200")), []);
+}
+
+#[test]
 fn state_left_by_a_crash_or_deferred_is_found() {
     let left = |boot: &str, holder: Option<Holder>| {
         found(|_, roots| {

@@ -1,5 +1,6 @@
 //! The knobs in sysfs that set how ksmd scans and merges (Documentation/admin-guide/mm/ksm.rst).
 
+use super::state_file::ENDLESS_SLEEP;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -34,6 +35,17 @@ impl Knob {
         Self::MergeAcrossNodes,
         Self::SmartScan,
     ];
+
+    /// The kernel's default (mm/ksm.c, Linux 6.18).
+    pub const fn default_value(self) -> u64 {
+        match self {
+            Self::Run | Self::UseZeroPages => 0,
+            Self::PagesToScan => 100,
+            Self::SleepMillisecs => 20,
+            Self::MaxPageSharing => 256,
+            Self::MergeAcrossNodes | Self::SmartScan => 1,
+        }
+    }
 
     /// The name of its file in sysfs.
     pub const fn file_name(self) -> &'static str {
@@ -77,6 +89,30 @@ pub struct Knobs {
 }
 
 impl Knobs {
+    /// The value of a knob; `None` if this kernel does not have it.
+    pub fn value(&self, knob: Knob) -> Option<u64> {
+        match knob {
+            Knob::Run => Some(self.run),
+            Knob::PagesToScan => Some(self.pages_to_scan),
+            Knob::SleepMillisecs => Some(self.sleep_millisecs),
+            Knob::MaxPageSharing => Some(self.max_page_sharing),
+            Knob::UseZeroPages => Some(self.use_zero_pages.into()),
+            Knob::MergeAcrossNodes => self.merge_across_nodes.map(u64::from),
+            Knob::SmartScan => self.smart_scan.map(u64::from),
+        }
+    }
+
+    /// The knobs that differ from the kernel's defaults if a pagefold has set them, with their values. Only pagefold lets
+    /// ksmd sleep without end, or scan everything in one batch: without a state file, that of the run is out of sight, or
+    /// lost with a file system of its own at /run.
+    pub fn orphaned(&self) -> Vec<(Knob, u64)> {
+        if self.sleep_millisecs < ENDLESS_SLEEP && self.pages_to_scan != u64::from(u32::MAX) {
+            return Vec::new();
+        }
+        let values = Knob::ALL.into_iter().filter_map(|knob| Some((knob, self.value(knob)?)));
+        values.filter(|&(knob, value)| value != knob.default_value()).collect()
+    }
+
     /// Whether the kernel's advisor sets `pages_to_scan`.
     pub fn advisor_on(&self) -> bool {
         self.advisor_mode.as_deref().is_some_and(|mode| mode != "none")

@@ -11,7 +11,7 @@ use super::lock::{LOCK_PATH, Lock, LockError};
 use super::restore::{RestoreOutcome, restore};
 use super::state_file::{Holder, STATE_PATH, State, StateError, boot_id};
 use crate::proc::list::programs_named;
-use crate::proc::process::ReadError;
+use crate::proc::process::{Process, ReadError};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -268,6 +268,44 @@ pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<R
 pub fn restore_deferred(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
     let lock = Lock::try_take(&paths.lock)?;
     recover(ksm, &lock, paths)
+}
+
+/// Gives the knobs that a pagefold has left changed, whose state file is not visible here, the kernel's defaults. `None` if
+/// there is nothing to do.
+///
+/// # Errors
+///
+/// [`TakeError::Busy`] if a pagefold that may drive KSM still runs.
+pub fn restore_orphaned(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
+    let lock = Lock::try_take(&paths.lock)?;
+    let orphaned = ksm.knobs()?.orphaned();
+    if orphaned.is_empty() || State::load(&paths.state)?.is_some() {
+        return Ok(None);
+    }
+    if let Some(pid) = running_pagefold(&paths.proc_root)? {
+        return Err(TakeError::Busy { pid });
+    }
+    let defaults = orphaned.iter().map(|&(knob, _)| (knob, knob.default_value())).collect();
+    let mut state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, defaults);
+    state.turned.extend(orphaned.iter().map(|&(knob, value)| (knob, vec![value])));
+    state.save(&paths.state)?;
+    let now = orphaned.into_iter().collect();
+    let writer = Arc::new(KnobWriter::new(ksm.clone(), lock, paths.state.clone(), state, now));
+    Ok(Some(restore(&writer, DROP_LIMIT)))
+}
+
+/// Another pagefold that may drive KSM, as far as processes are visible.
+fn running_pagefold(proc_root: &Path) -> Result<Option<i32>, TakeError> {
+    let own = i32::try_from(std::process::id()).unwrap_or(0);
+    let drives = |pid: i32| {
+        let command = Process::open_at(proc_root, pid).and_then(|process| process.read_file("cmdline"));
+        command.is_ok_and(|line| {
+            let word = line.split(|&byte| byte == 0).nth(1).unwrap_or_default();
+            [&b"run"[..], b"unmerge", b"demo"].contains(&word)
+        })
+    };
+    let running = programs_named(proc_root, &["pagefold"])?;
+    Ok(running.into_iter().map(|(pid, _)| pid).find(|&pid| pid != own && drives(pid)))
 }
 
 /// Finds out whether another program drives KSM.

@@ -8,7 +8,7 @@ use pagefold_cli::style;
 use pagefold_linux::check::diagnose::{Finding, Severity, examine};
 use pagefold_linux::check::facts::MachinePaths;
 use pagefold_linux::ksm::RestoreOutcome;
-use pagefold_linux::ksm::lease::{KsmPaths, TakeError, restore_deferred};
+use pagefold_linux::ksm::lease::{KsmPaths, TakeError, restore_deferred, restore_orphaned};
 use pagefold_linux::ksm::lock::LockError;
 use pagefold_linux::ksm::{Ksm, KsmError};
 use serde_json::{Value, json};
@@ -24,7 +24,8 @@ pub struct DoctorArgs {
     /// Print the findings as JSON (schema pagefold.doctor/1)
     #[arg(long)]
     json: bool,
-    /// Restore the KSM knobs that an earlier run left changed because it was killed or pages were merged
+    /// Restore the KSM knobs that an earlier run left changed because it was killed or pages were merged. If its record of
+    /// them is lost, set the kernel's defaults
     #[arg(long)]
     fix: bool,
 }
@@ -108,7 +109,11 @@ fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
         Err(error) => return Err(error.into()),
     };
     let paths = KsmPaths { lock: roots.lock.clone(), state: roots.state.clone(), proc_root: roots.proc.clone() };
-    match restore_deferred(&ksm, &paths) {
+    let restored = match restore_deferred(&ksm, &paths) {
+        Ok(None) => restore_orphaned(&ksm, &paths),
+        other => other,
+    };
+    match restored {
         Ok(None) => Ok(Fixed::Nothing),
         Ok(Some(restored)) => Ok(Fixed::Done(restored)),
         Err(held @ (TakeError::Locked { .. } | TakeError::Busy { .. })) => Ok(Fixed::InUse(held.to_string())),
@@ -121,13 +126,7 @@ fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
 
 /// Prints the findings and the result of `--fix`, and returns the exit code.
 pub fn report(findings: &[Finding], fixed: Option<&Fixed>, as_json: bool) -> anyhow::Result<u8> {
-    let text = if as_json {
-        let mut text = serde_json::to_string_pretty(&document(findings, fixed))?;
-        text.push('\n');
-        text
-    } else {
-        list(findings, fixed, style::colours())
-    };
+    let text = if as_json { style::json(&document(findings, fixed))? } else { list(findings, fixed, style::colours()) };
     style::print(&text)?;
     Ok(code(findings))
 }

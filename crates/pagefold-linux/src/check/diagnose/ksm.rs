@@ -66,6 +66,12 @@ pub(super) fn run(facts: &MachineFacts) -> Finding {
     let merged = counters.pages_sharing.0 > 0;
     match knobs.run {
         1 if ours => ok("run", "ksmd is driven by a running pagefold"),
+        1 if !knobs.orphaned().is_empty() && facts.state == Fact::Absent => blocker(
+            "run",
+            "ksmd is running already (run is 1)",
+            "a pagefold drives it, or has left it running, whose files are not visible here",
+            "see the finding `state`",
+        ),
         1 => blocker(
             "run",
             "ksmd is running already (run is 1)",
@@ -139,7 +145,19 @@ pub(super) fn lock(facts: &MachineFacts) -> Finding {
 
 pub(super) fn state(facts: &MachineFacts) -> Finding {
     match &facts.state {
-        Fact::Absent => ok("state", "no earlier run left knobs changed"),
+        Fact::Absent => {
+            let orphaned = facts.ksm.known().map(|(knobs, _)| knobs.orphaned()).unwrap_or_default();
+            if orphaned.is_empty() || facts.lock_holder.known().is_some() {
+                return ok("state", "no earlier run left knobs changed");
+            }
+            let knobs = orphaned.iter().map(|(knob, value)| format!("{knob} {value}")).collect::<Vec<_>>().join(", ");
+            warning(
+                "state",
+                format!("pagefold has set {knobs}, and its state file is not here: it had a /run of its own"),
+                "the original values are not known, and ksmd may be scanning without need",
+                "if no pagefold runs in any container: pagefold doctor --fix, which sets the kernel's defaults",
+            )
+        }
         Fact::Is(found) if found.holder_alive => ok("state", "the running pagefold has saved KSM's knobs"),
         Fact::Is(found) if !found.this_boot => ok("state", "a state file of an earlier boot, which is obsolete"),
         Fact::Is(found) => {
