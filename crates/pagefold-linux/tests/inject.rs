@@ -466,9 +466,10 @@ fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
     }
     let mut without = 0;
     for checks in [false, true] {
-        let mut victim = Victim::try_start(&["execs", "300"]).unwrap();
+        let mut victim = Victim::try_start(&["torture", "execs"]).unwrap();
         let (mut made, mut refused) = (0, 0);
-        while victim.child.try_wait().unwrap().is_none() {
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_secs(3) || made == 0 && begun.elapsed() < Duration::from_secs(60) {
             let Ok(judged) = ProgramId::of(&victim.process) else { continue };
             let Ok(maps) = victim.process.read_file("maps") else { continue };
             let maps = String::from_utf8(maps).unwrap();
@@ -488,6 +489,7 @@ fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
                 Err(_) => {}
             }
         }
+        victim.finish("execs");
         println!("checked {checks}: {made} calls made, {refused} refused, {without} in another program");
         assert!(made > 0 && (!checks || refused > 0));
     }

@@ -37,6 +37,7 @@ fn a_killed_injector_comes_back_and_memory_is_merged() {
     let pids = [holders[0].pid(), holders[1].pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full"]);
     // Before anything is marked, and once more.
+    wait_until("the run has begun", || Path::new(STATE_FILE).exists());
     let first = next_injector(&daemon, 0);
     send(first, libc::SIGKILL);
     let second = next_injector(&daemon, first);
