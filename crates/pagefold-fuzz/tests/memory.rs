@@ -1,0 +1,115 @@
+//! How much memory the parsers take for what targets make of the files in `/proc`: 100 MB of each, far more than the kernel
+//! lets a process cause. The text itself is not counted. The bound is 1 MiB, except for parsers that collect names or lines:
+//! theirs is what they take, so that it does not grow.
+#![allow(unsafe_code, reason = "an allocator that counts")]
+
+use pagefold_linux::fuzzing;
+use pagefold_linux::os::pressure::{parse_meminfo, parse_pressure};
+use pagefold_linux::proc::maps::{parse_maps, parse_smaps};
+use pagefold_linux::proc::process::Stat;
+use pagefold_linux::proc::status::Status;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+const MIB: usize = 1 << 20;
+const BYTES: usize = 100_000_000;
+
+struct Counting;
+
+static HELD: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: all requests are passed on to the system's allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let held = HELD.fetch_add(layout.size(), Relaxed) + layout.size();
+        MOST.fetch_max(held, Relaxed);
+        // SAFETY: as promised by the caller.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        HELD.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: as promised by the caller.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The most memory held at once by a call, apart from what was held before.
+fn most_held(call: impl FnOnce()) -> usize {
+    let before = HELD.load(Relaxed);
+    MOST.store(before, Relaxed);
+    call();
+    MOST.load(Relaxed) - before
+}
+
+/// The text repeated.
+fn repeated(text: &str) -> Vec<u8> {
+    text.as_bytes().iter().copied().cycle().take(BYTES / text.len() * text.len()).collect()
+}
+
+/// The text with one very long part.
+fn long(before: &str, byte: u8, after: &str) -> Vec<u8> {
+    [before.as_bytes(), &vec![byte; BYTES], after.as_bytes()].concat()
+}
+
+/// Mappings with names of this length, as many as make up the text.
+fn mappings(name: usize, counters: &str) -> Vec<u8> {
+    let mut text = Vec::with_capacity(BYTES);
+    let name = "n".repeat(name);
+    for at in (1_u64..).take_while(|at| at * 2 < 1 << 35) {
+        let line = format!("{:x}000-{:x}000 rw-p 00000000 00:00 0 /{name}\n{counters}", 2 * at, 2 * at + 1);
+        if text.len() + line.len() > BYTES {
+            break;
+        }
+        text.extend(line.bytes());
+    }
+    text
+}
+
+type Parse = fn(&[u8]);
+
+#[test]
+fn parsers_take_little_memory_for_any_text() {
+    const NAMES: usize = 1_400;
+    let counters = "Rss: 4 kB\nAnonymous: 4 kB\nVmFlags: rd wr mr mw me ac\n";
+    let maps: Parse = |text| drop(parse_maps(text));
+    let smaps: Parse = |text| drop(parse_smaps(text));
+    let stat: Parse = |text| drop(Stat::parse(text));
+    let status: Parse = |text| drop(Status::parse(text));
+    let cgroup: Parse = |text| drop(fuzzing::cgroups(text));
+    let meminfo: Parse = |text| _ = parse_meminfo(text);
+    let pressure: Parse = |text| _ = parse_pressure(text);
+    let ksm_stat: Parse = |text| _ = fuzzing::ksm_stat(text);
+    // The bound in MiB.
+    let cases: [(&str, Parse, Vec<u8>, usize); 16] = [
+        ("maps, as many mappings as are permitted", maps, mappings(NAMES, ""), 128),
+        ("maps, short lines", maps, mappings(1, ""), 512),
+        ("maps, one line", maps, long("1000-2000 rw-p 0 00:00 0 /", b'n', "\n"), 128),
+        ("smaps, as many mappings as are permitted", smaps, mappings(NAMES, counters), 160),
+        ("smaps, short lines", smaps, mappings(1, counters), 384),
+        ("smaps, flags", smaps, long("1000-2000 rw-p 0 00:00 0 \nVmFlags:", b' ', "rd\n"), 1),
+        ("stat, parentheses", stat, long("1 (", b')', ") S 1 1"), 128),
+        ("stat, numbers", stat, long("1 (a) S", b' ', "1"), 1),
+        ("status, fields", status, repeated("Uid:\t1\t2\t3\t4\n"), 1),
+        ("status, one field", status, long("Name:\t", b'n', "\nUid:\t1\t2\t3\t4\n"), 1),
+        ("cgroup, many groups", cgroup, repeated("0:cpu,memory:/group\n"), 768),
+        ("cgroup, one group", cgroup, long("0::/", b'g', "\n"), 128),
+        ("meminfo", meminfo, repeated("MemTotal: 1 kB\nMemAvailable: 1 kB\n"), 1),
+        ("pressure", pressure, repeated("some avg10=1.00 avg60=1.00 avg300=1.00 total=1\n"), 1),
+        ("ksm_stat", ksm_stat, repeated("ksm_zero_pages 1\nksm_merge_any: no\n"), 1),
+        ("ksm_stat, one line", ksm_stat, long("ksm_zero_pages ", b'1', "\n"), 1),
+    ];
+    let mut broken = Vec::new();
+    for (name, parse, text, most_mib) in &cases {
+        let held = most_held(|| parse(text));
+        println!("{name}: {:.1} MiB", held as f64 / MIB as f64);
+        if held > most_mib * MIB {
+            broken.push(format!("{name}: {} MiB, not {most_mib}", held.div_ceil(MIB)));
+        }
+    }
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
+}
