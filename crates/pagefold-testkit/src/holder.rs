@@ -114,6 +114,12 @@ impl Holder {
         self.pages = pages;
     }
 
+    /// The cycles that a write to each of its pages takes.
+    pub fn times_of_writes(&mut self) -> Vec<u64> {
+        let pages = self.ask("time");
+        (0..pages).map(|_| answer(&mut self.answers)).collect()
+    }
+
     /// Gives it any other command of the program `holder`, and returns its answer.
     pub fn ask(&mut self, command: &str) -> u64 {
         writeln!(self.commands, "{command}").unwrap();

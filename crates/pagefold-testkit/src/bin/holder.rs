@@ -4,6 +4,8 @@
 //! number: `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` with 0, `fork` with the child's
 //! pid, `check` with the number of pages that do not have the content written to them. It ends with its input.
 //!
+//! `time` answers with the number of its pages, then for each with the cycles that a write to it takes, a line each.
+//!
 //! Commands that change what it is, or what its memory is for: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`, `register
 //! FIRST PAGES` (userfaultfd, write protection), `dumpable 0|1`, `user ID` (and group; stays dumpable), `group ID`, `sleep`
 //! (uninterruptibly, for good) and `exec PAGES PROGRAM` (the new program, a copy of this one, answers with its first page).
@@ -114,6 +116,11 @@ fn main() {
                 answer(0);
                 sleep_uninterruptibly();
             }
+            ("time", []) => {
+                let cycles: Vec<u64> = bytes.chunks_exact_mut(PAGE).map(time_of_write).collect();
+                answer(pages as u64);
+                cycles.into_iter().for_each(answer);
+            }
             ("fork", []) => answer(fork()),
             ("check", []) => {
                 let mut expected = [0; PAGE];
@@ -129,6 +136,26 @@ fn main() {
         }
     }
     std::hint::black_box(bytes);
+}
+
+/// The cycles that it takes to write to a page, whose content stays.
+fn time_of_write(page: &mut [u8]) -> u64 {
+    use std::arch::x86_64::{_mm_lfence, _mm_mfence, _rdtsc};
+    let last = &raw mut page[PAGE - 1];
+    // SAFETY: a byte of the page, to which a reference is held. The instructions are part of x86-64.
+    #[allow(unused_unsafe)]
+    unsafe {
+        // Read first: the translation of the address is cached, so that a write that changes nothing else is fast.
+        let byte = last.read_volatile();
+        _mm_mfence();
+        _mm_lfence();
+        let begun = _rdtsc();
+        _mm_lfence();
+        last.write_volatile(byte);
+        _mm_mfence();
+        _mm_lfence();
+        _rdtsc() - begun
+    }
 }
 
 /// Starts a child that holds what it inherited; its pid.
