@@ -457,6 +457,36 @@ fn a_call_that_does_not_end_is_aborted() {
     victim.finish("idle");
 }
 
+/// A fork of 512 MiB holds the lock of the memory map for milliseconds, and what is done in a stop waits for it.
+#[test]
+fn stops_are_short_beside_a_sibling_that_forks() {
+    if !can_inject() {
+        return;
+    }
+    let mut victim = Victim::start("forks");
+    assert_eq!(victim.line(), "forking");
+    let (mut stops, mut refused) = (Vec::new(), 0);
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(30) && stops.len() < 400 {
+        match victim.mark(MERGEABLE) {
+            Ok(report) => stops.push(report.longest_stop_ns),
+            Err(error) => {
+                assert!(error.is_passing(), "{error}");
+                refused += 1;
+            }
+        }
+        pause_ms(5);
+    }
+    stops.sort_unstable();
+    let at = |permille: usize| stops[(stops.len() - 1) * permille / 1000] as f64 / 1e6;
+    let [half, tenth, hundredth, most] = [500, 900, 990, 1000].map(at);
+    let count = stops.len();
+    println!("{count} stops, {refused} refused; ms: p50 {half:.3}, p90 {tenth:.3}, p99 {hundredth:.3}, max {most:.3}");
+    assert!(count > 20 && half < 20.0 && most < 1000.0);
+    victim.send();
+    victim.expect_ok("forks");
+}
+
 /// An exec keeps pid and start time. The address of the memory to mark is that of a program that was seen, and differs in
 /// every other one: a call made in another program fails.
 #[test]

@@ -59,7 +59,7 @@ fn names_with_escape_sequences_are_escaped_in_every_output() {
     let mut check = |args: &[&str]| {
         let output = pagefold(args);
         assert_safe(&args.join(" "), &output);
-        said += &(String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr)).into_owned();
+        said += &(String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr));
     };
     check(&["scan", "--pid", &pid]);
     check(&["scan", "--json", "--cgroup", path]);

@@ -11,7 +11,7 @@ use super::thread::{self, Activity, Candidate, Choice};
 use super::tracee::{self, StopEnd, StopResult, Tracee, clock_ns, repair, wait_for_trap};
 use super::trampoline::{self, Trampoline};
 use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
-use crate::proc::image::ProgramId;
+use crate::proc::image::{AddressSpace, ProgramId};
 use crate::proc::process::Process;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
@@ -20,6 +20,10 @@ use std::time::Duration;
 /// Time for preparing (reading `/proc`, attaching) before the wait for the stop. Attaching waits for an exec in progress,
 /// and that for its file system.
 const PREPARING: Duration = Duration::from_secs(2);
+
+/// A memory map's lock that takes longer than this is not free, and the number of tries.
+const LOCK_LIMIT: Duration = Duration::from_millis(1);
+const LOCK_TRIES: u32 = 4;
 
 /// The result of an attempt.
 #[derive(Debug)]
@@ -189,6 +193,9 @@ fn one_stop(
     let stack_check = trampoline.and_then(|_| StackCheck::open(process, tid_chosen));
     let mut frame = ReturnFrame::new();
     let mut answers = vec![0_i64; calls.len()];
+    if !is_unlocked(process) {
+        return busy();
+    }
     if let Err(errno) = ptrace::seize(tid_chosen) {
         return OneStop::Over(refused(process, tid_chosen, errno).unstopped());
     }
@@ -222,6 +229,7 @@ fn one_stop(
     let tracee = Tracee {
         tid: tid_chosen,
         program,
+        since_ns,
         by_us: signal == libc::SIGTRAP,
         is_main_thread: tid_chosen == pid,
         instruction,
@@ -252,6 +260,15 @@ fn one_stop(
         StopEnd::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
     };
     OneStop::Over(Ended { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict })
+}
+
+/// Whether the lock of the memory map is free: what is done in a stop, and the call, waits for it, for as long as a sibling's
+/// fork copies the page tables. A wait for it ends with the lock free.
+///
+/// Asked before the thread is attached to: it could not be waited for then.
+fn is_unlocked(process: &Process) -> bool {
+    let Ok(space) = AddressSpace::of(process) else { return true };
+    (0..LOCK_TRIES).any(|_| space.is_unlocked(LOCK_LIMIT))
 }
 
 /// Whether a freezer kept a thread from its call. After its release the thread takes a moment to be frozen again.

@@ -20,6 +20,8 @@ const RESTARTS: u32 = 4;
 const GRACE_NS: u64 = 500_000_000;
 /// For how long a wait polls without sleeping: most stops come within 20 us, and a sleep takes longer.
 const SPIN_NS: u64 = 200_000;
+/// A stop that has lasted so long before the first call ends without one.
+const LATE_NS: u64 = 4_000_000;
 const LONGEST_NAP_NS: u64 = 5_000_000;
 
 /// Waits until the tracer or job control has stopped the thread. Signals that come first are delivered. `since_ns`
@@ -103,6 +105,8 @@ pub struct Tracee<'a> {
     pub tid: i32,
     /// The program that the calls are for, if not any.
     pub program: Option<(&'a Process, ProgramId)>,
+    /// When it was stopped.
+    pub since_ns: u64,
     /// Stopped by the tracer's interrupt, not by job control.
     pub by_us: bool,
     pub is_main_thread: bool,
@@ -162,17 +166,27 @@ impl Tracee<'_> {
         if !can_suspend && !unfiltered(tid) {
             return release(StopEnd::Filtered);
         }
+        if self.is_late() {
+            return release(StopEnd::Unstable);
+        }
         let trampoline = self.trampoline.filter(|found| self.write_frame(frame, &original, mask, *found));
         fault::point("frame-written");
         let calling = Calling { tracee: self, original: &original, mask, trampoline, frame, can_suspend };
-        if !progress.enter() {
+        let is_late = self.is_late();
+        if is_late || !progress.enter() {
             calling.undo_frame();
-            return release(StopEnd::Abandoned);
+            return release(if is_late { StopEnd::Unstable } else { StopEnd::Abandoned });
         }
         let since_ns = clock_ns();
         let (made, end) = calling.run(calls, answers, limits, progress);
         progress.leave();
         StopResult { made, end, unguarded: trampoline.is_none(), away_ns: clock_ns().saturating_sub(since_ns) }
+    }
+
+    /// Whether the memory read so far has taken so long that a sibling holds the lock of the memory map, for which the call
+    /// would wait as well.
+    fn is_late(&self) -> bool {
+        clock_ns().saturating_sub(self.since_ns) > LATE_NS
     }
 
     /// Writes the return frame. False: nothing was written.

@@ -8,6 +8,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
 
 /// Identifies the execution of a program: a hash of the auxiliary vector, which holds addresses that the kernel chooses at
 /// random at each exec. Processes forked from each other have the same until one of them executes a program.
@@ -63,6 +64,14 @@ impl AddressSpace {
     /// the kernel refuses an odd position before it takes one, but only if the address space exists (fs/proc/task_mmu.c).
     pub(crate) fn exists(&self) -> bool {
         !matches!(self.0.read_at(&mut [0; 1], 1), Ok(0))
+    }
+
+    /// Waits for the lock of its memory map. Returns whether that was free, so that this took less than `limit`.
+    pub(crate) fn is_unlocked(&self, limit: Duration) -> bool {
+        let begun = Instant::now();
+        // The entry of page 0 (`pagemap_read`, fs/proc/task_mmu.c).
+        let _ = self.0.read_at(&mut [0; 8], 0);
+        begun.elapsed() < limit
     }
 }
 

@@ -80,6 +80,7 @@ fn run(mode: &str) -> Result<(), String> {
         "filter-trap" => seccomp::filtered(libc::SECCOMP_RET_TRAP),
         "rseq" => rseq::rseq(),
         "churn" => states::churn(),
+        "forks" => states::forks(),
         _ => blocking::blocking(mode),
     }
 }

@@ -104,3 +104,24 @@ pub fn churn() -> Result<(), String> {
     }
     Ok(())
 }
+
+/// Forks without pause, with 512 MiB of page tables to copy, until a byte comes.
+pub fn forks() -> Result<(), String> {
+    const BYTES: usize = 512 << 20;
+    let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    unsafe {
+        let memory = libc::mmap(std::ptr::null_mut(), BYTES, access, flags, -1, 0);
+        libc::madvise(memory, BYTES, libc::MADV_NOHUGEPAGE);
+        for page in (0..BYTES).step_by(4096) {
+            memory.cast::<u8>().add(page).write(1);
+        }
+    }
+    std::thread::spawn(|| {
+        loop {
+            let child = forked(|| {});
+            unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        }
+    });
+    println!("forking");
+    command().map(drop)
+}
