@@ -211,7 +211,7 @@ fn seccomp_filters_are_suspended_and_restored() {
         if dies {
             // Its own madvise runs into the filter.
             use std::os::unix::process::ExitStatusExt;
-            let signal = victim.child.wait().unwrap().signal();
+            let signal = victim.program.child.0.wait().unwrap().signal();
             assert_eq!(signal, Some(if mode == "strict" { libc::SIGKILL } else { libc::SIGSYS }), "{mode}");
         }
     }
@@ -257,7 +257,7 @@ fn each_process_that_cannot_be_injected_has_its_own_error() {
     victim.kill(libc::SIGKILL);
     victim.wait_state(b'Z');
     assert_eq!(victim.mark(MERGEABLE), Err(InjectError::Zombie { pid: victim.pid() }));
-    victim.child.wait().unwrap();
+    victim.program.child.0.wait().unwrap();
     assert_eq!(victim.mark(MERGEABLE), Err(InjectError::Vanished { pid: victim.pid() }));
     // An empty batch does not stop its target.
     assert_eq!(inject(&Process::open(1).unwrap(), &[], &limits), Ok(InjectionReport::default()));
@@ -269,17 +269,15 @@ fn a_32_bit_program_is_refused_untouched() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let mut child = match start_compat(dir.path()) {
+    let child = match start_compat(dir.path()) {
         Ok(child) => child,
         Err(why) => return skip_unsupported(why),
     };
-    let pid = i32::try_from(child.id()).unwrap();
+    let pid = child.pid();
     pause_ms(20);
     let process = Process::open(pid).unwrap();
     let refused = inject(&process, &[Call::madvise(0, 0, MERGEABLE)], &Limits::default());
     let state = process.stat().unwrap().state;
-    child.kill().unwrap();
-    child.wait().unwrap();
     assert_eq!(refused, Err(InjectError::Compat { pid }));
     assert_eq!(state, b'S');
 }

@@ -8,13 +8,12 @@ use pagefold_linux::ksm::controller::KsmdController;
 use pagefold_linux::ksm::ksmd::Ksmd;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, OtherDriver, TakeError, recover, restore_deferred};
 use pagefold_linux::ksm::lock::Lock;
-use pagefold_linux::ksm::{KSM_ROOT, Knob, Ksm};
+use pagefold_linux::ksm::{KSM_ROOT, Knob, Ksm, RestoreOutcome};
 use pagefold_linux::proc::cpu::process_cpu_ns;
 use pagefold_linux::proc::process::Process;
-use pagefold_testkit::{Holder, KsmAtRest, MIB, skip_unsupported, victim_binary};
-use std::io::{BufRead, BufReader};
+use pagefold_testkit::{Holder, KsmAtRest, MIB, Script, skip_unsupported, victim_binary};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -45,6 +44,10 @@ impl Fixture {
         let paths =
             KsmPaths { lock: dir.path().join("lock"), state: dir.path().join("state.json"), ..KsmPaths::default() };
         Some(Self { ksm, ksmd, paths, _dir: dir, _at_rest: at_rest })
+    }
+
+    fn take_lease(&self) -> Result<KsmLease, TakeError> {
+        KsmLease::take(self.ksm.clone(), &self.paths, &InitialKnobs::default())
     }
 
     fn read(&self, knob: Knob) -> u64 {
@@ -89,6 +92,24 @@ impl Fixture {
         self.write(Knob::Run, 2);
         self.write(Knob::Run, 0);
     }
+}
+
+fn controller(lease: &KsmLease) -> KsmdController {
+    KsmdController::start(lease, Ksmd::find().unwrap()).unwrap()
+}
+
+/// Gives an order and waits until it is done.
+#[track_caller]
+fn order(controller: &KsmdController, order: ScanOrder) {
+    controller.order(order);
+    assert!(controller.wait_idle(LIMIT));
+}
+
+/// Every knob is restored, or cannot be while pages are merged.
+#[track_caller]
+fn assert_restored(restored: &RestoreOutcome) {
+    let RestoreOutcome { overridden, failed, pending, .. } = restored;
+    assert!(overridden.is_empty() && failed.is_empty() && pending.is_empty(), "{restored:?}");
 }
 
 #[test]
@@ -187,16 +208,14 @@ fn a_lease_merges_rests_and_restores() {
     let Some(fixture) = Fixture::take() else { return };
     let victim = Holder::duplicated(64 * PAGES_PER_MIB);
     let before = fixture.ksm.knobs().unwrap();
-    let lease = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default()).unwrap();
+    let lease = fixture.take_lease().unwrap();
     assert!(lease.unavailable().is_empty());
     assert_eq!(fixture.read(Knob::MaxPageSharing), 4096);
-    let controller = KsmdController::start(&lease, Ksmd::find().unwrap()).unwrap();
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
+    let controller = controller(&lease);
+    order(&controller, ScanOrder::KICK);
     for _ in 0..3 {
         let scans = fixture.scans();
-        controller.order(ScanOrder::KICK);
-        assert!(controller.wait_idle(LIMIT));
+        order(&controller, ScanOrder::KICK);
         assert_eq!(fixture.scans() - scans, 1, "one kick, one scan");
     }
     let saved = fixture.ksm.counters().unwrap().pages_sharing.0;
@@ -206,26 +225,20 @@ fn a_lease_merges_rests_and_restores() {
     fixture.assert_ksmd_idle();
     lease.check().unwrap();
 
-    controller.order(ScanOrder::Pace { pages_to_scan: 500, sleep_ms: 10, thorough: false });
-    assert!(controller.wait_idle(LIMIT));
+    order(&controller, ScanOrder::Pace { pages_to_scan: 500, sleep_ms: 10, thorough: false });
     let scanned = fixture.ksm.pages_scanned().unwrap();
     std::thread::sleep(Duration::from_millis(200));
     assert!(fixture.ksm.pages_scanned().unwrap() > scanned + 1000);
-    controller.order(ScanOrder::Rest);
-    assert!(controller.wait_idle(LIMIT));
+    order(&controller, ScanOrder::Rest);
     fixture.settle();
     fixture.assert_ksmd_idle();
     let scans = fixture.scans();
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
+    order(&controller, ScanOrder::KICK);
     assert_eq!(fixture.scans() - scans, 2, "the rest of the paced scan, and one from the beginning");
 
     let restored = lease.restore(LIMIT);
     assert_eq!(restored.deferred, [(Knob::MaxPageSharing, 256)], "{restored:?}");
-    assert!(
-        restored.overridden.is_empty() && restored.failed.is_empty() && restored.pending.is_empty(),
-        "{restored:?}"
-    );
+    assert_restored(&restored);
     assert_eq!(fixture.ksm.counters().unwrap().pages_sharing.0, saved, "what is merged stays merged");
     fixture.settle();
     fixture.assert_ksmd_idle();
@@ -233,7 +246,7 @@ fn a_lease_merges_rests_and_restores() {
     assert_eq!((after.run, after.pages_to_scan, after.sleep_millisecs), (0, 100, 20));
 
     // A second lease keeps the original value.
-    let lease = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default()).unwrap();
+    let lease = fixture.take_lease().unwrap();
     assert_eq!(lease.restore(LIMIT).deferred, [(Knob::MaxPageSharing, 256)]);
     drop(victim);
     fixture.unmerge();
@@ -250,12 +263,11 @@ fn a_thorough_scan_merges_what_smart_scan_skips() {
         return skip_unsupported("this kernel has no smart_scan (Linux 6.7)");
     }
     let mut victim = Holder::random(32 * PAGES_PER_MIB);
-    let lease = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default()).unwrap();
-    let controller = KsmdController::start(&lease, Ksmd::find().unwrap()).unwrap();
+    let lease = fixture.take_lease().unwrap();
+    let controller = controller(&lease);
     let kick = |times, thorough| {
         for _ in 0..times {
-            controller.order(ScanOrder::Kick { thorough });
-            assert!(controller.wait_idle(LIMIT));
+            order(&controller, ScanOrder::Kick { thorough });
         }
         fixture.ksm.counters().unwrap().pages_sharing.0
     };
@@ -269,10 +281,7 @@ fn a_thorough_scan_merges_what_smart_scan_skips() {
     kick(1, false);
     assert_eq!(fixture.read(Knob::SmartScan), 1);
     let restored = lease.restore(LIMIT);
-    assert!(
-        restored.overridden.is_empty() && restored.failed.is_empty() && restored.pending.is_empty(),
-        "{restored:?}"
-    );
+    assert_restored(&restored);
     drop(victim);
     fixture.settle();
 }
@@ -281,10 +290,9 @@ fn a_thorough_scan_merges_what_smart_scan_skips() {
 fn restoring_during_a_scan_returns_within_its_limit_and_is_completed() {
     let Some(fixture) = Fixture::take() else { return };
     let _victim = Holder::random(256 * PAGES_PER_MIB);
-    let lease = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default()).unwrap();
-    let controller = KsmdController::start(&lease, Ksmd::find().unwrap()).unwrap();
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
+    let lease = fixture.take_lease().unwrap();
+    let controller = controller(&lease);
+    order(&controller, ScanOrder::KICK);
     let is_scanning = (0..20).any(|_| {
         controller.order(ScanOrder::KICK);
         std::thread::sleep(Duration::from_millis(20));
@@ -311,27 +319,15 @@ fn restoring_during_a_scan_returns_within_its_limit_and_is_completed() {
 fn a_lease_of_a_killed_process_is_recovered() {
     let Some(fixture) = Fixture::take() else { return };
     let before = fixture.ksm.knobs().unwrap();
-    let mut child = Command::new(victim_binary("victim"))
-        .arg("lease")
-        .arg(fixture.paths.lock.parent().unwrap())
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-    assert_eq!(
-        line,
-        "taken
-"
-    );
-    let held = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+    let mut command = Command::new(victim_binary("victim"));
+    let mut other = Script::of(command.arg("lease").arg(fixture.paths.lock.parent().unwrap()));
+    assert_eq!(other.line(), "taken");
+    let held = Process::open(other.pid()).unwrap();
     assert!(process_cpu_ns(&held).unwrap() > 0);
     assert_eq!(fixture.read(Knob::Run), 1);
-    let taken = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default());
+    let taken = fixture.take_lease();
     assert!(matches!(taken, Err(TakeError::Locked { pid: Some(pid) }) if pid == held.pid()));
-    child.kill().unwrap();
-    child.wait().unwrap();
+    drop(other);
     assert_eq!(fixture.read(Knob::Run), 1, "the kernel does not restore it by itself");
     let lock = Lock::try_take(&fixture.paths.lock).unwrap();
     let restored = recover(&fixture.ksm, &lock, &fixture.paths).unwrap().unwrap();
@@ -343,18 +339,16 @@ fn a_lease_of_a_killed_process_is_recovered() {
 fn another_user_of_ksm_is_noticed() {
     let Some(fixture) = Fixture::take() else { return };
     fixture.write(Knob::Run, 1);
-    let taken = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default());
+    let taken = fixture.take_lease();
     assert!(matches!(taken, Err(TakeError::InUse(OtherDriver::Running))));
     fixture.write(Knob::Run, 0);
-    let lease = KsmLease::take(fixture.ksm.clone(), &fixture.paths, &InitialKnobs::default()).unwrap();
-    let controller = KsmdController::start(&lease, Ksmd::find().unwrap()).unwrap();
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
+    let lease = fixture.take_lease().unwrap();
+    let controller = controller(&lease);
+    order(&controller, ScanOrder::KICK);
     assert_eq!(controller.status().stood_down, None);
     fixture.write(Knob::PagesToScan, 123);
     assert!(matches!(lease.check(), Err(KnobError::Overridden(overridden)) if overridden.found == 123));
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
+    order(&controller, ScanOrder::KICK);
     assert!(controller.status().stood_down.is_some());
     assert_eq!(lease.restore(LIMIT).overridden.len(), 1);
     assert_eq!((fixture.read(Knob::PagesToScan), fixture.read(Knob::Run)), (123, 0));

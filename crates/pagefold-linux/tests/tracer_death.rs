@@ -98,7 +98,7 @@ impl Victim {
     fn end(&mut self, what: &str) {
         self.send();
         let stack = self.line();
-        assert_eq!(stack, "stack clean", "{}, {what}: {:?}", self.kind, self.victim.child.try_wait());
+        assert_eq!(stack, "stack clean", "{}, {what}: {:?}", self.kind, self.victim.program.child.0.try_wait());
         assert_eq!(self.line(), "ok", "{}, {what}", self.kind);
     }
 

@@ -1,10 +1,9 @@
 //! The handle of the victim `holder`: a process whose memory is written page by page as a test says.
 
-use crate::victim_binary;
+use crate::{Script, victim_binary};
 use pagefold_workload::contents;
-use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Command;
 
 /// A change of a holder's memory.
 #[derive(Clone, Copy, Debug)]
@@ -25,9 +24,7 @@ pub fn fill(page: &mut [u8], content: u64) {
 
 /// A process that holds memory. Killed when dropped.
 pub struct Holder {
-    child: Child,
-    commands: ChildStdin,
-    answers: BufReader<ChildStdout>,
+    program: Script,
     /// The number of its first page: the address divided by the page size.
     pub first: u64,
     /// Its size, in pages.
@@ -42,12 +39,9 @@ impl Holder {
 
     /// The same by another name of the program: a copy of it.
     pub fn start_as(program: &Path, pages: u64) -> Self {
-        let mut child =
-            Command::new(program).arg(pages.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let commands = child.stdin.take().unwrap();
-        let mut answers = BufReader::new(child.stdout.take().unwrap());
-        let first = answer(&mut answers);
-        Self { child, commands, answers, first, pages }
+        let mut program = Script::of(Command::new(program).arg(pages.to_string()));
+        let first = answer(&mut program);
+        Self { program, first, pages }
     }
 
     /// Starts a process with all of this memory marked, each page different from all others anywhere.
@@ -74,11 +68,11 @@ impl Holder {
 
     /// The first of so many contents that no other process writes.
     fn unique_content(&self) -> u64 {
-        u64::from(self.child.id()) << 32 | 1
+        u64::from(self.program.child.0.id()) << 32 | 1
     }
 
     pub fn pid(&self) -> i32 {
-        self.child.id().try_into().unwrap()
+        self.program.pid()
     }
 
     /// Makes a change and waits until it is made.
@@ -122,20 +116,12 @@ impl Holder {
 
     /// Gives it any other command of the program `holder`, and returns its answer.
     pub fn ask(&mut self, command: &str) -> u64 {
-        writeln!(self.commands, "{command}").unwrap();
-        answer(&mut self.answers)
+        self.program.say(command);
+        answer(&mut self.program)
     }
 }
 
-fn answer(answers: &mut impl BufRead) -> u64 {
-    let mut line = String::new();
-    answers.read_line(&mut line).unwrap();
-    line.trim().parse().unwrap_or_else(|_| panic!("the holder answered {line:?}"))
-}
-
-impl Drop for Holder {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn answer(program: &mut Script) -> u64 {
+    let line = program.line();
+    line.parse().unwrap_or_else(|_| panic!("the holder answered {line:?}"))
 }

@@ -1,16 +1,13 @@
 //! The handle of the victim `victim`, which injection tests work on.
 
 use crate::process::{status_field, wait_until};
-use crate::{skip, skip_unsupported, victim_binary};
+use crate::{OwnedChild, Script, skip, skip_unsupported, victim_binary};
 use pagefold_linux::inject::{Call, Errno, InjectError, InjectionReport, Injector, Limits, inject};
 use pagefold_linux::proc::process::Process;
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 pub const MERGEABLE: i32 = libc::MADV_MERGEABLE;
@@ -84,11 +81,9 @@ pub fn injector(mode: &str) -> Injector {
     Injector::spawn(Command::new(victim_binary("victim")).arg(mode)).unwrap()
 }
 
-/// A running victim. Killed when dropped.
+/// A running victim.
 pub struct Victim {
-    pub child: Child,
-    input: Box<dyn Write + Send>,
-    pub output: BufReader<ChildStdout>,
+    pub program: Script,
     pub process: Process,
     /// The memory to be marked.
     pub addr: u64,
@@ -111,47 +106,32 @@ impl Victim {
     /// Starts a victim with these arguments. The error is the reason why it cannot do what they say.
     pub fn try_start(args: &[&str]) -> Result<Self, String> {
         let mut command = Command::new(victim_binary("victim"));
-        command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped());
-        // The mode `registers` waits for input in a recv(2) that an injection must not interrupt.
-        let socket = (args[0] == "registers").then(|| {
-            let (ours, theirs) = UnixStream::pair().unwrap();
-            command.stdin(Stdio::from(OwnedFd::from(theirs)));
-            ours
-        });
         // SAFETY: prctl(2) is async-signal-safe.
         unsafe {
-            command.pre_exec(|| {
+            command.args(args).pre_exec(|| {
                 libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
                 Ok(())
             });
         }
-        let mut child = command.spawn().unwrap();
-        drop(command);
-        let input: Box<dyn Write + Send> = match socket {
-            Some(socket) => Box::new(socket),
-            None => Box::new(child.stdin.take().unwrap()),
-        };
-        let mut pid = i32::try_from(child.id()).unwrap();
-        let mut output = BufReader::new(child.stdout.take().unwrap());
-        let mut line = String::new();
-        output.read_line(&mut line).unwrap();
+        // The mode `registers` waits for input in a recv(2) that an injection must not interrupt.
+        let mut program =
+            if args[0] == "registers" { Script::with_socket(&mut command) } else { Script::of(&mut command) };
+        let mut pid = program.pid();
+        let mut line = program.line();
         // In a pid namespace of its own it is a child of the process that was started.
         if let Some(inside) = line.strip_prefix("child ") {
-            pid = inside.trim().parse().unwrap();
-            line.clear();
-            output.read_line(&mut line).unwrap();
+            pid = inside.parse().unwrap();
+            line = program.line();
         }
         let Some(fields) = line.strip_prefix("ready ") else {
-            let _ = child.kill();
-            let _ = child.wait();
-            return Err(line.trim_start_matches("bad: ").trim().to_owned());
+            return Err(line.trim_start_matches("bad: ").to_owned());
         };
         let mut fields = fields.split_whitespace();
         let addr = u64::from_str_radix(fields.next().unwrap(), 16).unwrap();
         let len = fields.next().unwrap().parse().unwrap();
         let inner_pid = fields.next().map_or(pid, |pid| pid.parse().unwrap());
         let process = Process::open(pid).map_err(|error| error.to_string())?;
-        Ok(Self { child, input, output, process, addr, len, inner_pid })
+        Ok(Self { program, process, addr, len, inner_pid })
     }
 
     pub fn pid(&self) -> i32 {
@@ -219,9 +199,7 @@ impl Victim {
 
     /// Reads a line.
     pub fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim_end().to_owned()
+        self.program.line()
     }
 
     /// Sends the byte that lets the victim go on.
@@ -231,7 +209,7 @@ impl Victim {
 
     pub fn send_byte(&mut self, byte: u8) {
         // A victim that is dead cannot read it, and prints no more either.
-        let _ = self.input.write_all(&[byte]);
+        let _ = self.program.input.write_all(&[byte]);
     }
 
     pub fn kill(&self, signal: i32) {
@@ -254,19 +232,12 @@ impl Victim {
     }
 }
 
-impl Drop for Victim {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 pub fn pause_ms(ms: u64) {
     std::thread::sleep(Duration::from_millis(ms));
 }
 
 /// Writes a 32-bit program that blocks in pause(2) into `dir`, and starts it. The error is the reason why it cannot run.
-pub fn start_compat(dir: &Path) -> Result<Child, String> {
+pub fn start_compat(dir: &Path) -> Result<OwnedChild, String> {
     let path = dir.join("compat");
     // ELF header, one program header, and: mov eax, 29 (pause); int 0x80; jmp back.
     let mut elf = vec![0x7f, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 3, 0, 1, 0, 0, 0];
@@ -276,5 +247,5 @@ pub fn start_compat(dir: &Path) -> Result<Child, String> {
     elf.extend([0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7, 0x90]);
     fs::write(&path, elf).unwrap();
     fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    Command::new(&path).spawn().map_err(|error| format!("32-bit programs cannot run: {error}"))
+    Command::new(&path).spawn().map(OwnedChild).map_err(|error| format!("32-bit programs cannot run: {error}"))
 }

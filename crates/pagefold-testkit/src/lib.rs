@@ -45,8 +45,8 @@ pub use pagefold::{
     with_pids,
 };
 pub use process::{
-    Marks, Script, Sleeper, assert_unmarked, has_merge_any, is_root, marks, send, state, status_field, vmstat,
-    wait_until, zombie,
+    Forked, Marks, OwnedChild, Script, Sleeper, assert_unmarked, has_merge_any, is_root, marks, send, state,
+    status_field, vmstat, wait_until, zombie,
 };
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};

@@ -2,7 +2,9 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Time limit of everything a test waits for. Far more than it takes: other programs may use the processors.
@@ -91,31 +93,60 @@ pub fn has_merge_any(pid: i32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap().contains("ksm_merge_any: yes")
 }
 
-/// A python3 program that communicates line by line. Killed when dropped.
+/// A child process. Killed and waited for when dropped.
+pub struct OwnedChild(pub Child);
+
+impl OwnedChild {
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.0.id()).unwrap()
+    }
+}
+
+impl Drop for OwnedChild {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A program that communicates line by line. Killed when dropped.
 pub struct Script {
-    child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
+    pub child: OwnedChild,
+    pub input: Box<dyn Write + Send>,
+    pub output: BufReader<ChildStdout>,
 }
 
 impl Script {
-    /// Starts it and waits until it prints `ready`.
+    /// Starts a python3 program and waits until it prints `ready`.
     #[track_caller]
     pub fn start(text: &str) -> Self {
-        let mut child = Command::new("python3")
-            .args(["-c", text])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("python3 (scripts/setup installs it)");
-        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        let mut script = Self { child, input, output };
+        let mut script = Self::of(Command::new("python3").args(["-c", text]));
         assert_eq!(script.line(), "ready");
         script
     }
 
+    /// Starts any program.
+    #[track_caller]
+    pub fn of(command: &mut Command) -> Self {
+        let mut child = spawn(command.stdin(Stdio::piped()));
+        let input = child.0.stdin.take().unwrap();
+        Self::new(child, Box::new(input))
+    }
+
+    /// Starts a program whose standard input is a socket.
+    #[track_caller]
+    pub fn with_socket(command: &mut Command) -> Self {
+        let (theirs, ours) = UnixStream::pair().unwrap();
+        Self::new(spawn(command.stdin(OwnedFd::from(theirs))), Box::new(ours))
+    }
+
+    fn new(mut child: OwnedChild, input: Box<dyn Write + Send>) -> Self {
+        let output = BufReader::new(child.0.stdout.take().unwrap());
+        Self { child, input, output }
+    }
+
     pub fn pid(&self) -> i32 {
-        i32::try_from(self.child.id()).unwrap()
+        self.child.pid()
     }
 
     /// Reads a line.
@@ -131,30 +162,57 @@ impl Script {
     }
 }
 
-impl Drop for Script {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+#[track_caller]
+fn spawn(command: &mut Command) -> OwnedChild {
+    let child = command.stdout(Stdio::piped()).spawn();
+    OwnedChild(child.unwrap_or_else(|error| panic!("{command:?}: {error} (scripts/setup installs what tests need)")))
 }
 
 /// A process that does nothing. Killed when dropped.
-pub struct Sleeper(Child);
+pub struct Sleeper(OwnedChild);
 
 impl Sleeper {
     pub fn start() -> Self {
-        Self(Command::new("sleep").arg("600").stdin(Stdio::null()).spawn().unwrap())
+        Self(OwnedChild(Command::new("sleep").arg("600").stdin(Stdio::null()).spawn().unwrap()))
     }
 
     pub fn pid(&self) -> i32 {
-        i32::try_from(self.0.id()).unwrap()
+        self.0.pid()
     }
 }
 
-impl Drop for Sleeper {
+/// A forked child of this process. Killed and waited for when dropped.
+pub struct Forked(pub i32);
+
+impl Forked {
+    /// Forks a child that makes these calls, which must be safe after a fork, and then stops.
+    pub fn start(act: impl FnOnce()) -> Self {
+        // SAFETY: the child makes only the caller's calls and system calls.
+        match unsafe { libc::fork() } {
+            0 => {
+                act();
+                loop {
+                    // SAFETY: no memory is passed.
+                    unsafe { libc::raise(libc::SIGSTOP) };
+                }
+            }
+            pid => {
+                assert!(pid > 0);
+                // SAFETY: waits for our own child to stop.
+                unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED) };
+                Self(pid)
+            }
+        }
+    }
+}
+
+impl Drop for Forked {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        // SAFETY: the pid is that of our own child, not waited for before.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, std::ptr::null_mut(), 0);
+        }
     }
 }
 

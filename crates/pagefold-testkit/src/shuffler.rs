@@ -1,20 +1,20 @@
 //! The handle of the victim `shuffler`.
 
 use crate::ksm::merged_pages;
-use crate::{victim_binary, wait_until};
+use crate::{OwnedChild, victim_binary, wait_until};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{ChildStdin, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// A running shuffler. Killed when dropped.
 pub struct Shuffler {
-    child: Child,
+    child: OwnedChild,
     input: Option<ChildStdin>,
     lines: Arc<Mutex<Vec<String>>>,
     reader: Option<JoinHandle<()>>,
@@ -41,13 +41,13 @@ impl Shuffler {
                 sink.lock().unwrap().push(line);
             }
         });
-        let shuffler = Self { child, input, lines, reader: Some(reader), most_merged: 0 };
+        let shuffler = Self { child: OwnedChild(child), input, lines, reader: Some(reader), most_merged: 0 };
         wait_until("the shuffler holds its memory", || shuffler.has_printed(|line| line == "ready"));
         shuffler
     }
 
     pub fn pid(&self) -> i32 {
-        i32::try_from(self.child.id()).unwrap()
+        self.child.pid()
     }
 
     pub fn has_printed(&self, matches: impl Fn(&str) -> bool) -> bool {
@@ -55,7 +55,7 @@ impl Shuffler {
     }
 
     pub fn has_ended(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_some()
+        self.child.0.try_wait().unwrap().is_some()
     }
 
     pub fn last_lines(&self) -> String {
@@ -67,7 +67,7 @@ impl Shuffler {
     #[track_caller]
     pub fn assert_well(&mut self) {
         assert!(!self.has_printed(|line| line.starts_with("bad")), "{}", self.last_lines());
-        let ended = self.child.try_wait().unwrap();
+        let ended = self.child.0.try_wait().unwrap();
         assert!(ended.is_none(), "it ended with {ended:?}: {}", self.last_lines());
         self.most_merged = self.most_merged.max(merged_pages(self.pid()));
     }
@@ -81,7 +81,7 @@ impl Shuffler {
     #[track_caller]
     pub fn end(mut self) -> BTreeMap<String, u64> {
         drop(self.input.take());
-        let status = self.child.wait().unwrap();
+        let status = self.child.0.wait().unwrap();
         self.reader.take().unwrap().join().unwrap();
         let lines = self.last_lines();
         let last = lines.lines().last().unwrap_or_default();
@@ -93,13 +93,6 @@ impl Shuffler {
             .filter_map(|word| word.split_once('='))
             .map(|(name, value)| (name.to_owned(), value.parse().unwrap()))
             .collect()
-    }
-}
-
-impl Drop for Shuffler {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

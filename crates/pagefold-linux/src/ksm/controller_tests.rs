@@ -1,4 +1,4 @@
-//! The controller against a thread that answers kicks by ksmd's rules, on a copy of the kernel's tree.
+//! The controller and a thread that reacts to kicks as ksmd does, on a copy of KSM's directory.
 
 use super::*;
 use crate::ksm::lease::{InitialKnobs, KsmPaths};
@@ -10,12 +10,12 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use tempfile::TempDir;
 
-/// What the pretended ksmd has been told to do wrong, and what it has seen.
+/// What the simulated ksmd is to do wrong, and what it has done.
 #[derive(Default)]
-struct Manners {
+struct Behaviour {
     quit: AtomicBool,
-    /// Kicks not to hear.
-    deaf: AtomicU32,
+    /// Kicks to lose.
+    lost: AtomicU32,
     /// Length of a scan.
     scan_ms: AtomicU32,
     scans: AtomicU32,
@@ -24,7 +24,7 @@ struct Manners {
 struct Stage {
     dir: TempDir,
     lease: Option<KsmLease>,
-    manners: Arc<Manners>,
+    behaviour: Arc<Behaviour>,
     ksmd: Option<JoinHandle<()>>,
 }
 
@@ -42,12 +42,12 @@ impl Stage {
         };
         set_state(&dir, 'S');
         let lease = KsmLease::take(Arc::new(Ksm::open(&root).unwrap()), &paths, &InitialKnobs::default()).unwrap();
-        let manners = Arc::new(Manners::default());
+        let behaviour = Arc::new(Behaviour::default());
         let ksmd = {
-            let (manners, path) = (manners.clone(), dir.path().to_owned());
-            std::thread::spawn(move || pretend(&path, &manners))
+            let (behaviour, path) = (behaviour.clone(), dir.path().to_owned());
+            std::thread::spawn(move || simulate(&path, &behaviour))
         };
-        Self { dir, lease: Some(lease), manners, ksmd: Some(ksmd) }
+        Self { dir, lease: Some(lease), behaviour, ksmd: Some(ksmd) }
     }
     fn controller(&self) -> KsmdController {
         let ksmd = Ksmd::find_at(&self.dir.path().join("proc")).unwrap();
@@ -58,14 +58,14 @@ impl Stage {
         fixture::get(&self.dir.path().join("ksm"), name)
     }
     fn scans(&self) -> u32 {
-        self.manners.scans.load(Ordering::SeqCst)
+        self.behaviour.scans.load(Ordering::SeqCst)
     }
 }
 
 impl Drop for Stage {
     fn drop(&mut self) {
         drop(self.lease.take());
-        self.manners.quit.store(true, Ordering::SeqCst);
+        self.behaviour.quit.store(true, Ordering::SeqCst);
         drop(self.ksmd.take().map(JoinHandle::join));
     }
 }
@@ -83,8 +83,8 @@ fn write_state(path: &PathBuf, state: char) {
 }
 
 /// Sleeps until `sleep_millisecs` changes with `run` 1 (or `run` becomes 1); a scan if `pages_to_scan` is endless.
-fn pretend(dir: &std::path::Path, manners: &Manners) {
-    // A file just truncated by its writer reads as empty: look again.
+fn simulate(dir: &std::path::Path, behaviour: &Behaviour) {
+    // A file just truncated by its writer reads as empty.
     let knob = |name: &str| -> u64 {
         loop {
             if let Ok(value) = fixture::get(&dir.join("ksm"), name).parse() {
@@ -96,7 +96,7 @@ fn pretend(dir: &std::path::Path, manners: &Manners) {
     let counter = OpenOptions::new().write(true).open(dir.join("ksm/full_scans")).unwrap();
     let mut slept_with = knob("sleep_millisecs");
     let mut ran = false;
-    while !manners.quit.load(Ordering::SeqCst) {
+    while !behaviour.quit.load(Ordering::SeqCst) {
         std::thread::sleep(Duration::from_micros(200));
         let runs = knob("run") == 1;
         let kicked = runs && (!ran || knob("sleep_millisecs") != slept_with);
@@ -104,13 +104,13 @@ fn pretend(dir: &std::path::Path, manners: &Manners) {
         if !kicked {
             continue;
         }
-        let deaf = manners.deaf.load(Ordering::SeqCst);
-        if deaf > 0 {
-            manners.deaf.store(deaf - 1, Ordering::SeqCst);
+        let lost = behaviour.lost.load(Ordering::SeqCst);
+        if lost > 0 {
+            behaviour.lost.store(lost - 1, Ordering::SeqCst);
         } else if knob("pages_to_scan") == WHOLE_SCAN {
             write_state(&stat, 'R');
-            std::thread::sleep(Duration::from_millis(manners.scan_ms.load(Ordering::SeqCst).into()));
-            let scans = manners.scans.fetch_add(1, Ordering::SeqCst) + 1;
+            std::thread::sleep(Duration::from_millis(behaviour.scan_ms.load(Ordering::SeqCst).into()));
+            let scans = behaviour.scans.fetch_add(1, Ordering::SeqCst) + 1;
             counter.write_all_at(format!("{scans:08}").as_bytes(), 0).unwrap();
         }
         slept_with = knob("sleep_millisecs");
@@ -120,14 +120,20 @@ fn pretend(dir: &std::path::Path, manners: &Manners) {
 
 const LIMIT: Duration = Duration::from_secs(30);
 
+/// Gives an order and waits until it is done.
+#[track_caller]
+fn order(controller: &KsmdController, order: ScanOrder) {
+    controller.order(order);
+    assert!(controller.wait_idle(LIMIT));
+}
+
 #[test]
 fn each_kick_is_one_scan_and_then_everything_rests() {
     let stage = Stage::new("0");
     let controller = stage.controller();
     assert!(controller.idle());
     for kicks in 1..=3 {
-        controller.order(ScanOrder::KICK);
-        assert!(controller.wait_idle(LIMIT));
+        order(&controller, ScanOrder::KICK);
         assert_eq!(stage.scans(), kicks);
     }
     let status = controller.status();
@@ -143,21 +149,18 @@ fn each_kick_is_one_scan_and_then_everything_rests() {
 fn the_first_kick_after_unknown_scanning_is_two() {
     let stage = Stage::new("12345");
     let controller = stage.controller();
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
-    assert_eq!(stage.scans(), 2, "one to finish what somebody began, one from the beginning");
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
+    order(&controller, ScanOrder::KICK);
+    assert_eq!(stage.scans(), 2, "one to finish the scan under way, one from the beginning");
+    order(&controller, ScanOrder::KICK);
     assert_eq!(stage.scans(), 3);
 }
 
 #[test]
-fn an_unheard_kick_is_repeated() {
+fn a_lost_kick_is_repeated() {
     let stage = Stage::new("0");
     let controller = stage.controller();
-    stage.manners.deaf.store(1, Ordering::SeqCst);
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
+    stage.behaviour.lost.store(1, Ordering::SeqCst);
+    order(&controller, ScanOrder::KICK);
     assert_eq!(stage.scans(), 1);
     assert!(controller.status().lost_kicks >= 1);
 }
@@ -166,9 +169,8 @@ fn an_unheard_kick_is_repeated() {
 fn with_nothing_registered_a_kick_ends_empty() {
     let stage = Stage::new("0");
     let controller = stage.controller();
-    stage.manners.deaf.store(100, Ordering::SeqCst);
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
+    stage.behaviour.lost.store(100, Ordering::SeqCst);
+    order(&controller, ScanOrder::KICK);
     let status = controller.status();
     assert_eq!((status.scans, status.empty, status.stood_down), (0, 1, None));
 }
@@ -176,7 +178,7 @@ fn with_nothing_registered_a_kick_ends_empty() {
 #[test]
 fn orders_do_not_wait_and_the_latest_wins() {
     let stage = Stage::new("0");
-    stage.manners.scan_ms.store(1500, Ordering::SeqCst);
+    stage.behaviour.scan_ms.store(1500, Ordering::SeqCst);
     let controller = stage.controller();
     controller.order(ScanOrder::KICK);
     let end = Instant::now() + LIMIT;
@@ -189,32 +191,28 @@ fn orders_do_not_wait_and_the_latest_wins() {
     assert!(before.elapsed() < Duration::from_secs(1), "an order does not wait for the scan");
     assert!(!controller.idle());
     assert!(controller.wait_idle(LIMIT));
-    assert_eq!(stage.scans(), 1, "the second kick was overtaken");
+    assert_eq!(stage.scans(), 1, "the second kick was replaced");
     assert_eq!((stage.get("pages_to_scan"), stage.get("sleep_millisecs")), ("700".into(), "40".into()));
-    controller.order(ScanOrder::Rest);
-    assert!(controller.wait_idle(LIMIT));
+    order(&controller, ScanOrder::Rest);
     assert_eq!(stage.get("pages_to_scan"), "0");
     assert!(stage.get("sleep_millisecs").parse::<u64>().unwrap() >= ENDLESS_SLEEP);
 }
 
 #[test]
-fn resting_before_anything_ran_touches_nothing() {
+fn resting_before_the_first_scan_changes_nothing() {
     let stage = Stage::new("0");
     let controller = stage.controller();
-    controller.order(ScanOrder::Rest);
-    assert!(controller.wait_idle(LIMIT));
+    order(&controller, ScanOrder::Rest);
     assert_eq!((stage.get("run"), stage.get("pages_to_scan")), ("0".into(), "100".into()));
 }
 
 #[test]
-fn a_knob_turned_by_somebody_else_ends_the_driving() {
+fn a_knob_that_another_program_changed_stops_the_controller() {
     let stage = Stage::new("0");
     let controller = stage.controller();
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
+    order(&controller, ScanOrder::KICK);
     fixture::set(&stage.dir.path().join("ksm"), "sleep_millisecs", "33");
-    controller.order(ScanOrder::KICK);
-    assert!(controller.wait_idle(LIMIT));
+    order(&controller, ScanOrder::KICK);
     assert!(controller.status().stood_down.unwrap().contains("sleep_millisecs"));
     controller.order(ScanOrder::Pace { pages_to_scan: 9, sleep_ms: 9, thorough: false });
     assert!(controller.idle());
@@ -222,9 +220,9 @@ fn a_knob_turned_by_somebody_else_ends_the_driving() {
 }
 
 #[test]
-fn giving_back_stops_the_driver_in_the_middle_of_a_kick() {
+fn restoring_stops_the_controller_in_the_middle_of_a_kick() {
     let mut stage = Stage::new("0");
-    stage.manners.scan_ms.store(1000, Ordering::SeqCst);
+    stage.behaviour.scan_ms.store(1000, Ordering::SeqCst);
     let controller = stage.controller();
     controller.order(ScanOrder::KICK);
     std::thread::sleep(Duration::from_millis(50));

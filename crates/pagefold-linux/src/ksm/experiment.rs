@@ -10,7 +10,6 @@ use super::scan::{self, ScanKnobs};
 use super::state_file::{Holder, State, StateError, boot_id};
 use crate::os::interrupt::{Interrupt, Interrupted};
 use crate::proc::process::ReadError;
-use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -119,11 +118,7 @@ impl KsmForExperiment {
             return Err(ExperimentError::InUse);
         }
         let paths = paths();
-        let mut original = BTreeMap::new();
-        for knob in Knob::ALL {
-            original.extend(ksm.read(knob)?.map(|value| (knob, value)));
-        }
-        let state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, original);
+        let state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, ksm.values()?);
         let mut taken = Self { ksm, ksmd, before, state: Mutex::new(state), _lock: lock };
         // Also the proof that the knobs may be written.
         taken.kernel_defaults()?;
@@ -220,27 +215,11 @@ impl KsmForExperiment {
 
     fn restore(&mut self) -> Result<(), ExperimentError> {
         self.unmerge()?;
-        let Knobs {
-            run,
-            pages_to_scan,
-            sleep_millisecs,
-            max_page_sharing,
-            use_zero_pages,
-            smart_scan,
-            merge_across_nodes,
-            ..
-        } = self.before;
-        self.set(Knob::PagesToScan, pages_to_scan)?;
-        self.set(Knob::SleepMillisecs, sleep_millisecs)?;
-        self.set(Knob::MaxPageSharing, max_page_sharing)?;
-        self.set(Knob::UseZeroPages, u64::from(use_zero_pages))?;
-        if let Some(smart_scan) = smart_scan {
-            self.set(Knob::SmartScan, u64::from(smart_scan))?;
+        let original = self.state.lock().unwrap_or_else(PoisonError::into_inner).original.clone();
+        // In reverse order, so that `run` comes last.
+        for (knob, value) in original.into_iter().rev() {
+            self.set(knob, value)?;
         }
-        if let Some(across) = merge_across_nodes {
-            self.set(Knob::MergeAcrossNodes, u64::from(across))?;
-        }
-        self.set(Knob::Run, run)?;
         State::remove(Path::new(STATE_PATH))?;
         // What a `pagefold run` had to defer has just become possible: update its state file.
         recover_runs(&self.ksm)

@@ -8,6 +8,7 @@ use super::counters::KsmCounters;
 use super::knobs::{Knob, Knobs};
 use crate::os::fault;
 use pagefold_core::units::Pages;
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
@@ -77,61 +78,41 @@ impl KsmError {
     }
 }
 
+/// Counters that every supported kernel has.
+const REQUIRED: [&str; 7] = [
+    "pages_shared",
+    "pages_sharing",
+    "pages_unshared",
+    "pages_volatile",
+    "full_scans",
+    "stable_node_chains",
+    "stable_node_dups",
+];
+const OPTIONAL: [&str; 5] = ["pages_scanned", "pages_skipped", "ksm_zero_pages", "general_profit", "advisor_mode"];
+
 /// KSM's files, held open.
 #[derive(Debug)]
-#[allow(clippy::struct_field_names)] // the kernel's names
 pub struct Ksm {
     root: PathBuf,
-    pages_shared: File,
-    pages_sharing: File,
-    pages_unshared: File,
-    pages_volatile: File,
-    full_scans: File,
-    stable_node_chains: File,
-    stable_node_dups: File,
-    pages_scanned: Option<File>,
-    pages_skipped: Option<File>,
-    ksm_zero_pages: Option<File>,
-    general_profit: Option<File>,
-    advisor_mode: Option<File>,
-    knobs: [Option<File>; Knob::ALL.len()],
+    /// By name. Files that this kernel does not have are missing.
+    files: BTreeMap<&'static str, File>,
 }
 
 impl Ksm {
     /// Opens the files under `root` for reading. A knob is opened for writing only when it is set.
     pub fn open(root: &Path) -> Result<Self, KsmError> {
-        let required = |name: &str| {
+        let mut files = BTreeMap::new();
+        let knobs = Knob::ALL.map(|knob| (knob.file_name(), !matches!(knob, Knob::MergeAcrossNodes | Knob::SmartScan)));
+        let counters = REQUIRED.map(|name| (name, true)).into_iter().chain(OPTIONAL.map(|name| (name, false)));
+        for (name, required) in counters.chain(knobs) {
             let path = root.join(name);
-            File::open(&path).map_err(|error| KsmError::from_io(&path, error))
-        };
-        let optional = |name: &str| match required(name) {
-            Ok(file) => Ok(Some(file)),
-            Err(KsmError::Absent { .. }) => Ok(None),
-            Err(error) => Err(error),
-        };
-        let mut knobs: [Option<File>; Knob::ALL.len()] = Default::default();
-        for (knob, slot) in Knob::ALL.into_iter().zip(&mut knobs) {
-            *slot = match knob {
-                Knob::MergeAcrossNodes | Knob::SmartScan => optional(knob.file_name())?,
-                _ => Some(required(knob.file_name())?),
-            };
+            match File::open(&path).map_err(|error| KsmError::from_io(&path, error)) {
+                Ok(file) => drop(files.insert(name, file)),
+                Err(KsmError::Absent { .. }) if !required => {}
+                Err(error) => return Err(error),
+            }
         }
-        Ok(Self {
-            pages_shared: required("pages_shared")?,
-            pages_sharing: required("pages_sharing")?,
-            pages_unshared: required("pages_unshared")?,
-            pages_volatile: required("pages_volatile")?,
-            full_scans: required("full_scans")?,
-            stable_node_chains: required("stable_node_chains")?,
-            stable_node_dups: required("stable_node_dups")?,
-            pages_scanned: optional("pages_scanned")?,
-            pages_skipped: optional("pages_skipped")?,
-            ksm_zero_pages: optional("ksm_zero_pages")?,
-            general_profit: optional("general_profit")?,
-            advisor_mode: optional("advisor_mode")?,
-            knobs,
-            root: root.to_owned(),
-        })
+        Ok(Self { root: root.to_owned(), files })
     }
 
     /// The directory of the files.
@@ -141,52 +122,47 @@ impl Ksm {
 
     /// All counters. They are not one snapshot: ksmd may run between two of the reads.
     pub fn counters(&self) -> Result<KsmCounters, KsmError> {
+        let not_negative = |pages: i64| Pages(u64::try_from(pages).unwrap_or(0));
         Ok(KsmCounters {
-            pages_shared: Pages(self.number(&self.pages_shared, "pages_shared")?),
-            pages_sharing: Pages(self.number(&self.pages_sharing, "pages_sharing")?),
-            pages_unshared: Pages(self.number(&self.pages_unshared, "pages_unshared")?),
+            pages_shared: Pages(self.required("pages_shared")?),
+            pages_sharing: Pages(self.required("pages_sharing")?),
+            pages_unshared: Pages(self.required("pages_unshared")?),
             // The kernel computes it as a difference, which may be negative for a moment.
-            pages_volatile: Pages(
-                u64::try_from(self.number::<i64>(&self.pages_volatile, "pages_volatile")?).unwrap_or(0),
-            ),
-            pages_scanned: self.optional_number(self.pages_scanned.as_ref(), "pages_scanned")?,
-            pages_skipped: self.optional_number(self.pages_skipped.as_ref(), "pages_skipped")?,
+            pages_volatile: not_negative(self.required("pages_volatile")?),
+            pages_scanned: self.number("pages_scanned")?,
+            pages_skipped: self.number("pages_skipped")?,
             full_scans: self.full_scans()?,
             // The kernel miscounts where processes with huge pages start and end: -11 was seen with nothing merged (6.18).
-            ksm_zero_pages: self
-                .optional_number::<i64>(self.ksm_zero_pages.as_ref(), "ksm_zero_pages")?
-                .map(|pages| Pages(u64::try_from(pages).unwrap_or(0))),
-            stable_node_chains: self.number(&self.stable_node_chains, "stable_node_chains")?,
-            stable_node_dups: self.number(&self.stable_node_dups, "stable_node_dups")?,
-            general_profit: self.optional_number(self.general_profit.as_ref(), "general_profit")?,
+            ksm_zero_pages: self.number("ksm_zero_pages")?.map(not_negative),
+            stable_node_chains: self.required("stable_node_chains")?,
+            stable_node_dups: self.required("stable_node_dups")?,
+            general_profit: self.number("general_profit")?,
         })
     }
 
     /// Completed scans. Takes less than a microsecond.
     pub fn full_scans(&self) -> Result<u64, KsmError> {
-        self.number(&self.full_scans, "full_scans")
+        self.required("full_scans")
     }
 
     /// Pages scanned since boot, 0 where the kernel does not count them.
     pub fn pages_scanned(&self) -> Result<u64, KsmError> {
-        Ok(self.optional_number(self.pages_scanned.as_ref(), "pages_scanned")?.unwrap_or(0))
+        Ok(self.number("pages_scanned")?.unwrap_or(0))
     }
 
     /// Whether pages are merged. While they are, `max_page_sharing` and `merge_across_nodes` cannot be changed.
     pub fn anything_merged(&self) -> Result<bool, KsmError> {
-        Ok(self.number::<u64>(&self.pages_shared, "pages_shared")? > 0)
+        Ok(self.required::<u64>("pages_shared")? > 0)
     }
 
     /// All knobs.
     pub fn knobs(&self) -> Result<Knobs, KsmError> {
-        let needed =
-            |knob: Knob| self.read(knob)?.ok_or_else(|| KsmError::Absent { path: self.root.join(knob.file_name()) });
         Ok(Knobs {
-            run: needed(Knob::Run)?,
-            pages_to_scan: needed(Knob::PagesToScan)?,
-            sleep_millisecs: needed(Knob::SleepMillisecs)?,
-            max_page_sharing: needed(Knob::MaxPageSharing)?,
-            use_zero_pages: needed(Knob::UseZeroPages)? != 0,
+            run: self.required(Knob::Run.file_name())?,
+            pages_to_scan: self.required(Knob::PagesToScan.file_name())?,
+            sleep_millisecs: self.required(Knob::SleepMillisecs.file_name())?,
+            max_page_sharing: self.required(Knob::MaxPageSharing.file_name())?,
+            use_zero_pages: self.required::<u64>(Knob::UseZeroPages.file_name())? != 0,
             merge_across_nodes: self.read(Knob::MergeAcrossNodes)?.map(|value| value != 0),
             smart_scan: self.read(Knob::SmartScan)?.map(|value| value != 0),
             advisor_mode: self.advisor_mode()?,
@@ -195,8 +171,12 @@ impl Ksm {
 
     /// The value of one knob; `None` if this kernel does not have it.
     pub fn read(&self, knob: Knob) -> Result<Option<u64>, KsmError> {
-        let file = Knob::ALL.into_iter().zip(&self.knobs).find(|(each, _)| *each == knob);
-        self.optional_number(file.and_then(|(_, file)| file.as_ref()), knob.file_name())
+        self.number(knob.file_name())
+    }
+
+    /// The values of all knobs that this kernel has.
+    pub fn values(&self) -> Result<BTreeMap<Knob, u64>, KsmError> {
+        Knob::ALL.into_iter().filter_map(|knob| Some(self.read(knob).transpose()?.map(|value| (knob, value)))).collect()
     }
 
     /// Sets one knob. May block until the end of ksmd's batch (see the module's documentation).
@@ -213,32 +193,32 @@ impl Ksm {
     }
 
     fn advisor_mode(&self) -> Result<Option<String>, KsmError> {
-        let Some(file) = &self.advisor_mode else { return Ok(None) };
+        let mode = self.parsed("advisor_mode", |text| chosen(text).map(str::to_owned));
+        mode.transpose()
+    }
+
+    /// A number that every supported kernel has.
+    fn required<T: FromStr>(&self, name: &'static str) -> Result<T, KsmError> {
+        self.number(name)?.ok_or_else(|| KsmError::Absent { path: self.root.join(name) })
+    }
+
+    fn number<T: FromStr>(&self, name: &'static str) -> Result<Option<T>, KsmError> {
+        self.parsed(name, |text| text.parse().ok()).transpose()
+    }
+
+    /// Reads a file, if this kernel has it.
+    fn parsed<T>(&self, name: &'static str, parse: impl FnOnce(&str) -> Option<T>) -> Option<Result<T, KsmError>> {
+        let file = self.files.get(name)?;
         let mut buffer = [0; 64];
-        let text = self.text(file, "advisor_mode", &mut buffer)?;
-        let mode = chosen(text).ok_or_else(|| self.malformed("advisor_mode", text))?;
-        Ok(Some(mode.to_owned()))
-    }
-
-    fn optional_number<T: FromStr>(&self, file: Option<&File>, name: &str) -> Result<Option<T>, KsmError> {
-        file.map(|file| self.number(file, name)).transpose()
-    }
-
-    fn number<T: FromStr>(&self, file: &File, name: &str) -> Result<T, KsmError> {
-        let mut buffer = [0; 64];
-        let text = self.text(file, name, &mut buffer)?;
-        text.parse().map_err(|_| self.malformed(name, text))
-    }
-
-    fn text<'a>(&self, file: &File, name: &str, buffer: &'a mut [u8; 64]) -> Result<&'a str, KsmError> {
-        let read = fault::io_of("read:ksm", name).and_then(|()| file.read_at(buffer, 0));
-        let length = read.map_err(|error| KsmError::from_io(&self.root.join(name), error))?;
-        let bytes = buffer.get(..length).unwrap_or_default();
-        plain(bytes).ok_or_else(|| self.malformed(name, &String::from_utf8_lossy(bytes)))
-    }
-
-    fn malformed(&self, name: &str, text: &str) -> KsmError {
-        KsmError::Malformed { path: self.root.join(name), text: text.to_owned() }
+        let read = fault::io_of("read:ksm", name).and_then(|()| file.read_at(&mut buffer, 0));
+        Some(read.map_err(|error| KsmError::from_io(&self.root.join(name), error)).and_then(|length| {
+            let bytes = buffer.get(..length).unwrap_or_default();
+            let malformed = || KsmError::Malformed {
+                path: self.root.join(name),
+                text: String::from_utf8_lossy(bytes).trim().to_owned(),
+            };
+            plain(bytes).and_then(parse).ok_or_else(malformed)
+        }))
     }
 }
 

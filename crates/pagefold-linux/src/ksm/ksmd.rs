@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn ksmd_is_the_kernel_thread_and_nobody_else() {
+    fn only_the_kernel_thread_is_ksmd() {
         let dir = ksmd_tree(2, 0x0020_0040, Some("123456789 5 6\n"));
         let ksmd = Ksmd::find_at(dir.path()).unwrap().unwrap();
         assert_eq!((ksmd.pid(), ksmd.cpu_ns().unwrap(), ksmd.rests().unwrap()), (31, 123_456_789, true));
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn without_schedstat_ticks_do() {
+    fn without_schedstat_ticks_are_counted() {
         let dir = ksmd_tree(2, 0x0020_0040, None);
         let ksmd = Ksmd::find_at(dir.path()).unwrap().unwrap();
         assert_eq!(ksmd.cpu_ns().unwrap(), 7 * ns_per_tick());

@@ -131,7 +131,7 @@ impl Default for InitialKnobs {
     }
 }
 
-/// KSM, taken over. RestoreOutcome when this is dropped.
+/// KSM, taken over. Restored when this is dropped.
 #[must_use = "KSM is restored when this is dropped"]
 #[derive(Debug)]
 pub struct KsmLease {
@@ -155,12 +155,7 @@ impl KsmLease {
         if let Some(other) = other_driver(&ksm, &paths.proc_root)? {
             return Err(TakeError::InUse(other));
         }
-        let mut now = BTreeMap::new();
-        for knob in Knob::ALL {
-            if let Some(value) = ksm.read(knob)? {
-                now.insert(knob, value);
-            }
-        }
+        let now = ksm.values()?;
         let mut state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, now.clone());
         // A knob that an earlier run could not restore still has to get the value from before that run.
         if let Some(earlier) = State::load(&paths.state)? {

@@ -1,4 +1,4 @@
-//! Taking over and giving back on copies of the kernel's tree.
+//! Taking KSM over and restoring it, on copies of KSM's directory.
 
 use super::*;
 use crate::ksm::{Overridden, fixture};
@@ -60,7 +60,7 @@ impl Stage {
 const LIMIT: Duration = Duration::from_secs(20);
 
 #[test]
-fn what_is_taken_is_given_back() {
+fn a_lease_restores_every_knob() {
     let stage = Stage::new();
     let before = stage.all();
     let lease = stage.take().unwrap();
@@ -79,11 +79,11 @@ fn what_is_taken_is_given_back() {
     assert_eq!(stage.all(), before);
     assert_eq!(stage.saved(), None);
     drop(stage.take().unwrap());
-    assert_eq!(stage.all(), before, "dropping gives back too");
+    assert_eq!(stage.all(), before, "dropping restores too");
 }
 
 #[test]
-fn one_tenure_at_a_time() {
+fn there_is_one_lease_at_a_time() {
     let stage = Stage::new();
     let lease = stage.take().unwrap();
     let own = i32::try_from(std::process::id()).unwrap();
@@ -115,16 +115,16 @@ fn ksm_in_use_is_left_alone() {
 }
 
 #[test]
-fn a_knob_turned_by_somebody_else_is_theirs() {
+fn a_knob_that_another_program_changed_is_left_alone() {
     let stage = Stage::new();
     let lease = stage.take().unwrap();
     lease.writer().set(Knob::PagesToScan, 5000).unwrap();
     stage.set("pages_to_scan", "777");
     let overridden = Overridden { knob: Knob::PagesToScan, ours: 5000, found: 777 };
     assert!(matches!(lease.check(), Err(KnobError::Overridden(found)) if found == overridden));
-    assert!(matches!(lease.writer().set(Knob::Run, 1), Err(KnobError::Overridden(_))), "nothing else is turned either");
+    assert!(matches!(lease.writer().set(Knob::Run, 1), Err(KnobError::Overridden(_))), "no other knob is set either");
     stage.set("pages_to_scan", "5000");
-    assert!(lease.check().is_err(), "once found it stays so");
+    assert!(lease.check().is_err(), "an overridden lease stays overridden");
     stage.set("pages_to_scan", "777");
     let restored = lease.restore(LIMIT);
     assert_eq!(restored.overridden, [overridden]);
@@ -134,7 +134,7 @@ fn a_knob_turned_by_somebody_else_is_theirs() {
 }
 
 #[test]
-fn whoever_starts_ksmd_before_us_has_it() {
+fn a_ksmd_that_another_program_started_keeps_running() {
     let stage = Stage::new();
     let lease = stage.take().unwrap();
     stage.set("run", "1");
@@ -144,7 +144,7 @@ fn whoever_starts_ksmd_before_us_has_it() {
 }
 
 #[test]
-fn a_crashed_run_is_put_right_by_the_next() {
+fn the_next_run_restores_what_a_crashed_run_changed() {
     let stage = Stage::new();
     let before = stage.all();
     let lease = stage.take().unwrap();
@@ -152,7 +152,7 @@ fn a_crashed_run_is_put_right_by_the_next() {
     lease.writer().set(Knob::Run, 1).unwrap();
     stage.crash(lease);
     assert_ne!(stage.all(), before);
-    stage.set("sleep_millisecs", &((1_u64 << 31) + 99).to_string()); // a kick, which is not noted one by one
+    stage.set("sleep_millisecs", &((1_u64 << 31) + 99).to_string()); // a kick, which is not recorded
     let lease = stage.take().unwrap();
     assert_eq!(stage.saved().unwrap().original[&Knob::MaxPageSharing], 256);
     drop(lease);
@@ -160,7 +160,7 @@ fn a_crashed_run_is_put_right_by_the_next() {
 }
 
 #[test]
-fn recovery_respects_what_was_turned_since_the_crash() {
+fn recovery_leaves_what_was_changed_since_the_crash() {
     let stage = Stage::new();
     let lease = stage.take().unwrap();
     lease.writer().set(Knob::PagesToScan, 5000).unwrap();
@@ -173,15 +173,15 @@ fn recovery_respects_what_was_turned_since_the_crash() {
 }
 
 #[test]
-fn a_state_of_another_boot_says_nothing() {
+fn a_state_of_another_boot_is_ignored() {
     let stage = Stage::new();
     stage.crash(stage.take().unwrap());
     let mut kept = stage.saved().unwrap();
     kept.boot_id = "an earlier one".into();
     kept.save(&stage.paths.state).unwrap();
-    let turned = stage.all();
+    let changed = stage.all();
     assert!(restore_deferred(&stage.ksm(), &stage.paths).unwrap().is_none());
-    assert_eq!((stage.all(), stage.saved()), (turned, None));
+    assert_eq!((stage.all(), stage.saved()), (changed, None));
 }
 
 #[test]
@@ -205,7 +205,7 @@ fn a_living_holder_with_another_lock_is_respected() {
 fn what_had_to_be_deferred_keeps_its_first_value() {
     let stage = Stage::new();
     let lease = stage.take().unwrap();
-    // A file that cannot be written stands for the kernel's EBUSY, which a copy of the tree cannot give.
+    // A file that cannot be written stands for the kernel's EBUSY, which a copy of the directory cannot return.
     let file = stage.root().join("max_page_sharing");
     std::fs::remove_file(&file).unwrap();
     std::fs::create_dir(&file).unwrap();
@@ -221,7 +221,7 @@ fn what_had_to_be_deferred_keeps_its_first_value() {
 }
 
 #[test]
-fn nothing_is_turned_that_cannot_be_noted() {
+fn no_knob_is_set_that_cannot_be_recorded() {
     let mut stage = Stage::new();
     std::fs::write(stage.dir.path().join("file"), "").unwrap();
     stage.paths.state = stage.dir.path().join("file/ksm-state.json");
@@ -231,7 +231,7 @@ fn nothing_is_turned_that_cannot_be_noted() {
 }
 
 #[test]
-fn a_malformed_state_stops_everything_and_says_where() {
+fn a_malformed_state_is_an_error_with_its_path() {
     let stage = Stage::new();
     std::fs::create_dir_all(stage.paths.state.parent().unwrap()).unwrap();
     std::fs::write(&stage.paths.state, "{").unwrap();
@@ -250,7 +250,7 @@ fn a_stopped_and_unmerged_ksm_is_not_unmerged_again() {
 }
 
 #[test]
-fn an_older_kernel_grants_what_it_has() {
+fn knobs_that_an_older_kernel_lacks_are_unavailable() {
     let stage = Stage::new();
     std::fs::remove_file(stage.root().join("smart_scan")).unwrap();
     let lease = stage.take().unwrap();

@@ -1,8 +1,7 @@
-//! The one lock: whoever holds it may turn KSM's knobs.
+//! The lock whose holder may set KSM's knobs.
 //!
-//! KSM is one global resource, so two of us must not drive it at once. The lock is an `flock`, which
-//! the kernel drops with its last descriptor: nothing stale survives the death of a holder. The
-//! holder's pid is written in the file for the message only; it decides nothing.
+//! KSM exists once per machine, so two programs must not drive it at once. The lock is an `flock`, which the kernel releases
+//! with its last descriptor: it never outlives its holder. The holder's pid is in the file for messages only.
 
 use crate::os::fault;
 use std::fs::{File, OpenOptions};
@@ -14,22 +13,22 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Where the lock is unless said otherwise.
+/// The default lock file.
 pub const LOCK_PATH: &str = "/run/pagefold/lock";
 
-/// How often a waiting taker looks again. `flock` itself has no time limit.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// The interval between attempts to take the lock. `flock` itself has no time limit.
+const RETRY_EVERY: Duration = Duration::from_millis(20);
 
 /// Why the lock was not taken.
 #[derive(Debug, Error)]
 pub enum LockError {
-    /// Somebody else holds it.
+    /// Another process holds it.
     #[error("KSM is driven by another pagefold{}", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default())]
     Held {
-        /// The holder, as it wrote itself into the file.
+        /// Its pid, if the file has it.
         pid: Option<i32>,
     },
-    /// The file may not be opened.
+    /// The kernel refuses access to the file.
     #[error("not permitted to open {}", path.display())]
     Denied {
         /// The lock file.
@@ -62,9 +61,9 @@ impl Lock {
     pub fn try_take(path: &Path) -> Result<Self, LockError> {
         let mut file = open(path)?;
         if !flock(&file, libc::LOCK_EX | libc::LOCK_NB).map_err(|source| LockError::Io { path: path.into(), source })? {
-            return Err(LockError::Held { pid: holder_named_in(&mut file) });
+            return Err(LockError::Held { pid: pid_in(&mut file) });
         }
-        // Only for the eye. On a full disk it fails, and there all the more somebody must be able to put things back.
+        // For messages only. On a full disk it fails, and there too KSM must be restored.
         let _ = fault::io("write:lock").and_then(|()| file.set_len(0)).and_then(|()| {
             file.rewind()?;
             writeln!(file, "{}", std::process::id())
@@ -78,7 +77,7 @@ impl Lock {
         let end = Instant::now() + limit;
         loop {
             match Self::try_take(path) {
-                Err(LockError::Held { .. }) if Instant::now() < end => std::thread::sleep(LOOK_AGAIN),
+                Err(LockError::Held { .. }) if Instant::now() < end => std::thread::sleep(RETRY_EVERY),
                 done => return done,
             }
         }
@@ -92,29 +91,29 @@ impl Lock {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // Only for the eye: the pid of a holder that left should not stay behind. The lock goes with the descriptor.
+        // For messages only: the file should not show a holder that has ended. The descriptor releases the lock.
         let _ = self.file.set_len(0);
     }
 }
 
-/// Who holds the lock at `path`, without taking or creating it. `Ok(None)` when it is free.
+/// The holder of the lock at `path`, which is neither taken nor created. `None` if it is free.
 pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
     let mut file = match OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(from_io(path, error)),
     };
-    // A shared try is refused exactly while somebody holds it exclusively, and two who ask do not disturb
-    // each other. A taker that tries within these microseconds sees it held; takers with a limit try again.
+    // A shared lock is refused only while another process holds an exclusive one, and two callers of this function do not
+    // disturb each other. An attempt to take the lock within these microseconds fails; those with a limit are repeated.
     let free =
         flock(&file, libc::LOCK_SH | libc::LOCK_NB).map_err(|source| LockError::Io { path: path.into(), source })?;
-    Ok(if free { None } else { Some(Holder { pid: holder_named_in(&mut file) }) })
+    Ok(if free { None } else { Some(Holder { pid: pid_in(&mut file) }) })
 }
 
-/// Somebody who holds the lock.
+/// A process that holds the lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// The pid, where the file tells it.
+    /// Its pid, if the file has it.
     pub pid: Option<i32>,
 }
 
@@ -127,7 +126,7 @@ fn open(path: &Path) -> Result<File, LockError> {
             .create(true)
             .truncate(false)
             .mode(0o600)
-            // /run/lock is writable for all on many systems: do not be led elsewhere by a link.
+            // /run/lock is writable for all on many systems: a link there must not be followed.
             .custom_flags(libc::O_NOFOLLOW)
             .open(path)
     };
@@ -149,10 +148,10 @@ fn from_io(path: &Path, source: io::Error) -> LockError {
     }
 }
 
-/// True when locked, false when somebody else holds it.
+/// True if locked, false if another process holds it.
 fn flock(file: &File, operation: i32) -> io::Result<bool> {
     loop {
-        // SAFETY: the descriptor is open for the duration of the call; flock touches no memory of ours.
+        // SAFETY: the descriptor is open during the call, which passes no memory.
         if unsafe { libc::flock(file.as_raw_fd(), operation) } == 0 {
             return Ok(true);
         }
@@ -165,7 +164,7 @@ fn flock(file: &File, operation: i32) -> io::Result<bool> {
     }
 }
 
-fn holder_named_in(file: &mut File) -> Option<i32> {
+fn pid_in(file: &mut File) -> Option<i32> {
     let mut text = String::new();
     file.rewind().ok()?;
     file.take(32).read_to_string(&mut text).ok()?;
@@ -211,12 +210,12 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_that_dies_lets_go() {
+    fn a_holder_that_dies_releases_the_lock() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("one.lock");
         std::fs::write(&path, "").unwrap();
         // `flock FILE COMMAND` of util-linux holds the same kind of lock.
-        let child = std::process::Command::new("flock").arg("-o").arg(&path).args(["sleep", "60"]).spawn();
+        let child = std::process::Command::new("flock").arg("--no-fork").arg(&path).args(["sleep", "60"]).spawn();
         let Ok(mut child) = child else {
             return pagefold_testkit::skip("flock(1) of util-linux is not installed");
         };

@@ -1,7 +1,7 @@
-//! What must outlive a crash: how KSM's knobs stood before they were turned, and what they were turned to.
+//! The record that outlives a crash: the original values of KSM's knobs, and the values that they were set to.
 //!
-//! The file is on disk before the first knob is turned and goes away with the last one put back. It is
-//! replaced whole (written beside, synced, renamed), so a reader sees the old text or the new one.
+//! The file is on disk before the first knob is set, and removed when the last one is restored. It is replaced as a whole
+//! (a new file is written, synced and renamed), so a reader sees either the old text or the new one.
 
 use crate::ksm::Knob;
 use crate::os::fault;
@@ -13,19 +13,19 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Where the file is unless said otherwise.
+/// The default path of the file.
 pub const STATE_PATH: &str = "/run/pagefold/ksm-state.json";
 
 /// The version of the format that is written and understood.
 const SCHEMA: &str = "pagefold.ksm-state/1";
 
-/// Values of `sleep_millisecs` from here on are sleeps without end (the kernel takes them for negative).
+/// From this value on, `sleep_millisecs` is an endless sleep: the kernel takes it for negative.
 pub const ENDLESS_SLEEP: u64 = 1 << 31;
 
 /// Why the file could not be read or written.
 #[derive(Debug, Error)]
 pub enum StateError {
-    /// The text is not such a file.
+    /// The text is not in the format of the file.
     #[error("{} is malformed ({what}); set the knobs by hand and remove it", path.display())]
     Malformed {
         /// The file.
@@ -61,7 +61,7 @@ impl StateError {
 pub struct Holder {
     /// Its pid.
     pub pid: i32,
-    /// Its start time, so that a reused pid is not taken for it.
+    /// Its start time, to distinguish it from a later process with the same pid.
     pub start_time_ticks: u64,
 }
 
@@ -73,7 +73,7 @@ impl Holder {
         Ok(Self { pid, start_time_ticks: own.start_time_ticks() })
     }
 
-    /// Whether the process still runs. One that cannot be looked at is not known to have ended.
+    /// Whether the process still runs. An error: it cannot be read, and may run.
     pub fn is_alive(self, proc_root: &Path) -> Result<bool, ReadError> {
         let stat = Process::open_at(proc_root, self.pid).and_then(|process| process.stat());
         match stat {
@@ -88,18 +88,18 @@ impl Holder {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
     schema: String,
-    /// The boot in which the knobs were turned: after another one they are the kernel's own again.
+    /// The boot in which the knobs were set: after another boot they have the kernel's values again.
     pub boot_id: String,
-    /// Who turned them. `None` once they are put back but for those that had to be deferred.
+    /// The process that set them. `None` once all are restored except those that had to be deferred.
     pub holder: Option<Holder>,
-    /// How every knob stood.
+    /// The original value of every knob.
     pub original: BTreeMap<Knob, u64>,
-    /// The knobs turned, each with the values it may stand at if nobody else has touched it.
+    /// The knobs that were set, each with the values it may have if no other program has changed it.
     pub turned: BTreeMap<Knob, Vec<u64>>,
 }
 
 impl State {
-    /// A state in which nothing is turned yet.
+    /// A state in which no knob is set yet.
     pub fn new(boot_id: String, holder: Holder, original: BTreeMap<Knob, u64>) -> Self {
         Self { schema: SCHEMA.to_owned(), boot_id, holder: Some(holder), original, turned: BTreeMap::new() }
     }
@@ -111,12 +111,12 @@ impl State {
             return Err(format!("schema {:?} instead of {SCHEMA:?}", state.schema));
         }
         match state.turned.keys().find(|knob| !state.original.contains_key(knob)) {
-            Some(knob) => Err(format!("{knob} is turned, but how it stood is missing")),
+            Some(knob) => Err(format!("the original value of {knob} is missing")),
             None => Ok(state),
         }
     }
 
-    /// Reads the file; `None` where there is none.
+    /// Reads the file. `None` if it does not exist.
     pub fn load(path: &Path) -> Result<Option<Self>, StateError> {
         match fault::io("read:state").and_then(|()| std::fs::read(path)) {
             Ok(text) => {
@@ -130,8 +130,8 @@ impl State {
     /// Replaces the file.
     pub fn save(&self, path: &Path) -> Result<(), StateError> {
         self.replace(path).map_err(|error| {
-            // Half a file on a full disk would only keep it full.
-            let _ = std::fs::remove_file(beside(path));
+            // Half a file would take space on a disk that is full.
+            let _ = std::fs::remove_file(new_path(path));
             StateError::from_io(path, error)
         })
     }
@@ -140,20 +140,20 @@ impl State {
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
         std::fs::create_dir_all(dir)?;
         fault::point("state-begun");
-        let beside = beside(path);
-        let mut file = File::create(&beside)?;
+        let new = new_path(path);
+        let mut file = File::create(&new)?;
         fault::io("write:state")?;
         serde_json::to_writer_pretty(&mut file, self)?;
         file.write_all(b"\n")?;
         file.sync_all()?;
         fault::point("state-written");
-        std::fs::rename(&beside, path)?;
+        std::fs::rename(&new, path)?;
         File::open(dir)?.sync_all()?;
         fault::point("state-saved");
         Ok(())
     }
 
-    /// Removes the file; that there is none is fine.
+    /// Removes the file if it exists.
     pub fn remove(path: &Path) -> Result<(), StateError> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(StateError::from_io(path, error)),
@@ -161,36 +161,36 @@ impl State {
         }
     }
 
-    /// Removes what one that died while it wrote the file left beside it. For whoever has the lock.
+    /// Removes the new file of a process that died while it wrote it. Only for the holder of the lock.
     pub fn sweep(path: &Path) {
-        let _ = std::fs::remove_file(beside(path));
+        let _ = std::fs::remove_file(new_path(path));
     }
 
-    /// Notes that `knob`, which stands at `from`, is about to be turned `to`. True if the file must be saved first.
+    /// Records that `knob` is about to be changed `from` one value `to` another. True if the file must be saved first.
     pub fn note(&mut self, knob: Knob, from: u64, to: u64) -> bool {
         let known = self.turned.contains_key(&knob);
         let values = self.turned.entry(knob).or_default();
         if known && (is_signature(knob, to) || values.contains(&to)) {
             return false;
         }
-        // The one it stands at stays: a crash may come before the write.
+        // The present value stays: a crash may come before the write.
         values.retain(|&value| known && value == from);
         values.push(to);
         true
     }
 
-    /// Whether `knob` standing at `value` is our doing.
+    /// Whether this record explains that `knob` has this value.
     pub fn is_ours(&self, knob: Knob, value: u64) -> bool {
         self.turned.get(&knob).is_some_and(|values| values.contains(&value) || is_signature(knob, value))
     }
 }
 
-/// Where the next text is written before it takes the place of the last.
-fn beside(path: &Path) -> PathBuf {
+/// The file that is written before it replaces the last one.
+fn new_path(path: &Path) -> PathBuf {
     path.with_extension("json.new")
 }
 
-/// Values that kicks write by the hundred and nobody else would choose: not worth a new file each.
+/// Values that kicks write by the hundred and no other program would choose: they are not recorded one by one.
 fn is_signature(knob: Knob, value: u64) -> bool {
     match knob {
         Knob::SleepMillisecs => value >= ENDLESS_SLEEP,
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_is_loaded_and_nothing_lies_beside_it() {
+    fn what_is_saved_is_loaded_and_no_other_file_is_left() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/ksm-state.json");
         assert_eq!(State::load(&path).unwrap(), None);
@@ -241,24 +241,24 @@ mod tests {
         }
         let newer = String::from_utf8(good).unwrap().replace("ksm-state/1", "ksm-state/2");
         assert!(State::parse(newer.as_bytes()).unwrap_err().contains("schema"));
-        let mut lame = state();
-        lame.note(Knob::Run, 0, 1);
-        lame.original.clear();
-        assert!(State::parse(&serde_json::to_vec(&lame).unwrap()).unwrap_err().contains("run"));
+        let mut incomplete = state();
+        incomplete.note(Knob::Run, 0, 1);
+        incomplete.original.clear();
+        assert!(State::parse(&serde_json::to_vec(&incomplete).unwrap()).unwrap_err().contains("run"));
     }
 
     #[test]
-    fn a_knob_is_ours_at_the_values_noted_and_at_the_kicks() {
+    fn recorded_values_and_those_of_kicks_are_ours() {
         let mut state = state();
-        assert!(!state.is_ours(Knob::SleepMillisecs, ENDLESS_SLEEP), "not turned yet");
+        assert!(!state.is_ours(Knob::SleepMillisecs, ENDLESS_SLEEP), "not set yet");
         assert!(state.note(Knob::SleepMillisecs, 20, ENDLESS_SLEEP));
-        assert!(!state.note(Knob::SleepMillisecs, ENDLESS_SLEEP, ENDLESS_SLEEP + 1), "kicks cost no file");
+        assert!(!state.note(Knob::SleepMillisecs, ENDLESS_SLEEP, ENDLESS_SLEEP + 1), "kicks need no new file");
         assert!(state.is_ours(Knob::SleepMillisecs, ENDLESS_SLEEP + 77));
         assert!(!state.is_ours(Knob::SleepMillisecs, 20));
         assert!(state.note(Knob::SleepMillisecs, ENDLESS_SLEEP + 1, 50));
         assert!(state.note(Knob::SleepMillisecs, 50, 60));
         assert!(state.is_ours(Knob::SleepMillisecs, 50) && state.is_ours(Knob::SleepMillisecs, 60));
         assert!(state.note(Knob::SleepMillisecs, 60, 70));
-        assert!(!state.is_ours(Knob::SleepMillisecs, 50), "long overwritten");
+        assert!(!state.is_ours(Knob::SleepMillisecs, 50), "overwritten long ago");
     }
 }

@@ -3,7 +3,8 @@ use crate::proc::memory::{PageReader, ReadHow};
 use crate::proc::pagemap::{Pagemap, PagemapEntry};
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::Vpn;
-use std::process::{Child, Command, Stdio};
+use pagefold_testkit::OwnedChild;
+use std::process::{Command, Stdio};
 
 /// Runs `act` on a separate thread that has dropped all capabilities but `kept`.
 fn with_only<T: Send>(kept: &[Capability], act: impl FnOnce() -> T + Send) -> T {
@@ -25,7 +26,7 @@ fn may_all() -> bool {
 }
 
 /// A process of another user.
-struct Other(Child);
+struct Other(OwnedChild);
 
 impl Other {
     fn start() -> Self {
@@ -41,26 +42,19 @@ impl Other {
         while !is_asleep() {
             std::thread::sleep(std::time::Duration::from_millis(2));
         }
-        Self(child)
+        Self(OwnedChild(child))
     }
 
     fn process(&self) -> Process {
-        Process::open(i32::try_from(self.0.id()).unwrap()).unwrap()
+        Process::open(self.0.pid()).unwrap()
     }
 
     /// The last page of its stack, which is present.
     fn page(&self) -> Vpn {
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.0.id())).unwrap();
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.0.pid())).unwrap();
         let stack = maps.lines().find(|line| line.ends_with("[stack]")).unwrap();
         let end = stack.split(['-', ' ']).nth(1).unwrap();
         Vpn(u64::from_str_radix(end, 16).unwrap() / 4096 - 1)
-    }
-}
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 

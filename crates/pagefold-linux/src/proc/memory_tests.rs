@@ -1,6 +1,7 @@
 use super::batch::{IoRange, process_vm_readv};
 use super::*;
 use pagefold_core::units::PAGE_SIZE;
+use pagefold_testkit::{Forked, Script};
 use std::collections::HashMap;
 use std::ptr;
 
@@ -78,41 +79,12 @@ impl Drop for Memory {
     }
 }
 
-/// A forked child that does nothing until it is killed.
-struct Child(i32);
-
-impl Child {
-    /// Forks so that the child shares `memory` and no memory of other tests.
-    fn fork_with(memory: &Memory) -> Self {
-        memory.advise(libc::MADV_DOFORK);
-        let child = Self::fork();
-        memory.advise(libc::MADV_DONTFORK);
-        child
-    }
-
-    fn fork() -> Self {
-        // SAFETY: the child calls only pause, which is safe after fork in a program with threads.
-        match unsafe { libc::fork() } {
-            0 => loop {
-                // SAFETY: pause takes no arguments.
-                unsafe { libc::pause() };
-            },
-            pid => {
-                assert!(pid > 0);
-                Self(pid)
-            }
-        }
-    }
-}
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        // SAFETY: the pid is that of our own child, not reaped before.
-        unsafe {
-            libc::kill(self.0, libc::SIGKILL);
-            libc::waitpid(self.0, ptr::null_mut(), 0);
-        }
-    }
+/// Forks so that the child shares `memory` and no memory of other tests.
+fn fork_with(memory: &Memory) -> Forked {
+    memory.advise(libc::MADV_DOFORK);
+    let child = Forked::start(|| {});
+    memory.advise(libc::MADV_DONTFORK);
+    child
 }
 
 fn contents(page: usize) -> PageBytes {
@@ -208,7 +180,7 @@ fn zero_and_file_pages_are_told_apart() {
 fn reading_does_not_unshare_pages_shared_by_fork() {
     let memory = Memory::new(64);
     (0..64).for_each(|page| memory.fill(page));
-    let _child = Child::fork_with(&memory);
+    let _child = fork_with(&memory);
     memory.fill(5); // its own copy from now on
     let mut reader = PageReader::new();
     let first = memory.first();
@@ -267,7 +239,7 @@ fn pages_unmapped_before_the_read_are_absent_and_the_others_are_read() {
 fn shared_pages_unmapped_before_the_read_are_absent() {
     let memory = Memory::new(8);
     (0..8).for_each(|page| memory.fill(page));
-    let _child = Child::fork_with(&memory);
+    let _child = fork_with(&memory);
     let process = own();
     let mut held = Held::open(&process).unwrap();
     let mut batch = Batch::default();
@@ -289,7 +261,7 @@ fn shared_pages_unmapped_before_the_read_are_absent() {
 fn a_process_that_ended_is_vanished_although_its_files_are_held_open() {
     let memory = Memory::new(4);
     memory.fill(0);
-    let child = Child::fork_with(&memory);
+    let child = fork_with(&memory);
     let process = Process::open(child.0).unwrap();
     let mut reader = PageReader::new();
     let run = [(memory.first(), 4)];
@@ -304,16 +276,12 @@ fn a_process_that_ended_is_vanished_although_its_files_are_held_open() {
 
 #[test]
 fn exec_is_detected() {
-    let mut child = std::process::Command::new("sh")
-        .args(["-c", "read line; exec sleep 60"])
-        .stdin(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
-    let process = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+    let mut shell = Script::of(std::process::Command::new("sh").args(["-c", "read line; exec sleep 60"]));
+    let process = Process::open(shell.pid()).unwrap();
     let mut reader = PageReader::new();
     let at = reader.hold(&process).unwrap();
     reader.held[at].check().unwrap();
-    drop(child.stdin.take()); // end of input: the shell executes sleep
+    shell.say("");
     while process.stat().unwrap().comm != b"sleep" {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
@@ -323,8 +291,6 @@ fn exec_is_detected() {
     let stack = maps.iter().find(|vma| vma.name == b"[stack]").unwrap();
     let census = reader.census(&process, stack.first(), stack.pages(), false).unwrap();
     assert!(census.private.0 > 0);
-    child.kill().unwrap();
-    child.wait().unwrap();
 }
 
 #[test]

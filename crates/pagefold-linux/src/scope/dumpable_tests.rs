@@ -1,50 +1,21 @@
 use super::*;
 use crate::proc::status::Status;
+use pagefold_testkit::Forked;
 
-/// A forked child that sets its user (0: remains root) and its dumpable attribute and waits to be killed.
-struct Child(i32);
-
-impl Child {
-    fn fork(user: u32, dumpable: bool) -> Self {
-        // SAFETY: the child makes only system calls, which are safe after fork in a program with threads.
-        match unsafe { libc::fork() } {
-            0 => {
-                // SAFETY: plain system calls; changing the user clears the attribute, so it is set after that.
-                unsafe {
-                    if user != 0 {
-                        libc::syscall(libc::SYS_setresgid, user, user, user);
-                        libc::syscall(libc::SYS_setresuid, user, user, user);
-                    }
-                    libc::prctl(libc::PR_SET_DUMPABLE, libc::c_ulong::from(dumpable));
-                    libc::raise(libc::SIGSTOP);
-                    loop {
-                        libc::pause();
-                    }
-                }
-            }
-            pid => {
-                assert!(pid > 0);
-                // SAFETY: waits for our own child to stop, which it does when it is set up.
-                unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED) };
-                Self(pid)
-            }
-        }
-    }
-
-    fn answer(&self) -> Dumpable {
-        let process = Process::open(self.0).unwrap();
-        dumpable(&process, &Status::of(&process).unwrap()).unwrap()
-    }
-}
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        // SAFETY: the pid is that of our own child, not reaped before.
+/// Asks about a child that has set its user (0: remains root) and its dumpable attribute.
+fn answer(user: u32, dumpable: bool) -> Dumpable {
+    let child = Forked::start(|| {
+        // SAFETY: plain system calls; changing the user clears the attribute, so it is set after that.
         unsafe {
-            libc::kill(self.0, libc::SIGKILL);
-            libc::waitpid(self.0, std::ptr::null_mut(), 0);
+            if user != 0 {
+                libc::syscall(libc::SYS_setresgid, user, user, user);
+                libc::syscall(libc::SYS_setresuid, user, user, user);
+            }
+            libc::prctl(libc::PR_SET_DUMPABLE, libc::c_ulong::from(dumpable));
         }
-    }
+    });
+    let process = Process::open(child.0).unwrap();
+    super::dumpable(&process, &Status::of(&process).unwrap()).unwrap()
 }
 
 fn effective() -> u64 {
@@ -61,8 +32,8 @@ fn the_attribute_is_determined_for_our_own_and_other_users() {
     }
     let before = effective();
     for user in [0, 65534] {
-        assert_eq!(Child::fork(user, true).answer(), Dumpable::Yes, "user {user}");
-        assert_eq!(Child::fork(user, false).answer(), Dumpable::No, "user {user}");
+        assert_eq!(answer(user, true), Dumpable::Yes, "user {user}");
+        assert_eq!(answer(user, false), Dumpable::No, "user {user}");
     }
     assert_eq!(effective(), before, "the capability is raised again");
 }

@@ -94,8 +94,8 @@ fn dont_dump_excludes_only_small_mappings() {
 
 #[test]
 fn running_traced_and_zombie_processes_are_judged() {
-    let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-    let pid = i32::try_from(child.id()).unwrap();
+    let mut child = pagefold_testkit::OwnedChild(std::process::Command::new("sleep").arg("60").spawn().unwrap());
+    let pid = child.pid();
     let process = Process::open(pid).unwrap();
     let deny = DenyList::default();
     while process.stat().unwrap().comm != b"sleep" {
@@ -116,12 +116,12 @@ fn running_traced_and_zombie_processes_are_judged() {
     } else {
         pagefold_testkit::skip("ptrace is not permitted");
     }
-    child.kill().unwrap();
+    child.0.kill().unwrap();
     while process.stat().unwrap().state != b'Z' {
         std::thread::yield_now();
     }
     assert_eq!(process_exclusion(&process, &deny).unwrap(), Some(Exclusion::Zombie));
-    child.wait().unwrap();
+    child.0.wait().unwrap();
     assert!(matches!(process_exclusion(&process, &deny), Err(ReadError::Vanished { .. })));
 }
 

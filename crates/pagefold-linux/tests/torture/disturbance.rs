@@ -91,7 +91,7 @@ fn short_lives(run: &Run, member: &Member, mut random: Random) {
             // SAFETY: no memory is passed. The victim has not been waited for.
             unsafe { libc::kill(pid, libc::SIGKILL) };
         }
-        let status = victim.child.wait().expect("a child");
+        let status = victim.program.child.0.wait().expect("a child");
         *member.target.lock().unwrap() = None;
         let expected = status.code() == Some(CONTENT) || (killed && status.signal() == Some(libc::SIGKILL));
         if !expected {

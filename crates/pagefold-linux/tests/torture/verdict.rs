@@ -148,9 +148,9 @@ fn verdict(member: &Member, victim: &mut Victim) -> Result<Counts, String> {
 }
 
 fn has_answered(victim: &Victim) -> bool {
-    let fd = victim.output.get_ref().as_raw_fd();
+    let fd = victim.program.output.get_ref().as_raw_fd();
     let mut polled = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    !victim.output.buffer().is_empty() || {
+    !victim.program.output.buffer().is_empty() || {
         // SAFETY: one pollfd, which lives through the call.
         unsafe { libc::poll(&raw mut polled, 1, 20) > 0 }
     }

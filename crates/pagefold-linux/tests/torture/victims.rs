@@ -3,9 +3,8 @@
 use pagefold_linux::inject::InjectError;
 use pagefold_linux::proc::process::Process;
 use pagefold_testkit::injection::{BLOCKING, Victim, start_compat};
-use pagefold_testkit::{Freezer, skip_unsupported, status_field};
+use pagefold_testkit::{Freezer, OwnedChild, skip_unsupported, status_field};
 use std::collections::BTreeMap;
-use std::process::Child;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -136,7 +135,7 @@ pub struct Victims {
     pub direct: Vec<usize>,
     pub freezers: Vec<(Freezer, Vec<usize>)>,
     pub stopped: Vec<usize>,
-    compat: Mutex<Option<Child>>,
+    compat: Option<OwnedChild>,
     /// Holds the 32-bit program.
     dir: tempfile::TempDir,
 }
@@ -166,7 +165,7 @@ impl Victims {
             direct: Vec::new(),
             freezers: Vec::new(),
             stopped: Vec::new(),
-            compat: Mutex::default(),
+            compat: None,
             dir: tempfile::tempdir().unwrap(),
         };
         for words in BLOCKING.iter().chain(&WITH_TRAITS) {
@@ -259,19 +258,18 @@ impl Victims {
     }
 
     fn add_compat(&mut self) {
-        let mut child = match start_compat(self.dir.path()) {
+        let child = match start_compat(self.dir.path()) {
             Ok(child) => child,
             Err(why) => return skip_unsupported(why),
         };
-        let Ok(process) = Process::open(i32::try_from(child.id()).unwrap()) else {
-            let _ = child.wait();
+        let Ok(process) = Process::open(child.pid()) else {
             return skip_unsupported("32-bit programs end at once");
         };
         let member = Member::new("32-bit", Class::Compat, Signals::Ignored);
         let inner_pid = process.pid();
         *member.target.lock().unwrap() = Some(Arc::new(Target { process, addr: 0, len: 0, inner_pid }));
         self.add(member);
-        self.compat = Mutex::new(Some(child));
+        self.compat = Some(child);
     }
 
     /// The number of members with each name.
@@ -284,10 +282,6 @@ impl Victims {
 
 impl Drop for Victims {
     fn drop(&mut self) {
-        if let Some(mut child) = self.compat.lock().unwrap().take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
         // The victims end before their groups are removed.
         self.members.clear();
     }
