@@ -11,15 +11,13 @@ use pagefold_linux::ksm::lock::Lock;
 use pagefold_linux::ksm::{KSM_ROOT, Knob, Ksm, RestoreOutcome};
 use pagefold_linux::proc::cpu::process_cpu_ns;
 use pagefold_linux::proc::process::Process;
-use pagefold_testkit::{Holder, KsmAtRest, MIB, Script, skip_unsupported, victim_binary};
+use pagefold_testkit::{Holder, KsmAtRest, PAGES_PER_MIB, Script, skip_unsupported, victim_binary};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(60);
-const PAGE: u64 = 4096;
-const PAGES_PER_MIB: u64 = MIB / PAGE;
 const WHOLE_SCAN: u64 = u32::MAX as u64;
 const ENDLESS: u64 = 1 << 31;
 
@@ -41,9 +39,7 @@ impl Fixture {
             return None;
         };
         let dir = tempfile::tempdir().unwrap();
-        let paths =
-            KsmPaths { lock: dir.path().join("lock"), state: dir.path().join("state.json"), ..KsmPaths::default() };
-        Some(Self { ksm, ksmd, paths, _dir: dir, _at_rest: at_rest })
+        Some(Self { ksm, ksmd, paths: KsmPaths::in_dir(dir.path()), _dir: dir, _at_rest: at_rest })
     }
 
     fn take_lease(&self) -> Result<KsmLease, TakeError> {

@@ -1,9 +1,19 @@
 //! Control groups of a test's own.
 
 use std::fs;
+use std::io::Write;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+
+/// Makes a program run in a group from its first page on.
+pub fn start_in(command: &mut Command, group: &Path) {
+    let mut members = fs::OpenOptions::new().write(true).open(group.join("cgroup.procs")).unwrap();
+    // SAFETY: one write, to a file that is open.
+    unsafe { command.pre_exec(move || members.write_all(b"0")) };
+}
 
 /// A control group. Thawed, emptied into the root group and removed when dropped.
 pub struct Cgroup {

@@ -2,6 +2,7 @@
 
 use crate::process::is_root;
 use crate::skip::{skip, skip_unsupported};
+use pagefold_linux::os::fields;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::os::fd::AsRawFd;
@@ -176,7 +177,6 @@ fn process_with_merged_pages() -> Option<String> {
 
 /// The number of merged pages of a process, those merged into a zero page included.
 pub fn merged_pages(pid: i32) -> u64 {
-    let text = fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap_or_default();
-    let value = text.lines().find_map(|line| line.strip_prefix("ksm_merging_pages "));
-    value.map_or(0, |value| value.trim().parse().unwrap())
+    let text = fs::read(format!("/proc/{pid}/ksm_stat")).unwrap_or_default();
+    fields::number(&text, "ksm_merging_pages").unwrap_or(0)
 }

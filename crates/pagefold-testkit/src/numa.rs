@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What merges.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MergedBy {
     /// KSM alone: the processes mark their memory themselves, and ksmd runs all the time.
@@ -14,9 +13,7 @@ pub enum MergedBy {
 /// A process whose memory may be merged, with its processor and its memory on one node.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Victim {
-    /// Its node.
     pub node: usize,
-    /// Its nice value.
     pub nice: i32,
     /// Its pages are on the active list when merging begins.
     pub active: bool,
@@ -27,18 +24,15 @@ pub struct Victim {
 /// A disturbance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Disturbance {
-    /// Nothing.
     None,
     /// Before merging, a process takes and locks the node's memory except for some MiB.
     Full {
-        /// The node.
         node: usize,
         /// The memory left free.
         left_mib: u64,
     },
     /// After merging, the node's memory goes offline.
     Offline {
-        /// The node.
         node: usize,
     },
     /// Before the last check a byte is written into a page of the first process, which must be found.
@@ -48,15 +42,11 @@ pub enum Disturbance {
 /// One scenario.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Scenario {
-    /// Its name.
     pub name: String,
-    /// What merges.
     pub merged_by: MergedBy,
-    /// The processes.
     pub victims: Vec<Victim>,
     /// Pages of each process: all different from each other, and the same in each process.
     pub pages: usize,
-    /// The disturbance.
     pub disturbance: Disturbance,
     /// The kernel uses the multi-generational LRU, which does not show which pages are active.
     pub generations: bool,
@@ -90,11 +80,9 @@ pub struct PageSnapshot {
     pub across: u64,
 }
 
-/// CPU time.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 #[allow(clippy::struct_field_names, reason = "their unit")]
 pub struct Cpu {
-    /// ksmd.
     pub ksmd_ns: u64,
     /// pagefold and its injector.
     pub pagefold_ns: u64,
@@ -118,7 +106,6 @@ pub struct Moves {
 /// The result of a scenario.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Its name.
     pub name: String,
     /// Before merging.
     pub before: PageSnapshot,

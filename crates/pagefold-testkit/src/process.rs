@@ -1,5 +1,7 @@
 //! Small processes to work on, and what /proc shows of a process.
 
+use pagefold_linux::os::fields::{field, number};
+use pagefold_linux::proc::process::Process;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
@@ -36,23 +38,18 @@ pub fn send(pid: i32, signal: i32) {
 
 /// The state letter in /proc/PID/stat.
 pub fn state(pid: i32) -> u8 {
-    let text = fs::read(format!("/proc/{pid}/stat")).unwrap();
-    let name_end = text.iter().rposition(|&byte| byte == b')').unwrap();
-    text[name_end + 2]
+    Process::open(pid).and_then(|process| process.stat()).unwrap().state
 }
 
 /// A field of the file `status` in the directory of a process or thread.
 pub fn status_field(dir: &str, name: &str) -> Option<String> {
-    let status = fs::read_to_string(format!("{dir}/status")).ok()?;
-    let value = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-    Some(value.trim().to_owned())
+    let status = fs::read(format!("{dir}/status")).ok()?;
+    Some(String::from_utf8_lossy(field(&status, name)?).into_owned())
 }
 
 /// A counter of /proc/vmstat, 0 if the kernel does not have it.
 pub fn vmstat(name: &str) -> u64 {
-    let text = fs::read_to_string("/proc/vmstat").unwrap();
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    value.map_or(0, |value| value.parse().unwrap())
+    number(&fs::read("/proc/vmstat").unwrap(), name).unwrap_or(0)
 }
 
 /// What smaps shows of KSM in a process.

@@ -1,11 +1,10 @@
 //! The handle of the victim `shuffler`.
 
+use crate::cgroup::start_in;
 use crate::ksm::merged_pages;
 use crate::{OwnedChild, victim_binary, wait_until};
 use std::collections::BTreeMap;
-use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::process::CommandExt;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{ChildStdin, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -28,9 +27,7 @@ impl Shuffler {
         let mut command = Command::new(victim_binary("shuffler"));
         command.args(settings.split_ascii_whitespace()).stdin(Stdio::piped()).stdout(Stdio::piped());
         if let Some(cgroup) = cgroup {
-            let mut members = fs::OpenOptions::new().write(true).open(cgroup.join("cgroup.procs")).unwrap();
-            // SAFETY: one write, to a file that is open.
-            unsafe { command.pre_exec(move || members.write_all(b"0")) };
+            start_in(&mut command, cgroup);
         }
         let mut child = command.spawn().unwrap();
         let (input, output) = (child.stdin.take(), child.stdout.take().unwrap());

@@ -35,11 +35,7 @@ impl Stage {
         fixture::fresh(&root);
         fixture::set(&root, "pages_scanned", scanned);
         fixture::set(&root, "full_scans", "00000000");
-        let paths = KsmPaths {
-            lock: dir.path().join("lock"),
-            state: dir.path().join("run/state.json"),
-            proc_root: "/proc".into(),
-        };
+        let paths = KsmPaths::in_dir(dir.path());
         set_state(&dir, 'S');
         let lease = KsmLease::take(Arc::new(Ksm::open(&root).unwrap()), &paths, &InitialKnobs::default()).unwrap();
         let behaviour = Arc::new(Behaviour::default());

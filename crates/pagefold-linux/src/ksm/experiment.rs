@@ -32,6 +32,7 @@ const SCAN_LIMIT: Duration = Duration::from_secs(300);
 
 /// Why an experiment could not take or use KSM.
 #[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum ExperimentError {
     /// A signal arrived.
     #[error(transparent)]
@@ -73,12 +74,7 @@ pub enum ExperimentError {
     Take(#[from] TakeError),
     /// The advisor's mode.
     #[error("cannot write {}: {source}", path.display())]
-    Advisor {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Advisor { path: PathBuf, source: io::Error },
 }
 
 /// KSM, taken. When this is dropped, everything is unmerged and every knob restored.

@@ -21,45 +21,23 @@ pub const KSM_ROOT: &str = "/sys/kernel/mm/ksm";
 
 /// Why a file of KSM could not be read or written.
 #[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum KsmError {
     /// The directory, or a file that every supported kernel has, does not exist.
     #[error("{} does not exist: this kernel was built without KSM, or is older than pagefold needs", path.display())]
-    Absent {
-        /// The missing file.
-        path: PathBuf,
-    },
+    Absent { path: PathBuf },
     /// The kernel refuses access.
     #[error("not permitted to access {}", path.display())]
-    Denied {
-        /// The file.
-        path: PathBuf,
-    },
+    Denied { path: PathBuf },
     /// The text is not what the kernel documents.
     #[error("{} is malformed: {text:?}", path.display())]
-    Malformed {
-        /// The file.
-        path: PathBuf,
-        /// Its text.
-        text: String,
-    },
+    Malformed { path: PathBuf, text: String },
     /// The kernel refuses the value: EBUSY while pages are merged, EINVAL while the advisor is on.
     #[error("the kernel refuses to set {knob} to {value}: {source}")]
-    Refused {
-        /// The knob.
-        knob: Knob,
-        /// The value.
-        value: u64,
-        /// The system's error.
-        source: io::Error,
-    },
+    Refused { knob: Knob, value: u64, source: io::Error },
     /// Any other failure.
     #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
 }
 
 impl KsmError {

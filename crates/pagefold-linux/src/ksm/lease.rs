@@ -23,22 +23,17 @@ const DROP_LIMIT: Duration = Duration::from_secs(2);
 
 /// Why KSM was not taken over.
 #[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum TakeError {
     /// Another pagefold holds the lock.
     #[error("KSM is driven by another pagefold{}", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default())]
-    Locked {
-        /// Its pid, where known.
-        pid: Option<i32>,
-    },
+    Locked { pid: Option<i32> },
     /// Another program drives KSM.
     #[error("KSM is in use: {0}")]
     InUse(OtherDriver),
     /// The lock is free, but the process in the state file lives: it was started with another lock.
     #[error("KSM is held by process {pid}, which uses another lock file")]
-    Busy {
-        /// The process.
-        pid: i32,
-    },
+    Busy { pid: i32 },
     /// What an earlier run changed is still being restored: ksmd is in a scan that it ordered.
     #[error("ksmd is still in a scan that an earlier pagefold ordered")]
     Recovering,
@@ -67,24 +62,17 @@ impl From<LockError> for TakeError {
 
 /// What else drives KSM.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum OtherDriver {
     /// `run` is 1. The kernel does not show which program set it.
     #[error("ksmd is already running (run is 1)")]
     Running,
     /// The kernel's advisor sets `pages_to_scan`.
     #[error("the kernel's advisor is on ({mode})")]
-    Advisor {
-        /// Its mode.
-        mode: String,
-    },
+    Advisor { mode: String },
     /// A program that sets the same knobs.
     #[error("{name} is running (pid {pid})")]
-    Program {
-        /// Its name.
-        name: String,
-        /// Its pid.
-        pid: i32,
-    },
+    Program { name: String, pid: i32 },
 }
 
 /// The files that a lease uses besides KSM's own.
@@ -96,6 +84,13 @@ pub struct KsmPaths {
     pub state: PathBuf,
     /// `/proc`.
     pub proc_root: PathBuf,
+}
+
+impl KsmPaths {
+    /// A lock file and a state file in this directory.
+    pub fn in_dir(dir: &Path) -> Self {
+        Self { lock: dir.join("lock"), state: dir.join("run/ksm-state.json"), ..Self::default() }
+    }
 }
 
 impl Default for KsmPaths {

@@ -15,12 +15,7 @@ impl Stage {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         fixture::fresh(&dir.path().join("ksm"));
-        let paths = KsmPaths {
-            lock: dir.path().join("lock"),
-            state: dir.path().join("run/ksm-state.json"),
-            proc_root: "/proc".into(),
-        };
-        Self { dir, paths }
+        Self { paths: KsmPaths::in_dir(dir.path()), dir }
     }
     fn root(&self) -> PathBuf {
         self.dir.path().join("ksm")
@@ -188,15 +183,14 @@ fn a_state_of_another_boot_is_ignored() {
 fn a_living_holder_with_another_lock_is_respected() {
     let stage = Stage::new();
     stage.crash(stage.take().unwrap());
-    let mut child = Command::new("sleep").arg("60").spawn().unwrap();
-    let pid = i32::try_from(child.id()).unwrap();
+    let child = pagefold_testkit::OwnedChild(Command::new("sleep").arg("60").spawn().unwrap());
+    let pid = child.pid();
     let start_time_ticks = Process::open(pid).unwrap().start_time_ticks();
     let mut kept = stage.saved().unwrap();
     kept.holder = Some(Holder { pid, start_time_ticks });
     kept.save(&stage.paths.state).unwrap();
     let taken = stage.take();
-    child.kill().unwrap();
-    child.wait().unwrap();
+    drop(child);
     assert!(matches!(taken, Err(TakeError::Busy { pid: busy }) if busy == pid));
     drop(stage.take().unwrap());
 }

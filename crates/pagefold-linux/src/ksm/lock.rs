@@ -21,27 +21,17 @@ const RETRY_EVERY: Duration = Duration::from_millis(20);
 
 /// Why the lock was not taken.
 #[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum LockError {
     /// Another process holds it.
     #[error("KSM is driven by another pagefold{}", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default())]
-    Held {
-        /// Its pid, if the file has it.
-        pid: Option<i32>,
-    },
+    Held { pid: Option<i32> },
     /// The kernel refuses access to the file.
     #[error("not permitted to open {}", path.display())]
-    Denied {
-        /// The lock file.
-        path: PathBuf,
-    },
+    Denied { path: PathBuf },
     /// Any other failure.
     #[error("{}: {source}", path.display())]
-    Io {
-        /// The lock file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
 }
 
 /// The lock, held until the last clone is dropped or the process ends.

@@ -24,29 +24,17 @@ pub const ENDLESS_SLEEP: u64 = 1 << 31;
 
 /// Why the file could not be read or written.
 #[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum StateError {
     /// The text is not in the format of the file.
     #[error("{} is malformed ({what}); set the knobs by hand and remove it", path.display())]
-    Malformed {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        what: String,
-    },
+    Malformed { path: PathBuf, what: String },
     /// The kernel refuses access.
     #[error("not permitted to access {}", path.display())]
-    Denied {
-        /// The file.
-        path: PathBuf,
-    },
+    Denied { path: PathBuf },
     /// Any other failure.
     #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
 }
 
 impl StateError {

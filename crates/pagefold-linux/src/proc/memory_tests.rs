@@ -208,18 +208,24 @@ fn reading_does_not_unshare_pages_shared_by_fork() {
     assert_eq!((got, exclusive(&mut reader)), (length, 5));
 }
 
+/// A batch of all pages, of which the page table entries have been read.
+fn looked_up(process: &Process, memory: &Memory) -> (Held, Batch) {
+    let held = Held::open(process).unwrap();
+    let mut batch = Batch::default();
+    batch.start();
+    batch.take(memory.first(), u32::try_from(memory.pages).unwrap());
+    batch.look_up(&held, ReadHow::default()).unwrap();
+    batch.classify(None, ReadHow::default()).unwrap();
+    (held, batch)
+}
+
 #[test]
 fn pages_unmapped_before_the_read_are_absent_and_the_others_are_read() {
     let process = own();
     for gone in [&[3usize, 7, 8, 63][..], &[0], &[0, 1, 2, 62, 63], &[], &[31]] {
         let memory = Memory::new(64);
         (0..64).for_each(|page| memory.fill(page));
-        let held = Held::open(&process).unwrap();
-        let mut batch = Batch::default();
-        batch.start();
-        batch.take(memory.first(), 64);
-        batch.look_up(&held, ReadHow::default()).unwrap();
-        batch.classify(None, ReadHow::default()).unwrap();
+        let (_, mut batch) = looked_up(&process, &memory);
         for &page in gone {
             memory.unmap(page);
         }
@@ -241,12 +247,7 @@ fn shared_pages_unmapped_before_the_read_are_absent() {
     (0..8).for_each(|page| memory.fill(page));
     let _child = fork_with(&memory);
     let process = own();
-    let mut held = Held::open(&process).unwrap();
-    let mut batch = Batch::default();
-    batch.start();
-    batch.take(memory.first(), 8);
-    batch.look_up(&held, ReadHow::default()).unwrap();
-    batch.classify(None, ReadHow::default()).unwrap();
+    let (mut held, mut batch) = looked_up(&process, &memory);
     for page in [0, 4, 5] {
         memory.unmap(page);
     }
@@ -338,7 +339,7 @@ fn huge_pages_are_recognised_with_and_without_pagemap_scan() {
     assert!(matches!(zero[0].1, PageState::ZeroMapped | PageState::Absent), "{:?}", zero[0].1);
     (0..512).for_each(|page| memory.fill(skip + page));
     let first = memory.first() + skip as u64;
-    let census = reader.census(&own(), memory.first(), Pages(3 * 512), true).unwrap();
+    let census = reader.census(&own(), first, Pages(512), true).unwrap();
     if census.huge.0 < 512 {
         return pagefold_testkit::skip_unsupported("the kernel gave no huge page");
     }

@@ -1,12 +1,12 @@
 use super::*;
+use crate::scope::tests::Tree;
 use std::cell::Cell;
 use std::fs;
-use std::os::unix::fs::symlink;
 
 const SECOND: u64 = 1_000_000_000;
 
 struct Machine {
-    directory: tempfile::TempDir,
+    tree: Tree,
     spec: ScopeSpec,
     new_processes: NewProcesses,
     /// Number of candidates in the last call: none if the list was not read.
@@ -15,47 +15,25 @@ struct Machine {
 
 impl Machine {
     fn new(with_loadavg: bool) -> Self {
-        let directory = tempfile::tempdir().unwrap();
+        let tree = Tree::new();
         if with_loadavg {
-            fs::write(directory.path().join("loadavg"), "0.00 0.00 0.00 1/9 9\n").unwrap();
+            fs::write(tree.roots.proc.join("loadavg"), "0.00 0.00 0.00 1/9 9\n").unwrap();
         }
-        let roots = Roots { proc: directory.path().to_owned(), cgroup: directory.path().to_owned() };
-        let new_processes = NewProcesses::new(&roots);
+        let new_processes = NewProcesses::new(&tree.roots);
         let spec = ScopeSpec { exes: vec!["meant".to_owned()], ..ScopeSpec::default() };
-        Self { directory, spec, new_processes, asked: Cell::new(0) }
+        Self { tree, spec, new_processes, asked: Cell::new(0) }
     }
 
     fn start(&self, pid: i32, exe: &str) {
-        let at = self.directory.path().join(pid.to_string());
-        fs::create_dir(&at).unwrap();
-        fs::write(at.join("stat"), format!("{pid} (x) S 1 1 1 0 -1 4194304 0 0 0 0 1 2 0 0 20 0 1 0 {pid} 1 1"))
-            .unwrap();
-        let status = format!("Tgid:\t{pid}\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n");
-        fs::write(at.join("status"), status).unwrap();
-        fs::write(at.join("cgroup"), "0::/\n").unwrap();
-        symlink(self.file(exe), at.join("exe")).unwrap();
+        self.tree.process(pid, b"x", Some(exe), 0, "0::/\n");
         if self.new_processes.loadavg.is_some() {
-            fs::write(self.directory.path().join("loadavg"), format!("0.00 0.01 0.05 1/9 {pid}\n")).unwrap();
+            fs::write(self.tree.roots.proc.join("loadavg"), format!("0.00 0.01 0.05 1/9 {pid}\n")).unwrap();
         }
-    }
-
-    /// An executable of this name in the tree.
-    fn file(&self, exe: &str) -> std::path::PathBuf {
-        let path = self.directory.path().join(exe.rsplit('/').next().unwrap());
-        fs::write(&path, "").unwrap();
-        path
-    }
-
-    fn exec(&self, pid: i32, exe: &str) {
-        let at = self.directory.path().join(pid.to_string()).join("exe");
-        fs::remove_file(&at).unwrap();
-        symlink(self.file(exe), at).unwrap();
     }
 
     fn find(&mut self, now_ns: u64) -> Vec<i32> {
         self.asked.set(0);
-        let roots = Roots { proc: self.directory.path().to_owned(), cgroup: self.directory.path().to_owned() };
-        let found = self.new_processes.find(now_ns, &self.spec, &roots, |_| {
+        let found = self.new_processes.find(now_ns, &self.spec, &self.tree.roots, |_| {
             self.asked.set(self.asked.get() + 1);
             false
         });
@@ -82,7 +60,7 @@ fn a_new_process_is_examined_again_after_exec() {
     let mut machine = Machine::new(true);
     machine.start(20, "/bin/sh");
     assert!(machine.find(0).is_empty());
-    machine.exec(20, "/bin/meant");
+    machine.tree.exec(20, "/bin/meant");
     assert_eq!(machine.find(SECOND), [20]);
 }
 
@@ -92,7 +70,7 @@ fn a_new_process_is_examined_twice_even_if_the_second_time_is_late() {
     machine.find(0);
     machine.start(20, "/bin/sh");
     assert!(machine.find(SECOND).is_empty());
-    machine.exec(20, "/bin/meant");
+    machine.tree.exec(20, "/bin/meant");
     assert_eq!(machine.find(9 * SECOND), [20]);
 }
 
@@ -116,7 +94,7 @@ fn an_older_process_that_comes_into_scope_is_found_by_a_full_pass() {
     for second in 0..5 {
         assert!(machine.find(second * SECOND).is_empty());
     }
-    machine.exec(20, "/bin/meant");
+    machine.tree.exec(20, "/bin/meant");
     machine.start(21, "/bin/other");
     assert!(machine.find(5 * SECOND).is_empty());
     let full_ns = machine.new_processes.next_full_ns;

@@ -8,13 +8,13 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 
 /// A fixture of /proc and /sys/fs/cgroup.
-struct Tree {
+pub(super) struct Tree {
     directory: tempfile::TempDir,
-    roots: Roots,
+    pub(super) roots: Roots,
 }
 
 impl Tree {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let roots = Roots { proc: directory.path().join("proc"), cgroup: directory.path().join("cgroup") };
         fs::create_dir_all(roots.proc.join("self")).unwrap();
@@ -22,7 +22,7 @@ impl Tree {
         Self { directory, roots }
     }
 
-    fn process(&self, pid: i32, comm: &[u8], exe: Option<&str>, uid: u32, cgroup: &str) {
+    pub(super) fn process(&self, pid: i32, comm: &[u8], exe: Option<&str>, uid: u32, cgroup: &str) {
         self.process_in(pid, pid, b'S', 4_194_304, comm, exe, uid, cgroup);
     }
 
@@ -46,13 +46,19 @@ impl Tree {
         fs::write(directory.join("status"), status).unwrap();
         fs::write(directory.join("cgroup"), cgroup).unwrap();
         if let Some(exe) = exe {
-            let exe = self.file(exe);
-            fs::create_dir_all(exe.parent().unwrap()).unwrap();
-            if !exe.as_os_str().as_bytes().ends_with(b" (deleted)") {
-                fs::write(&exe, "").unwrap();
-            }
-            symlink(exe, directory.join("exe")).unwrap();
+            self.exec(pid, exe);
         }
+    }
+
+    /// Makes a process run this executable of the tree.
+    pub(super) fn exec(&self, pid: i32, exe: &str) {
+        let (exe, link) = (self.file(exe), self.roots.proc.join(pid.to_string()).join("exe"));
+        fs::create_dir_all(exe.parent().unwrap()).unwrap();
+        if !exe.as_os_str().as_bytes().ends_with(b" (deleted)") {
+            fs::write(&exe, "").unwrap();
+        }
+        let _ = fs::remove_file(&link);
+        symlink(exe, link).unwrap();
     }
 
     /// The path of an executable in the tree.

@@ -3,11 +3,9 @@
 use crate::Run;
 use crate::victims::{Member, Signals, Target};
 use pagefold_core::random::Random;
-use pagefold_linux::proc::process::Process;
-use pagefold_testkit::Freezer;
 use pagefold_testkit::injection::{CONTENT, ON_STACK, PLAIN, RESTARTING, Victim};
+use pagefold_testkit::{Freezer, send};
 use std::os::unix::process::ExitStatusExt;
-use std::sync::Arc;
 use std::thread::Scope;
 use std::time::Duration;
 
@@ -81,15 +79,11 @@ fn short_lives(run: &Run, member: &Member, mut random: Random) {
             Ok(victim) => victim,
             Err(why) => return run.results.fail(format!("a short-lived victim: {why}")),
         };
-        let pid = victim.process.pid();
-        let process = Process::open(pid);
-        let (addr, len, inner_pid) = (victim.addr, victim.len, pid);
-        *member.target.lock().unwrap() = process.ok().map(|process| Arc::new(Target { process, addr, len, inner_pid }));
+        *member.target.lock().unwrap() = Target::of(&victim);
         let killed = random.below(2) == 0;
         if killed {
             pause_us(random.below(life_ms * 1000));
-            // SAFETY: no memory is passed. The victim has not been waited for.
-            unsafe { libc::kill(pid, libc::SIGKILL) };
+            send(victim.pid(), libc::SIGKILL);
         }
         let status = victim.program.child.0.wait().expect("a child");
         *member.target.lock().unwrap() = None;

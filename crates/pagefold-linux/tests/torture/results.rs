@@ -93,24 +93,19 @@ impl Results {
         let mut all = Line::default();
         let mut kinds = serde_json::Map::new();
         for (name, line) in &*lines {
-            let stops = Stops::of(line);
-            println!("{name:32} {:>7} {:>8} {:>8}  {}", line.made, us(stops.p50), us(stops.max), outcomes(line));
+            let stops = percentiles(line);
+            let [p50, .., max] = stops.map(|(_, ns)| us(ns));
+            println!("{name:32} {:>7} {p50:>8} {max:>8}  {}", line.made, outcomes(line));
             kinds.insert(name.clone(), json(line, &stops));
             all.made += line.made;
             all.stops_ns.extend(&line.stops_ns);
             line.errors.iter().for_each(|(&error, count)| *all.errors.entry(error).or_default() += count);
         }
-        let stops = Stops::of(&all);
+        let stops = percentiles(&all);
         let count: usize = victims.names().values().sum();
         println!("{} injections into {count} victims in {:.1} s; {}", all.made, wall.as_secs_f64(), outcomes(&all));
-        println!(
-            "stop time in us: p50 {}, p90 {}, p99 {}, p99.9 {}, max {}",
-            us(stops.p50),
-            us(stops.p90),
-            us(stops.p99),
-            us(stops.p999),
-            us(stops.max)
-        );
+        let words = stops.map(|(name, ns)| format!("{name} {}", us(ns)));
+        println!("stop time in us: {}", words.join(", "));
         if let Some(file) = std::env::var_os("PAGEFOLD_TORTURE_REPORT") {
             let report = json!({
                 "seed": seed,
@@ -124,25 +119,14 @@ impl Results {
     }
 }
 
-/// Percentiles of the stop times, in nanoseconds.
-struct Stops {
-    p50: u64,
-    p90: u64,
-    p99: u64,
-    p999: u64,
-    max: u64,
-}
+/// Percentiles of the stop times, in nanoseconds, by name.
+const PERCENTILES: [(&str, usize); 5] = [("p50", 500), ("p90", 900), ("p99", 990), ("p99.9", 999), ("max", 1000)];
 
-impl Stops {
-    fn of(line: &Line) -> Self {
-        let mut sorted = line.stops_ns.clone();
-        sorted.sort_unstable();
-        let at = |permille: usize| match sorted.len() {
-            0 => 0,
-            length => sorted[(length - 1) * permille / 1000],
-        };
-        Self { p50: at(500), p90: at(900), p99: at(990), p999: at(999), max: at(1000) }
-    }
+fn percentiles(line: &Line) -> [(&'static str, u64); 5] {
+    let mut sorted = line.stops_ns.clone();
+    sorted.sort_unstable();
+    let last = sorted.len().saturating_sub(1);
+    PERCENTILES.map(|(name, permille)| (name, sorted.get(last * permille / 1000).copied().unwrap_or(0)))
 }
 
 fn us(ns: u64) -> u64 {
@@ -154,12 +138,7 @@ fn outcomes(line: &Line) -> String {
     words.join(", ")
 }
 
-fn json(line: &Line, stops: &Stops) -> Value {
-    json!({
-        "made": line.made,
-        "errors": line.errors,
-        "stop_ns": {
-            "p50": stops.p50, "p90": stops.p90, "p99": stops.p99, "p99.9": stops.p999, "max": stops.max,
-        },
-    })
+fn json(line: &Line, stops: &[(&str, u64)]) -> Value {
+    let stops: BTreeMap<_, _> = stops.iter().copied().collect();
+    json!({ "made": line.made, "errors": line.errors, "stop_ns": stops })
 }

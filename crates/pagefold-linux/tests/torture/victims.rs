@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// The results that a request to a victim may have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Class {
     /// Nearly every injection is made.
+    #[default]
     Willing,
     /// At times it must not be stopped, or cannot be.
     Reluctant,
@@ -55,10 +56,19 @@ pub struct Target {
     pub inner_pid: i32,
 }
 
+impl Target {
+    /// `None` if it has ended.
+    pub fn of(victim: &Victim) -> Option<Arc<Self>> {
+        let process = Process::open(victim.pid()).ok()?;
+        Some(Arc::new(Self { process, addr: victim.addr, len: victim.len, inner_pid: victim.inner_pid }))
+    }
+}
+
 /// The signals that a victim is sent, and what their count must be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Signals {
     /// Ignored ones only.
+    #[default]
     Ignored,
     /// Handled ones: each must run its handler once.
     Counted,
@@ -67,6 +77,7 @@ pub enum Signals {
 }
 
 /// A victim, or short-lived victims one after the other.
+#[derive(Default)]
 pub struct Member {
     pub name: String,
     pub class: Class,
@@ -89,19 +100,7 @@ pub struct Member {
 
 impl Member {
     fn new(name: &str, class: Class, disturbed_by: Signals) -> Self {
-        Self {
-            name: name.to_owned(),
-            class,
-            disturbed_by,
-            steady: false,
-            direct: false,
-            target: Mutex::default(),
-            victim: Mutex::default(),
-            signals_before: None,
-            sent: AtomicU64::new(0),
-            sent_inside: AtomicU64::new(0),
-            perhaps_sent: AtomicU64::new(0),
-        }
+        Self { name: name.to_owned(), class, disturbed_by, ..Self::default() }
     }
 
     pub fn target(&self) -> Option<Arc<Target>> {
@@ -122,8 +121,7 @@ impl Member {
 
     pub fn kill(&self, signal: i32) {
         if let Some(target) = self.target() {
-            // SAFETY: no memory is passed.
-            unsafe { libc::kill(target.process.pid(), signal) };
+            pagefold_testkit::send(target.process.pid(), signal);
         }
     }
 }
@@ -239,11 +237,8 @@ impl Victims {
                 return None;
             }
         };
-        let pid = victim.process.pid();
-        let process = Process::open(pid).unwrap();
-        let (addr, len, inner_pid) = (victim.addr, victim.len, victim.inner_pid);
-        member.signals_before = signals(pid);
-        member.target = Mutex::new(Some(Arc::new(Target { process, addr, len, inner_pid })));
+        member.signals_before = signals(victim.pid());
+        member.target = Mutex::new(Target::of(&victim));
         member.victim = Mutex::new(Some(victim));
         Some(self.add(member))
     }

@@ -53,45 +53,40 @@ fn main() {
             // SAFETY: within the mapping, of which no reference is used meanwhile. Marking keeps what the pages read as;
             // dropped pages read as zeros afterwards.
             assert_eq!(unsafe { libc::madvise(start.byte_add(first * PAGE), pages * PAGE, advice) }, 0, "{line}");
+            0
         };
-        match (command, numbers.as_slice()) {
+        let done = match (command, numbers.as_slice()) {
             ("write", &[_, _, content, step]) => {
                 let (first, pages) = range();
                 for (page, number) in (first..first + pages).zip(0..) {
                     fill(&mut bytes[page * PAGE..][..PAGE], content + number * step);
                     written[page] = Some(content + number * step);
                 }
-                answer(0);
+                0
             }
             ("drop", [_, _]) => {
                 advise(libc::MADV_DONTNEED);
                 let (first, pages) = range();
                 written[first..first + pages].fill(None);
-                answer(0);
+                0
             }
-            ("mark", [_, _]) => {
-                advise(libc::MADV_MERGEABLE);
-                answer(0);
-            }
-            ("advise", &[_, _, kind]) => {
-                advise(i32::try_from(kind).expect("an advice"));
-                answer(0);
-            }
+            ("mark", [_, _]) => advise(libc::MADV_MERGEABLE),
+            ("advise", &[_, _, kind]) => advise(i32::try_from(kind).expect("an advice")),
             ("lock", [_, _]) => {
                 let (first, pages) = range();
                 // SAFETY: within the mapping; locking changes no contents.
                 assert_eq!(unsafe { libc::mlock(start.byte_add(first * PAGE), pages * PAGE) }, 0, "{line}");
-                answer(0);
+                0
             }
             ("register", [_, _]) => {
                 let (first, pages) = range();
                 register(start as u64 + (first * PAGE) as u64, (pages * PAGE) as u64);
-                answer(0);
+                0
             }
             ("dumpable", &[dumpable]) => {
                 // SAFETY: numbers only.
                 assert_eq!(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, dumpable, 0, 0, 0) }, 0);
-                answer(0);
+                0
             }
             ("user", &[id]) => {
                 let id = u32::try_from(id).expect("a user");
@@ -101,7 +96,7 @@ fn main() {
                     assert_eq!(libc::setresuid(id, id, id), 0);
                     assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0), 0);
                 }
-                answer(0);
+                0
             }
             ("group", &[id]) => {
                 let id = u32::try_from(id).expect("a group");
@@ -110,18 +105,20 @@ fn main() {
                     assert_eq!(libc::setresgid(id, id, id), 0);
                     assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0), 0);
                 }
-                answer(0);
+                0
             }
             ("sleep", []) => {
                 answer(0);
                 sleep_uninterruptibly();
+                continue;
             }
             ("time", []) => {
                 let cycles: Vec<u64> = bytes.chunks_exact_mut(PAGE).map(time_of_write).collect();
                 answer(pages as u64);
                 cycles.into_iter().for_each(answer);
+                continue;
             }
-            ("fork", []) => answer(fork()),
+            ("fork", []) => fork(),
             ("check", []) => {
                 let mut expected = [0; PAGE];
                 let differs = |(page, content): (&[u8], &Option<u64>)| {
@@ -130,10 +127,11 @@ fn main() {
                         page != expected
                     })
                 };
-                answer(bytes.chunks_exact(PAGE).zip(&written).map(differs).filter(|&differs| differs).count() as u64);
+                bytes.chunks_exact(PAGE).zip(&written).map(differs).filter(|&differs| differs).count() as u64
             }
             _ => panic!("unknown command {line}"),
-        }
+        };
+        answer(done);
     }
     std::hint::black_box(bytes);
 }

@@ -125,13 +125,6 @@ fn names(dir: &str) -> Vec<String> {
     entries.map(|entry| entry.expect(dir).file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// A counter of /proc/vmstat, 0 if the kernel does not have it.
-pub fn vmstat(name: &str) -> u64 {
-    let text = fs::read_to_string("/proc/vmstat").expect("vmstat");
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    value.map_or(0, |value| value.parse().expect("a counter"))
-}
-
 /// User and system time of a process, and of its children that have ended, nanoseconds. Zeros if it has ended.
 pub fn times(pid: i32) -> [u64; 4] {
     /// Of /proc/PID/stat: hundredths of a second, on every architecture.

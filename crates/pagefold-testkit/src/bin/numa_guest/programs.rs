@@ -1,66 +1,51 @@
 //! The processes of a scenario, and their handles.
 
 use crate::pages::Extent;
+use pagefold_testkit::Script;
+use pagefold_testkit::cgroup::start_in;
 use pagefold_testkit::numa::{Disturbance, Scenario};
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::io::{BufRead, Write};
+use std::process::Command;
 
 /// A copy of `/init`: pagefold leaves process 1 alone.
 const PROGRAM: &str = "/bin/victim";
 
-/// A process that communicates line by line.
+/// A process, with the address of its memory, which it prints first.
 pub struct Program {
-    child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-    /// The address of its memory, which it prints first.
+    script: Script,
     address: u64,
 }
 
 impl Program {
     fn start(args: &[String], cgroup: Option<&str>) -> Self {
         let mut command = Command::new(PROGRAM);
-        command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped());
         if let Some(cgroup) = cgroup {
-            let mut members = fs::OpenOptions::new().write(true).open(format!("{cgroup}/cgroup.procs")).expect(cgroup);
-            // SAFETY: one write, to a file that is open.
-            unsafe { command.pre_exec(move || members.write_all(b"0")) };
+            start_in(&mut command, cgroup.as_ref());
         }
-        let mut child = command.spawn().expect(PROGRAM);
-        let (input, output) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
-        let mut member = Self { child, input, output: BufReader::new(output), address: 0 };
-        let said = member.line();
+        let mut script = Script::of(command.args(args));
+        let said = script.line();
         let words: Vec<&str> = said.split(' ').collect();
         assert_eq!(words[0], "ready", "{args:?} says {said}");
-        member.address = words.get(1).map_or(0, |address| address.parse().expect("an address"));
-        member
-    }
-
-    fn line(&mut self) -> String {
-        let mut line = String::new();
-        // At the end of the output the line is empty.
-        let _ = self.output.read_line(&mut line);
-        line.trim_end().to_owned()
+        Self { script, address: words.get(1).map_or(0, |address| address.parse().expect("an address")) }
     }
 
     fn ask(&mut self, what: &str) -> Result<(), String> {
-        let written = writeln!(self.input, "{what}").map_err(|error| format!("it has ended: {error}"));
-        let said = self.line();
+        let written = writeln!(self.script.input, "{what}").map_err(|error| format!("it has ended: {error}"));
+        let said = self.script.line();
         if said == "done" { Ok(()) } else { Err(format!("at {what}: {said:?} {written:?}")) }
     }
 
     pub fn pid(&self) -> i32 {
-        i32::try_from(self.child.id()).expect("a pid")
+        self.script.pid()
     }
 
     fn end(self) -> Result<(), String> {
-        let Self { mut child, input, mut output, .. } = self;
+        let Script { mut child, input, mut output } = self.script;
         drop(input);
         let mut rest = String::new();
         let _ = output.read_line(&mut rest);
-        let status = child.wait().expect("a child");
+        let status = child.0.wait().expect("a child");
         if status.success() && rest.is_empty() { Ok(()) } else { Err(format!("{status}: {rest}")) }
     }
 }

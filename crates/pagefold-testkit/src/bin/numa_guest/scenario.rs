@@ -1,8 +1,9 @@
 //! Runs a scenario.
 
-use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns, vmstat};
+use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns};
 use crate::programs::Programs;
 use pagefold_testkit::numa::{Cpu, Disturbance, MergedBy, Moves, Outcome, Scenario};
+use pagefold_testkit::vmstat;
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::{Read, Seek};

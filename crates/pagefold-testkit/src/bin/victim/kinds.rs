@@ -31,6 +31,12 @@ pub struct Kind {
     pub remove: Box<dyn Fn()>,
 }
 
+impl Kind {
+    fn new(nr: i64, after: After, args: Args) -> Self {
+        Self { nr, args, after, restarts: false, masked: false, remove: Box::new(|| {}) }
+    }
+}
+
 /// Memory for an argument, which is written before each call.
 struct Place<T>(*mut T);
 
@@ -72,7 +78,7 @@ impl Timeout {
 
 /// Starts a child that makes an event every few milliseconds, as long as this process lives. For calls that are not made
 /// repeatedly there is one event.
-fn feed(mut event: impl FnMut(u8)) {
+pub fn feed(mut event: impl FnMut(u8)) {
     let parent = unsafe { libc::getpid() };
     if !is_repeated() {
         forked(|| {
@@ -155,7 +161,7 @@ fn ordered(buffer: *mut [u8; 256]) -> After {
     })
 }
 
-fn sockets() -> [i32; 2] {
+pub fn sockets() -> [i32; 2] {
     let mut pair = [0; 2];
     assert_eq!(unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, pair.as_mut_ptr()) }, 0);
     pair
@@ -193,7 +199,7 @@ fn masked() -> u64 {
 pub fn kind(mode: &str) -> Result<Kind, String> {
     let make = |nr: i64, after: After, args: Args| {
         let masked = mode.ends_with("-mask") || mode == "sigsuspend";
-        Kind { nr, args, after, restarts: false, masked, remove: Box::new(|| {}) }
+        Kind { masked, ..Kind::new(nr, after, args) }
     };
     let restarting = |nr, after, args| Kind { restarts: true, ..make(nr, after, args) };
     let timeout = Timeout::new();
@@ -438,13 +444,10 @@ fn accepting(timeout: bool) -> Result<Kind, String> {
         _ if answer == EAGAIN => Ok(()),
         _ => Err(format!("answered {answer}, not a descriptor")),
     });
-    Ok(Kind {
-        nr: if timeout { libc::SYS_accept } else { libc::SYS_accept4 },
-        args: if timeout { limited(listener, args) } else { Box::new(args) },
-        after,
-        restarts: !timeout,
-        masked: false,
-        remove: Box::new(|| {}),
+    Ok(if timeout {
+        Kind::new(libc::SYS_accept, after, limited(listener, args))
+    } else {
+        Kind { restarts: true, ..Kind::new(libc::SYS_accept4, after, Box::new(args)) }
     })
 }
 
@@ -463,12 +466,6 @@ fn children(wait4: bool) -> Kind {
         let expected = if wait4 { i64::from(reaped) } else { 0 };
         if answer == expected { Ok(()) } else { Err(format!("answered {answer}, not {expected}")) }
     });
-    Kind {
-        nr: if wait4 { libc::SYS_wait4 } else { libc::SYS_waitid },
-        args: Box::new(args),
-        after,
-        restarts: true,
-        masked: false,
-        remove: Box::new(|| {}),
-    }
+    let nr = if wait4 { libc::SYS_wait4 } else { libc::SYS_waitid };
+    Kind { restarts: true, ..Kind::new(nr, after, Box::new(args)) }
 }

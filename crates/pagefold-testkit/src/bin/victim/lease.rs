@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub fn main(dir: &Path) {
-    let paths = KsmPaths { lock: dir.join("lock"), state: dir.join("state.json"), ..KsmPaths::default() };
+    let paths = KsmPaths::in_dir(dir);
     let ksm = Arc::new(Ksm::open(Path::new(KSM_ROOT)).expect("KSM"));
     let lease = KsmLease::take(ksm, &paths, &InitialKnobs::default()).expect("a lease");
     let controller = KsmdController::start(&lease, Ksmd::find().expect("ksmd")).expect("a controller");

@@ -223,15 +223,9 @@ fn drain(pipe: i32) {
     }
 }
 
-struct Sent(Stage);
-unsafe impl Send for Sent {}
-
 fn in_thread(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
-    let (writer, sent) = (stage.pipe[1], Sent(stage));
-    std::thread::spawn(move || {
-        let sent = sent;
-        rounds(sent.0, None, &begun);
-    });
+    let writer = stage.pipe[1];
+    std::thread::spawn(move || rounds(stage, None, &begun));
     end_rounds(writer, None, begin);
 }
 

@@ -320,21 +320,16 @@ fn big_writes(memory: Memory) -> Result<(), String> {
 
 /// Receives that must not return early, and threads that may be stopped instead.
 fn waitall(memory: Memory) -> Result<(), String> {
-    let mut pair = [0; 2];
-    unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, pair.as_mut_ptr()) };
-    let parent = unsafe { libc::getpid() };
-    forked(move || unsafe {
-        while libc::getppid() == parent {
-            libc::usleep(2000);
-            libc::write(pair[1], [0_u8; 5].as_ptr().cast(), 5);
-        }
+    let [reader, writer] = kinds::sockets();
+    kinds::feed(move |_| unsafe {
+        libc::write(writer, [0_u8; 5].as_ptr().cast(), 5);
     });
     (0..2).try_for_each(|_| napping_thread(20))?;
     let buffer = Box::leak(Box::new([0_u8; 16])).as_mut_ptr().addr() as u64;
     let all = u64::from(libc::MSG_WAITALL.unsigned_abs());
     rounds(memory, move || {
         complained()?;
-        match call(libc::SYS_recvfrom, [word(pair[0]), buffer, 10, all, 0, 0])? {
+        match call(libc::SYS_recvfrom, [word(reader), buffer, 10, all, 0, 0])? {
             10 => Ok(()),
             other => Err(format!("a receive of 10 bytes answered {other}")),
         }
