@@ -9,7 +9,7 @@ use pagefold_linux::inject::{
 };
 use pagefold_linux::proc::process::Process;
 use pagefold_testkit::injection::*;
-use pagefold_testkit::{Freezer, Holder, send, skip, skip_unsupported, victim_binary, wait_until};
+use pagefold_testkit::{Freezer, Holder, send, skip, skip_unsupported, tids, victim_binary, wait_until};
 use std::time::{Duration, Instant};
 
 // ---- blocked in a call --------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ fn a_process_without_its_main_thread_can_be_marked() {
     }
     let mut victim = Victim::try_start(&["torture", "main-exit"]).unwrap();
     victim.wait_state(b'Z');
-    wait_until("the other thread is there", || victim.tids().len() == 2);
+    wait_until("the other thread is there", || tids(victim.pid()).len() == 2);
     victim.mark_repeatedly(3);
     victim.finish("main-exit");
 }

@@ -1,6 +1,6 @@
 //! The handle of the victim `victim`, which injection tests work on.
 
-use crate::process::{status_field, wait_until};
+use crate::process::{status_field, tids, wait_until};
 use crate::{OwnedChild, Script, skip, skip_unsupported, victim_binary};
 use pagefold_linux::inject::{Call, Errno, InjectError, InjectionReport, Injector, Limits, inject};
 use pagefold_linux::proc::process::Process;
@@ -160,7 +160,7 @@ impl Victim {
 
     pub fn is_marked(&self) -> bool {
         // The last thread: the main thread may have ended.
-        let tid = self.tids().into_iter().max().unwrap();
+        let tid = tids(self.pid()).into_iter().max().unwrap();
         let smaps = fs::read_to_string(format!("/proc/{}/task/{tid}/smaps", self.pid())).unwrap();
         let start = format!("{:x}-", self.addr);
         let flags = smaps
@@ -169,11 +169,6 @@ impl Victim {
             .find(|line| line.starts_with("VmFlags:"))
             .expect("the victim's memory");
         flags.split_whitespace().any(|flag| flag == "mg")
-    }
-
-    pub fn tids(&self) -> Vec<i32> {
-        let entries = fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
-        entries.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap()).collect()
     }
 
     pub fn status(&self, field: &str) -> String {

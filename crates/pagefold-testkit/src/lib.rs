@@ -46,7 +46,7 @@ pub use pagefold::{
 };
 pub use process::{
     Forked, Marks, OwnedChild, Script, Sleeper, assert_unmarked, has_merge_any, is_root, marks, send, state,
-    status_field, vmstat, wait_until, zombie,
+    status_field, tids, vmstat, wait_until, zombie,
 };
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};

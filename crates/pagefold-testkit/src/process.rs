@@ -41,6 +41,12 @@ pub fn state(pid: i32) -> u8 {
     Process::open(pid).and_then(|process| process.stat()).unwrap().state
 }
 
+/// The threads of a process.
+pub fn tids(pid: i32) -> Vec<i32> {
+    let entries = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect()
+}
+
 /// A field of the file `status` in the directory of a process or thread.
 pub fn status_field(dir: &str, name: &str) -> Option<String> {
     let status = fs::read(format!("{dir}/status")).ok()?;

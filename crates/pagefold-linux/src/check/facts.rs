@@ -34,6 +34,14 @@ impl<T> Fact<T> {
         if let Self::Is(value) = self { Some(value) } else { None }
     }
 
+    fn of<E: fmt::Display>(result: Result<Option<T>, E>, denied: impl FnOnce(&E) -> bool) -> Self {
+        match result {
+            Ok(value) => value.map_or(Self::Absent, Self::Is),
+            Err(error) if denied(&error) => Self::Denied,
+            Err(error) => Self::Malformed(error.to_string()),
+        }
+    }
+
     fn from_io(result: io::Result<T>) -> Self {
         match result {
             Ok(value) => Self::Is(value),
@@ -194,12 +202,7 @@ impl MachineFacts {
                 Ok(programs) => Fact::Is(programs),
                 Err(error) => Fact::Malformed(error.to_string()),
             },
-            lock_holder: match holder(&roots.lock) {
-                Ok(Some(holder)) => Fact::Is(holder),
-                Ok(None) => Fact::Absent,
-                Err(LockError::Denied { .. }) => Fact::Denied,
-                Err(error) => Fact::Malformed(error.to_string()),
-            },
+            lock_holder: Fact::of(holder(&roots.lock), |error| matches!(error, LockError::Denied { .. })),
             state: state(roots),
             max_map_count: parsed(read(&proc("sys/vm/max_map_count")), |text| text.trim().parse().ok()),
             swap_total_kib: parsed(read(&proc("meminfo")).and_then(|text| field_of(&text, "SwapTotal")), |text| {
@@ -244,21 +247,17 @@ fn ksm(root: &Path) -> Fact<(Knobs, KsmCounters)> {
 }
 
 fn state(roots: &MachinePaths) -> Fact<FoundState> {
-    match State::load(&roots.state) {
-        // If its boot or its holder cannot be checked, the file must not count as obsolete.
-        Ok(Some(state)) => match (boot_id(&roots.proc), state.holder.map(|holder| holder.is_alive(&roots.proc))) {
-            (Err(error), _) => Fact::Malformed(error.to_string()),
-            (_, Some(Err(error))) => Fact::Malformed(error.to_string()),
-            (Ok(boot), alive) => Fact::Is(FoundState {
-                this_boot: boot == state.boot_id,
-                holder_alive: matches!(alive, Some(Ok(true))),
-                state,
-            }),
-        },
-        Ok(None) => Fact::Absent,
-        Err(StateError::Denied { .. }) => Fact::Denied,
-        Err(error) => Fact::Malformed(error.to_string()),
-    }
+    let state = Fact::of(State::load(&roots.state), |error| matches!(error, StateError::Denied { .. }));
+    // If its boot or its holder cannot be checked, the file must not count as obsolete.
+    state.and_then(|state| match (boot_id(&roots.proc), state.holder.map(|holder| holder.is_alive(&roots.proc))) {
+        (Err(error), _) => Fact::Malformed(error.to_string()),
+        (_, Some(Err(error))) => Fact::Malformed(error.to_string()),
+        (Ok(boot), alive) => Fact::Is(FoundState {
+            this_boot: boot == state.boot_id,
+            holder_alive: matches!(alive, Some(Ok(true))),
+            state,
+        }),
+    })
 }
 
 /// A byte whose page is present once it has been read, to be found in our own pagemap.

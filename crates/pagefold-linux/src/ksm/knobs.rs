@@ -12,7 +12,7 @@ pub enum Knob {
     Run,
     /// Pages in one batch.
     PagesToScan,
-    /// Sleep between batches.
+    /// Sleep between batches, milliseconds.
     SleepMillisecs,
     /// Duplicates that share one merged page before a second one is kept.
     MaxPageSharing,
@@ -67,22 +67,17 @@ impl fmt::Display for Knob {
     }
 }
 
-/// The values of all knobs. `None`: this kernel does not have the file.
+/// The values of all knobs (see [`Knob`]). `None`: this kernel does not have the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "they are the knobs of `Knob`")]
 pub struct Knobs {
-    /// 0 stopped, 1 scanning, 2 stopped and unmerged.
     pub run: u64,
-    /// Pages in one batch.
     pub pages_to_scan: u64,
-    /// Sleep between batches.
     pub sleep_millisecs: u64,
-    /// Duplicates that share one merged page.
     pub max_page_sharing: u64,
-    /// Whether all-zero pages are replaced by the kernel's zero page.
     pub use_zero_pages: bool,
-    /// Whether pages of different nodes are merged (absent without CONFIG_NUMA).
+    /// Absent without CONFIG_NUMA.
     pub merge_across_nodes: Option<bool>,
-    /// Whether smart scan is on (6.7).
     pub smart_scan: Option<bool>,
     /// The advisor's mode, `none` or `scan-time` (6.8).
     pub advisor_mode: Option<String>,

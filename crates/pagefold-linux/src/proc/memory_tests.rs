@@ -15,14 +15,8 @@ impl Memory {
     fn new(pages: usize) -> Self {
         // SAFETY: a new mapping at an address of the kernel's choosing.
         let start = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                pages * PAGE_SIZE,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+            libc::mmap(ptr::null_mut(), pages * PAGE_SIZE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
         };
         assert_ne!(start, libc::MAP_FAILED);
         let memory = Self { start: start.cast(), pages };
@@ -105,6 +99,10 @@ fn read(reader: &mut PageReader, process: &Process, runs: &[(Vpn, u32)], how: Re
     Ok(seen)
 }
 
+fn read_own(reader: &mut PageReader, run: (Vpn, u32), contents: Contents, huge: bool) -> Seen {
+    read(reader, &own(), &[run], ReadHow { contents, huge, ..ReadHow::default() }).unwrap()
+}
+
 #[test]
 fn every_page_of_every_run_is_visited_in_order_with_its_contents() {
     let memory = Memory::new(1000);
@@ -148,13 +146,7 @@ fn zero_and_file_pages_are_told_apart() {
     let memory = Memory::new(3);
     memory.touch(0);
     memory.fill(1);
-    let seen = read(
-        &mut reader,
-        &own(),
-        &[(memory.first(), 3)],
-        ReadHow { contents: Contents::All, huge: true, ..ReadHow::default() },
-    )
-    .unwrap();
+    let seen = read_own(&mut reader, (memory.first(), 3), Contents::All, true);
     let states: Vec<PageState> = seen.iter().map(|page| page.1).collect();
     assert_eq!(states, [PageState::ZeroMapped, PageState::Private, PageState::Absent]);
     assert_eq!(seen[0].2, None);
@@ -162,15 +154,13 @@ fn zero_and_file_pages_are_told_apart() {
     assert_eq!(census, Census { private: Pages(1), zero: Pages(1), ..Census::default() });
     // Without frame flags the zero page counts as shared.
     let mut blind = PageReader { frames: None, held: Vec::new(), batch: Batch::default() };
-    let seen = read(&mut blind, &own(), &[(memory.first(), 3)], ReadHow::default()).unwrap();
+    let seen = read_own(&mut blind, (memory.first(), 3), Contents::default(), false);
     let states: Vec<PageState> = seen.iter().map(|page| page.1).collect();
     assert_eq!(states, [PageState::Shared, PageState::Private, PageState::Absent]);
     // Program code is a page of a file with either option.
     let code = Vpn::of_address(zero_and_file_pages_are_told_apart as *const () as u64);
     for huge in [false, true] {
-        let seen =
-            read(&mut reader, &own(), &[(code, 1)], ReadHow { huge, contents: Contents::All, ..ReadHow::default() })
-                .unwrap();
+        let seen = read_own(&mut reader, (code, 1), Contents::All, huge);
         assert_eq!(seen, [(code, PageState::Absent, None)]);
         assert_eq!(reader.census(&own(), code, Pages(1), huge).unwrap().file, Pages(1));
     }
@@ -191,8 +181,7 @@ fn reading_does_not_unshare_pages_shared_by_fork() {
     };
     assert_eq!(exclusive(&mut reader), 1);
     for wanted in [Contents::Private, Contents::All] {
-        let seen =
-            read(&mut reader, &own(), &[(first, 64)], ReadHow { contents: wanted, ..ReadHow::default() }).unwrap();
+        let seen = read_own(&mut reader, (first, 64), wanted, false);
         for (index, (_, state, bytes)) in seen.iter().enumerate() {
             let private = index == 5;
             assert_eq!(*state, if private { PageState::Private } else { PageState::Shared });

@@ -18,16 +18,16 @@ fn pause_us(us: u64) {
 
 /// Starts all disturbances. They end with the run.
 pub fn start<'scope>(scope: &'scope Scope<'scope, '_>, run: &'scope Run, seeds: &mut Random) {
-    let random = Random::new(seeds.next());
-    scope.spawn(move || signals(run, random));
-    let random = Random::new(seeds.next());
-    scope.spawn(move || stops(run, random));
+    let mut random = || Random::new(seeds.next());
+    let (for_signals, for_stops) = (random(), random());
+    scope.spawn(move || signals(run, for_signals));
+    scope.spawn(move || stops(run, for_stops));
     for (freezer, _) in &run.victims.freezers {
-        let random = Random::new(seeds.next());
+        let random = random();
         scope.spawn(move || freezing(run, freezer, random));
     }
     for member in run.victims.members.iter().filter(|member| member.name == "short-lived") {
-        let random = Random::new(seeds.next());
+        let random = random();
         scope.spawn(move || short_lives(run, member, random));
     }
 }

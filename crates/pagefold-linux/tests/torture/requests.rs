@@ -5,6 +5,7 @@ use crate::victims::{Class, Member, Signals, Target};
 use pagefold_core::random::Random;
 use pagefold_linux::inject::{Call, Errno, InjectError, InjectionReport, Limits, inject, inject_thread};
 use pagefold_testkit::injection::{MERGEABLE, ON_STACK, PLAIN, UNMERGEABLE, injector};
+use pagefold_testkit::tids;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Generous: on busy processors a thread takes long to stop, and the test is about damage, not delays.
@@ -120,11 +121,7 @@ pub fn directly(run: &Run, mut random: Random) {
             let pid = target.process.pid();
             // Any thread but the main thread: it writes, the others sleep.
             if member.name.starts_with("many") {
-                let tids: Vec<i32> = std::fs::read_dir(format!("/proc/{pid}/task"))
-                    .unwrap()
-                    .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-                    .filter(|&tid| tid != pid)
-                    .collect();
+                let tids: Vec<i32> = tids(pid).into_iter().filter(|&tid| tid != pid).collect();
                 return inject_thread(&target.process, *random.pick(&tids), calls, limits);
             }
             inject(&target.process, calls, limits)

@@ -126,6 +126,7 @@ impl Member {
     }
 }
 
+#[derive(Default)]
 pub struct Victims {
     pub members: Vec<Member>,
     /// Indices into `members`, each as often as its weight.
@@ -133,9 +134,8 @@ pub struct Victims {
     pub direct: Vec<usize>,
     pub freezers: Vec<(Freezer, Vec<usize>)>,
     pub stopped: Vec<usize>,
-    compat: Option<OwnedChild>,
-    /// Holds the 32-bit program.
-    dir: tempfile::TempDir,
+    /// The 32-bit program, and the directory that holds it.
+    compat: Option<(OwnedChild, tempfile::TempDir)>,
 }
 
 const WITH_TRAITS: [&str; 14] = [
@@ -157,15 +157,7 @@ const WITH_TRAITS: [&str; 14] = [
 
 impl Victims {
     pub fn start() -> Self {
-        let mut victims = Self {
-            members: Vec::new(),
-            weighted: Vec::new(),
-            direct: Vec::new(),
-            freezers: Vec::new(),
-            stopped: Vec::new(),
-            compat: None,
-            dir: tempfile::tempdir().unwrap(),
-        };
+        let mut victims = Self::default();
         for words in BLOCKING.iter().chain(&WITH_TRAITS) {
             // sigtimedwait unblocks signals while it waits.
             let steady = !masks(words) && *words != "sigtimedwait";
@@ -253,7 +245,8 @@ impl Victims {
     }
 
     fn add_compat(&mut self) {
-        let child = match start_compat(self.dir.path()) {
+        let dir = tempfile::tempdir().unwrap();
+        let child = match start_compat(dir.path()) {
             Ok(child) => child,
             Err(why) => return skip_unsupported(why),
         };
@@ -264,7 +257,7 @@ impl Victims {
         let inner_pid = process.pid();
         *member.target.lock().unwrap() = Some(Arc::new(Target { process, addr: 0, len: 0, inner_pid }));
         self.add(member);
-        self.compat = Some(child);
+        self.compat = Some((child, dir));
     }
 
     /// The number of members with each name.

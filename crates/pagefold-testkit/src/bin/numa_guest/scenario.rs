@@ -3,7 +3,7 @@
 use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns};
 use crate::programs::Programs;
 use pagefold_testkit::numa::{Cpu, Disturbance, MergedBy, Moves, Outcome, Scenario};
-use pagefold_testkit::vmstat;
+use pagefold_testkit::{number, vmstat};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::{Read, Seek};
@@ -28,10 +28,6 @@ const FIRST_LIMIT: Duration = Duration::from_secs(45);
 const BUSY: u128 = 5;
 /// Pages that may be merged or moved meanwhile: those of other processes.
 const NEGLIGIBLE: u64 = 16;
-
-fn number(file: &str) -> u64 {
-    fs::read_to_string(format!("{KSM}/{file}")).expect(file).trim().parse().expect(file)
-}
 
 /// All knobs, by name.
 fn knobs() -> Vec<(String, String)> {
