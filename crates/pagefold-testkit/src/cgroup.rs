@@ -53,6 +53,10 @@ impl Cgroup {
     pub fn contains(&self, file: &str, text: &str) -> bool {
         fs::read_to_string(self.path.join(file)).unwrap().contains(text)
     }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
 }
 
 impl Drop for Cgroup {

@@ -111,7 +111,7 @@ impl Holder {
     /// The cycles that a write to each of its pages takes.
     pub fn times_of_writes(&mut self) -> Vec<u64> {
         let pages = self.ask("time");
-        (0..pages).map(|_| answer(&mut self.answers)).collect()
+        (0..pages).map(|_| answer(&mut self.program)).collect()
     }
 
     /// Gives it any other command of the program `holder`, and returns its answer.

@@ -100,7 +100,7 @@ fn read(reader: &mut PageReader, process: &Process, runs: &[(Vpn, u32)], how: Re
 }
 
 fn read_own(reader: &mut PageReader, run: (Vpn, u32), contents: Contents, huge: bool) -> Seen {
-    read(reader, &own(), &[run], ReadHow { contents, huge, ..ReadHow::default() }).unwrap()
+    read(reader, &own(), &[run], ReadHow { huge, contents, ..ReadHow::default() }).unwrap()
 }
 
 #[test]
