@@ -4,10 +4,10 @@ use crate::error::ConfigError;
 use crate::governor::{Governor, Pace};
 use crate::limits::Limits;
 use crate::marking::extents::Density;
+use crate::names::named;
 use crate::placement::policy::Latencies;
 use crate::range::{self, check};
 use crate::units::{BLOCK_PAGES, Pages, Permyriad, count};
-use std::str::FromStr;
 
 /// A named set of settings for one purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,16 +19,11 @@ pub enum Preset {
     Sensitive,
 }
 
-impl FromStr for Preset {
-    type Err = ConfigError;
-    fn from_str(name: &str) -> Result<Self, ConfigError> {
-        match name {
-            "default" => Ok(Self::Default),
-            "sensitive" => Ok(Self::Sensitive),
-            _ => Err(ConfigError::NoPreset(name.to_owned())),
-        }
-    }
+impl Preset {
+    const NAMES: [(&'static str, Self); 2] = [("default", Self::Default), ("sensitive", Self::Sensitive)];
 }
+
+named!(Preset, ConfigError::NoPreset);
 
 /// The judgement's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,11 +5,10 @@
 
 use crate::error::ConfigError;
 use crate::host::{Cost, MemoryView};
+use crate::names::named;
 use crate::units::Permyriad;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
-use std::fmt;
-use std::str::FromStr;
 
 /// The period over which a governor's share holds, nanoseconds.
 pub const WINDOW_NS: u64 = 10_000_000_000;
@@ -98,20 +97,7 @@ impl Governor {
 /// How much less scarce memory must be before the governor falls.
 const SLACK: u64 = 10;
 
-impl fmt::Display for Governor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Self::NAMES.iter().find(|(_, governor)| governor == self).map_or("", |(name, _)| name);
-        f.write_str(name)
-    }
-}
-
-impl FromStr for Governor {
-    type Err = ConfigError;
-    fn from_str(name: &str) -> Result<Self, ConfigError> {
-        let found = Self::NAMES.iter().find(|(known, _)| *known == name);
-        found.map(|&(_, governor)| governor).ok_or_else(|| ConfigError::NoGovernor(name.to_owned()))
-    }
-}
+named!(Governor, ConfigError::NoGovernor);
 
 /// CPU time spent recently, and what may still be spent.
 #[derive(Clone, Debug, Default)]

@@ -49,6 +49,6 @@ impl FromIterator<NodeKey> for NodeSet {
 }
 
 /// Regions of the same executable, mapping and size: likely copies of each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct FamilyKey(pub u64);

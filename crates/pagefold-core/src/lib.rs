@@ -40,6 +40,7 @@ pub mod ledger;
 pub mod limits;
 pub mod marking;
 pub mod merging;
+mod names;
 pub mod permutation;
 pub mod placement;
 pub mod random;

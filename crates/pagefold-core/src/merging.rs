@@ -43,7 +43,7 @@ struct ScanInProgress {
     ksmd_ns: u64,
     /// Whether it visits every page, without `smart_scan`.
     thorough: bool,
-    /// Whether it was kicked. A paced scan continues until it is told to rest.
+    /// Whether it was kicked. A paced scan continues until it is ordered to rest.
     kicked: bool,
 }
 
@@ -67,7 +67,7 @@ pub struct Inputs<'a> {
 }
 
 /// The scans that marked memory is due, and the scan in progress.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct ScanScheduler {
     due: u32,
     /// Since when a scan that is due waits for marks that may follow.
@@ -87,35 +87,14 @@ pub struct ScanScheduler {
     completed: u64,
     /// When the last scan ended.
     ended_ns: u64,
-    /// Whether ksmd stands somewhere within a scan, because the last one was paced.
-    mid_scan: bool,
+    /// Whether ksmd stands between two scans, because the last one was kicked.
+    between_scans: bool,
     /// The last order, which is repeated only if it changes.
     last_order: ScanOrder,
-    /// The cost of a page, for pacing, nanoseconds, and the counters (pages scanned, CPU time) it was derived from.
+    /// The cost of a page during a scan, for pacing, nanoseconds, and the counters (pages scanned, CPU time) it was
+    /// derived from.
     page_ns: u64,
     counters: (u64, u64),
-}
-
-impl Default for ScanScheduler {
-    fn default() -> Self {
-        Self {
-            due: 0,
-            ready_since_ns: None,
-            unvisited: Pages(0),
-            thorough: false,
-            scan_in_progress: None,
-            exited: Pages(0),
-            reap_since_ns: None,
-            last_merged: Pages(0),
-            scan_costs_ns: [0; 2],
-            completed: 0,
-            ended_ns: 0,
-            mid_scan: true,
-            last_order: ScanOrder::Keep,
-            page_ns: HIGHEST_PAGE_NS,
-            counters: (0, 0),
-        }
-    }
 }
 
 impl ScanScheduler {
@@ -243,11 +222,11 @@ impl ScanScheduler {
         if kicked && expected_ns > inputs.room_ns {
             return ScanOrder::Keep;
         }
-        if !kicked && self.mid_scan && !continues {
+        if !kicked && !self.between_scans && !continues {
             // The rest of a scan that began earlier does not visit all marked pages.
             self.due += 1;
         }
-        self.mid_scan = !kicked;
+        self.between_scans = kicked;
         self.ready_since_ns = None;
         (self.reap_since_ns, self.exited) = (None, Pages(0));
         let thorough = self.thorough;

@@ -256,23 +256,29 @@ impl Region {
     }
 }
 
+/// An unmarked region with all pages resident.
+#[cfg(test)]
+pub(crate) fn test_view(key: u32, first: u64, pages: u64) -> RegionView {
+    use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
+    RegionView {
+        key: RegionKey(key),
+        owner: OwnerKey(1),
+        family: FamilyKey(key.into()),
+        domain: DomainKey(0),
+        first: Vpn(first),
+        pages: Pages(pages),
+        resident: Pages(pages),
+        marked: Pages(0),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
 
     #[test]
     fn offsets_survive_growth_downwards() {
-        let view = |first: u64, pages| RegionView {
-            key: RegionKey(1),
-            owner: OwnerKey(1),
-            family: FamilyKey(1),
-            domain: DomainKey(0),
-            first: Vpn(first),
-            pages: Pages(pages),
-            resident: Pages(pages),
-            marked: Pages(0),
-        };
+        let view = |first, pages| test_view(1, first, pages);
         let mut region = Region::new(view(1000, 100), 0, false, 7);
         region.update(view(900, 200), 7);
         for page in [900, 999, 1000, 1099] {

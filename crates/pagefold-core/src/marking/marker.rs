@@ -44,7 +44,7 @@ const REVISIT_NS: f64 = 40e9;
 const IDLE_NS: u64 = 15_000_000_000;
 
 /// Decides on marks.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Marker {
     held_since_ns: Option<u64>,
     /// Whether some of the thinnest extents wait until ksmd is idle.
@@ -64,25 +64,6 @@ pub struct Marker {
     thorough_ns: u64,
     refresh_pause_ns: u64,
     refresh_expected: Pages,
-}
-
-impl Default for Marker {
-    fn default() -> Self {
-        Self {
-            held_since_ns: None,
-            thinnest_wait: false,
-            added: BTreeMap::new(),
-            small_wait: false,
-            unmarking: VecDeque::new(),
-            next_unmark_ns: 0,
-            next_refresh_ns: 0,
-            visited_ns: 0,
-            visited_broken: 0,
-            thorough_ns: 0,
-            refresh_pause_ns: PAUSE_NS,
-            refresh_expected: Pages(0),
-        }
-    }
 }
 
 impl Marker {

@@ -7,12 +7,11 @@
 
 use crate::error::ConfigError;
 use crate::keys::{NodeKey, NodeSet};
+use crate::names::named;
 use crate::random::mix;
 use crate::units::{count, whole};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fmt;
-use std::str::FromStr;
 
 /// A placement policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,29 +29,13 @@ pub enum Placement {
     Kernel,
 }
 
-impl FromStr for Placement {
-    type Err = ConfigError;
-    fn from_str(name: &str) -> Result<Self, ConfigError> {
-        match name {
-            "fair" => Ok(Self::Fair),
-            "priority" => Ok(Self::Priority),
-            "local-only" => Ok(Self::LocalOnly),
-            "kernel" => Ok(Self::Kernel),
-            _ => Err(ConfigError::NoPlacement(name.to_owned())),
-        }
-    }
+impl Placement {
+    /// All of them, by name.
+    const NAMES: [(&'static str, Self); 4] =
+        [("fair", Self::Fair), ("priority", Self::Priority), ("local-only", Self::LocalOnly), ("kernel", Self::Kernel)];
 }
 
-impl fmt::Display for Placement {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Fair => "fair",
-            Self::Priority => "priority",
-            Self::LocalOnly => "local-only",
-            Self::Kernel => "kernel",
-        })
-    }
-}
+named!(Placement, ConfigError::NoPlacement);
 
 /// A process that maps a merged page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

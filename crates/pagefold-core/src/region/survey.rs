@@ -123,24 +123,11 @@ fn order(view: &RegionView, seed: u64) -> Permutation {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
-
-    fn view(first: u64, pages: u64) -> RegionView {
-        RegionView {
-            key: RegionKey(1),
-            owner: OwnerKey(1),
-            family: FamilyKey(1),
-            domain: DomainKey(0),
-            first: Vpn(first),
-            pages: Pages(pages),
-            resident: Pages(pages),
-            marked: Pages(0),
-        }
-    }
+    use crate::region::test_view;
 
     #[test]
     fn every_page_is_sampled_once_in_a_cycle() {
-        let view = view(1000, 1003);
+        let view = test_view(1, 1000, 1003);
         let mut survey = Survey::new(&view, 7);
         let mut seen = vec![0; 1003];
         for _ in 0..1003_u64.div_ceil(RUN_PAGES) {
@@ -154,7 +141,7 @@ mod tests {
 
     #[test]
     fn a_region_that_rewrites_its_pages_is_volatile() {
-        let mut survey = Survey::new(&view(0, 1000), 7);
+        let mut survey = Survey::new(&test_view(1, 0, 1000), 7);
         let digest = |page: u32, changed: bool| Digest(u64::from(page + u32::from(changed)) << 16);
         for page in 0..100 {
             survey.probe(page, digest(page, false), true);

@@ -427,10 +427,10 @@ fn run(region: &Region, first: Vpn, pages: u64) -> PageRun {
 mod tests {
     use super::*;
     use crate::governor::Governor;
-    use crate::host::RegionView;
-    use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
+    use crate::keys::RegionKey;
     use crate::limits::Limits;
-    use crate::units::Pages;
+    use crate::region::test_view;
+    use crate::sampling::estimate::Tally;
     use proptest::prelude::*;
 
     fn unlimited() -> Allowance {
@@ -438,16 +438,7 @@ mod tests {
     }
 
     fn table(sizes: &[u64]) -> RegionTable {
-        let view = |(key, &pages): (u32, &u64)| RegionView {
-            key: RegionKey(key),
-            owner: OwnerKey(1),
-            family: FamilyKey(key.into()),
-            domain: DomainKey(0),
-            first: Vpn(u64::from(key) << 32),
-            pages: Pages(pages),
-            resident: Pages(pages),
-            marked: Pages(0),
-        };
+        let view = |(key, &pages): (u32, &u64)| test_view(key, u64::from(key) << 32, pages);
         let views: Vec<_> = (1..).zip(sizes).map(view).collect();
         let mut table = RegionTable::default();
         table.update(&views, 5, |view| Region::new(view, 0, false, 5));
@@ -507,7 +498,7 @@ mod tests {
     fn regions_without_doubt_go_to_the_top_and_others_level_by_level() {
         let (ladder, mut table) = (Ladder::new(4), table(&[100_000; 3]));
         for (region, found) in table.iter_mut().zip([60, 6, 0]) {
-            region.survey.tally = crate::sampling::estimate::Tally { sampled: 2_000, zero: 0, found, copies: found };
+            region.survey.tally = Tally { sampled: 2_000, zero: 0, found, copies: found };
         }
         let levels = |table: &RegionTable| table.iter().map(|region| region.level).collect::<Vec<_>>();
         promote(&ladder, &mut table);
@@ -517,8 +508,7 @@ mod tests {
         assert_eq!(levels(&table), [4, 2, 1], "it lacks evidence for its level");
         // The second level asks for four times the evidence, which speaks against it.
         let sampled = samples_for_evidence(100_000, 0.1, evidence(2));
-        table.iter_mut().nth(1).unwrap().survey.tally =
-            crate::sampling::estimate::Tally { sampled, zero: 0, found: 6, copies: 6 };
+        table.iter_mut().nth(1).unwrap().survey.tally = Tally { sampled, zero: 0, found: 6, copies: 6 };
         promote(&ladder, &mut table);
         assert_eq!(levels(&table), [4, 1, 1]);
     }
@@ -527,7 +517,7 @@ mod tests {
     fn regions_left_alone_are_not_promoted() {
         let (ladder, mut table) = (Ladder::new(4), table(&[100_000; 2]));
         for (region, refused) in table.iter_mut().zip([false, true]) {
-            region.survey.tally = crate::sampling::estimate::Tally { sampled: 2_000, zero: 0, found: 500, copies: 500 };
+            region.survey.tally = Tally { sampled: 2_000, zero: 0, found: 500, copies: 500 };
             if refused { region.hold.refuse() } else { region.hold.leave_until(1_000) }
         }
         promote(&ladder, &mut table);

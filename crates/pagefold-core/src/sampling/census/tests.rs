@@ -2,23 +2,13 @@
 
 use super::choose::{Chooser, first_fraction, next_fraction};
 use super::*;
+use crate::random::Random;
 use crate::units::{Vpn, count};
 use std::collections::HashMap;
 
 /// A memory: processes as lists of contents. 0 is the zero page.
 struct Memory {
     processes: Vec<Vec<u64>>,
-}
-
-/// A small generator of random numbers.
-struct Random(u64);
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 8) % bound
-    }
 }
 
 impl Memory {
@@ -71,7 +61,7 @@ impl Memory {
 /// `copies` processes with the same `pages` pages in runs of `run`, and about as many unique pages between them.
 fn replicas(pages: u64, copies: u64, run: u64, seed: u64) -> Memory {
     let mut unique = 1 << 40;
-    let mut random = Random(seed | 1);
+    let mut random = Random::new(seed);
     let processes = (0..copies)
         .map(|_| {
             let mut contents = Vec::new();
@@ -93,7 +83,7 @@ fn replicas(pages: u64, copies: u64, run: u64, seed: u64) -> Memory {
 
 /// Memory in 2 MiB extents, some dense with duplicates in runs of 6 to 8, some unique, a few zero.
 fn extents(number: u64, processes: u64, seed: u64) -> Memory {
-    let mut random = Random(seed | 1);
+    let mut random = Random::new(seed);
     let mut unique = 1 << 40;
     let mut fresh = || {
         unique += 1;
@@ -123,7 +113,7 @@ fn extents(number: u64, processes: u64, seed: u64) -> Memory {
 
 /// One content thousands of times, another hundreds, the rest unique or in pairs inside the process.
 fn frequent(pages: u64, seed: u64) -> Memory {
-    let mut random = Random(seed | 1);
+    let mut random = Random::new(seed);
     let contents = (0..pages)
         .map(|page| match random.below(10) {
             0 => 7,
