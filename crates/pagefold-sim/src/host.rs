@@ -102,10 +102,8 @@ impl SimHost {
     /// If the process names a memory node that does not exist.
     pub fn add(&mut self, process: Process) -> OwnerKey {
         let owner = self.memory.add_owner(process.untouchable, process.domain, process.numa);
-        let named = process.mappings.iter().filter_map(|mapping| mapping.node);
-        for node in named.chain([process.numa.home]) {
-            assert!(self.memory.nodes.has(node), "there is no node {}", node.0);
-        }
+        let home = process.numa.home;
+        assert!(self.memory.nodes.has(home), "there is no node {}", home.0);
         let start_ns = process.start_ns;
         self.processes.push(process);
         let start = Event::Start { process: self.processes.len() - 1, owner };

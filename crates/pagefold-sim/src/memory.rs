@@ -12,7 +12,6 @@ mod page;
 mod region;
 
 pub use ground_truth::GroundTruth;
-use marks::Marks;
 pub(crate) use nodes::{MoveResult, Nodes, ProcessNuma};
 pub(crate) use page::{Backing, ItemState, NONE, PageRef, PageWrites, RmapItem};
 use pagefold_core::host::PageState;
@@ -97,17 +96,8 @@ impl Memory {
             first: first.0,
             content,
             backing,
-            frame: Vec::new(),
-            items: Vec::new(),
-            marks: Marks::default(),
-            huge: Vec::new(),
             node: self.owners[owner.0 as usize].numa.home,
-            nodes: Vec::new(),
-            active: false,
-            reads: Vec::new(),
-            writes: Vec::new(),
-            eighths: Vec::new(),
-            broken: 0,
+            ..Region::default()
         };
         if huge {
             let extents = region.extent(region.len().max(1) - 1) + 1;

@@ -8,7 +8,21 @@ use crate::memory::{Backing, ProcessNuma};
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, NodeSet};
 use pagefold_core::placement::policy::Placement;
 use pagefold_core::random::{Random, finalize};
-use pagefold_core::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
+use pagefold_core::units::{EXTENT_PAGES, Pages, Permyriad};
+
+/// Defines methods that set a field and return the value.
+macro_rules! setters {
+    ($($(#[$doc:meta])* $name:ident($($argument:ident: $type:ty)?): $($field:ident).+ = $value:expr;)*) => {
+        $(
+            $(#[$doc])*
+            #[must_use]
+            pub fn $name(mut self, $($argument: $type)?) -> Self {
+                self.$($field).+ = $value;
+                self
+            }
+        )*
+    };
+}
 
 /// A process to simulate.
 #[derive(Clone, Debug, Default)]
@@ -26,55 +40,25 @@ impl Process {
     pub fn starting_at(start_ns: u64) -> Self {
         Self { start_ns, ..Self::default() }
     }
-    /// Sets when it exits.
-    #[must_use]
-    pub fn exiting_at(mut self, exit_ns: u64) -> Self {
-        self.exit_ns = Some(exit_ns);
-        self
+    setters! {
+        /// Sets when it exits.
+        exiting_at(exit_ns: u64): exit_ns = Some(exit_ns);
+        /// Refuses all marks on it.
+        untouchable(): untouchable = true;
+        /// Sets its trust domain. Default: 0.
+        in_domain(domain: u16): domain = DomainKey(domain);
+        /// Binds it to the processors of a memory node. Default: node 0.
+        at_home_on(node: u16): numa.home = NodeKey(node);
+        /// Lets it run anywhere: it is on its node by chance, and has no home node.
+        unbound(): numa.bound = false;
+        /// Sets its nice value.
+        nice(nice: i8): numa.nice = nice;
+        /// Restricts its memory to some nodes (`cpuset.mems`).
+        confined_to(nodes: &[u16]): numa.allowed = nodes.iter().copied().map(NodeKey).collect::<NodeSet>();
+        /// Sets its placement policy.
+        placed(placement: Placement): numa.placement = placement;
     }
-    /// Refuses all marks on it.
-    #[must_use]
-    pub fn untouchable(mut self) -> Self {
-        self.untouchable = true;
-        self
-    }
-    /// Sets its trust domain. Default: 0.
-    #[must_use]
-    pub fn in_domain(mut self, domain: u16) -> Self {
-        self.domain = DomainKey(domain);
-        self
-    }
-    /// Binds it to the processors of a memory node. Default: node 0.
-    #[must_use]
-    pub fn at_home_on(mut self, node: u16) -> Self {
-        self.numa.home = NodeKey(node);
-        self
-    }
-    /// Lets it run anywhere: it is on its node by chance, and has no home node.
-    #[must_use]
-    pub fn unbound(mut self) -> Self {
-        self.numa.bound = false;
-        self
-    }
-    /// Sets its nice value.
-    #[must_use]
-    pub fn nice(mut self, nice: i8) -> Self {
-        self.numa.nice = nice;
-        self
-    }
-    /// Restricts its memory to some nodes (`cpuset.mems`).
-    #[must_use]
-    pub fn confined_to(mut self, nodes: &[u16]) -> Self {
-        self.numa.allowed = nodes.iter().copied().map(NodeKey).collect::<NodeSet>();
-        self
-    }
-    /// Sets its placement policy.
-    #[must_use]
-    pub fn placed(mut self, placement: Placement) -> Self {
-        self.numa.placement = placement;
-        self
-    }
-    /// Adds a region, mapped when the process starts. Regions without an address follow each other with gaps.
+    /// Adds a region, mapped when the process starts. Regions follow each other with gaps.
     #[must_use]
     pub fn mapping(mut self, mapping: Mapping) -> Self {
         self.mappings.push(mapping);
@@ -91,8 +75,6 @@ pub struct Mapping {
     pub(crate) family: FamilyKey,
     pub(crate) resident: Permyriad,
     pub(crate) huge: bool,
-    pub(crate) first: Option<Vpn>,
-    pub(crate) node: Option<NodeKey>,
     pub(crate) active: bool,
 }
 
@@ -103,60 +85,27 @@ impl Mapping {
     /// If `pages` is 0 or above 2^32 - 2.
     pub fn new(pages: Pages, fill: Fill) -> Self {
         assert!((1..u64::from(u32::MAX)).contains(&pages.0), "a region has 1 to 2^32 - 2 pages");
-        let family = FamilyKey(finalize(pages.0));
         Self {
             pages,
             fill,
             behaviour: Behaviour::Static,
-            family,
+            family: FamilyKey(finalize(pages.0)),
             resident: Permyriad(10_000),
             huge: false,
-            first: None,
-            node: None,
             active: false,
         }
     }
-    /// Sets which pages are rewritten, and when.
-    #[must_use]
-    pub fn behaving(mut self, behaviour: Behaviour) -> Self {
-        self.behaviour = behaviour;
-        self
-    }
-    /// Sets its family. By default, regions of equal size are one family.
-    #[must_use]
-    pub fn of_family(mut self, family: u64) -> Self {
-        self.family = FamilyKey(family);
-        self
-    }
-    /// Makes only a share of its pages resident; the others are absent until written.
-    #[must_use]
-    pub fn resident(mut self, share: Permyriad) -> Self {
-        self.resident = share;
-        self
-    }
-    /// Maps it by huge pages where a whole aligned extent fits.
-    #[must_use]
-    pub fn huge(mut self) -> Self {
-        self.huge = true;
-        self
-    }
-    /// Places it on a memory node, wherever its process runs.
-    #[must_use]
-    pub fn on_node(mut self, node: u16) -> Self {
-        self.node = Some(NodeKey(node));
-        self
-    }
-    /// Puts its pages on page reclaim's active list.
-    #[must_use]
-    pub fn active(mut self) -> Self {
-        self.active = true;
-        self
-    }
-    /// Sets its first page.
-    #[must_use]
-    pub fn at(mut self, first: Vpn) -> Self {
-        self.first = Some(first);
-        self
+    setters! {
+        /// Sets which pages are rewritten, and when.
+        behaving(behaviour: Behaviour): behaviour = behaviour;
+        /// Sets its family. By default, regions of equal size are one family.
+        of_family(family: u64): family = FamilyKey(family);
+        /// Makes only a share of its pages resident; the others are absent until written.
+        resident(share: Permyriad): resident = share;
+        /// Maps it by huge pages where a whole aligned extent fits.
+        huge(): huge = true;
+        /// Puts its pages on page reclaim's active list.
+        active(): active = true;
     }
 }
 

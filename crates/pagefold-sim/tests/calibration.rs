@@ -3,7 +3,7 @@
 
 use pagefold_core::host::{Actions, Host, ScanOrder, Span};
 use pagefold_core::keys::OwnerKey;
-use pagefold_core::units::{EXTENT_PAGES, Pages};
+use pagefold_core::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost, scenario};
 use std::collections::BTreeMap;
 
@@ -85,7 +85,7 @@ fn shape(sim: &SimHost, owners: &[OwnerKey]) -> [f64; 3] {
     let mut copies: BTreeMap<u64, u64> = BTreeMap::new();
     for span in owners.iter().flat_map(|&owner| sim.regions_of(owner)).filter_map(|region| sim.span_of(region)) {
         for page in span.first.0..span.first.0 + span.pages.0 {
-            let page = pagefold_core::units::Vpn(page);
+            let page = Vpn(page);
             let content = sim.page(span.region, page).unwrap().0;
             extents.entry((span.region, page.extent())).or_default().push(content);
             *copies.entry(content).or_default() += 1;
@@ -127,44 +127,18 @@ fn replicas_match_the_measured_programs() {
 
 #[test]
 fn the_papers_workloads_match_their_description() {
-    let frames = |build: fn(&mut SimHost)| {
+    let counts = |build: &dyn Fn(&mut SimHost)| {
         let mut sim = host(Knobs::default());
         build(&mut sim);
         let truth = sim.truth();
         (truth.frames, truth.savable)
     };
-    assert_eq!(
-        frames(|sim| {
-            scenario::static_mix(sim, Pages(1_000));
-        }),
-        (2_000, 999)
-    );
-    assert_eq!(
-        frames(|sim| {
-            scenario::pairs(sim, Pages(1_000), Pages(500));
-        }),
-        (2_500, 1_000)
-    );
-    assert_eq!(
-        frames(|sim| {
-            scenario::cow_breaker(sim, Pages(1_000));
-        }),
-        (1_000, 999)
-    );
-    assert_eq!(
-        frames(|sim| {
-            scenario::short_lived(sim, Pages(1_000), 100 * MS);
-        }),
-        (1_000, 999)
-    );
-    assert_eq!(
-        frames(|sim| {
-            scenario::idle(sim, Pages(1_000));
-        }),
-        (1_000, 0)
-    );
-    let (present, savable) = frames(|sim| {
-        scenario::sparse(sim, Pages(10_000), pagefold_core::units::Permyriad(1_000));
-    });
+    let pages = Pages(1_000);
+    assert_eq!(counts(&|sim| _ = scenario::static_mix(sim, pages)), (2_000, 999));
+    assert_eq!(counts(&|sim| _ = scenario::pairs(sim, pages, Pages(500))), (2_500, 1_000));
+    assert_eq!(counts(&|sim| _ = scenario::cow_breaker(sim, pages)), (1_000, 999));
+    assert_eq!(counts(&|sim| _ = scenario::short_lived(sim, pages, 100 * MS)), (1_000, 999));
+    assert_eq!(counts(&|sim| _ = scenario::idle(sim, pages)), (1_000, 0));
+    let (present, savable) = counts(&|sim| _ = scenario::sparse(sim, Pages(10_000), Permyriad(1_000)));
     assert!((900..1_100).contains(&present) && savable == 0);
 }

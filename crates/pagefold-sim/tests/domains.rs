@@ -1,32 +1,16 @@
 //! Trust domains on the simulated host: a content present in two domains is marked in at most one.
 
+mod common;
+
+use common::{MIB, SECOND, engine, host, run};
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Cycle, Engine, cycle};
+use pagefold_core::engine::Engine;
 use pagefold_core::host::Host;
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Pages;
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
-
-const SECOND: u64 = 1_000_000_000;
-const MIB: u64 = 256;
-
-fn host() -> SimHost {
-    SimHost::new(7, Costs::default(), Knobs::driven())
-}
-
-fn engine() -> Engine {
-    Engine::new(Config { seed: 11, ..Config::default() })
-}
-
-fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) {
-    let end = host.now_ns() + seconds * SECOND;
-    while host.now_ns() < end {
-        let Ok(Cycle { wait_ns: pause, .. }) = cycle(engine, host);
-        let Ok(()) = host.wait(pause.max(1_000_000).min(end - host.now_ns().min(end)));
-    }
-}
 
 fn pair(host: &mut SimHost, domain: u16, mib: u64, fill: &Fill) {
     for _ in 0..2 {
@@ -85,7 +69,7 @@ fn contents_of_two_domains_are_merged_in_one() {
     let withheld: u64 = engine.regions().map(|region| region.withheld().0).sum();
     assert!(withheld >= 2 * 64 * MIB * 99 / 100, "{withheld} are said to be withheld");
     // Within one domain everything is merged.
-    let (mut host, mut engine) = (self::host(), self::engine());
+    let (mut host, mut engine) = (common::host(), common::engine());
     pair(&mut host, 1, 64, &Fill::Series(1));
     pair(&mut host, 1, 64, &Fill::Series(1));
     run(&mut host, &mut engine, 20);

@@ -1,37 +1,26 @@
 //! The ladder on the simulated host: the four kinds of memory, the governors, and their cost, in virtual time.
 
+mod common;
+
+use common::{MIB, SECOND, config, host};
 use pagefold_core::config::{Config, Preset};
-use pagefold_core::engine::{Cycle, Engine, cycle};
+use pagefold_core::engine::Engine;
 use pagefold_core::governor::{Governor, WINDOW_NS, share_ns};
-use pagefold_core::host::{Host, MemoryView};
+use pagefold_core::host::MemoryView;
 use pagefold_core::keys::FamilyKey;
 use pagefold_core::report::Kind;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
-use pagefold_sim::{Costs, Knobs, SimHost, Step, scenario};
-
-const SECOND: u64 = 1_000_000_000;
-const MIB: u64 = 256;
-
-fn host() -> SimHost {
-    SimHost::new(7, Costs::default(), Knobs::driven())
-}
-
-fn config() -> Config {
-    Config { seed: 11, ..Config::default() }
-}
+use pagefold_sim::{SimHost, Step, scenario};
 
 /// The course of a run: after each round, the time, the pages saved, and the CPU time spent.
 type Course = Vec<(u64, u64, u64)>;
 
 fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Course {
-    let end = host.now_ns() + seconds * SECOND;
     let mut course = Vec::new();
-    while host.now_ns() < end {
-        let Ok(Cycle { wait_ns: pause, .. }) = cycle(engine, host);
-        let Ok(()) = host.wait(pause.max(1_000_000).min(end - host.now_ns().min(end)));
+    common::run_on(host, engine, seconds, SimHost::now_ns, |host| {
         let cost = host.cost();
         course.push((host.now_ns(), host.saved().0, cost.pagefold_ns + cost.ksmd_ns));
-    }
+    });
     course
 }
 

@@ -1,17 +1,17 @@
 //! The work stays within the limits in every second, and is completed anyway.
 
+mod common;
+
+use common::{MIB, SECOND, config, host, run_on};
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Cycle, Engine, cycle};
+use pagefold_core::engine::Engine;
 use pagefold_core::host::{Actions, Host, Outcome, SamplePlan, Samples, Snapshot};
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::limits::Limits;
 use pagefold_core::units::Pages;
-use pagefold_sim::{Costs, Knobs, SimHost, scenario};
+use pagefold_sim::{SimHost, scenario};
 use std::collections::BTreeMap;
 use std::convert::Infallible;
-
-const SECOND: u64 = 1_000_000_000;
-const MIB: u64 = 256;
 
 /// A host that records what is done to which process, and when.
 struct Watched {
@@ -67,18 +67,14 @@ fn most(done: &[(u64, OwnerKey, u64)]) -> (u64, u64) {
 #[test]
 fn limits_hold_in_every_second_and_everything_is_merged() {
     let limits = Limits { pages_per_process: 3_000, pages: 8_000, stops_per_process: 1, stops: 2, ..Limits::default() };
-    let knobs = Knobs::driven();
-    let mut host = SimHost::new(7, Costs::default(), knobs);
+    let mut host = host();
     scenario::redis(&mut host, 4, Pages(32 * MIB));
     scenario::pairs(&mut host, Pages(32 * MIB), Pages(0));
     scenario::cow_breaker(&mut host, Pages(16 * MIB));
     let (pages, stops, owners) = (Vec::new(), Vec::new(), BTreeMap::new());
     let mut watched = Watched { host, owners, pages, stops, seen_ns: 0 };
-    let mut engine = Engine::new(Config { seed: 11, limits, ..Config::default() });
-    while watched.host.now_ns() < 120 * SECOND {
-        let Ok(Cycle { wait_ns: pause, .. }) = cycle(&mut engine, &mut watched);
-        let Ok(()) = watched.wait(pause.max(1_000_000));
-    }
+    let mut engine = Engine::new(Config { limits, ..config() });
+    run_on(&mut watched, &mut engine, 120, |watched| watched.host.now_ns(), |_| {});
     let (own, all) = most(&watched.pages);
     assert!(own <= limits.pages_per_process && all <= limits.pages, "pages: {own} of one, {all} in all");
     assert!(

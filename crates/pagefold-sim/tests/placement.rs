@@ -1,8 +1,11 @@
 //! Placement of merged pages on machines with several memory nodes, in virtual time: the live engine on simulated
 //! nodes, and its reports compared with the simulator's state.
 
+mod common;
+
+use common::{MIB, SECOND, config, engine, host, run, run_on};
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Cycle, Engine, cycle};
+use pagefold_core::engine::Engine;
 use pagefold_core::host::{Actions, Host, Outcome, SamplePlan, Samples, Snapshot};
 use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::limits::Limits;
@@ -11,31 +14,12 @@ use pagefold_core::units::Pages;
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost};
 use std::convert::Infallible;
 
-const SECOND: u64 = 1_000_000_000;
-const MIB: u64 = 256;
 /// Pages that all programs have in common.
 const COMMON: Pages = Pages(32 * MIB);
 
-fn knobs() -> Knobs {
-    Knobs::driven()
-}
-
 /// A machine with `nodes` nodes of 512 MiB.
 fn machine(nodes: usize) -> SimHost {
-    SimHost::new(7, Costs::default(), knobs()).with_nodes(&vec![Pages(512 * MIB); nodes])
-}
-
-fn engine() -> Engine {
-    Engine::new(Config { seed: 11, ..Config::default() })
-}
-
-/// Runs the engine on a host for some virtual seconds.
-fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) {
-    let end_ns = host.now_ns() + seconds * SECOND;
-    while host.now_ns() < end_ns {
-        let Ok(Cycle { wait_ns: pause, .. }) = cycle(engine, host);
-        let Ok(()) = host.wait(pause.max(1_000_000));
-    }
+    host().with_nodes(&vec![Pages(512 * MIB); nodes])
 }
 
 /// A host that records requests.
@@ -56,11 +40,7 @@ impl Watched {
     }
 
     fn run(&mut self, engine: &mut Engine, seconds: u64) {
-        let end_ns = self.host.now_ns() + seconds * SECOND;
-        while self.host.now_ns() < end_ns {
-            let Ok(Cycle { wait_ns: pause, .. }) = cycle(engine, self);
-            let Ok(()) = self.wait(pause.max(1_000_000));
-        }
+        run_on(self, engine, seconds, |watched| watched.host.now_ns(), |_| {});
     }
 }
 
@@ -293,7 +273,7 @@ fn a_program_bound_to_another_node_takes_its_share_along() {
     run(&mut host, &mut engine, 60);
     assert_shares(&host, &[0.5, 0.0, 0.5], "bound to node 2");
     // By priority, after a change of a nice value.
-    let (mut host, mut engine) = (machine(2), self::engine());
+    let (mut host, mut engine) = (machine(2), common::engine());
     let owners = programs(&mut host, &[0, 1], Placement::Priority);
     run(&mut host, &mut engine, 40);
     host.set_nice(owners[0], 19);
@@ -321,7 +301,7 @@ fn no_frame_moves_to_a_node_forbidden_to_a_sharer() {
     assert_shares(&host, &[1.0, 0.0, 0.0], "confined to 0 and 2");
     assert!(!host.merged_of(confined).contains_key(&NodeKey(1)));
     // If all sharers have no node in common, everything stays where the kernel put it.
-    let (mut host, mut engine) = (machine(2), self::engine());
+    let (mut host, mut engine) = (machine(2), common::engine());
     for home in [0, 1] {
         add(&mut host, process(home).confined_to(&[home]), mapping());
     }
@@ -331,13 +311,13 @@ fn no_frame_moves_to_a_node_forbidden_to_a_sharer() {
 
 /// Slow enough to change something meanwhile.
 fn slowly(moves: u64) -> Engine {
-    Engine::new(Config { seed: 11, limits: Limits { moves, ..Limits::default() }, ..Config::default() })
+    Engine::new(Config { limits: Limits { moves, ..Limits::default() }, ..config() })
 }
 
 #[test]
 fn a_full_node_gets_no_frames_until_it_has_room() {
     let total = COMMON.0 * 4;
-    let host = SimHost::new(7, Costs::default(), knobs()).with_nodes(&[Pages(total), Pages(512 * MIB)]);
+    let host = host().with_nodes(&[Pages(total), Pages(512 * MIB)]);
     let (mut watched, mut engine) = (Watched::new(host), slowly(100));
     // The frames of the program scanned last are kept: all on node 1.
     programs(&mut watched.host, &[0, 1], Placement::Fair);
@@ -368,7 +348,7 @@ fn a_full_node_gets_no_frames_until_it_has_room() {
 #[test]
 fn a_reserve_of_each_node_is_left_free() {
     let total = COMMON.0 * 4;
-    let host = SimHost::new(7, Costs::default(), knobs()).with_nodes(&[Pages(total), Pages(512 * MIB)]);
+    let host = host().with_nodes(&[Pages(total), Pages(512 * MIB)]);
     let (mut host, mut engine) = (host, engine());
     programs(&mut host, &[0, 1], Placement::Fair);
     // Another process takes what merging frees on node 0, except a little more than the reserved 1/32.
@@ -434,7 +414,7 @@ fn moves_per_second_stay_within_the_limit() {
 
 #[test]
 fn local_only_shares_no_frame_across_nodes() {
-    let knobs = Knobs { merge_across_nodes: false, ..knobs() };
+    let knobs = Knobs { merge_across_nodes: false, ..Knobs::driven() };
     let mut host = SimHost::new(7, Costs::default(), knobs).with_nodes(&[Pages(512 * MIB); 2]);
     let mut engine = engine();
     let owners = programs(&mut host, &[0, 1, 0, 1], Placement::LocalOnly);
@@ -458,7 +438,7 @@ fn placement_costs_nothing_on_one_node() {
         assert!(watched.moves.is_empty() && engine.report().placement.is_none());
         (watched.host.cost(), engine.ledger().curve.clone())
     };
-    let none = bill(SimHost::new(7, Costs::default(), knobs()));
+    let none = bill(host());
     assert_eq!(bill(machine(1)), none);
 }
 

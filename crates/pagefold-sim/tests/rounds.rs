@@ -1,32 +1,18 @@
 //! The live engine on the simulated host, in virtual time.
 
-use pagefold_core::config::Config;
-use pagefold_core::engine::{Cycle, Engine, cycle};
-use pagefold_core::host::Host;
+mod common;
+
+use common::{MIB, SECOND, engine, host};
+use pagefold_core::engine::Engine;
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::ledger::Ledger;
 use pagefold_core::units::{Pages, Permyriad};
-use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes, scenario};
-
-const SECOND: u64 = 1_000_000_000;
-const MIB: u64 = 256;
+use pagefold_sim::{Behaviour, Fill, Mapping, Process, Replica, SimHost, Writes, scenario};
 
 /// Runs the engine on a host for some virtual seconds.
 fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Ledger {
-    let end = host.now_ns() + seconds * SECOND;
-    while host.now_ns() < end {
-        let Ok(Cycle { wait_ns: pause, .. }) = cycle(engine, host);
-        let Ok(()) = host.wait(pause.max(1_000_000));
-    }
+    common::run(host, engine, seconds);
     engine.ledger().clone()
-}
-
-fn host() -> SimHost {
-    SimHost::new(7, Costs::default(), Knobs::driven())
-}
-
-fn engine() -> Engine {
-    Engine::new(Config { seed: 11, ..Config::default() })
 }
 
 /// A tenth of each instance is the same in all.

@@ -127,7 +127,7 @@ impl SimHost {
         // Regions start as far apart as in a real address space.
         let mut next = Vpn(0x5555_5555_5000 / 4096);
         for mapping in std::mem::take(&mut self.processes[process].mappings) {
-            let first = mapping.first.unwrap_or(Vpn((next.extent() + 2) * EXTENT_PAGES));
+            let first = Vpn((next.extent() + 2) * EXTENT_PAGES);
             next = first + mapping.pages.0;
             self.mappings.push((mapping, first));
             self.map(self.mappings.len() - 1, owner);
@@ -138,10 +138,8 @@ impl SimHost {
         let (mapping, first) = &self.mappings[index];
         let pages = mapping.populate(&mut self.unique, &mut self.stream);
         let region = self.memory.map(owner, mapping.family, *first, pages, mapping.huge);
-        self.memory.place_pages(region.0, mapping.node);
-        let active = mapping.active;
-        let behaviour = mapping.behaviour.clone();
-        let pages = mapping.pages.0;
+        self.memory.place_pages(region.0);
+        let (active, behaviour, pages) = (mapping.active, mapping.behaviour.clone(), mapping.pages.0);
         self.mark_new(region, owner);
         if let Some(region) = self.memory.region_mut(region.0) {
             region.active = active;

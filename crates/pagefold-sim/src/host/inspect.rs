@@ -71,11 +71,6 @@ impl SimHost {
         let volatile = self.ksmd.items.saturating_sub(trees.shared + trees.sharing + unshared);
         (self.granularity.scale(unshared), self.granularity.scale(volatile))
     }
-    /// Contents in ksmd's stable trees, and pages in its unstable ones.
-    pub fn tree_nodes(&self) -> (u64, u64) {
-        let (stable, unstable) = self.ksmd.trees.nodes();
-        (self.granularity.scale(stable), self.granularity.scale(unstable))
-    }
     /// Contents and pages in each tree of the forest, or of each class. Shows how balanced they are.
     pub fn tree_sizes(&self) -> Vec<u64> {
         self.ksmd.trees.sizes().into_iter().map(|pages| self.granularity.scale(pages)).collect()

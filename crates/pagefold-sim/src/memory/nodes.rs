@@ -168,19 +168,19 @@ impl Memory {
         }
     }
 
-    /// Allocates frames for the private pages of a new region: on `named`, or on the node of its process.
-    pub(crate) fn place_pages(&mut self, key: u32, named: Option<NodeKey>) {
+    /// Allocates frames for the private pages of a new region, on the node of its process.
+    pub(crate) fn place_pages(&mut self, key: u32) {
         if !self.nodes.is_tracked() {
             return;
         }
         let Some(mut region) = self.regions[key as usize].take() else { return };
         let numa = self.owners[region.owner as usize].numa;
-        region.node = named.unwrap_or(numa.home);
-        for page in
-            (0..region.backing.len()).filter(|&page| region.backing[page] == Backing::Private).collect::<Vec<_>>()
-        {
-            let node = self.nodes.allocate(region.node, numa.allowed);
-            region.set_node(page, node);
+        region.node = numa.home;
+        for page in 0..region.backing.len() {
+            if region.backing[page] == Backing::Private {
+                let node = self.nodes.allocate(region.node, numa.allowed);
+                region.set_node(page, node);
+            }
         }
         self.regions[key as usize] = Some(region);
     }

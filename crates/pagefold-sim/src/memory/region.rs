@@ -6,7 +6,7 @@ use super::page::{Backing, ItemState, NONE, PageWrites, RmapItem};
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Region {
     pub(crate) owner: u32,
     pub(crate) family: FamilyKey,

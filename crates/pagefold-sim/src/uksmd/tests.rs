@@ -36,7 +36,7 @@ impl Rig {
         let owner = self.memory.add_owner(false, DomainKey(0), place);
         let backing = vec![Backing::Private; contents.len()];
         let key = self.memory.map(owner, FamilyKey(0), Vpn(512), (contents, backing), false).0;
-        self.memory.place_pages(key, None);
+        self.memory.place_pages(key);
         key
     }
 

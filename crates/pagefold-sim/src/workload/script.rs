@@ -8,57 +8,21 @@ use std::sync::Arc;
 
 /// One step. Processes and regions have numbers of the script's own, which are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the fields are named for what they hold")]
 pub enum Step {
     /// A process starts, with nothing mapped.
-    Start {
-        /// The process.
-        process: u32,
-    },
+    Start { process: u32 },
     /// A process exits, and its regions with it.
-    Exit {
-        /// The process.
-        process: u32,
-    },
+    Exit { process: u32 },
     /// A process maps a region, all pages absent.
-    Map {
-        /// The process.
-        process: u32,
-        /// The region.
-        region: u32,
-        /// Its family.
-        family: FamilyKey,
-        /// Its first page.
-        first: Vpn,
-        /// Its length.
-        pages: Pages,
-    },
+    Map { process: u32, region: u32, family: FamilyKey, first: Vpn, pages: Pages },
     /// A region is unmapped.
-    Unmap {
-        /// The region.
-        region: u32,
-    },
-    /// A page is written.
-    Write {
-        /// The region.
-        region: u32,
-        /// The page.
-        page: Vpn,
-        /// The new content; 0 for zeros.
-        content: u64,
-        /// The quarters written, one bit each.
-        parts: u8,
-        /// The eighth of physical memory that the page is in.
-        eighth: u8,
-    },
+    Unmap { region: u32 },
+    /// A page is written: its new content (0 for zeros), the quarters written (one bit each), and the eighth of
+    /// physical memory that it is in.
+    Write { region: u32, page: Vpn, content: u64, parts: u8, eighth: u8 },
     /// A page is freed, or the zero page is mapped there.
-    Drop {
-        /// The region.
-        region: u32,
-        /// The page.
-        page: Vpn,
-        /// Whether the zero page is mapped.
-        zero: bool,
-    },
+    Drop { region: u32, page: Vpn, zero: bool },
 }
 
 /// Steps with their times in nanoseconds, ascending.
