@@ -10,4 +10,5 @@ pub mod plot;
 mod policy;
 pub mod report;
 mod sampler;
+mod sampling;
 pub mod table;

@@ -29,26 +29,14 @@ pub type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// The result of a drawing step. Drawing into memory does not fail.
 pub type Drawn<'a> = Result<(), DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBackend>::ErrorType>>;
 
-/// The range of an axis.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scale {
     /// From zero to just above the largest value.
-    Linear {
-        /// The largest value.
-        most: f64,
-    },
+    Linear { most: f64 },
     /// From zero to the last value.
-    Upto {
-        /// The last value.
-        last: f64,
-    },
+    Upto { last: f64 },
     /// Logarithmic, between two numbers above zero. Values outside are drawn at its ends.
-    Logarithmic {
-        /// The smallest value.
-        first: f64,
-        /// The largest value.
-        last: f64,
-    },
+    Logarithmic { first: f64, last: f64 },
 }
 
 impl Scale {
@@ -80,10 +68,8 @@ impl Scale {
     }
 }
 
-/// A line in a chart.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Curve {
-    /// The text in the legend.
     pub label: String,
     /// The colour, as `#rrggbb`.
     pub colour: &'static str,
@@ -99,10 +85,8 @@ pub struct Curve {
     pub points: Vec<(f64, f64)>,
 }
 
-/// A line chart.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lines {
-    /// The title.
     pub title: String,
     /// The vertical axis: quantity and unit, and its range.
     pub up: (String, Scale),
@@ -113,7 +97,6 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// Draws the chart.
     pub fn draw(&self) -> String {
         let legend = LEGEND_LINE * i32::try_from(self.curves.len()).unwrap_or(0);
         svg(PLOT_HEIGHT + 68 + legend, &self.title, "", |canvas| {
@@ -198,7 +181,6 @@ impl Lines {
     }
 }
 
-/// A bar of a bar chart.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Bar {
     /// The text to its left.

@@ -12,7 +12,6 @@ use twox_hash::{XxHash3_64, XxHash3_128};
 /// A key of XXH3's default secret length.
 pub type Key = [u8; 192];
 
-/// A digest function for pages.
 #[derive(Clone)]
 pub struct Digests {
     key: Key,

@@ -31,19 +31,16 @@ const MAX_SIZE: Pages = Pages(16 << 18);
 /// Minimum time between two snapshots, nanoseconds.
 const MIN_INTERVAL_NS: u64 = 1_000_000;
 
-/// A kind of workload.
 #[derive(Clone, Copy, Debug)]
 pub struct Generator {
     /// Its name on the command line.
     pub name: &'static str,
     /// One line of description with its source.
     pub about: &'static str,
-    /// Default options.
     pub defaults: Options,
     make: fn(&Options) -> Box<dyn World>,
 }
 
-/// Options of all workloads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Memory of each guest or program.
@@ -58,7 +55,6 @@ pub struct Options {
     pub seed: u64,
 }
 
-/// Invalid options.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OptionsError {
     /// Too little or too much memory.
@@ -81,25 +77,24 @@ const fn defaults(mib: u64, processes: u32) -> Options {
     Options { size: Pages(mib * PAGES_PER_MIB), processes, length_ns: 60 * NS_PER_S, every_ns: NS_PER_S, seed: 1 }
 }
 
-/// All generators.
 pub const GENERATORS: &[Generator] = &[
     Generator {
         name: "kernel-build",
         about: "guests that compile the same kernel at their own pace (CMD, section 4)",
         defaults: defaults(128, 4),
-        make: guests::kernel_build,
+        make: |options| guests::guests(options, build::Build::new),
     },
     Generator {
         name: "web-server",
         about: "guests that serve the same web site (CMD, section 4)",
         defaults: defaults(128, 4),
-        make: guests::web_server,
+        make: |options| guests::guests(options, web::Web::new),
     },
     Generator {
         name: "database",
         about: "guests that update their copies of a table (CMD, section 4)",
         defaults: defaults(128, 4),
-        make: guests::database,
+        make: |options| guests::guests(options, database::Database::new),
     },
     Generator {
         name: "ksmpages-worst",
@@ -134,17 +129,14 @@ pub const GENERATORS: &[Generator] = &[
 ];
 
 impl Generator {
-    /// Finds a generator by name.
     pub fn named(name: &str) -> Option<&'static Self> {
         GENERATORS.iter().find(|generator| generator.name == name)
     }
 
-    /// The origin of its records.
     pub fn origin(&self, options: &Options) -> Origin {
         Origin { source: self.name.to_owned(), every_ns: options.every_ns, anonymous: false }
     }
 
-    /// Starts the workload.
     pub fn start(&self, options: &Options) -> Result<Generated, OptionsError> {
         let Options { size, processes, length_ns, every_ns, .. } = *options;
         if !(1..=64).contains(&processes) {

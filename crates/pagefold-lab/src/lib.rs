@@ -11,9 +11,11 @@
 //! | [`scale`] | simulated memories of up to a tebibyte |
 //! | [`plots`] | charts of replays and of scaling |
 #![forbid(unsafe_code)]
+#![allow(missing_docs, reason = "the library of one program: items are documented where their names do not suffice")]
 
 pub mod bench;
 pub mod charts;
+mod columns;
 pub mod digests;
 pub mod generate;
 pub mod plots;

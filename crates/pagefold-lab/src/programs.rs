@@ -1,6 +1,5 @@
 //! Real programs that experiments start in a scratch directory and end with it.
 
-mod dialogue;
 mod java;
 mod mariadb;
 mod python;
@@ -11,28 +10,27 @@ mod working_guest;
 
 pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
-pub use python::{Python, PythonData, PythonTools};
-pub use qemu::{Guest, GuestImage, GuestTools};
+pub use python::{PythonData, PythonTools};
+pub use qemu::{GuestImage, GuestTools};
 pub(crate) use qemu::{NodesTools, pack};
 pub use redis::{Redis, RedisData};
 pub use subjects::{SUBJECTS, Subject, Subjects};
 pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};
 
 use anyhow::{Context, bail};
-use pagefold_workload::ActivityCounters;
-use pagefold_workload::{Tenant, Verdict, end_child};
+use pagefold_workload::{ActivityCounters, Dialogue, OwnedChild, Tenant, Verdict};
 use std::env;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 
 /// A program whose memory an experiment merges.
 pub trait Target {
     /// Its name in reports.
     fn name(&self) -> &str;
 
-    /// Its pid.
     fn pid(&self) -> i32;
 
     /// Queries all its data. The answer must be the same before, during and after an experiment.
@@ -79,10 +77,47 @@ fn need(name: &str, packages: &str) -> anyhow::Result<PathBuf> {
     })
 }
 
-/// A server process with its output in a log file. Killed when dropped.
+/// Creates a directory for the data of experiments, which is deleted when the result is dropped.
+pub(crate) fn scratch() -> anyhow::Result<TempDir> {
+    tempfile::Builder::new().prefix("pagefold-lab-").tempdir().context("cannot create a scratch directory")
+}
+
+/// The shared libraries of a program, as the loader finds them: none of a static program.
+pub(crate) fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let output = Command::new("ldd").arg(program).output().context("cannot run ldd")?;
+    // `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)` or `/lib64/ld-linux-x86-64.so.2 (0x...)`
+    let text = String::from_utf8_lossy(&output.stdout);
+    Ok(text.split_ascii_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect())
+}
+
+/// A program that is checked by a question. Its answer must always be the same.
+#[derive(Debug)]
+pub struct Answering {
+    name: &'static str,
+    dialogue: Dialogue,
+    question: &'static str,
+    limit: Duration,
+}
+
+impl Target for Answering {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn pid(&self) -> i32 {
+        self.dialogue.pid()
+    }
+
+    fn check(&mut self) -> anyhow::Result<String> {
+        self.dialogue.ask(self.question, self.limit)
+    }
+}
+
+/// A server process with its output in a log file. Killed when dropped, without an orderly shutdown: its data is a copy
+/// that is deleted with the scratch directory.
 #[derive(Debug)]
 struct Server {
-    child: Child,
+    child: OwnedChild,
     log: PathBuf,
 }
 
@@ -98,11 +133,11 @@ impl Server {
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {}", command.get_program().to_string_lossy()))?;
-        Ok(Self { child, log: log.to_owned() })
+        Ok(Self { child: OwnedChild(child), log: log.to_owned() })
     }
 
     fn pid(&self) -> i32 {
-        i32::try_from(self.child.id()).unwrap_or(0)
+        self.child.pid()
     }
 
     /// Polls `ready` until it returns a value. Fails after `limit` or if the server ends.
@@ -112,7 +147,7 @@ impl Server {
             if let Some(found) = ready() {
                 return Ok(found);
             }
-            if let Some(status) = self.child.try_wait()? {
+            if let Some(status) = self.child.0.try_wait()? {
                 bail!("a server ended while starting ({status}); its log ends with:\n{}", self.log_end());
             }
             std::thread::sleep(Duration::from_millis(20));
@@ -125,19 +160,6 @@ impl Server {
         let text = String::from_utf8_lossy(&text);
         let lines: Vec<&str> = text.lines().collect();
         lines[lines.len().saturating_sub(8)..].join("\n")
-    }
-
-    /// Waits for a requested shutdown.
-    fn wait_end(&mut self, limit: Duration) {
-        end_child(&mut self.child, limit);
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // No orderly shutdown: the data is a copy that is deleted with the scratch directory.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

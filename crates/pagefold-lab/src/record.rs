@@ -25,7 +25,6 @@ use pagefold_core::units::{Pages, Vpn};
 /// Parts of a page with a digest each, of 1 KiB (CMD, section 4).
 pub const PARTS: usize = 4;
 
-/// The origin of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
     /// `live` or the name of a generator.
@@ -36,7 +35,6 @@ pub struct Origin {
     pub anonymous: bool,
 }
 
-/// A process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessRow {
     /// Number in this record; never reused.
@@ -47,18 +45,14 @@ pub struct ProcessRow {
     pub name: Option<String>,
 }
 
-/// A region of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RegionRow {
     /// Number in this record; never reused.
     pub region: u32,
-    /// Number of its process.
     pub process: u32,
     /// Kind of memory: heap, stack, anonymous...
     pub kind: String,
-    /// First page.
     pub first: Vpn,
-    /// Length.
     pub pages: Pages,
 }
 
@@ -67,7 +61,6 @@ pub struct RegionRow {
 pub struct Page {
     /// Absent, private, shared, merged or the zero page.
     pub state: PageState,
-    /// Mapped by a huge page.
     pub huge: bool,
     /// Digest of the content; 0 exactly for pages of zeros and pages without content.
     pub digest: u128,
@@ -83,22 +76,14 @@ pub enum Event {
     /// A process appears or changes its name.
     Process(ProcessRow),
     /// A process ends, and with it all its regions.
-    Exit {
-        /// The process.
-        process: u32,
-    },
+    Exit { process: u32 },
     /// A region appears, with all pages absent, or changes its bounds: pages outside them are gone, pages inside stay.
     Region(RegionRow),
     /// A region is unmapped.
-    Unmap {
-        /// The region.
-        region: u32,
-    },
+    Unmap { region: u32 },
     /// A page changes.
     Page {
-        /// The region.
         region: u32,
-        /// The page.
         page: Vpn,
         /// Its new state and content.
         now: Page,
@@ -114,12 +99,9 @@ pub struct Snapshot {
     pub events: Vec<Event>,
 }
 
-/// A whole record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The origin.
     pub origin: Origin,
-    /// The snapshots in order of time.
     pub snapshots: Vec<Snapshot>,
 }
 

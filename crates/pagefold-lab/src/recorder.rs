@@ -39,7 +39,6 @@ const SHIFTS: u64 = 1 << 32;
 /// What to record, and how often.
 #[derive(Clone, Debug)]
 pub struct RecordingOptions {
-    /// The processes in scope.
     pub scope: ScopeSpec,
     /// Programs to leave alone.
     pub deny: DenyList,

@@ -14,7 +14,6 @@ const NS_PER_MS: u64 = 1_000_000;
 /// nuKSM has one tree for each 100 MiB of memory (section 4.3).
 const PAGES_PER_TREE: u64 = 100 << 20 >> 12;
 
-/// A merging algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Algorithm {
@@ -60,7 +59,6 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// An unknown algorithm name.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("there is no algorithm '{}'; choose from {}", .0.escape_debug(), Algorithm::NAMES.map(|(name, _)| name).join(", "))]
 pub struct NoAlgorithm(String);
@@ -73,7 +71,6 @@ impl FromStr for Algorithm {
     }
 }
 
-/// Options of a replay.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Pages that ksmd scans in a batch.
@@ -84,11 +81,9 @@ pub struct Settings {
     pub for_ns: u64,
     /// Time between two points of a curve, nanoseconds.
     pub every_ns: u64,
-    /// pagefold's settings.
     pub config: Config,
     /// Trees of `nuksm` [default: one per 100 MiB].
     pub trees: Option<u16>,
-    /// Costs of operations.
     pub costs: Costs,
 }
 
@@ -112,31 +107,22 @@ impl Settings {
     }
 }
 
-/// A point of a curve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct ReplayPoint {
     /// Time since the beginning, seconds.
     pub seconds: f64,
-    /// Pages saved.
     pub saved: u64,
-    /// CPU time so far, seconds.
     pub cpu_seconds: f64,
-    /// Comparisons of pages so far.
     pub comparisons: u64,
 }
 
-/// Results of an algorithm.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {
-    /// The algorithm.
     pub algorithm: Algorithm,
     /// Pages scanned by ksmd or its replacement.
     pub scanned: u64,
-    /// Pages read by pagefold.
     pub read: u64,
-    /// Searches for a duplicate.
     pub searches: u64,
-    /// Searches that found a duplicate.
     pub found: u64,
     /// Pages compared with pages of stable trees.
     pub stable_comparisons: u64,
@@ -146,7 +132,6 @@ pub struct Outcome {
     pub futile_comparisons: u64,
     /// Share of futile comparisons (CMD, equation 1).
     pub futile_rate: f64,
-    /// Comparisons of hashes.
     pub hash_comparisons: u64,
     /// Mean comparisons of pages in a search.
     pub depth: f64,
@@ -158,7 +143,6 @@ pub struct Outcome {
     pub trees: Vec<u64>,
     /// Writes to merged pages, each of which made a copy.
     pub cow_breaks: u64,
-    /// Pages saved at the end.
     pub saved: u64,
     /// Pages saved on average over the time.
     pub saved_mean: f64,
@@ -166,18 +150,15 @@ pub struct Outcome {
     pub cpu_seconds: f64,
     /// Memory of the kernel's metadata and pagefold's index, bytes.
     pub metadata_bytes: u64,
-    /// The course over time.
     pub curve: Vec<ReplayPoint>,
 }
 
 impl Outcome {
-    /// Comparisons of pages.
     pub fn comparisons(&self) -> u64 {
         self.stable_comparisons + self.unstable_comparisons
     }
 }
 
-/// Replays a record under an algorithm.
 pub fn replay(algorithm: Algorithm, scripted: &Scripted, settings: &Settings) -> Outcome {
     let populate = |mut sim: SimHost| {
         sim.play(scripted.script.clone());

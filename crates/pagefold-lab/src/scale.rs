@@ -31,9 +31,7 @@ const RACE_COSTS: [u64; 2] = [100, 250];
 /// Measurements to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ScaleOptions {
-    /// Memory sizes, GiB.
     pub memory: Vec<u64>,
-    /// Algorithms.
     pub algorithms: Vec<Algorithm>,
     /// Simulated time of each run, hours.
     pub hours: f64,
@@ -41,9 +39,7 @@ pub struct ScaleOptions {
     pub check: Option<(u64, u32, f64)>,
     /// Stable nodes of the forests.
     pub nodes: Vec<u64>,
-    /// Numbers of trees.
     pub trees: Vec<u16>,
-    /// The races.
     pub races: Vec<Race>,
 }
 
@@ -80,34 +76,27 @@ impl ScaleOptions {
     }
 }
 
-/// A curve of a chart.
 #[derive(Clone, Debug, Serialize)]
 pub struct ScaleCurve {
-    /// The label.
     pub name: String,
     /// Quantity and unit of the horizontal axis.
     pub x: &'static str,
     /// Quantity and unit of the vertical axis.
     pub y: &'static str,
-    /// The points.
     pub points: Vec<(f64, f64)>,
 }
 
-/// The results.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Scaling {
     /// `pagefold.lab.scale/1`.
     pub schema: &'static str,
-    /// By memory and algorithm.
     pub growth: Vec<Growth>,
     /// Error from simulating several pages as one.
     #[serde(rename = "grain")]
     pub granularity: Vec<GranularityCheck>,
     /// By stable nodes and trees.
     pub forests: Vec<ForestPoint>,
-    /// The races against memory running out.
     pub races: Vec<RaceResult>,
-    /// All results as curves.
     pub curves: Vec<ScaleCurve>,
 }
 
@@ -230,14 +219,7 @@ fn perform(task: Task, known: &Savables) -> Done {
 }
 
 fn collect(scale: &ScaleOptions, done: Vec<Done>) -> Scaling {
-    let mut scaling = Scaling {
-        schema: "pagefold.lab.scale/1",
-        growth: Vec::new(),
-        granularity: Vec::new(),
-        forests: Vec::new(),
-        races: Vec::new(),
-        curves: Vec::new(),
-    };
+    let mut scaling = Scaling { schema: "pagefold.lab.scale/1", ..Scaling::default() };
     let mut racers = Vec::new();
     let mut checked: Vec<Growth> = Vec::new();
     for done in done {

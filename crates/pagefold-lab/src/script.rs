@@ -5,7 +5,7 @@ use pagefold_core::host::PageState;
 use pagefold_core::keys::FamilyKey;
 use pagefold_core::units::{EXTENT_PAGES, Pages, Vpn};
 use pagefold_sim::{Script, Step};
-use rustc_hash::{FxHashMap, FxHasher};
+use rustc_hash::{FxHashMap, FxHashSet, FxHasher};
 use std::collections::BTreeSet;
 use std::hash::{Hash, Hasher};
 
@@ -18,19 +18,9 @@ struct Place {
     pages: u64,
 }
 
-impl Place {
-    /// Forgets all pages of a region.
-    fn forget(&self, region: u32, known: &mut FxHashMap<(u32, u64), Known>, shared: &mut FxHashMap<u64, (u32, u64)>) {
-        for page in self.from.0..self.from.0 + self.pages {
-            forget(known, shared, (region, page));
-        }
-    }
-}
-
 /// A record as steps of the simulator.
 #[derive(Clone, Debug)]
 pub struct Scripted {
-    /// The steps.
     pub script: Script,
     /// End of the record, nanoseconds.
     pub ends_ns: u64,
@@ -63,8 +53,7 @@ pub fn script(record: &Record) -> Scripted {
     let eighths = Eighths::of(record, &places);
     let mut names: FxHashMap<u32, Option<&str>> = FxHashMap::default();
     let mut mapped: FxHashMap<u32, BTreeSet<u32>> = FxHashMap::default();
-    let mut known: FxHashMap<(u32, u64), Known> = FxHashMap::default();
-    let mut shared: FxHashMap<u64, (u32, u64)> = FxHashMap::default();
+    let mut known = KnownPages::default();
     let (mut steps, mut forked, mut pages) = (Vec::new(), 0, 0);
     // Time starts with the first snapshot.
     let began_ns = record.snapshots.first().map_or(0, |snapshot| snapshot.time_ns);
@@ -78,7 +67,7 @@ pub fn script(record: &Record) -> Scripted {
                 }
                 Event::Exit { process } => {
                     for region in mapped.remove(process).unwrap_or_default() {
-                        places.get(&region).into_iter().for_each(|place| place.forget(region, &mut known, &mut shared));
+                        places.get(&region).into_iter().for_each(|place| known.forget_region(region, place));
                     }
                     steps.push((at_ns, Step::Exit { process: *process }));
                 }
@@ -95,7 +84,7 @@ pub fn script(record: &Record) -> Scripted {
                     let inside = row.first.0..row.first.0 + row.pages.0;
                     let all = place.from.0..place.from.0 + place.pages;
                     for page in all.filter(|page| !inside.contains(page)) {
-                        if forget(&mut known, &mut shared, (row.region, page)).is_some() {
+                        if known.forget((row.region, page)).is_some() {
                             let to = Vpn(page - place.from.0 + place.from.1);
                             steps.push((at_ns, Step::Drop { region: row.region, page: to, zero: false }));
                         }
@@ -103,27 +92,25 @@ pub fn script(record: &Record) -> Scripted {
                 }
                 Event::Unmap { region } => {
                     if let Some(place) = places.get(region) {
-                        place.forget(*region, &mut known, &mut shared);
+                        known.forget_region(*region, place);
                         steps.push((at_ns, Step::Unmap { region: *region }));
                     }
                 }
                 Event::Page { region, page, now } => {
                     let Some(place) = places.get(region) else { continue };
                     let to = Vpn(page.0 - place.from.0 + place.from.1);
-                    let before = forget(&mut known, &mut shared, (*region, page.0));
+                    let before = known.forget((*region, page.0));
                     let held = now.frame.filter(|_| now.state == PageState::Shared);
-                    let relative = held.is_some_and(|frame| shared.contains_key(&frame));
+                    let relative = held.is_some_and(|frame| known.shared.contains(&frame));
                     forked += u64::from(relative);
                     if relative || matches!(now.state, PageState::Absent | PageState::ZeroMapped) {
                         let zero = now.state == PageState::ZeroMapped;
                         steps.push((at_ns, Step::Drop { region: *region, page: to, zero }));
                         continue;
                     }
-                    if let Some(frame) = held {
-                        shared.insert(frame, (*region, page.0));
-                    }
+                    known.shared.extend(held);
                     let Page { state, digest, parts, .. } = *now;
-                    known.insert((*region, page.0), Known { state, digest, parts, frame: held });
+                    known.pages.insert((*region, page.0), Known { state, digest, parts, frame: held });
                     if before.is_some_and(|before| !before.is_written(now)) {
                         continue;
                     }
@@ -133,23 +120,34 @@ pub fn script(record: &Record) -> Scripted {
                 }
             }
         }
-        pages = pages.max(known.len() as u64);
+        pages = pages.max(known.pages.len() as u64);
     }
     let last_ns = record.snapshots.last().map_or(0, |snapshot| snapshot.time_ns.saturating_sub(began_ns));
     let ends_ns = last_ns + record.origin.every_ns;
     Scripted { script: steps.into(), ends_ns, pages, forked }
 }
 
-fn forget(
-    known: &mut FxHashMap<(u32, u64), Known>,
-    shared: &mut FxHashMap<u64, (u32, u64)>,
-    page: (u32, u64),
-) -> Option<Known> {
-    let before = known.remove(&page)?;
-    if let Some(frame) = before.frame {
-        shared.remove(&frame);
+/// The pages present during the conversion, and the frames of those shared through fork.
+#[derive(Default)]
+struct KnownPages {
+    pages: FxHashMap<(u32, u64), Known>,
+    shared: FxHashSet<u64>,
+}
+
+impl KnownPages {
+    fn forget(&mut self, page: (u32, u64)) -> Option<Known> {
+        let before = self.pages.remove(&page)?;
+        if let Some(frame) = before.frame {
+            self.shared.remove(&frame);
+        }
+        Some(before)
     }
-    Some(before)
+
+    fn forget_region(&mut self, region: u32, place: &Place) {
+        for page in place.from.0..place.from.0 + place.pages {
+            self.forget((region, page));
+        }
+    }
 }
 
 /// The changed quarters of a page; all if it was not present.

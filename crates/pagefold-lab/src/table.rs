@@ -1,8 +1,8 @@
 //! Text output of comparisons.
 
+use crate::columns;
 use crate::replay::{Algorithm, Outcome};
-use pagefold_cli::table::Table;
-use pagefold_core::units::{Bytes, Pages};
+use pagefold_core::units::Bytes;
 use serde::Serialize;
 use std::fmt;
 
@@ -11,11 +11,8 @@ use std::fmt;
 pub struct Comparison {
     /// `pagefold.lab.replay/1`.
     pub schema: &'static str,
-    /// The record's name.
     pub record: String,
-    /// The record's origin.
     pub source: String,
-    /// Replayed time, seconds.
     pub seconds: f64,
     /// Maximum number of pages present at one time.
     pub pages: u64,
@@ -23,7 +20,6 @@ pub struct Comparison {
     pub forked: u64,
     /// Savable pages over time (seconds).
     pub savable: Vec<(f64, u64)>,
-    /// Results of each algorithm.
     pub outcomes: Vec<Outcome>,
 }
 
@@ -35,7 +31,7 @@ impl Comparison {
 }
 
 fn mib(pages: f64) -> String {
-    format!("{:.1}", pages / Pages(1 << 8).0 as f64)
+    format!("{:.1}", pages / 256.0)
 }
 
 fn of(part: f64, whole: Option<f64>) -> String {
@@ -61,48 +57,29 @@ impl fmt::Display for Comparison {
         if self.forked > 0 {
             writeln!(f, "{} pages shared by fork are left out: merging them saves nothing", self.forked)?;
         }
-        let header = [
-            "algorithm",
-            "MiB saved",
-            "on average",
-            "of ksm's",
-            "records",
-            "comparisons",
-            "of ksm's",
-            "futile",
-            "depth",
-            "scanned",
-            "CPU s",
-            "of ksm's",
-        ];
-        let mut table = Table::new(header, |column| column > 0);
         let ksm = self.ksm();
-        for outcome in &self.outcomes {
-            let comparisons = outcome.comparisons();
-            let steps = if outcome.hash_comparisons > 0 {
-                format!("{comparisons} + {} of hashes", outcome.hash_comparisons)
-            } else {
-                comparisons.to_string()
-            };
-            table.add_row([
-                outcome.algorithm.to_string(),
-                mib(outcome.saved as f64),
-                mib(outcome.saved_mean),
-                of(outcome.saved_mean, ksm.map(|ksm| ksm.saved_mean)),
-                format!("{:.1}", Bytes(outcome.metadata_bytes).mib()),
-                steps,
-                of(comparisons as f64, ksm.map(|ksm| ksm.comparisons() as f64)),
-                format!("{:.1} %", 100.0 * outcome.futile_rate),
-                format!("{:.1}", outcome.depth),
-                if outcome.read > 0 {
-                    format!("{} + {} read", outcome.scanned, outcome.read)
-                } else {
-                    outcome.scanned.to_string()
-                },
-                format!("{:.2}", outcome.cpu_seconds),
-                of(outcome.cpu_seconds, ksm.map(|ksm| ksm.cpu_seconds)),
-            ]);
-        }
+        let and = |number: u64, more: u64, what: &str| match more {
+            0 => number.to_string(),
+            _ => format!("{number} + {more} {what}"),
+        };
+        let table = columns::table(
+            1,
+            &self.outcomes,
+            &[
+                ("algorithm", &|outcome| outcome.algorithm.to_string()),
+                ("MiB saved", &|outcome| mib(outcome.saved as f64)),
+                ("on average", &|outcome| mib(outcome.saved_mean)),
+                ("of ksm's", &|outcome| of(outcome.saved_mean, ksm.map(|ksm| ksm.saved_mean))),
+                ("records", &|outcome| format!("{:.1}", Bytes(outcome.metadata_bytes).mib())),
+                ("comparisons", &|outcome| and(outcome.comparisons(), outcome.hash_comparisons, "of hashes")),
+                ("of ksm's", &|outcome| of(outcome.comparisons() as f64, ksm.map(|ksm| ksm.comparisons() as f64))),
+                ("futile", &|outcome| format!("{:.1} %", 100.0 * outcome.futile_rate)),
+                ("depth", &|outcome| format!("{:.1}", outcome.depth)),
+                ("scanned", &|outcome| and(outcome.scanned, outcome.read, "read")),
+                ("CPU s", &|outcome| format!("{:.2}", outcome.cpu_seconds)),
+                ("of ksm's", &|outcome| of(outcome.cpu_seconds, ksm.map(|ksm| ksm.cpu_seconds))),
+            ],
+        );
         writeln!(f, "\n{table}")?;
         let classed = |outcome: &&Outcome| outcome.trees.len() > 1;
         for outcome in self.outcomes.iter().filter(classed) {

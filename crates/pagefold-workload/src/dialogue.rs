@@ -10,26 +10,67 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// The line that a program prints when all its data is in memory.
-const READY: &str = "ready";
+pub(crate) const READY: &str = "ready";
+
+/// A child process. Killed when dropped.
+#[derive(Debug)]
+pub struct OwnedChild(pub Child);
+
+impl OwnedChild {
+    /// Its pid.
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.0.id()).unwrap_or(0)
+    }
+
+    /// Waits for a requested end, and kills the process if it is still running after `limit`.
+    pub fn end(&mut self, limit: Duration) {
+        end_child(&mut self.0, limit);
+    }
+}
+
+impl Drop for OwnedChild {
+    fn drop(&mut self) {
+        // Both fail only if it has already ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Waits for a child that has been asked to end, and kills it if it is still running after `limit`.
+pub fn end_child(child: &mut Child, limit: Duration) {
+    let end = Instant::now() + limit;
+    while Instant::now() < end {
+        match child.try_wait() {
+            Ok(None) => std::thread::sleep(Duration::from_millis(5)),
+            _ => return,
+        }
+    }
+    // Both fail only if it has already ended.
+    let _ = child.kill();
+    let _ = child.wait();
+}
 
 /// A process that answers commands. Killed when dropped.
 #[derive(Debug)]
 pub struct Dialogue {
-    child: Child,
-    commands: ChildStdin,
+    child: OwnedChild,
+    /// `None` once the program has been asked to end.
+    commands: Option<ChildStdin>,
     lines: Receiver<String>,
-    log: PathBuf,
+    log: Option<PathBuf>,
 }
 
 impl Dialogue {
-    /// Starts the program with its standard error in `log`.
-    pub fn start(command: &mut Command, log: &Path) -> anyhow::Result<Self> {
+    /// Starts the program, with its standard error in `log` or in that of this process.
+    pub fn start(command: &mut Command, log: Option<&Path>) -> anyhow::Result<Self> {
         let name = command.get_program().to_string_lossy().into_owned();
+        if let Some(log) = log {
+            command.stderr(File::create(log).with_context(|| log.display().to_string())?);
+        }
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(File::create(log).with_context(|| log.display().to_string())?)
-            // A process group of its own: on Ctrl-C the experiment ends its programs itself.
+            // A process group of its own: on Ctrl-C this process ends its programs itself.
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {name}"))?;
@@ -45,7 +86,7 @@ impl Dialogue {
                 }
             }
         });
-        Ok(Self { child, commands, lines, log: log.to_owned() })
+        Ok(Self { child: OwnedChild(child), commands: Some(commands), lines, log: log.map(Path::to_owned) })
     }
 
     /// Waits until the program is ready and returns the lines it printed before that.
@@ -63,7 +104,8 @@ impl Dialogue {
 
     /// Sends a line and waits for the line that answers it.
     pub fn ask(&mut self, line: &str, limit: Duration) -> anyhow::Result<String> {
-        writeln!(self.commands, "{line}").with_context(|| self.ended())?;
+        let sent = self.commands.as_mut().map(|commands| writeln!(commands, "{line}"));
+        sent.context("the program has been asked to end")?.with_context(|| self.ended())?;
         let answer = self.line(limit)?;
         ensure!(!answer.is_empty(), "process {} sent an empty answer to {line}", self.pid());
         Ok(answer)
@@ -71,10 +113,17 @@ impl Dialogue {
 
     /// Its pid.
     pub fn pid(&self) -> i32 {
-        i32::try_from(self.child.id()).unwrap_or(0)
+        self.child.pid()
     }
 
-    fn line(&self, limit: Duration) -> anyhow::Result<String> {
+    /// Closes its standard input, which asks it to end, and kills it if it is still running after `limit`.
+    pub(crate) fn end(&mut self, limit: Duration) {
+        drop(self.commands.take());
+        self.child.end(limit);
+    }
+
+    /// The next line that it prints.
+    pub(crate) fn line(&self, limit: Duration) -> anyhow::Result<String> {
         self.lines.recv_timeout(limit).map_err(|error| match error {
             RecvTimeoutError::Timeout => anyhow::anyhow!("process {} has not answered for {limit:?}", self.pid()),
             RecvTimeoutError::Disconnected => anyhow::anyhow!(self.ended()),
@@ -82,16 +131,8 @@ impl Dialogue {
     }
 
     fn ended(&self) -> String {
-        let text = fs::read(&self.log).unwrap_or_default();
-        format!("process {} has ended: {}", self.pid(), String::from_utf8_lossy(&text).trim())
-    }
-}
-
-impl Drop for Dialogue {
-    fn drop(&mut self) {
-        // Nothing to save, so it can be killed. Both fail only if it has already ended.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let text = self.log.as_ref().and_then(|log| fs::read(log).ok()).unwrap_or_default();
+        format!("process {} has ended {}", self.pid(), String::from_utf8_lossy(&text).trim())
     }
 }
 
@@ -103,7 +144,7 @@ mod tests {
     /// A shell with the directory of its log.
     fn shell(script: &str) -> (Dialogue, TempDir) {
         let dir = tempfile::tempdir().unwrap();
-        let dialogue = Dialogue::start(Command::new("sh").args(["-c", script]), &dir.path().join("log")).unwrap();
+        let dialogue = Dialogue::start(Command::new("sh").args(["-c", script]), Some(&dir.path().join("log"))).unwrap();
         (dialogue, dir)
     }
 

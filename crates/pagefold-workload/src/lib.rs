@@ -11,16 +11,19 @@
 //! | `memory` | memory filled as a segment says |
 //! | `activity` | what a tenant does by itself: rewrite pages, map and unmap memory |
 //! | `serve` | the tenant's main loop |
+//! | `dialogue` | programs that answer commands line by line |
 //! | `tenant` | the handle a program keeps of a tenant it has started |
 #![forbid(unsafe_code)]
 
 mod activity;
 pub mod contents;
+mod dialogue;
 mod memory;
 mod serve;
 mod spec;
 mod tenant;
 
+pub use dialogue::{Dialogue, OwnedChild, end_child};
 pub use serve::serve;
 pub use spec::{Activity, ActivityCounters, Lifetime, Segment, TenantSpec};
-pub use tenant::{Tenant, Verdict, end_child};
+pub use tenant::{Tenant, Verdict};

@@ -25,13 +25,11 @@ use std::path::Path;
 /// The options that all experiments share.
 #[derive(Clone, Copy, Debug)]
 pub struct ExperimentSetting<'a> {
-    /// The pagefold program to measure.
     pub program: &'a Path,
     /// The program that plays the tenants: `pagefold-lab` itself.
     pub player: &'a Path,
     /// Run small and short, to check that everything works; speed is not judged.
     pub quick: bool,
-    /// Include the peers that take long.
     pub all_peers: bool,
     /// This machine is emulated by the experiment: do only the part that must run there.
     pub emulated: bool,
@@ -41,18 +39,15 @@ pub struct ExperimentSetting<'a> {
     pub interrupt: &'a Interrupt,
 }
 
-/// An experiment.
 #[derive(Clone, Copy)]
 pub struct Experiment {
     /// Its name on the command line.
     pub name: &'static str,
-    /// The claim it measures.
     pub claim: &'static str,
     /// Runs it and fills in the report.
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-/// All experiments.
 pub const EXPERIMENTS: [Experiment; 13] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
@@ -70,7 +65,6 @@ pub const EXPERIMENTS: [Experiment; 13] = [
 ];
 
 impl Experiment {
-    /// Finds an experiment by name.
     pub fn named(name: &str) -> Option<&'static Self> {
         EXPERIMENTS.iter().find(|experiment| experiment.name == name)
     }

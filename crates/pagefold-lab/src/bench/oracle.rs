@@ -10,7 +10,6 @@ use pagefold_linux::proc::process::Process;
 use pagefold_linux::scope::eligible::eligible_mappings;
 use std::collections::HashMap;
 
-/// The oracle's findings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Knowledge {
     /// The spans to mark, for each process in order.

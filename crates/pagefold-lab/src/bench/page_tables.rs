@@ -1,16 +1,14 @@
 //! Counts merged pages in the targets' page tables. KSM's counters lag when copy-on-write breaks a merge, since ksmd
 //! notices only on its next scan; page tables change at once.
 
+use crate::bench::sampling::SamplingThread;
 use pagefold_core::units::Pages;
 use pagefold_linux::inject::mark::PageSpan;
 use pagefold_linux::proc::pagemap::{Pagemap, PagemapEntry};
 use pagefold_linux::proc::process::Process;
 use pagefold_linux::scope::eligible::eligible_spans;
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Time between two samples. One takes about 20 ms for 2 GiB.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -18,7 +16,6 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Page table entries read per call.
 const ENTRIES: usize = 4096;
 
-/// One sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PageTableSample {
     /// Time since the start.
@@ -42,51 +39,17 @@ pub fn most_and_mean(samples: &[PageTableSample]) -> (u64, f64) {
     (most, if seconds > 0.0 { area / seconds } else { 0.0 })
 }
 
-/// A thread that takes samples until it is stopped.
-#[derive(Debug)]
-pub struct PageTables {
-    end: Arc<AtomicBool>,
-    thread: Option<JoinHandle<anyhow::Result<Vec<PageTableSample>>>>,
-}
-
-impl PageTables {
-    /// Starts sampling the mappings that these processes have now.
-    pub fn watch(processes: &[Process]) -> anyhow::Result<Self> {
-        let mut mappings = Vec::new();
-        for process in processes {
-            mappings.push((Pagemap::open(process)?, eligible_spans(process)?));
-        }
-        let end = Arc::new(AtomicBool::new(false));
-        let stop = Arc::clone(&end);
-        let began = Instant::now();
-        let thread = std::thread::spawn(move || {
-            let (mut samples, mut frames) = (Vec::new(), Vec::new());
-            loop {
-                let last = stop.load(Ordering::Acquire);
-                let seconds = began.elapsed().as_secs_f64();
-                samples.push(PageTableSample { seconds, ..take_sample(&mappings, &mut frames)? });
-                if last {
-                    return Ok(samples);
-                }
-                std::thread::park_timeout(INTERVAL);
-            }
-        });
-        Ok(Self { end, thread: Some(thread) })
+/// Starts sampling the mappings that these processes have now.
+pub fn watch(processes: &[Process]) -> anyhow::Result<SamplingThread<PageTableSample>> {
+    let mut mappings = Vec::new();
+    for process in processes {
+        mappings.push((Pagemap::open(process)?, eligible_spans(process)?));
     }
-
-    /// Takes a last sample and returns all of them.
-    pub fn finish(mut self) -> anyhow::Result<Vec<PageTableSample>> {
-        self.end.store(true, Ordering::Release);
-        let Some(thread) = self.thread.take() else { return Ok(Vec::new()) };
-        thread.thread().unpark();
-        thread.join().map_err(|_| anyhow::anyhow!("the thread that reads page tables panicked"))?
-    }
-}
-
-impl Drop for PageTables {
-    fn drop(&mut self) {
-        self.end.store(true, Ordering::Release);
-    }
+    let mut frames = Vec::new();
+    Ok(SamplingThread::start(INTERVAL, move |began| {
+        let seconds = began.elapsed().as_secs_f64();
+        Ok(PageTableSample { seconds, ..take_sample(&mappings, &mut frames)? })
+    }))
 }
 
 fn take_sample(mappings: &[(Pagemap, Vec<PageSpan>)], frames: &mut Vec<u64>) -> anyhow::Result<PageTableSample> {

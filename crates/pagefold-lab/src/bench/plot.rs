@@ -78,7 +78,7 @@ fn saved_per_cpu_second(report: &ExperimentReport) -> String {
     let row = |run: &PolicyRun| (run.policy.clone(), run.mib_per_cpu_second().unwrap_or(0.0));
     let picture = Picture {
         name: "cpu",
-        title: "memory saved per CPU second".to_owned(),
+        title: "memory saved per CPU second",
         subtitle: "MiB per CPU second of ksmd and pagefold together".to_owned(),
         rows: report.runs.iter().map(row).collect(),
     };
@@ -163,7 +163,7 @@ mod tests {
     fn an_experiments_own_bar_charts_are_always_drawn() {
         let mut report = ExperimentReport::new("a-mix", "a claim");
         let rows = vec![("pagefold --quick".to_owned(), 2.0), ("pagefolder".to_owned(), 0.0)];
-        report.pictures.push(Picture { name: "share", title: "t <1>".into(), subtitle: "s".into(), rows });
+        report.pictures.push(Picture { name: "share", title: "t <1>", subtitle: "s".into(), rows });
         report.pictures.push(Picture::default());
         let charts = charts(&report);
         assert_eq!(charts.len(), 1);

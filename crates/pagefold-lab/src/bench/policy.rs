@@ -5,9 +5,10 @@
 
 use crate::bench::daemon;
 use crate::bench::oracle;
-use crate::bench::page_tables::PageTables;
+use crate::bench::page_tables;
 use crate::bench::report::{Answers, PolicyRun, agree, answers};
 use crate::bench::sampler::Sampler;
+use crate::bench::sampling::SamplingThread;
 use crate::programs::Target;
 use anyhow::bail;
 use pagefold_core::units::Permyriad;
@@ -38,35 +39,18 @@ const LATER_SCANS: u32 = 9;
 /// Enough time for a scan of gigabytes with long chains.
 const EVERYTHING_LIMIT: Duration = Duration::from_secs(600);
 
-/// A way to merge.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// KSM with its defaults, everything marked, scanning without a pause until scans save nothing more.
     KsmEverything,
     /// KSM, everything marked, a fixed number of pages every 20 ms, as commonly configured.
-    KsmPaced {
-        /// Pages in a batch.
-        pages: u64,
-        /// Duration.
-        seconds: u64,
-    },
+    KsmPaced { pages: u64, seconds: u64 },
     /// KSM with its own advisor, everything marked.
-    KsmAdvisor {
-        /// Duration.
-        seconds: u64,
-    },
+    KsmAdvisor { seconds: u64 },
     /// KSM, everything marked, a batch every 20 ms whose size is adjusted so that ksmd takes this share of a core.
-    KsmSteered {
-        /// Share of a core.
-        share: Permyriad,
-        /// Duration.
-        seconds: u64,
-    },
+    KsmSteered { share: Permyriad, seconds: u64 },
     /// Nothing is merged.
-    NoMerging {
-        /// Duration.
-        seconds: u64,
-    },
+    NoMerging { seconds: u64 },
     /// All pages are read beforehand; extents with many duplicates are marked and merged at once.
     Oracle,
     /// `pagefold run`.
@@ -83,9 +67,7 @@ pub enum Policy {
 /// The savings and time after which a daemon may end early: both must be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Enough {
-    /// Memory saved.
     pub saved_bytes: u64,
-    /// Time passed.
     pub seconds: u64,
 }
 
@@ -147,10 +129,10 @@ pub fn run(
     control.kernel_defaults()?;
     let mut run = PolicyRun { policy: policy.to_string(), ..PolicyRun::default() };
     let counters_before = counters(targets)?;
-    let page_tables = if exact { Some(PageTables::watch(&processes)?) } else { None };
+    let sampling = if exact { Some(page_tables::watch(&processes)?) } else { None };
     let applied = apply(policy, &processes, control, program, interrupt, &mut run);
     let counters_after = counters(targets);
-    let samples = page_tables.map(PageTables::finish).transpose();
+    let samples = sampling.map(SamplingThread::finish).transpose();
     let during = applied.is_ok() && agree(expected, &answers(targets));
     // Unmerge even after a failure.
     control.unmerge()?;

@@ -3,6 +3,9 @@
 use crate::bench::page_tables::PageTableSample;
 use crate::bench::sampler::{SamplerPoint, reached, thinned};
 use crate::programs::Target;
+use pagefold_core::units::Pages;
+use pagefold_linux::os::fields::field;
+use pagefold_linux::os::pressure::parse_meminfo;
 use pagefold_workload::{ActivityCounters, Lifetime};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -11,16 +14,12 @@ use std::fs;
 /// The schema's name and version.
 pub const SCHEMA: &str = "pagefold.bench/1";
 
-/// The result of an experiment.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct ExperimentReport {
-    /// Always [`SCHEMA`].
     pub schema: &'static str,
-    /// The experiment's name.
     pub experiment: &'static str,
     /// The claim it measures, and its source.
     pub claim: &'static str,
-    /// The machine it ran on.
     pub machine: MachineDescription,
     /// Sizes and times of the experiment.
     pub parameters: BTreeMap<&'static str, u64>,
@@ -37,18 +36,15 @@ pub struct ExperimentReport {
     pub bars: Vec<BarResult>,
     /// Policies that could not be measured.
     pub failures: Vec<Failure>,
-    /// Bar charts.
     #[serde(skip)]
     pub pictures: Vec<Picture>,
 }
 
-/// A bar chart.
 #[derive(Clone, Debug, Default)]
 pub struct Picture {
     /// The end of the file name.
     pub name: &'static str,
-    /// The chart's title.
-    pub title: String,
+    pub title: &'static str,
     /// The unit and other conditions.
     pub subtitle: String,
     /// The bars: names and values.
@@ -56,30 +52,30 @@ pub struct Picture {
 }
 
 impl ExperimentReport {
-    /// Creates an empty report.
     pub fn new(experiment: &'static str, claim: &'static str) -> Self {
-        Self {
-            schema: SCHEMA,
-            experiment,
-            claim,
-            machine: MachineDescription::this(),
-            parameters: BTreeMap::new(),
-            runs: Vec::new(),
-            figures: BTreeMap::new(),
-            curves: BTreeMap::new(),
-            ratios: BTreeMap::new(),
-            bars: Vec::new(),
-            failures: Vec::new(),
-            pictures: Vec::new(),
-        }
+        Self { schema: SCHEMA, experiment, claim, machine: MachineDescription::this(), ..Self::default() }
     }
 
-    /// Adds a figure.
     pub fn figure(&mut self, name: impl Into<String>, value: f64) {
         self.figures.insert(name.into(), value);
     }
 
-    /// Finds the run of a policy.
+    /// Adds a bar chart: the end of its file name, its title, the unit and other conditions, and the bars.
+    pub fn picture(
+        &mut self,
+        name: &'static str,
+        title: &'static str,
+        subtitle: impl Into<String>,
+        rows: Vec<(String, f64)>,
+    ) {
+        self.pictures.push(Picture { name, title, subtitle: subtitle.into(), rows });
+    }
+
+    /// The ratio of this name, if it was computed.
+    pub fn ratio(&self, name: &str) -> Option<f64> {
+        self.ratios.get(name).copied()
+    }
+
     pub fn run(&self, policy: &str) -> Option<&PolicyRun> {
         self.runs.iter().find(|run| run.policy == policy)
     }
@@ -89,7 +85,6 @@ impl ExperimentReport {
         self.runs.iter().any(|run| run.saved_bytes_max > 0 && !run.curve.is_empty())
     }
 
-    /// Returns whether everything was measured and every bar met.
     pub fn passed(&self) -> bool {
         self.failures.is_empty() && self.bars.iter().all(|bar| bar.met)
     }
@@ -135,45 +130,38 @@ impl ExperimentReport {
     }
 }
 
-/// The machine that an experiment ran on.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct MachineDescription {
-    /// The kernel release.
     pub kernel: String,
-    /// The processor model.
     pub cpu: String,
-    /// The number of processors.
     pub cpus: usize,
-    /// Total memory.
     pub memory_bytes: u64,
     /// `transparent_hugepage/enabled`.
     pub transparent_hugepages: String,
-    /// The version of pagefold.
     pub pagefold: &'static str,
 }
 
 impl MachineDescription {
     /// Available memory by the kernel's estimate (`MemAvailable`), MiB; zero if unknown.
     pub fn available_mib() -> u64 {
-        let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")).unwrap_or_default();
-        line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap_or(0) / 1024
+        Self::memory().1.bytes().0 >> 20
+    }
+
+    /// All memory, and the part that is available; zero if unknown.
+    fn memory() -> (Pages, Pages) {
+        parse_meminfo(&fs::read("/proc/meminfo").unwrap_or_default()).unwrap_or_default()
     }
 
     /// Describes this machine. What cannot be read is empty or zero.
     pub fn this() -> Self {
         let text = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
-        let field = |path: &str, name: &str| {
-            let text = text(path);
-            let value = text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
-            value.trim_start_matches([' ', '\t', ':']).to_owned()
-        };
-        let memory_kib = field("/proc/meminfo", "MemTotal:");
+        let cpus = text("/proc/cpuinfo");
+        let cpu = field(cpus.as_bytes(), "model name").map(String::from_utf8_lossy);
         Self {
             kernel: text("/proc/sys/kernel/osrelease"),
-            cpu: field("/proc/cpuinfo", "model name"),
+            cpu: cpu.unwrap_or_default().trim_start_matches(": ").to_owned(),
             cpus: std::thread::available_parallelism().map_or(0, usize::from),
-            memory_bytes: memory_kib.trim_end_matches("kB").trim().parse::<u64>().unwrap_or(0) * 1024,
+            memory_bytes: Self::memory().0.bytes().0,
             transparent_hugepages: pagefold_linux::ksm::chosen(&text("/sys/kernel/mm/transparent_hugepage/enabled"))
                 .unwrap_or_default()
                 .to_owned(),
@@ -182,21 +170,17 @@ impl MachineDescription {
     }
 }
 
-/// The result of running a policy.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PolicyRun {
-    /// The policy's name.
     pub policy: String,
     /// Memory saved at the end.
     pub saved_bytes: u64,
     /// The most memory saved at any time.
     pub saved_bytes_max: u64,
-    /// CPU time of ksmd and pagefold.
     pub cpu_seconds: f64,
     /// CPU time of pagefold and its children.
     pub cpu_pagefold_seconds: f64,
-    /// CPU time of ksmd.
     pub cpu_ksmd_seconds: f64,
     /// How long it was sampled.
     pub seconds: f64,
@@ -223,13 +207,11 @@ pub struct PolicyRun {
     /// The placement of each program's pages, on a machine with several memory nodes.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub programs: Vec<Placed>,
-    /// All samples.
     #[serde(skip)]
     pub points: Vec<SamplerPoint>,
     /// The targets' activity counters before and after.
     #[serde(skip)]
     pub counters: Vec<(ActivityCounters, ActivityCounters)>,
-    /// pagefold's own summary.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub summary: Option<serde_json::Value>,
 }
@@ -279,7 +261,6 @@ impl PolicyRun {
     }
 }
 
-/// The placement of a program's pages after merging.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placed {
     /// The node on which it runs.
@@ -317,7 +298,6 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// Returns whether all three are true.
     pub fn always(self) -> bool {
         self.before && self.during && self.after
     }
@@ -340,35 +320,25 @@ pub fn agree(expected: &[Option<String>], answers: &[Option<String>]) -> bool {
     expected == answers && answers.iter().all(Option::is_some)
 }
 
-/// The required value of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
-    /// A lower limit.
     AtLeast(f64),
-    /// An upper limit.
     AtMost(f64),
 }
 
-/// A figure and its required value.
 #[derive(Clone, Debug, Serialize)]
 pub struct BarResult {
-    /// What was measured.
     pub name: String,
-    /// The required value.
     pub bar: Limit,
-    /// The measured value.
     pub measured: f64,
-    /// Whether the requirement is met.
     pub met: bool,
 }
 
 /// A policy that could not be measured.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Failure {
-    /// The policy's name.
     pub policy: String,
-    /// The reason.
     pub error: String,
 }
 

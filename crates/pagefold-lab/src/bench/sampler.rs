@@ -1,19 +1,17 @@
 //! Records what KSM saves and what ksmd and a daemon spend over time, independently of what controls KSM.
 
 use crate::bench::daemon::Meter;
+use crate::bench::sampling::SamplingThread;
 use anyhow::Context;
 use pagefold_linux::ksm::ksmd::Ksmd;
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Time between two samples. A sample is eleven small reads, about 10 us, and as much again with a daemon.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// One sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplerPoint {
     /// Time since the start.
@@ -27,18 +25,16 @@ pub struct SamplerPoint {
 }
 
 impl SamplerPoint {
-    /// CPU time of ksmd and the daemon together.
     pub fn cpu_seconds(&self) -> f64 {
         self.ksmd_seconds + self.daemon_seconds
     }
 }
 
-/// A thread that takes samples until it is stopped.
+/// Samples KSM and a daemon until it is stopped.
 #[derive(Debug)]
 pub struct Sampler {
-    end: Arc<AtomicBool>,
     shared: Arc<Mutex<Shared>>,
-    thread: Option<JoinHandle<anyhow::Result<Vec<SamplerPoint>>>>,
+    thread: SamplingThread<SamplerPoint>,
 }
 
 /// The daemon that the thread measures, and its latest sample.
@@ -49,38 +45,24 @@ struct Shared {
 }
 
 impl Sampler {
-    /// Starts sampling; its time begins now.
     pub fn start() -> anyhow::Result<Self> {
         let ksm = Ksm::open(Path::new(KSM_ROOT))?;
         let ksmd = Ksmd::find()?.context("ksmd is not running")?;
-        let end = Arc::new(AtomicBool::new(false));
-        let stop = Arc::clone(&end);
         let shared = Arc::new(Mutex::new(Shared::default()));
         let for_thread = Arc::clone(&shared);
-        let began = Instant::now();
         let (saved_then, cpu_then) = saved_and_cpu_ns(&ksm, &ksmd)?;
-        let thread = std::thread::spawn(move || {
-            let mut points = Vec::new();
-            loop {
-                let last = stop.load(Ordering::Acquire);
-                let (saved, cpu_ns) = saved_and_cpu_ns(&ksm, &ksmd)?;
-                let mut shared = for_thread.lock().unwrap_or_else(PoisonError::into_inner);
-                let point = SamplerPoint {
-                    seconds: began.elapsed().as_secs_f64(),
-                    saved_bytes: saved.saturating_sub(saved_then),
-                    ksmd_seconds: Duration::from_nanos(cpu_ns.saturating_sub(cpu_then)).as_secs_f64(),
-                    daemon_seconds: shared.daemon.as_mut().map_or(0.0, Meter::cpu_seconds),
-                };
-                shared.last = point;
-                drop(shared);
-                points.push(point);
-                if last {
-                    return Ok(points);
-                }
-                std::thread::park_timeout(INTERVAL);
-            }
+        let thread = SamplingThread::start(INTERVAL, move |began| {
+            let (saved, cpu_ns) = saved_and_cpu_ns(&ksm, &ksmd)?;
+            let mut shared = for_thread.lock().unwrap_or_else(PoisonError::into_inner);
+            shared.last = SamplerPoint {
+                seconds: began.elapsed().as_secs_f64(),
+                saved_bytes: saved.saturating_sub(saved_then),
+                ksmd_seconds: Duration::from_nanos(cpu_ns.saturating_sub(cpu_then)).as_secs_f64(),
+                daemon_seconds: shared.daemon.as_mut().map_or(0.0, Meter::cpu_seconds),
+            };
+            Ok(shared.last)
         });
-        Ok(Self { end, shared, thread: Some(thread) })
+        Ok(Self { shared, thread })
     }
 
     /// Also measures the CPU time of this daemon from now on.
@@ -88,23 +70,13 @@ impl Sampler {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).daemon = Some(daemon);
     }
 
-    /// Returns the latest sample.
     pub fn last(&self) -> SamplerPoint {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).last
     }
 
     /// Takes a last sample and returns all of them (at least one).
-    pub fn finish(mut self) -> anyhow::Result<Vec<SamplerPoint>> {
-        self.end.store(true, Ordering::Release);
-        let thread = self.thread.take().context("the sampler has already ended")?;
-        thread.thread().unpark();
-        thread.join().map_err(|_| anyhow::anyhow!("the sampler panicked"))?
-    }
-}
-
-impl Drop for Sampler {
-    fn drop(&mut self) {
-        self.end.store(true, Ordering::Release);
+    pub fn finish(self) -> anyhow::Result<Vec<SamplerPoint>> {
+        self.thread.finish()
     }
 }
 
@@ -175,19 +147,14 @@ mod tests {
 
     #[test]
     fn shares_cover_whole_windows_and_both_processes() {
-        let point = |seconds, ksmd_seconds, daemon_seconds| SamplerPoint {
-            seconds,
-            ksmd_seconds,
-            daemon_seconds,
-            saved_bytes: 0,
-        };
-        let points = [
-            point(0.0, 0.0, 0.0),
-            point(1.0, 0.5, 0.0),
-            point(2.0, 0.5, 1.0),
-            point(3.0, 0.5, 1.0),
-            point(4.0, 1.25, 1.0),
-        ];
+        let points = [(0.0, 0.0, 0.0), (1.0, 0.5, 0.0), (2.0, 0.5, 1.0), (3.0, 0.5, 1.0), (4.0, 1.25, 1.0)].map(
+            |(seconds, ksmd_seconds, daemon_seconds)| SamplerPoint {
+                seconds,
+                ksmd_seconds,
+                daemon_seconds,
+                saved_bytes: 0,
+            },
+        );
         assert_eq!(largest_share(&points, 1.0), 1.0);
         assert_eq!(largest_share(&points, 2.0), 0.75);
         // Shorter than a window.

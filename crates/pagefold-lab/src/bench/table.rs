@@ -2,8 +2,9 @@
 
 use crate::bench::chart::{self, FIRST_SECONDS};
 use crate::bench::experiment::Experiment;
-use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
+use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::charts::number;
+use crate::columns;
 use pagefold_cli::table::Table;
 use pagefold_core::units::Bytes;
 use std::fmt::Write;
@@ -19,7 +20,6 @@ pub fn list(experiments: &[Experiment]) -> String {
     })
 }
 
-/// Formats a report.
 pub fn report(report: &ExperimentReport) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail.
@@ -76,37 +76,26 @@ fn write_report(to: &mut String, report: &ExperimentReport) -> std::fmt::Result 
 }
 
 fn runs(runs: &[PolicyRun]) -> Table {
-    let header = [
-        "policy",
-        "saved MiB",
-        "best MiB",
-        "CPU s",
-        "ksmd CPU s",
-        "MiB / CPU s",
-        "90 % after s",
-        "ksmd s by then",
-        "later scans, s each",
-        "marked MiB",
-        "answers",
-    ];
-    let mut table = Table::new(header, |column| column > 0);
     let optional = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), number);
-    for run in runs {
-        table.add_row([
-            run.policy.clone(),
-            format!("{:.1}", Bytes(run.saved_bytes).mib()),
-            format!("{:.1}", Bytes(run.saved_bytes_max).mib()),
-            number(run.cpu_seconds),
-            number(run.cpu_ksmd_seconds),
-            optional(run.mib_per_cpu_second()),
-            optional(run.seconds_to_90_percent),
-            optional(run.cpu_ksmd_seconds_to_90_percent),
-            optional(run.cpu_ksmd_seconds_per_later_scan),
-            optional(run.marked_bytes.map(|bytes| Bytes(bytes).mib())),
-            if run.answers_correct.always() { "right".to_owned() } else { format!("{:?}", run.answers_correct) },
-        ]);
-    }
-    table
+    let mib = |bytes| format!("{:.1}", Bytes(bytes).mib());
+    let right = |answers: Answers| if answers.always() { "right".to_owned() } else { format!("{answers:?}") };
+    columns::table(
+        1,
+        runs,
+        &[
+            ("policy", &|run| run.policy.clone()),
+            ("saved MiB", &|run| mib(run.saved_bytes)),
+            ("best MiB", &|run| mib(run.saved_bytes_max)),
+            ("CPU s", &|run| number(run.cpu_seconds)),
+            ("ksmd CPU s", &|run| number(run.cpu_ksmd_seconds)),
+            ("MiB / CPU s", &|run| optional(run.mib_per_cpu_second())),
+            ("90 % after s", &|run| optional(run.seconds_to_90_percent)),
+            ("ksmd s by then", &|run| optional(run.cpu_ksmd_seconds_to_90_percent)),
+            ("later scans, s each", &|run| optional(run.cpu_ksmd_seconds_per_later_scan)),
+            ("marked MiB", &|run| optional(run.marked_bytes.map(|bytes| Bytes(bytes).mib()))),
+            ("answers", &|run| right(run.answers_correct)),
+        ],
+    )
 }
 
 #[cfg(test)]

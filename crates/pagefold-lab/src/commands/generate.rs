@@ -65,7 +65,6 @@ fn generator(name: &str) -> Result<&'static Generator, String> {
     })
 }
 
-/// Runs the command.
 pub fn run(args: &GenerateArgs) -> Result<u8> {
     if args.list {
         print!("{}", list());

@@ -73,7 +73,7 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
     let mut writer = RecordWriter::create(file, &Origin { source: "live".to_owned(), every_ns, anonymous: false })?;
     // Nothing may be merged meanwhile: the record shows the memory before merging.
     let _ksm = KsmForExperiment::take(&interrupt)?;
-    let subjects = subject.start()?;
+    let (subjects, _scratch) = subject.start()?;
     let scope = ScopeSpec { pids: subjects.pids(), ..ScopeSpec::default() };
     let scoped = resolve(&scope, &Roots::default())?;
     let options = RecordingOptions { scope, deny: DenyList::default(), every: args.every, length, anonymous: false };

@@ -58,15 +58,8 @@ struct Summary {
     scope: String,
     /// Duration of the recording.
     seconds: f64,
-    snapshots: u64,
-    /// Processes recorded at any time.
-    processes: u64,
-    regions: u64,
-    /// Pages in the first snapshot.
-    pages: u64,
-    /// Changes of pages in the later snapshots.
-    changed_pages: u64,
-    file_bytes: u64,
+    #[serde(flatten)]
+    written: Written,
     /// CPU time spent recording and writing.
     cpu_seconds: f64,
     #[serde(rename = "longest_look_seconds")]
@@ -82,7 +75,6 @@ struct LeftAlone {
     reason: String,
 }
 
-/// Runs the command.
 pub fn run(args: &RecordArgs) -> Result<u8> {
     // Signals first: from here on an interrupt ends the recording in an orderly way.
     let stop = Interrupt::on_signals().context("cannot listen for signals")?;
@@ -158,12 +150,7 @@ fn summary(args: &RecordArgs, recorder: &Recorder, written: Written, time: Durat
         file_schema: schema::SCHEMA,
         scope: args.scope.spec().to_string(),
         seconds: time.as_secs_f64(),
-        snapshots: written.snapshots,
-        processes: written.processes,
-        regions: written.regions,
-        pages: written.pages,
-        changed_pages: written.changes,
-        file_bytes: written.bytes,
+        written,
         cpu_seconds: cpu_ns as f64 / 1e9,
         longest_snapshot_seconds: recorder.longest_snapshot().as_secs_f64(),
         left_alone: recorder
@@ -174,6 +161,7 @@ fn summary(args: &RecordArgs, recorder: &Recorder, written: Written, time: Durat
 }
 
 fn describe(summary: &Summary) -> String {
+    let written = &summary.written;
     let count = |number: u64, one: &str, many: &str| format!("{number} {}", if number == 1 { one } else { many });
     let mut text = String::new();
     style::line(
@@ -181,19 +169,19 @@ fn describe(summary: &Summary) -> String {
         &format!(
             "{}: {} of {}, {} and {}; {} in the first, {} after it.",
             summary.file.display(),
-            count(summary.snapshots, "snapshot", "snapshots"),
-            count(summary.processes, "process", "processes"),
-            count(summary.regions, "region", "regions"),
-            style::human(summary.pages * 4096),
-            count(summary.pages, "page", "pages"),
-            count(summary.changed_pages, "change", "changes"),
+            count(written.snapshots, "snapshot", "snapshots"),
+            count(written.processes, "process", "processes"),
+            count(written.regions, "region", "regions"),
+            style::human(written.pages * 4096),
+            count(written.pages, "page", "pages"),
+            count(written.changes, "change", "changes"),
         ),
     );
     style::line(
         &mut text,
         &format!(
             "{} on disk; {:.1} s of CPU time in {:.1} s, the longest snapshot took {:.2} s.",
-            style::human(summary.file_bytes),
+            style::human(written.bytes),
             summary.cpu_seconds,
             summary.seconds,
             summary.longest_snapshot_seconds,

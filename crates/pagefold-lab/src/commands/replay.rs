@@ -40,7 +40,6 @@ pub struct ReplayArgs {
     json: bool,
 }
 
-/// Runs the command.
 pub fn run(args: &ReplayArgs) -> Result<u8> {
     let record = Record::read(&args.file).map_err(|error| explain(&args.file, &error))?;
     let scripted = script(&record);

@@ -55,7 +55,6 @@ fn hours(text: &str) -> Result<f64, String> {
     if (0.01..=168.0).contains(&hours) { Ok(hours) } else { Err("it must be from 0.01 to 168".to_owned()) }
 }
 
-/// Runs the command.
 pub fn run(args: &ScaleArgs) -> Result<u8> {
     let wanted = wanted(args);
     let progress = Progress::new();

@@ -15,7 +15,6 @@ pub const fn named(series: u64, number: u64, place: u64) -> u64 {
 }
 
 impl Body {
-    /// A page of zeros.
     pub const ZEROS: Self = Self([0; PARTS]);
 
     /// The page identified by these numbers, equal in all processes.

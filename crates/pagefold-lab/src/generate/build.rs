@@ -43,7 +43,6 @@ struct Job {
     heap: Heap,
 }
 
-/// A build in one guest.
 #[derive(Debug)]
 pub struct Build {
     next_unit: u64,
@@ -72,8 +71,7 @@ impl Build {
             let pages = guest.map(machine, &file);
             for &page in &pages {
                 if machine.random.below(OWN_OBJECT_PAGE) == 0 {
-                    let content = machine.unique();
-                    guest.memory.write_part(machine, page, 0, content);
+                    guest.write_unique(machine, page, 0);
                 }
             }
             guest.cache(file, pages);

@@ -40,7 +40,6 @@ const SORT_LATE_NS: u64 = 3 * NS_PER_S;
 
 type Block = [Body; BLOCK];
 
-/// A database in one guest.
 #[derive(Debug)]
 pub struct Database {
     /// Block numbers and pages in the pool, oldest first.
@@ -182,10 +181,7 @@ impl Work for Database {
         }
         self.read(guest, machine, step, pages);
         let wanted = guest.share(LOG_BUFFER) as u64 * (step + 1) / self.pooled;
-        while (self.log.len() as u64) < wanted {
-            let Some(page) = guest.take_zeros(machine) else { break };
-            self.log.push(page);
-        }
+        guest.take_up_to(machine, &mut self.log, wanted);
     }
 
     fn advance(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {

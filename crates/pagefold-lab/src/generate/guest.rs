@@ -69,7 +69,6 @@ impl File {
     }
 }
 
-/// A guest.
 #[derive(Debug)]
 pub struct Guest {
     pub memory: Memory,
@@ -178,6 +177,18 @@ impl Guest {
         }
     }
 
+    /// Takes pages of zeros until there are `wanted`.
+    pub fn take_up_to(&mut self, machine: &mut HostMemory, pages: &mut Vec<usize>, wanted: u64) {
+        let more = usize::try_from(wanted).unwrap_or(usize::MAX).saturating_sub(pages.len());
+        pages.extend((0..more).map_while(|_| self.take_zeros(machine)));
+    }
+
+    /// Writes content specific to the guest to a part of a page.
+    pub fn write_unique(&mut self, machine: &mut HostMemory, page: usize, part: usize) {
+        let content = machine.unique();
+        self.memory.write_part(machine, page, part, content);
+    }
+
     /// Writes kernel objects `times` times, half of them in a tenth of the pages.
     pub fn write_slab(&mut self, machine: &mut HostMemory, times: usize) {
         let pages = self.slab.len() as u64;
@@ -189,8 +200,7 @@ impl Guest {
             let at = self.below(among);
             let (page, written) = self.slab[at];
             for &part in written {
-                let content = machine.unique();
-                self.memory.write_part(machine, page, part, content);
+                self.write_unique(machine, page, part);
             }
         }
     }
@@ -232,7 +242,6 @@ impl Heap {
         self.written = 0;
     }
 
-    /// Its pages.
     pub fn pages(&self) -> &[usize] {
         &self.pages
     }

@@ -13,11 +13,8 @@
 //!   the work. CMD_Address finds 71, 39 and 92 % of the sharing: little disorder in the database, which is read from
 //!   beginning to end, much in files that are read on request.
 
-use super::build::Build;
-use super::database::Database;
 use super::guest::{File, Guest};
 use super::host_memory::HostMemory;
-use super::web::Web;
 use super::work::{Layout, Work};
 use super::{Options, World, show_one};
 use crate::record::MemorySnapshot;
@@ -40,7 +37,6 @@ enum Step {
     Work(u64),
 }
 
-/// The guests and their host.
 pub struct Guests<W> {
     machine: HostMemory,
     running: Vec<(Guest, W)>,
@@ -49,19 +45,9 @@ pub struct Guests<W> {
     before_ns: u64,
 }
 
-/// Guests that compile a kernel.
-pub fn kernel_build(options: &Options) -> Box<dyn World> {
-    Box::new(Guests::boot(options, Build::new))
-}
-
-/// Guests that serve a web site.
-pub fn web_server(options: &Options) -> Box<dyn World> {
-    Box::new(Guests::boot(options, Web::new))
-}
-
-/// Guests that update a table.
-pub fn database(options: &Options) -> Box<dyn World> {
-    Box::new(Guests::boot(options, Database::new))
+/// Boots guests with the same work in each.
+pub fn guests<W: Work + 'static>(options: &Options, work: fn(&mut Guest) -> W) -> Box<dyn World> {
+    Box::new(Guests::boot(options, work))
 }
 
 impl<W: Work> Guests<W> {

@@ -24,7 +24,6 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// An empty machine.
     pub fn new(seed: u64) -> Self {
         Self {
             key: finalize(seed),
@@ -66,7 +65,6 @@ struct Held {
     frame: u64,
 }
 
-/// The memory of a program.
 #[derive(Debug)]
 pub struct Memory {
     key: u64,
@@ -86,12 +84,10 @@ impl Memory {
         Pages(self.pages.len() as u64)
     }
 
-    /// Writes a whole page.
     pub fn write(&mut self, machine: &mut HostMemory, page: usize, body: Body) {
         self.held(machine, page).body = body;
     }
 
-    /// Writes one part of a page.
     pub fn write_part(&mut self, machine: &mut HostMemory, page: usize, part: usize, content: u64) {
         self.held(machine, page).body.0[part] = content;
     }
@@ -108,7 +104,6 @@ impl Memory {
         })
     }
 
-    /// Unmaps all pages.
     pub fn unmap(&mut self, machine: &mut HostMemory) {
         machine.freed.extend(self.pages.iter_mut().rev().filter_map(Option::take).map(|held| held.frame));
     }

@@ -16,6 +16,16 @@ const BREAK_EVERY_NS: u64 = NS_PER_S / 100;
 /// UKSM, section 8.1.3: the shortest life at which KSM, scanning hard, merges anything.
 const LIFE_NS: u64 = 2 * NS_PER_S;
 
+/// Memory with a content for each page, by its number.
+fn filled(machine: &mut HostMemory, size: Pages, body: impl Fn(&mut HostMemory, u64) -> Body) -> Memory {
+    let mut memory = Memory::new(machine, size);
+    for (number, page) in (0..size.0).zip(0..) {
+        let body = body(machine, number);
+        memory.write(machine, page, body);
+    }
+    memory
+}
+
 /// Programs that fill their memory once, when they start.
 struct Filled {
     machine: HostMemory,
@@ -27,7 +37,7 @@ struct Filled {
     body: fn(&mut HostMemory, usize, u64) -> Body,
 }
 
-fn filled(
+fn filled_once(
     options: &Options,
     name: &'static str,
     starts_ns: Vec<u64>,
@@ -40,11 +50,8 @@ fn filled(
 impl World for Filled {
     fn advance(&mut self, to_ns: u64) {
         while self.starts_ns.get(self.running.len()).is_some_and(|&start| start <= to_ns) {
-            let mut memory = Memory::new(&self.machine, self.size);
-            for (number, page) in (0..self.size.0).zip(0..) {
-                let body = (self.body)(&mut self.machine, self.running.len(), number);
-                memory.write(&mut self.machine, page, body);
-            }
+            let number = self.running.len();
+            let memory = filled(&mut self.machine, self.size, |machine, page| (self.body)(machine, number, page));
             self.running.push(memory);
         }
     }
@@ -65,7 +72,7 @@ fn in_turn(options: &Options) -> Vec<u64> {
 /// `ksmpages.c` from KSM's announcement: zeros, except for the last 8 bytes of each page, which are the page's number. So
 /// page 0 is all zeros, as are the first three parts of the others.
 pub fn ksmpages_worst(options: &Options) -> Box<dyn World> {
-    filled(options, "ksmpages", in_turn(options), |_, _, number| match number {
+    filled_once(options, "ksmpages", in_turn(options), |_, _, number| match number {
         0 => Body::ZEROS,
         _ => last_word(named(KSMPAGES, number, 0)),
     })
@@ -73,13 +80,13 @@ pub fn ksmpages_worst(options: &Options) -> Box<dyn World> {
 
 /// The same program with 1 in place of the number.
 pub fn ksmpages_best(options: &Options) -> Box<dyn World> {
-    filled(options, "ksmpages", in_turn(options), |_, _, _| last_word(named(KSMPAGES, 1, 0)))
+    filled_once(options, "ksmpages", in_turn(options), |_, _, _| last_word(named(KSMPAGES, 1, 0)))
 }
 
 /// UKSM's static mix. Every other program has unique pages.
 pub fn static_mix(options: &Options) -> Box<dyn World> {
     let at_once = vec![0; usize::try_from(options.processes).unwrap_or(0)];
-    filled(options, "mix", at_once, |machine, program, _| match program % 2 {
+    filled_once(options, "mix", at_once, |machine, program, _| match program % 2 {
         0 => Body::named(MIX, 0, 0),
         _ => machine.unique_body(),
     })
@@ -126,11 +133,7 @@ pub fn cow_breaker(options: &Options) -> Box<dyn World> {
     let mut machine = HostMemory::new(options.seed);
     let mut programs = Vec::new();
     for _ in 0..options.processes {
-        let mut memory = Memory::new(&machine, options.size);
-        for page in (0..).take(usize::try_from(options.size.0).unwrap_or(0)) {
-            memory.write(&mut machine, page, Body::named(BREAKER, 0, 0));
-        }
-        programs.push(memory);
+        programs.push(filled(&mut machine, options.size, |_, _| Body::named(BREAKER, 0, 0)));
     }
     Box::new(Breakers { machine, programs, written: 0 })
 }
@@ -148,11 +151,7 @@ struct ShortLived {
 impl ShortLived {
     fn map(&mut self) {
         for _ in 0..self.processes {
-            let mut memory = Memory::new(&self.machine, self.size);
-            for page in (0..).take(usize::try_from(self.size.0).unwrap_or(0)) {
-                memory.write(&mut self.machine, page, Body::named(SHORT_LIVED, 0, 0));
-            }
-            self.mapped.push(memory);
+            self.mapped.push(filled(&mut self.machine, self.size, |_, _| Body::named(SHORT_LIVED, 0, 0)));
         }
     }
 }

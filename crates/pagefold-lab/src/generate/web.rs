@@ -26,7 +26,6 @@ const TRIES: usize = 16;
 /// Lifetime of a worker.
 const WORKER_NS: u64 = 8 * NS_PER_S;
 
-/// A server in one guest.
 #[derive(Debug)]
 pub struct Web {
     preloaded: u64,
@@ -64,8 +63,7 @@ impl Web {
         }
         let page = self.buffers[guest.below(self.buffers.len() as u64)];
         for part in 0..3 {
-            let content = machine.unique();
-            guest.memory.write_part(machine, page, part, content);
+            guest.write_unique(machine, page, part);
         }
     }
 
@@ -88,8 +86,7 @@ impl Web {
                 (page, 0)
             }
         };
-        let content = machine.unique();
-        guest.memory.write_part(machine, page, part, content);
+        guest.write_unique(machine, page, part);
         self.log = Some((page, part + 1));
     }
 
@@ -111,8 +108,7 @@ impl Web {
             heap.grow(guest, machine, usize::try_from(wanted).unwrap_or(0), |machine, _| machine.unique_body());
             // The stack grows down: the end of its first page is written constantly.
             if let Some(&stack) = heap.pages().first() {
-                let content = machine.unique();
-                guest.memory.write_part(machine, stack, PARTS - 1, content);
+                guest.write_unique(machine, stack, PARTS - 1);
             }
         }
     }
@@ -135,10 +131,7 @@ impl Work for Web {
         guest.read(machine, File::new(SITE, step, FILE_PAGES));
         // Buffers are allocated by requests.
         let wanted = guest.share(BUFFERS) as u64 * (step + 1) / self.preloaded;
-        while (self.buffers.len() as u64) < wanted {
-            let Some(page) = guest.take_zeros(machine) else { break };
-            self.buffers.push(page);
-        }
+        guest.take_up_to(machine, &mut self.buffers, wanted);
     }
 
     fn advance(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64) {

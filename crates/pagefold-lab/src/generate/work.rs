@@ -7,11 +7,9 @@ use pagefold_core::units::Permyriad;
 
 /// The composition of a guest's memory, in shares of it, and the course of its boot.
 pub struct Layout {
-    /// Files of the system.
     pub system: Permyriad,
     /// Pages with content specific to this guest.
     pub own: Permyriad,
-    /// Kernel objects.
     pub slab: Permyriad,
     /// Cleared pages not in use yet.
     pub zeros: Permyriad,

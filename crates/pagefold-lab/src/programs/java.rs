@@ -1,8 +1,8 @@
 //! Java servers whose heap changes constantly.
 
-use super::dialogue::Dialogue;
 use super::{Target, need};
 use anyhow::{Context, ensure};
+use pagefold_workload::Dialogue;
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -60,7 +60,7 @@ impl JavaProgram {
             .arg("-cp")
             .arg(&self.classes)
             .args(["Churn", &(instance + 1).to_string(), &(heap * 1024 * 2 / 5 / BLOCK_KIB).to_string()]);
-        let mut dialogue = Dialogue::start(&mut command, &self.classes.join(format!("log-{instance}")))?;
+        let mut dialogue = Dialogue::start(&mut command, Some(&self.classes.join(format!("log-{instance}"))))?;
         let output = dialogue.ready(READY_LIMIT)?;
         let heap = output.iter().find_map(|line| heap_range(line));
         Ok(Java {
@@ -78,7 +78,6 @@ fn heap_range(line: &str) -> Option<Range<u64>> {
     Some(start..start + (mib << 20))
 }
 
-/// A running server.
 #[derive(Debug)]
 pub struct Java {
     dialogue: Dialogue,
@@ -86,7 +85,6 @@ pub struct Java {
 }
 
 impl Java {
-    /// The addresses of its heap.
     pub fn heap(&self) -> Range<u64> {
         self.heap.clone()
     }

@@ -50,7 +50,7 @@ impl MariaDbData {
              SET GLOBAL innodb_fast_shutdown=0; SHUTDOWN"
         ))?;
         // A slow shutdown leaves no work for the next start, so all copies start alike.
-        mariadb.server.wait_end(READY_LIMIT);
+        mariadb.server.child.end(READY_LIMIT);
         Ok(data)
     }
 
@@ -84,7 +84,6 @@ impl MariaDbData {
     }
 }
 
-/// A running server.
 #[derive(Debug)]
 pub struct MariaDb {
     server: Server,

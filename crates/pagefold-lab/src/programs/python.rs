@@ -1,9 +1,9 @@
 //! Python interpreters with numpy and pandas that hold the same table and some data of their own.
 
-use super::dialogue::Dialogue;
-use super::{Target, find};
+use super::{Answering, find};
 use anyhow::{Context, bail};
 use pagefold_core::random::finalize;
+use pagefold_workload::Dialogue;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -69,40 +69,19 @@ impl PythonData {
         Ok(data)
     }
 
-    /// Starts an interpreter.
-    pub fn start(&self, instance: usize) -> anyhow::Result<Python> {
+    pub fn start(&self, instance: usize) -> anyhow::Result<Answering> {
         let mut command = Command::new(&self.python);
         command
             .args(["-c", SOURCE])
             .arg(self.table())
             .args([instance.to_string(), self.own_mib.to_string()])
             .current_dir(&self.dir);
-        let mut dialogue = Dialogue::start(&mut command, &self.dir.join(format!("python-{instance}.log")))?;
+        let mut dialogue = Dialogue::start(&mut command, Some(&self.dir.join(format!("python-{instance}.log"))))?;
         dialogue.ready(READY_LIMIT)?;
-        Ok(Python { dialogue })
+        Ok(Answering { name: "python", dialogue, question: "check", limit: ANSWER_LIMIT })
     }
 
     fn table(&self) -> PathBuf {
         self.dir.join("table.csv")
-    }
-}
-
-/// A running interpreter.
-#[derive(Debug)]
-pub struct Python {
-    dialogue: Dialogue,
-}
-
-impl Target for Python {
-    fn name(&self) -> &'static str {
-        "python"
-    }
-
-    fn pid(&self) -> i32 {
-        self.dialogue.pid()
-    }
-
-    fn check(&mut self) -> anyhow::Result<String> {
-        self.dialogue.ask("check", ANSWER_LIMIT)
     }
 }

@@ -2,9 +2,9 @@
 //!
 //! Emulation works on machines without hardware virtualization and has the same memory contents.
 
-use super::dialogue::Dialogue;
-use super::{Target, need};
+use super::{Answering, need};
 use anyhow::{Context, bail, ensure};
+use pagefold_workload::Dialogue;
 use serde_json::{Value, json};
 use std::env;
 use std::fs::{self, File};
@@ -25,13 +25,36 @@ const PAUSE: Duration = Duration::from_millis(50);
 const INIT: &str = include_str!("guest-init");
 const SNAPSHOT: &str = "guest.snapshot";
 
+/// What every emulated machine needs.
+#[derive(Clone, Debug)]
+pub struct Emulator {
+    qemu: PathBuf,
+    setpriv: PathBuf,
+    pub busybox: PathBuf,
+}
+
+impl Emulator {
+    fn find() -> anyhow::Result<Self> {
+        Ok(Self {
+            qemu: need("qemu-system-x86_64", "qemu-system-x86")?,
+            setpriv: need("setpriv", "util-linux")?,
+            busybox: need("busybox", "busybox-static")?,
+        })
+    }
+
+    /// Starts a machine in this directory. Machines do not notice that their console is closed, so `setpriv` ends them
+    /// if this process is killed.
+    pub fn command(&self, dir: &Path) -> Command {
+        let mut command = Command::new(&self.setpriv);
+        command.args(["--pdeathsig", "KILL"]).arg(&self.qemu).current_dir(dir);
+        command
+    }
+}
+
 /// The emulator and the contents of the image.
 #[derive(Clone, Debug)]
 pub struct GuestTools {
-    qemu: PathBuf,
-    /// Ends the guests if this process is killed: they do not notice that their console is closed.
-    setpriv: PathBuf,
-    busybox: PathBuf,
+    emulator: Emulator,
     kernel: PathBuf,
     /// Source of the files in the guests.
     modules: PathBuf,
@@ -46,9 +69,7 @@ impl GuestTools {
             .into_iter()
             .find(|file| file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz")));
         Ok(Self {
-            qemu: need("qemu-system-x86_64", "qemu-system-x86")?,
-            setpriv: need("setpriv", "util-linux")?,
-            busybox: need("busybox", "busybox-static")?,
+            emulator: Emulator::find()?,
             kernel: kernel.with_context(|| format!("no kernel in {}: run scripts/guest-kernel", unpacked.display()))?,
             modules: unpacked.join("lib/modules"),
         })
@@ -65,9 +86,7 @@ fn cache() -> anyhow::Result<PathBuf> {
 /// The emulator of a machine with several memory nodes, and the contents of its image.
 #[derive(Clone, Debug)]
 pub struct NodesTools {
-    pub qemu: PathBuf,
-    pub setpriv: PathBuf,
-    pub busybox: PathBuf,
+    pub emulator: Emulator,
     /// Starts a program on given processors.
     pub taskset: PathBuf,
     pub nice: PathBuf,
@@ -80,9 +99,7 @@ impl NodesTools {
         let kernel = cache()?.join("nodes/vmlinuz");
         ensure!(kernel.exists(), "{} does not exist: run scripts/guest-kernel nodes", kernel.display());
         Ok(Self {
-            qemu: need("qemu-system-x86_64", "qemu-system-x86")?,
-            setpriv: need("setpriv", "util-linux")?,
-            busybox: need("busybox", "busybox-static")?,
+            emulator: Emulator::find()?,
             taskset: need("taskset", "util-linux")?,
             nice: need("nice", "coreutils")?,
             kernel,
@@ -130,7 +147,7 @@ impl GuestImage {
             .arg(image.initrd())
             // ramfs, because the default tmpfs is limited to half of the memory.
             .args(["-append", "console=ttyS0 quiet panic=-1 rootfstype=ramfs"]);
-        let mut guest = Dialogue::start(&mut booted, &image.dir.join("boot.log"))?;
+        let mut guest = Dialogue::start(&mut booted, Some(&image.dir.join("boot.log")))?;
         guest.ready(BOOT_LIMIT).context("booting a guest")?;
         // A change common to all guests, which also loads what the shell needs.
         let answer = guest.ask("change 0", ANSWER_LIMIT)?;
@@ -140,30 +157,28 @@ impl GuestImage {
     }
 
     /// Restores a guest and changes some of its files.
-    pub fn start(&self, instance: usize) -> anyhow::Result<Guest> {
+    pub fn start(&self, instance: usize) -> anyhow::Result<Answering> {
         let name = format!("guest-{instance}");
         let mut command = self.command(&name);
         command.args(["-incoming", &format!("exec:cat {SNAPSHOT}")]);
-        let mut guest = Dialogue::start(&mut command, &self.dir.join(format!("{name}.log")))?;
+        let mut guest = Dialogue::start(&mut command, Some(&self.dir.join(format!("{name}.log"))))?;
         // Input sent before the restore is complete would be lost in part.
         Monitor::connect(&self.monitor(&name))?.wait_until_running()?;
         let answer = guest.ask(&format!("change {}", instance + 1), ANSWER_LIMIT)?;
         ensure!(answer == "changed", "a guest answers {answer:?}");
-        Ok(Guest { guest })
+        // The answer is a checksum computed in the guest.
+        Ok(Answering { name: "qemu", dialogue: guest, question: "sum", limit: ANSWER_LIMIT })
     }
 
     /// The command of the machine: the snapshot requires the same one each time.
     fn command(&self, name: &str) -> Command {
-        let mut command = Command::new(&self.tools.setpriv);
+        let mut command = self.tools.emulator.command(&self.dir);
         command
-            .args(["--pdeathsig", "KILL"])
-            .arg(&self.tools.qemu)
             // QEMU marks its guests' memory by default, which would bypass the policies under test.
             .args(["-machine", "pc,mem-merge=off", "-accel", "tcg,tb-size=64"])
             .args(["-m", &self.memory_mib.to_string(), "-nodefaults", "-no-user-config", "-display", "none"])
-            .args(["-serial", "stdio", "-qmp", &format!("unix:{name}.monitor,server=on,wait=off")])
             // Relative names need no quotes in QEMU's options.
-            .current_dir(&self.dir);
+            .args(["-serial", "stdio", "-qmp", &format!("unix:{name}.monitor,server=on,wait=off")]);
         command
     }
 
@@ -181,7 +196,7 @@ impl GuestImage {
         for dir in ["bin", "dev", "data", "own"] {
             fs::create_dir_all(root.join(dir))?;
         }
-        fs::copy(&self.tools.busybox, root.join("bin/busybox"))?;
+        fs::copy(&self.tools.emulator.busybox, root.join("bin/busybox"))?;
         fs::write(root.join("init"), INIT)?;
         fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755))?;
         let mut names: Vec<String> = ["bin", "dev", "data", "own", "bin/busybox", "init"].map(str::to_owned).into();
@@ -196,7 +211,7 @@ impl GuestImage {
             fs::copy(&file, root.join(&name)).with_context(|| file.display().to_string())?;
             names.push(name);
         }
-        pack(&self.tools.busybox, &root, &names, &self.initrd())?;
+        pack(&self.tools.emulator.busybox, &root, &names, &self.initrd())?;
         Ok(fs::remove_dir_all(root)?)
     }
 }
@@ -282,26 +297,5 @@ impl Monitor {
                 return Ok(answer.take());
             }
         }
-    }
-}
-
-/// A running guest.
-#[derive(Debug)]
-pub struct Guest {
-    guest: Dialogue,
-}
-
-impl Target for Guest {
-    fn name(&self) -> &'static str {
-        "qemu"
-    }
-
-    fn pid(&self) -> i32 {
-        self.guest.pid()
-    }
-
-    /// A checksum computed in the guest.
-    fn check(&mut self) -> anyhow::Result<String> {
-        self.guest.ask("sum", ANSWER_LIMIT)
     }
 }

@@ -59,22 +59,12 @@ impl RedisData {
         fs::create_dir_all(dir)?;
         let socket = dir.join("socket");
         let mut run = Command::new(&self.program);
-        run.args([
-            "--port",
-            "0",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-            "--enable-debug-command",
-            "yes",
-            "--daemonize",
-            "no",
-        ])
-        .arg("--unixsocket")
-        .arg(&socket)
-        .arg("--dir")
-        .arg(dir);
+        run.args(["--port", "0", "--save", "", "--appendonly", "no"])
+            .args(["--enable-debug-command", "yes", "--daemonize", "no"])
+            .arg("--unixsocket")
+            .arg(&socket)
+            .arg("--dir")
+            .arg(dir);
         let mut server = Server::start(&mut run, &dir.join("log"))?;
         let client = server.wait_ready(READY_LIMIT, || {
             let stream = UnixStream::connect(&socket).ok()?;
@@ -87,7 +77,6 @@ impl RedisData {
     }
 }
 
-/// A running server.
 #[derive(Debug)]
 pub struct Redis {
     server: Server,
@@ -97,10 +86,6 @@ pub struct Redis {
 impl Redis {
     fn ask(&mut self, words: &[&[u8]]) -> anyhow::Result<Vec<u8>> {
         ask(&mut self.client, words)
-    }
-
-    fn reply(&mut self) -> anyhow::Result<Vec<u8>> {
-        reply(&mut self.client)
     }
 
     /// Gives every twentieth of `keys` keys a new value: different keys and values in each instance, so that the copies
@@ -120,8 +105,8 @@ impl Redis {
             }
             self.client.get_mut().write_all(&commands)?;
             for _ in numbers {
-                let reply = self.reply()?;
-                ensure!(reply == b"OK", "redis answered {} to SET", String::from_utf8_lossy(&reply));
+                let answer = reply(&mut self.client)?;
+                ensure!(answer == b"OK", "redis answered {} to SET", String::from_utf8_lossy(&answer));
             }
         }
         Ok(())

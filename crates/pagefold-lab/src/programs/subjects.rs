@@ -2,7 +2,7 @@
 
 use super::{
     GuestWork, JavaProgram, JavaTools, MariaDb, MariaDbData, PythonData, PythonTools, Redis, RedisData, Target,
-    WorkingGuest, WorkingGuests,
+    WorkingGuest, WorkingGuests, scratch,
 };
 use anyhow::{Context, ensure};
 use std::path::Path;
@@ -25,7 +25,6 @@ const REST: Duration = Duration::from_secs(10);
 
 /// Running programs of one kind.
 pub trait Subjects: Send {
-    /// Their pids.
     fn pids(&self) -> Vec<i32>;
 
     /// Does the work that is due at `elapsed` after the start of the record. Called about once a second.
@@ -39,14 +38,12 @@ pub trait Subjects: Send {
 pub struct Subject {
     /// Its name on the command line.
     pub name: &'static str,
-    /// One line of description.
     pub about: &'static str,
     /// Default length of a record, in seconds.
     pub seconds: u64,
     start: fn(&Path) -> anyhow::Result<Box<dyn Subjects>>,
 }
 
-/// All subjects.
 pub const SUBJECTS: &[Subject] = &[
     Subject {
         name: "redis",
@@ -76,47 +73,26 @@ pub const SUBJECTS: &[Subject] = &[
         name: "guests-build",
         about: "four QEMU guests that boot, rest for 10 s, and compile the same sources with gcc's cc1",
         seconds: 100,
-        start: guests_build,
+        start: |scratch| guests(scratch, GuestWork::Build),
     },
     Subject {
         name: "guests-web",
         about: "four QEMU guests that boot, rest for 10 s, and serve the same site with busybox httpd",
         seconds: 100,
-        start: guests_web,
+        start: |scratch| guests(scratch, GuestWork::Web),
     },
 ];
 
 impl Subject {
-    /// Finds a subject by name.
     pub fn named(name: &str) -> Option<&'static Self> {
         SUBJECTS.iter().find(|subject| subject.name == name)
     }
 
-    /// Creates the data and starts the programs. Dropping the result ends them and deletes the data.
-    pub fn start(&self) -> anyhow::Result<Box<dyn Subjects>> {
-        let scratch = tempfile::Builder::new().prefix("pagefold-lab-").tempdir().context("a scratch directory")?;
+    /// Creates the data in a scratch directory and starts the programs. Dropping the results ends them and deletes it.
+    pub fn start(&self) -> anyhow::Result<(Box<dyn Subjects>, TempDir)> {
+        let scratch = scratch()?;
         let subjects = (self.start)(scratch.path()).with_context(|| self.name)?;
-        Ok(Box::new(WithScratch { subjects, _scratch: scratch }))
-    }
-}
-
-/// Programs with their scratch directory, which is deleted after they end.
-struct WithScratch {
-    subjects: Box<dyn Subjects>,
-    _scratch: TempDir,
-}
-
-impl Subjects for WithScratch {
-    fn pids(&self) -> Vec<i32> {
-        self.subjects.pids()
-    }
-
-    fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()> {
-        self.subjects.advance(elapsed)
-    }
-
-    fn end(&mut self) -> anyhow::Result<()> {
-        self.subjects.end()
+        Ok((subjects, scratch))
     }
 }
 
@@ -133,84 +109,58 @@ impl Turns {
     }
 }
 
-struct Redises(Vec<Redis>, Turns);
+/// Instances of one program.
+struct Group<T> {
+    instances: Vec<T>,
+    turns: Turns,
+    /// Changes the data of an instance, given its number and that of the turn.
+    change: fn(&mut T, u64, u64) -> anyhow::Result<()>,
+}
+
+fn group<T: Target + Send + 'static>(
+    start: impl Fn(usize) -> anyhow::Result<T>,
+    change: fn(&mut T, u64, u64) -> anyhow::Result<()>,
+) -> anyhow::Result<Box<dyn Subjects>> {
+    let instances = (0..INSTANCES).map(start).collect::<anyhow::Result<_>>()?;
+    Ok(Box::new(Group { instances, turns: Turns::default(), change }))
+}
+
+impl<T: Target + Send> Subjects for Group<T> {
+    fn pids(&self) -> Vec<i32> {
+        self.instances.iter().map(Target::pid).collect()
+    }
+
+    fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()> {
+        let Some(turn) = self.turns.due(elapsed) else { return Ok(()) };
+        (0..).zip(&mut self.instances).try_for_each(|(number, instance)| (self.change)(instance, number, turn))
+    }
+
+    fn end(&mut self) -> anyhow::Result<()> {
+        self.instances.iter_mut().try_for_each(|instance| instance.check().map(drop))
+    }
+}
 
 fn redis(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
     let data = RedisData::make(scratch, REDIS_KEYS)?;
-    let servers = (0..INSTANCES).map(|instance| data.start(scratch, instance)).collect::<anyhow::Result<_>>()?;
-    Ok(Box::new(Redises(servers, Turns::default())))
+    // Keys differ between servers and alternate between turns: a tenth of them changes, the others never do.
+    let change = |server: &mut Redis, number, turn| server.change(REDIS_KEYS, number + turn % 2 * INSTANCES as u64);
+    group(|instance| data.start(scratch, instance), change)
 }
-
-impl Subjects for Redises {
-    fn pids(&self) -> Vec<i32> {
-        self.0.iter().map(Target::pid).collect()
-    }
-
-    fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()> {
-        let Some(turn) = self.1.due(elapsed) else { return Ok(()) };
-        for (instance, server) in (0..).zip(&mut self.0) {
-            // Keys differ between servers and alternate between turns: a tenth of them changes, the others never do.
-            server.change(REDIS_KEYS, instance + turn % 2 * INSTANCES as u64)?;
-        }
-        Ok(())
-    }
-
-    fn end(&mut self) -> anyhow::Result<()> {
-        self.0.iter_mut().try_for_each(|server| server.check().map(drop))
-    }
-}
-
-struct MariaDbs(Vec<MariaDb>, Turns);
 
 fn mariadb(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
     let data = MariaDbData::make(scratch, MARIADB_ROWS)?;
-    let servers = (0..INSTANCES).map(|instance| data.start(scratch, instance)).collect::<anyhow::Result<_>>()?;
-    Ok(Box::new(MariaDbs(servers, Turns::default())))
+    let change = |server: &mut MariaDb, number, turn| server.update(number + turn * INSTANCES as u64, number);
+    group(|instance| data.start(scratch, instance), change)
 }
-
-impl Subjects for MariaDbs {
-    fn pids(&self) -> Vec<i32> {
-        self.0.iter().map(Target::pid).collect()
-    }
-
-    fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()> {
-        let Some(turn) = self.1.due(elapsed) else { return Ok(()) };
-        for (instance, server) in (0..).zip(&mut self.0) {
-            server.update(instance + turn * INSTANCES as u64, instance)?;
-        }
-        Ok(())
-    }
-
-    fn end(&mut self) -> anyhow::Result<()> {
-        self.0.iter_mut().try_for_each(|server| server.check().map(drop))
-    }
-}
-
-/// Programs that work without commands.
-struct Unattended<T>(Vec<T>);
 
 fn python(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
     let data = PythonData::make(PythonTools::find()?, scratch, PYTHON_ROWS, PYTHON_OWN_MIB)?;
-    Ok(Box::new(Unattended((0..INSTANCES).map(|instance| data.start(instance)).collect::<anyhow::Result<_>>()?)))
+    group(|instance| data.start(instance), |_, _, _| Ok(()))
 }
 
 fn java(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
     let program = JavaProgram::make(JavaTools::find()?, scratch, JAVA_HEAP_MIB)?;
-    Ok(Box::new(Unattended((0..INSTANCES).map(|instance| program.start(instance)).collect::<anyhow::Result<_>>()?)))
-}
-
-impl<T: Target + Send> Subjects for Unattended<T> {
-    fn pids(&self) -> Vec<i32> {
-        self.0.iter().map(Target::pid).collect()
-    }
-
-    fn advance(&mut self, _: Duration) -> anyhow::Result<()> {
-        Ok(())
-    }
-
-    fn end(&mut self) -> anyhow::Result<()> {
-        self.0.iter_mut().try_for_each(|program| program.check().map(drop))
-    }
+    group(|instance| program.start(instance), |_, _, _| Ok(()))
 }
 
 /// Guests and their progress.
@@ -218,14 +168,6 @@ struct GuestSubjects {
     started: Vec<WorkingGuest>,
     booted: Option<Duration>,
     working: bool,
-}
-
-fn guests_build(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
-    guests(scratch, GuestWork::Build)
-}
-
-fn guests_web(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
-    guests(scratch, GuestWork::Web)
 }
 
 fn guests(scratch: &Path, work: GuestWork) -> anyhow::Result<Box<dyn Subjects>> {

@@ -3,9 +3,9 @@
 //! All have the same system and work: a compiler on the same sources, or a web server on the same site. Unlike
 //! [`super::GuestImage`]'s guests, which are restored from a snapshot, each of these boots.
 
-use super::dialogue::Dialogue;
-use super::{NodesTools, find, need, pack};
+use super::{NodesTools, find, libraries, need, pack};
 use anyhow::{Context, bail, ensure};
+use pagefold_workload::Dialogue;
 use pagefold_workload::contents::printable;
 use std::fmt::Write as _;
 use std::fs;
@@ -23,35 +23,16 @@ const INIT: &str = include_str!("working-guest-init");
 const UNITS: u64 = 48;
 const FUNCTIONS: u64 = 24;
 /// Headers that every C library has.
-const HEADERS: [&str; 16] = [
-    "stdio.h",
-    "stdlib.h",
-    "string.h",
-    "math.h",
-    "time.h",
-    "signal.h",
-    "unistd.h",
-    "pthread.h",
-    "netdb.h",
-    "poll.h",
-    "regex.h",
-    "search.h",
-    "termios.h",
-    "wchar.h",
-    "ctype.h",
-    "locale.h",
-];
+const HEADERS: &str = "stdio.h stdlib.h string.h math.h time.h signal.h unistd.h pthread.h \
+    netdb.h poll.h regex.h search.h termios.h wchar.h ctype.h locale.h";
 
 /// Files of the site, 4 to 64 KiB each.
 const SITE_FILES: u64 = 400;
 const SEED: u64 = 0x6775_6573;
 
-/// The work of the guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestWork {
-    /// Compile C sources.
     Build,
-    /// Serve a web site.
     Web,
 }
 
@@ -72,7 +53,7 @@ impl WorkingGuests {
         for dir in ["bin", "dev", "proc", "tmp", "work"] {
             fs::create_dir_all(root.join(dir))?;
         }
-        put(&guests.tools.busybox, &root, Path::new("/bin/busybox"))?;
+        put(&guests.tools.emulator.busybox, &root, Path::new("/bin/busybox"))?;
         fs::write(root.join("init"), INIT)?;
         fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755))?;
         match work {
@@ -80,25 +61,26 @@ impl WorkingGuests {
             GuestWork::Web => put_site(&root)?,
         }
         // `find` lists directories before their contents.
-        let names =
-            Command::new(&guests.tools.busybox).arg("find").current_dir(&root).output().context("busybox find")?;
+        let names = Command::new(&guests.tools.emulator.busybox)
+            .arg("find")
+            .current_dir(&root)
+            .output()
+            .context("busybox find")?;
         let names: Vec<String> = String::from_utf8(names.stdout)?.lines().map(str::to_owned).collect();
         ensure!(names.len() > 6, "busybox find finds nothing in {}", root.display());
-        pack(&guests.tools.busybox, &root, &names, &guests.dir.join("initrd"))?;
+        pack(&guests.tools.emulator.busybox, &root, &names, &guests.dir.join("initrd"))?;
         fs::remove_dir_all(root)?;
         Ok(guests)
     }
 
     /// Starts a guest without waiting for its boot.
     pub fn start(&self, instance: usize) -> anyhow::Result<WorkingGuest> {
-        let mut command = Command::new(&self.tools.setpriv);
+        let mut command = self.tools.emulator.command(&self.dir);
         let work = match self.work {
             GuestWork::Build => "build",
             GuestWork::Web => "web",
         };
         command
-            .args(["--pdeathsig", "KILL"])
-            .arg(&self.tools.qemu)
             // QEMU must not mark its guests' memory itself.
             .args(["-machine", "q35,mem-merge=off", "-cpu", "qemu64,-cx16", "-accel", "tcg,tb-size=64"])
             .args(["-m", &self.memory_mib.to_string(), "-nodefaults", "-no-user-config", "-no-reboot"])
@@ -106,9 +88,8 @@ impl WorkingGuests {
             .arg("-kernel")
             .arg(&self.tools.kernel)
             .args(["-initrd", "initrd"])
-            .args(["-append", &format!("console=ttyS0 quiet panic=-1 mitigations=off rootfstype=ramfs work={work}")])
-            .current_dir(&self.dir);
-        let guest = Dialogue::start(&mut command, &self.dir.join(format!("guest-{instance}.log")))?;
+            .args(["-append", &format!("console=ttyS0 quiet panic=-1 mitigations=off rootfstype=ramfs work={work}")]);
+        let guest = Dialogue::start(&mut command, Some(&self.dir.join(format!("guest-{instance}.log"))))?;
         Ok(WorkingGuest { guest, instance })
     }
 }
@@ -121,12 +102,10 @@ pub struct WorkingGuest {
 }
 
 impl WorkingGuest {
-    /// Its pid.
     pub fn pid(&self) -> i32 {
         self.guest.pid()
     }
 
-    /// Waits until it has booted.
     pub fn ready(&mut self) -> anyhow::Result<()> {
         self.guest.ready(BOOT_LIMIT).map(drop).context("booting a guest")
     }
@@ -159,15 +138,8 @@ fn put(file: &Path, root: &Path, to: &Path) -> anyhow::Result<()> {
 
 /// Copies a program and its libraries into the image, at the same paths.
 fn put_program(program: &Path, root: &Path) -> anyhow::Result<()> {
-    let output = Command::new("ldd").arg(program).output().context("ldd")?;
-    ensure!(output.status.success(), "ldd {} ended with {}", program.display(), output.status);
     put(program, root, program)?;
-    // `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)` or `/lib64/ld-linux-x86-64.so.2 (0x...)`
-    let text = String::from_utf8(output.stdout)?;
-    for library in text.split_whitespace().filter(|word| word.starts_with('/')).map(Path::new) {
-        put(library, root, library)?;
-    }
-    Ok(())
+    libraries(program)?.iter().try_for_each(|library| put(library, root, library))
 }
 
 /// Adds the compiler proper and preprocessed sources, which need no headers.
@@ -198,8 +170,8 @@ fn put_sources(dir: &Path, root: &Path) -> anyhow::Result<()> {
 /// A C source that includes some headers and defines some functions.
 fn source_text(unit: u64) -> String {
     let mut text = String::new();
-    for (at, header) in HEADERS.iter().enumerate() {
-        if (unit + at as u64) % 3 != 0 {
+    for (at, header) in (0..).zip(HEADERS.split(' ')) {
+        if (unit + at) % 3 != 0 {
             let _ = writeln!(text, "#include <{header}>");
         }
     }

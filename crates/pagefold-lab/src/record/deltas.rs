@@ -69,18 +69,14 @@ impl Deltas {
 /// The memory at one time: the sum of the changes so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
-    /// The processes, by number.
     pub processes: BTreeMap<u32, ProcessRow>,
-    /// The regions, by number.
     pub regions: BTreeMap<u32, Region>,
 }
 
-/// A region with its pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
     /// Kind and address.
     pub row: RegionRow,
-    /// Its present pages.
     pub pages: PageTable,
 }
 
@@ -118,7 +114,6 @@ impl State {
         }
     }
 
-    /// The number of present pages.
     pub fn pages(&self) -> u64 {
         self.regions.values().map(|held| held.pages.len() as u64).sum()
     }
@@ -179,12 +174,10 @@ impl PageTable {
         self.0.iter().map(|kept| (kept.page, kept.now()))
     }
 
-    /// The number of present pages.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether all pages are absent.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

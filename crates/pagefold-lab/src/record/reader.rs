@@ -20,7 +20,6 @@ use std::sync::Once;
 const BATCH_ROWS: usize = 8192;
 
 impl Record {
-    /// Reads a whole record.
     pub fn read(path: &Path) -> Result<Self, RecordError> {
         let mut reader = RecordReader::open(path)?;
         let snapshots = reader.by_ref().collect::<Result<_, _>>()?;
@@ -42,7 +41,6 @@ pub struct RecordReader {
 }
 
 impl RecordReader {
-    /// Opens a record.
     pub fn open(path: &Path) -> Result<Self, RecordError> {
         let path = path.to_owned();
         let mut file = File::open(&path).map_err(|source| match source.kind() {
@@ -102,7 +100,6 @@ impl RecordReader {
         Ok(Self { path, origin, file, next_group: 0, rows: None, open: None, check, ended: false })
     }
 
-    /// The origin of the record.
     pub fn origin(&self) -> &Origin {
         &self.origin
     }
@@ -264,27 +261,55 @@ impl<T: DataType> Column<T> {
     }
 }
 
-/// The rows of a row group.
-struct Rows {
-    left: usize,
-    batch: usize,
-    at: usize,
-    snapshot: Column<Int32Type>,
-    time_ns: Column<Int64Type>,
-    event: Column<ByteArrayType>,
-    process: Column<Int32Type>,
-    pid: Column<Int32Type>,
-    name: Column<ByteArrayType>,
-    region: Column<Int32Type>,
-    kind: Column<ByteArrayType>,
-    first_page: Column<Int64Type>,
-    pages: Column<Int64Type>,
-    page: Column<Int64Type>,
-    state: Column<ByteArrayType>,
-    huge: Column<BoolType>,
-    digest: Column<FixedLenByteArrayType>,
-    parts: [Column<Int32Type>; PARTS],
-    frame: Column<Int64Type>,
+/// Defines the rows of a row group from the schema's columns, in order.
+macro_rules! rows {
+    ($($column:ident: $type:ty,)*) => {
+        struct Rows {
+            left: usize,
+            batch: usize,
+            at: usize,
+            $($column: Column<$type>,)*
+        }
+
+        impl Rows {
+            fn of(group: &dyn RowGroupReader) -> Result<Self, Fault> {
+                let left = usize::try_from(group.metadata().num_rows());
+                let left = left.map_err(|_| Fault::Damaged("a number of rows is out of range".into()))?;
+                let mut columns = ColumnOpener { group, next: 0 };
+                Ok(Self { left, batch: 0, at: 0, $($column: columns.column(stringify!($column))?,)* })
+            }
+
+            fn fill(&mut self) -> Result<(), Fault> {
+                self.batch = self.left.min(BATCH_ROWS);
+                self.left -= self.batch;
+                self.at = 0;
+                $(self.$column.fill(self.batch)?;)*
+                Ok(())
+            }
+        }
+    };
+}
+
+rows! {
+    snapshot: Int32Type,
+    time_ns: Int64Type,
+    event: ByteArrayType,
+    process: Int32Type,
+    pid: Int32Type,
+    name: ByteArrayType,
+    region: Int32Type,
+    kind: ByteArrayType,
+    first_page: Int64Type,
+    pages: Int64Type,
+    page: Int64Type,
+    state: ByteArrayType,
+    huge: BoolType,
+    digest: FixedLenByteArrayType,
+    part0: Int32Type,
+    part1: Int32Type,
+    part2: Int32Type,
+    part3: Int32Type,
+    frame: Int64Type,
 }
 
 /// Opens the columns of a row group in the schema's order.
@@ -304,60 +329,6 @@ impl ColumnOpener<'_> {
 }
 
 impl Rows {
-    fn of(group: &dyn RowGroupReader) -> Result<Self, Fault> {
-        let left = usize::try_from(group.metadata().num_rows());
-        let mut columns = ColumnOpener { group, next: 0 };
-        Ok(Self {
-            left: left.map_err(|_| Fault::Damaged("a number of rows is out of range".into()))?,
-            batch: 0,
-            at: 0,
-            snapshot: columns.column("snapshot")?,
-            time_ns: columns.column("time_ns")?,
-            event: columns.column("event")?,
-            process: columns.column("process")?,
-            pid: columns.column("pid")?,
-            name: columns.column("name")?,
-            region: columns.column("region")?,
-            kind: columns.column("kind")?,
-            first_page: columns.column("first_page")?,
-            pages: columns.column("pages")?,
-            page: columns.column("page")?,
-            state: columns.column("state")?,
-            huge: columns.column("huge")?,
-            digest: columns.column("digest")?,
-            parts: [
-                columns.column("part0")?,
-                columns.column("part1")?,
-                columns.column("part2")?,
-                columns.column("part3")?,
-            ],
-            frame: columns.column("frame")?,
-        })
-    }
-
-    fn fill(&mut self) -> Result<(), Fault> {
-        self.batch = self.left.min(BATCH_ROWS);
-        self.left -= self.batch;
-        self.at = 0;
-        let rows = self.batch;
-        self.snapshot.fill(rows)?;
-        self.time_ns.fill(rows)?;
-        self.event.fill(rows)?;
-        self.process.fill(rows)?;
-        self.pid.fill(rows)?;
-        self.name.fill(rows)?;
-        self.region.fill(rows)?;
-        self.kind.fill(rows)?;
-        self.first_page.fill(rows)?;
-        self.pages.fill(rows)?;
-        self.page.fill(rows)?;
-        self.state.fill(rows)?;
-        self.huge.fill(rows)?;
-        self.digest.fill(rows)?;
-        self.parts.iter_mut().try_for_each(|part| part.fill(rows))?;
-        self.frame.fill(rows)
-    }
-
     fn next(&mut self) -> Result<Option<Row>, Fault> {
         if self.at == self.batch {
             if self.left == 0 {
@@ -377,7 +348,8 @@ impl Rows {
         let (kind, first, pages) = (self.kind.take(at), self.first_page.take(at), self.pages.take(at));
         let (page, state) = (self.page.take(at), self.state.take(at));
         let (huge, digest) = (self.huge.take(at), self.digest.take(at));
-        let parts = self.parts.each_mut().map(|part| part.take(at).map(unsigned));
+        let parts = [&mut self.part0, &mut self.part1, &mut self.part2, &mut self.part3];
+        let parts = parts.map(|part| part.take(at).map(unsigned));
         let frame = self.frame.take(at).map(unsigned_long);
         let event = match text(&event)? {
             word::SNAPSHOT => None,

@@ -13,6 +13,7 @@ use parquet::file::metadata::KeyValue;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::types::ColumnPath;
+use serde::Serialize;
 use std::collections::HashMap;
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -25,9 +26,8 @@ use thiserror::Error;
 const GROUP_ROWS: usize = 1 << 17;
 
 /// The numbers of items written.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Written {
-    /// Snapshots.
     pub snapshots: u64,
     /// Processes that existed at any time.
     pub processes: u64,
@@ -36,8 +36,10 @@ pub struct Written {
     /// Pages in the first snapshot.
     pub pages: u64,
     /// Page changes in the later snapshots.
+    #[serde(rename = "changed_pages")]
     pub changes: u64,
     /// Size of the file, bytes.
+    #[serde(rename = "file_bytes")]
     pub bytes: u64,
 }
 
@@ -164,10 +166,8 @@ pub fn write<S: Source>(path: &Path, origin: &Origin, source: &mut S) -> Result<
     Ok(writer.finish()?)
 }
 
-/// An error while writing a source's record.
 #[derive(Debug, Error)]
 pub enum WriteError<E> {
-    /// The source failed.
     #[error(transparent)]
     Source(E),
     /// The file cannot be written.

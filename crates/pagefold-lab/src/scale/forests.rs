@@ -11,7 +11,6 @@ use serde::Serialize;
 const UNIQUE_PAGES: u64 = 65_536;
 const STEP_NS: u64 = 1_000_000_000;
 
-/// One point of the curve.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct ForestPoint {
     /// Stable nodes (`X`).
@@ -37,7 +36,6 @@ impl ForestPoint {
     }
 }
 
-/// Measures one point.
 pub fn forest(nodes: u64, trees: u16) -> ForestPoint {
     let knobs = Knobs { smart_scan: false, merge_any: true, forest: Forest::Checksum { trees }, ..Knobs::default() };
     let mut sim = SimHost::new(1, Costs::default(), knobs);

@@ -25,7 +25,6 @@ const GRANULARITY_PAGEFOLD: (u32, u32) = (1, 64);
 /// An algorithm and ksmd's scan rate (not under pagefold).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GrowthRun {
-    /// The algorithm.
     pub algorithm: Algorithm,
     /// Pages in a batch of ksmd, one each 20 ms.
     pub pages_to_scan: u32,
@@ -34,18 +33,15 @@ pub struct GrowthRun {
 /// Results of an algorithm on one memory size.
 #[derive(Clone, Debug, Serialize)]
 pub struct Growth {
-    /// Memory in use, GiB.
     pub gib: u64,
     /// Processes at any time.
     pub processes: u64,
-    /// The algorithm.
     pub algorithm: Algorithm,
     /// Pages in a batch of ksmd, one each 20 ms; `None` if not fixed.
     pub pages_to_scan: Option<u32>,
     /// Pages per simulated page.
     #[serde(rename = "grain")]
     pub granularity: u32,
-    /// Simulated time, hours.
     pub hours: f64,
     /// Savable memory on average, bytes.
     pub savable_bytes: u64,
@@ -55,19 +51,16 @@ pub struct Growth {
     pub cpu_until_seconds: f64,
     /// CPU time per day after that, seconds; `None` if there was no time left.
     pub cpu_day_seconds: Option<f64>,
-    /// Total CPU time, seconds.
     pub cpu_seconds: f64,
     /// CPU time of the kernel's thread, seconds.
     pub kernel_cpu_seconds: f64,
     /// Comparisons of pages until 90 % were reached.
     pub comparisons_until: u64,
-    /// Comparisons of pages in all.
     pub comparisons: u64,
     /// Comparisons of hashes, if trees are ordered by them.
     pub hash_comparisons: u64,
     /// Pages scanned by the kernel's thread.
     pub scanned: u64,
-    /// Writes to merged pages.
     pub cow_breaks: u64,
     /// Mean share of the savable memory that was saved.
     pub saved_mean: f64,
@@ -112,7 +105,6 @@ impl Savable {
     }
 }
 
-/// The granularity for a machine and an algorithm.
 pub fn granularity_for(machine: ServerMemory, algorithm: Algorithm) -> u32 {
     let (simulated_log2, (finest, coarsest)) = match algorithm {
         Algorithm::Pagefold => (SIMULATED_LOG2_PAGEFOLD, GRANULARITY_PAGEFOLD),
@@ -122,7 +114,6 @@ pub fn granularity_for(machine: ServerMemory, algorithm: Algorithm) -> u32 {
     u32::try_from(wanted.next_power_of_two()).unwrap_or(u32::MAX).clamp(finest, coarsest)
 }
 
-/// Runs an algorithm on a machine.
 pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable: &Savable) -> Growth {
     let GrowthRun { algorithm, pages_to_scan } = runner;
     // Never recount resident pages: no process grows or shrinks here.
@@ -184,7 +175,6 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable:
     }
 }
 
-/// CPU time so far, seconds.
 fn cpu(run: &ReplayRun) -> f64 {
     let cost = run.sim.cost();
     (cost.pagefold_ns + cost.ksmd_ns) as f64 / NS_PER_S as f64
@@ -198,7 +188,6 @@ fn worth_a_point(curve: &[(f64, f64)], (hours, share): (f64, f64), reached: bool
 /// A result simulated page by page and several pages at a time.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figure {
-    /// Its name.
     pub name: &'static str,
     /// Simulated page by page.
     pub fine: f64,
@@ -207,7 +196,6 @@ pub struct Figure {
 }
 
 impl Figure {
-    /// The relative error of the coarse result.
     pub fn error(&self) -> f64 {
         self.coarse / self.fine - 1.0
     }
@@ -216,21 +204,16 @@ impl Figure {
 /// The error of an algorithm's results from simulating several pages as one.
 #[derive(Clone, Debug, Serialize)]
 pub struct GranularityCheck {
-    /// Memory in use, GiB.
     pub gib: u64,
-    /// Simulated time, hours.
     pub hours: f64,
-    /// The algorithm.
     pub algorithm: Algorithm,
     /// Pages per simulated page.
     #[serde(rename = "grain")]
     pub granularity: u32,
-    /// The figures.
     pub figures: Vec<Figure>,
 }
 
 impl GranularityCheck {
-    /// Compares a fine and a coarse run.
     pub fn new(fine: &Growth, coarse: &Growth) -> Self {
         let figure = |name, of: &dyn Fn(&Growth) -> Option<f64>| {
             Some(Figure { name, fine: of(fine)?, coarse: of(coarse)? }).filter(|figure| figure.fine > 0.0)

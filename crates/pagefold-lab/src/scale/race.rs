@@ -16,18 +16,14 @@ use serde::Serialize;
 const NS_PER_S: u64 = 1_000_000_000;
 const PAGES_PER_GIB: u64 = 1 << 18;
 
-/// The setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Race {
-    /// Available memory, GiB.
     pub node_gib: u64,
     /// Memory of each of the two instances, GiB.
     pub instance_gib: u64,
     /// Memory that the job takes in one step, GiB.
     pub step_gib: u64,
-    /// Time between steps, seconds.
     pub every_seconds: u64,
-    /// Number of steps.
     pub steps: u64,
     /// Start of the job, seconds.
     pub begins_seconds: u64,
@@ -37,7 +33,6 @@ pub struct Race {
     pub pages_to_scan: u32,
     /// Sleep between batches, milliseconds.
     pub sleep_ms: u32,
-    /// nuKSM's trees.
     pub trees: u16,
     /// Costs in per cent of those measured with little memory.
     pub cost_percent: u64,
@@ -66,7 +61,7 @@ impl Default for Race {
 }
 
 /// Results of an algorithm in a race.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Racer {
     /// The algorithm; `None`: no merging.
     pub algorithm: Option<Algorithm>,
@@ -82,23 +77,18 @@ pub struct Racer {
     pub saved_bytes: u64,
     /// Memory saved at the end, bytes.
     pub saved_end_bytes: u64,
-    /// Total CPU time, seconds.
     pub cpu_seconds: f64,
     /// Seconds, memory in use and memory saved, bytes.
     pub curve: Vec<(f64, u64, u64)>,
 }
 
-/// A race and its results.
 #[derive(Clone, Debug, Serialize)]
 pub struct RaceResult {
-    /// The setting.
     pub race: Race,
-    /// The results of each algorithm.
     pub racers: Vec<Racer>,
 }
 
 impl Racer {
-    /// The algorithm's name.
     pub fn name(&self) -> String {
         self.algorithm.map_or_else(|| "nobody".to_owned(), |algorithm| algorithm.to_string())
     }
@@ -165,17 +155,7 @@ impl Race {
             run.engine = None;
         }
         let room = self.node_gib << 30;
-        let mut racer = Racer {
-            algorithm,
-            exhausted_seconds: None,
-            most_bytes: 0,
-            first_seconds: None,
-            half_seconds: None,
-            saved_bytes: 0,
-            saved_end_bytes: 0,
-            cpu_seconds: 0.0,
-            curve: Vec::new(),
-        };
+        let mut racer = Racer { algorithm, ..Racer::default() };
         let mut index = 0;
         for second in 1..=self.for_seconds {
             run.run_until(second * NS_PER_S);

@@ -10,7 +10,6 @@ use pagefold_core::random::Random;
 use pagefold_core::units::{Pages, Permyriad};
 use pagefold_sim::{Behaviour, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
 
-/// Memory nodes.
 pub const NODES: u16 = 8;
 /// Processes of one service.
 const SIBLINGS: u64 = 4;
@@ -43,17 +42,14 @@ const KINDS: [Kind; 8] = [
     GUEST,
 ];
 
-/// A simulated machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerMemory {
-    /// Its memory in use, GiB.
     pub gib: u64,
     /// Simulated time, nanoseconds.
     pub for_ns: u64,
 }
 
 impl ServerMemory {
-    /// Pages in use.
     pub fn pages(self) -> u64 {
         self.gib * PAGES_PER_GIB
     }
@@ -63,7 +59,6 @@ impl ServerMemory {
         self.gib.clamp(*PROCESSES.start(), *PROCESSES.end())
     }
 
-    /// Fills an empty machine.
     pub fn populate(self, sim: SimHost, knobs: &Knobs) -> SimHost {
         let pages = self.pages() / u64::from(knobs.granularity) / self.processes();
         // A twentieth of the memory is free.

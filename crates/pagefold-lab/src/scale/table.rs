@@ -1,7 +1,7 @@
 //! Text output of the results.
 
-use super::{RaceResult, Scaling, name};
-use pagefold_cli::table::Table;
+use super::{Growth, RaceResult, Racer, Scaling, name};
+use crate::columns::table;
 use std::fmt;
 
 fn gib(bytes: u64) -> String {
@@ -25,11 +25,6 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// A table whose first `texts` columns are text.
-fn table(header: &[&str], texts: usize) -> Table {
-    Table::new(header.iter().copied(), |column| column >= texts)
-}
-
 impl fmt::Display for Scaling {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.growth(f)?;
@@ -43,49 +38,36 @@ impl Scaling {
     fn growth(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(first) = self.growth.first() else { return Ok(()) };
         writeln!(f, "Growing memory, {:.1} h of each size; 90 % of the savable memory:\n", first.hours)?;
-        let mut rows = table(
-            &[
-                "GiB",
-                "processes",
-                "algorithm",
-                "savable GiB",
-                "90 % after",
-                "CPU until then",
-                "CPU a day after",
-                "ksmd's part",
-                "comparisons, M",
-                "saved on average",
-                "at the end",
-                "index MiB",
-                "metadata MiB",
-                "granularity",
-            ],
+        let mib = |bytes: u64| match bytes {
+            0 => "-".to_owned(),
+            _ => format!("{:.0}", bytes as f64 / f64::from(1 << 20)),
+        };
+        let comparisons = |growth: &Growth| match growth.hash_comparisons {
+            0 => millions(growth.comparisons),
+            hashes => format!("{} + {} of hashes", millions(growth.comparisons), millions(hashes)),
+        };
+        let rows = table(
             3,
+            &self.growth,
+            &[
+                ("GiB", &|growth| growth.gib.to_string()),
+                ("processes", &|growth| growth.processes.to_string()),
+                ("algorithm", &name),
+                ("savable GiB", &|growth| gib(growth.savable_bytes)),
+                ("90 % after", &|growth| growth.reached_seconds.map_or_else(|| "never".to_owned(), time)),
+                ("CPU until then", &|growth| {
+                    growth.reached_seconds.map_or_else(|| "-".to_owned(), |_| time(growth.cpu_until_seconds))
+                }),
+                ("CPU a day after", &|growth| time(growth.cpu_day_seconds.unwrap_or(growth.cpu_seconds))),
+                ("ksmd's part", &|growth| percent(growth.kernel_cpu_seconds / growth.cpu_seconds.max(1e-9))),
+                ("comparisons, M", &comparisons),
+                ("saved on average", &|growth| percent(growth.saved_mean)),
+                ("at the end", &|growth| percent(growth.saved_end)),
+                ("index MiB", &|growth| mib(growth.index_bytes)),
+                ("metadata MiB", &|growth| mib(growth.metadata_bytes)),
+                ("granularity", &|growth| growth.granularity.to_string()),
+            ],
         );
-        for growth in &self.growth {
-            let reached = growth.reached_seconds;
-            let hashes = growth.hash_comparisons;
-            let mib = |bytes: u64| {
-                if bytes == 0 { "-".to_owned() } else { format!("{:.0}", bytes as f64 / f64::from(1 << 20)) }
-            };
-            rows.add_row([
-                growth.gib.to_string(),
-                growth.processes.to_string(),
-                name(growth),
-                gib(growth.savable_bytes),
-                reached.map_or_else(|| "never".to_owned(), time),
-                reached.map_or_else(|| "-".to_owned(), |_| time(growth.cpu_until_seconds)),
-                growth.cpu_day_seconds.map_or_else(|| time(growth.cpu_seconds), time),
-                percent(growth.kernel_cpu_seconds / growth.cpu_seconds.max(1e-9)),
-                millions(growth.comparisons)
-                    + &if hashes > 0 { format!(" + {} of hashes", millions(hashes)) } else { String::new() },
-                percent(growth.saved_mean),
-                percent(growth.saved_end),
-                mib(growth.index_bytes),
-                mib(growth.metadata_bytes),
-                growth.granularity.to_string(),
-            ]);
-        }
         writeln!(f, "{rows}\n")?;
         writeln!(f, "If 90 % is never reached, the CPU time of a day is that of the whole run.\n")
     }
@@ -99,19 +81,23 @@ impl Scaling {
             first.hours * 60.0,
             first.granularity
         )?;
-        let mut rows = table(&["algorithm", "figure", "page by page", "coarse", "error"], 2);
-        for check in &self.granularity {
-            for figure in &check.figures {
-                let number = |value: f64| if value >= 100.0 { format!("{value:.0}") } else { format!("{value:.3}") };
-                rows.add_row([
-                    check.algorithm.to_string(),
-                    figure.name.to_owned(),
-                    number(figure.fine),
-                    number(figure.coarse),
-                    percent(figure.error()),
-                ]);
-            }
-        }
+        let number = |value: f64| if value >= 100.0 { format!("{value:.0}") } else { format!("{value:.3}") };
+        let figures: Vec<_> = self
+            .granularity
+            .iter()
+            .flat_map(|check| check.figures.iter().map(move |figure| (check.algorithm, figure)))
+            .collect();
+        let rows = table(
+            2,
+            &figures,
+            &[
+                ("algorithm", &|(algorithm, _)| algorithm.to_string()),
+                ("figure", &|(_, figure)| figure.name.to_owned()),
+                ("page by page", &|(_, figure)| number(figure.fine)),
+                ("coarse", &|(_, figure)| number(figure.coarse)),
+                ("error", &|(_, figure)| percent(figure.error())),
+            ],
+        );
         writeln!(f, "{rows}\n")
     }
 
@@ -120,31 +106,20 @@ impl Scaling {
             return Ok(());
         }
         writeln!(f, "Forests: comparisons of a unique page, and the time of a scan:\n")?;
-        let mut rows = table(
-            &[
-                "stable nodes",
-                "trees",
-                "stable tree",
-                "log2(1 + nodes/trees)",
-                "difference",
-                "unstable tree",
-                "round s",
-                "pairs lost",
-            ],
+        let rows = table(
             0,
+            &self.forests,
+            &[
+                ("stable nodes", &|point| point.nodes.to_string()),
+                ("trees", &|point| point.trees.to_string()),
+                ("stable tree", &|point| format!("{:.2}", point.stable)),
+                ("log2(1 + nodes/trees)", &|point| format!("{:.2}", point.law)),
+                ("difference", &|point| format!("{:+.2}", point.deviation())),
+                ("unstable tree", &|point| format!("{:.2}", point.unstable)),
+                ("round s", &|point| format!("{:.2}", point.round_seconds)),
+                ("pairs lost", &|point| point.lost.to_string()),
+            ],
         );
-        for point in &self.forests {
-            rows.add_row([
-                point.nodes.to_string(),
-                point.trees.to_string(),
-                format!("{:.2}", point.stable),
-                format!("{:.2}", point.law),
-                format!("{:+.2}", point.deviation()),
-                format!("{:.2}", point.unstable),
-                format!("{:.2}", point.round_seconds),
-                point.lost.to_string(),
-            ]);
-        }
         writeln!(f, "{rows}\n")?;
         let most = self.forests.iter().map(|point| point.deviation().abs()).fold(0.0, f64::max);
         writeln!(f, "The largest deviation from the law is {most:.2} comparisons.\n")
@@ -162,31 +137,22 @@ fn show_race(f: &mut fmt::Formatter<'_>, RaceResult { race, racers }: &RaceResul
         race.complete_seconds(),
         race.cost_percent
     )?;
-    let mut rows = table(
-        &[
-            "algorithm",
-            "out of memory",
-            "most in use GiB",
-            "1 GiB saved after",
-            "half after",
-            "saved GiB when the job is complete",
-            "in the end",
-            "CPU s",
-        ],
+    let seconds = |before: &str, seconds: Option<f64>, never: &str| {
+        seconds.map_or_else(|| never.to_owned(), |at| format!("{before}{at:.0} s"))
+    };
+    let rows = table(
         1,
+        racers,
+        &[
+            ("algorithm", &Racer::name),
+            ("out of memory", &|racer| seconds("at ", racer.exhausted_seconds, "finished")),
+            ("most in use GiB", &|racer| gib(racer.most_bytes)),
+            ("1 GiB saved after", &|racer| seconds("", racer.first_seconds, "never")),
+            ("half after", &|racer| seconds("", racer.half_seconds, "never")),
+            ("saved GiB when the job is complete", &|racer| gib(racer.saved_bytes)),
+            ("in the end", &|racer| gib(racer.saved_end_bytes)),
+            ("CPU s", &|racer| format!("{:.0}", racer.cpu_seconds)),
+        ],
     );
-    for racer in racers {
-        let after = |seconds: Option<f64>| seconds.map_or_else(|| "never".to_owned(), |at| format!("{at:.0} s"));
-        rows.add_row([
-            racer.name(),
-            racer.exhausted_seconds.map_or_else(|| "finished".to_owned(), |at| format!("at {at:.0} s")),
-            gib(racer.most_bytes),
-            after(racer.first_seconds),
-            after(racer.half_seconds),
-            gib(racer.saved_bytes),
-            gib(racer.saved_end_bytes),
-            format!("{:.0}", racer.cpu_seconds),
-        ]);
-    }
     writeln!(f, "{rows}\n")
 }

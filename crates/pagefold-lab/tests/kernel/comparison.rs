@@ -59,6 +59,18 @@ pub struct Counters {
     pub full_scans: u64,
 }
 
+impl Counters {
+    /// What grows with each scan, counted from an earlier reading; everything else as it is.
+    fn since(self, before: &Self) -> Self {
+        Self {
+            scanned: self.scanned - before.scanned,
+            cpu_ns: self.cpu_ns - before.cpu_ns,
+            full_scans: self.full_scans - before.full_scans,
+            ..self
+        }
+    }
+}
+
 /// Observations of ksmd, and the script that repeats them in the model.
 pub struct Observations {
     setting: Setting,
@@ -114,13 +126,7 @@ impl KernelUnderTest {
         let rests = || anyhow::Ok(self.control.ksmd().rests()?.then_some(()));
         Interrupt::default().wait(Duration::from_secs(60), rests).unwrap().expect("ksmd must become idle");
         let after = self.read();
-        let since = |of: fn(&Counters) -> u64| of(&after) - of(&before);
-        Counters {
-            scanned: since(|counters| counters.scanned),
-            cpu_ns: since(|counters| counters.cpu_ns),
-            full_scans: since(|counters| counters.full_scans),
-            ..after
-        }
+        after.since(&before)
     }
 
     /// Resets KSM to its state after boot.
@@ -255,15 +261,7 @@ fn model(observed: &Observations) -> Vec<Counters> {
             cpu_ns: sim.cost().ksmd_ns,
             full_scans: ksm.full_scans,
         };
-        let since = |of: fn(&Counters) -> u64| of(&after) - of(&before);
-        let counters = Counters {
-            scanned: since(|counters| counters.scanned),
-            cpu_ns: since(|counters| counters.cpu_ns),
-            full_scans: since(|counters| counters.full_scans),
-            ..after
-        };
-        before = after;
-        counters
+        after.since(&std::mem::replace(&mut before, after))
     };
     (1..).zip(&observed.kernel).map(scan).collect()
 }

@@ -4,13 +4,12 @@
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::page_tables::most_and_mean;
 use crate::bench::policy::{Policy, SUBJECT};
-use crate::bench::report::{ExperimentReport, Limit, Picture, PolicyRun};
+use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::Target;
 use pagefold_core::units::Permyriad;
 use pagefold_workload::Activity;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "cow-breaker",
     claim: "UKSM: 2 GiB, one whole page written every 10 ms with the same content, in order: left alone by default; with the \
@@ -71,12 +70,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
     drop(sequence);
     report.bar_on_answers();
-    report.pictures.push(Picture {
-        name: "equal-cpu",
-        title: "memory saved at equal CPU, with the filter off".to_owned(),
-        subtitle: format!("MiB on average over {seconds} s, from the page tables"),
+    report.picture(
+        "equal-cpu",
+        "memory saved at equal CPU, with the filter off",
+        format!("MiB on average over {seconds} s, from the page tables"),
         rows,
-    });
+    );
     if !setting.quick {
         let name = "average savings with the filter off relative to KSM at equal CPU (smallest of three)";
         report.bar(name, Limit::AtLeast(5.0), least);

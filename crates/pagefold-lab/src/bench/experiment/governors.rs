@@ -3,11 +3,10 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, Policy};
-use crate::bench::report::{ExperimentReport, Limit, Picture};
+use crate::bench::report::{ExperimentReport, Limit};
 use crate::bench::sampler::largest_share;
 use pagefold_workload::Segment;
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "governors",
     claim: "UKSM: full, medium, low and quiet take at most 95, 50, 20 and 1 % of a core; each step halves the CPU and \
@@ -76,11 +75,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
     drop(sequence);
     report.bar_on_answers();
-    report.pictures.push(Picture {
-        name: "share",
-        title: "CPU of the governors".to_owned(),
-        subtitle: "largest share of a core over any 10 s, per cent; pagefold, its injector and ksmd".to_owned(),
+    report.picture(
+        "share",
+        "CPU of the governors",
+        "largest share of a core over any 10 s, per cent; pagefold, its injector and ksmd",
         rows,
-    });
+    );
     Ok(())
 }

@@ -9,11 +9,12 @@ mod pages;
 mod scanner;
 
 use self::pages::{PageSet, TestPage};
-use self::scanner::{Contender, LinesForm, PaperForm, Pass, Scanner, Strengths, Xxh3, Xxh64, full};
+use self::scanner::{Contender, Pass, Scanner, Strengths, Xxh64, full};
 use super::{Experiment, ExperimentSetting, median, mib};
 use crate::bench::report::{ExperimentReport, Limit};
+use pagefold_core::hash::Digester;
+use pagefold_sim::partial_hash::{LineHash, WordHash};
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "hash",
     claim: "UKSM 8.3.1: pages that differ everywhere are scanned at least 5.9 times as fast as with a full hash of the same \
@@ -41,12 +42,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         set.fill(&mut memory);
         let mut scanner = Scanner::new(&memory, round_pages);
         let mut contenders: [Box<dyn Contender>; 6] = [
-            scanner.adaptive(PaperForm::new(SEED)),
-            full(PaperForm::new(SEED)),
-            scanner.adaptive(LinesForm::new(SEED)),
-            full(LinesForm::new(SEED)),
+            scanner.adaptive(WordHash::new(SEED)),
+            full(WordHash::new(SEED)),
+            scanner.adaptive(LineHash::new(SEED)),
+            full(LineHash::new(SEED)),
             full(Xxh64(SEED)),
-            full(Xxh3::new(SEED)),
+            full(Digester::new(SEED)),
         ];
         for contender in &mut contenders {
             for _ in 0..settling_rounds {

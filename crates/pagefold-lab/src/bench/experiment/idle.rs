@@ -2,12 +2,11 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Policy, SUBJECT};
-use crate::bench::report::{ExperimentReport, Limit, MachineDescription, Picture};
+use crate::bench::report::{ExperimentReport, Limit, MachineDescription};
 use crate::bench::sampler::spent_between;
 use anyhow::ensure;
 use pagefold_workload::Segment;
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "idle",
     claim: "UKSM: with nothing to merge UKSM takes 0.2 % of a core (required: for pagefold and ksmd together, watching 8 GiB)",
@@ -50,12 +49,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
     drop(sequence);
     report.bar_on_answers();
-    report.pictures.push(Picture {
-        name: "watching",
-        title: "watching memory without duplicates".to_owned(),
-        subtitle: format!("per cent of a core, pagefold and ksmd, over {seconds} s after {settle} s of settling"),
+    report.picture(
+        "watching",
+        "watching memory without duplicates",
+        format!("per cent of a core, pagefold and ksmd, over {seconds} s after {settle} s of settling"),
         rows,
-    });
+    );
     if let (false, Some((gib, percent))) = (setting.quick, judged) {
         let name = format!("CPU of pagefold and ksmd watching {gib:.2} GiB, per cent of a core");
         report.bar(name, Limit::AtMost(0.2), Some(percent));

@@ -7,7 +7,6 @@ use crate::programs::Target;
 use pagefold_workload::Activity;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "mapper",
     claim: "a program that maps and unmaps without a pause keeps at least 0.95 of its speed while it is sampled and merged",

@@ -12,14 +12,13 @@ mod model;
 mod place;
 
 use super::{Experiment, ExperimentSetting};
-use crate::bench::report::{ExperimentReport, Limit, Picture, Placed, PolicyRun};
+use crate::bench::report::{ExperimentReport, Limit, Placed, PolicyRun};
 use model::{PROGRAMS, Program, fairness};
 use pagefold_core::placement::policy::Latencies;
 use place::{FAIR, FOUR, FOUR_NODES, KERNEL, KSM, LOCAL_ONLY, Nodes, PRIORITIES, PRIORITY, THREE};
 use std::rc::Rc;
 use std::time::Duration;
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "numa",
     claim: "nuKSM: merging slows two programs on two nodes equally (fairness 0.94 to 0.99, KSM: 0.70 to 0.85), with the same \
@@ -144,12 +143,12 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) 
             off(&fair).map(|off| 100.0 * off),
         );
         if set.is_empty() {
-            report.pictures.push(Picture {
-                name: "fairness",
-                title: "two programs on two nodes".to_owned(),
-                subtitle: "fairness: smaller slowdown / larger slowdown; modelled on real placements".to_owned(),
+            report.picture(
+                "fairness",
+                "two programs on two nodes",
+                "fairness: smaller slowdown / larger slowdown; modelled on real placements",
                 rows,
-            });
+            );
         }
     }
     judge_priorities(report);
@@ -172,12 +171,12 @@ fn judge_priorities(report: &mut ExperimentReport) {
         worst = Some(worst.map_or(off, |worst| worst.max(off)));
     }
     report.bar("priority: largest deviation of local pages, percentage points", Limit::AtMost(POINTS), worst);
-    report.pictures.push(Picture {
-        name: "priority",
-        title: "local merged pages by priority".to_owned(),
-        subtitle: "per cent of the merged pages on the first program's node, by the ratio of priorities".to_owned(),
+    report.picture(
+        "priority",
+        "local merged pages by priority",
+        "per cent of the merged pages on the first program's node, by the ratio of priorities",
         rows,
-    });
+    );
 }
 
 /// Compares the CPU time of pagefold and ksmd with placement and without. Takes the fastest run of each, since the

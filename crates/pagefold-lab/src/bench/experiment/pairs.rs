@@ -3,10 +3,9 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{Enough, Policy};
-use crate::bench::report::{ExperimentReport, Limit, Picture};
+use crate::bench::report::{ExperimentReport, Limit};
 use pagefold_workload::Segment;
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "pairs",
     claim: "ours: of contents that exist exactly twice, 99 % is saved within three times an oracle's time and 0.6 of the CPU time of \
@@ -45,12 +44,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         report.runs.iter().filter_map(|run| Some((run.policy.clone(), run.reaching(0.99, whole)?))).collect();
     let (own, oracles, everythings) = (to_99(&full), to_99(&Policy::Oracle), to_99(&Policy::KsmEverything));
     let rows = reached.iter().map(|(name, point)| (name.clone(), point.cpu_seconds())).collect();
-    report.pictures.push(Picture {
-        name: "cpu-to-99-percent",
-        title: "CPU until 99 % is saved".to_owned(),
-        subtitle: "CPU seconds of pagefold and ksmd; policies that did not reach it are left out".to_owned(),
+    report.picture(
+        "cpu-to-99-percent",
+        "CPU until 99 % is saved",
+        "CPU seconds of pagefold and ksmd; policies that did not reach it are left out",
         rows,
-    });
+    );
     for (name, point) in reached {
         report.figure(format!("seconds to 99 %, {name}"), point.seconds);
         report.figure(format!("CPU seconds to 99 %, {name}"), point.cpu_seconds());

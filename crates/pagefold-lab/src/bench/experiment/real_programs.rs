@@ -3,8 +3,7 @@
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::policy::Policy;
 use crate::bench::report::{ExperimentReport, Limit};
-use crate::programs::{MariaDbData, RedisData, Target};
-use anyhow::Context;
+use crate::programs::{MariaDbData, RedisData, Target, scratch};
 use pagefold_workload::Segment;
 
 /// The databases alone. Most of what is scanned merges, and merging costs every policy the same, so even the oracle
@@ -31,8 +30,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, random_mi
     let (keys, rows, seconds) = if setting.quick { (10_000, 4_000, 10) } else { (100_000, 80_000, 60) };
     let parameters = [("redis_keys", keys), ("mariadb_rows", rows), ("random_mib", random_mib), ("seconds", seconds)];
     report.parameters.extend(parameters);
-    let scratch =
-        tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("cannot create a scratch directory")?;
+    let scratch = scratch()?;
     eprintln!("{}: making the data", report.experiment);
     let redis = RedisData::make(scratch.path(), keys)?;
     let mariadb = MariaDbData::make(scratch.path(), rows)?;
@@ -53,12 +51,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, random_mi
     if setting.quick {
         return Ok(());
     }
-    let ratio = |report: &ExperimentReport, name: &str| report.ratios.get(name).copied();
-    let measured = ratio(report, "saved_vs_ksm-everything");
-    report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.9), measured);
-    let measured = ratio(report, "cpu_vs_ksm-everything");
-    report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(0.5), measured);
-    let measured = ratio(report, "cpu_vs_oracle");
-    report.bar("CPU time relative to the oracle", Limit::AtMost(2.0), measured);
+    let (saved, cpu) = (report.ratio("saved_vs_ksm-everything"), report.ratio("cpu_vs_ksm-everything"));
+    report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.9), saved);
+    report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(0.5), cpu);
+    report.bar("CPU time relative to the oracle", Limit::AtMost(2.0), report.ratio("cpu_vs_oracle"));
     Ok(())
 }

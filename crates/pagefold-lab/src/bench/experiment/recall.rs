@@ -5,10 +5,11 @@ use super::{Experiment, ExperimentSetting, side_by_side};
 use crate::bench::policy::{Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, MachineDescription};
 use crate::programs::{
-    GuestImage, GuestTools, JavaProgram, JavaTools, MariaDbData, PythonData, PythonTools, RedisData, Target,
+    GuestImage, GuestTools, JavaProgram, JavaTools, MariaDbData, PythonData, PythonTools, RedisData, Target, scratch,
 };
 use anyhow::{Context, ensure};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
+use pagefold_linux::os::fields::number;
 use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
 use pagefold_linux::proc::process::Process;
 use std::cell::{Cell, RefCell};
@@ -17,7 +18,6 @@ use std::ops::{AddAssign, Range};
 use std::path::Path;
 use std::rc::Rc;
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "recall",
     claim: "ours: on redis, mariadb, python, java and QEMU guests pagefold saves at least 97 % of what KSM saves by scanning \
@@ -79,8 +79,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let free = MachineDescription::available_mib();
         ensure!(free >= NEEDED_MIB, "needs {NEEDED_MIB} MiB of memory, but only {free} MiB are available");
     }
-    let scratch =
-        tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("cannot create a scratch directory")?;
+    let scratch = scratch()?;
     eprintln!("{}: making the data", report.experiment);
     let kinds = kinds(&sizes, scratch.path())?;
     report.parameters.extend([
@@ -197,16 +196,13 @@ fn put_bars(report: &mut ExperimentReport) {
     let in_time = report.run(SUBJECT).map(|run| run.saved_mib_within(SECONDS as f64));
     let in_time = whole.zip(in_time).map(|(whole, in_time)| in_time / whole);
     report.bar("savings within 60 s relative to KSM scanning everything", Limit::AtLeast(0.97), in_time);
-    let ratio = |report: &ExperimentReport, name: &str| report.ratios.get(name).copied();
-    let measured = ratio(report, "saved_vs_ksm-everything");
-    report.bar("savings at the end relative to KSM scanning everything", Limit::AtLeast(0.97), measured);
-    let measured = ratio(report, "cpu_vs_ksm-everything");
-    report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(1.0 / 3.0), measured);
+    let (saved, cpu) = (report.ratio("saved_vs_ksm-everything"), report.ratio("cpu_vs_ksm-everything"));
+    report.bar("savings at the end relative to KSM scanning everything", Limit::AtLeast(0.97), saved);
+    report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(1.0 / 3.0), cpu);
     let figure = |report: &ExperimentReport, name: &str| report.figures.get(&format!("{SUBJECT}_{name}")).copied();
-    let measured = figure(report, "all_merged_of_marked");
-    report.bar("share merged of the marked pages that are present", Limit::AtLeast(0.75), measured);
-    let measured = figure(report, "java_heap_marked");
-    report.bar("share marked of java's heap", Limit::AtMost(0.1), measured);
+    let (merged, heap) = (figure(report, "all_merged_of_marked"), figure(report, "java_heap_marked"));
+    report.bar("share merged of the marked pages that are present", Limit::AtLeast(0.75), merged);
+    report.bar("share marked of java's heap", Limit::AtMost(0.1), heap);
 }
 
 /// Page counts of a process.
@@ -276,8 +272,7 @@ fn pages_of(start: u64, end: u64) -> Pages {
 }
 
 fn zero_pages(ksm_stat: &[u8]) -> Option<Pages> {
-    let text = std::str::from_utf8(ksm_stat).ok()?;
-    text.lines().find_map(|line| line.strip_prefix("ksm_zero_pages"))?.trim().parse().ok().map(Pages)
+    number(ksm_stat, "ksm_zero_pages").ok().map(Pages)
 }
 
 /// A program whose pages are counted at each check: before its memory is marked, while it is merged, and afterwards.

@@ -17,7 +17,6 @@ use pagefold_linux::scope::eligible::eligible_mappings;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::io::IoSliceMut;
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "scan",
     claim: "ours: sampling costs at most 1.5 times as much per page as a bare loop of process_vm_readv over the same pages, and \

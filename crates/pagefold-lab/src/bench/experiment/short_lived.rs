@@ -5,7 +5,7 @@
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::daemon;
 use crate::bench::policy::SUBJECT;
-use crate::bench::report::{Answers, ExperimentReport, Limit, Picture, PolicyRun};
+use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
 use anyhow::{Context, ensure};
 use pagefold_core::units::Pages;
@@ -14,7 +14,6 @@ use pagefold_workload::Activity;
 use pagefold_workload::{Tenant, TenantSpec, Verdict};
 use std::time::{Duration, Instant};
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "short-lived",
     claim: "UKSM: 500 MB mapped for T, then unmapped for T: ignored by default; with sensitive settings almost all is merged at \
@@ -96,12 +95,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
     drop(sequence);
     report.bar_on_answers();
-    report.pictures.push(Picture {
-        name: "merged",
-        title: "share merged of memory mapped for T".to_owned(),
-        subtitle: format!("of {size_mib} MiB, just before it is unmapped; median of {cycles} lifetimes"),
+    report.picture(
+        "merged",
+        "share merged of memory mapped for T",
+        format!("of {size_mib} MiB, just before it is unmapped; median of {cycles} lifetimes"),
         rows,
-    });
+    );
     if let Some(smallest) = smallest {
         report.figure("smallest T at which half is merged, sensitive, s", smallest as f64 / 1000.0);
     }

@@ -3,9 +3,9 @@
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::policy::Policy;
 use crate::bench::report::{ExperimentReport, Limit};
+use pagefold_core::units::Pages;
 use pagefold_workload::Segment;
 
-/// See the module documentation.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "static-mix",
     claim: "UKSM: one program fills 4 GiB with one page content, another 4 GiB at random; all is merged in 5 s, and a CPU \
@@ -32,7 +32,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     side_by_side(setting, report, &policies, start)?;
     report.compare(&ours.to_string());
 
-    let whole = pages_saved(pages);
+    // All but one of the equal pages.
+    let whole = Pages(pages.saturating_sub(1)).bytes().0;
     let time = |policy: &Policy| report.run(&policy.to_string())?.reaching(0.99, whole).map(|point| point.seconds);
     let (own, oracles) = (time(&ours), time(&Policy::Oracle));
     let Some(run) = report.run(&ours.to_string()).cloned() else { return Ok(()) };
@@ -44,11 +45,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.bar("share saved of the possible savings", Limit::AtLeast(0.99), Some(saved));
     let measured = own.zip(oracles).map(|(own, oracles)| own / oracles);
     report.bar("time to 99 % relative to the oracle", Limit::AtMost(2.0), measured);
-    let ratio = |report: &ExperimentReport, peer: &Policy| {
-        report.ratios.get(&format!("saved_per_cpu_second_vs_{peer}")).copied()
-    };
     for (peer, limit) in [(&paced, 20.0), (&Policy::Oracle, 0.6)] {
-        let measured = ratio(report, peer);
+        let measured = report.ratio(&format!("saved_per_cpu_second_vs_{peer}"));
         report.bar(format!("savings per CPU second relative to {peer}"), Limit::AtLeast(limit), measured);
     }
     // A difference rather than a ratio, since the advisor may have saved nothing.
@@ -56,9 +54,4 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let more = run.mib_per_cpu_second().zip(advisors).map(|(own, advisors)| own - advisors);
     report.bar(format!("MiB per CPU second beyond those of {advised}"), Limit::AtLeast(f64::MIN_POSITIVE), more);
     Ok(())
-}
-
-/// Bytes saved by merging this number of equal pages: all but one.
-fn pages_saved(pages: u64) -> u64 {
-    pagefold_core::units::Pages(pages.saturating_sub(1)).bytes().0
 }

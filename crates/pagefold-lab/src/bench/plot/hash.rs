@@ -11,7 +11,6 @@ use pagefold_workload::contents::fill;
 use plotters::prelude::*;
 use plotters::style::text_anchor::HPos;
 
-/// Draws the charts and returns their file names and contents.
 pub fn charts(report: &ExperimentReport) -> Vec<(String, String)> {
     let mut charts = vec![("hash-avalanche.svg".to_owned(), avalanche())];
     for (form, full) in [("paper32", WordHash::FULL), ("lines", LineHash::FULL)] {

@@ -11,11 +11,9 @@ use pagefold_workload::contents::{fill, fill_but_tail, printable};
 pub struct TestPage(pub PageBytes);
 
 impl TestPage {
-    /// A page of zeros.
     pub const ZERO: Self = Self([0; PAGE_SIZE]);
 }
 
-/// A set of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageSet {
     /// No two pages have the same word at the same offset.
@@ -32,10 +30,8 @@ pub enum PageSet {
 }
 
 impl PageSet {
-    /// All sets.
     pub const ALL: [Self; 5] = [Self::Random, Self::OneWord, Self::Tails, Self::Identical, Self::Mix];
 
-    /// Its name in the report.
     pub fn name(self) -> &'static str {
         match self {
             Self::Random => "random",
@@ -46,7 +42,6 @@ impl PageSet {
         }
     }
 
-    /// Fills these pages.
     pub fn fill(self, pages: &mut [TestPage]) {
         for (TestPage(page), number) in pages.iter_mut().zip(0..) {
             match self {

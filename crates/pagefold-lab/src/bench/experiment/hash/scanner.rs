@@ -1,7 +1,7 @@
 //! Scans pages with different hashes and measures the cost.
 
 use super::pages::TestPage;
-use pagefold_core::hash::{Digester, PageBytes, is_zero};
+use pagefold_core::hash::{Digest, Digester, PageBytes, is_zero};
 use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_sim::partial_hash::{LineHash, PartialHash, RoundCost, StrengthController, WordHash};
 use std::hint::black_box;
@@ -10,7 +10,6 @@ use twox_hash::XxHash64;
 
 /// A page hash. Only a page of zeros hashes to zero.
 pub trait Form {
-    /// Its name in the report.
     const NAME: &'static str;
     /// Its full strength.
     const FULL: u32;
@@ -20,24 +19,14 @@ pub trait Form {
     fn strengthen(&self, page: &PageBytes, hash: u64, strength: u32) -> u64;
 }
 
-/// [`WordHash`].
-pub struct PaperForm(WordHash);
-
-impl PaperForm {
-    /// Creates the hash with a seed.
-    pub fn new(seed: u64) -> Self {
-        Self(WordHash::new(seed))
-    }
-}
-
 /// Replaces a 32-bit state of 0 of a page that is not all zeros.
 const PAPER_ZERO: u64 = 1 << 32;
 
-impl Form for PaperForm {
+impl Form for WordHash {
     const NAME: &'static str = "paper32";
-    const FULL: u32 = WordHash::FULL;
+    const FULL: u32 = <Self as PartialHash>::FULL;
     fn hash(&self, page: &PageBytes, strength: u32) -> u64 {
-        match self.0.hash(page, strength) {
+        match PartialHash::hash(self, page, strength) {
             0 if is_zero(page) => 0,
             0 => PAPER_ZERO,
             state => state.into(),
@@ -45,28 +34,18 @@ impl Form for PaperForm {
     }
     fn strengthen(&self, page: &PageBytes, hash: u64, strength: u32) -> u64 {
         let state = u32::try_from(hash).unwrap_or(0);
-        u64::from(self.0.forward(page, state, strength, Self::FULL)).max(1)
+        u64::from(self.forward(page, state, strength, <Self as Form>::FULL)).max(1)
     }
 }
 
-/// [`LineHash`].
-pub struct LinesForm(LineHash);
-
-impl LinesForm {
-    /// Creates the hash with a seed.
-    pub fn new(seed: u64) -> Self {
-        Self(LineHash::new(seed))
-    }
-}
-
-impl Form for LinesForm {
+impl Form for LineHash {
     const NAME: &'static str = "lines";
-    const FULL: u32 = LineHash::FULL;
+    const FULL: u32 = <Self as PartialHash>::FULL;
     fn hash(&self, page: &PageBytes, strength: u32) -> u64 {
-        self.0.digest(page, strength).0
+        self.digest(page, strength).0
     }
     fn strengthen(&self, page: &PageBytes, hash: u64, strength: u32) -> u64 {
-        self.0.redigest(page, pagefold_core::hash::Digest(hash), strength, Self::FULL).0
+        self.redigest(page, Digest(hash), strength, <Self as Form>::FULL).0
     }
 }
 
@@ -85,20 +64,11 @@ impl Form for Xxh64 {
 }
 
 /// XXH3 of the whole page, as pagefold computes it.
-pub struct Xxh3(Digester);
-
-impl Xxh3 {
-    /// Creates the hash with a seed.
-    pub fn new(seed: u64) -> Self {
-        Self(Digester::new(seed))
-    }
-}
-
-impl Form for Xxh3 {
+impl Form for Digester {
     const NAME: &'static str = "xxh3";
     const FULL: u32 = 1;
     fn hash(&self, page: &PageBytes, _: u32) -> u64 {
-        self.0.digest(page).0
+        self.digest(page).0
     }
     fn strengthen(&self, _: &PageBytes, hash: u64, _: u32) -> u64 {
         hash
@@ -262,7 +232,6 @@ pub fn full<F: Form + 'static>(form: F) -> Box<dyn Contender> {
 
 /// A hash, with fixed or adaptive strength.
 pub trait Contender {
-    /// Its name in the report.
     fn name(&self) -> String;
     /// Scans the pages of the next round and adds the cost to a pass.
     fn round(&mut self, scanner: &mut Scanner<'_>, pass: &mut Pass);
@@ -322,7 +291,6 @@ pub struct Strengths {
 }
 
 impl Strengths {
-    /// Returns whether the controller is stable.
     pub fn is_stable(&self) -> bool {
         self.controller.is_stable()
     }
@@ -481,13 +449,13 @@ mod tests {
             let mut scanner = Scanner::new(&pages, 512);
             let mut found = Vec::new();
             for strength in [1, 3, 64] {
-                let form = LinesForm::new(1);
+                let form = LineHash::new(1);
                 found.push((0..2).map(|_| scanner.round(&form, strength).duplicates).sum::<u64>());
-                let form = PaperForm::new(1);
+                let form = WordHash::new(1);
                 found.push((0..2).map(|_| scanner.round(&form, strength * 16).duplicates).sum());
             }
             found.push((0..2).map(|_| scanner.round(&Xxh64(1), 1).duplicates).sum());
-            found.push((0..2).map(|_| scanner.round(&Xxh3::new(1), 1).duplicates).sum());
+            found.push((0..2).map(|_| scanner.round(&Digester::new(1), 1).duplicates).sum());
             assert_eq!(found, [expected as u64; 8], "{set:?}");
         }
     }

@@ -4,14 +4,15 @@
 use super::NumaSizes;
 use crate::bench::experiment::ExperimentSetting;
 use crate::bench::report::{ExperimentReport, Failure, PolicyRun};
-use crate::programs::{NodesTools, pack};
+use crate::programs::{NodesTools, libraries, pack, scratch};
 use anyhow::{Context, bail};
+use pagefold_workload::OwnedChild;
 use serde::Deserialize;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 const INIT: &str = include_str!("init");
 
@@ -37,8 +38,7 @@ struct GuestMachine {
 /// Boots the machine, runs the experiment on it, and copies its runs into the report.
 pub fn run(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let tools = NodesTools::find()?;
-    let scratch =
-        tempfile::Builder::new().prefix("pagefold-bench-").tempdir().context("cannot create a scratch directory")?;
+    let scratch = scratch()?;
     let at = |name: &str| scratch.path().join(name);
     make_image(setting, &tools, scratch.path())?;
     eprintln!(
@@ -49,7 +49,7 @@ pub fn run(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut Exper
     let mut command = command(setting, &tools, scratch.path());
     // QEMU warns about stopped clocks until the kernel starts one.
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(at("errors"))?);
-    let mut machine = EmulatedMachine(command.spawn().context("cannot start the emulator")?);
+    let mut machine = OwnedChild(command.spawn().context("cannot start the emulator")?);
     let ended = setting.interrupt.wait(sizes.limit, || anyhow::Ok(machine.0.try_wait()?))?;
     drop(machine);
     let text = |name| String::from_utf8_lossy(&fs::read(at(name)).unwrap_or_default()).into_owned();
@@ -69,20 +69,8 @@ pub fn run(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut Exper
     Ok(())
 }
 
-/// An emulator process, killed when dropped.
-struct EmulatedMachine(Child);
-
-impl Drop for EmulatedMachine {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 fn command(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -> Command {
-    // Ends with this process even if that is killed.
-    let mut command = Command::new(&tools.setpriv);
-    command.args(["--pdeathsig", "KILL"]).arg(&tools.qemu).current_dir(dir);
+    let mut command = tools.emulator.command(dir);
     command.args(["-machine", "q35,mem-merge=off"]);
     // QEMU 7.2 sometimes sets wrong flags after cmpxchg16b, and the kernel panics.
     command.args(["-cpu", "qemu64,-cx16"]);
@@ -114,7 +102,7 @@ fn command(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -> C
 /// Packs this program, the one to measure, and their dependencies.
 fn make_image(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -> anyhow::Result<()> {
     let root = dir.join("root");
-    let mut files: Vec<(PathBuf, PathBuf)> = vec![(tools.busybox.clone(), "bin/busybox".into())];
+    let mut files: Vec<(PathBuf, PathBuf)> = vec![(tools.emulator.busybox.clone(), "bin/busybox".into())];
     let programs = [
         (setting.player, "pagefold-lab"),
         (setting.program, "pagefold"),
@@ -140,17 +128,8 @@ fn make_image(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -
     names.insert("init".into());
     // Sorted by name, so that each directory precedes its contents.
     let names: Vec<String> = names.iter().map(|name| name.display().to_string()).collect();
-    pack(&tools.busybox, &root, &names, &dir.join("image"))?;
+    pack(&tools.emulator.busybox, &root, &names, &dir.join("image"))?;
     Ok(fs::remove_dir_all(root)?)
-}
-
-/// The shared libraries of a program, as the loader finds them.
-fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    let output = Command::new("ldd").arg(program).output().context("cannot run ldd")?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    // ldd fails for static programs, which need none.
-    let path = |line: &str| line.split_ascii_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from);
-    Ok(text.lines().filter_map(path).collect())
 }
 
 #[cfg(test)]

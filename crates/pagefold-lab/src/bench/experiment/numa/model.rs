@@ -57,10 +57,8 @@ enum Spread {
     },
 }
 
-/// A program of the thesis.
 #[derive(Clone, Copy, Debug)]
 pub struct Program {
-    /// Its name.
     pub name: &'static str,
     measured: Measured,
     spread: Spread,

@@ -28,7 +28,6 @@ pub struct Node {
     distances: Vec<u32>,
 }
 
-/// The machine's nodes.
 #[derive(Debug)]
 pub struct Nodes {
     topology: Topology,
