@@ -7,10 +7,11 @@
 //! [`crate::sampling::ladder`] decides what is read, [`crate::marking::marker`] what is marked, [`crate::merging`] when ksmd
 //! scans, and [`crate::placement::placer`] which merged pages move. A [`crate::governor`] bounds what all of it may cost.
 
+mod report;
 mod samples;
 
 use crate::config::Config;
-use crate::governor::{Budget, Governor, Pace, WINDOW_NS, share_ns};
+use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::host::{Actions, Cost, Host, KsmView, Outcome, SamplePlan, Samples, Snapshot};
 use crate::index::{Index, PageStatus};
 use crate::keys::{DomainKey, RegionKey};
@@ -22,7 +23,7 @@ use crate::merging::{Inputs, ScanScheduler};
 use crate::placement::placer::Placer;
 use crate::region::table::RegionTable;
 use crate::region::{Region, Stage};
-use crate::report::{self, EngineReport};
+use crate::report::EngineReport;
 use crate::sampling::ladder::{Ladder, ReadPlan};
 use crate::units::{Pages, Permyriad, count};
 use std::collections::BTreeSet;
@@ -187,22 +188,7 @@ impl Engine {
 
     /// Everything that is known, for people.
     pub fn report(&self) -> EngineReport {
-        let state = report::EngineState {
-            config: &self.config,
-            governor: self.governor,
-            pace: self.pace(),
-            now_ns: self.snapshot.now_ns,
-            lifetimes: &self.lifetimes,
-            ladder: &self.ladder,
-            busy: self.is_busy(),
-            paused: self.paused,
-            merging: self.is_merging(),
-            index: (self.index.len(), self.index.bytes()),
-            spent_ns: self.budget.spent_ns(WINDOW_NS),
-            ksm: self.snapshot.ksm,
-            placement: self.placer.summary(),
-        };
-        report::report(&state, &self.table, &self.ledger)
+        report::report(self)
     }
 
     fn pace(&self) -> Pace {

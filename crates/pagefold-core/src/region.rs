@@ -19,7 +19,6 @@ use crate::config::Config;
 use crate::host::RegionView;
 use crate::index::OFFSET_BITS;
 use crate::marking::extents::{Candidate, Extents, SplitRule, candidates};
-use crate::sampling::estimate::Estimate;
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits};
 
 /// How far the judgement of a region has come.
@@ -199,17 +198,6 @@ impl Region {
     /// Whether a page lies in a span marked by this run, or the whole region is marked.
     pub fn is_marked(&self, page: Vpn) -> bool {
         self.is_marked_whole() || self.marks.contains(page)
-    }
-
-    /// Estimates the duplicate ratio from the samples, with `scope_fraction` of the whole scope sampled. Copies are assumed to
-    /// lie where sampling is as dense as here, or as in the scope if that is thinner.
-    pub fn estimate(&self, scope_fraction: f64) -> Estimate {
-        self.survey.estimate(self.view.resident, scope_fraction)
-    }
-
-    /// Whether too much of it changes between two visits for merges to last.
-    pub fn is_volatile(&self, config: &Config) -> bool {
-        self.survey.is_volatile(config)
     }
 
     /// The spans worth marking at a density, at most `cap` of them.

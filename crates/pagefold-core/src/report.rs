@@ -1,16 +1,10 @@
 //! What is known and what happens next, for people: `status`, `explain` and metrics are views of it.
 
-use crate::config::Config;
-use crate::governor::{Governor, Pace, WINDOW_NS};
-use crate::host::KsmView;
+use crate::governor::Governor;
 use crate::keys::{DomainKey, OwnerKey};
 use crate::ledger::Ledger;
-use crate::marking::lifetimes::Lifetimes;
 use crate::placement::inventory::PlacementSummary;
-use crate::region::table::RegionTable;
-use crate::region::{LeaveAlone, Region, Stage};
-use crate::sampling::ladder::{Ladder, matures_ns, samples_wanted, wants_more};
-use crate::units::{Bytes, Pages, Permyriad, Vpn, as_bytes, as_fraction, count};
+use crate::units::{Bytes, Pages, Permyriad, Vpn, as_bytes, as_fraction};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -183,129 +177,4 @@ pub struct EngineReport {
     pub placement: Option<PlacementSummary>,
     /// The regions.
     pub regions: Vec<RegionReport>,
-}
-
-/// The state of the engine that the report needs beside its regions.
-#[derive(Debug)]
-pub(crate) struct EngineState<'a> {
-    pub config: &'a Config,
-    pub governor: Governor,
-    pub pace: Pace,
-    pub now_ns: u64,
-    pub lifetimes: &'a Lifetimes,
-    pub ladder: &'a Ladder,
-    pub busy: bool,
-    pub paused: bool,
-    pub merging: bool,
-    pub index: (usize, usize),
-    pub spent_ns: u64,
-    pub ksm: KsmView,
-    pub placement: Option<&'a PlacementSummary>,
-}
-
-/// Builds the report.
-pub(crate) fn report(engine: &EngineState<'_>, table: &RegionTable, ledger: &Ledger) -> EngineReport {
-    let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
-    let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();
-    let fraction = sampled as f64 / resident.max(1) as f64;
-    let regions: Vec<RegionReport> = table.iter().map(|region| of_region(engine, region, fraction)).collect();
-    let total = |wanted: &dyn Fn(&RegionReport) -> bool| {
-        let chosen = regions.iter().filter(|region| wanted(region));
-        chosen.fold((0, Pages(0)), |(count, pages), region| (count + 1, pages + region.resident))
-    };
-    let kinds = Kind::ALL.map(|kind| {
-        let (regions, resident) = total(&|region| region.kind == kind);
-        KindTotal { kind, regions, resident }
-    });
-    let levels = (1..=engine.ladder.levels()).rev().map(|level| {
-        let (regions, resident) = total(&|region| region.level == level);
-        let share = engine.ladder.share(level, engine.pace, engine.config);
-        LevelTotal { level, share, regions, resident }
-    });
-    EngineReport {
-        governor: engine.config.governor,
-        in_force: engine.governor,
-        top_share: engine.pace.top,
-        used_share: engine.spent_ns as f64 / WINDOW_NS as f64,
-        rounds: engine.ladder.rounds(),
-        busy: engine.busy,
-        paused: engine.paused,
-        drives_ksm: engine.ksm.ours,
-        saved: ledger.saved(),
-        saved_machine: ledger.saved_now,
-        marked: table.iter().map(Region::marked_resident).sum(),
-        index_entries: engine.index.0,
-        index_bytes: Bytes(count(engine.index.1)),
-        kinds: kinds.to_vec(),
-        levels: levels.collect(),
-        ledger: Ledger { curve: Vec::new(), ..ledger.clone() },
-        placement: engine.placement.cloned(),
-        regions,
-    }
-}
-
-fn of_region(engine: &EngineState<'_>, region: &Region, fraction: f64) -> RegionReport {
-    let config = engine.config;
-    let estimate = region.estimate(fraction);
-    let exact = matches!(region.stage, Stage::Judged(_));
-    let known = region.extents.values().fold((0_u64, 0_u64), |(resident, duplicate), extent| {
-        (resident + u64::from(extent.resident), duplicate + u64::from(extent.duplicate))
-    });
-    let ratio = if exact { known.1 as f64 / known.0.max(1) as f64 } else { estimate.ratio };
-    let range = if exact { (ratio, ratio) } else { (estimate.floor, estimate.ceiling) };
-    let kind = kind(engine, region, ratio, exact, estimate.ceiling);
-    RegionReport {
-        owner: region.view.owner,
-        domain: region.view.domain,
-        first: region.view.first,
-        pages: region.view.pages,
-        resident: region.view.resident,
-        level: region.level,
-        kind,
-        next: next(engine, region, kind),
-        age_seconds: (engine.now_ns - region.seen_ns) as f64 / 1e9,
-        duplicate_ratio: ratio,
-        duplicate_range: range,
-        exact,
-        cow_ratio: region.usage.cow_breaks.ratio(config.cow_horizon_ns),
-        marked: region.marked_resident(),
-        expected: region.marks.spans.iter().map(|mark| mark.duplicate).sum(),
-        withheld: region.withheld(),
-    }
-}
-
-fn is_cow_broken(region: &Region) -> bool {
-    region.hold.reason() == Some(LeaveAlone::CowBroken)
-}
-
-fn kind(engine: &EngineState<'_>, region: &Region, ratio: f64, exact: bool, ceiling: f64) -> Kind {
-    let threshold = engine.config.duplicate_threshold.fraction();
-    if is_cow_broken(region) || region.is_volatile(engine.config) {
-        Kind::CowBroken
-    } else if ratio >= threshold || region.marked_resident() > Pages(0) {
-        let young = engine.now_ns < matures_ns(region, engine.lifetimes, engine.pace, engine.config);
-        if young { Kind::ShortLived } else { Kind::StaticallyDuplicated }
-    } else if exact || ceiling < 2.0 * threshold || !wants_more(region, engine.config) {
-        Kind::Sparse
-    } else {
-        Kind::Unknown
-    }
-}
-
-fn next(engine: &EngineState<'_>, region: &Region, kind: Kind) -> Next {
-    let matures = matures_ns(region, engine.lifetimes, engine.pace, engine.config);
-    let waits = |until_ns: u64| Next::Wait { ns: until_ns - engine.now_ns };
-    match region.stage {
-        _ if region.hold.is_refused() => Next::Nothing,
-        _ if is_cow_broken(region) && region.hold.ends_ns() > engine.now_ns => waits(region.hold.ends_ns()),
-        Stage::Examine(cursor) => Next::Read { read: Pages(cursor.0.saturating_sub(region.view.first.0)) },
-        _ if kind == Kind::ShortLived && matures > engine.now_ns => waits(matures),
-        Stage::Judged(_) if region.changed => Next::Mark,
-        Stage::Judged(_) if region.level > 1 && !region.marks.spans.is_empty() && engine.merging => Next::Merge,
-        Stage::Survey if wants_more(region, engine.config) => {
-            let needed = Pages(samples_wanted(region, engine.config));
-            Next::Sample { sampled: Pages(region.survey.tally.sampled), needed }
-        }
-        _ => Next::Watch,
-    }
 }

@@ -1,10 +1,13 @@
 //! KSM's files, facts about the machine, and names on the command line.
 
 use pagefold_core::config::Preset;
+use pagefold_core::error::ConfigError;
 use pagefold_core::governor::Governor;
 use pagefold_core::placement::policy::Placement;
 use pagefold_linux::check::facts::Release;
 use pagefold_linux::fuzzing;
+use std::fmt::Display;
+use std::str::FromStr;
 
 /// Counters, knobs and choices below `/sys/kernel/mm/ksm`: numbers print and parse back, and a choice is a part of the text.
 pub fn ksm_files(text: &[u8]) {
@@ -47,21 +50,18 @@ pub fn machine(bytes: &[u8]) {
 /// Names of governors, placements and presets: accepted only if spelt exactly, and otherwise refused in one line.
 pub fn names(text: &[u8]) {
     let Ok(text) = std::str::from_utf8(text) else { return };
-    match text.parse::<Governor>() {
-        Ok(governor) => assert_eq!(governor.to_string(), text),
-        Err(error) => assert_one_line(&error.to_string(), text),
-    }
-    match text.parse::<Placement>() {
-        Ok(placement) => assert_eq!(placement.to_string(), text),
-        Err(error) => assert_one_line(&error.to_string(), text),
-    }
-    match text.parse::<Preset>() {
-        Ok(_) => assert!(["default", "sensitive"].contains(&text)),
-        Err(error) => assert_one_line(&error.to_string(), text),
-    }
+    assert_named::<Governor>(text);
+    assert_named::<Placement>(text);
+    assert_named::<Preset>(text);
 }
 
-fn assert_one_line(error: &str, name: &str) {
-    assert!(!error.contains(char::is_control), "{error:?}");
-    assert!(error.len() < 200 + 12 * name.len());
+fn assert_named<T: FromStr<Err = ConfigError> + Display>(text: &str) {
+    match text.parse::<T>() {
+        Ok(value) => assert_eq!(value.to_string(), text),
+        Err(error) => {
+            let error = error.to_string();
+            assert!(!error.contains(char::is_control), "{error:?}");
+            assert!(error.len() < 200 + 12 * text.len());
+        }
+    }
 }

@@ -292,7 +292,7 @@ fn ready(table: &mut RegionTable, now_ns: u64, several_domains: bool, config: &C
         if !region.changed || !matches!(region.stage, Stage::Judged(_)) || !region.hold.may_mark(now_ns) {
             continue;
         }
-        if region.is_volatile(config) {
+        if region.survey.is_volatile(config) {
             region.leave_as_cow_broken(now_ns + PAUSE_NS);
             continue;
         }
@@ -361,7 +361,7 @@ fn thin_out(table: &mut RegionTable, idle: bool, config: &Config) -> bool {
 fn thin_to(table: &mut RegionTable, density: Permyriad, config: &Config, mut may: impl FnMut(u64, u64) -> bool) {
     let mut thinner = Vec::new();
     for (slot, region) in table.numbered_mut() {
-        if region.density <= density || region.hold.reason().is_some() || region.is_volatile(config) {
+        if region.density <= density || region.hold.reason().is_some() || region.survey.is_volatile(config) {
             continue;
         }
         let all = total(region, density, config);

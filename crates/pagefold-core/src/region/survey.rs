@@ -101,7 +101,9 @@ impl Survey {
         self.visited = 0;
     }
 
-    /// Estimates the duplicate ratio; see [`Region::estimate`](super::Region::estimate).
+    /// Estimates the duplicate ratio from the samples of a region with `resident` pages, with `scope_fraction` of the
+    /// whole scope sampled. Copies are assumed to lie where sampling is as dense as here, or as in the scope if that is
+    /// thinner.
     pub fn estimate(&self, resident: Pages, scope_fraction: f64) -> Estimate {
         let own = self.tally.sampled as f64 / resident.0.max(1) as f64;
         self.tally.estimate(own.min(scope_fraction).max(1e-6))

@@ -264,7 +264,7 @@ impl Ladder {
             }
             // Duplicates that were found before and were not worth marking do not count again.
             let beyond = if region.stage == Stage::Survey { 0.0 } else { region.left_over() };
-            let estimate = region.estimate(fraction);
+            let estimate = region.survey.estimate(region.view.resident, fraction);
             if estimate.ratio < threshold + beyond {
                 demote(region, config);
                 continue;
