@@ -92,7 +92,7 @@ impl SimHost {
     /// Runs UKSM's scanner instead of ksmd. It ignores scan orders and marks.
     #[must_use]
     pub fn with_uksm(mut self, settings: UksmSettings) -> Self {
-        self.uksmd = Some(Uksmd::new(self.costs, settings).with_granularity(self.granularity));
+        self.uksmd = Some(Uksmd::new(self.costs, self.granularity, settings));
         self
     }
 

@@ -113,14 +113,14 @@ pub(crate) struct Uksmd {
 
 impl Uksmd {
     /// A scanner that starts at time 0 with the sleep of its first cycle.
-    pub(crate) fn new(costs: Costs, settings: UksmSettings) -> Self {
-        let search = Search::new(costs, settings.strength, settings.zero_pages);
+    pub(crate) fn new(costs: Costs, granularity: Granularity, settings: UksmSettings) -> Self {
+        let search = Search::new(costs, granularity, settings.strength, settings.zero_pages);
         Self {
             cpu_ns: 0,
             scanned: 0,
             rounds: 0,
             costs,
-            granularity: Granularity::new(1),
+            granularity,
             settings,
             regions: FxHashMap::default(),
             levels: vec![Vec::new(); settings.levels.max(1)],
@@ -134,13 +134,6 @@ impl Uksmd {
             stream: Random::for_purpose(settings.seed, 0x0075_6b73_6d64),
             search,
         }
-    }
-
-    /// Sets how many real pages a simulated page stands for.
-    pub(crate) fn with_granularity(mut self, granularity: Granularity) -> Self {
-        self.granularity = granularity;
-        self.search.set_granularity(granularity);
-        self
     }
 
     /// Comparisons so far.

@@ -84,7 +84,7 @@ fn add(host: &mut SimHost, process: Process, mapping: Mapping) -> OwnerKey {
 
 /// Starts one program on each of these nodes, with one policy.
 fn programs(host: &mut SimHost, homes: &[u16], placement: Placement) -> Vec<OwnerKey> {
-    let process = |&home: &u16| Process::starting_at(0).at_home_on(home).placed(placement);
+    let process = |&home: &u16| on(home).placed(placement);
     homes.iter().map(|home| add(host, process(home), mapping())).collect()
 }
 
@@ -101,6 +101,20 @@ fn assert_shares(host: &SimHost, wanted: &[f64], what: &str) {
     assert_eq!(shares.len(), wanted.len());
     let near = shares.iter().zip(wanted).all(|(share, wanted)| (share - wanted).abs() <= 0.02);
     assert!(near, "{what}: {shares:.3?}, wanted {wanted:?}");
+}
+
+fn on(home: u16) -> Process {
+    Process::starting_at(0).at_home_on(home)
+}
+
+/// A machine with two nodes after these programs have run, each with its common memory in use or not.
+fn ran(programs: impl IntoIterator<Item = (Process, bool)>) -> SimHost {
+    let (mut host, mut engine) = (machine(2), engine());
+    for (process, active) in programs {
+        add(&mut host, process, if active { mapping().active() } else { mapping() });
+    }
+    run(&mut host, &mut engine, 40);
+    host
 }
 
 /// The shares after a run with one program on each of these nodes.
@@ -128,27 +142,15 @@ fn plain_ksm_is_one_sided() {
 #[test]
 fn fair_divides_frames_equally_between_two_idle_or_two_active_nodes() {
     for active in [false, true] {
-        let (mut host, mut engine) = (machine(2), engine());
-        for home in [0, 1] {
-            let mapping = if active { mapping().active() } else { mapping() };
-            add(&mut host, Process::starting_at(0).at_home_on(home), mapping);
-        }
-        run(&mut host, &mut engine, 40);
+        let host = ran([(on(0), active), (on(1), active)]);
         assert_shares(&host, &[0.5, 0.5], if active { "active" } else { "idle" });
     }
 }
 
 #[test]
 fn fair_gives_all_frames_to_the_active_node() {
-    for active in [0, 1] {
-        let (mut host, mut engine) = (machine(2), engine());
-        for home in [0, 1] {
-            let mapping = if home == active { mapping().active() } else { mapping() };
-            add(&mut host, Process::starting_at(0).at_home_on(home), mapping);
-        }
-        run(&mut host, &mut engine, 40);
-        let wanted = if active == 0 { [1.0, 0.0] } else { [0.0, 1.0] };
-        assert_shares(&host, &wanted, "the active side");
+    for (active, wanted) in [(0, [1.0, 0.0]), (1, [0.0, 1.0])] {
+        assert_shares(&ran([0, 1].map(|home| (on(home), home == active))), &wanted, "the active side");
     }
 }
 
@@ -156,16 +158,11 @@ fn fair_gives_all_frames_to_the_active_node() {
 fn priority_gives_the_shares_of_the_nuksm_thesis() {
     // Table 5.3: nice values, and the share of the first program.
     for (nice, share) in
-        [((-20, -11), 0.91), ((-20, -16), 0.83), ((-20, -20), 0.5), ((-16, -20), 0.17), ((-11, -20), 0.09)]
+        [([-20, -11], 0.91), ([-20, -16], 0.83), ([-20, -20], 0.5), ([-16, -20], 0.17), ([-11, -20], 0.09)]
     {
-        let (mut host, mut engine) = (machine(2), engine());
-        for (home, nice) in [(0, nice.0), (1, nice.1)] {
-            let process = Process::starting_at(0).at_home_on(home).nice(nice).placed(Placement::Priority);
-            // Activity has no effect.
-            add(&mut host, process, if home == 0 { mapping().active() } else { mapping() });
-        }
-        run(&mut host, &mut engine, 40);
-        assert_shares(&host, &[share, 1.0 - share], &format!("{nice:?}"));
+        // Activity has no effect.
+        let program = |home: u16| (on(home).nice(nice[usize::from(home)]).placed(Placement::Priority), home == 0);
+        assert_shares(&ran([0, 1].map(program)), &[share, 1.0 - share], &format!("{nice:?}"));
     }
 }
 
@@ -187,7 +184,7 @@ fn fair_counts_nodes_not_programs() {
     for (placement, second) in [(Placement::Fair, 0.5), (Placement::Priority, 2.0 / 66.0)] {
         let (mut host, mut engine) = (machine(2), engine());
         for number in 0..66 {
-            let process = Process::starting_at(0).at_home_on(u16::from(number >= 64)).placed(placement);
+            let process = on(u16::from(number >= 64)).placed(placement);
             host.add(process.mapping(Mapping::new(Pages(4 * MIB), Fill::Series(1)).of_family(1)));
         }
         run(&mut host, &mut engine, 100);
@@ -201,7 +198,7 @@ fn fair_counts_nodes_not_programs() {
 fn a_program_that_maps_a_frame_twice_counts_once() {
     let (mut host, mut engine) = (machine(2), engine());
     for (home, times) in [(0, 3), (1, 1)] {
-        let process = Process::starting_at(0).at_home_on(home).placed(Placement::Priority);
+        let process = on(home).placed(Placement::Priority);
         host.add((0..times).fold(process, |process, _| process.mapping(mapping())));
     }
     run(&mut host, &mut engine, 60);
@@ -213,12 +210,11 @@ fn frames_are_divided_among_their_sharers_only() {
     let (mut host, mut engine) = (machine(4), engine());
     // 0 and 1 have one half in common, 1 and 2 the other; 3 shares only with a program on its own node.
     let half = |series| Mapping::new(COMMON, Fill::Series(series)).of_family(series);
-    let process = |home| Process::starting_at(0).at_home_on(home);
-    host.add(process(0).mapping(half(1)));
-    host.add(process(1).mapping(half(1)).mapping(half(2)));
-    host.add(process(2).mapping(half(2)));
-    host.add(process(3).mapping(half(3)));
-    host.add(process(3).mapping(half(3)));
+    host.add(on(0).mapping(half(1)));
+    host.add(on(1).mapping(half(1)).mapping(half(2)));
+    host.add(on(2).mapping(half(2)));
+    host.add(on(3).mapping(half(3)));
+    host.add(on(3).mapping(half(3)));
     run(&mut host, &mut engine, 60);
     assert_shares(&host, &[1.0 / 6.0, 1.0 / 3.0, 1.0 / 6.0, 1.0 / 3.0], "by sharers");
 }
@@ -231,7 +227,7 @@ fn placement_saves_as_much_and_costs_at_most_a_quarter_more() {
             let (mut host, mut engine) = (machine(nodes), engine());
             for (at, &home) in homes.iter().enumerate() {
                 let mapping = if active && at == 0 { mapping().active() } else { mapping() };
-                let process = Process::starting_at(0).at_home_on(if nodes == 1 { 0 } else { home });
+                let process = on(if nodes == 1 { 0 } else { home });
                 add(&mut host, process.placed(placement), mapping);
             }
             run(&mut host, &mut engine, 120);
@@ -283,30 +279,19 @@ fn a_program_bound_to_another_node_takes_its_share_along() {
 
 #[test]
 fn an_unbound_program_has_its_home_where_its_memory_is() {
-    let (mut host, mut engine) = (machine(2), engine());
-    for home in [0, 1] {
-        add(&mut host, Process::starting_at(0).at_home_on(home).unbound(), mapping());
-    }
-    run(&mut host, &mut engine, 40);
-    assert_shares(&host, &[0.5, 0.5], "not bound");
+    assert_shares(&ran([0, 1].map(|home| (on(home).unbound(), false))), &[0.5, 0.5], "not bound");
 }
 
 #[test]
 fn no_frame_moves_to_a_node_forbidden_to_a_sharer() {
     let (mut host, mut engine) = (machine(3), engine());
-    let process = |home| Process::starting_at(0).at_home_on(home);
-    let confined = add(&mut host, process(0).confined_to(&[0, 2]), mapping());
-    add(&mut host, process(1), mapping());
+    let confined = add(&mut host, on(0).confined_to(&[0, 2]), mapping());
+    add(&mut host, on(1), mapping());
     run(&mut host, &mut engine, 40);
     assert_shares(&host, &[1.0, 0.0, 0.0], "confined to 0 and 2");
     assert!(!host.merged_of(confined).contains_key(&NodeKey(1)));
     // If all sharers have no node in common, everything stays where the kernel put it.
-    let (mut host, mut engine) = (machine(2), common::engine());
-    for home in [0, 1] {
-        add(&mut host, process(home).confined_to(&[home]), mapping());
-    }
-    run(&mut host, &mut engine, 40);
-    assert_eq!(host.moved(), 0);
+    assert_eq!(ran([0, 1].map(|home| (on(home).confined_to(&[home]), false))).moved(), 0);
 }
 
 /// Slow enough to change something meanwhile.
@@ -475,9 +460,9 @@ fn an_hour_of_sampling_makes_no_page_active() {
     {
         let (mut host, mut engine) = (machine(2), engine());
         let mapping = |active| if active { mapping().active() } else { mapping() };
-        add(&mut host, Process::starting_at(0).at_home_on(0), mapping(first));
+        add(&mut host, on(0), mapping(first));
         run(&mut host, &mut engine, 3_600);
-        add(&mut host, Process::starting_at(0).at_home_on(1), mapping(second));
+        add(&mut host, on(1), mapping(second));
         run(&mut host, &mut engine, 120);
         assert_shares(&host, &wanted, &format!("active {first}, and an hour later {second}"));
     }
@@ -487,7 +472,7 @@ fn an_hour_of_sampling_makes_no_page_active() {
 /// them, nearly every page has a different set of sharers.
 fn draw(host: &mut SimHost, number: u64, stock: u64) -> OwnerKey {
     let home = u16::try_from(number % 2).unwrap();
-    let owner = host.add(Process::starting_at(0).at_home_on(home).mapping(Mapping::new(Pages(stock), Fill::Random)));
+    let owner = host.add(on(home).mapping(Mapping::new(Pages(stock), Fill::Random)));
     let region = host.regions_of(owner)[0];
     let first = host.span_of(region).unwrap().first;
     for page in 0..stock {

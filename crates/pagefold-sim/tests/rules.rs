@@ -40,6 +40,18 @@ fn scan(sim: &mut SimHost) {
     assert_eq!(sim.ksm().full_scans, before + 1, "a kick must be exactly one full scan");
 }
 
+fn scans(sim: &mut SimHost, number: usize) {
+    (0..number).for_each(|_| scan(sim));
+}
+
+/// A machine with one process that has marked its memory.
+fn marked(knobs: Knobs, pages: u64, fill: Fill) -> (SimHost, OwnerKey, RegionKey) {
+    let mut sim = host(knobs);
+    let (owner, region) = add(&mut sim, Mapping::new(Pages(pages), fill));
+    mark(&mut sim, region);
+    (sim, owner, region)
+}
+
 /// Two processes with the same 100 pages, marked.
 fn pairs(knobs: Knobs) -> (SimHost, [(OwnerKey, RegionKey); 2]) {
     let mut sim = host(knobs);
@@ -101,8 +113,7 @@ fn only_marked_spans_merge() {
     assert_eq!(markings, [done(5), done(10), done(3), Marking::Refused, Marking::Refused]);
     assert_eq!(outcome.stops.len(), 1, "all spans of a process need one stop");
     assert_eq!(sim.observe().unwrap().regions[0].marked, Pages(18));
-    scan(&mut sim);
-    scan(&mut sim);
+    scans(&mut sim, 2);
     assert_eq!(sim.merged_pages(), Pages(18));
     let merged = |page| sim.page(region, whole.first + page).unwrap().1 == PageState::Merged;
     assert!(merged(10) && merged(14) && !merged(15) && !merged(89) && merged(99) && merged(2) && !merged(3));
@@ -111,8 +122,7 @@ fn only_marked_spans_merge() {
 #[test]
 fn a_write_breaks_a_merge_and_the_counters_lag() {
     let (mut sim, [(_, region), _]) = pairs(Knobs::default());
-    scan(&mut sim);
-    scan(&mut sim);
+    scans(&mut sim, 2);
     let page = sim.span_of(region).unwrap().first;
     let (content, _) = sim.page(region, page).unwrap();
     assert!(sim.write(region, page, content));
@@ -130,8 +140,7 @@ fn a_write_breaks_a_merge_and_the_counters_lag() {
 #[test]
 fn unmarking_gives_every_page_its_own_copy_back() {
     let (mut sim, [(_, region), (_, other)]) = pairs(Knobs::default());
-    scan(&mut sim);
-    scan(&mut sim);
+    scans(&mut sim, 2);
     unmark(&mut sim, region);
     assert_eq!((sim.saved(), sim.truth().frames, sim.merged_pages()), (Pages(0), 200, Pages(100)));
     assert_eq!(sim.page(region, sim.span_of(region).unwrap().first).unwrap().1, PageState::Private);
@@ -153,7 +162,7 @@ fn zeros_map_the_zero_page_if_enabled_and_form_chains_otherwise() {
         assert_eq!((sim.truth().savable, sim.truth().frames, sim.truth().zero_mapped), (600, 600, 10));
         mark(&mut sim, region);
         mark(&mut sim, untouched);
-        (0..2).for_each(|_| scan(&mut sim));
+        scans(&mut sim, 2);
         let ksm = sim.ksm();
         if use_zero_pages {
             assert_eq!((ksm.zero, ksm.shared, sim.truth().frames), (Pages(600), Pages(0), 0));
@@ -190,9 +199,7 @@ fn a_volatile_page_never_merges() {
 
 #[test]
 fn a_kick_during_a_scan_is_lost() {
-    let mut sim = host(Knobs::default());
-    let (_, region) = add(&mut sim, Mapping::new(Pages(10_000), Fill::Random));
-    mark(&mut sim, region);
+    let (mut sim, ..) = marked(Knobs::default(), 10_000, Fill::Random);
     order(&mut sim, ScanOrder::KICK);
     sim.wait(MS).unwrap();
     assert!(sim.is_scanning());
@@ -209,9 +216,7 @@ fn a_kick_during_a_scan_is_lost() {
 
 #[test]
 fn a_scan_takes_time_and_processes_continue_meanwhile() {
-    let mut sim = host(Knobs::default());
-    let (_, region) = add(&mut sim, Mapping::new(Pages(10_000), Fill::Random));
-    mark(&mut sim, region);
+    let (mut sim, ..) = marked(Knobs::default(), 10_000, Fill::Random);
     order(&mut sim, ScanOrder::KICK);
     let began_ns = sim.now_ns();
     let mut scanned = 0;
@@ -242,9 +247,7 @@ fn a_process_marked_during_a_scan_waits_for_the_next() {
 
 #[test]
 fn pacing_scans_in_batches_and_repeating_it_has_no_effect() {
-    let mut sim = host(Knobs::default());
-    let (_, region) = add(&mut sim, Mapping::new(Pages(1_000), Fill::Random));
-    mark(&mut sim, region);
+    let (mut sim, ..) = marked(Knobs::default(), 1_000, Fill::Random);
     let pace = ScanOrder::Pace { pages_to_scan: 100, sleep_ms: 20, thorough: false };
     order(&mut sim, pace);
     assert!(sim.is_scanning() && !sim.ksm().busy, "takes effect at once");
@@ -265,8 +268,7 @@ fn pacing_scans_in_batches_and_repeating_it_has_no_effect() {
 #[test]
 fn an_exited_process_costs_memory_until_the_next_scan() {
     let (mut sim, [(owner, _), _]) = pairs(Knobs::default());
-    scan(&mut sim);
-    scan(&mut sim);
+    scans(&mut sim, 2);
     sim.exit(owner);
     assert_eq!((sim.truth().frames, sim.saved()), (100, Pages(0)));
     assert_eq!((sim.ksm().sharing, sim.unreaped()), (Pages(100), 1), "counters lag and records stay");
@@ -280,9 +282,7 @@ fn an_exited_process_costs_memory_until_the_next_scan() {
 
 #[test]
 fn smart_scan_skips_one_two_four_then_eight_visits() {
-    let mut sim = host(Knobs::default());
-    let (_, region) = add(&mut sim, Mapping::new(Pages(1), Fill::Random));
-    mark(&mut sim, region);
+    let (mut sim, ..) = marked(Knobs::default(), 1, Fill::Random);
     let visited: Vec<bool> = (0..27)
         .map(|_| {
             let before = sim.ksm().scanned;
@@ -300,18 +300,18 @@ fn a_new_duplicate_misses_a_skipped_page() {
     let (_, old) = add(&mut sim, Mapping::new(Pages(1), Fill::Series(4)));
     let (_, new) = add(&mut sim, Mapping::new(Pages(1), Fill::Series(4)));
     mark(&mut sim, old);
-    (0..13).for_each(|_| scan(&mut sim));
+    scans(&mut sim, 13);
     mark(&mut sim, new);
-    (0..3).for_each(|_| scan(&mut sim));
+    scans(&mut sim, 3);
     assert_eq!(sim.saved(), Pages(0), "both were visited, but never in the same scan");
-    (0..8).for_each(|_| scan(&mut sim));
+    scans(&mut sim, 8);
     assert_eq!(sim.saved(), Pages(0), "the new one is skipped whenever the old one is not");
     let mut sim = host(Knobs { smart_scan: false, ..Knobs::default() });
     let regions = [(); 2].map(|()| add(&mut sim, Mapping::new(Pages(1), Fill::Series(4))).1);
     mark(&mut sim, regions[0]);
-    (0..13).for_each(|_| scan(&mut sim));
+    scans(&mut sim, 13);
     mark(&mut sim, regions[1]);
-    (0..2).for_each(|_| scan(&mut sim));
+    scans(&mut sim, 2);
     assert_eq!(sim.saved(), Pages(1));
 }
 
@@ -323,7 +323,7 @@ fn chains_make_unrelated_pages_costly() {
         let (_, random) = add(&mut sim, Mapping::new(Pages(1_000), Fill::Random));
         mark(&mut sim, same);
         mark(&mut sim, random);
-        (0..3).for_each(|_| scan(&mut sim));
+        scans(&mut sim, 3);
         assert_eq!(sim.ksm().shared.0, 65_536 / u64::from(max_page_sharing));
         let before_ns = sim.cost().ksmd_ns;
         scan(&mut sim);
@@ -336,10 +336,8 @@ fn chains_make_unrelated_pages_costly() {
 
 #[test]
 fn a_full_chain_grows_by_pairs() {
-    let mut sim = host(Knobs { max_page_sharing: 4, ..Knobs::default() });
-    let (_, region) = add(&mut sim, Mapping::new(Pages(9), Fill::Same(1)));
-    mark(&mut sim, region);
-    (0..4).for_each(|_| scan(&mut sim));
+    let (mut sim, ..) = marked(Knobs { max_page_sharing: 4, ..Knobs::default() }, 9, Fill::Same(1));
+    scans(&mut sim, 4);
     // Four to a frame; the ninth finds all full and no partner.
     assert_eq!((sim.ksm().shared, sim.ksm().sharing, sim.saved()), (Pages(2), Pages(6), Pages(6)));
     assert_eq!(sim.truth().savable, 2);
@@ -347,16 +345,14 @@ fn a_full_chain_grows_by_pairs() {
 
 #[test]
 fn forks_can_exceed_the_sharing_limit() {
-    let mut sim = host(Knobs { max_page_sharing: 4, ..Knobs::default() });
-    let (owner, region) = add(&mut sim, Mapping::new(Pages(4), Fill::Same(1)));
-    mark(&mut sim, region);
-    (0..2).for_each(|_| scan(&mut sim));
+    let (mut sim, owner, _) = marked(Knobs { max_page_sharing: 4, ..Knobs::default() }, 4, Fill::Same(1));
+    scans(&mut sim, 2);
     let child = sim.fork(owner);
     scan(&mut sim);
     assert_eq!((sim.ksm().shared, sim.ksm().sharing, sim.truth().frames), (Pages(1), Pages(7), 1));
     let (_, late) = add(&mut sim, Mapping::new(Pages(2), Fill::Same(1)));
     mark(&mut sim, late);
-    (0..2).for_each(|_| scan(&mut sim));
+    scans(&mut sim, 2);
     assert_eq!((sim.ksm().shared, sim.truth().frames), (Pages(2), 2), "no room for others");
     sim.exit(owner);
     sim.exit(child);
@@ -365,15 +361,13 @@ fn forks_can_exceed_the_sharing_limit() {
     assert_eq!(sim.metadata(), Bytes(64 * 3 + 48));
     let (_, last) = add(&mut sim, Mapping::new(Pages(3), Fill::Same(1)));
     mark(&mut sim, last);
-    (0..3).for_each(|_| scan(&mut sim));
+    scans(&mut sim, 3);
     assert_eq!((sim.ksm().shared, sim.truth().frames), (Pages(1), 2), "two join, one finds it full");
 }
 
 #[test]
 fn the_kept_frame_is_merged_for_fork_sharers_too() {
-    let mut sim = host(Knobs::default());
-    let (owner, region) = add(&mut sim, Mapping::new(Pages(2), Fill::Same(1)));
-    mark(&mut sim, region);
+    let (mut sim, owner, _) = marked(Knobs::default(), 2, Fill::Same(1));
     scan(&mut sim);
     let child = sim.fork(owner);
     let copy = sim.regions_of(child)[0];
@@ -397,8 +391,7 @@ fn fork_shares_frames_and_a_child_of_merged_pages_is_counted_when_visited() {
     sim.write(copy, page, 3);
     assert_eq!(sim.truth().frames, 201);
     assert_eq!(sim.page(region, page).unwrap().1, PageState::Private, "its relative has gone");
-    scan(&mut sim);
-    scan(&mut sim);
+    scans(&mut sim, 2);
     assert_eq!((sim.truth().frames, sim.truth().savable), (101, 0));
     let grandchild = sim.fork(child);
     assert_eq!((sim.truth().frames, sim.ksm().sharing.0), (101, 199));
@@ -422,7 +415,7 @@ fn a_merge_splits_the_huge_page() {
     };
     assert!(huge(&mut sim, 5) && huge(&mut sim, 600) && !huge(&mut sim, 1_050), "no huge page at the short end");
     mark(&mut sim, region);
-    (0..2).for_each(|_| scan(&mut sim));
+    scans(&mut sim, 2);
     assert!(!huge(&mut sim, 5) && huge(&mut sim, 600));
 }
 
@@ -493,8 +486,7 @@ fn processes_start_exit_and_write_at_their_times() {
     for region in &regions {
         mark(&mut sim, *region);
     }
-    scan(&mut sim);
-    scan(&mut sim);
+    scans(&mut sim, 2);
     assert!(sim.merged_pages() > Pages(1_200));
     let before = sim.cow_breaks();
     sim.wait(1_000 * MS).unwrap();

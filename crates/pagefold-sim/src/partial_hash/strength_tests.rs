@@ -1,4 +1,5 @@
 use super::*;
+use pagefold_core::units::whole;
 use proptest::prelude::*;
 
 /// The cost of full hashing of a round in these models, nanoseconds.
@@ -25,8 +26,7 @@ fn settle(controller: &mut StrengthController, model: impl Fn(u32) -> RoundCost)
 fn decaying(full: u32, scale: f64) -> impl Fn(u32) -> RoundCost {
     move |strength| {
         let share = (-f64::from(strength) / scale).exp() - (-f64::from(full) / scale).exp();
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share of a constant")]
-        let penalty_ns = (share * 2.0 * FULL_NS as f64) as u64;
+        let penalty_ns = whole(share * 2.0 * FULL_NS as f64);
         round(full, strength, penalty_ns, penalty_ns / 1000)
     }
 }
@@ -116,8 +116,7 @@ proptest! {
         let peak = 1 + (f64::from(full - 1) * peak) as u32;
         let model = |strength: u32| {
             let short = f64::from(peak.saturating_sub(strength)) / f64::from(full);
-            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a positive time")]
-            let penalty_ns = (short * (1.0 + slope) * FULL_NS as f64) as u64;
+            let penalty_ns = whole(short * (1.0 + slope) * FULL_NS as f64);
             round(full, strength, penalty_ns, u64::from(penalty_ns > 0))
         };
         prop_assert_eq!(settle(&mut StrengthController::new(full), model), peak);

@@ -76,7 +76,8 @@ fn hash_ns(costs: &Costs, strength: u32) -> u64 {
 }
 
 impl Search {
-    pub(super) fn new(costs: Costs, strength: HashStrength, zero_pages: bool) -> Self {
+    /// `granularity`: how many real pages a simulated page stands for.
+    pub(super) fn new(costs: Costs, granularity: Granularity, strength: HashStrength, zero_pages: bool) -> Self {
         let (controller, strength, distinct_from) = match strength {
             HashStrength::Adaptive { distinct_from } => {
                 let controller = StrengthController::new(WORDS);
@@ -88,13 +89,7 @@ impl Search {
         let hashing =
             Hashing { controller, strength, distinct_from, page_ns, full_ns, pages: 0, collisions: 0, penalty_ns: 0 };
         let (merged, unmerged) = Default::default();
-        let granularity = Granularity::new(1);
         Self { costs, granularity, zero_pages, hashing, merged, unmerged, counts: SearchCounts::default() }
-    }
-
-    /// Sets how many real pages a simulated page stands for.
-    pub(super) fn set_granularity(&mut self, granularity: Granularity) {
-        self.granularity = granularity;
     }
 
     /// The initial estimate of the cost of a page without a duplicate.
