@@ -33,7 +33,6 @@ const MIN_INTERVAL_NS: u64 = 1_000_000;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Generator {
-    /// Its name on the command line.
     pub name: &'static str,
     /// One line of description with its source.
     pub about: &'static str,
@@ -57,13 +56,10 @@ pub struct Options {
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OptionsError {
-    /// Too little or too much memory.
     #[error("{0} pages each; choose at least {least} and at most {most} in all", least = MIN_SIZE.0, most = MAX_SIZE.0)]
     Size(u64),
-    /// No process, or too many.
     #[error("{0} guests or programs; choose 1 to 64")]
     Processes(u32),
-    /// The time between two snapshots is too short or exceeds the length.
     #[error("a snapshot every {every_ns} ns for {length_ns} ns; choose at least 1 ms, and no more than the length")]
     Every {
         /// Time between two snapshots.
@@ -183,13 +179,11 @@ trait World {
     fn show(&self, snapshot: &mut MemorySnapshot);
 }
 
-/// Adds a process with one region.
 fn show_one(snapshot: &mut MemorySnapshot, process: u32, region: u32, name: String, memory: &Memory) {
     snapshot.processes.push(ProcessRow { process, pid: None, name: Some(name) });
     show_region(snapshot, process, region, memory);
 }
 
-/// Adds a region to a process.
 fn show_region(snapshot: &mut MemorySnapshot, process: u32, region: u32, memory: &Memory) {
     // Far apart, as with address space randomization.
     let first = Vpn(0x7_0000_0000 + u64::from(process) * 0x123_4000);

@@ -4,9 +4,10 @@ use crate::charts::{Bar, Curve, Lines, Scale, bars, number};
 use crate::replay::{Algorithm, Outcome, ReplayPoint};
 use crate::scale;
 use crate::table::Comparison;
+use anyhow::anyhow;
 use pagefold_core::units::Bytes;
+use std::fs;
 use std::path::Path;
-use std::{fs, io};
 
 /// Maximum number of points of a curve: about two per pixel.
 const POINTS: usize = 1_600;
@@ -52,9 +53,10 @@ pub fn charts(comparison: &Comparison) -> Vec<(String, String)> {
 }
 
 /// Writes charts into a directory, which is created if necessary.
-pub fn write(dir: &Path, charts: &[(String, String)]) -> io::Result<()> {
-    fs::create_dir_all(dir)?;
-    charts.iter().try_for_each(|(name, svg)| fs::write(dir.join(name), svg))
+pub fn write(dir: &Path, charts: &[(String, String)]) -> anyhow::Result<()> {
+    let written =
+        fs::create_dir_all(dir).and_then(|()| charts.iter().try_for_each(|(name, svg)| fs::write(dir.join(name), svg)));
+    written.map_err(|error| anyhow!("cannot write charts to {}: {error}; choose another directory", dir.display()))
 }
 
 fn mib(pages: f64) -> f64 {

@@ -21,6 +21,7 @@ use anyhow::{Context, bail};
 use pagefold_workload::{ActivityCounters, Dialogue, OwnedChild, Tenant, Verdict};
 use std::env;
 use std::fs::{self, File};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -39,6 +40,11 @@ pub trait Target {
     /// Counters of its own activity, if it has any.
     fn counters(&mut self) -> anyhow::Result<Option<ActivityCounters>> {
         Ok(None)
+    }
+
+    /// The addresses of a heap that should be left alone, if it has one.
+    fn heap(&self) -> Option<Range<u64>> {
+        None
     }
 }
 

@@ -76,12 +76,14 @@ pub enum Event {
     /// A process appears or changes its name.
     Process(ProcessRow),
     /// A process ends, and with it all its regions.
-    Exit { process: u32 },
+    Exit {
+        process: u32,
+    },
     /// A region appears, with all pages absent, or changes its bounds: pages outside them are gone, pages inside stay.
     Region(RegionRow),
-    /// A region is unmapped.
-    Unmap { region: u32 },
-    /// A page changes.
+    Unmap {
+        region: u32,
+    },
     Page {
         region: u32,
         page: Vpn,

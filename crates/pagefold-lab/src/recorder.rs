@@ -53,10 +53,8 @@ pub struct RecordingOptions {
 /// Reasons why recording cannot go on.
 #[derive(Debug, Error)]
 pub enum LiveError {
-    /// The scope can no longer be resolved.
     #[error(transparent)]
     Scope(#[from] ScopeError),
-    /// No random numbers are available.
     #[error("cannot read /dev/urandom: {0}; is /dev mounted?")]
     Random(io::Error),
 }
@@ -219,7 +217,8 @@ impl Recorder {
         let mut regions = Vec::with_capacity(target.regions.len());
         for tracked in &target.regions {
             match self.read(target, &tracked.stretch, *shift) {
-                Ok(pages) => regions.push((
+                Ok(None) => return Err(Halt::Stop),
+                Ok(Some(pages)) => regions.push((
                     RegionRow {
                         region: tracked.key.0,
                         process: row.process,
@@ -229,11 +228,8 @@ impl Recorder {
                     },
                     pages,
                 )),
-                Err(Stopped::Interrupted) => return Err(Halt::Stop),
-                Err(Stopped::Failed(ReadError::Vanished { .. })) if !target.process.is_alive() => {
-                    return Err(Halt::Ended);
-                }
-                Err(Stopped::Failed(error)) => {
+                Err(ReadError::Vanished { .. }) if !target.process.is_alive() => return Err(Halt::Ended),
+                Err(error) => {
                     regions.clear();
                     // A region that is left out gets a new number when it reappears. After exec all regions are new.
                     match error {
@@ -252,8 +248,8 @@ impl Recorder {
         Ok(())
     }
 
-    /// Reads the pages of a region.
-    fn read(&mut self, target: &Target, stretch: &Stretch, shift: u64) -> Result<Vec<(Vpn, Page)>, Stopped> {
+    /// Reads the pages of a region; `None` if interrupted.
+    fn read(&mut self, target: &Target, stretch: &Stretch, shift: u64) -> Result<Option<Vec<(Vpn, Page)>>, ReadError> {
         let mut runs = Vec::new();
         self.reader.resident_runs(&target.process, stretch.first, stretch.pages, &mut runs)?;
         let pieces: Vec<(Vpn, u32)> = runs.iter().flat_map(|&(first, pages)| pieces(first, pages)).collect();
@@ -262,7 +258,7 @@ impl Recorder {
         let mut rest = pieces.as_slice();
         while !rest.is_empty() {
             if self.stop.check().is_err() {
-                return Err(Stopped::Interrupted);
+                return Ok(None);
             }
             let mut together = 0;
             let runs = rest.iter().take_while(|(_, pages)| {
@@ -277,7 +273,7 @@ impl Recorder {
             })?;
             rest = later;
         }
-        Ok(pages)
+        Ok(Some(pages))
     }
 }
 
@@ -319,18 +315,6 @@ fn shift(random: &mut File, anonymous: bool) -> Result<u64, LiveError> {
 enum Halt {
     Ended,
     Stop,
-}
-
-/// Why a region could not be read.
-enum Stopped {
-    Interrupted,
-    Failed(ReadError),
-}
-
-impl From<ReadError> for Stopped {
-    fn from(error: ReadError) -> Self {
-        Self::Failed(error)
-    }
 }
 
 impl Source for Recorder {

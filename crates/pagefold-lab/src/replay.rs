@@ -270,7 +270,6 @@ impl ReplayRun {
         }
     }
 
-    /// Runs until a time.
     pub(crate) fn run_until(&mut self, until_ns: u64) {
         let Some(engine) = &mut self.engine else {
             let Ok(()) = self.sim.wait(until_ns.saturating_sub(self.sim.now_ns()));
@@ -291,12 +290,17 @@ impl ReplayRun {
         self.engine.as_ref().map_or(0, |engine| engine.report().index_bytes.0)
     }
 
-    fn point(&self) -> ReplayPoint {
+    /// CPU time of pagefold and the kernel's thread so far, seconds.
+    pub(crate) fn cpu_seconds(&self) -> f64 {
         let cost = self.sim.cost();
+        (cost.pagefold_ns + cost.ksmd_ns) as f64 / 1e9
+    }
+
+    fn point(&self) -> ReplayPoint {
         ReplayPoint {
             seconds: self.sim.now_ns() as f64 / 1e9,
             saved: self.sim.saved().0,
-            cpu_seconds: (cost.pagefold_ns + cost.ksmd_ns) as f64 / 1e9,
+            cpu_seconds: self.cpu_seconds(),
             comparisons: self.sim.counts().comparisons(),
         }
     }

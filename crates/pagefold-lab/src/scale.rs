@@ -14,7 +14,9 @@ pub use race::{Race, RaceResult, Racer};
 pub use server_memory::ServerMemory;
 
 use crate::replay::Algorithm;
+use pagefold_core::units::whole;
 use serde::Serialize;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -103,9 +105,8 @@ pub struct Scaling {
 /// One measurement.
 #[derive(Clone, Copy, Debug)]
 enum Task {
-    Grow(ServerMemory, GrowthRun),
-    /// A run of the granularity check.
-    Check(ServerMemory, Algorithm, u32),
+    /// With the granularity.
+    Grow(ServerMemory, GrowthRun, u32),
     Forest(u64, u16),
     Race(Race, Option<Algorithm>),
 }
@@ -113,18 +114,13 @@ enum Task {
 #[derive(Debug)]
 enum Done {
     Grown(Growth),
-    Checked(Growth),
     Forest(ForestPoint),
     Raced(Racer),
 }
 
 /// Runs all measurements, several at a time. `progress` gets the numbers of finished and of all measurements.
 pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> Scaling {
-    let machine = |gib, hours: f64| {
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a time that is not negative")]
-        let for_ns = (hours * NS_PER_HOUR) as u64;
-        ServerMemory { gib, for_ns }
-    };
+    let machine = |gib, hours: f64| ServerMemory { gib, for_ns: whole(hours * NS_PER_HOUR) };
     let runners = scale.algorithms.iter().flat_map(|&algorithm| {
         let fast = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN };
         let slow = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN_DEFAULT };
@@ -133,13 +129,15 @@ pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> 
     let runners: Vec<GrowthRun> = runners.collect();
     let mut tasks: Vec<Task> = Vec::new();
     for &gib in &scale.memory {
-        tasks.extend(runners.iter().map(|&runner| Task::Grow(machine(gib, scale.hours), runner)));
+        tasks.extend(runners.iter().map(|&runner| {
+            let machine = machine(gib, scale.hours);
+            Task::Grow(machine, runner, granularity_for(machine, runner.algorithm))
+        }));
     }
     if let Some((gib, granularity, hours)) = scale.check {
         for granularity in [1, granularity] {
-            tasks.extend(
-                scale.algorithms.iter().map(|&algorithm| Task::Check(machine(gib, hours), algorithm, granularity)),
-            );
+            let fast = runners.iter().filter(|runner| runner.pages_to_scan == PAGES_TO_SCAN);
+            tasks.extend(fast.map(|&runner| Task::Grow(machine(gib, hours), runner, granularity)));
         }
     }
     tasks
@@ -152,17 +150,7 @@ pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> 
 }
 
 /// Savable memory of each machine, computed once for each size and granularity.
-type Savables = Mutex<Vec<((ServerMemory, u32), Arc<OnceLock<Savable>>)>>;
-
-fn savable_of(known: &Savables, machine: ServerMemory, granularity: u32) -> Arc<OnceLock<Savable>> {
-    let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, cell)) = known.iter().find(|(other, _)| *other == (machine, granularity)) {
-        return cell.clone();
-    }
-    let cell = Arc::default();
-    known.push(((machine, granularity), Arc::clone(&cell)));
-    cell
-}
+type Savables = Mutex<HashMap<(ServerMemory, u32), Arc<OnceLock<Savable>>>>;
 
 /// Runs the largest tasks first, so that no long one begins last.
 fn run(tasks: &[Task], progress: &(dyn Fn(usize, usize) + Sync)) -> Vec<Done> {
@@ -196,22 +184,19 @@ fn run(tasks: &[Task], progress: &(dyn Fn(usize, usize) + Sync)) -> Vec<Done> {
 /// The number of pages that a task simulates.
 fn size(task: &Task) -> u64 {
     match *task {
-        Task::Grow(machine, runner) => machine.pages() / u64::from(granularity_for(machine, runner.algorithm)),
-        Task::Check(machine, _, granularity) => machine.pages() / u64::from(granularity),
+        Task::Grow(machine, _, granularity) => machine.pages() / u64::from(granularity),
         Task::Forest(nodes, _) => 2 * nodes,
         Task::Race(race, _) => (race.node_gib << 18) / u64::from(race.granularity),
     }
 }
 
 fn perform(task: Task, known: &Savables) -> Done {
-    let grown = |machine: ServerMemory, runner, granularity| {
-        let cell = savable_of(known, machine, granularity);
-        grow(machine, runner, granularity, cell.get_or_init(|| Savable::of(machine, granularity)))
-    };
     match task {
-        Task::Grow(machine, runner) => Done::Grown(grown(machine, runner, granularity_for(machine, runner.algorithm))),
-        Task::Check(machine, algorithm, granularity) => {
-            Done::Checked(grown(machine, GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN }, granularity))
+        Task::Grow(machine, runner, granularity) => {
+            let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+            let cell = Arc::clone(known.entry((machine, granularity)).or_default());
+            drop(known);
+            Done::Grown(grow(machine, runner, granularity, cell.get_or_init(|| Savable::of(machine, granularity))))
         }
         Task::Forest(nodes, trees) => Done::Forest(forest(nodes, trees)),
         Task::Race(race, algorithm) => Done::Raced(race.run(algorithm)),
@@ -221,17 +206,17 @@ fn perform(task: Task, known: &Savables) -> Done {
 fn collect(scale: &ScaleOptions, done: Vec<Done>) -> Scaling {
     let mut scaling = Scaling { schema: "pagefold.lab.scale/1", ..Scaling::default() };
     let mut racers = Vec::new();
-    let mut checked: Vec<Growth> = Vec::new();
     for done in done {
         match done {
             Done::Grown(growth) => scaling.growth.push(growth),
-            Done::Checked(growth) => checked.push(growth),
             Done::Forest(point) => scaling.forests.push(point),
             Done::Raced(racer) => racers.push(racer),
         }
     }
-    let (fine, coarse) = checked.split_at(checked.len() / 2);
-    scaling.granularity = fine.iter().zip(coarse).map(|(fine, coarse)| GranularityCheck::new(fine, coarse)).collect();
+    let checks = scale.check.map_or(0, |_| scale.algorithms.len());
+    let coarse = scaling.growth.split_off(scaling.growth.len() - checks);
+    let fine = scaling.growth.split_off(scaling.growth.len() - checks);
+    scaling.granularity = fine.iter().zip(&coarse).map(|(fine, coarse)| GranularityCheck::new(fine, coarse)).collect();
     let each = scale.algorithms.len() + 1;
     let of_race = scale.races.iter().zip(racers.chunks(each));
     scaling.races = of_race.map(|(&race, racers)| RaceResult { race, racers: racers.to_vec() }).collect();

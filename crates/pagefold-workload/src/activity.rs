@@ -15,13 +15,18 @@ use pagefold_linux::proc::process::Process;
 use std::time::{Duration, Instant};
 
 /// An activity and its state.
-pub enum Running {
+pub struct Running {
+    clock: Clock,
+    kind: Kind,
+}
+
+enum Kind {
     /// [`Activity::Breaker`], with the page that is next.
-    Breaker(Clock, usize),
+    Breaker(usize),
     /// [`Activity::ShortLived`].
-    ShortLived(Clock, Cycle),
+    ShortLived(Cycle),
     /// [`Activity::Mapper`], with the length of a mapping in bytes.
-    Mapper(Clock, usize),
+    Mapper(usize),
 }
 
 /// When the next step is due, and what has been done.
@@ -52,47 +57,39 @@ const ENTRIES: usize = 4096;
 impl Running {
     /// An activity that has not begun.
     pub fn new(activity: Activity) -> anyhow::Result<Self> {
-        let clock = |every_us| Clock { every: Duration::from_micros(every_us), ..Clock::default() };
-        Ok(match activity {
-            Activity::Breaker { every_us } => Self::Breaker(clock(every_us), 0),
+        let (every_us, kind) = match activity {
+            Activity::Breaker { every_us } => (every_us, Kind::Breaker(0)),
             Activity::ShortLived { pages, seed, life_us, mergeable } => {
                 let mut content = vec![0; PAGE_SIZE];
                 fill(&mut content, finalize(seed) ^ 6, 0);
                 let pages = usize::try_from(pages)?;
-                Self::ShortLived(clock(life_us), Cycle { pages, mergeable, content, alive: None, damaged: 0 })
+                (life_us, Kind::ShortLived(Cycle { pages, mergeable, content, alive: None, damaged: 0 }))
             }
-            Activity::Mapper { pages } => Self::Mapper(clock(0), usize::try_from(pages)? * PAGE_SIZE),
-        })
-    }
-
-    fn clock(&mut self) -> &mut Clock {
-        match self {
-            Self::Breaker(clock, _) | Self::ShortLived(clock, _) | Self::Mapper(clock, _) => clock,
-        }
+            Activity::Mapper { pages } => (0, Kind::Mapper(usize::try_from(pages)? * PAGE_SIZE)),
+        };
+        Ok(Self { clock: Clock { every: Duration::from_micros(every_us), ..Clock::default() }, kind })
     }
 
     /// Starts the schedule.
     pub fn begin(&mut self, now: Instant) {
-        let clock = self.clock();
-        (clock.began, clock.due) = (Some(now), Some(now));
+        (self.clock.began, self.clock.due) = (Some(now), Some(now));
     }
 
     /// When the next step is due; `None` before the beginning.
     pub fn due(&self) -> Option<Instant> {
-        match self {
-            Self::Breaker(clock, _) | Self::ShortLived(clock, _) | Self::Mapper(clock, _) => clock.due,
-        }
+        self.clock.due
     }
 
     /// Does the next step.
     pub fn act(&mut self, memory: &mut [Filled]) -> anyhow::Result<()> {
-        match self {
-            Self::Breaker(clock, page) => {
+        let clock = &mut self.clock;
+        match &mut self.kind {
+            Kind::Breaker(page) => {
                 let filled = memory.first_mut().context("a breaker needs a segment")?;
                 clock.write(|| *page = filled.rewrite_page(*page));
                 Ok(())
             }
-            Self::ShortLived(clock, cycle) => {
+            Kind::ShortLived(cycle) => {
                 if let Some(life) = cycle.turn()? {
                     clock.counters.lives.push(life);
                 }
@@ -100,13 +97,13 @@ impl Running {
                 clock.due = Some(Instant::now() + clock.every);
                 Ok(())
             }
-            Self::Mapper(clock, bytes) => clock.map(*bytes),
+            Kind::Mapper(bytes) => clock.map(*bytes),
         }
     }
 
     /// Delays the schedule by the time an answer took.
     pub fn pause(&mut self, taken: Duration) {
-        let clock = self.clock();
+        let clock = &mut self.clock;
         for at in [&mut clock.began, &mut clock.due].into_iter().flatten() {
             *at += taken;
         }
@@ -114,7 +111,7 @@ impl Running {
 
     /// What has been done so far. Resets the figures that count since the last answer.
     pub fn counters(&mut self, now: Instant) -> ActivityCounters {
-        let clock = self.clock();
+        let clock = &mut self.clock;
         clock.counters.seconds = clock.began.map_or(0.0, |began| now.saturating_duration_since(began).as_secs_f64());
         let counters = clock.counters.clone();
         clock.counters.latest_us = 0.0;
@@ -124,9 +121,9 @@ impl Running {
 
     /// Damaged pages of its own memory, including those of former lives.
     pub fn damaged(&self) -> u64 {
-        match self {
-            Self::Breaker(..) | Self::Mapper(..) => 0,
-            Self::ShortLived(_, cycle) => cycle.damaged + cycle.differing(1),
+        match &self.kind {
+            Kind::Breaker(_) | Kind::Mapper(_) => 0,
+            Kind::ShortLived(cycle) => cycle.damaged + cycle.differing(1),
         }
     }
 }
@@ -266,7 +263,7 @@ mod tests {
         let counters = running.counters(Instant::now());
         assert_eq!(counters.lives.iter().map(|life| life.merged_pages).collect::<Vec<_>>(), [0]);
         assert_eq!(running.damaged(), 0);
-        let Running::ShortLived(_, cycle) = &mut running else { panic!() };
+        let Kind::ShortLived(cycle) = &mut running.kind else { panic!() };
         cycle.alive.as_mut().unwrap().0[8 * PAGE_SIZE] ^= 1;
         assert_eq!(running.damaged(), 1);
         running.act(&mut []).unwrap();

@@ -30,25 +30,19 @@ pub struct Completed {
 }
 
 /// Starts `pagefold run` on these processes.
-pub fn run(program: &Path, pids: &[i32], options: &[String]) -> anyhow::Result<Running> {
-    let mut arguments = vec!["run".to_owned()];
-    arguments.extend(scope(pids));
-    arguments.extend_from_slice(options);
-    arguments.push("--json".to_owned());
-    Running::start(program, &arguments)
+pub fn run<T: ToString>(program: &Path, pids: &[i32], options: &[T]) -> anyhow::Result<Running> {
+    Running::start(program, &arguments("run", pids, options))
 }
 
 /// Runs `pagefold scan` on these processes.
 pub fn scan(program: &Path, pids: &[i32], options: &[&str], interrupt: &Interrupt) -> anyhow::Result<Completed> {
-    let mut arguments = vec!["scan".to_owned()];
-    arguments.extend(scope(pids));
-    arguments.extend(options.iter().map(|&option| option.to_owned()));
-    arguments.push("--json".to_owned());
-    json_of(program, &arguments, Duration::from_secs(300), interrupt)
+    json_of(program, &arguments("scan", pids, options), Duration::from_secs(300), interrupt)
 }
 
-fn scope(pids: &[i32]) -> impl Iterator<Item = String> {
-    pids.iter().flat_map(|pid| ["--pid".to_owned(), pid.to_string()])
+fn arguments<T: ToString>(subcommand: &str, pids: &[i32], options: &[T]) -> Vec<String> {
+    let scope = pids.iter().flat_map(|pid| ["--pid".to_owned(), pid.to_string()]);
+    let options = options.iter().map(ToString::to_string);
+    [subcommand.to_owned()].into_iter().chain(scope).chain(options).chain(["--json".to_owned()]).collect()
 }
 
 /// Runs a command to completion and parses its output as JSON.

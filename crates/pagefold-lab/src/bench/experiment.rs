@@ -41,10 +41,8 @@ pub struct ExperimentSetting<'a> {
 
 #[derive(Clone, Copy)]
 pub struct Experiment {
-    /// Its name on the command line.
     pub name: &'static str,
     pub claim: &'static str,
-    /// Runs it and fills in the report.
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
@@ -83,10 +81,15 @@ impl ExperimentSetting<'_> {
     }
 }
 
-/// The middle value, or the upper of two.
+/// The middle value, or the mean of the middle two; 0 without values.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    let middle = values.len() / 2;
+    match values[..] {
+        [] => 0.0,
+        _ if values.len() % 2 == 1 => values[middle],
+        _ => f64::midpoint(values[middle - 1], values[middle]),
+    }
 }
 
 /// The number of pages in some mebibytes.
@@ -143,16 +146,7 @@ impl<'a> PolicySequence<'a> {
         eprintln!("{}: {name}", report.experiment);
         let mut targets = start()?;
         let expected = self.expected.get_or_insert_with(|| answers(&mut targets));
-        let result = policy::run(
-            policy,
-            &mut targets,
-            expected,
-            self.exact,
-            &mut self.control,
-            setting.program,
-            setting.interrupt,
-        );
-        match result {
+        match policy::run(setting, &mut self.control, policy, &mut targets, expected, self.exact) {
             Ok(run) => report.runs.push(run),
             Err(error) => self.failed(report, name, &error)?,
         }
@@ -165,5 +159,14 @@ impl<'a> PolicySequence<'a> {
         eprintln!("{}: {policy}: {error:#}", report.experiment);
         report.failures.push(Failure { policy, error: format!("{error:#}") });
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    #[allow(clippy::float_cmp)] // exact results
+    fn medians_of_odd_and_even_counts() {
+        assert_eq!([vec![], vec![3.0, 1.0, 2.0], vec![4.0, 1.0]].map(super::median), [0.0, 2.0, 2.5]);
     }
 }

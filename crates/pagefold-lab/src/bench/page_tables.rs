@@ -22,7 +22,6 @@ pub struct PageTableSample {
     pub seconds: f64,
     /// Pages that share their frame. In targets that never forked, these are merged pages.
     pub merged_pages: u64,
-    /// Memory that this saves.
     pub saved_bytes: u64,
 }
 

@@ -3,15 +3,14 @@
 //! Time is measured from when the marks are set. The peers' marking and the oracle's reading are not charged to them;
 //! everything that pagefold does is.
 
-use crate::bench::daemon;
-use crate::bench::oracle;
-use crate::bench::page_tables;
+use crate::bench::experiment::ExperimentSetting;
 use crate::bench::report::{Answers, PolicyRun, agree, answers};
 use crate::bench::sampler::Sampler;
 use crate::bench::sampling::SamplingThread;
+use crate::bench::{daemon, oracle, page_tables};
 use crate::programs::Target;
 use anyhow::bail;
-use pagefold_core::units::Permyriad;
+use pagefold_core::units::{Permyriad, whole};
 use pagefold_linux::inject::mark::{PageSpan, mark};
 use pagefold_linux::ksm::Knob;
 use pagefold_linux::ksm::experiment::KsmForExperiment;
@@ -20,7 +19,6 @@ use pagefold_linux::proc::process::Process;
 use pagefold_linux::scope::eligible::eligible_spans;
 use pagefold_workload::ActivityCounters;
 use std::fmt;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// `max_page_sharing` where the policy may choose: most of the gain of longer lists over chains of full ones, at a
@@ -44,13 +42,22 @@ pub enum Policy {
     /// KSM with its defaults, everything marked, scanning without a pause until scans save nothing more.
     KsmEverything,
     /// KSM, everything marked, a fixed number of pages every 20 ms, as commonly configured.
-    KsmPaced { pages: u64, seconds: u64 },
+    KsmPaced {
+        pages: u64,
+        seconds: u64,
+    },
     /// KSM with its own advisor, everything marked.
-    KsmAdvisor { seconds: u64 },
+    KsmAdvisor {
+        seconds: u64,
+    },
     /// KSM, everything marked, a batch every 20 ms whose size is adjusted so that ksmd takes this share of a core.
-    KsmSteered { share: Permyriad, seconds: u64 },
-    /// Nothing is merged.
-    NoMerging { seconds: u64 },
+    KsmSteered {
+        share: Permyriad,
+        seconds: u64,
+    },
+    NoMerging {
+        seconds: u64,
+    },
     /// All pages are read beforehand; extents with many duplicates are marked and merged at once.
     Oracle,
     /// `pagefold run`.
@@ -116,13 +123,12 @@ impl fmt::Display for Policy {
 /// Runs a policy on unmarked targets and unmerges everything afterwards. The marks stay until the targets end.
 /// `expected` are the targets' correct answers; with `exact` their page tables are sampled.
 pub fn run(
+    setting: &ExperimentSetting<'_>,
+    control: &mut KsmForExperiment,
     policy: &Policy,
     targets: &mut [Box<dyn Target>],
     expected: &[Option<String>],
     exact: bool,
-    control: &mut KsmForExperiment,
-    program: &Path,
-    interrupt: &Interrupt,
 ) -> anyhow::Result<PolicyRun> {
     let before = agree(expected, &answers(targets));
     let processes = targets.iter().map(|target| Process::open(target.pid())).collect::<Result<Vec<_>, _>>()?;
@@ -130,7 +136,7 @@ pub fn run(
     let mut run = PolicyRun { policy: policy.to_string(), ..PolicyRun::default() };
     let counters_before = counters(targets)?;
     let sampling = if exact { Some(page_tables::watch(&processes)?) } else { None };
-    let applied = apply(policy, &processes, control, program, interrupt, &mut run);
+    let applied = apply(setting, control, policy, &processes, &mut run);
     let counters_after = counters(targets);
     let samples = sampling.map(SamplingThread::finish).transpose();
     let during = applied.is_ok() && agree(expected, &answers(targets));
@@ -149,13 +155,13 @@ fn counters(targets: &mut [Box<dyn Target>]) -> anyhow::Result<Vec<ActivityCount
 }
 
 fn apply(
+    setting: &ExperimentSetting<'_>,
+    control: &mut KsmForExperiment,
     policy: &Policy,
     processes: &[Process],
-    control: &mut KsmForExperiment,
-    program: &Path,
-    interrupt: &Interrupt,
     run: &mut PolicyRun,
 ) -> anyhow::Result<()> {
+    let interrupt = setting.interrupt;
     match policy {
         Policy::Pagefold { .. } | Policy::NoMerging { .. } => {}
         Policy::Oracle => {
@@ -188,7 +194,7 @@ fn apply(
         Policy::NoMerging { seconds } => interrupt.sleep(Duration::from_secs(*seconds))?,
         Policy::Pagefold { seconds, options, enough } => {
             let pids: Vec<i32> = processes.iter().map(Process::pid).collect();
-            let mut daemon = daemon::run(program, &pids, options)?;
+            let mut daemon = daemon::run(setting.program, &pids, options)?;
             sampler.watch(daemon.meter()?);
             interrupt.wait(Duration::from_secs(*seconds), || {
                 let (now, ended) = (sampler.last(), daemon.has_ended()?);
@@ -268,7 +274,7 @@ fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Int
         let wanted = share * (began.elapsed() + EVERY).as_secs_f64() - now;
         pages = next_batch(pages, now - spent, wanted);
         spent = now;
-        control.set(Knob::PagesToScan, whole_pages(pages))?;
+        control.set(Knob::PagesToScan, whole(pages.round()))?;
     }
     Ok(control.stop()?)
 }
@@ -278,11 +284,6 @@ fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Int
 fn next_batch(pages: f64, spent: f64, wanted: f64) -> f64 {
     let factor = if spent > 0.0 { wanted / spent } else { 4.0 };
     (pages * factor.clamp(0.25, 4.0)).clamp(1.0, 100_000.0)
-}
-
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 1 and 100,000")]
-fn whole_pages(pages: f64) -> u64 {
-    pages.round() as u64
 }
 
 /// Runs two ksmd scans, of which the second merges, and up to two more while they save more.

@@ -217,7 +217,6 @@ pub struct PolicyRun {
 }
 
 impl PolicyRun {
-    /// Sets the figures from the samples.
     pub fn set_samples(&mut self, points: &[SamplerPoint]) {
         let Some(last) = points.last() else { return };
         self.saved_bytes = last.saved_bytes;
@@ -315,7 +314,6 @@ pub fn answers(targets: &mut [Box<dyn Target>]) -> Vec<Option<String>> {
     targets.iter_mut().map(check).collect()
 }
 
-/// Returns whether the answers are complete and as expected.
 pub fn agree(expected: &[Option<String>], answers: &[Option<String>]) -> bool {
     expected == answers && answers.iter().all(Option::is_some)
 }

@@ -9,10 +9,8 @@ use pagefold_cli::table::Table;
 use pagefold_core::units::Bytes;
 use std::fmt::Write;
 
-/// Columns of the text chart.
 const CHART_COLUMNS: u32 = 56;
 
-/// Lists the experiments and their claims.
 pub fn list(experiments: &[Experiment]) -> String {
     experiments.iter().fold(String::new(), |mut text, experiment| {
         let _ = writeln!(text, "{:<15} {}", experiment.name, experiment.claim);

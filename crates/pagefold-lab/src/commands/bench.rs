@@ -6,6 +6,7 @@ use pagefold_lab::bench::experiment::{EXPERIMENTS, Experiment, ExperimentSetting
 use pagefold_lab::bench::plot;
 use pagefold_lab::bench::report::{ExperimentReport, Failure};
 use pagefold_lab::bench::table;
+use pagefold_lab::plots;
 use pagefold_linux::os::interrupt::Interrupt;
 use std::env;
 use std::fs::{self, File};
@@ -90,10 +91,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
             println!("{}", table::report(&report));
         }
         if let Some(dir) = &args.plots {
-            for (name, svg) in plot::charts(&report) {
-                let path = dir.join(name);
-                fs::write(&path, svg).with_context(|| path.display().to_string())?;
-            }
+            plots::write(dir, &plot::charts(&report))?;
         }
     }
     Ok(u8::from(!passed))

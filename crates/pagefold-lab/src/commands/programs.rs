@@ -1,7 +1,8 @@
 //! `pagefold-lab programs`: starts real programs and records them at work.
 
+use super::record::{interval, require_page_flags};
 use anyhow::{Context, Result, anyhow, bail};
-use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::exit;
 use pagefold_core::units::Bytes;
 use pagefold_lab::programs::{SUBJECTS, Subject, Subjects};
 use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source};
@@ -9,7 +10,6 @@ use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;
-use pagefold_linux::proc::memory::PageReader;
 use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::{ScopeSpec, resolve};
 use std::path::PathBuf;
@@ -31,7 +31,7 @@ pub struct ProgramsArgs {
     #[arg(short, long, value_name = "FILE", required_unless_present = "list")]
     output: Option<PathBuf>,
     /// Take a snapshot this often; each reads all memory in scope
-    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = interval)]
     every: Duration,
     /// Stop after this time [default: see --list]
     #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
@@ -60,13 +60,7 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
     let (Some(subject), Some(file)) = (args.programs.and_then(Subject::named), &args.output) else {
         bail!("programs and a file are required; see pagefold-lab programs --help");
     };
-    if args.every < Duration::from_millis(1) {
-        return Err(Exit::new(exit::USAGE, "--every is less than 1ms; choose a longer time").into());
-    }
-    if !PageReader::new().sees_frames() {
-        let line = "not permitted to read other processes' memory; run as root (sudo)";
-        return Err(Exit::new(exit::NOT_PERMITTED, line).into());
-    }
+    require_page_flags()?;
     let interrupt = Interrupt::on_signals().context("cannot listen for signals")?;
     let length = args.length.unwrap_or(Duration::from_secs(subject.seconds));
     let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);

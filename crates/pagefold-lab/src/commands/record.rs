@@ -44,7 +44,7 @@ pub struct RecordArgs {
     pub json: bool,
 }
 
-fn interval(text: &str) -> Result<Duration, String> {
+pub fn interval(text: &str) -> Result<Duration, String> {
     let every = humantime::parse_duration(text).map_err(|error| error.to_string())?;
     if every < Duration::from_millis(1) { Err("it is less than 1ms".to_owned()) } else { Ok(every) }
 }
@@ -112,7 +112,7 @@ pub fn run(args: &RecordArgs) -> Result<u8> {
 }
 
 /// Fails where page flags cannot be read: the record could not show which pages are merged, shared or zero.
-fn require_page_flags() -> Result<(), Exit> {
+pub fn require_page_flags() -> Result<(), Exit> {
     if PageReader::new().sees_frames() {
         return Ok(());
     }

@@ -65,8 +65,7 @@ pub fn run(args: &ReplayArgs) -> Result<u8> {
         outcomes,
     };
     if let Some(dir) = &args.plots {
-        let cannot = |error| format!("cannot write charts to {}: {error}; choose another directory", dir.display());
-        plots::write(dir, &plots::charts(&comparison)).map_err(|error| Exit::new(exit::FAILURE, cannot(error)))?;
+        plots::write(dir, &plots::charts(&comparison))?;
     }
     if args.json {
         println!("{}", serde_json::to_string(&comparison)?);

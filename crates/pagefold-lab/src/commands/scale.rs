@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use clap::ValueEnum;
-use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::exit;
 use pagefold_cli::progress::Progress;
 use pagefold_cli::style;
 use pagefold_lab::plots;
@@ -63,9 +63,7 @@ pub fn run(args: &ScaleArgs) -> Result<u8> {
     });
     progress.clear();
     if let Some(dir) = &args.plots {
-        let cannot = |error| format!("cannot write charts to {}: {error}; choose another directory", dir.display());
-        plots::write(dir, &plots::scale_charts(&scaling.curves))
-            .map_err(|error| Exit::new(exit::FAILURE, cannot(error)))?;
+        plots::write(dir, &plots::scale_charts(&scaling.curves))?;
     }
     let text = if args.json { serde_json::to_string(&scaling)? + "\n" } else { scaling.to_string() };
     style::print(&text)?;

@@ -42,9 +42,14 @@ fn filled_once(
     name: &'static str,
     starts_ns: Vec<u64>,
     body: fn(&mut HostMemory, usize, u64) -> Body,
-) -> Box<dyn World> {
+) -> Filled {
     let machine = HostMemory::new(options.seed);
-    Box::new(Filled { machine, size: options.size, name, starts_ns, running: Vec::new(), body })
+    Filled { machine, size: options.size, name, starts_ns, running: Vec::new(), body }
+}
+
+/// Start times: all programs at 0.
+fn at_once(options: &Options) -> Vec<u64> {
+    vec![0; usize::try_from(options.processes).unwrap_or(0)]
 }
 
 impl World for Filled {
@@ -72,24 +77,25 @@ fn in_turn(options: &Options) -> Vec<u64> {
 /// `ksmpages.c` from KSM's announcement: zeros, except for the last 8 bytes of each page, which are the page's number. So
 /// page 0 is all zeros, as are the first three parts of the others.
 pub fn ksmpages_worst(options: &Options) -> Box<dyn World> {
-    filled_once(options, "ksmpages", in_turn(options), |_, _, number| match number {
+    let body = |_: &mut HostMemory, _, number| match number {
         0 => Body::ZEROS,
         _ => last_word(named(KSMPAGES, number, 0)),
-    })
+    };
+    Box::new(filled_once(options, "ksmpages", in_turn(options), body))
 }
 
 /// The same program with 1 in place of the number.
 pub fn ksmpages_best(options: &Options) -> Box<dyn World> {
-    filled_once(options, "ksmpages", in_turn(options), |_, _, _| last_word(named(KSMPAGES, 1, 0)))
+    Box::new(filled_once(options, "ksmpages", in_turn(options), |_, _, _| last_word(named(KSMPAGES, 1, 0))))
 }
 
 /// UKSM's static mix. Every other program has unique pages.
 pub fn static_mix(options: &Options) -> Box<dyn World> {
-    let at_once = vec![0; usize::try_from(options.processes).unwrap_or(0)];
-    filled_once(options, "mix", at_once, |machine, program, _| match program % 2 {
+    let body = |machine: &mut HostMemory, program, _| match program % 2 {
         0 => Body::named(MIX, 0, 0),
         _ => machine.unique_body(),
-    })
+    };
+    Box::new(filled_once(options, "mix", at_once(options), body))
 }
 
 fn last_word(content: u64) -> Body {
@@ -102,40 +108,33 @@ fn last_word(content: u64) -> Body {
 /// record could show. This one writes the number of its pass to the last word of the page: pages written in the same pass
 /// are equal, and merging them pays until the next pass.
 struct Breakers {
-    machine: HostMemory,
-    programs: Vec<Memory>,
+    programs: Filled,
     /// Pages written so far by each program.
     written: u64,
 }
 
 impl World for Breakers {
     fn advance(&mut self, to_ns: u64) {
+        self.programs.advance(to_ns);
         while (self.written + 1) * BREAK_EVERY_NS <= to_ns {
-            for memory in &mut self.programs {
+            for memory in &mut self.programs.running {
                 let size = memory.size().0;
                 let content = named(BREAKER, 1 + self.written / size, 1);
                 let page = usize::try_from(self.written % size).unwrap_or(0);
-                memory.write_part(&mut self.machine, page, PARTS - 1, content);
+                memory.write_part(&mut self.programs.machine, page, PARTS - 1, content);
             }
             self.written += 1;
         }
     }
 
     fn show(&self, snapshot: &mut MemorySnapshot) {
-        for (number, memory) in (0..).zip(&self.programs) {
-            show_one(snapshot, number, number, format!("breaker-{number}"), memory);
-        }
+        self.programs.show(snapshot);
     }
 }
 
-/// See [`Breakers`].
 pub fn cow_breaker(options: &Options) -> Box<dyn World> {
-    let mut machine = HostMemory::new(options.seed);
-    let mut programs = Vec::new();
-    for _ in 0..options.processes {
-        programs.push(filled(&mut machine, options.size, |_, _| Body::named(BREAKER, 0, 0)));
-    }
-    Box::new(Breakers { machine, programs, written: 0 })
+    let programs = filled_once(options, "breaker", at_once(options), |_, _, _| Body::named(BREAKER, 0, 0));
+    Box::new(Breakers { programs, written: 0 })
 }
 
 /// UKSM's short-lived memory. Each mapping is a new region.
@@ -180,7 +179,6 @@ impl World for ShortLived {
     }
 }
 
-/// See [`ShortLived`].
 pub fn short_lived(options: &Options) -> Box<dyn World> {
     let machine = HostMemory::new(options.seed);
     let mut world =

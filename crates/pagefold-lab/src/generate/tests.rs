@@ -247,13 +247,9 @@ fn ksmpages_differ_in_their_last_part_only_and_more_copies_start_later() {
         }
     }
     assert_eq!(last.len() as u64, SMALL.0, "unique within a program");
-    for snapshot in snapshots_of_best() {
+    for snapshot in self::snapshots("ksmpages-best", SMALL, 10) {
         assert_eq!(pages(&snapshot).values().map(|page| page.digest).collect::<FxHashSet<_>>().len(), 1);
     }
-}
-
-fn snapshots_of_best() -> Vec<MemorySnapshot> {
-    snapshots("ksmpages-best", SMALL, 10)
 }
 
 #[test]

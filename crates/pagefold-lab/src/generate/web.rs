@@ -23,7 +23,6 @@ const WORKER: Permyriad = Permyriad(100);
 const WORKERS: usize = 4;
 /// Maximum number of tries to find a file that is not in the page cache.
 const TRIES: usize = 16;
-/// Lifetime of a worker.
 const WORKER_NS: u64 = 8 * NS_PER_S;
 
 #[derive(Debug)]

@@ -84,12 +84,6 @@ pub struct Java {
     heap: Range<u64>,
 }
 
-impl Java {
-    pub fn heap(&self) -> Range<u64> {
-        self.heap.clone()
-    }
-}
-
 impl Target for Java {
     fn name(&self) -> &'static str {
         "java"
@@ -104,6 +98,10 @@ impl Target for Java {
         let answer = self.dialogue.ask("check", ANSWER_LIMIT)?;
         ensure!(answer.ends_with(" blocks, 0 damaged"), "java answers {answer:?}");
         Ok(answer)
+    }
+
+    fn heap(&self) -> Option<Range<u64>> {
+        Some(self.heap.clone())
     }
 }
 

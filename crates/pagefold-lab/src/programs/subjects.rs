@@ -36,7 +36,6 @@ pub trait Subjects: Send {
 
 /// A kind of program group that can be recorded.
 pub struct Subject {
-    /// Its name on the command line.
     pub name: &'static str,
     pub about: &'static str,
     /// Default length of a record, in seconds.

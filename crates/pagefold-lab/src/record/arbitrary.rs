@@ -62,7 +62,6 @@ pub(super) fn snapshots() -> impl Strategy<Value = Vec<MemorySnapshot>> {
     })
 }
 
-/// A record.
 pub(super) fn record() -> impl Strategy<Value = Record> {
     (snapshots(), any::<String>(), any::<u64>(), any::<bool>()).prop_map(|(snapshots, source, every_ns, anonymous)| {
         let mut deltas = Deltas::new();

@@ -160,7 +160,6 @@ impl PackedPage {
     }
 }
 
-/// An absent page.
 const ABSENT: Page = Page { state: PageState::Absent, huge: false, digest: 0, parts: [0; PARTS], frame: None };
 
 impl PageTable {

@@ -170,7 +170,6 @@ pub fn write<S: Source>(path: &Path, origin: &Origin, source: &mut S) -> Result<
 pub enum WriteError<E> {
     #[error(transparent)]
     Source(E),
-    /// The file cannot be written.
     #[error(transparent)]
     Record(#[from] RecordError),
 }

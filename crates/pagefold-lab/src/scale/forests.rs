@@ -7,7 +7,6 @@ use pagefold_core::units::Pages;
 use pagefold_sim::{Costs, Fill, Forest, Knobs, Mapping, Process, SimHost};
 use serde::Serialize;
 
-/// Unique pages.
 const UNIQUE_PAGES: u64 = 65_536;
 const STEP_NS: u64 = 1_000_000_000;
 
@@ -15,7 +14,6 @@ const STEP_NS: u64 = 1_000_000_000;
 pub struct ForestPoint {
     /// Stable nodes (`X`).
     pub nodes: u64,
-    /// Trees of each kind.
     pub trees: u16,
     /// Comparisons of a page with stable nodes, on average.
     pub stable: f64,

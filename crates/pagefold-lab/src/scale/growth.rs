@@ -3,6 +3,7 @@
 use super::server_memory::ServerMemory;
 use crate::replay::{Algorithm, ReplayRun, Settings, knobs};
 use pagefold_core::host::Host;
+use pagefold_core::units::whole;
 use pagefold_sim::{Costs, Knobs, SimHost};
 use serde::Serialize;
 
@@ -131,7 +132,7 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable:
         let share = run.sim.saved().0 as f64 / savable.at(now_ns).max(1.0);
         shares += share * (now_ns - before_ns) as f64;
         if reached.is_none() && share >= WANTED {
-            reached = Some((now_ns, cpu(&run), run.sim.counts().comparisons()));
+            reached = Some((now_ns, run.cpu_seconds(), run.sim.counts().comparisons()));
         }
         metadata_bytes = metadata_bytes.max(run.sim.metadata().0);
         if now_ns / LATER_NS > before_ns / LATER_NS {
@@ -142,13 +143,12 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable:
             curve.push((hours, share));
         }
     }
-    let (now_ns, spent, counts) = (run.sim.now_ns(), cpu(&run), run.sim.counts());
+    let (now_ns, spent, counts) = (run.sim.now_ns(), run.cpu_seconds(), run.sim.counts());
     let saved_end = run.sim.saved().0 as f64 / savable.at(now_ns).max(1.0);
     let (until_ns, cpu_until, comparisons_until) = reached.unwrap_or((now_ns, spent, counts.comparisons()));
     let rest_days = (now_ns - until_ns) as f64 / (24 * NS_PER_HOUR) as f64;
     let fixed = !matches!(algorithm, Algorithm::Uksm | Algorithm::Pagefold);
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a page count")]
-    let savable_bytes = (savable.mean(machine.for_ns) as u64) << 12;
+    let savable_bytes = whole(savable.mean(machine.for_ns)) << 12;
     Growth {
         gib: machine.gib,
         processes: machine.processes(),
@@ -173,11 +173,6 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable:
         metadata_bytes,
         curve,
     }
-}
-
-fn cpu(run: &ReplayRun) -> f64 {
-    let cost = run.sim.cost();
-    (cost.pagefold_ns + cost.ksmd_ns) as f64 / NS_PER_S as f64
 }
 
 /// Whether a point adds a change to the curve, or enough time has passed since the last.

@@ -104,7 +104,6 @@ impl Race {
         gib * PAGES_PER_GIB / u64::from(self.granularity)
     }
 
-    /// The job.
     fn job(&self) -> Script {
         let pages = self.grains(self.step_gib);
         let mut contents = Random::for_purpose(1, 0x90b);
@@ -183,8 +182,7 @@ impl Race {
                 racer.curve.push((seconds, used, saved));
             }
         }
-        let cost = run.sim.cost();
-        racer.cpu_seconds = (cost.pagefold_ns + cost.ksmd_ns) as f64 / NS_PER_S as f64;
+        racer.cpu_seconds = run.cpu_seconds();
         racer
     }
 }

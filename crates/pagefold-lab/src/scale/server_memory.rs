@@ -42,7 +42,7 @@ const KINDS: [Kind; 8] = [
     GUEST,
 ];
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ServerMemory {
     pub gib: u64,
     /// Simulated time, nanoseconds.

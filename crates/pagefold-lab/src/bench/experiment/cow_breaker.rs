@@ -7,8 +7,7 @@ use crate::bench::policy::{Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::Target;
 use pagefold_core::units::Permyriad;
-use pagefold_workload::Activity;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
+use pagefold_workload::{Activity, Segment, Tenant, TenantSpec};
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "cow-breaker",

@@ -95,7 +95,6 @@ fn compare(report: &mut ExperimentReport, set: PageSet, contenders: &[Box<dyn Co
     }
 }
 
-/// Adds the figures of a contender's passes.
 fn add_figures(report: &mut ExperimentReport, set: PageSet, contender: &dyn Contender, passes: &[Pass]) {
     let name = |figure: &str| format!("{}_{}_{figure}", set.name(), contender.name());
     let of = |figure: fn(&Pass) -> f64| median(passes.iter().map(figure).collect());
@@ -104,9 +103,9 @@ fn add_figures(report: &mut ExperimentReport, set: PageSet, contender: &dyn Cont
     if let Some(strengths) = contender.strengths() {
         report.figures.insert(name("strength"), of(Pass::strength));
         report.figures.insert(name("rounds_to_rest"), f64::from(strengths.rounds_to_rest()));
-        report.figures.insert(name("hash_ns_per_page"), of(Pass::hash_ns_per_page));
-        report.figures.insert(name("penalty_ns_per_page"), of(Pass::penalty_ns_per_page));
-        report.figures.insert(name("collisions_per_page"), of(Pass::collisions_per_page));
+        report.figures.insert(name("hash_ns_per_page"), of(|pass| pass.per_page(|cost| cost.hash_ns)));
+        report.figures.insert(name("penalty_ns_per_page"), of(|pass| pass.per_page(|cost| cost.penalty_ns)));
+        report.figures.insert(name("collisions_per_page"), of(|pass| pass.per_page(|cost| cost.collisions)));
         report.curves.insert(format!("{} {}", contender.name(), set.name()), strengths.curve());
     }
 }

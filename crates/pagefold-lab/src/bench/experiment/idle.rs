@@ -13,7 +13,6 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// Memory of each tenant.
 const TENANT_MIB: u64 = 2048;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {

@@ -26,7 +26,6 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// The sizes of the experiment.
 #[derive(Clone, Copy, Debug)]
 struct NumaSizes {
     /// Pages per program.

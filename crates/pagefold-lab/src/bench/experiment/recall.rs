@@ -33,7 +33,6 @@ const SECONDS: u64 = 60;
 /// The programs take less than half; the rest is for others and for unmerging everything at once.
 const NEEDED_MIB: u64 = 12 << 10;
 
-/// The sizes of the programs.
 struct RecallSizes {
     keys: u64,
     rows: u64,
@@ -69,6 +68,10 @@ const QUICK: RecallSizes = RecallSizes {
 
 /// A kind of program: its name, and a function that starts an instance by number.
 type Kind<'a> = (&'static str, Box<dyn Fn(usize) -> anyhow::Result<ObservedTarget> + 'a>);
+
+fn kind<'a, T: Target + 'static>(name: &'static str, start: impl Fn(usize) -> anyhow::Result<T> + 'a) -> Kind<'a> {
+    (name, Box::new(move |instance| Ok(ObservedTarget { target: Box::new(start(instance)?), snapshot: Rc::default() })))
+}
 
 /// A snapshot of each program, with its kind.
 type Snapshots = Vec<(&'static str, Rc<Cell<DuplicateCount>>)>;
@@ -127,43 +130,30 @@ fn kinds<'a>(sizes: &RecallSizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<
     fn found<T>(name: &str, tools: anyhow::Result<T>) -> Option<T> {
         tools.inspect_err(|error| eprintln!("SKIP {name}: {error:#}")).ok()
     }
-    let mut kinds: Vec<Kind<'a>> = Vec::new();
     let (redis, keys) = (RedisData::make(scratch, sizes.keys)?, sizes.keys);
-    kinds.push((
-        "redis",
-        Box::new(move |instance| {
-            let mut redis = redis.start(scratch, instance)?;
-            redis.change(keys, instance as u64)?;
-            Ok(ObservedTarget::new(redis, None))
-        }),
-    ));
+    let redis = kind("redis", move |instance| {
+        let mut redis = redis.start(scratch, instance)?;
+        redis.change(keys, instance as u64)?;
+        Ok(redis)
+    });
     let mariadb = MariaDbData::make(scratch, sizes.rows)?;
-    kinds.push((
-        "mariadb",
-        Box::new(move |instance| {
-            let mut mariadb = mariadb.start(scratch, instance)?;
-            mariadb.change(instance as u64)?;
-            Ok(ObservedTarget::new(mariadb, None))
-        }),
-    ));
+    let mariadb = kind("mariadb", move |instance| {
+        let mut mariadb = mariadb.start(scratch, instance)?;
+        mariadb.change(instance as u64)?;
+        Ok(mariadb)
+    });
+    let mut kinds = vec![redis, mariadb];
     if let Some(tools) = found("python", PythonTools::find()) {
         let python = PythonData::make(tools, scratch, sizes.table_rows, sizes.own_mib)?;
-        kinds.push(("python", Box::new(move |instance| Ok(ObservedTarget::new(python.start(instance)?, None)))));
+        kinds.push(kind("python", move |instance| python.start(instance)));
     }
     if let Some(tools) = found("java", JavaTools::find()) {
         let java = JavaProgram::make(tools, scratch, sizes.heap_mib)?;
-        kinds.push((
-            "java",
-            Box::new(move |instance| {
-                let java = java.start(instance)?;
-                let heap = java.heap();
-                Ok(ObservedTarget::new(java, Some(heap)))
-            }),
-        ));
+        kinds.push(kind("java", move |instance| java.start(instance)));
     }
     if let Some(tools) = found("qemu", GuestTools::find()) {
         let image = GuestImage::make(tools, scratch, sizes.guest_mib, sizes.guest_data_mib)?;
-        kinds.push(("qemu", Box::new(move |instance| Ok(ObservedTarget::new(image.start(instance)?, None)))));
+        kinds.push(kind("qemu", move |instance| image.start(instance)));
     }
     Ok(kinds)
 }
@@ -208,7 +198,6 @@ fn put_bars(report: &mut ExperimentReport) {
 /// Page counts of a process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct DuplicateCount {
-    /// Anonymous pages.
     anonymous: Pages,
     /// Marked address space, present or not.
     marked: Pages,
@@ -278,15 +267,8 @@ fn zero_pages(ksm_stat: &[u8]) -> Option<Pages> {
 /// A program whose pages are counted at each check: before its memory is marked, while it is merged, and afterwards.
 struct ObservedTarget {
     target: Box<dyn Target>,
-    heap: Option<Range<u64>>,
     /// The snapshot with the most pages merged, then marked.
     snapshot: Rc<Cell<DuplicateCount>>,
-}
-
-impl ObservedTarget {
-    fn new(target: impl Target + 'static, heap: Option<Range<u64>>) -> Self {
-        Self { target: Box::new(target), heap, snapshot: Rc::default() }
-    }
 }
 
 impl Target for ObservedTarget {
@@ -300,7 +282,7 @@ impl Target for ObservedTarget {
 
     fn check(&mut self) -> anyhow::Result<String> {
         // Before answering, which allocates and writes memory.
-        let snapshot = DuplicateCount::at(&Process::open(self.pid())?, self.heap.as_ref())?;
+        let snapshot = DuplicateCount::at(&Process::open(self.pid())?, self.target.heap().as_ref())?;
         if (snapshot.merged, snapshot.marked) >= (self.snapshot.get().merged, self.snapshot.get().marked) {
             self.snapshot.set(snapshot);
         }

@@ -2,16 +2,15 @@
 //! unmaps the memory and sleeps for T. The daemon starts first. The program itself counts its merged pages just before
 //! it unmaps them.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
 use crate::bench::daemon;
 use crate::bench::policy::SUBJECT;
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
 use anyhow::{Context, ensure};
-use pagefold_core::units::Pages;
+use pagefold_core::units::{Pages, whole};
 use pagefold_linux::ksm::Knob;
-use pagefold_workload::Activity;
-use pagefold_workload::{Tenant, TenantSpec, Verdict};
+use pagefold_workload::{Activity, Tenant, TenantSpec, Verdict};
 use std::time::{Duration, Instant};
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -138,8 +137,7 @@ fn live_through(
     let sampler = Sampler::start()?;
     let daemon = match by {
         MergedBy::Daemon(options) => {
-            let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
-            let daemon = daemon::run(program, &[tenant.pid()], &options)?;
+            let daemon = daemon::run(program, &[tenant.pid()], options)?;
             sampler.watch(daemon.meter()?);
             interrupt.sleep(HEAD_START)?;
             Some(daemon)
@@ -175,35 +173,15 @@ fn live_through(
     let bytes = |pages: f64| Pages(whole(pages)).bytes().0;
     let merged: Vec<f64> = counters.lives.iter().map(|life| life.merged_pages as f64).collect();
     run.saved_bytes_max = bytes(merged.iter().copied().fold(0.0, f64::max));
-    run.saved_bytes = bytes(median(merged));
     ensure!(!counters.lives.is_empty(), "no lifetime was completed");
+    run.saved_bytes = bytes(median(merged));
     run.lives = counters.lives;
     Ok(run)
 }
 
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a count of pages")]
-fn whole(pages: f64) -> u64 {
-    pages as u64
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    match values.len() {
-        0 => 0.0,
-        odd if odd % 2 == 1 => values[odd / 2],
-        even => f64::midpoint(values[even / 2 - 1], values[even / 2]),
-    }
-}
-
 #[cfg(test)]
-#[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
-
-    #[test]
-    fn medians_of_odd_and_even_counts() {
-        assert_eq!((median(vec![]), median(vec![3.0, 1.0, 2.0]), median(vec![4.0, 1.0])), (0.0, 2.0, 2.5));
-    }
 
     #[test]
     fn names_are_those_of_policies() {

@@ -27,7 +27,6 @@ pub fn charts(report: &ExperimentReport) -> Vec<(String, String)> {
     charts
 }
 
-/// Rounds shown.
 const ROUNDS: f64 = 100.0;
 
 fn strength(form: &str, full: u32, curves: &[(&str, &[(f64, f64)])]) -> String {

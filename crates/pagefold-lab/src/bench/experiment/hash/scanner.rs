@@ -2,6 +2,7 @@
 
 use super::pages::TestPage;
 use pagefold_core::hash::{Digest, Digester, PageBytes, is_zero};
+use pagefold_core::units::whole;
 use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_sim::partial_hash::{LineHash, PartialHash, RoundCost, StrengthController, WordHash};
 use std::hint::black_box;
@@ -11,7 +12,6 @@ use twox_hash::XxHash64;
 /// A page hash. Only a page of zeros hashes to zero.
 pub trait Form {
     const NAME: &'static str;
-    /// Its full strength.
     const FULL: u32;
     /// Hashes a page at a strength.
     fn hash(&self, page: &PageBytes, strength: u32) -> u64;
@@ -89,12 +89,15 @@ pub struct Scanner<'a> {
 
 /// The cost of scanning some pages.
 #[derive(Clone, Copy, Debug, Default)]
-struct Cost {
+pub struct Cost {
     pages: u64,
     total_ns: u64,
-    hash_ns: u64,
-    penalty_ns: u64,
-    collisions: u64,
+    /// Time for hashing at the strength of the round.
+    pub hash_ns: u64,
+    /// Time lost to collisions.
+    pub penalty_ns: u64,
+    /// Compared pages that differed.
+    pub collisions: u64,
     duplicates: u64,
 }
 
@@ -250,27 +253,7 @@ pub struct Pass {
 impl Pass {
     /// Total CPU time, nanoseconds.
     pub fn ns_per_page(&self) -> f64 {
-        self.per_page(self.cost.total_ns)
-    }
-
-    /// Time for hashing at the strength of the round.
-    pub fn hash_ns_per_page(&self) -> f64 {
-        self.per_page(self.cost.hash_ns)
-    }
-
-    /// Time lost to collisions.
-    pub fn penalty_ns_per_page(&self) -> f64 {
-        self.per_page(self.cost.penalty_ns)
-    }
-
-    /// Compared pages that differed.
-    pub fn collisions_per_page(&self) -> f64 {
-        self.per_page(self.cost.collisions)
-    }
-
-    /// Pages equal to an earlier page of their round.
-    pub fn duplicates(&self) -> f64 {
-        self.cost.duplicates as f64
+        self.per_page(|cost| cost.total_ns)
     }
 
     /// Mean strength of the rounds.
@@ -278,8 +261,14 @@ impl Pass {
         f64::from(self.strengths) / f64::from(self.rounds.max(1))
     }
 
-    fn per_page(&self, of: u64) -> f64 {
-        of as f64 / self.cost.pages.max(1) as f64
+    /// Pages equal to an earlier page of their round.
+    pub fn duplicates(&self) -> f64 {
+        self.cost.duplicates as f64
+    }
+
+    /// A part of the cost, per page.
+    pub fn per_page(&self, of: fn(&Cost) -> u64) -> f64 {
+        of(&self.cost) as f64 / self.cost.pages.max(1) as f64
     }
 }
 
@@ -348,11 +337,6 @@ impl<F: Form> Runner<F> {
         }
         (cost, strength)
     }
-}
-
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a measured time")]
-fn whole(ns: f64) -> u64 {
-    ns as u64
 }
 
 impl<F: Form> Contender for Runner<F> {

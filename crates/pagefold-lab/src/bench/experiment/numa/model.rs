@@ -44,9 +44,7 @@ const LATENCIES: Latencies = Latencies { local_ns: 89, remote_ns: 139 };
 /// The distribution of a program's uncached accesses over its merged pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Spread {
-    /// Uniformly random.
     Random,
-    /// Sequential.
     Sweep,
     /// `accesses` per cent go to one page in `one_in` (the hot pages), the others to all pages uniformly.
     Hot {
@@ -66,55 +64,38 @@ pub struct Program {
 
 /// The thesis's five programs.
 pub const PROGRAMS: [Program; 5] = [
-    Program {
-        name: "XSBench",
-        measured: Measured {
-            without: [3252.993, 3389.81],
-            with: [3395.643, 4060.191],
-            accesses: [43_969_443_223.0, 40_036_175_337.0],
-        },
-        // Cross-sections are looked up at random energies.
-        spread: Spread::Random,
-    },
-    Program {
-        name: "BTree",
-        measured: Measured {
-            without: [1466.0, 1494.0],
-            with: [1582.0, 1867.0],
-            accesses: [5_186_211_551.0, 11_390_879_755.0],
-        },
-        // A lookup misses the cache in a leaf and in its parent. With a fan-out of 64, parents are 90 of the 5,700 MiB,
-        // and the level above, 1.4 MiB, is cached. Nodes are scattered by splits.
-        spread: Spread::Hot { accesses: 50, one_in: 64, together: false },
-    },
-    Program {
-        name: "MySQL",
-        measured: Measured {
-            without: [934.9033, 955.5301],
-            with: [919.0461, 1080.877],
-            accesses: [180_097_090.0, 997_854_519.0],
-        },
-        // sysbench 1.0's default distribution, "special": three quarters of the accesses to one row in a hundred.
-        spread: Spread::Hot { accesses: 75, one_in: 100, together: true },
-    },
-    Program {
-        name: "CG",
-        measured: Measured {
-            without: [1072.5, 1111.73],
-            with: [1089.94, 1410.22],
-            accesses: [6_671_688_629.0, 8_803_273_665.0],
-        },
-        // Each iteration reads the whole matrix; the vectors are cached.
-        spread: Spread::Sweep,
-    },
-    Program {
-        name: "RandomAccess",
-        measured: Measured { without: [99.0, 97.0], with: [102.0, 145.0], accesses: [2_331_276.0, 612_051_174.0] },
-        spread: Spread::Random,
-    },
+    // Cross-sections are looked up at random energies.
+    Program::new(
+        "XSBench",
+        [3252.993, 3389.81],
+        [3395.643, 4060.191],
+        [43_969_443_223, 40_036_175_337],
+        Spread::Random,
+    ),
+    // A lookup misses the cache in a leaf and in its parent. With a fan-out of 64, parents are 90 of the 5,700 MiB, and
+    // the level above, 1.4 MiB, is cached. Nodes are scattered by splits.
+    Program::new("BTree", [1466.0, 1494.0], [1582.0, 1867.0], [5_186_211_551, 11_390_879_755], SPLIT_NODES),
+    // sysbench 1.0's default distribution, "special": three quarters of the accesses to one row in a hundred.
+    Program::new("MySQL", [934.9033, 955.5301], [919.0461, 1080.877], [180_097_090, 997_854_519], SPECIAL),
+    // Each iteration reads the whole matrix; the vectors are cached.
+    Program::new("CG", [1072.5, 1111.73], [1089.94, 1410.22], [6_671_688_629, 8_803_273_665], Spread::Sweep),
+    Program::new("RandomAccess", [99.0, 97.0], [102.0, 145.0], [2_331_276, 612_051_174], Spread::Random),
 ];
+const SPLIT_NODES: Spread = Spread::Hot { accesses: 50, one_in: 64, together: false };
+const SPECIAL: Spread = Spread::Hot { accesses: 75, one_in: 100, together: true };
 
 impl Program {
+    const fn new(
+        name: &'static str,
+        without: [f64; 2],
+        with: [f64; 2],
+        [local, remote]: [u64; 2],
+        spread: Spread,
+    ) -> Self {
+        let accesses = [local as f64, remote as f64];
+        Self { name, measured: Measured { without, with, accesses }, spread }
+    }
+
     /// The share of its accesses that go to merged pages.
     pub fn merged_share(&self) -> f64 {
         let [local, remote] = self.measured.accesses;

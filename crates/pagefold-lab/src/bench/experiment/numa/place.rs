@@ -70,7 +70,6 @@ pub const PRIORITIES: [(&str, [i32; 2], f64); 5] = [
     ("1:10", [-11, -20], 0.091),
 ];
 
-/// Plain KSM.
 pub const KSM: &str = "ksm-everything";
 /// pagefold with each placement policy.
 pub const FAIR: &str = "pagefold --placement fair";
