@@ -58,7 +58,6 @@ pub struct Engine {
     lifetimes: Lifetimes,
     ledger: Ledger,
     snapshot: Snapshot,
-    /// The trust domains of the regions.
     domains: BTreeSet<DomainKey>,
     /// Whether the first snapshot has been seen: regions that appear from then on are new.
     running: bool,

@@ -85,7 +85,6 @@ pub struct ScanScheduler {
     /// CPU time of the last two scans, nanoseconds.
     scan_costs_ns: [u64; 2],
     completed: u64,
-    /// When the last scan ended.
     ended_ns: u64,
     /// Whether ksmd stands between two scans, because the last one was kicked.
     between_scans: bool,

@@ -19,7 +19,6 @@ impl Granularity {
         Self(pages.into())
     }
 
-    /// Real pages in one simulated page.
     pub(crate) const fn get(self) -> u64 {
         self.0
     }

@@ -26,7 +26,6 @@ enum State {
     Scanning { left: u64 },
 }
 
-/// The position of the scan.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cursor {
     /// False between two full scans.
@@ -103,7 +102,6 @@ impl Ksmd {
         matches!(self.state, State::Scanning { .. })
     }
 
-    /// The owners to be scanned.
     pub(crate) fn registered(&self) -> &[u32] {
         &self.list
     }

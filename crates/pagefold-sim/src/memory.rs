@@ -45,7 +45,6 @@ pub(crate) struct Memory {
     shares: Vec<u32>,
     /// Pages that map merged frames.
     pub(crate) merged_pages: u64,
-    /// Merged frames in use.
     pub(crate) merged_frames: u64,
     /// Pages that ksmd mapped to the zero page.
     pub(crate) zero_merged: u64,

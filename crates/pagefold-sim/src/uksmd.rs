@@ -53,7 +53,6 @@ enum State {
 #[derive(Debug)]
 struct LevelRound {
     level: usize,
-    /// The regions and their lengths.
     regions: Vec<(u32, u64)>,
     /// The region that may contain the next sample point, and the start of that region in the linear space, in pages.
     current: usize,
@@ -81,7 +80,6 @@ impl LevelRound {
     }
 }
 
-/// The scanner.
 #[derive(Debug)]
 pub(crate) struct Uksmd {
     pub(crate) cpu_ns: u64,
@@ -136,7 +134,6 @@ impl Uksmd {
         }
     }
 
-    /// Comparisons so far.
     pub(crate) fn counts(&self) -> SearchCounts {
         self.search.counts
     }

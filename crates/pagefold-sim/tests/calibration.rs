@@ -20,7 +20,6 @@ fn mark_all(sim: &mut SimHost) {
     sim.apply(&Actions { mark: spans.map(Into::into).collect(), ..Actions::default() }).unwrap();
 }
 
-/// The CPU time of one full scan.
 fn scan_ns(sim: &mut SimHost) -> u64 {
     let before_ns = sim.cost().ksmd_ns;
     sim.apply(&Actions { scan: ScanOrder::KICK, ..Actions::default() }).unwrap();

@@ -2,53 +2,14 @@
 
 mod common;
 
-use common::{MIB, SECOND, config, host, run_on};
+use common::{MIB, SECOND, Watched, config, host};
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
-use pagefold_core::host::{Actions, Host, Outcome, SamplePlan, Samples, Snapshot};
-use pagefold_core::keys::{OwnerKey, RegionKey};
+use pagefold_core::keys::OwnerKey;
 use pagefold_core::limits::Limits;
 use pagefold_core::units::Pages;
-use pagefold_sim::{SimHost, scenario};
+use pagefold_sim::scenario;
 use std::collections::BTreeMap;
-use std::convert::Infallible;
-
-/// A host that records what is done to which process, and when.
-struct Watched {
-    host: SimHost,
-    owners: BTreeMap<RegionKey, OwnerKey>,
-    pages: Vec<(u64, OwnerKey, u64)>,
-    stops: Vec<(u64, OwnerKey, u64)>,
-    seen_ns: u64,
-}
-
-impl Host for Watched {
-    type Error = Infallible;
-
-    fn observe(&mut self) -> Result<Snapshot, Infallible> {
-        let snapshot = self.host.observe()?;
-        self.owners.extend(snapshot.regions.iter().map(|view| (view.key, view.owner)));
-        self.seen_ns = snapshot.now_ns;
-        Ok(snapshot)
-    }
-
-    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
-        for run in &plan.runs {
-            self.pages.push((self.seen_ns, self.owners[&run.region], run.pages.into()));
-        }
-        self.host.read(plan)
-    }
-
-    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
-        let outcome = self.host.apply(actions)?;
-        self.stops.extend(outcome.stops.iter().map(|stops| (self.seen_ns, stops.owner, stops.number.into())));
-        Ok(outcome)
-    }
-
-    fn wait(&mut self, ns: u64) -> Result<(), Infallible> {
-        self.host.wait(ns)
-    }
-}
 
 /// The maximum in any second: for one process, and in total.
 fn most(done: &[(u64, OwnerKey, u64)]) -> (u64, u64) {
@@ -71,10 +32,9 @@ fn limits_hold_in_every_second_and_everything_is_merged() {
     scenario::redis(&mut host, 4, Pages(32 * MIB));
     scenario::pairs(&mut host, Pages(32 * MIB), Pages(0));
     scenario::cow_breaker(&mut host, Pages(16 * MIB));
-    let (pages, stops, owners) = (Vec::new(), Vec::new(), BTreeMap::new());
-    let mut watched = Watched { host, owners, pages, stops, seen_ns: 0 };
+    let mut watched = Watched::new(host);
     let mut engine = Engine::new(Config { limits, ..config() });
-    run_on(&mut watched, &mut engine, 120, |watched| watched.host.now_ns(), |_| {});
+    watched.run(&mut engine, 120);
     let (own, all) = most(&watched.pages);
     assert!(own <= limits.pages_per_process && all <= limits.pages, "pages: {own} of one, {all} in all");
     assert!(

@@ -3,16 +3,15 @@
 
 mod common;
 
-use common::{MIB, SECOND, config, engine, host, run, run_on};
+use common::{MIB, SECOND, Watched, config, engine, host, run};
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
-use pagefold_core::host::{Actions, Host, Outcome, SamplePlan, Samples, Snapshot};
+use pagefold_core::host::Host;
 use pagefold_core::keys::{NodeKey, OwnerKey};
 use pagefold_core::limits::Limits;
 use pagefold_core::placement::policy::{Latencies, Placement};
 use pagefold_core::units::Pages;
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost};
-use std::convert::Infallible;
 
 /// Pages that all programs have in common.
 const COMMON: Pages = Pages(32 * MIB);
@@ -20,56 +19,6 @@ const COMMON: Pages = Pages(32 * MIB);
 /// A machine with `nodes` nodes of 512 MiB.
 fn machine(nodes: usize) -> SimHost {
     host().with_nodes(&vec![Pages(512 * MIB); nodes])
-}
-
-/// A host that records requests.
-struct Watched {
-    host: SimHost,
-    seen_ns: u64,
-    /// Frames to be moved, and the time of the request.
-    moves: Vec<(u64, u64)>,
-    looks: u64,
-    activity: u64,
-    /// Snapshots that contained nodes or processes.
-    placed: u64,
-}
-
-impl Watched {
-    fn new(host: SimHost) -> Self {
-        Self { host, seen_ns: 0, moves: Vec::new(), looks: 0, activity: 0, placed: 0 }
-    }
-
-    fn run(&mut self, engine: &mut Engine, seconds: u64) {
-        run_on(self, engine, seconds, |watched| watched.host.now_ns(), |_| {});
-    }
-}
-
-impl Host for Watched {
-    type Error = Infallible;
-
-    fn observe(&mut self) -> Result<Snapshot, Infallible> {
-        let snapshot = self.host.observe()?;
-        self.seen_ns = snapshot.now_ns;
-        self.placed += u64::from(!snapshot.nodes.is_empty() || !snapshot.owners.is_empty());
-        Ok(snapshot)
-    }
-
-    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
-        self.looks += plan.inspect.len() as u64;
-        self.activity += plan.activity.len() as u64;
-        self.host.read(plan)
-    }
-
-    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
-        if !actions.moves.is_empty() {
-            self.moves.push((self.seen_ns, actions.moves.len() as u64));
-        }
-        self.host.apply(actions)
-    }
-
-    fn wait(&mut self, ns: u64) -> Result<(), Infallible> {
-        self.host.wait(ns)
-    }
 }
 
 /// A program's memory: half of it is the same in all programs.
@@ -117,17 +66,26 @@ fn ran(programs: impl IntoIterator<Item = (Process, bool)>) -> SimHost {
     host
 }
 
-/// The shares after a run with one program on each of these nodes.
-fn placed(nodes: usize, homes: &[u16], placement: Placement) -> (SimHost, Engine) {
+/// A machine after a run with one program on each of these nodes.
+fn placed(nodes: usize, homes: &[u16], placement: Placement) -> (SimHost, Engine, Vec<OwnerKey>) {
     let (mut host, mut engine) = (machine(nodes), engine());
-    programs(&mut host, homes, placement);
+    let owners = programs(&mut host, homes, placement);
     run(&mut host, &mut engine, 40);
+    (host, engine, owners)
+}
+
+/// A machine after a run of some seconds with one program on each of its nodes, and an engine slow enough to change
+/// something meanwhile.
+fn placing(nodes: u16, limit: u64, seconds: u64) -> (SimHost, Engine) {
+    let (mut host, mut engine) = (machine(nodes.into()), slowly(limit));
+    programs(&mut host, &(0..nodes).collect::<Vec<_>>(), Placement::Fair);
+    run(&mut host, &mut engine, seconds);
     (host, engine)
 }
 
 #[test]
 fn plain_ksm_is_one_sided() {
-    let (host, engine) = placed(2, &[0, 1], Placement::Kernel);
+    let (host, engine, _) = placed(2, &[0, 1], Placement::Kernel);
     let shares = shares(&host);
     // The frames of the program that is scanned later are kept.
     assert!(shares[1] > 0.98, "{shares:?}");
@@ -169,13 +127,13 @@ fn priority_gives_the_shares_of_the_nuksm_thesis() {
 #[test]
 fn three_and_four_programs_on_two_nodes_and_four_on_four() {
     for homes in [&[0, 1, 1][..], &[1, 0, 0], &[0, 0, 1, 1], &[0, 1, 0, 0]] {
-        let (host, _) = placed(2, homes, Placement::Fair);
+        let (host, ..) = placed(2, homes, Placement::Fair);
         assert_shares(&host, &[0.5, 0.5], &format!("{homes:?}"));
     }
-    let (host, _) = placed(4, &[0, 1, 2, 3], Placement::Fair);
+    let (host, ..) = placed(4, &[0, 1, 2, 3], Placement::Fair);
     assert_shares(&host, &[0.25; 4], "four nodes");
     // By priority, each program has a share, and a node has those of its programs.
-    let (host, _) = placed(2, &[0, 1, 1], Placement::Priority);
+    let (host, ..) = placed(2, &[0, 1, 1], Placement::Priority);
     assert_shares(&host, &[1.0 / 3.0, 2.0 / 3.0], "three of equal priority");
 }
 
@@ -246,9 +204,9 @@ fn placement_saves_as_much_and_costs_at_most_a_quarter_more() {
 #[test]
 fn no_frame_is_moved_twice_and_none_in_a_steady_state() {
     for homes in [&[0, 1][..], &[0, 1, 1], &[0, 1, 2, 3]] {
-        let (kernel, _) = placed(4, homes, Placement::Kernel);
+        let (kernel, ..) = placed(4, homes, Placement::Kernel);
         for placement in [Placement::Fair, Placement::Priority] {
-            let (mut host, mut engine) = placed(4, homes, placement);
+            let (mut host, mut engine, _) = placed(4, homes, placement);
             let (was, is) = (kernel.frames_by_node(), host.frames_by_node());
             let least: u64 = was.iter().zip(&is).map(|(was, is)| was.saturating_sub(*is).0).sum();
             let moved = host.moved();
@@ -262,16 +220,12 @@ fn no_frame_is_moved_twice_and_none_in_a_steady_state() {
 
 #[test]
 fn a_program_bound_to_another_node_takes_its_share_along() {
-    let (mut host, mut engine) = (machine(3), engine());
-    let owners = programs(&mut host, &[0, 1], Placement::Fair);
-    run(&mut host, &mut engine, 40);
+    let (mut host, mut engine, owners) = placed(3, &[0, 1], Placement::Fair);
     host.set_home(owners[1], 2);
     run(&mut host, &mut engine, 60);
     assert_shares(&host, &[0.5, 0.0, 0.5], "bound to node 2");
     // By priority, after a change of a nice value.
-    let (mut host, mut engine) = (machine(2), common::engine());
-    let owners = programs(&mut host, &[0, 1], Placement::Priority);
-    run(&mut host, &mut engine, 40);
+    let (mut host, mut engine, owners) = placed(2, &[0, 1], Placement::Priority);
     host.set_nice(owners[0], 19);
     run(&mut host, &mut engine, 60);
     assert_shares(&host, &[21.0 / 61.0, 40.0 / 61.0], "nice 19");
@@ -349,9 +303,7 @@ fn a_reserve_of_each_node_is_left_free() {
 #[test]
 fn a_node_can_go_offline_and_come_back() {
     for after in [1, 10, 20, 40] {
-        let (mut host, mut engine) = (machine(3), slowly(300));
-        programs(&mut host, &[0, 1, 2], Placement::Fair);
-        run(&mut host, &mut engine, after);
+        let (mut host, mut engine) = placing(3, 300, after);
         assert!(host.remove_node(2));
         run(&mut host, &mut engine, 200);
         // A program bound to processors without memory has its home where most of its pages went.
@@ -367,9 +319,7 @@ fn a_node_can_go_offline_and_come_back() {
 #[test]
 fn with_one_node_online_placement_is_idle() {
     for after in [1, 2, 3, 5, 10, 20, 40] {
-        let (mut host, mut engine) = (machine(2), slowly(300));
-        programs(&mut host, &[0, 1], Placement::Fair);
-        run(&mut host, &mut engine, after);
+        let (mut host, mut engine) = placing(2, 300, after);
         assert!(host.remove_node(1));
         run(&mut host, &mut engine, 100);
         assert!(!engine.is_busy(), "gone after {after} s");
@@ -517,9 +467,7 @@ fn a_start_or_exit_moves_few_frames() {
 
 #[test]
 fn without_control_of_ksm_nothing_is_moved() {
-    let (mut host, mut engine) = (machine(2), slowly(100));
-    programs(&mut host, &[0, 1], Placement::Fair);
-    run(&mut host, &mut engine, 10);
+    let (mut host, mut engine) = placing(2, 100, 10);
     let moved = host.moved();
     assert!((100..COMMON.0 / 4).contains(&moved) && engine.is_busy(), "{moved} by now");
     host.set_ours(false);

@@ -30,7 +30,6 @@ fn unmark(sim: &mut SimHost, region: RegionKey) {
     sim.apply(&Actions { unmark: vec![span.into()], ..Actions::default() }).unwrap();
 }
 
-/// One full scan, from kick to end.
 fn scan(sim: &mut SimHost) {
     let before = sim.ksm().full_scans;
     order(sim, ScanOrder::KICK);
@@ -44,21 +43,23 @@ fn scans(sim: &mut SimHost, number: usize) {
     (0..number).for_each(|_| scan(sim));
 }
 
+fn add_marked(sim: &mut SimHost, pages: u64, fill: Fill) -> (OwnerKey, RegionKey) {
+    let (owner, region) = add(sim, Mapping::new(Pages(pages), fill));
+    assert_eq!(mark(sim, region), Marking::Done(Pages(pages)));
+    (owner, region)
+}
+
 /// A machine with one process that has marked its memory.
-fn marked(knobs: Knobs, pages: u64, fill: Fill) -> (SimHost, OwnerKey, RegionKey) {
+fn marked(knobs: Knobs, pages: u64, fill: Fill) -> (SimHost, OwnerKey) {
     let mut sim = host(knobs);
-    let (owner, region) = add(&mut sim, Mapping::new(Pages(pages), fill));
-    mark(&mut sim, region);
-    (sim, owner, region)
+    let (owner, _) = add_marked(&mut sim, pages, fill);
+    (sim, owner)
 }
 
 /// Two processes with the same 100 pages, marked.
 fn pairs(knobs: Knobs) -> (SimHost, [(OwnerKey, RegionKey); 2]) {
     let mut sim = host(knobs);
-    let copies = [(); 2].map(|()| add(&mut sim, Mapping::new(Pages(100), Fill::Series(1))));
-    for (_, region) in copies {
-        assert_eq!(mark(&mut sim, region), Marking::Done(Pages(100)));
-    }
+    let copies = [(); 2].map(|()| add_marked(&mut sim, 100, Fill::Series(1)));
     (sim, copies)
 }
 
@@ -199,7 +200,7 @@ fn a_volatile_page_never_merges() {
 
 #[test]
 fn a_kick_during_a_scan_is_lost() {
-    let (mut sim, ..) = marked(Knobs::default(), 10_000, Fill::Random);
+    let (mut sim, _) = marked(Knobs::default(), 10_000, Fill::Random);
     order(&mut sim, ScanOrder::KICK);
     sim.wait(MS).unwrap();
     assert!(sim.is_scanning());
@@ -216,7 +217,7 @@ fn a_kick_during_a_scan_is_lost() {
 
 #[test]
 fn a_scan_takes_time_and_processes_continue_meanwhile() {
-    let (mut sim, ..) = marked(Knobs::default(), 10_000, Fill::Random);
+    let (mut sim, _) = marked(Knobs::default(), 10_000, Fill::Random);
     order(&mut sim, ScanOrder::KICK);
     let began_ns = sim.now_ns();
     let mut scanned = 0;
@@ -247,7 +248,7 @@ fn a_process_marked_during_a_scan_waits_for_the_next() {
 
 #[test]
 fn pacing_scans_in_batches_and_repeating_it_has_no_effect() {
-    let (mut sim, ..) = marked(Knobs::default(), 1_000, Fill::Random);
+    let (mut sim, _) = marked(Knobs::default(), 1_000, Fill::Random);
     let pace = ScanOrder::Pace { pages_to_scan: 100, sleep_ms: 20, thorough: false };
     order(&mut sim, pace);
     assert!(sim.is_scanning() && !sim.ksm().busy, "takes effect at once");
@@ -282,7 +283,7 @@ fn an_exited_process_costs_memory_until_the_next_scan() {
 
 #[test]
 fn smart_scan_skips_one_two_four_then_eight_visits() {
-    let (mut sim, ..) = marked(Knobs::default(), 1, Fill::Random);
+    let (mut sim, _) = marked(Knobs::default(), 1, Fill::Random);
     let visited: Vec<bool> = (0..27)
         .map(|_| {
             let before = sim.ksm().scanned;
@@ -319,10 +320,8 @@ fn a_new_duplicate_misses_a_skipped_page() {
 fn chains_make_unrelated_pages_costly() {
     let random_page_ns = |max_page_sharing| {
         let mut sim = host(Knobs { max_page_sharing, smart_scan: false, ..Knobs::default() });
-        let (_, same) = add(&mut sim, Mapping::new(Pages(65_536), Fill::Same(1)));
-        let (_, random) = add(&mut sim, Mapping::new(Pages(1_000), Fill::Random));
-        mark(&mut sim, same);
-        mark(&mut sim, random);
+        add_marked(&mut sim, 65_536, Fill::Same(1));
+        add_marked(&mut sim, 1_000, Fill::Random);
         scans(&mut sim, 3);
         assert_eq!(sim.ksm().shared.0, 65_536 / u64::from(max_page_sharing));
         let before_ns = sim.cost().ksmd_ns;
@@ -336,7 +335,7 @@ fn chains_make_unrelated_pages_costly() {
 
 #[test]
 fn a_full_chain_grows_by_pairs() {
-    let (mut sim, ..) = marked(Knobs { max_page_sharing: 4, ..Knobs::default() }, 9, Fill::Same(1));
+    let (mut sim, _) = marked(Knobs { max_page_sharing: 4, ..Knobs::default() }, 9, Fill::Same(1));
     scans(&mut sim, 4);
     // Four to a frame; the ninth finds all full and no partner.
     assert_eq!((sim.ksm().shared, sim.ksm().sharing, sim.saved()), (Pages(2), Pages(6), Pages(6)));
@@ -345,13 +344,12 @@ fn a_full_chain_grows_by_pairs() {
 
 #[test]
 fn forks_can_exceed_the_sharing_limit() {
-    let (mut sim, owner, _) = marked(Knobs { max_page_sharing: 4, ..Knobs::default() }, 4, Fill::Same(1));
+    let (mut sim, owner) = marked(Knobs { max_page_sharing: 4, ..Knobs::default() }, 4, Fill::Same(1));
     scans(&mut sim, 2);
     let child = sim.fork(owner);
     scan(&mut sim);
     assert_eq!((sim.ksm().shared, sim.ksm().sharing, sim.truth().frames), (Pages(1), Pages(7), 1));
-    let (_, late) = add(&mut sim, Mapping::new(Pages(2), Fill::Same(1)));
-    mark(&mut sim, late);
+    add_marked(&mut sim, 2, Fill::Same(1));
     scans(&mut sim, 2);
     assert_eq!((sim.ksm().shared, sim.truth().frames), (Pages(2), 2), "no room for others");
     sim.exit(owner);
@@ -359,15 +357,14 @@ fn forks_can_exceed_the_sharing_limit() {
     scan(&mut sim);
     assert_eq!((sim.ksm().shared, sim.ksm().sharing, sim.truth().frames), (Pages(1), Pages(1), 1));
     assert_eq!(sim.metadata(), Bytes(64 * 3 + 48));
-    let (_, last) = add(&mut sim, Mapping::new(Pages(3), Fill::Same(1)));
-    mark(&mut sim, last);
+    add_marked(&mut sim, 3, Fill::Same(1));
     scans(&mut sim, 3);
     assert_eq!((sim.ksm().shared, sim.truth().frames), (Pages(1), 2), "two join, one finds it full");
 }
 
 #[test]
 fn the_kept_frame_is_merged_for_fork_sharers_too() {
-    let (mut sim, owner, _) = marked(Knobs::default(), 2, Fill::Same(1));
+    let (mut sim, owner) = marked(Knobs::default(), 2, Fill::Same(1));
     scan(&mut sim);
     let child = sim.fork(owner);
     let copy = sim.regions_of(child)[0];

@@ -3,7 +3,6 @@
 use pagefold_core::random::{Random, finalize};
 use pagefold_core::units::PAGE_SIZE;
 
-/// Words in a page.
 const WORDS: usize = PAGE_SIZE / 8;
 
 /// Fills a page with content `number` of the sequence `seed`: incompressible, and different for each pair.

@@ -69,7 +69,6 @@ impl Filled {
     }
 }
 
-/// Writes the content of page `number` of a segment.
 fn write(segment: Segment, page: &mut [u8], number: u64) {
     // Each kind has its own sequences, so that equal seeds of two kinds do not make duplicates.
     match segment {

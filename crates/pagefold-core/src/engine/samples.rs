@@ -20,7 +20,6 @@ enum Verdict {
 }
 
 impl Engine {
-    /// Records all samples of a cycle.
     pub(super) fn record_samples(&mut self, samples: &Samples) {
         // The blocks of one mapping have slots of their own, so a slot is known up to its end only.
         let mut last: Option<(RegionKey, Vpn, u32)> = None;

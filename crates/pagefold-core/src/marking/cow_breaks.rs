@@ -35,7 +35,6 @@ pub struct CowBreaks {
     rewritten: u64,
 }
 
-/// A page under observation.
 #[derive(Clone, Copy, Debug)]
 struct Probe {
     /// When it was last found merged, nanoseconds.

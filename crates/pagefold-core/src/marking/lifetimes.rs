@@ -6,7 +6,6 @@
 use crate::keys::FamilyKey;
 use std::collections::BTreeMap;
 
-/// The most families on record.
 const FAMILIES_MAX: usize = 4_096;
 /// The number of short-lived regions from which a family is short-lived.
 const SHORT_LIVED_MIN: u32 = 2;

@@ -28,7 +28,6 @@ pub(super) type PagesByNode = BTreeMap<NodeKey, u64>;
 /// of such sharers.
 pub(super) type SharerSet = Vec<((OwnerKey, bool), u32)>;
 
-/// A merged frame.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Frame {
     pub node: NodeKey,
@@ -258,7 +257,6 @@ pub struct PlacementSummary {
     pub misplaced: Pages,
 }
 
-/// The marked spans, as runs.
 pub(super) fn marked_runs(table: &RegionTable) -> VecDeque<PageRun> {
     let mut runs = VecDeque::new();
     // The spans of one process follow each other, so that a frame it maps twice is noticed.
@@ -282,7 +280,6 @@ pub(super) fn marked_runs(table: &RegionTable) -> VecDeque<PageRun> {
     runs
 }
 
-/// The node with the most pages.
 pub(super) fn most(nodes: Option<&PagesByNode>) -> Option<NodeKey> {
     nodes?.iter().max_by_key(|&(_, &pages)| pages).map(|(&node, _)| node)
 }

@@ -151,7 +151,6 @@ impl SimHost {
         }
     }
 
-    /// Moves merged frames.
     pub(super) fn move_frames(&mut self, moves: &[Move], outcome: &mut Outcome) {
         for Move { region, page, node } in moves {
             let offset = self.memory.region(region.0).and_then(|region| region.offset(*page));

@@ -50,7 +50,6 @@ fn step() -> impl Strategy<Value = Step> {
 /// The host under test, and the content that every page must have.
 struct Rig {
     sim: SimHost,
-    /// The number of memory nodes.
     nodes: u16,
     owners: Vec<OwnerKey>,
     expected: BTreeMap<(RegionKey, Vpn), u64>,

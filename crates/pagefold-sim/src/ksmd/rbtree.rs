@@ -134,7 +134,6 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[self.root as usize].red = false;
     }
 
-    /// Removes a node.
     pub(crate) fn remove(&mut self, at: u32) {
         let [less, more] = self.nodes[at as usize].below;
         // The node that moves up into the gap, and whether the gap removed a black node.
@@ -205,7 +204,6 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[at as usize].red = false;
     }
 
-    /// Puts `new` in the place of `old`.
     fn replace(&mut self, old: u32, new: u32) {
         let above = self.above(old);
         if above == NIL {

@@ -411,7 +411,6 @@ impl Trees {
     }
 }
 
-/// The result of a search in an unstable tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UnstableSearch {
     /// A page with the same content, and its node.

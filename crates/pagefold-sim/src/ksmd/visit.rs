@@ -7,7 +7,6 @@ use crate::knobs::{Classes, Forest};
 use crate::memory::{Backing, ItemState, Memory, NONE, PageRef, PageWrites, Region, RmapItem};
 use pagefold_core::units::Vpn;
 
-/// The cost of a visit.
 pub(super) struct VisitCost {
     pub(super) cost_ns: u64,
     /// Whether it counts in `pages_scanned`.
@@ -15,7 +14,6 @@ pub(super) struct VisitCost {
 }
 
 impl Ksmd {
-    /// Visits one page.
     pub(super) fn visit(&mut self, memory: &mut Memory, key: u32, page: u32) -> VisitCost {
         let costs = self.costs;
         let at = page as usize;

@@ -37,7 +37,6 @@ struct Node {
     total: u64,
     used: u64,
     online: bool,
-    /// Distances to all nodes.
     distances: Vec<u32>,
 }
 
@@ -199,7 +198,6 @@ impl Memory {
         }
     }
 
-    /// Frees a private or fork-shared frame.
     pub(super) fn free_private(&mut self, region: u32, page: usize) {
         let node = self.region(region).map_or(NodeKey(0), |region| region.private_node(page));
         self.nodes.free(node);
@@ -295,7 +293,6 @@ impl Memory {
     }
 }
 
-/// The result of moving a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MoveResult {
     Done,

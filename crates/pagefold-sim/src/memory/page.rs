@@ -41,7 +41,6 @@ pub(crate) struct RmapItem {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ItemState {
     Absent,
-    /// There is a record.
     Known,
     /// There is a record, and the last visit put the page into an unstable tree (`UNSTABLE_FLAG`). Counts in
     /// `pages_unshared`.
@@ -49,7 +48,6 @@ pub(crate) enum ItemState {
 }
 
 impl RmapItem {
-    /// No record.
     pub(crate) const NONE: Self =
         Self { checksum: 0, frame: NONE, node: 0, age: 0, skips_left: 0, class: 0, state: ItemState::Absent };
 
@@ -61,7 +59,6 @@ impl RmapItem {
 /// Writes to a page since ksmd's last visit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PageWrites {
-    /// The number of writes.
     pub(crate) times: u8,
     /// The quarters written, one bit each.
     pub(crate) parts: u8,

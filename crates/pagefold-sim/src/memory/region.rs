@@ -67,7 +67,6 @@ impl Region {
         }
     }
 
-    /// The merged frame that a page maps.
     pub(crate) fn merged_frame(&self, page: u32) -> Option<u32> {
         (self.backing[page as usize] == Backing::Merged).then(|| self.frame_of(page as usize))
     }
@@ -104,7 +103,6 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
-    /// Makes records stale.
     pub(super) fn make_stale(&mut self, items: &mut [RmapItem]) {
         for item in items.iter_mut().filter(|item| item.is_live()) {
             self.stale_items += 1;

@@ -75,7 +75,6 @@ enum State {
     },
 }
 
-/// The start of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Start {
     /// The strength that was stable before.

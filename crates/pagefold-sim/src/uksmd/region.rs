@@ -4,7 +4,6 @@ use super::settings::UksmSettings;
 use pagefold_core::permutation::Permutation;
 use pagefold_core::random::mix;
 
-/// The level of a region after a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LevelChange {
     Stay,

@@ -17,7 +17,6 @@ const WORDS: u32 = 1024;
 /// Words in a cache line, as a power of two.
 const LINE_WORDS_LOG2: u32 = 4;
 
-/// The outcome for one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SampleOutcome {
     /// Nothing is mapped there but possibly the zero page.

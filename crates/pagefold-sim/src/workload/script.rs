@@ -28,7 +28,6 @@ pub enum Step {
 /// Steps with their times in nanoseconds, ascending.
 pub type Script = Arc<[(u64, Step)]>;
 
-/// The progress of a script.
 #[derive(Debug)]
 pub(crate) struct ScriptRun {
     script: Script,
@@ -42,12 +41,10 @@ impl ScriptRun {
         Self { script, next: 0, owners: FxHashMap::default(), regions: FxHashMap::default() }
     }
 
-    /// The time of the next step.
     pub(crate) fn next_ns(&self) -> Option<u64> {
         self.script.get(self.next).map(|&(at_ns, _)| at_ns)
     }
 
-    /// The next step, if it is due.
     fn due(&mut self, now_ns: u64) -> Option<Step> {
         let &(at_ns, step) = self.script.get(self.next)?;
         (at_ns <= now_ns).then(|| {

@@ -3,8 +3,10 @@
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Cycle, Engine, cycle};
-use pagefold_core::host::Host;
+use pagefold_core::host::{Actions, Host, Outcome, SamplePlan, Samples, Snapshot};
+use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_sim::{Costs, Knobs, SimHost};
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 
 pub const SECOND: u64 = 1_000_000_000;
@@ -42,5 +44,66 @@ pub fn run_on<H: Host<Error = Infallible>>(
         let Ok(Cycle { wait_ns, .. }) = cycle(engine, host);
         let Ok(()) = host.wait(wait_ns.max(1_000_000).min(end_ns.saturating_sub(now_ns(host))));
         after(host);
+    }
+}
+
+/// A host that records what is asked of it, and when.
+pub struct Watched {
+    pub host: SimHost,
+    seen_ns: u64,
+    owners: BTreeMap<RegionKey, OwnerKey>,
+    /// Pages read: time, process and number.
+    pub pages: Vec<(u64, OwnerKey, u64)>,
+    /// Stops of processes, likewise.
+    pub stops: Vec<(u64, OwnerKey, u64)>,
+    /// Frames to be moved, by the time of the request.
+    pub moves: Vec<(u64, u64)>,
+    pub looks: u64,
+    pub activity: u64,
+    /// Snapshots that contained nodes or processes.
+    pub placed: u64,
+}
+
+impl Watched {
+    pub fn new(host: SimHost) -> Self {
+        let (owners, pages, stops, moves) = Default::default();
+        Self { host, seen_ns: 0, owners, pages, stops, moves, looks: 0, activity: 0, placed: 0 }
+    }
+
+    pub fn run(&mut self, engine: &mut Engine, seconds: u64) {
+        run_on(self, engine, seconds, |watched| watched.host.now_ns(), |_| {});
+    }
+}
+
+impl Host for Watched {
+    type Error = Infallible;
+
+    fn observe(&mut self) -> Result<Snapshot, Infallible> {
+        let snapshot = self.host.observe()?;
+        self.seen_ns = snapshot.now_ns;
+        self.owners.extend(snapshot.regions.iter().map(|view| (view.key, view.owner)));
+        self.placed += u64::from(!snapshot.nodes.is_empty() || !snapshot.owners.is_empty());
+        Ok(snapshot)
+    }
+
+    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
+        let (now_ns, owners) = (self.seen_ns, &self.owners);
+        self.pages.extend(plan.runs.iter().map(|run| (now_ns, owners[&run.region], run.pages.into())));
+        self.looks += plan.inspect.len() as u64;
+        self.activity += plan.activity.len() as u64;
+        self.host.read(plan)
+    }
+
+    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
+        if !actions.moves.is_empty() {
+            self.moves.push((self.seen_ns, actions.moves.len() as u64));
+        }
+        let outcome = self.host.apply(actions)?;
+        self.stops.extend(outcome.stops.iter().map(|stops| (self.seen_ns, stops.owner, stops.number.into())));
+        Ok(outcome)
+    }
+
+    fn wait(&mut self, ns: u64) -> Result<(), Infallible> {
+        self.host.wait(ns)
     }
 }

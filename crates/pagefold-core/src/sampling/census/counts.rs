@@ -13,7 +13,6 @@ const STUDENT_T: f64 = 2.01;
 /// Counts of the pages read, in frames, before anything is estimated.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
-    /// Frames read.
     read: f64,
     zero: f64,
     /// Frames known to be savable, without zero pages.
@@ -267,7 +266,6 @@ impl CensusCounts {
     }
 }
 
-/// The group that a run belongs to.
 fn group_of(run: u32) -> usize {
     index(run) % GROUPS
 }
