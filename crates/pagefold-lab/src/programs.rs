@@ -1,5 +1,6 @@
 //! Real programs that experiments start in a scratch directory and end with it.
 
+mod image;
 mod java;
 mod mariadb;
 mod python;
@@ -8,11 +9,12 @@ mod redis;
 mod subjects;
 mod working_guest;
 
+pub(crate) use image::Image;
 pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
 pub use python::{PythonData, PythonTools};
+pub(crate) use qemu::NodesTools;
 pub use qemu::{GuestImage, GuestTools};
-pub(crate) use qemu::{NodesTools, pack};
 pub use redis::{Redis, RedisData};
 pub use subjects::{SUBJECTS, Subject, Subjects};
 pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};
@@ -89,7 +91,7 @@ pub(crate) fn scratch() -> anyhow::Result<TempDir> {
 }
 
 /// The shared libraries of a program, as the loader finds them: none of a static program.
-pub(crate) fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
+fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("cannot run ldd")?;
     // `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)` or `/lib64/ld-linux-x86-64.so.2 (0x...)`
     let text = String::from_utf8_lossy(&output.stdout);

@@ -22,7 +22,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Maximum number of threads, to limit memory use.
 const THREADS_MAX: usize = 4;
-const NS_PER_HOUR: f64 = 3_600e9;
+const NS_PER_S: u64 = 1_000_000_000;
+const NS_PER_HOUR: u64 = 3_600 * NS_PER_S;
+const PAGES_PER_GIB: u64 = 1 << 18;
 /// ksmd's batches: the lab's default, and the kernel's.
 const PAGES_TO_SCAN: u32 = 1_000;
 const PAGES_TO_SCAN_DEFAULT: u32 = 100;
@@ -120,7 +122,7 @@ enum Done {
 
 /// Runs all measurements, several at a time. `progress` gets the numbers of finished and of all measurements.
 pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> Scaling {
-    let machine = |gib, hours: f64| ServerMemory { gib, for_ns: whole(hours * NS_PER_HOUR) };
+    let machine = |gib, hours: f64| ServerMemory { gib, for_ns: whole(hours * NS_PER_HOUR as f64) };
     let runners = scale.algorithms.iter().flat_map(|&algorithm| {
         let fast = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN };
         let slow = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN_DEFAULT };
@@ -186,7 +188,7 @@ fn size(task: &Task) -> u64 {
     match *task {
         Task::Grow(machine, _, granularity) => machine.pages() / u64::from(granularity),
         Task::Forest(nodes, _) => 2 * nodes,
-        Task::Race(race, _) => (race.node_gib << 18) / u64::from(race.granularity),
+        Task::Race(race, _) => race.node_gib * PAGES_PER_GIB / u64::from(race.granularity),
     }
 }
 

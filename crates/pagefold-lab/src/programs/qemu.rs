@@ -2,17 +2,16 @@
 //!
 //! Emulation works on machines without hardware virtualization and has the same memory contents.
 
-use super::{Answering, need};
+use super::{Answering, Image, need};
 use anyhow::{Context, bail, ensure};
 use pagefold_workload::Dialogue;
 use serde_json::{Value, json};
 use std::env;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Booting takes 20 s on an idle machine, longer on a busy one.
@@ -107,24 +106,6 @@ impl NodesTools {
     }
 }
 
-/// Packs the files `names` below `root` as an initramfs.
-pub fn pack(busybox: &Path, root: &Path, names: &[String], to: &Path) -> anyhow::Result<()> {
-    let mut packer = Command::new(busybox)
-        .args(["cpio", "-o", "-H", "newc"])
-        .current_dir(root)
-        .stdin(Stdio::piped())
-        .stdout(File::create(to)?)
-        .stderr(Stdio::null())
-        .spawn()
-        .context("busybox cpio")?;
-    let mut input = packer.stdin.take().context("busybox cpio has no standard input")?;
-    writeln!(input, "{}", names.join("\n"))?;
-    drop(input);
-    let status = packer.wait()?;
-    ensure!(status.success(), "busybox cpio ended with {status}");
-    Ok(())
-}
-
 /// The snapshot of a booted guest.
 #[derive(Debug)]
 pub struct GuestImage {
@@ -192,14 +173,8 @@ impl GuestImage {
 
     /// Packs busybox, the init script and files of at most `data_bytes` in all.
     fn pack(&self, data_bytes: u64) -> anyhow::Result<()> {
-        let root = self.dir.join("root");
-        for dir in ["bin", "dev", "data", "own"] {
-            fs::create_dir_all(root.join(dir))?;
-        }
-        fs::copy(&self.tools.emulator.busybox, root.join("bin/busybox"))?;
-        fs::write(root.join("init"), INIT)?;
-        fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755))?;
-        let mut names: Vec<String> = ["bin", "dev", "data", "own", "bin/busybox", "init"].map(str::to_owned).into();
+        let busybox = &self.tools.emulator.busybox;
+        let root = Image::begin(busybox, self.dir.join("root"), INIT, &["dev", "data", "own"])?;
         let mut left = data_bytes;
         for (number, file) in files_below(&self.tools.modules)?.into_iter().enumerate() {
             let length = file.metadata()?.len();
@@ -207,12 +182,9 @@ impl GuestImage {
                 break;
             }
             left -= length;
-            let name = format!("data/{number:05}");
-            fs::copy(&file, root.join(&name)).with_context(|| file.display().to_string())?;
-            names.push(name);
+            root.put(&file, format!("data/{number:05}"))?;
         }
-        pack(&self.tools.emulator.busybox, &root, &names, &self.initrd())?;
-        Ok(fs::remove_dir_all(root)?)
+        root.pack(&self.initrd())
     }
 }
 

@@ -3,13 +3,12 @@
 //! All have the same system and work: a compiler on the same sources, or a web server on the same site. Unlike
 //! [`super::GuestImage`]'s guests, which are restored from a snapshot, each of these boots.
 
-use super::{NodesTools, find, libraries, need, pack};
+use super::{Image, NodesTools, find, need};
 use anyhow::{Context, bail, ensure};
 use pagefold_workload::Dialogue;
 use pagefold_workload::contents::printable;
 use std::fmt::Write as _;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -49,27 +48,13 @@ impl WorkingGuests {
     /// Builds the image in `scratch`.
     pub fn make(scratch: &Path, memory_mib: u64, work: GuestWork) -> anyhow::Result<Self> {
         let guests = Self { tools: NodesTools::find()?, dir: scratch.join("working-guests"), memory_mib, work };
-        let root = guests.dir.join("root");
-        for dir in ["bin", "dev", "proc", "tmp", "work"] {
-            fs::create_dir_all(root.join(dir))?;
-        }
-        put(&guests.tools.emulator.busybox, &root, Path::new("/bin/busybox"))?;
-        fs::write(root.join("init"), INIT)?;
-        fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755))?;
+        let busybox = &guests.tools.emulator.busybox;
+        let root = Image::begin(busybox, guests.dir.join("root"), INIT, &["dev", "proc", "tmp", "work"])?;
         match work {
             GuestWork::Build => put_sources(&guests.dir, &root)?,
             GuestWork::Web => put_site(&root)?,
         }
-        // `find` lists directories before their contents.
-        let names = Command::new(&guests.tools.emulator.busybox)
-            .arg("find")
-            .current_dir(&root)
-            .output()
-            .context("busybox find")?;
-        let names: Vec<String> = String::from_utf8(names.stdout)?.lines().map(str::to_owned).collect();
-        ensure!(names.len() > 6, "busybox find finds nothing in {}", root.display());
-        pack(&guests.tools.emulator.busybox, &root, &names, &guests.dir.join("initrd"))?;
-        fs::remove_dir_all(root)?;
+        root.pack(&guests.dir.join("initrd"))?;
         Ok(guests)
     }
 
@@ -128,32 +113,17 @@ impl WorkingGuest {
     }
 }
 
-/// Copies a file into the image.
-fn put(file: &Path, root: &Path, to: &Path) -> anyhow::Result<()> {
-    let to = root.join(to.strip_prefix("/").unwrap_or(to));
-    fs::create_dir_all(to.parent().context("a file without a directory")?)?;
-    fs::copy(file, &to).with_context(|| format!("{} to {}", file.display(), to.display()))?;
-    Ok(())
-}
-
-/// Copies a program and its libraries into the image, at the same paths.
-fn put_program(program: &Path, root: &Path) -> anyhow::Result<()> {
-    put(program, root, program)?;
-    libraries(program)?.iter().try_for_each(|library| put(library, root, library))
-}
-
 /// Adds the compiler proper and preprocessed sources, which need no headers.
-fn put_sources(dir: &Path, root: &Path) -> anyhow::Result<()> {
+fn put_sources(dir: &Path, root: &Image) -> anyhow::Result<()> {
     let cc = find("gcc").map_or_else(|| need("cc", "gcc"), Ok)?;
     let output = Command::new(&cc).arg("-print-prog-name=cc1").output().context("cc")?;
     let compiler = PathBuf::from(String::from_utf8(output.stdout)?.trim());
     ensure!(compiler.is_absolute(), "{} does not print the path of cc1: install gcc", cc.display());
-    put_program(&compiler, root)?;
-    fs::rename(root.join(compiler.strip_prefix("/")?), root.join("bin/cc1"))?;
+    root.put_program(&compiler, "bin/cc1")?;
     for unit in 0..UNITS {
         let source = dir.join("unit.c");
         fs::write(&source, source_text(unit))?;
-        let output = root.join(format!("work/{unit:02}.i"));
+        let output = root.path(format!("work/{unit:02}.i"));
         let status = Command::new(&cc)
             .args(["-E", "-P"])
             .arg(&source)
@@ -195,10 +165,10 @@ fn source_text(unit: u64) -> String {
 }
 
 /// Adds files of printable characters, each with unique pages and a partial last page.
-fn put_site(root: &Path) -> anyhow::Result<()> {
+fn put_site(root: &Image) -> anyhow::Result<()> {
     for number in 0..SITE_FILES {
         let length = 4_096 + usize::try_from(number * 7_919 % 61_440)?;
-        fs::write(root.join(format!("work/{number:03}")), printable(SEED, number, length))?;
+        fs::write(root.path(format!("work/{number:03}")), printable(SEED, number, length))?;
     }
     Ok(())
 }
@@ -217,13 +187,5 @@ mod tests {
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         }
         assert_ne!(source_text(0), source_text(1));
-    }
-
-    #[test]
-    fn programs_are_copied_with_their_libraries() {
-        let root = tempfile::tempdir().unwrap();
-        put_program(Path::new("/bin/sh"), root.path()).unwrap();
-        assert!(root.path().join("bin/sh").exists());
-        assert!(root.path().join("lib64/ld-linux-x86-64.so.2").exists());
     }
 }

@@ -1,14 +1,13 @@
 //! Algorithms on growing memory (a day of each size), and the error from simulating several pages as one.
 
 use super::server_memory::ServerMemory;
+use super::{NS_PER_HOUR, NS_PER_S};
 use crate::replay::{Algorithm, ReplayRun, Settings, knobs};
 use pagefold_core::host::Host;
 use pagefold_core::units::whole;
 use pagefold_sim::{Costs, Knobs, SimHost};
 use serde::Serialize;
 
-const NS_PER_S: u64 = 1_000_000_000;
-const NS_PER_HOUR: u64 = 3_600 * NS_PER_S;
 /// The share of the savable memory to reach.
 const WANTED: f64 = 0.9;
 /// Time between checks before that share is reached, and afterwards.

@@ -6,15 +6,13 @@
 //! not change; the job's pages are unique; and it begins 150 s after the instances and the scanning, so that it is
 //! complete at 900 s, when the thesis's KSM is killed. Memory used for merging (metadata, the index) counts as in use.
 
+use super::{NS_PER_S, PAGES_PER_GIB};
 use crate::replay::{Algorithm, ReplayRun, Settings, knobs};
 use pagefold_core::keys::FamilyKey;
 use pagefold_core::random::Random;
 use pagefold_core::units::{EXTENT_PAGES, Pages, Vpn};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, Script, SimHost, Step};
 use serde::Serialize;
-
-const NS_PER_S: u64 = 1_000_000_000;
-const PAGES_PER_GIB: u64 = 1 << 18;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Race {
@@ -100,12 +98,12 @@ impl Race {
         self.begins_seconds + self.every_seconds * self.steps
     }
 
-    fn grains(&self, gib: u64) -> u64 {
+    fn simulated_pages(&self, gib: u64) -> u64 {
         gib * PAGES_PER_GIB / u64::from(self.granularity)
     }
 
     fn job(&self) -> Script {
-        let pages = self.grains(self.step_gib);
+        let pages = self.simulated_pages(self.step_gib);
         let mut contents = Random::for_purpose(1, 0x90b);
         let mut steps = vec![(0, Step::Start { process: 0 })];
         for number in 0..self.steps {
@@ -123,12 +121,9 @@ impl Race {
     }
 
     fn wanted_gib(&self, seconds: u64) -> u64 {
-        let steps = if seconds < self.begins_seconds {
-            0
-        } else {
-            ((seconds - self.begins_seconds) / self.every_seconds + 1).min(self.steps)
-        };
-        2 * self.instance_gib + steps * self.step_gib
+        let begun = |seconds| seconds / self.every_seconds + 1;
+        let steps = seconds.checked_sub(self.begins_seconds).map_or(0, begun);
+        2 * self.instance_gib + steps.min(self.steps) * self.step_gib
     }
 
     /// Lets an algorithm run, or unmerged. Nothing is killed when memory has run out, so that it shows what it would take.
@@ -144,7 +139,7 @@ impl Race {
         };
         let mut run = ReplayRun::begin(runs, knobs, &settings, |mut sim: SimHost| {
             for _ in 0..2 {
-                let instance = Mapping::new(Pages(self.grains(self.instance_gib)), Fill::Series(1));
+                let instance = Mapping::new(Pages(self.simulated_pages(self.instance_gib)), Fill::Series(1));
                 sim.add(Process::starting_at(0).mapping(instance.of_family(1)));
             }
             sim.play(self.job());

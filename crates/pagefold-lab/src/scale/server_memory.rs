@@ -6,6 +6,7 @@
 //! average; in the garbage-collected one half of it, every half hour. The processes of one service in four live for two to
 //! six hours and are then replaced.
 
+use super::{NS_PER_HOUR, PAGES_PER_GIB};
 use pagefold_core::random::Random;
 use pagefold_core::units::{Pages, Permyriad};
 use pagefold_sim::{Behaviour, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
@@ -14,8 +15,6 @@ pub const NODES: u16 = 8;
 /// Processes of one service.
 const SIBLINGS: u64 = 4;
 const PROCESSES: std::ops::RangeInclusive<u64> = 32..=1_000;
-const NS_PER_HOUR: u64 = 3_600_000_000_000;
-const PAGES_PER_GIB: u64 = 1 << 18;
 
 /// Memory of the processes of a service, independent of size and granularity.
 #[derive(Clone, Copy, Debug)]

@@ -4,14 +4,12 @@
 use super::NumaSizes;
 use crate::bench::experiment::ExperimentSetting;
 use crate::bench::report::{ExperimentReport, Failure, PolicyRun};
-use crate::programs::{NodesTools, libraries, pack, scratch};
+use crate::programs::{Image, NodesTools, scratch};
 use anyhow::{Context, bail};
 use pagefold_workload::OwnedChild;
 use serde::Deserialize;
-use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 const INIT: &str = include_str!("init");
@@ -101,46 +99,17 @@ fn command(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -> C
 
 /// Packs this program, the one to measure, and their dependencies.
 fn make_image(setting: &ExperimentSetting<'_>, tools: &NodesTools, dir: &Path) -> anyhow::Result<()> {
-    let root = dir.join("root");
-    let mut files: Vec<(PathBuf, PathBuf)> = vec![(tools.emulator.busybox.clone(), "bin/busybox".into())];
-    let programs = [
-        (setting.player, "pagefold-lab"),
-        (setting.program, "pagefold"),
-        (tools.taskset.as_path(), "taskset"),
-        (tools.nice.as_path(), "nice"),
-    ];
-    for (program, name) in programs {
-        files.push((program.to_owned(), Path::new("bin").join(name)));
-        files.extend(libraries(program)?.into_iter().map(|path| {
-            let inside = path.strip_prefix("/").unwrap_or(&path).to_owned();
-            (path, inside)
-        }));
-    }
-    let mut names = BTreeSet::new();
-    for (from, to) in &files {
-        let inside = root.join(to);
-        fs::create_dir_all(inside.parent().context("a file path has no directory")?)?;
-        fs::copy(from, &inside).with_context(|| from.display().to_string())?;
-        names.extend(to.ancestors().filter(|path| !path.as_os_str().is_empty()).map(Path::to_owned));
-    }
-    fs::write(root.join("init"), INIT)?;
-    fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755))?;
-    names.insert("init".into());
-    // Sorted by name, so that each directory precedes its contents.
-    let names: Vec<String> = names.iter().map(|name| name.display().to_string()).collect();
-    pack(&tools.emulator.busybox, &root, &names, &dir.join("image"))?;
-    Ok(fs::remove_dir_all(root)?)
+    let root = Image::begin(&tools.emulator.busybox, dir.join("root"), INIT, &[])?;
+    root.put_program(setting.player, "bin/pagefold-lab")?;
+    root.put_program(setting.program, "bin/pagefold")?;
+    root.put_program(&tools.taskset, "bin/taskset")?;
+    root.put_program(&tools.nice, "bin/nice")?;
+    root.pack(&dir.join("image"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn libraries_include_libc() {
-        let found = libraries(&std::env::current_exe().unwrap()).unwrap();
-        assert!(found.iter().any(|path| path.to_string_lossy().contains("libc.so")), "{found:?}");
-    }
 
     #[test]
     fn distances_are_symmetric() {
