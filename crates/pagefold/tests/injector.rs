@@ -52,11 +52,8 @@ fn a_killed_injector_comes_back_and_memory_is_merged() {
     }
     daemon.signal(libc::SIGTERM);
     let ended = daemon.end();
-    assert!(
-        ended.errors.contains(&format!("the injector process had ended; process {fourth} takes its place")),
-        "{}",
-        ended.errors
-    );
+    // Several restarts between two looks are told once.
+    assert!(ended.errors.contains("the injector process had ended; process "), "{}", ended.errors);
     assert_eq!(ended.summary()["knobs_restored"], true);
     wait_until("no injector survives", || {
         [first, second, third, fourth].iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists())
@@ -85,7 +82,7 @@ fn without_an_injector_the_run_ends_with_an_error_and_the_knobs_are_restored() {
     println!("ended after {:.1} s", began.elapsed().as_secs_f64());
     assert_eq!(ended.code, Some(1), "{}", ended.errors);
     assert_eq!(ended.errors.lines().count(), 1, "{}", ended.errors);
-    assert!(ended.errors.contains("cannot") || ended.errors.contains("attempts to start it again have failed"));
+    assert!(ended.errors.contains("attempts to start it again have failed"), "{}", ended.errors);
     assert!(began.elapsed() > Duration::from_secs(4), "it was tried for a while");
     for holder in &mut holders {
         assert!(holder.is_intact());
