@@ -2,15 +2,45 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A region. Never reused within a run.
+/// A region. Not reused while the region exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RegionKey(pub u32);
 
-/// The process that a region belongs to. Never reused within a run.
+/// The process that a region belongs to. Not reused while it is in scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct OwnerKey(pub u32);
+
+/// Gives out numbers of keys. After the last number it begins again, and leaves out those in use.
+///
+/// A program that maps and unmaps thousands of mappings a second uses up 2^32 of them within days.
+#[derive(Clone, Debug, Default)]
+pub struct KeyCounter {
+    last: u32,
+}
+
+impl KeyCounter {
+    /// Continues after this number.
+    pub fn after(last: u32) -> Self {
+        Self { last }
+    }
+
+    /// Whether none has been given out.
+    pub fn is_new(&self) -> bool {
+        self.last == 0
+    }
+
+    /// The next number that is not in use. Never 0.
+    pub fn take(&mut self, is_in_use: impl Fn(u32) -> bool) -> u32 {
+        loop {
+            self.last = self.last.checked_add(1).unwrap_or(1);
+            if !is_in_use(self.last) {
+                return self.last;
+            }
+        }
+    }
+}
 
 /// A trust domain: memory of different domains must not be merged. 0 unless configured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

@@ -103,11 +103,12 @@ impl RegionTable {
 
     /// Puts a region into an empty slot. Drops it if the index cannot point to any more slots.
     fn put(&mut self, key: (RegionKey, Block), region: Region) {
-        let slot = self.free.pop().unwrap_or_else(|| {
+        let slot = self.free.pop().or_else(|| {
+            let slot = u32::try_from(self.regions.len()).ok().filter(|&slot| slot < SLOTS_MAX)?;
             self.regions.push(None);
-            u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
+            Some(slot)
         });
-        if slot < SLOTS_MAX {
+        if let Some(slot) = slot {
             self.regions[index(slot)] = Some(region);
             self.by_key.insert(key, slot);
         }
@@ -157,7 +158,7 @@ fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keys::{DomainKey, FamilyKey, OwnerKey};
+    use crate::keys::{DomainKey, FamilyKey, KeyCounter, OwnerKey};
 
     fn view(key: u32, first: u64, pages: u64) -> RegionView {
         RegionView {
@@ -225,6 +226,35 @@ mod tests {
         assert_eq!(update(&mut table, &[view(1, 1_000, 128_040)]), 1);
         assert_eq!(update(&mut table, &[view(1, 1_000, 200_000)]), 0);
         assert_eq!(update(&mut table, &[view(1, 1_000, 33)]), 1);
+    }
+
+    /// Regions that come and go for longer than there are keys: one that stays keeps its own, and slots are used again.
+    #[test]
+    fn keys_and_slots_last_through_any_churn() {
+        const LIVE: usize = 200;
+        let mut table = RegionTable::default();
+        let mut keys = KeyCounter::after(u32::MAX - 20_000);
+        let lasting = [view(1, 1 << 40, 10), view(u32::MAX - 5_000, 1 << 41, 10), view(77, 1 << 42, 10)];
+        let mut slots = 0;
+        for round in 0..500_u64 {
+            let mut views = lasting.to_vec();
+            for number in 0..LIVE as u64 {
+                let key = keys.take(|key| views.iter().any(|view| view.key == RegionKey(key)));
+                views.push(view(key, (round << 20) + number * 100, 1 + number));
+            }
+            update(&mut table, &views);
+            if table.wants_sweep() {
+                table.release_slots();
+            }
+            assert_eq!(table.iter().count(), LIVE + lasting.len());
+            for stays in &lasting {
+                let slot = table.find(stays.key, stays.first).unwrap();
+                assert_eq!(table.get(slot).unwrap().view.first, stays.first);
+            }
+            slots = slots.max(table.regions.len());
+        }
+        assert!(slots < 4 * LIVE, "{slots} slots");
+        assert!(table.bits.len() <= LIVE + lasting.len() && table.by_key.len() == LIVE + lasting.len());
     }
 
     #[test]
