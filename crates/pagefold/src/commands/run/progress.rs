@@ -4,6 +4,13 @@ use pagefold_cli::{progress, style};
 use pagefold_core::engine::Engine;
 use pagefold_linux::host::live::LiveHost;
 use serde::Serialize;
+use std::time::{Duration, Instant};
+
+/// Processes left alone that the summary lists. Further ones are counted.
+const LISTED_MOST: usize = 1_000;
+/// Messages about them that are printed at once, and the time after which one more is.
+const MESSAGES_MOST: u32 = 100;
+const MESSAGE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A process in scope that is left alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -19,6 +26,9 @@ pub struct Progress {
     line: progress::Progress,
     /// The processes left alone so far, and why.
     pub left_alone: Vec<LeftAlone>,
+    /// How many more there were.
+    pub left_alone_more: u64,
+    messages: MessageLimit,
     /// Why KSM was given up, if it was.
     pub stood_down: Option<String>,
 }
@@ -26,7 +36,13 @@ pub struct Progress {
 impl Progress {
     /// Shows nothing yet.
     pub fn new() -> Self {
-        Self { line: progress::Progress::new(), left_alone: Vec::new(), stood_down: None }
+        Self {
+            line: progress::Progress::new(),
+            left_alone: Vec::new(),
+            left_alone_more: 0,
+            messages: MessageLimit::new(Instant::now()),
+            stood_down: None,
+        }
     }
 
     /// Prints a message.
@@ -45,9 +61,19 @@ impl Progress {
 
     /// Reports a process that is left alone, once for each reason.
     pub fn leave_alone(&mut self, left: LeftAlone) {
-        if !self.left_alone.contains(&left) {
+        if self.left_alone.contains(&left) {
+            return;
+        }
+        if let Some(unprinted) = self.messages.admit(Instant::now()) {
+            if unprinted > 0 {
+                self.say(&format!("{unprinted} more processes were left alone meanwhile; see pagefold status"));
+            }
             self.say(&format!("process {} ({}) is left alone: {}", left.pid, left.name, left.reason));
+        }
+        if self.left_alone.len() < LISTED_MOST {
             self.left_alone.push(left);
+        } else {
+            self.left_alone_more += 1;
         }
     }
 
@@ -81,5 +107,59 @@ impl Progress {
     /// Removes the status line.
     pub fn finish(&self) {
         self.line.clear();
+    }
+}
+
+/// Limits messages that other programs can cause: a number at once, and then one in each interval.
+#[derive(Debug)]
+struct MessageLimit {
+    left: u32,
+    since: Instant,
+    unprinted: u64,
+}
+
+impl MessageLimit {
+    fn new(now: Instant) -> Self {
+        Self { left: MESSAGES_MOST, since: now, unprinted: 0 }
+    }
+
+    /// Whether one may be printed now; if so, how many were not since the last one.
+    fn admit(&mut self, now: Instant) -> Option<u64> {
+        let passed = now.saturating_duration_since(self.since).as_secs() / MESSAGE_INTERVAL.as_secs();
+        let passed = u32::try_from(passed).unwrap_or(u32::MAX);
+        self.left = self.left.saturating_add(passed).min(MESSAGES_MOST);
+        self.since += MESSAGE_INTERVAL * passed;
+        if self.left == 0 {
+            self.unprinted += 1;
+            return None;
+        }
+        self.left -= 1;
+        Some(std::mem::take(&mut self.unprinted))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_short_lived_programs_fill_neither_the_list_nor_the_log() {
+        let mut progress = Progress::new();
+        let began = Instant::now();
+        for pid in 0..9_000 {
+            progress.leave_alone(LeftAlone {
+                pid,
+                name: "gpg".to_owned(),
+                reason: "on the deny list (gpg)".to_owned(),
+            });
+        }
+        assert_eq!(progress.left_alone.len(), LISTED_MOST);
+        assert_eq!(progress.left_alone_more, 8_000);
+        let printed = 9_000 - progress.messages.unprinted;
+        assert!(printed <= u64::from(MESSAGES_MOST) + 1 + began.elapsed().as_secs(), "{printed} lines");
+        let mut limit = MessageLimit::new(began);
+        assert_eq!((0..300).filter(|_| limit.admit(began).is_some()).count(), 100);
+        assert_eq!(limit.admit(began + MESSAGE_INTERVAL), Some(200));
+        assert_eq!(limit.admit(began + MESSAGE_INTERVAL), None);
     }
 }

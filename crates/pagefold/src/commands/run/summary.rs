@@ -56,6 +56,14 @@ pub struct Summary {
     /// Lines of the audit log that could not be written.
     audit_lost: u64,
     left_alone: Vec<LeftAlone>,
+    /// Processes left alone that are not listed.
+    #[serde(skip_serializing_if = "is_zero")]
+    left_alone_more: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 #[derive(Debug, Serialize)]
@@ -107,6 +115,7 @@ impl Summary {
             stood_down: progress.stood_down,
             audit_lost: active.lost(),
             left_alone: progress.left_alone,
+            left_alone_more: progress.left_alone_more,
         }
     }
 }
