@@ -118,7 +118,7 @@ pub fn activity(text: &[u8], state: u8) -> Result<(Blocked, bool), &'static str>
 
 /// Executable mappings, the vDSO first.
 pub fn executable(maps: &[u8]) -> Vec<(u64, u64)> {
-    gadget::executable(maps)
+    gadget::executable(maps).iter().map(|code| (code.start, code.end)).collect()
 }
 
 /// Parses a request to the injector: whether printing and parsing it again gives the same, and its time limit.

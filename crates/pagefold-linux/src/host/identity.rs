@@ -81,6 +81,8 @@ pub struct Owed {
 impl Owed {
     /// Puts off the next try.
     pub(super) fn put_off(&mut self, now_ns: u64, problem: String) {
+        // Others wait for the first try only.
+        self.tried = true;
         self.problem = Some(problem);
         self.next_ns = now_ns + self.pause_ns;
         self.pause_ns = (self.pause_ns * 2).min(OWED_PAUSE_MAX_NS);
@@ -159,6 +161,11 @@ impl Target {
         self.identity.judge_again();
         self.identity.next_look_ns = 0;
         self.invalidate();
+    }
+
+    /// The program as of the last look.
+    pub(super) fn image(&self) -> Option<u64> {
+        self.identity.seen.as_ref().map(|seen| seen.image)
     }
 
     /// Records that memory was marked; returns the program.

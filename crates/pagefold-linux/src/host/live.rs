@@ -30,7 +30,7 @@ use pagefold_core::host::{
     Actions, ChangeResult, Cost, Host, KsmView, Marking, MemoryView, Outcome, PageRun, RegionView, SamplePlan, Samples,
     Snapshot,
 };
-use pagefold_core::keys::{DomainKey, RegionKey};
+use pagefold_core::keys::{DomainKey, KeyCounter, RegionKey};
 use pagefold_core::units::Pages;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -148,8 +148,8 @@ pub struct LiveHost {
     breaks: CowBreakCounter,
     broken: u64,
     next_memory_ns: u64,
-    next_owner: u32,
-    next_region: u32,
+    owner_keys: KeyCounter,
+    region_keys: KeyCounter,
     next_refresh_ns: u64,
     refresh_ns: u64,
     /// By pid, the last reported reason why a process is left alone.
@@ -230,8 +230,8 @@ impl LiveHost {
             region_pids: BTreeMap::new(),
             views: Vec::new(),
             reader: Some(PageReader::new()),
-            next_owner: 0,
-            next_region: 0,
+            owner_keys: KeyCounter::default(),
+            region_keys: KeyCounter::default(),
             next_refresh_ns: 0,
             refresh_ns: REFRESH_NS,
             reported: BTreeMap::new(),

@@ -12,10 +12,10 @@
 use super::restless::Restless;
 use crate::host::identity::{Identity, Owed, Watch};
 use crate::host::regions::{Tracked, follow, stretches};
-use crate::os::abandonable::{Pending, run_abandonable};
+use crate::os::abandonable::{Pending, advance, run_abandonable};
 use crate::os::cpu::{own_cpu_ns, process_cpu_ns};
 use crate::proc::image::AddressSpace;
-use crate::proc::maps::{VmaDetail, read_smaps};
+use crate::proc::maps::{VmaDetail, read_marked, read_smaps};
 use crate::proc::pagemap::Pagemap;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::statm::Sizes;
@@ -26,7 +26,7 @@ use pagefold_core::host::Span;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
@@ -46,6 +46,9 @@ const FLAGS_NS: u64 = 10_000_000_000;
 const FLAGS_SHARE: u64 = 1_000;
 /// The same for any process, since another one may register its memory with userfaultfd, nanoseconds.
 const FLAGS_MAX_NS: u64 = 300_000_000_000;
+
+/// Mappings left alone of which the reason is kept.
+const LEFT_OUT_MOST: usize = 256;
 
 /// One process in scope.
 #[derive(Debug)]
@@ -70,7 +73,7 @@ pub struct Target {
     pub exclusion: Option<Exclusion>,
     /// Regions, ascending.
     pub regions: Vec<Tracked>,
-    /// Mappings left alone, and why: first address, anonymous KiB, reason.
+    /// The first mappings left alone, and why: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
     /// Marks that must be removed.
     pub owed: Option<Owed>,
@@ -275,17 +278,36 @@ impl Target {
         self.read(read_smaps)
     }
 
+    /// Reads the marked mappings, however many others there are.
+    pub(crate) fn marked_details(&mut self) -> Result<Vec<VmaDetail>, ReadError> {
+        self.read(read_marked)
+    }
+
     /// Reads the mappings and updates the regions; returns whether they have changed. `replaced` pages have been unmapped and
     /// mapped again since the last survey: regions of about that size get new keys, even at the same address.
     fn survey(&mut self, replaced: u64, mut new_key: impl FnMut() -> RegionKey) -> Result<bool, ReadError> {
         let before = (self.exclusion.take(), std::mem::take(&mut self.left_out));
-        let details = self.details()?;
+        let details = match self.details() {
+            Ok(details) => details,
+            Err(ReadError::TooMany { most, .. }) => {
+                // None of its flags is known to the end, so none of its marks may stay.
+                let why = Exclusion::TooManyMappings { most };
+                if self.identity.is_marked() {
+                    self.owe(why.clone(), true);
+                }
+                let had_regions = !std::mem::take(&mut self.regions).is_empty();
+                let is_new = before.0.as_ref() != Some(&why);
+                self.exclusion = Some(why);
+                return Ok(had_regions || is_new);
+            }
+            Err(error) => return Err(error),
+        };
         let exe = self.exe.as_deref().and_then(|exe| exe.file_name()).map_or(&b""[..], |name| name.as_encoded_bytes());
         let mut program = DefaultHasher::new();
         self.exe.as_deref().hash(&mut program);
         let left_out = &mut self.left_out;
         let found = stretches(&details, exe, program.finish(), |detail, exclusion| {
-            if exclusion != Exclusion::NothingAnonymous {
+            if exclusion != Exclusion::NothingAnonymous && left_out.len() < LEFT_OUT_MOST {
                 left_out.push((detail.vma.start, detail.anonymous_kib, exclusion));
             }
         });
@@ -319,9 +341,17 @@ impl Target {
 }
 
 fn maps_hash(process: &Process) -> Result<u64, ReadError> {
-    let mut maps = DefaultHasher::new();
-    process.read_file("maps")?.hash(&mut maps);
-    Ok(maps.finish())
+    let (mut maps, mut file) = (DefaultHasher::new(), process.open_file("maps")?);
+    let mut buffer = vec![0; 16 << 10];
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => return Ok(maps.finish()),
+            Ok(read) => maps.write(&buffer[..read]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(ReadError::from_io(process.pid(), "maps", error)),
+        }
+        advance();
+    }
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 //! Each attempt has a thread of its own, which stays with a target's thread that does not stop in time (a vfork parent, a
 //! frozen thread) until it does: released before, that thread would find its system call interrupted.
 
+use super::code::Code;
 use super::progress::AttemptProgress;
 use super::ptrace::{self, TraceeEvent};
 use super::return_frame::ReturnFrame;
@@ -10,16 +11,21 @@ use super::stack_check::StackCheck;
 use super::thread::{self, Activity, Candidate, Choice};
 use super::tracee::{self, StopEnd, StopResult, Tracee, clock_ns, repair, wait_for_trap};
 use super::trampoline::{self, Trampoline};
-use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
+use super::{Call, Errno, InjectError, Limits, gadget, stuck, unsigned};
+use crate::os::abandonable::is_asleep;
 use crate::proc::image::{AddressSpace, ProgramId};
 use crate::proc::process::Process;
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Time for preparing (reading `/proc`, attaching) before the wait for the stop. Attaching waits for an exec in progress,
-/// and that for its file system.
-const PREPARING: Duration = Duration::from_secs(2);
+/// For how long the thread may sleep while it prepares (reading `/proc`, attaching), beyond the wait for the stop, and how long
+/// preparing may take in all. Attaching waits for an exec in progress, and that for its file system.
+const PREPARING: Duration = Duration::from_secs(1);
+const PREPARING_MOST: Duration = Duration::from_secs(15);
+/// How often that is checked.
+const TICK: Duration = Duration::from_millis(50);
 
 /// A memory map's lock that takes longer than this is not free, and the number of tries.
 const LOCK_LIMIT: Duration = Duration::from_millis(1);
@@ -76,6 +82,10 @@ pub fn attempt(
     if awaited().len() >= AWAITED_MOST {
         return Err(InjectError::Busy { pid });
     }
+    let alive = stuck::admit(process)?;
+    let alive_inside = alive.clone();
+    let own = Arc::new(AtomicI32::new(0));
+    let tid_inside = own.clone();
     let progress = Arc::new(AttemptProgress::default());
     let (sender, receiver) = mpsc::channel();
     let (calls, limits, progress_inside) = (calls.to_vec(), *limits, Arc::clone(&progress));
@@ -84,32 +94,47 @@ pub fn attempt(
         .name("inject".into())
         .stack_size(256 << 10)
         .spawn(move || {
+            tid_inside.store(own_tid(), Ordering::Relaxed);
             shield_thread();
             // The receiver is gone if the attempt was given up.
             match one_stop((&held, program), tid, &calls, &limits, &progress_inside) {
                 OneStop::Over(ended) => drop(sender.send(ended)),
                 OneStop::Awaited(ended, tid) => await_stop(&held, tid, || drop(sender.send(ended))),
             }
+            drop(alive_inside);
         })
         .map_err(|error| InjectError::System {
             pid,
             what: "starting a thread for the injection".into(),
             errno: Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)),
         })?;
-    let mut limit = PREPARING + Duration::from_nanos(limits.stop_ns);
+    let limit = Duration::from_nanos(limits.stop_ns);
+    let (began, mut slept) = (Instant::now(), Duration::ZERO);
     loop {
-        match receiver.recv_timeout(limit) {
+        match receiver.recv_timeout(TICK) {
             Ok(ended) => return Ok(ended),
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(InjectError::System { pid, what: "the injection thread".into(), errno: Errno(libc::EIO) });
             }
+            Err(mpsc::RecvTimeoutError::Timeout)
+                if slept < PREPARING + limit && began.elapsed() < PREPARING_MOST + limit && !progress.is_stuck() =>
+            {
+                // On a busy machine it may take long to get a processor.
+                slept += if is_asleep(own.load(Ordering::Relaxed)) { TICK } else { Duration::ZERO };
+            }
             Err(mpsc::RecvTimeoutError::Timeout) if progress.abandon() => {
+                stuck::give_up(process, &alive);
                 return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() });
             }
             Err(mpsc::RecvTimeoutError::Timeout) if progress.is_stuck() => return Err(InjectError::Held { pid }),
-            Err(mpsc::RecvTimeoutError::Timeout) => limit = Duration::from_millis(50),
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
     }
+}
+
+fn own_tid() -> i32 {
+    // SAFETY: no arguments.
+    unsafe { libc::gettid() }
 }
 
 /// Protects this thread from delays.
@@ -283,7 +308,7 @@ fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
 fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Option<Trampoline>), Verdict> {
     let pid = process.pid();
     // First, because its call numbers would be misread.
-    if is_32_bit(process, "exe") {
+    if is_32_bit(process, "auxv") {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
     let candidate = match tid {
@@ -302,14 +327,16 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
             Err(error) => return Err(Verdict::Failed(error)),
         },
     };
-    // A process whose main thread has ended shows its executable only here.
-    if is_32_bit(process, &format!("task/{}/exe", candidate.tid)) {
+    // A process whose main thread has ended shows it only here.
+    if is_32_bit(process, &format!("task/{}/auxv", candidate.tid)) {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
-    if let Some(trampoline) = trampoline::find(process, candidate.tid) {
+    let code = Code::open(process, candidate.tid);
+    if let Some(trampoline) = code.as_ref().ok().and_then(|code| trampoline::find(process, candidate.tid, code)) {
         return Ok((candidate, trampoline.syscall, Some(trampoline)));
     }
-    match gadget::find(process, candidate.tid, candidate.activity) {
+    let found = code.map_err(InjectError::from_read);
+    match found.and_then(|code| gadget::find(process, candidate.tid, candidate.activity, &code)) {
         Ok(instruction) => Ok((candidate, instruction, None)),
         Err(error @ InjectError::Busy { .. }) => Err(Verdict::Again(error)),
         // The chosen thread may have ended; the caller checks whether the process has.
@@ -318,13 +345,11 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
     }
 }
 
-fn is_32_bit(process: &Process, exe: &str) -> bool {
-    use std::io::Read;
-    const ELFCLASS32: u8 = 1;
-    let mut head = [0_u8; 5];
-    process.open_file(exe).is_ok_and(|mut exe| exe.read_exact(&mut head).is_ok())
-        && &head[..4] == b"\x7fELF"
-        && head[4] == ELFCLASS32
+/// Whether the process of a thread runs a 32-bit program, by the size of the words in its auxiliary vector: the first one, a
+/// small number, is followed by zeros if they have 64 bits, otherwise by a value. Not by the executable, whose file system may
+/// not answer.
+fn is_32_bit(process: &Process, auxv: &str) -> bool {
+    process.read_file(auxv).is_ok_and(|auxv| auxv.get(4..8).is_some_and(|high| high != [0; 4]))
 }
 
 /// The reason why the kernel refused to attach.

@@ -17,6 +17,7 @@
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64", target_pointer_width = "64")))]
 compile_error!("injection knows the registers and the restart rules of 64-bit x86 Linux only");
 
+mod code;
 mod engine;
 pub(crate) mod gadget;
 mod injector;
@@ -26,6 +27,7 @@ mod ptrace;
 mod regs;
 mod return_frame;
 mod stack_check;
+mod stuck;
 pub(crate) mod thread;
 mod tracee;
 mod trampoline;
@@ -301,6 +303,9 @@ impl InjectError {
             ReadError::Absent { pid, .. } => Self::Busy { pid },
             ReadError::Malformed { pid, file, what } => {
                 Self::System { pid, what: format!("reading {file} ({what})"), errno: Errno(libc::EINVAL) }
+            }
+            ReadError::TooMany { pid, .. } => {
+                Self::System { pid, what: "listing the mappings".into(), errno: Errno(libc::E2BIG) }
             }
             ReadError::Io { pid, file, source } => Self::System {
                 pid,

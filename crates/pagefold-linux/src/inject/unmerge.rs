@@ -15,7 +15,7 @@ use crate::proc::headroom::headroom;
 use crate::proc::image::ProgramId;
 use crate::proc::kpageflags::shows_merged;
 use crate::proc::ksm_stat::KsmStat;
-use crate::proc::maps::{VmaDetail, read_smaps};
+use crate::proc::maps::{VmaDetail, read_marked};
 use crate::proc::memory::PageReader;
 use crate::proc::merge_any::PR_SET_MEMORY_MERGE;
 use crate::proc::numa::PreferNode;
@@ -173,9 +173,9 @@ struct State {
 
 impl State {
     fn of(process: &Process) -> Result<Self, ReadError> {
-        let details = read_smaps(process)?;
+        let details = read_marked(process)?;
         let stat = KsmStat::of(process)?;
-        let marked = details.iter().filter(|detail| detail.flags.has(*b"mg"));
+        let marked = details.iter();
         let copies = |detail: &VmaDetail| detail.ksm_kib.unwrap_or((detail.vma.end - detail.vma.start) / 1024);
         let copies_kib: u64 = marked.clone().map(copies).sum();
         let merged_kib: u64 = details.iter().filter_map(|detail: &VmaDetail| detail.ksm_kib).sum();

@@ -3,9 +3,12 @@
 //! A mapping's name can contain any bytes that a file system allows. The kernel escapes only the newline, as `\012`,
 //! and not the backslash, so the escape is ambiguous: names are kept as printed, including a final ` (deleted)`.
 
+use crate::os::abandonable;
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::{PAGE_BYTES, Pages, Vpn};
 use std::fmt;
+use std::io::{self, Read};
+use std::ops::ControlFlow;
 
 /// Permissions of a mapping.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -195,9 +198,101 @@ fn is_hypervisor(exe: &[u8]) -> bool {
         || exe == b"crosvm"
 }
 
+/// Most mappings that are considered in one process. Each takes some 200 bytes while it is read, and as much again for its
+/// region. The kernel allows 65,530 by default (`vm.max_map_count`), with names of 4,096 bytes each.
+pub const MAPPINGS_MOST: usize = 16_384;
+/// The longest part of a line that is kept: all but the end of a file's name.
+const LINE_BYTES: usize = 8 << 10;
+const BUFFER_BYTES: usize = 16 << 10;
+
+/// Which names of mappings are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Names {
+    /// As printed, up to 8 KiB.
+    All,
+    /// Those that say what the memory is: not the paths of files, except `/dev/zero`.
+    Special,
+}
+
+impl Names {
+    fn keep(self, name: &[u8]) -> Vec<u8> {
+        if self == Self::Special && name.starts_with(b"/") && name != b"/dev/zero" { Vec::new() } else { name.to_vec() }
+    }
+}
+
+/// Why a list of mappings could not be read.
+#[derive(Debug)]
+pub(crate) enum ListError {
+    Io(io::Error),
+    Malformed(&'static str),
+    TooMany,
+}
+
+impl ListError {
+    fn of(self, process: &Process, file: &str) -> ReadError {
+        let pid = process.pid();
+        match self {
+            Self::Io(error) => ReadError::from_io(pid, file, error),
+            Self::Malformed(what) => process.malformed(file, what),
+            Self::TooMany => ReadError::TooMany { pid, most: MAPPINGS_MOST },
+        }
+    }
+}
+
+/// Calls `each` for the lines of a text of any length, in a buffer of fixed size: the end of a long line is dropped. Each
+/// read is a sign of progress (see [`crate::os::abandonable`]).
+fn each_line(
+    mut input: impl Read,
+    mut each: impl FnMut(&[u8]) -> Result<ControlFlow<()>, ListError>,
+) -> Result<(), ListError> {
+    let mut buffer = vec![0; BUFFER_BYTES];
+    let mut line: Vec<u8> = Vec::new();
+    loop {
+        let read = match input.read(&mut buffer) {
+            Ok(read) => read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(ListError::Io(error)),
+        };
+        abandonable::advance();
+        for piece in buffer[..read].split_inclusive(|&byte| byte == b'\n') {
+            let (text, ends) = match piece.split_last() {
+                Some((b'\n', text)) => (text, true),
+                _ => (piece, false),
+            };
+            line.extend(&text[..text.len().min(LINE_BYTES - line.len())]);
+            if ends && !line.is_empty() && each(&line)?.is_break() {
+                return Ok(());
+            }
+            if ends {
+                line.clear();
+            }
+        }
+        if read == 0 {
+            return if line.is_empty() { Ok(()) } else { each(&line).map(drop) };
+        }
+    }
+}
+
+/// Calls `each` for the mappings in the text of `/proc/PID/maps`, until it breaks.
+pub(crate) fn each_mapping(
+    maps: impl Read,
+    names: Names,
+    mut each: impl FnMut(Vma) -> ControlFlow<()>,
+) -> Result<(), ListError> {
+    let mut last = 0;
+    each_line(maps, |line| {
+        let vma = parse_line(line, names).map_err(ListError::Malformed)?;
+        if vma.start < last {
+            return Err(ListError::Malformed(OUT_OF_ORDER));
+        }
+        last = vma.end;
+        Ok(each(vma))
+    })
+}
+
 /// Parses the text of `/proc/PID/maps`.
 pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
-    let vmas: Vec<Vma> = lines(text).map(parse_line).collect::<Result<_, _>>()?;
+    let vmas: Vec<Vma> = lines(text).map(|line| parse_line(line, Names::All)).collect::<Result<_, _>>()?;
     if vmas.windows(2).all(|pair| pair[0].end <= pair[1].start) { Ok(vmas) } else { Err(OUT_OF_ORDER) }
 }
 
@@ -206,22 +301,84 @@ const OUT_OF_ORDER: &str = "a mapping begins before the one above it ends";
 /// KiB in the largest address space, of 57 bits.
 const MOST_KIB: u64 = 1 << 47;
 
-/// Reads a process's mappings with their details. The kernel walks the page tables: some 10 ns per present page.
+/// Reads a process's mappings with their details, without the names of files. The kernel walks the page tables: some 10 ns per
+/// present page.
+///
+/// # Errors
+/// [`ReadError::TooMany`] if there are more than [`MAPPINGS_MOST`].
 pub fn read_smaps(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
-    parse_smaps(&process.read_file("smaps")?).map_err(|what| process.malformed("smaps", what))
+    read_details(process, Names::Special, |_| true)
+}
+
+/// The same with all names.
+pub fn read_smaps_named(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
+    read_details(process, Names::All, |_| true)
+}
+
+/// The mappings that are marked, however many others there are. More than [`MAPPINGS_MOST`] are cut off. `original_bytes` counts
+/// only marked neighbours.
+pub(crate) fn read_marked(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
+    let mut found = Details::default();
+    let is_marked = |detail: &VmaDetail| detail.flags.has(*b"mg");
+    match found.read(process.open_file("smaps")?, Names::Special, is_marked) {
+        Ok(()) | Err(ListError::TooMany) => Ok(found.finish()),
+        Err(error) => Err(error.of(process, "smaps")),
+    }
+}
+
+fn read_details(
+    process: &Process,
+    names: Names,
+    keep: impl Fn(&VmaDetail) -> bool,
+) -> Result<Vec<VmaDetail>, ReadError> {
+    let mut found = Details::default();
+    found.read(process.open_file("smaps")?, names, keep).map_err(|error| error.of(process, "smaps"))?;
+    Ok(found.finish())
 }
 
 /// Parses the text of `/proc/PID/smaps`.
 pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
-    let mut details: Vec<VmaDetail> = Vec::new();
+    let mut found = Details::default();
     for line in lines(text) {
+        found.add(line, Names::All, |_| true)?;
+    }
+    Ok(found.finish())
+}
+
+/// The mappings of an smaps text as far as it has been read.
+#[derive(Default)]
+struct Details {
+    found: Vec<VmaDetail>,
+    end: u64,
+}
+
+impl Details {
+    fn read(&mut self, smaps: impl Read, names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), ListError> {
+        each_line(smaps, |line| {
+            self.add(line, names, &keep).map_err(ListError::Malformed)?;
+            // The last one is not known to be kept before the next begins.
+            if self.found.len() > MAPPINGS_MOST + 1 { Err(ListError::TooMany) } else { Ok(ControlFlow::Continue(())) }
+        })?;
+        self.drop_last_unless(keep);
+        if self.found.len() > MAPPINGS_MOST { Err(ListError::TooMany) } else { Ok(()) }
+    }
+
+    fn drop_last_unless(&mut self, keep: impl Fn(&VmaDetail) -> bool) {
+        if self.found.last().is_some_and(|last| !keep(last)) {
+            self.found.pop();
+        }
+    }
+
+    fn add(&mut self, line: &[u8], names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), &'static str> {
         // In a mapping's line the first of the two is the dash of its addresses, in a counter's line the colon.
         if line.iter().find(|byte| matches!(byte, b'-' | b':')) == Some(&b'-') {
-            let vma = parse_line(line)?;
-            if details.last().is_some_and(|last| vma.start < last.vma.end) {
+            let vma = parse_line(line, names)?;
+            if vma.start < self.end {
                 return Err(OUT_OF_ORDER);
             }
-            details.push(VmaDetail {
+            self.end = vma.end;
+            self.drop_last_unless(keep);
+            self.found.push(VmaDetail {
                 vma,
                 rss_kib: 0,
                 anonymous_kib: 0,
@@ -231,10 +388,10 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
                 flags: VmFlags::default(),
                 original_bytes: 0,
             });
-            continue;
+            return Ok(());
         }
         let colon = line.iter().position(|&byte| byte == b':').ok_or("a line is neither mapping nor counter")?;
-        let detail = details.last_mut().ok_or("a counter before the first mapping")?;
+        let detail = self.found.last_mut().ok_or("a counter before the first mapping")?;
         let value = &line[colon + 1..];
         match &line[..colon] {
             b"Rss" => detail.rss_kib = kib(value)?,
@@ -247,14 +404,18 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
             }
             _ => {} // kernels add counters
         }
+        Ok(())
     }
-    for alike in details.chunk_by_mut(|a, b| a.continues(b) && a.flags.has(*b"dd") == b.flags.has(*b"dd")) {
-        let bytes = alike.iter().map(|detail| detail.vma.end - detail.vma.start).sum();
-        for detail in alike {
-            detail.original_bytes = bytes;
+
+    fn finish(mut self) -> Vec<VmaDetail> {
+        for alike in self.found.chunk_by_mut(|a, b| a.continues(b) && a.flags.has(*b"dd") == b.flags.has(*b"dd")) {
+            let bytes = alike.iter().map(|detail| detail.vma.end - detail.vma.start).sum();
+            for detail in alike {
+                detail.original_bytes = bytes;
+            }
         }
+        self.found
     }
-    Ok(details)
 }
 
 fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
@@ -274,7 +435,7 @@ fn kib(value: &[u8]) -> Result<u64, &'static str> {
     decimal(number).and_then(|kib| if kib <= MOST_KIB { Ok(kib) } else { Err("a counter is too large") })
 }
 
-fn parse_line(line: &[u8]) -> Result<Vma, &'static str> {
+fn parse_line(line: &[u8], names: Names) -> Result<Vma, &'static str> {
     let mut rest = line;
     let mut field = || {
         let end = rest.iter().position(|&byte| byte == b' ').unwrap_or(rest.len());
@@ -298,7 +459,7 @@ fn parse_line(line: &[u8]) -> Result<Vma, &'static str> {
         offset: hexadecimal(offset)?,
         device: (number(major)?, number(minor)?),
         inode: decimal(inode)?,
-        name: name.to_vec(),
+        name: names.keep(name),
     })
 }
 

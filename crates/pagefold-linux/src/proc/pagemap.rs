@@ -55,7 +55,17 @@ pub struct Pagemap {
 impl Pagemap {
     /// Opens the pagemap of a process.
     pub fn open(process: &Process) -> Result<Self, ReadError> {
-        Ok(Self { pid: process.pid(), file: process.open_file("pagemap")? })
+        Self::open_file(process, "pagemap")
+    }
+
+    /// Opens this file below `/proc/PID`: that of one of its threads.
+    pub(crate) fn open_file(process: &Process, file: &str) -> Result<Self, ReadError> {
+        Ok(Self { pid: process.pid(), file: process.open_file(file)? })
+    }
+
+    /// The error of another file of the process.
+    pub(crate) fn error(&self, file: &str, error: io::Error) -> ReadError {
+        ReadError::from_io(self.pid, file, error)
     }
 
     /// Reads the entries of adjacent pages, starting at `first`. Measured: 0.9 us for one page, 33 ns for each

@@ -27,12 +27,20 @@ pub enum ReadError {
     /// The text is not in the documented format.
     #[error("/proc/{pid}/{file} is malformed: {what}")]
     Malformed { pid: i32, file: String, what: String },
+    /// More mappings than are considered.
+    #[error("process {pid} has more than {most} mappings")]
+    TooMany { pid: i32, most: usize },
     /// Any other failure.
     #[error("cannot read /proc/{pid}/{file}: {source}")]
     Io { pid: i32, file: String, source: io::Error },
 }
 
 impl ReadError {
+    /// Whether a read was given up because it did not return in time.
+    pub(crate) fn is_late(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut)
+    }
+
     /// Classifies an I/O error by its number.
     pub fn from_io(pid: i32, file: &str, source: io::Error) -> Self {
         let file = file.to_owned();

@@ -50,6 +50,11 @@ pub enum Exclusion {
     NotReadable,
     /// It keeps its mmap lock, so reads of it do not return.
     Stuck,
+    /// It has more mappings than are considered, so that reading them takes bounded memory.
+    TooManyMappings {
+        /// The most that are considered.
+        most: usize,
+    },
     /// It maps and unmaps memory all the time, and reading it would slow it down.
     Restless,
     /// Shared memory or a shared file mapping.
@@ -97,6 +102,7 @@ impl Exclusion {
                 | Self::OutOfScope
                 | Self::MovedDomain { .. }
                 | Self::OtherProgram
+                | Self::TooManyMappings { .. }
                 | Self::DontDump
                 | Self::WipeOnFork
                 | Self::Locked
@@ -127,6 +133,7 @@ impl fmt::Display for Exclusion {
             }
             Self::Traced { by } => return write!(f, "traced by process {by}"),
             Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
+            Self::TooManyMappings { most } => return write!(f, "has more than {most} mappings"),
             Self::NotReadable => "cannot be read",
             Self::Stuck => "keeps its memory map locked",
             Self::Restless => "maps and unmaps memory all the time and would be slowed down",

@@ -13,7 +13,7 @@ use pagefold_cli::scope;
 use pagefold_cli::style::{self, Style};
 use pagefold_core::report::{Kind, RegionReport};
 use pagefold_linux::proc::Roots;
-use pagefold_linux::proc::maps::{VmaDetail, kind_of, read_smaps};
+use pagefold_linux::proc::maps::{VmaDetail, kind_of, read_smaps_named};
 use pagefold_linux::proc::process::{Process, ReadError};
 use pagefold_linux::proc::status::{exe_of, printable, program_name};
 use pagefold_linux::scope::deny_list::DenyList;
@@ -149,7 +149,7 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
         return Err(format!("process {pid} has ended, and its pid was reused; try again"));
     }
     let exe = exe_of(&process).map_err(tell)?;
-    let details = read_smaps(&process).map_err(tell)?;
+    let details = read_smaps_named(&process).map_err(tell)?;
     let regions: Vec<&RegionReport> = report.regions.iter().filter(|region| region.owner == target.owner).collect();
     explanation.see(exe, &details);
     for region in &regions {
@@ -194,7 +194,7 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
         Err(ReadError::Denied { .. }) => None,
         other => other.map_err(|error| not_readable(&error))?,
     };
-    let details = match read_smaps(&process) {
+    let details = match read_smaps_named(&process) {
         // Kernel threads and zombies have none.
         Err(_) if explanation.left_alone.is_some() => Vec::new(),
         other => other.map_err(|error| not_readable(&error))?,

@@ -8,8 +8,9 @@ use crate::proc::process::ReadError;
 use crate::scope::exclude::Exclusion;
 use crate::scope::{ScopeError, ScopeSpec};
 use pagefold_core::host::RegionView;
-use pagefold_core::keys::{OwnerKey, RegionKey};
+use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use pagefold_core::units::count;
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// A refresh due within this time is made at once, nanoseconds.
 const EARLY_NS: u64 = 30_000_000;
@@ -38,7 +39,7 @@ impl LiveHost {
 
     /// Adds the processes that have come into scope.
     fn add_targets(&mut self, now_ns: u64) -> Result<(), LiveError> {
-        let first = self.targets.is_empty() && self.next_owner == 0;
+        let first = self.targets.is_empty() && self.owner_keys.is_new();
         let mut spec = if first {
             self.scope.clone()
         } else {
@@ -66,9 +67,9 @@ impl LiveHost {
             return Err(ScopeError::NoMatch(self.scope.to_string()).into());
         }
         for scoped in found {
-            self.next_owner += 1;
+            let owner = self.owner_keys.take(|key| self.targets.values().any(|target| target.owner.0 == key));
             let domain = domain_key(&mut self.domains, self.domain_rules.domain_of(&scoped));
-            self.targets.insert(scoped.process.pid(), Target::new(scoped, OwnerKey(self.next_owner), domain));
+            self.targets.insert(scoped.process.pid(), Target::new(scoped, OwnerKey(owner), domain));
         }
         Ok(())
     }
@@ -79,12 +80,12 @@ impl LiveHost {
         let mut changed = false;
         let (mut gone, mut reports) = (Vec::new(), Vec::new());
         let rules = (&self.domain_rules, &mut self.domains);
+        forget_programs(&mut self.marked_programs, &self.targets);
         let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.marked_programs);
         for (&pid, target) in &mut self.targets {
-            let next_region = &mut self.next_region;
+            let (region_keys, in_use) = (&mut self.region_keys, &self.region_pids);
             let refreshed = target.refresh(now_ns, processes, &mut watch, || {
-                *next_region += 1;
-                RegionKey(*next_region)
+                RegionKey(region_keys.take(|key| in_use.contains_key(&RegionKey(key))))
             });
             let why = match refreshed {
                 Ok(false) => None,
@@ -145,5 +146,16 @@ impl LiveHost {
                 });
             }
         }
+    }
+}
+
+/// Programs whose marks are remembered before those without a process are forgotten.
+const PROGRAMS_MOST: usize = 16_384;
+
+/// Forgets marked programs that no process in scope runs, if there are many.
+fn forget_programs(marked: &mut HashMap<u64, DomainKey>, targets: &BTreeMap<i32, Target>) {
+    if marked.len() > PROGRAMS_MOST.max(targets.len() * 2) {
+        let running: HashSet<u64> = targets.values().filter_map(Target::image).collect();
+        marked.retain(|program, _| running.contains(program));
     }
 }

@@ -46,7 +46,8 @@ impl LiveHost {
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         let Some(whole) = target.owed.as_ref().map(|owed| owed.whole) else { return false };
         let program = ProgramId::of(&target.process);
-        let found = target.details().and_then(|details| {
+        let details = if whole { target.marked_details() } else { target.details() };
+        let found = details.and_then(|details| {
             // All memory of such a process is marked because it, or the administrator, wants so.
             let by_itself = KsmStat::of(&target.process)?.merge_any;
             Ok((program?, spans(&details, whole && !by_itself, by_itself), step_bytes(&target.process)?))

@@ -1,3 +1,4 @@
+//! | `victim stalling KIND` | `tests/stalling.rs`: stalls what reads it, see `stalling` |
 //! Processes for the injection tests to work on. Each checks that it notices nothing.
 //!
 //! `victim MODE`, for pagefold-linux's `tests/inject.rs`, prints `ready ADDR LEN`, runs its mode, and prints `ok` or
@@ -29,6 +30,7 @@ mod registers;
 mod rounds;
 mod rseq;
 mod seccomp;
+mod stalling;
 mod states;
 mod torture;
 
@@ -45,6 +47,7 @@ fn main() {
         }
         "lease" => return lease::main(std::path::Path::new(&std::env::args().nth(2).expect("a directory"))),
         "hostile" => return hostile::main(&std::env::args().nth(2).expect("a kind")),
+        "stalling" => return stalling::main(&std::env::args().nth(2).expect("a kind")),
         "torture" => torture::main(),
         "registers" => return registers::main(&std::env::args().nth(2).expect("a kind")),
         _ => {}

@@ -1,0 +1,69 @@
+//! Targets that try to stall what reads them: reads of their pages that never return.
+
+use pagefold_linux::inject::{Limits, inject};
+use pagefold_testkit::injection::*;
+use pagefold_testkit::{skip, status_field, wait_until};
+use std::time::{Duration, Instant};
+
+/// A victim that stalls. `None`, with the reason reported, where it cannot.
+fn stalling(kind: &str) -> Option<Victim> {
+    Victim::try_start(&["stalling", kind]).map_err(skip).ok()
+}
+
+fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").unwrap().count()
+}
+
+/// Executable memory of a file whose server never answers: pages that are not mapped are not read.
+#[test]
+fn code_that_cannot_be_read_delays_no_call() {
+    if !can_inject() {
+        return;
+    }
+    let Some(mut victim) = stalling("code") else { return };
+    let before = threads();
+    for number in 0..20 {
+        let began = Instant::now();
+        let advice = if number % 2 == 0 { MERGEABLE } else { UNMERGEABLE };
+        let report = inject(&victim.process, &victim.calls(advice, 1), &Limits::default());
+        assert!(began.elapsed() < Duration::from_secs(1), "{report:?} after {:?}", began.elapsed());
+        assert_eq!(report.map(|report| report.results), Ok(vec![Ok(0)]));
+    }
+    assert!(threads() <= before, "{} threads more", threads() - before);
+    victim.send();
+    victim.expect_ok("code");
+}
+
+/// As many mappings as the kernel allows, with long names: lists of them are read in a buffer of fixed size.
+#[test]
+fn very_many_mappings_take_the_injector_little_memory() {
+    if !can_inject() {
+        return;
+    }
+    let Some(mut victim) = stalling("mappings") else { return };
+    let mut injector = injector("worker");
+    let peak = |injector: &pagefold_linux::inject::Injector| peak_kib(injector.pid().into());
+    let mut plain = Victim::start("idle");
+    injector.run(&plain.process, &plain.calls(MERGEABLE, 1), &Limits::default()).unwrap();
+    plain.send();
+    let before = peak(&injector);
+    for number in 0..6 {
+        let advice = if number % 2 == 0 { MERGEABLE } else { UNMERGEABLE };
+        // The kernel prints 130 MB of names, which takes a second of CPU time, once.
+        wait_until("the call is made", || {
+            let report = injector.run(&victim.process, &victim.calls(advice, 1), &Limits::default());
+            report.is_ok_and(|report| report.results == [Ok(0)])
+        });
+    }
+    let more = peak(&injector) - before;
+    println!("the injector: {before} KiB, and {more} KiB more beside 65,400 mappings");
+    assert!(more <= 32 << 10, "{more} KiB");
+    victim.send();
+    victim.expect_ok("mappings");
+}
+
+/// The most memory that a process has had, KiB.
+fn peak_kib(pid: i64) -> u64 {
+    let value = status_field(&format!("/proc/{pid}"), "VmHWM").unwrap();
+    value.trim_end_matches(" kB").parse().unwrap()
+}

@@ -1,0 +1,211 @@
+//! Targets that try to stall, or to exhaust, whoever reads them.
+//!
+//! `victim stalling KIND` prints `ready ADDR LEN` and waits until it reads a byte; then it prints `ok`, or `bad: REASON` if
+//! its memory has changed.
+//!
+//! | kind | what it does |
+//! | --- | --- |
+//! | `code` | maps executable memory of a FUSE file whose pages are never read to the end |
+//! | `locked` | reads such a page through its own `/proc/self/mem`, which holds its mmap lock, while another thread maps memory |
+//! | `mappings` | has as many mappings as the kernel allows, of a file with a long name and of anonymous memory |
+//! | `regions` | has nearly as many small mappings of anonymous memory as are considered |
+
+use crate::checks::{Memory, PAGES};
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// Mappings of `mappings`: a little less than the default of `vm.max_map_count`.
+const MAPPINGS: usize = 65_400;
+/// Mappings of `regions`.
+const REGIONS: usize = 16_000;
+/// Pages of the file whose reads are never answered.
+const FILE_PAGES: usize = 64;
+/// Below everything else, so that it is searched first.
+const LOW: usize = 0x1000_0000;
+
+pub fn main(kind: &str) {
+    let memory = Memory::new();
+    let done = match kind {
+        "code" => stalled_file().map(|file| {
+            map(LOW, FILE_PAGES * 4096, libc::PROT_READ | libc::PROT_EXEC, libc::MAP_PRIVATE, &file);
+        }),
+        "locked" => stalled_file().map(|file| {
+            map(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, &file);
+            std::thread::spawn(|| File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64));
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            std::thread::spawn(|| anonymous(4096, libc::PROT_READ) as usize);
+        }),
+        "mappings" => mappings(),
+        "regions" => {
+            regions();
+            Ok(())
+        }
+        other => Err(format!("there is no kind {other}")),
+    };
+    if let Err(reason) = done {
+        println!("bad: {reason}");
+        return;
+    }
+    println!("ready {:x} {}", memory.addr as u64, PAGES * 4096);
+    let _ = std::io::stdin().read(&mut [0]);
+    match memory.check() {
+        Ok(()) => println!("ok"),
+        Err(reason) => println!("bad: {reason}"),
+    }
+    // Without the destructors of threads that never end.
+    let _ = std::io::stdout().flush();
+    unsafe { libc::_exit(0) };
+}
+
+fn map(at: usize, length: usize, access: i32, flags: i32, file: &File) {
+    let found = unsafe { libc::mmap(at as *mut libc::c_void, length, access, flags, file.as_raw_fd(), 0) };
+    assert_ne!(found, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+}
+
+fn anonymous(length: usize, access: i32) -> *mut u8 {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let found = unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, -1, 0) };
+    assert_ne!(found, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+    found.cast()
+}
+
+/// One mapping in two is of a file with a path of some 4,000 bytes; the others are anonymous memory with one page present.
+fn mappings() -> Result<(), String> {
+    let failed = |error: std::io::Error| error.to_string();
+    let top = std::env::temp_dir().join(format!("pagefold-long-{}", std::process::id()));
+    let mut directory = top.clone();
+    for _ in 0..15 {
+        directory.push("long".repeat(62));
+    }
+    fs::create_dir_all(&directory).map_err(failed)?;
+    let made = File::create_new(directory.join("name")).and_then(|file| {
+        file.set_len(4096)?;
+        File::open(directory.join("name"))
+    });
+    let _ = fs::remove_dir_all(&top);
+    let file = made.map_err(failed)?;
+    let pages = anonymous(MAPPINGS * 4096, libc::PROT_READ | libc::PROT_WRITE) as usize;
+    for at in (0..MAPPINGS).map(|number| pages + number * 4096) {
+        if at / 4096 % 2 == 0 {
+            map(at, 4096, libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_FIXED, &file);
+        } else {
+            unsafe { (at as *mut u64).write(at as u64) };
+        }
+    }
+    Ok(())
+}
+
+/// Mappings of one page each, which differ in their access from their neighbours.
+fn regions() {
+    let pages = anonymous(REGIONS * 4096, libc::PROT_READ | libc::PROT_WRITE) as usize;
+    for at in (0..REGIONS).map(|number| pages + number * 4096) {
+        unsafe {
+            (at as *mut u64).write(at as u64);
+            if at / 4096 % 2 == 0 {
+                libc::mprotect(at as *mut libc::c_void, 4096, libc::PROT_READ);
+            }
+        }
+    }
+}
+
+/// A file on a FUSE file system that this process provides, in a mount namespace of its own: reads are never answered.
+fn stalled_file() -> Result<File, String> {
+    let server =
+        File::options().read(true).write(true).open("/dev/fuse").map_err(|error| format!("/dev/fuse: {error}"))?;
+    let directory = std::env::temp_dir().join(format!("pagefold-stalling-{}", std::process::id()));
+    fs::create_dir(&directory).map_err(|error| error.to_string())?;
+    let at = directory.clone();
+    let opened = mount(&server, &directory).and_then(move |()| {
+        spawn_server(&server)?;
+        // As the C library: searched first.
+        let opened = File::open(at.join("libc.so.6")).map_err(|error| error.to_string());
+        unsafe { libc::umount2(path(&at).as_ptr(), libc::MNT_DETACH) };
+        opened
+    });
+    let _ = fs::remove_dir(&directory);
+    opened
+}
+
+fn path(path: &Path) -> CString {
+    CString::new(path.to_str().unwrap()).unwrap()
+}
+
+fn mount(server: &File, directory: &Path) -> Result<(), String> {
+    let failed = |what: &str| Err(format!("{what}: {}", std::io::Error::last_os_error()));
+    unsafe {
+        if libc::unshare(libc::CLONE_NEWNS) != 0 {
+            return failed("unshare");
+        }
+        let private = libc::MS_REC | libc::MS_PRIVATE;
+        libc::mount(std::ptr::null(), c"/".as_ptr(), std::ptr::null(), private, std::ptr::null());
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", server.as_raw_fd());
+        let options = CString::new(options).unwrap();
+        let (source, kind) = (c"pagefold-test".as_ptr(), c"fuse".as_ptr());
+        if libc::mount(source, path(directory).as_ptr(), kind, 0, options.as_ptr().cast()) != 0 {
+            return failed("mounting a FUSE file system");
+        }
+    }
+    Ok(())
+}
+
+/// Starts the server: a process of its own, which ends when this one does. A thread would keep the connection open for as
+/// long as another thread of its process waits for an answer, which no signal ends.
+fn spawn_server(server: &File) -> Result<(), String> {
+    match unsafe { libc::fork() } {
+        0 => unsafe {
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+            libc::close(0);
+            libc::close(1);
+            serve(server);
+            libc::_exit(0)
+        },
+        -1 => Err(format!("fork: {}", std::io::Error::last_os_error())),
+        _ => Ok(()),
+    }
+}
+
+/// Answers the requests of the kernel (include/uapi/linux/fuse.h), except reads.
+fn serve(mut server: &File) {
+    const LOOKUP: u32 = 1;
+    const GETATTR: u32 = 3;
+    const OPEN: u32 = 14;
+    const INIT: u32 = 26;
+    const UNANSWERED: [u32; 4] = [2, 15, 36, 42]; // FORGET, READ, INTERRUPT, BATCH_FORGET
+    const SUCCEED: [u32; 2] = [18, 25]; // RELEASE, FLUSH
+    let mut request = vec![0; 1 << 20];
+    while let Ok(length @ 40..) = server.read(&mut request) {
+        let number = |at: usize| u32::from_le_bytes(request[at..at + 4].try_into().unwrap());
+        let (opcode, node) = (number(4), number(16));
+        let attributes = |node: u32| {
+            let (mode, size) = if node == 1 { (0o40755, 0) } else { (0o100_755, FILE_PAGES as u64 * 4096) };
+            let times = [0_u64; 3];
+            let words = [u64::from(node), size, 8].into_iter().chain(times).flat_map(u64::to_le_bytes);
+            let halves = [0, 0, 0, mode, 1, 0, 0, 0, 4096, 0_u32];
+            words.chain(halves.into_iter().flat_map(u32::to_le_bytes)).collect::<Vec<u8>>()
+        };
+        let words = |words: &[u64]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+        let hour = 3600;
+        let (error, body) = match opcode {
+            INIT => {
+                let mut body = [7_u32, 31, 0, 0, 0, 4096, 1].map(u32::to_le_bytes).concat();
+                body.resize(64, 0);
+                (0, body)
+            }
+            LOOKUP => (0, [words(&[2, 0, hour, hour, 0]), attributes(2)].concat()),
+            GETATTR => (0, [words(&[hour, 0]), attributes(node)].concat()),
+            OPEN => (0, words(&[1, 0])),
+            _ if UNANSWERED.contains(&opcode) => continue,
+            _ if SUCCEED.contains(&opcode) => (0, Vec::new()),
+            _ => (-libc::ENOSYS, Vec::new()),
+        };
+        let unique = &request[8..16];
+        let total = u32::try_from(16 + body.len()).unwrap();
+        let reply = [&total.to_le_bytes(), &error.to_le_bytes(), unique, &body].concat();
+        debug_assert!(length >= 40);
+        let _ = server.write(&reply);
+    }
+}
