@@ -1,4 +1,4 @@
-# make build    build both programs, in target/release
+# make build    build pagefold and pagefold-lab, in target/release
 # make demo     show in a minute how pagefold works, on programs that it starts itself
 # make test     run all tests; installs the Debian packages they need
 # make unit     run the unit tests only
@@ -8,7 +8,7 @@
 # make fuzz     fuzz every parser, 5 s each (fuzz-long: 3 minutes each)
 # make bench    run the experiments of docs/measurements.md (takes long)
 # make records  record real programs into target/records, for pagefold-lab replay (about 8 minutes)
-# make install  install the program, its systemd units and its configuration file below DESTDIR
+# make install  install pagefold (not pagefold-lab), its systemd units and, unless there is one, its configuration file, below DESTDIR
 
 CARGO ?= cargo
 
@@ -19,6 +19,7 @@ build:
 
 demo:
 	@scripts/setup demo
+	@echo "building pagefold: the first time takes some minutes"
 	@$(CARGO) build --release --locked --quiet -p pagefold
 	@target/release/pagefold demo
 
@@ -66,5 +67,5 @@ install:
 	$(CARGO) build --release --locked -p pagefold
 	install -D target/release/pagefold $(DESTDIR)/usr/local/bin/pagefold
 	install -D -m 644 -t $(DESTDIR)/usr/local/lib/systemd/system packaging/systemd/*
-	[ ! -e packaging/pagefold.toml ] || [ -e $(DESTDIR)/etc/pagefold/pagefold.toml ] || \
+	[ -e $(DESTDIR)/etc/pagefold/pagefold.toml ] || \
 	    install -D -m 644 packaging/pagefold.toml $(DESTDIR)/etc/pagefold/pagefold.toml

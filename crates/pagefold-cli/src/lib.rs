@@ -28,7 +28,6 @@ use std::process::ExitCode;
 /// Parses the command line.
 ///
 /// # Errors
-///
 /// The exit code, after help, version or a usage error has been printed. A usage error is one line on standard error.
 pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
     Cli::try_parse().map_err(|error| {

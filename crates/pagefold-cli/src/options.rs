@@ -314,7 +314,7 @@ impl Unit {
 /// Per cent with at most two decimals, in parts of ten thousand.
 fn percent(text: &str) -> Option<u64> {
     let number: f64 = text.trim_end_matches('%').trim_end().parse().ok()?;
-    // 1e6 % is far beyond any range, and what is larger is no number that somebody meant.
+    // 1e6 % is far beyond any range, and larger numbers are a mistake.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked before")]
     (0.0..=1e6).contains(&number).then(|| (number * 100.0).round() as u64)
 }

@@ -4,7 +4,8 @@ use crate::exit::{self, Exit};
 use crate::flags::ScopeFlags;
 use crate::options::{Value, Values};
 use pagefold_linux::proc::Roots;
-use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped, resolve};
+use pagefold_linux::proc::process::ReadError;
+use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped, resolve, resolve_by_name};
 
 /// The processes in scope. Several flags add up.
 #[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
@@ -44,10 +45,17 @@ impl ScopeArgs {
     /// The processes that are in scope now.
     ///
     /// # Errors
-    ///
     /// If the scope is empty, or names a process, user, cgroup or program that does not exist.
     pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
+    }
+
+    /// The same for undoing: `--exe` matches programs by name, even if other users can change their files.
+    ///
+    /// # Errors
+    /// As [`Self::resolve`].
+    pub fn resolve_by_name(&self) -> Result<Vec<Scoped>, Exit> {
+        resolve_by_name(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 }
 
@@ -56,6 +64,8 @@ pub fn explain(error: &ScopeError) -> Exit {
     let (code, advice) = match error {
         ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),
         ScopeError::UnknownPid(_) => (exit::NO_SCOPE, "it may have ended: look with ps"),
+        ScopeError::Unreadable { source: ReadError::Denied { .. }, .. } => (exit::NOT_PERMITTED, "run as root"),
+        ScopeError::Unreadable { .. } => (exit::FAILURE, "try again, or leave the process out"),
         ScopeError::UnknownUser(_) => (exit::NO_SCOPE, "give a name from /etc/passwd, or a number"),
         ScopeError::NoCgroup(_) => (exit::NO_SCOPE, "give a path below /sys/fs/cgroup"),
         ScopeError::NoMatch(_) => (exit::NO_SCOPE, "check the spelling, or name programs by --pid"),
@@ -87,6 +97,14 @@ mod tests {
         assert_eq!(spec.users, ["root"]);
         assert!(Cli::try_parse_from(["x", "--pid", "0"]).is_err());
         assert!(Cli::try_parse_from(["x", "--pid", "one"]).is_err());
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_read_is_reported_with_the_reason() {
+        let source = ReadError::Denied { pid: 7, file: "stat".to_owned() };
+        let error = explain(&ScopeError::Unreadable { pid: 7, source });
+        assert_eq!(error.code, exit::NOT_PERMITTED);
+        assert_eq!(error.line, "process 7 cannot be read: not permitted to read /proc/7/stat; run as root");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Names of programs, files and cgroups are chosen by others. So all text is written by [`print()`], [`complain`] or
 //! [`json`], which let no character of theirs reach a terminal that it may obey.
 
+use crate::figures::wrap;
 use pagefold_linux::proc::status::{is_unsafe, printable};
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -171,9 +172,29 @@ fn write(text: &str) -> io::Result<()> {
     }
 }
 
-/// Appends a line, without trailing spaces.
-pub fn line(text: &mut String, line: &str) {
-    let _ = writeln!(text, "{}", line.trim_end());
+/// Text that grows by lines.
+pub trait Lines {
+    /// Appends a line, without trailing spaces.
+    fn line(&mut self, line: impl AsRef<str>);
+
+    /// Appends an empty line.
+    fn blank(&mut self) {
+        self.line("");
+    }
+
+    /// Appends a text, broken into lines of at most `width` characters.
+    fn paragraph(&mut self, text: &str, width: usize) {
+        for line in wrap(text, width) {
+            self.line(line);
+        }
+    }
+}
+
+impl Lines for String {
+    fn line(&mut self, line: impl AsRef<str>) {
+        self.push_str(line.as_ref().trim_end());
+        self.push('\n');
+    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 use crate::hash::Digest;
 use crate::keys::{DomainKey, FamilyKey, NodeKey, NodeSet, OwnerKey, RegionKey};
 use crate::placement::policy::Placement;
-use crate::units::{Pages, Permyriad, Vpn};
+use crate::units::{Pages, Permyriad, Vpn, as_seconds};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
@@ -143,12 +143,14 @@ pub struct MemoryView {
     pub pressure: Option<Permyriad>,
 }
 
-/// CPU time spent since the run began.
+/// CPU time spent since the run began. In JSON, seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cost {
     /// By pagefold and its injector, nanoseconds.
+    #[serde(rename = "pagefold", with = "as_seconds")]
     pub pagefold_ns: u64,
     /// By ksmd, nanoseconds.
+    #[serde(rename = "ksmd", with = "as_seconds")]
     pub ksmd_ns: u64,
 }
 

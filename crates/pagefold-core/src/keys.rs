@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub struct RegionKey(pub u32);
 
 /// The process that a region belongs to. Not reused while it is in scope.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct OwnerKey(pub u32);
 

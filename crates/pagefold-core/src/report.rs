@@ -43,8 +43,7 @@ impl fmt::Display for Kind {
 }
 
 /// What happens to a region next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", tag = "what")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Next {
     /// It is sampled until there is enough evidence.
     Sample {
@@ -70,27 +69,57 @@ pub enum Next {
         ns: u64,
     },
     /// Left alone: its process refused to be marked.
+    #[default]
     Nothing,
 }
 
-/// One region.
+impl Next {
+    /// Its name in `status` and `explain`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Sample { .. } => "sample",
+            Self::Read { .. } => "read",
+            Self::Mark => "mark",
+            Self::Merge => "merge",
+            Self::Watch => "watch",
+            Self::Wait { .. } => "wait",
+            Self::Nothing => "nothing",
+        }
+    }
+
+    /// For how many seconds the region is still left alone, if it waits.
+    pub fn wait_seconds(&self) -> Option<f64> {
+        match self {
+            Self::Wait { ns } => Some(*ns as f64 / 1e9),
+            _ => None,
+        }
+    }
+}
+
+/// One region. JSON has its figures only: keys, addresses and what happens next are for `explain` to put into words.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RegionReport {
     /// Its process.
+    #[serde(skip)]
     pub owner: OwnerKey,
     /// Its trust domain.
+    #[serde(skip)]
     pub domain: DomainKey,
     /// Its first page.
+    #[serde(skip)]
     pub first: Vpn,
     /// Its length.
+    #[serde(rename = "bytes", with = "as_bytes")]
     pub pages: Pages,
     /// Anonymous pages present in it.
+    #[serde(rename = "resident_bytes", with = "as_bytes")]
     pub resident: Pages,
     /// Its level, from 1.
     pub level: usize,
     /// Its kind.
     pub kind: Kind,
     /// What happens next.
+    #[serde(skip)]
     pub next: Next,
     /// Seconds since it was first seen.
     pub age_seconds: f64,
@@ -100,13 +129,17 @@ pub struct RegionReport {
     pub duplicate_range: (f64, f64),
     /// Whether it was read whole, so that the ratio is exact.
     pub exact: bool,
-    /// The share of its merged pages that are written and hold the same content again within the horizon.
-    pub cow_ratio: Permyriad,
+    /// The share of its merged pages, 0 to 1, that are written and hold the same content again within the horizon. `None` if
+    /// no merged page was seen written.
+    pub cow_ratio: Option<f64>,
     /// Resident pages in its marked spans.
+    #[serde(rename = "marked_bytes", with = "as_bytes")]
     pub marked: Pages,
     /// Duplicates expected among them.
+    #[serde(rename = "expected_bytes", with = "as_bytes")]
     pub expected: Pages,
     /// Duplicates not marked because another trust domain holds contents of the same extents.
+    #[serde(skip)]
     pub withheld: Pages,
 }
 
@@ -138,7 +171,7 @@ pub struct LevelTotal {
 }
 
 /// The state of the judgement.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug)]
 pub struct EngineReport {
     /// The governor configured.
     pub governor: Governor,
@@ -173,7 +206,6 @@ pub struct EngineReport {
     /// What was saved and what it cost.
     pub ledger: Ledger,
     /// Where merged pages live, on a machine with several NUMA nodes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<PlacementSummary>,
     /// The regions.
     pub regions: Vec<RegionReport>,

@@ -95,6 +95,21 @@ pub mod as_bytes {
     }
 }
 
+/// Serialises nanoseconds as seconds: `#[serde(with = "as_seconds")]`.
+pub mod as_seconds {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[allow(missing_docs, clippy::missing_errors_doc, clippy::trivially_copy_pass_by_ref)]
+    pub fn serialize<S: Serializer>(ns: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        (*ns as f64 / 1e9).serialize(serializer)
+    }
+
+    #[allow(missing_docs, clippy::missing_errors_doc)]
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        Ok(super::whole((f64::deserialize(deserializer)? * 1e9).round()))
+    }
+}
+
 /// Serialises [`Permyriad`] as a fraction of one: `#[serde(with = "as_fraction")]`.
 pub mod as_fraction {
     use super::Permyriad;

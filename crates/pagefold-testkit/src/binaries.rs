@@ -3,7 +3,11 @@
 //! Cargo gives a test the path of its own package's binaries only, and `cargo test --test NAME` builds no others. So the
 //! victims are built on demand, once in each test process, with the profile of the running test.
 
+use crate::pagefold::output_of;
 use std::collections::BTreeSet;
+use std::fs::{self, Permissions};
+use std::ops::Deref;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
@@ -23,6 +27,41 @@ pub fn lab_program() -> &'static Path {
 /// A victim: a binary of this crate.
 pub fn victim_binary(name: &str) -> PathBuf {
     binary(env!("CARGO_PKG_NAME"), name)
+}
+
+/// A copy of a program, by another name, that every user may run. Dereferences to its path; removed when dropped.
+pub struct ProgramCopy {
+    _dir: tempfile::TempDir,
+    path: PathBuf,
+}
+
+impl ProgramCopy {
+    pub fn of(program: &Path, name: &str) -> Self {
+        let dir = tempfile::tempdir_in("/tmp").unwrap();
+        let path = dir.path().join(name);
+        // By another process: a child forked by another test while a file is open for writing here would keep it busy.
+        output_of(Command::new("cp").arg(program).arg(&path));
+        fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+        Self { _dir: dir, path }
+    }
+
+    /// `pagefold` by a name that no other program has.
+    pub fn unique() -> Self {
+        Self::of(program(), &format!("pagefold-test-{}", std::process::id()))
+    }
+
+    /// Its path as an argument.
+    pub fn name(&self) -> &str {
+        self.path.to_str().unwrap()
+    }
+}
+
+impl Deref for ProgramCopy {
+    type Target = Path;
+
+    fn deref(&self) -> &Path {
+        &self.path
+    }
 }
 
 /// A binary of a package in this workspace.

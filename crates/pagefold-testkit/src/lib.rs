@@ -36,17 +36,17 @@ pub mod shuffler;
 pub mod skip;
 pub mod tenants;
 
-pub use binaries::{lab_program, program, victim_binary};
+pub use binaries::{ProgramCopy, lab_program, program, victim_binary};
 pub use cgroup::{Cgroup, Freezer};
 pub use holder::Holder;
 pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, saved_bytes, write_knob};
 pub use pagefold::{
-    Daemon, Ended, assert_failed, assert_fails, assert_lab_fails, assert_refused, lab, pagefold, run_pagefold, unmerge,
-    with_pids,
+    Daemon, Ended, assert_failed, assert_fails, assert_has, assert_lab_fails, assert_refused, json_of, lab, output_of,
+    pagefold, row, run_pagefold, status, succeed, unmerge, with_pids,
 };
 pub use process::{
-    Forked, Marks, OwnedChild, Script, Sleeper, assert_unmarked, has_merge_any, is_root, marks, send, state,
-    status_field, tids, vmstat, wait_until, zombie,
+    Forked, Marks, OwnedChild, Script, Sleeper, as_other_user, assert_unmarked, has_kernel_threads, has_merge_any,
+    is_root, marks, send, state, status_field, tids, vmstat, wait_until, zombie,
 };
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};

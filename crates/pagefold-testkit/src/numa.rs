@@ -21,7 +21,6 @@ pub struct Victim {
     pub confined: bool,
 }
 
-/// A disturbance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Disturbance {
     None,
@@ -39,7 +38,6 @@ pub enum Disturbance {
     Damage,
 }
 
-/// One scenario.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Scenario {
     pub name: String,
@@ -70,7 +68,6 @@ pub struct Pages {
 /// The state of all pages at one time.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PageSnapshot {
-    /// By process.
     pub victims: Vec<Pages>,
     /// Different merged frames, by node.
     pub frames: Vec<u64>,
@@ -103,11 +100,9 @@ pub struct Moves {
     pub killed: u64,
 }
 
-/// The result of a scenario.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Outcome {
     pub name: String,
-    /// Before merging.
     pub before: PageSnapshot,
     /// When nothing merged and nothing moved any more.
     pub merged: PageSnapshot,

@@ -24,6 +24,51 @@ pub fn lab(args: &[&str]) -> Output {
     Command::new(lab_program()).args(args).stdin(Stdio::null()).output().unwrap()
 }
 
+/// What `pagefold` prints when it succeeds.
+#[track_caller]
+pub fn succeed(args: &[impl AsRef<OsStr>]) -> String {
+    output_of(Command::new(program()).args(args))
+}
+
+/// What a program prints when it succeeds.
+#[track_caller]
+pub fn output_of(command: &mut Command) -> String {
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// What `pagefold` prints with these arguments and `--json`.
+#[track_caller]
+pub fn json_of(args: &[impl AsRef<OsStr>]) -> Value {
+    let json = output_of(Command::new(program()).args(args).arg("--json"));
+    serde_json::from_str(&json).unwrap()
+}
+
+/// The status of the running daemon.
+#[track_caller]
+pub fn status() -> Value {
+    let status = json_of(&["status"]);
+    assert_eq!(status["schema"], "pagefold.status/1");
+    status
+}
+
+/// The row of a list with this value of a field.
+#[track_caller]
+pub fn row<'a>(list: &'a Value, field: &str, is: impl Into<Value>) -> &'a Value {
+    let is = is.into();
+    let rows = list.as_array().unwrap();
+    rows.iter().find(|row| row[field] == is).unwrap_or_else(|| panic!("no {field} {is} in {list}"))
+}
+
+/// A text has all these parts.
+#[track_caller]
+pub fn assert_has(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is missing in {text}");
+    }
+}
+
 /// `pagefold-lab` fails with this code and prints nothing but one line on standard error, with the reason and a remedy.
 #[track_caller]
 pub fn assert_lab_fails(args: &[&str], code: i32, says: &str) {
@@ -68,9 +113,7 @@ pub fn with_pids(before: &[&str], pids: &[i32], after: &[&str]) -> Vec<String> {
 /// Gives all merged memory of the processes back, and returns the summary.
 #[track_caller]
 pub fn unmerge(pids: &[i32]) -> Value {
-    let output = run_pagefold(&with_pids(&["unmerge", "--json"], pids, &[]));
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let summary = json_of(&with_pids(&["unmerge"], pids, &[]));
     assert_eq!(summary["schema"], "pagefold.unmerge/1");
     summary
 }
@@ -107,6 +150,14 @@ impl Daemon {
         let (output, errors) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
         command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(errors.try_clone().unwrap());
         Self { child: command.spawn().unwrap(), output, errors }
+    }
+
+    /// Waits until it answers requests.
+    #[must_use]
+    #[track_caller]
+    pub fn answering(self) -> Self {
+        wait_until("the daemon answers", || pagefold(&["status"]).status.success());
+        self
     }
 
     pub fn pid(&self) -> i32 {

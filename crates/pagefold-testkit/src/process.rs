@@ -1,12 +1,15 @@
 //! Small processes to work on, and what /proc shows of a process.
 
+use crate::skip_unsupported;
 use pagefold_linux::os::fields::{field, number};
 use pagefold_linux::proc::process::Process;
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Time limit of everything a test waits for. Far more than it takes: other programs may use the processors.
@@ -28,6 +31,22 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
 pub fn is_root() -> bool {
     // SAFETY: no arguments, no memory.
     unsafe { libc::geteuid() == 0 }
+}
+
+/// A command that runs as a user without any privilege.
+pub fn as_other_user(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(program);
+    command.uid(65534).gid(65534);
+    command
+}
+
+/// Whether PID 2 is a kernel thread; reports if it is not.
+pub fn has_kernel_threads() -> bool {
+    let has = fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n");
+    if !has {
+        skip_unsupported("PID 2 is no kernel thread: this is a PID namespace");
+    }
+    has
 }
 
 /// Sends a signal to a child that has not been waited for.
@@ -128,6 +147,14 @@ impl Script {
         script
     }
 
+    /// A process that is not dumpable, and so protected from other processes.
+    #[track_caller]
+    pub fn undumpable() -> Self {
+        Self::start(
+            "import ctypes, sys\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nprint('ready', flush=True)\nsys.stdin.readline()",
+        )
+    }
+
     /// Starts any program.
     #[track_caller]
     pub fn of(command: &mut Command) -> Self {
@@ -162,6 +189,11 @@ impl Script {
     /// Writes a line.
     pub fn say(&mut self, line: &str) {
         writeln!(self.input, "{line}").unwrap();
+    }
+
+    /// Waits for its end.
+    pub fn wait(&mut self) -> ExitStatus {
+        self.child.0.wait().unwrap()
     }
 }
 

@@ -18,6 +18,7 @@ use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style::{self, Style, human};
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
+use pagefold_core::sampling::census::bytes_of;
 use pagefold_linux::host::live::{Event, LiveHost};
 use pagefold_linux::inject::mark::mark;
 use pagefold_linux::inject::unmerge::unmerge;
@@ -44,7 +45,6 @@ use workers::{Size, Workers};
 const KSM_PAGES: u64 = 1000;
 const KSM_SLEEP_MS: u64 = 20;
 
-/// Flags of `pagefold demo`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DemoArgs {
     /// Use little memory and little time, for tests
@@ -52,14 +52,12 @@ pub struct DemoArgs {
     quick: bool,
 }
 
-/// Duration of the parts.
 #[derive(Clone, Copy, Debug)]
 struct Times {
     /// Merging, at least: it goes on until there is nothing left to do.
     merge: Duration,
     /// Merging, at most.
     merge_most: Duration,
-    /// KSM alone.
     ksm: Duration,
     /// Pauses to read what was printed.
     read: Duration,
@@ -179,7 +177,7 @@ impl Demo {
         style::print(&words::found(&report, &pids, style))?;
         self.interrupt.sleep(self.times.read * 2)?;
 
-        let savable = report.totals.savable_gross_bytes;
+        let savable = bytes_of(report.totals.savable_gross);
         let merged = self.merge(&pids, savable)?;
         self.interrupt.check()?;
         let bytes = self.verify()?;

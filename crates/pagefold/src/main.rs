@@ -15,6 +15,7 @@
 
 use clap::{Parser, Subcommand};
 use commands::{control as requests, doctor, exec, explain, run, scan, status, unmerge};
+use control::protocol::Request;
 use std::process::ExitCode;
 
 /// Writes a message to standard error: one line, in which nothing can be obeyed by a terminal.
@@ -86,9 +87,9 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(args),
         Command::Status(args) => status::run(args),
         Command::Explain(args) => explain::run(args),
-        Command::Governor(args) => requests::governor(args),
-        Command::Pause(args) => requests::pause(args),
-        Command::Resume(args) => requests::resume(args),
+        Command::Governor(args) => requests::change(&Request::Governor { name: args.name.to_string() }, args.json),
+        Command::Pause(args) => requests::change(&Request::Pause, args.json),
+        Command::Resume(args) => requests::change(&Request::Resume, args.json),
         Command::Exec(args) => exec::run(args),
         Command::Unmerge(args) => unmerge::run(args),
         Command::Doctor(args) => doctor::run(args),

@@ -1,3 +1,12 @@
-//! Rows that several commands print.
+//! What several commands print.
 
 pub mod placement;
+
+use pagefold_cli::style::{self, Style};
+use serde::Serialize;
+
+/// Prints the result of a command as JSON, or as the text that `describe` makes of it.
+pub fn print(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -> String) -> anyhow::Result<()> {
+    let text = if json { style::json(result)? } else { describe(Style::of_stdout()) };
+    Ok(style::print(&text)?)
+}

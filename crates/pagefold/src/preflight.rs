@@ -6,9 +6,9 @@ use pagefold_linux::inject::{InjectError, Injector, is_frozen};
 use pagefold_linux::ksm::lease::TakeError;
 use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};
 use pagefold_linux::os::numa::Topology;
+use pagefold_linux::os::peer::own_uid;
 use pagefold_linux::os::privileges::{PLACING, PrivilegeError, READING, keep_from_dumps, keep_only, missing};
-use pagefold_linux::proc::process::{Process, ReadError};
-use pagefold_linux::proc::status::Status;
+use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::Scoped;
 use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::exclude::process_exclusion;
@@ -20,7 +20,6 @@ use std::sync::Arc;
 /// The hidden subcommand of the injector process.
 pub const INJECTOR: &str = "injector";
 
-/// KSM of the running kernel.
 pub fn ksm() -> Result<Arc<Ksm>, Exit> {
     Ksm::open(Path::new(KSM_ROOT)).map(Arc::new).map_err(|error| match &error {
         KsmError::Absent { .. } => {
@@ -33,8 +32,7 @@ pub fn ksm() -> Result<Arc<Ksm>, Exit> {
 
 /// Checks that the user is root. `purpose` is what needs it.
 pub fn need_root(purpose: &str) -> Result<(), Exit> {
-    let own = Process::open(i32::try_from(std::process::id()).unwrap_or(0)).and_then(|own| Status::of(&own));
-    if own.is_ok_and(|own| own.effective_uid() == 0) {
+    if own_uid() == 0 {
         return Ok(());
     }
     Err(Exit::new(exit::NOT_PERMITTED, format!("{purpose} needs root; run it with sudo")))
@@ -119,18 +117,15 @@ pub fn explain_take(error: &TakeError) -> Exit {
 pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
     let process = &scoped.process;
     // First: a process that cannot run cannot be asked whether it is excluded.
-    match process.stat() {
-        Ok(stat) if stat.state == b'T' => return Some("stopped by a signal; continue it with kill -CONT".to_owned()),
-        Ok(_) if is_frozen(process) => return Some("frozen by its cgroup; thaw the cgroup".to_owned()),
-        Ok(_) => {}
-        Err(ReadError::Vanished { .. }) => return Some("has ended".to_owned()),
-        Err(error) => return Some(error.to_string()),
-    }
-    match process_exclusion(process, deny) {
-        Ok(exclusion) => exclusion.map(|exclusion| exclusion.to_string()),
-        Err(ReadError::Vanished { .. }) => Some("has ended".to_owned()),
-        Err(error) => Some(error.to_string()),
-    }
+    let refused = process.stat().and_then(|stat| match stat.state {
+        b'T' => Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned())),
+        _ if is_frozen(process) => Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned())),
+        _ => Ok(process_exclusion(process, deny)?.map(|exclusion| exclusion.to_string())),
+    });
+    refused.unwrap_or_else(|error| match error {
+        ReadError::Vanished { .. } => Some("has ended".to_owned()),
+        error => Some(error.to_string()),
+    })
 }
 
 /// The exit code for a failed injection.

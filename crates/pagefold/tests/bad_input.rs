@@ -1,9 +1,6 @@
 //! Input that `pagefold run`, `unmerge` and `exec` must refuse, each with one line and an exit code and nothing changed.
 
 use pagefold_workload::Tenant;
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::process::CommandExt;
-use std::process::Command;
 
 use pagefold_testkit::*;
 
@@ -35,25 +32,46 @@ fn unmerge_refuses(ksm: &KsmAtRest, pid: i32, says: &str) {
     ksm.assert_restored();
 }
 
+/// A process that a signal has stopped.
+fn stopped() -> Sleeper {
+    let idle = Sleeper::start();
+    send(idle.pid(), libc::SIGSTOP);
+    wait_until("it stops", || state(idle.pid()) == b'T');
+    idle
+}
+
+/// Traces a process without stopping it. Reports if that is not permitted.
+fn seize(idle: &Sleeper) -> bool {
+    // SAFETY: seizing a child of this thread passes no memory.
+    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, idle.pid(), 0, 0) } == 0;
+    if !seized {
+        skip_unsupported("tracing is not permitted here");
+    }
+    seized
+}
+
 #[test]
 fn bad_arguments_are_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
-    let run = |more: &[&'static str]| [&["run", "--pid", &pid], more].concat();
-    assert_fails(&run(&["--for", "nonsense"]), 2, "--for");
-    assert_fails(&run(&["--for=-3s"]), 2, "--for");
-    assert_fails(&run(&["--for"]), 2, "--for");
-    assert_fails(&run(&["--governor", "turbo"]), 2, "choose full, medium, low, quiet or auto");
-    assert_fails(&run(&["--preset", "turbo"]), 2, "choose default or sensitive");
-    assert_fails(&run(&["--duplicate-threshold", "140"]), 2, "140 % is out of range; it must be from 0.01 % to 100 %");
-    assert_fails(&run(&["--cow-threshold", "0"]), 2, "0 % is out of range; it must be from 0.01 % to 100 %");
-    assert_fails(&run(&["--top-share", "0"]), 2, "it must be from 0.2 % to 100 %");
-    assert_fails(&run(&["--levels", "0"]), 2, "it must be from 1 to 8");
-    assert_fails(&run(&["--round", "1ms"]), 2, "it must be from 20ms to 1h");
-    assert_fails(&run(&["--lifetime", "2h"]), 2, "it must be from 0s to 1h");
-    assert_fails(&run(&["--no-such-flag"]), 2, "--no-such-flag");
-    assert_fails(&run(&["and", "more"]), 2, "and");
+    for (options, says) in [
+        (&["--for", "nonsense"][..], "--for"),
+        (&["--for=-3s"], "--for"),
+        (&["--for"], "--for"),
+        (&["--governor", "turbo"], "choose full, medium, low, quiet or auto"),
+        (&["--preset", "turbo"], "choose default or sensitive"),
+        (&["--duplicate-threshold", "140"], "140 % is out of range; it must be from 0.01 % to 100 %"),
+        (&["--cow-threshold", "0"], "0 % is out of range; it must be from 0.01 % to 100 %"),
+        (&["--top-share", "0"], "it must be from 0.2 % to 100 %"),
+        (&["--levels", "0"], "it must be from 1 to 8"),
+        (&["--round", "1ms"], "it must be from 20ms to 1h"),
+        (&["--lifetime", "2h"], "it must be from 0s to 1h"),
+        (&["--no-such-flag"], "--no-such-flag"),
+        (&["and", "more"], "and"),
+    ] {
+        assert_fails(&[&["run", "--pid", &pid], options].concat(), 2, says);
+    }
     assert_fails(&["no-such-command"], 2, "no-such-command");
     assert_fails(&["exec"], 2, "COMMAND");
     for pid in ["--pid=0", "--pid=-1", "--pid=one", "--pid=99999999999", "--pid="] {
@@ -86,41 +104,28 @@ fn targets_that_must_not_be_touched_are_refused() {
     run_refuses(&ksm, pid, "has ended");
     unmerge_refuses(&ksm, pid, "zombie");
     ended.wait().unwrap();
-    if std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
+    if has_kernel_threads() {
         run_refuses(&ksm, 2, "kernel thread");
         unmerge_refuses(&ksm, 2, "kernel thread");
-    } else {
-        skip_unsupported("PID 2 is no kernel thread: this is a PID namespace");
     }
 
     let idle = Sleeper::start();
-    // SAFETY: seizing a child of this thread passes no memory and does not stop it.
-    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, idle.pid(), 0, 0) };
-    if seized == 0 {
+    if seize(&idle) {
         run_refuses(&ksm, idle.pid(), "traced by process");
-    } else {
-        skip_unsupported("tracing is not permitted here");
     }
     drop(idle);
 
-    let idle = Sleeper::start();
-    send(idle.pid(), libc::SIGSTOP);
-    wait_until("it stops", || state(idle.pid()) == b'T');
+    let idle = stopped();
     run_refuses(&ksm, idle.pid(), "stopped by a signal");
     assert_eq!(state(idle.pid()), b'T', "still stopped");
     send(idle.pid(), libc::SIGCONT);
     wait_until("it goes on", || state(idle.pid()) == b'S');
 
-    // Not dumpable: protected from other processes.
-    let undumpable = Script::start(
-        "import ctypes, sys\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nprint('ready', flush=True)\nsys.stdin.readline()",
-    );
+    let undumpable = Script::undumpable();
     run_refuses(&ksm, undumpable.pid(), "not dumpable");
 
     // A program on the deny list.
-    let dir = tempfile::tempdir().unwrap();
-    let agent = dir.path().join("ssh-agent");
-    std::fs::copy(program(), &agent).unwrap();
+    let agent = ProgramCopy::of(program(), "ssh-agent");
     let agent = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
     run_refuses(&ksm, agent.pid(), "deny list");
     assert_unmarked(&[idle.pid(), agent.pid()]);
@@ -151,17 +156,12 @@ fn of_several_targets_bad_ones_are_left_alone_and_the_rest_is_merged() {
     let mut pair = pair(32, 4, 14);
     let mut ended = zombie();
     let dead = i32::try_from(ended.id()).unwrap();
-    let stopped = Sleeper::start();
-    send(stopped.pid(), libc::SIGSTOP);
-    wait_until("it stops", || state(stopped.pid()) == b'T');
-    let traced = Sleeper::start();
-    // SAFETY: seizing a child of this thread passes no memory and does not stop it.
-    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, traced.pid(), 0, 0) } == 0;
+    let (stopped, traced) = (stopped(), Sleeper::start());
     let mut bad = vec![(dead, "has ended"), (stopped.pid(), "stopped by a signal")];
-    if seized {
+    if seize(&traced) {
         bad.push((traced.pid(), "traced"));
     }
-    if std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
+    if has_kernel_threads() {
         bad.push((2, "kernel thread"));
     }
     let scope = [pids(&pair), bad.iter().map(|&(pid, _)| pid).collect()].concat();
@@ -189,18 +189,13 @@ fn of_several_targets_bad_ones_are_left_alone_and_the_rest_is_merged() {
 #[test]
 fn other_users_than_root_are_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    // The program is copied to where every user may execute it.
-    let dir = tempfile::tempdir_in("/tmp").unwrap();
-    let copy = dir.path().join("pagefold");
-    std::fs::copy(program(), &copy).unwrap();
-    std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
+    let copy = ProgramCopy::of(program(), "pagefold");
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
     for args in
         [&["run", "--for", "2s", "--pid", &pid][..], &["run", "--dry-run", "--pid", &pid], &["unmerge", "--pid", &pid]]
     {
-        let output = Command::new(&copy).args(args).uid(65534).gid(65534).output().unwrap();
-        assert_refused(&output, 3, "root");
+        assert_refused(&as_other_user(copy.name()).args(args).output().unwrap(), 3, "root");
     }
     ksm.assert_restored();
     assert_unmarked(&[idle.pid()]);

@@ -52,14 +52,12 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str| dir.path().join(name);
     let (config, audit, old) = (file("pagefold.toml"), file("audit.jsonl"), file("audit.jsonl.1"));
-    // Under a name that no other program has.
-    let program_file = file("fold-me-not");
-    fs::copy(program(), &program_file).unwrap();
+    let program_file = ProgramCopy::unique();
     let mut pair: Vec<Tenant> = (0..2).map(|_| Tenant::start(&program_file, &spec(32, 4, 14)).unwrap()).collect();
     let settings = |governor: &str| {
         format!(
             "[scope]\nexes = [\"{}\"]\n[run]\ngovernor = \"{governor}\"\n[audit]\nfile = \"{}\"\n",
-            program_file.display(),
+            program_file.name(),
             audit.display()
         )
     };
@@ -75,10 +73,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     fs::write(&config, settings("low")).unwrap();
     daemon.signal(libc::SIGHUP);
     wait_until("the log is opened again", || audit.exists());
-    wait_until("the governor has changed", || {
-        let status = pagefold(&["status", "--json"]);
-        String::from_utf8_lossy(&status.stdout).contains("\"governor\": \"low\"")
-    });
+    wait_until("the governor has changed", || status()["governor"] == "low");
     // An invalid file changes nothing, and changes that need a restart are reported.
     fs::write(&config, "[run]\ngoverment = 1\n").unwrap();
     daemon.signal(libc::SIGHUP);
@@ -102,7 +97,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     for mark in &marks {
         assert_eq!((&mark["schema"], &mark["uid"]), (&"pagefold.audit/1".into(), &0.into()));
         assert!(pids(&pair).iter().any(|pid| mark["pid"] == *pid), "{mark}");
-        assert_eq!(mark["exe"], program_file.to_str().unwrap());
+        assert_eq!(mark["exe"], program_file.name());
         assert_eq!(mark["why"]["kind"], "duplicate", "{mark}");
     }
     let bytes = |lines: &[Value]| lines.iter().map(|line| line["done_bytes"].as_u64().unwrap()).sum::<u64>();
@@ -116,8 +111,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
 
     // Unmerging is logged too.
     let back = file("back.jsonl");
-    let output = run_pagefold(&with_pids(&["unmerge", "--json", "--audit", back.to_str().unwrap()], &pids(&pair), &[]));
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    succeed(&with_pids(&["unmerge", "--audit", back.to_str().unwrap()], &pids(&pair), &[]));
     let given_back = of_kind(&back, "unmark");
     assert!(given_back.iter().all(|line| line["why"]["kind"] == "asked" && line["outcome"] == "done"));
     assert!(bytes(&given_back) >= 2 * 31 * MIB, "{given_back:?}");
@@ -130,8 +124,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
 fn a_program_on_the_deny_list_is_merged_only_if_it_is_allowed() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
-    let agent = dir.path().join("ssh-agent");
-    fs::copy(program(), &agent).unwrap();
+    let agent = ProgramCopy::of(program(), "ssh-agent");
     let agent = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
     let pid = agent.pid().to_string();
     let dry = |more: &[&str]| pagefold(&[&["run", "--dry-run", "--json", "--for", "1s", "--pid", &pid], more].concat());
@@ -148,16 +141,12 @@ fn a_program_on_the_deny_list_is_merged_only_if_it_is_allowed() {
     fs::write(&config, "[deny]\nexcept = [\"ssh-agent\"]\n").unwrap();
     let path = config.to_str().unwrap();
     let idle = Sleeper::start();
-    let daemon = Daemon::on(&[agent.pid(), idle.pid()], &["--dry-run", "--for", "60s", "--config", path]);
-    let left_alone = || {
-        let status: Value = serde_json::from_slice(&pagefold(&["status", "--json"]).stdout).unwrap_or_default();
-        let rows = status["processes"].as_array().cloned().unwrap_or_default();
-        rows.into_iter().find(|row| row["pid"] == agent.pid()).map(|row| row["left_alone"].clone())
-    };
-    wait_until("it is in scope", || left_alone() == Some(Value::Null));
+    let daemon = Daemon::on(&[agent.pid(), idle.pid()], &["--dry-run", "--for", "60s", "--config", path]).answering();
+    let left_alone = || row(&status()["processes"], "pid", agent.pid())["left_alone"].clone();
+    assert_eq!(left_alone(), Value::Null, "it is in scope");
     fs::write(&config, "").unwrap();
     daemon.signal(libc::SIGHUP);
-    wait_until("it is left alone", || left_alone() == Some("on the deny list (ssh-agent)".into()));
+    wait_until("it is left alone", || left_alone() == "on the deny list (ssh-agent)");
     daemon.stop();
     assert_unmarked(&[agent.pid()]);
     ksm.assert_restored();
@@ -167,8 +156,7 @@ fn a_program_on_the_deny_list_is_merged_only_if_it_is_allowed() {
 fn without_a_file_and_a_log_sighup_ends_the_run() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
-    let daemon = Daemon::on(&[idle.pid()], &["--dry-run", "--for", "60s"]);
-    wait_until("it answers", || pagefold(&["status", "--json"]).status.success());
+    let daemon = Daemon::on(&[idle.pid()], &["--dry-run", "--for", "60s"]).answering();
     daemon.signal(libc::SIGHUP);
     daemon.end().summary();
     ksm.assert_restored();

@@ -7,29 +7,12 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use pagefold_testkit::*;
 
 const SOCKET: &str = "/run/pagefold/control.sock";
-
-/// The JSON that the program prints.
-#[track_caller]
-fn json_of(args: &[&str]) -> Value {
-    let output = pagefold(&[args, &["--json"]].concat());
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
-}
-
-#[track_caller]
-fn status() -> Value {
-    let status = json_of(&["status"]);
-    assert_eq!(status["schema"], "pagefold.status/1");
-    status
-}
 
 #[track_caller]
 fn explain(pid: i32) -> Value {
@@ -41,19 +24,10 @@ fn explain(pid: i32) -> Value {
 /// The text that the program prints, in lines that fit a terminal.
 #[track_caller]
 fn text_of(args: &[&str]) -> String {
-    let output = pagefold(args);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let text = String::from_utf8(output.stdout).unwrap();
+    let text = succeed(args);
     assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     assert!(!text.contains('\x1b'), "{text}");
     text
-}
-
-/// The row of a list with this value of a field.
-#[track_caller]
-fn row<'a>(list: &'a Value, field: &str, is: &Value) -> &'a Value {
-    let rows = list.as_array().unwrap();
-    rows.iter().find(|row| row[field] == *is).unwrap_or_else(|| panic!("no {field} {is} in {list}"))
 }
 
 #[track_caller]
@@ -61,16 +35,10 @@ fn bytes(value: &Value) -> u64 {
     value.as_u64().unwrap_or_else(|| panic!("{value}"))
 }
 
-fn is_reached() -> bool {
-    pagefold(&["status"]).status.success()
-}
-
 /// Starts a daemon and waits until it answers.
 #[track_caller]
 fn daemon(pids: &[i32], options: &[&str]) -> Daemon {
-    let daemon = Daemon::on(pids, &[&["--for", "60s"], options].concat());
-    wait_until("the daemon answers", is_reached);
-    daemon
+    Daemon::on(pids, &[&["--for", "60s"], options].concat()).answering()
 }
 
 fn same(mib: u64, seed: u64) -> TenantSpec {
@@ -95,7 +63,7 @@ fn status_and_explain_show_what_is_merged_and_why() {
     assert_eq!((&status["governor"], &status["in_force"]), (&json!("full"), &json!("full")));
     assert_eq!((&status["ksm_driven"], &status["ksm_why"]), (&json!(true), &Value::Null));
     assert!(bytes(&status["saved_bytes"]).abs_diff(saved_bytes()) <= MIB, "{status}");
-    let kind = |kind: &str| bytes(&row(&status["kinds"], "kind", &json!(kind))["resident_bytes"]);
+    let kind = |kind: &str| bytes(&row(&status["kinds"], "kind", kind)["resident_bytes"]);
     assert!((47 * MIB..52 * MIB).contains(&kind("statically-duplicated")), "{status}");
     assert!((40 * MIB..44 * MIB).contains(&kind("sparse")), "{status}");
     for list in ["kinds", "levels", "next", "processes"] {
@@ -127,20 +95,16 @@ fn status_and_explain_show_what_is_merged_and_why() {
     assert!(largest["duplicate_range"][1].as_f64().unwrap() < 0.2, "{largest}");
 
     // As text.
-    let text = text_of(&["status"]);
-    for part in
-        ["Saves 4", "statically duplicated", "sparse", "COW-broken", "short-lived", "controlled by this run", "95 %"]
-    {
-        assert!(text.contains(part), "{part:?} is missing in {text}");
-    }
-    let text = text_of(&["explain", &pids[0].to_string()]);
-    for part in ["100 % duplicate, exactly", " of 4, seen for", "expected to be merged", "ksmd is woken again"] {
-        assert!(text.contains(part), "{part:?} is missing in {text}");
-    }
-    let text = text_of(&["explain", &pids[1].to_string()]);
-    for part in ["sparse: ", "read whole once samples show more than 6.0 % duplicate", "Left alone in any case"] {
-        assert!(text.contains(part), "{part:?} is missing in {text}");
-    }
+    let kinds = ["statically duplicated", "sparse", "COW-broken", "short-lived"];
+    assert_has(&text_of(&["status"]), &[&kinds[..], &["Saves 4", "controlled by this run", "95 %"]].concat());
+    assert_has(
+        &text_of(&["explain", &pids[0].to_string()]),
+        &["100 % duplicate, exactly", " of 4, seen for", "expected to be merged", "ksmd is woken again"],
+    );
+    assert_has(
+        &text_of(&["explain", &pids[1].to_string()]),
+        &["sparse: ", "read whole once samples show more than 6.0 % duplicate", "Left alone in any case"],
+    );
 
     let ended = daemon.stop();
     assert_eq!(ended["knobs_restored"], true);
@@ -198,14 +162,10 @@ fn a_governor_takes_effect() {
 #[test]
 fn a_paused_daemon_does_nothing_and_continues_when_resumed() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    // Under a name that no other program has, so that another process can join the scope.
-    let dir = tempfile::tempdir().unwrap();
-    let exe = dir.path().join(format!("pagefold-test-{}", std::process::id()));
-    fs::copy(program(), &exe).unwrap();
+    let exe = ProgramCopy::unique();
     let spec = spec(32, 0, 22);
     let first = Tenant::start(&exe, &spec).unwrap();
-    let daemon = Daemon::start(&["run", "--json", "--exe", exe.to_str().unwrap(), "--for", "60s"]);
-    wait_until("the daemon answers", is_reached);
+    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--for", "60s"]).answering();
     assert_eq!(text_of(&["pause"]).lines().count(), 1);
     let mut pair = [first, Tenant::start(&exe, &spec).unwrap()];
     let pids = pids(&pair);
@@ -273,9 +233,7 @@ fn explain_shows_why_memory_is_left_alone_in_scope_and_out_of_it() {
         assert!(text.contains("may hold secrets") && text.contains("may hold keys"), "{text}");
     }
     // Whole processes.
-    let undumpable = Script::start(
-        "import ctypes, sys\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nprint('ready', flush=True)\nsys.stdin.readline()",
-    );
+    let undumpable = Script::undumpable();
     let text = text_of(&["explain", &undumpable.pid().to_string()]);
     assert!(text.contains("All of it is left alone") && text.contains("not dumpable"), "{text}");
     let mut ended = zombie();
@@ -293,32 +251,24 @@ fn only_root_is_answered() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
     let daemon = daemon(&[idle.pid()], &[]);
-    let dir = tempfile::tempdir_in("/tmp").unwrap();
-    let copy = dir.path().join("pagefold");
-    fs::copy(program(), &copy).unwrap();
-    fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
-    let as_nobody =
-        |args: &[&str]| -> Output { Command::new(&copy).args(args).uid(65534).gid(65534).output().unwrap() };
+    let copy = ProgramCopy::of(program(), "pagefold");
+    let only_root =
+        |args: &[&str]| assert_refused(&as_other_user(copy.name()).args(args).output().unwrap(), 3, "only root");
     let all: [&[&str]; 5] =
         [&["status"], &["explain", &idle.pid().to_string()], &["governor", "low"], &["pause"], &["resume"]];
     for args in all {
-        assert_refused(&as_nobody(args), 3, "only root");
+        only_root(args);
     }
     // Even if the socket is opened for all: the daemon checks the user of each connection.
     fs::set_permissions(SOCKET, Permissions::from_mode(0o666)).unwrap();
     for args in all {
-        assert_refused(&as_nobody(args), 3, "only root");
+        only_root(args);
     }
     let script = "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect('/run/pagefold/control.sock')\n\
         f = s.makefile('rw')\ntry:\n  f.write('{\"schema\":\"pagefold.control/1\",\"request\":\"pause\"}\\n')\n  f.flush()\n\
         except OSError: pass\nprint(f.readline(), end='')\ntry: print(f.readline(), end='')\nexcept OSError: pass";
-    let output = Command::new("python3").args(["-c", script]).uid(65534).gid(65534).output().unwrap();
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert!(
-        text.lines().count() == 1 && text.contains("only root"),
-        "{text} {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    let text = output_of(as_other_user("python3").args(["-c", script]));
+    assert!(text.lines().count() == 1 && text.contains("only root"), "{text}");
     let status = status();
     assert_eq!((&status["governor"], &status["paused"]), (&json!("full"), &json!(false)), "nothing was changed");
     daemon.stop();
@@ -362,7 +312,7 @@ fn malformed_requests_and_silent_clients_do_no_harm() {
     let mut line = String::new();
     BufReader::new(&silent[0]).read_line(&mut line).unwrap();
     assert!(line.contains("no request came"), "{line}");
-    wait_until("a new client is served", is_reached);
+    let daemon = daemon.answering();
     assert_eq!(status()["paused"], false);
     let summary = daemon.stop();
     assert_eq!(summary["knobs_restored"], true);
@@ -397,16 +347,8 @@ fn without_a_daemon_a_request_fails_with_one_line() {
     let next = daemon(&[idle.pid()], &[]);
     next.stop();
     assert!(!Path::new(SOCKET).exists());
-    assert_eq!(
-        fs::read_dir("/run/pagefold")
-            .unwrap()
-            .filter(|entry| {
-                entry.as_ref().is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with("control"))
-            })
-            .count(),
-        0,
-        "nothing is left over"
-    );
+    let left = fs::read_dir("/run/pagefold").unwrap().map(|entry| entry.unwrap().file_name());
+    assert_eq!(left.filter(|name| name.to_string_lossy().starts_with("control")).count(), 0, "nothing is left over");
     assert_none_runs();
     ksm.assert_restored();
 }

@@ -3,17 +3,17 @@
 //! The demonstration takes the tests' lock itself, so the tests only check KSM under that lock before and after.
 
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pagefold_testkit::*;
 
-/// One test at a time: a killed demonstration leaves knobs changed.
-static ONE: Mutex<()> = Mutex::new(());
-
-/// Checks that KSM is at rest, and releases the lock.
-fn is_possible() -> bool {
-    KsmAtRest::take().is_some()
+/// One test at a time, because a killed demonstration leaves knobs changed. `None` if there is no KSM to use. The lock on KSM
+/// is released, for the demonstration to take.
+fn take() -> Option<MutexGuard<'static, ()>> {
+    static ONE: Mutex<()> = Mutex::new(());
+    let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    KsmAtRest::take().map(|_| one)
 }
 
 /// KSM is at rest afterwards.
@@ -32,10 +32,7 @@ fn mebibytes_before(text: &str, word: &str) -> u64 {
 
 #[test]
 fn every_part_is_shown_and_everything_is_restored() {
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    if !is_possible() {
-        return;
-    }
+    let Some(_one) = take() else { return };
     let output = pagefold(&["demo", "--quick"]);
     let (text, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{text}\n{errors}");
@@ -63,10 +60,7 @@ fn every_part_is_shown_and_everything_is_restored() {
 
 #[test]
 fn an_interrupted_demo_restores_everything() {
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    if !is_possible() {
-        return;
-    }
+    let Some(_one) = take() else { return };
     // Roughly: while it scans, merges, unmerges, and while KSM runs alone.
     for milliseconds in [100, 700, 1500, 2600, 4000] {
         let mut demo = Daemon::start(&["demo", "--quick"]);
@@ -77,11 +71,8 @@ fn an_interrupted_demo_restores_everything() {
         demo.signal(libc::SIGINT);
         let ended = demo.end();
         assert_eq!(ended.code, Some(1), "{}{}", ended.output, ended.errors);
-        assert!(
-            ended.errors.ends_with("interrupted; KSM is restored and the workers have ended\n"),
-            "{}",
-            ended.errors
-        );
+        let says = "interrupted; KSM is restored and the workers have ended\n";
+        assert!(ended.errors.ends_with(says), "{}", ended.errors);
         for child in children {
             assert!(!std::path::Path::new(&format!("/proc/{child}")).exists(), "{child} is still there");
         }
@@ -91,10 +82,7 @@ fn an_interrupted_demo_restores_everything() {
 
 #[test]
 fn what_a_killed_demo_leaves_is_restored_by_the_next() {
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    if !is_possible() {
-        return;
-    }
+    let Some(_one) = take() else { return };
     let mut demo = Daemon::start(&["demo", "--quick"]);
     wait_until("ksmd runs", || !demo.is_running() || number("run") == 1);
     let children = demo.children();
@@ -108,17 +96,13 @@ fn what_a_killed_demo_leaves_is_restored_by_the_next() {
     let output = pagefold(&["demo", "--quick"]);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
-    assert!(
-        errors.contains("an experiment that was killed has left KSM's knobs changed; restoring them\n"),
-        "{errors}"
-    );
+    assert_has(&errors, &["an experiment that was killed has left KSM's knobs changed; restoring them\n"]);
     assert_restored();
 }
 
 #[test]
 fn other_users_than_root_are_refused() {
-    // SAFETY: no arguments, no memory.
-    if unsafe { libc::geteuid() } != 0 {
+    if !is_root() {
         assert_fails(&["demo"], 3, "needs root");
         return;
     }

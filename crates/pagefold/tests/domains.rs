@@ -1,7 +1,6 @@
 //! Trust domains on the real kernel: the page tables show that no frame is shared between two of them.
 
 use pagefold_workload::{Segment, Tenant, TenantSpec};
-use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -36,8 +35,7 @@ fn frames_of(tenants: &[Tenant]) -> BTreeSet<u64> {
 fn no_frame_is_shared_between_two_domains() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
-    let (config, other) = (dir.path().join("pagefold.toml"), dir.path().join("the-others"));
-    fs::copy(program(), &other).unwrap();
+    let (config, other) = (dir.path().join("pagefold.toml"), ProgramCopy::of(program(), "the-others"));
     // All have the same 32 MiB; each domain has 16 MiB of its own in common.
     let held = |own: u64| {
         let pages = |mib: u64| mib * PAGES_PER_MIB;
@@ -52,24 +50,21 @@ fn no_frame_is_shared_between_two_domains() {
     fs::write(&config, rule).unwrap();
     let options = ["--config", config.to_str().unwrap(), "--governor", "full"];
     let all: Vec<i32> = pids(&ones).into_iter().chain(pids(&others)).collect();
-    let daemon = Daemon::on(&all, &options);
+    let daemon = Daemon::on(&all, &options).answering();
     // In each domain its own common memory, and in one of them what all have in common.
     wait_until("each domain is merged", || saved_bytes() >= 63 * MIB);
     wait_until("nothing is left to do", || {
-        let status: Value = serde_json::from_slice(&pagefold(&["status", "--json"]).stdout).unwrap_or_default();
+        let status = status();
         status["busy"] == false && status["domains"].as_array().is_some_and(|rows| rows.len() == 2)
     });
-    let status: Value = serde_json::from_slice(&pagefold(&["status", "--json"]).stdout).unwrap();
+    let status = status();
     let (one, another) = (frames_of(&ones), frames_of(&others));
     assert!(one.len() as u64 >= 16 * PAGES_PER_MIB && another.len() as u64 >= 16 * PAGES_PER_MIB);
     assert_eq!(one.intersection(&another).count(), 0, "frames are shared between the domains");
-    let withheld = |name: &str| {
-        let row = status["domains"].as_array().unwrap().iter().find(|row| row["name"] == name);
-        row.unwrap()["withheld_bytes"].as_u64().unwrap()
-    };
+    let withheld = |name: &str| row(&status["domains"], "name", name)["withheld_bytes"].as_u64().unwrap();
     let (least, most) = (withheld("default").min(withheld("others")), withheld("default").max(withheld("others")));
     assert!(least < 4 * MIB && most >= 63 * MIB, "{least} and {most} withheld");
-    let text = String::from_utf8(pagefold(&["status"]).stdout).unwrap();
+    let text = succeed(&["status"]);
     assert!(text.contains("2 trust domains: contents found in two of them are marked in one"), "{text}");
     daemon.stop();
     assert_intact(&mut ones);

@@ -14,6 +14,7 @@ use limit::{Limited, Reclaim};
 use pagefold_testkit::ksm::merged_pages;
 use pagefold_testkit::shuffler::{assert_not_killed, assert_well_for, pids};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 use swap::Swap;
@@ -91,16 +92,11 @@ fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
     if output.status.success() {
         return Ok(serde_json::from_slice(&output.stdout).unwrap());
     }
-    let why = String::from_utf8_lossy(&output.stderr).into_owned();
-    Err(why)
+    Err(String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
 /// Ends a test: something was merged in each shuffler, everything is given back, every byte is right, nothing is left.
-fn finish(
-    ksm: &KsmAtRest,
-    shufflers: Vec<Shuffler>,
-    broken_before: u64,
-) -> Vec<std::collections::BTreeMap<String, u64>> {
+fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<BTreeMap<String, u64>> {
     let pids = pids(&shufflers);
     // This also restores the knobs that a killed run has left changed.
     unmerge(&pids);
@@ -209,9 +205,8 @@ const MARGIN: u64 = 32 * MIB;
 /// Unmerging stops because there is no room, in time and with one line.
 #[track_caller]
 fn assert_no_room(pids: &[i32]) {
-    let args = with_pids(&["unmerge"], pids, &[]);
     let began = Instant::now();
-    let output = pagefold(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let output = run_pagefold(&with_pids(&["unmerge"], pids, &[]));
     println!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim_end());
     assert_failed(&output, 1, "has room for");
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
@@ -294,12 +289,7 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     wait_until("nearly all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
     // Room for what they rewrite: 24 MiB.
     limited.limit(limited.usage() + MARGIN + 4 * MIB);
-    let is_cow_broken = || {
-        let output = pagefold(&["status", "--json"]);
-        let status: Value = serde_json::from_slice(&output.stdout).unwrap();
-        let kinds = status["kinds"].as_array().unwrap();
-        kinds.iter().any(|kind| kind["kind"] == "cow-broken" && kind["resident_bytes"].as_u64().unwrap() > 20 * MIB)
-    };
+    let is_cow_broken = || row(&status()["kinds"], "kind", "cow-broken")["resident_bytes"].as_u64().unwrap() > 20 * MIB;
     // Takes seconds, or a minute on busy processors.
     let end = Instant::now() + Duration::from_secs(100);
     while !is_cow_broken() {

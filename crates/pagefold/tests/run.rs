@@ -169,8 +169,7 @@ fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
             injectors.iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists())
         });
         if repair == "doctor" {
-            let output = pagefold(&["doctor", "--fix"]);
-            assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+            succeed(&["doctor", "--fix"]);
         } else {
             let summary = Daemon::on(&pids, &["--for", "5s"]).end().summary();
             assert_eq!(summary["knobs_restored"], true);
@@ -213,23 +212,21 @@ fn the_knobs_of_a_killed_run_with_a_run_directory_of_its_own_are_restored_by_doc
 #[test]
 fn a_process_that_starts_later_is_matched_by_its_name() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    // Under a name that no other program has.
-    let dir = tempfile::tempdir().unwrap();
-    let exe = dir.path().join(format!("pagefold-test-{}", std::process::id()));
-    std::fs::copy(program(), &exe).unwrap();
+    let exe = ProgramCopy::unique();
     let spec = spec(32, 8, 5);
     let first = Tenant::start(&exe, &spec).unwrap();
-    let daemon = Daemon::start(&["run", "--json", "--exe", exe.to_str().unwrap(), "--for", "60s"]);
+    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--for", "60s"]);
     wait_until("the run has begun", || Path::new(STATE_FILE).exists());
     std::thread::sleep(Duration::from_secs(1));
     let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
     wait_for_saving(32 * MIB);
     let summary = daemon.stop();
     assert_eq!(summary["processes"], 2);
-    // The base name matches too.
+    // The base name matches too and, for undoing, a file that others can change.
     let name = exe.file_name().unwrap().to_str().unwrap();
-    let output = pagefold(&["unmerge", "--exe", name]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    std::fs::set_permissions(&*exe, PermissionsExt::from_mode(0o777)).unwrap();
+    assert_fails(&["run", "--for", "1s", "--exe", name], 5, "can be changed by others than root");
+    succeed(&["unmerge", "--exe", name]);
     give_back(&ksm, &mut tenants);
 }
 

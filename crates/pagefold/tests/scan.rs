@@ -1,9 +1,7 @@
 //! `pagefold scan` on processes whose memory is known to the page.
 
 use serde_json::Value;
-use std::io::{BufRead, BufReader};
-use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::Command;
 
 use pagefold_testkit::*;
 
@@ -36,44 +34,19 @@ else:
 sys.stdin.readline()
 "#;
 
-struct Holder {
-    child: Child,
-    /// The program and its child end when this is closed.
-    _stdin: ChildStdin,
-    printed: i32,
+/// Starts it. Returns the pid that it prints, too.
+fn holder(memory: &str, how: &str) -> (Script, i32) {
+    let mut script = Script::of(Command::new("python3").args(["-c", HOLDER, memory, how]));
+    let printed = script.line().parse().expect("the holder is ready");
+    (script, printed)
 }
 
-impl Holder {
-    fn start(memory: &str, how: &str) -> Self {
-        let mut child = Command::new("python3")
-            .args(["-c", HOLDER, memory, how])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("python3 starts");
-        let mut text = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut text).unwrap();
-        let stdin = child.stdin.take().unwrap();
-        Self { child, _stdin: stdin, printed: text.trim().parse().expect("the holder is ready") }
-    }
-
-    fn pid(&self) -> i32 {
-        i32::try_from(self.child.id()).unwrap()
-    }
-}
-
-impl Drop for Holder {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn alone(memory: &str) -> Script {
+    holder(memory, "alone").0
 }
 
 fn scan(pids: &[i32], more: &[&str]) -> Value {
-    let pids = pids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
-    let output = pagefold(&[&["scan", "--json", "--pid", &pids], more].concat());
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
+    json_of(&with_pids(&["scan"], pids, more))
 }
 
 /// Whether scanning is possible; reports why not.
@@ -95,9 +68,8 @@ fn assert_close(value: u64, expected: u64, allowance: u64) {
     assert!(value.abs_diff(expected) <= allowance, "{value} is not {expected} within {allowance}");
 }
 
-fn row(report: &Value, pid: i32) -> &Value {
-    let rows = report["processes"].as_array().unwrap();
-    rows.iter().find(|row| row["pid"] == pid).unwrap_or_else(|| panic!("no row of {pid}"))
+fn process(report: &Value, pid: i32) -> &Value {
+    row(&report["processes"], "pid", pid)
 }
 
 #[test]
@@ -106,9 +78,9 @@ fn known_memory_is_counted_to_the_page() {
         return;
     }
     // Two hold 24 MiB in common; the first also has 8 MiB of zeros and 4 MiB of one content.
-    let first = Holder::start("24:random:1,10:random:2,8:zero:0,4:same:5", "alone");
-    let second = Holder::start("24:random:1,6:random:3", "alone");
-    let interpreters = [Holder::start("1:random:8", "alone"), Holder::start("1:random:9", "alone")];
+    let first = alone("24:random:1,10:random:2,8:zero:0,4:same:5");
+    let second = alone("24:random:1,6:random:3");
+    let interpreters = [alone("1:random:8"), alone("1:random:9")];
     let report = scan(&[first.pid(), second.pid()], &["--exact"]);
     // What two interpreters have in common by themselves.
     let base = scan(&[interpreters[0].pid(), interpreters[1].pid()], &["--exact"])["totals"].clone();
@@ -132,8 +104,8 @@ fn known_memory_is_counted_to_the_page() {
     assert_close(bytes(totals, "metadata_bytes"), metadata, metadata / 10);
     assert_close(bytes(totals, "savable_bytes"), gross - metadata, allowance);
     // Memory that two processes have in common is attributed to each by half.
-    assert_close(bytes(row(&report, second.pid()), "savable_gross_bytes"), 12 * MIB, 2 * allowance);
-    assert_close(bytes(row(&report, first.pid()), "savable_gross_bytes"), 24 * MIB, 2 * allowance);
+    assert_close(bytes(process(&report, second.pid()), "savable_gross_bytes"), 12 * MIB, 2 * allowance);
+    assert_close(bytes(process(&report, first.pid()), "savable_gross_bytes"), 24 * MIB, 2 * allowance);
 
     // Sums of every break-down are the total.
     for list in ["processes", "kinds", "cgroups"] {
@@ -146,7 +118,7 @@ fn known_memory_is_counted_to_the_page() {
     assert!(bytes(&report["cost"], "pages_read") * 4096 >= 76 * MIB);
     assert!(report["cost"]["cpu_seconds"].as_f64().unwrap() > 0.0);
     assert!(report["cost"]["ns_per_page"].as_f64().unwrap() > 0.0);
-    assert!(row(&report, first.pid())["kinds"].as_array().unwrap().iter().any(|row| row["kind"] == "anonymous"));
+    assert!(process(&report, first.pid())["kinds"].as_array().unwrap().iter().any(|row| row["kind"] == "anonymous"));
 
     // A sample is within its stated error of the exact figure 19 times in 20, so at least 8 times in 10.
     let exact = bytes(totals, "savable_gross_bytes");
@@ -166,8 +138,8 @@ fn scanning_leaves_pages_shared_by_fork_shared() {
     if !can_scan() {
         return;
     }
-    let parent = Holder::start("16:random:4", "fork");
-    let pids = [parent.pid(), parent.printed];
+    let (parent, child) = holder("16:random:4", "fork");
+    let pids = [parent.pid(), child];
     for round in 0..2 {
         let report = scan(&pids, &["--exact"]);
         let totals = &report["totals"];
@@ -177,11 +149,11 @@ fn scanning_leaves_pages_shared_by_fork_shared() {
         assert!(bytes(totals, "savable_gross_bytes") < 2 * MIB, "round {round}: {totals}");
     }
     // A third process with the same contents: one of two frames can be saved.
-    let third = Holder::start("16:random:4", "alone");
+    let third = alone("16:random:4");
     let report = scan(&[pids[0], pids[1], third.pid()], &["--exact"]);
     let savable = bytes(&report["totals"], "savable_gross_bytes");
     assert!((16 * MIB..20 * MIB).contains(&savable), "{savable}");
-    assert_close(bytes(row(&report, third.pid()), "savable_gross_bytes"), 8 * MIB, MIB);
+    assert_close(bytes(process(&report, third.pid()), "savable_gross_bytes"), 8 * MIB, MIB);
 }
 
 #[test]
@@ -189,9 +161,9 @@ fn excluded_memory_is_reported_with_the_reason() {
     if !can_scan() {
         return;
     }
-    let holder = Holder::start("8:dontdump:0,4:random:6", "alone");
+    let holder = alone("8:dontdump:0,4:random:6");
     let report = scan(&[holder.pid()], &["--exact"]);
-    let excluded = row(&report, holder.pid())["excluded"].as_array().unwrap();
+    let excluded = process(&report, holder.pid())["excluded"].as_array().unwrap();
     let secret = excluded.iter().find(|row| row["reason"].as_str().unwrap().contains("MADV_DONTDUMP")).unwrap();
     assert_close(bytes(secret, "bytes"), 8 * MIB, 64 * 1024);
     assert!(bytes(secret, "regions") >= 1);
@@ -200,13 +172,13 @@ fn excluded_memory_is_reported_with_the_reason() {
 }
 
 #[test]
-fn merged_pages_stay_merged_and_private_copies_of_them_are_savcan_scan() {
+fn merged_pages_stay_merged_and_private_copies_of_them_are_savable() {
     if !can_scan() {
         return;
     }
     let Some(_ksm) = KsmAtRest::take() else { return };
-    let (one, two) = (Holder::start("8:mergeable:7", "alone"), Holder::start("8:mergeable:7", "alone"));
-    let private = Holder::start("8:random:7", "alone");
+    let (one, two) = (alone("8:mergeable:7"), alone("8:mergeable:7"));
+    let private = alone("8:random:7");
     for (knob, value) in [("pages_to_scan", "5000"), ("sleep_millisecs", "10"), ("run", "1")] {
         write_knob(knob, value);
     }
@@ -217,7 +189,7 @@ fn merged_pages_stay_merged_and_private_copies_of_them_are_savcan_scan() {
         let totals = &report["totals"];
         assert_close(bytes(totals, "merged_bytes"), 16 * MIB, MIB / 4);
         // Every page of the third process can be merged into an existing page: all of it is savable.
-        let savable = bytes(row(&report, private.pid()), "savable_gross_bytes");
+        let savable = bytes(process(&report, private.pid()), "savable_gross_bytes");
         assert!((8 * MIB..10 * MIB).contains(&savable), "{savable}");
         assert!(number("pages_sharing") >= 2048, "scanning has unmerged pages");
     }
@@ -228,7 +200,7 @@ fn the_table_and_the_html_page_are_complete() {
     if !can_scan() {
         return;
     }
-    let holders = [Holder::start("8:random:1", "alone"), Holder::start("8:random:1", "alone")];
+    let holders = [alone("8:random:1"), alone("8:random:1")];
     let pids = format!("{},{}", holders[0].pid(), holders[1].pid());
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("scan.html");
@@ -236,9 +208,8 @@ fn the_table_and_the_html_page_are_complete() {
     assert_eq!(output.status.code(), Some(0));
     assert!(output.stderr.is_empty(), "a progress bar where there is no terminal");
     let text = String::from_utf8(output.stdout).unwrap();
-    for word in ["2 processes hold ", "could be saved", "python3", "anonymous", "heap", "pagefold run --pid "] {
-        assert!(text.contains(word), "no {word:?} in {text}");
-    }
+    let parts = ["2 processes hold ", "could be saved", "python3", "anonymous", "heap", "pagefold run --pid "];
+    assert_has(&text, &parts);
     assert!(!text.contains('\x1b'), "colour where there is no terminal");
     let html = std::fs::read_to_string(&file).unwrap();
     assert!(html.starts_with("<!doctype html>") && html.contains("could be saved") && html.contains("<svg"));
@@ -257,22 +228,14 @@ fn errors_are_one_line_with_their_exit_code() {
     if !can_scan() {
         return;
     }
-    if std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
+    if has_kernel_threads() {
         assert_fails(&["scan", "--pid", "2"], 6, "kernel thread");
-    } else {
-        skip_unsupported("PID 2 is no kernel thread: this is a PID namespace");
     }
     let mut ended = zombie();
     assert_fails(&["scan", "--pid", &ended.id().to_string()], 6, "has ended");
     ended.wait().unwrap();
 
-    // Without root: the program is copied to where every user may execute it.
-    let dir = tempfile::tempdir_in("/tmp").unwrap();
-    let copy = dir.path().join("pagefold");
-    std::fs::copy(program(), &copy).unwrap();
-    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(dir.path(), open).unwrap();
-    let own = std::process::id().to_string();
-    let output = Command::new(&copy).args(["scan", "--pid", &own]).uid(65534).gid(65534).output().unwrap();
+    let (copy, own) = (ProgramCopy::of(program(), "pagefold"), std::process::id().to_string());
+    let output = as_other_user(copy.name()).args(["scan", "--pid", &own]).output().unwrap();
     assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
 }

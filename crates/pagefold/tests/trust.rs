@@ -29,6 +29,12 @@ fn set_attribute(path: &Path, name: &str, value: &str) {
     assert!(done.success(), "{name} of {}", path.display());
 }
 
+/// Waits until nearly all memory of the processes is merged.
+#[track_caller]
+fn wait_until_merged(pids: &[i32]) {
+    wait_until("they are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+}
+
 /// One case: a process, what happens to it, and how long it may stay marked after that.
 struct Case<'a> {
     name: &'static str,
@@ -41,8 +47,8 @@ struct Case<'a> {
 fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
-    let (plain, other) = (victim_binary("holder"), dir.path().join("pf-denied"));
-    fs::copy(&plain, &other).unwrap();
+    let plain = victim_binary("holder");
+    let other = ProgramCopy::of(&plain, "pf-denied");
     let config = dir.path().join("pagefold.toml");
     fs::write(&config, "[domains]\nby = \"cgroup-xattr\"\n").unwrap();
     let owned = Cgroup::create("unified").expect("cgroup version 2");
@@ -68,7 +74,7 @@ fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
     set_attribute(owned.path(), "user.pagefold.avoid", "1");
     let pids: Vec<i32> = others.iter().chain(cases.iter().map(|case| &case.holder)).map(Holder::pid).collect();
     let daemon = Daemon::on(&pids, &["--config", config.to_str().unwrap(), "--governor", "full"]);
-    wait_until("all are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    wait_until_merged(&pids);
     assert!(pagefold(&["pause"]).status.success());
     let mut began = Instant::now();
     for case in &mut cases {
@@ -121,7 +127,7 @@ fn a_process_that_moves_to_another_domain_is_unmarked_first() {
     there.ask("user 4321");
     let all = [roots[0].pid(), roots[1].pid(), moving.pid(), there.pid()];
     let daemon = Daemon::on(&all[..3], &["--config", config.to_str().unwrap(), "--governor", "full"]);
-    wait_until("root's are merged", || all[..3].iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    wait_until_merged(&all[..3]);
     moving.ask("user 4321");
     let began = Instant::now();
     while marks(moving.pid()) != Marks::default() {
@@ -132,8 +138,8 @@ fn a_process_that_moves_to_another_domain_is_unmarked_first() {
     // What root's processes have claimed is not marked in it, which is judged in its new domain.
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(marks(moving.pid()).merged, 0);
-    let status: serde_json::Value = serde_json::from_slice(&pagefold(&["status", "--json"]).stdout).unwrap();
-    let row = status["processes"].as_array().unwrap().iter().find(|row| row["pid"] == moving.pid()).cloned().unwrap();
+    let status = status();
+    let row = row(&status["processes"], "pid", moving.pid());
     assert!(row["left_alone"].is_null() && row["resident_bytes"].as_u64() >= Some(7 * MIB), "{row}");
     assert!(moving.is_intact() && there.is_intact());
     for root in &mut roots {
@@ -144,26 +150,65 @@ fn a_process_that_moves_to_another_domain_is_unmarked_first() {
     ksm.assert_restored();
 }
 
+#[test]
+fn marks_that_cannot_be_removed_yet_are_shown() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("pagefold.toml");
+    fs::write(&config, "").unwrap();
+    let program = victim_binary("holder");
+    let denied = ProgramCopy::of(&program, "pf-denied");
+    let (mut stays, mut frozen) = (holder(&program), holder(&denied));
+    let Some(freezer) = Freezer::create(1).or_else(|| Freezer::create(2)) else {
+        return skip_unsupported("no freezer is mounted");
+    };
+    let pids = [stays.pid(), frozen.pid()];
+    let daemon = Daemon::on(&pids, &["--config", config.to_str().unwrap(), "--governor", "full"]);
+    wait_until_merged(&pids);
+    assert_eq!(status()["to_unmark_bytes"], 0);
+    freezer.add(frozen.pid());
+    freezer.freeze(true);
+    wait_until("it is frozen", || freezer.is_frozen());
+    fs::write(&config, "[deny]\nalso = [\"pf-denied\"]\n").unwrap();
+    daemon.signal(libc::SIGHUP);
+    wait_until("its marks are shown", || status()["to_unmark_bytes"].as_u64() >= Some(7 * MIB));
+    let shown = status();
+    let to_unmark = &row(&shown["processes"], "pid", frozen.pid())["to_unmark"];
+    assert_eq!(
+        (&to_unmark["bytes"], &to_unmark["reason"]),
+        (&shown["to_unmark_bytes"], &"on the deny list (pf-denied)".into())
+    );
+    assert!(to_unmark["problem"].as_str().unwrap().contains("frozen"), "{to_unmark}");
+    assert!(row(&shown["processes"], "pid", stays.pid())["to_unmark"].is_null(), "{shown}");
+    assert!(succeed(&["status"]).contains("to unmark  8"), "{}", succeed(&["status"]));
+    let explanation = succeed(&["explain", &frozen.pid().to_string()]);
+    assert!(explanation.contains("still to be unmarked: on the deny list (pf-denied)"), "{explanation}");
+    freezer.freeze(false);
+    wait_until("it is unmarked", || marks(frozen.pid()) == Marks::default());
+    wait_until("nothing is left to unmark", || status()["to_unmark_bytes"] == 0);
+    assert!(stays.is_intact() && frozen.is_intact());
+    daemon.stop();
+    unmerge(&[stays.pid()]);
+    ksm.assert_restored();
+}
+
 /// An exec leaves no marks, but the same process and pid.
 #[test]
 fn a_new_program_is_judged_anew() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let denied = dir.path().join("pf-denied");
     let program = victim_binary("holder");
+    let denied = ProgramCopy::of(&program, "pf-denied");
     let (mut stays, mut turns) = (holder(&program), holder(&program));
-    fs::copy(&program, &denied).unwrap();
     let pids = [stays.pid(), turns.pid()];
     let daemon = Daemon::on(&pids, &["--deny", "pf-denied", "--governor", "full"]);
-    wait_until("both are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    wait_until_merged(&pids);
     // The same memory again, in a program on the deny list.
     turns.exec(&denied, PAGES);
     turns.change(Change::Write { first: 0, pages: PAGES, content: 0x7057_0001, step: 1 });
     std::thread::sleep(Duration::from_secs(8));
     assert_eq!(marks(turns.pid()), Marks::default());
     assert!(stays.is_intact() && turns.is_intact());
-    let explanation = pagefold(&["explain", &turns.pid().to_string()]);
-    let text = String::from_utf8(explanation.stdout).unwrap();
+    let text = succeed(&["explain", &turns.pid().to_string()]);
     assert!(text.contains("on the deny list (pf-denied)"), "{text}");
     daemon.stop();
     unmerge(&[stays.pid()]);
@@ -183,11 +228,10 @@ fn a_process_that_cannot_answer_is_neither_read_nor_marked() {
     wait_until("it sleeps", || state(silent.pid()) == b'D');
     let pids = [one.pid(), other.pid(), silent.pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full"]);
-    wait_until("the others are merged", || pids[..2].iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    wait_until_merged(&pids[..2]);
     std::thread::sleep(Duration::from_secs(3));
     assert_eq!(marks(silent.pid()), Marks::default());
-    let explanation = pagefold(&["explain", &silent.pid().to_string()]);
-    let text = String::from_utf8(explanation.stdout).unwrap();
+    let text = succeed(&["explain", &silent.pid().to_string()]);
     assert!(text.contains("whether its memory is private"), "{text}");
     assert!(one.is_intact() && other.is_intact());
     daemon.stop();

@@ -60,6 +60,7 @@ fn of_region(engine: &Engine, region: &Region, fraction: f64) -> RegionReport {
     let ratio = if exact { known.1 as f64 / known.0.max(1) as f64 } else { estimate.ratio };
     let range = if exact { (ratio, ratio) } else { (estimate.floor, estimate.ceiling) };
     let kind = kind(engine, region, ratio, exact, estimate.ceiling);
+    let cow_ratio = region.usage.cow_breaks.ratio(config.cow_horizon_ns);
     RegionReport {
         owner: region.view.owner,
         domain: region.view.domain,
@@ -73,7 +74,7 @@ fn of_region(engine: &Engine, region: &Region, fraction: f64) -> RegionReport {
         duplicate_ratio: ratio,
         duplicate_range: range,
         exact,
-        cow_ratio: region.usage.cow_breaks.ratio(config.cow_horizon_ns),
+        cow_ratio: (cow_ratio.0 > 0).then(|| cow_ratio.fraction()),
         marked: region.marked_resident(),
         expected: region.marks.spans.iter().map(|mark| mark.duplicate).sum(),
         withheld: region.withheld(),

@@ -184,12 +184,15 @@ impl Inventory {
         };
         let of_owner = |(owner, by_node): (&OwnerKey, &PagesByNode)| {
             let &(view, home) = homes.get(owner)?;
+            let local = by_node.get(&home).copied().unwrap_or(0);
             Some(OwnerPlacement {
                 owner: *owner,
                 home,
                 nice: view.nice,
                 placement: view.placement,
-                by_node: by_node.iter().map(|(&node, &pages)| (node, Pages(pages))).collect(),
+                local: Pages(local),
+                remote: Pages(by_node.values().sum::<u64>() - local),
+                by_node: by_node.iter().map(|(&node, &pages)| NodePages(node, Pages(pages))).collect(),
                 tax: tax(by_node, home, nodes, latencies),
             })
         };
@@ -205,30 +208,31 @@ impl Inventory {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OwnerPlacement {
     /// The process.
+    #[serde(skip)]
     pub owner: OwnerKey,
     /// Its home node.
+    #[serde(rename = "node")]
     pub home: NodeKey,
     /// Its nice value, -20 to 19.
     pub nice: i8,
     /// Its placement policy.
+    #[serde(rename = "policy")]
     pub placement: Placement,
+    /// Its merged pages on its home node.
+    #[serde(rename = "local_bytes", with = "as_bytes")]
+    pub local: Pages,
+    /// Its merged pages on other nodes.
+    #[serde(rename = "remote_bytes", with = "as_bytes")]
+    pub remote: Pages,
     /// Its merged pages by node, ascending.
-    pub by_node: Vec<(NodeKey, Pages)>,
+    pub by_node: Vec<NodePages>,
     /// By how much an access to its merged pages takes longer than on its home node, on average: 0.56 is 56 %.
     pub tax: f64,
 }
 
-impl OwnerPlacement {
-    /// The number of its merged pages on its home node.
-    pub fn local(&self) -> Pages {
-        self.by_node.iter().filter(|(node, _)| *node == self.home).map(|&(_, pages)| pages).sum()
-    }
-
-    /// The number of its merged pages on other nodes.
-    pub fn remote(&self) -> Pages {
-        self.by_node.iter().filter(|(node, _)| *node != self.home).map(|&(_, pages)| pages).sum()
-    }
-}
+/// A number of pages on a node. In JSON, a pair of node and bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodePages(pub NodeKey, #[serde(with = "as_bytes")] pub Pages);
 
 /// Memory and merged frames of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -247,7 +251,7 @@ pub struct NodeTotal {
 }
 
 /// Where merged pages are, as of the last inspection.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct PlacementSummary {
     /// The nodes that have memory.
     pub nodes: Vec<NodeTotal>,

@@ -25,6 +25,7 @@ mod tests;
 
 use crate::hash::Digest;
 use crate::units::{PAGE_SIZE, Pages, index, whole};
+use serde::{Serialize, Serializer};
 use std::ops::AddAssign;
 
 /// The number of pages in a run of a sampled census. In shorter runs, a page costs more and shows more: in runs of 4 it
@@ -77,47 +78,51 @@ pub struct Census {
     merged: Vec<u64>,
 }
 
-/// Figures of a cell, or of a sum of cells. In pages, except for the metadata.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Figures {
-    /// Frames, each divided by the number of its mappings. Percentages refer to this.
-    pub resident: f64,
-    /// Anonymous pages mapped; a shared frame counts once per mapping.
-    pub anonymous: f64,
-    /// All-zero pages.
-    pub zero: f64,
-    /// Savable by merging the process's own copies.
-    pub duplicate_within: f64,
-    /// Savable beyond that, by merging with other processes' copies and with merged pages.
-    pub duplicate_across: f64,
-    /// Pages merged already.
-    pub merged: f64,
-    /// Pages shared through fork.
-    pub fork_shared: f64,
-    /// Pages in swap.
-    pub swapped: f64,
-    /// Savable, before metadata and including memory that is not worth marking.
-    pub savable_gross: f64,
-    /// Savable in memory worth marking, less the metadata.
-    pub savable: f64,
-    /// Metadata for memory worth marking, bytes.
-    pub metadata_bytes: f64,
+/// Defines the figures: their sum, and their JSON, in bytes.
+macro_rules! figures {
+    ($($(#[$doc:meta])* $name:ident, $key:literal;)*) => {
+        /// Figures of a cell, or of a sum of cells, in pages. In JSON, bytes.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+        pub struct Figures {
+            $($(#[$doc])* #[serde(rename = $key, serialize_with = "as_bytes")] pub $name: f64,)*
+        }
+
+        impl AddAssign for Figures {
+            fn add_assign(&mut self, other: Self) {
+                $(self.$name += other.$name;)*
+            }
+        }
+    };
 }
 
-impl AddAssign for Figures {
-    fn add_assign(&mut self, other: Self) {
-        self.resident += other.resident;
-        self.anonymous += other.anonymous;
-        self.zero += other.zero;
-        self.duplicate_within += other.duplicate_within;
-        self.duplicate_across += other.duplicate_across;
-        self.merged += other.merged;
-        self.fork_shared += other.fork_shared;
-        self.swapped += other.swapped;
-        self.savable_gross += other.savable_gross;
-        self.savable += other.savable;
-        self.metadata_bytes += other.metadata_bytes;
-    }
+figures! {
+    /// Frames, each divided by the number of its mappings. Percentages refer to this.
+    resident, "resident_bytes";
+    /// Anonymous pages mapped; a shared frame counts once per mapping.
+    anonymous, "anonymous_bytes";
+    /// All-zero pages.
+    zero, "zero_bytes";
+    /// Savable by merging the process's own copies.
+    duplicate_within, "duplicate_within_bytes";
+    /// Savable beyond that, by merging with other processes' copies and with merged pages.
+    duplicate_across, "duplicate_across_bytes";
+    /// Pages merged already.
+    merged, "merged_bytes";
+    /// Pages shared through fork.
+    fork_shared, "fork_shared_bytes";
+    /// Pages in swap.
+    swapped, "swapped_bytes";
+    /// Savable, before metadata and including memory that is not worth marking.
+    savable_gross, "savable_gross_bytes";
+    /// Savable in memory worth marking, less the metadata.
+    savable, "savable_bytes";
+    /// Metadata for memory worth marking.
+    metadata, "metadata_bytes";
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde asks for")]
+fn as_bytes<S: Serializer>(pages: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    bytes_of(*pages).serialize(serializer)
 }
 
 /// The result of a census.

@@ -5,7 +5,7 @@ use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::flags::DenyFlags;
 use pagefold_cli::progress::Progress;
 use pagefold_cli::scope::ScopeArgs;
-use pagefold_cli::style;
+use pagefold_cli::style::{self, Lines};
 use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source, Written, schema};
 use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_linux::os::cpu::own_cpu_ns;
@@ -164,31 +164,25 @@ fn describe(summary: &Summary) -> String {
     let written = &summary.written;
     let count = |number: u64, one: &str, many: &str| format!("{number} {}", if number == 1 { one } else { many });
     let mut text = String::new();
-    style::line(
-        &mut text,
-        &format!(
-            "{}: {} of {}, {} and {}; {} in the first, {} after it.",
-            summary.file.display(),
-            count(written.snapshots, "snapshot", "snapshots"),
-            count(written.processes, "process", "processes"),
-            count(written.regions, "region", "regions"),
-            style::human(written.pages * 4096),
-            count(written.pages, "page", "pages"),
-            count(written.changes, "change", "changes"),
-        ),
-    );
-    style::line(
-        &mut text,
-        &format!(
-            "{} on disk; {:.1} s of CPU time in {:.1} s, the longest snapshot took {:.2} s.",
-            style::human(written.bytes),
-            summary.cpu_seconds,
-            summary.seconds,
-            summary.longest_snapshot_seconds,
-        ),
-    );
+    text.line(format!(
+        "{}: {} of {}, {} and {}; {} in the first, {} after it.",
+        summary.file.display(),
+        count(written.snapshots, "snapshot", "snapshots"),
+        count(written.processes, "process", "processes"),
+        count(written.regions, "region", "regions"),
+        style::human(written.pages * 4096),
+        count(written.pages, "page", "pages"),
+        count(written.changes, "change", "changes"),
+    ));
+    text.line(format!(
+        "{} on disk; {:.1} s of CPU time in {:.1} s, the longest snapshot took {:.2} s.",
+        style::human(written.bytes),
+        summary.cpu_seconds,
+        summary.seconds,
+        summary.longest_snapshot_seconds,
+    ));
     for left in &summary.left_alone {
-        style::line(&mut text, &format!("Process {} ({}) was left alone: {}.", left.pid, left.name, left.reason));
+        text.line(format!("Process {} ({}) was left alone: {}.", left.pid, left.name, left.reason));
     }
     text
 }

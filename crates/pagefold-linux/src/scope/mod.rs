@@ -24,7 +24,7 @@ pub use selectors::user_id;
 
 use self::exe::{Distrust, Exe};
 use crate::proc::Roots;
-use crate::proc::process::Process;
+use crate::proc::process::{Process, ReadError};
 use crate::proc::status::printable;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -93,6 +93,9 @@ pub enum ScopeError {
     /// A selected process does not exist.
     #[error("there is no process {0}")]
     UnknownPid(i32),
+    /// A selected process exists, but what decides on it cannot be read.
+    #[error("process {pid} cannot be read: {source}")]
+    Unreadable { pid: i32, source: ReadError },
     /// A selected user does not exist.
     #[error("there is no user {0}")]
     UnknownUser(String),
@@ -118,12 +121,24 @@ pub enum ScopeError {
 /// # Errors
 /// If a selected pid, user or cgroup does not exist, or no process matches.
 pub fn resolve(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<Scoped>, ScopeError> {
-    resolve_without(spec, roots, &[i32::try_from(std::process::id()).unwrap_or(0)])
+    resolve_without(spec, roots, &[own_pid()])
 }
 
 /// The same, leaving out the given processes (the caller and its helpers) unless they are selected by pid.
 pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
-    let mut selection = Selection::new(spec, roots)?;
+    resolved(Selection::new(spec, roots)?, spec, left_out)
+}
+
+/// The same for undoing, which needs no trust: programs are matched by name, even if other users can change their files.
+pub fn resolve_by_name(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<Scoped>, ScopeError> {
+    resolved(Selection::new(spec, roots)?.by_name(), spec, &[own_pid()])
+}
+
+fn own_pid() -> i32 {
+    i32::try_from(std::process::id()).unwrap_or(0)
+}
+
+fn resolved(mut selection: Selection<'_>, spec: &ScopeSpec, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
     let scoped = selection.resolve(|pid| !left_out.contains(&pid))?;
     match selection.name_only.take() {
         _ if !scoped.is_empty() => Ok(scoped),

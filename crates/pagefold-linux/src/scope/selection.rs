@@ -1,7 +1,7 @@
 //! Selecting processes: the selectors of a scope, applied to what a process shows.
 
 use super::attributes::Attributes;
-use super::exe::{Distrust, Exe, Matching};
+use super::exe::{Distrust, Exe, Matching, is_named};
 use super::selectors::{CgroupSelector, user_id};
 use super::{ScopeError, ScopeSpec, Scoped};
 use crate::proc::Roots;
@@ -20,6 +20,8 @@ pub(crate) struct Selection<'a> {
     users: Vec<u32>,
     cgroups: Vec<CgroupSelector>,
     exes: &'a [String],
+    /// Whether an executable need only have the name, be it one that any user can choose.
+    by_name: bool,
     all: bool,
     attributes: Attributes<'a>,
     /// A process, and its executable, that an `--exe` matches by name only, and why that is not enough.
@@ -79,10 +81,16 @@ impl<'a> Selection<'a> {
             users,
             cgroups,
             exes: &spec.exes,
+            by_name: false,
             all: spec.all,
             attributes: Attributes::new(&roots.cgroup),
             name_only: None,
         }
+    }
+
+    /// The same, with executables matched by name.
+    pub(super) fn by_name(self) -> Self {
+        Self { by_name: true, ..self }
     }
 
     pub(super) fn resolve(&mut self, is_candidate: impl FnMut(i32) -> bool) -> Result<Vec<Scoped>, ScopeError> {
@@ -98,7 +106,8 @@ impl<'a> Selection<'a> {
             match self.examine(pid, is_named) {
                 Ok(Verdict::In(found)) => scoped.push(*found),
                 Ok(Verdict::Avoided(cgroup)) if is_named => return Err(ScopeError::Avoided { pid, cgroup }),
-                Err(_) if is_named => return Err(ScopeError::UnknownPid(pid)),
+                Err(ReadError::Vanished { .. }) if is_named => return Err(ScopeError::UnknownPid(pid)),
+                Err(source) if is_named => return Err(ScopeError::Unreadable { pid, source }),
                 // Out of scope; or ended meanwhile, or hidden (proc mounted with hidepid).
                 Ok(_) | Err(_) => {}
             }
@@ -147,9 +156,12 @@ impl<'a> Selection<'a> {
         if candidate.is_named || self.all || self.users.contains(&candidate.uid) {
             return true;
         }
-        let Some(exe) = candidate.exe else { return false };
+        let Some(exe) = candidate.exe else {
+            return self.by_name && self.exes.iter().any(|selector| is_named(selector, None, candidate.comm));
+        };
         self.exes.iter().any(|selector| match exe.matches(selector, candidate.comm) {
             Matching::Yes => true,
+            Matching::NameOnly(_) if self.by_name => true,
             Matching::No => false,
             Matching::NameOnly(why) => {
                 self.name_only.get_or_insert_with(|| (candidate.pid, printable(exe.as_os_str().as_bytes()), why));

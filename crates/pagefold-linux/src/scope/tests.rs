@@ -184,6 +184,34 @@ fn processes_are_selected_by_user_and_executable() {
 }
 
 #[test]
+fn for_undoing_executables_are_matched_by_name() {
+    let tree = hybrid();
+    fs::set_permissions(tree.file("/usr/bin"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    let pids = |exe: &str| -> Vec<i32> {
+        let scoped = resolve_by_name(&by_exe(exe), &tree.roots).unwrap();
+        scoped.iter().map(|scoped| scoped.process.pid()).collect()
+    };
+    assert_eq!(pids("redis-server"), [10, 11], "one that others can replace, and one that has been replaced");
+    assert_eq!(pids(tree.file("/opt/redis-server").to_str().unwrap()), [11]);
+    assert_eq!(pids("a-very-long-command"), [12], "by the command name");
+    let error = resolve_by_name(&by_exe("redis"), &tree.roots).unwrap_err().to_string();
+    assert_eq!(error, "no process matches --exe redis");
+}
+
+#[test]
+fn a_named_process_that_cannot_be_read_is_not_taken_for_absent() {
+    let tree = hybrid();
+    fs::write(tree.roots.proc.join("12/status"), "nonsense").unwrap();
+    let error = tree.pids(&by_pid(&[12])).unwrap_err();
+    assert!(error.starts_with("process 12 cannot be read: /proc/12/status is malformed: "), "{error}");
+    assert_eq!(
+        tree.pids(&ScopeSpec { all: true, ..ScopeSpec::default() }).unwrap(),
+        [10, 11, 13],
+        "others are not named"
+    );
+}
+
+#[test]
 fn the_error_of_an_empty_scope_lists_the_options() {
     let error = hybrid().pids(&ScopeSpec::default()).unwrap_err();
     for option in ["--pid", "--cgroup", "--user", "--exe", "--all"] {

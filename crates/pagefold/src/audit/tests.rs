@@ -1,5 +1,5 @@
 use super::*;
-use pagefold_core::host::Span;
+use pagefold_core::host::{ChangeResult, Marking, Span, Why};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use serde_json::Value;
@@ -22,7 +22,7 @@ fn entry(mark: bool, why: Why, marking: Marking) -> Entry {
 }
 
 fn end() -> Entry {
-    Entry::End(End { command: "run", pid: 1, lost: 0 })
+    Entry::End { command: "run", pid: 1, lost: 0 }
 }
 
 fn lines(path: &Path) -> Vec<Value> {

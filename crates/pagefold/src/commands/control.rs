@@ -7,7 +7,6 @@ use pagefold_cli::exit;
 use pagefold_cli::style;
 use pagefold_core::governor::Governor;
 
-/// Arguments of `pagefold governor`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct GovernorArgs {
     /// full, medium, low, quiet, or auto
@@ -17,7 +16,6 @@ pub struct GovernorArgs {
     pub json: bool,
 }
 
-/// Arguments of `pagefold pause` and `pagefold resume`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PauseArgs {
     /// Print the new state as JSON (schema pagefold.control/1)
@@ -25,22 +23,8 @@ pub struct PauseArgs {
     pub json: bool,
 }
 
-/// Changes the governor, and returns the exit code.
-pub fn governor(args: &GovernorArgs) -> Result<u8> {
-    change(&Request::Governor { name: args.name.to_string() }, args.json)
-}
-
-/// Pauses the daemon, and returns the exit code.
-pub fn pause(args: &PauseArgs) -> Result<u8> {
-    change(&Request::Pause, args.json)
-}
-
-/// Resumes the daemon, and returns the exit code.
-pub fn resume(args: &PauseArgs) -> Result<u8> {
-    change(&Request::Resume, args.json)
-}
-
-fn change(request: &Request, json: bool) -> Result<u8> {
+/// Sends a change, prints the new state, and returns the exit code.
+pub fn change(request: &Request, json: bool) -> Result<u8> {
     let state: ControlState = ask(request)?;
     let text = if json { style::json(&state)?.trim_end().to_owned() } else { confirmation(request, &state) };
     style::print(&(text + "\n"))?;

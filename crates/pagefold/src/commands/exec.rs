@@ -8,7 +8,6 @@ use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Arguments of `pagefold exec`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExecArgs {
     /// The program and its arguments

@@ -6,12 +6,12 @@ mod words;
 use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::control::queue::Facts;
+use crate::output;
 use crate::output::placement::PlaceRow;
 use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::scope;
-use pagefold_cli::style::{self, Style};
-use pagefold_core::report::{Kind, RegionReport};
+use pagefold_core::report::RegionReport;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::maps::{VmaDetail, kind_of, read_smaps_named};
 use pagefold_linux::proc::process::{Process, ReadError};
@@ -20,13 +20,12 @@ use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
 use pagefold_linux::scope::{ScopeError, ScopeSpec, resolve};
 use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-/// The name and version of the schema.
 const SCHEMA: &str = "pagefold.explain/1";
 
-/// Arguments of `pagefold explain`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExplainArgs {
     /// The process to explain
@@ -37,7 +36,7 @@ pub struct ExplainArgs {
     pub json: bool,
 }
 
-/// The state of one process (schema pagefold.explain/1).
+/// The state of one process (schema pagefold.explain/1). docs/commands.md explains the fields.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Explanation {
@@ -45,62 +44,31 @@ pub struct Explanation {
     pid: i32,
     name: String,
     exe: Option<String>,
-    /// Whether it is in the daemon's scope. If not, there are no regions.
     in_scope: bool,
-    /// The daemon's scope, as flags.
     scope: String,
-    /// Why the process is left alone as a whole, if it is.
     left_alone: Option<String>,
-    /// Marks still to be removed, and rules that match it by name only: a sentence for each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     notes: Vec<String>,
     paused: bool,
     dry_run: bool,
-    /// Levels of the ladder.
     levels: usize,
-    /// Anonymous memory that is not left alone.
     resident_bytes: u64,
-    /// The regions, the largest first.
     regions: Vec<Row>,
-    /// Mappings left alone, the largest first.
     excluded: Vec<Excluded>,
-    /// Where its merged pages are, on a machine with several memory nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     numa: Option<PlaceRow>,
-    /// Memory in mappings that appeared since the daemon's last refresh, about a second ago.
     unseen_bytes: u64,
 }
 
-/// A region.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Row {
-    /// Its addresses, as in /proc/PID/maps.
     range: String,
-    bytes: u64,
-    resident_bytes: u64,
-    /// Heap, stack, anonymous, guest RAM or file copy.
     mapping: String,
-    /// The mapping's name in /proc/PID/maps, unless `mapping` says the same.
     file: Option<String>,
-    kind: Kind,
-    level: usize,
-    age_seconds: f64,
-    /// Estimated share of duplicates, 0 to 1, and its 95 % range.
-    duplicate_ratio: f64,
-    duplicate_range: (f64, f64),
-    /// Whether it was read whole, so that the ratio is exact.
-    exact: bool,
-    /// Share of its merged pages that would be written and have the same content again within the horizon. `None` if no
-    /// merged page was seen written.
-    cow_ratio: Option<f64>,
-    /// Resident memory in marked spans, and the duplicates expected in it.
-    marked_bytes: u64,
-    expected_bytes: u64,
-    /// What happens next: sample, read, mark, merge, watch, wait or nothing.
+    #[serde(flatten)]
+    figures: RegionReport,
     next: String,
-    /// For a region that waits: how long.
     wait_seconds: Option<f64>,
-    /// The same as a sentence.
     sentence: String,
 }
 
@@ -108,20 +76,17 @@ struct Row {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Excluded {
     range: String,
-    /// Resident pages of any kind.
     bytes: u64,
     file: Option<String>,
     reason: String,
 }
 
-/// Prints the explanation, and returns the exit code.
 pub fn run(args: &ExplainArgs) -> Result<u8> {
     let mut explanation: Explanation = ask(&Request::Explain { pid: args.pid })?;
     if !explanation.in_scope {
         explanation = outside(explanation)?;
     }
-    let text = if args.json { style::json(&explanation)? } else { words::describe(&explanation, Style::of_stdout()) };
-    style::print(&text)?;
+    output::print(args.json, &explanation, |style| words::describe(&explanation, style))?;
     Ok(exit::OK)
 }
 
@@ -141,7 +106,8 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     explanation.in_scope = true;
     explanation.name.clone_from(&target.name);
     explanation.left_alone.clone_from(&target.left_alone);
-    explanation.notes.clone_from(&target.notes);
+    explanation.notes =
+        target.to_unmark.iter().map(words::to_unmark).chain(target.passed_over.iter().cloned()).collect();
     explanation.numa = facts.places().and_then(|places| places.process(pid).cloned());
     let tell = |error: ReadError| format!("{error}; look with ps");
     let process = Process::open(pid).map_err(tell)?;
@@ -155,8 +121,8 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     for region in &regions {
         explanation.regions.push(row(region, facts, &details, explanation.program().as_slice()));
     }
-    explanation.regions.sort_by_key(|row| std::cmp::Reverse(row.resident_bytes));
-    explanation.resident_bytes = explanation.regions.iter().map(|row| row.resident_bytes).sum();
+    explanation.regions.sort_by_key(|row| Reverse(row.figures.resident));
+    explanation.resident_bytes = regions.iter().map(|region| region.resident.bytes().0).sum();
     if explanation.left_alone.is_none() {
         let is_seen = |detail: &VmaDetail| {
             let (first, end) = (detail.vma.first(), detail.vma.first() + detail.vma.pages().0);
@@ -228,7 +194,7 @@ impl Explanation {
                 reason: exclusion.to_string(),
             });
         }
-        self.excluded.sort_by_key(|row| std::cmp::Reverse(row.bytes));
+        self.excluded.sort_by_key(|row| Reverse(row.bytes));
     }
 
     /// The base name of its executable.
@@ -241,27 +207,13 @@ fn row(region: &RegionReport, facts: &Facts, details: &[VmaDetail], program: &[u
     let (start, end) = (region.first.address(), region.first.address() + region.pages.bytes().0);
     // Its first mapping: a region is one mapping, or neighbours that differ only in their marks.
     let mapping = details.iter().find(|detail| detail.vma.start < end && start < detail.vma.end);
-    let wait_seconds = match region.next {
-        pagefold_core::report::Next::Wait { ns } => Some(ns as f64 / 1e9),
-        _ => None,
-    };
     Row {
         range: range(start, end),
-        bytes: region.pages.bytes().0,
-        resident_bytes: region.resident.bytes().0,
         mapping: mapping.map_or("unmapped meanwhile".to_owned(), |detail| kind_of(&detail.vma, program).to_string()),
         file: mapping.and_then(name),
-        kind: region.kind,
-        level: region.level,
-        age_seconds: region.age_seconds,
-        duplicate_ratio: region.duplicate_ratio,
-        duplicate_range: region.duplicate_range,
-        exact: region.exact,
-        cow_ratio: (region.cow_ratio.0 > 0).then(|| region.cow_ratio.fraction()),
-        marked_bytes: region.marked.bytes().0,
-        expected_bytes: region.expected.bytes().0,
-        next: crate::commands::status::name_of(&region.next).to_owned(),
-        wait_seconds,
+        figures: region.clone(),
+        next: region.next.name().to_owned(),
+        wait_seconds: region.next.wait_seconds(),
         sentence: words::sentence(region, facts),
     }
 }

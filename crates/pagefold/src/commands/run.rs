@@ -4,22 +4,23 @@ mod progress;
 mod reload;
 mod summary;
 
-use crate::audit::{Begin, End, Entry, Owner};
+use crate::audit::{Entry, Owner};
 use crate::config::settings::Settings;
 use crate::control;
 use crate::control::queue::{Facts, RequestQueue, RunFacts};
+use crate::output;
 use crate::preflight;
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::flags::{DenyFlags, RunFlags};
 use pagefold_cli::scope::{ScopeArgs, explain};
-use pagefold_cli::style::{self, Style};
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, cycle};
 use pagefold_core::governor::Governor;
 use pagefold_core::host::{ChangeResult, Host, Outcome};
 use pagefold_core::placement::policy::Placement;
 use pagefold_linux::host::live::{Event, HostMode, LiveError, LiveHost};
+use pagefold_linux::host::targets::Target;
 use pagefold_linux::inject::Injector;
 use pagefold_linux::ksm::Ksm;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths};
@@ -37,16 +38,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use summary::Summary;
 
-/// Arguments of `pagefold run`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RunArgs {
-    /// Selectors of processes.
     #[command(flatten)]
     pub scope: ScopeArgs,
-    /// Changes to the deny list.
     #[command(flatten)]
     pub deny: DenyFlags,
-    /// The other options of the configuration file.
     #[command(flatten)]
     pub options: RunFlags,
     /// Read options that are not given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
@@ -103,9 +100,9 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let server = control::serve(sender, args.dry_run);
     fault::point("socket-made");
     let (command, pid) = ("run", std::process::id());
-    let begin = Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope: scope.spec().to_string() };
+    let begin = Entry::Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope: scope.spec().to_string() };
     let mut progress = Progress::new();
-    active.log(&Entry::Begin(begin), &progress);
+    active.log(&begin, &progress);
     for left in left_alone {
         progress.leave_alone(left);
     }
@@ -115,15 +112,14 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened, KSM is given back before anything is reported.
     let ended = host.finish();
-    active.log(&Entry::End(End { command, pid, lost: active.lost() }), &progress);
+    active.log(&Entry::End { command, pid, lost: active.lost() }, &progress);
     if let (Some(ksm), Some(cost)) = (&ended.ksm, ended.cost) {
         engine.close(ended.now_ns, ksm, cost);
     }
     ran?;
     let restored = ended.restored.as_ref();
     let summary = Summary::new(args, &active, &engine, processes, restored, progress);
-    let text = if args.json { style::json(&summary)? } else { summary::describe(&summary, Style::of_stdout()) };
-    style::print(&text)?;
+    output::print(args.json, &summary, |style| summary::describe(&summary, style))?;
     for line in summary::unrestored(restored) {
         complain!("{line}");
     }
@@ -188,9 +184,6 @@ pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &InitialKnobs) 
 
 /// Runs cycles until `stop` is set, until the host's clock reaches `end_ns`, or until `each`, which is called after every
 /// cycle, breaks.
-///
-/// # Errors
-/// What ends the run.
 pub fn rounds(
     engine: &mut Engine,
     host: &mut LiveHost,
@@ -262,14 +255,11 @@ fn main_loop(
 
 /// Writes the results of a cycle to the audit log.
 fn log_changes(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outcome, progress: &Progress) {
-    if !active.is_logging() {
-        return;
-    }
-    let results = outcome.marked.iter().map(|result| (true, result));
-    for (mark, result) in results.chain(outcome.unmarked.iter().map(|result| (false, result))) {
-        if let Some(target) = host.target_of(result.change.span.region) {
-            let owner = Owner::of(target, host.domains().get(usize::from(target.domain.0)));
-            active.log(&Entry::changed(owner, mark, result), progress);
+    let marked = outcome.marked.iter().map(|result| (true, result));
+    for (mark, result) in marked.chain(outcome.unmarked.iter().map(|result| (false, result))) {
+        let target = host.target_of(result.change.span.region).filter(|_| active.is_logging());
+        if let Some(target) = target {
+            active.log(&Entry::changed(owner(host, target), mark, result), progress);
         }
     }
 }
@@ -283,7 +273,10 @@ fn log_withdrawn(
 ) {
     let target = host.targets().find(|target| target.process.pid() == pid).filter(|_| active.is_logging());
     if let Some(target) = target {
-        let owner = Owner::of(target, host.domains().get(usize::from(target.domain.0)));
-        active.log(&Entry::withdrawn(owner, result, reason), progress);
+        active.log(&Entry::withdrawn(owner(host, target), result, reason), progress);
     }
+}
+
+fn owner(host: &LiveHost, target: &Target) -> Owner {
+    Owner::of(target, host.domains().get(usize::from(target.domain.0)))
 }

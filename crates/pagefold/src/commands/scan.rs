@@ -5,6 +5,7 @@ pub mod report;
 mod survey;
 mod table;
 
+use crate::output;
 use crate::output::placement::PlacesView;
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
@@ -32,13 +33,10 @@ use std::hash::{BuildHasher, RandomState};
 use std::path::PathBuf;
 use survey::{Survey, Surveyed};
 
-/// Arguments of `pagefold scan`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ScanArgs {
-    /// Selectors of processes.
     #[command(flatten)]
     pub scope: ScopeArgs,
-    /// Changes to the deny list.
     #[command(flatten)]
     pub deny: DenyFlags,
     /// Read every page instead of a sample (slower, without a margin of error)
@@ -55,19 +53,16 @@ pub struct ScanArgs {
     pub seed: Option<u64>,
 }
 
-/// Scans, prints, and returns the exit code.
 pub fn run(args: &ScanArgs) -> Result<u8> {
     let report = scan(args)?;
     if let Some(path) = &args.html {
         std::fs::write(path, html::page(&report))
             .with_context(|| format!("cannot write {}; give --html a file that can be created", path.display()))?;
     }
-    let text = if args.json { style::json(&report)? } else { table::text(&report, style::Style::of_stdout()) };
-    style::print(&text)?;
+    output::print(args.json, &report, |style| table::text(&report, style))?;
     Ok(exit::OK)
 }
 
-/// Scans.
 pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let scoped = args.scope.resolve()?;
     let mut reader = reader()?;

@@ -1,12 +1,13 @@
 //! `pagefold unmerge`: gives processes their own copies of merged pages, and removes their marks.
 
-use crate::audit::{Audit, Before, Begin, End, Entry};
+use crate::audit::{Audit, Before, Entry};
+use crate::output;
 use crate::preflight;
 use anyhow::Result;
 use pagefold_cli::exit;
 use pagefold_cli::flags::AuditFlags;
 use pagefold_cli::scope::ScopeArgs;
-use pagefold_cli::style::{self, Style};
+use pagefold_cli::style::{self, Lines, Style};
 use pagefold_core::units::Bytes;
 use pagefold_linux::inject::unmerge::{UnmergeError, unmerge};
 use pagefold_linux::ksm::controller::scan_and_restore;
@@ -19,13 +20,10 @@ use std::time::Duration;
 /// How long a scan of ksmd may take.
 const PASS_LIMIT: Duration = Duration::from_secs(30);
 
-/// Arguments of `pagefold unmerge`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct UnmergeArgs {
-    /// Selectors of processes.
     #[command(flatten)]
     pub scope: ScopeArgs,
-    /// The audit log.
     #[command(flatten)]
     pub audit: AuditFlags,
     /// Print the result as JSON (schema pagefold.unmerge/1)
@@ -33,20 +31,16 @@ pub struct UnmergeArgs {
     pub json: bool,
 }
 
+/// The result (schema pagefold.unmerge/1). docs/commands.md explains the fields.
 #[derive(Debug, Default, Serialize)]
 struct Summary {
     schema: &'static str,
-    /// Memory that has its own copy again.
     given_back_bytes: u64,
-    /// Address space that was marked.
     unmarked_bytes: u64,
     longest_stop_us: f64,
     processes: Vec<Process>,
-    /// Memory that KSM still saves on the whole machine.
     still_saved_bytes: u64,
-    /// Knobs that an earlier run could not restore, and that still cannot be restored because pages are merged.
     knobs_deferred: BTreeMap<String, u64>,
-    /// Lines of the audit log that could not be written.
     audit_lost: u64,
 }
 
@@ -56,11 +50,9 @@ struct Process {
     name: String,
     given_back_bytes: u64,
     unmarked_bytes: u64,
-    /// Why it failed, if it did, also in part.
     failed: Option<String>,
 }
 
-/// Unmerges, and returns the exit code.
 pub fn run(args: &UnmergeArgs) -> Result<u8> {
     preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;
@@ -73,7 +65,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     };
     let mut injector = preflight::injector()?;
     preflight::give_up_rights()?;
-    let scoped = args.scope.resolve()?;
+    let scoped = args.scope.resolve_by_name()?;
     let paths = KsmPaths::default();
     // No other pagefold may mark what is being unmarked. Another program that runs ksmd does no harm.
     let lease = match KsmLease::take(ksm.clone(), &paths, &InitialKnobs::NONE) {
@@ -85,7 +77,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     let mut code = exit::OK;
     let (command, pid) = ("unmerge", std::process::id());
     let scope = args.scope.spec().to_string();
-    log(&Entry::Begin(Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope }));
+    log(&Entry::Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope });
     for scoped in scoped {
         let before = args.audit.path().is_some().then(|| Before::of(&scoped));
         let mut process = Process {
@@ -119,14 +111,13 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         summary.processes.push(process);
     }
     drop(injector);
-    summary.audit_lost = log(&Entry::End(End { command, pid, lost: summary.audit_lost }));
+    summary.audit_lost = log(&Entry::End { command, pid, lost: summary.audit_lost });
     if let Some(lease) = lease {
         let restored = settle(lease)?;
         summary.knobs_deferred = restored;
     }
     summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
-    let text = if args.json { style::json(&summary)? } else { describe(&summary, Style::of_stdout()) };
-    style::print(&text)?;
+    output::print(args.json, &summary, |style| describe(&summary, style))?;
     Ok(code)
 }
 
@@ -142,19 +133,15 @@ pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
 fn describe(summary: &Summary, style: Style) -> String {
     let mut text = String::new();
     let done = summary.processes.iter().filter(|process| process.failed.is_none()).count();
-    let headline = format!(
-        "Unmerged {} in {}.",
-        style::human(summary.given_back_bytes),
-        style::count(done, "process", "processes")
-    );
-    style::line(&mut text, &style.bold(&headline));
+    let (memory, processes) = (style::human(summary.given_back_bytes), style::count(done, "process", "processes"));
+    text.line(style.bold(&format!("Unmerged {memory} in {processes}.")));
     for process in summary.processes.iter().filter(|process| process.unmarked_bytes > 0) {
         let line = format!("  {:>8}  {:<16}{}", process.pid, process.name, style::human(process.given_back_bytes));
-        style::line(&mut text, &line);
+        text.line(line);
     }
     if Bytes(summary.still_saved_bytes) > Bytes(0) {
         let line = format!("KSM still saves {} in other processes.", style::human(summary.still_saved_bytes));
-        style::line(&mut text, &style.dim(&line));
+        text.line(style.dim(&line));
     }
     text
 }

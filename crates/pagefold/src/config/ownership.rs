@@ -1,7 +1,7 @@
 //! Checks that only root, or the user that runs this, can write or replace a file that decides what root does.
 
-use pagefold_linux::proc::process::Process;
-use pagefold_linux::proc::status::{Status, printable};
+use pagefold_linux::os::peer::own_uid;
+use pagefold_linux::proc::status::printable;
 use std::fs::{self, File};
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
@@ -18,18 +18,13 @@ const WRITABLE_BY_OTHERS: u32 = 0o022;
 /// # Errors
 /// A clause that continues a sentence about the file, and what to do.
 pub fn owned(uid: u32, mode: u32) -> Result<(), &'static str> {
-    if uid != 0 && Some(uid) != own_uid() {
+    if ![0, own_uid()].contains(&uid) {
         Err("belongs to another user; give it to root (chown root)")
     } else if mode & WRITABLE_BY_OTHERS != 0 {
         Err("other users may write; run chmod go-w on it")
     } else {
         Ok(())
     }
-}
-
-fn own_uid() -> Option<u32> {
-    let own = Process::open(i32::try_from(std::process::id()).ok()?).ok()?;
-    Status::of(&own).ok().map(|status| status.effective_uid())
 }
 
 /// The same for a directory, given without links, and for its ancestors. Ancestors may be writable if they are sticky, as

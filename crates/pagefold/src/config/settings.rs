@@ -23,22 +23,16 @@ use std::str::FromStr;
 /// Read by a `run` without `--config` and without a scope.
 const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
 
-/// The settings of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// The configuration file, if one was read.
     pub file: Option<PathBuf>,
-    /// The processes in scope.
     pub scope: ScopeArgs,
-    /// The engine's settings.
     pub config: Config,
     /// Programs that are never touched.
     pub deny: DenyList,
-    /// The trust domains.
     pub domains: DomainRules,
-    /// The placement policies.
     pub placement: Policies,
-    /// The path of the audit log.
     pub audit: Option<PathBuf>,
 }
 
@@ -54,9 +48,6 @@ impl Settings {
     }
 
     /// The same from the files as they are now.
-    ///
-    /// # Errors
-    /// As [`Self::of`].
     pub fn reread(&self, args: &RunArgs) -> Result<Self, Exit> {
         let read = Self::from(args, self.file.as_deref())?;
         Ok(Self { config: Config { seed: self.config.seed, ..read.config }, ..read })

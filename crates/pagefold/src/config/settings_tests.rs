@@ -47,6 +47,11 @@ impl Files {
     }
 }
 
+/// The entry of the deny list that matches a program.
+fn denied<'a>(settings: &'a Settings, program: &[u8]) -> Option<&'a str> {
+    settings.deny.entry_for(program, || true)
+}
+
 #[test]
 fn additions_are_read_in_order_and_the_command_line_overrides_them() {
     let files = Files::new("[scope]\nexes = [\"a\"]\n[run]\ngovernor = \"low\"\nlevels = 3\n[deny]\nalso = [\"x\"]\n");
@@ -57,8 +62,8 @@ fn additions_are_read_in_order_and_the_command_line_overrides_them() {
     let settings = files.settings(&[]).unwrap();
     assert_eq!((settings.config.governor, settings.config.levels), (Governor::Medium, 3));
     assert_eq!(settings.scope.spec().exes, ["a"]);
-    assert_eq!((settings.deny.entry_for(b"x", || true), settings.deny.entry_for(b"vault", || true)), (Some("x"), None));
-    assert_eq!(settings.deny.entry_for(b"ssh-agent", || true), Some("ssh-agent"));
+    assert_eq!((denied(&settings, b"x"), denied(&settings, b"vault")), (Some("x"), None));
+    assert_eq!(denied(&settings, b"ssh-agent"), Some("ssh-agent"));
     let settings = files.settings(&["--pid", "7", "--governor", "full", "--deny", "vault", "--allow", "x"]).unwrap();
     assert_eq!((settings.config.governor, settings.config.levels), (Governor::Full, 3));
     assert_eq!(
@@ -66,10 +71,7 @@ fn additions_are_read_in_order_and_the_command_line_overrides_them() {
         (&[7][..], 0),
         "a scope replaces the file's"
     );
-    assert_eq!(
-        (settings.deny.entry_for(b"x", || true), settings.deny.entry_for(b"vault", || true)),
-        (None, Some("vault"))
-    );
+    assert_eq!((denied(&settings, b"x"), denied(&settings, b"vault")), (None, Some("vault")));
 }
 
 #[test]
@@ -86,10 +88,7 @@ fn the_command_line_comes_before_the_file_and_both_before_the_preset() {
 #[test]
 fn a_deny_list_replaces_the_default_one() {
     let settings = Files::new("[deny]\nprograms = [\"mine\"]\n").settings(&[]).unwrap();
-    assert_eq!(
-        (settings.deny.entry_for(b"mine", || true), settings.deny.entry_for(b"ssh-agent", || true)),
-        (Some("mine"), None)
-    );
+    assert_eq!((denied(&settings, b"mine"), denied(&settings, b"ssh-agent")), (Some("mine"), None));
 }
 
 #[test]

@@ -15,7 +15,6 @@ use std::time::Duration;
 /// wait for a target that does not stop.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
-/// Sends a request, and returns the answer.
 pub fn ask<T: DeserializeOwned>(request: &Request) -> Result<T> {
     Ok(serde_json::from_value(ask_at(Path::new(PATH), request)?)?)
 }

@@ -4,36 +4,27 @@ use pagefold_core::governor::Governor;
 use pagefold_linux::proc::status::printable;
 use serde::{Deserialize, Serialize};
 
-/// Where the socket is.
 pub const PATH: &str = "/run/pagefold/control.sock";
 /// The schema of requests, and of answers that have none of their own.
 pub const SCHEMA: &str = "pagefold.control/1";
 /// The longest request, bytes, its newline included.
 pub const REQUEST_MOST: usize = 4096;
 
-/// A request to the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "lowercase")]
 pub enum Request {
     /// Answered by `pagefold.status/1`.
     Status,
     /// Answered by `pagefold.explain/1`.
-    Explain {
-        /// The process to explain.
-        pid: i32,
-    },
+    Explain { pid: i32 },
     /// Changes the governor. Answered by [`ControlState`], as the others below.
-    Governor {
-        /// The governor's name.
-        name: String,
-    },
+    Governor { name: String },
     /// Stops reading, marking and merging.
     Pause,
     /// Starts them again.
     Resume,
 }
 
-/// A request with its schema.
 #[derive(Debug, Serialize, Deserialize)]
 struct Message {
     schema: String,
@@ -44,17 +35,11 @@ struct Message {
 /// The state after a change.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ControlState {
-    /// [`SCHEMA`].
     pub schema: String,
-    /// The daemon's pid.
     pub pid: u32,
-    /// The governor that was set.
     pub governor: Governor,
-    /// The governor in force, which `auto` chooses.
     pub in_force: Governor,
-    /// The share of a core that may be used, 0 to 1.
     pub allowed_share: f64,
-    /// Whether the daemon is paused.
     pub paused: bool,
 }
 

@@ -4,15 +4,15 @@
 
 use super::protocol::{ControlState, Request, SCHEMA};
 use crate::output::placement::PlacesView;
-use pagefold_cli::style;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::report::EngineReport;
+use pagefold_linux::host::identity::Owed;
 use pagefold_linux::host::live::LiveHost;
-use pagefold_linux::host::targets::Target;
 use pagefold_linux::os::wake::Sleeper;
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -23,61 +23,57 @@ const WAKE_INTERVAL: Duration = Duration::from_millis(50);
 /// How long the main loop may take.
 const LIMIT: Duration = Duration::from_secs(15);
 
-/// The state of the run.
 #[derive(Debug)]
 pub struct Facts {
-    /// What the engine reports.
     pub report: EngineReport,
-    /// Full scans ordered from ksmd.
     pub scans: u64,
-    /// The processes in scope.
     pub targets: Vec<TargetFacts>,
     /// The names of the trust domains, by key.
     pub domains: Vec<String>,
-    /// The run.
     pub run: RunFacts,
 }
 
-/// A process in scope.
 #[derive(Clone, Debug)]
 pub struct TargetFacts {
     /// Its key in the report.
     pub owner: OwnerKey,
-    #[allow(missing_docs)]
     pub pid: i32,
     /// When it started: distinguishes it from a later process with the same pid.
     pub start_time_ticks: u64,
-    /// Its name, fit to print.
     pub name: String,
     /// Why it is left alone, if it is.
     pub left_alone: Option<String>,
-    /// Marks still to be removed, and rules that match it by name only: a sentence for each.
-    pub notes: Vec<String>,
+    pub to_unmark: Option<ToUnmark>,
+    /// Rules that match it by name only: a sentence for each.
+    pub passed_over: Vec<String>,
 }
 
-fn notes(target: &Target) -> Vec<String> {
-    let owed = target.owed.as_ref().map(|owed| {
-        let problem = owed.problem.as_ref().map(|problem| format!(" Last try: {problem}.")).unwrap_or_default();
-        format!("{} still to be unmarked: {}.{problem}", style::human(owed.left.0), owed.reason)
-    });
-    owed.into_iter().chain(target.passed_over.iter().cloned()).collect()
+/// Marks that must be removed, because the memory was excluded after it was marked, and could not be yet.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ToUnmark {
+    pub bytes: u64,
+    pub reason: String,
+    pub problem: Option<String>,
+}
+
+impl From<&Owed> for ToUnmark {
+    fn from(owed: &Owed) -> Self {
+        Self { bytes: owed.left.0, reason: owed.reason.to_string(), problem: owed.problem.clone() }
+    }
 }
 
 /// The run's arguments, and whether it still controls KSM.
 #[derive(Clone, Debug)]
 pub struct RunFacts {
-    /// The scope, as flags.
     pub scope: String,
     /// Whether it only finds out what would be marked.
     pub dry_run: bool,
-    /// The engine's settings.
     pub config: Config,
     /// Why the run gave up KSM, if it did.
     pub stood_down: Option<String>,
 }
 
 impl Facts {
-    /// The state now.
     pub fn of(engine: &Engine, host: &LiveHost, run: RunFacts) -> Self {
         let targets = host.targets().map(|target| TargetFacts {
             owner: target.owner,
@@ -85,7 +81,8 @@ impl Facts {
             start_time_ticks: target.process.start_time_ticks(),
             name: target.name.clone(),
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
-            notes: notes(target),
+            to_unmark: target.owed.as_ref().map(ToUnmark::from),
+            passed_over: target.passed_over.clone(),
         });
         let domains = host.domains().to_vec();
         Self { report: engine.report(), scans: engine.scans(), targets: targets.collect(), domains, run }
@@ -100,7 +97,6 @@ impl Facts {
         Some(PlacesView::of(self.report.placement.as_ref()?, &self.report.ledger, who))
     }
 
-    /// The answer to a change.
     pub fn control_state(&self) -> ControlState {
         ControlState {
             schema: SCHEMA.to_owned(),
@@ -148,7 +144,6 @@ impl RequestQueue {
         )
     }
 
-    /// Whether the run is paused.
     pub fn is_paused(&self) -> bool {
         self.paused
     }

@@ -4,6 +4,7 @@
 //! delays only itself. Without a connection everything sleeps in `accept`.
 
 use super::protocol::{REQUEST_MOST, Refusal, Request};
+use crate::config::ownership;
 use anyhow::{Context, Result, bail};
 use pagefold_linux::os::peer::{Peer, own_uid};
 use std::fs::{self, Permissions};
@@ -28,7 +29,6 @@ const ACCEPT_AGAIN: Duration = Duration::from_millis(200);
 /// Answers a request with a line (without its newline), or an error.
 pub type Answer = dyn Fn(Request) -> Result<String, String> + Send + Sync;
 
-/// Serves until dropped.
 #[derive(Debug)]
 pub struct Server {
     path: PathBuf,
@@ -96,8 +96,7 @@ fn secure_parent(path: &Path) -> Result<()> {
         .create(parent)
         .with_context(|| format!("cannot create {}", parent.display()))?;
     let found = fs::symlink_metadata(parent).with_context(|| format!("cannot examine {}", parent.display()))?;
-    let trusted = [0, own_uid()].contains(&found.uid()) && found.mode() & 0o022 == 0;
-    if !found.is_dir() || !trusted {
+    if !found.is_dir() || ownership::owned(found.uid(), found.mode()).is_err() {
         bail!("{} is writable by other users than root; run chmod go-w on it", parent.display());
     }
     Ok(())

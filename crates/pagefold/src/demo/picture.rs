@@ -3,9 +3,7 @@
 use pagefold_cli::style::{Style, human};
 use std::io::IsTerminal;
 
-/// Columns of a bar.
 pub const BAR: usize = 44;
-/// Columns of a curve.
 pub const CURVE: usize = 56;
 
 const LEVELS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
@@ -26,7 +24,6 @@ pub struct Curve<'a> {
     pub span: f64,
     /// The vertical axis, in bytes.
     pub top: u64,
-    /// Rows.
     pub rows: usize,
 }
 
@@ -96,7 +93,6 @@ impl Canvas {
         self.live
     }
 
-    /// Replaces what was drawn before.
     pub fn draw(&mut self, lines: &[String]) {
         let mut text = String::new();
         if self.drawn > 0 {

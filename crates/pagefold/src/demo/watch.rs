@@ -32,13 +32,11 @@ pub struct Point {
 }
 
 impl Point {
-    /// CPU time of this process and ksmd.
     pub fn cpu(&self) -> Duration {
         self.own_cpu + self.ksmd_cpu
     }
 }
 
-/// The data to draw.
 #[derive(Debug)]
 pub struct View<'a> {
     /// The readings so far, at least one.
@@ -49,7 +47,6 @@ pub struct View<'a> {
     pub line: bool,
 }
 
-/// All readings.
 #[derive(Clone, Debug, Default)]
 pub struct Observed {
     /// At least one.
@@ -61,7 +58,6 @@ pub struct Observed {
 }
 
 impl Observed {
-    /// The last reading.
     pub fn last(&self) -> Point {
         self.points.last().copied().unwrap_or_default()
     }
@@ -77,7 +73,6 @@ impl Observed {
     }
 }
 
-/// The running thread.
 #[derive(Debug)]
 pub struct Watch {
     end: Arc<AtomicBool>,

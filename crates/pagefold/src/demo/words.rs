@@ -2,8 +2,9 @@
 
 use super::picture::{BAR, Curve, columns, time_axis};
 use super::watch::{Observed, Point, View};
-use crate::commands::scan::report::ScanReport;
-use pagefold_cli::style::{Style, human, line, percent};
+use crate::commands::scan::report::{ScanReport, size};
+use pagefold_cli::style::{Lines, Style, human, percent};
+use pagefold_core::sampling::census::{Figures, bytes_of};
 use std::time::Duration;
 
 /// Height of a single curve, and of each of two curves.
@@ -13,14 +14,11 @@ const ROWS_OF_TWO: usize = 3;
 /// A policy that has saved nothing more for this time is at rest.
 const REST_SECONDS: f64 = 3.0;
 
-/// The result of merging.
 #[derive(Clone, Debug)]
 pub struct Merged {
-    /// The readings taken meanwhile.
     pub observed: Observed,
     /// CPU time of pagefold and its injector, without that of the display.
     pub own_cpu: Duration,
-    /// Bytes of address space marked.
     pub marked: u64,
 }
 
@@ -30,53 +28,42 @@ impl Merged {
     }
 }
 
-fn heading(text: &mut String, number: u32, what: &str, style: Style) {
-    line(text, "");
-    line(text, &format!("{}  {}", style.plain(&number.to_string()), style.bold(what)));
-    line(text, "");
+fn heading(number: u32, what: &str, style: Style) -> String {
+    format!("\n{}  {}\n\n", style.plain(&number.to_string()), style.bold(what))
 }
 
-/// The title.
 pub fn opening(style: Style) -> String {
     let mut text = String::new();
-    line(&mut text, &style.bold("pagefold: one copy of memory that programs hold twice"));
-    line(&mut text, &style.dim("Takes about a minute, and merges only memory of programs that it starts itself."));
-    line(&mut text, &style.dim("Ctrl-C stops it at any time and restores everything."));
+    text.line(style.bold("pagefold: one copy of memory that programs hold twice"));
+    text.line(style.dim("Takes about a minute, and merges only memory of programs that it starts itself."));
+    text.line(style.dim("Ctrl-C stops it at any time and restores everything."));
     text
 }
 
 /// Part 1: the workers.
 pub fn started(workers: usize, bytes: u64, reduced: bool, took: Duration, style: Style) -> String {
-    let mut text = String::new();
     let number = ["No", "One", "Two", "Three", "Four", "Five", "Six"].get(workers).copied().unwrap_or("Many");
-    heading(&mut text, 1, &format!("Start: {} workers of one program", number.to_lowercase()), style);
-    line(
-        &mut text,
-        &format!(
-            "   {} together, written and checked byte by byte in {:.1} s.",
-            style.bold(&human(bytes)),
-            took.as_secs_f64()
-        ),
-    );
-    line(&mut text, "   Each holds data that all others hold too, data of its own, and zeros.");
+    let mut text = heading(1, &format!("Start: {} workers of one program", number.to_lowercase()), style);
+    let (bytes, seconds) = (style.bold(&human(bytes)), took.as_secs_f64());
+    text.line(format!("   {bytes} together, written and checked byte by byte in {seconds:.1} s."));
+    text.line("   Each holds data that all others hold too, data of its own, and zeros.");
     if reduced {
-        line(&mut text, &style.dim("   Smaller than normal, because little memory is free."));
+        text.line(style.dim("   Smaller than normal, because little memory is free."));
     }
     text
 }
 
 /// Part 2: the duplicates.
 pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
-    let mut text = String::new();
-    heading(&mut text, 2, "Scan: how much of that is duplicate?", style);
-    let widest = report.processes.iter().map(|row| row.amounts.resident_bytes).max().unwrap_or(1);
+    let mut text = heading(2, "Scan: how much of that is duplicate?", style);
+    let widest = report.processes.iter().map(|row| bytes_of(row.figures.resident)).max().unwrap_or(1);
     for (number, pid) in (1..).zip(pids) {
-        let Some(amounts) = report.processes.iter().find(|row| row.pid == *pid).map(|row| row.amounts) else {
+        let Some(figures) = report.processes.iter().find(|row| row.pid == *pid).map(|row| row.figures) else {
             continue;
         };
-        let all = columns(amounts.resident_bytes, widest, BAR);
-        let zero = columns(amounts.zero_bytes, widest, BAR);
-        let kept = columns(amounts.resident_bytes.saturating_sub(amounts.savable_gross_bytes), widest, BAR);
+        let width = |pages: f64| columns(bytes_of(pages), widest, BAR);
+        let (all, zero) = (width(figures.resident), width(figures.zero));
+        let kept = width(figures.resident - figures.savable_gross);
         let bar = [
             style.plain(&"█".repeat(kept)),
             style.good(&"▒".repeat(all.saturating_sub(kept + zero))),
@@ -84,50 +71,31 @@ pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
         ]
         .concat();
         let pad = " ".repeat(BAR.saturating_sub(all.max(kept + zero)));
-        let savable = human(amounts.savable_gross_bytes);
-        line(&mut text, &format!("   worker {number}  {bar}{pad}  {savable:>8} savable"));
+        text.line(format!("   worker {number}  {bar}{pad}  {:>8} savable", size(figures.savable_gross)));
     }
-    let totals = &report.totals;
-    line(&mut text, "");
-    line(
-        &mut text,
-        &format!(
-            "   {} to keep   {} duplicates {}   {} zeros {}",
-            style.plain("█"),
-            style.good("▒"),
-            human(totals.duplicate_within_bytes + totals.duplicate_across_bytes),
-            style.other("░"),
-            human(totals.zero_bytes)
-        ),
-    );
-    line(
-        &mut text,
-        &format!(
-            "   {} of {} can be saved ({}).",
-            style.bold(&human(totals.savable_gross_bytes)),
-            human(totals.resident_bytes),
-            percent(totals.savable_gross_bytes as f64, totals.resident_bytes as f64)
-        ),
-    );
-    let cost = &report.cost;
-    line(
-        &mut text,
-        &style.dim(&format!(
-            "   Found by reading every page, in {:.1} s of CPU time. Nothing was changed.",
-            cost.cpu_seconds
-        )),
-    );
+    let Figures { resident, zero, duplicate_within, duplicate_across, savable_gross, .. } = report.totals;
+    text.blank();
+    text.line(format!(
+        "   {} to keep   {} duplicates {}   {} zeros {}",
+        style.plain("█"),
+        style.good("▒"),
+        size(duplicate_within + duplicate_across),
+        style.other("░"),
+        size(zero)
+    ));
+    let (savable, share) = (style.bold(&size(savable_gross)), percent(savable_gross, resident));
+    text.line(format!("   {savable} of {} can be saved ({share}).", size(resident)));
+    let seconds = report.cost.cpu_seconds;
+    let cost = format!("   Found by reading every page, in {seconds:.1} s of CPU time. Nothing was changed.");
+    text.line(style.dim(&cost));
     text
 }
 
 /// Part 3: the heading of the merging.
 pub fn merging(style: Style) -> String {
-    let mut text = String::new();
-    heading(&mut text, 3, "Merge: pagefold finds and marks the duplicates, the kernel merges them", style);
-    text
+    heading(3, "Merge: pagefold finds and marks the duplicates, the kernel merges them", style)
 }
 
-/// The progress of the merging.
 pub fn merge_picture(view: &View<'_>, first: &[u64], savable: u64, span: f64, style: Style) -> Vec<String> {
     let now = view.points.last().copied().unwrap_or_default();
     let memory: u64 = view.workers.iter().sum();
@@ -181,34 +149,30 @@ pub fn verified(bytes: u64, merged: &Merged, style: Style) -> String {
         last.ksmd_cpu.as_secs_f64(),
         human(merged.marked)
     );
-    line(&mut text, &note.lines().map(|row| style.dim(row)).collect::<Vec<_>>().join("\n"));
-    heading(&mut text, 4, "Check: is the data intact?", style);
+    text.line(note.lines().map(|row| style.dim(row)).collect::<Vec<_>>().join("\n"));
+    text.push_str(&heading(4, "Check: is the data intact?", style));
     let data = format!("{} of data in {} of memory.", human(bytes), human(memory));
-    line(&mut text, &format!("   {} {data}", style.good("Every byte is intact:")));
+    text.line(format!("   {} {data}", style.good("Every byte is intact:")));
     text
 }
 
 /// Part 5: after unmerging.
 pub fn unmerged(bytes: u64, took: Duration, style: Style) -> String {
-    let mut text = String::new();
-    heading(&mut text, 5, "Compare: unmerge everything, then let KSM do it alone", style);
-    line(
-        &mut text,
-        &format!("   {} unmerged in {:.1} s: every worker has its own copies again.", human(bytes), took.as_secs_f64()),
-    );
+    let mut text = heading(5, "Compare: unmerge everything, then let KSM do it alone", style);
+    let (bytes, seconds) = (human(bytes), took.as_secs_f64());
+    text.line(format!("   {bytes} unmerged in {seconds:.1} s: every worker has its own copies again."));
     text
 }
 
 /// The settings of KSM alone.
 pub fn ksm_alone(pages: u64, sleep_ms: u64) -> String {
     let mut text = String::new();
-    line(&mut text, &format!("   KSM alone: everything is marked, and ksmd scans {pages} pages every {sleep_ms} ms"));
-    line(&mut text, "   (the kernel's default: 100 pages every 20 ms).");
-    line(&mut text, "");
+    text.line(format!("   KSM alone: everything is marked, and ksmd scans {pages} pages every {sleep_ms} ms"));
+    text.line("   (the kernel's default: 100 pages every 20 ms).");
+    text.blank();
     text
 }
 
-/// The progress of KSM alone.
 pub fn ksm_picture(view: &View<'_>, before: &[(f64, u64)], savable: u64, span: f64, style: Style) -> Vec<String> {
     let now = view.points.last().copied().unwrap_or_default();
     if view.line {
@@ -236,13 +200,13 @@ pub fn ksm_picture(view: &View<'_>, before: &[(f64, u64)], savable: u64, span: f
 /// The comparison of both, after another check of the data.
 pub fn compared(bytes: u64, merged: &Merged, alone: &Observed, style: Style) -> String {
     let mut text = String::new();
-    line(&mut text, &style.dim(&format!("   Checked again: every byte of {} is intact.", human(bytes))));
-    line(&mut text, "");
+    text.line(style.dim(&format!("   Checked again: every byte of {} is intact.", human(bytes))));
+    text.blank();
     let (ours, last) = (merged.observed.last(), alone.last());
     let then = alone.at(ours.seconds);
     let goal = ours.saved / 10 * 9;
     let head = ["", "saved", "90 % after", "CPU until then", "CPU in all", "at rest"].map(str::to_owned);
-    line(&mut text, &style.dim(&row(&head)));
+    text.line(style.dim(&row(&head)));
     // The readings lack the CPU time of the injector, which it had spent before anything was saved.
     let injector = merged.own_cpu.saturating_sub(ours.own_cpu);
     let reached = |point: Point, cpu: Duration| (point.seconds, cpu);
@@ -258,21 +222,20 @@ pub fn compared(bytes: u64, merged: &Merged, alone: &Observed, style: Style) -> 
         cpu: last.ksmd_cpu,
         at_rest: at_rest(alone, |point| point.ksmd_cpu),
     };
-    line(&mut text, &style.good(&row(&pagefold.cells("pagefold"))));
+    text.line(style.good(&row(&pagefold.cells("pagefold"))));
     if last.seconds > ours.seconds + 1.0 {
         let by_then = ksm.reached.filter(|&(seconds, _)| seconds <= then.seconds);
         let ksm = Side { at: then, reached: by_then, cpu: then.ksmd_cpu, at_rest: None };
-        line(&mut text, &style.other(&row(&ksm.cells("KSM"))));
+        text.line(style.other(&row(&ksm.cells("KSM"))));
     }
-    line(&mut text, &style.other(&row(&ksm.cells("KSM"))));
-    line(&mut text, "");
+    text.line(style.other(&row(&ksm.cells("KSM"))));
+    text.blank();
     for sentence in verdict(&pagefold, &ksm) {
-        line(&mut text, &format!("   {sentence}"));
+        text.line(format!("   {sentence}"));
     }
     text
 }
 
-/// A line of the table.
 fn row([name, saved, reached, until_then, all, rest]: &[String; 6]) -> String {
     format!("   {name:<15}{saved:>9}{reached:>13}{until_then:>17}{all:>13}{rest:>10}")
 }
@@ -344,11 +307,10 @@ fn verdict(ours: &Side, ksm: &Side) -> Vec<String> {
 
 /// Part 6: the end.
 pub fn end(style: Style) -> String {
-    let mut text = String::new();
-    heading(&mut text, 6, "Done: everything is restored", style);
-    line(&mut text, "   The workers have ended, nothing is merged, and every KSM setting is restored.");
-    line(&mut text, "");
-    line(&mut text, &format!("   Next, scan your own programs:  {}", style.good("sudo pagefold scan --exe NAME")));
+    let mut text = heading(6, "Done: everything is restored", style);
+    text.line("   The workers have ended, nothing is merged, and every KSM setting is restored.");
+    text.blank();
+    text.line(format!("   Next, scan your own programs:  {}", style.good("sudo pagefold scan --exe NAME")));
     text
 }
 

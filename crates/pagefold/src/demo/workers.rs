@@ -1,9 +1,10 @@
 //! The programs of the demonstration: a pool of workers, each with data that all of them hold, data of its own, and
 //! zero pages.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_core::units::{PAGE_SIZE, Pages};
+use pagefold_linux::os::fields::kib;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::headroom::headroom;
 use pagefold_linux::proc::process::{Process, ReadError};
@@ -35,13 +36,9 @@ impl Size {
         let roots = Roots::default();
         let free = headroom(&own, &roots.proc, &roots.cgroup)?.0;
         Self::largest_in(quick, free).with_context(|| {
-            Exit::new(
-                exit::FAILURE,
-                format!(
-                    "not enough memory for the demo: {} MiB are free; stop other programs and try again",
-                    free >> 20
-                ),
-            )
+            let mib = free >> 20;
+            let line = format!("not enough memory for the demo: {mib} MiB are free; stop other programs and try again");
+            Exit::new(exit::FAILURE, line)
         })
     }
 
@@ -56,7 +53,6 @@ impl Size {
         self != if quick { Self::QUICK } else { Self::FULL }
     }
 
-    /// Memory of all workers.
     pub fn bytes(self) -> u64 {
         self.specs().map(|spec| spec.pages().bytes().0).sum()
     }
@@ -85,20 +81,14 @@ impl Workers {
     pub fn start(size: Size) -> Result<Self> {
         let specs: Vec<TenantSpec> = size.specs().collect();
         let program = Path::new("/proc/self/exe");
-        let tenants = std::thread::scope(|scope| {
-            let started: Vec<_> = specs.iter().map(|spec| scope.spawn(|| Tenant::start(program, spec))).collect();
-            let tenants = started.into_iter().map(|thread| thread.join().map_err(|_| panicked()).flatten_result());
-            tenants.collect::<Result<Vec<_>>>()
-        })?;
+        let tenants = in_parallel(&specs, |spec| Tenant::start(program, spec))?;
         Ok(Self { tenants, pages: specs.iter().map(TenantSpec::pages).sum() })
     }
 
-    /// The number of workers.
     pub fn count(&self) -> usize {
         self.tenants.len()
     }
 
-    /// The pids of the workers.
     pub fn pids(&self) -> Vec<i32> {
         self.tenants.iter().map(Tenant::pid).collect()
     }
@@ -108,11 +98,7 @@ impl Workers {
     /// # Errors
     /// A byte differs, or a worker has died.
     pub fn verify(&mut self) -> Result<u64> {
-        let verdicts = std::thread::scope(|scope| {
-            let asked: Vec<_> = self.tenants.iter_mut().map(|tenant| scope.spawn(|| tenant.verify())).collect();
-            let verdicts = asked.into_iter().map(|thread| thread.join().map_err(|_| panicked()).flatten_result());
-            verdicts.collect::<Result<Vec<_>>>()
-        })?;
+        let verdicts = in_parallel(&mut self.tenants, Tenant::verify)?;
         for (number, verdict) in (1..).zip(verdicts) {
             if let Verdict::Damaged(pages) = verdict {
                 let line = format!("worker {number}: {} pages are damaged; please report this bug", pages.0);
@@ -123,32 +109,22 @@ impl Workers {
     }
 }
 
-fn panicked() -> anyhow::Error {
-    anyhow::anyhow!("a thread panicked")
-}
-
-/// `Result::flatten`, which is in the standard library from Rust 1.89 on.
-trait FlattenResult<T> {
-    fn flatten_result(self) -> Result<T>;
-}
-
-impl<T> FlattenResult<T> for Result<Result<T>> {
-    fn flatten_result(self) -> Result<T> {
-        self.and_then(|inner| inner)
-    }
+/// Calls a function for each item, in a thread each.
+fn in_parallel<I: Send, T: Send>(
+    items: impl IntoIterator<Item = I>,
+    call: impl Fn(I) -> Result<T> + Copy + Send,
+) -> Result<Vec<T>> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = items.into_iter().map(|item| scope.spawn(move || call(item))).collect();
+        threads.into_iter().map(|thread| thread.join().map_err(|_| anyhow!("a thread panicked"))?).collect()
+    })
 }
 
 /// Anonymous memory of a process (Pss): pages that are shared, also by merging, are divided among their sharers.
 /// The kernel walks the page tables for it, about 10 us per MiB.
 pub fn proportional_bytes(process: &Process) -> Result<u64, ReadError> {
-    let text = process.read_file("smaps_rollup")?;
-    parse_proportional(&text).ok_or_else(|| process.malformed("smaps_rollup", "no Pss_Anon"))
-}
-
-fn parse_proportional(text: &[u8]) -> Option<u64> {
-    let text = std::str::from_utf8(text).ok()?;
-    let value = text.lines().find_map(|line| line.strip_prefix("Pss_Anon:"))?;
-    value.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
+    let kib = kib(&process.read_file("smaps_rollup")?, "Pss_Anon");
+    kib.map(|kib| kib << 10).map_err(|why| process.malformed("smaps_rollup", why))
 }
 
 #[cfg(test)]
@@ -164,12 +140,5 @@ mod tests {
         assert_eq!((half.bytes(), half.is_reduced(false)), (full / 2, true));
         assert_eq!(Size::largest_in(false, 300 * mib), None);
         assert!(Size::QUICK.bytes() < 64 * mib);
-    }
-
-    #[test]
-    fn pss_of_anonymous_memory_is_parsed() {
-        let text = b"55-7f ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPss:    8 kB\nPss_Anon:       7 kB\n";
-        assert_eq!(parse_proportional(text), Some(7 << 10));
-        assert_eq!(parse_proportional(b"Pss: 8 kB\n"), None);
     }
 }

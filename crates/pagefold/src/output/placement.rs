@@ -1,82 +1,53 @@
 //! Where merged pages are, on a machine with several memory nodes: for `status`, `explain` and `scan`.
 
-use pagefold_cli::style::{Style, count, human, line, percent, shorten};
-use pagefold_core::keys::{NodeKey, OwnerKey};
+use pagefold_cli::style::{Lines, Style, count, human, percent, shorten};
+use pagefold_core::keys::OwnerKey;
 use pagefold_core::ledger::Ledger;
 use pagefold_core::placement::inventory::{NodeTotal, OwnerPlacement, PlacementSummary};
 use pagefold_core::placement::policy::Placement;
-use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
 
 /// Processes shown; the rest is summed up.
 const PROCESSES: usize = 8;
 
-/// Where merged pages are.
+/// Where merged pages are. docs/commands.md explains the fields.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PlacesView {
-    /// The nodes that have memory.
     pub nodes: Vec<NodeTotal>,
-    /// The processes that have merged pages, the most remote first.
     pub processes: Vec<PlaceRow>,
-    /// Merged memory that the policies would place on another node.
     pub misplaced_bytes: u64,
-    /// Merged pages moved so far.
     pub moved_pages: u64,
-    /// Merged pages that the kernel refused to move.
     pub refused_pages: u64,
-    /// CPU time of the moves.
     pub move_seconds: f64,
 }
 
-/// The merged memory of one process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PlaceRow {
     pid: i32,
     name: String,
-    /// Where it runs, or most of its memory is.
-    node: u16,
-    nice: i8,
-    policy: Placement,
-    /// Its merged memory on its own node, and on others.
-    local_bytes: u64,
-    remote_bytes: u64,
-    /// Its merged memory by node.
-    by_node: Vec<(u16, u64)>,
-    /// How much longer an access to its merged memory takes on average than on its own node: 0.28 is 28 %.
-    tax: f64,
+    #[serde(flatten)]
+    place: OwnerPlacement,
 }
 
 impl PlacesView {
     /// From the core's report. `who` has the pid and the name of a process.
     pub fn of(places: &PlacementSummary, ledger: &Ledger, who: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
-        let bytes = |pages: Pages| pages.bytes().0;
-        let row = |owner: &OwnerPlacement| {
-            let (pid, name) = who(owner.owner)?;
-            Some(PlaceRow {
-                pid,
-                name,
-                node: owner.home.0,
-                nice: owner.nice,
-                policy: owner.placement,
-                local_bytes: bytes(owner.local()),
-                remote_bytes: bytes(owner.remote()),
-                by_node: owner.by_node.iter().map(|&(NodeKey(node), pages)| (node, bytes(pages))).collect(),
-                tax: owner.tax,
-            })
+        let row = |place: &OwnerPlacement| {
+            let (pid, name) = who(place.owner)?;
+            Some(PlaceRow { pid, name, place: place.clone() })
         };
         let mut processes: Vec<PlaceRow> = places.owners.iter().filter_map(row).collect();
-        processes.sort_by_key(|row| (std::cmp::Reverse(row.remote_bytes), row.pid));
+        processes.sort_by_key(|row| (std::cmp::Reverse(row.place.remote), row.pid));
         Self {
             nodes: places.nodes.clone(),
             processes,
-            misplaced_bytes: bytes(places.misplaced),
+            misplaced_bytes: places.misplaced.bytes().0,
             moved_pages: ledger.moved.0,
             refused_pages: ledger.not_moved.0,
             move_seconds: ledger.move_ns as f64 / 1e9,
         }
     }
 
-    /// The row of one process.
     pub fn process(&self, pid: i32) -> Option<&PlaceRow> {
         self.processes.iter().find(|row| row.pid == pid)
     }
@@ -101,62 +72,53 @@ impl PlacesView {
         }
     }
 
-    /// The tables.
     pub fn describe(&self, text: &mut String, style: Style) {
-        line(text, "");
-        line(text, &style.dim("  MEMORY NODE              TOTAL      FREE  MERGED PAGES"));
+        text.blank();
+        text.line(style.dim("  MEMORY NODE              TOTAL      FREE  MERGED PAGES"));
         for row in &self.nodes {
             let (total, free, merged) =
                 (human(row.total.bytes().0), human(row.free.bytes().0), human(row.frames.bytes().0));
-            line(text, &format!("  {:<20} {total:>9} {free:>9}  {merged:>12}", row.node.0));
+            text.line(format!("  {:<20} {total:>9} {free:>9}  {merged:>12}", row.node.0));
         }
         if self.processes.is_empty() {
             return;
         }
-        line(text, "");
-        line(text, &style.dim("      PID  PROGRAM           NODE      LOCAL    REMOTE    TAX  POLICY"));
-        for row in self.processes.iter().take(PROCESSES) {
-            let tax = format!("{:>6}", percent(row.tax, 1.0));
-            let figures = format!(
-                "  {:>7}  {:<16} {:>5}  {:>9} {:>9}",
-                row.pid,
-                shorten(&row.name, 16),
-                row.node,
-                human(row.local_bytes),
-                human(row.remote_bytes)
-            );
-            let policy = match row.policy {
-                Placement::Priority => format!("priority (nice {})", row.nice),
+        text.blank();
+        text.line(style.dim("      PID  PROGRAM           NODE      LOCAL    REMOTE    TAX  POLICY"));
+        for PlaceRow { pid, name, place } in self.processes.iter().take(PROCESSES) {
+            let tax = format!("{:>6}", percent(place.tax, 1.0));
+            let tax = if place.tax > 0.3 { style.other(&tax) } else { style.plain(&tax) };
+            let policy = match place.placement {
+                Placement::Priority => format!("priority (nice {})", place.nice),
                 policy => policy.to_string(),
             };
-            line(
-                text,
-                &format!("{figures} {}  {policy}", if row.tax > 0.3 { style.other(&tax) } else { style.plain(&tax) }),
-            );
+            let (local, remote) = (human(place.local.bytes().0), human(place.remote.bytes().0));
+            let (name, node) = (shorten(name, 16), place.home.0);
+            text.line(format!("  {pid:>7}  {name:<16} {node:>5}  {local:>9} {remote:>9} {tax}  {policy}"));
         }
         if let Some(rest) = self.processes.get(PROCESSES..).filter(|rest| !rest.is_empty()) {
             let others = count(rest.len(), "process", "processes");
-            line(text, &style.dim(&format!("           … and {others} more (all of them: --json)")));
+            text.line(style.dim(&format!("           … and {others} more (all of them: --json)")));
         }
-        line(text, &style.dim("  Tax: extra time of an access to merged memory, compared with the own node."));
+        text.line(style.dim("  Tax: extra time of an access to merged memory, compared with the own node."));
     }
 }
 
 impl PlaceRow {
     /// Where the process's merged memory is, and what that costs, as a sentence.
     pub fn sentence(&self) -> String {
-        let (local, remote) = (human(self.local_bytes), human(self.remote_bytes));
-        let policy = match self.policy {
+        let OwnerPlacement { local, remote, tax, nice, home, placement, .. } = &self.place;
+        let (local, remote, tax) = (human(local.bytes().0), human(remote.bytes().0), percent(*tax, 1.0));
+        let policy = match placement {
             Placement::Fair => "fair: where it is used, else an equal part on each node".to_owned(),
-            Placement::Priority => format!("priority: by nice values, here {}", self.nice),
+            Placement::Priority => format!("priority: by nice values, here {nice}"),
             Placement::LocalOnly => "local-only: nothing is merged across nodes".to_owned(),
             Placement::Kernel => "kernel: wherever ksmd leaves it".to_owned(),
         };
         format!(
             "It runs on memory node {}: {local} of its merged memory is there, {remote} on others, so that an access to it \
-             takes {} longer on average. Policy: {policy}.",
-            self.node,
-            percent(self.tax, 1.0)
+             takes {tax} longer on average. Policy: {policy}.",
+            home.0
         )
     }
 }
@@ -164,6 +126,9 @@ impl PlaceRow {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_core::keys::NodeKey;
+    use pagefold_core::placement::inventory::NodePages;
+    use pagefold_core::units::Pages;
 
     #[test]
     fn local_and_remote_memory_are_distinguished() {
@@ -178,7 +143,9 @@ mod tests {
             home: NodeKey(1),
             nice: -5,
             placement: Placement::Priority,
-            by_node: vec![(NodeKey(0), Pages(256)), (NodeKey(1), Pages(768))],
+            local: Pages(768),
+            remote: Pages(256),
+            by_node: vec![NodePages(NodeKey(0), Pages(256)), NodePages(NodeKey(1), Pages(768))],
             tax: 0.14,
         };
         let places =
@@ -195,6 +162,11 @@ mod tests {
              takes 14 % longer on average. Policy: priority: by nice values, here -5."
         );
         assert!(view.process(78).is_none());
+        let row = serde_json::json!({
+            "pid": 77, "name": "redis", "node": 1, "nice": -5, "policy": "priority", "local_bytes": 3 << 20,
+            "remote_bytes": 1 << 20, "by_node": [[0, 1 << 20], [1, 3 << 20]], "tax": 0.14,
+        });
+        assert_eq!(serde_json::to_value(view.process(77)).unwrap(), row);
         let mut text = String::new();
         view.describe(&mut text, Style::plain_text());
         assert!(text.contains("     77  redis"), "{text}");

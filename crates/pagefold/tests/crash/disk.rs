@@ -1,37 +1,27 @@
 //! No room for the state file.
 
 use super::*;
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
 
 /// A mount namespace with a small file system mounted on `/run/pagefold`. Removed when dropped.
-struct SmallRun(Child);
+struct SmallRun(Script);
 
 impl SmallRun {
     /// `None`, with the reason reported, where it cannot be made.
     fn make() -> Option<Self> {
         const MOUNT: &str =
             "mkdir -p /run/pagefold && mount -t tmpfs -o size=64k tmpfs /run/pagefold && echo ready && read x";
-        let mut child = Command::new("unshare")
-            .args(["-m", "sh", "-c", MOUNT])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("unshare, of util-linux");
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        if line.trim() != "ready" {
+        let mut shell = Script::of(Command::new("unshare").args(["-m", "sh", "-c", MOUNT]));
+        if shell.line() != "ready" {
             skip("a tmpfs cannot be mounted in a mount namespace");
-            let _ = child.wait();
             return None;
         }
-        Some(Self(child))
+        Some(Self(shell))
     }
 
     /// A command in the namespace.
     fn command(&self, program: &Path, args: &[String]) -> Command {
         let mut command = Command::new("nsenter");
-        command.args(["-t", &self.0.id().to_string(), "-m"]).arg(program).args(args);
+        command.args(["-t", &self.0.pid().to_string(), "-m"]).arg(program).args(args);
         command
     }
 
@@ -46,21 +36,13 @@ impl SmallRun {
     }
 }
 
-impl Drop for SmallRun {
-    fn drop(&mut self) {
-        // The end of its input.
-        drop(self.0.stdin.take());
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn no_knob_is_changed_if_the_state_file_cannot_be_written() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(run) = SmallRun::make() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 62);
     run.fill();
-    let left = Faulty::command(&mut run.command(program(), &with_pids(&["run"], &pids(&tenants), &QUICK)), "").end();
+    let left = Daemon::of(&mut run.command(program(), &with_pids(&["run"], &pids(&tenants), &QUICK))).end();
     assert_eq!(left.code, Some(1), "{left:?}");
     assert!(left.errors.contains("ksm-state.json") && left.errors.contains("No space left"), "{left:?}");
     assert!(left.errors.starts_with("pagefold: ") && left.errors.lines().count() == 1, "{left:?}");
@@ -77,21 +59,19 @@ fn everything_is_restored_on_a_full_disk() {
     let mut tenants = pair(COMMON_MIB, 0, 63);
     let pids = pids(&tenants);
     for killed in [false, true] {
-        let daemon = Faulty::command(&mut run.command(program(), &with_pids(&["run"], &pids, &["--json"])), "");
+        let daemon = Daemon::of(&mut run.command(program(), &with_pids(&["run"], &pids, &["--json"])));
         wait_until("nearly all is merged", || saved_bytes() >= COMMON_MIB * MIB / 100 * 95);
         run.fill();
         send(daemon.pid(), if killed { libc::SIGKILL } else { libc::SIGTERM });
         let left = daemon.end();
         if killed {
-            let fixed = run.command(program(), &["doctor".into(), "--fix".into()]).output().unwrap();
-            assert_eq!(fixed.status.code(), Some(0), "{}", String::from_utf8_lossy(&fixed.stderr));
+            output_of(&mut run.command(program(), &["doctor".into(), "--fix".into()]));
         } else {
             assert_eq!(left.code, Some(0), "{left:?}");
         }
         ksm.assert_knobs_restored_except(&["max_page_sharing"]);
         run.shell("rm /run/pagefold/fill");
-        let given = run.command(program(), &with_pids(&["unmerge"], &pids, &[])).output().unwrap();
-        assert_eq!(given.status.code(), Some(0), "{}", String::from_utf8_lossy(&given.stderr));
+        output_of(&mut run.command(program(), &with_pids(&["unmerge"], &pids, &[])));
         ksm.assert_restored();
     }
     assert_unmarked(&pids);

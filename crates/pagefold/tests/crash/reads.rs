@@ -1,7 +1,6 @@
 //! Reads and writes that fail, with EIO and ENOMEM, from the start and in the middle.
 
 use super::*;
-use daemon::Left;
 use serde_json::Value;
 
 /// Reads with a fallback, so that a run may continue without a message: processes are listed each time (loadavg), the last
@@ -34,12 +33,9 @@ fn middle(read: &str) -> Option<u32> {
 }
 
 /// What must hold after any failure: the program ends without a panic, and reports no success if something failed.
-fn is_honest(fault: &str, left: &Left, quiet: bool) {
+fn is_honest(fault: &str, left: &Ended, quiet: bool) {
     assert!(left.signal.is_none() && matches!(left.code, Some(0 | 1 | 3..=7)), "{fault}: {left:?}");
     assert!(!left.errors.contains("panicked"), "{fault}: {left:?}");
-    let name = fault.split(['@', '=']).next().unwrap();
-    // Once in the daemon, and perhaps once in its injector.
-    assert!(left.faults.lines().next() == Some(name), "{fault}: no fault was injected: {left:?}");
     assert!(left.errors.lines().all(|line| line.starts_with("pagefold: ")), "{fault}: {left:?}");
     if left.code == Some(0) {
         let is_reported = serde_json::from_str::<Value>(&left.output).is_ok_and(|summary| {
@@ -57,25 +53,29 @@ fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
     let pids = pids(tenants);
     let before = knobs();
     let name = fault.split(['@', '=']).next().unwrap();
-    let left = if OF_UNMERGE.contains(&name) {
-        assert_eq!(Faulty::run(&pids, &QUICK, "").end().code, Some(0));
-        Faulty::start(&with_pids(&["unmerge", "--json"], &pids, &[]), fault).end()
-    } else {
-        Faulty::run(&pids, &QUICK, fault).end()
-    };
+    let mut args = with_pids(&["run"], &pids, &QUICK);
+    if OF_UNMERGE.contains(&name) {
+        assert_eq!(Daemon::start(&args).end().code, Some(0));
+        args = with_pids(&["unmerge", "--json"], &pids, &[]);
+    }
+    let injected = tempfile::NamedTempFile::new().unwrap();
+    let mut command = Command::new(program());
+    command.args(args).env(fault::VARIABLE, fault).env(fault::SEEN_VARIABLE, injected.path());
+    let left = Daemon::of(&mut command).end();
     println!("{fault}: {:?} {}", left.code, left.errors.trim());
+    // Once in the daemon, and perhaps once in its injector.
+    let injected = std::fs::read_to_string(injected).unwrap();
+    assert!(injected.lines().next() == Some(name), "{fault}: no fault was injected: {left:?}");
     is_honest(fault, &left, WITH_FALLBACK.contains(&name));
     assert_unharmed(tenants);
     assert_injectors_ended();
     assert_recoverable(&before);
     // Knobs that a failing read or write kept from being restored were reported, and are restored without the fault.
-    let but: &[&str] = if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] };
-    if before.iter().any(|(knob, value)| number(knob) != *value && !but.contains(knob)) {
+    if before.iter().any(|(knob, value)| number(knob) != *value && !ksm::deferred_knobs().contains(knob)) {
         assert_eq!(left.code, Some(1), "{fault}: {left:?}");
-        let fixed = pagefold(&["doctor", "--fix"]);
-        assert_eq!(fixed.status.code(), Some(0), "{fault}: {}", String::from_utf8_lossy(&fixed.stderr));
+        succeed(&["doctor", "--fix"]);
     }
-    ksm.assert_knobs_restored_except(but);
+    ksm.assert_knobs_restored();
     unmerge(&pids);
     assert_unmarked(&pids);
     ksm.assert_restored();
@@ -138,17 +138,16 @@ fn doctor_does_not_report_success_if_a_read_fails() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 67);
     let pids = pids(&tenants);
-    Faulty::run(&pids, &QUICK, "turned:run=kill").assert_killed("turned:run");
+    assert_killed_at("turned:run", |fault| faulty_run(&pids, &QUICK, fault));
     for fault in ["read:boot_id=EIO", "read:state=EIO", "read:stat=ENOMEM"] {
-        let left = Faulty::start(&["doctor"], fault).end();
+        let left = faulty(&["doctor"], fault).end();
         println!("{fault}: {:?}", left.code);
         assert!(!left.output.contains("earlier boot") && !left.output.contains("no knob to restore"), "{left:?}");
-        let left = Faulty::start(&["doctor", "--fix"], fault).end();
+        let left = faulty(&["doctor", "--fix"], fault).end();
         assert_ne!(left.code, Some(0), "{fault}: {left:?}");
         assert_eq!(number("run"), 1, "{fault}");
     }
-    let fixed = pagefold(&["doctor", "--fix"]);
-    assert_eq!(fixed.status.code(), Some(0), "{}", String::from_utf8_lossy(&fixed.stderr));
+    succeed(&["doctor", "--fix"]);
     unmerge(&pids);
     ksm.assert_restored();
     assert_unharmed(&mut tenants);

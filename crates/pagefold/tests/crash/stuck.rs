@@ -6,8 +6,6 @@
 
 use super::*;
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 const PROGRAM: &str = r#"
@@ -32,9 +30,7 @@ print("intact" if held == random.Random(7).randbytes(8 << 20) else "damaged", fl
 
 /// The program, in a mount namespace in which its file system is mounted. Thawed and ended when dropped.
 struct Stuck {
-    child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
+    script: Script,
     _dir: tempfile::TempDir,
     mount: String,
 }
@@ -49,33 +45,20 @@ impl Stuck {
              && truncate -s 4096 mnt/file && exec python3 -c \"$0\" mnt/file",
             dir.path().display()
         );
-        let mut child = Command::new("unshare")
-            .args(["-m", "sh", "-c", &script, PROGRAM])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("unshare, of util-linux");
-        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        let mut stuck = Self { child, input, output, _dir: dir, mount };
-        if stuck.line() != "ready" {
+        let mut script = Script::of(Command::new("unshare").args(["-m", "sh", "-c", &script, PROGRAM]));
+        if script.line() != "ready" {
             skip("no ext4 image can be mounted on a loop device");
             return None;
         }
-        Some(stuck)
+        Some(Self { script, _dir: dir, mount })
     }
 
     fn pid(&self) -> i32 {
-        i32::try_from(self.child.id()).unwrap()
-    }
-
-    fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim().to_owned()
+        self.script.pid()
     }
 
     fn freeze(&self, how: &str) -> bool {
-        let pid = self.child.id().to_string();
+        let pid = self.pid().to_string();
         let status = Command::new("nsenter").args(["-t", &pid, "-m", "fsfreeze", how, &self.mount]).status();
         status.is_ok_and(|status| status.success())
     }
@@ -83,7 +66,7 @@ impl Stuck {
     /// Makes it hold its lock.
     fn get_stuck(&mut self) {
         assert!(self.freeze("-f"));
-        writeln!(self.input, "now").unwrap();
+        self.script.say("now");
         wait_until("its main thread waits for the lock", || {
             fs::read_to_string(format!("/proc/{}/wchan", self.pid())).is_ok_and(|place| place.contains("mmap"))
                 && state(self.pid()) == b'D'
@@ -93,9 +76,9 @@ impl Stuck {
     /// Thaws the file system; the program must then continue with its memory intact.
     fn thaw(&mut self) {
         assert!(self.freeze("-u"));
-        assert_eq!(self.line(), "free");
-        writeln!(self.input, "check").unwrap();
-        assert_eq!(self.line(), "intact");
+        assert_eq!(self.script.line(), "free");
+        self.script.say("check");
+        assert_eq!(self.script.line(), "intact");
     }
 }
 
@@ -103,8 +86,6 @@ impl Drop for Stuck {
     fn drop(&mut self) {
         // Fails if it is not frozen any more.
         let _ = self.freeze("-u");
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -113,13 +94,11 @@ fn a_stuck_target_does_not_delay_others() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(mut stuck) = Stuck::start() else { return };
     // Under a name of its own, to start another one when the target is stuck.
-    let dir = tempfile::tempdir().unwrap();
-    let exe = dir.path().join(format!("pagefold-test-{}", std::process::id()));
-    fs::copy(program(), &exe).unwrap();
+    let exe = ProgramCopy::unique();
     let spec = spec(COMMON_MIB, 0, 64);
     let first = Tenant::start(&exe, &spec).unwrap();
-    let named = [format!("--pid={}", stuck.pid()), format!("--exe={}", exe.display())];
-    let daemon = Faulty::start(&["run", "--json", &named[0], &named[1]], "");
+    let named = [format!("--pid={}", stuck.pid()), format!("--exe={}", exe.name())];
+    let daemon = Daemon::start(&["run", "--json", &named[0], &named[1]]);
     wait_until("the run has begun", || Path::new("/run/pagefold/control.sock").exists());
     stuck.get_stuck();
     let status = || String::from_utf8(pagefold(&["status"]).stdout).unwrap();
@@ -135,11 +114,12 @@ fn a_stuck_target_does_not_delay_others() {
     assert_eq!(state(stuck.pid()), b'D', "it is stuck still");
     let signalled = Instant::now();
     send(daemon.pid(), libc::SIGTERM);
-    let left = daemon.end_within(Duration::from_secs(30));
+    let left = daemon.end();
     println!("ended {} ms after the signal: {}", signalled.elapsed().as_millis(), left.errors);
+    assert!(signalled.elapsed() < Duration::from_secs(30), "{left:?}");
     assert_eq!(left.code, Some(0), "{left:?}");
     assert!(left.errors.contains(&format!("process {}", stuck.pid())), "{left:?}");
-    ksm.assert_knobs_restored_except(if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] });
+    ksm.assert_knobs_restored();
     stuck.thaw();
     unmerge(&pids(&tenants));
     ksm.assert_restored();

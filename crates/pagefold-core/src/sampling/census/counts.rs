@@ -290,8 +290,8 @@ fn saving(mixture: &Mixture, shares: &[f64], counts: &Counts) -> f64 {
 /// process. `contents` is the number of shared contents that merging leaves.
 fn figures(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents: f64) -> Figures {
     let within = within.clamp(0.0, (gross - zero).max(0.0));
-    let metadata_bytes = METADATA_BYTES * (held + contents);
-    let net = gross - metadata_bytes / PAGE_SIZE as f64;
+    let metadata = METADATA_BYTES * (held + contents) / PAGE_SIZE as f64;
+    let net = gross - metadata;
     let worth = net > 0.0;
     Figures {
         resident: held + cell.merged_frames,
@@ -304,6 +304,6 @@ fn figures(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents:
         swapped: cell.swapped.0 as f64,
         savable_gross: gross,
         savable: if worth { net } else { 0.0 },
-        metadata_bytes: if worth { metadata_bytes } else { 0.0 },
+        metadata: if worth { metadata } else { 0.0 },
     }
 }

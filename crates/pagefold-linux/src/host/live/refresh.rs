@@ -58,7 +58,9 @@ impl LiveHost {
             match self.new_processes.find(now_ns, &spec, &self.roots, known) {
                 Ok(found) => break found,
                 // The process has ended since the command line was checked; the others remain in scope.
-                Err(ScopeError::UnknownPid(pid)) => spec.pids.retain(|&named| named != pid),
+                Err(ScopeError::UnknownPid(pid) | ScopeError::Unreadable { pid, .. }) => {
+                    spec.pids.retain(|&named| named != pid);
+                }
                 Err(ScopeError::NoCgroup(_)) if !first => return Ok(()),
                 Err(error) => return Err(error.into()),
             }

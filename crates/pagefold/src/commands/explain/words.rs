@@ -2,9 +2,9 @@
 
 use super::{Excluded, Explanation, Row};
 use crate::commands::status::paint;
-use crate::control::queue::Facts;
+use crate::control::queue::{Facts, ToUnmark};
 use pagefold_cli::figures::{thousands, time, wrap};
-use pagefold_cli::style::{Style, count, human, line, percent, shorten};
+use pagefold_cli::style::{Lines, Style, count, human, percent, shorten};
 use pagefold_core::report::{Kind, Next, RegionReport};
 use pagefold_core::units::Pages;
 use pagefold_linux::scope::exclude::Exclusion;
@@ -52,10 +52,10 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
         },
         (Next::Wait { ns }, Kind::CowBroken) => {
             let left = time(ns as f64 / 1e9);
-            if region.cow_ratio.0 == 0 {
+            let Some(ratio) = region.cow_ratio else {
                 return format!("Left alone for {left}: too many of its pages change between two visits for merges to last.");
-            }
-            let share = percent(region.cow_ratio.fraction(), 1.0);
+            };
+            let share = percent(ratio, 1.0);
             let horizon = time(config.cow_horizon_ns as f64 / 1e9);
             format!("Left alone for {left}: {share} of its merged pages would be written again within {horizon}.")
         }
@@ -80,54 +80,55 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
     }
 }
 
+/// Marks that must be removed and could not be yet, as a sentence.
+pub fn to_unmark(to_unmark: &ToUnmark) -> String {
+    let problem = to_unmark.problem.as_ref().map(|problem| format!(" Last try: {problem}.")).unwrap_or_default();
+    format!("{} still to be unmarked: {}.{problem}", human(to_unmark.bytes), to_unmark.reason)
+}
+
 fn pages(number: Pages) -> String {
     format!("{} {}", thousands(number.0), if number == Pages(1) { "page" } else { "pages" })
 }
 
-/// The explanation as text.
 pub fn describe(explanation: &Explanation, style: Style) -> String {
     let mut text = String::new();
-    line(&mut text, "");
+    text.blank();
     for part in wrap(&headline(explanation), WIDTH) {
-        line(&mut text, &style.bold(&part));
+        text.line(style.bold(&part));
     }
     if let Some(exe) = &explanation.exe {
-        line(&mut text, &style.dim(&shorten_front(exe, WIDTH)));
+        text.line(style.dim(&shorten_front(exe, WIDTH)));
     }
     for note in &explanation.notes {
-        line(&mut text, "");
-        for part in wrap(note, WIDTH) {
-            line(&mut text, &part);
-        }
+        text.blank();
+        text.paragraph(note, WIDTH);
     }
     match (&explanation.left_alone, explanation.in_scope) {
         (Some(why), _) => {
-            line(&mut text, "");
-            line(&mut text, &format!("All of it is left alone: {}.", style.other(why)));
+            text.blank();
+            text.line(format!("All of it is left alone: {}.", style.other(why)));
         }
         (None, true) => {
             if let Some(place) = &explanation.numa {
-                line(&mut text, "");
-                for part in wrap(&place.sentence(), WIDTH) {
-                    line(&mut text, &part);
-                }
+                text.blank();
+                text.paragraph(&place.sentence(), WIDTH);
             }
             regions(&mut text, explanation, style);
         }
         (None, false) => {
-            line(&mut text, "");
-            line(&mut text, &format!("Nothing keeps it out: {} could be judged.", human(explanation.unseen_bytes)));
+            text.blank();
+            text.line(format!("Nothing keeps it out: {} could be judged.", human(explanation.unseen_bytes)));
         }
     }
     excluded(&mut text, explanation, style);
     if !explanation.in_scope && explanation.left_alone.is_none() {
-        line(&mut text, "");
-        line(
-            &mut text,
-            &format!("To see what it would save:  {}", style.good(&format!("pagefold scan --pid {}", explanation.pid))),
-        );
+        text.blank();
+        text.line(format!(
+            "To see what it would save:  {}",
+            style.good(&format!("pagefold scan --pid {}", explanation.pid))
+        ));
     }
-    line(&mut text, "");
+    text.blank();
     text
 }
 
@@ -136,11 +137,10 @@ fn headline(explanation: &Explanation) -> String {
     if !explanation.in_scope {
         return format!("{who} is not in the scope of the running daemon ({}).", shorten(&explanation.scope, 60));
     }
-    let (marked, expected) = explanation
-        .regions
-        .iter()
-        .fold((0, 0), |(marked, expected), row| (marked + row.marked_bytes, expected + row.expected_bytes));
-    let (marked, expected) = (human(marked), human(expected));
+    let sum = |pages: fn(&RegionReport) -> Pages| {
+        human(explanation.regions.iter().map(|row| pages(&row.figures)).sum::<Pages>().bytes().0)
+    };
+    let (marked, expected) = (sum(|region| region.marked), sum(|region| region.expected));
     let regions = count(explanation.regions.len(), "region", "regions");
     let would = if explanation.dry_run { "would be marked (dry run)" } else { "marked" };
     let paused = if explanation.paused { " The daemon is paused." } else { "" };
@@ -152,83 +152,72 @@ fn headline(explanation: &Explanation) -> String {
 
 fn regions(text: &mut String, explanation: &Explanation, style: Style) {
     let rows = &explanation.regions;
-    let large = rows.iter().take(REGIONS).take_while(|row| row.resident_bytes >= SMALL).count();
+    let large = rows.iter().take(REGIONS).take_while(|row| row.figures.resident.bytes().0 >= SMALL).count();
     let shown = if large == 0 { rows.len().min(3) } else { large };
     for row in &rows[..shown] {
         region(text, row, explanation.levels, style);
     }
     let rest = &rows[shown..];
     if !rest.is_empty() {
-        let memory = rest.iter().map(|row| row.resident_bytes).sum();
+        let memory = rest.iter().map(|row| row.figures.resident.bytes().0).sum();
         let kinds: Vec<String> = Kind::ALL
             .iter()
-            .map(|kind| (rest.iter().filter(|row| row.kind == *kind).count(), kind))
+            .map(|kind| (rest.iter().filter(|row| row.figures.kind == *kind).count(), kind))
             .filter(|(number, _)| *number > 0)
             .map(|(number, kind)| format!("{number} {kind}"))
             .collect();
         let others = count(rest.len(), "smaller region", "smaller regions");
-        line(text, "");
+        text.blank();
         let summed = format!("And {others} with {} in all: {}. One by one: --json.", human(memory), kinds.join(", "));
-        for part in wrap(&summed, WIDTH) {
-            line(text, &part);
-        }
+        text.paragraph(&summed, WIDTH);
     }
     if explanation.unseen_bytes > 0 {
-        line(text, "");
-        line(text, &format!("{} are new: the daemon sees them at its next refresh.", human(explanation.unseen_bytes)));
+        text.blank();
+        text.line(format!("{} are new: the daemon sees them at its next refresh.", human(explanation.unseen_bytes)));
     }
     legend(text, rows, style);
 }
 
 fn region(text: &mut String, row: &Row, levels: usize, style: Style) {
-    let of = if row.resident_bytes + 4096 > row.bytes {
-        human(row.bytes)
-    } else {
-        format!("{} resident of {}", human(row.resident_bytes), human(row.bytes))
-    };
-    line(text, "");
+    let region = &row.figures;
+    let (resident, all) = (human(region.resident.bytes().0), human(region.pages.bytes().0));
+    let of = if region.resident >= region.pages { all } else { format!("{resident} resident of {all}") };
+    text.blank();
     let what = match &row.file {
         Some(file) => format!("{} {}", row.mapping, shorten_front(file, 34)),
         None => row.mapping.clone(),
     };
-    line(text, &format!("{}  {}  {what}", style.dim(&row.range), style.bold(&of)));
-    let kind = paint(row.kind, &row.kind.to_string(), style);
-    let age = format!("level {} of {levels}, seen for {}", row.level, time(row.age_seconds));
-    line(text, &format!("  {kind}: {}; {age}", ratio(row)));
-    if row.marked_bytes > 0 {
-        let broken = match row.cow_ratio {
-            Some(share) => format!("; COW ratio {}", percent(share, 1.0)),
-            None => String::new(),
-        };
-        let expected = human(row.expected_bytes);
-        line(text, &format!("  {} marked, {expected} expected to be merged{broken}", human(row.marked_bytes)));
+    text.line(format!("{}  {}  {what}", style.dim(&row.range), style.bold(&of)));
+    let kind = paint(region.kind, &region.kind.to_string(), style);
+    let age = format!("level {} of {levels}, seen for {}", region.level, time(region.age_seconds));
+    text.line(format!("  {kind}: {}; {age}", ratio(region)));
+    if region.marked > Pages(0) {
+        let broken = region.cow_ratio.map_or(String::new(), |share| format!("; COW ratio {}", percent(share, 1.0)));
+        let (marked, expected) = (human(region.marked.bytes().0), human(region.expected.bytes().0));
+        text.line(format!("  {marked} marked, {expected} expected to be merged{broken}"));
     }
-    let parts = wrap(&row.sentence, WIDTH - 4);
-    for (at, part) in parts.iter().enumerate() {
-        line(text, &format!("  {} {part}", if at == 0 { style.bold("→") } else { " ".to_owned() }));
+    for (at, part) in wrap(&row.sentence, WIDTH - 4).iter().enumerate() {
+        text.line(format!("  {} {part}", if at == 0 { style.bold("→") } else { " ".to_owned() }));
     }
 }
 
-fn ratio(row: &Row) -> String {
-    let (floor, ceiling) = row.duplicate_range;
+fn ratio(region: &RegionReport) -> String {
+    let (floor, ceiling) = region.duplicate_range;
     let share = |share: f64| percent(share, 1.0);
-    if row.exact {
-        format!("{} duplicate, exactly", share(row.duplicate_ratio))
+    if region.exact {
+        format!("{} duplicate, exactly", share(region.duplicate_ratio))
     } else if ceiling - floor > 0.9 {
         "share of duplicates not known yet".to_owned()
     } else {
-        format!(
-            "about {} duplicate ({} to {})",
-            share(row.duplicate_ratio),
-            share(floor).trim_end_matches(" %"),
-            share(ceiling)
-        )
+        let floor = share(floor);
+        let range = format!("{} to {}", floor.trim_end_matches(" %"), share(ceiling));
+        format!("about {} duplicate ({range})", share(region.duplicate_ratio))
     }
 }
 
 fn legend(text: &mut String, rows: &[Row], style: Style) {
-    line(text, "");
-    for kind in Kind::ALL.iter().filter(|kind| rows.iter().any(|row| row.kind == **kind)) {
+    text.blank();
+    for kind in Kind::ALL.iter().filter(|kind| rows.iter().any(|row| row.figures.kind == **kind)) {
         let what = match kind {
             Kind::StaticallyDuplicated => "duplicates that stay: worth merging",
             Kind::Sparse => "few duplicates",
@@ -236,7 +225,7 @@ fn legend(text: &mut String, rows: &[Row], style: Style) {
             Kind::ShortLived => "too young, or like memory that ended young",
             Kind::Unknown => "not sampled enough yet",
         };
-        line(text, &style.dim(&format!("{:<22} {what}", format!("{kind}:"))));
+        text.line(style.dim(&format!("{:<22} {what}", format!("{kind}:"))));
     }
 }
 
@@ -244,8 +233,8 @@ fn excluded(text: &mut String, explanation: &Explanation, style: Style) {
     if explanation.excluded.is_empty() {
         return;
     }
-    line(text, "");
-    line(text, &style.bold("Left alone in any case"));
+    text.blank();
+    text.line(style.bold("Left alone in any case"));
     let mut reasons: Vec<(&str, Vec<&Excluded>)> = Vec::new();
     for row in &explanation.excluded {
         match reasons.iter_mut().find(|(reason, _)| *reason == row.reason) {
@@ -257,18 +246,18 @@ fn excluded(text: &mut String, explanation: &Explanation, style: Style) {
         let memory = rows.iter().map(|row| row.bytes).sum();
         let mappings = count(rows.len(), "mapping", "mappings");
         let mut parts = wrap(&format!("{reason} ({mappings})"), WIDTH - 12).into_iter();
-        line(text, &format!("  {:>8}  {}", human(memory), parts.next().unwrap_or_default()));
-        parts.for_each(|part| line(text, &format!("            {part}")));
+        text.line(format!("  {:>8}  {}", human(memory), parts.next().unwrap_or_default()));
+        parts.for_each(|part| text.line(format!("            {part}")));
         // Code, unmodified files and empty mappings are not worth a line each.
         if reason == Exclusion::NothingAnonymous.to_string() || memory == 0 {
             continue;
         }
         for row in rows.iter().take(MAPPINGS) {
             let file = row.file.as_deref().map_or(String::new(), |file| shorten_front(file, 28));
-            line(text, &style.dim(&format!("            {}  {:>8}  {file}", row.range, human(row.bytes))));
+            text.line(style.dim(&format!("            {}  {:>8}  {file}", row.range, human(row.bytes))));
         }
         if rows.len() > MAPPINGS {
-            line(text, &style.dim(&format!("            … and {} more: --json", rows.len() - MAPPINGS)));
+            text.line(style.dim(&format!("            … and {} more: --json", rows.len() - MAPPINGS)));
         }
     }
 }

@@ -20,7 +20,6 @@ pub struct LeftAlone {
     pub reason: String,
 }
 
-/// The messages of a run.
 #[derive(Debug)]
 pub struct Progress {
     line: progress::Progress,
@@ -77,13 +76,11 @@ impl Progress {
         }
     }
 
-    /// Reports that KSM was given up.
     pub fn stand_down(&mut self, why: String) {
         self.say(&format!("KSM is no longer controlled by this run: {why}"));
         self.stood_down = Some(why);
     }
 
-    /// Updates the status line.
     pub fn show(&self, engine: &Engine, host: &LiveHost, paused: bool) {
         let ledger = engine.ledger();
         let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
@@ -104,7 +101,6 @@ impl Progress {
         );
     }
 
-    /// Removes the status line.
     pub fn finish(&self) {
         self.line.clear();
     }

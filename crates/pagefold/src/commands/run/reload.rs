@@ -22,7 +22,6 @@ pub struct ActiveSettings<'a> {
     /// As they were last read.
     pub settings: Settings,
     audit: Option<Audit>,
-    /// Set by SIGHUP.
     requested: Arc<AtomicBool>,
 }
 
@@ -40,7 +39,6 @@ impl<'a> ActiveSettings<'a> {
         (reloads && !std::io::stdin().is_terminal()).then(|| self.requested.clone())
     }
 
-    /// Whether there is an audit log.
     pub fn is_logging(&self) -> bool {
         self.audit.is_some()
     }
@@ -52,7 +50,6 @@ impl<'a> ActiveSettings<'a> {
         }
     }
 
-    /// Lines that could not be written to the audit log.
     pub fn lost(&self) -> u64 {
         self.audit.as_ref().map_or(0, Audit::lost)
     }

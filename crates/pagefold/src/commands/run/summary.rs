@@ -3,16 +3,17 @@
 use super::RunArgs;
 use super::progress::{LeftAlone, Progress};
 use super::reload::ActiveSettings;
-use pagefold_cli::style::{self, Style};
+use pagefold_cli::style::{self, Lines, Style};
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
+use pagefold_core::host::Cost;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_linux::ksm::Knob;
 use pagefold_linux::ksm::RestoreOutcome;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The summary of a run (schema pagefold.run/1).
+/// The summary of a run (schema pagefold.run/1). docs/commands.md explains the fields.
 #[derive(Debug, Serialize)]
 pub struct Summary {
     schema: &'static str,
@@ -20,40 +21,25 @@ pub struct Summary {
     dry_run: bool,
     governor: Governor,
     seconds: f64,
-    /// Processes in scope at the end.
     processes: usize,
-    /// Memory that KSM saves now and did not before the run. Metadata is not subtracted.
     saved_bytes: u64,
-    /// The kernel's metadata for what is marked.
     metadata_bytes: u64,
-    /// Dry run: duplicate memory in the spans that would be marked.
     expected_bytes: u64,
-    /// Address space that is marked; in a dry run, that would be marked.
     marked_bytes: u64,
-    /// Spans marked, each by a system call in its target.
     marked_spans: u64,
-    /// Pages that were merged by this run: those saved, and the ones that they share now.
     merged_pages: u64,
-    cpu_seconds: CpuSeconds,
-    /// From the start until 90 % of the final saving was reached.
+    cpu_seconds: Cost,
     seconds_to_90_percent: Option<f64>,
     pages_read: u64,
-    /// Full scans ordered from ksmd.
     scans: u64,
-    /// Stops of targets for marking.
     stops: u64,
     longest_stop_us: f64,
     total_stop_us: f64,
-    /// Merged pages moved to another memory node, and the CPU time that this took.
     moved_pages: u64,
     move_seconds: f64,
-    /// Every knob is as it was before, except those in `knobs_deferred`.
     pub knobs_restored: bool,
-    /// Knobs that the kernel refuses to change while pages are merged, with the value to restore.
     knobs_deferred: BTreeMap<String, u64>,
-    /// Why this run gave up KSM early: another process changed a knob.
     stood_down: Option<String>,
-    /// Lines of the audit log that could not be written.
     audit_lost: u64,
     left_alone: Vec<LeftAlone>,
     /// Processes left alone that are not listed.
@@ -64,12 +50,6 @@ pub struct Summary {
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
 fn is_zero(number: &u64) -> bool {
     *number == 0
-}
-
-#[derive(Debug, Serialize)]
-struct CpuSeconds {
-    pagefold: f64,
-    ksmd: f64,
 }
 
 impl Summary {
@@ -98,10 +78,7 @@ impl Summary {
             marked_bytes: ledger.marked.bytes().0,
             marked_spans: ledger.spans,
             merged_pages: ledger.merged().0,
-            cpu_seconds: CpuSeconds {
-                pagefold: ledger.cost.pagefold_ns as f64 / 1e9,
-                ksmd: ledger.cost.ksmd_ns as f64 / 1e9,
-            },
+            cpu_seconds: ledger.cost,
             seconds_to_90_percent: ledger.seconds_to_90_percent(),
             pages_read: ledger.pages_read,
             scans: engine.scans(),
@@ -124,10 +101,8 @@ impl Summary {
 pub fn unrestored(restored: Option<&RestoreOutcome>) -> Vec<String> {
     let Some(restored) = restored else { return Vec::new() };
     let name = |knob: &Knob| knob.file_name();
-    let failed = restored
-        .failed
-        .iter()
-        .map(|(knob, why)| format!("cannot restore {}: {why}; run pagefold doctor --fix", name(knob)));
+    let failed = restored.failed.iter();
+    let failed = failed.map(|(knob, why)| format!("cannot restore {}: {why}; run pagefold doctor --fix", name(knob)));
     let pending = restored.pending.iter().map(|(knob, value)| {
         format!(
             "{} cannot be set back to {value} while ksmd is in a scan; run pagefold doctor --fix when the scan has ended",
@@ -137,7 +112,6 @@ pub fn unrestored(restored: Option<&RestoreOutcome>) -> Vec<String> {
     failed.chain(pending).collect()
 }
 
-/// The summary as text.
 pub fn describe(summary: &Summary, style: Style) -> String {
     let mut text = String::new();
     let headline = if summary.dry_run {
@@ -149,29 +123,20 @@ pub fn describe(summary: &Summary, style: Style) -> String {
     } else {
         format!("Saved {} in {:.1} s.", style::human(summary.saved_bytes), summary.seconds)
     };
-    style::line(&mut text, &style.bold(&headline));
-    style::line(&mut text, "");
-    let mut row = |name: &str, value: String| style::line(&mut text, &format!("  {name:<14}{value}"));
+    text.line(style.bold(&headline));
+    text.blank();
+    let mut row = |name: &str, value: String| text.line(format!("  {name:<14}{value}"));
     let reached = summary.seconds_to_90_percent.map_or(String::new(), |s| format!(", 90 % of them after {s:.1} s"));
     if !summary.dry_run {
         row("merged", format!("{} pages{reached}", summary.merged_pages));
     }
-    row(
-        "marked",
-        format!(
-            "{} in {}, kernel metadata {}",
-            style::human(summary.marked_bytes),
-            style::count(usize::try_from(summary.marked_spans).unwrap_or(usize::MAX), "span", "spans"),
-            style::human(summary.metadata_bytes)
-        ),
-    );
-    row(
-        "CPU",
-        format!(
-            "{:.2} s by pagefold ({} pages read), {:.2} s by ksmd ({} scans)",
-            summary.cpu_seconds.pagefold, summary.pages_read, summary.cpu_seconds.ksmd, summary.scans
-        ),
-    );
+    let (marked, metadata) = (style::human(summary.marked_bytes), style::human(summary.metadata_bytes));
+    let spans = style::count(usize::try_from(summary.marked_spans).unwrap_or(usize::MAX), "span", "spans");
+    row("marked", format!("{marked} in {spans}, kernel metadata {metadata}"));
+    let Cost { pagefold_ns, ksmd_ns } = summary.cpu_seconds;
+    let (pagefold, ksmd) = (pagefold_ns as f64 / 1e9, ksmd_ns as f64 / 1e9);
+    let (read, kicks) = (summary.pages_read, summary.scans);
+    row("CPU", format!("{pagefold:.2} s by pagefold ({read} pages read), {ksmd:.2} s by ksmd ({kicks} scans)"));
     row("stops", format!("{}, the longest {:.0} us", summary.stops, summary.longest_stop_us));
     if summary.moved_pages > 0 {
         row("moved", format!("{} pages to other memory nodes, {:.2} s", summary.moved_pages, summary.move_seconds));
@@ -192,11 +157,8 @@ pub fn describe(summary: &Summary, style: Style) -> String {
         },
     );
     if summary.saved_bytes > 0 {
-        style::line(&mut text, "");
-        style::line(
-            &mut text,
-            &style.dim(&format!("The pages stay merged. To unmerge them: pagefold unmerge {}", summary.scope)),
-        );
+        text.blank();
+        text.line(style.dim(&format!("The pages stay merged. To unmerge them: pagefold unmerge {}", summary.scope)));
     }
     text
 }

@@ -1,12 +1,12 @@
 //! The result of a scan as one web page that needs nothing else.
 
-use super::report::{Amounts, ScanReport};
+use super::report::{ScanReport, size};
 use pagefold_cli::style::{count, human, percent};
+use pagefold_core::sampling::census::{Figures, bytes_of};
 use std::fmt::Write as _;
 
 const STYLE: &str = include_str!("scan.css");
 
-/// The page.
 pub fn page(report: &ScanReport) -> String {
     let mut html = String::new();
     let _ = write!(
@@ -25,15 +25,15 @@ pub fn page(report: &ScanReport) -> String {
         let exe = row.exe.as_deref().unwrap_or_default();
         (
             format!("<td class=\"n\">{}</td><td title=\"{}\">{}</td>", row.pid, escape(exe), escape(&row.name)),
-            row.amounts,
+            row.figures,
         )
     });
     table(&mut html, "By process", "<th class=\"n\">PID</th><th>Program</th>", rows);
-    let rows = report.kinds.iter().map(|row| (format!("<td>{}</td>", escape(&row.kind)), row.amounts));
+    let rows = report.kinds.iter().map(|row| (format!("<td>{}</td>", escape(&row.kind)), row.figures));
     table(&mut html, "By kind of memory", "<th>Kind</th>", rows);
     if report.cgroups.len() > 1 {
         let rows = report.cgroups.iter().map(|row| {
-            (format!("<td>{}</td><td class=\"n\">{}</td>", escape(&row.cgroup), row.processes), row.amounts)
+            (format!("<td>{}</td><td class=\"n\">{}</td>", escape(&row.cgroup), row.processes), row.figures)
         });
         table(&mut html, "By cgroup", "<th>Cgroup</th><th class=\"n\">Processes</th>", rows);
     }
@@ -48,68 +48,60 @@ pub fn page(report: &ScanReport) -> String {
 /// The bar of all memory, with its key.
 fn whole(html: &mut String, report: &ScanReport) {
     let totals = &report.totals;
-    let savable = totals.zero_bytes + totals.duplicate_within_bytes + totals.duplicate_across_bytes;
+    let savable = totals.zero + totals.duplicate_within + totals.duplicate_across;
     let parts = [
-        ("zero", "all zeros", totals.zero_bytes),
-        ("within", "duplicate within a process", totals.duplicate_within_bytes),
-        ("across", "duplicate across processes", totals.duplicate_across_bytes),
-        ("rest", "unique", totals.resident_bytes.saturating_sub(savable)),
+        ("zero", "all zeros", totals.zero),
+        ("within", "duplicate within a process", totals.duplicate_within),
+        ("across", "duplicate across processes", totals.duplicate_across),
+        ("rest", "unique", (totals.resident - savable).max(0.0)),
     ];
-    let whole = totals.resident_bytes.max(1) as f64;
+    let whole = totals.resident.max(1.0);
     html.push_str("<svg class=\"whole\" viewBox=\"0 0 1000 28\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"Shares of the memory\">");
     let mut x = 0.0;
-    for (class, _, bytes) in parts {
-        let width = 1000.0 * bytes as f64 / whole;
+    for (class, _, pages) in parts {
+        let width = 1000.0 * pages / whole;
         let _ = write!(html, "<rect class=\"{class}\" x=\"{x:.2}\" width=\"{width:.2}\" height=\"28\"/>");
         x += width;
     }
     html.push_str("</svg>\n<ul class=\"key\">");
-    for (class, what, bytes) in parts {
-        let share = percent(bytes as f64, whole);
-        let _ = write!(
-            html,
-            "<li><i class=\"{class}\"></i>{what}: <b>{}</b> <span class=\"dim\">{share}</span></li>",
-            human(bytes)
-        );
+    for (class, what, pages) in parts {
+        let (size, share) = (size(pages), percent(pages, whole));
+        let _ =
+            write!(html, "<li><i class=\"{class}\"></i>{what}: <b>{size}</b> <span class=\"dim\">{share}</span></li>");
     }
     html.push_str("</ul>\n");
-    let besides = [
-        (totals.merged_bytes, "merged already"),
-        (totals.fork_shared_bytes, "shared through fork"),
-        (totals.swapped_bytes, "swapped out (not read)"),
-        (totals.metadata_bytes, "of KSM metadata, subtracted from the savable memory"),
-    ];
-    let said: Vec<String> =
-        besides.iter().filter(|part| part.0 > 0).map(|(bytes, what)| format!("{} {what}", human(*bytes))).collect();
-    if !said.is_empty() {
-        let _ = writeln!(html, "<p class=\"dim\">Besides: {}.</p>", said.join("; "));
+    let mut besides = report.besides();
+    if totals.metadata > 0.0 {
+        besides.push(format!("{} of KSM metadata, subtracted from the savable memory", size(totals.metadata)));
+    }
+    if !besides.is_empty() {
+        let _ = writeln!(html, "<p class=\"dim\">Besides: {}.</p>", besides.join("; "));
     }
 }
 
-fn table(html: &mut String, title: &str, head: &str, rows: impl Iterator<Item = (String, Amounts)>) {
+fn table(html: &mut String, title: &str, head: &str, rows: impl Iterator<Item = (String, Figures)>) {
     let rows: Vec<_> = rows.collect();
-    let most = rows.iter().map(|(_, amounts)| amounts.resident_bytes).max().unwrap_or(0).max(1) as f64;
+    let most = rows.iter().fold(1.0, |most: f64, (_, figures)| most.max(figures.resident));
     let _ = write!(
         html,
         "<h2>{title}</h2>\n<div class=\"scroll\"><table><thead><tr>{head}<th class=\"n\">Holds</th><th class=\"n\">Zero</th>\
          <th class=\"n\">Within</th><th class=\"n\">Across</th><th class=\"n\">Savable</th><th class=\"n\">Share</th><th></th></tr></thead><tbody>\n"
     );
-    for (labels, amounts) in rows {
+    for (labels, figures) in rows {
         let _ = write!(html, "<tr>{labels}");
-        for bytes in
-            [amounts.resident_bytes, amounts.zero_bytes, amounts.duplicate_within_bytes, amounts.duplicate_across_bytes]
-        {
-            let _ = write!(html, "<td class=\"n\">{}</td>", if bytes == 0 { "–".to_owned() } else { human(bytes) });
+        for pages in [figures.resident, figures.zero, figures.duplicate_within, figures.duplicate_across] {
+            let size = if bytes_of(pages) == 0 { "–".to_owned() } else { size(pages) };
+            let _ = write!(html, "<td class=\"n\">{size}</td>");
         }
-        let savable = amounts.savable_bytes as f64;
+        let savable = figures.savable;
         let _ = writeln!(
             html,
             "<td class=\"n\"><b>{}</b></td><td class=\"n\">{}</td><td class=\"bar\"><svg viewBox=\"0 0 100 10\" \
              preserveAspectRatio=\"none\" aria-hidden=\"true\"><rect class=\"rest\" width=\"{:.2}\" height=\"10\"/>\
              <rect class=\"across\" width=\"{:.2}\" height=\"10\"/></svg></td></tr>",
-            human(amounts.savable_bytes),
-            percent(savable, amounts.resident_bytes as f64),
-            100.0 * amounts.resident_bytes as f64 / most,
+            size(figures.savable),
+            percent(savable, figures.resident),
+            100.0 * figures.resident / most,
             100.0 * savable / most,
         );
     }

@@ -15,9 +15,9 @@ use pagefold_linux::proc::status::program_name;
 use pagefold_linux::scope::Scoped;
 use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
+use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Everything in scope.
 #[derive(Debug, Default)]
 pub struct Survey {
     /// The processes, in the order of their pids.
@@ -30,12 +30,9 @@ pub struct Survey {
     shared: Vec<(u64, u32)>,
 }
 
-/// One process.
 #[derive(Debug)]
 pub struct Surveyed {
-    /// The process.
     pub scoped: Scoped,
-    /// What is left out of it.
     pub excluded: Vec<LeftOut>,
     /// Why it is left out as a whole, if it is.
     pub refused: Option<Exclusion>,
@@ -50,13 +47,10 @@ pub struct Surveyed {
 }
 
 /// Memory that is left out for one reason.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Serialize)]
 pub struct LeftOut {
-    /// The reason, in words.
     pub reason: String,
-    /// How much.
     pub bytes: u64,
-    /// In how many mappings.
     pub regions: u32,
 }
 
@@ -65,7 +59,6 @@ pub struct LeftOut {
 pub struct Region {
     /// Differs from that of every other region of the survey.
     pub number: u32,
-    /// The cell it belongs to.
     pub cell: u32,
     /// The frames to be counted here.
     pub runs: Vec<(Vpn, u32)>,
@@ -83,7 +76,6 @@ struct Joint {
 }
 
 impl Survey {
-    /// Surveys the processes.
     pub fn of(
         scoped: Vec<Scoped>,
         deny: &DenyList,
@@ -139,7 +131,7 @@ impl Survey {
             let details = read_smaps(process).unwrap_or_default();
             let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
             left_out.insert(refused.to_string(), (kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX)));
-            surveyed.excluded = sorted(left_out);
+            surveyed.excluded = by_size(left_out);
             return Ok(());
         }
         let program = program_name(surveyed.scoped.exe.as_deref(), surveyed.scoped.name.as_bytes());
@@ -171,7 +163,7 @@ impl Survey {
             facts.swapped += Pages(detail.swap_kib / 4);
             surveyed.regions.push(Region { number: *numbers, cell, runs });
         }
-        surveyed.excluded = sorted(left_out);
+        surveyed.excluded = by_size(left_out);
         Ok(())
     }
 
@@ -222,7 +214,8 @@ impl Survey {
     }
 }
 
-fn sorted(left_out: BTreeMap<String, (u64, u32)>) -> Vec<LeftOut> {
+/// The largest first.
+pub fn by_size(left_out: BTreeMap<String, (u64, u32)>) -> Vec<LeftOut> {
     let mut list: Vec<LeftOut> =
         left_out.into_iter().map(|(reason, (bytes, regions))| LeftOut { reason, bytes, regions }).collect();
     list.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));

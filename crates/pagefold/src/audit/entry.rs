@@ -1,0 +1,182 @@
+//! The lines of the audit log. docs/commands.md explains the fields.
+
+use super::path_text;
+use pagefold_core::host::{ChangeResult, Marking, Why};
+use pagefold_linux::host::targets::Target;
+use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
+use pagefold_linux::scope::Scoped;
+use serde::Serialize;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "what", rename_all = "lowercase")]
+pub enum Entry {
+    Begin {
+        command: &'static str,
+        version: &'static str,
+        pid: u32,
+        scope: String,
+    },
+    Mark(Change),
+    Unmark(Change),
+    /// `lost` is the number of lines lost since the beginning.
+    End {
+        command: &'static str,
+        pid: u32,
+        lost: u64,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Owner {
+    pub pid: i32,
+    pub start_time_ticks: u64,
+    pub name: String,
+    pub exe: Option<String>,
+    pub uid: Option<u32>,
+    pub cgroup: Option<String>,
+    pub domain: Option<String>,
+}
+
+impl Owner {
+    /// Describes a target of a run in the trust domain `domain`.
+    pub fn of(target: &Target, domain: Option<&String>) -> Self {
+        Self {
+            pid: target.process.pid(),
+            start_time_ticks: target.process.start_time_ticks(),
+            name: target.name.clone(),
+            exe: target.exe.as_deref().map(path_text),
+            uid: Some(target.uid),
+            cgroup: target.cgroup.clone(),
+            domain: domain.cloned(),
+        }
+    }
+}
+
+impl From<&Scoped> for Owner {
+    fn from(scoped: &Scoped) -> Self {
+        Self {
+            pid: scoped.process.pid(),
+            start_time_ticks: scoped.process.start_time_ticks(),
+            name: scoped.name.clone(),
+            exe: scoped.exe.as_deref().map(path_text),
+            uid: Some(scoped.uid),
+            cgroup: scoped.cgroup.clone(),
+            domain: scoped.domain.clone(),
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Change {
+    #[serde(flatten)]
+    owner: Owner,
+    first: String,
+    last: String,
+    bytes: u64,
+    why: Reason,
+    #[serde(flatten)]
+    outcome: Outcome,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Reason {
+    pub kind: &'static str,
+    pub sentence: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Outcome {
+    pub outcome: &'static str,
+    pub done_bytes: u64,
+}
+
+impl From<Why> for Reason {
+    fn from(why: Why) -> Self {
+        let (kind, sentence) = match why {
+            Why::Duplicate { duplicate, resident } => {
+                let (part, all) = (duplicate.0, resident.0);
+                ("duplicate", format!("{part} of its {all} resident pages are zero or have a copy"))
+            }
+            Why::CowBroken { ratio } => (
+                "cow-broken",
+                format!(
+                    "{ratio} of its merged pages would be written, and have the same content again, within two hours"
+                ),
+            ),
+            Why::Asked => ("asked", "requested by a user".to_owned()),
+            Why::Excluded => ("excluded", "excluded now".to_owned()),
+        };
+        Self { kind, sentence }
+    }
+}
+
+impl From<Marking> for Outcome {
+    fn from(marking: Marking) -> Self {
+        match marking {
+            Marking::Done(pages) => Self { outcome: "done", done_bytes: pages.bytes().0 },
+            Marking::Busy => Self { outcome: "busy", done_bytes: 0 },
+            Marking::Refused => Self { outcome: "refused", done_bytes: 0 },
+        }
+    }
+}
+
+impl Entry {
+    /// The result of an order to mark (or unmark) a span of a process.
+    pub fn changed(owner: Owner, mark: bool, result: &ChangeResult) -> Self {
+        let change = Change::of(owner, result);
+        if mark { Self::Mark(change) } else { Self::Unmark(change) }
+    }
+
+    /// The result of removing marks that must not stay, for this reason.
+    pub fn withdrawn(owner: Owner, result: &ChangeResult, reason: String) -> Self {
+        let mut change = Change::of(owner, result);
+        change.why.sentence = reason;
+        Self::Unmark(change)
+    }
+}
+
+impl Change {
+    fn of(owner: Owner, result: &ChangeResult) -> Self {
+        let span = result.change.span;
+        let (start, end) = (span.first.address(), span.first.address() + span.pages.bytes().0);
+        Self::new(owner, (start, end), result.change.why, result.marking.into())
+    }
+
+    fn new(owner: Owner, (start, end): (u64, u64), why: Why, outcome: Outcome) -> Self {
+        let (first, last) = (format!("{start:x}"), format!("{:x}", end - 1));
+        Self { owner, first, last, bytes: end - start, why: why.into(), outcome }
+    }
+}
+
+/// The marked spans of a process that is about to be unmarked.
+#[derive(Debug)]
+pub struct Before {
+    owner: Owner,
+    marked: Vec<(u64, u64)>,
+}
+
+impl Before {
+    /// Reads them. A process that cannot be read has none.
+    pub fn of(scoped: &Scoped) -> Self {
+        Self { owner: scoped.into(), marked: marked(&read_smaps(&scoped.process).unwrap_or_default()) }
+    }
+
+    /// What was unmarked of each span. `refused` means that what is still marked will stay so.
+    pub fn after(self, scoped: &Scoped, refused: bool) -> Vec<Entry> {
+        let left = marked(&read_smaps(&scoped.process).unwrap_or_default());
+        let entry = |(start, end): (u64, u64)| {
+            let still: u64 = left.iter().map(|(from, to)| to.min(&end).saturating_sub(*from.max(&start))).sum();
+            let outcome = match (end - start - still, refused) {
+                (0, true) => Marking::Refused.into(),
+                (0, false) => Marking::Busy.into(),
+                (done_bytes, _) => Outcome { outcome: "done", done_bytes },
+            };
+            Entry::Unmark(Change::new(self.owner.clone(), (start, end), Why::Asked, outcome))
+        };
+        self.marked.iter().copied().map(entry).collect()
+    }
+}
+
+fn marked(details: &[VmaDetail]) -> Vec<(u64, u64)> {
+    details.iter().filter(|detail| detail.flags.has(*b"mg")).map(|detail| (detail.vma.start, detail.vma.end)).collect()
+}

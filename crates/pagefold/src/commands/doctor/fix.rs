@@ -1,0 +1,129 @@
+//! `pagefold doctor --fix`: restores the KSM knobs that an earlier run left changed.
+
+use pagefold_cli::exit::{self, Exit};
+use pagefold_linux::check::facts::MachinePaths;
+use pagefold_linux::ksm::lease::{KsmPaths, TakeError, restore_deferred, restore_orphaned};
+use pagefold_linux::ksm::lock::LockError;
+use pagefold_linux::ksm::{Ksm, KsmError, RestoreOutcome};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// The result of `--fix`.
+#[derive(Debug)]
+pub enum Fixed {
+    /// No knob was left changed.
+    Nothing,
+    /// Another pagefold is using KSM.
+    InUse(String),
+    /// These knobs were restored, or could not be.
+    Done(RestoreOutcome),
+}
+
+impl Fixed {
+    /// Whether a knob that can be restored was not.
+    pub fn is_unfinished(&self) -> bool {
+        matches!(self, Self::Done(restored) if !restored.failed.is_empty() || !restored.pending.is_empty())
+    }
+
+    pub fn lines(&self) -> Vec<String> {
+        let restored = match self {
+            Self::Nothing => return vec!["no knob to restore".to_owned()],
+            Self::InUse(who) => return vec![format!("no knob restored: {who}")],
+            Self::Done(restored) => restored,
+        };
+        let mut lines = Vec::new();
+        lines.extend(restored.restored.iter().map(|(knob, value)| format!("{knob} restored to {value}")));
+        lines.extend(restored.deferred.iter().map(|(knob, value)| {
+            format!("{knob} can be set back to {value} only when no page is merged; try again then")
+        }));
+        lines.extend(
+            restored
+                .overridden
+                .iter()
+                .map(|other| format!("{} was set to {} by another program, and stays so", other.knob, other.found)),
+        );
+        lines.extend(restored.pending.iter().map(|(knob, value)| {
+            format!("{knob} cannot be set back to {value} while ksmd is in a scan; try again later")
+        }));
+        lines.extend(restored.failed.iter().map(|(knob, why)| format!("cannot restore {knob}: {why}")));
+        lines
+    }
+
+    pub fn json(&self) -> Value {
+        match self {
+            Self::Nothing => json!({ "done": true, "lines": self.lines() }),
+            Self::InUse(who) => json!({ "done": false, "held_by": who, "lines": self.lines() }),
+            Self::Done(restored) => {
+                let pairs = |pairs: &[_]| -> Value {
+                    pairs.iter().map(|(knob, value)| json!({ "knob": knob, "value": value })).collect()
+                };
+                json!({
+                    "done": restored.is_complete(),
+                    "put_back": pairs(&restored.restored),
+                    "deferred": pairs(&restored.deferred),
+                    "pending": pairs(&restored.pending),
+                    "left": restored.overridden.iter().map(|other| json!({ "knob": other.knob, "value": other.found })).collect::<Vec<_>>(),
+                    "failed": restored.failed.iter().map(|(knob, why)| json!({ "knob": knob, "why": why })).collect::<Vec<_>>(),
+                    "lines": self.lines(),
+                })
+            }
+        }
+    }
+}
+
+/// Restores the knobs.
+///
+/// # Errors
+/// With exit code 3 without root; KSM or the state file cannot be read.
+pub fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
+    let ksm = match Ksm::open(&roots.sys.join("kernel/mm/ksm")) {
+        Ok(ksm) => Arc::new(ksm),
+        // Without KSM no knob can have been changed. The findings report that it is missing.
+        Err(KsmError::Absent { .. }) => return Ok(Fixed::Nothing),
+        Err(error) => return Err(error.into()),
+    };
+    let paths = KsmPaths { lock: roots.lock.clone(), state: roots.state.clone(), proc_root: roots.proc.clone() };
+    let restored = match restore_deferred(&ksm, &paths) {
+        Ok(None) => restore_orphaned(&ksm, &paths),
+        other => other,
+    };
+    match restored {
+        Ok(None) => Ok(Fixed::Nothing),
+        Ok(Some(restored)) => Ok(Fixed::Done(restored)),
+        Err(held @ (TakeError::Locked { .. } | TakeError::Busy { .. })) => Ok(Fixed::InUse(held.to_string())),
+        Err(denied @ TakeError::Lock(LockError::Denied { .. })) => {
+            Err(Exit::new(exit::NOT_PERMITTED, format!("{denied}; run as root")).into())
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_linux::ksm::{Knob, Overridden};
+
+    #[test]
+    fn every_result_of_a_fix_is_shown() {
+        let restored = RestoreOutcome {
+            restored: vec![(Knob::Run, 0)],
+            deferred: vec![(Knob::MaxPageSharing, 256)],
+            overridden: vec![Overridden { knob: Knob::PagesToScan, ours: 1, found: 2 }],
+            failed: vec![(Knob::SmartScan, "refused".into())],
+            pending: vec![(Knob::SleepMillisecs, 20)],
+        };
+        let fixed = Fixed::Done(restored);
+        let text = fixed.lines().join("\n");
+        for part in [
+            "run restored to 0",
+            "max_page_sharing can be set back to 256",
+            "pages_to_scan was set to 2",
+            "cannot restore smart_scan",
+            "sleep_millisecs cannot be set back to 20",
+        ] {
+            assert!(text.contains(part), "{part}");
+        }
+        assert!(fixed.is_unfinished());
+        assert_eq!(fixed.json()["deferred"], json!([{ "knob": "max_page_sharing", "value": 256 }]));
+    }
+}

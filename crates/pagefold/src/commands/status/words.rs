@@ -1,0 +1,230 @@
+//! The text of `status`.
+
+use super::Status;
+use pagefold_cli::figures::{thousands, time, wrap};
+use pagefold_cli::style::{Lines, Style, bar, count, human, percent, shorten};
+use pagefold_core::governor::Governor;
+use pagefold_core::report::Kind;
+
+/// Processes shown; the rest is summed up.
+const PROCESSES: usize = 8;
+const BAR: usize = 20;
+const WIDTH: usize = 78;
+
+pub fn describe(status: &Status, style: Style) -> String {
+    let mut text = String::new();
+    text.blank();
+    for part in wrap(&headline(status), WIDTH) {
+        text.line(style.bold(&part));
+    }
+    text.blank();
+    for (name, value) in rows(status) {
+        for (at, part) in wrap(&value, WIDTH - 12).iter().enumerate() {
+            let name = if at == 0 { name } else { "" };
+            text.line(format!("  {}{part}", style.dim(&format!("{name:<10}"))));
+        }
+    }
+    kinds(&mut text, status, style);
+    levels(&mut text, status, style);
+    processes(&mut text, status, style);
+    if let Some(places) = &status.numa {
+        places.describe(&mut text, style);
+    }
+    next(&mut text, status, style);
+    text.blank();
+    text
+}
+
+/// The rows above the tables.
+fn rows(status: &Status) -> Vec<(&'static str, String)> {
+    let used = percent(status.used_share, 1.0);
+    let (pagefold, ksmd) = (status.cpu_seconds.pagefold_ns as f64 / 1e9, status.cpu_seconds.ksmd_ns as f64 / 1e9);
+    let (marked, metadata) = (human(status.marked_bytes), human(status.metadata_bytes));
+    let mut rows = vec![
+        ("run", format!("{} (pid {}), for {}", shorten(&status.scope, 46), status.pid, time(status.seconds))),
+        ("state", state(status)),
+        ("governor", governor(status)),
+        ("cost", format!("{used} of a core in the last 10 s; pagefold {pagefold:.2} s, ksmd {ksmd:.2} s so far")),
+        ("KSM", ksm(status)),
+        ("marked", format!("{marked}, for which the kernel keeps {metadata} of metadata")),
+    ];
+    rows.extend(to_unmark(status).map(|text| ("to unmark", text)));
+    if status.stops > 0 {
+        let (stops, longest) = (status.stops, status.longest_stop_us);
+        rows.push(("stops", format!("{stops} of processes, to mark their memory; the longest {longest:.0} us")));
+    }
+    if status.domains.len() > 1 {
+        rows.push(("domains", domains(status)));
+    }
+    rows.extend(status.numa.as_ref().map(|places| ("nodes", places.sentence())));
+    rows
+}
+
+/// The marks that must be removed and could not be yet, if there are any.
+fn to_unmark(status: &Status) -> Option<String> {
+    let owed: Vec<_> = status.processes.iter().filter(|row| row.to_unmark.is_some()).collect();
+    Some(format!(
+        "{} in {}, excluded after it was marked; see pagefold explain {}",
+        human(status.to_unmark_bytes),
+        count(owed.len(), "process", "processes"),
+        owed.first()?.pid
+    ))
+}
+
+/// The number of trust domains, and how strictly they are separated.
+fn domains(status: &Status) -> String {
+    let withheld: u64 = status.domains.iter().map(|row| row.withheld_bytes).sum();
+    format!(
+        "{} trust domains: contents found in two of them are marked in one at most ({} withheld). Pages that changed \
+         since they were read may still merge across domains: the kernel does not know them",
+        status.domains.len(),
+        human(withheld)
+    )
+}
+
+fn headline(status: &Status) -> String {
+    let of = format!("{} in {}", human(status.resident_bytes), count(status.processes.len(), "process", "processes"));
+    if status.dry_run {
+        let expected: u64 = status.processes.iter().map(|row| row.expected_bytes).sum();
+        let marked = human(status.marked_bytes);
+        return format!("Dry run: of {of}, {marked} would be marked, {} of it duplicate.", human(expected));
+    }
+    format!(
+        "Saves {}, {} of {of}, for {} of a core.",
+        human(status.saved_bytes),
+        percent(status.saved_bytes as f64, status.resident_bytes as f64),
+        percent(status.used_share, 1.0)
+    )
+}
+
+fn state(status: &Status) -> String {
+    let at = |what: &str| status.next.iter().any(|row| row.what == what);
+    let work: Vec<&str> = [("read", "reading"), ("mark", "marking"), ("merge", "merging")]
+        .into_iter()
+        .filter(|(what, _)| at(what))
+        .map(|(_, word)| word)
+        .collect();
+    match (status.paused, status.busy) {
+        (true, _) => "paused: nothing is read, marked or merged until pagefold resume".to_owned(),
+        (false, true) if work.is_empty() => "sampling".to_owned(),
+        (false, true) => work.join(", "),
+        (false, false) => "watching: nothing to do until something changes".to_owned(),
+    }
+}
+
+fn governor(status: &Status) -> String {
+    let allowed = format!("up to {} of a core", percent(status.allowed_share, 1.0));
+    match status.governor {
+        Governor::Auto => format!("auto, now {}: {allowed}", status.in_force),
+        governor => format!("{governor}: {allowed}"),
+    }
+}
+
+fn ksm(status: &Status) -> String {
+    match (&status.ksm_why, status.ksm_driven) {
+        (_, true) => format!(
+            "controlled by this run, {} so far; saves {} on the whole machine",
+            count(usize::try_from(status.scans).unwrap_or(usize::MAX), "scan", "scans"),
+            human(status.saved_machine_bytes)
+        ),
+        (Some(why), false) => format!("not controlled by this run: {why}"),
+        (None, false) => "not controlled by this run yet".to_owned(),
+    }
+}
+
+/// Colours a kind: worth merging, not worth it, not known yet.
+pub fn paint(kind: Kind, text: &str, style: Style) -> String {
+    match kind {
+        Kind::StaticallyDuplicated => style.good(text),
+        Kind::CowBroken | Kind::ShortLived => style.other(text),
+        Kind::Sparse => style.plain(text),
+        Kind::Unknown => style.dim(text),
+    }
+}
+
+fn kinds(text: &mut String, status: &Status, style: Style) {
+    text.blank();
+    text.line(style.dim("  KIND OF MEMORY           MEMORY    SHARE  REGIONS"));
+    for row in &status.kinds {
+        let (bytes, regions) = (row.resident.bytes().0, row.regions);
+        let share = bytes as f64 / status.resident_bytes.max(1) as f64;
+        let (kind, memory, part) = (row.kind.to_string(), human(bytes), percent(share, 1.0));
+        let figures = format!("  {kind:<21} {memory:>9}  {part:>7}  {regions:>7}  ");
+        let figures = if row.regions == 0 { style.dim(&figures) } else { figures };
+        text.line(format!("{figures}{}", paint(row.kind, &bar(share, BAR), style)));
+    }
+}
+
+fn levels(text: &mut String, status: &Status, style: Style) {
+    text.blank();
+    text.line(style.dim("  LEVEL OF THE LADDER      MEMORY     CORE  REGIONS"));
+    let top = status.levels.len();
+    for row in &status.levels {
+        let what = match row.level {
+            1 => "watched, and new",
+            level if level == top => "read whole, merged",
+            _ => "sampled",
+        };
+        let (bytes, level, regions) = (row.resident.bytes().0, row.level, row.regions);
+        let (memory, core) = (human(bytes), percent(row.share.fraction(), 1.0));
+        let figures = format!("  {level:<2} {what:<18} {memory:>9}  {core:>7}  {regions:>7}  ");
+        let share = bytes as f64 / status.resident_bytes.max(1) as f64;
+        let figures = if row.regions == 0 { style.dim(&figures) } else { figures };
+        text.line(format!("{figures}{}", style.plain(&bar(share, BAR))));
+    }
+}
+
+fn processes(text: &mut String, status: &Status, style: Style) {
+    text.blank();
+    text.line(style.dim("      PID  PROGRAM            MEMORY    MARKED  DUPLICATE"));
+    for row in status.processes.iter().take(PROCESSES) {
+        let name = shorten(&row.name, 16);
+        if let Some(why) = &row.left_alone {
+            text.line(format!("  {:>7}  {name:<16} {}", row.pid, style.dim(&format!("left alone: {why}"))));
+            continue;
+        }
+        let size = |bytes: u64| if bytes == 0 { "-".to_owned() } else { human(bytes) };
+        let sizes = [row.resident_bytes, row.marked_bytes, row.expected_bytes].map(size);
+        text.line(format!("  {:>7}  {name:<16} {:>8}  {:>8}  {:>9}", row.pid, sizes[0], sizes[1], sizes[2]));
+    }
+    if let Some(rest) = status.processes.get(PROCESSES..).filter(|rest| !rest.is_empty()) {
+        let memory = rest.iter().map(|row| row.resident_bytes).sum();
+        let others = count(rest.len(), "process", "processes");
+        text.line(style.dim(&format!("           … and {others} more with {} (all of them: --json)", human(memory))));
+    }
+}
+
+fn next(text: &mut String, status: &Status, style: Style) {
+    text.blank();
+    text.line(format!("  {}", style.bold("What happens next")));
+    if status.paused {
+        text.line("  Nothing, until pagefold resume. Merged pages stay merged.");
+        return;
+    }
+    for row in &status.next {
+        let what = match row.what.as_str() {
+            "read" => "being read whole, to find what is worth merging",
+            "mark" if status.dry_run || !status.ksm_driven => "worth marking",
+            "mark" => "about to be marked for ksmd",
+            "merge" if status.dry_run => "would be merged; this is a dry run",
+            "merge" => "being merged by ksmd, which takes two scans",
+            "sample" => "sampled further: too few samples to decide",
+            "watch" => "sampled thinly, for changes",
+            "nothing" => "left alone: cannot be marked",
+            _ => "",
+        };
+        let what = match row.soonest_seconds {
+            Some(seconds) => format!("left alone; the first is judged again in {}", time(seconds)),
+            None => what.to_owned(),
+        };
+        let regions = count(row.regions, "region", "regions");
+        text.line(format!("  {:>9}  {what} {}", human(row.resident_bytes), style.dim(&format!("({regions})"))));
+    }
+    text.blank();
+    let rounds = count(usize::try_from(status.rounds).unwrap_or(usize::MAX), "round", "rounds");
+    let read = format!(
+        "  {} pages read in {rounds}. Why, for one process: pagefold explain PID",
+        thousands(status.pages_read)
+    );
+    text.line(style.dim(&read));
+}

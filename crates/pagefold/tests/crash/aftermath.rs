@@ -1,0 +1,66 @@
+//! Assertions on what a run with a fault leaves.
+
+use super::*;
+use serde_json::Value;
+use std::fs;
+
+const KNOBS: [&str; 7] = [
+    "run",
+    "pages_to_scan",
+    "sleep_millisecs",
+    "max_page_sharing",
+    "use_zero_pages",
+    "merge_across_nodes",
+    "smart_scan",
+];
+
+pub fn knobs() -> Vec<(&'static str, u64)> {
+    KNOBS
+        .iter()
+        .filter(|knob| Path::new("/sys/kernel/mm/ksm").join(knob).exists())
+        .map(|&knob| (knob, number(knob)))
+        .collect()
+}
+
+/// The state file has the original value of every changed knob, and the lock is free: the next start can restore them.
+#[track_caller]
+pub fn assert_recoverable(before: &[(&str, u64)]) {
+    let changed: Vec<_> = before.iter().filter(|(knob, value)| number(knob) != *value).collect();
+    if !changed.is_empty() {
+        let state: Value = serde_json::from_slice(&fs::read(STATE_FILE).expect("a state file")).unwrap();
+        for (knob, value) in changed {
+            assert_eq!(state["original"][knob], *value, "{state}");
+            assert!(state["turned"][knob].is_array(), "{knob} in {state}");
+        }
+    }
+    let lock = pagefold_linux::ksm::lock::holder(Path::new(pagefold_linux::ksm::lock::LOCK_PATH)).unwrap();
+    assert_eq!(lock, None);
+}
+
+/// The tenants are not stopped, not traced, and every byte is right.
+#[track_caller]
+pub fn assert_unharmed(tenants: &mut [Tenant]) {
+    for tenant in tenants.iter() {
+        let pid = tenant.pid();
+        // The injector may be about to release it.
+        wait_until("it is not traced", || {
+            fs::read_to_string(format!("/proc/{pid}/status")).unwrap().contains("TracerPid:\t0\n")
+        });
+        wait_until("it is not stopped", || matches!(state(pid), b'S' | b'R'));
+    }
+    assert_intact(tenants);
+}
+
+/// All injectors of this program end.
+#[track_caller]
+pub fn assert_injectors_ended() {
+    wait_until("the injector ends by itself", || {
+        fs::read_dir("/proc").unwrap().all(|entry| {
+            let path = entry.unwrap().path();
+            let ours = fs::read_link(path.join("exe")).is_ok_and(|exe| exe == program());
+            !ours
+                || !fs::read(path.join("cmdline"))
+                    .is_ok_and(|line| line.split(|&byte| byte == 0).nth(1) == Some(b"injector"))
+        })
+    });
+}
