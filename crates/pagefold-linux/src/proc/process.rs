@@ -36,11 +36,6 @@ pub enum ReadError {
 }
 
 impl ReadError {
-    /// Whether a read was given up because it did not return in time.
-    pub(crate) fn is_late(&self) -> bool {
-        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut)
-    }
-
     /// Classifies an I/O error by its number.
     pub fn from_io(pid: i32, file: &str, source: io::Error) -> Self {
         let file = file.to_owned();
