@@ -364,6 +364,8 @@ fn a_target_that_dies_at_any_moment_is_an_error_of_its_own() {
                     assert!(report.results.iter().all(|&result| result == Ok(0)));
                     ran += 1;
                 }
+                // On a busy machine it takes longer to die than a stop may last. Then the next attempt finds it dead.
+                Err(InjectError::TimedOut { .. }) if begun.elapsed() < Duration::from_secs(20) => {}
                 Err(error) => break error,
             }
         };
