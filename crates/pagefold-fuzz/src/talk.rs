@@ -57,8 +57,8 @@ pub fn control(line: &[u8]) {
 
 /// The injector: requests and replies print and parse back, and time limits are at most an hour.
 pub fn injector(line: &[u8]) {
-    if let Some((same, patience)) = injector_request(line) {
-        assert!(same && patience <= Duration::from_secs(3600));
+    if let Some((same, limit)) = injector_request(line) {
+        assert!(same && limit <= Duration::from_secs(3600));
     }
     assert_ne!(injector_reply(line), Some(false));
 }

@@ -2,7 +2,7 @@
 //!
 //! User, executable, program and dumpable attribute change only if the process runs, and its CPU time shows cheaply that it
 //! has not. Its cgroup and the attributes of that are changed by others, so they are read each time. If a change excludes
-//! the process, or moves it to another trust domain, what was marked in it is owed: it must be unmarked, and is, before
+//! the process, or moves it to another trust domain, its memory must be unmarked, and is, before
 //! anything else is marked. After an exec nothing that was known holds.
 
 use crate::host::targets::Target;
@@ -31,7 +31,7 @@ const LOOK_SHARE: u64 = 100;
 /// the answer may be older than that.
 const ASKED_NS: u64 = 10_000_000_000;
 /// The first pause after marks could not be removed, and the longest, nanoseconds. It doubles.
-const OWED_PAUSE_NS: u64 = 250_000_000;
+const UNMARK_PAUSE_NS: u64 = 250_000_000;
 const OWED_PAUSE_MAX_NS: u64 = 10_000_000_000;
 
 /// What was known at the last look.
@@ -64,7 +64,7 @@ struct Seen {
 
 /// Marks of a target that must be removed, because its memory is excluded now.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Owed {
+pub struct PendingUnmark {
     /// Why.
     pub reason: Exclusion,
     /// Whether all marks of the process are meant, or those of excluded mappings.
@@ -78,7 +78,7 @@ pub struct Owed {
     pause_ns: u64,
 }
 
-impl Owed {
+impl PendingUnmark {
     /// Puts off the next try.
     pub(super) fn put_off(&mut self, now_ns: u64, problem: String) {
         // Others wait for the first try only.
@@ -205,7 +205,7 @@ impl Target {
     fn forget_program(&mut self) {
         self.identity = Identity::new(self.identity.named);
         self.space = None;
-        self.owed = None;
+        self.pending = None;
         self.exe = None;
         self.forget_memory();
     }
@@ -320,12 +320,12 @@ impl Target {
                     self.exclusion = Some(reason.clone());
                 }
                 if reason.withdraws_marks() && self.identity.marked {
-                    self.owe(reason.clone(), true);
+                    self.request_unmark(reason.clone(), true);
                 }
             }
             None if is_new => {
                 self.forget_memory();
-                self.owed = self.owed.take().filter(|owed| owed.reason == Exclusion::OtherProgram);
+                self.pending = self.pending.take().filter(|pending| pending.reason == Exclusion::OtherProgram);
             }
             None => {}
         }
@@ -334,32 +334,39 @@ impl Target {
     }
 
     pub(super) fn put_off(&mut self, now_ns: u64, problem: String) {
-        if let Some(owed) = &mut self.owed {
-            owed.put_off(now_ns, problem);
+        if let Some(pending) = &mut self.pending {
+            pending.put_off(now_ns, problem);
         }
     }
 
     /// Records a try to remove marks, and how much there is to remove.
-    pub(super) fn set_owed_left(&mut self, left: Bytes) {
-        if let Some(owed) = &mut self.owed {
-            (owed.tried, owed.left) = (true, left);
+    pub(super) fn set_pending_left(&mut self, left: Bytes) {
+        if let Some(pending) = &mut self.pending {
+            (pending.tried, pending.left) = (true, left);
         }
     }
 
     /// Records that all marks that were to be removed have been.
     pub(super) fn set_settled(&mut self) {
-        match self.owed.take() {
-            Some(owed) if owed.whole => self.identity.set_cleared(),
+        match self.pending.take() {
+            Some(pending) if pending.whole => self.identity.set_cleared(),
             _ => self.set_changed(),
         }
     }
 
     /// Records that marks must be removed.
-    pub(super) fn owe(&mut self, reason: Exclusion, whole: bool) {
-        if self.owed.as_ref().is_none_or(|owed| whole && !owed.whole) {
+    pub(super) fn request_unmark(&mut self, reason: Exclusion, whole: bool) {
+        if self.pending.as_ref().is_none_or(|pending| whole && !pending.whole) {
             let left = Bytes(0);
-            self.owed =
-                Some(Owed { reason, whole, left, problem: None, tried: false, next_ns: 0, pause_ns: OWED_PAUSE_NS });
+            self.pending = Some(PendingUnmark {
+                reason,
+                whole,
+                left,
+                problem: None,
+                tried: false,
+                next_ns: 0,
+                pause_ns: UNMARK_PAUSE_NS,
+            });
         }
     }
 }

@@ -10,7 +10,7 @@
 //! sign tells when the process itself must be looked at again: [`super::identity`].
 
 use super::restless::Restless;
-use crate::host::identity::{Identity, Owed, Watch};
+use crate::host::identity::{Identity, PendingUnmark, Watch};
 use crate::host::regions::{Tracked, follow, stretches};
 use crate::os::abandonable::{Pending, advance, run_abandonable};
 use crate::os::cpu::{own_cpu_ns, process_cpu_ns};
@@ -76,7 +76,7 @@ pub struct Target {
     /// The first mappings left alone, and why: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
     /// Marks that must be removed.
-    pub owed: Option<Owed>,
+    pub pending: Option<PendingUnmark>,
     pub(super) identity: Identity,
     pub(super) space: Option<AddressSpace>,
     statm: Option<File>,
@@ -126,7 +126,7 @@ impl Target {
             exclusion: None,
             regions: Vec::new(),
             left_out: Vec::new(),
-            owed: None,
+            pending: None,
             identity: Identity::new(scoped.named),
             space: None,
             statm: None,
@@ -293,7 +293,7 @@ impl Target {
                 // None of its flags is known to the end, so none of its marks may stay.
                 let why = Exclusion::TooManyMappings { most };
                 if self.identity.is_marked() {
-                    self.owe(why.clone(), true);
+                    self.request_unmark(why.clone(), true);
                 }
                 let had_regions = !std::mem::take(&mut self.regions).is_empty();
                 let is_new = before.0.as_ref() != Some(&why);
@@ -322,7 +322,7 @@ impl Target {
             exclusion.filter(Exclusion::withdraws_marks)
         };
         if let Some(reason) = details.iter().find_map(withdrawn).filter(|_| self.identity.is_marked()) {
-            self.owe(reason, false);
+            self.request_unmark(reason, false);
         }
         Ok(before.0.is_some() || before.1 != self.left_out || former != self.regions)
     }

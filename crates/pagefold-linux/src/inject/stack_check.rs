@@ -94,13 +94,13 @@ impl StackCheck {
         let room = if stack.main_stack { 0 } else { ((end - stack.start) / 4).min(HANDLER_BYTES) };
         let low = page_of(stack.start + room) + PAGE_BYTES;
         let window = count(WINDOW) * PAGE_BYTES;
-        let near = (end & !(window - 1)).max(low);
+        let same_table = (end & !(window - 1)).max(low);
         self.used
             .iter()
             .filter(|&&page| (low..end).contains(&page))
             .find_map(|&page| self.unused_in(tid, page, page + count(needed) * PAGE_BYTES, needed))
-            .or_else(|| self.unused_in(tid, near, end, needed))
-            .or_else(|| self.unused_in(tid, low, near.min(low + window), needed))
+            .or_else(|| self.unused_in(tid, same_table, end, needed))
+            .or_else(|| self.unused_in(tid, low, same_table.min(low + window), needed))
             .or_else(|| self.unused_below(tid, &stack, own.rsp, needed))
     }
 

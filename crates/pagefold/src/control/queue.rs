@@ -9,7 +9,7 @@ use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::report::EngineReport;
-use pagefold_linux::host::identity::Owed;
+use pagefold_linux::host::identity::PendingUnmark;
 use pagefold_linux::host::live::LiveHost;
 use pagefold_linux::os::wake::Sleeper;
 use serde::{Deserialize, Serialize};
@@ -56,9 +56,9 @@ pub struct ToUnmark {
     pub problem: Option<String>,
 }
 
-impl From<&Owed> for ToUnmark {
-    fn from(owed: &Owed) -> Self {
-        Self { bytes: owed.left.0, reason: owed.reason.to_string(), problem: owed.problem.clone() }
+impl From<&PendingUnmark> for ToUnmark {
+    fn from(pending: &PendingUnmark) -> Self {
+        Self { bytes: pending.left.0, reason: pending.reason.to_string(), problem: pending.problem.clone() }
     }
 }
 
@@ -81,7 +81,7 @@ impl Facts {
             start_time_ticks: target.process.start_time_ticks(),
             name: target.name.clone(),
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
-            to_unmark: target.owed.as_ref().map(ToUnmark::from),
+            to_unmark: target.pending.as_ref().map(ToUnmark::from),
             passed_over: target.passed_over.clone(),
         });
         let domains = host.domains().to_vec();

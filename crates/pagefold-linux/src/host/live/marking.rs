@@ -68,7 +68,7 @@ impl LiveHost {
         outcome: &mut Outcome,
     ) -> Vec<ChangeResult> {
         // Marks that must be removed come first, if they can be.
-        if mark && self.targets.values().any(|target| target.owed.as_ref().is_some_and(|owed| !owed.tried)) {
+        if mark && self.targets.values().any(|target| target.pending.as_ref().is_some_and(|pending| !pending.tried)) {
             return changes.iter().map(|&change| ChangeResult { change, marking: Marking::Busy }).collect();
         }
         let mut results = vec![Marking::Refused; changes.len()];
@@ -129,7 +129,7 @@ impl LiveHost {
         if !unchanged {
             self.next_refresh_ns = 0;
         }
-        unchanged && target.may_be_read() && target.owed.is_none()
+        unchanged && target.may_be_read() && target.pending.is_none()
     }
 
     /// Records that memory of a process was marked. If it has executed another program since it was judged, that one may
@@ -141,7 +141,7 @@ impl LiveHost {
         let Some(target) = self.targets.get_mut(&pid) else { return };
         if target.notice_exec() {
             target.set_marked();
-            target.owe(Exclusion::OtherProgram, true);
+            target.request_unmark(Exclusion::OtherProgram, true);
         } else if let Some(program) = target.set_marked() {
             self.marked_programs.insert(program, target.domain);
         }

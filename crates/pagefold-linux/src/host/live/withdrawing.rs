@@ -22,18 +22,18 @@ const PASS_NS: u64 = 500_000_000;
 const NO_REGION: RegionKey = RegionKey(0);
 
 impl LiveHost {
-    /// Removes marks that are owed, as far as the targets can be stopped and have room for the copies. Returns whether any
+    /// Removes marks that must go, as far as the targets can be stopped and have room for the copies. Returns whether any
     /// target has changed.
     pub(super) fn withdraw_marks(&mut self, now_ns: u64) -> bool {
         if matches!(self.actuator, Actuator::DryRun) {
             return false;
         }
-        let is_due = |target: &Target| target.owed.as_ref().is_some_and(|owed| now_ns >= owed.next_ns);
+        let is_due = |target: &Target| target.pending.as_ref().is_some_and(|pending| now_ns >= pending.next_ns);
         let due: Vec<i32> = self.targets.iter().filter(|(_, target)| is_due(target)).map(|(&pid, _)| pid).collect();
         let mut changed = false;
         for pid in due {
             if self.now_ns() > now_ns + PASS_NS {
-                // What is left is owed without having been tried, so nothing is marked meanwhile.
+                // What is left is pending without having been tried, so nothing is marked meanwhile.
                 self.next_refresh_ns = 0;
                 break;
             }
@@ -44,7 +44,9 @@ impl LiveHost {
 
     fn withdraw_from(&mut self, pid: i32, now_ns: u64) -> bool {
         let Some(target) = self.targets.get_mut(&pid) else { return false };
-        let Some(whole) = target.owed.as_ref().map(|owed| owed.whole) else { return false };
+        let Some(whole) = target.pending.as_ref().map(|pending| pending.whole) else {
+            return false;
+        };
         let program = ProgramId::of(&target.process);
         let details = if whole { target.marked_details() } else { target.details() };
         let found = details.and_then(|details| {
@@ -62,7 +64,7 @@ impl LiveHost {
             }
         };
         let left: u64 = found.iter().map(|(start, end)| end - start).sum();
-        target.set_owed_left(Bytes(left));
+        target.set_pending_left(Bytes(left));
         let Some(&(start, end)) = found.first() else {
             target.set_settled();
             return true;
@@ -93,7 +95,7 @@ impl LiveHost {
         if marking != Marking::Busy {
             self.withdrawn.unmarked.push(result);
         }
-        let reason = target.owed.as_ref().map(|owed| owed.reason.to_string()).unwrap_or_default();
+        let reason = target.pending.as_ref().map(|pending| pending.reason.to_string()).unwrap_or_default();
         match problem {
             Some(problem) => target.put_off(now_ns, problem),
             // The next mapping at once, or the same if it has changed meanwhile.

@@ -62,12 +62,12 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
 
 /// The marks that must be removed and could not be yet, if there are any.
 fn to_unmark(status: &Status) -> Option<String> {
-    let owed: Vec<_> = status.processes.iter().filter(|row| row.to_unmark.is_some()).collect();
+    let pending: Vec<_> = status.processes.iter().filter(|row| row.to_unmark.is_some()).collect();
     Some(format!(
         "{} in {}, excluded after it was marked; see pagefold explain {}",
         human(status.to_unmark_bytes),
-        count(owed.len(), "process", "processes"),
-        owed.first()?.pid
+        count(pending.len(), "process", "processes"),
+        pending.first()?.pid
     ))
 }
 
