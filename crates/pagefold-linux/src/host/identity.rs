@@ -1,9 +1,9 @@
-//! Who a target is: what the verdict on a process rests on, looked at again every [`LOOK_MIN_NS`].
+//! The identity of a target: what the verdict on a process rests on, read again every [`RECHECK_MIN_NS`].
 //!
-//! User, executable, program and dumpable attribute change only if the process runs, and its CPU time shows cheaply that it
-//! has not. Its cgroup and the attributes of that are changed by others, so they are read each time. If a change excludes
-//! the process, or moves it to another trust domain, its memory must be unmarked, and is, before
-//! anything else is marked. After an exec nothing that was known holds.
+//! User, executable, program and dumpable attribute change only if the process runs, and its CPU time shows at little cost
+//! that it has not. Its cgroup and the attributes of that are changed by others, so they are read each time. If a change
+//! excludes the process, or moves it to another trust domain, its memory is unmarked before anything else is marked. After
+//! an exec nothing that was known holds.
 
 use crate::host::targets::Target;
 use crate::os::cpu::process_cpu_ns;
@@ -21,12 +21,12 @@ use pagefold_core::keys::DomainKey;
 use pagefold_core::units::Bytes;
 use std::collections::HashMap;
 
-/// Time between two looks at a process, nanoseconds.
-const LOOK_MIN_NS: u64 = 2_000_000_000;
-/// Cost of looking at a process that has run, nanoseconds. Looks may take 1/`LOOK_SHARE` of the time: with more than 600
+/// Least time between two checks of a process, nanoseconds.
+const RECHECK_MIN_NS: u64 = 2_000_000_000;
+/// Cost of checking a process that has run, nanoseconds. Checks may take 1/`RECHECK_SHARE` of the time: with more than 600
 /// processes they become rarer.
-const LOOK_NS: u64 = 33_000;
-const LOOK_SHARE: u64 = 100;
+const RECHECK_COST_NS: u64 = 33_000;
+const RECHECK_SHARE: u64 = 100;
 /// A process that was asked itself if it is dumpable is judged again after this time even if it has not run since, nanoseconds:
 /// the answer may be older than that.
 const ASKED_NS: u64 = 10_000_000_000;
@@ -41,7 +41,7 @@ pub(super) struct Identity {
     named: bool,
     /// Absent before the first look at a program.
     seen: Option<Seen>,
-    next_look_ns: u64,
+    next_check_ns: u64,
     /// Why the process as a whole is left alone.
     barred: Option<Exclusion>,
     /// Whether this run has marked some of it, or of the process that it was forked from.
@@ -143,7 +143,7 @@ impl Identity {
     /// Records that nothing is marked any more.
     pub(super) fn set_cleared(&mut self) {
         (self.marked, self.cleared) = (false, true);
-        self.next_look_ns = 0;
+        self.next_check_ns = 0;
         self.judge_again();
     }
 
@@ -159,7 +159,7 @@ impl Target {
     /// Makes the next refresh look at the process and judge it again.
     pub fn judge_again(&mut self) {
         self.identity.judge_again();
-        self.identity.next_look_ns = 0;
+        self.identity.next_check_ns = 0;
         self.invalidate();
     }
 
@@ -181,7 +181,7 @@ impl Target {
     }
 
     pub(super) fn look_is_due(&self, now_ns: u64) -> bool {
-        now_ns >= self.identity.next_look_ns
+        now_ns >= self.identity.next_check_ns
     }
 
     /// Whether the process as a whole is left alone.
@@ -219,7 +219,7 @@ impl Target {
 
     /// Looks at the process, and judges it if anything may have changed. Returns whether anything has.
     pub(super) fn look(&mut self, now_ns: u64, processes: u64, watch: &mut Watch<'_>) -> Result<bool, ReadError> {
-        self.identity.next_look_ns = now_ns + (LOOK_NS * processes * LOOK_SHARE).max(LOOK_MIN_NS);
+        self.identity.next_check_ns = now_ns + (RECHECK_COST_NS * processes * RECHECK_SHARE).max(RECHECK_MIN_NS);
         let pid = self.process.pid();
         let cgroups = watch.cgroup_facts(cgroups_of(&self.process)?);
         let cpu_ns = process_cpu_ns(pid);

@@ -7,7 +7,7 @@ use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::control::queue::Facts;
 use crate::output;
-use crate::output::placement::PlaceRow;
+use crate::output::placement::PlacementRow;
 use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::scope;
@@ -56,7 +56,7 @@ pub struct Explanation {
     regions: Vec<Row>,
     excluded: Vec<Excluded>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    numa: Option<PlaceRow>,
+    numa: Option<PlacementRow>,
     unseen_bytes: u64,
 }
 

@@ -6,7 +6,7 @@ mod survey;
 mod table;
 
 use crate::output;
-use crate::output::placement::PlacesView;
+use crate::output::placement::PlacementView;
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::flags::DenyFlags;
@@ -167,7 +167,7 @@ impl Scanner {
     }
 
     /// Where merged pages are. `None` on a machine with one memory node.
-    fn places(&mut self, survey: &Survey) -> Result<Option<PlacesView>> {
+    fn places(&mut self, survey: &Survey) -> Result<Option<PlacementView>> {
         let Some(topology) = Topology::of_machine().context("cannot read /sys/devices/system/node")? else {
             return Ok(None);
         };
@@ -187,11 +187,11 @@ impl Scanner {
             }
         }
         let places = summarize(&merged, &owners, &nodes, Latencies::default());
-        let who = |owner: OwnerKey| {
+        let name_of = |owner: OwnerKey| {
             let scoped = &survey.processes.get(owner.0 as usize)?.scoped;
             Some((scoped.process.pid(), scoped.name.clone()))
         };
-        Ok(Some(PlacesView::of(&places, &Ledger::default(), who)))
+        Ok(Some(PlacementView::of(&places, &Ledger::default(), name_of)))
     }
 
     /// Reads larger and larger samples until the error is small enough.

@@ -6,7 +6,7 @@ use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::control::queue::{Facts, ToUnmark};
 use crate::output;
-use crate::output::placement::PlacesView;
+use crate::output::placement::PlacementView;
 use anyhow::Result;
 use pagefold_cli::exit;
 use pagefold_core::governor::Governor;
@@ -63,7 +63,7 @@ pub struct Status {
     domains: Vec<DomainRow>,
     processes: Vec<ProcessRow>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    numa: Option<PlacesView>,
+    numa: Option<PlacementView>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]

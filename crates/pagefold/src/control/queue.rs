@@ -3,7 +3,7 @@
 //! The main loop only hands over facts. The thread that sent the request makes the answer from them.
 
 use super::protocol::{ControlState, Request, SCHEMA};
-use crate::output::placement::PlacesView;
+use crate::output::placement::PlacementView;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
@@ -89,12 +89,12 @@ impl Facts {
     }
 
     /// Where merged pages are, on a machine with several memory nodes.
-    pub fn places(&self) -> Option<PlacesView> {
-        let who = |owner| {
+    pub fn places(&self) -> Option<PlacementView> {
+        let name_of = |owner| {
             let target = self.targets.iter().find(|target| target.owner == owner)?;
             Some((target.pid, target.name.clone()))
         };
-        Some(PlacesView::of(self.report.placement.as_ref()?, &self.report.ledger, who))
+        Some(PlacementView::of(self.report.placement.as_ref()?, &self.report.ledger, name_of))
     }
 
     pub fn control_state(&self) -> ControlState {

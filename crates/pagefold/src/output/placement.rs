@@ -12,9 +12,9 @@ const PROCESSES: usize = 8;
 
 /// Where merged pages are. docs/commands.md explains the fields.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct PlacesView {
+pub struct PlacementView {
     pub nodes: Vec<NodeTotal>,
-    pub processes: Vec<PlaceRow>,
+    pub processes: Vec<PlacementRow>,
     pub misplaced_bytes: u64,
     pub moved_pages: u64,
     pub refused_pages: u64,
@@ -22,21 +22,21 @@ pub struct PlacesView {
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct PlaceRow {
+pub struct PlacementRow {
     pid: i32,
     name: String,
     #[serde(flatten)]
     place: OwnerPlacement,
 }
 
-impl PlacesView {
-    /// From the core's report. `who` has the pid and the name of a process.
-    pub fn of(places: &PlacementSummary, ledger: &Ledger, who: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
+impl PlacementView {
+    /// From the core's report. `name_of` returns the pid and the name of a process.
+    pub fn of(places: &PlacementSummary, ledger: &Ledger, name_of: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
         let row = |place: &OwnerPlacement| {
-            let (pid, name) = who(place.owner)?;
-            Some(PlaceRow { pid, name, place: place.clone() })
+            let (pid, name) = name_of(place.owner)?;
+            Some(PlacementRow { pid, name, place: place.clone() })
         };
-        let mut processes: Vec<PlaceRow> = places.owners.iter().filter_map(row).collect();
+        let mut processes: Vec<PlacementRow> = places.owners.iter().filter_map(row).collect();
         processes.sort_by_key(|row| (std::cmp::Reverse(row.place.remote), row.pid));
         Self {
             nodes: places.nodes.clone(),
@@ -48,7 +48,7 @@ impl PlacesView {
         }
     }
 
-    pub fn process(&self, pid: i32) -> Option<&PlaceRow> {
+    pub fn process(&self, pid: i32) -> Option<&PlacementRow> {
         self.processes.iter().find(|row| row.pid == pid)
     }
 
@@ -85,7 +85,7 @@ impl PlacesView {
         }
         text.blank();
         text.line(style.dim("      PID  PROGRAM           NODE      LOCAL    REMOTE    TAX  POLICY"));
-        for PlaceRow { pid, name, place } in self.processes.iter().take(PROCESSES) {
+        for PlacementRow { pid, name, place } in self.processes.iter().take(PROCESSES) {
             let tax = format!("{:>6}", percent(place.tax, 1.0));
             let tax = if place.tax > 0.3 { style.other(&tax) } else { style.plain(&tax) };
             let policy = match place.placement {
@@ -104,7 +104,7 @@ impl PlacesView {
     }
 }
 
-impl PlaceRow {
+impl PlacementRow {
     /// Where the process's merged memory is, and what that costs, as a sentence.
     pub fn sentence(&self) -> String {
         let OwnerPlacement { local, remote, tax, nice, home, placement, .. } = &self.place;
@@ -151,7 +151,8 @@ mod tests {
         let places =
             PlacementSummary { nodes: vec![node(0, 256), node(1, 768)], owners: vec![owner], misplaced: Pages(512) };
         let ledger = Ledger { moved: Pages(1_000), not_moved: Pages(2), move_ns: 20_000_000, ..Ledger::default() };
-        let view = PlacesView::of(&places, &ledger, |owner| (owner == OwnerKey(3)).then(|| (77, "redis".to_owned())));
+        let view =
+            PlacementView::of(&places, &ledger, |owner| (owner == OwnerKey(3)).then(|| (77, "redis".to_owned())));
         assert_eq!(
             view.sentence(),
             "1000 merged pages moved in 0.02 s of CPU time, 2 refused by the kernel; 2 MiB should be on another node by policy"

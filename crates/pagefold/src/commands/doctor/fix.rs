@@ -28,7 +28,7 @@ impl Fixed {
     pub fn lines(&self) -> Vec<String> {
         let restored = match self {
             Self::Nothing => return vec!["no knob to restore".to_owned()],
-            Self::InUse(who) => return vec![format!("no knob restored: {who}")],
+            Self::InUse(owner) => return vec![format!("no knob restored: {owner}")],
             Self::Done(restored) => restored,
         };
         let mut lines = Vec::new();
@@ -52,7 +52,7 @@ impl Fixed {
     pub fn json(&self) -> Value {
         match self {
             Self::Nothing => json!({ "done": true, "lines": self.lines() }),
-            Self::InUse(who) => json!({ "done": false, "held_by": who, "lines": self.lines() }),
+            Self::InUse(owner) => json!({ "done": false, "held_by": owner, "lines": self.lines() }),
             Self::Done(restored) => {
                 let pairs = |pairs: &[_]| -> Value {
                     pairs.iter().map(|(knob, value)| json!({ "knob": knob, "value": value })).collect()

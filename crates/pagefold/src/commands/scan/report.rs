@@ -1,7 +1,7 @@
 //! The result of a scan (schema `pagefold.scan/1`), which `--json`, the tables and the web page show.
 
 use super::survey::{LeftOut, Survey, by_size};
-use crate::output::placement::PlacesView;
+use crate::output::placement::PlacementView;
 use pagefold_cli::style::{count, human, percent};
 use pagefold_core::sampling::census::{Figures, Findings, bytes_of};
 use pagefold_linux::proc::status::printable;
@@ -25,7 +25,7 @@ pub struct ScanReport {
     pub cgroups: Vec<CgroupRow>,
     pub excluded: Vec<LeftOut>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub numa: Option<PlacesView>,
+    pub numa: Option<PlacementView>,
     pub cost: Cost,
 }
 
