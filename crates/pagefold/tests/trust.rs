@@ -180,7 +180,7 @@ fn marks_that_cannot_be_removed_yet_are_shown() {
     );
     assert!(to_unmark["problem"].as_str().unwrap().contains("frozen"), "{to_unmark}");
     assert!(row(&shown["processes"], "pid", stays.pid())["to_unmark"].is_null(), "{shown}");
-    assert!(succeed(&["status"]).contains("to unmark  8"), "{}", succeed(&["status"]));
+    assert!(succeed(&["status"]).contains("to unmark 8"), "{}", succeed(&["status"]));
     let explanation = succeed(&["explain", &frozen.pid().to_string()]);
     assert!(explanation.contains("still to be unmarked: on the deny list (pf-denied)"), "{explanation}");
     freezer.freeze(false);
