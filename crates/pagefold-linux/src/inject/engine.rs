@@ -76,7 +76,7 @@ pub fn attempt(
     if held.start_time_ticks() != process.start_time_ticks() {
         return Err(InjectError::Vanished { pid });
     }
-    if awaited().contains(&key(process)) {
+    if awaited().contains(&process.key()) {
         return Err(InjectError::TimedOut { pid, what: "stop".into() });
     }
     if awaited().len() >= AWAITED_MOST {
@@ -159,15 +159,11 @@ fn awaited() -> MutexGuard<'static, BTreeSet<(i32, u64)>> {
     AWAITED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn key(process: &Process) -> (i32, u64) {
-    (process.pid(), process.start_time_ticks())
-}
-
 /// Waits until a thread stops that did not in time, repairs it, and releases it. Until then its process is not stopped again.
 /// `report` ends the attempt.
 fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
     const LONGEST_PAUSE: Duration = Duration::from_millis(100);
-    awaited().insert(key(process));
+    awaited().insert(process.key());
     report();
     let mut pause = Duration::from_millis(1);
     loop {
@@ -186,7 +182,7 @@ fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
             TraceeEvent::Signal(_) | TraceeEvent::Syscall | TraceeEvent::Gone => break,
         }
     }
-    awaited().remove(&key(process));
+    awaited().remove(&process.key());
 }
 
 /// What one attempt came to.

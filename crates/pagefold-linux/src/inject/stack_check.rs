@@ -67,7 +67,7 @@ impl StackCheck {
         let maps = process.open_file(&file).ok()?;
         let pagemap = process.open_file(&format!("task/{tid}/pagemap")).ok()?;
         let used = USED.lock().unwrap_or_else(PoisonError::into_inner);
-        let used = used.get(&(process.pid(), process.start_time_ticks())).cloned().unwrap_or_default();
+        let used = used.get(&process.key()).cloned().unwrap_or_default();
         let mut stack_check = Self { maps, pagemap, used, all: None };
         if stack_check.query(0).is_err_and(|errno| errno == libc::ENOTTY) {
             let mut all = Vec::new();
@@ -151,7 +151,7 @@ impl StackCheck {
         if used.len() >= PROCESSES_KEPT {
             used.clear();
         }
-        let pages = used.entry((process.pid(), process.start_time_ticks())).or_default();
+        let pages = used.entry(process.key()).or_default();
         for page in (page_of(base)..base + bytes).step_by(PAGE_SIZE) {
             if !pages.contains(&page) && pages.len() < PAGES_KEPT {
                 pages.push(page);

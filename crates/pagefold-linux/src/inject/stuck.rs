@@ -34,7 +34,7 @@ pub struct Alive(Arc<()>);
 /// Refuses an attempt that would likely get stuck as well, or for which there is no thread left.
 pub fn admit(process: &Process) -> Result<Alive, InjectError> {
     let pid = process.pid();
-    match register().admit(key(process), Instant::now()) {
+    match register().admit(process.key(), Instant::now()) {
         Refusal::None => Ok(Alive::default()),
         Refusal::Paused => Err(InjectError::TimedOut { pid, what: "accept a tracer".into() }),
         Refusal::NoThread => Err(InjectError::Busy { pid }),
@@ -43,11 +43,7 @@ pub fn admit(process: &Process) -> Result<Alive, InjectError> {
 
 /// Records that the attempt of `alive` was given up while its thread is still under way.
 pub fn give_up(process: &Process, alive: &Alive) {
-    register().give_up(key(process), Arc::downgrade(&alive.0), Instant::now());
-}
-
-fn key(process: &Process) -> (i32, u64) {
-    (process.pid(), process.start_time_ticks())
+    register().give_up(process.key(), Arc::downgrade(&alive.0), Instant::now());
 }
 
 #[derive(Debug, PartialEq, Eq)]

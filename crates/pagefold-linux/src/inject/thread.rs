@@ -2,7 +2,8 @@
 //!
 //! Any thread can, as they share one address space. The best one blocks in a call that the kernel restarts without
 //! effect. A running one will do. Never one in a call that returns a partial result when interrupted (a large write to a
-//! pipe, a receive with MSG_WAITALL, an io_uring wait that also submits), nor one that does not stop at all (uninterruptible sleep, a vfork parent).
+//! pipe, a receive with MSG_WAITALL, an io_uring wait that also submits), nor one that does not stop at all
+//! (uninterruptible sleep, a vfork parent).
 
 use super::InjectError;
 use crate::proc::process::{Process, ReadError, Stat};

@@ -75,7 +75,7 @@ fn cache() -> MutexGuard<'static, Cache> {
 /// Finds the two pieces in the code of the process of thread `tid`. `None`: absent or not mapped; the calls are then made
 /// without a return frame.
 pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
-    let key = (process.pid(), process.start_time_ticks());
+    let key = process.key();
     match cache().processes.get(&key) {
         Some((Some(found), _)) => return Some(*found),
         Some((None, at)) if at.elapsed() < SEARCH_AGAIN => return None,
@@ -103,7 +103,7 @@ pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
 
 /// Drops what was found: the code has changed, most likely by an exec.
 pub fn forget(process: &Process) {
-    cache().processes.remove(&(process.pid(), process.start_time_ticks()));
+    cache().processes.remove(&process.key());
 }
 
 /// The executable mappings of files, the C library's first.

@@ -88,6 +88,11 @@ impl Process {
         self.start_time_ticks
     }
 
+    /// Pid and start time, which no other process has had.
+    pub(crate) fn key(&self) -> (i32, u64) {
+        (self.pid, self.start_time_ticks)
+    }
+
     /// Opens a file below `/proc/PID` for reading.
     pub fn open_file(&self, file: &str) -> Result<File, ReadError> {
         self.open_with(file, libc::O_RDONLY)
