@@ -139,9 +139,14 @@ pub fn deferred_knobs() -> &'static [&'static str] {
     if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] }
 }
 
+/// The knobs that this kernel has, with their values. Without the advisor's mode, which is not a number.
+pub fn knobs() -> Vec<(&'static str, u64)> {
+    let here = DEFAULTS.into_iter().filter(|(knob, _)| Path::new(ROOT).join(knob).exists());
+    here.map(|(knob, _)| (knob, number(knob))).collect()
+}
+
 fn changed_knobs() -> Vec<(&'static str, u64)> {
-    let now = DEFAULTS.map(|(knob, _)| (knob, number(knob)));
-    now.into_iter().filter(|knob| !DEFAULTS.contains(knob)).collect()
+    knobs().into_iter().filter(|knob| !DEFAULTS.contains(knob)).collect()
 }
 
 fn is_at_rest() -> bool {

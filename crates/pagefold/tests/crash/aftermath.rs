@@ -1,26 +1,9 @@
 //! Assertions on what a run with a fault leaves.
 
 use super::*;
+pub use pagefold_testkit::ksm::knobs;
 use serde_json::Value;
 use std::fs;
-
-const KNOBS: [&str; 7] = [
-    "run",
-    "pages_to_scan",
-    "sleep_millisecs",
-    "max_page_sharing",
-    "use_zero_pages",
-    "merge_across_nodes",
-    "smart_scan",
-];
-
-pub fn knobs() -> Vec<(&'static str, u64)> {
-    KNOBS
-        .iter()
-        .filter(|knob| Path::new("/sys/kernel/mm/ksm").join(knob).exists())
-        .map(|&knob| (knob, number(knob)))
-        .collect()
-}
 
 /// The state file has the original value of every changed knob, and the lock is free: the next start can restore them.
 #[track_caller]

@@ -2,6 +2,7 @@
 
 use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns};
 use crate::programs::Programs;
+use pagefold_testkit::ksm;
 use pagefold_testkit::numa::{Cpu, Disturbance, MergedBy, Moves, Outcome, Scenario};
 use pagefold_testkit::{number, vmstat};
 use serde_json::Value;
@@ -31,18 +32,9 @@ const NEGLIGIBLE: u64 = 16;
 
 /// All knobs, by name.
 fn knobs() -> Vec<(String, String)> {
-    let names = [
-        "run",
-        "pages_to_scan",
-        "sleep_millisecs",
-        "max_page_sharing",
-        "use_zero_pages",
-        "merge_across_nodes",
-        "smart_scan",
-        "advisor_mode",
-    ];
-    let value = |name: &str| fs::read_to_string(format!("{KSM}/{name}")).unwrap_or_default().trim().to_owned();
-    names.map(|name| (name.to_owned(), value(name))).to_vec()
+    let advisor = fs::read_to_string(format!("{KSM}/advisor_mode")).unwrap_or_default().trim().to_owned();
+    let numbers = ksm::knobs().into_iter().map(|(name, value)| (name.to_owned(), value.to_string()));
+    numbers.chain([("advisor_mode".to_owned(), advisor)]).collect()
 }
 
 pub fn run(scenario: &Scenario) -> Outcome {
