@@ -88,7 +88,7 @@ fn runs(runs: &[PolicyRun]) -> Table {
             ("ksmd CPU s", &|run| number(run.cpu_ksmd_seconds)),
             ("MiB / CPU s", &|run| optional(run.mib_per_cpu_second())),
             ("90 % after s", &|run| optional(run.seconds_to_90_percent)),
-            ("ksmd s by then", &|run| optional(run.cpu_ksmd_seconds_to_90_percent)),
+            ("ksmd s to 90 %", &|run| optional(run.cpu_ksmd_seconds_to_90_percent)),
             ("later scans, s each", &|run| optional(run.cpu_ksmd_seconds_per_later_scan)),
             ("marked MiB", &|run| optional(run.marked_bytes.map(|bytes| Bytes(bytes).mib()))),
             ("answers", &|run| right(run.answers_correct)),

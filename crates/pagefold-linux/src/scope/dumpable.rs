@@ -135,7 +135,7 @@ pub fn dumpable(process: &Process, status: &Status) -> Result<Dumpable, ReadErro
     // Equal owners say nothing if the user is the root that files of processes that are not dumpable belong to.
     let namespace_root = root_of(&process.read_file("uid_map")?);
     Ok(match user {
-        // The kernel's check passes for whoever owns its user namespace, dumpable or not.
+        // The kernel's check passes for the owner of the process's user namespace, dumpable or not.
         0 if is_in_our_user_namespace(process)? => check_access(process.pid(), status),
         0 => Dumpable::Unknown,
         user if Some(user) == namespace_root => Dumpable::Unknown,

@@ -2,7 +2,7 @@
 //!
 //! A process is in scope if any selector matches it. A cgroup can exclude its processes from every scope by the
 //! extended attribute `user.pagefold.avoid`, and a cgroup below it can include its own again by `user.pagefold.include`:
-//! the nearest of the two decides. `user.pagefold.domain` sets the trust domain of a subtree. Whoever owns a cgroup may
+//! the nearest of the two decides. `user.pagefold.domain` sets the trust domain of a subtree. The owner of a cgroup may
 //! set `avoid`; the other two count only on cgroups that root alone can change. Executables are matched as [`exe`] says.
 //!
 //! The caller is left out unless selected by pid, and so are kernel threads and zombies, which have no memory. Processes

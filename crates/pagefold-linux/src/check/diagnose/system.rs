@@ -55,7 +55,7 @@ pub(super) fn swap(facts: &MachineFacts) -> Finding {
         Fact::Is(0) | Fact::Absent => note(
             "swap",
             "no swap",
-            "writes to merged pages need memory again, which may be used otherwise by then",
+            "writes to merged pages need memory again, which may be in use elsewhere by that time",
             "leave part of the saved memory free, or add swap",
         ),
         Fact::Is(kib) => ok("swap", format!("{} MiB of swap", kib / 1024)),

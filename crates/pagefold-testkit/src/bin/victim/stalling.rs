@@ -1,4 +1,4 @@
-//! Targets that try to stall, or to exhaust, whoever reads them.
+//! Targets that try to stall or exhaust the process that reads them.
 //!
 //! `victim stalling KIND` prints `ready ADDR LEN` and waits until it reads a byte; then it prints `ok`, or `bad: REASON` if
 //! its memory has changed.
