@@ -1,6 +1,6 @@
 //! Targets that try to stall what reads them: reads of their pages that never return.
 
-use pagefold_linux::inject::{Limits, inject};
+use pagefold_linux::inject::{InjectError, InjectionReport, Limits, inject};
 use pagefold_testkit::injection::*;
 use pagefold_testkit::{skip, status_field, wait_until};
 use std::fs;
@@ -36,6 +36,33 @@ fn code_that_cannot_be_read_delays_no_call() {
     wait_until("no attempt is left", || attempts() == 0);
     victim.send();
     victim.expect_ok("code");
+}
+
+/// Attaching waits for an exec that has begun: the attempt is given up, its thread ends, and there is no other one soon.
+#[test]
+fn an_exec_that_does_not_end_keeps_no_thread() {
+    if !can_inject() {
+        return;
+    }
+    let Some(mut victim) = stalling("exec") else { return };
+    let attempt = || inject(&victim.process, &victim.calls(MERGEABLE, 1), &Limits::default());
+    // It begins a moment after the victim is ready.
+    let mut given_up = Ok(InjectionReport::default());
+    wait_until("an attempt is given up", || {
+        given_up = attempt();
+        given_up.is_err()
+    });
+    assert_eq!(given_up, Err(InjectError::TimedOut { pid: victim.pid(), what: "accept a tracer".into() }));
+    wait_until("no attempt is left", || attempts() == 0);
+    let began = Instant::now();
+    assert_eq!(attempt(), given_up);
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    // Others are not affected.
+    let mut plain = Victim::start("idle");
+    inject(&plain.process, &plain.calls(MERGEABLE, 1), &Limits::default()).unwrap();
+    plain.send();
+    victim.send();
+    victim.expect_ok("exec");
 }
 
 /// As many mappings as the kernel allows, with long names: lists of them are read in a buffer of fixed size.

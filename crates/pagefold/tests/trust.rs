@@ -1,5 +1,8 @@
 //! What becomes excluded, or another domain's, after it was marked is unmarked and unmerged in a bounded time.
 
+#[path = "trust/worst.rs"]
+mod worst;
+
 use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
 use std::fs;

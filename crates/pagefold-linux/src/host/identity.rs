@@ -210,13 +210,6 @@ impl Target {
         self.forget_memory();
     }
 
-    fn forget_memory(&mut self) {
-        self.exclusion = None;
-        self.regions.clear();
-        self.left_out.clear();
-        self.invalidate();
-    }
-
     /// Looks at the process, and judges it if anything may have changed. Returns whether anything has.
     pub(super) fn look(&mut self, now_ns: u64, processes: u64, watch: &mut Watch<'_>) -> Result<bool, ReadError> {
         self.identity.next_check_ns = now_ns + (RECHECK_COST_NS * processes * RECHECK_SHARE).max(RECHECK_MIN_NS);
@@ -231,26 +224,27 @@ impl Target {
         if self.identity.seen.as_ref().is_some_and(is_known) && !may_pass {
             return Ok(false);
         }
-        if self.space.is_none() {
+        let (space, mut facts, image) = self.read(|process| {
             // A process that must not be read has none.
-            self.space = AddressSpace::of(&self.process).ok();
-        }
-        let mut facts = ProcessFacts::of(&self.process)?;
-        let image = match image_of(&self.process) {
-            Err(ReadError::Denied { .. }) => 0,
-            other => other?,
-        };
+            let space = AddressSpace::of(process).ok();
+            let facts = ProcessFacts::of(process)?;
+            let image = match image_of(process) {
+                Err(ReadError::Denied { .. }) => 0,
+                other => other?,
+            };
+            Ok((space, facts, image))
+        })?;
         let id = |exe: &Option<_>| exe.as_ref().and_then(Exe::id);
         let is_same_file = id(&self.exe) == id(&facts.exe);
         let mut changed = false;
         if self.identity.seen.as_ref().is_some_and(|seen| seen.image != image || !is_same_file) {
             self.forget_program();
-            self.space = AddressSpace::of(&self.process).ok();
             changed = true;
         } else if is_same_file && self.exe.is_some() {
             // Whether it is trusted was found out when it was first seen: it may have been replaced since.
             facts.exe = self.exe.take();
         }
+        self.space = space.or(self.space.take());
         if let Some(exe) = &facts.exe {
             let _ = exe.trust();
         }

@@ -44,6 +44,8 @@ const REFRESH_NS: u64 = 250_000_000;
 const REFRESH_MIN_NS: u64 = 10_000_000;
 /// Time between two reads of the memory pressure, nanoseconds.
 const MEMORY_NS: u64 = 1_000_000_000;
+/// How long to wait for the injector: longer than a thread takes to stop whose cgroup is out of CPU time.
+const INJECTOR_LIMIT: Duration = Duration::from_millis(400);
 /// How long restoring KSM may wait for ksmd to finish its scan.
 const RESTORE_LIMIT: Duration = Duration::from_secs(20);
 
@@ -126,6 +128,8 @@ pub struct LiveHost {
     /// The programs (see [`super::identity`]) whose memory this run has marked, and their trust domain at that time: what
     /// is forked from them has the marks too.
     marked_programs: HashMap<u64, DomainKey>,
+    /// By pid, a mapping that is being unmarked because it must be.
+    unmarking: BTreeMap<i32, withdrawing::WithdrawJob>,
     /// Withdrawn marks that the engine has not accounted for yet.
     withdrawn: Outcome,
     roots: Roots,
@@ -151,6 +155,8 @@ pub struct LiveHost {
     owner_keys: KeyCounter,
     region_keys: KeyCounter,
     next_refresh_ns: u64,
+    /// The first target that the last refresh had no time for; 0 if none.
+    next_pid: i32,
     refresh_ns: u64,
     /// By pid, the last reported reason why a process is left alone.
     reported: BTreeMap<i32, String>,
@@ -199,7 +205,8 @@ impl LiveHost {
         raise_descriptor_limit();
         let ksmd = Ksmd::find().map_err(LiveError::Ksmd)?;
         let actuator = match mode {
-            HostMode::Act { lease, injector } => {
+            HostMode::Act { lease, mut injector } => {
+                injector.set_patience(INJECTOR_LIMIT);
                 let controller = KsmdController::start(&lease, Ksmd::find().map_err(LiveError::Ksmd)?)
                     .map_err(LiveError::Controller)?;
                 Actuator::Act { lease, controller, injector, restarts: 0, stood_down: false }
@@ -216,6 +223,7 @@ impl LiveHost {
             next_memory_ns: 0,
             watched: by_number(&scope),
             marked_programs: HashMap::new(),
+            unmarking: BTreeMap::new(),
             withdrawn: Outcome::default(),
             scope,
             roots,
@@ -233,6 +241,7 @@ impl LiveHost {
             owner_keys: KeyCounter::default(),
             region_keys: KeyCounter::default(),
             next_refresh_ns: 0,
+            next_pid: 0,
             refresh_ns: REFRESH_NS,
             reported: BTreeMap::new(),
             domains: vec![domain::DEFAULT.to_owned()],
@@ -440,7 +449,7 @@ impl Host for LiveHost {
             }
             Err((pid, pending)) => {
                 if let Some(target) = self.targets.get_mut(&pid) {
-                    target.set_stuck(pending);
+                    target.set_late(pending);
                     self.next_refresh_ns = 0;
                 }
             }

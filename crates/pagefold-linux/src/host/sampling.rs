@@ -1,6 +1,6 @@
 //! Reads the pages of a plan on a thread that may be abandoned (see [`crate::os::abandonable`]).
 
-use crate::os::abandonable::{Pending, run_abandonable};
+use crate::os::abandonable::{Pending, advance, run_abandonable};
 use crate::os::numa::Topology;
 use crate::proc::memory::{PageReader, PageView, ReadHow};
 use crate::proc::process::{Process, ReadError};
@@ -9,7 +9,7 @@ use pagefold_core::host::{MergedSample, PageSample, PageState};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Vpn;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 /// Pages of one region.
 #[derive(Debug)]
@@ -45,7 +45,6 @@ pub(crate) struct Sampled {
 #[derive(Debug, Default)]
 struct Progress {
     pid: AtomicI32,
-    pages: AtomicU64,
     given_up: AtomicBool,
 }
 
@@ -75,7 +74,7 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
                 };
                 let PageView { page, state, huge, active, .. } = view;
                 pages.push(PageSample { region, page, state, huge, digest, active, node });
-                shared.pages.fetch_add(1, Ordering::Relaxed);
+                advance();
             });
             if let Err(error) = read {
                 failed.push((process.pid(), error));
@@ -90,7 +89,7 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
             let looked = reader.merged_frames(&process, &runs, |page, frame| {
                 let node = topology.as_ref().and_then(|nodes| nodes.node_of(frame));
                 merged.extend(node.map(|node| MergedSample { region, page, frame, node }));
-                shared.pages.fetch_add(1, Ordering::Relaxed);
+                advance();
             });
             if let Err(error) = looked {
                 failed.push((process.pid(), error));
@@ -98,7 +97,7 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
         }
         Sampled { reader, pages, merged, failed }
     };
-    run_abandonable(|| progress.pages.load(Ordering::Relaxed), work).map_err(|pending| {
+    run_abandonable(work).map_err(|pending| {
         progress.given_up.store(true, Ordering::Relaxed);
         (progress.pid.load(Ordering::Relaxed), pending)
     })

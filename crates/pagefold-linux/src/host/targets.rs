@@ -12,12 +12,13 @@
 use super::restless::Restless;
 use crate::host::identity::{Identity, PendingUnmark, Watch};
 use crate::host::regions::{Tracked, follow, stretches};
-use crate::os::abandonable::{Pending, advance, run_abandonable};
-use crate::os::cpu::{own_cpu_ns, process_cpu_ns};
+use crate::os::abandonable::{Job, LIMIT, PATIENCE, Pending, advance, run_abandonable};
+use crate::os::cpu::{own_cpu_ns, process_cpu_ns, thread_cpu_ns};
 use crate::proc::image::AddressSpace;
-use crate::proc::maps::{VmaDetail, read_marked, read_smaps};
+use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::pagemap::Pagemap;
 use crate::proc::process::{Process, ReadError};
+use crate::proc::stalls::{READS, Refusal};
 use crate::proc::statm::Sizes;
 use crate::scope::Scoped;
 use crate::scope::exclude::{Exclusion, vma_exclusion};
@@ -83,20 +84,37 @@ pub struct Target {
     surveyed: Option<Surveyed>,
     /// Pages by which the address space has been smaller at some time since the last survey.
     dipped: u64,
-    /// A read of its memory that does not return.
-    stuck: Option<Pending>,
+    /// A read of its memory that has not returned in time.
+    late: Option<Pending>,
+    /// A survey that has not ended yet, and what was known when it began.
+    surveying: Option<(Job<Result<Listed, ReadError>>, Began)>,
     restless: Restless,
+}
+
+/// What was known when a survey began.
+#[derive(Clone, Copy, Debug)]
+struct Began {
+    at_ns: u64,
+    /// CPU time of the process.
+    cpu_ns: Option<u64>,
+    sizes: Sizes,
+}
+
+/// The mappings of a process.
+#[derive(Debug)]
+struct Listed {
+    /// Hash of the list of mappings.
+    maps: u64,
+    details: Result<Vec<VmaDetail>, ReadError>,
+    cost_ns: u64,
 }
 
 /// The state at the last survey of the mappings, to which later states are compared.
 #[derive(Debug)]
 struct Surveyed {
-    at_ns: u64,
+    began: Began,
     /// CPU time of the survey.
     cost_ns: u64,
-    /// CPU time of the process before it.
-    cpu_ns: Option<u64>,
-    sizes: Sizes,
     /// Hash of the list of mappings.
     maps: u64,
     /// Whether the mappings have changed since.
@@ -132,41 +150,75 @@ impl Target {
             statm: None,
             surveyed: None,
             dipped: 0,
-            stuck: None,
+            late: None,
+            surveying: None,
             restless: Restless::default(),
         }
     }
 
-    /// Whether a read of its memory has not returned yet.
-    pub(crate) fn is_stuck(&self) -> bool {
-        self.stuck.as_ref().is_some_and(|pending| !pending.is_over())
+    /// Whether nothing more may be read now: a read of its memory has not returned, or had not in time a while ago.
+    pub(crate) fn is_late(&self) -> bool {
+        self.late.as_ref().is_some_and(|pending| !pending.is_over())
+            || self.surveying.is_some()
+            || READS.is_in_force(&self.process)
+    }
+
+    /// Whether a read of its memory makes no progress, or that has happened again and again.
+    pub(crate) fn is_stuck(&mut self) -> bool {
+        let surveying = self.surveying.as_mut().map(|(job, _)| &mut job.pending);
+        self.late.iter_mut().chain(surveying).any(Pending::is_stuck) || READS.pause(&self.process) > LIMIT
     }
 
     /// Whether its memory may be read now: not by the verdict on the program that it ran before an exec.
     pub(crate) fn may_be_read(&self) -> bool {
-        !self.is_stuck() && !self.is_barred() && !self.runs_another_program()
+        !self.is_late() && !self.is_barred() && !self.runs_another_program()
     }
 
-    /// Records that a read of its memory does not return. The next survey reports it.
-    pub(crate) fn set_stuck(&mut self, pending: Pending) {
-        self.stuck = Some(pending);
+    /// Records that a read of its memory has not returned in time.
+    pub(crate) fn set_late(&mut self, pending: Pending) {
+        READS.give_up(&self.process, pending.alive());
+        self.late = Some(pending);
         self.invalidate();
     }
 
-    /// Makes a read that may block on the mmap lock of the process (see [`crate::os::abandonable`]).
-    fn read<T: Send + 'static>(
+    /// Makes a read that may block on the process, such as on its mmap lock (see [`crate::os::abandonable`]).
+    pub(super) fn read<T: Send + 'static>(
         &mut self,
         read: impl FnOnce(&Process) -> Result<T, ReadError> + Send + 'static,
     ) -> Result<T, ReadError> {
-        if !self.is_stuck() {
-            let process = self.process.clone();
-            match run_abandonable(|| 0, move || read(&process)) {
-                Ok(answer) => return answer,
-                Err(pending) => self.stuck = Some(pending),
+        self.admit()?;
+        let process = self.process.clone();
+        run_abandonable(move || read(&process)).unwrap_or_else(|pending| {
+            self.set_late(pending);
+            Err(self.locked())
+        })
+    }
+
+    /// Leaves a thread behind that has to do with the process.
+    pub(super) fn leave(&self, pending: &Pending) {
+        if pending.is_asleep() && !READS.is_in_force(&self.process) {
+            READS.give_up(&self.process, pending.alive());
+        }
+    }
+
+    /// Whether the process may be read now.
+    pub(super) fn admit(&self) -> Result<(), ReadError> {
+        match READS.admit(&self.process) {
+            Ok(()) if !self.is_late() => Ok(()),
+            Ok(()) | Err(Refusal::Stalled) => Err(self.locked()),
+            Err(Refusal::OthersStalled) => {
+                let why = "other programs of its user or cgroup keep their memory maps locked";
+                Err(self.not_read(io::ErrorKind::ResourceBusy, why))
             }
         }
-        let source = io::Error::new(io::ErrorKind::TimedOut, "it keeps its memory map locked");
-        Err(ReadError::from_io(self.process.pid(), "smaps", source))
+    }
+
+    fn locked(&self) -> ReadError {
+        self.not_read(io::ErrorKind::TimedOut, "it keeps its memory map locked")
+    }
+
+    fn not_read(&self, kind: io::ErrorKind, why: &str) -> ReadError {
+        ReadError::from_io(self.process.pid(), "smaps", io::Error::new(kind, why))
     }
 
     /// Looks at the process again if it is time, and surveys its mappings again if they have changed; returns whether what is
@@ -186,7 +238,36 @@ impl Target {
         if sizes.resident == 0 && !self.process.is_alive() {
             return Err(ReadError::Vanished { pid: self.process.pid() });
         }
-        let mut changed = self.notice_exec();
+        let changed = self.notice_exec();
+        if let Some((job, began)) = self.surveying.take() {
+            match job.poll() {
+                Ok(listed) => return self.adopt(listed, began, new_key),
+                Err(job) => _ = self.keep_surveying(job, began),
+            }
+        }
+        if self.is_stuck() {
+            return Err(self.locked());
+        }
+        if self.is_late() {
+            return Ok(changed);
+        }
+        match self.refresh_now(now_ns, processes, sizes, watch, new_key) {
+            Ok(more) => Ok(changed || more),
+            // Not reported before it is stuck.
+            Err(error) if error.is_late() => Ok(changed),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn refresh_now(
+        &mut self,
+        now_ns: u64,
+        processes: u64,
+        sizes: Sizes,
+        watch: &mut Watch<'_>,
+        new_key: impl FnMut() -> RegionKey,
+    ) -> Result<bool, ReadError> {
+        let mut changed = false;
         let looked = self.look_is_due(now_ns);
         if looked {
             changed |= self.look(now_ns, processes, watch)?;
@@ -213,27 +294,49 @@ impl Target {
                 return Ok(changed);
             }
         }
-        let (before_ns, cpu_ns) = (own_cpu_ns(), process_cpu_ns(self.process.pid()));
-        let maps = self.read(|process| {
-            // Recent kernels read the list of mappings without the mmap lock. This read takes it, as the survey and the
-            // injector do, so a locked map is found here. Other errors are reported by the survey.
-            let _ = Pagemap::open(process).and_then(|pagemap| pagemap.is_live());
-            maps_hash(process)
-        })?;
-        let regrown = self.surveyed.as_ref().is_none_or(|surveyed| sizes.mapped >= surveyed.sizes.mapped);
+        self.admit()?;
+        let began = Began { at_ns: now_ns, cpu_ns: process_cpu_ns(self.process.pid()), sizes };
+        let process = self.process.clone();
+        // That of a large process takes long, and is adopted when it has ended.
+        match Job::start(move || Listed::of(&process)).wait(PATIENCE) {
+            Ok(listed) => Ok(self.adopt(listed, began, new_key)? || changed),
+            Err(job) => self.keep_surveying(job, began).map(|()| changed),
+        }
+    }
+
+    /// Leaves a survey to itself.
+    fn keep_surveying(&mut self, job: Job<Result<Listed, ReadError>>, began: Began) -> Result<(), ReadError> {
+        if job.pending.is_over() {
+            // It has failed.
+            return Err(self.locked());
+        }
+        self.leave(&job.pending);
+        self.surveying = Some((job, began));
+        Ok(())
+    }
+
+    /// Adopts the result of a survey. Returns whether what is known has changed.
+    fn adopt(
+        &mut self,
+        listed: Result<Listed, ReadError>,
+        began: Began,
+        new_key: impl FnMut() -> RegionKey,
+    ) -> Result<bool, ReadError> {
+        let Listed { maps, details, cost_ns } = listed?;
+        let regrown = self.surveyed.as_ref().is_none_or(|surveyed| began.sizes.mapped >= surveyed.began.sizes.mapped);
         let dipped = std::mem::take(&mut self.dipped);
-        changed |= self.survey(if regrown { dipped } else { 0 }, new_key)?;
-        let cost_ns = own_cpu_ns() - before_ns;
-        let next_maps_ns = now_ns + MAPS_MIN_NS;
-        self.surveyed = Some(Surveyed { at_ns: now_ns, cost_ns, cpu_ns, sizes, maps, changed: false, next_maps_ns });
+        let changed = self.survey(details, if regrown { dipped } else { 0 }, new_key)?;
+        let next_maps_ns = began.at_ns + MAPS_MIN_NS;
+        self.surveyed = Some(Surveyed { began, cost_ns, maps, changed: false, next_maps_ns });
         Ok(changed)
     }
 
     /// Whether the mappings have changed and the share of the time allows a survey.
     fn survey_is_due(&mut self, now_ns: u64, processes: u64, sizes: &Sizes) -> Result<bool, ReadError> {
         if let Some(surveyed) = &mut self.surveyed {
-            self.dipped = self.dipped.max(surveyed.sizes.mapped.saturating_sub(sizes.mapped));
-            surveyed.changed |= sizes.mapped != surveyed.sizes.mapped || sizes.data != surveyed.sizes.data;
+            self.dipped = self.dipped.max(surveyed.began.sizes.mapped.saturating_sub(sizes.mapped));
+            let before = surveyed.began.sizes;
+            surveyed.changed |= sizes.mapped != before.mapped || sizes.data != before.data;
         }
         if self.surveyed.as_ref().is_some_and(|surveyed| !surveyed.changed && now_ns >= surveyed.next_maps_ns) {
             let before_ns = own_cpu_ns();
@@ -245,20 +348,30 @@ impl Target {
             }
         }
         if let Some(surveyed) = &self.surveyed {
-            let drift = sizes.resident.abs_diff(surveyed.sizes.resident);
-            let share = if surveyed.changed || drift > RSS_CHANGE_PAGES.max(surveyed.sizes.resident / 8) {
+            let Began { at_ns, cpu_ns, sizes: before } = surveyed.began;
+            let drift = sizes.resident.abs_diff(before.resident);
+            let share = if surveyed.changed || drift > RSS_CHANGE_PAGES.max(before.resident / 8) {
                 CHANGE_SHARE
-            } else if self.exclusion.is_some() || drift > RSS_CHANGE_PAGES.max(surveyed.sizes.resident / 64) {
+            } else if self.exclusion.is_some() || drift > RSS_CHANGE_PAGES.max(before.resident / 64) {
                 DRIFT_SHARE
             } else {
                 let wait_ns = (surveyed.cost_ns * processes * FLAGS_SHARE).max(FLAGS_NS);
-                let has_run = || surveyed.cpu_ns.is_none() || surveyed.cpu_ns != process_cpu_ns(self.process.pid());
-                let is_due = now_ns >= surveyed.at_ns + wait_ns;
-                return Ok(is_due && (now_ns >= surveyed.at_ns + FLAGS_MAX_NS || has_run()));
+                let has_run = || cpu_ns.is_none() || cpu_ns != process_cpu_ns(self.process.pid());
+                let is_due = now_ns >= at_ns + wait_ns;
+                return Ok(is_due && (now_ns >= at_ns + FLAGS_MAX_NS || has_run()));
             };
-            return Ok(now_ns >= surveyed.at_ns + surveyed.cost_ns * processes * share);
+            return Ok(now_ns >= at_ns + surveyed.cost_ns * processes * share);
         }
         Ok(true)
+    }
+
+    /// Forgets what is known of its memory.
+    pub(super) fn forget_memory(&mut self) {
+        self.exclusion = None;
+        self.regions.clear();
+        self.left_out.clear();
+        self.surveying = None;
+        self.invalidate();
     }
 
     /// Makes the next refresh survey the mappings whether or not they have changed.
@@ -273,21 +386,16 @@ impl Target {
         }
     }
 
-    /// Reads the mappings.
-    pub fn details(&mut self) -> Result<Vec<VmaDetail>, ReadError> {
-        self.read(read_smaps)
-    }
-
-    /// Reads the marked mappings, however many others there are.
-    pub(crate) fn marked_details(&mut self) -> Result<Vec<VmaDetail>, ReadError> {
-        self.read(read_marked)
-    }
-
-    /// Reads the mappings and updates the regions; returns whether they have changed. `replaced` pages have been unmapped and
-    /// mapped again since the last survey: regions of about that size get new keys, even at the same address.
-    fn survey(&mut self, replaced: u64, mut new_key: impl FnMut() -> RegionKey) -> Result<bool, ReadError> {
+    /// Updates the regions; returns whether they have changed. `replaced` pages have been unmapped and mapped again since the
+    /// last survey: regions of about that size get new keys, even at the same address.
+    fn survey(
+        &mut self,
+        details: Result<Vec<VmaDetail>, ReadError>,
+        replaced: u64,
+        mut new_key: impl FnMut() -> RegionKey,
+    ) -> Result<bool, ReadError> {
         let before = (self.exclusion.take(), std::mem::take(&mut self.left_out));
-        let details = match self.details() {
+        let details = match details {
             Ok(details) => details,
             Err(ReadError::TooMany { most, .. }) => {
                 // None of its flags is known to the end, so none of its marks may stay.
@@ -337,6 +445,17 @@ impl Target {
         let length =
             statm.read_at(&mut buffer, 0).map_err(|error| ReadError::from_io(self.process.pid(), "statm", error))?;
         Sizes::parse(&buffer[..length]).map_err(|what| self.process.malformed("statm", what))
+    }
+}
+
+impl Listed {
+    fn of(process: &Process) -> Result<Self, ReadError> {
+        let before_ns = thread_cpu_ns();
+        // Recent kernels read the list of mappings without the mmap lock. This read takes it, as the survey and the
+        // injector do, so a locked map is found here. Other errors are reported by the survey.
+        let _ = Pagemap::open(process).and_then(|pagemap| pagemap.is_live());
+        let (maps, details) = (maps_hash(process)?, read_smaps(process));
+        Ok(Self { maps, details, cost_ns: thread_cpu_ns() - before_ns })
     }
 }
 

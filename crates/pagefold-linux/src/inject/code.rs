@@ -3,7 +3,7 @@
 //! A page of a file that is not mapped yet is read from its file system, and one registered with userfaultfd is filled by a
 //! program. Either may never answer, and the read then blocks with the target's mmap lock held (`get_user_page_vma_remote`,
 //! mm/gup.c). So only pages that pagemap shows as mapped are read. Between that and the read the target can still unmap a page: an
-//! attempt that gets stuck is given up ([`super::stuck`]).
+//! attempt that gets stuck is given up ([`crate::proc::stalls`]).
 
 use crate::proc::pagemap::{Pagemap, PagemapEntry};
 use crate::proc::process::{Process, ReadError};

@@ -11,17 +11,18 @@ use super::stack_check::StackCheck;
 use super::thread::{self, Activity, Candidate, Choice};
 use super::tracee::{self, StopEnd, StopResult, Tracee, clock_ns, repair, wait_for_trap};
 use super::trampoline::{self, Trampoline};
-use super::{Call, Errno, InjectError, Limits, gadget, stuck, unsigned};
+use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
 use crate::os::abandonable::is_asleep;
 use crate::proc::image::{AddressSpace, ProgramId};
 use crate::proc::process::Process;
+use crate::proc::stalls::{ATTEMPTS, Refusal};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 /// For how long the thread may sleep while it prepares (reading `/proc`, attaching), beyond the wait for the stop, and how long
-/// preparing may take in all. Attaching waits for an exec in progress, and that for its file system.
+/// preparing may take in all.
 const PREPARING: Duration = Duration::from_secs(1);
 const PREPARING_MOST: Duration = Duration::from_secs(15);
 /// How often that is checked.
@@ -82,8 +83,13 @@ pub fn attempt(
     if awaited().len() >= AWAITED_MOST {
         return Err(InjectError::Busy { pid });
     }
-    let alive = stuck::admit(process)?;
-    let alive_inside = alive.clone();
+    match ATTEMPTS.admit(process) {
+        Ok(()) => {}
+        Err(Refusal::Stalled) => return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() }),
+        Err(Refusal::OthersStalled) => return Err(InjectError::Busy { pid }),
+    }
+    let alive = Arc::new(());
+    let thread = Arc::downgrade(&alive);
     let own = Arc::new(AtomicI32::new(0));
     let tid_inside = own.clone();
     let progress = Arc::new(AttemptProgress::default());
@@ -101,7 +107,7 @@ pub fn attempt(
                 OneStop::Over(ended) => drop(sender.send(ended)),
                 OneStop::Awaited(ended, tid) => await_stop(&held, tid, || drop(sender.send(ended))),
             }
-            drop(alive_inside);
+            drop(alive);
         })
         .map_err(|error| InjectError::System {
             pid,
@@ -123,7 +129,8 @@ pub fn attempt(
                 slept += if is_asleep(own.load(Ordering::Relaxed)) { TICK } else { Duration::ZERO };
             }
             Err(mpsc::RecvTimeoutError::Timeout) if progress.abandon() => {
-                stuck::give_up(process, &alive);
+                ATTEMPTS.give_up(process, thread);
+                cut_short(own.load(Ordering::Relaxed));
                 return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() });
             }
             Err(mpsc::RecvTimeoutError::Timeout) if progress.is_stuck() => return Err(InjectError::Held { pid }),
@@ -147,6 +154,61 @@ fn shield_thread() {
         libc::pthread_sigmask(libc::SIG_BLOCK, &raw const all, std::ptr::null_mut());
         libc::prctl(libc::PR_SET_TIMERSLACK, 1_u64, 0, 0, 0);
         libc::setpriority(libc::PRIO_PROCESS, 0, -10);
+    }
+}
+
+/// Attaches to a thread. Waits for an exec of its process that has begun, and that for its file system, unless the attempt is
+/// given up.
+fn seize(tid: i32, progress: &AttemptProgress) -> Result<(), Errno> {
+    static HANDLER: Once = Once::new();
+    HANDLER.call_once(|| {
+        // SAFETY: all-zero is a valid sigaction, which outlives the call; the handler only changes its arguments.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = leave_ptrace as *const () as usize;
+            action.sa_flags = libc::SA_SIGINFO;
+            libc::sigaction(CUT_SHORT, &raw const action, std::ptr::null_mut());
+        }
+    });
+    let change = |how: i32| {
+        // SAFETY: `set` outlives the calls, which affect this thread only.
+        unsafe {
+            let mut set: libc::sigset_t = std::mem::zeroed();
+            libc::sigaddset(&raw mut set, CUT_SHORT);
+            libc::pthread_sigmask(how, &raw const set, std::ptr::null_mut());
+        }
+    };
+    change(libc::SIG_UNBLOCK);
+    // A signal that came before has had no effect.
+    let seized = if progress.is_abandoned() { Err(Errno(libc::EINTR)) } else { ptrace::seize(tid) };
+    change(libc::SIG_BLOCK);
+    seized
+}
+
+/// Makes a thread of this process return from [`seize`], if it waits there.
+fn cut_short(tid: i32) {
+    // SAFETY: no memory is passed. The signal has a handler or, before the first `seize`, is blocked.
+    unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, CUT_SHORT) };
+}
+
+/// Unused otherwise.
+const CUT_SHORT: i32 = libc::SIGSTKFLT;
+
+/// Skips the `ptrace` that the thread is about to make. The kernel makes one that was interrupted again (ERESTARTNOINTR),
+/// whatever the flags of the handler.
+extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::ucontext_t) {
+    const SYSCALL: [u8; 2] = [0x0f, 0x05];
+    // SAFETY: the kernel passes the registers of this thread, which are restored from there; at its instruction pointer there
+    // are at least two bytes of code.
+    unsafe {
+        let registers = &mut (*context).uc_mcontext.gregs;
+        let (rip, rax) = (libc::REG_RIP as usize, libc::REG_RAX as usize);
+        let code = usize::from_ne_bytes(registers[rip].to_ne_bytes());
+        let code = std::ptr::with_exposed_provenance::<[u8; 2]>(code);
+        if registers[rax] == libc::SYS_ptrace && code.read_unaligned() == SYSCALL {
+            registers[rip] += 2;
+            registers[rax] = -i64::from(libc::EINTR);
+        }
     }
 }
 
@@ -217,7 +279,7 @@ fn one_stop(
     if !is_unlocked(process) {
         return busy();
     }
-    if let Err(errno) = ptrace::seize(tid_chosen) {
+    if let Err(errno) = seize(tid_chosen, progress) {
         return OneStop::Over(refused(process, tid_chosen, errno).unstopped());
     }
     // From now on the kernel returns ESRCH if the tid is reused, so this check is the last one needed. Nothing has been

@@ -7,7 +7,7 @@
 
 use super::worker::Connection;
 use super::{Call, InjectError, InjectionReport, Limits};
-use crate::os::abandonable::run_abandonable;
+use crate::os::abandonable::{Job, LIMIT};
 use crate::proc::image::ProgramId;
 use crate::proc::process::Process;
 use std::io;
@@ -35,6 +35,8 @@ type Start = Arc<dyn Fn() -> io::Result<Connection> + Send + Sync>;
 
 struct Supervised {
     connection: Connection,
+    /// How long to wait for a reply, if not as long as the limits of a request allow.
+    patience: Option<Duration>,
     /// How to start another one, if that is wanted.
     start: Option<Start>,
     started: Instant,
@@ -84,6 +86,7 @@ impl Injector {
     fn of(connection: Connection, start: Option<Start>) -> Self {
         Self(Arc::new(Mutex::new(Supervised {
             connection,
+            patience: None,
             start,
             started: Instant::now(),
             down: None,
@@ -92,6 +95,12 @@ impl Injector {
             former_ns: 0,
             former: Vec::new(),
         })))
+    }
+
+    /// Makes requests fail with [`InjectError::WorkerSilent`] after this time, and at once while an earlier one is unanswered.
+    /// What was requested may still be done then.
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.lock().patience = Some(patience);
     }
 
     /// Makes the injector run `calls` in `process`.
@@ -185,7 +194,7 @@ impl Supervised {
         limits: &Limits,
     ) -> Result<InjectionReport, InjectError> {
         self.tend()?;
-        self.connection.run(target, calls, limits)
+        self.connection.run(target, calls, limits, self.patience)
     }
 
     /// Makes sure that there is an injector.
@@ -229,7 +238,7 @@ impl Supervised {
             return Err(InjectError::WorkerGone);
         }
         let start = start.clone();
-        match run_abandonable(|| 0, move || start()) {
+        match Job::start(move || start()).wait_for(LIMIT) {
             Ok(Ok(connection)) => {
                 (self.connection, self.started, self.down) = (connection, Instant::now(), None);
                 self.restarts += 1;

@@ -27,7 +27,6 @@ mod ptrace;
 mod regs;
 mod return_frame;
 mod stack_check;
-mod stuck;
 pub(crate) mod thread;
 mod tracee;
 mod trampoline;

@@ -8,7 +8,7 @@
 //! ksmd has replaced by the kernel's, which only the call unmerges, and kernels that do not distinguish merged pages from
 //! those shared through fork, which reading would copy too: there a mapping is unmarked in steps.
 
-use crate::inject::{Call, InjectError, InjectionReport, Injector, Limits};
+use crate::inject::{Call, InjectError, InjectionReport, Injector, InjectorHandle, Limits};
 use crate::os::fault;
 use crate::proc::Roots;
 use crate::proc::headroom::headroom;
@@ -89,7 +89,7 @@ pub(crate) fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
 /// room for the next step. `report` shows what was done, also after an error.
 pub(crate) fn unmark_in_steps(
     (process, program): (&Process, &ProgramId),
-    injector: &mut Injector,
+    injector: &InjectorHandle,
     roots: &Roots,
     calls: &[Call],
     report: &mut InjectionReport,
@@ -146,7 +146,7 @@ pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Res
             break;
         }
         let mut report = InjectionReport::default();
-        let ran = unmark_in_steps((process, &program), injector, roots, &calls, &mut report);
+        let ran = unmark_in_steps((process, &program), &injector.handle(), roots, &calls, &mut report);
         done.longest_stop_ns = done.longest_stop_ns.max(report.longest_stop_ns);
         if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
             why = errno.to_string();

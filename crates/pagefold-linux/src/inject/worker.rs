@@ -26,6 +26,8 @@ use std::time::{Duration, Instant};
 const VERSION: u32 = 3;
 /// The longest line accepted: some 40,000 calls.
 const LINE_BYTES: u64 = 8 << 20;
+/// Time for a reply that has probably come already.
+const GLANCE: Duration = Duration::from_millis(1);
 /// Time for a reply beyond the limits of its request.
 const SLACK: Duration = Duration::from_secs(5);
 
@@ -68,6 +70,8 @@ pub(super) struct Connection {
     broken: bool,
     refusal: Option<String>,
     cpu_ns: u64,
+    /// Whether the last request has not been answered.
+    is_waiting: bool,
 }
 
 /// Whether a process of this user may be the other end.
@@ -77,7 +81,17 @@ fn trusted(uid: u32) -> bool {
 
 impl Connection {
     fn new(pid: u32, child: Option<Child>, stream: UnixStream) -> Self {
-        Self { child, pid, stream, pending: Vec::new(), last_id: 0, broken: false, refusal: None, cpu_ns: 0 }
+        Self {
+            child,
+            pid,
+            stream,
+            pending: Vec::new(),
+            last_id: 0,
+            broken: false,
+            refusal: None,
+            cpu_ns: 0,
+            is_waiting: false,
+        }
     }
 
     pub(super) fn spawn(command: &mut Command) -> io::Result<Self> {
@@ -102,7 +116,7 @@ impl Connection {
         // An empty batch for this process, to see whether the other end accepts requests.
         let own = i32::try_from(std::process::id()).ok().and_then(|pid| Process::open(pid).ok());
         let own = own.ok_or_else(|| io::Error::other("cannot read the entry of this process in /proc"))?;
-        match connection.run((&own, None), &[], &Limits::default()) {
+        match connection.run((&own, None), &[], &Limits::default(), None) {
             Ok(_) => Ok(connection),
             Err(_) if connection.refusal.is_some() => {
                 Err(io::Error::new(io::ErrorKind::PermissionDenied, connection.refusal.take().unwrap_or_default()))
@@ -148,14 +162,19 @@ impl Connection {
         std::mem::take(&mut self.cpu_ns)
     }
 
+    /// Makes a request. With `patience` the reply is waited for no longer than that, and not at all behind another one.
     pub(super) fn run(
         &mut self,
         (process, program): (&Process, Option<&ProgramId>),
         calls: &[Call],
         limits: &Limits,
+        patience: Option<Duration>,
     ) -> Result<InjectionReport, InjectError> {
         if self.broken {
             return Err(InjectError::WorkerSilent);
+        }
+        if self.is_waiting && patience.is_some() {
+            let _ = self.reply(Instant::now() + GLANCE)?;
         }
         self.last_id += 1;
         let request = Request {
@@ -168,7 +187,7 @@ impl Connection {
             limits: *limits,
         };
         let limit = reply_limit(calls.len(), limits);
-        let deadline = Instant::now() + limit;
+        let deadline = Instant::now() + patience.map_or(limit, |patience| patience.min(limit));
         let mut line = serde_json::to_vec(&request).map_err(|error| malformed(&error))?;
         line.push(b'\n');
         self.stream.set_write_timeout(Some(limit)).map_err(|_| InjectError::WorkerGone)?;
@@ -180,6 +199,12 @@ impl Connection {
         if let Err(InjectError::WorkerSilent) = written {
             return Err(InjectError::WorkerSilent);
         }
+        self.is_waiting = true;
+        self.reply(deadline)?
+    }
+
+    /// Waits for the reply to the last request.
+    fn reply(&mut self, deadline: Instant) -> Result<Result<InjectionReport, InjectError>, InjectError> {
         loop {
             let line = self.line(deadline)?;
             let reply: Reply = serde_json::from_slice(&line).map_err(|error| malformed(&error))?;
@@ -193,7 +218,8 @@ impl Connection {
             }
             // 0: the request was malformed.
             if reply.id == self.last_id || reply.id == 0 {
-                return reply.result;
+                self.is_waiting = false;
+                return Ok(reply.result);
             }
         }
     }

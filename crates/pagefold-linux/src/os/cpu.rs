@@ -7,6 +7,11 @@ pub fn own_cpu_ns() -> u64 {
     clock_ns(libc::CLOCK_PROCESS_CPUTIME_ID).unwrap_or(0)
 }
 
+/// CPU time of this thread, nanoseconds.
+pub(crate) fn thread_cpu_ns() -> u64 {
+    clock_ns(libc::CLOCK_THREAD_CPUTIME_ID).unwrap_or(0)
+}
+
 /// CPU time of reaped children and their reaped descendants, nanoseconds, in steps of 1 us.
 pub fn reaped_children_cpu_ns() -> u64 {
     // SAFETY: all-zero is a valid rusage, and getrusage writes only to it.

@@ -42,7 +42,7 @@ impl ProgramId {
 
 /// The effective user of a process: the owner of its directory in /proc, also if it is not dumpable (`task_dump_owner`,
 /// fs/proc/base.c).
-fn effective_user(process: &Process) -> io::Result<u32> {
+pub(crate) fn effective_user(process: &Process) -> io::Result<u32> {
     // SAFETY: all-zero is a valid stat, the descriptor is open, and the call writes one stat.
     let (failed, stat) = unsafe {
         let mut stat: libc::stat = std::mem::zeroed();

@@ -13,6 +13,7 @@ pub mod merge_any;
 pub mod numa;
 pub mod pagemap;
 pub mod process;
+pub(crate) mod stalls;
 pub(crate) mod statm;
 pub mod status;
 

@@ -36,6 +36,11 @@ pub enum ReadError {
 }
 
 impl ReadError {
+    /// Whether the read has not returned in time, or is not made because another one of the process has not.
+    pub(crate) fn is_late(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut)
+    }
+
     /// Classifies an I/O error by its number.
     pub fn from_io(pid: i32, file: &str, source: io::Error) -> Self {
         let file = file.to_owned();

@@ -13,6 +13,7 @@
 //! sleeps uninterruptibly, the result is `Unknown`, and the process is left alone until it has answered.
 
 use crate::inject::{Call, Injector, InjectorHandle, Limits};
+use crate::os::abandonable::run_abandonable;
 use crate::proc::image::ProgramId;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::Status;
@@ -69,7 +70,7 @@ pub fn ask_inside(process: &Process) -> Dumpable {
 impl Asker {
     fn ask(&mut self, process: &Process) -> Dumpable {
         // A process whose program is not readable is not asked.
-        let Ok(program) = ProgramId::of(process) else { return Dumpable::Unknown };
+        let Some(program) = program_of(process) else { return Dumpable::Unknown };
         let (pid, of) = (process.pid(), (process.start_time_ticks(), program));
         let now = Instant::now();
         self.answers.retain(|_, answer| now < answer.next + ANSWER_FRESH);
@@ -81,7 +82,7 @@ impl Asker {
                 let ran = self.injector.run_in(process, &program, &[call], &ASKING);
                 let results = ran.map(|report| report.results).ok()?;
                 // The answer is that of the program that runs now only if no other was executed meanwhile.
-                let is_same = ProgramId::of(process).is_ok_and(|now| now == program);
+                let is_same = program_of(process) == Some(program);
                 match results[..] {
                     [Ok(1)] if is_same => Some(Dumpable::Yes),
                     // 2: only root may read its dumps, as after a change of users.
@@ -94,6 +95,16 @@ impl Asker {
         self.answers.insert(pid, answer);
         valid
     }
+}
+
+/// The program of a process. Reading that waits for an exec of the process that has begun.
+fn program_of(process: &Process) -> Option<ProgramId> {
+    let key = process.key();
+    let read = move || {
+        let process = Process::open(key.0).ok().filter(|process| process.key() == key)?;
+        ProgramId::of(&process).ok()
+    };
+    run_abandonable(read).ok()?
 }
 
 impl Answer {

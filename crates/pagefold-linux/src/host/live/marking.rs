@@ -4,9 +4,10 @@ use super::{Actuator, LiveHost};
 use crate::host::identity::Watch;
 use crate::inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
 use crate::inject::{Call, InjectError, InjectionReport, Limits};
+use crate::os::abandonable::{Job, PATIENCE};
 use crate::os::fault;
 use crate::proc::image::ProgramId;
-use crate::proc::maps::VmaDetail;
+use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::process::ReadError;
 use crate::scope::exclude::{Exclusion, vma_exclusion};
 use pagefold_core::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize, Stops};
@@ -88,16 +89,18 @@ impl LiveHost {
             let Some(target) = self.targets.get_mut(&pid) else { continue };
             let program = target.program();
             // Read the mappings again just before acting: they may have changed, also into excluded ones.
-            let current = target.details().and_then(|details| {
-                let unmark_step = if mark { None } else { Some(step_bytes(&target.process)?) };
-                Ok((details, unmark_step))
+            let current = target.read(move |process| {
+                let unmark_step = if mark { None } else { Some(step_bytes(process)?) };
+                Ok((read_smaps(process)?, unmark_step))
             });
             let (details, unmark_step) = match current {
                 Ok(current) => current,
                 Err(ReadError::Vanished { .. }) => continue,
                 // The error may be temporary, such as a lack of memory.
                 Err(error) => {
-                    self.report_left_alone(pid, error.to_string());
+                    if !error.is_late() {
+                        self.report_left_alone(pid, error.to_string());
+                    }
                     for &at in &wanted {
                         results[at] = Marking::Busy;
                     }
@@ -175,7 +178,23 @@ impl LiveHost {
                 ran.map(|done| report = done).map_err(UnmergeError::from)
             }
             (Actuator::Act { injector, .. }, Some(program)) => {
-                unmark_in_steps((&target.process, program), injector, &self.roots, &work.calls, &mut report)
+                let (process, roots, injector) = (target.process.clone(), self.roots.clone(), injector.handle());
+                let (program, calls) = (*program, work.calls.clone());
+                let job = Job::start(move || {
+                    let mut report = InjectionReport::default();
+                    let ran = unmark_in_steps((&process, &program), &injector, &roots, &calls, &mut report);
+                    (report, ran)
+                });
+                match job.wait(PATIENCE) {
+                    Ok((done, ran)) => {
+                        report = done;
+                        ran
+                    }
+                    Err(job) => {
+                        target.leave(&job.pending);
+                        Err(InjectError::WorkerSilent.into())
+                    }
+                }
             }
         };
         if report.stops > 0 {
@@ -197,7 +216,7 @@ impl LiveHost {
                 let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
                 work.parts.iter().for_each(|&(at, _)| results[at] = marking);
                 // The first calls may have been made: the mappings show which.
-                let details = target.details().unwrap_or_default();
+                let details = target.read(read_smaps).unwrap_or_default();
                 for (call, &(at, pages)) in work.calls.iter().zip(&work.parts) {
                     if is_in_state(&details, (call.args[0], call.args[0] + call.args[1]), mark) {
                         add(&mut results[at], pages);

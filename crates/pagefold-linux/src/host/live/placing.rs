@@ -2,7 +2,7 @@
 
 use super::LiveHost;
 use crate::host::targets::Target;
-use crate::os::abandonable::run_abandonable;
+use crate::os::abandonable::{advance, run_abandonable};
 use crate::os::numa::Topology;
 use crate::os::privileges::{PLACING, missing};
 use crate::proc::numa::{move_frames, owner_view};
@@ -88,21 +88,23 @@ impl LiveHost {
     pub(super) fn place(&mut self, moves: &[Move], outcome: &mut Outcome) {
         for same_region in moves.chunk_by(|a, b| a.region == b.region) {
             let Some(&pid) = self.region_pids.get(&same_region[0].region) else { continue };
-            let Some(target) = self.targets.get_mut(&pid).filter(|target| !target.is_stuck()) else { continue };
+            let Some(target) = self.targets.get_mut(&pid).filter(|target| !target.is_late()) else { continue };
             let process = target.process.clone();
             let pages: Vec<_> = same_region.iter().map(|to| (to.page, to.node)).collect();
             let done = Arc::new(AtomicU64::new(0));
             let progress = done.clone();
-            let result = run_abandonable(
-                || done.load(Ordering::Relaxed),
-                move || move_frames(&process, &pages, |done| progress.store(done, Ordering::Relaxed)),
-            );
+            let result = run_abandonable(move || {
+                move_frames(&process, &pages, |done| {
+                    progress.store(done, Ordering::Relaxed);
+                    advance();
+                })
+            });
             outcome.moved += done.load(Ordering::Relaxed);
             match result {
                 Ok(Ok(_) | Err(ReadError::Vanished { .. })) => {}
                 Ok(Err(error)) => self.report_left_alone(pid, error.to_string()),
                 Err(pending) => {
-                    target.set_stuck(pending);
+                    target.set_late(pending);
                     self.next_refresh_ns = 0;
                 }
             }

@@ -1,6 +1,6 @@
 //! Refreshing the targets: processes that come into scope, change or end.
 
-use super::{Actuator, Event, LiveError, LiveHost};
+use super::{Actuator, Event, LiveError, LiveHost, elapsed_ns};
 use crate::host::identity::{Watch, domain_key};
 use crate::host::regions::Tracked;
 use crate::host::targets::Target;
@@ -11,9 +11,12 @@ use pagefold_core::host::RegionView;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use pagefold_core::units::count;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::time::Instant;
 
 /// A refresh due within this time is made at once, nanoseconds.
 const EARLY_NS: u64 = 30_000_000;
+/// Time that one refresh takes at most, but for the last target. The next one continues with the others.
+const PASS_NS: u64 = 250_000_000;
 /// Cost of refreshing one unchanged target, nanoseconds. Refreshes may take 1/`UNCHANGED_SHARE` of the time: with more
 /// than 300 targets they become rarer.
 const UNCHANGED_NS: u64 = 1_000;
@@ -30,7 +33,9 @@ impl LiveHost {
         let changed = self.refresh_targets(now_ns);
         let changed = self.withdraw_marks(now_ns) || changed;
         let cost_ns = count(self.targets.len()) * UNCHANGED_NS;
-        self.next_refresh_ns = now_ns + (cost_ns * UNCHANGED_SHARE).max(self.refresh_ns);
+        if self.next_pid == 0 {
+            self.next_refresh_ns = now_ns + (cost_ns * UNCHANGED_SHARE).max(self.refresh_ns);
+        }
         if changed {
             self.list_regions();
         }
@@ -76,7 +81,7 @@ impl LiveHost {
         Ok(())
     }
 
-    /// Refreshes every target. Returns whether anything has changed.
+    /// Refreshes the targets, as many as there is time for. Returns whether anything has changed.
     fn refresh_targets(&mut self, now_ns: u64) -> bool {
         let processes = count(self.targets.len());
         let mut changed = false;
@@ -84,7 +89,13 @@ impl LiveHost {
         let rules = (&self.domain_rules, &mut self.domains);
         forget_programs(&mut self.marked_programs, &self.targets);
         let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.marked_programs);
-        for (&pid, target) in &mut self.targets {
+        let began = Instant::now();
+        let first = std::mem::take(&mut self.next_pid);
+        for (&pid, target) in self.targets.range_mut(first..) {
+            if elapsed_ns(began) > PASS_NS {
+                self.next_pid = pid;
+                break;
+            }
             let (region_keys, in_use) = (&mut self.region_keys, &self.region_pids);
             let refreshed = target.refresh(now_ns, processes, &mut watch, || {
                 RegionKey(region_keys.take(|key| in_use.contains_key(&RegionKey(key))))
@@ -115,6 +126,7 @@ impl LiveHost {
         for pid in gone {
             self.targets.remove(&pid);
             self.reported.remove(&pid);
+            self.unmarking.remove(&pid);
             // Another process may have reused its pid.
             self.new_processes.invalidate();
         }

@@ -5,19 +5,22 @@
 
 use super::{Actuator, Event, LiveHost};
 use crate::host::targets::Target;
-use crate::inject::unmerge::{step_bytes, steps, unmark_in_steps};
-use crate::inject::{Call, InjectionReport};
+use crate::inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
+use crate::inject::{Call, InjectionReport, Injector};
+use crate::os::abandonable::{Job, PATIENCE};
+use crate::proc::Roots;
 use crate::proc::image::ProgramId;
 use crate::proc::ksm_stat::KsmStat;
-use crate::proc::maps::VmaDetail;
-use crate::proc::process::ReadError;
+use crate::proc::maps::{VmaDetail, read_marked, read_smaps};
+use crate::proc::process::{Process, ReadError};
 use crate::scope::exclude::{Exclusion, vma_exclusion};
 use pagefold_core::host::{Change, ChangeResult, Marking, Span, Stops, Why};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
+use std::sync::Arc;
 
 /// Time that one refresh spends on this at most, but for the last mapping, nanoseconds.
-const PASS_NS: u64 = 500_000_000;
+const PASS_NS: u64 = 250_000_000;
 /// The key of a region that the engine does not know.
 const NO_REGION: RegionKey = RegionKey(0);
 
@@ -44,36 +47,46 @@ impl LiveHost {
 
     fn withdraw_from(&mut self, pid: i32, now_ns: u64) -> bool {
         let Some(target) = self.targets.get_mut(&pid) else { return false };
-        let Some(whole) = target.pending.as_ref().map(|pending| pending.whole) else {
-            return false;
+        let Actuator::Act { injector, .. } = &self.actuator else { return false };
+        let (job, is_new) = match self.unmarking.remove(&pid) {
+            Some(job) => (job, false),
+            None => match (target.admit(), &target.pending) {
+                (Ok(()), Some(pending)) => {
+                    let job = withdraw_job(&target.process, pending.whole, injector, &self.roots);
+                    (Job::start(job), true)
+                }
+                (Err(error), _) => {
+                    target.put_off(now_ns, error.to_string());
+                    return false;
+                }
+                (_, None) => return false,
+            },
         };
-        let program = ProgramId::of(&target.process);
-        let details = if whole { target.marked_details() } else { target.details() };
-        let found = details.and_then(|details| {
-            // All memory of such a process is marked because it, or the administrator, wants so.
-            let by_itself = KsmStat::of(&target.process)?.merge_any;
-            Ok((program?, spans(&details, whole && !by_itself, by_itself), step_bytes(&target.process)?))
-        });
-        let (program, found, step) = match found {
-            Ok(found) => found,
+        let found = match job.wait(PATIENCE) {
+            Ok(Ok(found)) => found,
             // The next refresh removes it.
-            Err(ReadError::Vanished { .. }) => return false,
-            Err(error) => {
+            Ok(Err(ReadError::Vanished { .. })) => return false,
+            Ok(Err(error)) => {
                 target.put_off(now_ns, error.to_string());
                 return false;
             }
+            Err(job) => {
+                target.leave(&job.pending);
+                target.put_off(now_ns, "it has not ended yet".to_owned());
+                if !job.pending.is_over() {
+                    self.unmarking.insert(pid, job);
+                }
+                return false;
+            }
         };
-        let left: u64 = found.iter().map(|(start, end)| end - start).sum();
-        target.set_pending_left(Bytes(left));
-        let Some(&(start, end)) = found.first() else {
-            target.set_settled();
-            return true;
+        let Some(Withdrawn { left, span: (start, end), calls, report, ran }) = found else {
+            // A job that began earlier may have been for other marks.
+            if is_new {
+                target.set_settled();
+            }
+            return is_new;
         };
-        let calls: Vec<Call> =
-            steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE)).collect();
-        let mut report = InjectionReport::default();
-        let Actuator::Act { injector, .. } = &mut self.actuator else { return false };
-        let ran = unmark_in_steps((&target.process, &program), injector, &self.roots, &calls, &mut report);
+        target.set_pending_left(left);
         let done = calls.iter().zip(&report.results).filter(|(_, result)| result.is_ok()).map(|(call, _)| call.args[1]);
         let done = Pages(done.sum::<u64>() / PAGE_SIZE as u64);
         if report.stops > 0 {
@@ -103,6 +116,45 @@ impl LiveHost {
         }
         self.events.push(Event::Withdrawn { pid, result, reason });
         true
+    }
+}
+
+/// One mapping that was to be unmarked.
+#[derive(Debug)]
+pub(super) struct Withdrawn {
+    /// Address space that was marked before.
+    left: Bytes,
+    span: (u64, u64),
+    calls: Vec<Call>,
+    report: InjectionReport,
+    ran: Result<(), UnmergeError>,
+}
+
+/// Unmarks one mapping. `None`: none is left.
+pub(super) type WithdrawJob = Job<Result<Option<Withdrawn>, ReadError>>;
+
+fn withdraw_job(
+    process: &Arc<Process>,
+    whole: bool,
+    injector: &Injector,
+    roots: &Roots,
+) -> impl FnOnce() -> Result<Option<Withdrawn>, ReadError> + Send + 'static {
+    let (process, roots, injector) = (process.clone(), roots.clone(), injector.handle());
+    move || {
+        let program = ProgramId::of(&process);
+        let details = if whole { read_marked(&process)? } else { read_smaps(&process)? };
+        // All memory of such a process is marked because it, or the administrator, wants so.
+        let by_itself = KsmStat::of(&process)?.merge_any;
+        let program = program?;
+        let found = spans(&details, whole && !by_itself, by_itself);
+        let Some(&span) = found.first() else { return Ok(None) };
+        let left = Bytes(found.iter().map(|(start, end)| end - start).sum());
+        let step = step_bytes(&process)?;
+        let calls: Vec<Call> =
+            steps(span.0, span.1, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE)).collect();
+        let mut report = InjectionReport::default();
+        let ran = unmark_in_steps((&process, &program), &injector, &roots, &calls, &mut report);
+        Ok(Some(Withdrawn { left, span, calls, report, ran }))
     }
 }
 

@@ -7,8 +7,10 @@
 //! | --- | --- |
 //! | `code` | maps executable memory of a FUSE file whose pages are never read to the end |
 //! | `locked` | reads such a page through its own `/proc/self/mem`, which holds its mmap lock, while another thread maps memory |
+//! | `exec` | executes such a file: until that is read, nothing can attach to it |
 //! | `mappings` | has as many mappings as the kernel allows, of a file with a long name and of anonymous memory |
 //! | `regions` | has nearly as many small mappings of anonymous memory as are considered |
+//! | `churn` | splits and joins as many all the time |
 
 use crate::checks::{Memory, PAGES};
 use std::ffi::CString;
@@ -17,6 +19,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::Duration;
 
 /// Mappings of `mappings`: a little less than the default of `vm.max_map_count`.
 const MAPPINGS: usize = 65_400;
@@ -24,6 +27,8 @@ const MAPPINGS: usize = 65_400;
 const REGIONS: usize = 16_000;
 /// Pages of the file whose reads are never answered.
 const FILE_PAGES: usize = 64;
+/// The time that threads leave the others to begin.
+const HEAD_START: Duration = Duration::from_millis(200);
 /// Below everything else, so that it is searched first.
 const LOW: usize = 0x1000_0000;
 
@@ -35,23 +40,41 @@ pub fn main(kind: &str) {
         }),
         "locked" => stalled_file().map(|file| {
             map(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, &file);
-            std::thread::spawn(|| File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64));
-            std::thread::sleep(std::time::Duration::from_millis(200));
-            std::thread::spawn(|| anonymous(4096, libc::PROT_READ) as usize);
+            // Nothing is mapped after that, and only when `ready` has been printed.
+            std::thread::spawn(|| {
+                std::thread::sleep(HEAD_START);
+                File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64)
+            });
+            std::thread::spawn(|| {
+                std::thread::sleep(HEAD_START * 2);
+                anonymous(4096, libc::PROT_READ) as usize
+            });
+        }),
+        "exec" => stalled_file().map(|file| {
+            std::thread::spawn(move || {
+                let path = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
+                unsafe { libc::execv(path.as_ptr(), [path.as_ptr(), std::ptr::null()].as_ptr()) }
+            });
         }),
         "mappings" => mappings(),
         "regions" => {
             regions();
             Ok(())
         }
+        "churn" => {
+            std::thread::spawn(churn);
+            Ok(())
+        }
         other => Err(format!("there is no kind {other}")),
     };
+    drop_capabilities();
     if let Err(reason) = done {
         println!("bad: {reason}");
         return;
     }
     println!("ready {:x} {}", memory.addr as u64, PAGES * 4096);
-    let _ = std::io::stdin().read(&mut [0]);
+    // Without a buffer, for which memory might be mapped.
+    unsafe { libc::read(0, [0_u8].as_mut_ptr().cast(), 1) };
     match memory.check() {
         Ok(()) => println!("ok"),
         Err(reason) => println!("bad: {reason}"),
@@ -59,6 +82,13 @@ pub fn main(kind: &str) {
     // Without the destructors of threads that never end.
     let _ = std::io::stdout().flush();
     unsafe { libc::_exit(0) };
+}
+
+/// So that others can see that it is dumpable.
+fn drop_capabilities() {
+    const VERSION_3: u32 = 0x2008_0522;
+    let (header, none) = ([VERSION_3, 0], [0_u32; 6]);
+    unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) };
 }
 
 fn map(at: usize, length: usize, access: i32, flags: i32, file: &File) {
@@ -109,6 +139,24 @@ fn regions() {
                 libc::mprotect(at as *mut libc::c_void, 4096, libc::PROT_READ);
             }
         }
+    }
+}
+
+/// Splits and joins such mappings, other ones each time.
+fn churn() {
+    let pages = anonymous(REGIONS * 4096, libc::PROT_READ | libc::PROT_WRITE) as usize;
+    let protect = |at: usize, pages: usize, access| unsafe {
+        libc::mprotect(at as *mut libc::c_void, pages * 4096, access);
+    };
+    for at in (0..REGIONS).map(|number| pages + number * 4096) {
+        unsafe { (at as *mut u64).write(at as u64) };
+    }
+    for round in 0.. {
+        for number in (0..REGIONS).filter(|number| (number / 2 + round) % 3 == 0) {
+            protect(pages + number * 4096, 1, libc::PROT_READ);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        protect(pages, REGIONS, libc::PROT_READ | libc::PROT_WRITE);
     }
 }
 
