@@ -42,9 +42,11 @@ const MAPS_SHARE: u64 = 10_000;
 /// Shortest time between checks of the list of mappings, nanoseconds.
 const MAPS_MIN_NS: u64 = 1_000_000_000;
 /// Mappings of a process that has run are surveyed again after this time for changed flags, nanoseconds, and these surveys
-/// may take 1/`FLAGS_SHARE` of the time.
+/// may take 1/`FLAGS_SHARE` of the time if something is marked in it, otherwise 1/`UNMARKED_FLAGS_SHARE`: the first mark
+/// makes the survey due that has not been made until then.
 const FLAGS_NS: u64 = 10_000_000_000;
 const FLAGS_SHARE: u64 = 1_000;
+const UNMARKED_FLAGS_SHARE: u64 = 20_000;
 /// The same for any process, since another one may register its memory with userfaultfd, nanoseconds.
 const FLAGS_MAX_NS: u64 = 300_000_000_000;
 
@@ -355,7 +357,8 @@ impl Target {
             } else if self.exclusion.is_some() || drift > RSS_CHANGE_PAGES.max(before.resident / 64) {
                 DRIFT_SHARE
             } else {
-                let wait_ns = (surveyed.cost_ns * processes * FLAGS_SHARE).max(FLAGS_NS);
+                let share = if self.identity.is_marked() { FLAGS_SHARE } else { UNMARKED_FLAGS_SHARE };
+                let wait_ns = (surveyed.cost_ns * processes * share).max(FLAGS_NS);
                 let has_run = || cpu_ns.is_none() || cpu_ns != process_cpu_ns(self.process.pid());
                 let is_due = now_ns >= at_ns + wait_ns;
                 return Ok(is_due && (now_ns >= at_ns + FLAGS_MAX_NS || has_run()));

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// The pause before the second start in a row; it doubles with each. The first is made at once.
-const FIRST_PAUSE: Duration = Duration::from_millis(250);
+const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 250 });
 /// Deaths and failed starts in a row after which no other start is made: the pauses before add up to 16 s.
 const FAILURES_MOST: u32 = 8;
 /// An injector that lived for so long ends the row.
@@ -279,7 +279,7 @@ mod tests {
         };
         assert!(matches!(lost, InjectError::WorkerLost { failures: FAILURES_MOST, .. }), "{lost}");
         assert_eq!(restarts, FAILURES_MOST - 1);
-        assert!(begun.elapsed() > Duration::from_secs(12), "{:?}", begun.elapsed());
+        assert!(begun.elapsed() > Duration::from_millis(10 * 63), "{:?}", begun.elapsed());
         assert_eq!(injector.pid(), 0);
     }
 
