@@ -12,7 +12,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build demo test unit soak attack lint fuzz fuzz-long bench records install
+.PHONY: build demo test run-tests run-tests-beside unit soak attack lint fuzz fuzz-long bench records install
 
 build:
 	$(CARGO) build --release --locked
@@ -23,10 +23,23 @@ demo:
 	@$(CARGO) build --release --locked --quiet -p pagefold
 	@target/release/pagefold demo
 
-# KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other.
+# KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other, mostly waiting. These do not
+# use it, and run beside the others: emulated machines, and injections into hostile programs.
+TESTS_BESIDE := numa attack
+TESTS := $(filter-out $(TESTS_BESIDE),$(basename $(notdir $(wildcard crates/*/tests/*.rs))))
+
 test:
 	@scripts/setup test
-	$(CARGO) test --workspace --locked
+	$(CARGO) build --workspace --bins --locked
+	$(CARGO) test --workspace --locked --no-run
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync run-tests run-tests-beside
+
+run-tests:
+	$(CARGO) test --workspace --locked --lib --bins $(TESTS:%=--test %)
+	$(CARGO) test --workspace --locked --doc
+
+run-tests-beside:
+	nice $(CARGO) test --workspace --locked $(TESTS_BESIDE:%=--test %)
 
 unit:
 	$(CARGO) test --workspace --locked --lib

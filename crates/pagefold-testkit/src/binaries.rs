@@ -1,16 +1,16 @@
 //! Where the programs are that tests start.
 //!
-//! Cargo gives a test the path of its own package's binaries only, and `cargo test --test NAME` builds no others. So the
-//! victims are built on demand, once in each test process, with the profile of the running test.
+//! Cargo gives a test the path of its own package's binaries only, and `cargo test --test NAME` builds no others. So those
+//! of the workspace are built on demand, once in each test process, with the profile of the running test. All of them: for
+//! a selection of packages Cargo would build the dependencies again, with other features.
 
 use crate::pagefold::output_of;
-use std::collections::BTreeSet;
 use std::fs::{self, Permissions};
 use std::ops::Deref;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{LazyLock, Once, OnceLock};
 
 /// The `pagefold` under test.
 pub fn program() -> &'static Path {
@@ -66,34 +66,31 @@ impl Deref for ProgramCopy {
 
 /// A binary of a package in this workspace.
 pub fn binary(package: &'static str, name: &str) -> PathBuf {
-    static BUILT: Mutex<BTreeSet<&str>> = Mutex::new(BTreeSet::new());
+    static BUILT: Once = Once::new();
     // In an emulated machine.
     if let Some(dir) = std::env::var_os("PAGEFOLD_PROGRAMS") {
         return Path::new(&dir).join(name);
     }
     // Cargo has built the binaries of the package that the test belongs to.
     if std::env::var("CARGO_PKG_NAME").as_deref() != Ok(package) {
-        let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
-        if built.insert(package) {
-            build(package);
-        }
+        BUILT.call_once(build);
     }
     let path = profile_dir().join(name);
     assert!(path.exists(), "{} was not built", path.display());
     path
 }
 
-fn build(package: &str) {
+fn build() {
     let dir = profile_dir();
     let profile = dir.file_name().and_then(|name| name.to_str()).expect("a profile's directory");
     let profile = if profile == "debug" { "dev" } else { profile };
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());
     let status = Command::new(cargo)
-        .args(["build", "--quiet", "--locked", "--bins", "--package", package, "--profile", profile, "--target-dir"])
+        .args(["build", "--quiet", "--locked", "--workspace", "--bins", "--profile", profile, "--target-dir"])
         .arg(dir.parent().expect("a target directory"))
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .status();
-    assert!(status.as_ref().is_ok_and(std::process::ExitStatus::success), "cargo build -p {package}: {status:?}");
+    assert!(status.as_ref().is_ok_and(std::process::ExitStatus::success), "cargo build: {status:?}");
 }
 
 /// `target/PROFILE`, where the running test's executable is `target/PROFILE/deps/NAME-HASH`.

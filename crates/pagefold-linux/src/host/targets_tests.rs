@@ -262,6 +262,7 @@ fn flags_of_whole_mappings_are_found_in_a_bounded_time() {
         assert!(watched.at(FIRST).is_some());
         watched.refresh_after(FLAGS_NS);
         watched.child.request(request);
+        watched.target.set_marked();
         for _ in 0..4 {
             watched.refresh_after(limit_ns / 4);
         }
