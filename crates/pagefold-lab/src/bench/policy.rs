@@ -110,7 +110,7 @@ impl fmt::Display for Policy {
             Self::KsmPaced { pages, .. } => write!(f, "ksm-{pages}/20ms"),
             Self::KsmAdvisor { seconds } => write!(f, "ksm-advisor/{seconds}s"),
             Self::KsmSteered { share, .. } => write!(f, "ksm at {:.2} %", 100.0 * share.fraction()),
-            Self::NoMerging { .. } => f.write_str("nobody"),
+            Self::NoMerging { .. } => f.write_str("no merging"),
             Self::Oracle => f.write_str("oracle"),
             Self::Pagefold { options, .. } => {
                 f.write_str(SUBJECT)?;

@@ -88,7 +88,7 @@ pub struct RaceResult {
 
 impl Racer {
     pub fn name(&self) -> String {
-        self.algorithm.map_or_else(|| "nobody".to_owned(), |algorithm| algorithm.to_string())
+        self.algorithm.map_or_else(|| "no merging".to_owned(), |algorithm| algorithm.to_string())
     }
 }
 

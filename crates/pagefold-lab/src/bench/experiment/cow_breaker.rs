@@ -34,7 +34,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     sequence.exact = true;
     sequence.run(report, &Policy::NoMerging { seconds }, start)?;
     sequence.run(report, &Policy::pagefold(seconds), start)?;
-    let baseline = report.run("nobody").and_then(writing);
+    let baseline = report.run("no merging").and_then(writing);
     if let Some(run) = report.run(SUBJECT).cloned() {
         left_alone(setting, report, &run, mib(size_mib).0, baseline);
     }

@@ -36,7 +36,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let runs = report.runs.iter().filter(|run| run.policy == policy);
         runs.flat_map(speeds).collect::<Vec<u64>>()
     };
-    let (baseline, merged) = (of("nobody"), of(SUBJECT));
+    let (baseline, merged) = (of("no merging"), of(SUBJECT));
     let ratio = |of: fn(&[u64]) -> Option<f64>| Some(of(&merged)? / of(&baseline)?);
     for (name, ratio) in [("on average", ratio(mean)), ("in the slowest second", ratio(slowest))] {
         if let Some(ratio) = ratio {
