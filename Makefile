@@ -8,11 +8,14 @@
 # make fuzz     fuzz every parser, 5 s each (fuzz-long: 3 minutes each)
 # make bench    run the experiments of docs/measurements.md (takes long)
 # make records  record real programs into target/records, for pagefold-lab replay (about 8 minutes)
+# make kernel   build Linux with the series in kernel/ and test it in emulated machines (kernel-quick: a small kernel only)
+# make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
+# make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
 # make install  install pagefold (not pagefold-lab), its systemd units and, unless there is one, its configuration file, below DESTDIR
 
 CARGO ?= cargo
 
-.PHONY: build demo test run-tests run-tests-beside unit soak attack lint fuzz fuzz-long bench records install
+.PHONY: build demo test run-tests run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb install
 
 build:
 	$(CARGO) build --release --locked
@@ -75,6 +78,12 @@ bench: build
 records: build
 	@scripts/setup bench
 	scripts/records
+
+kernel:
+	scripts/kernel full
+
+kernel-quick kernel-cost kernel-deb: kernel-%:
+	scripts/kernel $*
 
 install:
 	$(CARGO) build --release --locked -p pagefold
