@@ -1,4 +1,4 @@
-//! Programs that do their worst to stall pagefold: others are merged, requests are answered, and the
+//! Programs that do their worst to stall pagefold, or to make it large: others are merged, requests are answered, and the
 //! run ends in an orderly way.
 
 use super::*;
@@ -7,6 +7,8 @@ use pagefold_testkit::injection::Victim;
 /// Programs that stall: those that keep their memory map locked, and those in an exec that does not end.
 const LOCKED: usize = 20;
 const IN_EXEC: usize = 2;
+/// What the daemon and its injector may take together for themselves, KiB.
+const MOST_KIB: u64 = 32 << 10;
 
 /// Victims of these kinds in a cgroup. `None`, with the reason reported, where they cannot do what they should.
 fn victims(kinds: &[&str], group: &Cgroup) -> Option<Vec<Victim>> {
@@ -68,5 +70,59 @@ fn programs_that_stall_delay_no_other_one_and_no_request() {
     }
     assert!(others.iter_mut().all(Holder::is_intact));
     unmerge(&own);
+    ksm.assert_restored();
+}
+
+/// The sum of a field of the status of processes, KiB.
+fn sum_kib(pids: &[i32], field: &str) -> u64 {
+    let of = |&pid: &i32| status_field(&format!("/proc/{pid}"), field).unwrap();
+    pids.iter().map(|pid| of(pid).trim_end_matches(" kB").parse::<u64>().unwrap()).sum()
+}
+
+#[test]
+fn no_program_makes_pagefold_large() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let program = victim_binary("holder");
+    let group = Cgroup::create("unified").expect("cgroup version 2");
+    let mut others = [holder(&program), holder(&program)];
+    let own: Vec<i32> = others.iter().map(Holder::pid).collect();
+    // What the daemon and the injector take with the others and this process, and the status then.
+    let measure = |pid: Option<i32>| {
+        let pids: Vec<i32> = own.iter().copied().chain(pid).collect();
+        let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
+        let began = Instant::now();
+        let processes = [vec![daemon.pid()], daemon.children()];
+        let (mut own_most, mut status) = ([0; 2], String::new());
+        for pass in 0.. {
+            if pass % 40 == 0 {
+                // The answer lists what is known of every region.
+                status = String::from_utf8(pagefold(&["status", "--json"]).stdout).unwrap();
+            }
+            own_most = [0, 1].map(|at| own_most[at].max(sum_kib(&processes[at], "RssAnon")));
+            let is_merged = own.iter().all(|&pid| marks(pid).merged >= 7 * MIB);
+            if is_merged && began.elapsed() > Duration::from_secs(20) {
+                break;
+            }
+            assert!(began.elapsed() < Duration::from_secs(90), "the others are not merged");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let peaks = [0, 1].map(|at| [own_most[at], sum_kib(&processes[at], "VmHWM")]);
+        daemon.stop();
+        unmerge(&pids);
+        (peaks, status)
+    };
+    let (alone, _) = measure(None);
+    println!("daemon and injector, own memory and peak: {alone:?} KiB");
+    for kind in ["mappings", "regions", "churn"] {
+        let Some(mut victim) = victims(&[kind], &group).map(|mut victims| victims.remove(0)) else { return };
+        let (beside, status) = measure(Some(victim.pid()));
+        println!("beside {kind}: {beside:?} KiB");
+        let [[daemon, _], [injector, _]] = beside;
+        assert!(daemon + injector <= MOST_KIB, "{kind}: {daemon} and {injector} KiB");
+        assert_eq!(status.contains("has more than 16384 mappings"), kind == "mappings", "{status}");
+        victim.send();
+        victim.expect_ok(kind);
+    }
+    assert!(others.iter_mut().all(Holder::is_intact));
     ksm.assert_restored();
 }
