@@ -35,7 +35,7 @@ test:
 	@scripts/setup test
 	$(CARGO) build --workspace --bins --locked
 	$(CARGO) test --workspace --locked --no-run
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync run-tests run-tests-beside
+	@$(MAKE) --no-print-directory --jobs 2 run-tests run-tests-beside
 
 run-tests:
 	$(CARGO) test --workspace --locked --lib --bins $(TESTS:%=--test %)

@@ -109,7 +109,7 @@ fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<
     }
     let broken = vmstat("cow_ksm") - broken_before;
     println!("COW breaks of merged pages: {broken}");
-    assert!(broken > 1_000, "{broken} COW breaks of merged pages: nothing was tested");
+    assert!(broken > 100, "{broken} COW breaks of merged pages: nothing was tested");
     for shuffler in &shufflers {
         assert!(shuffler.most_merged > 1_000, "{} pages merged at most: nothing was tested", shuffler.most_merged);
         assert!(shuffler.lines() >= 2, "{} lines: it has made hardly any check", shuffler.lines());
