@@ -31,8 +31,12 @@ fn programs_that_stall_delay_no_other_one_and_no_request() {
     let mut others = [holder(&program), holder(&program)];
     let own: Vec<i32> = others.iter().map(Holder::pid).collect();
     let pids: Vec<i32> = stalling.iter().map(Victim::pid).chain(own.iter().copied()).collect();
+    let began = Instant::now();
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
-    let (began, mut merged) = (Instant::now(), None);
+    let answering = began.elapsed();
+    println!("answers after {:.1} s", answering.as_secs_f64());
+    assert!(answering < Duration::from_secs(20), "{answering:?}");
+    let mut merged = None;
     let (mut answers, mut threads) = (Vec::new(), 0);
     while merged.is_none() || began.elapsed() < Duration::from_secs(20) {
         let asked = Instant::now();
