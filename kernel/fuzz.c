@@ -34,7 +34,8 @@ static struct shared {
 	volatile unsigned long calls, merged, hashed, good, denied;
 } *shared;
 static uint64_t rng;
-static char *arena; /* where arguments are, and beside them nothing */
+static char *arena;   /* where results go, and beside them nothing */
+static char *ranges;  /* the same for arguments */
 #define ARENA	(64 * PAGE)
 
 static uint32_t rnd(uint32_t below)
@@ -129,17 +130,27 @@ static void caller(int rights)
 	pthread_t thread;
 
 	arena = mmap(NULL, ARENA + 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	ranges = mmap(NULL, ARENA + 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	munmap(arena + ARENA, 2 * PAGE);
+	munmap(ranges + ARENA, 2 * PAGE);
 	memset(fds, -1, sizeof(fds));
-	if (!rights && (setgid(65534) || setuid(65534)))
-		fail("setuid");
+	if (getenv("MAKE_IT_FAIL")) {
+		int fd = open("/proc/self/make-it-fail", O_WRONLY);
+
+		if (fd < 0 || write(fd, "1", 1) != 1)
+			fail("make-it-fail");
+		close(fd);
+	}
+	while (!rights && (setgid(65534) || setuid(65534)))
+		if (errno != ENOMEM)
+			fail("setuid");
 	if (rights == 2)
 		pthread_create(&thread, NULL, scribble, NULL);
 	while (!shared->stop) {
 		static struct ksm_merge_range copy[64];
 		struct ksm_merge m = { .version = KSM_ABI_VERSION, .range_size = sizeof(*copy) };
 		int n = 1 + rnd(20), got;
-		char *place = arena + rnd(rnd(2) ? 64 : ARENA);
+		char *place = ranges + rnd(rnd(2) ? 64 : ARENA);
 
 		if (!fresh--) {
 			for (int k = 0; k <= TARGETS; k++) {
@@ -184,7 +195,7 @@ static void caller(int rights)
 				copy[k].keep_addr = 0;
 				copy[k].keep_pidfd = -1;
 			}
-		if (rights == 1 && place + n * sizeof(*copy) <= arena + ARENA) {
+		if (rights == 1 && place + n * sizeof(*copy) <= ranges + ARENA) {
 			memcpy(place, copy, n * sizeof(*copy));
 			m.ranges = (uintptr_t)place;
 		} else {

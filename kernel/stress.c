@@ -5,7 +5,8 @@
  * usage: stress SECONDS [PROCESSES [SEED]], as root, with /dev/ksm. Each process has a window of pages whose contents it knows,
  * and does random things to it. A merger names random pairs of pages of random processes, right and wrong ones, by
  * KSM_IOC_MERGE. Another turns KSM's knobs. A process that finds a byte that it did not write prints it and aborts, and the
- * stress fails.
+ * stress fails. With MAKE_IT_FAIL in the environment, allocations for the merger and for KSM's knobs fail, as
+ * /sys/kernel/debug/failslab and fail_page_alloc say.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -248,6 +249,17 @@ static void work(int slot, int depth)
 	_exit(0);
 }
 
+static void write_file(const char *path, const char *what)
+{
+	int fd = open(path, O_WRONLY);
+
+	if (fd < 0)
+		return;
+	if (write(fd, what, strlen(what)) < 0 && errno != EBUSY && errno != EINVAL && errno != EIO && errno != EAGAIN && errno != ENOMEM)
+		perror(path);
+	close(fd);
+}
+
 static void merge(int processes)
 {
 	static struct ksm_merge_range range[64];
@@ -260,6 +272,8 @@ static void merge(int processes)
 		_exit(1);
 	}
 	memset(fds, -1, sizeof(fds));
+	if (getenv("MAKE_IT_FAIL"))
+		write_file("/proc/self/make-it-fail", "1");
 	while (!shared->stop) {
 		int n = 1 + rnd(64);
 		struct ksm_merge m = { .version = KSM_ABI_VERSION, .range_size = sizeof(*range),
@@ -292,7 +306,7 @@ static void merge(int processes)
 				range[k].keep_addr = 0;
 			}
 		}
-		if (ioctl(dev, KSM_IOC_MERGE, &m) < 0 && errno != EINTR)
+		if (ioctl(dev, KSM_IOC_MERGE, &m) < 0 && errno != EINTR && errno != ENOMEM)
 			perror("KSM_IOC_MERGE");
 		for (int k = 0; k < n; k++) {
 			__sync_fetch_and_add(&shared->merged, range[k].nr_merged);
@@ -302,21 +316,12 @@ static void merge(int processes)
 	_exit(0);
 }
 
-static void write_file(const char *path, const char *what)
-{
-	int fd = open(path, O_WRONLY);
-
-	if (fd < 0)
-		return;
-	if (write(fd, what, strlen(what)) < 0 && errno != EBUSY && errno != EINVAL && errno != EIO && errno != EAGAIN)
-		perror(path);
-	close(fd);
-}
-
 static void turn(void)
 {
 	static const char *const run[] = { "0", "1", "1", "2", "0", "1" };
 
+	if (getenv("MAKE_IT_FAIL"))
+		write_file("/proc/self/make-it-fail", "1");
 	while (!shared->stop) {
 		usleep(20000 + rnd(200000));
 		switch (rnd(6)) {
