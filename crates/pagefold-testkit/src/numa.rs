@@ -34,6 +34,8 @@ pub enum Disturbance {
     Offline {
         node: usize,
     },
+    /// While pagefold runs, the clock is set ten years back and forth again, four times a second.
+    ClockSteps,
     /// Before the last check a byte is written into a page of the first process, which must be found.
     Damage,
 }

@@ -83,6 +83,7 @@ fn two_processes_on_two_nodes_are_placed_by_the_policy() {
             placed("fair", "second active", &[idle(0), active(1)], Expect::All(1)),
             by_generations(placed("fair", "activity is unknown", &[active(0), idle(1)], even())),
             placed("local-only", "nothing in common", &[idle(0), idle(1)], Expect::Apart(0)),
+            with(Disturbance::ClockSteps, placed("fair", "the clock is stepped", &[idle(0), idle(1)], even())),
         ],
     );
 }

@@ -10,6 +10,9 @@ use std::fs::{self, File};
 use std::io::{Read, Seek};
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const PAGEFOLD: &str = "/bin/pagefold";
@@ -47,6 +50,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
     let nodes = Nodes::read();
     let before = nodes.snapshot(&programs.extents);
 
+    let steps = (scenario.disturbance == Disturbance::ClockSteps).then(ClockSteps::start);
     let meter = Meter::start(&programs);
     let merger = Merger::start(&scenario.merged_by, &mut programs);
     let settled = meter.wait_until_quiet(&merger);
@@ -65,6 +69,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
         _ => None,
     };
     let summary = merger.end(&programs, &mut wrong);
+    drop(steps);
     wrong.extend(programs.check());
     let unmerged = Nodes::read().snapshot(&programs.extents);
     if scenario.disturbance == Disturbance::Damage {
@@ -97,6 +102,44 @@ pub fn run(scenario: &Scenario) -> Outcome {
             .map(|((name, now), (_, before))| format!("{name}: {before}, then {now}"))
             .collect(),
         wrong,
+    }
+}
+
+/// Steps of the clock (`CLOCK_REALTIME`), until dropped.
+struct ClockSteps {
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ClockSteps {
+    fn start() -> Self {
+        const TEN_YEARS: i64 = 10 * 365 * 24 * 3600;
+        let over = Arc::new(AtomicBool::new(false));
+        let is_over = over.clone();
+        let thread = std::thread::spawn(move || {
+            for step in [-TEN_YEARS, TEN_YEARS].into_iter().cycle() {
+                let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+                // SAFETY: `now` outlives the calls; the clock is that of an emulated machine.
+                let set = unsafe {
+                    libc::clock_gettime(libc::CLOCK_REALTIME, &raw mut now);
+                    now.tv_sec += step;
+                    libc::clock_settime(libc::CLOCK_REALTIME, &raw const now)
+                };
+                assert_eq!(set, 0, "the clock cannot be set");
+                if step > 0 && is_over.load(Ordering::Relaxed) {
+                    break;
+                }
+                std::thread::sleep(CHECK_INTERVAL);
+            }
+        });
+        Self { over, thread: Some(thread) }
+    }
+}
+
+impl Drop for ClockSteps {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        self.thread.take().map(JoinHandle::join).transpose().expect("the clock can be set");
     }
 }
 
