@@ -318,17 +318,17 @@ static void merge(int processes)
 
 static void turn(void)
 {
-	static const char *const run[] = { "0", "1", "1", "2", "0", "1" };
+	static const char *const run[] = { "0", "1", "1", "2", "0", "0" };
 
 	if (getenv("MAKE_IT_FAIL"))
 		write_file("/proc/self/make-it-fail", "1");
 	while (!shared->stop) {
-		usleep(20000 + rnd(200000));
+		usleep(50000 + rnd(500000));
 		switch (rnd(6)) {
 		default:
 			write_file("/sys/kernel/mm/ksm/run", run[rnd(6)]);
-			usleep(rnd(20000));
-			write_file("/sys/kernel/mm/ksm/run", rnd(2) ? "0" : "1");
+			usleep(rnd(100000));
+			write_file("/sys/kernel/mm/ksm/run", "0");
 			break;
 		case 3:
 			write_file("/proc/sys/vm/compact_memory", "1");
