@@ -1,0 +1,1504 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * /dev/ksm for stock kernels: merging of pages that the caller names. See README.md, and abi.h for the interface.
+ *
+ * Up to MERGE_BATCH pairs of two page tables are done at once: under both page table locks, their ptes are cleared and
+ * flushed, the pages compared while no process can write to them, and the final ptes set. So nothing is ever half done, and
+ * what does not merge is as it was. The kernel series beside this does it in the same way, with the same names.
+ *
+ * KSM knows the pages as its own: they have stable nodes, on migrate_nodes, and rmap_items in the sorted list of their mm.
+ *
+ * ksm_thread_mutex is held, so that ksmd, or another caller, never sees pages in between; then the mmap_locks of both
+ * processes, the locks of the folios (only tried), and the page table locks.
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+#include <linux/dax.h>
+#include <linux/fs.h>
+#include <linux/hashtable.h>
+#include <linux/hugetlb.h>
+#include <linux/kprobes.h>
+#include <linux/ksm.h>
+#include <linux/mman.h>
+#include <linux/miscdevice.h>
+#include <linux/mmu_notifier.h>
+#include <linux/module.h>
+#include <linux/pagewalk.h>
+#include <linux/pid.h>
+#include <linux/ptrace.h>
+#include <linux/rmap.h>
+#include <linux/sched/mm.h>
+#include <linux/sort.h>
+#include <linux/swap.h>
+#include <linux/tracepoint.h>
+#include <linux/uaccess.h>
+#include <linux/utsname.h>
+#include <linux/wait_bit.h>
+#include <linux/workqueue.h>
+#include <asm/tlbflush.h>
+#include "abi.h"
+#include "internals.h"
+#include "reviewed.h"
+
+#define DEFINE_FUNCTION(name) DEFINE_STATIC_CALL_NULL(k_##name, name);
+FUNCTIONS(DEFINE_FUNCTION)
+#define DEFINE_VARIABLE(type, name) static type *k_##name;
+VARIABLES(DEFINE_VARIABLE)
+
+static unsigned long pages_merged;
+module_param(pages_merged, ulong, 0444);
+MODULE_PARM_DESC(pages_merged, "how many pages have been merged by this module");
+
+/* Inline functions of the kernel's headers call what is not exported. These are the same, without tracing. */
+static void notifier_start(struct mmu_notifier_range *range)
+{
+	if (mm_has_notifiers(range->mm)) {
+		range->flags |= MMU_NOTIFIER_RANGE_BLOCKABLE;
+		K(__mmu_notifier_invalidate_range_start)(range);
+	}
+}
+
+static void notifier_end(struct mmu_notifier_range *range)
+{
+	if (mm_has_notifiers(range->mm))
+		K(__mmu_notifier_invalidate_range_end)(range);
+}
+
+static void flush_range(struct vm_area_struct *vma, unsigned long start, unsigned long end)
+{
+	K(flush_tlb_mm_range)(vma->vm_mm, start, end, PAGE_SHIFT, false);
+}
+
+/* folio_walk_end() for mappings without huge TLB pages */
+static void walk_end(struct folio_walk *fw)
+{
+	spin_unlock(fw->ptl);
+	if (fw->level == FW_LEVEL_PTE)
+		pte_unmap(fw->ptep);
+}
+
+static struct ksm_stable_node *folio_stable_node(struct folio *folio)
+{
+	return folio_test_ksm(folio) ? (void *)((unsigned long)folio->mapping & ~PAGE_MAPPING_FLAGS) : NULL;
+}
+
+static void folio_set_stable_node(struct folio *folio, struct ksm_stable_node *node)
+{
+	folio->mapping = (void *)((unsigned long)node | PAGE_MAPPING_KSM);
+}
+
+/* As in mm/ksm.c, and shadow stacks, whose ptes are like no others */
+static bool vma_ksm_compatible(struct vm_area_struct *vma)
+{
+	return !(vma->vm_flags & (VM_SHARED | VM_MAYSHARE | VM_PFNMAP | VM_IO | VM_DONTEXPAND | VM_HUGETLB | VM_MIXEDMAP |
+				  VM_DROPPABLE | VM_SHADOW_STACK)) && !vma_is_dax(vma);
+}
+
+/* An rmap_item that is in no list any more */
+static void drop_rmap_item(struct ksm_rmap_item *item)
+{
+	K(remove_rmap_item_from_tree)(item);
+	(*k_ksm_rmap_items)--;
+	item->mm->ksm_rmap_items--;
+	item->mm = NULL;
+	kmem_cache_free(*k_rmap_item_cache, item);
+}
+
+/* As many as a folio_batch holds */
+#define MERGE_BATCH	PAGEVEC_SIZE
+/* ksm_thread_mutex is dropped after this many pages */
+#define MERGE_CHUNK	1024
+
+/* Beside enum ksm_page_status, within merge_batch() only */
+#define MERGE_LARGE	0xfe
+#define MERGE_PENDING	0xff
+
+/* One side of a merge */
+struct merge_side {
+	int pidfd;
+	struct mm_struct *mm;
+	struct ksm_mm_slot *slot;	/* while ksm_thread_mutex is held */
+	unsigned long addr;
+	struct vm_area_struct *vma;
+	pmd_t *pmd, pmdval;
+	pte_t *pte;
+	spinlock_t *ptl;		/* of that page table */
+	struct mmu_notifier_range range;
+	struct merge_page {
+		struct folio *folio;
+		pte_t entry;			/* if cleared */
+		struct ksm_rmap_item *item;	/* if it got one */
+		bool cleared;
+		bool locked;
+	} page[MERGE_BATCH];
+	/* New rmap_items of this mm, to be put into its list */
+	struct ksm_rmap_item *new[MERGE_CHUNK];
+	unsigned int nr_new;
+	bool unsorted;
+};
+
+struct merge_ctx {
+	struct merge_side keep, take;
+	unsigned int flags;
+	bool drained, want_drain;
+	bool locked;		/* ksm_thread_mutex is held */
+	unsigned int held;	/* pages tried since it is */
+	unsigned int seq;
+	unsigned int nr_items, nr_nodes;
+	struct ksm_rmap_item *items[2 * MERGE_BATCH];
+	struct ksm_stable_node *nodes[MERGE_BATCH];
+	u8 status[MERGE_CHUNK];
+};
+
+/* memcmp_pages() also finds an order, at twice the cost */
+static bool merge_pages_equal(struct page *page1, struct page *page2)
+{
+	u64 *start1 = kmap_local_page(page1), *a = start1;
+	u64 *start2 = kmap_local_page(page2), *b = start2;
+	u64 *end = a + PAGE_SIZE / sizeof(u64);
+	u64 diff;
+
+	do {
+		diff = (a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) |
+		       (a[3] ^ b[3]) | (a[4] ^ b[4]) | (a[5] ^ b[5]) |
+		       (a[6] ^ b[6]) | (a[7] ^ b[7]);
+		a += 8;
+		b += 8;
+	} while (!diff && a < end);
+	kunmap_local(start2);
+	kunmap_local(start1);
+	return !diff;
+}
+
+static bool merge_page_is_zero(struct page *page)
+{
+	u64 *start = kmap_local_page(page), *a = start;
+	u64 *end = a + PAGE_SIZE / sizeof(u64);
+	u64 bits;
+
+	do {
+		bits = a[0] | a[1] | a[2] | a[3] | a[4] | a[5] | a[6] | a[7];
+		a += 8;
+	} while (!bits && a < end);
+	kunmap_local(start);
+	return !bits;
+}
+
+static bool merge_contents_equal(struct page *keep, struct page *take)
+{
+	return keep ? merge_pages_equal(keep, take) : merge_page_is_zero(take);
+}
+
+/* Have as many stable nodes and rmap_items as n merges can take */
+static bool merge_refill(struct merge_ctx *ctx, unsigned int n)
+{
+	if (ctx->flags & KSM_MERGE_ZERO)
+		return true;
+	for (; ctx->nr_items < 2 * n; ctx->nr_items++) {
+		ctx->items[ctx->nr_items] = kmem_cache_zalloc(*k_rmap_item_cache, GFP_KERNEL | __GFP_NORETRY | __GFP_NOWARN);
+		if (!ctx->items[ctx->nr_items])
+			return false;
+	}
+	for (; ctx->nr_nodes < n; ctx->nr_nodes++) {
+		ctx->nodes[ctx->nr_nodes] = kmem_cache_alloc(*k_stable_node_cache, GFP_KERNEL | __GFP_HIGH);
+		if (!ctx->nodes[ctx->nr_nodes])
+			return false;
+	}
+	return true;
+}
+
+/* mmap_locks of different processes have no order: never wait with one held */
+static int merge_lock_mms(struct mm_struct *a, struct mm_struct *b)
+{
+	for (;;) {
+		if (mmap_read_lock_killable(a))
+			return -EINTR;
+		if (a == b || mmap_read_trylock(b))
+			return 0;
+		mmap_read_unlock(a);
+		swap(a, b);
+	}
+}
+
+static void merge_unlock_mms(struct mm_struct *a, struct mm_struct *b)
+{
+	mmap_read_unlock(a);
+	if (a != b)
+		mmap_read_unlock(b);
+}
+
+/* Find the VMA of a side, or why it has none. Limit n to what is alike. */
+static u8 merge_find_vma(struct merge_side *side, unsigned int *n)
+{
+	unsigned long addr = side->addr;
+	struct vm_area_struct *vma = find_vma(side->mm, addr);
+
+	if (!vma)
+		return KSM_PAGE_GONE;
+	if (addr < vma->vm_start) {
+		*n = min_t(unsigned long, *n, (vma->vm_start - addr) >> PAGE_SHIFT);
+		return KSM_PAGE_GONE;
+	}
+	*n = min_t(unsigned long, *n, (vma->vm_end - addr) >> PAGE_SHIFT);
+	if (!vma_ksm_compatible(vma))
+		return KSM_PAGE_INELIGIBLE;
+	if (!vma->anon_vma)
+		return KSM_PAGE_ABSENT;
+	side->vma = vma;
+	return MERGE_PENDING;
+}
+
+/* Find the page table of a side. Limit n to its end. */
+static u8 merge_find_table(struct merge_side *side, unsigned int *n)
+{
+	*n = min_t(unsigned int, *n, PTRS_PER_PTE - pte_index(side->addr));
+	side->pmd = K(mm_find_pmd)(side->mm, side->addr);
+	if (!side->pmd)
+		return KSM_PAGE_ABSENT;
+	side->pmdval = pmdp_get_lockless(side->pmd);
+	if (!pmd_present(side->pmdval))
+		return KSM_PAGE_ABSENT;
+	return pmd_leaf(side->pmdval) ? MERGE_LARGE : MERGE_PENDING;
+}
+
+static void merge_unlock_tables(struct merge_side *a, struct merge_side *b)
+{
+	spin_unlock(a->ptl);
+	if (a->ptl != b->ptl)
+		spin_unlock(b->ptl);
+	pte_unmap(b->pte);
+	if (a != b)
+		pte_unmap(a->pte);
+}
+
+/* Map and lock both page tables, in the order of double_pt_lock() */
+static bool merge_lock_tables(struct merge_side *a, struct merge_side *b)
+{
+	spinlock_t *ptl1, *ptl2;
+
+	a->pte = K(pte_offset_map_nolock)(a->mm, a->pmd, a->addr, &a->ptl);
+	if (!a->pte)
+		return false;
+	if (a != b) {
+		b->pte = K(pte_offset_map_nolock)(b->mm, b->pmd, b->addr, &b->ptl);
+		if (!b->pte) {
+			pte_unmap(a->pte);
+			return false;
+		}
+	}
+	ptl1 = min(a->ptl, b->ptl);
+	ptl2 = max(a->ptl, b->ptl);
+	spin_lock(ptl1);
+	if (ptl1 != ptl2)
+		spin_lock_nested(ptl2, SINGLE_DEPTH_NESTING);
+	if (pmd_same(a->pmdval, pmdp_get_lockless(a->pmd)) &&
+	    pmd_same(b->pmdval, pmdp_get_lockless(b->pmd)))
+		return true;
+	merge_unlock_tables(a, b);
+	return false;
+}
+
+/* It cannot be freed while ksm_thread_mutex and mm_users are held */
+static struct ksm_mm_slot *merge_find_slot(struct mm_struct *mm)
+{
+	struct ksm_mm_slot *found = NULL;
+	struct mm_slot *slot;
+
+	spin_lock(k_ksm_mmlist_lock);
+	list_for_each_entry(slot, &k_ksm_mm_head->slot.mm_node, mm_node) {
+		if (slot->mm == mm) {
+			found = container_of(slot, struct ksm_mm_slot, slot);
+			break;
+		}
+	}
+	spin_unlock(k_ksm_mmlist_lock);
+	return found;
+}
+
+/* Mark the VMA of a side, unless it is marked. Returns 1 if locks were dropped. */
+static int merge_mark(struct merge_ctx *ctx, struct merge_side *side)
+{
+	struct mm_struct *mm = side->mm;
+	unsigned long start = side->vma->vm_start, end = side->vma->vm_end;
+	int err;
+
+	if (!side->slot)
+		side->slot = merge_find_slot(mm);
+	if (side->slot && (side->vma->vm_flags & VM_MERGEABLE))
+		return 0;
+
+	if (ctx->flags & KSM_MERGE_ZERO)
+		mmap_read_unlock(mm);
+	else
+		merge_unlock_mms(ctx->keep.mm, ctx->take.mm);
+	err = K(do_madvise)(mm, start, end - start, MADV_MERGEABLE);
+	/* Rarely, fork or ksmd have left a marked VMA in an mm without slot */
+	if (!err && !test_bit(MMF_VM_MERGEABLE, &mm->flags)) {
+		if (mmap_write_lock_killable(mm))
+			return -EINTR;
+		if (!test_bit(MMF_VM_MERGEABLE, &mm->flags))
+			err = K(__ksm_enter)(mm);
+		mmap_write_unlock(mm);
+	}
+	/* -ENOMEM may mean that a part has been unmapped meanwhile: look again */
+	return err == -EINTR ? err : 1;
+}
+
+/* The folio at a pte, or why there is none */
+static u8 merge_pick(struct merge_side *side, unsigned int i)
+{
+	pte_t entry = ptep_get(side->pte + i);
+	struct page *page;
+
+	side->page[i].folio = NULL;
+	if (!pte_present(entry))
+		return KSM_PAGE_ABSENT;
+	page = K(vm_normal_page)(side->vma, side->addr + i * PAGE_SIZE, entry);
+	if (!page || !PageAnon(page) || is_zone_device_page(page) ||
+	    PageHWPoison(page))
+		return KSM_PAGE_ABSENT;
+	if (PageCompound(page))
+		return MERGE_LARGE;
+	side->page[i].folio = page_folio(page);
+	return MERGE_PENDING;
+}
+
+/* Lock a folio and get a reference, unless another page of this batch has */
+static bool merge_trylock(struct merge_ctx *ctx, struct merge_page *page,
+			  unsigned int n)
+{
+	page->locked = folio_trylock(page->folio);
+	if (page->locked) {
+		folio_get(page->folio);
+		return true;
+	}
+	while (n--) {
+		struct merge_page *keep = &ctx->keep.page[n];
+		struct merge_page *take = &ctx->take.page[n];
+
+		if ((keep->locked && keep->folio == page->folio) ||
+		    (take->locked && take->folio == page->folio))
+			return true;
+	}
+	return false;
+}
+
+static void merge_clear(struct merge_side *side, unsigned int i)
+{
+	unsigned long addr = side->addr + i * PAGE_SIZE;
+
+	side->page[i].entry = ptep_get_and_clear(side->mm, addr, side->pte + i);
+	side->page[i].cleared = true;
+}
+
+static void merge_restore(struct merge_side *side, unsigned int i)
+{
+	if (side->page[i].cleared)
+		set_pte_at(side->mm, side->addr + i * PAGE_SIZE, side->pte + i,
+			   side->page[i].entry);
+	side->page[i].cleared = false;
+}
+
+/*
+ * Nobody but processes that map the folio, swapcache and we have references?
+ * See write_protect_page(): the pte has been cleared and flushed, so GUP-fast
+ * cannot get new ones.
+ */
+static bool merge_unpinned(struct merge_ctx *ctx, struct folio *folio)
+{
+	if (folio_ref_count(folio) ==
+	    folio_mapcount(folio) + folio_test_swapcache(folio) + 1)
+		return true;
+	if (!folio_test_lru(folio))
+		ctx->want_drain = true;
+	return false;
+}
+
+static void merge_append(struct merge_ctx *ctx, struct merge_side *side,
+			 unsigned int i, struct anon_vma *anon_vma,
+			 struct ksm_stable_node *node)
+{
+	struct ksm_rmap_item *item = ctx->items[--ctx->nr_items];
+
+	item->mm = side->mm;
+	item->mm->ksm_rmap_items++;
+	(*k_ksm_rmap_items)++;
+	item->address = side->addr + i * PAGE_SIZE;
+	item->anon_vma = anon_vma;
+	get_anon_vma(anon_vma);
+	K(stable_tree_append)(item, node, false);
+	side->page[i].item = item;
+}
+
+/* Make the kept page a KSM page. Its pte is cleared. */
+static u8 merge_keep(struct merge_ctx *ctx, unsigned int k)
+{
+	struct merge_side *side = &ctx->keep;
+	struct merge_page *keep = &side->page[k];
+	struct folio *folio = keep->folio;
+	struct anon_vma *anon_vma = (void *)((unsigned long)folio->mapping & ~PAGE_MAPPING_FLAGS);
+	struct ksm_stable_node *node;
+
+	if (PageAnonExclusive(&folio->page) &&
+	    folio_try_share_anon_rmap_pte(folio, &folio->page))
+		return KSM_PAGE_BUSY;
+
+	/* Its place in the stable tree is for ksmd to find, if it ever runs */
+	node = ctx->nodes[--ctx->nr_nodes];
+	INIT_HLIST_HEAD(&node->hlist);
+	node->kpfn = folio_pfn(folio);
+	node->rmap_hlist_len = 0;
+	node->nid = 0;	/* merge_across_nodes is set */
+	node->head = k_migrate_nodes;
+	list_add(&node->list, k_migrate_nodes);
+	/*
+	 * After fork, others may map the folio, and not be reached by the
+	 * anon_vma of this VMA: take that of the folio.
+	 */
+	merge_append(ctx, side, k, anon_vma, node);
+	folio_set_stable_node(folio, node);
+	/* Reclaim just frees a clean page: make sure that it is swapped */
+	folio_set_dirty(folio);
+
+	keep->entry = pte_wrprotect(pte_mkclean(keep->entry));
+	merge_restore(side, k);
+	return MERGE_PENDING;
+}
+
+/* Map the kept page instead of the taken one, whose pte is cleared. */
+static void merge_take(struct merge_ctx *ctx, unsigned int i,
+		       struct folio *kfolio)
+{
+	struct merge_side *side = &ctx->take;
+	struct vm_area_struct *vma = side->vma;
+	struct merge_page *take = &side->page[i];
+	unsigned long addr = side->addr + i * PAGE_SIZE;
+	struct folio *folio = take->folio;
+	pte_t old = take->entry, new;
+
+	if (kfolio) {
+		merge_append(ctx, side, i, vma->anon_vma,
+			     folio_stable_node(kfolio));
+		folio_get(kfolio);
+		K(folio_add_anon_rmap_ptes)(kfolio, &kfolio->page, 1, vma,
+					    addr, RMAP_NONE);
+		new = mk_pte(&kfolio->page, vma->vm_page_prot);
+	} else {
+		/* See replace_page() */
+		new = pte_mkdirty(pte_mkspecial(pfn_pte(my_zero_pfn(addr),
+							vma->vm_page_prot)));
+		atomic_long_inc(k_ksm_zero_pages);
+		atomic_long_inc(&side->mm->ksm_zero_pages);
+		percpu_counter_dec(&side->mm->rss_stat[MM_ANONPAGES]);
+	}
+	new = pte_young(old) ? pte_mkyoung(new) : pte_mkold(new);
+	new = pte_soft_dirty(old) ? pte_mksoft_dirty(new) :
+				    pte_clear_soft_dirty(new);
+	if (pte_uffd_wp(old))
+		new = pte_mkuffd_wp(new);
+	take->entry = new;
+	merge_restore(side, i);
+
+	K(folio_remove_rmap_ptes)(folio, &folio->page, 1, vma);
+	folio_put(folio);	/* never the last reference: we have one */
+}
+
+/* Compare and merge the pair i, whose kept page is k. Its ptes are cleared. */
+static u8 merge_pair(struct merge_ctx *ctx, unsigned int k, unsigned int i)
+{
+	bool zero = ctx->flags & KSM_MERGE_ZERO;
+	struct folio *keep = zero ? NULL : ctx->keep.page[k].folio;
+	struct folio *take = ctx->take.page[i].folio;
+	u8 status;
+
+	if (!merge_unpinned(ctx, take))
+		return KSM_PAGE_BUSY;
+	if (keep && folio_test_ksm(keep)) {
+		struct ksm_stable_node *node = folio_stable_node(keep);
+
+		if (!node)
+			return KSM_PAGE_BUSY;
+		if (node->rmap_hlist_len >= *k_ksm_max_page_sharing)
+			return KSM_PAGE_FULL;
+	} else if (keep && !merge_unpinned(ctx, keep)) {
+		return KSM_PAGE_BUSY;
+	}
+	if (!merge_contents_equal(keep ? &keep->page : NULL, &take->page))
+		return KSM_PAGE_DIFFERS;
+	if (keep && !folio_test_ksm(keep)) {
+		status = merge_keep(ctx, k);
+		if (status != MERGE_PENDING)
+			return status;
+	}
+	merge_take(ctx, i, keep);
+	return KSM_PAGE_MERGED;
+}
+
+/* Lock the folios of the pair i and clear its ptes, if it can be merged. */
+static u8 merge_prepare(struct merge_ctx *ctx, unsigned int k, unsigned int i)
+{
+	bool zero = ctx->flags & KSM_MERGE_ZERO;
+	struct merge_page *keep = &ctx->keep.page[k];
+	struct merge_page *take = &ctx->take.page[i];
+	u8 status;
+
+	if (!zero && ctx->keep.mm == ctx->take.mm &&
+	    ctx->keep.addr + k * PAGE_SIZE == ctx->take.addr + i * PAGE_SIZE)
+		return KSM_PAGE_SHARED;
+	status = merge_pick(&ctx->take, i);
+	if (status == KSM_PAGE_ABSENT && zero) {
+		pte_t entry = ptep_get(ctx->take.pte + i);
+
+		if (pte_present(entry) && is_zero_pfn(pte_pfn(entry)))
+			return KSM_PAGE_SHARED;
+	}
+	if (status != MERGE_PENDING)
+		return status;
+	if (!zero) {
+		if (!keep->cleared && !keep->locked) {
+			status = merge_pick(&ctx->keep, k);
+			if (status != MERGE_PENDING)
+				return status;
+		}
+		if (keep->folio == take->folio)
+			return KSM_PAGE_SHARED;
+		if (!keep->locked && !merge_trylock(ctx, keep, i))
+			return KSM_PAGE_BUSY;
+	}
+	if (!merge_trylock(ctx, take, i + 1))
+		return KSM_PAGE_BUSY;
+	if (!zero && !keep->cleared && !folio_test_ksm(keep->folio))
+		merge_clear(&ctx->keep, k);
+	merge_clear(&ctx->take, i);
+	return MERGE_PENDING;
+}
+
+static struct page *merge_get_page(struct merge_side *side)
+{
+	struct page *page = NULL;
+	struct folio_walk fw;
+	struct folio *folio;
+
+	folio = K(folio_walk_start)(&fw, side->vma, side->addr, 0);
+	if (!folio)
+		return NULL;
+	if (folio_test_anon(folio) && !folio_is_zone_device(folio)) {
+		page = fw.page;
+		get_page(page);
+	}
+	walk_end(&fw);
+	return page;
+}
+
+static u8 merge_split_side(struct merge_side *side)
+{
+	struct page *page = merge_get_page(side);
+	u8 status = KSM_PAGE_BUSY;
+
+	if (!page)
+		return KSM_PAGE_ABSENT;
+	if (!PageCompound(page)) {
+		status = MERGE_PENDING;
+	} else if (trylock_page(page)) {
+		if (!K(split_huge_page_to_list_to_order)(page, NULL, 0))
+			status = MERGE_PENDING;
+		unlock_page(page);
+	}
+	put_page(page);
+	return status;
+}
+
+/*
+ * Split the huge pages of a pair, if its contents are equal so that a merge is
+ * likely to follow. mmap_locks are held. Returns MERGE_PENDING if it did.
+ */
+static u8 merge_split(struct merge_ctx *ctx)
+{
+	struct page *take = merge_get_page(&ctx->take), *keep = NULL;
+	bool zero = ctx->flags & KSM_MERGE_ZERO;
+	u8 status = KSM_PAGE_ABSENT;
+
+	if (take && !zero)
+		keep = merge_get_page(&ctx->keep);
+	if (take && (keep || zero))
+		status = merge_contents_equal(keep, take) ? MERGE_PENDING :
+							    KSM_PAGE_DIFFERS;
+	if (take)
+		put_page(take);
+	if (keep)
+		put_page(keep);
+
+	/* One after the other: both pages may be of the same folio */
+	if (status == MERGE_PENDING)
+		status = merge_split_side(&ctx->take);
+	if (status == MERGE_PENDING && !zero)
+		status = merge_split_side(&ctx->keep);
+	return status;
+}
+
+/* All locks but ksm_thread_mutex have been dropped: let go of the folios */
+static void merge_release(struct merge_side *side, unsigned int n)
+{
+	struct folio_batch fbatch;
+	unsigned int i;
+
+	folio_batch_init(&fbatch);
+	for (i = 0; i < n; i++) {
+		struct folio *folio = side->page[i].folio;
+
+		if (!side->page[i].locked)
+			continue;
+		if (!folio_mapped(folio))
+			K(folio_free_swap)(folio);
+		folio_unlock(folio);
+		folio_batch_add(&fbatch, folio);
+	}
+	folios_put(&fbatch);
+}
+
+/* Have rmap_items put into the list of their mm, when ksm_thread_mutex is dropped */
+static void merge_store_items(struct merge_ctx *ctx, struct merge_side *side, unsigned int n)
+{
+	struct ksm_rmap_item *item;
+	unsigned int i;
+
+	for (i = 0; i < n; i++) {
+		item = side->page[i].item;
+		if (!item)
+			continue;
+		/* If there are several for an address, the last one counts */
+		item->oldchecksum = ++ctx->seq;
+		if (side->nr_new && item->address <= side->new[side->nr_new - 1]->address)
+			side->unsorted = true;
+		side->new[side->nr_new++] = item;
+	}
+}
+
+static int compare_items(const void *a, const void *b)
+{
+	const struct ksm_rmap_item *x = *(void **)a, *y = *(void **)b;
+	unsigned long ax = x->address & PAGE_MASK, ay = y->address & PAGE_MASK;
+
+	if (ax != ay)
+		return ax < ay ? -1 : 1;
+	return x->oldchecksum < y->oldchecksum ? -1 : 1;
+}
+
+static void merge_sort_new(struct merge_side *side)
+{
+	if (side->unsorted)
+		sort(side->new, side->nr_new, sizeof(*side->new), compare_items, NULL);
+	side->unsorted = false;
+}
+
+/* Put new rmap_items into the sorted list of their mm, in one pass, instead of those that were there for the same addresses */
+static void merge_insert(struct ksm_mm_slot *slot, struct ksm_rmap_item **a, unsigned int na, struct ksm_rmap_item **b,
+			 unsigned int nb)
+{
+	struct ksm_rmap_item **link = &slot->rmap_list, *item, *old;
+	unsigned long addr;
+
+	while (na || nb) {
+		if (!nb || (na && compare_items(a, b) < 0)) {
+			item = *a++;
+			na--;
+		} else {
+			item = *b++;
+			nb--;
+		}
+		addr = item->address & PAGE_MASK;
+		while ((old = *link) && (old->address & PAGE_MASK) < addr)
+			link = &old->rmap_list;
+		if (old && (old->address & PAGE_MASK) == addr) {
+			item->rmap_list = old->rmap_list;
+			*link = item;
+			if (k_ksm_scan->rmap_list == &old->rmap_list)
+				k_ksm_scan->rmap_list = &item->rmap_list;
+			drop_rmap_item(old);
+		} else {
+			item->rmap_list = old;
+			*link = item;
+			/* What ksmd has passed stays behind its cursor */
+			if (k_ksm_scan->mm_slot == slot && k_ksm_scan->rmap_list == link && addr < k_ksm_scan->address)
+				k_ksm_scan->rmap_list = &item->rmap_list;
+		}
+	}
+}
+
+static int merge_lock(struct merge_ctx *ctx)
+{
+	if (ctx->locked)
+		return 0;
+	if (mutex_lock_interruptible(k_ksm_thread_mutex))
+		return -EINTR;
+	while (*k_ksm_run & KSM_RUN_OFFLINE) {
+		mutex_unlock(k_ksm_thread_mutex);
+		if (wait_on_bit(k_ksm_run, ilog2(KSM_RUN_OFFLINE), TASK_INTERRUPTIBLE) ||
+		    mutex_lock_interruptible(k_ksm_thread_mutex))
+			return -EINTR;
+	}
+	if ((*k_ksm_run & KSM_RUN_UNMERGE) || !*k_ksm_merge_across_nodes) {
+		mutex_unlock(k_ksm_thread_mutex);
+		return -EBUSY;
+	}
+	ctx->locked = true;
+	ctx->held = 0;
+	ctx->keep.slot = NULL;
+	ctx->take.slot = NULL;
+	return 0;
+}
+
+static void merge_unlock(struct merge_ctx *ctx)
+{
+	struct merge_side *keep = &ctx->keep, *take = &ctx->take;
+
+	if (!ctx->locked)
+		return;
+	merge_sort_new(keep);
+	merge_sort_new(take);
+	if (keep->mm == take->mm) {
+		merge_insert(take->slot ?: keep->slot, keep->new, keep->nr_new, take->new, take->nr_new);
+	} else {
+		merge_insert(keep->slot, keep->new, keep->nr_new, NULL, 0);
+		merge_insert(take->slot, NULL, 0, take->new, take->nr_new);
+	}
+	keep->nr_new = 0;
+	take->nr_new = 0;
+	ctx->locked = false;
+	mutex_unlock(k_ksm_thread_mutex);
+}
+
+/*
+ * Merge pages from the addresses of both sides on. Returns for how many pages
+ * it did what can be done, 0 if it is to be called again, or an error. Only
+ * pages that are KSM_PAGE_UNTRIED are looked at.
+ */
+static int merge_batch(struct merge_ctx *ctx, unsigned int n, u8 *status)
+{
+	bool zero = ctx->flags & KSM_MERGE_ZERO;
+	bool one = ctx->flags & KSM_MERGE_KEEP_ONE;
+	struct merge_side *take = &ctx->take;
+	struct merge_side *keep = zero ? take : &ctx->keep;
+	unsigned int i, nr_keep = n;
+	bool flush = false, large = false;
+	u8 st;
+	int err;
+
+	err = merge_lock_mms(keep->mm, take->mm);
+	if (err)
+		return err;
+
+	st = merge_find_vma(take, &n);
+	if (st == MERGE_PENDING && !zero)
+		st = merge_find_vma(keep, one ? &nr_keep : &n);
+	if (st == MERGE_PENDING && zero && mm_forbids_zeropage(take->mm))
+		st = KSM_PAGE_INELIGIBLE;
+	if (st != MERGE_PENDING)
+		goto out;
+
+	err = merge_mark(ctx, take);
+	if (!err && !zero)
+		err = merge_mark(ctx, keep);
+	if (err)
+		return err < 0 ? err : 0;
+
+	st = merge_find_table(take, &n);
+	if (!zero && (st == MERGE_PENDING || st == MERGE_LARGE)) {
+		u8 keep_st = merge_find_table(keep, one ? &nr_keep : &n);
+
+		if (keep_st != MERGE_PENDING)
+			st = keep_st;
+	}
+	if (st == MERGE_LARGE)
+		goto split;
+	if (st != MERGE_PENDING)
+		goto out;
+	n = min_t(unsigned int, n, MERGE_BATCH);
+	nr_keep = zero ? 0 : one ? 1 : n;
+
+	for (i = 0; i < n; i++) {
+		take->page[i] = (struct merge_page){};
+		keep->page[i] = (struct merge_page){};
+	}
+	flush_cache_range(take->vma, take->addr, take->addr + n * PAGE_SIZE);
+	mmu_notifier_range_init(&take->range, MMU_NOTIFY_CLEAR, 0, take->mm,
+				take->addr, take->addr + n * PAGE_SIZE);
+	notifier_start(&take->range);
+	if (!zero) {
+		flush_cache_range(keep->vma, keep->addr,
+				  keep->addr + nr_keep * PAGE_SIZE);
+		mmu_notifier_range_init(&keep->range, MMU_NOTIFY_CLEAR, 0,
+					keep->mm, keep->addr,
+					keep->addr + nr_keep * PAGE_SIZE);
+		notifier_start(&keep->range);
+	}
+	if (!merge_lock_tables(keep, take)) {
+		n = 0;
+		goto out_notify;
+	}
+
+	for (i = 0; i < n; i++) {
+		if (status[i] != KSM_PAGE_UNTRIED)
+			continue;
+		status[i] = merge_prepare(ctx, one ? 0 : i, i);
+		if (status[i] == MERGE_LARGE) {
+			status[i] = KSM_PAGE_UNTRIED;
+			large = i == 0;
+			n = i;
+			break;
+		}
+		flush |= status[i] == MERGE_PENDING;
+	}
+	if (flush) {
+		flush_range(take->vma, take->addr,
+				take->addr + n * PAGE_SIZE);
+		if (!zero)
+			flush_range(keep->vma, keep->addr,
+					keep->addr + nr_keep * PAGE_SIZE);
+		/* As in folio_try_share_anon_rmap_pte(): then look for pins */
+		smp_mb();
+	}
+	for (i = 0; i < n; i++) {
+		if (status[i] == MERGE_PENDING)
+			status[i] = merge_pair(ctx, one ? 0 : i, i);
+		merge_restore(take, i);
+		if (!zero && !one)
+			merge_restore(keep, i);
+	}
+	if (one)
+		merge_restore(keep, 0);
+	merge_unlock_tables(keep, take);
+out_notify:
+	if (!zero)
+		notifier_end(&keep->range);
+	notifier_end(&take->range);
+	if (large)
+		goto split;
+	merge_unlock_mms(keep->mm, take->mm);
+
+	/* Old rmap_items may be of folios that are locked: not before all are not */
+	nr_keep = min(nr_keep, n);
+	merge_release(take, n);
+	merge_release(&ctx->keep, nr_keep);
+	merge_store_items(ctx, take, n);
+	merge_store_items(ctx, &ctx->keep, nr_keep);
+	return n;
+
+split:
+	n = 1;
+	st = merge_split(ctx);
+out:
+	merge_unlock_mms(keep->mm, take->mm);
+	if (st == MERGE_PENDING)
+		return 0;
+	for (i = 0; i < n; i++)
+		if (status[i] == KSM_PAGE_UNTRIED)
+			status[i] = st;
+	return n;
+}
+
+/* Merge up to MERGE_CHUNK pages. ksm_thread_mutex is held afterwards, for the next range. */
+static int merge_chunk(struct merge_ctx *ctx, struct ksm_merge_range *range,
+		       unsigned int n)
+{
+	bool one = range->flags & KSM_MERGE_KEEP_ONE;
+	unsigned int i, done = 0, retries = 0;
+	int ret;
+
+	if (ctx->held >= MERGE_CHUNK)
+		merge_unlock(ctx);
+	ret = merge_lock(ctx);
+	if (ret)
+		return ret;
+	n = min(n, MERGE_CHUNK - ctx->held);
+	memset(ctx->status, KSM_PAGE_UNTRIED, n);
+
+	while (!ret && done < n) {
+		u8 *status = ctx->status + done;
+
+		ctx->want_drain = false;
+		ctx->keep.addr = range->keep_addr +
+				 (one ? 0 : range->nr_done + done) * PAGE_SIZE;
+		ctx->take.addr = range->take_addr +
+				 (range->nr_done + done) * PAGE_SIZE;
+		if (!merge_refill(ctx, min_t(unsigned int, n - done,
+					     MERGE_BATCH))) {
+			ret = -ENOMEM;
+			break;
+		}
+		ret = merge_batch(ctx, n - done, status);
+		if (ret < 0)
+			break;
+		if (ctx->want_drain && !ctx->drained) {
+			/* Some are in a per-CPU batch: try those again */
+			ctx->drained = true;
+			K(lru_add_drain_all)();
+			for (i = 0; i < ret; i++)
+				if (status[i] == KSM_PAGE_BUSY)
+					status[i] = KSM_PAGE_UNTRIED;
+			ret = 0;
+		} else if (!ret && ++retries > 8) {
+			/* It was never the same twice */
+			*status = KSM_PAGE_BUSY;
+			ret = 1;
+		}
+		if (ret)
+			retries = 0;
+		done += ret;
+		ret = 0;
+		cond_resched();
+	}
+	for (i = 0; i < done; i++)
+		if (ctx->status[i] == KSM_PAGE_MERGED)
+			pages_merged++;
+	ctx->held += done;
+	return done ?: ret;
+}
+
+/* The memory of a process, if the caller may read and change it */
+static struct mm_struct *ksm_request_mm(int pidfd)
+{
+	struct task_struct *task;
+	struct mm_struct *mm;
+	unsigned int f_flags;
+
+	task = K(pidfd_get_task)(pidfd, &f_flags);
+	if (IS_ERR(task))
+		return ERR_CAST(task);
+	mm = K(mm_access)(task, PTRACE_MODE_ATTACH_FSCREDS);
+	put_task_struct(task);
+	if (!IS_ERR(mm) && mm != current->mm && !capable(CAP_SYS_NICE)) {
+		mmput(mm);
+		return ERR_PTR(-EPERM);
+	}
+	return mm;
+}
+
+/* Often, many ranges in a row are of the same processes */
+static int merge_get_mm(struct merge_ctx *ctx, int pidfd, struct merge_side *side)
+{
+	struct mm_struct *mm;
+
+	if (side->mm && side->pidfd == pidfd)
+		return 0;
+	merge_unlock(ctx);
+	mm = ksm_request_mm(pidfd);
+	if (IS_ERR(mm))
+		return PTR_ERR(mm);
+	if (side->mm)
+		mmput(side->mm);
+	side->mm = mm;
+	side->pidfd = pidfd;
+	return 0;
+}
+
+static bool ksm_bad_request(u64 addr, u64 nr_pages)
+{
+	return !nr_pages || !PAGE_ALIGNED(addr) || addr > TASK_SIZE_MAX ||
+	       nr_pages > (TASK_SIZE_MAX - addr) >> PAGE_SHIFT;
+}
+
+static int merge_check(struct merge_ctx *ctx, struct ksm_merge_range *range)
+{
+	bool zero = range->flags & KSM_MERGE_ZERO;
+	bool one = range->flags & KSM_MERGE_KEEP_ONE;
+	int err;
+
+	if (range->flags & ~(KSM_MERGE_KEEP_ONE | KSM_MERGE_ZERO) ||
+	    (zero && (one || range->keep_addr || range->keep_pidfd != -1)) ||
+	    range->reserved ||
+	    ksm_bad_request(range->take_addr, range->nr_pages) ||
+	    ksm_bad_request(range->keep_addr, one ? 1 : range->nr_pages))
+		return -EINVAL;
+	err = merge_get_mm(ctx, range->take_pidfd, &ctx->take);
+	if (err || zero)
+		return err;
+	err = merge_get_mm(ctx, range->keep_pidfd, &ctx->keep);
+	if (err)
+		return err;
+	if (!one && ctx->keep.mm == ctx->take.mm &&
+	    max(range->keep_addr, range->take_addr) -
+	    min(range->keep_addr, range->take_addr) <
+	    range->nr_pages << PAGE_SHIFT)
+		return -EINVAL;
+	return 0;
+}
+
+/* Copies from and to user space that may sleep only without ksm_thread_mutex, which is worth keeping for many small ranges */
+static unsigned long merge_get(struct merge_ctx *ctx, void *to, const void __user *from, size_t n)
+{
+	if (ctx->locked && !copy_from_user_nofault(to, from, n))
+		return 0;
+	merge_unlock(ctx);
+	return copy_from_user(to, from, n);
+}
+
+static unsigned long merge_put(struct merge_ctx *ctx, void __user *to, const void *from, size_t n)
+{
+	if (ctx->locked && !copy_to_user_nofault(to, from, n))
+		return 0;
+	merge_unlock(ctx);
+	return copy_to_user(to, from, n);
+}
+
+/* Returns the number of pages tried. Less than there are is not an error. */
+static u64 merge_range(struct merge_ctx *ctx, struct ksm_merge_range *range,
+		       u64 budget)
+{
+	u8 __user *user = u64_to_user_ptr(range->page_status);
+	int i, n = 0;
+
+	range->nr_done = 0;
+	range->nr_merged = 0;
+	range->status = merge_check(ctx, range);
+	ctx->flags = range->flags;
+
+	while (!range->status && range->nr_done < range->nr_pages) {
+		n = min3(range->nr_pages - range->nr_done,
+			 budget - range->nr_done, (u64)MERGE_CHUNK);
+		if (!n || signal_pending(current))
+			break;
+		n = merge_chunk(ctx, range, n);
+		if (n < 0) {
+			if (n != -EINTR)
+				range->status = n;
+			break;
+		}
+		if (user && merge_put(ctx, user + range->nr_done, ctx->status, n))
+			range->status = -EFAULT;
+		for (i = 0; i < n; i++)
+			range->nr_merged += ctx->status[i] == KSM_PAGE_MERGED;
+		range->nr_done += n;
+	}
+	return range->nr_done;
+}
+
+static long ksm_ioctl_merge(struct ksm_merge __user *arg)
+{
+	struct ksm_merge_range __user *user;
+	u64 budget = KSM_MERGE_MAX_PAGES;
+	struct ksm_merge_range range;
+	struct merge_ctx *ctx;
+	struct ksm_merge req;
+	long i, ret = 0;
+
+	if (copy_from_user(&req, arg, sizeof(req)))
+		return -EFAULT;
+	if (req.version != KSM_ABI_VERSION || req.range_size != sizeof(range) ||
+	    req.reserved)
+		return -EINVAL;
+	if (req.nr_ranges > KSM_MERGE_MAX_RANGES)
+		return -E2BIG;
+	ctx = kvzalloc(sizeof(*ctx), GFP_KERNEL);
+	if (!ctx)
+		return -ENOMEM;
+
+	user = u64_to_user_ptr(req.ranges);
+	for (i = 0; i < req.nr_ranges && budget; i++) {
+		ret = -EINTR;
+		if (signal_pending(current))
+			break;
+		ret = -EFAULT;
+		if (merge_get(ctx, &range, &user[i], sizeof(range)))
+			break;
+		budget -= merge_range(ctx, &range, budget);
+		ret = -EINTR;
+		if (!range.status && !range.nr_done)
+			break;
+		ret = -EFAULT;
+		if (merge_put(ctx, &user[i], &range, sizeof(range)))
+			break;
+		ret = 0;
+		if (!range.status && range.nr_done < range.nr_pages) {
+			i++;
+			break;
+		}
+	}
+	merge_unlock(ctx);
+	while (ctx->nr_items)
+		kmem_cache_free(*k_rmap_item_cache, ctx->items[--ctx->nr_items]);
+	while (ctx->nr_nodes)
+		kmem_cache_free(*k_stable_node_cache, ctx->nodes[--ctx->nr_nodes]);
+	if (ctx->keep.mm)
+		mmput(ctx->keep.mm);
+	if (ctx->take.mm)
+		mmput(ctx->take.mm);
+	kvfree(ctx);
+	return i ?: ret;
+}
+
+/* Hash pages this many at a time, with the mmap_lock held once */
+#define KSM_HASH_CHUNK	512
+#define KSM_HASH_UNGOLDEN 0xf1de83e19937733dULL /* times GOLDEN is 1 */
+
+static u64 ksm_hash_fold(u64 a, u64 b)
+{
+	return mul_u64_u64_shr(a, b, 64) ^ (a * b);
+}
+
+/* Line n of a page: see struct ksm_hash */
+static u64 ksm_hash_line(const u64 *page, const u64 *k, unsigned int n)
+{
+	unsigned int line = (n * (k[8] | 1) + (k[8] >> 32)) % (PAGE_SIZE / 64);
+	const u64 *w = page + line * 8;
+
+	return ksm_hash_fold(w[0] ^ k[0], w[1] ^ k[1]) +
+	       ksm_hash_fold(w[2] ^ k[2], w[3] ^ k[3]) +
+	       ksm_hash_fold(w[4] ^ k[4], w[5] ^ k[5]) +
+	       ksm_hash_fold(w[6] ^ k[6], w[7] ^ k[7]);
+}
+
+/* Make a hash of h->from lines one of h->to lines, adding or removing some */
+static u64 ksm_hash_page(struct ksm_hash *h, const u64 *k, struct page *page,
+			 u64 hash)
+{
+	u64 *addr = kmap_local_page(page);
+	unsigned int n;
+
+	for (n = h->from; n < h->to; n++)
+		hash = rol64((hash ^ ksm_hash_line(addr, k, n)) *
+			     KSM_HASH_GOLDEN, 29);
+	for (n = h->from; n > h->to; n--)
+		hash = (ror64(hash, 29) * KSM_HASH_UNGOLDEN) ^
+		       ksm_hash_line(addr, k, n - 1);
+	kunmap_local(addr);
+	return hash;
+}
+
+static int ksm_hash_chunk(struct mm_struct *mm, struct ksm_hash *h,
+			  const u64 *k, u64 *hashes, unsigned int n)
+{
+	unsigned long addr = h->addr + h->nr_done * PAGE_SIZE;
+	struct vm_area_struct *vma = NULL;
+	struct folio_walk fw;
+	struct folio *folio;
+	u64 hash;
+
+	if (mmap_read_lock_killable(mm))
+		return -EINTR;
+	for (; n--; hashes++, addr += PAGE_SIZE) {
+		hash = h->from ? *hashes : h->key;
+		if (h->from && !hash)
+			continue;
+		*hashes = 0;
+		if (!vma || addr >= vma->vm_end)
+			vma = find_vma(mm, addr);
+		if (!vma || addr < vma->vm_start || !vma_ksm_compatible(vma))
+			continue;
+		folio = K(folio_walk_start)(&fw, vma, addr, 0);
+		if (!folio)
+			continue;
+		if (folio_test_anon(folio) && !folio_is_zone_device(folio) &&
+		    !PageHWPoison(fw.page))
+			*hashes = ksm_hash_page(h, k, fw.page, hash);
+		walk_end(&fw);
+	}
+	mmap_read_unlock(mm);
+	return 0;
+}
+
+static long ksm_ioctl_hash(struct ksm_hash __user *arg)
+{
+	u64 __user *user;
+	u64 k[9], *hashes;
+	struct mm_struct *mm;
+	struct ksm_hash h;
+	int i, n, err;
+
+	if (copy_from_user(&h, arg, sizeof(h)))
+		return -EFAULT;
+	if (h.version != KSM_ABI_VERSION || h.flags || h.reserved ||
+	    max(h.from, h.to) > PAGE_SIZE / 64 ||
+	    ksm_bad_request(h.addr, h.nr_pages))
+		return -EINVAL;
+	for (i = 0; i < ARRAY_SIZE(k); i++) {
+		k[i] = h.key + (i + 1) * KSM_HASH_GOLDEN;
+		k[i] = (k[i] ^ (k[i] >> 30)) * 0xbf58476d1ce4e5b9ULL;
+		k[i] = (k[i] ^ (k[i] >> 27)) * 0x94d049bb133111ebULL;
+		k[i] ^= k[i] >> 31;
+	}
+	mm = ksm_request_mm(h.pidfd);
+	if (IS_ERR(mm))
+		return PTR_ERR(mm);
+	hashes = kmalloc_array(KSM_HASH_CHUNK, sizeof(u64), GFP_KERNEL);
+	err = hashes ? 0 : -ENOMEM;
+	h.nr_pages = min_t(u64, h.nr_pages, KSM_MERGE_MAX_PAGES);
+	user = u64_to_user_ptr(h.hashes);
+	for (h.nr_done = 0; !err && h.nr_done < h.nr_pages; user += n) {
+		n = min_t(u64, h.nr_pages - h.nr_done, KSM_HASH_CHUNK);
+		if (h.from && copy_from_user(hashes, user, n * sizeof(u64)))
+			err = -EFAULT;
+		else if (signal_pending(current))
+			err = -EINTR;
+		else
+			err = ksm_hash_chunk(mm, &h, k, hashes, n);
+		if (!err && copy_to_user(user, hashes, n * sizeof(u64)))
+			err = -EFAULT;
+		h.nr_done += err ? 0 : n;
+		cond_resched();
+	}
+	kfree(hashes);
+	mmput(mm);
+	if (err && (err != -EINTR || !h.nr_done))
+		return err;
+	return put_user(h.nr_done, &arg->nr_done);
+}
+
+static long ksm_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
+{
+	switch (cmd) {
+	case KSM_IOC_MERGE:
+		return ksm_ioctl_merge((void __user *)arg);
+	case KSM_IOC_HASH:
+		return ksm_ioctl_hash((void __user *)arg);
+	default:
+		return -ENOTTY;
+	}
+}
+
+static const struct file_operations ksm_fops = {
+	.owner = THIS_MODULE,
+	.unlocked_ioctl = ksm_ioctl,
+	.compat_ioctl = compat_ptr_ioctl,
+};
+
+static struct miscdevice ksm_device = {
+	.minor = MISC_DYNAMIC_MINOR,
+	.name = "ksm",
+	.mode = 0600,
+	.fops = &ksm_fops,
+};
+
+/*
+ * ksmd frees the rmap_items of processes that have exited. If it is at rest, this does.
+ */
+#define REAP_BATCH	1024
+#define REAP_DELAY	(HZ / 50)
+#define PRUNE_DELAY	(10 * HZ)
+
+static void reap(struct work_struct *work);
+static DECLARE_DELAYED_WORK(reap_work, reap);
+static unsigned long pruned;	/* when migrate_nodes was looked through last */
+
+/*
+ * A process that was forked from one that has exited has no rmap_items of its own: those of the parent are what finds its
+ * mappings. The anon_vma of the parent has no mappings but of such processes any more.
+ */
+static bool item_needed(struct ksm_rmap_item *item)
+{
+	struct folio *folio;
+	bool mapped;
+
+	if (!(item->address & STABLE_FLAG) || !READ_ONCE(item->anon_vma->rb_root.rb_root.rb_node))
+		return false;
+	folio = K(ksm_get_folio)(item->head, KSM_GET_FOLIO_NOLOCK);
+	if (!folio)
+		return false;
+	mapped = folio_mapped(folio);
+	folio_put(folio);
+	return mapped;
+}
+
+/* Called and returns with ksm_mmlist_lock held. Returns the next slot. */
+static struct mm_slot *reap_slot(struct mm_slot *slot, int *budget)
+{
+	struct ksm_mm_slot *mm_slot = container_of(slot, struct ksm_mm_slot, slot);
+	struct ksm_rmap_item **link = &mm_slot->rmap_list, *item;
+	struct mm_slot *next;
+
+	/* As exit_mmap() is over, ksm_exit() is, too: the slot is freed under ksm_thread_mutex only */
+	spin_unlock(k_ksm_mmlist_lock);
+	while ((item = *link) && *budget > 0) {
+		if (item_needed(item)) {
+			link = &item->rmap_list;
+			continue;
+		}
+		*link = item->rmap_list;
+		if (k_ksm_scan->rmap_list == &item->rmap_list)
+			k_ksm_scan->rmap_list = link;
+		drop_rmap_item(item);
+		(*budget)--;
+	}
+	spin_lock(k_ksm_mmlist_lock);
+	next = list_next_entry(slot, mm_node);
+	if (mm_slot->rmap_list)
+		return next;
+
+	if (k_ksm_scan->mm_slot == mm_slot) {
+		k_ksm_scan->mm_slot = container_of(next, struct ksm_mm_slot, slot);
+		k_ksm_scan->address = 0;
+		k_ksm_scan->rmap_list = &k_ksm_scan->mm_slot->rmap_list;
+		/* That was the end of a scan: its unstable tree is history */
+		if (k_ksm_scan->mm_slot == k_ksm_mm_head)
+			k_ksm_scan->seqnr++;
+	}
+	hash_del(&slot->hash);
+	list_del(&slot->mm_node);
+	spin_unlock(k_ksm_mmlist_lock);
+	clear_bit(MMF_VM_MERGE_ANY, &slot->mm->flags);
+	clear_bit(MMF_VM_MERGEABLE, &slot->mm->flags);
+	mmdrop(slot->mm);
+	kfree(mm_slot);
+	spin_lock(k_ksm_mmlist_lock);
+	return next;
+}
+
+/* Nodes whose last rmap_item went before their page did */
+static void prune_nodes(void)
+{
+	struct ksm_stable_node *node, *next;
+	struct folio *folio;
+
+	list_for_each_entry_safe(node, next, k_migrate_nodes, list) {
+		if (!hlist_empty(&node->hlist))
+			continue;
+		folio = K(ksm_get_folio)(node, KSM_GET_FOLIO_NOLOCK);
+		if (folio)
+			folio_put(folio);
+		cond_resched();
+	}
+	pruned = jiffies;
+}
+
+/* Returns after how long to call again, or 0 */
+static unsigned long reap_some(bool prune)
+{
+	struct mm_slot *slot;
+	unsigned long delay = 0;
+	int budget = REAP_BATCH;
+
+	mutex_lock(k_ksm_thread_mutex);
+	if (*k_ksm_run & KSM_RUN_OFFLINE) {
+		mutex_unlock(k_ksm_thread_mutex);
+		return REAP_DELAY;
+	}
+	spin_lock(k_ksm_mmlist_lock);
+	slot = list_first_entry(&k_ksm_mm_head->slot.mm_node, struct mm_slot, mm_node);
+	while (slot != &k_ksm_mm_head->slot && budget > 0) {
+		struct ksm_mm_slot *mm_slot = container_of(slot, struct ksm_mm_slot, slot);
+
+		if (atomic_read(&slot->mm->mm_users) || !mm_slot->rmap_list) {
+			slot = list_next_entry(slot, mm_node);
+		} else if (!mtree_empty(&slot->mm->mm_mt)) {
+			/* Before exit_mmap(), nodes would be left without rmap_items */
+			slot = list_next_entry(slot, mm_node);
+			delay = REAP_DELAY;
+		} else {
+			slot = reap_slot(slot, &budget);
+		}
+	}
+	spin_unlock(k_ksm_mmlist_lock);
+	if (budget <= 0)
+		delay = 1;
+	else if (prune || time_after(jiffies, pruned + PRUNE_DELAY))
+		prune_nodes();
+	mutex_unlock(k_ksm_thread_mutex);
+	return delay;
+}
+
+static void reap(struct work_struct *work)
+{
+	unsigned long delay = reap_some(false);
+
+	if (delay)
+		queue_delayed_work(system_unbound_wq, &reap_work, delay);
+}
+
+static void on_ksm_exit(void *data, void *mm)
+{
+	queue_delayed_work(system_unbound_wq, &reap_work, REAP_DELAY);
+}
+
+static struct tracepoint *exit_tracepoint;
+
+static void find_tracepoint(struct tracepoint *tp, void *data)
+{
+	if (!strcmp(tp->name, "ksm_exit"))
+		exit_tracepoint = tp;
+}
+
+static bool is_reviewed(void)
+{
+	static const char *const list[][2] = { REVIEWED };
+	const struct new_utsname *uts = init_utsname();
+	int i;
+
+	for (i = 0; i < ARRAY_SIZE(list); i++)
+		if (!strcmp(uts->release, list[i][0]) && !strcmp(uts->version, list[i][1]))
+			return true;
+	return false;
+}
+
+unsigned long lookup_name(const char *name);
+DEFINE_STATIC_CALL_NULL(k_lookup, lookup_name);
+
+static const char *resolve(void)
+{
+	struct kprobe kp = { .symbol_name = "kallsyms_lookup_name" };
+	unsigned long addr;
+
+	if (register_kprobe(&kp))
+		return kp.symbol_name;
+	/* Perhaps behind an ENDBR, which direct calls do not need */
+	addr = (unsigned long)kp.addr;
+	unregister_kprobe(&kp);
+	static_call_update(k_lookup, (void *)addr);
+
+#define RESOLVE_FUNCTION(name)					\
+	addr = K(lookup)(#name);				\
+	if (!addr)						\
+		return #name;					\
+	static_call_update(k_##name, (void *)addr);
+#define RESOLVE_VARIABLE(type, name)				\
+	k_##name = (void *)K(lookup)(#name);			\
+	if (!k_##name)						\
+		return #name;
+	FUNCTIONS(RESOLVE_FUNCTION)
+	VARIABLES(RESOLVE_VARIABLE)
+	for_each_kernel_tracepoint(find_tracepoint, NULL);
+	return exit_tracepoint ? NULL : "the tracepoint ksm_exit";
+}
+
+static int request_init(void)
+{
+	const char *missing;
+	int err;
+
+	if (!is_reviewed()) {
+		pr_warn("refused: Linux %s, %s is not on the list of reviewed kernels\n", init_utsname()->release,
+			init_utsname()->version);
+		return -ENODEV;
+	}
+	missing = resolve();
+	if (missing) {
+		pr_warn("refused: this kernel has no %s\n", missing);
+		return -ENODEV;
+	}
+	err = tracepoint_probe_register(exit_tracepoint, on_ksm_exit, NULL);
+	if (err)
+		return err;
+	err = misc_register(&ksm_device);
+	if (err) {
+		tracepoint_probe_unregister(exit_tracepoint, on_ksm_exit, NULL);
+		tracepoint_synchronize_unregister();
+		cancel_delayed_work_sync(&reap_work);
+		return err;
+	}
+	/* Of processes that exited before */
+	queue_delayed_work(system_unbound_wq, &reap_work, 0);
+	return 0;
+}
+
+static void request_exit(void)
+{
+	misc_deregister(&ksm_device);
+	tracepoint_probe_unregister(exit_tracepoint, on_ksm_exit, NULL);
+	tracepoint_synchronize_unregister();
+	cancel_delayed_work_sync(&reap_work);
+	/* What is merged stays so, in the care of KSM */
+	reap_some(true);
+}
+
+module_init(request_init);
+module_exit(request_exit);
+MODULE_LICENSE("GPL");
+MODULE_DESCRIPTION("/dev/ksm: merging of pages that the caller names (experimental)");
