@@ -1495,7 +1495,8 @@ static void request_exit(void)
 	tracepoint_synchronize_unregister();
 	cancel_delayed_work_sync(&reap_work);
 	/* What is merged stays so, in the care of KSM */
-	reap_some(true);
+	while (reap_some(true) == 1)
+		cond_resched();
 }
 
 module_init(request_init);
