@@ -90,11 +90,17 @@ void remove_rmap_item_from_tree(struct ksm_rmap_item *rmap_item);
 void stable_tree_append(struct ksm_rmap_item *rmap_item, struct ksm_stable_node *stable_node, bool max_page_sharing_bypass);
 pmd_t *mm_find_pmd(struct mm_struct *mm, unsigned long address);
 
+#ifdef CONFIG_MMU_NOTIFIER
+#define NOTIFIER_FUNCTIONS(F) F(__mmu_notifier_invalidate_range_start) F(__mmu_notifier_invalidate_range_end)
+#else
+#define NOTIFIER_FUNCTIONS(F)
+#endif
+
 /* The kernel's functions that are not exported, called as K(name)(arguments) */
 #define FUNCTIONS(F) \
 	F(ksm_get_folio) F(remove_rmap_item_from_tree) F(stable_tree_append) F(__ksm_enter) F(do_madvise) F(mm_find_pmd) \
 	F(folio_walk_start) F(vm_normal_page) F(pte_offset_map_nolock) F(folio_add_anon_rmap_ptes) F(folio_remove_rmap_ptes) \
-	F(flush_tlb_mm_range) F(__mmu_notifier_invalidate_range_start) F(__mmu_notifier_invalidate_range_end) \
+	F(flush_tlb_mm_range) NOTIFIER_FUNCTIONS(F) \
 	F(split_huge_page_to_list_to_order) F(folio_free_swap) F(lru_add_drain_all) F(mm_access) F(pidfd_get_task)
 
 /* Its variables, as k_name, pointers to them */

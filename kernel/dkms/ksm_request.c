@@ -51,16 +51,20 @@ MODULE_PARM_DESC(pages_merged, "how many pages have been merged by this module")
 /* Inline functions of the kernel's headers call what is not exported. These are the same, without tracing. */
 static void notifier_start(struct mmu_notifier_range *range)
 {
+#ifdef CONFIG_MMU_NOTIFIER
 	if (mm_has_notifiers(range->mm)) {
 		range->flags |= MMU_NOTIFIER_RANGE_BLOCKABLE;
 		K(__mmu_notifier_invalidate_range_start)(range);
 	}
+#endif
 }
 
 static void notifier_end(struct mmu_notifier_range *range)
 {
+#ifdef CONFIG_MMU_NOTIFIER
 	if (mm_has_notifiers(range->mm))
 		K(__mmu_notifier_invalidate_range_end)(range);
+#endif
 }
 
 static void flush_range(struct vm_area_struct *vma, unsigned long start, unsigned long end)
