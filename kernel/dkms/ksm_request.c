@@ -153,36 +153,43 @@ struct merge_ctx {
 	u8 status[MERGE_CHUNK];
 };
 
+static __always_inline u64 merge_diff8(const u64 *a, const u64 *b)
+{
+	return (a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]) |
+	       (a[4] ^ b[4]) | (a[5] ^ b[5]) | (a[6] ^ b[6]) | (a[7] ^ b[7]);
+}
+
 /* memcmp_pages() also finds an order, at twice the cost */
 static bool merge_pages_equal(struct page *page1, struct page *page2)
 {
 	u64 *start1 = kmap_local_page(page1), *a = start1;
 	u64 *start2 = kmap_local_page(page2), *b = start2;
 	u64 *end = a + PAGE_SIZE / sizeof(u64);
-	u64 diff;
+	u64 diff = 0;
 
-	do {
-		diff = (a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) |
-		       (a[3] ^ b[3]) | (a[4] ^ b[4]) | (a[5] ^ b[5]) |
-		       (a[6] ^ b[6]) | (a[7] ^ b[7]);
-		a += 8;
-		b += 8;
-	} while (!diff && a < end);
+	for (; !diff && a < end; a += 32, b += 32)
+		diff = merge_diff8(a, b) | merge_diff8(a + 8, b + 8) |
+		       merge_diff8(a + 16, b + 16) |
+		       merge_diff8(a + 24, b + 24);
 	kunmap_local(start2);
 	kunmap_local(start1);
 	return !diff;
+}
+
+static __always_inline u64 merge_or8(const u64 *a)
+{
+	return a[0] | a[1] | a[2] | a[3] | a[4] | a[5] | a[6] | a[7];
 }
 
 static bool merge_page_is_zero(struct page *page)
 {
 	u64 *start = kmap_local_page(page), *a = start;
 	u64 *end = a + PAGE_SIZE / sizeof(u64);
-	u64 bits;
+	u64 bits = 0;
 
-	do {
-		bits = a[0] | a[1] | a[2] | a[3] | a[4] | a[5] | a[6] | a[7];
-		a += 8;
-	} while (!bits && a < end);
+	for (; !bits && a < end; a += 32)
+		bits = merge_or8(a) | merge_or8(a + 8) | merge_or8(a + 16) |
+		       merge_or8(a + 24);
 	kunmap_local(start);
 	return !bits;
 }
@@ -330,10 +337,8 @@ static int merge_mark(struct merge_ctx *ctx, struct merge_side *side)
 	if (side->slot && (side->vma->vm_flags & VM_MERGEABLE))
 		return 0;
 
-	if (ctx->flags & KSM_MERGE_ZERO)
-		mmap_read_unlock(mm);
-	else
-		merge_unlock_mms(ctx->keep.mm, ctx->take.mm);
+	merge_unlock_mms(ctx->flags & KSM_MERGE_ZERO ? mm : ctx->keep.mm,
+			 ctx->take.mm);
 	err = K(do_madvise)(mm, start, end - start, MADV_MERGEABLE);
 	/* Rarely, fork or ksmd have left a marked VMA in an mm without slot */
 	if (!err && !test_bit(MMF_VM_MERGEABLE, &mm->flags)) {
@@ -1116,6 +1121,7 @@ static long ksm_ioctl_merge(struct ksm_merge __user *arg)
 			i++;
 			break;
 		}
+		cond_resched();
 	}
 	merge_unlock(ctx);
 	while (ctx->nr_items)
