@@ -1296,16 +1296,17 @@ static unsigned long pruned;	/* when migrate_nodes was looked through last */
 static bool item_needed(struct ksm_rmap_item *item)
 {
 	struct folio *folio;
-	bool mapped;
+	bool needed;
 
 	if (!(item->address & STABLE_FLAG) || !READ_ONCE(item->anon_vma->rb_root.rb_root.rb_node))
 		return false;
 	folio = K(ksm_get_folio)(item->head, KSM_GET_FOLIO_NOLOCK);
 	if (!folio)
 		return false;
-	mapped = folio_mapped(folio);
+	/* What is swapped out comes back to the same folio as long as that is in swapcache */
+	needed = folio_mapped(folio) || folio_test_swapcache(folio);
 	folio_put(folio);
-	return mapped;
+	return needed;
 }
 
 /* Called and returns with ksm_mmlist_lock held. Returns the next slot. */
