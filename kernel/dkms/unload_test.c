@@ -152,7 +152,7 @@ int main(int argc, char **argv)
 	check();
 	knob("run", "0");
 	/* Many times, with records of processes that are just exiting */
-	for (int i = 0; i < 50; i++) {
+	for (int i = 0; i < 20; i++) {
 		load(argv[1]);
 		child = fork();
 		if (!child) {
@@ -165,7 +165,7 @@ int main(int argc, char **argv)
 			_exit(0);
 		}
 		CHECK(waitpid(child, &status, 0) == child && !status);
-		usleep(i * 1000);
+		usleep(i * 2500);
 		unload();
 	}
 	load(argv[1]);
