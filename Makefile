@@ -11,11 +11,12 @@
 # make kernel   build Linux with the series in kernel/ and test it in emulated machines (kernel-quick: a small kernel only)
 # make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
+# make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine
 # make install  install pagefold (not pagefold-lab), its systemd units and, unless there is one, its configuration file, below DESTDIR
 
 CARGO ?= cargo
 
-.PHONY: build demo test run-tests run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb install
+.PHONY: build demo test run-tests run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install
 
 build:
 	$(CARGO) build --release --locked
@@ -84,6 +85,9 @@ kernel:
 
 kernel-quick kernel-cost kernel-deb: kernel-%:
 	scripts/kernel $*
+
+dkms:
+	scripts/dkms full
 
 install:
 	$(CARGO) build --release --locked -p pagefold
