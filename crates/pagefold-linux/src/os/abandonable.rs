@@ -20,7 +20,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 /// Without progress for this long a job is stuck, even on a busy machine.
-pub(crate) const LIMIT: Duration = Duration::from_secs(3);
+pub(crate) const LIMIT: Duration = Duration::from_millis(if cfg!(test) { 1_500 } else { 3_000 });
 /// For how long a thread waits for jobs that sleep, at a stretch. It regains 1/[`REGAINED`] of the time that passes.
 pub(crate) const PATIENCE: Duration = Duration::from_millis(250);
 const REGAINED: u32 = 4;
