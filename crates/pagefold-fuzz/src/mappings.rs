@@ -6,7 +6,7 @@ use pagefold_linux::host::regions::{follow, stretches};
 use pagefold_linux::proc::maps::{Perms, Vma, VmaDetail, kind_of, parse_maps, parse_smaps};
 use std::collections::BTreeSet;
 
-/// `/proc/PID/maps`: no line is dropped; mappings ascend (Documentation/filesystems/proc.rst); printed in the kernel's
+/// `/proc/PID/maps`: no line is dropped; mappings ascend; printed in the kernel's
 /// format they parse back to the same; and the injector's parser agrees.
 pub fn maps(text: &[u8]) {
     let Ok(vmas) = parse_maps(text) else { return };

@@ -54,6 +54,20 @@ impl Vma {
         Pages((self.end - self.start) / PAGE_BYTES)
     }
 
+    /// The mapping without what lies below `end`, the end of the one listed before it. The kernel reads the list in pieces and
+    /// goes on at an address (`m_start` in fs/proc/task_mmu.c): a mapping that has grown downwards or was merged with its
+    /// neighbour between two pieces begins below it.
+    fn above(mut self, end: u64) -> Result<Self, &'static str> {
+        if self.end <= end {
+            return Err("a mapping ends before the one above it");
+        }
+        if let Some(below @ 1..) = end.checked_sub(self.start) {
+            self.start = end;
+            self.offset = if self.inode == 0 { self.offset } else { self.offset.saturating_add(below) };
+        }
+        Ok(self)
+    }
+
     /// Whether the kernel provides the mapping: `[vdso]`, `[vvar]`, `[vvar_vclock]`, `[vsyscall]`, `[uprobes]`.
     pub fn is_special(&self) -> bool {
         self.inode == 0 && (self.name.starts_with(b"[v") || self.name.starts_with(b"[uprobes"))
@@ -281,10 +295,7 @@ pub(crate) fn each_mapping(
 ) -> Result<(), ListError> {
     let mut last = 0;
     each_line(maps, |line| {
-        let vma = parse_line(line, names).map_err(ListError::Malformed)?;
-        if vma.start < last {
-            return Err(ListError::Malformed(OUT_OF_ORDER));
-        }
+        let vma = parse_line(line, names).and_then(|vma| vma.above(last)).map_err(ListError::Malformed)?;
         last = vma.end;
         Ok(each(vma))
     })
@@ -292,12 +303,16 @@ pub(crate) fn each_mapping(
 
 /// Parses the text of `/proc/PID/maps`.
 pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
-    let vmas: Vec<Vma> = lines(text).map(|line| parse_line(line, Names::All)).collect::<Result<_, _>>()?;
-    if vmas.windows(2).all(|pair| pair[0].end <= pair[1].start) { Ok(vmas) } else { Err(OUT_OF_ORDER) }
+    let mut last = 0;
+    lines(text)
+        .map(|line| {
+            let vma = parse_line(line, Names::All)?.above(last)?;
+            last = vma.end;
+            Ok(vma)
+        })
+        .collect()
 }
 
-/// Addresses ascend even if the list changes between two reads of it (Documentation/filesystems/proc.rst).
-const OUT_OF_ORDER: &str = "a mapping begins before the one above it ends";
 /// KiB in the largest address space, of 57 bits.
 const MOST_KIB: u64 = 1 << 47;
 
@@ -372,10 +387,7 @@ impl Details {
     fn add(&mut self, line: &[u8], names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), &'static str> {
         // In a mapping's line the first of the two is the dash of its addresses, in a counter's line the colon.
         if line.iter().find(|byte| matches!(byte, b'-' | b':')) == Some(&b'-') {
-            let vma = parse_line(line, names)?;
-            if vma.start < self.end {
-                return Err(OUT_OF_ORDER);
-            }
+            let vma = parse_line(line, names)?.above(self.end)?;
             self.end = vma.end;
             self.drop_last_unless(keep);
             self.found.push(VmaDetail {

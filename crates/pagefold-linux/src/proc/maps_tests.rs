@@ -104,9 +104,14 @@ fn malformed_text_is_refused() {
     ] {
         assert!(parse_maps(bad).is_err(), "{}", String::from_utf8_lossy(bad));
     }
-    let backwards = b"2000-3000 rw-p 0 00:00 0\n1000-2001000 rw-p 0 00:00 0\n";
+    let backwards = b"2000-3000 rw-p 0 00:00 0\n1000-3000 rw-p 0 00:00 0\n";
     assert!(parse_maps(backwards).is_err() && parse_smaps(backwards).is_err());
     assert!(parse_smaps(b"1000-2000 rw-p 0 00:00 0\nRss: 18446744073709551615 kB\n").is_err());
+    // Between two pieces of the list the second mapping grew downwards.
+    let grown = b"2000-3000 rw-p 0 00:00 0\n1000-5000 rw-p 8000 0:1 1\n";
+    let second = &parse_maps(grown).unwrap()[1];
+    assert_eq!((second.start, second.end, second.offset), (0x3000, 0x5000, 0xa000));
+    assert_eq!(&parse_smaps(grown).unwrap()[1].vma, second);
     // The first mapping's file offset plus length overflows.
     let ends = b"1000-2000 rw-p fffffffffffff000 0:1 1\n2000-3000 rw-p 0 0:1 1\n";
     assert!(parse_smaps(ends).unwrap().iter().all(|detail| detail.original_bytes == 4096));
