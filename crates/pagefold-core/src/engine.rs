@@ -351,7 +351,7 @@ impl Engine {
         let may_move = if self.snapshot.ksm.ours { self.allowance.moves_left() } else { 0 };
         let moves = self.placer.moves(may_move, self.budget.room_ns(pace), &self.ledger);
         self.allowance.use_moves(count(moves.len()));
-        Actions { mark, unmark, stop: self.allowance.stop_size(), scan, moves }
+        Actions { mark, unmark, stop: self.allowance.stop_size(), scan, merge: Vec::new(), moves }
     }
 
     /// Once a round, regions whose duplicates are merged return to the bottom, and the index ages.

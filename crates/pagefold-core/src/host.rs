@@ -43,6 +43,8 @@ pub struct Snapshot {
     pub regions: Vec<RegionView>,
     /// The state of KSM.
     pub ksm: KsmView,
+    /// How equal pages are merged.
+    pub mechanism: Mechanism,
     /// How scarce memory is.
     pub memory: MemoryView,
     /// CPU time spent so far in the run.
@@ -51,6 +53,17 @@ pub struct Snapshot {
     pub nodes: Vec<NodeView>,
     /// The processes, on a machine with several nodes. Otherwise empty.
     pub owners: Vec<OwnerView>,
+}
+
+/// How equal pages are merged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mechanism {
+    /// Spans are marked, and ksmd searches them for equal pages.
+    #[default]
+    Ksmd,
+    /// Pairs of pages are named, and the kernel merges those that are equal (`/dev/ksm`). Nothing is marked or scanned.
+    Request,
 }
 
 /// A NUMA node with memory.
@@ -307,8 +320,43 @@ pub struct Actions {
     pub stop: StopSize,
     /// The order to ksmd.
     pub scan: ScanOrder,
+    /// Pages to merge with each other, where that is the mechanism.
+    pub merge: Vec<MergeRange>,
     /// Merged frames to move to another NUMA node.
     pub moves: Vec<Move>,
+}
+
+/// Neighbouring pages to merge with others. The kernel merges only those whose contents are equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MergeRange {
+    /// The pages that are replaced.
+    pub take: PageRun,
+    /// What replaces them.
+    pub keep: Keep,
+}
+
+/// The pages that replace others in a merge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// As many neighbouring pages, from this one on.
+    Run(RegionKey, Vpn),
+    /// This page, for all of them.
+    Page(RegionKey, Vpn),
+    /// The kernel's zero page.
+    Zero,
+}
+
+impl MergeRange {
+    /// The part of `pages` pages that starts `skip` pages behind its start.
+    #[must_use]
+    pub fn part(self, skip: u32, pages: u32) -> Self {
+        let take = PageRun { first: self.take.first + u64::from(skip), pages, ..self.take };
+        let keep = match self.keep {
+            Keep::Run(region, first) => Keep::Run(region, first + u64::from(skip)),
+            other => other,
+        };
+        Self { take, keep }
+    }
 }
 
 /// A merged frame, named by a page that maps it, and the node to move it to.
@@ -372,6 +420,8 @@ pub struct Outcome {
     pub marked: Vec<ChangeResult>,
     /// The results of the spans to unmark, in any order.
     pub unmarked: Vec<ChangeResult>,
+    /// The results of merging, in any order: parts of the ranges that were asked for, of pages with the same result.
+    pub merges: Vec<MergeResult>,
     /// The stops of targets.
     pub stops: Vec<Stops>,
     /// The number of frames moved. The others have changed, or the kernel refused.
@@ -411,4 +461,34 @@ pub enum Marking {
     Busy,
     /// The target must not be touched, or has ended. Do not try again.
     Refused,
+}
+
+/// A range of pages, and what came of merging them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MergeResult {
+    /// The range.
+    pub range: MergeRange,
+    /// What came of each of its pages.
+    pub merging: Merging,
+}
+
+/// What came of merging a page with another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Merging {
+    /// They were equal, and are one now.
+    Merged,
+    /// They were one already.
+    Shared,
+    /// Their contents differ.
+    Differs,
+    /// One of them is not present, or not mapped any more.
+    Absent,
+    /// One of them is in use in a way that forbids it now. A later attempt may succeed.
+    Busy,
+    /// One of them can never be merged.
+    Ineligible,
+    /// The page to keep has as many sharers as it may have.
+    Full,
+    /// It was not tried, for example because the process is left alone or has ended.
+    Untried,
 }

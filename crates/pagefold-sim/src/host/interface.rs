@@ -5,8 +5,8 @@ use crate::content::digest;
 use crate::memory::Backing;
 use pagefold_core::hash::Digest;
 use pagefold_core::host::{
-    Actions, Change, ChangeResult, Host, Marking, Outcome, PageRun, PageSample, PageState, RegionView, SamplePlan,
-    Samples, ScanOrder, Snapshot, Span, Stops,
+    Actions, Change, ChangeResult, Host, Marking, Mechanism, Outcome, PageRun, PageSample, PageState, RegionView,
+    SamplePlan, Samples, ScanOrder, Snapshot, Span, Stops,
 };
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::region::RUN_PAGES;
@@ -145,7 +145,8 @@ impl Host for SimHost {
         let (now_ns, ksm) = (self.now_ns, self.ksm_as_observed());
         let (nodes, owners, places_ns) = self.observe_nodes(&owners);
         self.spend(price_ns + places_ns);
-        Ok(Snapshot { now_ns, regions, ksm, memory: self.free, cost: self.cost(), nodes, owners })
+        let mechanism = Mechanism::Ksmd;
+        Ok(Snapshot { now_ns, regions, ksm, mechanism, memory: self.free, cost: self.cost(), nodes, owners })
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
