@@ -2,6 +2,7 @@
 
 use crate::error::ConfigError;
 use crate::governor::{Governor, Pace};
+use crate::host::Mechanism;
 use crate::limits::Limits;
 use crate::marking::extents::Density;
 use crate::names::named;
@@ -30,6 +31,8 @@ named!(Preset, ConfigError::NoPreset);
 pub struct Config {
     /// How much CPU time may be used.
     pub governor: Governor,
+    /// How equal pages are merged, as the host says.
+    pub mechanism: Mechanism,
     /// The share of one core for pagefold and ksmd together, in place of the governor's (UKSM `p`).
     pub top_share: Option<Permyriad>,
     /// The time of a global round, in place of the governor's (UKSM `t`), nanoseconds.
@@ -42,6 +45,8 @@ pub struct Config {
     pub bottom_share: Permyriad,
     /// The duplicate ratio from which a region is promoted (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
+    /// The same where pages are merged on request: nothing but their duplicates is ever visited again.
+    pub request_threshold: Permyriad,
     /// The COW-broken ratio from which a region is left alone (UKSM `V_cow`). 100 % turns this off.
     pub cow_threshold: Permyriad,
     /// The age a region must have to be promoted (UKSM `V_life`), nanoseconds.
@@ -77,12 +82,14 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             governor: Governor::default(),
+            mechanism: Mechanism::default(),
             top_share: None,
             round_ns: None,
             limits: Limits::default(),
             levels: 4,
             bottom_share: Permyriad(15),
             duplicate_threshold: Permyriad(600),
+            request_threshold: Permyriad(100),
             cow_threshold: Permyriad(5_000),
             lifetime_ns: 100_000_000,
             probation_rounds: 2,
@@ -117,6 +124,14 @@ impl Config {
         Pace { top: self.top_share.unwrap_or(top), round_ns: self.round_ns.unwrap_or(round_ns) }
     }
 
+    /// The duplicate ratio from which a region is promoted.
+    pub fn threshold(&self) -> Permyriad {
+        match self.mechanism {
+            Mechanism::Ksmd => self.duplicate_threshold,
+            Mechanism::Request => self.request_threshold.min(self.duplicate_threshold),
+        }
+    }
+
     /// The age at which a region that appears during the run may be promoted, nanoseconds.
     pub fn probation_ns(&self, pace: Pace) -> u64 {
         self.lifetime_ns.max(self.probation_rounds * pace.round_ns)
@@ -133,6 +148,7 @@ impl Config {
             ("the top share of a core", self.top_share.unwrap_or(Permyriad(10_000)), range::TOP_SHARE),
             ("the bottom share of a core", self.bottom_share, 1..=1_000),
             ("the duplicate threshold", self.duplicate_threshold, range::THRESHOLD),
+            ("the duplicate threshold on request", self.request_threshold, range::THRESHOLD),
             ("the COW threshold", self.cow_threshold, range::THRESHOLD),
             ("the density", self.density.plain, range::THRESHOLD),
             ("the density of huge pages", self.density.huge, range::THRESHOLD),

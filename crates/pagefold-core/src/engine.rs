@@ -12,7 +12,7 @@ mod samples;
 
 use crate::config::Config;
 use crate::governor::{Budget, Governor, Pace, share_ns};
-use crate::host::{Actions, Cost, Host, KsmView, Outcome, SamplePlan, Samples, Snapshot};
+use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, RegionView, SamplePlan, Samples, Snapshot};
 use crate::index::{Index, PageStatus};
 use crate::keys::{DomainKey, RegionKey};
 use crate::ledger::Ledger;
@@ -24,6 +24,7 @@ use crate::placement::placer::Placer;
 use crate::region::table::RegionTable;
 use crate::region::{Region, Stage};
 use crate::report::EngineReport;
+use crate::requests::Requests;
 use crate::sampling::ladder::{Ladder, ReadPlan};
 use crate::units::{Pages, Permyriad, count};
 use std::collections::BTreeSet;
@@ -54,6 +55,7 @@ pub struct Engine {
     ladder: Ladder,
     marker: Marker,
     scheduler: ScanScheduler,
+    requests: Requests,
     placer: Placer,
     lifetimes: Lifetimes,
     ledger: Ledger,
@@ -114,6 +116,7 @@ impl Engine {
             ladder,
             marker: Marker::default(),
             scheduler: ScanScheduler::default(),
+            requests: Requests::default(),
             placer: Placer::default(),
             lifetimes: Lifetimes::default(),
             ledger: Ledger::default(),
@@ -195,8 +198,13 @@ impl Engine {
     }
 
     /// Adopts a snapshot of the machine and plans what to read.
-    pub fn plan(&mut self, snapshot: Snapshot) -> SamplePlan {
+    pub fn plan(&mut self, mut snapshot: Snapshot) -> SamplePlan {
         let now_ns = snapshot.now_ns;
+        self.config.mechanism = snapshot.mechanism;
+        if self.on_request() {
+            // The kernel marks a mapping when one of its pages is named. That says nothing about what is merged.
+            snapshot.regions.iter_mut().for_each(|view| *view = RegionView { marked: Pages(0), ..*view });
+        }
         self.record_cost(&snapshot);
         self.allowance.advance(now_ns);
         if self.config.governor == Governor::Auto {
@@ -255,9 +263,15 @@ impl Engine {
         broken.saturating_sub(std::mem::replace(&mut self.broken_before, broken)) >= BROKEN_MIN
     }
 
-    /// Whether some memory in scope must not be merged with other memory in scope.
+    /// Whether pages are merged on request.
+    fn on_request(&self) -> bool {
+        self.config.mechanism == Mechanism::Request
+    }
+
+    /// Whether marking could merge memory with other memory in scope that it must not be merged with. On request, only pages of
+    /// the same trust domain are named.
     fn several_domains(&self) -> bool {
-        self.domains.len() > 1
+        self.domains.len() > 1 && !self.on_request()
     }
 
     /// CPU time that reading may take now: within the share over the governor's window and over a short time.
@@ -306,7 +320,7 @@ impl Engine {
 
     /// Judges what was read.
     pub fn judge(&mut self, samples: &Samples) -> Actions {
-        let (now_ns, several) = (self.snapshot.now_ns, self.several_domains());
+        let (now_ns, several, on_request) = (self.snapshot.now_ns, self.several_domains(), self.on_request());
         self.read = samples.pages.iter().map(|sample| u64::from(sample.state.is_read(several))).sum();
         self.ledger.pages_read += self.read;
         self.record_samples(samples);
@@ -316,9 +330,12 @@ impl Engine {
             region.stage = Stage::Examine(end);
             if end >= region.end() {
                 region.judged(now_ns, several);
+                // Only marks depend on it.
+                region.changed = !on_request;
             }
         }
         if self.paused {
+            self.requests.clear();
             return Actions { scan: self.scheduler.suspend(&self.snapshot.ksm), ..Actions::default() };
         }
         if several {
@@ -331,6 +348,9 @@ impl Engine {
         if self.reading.new_round {
             self.end_round();
             self.marker.find_cow_broken(&mut self.table, now_ns, &self.config);
+        }
+        if self.on_request() {
+            return self.request();
         }
         let unmark = self.marker.unmark(&self.table, now_ns, &mut self.allowance).into_iter().collect();
         // Before new marks, so that small marks can share its scans.
@@ -348,10 +368,26 @@ impl Engine {
             room_ns: self.budget.room_ns(pace),
         };
         let scan = self.scheduler.order(&inputs);
-        let may_move = if self.snapshot.ksm.ours { self.allowance.moves_left() } else { 0 };
-        let moves = self.placer.moves(may_move, self.budget.room_ns(pace), &self.ledger);
-        self.allowance.use_moves(count(moves.len()));
+        let moves = self.moves();
         Actions { mark, unmark, stop: self.allowance.stop_size(), scan, merge: Vec::new(), moves }
+    }
+
+    /// Names the pages to merge.
+    fn request(&mut self) -> Actions {
+        if !self.snapshot.ksm.ours {
+            self.requests.clear();
+            return Actions::default();
+        }
+        let (merge, moves) = (self.requests.ranges(), self.moves());
+        Actions { merge, moves, ..Actions::default() }
+    }
+
+    /// The merged frames to move to another NUMA node.
+    fn moves(&mut self) -> Vec<Move> {
+        let may_move = if self.snapshot.ksm.ours { self.allowance.moves_left() } else { 0 };
+        let moves = self.placer.moves(may_move, self.budget.room_ns(self.pace()), &self.ledger);
+        self.allowance.use_moves(count(moves.len()));
+        moves
     }
 
     /// Once a round, regions whose duplicates are merged return to the bottom, and the index ages.
@@ -382,6 +418,7 @@ impl Engine {
     /// Accounts for what was done; returns how long to wait before the next cycle, nanoseconds.
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.record(actions, outcome);
+        self.requests.record(&outcome.merges, &mut self.table, &mut self.index);
         self.placer.record_moved(outcome.moved);
         if !actions.mark.is_empty() {
             self.allowance.adapt_stop_size(&outcome.stops);

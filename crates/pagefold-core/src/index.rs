@@ -173,6 +173,25 @@ impl Index {
         Occurrences::None
     }
 
+    /// The page that the entry of a content points to.
+    pub fn page_of(&self, digest: Digest) -> Option<Location> {
+        let fingerprint = fingerprint(digest);
+        let tree = &self.trees[tree_of(fingerprint, self.bits)];
+        let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
+        let entry = tree.get(at).filter(|entry| entry.fingerprint() == fingerprint)?;
+        Some(entry.location()).filter(|location| location.slot != NO_SLOT)
+    }
+
+    /// Makes the entry of a content, if there is one, point to another page that holds it.
+    pub fn point_to(&mut self, digest: Digest, location: Location) {
+        let fingerprint = fingerprint(digest);
+        let tree = &mut self.trees[tree_of(fingerprint, self.bits)];
+        let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
+        if let Some(entry) = tree.get_mut(at).filter(|entry| entry.fingerprint() == fingerprint) {
+            *entry = Entry::new(fingerprint, entry.is_claimed(), location, entry.count(), entry.epoch());
+        }
+    }
+
     /// Whether a content is claimed: it is in memory that has been read whole, and which may be marked.
     pub fn is_claimed(&self, digest: Digest) -> bool {
         let fingerprint = fingerprint(digest);
@@ -270,6 +289,22 @@ mod tests {
         assert_eq!(index.len(), 1);
         assert_eq!(index.record(digest(6), c, false), Occurrences::None);
         assert_eq!(index.record(digest(6), a, false), Occurrences::One(c));
+    }
+
+    #[test]
+    fn an_entry_can_be_made_to_point_to_another_page() {
+        let mut index = Index::new();
+        let page = |slot| Location { slot, offset: 1 };
+        index.point_to(digest(0), page(1));
+        assert_eq!(index.page_of(digest(0)), None, "there is no such entry");
+        index.record(digest(0), page(1), true);
+        index.record(digest(0), page(2), false);
+        index.point_to(digest(0), page(2));
+        assert_eq!(index.page_of(digest(0)), Some(page(2)));
+        assert_eq!(index.record(digest(0), page(3), false), Occurrences::Several(2), "the count stays");
+        assert!(index.is_claimed(digest(0)));
+        index.sweep(|page| if page.slot == 2 { PageStatus::Removed } else { PageStatus::Present });
+        assert_eq!(index.page_of(digest(0)), None, "its page has ended");
     }
 
     #[test]

@@ -1,11 +1,41 @@
 //! The ledger: what was saved and what it cost. `status`, metrics and summaries are views of it.
 
-use crate::host::{Actions, Cost, KsmView, Marking, Outcome};
+use crate::host::{Actions, Cost, KsmView, Marking, MergeResult, Merging, Outcome};
 use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
 
 /// Kernel memory for each marked page that ksmd has visited, bytes (`struct ksm_rmap_item`, mm/ksm.c).
 pub const METADATA_BYTES_PER_PAGE: u64 = 64;
+
+/// Pages that were to be merged on request, by what came of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RequestCounts {
+    /// Merged.
+    pub merged: Pages,
+    /// Merged already.
+    pub shared: Pages,
+    /// Compared, and not equal: written since they were read.
+    pub differing: Pages,
+    /// Not merged for another reason.
+    pub failed: Pages,
+}
+
+impl RequestCounts {
+    fn add(&mut self, result: &MergeResult) {
+        let count = match result.merging {
+            Merging::Merged => &mut self.merged,
+            Merging::Shared => &mut self.shared,
+            Merging::Differs => &mut self.differing,
+            Merging::Absent | Merging::Busy | Merging::Ineligible | Merging::Full | Merging::Untried => &mut self.failed,
+        };
+        *count += Pages(result.range.take.pages.into());
+    }
+
+    /// All of them.
+    pub fn asked(&self) -> Pages {
+        self.merged + self.shared + self.differing + self.failed
+    }
+}
 
 /// The account of one run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -30,6 +60,9 @@ pub struct Ledger {
     pub refused: u64,
     /// Pages read.
     pub pages_read: u64,
+    /// What came of pages that were to be merged on request.
+    #[serde(default)]
+    pub requests: RequestCounts,
     /// Stops of targets.
     pub stops: u64,
     /// The longest stop, nanoseconds.
@@ -88,6 +121,7 @@ impl Ledger {
                 Marking::Busy => {}
             }
         }
+        outcome.merges.iter().for_each(|result| self.requests.add(result));
         self.moved += Pages(outcome.moved);
         self.not_moved += Pages(count(actions.moves.len()).saturating_sub(outcome.moved));
         self.move_ns += outcome.move_ns;

@@ -17,6 +17,7 @@
 //! | What to read? | [`sampling`]: the ladder of levels, estimates from samples |
 //! | What to mark or unmark? | [`marking`]: dense extents, COW-broken and short-lived regions |
 //! | When does ksmd scan? | [`merging`] |
+//! | Which pages are merged with which, where the kernel merges on request? | [`requests`] |
 //! | On which node does a merged page live? | [`placement`] |
 //! | What may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second) |
 //! | Which contents have been seen? | [`index`], by [`hash`] |
@@ -47,5 +48,6 @@ pub mod random;
 pub mod range;
 pub mod region;
 pub mod report;
+pub mod requests;
 pub mod sampling;
 pub mod units;

@@ -13,10 +13,10 @@ mod usage;
 pub use hold::{Hold, LeaveAlone};
 pub use marks::{MarkedSamples, Marks, covers};
 pub use survey::{RUN_PAGES, Survey};
-pub use usage::Usage;
+pub use usage::{PageSet, Usage};
 
 use crate::config::Config;
-use crate::host::RegionView;
+use crate::host::{Mechanism, RegionView};
 use crate::index::OFFSET_BITS;
 use crate::marking::extents::{Candidate, Extents, SplitRule, candidates};
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits};
@@ -114,8 +114,11 @@ impl Region {
         self.survey.next_run(&self.view)
     }
 
-    /// The share of duplicates in extents that were not worth marking, 0 to 1.
-    pub fn left_over(&self) -> f64 {
+    /// The share of duplicates in extents that were not worth marking, 0 to 1. Where pages are merged on request, there are none.
+    pub fn left_over(&self, mechanism: Mechanism) -> f64 {
+        if mechanism == Mechanism::Request {
+            return 0.0;
+        }
         let (resident, duplicate) = self
             .extents
             .iter()
@@ -138,8 +141,14 @@ impl Region {
         Vpn(self.base.0.wrapping_add_signed(offset))
     }
 
+    /// Whether its pages may be merged on request: it was worth reading whole, and is not left alone.
+    pub fn may_be_requested(&self, now_ns: u64, config: &Config) -> bool {
+        self.stage != Stage::Survey && self.hold.may_examine(now_ns) && !self.survey.is_volatile(config)
+    }
+
     /// Starts to read the region whole, on the top level.
     pub fn examine(&mut self, top: usize) {
+        self.usage.broken.clear();
         self.level = top;
         self.stage = Stage::Examine(self.view.first);
         self.extents.clear();

@@ -86,7 +86,7 @@ fn is_cow_broken(region: &Region) -> bool {
 }
 
 fn kind(engine: &Engine, region: &Region, ratio: f64, exact: bool, ceiling: f64) -> Kind {
-    let threshold = engine.config.duplicate_threshold.fraction();
+    let threshold = engine.config.threshold().fraction();
     if is_cow_broken(region) || region.survey.is_volatile(&engine.config) {
         Kind::CowBroken
     } else if ratio >= threshold || region.marked_resident() > Pages(0) {

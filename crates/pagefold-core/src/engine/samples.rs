@@ -6,7 +6,7 @@ use crate::host::{PageSample, PageState, Samples};
 use crate::index::{Location, Occurrences};
 use crate::keys::RegionKey;
 use crate::region::Stage;
-use crate::units::Vpn;
+use crate::units::{Permyriad, Vpn};
 
 /// What a page that holds memory counts as in its extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl Engine {
             let Some(region) = self.table.get_mut(slot) else { continue };
             last = Some((sample.region, region.end(), slot));
             if sample.active && region.shows_activity() {
-                region.usage.set_active(sample.page);
+                region.usage.active.insert(sample.page);
             }
             self.placer.record_node(region.view.owner, sample);
             self.bottom_pages += u64::from(region.level == 1);
@@ -81,6 +81,9 @@ impl Engine {
             return self.record_foreign(slot, sample, examined);
         }
         self.note_copy(slot, sample, examined);
+        if self.on_request() {
+            self.keep_merged(slot, sample);
+        }
         Verdict::Duplicate
     }
 
@@ -102,7 +105,10 @@ impl Engine {
         }
         let (now_ns, zero) = (self.snapshot.now_ns, sample.digest == Digest::ZERO);
         let seen = if zero { Occurrences::None } else { self.look_up(slot, sample, examined) };
-        let duplicate = zero || seen != Occurrences::None;
+        let mut duplicate = zero || seen != Occurrences::None;
+        if self.on_request() && !self.request_merge(slot, sample, duplicate) {
+            duplicate = false;
+        }
         let Some(region) = self.table.get_mut(slot) else { return Verdict::Single };
         let offset = region.offset(sample.page);
         region.survey.probe(offset, sample.digest, region.stage == Stage::Survey);
@@ -124,6 +130,53 @@ impl Engine {
         }
         self.credit_first(seen);
         if duplicate { Verdict::Duplicate } else { Verdict::Single }
+    }
+
+    /// Names a page to be merged with the one that holds the same content, if it is a duplicate and both may be. False if it has
+    /// been written since it was last merged: it is left alone.
+    fn request_merge(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
+        let (now_ns, config) = (self.snapshot.now_ns, &self.config);
+        let Some(region) = self.table.get_mut(slot) else { return true };
+        region.usage.record_unmerged(sample.page);
+        let filter = config.cow_threshold < Permyriad(10_000);
+        if filter && region.usage.broken.contains(sample.page) {
+            return false;
+        }
+        if !duplicate || !region.may_be_requested(now_ns, config) {
+            return true;
+        }
+        let location = Location { slot, offset: region.offset(sample.page) };
+        let (take, domain) = ((sample.region, sample.page), region.view.domain);
+        if sample.digest == Digest::ZERO {
+            self.requests.add_zero(take, location);
+            return true;
+        }
+        let digest = sample.digest.in_domain(domain);
+        let Some(kept) = self.index.page_of(digest).filter(|&kept| kept != location) else { return true };
+        let keep = self.table.get(kept.slot).filter(|other| {
+            let is_broken = filter && other.usage.broken.contains(other.page_at(kept.offset));
+            other.may_be_requested(now_ns, config) && other.view.domain == domain && !is_broken
+        });
+        let keep = keep.map(|other| (other.view.key, other.page_at(kept.offset)));
+        // Once the other page may be merged, it finds this one.
+        if !keep.is_some_and(|keep| self.requests.add((take, location), (keep, kept), digest)) {
+            self.index.point_to(digest, location);
+        }
+        true
+    }
+
+    /// Makes a merged page the one to keep for its content, if a page that is not merged is kept for it.
+    fn keep_merged(&mut self, slot: u32, sample: &PageSample) {
+        let Some(region) = self.table.get_mut(slot) else { return };
+        region.usage.merged.insert(sample.page);
+        let location = Location { slot, offset: region.offset(sample.page) };
+        let digest = sample.digest.in_domain(region.view.domain);
+        let Some(kept) = self.index.page_of(digest).filter(|&kept| kept != location) else { return };
+        let is_merged =
+            self.table.get(kept.slot).is_some_and(|other| other.usage.merged.contains(other.page_at(kept.offset)));
+        if !is_merged {
+            self.index.point_to(digest, location);
+        }
     }
 
     /// A page whose content another trust domain has claimed.

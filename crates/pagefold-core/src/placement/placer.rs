@@ -158,7 +158,7 @@ impl Placer {
             let known = last.filter(inside);
             last = known.or_else(|| table.find(sample.region, sample.page).and_then(|slot| table.get(slot)));
             let Some(region) = last else { continue };
-            inventory.add(region.view.owner, region.usage.was_active(sample.page), sample);
+            inventory.add(region.view.owner, region.usage.active.contains(sample.page), sample);
         }
         if !ahead.is_empty() {
             return;

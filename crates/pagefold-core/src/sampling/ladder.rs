@@ -252,7 +252,7 @@ impl Ladder {
         let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
         let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();
         let fraction = sampled as f64 / resident.max(1) as f64;
-        let threshold = config.duplicate_threshold.fraction();
+        let threshold = config.threshold().fraction();
         let mut families = BTreeSet::new();
         for region in table.iter_mut() {
             if matches!(region.stage, Stage::Examine(_)) || !may_be_promoted(region, now_ns, lifetimes, pace, config) {
@@ -263,7 +263,7 @@ impl Ladder {
                 continue;
             }
             // Duplicates that were found before and were not worth marking do not count again.
-            let beyond = if region.stage == Stage::Survey { 0.0 } else { region.left_over() };
+            let beyond = if region.stage == Stage::Survey { 0.0 } else { region.left_over(config.mechanism) };
             let estimate = region.survey.estimate(region.view.resident, fraction);
             if estimate.ratio < threshold + beyond {
                 demote(region, config);
@@ -384,7 +384,7 @@ pub fn wants_more(region: &Region, config: &Config) -> bool {
 }
 
 fn wanted(region: &Region, evidence: f64, config: &Config) -> u64 {
-    samples_for_evidence(region.view.resident.0, config.duplicate_threshold.fraction(), evidence)
+    samples_for_evidence(region.view.resident.0, config.threshold().fraction(), evidence)
 }
 
 /// Whether a region lacks samples for this much evidence.

@@ -1,0 +1,211 @@
+//! Which pages are merged with which, where the kernel merges pages on request.
+//!
+//! A page that was read and whose content the index knows from another page makes a pair with it. Both must be in regions
+//! that have been found worth reading whole: old enough, not volatile, and not left alone. The pairs of a cycle are named at
+//! its end, in ranges. The kernel compares each pair once, so nothing but these pages is visited, and nothing is searched.
+
+use crate::hash::Digest;
+use crate::host::{Keep, MergeRange, MergeResult, Merging, PageRun};
+use crate::index::{Index, Location};
+use crate::keys::RegionKey;
+use crate::region::table::RegionTable;
+use crate::units::Vpn;
+use rustc_hash::FxHashMap;
+
+/// After this many pages another page is kept for a content: KSM's default `max_page_sharing` is 256.
+const SHARERS_MOST: u16 = 255;
+/// Kept pages of which the sharers are counted. If there are more, counting begins anew; the kernel says which are full.
+const COUNTED_MOST: usize = 1 << 16;
+
+/// A page, by its region.
+type Page = (RegionKey, Vpn);
+
+/// A page, and the one that it is equal to.
+#[derive(Clone, Copy, Debug)]
+struct Pair {
+    take: Page,
+    /// The place of `take` in the index.
+    location: Location,
+    /// `None`: the zero page.
+    keep: Option<Page>,
+    digest: Digest,
+}
+
+/// The pairs found in one cycle.
+#[derive(Debug, Default)]
+pub struct Requests {
+    pairs: Vec<Pair>,
+    /// The pages named so far for each kept page.
+    sharers: FxHashMap<Location, u16>,
+}
+
+impl Requests {
+    /// Names a page of zeros.
+    pub fn add_zero(&mut self, take: Page, location: Location) {
+        self.pairs.push(Pair { take, location, keep: None, digest: Digest::ZERO });
+    }
+
+    /// Names a page to be merged with the one that is kept for its content. False if that one has as many sharers as it may
+    /// have.
+    pub fn add(&mut self, (take, location): (Page, Location), (keep, kept): (Page, Location), digest: Digest) -> bool {
+        if self.sharers.len() >= COUNTED_MOST {
+            self.sharers.clear();
+        }
+        let sharers = self.sharers.entry(kept).or_default();
+        let has_room = *sharers < SHARERS_MOST;
+        if has_room {
+            *sharers += 1;
+            self.pairs.push(Pair { take, location, keep: Some(keep), digest });
+        }
+        has_room
+    }
+
+    /// The ranges to merge, in the order of the pages that are replaced.
+    pub fn ranges(&mut self) -> Vec<MergeRange> {
+        self.pairs.sort_unstable_by_key(|pair| pair.take);
+        self.pairs.dedup_by_key(|pair| pair.take);
+        let mut ranges: Vec<MergeRange> = Vec::new();
+        for pair in &self.pairs {
+            if !ranges.last_mut().is_some_and(|last| extend(last, pair)) {
+                let keep = pair.keep.map_or(Keep::Zero, |(region, page)| Keep::Run(region, page));
+                ranges.push(MergeRange { take: PageRun { region: pair.take.0, first: pair.take.1, pages: 1 }, keep });
+            }
+        }
+        ranges
+    }
+
+    /// Forgets the pairs of the cycle: they are not to be merged.
+    pub fn clear(&mut self) {
+        self.pairs.clear();
+    }
+
+    /// Records what came of the ranges. A page that could not be merged with the one kept for its content is kept instead.
+    pub fn record(&mut self, results: &[MergeResult], table: &mut RegionTable, index: &mut Index) {
+        for MergeResult { range, merging } in results {
+            for at in 0..range.take.pages {
+                let MergeRange { take, keep } = range.part(at, 1);
+                match merging {
+                    Merging::Merged | Merging::Shared => {
+                        set_merged(table, (take.region, take.first));
+                        if let Keep::Run(region, page) | Keep::Page(region, page) = keep {
+                            set_merged(table, (region, page));
+                        }
+                    }
+                    Merging::Differs | Merging::Absent | Merging::Ineligible | Merging::Full => {
+                        let page = (take.region, take.first);
+                        if let Ok(at) = self.pairs.binary_search_by_key(&page, |pair| pair.take) {
+                            index.point_to(self.pairs[at].digest, self.pairs[at].location);
+                        }
+                    }
+                    Merging::Busy | Merging::Untried => {}
+                }
+            }
+        }
+        self.clear();
+    }
+}
+
+/// Makes a range one page longer if the pair continues it.
+fn extend(range: &mut MergeRange, pair: &Pair) -> bool {
+    let MergeRange { take, keep } = range;
+    if pair.take != (take.region, take.first + u64::from(take.pages)) {
+        return false;
+    }
+    let continues = match (*keep, pair.keep) {
+        (Keep::Zero, None) => true,
+        (Keep::Run(region, page), Some(next)) if take.pages == 1 && next == (region, page) => {
+            *keep = Keep::Page(region, page);
+            true
+        }
+        (Keep::Run(region, page), Some(next)) => next == (region, page + u64::from(take.pages)),
+        (Keep::Page(region, page), Some(next)) => next == (region, page),
+        _ => false,
+    };
+    take.pages += u32::from(continues);
+    continues
+}
+
+fn set_merged(table: &mut RegionTable, (region, page): Page) {
+    if let Some(region) = table.find(region, page).and_then(|slot| table.get_mut(slot)) {
+        region.usage.merged.insert(page);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::region::{Region, test_view};
+
+    fn location(page: u64) -> Location {
+        Location { slot: 0, offset: u32::try_from(page).unwrap() }
+    }
+
+    /// Page `take` of region 1 is to be merged with page `keep` of region 2.
+    fn requests(pairs: &[(u64, Option<u64>)]) -> Requests {
+        let mut requests = Requests::default();
+        for &(take, keep) in pairs {
+            let page = (RegionKey(1), Vpn(take));
+            match keep {
+                None => requests.add_zero(page, location(take)),
+                Some(keep) => {
+                    let kept = Location { slot: 1, offset: u32::try_from(keep).unwrap() };
+                    assert!(requests.add((page, location(take)), ((RegionKey(2), Vpn(keep)), kept), Digest(take + 1)));
+                }
+            }
+        }
+        requests
+    }
+
+    fn range(first: u64, pages: u32, keep: Keep) -> MergeRange {
+        MergeRange { take: PageRun { region: RegionKey(1), first: Vpn(first), pages }, keep }
+    }
+
+    #[test]
+    fn neighbouring_pairs_make_one_range() {
+        let kept = |page| Keep::Run(RegionKey(2), Vpn(page));
+        let pairs = [(6, Some(16)), (5, Some(15)), (7, Some(17)), (8, Some(3)), (9, Some(3)), (10, Some(3)), (12, None), (13, None)];
+        let ranges = [
+            range(5, 3, kept(15)),
+            range(8, 3, Keep::Page(RegionKey(2), Vpn(3))),
+            range(12, 2, Keep::Zero),
+        ];
+        assert_eq!(requests(&pairs).ranges(), ranges);
+    }
+
+    #[test]
+    fn a_page_is_kept_for_as_many_others_as_the_kernel_allows() {
+        let mut requests = Requests::default();
+        let named = (0..300).filter(|&page| {
+            requests.add(((RegionKey(1), Vpn(page)), location(page)), ((RegionKey(2), Vpn(0)), location(999)), Digest(7))
+        });
+        assert_eq!(named.count(), usize::from(SHARERS_MOST));
+    }
+
+    #[test]
+    fn a_page_that_could_not_be_merged_is_kept_instead() {
+        let mut table = RegionTable::default();
+        table.update(&[test_view(1, 0, 100), test_view(2, 0, 100)], 1, |view| Region::new(view, 0, false, 1));
+        let mut index = Index::new();
+        let mut requests = requests(&[(5, Some(15)), (6, Some(16))]);
+        for digest in [6, 7] {
+            index.record(Digest(digest << 24), Location { slot: 1, offset: 9 }, false);
+        }
+        for pair in &mut requests.pairs {
+            pair.digest = Digest(pair.digest.0 << 24);
+        }
+        let whole = requests.ranges()[0];
+        let results = [
+            MergeResult { range: whole.part(1, 1), merging: Merging::Differs },
+            MergeResult { range: whole.part(0, 1), merging: Merging::Merged },
+        ];
+        requests.record(&results, &mut table, &mut index);
+        assert_eq!(index.page_of(Digest(7 << 24)), Some(location(6)));
+        assert_eq!(index.page_of(Digest(6 << 24)), Some(Location { slot: 1, offset: 9 }));
+        let merged = |key, page| {
+            let slot = table.find(RegionKey(key), Vpn(page)).unwrap();
+            table.get(slot).unwrap().usage.merged.contains(Vpn(page))
+        };
+        assert!(merged(1, 5) && merged(2, 15) && !merged(1, 6) && !merged(2, 16));
+        assert!(requests.ranges().is_empty(), "they are named once");
+    }
+}
