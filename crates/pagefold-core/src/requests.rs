@@ -163,12 +163,17 @@ mod tests {
     #[test]
     fn neighbouring_pairs_make_one_range() {
         let kept = |page| Keep::Run(RegionKey(2), Vpn(page));
-        let pairs = [(6, Some(16)), (5, Some(15)), (7, Some(17)), (8, Some(3)), (9, Some(3)), (10, Some(3)), (12, None), (13, None)];
-        let ranges = [
-            range(5, 3, kept(15)),
-            range(8, 3, Keep::Page(RegionKey(2), Vpn(3))),
-            range(12, 2, Keep::Zero),
+        let pairs = [
+            (6, Some(16)),
+            (5, Some(15)),
+            (7, Some(17)),
+            (8, Some(3)),
+            (9, Some(3)),
+            (10, Some(3)),
+            (12, None),
+            (13, None),
         ];
+        let ranges = [range(5, 3, kept(15)), range(8, 3, Keep::Page(RegionKey(2), Vpn(3))), range(12, 2, Keep::Zero)];
         assert_eq!(requests(&pairs).ranges(), ranges);
     }
 
@@ -176,7 +181,11 @@ mod tests {
     fn a_page_is_kept_for_as_many_others_as_the_kernel_allows() {
         let mut requests = Requests::default();
         let named = (0..300).filter(|&page| {
-            requests.add(((RegionKey(1), Vpn(page)), location(page)), ((RegionKey(2), Vpn(0)), location(999)), Digest(7))
+            requests.add(
+                ((RegionKey(1), Vpn(page)), location(page)),
+                ((RegionKey(2), Vpn(0)), location(999)),
+                Digest(7),
+            )
         });
         assert_eq!(named.count(), usize::from(SHARERS_MOST));
     }

@@ -5,6 +5,7 @@ use crate::hash::Digest;
 use crate::host::{PageSample, PageState, Samples};
 use crate::index::{Location, Occurrences};
 use crate::keys::RegionKey;
+use crate::placement::placer::Stays;
 use crate::region::Stage;
 use crate::units::{Permyriad, Vpn};
 
@@ -153,13 +154,27 @@ impl Engine {
         }
         let digest = sample.digest.in_domain(domain);
         let Some(kept) = self.index.page_of(digest).filter(|&kept| kept != location) else { return true };
-        let keep = self.table.get(kept.slot).filter(|other| {
+        let (owner, active) = (region.view.owner, region.usage.active.contains(sample.page));
+        let other = self.table.get(kept.slot).filter(|other| {
             let is_broken = filter && other.usage.broken.contains(other.page_at(kept.offset));
             other.may_be_requested(now_ns, config) && other.view.domain == domain && !is_broken
         });
-        let keep = keep.map(|other| (other.view.key, other.page_at(kept.offset)));
-        // Once the other page may be merged, it finds this one.
-        if !keep.is_some_and(|keep| self.requests.add((take, location), (keep, kept), digest)) {
+        let keep = other.and_then(|other| {
+            let page = other.page_at(kept.offset);
+            let known = (other.view.owner, other.usage.active.contains(page));
+            let is_merged = other.usage.merged.contains(page);
+            let stays =
+                if is_merged { Stays::Known } else { self.placer.choose(known, (owner, active), &self.snapshot) };
+            let keep = ((other.view.key, page), kept);
+            match stays {
+                Stays::Known => Some((keep, (take, location))),
+                Stays::New => Some(((take, location), keep)),
+                Stays::Both => None,
+            }
+        });
+        let added = keep.is_some_and(|(keep, take)| self.requests.add(take, keep, digest));
+        // If the other page may not be merged now, it finds this one once it may.
+        if !added || keep.is_some_and(|(keep, _)| keep.1 == location) {
             self.index.point_to(digest, location);
         }
         true

@@ -261,7 +261,8 @@ pub struct PlacementSummary {
     pub misplaced: Pages,
 }
 
-pub(super) fn marked_runs(table: &RegionTable) -> VecDeque<PageRun> {
+/// The pages that may be merged: marked spans, and regions in which pages were merged on request.
+pub(super) fn merged_runs(table: &RegionTable) -> VecDeque<PageRun> {
     let mut runs = VecDeque::new();
     // The spans of one process follow each other, so that a frame it maps twice is noticed.
     let mut regions: Vec<&Region> = table.iter().collect();
@@ -275,7 +276,7 @@ pub(super) fn marked_runs(table: &RegionTable) -> VecDeque<PageRun> {
                 (first, left) = (first + u64::from(pages), left - u64::from(pages));
             }
         };
-        if region.is_marked_whole() {
+        if region.is_marked_whole() || !region.usage.merged.is_empty() {
             add(region.view.first, region.view.pages.0);
         } else {
             region.marks.spans.iter().for_each(|mark| add(mark.first, mark.pages.0));

@@ -7,8 +7,8 @@
 use crate::host::{MergedSample, Move, NodeView, OwnerView, PageRun, PageSample, Snapshot};
 use crate::keys::{NodeKey, NodeSet, OwnerKey};
 use crate::ledger::Ledger;
-use crate::placement::inventory::{Frame, Inventory, PagesByNode, PlacementSummary, marked_runs, most};
-use crate::placement::policy::{Carry, Latencies, Sharer, rebalance, shares};
+use crate::placement::inventory::{Frame, Inventory, PagesByNode, PlacementSummary, merged_runs, most};
+use crate::placement::policy::{Carry, Latencies, Placement, Sharer, rebalance, shares};
 use crate::region::Region;
 use crate::region::table::RegionTable;
 use crate::units::{Pages, count, index};
@@ -68,6 +68,19 @@ pub struct Placer {
     least_ns: u64,
     /// The nodes on which private pages of each process were found.
     private: BTreeMap<OwnerKey, PagesByNode>,
+    /// Rounding errors of the choices made before merging.
+    choices: Carry,
+}
+
+/// Which of two pages stays when they are merged on request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stays {
+    /// The one that was known before.
+    Known,
+    /// The one that was just read.
+    New,
+    /// Each: they must not be merged.
+    Both,
 }
 
 impl Placer {
@@ -96,7 +109,7 @@ impl Placer {
             self.inspected = Some((snapshot.ksm.saved(), self.with_homes(snapshot)));
             (self.moved, self.began_cpu_ns) = (false, snapshot.cost.pagefold_ns);
             let inventory = Inventory::new(&snapshot.owners, |view| self.home(view));
-            self.state = State::Inspecting(marked_runs(table), inventory);
+            self.state = State::Inspecting(merged_runs(table), inventory);
         }
         let State::Inspecting(ahead, _) = &mut self.state else { return Vec::new() };
         let mut left = INSPECT_PAGES.min(room_ns / INSPECT_PAGE_NS).max(INSPECT_PAGES_MIN);
@@ -183,6 +196,29 @@ impl Placer {
         let each_ns = ledger.move_ns.checked_div(ledger.moved.0).map_or(MOVE_NS, |ns| ns.max(MOVE_NS_MIN));
         let number = most.min(MOVES_PER_ROUND).min(room_ns / each_ns).min(count(queue.len()));
         queue.drain(..usize::try_from(number).unwrap_or(0)).collect()
+    }
+
+    /// Which page stays of two that are equal, each given by its process and whether it was active: nuKSM's choice of the copy that
+    /// survives (section 4.2), made before the merge. The node of a page is taken to be the home of its process.
+    pub fn choose(&mut self, known: (OwnerKey, bool), new: (OwnerKey, bool), snapshot: &Snapshot) -> Stays {
+        if snapshot.nodes.len() < 2 || known.0 == new.0 {
+            return Stays::Known;
+        }
+        let sharer = |(owner, active)| {
+            let view = snapshot.owners.iter().find(|view| view.owner == owner)?;
+            Some((view, Sharer { home: self.home(view)?, nice: view.nice, active }))
+        };
+        let (Some((known, a)), Some((new, b))) = (sharer(known), sharer(new)) else { return Stays::Known };
+        if a.home == b.home {
+            return Stays::Known;
+        }
+        if [known, new].iter().any(|view| view.placement == Placement::LocalOnly) {
+            return Stays::Both;
+        }
+        let parts = shares(known.placement, &[a, b], known.allowed.and(new.allowed));
+        let quotas = self.choices.quotas(1, &parts);
+        let chosen = parts.iter().zip(quotas).find(|&(_, quota)| quota > 0).map(|(&(node, _), _)| node);
+        if chosen == Some(b.home) { Stays::New } else { Stays::Known }
     }
 
     /// Records that `done` frames were moved.
