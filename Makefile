@@ -16,7 +16,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build demo test run-tests run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install
+.PHONY: build demo test run-tests-with-ksm run-tests-alone run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install
 
 build:
 	$(CARGO) build --release --locked
@@ -27,23 +27,28 @@ demo:
 	@$(CARGO) build --release --locked --quiet -p pagefold
 	@target/release/pagefold demo
 
-# KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other, mostly waiting. These do not
-# use it, and run beside the others: emulated machines, and injections into hostile programs.
-TESTS_BESIDE := numa attack
-TESTS := $(filter-out $(TESTS_BESIDE),$(basename $(notdir $(wildcard crates/*/tests/*.rs))))
+# KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other, mostly waiting. The others run
+# beside them: those in emulated machines and with hostile programs, and those that need nothing.
+TESTS := $(wildcard crates/*/tests/*.rs)
+TESTS_WITH_KSM := $(basename $(notdir $(shell grep -l KsmAtRest $(TESTS))))
+TESTS_ALONE := numa attack
+TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_ALONE),$(basename $(notdir $(TESTS))))
 
 test:
 	@scripts/setup test
 	$(CARGO) build --workspace --bins --locked
 	$(CARGO) test --workspace --locked --no-run
-	@$(MAKE) --no-print-directory --jobs 2 run-tests run-tests-beside
+	@$(MAKE) --no-print-directory --jobs 3 run-tests-with-ksm run-tests-alone run-tests-beside
 
-run-tests:
-	$(CARGO) test --workspace --locked --lib --bins $(TESTS:%=--test %)
-	$(CARGO) test --workspace --locked --doc
+run-tests-with-ksm:
+	$(CARGO) test --workspace --locked $(TESTS_WITH_KSM:%=--test %)
+
+run-tests-alone:
+	nice $(CARGO) test --workspace --locked $(TESTS_ALONE:%=--test %)
 
 run-tests-beside:
-	nice $(CARGO) test --workspace --locked $(TESTS_BESIDE:%=--test %)
+	nice $(CARGO) test --workspace --locked --lib --bins $(TESTS_BESIDE:%=--test %)
+	nice $(CARGO) test --workspace --locked --doc
 
 unit:
 	$(CARGO) test --workspace --locked --lib

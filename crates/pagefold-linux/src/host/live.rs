@@ -27,8 +27,8 @@ use crate::scope::new_processes::NewProcesses;
 use crate::scope::{ScopeError, ScopeSpec, user_id};
 use pagefold_core::hash::Digester;
 use pagefold_core::host::{
-    Actions, ChangeResult, Cost, Host, KsmView, Marking, Mechanism, MemoryView, Outcome, PageRun, RegionView, SamplePlan,
-    Samples, Snapshot,
+    Actions, ChangeResult, Cost, Host, KsmView, Marking, Mechanism, MemoryView, Outcome, PageRun, RegionView,
+    SamplePlan, Samples, Snapshot,
 };
 use pagefold_core::keys::{DomainKey, KeyCounter, RegionKey};
 use pagefold_core::units::Pages;

@@ -6,7 +6,10 @@ use crate::proc::process::ReadError;
 const SIZE_READS: u32 = 256;
 /// It does if its size has decreased this often meanwhile: some 5,000 times a second. Growing is no sign of it.
 const SHRINKS: u32 = 2;
-/// Shortest time between such checks, nanoseconds, and how long a process is left alone after a positive one.
+/// Such checks are made whenever the size has changed until this many have shown nothing: a program that waits for a processor
+/// during the check does not map anything. Later ones keep some time between them.
+const FIRST_CHECKS: u32 = 16;
+/// The shortest time between later checks, nanoseconds, and how long a process is left alone after a positive one.
 const RESTLESS_CHECK_NS: u64 = 1_000_000_000;
 pub(crate) const RESTLESS_NS: u64 = 10_000_000_000;
 
@@ -17,6 +20,7 @@ pub(crate) const RESTLESS_NS: u64 = 10_000_000_000;
 pub(super) struct Restless {
     /// Address space at the last call, pages.
     mapped: Option<u64>,
+    checks: u32,
     next_check_ns: u64,
     until_ns: u64,
 }
@@ -31,7 +35,8 @@ impl Restless {
         mut read_mapped: impl FnMut() -> Result<u64, ReadError>,
     ) -> Result<bool, ReadError> {
         let differs = self.mapped.replace(mapped) != Some(mapped);
-        if differs && now_ns >= self.next_check_ns {
+        if differs && (self.checks < FIRST_CHECKS || now_ns >= self.next_check_ns) {
+            self.checks += 1;
             self.next_check_ns = now_ns + RESTLESS_CHECK_NS;
             let (mut before, mut shrinks) = (mapped, 0);
             for _ in 0..SIZE_READS {
@@ -44,5 +49,31 @@ impl Restless {
             }
         }
         Ok(now_ns < self.until_ns)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_was_waiting_for_a_processor_is_checked_again_at_once() {
+        let mut restless = Restless::default();
+        let mut sizes = (0..).map(|at| 1_000 + at % 2);
+        for number in 0..u64::from(FIRST_CHECKS) {
+            let waits = number + 1 < u64::from(FIRST_CHECKS);
+            let reads = || Ok(if waits { 1_000 } else { sizes.next().unwrap() });
+            assert_eq!(restless.check(number * 1_000_000, number % 2, reads).unwrap(), !waits);
+        }
+        let mut quiet = Restless::default();
+        let mut reads = 0;
+        for number in 0..u64::from(FIRST_CHECKS) * 2 {
+            let read = || {
+                reads += 1;
+                Ok(1_000)
+            };
+            assert!(!quiet.check(number * 1_000_000, number % 2, read).unwrap());
+        }
+        assert_eq!(reads, FIRST_CHECKS * SIZE_READS, "later checks wait for a second");
     }
 }
