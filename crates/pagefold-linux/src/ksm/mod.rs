@@ -4,6 +4,7 @@
 //! - [`lease`]: taking KSM over. Its knobs are set by `knob_writer`, which records every change in the [`state_file`]
 //!   first, and restored by `restore`. One [`lock`] keeps two programs from driving KSM at once.
 //! - `scan`: one scan of ksmd, from the kick to the end. [`controller`]: scans, pace and rest, ordered by the daemon.
+//! - [`request`]: `/dev/ksm`, where the kernel has it: merging of named pages, without ksmd.
 //! - [`experiment`]: KSM taken for measurements.
 //! - [`ksmd`]: the kernel thread.
 
@@ -18,6 +19,7 @@ mod knobs;
 pub mod ksmd;
 pub mod lease;
 pub mod lock;
+pub mod request;
 mod restore;
 mod scan;
 pub mod state_file;

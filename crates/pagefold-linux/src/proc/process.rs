@@ -4,11 +4,13 @@
 //! descriptor: once the process is reaped the kernel answers ESRCH there, even if the pid has been reused.
 
 use crate::os::fault;
+use crate::os::fields::number;
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use thiserror::Error;
 
 /// Why a file below `/proc/PID` could not be read. Callers treat the cases differently.
@@ -59,6 +61,7 @@ pub struct Process {
     pid: i32,
     start_time_ticks: u64,
     dir: OwnedFd,
+    pidfd: OnceLock<OwnedFd>,
 }
 
 impl Process {
@@ -78,7 +81,7 @@ impl Process {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(ReadError::Vanished { pid }),
             Err(error) => return Err(ReadError::from_io(pid, "", error)),
         };
-        let mut process = Self { pid, start_time_ticks: 0, dir };
+        let mut process = Self { pid, start_time_ticks: 0, dir, pidfd: OnceLock::new() };
         process.start_time_ticks = process.stat()?.start_time_ticks;
         Ok(process)
     }
@@ -96,6 +99,25 @@ impl Process {
     /// Pid and start time, which no other process has had.
     pub(crate) fn key(&self) -> (i32, u64) {
         (self.pid, self.start_time_ticks)
+    }
+
+    /// A pidfd of this very process. It is opened at the first call, and stays open.
+    ///
+    /// # Errors
+    /// [`ReadError::Vanished`] if the process has ended, also if its pid has been reused.
+    pub(crate) fn pidfd(&self) -> Result<BorrowedFd<'_>, ReadError> {
+        if let Some(pidfd) = self.pidfd.get() {
+            return Ok(pidfd.as_fd());
+        }
+        let pidfd = pidfd_open(self.pid).map_err(|error| ReadError::from_io(self.pid, "pidfd", error))?;
+        // The pid was this process's all the time until now, unless the process has been reaped. And it is looked up in the pid
+        // namespace of the caller, which must be the one that /proc shows.
+        let shown = std::fs::read(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))
+            .map_err(|error| ReadError::from_io(self.pid, "pidfd", error))?;
+        if number(&shown, "Pid") != Ok(self.pid) || !self.is_alive() {
+            return Err(ReadError::Vanished { pid: self.pid });
+        }
+        Ok(self.pidfd.get_or_init(|| pidfd).as_fd())
     }
 
     /// Opens a file below `/proc/PID` for reading.
@@ -154,6 +176,14 @@ fn openat(dir: &OwnedFd, path: &CStr, flags: i32) -> io::Result<OwnedFd> {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: the kernel has just returned this descriptor; nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: both arguments are numbers.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    let fd = i32::try_from(fd).ok().filter(|&fd| fd >= 0).ok_or_else(io::Error::last_os_error)?;
+    // SAFETY: the kernel has just returned this descriptor, which is closed on exec; nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -239,5 +269,18 @@ mod tests {
         assert!(own.is_alive());
         assert!(matches!(own.read_file("no-such-file"), Err(ReadError::Absent { .. })));
         assert!(matches!(Process::open(0x7fff_fff0), Err(ReadError::Vanished { .. })));
+    }
+
+    #[test]
+    fn a_pidfd_is_of_the_process_that_was_opened() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let open = || Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+        let (process, other) = (open(), open());
+        let first = process.pidfd().unwrap().as_raw_fd();
+        assert_eq!(process.pidfd().unwrap().as_raw_fd(), first);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        // Whatever has the pid by now.
+        assert!(matches!(other.pidfd(), Err(ReadError::Vanished { .. })));
     }
 }
