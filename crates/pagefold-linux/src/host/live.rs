@@ -3,17 +3,20 @@
 mod marking;
 mod placing;
 mod refresh;
+mod requesting;
 mod withdrawing;
 
 pub use placing::Policies;
 
 use self::placing::Placing;
+use self::requesting::Requesting;
 use crate::host::sampling::{RegionRuns, Sampled, SamplingJob, sample};
 use crate::host::targets::Target;
 use crate::inject::{InjectError, Injector};
 use crate::ksm::controller::KsmdController;
 use crate::ksm::ksmd::Ksmd;
 use crate::ksm::lease::KsmLease;
+use crate::ksm::request::RequestDevice;
 use crate::ksm::{CowBreakCounter, Ksm, KsmError};
 use crate::ksm::{KnobError, RestoreOutcome};
 use crate::os::cpu::{own_and_children_cpu_ns, own_cpu_ns};
@@ -149,6 +152,7 @@ pub struct LiveHost {
     monitor: MemoryMonitor,
     memory: MemoryView,
     placing: Placing,
+    requesting: Requesting,
     breaks: CowBreakCounter,
     broken: u64,
     next_memory_ns: u64,
@@ -218,6 +222,7 @@ impl LiveHost {
             monitor: MemoryMonitor::open(&roots.proc)?,
             memory: MemoryView::default(),
             placing: Placing::new(),
+            requesting: Requesting::default(),
             breaks: CowBreakCounter::open(&roots.proc),
             broken: 0,
             next_memory_ns: 0,
@@ -276,6 +281,16 @@ impl LiveHost {
     /// Sets the policies by which merged pages are placed on machines with several memory nodes.
     pub fn set_policies(&mut self, policies: Policies) {
         self.placing.policies = policies;
+    }
+
+    /// Makes the host merge on request, by this device, instead of by ksmd. Call it before the first round.
+    pub fn merge_by(&mut self, device: RequestDevice) {
+        self.requesting.device = Some(Arc::new(device));
+    }
+
+    /// How pages are merged.
+    pub fn mechanism(&self) -> Mechanism {
+        if self.requesting.device.is_some() { Mechanism::Request } else { Mechanism::Ksmd }
     }
 
     /// Sets the time between two refreshes of the targets, nanoseconds. It is clamped to 10 to 250 ms, and refreshes of
@@ -413,7 +428,7 @@ impl Host for LiveHost {
             now_ns,
             regions: self.views.clone(),
             ksm,
-            mechanism: Mechanism::Ksmd,
+            mechanism: self.mechanism(),
             memory: self.memory,
             cost,
             nodes: self.placing.nodes.clone(),
@@ -465,13 +480,18 @@ impl Host for LiveHost {
             let busy = |&change| ChangeResult { change, marking: Marking::Busy };
             outcome.marked = actions.mark.iter().map(busy).collect();
             outcome.unmarked.extend(actions.unmark.iter().map(busy));
+            outcome.merges.extend(actions.merge.iter().map(requesting::untried));
             return Ok(outcome);
         }
         outcome.marked = self.change(&actions.mark, true, actions.stop, &mut outcome);
         let unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
         outcome.unmarked.extend(unmarked);
+        self.merge(&actions.merge, &mut outcome);
         if let Actuator::Act { controller, .. } = &self.actuator {
-            controller.order(actions.scan);
+            // Merging on request leaves KSM's knobs alone.
+            if self.mechanism() == Mechanism::Ksmd {
+                controller.order(actions.scan);
+            }
             if !actions.moves.is_empty() {
                 let before_ns = own_cpu_ns();
                 self.place(&actions.moves, &mut outcome);
@@ -504,8 +524,8 @@ fn elapsed_ns(began: Instant) -> u64 {
     u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Raises the soft limit of open files to the hard limit: three files of each target are held open, and three more of those
-/// read most recently. The default of 1024 exists for programs that use select(2).
+/// Raises the soft limit of open files to the hard limit: three files of each target are held open, four if its pages are
+/// merged on request, and three more of those read most recently. The default of 1024 exists for programs that use select(2).
 fn raise_descriptor_limit() {
     // SAFETY: all-zero is a valid rlimit; both calls access only it.
     unsafe {

@@ -389,6 +389,11 @@ impl Target {
         }
     }
 
+    /// When the last survey began, if it still holds.
+    pub(super) fn surveyed_ns(&self) -> Option<u64> {
+        self.surveyed.as_ref().map(|surveyed| surveyed.began.at_ns)
+    }
+
     /// Updates the regions; returns whether they have changed. `replaced` pages have been unmapped and mapped again since the
     /// last survey: regions of about that size get new keys, even at the same address.
     fn survey(

@@ -8,6 +8,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Identifies the execution of a program: a hash of the auxiliary vector, which holds addresses that the kernel chooses at
@@ -52,12 +53,12 @@ pub(crate) fn effective_user(process: &Process) -> io::Result<u32> {
 }
 
 /// The address space that a process had when this was opened.
-#[derive(Debug)]
-pub(crate) struct AddressSpace(File);
+#[derive(Clone, Debug)]
+pub(crate) struct AddressSpace(Arc<File>);
 
 impl AddressSpace {
     pub(crate) fn of(process: &Process) -> Result<Self, ReadError> {
-        process.open_file("pagemap").map(Self)
+        process.open_file("pagemap").map(|file| Self(Arc::new(file)))
     }
 
     /// Whether any process still uses it. It has ended after an exec, unless the process shared it (vfork). Takes no lock:

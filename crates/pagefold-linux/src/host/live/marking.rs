@@ -123,7 +123,7 @@ impl LiveHost {
     }
 
     /// Looks at a process again just before it is marked. Whether it is the program that was judged, and not excluded.
-    fn may_be_marked(&mut self, pid: i32) -> bool {
+    pub(super) fn may_be_marked(&mut self, pid: i32) -> bool {
         let now_ns = self.now_ns();
         let rules = (&self.domain_rules, &mut self.domains);
         let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.marked_programs);
@@ -137,7 +137,7 @@ impl LiveHost {
 
     /// Records that memory of a process was marked. If it has executed another program since it was judged, that one may
     /// have been marked in its place.
-    fn record_marked(&mut self, pid: i32) {
+    pub(super) fn record_marked(&mut self, pid: i32) {
         if !matches!(self.actuator, Actuator::Act { .. }) {
             return;
         }

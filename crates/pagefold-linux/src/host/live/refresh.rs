@@ -29,6 +29,7 @@ impl LiveHost {
             return Ok(false);
         }
         self.tend_injector()?;
+        self.end_late_merge();
         self.add_targets(now_ns)?;
         let changed = self.refresh_targets(now_ns);
         let changed = self.withdraw_marks(now_ns) || changed;
