@@ -45,9 +45,10 @@ pub fn examine(roots: &MachinePaths) -> Vec<Finding> {
 
 /// Makes all findings.
 pub fn judge(facts: &MachineFacts) -> Vec<Finding> {
-    let checks: [fn(&MachineFacts) -> Finding; 19] = [
+    let checks: [fn(&MachineFacts) -> Finding; 20] = [
         ksm::kernel,
         ksm::ksm,
+        ksm::request,
         ksm::run,
         ksm::advisor,
         ksm::programs,

@@ -1,10 +1,12 @@
 //! Findings for fixtures with one problem each.
 
 use super::*;
+use crate::check::facts::Fact;
 use crate::check::facts::fixture::{healthy, set_frame};
-use crate::ksm::Knob;
 use crate::ksm::lock::Lock;
+use crate::ksm::request::Carrier;
 use crate::ksm::state_file::{Holder, State};
+use crate::ksm::{Knob, Knobs};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -151,4 +153,48 @@ fn state_left_by_a_crash_or_deferred_is_found() {
     assert_eq!(left("boot", gone), [("state", Severity::Warning)]);
     assert_eq!(left("boot", None), [("state", Severity::Note)]);
     assert_eq!(left("another", gone), []);
+}
+
+#[test]
+fn what_merges_on_request_is_found() {
+    // Without the device: a healthy machine. A file that is not the device:
+    assert_eq!(found(|_, roots| write(&roots.dev.join("ksm"), "")), [("request", Severity::Note)]);
+    let module = |name: &'static str| {
+        found(move |_, roots| {
+            let at = roots.modules.join("6.12.9-amd64/updates/dkms");
+            std::fs::create_dir_all(&at).unwrap();
+            write(&at.join(name), "");
+        })
+    };
+    assert_eq!(module("ksm_request.ko.xz"), [("request", Severity::Note)]);
+    assert_eq!(module("ksm_request.ko"), [("request", Severity::Note)]);
+    assert_eq!(module("another.ko"), []);
+}
+
+#[test]
+fn the_finding_about_requests_names_what_merges() {
+    use Severity::{Note, Ok};
+    let dir = tempfile::tempdir().unwrap();
+    let mut facts = MachineFacts::gather(&healthy(dir.path()));
+    let mut says = |request, spoil: fn(&mut Knobs)| {
+        facts.request = request;
+        if let Fact::Is((knobs, _)) = &mut facts.ksm {
+            (knobs.run, knobs.merge_across_nodes) = (0, Some(true));
+            spoil(knobs);
+        }
+        let finding = judge(&facts).into_iter().find(|finding| finding.id == "request").unwrap();
+        (finding.severity, finding.what)
+    };
+    for (request, spoil, severity, words) in [
+        (Fact::Is(Carrier::Series), (|_| {}) as fn(&mut Knobs), Ok, "by this kernel"),
+        (Fact::Is(Carrier::Series), |knobs| knobs.merge_across_nodes = Some(false), Ok, "by this kernel"),
+        (Fact::Is(Carrier::Series), |knobs| knobs.run = 2, Note, "run is 2"),
+        (Fact::Is(Carrier::Module), |_| {}, Ok, "by the module"),
+        (Fact::Is(Carrier::Module), |knobs| knobs.merge_across_nodes = Some(false), Note, "merge_across_nodes is 0"),
+        (Fact::Absent, |_| {}, Ok, "pagefold uses ksmd"),
+        (Fact::Denied, |_| {}, Note, "cannot be opened"),
+    ] {
+        let said = says(request, spoil);
+        assert!(said.0 == severity && said.1.contains(words), "{said:?}");
+    }
 }

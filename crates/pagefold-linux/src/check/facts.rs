@@ -4,6 +4,7 @@
 //! malformed files.
 
 use crate::ksm::lock::{Holder, LockError, holder};
+use crate::ksm::request::{Carrier, RequestDevice, RequestError};
 use crate::ksm::state_file::{State, StateError, boot_id};
 use crate::ksm::{Knobs, Ksm, KsmCounters, KsmError, chosen};
 use crate::os::fields::field;
@@ -112,6 +113,10 @@ pub struct MachinePaths {
     pub proc: PathBuf,
     /// `/sys`.
     pub sys: PathBuf,
+    /// `/dev`.
+    pub dev: PathBuf,
+    /// `/lib/modules`.
+    pub modules: PathBuf,
     /// The lock file.
     pub lock: PathBuf,
     /// The state file.
@@ -123,6 +128,8 @@ impl Default for MachinePaths {
         Self {
             proc: "/proc".into(),
             sys: "/sys".into(),
+            dev: "/dev".into(),
+            modules: "/lib/modules".into(),
             lock: crate::ksm::lock::LOCK_PATH.into(),
             state: crate::ksm::state_file::STATE_PATH.into(),
         }
@@ -138,6 +145,10 @@ pub struct MachineFacts {
     pub release_text: String,
     /// KSM's knobs and counters.
     pub ksm: Fact<(Knobs, KsmCounters)>,
+    /// What merges on request: the kernel or its module.
+    pub request: Fact<Carrier>,
+    /// Whether the module that does is installed for this kernel.
+    pub request_module: Fact<()>,
     /// Whether `/proc/PID/ksm_stat` exists.
     pub ksm_stat: Fact<()>,
     /// Whether pagemap shows frame numbers.
@@ -188,6 +199,8 @@ impl MachineFacts {
             release: parsed(release_text.clone(), Release::parse),
             release_text: release_text.known().map(|text| text.trim().to_owned()).unwrap_or_default(),
             ksm: ksm(&roots.sys.join("kernel/mm/ksm")),
+            request: request(roots),
+            request_module: release_text.clone().and_then(|release| module(&roots.modules.join(release.trim()))),
             ksm_stat: opens(&proc("self/ksm_stat")),
             frames_visible: frames_visible(&proc("self/pagemap")),
             page_flags: opens(&proc("kpageflags")),
@@ -244,6 +257,21 @@ fn ksm(root: &Path) -> Fact<(Knobs, KsmCounters)> {
         Err(KsmError::Denied { .. }) => Fact::Denied,
         Err(error) => Fact::Malformed(error.to_string()),
     }
+}
+
+fn request(roots: &MachinePaths) -> Fact<Carrier> {
+    match RequestDevice::open(&roots.dev.join("ksm")) {
+        Ok(_) => Fact::Is(Carrier::of(&roots.sys)),
+        Err(RequestError::Absent { .. }) => Fact::Absent,
+        Err(RequestError::Denied { .. }) => Fact::Denied,
+        Err(error) => Fact::Malformed(error.to_string()),
+    }
+}
+
+/// The module in the folder of a kernel, where DKMS puts it, compressed or not.
+fn module(kernel: &Path) -> Fact<()> {
+    let at = |end: &str| kernel.join(format!("updates/dkms/ksm_request.ko{end}")).exists();
+    if ["", ".xz", ".zst", ".gz"].into_iter().any(at) { Fact::Is(()) } else { Fact::Absent }
 }
 
 fn state(roots: &MachinePaths) -> Fact<FoundState> {
@@ -339,7 +367,14 @@ mod tests {
     fn facts_of_an_empty_tree_are_absent() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        let facts = MachineFacts::gather(&MachinePaths { proc: at("p"), sys: at("s"), lock: at("l"), state: at("t") });
+        let facts = MachineFacts::gather(&MachinePaths {
+            proc: at("p"),
+            sys: at("s"),
+            dev: at("d"),
+            modules: at("m"),
+            lock: at("l"),
+            state: at("t"),
+        });
         assert_eq!((facts.release, facts.uid, facts.frames_visible), (Fact::Absent, Fact::Absent, Fact::Absent));
         assert!(matches!(facts.ksm, Fact::Absent));
         assert_eq!(facts.cgroups, Cgroups::Missing);

@@ -32,7 +32,9 @@ pub fn healthy(dir: &Path) -> MachinePaths {
     let auxv: Vec<u8> = [33_u64, 7, 6, 4096, 0, 0].into_iter().flat_map(u64::to_ne_bytes).collect();
     write(proc.join("self/auxv"), auxv).unwrap();
     set_frame(&proc, 1234);
-    MachinePaths { proc, sys, lock: dir.join("lock"), state: dir.join("state.json") }
+    let (dev, modules) = (dir.join("dev"), dir.join("modules"));
+    create_dir_all(&dev).unwrap();
+    MachinePaths { proc, sys, dev, modules, lock: dir.join("lock"), state: dir.join("state.json") }
 }
 
 /// The frame number that the page map shows for the probe, in a file that is hole but for that.

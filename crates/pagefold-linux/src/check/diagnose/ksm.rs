@@ -2,6 +2,7 @@
 
 use super::{Finding, blocker, note, ok, warning};
 use crate::check::facts::{Fact, MachineFacts, Release};
+use crate::ksm::request::Carrier;
 
 /// Oldest supported kernel: PR_SET_MEMORY_MERGE and general_profit.
 const OLDEST: Release = Release(6, 4);
@@ -56,6 +57,50 @@ pub(super) fn ksm(facts: &MachineFacts) -> Finding {
             format!("KSM's files cannot be parsed: {what}"),
             "pagefold needs them to control KSM",
             "report this as a bug",
+        ),
+    }
+}
+
+pub(super) fn request(facts: &MachineFacts) -> Finding {
+    let unmerges = facts.ksm.known().is_some_and(|(knobs, _)| knobs.run == 2);
+    let one_node = facts.ksm.known().is_some_and(|(knobs, _)| knobs.merge_across_nodes == Some(false));
+    let without = "pagefold uses ksmd, which finds again what pagefold has found, at a multiple of the cost";
+    match &facts.request {
+        Fact::Is(_) if unmerges => note(
+            "request",
+            "merging on request: refused by the kernel while run is 2",
+            without,
+            "echo 0 > /sys/kernel/mm/ksm/run",
+        ),
+        Fact::Is(Carrier::Module) if one_node => note(
+            "request",
+            "merging on request: refused by the module ksm_request while merge_across_nodes is 0",
+            without,
+            "nothing, or, while nothing is merged: echo 1 > /sys/kernel/mm/ksm/merge_across_nodes",
+        ),
+        Fact::Is(Carrier::Series) => ok("request", "merging on request: by this kernel"),
+        Fact::Is(Carrier::Module) => ok("request", "merging on request: by the module ksm_request"),
+        Fact::Absent if facts.request_module == Fact::Is(()) => note(
+            "request",
+            "merging on request: the module ksm_request is installed and not loaded",
+            without,
+            "modprobe ksm_request; if the kernel refuses it, dmesg says why",
+        ),
+        Fact::Absent => ok(
+            "request",
+            "merging on request: not by this kernel, so pagefold uses ksmd (for a module see kernel/dkms/README.md)",
+        ),
+        Fact::Denied => note(
+            "request",
+            "merging on request: /dev/ksm cannot be opened",
+            without,
+            "run as root; a service needs DeviceAllow=/dev/ksm rw",
+        ),
+        Fact::Malformed(what) => note(
+            "request",
+            format!("merging on request: {what}"),
+            without,
+            "use the kernel or module of the same version as pagefold",
         ),
     }
 }
