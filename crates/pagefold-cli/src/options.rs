@@ -151,6 +151,9 @@ pub const OPTIONS: &[OptionSpec] = {
              or auto, which goes from quiet to full as memory gets scarce"),
         row("run", "preset", "preset", Name(&["default", "sensitive"]), "",
             "Defaults for a purpose; sensitive also merges memory that lives only for seconds"),
+        row("run", "mechanism", "mechanism", Name(&["auto", "ksmd", "request"]), "",
+            "How equal pages are merged: request (pagefold names them; needs a kernel with /dev/ksm), ksmd (pagefold marks \
+             memory, which ksmd searches), or auto, which is request where that is possible"),
         row("run", "top-share", "top-share", Number(Percent, range::TOP_SHARE, |_| None), "20",
             "Share of one core to use at most, instead of the governor's"),
         row("run", "round", "round", Number(Time, range::ROUND_NS, |_| None), "\"4s\"",

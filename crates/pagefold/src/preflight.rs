@@ -1,13 +1,18 @@
 //! Checks before `run` and `unmerge` touch anything, and the exit codes and advice of refusals.
 
+use crate::config::settings::MechanismChoice;
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
+use pagefold_core::placement::policy::Placement;
 use pagefold_linux::inject::{InjectError, Injector, is_frozen};
 use pagefold_linux::ksm::lease::TakeError;
+use pagefold_linux::ksm::request::{self, Carrier, RequestDevice, RequestError};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};
 use pagefold_linux::os::numa::Topology;
 use pagefold_linux::os::peer::own_uid;
-use pagefold_linux::os::privileges::{PLACING, PrivilegeError, READING, keep_from_dumps, keep_only, missing};
+use pagefold_linux::os::privileges::{
+    PLACING, PrivilegeError, READING, REQUESTING, keep_from_dumps, keep_only, missing,
+};
 use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::Scoped;
 use pagefold_linux::scope::deny_list::DenyList;
@@ -50,12 +55,84 @@ pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, line))
 }
 
-/// Gives up, for good, every capability except those to read other processes and to place their merged pages. Call it
-/// before the first thread is started and before another process is read, but after the injector is started, which would
-/// inherit the loss.
-pub fn give_up_rights() -> Result<(), Exit> {
+/// The device by which pages are merged on request. `None` if they are to be merged by ksmd. Changes nothing.
+///
+/// # Errors
+/// Merging on request was chosen and is not possible.
+pub fn request_device(choice: MechanismChoice, placement: Placement, ksm: &Ksm) -> Result<Option<RequestDevice>, Exit> {
+    request_device_at((Path::new(request::DEVICE), Path::new("/sys")), choice, placement, ksm)
+}
+
+fn request_device_at(
+    (device, sys): (&Path, &Path),
+    choice: MechanismChoice,
+    placement: Placement,
+    ksm: &Ksm,
+) -> Result<Option<RequestDevice>, Exit> {
+    if choice == MechanismChoice::Ksmd {
+        return Ok(None);
+    }
+    let opened = RequestDevice::open(device);
+    let is_absent = matches!(opened, Err(RequestError::Absent { .. }));
+    let possible = opened.map_err(|error| no_request(&error)).and_then(|device| {
+        may_request(Carrier::of(sys), placement, ksm)?;
+        Ok(device)
+    });
+    match (choice, possible) {
+        (_, Ok(device)) => Ok(Some(device)),
+        (MechanismChoice::Request, Err(exit)) => Err(exit),
+        (_, Err(exit)) => {
+            // Most kernels have none.
+            if !is_absent {
+                complain!("pages are merged by ksmd, not on request: {exit}");
+            }
+            Ok(None)
+        }
+    }
+}
+
+fn no_request(error: &RequestError) -> Exit {
+    let (code, advice) = match error {
+        RequestError::Absent { .. } | RequestError::Other { .. } | RequestError::Version { .. } => {
+            (exit::NO_KERNEL_SUPPORT, "use --mechanism ksmd, or see pagefold doctor")
+        }
+        RequestError::Denied { .. } => (exit::NOT_PERMITTED, "run as root, and allow the service this device"),
+        RequestError::Io { .. } => (exit::FAILURE, "use --mechanism ksmd"),
+    };
+    Exit::new(code, format!("{error}; {advice}"))
+}
+
+/// Checks what would make the kernel refuse all requests.
+fn may_request(carrier: Carrier, placement: Placement, ksm: &Ksm) -> Result<(), Exit> {
+    let lacking = missing(&[REQUESTING]).map_err(|error| refused(&error))?;
+    if !lacking.is_empty() {
+        let line = format!("merging on request needs {REQUESTING}, which this process lacks; grant it");
+        return Err(Exit::new(exit::NOT_PERMITTED, line));
+    }
+    if placement == Placement::LocalOnly && Topology::of_machine().is_ok_and(|nodes| nodes.is_some()) {
+        let line = "local-only is a setting of ksmd, and merging on request changes none; use --mechanism ksmd";
+        return Err(Exit::new(exit::USAGE, line));
+    }
+    let knobs = ksm.knobs().map_err(|error| Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor")))?;
+    let refuses = |why: &str| Exit::new(exit::KSM_TAKEN, format!("the kernel does not merge on request while {why}"));
+    match (knobs.run, knobs.merge_across_nodes, carrier) {
+        (2, ..) => Err(refuses("/sys/kernel/mm/ksm/run is 2, which unmerges everything; write 0 to it")),
+        (_, Some(false), Carrier::Module) => {
+            Err(refuses("/sys/kernel/mm/ksm/merge_across_nodes is 0 (its module); write 1 to it"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Gives up, for good, every capability except those to read other processes, to place their merged pages, and to merge them on
+/// request. Call it before the first thread is started and before another process is read, but after the injector is started,
+/// which would inherit the loss.
+pub fn give_up_rights(on_request: bool) -> Result<(), Exit> {
     keep_from_dumps();
     let mut kept = READING.to_vec();
+    if on_request {
+        kept.push(REQUESTING);
+    }
     // With one memory node there is nothing to place.
     if Topology::of_machine().is_ok_and(|nodes| nodes.is_some()) {
         kept.push(PLACING);
@@ -139,5 +216,38 @@ pub fn inject_code(error: &InjectError) -> u8 {
         | InjectError::Protocol { .. }
         | InjectError::System { .. } => exit::FAILURE,
         _ => exit::REFUSED,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The exit code with which merging on request by this file is refused.
+    fn refusal(device: &Path, sys: &Path) -> Option<u8> {
+        let choose = |choice| {
+            let root = pagefold_linux::ksm::KSM_ROOT;
+            let ksm = Ksm::open(Path::new(root)).ok()?;
+            Some(request_device_at((device, sys), choice, Placement::Fair, &ksm))
+        };
+        // Whatever the file is.
+        assert!(choose(MechanismChoice::Ksmd)?.unwrap().is_none());
+        assert!(choose(MechanismChoice::Auto)?.unwrap().is_none());
+        let exit = choose(MechanismChoice::Request)?.unwrap_err();
+        assert!(!exit.line.contains('\n') && exit.line.contains("; "), "{exit}");
+        Some(exit.code)
+    }
+
+    #[test]
+    fn what_is_not_the_device_is_refused_or_left_for_ksmd() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        for device in [&dir.path().join("none"), &file, Path::new("/dev/null")] {
+            // A kernel without KSM has nothing to merge with.
+            if let Some(code) = refusal(device, dir.path()) {
+                assert_eq!(code, exit::NO_KERNEL_SUPPORT, "{}", device.display());
+            }
+        }
     }
 }

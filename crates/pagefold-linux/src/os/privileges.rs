@@ -25,6 +25,9 @@ pub const READING: [Capability; 3] = [
 /// Additional capability for placement on memory nodes: `move_pages` of pages that several processes map.
 pub const PLACING: Capability = Capability::CAP_SYS_NICE;
 
+/// Additional capability for merging on request: the kernel asks for it as for `process_madvise`.
+pub const REQUESTING: Capability = Capability::CAP_SYS_NICE;
+
 /// Capabilities for injecting system calls.
 pub const INJECTING: [Capability; 3] = [
     // PTRACE_SEIZE.

@@ -17,7 +17,7 @@ use pagefold_cli::scope::{ScopeArgs, explain};
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, cycle};
 use pagefold_core::governor::Governor;
-use pagefold_core::host::{ChangeResult, Host, Outcome};
+use pagefold_core::host::{ChangeResult, Host, Mechanism, Outcome};
 use pagefold_core::placement::policy::Placement;
 use pagefold_linux::host::live::{Event, HostMode, LiveError, LiveHost};
 use pagefold_linux::host::targets::Target;
@@ -80,19 +80,32 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let Settings { scope, config, deny, .. } = settings.clone();
     preflight::need_rights("merging other processes' memory")?;
     let ksm = preflight::ksm()?;
+    let device = preflight::request_device(settings.mechanism, settings.placement.default, &ksm)?;
     let mut active = ActiveSettings::new(args, settings)?;
     on(signal_hook::consts::SIGHUP, &active.on_hangup().unwrap_or_else(|| stop.clone()))?;
-    let injector = injector(args)?;
+    let injector = injector(args, device.is_some())?;
     let left_alone = check_scope(&scope, &deny)?;
     let local_only = active.settings.placement.default == Placement::LocalOnly;
-    let initial = InitialKnobs { merge_across_nodes: local_only.then_some(false), ..InitialKnobs::default() };
+    let initial = match device {
+        Some(_) => InitialKnobs::NONE,
+        None => InitialKnobs { merge_across_nodes: local_only.then_some(false), ..InitialKnobs::default() },
+    };
     let mode = take(injector, &ksm, &initial)?;
     let interval_ns = refresh_interval_ns(&config, config.governor);
-    let facts =
-        RunFacts { scope: scope.spec().to_string(), dry_run: args.dry_run, config: config.clone(), stood_down: None };
+    let facts = RunFacts {
+        scope: scope.spec().to_string(),
+        dry_run: args.dry_run,
+        mechanism: if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd },
+        config: config.clone(),
+        stood_down: None,
+    };
+    let mechanism = facts.mechanism;
     let mut engine = Engine::new(config);
     let mut host = LiveHost::new(scope.spec(), Roots::default(), deny, ksm, mode, woken.clone())
         .map_err(|error| failure(&error))?;
+    if let Some(device) = device {
+        host.merge_by(device);
+    }
     host.set_refresh_interval(interval_ns);
     host.set_domains(active.settings.domains.clone());
     host.set_policies(active.settings.placement.clone());
@@ -118,7 +131,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     }
     ran?;
     let restored = ended.restored.as_ref();
-    let summary = Summary::new(args, &active, &engine, processes, restored, progress);
+    let summary = Summary::new(args, &active, (&engine, mechanism), processes, restored, progress);
     output::print(args.json, &summary, |style| summary::describe(&summary, style))?;
     for line in summary::unrestored(restored) {
         complain!("{line}");
@@ -154,7 +167,7 @@ fn check_scope(scope: &ScopeArgs, deny: &DenyList) -> Result<Vec<LeftAlone>, Exi
 
 /// Starts the injector and gives up every capability that is not needed from there on. A dry run has no injector. Without
 /// one no process can be asked whether it is dumpable, so a dry run keeps the capabilities to find that out.
-fn injector(args: &RunArgs) -> Result<Option<Injector>> {
+fn injector(args: &RunArgs, on_request: bool) -> Result<Option<Injector>> {
     if args.dry_run {
         return Ok(None);
     }
@@ -162,7 +175,7 @@ fn injector(args: &RunArgs) -> Result<Option<Injector>> {
         Some(path) => preflight::injector_at(path)?,
         None => preflight::injector()?,
     };
-    preflight::give_up_rights()?;
+    preflight::give_up_rights(on_request)?;
     ask_through(&injector);
     fault::point("injector-started");
     Ok(Some(injector))

@@ -10,7 +10,7 @@ use crate::output::placement::PlacementView;
 use anyhow::Result;
 use pagefold_cli::exit;
 use pagefold_core::governor::Governor;
-use pagefold_core::host::Cost;
+use pagefold_core::host::{Cost, Mechanism};
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_core::report::{KindTotal, LevelTotal, RegionReport};
 use pagefold_core::units::Pages;
@@ -35,6 +35,8 @@ pub struct Status {
     pid: u32,
     scope: String,
     dry_run: bool,
+    #[serde(default)]
+    mechanism: Mechanism,
     seconds: f64,
     governor: Governor,
     in_force: Governor,
@@ -120,6 +122,7 @@ impl Status {
             pid: std::process::id(),
             scope: run.scope.clone(),
             dry_run: run.dry_run,
+            mechanism: run.mechanism,
             seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
             governor: report.governor,
             in_force: report.in_force,

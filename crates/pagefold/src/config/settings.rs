@@ -23,12 +23,23 @@ use std::str::FromStr;
 /// Read by a `run` without `--config` and without a scope.
 const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
 
+/// How equal pages are to be merged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MechanismChoice {
+    /// On request where that is possible, otherwise by ksmd.
+    #[default]
+    Auto,
+    Ksmd,
+    Request,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// The configuration file, if one was read.
     pub file: Option<PathBuf>,
     pub scope: ScopeArgs,
     pub config: Config,
+    pub mechanism: MechanismChoice,
     /// Programs that are never touched.
     pub deny: DenyList,
     pub domains: DomainRules,
@@ -66,6 +77,7 @@ impl Settings {
             file: file.map(Path::to_owned),
             scope,
             config,
+            mechanism: mechanism(&values),
             deny,
             domains: domains(&values).map_err(|why| {
                 Exit::new(exit::USAGE, format!("{}: {why}", file.map(ownership::shown).unwrap_or_default()))
@@ -83,7 +95,10 @@ impl Settings {
         };
         [
             ("[scope]", self.scope != old.scope),
-            ("[run] (except the governor) or [judgement]", judgement(self) != judgement(old)),
+            (
+                "[run] (except the governor) or [judgement]",
+                (judgement(self), self.mechanism) != (judgement(old), old.mechanism),
+            ),
             ("[domains]", self.domains != old.domains),
             ("[numa]", (&self.placement, self.config.latencies) != (&old.placement, old.config.latencies)),
             ("[audit]", self.audit != old.audit),
@@ -154,6 +169,14 @@ fn config(values: &Values) -> Config {
         },
         seed: seed(),
         ..preset
+    }
+}
+
+fn mechanism(values: &Values) -> MechanismChoice {
+    match values.text("mechanism") {
+        Some("ksmd") => MechanismChoice::Ksmd,
+        Some("request") => MechanismChoice::Request,
+        _ => MechanismChoice::Auto,
     }
 }
 

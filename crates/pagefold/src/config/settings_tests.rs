@@ -86,6 +86,18 @@ fn the_command_line_comes_before_the_file_and_both_before_the_preset() {
 }
 
 #[test]
+fn the_mechanism_is_chosen_by_file_or_flag() {
+    let of = |text: &str, args: &[&str]| Files::new(text).settings(args).unwrap().mechanism;
+    let file = "[run]\nmechanism = \"request\"\n";
+    assert_eq!(of("", &[]), MechanismChoice::Auto);
+    assert_eq!((of(file, &[]), of(file, &["--mechanism", "ksmd"])), (MechanismChoice::Request, MechanismChoice::Ksmd));
+    Files::new("[run]\nmechanism = \"uksm\"\n").refused("there is no mechanism 'uksm'; choose auto, ksmd or request");
+    let (one, mut other) = (Files::new(file).settings(&[]).unwrap(), Files::new("").settings(&[]).unwrap());
+    other.config.seed = one.config.seed;
+    assert_eq!(one.fixed_differences(&other), ["[run] (except the governor) or [judgement]"]);
+}
+
+#[test]
 fn a_deny_list_replaces_the_default_one() {
     let settings = Files::new("[deny]\nprograms = [\"mine\"]\n").settings(&[]).unwrap();
     assert_eq!((denied(&settings, b"mine"), denied(&settings, b"ssh-agent")), (Some("mine"), None));

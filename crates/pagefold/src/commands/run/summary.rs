@@ -6,7 +6,7 @@ use super::reload::ActiveSettings;
 use pagefold_cli::style::{self, Lines, Style};
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
-use pagefold_core::host::Cost;
+use pagefold_core::host::{Cost, Mechanism};
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_linux::ksm::Knob;
 use pagefold_linux::ksm::RestoreOutcome;
@@ -19,6 +19,7 @@ pub struct Summary {
     schema: &'static str,
     scope: String,
     dry_run: bool,
+    mechanism: Mechanism,
     governor: Governor,
     seconds: f64,
     processes: usize,
@@ -57,7 +58,7 @@ impl Summary {
     pub fn new(
         args: &RunArgs,
         active: &ActiveSettings<'_>,
-        engine: &Engine,
+        (engine, mechanism): (&Engine, Mechanism),
         processes: usize,
         restored: Option<&RestoreOutcome>,
         progress: Progress,
@@ -69,6 +70,7 @@ impl Summary {
             schema: "pagefold.run/1",
             scope: active.settings.scope.spec().to_string(),
             dry_run: args.dry_run,
+            mechanism,
             governor: active.settings.config.governor,
             seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
             processes,
@@ -148,10 +150,11 @@ pub fn describe(summary: &Summary, style: Style) -> String {
         summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} ({value})")).collect();
     row(
         "KSM",
-        match (summary.dry_run, deferred.is_empty()) {
-            (true, _) => "not touched".to_owned(),
-            (false, true) => "restored".to_owned(),
-            (false, false) => {
+        match (summary.dry_run, summary.mechanism, deferred.is_empty()) {
+            (true, ..) => "not touched".to_owned(),
+            (false, Mechanism::Request, true) => "merged on request, settings not touched".to_owned(),
+            (false, _, true) => "restored".to_owned(),
+            (false, _, false) => {
                 format!("restored except {}, which the kernel accepts only when no page is merged", deferred.join(", "))
             }
         },

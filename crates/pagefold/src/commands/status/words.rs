@@ -4,6 +4,7 @@ use super::Status;
 use pagefold_cli::figures::{thousands, time, wrap};
 use pagefold_cli::style::{Lines, Style, bar, count, human, percent, shorten};
 use pagefold_core::governor::Governor;
+use pagefold_core::host::Mechanism;
 use pagefold_core::report::Kind;
 
 /// Processes shown; the rest is summed up.
@@ -46,8 +47,10 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
         ("governor", governor(status)),
         ("cost", format!("{used} of a core in the last 10 s; pagefold {pagefold:.2} s, ksmd {ksmd:.2} s so far")),
         ("KSM", ksm(status)),
-        ("marked", format!("{marked}, for which the kernel keeps {metadata} of metadata")),
     ];
+    if status.mechanism == Mechanism::Ksmd || status.marked_bytes > 0 {
+        rows.push(("marked", format!("{marked}, for which the kernel keeps {metadata} of metadata")));
+    }
     rows.extend(to_unmark(status).map(|text| ("to unmark", text)));
     if status.stops > 0 {
         let (stops, longest) = (status.stops, status.longest_stop_us);
@@ -73,6 +76,12 @@ fn to_unmark(status: &Status) -> Option<String> {
 
 /// The number of trust domains, and how strictly they are separated.
 fn domains(status: &Status) -> String {
+    if status.mechanism == Mechanism::Request {
+        return format!(
+            "{} trust domains: no page is merged with one of another domain by this run",
+            status.domains.len()
+        );
+    }
     let withheld: u64 = status.domains.iter().map(|row| row.withheld_bytes).sum();
     format!(
         "{} trust domains: contents found in two of them are marked in one at most ({} withheld). Pages that changed \
@@ -122,6 +131,10 @@ fn governor(status: &Status) -> String {
 
 fn ksm(status: &Status) -> String {
     match (&status.ksm_why, status.ksm_driven) {
+        (_, true) if status.mechanism == Mechanism::Request => format!(
+            "merges the pages that this run names (/dev/ksm); saves {} on the whole machine",
+            human(status.saved_machine_bytes)
+        ),
         (_, true) => format!(
             "controlled by this run, {} so far; saves {} on the whole machine",
             count(usize::try_from(status.scans).unwrap_or(usize::MAX), "scan", "scans"),
@@ -205,8 +218,10 @@ fn next(text: &mut String, status: &Status, style: Style) {
         let what = match row.what.as_str() {
             "read" => "being read whole, to find what is worth merging",
             "mark" if status.dry_run || !status.ksm_driven => "worth marking",
+            "mark" if status.mechanism == Mechanism::Request => "about to be merged",
             "mark" => "about to be marked for ksmd",
             "merge" if status.dry_run => "would be merged; this is a dry run",
+            "merge" if status.mechanism == Mechanism::Request => "being merged",
             "merge" => "being merged by ksmd, which takes two scans",
             "sample" => "sampled further: too few samples to decide",
             "watch" => "sampled thinly, for changes",
