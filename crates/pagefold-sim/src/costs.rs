@@ -44,10 +44,14 @@ costs! {
     /// Reading the free memory of a node, or a process's node, nice value and allowed nodes: two or three small files
     /// (4 to 6 us each measured).
     process_numa_ns: 15_000,
-    /// Observing one process of any size: opening its files, reading `ksm_stat` (5 us measured). Assumed.
-    observe_owner_ns: 25_000,
-    /// Observing one region: its line of `maps` (1.1 us measured to produce and read it).
-    observe_region_ns: 1_100,
+    /// Reading KSM's counters and CPU clocks. Assumed.
+    observe_ns: 20_000,
+    /// Refreshing one process that has not changed: the live host's figure.
+    refresh_owner_ns: 1_000,
+    /// Surveying one process that has changed, of any size: opening its files. Assumed.
+    survey_owner_ns: 25_000,
+    /// Surveying one region: its line of `maps` (1.1 us measured to produce and read it).
+    survey_region_ns: 1_100,
     /// Counting resident pages, per page of address range (`PAGEMAP_SCAN`: 12 to 41 measured).
     count_page_ns: 12,
     /// Stopping and resuming a process, without the calls made in between.

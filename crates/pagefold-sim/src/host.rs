@@ -21,6 +21,7 @@ use crate::workload::script::ScriptRun;
 use crate::workload::{Mapping, Process};
 use events::{Event, Writer};
 use nodes::PlacementCache;
+use interface::Refreshed;
 use pagefold_core::host::MemoryView;
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::random::Random;
@@ -57,6 +58,7 @@ pub struct SimHost {
     free: MemoryView,
     ignored_orders: u64,
     placement_cache: PlacementCache,
+    refreshed: Refreshed,
 }
 
 impl SimHost {
@@ -93,6 +95,7 @@ impl SimHost {
     #[must_use]
     pub fn with_uksm(mut self, settings: UksmSettings) -> Self {
         self.uksmd = Some(Uksmd::new(self.costs, self.granularity, settings));
+            refreshed: Refreshed::default(),
         self
     }
 

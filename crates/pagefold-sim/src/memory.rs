@@ -114,11 +114,14 @@ impl Memory {
             other.is_none_or(|&other| self.regions[other as usize].as_deref().is_none_or(free))
         };
         assert!(
+        self.region_owners.push(owner.0);
             clear(of_owner.get(place), &|r| r.first >= end)
                 && clear(place.checked_sub(1).and_then(|before| of_owner.get(before)), &|r| r.end() <= first.0),
             "regions of one process must not overlap"
         );
-        self.owners[owner.0 as usize].regions.insert(place, key);
+        let owner = &mut self.owners[owner.0 as usize];
+        owner.regions.insert(place, key);
+        owner.changes += 1;
         RegionKey(key)
     }
 
@@ -138,6 +141,7 @@ impl Memory {
     fn unmap_page(&mut self, key: u32, page: u32) {
         let page = page as usize;
         let Some(region) = self.regions[key as usize].as_deref_mut() else { return };
+        owner.changes += 1;
         let frame = region.frame_of(page);
         match std::mem::replace(&mut region.backing[page], Backing::Absent) {
             Backing::Merged => {

@@ -11,9 +11,28 @@ use pagefold_core::host::{
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::region::RUN_PAGES;
 use pagefold_core::units::{Pages, Vpn};
+use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::ops::Range;
+
+/// The shortest time between two refreshes of the processes, nanoseconds, and the part of the time that those of unchanged
+/// processes may take: as on a live machine.
+const REFRESH_NS: u64 = 250_000_000;
+const REFRESH_PART: u64 = 3_333;
+/// Processes with marked memory are surveyed again after this time for changed flags, nanoseconds, which may take this part
+/// of the time.
+const SURVEY_NS: u64 = 10_000_000_000;
+const SURVEY_PART: u64 = 1_000;
+
+/// What is known of the processes, and when it is refreshed.
+#[derive(Debug, Default)]
+pub(super) struct Refreshed {
+    next_ns: u64,
+    next_survey_ns: u64,
+    /// For each process: [`Owner::changes`](crate::memory::Owner::changes) when it was last surveyed.
+    changes: FxHashMap<OwnerKey, u64>,
+}
 
 impl SimHost {
     fn view(&mut self, key: u32, owner: u32, price_ns: &mut u64) -> Option<RegionView> {
@@ -27,7 +46,6 @@ impl SimHost {
             *price_ns += self.granularity.scale(pages.0 * self.costs.count_page_ns);
             self.residents.insert(key, (self.now_ns.max(1), resident));
         }
-        *price_ns += self.costs.observe_region_ns;
         Some(RegionView {
             key: RegionKey(key),
             owner: OwnerKey(owner),
@@ -38,6 +56,33 @@ impl SimHost {
             resident,
             marked: Pages(region.marks.pages()),
         })
+    }
+
+    /// The cost of refreshing what is known of the processes, if that is due. (The regions are shown as they are all the
+    /// same.)
+    fn refresh_ns(&mut self, owners: &[OwnerKey]) -> u64 {
+        let mut cost_ns = self.costs.observe_ns;
+        if self.now_ns < self.refreshed.next_ns {
+            return cost_ns;
+        }
+        let (all, surveys) = (owners.len() as u64, self.now_ns >= self.refreshed.next_survey_ns);
+        self.refreshed.next_ns = self.now_ns + (all * self.costs.refresh_owner_ns * REFRESH_PART).max(REFRESH_NS);
+        let mut surveyed_ns = 0;
+        for owner in owners {
+            let record = &self.memory.owners[owner.0 as usize];
+            let survey_ns = self.costs.survey_owner_ns + record.regions.len() as u64 * self.costs.survey_region_ns;
+            cost_ns += if self.refreshed.changes.insert(*owner, record.changes) == Some(record.changes) {
+                // Only processes with marked memory are on ksmd's list.
+                surveyed_ns += if surveys && record.registered { survey_ns } else { 0 };
+                self.costs.refresh_owner_ns
+            } else {
+                survey_ns
+            };
+        }
+        if surveys {
+            self.refreshed.next_survey_ns = self.now_ns + (surveyed_ns * SURVEY_PART).max(SURVEY_NS);
+        }
+        cost_ns + surveyed_ns
     }
 
     /// Samples one run. Returns the cost in nanoseconds.
@@ -138,10 +183,10 @@ impl Host for SimHost {
         for (key, owner) in live {
             if owners.last() != Some(&OwnerKey(owner)) {
                 owners.push(OwnerKey(owner));
-                price_ns += self.costs.observe_owner_ns;
             }
             regions.extend(self.view(key, owner, &mut price_ns));
         }
+        price_ns += self.refresh_ns(&owners);
         let (now_ns, ksm) = (self.now_ns, self.ksm_as_observed());
         let (nodes, owners, places_ns) = self.observe_nodes(&owners);
         self.spend(price_ns + places_ns);

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 /// Interval between two observations of nodes and processes, nanoseconds: as on a live machine.
 const REFRESH_NS: u64 = 2_000_000_000;
 
+const REFRESH_PART: u64 = 1_000;
 /// The last observation of nodes and processes.
 #[derive(Debug, Default)]
 pub(super) struct PlacementCache {
@@ -99,7 +100,8 @@ impl SimHost {
             return (Vec::new(), Vec::new(), 0);
         }
         if self.now_ns >= self.placement_cache.next_ns || self.placement_cache.owners.len() != owners.len() {
-            self.placement_cache.next_ns = self.now_ns + REFRESH_NS;
+            let all_ns = owners.len() as u64 * self.costs.process_numa_ns;
+            self.placement_cache.next_ns = self.now_ns + (all_ns * REFRESH_PART).max(REFRESH_NS);
             self.placement_cache.nodes = self.memory.nodes.views();
             let online = self.memory.nodes.online();
             let view = |&owner: &OwnerKey| {

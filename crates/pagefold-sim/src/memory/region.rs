@@ -88,6 +88,8 @@ pub(crate) struct Owner {
     /// Its regions, by address.
     pub(crate) regions: Vec<u32>,
     pub(crate) exited: bool,
+    /// How often a region was mapped or unmapped.
+    pub(crate) changes: u64,
     /// Whether marking it is refused.
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
