@@ -6,6 +6,7 @@
 mod events;
 mod inspect;
 mod interface;
+mod merges;
 mod nodes;
 #[cfg(test)]
 mod properties;
@@ -20,9 +21,9 @@ use crate::uksmd::{UksmSettings, Uksmd};
 use crate::workload::script::ScriptRun;
 use crate::workload::{Mapping, Process};
 use events::{Event, Writer};
-use nodes::PlacementCache;
 use interface::Refreshed;
-use pagefold_core::host::MemoryView;
+use nodes::PlacementCache;
+use pagefold_core::host::{Mechanism, MemoryView};
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::random::Random;
 use pagefold_core::units::{Pages, Vpn};
@@ -57,13 +58,20 @@ pub struct SimHost {
     ours: bool,
     free: MemoryView,
     ignored_orders: u64,
-    placement_cache: PlacementCache,
     refreshed: Refreshed,
+    placement_cache: PlacementCache,
 }
 
 impl SimHost {
     /// An empty machine at time 0, with ksmd idle.
+    ///
+    /// # Panics
+    /// If the knobs ask for what no kernel has: merging on request, or nodes kept apart, with a [forest](Forest).
     pub fn new(seed: u64, costs: Costs, knobs: Knobs) -> Self {
+        assert!(
+            knobs.mechanism == Mechanism::Ksmd || knobs.forest == Forest::Kernel,
+            "merging on request has no forest"
+        );
         let keeps_writes = matches!(knobs.forest, Forest::Classes(Classes::PageCount | Classes::SubPages));
         Self {
             now_ns: 0,
@@ -72,7 +80,7 @@ impl SimHost {
             knobs,
             granularity: Granularity::new(knobs.granularity),
             memory: Memory::new(keeps_writes),
-            ksmd: Ksmd::new(costs, knobs),
+            ksmd: Ksmd::new(&costs, knobs),
             uksmd: None,
             scripts: Vec::new(),
             unique: UniqueContents::new(seed),
@@ -87,6 +95,7 @@ impl SimHost {
             ours: true,
             free: MemoryView::default(),
             ignored_orders: 0,
+            refreshed: Refreshed::default(),
             placement_cache: PlacementCache::default(),
         }
     }
@@ -94,8 +103,7 @@ impl SimHost {
     /// Runs UKSM's scanner instead of ksmd. It ignores scan orders and marks.
     #[must_use]
     pub fn with_uksm(mut self, settings: UksmSettings) -> Self {
-        self.uksmd = Some(Uksmd::new(self.costs, self.granularity, settings));
-            refreshed: Refreshed::default(),
+        self.uksmd = Some(Uksmd::new(&self.costs, self.granularity, settings));
         self
     }
 
@@ -136,7 +144,10 @@ impl SimHost {
         for region in record.regions.clone() {
             self.unmap(RegionKey(region));
         }
-        self.ksmd.owner_exited(&mut self.memory, owner.0);
+        match self.knobs.mechanism {
+            Mechanism::Ksmd => self.ksmd.owner_exited(&mut self.memory, owner.0),
+            Mechanism::Request => self.ksmd.free_owner(&mut self.memory, owner.0),
+        }
     }
 
     /// Writes a content (0: zeros) to a page now. Returns false if there is no such page.

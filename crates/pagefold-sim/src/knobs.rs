@@ -1,5 +1,6 @@
 //! The settings of the simulated machine, KSM's among them.
 
+use pagefold_core::host::Mechanism;
 use pagefold_core::units::Permyriad;
 
 /// How ksmd's trees are divided. Pages in different trees are never compared.
@@ -56,7 +57,10 @@ pub struct Knobs {
     pub forest: Forest,
     /// Marks every new mapping at once, as `prctl(PR_SET_MEMORY_MERGE)` does.
     pub merge_any: bool,
-    /// The probability that a process cannot be stopped, drawn for every attempt.
+    /// How pagefold merges pages. With [`Mechanism::Request`] the kernel has `/dev/ksm`; ksmd may run beside it.
+    pub mechanism: Mechanism,
+    /// The probability that a process cannot be stopped, drawn for every attempt, or that a page to be merged on request is
+    /// in use.
     pub busy: Permyriad,
     /// How long a count of resident pages remains valid.
     pub resident_age_ns: u64,
@@ -72,6 +76,11 @@ impl Knobs {
     pub fn driven() -> Self {
         Self { use_zero_pages: true, max_page_sharing: 4_096, ..Self::default() }
     }
+
+    /// The kernel's defaults, on a kernel that merges on request: pagefold makes no settings there.
+    pub fn requested() -> Self {
+        Self { mechanism: Mechanism::Request, ..Self::default() }
+    }
 }
 
 impl Default for Knobs {
@@ -84,6 +93,7 @@ impl Default for Knobs {
             merge_across_nodes: true,
             forest: Forest::Kernel,
             merge_any: false,
+            mechanism: Mechanism::Ksmd,
             busy: Permyriad(0),
             resident_age_ns: 5_000_000_000,
             granularity: 1,

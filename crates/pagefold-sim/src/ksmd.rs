@@ -2,6 +2,7 @@
 //! virtual time.
 
 mod rbtree;
+mod request;
 mod trees;
 mod visit;
 
@@ -11,6 +12,7 @@ use crate::granularity::Granularity;
 use crate::knobs::Knobs;
 use crate::memory::{Memory, RmapItem};
 use pagefold_core::host::ScanOrder;
+pub(crate) use request::Kept;
 use std::ops::Range;
 use trees::Trees;
 
@@ -71,10 +73,10 @@ pub(crate) struct Ksmd {
 }
 
 impl Ksmd {
-    pub(crate) fn new(costs: Costs, knobs: Knobs) -> Self {
+    pub(crate) fn new(costs: &Costs, knobs: Knobs) -> Self {
         Self {
             trees: Trees::new(&knobs),
-            costs,
+            costs: *costs,
             knobs,
             granularity: Granularity::new(knobs.granularity),
             list: Vec::new(),
@@ -268,17 +270,23 @@ impl Ksmd {
         None
     }
 
-    /// Frees an owner's stale records, and takes it off the list if it has exited or has no marked pages.
-    fn finish_owner(&mut self, memory: &mut Memory, owner: u32) {
+    /// Frees an owner's stale records. Returns their number.
+    fn free_stale(&mut self, memory: &mut Memory, owner: u32) -> u64 {
         let record = &mut memory.owners[owner as usize];
         let stale = std::mem::take(&mut record.stale_items);
         let frames = std::mem::take(&mut record.stale_frames);
         self.items -= stale;
         self.unshared -= std::mem::take(&mut record.stale_unshared);
-        self.spend(self.costs.visit_owner_ns + self.granularity.scale(stale * self.costs.reap_item_ns));
         for frame in frames {
             self.trees.detach(memory, frame);
         }
+        stale
+    }
+
+    /// Frees an owner's stale records, and takes it off the list if it has exited or has no marked pages.
+    fn finish_owner(&mut self, memory: &mut Memory, owner: u32) {
+        let stale = self.free_stale(memory, owner);
+        self.spend(self.costs.visit_owner_ns + self.granularity.scale(stale * self.costs.reap_item_ns));
         let marked = |&key: &u32| memory.region(key).is_some_and(|region| !region.marks.is_empty());
         self.cursor.page = 0;
         if memory.owners[owner as usize].regions.iter().any(marked) {

@@ -22,14 +22,16 @@
 //! assert_eq!(sim.saved(), Pages(1_000));
 //! ```
 //!
-//! Not simulated: swap, reclaim, running out of memory, khugepaged, pages that cannot be merged because they are
-//! pinned or locked, and the memory contention between ksmd and the processes it scans.
+//! Pages are merged by ksmd, by UKSM's scanner, or on request ([`Knobs::mechanism`]).
+//!
+//! Not simulated: swap, reclaim, running out of memory, khugepaged, pages that ksmd cannot merge because they are pinned
+//! or locked, and the memory contention between ksmd and the processes it scans.
 //!
 //! | module | what is there |
 //! | --- | --- |
 //! | `host` | the machine: its events, the calls that pagefold makes, and what tests can inspect |
 //! | `memory` | pages, regions, frames, marked ranges and memory nodes |
-//! | `ksmd` | the kernel's scanner, its trees, and what it does at one page |
+//! | `ksmd` | the kernel's scanner, its trees, and what it does at one page; merging on request |
 //! | `uksmd` | UKSM's scanner |
 //! | `workload` | simulated processes, scripts of recorded or invented steps, ready-made scenarios |
 //! | `knobs`, `costs` | KSM's and the machine's settings, and what each step costs |

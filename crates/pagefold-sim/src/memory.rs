@@ -39,6 +39,8 @@ pub(crate) struct MergedFrame {
 pub(crate) struct Memory {
     pub(crate) owners: Vec<Owner>,
     regions: Vec<Option<Box<Region>>>,
+    /// The owner of each region, kept after the region has ended.
+    region_owners: Vec<u32>,
     pub(crate) frames: Vec<MergedFrame>,
     free_frames: Vec<u32>,
     /// The number of pages that map each fork-shared frame.
@@ -74,6 +76,11 @@ impl Memory {
         self.regions.get_mut(key as usize)?.as_deref_mut()
     }
 
+    /// The process that a region belongs to, or belonged to when it was mapped.
+    pub(crate) fn owner_of(&self, key: u32) -> Option<&Owner> {
+        self.owners.get(*self.region_owners.get(key as usize)? as usize)
+    }
+
     /// Maps a region with the given contents and backing.
     pub(crate) fn map(
         &mut self,
@@ -107,6 +114,7 @@ impl Memory {
         }
         let end = region.end();
         self.regions.push(Some(Box::new(region)));
+        self.region_owners.push(owner.0);
         let of_owner = &self.owners[owner.0 as usize].regions;
         let place =
             of_owner.partition_point(|&other| self.regions[other as usize].as_ref().is_some_and(|r| r.first < first.0));
@@ -114,7 +122,6 @@ impl Memory {
             other.is_none_or(|&other| self.regions[other as usize].as_deref().is_none_or(free))
         };
         assert!(
-        self.region_owners.push(owner.0);
             clear(of_owner.get(place), &|r| r.first >= end)
                 && clear(place.checked_sub(1).and_then(|before| of_owner.get(before)), &|r| r.end() <= first.0),
             "regions of one process must not overlap"
@@ -134,6 +141,7 @@ impl Memory {
         let Some(mut region) = self.regions[key as usize].take() else { return };
         let owner = &mut self.owners[region.owner as usize];
         owner.regions.retain(|&other| other != key);
+        owner.changes += 1;
         owner.make_stale(&mut region.items);
     }
 
@@ -141,7 +149,6 @@ impl Memory {
     fn unmap_page(&mut self, key: u32, page: u32) {
         let page = page as usize;
         let Some(region) = self.regions[key as usize].as_deref_mut() else { return };
-        owner.changes += 1;
         let frame = region.frame_of(page);
         match std::mem::replace(&mut region.backing[page], Backing::Absent) {
             Backing::Merged => {

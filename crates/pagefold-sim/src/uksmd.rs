@@ -111,13 +111,13 @@ pub(crate) struct Uksmd {
 
 impl Uksmd {
     /// A scanner that starts at time 0 with the sleep of its first cycle.
-    pub(crate) fn new(costs: Costs, granularity: Granularity, settings: UksmSettings) -> Self {
+    pub(crate) fn new(costs: &Costs, granularity: Granularity, settings: UksmSettings) -> Self {
         let search = Search::new(costs, granularity, settings.strength, settings.zero_pages);
         Self {
             cpu_ns: 0,
             scanned: 0,
             rounds: 0,
-            costs,
+            costs: *costs,
             granularity,
             settings,
             regions: FxHashMap::default(),

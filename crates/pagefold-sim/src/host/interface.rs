@@ -5,8 +5,8 @@ use crate::content::digest;
 use crate::memory::Backing;
 use pagefold_core::hash::Digest;
 use pagefold_core::host::{
-    Actions, Change, ChangeResult, Host, Marking, Mechanism, Outcome, PageRun, PageSample, PageState, RegionView,
-    SamplePlan, Samples, ScanOrder, Snapshot, Span, Stops,
+    Actions, Change, ChangeResult, Host, Marking, Outcome, PageRun, PageSample, PageState, RegionView, SamplePlan,
+    Samples, ScanOrder, Snapshot, Span, Stops,
 };
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::region::RUN_PAGES;
@@ -190,7 +190,7 @@ impl Host for SimHost {
         let (now_ns, ksm) = (self.now_ns, self.ksm_as_observed());
         let (nodes, owners, places_ns) = self.observe_nodes(&owners);
         self.spend(price_ns + places_ns);
-        let mechanism = Mechanism::Ksmd;
+        let mechanism = self.knobs.mechanism;
         Ok(Snapshot { now_ns, regions, ksm, mechanism, memory: self.free, cost: self.cost(), nodes, owners })
     }
 
@@ -211,6 +211,7 @@ impl Host for SimHost {
         let mut outcome = Outcome::default();
         outcome.unmarked = self.change_marks(&actions.unmark, false, &mut outcome);
         outcome.marked = self.change_marks(&actions.mark, true, &mut outcome);
+        self.merge_ranges(&actions.merge, &mut outcome);
         self.move_frames(&actions.moves, &mut outcome);
         if self.ours {
             self.ksmd.order(actions.scan, self.now_ns);

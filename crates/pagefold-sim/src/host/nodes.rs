@@ -7,10 +7,11 @@ use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Vpn};
 use std::collections::BTreeMap;
 
-/// Interval between two observations of nodes and processes, nanoseconds: as on a live machine.
+/// Interval between two observations of nodes and processes, nanoseconds, and the part of the time that they may take: as
+/// on a live machine.
 const REFRESH_NS: u64 = 2_000_000_000;
-
 const REFRESH_PART: u64 = 1_000;
+
 /// The last observation of nodes and processes.
 #[derive(Debug, Default)]
 pub(super) struct PlacementCache {

@@ -3,7 +3,9 @@
 
 use crate::memory::{Backing, ItemState, Memory, NONE};
 use crate::{Behaviour, Classes, Costs, Fill, Forest, Knobs, Mapping, Process, SimHost, Writes};
-use pagefold_core::host::{Actions, Host, Move, PageRun, PageState, SamplePlan, ScanOrder, Span};
+use pagefold_core::host::{
+    Actions, Host, Keep, Mechanism, MergeRange, Merging, Move, PageRun, PageState, SamplePlan, ScanOrder, Span,
+};
 use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use proptest::prelude::*;
@@ -20,6 +22,7 @@ enum Step {
     Mark(prop::sample::Index, u64, u64),
     Unmark(prop::sample::Index, u64, u64),
     Order(u8),
+    Merge(prop::sample::Index, u64, u32, prop::sample::Index, u64, u8),
     Wait(u64),
     Move(prop::sample::Index, u64, u16),
     Home(prop::sample::Index, u16),
@@ -38,6 +41,9 @@ fn step() -> impl Strategy<Value = Step> {
         4 => (at(), 0..PAGES, 0..PAGES).prop_map(|(target, page, pages)| Step::Mark(target, page, pages)),
         2 => (at(), 0..PAGES, 0..PAGES).prop_map(|(target, page, pages)| Step::Unmark(target, page, pages)),
         5 => (0u8..3).prop_map(Step::Order),
+        6 => (at(), 0..PAGES, 1u32..20, at(), 0..PAGES, 0u8..3).prop_map(|(take, first, pages, keep, from, kind)| {
+            Step::Merge(take, first, pages, keep, from, kind)
+        }),
         5 => (0u64..400_000).prop_map(Step::Wait),
         4 => (at(), 0..PAGES, 0u16..4).prop_map(|(target, page, node)| Step::Move(target, page, node)),
         1 => (at(), 0u16..4).prop_map(|(target, node)| Step::Home(target, node)),
@@ -118,6 +124,17 @@ impl Rig {
                 };
                 self.sim.apply(&Actions { scan, ..Actions::default() }).unwrap();
             }
+            Step::Merge(take, first, pages, keep, from, kind) => {
+                if let (Some(take), Some(keep)) = (self.span(take, first, 1), self.span(keep, from, 1)) {
+                    let take = PageRun { region: take.region, first: take.first, pages };
+                    let keep = match kind {
+                        0 => Keep::Run(keep.region, keep.first),
+                        1 => Keep::Page(keep.region, keep.first),
+                        _ => Keep::Zero,
+                    };
+                    self.merge(MergeRange { take, keep });
+                }
+            }
             Step::Wait(ns) => self.sim.wait(ns).unwrap(),
             Step::Move(target, page, node) => {
                 let Some(Span { region, first: page, .. }) = self.span(target, page, 1) else { return };
@@ -148,6 +165,34 @@ impl Rig {
             Step::Read(target) => self.read(target),
             Step::Exit(_) | Step::Fork(_) | Step::Home(..) => {}
         }
+    }
+
+    /// Merges a range on request, and checks what is reported.
+    fn merge(&mut self, range: MergeRange) {
+        let outcome = self.sim.apply(&Actions { merge: vec![range], ..Actions::default() }).unwrap();
+        let mut next = 0;
+        for result in &outcome.merges {
+            let pages = result.range.take.pages;
+            assert_eq!(result.range, range.part(next, pages), "results follow one another");
+            next += pages;
+            for number in 0..pages {
+                let part = result.range.part(number, 1);
+                let page = self.sim.page(part.take.region, part.take.first);
+                match (result.merging, part.keep) {
+                    (Merging::Merged, Keep::Zero) => assert_eq!(page, Some((0, PageState::ZeroMapped))),
+                    (Merging::Merged, Keep::Run(region, kept) | Keep::Page(region, kept)) => {
+                        assert_eq!(page.unwrap().1, PageState::Merged);
+                        assert_eq!(page, self.sim.page(region, kept));
+                    }
+                    (Merging::Differs, Keep::Zero) => assert_ne!(page.unwrap().0, 0),
+                    (Merging::Differs, Keep::Run(region, kept) | Keep::Page(region, kept)) => {
+                        assert_ne!(page.unwrap().0, self.sim.page(region, kept).unwrap().0);
+                    }
+                    _ => {}
+                }
+            }
+        }
+        assert_eq!(next, range.take.pages, "every page has a result");
     }
 
     /// Checks what a read reports against the memory.
@@ -274,7 +319,7 @@ proptest! {
         steps in prop::collection::vec(step(), 1..120),
         knobs in (any::<bool>(), any::<bool>(), 2u32..6, any::<bool>()),
         (nodes, node_pages, merge_across_nodes) in (1u16..5, 20u64..400, any::<bool>()),
-        (forest, merge_any) in (0usize..8, any::<bool>()),
+        (forest, merge_any, on_request) in (0usize..8, any::<bool>(), any::<bool>()),
     ) {
         let (use_zero_pages, smart_scan, max_page_sharing, may_fork) = knobs;
         let forests = [
@@ -285,8 +330,10 @@ proptest! {
         ];
         let forest = forests.get(forest).copied().unwrap_or_default();
         let merge_across_nodes = merge_across_nodes || forest != Forest::Kernel;
+        let mechanism = if on_request && forest == Forest::Kernel { Mechanism::Request } else { Mechanism::Ksmd };
         let knobs = Knobs {
-            use_zero_pages, smart_scan, max_page_sharing, merge_across_nodes, forest, merge_any, ..Knobs::default()
+            use_zero_pages, smart_scan, max_page_sharing, merge_across_nodes, forest, merge_any, mechanism,
+            ..Knobs::default()
         };
         let sim = SimHost::new(1, Costs::default(), knobs).with_nodes(&vec![Pages(node_pages); nodes.into()]);
         let mut rig = Rig { sim, nodes, owners: Vec::new(), expected: BTreeMap::new() };

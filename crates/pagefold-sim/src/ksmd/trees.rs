@@ -13,6 +13,10 @@ use crate::knobs::{Forest, Knobs};
 use crate::memory::{ItemState, Memory, NONE, PageRef};
 use pagefold_core::keys::NodeKey;
 
+/// In place of a tree: the frame is in none, because it was made on request and ksmd has not visited it (the kernel's
+/// `migrate_nodes`).
+pub(super) const NO_TREE: u16 = u16::MAX;
+
 /// A node of a stable tree: one content.
 #[derive(Clone, Copy, Debug, Default)]
 struct StableNode {
@@ -115,7 +119,7 @@ impl Trees {
         }
     }
 
-    fn is_full(&self, memory: &Memory, frame: u32) -> bool {
+    pub(super) fn is_full(&self, memory: &Memory, frame: u32) -> bool {
         memory.frames[frame as usize].items >= self.max_page_sharing
     }
 
@@ -126,6 +130,9 @@ impl Trees {
 
     /// The chain of a content.
     fn chain_of(&mut self, tree: u16, content: u64) -> Option<&mut Chain> {
+        if tree == NO_TREE {
+            return None;
+        }
         let SearchEnd::Node(node) = self.locate(tree, content) else { return None };
         let chain = self.pairs[usize::from(tree)].stable.get(node)?.chain;
         self.chains.get_mut(chain as usize)
@@ -154,9 +161,12 @@ impl Trees {
         chain.full += full;
     }
 
-    /// Removes a merged frame from its tree.
+    /// Removes a merged frame from its tree, if it is in one.
     fn drop(&mut self, memory: &Memory, frame: u32) {
         let merged = memory.frames[frame as usize];
+        if merged.tree == NO_TREE {
+            return;
+        }
         let full = usize::from(self.is_full(memory, frame));
         let SearchEnd::Node(node) = self.locate(merged.tree, merged.content) else { return };
         let stable = &mut self.pairs[usize::from(merged.tree)].stable;
@@ -185,10 +195,11 @@ impl Trees {
         u32::try_from(self.chains.len() - 1).expect("fewer than 2^32 chains")
     }
 
-    /// Moves a merged frame to the tree of the node that it is on.
+    /// Moves a merged frame to the tree of the node that it is on, or into its first tree.
     pub(crate) fn follow(&mut self, memory: &mut Memory, frame: u32) {
         let merged = memory.frames[frame as usize];
-        if self.across_nodes || merged.tree == merged.node.0 || merged.pruned {
+        let there = merged.tree != NO_TREE && (self.across_nodes || merged.tree == merged.node.0);
+        if there || merged.pruned {
             return;
         }
         self.drop(memory, frame);
@@ -390,7 +401,7 @@ impl Trees {
     #[cfg(test)]
     pub(crate) fn check_counters(&self, memory: &Memory) {
         for (frame, merged) in (0_u32..).zip(&memory.frames) {
-            if memory.is_free(frame) || merged.pruned {
+            if memory.is_free(frame) || merged.pruned || merged.tree == NO_TREE {
                 continue;
             }
             let SearchEnd::Node(node) = self.locate(merged.tree, merged.content) else {

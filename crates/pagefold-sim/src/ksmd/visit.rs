@@ -76,7 +76,7 @@ impl Ksmd {
 
     /// Removes a page from the unstable tree (`remove_rmap_item_from_tree`). Trees that are emptied at each scan no
     /// longer contain it.
-    fn leave_unstable(&mut self, page: PageRef, item: &mut RmapItem) {
+    pub(super) fn leave_unstable(&mut self, page: PageRef, item: &mut RmapItem) {
         if item.state != ItemState::Unshared {
             return;
         }
@@ -193,7 +193,7 @@ impl Ksmd {
 }
 
 /// The pages that share a frame by fork: at the same address in other processes, since nothing moves within one.
-fn fork_sharers(memory: &Memory, me: PageRef) -> Vec<PageRef> {
+pub(super) fn fork_sharers(memory: &Memory, me: PageRef) -> Vec<PageRef> {
     let Some(region) = memory.region(me.0).filter(|_| memory.same_frame(me, me)) else { return Vec::new() };
     let at = Vpn(region.first + u64::from(me.1));
     let pages = memory.live_regions().filter_map(|(key, region)| Some((key, region.offset(at)?)));

@@ -76,7 +76,7 @@ fn hash_ns(costs: &Costs, strength: u32) -> u64 {
 
 impl Search {
     /// `granularity`: how many real pages a simulated page stands for.
-    pub(super) fn new(costs: Costs, granularity: Granularity, strength: HashStrength, zero_pages: bool) -> Self {
+    pub(super) fn new(costs: &Costs, granularity: Granularity, strength: HashStrength, zero_pages: bool) -> Self {
         let (controller, strength, distinct_from) = match strength {
             HashStrength::Adaptive { distinct_from } => {
                 let controller = StrengthController::new(WORDS);
@@ -84,11 +84,11 @@ impl Search {
             }
             HashStrength::Fixed(words) => (None, words.clamp(1, WORDS), 0),
         };
-        let (page_ns, full_ns) = (hash_ns(&costs, strength), hash_ns(&costs, WORDS));
+        let (page_ns, full_ns) = (hash_ns(costs, strength), hash_ns(costs, WORDS));
         let hashing =
             Hashing { controller, strength, distinct_from, page_ns, full_ns, pages: 0, collisions: 0, penalty_ns: 0 };
         let (merged, unmerged) = Default::default();
-        Self { costs, granularity, zero_pages, hashing, merged, unmerged, counts: SearchCounts::default() }
+        Self { costs: *costs, granularity, zero_pages, hashing, merged, unmerged, counts: SearchCounts::default() }
     }
 
     /// The initial estimate of the cost of a page without a duplicate.

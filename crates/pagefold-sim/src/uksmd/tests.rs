@@ -21,7 +21,7 @@ struct Rig {
 
 impl Rig {
     fn new(settings: UksmSettings) -> Self {
-        let uksmd = Uksmd::new(Costs::default(), Granularity::new(1), settings);
+        let uksmd = Uksmd::new(&Costs::default(), Granularity::new(1), settings);
         Self { memory: Memory::default(), uksmd, now_ns: 0, unique: 0 }
     }
 
