@@ -24,6 +24,7 @@ pub fn curve_of(algorithm: Algorithm) -> Curve {
         Algorithm::CmdSubPage => ("#e69f00", 3, Some((6, 6))),
         Algorithm::NuKsm => ("#332288", 3, Some((2, 10))),
         Algorithm::Pagefold => ("#d55e00", 4, None),
+        Algorithm::PagefoldRequest => ("#882255", 3, None),
     };
     Curve { label: algorithm.to_string(), colour, width, dash, ..Curve::default() }
 }

@@ -36,11 +36,13 @@ pub enum Algorithm {
     NuKsm,
     /// pagefold, which drives ksmd.
     Pagefold,
+    /// pagefold, which names pairs of pages to the kernel.
+    PagefoldRequest,
 }
 
 impl Algorithm {
     /// All algorithms by name.
-    pub const NAMES: [(&'static str, Self); 8] = [
+    pub const NAMES: [(&'static str, Self); 9] = [
         ("ksm", Self::Ksm),
         ("ksm-smart", Self::KsmSmart),
         ("uksm", Self::Uksm),
@@ -49,7 +51,13 @@ impl Algorithm {
         ("cmd-subpage", Self::CmdSubPage),
         ("nuksm", Self::NuKsm),
         ("pagefold", Self::Pagefold),
+        ("pagefold-request", Self::PagefoldRequest),
     ];
+
+    /// Whether it is pagefold, by either mechanism.
+    pub fn is_pagefold(self) -> bool {
+        matches!(self, Self::Pagefold | Self::PagefoldRequest)
+    }
 }
 
 impl fmt::Display for Algorithm {
@@ -194,6 +202,7 @@ pub(crate) fn knobs(algorithm: Algorithm, pages: u64, trees: Option<u16>) -> Kno
         Algorithm::NuKsm => forest(Forest::Checksum { trees: trees.unwrap_or_else(by_memory) }),
         Algorithm::Uksm => Knobs { merge_any: false, ..plain },
         Algorithm::Pagefold => Knobs::driven(),
+        Algorithm::PagefoldRequest => Knobs::requested(),
     }
 }
 
@@ -219,7 +228,7 @@ impl ReplayRun {
         sim = populate(sim);
         let Ok(()) = sim.wait(0);
         let engine = match algorithm {
-            Algorithm::Pagefold => Some(Engine::new(settings.config.clone())),
+            Algorithm::Pagefold | Algorithm::PagefoldRequest => Some(Engine::new(settings.config.clone())),
             Algorithm::Uksm => None,
             _ => {
                 let scan = ScanOrder::Pace {

@@ -48,8 +48,14 @@ pub struct ScaleOptions {
 }
 
 /// The default algorithms. CMD's need page-level write information, which is unrelated to size.
-pub const ALGORITHMS: [Algorithm; 5] =
-    [Algorithm::Ksm, Algorithm::KsmSmart, Algorithm::NuKsm, Algorithm::Uksm, Algorithm::Pagefold];
+pub const ALGORITHMS: [Algorithm; 6] = [
+    Algorithm::Ksm,
+    Algorithm::KsmSmart,
+    Algorithm::NuKsm,
+    Algorithm::Uksm,
+    Algorithm::Pagefold,
+    Algorithm::PagefoldRequest,
+];
 
 impl Default for ScaleOptions {
     fn default() -> Self {

@@ -17,7 +17,7 @@ pub struct ReplayArgs {
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Run these algorithms (separated by commas): ksm, ksm-smart, uksm, cmd-address, cmd-pagecount, cmd-subpage,
-    /// nuksm, pagefold [default: all]
+    /// nuksm, pagefold, pagefold-request [default: all]
     #[arg(long, value_name = "ALGORITHM", value_delimiter = ',')]
     algorithm: Vec<Algorithm>,
     /// Set the simulated time; memory no longer changes after the end of the record [default: the record's length]

@@ -17,7 +17,7 @@ pub struct ScaleArgs {
     #[arg(long, value_name = "GIB", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=4_096))]
     memory: Vec<u64>,
     /// Run these algorithms (separated by commas): ksm, ksm-smart, uksm, cmd-address, cmd-pagecount, cmd-subpage,
-    /// nuksm, pagefold [default: ksm,ksm-smart,nuksm,uksm,pagefold]
+    /// nuksm, pagefold, pagefold-request [default: ksm,ksm-smart,nuksm,uksm,pagefold,pagefold-request]
     #[arg(long, value_name = "ALGORITHM", value_delimiter = ',')]
     algorithm: Vec<Algorithm>,
     /// Set the simulated time for each size, in hours [default: 24]
