@@ -3,7 +3,7 @@
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Cycle, Engine, cycle};
-use pagefold_core::host::{Actions, Host, Outcome, SamplePlan, Samples, Snapshot};
+use pagefold_core::host::{Actions, Host, Keep, MergeResult, Outcome, SamplePlan, Samples, ScanOrder, Snapshot};
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_sim::{Costs, Knobs, SimHost};
 use std::collections::BTreeMap;
@@ -16,6 +16,11 @@ pub const MIB: u64 = 256;
 /// A machine with the settings that pagefold makes.
 pub fn host() -> SimHost {
     SimHost::new(7, Costs::default(), Knobs::driven())
+}
+
+/// A machine that merges on request.
+pub fn requested() -> SimHost {
+    SimHost::new(7, Costs::default(), Knobs::requested())
 }
 
 pub fn config() -> Config {
@@ -58,6 +63,11 @@ pub struct Watched {
     pub stops: Vec<(u64, OwnerKey, u64)>,
     /// Frames to be moved, by the time of the request.
     pub moves: Vec<(u64, u64)>,
+    /// What came of the merges asked for, by the time of the request.
+    pub merges: Vec<(u64, MergeResult)>,
+    /// Spans marked or unmarked, and orders to ksmd.
+    pub marks: u64,
+    pub orders: u64,
     pub looks: u64,
     pub activity: u64,
     /// Snapshots that contained nodes or processes.
@@ -66,8 +76,21 @@ pub struct Watched {
 
 impl Watched {
     pub fn new(host: SimHost) -> Self {
-        let (owners, pages, stops, moves) = Default::default();
-        Self { host, seen_ns: 0, owners, pages, stops, moves, looks: 0, activity: 0, placed: 0 }
+        let (owners, pages, stops, moves, merges) = Default::default();
+        let (seen_ns, marks, orders, looks, activity, placed) = Default::default();
+        Self { host, seen_ns, owners, pages, stops, moves, merges, marks, orders, looks, activity, placed }
+    }
+
+    /// Pages asked to be merged since a time, with their owners and those of the pages to keep.
+    pub fn asked_since(&self, from_ns: u64) -> impl Iterator<Item = (OwnerKey, Option<OwnerKey>, &MergeResult)> {
+        let recent = self.merges.iter().filter(move |(at_ns, _)| *at_ns >= from_ns);
+        recent.map(|(_, result)| {
+            let keep = match result.range.keep {
+                Keep::Run(region, _) | Keep::Page(region, _) => Some(self.owners[&region]),
+                Keep::Zero => None,
+            };
+            (self.owners[&result.range.take.region], keep, result)
+        })
     }
 
     pub fn run(&mut self, engine: &mut Engine, seconds: u64) {
@@ -98,7 +121,10 @@ impl Host for Watched {
         if !actions.moves.is_empty() {
             self.moves.push((self.seen_ns, actions.moves.len() as u64));
         }
+        self.marks += (actions.mark.len() + actions.unmark.len()) as u64;
+        self.orders += u64::from(actions.scan != ScanOrder::Keep);
         let outcome = self.host.apply(actions)?;
+        self.merges.extend(outcome.merges.iter().map(|&result| (self.seen_ns, result)));
         self.stops.extend(outcome.stops.iter().map(|stops| (self.seen_ns, stops.owner, stops.number.into())));
         Ok(outcome)
     }
