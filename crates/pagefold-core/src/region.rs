@@ -143,12 +143,12 @@ impl Region {
 
     /// Whether its pages may be merged on request: it was worth reading whole, and is not left alone.
     pub fn may_be_requested(&self, now_ns: u64, config: &Config) -> bool {
-        self.stage != Stage::Survey && self.hold.may_examine(now_ns) && !self.survey.is_volatile(config)
+        self.stage != Stage::Survey && self.hold.may_mark(now_ns) && !self.survey.is_volatile(config)
     }
 
     /// Starts to read the region whole, on the top level.
     pub fn examine(&mut self, top: usize) {
-        self.usage.broken.clear();
+        self.usage.forget_written();
         self.level = top;
         self.stage = Stage::Examine(self.view.first);
         self.extents.clear();
@@ -272,6 +272,18 @@ pub(crate) fn test_view(key: u32, first: u64, pages: u64) -> RegionView {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pages_are_merged_while_the_next_reading_of_their_region_is_put_off() {
+        let (config, view) = (Config::default(), test_view(1, 0, 100));
+        let mut region = Region::new(view, 0, false, 7);
+        assert!(!region.may_be_requested(5, &config), "it is being sampled");
+        region.hold.put_off(5, 1_000, 1_000);
+        region.examine(4);
+        assert!(region.may_be_requested(5, &config));
+        region.hold.leave_until(1_000);
+        assert!(!region.may_be_requested(5, &config), "its merges did not last");
+    }
 
     #[test]
     fn offsets_survive_growth_downwards() {

@@ -10,7 +10,7 @@ use crate::index::{Index, Location};
 use crate::keys::RegionKey;
 use crate::region::table::RegionTable;
 use crate::units::Vpn;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 /// After this many pages another page is kept for a content: KSM's default `max_page_sharing` is 256.
 const SHARERS_MOST: u16 = 255;
@@ -35,6 +35,8 @@ struct Pair {
 #[derive(Debug, Default)]
 pub struct Requests {
     pairs: Vec<Pair>,
+    /// The pages that are kept in them.
+    kept: FxHashSet<Location>,
     /// The pages named so far for each kept page.
     sharers: FxHashMap<Location, u16>,
 }
@@ -55,9 +57,15 @@ impl Requests {
         let has_room = *sharers < SHARERS_MOST;
         if has_room {
             *sharers += 1;
+            self.kept.insert(kept);
             self.pairs.push(Pair { take, location, keep: Some(keep), digest });
         }
         has_room
+    }
+
+    /// Whether a page is kept in one of the pairs.
+    pub fn is_kept(&self, page: Location) -> bool {
+        self.kept.contains(&page)
     }
 
     /// The ranges to merge, in the order of the pages that are replaced.
@@ -77,6 +85,7 @@ impl Requests {
     /// Forgets the pairs of the cycle: they are not to be merged.
     pub fn clear(&mut self) {
         self.pairs.clear();
+        self.kept.clear();
     }
 
     /// Records what came of the ranges. A page that could not be merged with the one kept for its content is kept instead.
@@ -188,6 +197,15 @@ mod tests {
             )
         });
         assert_eq!(named.count(), usize::from(SHARERS_MOST));
+    }
+
+    #[test]
+    fn a_page_is_kept_until_the_pairs_are_forgotten() {
+        let mut requests = requests(&[(5, Some(15))]);
+        let kept = |requests: &Requests, offset| requests.is_kept(Location { slot: 1, offset });
+        assert!(kept(&requests, 15) && !kept(&requests, 5) && !requests.is_kept(location(5)));
+        requests.clear();
+        assert!(!kept(&requests, 15));
     }
 
     #[test]

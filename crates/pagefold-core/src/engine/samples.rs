@@ -162,9 +162,9 @@ impl Engine {
         let keep = other.and_then(|other| {
             let page = other.page_at(kept.offset);
             let known = (other.view.owner, other.usage.active.contains(page));
-            let is_merged = other.usage.merged.contains(page);
-            let stays =
-                if is_merged { Stays::Known } else { self.placer.choose(known, (owner, active), &self.snapshot) };
+            // A page that others were told to be merged with must not be taken itself: they would be left behind.
+            let is_kept = other.usage.merged.contains(page) || self.requests.is_kept(kept);
+            let stays = if is_kept { Stays::Known } else { self.placer.choose(known, (owner, active), &self.snapshot) };
             let keep = ((other.view.key, page), kept);
             match stays {
                 Stays::Known => Some((keep, (take, location))),

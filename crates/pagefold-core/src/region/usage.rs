@@ -15,19 +15,25 @@ pub struct Usage {
     pub active: PageSet,
     /// Pages that were merged on request, as far as is known.
     pub merged: PageSet,
-    /// Pages that were written after they had been merged on request. They are not named again before the region is next read
-    /// whole.
+    /// Pages that were written after they had been merged on request, since the region was last read whole. Many get a new
+    /// content then, so they are merged once more.
+    written: PageSet,
+    /// Pages that were written again after that. They are not named again before the region is next read whole.
     pub broken: PageSet,
 }
 
 impl Usage {
-    /// Records how a page is found that is not merged. Whether it was before, and so has been written since.
-    pub fn record_unmerged(&mut self, page: Vpn) -> bool {
-        let broken = self.merged.remove(page);
-        if broken {
+    /// Records a page that is found not merged: if it was before, it has been written since.
+    pub fn record_unmerged(&mut self, page: Vpn) {
+        if self.merged.remove(page) && !self.written.insert(page) {
             self.broken.insert(page);
         }
-        broken
+    }
+
+    /// Forgets which pages were written.
+    pub fn forget_written(&mut self) {
+        self.written.clear();
+        self.broken.clear();
     }
 }
 
@@ -36,9 +42,12 @@ impl Usage {
 pub struct PageSet(BTreeMap<u64, u64>);
 
 impl PageSet {
-    /// Adds a page.
-    pub fn insert(&mut self, page: Vpn) {
-        *self.0.entry(page.0 / 64).or_default() |= 1 << (page.0 % 64);
+    /// Adds a page. Whether it was not there.
+    pub fn insert(&mut self, page: Vpn) -> bool {
+        let bits = self.0.entry(page.0 / 64).or_default();
+        let is_new = *bits >> (page.0 % 64) & 1 == 0;
+        *bits |= 1 << (page.0 % 64);
+        is_new
     }
 
     /// Removes a page. Whether it was there.
@@ -71,5 +80,26 @@ impl PageSet {
     /// Removes all pages.
     pub fn clear(&mut self) {
         self.0.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_left_alone_when_it_is_written_the_second_time() {
+        let mut usage = Usage::default();
+        let page = Vpn(70);
+        usage.record_unmerged(page);
+        assert!(!usage.broken.contains(page), "it was never merged");
+        for written in [1, 2] {
+            usage.merged.insert(page);
+            usage.record_unmerged(page);
+            usage.record_unmerged(page);
+            assert_eq!(usage.broken.contains(page), written == 2);
+        }
+        usage.forget_written();
+        assert!(usage.broken.is_empty());
     }
 }
