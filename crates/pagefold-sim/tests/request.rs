@@ -162,7 +162,7 @@ fn what_was_merged_is_not_asked_for_again() {
 }
 
 #[test]
-fn processes_that_refuse_are_not_asked_forever() {
+fn processes_that_refuse_do_not_keep_others_from_being_merged() {
     let mut host = requested();
     let refusing = |host: &mut SimHost| {
         let mapping = Mapping::new(Pages(16 * MIB), Fill::Series(1)).of_family(1);
@@ -177,7 +177,7 @@ fn processes_that_refuse_are_not_asked_forever() {
     watched.run(&mut engine, 300);
     nearly(watched.host.saved(), 16 * MIB, 99);
     let untried = pages(watched.merges.iter().map(|(_, result)| result), Merging::Untried);
-    assert!(untried <= 4 * 16 * MIB, "{untried} pages were asked for in vain");
+    assert!(untried > 0 && untried <= engine.ledger().pages_read, "{untried} pages were asked for in vain");
 }
 
 /// Contents of two domains: each merges its own, and no request names pages of two.
