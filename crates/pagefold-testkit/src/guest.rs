@@ -25,16 +25,26 @@ impl Tools {
     /// missing.
     #[track_caller]
     pub fn find(purpose: &str) -> Option<Self> {
-        Self::try_find(purpose).map_err(skip::skip).ok()
+        Self::kernel_for(purpose).and_then(Self::try_with).map_err(skip::skip).ok()
     }
 
-    fn try_find(purpose: &str) -> Result<Self, String> {
+    /// The same for this kernel.
+    #[track_caller]
+    pub fn with_kernel(kernel: PathBuf) -> Option<Self> {
+        Self::try_with(kernel).map_err(skip::skip).ok()
+    }
+
+    fn kernel_for(purpose: &str) -> Result<PathBuf, String> {
         let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
         let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
         let kernel = cache.ok_or("no home directory")?.join("pagefold").join(purpose).join("vmlinuz");
         if !kernel.exists() {
             return Err(format!("there is no {}; scripts/guest-kernel {purpose} puts one there", kernel.display()));
         }
+        Ok(kernel)
+    }
+
+    fn try_with(kernel: PathBuf) -> Result<Self, String> {
         let program = |name: &str| {
             let path = env::var_os("PATH").unwrap_or_default();
             let found = env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.exists());

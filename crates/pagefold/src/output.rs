@@ -1,6 +1,7 @@
 //! What several commands print.
 
 pub mod placement;
+pub mod requests;
 
 use pagefold_cli::style::{self, Style};
 use serde::Serialize;

@@ -2,6 +2,7 @@
 
 use super::path_text;
 use pagefold_core::host::{ChangeResult, Marking, Why};
+use pagefold_core::units::Pages;
 use pagefold_linux::host::targets::Target;
 use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
 use pagefold_linux::scope::Scoped;
@@ -18,6 +19,7 @@ pub enum Entry {
     },
     Mark(Change),
     Unmark(Change),
+    Merge(Merge),
     /// `lost` is the number of lines lost since the beginning.
     End {
         command: &'static str,
@@ -78,6 +80,17 @@ pub struct Change {
     outcome: Outcome,
 }
 
+/// Pages of a process that the kernel was asked to merge in one cycle with those of another one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Merge {
+    #[serde(flatten)]
+    owner: Owner,
+    /// The process whose pages stay. `None`: the zero page.
+    with_pid: Option<i32>,
+    bytes: u64,
+    done_bytes: u64,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Reason {
     pub kind: &'static str,
@@ -125,6 +138,11 @@ impl Entry {
     pub fn changed(owner: Owner, mark: bool, result: &ChangeResult) -> Self {
         let change = Change::of(owner, result);
         if mark { Self::Mark(change) } else { Self::Unmark(change) }
+    }
+
+    /// The results of a cycle's requests for the pages of a process.
+    pub fn merged(owner: Owner, with_pid: Option<i32>, named: Pages, merged: Pages) -> Self {
+        Self::Merge(Merge { owner, with_pid, bytes: named.bytes().0, done_bytes: merged.bytes().0 })
     }
 
     /// The result of removing marks that must not stay, for this reason.

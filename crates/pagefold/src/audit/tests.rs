@@ -54,6 +54,28 @@ fn a_line_has_time_process_range_reason_and_result() {
 }
 
 #[test]
+fn requests_of_a_cycle_are_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("audit.jsonl");
+    let owner = Owner {
+        pid: 7,
+        start_time_ticks: 8,
+        name: "a".into(),
+        exe: None,
+        uid: Some(0),
+        cgroup: None,
+        domain: Some("default".into()),
+    };
+    let mut audit = Audit::open(&path).unwrap();
+    assert_eq!(audit.write(&Entry::merged(owner.clone(), Some(9), Pages(512), Pages(256))), None);
+    assert_eq!(audit.write(&Entry::merged(owner, None, Pages(1), Pages(1))), None);
+    let lines = lines(&path);
+    assert_eq!((&lines[0]["what"], &lines[0]["pid"], &lines[0]["with_pid"]), (&"merge".into(), &7.into(), &9.into()));
+    assert_eq!((&lines[0]["bytes"], &lines[0]["done_bytes"]), (&(2 << 20).into(), &(1 << 20).into()));
+    assert_eq!(lines[1]["with_pid"], Value::Null);
+}
+
+#[test]
 fn a_line_that_cannot_be_written_is_counted_and_the_first_reported() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");

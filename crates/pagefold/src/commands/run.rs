@@ -17,8 +17,10 @@ use pagefold_cli::scope::{ScopeArgs, explain};
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, cycle};
 use pagefold_core::governor::Governor;
-use pagefold_core::host::{ChangeResult, Host, Mechanism, Outcome};
+use pagefold_core::host::{ChangeResult, Host, Keep, Mechanism, MergeResult, Merging, Outcome};
+use pagefold_core::keys::RegionKey;
 use pagefold_core::placement::policy::Placement;
+use pagefold_core::units::Pages;
 use pagefold_linux::host::live::{Event, HostMode, LiveError, LiveHost};
 use pagefold_linux::host::targets::Target;
 use pagefold_linux::inject::Injector;
@@ -31,6 +33,7 @@ use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::dumpable::ask_through;
 use progress::{LeftAlone, Progress};
 use reload::ActiveSettings;
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -92,14 +95,10 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     };
     let mode = take(injector, &ksm, &initial)?;
     let interval_ns = refresh_interval_ns(&config, config.governor);
-    let facts = RunFacts {
-        scope: scope.spec().to_string(),
-        dry_run: args.dry_run,
-        mechanism: if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd },
-        config: config.clone(),
-        stood_down: None,
-    };
-    let mechanism = facts.mechanism;
+    let mechanism = if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd };
+    let config = Config { mechanism, ..config };
+    let facts =
+        RunFacts { scope: scope.spec().to_string(), dry_run: args.dry_run, config: config.clone(), stood_down: None };
     let mut engine = Engine::new(config);
     let mut host = LiveHost::new(scope.spec(), Roots::default(), deny, ksm, mode, woken.clone())
         .map_err(|error| failure(&error))?;
@@ -249,6 +248,7 @@ fn main_loop(
         }
         if progress.stood_down.is_none() {
             log_changes(active, host, outcome, progress);
+            log_merges(active, host, outcome, progress);
         }
         if host.targets().next().is_none() && !active.settings.scope.is_selective() {
             progress.say_on_terminal("every process in scope has ended");
@@ -273,6 +273,30 @@ fn log_changes(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outco
         let target = host.target_of(result.change.span.region).filter(|_| active.is_logging());
         if let Some(target) = target {
             active.log(&Entry::changed(owner(host, target), mark, result), progress);
+        }
+    }
+}
+
+/// Writes what came of requests to the audit log: a line for each pair of processes, since there may be many ranges.
+fn log_merges(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outcome, progress: &Progress) {
+    if !active.is_logging() {
+        return;
+    }
+    let pid_of = |region| host.target_of(region).map(|target| target.process.pid());
+    let mut pairs: BTreeMap<(i32, Option<i32>), (RegionKey, Pages, Pages)> = BTreeMap::new();
+    for MergeResult { range, merging } in outcome.merges.iter().filter(|result| result.merging != Merging::Untried) {
+        let with = match range.keep {
+            Keep::Run(region, _) | Keep::Page(region, _) => pid_of(region),
+            Keep::Zero => None,
+        };
+        let Some(take) = pid_of(range.take.region) else { continue };
+        let pair = pairs.entry((take, with)).or_insert((range.take.region, Pages(0), Pages(0)));
+        pair.1 += Pages(range.take.pages.into());
+        pair.2 += Pages(if *merging == Merging::Merged { range.take.pages.into() } else { 0 });
+    }
+    for ((_, with), (region, named, merged)) in pairs {
+        if let Some(target) = host.target_of(region) {
+            active.log(&Entry::merged(owner(host, target), with, named, merged), progress);
         }
     }
 }

@@ -7,6 +7,7 @@ use crate::control::protocol::Request;
 use crate::control::queue::{Facts, ToUnmark};
 use crate::output;
 use crate::output::placement::PlacementView;
+use crate::output::requests::RequestsView;
 use anyhow::Result;
 use pagefold_cli::exit;
 use pagefold_core::governor::Governor;
@@ -65,6 +66,8 @@ pub struct Status {
     domains: Vec<DomainRow>,
     processes: Vec<ProcessRow>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    requests: Option<RequestsView>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     numa: Option<PlacementView>,
 }
 
@@ -122,7 +125,7 @@ impl Status {
             pid: std::process::id(),
             scope: run.scope.clone(),
             dry_run: run.dry_run,
-            mechanism: run.mechanism,
+            mechanism: run.config.mechanism,
             seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
             governor: report.governor,
             in_force: report.in_force,
@@ -150,6 +153,7 @@ impl Status {
             next: next_rows(facts),
             domains: domain_rows(facts),
             processes: process_rows(facts),
+            requests: RequestsView::of(run.config.mechanism, ledger),
             numa: facts.places(),
         }
     }

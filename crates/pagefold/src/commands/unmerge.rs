@@ -12,9 +12,11 @@ use pagefold_core::units::Bytes;
 use pagefold_linux::inject::unmerge::{UnmergeError, unmerge};
 use pagefold_linux::ksm::controller::scan_and_restore;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
+use pagefold_linux::ksm::request;
 use pagefold_linux::proc::Roots;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::Duration;
 
 /// How long a scan of ksmd may take.
@@ -122,8 +124,12 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
 }
 
 /// Ends the lease after scans that let ksmd release what was unmarked. Returns the knobs that cannot be restored yet.
+///
+/// Where pages are merged on request, there is no scan: the mappings of all named pages are marked, and ksmd would merge across
+/// trust domains what pagefold has not. What was unmarked is then counted as merged until its process ends.
 pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
-    let outcome = scan_and_restore(lease, PASS_LIMIT)?;
+    let on_request = Path::new(request::DEVICE).exists();
+    let outcome = if on_request { lease.restore(PASS_LIMIT) } else { scan_and_restore(lease, PASS_LIMIT)? };
     for (knob, why) in &outcome.failed {
         complain!("could not restore {}: {why}", knob.file_name());
     }

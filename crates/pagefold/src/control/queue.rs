@@ -7,7 +7,6 @@ use crate::output::placement::PlacementView;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
-use pagefold_core::host::Mechanism;
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::report::EngineReport;
 use pagefold_linux::host::identity::PendingUnmark;
@@ -69,7 +68,6 @@ pub struct RunFacts {
     pub scope: String,
     /// Whether it only finds out what would be marked.
     pub dry_run: bool,
-    pub mechanism: Mechanism,
     pub config: Config,
     /// Why the run gave up KSM, if it did.
     pub stood_down: Option<String>,

@@ -5,6 +5,7 @@ use crate::commands::status::paint;
 use crate::control::queue::{Facts, ToUnmark};
 use pagefold_cli::figures::{thousands, time, wrap};
 use pagefold_cli::style::{Lines, Style, count, human, percent, shorten};
+use pagefold_core::host::Mechanism;
 use pagefold_core::report::{Kind, Next, RegionReport};
 use pagefold_core::units::Pages;
 use pagefold_linux::scope::exclude::Exclusion;
@@ -21,7 +22,8 @@ const WIDTH: usize = 78;
 pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
     let (report, run) = (&facts.report, &facts.run);
     let config = &run.config;
-    let threshold = percent(config.duplicate_threshold.fraction(), 1.0);
+    let threshold = percent(config.threshold().fraction(), 1.0);
+    let on_request = config.mechanism == Mechanism::Request;
     let not_driven = match (&run.stood_down, run.dry_run) {
         (_, true) => Some("this is a dry run".to_owned()),
         (Some(why), _) => Some(format!("this run no longer controls KSM ({why})")),
@@ -33,9 +35,14 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
     match (region.next, region.kind) {
         (Next::Nothing, _) => "Left alone: its process could not be marked.".to_owned(),
         (Next::Read { read }, _) => format!(
-            "Being read whole: {} of {} pages so far. Then the parts with many duplicates are marked.",
+            "Being read whole: {} of {} pages so far. {}",
             thousands(read.0),
-            thousands(region.pages.0)
+            thousands(region.pages.0),
+            if on_request {
+                "Those that have a copy are merged at once."
+            } else {
+                "Then the parts with many duplicates are marked."
+            }
         ),
         (Next::Sample { sampled, needed }, _) => {
             format!("Sampled further: {} of about {} that its level needs.", thousands(sampled.0), pages(needed))
@@ -67,6 +74,10 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
         (Next::Watch, _) if region.withheld > Pages(0) && region.marked == Pages(0) => {
             "Not marked: another trust domain holds the same contents, which are marked in one domain at most.".into()
         }
+        (Next::Watch, Kind::StaticallyDuplicated) if region.exact && on_request => match not_driven {
+            Some(why) => format!("Worth merging, but {why}; watched for changes."),
+            None => "Read whole: what has a copy is merged; watched for changes.".to_owned(),
+        },
         (Next::Watch, Kind::StaticallyDuplicated) if region.exact => {
             "Not marked: its duplicates are scattered, and each scan visits all its other pages too. Unless it has huge \
              pages, it is marked once ksmd has rested for a while."

@@ -3,6 +3,7 @@
 use super::RunArgs;
 use super::progress::{LeftAlone, Progress};
 use super::reload::ActiveSettings;
+use crate::output::requests::RequestsView;
 use pagefold_cli::style::{self, Lines, Style};
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
@@ -29,6 +30,8 @@ pub struct Summary {
     marked_bytes: u64,
     marked_spans: u64,
     merged_pages: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    requests: Option<RequestsView>,
     cpu_seconds: Cost,
     seconds_to_90_percent: Option<f64>,
     pages_read: u64,
@@ -80,6 +83,7 @@ impl Summary {
             marked_bytes: ledger.marked.bytes().0,
             marked_spans: ledger.spans,
             merged_pages: ledger.merged().0,
+            requests: RequestsView::of(mechanism, ledger),
             cpu_seconds: ledger.cost,
             seconds_to_90_percent: ledger.seconds_to_90_percent(),
             pages_read: ledger.pages_read,
@@ -131,6 +135,9 @@ pub fn describe(summary: &Summary, style: Style) -> String {
     let reached = summary.seconds_to_90_percent.map_or(String::new(), |s| format!(", 90 % of them after {s:.1} s"));
     if !summary.dry_run {
         row("merged", format!("{} pages{reached}", summary.merged_pages));
+    }
+    if let Some(requests) = &summary.requests {
+        row("requests", requests.sentence());
     }
     let (marked, metadata) = (style::human(summary.marked_bytes), style::human(summary.metadata_bytes));
     let spans = style::count(usize::try_from(summary.marked_spans).unwrap_or(usize::MAX), "span", "spans");

@@ -51,6 +51,7 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     if status.mechanism == Mechanism::Ksmd || status.marked_bytes > 0 {
         rows.push(("marked", format!("{marked}, for which the kernel keeps {metadata} of metadata")));
     }
+    rows.extend(status.requests.map(|requests| ("requests", requests.sentence())));
     rows.extend(to_unmark(status).map(|text| ("to unmark", text)));
     if status.stops > 0 {
         let (stops, longest) = (status.stops, status.longest_stop_us);

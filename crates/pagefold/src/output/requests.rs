@@ -1,0 +1,42 @@
+//! Pages that were to be merged on request, as `status` and the summary of a run have them.
+
+use pagefold_cli::figures::thousands;
+use pagefold_core::host::Mechanism;
+use pagefold_core::ledger::Ledger;
+use serde::{Deserialize, Serialize};
+
+/// The pages named so far, by what came of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(clippy::struct_field_names, reason = "they are the keys of the JSON")]
+pub struct RequestsView {
+    asked_pages: u64,
+    merged_pages: u64,
+    shared_pages: u64,
+    differing_pages: u64,
+    failed_pages: u64,
+}
+
+impl RequestsView {
+    /// Those of a run. `None` if it does not merge on request.
+    pub fn of(mechanism: Mechanism, ledger: &Ledger) -> Option<Self> {
+        let counts = &ledger.requests;
+        (mechanism == Mechanism::Request).then(|| Self {
+            asked_pages: counts.asked().0,
+            merged_pages: counts.merged.0,
+            shared_pages: counts.shared.0,
+            differing_pages: counts.differing.0,
+            failed_pages: counts.failed.0,
+        })
+    }
+
+    pub fn sentence(&self) -> String {
+        format!(
+            "{} pages: {} merged, {} merged already, {} changed meanwhile, {} for later",
+            thousands(self.asked_pages),
+            thousands(self.merged_pages),
+            thousands(self.shared_pages),
+            thousands(self.differing_pages),
+            thousands(self.failed_pages)
+        )
+    }
+}

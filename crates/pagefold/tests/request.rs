@@ -1,0 +1,37 @@
+//! Merging on request, in an emulated machine whose kernel has `/dev/ksm`. The checks are those of `request_guest` in
+//! pagefold-testkit.
+
+use pagefold_testkit::guest::{Tools, image, run_guest};
+use pagefold_testkit::{assert_fails, program, victim_binary};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+#[test]
+fn a_machine_without_the_device_is_told_so_before_anything_happens() {
+    if Path::new("/dev/ksm").exists() {
+        return;
+    }
+    assert_fails(&["run", "--mechanism", "request", "--pid", "1"], 4, "/dev/ksm does not exist");
+    assert_fails(&["run", "--mechanism", "uksm", "--pid", "1"], 2, "choose auto, ksmd or request");
+}
+
+#[test]
+#[ignore = "boots the kernel that PAGEFOLD_REQUEST_KERNEL names, as scripts/kernel builds it"]
+fn equal_pages_of_one_trust_domain_are_merged_and_nothing_else() {
+    let kernel = PathBuf::from(std::env::var_os("PAGEFOLD_REQUEST_KERNEL").expect("PAGEFOLD_REQUEST_KERNEL"));
+    let Some(tools) = Tools::with_kernel(kernel) else { return };
+    let (guest, holder) = (victim_binary("request_guest"), victim_binary("holder"));
+    let command = ("/command.json".to_owned(), br#"["/bin/request_guest"]"#.to_vec());
+    let image = image(&[("request_guest", &guest), ("holder", &holder), ("pagefold", program())], vec![command]);
+    let ended = run_guest(&tools, &image, Duration::from_secs(900), |machine| {
+        machine.args(["-cpu", "max", "-m", "1024"]);
+        machine.args(["-append", "console=ttyS0 panic=-1 oops=panic loglevel=5 nokaslr mitigations=off"]);
+    });
+    let checks = ended.console.lines().filter(|line| line.contains("PASS ") || line.contains("FAIL "));
+    checks.for_each(|line| println!("{line}"));
+    assert!(ended.results.contains("exit status: 0"), "{}: {}\n{}", ended.status, ended.results, ended.console);
+    for complaint in ["BUG:", "WARNING:", "Oops", "Bad page"] {
+        assert!(!ended.console.contains(complaint), "{}", ended.console);
+    }
+    println!("{:.0} s", ended.took.as_secs_f64());
+}
