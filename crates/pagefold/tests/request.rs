@@ -1,5 +1,9 @@
 //! Merging on request, in an emulated machine whose kernel has `/dev/ksm`. The checks are those of `request_guest` in
 //! pagefold-testkit.
+//!
+//! `PAGEFOLD_REQUEST_KERNEL` is the kernel. Beside the options of a kernel that pagefold runs on, it needs the second serial port,
+//! cgroups with cpusets, Unix sockets, user namespaces and seccomp. `PAGEFOLD_REQUEST_MODULE` is the module `ksm_request.ko` for it, if
+//! it has not the series.
 
 use pagefold_testkit::guest::{Tools, image, run_guest};
 use pagefold_testkit::{assert_fails, program, victim_binary};
@@ -21,8 +25,10 @@ fn equal_pages_of_one_trust_domain_are_merged_and_nothing_else() {
     let kernel = PathBuf::from(std::env::var_os("PAGEFOLD_REQUEST_KERNEL").expect("PAGEFOLD_REQUEST_KERNEL"));
     let Some(tools) = Tools::with_kernel(kernel) else { return };
     let (guest, holder) = (victim_binary("request_guest"), victim_binary("holder"));
-    let command = ("/command.json".to_owned(), br#"["/bin/request_guest"]"#.to_vec());
-    let image = image(&[("request_guest", &guest), ("holder", &holder), ("pagefold", program())], vec![command]);
+    let mut files = vec![("/command.json".to_owned(), br#"["/bin/request_guest"]"#.to_vec())];
+    let module = std::env::var_os("PAGEFOLD_REQUEST_MODULE").map(|path| std::fs::read(path).expect("the module"));
+    files.extend(module.map(|module| ("/ksm_request.ko".to_owned(), module)));
+    let image = image(&[("request_guest", &guest), ("holder", &holder), ("pagefold", program())], files);
     let ended = run_guest(&tools, &image, Duration::from_secs(900), |machine| {
         machine.args(["-cpu", "max", "-m", "1024"]);
         machine.args(["-append", "console=ttyS0 panic=-1 oops=panic loglevel=5 nokaslr mitigations=off"]);

@@ -1,4 +1,5 @@
-//! Checks merging on request in an emulated machine whose kernel has `/dev/ksm`: pagefold's `tests/request.rs` boots it.
+//! Checks merging on request in an emulated machine whose kernel has `/dev/ksm`, or gets it by the module `/ksm_request.ko`:
+//! pagefold's `tests/request.rs` boots it.
 //!
 //! Everything is in /bin, which only root can write. Prints a line with PASS or FAIL for each check.
 
@@ -8,6 +9,7 @@ use pagefold_testkit::ksm::{self, number, saved_bytes, write_knob};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Output, Stdio};
@@ -24,6 +26,7 @@ const EQUAL: u64 = PAGES - OWN - ZEROS;
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
+    load_module();
     let mut checks = Checks::default();
     let before = State::now();
     merging(&mut checks);
@@ -34,6 +37,13 @@ fn main() -> ExitCode {
     checks.add("ksmd has not scanned, and no knob has changed", before == after, format_args!("{before:?} {after:?}"));
     println!("request: {} of {} checks passed", checks.passed, checks.all);
     if checks.passed == checks.all { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn load_module() {
+    let Ok(module) = File::open("/ksm_request.ko") else { return };
+    // SAFETY: the descriptor is open, and the parameters are an empty string.
+    let done = unsafe { libc::syscall(libc::SYS_finit_module, module.as_raw_fd(), c"".as_ptr(), 0) };
+    assert_eq!(done, 0, "the module: {}", std::io::Error::last_os_error());
 }
 
 #[derive(Default)]
