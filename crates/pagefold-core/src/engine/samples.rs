@@ -164,7 +164,11 @@ impl Engine {
             let known = (other.view.owner, other.usage.active.contains(page));
             // A page that others were told to be merged with must not be taken itself: they would be left behind.
             let is_kept = other.usage.merged.contains(page) || self.requests.is_kept(kept);
-            let stays = if is_kept { Stays::Known } else { self.placer.choose(known, (owner, active), &self.snapshot) };
+            let stays = if is_kept {
+                Stays::Known
+            } else {
+                self.placer.choose(known, (owner, active), sample.page, &self.snapshot)
+            };
             let keep = ((other.view.key, page), kept);
             match stays {
                 Stays::Known => Some((keep, (take, location))),

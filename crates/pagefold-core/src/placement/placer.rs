@@ -4,14 +4,14 @@
 //! the same sharers, by [`super::policy`]. Frames that may stay where they are stay there, so that a second inspection
 //! finds nothing to do and no page moves back and forth.
 
-use crate::host::{MergedSample, Move, NodeView, OwnerView, PageRun, PageSample, Snapshot};
+use crate::host::{Mechanism, MergedSample, Move, NodeView, OwnerView, PageRun, PageSample, Snapshot};
 use crate::keys::{NodeKey, NodeSet, OwnerKey};
 use crate::ledger::Ledger;
 use crate::placement::inventory::{Frame, Inventory, PagesByNode, PlacementSummary, merged_runs, most};
 use crate::placement::policy::{Carry, Latencies, Placement, Sharer, rebalance, shares};
 use crate::region::Region;
 use crate::region::table::RegionTable;
-use crate::units::{Pages, count, index};
+use crate::units::{Pages, Vpn, count, index};
 use std::collections::{BTreeMap, VecDeque};
 
 /// The most pages inspected in one round.
@@ -36,6 +36,11 @@ const PAUSE_NS: u64 = 1_000_000_000;
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
 /// Where inspections are long, the pause is at least this many times the CPU time of one.
 const PAUSE_INSPECTIONS: u64 = 64;
+/// The same where pages are merged on request: the copy that stays is chosen before the merge, so little is left to move.
+const PAUSE_INSPECTIONS_REQUEST: u64 = 1_024;
+/// Neighbouring pages of two processes within so many are given the same choice, because runs of pages merge at half the cost
+/// of single ones.
+const CHOICE_PAGES: u64 = 32;
 /// Frames with the same sharers are left as they are if fewer than one in this many would move.
 const SLACK: usize = 200;
 /// One part in this many of a node's memory must stay free.
@@ -70,6 +75,8 @@ pub struct Placer {
     private: BTreeMap<OwnerKey, PagesByNode>,
     /// Rounding errors of the choices made before merging.
     choices: Carry,
+    /// The last choice, and for which two pages of which block it was made.
+    last_choice: Option<([(OwnerKey, bool); 2], u64, Stays)>,
 }
 
 /// Which of two pages stays when they are merged on request.
@@ -182,7 +189,11 @@ impl Placer {
         (self.summary, moves) = decide(&inventory, &snapshot.owners, &self.private, &snapshot.nodes, latencies);
         let fruitless = moves.len() * SLACK < inventory.len();
         let inspect_ns = snapshot.cost.pagefold_ns.saturating_sub(self.began_cpu_ns);
-        self.least_ns = PAUSE_NS.max(PAUSE_INSPECTIONS * inspect_ns);
+        let inspections = match snapshot.mechanism {
+            Mechanism::Ksmd => PAUSE_INSPECTIONS,
+            Mechanism::Request => PAUSE_INSPECTIONS_REQUEST,
+        };
+        self.least_ns = PAUSE_NS.max(inspections * inspect_ns);
         let longer_ns = if fruitless { (self.pause_ns * 2).min(PAUSE_MAX_NS) } else { 0 };
         self.pause_ns = self.least_ns.max(longer_ns);
         self.next_ns = snapshot.now_ns + self.pause_ns;
@@ -198,12 +209,23 @@ impl Placer {
         queue.drain(..usize::try_from(number).unwrap_or(0)).collect()
     }
 
-    /// Which page stays of two that are equal, each given by its process and whether it was active: nuKSM's choice of the copy that
-    /// survives (section 4.2), made before the merge. The node of a page is taken to be the home of its process.
-    pub fn choose(&mut self, known: (OwnerKey, bool), new: (OwnerKey, bool), snapshot: &Snapshot) -> Stays {
+    /// Which page stays of two that are equal, each given by its process and whether it was active, and `page` being the new one:
+    /// nuKSM's choice of the copy that survives (section 4.2), made before the merge. The node of a page is taken to be the home
+    /// of its process.
+    pub fn choose(&mut self, known: (OwnerKey, bool), new: (OwnerKey, bool), page: Vpn, snapshot: &Snapshot) -> Stays {
         if snapshot.nodes.len() < 2 || known.0 == new.0 {
             return Stays::Known;
         }
+        let (pages, block) = ([known, new], page.0 / CHOICE_PAGES);
+        if let Some((_, _, stays)) = self.last_choice.filter(|last| (last.0, last.1) == (pages, block)) {
+            return stays;
+        }
+        let stays = self.choose_anew(known, new, snapshot);
+        self.last_choice = Some((pages, block, stays));
+        stays
+    }
+
+    fn choose_anew(&mut self, known: (OwnerKey, bool), new: (OwnerKey, bool), snapshot: &Snapshot) -> Stays {
         let sharer = |(owner, active)| {
             let view = snapshot.owners.iter().find(|view| view.owner == owner)?;
             Some((view, Sharer { home: self.home(view)?, nice: view.nice, active }))
@@ -302,4 +324,34 @@ fn decide_moves(
     // Neighbouring pages are moved together.
     moves.sort_unstable_by_key(|to| (to.region, to.page));
     moves.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbouring_pages_are_given_the_same_choice_and_both_nodes_half_of_them() {
+        let node = |node| NodeView { node, total: Pages(1_000), free: Pages(500), distances: vec![10, 20] };
+        let owner = |owner, node| OwnerView {
+            owner: OwnerKey(owner),
+            home: Some(node),
+            nice: 0,
+            allowed: NodeSet::ALL,
+            placement: Placement::Fair,
+        };
+        let snapshot = Snapshot {
+            nodes: vec![node(NodeKey(0)), node(NodeKey(1))],
+            owners: vec![owner(1, NodeKey(0)), owner(2, NodeKey(1))],
+            ..Snapshot::default()
+        };
+        let mut placer = Placer::default();
+        let choices: Vec<Stays> = (0..40 * CHOICE_PAGES)
+            .map(|page| placer.choose((OwnerKey(1), false), (OwnerKey(2), false), Vpn(page), &snapshot))
+            .collect();
+        let runs = choices.chunk_by(|a, b| a == b).count();
+        assert!(runs <= 40, "{runs} runs");
+        let known = choices.iter().filter(|&&stays| stays == Stays::Known).count();
+        assert!(known.abs_diff(choices.len() / 2) <= 32, "{known} of {}", choices.len());
+    }
 }
