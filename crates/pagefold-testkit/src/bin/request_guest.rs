@@ -32,6 +32,8 @@ fn main() -> ExitCode {
     merging(&mut checks);
     domains(&mut checks);
     exclusion(&mut checks);
+    moving(&mut checks);
+    dry_run(&mut checks);
     refusals(&mut checks);
     let after = State::now();
     checks.add("ksmd has not scanned, and no knob has changed", before == after, format_args!("{before:?} {after:?}"));
@@ -212,6 +214,36 @@ fn exclusion(checks: &mut Checks) {
     checks.add("the run ends well", summary["knobs_restored"] == true, said);
     checks.add("no byte has changed by exclusions", a.is_intact() && b.is_intact(), "damage");
     unmerge(&[&a, &b]);
+}
+
+/// What moves to another domain is unmarked as a whole.
+fn moving(checks: &mut Checks) {
+    fs::write(CONFIG, "[domains]\nby = \"user\"\n").expect(CONFIG);
+    let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let run = start(&[&a, &b], &["--for", "60s", "--config", CONFIG]);
+    let merged = wait_until(|| common(&a, &b, 0, EQUAL) >= EQUAL - 16);
+    checks.add("processes of one user are merged", merged, common(&a, &b, 0, EQUAL));
+    b.ask("user 1000");
+    let unmerged = wait_until(|| common(&a, &b, 0, EQUAL) == 0 && !is_marked(&b, 0));
+    checks.add("a process that changes its user is unmerged", unmerged, common(&a, &b, 0, EQUAL));
+    std::thread::sleep(Duration::from_secs(10));
+    checks.add("and not merged again", common(&a, &b, 0, EQUAL) == 0, common(&a, &b, 0, EQUAL));
+    // SAFETY: no memory is passed. The child has not been waited for.
+    unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
+    end(run);
+    checks.add("no byte has changed by that move", a.is_intact() && b.is_intact(), "damage");
+    unmerge(&[&a, &b]);
+}
+
+/// A dry run names nothing, and says what it would.
+fn dry_run(checks: &mut Checks) {
+    let (a, b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let (summary, said) = end(start(&[&a, &b], &["--for", "8s", "--dry-run"]));
+    let expected = summary["expected_bytes"].as_u64().unwrap_or(0) / 4096;
+    let wanted = 2 * (EQUAL + ZEROS);
+    checks.add("a dry run expects what is equal", expected.abs_diff(wanted) <= 128, format_args!("{expected}; {said}"));
+    let untouched = common(&a, &b, 0, EQUAL) == 0 && !is_marked(&a, 0) && !is_marked(&b, 0);
+    checks.add("a dry run merges and marks nothing", untouched, common(&a, &b, 0, EQUAL));
 }
 
 fn refusals(checks: &mut Checks) {

@@ -208,7 +208,10 @@ fn process_rows(facts: &Facts) -> Vec<ProcessRow> {
             regions: regions.len(),
             resident_bytes: sum(&regions, |region| region.resident),
             marked_bytes: sum(&regions, |region| region.marked),
-            expected_bytes: sum(&regions, |region| region.expected),
+            expected_bytes: match facts.run.config.mechanism {
+                Mechanism::Ksmd => sum(&regions, |region| region.expected),
+                Mechanism::Request => regions.iter().map(|region| RequestsView::expected_bytes(region)).sum(),
+            },
             left_alone: target.left_alone.clone(),
             to_unmark: target.to_unmark.clone(),
         }

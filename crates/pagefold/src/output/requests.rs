@@ -3,6 +3,7 @@
 use pagefold_cli::figures::thousands;
 use pagefold_core::host::Mechanism;
 use pagefold_core::ledger::Ledger;
+use pagefold_core::report::RegionReport;
 use serde::{Deserialize, Serialize};
 
 /// The pages named so far, by what came of them.
@@ -27,6 +28,12 @@ impl RequestsView {
             differing_pages: counts.differing.0,
             failed_pages: counts.failed.0,
         })
+    }
+
+    /// What a dry run expects to be merged of a region, bytes: the share of its pages that have a copy or are zeros.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the ratio is 0 to 1")]
+    pub fn expected_bytes(region: &RegionReport) -> u64 {
+        (region.resident.bytes().0 as f64 * region.duplicate_ratio) as u64
     }
 
     pub fn sentence(&self) -> String {

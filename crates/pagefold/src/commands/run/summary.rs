@@ -79,7 +79,11 @@ impl Summary {
             processes,
             saved_bytes: ledger.saved().bytes().0,
             metadata_bytes: marks().map(|mark| mark.resident.0).sum::<u64>() * METADATA_BYTES_PER_PAGE,
-            expected_bytes: if args.dry_run { marks().map(|mark| mark.duplicate.bytes().0).sum() } else { 0 },
+            expected_bytes: match mechanism {
+                _ if !args.dry_run => 0,
+                Mechanism::Ksmd => marks().map(|mark| mark.duplicate.bytes().0).sum(),
+                Mechanism::Request => engine.report().regions.iter().map(RequestsView::expected_bytes).sum(),
+            },
             marked_bytes: ledger.marked.bytes().0,
             marked_spans: ledger.spans,
             merged_pages: ledger.merged().0,
@@ -120,7 +124,10 @@ pub fn unrestored(restored: Option<&RestoreOutcome>) -> Vec<String> {
 
 pub fn describe(summary: &Summary, style: Style) -> String {
     let mut text = String::new();
-    let headline = if summary.dry_run {
+    let headline = if summary.dry_run && summary.mechanism == Mechanism::Request {
+        let expected = style::human(summary.expected_bytes);
+        format!("Dry run: {expected} would be merged with other pages or as zeros. Nothing was changed.")
+    } else if summary.dry_run {
         format!(
             "Dry run: would mark {}, of which {} is duplicate. Nothing was changed.",
             style::human(summary.marked_bytes),

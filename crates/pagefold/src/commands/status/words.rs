@@ -96,6 +96,9 @@ fn headline(status: &Status) -> String {
     let of = format!("{} in {}", human(status.resident_bytes), count(status.processes.len(), "process", "processes"));
     if status.dry_run {
         let expected: u64 = status.processes.iter().map(|row| row.expected_bytes).sum();
+        if status.mechanism == Mechanism::Request {
+            return format!("Dry run: of {of}, {} would be merged with other pages or as zeros.", human(expected));
+        }
         let marked = human(status.marked_bytes);
         return format!("Dry run: of {of}, {marked} would be marked, {} of it duplicate.", human(expected));
     }
