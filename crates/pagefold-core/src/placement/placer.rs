@@ -75,8 +75,15 @@ pub struct Placer {
     private: BTreeMap<OwnerKey, PagesByNode>,
     /// Rounding errors of the choices made before merging.
     choices: Carry,
-    /// The last choice, and for which two pages of which block it was made.
-    last_choice: Option<([(OwnerKey, bool); 2], u64, Stays)>,
+    last_choice: Option<Choice>,
+}
+
+/// The choice between two pages, each given by its process and whether it was active, for a block of neighbouring pages.
+#[derive(Clone, Copy, Debug)]
+struct Choice {
+    pages: [(OwnerKey, bool); 2],
+    block: u64,
+    stays: Stays,
 }
 
 /// Which of two pages stays when they are merged on request.
@@ -217,11 +224,11 @@ impl Placer {
             return Stays::Known;
         }
         let (pages, block) = ([known, new], page.0 / CHOICE_PAGES);
-        if let Some((_, _, stays)) = self.last_choice.filter(|last| (last.0, last.1) == (pages, block)) {
-            return stays;
+        if let Some(last) = self.last_choice.filter(|last| (last.pages, last.block) == (pages, block)) {
+            return last.stays;
         }
         let stays = self.choose_anew(known, new, snapshot);
-        self.last_choice = Some((pages, block, stays));
+        self.last_choice = Some(Choice { pages, block, stays });
         stays
     }
 
