@@ -16,7 +16,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build demo test run-tests-with-ksm run-tests-alone run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install
+.PHONY: build demo test run-tests-with-ksm run-tests-alone run-tests-beside run-kernel-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install
 
 build:
 	$(CARGO) build --release --locked
@@ -38,7 +38,7 @@ test:
 	@scripts/setup test
 	$(CARGO) build --workspace --bins --locked
 	$(CARGO) test --workspace --locked --no-run
-	@$(MAKE) --no-print-directory --jobs 3 run-tests-with-ksm run-tests-alone run-tests-beside
+	@$(MAKE) --no-print-directory --jobs 3 run-tests-with-ksm run-tests-alone run-tests-beside $(BESIDE)
 
 run-tests-with-ksm:
 	$(CARGO) test --workspace --locked $(TESTS_WITH_KSM:%=--test %)
@@ -49,6 +49,10 @@ run-tests-alone:
 run-tests-beside:
 	nice $(CARGO) test --workspace --locked --lib --bins $(TESTS_BESIDE:%=--test %)
 	nice $(CARGO) test --workspace --locked --doc
+
+# `.ci/run` has this done beside the tests, by BESIDE, when the first of them are through.
+run-kernel-beside:
+	nice scripts/kernel quick
 
 unit:
 	$(CARGO) test --workspace --locked --lib
