@@ -20,7 +20,7 @@ use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Vpn;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 /// A process is looked at again before a job if the last look is older than this, nanoseconds.
@@ -43,7 +43,8 @@ pub(super) struct Requesting {
     pub(super) device: Option<Arc<RequestDevice>>,
     /// By pid, the mappings as they were a short time ago.
     lists: BTreeMap<i32, Arc<List>>,
-    /// A job that did not end in time. While it has not ended no other one is started: it may hold the lock of KSM.
+    /// A job that did not end in time, in a call to the kernel. While it has not ended no other one is started: it may hold the
+    /// lock of KSM.
     late: Option<Late>,
 }
 
@@ -51,6 +52,35 @@ pub(super) struct Requesting {
 struct Late {
     job: Job<Result<Merged, ReadError>>,
     pids: Vec<i32>,
+}
+
+/// Whether a job is in a call to the kernel, and whether it may make another one.
+#[derive(Debug, Default)]
+struct Turn(AtomicU8);
+
+impl Turn {
+    const OUTSIDE: u8 = 0;
+    const INSIDE: u8 = 1;
+    const ABANDONED: u8 = 2;
+
+    fn change(&self, from: u8, to: u8) -> bool {
+        self.0.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+
+    /// Begins a call, unless the job was abandoned.
+    fn enter(&self) -> bool {
+        self.change(Self::OUTSIDE, Self::INSIDE)
+    }
+
+    /// Ends a call, if one was made.
+    fn leave(&self) {
+        self.change(Self::INSIDE, Self::OUTSIDE);
+    }
+
+    /// From now on no call begins. Whether one is under way.
+    fn abandon(&self) -> bool {
+        self.0.swap(Self::ABANDONED, Ordering::SeqCst) == Self::INSIDE
+    }
 }
 
 /// The mappings of a process at some time.
@@ -225,8 +255,8 @@ impl LiveHost {
             results.extend(parts.iter().map(untried));
             return Ok(());
         }
-        let abandoned = Arc::new(AtomicBool::new(false));
-        let job = Job::start(merge_job(device.clone(), sides, parts.clone(), abandoned.clone()));
+        let turn = Arc::new(Turn::default());
+        let job = Job::start(merge_job(device.clone(), sides, parts.clone(), turn.clone()));
         match job.wait(COMPUTING_MOST) {
             Ok(Ok(merged)) => {
                 results.extend(joined(&parts, &merged.pages));
@@ -237,15 +267,18 @@ impl LiveHost {
             // The next refresh removes it.
             Ok(Err(_)) => results.extend(parts.iter().map(untried)),
             Err(job) => {
-                abandoned.store(true, Ordering::Relaxed);
+                let is_inside = turn.abandon();
                 results.extend(parts.iter().map(untried));
                 // The surveys find out which of them keeps its memory map locked.
                 for pid in &pids {
                     self.targets.get_mut(pid).into_iter().for_each(Target::invalidate);
+                    looked.insert(*pid, (0, false));
                 }
                 self.next_refresh_ns = 0;
-                self.requesting.late = Some(Late { job, pids });
-                return Ok(());
+                if is_inside {
+                    self.requesting.late = Some(Late { job, pids });
+                    return Ok(());
+                }
             }
         }
         // A program that was executed meanwhile may have been marked.
@@ -398,7 +431,7 @@ fn merge_job(
     device: Arc<RequestDevice>,
     sides: Vec<Side>,
     parts: Vec<MergeRange>,
-    abandoned: Arc<AtomicBool>,
+    turn: Arc<Turn>,
 ) -> impl FnOnce() -> Result<Merged, ReadError> + Send + 'static {
     move || {
         let pidfds = sides.iter().map(|side| side.process.pidfd()).collect::<Result<Vec<_>, _>>()?;
@@ -415,8 +448,9 @@ fn merge_job(
         };
         let ranges: Vec<Range<'_>> = parts.iter().map(range).collect();
         Ok(device.merge(&ranges, || {
+            turn.leave();
             advance();
-            sides.iter().all(Side::is_judged) && !abandoned.load(Ordering::Relaxed)
+            sides.iter().all(Side::is_judged) && turn.enter()
         }))
     }
 }

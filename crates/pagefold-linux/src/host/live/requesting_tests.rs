@@ -155,3 +155,18 @@ fn a_side_is_judged_until_its_program_is_replaced() {
     writeln!(input).unwrap();
     child.wait().unwrap();
 }
+
+#[test]
+fn an_abandoned_job_makes_no_further_call() {
+    let turn = Turn::default();
+    assert!(turn.enter());
+    turn.leave();
+    assert!(turn.enter() && turn.abandon());
+    turn.leave();
+    assert!(!turn.enter());
+    // While it waits for a process, outside of the kernel's lock: others need not wait for it.
+    let turn = Turn::default();
+    assert!(!turn.abandon() && !turn.enter());
+    turn.leave();
+    assert!(!turn.enter());
+}
