@@ -410,7 +410,8 @@ mod tests {
                     "governor" => assert!(name.parse::<Governor>().is_ok(), "{name}"),
                     "preset" => assert!(name.parse::<Preset>().is_ok(), "{name}"),
                     "placement" => assert!(name.parse::<Placement>().is_ok(), "{name}"),
-                    key => assert_eq!(key, "by"),
+                    // Of the program, not of the core.
+                    key => assert!(["by", "mechanism"].contains(&key), "{key}"),
                 }
             }
         }
