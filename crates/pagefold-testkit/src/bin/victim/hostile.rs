@@ -248,6 +248,8 @@ fn breakpoints() -> Result<(), String> {
 fn local_stack() -> Result<(), String> {
     const WORDS: usize = 4096;
     static SHARED: AtomicU64 = AtomicU64::new(0);
+    // Whether the checking thread is done with the array.
+    static CHECKED: AtomicBool = AtomicBool::new(false);
     #[inline(never)]
     fn sleeper(array: *mut u8) {
         // Lies below `array`, in the frame of this function.
@@ -264,9 +266,9 @@ fn local_stack() -> Result<(), String> {
             }
         }
         std::hint::black_box(&data);
-        SHARED.store(0, Ordering::Release);
-        // The checking thread is done with the array.
-        std::thread::sleep(std::time::Duration::from_millis(100));
+        while !CHECKED.load(Ordering::Acquire) {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
     }
     #[inline(never)]
     fn outer() {
@@ -292,6 +294,7 @@ fn local_stack() -> Result<(), String> {
         value += 1;
     }
     DONE.store(true, Ordering::Relaxed);
+    CHECKED.store(true, Ordering::Release);
     thread.join().unwrap();
     harmed.map_or(Ok(()), Err)
 }
