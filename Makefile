@@ -30,8 +30,8 @@ demo:
 # KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other, mostly waiting. The others run
 # beside them: those in emulated machines and with hostile programs, and those that need nothing.
 TESTS := $(wildcard crates/*/tests/*.rs)
-TESTS_WITH_KSM := $(basename $(notdir $(shell grep -l KsmAtRest $(TESTS))))
 TESTS_ALONE := numa attack
+TESTS_WITH_KSM := $(filter-out $(TESTS_ALONE),$(basename $(notdir $(shell grep -lE 'KsmAtRest|mm/ksm' $(TESTS)))))
 TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_ALONE),$(basename $(notdir $(TESTS))))
 
 test:
