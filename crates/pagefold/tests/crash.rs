@@ -14,6 +14,7 @@ mod reads;
 mod stuck;
 
 use aftermath::{assert_injectors_ended, assert_recoverable, assert_unharmed, knobs};
+use pagefold_linux::ksm::lock::{LOCK_PATH, holder};
 use pagefold_linux::os::fault;
 use pagefold_workload::Tenant;
 use std::ffi::OsStr;
@@ -44,6 +45,8 @@ fn faulty_run(pids: &[i32], options: &[&str], fault: &str) -> Daemon {
 fn assert_killed_at(point: &str, start: impl FnOnce(&str) -> Daemon) {
     let ended = start(&format!("{point}=kill")).end();
     assert_eq!(ended.signal, Some(libc::SIGKILL), "{point} was never reached: {ended:?}");
+    // A thread of it may wait for ksmd to end its scan. It has the lock until then.
+    wait_until("the lock is free", || holder(LOCK_PATH.as_ref()).unwrap().is_none());
 }
 
 /// Kills the program at a point, and checks that what it leaves can be put right.
