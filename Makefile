@@ -16,7 +16,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build demo test run-tests-with-ksm run-tests-alone run-tests-beside run-kernel-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install
+.PHONY: build demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install
 
 build:
 	$(CARGO) build --release --locked
@@ -28,31 +28,25 @@ demo:
 	@target/release/pagefold demo
 
 # KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other, mostly waiting. The others run
-# beside them: those in emulated machines and with hostile programs, and those that need nothing.
+# beside them: first those in emulated machines and with hostile programs, which take longest.
 TESTS := $(wildcard crates/*/tests/*.rs)
-TESTS_ALONE := numa attack
-TESTS_WITH_KSM := $(filter-out $(TESTS_ALONE),$(basename $(notdir $(shell grep -lE 'KsmAtRest|mm/ksm' $(TESTS)))))
-TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_ALONE),$(basename $(notdir $(TESTS))))
+TESTS_LONG := numa attack
+TESTS_WITH_KSM := $(filter-out $(TESTS_LONG),$(basename $(notdir $(shell grep -lE 'KsmAtRest|mm/ksm' $(TESTS)))))
+TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_LONG),$(basename $(notdir $(TESTS))))
 
 test:
 	@scripts/setup test
 	$(CARGO) build --workspace --bins --locked
 	$(CARGO) test --workspace --locked --no-run
-	@$(MAKE) --no-print-directory --jobs 3 run-tests-with-ksm run-tests-alone run-tests-beside $(BESIDE)
+	@$(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
 
 run-tests-with-ksm:
 	$(CARGO) test --workspace --locked $(TESTS_WITH_KSM:%=--test %)
 
-run-tests-alone:
-	nice $(CARGO) test --workspace --locked $(TESTS_ALONE:%=--test %)
-
 run-tests-beside:
+	nice $(CARGO) test --workspace --locked $(TESTS_LONG:%=--test %)
 	nice $(CARGO) test --workspace --locked --lib --bins $(TESTS_BESIDE:%=--test %)
 	nice $(CARGO) test --workspace --locked --doc
-
-# `.ci/run` has this done beside the tests, by BESIDE, when the first of them are through.
-run-kernel-beside:
-	nice scripts/kernel quick
 
 unit:
 	$(CARGO) test --workspace --locked --lib
