@@ -132,6 +132,11 @@ impl Config {
         }
     }
 
+    /// Whether memory whose merges do not last is left alone.
+    pub fn filters_cow_breaks(&self) -> bool {
+        self.cow_threshold < Permyriad(10_000)
+    }
+
     /// The age at which a region that appears during the run may be promoted, nanoseconds.
     pub fn probation_ns(&self, pace: Pace) -> u64 {
         self.lifetime_ns.max(self.probation_rounds * pace.round_ns)

@@ -12,7 +12,7 @@ mod samples;
 
 use crate::config::Config;
 use crate::governor::{Budget, Governor, Pace, share_ns};
-use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, RegionView, SamplePlan, Samples, Snapshot};
+use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, SamplePlan, Samples, Snapshot};
 use crate::index::{Index, PageStatus};
 use crate::keys::{DomainKey, RegionKey};
 use crate::ledger::Ledger;
@@ -203,7 +203,7 @@ impl Engine {
         self.config.mechanism = snapshot.mechanism;
         if self.on_request() {
             // The kernel marks a mapping when one of its pages is named. That says nothing about what is merged.
-            snapshot.regions.iter_mut().for_each(|view| *view = RegionView { marked: Pages(0), ..*view });
+            snapshot.regions.iter_mut().for_each(|view| view.marked = Pages(0));
         }
         self.record_cost(&snapshot);
         self.allowance.advance(now_ns);
@@ -376,7 +376,6 @@ impl Engine {
     fn request(&mut self) -> Actions {
         if !self.snapshot.ksm.ours {
             self.requests.clear();
-            return Actions::default();
         }
         let (merge, moves) = (self.requests.ranges(), self.moves());
         Actions { merge, moves, ..Actions::default() }

@@ -346,7 +346,28 @@ pub enum Keep {
     Zero,
 }
 
+impl Keep {
+    /// The page that is kept, or the first of them. `None`: the zero page.
+    pub fn first(self) -> Option<(RegionKey, Vpn)> {
+        match self {
+            Self::Run(region, page) | Self::Page(region, page) => Some((region, page)),
+            Self::Zero => None,
+        }
+    }
+}
+
 impl MergeRange {
+    /// The results of its pages, given one by one: neighbours with the same result together.
+    pub fn results(self, pages: &[Merging]) -> impl Iterator<Item = MergeResult> {
+        let mut skip = 0;
+        pages.chunk_by(|a, b| a == b).map(move |same| {
+            let pages = u32::try_from(same.len()).unwrap_or(u32::MAX);
+            let range = self.part(skip, pages);
+            skip += pages;
+            MergeResult { range, merging: same[0] }
+        })
+    }
+
     /// The part of `pages` pages that starts `skip` pages behind its start.
     #[must_use]
     pub fn part(self, skip: u32, pages: u32) -> Self {

@@ -175,11 +175,7 @@ impl Index {
 
     /// The page that the entry of a content points to.
     pub fn page_of(&self, digest: Digest) -> Option<Location> {
-        let fingerprint = fingerprint(digest);
-        let tree = &self.trees[tree_of(fingerprint, self.bits)];
-        let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
-        let entry = tree.get(at).filter(|entry| entry.fingerprint() == fingerprint)?;
-        Some(entry.location()).filter(|location| location.slot != NO_SLOT)
+        self.entry(digest).map(Entry::location).filter(|location| location.slot != NO_SLOT)
     }
 
     /// Makes the entry of a content, if there is one, point to another page that holds it.
@@ -194,10 +190,14 @@ impl Index {
 
     /// Whether a content is claimed: it is in memory that has been read whole, and which may be marked.
     pub fn is_claimed(&self, digest: Digest) -> bool {
+        self.entry(digest).is_some_and(Entry::is_claimed)
+    }
+
+    fn entry(&self, digest: Digest) -> Option<Entry> {
         let fingerprint = fingerprint(digest);
         let tree = &self.trees[tree_of(fingerprint, self.bits)];
         let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
-        tree.get(at).is_some_and(|entry| entry.fingerprint() == fingerprint && entry.is_claimed())
+        tree.get(at).copied().filter(|entry| entry.fingerprint() == fingerprint)
     }
 
     /// Begins the next epoch. Entries that are not renewed for two epochs are old.
@@ -296,7 +296,7 @@ mod tests {
         let mut index = Index::new();
         let page = |slot| Location { slot, offset: 1 };
         index.point_to(digest(0), page(1));
-        assert_eq!(index.page_of(digest(0)), None, "there is no such entry");
+        assert_eq!(index.page_of(digest(0)), None, "nothing was recorded");
         index.record(digest(0), page(1), true);
         index.record(digest(0), page(2), false);
         index.point_to(digest(0), page(2));

@@ -96,8 +96,8 @@ impl Requests {
                 match merging {
                     Merging::Merged | Merging::Shared => {
                         set_merged(table, (take.region, take.first));
-                        if let Keep::Run(region, page) | Keep::Page(region, page) = keep {
-                            set_merged(table, (region, page));
+                        if let Some(page) = keep.first() {
+                            set_merged(table, page);
                         }
                     }
                     Merging::Differs | Merging::Absent | Merging::Ineligible | Merging::Full => {

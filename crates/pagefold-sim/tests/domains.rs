@@ -2,13 +2,13 @@
 
 mod common;
 
-use common::{MIB, SECOND, engine, host, run};
+use common::{MIB, SECOND, engine, host, process_of, run};
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::host::Host;
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Pages;
-use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, SimHost};
+use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -115,19 +115,12 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn no_content_is_marked_in_two_domains(
-        tenants in proptest::collection::vec((1_u16..4, 0_u64..4, 1_u64..12, 0_u64..20), 2..9), seed in any::<u64>(),
+        tenants in common::tenants(), seed in any::<u64>(),
     ) {
         let mut host = SimHost::new(seed, Costs::default(), Knobs { use_zero_pages: true, ..Knobs::default() });
         let mut engine = Engine::new(Config { seed, ..Config::default() });
-        for (domain, fill, mib, start) in tenants {
-            let fill = match fill {
-                0 => Fill::Same(1),
-                1 => Fill::Series(1),
-                2 => Fill::Series(2),
-                _ => Fill::Zeros,
-            };
-            let process = Process::starting_at(start * SECOND).in_domain(domain);
-            host.add(process.mapping(Mapping::new(Pages(mib * MIB), fill).behaving(Behaviour::Static)));
+        for tenant in tenants {
+            host.add(process_of(tenant));
         }
         for _ in 0..6 {
             run(&mut host, &mut engine, 8);

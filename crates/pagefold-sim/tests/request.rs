@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{MIB, SECOND, Watched, config, engine, requested, run};
+use common::{MIB, SECOND, Watched, assert_restarted_are_merged, config, engine, process_of, requested, run};
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::{Governor, WINDOW_NS, share_ns};
@@ -110,18 +110,7 @@ fn a_newcomer_is_merged_with_memory_that_was_judged_before() {
 /// Each of three in turn exits and is replaced, at once or after its contents may have been forgotten.
 #[test]
 fn a_restarted_process_is_merged_again() {
-    let mut host = requested();
-    let mut owners = scenario::redis(&mut host, 3, Pages(16 * MIB));
-    let mut engine = engine();
-    run(&mut host, &mut engine, 20);
-    let before = host.saved().0;
-    for gap in [1, 1, 300, 300] {
-        host.exit(owners.remove(0));
-        run(&mut host, &mut engine, gap);
-        owners.extend(scenario::redis(&mut host, 1, Pages(16 * MIB)));
-        run(&mut host, &mut engine, 120);
-        assert!(host.saved().0 * 100 >= before * 95, "{before} before and {} after", host.saved().0);
-    }
+    assert_restarted_are_merged(requested(), &[1, 1, 300, 300]);
 }
 
 /// A few pages are written with their own contents again and again. They are left alone, and the others stay merged.
@@ -177,7 +166,7 @@ fn processes_that_refuse_do_not_keep_others_from_being_merged() {
     watched.run(&mut engine, 300);
     nearly(watched.host.saved(), 16 * MIB, 99);
     let untried = pages(watched.merges.iter().map(|(_, result)| result), Merging::Untried);
-    assert!(untried > 0 && untried <= engine.ledger().pages_read, "{untried} pages were asked for in vain");
+    assert!(untried > 0 && untried <= engine.ledger().pages_read, "{untried} pages were not tried");
 }
 
 /// Contents of two domains: each merges its own, and no request names pages of two.
@@ -200,20 +189,13 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn no_request_names_pages_of_two_domains(
-        tenants in proptest::collection::vec((1_u16..4, 0_u64..4, 1_u64..12, 0_u64..20), 2..9), seed in any::<u64>(),
+        tenants in common::tenants(), seed in any::<u64>(),
     ) {
         let mut host = SimHost::new(seed, Costs::default(), Knobs::requested());
         let engine = &mut Engine::new(Config { seed, ..Config::default() });
         let mut domains = Vec::new();
-        for (domain, fill, mib, start) in tenants {
-            let fill = match fill {
-                0 => Fill::Same(1),
-                1 => Fill::Series(1),
-                2 => Fill::Series(2),
-                _ => Fill::Zeros,
-            };
-            let process = Process::starting_at(start * SECOND).in_domain(domain);
-            domains.push((host.add(process.mapping(Mapping::new(Pages(mib * MIB), fill))), domain));
+        for tenant in tenants {
+            domains.push((host.add(process_of(tenant)), tenant.0));
         }
         let mut watched = Watched::new(host);
         watched.run(engine, 60);
@@ -263,7 +245,7 @@ fn short_lived_memory_is_not_merged() {
     let (mut watched, mut engine) = (Watched::new(host), engine());
     watched.run(&mut engine, 60);
     let merged = pages(watched.merges.iter().map(|(_, result)| result), Merging::Merged);
-    assert!(merged <= 2 * 16 * MIB, "{merged} pages were merged in vain");
+    assert!(merged <= 2 * 16 * MIB, "{merged} short-lived pages were merged");
 }
 
 #[test]

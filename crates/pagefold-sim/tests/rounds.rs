@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{MIB, SECOND, engine, host};
+use common::{MIB, SECOND, assert_restarted_are_merged, engine, host};
 use pagefold_core::engine::Engine;
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::ledger::Ledger;
@@ -79,18 +79,7 @@ fn a_later_process_is_merged_with_merged_ones() {
 /// Each of three in turn exits and is replaced, at once or after its contents may have been forgotten.
 #[test]
 fn a_restarted_process_is_merged_again() {
-    let mut host = host();
-    let mut owners = scenario::redis(&mut host, 3, Pages(16 * MIB));
-    let mut engine = engine();
-    run(&mut host, &mut engine, 20);
-    let before = host.saved().0;
-    for gap in [1, 1, 1, 300, 300, 300] {
-        host.exit(owners.remove(0));
-        run(&mut host, &mut engine, gap);
-        owners.extend(scenario::redis(&mut host, 1, Pages(16 * MIB)));
-        run(&mut host, &mut engine, 120);
-        assert!(host.saved().0 * 100 >= before * 95, "{before} before and {} after", host.saved().0);
-    }
+    assert_restarted_are_merged(host(), &[1, 1, 1, 300, 300, 300]);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use crate::index::{Location, Occurrences};
 use crate::keys::RegionKey;
 use crate::placement::placer::Stays;
 use crate::region::Stage;
-use crate::units::{Permyriad, Vpn};
+use crate::units::Vpn;
 
 /// What a page that holds memory counts as in its extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,7 +139,7 @@ impl Engine {
         let (now_ns, config) = (self.snapshot.now_ns, &self.config);
         let Some(region) = self.table.get_mut(slot) else { return true };
         region.usage.record_unmerged(sample.page);
-        let filter = config.cow_threshold < Permyriad(10_000);
+        let filter = config.filters_cow_breaks();
         if filter && region.usage.broken.contains(sample.page) {
             return false;
         }

@@ -132,7 +132,7 @@ impl Marker {
     /// Queues spans for unmarking whose pages are written and then hold the same content again, so that merging them does
     /// not last.
     pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, config: &Config) {
-        if config.cow_threshold >= Permyriad(10_000) {
+        if !config.filters_cow_breaks() {
             return;
         }
         let is_broken = |breaks: &CowBreaks| breaks.ratio(config.cow_horizon_ns) >= config.cow_threshold;

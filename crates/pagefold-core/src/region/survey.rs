@@ -111,7 +111,7 @@ impl Survey {
 
     /// Whether too many remembered pages change between two visits for merges to last.
     pub fn is_volatile(&self, config: &Config) -> bool {
-        config.cow_threshold < Permyriad(10_000)
+        config.filters_cow_breaks()
             && self.revisited >= PROBES_MIN
             && Permyriad::of(self.changed, self.revisited) >= config.cow_threshold
     }

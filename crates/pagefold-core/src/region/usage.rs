@@ -67,11 +67,6 @@ impl PageSet {
         self.0.get(&(page.0 / 64)).is_some_and(|bits| bits >> (page.0 % 64) & 1 == 1)
     }
 
-    /// The number of pages in it.
-    pub fn len(&self) -> u64 {
-        self.0.values().map(|bits| u64::from(bits.count_ones())).sum()
-    }
-
     /// Whether no page is in it.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

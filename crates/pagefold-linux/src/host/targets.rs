@@ -21,7 +21,7 @@ use crate::proc::process::{Process, ReadError};
 use crate::proc::stalls::{READS, Refusal};
 use crate::proc::statm::Sizes;
 use crate::scope::Scoped;
-use crate::scope::exclude::{Exclusion, vma_exclusion};
+use crate::scope::exclude::{Exclusion, withdrawal};
 use crate::scope::exe::Exe;
 use pagefold_core::host::Span;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
@@ -433,11 +433,7 @@ impl Target {
         for tracked in self.regions.iter_mut().filter(|tracked| sizes.contains(&tracked.stretch.pages.0)) {
             tracked.key = new_key();
         }
-        let withdrawn = |detail: &VmaDetail| {
-            let exclusion = vma_exclusion(detail).filter(|_| detail.flags.has(*b"mg"));
-            exclusion.filter(Exclusion::withdraws_marks)
-        };
-        if let Some(reason) = details.iter().find_map(withdrawn).filter(|_| self.identity.is_marked()) {
+        if let Some(reason) = details.iter().find_map(withdrawal).filter(|_| self.identity.is_marked()) {
             self.request_unmark(reason, false);
         }
         Ok(before.0.is_some() || before.1 != self.left_out || former != self.regions)

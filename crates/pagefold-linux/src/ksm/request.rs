@@ -61,7 +61,7 @@ const _: () = assert!(size_of::<RawRange>() == RANGE_SIZE as usize && size_of::<
 #[derive(Debug, Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum RequestError {
-    /// There is no such file.
+    /// The file does not exist.
     #[error("{} does not exist: this kernel cannot merge on request", path.display())]
     Absent { path: PathBuf },
     /// Access is denied.

@@ -77,31 +77,58 @@ impl AddressSpace {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::io::{BufRead, BufReader, Write};
-    use std::process::{Command, Stdio};
+    use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+    /// A process that executes another program when it is told to.
+    pub(crate) struct Execing {
+        child: Child,
+        input: ChildStdin,
+        output: BufReader<ChildStdout>,
+    }
+
+    impl Execing {
+        pub(crate) fn start() -> (Self, Process) {
+            let mut child = Command::new("sh")
+                .args(["-c", "echo ready; read line; exec sh -c 'echo again; read line'"])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let process = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+            let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+            let mut execing = Self { child, input, output };
+            execing.await_line();
+            (execing, process)
+        }
+
+        /// Returns once the other program runs.
+        pub(crate) fn exec(&mut self) {
+            writeln!(self.input).unwrap();
+            self.await_line();
+        }
+
+        pub(crate) fn end(mut self) {
+            writeln!(self.input).unwrap();
+            self.child.wait().unwrap();
+        }
+
+        fn await_line(&mut self) {
+            self.output.read_line(&mut String::new()).unwrap();
+        }
+    }
 
     #[test]
     fn an_exec_ends_the_address_space_and_changes_the_image() {
-        let mut child = Command::new("sh")
-            .args(["-c", "echo ready; read line; exec sh -c 'echo again; read line'"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let (mut input, mut output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        let mut line = String::new();
-        output.read_line(&mut line).unwrap();
-        let process = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+        let (mut execing, process) = Execing::start();
         let (space, image) = (AddressSpace::of(&process).unwrap(), image_of(&process).unwrap());
         assert!(space.exists());
         assert_eq!(image_of(&process).unwrap(), image);
-        writeln!(input).unwrap();
-        output.read_line(&mut line).unwrap();
+        execing.exec();
         assert!(!space.exists());
         assert_ne!(image_of(&process).unwrap(), image);
-        writeln!(input).unwrap();
-        child.wait().unwrap();
+        execing.end();
     }
 }

@@ -241,6 +241,14 @@ pub(crate) fn exclusion_of(process: &Process, facts: &ProcessFacts, deny: &DenyL
 /// kilobytes, and are locked as well.
 pub const BULK_BYTES: u64 = 32 << 20;
 
+/// Why the mark of a mapping must be removed. `None` if it need not be, or there is no mark.
+pub(crate) fn withdrawal(detail: &VmaDetail) -> Option<Exclusion> {
+    if !detail.flags.has(*b"mg") {
+        return None;
+    }
+    vma_exclusion(detail).filter(Exclusion::withdraws_marks)
+}
+
 /// Why a mapping must be left alone, if it must. First the mappings that KSM never merges (`vma_ksm_compatible` in the
 /// kernel's mm/ksm.c), then those that should not be merged.
 ///

@@ -25,18 +25,13 @@ impl SimHost {
         }
         self.mark_named(&range);
         let mut cost_ns = u64::from(range.take.pages.div_ceil(BATCH_PAGES)) * self.costs.request_run_ns;
-        // The result of the pages from `from` on.
-        let (mut from, mut last) = (0, None);
+        let mut pages = Vec::new();
         for number in 0..range.take.pages {
             let (merging, page_ns) = self.merge_page(&range.part(number, 1));
             cost_ns += page_ns;
-            if let Some(before) = last.filter(|&before| before != merging) {
-                results.push(MergeResult { range: range.part(from, number - from), merging: before });
-                from = number;
-            }
-            last = Some(merging);
+            pages.push(merging);
         }
-        results.extend(last.map(|merging| MergeResult { range: range.part(from, range.take.pages - from), merging }));
+        results.extend(range.results(&pages));
         self.granularity.scale(cost_ns)
     }
 
@@ -46,10 +41,7 @@ impl SimHost {
         let PageRun { region: take, first, pages } = range.take;
         let can = self.knobs.mechanism == Mechanism::Request && self.ours;
         let Some(domain) = self.domain_to_merge(take).filter(|_| can) else { return false };
-        let keep = match range.keep {
-            Keep::Zero => return true,
-            Keep::Page(region, _) | Keep::Run(region, _) => region,
-        };
+        let Some((keep, _)) = range.keep.first() else { return true };
         let overlaps =
             matches!(range.keep, Keep::Run(_, keeps) if keep == take && keeps.0.abs_diff(first.0) < u64::from(pages));
         self.domain_to_merge(keep) == Some(domain) && !overlaps
@@ -62,10 +54,7 @@ impl SimHost {
 
     /// The kernel marks the mappings of both sides, as a whole.
     fn mark_named(&mut self, range: &MergeRange) {
-        let keep = match range.keep {
-            Keep::Zero => None,
-            Keep::Page(region, _) | Keep::Run(region, _) => Some(region),
-        };
+        let keep = range.keep.first().map(|(region, _)| region);
         for key in std::iter::once(range.take.region).chain(keep) {
             let Some(region) = self.memory.region_mut(key.0) else { continue };
             let (pages, owner) = (region.len(), region.owner);
@@ -77,9 +66,9 @@ impl SimHost {
     /// Merges the only page of a range. Returns the cost in nanoseconds.
     fn merge_page(&mut self, range: &MergeRange) -> (Merging, u64) {
         let place = |region: RegionKey, page: Vpn| Some((region.0, self.memory.region(region.0)?.offset(page)?));
-        let kept = match range.keep {
-            Keep::Zero => Some(Kept::Zero),
-            Keep::Page(region, page) | Keep::Run(region, page) => place(region, page).map(Kept::Page),
+        let kept = match range.keep.first() {
+            None => Some(Kept::Zero),
+            Some((region, page)) => place(region, page).map(Kept::Page),
         };
         let (Some(take), Some(kept)) = (place(range.take.region, range.take.first), kept) else {
             return (Merging::Absent, self.costs.request_pass_ns);

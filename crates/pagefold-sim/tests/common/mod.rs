@@ -3,9 +3,11 @@
 
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Cycle, Engine, cycle};
-use pagefold_core::host::{Actions, Host, Keep, MergeResult, Outcome, SamplePlan, Samples, ScanOrder, Snapshot};
+use pagefold_core::host::{Actions, Host, MergeResult, Outcome, SamplePlan, Samples, ScanOrder, Snapshot};
 use pagefold_core::keys::{OwnerKey, RegionKey};
-use pagefold_sim::{Costs, Knobs, SimHost};
+use pagefold_core::units::Pages;
+use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost, scenario};
+use proptest::prelude::Strategy;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 
@@ -52,6 +54,40 @@ pub fn run_on<H: Host<Error = Infallible>>(
     }
 }
 
+/// Each of three processes in turn exits and is replaced after a gap, in seconds: at once or after its contents may have been
+/// forgotten. It is merged again.
+pub fn assert_restarted_are_merged(mut host: SimHost, gaps: &[u64]) {
+    let mut owners = scenario::redis(&mut host, 3, Pages(16 * MIB));
+    let mut engine = engine();
+    run(&mut host, &mut engine, 20);
+    let before = host.saved().0;
+    for &gap in gaps {
+        host.exit(owners.remove(0));
+        run(&mut host, &mut engine, gap);
+        owners.extend(scenario::redis(&mut host, 1, Pages(16 * MIB)));
+        run(&mut host, &mut engine, 120);
+        assert!(host.saved().0 * 100 >= before * 95, "{before} before and {} after", host.saved().0);
+    }
+}
+
+/// The trust domain of a process, the kind of its contents, its size in MiB and the second of its start.
+pub type Tenant = (u16, u64, u64, u64);
+
+/// Processes of several trust domains.
+pub fn tenants() -> impl Strategy<Value = Vec<Tenant>> {
+    proptest::collection::vec((1_u16..4, 0_u64..4, 1_u64..12, 0_u64..20), 2..9)
+}
+
+pub fn process_of((domain, fill, mib, start): Tenant) -> Process {
+    let fill = match fill {
+        0 => Fill::Same(1),
+        1 => Fill::Series(1),
+        2 => Fill::Series(2),
+        _ => Fill::Zeros,
+    };
+    Process::starting_at(start * SECOND).in_domain(domain).mapping(Mapping::new(Pages(mib * MIB), fill))
+}
+
 /// A host that records what is asked of it, and when.
 pub struct Watched {
     pub host: SimHost,
@@ -85,10 +121,7 @@ impl Watched {
     pub fn asked_since(&self, from_ns: u64) -> impl Iterator<Item = (OwnerKey, Option<OwnerKey>, &MergeResult)> {
         let recent = self.merges.iter().filter(move |(at_ns, _)| *at_ns >= from_ns);
         recent.map(|(_, result)| {
-            let keep = match result.range.keep {
-                Keep::Run(region, _) | Keep::Page(region, _) => Some(self.owners[&region]),
-                Keep::Zero => None,
-            };
+            let keep = result.range.keep.first().map(|(region, _)| self.owners[&region]);
             (self.owners[&result.range.take.region], keep, result)
         })
     }

@@ -17,7 +17,7 @@ use pagefold_cli::scope::{ScopeArgs, explain};
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, cycle};
 use pagefold_core::governor::Governor;
-use pagefold_core::host::{ChangeResult, Host, Keep, Mechanism, MergeResult, Merging, Outcome};
+use pagefold_core::host::{ChangeResult, Host, Mechanism, MergeResult, Merging, Outcome};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::Pages;
@@ -285,10 +285,7 @@ fn log_merges(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outcom
     let pid_of = |region| host.target_of(region).map(|target| target.process.pid());
     let mut pairs: BTreeMap<(i32, Option<i32>), (RegionKey, Pages, Pages)> = BTreeMap::new();
     for MergeResult { range, merging } in outcome.merges.iter().filter(|result| result.merging != Merging::Untried) {
-        let with = match range.keep {
-            Keep::Run(region, _) | Keep::Page(region, _) => pid_of(region),
-            Keep::Zero => None,
-        };
+        let with = range.keep.first().and_then(|(region, _)| pid_of(region));
         let Some(take) = pid_of(range.take.region) else { continue };
         let pair = pairs.entry((take, with)).or_insert((range.take.region, Pages(0), Pages(0)));
         pair.1 += Pages(range.take.pages.into());

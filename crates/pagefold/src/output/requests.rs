@@ -4,6 +4,7 @@ use pagefold_cli::figures::thousands;
 use pagefold_core::host::Mechanism;
 use pagefold_core::ledger::Ledger;
 use pagefold_core::report::RegionReport;
+use pagefold_core::units::whole;
 use serde::{Deserialize, Serialize};
 
 /// The pages named so far, by what came of them.
@@ -31,9 +32,8 @@ impl RequestsView {
     }
 
     /// What a dry run expects to be merged of a region, bytes: the share of its pages that have a copy or are zeros.
-    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the ratio is 0 to 1")]
     pub fn expected_bytes(region: &RegionReport) -> u64 {
-        (region.resident.bytes().0 as f64 * region.duplicate_ratio) as u64
+        whole(region.resident.bytes().0 as f64 * region.duplicate_ratio)
     }
 
     pub fn sentence(&self) -> String {

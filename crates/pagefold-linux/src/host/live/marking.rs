@@ -68,8 +68,7 @@ impl LiveHost {
         size: StopSize,
         outcome: &mut Outcome,
     ) -> Vec<ChangeResult> {
-        // Marks that must be removed come first, if they can be.
-        if mark && self.targets.values().any(|target| target.pending.as_ref().is_some_and(|pending| !pending.tried)) {
+        if mark && self.must_unmark_first() {
             return changes.iter().map(|&change| ChangeResult { change, marking: Marking::Busy }).collect();
         }
         let mut results = vec![Marking::Refused; changes.len()];
@@ -120,6 +119,11 @@ impl LiveHost {
             }
         }
         changes.iter().zip(results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
+    }
+
+    /// Whether there are marks that must be removed, which comes before others are made.
+    pub(super) fn must_unmark_first(&self) -> bool {
+        self.targets.values().any(|target| target.pending.as_ref().is_some_and(|pending| !pending.tried))
     }
 
     /// Looks at a process again just before it is marked. Whether it is the program that was judged, and not excluded.

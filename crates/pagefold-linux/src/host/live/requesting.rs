@@ -14,7 +14,7 @@ use crate::os::cpu::thread_cpu_ns;
 use crate::proc::image::{AddressSpace, ProgramId};
 use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::process::{Process, ReadError};
-use crate::scope::exclude::{Exclusion, vma_exclusion};
+use crate::scope::exclude::{Exclusion, vma_exclusion, withdrawal};
 use pagefold_core::host::{Keep, MergeRange, MergeResult, Merging, Outcome, PageRun};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Vpn;
@@ -171,10 +171,8 @@ impl LiveHost {
             return;
         }
         self.end_late_merge();
-        // Marks that must be removed come first, if they can be.
-        let must_unmark =
-            self.targets.values().any(|target| target.pending.as_ref().is_some_and(|pending| !pending.tried));
-        let is_free = matches!(self.actuator, Actuator::Act { .. }) && self.requesting.late.is_none() && !must_unmark;
+        let acts = matches!(self.actuator, Actuator::Act { .. });
+        let is_free = acts && self.requesting.late.is_none() && !self.must_unmark_first();
         let Some(device) = self.requesting.device.clone().filter(|_| is_free) else {
             outcome.merges.extend(ranges.iter().map(untried));
             return;
@@ -212,9 +210,9 @@ impl LiveHost {
 
     fn pair_of(&self, range: &MergeRange) -> Option<Pair> {
         let pid_of = |region| self.region_pids.get(&region).copied();
-        let keep = match range.keep {
-            Keep::Run(region, _) | Keep::Page(region, _) => Some(pid_of(region)?),
-            Keep::Zero => None,
+        let keep = match range.keep.first() {
+            Some((region, _)) => Some(pid_of(region)?),
+            None => None,
         };
         Some((pid_of(range.take.region)?, keep))
     }
@@ -326,7 +324,7 @@ impl LiveHost {
         });
         match read {
             Ok((details, cost_ns)) => {
-                if details.iter().any(must_be_unmarked) {
+                if details.iter().any(|detail| withdrawal(detail).is_some()) {
                     target.set_changed();
                 }
                 let list = Arc::new(List::of(&details, program, now_ns, cost_ns));
@@ -357,10 +355,6 @@ impl LiveHost {
             }
         }
     }
-}
-
-fn must_be_unmarked(detail: &VmaDetail) -> bool {
-    detail.flags.has(*b"mg") && vma_exclusion(detail).as_ref().is_some_and(Exclusion::withdraws_marks)
 }
 
 /// Divides ranges into jobs.
@@ -462,12 +456,7 @@ fn joined(parts: &[MergeRange], pages: &[Merging]) -> Vec<MergeResult> {
     for part in parts {
         let (own, others) = rest.split_at((part.take.pages as usize).min(rest.len()));
         rest = others;
-        let mut skip = 0;
-        for same in own.chunk_by(|a, b| a == b) {
-            let pages = u32::try_from(same.len()).unwrap_or(u32::MAX);
-            results.push(MergeResult { range: part.part(skip, pages), merging: same[0] });
-            skip += pages;
-        }
+        results.extend(part.results(own));
     }
     results
 }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::proc::image::tests::Execing;
 use crate::proc::maps::parse_smaps;
 use std::fmt::Write;
 
@@ -130,18 +131,7 @@ fn neighbours_with_the_same_result_are_joined() {
 
 #[test]
 fn a_side_is_judged_until_its_program_is_replaced() {
-    use std::io::{BufRead, BufReader, Write};
-    use std::process::{Command, Stdio};
-    let mut child = Command::new("sh")
-        .args(["-c", "echo ready; read line; exec sh -c 'echo again; read line'"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let (mut input, mut output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-    let mut line = String::new();
-    output.read_line(&mut line).unwrap();
-    let process = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+    let (mut execing, process) = Execing::start();
     let side = Side {
         space: AddressSpace::of(&process).unwrap(),
         process: Arc::new(process),
@@ -149,11 +139,9 @@ fn a_side_is_judged_until_its_program_is_replaced() {
         regions: BTreeMap::new(),
     };
     assert!(side.is_judged());
-    writeln!(input).unwrap();
-    output.read_line(&mut line).unwrap();
+    execing.exec();
     assert!(!side.is_judged());
-    writeln!(input).unwrap();
-    child.wait().unwrap();
+    execing.end();
 }
 
 #[test]

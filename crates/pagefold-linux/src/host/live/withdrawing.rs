@@ -13,7 +13,7 @@ use crate::proc::image::ProgramId;
 use crate::proc::ksm_stat::KsmStat;
 use crate::proc::maps::{VmaDetail, read_marked, read_smaps};
 use crate::proc::process::{Process, ReadError};
-use crate::scope::exclude::{Exclusion, vma_exclusion};
+use crate::scope::exclude::withdrawal;
 use pagefold_core::host::{Change, ChangeResult, Marking, Span, Stops, Why};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
@@ -160,7 +160,9 @@ fn withdraw_job(
 
 /// The marked mappings that must be unmarked: all, or those that are excluded. None in a process that marks by itself.
 fn spans(details: &[VmaDetail], whole: bool, by_itself: bool) -> Vec<(u64, u64)> {
-    let is_excluded = |detail: &VmaDetail| vma_exclusion(detail).is_some_and(|why: Exclusion| why.withdraws_marks());
     let marked = details.iter().filter(|detail| !by_itself && detail.flags.has(*b"mg"));
-    marked.filter(|detail| whole || is_excluded(detail)).map(|detail| (detail.vma.start, detail.vma.end)).collect()
+    marked
+        .filter(|detail| whole || withdrawal(detail).is_some())
+        .map(|detail| (detail.vma.start, detail.vma.end))
+        .collect()
 }
