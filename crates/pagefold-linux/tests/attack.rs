@@ -65,8 +65,8 @@ const KINDS: [Kind; 21] = [
     kind("shadow-stack", 3),
     kind("userfaultfd", 5),
     kind("users", 5),
-    // Mostly refused, after all attempts, which takes long.
-    kind("io-uring", 2),
+    // Refused after all attempts, which takes long.
+    Kind { willing: false, ..kind("io-uring", 2) },
     kind("page-faults", 10),
     kind("emulator", 5),
     Kind { willing: false, ..kind("dispatch", 5) },

@@ -7,6 +7,7 @@
 
 use super::InjectError;
 use crate::proc::process::{Process, ReadError, Stat};
+use std::os::fd::AsRawFd;
 
 /// The number of threads examined at most. Each takes some 10 us.
 const MAX_THREADS: usize = 128;
@@ -207,7 +208,8 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
     }
     match best {
         Some((Fitness::User, candidate))
-            if candidate.activity == Activity::Running && is_in_between(process, candidate.tid) =>
+            if candidate.activity == Activity::Running
+                && (is_in_between(process, candidate.tid) || may_have_ring(process)) =>
         {
             Ok(Choice::NoneNow)
         }
@@ -233,6 +235,23 @@ fn is_in_between(process: &Process, tid: i32) -> bool {
     })
 }
 
+/// Whether a process has an `io_uring`. Then a running thread may submit to it and wait at any moment, and no repair can
+/// tell a wait that was cut short. True where that cannot be known: a descriptor table too large to be read each time.
+fn may_have_ring(process: &Process) -> bool {
+    const MAX_DESCRIPTORS: usize = 16_384;
+    let Ok(directory) = process.open_with("fd", libc::O_DIRECTORY) else { return true };
+    let Ok(entries) = std::fs::read_dir(format!("/proc/self/fd/{}", directory.as_raw_fd())) else { return true };
+    for (count, entry) in entries.enumerate() {
+        let Ok(entry) = entry else { return true };
+        // One that is closed meanwhile has no target.
+        let target = std::fs::read_link(entry.path()).unwrap_or_default();
+        if count == MAX_DESCRIPTORS || target.as_os_str() == "anon_inode:[io_uring]" {
+            return true;
+        }
+    }
+    false
+}
+
 /// The process that traces a thread; 0 if there is none, or it is not visible from this pid namespace.
 pub fn tracer(process: &Process, tid: i32) -> i32 {
     let field = |status: &[u8], name: &str| -> Option<i32> {
@@ -249,7 +268,6 @@ pub fn tracer(process: &Process, tid: i32) -> i32 {
 
 /// The first threads of a process.
 fn threads(process: &Process) -> Result<Vec<i32>, InjectError> {
-    use std::os::fd::AsRawFd;
     let task = process.open_with("task", libc::O_DIRECTORY).map_err(InjectError::from_read)?;
     let entries = std::fs::read_dir(format!("/proc/self/fd/{}", task.as_raw_fd()))
         .map_err(|error| InjectError::from_read(ReadError::from_io(process.pid(), "task", error)))?;
