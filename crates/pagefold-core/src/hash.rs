@@ -4,7 +4,7 @@
 //! never data.
 
 use crate::keys::DomainKey;
-use crate::random::mix;
+use crate::random::{INCREMENT, finalize, mix};
 use crate::units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
@@ -66,6 +66,108 @@ impl Digester {
     }
 }
 
+/// The cache lines of a page.
+pub const LINES: u32 = 64;
+const LINE_BYTES: usize = PAGE_SIZE / LINES as usize;
+
+/// Digests pages by some of their cache lines, as the kernel hashes them in place: `struct ksm_hash` in
+/// `kernel/include/linux/ksm.h` defines the hash and the order of the lines, which depend on a key.
+///
+/// Most contents that differ do so in a few lines (UKSM section 6). Pages of zeros are the exception, as memory that is
+/// hardly used is zero in most places: a page whose lines are zero is digested by all of its lines. So a digest is still
+/// determined by the content and the number of lines, and [`Digest::ZERO`] still means a page of zeros.
+#[derive(Clone, Debug)]
+pub struct LineDigester {
+    key: u64,
+    lines: u32,
+    /// One for each word of a line.
+    keys: [u64; LINE_BYTES / 8],
+    /// Line `n` of the order is at `(n * step + first) % LINES`.
+    step: u64,
+    first: u64,
+}
+
+impl LineDigester {
+    /// A digester by so many lines, 1 to [`LINES`]. Digests of different keys or numbers of lines cannot be compared.
+    pub fn new(key: u64, lines: u32) -> Self {
+        let word = |number: u64| finalize(key.wrapping_add((number + 1).wrapping_mul(INCREMENT)));
+        let order = word(8);
+        let keys = [0, 1, 2, 3, 4, 5, 6, 7].map(word);
+        Self { key, lines: lines.clamp(1, LINES), keys, step: order | 1, first: order >> 32 }
+    }
+
+    /// The key.
+    pub fn key(&self) -> u64 {
+        self.key
+    }
+
+    /// The number of lines.
+    pub fn lines(&self) -> u32 {
+        self.lines
+    }
+
+    /// The kernel's hash of the first `lines` lines of a page.
+    pub fn hash(&self, page: &PageBytes, lines: u32) -> u64 {
+        self.hash_lines(lines, |line| {
+            let at = line * LINE_BYTES;
+            std::array::from_fn(|word| {
+                let mut bytes = [0; 8];
+                bytes.copy_from_slice(&page[at + word * 8..][..8]);
+                u64::from_ne_bytes(bytes)
+            })
+        })
+    }
+
+    fn hash_lines(&self, lines: u32, words: impl Fn(usize) -> [u64; LINE_BYTES / 8]) -> u64 {
+        (0..u64::from(lines.min(LINES))).fold(self.key, |hash, number| {
+            let line = number.wrapping_mul(self.step).wrapping_add(self.first) % u64::from(LINES);
+            let words = words(usize::try_from(line).unwrap_or(0));
+            let keyed = |at: usize| words[at] ^ self.keys[at];
+            let sum = [0, 2, 4, 6].into_iter().fold(0_u64, |sum, at| sum.wrapping_add(fold(keyed(at), keyed(at + 1))));
+            (hash ^ sum).wrapping_mul(INCREMENT).rotate_left(29)
+        })
+    }
+
+    /// The digests of pages, given a function that makes hashes of `from` lines ones of `to` lines. As in the kernel, 0 is no
+    /// hash, and passed over unless `from` is 0. Pages without a hash have no digest.
+    ///
+    /// # Errors
+    /// That of the function.
+    pub fn digests<E>(
+        &self,
+        hashes: &mut [u64],
+        mut change: impl FnMut(&mut [u64], u32, u32) -> Result<(), E>,
+        mut digest: impl FnMut(usize, Digest),
+    ) -> Result<(), E> {
+        let zeros = |lines| self.hash_lines(lines, |_| [0; LINE_BYTES / 8]);
+        change(hashes, 0, self.lines)?;
+        let (weak, strong) = (zeros(self.lines), zeros(LINES));
+        let (mut first, mut end) = (hashes.len(), 0);
+        for (at, hash) in hashes.iter_mut().enumerate().filter(|(_, hash)| **hash != 0) {
+            if *hash == weak {
+                (first, end) = (first.min(at), at + 1);
+            } else {
+                digest(at, Digest(std::mem::take(hash)));
+            }
+        }
+        if first < end && self.lines < LINES {
+            change(&mut hashes[first..end], self.lines, LINES)?;
+        }
+        for (at, &hash) in hashes.iter().enumerate().filter(|(_, hash)| **hash != 0) {
+            digest(at, if hash == strong { Digest::ZERO } else { Digest(hash) });
+        }
+        Ok(())
+    }
+}
+
+/// The two halves of a product, combined.
+fn fold(a: u64, b: u64) -> u64 {
+    let product = u128::from(a) * u128::from(b);
+    #[expect(clippy::cast_possible_truncation, reason = "the two halves")]
+    let halves = (product as u64, (product >> 64) as u64);
+    halves.0 ^ halves.1
+}
+
 /// Whether every byte is zero. In pages of real data, the first cache line usually shows that it is not.
 pub fn is_zero(page: &PageBytes) -> bool {
     page.chunks(256).all(|chunk| chunk.iter().fold(0, |bits, byte| bits | byte) == 0)
@@ -98,6 +200,101 @@ mod tests {
             page[at] ^= 1;
             assert_ne!(one.digest(&page), digest, "{at}");
             page[at] ^= 1;
+        }
+    }
+
+    /// A page of bytes that follow no simple pattern.
+    fn counting() -> PageBytes {
+        let mut page = [0; PAGE_SIZE];
+        for (at, byte) in page.iter_mut().enumerate() {
+            *byte = u8::try_from((at * 7 + at / 256) % 256).unwrap();
+        }
+        page
+    }
+
+    /// Values computed from the definition in the header by another program.
+    #[test]
+    fn hashes_of_lines_are_those_of_the_definition() {
+        let known = [
+            (0, [0, 0x171f_563d_d7c9_bd02, 0xa9a1_7b38_c32f_6118, 0x85ea_3912_ab35_8902, 0xbd80_7b1b_dec3_6ddd]),
+            (1, [1, 0xe8ed_e3eb_4e0a_3c65, 0x7860_0dcf_fa0e_7300, 0xfe0d_962c_19a6_73e4, 0x3e39_5798_1450_4652]),
+            (
+                0x0123_4567_89ab_cdef,
+                [
+                    0x0123_4567_89ab_cdef,
+                    0xee2c_dc88_e65e_4ef5,
+                    0x41e8_4efc_27d2_3dee,
+                    0x2464_e78a_ce52_7b23,
+                    0xd146_d076_8686_fa76,
+                ],
+            ),
+        ];
+        for (key, hashes) in known {
+            let digester = LineDigester::new(key, 4);
+            assert_eq!([0, 1, 4, 8, 64].map(|lines| digester.hash(&counting(), lines)), hashes, "{key}");
+        }
+        assert_eq!(LineDigester::new(1, 4).hash(&[0; PAGE_SIZE], 64), 0xaa82_ff14_9f32_f459);
+    }
+
+    #[test]
+    fn every_line_counts_once() {
+        for key in [0, 7, u64::MAX] {
+            let digester = LineDigester::new(key, LINES);
+            let mut first_seen = [0; LINES as usize];
+            for at in (0..PAGE_SIZE).step_by(LINE_BYTES) {
+                let mut page = counting();
+                page[at + 17] ^= 1;
+                let differs = |&lines: &u32| digester.hash(&page, lines) != digester.hash(&counting(), lines);
+                first_seen[at / LINE_BYTES] = (1..=LINES).find(differs).unwrap();
+                assert!((first_seen[at / LINE_BYTES]..=LINES).all(|lines| differs(&lines)));
+            }
+            first_seen.sort_unstable();
+            assert!(first_seen.iter().copied().eq(1..=LINES));
+        }
+    }
+
+    /// The digests of pages by a function that does what the kernel does, and the number of hashes that it made by all lines.
+    fn line_digests(lines: u32, pages: &[Option<PageBytes>]) -> (Vec<Option<Digest>>, u32) {
+        let digester = LineDigester::new(7, lines);
+        let (mut digests, mut strong) = (vec![None; pages.len()], 0);
+        let mut hashes = vec![99; pages.len()];
+        let begin = hashes.as_ptr().addr();
+        let change = |hashes: &mut [u64], from: u32, to: u32| {
+            let skipped = (hashes.as_ptr().addr() - begin) / 8;
+            for (hash, page) in hashes.iter_mut().zip(&pages[skipped..]) {
+                *hash = match page {
+                    Some(page) if from == 0 || *hash != 0 => {
+                        strong += u32::from(from > 0);
+                        digester.hash(page, to)
+                    }
+                    _ => 0,
+                };
+            }
+            Ok::<(), ()>(())
+        };
+        digester.digests(&mut hashes, change, |at, digest| digests[at] = Some(digest)).unwrap();
+        (digests, strong)
+    }
+
+    #[test]
+    fn pages_of_zeros_are_recognized_whatever_the_number_of_lines() {
+        for lines in [1, 4, 8, 63, 64] {
+            let mut pages = vec![Some(counting()), None, Some([0; PAGE_SIZE]), Some(counting()), Some([0; PAGE_SIZE])];
+            for at in (0..PAGE_SIZE).step_by(LINE_BYTES) {
+                let mut page = [0; PAGE_SIZE];
+                page[at] = 1;
+                pages.push(Some(page));
+            }
+            let (digests, strong) = line_digests(lines, &pages);
+            let found: Vec<usize> = (0..pages.len()).filter(|&at| digests[at] == Some(Digest::ZERO)).collect();
+            assert_eq!(found, [2, 4], "{lines}");
+            assert!(digests[1].is_none() && digests[0].is_some() && digests[0] == digests[3]);
+            let mut sparse: Vec<_> = digests[5..].to_vec();
+            sparse.sort_unstable();
+            sparse.dedup();
+            assert_eq!(sparse.len(), LINES as usize, "pages that are hardly used are told apart");
+            // Those of which the hashed lines are zero.
+            assert_eq!(strong, if lines == LINES { 0 } else { 2 + LINES - lines });
         }
     }
 }

@@ -1,10 +1,10 @@
-//! `/dev/ksm`: merging of pages that the caller names.
+//! `/dev/ksm`: merging of pages that the caller names, and hashing of pages in place.
 //!
 //! The interface is that of `kernel/include/linux/ksm.h`. A kernel with the series in `kernel/patches` has it, and a stock
 //! kernel with the module in `kernel/dkms`. The kernel compares what it merges, under its locks: a wrong request costs time.
 
 use pagefold_core::host::Merging;
-use pagefold_core::units::PAGE_BYTES;
+use pagefold_core::units::{PAGE_BYTES, count};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -18,6 +18,8 @@ pub const DEVICE: &str = "/dev/ksm";
 const ABI_VERSION: u32 = 1;
 /// `_IOWR(0xB9, 0, struct ksm_merge)`
 const IOC_MERGE: libc::Ioctl = 0xc018_b900_u32 as libc::Ioctl;
+/// `_IOWR(0xB9, 1, struct ksm_hash)`
+const IOC_HASH: libc::Ioctl = 0xc040_b901_u32 as libc::Ioctl;
 const KEEP_ONE: u32 = 1 << 0;
 const KEEP_ZERO: u32 = 1 << 1;
 /// Ranges and pages of one call: some milliseconds, after which the caller is asked whether to go on. The kernel allows more.
@@ -54,8 +56,26 @@ struct RawMerge {
     reserved: u32,
 }
 
+/// `struct ksm_hash`
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct RawHash {
+    version: u32,
+    flags: u32,
+    pidfd: i32,
+    from: u16,
+    to: u16,
+    reserved: u64,
+    addr: u64,
+    nr_pages: u64,
+    key: u64,
+    hashes: u64,
+    nr_done: u64,
+}
+
 const RANGE_SIZE: u32 = 72;
 const _: () = assert!(size_of::<RawRange>() == RANGE_SIZE as usize && size_of::<RawMerge>() == 24);
+const _: () = assert!(size_of::<RawHash>() == 64);
 
 /// Why merging on request cannot be used.
 #[derive(Debug, Error)]
@@ -127,10 +147,26 @@ pub struct Merged {
     pub error: Option<io::Error>,
 }
 
+/// Consecutive pages to hash in place.
+#[derive(Clone, Copy, Debug)]
+pub struct Hashed<'a> {
+    /// A pidfd of their process.
+    pub process: BorrowedFd<'a>,
+    /// The address of the first one.
+    pub address: u64,
+    /// The key of the hash, which determines the order of the lines, too.
+    pub key: u64,
+    /// The number of cache lines in the hashes there are already; 0 if there are none.
+    pub from: u32,
+    /// The number of cache lines that they shall have.
+    pub to: u32,
+}
+
 /// The device, open.
 #[derive(Debug)]
 pub struct RequestDevice {
     file: File,
+    hashes: bool,
 }
 
 impl RequestDevice {
@@ -150,9 +186,15 @@ impl RequestDevice {
         if !metadata.file_type().is_char_device() {
             return Err(RequestError::Other { path: at() });
         }
-        let device = Self { file };
+        let mut device = Self { file, hashes: false };
         match device.call(&mut [], &mut []) {
-            Ok(_) => Ok(device),
+            Ok(_) => {
+                // That there is no page is the error of a kernel that knows the call.
+                let refused =
+                    device.call_hash(&mut RawHash { version: ABI_VERSION, pidfd: -1, ..RawHash::default() }, &mut []);
+                device.hashes = refused.is_err_and(|error| error.raw_os_error() == Some(libc::EINVAL));
+                Ok(device)
+            }
             // The number of a call has the size of its argument.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTTY)) => {
                 Err(RequestError::Version { path: at() })
@@ -165,6 +207,30 @@ impl RequestDevice {
     /// kernel, which takes some milliseconds, `go_on` is asked whether to make it.
     pub fn merge(&self, ranges: &[Range<'_>], go_on: impl FnMut() -> bool) -> Merged {
         merge_by(|raw, statuses| self.call(raw, statuses), ranges, go_on)
+    }
+
+    /// Whether it hashes pages in place. A kernel that has only the patches for merging does not.
+    pub fn hashes(&self) -> bool {
+        self.hashes
+    }
+
+    /// Hashes as many pages as there are `hashes`, without reading, unsharing or faulting them in. A hash of 0 is none: no
+    /// anonymous page is there, or one that can never be merged; with `from` not 0, such pages are passed over. Can block on
+    /// the lock of the process's memory map. Each call to the kernel takes some milliseconds.
+    ///
+    /// # Errors
+    /// The kernel's: ESRCH if the process has ended, EACCES or EPERM if it must not be read.
+    pub fn hash(&self, pages: &Hashed<'_>, hashes: &mut [u64]) -> io::Result<()> {
+        hash_by(|raw, hashes| self.call_hash(raw, hashes), pages, hashes)
+    }
+
+    fn call_hash(&self, raw: &mut RawHash, hashes: &mut [u64]) -> io::Result<()> {
+        raw.hashes = address_of(hashes.as_mut_ptr());
+        raw.nr_pages = count(hashes.len());
+        // SAFETY: the call reads and writes `raw`, and reads and writes `nr_pages` hashes, which is the length of `hashes`. Both
+        // are borrowed for the time of the call.
+        let done = unsafe { libc::ioctl(self.file.as_raw_fd(), IOC_HASH, std::ptr::from_mut(raw)) };
+        if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
     /// One call. `statuses` receives the outcomes of the pages of all ranges, in their order. Returns the number of ranges done.
@@ -252,6 +318,40 @@ fn merge_by(
     }
     merged.pages.resize(all, Merging::Untried);
     merged
+}
+
+/// [`RequestDevice::hash`] by a function that does what the kernel does.
+fn hash_by(
+    mut call: impl FnMut(&mut RawHash, &mut [u64]) -> io::Result<()>,
+    pages: &Hashed<'_>,
+    hashes: &mut [u64],
+) -> io::Result<()> {
+    let lines = |lines: u32| u16::try_from(lines).map_err(|_| io::ErrorKind::InvalidInput);
+    let (from, to) = (lines(pages.from)?, lines(pages.to)?);
+    let (mut at, mut in_vain) = (0, 0);
+    while at < hashes.len() {
+        let end = hashes.len().min(at + CALL_PAGES as usize);
+        let mut raw = RawHash {
+            version: ABI_VERSION,
+            pidfd: pages.process.as_raw_fd(),
+            from,
+            to,
+            addr: pages.address.wrapping_add(count(at) * PAGE_BYTES),
+            key: pages.key,
+            ..RawHash::default()
+        };
+        let done = match call(&mut raw, &mut hashes[at..end]) {
+            Ok(()) => usize::try_from(raw.nr_done).unwrap_or(0).min(end - at),
+            Err(error) if error.raw_os_error() == Some(libc::EINTR) => 0,
+            Err(error) => return Err(error),
+        };
+        at += done;
+        in_vain = if done == 0 { in_vain + 1 } else { 0 };
+        if in_vain >= IN_VAIN_MOST {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+    }
+    Ok(())
 }
 
 impl Range<'_> {

@@ -1,4 +1,6 @@
 use super::*;
+use pagefold_core::hash::LINES;
+use pagefold_core::random::INCREMENT;
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
@@ -31,8 +33,24 @@ fn the_structures_are_those_of_the_header() {
         offset_of!(RawMerge, reserved),
     ];
     assert_eq!(merge, [0, 4, 8, 16, 20]);
+    let hash = [
+        offset_of!(RawHash, version),
+        offset_of!(RawHash, flags),
+        offset_of!(RawHash, pidfd),
+        offset_of!(RawHash, from),
+        offset_of!(RawHash, to),
+        offset_of!(RawHash, reserved),
+        offset_of!(RawHash, addr),
+        offset_of!(RawHash, nr_pages),
+        offset_of!(RawHash, key),
+        offset_of!(RawHash, hashes),
+        offset_of!(RawHash, nr_done),
+    ];
+    assert_eq!(hash, [0, 4, 8, 12, 14, 16, 24, 32, 40, 48, 56]);
+    assert_eq!((size_of::<RawHash>(), align_of::<RawHash>()), (64, 8));
     // _IOWR: direction 3, size, type, number.
     assert_eq!(u32::try_from(IOC_MERGE).unwrap(), 3_u32 << 30 | 24 << 16 | 0xb9 << 8);
+    assert_eq!(u32::try_from(IOC_HASH).unwrap(), 3_u32 << 30 | 64 << 16 | 0xb9 << 8 | 1);
 }
 
 /// The header's constants, by name.
@@ -53,6 +71,9 @@ fn the_numbers_are_those_of_the_header() {
     assert_eq!(header["KSM_ABI_VERSION"], ABI_VERSION.to_string());
     assert_eq!(header["KSM_IOC_MAGIC"], "0xB9");
     assert_eq!(header["KSM_IOC_MERGE"], "_IOWR(KSM_IOC_MAGIC, 0x00, struct ksm_merge)");
+    assert_eq!(header["KSM_IOC_HASH"], "_IOWR(KSM_IOC_MAGIC, 0x01, struct ksm_hash)");
+    assert_eq!(header["KSM_HASH_LINES"], LINES.to_string());
+    assert_eq!(header["KSM_HASH_GOLDEN"], format!("{INCREMENT:#x}ULL"));
     assert_eq!((header["KSM_MERGE_KEEP_ONE"].as_str(), KEEP_ONE), ("(1U << 0)", 1));
     assert_eq!((header["KSM_MERGE_ZERO"].as_str(), KEEP_ZERO), ("(1U << 1)", 2));
     assert!(CALL_RANGES <= header["KSM_MERGE_MAX_RANGES"].parse().unwrap());
@@ -231,4 +252,51 @@ fn what_was_not_tried_says_so() {
     assert_eq!(merged.pages[3..], untried[..4]);
     let raw = kernel.calls[0][0];
     assert_eq!((raw.keep_pidfd, raw.keep_addr, raw.flags), (-1, 0, KEEP_ZERO));
+}
+
+/// What the kernel is asked to do in each call: `from`, `to`, first page and number of pages.
+type HashCalls = Vec<(u16, u16, u64, u64)>;
+
+/// A kernel that hashes at most `most` pages a call, to their number plus one, and fails with these errors instead.
+fn hash(pages: usize, most: u64, fails: &BTreeMap<usize, i32>) -> (io::Result<Vec<u64>>, HashCalls) {
+    let null = File::open("/dev/null").unwrap();
+    let (mut hashes, mut calls, mut tries) = (vec![0; pages], HashCalls::new(), 0);
+    let asked = Hashed { process: null.as_fd(), address: 100 * PAGE_BYTES, key: 7, from: 0, to: 4 };
+    let call = |raw: &mut RawHash, hashes: &mut [u64]| {
+        assert_eq!((raw.version, raw.flags, raw.reserved, raw.key), (ABI_VERSION, 0, 0, 7));
+        tries += 1;
+        if let Some(&errno) = fails.get(&(tries - 1)) {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        calls.push((raw.from, raw.to, raw.addr / PAGE_BYTES, count(hashes.len())));
+        raw.nr_done = most.min(count(hashes.len()));
+        let numbers = raw.addr / PAGE_BYTES - 99..;
+        hashes.iter_mut().zip(numbers).take(usize::try_from(most).unwrap()).for_each(|(hash, number)| *hash = number);
+        Ok(())
+    };
+    let result = hash_by(call, &asked, &mut hashes);
+    (result.map(|()| hashes), calls)
+}
+
+#[test]
+fn hashing_goes_on_where_a_call_ended_early() {
+    let signals = BTreeMap::from([(0, libc::EINTR), (2, libc::EINTR)]);
+    for most in [1, 2, 3, 6, 7] {
+        let (hashes, calls) = hash(7, most, &signals);
+        assert!(hashes.unwrap().into_iter().eq(1..=7), "{most}");
+        assert!(calls.iter().all(|call| (call.0, call.1) == (0, 4) && call.2 + call.3 == 107));
+    }
+    let (hashes, calls) = hash(10_000, 1 << 20, &BTreeMap::new());
+    assert!(hashes.unwrap().into_iter().eq(1..=10_000));
+    assert_eq!(calls, [(0, 4, 100, 4096), (0, 4, 4196, 4096), (0, 4, 8292, 1808)]);
+}
+
+#[test]
+fn hashing_ends_with_an_error_of_the_kernel() {
+    let (hashes, calls) = hash(7, 3, &BTreeMap::from([(1, libc::ESRCH)]));
+    assert_eq!((hashes.unwrap_err().raw_os_error(), calls.len()), (Some(libc::ESRCH), 1));
+    let (hashes, calls) = hash(7, 0, &BTreeMap::new());
+    assert_eq!(hashes.unwrap_err().kind(), io::ErrorKind::Interrupted);
+    assert_eq!(calls.len(), IN_VAIN_MOST as usize);
+    assert!(hash(0, 0, &BTreeMap::new()).1.is_empty());
 }
