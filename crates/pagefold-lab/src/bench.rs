@@ -4,6 +4,7 @@
 mod chart;
 mod daemon;
 pub mod experiment;
+pub mod guest;
 mod oracle;
 mod page_tables;
 pub mod plot;

@@ -13,7 +13,7 @@ pub(crate) use image::Image;
 pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
 pub use python::{PythonData, PythonTools};
-pub(crate) use qemu::NodesTools;
+pub(crate) use qemu::{Emulator, nodes_kernel};
 pub use qemu::{GuestImage, GuestTools};
 pub use redis::{Redis, RedisData};
 pub use subjects::{SUBJECTS, Subject, Subjects};
@@ -79,7 +79,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// Finds an executable, or names the packages to install.
-fn need(name: &str, packages: &str) -> anyhow::Result<PathBuf> {
+pub(crate) fn need(name: &str, packages: &str) -> anyhow::Result<PathBuf> {
     find(name).with_context(|| {
         format!("{name} is not installed: this experiment needs the packages {packages} (Debian's names)")
     })

@@ -126,12 +126,36 @@ fn the_list_names_every_experiment() {
     let output = Command::new(PROGRAM).args(["bench", "--list"]).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
-    for name in
-        ["static-mix", "pairs", "cow-breaker", "short-lived", "idle", "governors", "real-programs", "scan", "numa"]
-    {
+    for name in [
+        "static-mix",
+        "pairs",
+        "cow-breaker",
+        "short-lived",
+        "idle",
+        "governors",
+        "real-programs",
+        "scan",
+        "numa",
+        "on-request",
+    ] {
         assert!(text.lines().any(|line| line.starts_with(name)), "{text}");
     }
     let unknown = Command::new(PROGRAM).args(["bench", "no-such"]).output().unwrap();
     assert_eq!(unknown.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&unknown.stderr).contains("static-mix"));
+}
+
+#[test]
+fn a_guest_needs_a_kernel_and_has_no_charts() {
+    for (arguments, code, line) in [
+        (&["--in-guest", "/no/such"][..], 1, "/no/such is not a file"),
+        (&["--in-guest", "/bin/sh", "--module", "/no/such"], 1, "/no/such is not a file"),
+        (&["--module", "/bin/sh"], 2, "--in-guest"),
+        (&["--in-guest", "/bin/sh", "--plots", "/tmp"], 2, "cannot be used with"),
+    ] {
+        let output = Command::new(PROGRAM).args(["bench", "static-mix"]).args(arguments).output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{errors}");
+        assert!(errors.contains(line), "{errors}");
+    }
 }

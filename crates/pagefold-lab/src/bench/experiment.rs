@@ -13,6 +13,7 @@ mod scan;
 mod short_lived;
 mod static_mix;
 
+use crate::bench::guest::{self, GuestKernel, GuestMachine};
 use crate::bench::policy::{self, Policy};
 use crate::bench::report::{ExperimentReport, Failure, answers};
 use crate::programs::Target;
@@ -31,6 +32,8 @@ pub struct ExperimentSetting<'a> {
     /// Run small and short, to check that everything works; speed is not judged.
     pub quick: bool,
     pub all_peers: bool,
+    /// The kernel of the emulated machine in which to run the experiment; otherwise it runs here.
+    pub guest: Option<&'a GuestKernel>,
     /// This machine is emulated by the experiment: do only the part that must run there.
     pub emulated: bool,
     /// Run only these policies; empty: all.
@@ -65,6 +68,19 @@ pub const EXPERIMENTS: [Experiment; 13] = [
 impl Experiment {
     pub fn named(name: &str) -> Option<&'static Self> {
         EXPERIMENTS.iter().find(|experiment| experiment.name == name)
+    }
+
+    /// Runs it, in an emulated machine if that was asked for, and fills in the report.
+    pub fn conduct(&self, setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+        match setting.guest {
+            // It has a machine of its own.
+            Some(kernel) if self.name != numa::EXPERIMENT.name => {
+                eprintln!("{}: in an emulated machine", self.name);
+                *report = guest::run(setting, kernel, &GuestMachine::small(setting.quick), report)?;
+                Ok(())
+            }
+            _ => (self.run)(setting, report),
+        }
     }
 }
 

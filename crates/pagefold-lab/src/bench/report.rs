@@ -14,21 +14,24 @@ use std::fs;
 /// The schema's name and version.
 pub const SCHEMA: &str = "pagefold.bench/1";
 
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ExperimentReport {
+    #[serde(skip_deserializing)]
     pub schema: &'static str,
+    #[serde(skip_deserializing)]
     pub experiment: &'static str,
     /// The claim it measures, and its source.
+    #[serde(skip_deserializing)]
     pub claim: &'static str,
     pub machine: MachineDescription,
     /// Sizes and times of the experiment.
-    pub parameters: BTreeMap<&'static str, u64>,
+    pub parameters: BTreeMap<String, u64>,
     /// One entry for each policy measured.
     pub runs: Vec<PolicyRun>,
     /// Other figures, by name with the unit.
     pub figures: BTreeMap<String, f64>,
     /// Other curves, by name.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub curves: BTreeMap<String, Vec<(f64, f64)>>,
     /// pagefold's figures divided by the peers'.
     pub ratios: BTreeMap<String, f64>,
@@ -54,6 +57,17 @@ pub struct Picture {
 impl ExperimentReport {
     pub fn new(experiment: &'static str, claim: &'static str) -> Self {
         Self { schema: SCHEMA, experiment, claim, machine: MachineDescription::this(), ..Self::default() }
+    }
+
+    /// A report that was read from JSON, with what every program knows about this experiment.
+    pub(crate) fn named_as(self, report: &Self) -> Self {
+        let machine = MachineDescription { pagefold: report.machine.pagefold, ..self.machine };
+        Self { schema: report.schema, experiment: report.experiment, claim: report.claim, machine, ..self }
+    }
+
+    /// Adds sizes and times of the experiment.
+    pub fn parameters(&mut self, parameters: impl IntoIterator<Item = (&'static str, u64)>) {
+        self.parameters.extend(parameters.into_iter().map(|(name, value)| (name.to_owned(), value)));
     }
 
     pub fn figure(&mut self, name: impl Into<String>, value: f64) {
@@ -130,7 +144,7 @@ impl ExperimentReport {
     }
 }
 
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct MachineDescription {
     pub kernel: String,
     pub cpu: String,
@@ -138,6 +152,7 @@ pub struct MachineDescription {
     pub memory_bytes: u64,
     /// `transparent_hugepage/enabled`.
     pub transparent_hugepages: String,
+    #[serde(skip_deserializing)]
     pub pagefold: &'static str,
 }
 
@@ -318,14 +333,14 @@ pub fn agree(expected: &[Option<String>], answers: &[Option<String>]) -> bool {
     expected == answers && answers.iter().all(Option::is_some)
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
     AtLeast(f64),
     AtMost(f64),
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct BarResult {
     pub name: String,
     pub bar: Limit,

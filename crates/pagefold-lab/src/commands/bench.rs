@@ -3,6 +3,7 @@
 use anyhow::Context;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_lab::bench::experiment::{EXPERIMENTS, Experiment, ExperimentSetting};
+use pagefold_lab::bench::guest::GuestKernel;
 use pagefold_lab::bench::plot;
 use pagefold_lab::bench::report::{ExperimentReport, Failure};
 use pagefold_lab::bench::table;
@@ -27,7 +28,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
     /// Write charts (SVG) into this directory
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", conflicts_with = "in_guest")]
     pub plots: Option<PathBuf>,
     /// Run small and short, to check that everything works; speed is not judged
     #[arg(long)]
@@ -41,6 +42,12 @@ pub struct BenchArgs {
     /// The pagefold program to measure [default: the one in the same directory]
     #[arg(long, value_name = "FILE")]
     pub program: Option<PathBuf>,
+    /// Run in an emulated machine with this kernel, where CPU seconds are counted instructions
+    #[arg(long, value_name = "KERNEL")]
+    pub in_guest: Option<PathBuf>,
+    /// Load this kernel module in the emulated machine
+    #[arg(long, value_name = "FILE", requires = "in_guest")]
+    pub module: Option<PathBuf>,
     /// Run within the machine that an experiment emulates: nothing is judged
     #[arg(long, hide = true)]
     pub emulated: bool,
@@ -69,12 +76,14 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
     if let Some(dir) = &args.plots {
         fs::create_dir_all(dir).with_context(|| dir.display().to_string())?;
     }
+    let guest = args.in_guest.as_ref().map(|kernel| GuestKernel::new(kernel, args.module.as_deref())).transpose()?;
     let interrupt = Interrupt::on_signals()?;
     let setting = ExperimentSetting {
         program,
         player: &player,
         quick: args.quick,
         all_peers: args.all_peers,
+        guest: guest.as_ref(),
         emulated: args.emulated,
         policies: &args.policy,
         interrupt: &interrupt,
@@ -107,7 +116,7 @@ fn experiment(name: &str) -> Result<&'static Experiment, Exit> {
 /// Runs one experiment. A failure becomes part of its report; an interrupt ends everything.
 fn conduct(experiment: &Experiment, setting: &ExperimentSetting<'_>) -> anyhow::Result<ExperimentReport> {
     let mut report = ExperimentReport::new(experiment.name, experiment.claim);
-    if let Err(error) = (experiment.run)(setting, &mut report) {
+    if let Err(error) = experiment.conduct(setting, &mut report) {
         setting.interrupt.check()?;
         eprintln!("{}: {error:#}", experiment.name);
         report.failures.push(Failure { policy: "the experiment".to_owned(), error: format!("{error:#}") });

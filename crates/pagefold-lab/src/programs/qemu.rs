@@ -33,7 +33,8 @@ pub struct Emulator {
 }
 
 impl Emulator {
-    fn find() -> anyhow::Result<Self> {
+    /// Finds the tools, or names the packages to install.
+    pub fn find() -> anyhow::Result<Self> {
         Ok(Self {
             qemu: need("qemu-system-x86_64", "qemu-system-x86")?,
             setpriv: need("setpriv", "util-linux")?,
@@ -82,28 +83,11 @@ fn cache() -> anyhow::Result<PathBuf> {
     Ok(cache.context("no directory for the kernel: set HOME")?.join("pagefold"))
 }
 
-/// The emulator of a machine with several memory nodes, and the contents of its image.
-#[derive(Clone, Debug)]
-pub struct NodesTools {
-    pub emulator: Emulator,
-    /// Starts a program on given processors.
-    pub taskset: PathBuf,
-    pub nice: PathBuf,
-    pub kernel: PathBuf,
-}
-
-impl NodesTools {
-    /// Finds the tools, or names the packages to install.
-    pub fn find() -> anyhow::Result<Self> {
-        let kernel = cache()?.join("nodes/vmlinuz");
-        ensure!(kernel.exists(), "{} does not exist: run scripts/guest-kernel nodes", kernel.display());
-        Ok(Self {
-            emulator: Emulator::find()?,
-            taskset: need("taskset", "util-linux")?,
-            nice: need("nice", "coreutils")?,
-            kernel,
-        })
-    }
+/// Finds the kernel that `scripts/guest-kernel nodes` unpacks.
+pub fn nodes_kernel() -> anyhow::Result<PathBuf> {
+    let kernel = cache()?.join("nodes/vmlinuz");
+    ensure!(kernel.exists(), "{} does not exist: run scripts/guest-kernel nodes", kernel.display());
+    Ok(kernel)
 }
 
 /// The snapshot of a booted guest.

@@ -3,7 +3,7 @@
 //! All have the same system and work: a compiler on the same sources, or a web server on the same site. Unlike
 //! [`super::GuestImage`]'s guests, which are restored from a snapshot, each of these boots.
 
-use super::{Image, NodesTools, find, need};
+use super::{Emulator, Image, find, need, nodes_kernel};
 use anyhow::{Context, bail, ensure};
 use pagefold_workload::Dialogue;
 use pagefold_workload::contents::printable;
@@ -38,7 +38,8 @@ pub enum GuestWork {
 /// The image that guests boot from.
 #[derive(Debug)]
 pub struct WorkingGuests {
-    tools: NodesTools,
+    emulator: Emulator,
+    kernel: PathBuf,
     dir: PathBuf,
     memory_mib: u64,
     work: GuestWork,
@@ -47,8 +48,9 @@ pub struct WorkingGuests {
 impl WorkingGuests {
     /// Builds the image in `scratch`.
     pub fn make(scratch: &Path, memory_mib: u64, work: GuestWork) -> anyhow::Result<Self> {
-        let guests = Self { tools: NodesTools::find()?, dir: scratch.join("working-guests"), memory_mib, work };
-        let busybox = &guests.tools.emulator.busybox;
+        let (emulator, kernel) = (Emulator::find()?, nodes_kernel()?);
+        let guests = Self { emulator, kernel, dir: scratch.join("working-guests"), memory_mib, work };
+        let busybox = &guests.emulator.busybox;
         let root = Image::begin(busybox, guests.dir.join("root"), INIT, &["dev", "proc", "tmp", "work"])?;
         match work {
             GuestWork::Build => put_sources(&guests.dir, &root)?,
@@ -60,7 +62,7 @@ impl WorkingGuests {
 
     /// Starts a guest without waiting for its boot.
     pub fn start(&self, instance: usize) -> anyhow::Result<WorkingGuest> {
-        let mut command = self.tools.emulator.command(&self.dir);
+        let mut command = self.emulator.command(&self.dir);
         let work = match self.work {
             GuestWork::Build => "build",
             GuestWork::Web => "web",
@@ -71,7 +73,7 @@ impl WorkingGuests {
             .args(["-m", &self.memory_mib.to_string(), "-nodefaults", "-no-user-config", "-no-reboot"])
             .args(["-display", "none", "-serial", "stdio"])
             .arg("-kernel")
-            .arg(&self.tools.kernel)
+            .arg(&self.kernel)
             .args(["-initrd", "initrd"])
             .args(["-append", &format!("console=ttyS0 quiet panic=-1 mitigations=off rootfstype=ramfs work={work}")]);
         let guest = Dialogue::start(&mut command, Some(&self.dir.join(format!("guest-{instance}.log"))))?;

@@ -22,7 +22,7 @@ const LEAST_SAVED: f64 = 1_048_576.0;
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, seconds) = if setting.quick { (32, 5) } else { (2048, 60) };
     let every_us = 10_000;
-    report.parameters.extend([("same_mib", size_mib), ("write_every_us", every_us), ("seconds", seconds)]);
+    report.parameters([("same_mib", size_mib), ("write_every_us", every_us), ("seconds", seconds)]);
     let spec = TenantSpec::new([Segment::Same { pages: mib(size_mib).0, seed: 9 }])
         .with_activity(Activity::Breaker { every_us });
     let start = || {

@@ -29,9 +29,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     // With one per cent of a core, 512 MiB would take a quarter of an hour.
     let (size_mib, quiet_mib, least, most) = if setting.quick { (32, 8, 3, 20) } else { (512, 64, 15, 600) };
     let governors = if setting.quick { &GOVERNORS[..3] } else { &GOVERNORS[..] };
-    report.parameters.extend([("same_mib", size_mib), ("random_mib", size_mib), ("seconds_at_least", least)]);
+    report.parameters([("same_mib", size_mib), ("random_mib", size_mib), ("seconds_at_least", least)]);
     if !setting.quick {
-        report.parameters.extend([("same_mib_quiet", quiet_mib), ("random_mib_quiet", quiet_mib)]);
+        report.parameters([("same_mib_quiet", quiet_mib), ("random_mib_quiet", quiet_mib)]);
     }
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();

@@ -28,7 +28,7 @@ const SEED: u64 = 20;
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, round_mib, passes) = if setting.quick { (64, 8, 1) } else { (1024, 64, 7) };
     let settling_rounds = 80;
-    report.parameters.extend([
+    report.parameters([
         ("working_set_mib", size_mib),
         ("round_mib", round_mib),
         ("passes", passes),

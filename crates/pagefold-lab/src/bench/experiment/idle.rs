@@ -19,7 +19,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     // In ascending order: the last one is judged.
     let (tenant_mib, tenants, settle, seconds): (u64, &[u64], u64, u64) =
         if setting.quick { (64, &[1], 2, 5) } else { (TENANT_MIB, &[1, 4], 30, 60) };
-    report.parameters.extend([("settling_seconds", settle), ("seconds", seconds), ("tenant_mib", tenant_mib)]);
+    report.parameters([("settling_seconds", settle), ("seconds", seconds), ("tenant_mib", tenant_mib)]);
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
     let mut judged = None;

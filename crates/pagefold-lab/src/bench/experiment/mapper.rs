@@ -17,7 +17,7 @@ const TURNS: usize = 3;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, seconds) = if setting.quick { (32, 4) } else { (1024, 20) };
-    report.parameters.extend([("shared_mib", size_mib), ("map_pages", 16), ("seconds", seconds)]);
+    report.parameters([("shared_mib", size_mib), ("map_pages", 16), ("seconds", seconds)]);
     let held = || TenantSpec::new([Segment::Shared { pages: mib(size_mib).0, seed: 13 }]);
     let start = || {
         let mut mapper = Tenant::start(setting.player, &held().with_activity(Activity::Mapper { pages: 16 }))?;

@@ -68,8 +68,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let sizes = if setting.quick { QUICK } else { FULL };
     // The thesis's, unless measured: the emulator has no realistic latencies.
     let mut latencies = Latencies::default();
-    let nodes = Nodes::of_machine()?;
-    report.parameters.extend([("pages", sizes.pages), ("seconds", sizes.seconds), ("accesses", sizes.accesses)]);
+    let nodes = if setting.guest.is_none() { Nodes::of_machine()? } else { None };
+    report.parameters([("pages", sizes.pages), ("seconds", sizes.seconds), ("accesses", sizes.accesses)]);
     match nodes.map(Rc::new) {
         Some(nodes) => {
             place::run(setting, &nodes, sizes, report)?;
@@ -87,12 +87,10 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         None if setting.emulated => anyhow::bail!("the emulated machine has only one memory node"),
         None => {
             guest::run(setting, sizes, report)?;
-            report.parameters.insert("emulated", 1);
+            report.parameters([("emulated", 1)]);
         }
     }
-    report
-        .parameters
-        .extend([("local_ns", u64::from(latencies.local_ns)), ("remote_ns", u64::from(latencies.remote_ns))]);
+    report.parameters([("local_ns", u64::from(latencies.local_ns)), ("remote_ns", u64::from(latencies.remote_ns))]);
     judge(report, latencies, sizes);
     if !setting.quick {
         judge_cpu(report);

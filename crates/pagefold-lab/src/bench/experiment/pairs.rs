@@ -16,7 +16,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (copy_mib, most_seconds) = if setting.quick { (32, 20) } else { (512, 120) };
     let quiet_seconds = 600;
-    report.parameters.extend([("twin_mib", copy_mib), ("random_mib", 2 * copy_mib), ("seconds_at_most", most_seconds)]);
+    report.parameters([("twin_mib", copy_mib), ("random_mib", 2 * copy_mib), ("seconds_at_most", most_seconds)]);
     let copy = Segment::Shared { pages: mib(copy_mib).0, seed: 11 };
     let random = Segment::Random { pages: mib(2 * copy_mib).0, seed: 12 };
     let start = || [copy, copy, random].into_iter().map(|segment| setting.tenant(segment)).collect();
@@ -28,7 +28,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let (full, low) = (at("full", most_seconds), at("low", 2 * most_seconds));
     let mut ours = vec![full.clone(), low];
     if !setting.quick {
-        report.parameters.insert("seconds_at_most_quiet", quiet_seconds);
+        report.parameters([("seconds_at_most_quiet", quiet_seconds)]);
         ours.push(at("quiet", quiet_seconds));
     }
     let mut sequence = PolicySequence::take(setting)?;

@@ -29,7 +29,7 @@ const INSTANCES: usize = 3;
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, random_mib: u64) -> anyhow::Result<()> {
     let (keys, rows, seconds) = if setting.quick { (10_000, 4_000, 10) } else { (100_000, 80_000, 60) };
     let parameters = [("redis_keys", keys), ("mariadb_rows", rows), ("random_mib", random_mib), ("seconds", seconds)];
-    report.parameters.extend(parameters);
+    report.parameters(parameters);
     let scratch = scratch()?;
     eprintln!("{}: making the data", report.experiment);
     let redis = RedisData::make(scratch.path(), keys)?;

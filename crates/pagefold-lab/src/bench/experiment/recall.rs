@@ -85,7 +85,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let scratch = scratch()?;
     eprintln!("{}: making the data", report.experiment);
     let kinds = kinds(&sizes, scratch.path())?;
-    report.parameters.extend([
+    report.parameters([
         ("redis_keys", sizes.keys),
         ("mariadb_rows", sizes.rows),
         ("python_rows", sizes.table_rows),

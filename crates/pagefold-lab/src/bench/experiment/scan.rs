@@ -33,7 +33,7 @@ const CALL_PIECES: usize = 1024;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let unit_mib = if setting.quick { 16 } else { 256 };
-    report.parameters.extend([("unit_mib", unit_mib), ("samples", u64::from(SAMPLES))]);
+    report.parameters([("unit_mib", unit_mib), ("samples", u64::from(SAMPLES))]);
     let pages = mib(unit_mib).0;
     let shared = Segment::Shared { pages, seed: 4 };
     let tenants = [

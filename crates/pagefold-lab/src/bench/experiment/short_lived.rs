@@ -37,7 +37,7 @@ enum MergedBy {
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, cycles) = if setting.quick { (64, 2) } else { (500, 6) };
-    report.parameters.extend([("same_mib", size_mib), ("cycles", cycles)]);
+    report.parameters([("same_mib", size_mib), ("cycles", cycles)]);
     let pages = mib(size_mib);
     let (by_default, sensitive) = (MergedBy::Daemon(&[]), MergedBy::Daemon(&["--preset", "sensitive"]));
     let plan: &[(MergedBy, &[u64])] = if setting.quick {

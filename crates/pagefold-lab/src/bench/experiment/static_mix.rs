@@ -19,7 +19,7 @@ const ADVISOR_SECONDS: u64 = 420;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, seconds) = if setting.quick { (64, 10) } else { (2048, 120) };
-    report.parameters.extend([("same_mib", size_mib), ("random_mib", size_mib), ("seconds", seconds)]);
+    report.parameters([("same_mib", size_mib), ("random_mib", size_mib), ("seconds", seconds)]);
     let pages = mib(size_mib).0;
     let segments = [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }];
     let start = || segments.into_iter().map(|segment| setting.tenant(segment)).collect();

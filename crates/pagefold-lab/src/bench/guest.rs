@@ -1,0 +1,135 @@
+//! Runs an experiment in an emulated machine, on another kernel than this one. Emulation needs no hardware virtualization.
+
+use crate::bench::experiment::ExperimentSetting;
+use crate::bench::report::ExperimentReport;
+use crate::programs::{Emulator, Image, scratch};
+use anyhow::{Context, bail, ensure};
+use pagefold_workload::OwnedChild;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const INIT: &str = include_str!("guest-init");
+
+/// Lines of the console that are shown if there is no result.
+const TAIL: usize = 20;
+
+/// A kernel for emulated machines.
+#[derive(Clone, Debug)]
+pub struct GuestKernel {
+    /// The bootable image.
+    pub image: PathBuf,
+    /// A module to load before the experiment.
+    pub module: Option<PathBuf>,
+}
+
+impl GuestKernel {
+    /// Checks that the files exist.
+    pub fn new(image: &Path, module: Option<&Path>) -> anyhow::Result<Self> {
+        for file in [Some(image), module].into_iter().flatten() {
+            ensure!(file.is_file(), "{} is not a file; name a bootable kernel and, if any, its module", file.display());
+        }
+        Ok(Self { image: image.to_owned(), module: module.map(Path::to_owned) })
+    }
+}
+
+/// A machine, without its kernel.
+#[derive(Debug)]
+pub struct GuestMachine {
+    /// QEMU's arguments for processors and memory.
+    pub hardware: Vec<String>,
+    /// Further programs that the experiment needs: files here and in the machine.
+    pub programs: Vec<(PathBuf, &'static str)>,
+    /// When it is ended.
+    pub limit: Duration,
+}
+
+impl GuestMachine {
+    /// One processor, and memory for 1 GiB of programs and what the kernel notes about them.
+    pub fn small(quick: bool) -> Self {
+        let limit = Duration::from_secs(if quick { 900 } else { 3600 });
+        Self { hardware: ["-m", "1536M"].map(str::to_owned).to_vec(), programs: Vec::new(), limit }
+    }
+}
+
+/// Boots the machine, runs the experiment of `report` on it, and returns that machine's report.
+pub fn run(
+    setting: &ExperimentSetting<'_>,
+    kernel: &GuestKernel,
+    machine: &GuestMachine,
+    report: &ExperimentReport,
+) -> anyhow::Result<ExperimentReport> {
+    let emulator = Emulator::find()?;
+    let scratch = scratch()?;
+    let at = |name: &str| scratch.path().join(name);
+    make_image(setting, &emulator, kernel, machine, report.experiment, scratch.path())?;
+    let mut command = command(&emulator, kernel, machine, scratch.path())?;
+    // QEMU warns about stopped clocks until the kernel starts one.
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(at("errors"))?);
+    let mut emulated = OwnedChild(command.spawn().context("cannot start the emulator")?);
+    let ended = setting.interrupt.wait(machine.limit, || anyhow::Ok(emulated.0.try_wait()?))?;
+    drop(emulated);
+    let text = |name| String::from_utf8_lossy(&fs::read(at(name)).unwrap_or_default()).into_owned();
+    let result = serde_json::from_str::<ExperimentReport>(text("results").trim());
+    let (Some(_), Ok(mut found)) = (ended, result) else {
+        let how = ended
+            .map_or_else(|| format!("did not end within {:?}", machine.limit), |status| format!("ended with {status}"));
+        let console = text("console");
+        let lines: Vec<&str> = console.lines().filter(|line| !line.trim().is_empty()).collect();
+        eprintln!("{}", lines[lines.len().saturating_sub(TAIL)..].join("\n"));
+        bail!(
+            "the emulated machine {how} and gave no valid result; its console ends as above. {}",
+            text("errors").trim()
+        );
+    };
+    found.machine.kernel = format!("{} (emulated, on {})", found.machine.kernel, report.machine.kernel);
+    Ok(found.named_as(report))
+}
+
+fn command(emulator: &Emulator, kernel: &GuestKernel, machine: &GuestMachine, dir: &Path) -> anyhow::Result<Command> {
+    let mut command = emulator.command(dir);
+    command.args(["-machine", "q35,mem-merge=off"]);
+    // QEMU 7.2 sometimes sets wrong flags after cmpxchg16b, and the kernel panics.
+    command.args(["-cpu", "qemu64,-cx16"]);
+    // The clock counts instructions, 1 ns each, and skips idle time, so CPU times do not depend on the host's load.
+    command.args(["-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off"]);
+    command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
+    command.args(&machine.hardware);
+    command.args(["-chardev", "file,id=console,path=console", "-chardev", "file,id=results,path=results"]);
+    command.args(["-serial", "chardev:console", "-serial", "chardev:results"]);
+    command.arg("-kernel").arg(fs::canonicalize(&kernel.image)?).args(["-initrd", "image"]);
+    // No huge pages, which would hold the programs' memory.
+    command.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off transparent_hugepage=never"]);
+    Ok(command)
+}
+
+/// Packs this program, the one to measure, their dependencies and the command line.
+fn make_image(
+    setting: &ExperimentSetting<'_>,
+    emulator: &Emulator,
+    kernel: &GuestKernel,
+    machine: &GuestMachine,
+    experiment: &str,
+    dir: &Path,
+) -> anyhow::Result<()> {
+    let root = Image::begin(&emulator.busybox, dir.join("root"), INIT, &[])?;
+    root.put_program(setting.player, "bin/pagefold-lab")?;
+    root.put_program(setting.program, "bin/pagefold")?;
+    machine.programs.iter().try_for_each(|(here, there)| root.put_program(here, there))?;
+    if let Some(module) = &kernel.module {
+        root.put(module, "module.ko")?;
+    }
+    fs::write(root.path("arguments"), arguments(setting, experiment).join("\0"))?;
+    root.pack(&dir.join("image"))
+}
+
+/// The command line in the machine.
+fn arguments(setting: &ExperimentSetting<'_>, experiment: &str) -> Vec<String> {
+    let mut arguments: Vec<String> =
+        ["bench", experiment, "--emulated", "--json", "/dev/ttyS1"].map(str::to_owned).to_vec();
+    let flags = [(setting.quick, "--quick"), (setting.all_peers, "--all-peers")];
+    arguments.extend(flags.into_iter().filter(|(given, _)| *given).map(|(_, flag)| flag.to_owned()));
+    arguments.extend(setting.policies.iter().map(|policy| format!("--policy={policy}")));
+    arguments
+}
