@@ -1,4 +1,4 @@
-//! Requests to a running `pagefold run`, over a socket that only root can reach.
+//! Requests to a running `pagefold run`, over a socket that only root can reach, and for the status the group `pagefold`.
 //!
 //! One line of JSON each way ([`protocol`]). The daemon's end ([`server`]) has threads of its own and never delays the
 //! engine: it puts requests into a [`queue`], which the main loop serves between two cycles.
@@ -10,7 +10,8 @@ pub mod server;
 
 use crate::commands::explain;
 use crate::commands::status::Status;
-use protocol::{PATH, Request};
+use pagefold_linux::os::peer::group_id;
+use protocol::{GROUP, PATH, Request};
 use queue::RequestSender;
 use serde::Serialize;
 use server::Server;
@@ -27,7 +28,7 @@ pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
             Request::Governor { .. } | Request::Pause | Request::Resume => json(&facts.control_state()),
         }
     };
-    match Server::start(Path::new(PATH), !dry_run, Arc::new(answer)) {
+    match Server::start(Path::new(PATH), !dry_run, group_id(GROUP), Arc::new(answer)) {
         Ok(server) => Some(server),
         Err(error) => {
             complain!("{error:#}; status and the other commands for a running pagefold will not reach this run");

@@ -17,23 +17,57 @@ pub struct Peer {
 impl Peer {
     /// Reads `SO_PEERCRED`.
     pub fn of(stream: &UnixStream) -> io::Result<Self> {
-        let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
-        let mut length = libc::socklen_t::try_from(size_of::<libc::ucred>()).unwrap_or(0);
-        // SAFETY: the descriptor is open; the kernel writes at most `length` bytes to `found`, which is that long.
-        let failed = unsafe {
-            libc::getsockopt(
-                stream.as_raw_fd(),
-                libc::SOL_SOCKET,
-                libc::SO_PEERCRED,
-                (&raw mut found).cast(),
-                &raw mut length,
-            )
-        };
-        if failed != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(Self { pid: found.pid, uid: found.uid })
+        credentials(stream).map(|found| Self { pid: found.pid, uid: found.uid })
     }
+}
+
+fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
+    let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut length = libc::socklen_t::try_from(size_of::<libc::ucred>()).unwrap_or(0);
+    // SAFETY: the descriptor is open; the kernel writes at most `length` bytes to `found`, which is that long.
+    let failed = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut found).cast(),
+            &raw mut length,
+        )
+    };
+    if failed == 0 { Ok(found) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether the process that connected was in this group then, SO_PEERGROUPS and SO_PEERCRED.
+pub fn is_in_group(stream: &UnixStream, group: u32) -> io::Result<bool> {
+    // The most groups that a process can have (NGROUPS_MAX).
+    let mut groups = vec![0_u32; 65_536];
+    let size = groups.len() * size_of::<u32>();
+    let mut length = libc::socklen_t::try_from(size).unwrap_or(0);
+    // SAFETY: the descriptor is open; the kernel writes at most `length` bytes to `groups`, which are that long.
+    let failed = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERGROUPS,
+            groups.as_mut_ptr().cast(),
+            &raw mut length,
+        )
+    };
+    if failed != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    groups.truncate(usize::try_from(length).unwrap_or(0) / size_of::<u32>());
+    Ok(groups.contains(&group) || credentials(stream)?.gid == group)
+}
+
+/// The number of a group of /etc/group.
+pub fn group_id(name: &str) -> Option<u32> {
+    parse_group_id(&std::fs::read_to_string("/etc/group").ok()?, name)
+}
+
+fn parse_group_id(groups: &str, name: &str) -> Option<u32> {
+    let mut lines = groups.lines().map(|line| line.split(':').collect::<Vec<_>>());
+    lines.find(|fields| fields[0] == name)?.get(2)?.parse().ok()
 }
 
 /// Effective user of this process.
@@ -51,5 +85,17 @@ mod tests {
         let (one, _other) = UnixStream::pair().unwrap();
         let own = Peer { pid: i32::try_from(std::process::id()).unwrap(), uid: own_uid() };
         assert_eq!(Peer::of(&one).unwrap(), own);
+        // SAFETY: takes no arguments and cannot fail.
+        assert!(is_in_group(&one, unsafe { libc::getegid() }).unwrap());
+        assert!(!is_in_group(&one, 4_000_000).unwrap());
+    }
+
+    #[test]
+    fn groups_are_found_by_name() {
+        let groups = "root:x:0:\nbroken\npagefold:x:998:anna,ben\n";
+        assert_eq!(
+            ["root", "pagefold", "broken", "x"].map(|name| parse_group_id(groups, name)),
+            [Some(0), Some(998), None, None]
+        );
     }
 }

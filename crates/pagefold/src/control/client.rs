@@ -1,9 +1,8 @@
 //! Sends requests to the daemon.
 
-use super::protocol::{PATH, Refusal, Request};
+use super::protocol::{GROUP, ONLY_ROOT, PATH, Refusal, Request};
 use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
-use pagefold_linux::os::peer::own_uid;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::io::{self, ErrorKind, Read, Write};
@@ -36,9 +35,8 @@ fn ask_at(path: &Path, request: &Request) -> Result<Value> {
         Exit::new(exit::FAILURE, "the daemon's answer is malformed; use a pagefold of the same version")
     })?;
     match serde_json::from_value::<Refusal>(answer.clone()) {
-        // Requests of root are never refused for lack of permission.
         Ok(refusal) => {
-            let code = if own_uid() == 0 { exit::FAILURE } else { exit::NOT_PERMITTED };
+            let code = if refusal.error.starts_with(ONLY_ROOT) { exit::NOT_PERMITTED } else { exit::FAILURE };
             Err(Exit::new(code, refusal.error).into())
         }
         Err(_) => Ok(answer),
@@ -65,9 +63,10 @@ fn unreachable(error: &io::Error) -> Exit {
             exit::NO_DAEMON,
             "no pagefold is running; start one with sudo pagefold run --pid PID (or --cgroup, --user, --exe, --all)",
         ),
-        ErrorKind::PermissionDenied => {
-            Exit::new(exit::NOT_PERMITTED, "only root may send requests to the daemon; run as root (sudo)")
-        }
+        ErrorKind::PermissionDenied => Exit::new(
+            exit::NOT_PERMITTED,
+            format!("{ONLY_ROOT} requests to the daemon, and members of the group {GROUP} status; run as root (sudo)"),
+        ),
         _ => Exit::new(exit::FAILURE, format!("cannot connect to {PATH}: {error}; see pagefold doctor")),
     }
 }

@@ -7,6 +7,10 @@ use serde::{Deserialize, Serialize};
 pub const PATH: &str = "/run/pagefold/control.sock";
 /// The schema of requests, and of answers that have none of their own.
 pub const SCHEMA: &str = "pagefold.control/1";
+/// Members of this group may ask for the status, nothing else.
+pub const GROUP: &str = "pagefold";
+/// How a refusal for lack of permission begins.
+pub const ONLY_ROOT: &str = "only root may send";
 /// The longest request, bytes, its newline included.
 pub const REQUEST_MOST: usize = 4096;
 

@@ -3,13 +3,13 @@
 //! One thread accepts connections, and each connection has its own thread, so a peer that is slow, silent or malicious
 //! delays only itself. Without a connection everything sleeps in `accept`.
 
-use super::protocol::{REQUEST_MOST, Refusal, Request};
+use super::protocol::{ONLY_ROOT, REQUEST_MOST, Refusal, Request};
 use crate::config::ownership;
 use anyhow::{Context, Result, bail};
-use pagefold_linux::os::peer::{Peer, own_uid};
+use pagefold_linux::os::peer::{Peer, is_in_group, own_uid};
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -39,11 +39,12 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves at `path`. A socket without a listener is replaced, one with a listener only if `supersede`.
+    /// Serves at `path`. A socket without a listener is replaced, one with a listener only if `supersede`. Members of the
+    /// group `readers` may ask for the status, if this process may give the socket to that group.
     ///
     /// # Errors
     /// Another process listens, or the socket cannot be created safely.
-    pub fn start(path: &Path, supersede: bool, answer: Arc<Answer>) -> Result<Self> {
+    pub fn start(path: &Path, supersede: bool, readers: Option<u32>, answer: Arc<Answer>) -> Result<Self> {
         if let (false, Ok(other)) = (supersede, UnixStream::connect(path)) {
             let pid = Peer::of(&other).map(|peer| format!(" (pid {})", peer.pid)).unwrap_or_default();
             bail!("another pagefold{pid} serves {}", path.display());
@@ -53,7 +54,9 @@ impl Server {
         let beside = path.with_extension(format!("{}", std::process::id()));
         let _ = fs::remove_file(&beside);
         let listener = UnixListener::bind(&beside).with_context(|| format!("cannot create {}", beside.display()))?;
-        let made = fs::set_permissions(&beside, Permissions::from_mode(0o600))
+        let readers = readers.filter(|&group| chown(&beside, None, Some(group)).is_ok());
+        let permissions = Permissions::from_mode(if readers.is_some() { 0o660 } else { 0o600 });
+        let made = fs::set_permissions(&beside, permissions)
             .and_then(|()| fs::symlink_metadata(&beside))
             .and_then(|file| fs::rename(&beside, path).map(|()| (file.dev(), file.ino())));
         let file = match made {
@@ -66,7 +69,7 @@ impl Server {
         let closing = Arc::new(AtomicBool::new(false));
         let mut server = Self { path: path.to_owned(), file, closing: closing.clone(), thread: None };
         let thread = thread::Builder::new().name("control".into());
-        server.thread = Some(thread.spawn(move || accept(&listener, &closing, &answer))?);
+        server.thread = Some(thread.spawn(move || accept(&listener, &closing, readers, &answer))?);
         Ok(server)
     }
 }
@@ -102,7 +105,7 @@ fn secure_parent(path: &Path) -> Result<()> {
     Ok(())
 }
 
-fn accept(listener: &UnixListener, closing: &AtomicBool, answer: &Arc<Answer>) {
+fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, answer: &Arc<Answer>) {
     let connections = Arc::new(());
     for stream in listener.incoming() {
         if closing.load(Ordering::SeqCst) {
@@ -115,8 +118,9 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, answer: &Arc<Answer>) {
         // No peer may block this thread. What is written here is short and fits into the socket's empty buffer.
         let timed = stream.set_read_timeout(Some(REQUEST_LIMIT)).and(stream.set_write_timeout(Some(TAKE_LIMIT)));
         let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
-        if ![0, own_uid()].contains(&peer.uid) {
-            refuse(&mut stream, "only root may send requests to the daemon; run as root (sudo)");
+        let may_change = [0, own_uid()].contains(&peer.uid);
+        if !may_change && !readers.is_some_and(|group| is_in_group(&stream, group).unwrap_or(false)) {
+            refuse(&mut stream, &format!("{ONLY_ROOT} requests to the daemon; run as root (sudo)"));
             continue;
         }
         let ticket = connections.clone();
@@ -128,21 +132,25 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, answer: &Arc<Answer>) {
         // Without a thread the connection is closed.
         let _ = thread::Builder::new().name("control peer".into()).spawn(move || {
             // The connection has ended, with or without an error.
-            let _ = converse(stream, &*answer);
+            let _ = converse(stream, may_change, &*answer);
             drop(ticket);
         });
     }
 }
 
 /// Answers requests until the peer closes the connection, is too slow, or sends a malformed request.
-fn converse(mut stream: UnixStream, answer: &Answer) -> io::Result<()> {
+fn converse(mut stream: UnixStream, may_change: bool, answer: &Answer) -> io::Result<()> {
     let mut received = Vec::new();
     loop {
         let answered = match read_line(&mut stream, &mut received)? {
             Line::End => return Ok(()),
             Line::TooLong => Err(format!("the request is longer than {REQUEST_MOST} bytes; send one request a line")),
             Line::TooSlow => Err(format!("no request came within {} s; connect again", REQUEST_LIMIT.as_secs())),
-            Line::Whole(line) => Request::parse(&line).and_then(answer),
+            Line::Whole(line) => Request::parse(&line).and_then(|request| match request {
+                Request::Status => answer(request),
+                _ if may_change => answer(request),
+                _ => Err(format!("{ONLY_ROOT} this request; run as root (sudo)")),
+            }),
         };
         match answered {
             Ok(mut line) => {

@@ -6,7 +6,7 @@ use std::io::BufRead;
 fn server() -> (tempfile::TempDir, PathBuf, Server) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("below/control.sock");
-    let server = Server::start(&path, false, Arc::new(echo)).unwrap();
+    let server = Server::start(&path, false, None, Arc::new(echo)).unwrap();
     (dir, path, server)
 }
 
@@ -118,13 +118,52 @@ fn silent_and_slow_clients_delay_no_other() {
 }
 
 #[test]
+fn members_of_the_group_may_ask_for_the_status_only() {
+    const GROUP: u32 = 54_321;
+    let dir = tempfile::tempdir().unwrap();
+    if own_uid() != 0 {
+        return pagefold_testkit::skip("only root can start programs of another user");
+    }
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let path = dir.path().join("control.sock");
+    let _server = Server::start(&path, false, Some(GROUP), Arc::new(echo)).unwrap();
+    let found = fs::symlink_metadata(&path).unwrap();
+    assert_eq!((found.mode() & 0o777, found.uid(), found.gid()), (0o660, 0, GROUP));
+    // The server may close the connection before it has read everything.
+    let script = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ntry: s.connect(sys.argv[1])\n\
+        except OSError as e: sys.exit(str(e))\ntry: s.sendall(sys.argv[2].encode())\nexcept OSError: pass\n\
+        print(s.makefile().readline(), end='')";
+    let ask = |groups: &str, request: &Request| {
+        let mut other = std::process::Command::new("setpriv");
+        other
+            .args(["--reuid=65534", "--regid=65534", groups, "/usr/bin/python3", "-c", script])
+            .arg(&path)
+            .arg(request.line());
+        let output = other.output().unwrap();
+        String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
+    };
+    let (member, stranger) = (format!("--groups={GROUP}"), "--clear-groups");
+    assert_eq!(ask(&member, &Request::Status), status());
+    for request in
+        [Request::Pause, Request::Resume, Request::Explain { pid: 1 }, Request::Governor { name: "low".to_owned() }]
+    {
+        assert!(ask(&member, &request).contains("only root may send this request"));
+    }
+    assert!(ask(stranger, &Request::Status).contains("Permission denied"));
+    // Even if the socket is opened for all: the peer's groups count.
+    fs::set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
+    assert_eq!(ask(&member, &Request::Status), status());
+    assert!(ask(stranger, &Request::Status).contains("only root may send requests"));
+}
+
+#[test]
 fn an_abandoned_socket_is_replaced_and_a_live_one_is_not() {
     let (dir, path, first) = server();
-    let error = Server::start(&path, false, Arc::new(echo)).unwrap_err().to_string();
+    let error = Server::start(&path, false, None, Arc::new(echo)).unwrap_err().to_string();
     assert!(error.contains(&format!("another pagefold (pid {})", std::process::id())), "{error}");
     assert_eq!(answer(&path, status().as_bytes()), status());
     // With `supersede` it is replaced, and the first server does not remove it when it ends.
-    let second = Server::start(&path, true, Arc::new(echo)).unwrap();
+    let second = Server::start(&path, true, None, Arc::new(echo)).unwrap();
     drop(first);
     assert_eq!(answer(&path, status().as_bytes()), status());
     drop(second);
@@ -133,14 +172,14 @@ fn an_abandoned_socket_is_replaced_and_a_live_one_is_not() {
     // Left by a server that was killed: nothing listens.
     drop(UnixListener::bind(&path).unwrap());
     assert!(path.exists());
-    let third = Server::start(&path, false, Arc::new(echo)).unwrap();
+    let third = Server::start(&path, false, None, Arc::new(echo)).unwrap();
     assert_eq!(answer(&path, status().as_bytes()), status());
     drop(third);
     // Not in a directory where other users could replace it.
     let open = dir.path().join("open");
     fs::create_dir(&open).unwrap();
     fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
-    let error = Server::start(&open.join("control.sock"), false, Arc::new(echo)).unwrap_err().to_string();
+    let error = Server::start(&open.join("control.sock"), false, None, Arc::new(echo)).unwrap_err().to_string();
     assert!(error.contains("writable by other users"), "{error}");
     assert_eq!(fs::read_dir(&open).unwrap().count(), 0);
 }
