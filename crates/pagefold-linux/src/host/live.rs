@@ -541,9 +541,8 @@ fn raise_descriptor_limit() {
 /// it, so the sleep is limited to the time between two refreshes.
 fn sleep_until_signal(ns: u64) {
     let ns = ns.min(REFRESH_NS);
-    let seconds = libc::time_t::try_from(ns / 1_000_000_000).unwrap_or(0);
-    let rest = libc::c_long::try_from(ns % 1_000_000_000).unwrap_or(0);
-    let time = libc::timespec { tv_sec: seconds, tv_nsec: rest };
+    let part = |ns: u64| ns.try_into().unwrap_or(0);
+    let time = libc::timespec { tv_sec: part(ns / 1_000_000_000), tv_nsec: part(ns % 1_000_000_000) };
     // SAFETY: `time` outlives the call, and a null pointer for the remaining time is allowed.
     unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) };
 }

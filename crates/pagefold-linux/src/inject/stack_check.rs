@@ -174,7 +174,7 @@ impl StackCheck {
 
     /// `PROCMAP_QUERY` of Linux 6.11 (fs/proc/task_mmu.c): the mapping that covers an address.
     fn query(&self, addr: u64) -> Result<Mapping, i32> {
-        const REQUEST: u64 = 0xc068_6611; // _IOWR('f', 17, struct procmap_query)
+        const REQUEST: libc::Ioctl = 0xc068_6611_u32 as libc::Ioctl; // _IOWR('f', 17, struct procmap_query)
         const ANY_ACCESS: u64 = 1 | 2 | 4;
         const PROCMAP_QUERY_LENGTH: u64 = 104;
         const _: () = assert!(size_of::<ProcmapQuery>() == 104);

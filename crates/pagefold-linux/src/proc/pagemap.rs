@@ -200,7 +200,7 @@ impl PageRange {
 }
 
 /// `_IOWR('f', 16, struct pm_scan_arg)` of linux/fs.h.
-const PAGEMAP_SCAN: libc::Ioctl = 0xC060_6610;
+const PAGEMAP_SCAN: libc::Ioctl = 0xC060_6610_u32 as libc::Ioctl;
 
 /// `struct pm_scan_arg`.
 #[repr(C)]
