@@ -10,6 +10,8 @@ use toml::de::{DeTable, DeValue};
 
 /// The longest that each half of an error message may be, characters: the file may contain anything.
 const PART_MOST: usize = 300;
+/// Two names that are nearer (Jaro similarity, 0 to 1) are probably the same name, one of them mistyped. As in clap.
+const NEAR: f64 = 0.7;
 
 /// What is wrong with a file. Displays as one line: file, line, what is wrong; what to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -159,8 +161,19 @@ fn scalar(value: &DeValue<'_>) -> Result<String, String> {
 
 fn unknown<'a>(key: &str, section: &str, known: impl Iterator<Item = &'a str>) -> String {
     let place = if section.is_empty() { String::new() } else { format!(" in [{section}]") };
-    let known = known.collect::<Vec<_>>().join(", ");
-    format!("unknown key '{}'{place}; it may be {known}", key.replace("; ", ", "))
+    let known: Vec<&str> = known.collect();
+    let meant = meant(key, &known).map_or_else(String::new, |meant| format!(" (did you mean {meant}?)"));
+    format!("unknown key '{}'{place}; it may be {}{meant}", key.replace("; ", ", "), known.join(", "))
+}
+
+/// What was probably meant by an unknown key: one of `known`, or the same key of another section.
+fn meant(key: &str, known: &[&str]) -> Option<String> {
+    let elsewhere = || OPTIONS.iter().find(|option| option.key == key);
+    let nearness = |known: &&str| strsim::jaro(key, known);
+    let nearest = known.iter().max_by(|a, b| nearness(a).total_cmp(&nearness(b)))?;
+    elsewhere()
+        .map(|option| format!("{} in [{}]", option.key, option.section))
+        .or_else(|| (nearness(nearest) > NEAR).then(|| (*nearest).to_owned()))
 }
 
 /// The text without control characters, cut if it is long.

@@ -93,6 +93,22 @@ fn errors_name_line_and_key() {
 }
 
 #[test]
+fn a_mistyped_key_is_recognized() {
+    for (text, meant) in [
+        ("[run]\ngoverner = \"full\"", "(did you mean governor?)"),
+        ("[rum]\n", "(did you mean run?)"),
+        ("governor = \"full\"", "(did you mean governor in [run]?)"),
+        ("[run]\nplacement = \"fair\"", "(did you mean placement in [numa]?)"),
+        ("[limits]\nlongest_stop = \"1ms\"", "(did you mean longest-stop?)"),
+        ("[[domains.rule]]\nname = \"a\"\nusr = 1", "(did you mean user?)"),
+    ] {
+        let line = refused(text);
+        assert!(line.ends_with(meant), "{line}");
+    }
+    assert!(!refused("[run]\nzzz = 1").contains("did you mean"));
+}
+
+#[test]
 fn errors_are_short_and_printable_whatever_the_file_contains() {
     let line = refused(&format!("[run]\n\"{}\\u001b[2J\\n\" = 1\n", "x".repeat(9_000)));
     assert!(line.len() < 3 * PART_MOST, "{}", line.len());

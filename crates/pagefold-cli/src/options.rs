@@ -1,7 +1,8 @@
 //! The table of options: everything that can be set both on the command line and in the configuration file.
 //!
 //! Each row is the only definition of its option. The flags of the command line ([`crate::flags`]), the parser of the
-//! configuration file ([`crate::config_file`]), the table in `docs/commands.md` and `packaging/pagefold.toml` are made from it.
+//! configuration file ([`crate::config_file`]), the table in `docs/commands.md`, `packaging/pagefold.toml` and the manual page
+//! pagefold.toml(5) are made from it.
 //! Defaults and ranges are those of the core. To add an option, add a row here and read it in `settings.rs` of
 //! pagefold; then `PAGEFOLD_BLESS=1 cargo test -p pagefold-cli reference` writes the documents again.
 
@@ -10,6 +11,7 @@ use pagefold_core::range;
 use pagefold_core::units::Permyriad;
 use pagefold_linux::scope::deny_list::unfit_entry;
 use std::collections::BTreeMap;
+use std::fmt::Write;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -154,9 +156,9 @@ pub const OPTIONS: &[OptionSpec] = {
         row("run", "mechanism", "mechanism", Name(&["auto", "ksmd", "request"]), "",
             "How equal pages are merged: request (pagefold names them; needs a kernel with /dev/ksm), ksmd (pagefold marks \
              memory, which ksmd searches), or auto, which is request where that is possible"),
-        row("run", "top-share", "top-share", Number(Percent, range::TOP_SHARE, |_| None), "20",
+        row("run", "top-share", "top-share", Number(Percent, range::TOP_SHARE, |config| config.top_share.map(|share| share.0.into())), "20",
             "Share of one core to use at most, instead of the governor's"),
-        row("run", "round", "round", Number(Time, range::ROUND_NS, |_| None), "\"4s\"",
+        row("run", "round", "round", Number(Time, range::ROUND_NS, |config| config.round_ns), "\"4s\"",
             "Length of a sampling round, instead of the governor's"),
         row("run", "levels", "levels", Number(Count, range::LEVELS, |config| Some(config.levels as u64)), "",
             "Levels of the sampling ladder"),
@@ -248,6 +250,60 @@ impl OptionSpec {
         }
     }
 
+    /// What can be set, for people.
+    pub fn values(&self) -> String {
+        match &self.kind {
+            Kind::Name(names) => names.join(", "),
+            Kind::Number(..) => self.range(),
+            Kind::Switch => "true, false".to_owned(),
+            Kind::List(_) | Kind::Programs => "list".to_owned(),
+            Kind::File => "absolute path".to_owned(),
+            Kind::Names(_) => "table: domain = placement".to_owned(),
+            Kind::Rules => "list of tables".to_owned(),
+        }
+    }
+
+    /// The default with these settings of a preset, if there is one.
+    pub fn default_value(&self, preset: &Config) -> Option<Value> {
+        match &self.kind {
+            Kind::Name(names) => Some(Value::Text(names[0].to_owned())),
+            Kind::Number(_, _, default) => default(preset).map(Value::Number),
+            Kind::Switch => Some(Value::Switch(false)),
+            _ => None,
+        }
+    }
+
+    /// The default, or else the example, as a file has it.
+    pub fn in_file(&self) -> String {
+        self.default_value(&Config::default()).map_or_else(|| self.example.to_owned(), |value| self.written(&value))
+    }
+
+    /// A value as a file has it, on one line.
+    pub fn written(&self, value: &Value) -> String {
+        match (value, &self.kind) {
+            (Value::Number(number), Kind::Number(Unit::Percent, ..)) => {
+                Unit::Percent.show(*number).trim_end_matches(" %").to_owned()
+            }
+            (Value::Number(number), Kind::Number(Unit::Time, ..)) => quoted(&Unit::Time.show(*number)),
+            (Value::Number(number), _) => number.to_string(),
+            (Value::Text(text), _) => quoted(text),
+            (Value::Switch(switch), _) => switch.to_string(),
+            (Value::List(list), _) => {
+                format!("[{}]", list.iter().map(|item| quoted(item)).collect::<Vec<_>>().join(", "))
+            }
+            (Value::Names(names), _) => {
+                let pairs = names.iter().map(|(name, value)| format!("{} = {}", quoted(name), quoted(value)));
+                format!("{{ {} }}", pairs.collect::<Vec<_>>().join(", "))
+            }
+            (Value::Rules(rules), _) => {
+                let rule = |rule: &DomainRule| {
+                    format!("{{ name = {}, {} = {} }}", quoted(&rule.name), rule.selector, quoted(&rule.value))
+                };
+                format!("[{}]", rules.iter().map(rule).collect::<Vec<_>>().join(", "))
+            }
+        }
+    }
+
     /// The default, for people. Empty if there is none.
     pub fn default(&self) -> String {
         match &self.kind {
@@ -312,6 +368,21 @@ impl Unit {
             Self::Count => number.to_string(),
         }
     }
+}
+
+/// A string of TOML, without control characters.
+fn quoted(text: &str) -> String {
+    let mut quoted = String::from('"');
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => quoted.extend(['\\', c]),
+            c if c.is_control() => {
+                let _ = write!(quoted, "\\u{:04x}", u32::from(c));
+            }
+            c => quoted.push(c),
+        }
+    }
+    quoted + "\""
 }
 
 /// Per cent with at most two decimals, in parts of ten thousand.

@@ -4,7 +4,7 @@
 
 use crate::config_file::parse;
 use crate::figures::wrap;
-use crate::options::{Kind, OPTIONS, OptionSpec, SECTIONS, Unit, Values};
+use crate::options::{Kind, OPTIONS, SECTIONS, Values};
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -27,13 +27,8 @@ fn table() -> String {
     for option in OPTIONS {
         let flag = if option.flag.is_empty() { String::new() } else { format!("`--{}`", option.flag) };
         let values = match &option.kind {
-            Kind::Name(names) => names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", "),
-            Kind::Number(..) => option.range(),
-            Kind::Switch => "`true`, `false`".to_owned(),
-            Kind::List(_) | Kind::Programs => "list".to_owned(),
-            Kind::File => "absolute path".to_owned(),
-            Kind::Names(_) => "table: domain = placement".to_owned(),
-            Kind::Rules => "list of tables".to_owned(),
+            Kind::Name(_) | Kind::Switch => format!("`{}`", option.values().replace(", ", "`, `")),
+            _ => option.values(),
         };
         let default = if option.default().is_empty() { String::new() } else { format!("`{}`", option.default()) };
         let (section, key) = (option.section, option.key);
@@ -61,22 +56,12 @@ fn example_file() -> String {
                     let _ = write!(text, "\n{about}[{}.{}]\n#{}\n", section.name, option.key, option.example);
                 }
                 _ => {
-                    let _ = writeln!(text, "{about}#{} = {}", option.key, value(option));
+                    let _ = writeln!(text, "{about}#{} = {}", option.key, option.in_file());
                 }
             }
         }
     }
     text
-}
-
-/// The default of an option as the file has it, or its example.
-fn value(option: &OptionSpec) -> String {
-    match &option.kind {
-        _ if option.default().is_empty() => option.example.to_owned(),
-        Kind::Number(Unit::Percent, ..) => option.default().trim_end_matches(" %").to_owned(),
-        Kind::Number(Unit::Count, ..) => option.default(),
-        _ => format!("\"{}\"", option.default()),
-    }
 }
 
 fn comment(text: &str) -> String {

@@ -10,12 +10,14 @@
 //! | [`script`], [`replay`], [`table`] | a record as a script for the simulator, every algorithm on it, the comparison |
 //! | [`scale`] | simulated memories of up to a tebibyte |
 //! | [`plots`] | charts of replays and of scaling |
+//! | [`commands`] | the command line |
 #![forbid(unsafe_code)]
 #![allow(missing_docs, reason = "the library of one program: items are documented where their names do not suffice")]
 
 pub mod bench;
 pub mod charts;
 mod columns;
+pub mod commands;
 pub mod digests;
 pub mod generate;
 pub mod plots;

@@ -1,4 +1,6 @@
-//! The `pagefold` program. This file only wires; each subcommand is a module of its own.
+//! The program `pagefold`. This file only wires; each subcommand is a module of its own.
+//!
+//! A library, so that its command line can be read by the program that writes manual pages and completions.
 //!
 //! | to change | see |
 //! | --- | --- |
@@ -13,8 +15,8 @@
 //!
 //! The judgement is in pagefold-core, everything that touches the system in pagefold-linux, experiments in pagefold-lab.
 
-use clap::{Parser, Subcommand};
-use commands::{control as requests, doctor, exec, explain, run, scan, status, unmerge};
+use clap::{CommandFactory, Parser, Subcommand};
+use commands::{config as files, control as requests, doctor, exec, explain, run, scan, status, unmerge};
 use control::protocol::Request;
 use std::process::ExitCode;
 
@@ -63,6 +65,9 @@ enum Command {
     Unmerge(unmerge::UnmergeArgs),
     /// Check whether this machine can run pagefold, and what to change if not
     Doctor(doctor::DoctorArgs),
+    /// Check or show what the configuration files set
+    #[command(subcommand)]
+    Config(files::ConfigCommand),
     /// Show in a minute how pagefold works, on processes that it starts itself
     Demo(demo::DemoArgs),
     /// Hold memory for the demonstration
@@ -77,7 +82,13 @@ enum Command {
     Injector,
 }
 
-fn main() -> ExitCode {
+/// The command line.
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
+/// Runs the program.
+pub fn main() -> ExitCode {
     let cli = match pagefold_cli::parse::<Cli>() {
         Ok(cli) => cli,
         Err(code) => return code,
@@ -93,6 +104,7 @@ fn main() -> ExitCode {
         Command::Exec(args) => exec::run(args),
         Command::Unmerge(args) => unmerge::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Config(command) => files::run(command),
         Command::Demo(args) => demo::run(args),
         Command::Tenant { spec } => pagefold_workload::serve(spec),
         Command::Injector => pagefold_linux::inject::serve(),

@@ -1,13 +1,13 @@
 //! The command line of `pagefold-lab bench`.
 
+use crate::bench::experiment::{EXPERIMENTS, Experiment, ExperimentSetting};
+use crate::bench::guest::GuestKernel;
+use crate::bench::plot;
+use crate::bench::report::{ExperimentReport, Failure};
+use crate::bench::table;
+use crate::plots;
 use anyhow::Context;
 use pagefold_cli::exit::{self, Exit};
-use pagefold_lab::bench::experiment::{EXPERIMENTS, Experiment, ExperimentSetting};
-use pagefold_lab::bench::guest::GuestKernel;
-use pagefold_lab::bench::plot;
-use pagefold_lab::bench::report::{ExperimentReport, Failure};
-use pagefold_lab::bench::table;
-use pagefold_lab::plots;
 use pagefold_linux::os::interrupt::Interrupt;
 use std::env;
 use std::fs::{self, File};

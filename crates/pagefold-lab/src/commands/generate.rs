@@ -1,10 +1,10 @@
 //! `pagefold-lab generate`: writes a record of one of the papers' workloads.
 
+use crate::generate::{GENERATORS, Generator, Options};
+use crate::record::{WriteError, Written, write};
 use anyhow::{Result, bail};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
-use pagefold_lab::generate::{GENERATORS, Generator, Options};
-use pagefold_lab::record::{WriteError, Written, write};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

@@ -1,12 +1,12 @@
 //! `pagefold-lab programs`: starts real programs and records them at work.
 
 use super::record::{interval, require_page_flags};
+use crate::programs::{SUBJECTS, Subject, Subjects};
+use crate::record::{Deltas, Origin, RecordWriter, Source};
+use crate::recorder::{Recorder, RecordingOptions};
 use anyhow::{Context, Result, anyhow, bail};
 use pagefold_cli::exit;
 use pagefold_core::units::Bytes;
-use pagefold_lab::programs::{SUBJECTS, Subject, Subjects};
-use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source};
-use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::Roots;

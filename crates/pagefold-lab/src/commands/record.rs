@@ -1,13 +1,13 @@
 //! `pagefold-lab record`: records the page contents of running programs over time, as digests. Reads only.
 
+use crate::record::{Deltas, Origin, RecordWriter, Source, Written, schema};
+use crate::recorder::{Recorder, RecordingOptions};
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::flags::DenyFlags;
 use pagefold_cli::progress::Progress;
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style::{self, Lines};
-use pagefold_lab::record::{Deltas, Origin, RecordWriter, Source, Written, schema};
-use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::memory::PageReader;

@@ -1,13 +1,13 @@
 //! `pagefold-lab replay`: runs algorithms on a record and compares them.
 
+use crate::plots;
+use crate::record::{Record, RecordError};
+use crate::replay::{Algorithm, Settings, replay, savable};
+use crate::script::script;
+use crate::table::Comparison;
 use anyhow::{Context, Result};
 use humantime::Duration;
 use pagefold_cli::exit::{self, Exit};
-use pagefold_lab::plots;
-use pagefold_lab::record::{Record, RecordError};
-use pagefold_lab::replay::{Algorithm, Settings, replay, savable};
-use pagefold_lab::script::script;
-use pagefold_lab::table::Comparison;
 use std::path::PathBuf;
 
 /// Options of `pagefold-lab replay`.

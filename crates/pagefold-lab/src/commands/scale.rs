@@ -1,13 +1,13 @@
 //! `pagefold-lab scale`: runs algorithms on simulated memories of up to a tebibyte.
 
+use crate::plots;
+use crate::replay::Algorithm;
+use crate::scale::{ScaleOptions, scale};
 use anyhow::Result;
 use clap::ValueEnum;
 use pagefold_cli::exit;
 use pagefold_cli::progress::Progress;
 use pagefold_cli::style;
-use pagefold_lab::plots;
-use pagefold_lab::replay::Algorithm;
-use pagefold_lab::scale::{ScaleOptions, scale};
 use std::path::PathBuf;
 
 /// Options of `pagefold-lab scale`.

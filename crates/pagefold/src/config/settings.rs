@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// Read by a `run` without `--config` and without a scope.
-const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
+pub const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
 
 /// How equal pages are to be merged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -65,7 +65,15 @@ impl Settings {
     }
 
     fn from(args: &RunArgs, file: Option<&Path>) -> Result<Self, Exit> {
-        let in_file = file.map(load).transpose()?.unwrap_or_default();
+        let layers = file.map(load).transpose()?.unwrap_or_default();
+        Self::of_values(args, file, merged(&layers))
+    }
+
+    /// The same from the values of the files.
+    ///
+    /// # Errors
+    /// Settings contradict each other.
+    pub fn of_values(args: &RunArgs, file: Option<&Path>, in_file: Values) -> Result<Self, Exit> {
         let scope = match &args.scope {
             given if *given == ScopeArgs::default() => ScopeArgs::of_file(&in_file),
             given => given.clone(),
@@ -109,19 +117,33 @@ impl Settings {
     }
 }
 
+/// The values of one configuration file.
+#[derive(Debug)]
+pub struct Layer {
+    pub path: PathBuf,
+    pub values: Values,
+}
+
+/// All values; of a key in several files, that of the last one.
+pub fn merged(layers: &[Layer]) -> Values {
+    layers.iter().fold(Values::default(), |values, layer| values.then(layer.values.clone()))
+}
+
 /// Reads a file, and after it FILE.d/*.toml in the order of their names.
-fn load(path: &Path) -> Result<Values, Exit> {
+pub fn load(path: &Path) -> Result<Vec<Layer>, Exit> {
     let refused = |path: &Path, why: &str| Exit::new(exit::USAGE, format!("{} {why}", ownership::shown(path)));
-    let one = |path: &Path| -> Result<Values, Exit> {
+    let one = |path: &Path| -> Result<Layer, Exit> {
         let text = ownership::read(path).map_err(|why| refused(path, &why))?;
-        parse(&text, &ownership::shown(path)).map_err(|error| Exit::new(exit::USAGE, error.to_string()))
+        let values =
+            parse(&text, &ownership::shown(path)).map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
+        Ok(Layer { path: path.to_owned(), values })
     };
-    let mut merged = one(path)?;
+    let mut layers = vec![one(path)?];
     let mut additions = path.as_os_str().to_owned();
     additions.push(".d");
     let additions = Path::new(&additions);
     if !additions.exists() {
-        return Ok(merged);
+        return Ok(layers);
     }
     let cannot = |error| refused(additions, &format!("cannot be read: {error}; make it a directory"));
     let mut files = Vec::new();
@@ -136,9 +158,9 @@ fn load(path: &Path) -> Result<Values, Exit> {
     ownership::directory(&real).map_err(|why| refused(additions, &format!("is a directory that {why}")))?;
     files.sort();
     for name in files {
-        merged = merged.then(one(&additions.join(name))?);
+        layers.push(one(&additions.join(name))?);
     }
-    Ok(merged)
+    Ok(layers)
 }
 
 /// The settings of the judgement, with a seed of their own.

@@ -1,0 +1,110 @@
+//! `pagefold config`: checks the configuration files, and shows what they set.
+
+use crate::commands::run::RunArgs;
+use crate::config::ownership::shown;
+use crate::config::settings::{DEFAULT_FILE, Layer, Settings, load, merged};
+use anyhow::Result;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::options::{OPTIONS, SECTIONS};
+use pagefold_cli::style;
+use pagefold_core::config::{Config, Preset};
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+#[derive(Clone, Debug, clap::Subcommand)]
+pub enum ConfigCommand {
+    /// Check the configuration files without running anything
+    #[command(after_help = "Exit codes: 0 valid, 2 invalid or not safely owned, 5 valid but nothing is in scope.")]
+    Check(ConfigArgs),
+    /// Show what is set, by which file, and the defaults of everything else
+    Show(ConfigArgs),
+}
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct ConfigArgs {
+    /// The configuration file; those in FILE.d are read after it
+    #[arg(value_name = "FILE", default_value = DEFAULT_FILE)]
+    file: PathBuf,
+}
+
+/// Runs either command, and returns the exit code.
+pub fn run(command: &ConfigCommand) -> Result<u8> {
+    let (ConfigCommand::Check(args) | ConfigCommand::Show(args)) = command;
+    let layers = load(&args.file)?;
+    let settings = Settings::of_values(&RunArgs::default(), Some(&args.file), merged(&layers))?;
+    let text = match command {
+        ConfigCommand::Show(_) => text(&layers),
+        ConfigCommand::Check(_) if !settings.scope.is_selective() => return Err(without_scope(&args.file).into()),
+        ConfigCommand::Check(_) => {
+            layers.iter().fold(String::new(), |text, layer| text + &format!("{} is valid\n", shown(&layer.path)))
+        }
+    };
+    style::print(&text)?;
+    Ok(exit::OK)
+}
+
+fn without_scope(file: &Path) -> Exit {
+    let line = format!("{} is valid, but nothing is in scope; set cgroups, users or exes in [scope]", shown(file));
+    Exit::new(exit::NO_SCOPE, line)
+}
+
+/// A configuration file that sets the same, with the origin of each value as a comment.
+fn text(layers: &[Layer]) -> String {
+    let preset: Preset = merged(layers).text("preset").and_then(|name| name.parse().ok()).unwrap_or_default();
+    let defaults = Config::of_preset(preset);
+    let mut text = String::new();
+    for section in SECTIONS {
+        let gap = if text.is_empty() { "" } else { "\n" };
+        let _ = writeln!(text, "{gap}[{}]", section.name);
+        for option in OPTIONS.iter().filter(|option| option.section == section.name) {
+            let set = layers.iter().rev().find_map(|layer| Some((layer, layer.values.get(option.key)?)));
+            let _ = match (set, option.default_value(&defaults)) {
+                (Some((layer, value)), _) => {
+                    writeln!(text, "{} = {}  # {}", option.key, option.written(value), shown(&layer.path))
+                }
+                (None, Some(value)) => writeln!(text, "{} = {}  # default", option.key, option.written(&value)),
+                (None, None) => writeln!(text, "#{}  # not set", option.key),
+            };
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_cli::config_file::parse;
+
+    fn layer(path: &str, text: &str) -> Layer {
+        Layer { path: path.into(), values: parse(text, path).unwrap() }
+    }
+
+    #[test]
+    fn every_value_is_shown_with_its_origin_and_can_be_read_again() {
+        let first = "[scope]\nexes = [\"a \\\"b\\\\\"]\n[run]\ngovernor = \"low\"\npreset = \"sensitive\"\ntop-share = 0.5\n\
+            [[domains.rule]]\nname = \"a\"\nuser = 33\n[numa.domains]\n\"a\\u001b\" = \"priority\"\n";
+        let layers =
+            [layer("/1", first), layer("/2", "[run]\ngovernor = \"quiet\"\n[limits]\nlongest-stop = \"1ms\"\n")];
+        let text = text(&layers);
+        for line in [
+            "exes = [\"a \\\"b\\\\\"]  # /1",
+            "governor = \"quiet\"  # /2",
+            "top-share = 0.5  # /1",
+            "round = \"85ms\"  # default",
+            "levels = 4  # default",
+            "all = false  # default",
+            "#users  # not set",
+            "longest-stop = \"1ms\"  # /2",
+            "rule = [{ name = \"a\", user = \"33\" }]  # /1",
+            "domains = { \"a\\u001b\" = \"priority\" }  # /1",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is missing in {text}");
+        }
+        let (read, values) = (parse(&text, "show").unwrap(), merged(&layers));
+        for option in OPTIONS {
+            if let Some(value) = values.get(option.key) {
+                assert_eq!(read.get(option.key), Some(value));
+            }
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! The program `pagefold`: see the library.
+
+fn main() -> std::process::ExitCode {
+    pagefold::main()
+}
