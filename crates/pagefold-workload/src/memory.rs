@@ -7,6 +7,12 @@ use memmap2::MmapMut;
 use pagefold_core::random::finalize;
 use pagefold_core::units::PAGE_SIZE;
 
+/// Neighbours in permuted memory are so many pages apart: a prime, so that every page of a length that it does not divide comes.
+const STRIDE: u64 = 7919;
+
+/// Coprime to a hundred, which spreads the pages of one content.
+const SPREAD: u64 = 37;
+
 /// The memory of one segment.
 pub struct Filled {
     segment: Segment,
@@ -73,11 +79,13 @@ fn write(segment: Segment, page: &mut [u8], number: u64) {
     // Each kind has its own sequences, so that equal seeds of two kinds do not make duplicates.
     match segment {
         Segment::Same { seed, .. } => fill(page, finalize(seed) ^ 1, 0),
-        Segment::Random { seed, .. } => {
+        Segment::Thin { seed, percent, .. } if number * SPREAD % 100 < percent => fill(page, finalize(seed) ^ 1, 0),
+        Segment::Random { seed, .. } | Segment::Thin { seed, .. } => {
             fill(page, finalize(finalize(seed) ^ u64::from(std::process::id())) ^ 2, number);
         }
         Segment::Zero { .. } => std::hint::black_box(page).fill(0),
         Segment::Shared { seed, .. } => fill(page, finalize(seed) ^ 3, number),
+        Segment::Permuted { seed, pages } => fill(page, finalize(seed) ^ 3, number * STRIDE % pages),
         Segment::Pairs { seed, pages } => fill(page, finalize(seed) ^ 4, number % (pages / 2).max(1)),
         Segment::Tails { seed, .. } => fill_but_tail(page, finalize(seed) ^ 5, number),
     }
@@ -110,6 +118,11 @@ mod tests {
         assert!(copies(&[&shared, &copy]).values().all(|&count| count == 2));
         let (random, tails) = (make(Segment::Random { pages: 8, seed: 7 }), make(Segment::Tails { pages: 8, seed: 7 }));
         assert_eq!(copies(&[&random, &tails, &shared, &same, &pairs]).len(), 8 + 8 + 8 + 1 + 4);
+        let permuted = make(Segment::Permuted { pages: 8, seed: 7 });
+        assert!(copies(&[&shared, &permuted]).values().all(|&count| count == 2));
+        assert_ne!(shared.pages()[PAGE_SIZE..], permuted.pages()[PAGE_SIZE..]);
+        let thin = make(Segment::Thin { pages: 200, seed: 7, percent: 8 });
+        assert_eq!(copies(&[&thin]).len(), 200 - 16 + 1);
         assert!(make(Segment::Zero { pages: 3 }).pages().iter().all(|&byte| byte == 0));
     }
 

@@ -45,6 +45,10 @@ pub enum Segment {
     Zero { pages: u64 },
     /// Contents that differ within the segment and are the same in every tenant.
     Shared { pages: u64, seed: u64 },
+    /// The contents of `Shared`, in another order.
+    Permuted { pages: u64, seed: u64 },
+    /// So many of a hundred pages have one content, spread evenly; the others are like `Random`.
+    Thin { pages: u64, seed: u64, percent: u64 },
     /// Every content exactly twice, half the segment apart.
     Pairs { pages: u64, seed: u64 },
     /// Pages that differ only in their last eight bytes (the page's index): the worst case for a comparison.
@@ -59,6 +63,8 @@ impl Segment {
             | Self::Random { pages, .. }
             | Self::Zero { pages }
             | Self::Shared { pages, .. }
+            | Self::Permuted { pages, .. }
+            | Self::Thin { pages, .. }
             | Self::Pairs { pages, .. }
             | Self::Tails { pages, .. } => Pages(pages),
         }
@@ -133,6 +139,8 @@ mod tests {
             Segment::Shared { pages: 6, seed: 2 },
             Segment::Pairs { pages: 7, seed: 3 },
             Segment::Tails { pages: 8, seed: 4 },
+            Segment::Permuted { pages: 9, seed: 2 },
+            Segment::Thin { pages: 10, seed: 5, percent: 8 },
         ]);
         let json = serde_json::to_string(&spec).unwrap();
         assert_eq!(serde_json::from_str::<TenantSpec>(&json).unwrap(), spec);

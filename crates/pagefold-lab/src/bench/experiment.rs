@@ -6,6 +6,7 @@ mod hash;
 mod idle;
 mod mapper;
 pub(crate) mod numa;
+mod on_request;
 mod pairs;
 mod real_programs;
 mod recall;
@@ -49,7 +50,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 13] = [
+pub const EXPERIMENTS: [Experiment; 14] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
@@ -63,6 +64,7 @@ pub const EXPERIMENTS: [Experiment; 13] = [
     scan::EXPERIMENT,
     hash::EXPERIMENT,
     numa::EXPERIMENT,
+    on_request::EXPERIMENT,
 ];
 
 impl Experiment {

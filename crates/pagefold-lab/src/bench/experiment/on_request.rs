@@ -1,0 +1,237 @@
+//! Finding and merging together, by each way to merge: KSM's own scanning, pagefold with ksmd, pagefold on request. Needs a
+//! kernel with `/dev/ksm`, which `--in-guest` brings; there, CPU seconds are counted instructions.
+
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use crate::bench::daemon;
+use crate::bench::page_tables::{self, most_and_mean};
+use crate::bench::policy::{Enough, Policy};
+use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
+use crate::bench::sampler::Sampler;
+use crate::programs::Target;
+use pagefold_core::units::{Bytes, Pages, whole};
+use pagefold_linux::inject::mark::mark;
+use pagefold_linux::ksm::Knob;
+use pagefold_linux::proc::process::Process;
+use pagefold_linux::scope::eligible::eligible_spans;
+use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
+use std::time::Duration;
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "on-request",
+    claim: "ours: pagefold merges on request with a fraction of the CPU time that it takes with ksmd, finding included: 950 MiB a \
+            CPU second of one content, 250 of contents that exist twice, 150 and 60 where 8 and 3 % of the memory are duplicate",
+    run,
+};
+
+/// The policy that is judged.
+const JUDGED: [&str; 4] = ["--governor", "full", "--mechanism", "request"];
+const ON_KSMD: [&str; 4] = ["--governor", "full", "--mechanism", "ksmd"];
+const KSM_PAGES: u64 = 1000;
+
+/// Time for which pagefold runs before the first of several programs starts.
+const HEAD_START: Duration = Duration::from_secs(2);
+
+/// Memory to merge.
+struct Work {
+    name: &'static str,
+    /// One tenant for each.
+    segments: Vec<Segment>,
+    /// Pages that merging all duplicates frees.
+    savable: u64,
+    /// Whether a further tenant rewrites memory of the same content.
+    rewriting: bool,
+    /// What is required of merging on request: MiB a CPU second and seconds, to 90 %.
+    at_least: f64,
+    within: Option<f64>,
+}
+
+fn works(scale: u64) -> Vec<Work> {
+    let pages = |mebibytes: u64| mib(mebibytes).0 / scale;
+    let random = Segment::Random { pages: pages(256), seed: 2 };
+    let same = |mebibytes| Segment::Same { pages: pages(mebibytes), seed: 1 };
+    let (pair, alone) = (pages(192), Segment::Random { pages: pages(192), seed: 12 });
+    let thin = |name, percent, at_least, within| Work {
+        name,
+        segments: vec![Segment::Thin { pages: pages(384), seed: 14, percent }],
+        savable: pages(384) * percent / 100,
+        rewriting: false,
+        at_least,
+        within,
+    };
+    vec![
+        Work {
+            name: "one content",
+            segments: vec![same(256), random],
+            savable: pages(256),
+            rewriting: false,
+            at_least: 950.0,
+            within: Some(1.5),
+        },
+        Work {
+            name: "pairs",
+            segments: vec![
+                Segment::Shared { pages: pair, seed: 11 },
+                Segment::Permuted { pages: pair, seed: 11 },
+                alone,
+                alone,
+            ],
+            savable: pair,
+            rewriting: false,
+            at_least: 250.0,
+            within: Some(1.5),
+        },
+        Work {
+            name: "rewritten",
+            segments: vec![same(128), random],
+            savable: pages(128),
+            rewriting: true,
+            at_least: 950.0,
+            within: None,
+        },
+        thin("thin, 8 %", 8, 150.0, Some(10.0)),
+        thin("thin, 3 %", 3, 60.0, None),
+    ]
+}
+
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+    let (scale, ksm_seconds, seconds) = if setting.quick { (16, 5, 20) } else { (1, 25, 60) };
+    report.parameters([("scale", scale), ("seconds_ksm", ksm_seconds), ("seconds", seconds)]);
+    let mut sequence = PolicySequence::take(setting)?;
+    for work in works(scale) {
+        let enough = Enough { saved_bytes: Pages(work.savable).bytes().0 / 10 * 9, seconds: 0 };
+        let ours = |options| Policy::pagefold_with(seconds, options).until(enough);
+        let policies = [
+            Policy::KsmPaced { pages: KSM_PAGES, seconds: ksm_seconds },
+            Policy::KsmEverything,
+            ours(&ON_KSMD),
+            ours(&JUDGED),
+        ];
+        eprintln!("{}: {}", report.experiment, work.name);
+        // The number of answers is that of the tenants.
+        sequence.expected = None;
+        for policy in &policies {
+            let before = report.runs.len();
+            sequence.run(report, policy, || start(setting, &work, scale))?;
+            let Some(run) = report.runs.get_mut(before) else { continue };
+            let name = format!("{}: {policy}", work.name);
+            run.policy.clone_from(&name);
+            let saved = Bytes(run.saved_bytes).mib();
+            let reached = run.reaching(0.9, Pages(work.savable).bytes().0);
+            let figures = reached.map(|point| (Bytes(point.saved_bytes).mib() / point.cpu_seconds(), point));
+            report.figure(format!("{name}: MiB saved"), saved);
+            if let Some((speed, point)) = figures {
+                report.figure(format!("{name}: seconds to 90 %"), point.seconds);
+                report.figure(format!("{name}: MiB a CPU second to 90 %"), speed);
+                report.figure(format!("{name}: CPU seconds to 90 %, of pagefold"), point.daemon_seconds);
+            }
+            if *policy == policies[3] && !setting.quick {
+                let speed = figures.map_or(0.0, |(speed, _)| speed);
+                report.bar(format!("{name}: MiB a CPU second to 90 %"), Limit::AtLeast(work.at_least), Some(speed));
+                if let Some(within) = work.within {
+                    let took = figures.map_or(seconds as f64, |(_, point)| point.seconds);
+                    report.bar(format!("{name}: seconds to 90 %"), Limit::AtMost(within), Some(took));
+                }
+            }
+        }
+    }
+    if setting.emulated {
+        successors(setting, &mut sequence, report)?;
+    }
+    drop(sequence);
+    report.bar_on_answers();
+    Ok(())
+}
+
+fn start(setting: &ExperimentSetting<'_>, work: &Work, scale: u64) -> anyhow::Result<Vec<Box<dyn Target>>> {
+    let mut targets =
+        work.segments.iter().map(|&segment| setting.tenant(segment)).collect::<anyhow::Result<Vec<_>>>()?;
+    if work.rewriting {
+        let spec = TenantSpec::new([Segment::Same { pages: mib(8).0 / scale, seed: 1 }])
+            .with_activity(Activity::Breaker { every_us: 10_000 });
+        let mut tenant = Tenant::start(setting.player, &spec)?;
+        tenant.begin()?;
+        targets.push(Box::new(tenant));
+    }
+    Ok(targets)
+}
+
+/// Programs, one after the other, each with memory of one content for some seconds. pagefold finds them by their executable,
+/// which is this program's, so only in an emulated machine.
+fn successors(
+    setting: &ExperimentSetting<'_>,
+    sequence: &mut PolicySequence<'_>,
+    report: &mut ExperimentReport,
+) -> anyhow::Result<()> {
+    let paced = Policy::KsmPaced { pages: KSM_PAGES, seconds: 0 }.to_string();
+    let ours = [ON_KSMD, JUDGED].map(|options| (Policy::pagefold_with(0, &options).to_string(), Some(options)));
+    for (policy, options) in [(paced, None)].into_iter().chain(ours) {
+        let name = format!("successors: {policy}");
+        if !setting.wants(&policy) {
+            continue;
+        }
+        eprintln!("{}: {name}", report.experiment);
+        match succession(sequence, &name, options) {
+            Ok(run) => {
+                let held = Bytes(run.saved_bytes).mib();
+                report.figure(format!("{name}: MiB held on average"), held);
+                report.figure(format!("{name}: CPU seconds"), run.cpu_seconds);
+                if options == Some(JUDGED) && !setting.quick {
+                    report.bar(format!("{name}: MiB held on average"), Limit::AtLeast(55.0), Some(held));
+                    report.bar(format!("{name}: CPU seconds"), Limit::AtMost(0.7), Some(run.cpu_seconds));
+                }
+                report.runs.push(run);
+            }
+            Err(error) => {
+                // It may have failed at any point.
+                sequence.control.unmerge()?;
+                sequence.failed(report, name, &error)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Runs the programs under pagefold with these options, or under KSM. The memory saved is the average over their lives, by their
+/// page tables: KSM's counters include programs that have ended until the next ksmd scan.
+fn succession(sequence: &mut PolicySequence<'_>, name: &str, options: Option<[&str; 4]>) -> anyhow::Result<PolicyRun> {
+    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
+    let (mebibytes, life, count) = if setting.quick { (8, 3, 2) } else { (64, 16, 4) };
+    sequence.control.kernel_defaults()?;
+    let sampler = Sampler::start()?;
+    let daemon = if let Some(options) = options {
+        let executable = setting.player.display().to_string();
+        let scope = ["--exe", &executable];
+        let daemon = daemon::run(setting.program, &[], &[&options[..], &scope[..]].concat())?;
+        sampler.watch(daemon.meter()?);
+        interrupt.sleep(HEAD_START)?;
+        Some(daemon)
+    } else {
+        sequence.control.set(Knob::PagesToScan, KSM_PAGES)?;
+        sequence.control.set(Knob::Run, 1)?;
+        None
+    };
+    let (mut held, mut intact) = (0.0, true);
+    let spec = TenantSpec::new([Segment::Same { pages: mib(mebibytes).0, seed: 1 }]);
+    for _ in 0..count {
+        let mut tenant = Tenant::start(setting.player, &spec)?;
+        let process = Process::open(tenant.pid())?;
+        if options.is_none() {
+            mark(&process, &eligible_spans(&process)?)?;
+        }
+        let watch = page_tables::watch(&[process])?;
+        interrupt.sleep(Duration::from_secs(life))?;
+        held += most_and_mean(&watch.finish()?).1;
+        intact &= tenant.verify()? == Verdict::Intact;
+    }
+    let mut run = PolicyRun { policy: name.to_owned(), ..PolicyRun::default() };
+    run.summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
+    let points = sampler.finish()?;
+    sequence.control.unmerge()?;
+    // By its own clock: the time of children that have ended includes that of the programs.
+    run.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
+    run.set_samples(&points);
+    (run.curve, run.seconds_to_90_percent, run.cpu_ksmd_seconds_to_90_percent) = (Vec::new(), None, None);
+    run.saved_bytes = whole(held / f64::from(count));
+    run.answers_correct = Answers { before: true, during: intact, after: intact };
+    Ok(run)
+}
