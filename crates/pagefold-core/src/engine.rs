@@ -12,6 +12,7 @@ mod samples;
 
 use crate::config::Config;
 use crate::governor::{Budget, Governor, Pace, share_ns};
+use crate::hash::{DigestSet, LINES};
 use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, SamplePlan, Samples, Snapshot};
 use crate::index::{Index, PageStatus};
 use crate::keys::{DomainKey, RegionKey};
@@ -22,13 +23,19 @@ use crate::marking::marker::{Marker, marked_resident};
 use crate::merging::{Inputs, ScanScheduler};
 use crate::placement::placer::Placer;
 use crate::region::table::RegionTable;
-use crate::region::{Region, Stage};
+
+use crate::region::{Region, Stage, print};
 use crate::report::EngineReport;
 use crate::requests::Requests;
 use crate::sampling::ladder::{Ladder, ReadPlan};
+use crate::strength::Strength;
 use crate::units::{Pages, Permyriad, count};
+use rustc_hash::FxHashSet;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
+/// The most digests that are remembered because pages of different contents have them.
+const COLLIDING_MOST: usize = 1 << 16;
 /// While ksmd works, the host is observed at least this often, nanoseconds.
 const OBSERVE_NS: u64 = 50_000_000;
 /// Observing ksmd may take this fraction of the governor's share of a core.
@@ -56,6 +63,11 @@ pub struct Engine {
     marker: Marker,
     scheduler: ScanScheduler,
     requests: Requests,
+    strength: Strength,
+    /// Digests that pages of different contents have, at this strength.
+    colliding: Arc<DigestSet>,
+    /// What surveys remember of them.
+    colliding_prints: FxHashSet<u32>,
     placer: Placer,
     lifetimes: Lifetimes,
     ledger: Ledger,
@@ -117,6 +129,9 @@ impl Engine {
             marker: Marker::default(),
             scheduler: ScanScheduler::default(),
             requests: Requests::default(),
+            strength: Strength::default(),
+            colliding: Arc::default(),
+            colliding_prints: FxHashSet::default(),
             placer: Placer::default(),
             lifetimes: Lifetimes::default(),
             ledger: Ledger::default(),
@@ -214,10 +229,10 @@ impl Engine {
             self.update_regions(&snapshot);
         }
         self.snapshot = snapshot;
-        let pace = self.pace();
+        let (pace, lines) = (self.pace(), self.lines());
         if self.paused {
             self.reading = ReadPlan::default();
-            return SamplePlan { digest_seed: self.config.seed, ..SamplePlan::default() };
+            return SamplePlan { digest_seed: self.config.seed, lines, ..SamplePlan::default() };
         }
         let new_round = self.ladder.start_round(now_ns, pace);
         let room = self.room_ns(pace) / self.ladder.sample_ns();
@@ -239,7 +254,35 @@ impl Engine {
         }
         let (merging, room_ns) = (self.scheduler.is_busy(), self.room_ns(pace));
         let inspect = self.placer.inspect(&self.table, &self.snapshot, merging, room_ns);
-        SamplePlan { runs, digest_seed: self.config.seed, shared: self.several_domains(), activity, inspect }
+        let (colliding, shared) = (self.colliding.clone(), self.several_domains());
+        SamplePlan { runs, digest_seed: self.config.seed, lines, colliding, shared, activity, inspect }
+    }
+
+    /// Whether pages can be hashed in part: the kernel does so, and compares what it merges.
+    fn hashes_lines(&self) -> bool {
+        self.snapshot.hashes_lines && self.on_request()
+    }
+
+    /// The number of cache lines to hash of each page. `None`: pages are read whole. So they are if nothing will be merged: what
+    /// is reported depends on digests alone then.
+    fn lines(&mut self) -> Option<u32> {
+        if !self.hashes_lines() {
+            return None;
+        }
+        if !self.snapshot.ksm.ours && self.strength.raise_to_full() {
+            self.forget_digests();
+        }
+        Some(self.strength.lines()).filter(|&lines| lines < LINES)
+    }
+
+    /// Forgets all digests: those to come cannot be compared with them. What was worth reading whole is read again.
+    fn forget_digests(&mut self) {
+        self.index = Index::new();
+        self.colliding = Arc::default();
+        self.colliding_prints.clear();
+        self.bottom_pages = 0;
+        let levels = self.ladder.levels();
+        self.table.iter_mut().for_each(|region| region.forget_digests(levels));
     }
 
     /// Learns what the last cycle cost. The cost of a sample includes everything its cycle cost, so that shares hold for
@@ -417,7 +460,20 @@ impl Engine {
     /// Accounts for what was done; returns how long to wait before the next cycle, nanoseconds.
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.record(actions, outcome);
-        self.requests.record(&outcome.merges, &mut self.table, &mut self.index);
+        let (mut collisions, colliding) = (0, Arc::make_mut(&mut self.colliding));
+        self.requests.record(&outcome.merges, &mut self.table, &mut self.index, |digest| {
+            collisions += 1;
+            colliding.insert(digest);
+            self.colliding_prints.insert(print(digest));
+        });
+        if colliding.len() > COLLIDING_MOST || self.strength.lines() == LINES {
+            colliding.clear();
+            self.colliding_prints.clear();
+        }
+        let compares = self.hashes_lines() && self.snapshot.ksm.ours;
+        if compares && self.strength.record(self.read, collisions, count(self.index.len())) {
+            self.forget_digests();
+        }
         self.placer.record_moved(outcome.moved);
         if !actions.mark.is_empty() {
             self.allowance.adapt_stop_size(&outcome.stops);

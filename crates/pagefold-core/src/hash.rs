@@ -6,6 +6,7 @@
 use crate::keys::DomainKey;
 use crate::random::{INCREMENT, finalize, mix};
 use crate::units::PAGE_SIZE;
+use rustc_hash::FxHashSet;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
@@ -28,6 +29,9 @@ impl Digest {
         if self == Self::ZERO || domain == DomainKey(0) { self } else { Self(self.0 ^ mix(u64::from(domain.0))) }
     }
 }
+
+/// A set of digests.
+pub type DigestSet = FxHashSet<Digest>;
 
 /// Computes digests: XXH3 with a secret derived from a seed, so that pages that collide cannot be prepared.
 ///
@@ -73,9 +77,9 @@ const LINE_BYTES: usize = PAGE_SIZE / LINES as usize;
 /// Digests pages by some of their cache lines, as the kernel hashes them in place: `struct ksm_hash` in
 /// `kernel/include/linux/ksm.h` defines the hash and the order of the lines, which depend on a key.
 ///
-/// Most contents that differ do so in a few lines (UKSM section 6). Pages of zeros are the exception, as memory that is
-/// hardly used is zero in most places: a page whose lines are zero is digested by all of its lines. So a digest is still
-/// determined by the content and the number of lines, and [`Digest::ZERO`] still means a page of zeros.
+/// Most contents that differ do so in a few lines (UKSM section 6). Where different pages are known to have the same hash, pages
+/// with that hash are digested by all of their lines. The hash of zeros is always one of these, as memory that is hardly used
+/// is zero in most places. So [`Digest::ZERO`] still means a page of zeros.
 #[derive(Clone, Debug)]
 pub struct LineDigester {
     key: u64,
@@ -128,30 +132,32 @@ impl LineDigester {
         })
     }
 
-    /// The digests of pages, given a function that makes hashes of `from` lines ones of `to` lines. As in the kernel, 0 is no
-    /// hash, and passed over unless `from` is 0. Pages without a hash have no digest.
+    /// The digests of pages, given a function that makes hashes of `from` lines ones of `to` lines, from the page with a number
+    /// on. As in the kernel, 0 is no hash, and passed over unless `from` is 0. Pages without a hash have no digest. `colliding` are digests that different
+    /// pages are known to have.
     ///
     /// # Errors
     /// That of the function.
     pub fn digests<E>(
         &self,
         hashes: &mut [u64],
-        mut change: impl FnMut(&mut [u64], u32, u32) -> Result<(), E>,
+        colliding: &DigestSet,
+        mut change: impl FnMut(usize, &mut [u64], u32, u32) -> Result<(), E>,
         mut digest: impl FnMut(usize, Digest),
     ) -> Result<(), E> {
         let zeros = |lines| self.hash_lines(lines, |_| [0; LINE_BYTES / 8]);
-        change(hashes, 0, self.lines)?;
+        change(0, hashes, 0, self.lines)?;
         let (weak, strong) = (zeros(self.lines), zeros(LINES));
         let (mut first, mut end) = (hashes.len(), 0);
         for (at, hash) in hashes.iter_mut().enumerate().filter(|(_, hash)| **hash != 0) {
-            if *hash == weak {
+            if *hash == weak || colliding.contains(&Digest(*hash)) {
                 (first, end) = (first.min(at), at + 1);
             } else {
                 digest(at, Digest(std::mem::take(hash)));
             }
         }
         if first < end && self.lines < LINES {
-            change(&mut hashes[first..end], self.lines, LINES)?;
+            change(first, &mut hashes[first..end], self.lines, LINES)?;
         }
         for (at, &hash) in hashes.iter().enumerate().filter(|(_, hash)| **hash != 0) {
             digest(at, if hash == strong { Digest::ZERO } else { Digest(hash) });
@@ -258,10 +264,8 @@ mod tests {
         let digester = LineDigester::new(7, lines);
         let (mut digests, mut strong) = (vec![None; pages.len()], 0);
         let mut hashes = vec![99; pages.len()];
-        let begin = hashes.as_ptr().addr();
-        let change = |hashes: &mut [u64], from: u32, to: u32| {
-            let skipped = (hashes.as_ptr().addr() - begin) / 8;
-            for (hash, page) in hashes.iter_mut().zip(&pages[skipped..]) {
+        let change = |first: usize, hashes: &mut [u64], from: u32, to: u32| {
+            for (hash, page) in hashes.iter_mut().zip(&pages[first..]) {
                 *hash = match page {
                     Some(page) if from == 0 || *hash != 0 => {
                         strong += u32::from(from > 0);
@@ -272,7 +276,7 @@ mod tests {
             }
             Ok::<(), ()>(())
         };
-        digester.digests(&mut hashes, change, |at, digest| digests[at] = Some(digest)).unwrap();
+        digester.digests(&mut hashes, &DigestSet::default(), change, |at, digest| digests[at] = Some(digest)).unwrap();
         (digests, strong)
     }
 

@@ -4,12 +4,13 @@
 //! cycles. The live machine and the simulated one implement the same trait, so the code that is tested in virtual time is the
 //! code that runs.
 
-use crate::hash::Digest;
+use crate::hash::{Digest, DigestSet};
 use crate::keys::{DomainKey, FamilyKey, NodeKey, NodeSet, OwnerKey, RegionKey};
 use crate::placement::policy::Placement;
 use crate::units::{Pages, Permyriad, Vpn, as_seconds};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// A machine whose memory is judged. All calls work on whole batches.
 ///
@@ -45,6 +46,8 @@ pub struct Snapshot {
     pub ksm: KsmView,
     /// How equal pages are merged.
     pub mechanism: Mechanism,
+    /// Whether pages can be hashed in place, by some of their cache lines.
+    pub hashes_lines: bool,
     /// How scarce memory is.
     pub memory: MemoryView,
     /// CPU time spent so far in the run.
@@ -174,6 +177,11 @@ pub struct SamplePlan {
     pub runs: Vec<PageRun>,
     /// The seed of all digests of this run.
     pub digest_seed: u64,
+    /// The number of cache lines of a page to hash in place ([`LineDigester`](crate::hash::LineDigester)). `None`: pages are
+    /// read, and digested whole ([`Digester`](crate::hash::Digester)).
+    pub lines: Option<u32>,
+    /// Digests by so few lines that pages of different contents have. Such pages are digested by all lines instead.
+    pub colliding: Arc<DigestSet>,
     /// Whether to read fork-shared pages as well, without unsharing them. Private and merged pages are always read.
     pub shared: bool,
     /// The regions in which to report, before they are read, which private pages are active.

@@ -14,7 +14,7 @@ pub struct RequestCounts {
     pub merged: Pages,
     /// Merged already.
     pub shared: Pages,
-    /// Compared, and not equal: written since they were read.
+    /// Compared, and not equal: written since they were read, or only hashed alike.
     pub differing: Pages,
     /// Not merged for another reason.
     pub failed: Pages,

@@ -20,7 +20,7 @@
 //! | Which pages are merged with which, where the kernel merges on request? | [`requests`] |
 //! | On which node does a merged page live? | [`placement`] |
 //! | What may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second) |
-//! | Which contents have been seen? | [`index`], by [`hash`] |
+//! | Which contents have been seen? | [`index`], by [`hash`]; how much of a page is hashed: [`strength`] |
 //! | What has been saved and spent? | [`ledger`]; for people: [`report`] |
 //! | What can be set, and in which range? | [`config`] |
 //!
@@ -50,4 +50,5 @@ pub mod region;
 pub mod report;
 pub mod requests;
 pub mod sampling;
+pub mod strength;
 pub mod units;

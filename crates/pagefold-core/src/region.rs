@@ -12,6 +12,7 @@ mod usage;
 
 pub use hold::{Hold, LeaveAlone};
 pub use marks::{MarkedSamples, Marks, covers};
+pub(crate) use survey::print;
 pub use survey::{RUN_PAGES, Survey};
 pub use usage::{PageSet, Usage};
 
@@ -153,6 +154,17 @@ impl Region {
         self.stage = Stage::Examine(self.view.first);
         self.extents.clear();
         self.survey.start_examination();
+    }
+
+    /// Forgets the digests of its pages. If the region was worth reading whole, it is read again.
+    pub fn forget_digests(&mut self, top: usize) {
+        self.usage.cow_breaks.forget_pages();
+        self.survey.forget_digests(self.stage == Stage::Survey);
+        if self.stage != Stage::Survey && self.hold.reason().is_none() {
+            self.examine(top);
+        } else {
+            self.level = 1;
+        }
     }
 
     /// Ends the examination: the whole region has been read, and its contents claimed for its trust domain if `claimed`.

@@ -88,8 +88,15 @@ impl Requests {
         self.kept.clear();
     }
 
-    /// Records what came of the ranges. A page that could not be merged with the one kept for its content is kept instead.
-    pub fn record(&mut self, results: &[MergeResult], table: &mut RegionTable, index: &mut Index) {
+    /// Records what came of the ranges. A page that could not be merged with the one kept for its content is kept instead. Calls
+    /// `differs` with the digest of each page that differs from the one kept for it.
+    pub fn record(
+        &mut self,
+        results: &[MergeResult],
+        table: &mut RegionTable,
+        index: &mut Index,
+        mut differs: impl FnMut(Digest),
+    ) {
         for MergeResult { range, merging } in results {
             for at in 0..range.take.pages {
                 let MergeRange { take, keep } = range.part(at, 1);
@@ -103,7 +110,14 @@ impl Requests {
                     Merging::Differs | Merging::Absent | Merging::Ineligible | Merging::Full => {
                         let page = (take.region, take.first);
                         if let Ok(at) = self.pairs.binary_search_by_key(&page, |pair| pair.take) {
-                            index.point_to(self.pairs[at].digest, self.pairs[at].location);
+                            let Pair { digest, location, .. } = self.pairs[at];
+                            index.point_to(digest, location);
+                            if *merging == Merging::Differs {
+                                // The domain is in it twice then, and so is not.
+                                differs(
+                                    table.get(location.slot).map_or(digest, |own| digest.in_domain(own.view.domain)),
+                                );
+                            }
                         }
                     }
                     Merging::Busy | Merging::Untried => {}
@@ -225,7 +239,9 @@ mod tests {
             MergeResult { range: whole.part(1, 1), merging: Merging::Differs },
             MergeResult { range: whole.part(0, 1), merging: Merging::Merged },
         ];
-        requests.record(&results, &mut table, &mut index);
+        let mut differing = Vec::new();
+        requests.record(&results, &mut table, &mut index, |digest| differing.push(digest));
+        assert_eq!(differing, [Digest(7 << 24)]);
         assert_eq!(index.page_of(Digest(7 << 24)), Some(location(6)));
         assert_eq!(index.page_of(Digest(6 << 24)), Some(Location { slot: 1, offset: 9 }));
         let merged = |key, page| {

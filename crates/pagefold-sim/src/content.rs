@@ -1,5 +1,6 @@
 //! Page contents: numbers that stand for the bytes of a page, and what is derived from them.
 
+use crate::knobs::Alike;
 use pagefold_core::hash::Digest;
 use pagefold_core::random::{INCREMENT, Random, finalize};
 
@@ -15,6 +16,14 @@ pub fn digest(id: u64, seed: u64) -> Digest {
         return Digest::ZERO;
     }
     Digest(finalize(finalize(id).wrapping_add(finalize(seed ^ INCREMENT))).max(1))
+}
+
+/// The digest of a page with content `id` by so many of its cache lines.
+pub(crate) fn line_digest(id: u64, seed: u64, lines: u32, alike: Alike) -> Digest {
+    let is_alike = lines < alike.distinct_from && finalize(id ^ INCREMENT) % 10_000 < u64::from(alike.share.0);
+    // Pages of zeros are recognized whatever the number of lines.
+    let id = if is_alike && id != 0 { content_of_series(u64::MAX, id % alike.groups.max(1)) } else { id };
+    digest(id, seed ^ finalize(u64::from(lines)))
 }
 
 /// ksmd's checksum of a page: 32 bits, as in the kernel. Never 0, which means that the page has not been visited.

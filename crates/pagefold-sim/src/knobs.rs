@@ -41,6 +41,17 @@ impl Forest {
     }
 }
 
+/// Contents that have the same hash as others unless many cache lines are hashed. By default, there are none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Alike {
+    /// The share of contents that are so.
+    pub share: Permyriad,
+    /// They are divided into so many groups, each with one hash.
+    pub groups: u64,
+    /// The number of hashed lines from which they are told apart.
+    pub distinct_from: u32,
+}
+
 /// The settings of a simulated machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "switches that have nothing to do with each other")]
@@ -59,6 +70,8 @@ pub struct Knobs {
     pub merge_any: bool,
     /// How pagefold merges pages. With [`Mechanism::Request`] the kernel has `/dev/ksm`; ksmd may run beside it.
     pub mechanism: Mechanism,
+    /// Contents that differ in few places.
+    pub alike: Alike,
     /// The probability that a process cannot be stopped, drawn for every attempt, or that a page to be merged on request is
     /// in use.
     pub busy: Permyriad,
@@ -77,7 +90,7 @@ impl Knobs {
         Self { use_zero_pages: true, max_page_sharing: 4_096, ..Self::default() }
     }
 
-    /// The kernel's defaults, on a kernel that merges on request: pagefold makes no settings there.
+    /// The kernel's defaults, on a kernel that merges on request and hashes pages in place: pagefold makes no settings there.
     pub fn requested() -> Self {
         Self { mechanism: Mechanism::Request, ..Self::default() }
     }
@@ -94,6 +107,7 @@ impl Default for Knobs {
             forest: Forest::Kernel,
             merge_any: false,
             mechanism: Mechanism::Ksmd,
+            alike: Alike::default(),
             busy: Permyriad(0),
             resident_age_ns: 5_000_000_000,
             granularity: 1,

@@ -53,7 +53,7 @@ mod workload;
 pub use comparisons::SearchCounts;
 pub use costs::Costs;
 pub use host::SimHost;
-pub use knobs::{Classes, Forest, Knobs};
+pub use knobs::{Alike, Classes, Forest, Knobs};
 pub use memory::GroundTruth;
 pub use uksmd::{HashStrength, Renewal, UksmSettings};
 pub use workload::scenario;

@@ -6,11 +6,12 @@ use common::{MIB, SECOND, Watched, assert_restarted_are_merged, config, engine, 
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::{Governor, WINDOW_NS, share_ns};
-use pagefold_core::host::{MergeResult, Merging};
+use pagefold_core::hash::LINES;
+use pagefold_core::host::{Keep, MergeResult, Merging};
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::placement::policy::Placement;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
-use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, scenario};
+use pagefold_sim::{Alike, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, scenario};
 use proptest::prelude::*;
 
 /// Starts a process with one region now.
@@ -309,4 +310,72 @@ fn the_surviving_copy_is_chosen_beforehand() {
     let merged = frames[0] + frames[1];
     assert!(frames[0].0 * 100 >= merged.0 * 48 && frames[0].0 * 100 <= merged.0 * 52, "{frames:?}");
     assert!(watched.moves.is_empty(), "{:?}", watched.moves);
+}
+
+/// Pages that are alike are merged with none but their copies, whatever the hash; and in the end with all of them.
+fn assert_only_copies_are_merged(alike: Alike, seed: u64, seconds: u64) -> Watched {
+    let mut host = SimHost::new(seed, Costs::default(), Knobs { alike, ..Knobs::requested() });
+    for family in [1, 1, 2] {
+        add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Series(family)).of_family(family));
+    }
+    add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Random));
+    add(&mut host, 0, Mapping::new(Pages(MIB), Fill::Zeros));
+    let savable = host.truth().savable;
+    let (mut watched, mut engine) = (Watched::new(host), Engine::new(Config { seed, ..config() }));
+    watched.run(&mut engine, seconds);
+    let content = |(region, page)| watched.host.page(region, page).unwrap().0;
+    for (_, MergeResult { range, merging }) in &watched.merges {
+        for number in (0..range.take.pages).filter(|_| matches!(merging, Merging::Merged | Merging::Differs)) {
+            let part = range.part(number, 1);
+            let kept = match part.keep {
+                Keep::Run(region, page) | Keep::Page(region, page) => content((region, page)),
+                Keep::Zero => 0,
+            };
+            let are_equal = content((part.take.region, part.take.first)) == kept;
+            assert_eq!(are_equal, *merging == Merging::Merged);
+        }
+    }
+    assert_eq!(watched.host.truth().contents, 3 * 16 * MIB);
+    nearly(watched.host.saved(), savable, 99);
+    let merged = pages(watched.merges.iter().map(|(_, result)| result), Merging::Merged);
+    assert_eq!(engine.ledger().requests.merged, Pages(merged));
+    watched
+}
+
+#[test]
+fn pages_that_differ_everywhere_are_hashed_in_small_part() {
+    let watched = assert_only_copies_are_merged(Alike::default(), 7, 20);
+    assert_eq!(watched.lines, [Some(2)]);
+}
+
+#[test]
+fn pages_alike_but_for_one_word_are_read_whole_after_a_short_time() {
+    let alike = Alike { share: Permyriad(10_000), groups: 1, distinct_from: LINES };
+    let watched = assert_only_copies_are_merged(alike, 7, 20);
+    assert_eq!(watched.lines, [Some(2), None]);
+    let in_vain = pages(watched.merges.iter().map(|(_, result)| result), Merging::Differs);
+    assert!(in_vain <= 4 * 16 * MIB, "{in_vain} comparisons in vain");
+}
+
+#[test]
+fn a_dry_run_does_not_depend_on_partial_hashes() {
+    let mut host = requested();
+    scenario::pairs(&mut host, Pages(16 * MIB), Pages(16 * MIB));
+    host.set_ours(false);
+    let (mut watched, mut engine) = (Watched::new(host), engine());
+    watched.run(&mut engine, 10);
+    assert_eq!(watched.lines, [None]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn results_do_not_depend_on_collisions(
+        share in prop_oneof![0_u32..500, 0_u32..10_000], groups in prop_oneof![1_u64..4, 1_u64..10_000],
+        power in 1_u32..7, seed in any::<u64>(),
+    ) {
+        let alike = Alike { share: Permyriad(share), groups, distinct_from: 1 << power };
+        let watched = assert_only_copies_are_merged(alike, seed, 300);
+        prop_assert!(watched.lines.len() <= 6, "{:?}", watched.lines);
+    }
 }

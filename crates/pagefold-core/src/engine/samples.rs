@@ -112,7 +112,8 @@ impl Engine {
         }
         let Some(region) = self.table.get_mut(slot) else { return Verdict::Single };
         let offset = region.offset(sample.page);
-        region.survey.probe(offset, sample.digest, region.stage == Stage::Survey);
+        let comparable = |print| !self.colliding_prints.contains(&print);
+        region.survey.probe(offset, sample.digest, region.stage == Stage::Survey, comparable);
         if !examined && region.is_marked(sample.page) {
             region.marks.samples.sampled += 1;
             region.marks.samples.unmerged += u64::from(duplicate);

@@ -25,8 +25,8 @@ pub struct Survey {
     next: u64,
     /// Pages visited since the region was last examined, whether or not they held memory.
     visited: u64,
-    /// Remembered pages: offset in the index, and 32 bits of the digest.
-    probes: Vec<(u32, u32)>,
+    /// Remembered pages: offset in the index, and 32 bits of the digest, if that is known.
+    probes: Vec<(u32, Option<u32>)>,
     revisited: u64,
     changed: u64,
 }
@@ -73,19 +73,31 @@ impl Survey {
         self.visited
     }
 
-    /// Remembers a sampled page (while `recording`), or compares it with what is remembered.
-    pub fn probe(&mut self, offset: u32, digest: Digest, recording: bool) {
-        // 32 bits of a digest are enough to see a change.
-        let print = low_bits(digest.0 >> 16, 32);
+    /// Remembers a sampled page (while `recording`), or compares it with what is remembered. That counts for nothing if it had a
+    /// digest that is no longer `comparable`.
+    pub fn probe(&mut self, offset: u32, digest: Digest, recording: bool, comparable: impl Fn(u32) -> bool) {
+        let print = print(digest);
         if recording {
             if self.probes.len() < PROBES_MAX {
-                self.probes.push((offset, print));
+                self.probes.push((offset, Some(print)));
             }
         } else if let Ok(at) = self.probes.binary_search_by_key(&offset, |&(offset, _)| offset) {
-            self.revisited += 1;
-            self.changed += u64::from(self.probes[at].1 != print);
-            self.probes[at].1 = print;
+            let before = self.probes[at].1.replace(print);
+            if let Some(before) = before.filter(|&before| before == print || comparable(before)) {
+                self.revisited += 1;
+                self.changed += u64::from(before != print);
+            }
         }
+    }
+
+    /// Forgets all digests, and what they have shown. A survey that is under way begins anew.
+    pub fn forget_digests(&mut self, under_way: bool) {
+        self.end_examination();
+        if under_way {
+            self.probes.clear();
+            self.next = 0;
+        }
+        self.probes.iter_mut().for_each(|probe| probe.1 = None);
     }
 
     /// The region is about to be read whole.
@@ -117,6 +129,11 @@ impl Survey {
     }
 }
 
+/// 32 bits of a digest, which are enough to see a change.
+pub fn print(digest: Digest) -> u32 {
+    low_bits(digest.0 >> 16, 32)
+}
+
 /// Regions of a family share their order, so copies of each other are sampled at the same places.
 fn order(view: &RegionView, seed: u64) -> Permutation {
     Permutation::new(view.pages.0.div_ceil(RUN_PAGES).max(1), mix(seed ^ view.family.0))
@@ -142,20 +159,43 @@ mod tests {
     }
 
     #[test]
+    fn pages_whose_digests_were_forgotten_have_not_changed() {
+        let mut survey = Survey::new(&test_view(1, 0, 1000), 7);
+        let visit = |survey: &mut Survey, digest: u64, recording| {
+            (0..100).for_each(|page| survey.probe(page, Digest(digest << 16), recording, |print| print < 4));
+        };
+        visit(&mut survey, 1, true);
+        survey.start_examination();
+        survey.forget_digests(false);
+        visit(&mut survey, 2, false);
+        visit(&mut survey, 2, false);
+        assert!(!survey.is_volatile(&Config::default()));
+        visit(&mut survey, 3, false);
+        visit(&mut survey, 4, false);
+        assert!(survey.is_volatile(&Config::default()));
+        // From a digest that cannot be compared to another one.
+        let before = (survey.revisited, survey.changed);
+        visit(&mut survey, 5, false);
+        assert_eq!((survey.revisited, survey.changed), before);
+        survey.forget_digests(true);
+        assert_eq!((survey.visited(), survey.probes.len(), survey.runs_left()), (0, 0, 250));
+    }
+
+    #[test]
     fn a_region_that_rewrites_its_pages_is_volatile() {
         let mut survey = Survey::new(&test_view(1, 0, 1000), 7);
         let digest = |page: u32, changed: bool| Digest(u64::from(page + u32::from(changed)) << 16);
         for page in 0..100 {
-            survey.probe(page, digest(page, false), true);
+            survey.probe(page, digest(page, false), true, |_| true);
         }
         survey.start_examination();
         for page in 0..100 {
-            survey.probe(page, digest(page, page % 2 == 0), false);
+            survey.probe(page, digest(page, page % 2 == 0), false, |_| true);
         }
         assert!(survey.is_volatile(&Config::default()));
         survey.start_examination();
         for page in 0..100 {
-            survey.probe(page, digest(page, page % 2 == 0), false);
+            survey.probe(page, digest(page, page % 2 == 0), false, |_| true);
         }
         assert!(!survey.is_volatile(&Config::default()));
     }

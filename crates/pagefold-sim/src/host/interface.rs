@@ -1,12 +1,12 @@
 //! The calls that pagefold makes ([`Host`]). Each costs CPU time, and virtual time passes meanwhile.
 
 use super::SimHost;
-use crate::content::digest;
+use crate::content::{digest, line_digest};
 use crate::memory::Backing;
 use pagefold_core::hash::Digest;
 use pagefold_core::host::{
-    Actions, Change, ChangeResult, Host, Marking, Outcome, PageRun, PageSample, PageState, RegionView, SamplePlan,
-    Samples, ScanOrder, Snapshot, Span, Stops,
+    Actions, Change, ChangeResult, Host, Marking, Mechanism, Outcome, PageRun, PageSample, PageState, RegionView,
+    SamplePlan, Samples, ScanOrder, Snapshot, Span, Stops,
 };
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::region::RUN_PAGES;
@@ -90,14 +90,24 @@ impl SimHost {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
         let (mut looked_at, mut read) = (0, 0);
         let (several, asked) = (self.memory.nodes.is_tracked(), plan.activity.contains(&run.region));
-        let mut looked_up = 0;
+        let (mut looked_up, mut whole) = (0, 0);
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             let state = self.memory.state(region, offset);
             looked_at += 1;
             let is_read = state.is_read(plan.shared);
             read += u64::from(is_read);
-            let found = if is_read { digest(region.content[offset as usize], plan.digest_seed) } else { Digest::ZERO };
+            let content = region.content[offset as usize];
+            let found = match plan.lines {
+                _ if !is_read => Digest::ZERO,
+                None => digest(content, plan.digest_seed),
+                Some(lines) => {
+                    let weak = line_digest(content, plan.digest_seed, lines, self.knobs.alike);
+                    let is_strong = weak == Digest::ZERO || plan.colliding.contains(&weak);
+                    whole += u64::from(is_strong);
+                    if is_strong { digest(content, plan.digest_seed) } else { weak }
+                }
+            };
             let private = state == PageState::Private;
             let huge = private && region.is_huge(offset);
             looked_up += u64::from(private && asked);
@@ -112,12 +122,22 @@ impl SimHost {
                 node: if several && private { self.memory.node_of(region, offset) } else { None },
             });
         }
-        let started = if read > 0 { self.costs.read_run_ns } else { 0 };
+        let costs = &self.costs;
+        let (run_ns, read_ns) = match plan.lines {
+            None => (costs.read_run_ns, costs.read_page_ns),
+            Some(lines) => {
+                let lines_ns = (u64::from(lines) * costs.hash_line_ns).min(costs.hash_whole_ns);
+                (costs.hash_run_ns, costs.hash_page_ns + lines_ns)
+            }
+        };
+        let started = if read > 0 { run_ns } else { 0 };
         // Runs longer than a sample are read completely.
         let times =
             if u64::from(run.pages) > RUN_PAGES { self.granularity.get() } else { self.granularity.samples(u64::MAX) };
-        let pages_ns =
-            looked_at * self.costs.pagemap_ns + looked_up * self.costs.kpageflags_ns + read * self.costs.read_page_ns;
+        let pages_ns = looked_at * costs.pagemap_ns
+            + looked_up * costs.kpageflags_ns
+            + read * read_ns
+            + whole * costs.hash_whole_ns;
         times * (started + pages_ns)
     }
 
@@ -190,8 +210,9 @@ impl Host for SimHost {
         let (now_ns, ksm) = (self.now_ns, self.ksm_as_observed());
         let (nodes, owners, places_ns) = self.observe_nodes(&owners);
         self.spend(price_ns + places_ns);
-        let mechanism = self.knobs.mechanism;
-        Ok(Snapshot { now_ns, regions, ksm, mechanism, memory: self.free, cost: self.cost(), nodes, owners })
+        let (mechanism, memory, cost) = (self.knobs.mechanism, self.free, self.cost());
+        let hashes_lines = mechanism == Mechanism::Request;
+        Ok(Snapshot { now_ns, regions, ksm, mechanism, hashes_lines, memory, cost, nodes, owners })
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {

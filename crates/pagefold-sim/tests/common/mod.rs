@@ -104,6 +104,8 @@ pub struct Watched {
     /// Spans marked or unmarked, and orders to ksmd.
     pub marks: u64,
     pub orders: u64,
+    /// The numbers of cache lines that pages were hashed by, one after the other.
+    pub lines: Vec<Option<u32>>,
     pub looks: u64,
     pub activity: u64,
     /// Snapshots that contained nodes or processes.
@@ -112,9 +114,9 @@ pub struct Watched {
 
 impl Watched {
     pub fn new(host: SimHost) -> Self {
-        let (owners, pages, stops, moves, merges) = Default::default();
+        let (owners, pages, stops, moves, merges, lines) = Default::default();
         let (seen_ns, marks, orders, looks, activity, placed) = Default::default();
-        Self { host, seen_ns, owners, pages, stops, moves, merges, marks, orders, looks, activity, placed }
+        Self { host, seen_ns, owners, pages, stops, moves, merges, marks, orders, lines, looks, activity, placed }
     }
 
     /// Pages asked to be merged since a time, with their owners and those of the pages to keep.
@@ -147,6 +149,9 @@ impl Host for Watched {
         self.pages.extend(plan.runs.iter().map(|run| (now_ns, owners[&run.region], run.pages.into())));
         self.looks += plan.inspect.len() as u64;
         self.activity += plan.activity.len() as u64;
+        if self.lines.last() != Some(&plan.lines) {
+            self.lines.push(plan.lines);
+        }
         self.host.read(plan)
     }
 
