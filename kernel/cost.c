@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Instructions that the kernel takes for a merged page: by ksmd, and on request by /dev/ksm.
+ * Instructions that the kernel takes for a merged page: by ksmd, and on request by /dev/ksm. And for a page that is hashed in
+ * place, and one that is copied by process_vm_readv.
  *
  * To be run as root on one processor under QEMU's -icount shift=1, where two nanoseconds are one instruction, with nothing
  * else running. Other arguments are names of cases; default: all. Prints a line of text for each.
@@ -15,6 +16,7 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 #include <linux/ksm.h>
@@ -210,6 +212,47 @@ static void print(int kind, const char *how, double took, size_t pages, size_t m
 	fflush(stdout);
 }
 
+/* Pages that differ everywhere, in runs of so many */
+static void hash(void)
+{
+	static const size_t runs[] = { 256, 4 };
+	static const int lines[] = { 1, 2, 8, 32, 64 };
+	static char copy[256 * PAGE];
+	static uint64_t hashes[256];
+
+	prepare(PAIRS);
+	memset(copy, 1, sizeof(copy));
+	for (size_t r = 0; r < sizeof(runs) / sizeof(*runs); r++) {
+		size_t run = runs[r];
+		double began;
+
+		for (size_t l = 0; l < sizeof(lines) / sizeof(*lines); l++) {
+			began = now();
+			for (size_t i = 0; i < n; i += run) {
+				struct ksm_hash h = {
+					.version = KSM_ABI_VERSION, .pidfd = own, .to = lines[l], .nr_pages = run,
+					.addr = (uintptr_t)(a + i * PAGE), .key = 7, .hashes = (uintptr_t)hashes,
+				};
+
+				if (ioctl(dev, KSM_IOC_HASH, &h) || h.nr_done != run)
+					exit(5);
+			}
+			printf("hash       run %-8zu %8.0f instructions a page by %d lines\n", run, (now() - began) / 2 / n,
+			       lines[l]);
+		}
+		began = now();
+		for (size_t i = 0; i < n; i += run) {
+			struct iovec from = { a + i * PAGE, run * PAGE }, to = { copy, run * PAGE };
+
+			if (process_vm_readv(getpid(), &to, 1, &from, 1, 0) != (ssize_t)(run * PAGE))
+				break;
+		}
+		printf("copy       run %-8zu %8.0f instructions a page\n", run, (now() - began) / 2 / n);
+	}
+	fflush(stdout);
+	forget();
+}
+
 int main(int argc, char **argv)
 {
 	static const size_t runs[] = { 256, 32, 1 };
@@ -220,6 +263,8 @@ int main(int argc, char **argv)
 	knob("run", "0");
 	knob("pages_to_scan", "4294967295");
 	knob("sleep_millisecs", "100");
+	if (dev >= 0 && (argc < 2 || !strcmp(argv[1], "hash")))
+		hash();
 	for (int kind = 0; kind < KINDS; kind++) {
 		double took;
 		int asked = argc < 2;

@@ -14,10 +14,19 @@ pub enum Change {
     Drop { first: u64, pages: u64 },
 }
 
+/// Contents with this bit differ from each other in one word only.
+pub const ALIKE: u64 = 1 << 63;
+
 /// Fills a page with a content: the same bytes for the same number, zeros for 0.
 pub fn fill(page: &mut [u8], content: u64) {
     match content {
         0 => page.fill(0),
+        content if content & ALIKE != 0 => {
+            contents::fill(page, 0, ALIKE);
+            let words = page.len() as u64 / 8;
+            let at = usize::try_from(content % words * 8).expect("an offset");
+            page[at..at + 8].copy_from_slice(&content.to_ne_bytes());
+        }
         content => contents::fill(page, 0, content),
     }
 }

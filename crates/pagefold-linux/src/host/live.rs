@@ -10,7 +10,7 @@ pub use placing::Policies;
 
 use self::placing::Placing;
 use self::requesting::Requesting;
-use crate::host::sampling::{RegionRuns, Sampled, SamplingJob, sample};
+use crate::host::sampling::{Digesting, RegionRuns, Sampled, SamplingJob, sample};
 use crate::host::targets::Target;
 use crate::inject::{InjectError, Injector};
 use crate::ksm::controller::KsmdController;
@@ -28,7 +28,7 @@ use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{self, DomainRules};
 use crate::scope::new_processes::NewProcesses;
 use crate::scope::{ScopeError, ScopeSpec, user_id};
-use pagefold_core::hash::Digester;
+use pagefold_core::hash::{Digester, LineDigester};
 use pagefold_core::host::{
     Actions, ChangeResult, Cost, Host, KsmView, Marking, Mechanism, MemoryView, Outcome, PageRun, RegionView,
     SamplePlan, Samples, Snapshot,
@@ -429,6 +429,7 @@ impl Host for LiveHost {
             regions: self.views.clone(),
             ksm,
             mechanism: self.mechanism(),
+            hashes_lines: self.requesting.device.as_ref().is_some_and(|device| device.hashes()),
             memory: self.memory,
             cost,
             nodes: self.placing.nodes.clone(),
@@ -444,10 +445,17 @@ impl Host for LiveHost {
             let huge = target.regions.iter().any(|tracked| tracked.key == region && tracked.stretch.huge);
             (piece, ReadHow { huge, contents, activity: plan.activity.contains(&region) })
         };
+        let digesting = match (plan.lines, &self.requesting.device) {
+            (Some(lines), Some(device)) => {
+                let digester = LineDigester::new(plan.digest_seed, lines);
+                Digesting::InPlace(device.clone(), digester, plan.colliding.clone())
+            }
+            _ => Digesting::Read(Digester::new(plan.digest_seed)),
+        };
         let work = SamplingJob {
             reads: self.pieces(&plan.runs).map(|(piece, target)| how(piece, target)).collect(),
             looks: self.pieces(&plan.inspect).map(|(piece, _)| piece).collect(),
-            digester: Digester::new(plan.digest_seed),
+            digesting,
             topology: self.placing.topology.clone(),
         };
         let mut samples = Samples::default();

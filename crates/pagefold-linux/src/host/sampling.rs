@@ -1,13 +1,14 @@
 //! Reads the pages of a plan on a thread that may be abandoned (see [`crate::os::abandonable`]).
 
+use crate::ksm::request::{Hashed, RequestDevice};
 use crate::os::abandonable::{Pending, advance, run_abandonable};
 use crate::os::numa::Topology;
 use crate::proc::memory::{PageReader, PageView, ReadHow};
 use crate::proc::process::{Process, ReadError};
-use pagefold_core::hash::Digester;
+use pagefold_core::hash::{Digest, DigestSet, Digester, LineDigester};
 use pagefold_core::host::{MergedSample, PageSample, PageState};
 use pagefold_core::keys::RegionKey;
-use pagefold_core::units::Vpn;
+use pagefold_core::units::{Vpn, count};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
@@ -26,9 +27,49 @@ pub(crate) struct SamplingJob {
     pub(crate) reads: Vec<(RegionRuns, ReadHow)>,
     /// Pages to search for merged frames.
     pub(crate) looks: Vec<RegionRuns>,
-    pub(crate) digester: Digester,
+    pub(crate) digesting: Digesting,
     /// On machines with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
+}
+
+/// How pages are digested.
+#[derive(Debug)]
+pub(crate) enum Digesting {
+    /// They are read.
+    Read(Digester),
+    /// The kernel hashes them in place. Digests that pages of different contents have are in the set.
+    InPlace(Arc<RequestDevice>, LineDigester, Arc<DigestSet>),
+}
+
+impl Digesting {
+    /// Reads or hashes runs of pages, and calls `visit` for every page in order.
+    fn visit_runs(
+        &self,
+        reader: &mut PageReader,
+        process: &Process,
+        runs: &[(Vpn, u32)],
+        how: ReadHow,
+        mut visit: impl FnMut(PageView<'_>, Digest),
+    ) -> Result<(), ReadError> {
+        match self {
+            Self::Read(digester) => reader.read_runs(process, runs, how, |view| {
+                visit(view, view.bytes.map(|bytes| digester.digest(bytes)).unwrap_or_default());
+            }),
+            Self::InPlace(device, digester, colliding) => {
+                let (pidfd, mut hashes) = (process.pidfd()?, Vec::new());
+                let digest = |first: Vpn, digests: &mut [Option<Digest>]| {
+                    hashes.clear();
+                    hashes.resize(digests.len(), 0);
+                    let change = |skipped, hashes: &mut [u64], from, to| {
+                        let address = (first + count(skipped)).address();
+                        device.hash(&Hashed { process: pidfd, address, key: digester.key(), from, to }, hashes)
+                    };
+                    digester.digests(&mut hashes, colliding, change, |at, digest| digests[at] = Some(digest))
+                };
+                reader.digest_runs(process, runs, how, digest, |view, digest| visit(view, digest.unwrap_or_default()))
+            }
+        }
+    }
 }
 
 /// The pages read.
@@ -51,7 +92,7 @@ struct Progress {
 /// Reads the pages. The error names the process whose read does not return; the reader and the pages read so far are
 /// lost with it.
 pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sampled, (i32, Pending)> {
-    let SamplingJob { reads, looks, digester, topology } = work;
+    let SamplingJob { reads, looks, digesting, topology } = work;
     let progress = Arc::new(Progress::default());
     let shared = progress.clone();
     let work = move || {
@@ -64,8 +105,7 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
                 break;
             }
             shared.pid.store(process.pid(), Ordering::Relaxed);
-            let read = reader.read_runs(&process, &runs, how, |view| {
-                let digest = view.bytes.map(|bytes| digester.digest(bytes)).unwrap_or_default();
+            let read = digesting.visit_runs(&mut reader, &process, &runs, how, |view, digest| {
                 let node = match &topology {
                     Some(nodes) if view.state == PageState::Private => {
                         view.frame.and_then(|frame| nodes.node_of(frame))

@@ -20,10 +20,11 @@ use crate::os::fault;
 use crate::proc::kpageflags::KpageFlags;
 use crate::proc::pagemap::{Categories, PageRange, Pagemap, PagemapEntry, ScanError};
 use crate::proc::process::{Process, ReadError};
-use pagefold_core::hash::PageBytes;
+use pagefold_core::hash::{Digest, PageBytes};
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Pages, Vpn, count};
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 
 /// Which pages have their contents read.
@@ -185,6 +186,27 @@ impl PageReader {
         self.for_each_batch(process, runs, |batch, held, frames| {
             batch.read(held, process, frames, how)?;
             batch.show(&mut visit);
+            Ok(())
+        })
+    }
+
+    /// The same without reading the pages: `digest` has the digests of neighbouring pages made. Those without one are absent.
+    ///
+    /// # Errors
+    /// The same, and what `digest` fails with.
+    pub fn digest_runs(
+        &mut self,
+        process: &Process,
+        runs: &[(Vpn, u32)],
+        how: ReadHow,
+        mut digest: impl FnMut(Vpn, &mut [Option<Digest>]) -> io::Result<()>,
+        mut visit: impl FnMut(PageView<'_>, Option<Digest>),
+    ) -> Result<(), ReadError> {
+        let mut digests = Vec::new();
+        self.for_each_batch(process, runs, |batch, held, frames| {
+            batch.digest(held, frames, how, &mut digests, &mut digest)?;
+            let mut digests = digests.iter();
+            batch.show(&mut |view| visit(view, digests.next().copied().flatten()));
             Ok(())
         })
     }

@@ -3,13 +3,15 @@
 //!
 //! Everything is in /bin, which only root can write. Prints a line with PASS or FAIL for each check.
 
+use pagefold_core::hash::LineDigester;
+use pagefold_linux::ksm::request::{Hashed, RequestDevice};
 use pagefold_testkit::Holder;
-use pagefold_testkit::holder::Change;
+use pagefold_testkit::holder::{ALIKE, Change, fill};
 use pagefold_testkit::ksm::{self, number, saved_bytes, write_knob};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Output, Stdio};
@@ -29,7 +31,9 @@ fn main() -> ExitCode {
     load_module();
     let mut checks = Checks::default();
     let before = State::now();
+    hashes(&mut checks);
     merging(&mut checks);
+    alike(&mut checks);
     domains(&mut checks);
     exclusion(&mut checks);
     moving(&mut checks);
@@ -149,6 +153,60 @@ fn wait_until(condition: impl Fn() -> bool) -> bool {
         std::thread::sleep(Duration::from_millis(50));
     }
     true
+}
+
+/// The kernel's hashes are those of the definition.
+fn hashes(checks: &mut Checks) {
+    let holder = holder(HOLDER, 1);
+    let device = RequestDevice::open(Path::new("/dev/ksm")).expect("/dev/ksm");
+    checks.add("the kernel hashes pages in place", device.hashes(), "it does not");
+    // SAFETY: no memory is passed, and the descriptor is new.
+    let process = unsafe {
+        let pidfd = libc::syscall(libc::SYS_pidfd_open, holder.pid(), 0);
+        OwnedFd::from_raw_fd(i32::try_from(pidfd).expect("a descriptor"))
+    };
+    let mut page = [0; 4096];
+    for lines in [1, 2, 8, 64] {
+        let digester = LineDigester::new(0x1234_5678_9abc_def0, lines);
+        let (address, key) = (holder.first * 4096, digester.key());
+        let mut found = vec![0; usize::try_from(PAGES).expect("a length")];
+        // First by one line, then by more.
+        for (from, to) in [(0, 1), (1, lines)] {
+            let pages = Hashed { process: process.as_fd(), address, key, from, to };
+            device.hash(&pages, &mut found).expect("hashes");
+        }
+        let mut differs = |hash: u64, number: u64| {
+            let content = match number {
+                0..EQUAL => 1 + number,
+                number if number < EQUAL + ZEROS => 0,
+                number => (1 << 32) + number - (PAGES - OWN),
+            };
+            fill(&mut page, content);
+            hash != digester.hash(&page, lines)
+        };
+        let wrong = found.iter().zip(0..).filter(|&(&hash, number)| differs(hash, number)).count();
+        checks.add(&format!("hashes by {lines} lines are those of the definition"), wrong == 0, wrong);
+    }
+}
+
+/// Pages that differ in one word only, half of them in both processes.
+fn alike(checks: &mut Checks) {
+    let [mut a, mut b] = [1, 2].map(|own| {
+        let mut holder = Holder::start_as(Path::new(HOLDER), PAGES);
+        for (first, content) in [(0, ALIKE), (PAGES / 2, ALIKE + (own << 32))] {
+            holder.change(Change::Write { first, pages: PAGES / 2, content, step: 1 });
+        }
+        holder
+    });
+    let (summary, said) = end(start(&[&a, &b], &["--for", "15s"]));
+    let shared = common(&a, &b, 0, PAGES / 2);
+    checks.add("pages alike are merged if they are equal", shared >= PAGES / 2 - 16, format_args!("{shared}; {said}"));
+    let other = common(&a, &b, PAGES / 2, PAGES / 2);
+    let own = [&a, &b].map(|holder| frames(holder, 0, PAGES).len() as u64);
+    let apart = other == 0 && own == [PAGES; 2];
+    checks.add("pages alike but for one word are not merged", apart, format_args!("{other} {own:?}; {summary}"));
+    checks.add("no byte has changed in pages alike", a.is_intact() && b.is_intact(), "damage");
+    unmerge(&[&a, &b]);
 }
 
 fn merging(checks: &mut Checks) {

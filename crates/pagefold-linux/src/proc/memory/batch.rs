@@ -5,7 +5,7 @@ use crate::os::fault;
 use crate::proc::kpageflags::{FrameFlags, KpageFlags};
 use crate::proc::pagemap::{Categories, PageRange, PagemapEntry, ScanError};
 use crate::proc::process::{Process, ReadError};
-use pagefold_core::hash::PageBytes;
+use pagefold_core::hash::{Digest, PageBytes};
 use pagefold_core::host::PageState;
 use pagefold_core::units::{EXTENT_PAGES, PAGE_SIZE, Pages, Vpn, count};
 use std::io;
@@ -114,6 +114,34 @@ impl Batch {
         self.classify(frames, how).map_err(|error| ReadError::from_io(held.pid, "../kpageflags", error))?;
         self.read_private(held.pid)?;
         self.read_shared(held, process, how.contents)?;
+        held.check()
+    }
+
+    /// Has the pages digested that [`Self::read`] reads, adjacent ones together. `digests` gets one for each page of the batch.
+    pub(super) fn digest(
+        &mut self,
+        held: &Held,
+        frames: Option<&mut KpageFlags>,
+        how: ReadHow,
+        digests: &mut Vec<Option<Digest>>,
+        digest: &mut impl FnMut(Vpn, &mut [Option<Digest>]) -> io::Result<()>,
+    ) -> Result<(), ReadError> {
+        self.look_up(held, how)?;
+        self.classify(frames, how).map_err(|error| ReadError::from_io(held.pid, "../kpageflags", error))?;
+        digests.clear();
+        digests.resize(self.slots.len(), None);
+        let is_digested = |slot: &Slot| slot.state == PageState::Private || how.contents.include(slot.state);
+        let continues = |a: &Slot, b: &Slot| is_digested(a) && is_digested(b) && a.page + 1 == b.page;
+        let mut rest = digests.as_mut_slice();
+        for run in self.slots.chunk_by_mut(continues) {
+            let (own, others) = rest.split_at_mut(run.len());
+            rest = others;
+            if run.first().is_some_and(is_digested) {
+                digest(run[0].page, own).map_err(|error| ReadError::from_io(held.pid, "(hash)", error))?;
+                let gone = run.iter_mut().zip(own).filter(|(_, digest)| digest.is_none());
+                gone.for_each(|(slot, _)| slot.state = PageState::Absent);
+            }
+        }
         held.check()
     }
 
