@@ -12,11 +12,16 @@
 # make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
 # make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine
-# make install  install pagefold (not pagefold-lab), its systemd units and, unless there is one, its configuration file, below DESTDIR
+# make install  install pagefold (not pagefold-lab), its manual pages, completions, systemd units and, unless there is one, its
+#               configuration file, below DESTDIR
+# make pages    write the manual pages and completions of both programs below target/pages
+# make deb      build Debian packages in target/deb (deb-test: install, upgrade, remove and purge them in a fresh root)
+# make tarball  build target/pagefold-VERSION-x86_64-linux.tar.gz, with a static program that runs on any Linux
 
 CARGO ?= cargo
 
-.PHONY: build demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install
+.PHONY: build demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install install-files install-program pages \
+    deb deb-test tarball
 
 build:
 	$(CARGO) build --release --locked
@@ -92,9 +97,48 @@ kernel-quick kernel-cost kernel-deb: kernel-%:
 dkms:
 	scripts/dkms full
 
-install:
+pages:
+	rm -rf target/pages
+	$(CARGO) run --quiet --locked -p pagefold-pages -- target/pages
+
+install: pages
 	$(CARGO) build --release --locked -p pagefold
-	install -D target/release/pagefold $(DESTDIR)/usr/local/bin/pagefold
-	install -D -m 644 -t $(DESTDIR)/usr/local/lib/systemd/system packaging/systemd/*
+	$(MAKE) --no-print-directory install-files
+
+# What has been built, with the programs of BIN.
+BIN ?= target/release
+PREFIX ?= /usr/local
+UNITS ?= $(PREFIX)/lib/systemd/system
+PROGRAM ?= pagefold
+
+install-program:
+	install -D -t $(DESTDIR)$(PREFIX)/bin $(BIN)/$(PROGRAM)
+	cp -r target/pages/$(PROGRAM)/share $(DESTDIR)$(PREFIX)
+
+install-files: install-program
+	install -D -m 644 -t $(DESTDIR)$(UNITS) packaging/systemd/*
+	sed -i 's,/usr/local/bin/,$(PREFIX)/bin/,' $(patsubst packaging/systemd/%,$(DESTDIR)$(UNITS)/%,$(wildcard packaging/systemd/*))
+	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/doc/pagefold README.md CHANGELOG.md docs/*.md
 	[ -e $(DESTDIR)/etc/pagefold/pagefold.toml ] || \
 	    install -D -m 644 packaging/pagefold.toml $(DESTDIR)/etc/pagefold/pagefold.toml
+
+deb: pages
+	@scripts/setup package
+	$(CARGO) build --profile profiling --locked -p pagefold -p pagefold-lab
+	scripts/deb
+	lintian --fail-on error,warning target/deb/*.deb
+
+deb-test: deb
+	scripts/package-test
+
+MUSL := x86_64-unknown-linux-musl
+TARBALL = pagefold-$(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)-x86_64-linux
+
+tarball: pages
+	@scripts/setup tarball
+	$(CARGO) build --release --locked -p pagefold --target $(MUSL)
+	rm -rf target/tarball
+	$(MAKE) --no-print-directory install-files BIN=target/$(MUSL)/release DESTDIR=target/tarball/$(TARBALL)
+	cp LICENSE-* target/tarball/$(TARBALL)/usr/local/share/doc/pagefold
+	tar -C target/tarball --owner=0 --group=0 --sort=name -czf target/$(TARBALL).tar.gz $(TARBALL)
+	scripts/tarball-test target/$(TARBALL).tar.gz
