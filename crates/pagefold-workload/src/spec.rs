@@ -151,7 +151,7 @@ mod tests {
             let spec = TenantSpec::new([]).with_activity(activity);
             assert_eq!(serde_json::from_str::<TenantSpec>(&serde_json::to_string(&spec).unwrap()).unwrap(), spec);
         }
-        assert_eq!(spec.pages(), Pages(33));
+        assert_eq!(spec.pages(), Pages(52));
     }
 
     #[test]
