@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const PAGES: u64 = 8 * PAGES_PER_MIB;
 /// The bounds that docs/safety.md states for what a process shows (2 s) and for flags of mappings (10 s), and some time for a
 /// busy machine.
-const SOON: Duration = Duration::from_secs(6);
+const SOON: Duration = Duration::from_secs(12);
 const FLAGS: Duration = Duration::from_secs(20);
 /// The same for root's processes that only answer themselves whether they are dumpable.
 const ASKED: Duration = Duration::from_secs(110);

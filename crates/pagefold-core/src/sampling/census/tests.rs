@@ -4,7 +4,7 @@ use super::choose::{Chooser, first_fraction, next_fraction};
 use super::*;
 use crate::random::Random;
 use crate::units::{Vpn, count};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// A memory: processes as lists of contents. 0 is the zero page.
 struct Memory {
@@ -199,7 +199,10 @@ fn the_stated_error_holds() {
 #[test]
 #[ignore = "minutes: the full table of coverage"]
 fn the_stated_error_holds_for_many_seeds() {
+    // If exactly 95 % of runs were within, a table of 36 rows would have one with fewer than this many of 200 once in 140 tables.
+    const SIGNIFICANT: usize = 178;
     let mut bad = Vec::new();
+    let mut in_all: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
     for scale in [1, 4, 12] {
         for (name, memory) in memories(scale) {
             let coverage = coverage(&memory, 1000..1200);
@@ -213,10 +216,19 @@ fn the_stated_error_holds_for_many_seeds() {
                 100.0 * coverage.bias,
                 100.0 * coverage.fraction,
             );
-            if coverage.within * 20 < coverage.runs * 19 {
+            let (within, runs) = in_all.entry(name).or_default();
+            *within += coverage.within;
+            *runs += coverage.runs;
+            if coverage.within < SIGNIFICANT {
                 bad.push(format!("{name} x{scale}"));
             }
         }
     }
+    bad.extend(
+        in_all
+            .iter()
+            .filter(|(_, (within, runs))| within * 20 < runs * 19)
+            .map(|(name, _)| format!("{name}, all sizes")),
+    );
     assert!(bad.is_empty(), "{bad:?}");
 }
