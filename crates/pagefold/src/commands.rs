@@ -8,4 +8,5 @@ pub mod explain;
 pub mod run;
 pub mod scan;
 pub mod status;
+pub mod top;
 pub mod unmerge;

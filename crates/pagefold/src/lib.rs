@@ -16,7 +16,7 @@
 //! The judgement is in pagefold-core, everything that touches the system in pagefold-linux, experiments in pagefold-lab.
 
 use clap::{CommandFactory, Parser, Subcommand};
-use commands::{config as files, control as requests, doctor, exec, explain, run, scan, status, unmerge};
+use commands::{config as files, control as requests, doctor, exec, explain, run, scan, status, top, unmerge};
 use control::protocol::Request;
 use std::process::ExitCode;
 
@@ -51,6 +51,8 @@ enum Command {
     Run(run::RunArgs),
     /// Show what the daemon has saved, what it costs, and what it is doing
     Status(status::StatusArgs),
+    /// Show it live: what is saved, by process or workload, what happens now, and why
+    Top(top::TopArgs),
     /// Show, region by region, how the daemon judges a process's memory and what happens next
     Explain(explain::ExplainArgs),
     /// Change how much CPU time the daemon may use
@@ -97,6 +99,7 @@ pub fn main() -> ExitCode {
         Command::Scan(args) => scan::run(args),
         Command::Run(args) => run::run(args),
         Command::Status(args) => status::run(args),
+        Command::Top(args) => top::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Governor(args) => requests::change(&Request::Governor { name: args.name.to_string() }, args.json),
         Command::Pause(args) => requests::change(&Request::Pause, args.json),

@@ -18,6 +18,7 @@ pub mod exe;
 pub mod new_processes;
 mod selection;
 mod selectors;
+pub mod workload;
 
 pub(crate) use selection::{Candidate, CgroupFacts, Selection, cgroups_of};
 pub use selectors::user_id;

@@ -41,35 +41,35 @@ pub struct ExplainArgs {
 #[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Explanation {
     schema: String,
-    pid: i32,
-    name: String,
-    exe: Option<String>,
-    in_scope: bool,
-    scope: String,
-    left_alone: Option<String>,
+    pub pid: i32,
+    pub name: String,
+    pub exe: Option<String>,
+    pub in_scope: bool,
+    pub scope: String,
+    pub left_alone: Option<String>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    notes: Vec<String>,
-    paused: bool,
-    dry_run: bool,
-    levels: usize,
-    resident_bytes: u64,
-    regions: Vec<Row>,
+    pub notes: Vec<String>,
+    pub paused: bool,
+    pub dry_run: bool,
+    pub levels: usize,
+    pub resident_bytes: u64,
+    pub regions: Vec<Row>,
     excluded: Vec<Excluded>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    numa: Option<PlacementRow>,
-    unseen_bytes: u64,
+    pub numa: Option<PlacementRow>,
+    pub unseen_bytes: u64,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Row {
-    range: String,
-    mapping: String,
-    file: Option<String>,
+pub struct Row {
+    pub range: String,
+    pub mapping: String,
+    pub file: Option<String>,
     #[serde(flatten)]
-    figures: RegionReport,
-    next: String,
-    wait_seconds: Option<f64>,
-    sentence: String,
+    pub figures: RegionReport,
+    pub next: String,
+    pub wait_seconds: Option<f64>,
+    pub sentence: String,
 }
 
 /// A mapping that is left alone.

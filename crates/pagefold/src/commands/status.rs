@@ -33,76 +33,76 @@ pub struct StatusArgs {
 #[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Status {
     schema: String,
-    pid: u32,
-    scope: String,
-    dry_run: bool,
+    pub pid: u32,
+    pub scope: String,
+    pub dry_run: bool,
     #[serde(default)]
-    mechanism: Mechanism,
-    seconds: f64,
-    governor: Governor,
-    in_force: Governor,
-    allowed_share: f64,
-    used_share: f64,
-    paused: bool,
-    busy: bool,
-    ksm_driven: bool,
-    ksm_why: Option<String>,
-    resident_bytes: u64,
-    saved_bytes: u64,
-    saved_machine_bytes: u64,
-    marked_bytes: u64,
-    metadata_bytes: u64,
-    to_unmark_bytes: u64,
-    cpu_seconds: Cost,
-    pages_read: u64,
-    scans: u64,
-    stops: u64,
-    longest_stop_us: f64,
-    rounds: u64,
-    index: Index,
-    kinds: Vec<KindTotal>,
-    levels: Vec<LevelTotal>,
-    next: Vec<NextRow>,
-    domains: Vec<DomainRow>,
-    processes: Vec<ProcessRow>,
+    pub mechanism: Mechanism,
+    pub seconds: f64,
+    pub governor: Governor,
+    pub in_force: Governor,
+    pub allowed_share: f64,
+    pub used_share: f64,
+    pub paused: bool,
+    pub busy: bool,
+    pub ksm_driven: bool,
+    pub ksm_why: Option<String>,
+    pub resident_bytes: u64,
+    pub saved_bytes: u64,
+    pub saved_machine_bytes: u64,
+    pub marked_bytes: u64,
+    pub metadata_bytes: u64,
+    pub to_unmark_bytes: u64,
+    pub cpu_seconds: Cost,
+    pub pages_read: u64,
+    pub scans: u64,
+    pub stops: u64,
+    pub longest_stop_us: f64,
+    pub rounds: u64,
+    pub index: Index,
+    pub kinds: Vec<KindTotal>,
+    pub levels: Vec<LevelTotal>,
+    pub next: Vec<NextRow>,
+    pub domains: Vec<DomainRow>,
+    pub processes: Vec<ProcessRow>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    requests: Option<RequestsView>,
+    pub requests: Option<RequestsView>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    numa: Option<PlacementView>,
+    pub numa: Option<PlacementView>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Index {
-    contents: usize,
-    bytes: u64,
+pub struct Index {
+    pub contents: usize,
+    pub bytes: u64,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct NextRow {
-    what: String,
-    regions: usize,
-    resident_bytes: u64,
-    soonest_seconds: Option<f64>,
+pub struct NextRow {
+    pub what: String,
+    pub regions: usize,
+    pub resident_bytes: u64,
+    pub soonest_seconds: Option<f64>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct DomainRow {
-    name: String,
-    resident_bytes: u64,
-    marked_bytes: u64,
-    withheld_bytes: u64,
+pub struct DomainRow {
+    pub name: String,
+    pub resident_bytes: u64,
+    pub marked_bytes: u64,
+    pub withheld_bytes: u64,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct ProcessRow {
-    pid: i32,
-    name: String,
-    regions: usize,
-    resident_bytes: u64,
-    marked_bytes: u64,
-    expected_bytes: u64,
-    left_alone: Option<String>,
-    to_unmark: Option<ToUnmark>,
+pub struct ProcessRow {
+    pub pid: i32,
+    pub name: String,
+    pub regions: usize,
+    pub resident_bytes: u64,
+    pub marked_bytes: u64,
+    pub expected_bytes: u64,
+    pub left_alone: Option<String>,
+    pub to_unmark: Option<ToUnmark>,
 }
 
 pub fn run(args: &StatusArgs) -> Result<u8> {

@@ -1,0 +1,134 @@
+//! What a cgroup is called by those who run it: a virtual machine, a container, a pod, a systemd unit.
+//!
+//! Only the path is looked at. Formats: systemd's escapes (systemd-escape(1)); libvirt's `machine-qemu\x2dID\x2dNAME.scope`;
+//! Proxmox VE's `qemu.slice/VMID.scope` and `lxc/CTID`; `docker-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`,
+//! `libpod-ID.scope` and, with the cgroupfs driver, `docker/ID`; the kubelet's `...podUID.slice` and `kubepods/.../podUID`.
+
+use crate::proc::cgroup::parse_cgroups;
+use crate::proc::process::Process;
+use crate::proc::status::printable;
+
+/// The digits of a container's identifier that its tools show.
+const SHORT_ID: usize = 12;
+
+/// What the process belongs to, such as `vm web1`, `pod 6c2f…`, `nginx.service`. `None` for the root cgroup, and for a process that
+/// has ended.
+pub fn workload_of(pid: i32) -> Option<String> {
+    let text = Process::open(pid).ok()?.read_file("cgroup").ok()?;
+    let cgroups = parse_cgroups(&text);
+    // Where version 1 is in use, systemd's own hierarchy, or the one of most depth, says most.
+    let longest = cgroups.iter().max_by_key(|cgroup| (cgroup.controllers.is_empty(), cgroup.path.matches('/').count()));
+    let used = cgroups.iter().find(|cgroup| cgroup.controllers == "name=systemd").or(longest)?;
+    name_of(&used.path).map(|name| printable(name.as_bytes()))
+}
+
+/// The name for a path.
+fn name_of(path: &str) -> Option<String> {
+    let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
+    let pairs = || parts.iter().enumerate().map(|(at, &part)| (at.checked_sub(1).map_or("", |at| parts[at]), part));
+    let first = |kind: fn(&str, &str) -> Option<String>| pairs().find_map(|(parent, part)| kind(parent, part));
+    first(pod).or_else(|| first(machine)).or_else(|| first(container)).or_else(|| unit(&parts))
+}
+
+fn pod(_: &str, part: &str) -> Option<String> {
+    let part = part.strip_suffix(".slice").unwrap_or(part);
+    let uid = part
+        .strip_prefix("pod")
+        .or_else(|| part.strip_prefix("kubepods").and_then(|_| part.rsplit_once("-pod")).map(|(_, uid)| uid))?;
+    // systemd's escape of a dash in a slice would mean another level.
+    let uid = uid.replace('_', "-");
+    let is_uid = uid.len() >= 32 && uid.chars().all(|digit| digit.is_ascii_hexdigit() || digit == '-');
+    is_uid.then(|| format!("pod {uid}"))
+}
+
+fn machine(parent: &str, part: &str) -> Option<String> {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|digit| digit.is_ascii_digit());
+    if parent == "qemu.slice" {
+        return part.strip_suffix(".scope").filter(|id| is_number(id)).map(|id| format!("vm {id}"));
+    }
+    if parent == "lxc" && is_number(part) {
+        return Some(format!("container {part}"));
+    }
+    let name = unescaped(part.strip_prefix("machine-")?.strip_suffix(".scope")?);
+    let (id, name) = name.strip_prefix("qemu-")?.split_once('-')?;
+    is_number(id).then(|| format!("vm {name}"))
+}
+
+fn container(parent: &str, part: &str) -> Option<String> {
+    let scope = part.strip_suffix(".scope").and_then(|name| {
+        ["docker-", "cri-containerd-", "crio-", "libpod-", "nerdctl-"]
+            .iter()
+            .find_map(|prefix| name.strip_prefix(prefix))
+    });
+    let id = scope.or_else(|| (parent == "docker").then_some(part))?;
+    let is_id = id.len() > SHORT_ID && id.bytes().all(|digit| digit.is_ascii_hexdigit());
+    is_id.then(|| format!("container {}", &id[..SHORT_ID]))
+}
+
+/// The innermost service or scope, else the innermost cgroup.
+fn unit(parts: &[&str]) -> Option<String> {
+    let is_unit = |part: &&&str| matches!(part.rsplit_once('.'), Some((_, "service" | "scope")));
+    parts.iter().rev().find(is_unit).or(parts.last()).map(|part| unescaped(part))
+}
+
+/// Undoes systemd's escapes of single characters (`\x2d`).
+fn unescaped(text: &str) -> String {
+    let mut plain = Vec::new();
+    let mut rest = text.as_bytes();
+    while let Some((&byte, tail)) = rest.split_first() {
+        let code = tail.strip_prefix(b"x").and_then(|tail| std::str::from_utf8(tail.get(..2)?).ok());
+        match code.and_then(|code| u8::from_str_radix(code, 16).ok()) {
+            Some(code) if byte == b'\\' => {
+                plain.push(code);
+                rest = &tail[3..];
+            }
+            _ => {
+                plain.push(byte);
+                rest = tail;
+            }
+        }
+    }
+    String::from_utf8_lossy(&plain).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cgroups_have_the_names_that_operators_use() {
+        let id = "3f0c".repeat(16);
+        let uid = "6c2f1f0e-1111-4222-8333-944445555666";
+        for (path, name) in [
+            (r"/machine.slice/machine-qemu\x2d12\x2dweb\x2d1.scope/libvirt/emulator", "vm web-1"),
+            ("/qemu.slice/104.scope", "vm 104"),
+            ("/lxc/201/ns/system.slice/cron.service", "container 201"),
+            (&format!("/system.slice/docker-{id}.scope"), "container 3f0c3f0c3f0c"),
+            (&format!("/docker/{id}"), "container 3f0c3f0c3f0c"),
+            (&format!("/user.slice/user-1000.slice/libpod-{id}.scope/container"), "container 3f0c3f0c3f0c"),
+            (
+                &format!(
+                    "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{}.slice/cri-containerd-{id}.scope",
+                    uid.replace('-', "_")
+                ),
+                &format!("pod {uid}"),
+            ),
+            (&format!("/kubepods/besteffort/pod{uid}/{id}"), &format!("pod {uid}")),
+            ("/system.slice/nginx.service", "nginx.service"),
+            (r"/system.slice/system-getty.slice/getty@tty1.service", "getty@tty1.service"),
+            ("/user.slice/user-1000.slice/user@1000.service/app.slice/app-x.service", "app-x.service"),
+            ("/batch/worker", "worker"),
+        ] {
+            assert_eq!(name_of(path).as_deref(), Some(name), "{path}");
+        }
+        assert_eq!(name_of("/"), None);
+    }
+
+    #[test]
+    fn no_path_is_trusted() {
+        for path in [r"/a\x", r"/machine-qemu\x2d.scope", "/qemu.slice/x.scope", "/podpod", "/docker/", r"/\xff\x1b"] {
+            let name = name_of(path);
+            assert!(name.is_none_or(|name| !name.starts_with("vm ") && !name.starts_with("pod ")), "{path}");
+        }
+    }
+}

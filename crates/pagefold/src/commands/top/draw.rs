@@ -1,0 +1,335 @@
+//! The screen.
+
+use super::activity::{self, Mood};
+use super::state::{Point, Row, Rows, Sort, Top, View, result_of};
+use crate::commands::status::Status;
+use pagefold_cli::figures::{time, wrap};
+use pagefold_cli::style::{bar, count, human, percent, shorten};
+use pagefold_core::governor::Governor;
+use pagefold_core::host::Mechanism;
+use pagefold_core::report::Kind;
+use pagefold_linux::proc::status::printable;
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Cell, Paragraph, Row as TableRow, Sparkline, Table, TableState};
+
+/// The smallest screen on which anything can be read.
+const SMALLEST: (u16, u16) = (40, 12);
+/// Columns of the bars at the top.
+const BAR: usize = 24;
+const CURVE_ROWS: u16 = 3;
+
+const HELP: [(&str, &str); 12] = [
+    ("Up Down PgUp PgDn Home End", "choose a row"),
+    ("Enter", "show the process region by region, with the reason and the next step of each"),
+    ("Esc", "go back; clear the filter"),
+    ("Tab, F2", "kinds of memory, levels of the ladder, and what happens next; and back"),
+    ("/, F4", "show only rows with this text in the name, the workload or the pid"),
+    ("t, F5", "a row for each process, or for each workload (VM, container, pod, systemd unit)"),
+    ("> <, F6", "sort by the next column, the one before"),
+    ("I", "reverse the order"),
+    ("h, ?, F1", "this help"),
+    ("q, F10, Ctrl-C", "quit; the daemon goes on"),
+    ("MARKED", "memory that ksmd may merge, or of which pages were merged on request"),
+    ("DUPLICATE", "how much of it is expected to be merged, the copy that stays included"),
+];
+
+/// Styles, which are plain without colour.
+#[derive(Clone, Copy)]
+struct Look(bool);
+
+impl Look {
+    fn of(self, colour: Color) -> Style {
+        if self.0 { Style::new().fg(colour) } else { Style::new() }
+    }
+
+    fn good(self) -> Style {
+        self.of(Color::Green)
+    }
+
+    fn warn(self) -> Style {
+        self.of(Color::Yellow)
+    }
+
+    fn dim() -> Style {
+        Style::new().add_modifier(Modifier::DIM)
+    }
+
+    fn chosen() -> Style {
+        Style::new().add_modifier(Modifier::REVERSED)
+    }
+
+    fn kind(self, kind: Kind) -> Style {
+        match kind {
+            Kind::StaticallyDuplicated => self.good(),
+            Kind::CowBroken | Kind::ShortLived => self.warn(),
+            Kind::Sparse => self.of(Color::Blue),
+            Kind::Unknown => Self::dim(),
+        }
+    }
+}
+
+pub fn draw(frame: &mut Frame, top: &mut Top) {
+    let area = frame.area();
+    if area.width < SMALLEST.0 || area.height < SMALLEST.1 {
+        frame.render_widget(Paragraph::new("The terminal is too small. Make it larger, or press q."), area);
+        return;
+    }
+    let look = Look(top.colour);
+    let heights = [Constraint::Length(1), Constraint::Length(8), Constraint::Min(3), Constraint::Length(1)];
+    let [title, figures, body, keys] = Layout::vertical(heights).areas(area);
+    if let Some(status) = &top.status {
+        frame.render_widget(heading(status, title.width).style(Look::chosen()), title);
+        draw_figures(frame, figures, status, &top.history, (top.problem.as_deref(), look));
+    }
+    match top.view {
+        View::Programs => programs(frame, body, top, look),
+        View::Memory => memory(frame, body, top, look),
+        View::Process(_) => process(frame, body, top, look),
+        View::Help => help(frame, body),
+    }
+    frame.render_widget(key_bar(top), keys);
+}
+
+fn heading(status: &Status, width: u16) -> Line<'static> {
+    let mechanism = match (status.mechanism, status.dry_run) {
+        (_, true) => "dry run",
+        (Mechanism::Ksmd, _) => "merging by ksmd",
+        (Mechanism::Request, _) => "merging on request",
+    };
+    let governor = match status.governor {
+        Governor::Auto => format!("governor auto, now {}", status.in_force),
+        governor => format!("governor {governor}"),
+    };
+    let text = format!(" pagefold   up {}   {mechanism}   {governor}", time(status.seconds));
+    Line::raw(format!("{:<width$}", shorten(&text, width.into()), width = width.into()))
+}
+
+fn draw_figures(
+    frame: &mut Frame,
+    area: Rect,
+    status: &Status,
+    history: &[Point],
+    (problem, look): (Option<&str>, Look),
+) {
+    let heights = [Constraint::Length(2), Constraint::Length(CURVE_ROWS), Constraint::Length(2), Constraint::Length(1)];
+    let [bars, curve, doing, _] = Layout::vertical(heights).areas(area);
+    let gauge = |name: &'static str, share: f64, style: Style, text: String| {
+        let filled = bar(share, BAR);
+        let empty = " ".repeat(BAR - filled.chars().count());
+        Line::from(vec![
+            Span::styled(format!(" {name:<6}"), Look::dim()),
+            Span::raw("["),
+            Span::styled(filled, style),
+            Span::raw(format!("{empty}] ")),
+            Span::raw(text),
+        ])
+    };
+    let (name, bytes) = (if status.dry_run { "Found" } else { "Saved" }, result_of(status));
+    let share = bytes as f64 / status.resident_bytes.max(1) as f64;
+    let of = count(status.processes.len(), "process", "processes");
+    let saved = format!("{}, {} of {} in {of}", human(bytes), percent(share, 1.0), human(status.resident_bytes));
+    let used = format!("{} of a core, at most {}", percent(status.used_share, 1.0), percent(status.allowed_share, 1.0));
+    let lines = vec![
+        gauge(name, share, look.good(), saved),
+        gauge("CPU", status.used_share / status.allowed_share.max(1e-4), look.of(Color::Cyan), used),
+    ];
+    frame.render_widget(Paragraph::new(lines), bars);
+    draw_curve(frame, curve, history, look);
+    let (mood, text) = match problem {
+        Some(problem) => (Mood::Searching, format!("No answer: {problem}")),
+        None => activity::describe(status, history),
+    };
+    let style = match mood {
+        Mood::Useful => look.good(),
+        Mood::Idle => Style::new(),
+        Mood::Searching => look.warn(),
+    };
+    say(frame, doing, &text, style);
+}
+
+/// A text, wrapped.
+fn say(frame: &mut Frame, area: Rect, text: &str, style: Style) {
+    let lines = wrap(&printable(text.as_bytes()), usize::from(area.width).saturating_sub(2));
+    let lines: Vec<Line> = lines.into_iter().map(|line| Line::styled(format!(" {line}"), style)).collect();
+    frame.render_widget(Paragraph::new(lines), area);
+}
+
+/// What was saved, over the time that is known: a column for so many seconds that all of it fits.
+fn draw_curve(frame: &mut Frame, area: Rect, history: &[Point], look: Look) {
+    let [label, curve] = Layout::horizontal([Constraint::Length(8), Constraint::Min(1)]).areas(area);
+    let (Some(first), Some(last)) = (history.first(), history.last()) else { return };
+    let columns = usize::from(curve.width).max(1);
+    let most = history.iter().map(|point| point.saved).max().unwrap_or(0);
+    let step = history.len().div_ceil(columns).max(1);
+    let values: Vec<u64> =
+        history.rchunks(step).rev().filter_map(|points| points.last().map(|point| point.saved)).collect();
+    let labels = vec![
+        Line::raw(format!("{:>7}", human(most))),
+        Line::raw(""),
+        Line::raw(format!("{:>7}", time(last.seconds - first.seconds))),
+    ];
+    frame.render_widget(Paragraph::new(labels).style(Look::dim()), label);
+    frame.render_widget(Sparkline::default().data(&values).max(most.max(1)).style(look.good()), curve);
+}
+
+fn size(bytes: u64) -> String {
+    if bytes == 0 { "-".to_owned() } else { human(bytes) }
+}
+
+/// A text in a column to the right.
+fn right(text: String) -> Cell<'static> {
+    Cell::new(Line::raw(text).right_aligned())
+}
+
+fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
+    let rows = top.rows();
+    let title = |sort: Sort, text: &str| {
+        let arrow = if top.reversed { "▲" } else { "▼" };
+        if top.sort == sort { format!("{text}{arrow}") } else { text.to_owned() }
+    };
+    let figures = [(Sort::Memory, "MEMORY"), (Sort::Marked, "MARKED"), (Sort::Duplicate, "DUPLICATE")];
+    let mut header = match top.rows_are {
+        Rows::Process => vec![right(title(Sort::Pid, "PID")), Cell::new(title(Sort::Name, "PROGRAM"))],
+        Rows::Workload => vec![right("PROCESSES".into()), Cell::new(title(Sort::Name, "WORKLOAD"))],
+    };
+    header.extend(figures.map(|(sort, text)| right(title(sort, text))));
+    header.push(Cell::new(if top.rows_are == Rows::Process { "BELONGS TO" } else { "" }));
+    let cells = |row: &Row| {
+        let number = row.pid.map_or(row.processes.to_string(), |pid| pid.to_string());
+        let last = match (&row.left_alone, row.pid) {
+            (Some(why), _) => Cell::new(format!("left alone: {}", printable(why.as_bytes()))).style(Look::dim()),
+            (None, Some(_)) => Cell::new(row.workload.clone()),
+            (None, None) => Cell::new(""),
+        };
+        let [resident, marked, duplicate] = [row.resident, row.marked, row.duplicate].map(|bytes| right(size(bytes)));
+        let duplicate = duplicate.style(look.good());
+        TableRow::new([right(number), Cell::new(printable(row.name.as_bytes())), resident, marked, duplicate, last])
+    };
+    let name = if top.rows_are == Rows::Process { Constraint::Length(16) } else { Constraint::Length(44) };
+    let widths = [
+        Constraint::Length(9),
+        name,
+        Constraint::Length(9),
+        Constraint::Length(9),
+        Constraint::Length(11),
+        Constraint::Min(8),
+    ];
+    let state = &mut top.table;
+    draw_table(frame, area, (header, rows.iter().map(cells).collect(), &widths), state);
+}
+
+fn draw_table(
+    frame: &mut Frame,
+    area: Rect,
+    (header, rows, widths): (Vec<Cell<'static>>, Vec<TableRow<'static>>, &[Constraint]),
+    state: &mut TableState,
+) {
+    let header = TableRow::new(header).style(Style::new().add_modifier(Modifier::BOLD));
+    let table = Table::new(rows, widths.iter().copied()).header(header).row_highlight_style(Look::chosen());
+    frame.render_stateful_widget(table, area, state);
+}
+
+fn memory(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
+    let Some(status) = &top.status else { return };
+    let whole = status.resident_bytes.max(1) as f64;
+    let bold = |text: &'static str| Line::styled(text, Style::new().add_modifier(Modifier::BOLD));
+    let line = |name: String, bytes: u64, regions: usize, style: Style| {
+        let share = bytes as f64 / whole;
+        let figures = format!(" {name:<22} {:>9} {:>7} {regions:>8}  ", size(bytes), percent(share, 1.0));
+        Line::from(vec![Span::raw(figures), Span::styled(bar(share, BAR), style)])
+    };
+    let mut lines = vec![bold(" KIND                      MEMORY   SHARE  REGIONS")];
+    let kinds = status.kinds.iter();
+    lines.extend(kinds.map(|row| line(row.kind.to_string(), row.resident.bytes().0, row.regions, look.kind(row.kind))));
+    lines.push(bold(" LEVEL OF THE LADDER"));
+    lines.extend(status.levels.iter().map(|row| {
+        let name = format!("{}, up to {} CPU", row.level, percent(row.share.fraction(), 1.0));
+        line(name, row.resident.bytes().0, row.regions, look.of(Color::Blue))
+    }));
+    lines.push(bold(" WHAT HAPPENS NEXT"));
+    lines.extend(status.next.iter().map(|row| {
+        let when = row.soonest_seconds.map(|seconds| format!(", first in {}", time(seconds))).unwrap_or_default();
+        line(format!("{}{when}", row.what), row.resident_bytes, row.regions, look.of(Color::Cyan))
+    }));
+    frame.render_widget(Paragraph::new(lines), area);
+}
+
+fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
+    let explanation = match &top.explanation {
+        Some(Ok(explanation)) => explanation,
+        Some(Err(problem)) => return say(frame, area, problem, look.warn()),
+        None => return say(frame, area, "Asking the daemon ...", Style::new()),
+    };
+    let heights = [Constraint::Length(1), Constraint::Min(2), Constraint::Length(3)];
+    let [title, body, sentence] = Layout::vertical(heights).areas(area);
+    let name = explanation.exe.as_ref().unwrap_or(&explanation.name);
+    let note = match &explanation.left_alone {
+        Some(why) => format!(", left alone: {why}"),
+        None if !explanation.in_scope => ": it has ended, or is not in scope any more".to_owned(),
+        None => String::new(),
+    };
+    let text = format!(" {} {name}, {}{note}", explanation.pid, human(explanation.resident_bytes));
+    let bold = Style::new().add_modifier(Modifier::BOLD);
+    frame.render_widget(Line::styled(shorten(&printable(text.as_bytes()), title.width.into()), bold), title);
+    let header = vec![
+        Cell::new("MAPPING"),
+        right("MEMORY".into()),
+        right("DUPLICATE".into()),
+        right("MARKED".into()),
+        Cell::new("KIND"),
+        Cell::new("NEXT"),
+    ];
+    let rows = explanation.regions.iter().map(|row| {
+        let name = row.file.as_ref().unwrap_or(&row.mapping);
+        let ratio = percent(row.figures.duplicate_ratio, 1.0);
+        TableRow::new([
+            Cell::new(printable(name.as_bytes())),
+            right(size(row.figures.resident.bytes().0)),
+            right(if row.figures.exact { ratio } else { format!("~{ratio}") }),
+            right(size(row.figures.marked.bytes().0)),
+            Cell::new(row.figures.kind.to_string()).style(look.kind(row.figures.kind)),
+            Cell::new(row.next.clone()),
+        ])
+    });
+    let widths = [
+        Constraint::Min(16),
+        Constraint::Length(8),
+        Constraint::Length(9),
+        Constraint::Length(8),
+        Constraint::Length(21),
+        Constraint::Length(8),
+    ];
+    let chosen = top.regions.selected().and_then(|at| explanation.regions.get(at));
+    let said = chosen.map_or(String::new(), |row| format!("{}: {}", row.range, row.sentence));
+    say(frame, sentence, &said, Style::new());
+    let rows = rows.collect();
+    draw_table(frame, body, (header, rows, &widths), &mut top.regions);
+}
+
+fn help(frame: &mut Frame, area: Rect) {
+    let lines = HELP.map(|(keys, what)| Line::raw(format!(" {keys:<27}{what}")));
+    frame.render_widget(Paragraph::new(lines.to_vec()), area);
+}
+
+fn key_bar(top: &Top) -> Line<'static> {
+    if top.typing {
+        return Line::raw(format!("Show only: {}▏  (Enter: keep, Esc: all)", printable(top.filter.as_bytes())));
+    }
+    let rows = if top.rows_are == Rows::Process { "Workloads" } else { "Processes" };
+    let view = if top.view == View::Programs { "Memory" } else { "Programs" };
+    let keys = [("F1", "Help"), ("F2", view), ("F4", "Filter"), ("F5", rows), ("F6", "Sort"), ("F10", "Quit")];
+    let mut spans = Vec::new();
+    for (key, what) in keys {
+        spans.push(Span::raw(key));
+        spans.push(Span::styled(format!("{what:<9}"), Look::chosen()));
+    }
+    spans.push(Span::raw(if top.filter.is_empty() {
+        " Enter: why".to_owned()
+    } else {
+        format!(" only: {}", printable(top.filter.as_bytes()))
+    }));
+    Line::from(spans)
+}

@@ -1,0 +1,296 @@
+//! What is known, and what the user has chosen.
+
+use super::Answer;
+use crate::commands::explain::Explanation;
+use crate::commands::status::Status;
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use ratatui::widgets::TableState;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// The most points of the curve: two hours.
+const POINTS_MOST: usize = 7_200;
+/// Rows by which a page moves.
+const PAGE: isize = 10;
+
+/// The figures of one time.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Point {
+    /// Seconds since the run began.
+    pub seconds: f64,
+    pub saved: u64,
+    pub cpu_ns: u64,
+}
+
+/// What the run has saved, or, in a dry run, what it would save, bytes.
+pub fn result_of(status: &Status) -> u64 {
+    if status.dry_run { status.processes.iter().map(|row| row.expected_bytes).sum() } else { status.saved_bytes }
+}
+
+/// What the screen shows below the figures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum View {
+    Programs,
+    Memory,
+    Process(i32),
+    Help,
+}
+
+/// What a row stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rows {
+    Process,
+    Workload,
+}
+
+/// The column by which rows are sorted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sort {
+    Memory,
+    Marked,
+    Duplicate,
+    Name,
+    Pid,
+}
+
+impl Sort {
+    pub const ALL: [Self; 5] = [Self::Memory, Self::Marked, Self::Duplicate, Self::Name, Self::Pid];
+}
+
+/// A row of programs.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Row {
+    /// `None` for a workload.
+    pub pid: Option<i32>,
+    pub name: String,
+    pub workload: String,
+    pub processes: usize,
+    pub resident: u64,
+    pub marked: u64,
+    pub duplicate: u64,
+    pub left_alone: Option<String>,
+}
+
+#[allow(clippy::struct_excessive_bools)] // independent facts
+pub struct Top {
+    pub colour: bool,
+    pub status: Option<Status>,
+    /// Why there is no newer status.
+    pub problem: Option<String>,
+    pub history: Vec<Point>,
+    /// Of the process that is shown, or why there is none.
+    pub explanation: Option<Result<Explanation, String>>,
+    pub view: View,
+    pub rows_are: Rows,
+    pub sort: Sort,
+    pub reversed: bool,
+    pub filter: String,
+    /// Whether keys go to the filter.
+    pub typing: bool,
+    pub table: TableState,
+    pub regions: TableState,
+    workloads: BTreeMap<i32, String>,
+    over: bool,
+}
+
+impl Top {
+    pub fn new(colour: bool) -> Self {
+        Self {
+            colour,
+            status: None,
+            problem: None,
+            history: Vec::new(),
+            explanation: None,
+            view: View::Programs,
+            rows_are: Rows::Process,
+            sort: Sort::Memory,
+            reversed: false,
+            filter: String::new(),
+            typing: false,
+            table: TableState::default().with_selected(0),
+            regions: TableState::default().with_selected(0),
+            workloads: BTreeMap::new(),
+            over: false,
+        }
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.over
+    }
+
+    /// The process that is shown region by region.
+    pub fn explained(&self) -> Option<i32> {
+        match self.view {
+            View::Process(pid) => Some(pid),
+            _ => None,
+        }
+    }
+
+    pub fn update(&mut self, answer: Answer) {
+        match answer.status {
+            Ok(status) => {
+                // Another run begins a new curve.
+                if self.history.last().is_some_and(|last| last.seconds > status.seconds) {
+                    self.history.clear();
+                }
+                if self.history.len() == POINTS_MOST {
+                    self.history.remove(0);
+                }
+                let cpu_ns = status.cpu_seconds.pagefold_ns + status.cpu_seconds.ksmd_ns;
+                self.history.push(Point { seconds: status.seconds, saved: result_of(&status), cpu_ns });
+                let selected = self.selected();
+                (self.status, self.problem, self.workloads) = (Some(status), None, answer.workloads);
+                self.select(selected.as_ref());
+            }
+            Err(problem) => self.problem = Some(problem),
+        }
+        let of_other = |found: &Explanation| self.explained() != Some(found.pid);
+        if let Some(explanation) = answer.explanation.filter(|found| !found.as_ref().is_ok_and(of_other)) {
+            self.explanation = Some(explanation);
+        }
+    }
+
+    pub fn key(&mut self, key: KeyEvent) {
+        if key.modifiers.contains(KeyModifiers::CONTROL) && key.code == KeyCode::Char('c') {
+            self.over = true;
+        } else if self.typing {
+            self.type_filter(key.code);
+        } else {
+            self.command(key.code);
+        }
+    }
+
+    fn type_filter(&mut self, key: KeyCode) {
+        match key {
+            KeyCode::Enter => self.typing = false,
+            KeyCode::Esc => {
+                self.typing = false;
+                self.filter.clear();
+            }
+            KeyCode::Backspace => {
+                self.filter.pop();
+            }
+            KeyCode::Char(letter) => self.filter.push(letter),
+            _ => {}
+        }
+        self.table.select(Some(0));
+    }
+
+    fn command(&mut self, key: KeyCode) {
+        match key {
+            KeyCode::Char('q') | KeyCode::F(10) => self.over = true,
+            KeyCode::Char('h' | '?') | KeyCode::F(1) => {
+                self.view = if self.view == View::Help { View::Programs } else { View::Help };
+            }
+            KeyCode::Esc => match self.view {
+                View::Programs => self.filter.clear(),
+                _ => self.view = View::Programs,
+            },
+            KeyCode::Tab | KeyCode::F(2) => {
+                self.view = if self.view == View::Programs { View::Memory } else { View::Programs };
+            }
+            KeyCode::Char('/') | KeyCode::F(4) if self.view == View::Programs => self.typing = true,
+            KeyCode::Char('t') | KeyCode::F(5) => {
+                self.rows_are = if self.rows_are == Rows::Process { Rows::Workload } else { Rows::Process };
+                self.table.select(Some(0));
+            }
+            KeyCode::Char('>' | '.') | KeyCode::F(6) => self.sort_by(1),
+            KeyCode::Char('<' | ',') => self.sort_by(Sort::ALL.len() - 1),
+            KeyCode::Char('I') => self.reversed = !self.reversed,
+            KeyCode::Enter if self.view == View::Programs => {
+                if let Some(Row { pid: Some(pid), .. }) = self.selected() {
+                    (self.view, self.explanation) = (View::Process(pid), None);
+                    self.regions.select(Some(0));
+                }
+            }
+            KeyCode::Up | KeyCode::Char('k') => self.move_by(-1),
+            KeyCode::Down | KeyCode::Char('j') => self.move_by(1),
+            KeyCode::PageUp => self.move_by(-PAGE),
+            KeyCode::PageDown => self.move_by(PAGE),
+            KeyCode::Home => self.move_by(isize::MIN),
+            KeyCode::End => self.move_by(isize::MAX),
+            _ => {}
+        }
+    }
+
+    fn sort_by(&mut self, steps: usize) {
+        let selected = self.selected();
+        let at = Sort::ALL.iter().position(|&sort| sort == self.sort).unwrap_or(0);
+        self.sort = Sort::ALL[(at + steps) % Sort::ALL.len()];
+        self.select(selected.as_ref());
+    }
+
+    fn move_by(&mut self, rows: isize) {
+        let length = match self.view {
+            View::Process(_) => match &self.explanation {
+                Some(Ok(explanation)) => explanation.regions.len(),
+                _ => 0,
+            },
+            _ => self.rows().len(),
+        };
+        let table = if self.explained().is_some() { &mut self.regions } else { &mut self.table };
+        let at = table.selected().unwrap_or(0).saturating_add_signed(rows);
+        table.select(Some(at.min(length.saturating_sub(1))));
+    }
+
+    fn selected(&self) -> Option<Row> {
+        self.rows().into_iter().nth(self.table.selected()?)
+    }
+
+    /// Selects the row that stands for the same as this one, wherever it is now.
+    fn select(&mut self, row: Option<&Row>) {
+        let rows = self.rows();
+        let same = |other: &Row| row.is_some_and(|row| (row.pid, &row.workload) == (other.pid, &other.workload));
+        let at = rows.iter().position(same).or(self.table.selected()).unwrap_or(0);
+        self.table.select(Some(at.min(rows.len().saturating_sub(1))));
+    }
+
+    /// The rows, in order.
+    pub fn rows(&self) -> Vec<Row> {
+        let mut rows: Vec<Row> = Vec::new();
+        let mut place: BTreeMap<String, usize> = BTreeMap::new();
+        for process in self.status.iter().flat_map(|status| &status.processes) {
+            let row = Row {
+                pid: Some(process.pid),
+                name: process.name.clone(),
+                workload: self.workloads.get(&process.pid).cloned().unwrap_or_else(|| "-".to_owned()),
+                processes: 1,
+                resident: process.resident_bytes,
+                marked: process.marked_bytes,
+                duplicate: process.expected_bytes,
+                left_alone: process.left_alone.clone(),
+            };
+            if self.rows_are == Rows::Process {
+                rows.push(row);
+                continue;
+            }
+            let at = *place.entry(row.workload.clone()).or_insert(rows.len());
+            match rows.get_mut(at) {
+                None => rows.push(Row { pid: None, name: row.workload.clone(), left_alone: None, ..row }),
+                Some(sum) => {
+                    sum.processes += 1;
+                    sum.resident += row.resident;
+                    sum.marked += row.marked;
+                    sum.duplicate += row.duplicate;
+                }
+            }
+        }
+        let wanted = self.filter.to_lowercase();
+        rows.retain(|row| {
+            let pid = row.pid.map(|pid| pid.to_string()).unwrap_or_default();
+            [&row.name, &row.workload, &pid].iter().any(|text| text.to_lowercase().contains(&wanted))
+        });
+        rows.sort_by(|a, b| (a.pid, &a.name).cmp(&(b.pid, &b.name)));
+        match self.sort {
+            Sort::Memory => rows.sort_by_key(|row| Reverse(row.resident)),
+            Sort::Marked => rows.sort_by_key(|row| Reverse(row.marked)),
+            Sort::Duplicate => rows.sort_by_key(|row| Reverse(row.duplicate)),
+            Sort::Name => rows.sort_by(|a, b| a.name.cmp(&b.name)),
+            Sort::Pid => {}
+        }
+        if self.reversed {
+            rows.reverse();
+        }
+        rows
+    }
+}

@@ -1,0 +1,180 @@
+use super::Answer;
+use super::activity::{Mood, describe};
+use super::draw::draw;
+use super::state::{Point, Rows, Sort, Top, View};
+use crate::commands::explain::Explanation;
+use crate::commands::status::Status;
+use ratatui::Terminal;
+use ratatui::backend::TestBackend;
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
+    let process = |pid: i32, name: &str, mib: u64, left_alone: Option<&str>| {
+        json!({"pid": pid, "name": name, "regions": 3, "resident_bytes": mib << 20, "marked_bytes": mib << 19,
+            "expected_bytes": mib << 18, "left_alone": left_alone, "to_unmark": null})
+    };
+    json!({
+        "schema": "pagefold.status/1", "pid": 7, "scope": "--all", "dry_run": false, "mechanism": "request",
+        "seconds": seconds, "governor": "auto", "in_force": "low", "allowed_share": 0.2, "used_share": 0.05,
+        "paused": false, "busy": busy, "ksm_driven": true, "ksm_why": null, "resident_bytes": 1000_u64 << 20,
+        "saved_bytes": saved_mib << 20, "saved_machine_bytes": saved_mib << 20, "marked_bytes": 500_u64 << 20,
+        "metadata_bytes": 1, "to_unmark_bytes": 0, "cpu_seconds": {"pagefold": 2.0, "ksmd": 0.5}, "pages_read": 1_000_000,
+        "scans": 0, "stops": 0, "longest_stop_us": 0.0, "rounds": 3, "index": {"contents": 5, "bytes": 100},
+        "kinds": [{"kind": "statically-duplicated", "regions": 2, "resident_bytes": 700_u64 << 20}],
+        "levels": [{"level": 4, "share": 0.1, "regions": 2, "resident_bytes": 700_u64 << 20}],
+        "next": [{"what": "read", "regions": 2, "resident_bytes": 400_u64 << 20, "soonest_seconds": null}],
+        "domains": [],
+        "processes": [
+            process(10, "redis-server", 300, None),
+            process(11, "redis-server", 300, None),
+            process(30, "nginx", 400, None),
+            process(40, "gpg\u{1b}[2J\u{202e}", 1, Some("it is on the deny list")),
+        ],
+    })
+}
+
+fn answer(status: Value) -> Answer {
+    let names = [(10, "vm web-1"), (11, "vm web-1"), (30, "nginx.service")];
+    Answer {
+        status: Ok(serde_json::from_value::<Status>(status).unwrap()),
+        workloads: BTreeMap::from(names.map(|(pid, name)| (pid, name.to_owned()))),
+        explanation: None,
+    }
+}
+
+fn explanation(pid: i32) -> Explanation {
+    let value = json!({"schema": "pagefold.explain/1", "pid": pid, "name": "a\u{1b}[2Jb", "exe": null, "in_scope": true,
+        "scope": "", "left_alone": null, "paused": false, "dry_run": false, "levels": 4, "resident_bytes": 4096,
+        "regions": [], "excluded": [], "unseen_bytes": 0});
+    serde_json::from_value(value).unwrap()
+}
+
+fn top() -> Top {
+    let mut top = Top::new(false);
+    top.update(answer(status(10.0, 100, true)));
+    top.update(answer(status(12.0, 250, true)));
+    top
+}
+
+fn press(top: &mut Top, keys: &[KeyCode]) {
+    for &key in keys {
+        top.key(KeyEvent::new(key, KeyModifiers::NONE));
+    }
+}
+
+fn screen(top: &mut Top, (width, height): (u16, u16)) -> String {
+    let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+    terminal.draw(|frame| draw(frame, top)).unwrap();
+    let buffer = terminal.backend().buffer();
+    let row = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>().trim_end().to_owned() + "\n";
+    (0..height).map(row).collect()
+}
+
+const NORMAL: (u16, u16) = (80, 24);
+
+#[test]
+fn the_figures_are_on_a_screen_of_eighty_columns() {
+    let text = screen(&mut top(), NORMAL);
+    for part in [
+        "merging on request   governor auto, now low",
+        "250 MiB, 25 % of 1000 MiB in 4 processes",
+        "5.0 % of a core, at most 20 %",
+        "Reading 400 MiB. Read in about",
+        "150 MiB more saved in the last 2.0 s",
+        "PID PROGRAM",
+        "30 nginx             400 MiB   200 MiB     100 MiB nginx.service",
+        "left alone: it is on",
+        "F10Quit",
+    ] {
+        // The sentence is wrapped.
+        assert!(text.contains(part) || text.replace('\n', "").contains(part), "{part} in\n{text}");
+    }
+}
+
+#[test]
+fn rows_are_sorted_filtered_and_summed_up() {
+    let mut top = top();
+    let names = |top: &Top| top.rows().iter().map(|row| row.name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(&top)[..2], ["nginx", "redis-server"]);
+    press(&mut top, &[KeyCode::Char('<')]);
+    assert_eq!((top.sort, top.rows()[0].pid), (Sort::Pid, Some(10)));
+    press(&mut top, &[KeyCode::Char('I')]);
+    assert_eq!(top.rows()[0].pid, Some(40));
+    press(&mut top, &[KeyCode::Char('I'), KeyCode::Char('>')]);
+    press(&mut top, &[KeyCode::Char('/'), KeyCode::Char('W'), KeyCode::Char('e'), KeyCode::Char('b'), KeyCode::Enter]);
+    assert_eq!(names(&top), ["redis-server"; 2], "by what they belong to");
+    assert!(screen(&mut top, NORMAL).contains("only: Web"));
+    press(&mut top, &[KeyCode::Char('t')]);
+    let row = &top.rows()[0];
+    assert_eq!(
+        (top.rows_are, row.name.as_str(), row.processes, row.resident),
+        (Rows::Workload, "vm web-1", 2, 600 << 20)
+    );
+    press(&mut top, &[KeyCode::Enter]);
+    assert_eq!(top.view, View::Programs, "a workload has no regions");
+    press(&mut top, &[KeyCode::Esc]);
+    assert_eq!(top.rows().len(), 3);
+}
+
+#[test]
+fn the_chosen_row_stays_chosen_when_others_move() {
+    let mut top = top();
+    press(&mut top, &[KeyCode::Down, KeyCode::Down]);
+    let mut later = status(13.0, 250, true);
+    later["processes"][1]["resident_bytes"] = json!(900_u64 << 20);
+    top.update(answer(later));
+    press(&mut top, &[KeyCode::Enter]);
+    assert_eq!(top.explained(), Some(11));
+    top.update(Answer { explanation: Some(Ok(explanation(10))), ..answer(status(14.0, 1, true)) });
+    assert!(top.explanation.is_none(), "of another process");
+    press(&mut top, &[KeyCode::Esc, KeyCode::Char('q')]);
+    assert!(top.is_over());
+}
+
+#[test]
+fn a_sentence_says_whether_it_does_something_useful() {
+    let at = |seconds: f64, saved: u64, cpu_ns: u64| Point { seconds, saved: saved << 20, cpu_ns };
+    let say = |value: Value, history: &[Point]| describe(&serde_json::from_value(value).unwrap(), history);
+    let cost = 2_500_000_000;
+    let (mood, text) = say(status(100.0, 250, true), &[at(40.0, 250, 0), at(100.0, 250, cost)]);
+    assert_eq!((mood, text.contains("Nothing new in the last minute, for 2.5 s")), (Mood::Searching, true), "{text}");
+    let (mood, text) = say(status(100.0, 250, false), &[at(40.0, 250, cost), at(100.0, 250, cost)]);
+    assert_eq!((mood, text.trim()), (Mood::Idle, "Watching for changes, for 5.0 % of a core."));
+    let (_, text) = say(status(100.0, 200, false), &[at(50.0, 250, cost), at(100.0, 200, cost)]);
+    assert!(text.contains("50 MiB less saved"), "{text}");
+    let mut paused = status(100.0, 200, true);
+    paused["paused"] = json!(true);
+    assert_eq!(say(paused, &[]).0, Mood::Idle);
+}
+
+#[test]
+fn another_run_begins_a_new_curve() {
+    let mut top = top();
+    top.update(answer(status(1.0, 0, true)));
+    assert_eq!(top.history.len(), 1);
+    top.update(Answer { status: Err("no pagefold is running".into()), workloads: BTreeMap::new(), explanation: None });
+    assert!(screen(&mut top, NORMAL).contains("No answer: no pagefold is running"));
+}
+
+#[test]
+fn no_size_and_no_name_breaks_the_screen() {
+    for keys in [&[][..], &[KeyCode::Tab], &[KeyCode::Char('h')], &[KeyCode::Char('t')], &[KeyCode::Char('/')]] {
+        let mut top = top();
+        press(&mut top, keys);
+        for (width, height) in [(1, 1), (39, 11), (40, 12), (60, 13), NORMAL, (300, 100)] {
+            let text = screen(&mut top, (width, height));
+            assert!(!text.contains(['\u{1b}', '\u{202e}']), "{text}");
+        }
+    }
+    let mut top = top();
+    press(&mut top, &[KeyCode::End, KeyCode::Enter]);
+    assert_eq!(top.explained(), Some(40));
+    assert!(screen(&mut top, NORMAL).contains("Asking the daemon"));
+    top.update(Answer { explanation: Some(Err("only root may do that".into())), ..answer(status(13.0, 1, true)) });
+    assert!(screen(&mut top, NORMAL).contains("only root may do that"));
+    top.update(Answer { explanation: Some(Ok(explanation(40))), ..answer(status(14.0, 1, true)) });
+    let text = screen(&mut top, NORMAL);
+    assert!(text.contains("MAPPING") && !text.contains('\u{1b}'), "{text}");
+}
