@@ -331,7 +331,7 @@ impl Engine {
         self.update_domains(snapshot);
         for region in ended {
             if region.appeared {
-                self.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns);
+                self.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns, self.config.mechanism);
             }
             let marked = region.marked_resident();
             if marked > Pages(0) {

@@ -3,14 +3,22 @@
 //! A region that existed when the run began counts as old. One that appears during the run must first outlive some
 //! rounds. If its family is short-lived, it must live twice as long as the others did.
 
+use crate::host::Mechanism;
 use crate::keys::FamilyKey;
 use std::collections::BTreeMap;
 
 const FAMILIES_MAX: usize = 4_096;
 /// The number of short-lived regions from which a family is short-lived.
 const SHORT_LIVED_MIN: u32 = 2;
-/// A region that lived for at most this time was short-lived, nanoseconds.
-pub const SHORT_NS: u64 = 60_000_000_000;
+
+/// A region that lived for at most this time was short-lived, nanoseconds. Merging on request takes microseconds a page, which
+/// some seconds of saved memory are worth; marks have to pay for scans and for stopping the process.
+const fn short_ns(mechanism: Mechanism) -> u64 {
+    match mechanism {
+        Mechanism::Ksmd => 60_000_000_000,
+        Mechanism::Request => 4_000_000_000,
+    }
+}
 
 #[derive(Clone, Copy, Debug)]
 struct Record {
@@ -30,8 +38,8 @@ pub struct Lifetimes {
 
 impl Lifetimes {
     /// Records the end of a region that appeared during the run.
-    pub fn record_end(&mut self, family: FamilyKey, age_ns: u64, now_ns: u64) {
-        if age_ns > SHORT_NS {
+    pub fn record_end(&mut self, family: FamilyKey, age_ns: u64, now_ns: u64, mechanism: Mechanism) {
+        if age_ns > short_ns(mechanism) {
             self.families.remove(&family);
             return;
         }
@@ -64,21 +72,32 @@ mod tests {
     fn a_family_with_two_short_lived_regions_is_short_lived() {
         let mut lifetimes = Lifetimes::default();
         let family = FamilyKey(1);
-        lifetimes.record_end(family, 5 * S, 10 * S);
+        lifetimes.record_end(family, 5 * S, 10 * S, Mechanism::Ksmd);
         assert_eq!(lifetimes.outlive_ns(family), None);
-        lifetimes.record_end(family, 4 * S, 20 * S);
+        lifetimes.record_end(family, 4 * S, 20 * S, Mechanism::Ksmd);
         let outlive = lifetimes.outlive_ns(family).unwrap();
         assert!((8 * S..=10 * S).contains(&outlive), "{outlive}");
         assert_eq!(lifetimes.outlive_ns(FamilyKey(2)), None);
-        lifetimes.record_end(family, 2 * SHORT_NS, 300 * S);
+        lifetimes.record_end(family, 61 * S, 300 * S, Mechanism::Ksmd);
         assert_eq!(lifetimes.outlive_ns(family), None, "a long-lived region clears the family");
+    }
+
+    #[test]
+    fn merging_on_request_is_worth_it_for_shorter_lives() {
+        for (age, short) in [(3 * S, true), (16 * S, false)] {
+            let mut lifetimes = Lifetimes::default();
+            for end in [20 * S, 40 * S] {
+                lifetimes.record_end(FamilyKey(1), age, end, Mechanism::Request);
+            }
+            assert_eq!(lifetimes.outlive_ns(FamilyKey(1)).is_some(), short);
+        }
     }
 
     #[test]
     fn the_number_of_families_on_record_is_bounded() {
         let mut lifetimes = Lifetimes::default();
         for family in 0..10_000 {
-            lifetimes.record_end(FamilyKey(family), S, family * S);
+            lifetimes.record_end(FamilyKey(family), S, family * S, Mechanism::Ksmd);
         }
         assert_eq!(lifetimes.families.len(), FAMILIES_MAX);
         assert!(lifetimes.families.contains_key(&FamilyKey(9_999)));
