@@ -79,7 +79,7 @@ fn the_figures_are_on_a_screen_of_eighty_columns() {
     let text = screen(&mut top(), NORMAL);
     for part in [
         "merging on request   governor auto, now low",
-        "250 MiB, 25 % of 1000 MiB in 4 processes",
+        "250 MiB, 25 % of 1 GiB in 4 processes",
         "5.0 % of a core, at most 20 %",
         "Reading 400 MiB. Read in about",
         "150 MiB more saved in the last 2.0 s",
