@@ -84,7 +84,8 @@ fn the_figures_are_on_a_screen_of_eighty_columns() {
         "Reading 400 MiB. Read in about",
         "150 MiB more saved in the last 2.0 s",
         "PID PROGRAM",
-        "30 nginx             400 MiB   200 MiB     100 MiB nginx.service",
+        "30 nginx ",
+        " 400 MiB   200 MiB     100 MiB nginx.service",
         "left alone: it is on",
         "F10Quit",
     ] {
