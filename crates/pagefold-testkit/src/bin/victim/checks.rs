@@ -37,8 +37,10 @@ impl Memory {
     pub fn new() -> Self {
         // With an inaccessible page on either side, so that it is not joined with another mapping.
         let (length, flags) = (PAGES * 4096, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // Odd, and another one for each process: no page equals one of another victim.
-        let seed = HARMLESS.wrapping_mul(u64::from(std::process::id()) << 1 | 1);
+        // Odd, and another one for each victim, so that no two pages are equal. Not the pid: it is 1 in every pid namespace.
+        let mut seed = 0_u64;
+        assert_eq!(unsafe { libc::getrandom((&raw mut seed).cast(), 8, 0) }, 8);
+        seed |= 1;
         unsafe {
             let whole = libc::mmap(std::ptr::null_mut(), length + 2 * 4096, libc::PROT_NONE, flags, -1, 0);
             assert_ne!(whole, libc::MAP_FAILED);
