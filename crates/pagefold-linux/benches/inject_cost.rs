@@ -3,7 +3,7 @@
 //! `PAGEFOLD_OTHER_VICTIM=PATH` names the `victim` of another build, whose injector takes turns with this build's.
 
 use pagefold_linux::inject::{Injector, Limits};
-use pagefold_testkit::injection::{MERGEABLE, Victim};
+use pagefold_testkit::injection::{MARK, Victim};
 use pagefold_testkit::{victim_binary, wait_until};
 use std::path::PathBuf;
 use std::process::Command;
@@ -25,7 +25,7 @@ fn main() {
             for (injector, stops, aways) in &mut injectors {
                 let mut report = None;
                 wait_until("an injection succeeds", || {
-                    report = injector.run(&victim.process, &victim.calls(MERGEABLE, calls), &Limits::default()).ok();
+                    report = injector.run(&victim.process, &victim.calls(MARK, calls), &Limits::default()).ok();
                     report.is_some()
                 });
                 let report = report.unwrap();

@@ -165,7 +165,7 @@ fn attack(kind: &Kind, count: usize, seed: u64) -> Outcome {
         let mut random = pagefold_core::random::Random::new(seed);
         let limits = [Limits::default(), Limits { stop_ns: 1, ..Limits::default() }];
         for _ in 0..count {
-            let calls = victim.calls([MERGEABLE, UNMERGEABLE][usize::from(random.below(2) == 0)], 1);
+            let calls = victim.calls([MARK, UNMARK][usize::from(random.below(2) == 0)], 1);
             let begun = Instant::now();
             let result = inject(process, &calls, &limits[usize::from(random.below(kind.hurried) == 0)]);
             outcome.longest = outcome.longest.max(begun.elapsed());

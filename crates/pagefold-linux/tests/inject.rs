@@ -32,7 +32,7 @@ fn blocked(mode: &str) {
     victim.wait_blocked(nr);
     // The signal, and at once an injection.
     victim.kill(libc::SIGUSR1);
-    victim.mark(MERGEABLE).unwrap();
+    victim.mark(MARK).unwrap();
     victim.expect_ok(mode);
     assert!(victim.is_marked());
 }
@@ -71,7 +71,7 @@ fn restartable_sequences_stay_atomic() {
     let begun = Instant::now();
     let (least, most) = (Duration::from_millis(1200), Duration::from_secs(60));
     while begun.elapsed() < least || injected <= 50 && begun.elapsed() < most {
-        match victim.mark(MERGEABLE) {
+        match victim.mark(MARK) {
             Ok(_) => injected += 1,
             Err(InjectError::Busy { .. }) => {}
             Err(error) => panic!("{error}"),
@@ -101,7 +101,7 @@ fn a_stopped_process_stays_stopped() {
     let mut victim = Victim::start("idle");
     for round in 0..20 {
         victim.kill(if round % 2 == 0 { libc::SIGSTOP } else { libc::SIGCONT });
-        assert_eq!(victim.mark(MERGEABLE).unwrap().results, [Ok(0)]);
+        assert_eq!(victim.mark(MARK).unwrap().results, [Ok(0)]);
     }
     victim.kill(libc::SIGSTOP);
     victim.wait_state(b'T');
@@ -119,14 +119,14 @@ fn a_thread_that_would_notice_a_stop_is_not_stopped() {
     }
     let mut writer = Victim::start("big-write");
     writer.wait_blocked(libc::SYS_write);
-    assert!(matches!(writer.mark(MERGEABLE), Err(InjectError::NoSafeThread { .. })));
+    assert!(matches!(writer.mark(MARK), Err(InjectError::NoSafeThread { .. })));
     let mut parent = Victim::start("vfork");
     parent.wait_state(b'D');
-    assert!(matches!(parent.mark(MERGEABLE), Err(InjectError::NoSafeThread { .. })));
+    assert!(matches!(parent.mark(MARK), Err(InjectError::NoSafeThread { .. })));
     // Injecting into it all the same gives up within the limit, and detaches.
     let begun = Instant::now();
     let limits = Limits { stop_ns: 50_000_000, ..Limits::default() };
-    let forced = inject_thread(&parent.process, parent.pid(), &parent.calls(MERGEABLE, 1), &limits);
+    let forced = inject_thread(&parent.process, parent.pid(), &parent.calls(MARK, 1), &limits);
     assert!(matches!(forced, Err(InjectError::TimedOut { .. })), "{forced:?}");
     assert!(begun.elapsed() < Duration::from_secs(10), "the limit is 50 ms");
     wait_until("the victim is detached", || !parent.is_traced());
@@ -170,7 +170,7 @@ fn no_signal_is_lost_or_doubled() {
             sent
         });
         while !sender.is_finished() {
-            match victim.mark(MERGEABLE) {
+            match victim.mark(MARK) {
                 Ok(report) => assert_eq!(report.results, [Ok(0)]),
                 // A signal waits nearly all the time.
                 Err(error) => assert!(error.is_passing(), "{error}"),
@@ -199,7 +199,7 @@ fn seccomp_filters_are_suspended_and_restored() {
             }
         }
         victim.wait_blocked(libc::SYS_read);
-        match victim.mark(MERGEABLE) {
+        match victim.mark(MARK) {
             Err(error @ InjectError::Filtered { .. }) => {
                 skip(error);
                 continue;
@@ -223,7 +223,7 @@ fn a_traced_process_is_refused() {
     // SAFETY: no memory is passed, and the target is a child of this thread.
     assert_eq!(unsafe { libc::ptrace(0x4206, victim.pid(), 0, 0) }, 0);
     let own = i32::try_from(std::process::id()).unwrap();
-    match victim.mark(MERGEABLE) {
+    match victim.mark(MARK) {
         Err(InjectError::Traced { pid, by }) => {
             assert_eq!(pid, victim.pid());
             assert_eq!(by, own);
@@ -235,7 +235,7 @@ fn a_traced_process_is_refused() {
     let mut status = 0;
     // SAFETY: the kernel writes the status.
     assert_eq!(unsafe { libc::waitpid(victim.pid(), &raw mut status, libc::__WALL) }, victim.pid());
-    assert!(matches!(victim.mark(MERGEABLE), Err(InjectError::Traced { .. })));
+    assert!(matches!(victim.mark(MARK), Err(InjectError::Traced { .. })));
     // SAFETY: no memory is passed, and the target is a child of this thread.
     assert_eq!(unsafe { libc::ptrace(libc::PTRACE_DETACH, victim.pid(), 0, 0) }, 0);
     victim.mark_repeatedly(1);
@@ -244,7 +244,7 @@ fn a_traced_process_is_refused() {
 
 #[test]
 fn each_process_that_cannot_be_injected_has_its_own_error() {
-    let calls = [Call::madvise(0, 0, MERGEABLE)];
+    let calls = [Call::madvise(0, 0, MARK)];
     let limits = Limits::default();
     // PID 2 is kthreadd, unless this is a pid namespace.
     match Process::open(2) {
@@ -256,9 +256,9 @@ fn each_process_that_cannot_be_injected_has_its_own_error() {
     let mut victim = Victim::start("idle");
     victim.kill(libc::SIGKILL);
     victim.wait_state(b'Z');
-    assert_eq!(victim.mark(MERGEABLE), Err(InjectError::Zombie { pid: victim.pid() }));
+    assert_eq!(victim.mark(MARK), Err(InjectError::Zombie { pid: victim.pid() }));
     victim.program.child.0.wait().unwrap();
-    assert_eq!(victim.mark(MERGEABLE), Err(InjectError::Vanished { pid: victim.pid() }));
+    assert_eq!(victim.mark(MARK), Err(InjectError::Vanished { pid: victim.pid() }));
     // An empty batch does not stop its target.
     assert_eq!(inject(&Process::open(1).unwrap(), &[], &limits), Ok(InjectionReport::default()));
 }
@@ -276,7 +276,7 @@ fn a_32_bit_program_is_refused_untouched() {
     let pid = child.pid();
     pause_ms(20);
     let process = Process::open(pid).unwrap();
-    let refused = inject(&process, &[Call::madvise(0, 0, MERGEABLE)], &Limits::default());
+    let refused = inject(&process, &[Call::madvise(0, 0, MARK)], &Limits::default());
     let state = process.stat().unwrap().state;
     assert_eq!(refused, Err(InjectError::Compat { pid }));
     assert_eq!(state, b'S');
@@ -298,7 +298,7 @@ fn a_frozen_process_is_refused(version: u32) {
     wait_until("frozen", || freezer.is_frozen());
     let begun = Instant::now();
     let limits = Limits { stop_ns: 60_000_000, call_ns: 60_000_000, calls_per_stop: 8 };
-    let calls = victim.calls(MERGEABLE, 1);
+    let calls = victim.calls(MARK, 1);
     assert_eq!(inject(&victim.process, &calls, &limits), Err(InjectError::Frozen { pid: victim.pid() }));
     // As if it had been frozen after it was checked: found out by the limits.
     let forced = inject_thread(&victim.process, victim.pid(), &calls, &limits);
@@ -357,7 +357,7 @@ fn a_target_that_dies_at_any_moment_is_an_error_of_its_own() {
             send(pid, libc::SIGKILL);
         });
         let begun = Instant::now();
-        let calls = [victim.calls(MERGEABLE, 1)[0], victim.calls(UNMERGEABLE, 1)[0]].repeat(8);
+        let calls = [victim.calls(MARK, 1)[0], victim.calls(UNMARK, 1)[0]].repeat(8);
         let error = loop {
             match inject(&victim.process, &calls, &Limits::default()) {
                 Ok(report) => {
@@ -397,7 +397,7 @@ fn threads_forks_and_execs_continue() {
         let (shortest, longest) = (Duration::from_millis(900), Duration::from_secs(60));
         let begun = Instant::now();
         while begun.elapsed() < shortest || injected <= 20 && begun.elapsed() < longest {
-            match victim.mark(MERGEABLE) {
+            match victim.mark(MARK) {
                 // After an exec there is other memory at the address, or none.
                 Ok(report) => {
                     injected += 1;
@@ -419,10 +419,10 @@ fn threads_forks_and_execs_continue() {
 #[test]
 fn a_batch_has_a_result_for_each_call() {
     let Some(mut victim) = Victim::if_possible("idle") else { return };
-    let mark = victim.calls(MERGEABLE, 1)[0];
+    let mark = victim.calls(MARK, 1)[0];
     let mut calls = vec![mark; 10];
-    calls[4] = Call::madvise(victim.addr + 1, 4096, MERGEABLE);
-    calls[6] = Call::madvise(1 << 46, 4096, MERGEABLE);
+    calls[4] = Call::madvise(victim.addr + 1, 4096, MARK);
+    calls[6] = Call::madvise(1 << 46, 4096, MARK);
     calls[9] = Call { nr: libc::SYS_getpid, args: [0; 6] };
     let limits = Limits { calls_per_stop: 4, ..Limits::default() };
     let report = inject(&victim.process, &calls, &limits).unwrap();
@@ -433,15 +433,11 @@ fn a_batch_has_a_result_for_each_call() {
     assert_eq!(report.results, expected);
     assert_eq!(report.stops, 3);
     assert!(report.total_stop_ns >= report.longest_stop_ns);
-    // PR_SET_MEMORY_MERGE and PR_GET_MEMORY_MERGE, Linux 6.4.
-    let merge =
-        [Call::prctl(67, [1, 0, 0, 0]), Call::prctl(68, [0; 4]), Call::prctl(67, [0; 4]), Call::prctl(68, [0; 4])];
-    let report = inject(&victim.process, &merge, &Limits::default()).unwrap();
-    if report.results[0] == Err(Errno(libc::EINVAL)) {
-        skip_unsupported("PR_SET_MEMORY_MERGE needs Linux 6.4");
-    } else {
-        assert_eq!(report.results, [Ok(0), Ok(1), Ok(0), Ok(0)]);
-    }
+    let (set, get) = (libc::PR_SET_THP_DISABLE, libc::PR_GET_THP_DISABLE);
+    let huge_pages =
+        [Call::prctl(set, [1, 0, 0, 0]), Call::prctl(get, [0; 4]), Call::prctl(set, [0; 4]), Call::prctl(get, [0; 4])];
+    let report = inject(&victim.process, &huge_pages, &Limits::default()).unwrap();
+    assert_eq!(report.results, [Ok(0), Ok(1), Ok(0), Ok(0)]);
     victim.finish("idle");
 }
 
@@ -468,7 +464,7 @@ fn stops_are_short_beside_a_sibling_that_forks() {
     let (mut stops, mut refused) = (Vec::new(), 0);
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(30) && stops.len() < 400 {
-        match victim.mark(MERGEABLE) {
+        match victim.mark(MARK) {
             Ok(report) => stops.push(report.longest_stop_ns),
             Err(error) => {
                 assert!(error.is_passing(), "{error}");
@@ -510,7 +506,7 @@ fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
             }
             // Until it is stopped it may execute again.
             pause_ms(1);
-            let calls = [Call::madvise(start, 4096, MERGEABLE)];
+            let calls = [Call::madvise(start, 4096, MARK)];
             match inject_into(&victim.process, checks.then_some(&judged), &calls, &Limits::default()) {
                 Ok(report) if report.results == [Ok(0)] => made += 1,
                 Ok(report) if checks => panic!("a call was made in another program: {report:?}"),
@@ -545,7 +541,7 @@ fn a_change_of_the_program_or_user_is_noticed_by_the_injector() {
             "exec of the same file" => holder.exec(&program, 16),
             _ => holder.exec(&copy, 16),
         }
-        let calls = [Call::madvise(holder.first * 4096, 16 * 4096, MERGEABLE)];
+        let calls = [Call::madvise(holder.first * 4096, 16 * 4096, MARK)];
         let result = injector.run_in(&process, &judged, &calls, &Limits::default());
         match change {
             "none" => assert_eq!(result.unwrap().results, [Ok(0)]),
@@ -567,7 +563,7 @@ fn an_injector_survives_signals_and_ends_with_its_owner() {
     victim.wait_blocked(libc::SYS_nanosleep);
     let limits = Limits::default();
     let pid = i32::try_from(injector.pid()).unwrap();
-    for (advice, marked) in [(MERGEABLE, true), (UNMERGEABLE, false)] {
+    for (advice, marked) in [(MARK, true), (UNMARK, false)] {
         let report = injector.run(&victim.process, &victim.calls(advice, 1), &limits).unwrap();
         assert_eq!((report.results, victim.is_marked()), (vec![Ok(0)], marked));
         for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGPIPE, libc::SIGUSR1] {
@@ -580,7 +576,7 @@ fn an_injector_survives_signals_and_ends_with_its_owner() {
     let gone = Victim::start("idle");
     gone.kill(libc::SIGKILL);
     gone.wait_state(b'Z');
-    let zombie = injector.run(&gone.process, &gone.calls(MERGEABLE, 1), &limits);
+    let zombie = injector.run(&gone.process, &gone.calls(MARK, 1), &limits);
     assert_eq!(zombie, Err(InjectError::Zombie { pid: gone.pid() }));
     // The end of the connection ends it.
     drop(injector);
@@ -595,9 +591,9 @@ fn an_injector_killed_while_idle_does_no_harm() {
     }
     let mut injector = injector("worker");
     let mut victim = Victim::start("idle");
-    injector.run(&victim.process, &victim.calls(MERGEABLE, 1), &Limits::default()).unwrap();
+    injector.run(&victim.process, &victim.calls(MARK, 1), &Limits::default()).unwrap();
     send(i32::try_from(injector.pid()).unwrap(), libc::SIGKILL);
-    let after = injector.run(&victim.process, &victim.calls(MERGEABLE, 1), &Limits::default());
+    let after = injector.run(&victim.process, &victim.calls(MARK, 1), &Limits::default());
     assert_eq!(after, Err(InjectError::WorkerGone));
     assert!(victim.is_marked());
     victim.finish("idle");
@@ -615,8 +611,8 @@ fn an_injector_under_a_seccomp_filter_refuses_filtered_targets() {
         return skip("no seccomp filters");
     }
     let limits = Limits::default();
-    assert_eq!(injector.run(&free.process, &free.calls(MERGEABLE, 1), &limits).unwrap().results, [Ok(0)]);
-    let refused = injector.run(&filtered.process, &filtered.calls(MERGEABLE, 1), &limits);
+    assert_eq!(injector.run(&free.process, &free.calls(MARK, 1), &limits).unwrap().results, [Ok(0)]);
+    let refused = injector.run(&filtered.process, &filtered.calls(MARK, 1), &limits);
     assert_eq!(refused, Err(InjectError::Filtered { pid: filtered.pid() }));
     for victim in [&mut free, &mut filtered] {
         victim.finish("under a filter");

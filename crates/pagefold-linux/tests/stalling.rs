@@ -28,7 +28,7 @@ fn code_that_cannot_be_read_delays_no_call() {
     let Some(mut victim) = stalling("code") else { return };
     let began = Instant::now();
     for number in 0..20 {
-        let advice = if number % 2 == 0 { MERGEABLE } else { UNMERGEABLE };
+        let advice = if number % 2 == 0 { MARK } else { UNMARK };
         let report = inject(&victim.process, &victim.calls(advice, 1), &Limits::default());
         assert_eq!(report.map(|report| report.results), Ok(vec![Ok(0)]));
     }
@@ -46,7 +46,7 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
         return;
     }
     let Some(mut victim) = stalling("exec") else { return };
-    let attempt = || inject(&victim.process, &victim.calls(MERGEABLE, 1), &Limits::default());
+    let attempt = || inject(&victim.process, &victim.calls(MARK, 1), &Limits::default());
     // It begins a moment after the victim is ready.
     let mut given_up = Ok(InjectionReport::default());
     wait_until("an attempt is given up", || {
@@ -60,7 +60,7 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
     // Others are not affected.
     let mut plain = Victim::start("idle");
-    inject(&plain.process, &plain.calls(MERGEABLE, 1), &Limits::default()).unwrap();
+    inject(&plain.process, &plain.calls(MARK, 1), &Limits::default()).unwrap();
     plain.send();
     victim.send();
     victim.expect_ok("exec");
@@ -76,11 +76,11 @@ fn very_many_mappings_take_the_injector_little_memory() {
     let mut injector = injector("worker");
     let peak = |injector: &pagefold_linux::inject::Injector| peak_kib(injector.pid().into());
     let mut plain = Victim::start("idle");
-    injector.run(&plain.process, &plain.calls(MERGEABLE, 1), &Limits::default()).unwrap();
+    injector.run(&plain.process, &plain.calls(MARK, 1), &Limits::default()).unwrap();
     plain.send();
     let before = peak(&injector);
     for number in 0..6 {
-        let advice = if number % 2 == 0 { MERGEABLE } else { UNMERGEABLE };
+        let advice = if number % 2 == 0 { MARK } else { UNMARK };
         // The kernel prints 130 MB of names, which takes a second of CPU time, once.
         wait_until("the call is made", || {
             let report = injector.run(&victim.process, &victim.calls(advice, 1), &Limits::default());

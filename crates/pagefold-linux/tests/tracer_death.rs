@@ -7,7 +7,7 @@ use pagefold_core::random::Random;
 use pagefold_linux::inject::{Call, InjectError, InjectionReport, Injector, Limits};
 use pagefold_linux::os::fault;
 use pagefold_testkit::guest::{Tools, image, run_guest};
-use pagefold_testkit::injection::{self, can_inject};
+use pagefold_testkit::injection::{self, MARK, UNMARK, can_inject};
 use pagefold_testkit::{send, victim_binary, wait_until};
 use std::fs;
 use std::ops::{Deref, DerefMut};
@@ -148,7 +148,7 @@ fn without_a_death_even_unused_memory_is_as_it_was() {
         let mut injector = worker("");
         for count in [1, 30] {
             victim.begin();
-            let report = run(&mut injector, &victim, &victim.calls(libc::MADV_MERGEABLE, count)).unwrap();
+            let report = run(&mut injector, &victim, &victim.calls(MARK, count)).unwrap();
             assert!(report.results.iter().all(|answer| *answer == Ok(0)) && report.results.len() == count);
             assert_eq!(report.unguarded, 0, "{kind} has a return frame");
             victim.end("no fault");
@@ -170,7 +170,7 @@ fn die_at_every_step(kinds: &[&str]) {
         let mut victim = Victim::start(kind);
         for point in POINTS {
             for passage in [1, 17] {
-                let advice = if passage == 1 { libc::MADV_MERGEABLE } else { libc::MADV_UNMERGEABLE };
+                let advice = if passage == 1 { MARK } else { UNMARK };
                 let often = matches!(point, "resumed" | "entry" | "call-set" | "called" | "exit");
                 if passage > 1 && !often {
                     continue;
@@ -190,13 +190,10 @@ fn die_at_every_step(kinds: &[&str]) {
         // And twice in the same call, which the first time restarts.
         victim.begin();
         for point in ["exit", "called"] {
-            assert_eq!(
-                run(&mut worker(&format!("{point}=kill")), &victim, &victim.calls(libc::MADV_MERGEABLE, 1)),
-                None
-            );
+            assert_eq!(run(&mut worker(&format!("{point}=kill")), &victim, &victim.calls(MARK, 1)), None);
         }
-        assert!(run(&mut worker(""), &victim, &victim.calls(libc::MADV_MERGEABLE, 1)).is_some());
-        assert_eq!(run(&mut worker("exit=kill"), &victim, &victim.calls(libc::MADV_UNMERGEABLE, 1)), None);
+        assert!(run(&mut worker(""), &victim, &victim.calls(MARK, 1)).is_some());
+        assert_eq!(run(&mut worker("exit=kill"), &victim, &victim.calls(UNMARK, 1)), None);
         victim.end("several deaths in one call");
     }
 }
@@ -239,7 +236,7 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
     let (mut early, mut midway) = (0, 0);
     for turn in 0..kills {
         let victim = &mut victims[turn as usize % kinds.len()];
-        let advice = if random.next() % 2 == 0 { libc::MADV_MERGEABLE } else { libc::MADV_UNMERGEABLE };
+        let advice = if random.next() % 2 == 0 { MARK } else { UNMARK };
         let calls = victim.calls(advice, 30);
         let mut injector = worker("");
         let pid = i32::try_from(injector.pid()).unwrap();
@@ -278,20 +275,17 @@ fn without_a_return_frame_a_target_dies_with_its_tracer() {
     let mut victim = Victim::start("heap-stack");
     let mut injector = worker("");
     victim.begin();
-    let report = run(&mut injector, &victim, &victim.calls(libc::MADV_MERGEABLE, 30)).unwrap();
+    let report = run(&mut injector, &victim, &victim.calls(MARK, 30)).unwrap();
     assert_eq!((report.stops, report.unguarded), (1, 1));
     victim.end("unguarded, no fault");
     assert_eq!(victim.frames(), 0, "nothing is written to such a stack");
     for harmless in ["stopped", "options-set", "registers-restored", "memory-restored", "options-cleared"] {
         victim.begin();
-        assert_eq!(
-            run(&mut worker(&format!("{harmless}=kill")), &victim, &victim.calls(libc::MADV_MERGEABLE, 1)),
-            None
-        );
+        assert_eq!(run(&mut worker(&format!("{harmless}=kill")), &victim, &victim.calls(MARK, 1)), None);
         victim.end(harmless);
     }
     victim.begin();
-    assert_eq!(run(&mut worker("exit=kill"), &victim, &victim.calls(libc::MADV_MERGEABLE, 1)), None);
+    assert_eq!(run(&mut worker("exit=kill"), &victim, &victim.calls(MARK, 1)), None);
     // It may be dead already.
     victim.send();
     let line = victim.line();

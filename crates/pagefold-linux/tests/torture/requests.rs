@@ -4,7 +4,7 @@ use crate::Run;
 use crate::victims::{Class, Member, Signals, Target};
 use pagefold_core::random::Random;
 use pagefold_linux::inject::{Call, Errno, InjectError, InjectionReport, Limits, inject, inject_thread};
-use pagefold_testkit::injection::{MERGEABLE, ON_STACK, PLAIN, UNMERGEABLE, injector};
+use pagefold_testkit::injection::{MARK, ON_STACK, PLAIN, UNMARK, injector};
 use pagefold_testkit::tids;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -29,7 +29,7 @@ struct Batch {
 fn batch(member: &Member, target: &Target, random: &mut Random) -> Batch {
     let own = u64::from(target.inner_pid.unsigned_abs());
     let mark = |random: &mut Random| {
-        let advice = if random.below(2) == 0 { MERGEABLE } else { UNMERGEABLE };
+        let advice = if random.below(2) == 0 { MARK } else { UNMARK };
         (Call::madvise(target.addr, target.len, advice), 0)
     };
     let getpid = || (Call { nr: libc::SYS_getpid, args: [0; 6] }, own);
