@@ -37,7 +37,9 @@ impl Engine {
             if sample.active && region.shows_activity() {
                 region.usage.active.insert(sample.page);
             }
-            self.placer.record_node(region.view.owner, sample);
+            if sample.node.is_some() {
+                self.placer.record_node(region.view.owner, sample);
+            }
             self.bottom_pages += u64::from(region.level == 1);
             self.record_sample(slot, sample);
         }
@@ -61,7 +63,12 @@ impl Engine {
             PageState::Private => self.record_private(slot, sample, examined),
         };
         let Some(region) = self.table.get_mut(slot).filter(|_| examined) else { return };
-        let extent = region.extents.entry(sample.page.extent()).or_default();
+        let number = sample.page.extent();
+        let extent = match region.extents.last_entry() {
+            // A region is read upwards.
+            Some(last) if *last.key() == number => last.into_mut(),
+            _ => region.extents.entry(number).or_default(),
+        };
         extent.resident += 1;
         extent.duplicate += u16::from(verdict == Verdict::Duplicate);
         extent.foreign += u16::from(verdict == Verdict::Foreign);
@@ -130,7 +137,9 @@ impl Engine {
                 Occurrences::Several(before) => 2 * u64::from(before),
             };
         }
-        self.credit_first(seen);
+        if seen != Occurrences::None {
+            self.credit_first(seen);
+        }
         if duplicate { Verdict::Duplicate } else { Verdict::Single }
     }
 
@@ -208,10 +217,12 @@ impl Engine {
     }
 
     /// Whether a trust domain other than the page's own has claimed its content.
+    #[inline]
     fn is_foreign(&self, slot: u32, sample: &PageSample) -> bool {
-        if !self.several_domains() || sample.digest == Digest::ZERO {
-            return false;
-        }
+        self.several_domains() && sample.digest != Digest::ZERO && self.is_claimed_by_others(slot, sample)
+    }
+
+    fn is_claimed_by_others(&self, slot: u32, sample: &PageSample) -> bool {
         let own = self.table.get(slot).map(|region| region.view.domain);
         let claimed = |&domain: &_| Some(domain) != own && self.index.is_claimed(sample.digest.in_domain(domain));
         self.domains.iter().any(claimed)

@@ -27,6 +27,8 @@ pub struct Survey {
     visited: u64,
     /// Remembered pages: offset in the index, and 32 bits of the digest, if that is known.
     probes: Vec<(u32, Option<u32>)>,
+    /// The one after the last that was found: regions are read upwards.
+    next_probe: usize,
     revisited: u64,
     changed: u64,
 }
@@ -40,6 +42,7 @@ impl Survey {
             next: 0,
             visited: 0,
             probes: Vec::new(),
+            next_probe: 0,
             revisited: 0,
             changed: 0,
         }
@@ -81,7 +84,7 @@ impl Survey {
             if self.probes.len() < PROBES_MAX {
                 self.probes.push((offset, Some(print)));
             }
-        } else if let Ok(at) = self.probes.binary_search_by_key(&offset, |&(offset, _)| offset) {
+        } else if let Some(at) = self.find_probe(offset) {
             let before = self.probes[at].1.replace(print);
             if let Some(before) = before.filter(|&before| before == print || comparable(before)) {
                 self.revisited += 1;
@@ -90,12 +93,24 @@ impl Survey {
         }
     }
 
+    fn find_probe(&mut self, offset: u32) -> Option<usize> {
+        let is_before = |&(before, _): &(u32, _)| before < offset;
+        let (before, from) = self.probes.split_at_checked(self.next_probe)?;
+        if !(before.last().is_none_or(is_before) && from.first().is_none_or(|probe| !is_before(probe))) {
+            self.next_probe = self.probes.partition_point(is_before);
+        }
+        let at = self.next_probe;
+        self.probes.get(at).filter(|probe| probe.0 == offset)?;
+        self.next_probe += 1;
+        Some(at)
+    }
+
     /// Forgets all digests, and what they have shown. A survey that is under way begins anew.
     pub fn forget_digests(&mut self, under_way: bool) {
         self.end_examination();
         if under_way {
             self.probes.clear();
-            self.next = 0;
+            (self.next, self.next_probe) = (0, 0);
         }
         self.probes.iter_mut().for_each(|probe| probe.1 = None);
     }
@@ -104,6 +119,7 @@ impl Survey {
     pub fn start_examination(&mut self) {
         self.probes.sort_unstable();
         self.probes.dedup_by_key(|&mut (offset, _)| offset);
+        self.next_probe = 0;
         (self.revisited, self.changed) = (0, 0);
     }
 

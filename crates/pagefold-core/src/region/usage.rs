@@ -2,7 +2,7 @@
 
 use crate::marking::cow_breaks::CowBreaks;
 use crate::units::Vpn;
-use std::collections::BTreeMap;
+use rustc_hash::FxHashMap;
 
 /// The use of one region.
 #[derive(Clone, Debug, Default)]
@@ -39,7 +39,7 @@ impl Usage {
 
 /// A set of pages: one bit each, by groups of 64.
 #[derive(Clone, Debug, Default)]
-pub struct PageSet(BTreeMap<u64, u64>);
+pub struct PageSet(FxHashMap<u64, u64>);
 
 impl PageSet {
     /// Adds a page. Whether it was not there.
