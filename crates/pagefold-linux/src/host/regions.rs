@@ -3,6 +3,7 @@
 //! Mappings change all the time: the heap grows, stacks grow downwards, and marks split mappings in three. A region keeps
 //! its key if its range overlaps the former one.
 
+use crate::proc::image::ProgramId;
 use crate::proc::maps::{RegionKind, VmaDetail, kind_of};
 use crate::scope::exclude::{Exclusion, vma_exclusion};
 use pagefold_core::keys::{FamilyKey, RegionKey};
@@ -10,6 +11,10 @@ use pagefold_core::random::mix;
 use pagefold_core::units::{Pages, Vpn};
 use std::collections::HashMap;
 
+/// The list of mappings is read again before pages are named if it is older than this, nanoseconds, and reading it may take
+/// 1/`LIST_SHARE` of the time of one core.
+pub(crate) const LIST_NS: u64 = 1_000_000_000;
+const LIST_SHARE: u64 = 100;
 /// Adjacent mappings judged as a unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stretch {
@@ -85,6 +90,55 @@ pub fn stretches(
     }
     name_families(&mut stretches, program);
     stretches
+}
+
+/// The mappings of a process at some time.
+#[derive(Debug)]
+pub(crate) struct List {
+    pub(crate) program: ProgramId,
+    pub(crate) at_ns: u64,
+    /// CPU time that reading it took.
+    cost_ns: u64,
+    pub(crate) mapped: Vec<Mapped>,
+}
+
+/// Neighbouring mappings: first page, end, and whether their pages may be named.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mapped(pub(crate) u64, pub(crate) u64, pub(crate) bool);
+
+impl List {
+    pub(crate) fn of(details: &[VmaDetail], program: ProgramId, at_ns: u64, cost_ns: u64) -> Self {
+        let mut mapped: Vec<Mapped> = Vec::new();
+        for detail in details {
+            let may_be = match vma_exclusion(detail) {
+                None => true,
+                // It may have some by now, and then it is a region.
+                Some(Exclusion::NothingAnonymous) => continue,
+                Some(_) => false,
+            };
+            let first = detail.vma.first().0;
+            let end = first + detail.vma.pages().0;
+            match mapped.last_mut().filter(|last| (last.1, last.2) == (first, may_be)) {
+                Some(last) => last.1 = end,
+                None => mapped.push(Mapped(first, end, may_be)),
+            }
+        }
+        Self { program, at_ns, cost_ns, mapped }
+    }
+
+    /// Whether a page may be named, if it was mapped, and for how many pages from there on the answer is the same.
+    pub(crate) fn at(&self, page: Vpn) -> (Option<bool>, u64) {
+        let next = self.mapped.partition_point(|mapped| mapped.1 <= page.0);
+        match self.mapped.get(next) {
+            Some(&Mapped(first, end, may_be)) if first <= page.0 => (Some(may_be), end - page.0),
+            Some(&Mapped(first, ..)) => (None, first - page.0),
+            None => (None, u64::MAX),
+        }
+    }
+
+    pub(crate) fn is_fresh(&self, now_ns: u64) -> bool {
+        now_ns < self.at_ns + (self.cost_ns * LIST_SHARE).max(LIST_NS)
+    }
 }
 
 /// Assigns families: regions with equal program, kind, size and rank among those are likely copies of each other.

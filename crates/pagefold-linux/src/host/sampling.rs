@@ -1,7 +1,7 @@
 //! Reads the pages of a plan on a thread that may be abandoned (see [`crate::os::abandonable`]).
 
 use crate::ksm::request::{Hashed, RequestDevice};
-use crate::os::abandonable::{Pending, advance, run_abandonable};
+use crate::os::abandonable::{Pending, run_abandonable};
 use crate::os::numa::Topology;
 use crate::proc::memory::{PageReader, PageView, ReadHow};
 use crate::proc::process::{Process, ReadError};
@@ -114,7 +114,6 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
                 };
                 let PageView { page, state, huge, active, .. } = view;
                 pages.push(PageSample { region, page, state, huge, digest, active, node });
-                advance();
             });
             if let Err(error) = read {
                 failed.push((process.pid(), error));
@@ -129,7 +128,6 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
             let looked = reader.merged_frames(&process, &runs, |page, frame| {
                 let node = topology.as_ref().and_then(|nodes| nodes.node_of(frame));
                 merged.extend(node.map(|node| MergedSample { region, page, frame, node }));
-                advance();
             });
             if let Err(error) = looked {
                 failed.push((process.pid(), error));

@@ -11,7 +11,7 @@
 
 use super::restless::Restless;
 use crate::host::identity::{Identity, PendingUnmark, Watch};
-use crate::host::regions::{Tracked, follow, stretches};
+use crate::host::regions::{List, Tracked, follow, stretches};
 use crate::os::abandonable::{Job, LIMIT, PATIENCE, Pending, advance, run_abandonable};
 use crate::os::cpu::{own_cpu_ns, process_cpu_ns, thread_cpu_ns};
 use crate::proc::image::AddressSpace;
@@ -90,6 +90,8 @@ pub struct Target {
     late: Option<Pending>,
     /// A survey that has not ended yet, and what was known when it began.
     surveying: Option<(Job<Result<Listed, ReadError>>, Began)>,
+    /// The mappings that the last survey found, until they are taken.
+    list: Option<List>,
     restless: Restless,
 }
 
@@ -154,6 +156,7 @@ impl Target {
             dipped: 0,
             late: None,
             surveying: None,
+            list: None,
             restless: Restless::default(),
         }
     }
@@ -327,6 +330,9 @@ impl Target {
         let Listed { maps, details, cost_ns } = listed?;
         let regrown = self.surveyed.as_ref().is_none_or(|surveyed| began.sizes.mapped >= surveyed.began.sizes.mapped);
         let dipped = std::mem::take(&mut self.dipped);
+        let program = self.program();
+        self.list =
+            details.as_ref().ok().zip(program).map(|(list, program)| List::of(list, program, began.at_ns, cost_ns));
         let changed = self.survey(details, if regrown { dipped } else { 0 }, new_key)?;
         let next_maps_ns = began.at_ns + MAPS_MIN_NS;
         self.surveyed = Some(Surveyed { began, cost_ns, maps, changed: false, next_maps_ns });
@@ -387,6 +393,11 @@ impl Target {
         if let Some(surveyed) = &mut self.surveyed {
             surveyed.changed = true;
         }
+    }
+
+    /// The mappings that the last survey found. They can be taken once.
+    pub(super) fn take_list(&mut self) -> Option<List> {
+        self.list.take()
     }
 
     /// When the last survey began, if it still holds.

@@ -16,6 +16,7 @@
 mod batch;
 
 use self::batch::{BRIDGE_PAGES, Batch, huge_by_frames};
+use crate::os::abandonable::advance;
 use crate::os::fault;
 use crate::proc::kpageflags::KpageFlags;
 use crate::proc::pagemap::{Categories, PageRange, Pagemap, PagemapEntry, ScanError};
@@ -259,6 +260,7 @@ impl PageReader {
                 self.held.swap_remove(at);
                 return Err(error);
             }
+            advance();
         }
         Ok(())
     }

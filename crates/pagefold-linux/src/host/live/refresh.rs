@@ -11,6 +11,7 @@ use pagefold_core::host::RegionView;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use pagefold_core::units::count;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// A refresh due within this time is made at once, nanoseconds.
@@ -101,6 +102,8 @@ impl LiveHost {
             let refreshed = target.refresh(now_ns, processes, &mut watch, || {
                 RegionKey(region_keys.take(|key| in_use.contains_key(&RegionKey(key))))
             });
+            let list = target.take_list().filter(|_| self.requesting.device.is_some());
+            self.requesting.lists.extend(list.map(|list| (pid, Arc::new(list))));
             let why = match refreshed {
                 Ok(false) => None,
                 Ok(true) => {

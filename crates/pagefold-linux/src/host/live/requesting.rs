@@ -6,15 +6,15 @@
 //! the first call: what is excluded later, or was just then, is found and unmarked as other marks are ([`super::withdrawing`]).
 
 use super::{Actuator, LiveHost};
-use crate::host::regions::Stretch;
+use crate::host::regions::{List, Stretch};
 use crate::host::targets::Target;
 use crate::ksm::request::{Kept, Merged, Range, RequestDevice};
 use crate::os::abandonable::{Job, LIMIT, advance};
 use crate::os::cpu::thread_cpu_ns;
-use crate::proc::image::{AddressSpace, ProgramId};
-use crate::proc::maps::{VmaDetail, read_smaps};
+use crate::proc::image::AddressSpace;
+use crate::proc::maps::read_smaps;
 use crate::proc::process::{Process, ReadError};
-use crate::scope::exclude::{Exclusion, vma_exclusion, withdrawal};
+use crate::scope::exclude::withdrawal;
 use pagefold_core::host::{Keep, MergeRange, MergeResult, Merging, Outcome, PageRun};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::Vpn;
@@ -27,10 +27,6 @@ use std::time::Duration;
 const LOOK_NS: u64 = 10_000_000;
 /// Pages of one job: some 50 ms.
 const JOB_PAGES: u32 = 16_384;
-/// The list of mappings is read again before a job if it is older than this, nanoseconds, and reading it may take
-/// 1/`LIST_SHARE` of the time of one core.
-const LIST_NS: u64 = 1_000_000_000;
-const LIST_SHARE: u64 = 100;
 /// How long a job may compute.
 const COMPUTING_MOST: Duration = LIMIT;
 /// How long a lock may be held that is only waited for.
@@ -42,7 +38,7 @@ pub(super) struct Requesting {
     /// The device, if this is how pages are merged.
     pub(super) device: Option<Arc<RequestDevice>>,
     /// By pid, the mappings as they were a short time ago.
-    lists: BTreeMap<i32, Arc<List>>,
+    pub(super) lists: BTreeMap<i32, Arc<List>>,
     /// A job that did not end in time, in a call to the kernel. While it has not ended no other one is started: it may hold the
     /// lock of KSM.
     late: Option<Late>,
@@ -83,54 +79,6 @@ impl Turn {
     }
 }
 
-/// The mappings of a process at some time.
-#[derive(Debug)]
-struct List {
-    program: ProgramId,
-    at_ns: u64,
-    cost_ns: u64,
-    mapped: Vec<Mapped>,
-}
-
-/// Neighbouring mappings: first page, end, and whether their pages may be named.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Mapped(u64, u64, bool);
-
-impl List {
-    fn of(details: &[VmaDetail], program: ProgramId, at_ns: u64, cost_ns: u64) -> Self {
-        let mut mapped: Vec<Mapped> = Vec::new();
-        for detail in details {
-            let may_be = match vma_exclusion(detail) {
-                None => true,
-                // It may have some by now, and then it is a region.
-                Some(Exclusion::NothingAnonymous) => continue,
-                Some(_) => false,
-            };
-            let first = detail.vma.first().0;
-            let end = first + detail.vma.pages().0;
-            match mapped.last_mut().filter(|last| (last.1, last.2) == (first, may_be)) {
-                Some(last) => last.1 = end,
-                None => mapped.push(Mapped(first, end, may_be)),
-            }
-        }
-        Self { program, at_ns, cost_ns, mapped }
-    }
-
-    /// Whether a page may be named, if it was mapped, and for how many pages from there on the answer is the same.
-    fn at(&self, page: Vpn) -> (Option<bool>, u64) {
-        let next = self.mapped.partition_point(|mapped| mapped.1 <= page.0);
-        match self.mapped.get(next) {
-            Some(&Mapped(first, end, may_be)) if first <= page.0 => (Some(may_be), end - page.0),
-            Some(&Mapped(first, ..)) => (None, first - page.0),
-            None => (None, u64::MAX),
-        }
-    }
-
-    fn is_fresh(&self, now_ns: u64) -> bool {
-        now_ns < self.at_ns + (self.cost_ns * LIST_SHARE).max(LIST_NS)
-    }
-}
-
 /// One of the two processes of a job.
 #[derive(Debug)]
 struct Side {
@@ -167,6 +115,8 @@ pub(super) fn untried(range: &MergeRange) -> MergeResult {
 impl LiveHost {
     /// Merges what is named, batched by pairs of processes.
     pub(super) fn merge(&mut self, ranges: &[MergeRange], outcome: &mut Outcome) {
+        let now_ns = self.now_ns();
+        self.requesting.lists.retain(|_, list| list.is_fresh(now_ns));
         if ranges.is_empty() {
             return;
         }
@@ -192,8 +142,6 @@ impl LiveHost {
                 }
             }
         }
-        let now_ns = self.now_ns();
-        self.requesting.lists.retain(|_, list| list.is_fresh(now_ns));
     }
 
     /// Whether a request that was late has ended. What it has marked after its processes were judged again is found now.

@@ -1,4 +1,6 @@
 use super::*;
+use crate::host::regions::{LIST_NS, Mapped};
+use crate::proc::image::ProgramId;
 use crate::proc::image::tests::Execing;
 use crate::proc::maps::parse_smaps;
 use std::fmt::Write;
