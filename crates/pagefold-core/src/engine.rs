@@ -27,7 +27,7 @@ use crate::region::table::RegionTable;
 use crate::region::{Region, Stage, print};
 use crate::report::EngineReport;
 use crate::requests::Requests;
-use crate::sampling::ladder::{Ladder, ReadPlan};
+use crate::sampling::ladder::{Ladder, ReadPlan, matures_ns};
 use crate::strength::Strength;
 use crate::units::{Pages, Permyriad, count};
 use rustc_hash::FxHashSet;
@@ -502,6 +502,14 @@ impl Engine {
         if self.is_merging() || self.placer.is_busy() || self.snapshot.ksm.ours && self.marker.is_unmarking() {
             return observe_ns.min(round_ns.max(OBSERVE_NS));
         }
-        round_ns.max(OBSERVE_NS.min(pace.round_ns))
+        round_ns.min(self.matures_in_ns(pace)).max(OBSERVE_NS.min(pace.round_ns))
+    }
+
+    /// Time until the next region is old enough to be read whole, nanoseconds, where that can be soon.
+    fn matures_in_ns(&self, pace: Pace) -> u64 {
+        let now_ns = self.snapshot.now_ns;
+        let surveyed = self.table.iter().filter(|region| self.on_request() && region.stage == Stage::Survey);
+        let ages = surveyed.map(|region| matures_ns(region, &self.lifetimes, pace, &self.config));
+        ages.filter(|&at_ns| at_ns > now_ns).min().map_or(u64::MAX, |at_ns| at_ns - now_ns)
     }
 }

@@ -379,3 +379,24 @@ proptest! {
         prop_assert!(watched.lines.len() <= 6, "{:?}", watched.lines);
     }
 }
+
+#[test]
+fn successors_of_a_program_that_lived_long_are_merged_soon() {
+    let mut host = requested();
+    let mut engine = Engine::new(Config { governor: Governor::Full, ..config() });
+    run(&mut host, &mut engine, 1);
+    let mut merged_after = Vec::new();
+    for _ in 0..3 {
+        let owner = add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Same(1)));
+        let began_ns = host.now_ns();
+        while host.saved() < Pages(15 * MIB) {
+            run(&mut host, &mut engine, 1);
+        }
+        merged_after.push(host.now_ns() - began_ns);
+        run(&mut host, &mut engine, 16);
+        host.exit(owner);
+        run(&mut host, &mut engine, 1);
+    }
+    assert!(merged_after[0] > 3 * SECOND, "nothing is known of its kind: {merged_after:?}");
+    assert!(merged_after[1..].iter().all(|&after| after <= SECOND), "{merged_after:?}");
+}

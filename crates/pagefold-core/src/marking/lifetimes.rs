@@ -1,7 +1,8 @@
 //! Lifetimes of regions: short-lived regions are not worth merging (UKSM sections 5.1 and 5.2).
 //!
 //! A region that existed when the run began counts as old. One that appears during the run must first outlive some
-//! rounds. If its family is short-lived, it must live twice as long as the others did.
+//! rounds. If its family is short-lived, it must live twice as long as the others did. If the last one of its family lived long, it
+//! needs to live only for a moment where pages are merged on request: mistaken merges cost little there.
 
 use crate::host::Mechanism;
 use crate::keys::FamilyKey;
@@ -22,7 +23,7 @@ const fn short_ns(mechanism: Mechanism) -> u64 {
 
 #[derive(Clone, Copy, Debug)]
 struct Record {
-    /// The number of short-lived regions.
+    /// The number of short-lived regions since the last one that was not.
     number: u32,
     /// The longest of their lives, nanoseconds.
     longest_ns: u64,
@@ -30,7 +31,7 @@ struct Record {
     last_ns: u64,
 }
 
-/// The lifetimes of families that have short-lived regions.
+/// The lifetimes of families.
 #[derive(Clone, Debug, Default)]
 pub struct Lifetimes {
     families: BTreeMap<FamilyKey, Record>,
@@ -39,19 +40,25 @@ pub struct Lifetimes {
 impl Lifetimes {
     /// Records the end of a region that appeared during the run.
     pub fn record_end(&mut self, family: FamilyKey, age_ns: u64, now_ns: u64, mechanism: Mechanism) {
-        if age_ns > short_ns(mechanism) {
-            self.families.remove(&family);
-            return;
-        }
         let record = self.families.entry(family).or_insert(Record { number: 0, longest_ns: 0, last_ns: 0 });
-        record.number += 1;
-        // Older lives fade, because a family may change.
-        record.longest_ns = age_ns.max(record.longest_ns / 8 * 7);
         record.last_ns = now_ns;
-        if self.families.len() > FAMILIES_MAX {
-            let oldest = self.families.iter().min_by_key(|(_, record)| record.last_ns).map(|(&family, _)| family);
-            oldest.map(|family| self.families.remove(&family));
+        if age_ns > short_ns(mechanism) {
+            (record.number, record.longest_ns) = (0, 0);
+        } else {
+            record.number += 1;
+            // Older lives fade, because a family may change.
+            record.longest_ns = age_ns.max(record.longest_ns / 8 * 7);
         }
+        if self.families.len() > FAMILIES_MAX {
+            let mut ends: Vec<u64> = self.families.values().map(|record| record.last_ns).collect();
+            let (_, &mut middle, _) = ends.select_nth_unstable(FAMILIES_MAX / 2);
+            self.families.retain(|_, record| record.last_ns > middle);
+        }
+    }
+
+    /// Whether the last region of a family lived long.
+    pub fn is_long_lived(&self, family: FamilyKey) -> bool {
+        self.families.get(&family).is_some_and(|record| record.number == 0)
     }
 
     /// The age from which a region of a short-lived family no longer counts as short-lived, nanoseconds. `None` for
@@ -80,6 +87,9 @@ mod tests {
         assert_eq!(lifetimes.outlive_ns(FamilyKey(2)), None);
         lifetimes.record_end(family, 61 * S, 300 * S, Mechanism::Ksmd);
         assert_eq!(lifetimes.outlive_ns(family), None, "a long-lived region clears the family");
+        assert!(lifetimes.is_long_lived(family) && !lifetimes.is_long_lived(FamilyKey(2)));
+        lifetimes.record_end(family, S, 400 * S, Mechanism::Ksmd);
+        assert!(!lifetimes.is_long_lived(family) && lifetimes.outlive_ns(family).is_none());
     }
 
     #[test]
@@ -99,7 +109,7 @@ mod tests {
         for family in 0..10_000 {
             lifetimes.record_end(FamilyKey(family), S, family * S, Mechanism::Ksmd);
         }
-        assert_eq!(lifetimes.families.len(), FAMILIES_MAX);
+        assert!((FAMILIES_MAX / 2..=FAMILIES_MAX).contains(&lifetimes.families.len()));
         assert!(lifetimes.families.contains_key(&FamilyKey(9_999)));
     }
 }

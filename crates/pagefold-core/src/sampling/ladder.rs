@@ -21,7 +21,7 @@
 
 use crate::config::Config;
 use crate::governor::{Pace, share_ns};
-use crate::host::PageRun;
+use crate::host::{Mechanism, PageRun};
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::PROBES_MAX;
 use crate::marking::lifetimes::Lifetimes;
@@ -409,6 +409,9 @@ pub fn matures_ns(region: &Region, lifetimes: &Lifetimes, pace: Pace, config: &C
         // It existed before the run: its age is unknown, and assumed to be enough.
         (false, _) => 0,
         (true, 0) => config.lifetime_ns,
+        (true, _) if config.mechanism == Mechanism::Request && lifetimes.is_long_lived(region.view.family) => {
+            config.lifetime_ns.max(pace.round_ns / 8)
+        }
         (true, _) => config.probation_ns(pace).max(lifetimes.outlive_ns(region.view.family).unwrap_or(0)),
     };
     region.seen_ns + age_ns
