@@ -1136,8 +1136,8 @@ static long ksm_ioctl_merge(struct ksm_merge __user *arg)
 	return i ?: ret;
 }
 
-/* Hash pages this many at a time, with the mmap_lock held once */
-#define KSM_HASH_CHUNK	512
+/* Hash pages this many at a time, with the page table locked */
+#define KSM_HASH_CHUNK	32
 #define KSM_HASH_UNGOLDEN 0xf1de83e19937733dULL /* times GOLDEN is 1 */
 
 static u64 ksm_hash_fold(u64 a, u64 b)
@@ -1157,13 +1157,23 @@ static u64 ksm_hash_line(const u64 *page, const u64 *k, unsigned int n)
 	       ksm_hash_fold(w[6] ^ k[6], w[7] ^ k[7]);
 }
 
-/* Make a hash of h->from lines one of h->to lines, adding or removing some */
+/*
+ * Make a hash of h->from lines one of h->to lines, adding or removing some.
+ * Returns 0 if the hash or the page is none.
+ */
 static u64 ksm_hash_page(struct ksm_hash *h, const u64 *k, struct page *page,
 			 u64 hash)
 {
-	u64 *addr = kmap_local_page(page);
+	struct folio *folio = page ? page_folio(page) : NULL;
 	unsigned int n;
+	u64 *addr;
 
+	if (!folio || !folio_test_anon(folio) || folio_is_zone_device(folio) ||
+	    PageHWPoison(page) || (h->from && !hash))
+		return 0;
+	addr = kmap_local_page(page);
+	if (!h->from)
+		hash = h->key;
 	for (n = h->from; n < h->to; n++)
 		hash = rol64((hash ^ ksm_hash_line(addr, k, n)) *
 			     KSM_HASH_GOLDEN, 29);
@@ -1180,39 +1190,42 @@ static int ksm_hash_chunk(struct mm_struct *mm, struct ksm_hash *h,
 	unsigned long addr = h->addr + h->nr_done * PAGE_SIZE;
 	struct vm_area_struct *vma = NULL;
 	struct folio_walk fw;
-	struct folio *folio;
-	u64 hash;
+	bool locked = false;	/* fw is at the page before, or at this one */
 
 	if (mmap_read_lock_killable(mm))
 		return -EINTR;
 	for (; n--; hashes++, addr += PAGE_SIZE) {
-		hash = h->from ? *hashes : h->key;
-		if (h->from && !hash)
-			continue;
-		*hashes = 0;
-		if (!vma || addr >= vma->vm_end)
-			vma = find_vma(mm, addr);
-		if (!vma || addr < vma->vm_start || !vma_ksm_compatible(vma))
-			continue;
-		folio = K(folio_walk_start)(&fw, vma, addr, 0);
-		if (!folio)
-			continue;
-		if (folio_test_anon(folio) && !folio_is_zone_device(folio) &&
-		    !PageHWPoison(fw.page))
-			*hashes = ksm_hash_page(h, k, fw.page, hash);
-		walk_end(&fw);
+		if (locked && (fw.level != FW_LEVEL_PTE || !(addr & ~PMD_MASK) ||
+			       addr >= vma->vm_end)) {
+			walk_end(&fw);
+			locked = false;
+		}
+		if (locked) {
+			fw.pte = ptep_get(++fw.ptep);
+			fw.page = pte_present(fw.pte) ?
+				K(vm_normal_page)(vma, addr, fw.pte) : NULL;
+		} else {
+			if (!vma || addr >= vma->vm_end)
+				vma = find_vma(mm, addr);
+			locked = vma && addr >= vma->vm_start &&
+				 vma_ksm_compatible(vma) &&
+				 K(folio_walk_start)(&fw, vma, addr, 0);
+		}
+		*hashes = locked ? ksm_hash_page(h, k, fw.page, *hashes) : 0;
 	}
+	if (locked)
+		walk_end(&fw);
 	mmap_read_unlock(mm);
 	return 0;
 }
 
 static long ksm_ioctl_hash(struct ksm_hash __user *arg)
 {
+	u64 k[9], hashes[KSM_HASH_CHUNK];
 	u64 __user *user;
-	u64 k[9], *hashes;
 	struct mm_struct *mm;
 	struct ksm_hash h;
-	int i, n, err;
+	int i, n, err = 0;
 
 	if (copy_from_user(&h, arg, sizeof(h)))
 		return -EFAULT;
@@ -1229,8 +1242,6 @@ static long ksm_ioctl_hash(struct ksm_hash __user *arg)
 	mm = ksm_request_mm(h.pidfd);
 	if (IS_ERR(mm))
 		return PTR_ERR(mm);
-	hashes = kmalloc_array(KSM_HASH_CHUNK, sizeof(u64), GFP_KERNEL);
-	err = hashes ? 0 : -ENOMEM;
 	h.nr_pages = min_t(u64, h.nr_pages, KSM_MERGE_MAX_PAGES);
 	user = u64_to_user_ptr(h.hashes);
 	for (h.nr_done = 0; !err && h.nr_done < h.nr_pages; user += n) {
@@ -1246,7 +1257,6 @@ static long ksm_ioctl_hash(struct ksm_hash __user *arg)
 		h.nr_done += err ? 0 : n;
 		cond_resched();
 	}
-	kfree(hashes);
 	mmput(mm);
 	if (err && (err != -EINTR || !h.nr_done))
 		return err;
