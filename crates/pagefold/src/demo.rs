@@ -127,7 +127,8 @@ fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<KsmForExperiment> 
     if let Some(other) = other_driver(ksm, Path::new("/proc"))? {
         return Err(preflight::explain_take(&TakeError::InUse(other)).into());
     }
-    let saved = ksm.counters()?.view(true, false).saved().bytes().0;
+    // Without zero pages, of which kernels lose count.
+    let saved = ksm.counters()?.pages_sharing.bytes().0;
     if saved > 0 {
         let line =
             format!("KSM already saves {} in other programs; unmerge them first with pagefold unmerge", human(saved));
@@ -300,7 +301,7 @@ impl Demo {
         if now != before {
             return Ok(Some(format!("KSM's settings were {before:?} and are now {now:?}")));
         }
-        let saved = ksm.counters()?.view(true, false).saved().bytes().0;
+        let saved = ksm.counters()?.pages_sharing.bytes().0;
         Ok((saved > 0).then(|| format!("KSM still saves {}", human(saved))))
     }
 }

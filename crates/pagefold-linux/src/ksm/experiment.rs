@@ -110,7 +110,8 @@ impl KsmForExperiment {
         let ksmd = Ksmd::find()?.ok_or(ExperimentError::NoKsmd)?;
         recover_experiment(&ksm, &lock)?;
         let before = ksm.knobs()?;
-        if before.run == 1 || before.advisor_on() || ksm.counters()?.view(true, false).saved().0 > 0 {
+        // Without zero pages, of which kernels lose count.
+        if before.run == 1 || before.advisor_on() || ksm.counters()?.pages_sharing.0 > 0 {
             return Err(ExperimentError::InUse);
         }
         let paths = paths();
