@@ -15,7 +15,7 @@ use crate::units::low_bits;
 /// the instructions of finding duplicates.
 const TREE_MAX: usize = 64;
 /// The number of entries by which a tree grows.
-const TREE_STEP: usize = 16;
+const TREE_STEP: usize = 8;
 /// The highest count, which means this many copies or more.
 const COUNT_MAX: u8 = 7;
 /// Bits of an entry for the fingerprint, which are the highest bits of the digest.
