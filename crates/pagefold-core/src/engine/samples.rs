@@ -148,7 +148,7 @@ impl Engine {
     fn request_merge(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
         let (now_ns, config) = (self.snapshot.now_ns, &self.config);
         let Some(region) = self.table.get_mut(slot) else { return true };
-        region.usage.record_unmerged(sample.page);
+        region.usage.record_unmerged(sample.page, now_ns);
         let filter = config.filters_cow_breaks();
         if filter && region.usage.broken.contains(sample.page) {
             return false;

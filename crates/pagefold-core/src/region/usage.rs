@@ -4,6 +4,9 @@ use crate::marking::cow_breaks::CowBreaks;
 use crate::units::Vpn;
 use rustc_hash::FxHashMap;
 
+/// How long writes to merged pages are remembered, nanoseconds. COW-broken regions are left alone for as long.
+const WRITTEN_NS: u64 = 3_600_000_000_000;
+
 /// The use of one region.
 #[derive(Clone, Debug, Default)]
 pub struct Usage {
@@ -15,18 +18,28 @@ pub struct Usage {
     pub active: PageSet,
     /// Pages that were merged on request, as far as is known.
     pub merged: PageSet,
-    /// Pages that were written after they had been merged on request, since the region was last read whole. Many get a new
-    /// content then, so they are merged once more.
+    /// Pages that were written after they had been merged on request, since the region was last read whole and within an hour. Many
+    /// get a new content then, so they are merged once more.
     written: PageSet,
-    /// Pages that were written again after that. They are not named again before the region is next read whole.
+    /// Pages that were written again after that. They are not named again before the region is next read whole, or the hour ends.
     pub broken: PageSet,
+    /// When that hour ends, nanoseconds.
+    written_until_ns: u64,
 }
 
 impl Usage {
     /// Records a page that is found not merged: if it was before, it has been written since.
-    pub fn record_unmerged(&mut self, page: Vpn) {
-        if self.merged.remove(page) && !self.written.insert(page) {
-            self.broken.insert(page);
+    pub fn record_unmerged(&mut self, page: Vpn, now_ns: u64) {
+        if now_ns >= self.written_until_ns && !self.written.is_empty() {
+            self.forget_written();
+        }
+        if !self.merged.is_empty() && self.merged.remove(page) {
+            if self.written.is_empty() {
+                self.written_until_ns = now_ns + WRITTEN_NS;
+            }
+            if !self.written.insert(page) {
+                self.broken.insert(page);
+            }
         }
     }
 
@@ -74,7 +87,7 @@ impl PageSet {
 
     /// Removes all pages.
     pub fn clear(&mut self) {
-        self.0.clear();
+        *self = Self::default();
     }
 }
 
@@ -86,15 +99,27 @@ mod tests {
     fn a_page_is_left_alone_when_it_is_written_the_second_time() {
         let mut usage = Usage::default();
         let page = Vpn(70);
-        usage.record_unmerged(page);
+        usage.record_unmerged(page, 0);
         assert!(!usage.broken.contains(page), "it was never merged");
         for written in [1, 2] {
             usage.merged.insert(page);
-            usage.record_unmerged(page);
-            usage.record_unmerged(page);
+            usage.record_unmerged(page, 0);
+            usage.record_unmerged(page, 0);
             assert_eq!(usage.broken.contains(page), written == 2);
         }
-        usage.forget_written();
-        assert!(usage.broken.is_empty());
+        usage.record_unmerged(Vpn(1), WRITTEN_NS - 1);
+        assert!(usage.broken.contains(page));
+        usage.record_unmerged(Vpn(1), WRITTEN_NS);
+        assert!(usage.broken.is_empty() && usage.written.is_empty(), "an hour later");
+    }
+
+    #[test]
+    fn a_page_that_is_written_once_in_an_hour_is_not_broken() {
+        let mut usage = Usage::default();
+        for hour in 0..10 {
+            usage.merged.insert(Vpn(7));
+            usage.record_unmerged(Vpn(7), hour * WRITTEN_NS);
+            assert!(usage.broken.is_empty(), "{hour}");
+        }
     }
 }
