@@ -42,6 +42,8 @@ fn give_back(ksm: &KsmAtRest, tenants: &mut [Tenant]) {
 #[test]
 fn two_identical_processes_are_merged_and_get_everything_back() {
     let Some(ksm) = KsmAtRest::take() else { return };
+    // Zero pages that the kernel still counts though nothing is merged.
+    let miscounted = saved_bytes();
     let mut pair = pair(48, 24, 1);
     let pids = pids(&pair);
     let savable = 48 * MIB;
@@ -94,7 +96,7 @@ fn two_identical_processes_are_merged_and_get_everything_back() {
     let back = unmerge(&pids);
     assert!(bytes(&back, "given_back_bytes") >= 2 * most(savable), "{back}");
     assert_eq!(bytes(&back, "unmarked_bytes"), found);
-    assert_eq!((bytes(&back, "still_saved_bytes"), &back["knobs_deferred"]), (0, &json!({})));
+    assert_eq!((bytes(&back, "still_saved_bytes"), &back["knobs_deferred"]), (miscounted, &json!({})));
     assert_unmarked(&pids);
     assert_intact(&mut pair);
     ksm.assert_restored();
