@@ -195,7 +195,7 @@ mod tests {
         let (mut spent, mut observations) = (0, Vec::new());
         for step in 0..1_000_u64 {
             let now_ns = step * 73_000_000;
-            budget.record(now_ns, Cost { pagefold_ns: spent / 3, ksmd_ns: spent - spent / 3 });
+            budget.record(now_ns, Cost { pagefold_ns: spent / 3, ksmd_ns: spent - spent / 3, ..Cost::default() });
             observations.push((now_ns, spent));
             spent += budget.room_ns(pace).min(30_000_000);
         }

@@ -7,6 +7,7 @@
 use crate::hash::{Digest, DigestSet};
 use crate::keys::{DomainKey, FamilyKey, NodeKey, NodeSet, OwnerKey, RegionKey};
 use crate::placement::policy::Placement;
+use crate::stops::StopLengths;
 use crate::units::{Pages, Permyriad, Vpn, as_seconds};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -165,6 +166,9 @@ pub struct Cost {
     /// By pagefold and its injector, nanoseconds.
     #[serde(rename = "pagefold", with = "as_seconds")]
     pub pagefold_ns: u64,
+    /// The part of it that the injector has spent, nanoseconds.
+    #[serde(rename = "injector", with = "as_seconds", default)]
+    pub injector_ns: u64,
     /// By ksmd, nanoseconds.
     #[serde(rename = "ksmd", with = "as_seconds")]
     pub ksmd_ns: u64,
@@ -479,6 +483,15 @@ pub struct Stops {
     pub longest_ns: u64,
     /// Their total, nanoseconds.
     pub total_ns: u64,
+    /// All of them by length.
+    pub lengths: StopLengths,
+}
+
+impl Stops {
+    /// A single stop.
+    pub fn one(owner: OwnerKey, ns: u64) -> Self {
+        Self { owner, number: 1, longest_ns: ns, total_ns: ns, lengths: StopLengths::one(ns) }
+    }
 }
 
 /// The result of marking or unmarking one span.

@@ -1,6 +1,11 @@
 //! The ledger: what was saved and what it cost. `status`, metrics and summaries are views of it.
 
+mod copies;
+
+pub use copies::Copies;
+
 use crate::host::{Actions, Cost, KsmView, Marking, MergeResult, Merging, Outcome};
+use crate::stops::StopLengths;
 use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
 
@@ -60,6 +65,9 @@ pub struct Ledger {
     pub spans: u64,
     /// Spans whose target refused or had ended.
     pub refused: u64,
+    /// Copies of merged pages, because they were written.
+    #[serde(default)]
+    pub copies: Copies,
     /// Pages read.
     pub pages_read: u64,
     /// What came of pages that were to be merged on request.
@@ -71,6 +79,9 @@ pub struct Ledger {
     pub longest_stop_ns: u64,
     /// The total time of all stops, nanoseconds.
     pub total_stop_ns: u64,
+    /// All stops by length.
+    #[serde(default)]
+    pub stop_lengths: StopLengths,
     /// Merged frames moved to another NUMA node.
     pub moved: Pages,
     /// Frames that could not be moved.
@@ -99,6 +110,7 @@ impl Ledger {
         self.cost = cost;
         self.saved_now = ksm.saved();
         self.shared_now = ksm.shared;
+        self.copies.observe(now_ns, ksm.broken);
         self.saved_most = self.saved_most.max(self.saved_now);
         let saved = self.saved();
         if self.curve.last().map(|&(_, last)| last) != Some(saved) {
@@ -131,6 +143,7 @@ impl Ledger {
             self.stops += u64::from(stops.number);
             self.longest_stop_ns = self.longest_stop_ns.max(stops.longest_ns);
             self.total_stop_ns += stops.total_ns;
+            self.stop_lengths += stops.lengths;
         }
     }
 

@@ -21,7 +21,7 @@
 //! | On which node does a merged page live? | [`placement`] |
 //! | What may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second) |
 //! | Which contents have been seen? | [`index`], by [`hash`]; how much of a page is hashed: [`strength`] |
-//! | What has been saved and spent? | [`ledger`]; for people: [`report`] |
+//! | What has been saved and spent? | [`ledger`]; lengths of stops: [`stops`]; for people: [`report`] |
 //! | What can be set, and in which range? | [`config`] |
 //!
 //! A new governor goes into [`governor`], a new reason to leave a region alone into [`region`], a new figure of `status`
@@ -50,5 +50,6 @@ pub mod region;
 pub mod report;
 pub mod requests;
 pub mod sampling;
+pub mod stops;
 pub mod strength;
 pub mod units;

@@ -237,7 +237,7 @@ mod tests {
     fn long_stops_shrink_the_next_one_and_short_stops_grow_it() {
         let mut allowance = Allowance::new(Limits::default());
         let mut stop = |longest_ns| {
-            let stops = Stops { owner: OwnerKey(1), number: 1, longest_ns, total_ns: longest_ns };
+            let stops = Stops::one(OwnerKey(1), longest_ns);
             allowance.adapt_stop_size(&[stops]);
             allowance.stop_size().marks
         };

@@ -1,6 +1,7 @@
 //! What is known and what happens next, for people: `status`, `explain` and metrics are views of it.
 
 use crate::governor::Governor;
+use crate::host::MemoryView;
 use crate::keys::{DomainKey, OwnerKey};
 use crate::ledger::Ledger;
 use crate::placement::inventory::PlacementSummary;
@@ -189,6 +190,8 @@ pub struct EngineReport {
     pub paused: bool,
     /// Whether it may control KSM.
     pub drives_ksm: bool,
+    /// How scarce the machine's memory is.
+    pub memory: MemoryView,
     /// Pages saved by this run.
     pub saved: Pages,
     /// Pages that KSM saves on the machine.

@@ -37,6 +37,7 @@ pub(super) fn report(engine: &Engine) -> EngineReport {
         busy: engine.is_busy(),
         paused: engine.paused,
         drives_ksm: engine.snapshot.ksm.ours,
+        memory: engine.snapshot.memory,
         saved: ledger.saved(),
         saved_machine: ledger.saved_now,
         marked: table.iter().map(Region::marked_resident).sum(),

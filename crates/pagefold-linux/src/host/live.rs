@@ -255,6 +255,7 @@ impl LiveHost {
             ksmd_ns: 0,
         };
         host.base = host.clocks();
+        host.broken = host.breaks.read().unwrap_or(0);
         Ok(host)
     }
 
@@ -266,6 +267,14 @@ impl LiveHost {
     /// The process of a region, as of the last refresh.
     pub fn target_of(&self, region: RegionKey) -> Option<&Target> {
         self.targets.get(self.region_pids.get(&region)?)
+    }
+
+    /// How often the injector was started again.
+    pub fn injector_restarts(&self) -> u32 {
+        match &self.actuator {
+            Actuator::Act { restarts, .. } => *restarts,
+            Actuator::DryRun => 0,
+        }
     }
 
     /// Names of the trust domains seen so far, by key.
@@ -319,14 +328,14 @@ impl LiveHost {
     /// Ends the run: stops ksmd, ends the injector and restores KSM. Merged pages stay merged.
     pub fn finish(self) -> Ended {
         let Self { actuator, ksm, ksmd, base, began, .. } = self;
-        let (restored, elsewhere_ns) = match actuator {
+        let (restored, elsewhere_ns, injector_ns) = match actuator {
             Actuator::Act { lease, controller, injector, .. } => {
-                let elsewhere_ns = injector.cpu_elsewhere_ns();
+                let (elsewhere_ns, injector_ns) = (injector.cpu_elsewhere_ns(), injector.total_cpu_ns());
                 drop(injector);
                 drop(controller);
-                (Some(lease.restore(RESTORE_LIMIT)), elsewhere_ns)
+                (Some(lease.restore(RESTORE_LIMIT)), elsewhere_ns, injector_ns)
             }
-            Actuator::DryRun => (None, 0),
+            Actuator::DryRun => (None, 0, 0),
         };
         // Read now, as ksmd may have been scanning until here. The injector counts as a reaped child.
         let ksmd_ns = ksmd.and_then(|ksmd| ksmd.cpu_ns().ok()).map(|ns| ns.saturating_sub(base.ksmd_ns));
@@ -334,20 +343,24 @@ impl LiveHost {
             restored,
             now_ns: elapsed_ns(began),
             ksm: ksm.counters().ok().map(|counters| counters.view(false, false)),
-            cost: ksmd_ns.map(|ksmd_ns| Cost { pagefold_ns: own_and_children_cpu_ns() + elsewhere_ns, ksmd_ns }),
+            cost: ksmd_ns.map(|ksmd_ns| Cost {
+                pagefold_ns: own_and_children_cpu_ns() + elsewhere_ns,
+                injector_ns,
+                ksmd_ns,
+            }),
         }
     }
 
     fn clocks(&mut self) -> Cost {
-        let injector_ns = match &self.actuator {
-            Actuator::Act { injector, .. } => injector.cpu_ns(),
-            Actuator::DryRun => 0,
+        let (uncounted_ns, injector_ns) = match &self.actuator {
+            Actuator::Act { injector, .. } => (injector.cpu_ns(), injector.total_cpu_ns()),
+            Actuator::DryRun => (0, 0),
         };
         // ksmd does not end: if its clock cannot be read, the last value stands.
         if let Some(ns) = self.ksmd.as_ref().and_then(|ksmd| ksmd.cpu_ns().ok()) {
             self.ksmd_ns = ns;
         }
-        Cost { pagefold_ns: own_and_children_cpu_ns() + injector_ns, ksmd_ns: self.ksmd_ns }
+        Cost { pagefold_ns: own_and_children_cpu_ns() + uncounted_ns, injector_ns, ksmd_ns: self.ksmd_ns }
     }
 
     /// Starts the injector again if it has died.
@@ -422,7 +435,7 @@ impl Host for LiveHost {
         }
         ksm.broken = self.broken;
         let clocks = self.clocks();
-        let cost = Cost { pagefold_ns: clocks.pagefold_ns, ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns) };
+        let cost = Cost { ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns), ..clocks };
         self.placing.refresh(now_ns, &self.targets, &self.domains);
         Ok(Snapshot {
             now_ns,

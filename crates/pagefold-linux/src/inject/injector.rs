@@ -47,6 +47,8 @@ struct Supervised {
     restarts: u32,
     /// CPU time of former injectors that are not children of this process.
     former_ns: u64,
+    /// The same of those that were its children.
+    former_children_ns: u64,
     /// Former children that had not ended when they were replaced.
     former: Vec<Child>,
 }
@@ -93,6 +95,7 @@ impl Injector {
             failures: 0,
             restarts: 0,
             former_ns: 0,
+            former_children_ns: 0,
             former: Vec::new(),
         })))
     }
@@ -148,7 +151,13 @@ impl Injector {
         supervised.connection.cpu_ns() + supervised.former_ns
     }
 
-    /// The same, or 0 if the injector is a child of this process, whose time is counted when it is reaped.
+    /// CPU time of all injectors so far, up to their last replies, nanoseconds.
+    pub fn total_cpu_ns(&self) -> u64 {
+        let supervised = self.lock();
+        supervised.connection.cpu_ns() + supervised.former_ns + supervised.former_children_ns
+    }
+
+    /// The same as [`Self::cpu_ns`], or 0 if the injector is a child of this process, whose time is counted when it is reaped.
     pub fn cpu_elsewhere_ns(&self) -> u64 {
         let supervised = self.lock();
         let own_ns = if supervised.connection.is_child() { 0 } else { supervised.connection.cpu_ns() };
@@ -209,7 +218,7 @@ impl Supervised {
                 return self.fall("it has ended".to_owned());
             };
             // What it used is counted once it has been reaped.
-            self.connection.take_cpu_ns();
+            self.former_children_ns += self.connection.take_cpu_ns();
             self.former.push(child);
             self.former.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
             return self.fall("it has ended".to_owned());

@@ -40,6 +40,7 @@ pub use worker::serve;
 
 use crate::proc::process::{Process, ReadError};
 use engine::{Ended, Verdict};
+use pagefold_core::stops::StopLengths;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use thiserror::Error;
@@ -120,6 +121,9 @@ pub struct InjectionReport {
     pub longest_stop_ns: u64,
     /// All stops, nanoseconds.
     pub total_stop_ns: u64,
+    /// All stops by length.
+    #[serde(default)]
+    pub stop_lengths: StopLengths,
     /// Stops without a return frame: if this process had been killed in one, the target would have died.
     #[serde(default)]
     pub unguarded: u32,
@@ -377,6 +381,7 @@ fn run(
             report.stops += 1;
             report.longest_stop_ns = report.longest_stop_ns.max(stop_ns);
             report.total_stop_ns += stop_ns;
+            report.stop_lengths.add(stop_ns);
             report.unguarded += u32::from(unguarded);
             report.longest_away_ns = report.longest_away_ns.max(away_ns);
         }

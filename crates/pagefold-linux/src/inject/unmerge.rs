@@ -117,6 +117,7 @@ pub(crate) fn unmark_in_steps(
         report.stops += done.stops;
         report.longest_stop_ns = report.longest_stop_ns.max(done.longest_stop_ns);
         report.total_stop_ns += done.total_stop_ns;
+        report.stop_lengths += done.stop_lengths;
     }
     Ok(())
 }

@@ -396,6 +396,7 @@ fn cpu_ns() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_core::stops::StopLengths;
 
     #[test]
     fn requests_of_another_version_and_malformed_ones_get_a_reply() {
@@ -431,6 +432,7 @@ mod tests {
             stops: 1,
             longest_stop_ns: 2,
             total_stop_ns: 3,
+            stop_lengths: StopLengths([1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, u64::MAX]),
             ..InjectionReport::default()
         };
         for result in [Ok(report), Err(InjectError::Traced { pid: 1, by: 2 }), Err(InjectError::WorkerSilent)] {

@@ -23,7 +23,7 @@ impl SimHost {
     /// CPU time spent so far.
     pub fn cost(&self) -> Cost {
         let ksmd_ns = self.uksmd.as_ref().map_or(self.ksmd.cpu_ns, |uksmd| uksmd.cpu_ns);
-        Cost { pagefold_ns: self.pagefold_ns, ksmd_ns }
+        Cost { pagefold_ns: self.pagefold_ns, ksmd_ns, ..Cost::default() }
     }
     /// KSM's counters. As in the kernel, they lag behind writes, unmarking and exits until ksmd visits the pages.
     pub fn ksm(&self) -> KsmView {

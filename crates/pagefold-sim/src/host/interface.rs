@@ -176,7 +176,7 @@ impl SimHost {
         for (owner, (busy, stop_ns)) in stops {
             if !busy {
                 let owner = OwnerKey(owner);
-                outcome.stops.push(Stops { owner, number: 1, longest_ns: stop_ns, total_ns: stop_ns });
+                outcome.stops.push(Stops::one(owner, stop_ns));
             }
             self.spend(stop_ns);
         }

@@ -95,6 +95,7 @@ impl LiveHost {
                 number: report.stops,
                 longest_ns: report.longest_stop_ns,
                 total_ns: report.total_stop_ns,
+                lengths: report.stop_lengths,
             });
         }
         let span =

@@ -149,7 +149,7 @@ pub fn describe(summary: &Summary, style: Style) -> String {
     let (marked, metadata) = (style::human(summary.marked_bytes), style::human(summary.metadata_bytes));
     let spans = style::count(usize::try_from(summary.marked_spans).unwrap_or(usize::MAX), "span", "spans");
     row("marked", format!("{marked} in {spans}, kernel metadata {metadata}"));
-    let Cost { pagefold_ns, ksmd_ns } = summary.cpu_seconds;
+    let Cost { pagefold_ns, ksmd_ns, .. } = summary.cpu_seconds;
     let (pagefold, ksmd) = (pagefold_ns as f64 / 1e9, ksmd_ns as f64 / 1e9);
     let (read, kicks) = (summary.pages_read, summary.scans);
     row("CPU", format!("{pagefold:.2} s by pagefold ({read} pages read), {ksmd:.2} s by ksmd ({kicks} scans)"));

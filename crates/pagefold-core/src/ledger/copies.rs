@@ -1,0 +1,73 @@
+//! Copies made because merged pages were written: how many, and how many in the worst day of the run.
+
+use crate::units::{Pages, count};
+use serde::{Deserialize, Serialize};
+
+const HOUR_NS: u64 = 3_600_000_000_000;
+const HOURS: usize = 24;
+
+/// The copies of merged pages during a run, on the whole machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Copies {
+    /// All of them.
+    pub total: Pages,
+    /// The most within one day, counted by hours.
+    pub worst_day: Pages,
+    /// The kernel's count when it was last seen.
+    counted: Option<u64>,
+    /// Those of the last 24 hours, by the number of the hour.
+    hours: [Pages; HOURS],
+    hour: u64,
+}
+
+impl Copies {
+    /// Records the kernel's count. What was counted before the run is not of this run.
+    pub fn observe(&mut self, now_ns: u64, counted: u64) {
+        let hour = now_ns / HOUR_NS;
+        // Of a longer gap, a day's hours are all that there are.
+        for past in (self.hour + 1..=hour).take(self.hours.len()) {
+            *self.of_hour(past) = Pages(0);
+        }
+        self.hour = hour.max(self.hour);
+        // The count may be missing once, which looks like 0.
+        let before = self.counted.unwrap_or(counted);
+        self.counted = Some(before.max(counted));
+        let new = Pages(counted.saturating_sub(before));
+        if new > Pages(0) {
+            self.total += new;
+            *self.of_hour(self.hour) += new;
+            self.worst_day = self.worst_day.max(self.hours.iter().copied().sum());
+        }
+    }
+
+    fn of_hour(&mut self, hour: u64) -> &mut Pages {
+        // The remainder is below the length.
+        &mut self.hours[usize::try_from(hour % count(HOURS)).unwrap_or(0)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worst_day_is_the_worst_of_all_days() {
+        let mut copies = Copies::default();
+        let mut at = |hour: u64, count| {
+            copies.observe(hour * HOUR_NS + 5, count);
+            (copies.total.0, copies.worst_day.0)
+        };
+        assert_eq!(at(0, 1_000), (0, 0));
+        assert_eq!(at(0, 1_010), (10, 10));
+        assert_eq!(at(5, 1_030), (30, 30));
+        // 24 hours later the first ten are of another day.
+        assert_eq!(at(24, 1_031), (31, 30));
+        assert_eq!(at(25, 1_040), (40, 30));
+        assert_eq!(at(28, 1_060), (60, 50));
+        // A failed count and one that is lower than before change nothing, and no gap is too long.
+        assert_eq!(at(30, 0), (60, 50));
+        assert_eq!(at(30, 1_060), (60, 50));
+        assert_eq!(at(1 << 20, 1_061), (61, 50));
+        assert_eq!(at((1 << 20) + 1, 1_111), (111, 51));
+    }
+}
