@@ -8,7 +8,7 @@ pub fn own_cpu_ns() -> u64 {
 }
 
 /// CPU time of this thread, nanoseconds.
-pub(crate) fn thread_cpu_ns() -> u64 {
+pub fn thread_cpu_ns() -> u64 {
     clock_ns(libc::CLOCK_THREAD_CPUTIME_ID).unwrap_or(0)
 }
 

@@ -1,4 +1,4 @@
-//! The machine and this process: CPU time, memory pressure, capabilities, signals. Nothing here concerns other processes.
+//! The machine and this process: CPU time, memory pressure, capabilities, signals, sockets. Nothing here concerns other processes.
 
 pub(crate) mod abandonable;
 pub mod cpu;
@@ -10,4 +10,5 @@ pub(crate) mod number_list;
 pub mod peer;
 pub mod pressure;
 pub mod privileges;
+pub mod sockets;
 pub mod wake;
