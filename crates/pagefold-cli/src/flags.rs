@@ -40,7 +40,7 @@ flags! {
     /// Changes to the deny list.
     DenyFlags: ["deny"];
     /// What a run does with the processes in scope.
-    RunFlags: ["run", "judgement", "numa", "audit"];
+    RunFlags: ["run", "judgement", "numa", "audit", "metrics"];
     /// The audit log.
     AuditFlags: ["audit"];
 }
@@ -78,6 +78,7 @@ fn argument(option: &'static OptionSpec) -> Arg {
         Kind::Number(unit, ..) => unit.value_name(),
         Kind::List(name) => name,
         Kind::File => "FILE",
+        Kind::Address => "ADDRESS",
         _ => "NAME",
     };
     let is_list = matches!(option.kind, Kind::List(_) | Kind::Programs);

@@ -12,6 +12,7 @@ use pagefold_core::units::Permyriad;
 use pagefold_linux::scope::deny_list::unfit_entry;
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -58,6 +59,8 @@ pub enum Kind {
     Programs,
     /// An absolute path.
     File,
+    /// A port, or an IP address and a port.
+    Address,
     /// A table from names to one of these.
     Names(&'static [&'static str]),
     /// A list of [`DomainRule`].
@@ -132,14 +135,20 @@ pub const SECTIONS: &[Section] = &[
         heading: "Output",
         help: "A log with one line of JSON (schema pagefold.audit/1) for every span of memory that is marked or unmarked.",
     },
+    Section {
+        name: "metrics",
+        heading: "Output",
+        help: "Metrics for Prometheus, served over HTTP or written to a file. A dry run ignores this section. See docs/metrics.md.",
+    },
 ];
 
+const METRICS_INTERVAL_NS: RangeInclusive<u64> = 1_000_000_000..=3_600_000_000_000;
 const PLACEMENTS: &[&str] = &["fair", "priority", "local-only", "kernel"];
 
 /// The options, in the order of the file. Columns: section, key, flag, values, example, help.
 #[rustfmt::skip]
 pub const OPTIONS: &[OptionSpec] = {
-    use Kind::{File, List, Name, Names, Number, Programs, Rules, Switch};
+    use Kind::{Address, File, List, Name, Names, Number, Programs, Rules, Switch};
     use Unit::{Count, Percent, Time};
     &[
         row("scope", "cgroups", "cgroup", List("PATH"), "[\"/sys/fs/cgroup/system.slice/redis.service\"]",
@@ -211,6 +220,12 @@ pub const OPTIONS: &[OptionSpec] = {
             "Placement of single trust domains; local-only must be set for all of them or for none"),
         row("audit", "file", "audit", File, "\"/var/log/pagefold/audit.jsonl\"",
             "Append one line of JSON to this file for every span of memory that is marked or unmarked"),
+        row("metrics", "address", "metrics", Address, "\"127.0.0.1:10045\"",
+            "Serve metrics to Prometheus at this address, or at this port of 127.0.0.1"),
+        row("metrics", "textfile", "metrics-file", File, "\"/run/pagefold/pagefold.prom\"",
+            "Write metrics to this file, for the textfile collector of node_exporter"),
+        row("metrics", "interval", "metrics-interval", Number(Time, METRICS_INTERVAL_NS, |_| Some(15_000_000_000)), "",
+            "Time between two writes of that file"),
     ]
 };
 
@@ -238,6 +253,7 @@ impl OptionSpec {
                 Some(why) => Err(format!("'{text}' {why}")),
                 None => Ok(Value::Text(text.to_owned())),
             },
+            Kind::Address => address(text).map(|_| Value::Text(text.to_owned())),
             _ => word(text).map(Value::Text),
         }
     }
@@ -258,6 +274,7 @@ impl OptionSpec {
             Kind::Switch => "true, false".to_owned(),
             Kind::List(_) | Kind::Programs => "list".to_owned(),
             Kind::File => "absolute path".to_owned(),
+            Kind::Address => "port, or address and port".to_owned(),
             Kind::Names(_) => "table: domain = placement".to_owned(),
             Kind::Rules => "list of tables".to_owned(),
         }
@@ -321,6 +338,21 @@ pub fn name(what: &str, names: &[&str], text: &str) -> Result<String, String> {
     }
     let (last, others) = names.split_last().unwrap_or((&"", &[]));
     Err(format!("there is no {what} '{}'; choose {} or {last}", text.escape_debug(), others.join(", ")))
+}
+
+/// A port of the loopback interface, or a numeric address and a port. Names are not looked up.
+///
+/// # Errors
+/// What is wrong; what to do.
+pub fn address(text: &str) -> Result<SocketAddr, String> {
+    let of_loopback = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let parsed = text.parse().ok().or_else(|| text.parse().ok().map(of_loopback));
+    parsed.filter(|address| address.port() != 0).ok_or_else(|| {
+        format!(
+            "'{}' is not an address; give a port, or one such as 127.0.0.1:10045 or [::1]:10045",
+            text.escape_debug()
+        )
+    })
 }
 
 /// A path or a name. An empty cgroup would be that of the whole machine.
@@ -498,6 +530,18 @@ mod tests {
             assert!(default.is_empty() != option.example.is_empty(), "{}: a default or an example", option.key);
             assert!(default.is_empty() || option.parse(&default).is_ok(), "{}: {default}", option.key);
             assert!(SECTIONS.iter().any(|section| section.name == option.section));
+        }
+    }
+
+    #[test]
+    fn a_port_alone_is_of_the_loopback_interface() {
+        let is = |text: &str, address_is: &str| assert_eq!(address(text), Ok(address_is.parse().unwrap()));
+        is("10045", "127.0.0.1:10045");
+        is("0.0.0.0:80", "0.0.0.0:80");
+        is("[::1]:65535", "[::1]:65535");
+        for bad in ["", "0", "65536", "127.0.0.1", "127.0.0.1:0", "localhost:10045", "[::1]", ":10045", "-1", "1\n2"] {
+            let error = address(bad).unwrap_err();
+            assert!(error.contains("; give a port") && !error.contains('\n'), "{error}");
         }
     }
 

@@ -10,6 +10,7 @@
 //! | requests to a running daemon | [`control`] |
 //! | checks before anything is touched, and how a refusal is explained | [`preflight`] |
 //! | the audit log | [`audit`] |
+//! | a metric | `FAMILIES` in [`metrics`] |
 //! | tables shared by several commands | [`output`] |
 //! | the demonstration | [`demo`] |
 //!
@@ -30,6 +31,7 @@ mod commands;
 mod config;
 mod control;
 mod demo;
+mod metrics;
 mod output;
 mod preflight;
 

@@ -5,9 +5,11 @@ mod reload;
 mod summary;
 
 use crate::audit::{Entry, Owner};
+use crate::commands::status::groups::Selector;
 use crate::config::settings::Settings;
 use crate::control;
 use crate::control::queue::{Facts, RequestQueue, RunFacts};
+use crate::metrics::Metrics;
 use crate::output;
 use crate::preflight;
 use anyhow::{Context, Result};
@@ -79,11 +81,14 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     on(signal_hook::consts::SIGINT, &stop)?;
     on(signal_hook::consts::SIGTERM, &stop)?;
     signal_hook::flag::register(wake::SIGNAL, woken.clone()).context("cannot install a signal handler")?;
+    // Before anything opens a file.
+    let passed = Metrics::passed()?;
     let settings = Settings::of(args)?;
     let Settings { scope, config, deny, .. } = settings.clone();
     preflight::need_rights("merging other processes' memory")?;
     let ksm = preflight::ksm()?;
     let device = preflight::request_device(settings.mechanism, settings.placement.default, &ksm)?;
+    let metrics = Metrics::open(&settings.metrics, passed)?;
     let mut active = ActiveSettings::new(args, settings)?;
     on(signal_hook::consts::SIGHUP, &active.on_hangup().unwrap_or_else(|| stop.clone()))?;
     let injector = injector(args, device.is_some())?;
@@ -97,8 +102,13 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let interval_ns = refresh_interval_ns(&config, config.governor);
     let mechanism = if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd };
     let config = Config { mechanism, ..config };
-    let facts =
-        RunFacts { scope: scope.spec().to_string(), dry_run: args.dry_run, config: config.clone(), stood_down: None };
+    let facts = RunFacts {
+        scope: scope.spec().to_string(),
+        selectors: Selector::all_of(&scope.spec()),
+        dry_run: args.dry_run,
+        config: config.clone(),
+        stood_down: None,
+    };
     let mut engine = Engine::new(config);
     let mut host = LiveHost::new(scope.spec(), Roots::default(), deny, ksm, mode, woken.clone())
         .map_err(|error| failure(&error))?;
@@ -109,6 +119,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     host.set_domains(active.settings.domains.clone());
     host.set_policies(active.settings.placement.clone());
     let (requests, sender) = RequestQueue::new(woken);
+    let metrics = metrics.start(&sender);
     let server = control::serve(sender, args.dry_run);
     fault::point("socket-made");
     let (command, pid) = ("run", std::process::id());
@@ -120,7 +131,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     }
     let ran = main_loop(args, &mut engine, &mut host, &stop, (requests, facts), &mut active, &mut progress);
     progress.finish();
-    drop(server);
+    drop((server, metrics));
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened, KSM is given back before anything is reported.
     let ended = host.finish();

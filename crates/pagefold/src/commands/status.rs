@@ -1,5 +1,6 @@
 //! `pagefold status`: what the daemon has saved, what it costs, and what it is doing.
 
+pub mod groups;
 mod words;
 
 use crate::control::client::ask;
@@ -9,14 +10,18 @@ use crate::output;
 use crate::output::placement::PlacementView;
 use crate::output::requests::RequestsView;
 use anyhow::Result;
+use groups::{LeftOutRow, ScopeRow};
 use pagefold_cli::exit;
 use pagefold_core::governor::Governor;
 use pagefold_core::host::{Cost, Mechanism};
+use pagefold_core::keys::OwnerKey;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_core::report::{KindTotal, LevelTotal, RegionReport};
+use pagefold_core::stops::StopLengths;
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 pub use words::paint;
 
 const SCHEMA: &str = "pagefold.status/1";
@@ -47,17 +52,33 @@ pub struct Status {
     pub busy: bool,
     pub ksm_driven: bool,
     pub ksm_why: Option<String>,
+    #[serde(default)]
+    pub stood_down: bool,
+    #[serde(default)]
+    pub available_bytes: u64,
     pub resident_bytes: u64,
     pub saved_bytes: u64,
     pub saved_machine_bytes: u64,
     pub marked_bytes: u64,
     pub metadata_bytes: u64,
     pub to_unmark_bytes: u64,
+    #[serde(default)]
+    pub copied_bytes: u64,
+    #[serde(default)]
+    pub copied_worst_day_bytes: u64,
+    #[serde(default)]
+    pub refused_spans: u64,
+    #[serde(default)]
+    pub injector_restarts: u32,
     pub cpu_seconds: Cost,
     pub pages_read: u64,
     pub scans: u64,
     pub stops: u64,
     pub longest_stop_us: f64,
+    #[serde(default)]
+    pub total_stop_us: f64,
+    #[serde(default)]
+    pub stop_lengths: StopLengths,
     pub rounds: u64,
     pub index: Index,
     pub kinds: Vec<KindTotal>,
@@ -65,6 +86,10 @@ pub struct Status {
     pub next: Vec<NextRow>,
     pub domains: Vec<DomainRow>,
     pub processes: Vec<ProcessRow>,
+    #[serde(default)]
+    pub scopes: Vec<ScopeRow>,
+    #[serde(default)]
+    pub left_out: Vec<LeftOutRow>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub requests: Option<RequestsView>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -119,6 +144,7 @@ impl Status {
             _ if run.dry_run => Some("a dry run changes nothing".to_owned()),
             why => why.clone(),
         };
+        let processes = process_rows(facts);
         let to_unmark = facts.targets.iter().filter_map(|target| target.to_unmark.as_ref());
         Self {
             schema: SCHEMA.to_owned(),
@@ -134,25 +160,35 @@ impl Status {
             paused: report.paused,
             busy: report.busy,
             ksm_driven: report.drives_ksm,
+            stood_down: run.stood_down.is_some(),
             ksm_why: why.filter(|_| !report.drives_ksm),
+            available_bytes: report.memory.available.bytes().0,
             resident_bytes: sum(&regions(facts, |_| true), |region| region.resident),
             saved_bytes: report.saved.bytes().0,
             saved_machine_bytes: report.saved_machine.bytes().0,
             marked_bytes: report.marked.bytes().0,
             metadata_bytes: report.marked.0 * METADATA_BYTES_PER_PAGE,
             to_unmark_bytes: to_unmark.map(|to_unmark| to_unmark.bytes).sum(),
+            copied_bytes: ledger.copies.total.bytes().0,
+            copied_worst_day_bytes: ledger.copies.worst_day.bytes().0,
+            refused_spans: ledger.refused,
+            injector_restarts: facts.injector_restarts,
             cpu_seconds: ledger.cost,
             pages_read: ledger.pages_read,
             scans: facts.scans,
             stops: ledger.stops,
             longest_stop_us: ledger.longest_stop_ns as f64 / 1e3,
+            total_stop_us: ledger.total_stop_ns as f64 / 1e3,
+            stop_lengths: ledger.stop_lengths,
             rounds: report.rounds,
             index: Index { contents: report.index_entries, bytes: report.index_bytes.0 },
             kinds: report.kinds.clone(),
             levels: report.levels.clone(),
             next: next_rows(facts),
             domains: domain_rows(facts),
-            processes: process_rows(facts),
+            scopes: groups::scope_rows(facts, &processes),
+            left_out: groups::left_out_rows(facts),
+            processes,
             requests: RequestsView::of(run.config.mechanism, ledger),
             numa: facts.places(),
         }
@@ -200,8 +236,10 @@ fn domain_rows(facts: &Facts) -> Vec<DomainRow> {
 }
 
 fn process_rows(facts: &Facts) -> Vec<ProcessRow> {
+    let mut by_owner: BTreeMap<OwnerKey, Vec<&RegionReport>> = BTreeMap::new();
+    facts.report.regions.iter().for_each(|region| by_owner.entry(region.owner).or_default().push(region));
     let rows = facts.targets.iter().map(|target| {
-        let regions = regions(facts, |region| region.owner == target.owner);
+        let regions = by_owner.remove(&target.owner).unwrap_or_default();
         ProcessRow {
             pid: target.pid,
             name: target.name.clone(),

@@ -2,6 +2,7 @@
 
 use crate::commands::run::RunArgs;
 use crate::config::ownership;
+use crate::metrics::MetricsSettings;
 use pagefold_cli::config_file::parse;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::options::{Value, Values};
@@ -45,6 +46,7 @@ pub struct Settings {
     pub domains: DomainRules,
     pub placement: Policies,
     pub audit: Option<PathBuf>,
+    pub metrics: MetricsSettings,
 }
 
 impl Settings {
@@ -92,6 +94,8 @@ impl Settings {
             })?,
             placement: placement(&values)?,
             audit: values.text("file").map(PathBuf::from),
+            // A dry run beside the service would take its place.
+            metrics: MetricsSettings::of(if args.dry_run { &args.options.0 } else { &values }),
         })
     }
 
@@ -110,6 +114,7 @@ impl Settings {
             ("[domains]", self.domains != old.domains),
             ("[numa]", (&self.placement, self.config.latencies) != (&old.placement, old.config.latencies)),
             ("[audit]", self.audit != old.audit),
+            ("[metrics]", self.metrics != old.metrics),
         ]
         .into_iter()
         .filter_map(|(section, differs)| differs.then_some(section))

@@ -3,6 +3,7 @@
 //! The main loop only hands over facts. The thread that sent the request makes the answer from them.
 
 use super::protocol::{ControlState, Request, SCHEMA};
+use crate::commands::status::groups::{Selector, reason_of};
 use crate::output::placement::PlacementView;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
@@ -13,6 +14,7 @@ use pagefold_linux::host::identity::PendingUnmark;
 use pagefold_linux::host::live::LiveHost;
 use pagefold_linux::os::wake::Sleeper;
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -27,6 +29,7 @@ const LIMIT: Duration = Duration::from_secs(15);
 pub struct Facts {
     pub report: EngineReport,
     pub scans: u64,
+    pub injector_restarts: u32,
     pub targets: Vec<TargetFacts>,
     /// The names of the trust domains, by key.
     pub domains: Vec<String>,
@@ -41,8 +44,13 @@ pub struct TargetFacts {
     /// When it started: distinguishes it from a later process with the same pid.
     pub start_time_ticks: u64,
     pub name: String,
+    pub uid: u32,
+    pub exe: Option<PathBuf>,
+    pub cgroup: Option<String>,
     /// Why it is left alone, if it is.
     pub left_alone: Option<String>,
+    /// The same as one of a few words.
+    pub reason: Option<&'static str>,
     pub to_unmark: Option<ToUnmark>,
     /// Rules that match it by name only: a sentence for each.
     pub passed_over: Vec<String>,
@@ -66,6 +74,7 @@ impl From<&PendingUnmark> for ToUnmark {
 #[derive(Clone, Debug)]
 pub struct RunFacts {
     pub scope: String,
+    pub selectors: Arc<[Selector]>,
     /// Whether it only finds out what would be marked.
     pub dry_run: bool,
     pub config: Config,
@@ -80,12 +89,17 @@ impl Facts {
             pid: target.process.pid(),
             start_time_ticks: target.process.start_time_ticks(),
             name: target.name.clone(),
+            uid: target.uid,
+            exe: target.exe.as_ref().map(|exe| exe.to_path_buf()),
+            cgroup: target.cgroup.clone(),
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
+            reason: target.exclusion.as_ref().map(reason_of),
             to_unmark: target.pending.as_ref().map(ToUnmark::from),
             passed_over: target.passed_over.clone(),
         });
         let domains = host.domains().to_vec();
-        Self { report: engine.report(), scans: engine.scans(), targets: targets.collect(), domains, run }
+        let (scans, injector_restarts) = (engine.scans(), host.injector_restarts());
+        Self { report: engine.report(), scans, injector_restarts, targets: targets.collect(), domains, run }
     }
 
     /// Where merged pages are, on a machine with several memory nodes.

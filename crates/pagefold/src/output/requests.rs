@@ -31,6 +31,16 @@ impl RequestsView {
         })
     }
 
+    /// The pages by what came of them.
+    pub fn by_result(&self) -> [(&'static str, u64); 4] {
+        [
+            ("merged", self.merged_pages),
+            ("shared", self.shared_pages),
+            ("differing", self.differing_pages),
+            ("failed", self.failed_pages),
+        ]
+    }
+
     /// What a dry run expects to be merged of a region, bytes: the share of its pages that have a copy or are zeros.
     pub fn expected_bytes(region: &RegionReport) -> u64 {
         whole(region.resident.bytes().0 as f64 * region.duplicate_ratio)

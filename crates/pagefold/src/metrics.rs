@@ -1,0 +1,148 @@
+//! Metrics for Prometheus: served over HTTP, written to a file, or both. docs/metrics.md describes them.
+//!
+//! Every metric is a view of the status ([`families`]), so the two agree. Both ways of handing them out have threads of their
+//! own, which ask the main loop for the facts as the control socket does: nothing that a client or a disk does delays it.
+
+mod families;
+mod file;
+mod http;
+mod text;
+
+use crate::commands::status::Status;
+use crate::control::protocol::Request;
+use crate::control::queue::RequestSender;
+use anyhow::{Context, Result};
+use file::{FileWriter, MetricsFile};
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::options::{Values, address};
+use pagefold_linux::os::cpu::thread_cpu_ns;
+use pagefold_linux::os::sockets;
+use std::io::ErrorKind;
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A page is not made anew before this time has passed, whoever asks.
+const AGE_LEAST: Duration = Duration::from_secs(1);
+/// It is, after this time.
+const AGE_MOST: Duration = Duration::from_secs(10);
+/// Between these, making pages may take a part of this of the time of a core.
+const PAGE_PART: u32 = 1_000;
+/// The main loop's part of the work costs about as much as this thread's.
+const BOTH: u64 = 2;
+
+/// What is to be done with metrics.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MetricsSettings {
+    pub address: Option<SocketAddr>,
+    pub file: Option<PathBuf>,
+    pub interval: Duration,
+}
+
+impl MetricsSettings {
+    pub fn of(values: &Values) -> Self {
+        Self {
+            // It was checked when it was given.
+            address: values.text("address").and_then(|text| address(text).ok()),
+            file: values.text("textfile").map(PathBuf::from),
+            interval: Duration::from_nanos(values.number("interval").unwrap_or(15_000_000_000)),
+        }
+    }
+}
+
+/// The sockets and the file, ready for the run to start.
+#[derive(Debug)]
+pub struct Metrics {
+    listeners: Vec<TcpListener>,
+    file: Option<MetricsFile>,
+    interval: Duration,
+}
+
+impl Metrics {
+    /// The sockets that the service manager has passed. Call it before anything opens a file.
+    pub fn passed() -> Result<Vec<TcpListener>, Exit> {
+        sockets::take_passed().map_err(|error| {
+            let line =
+                format!("the service manager has passed other sockets than those of metrics: {error}; pass none");
+            Exit::new(exit::USAGE, line)
+        })
+    }
+
+    /// Opens what the settings say, beside the sockets that were passed.
+    ///
+    /// # Errors
+    /// The address cannot be listened on, or the file cannot be written safely.
+    pub fn open(settings: &MetricsSettings, passed: Vec<TcpListener>) -> Result<Self> {
+        let mut listeners = passed;
+        if let Some(address) = settings.address {
+            listeners.push(TcpListener::bind(address).map_err(|error| refused(address, &error))?);
+        }
+        for listener in &listeners {
+            listener.set_nonblocking(true).context("cannot set up the socket for metrics")?;
+        }
+        let file = settings.file.as_deref().map(MetricsFile::open).transpose()?;
+        Ok(Self { listeners, file, interval: settings.interval })
+    }
+
+    /// Starts to hand metrics out. The file is removed when the result is dropped.
+    pub fn start(self, requests: &RequestSender) -> Option<FileWriter> {
+        if !self.listeners.is_empty() {
+            let mut page = Page::new(requests.clone());
+            let listeners = self.listeners;
+            let serve = move || http::serve(&listeners, move || page.get());
+            if let Err(error) = thread::Builder::new().name("metrics".into()).spawn(serve) {
+                complain!("cannot start the thread for metrics: {error}; they are not served");
+            }
+        }
+        let mut page = Page::new(requests.clone());
+        let started = FileWriter::start(self.file?, self.interval, move || page.get());
+        match started {
+            Ok(writer) => Some(writer),
+            Err(error) => {
+                complain!("cannot start the thread for metrics: {error}; they are not written");
+                None
+            }
+        }
+    }
+}
+
+fn refused(address: SocketAddr, error: &std::io::Error) -> Exit {
+    let (code, advice) = match error.kind() {
+        ErrorKind::AddrInUse => (exit::FAILURE, "choose another port, or end the program that uses it"),
+        ErrorKind::AddrNotAvailable => (exit::FAILURE, "choose an address of this machine"),
+        ErrorKind::PermissionDenied => (exit::NOT_PERMITTED, "choose a port from 1024 on"),
+        // In a service without a network.
+        _ => (exit::FAILURE, "in the service, enable pagefold-metrics.socket instead"),
+    };
+    Exit::new(code, format!("cannot serve metrics at {address}: {error}; {advice}"))
+}
+
+/// The metrics as text, made anew only so often that nobody can make this process busy by asking for them.
+struct Page {
+    requests: RequestSender,
+    text: Arc<str>,
+    expires: Instant,
+}
+
+impl Page {
+    fn new(requests: RequestSender) -> Self {
+        Self { requests, text: Arc::from(""), expires: Instant::now() }
+    }
+
+    /// The page.
+    ///
+    /// # Errors
+    /// The main loop does not answer, or has ended: what is wrong; what to do.
+    fn get(&mut self) -> Result<Arc<str>, String> {
+        let (now, before_ns) = (Instant::now(), thread_cpu_ns());
+        if now >= self.expires {
+            let status = Status::of(&*self.requests.send(Request::Status)?);
+            self.text = families::page(&status).into();
+            let cost = Duration::from_nanos((thread_cpu_ns() - before_ns).saturating_mul(BOTH));
+            self.expires = Instant::now() + (cost * PAGE_PART).clamp(AGE_LEAST, AGE_MOST);
+        }
+        Ok(self.text.clone())
+    }
+}

@@ -1,0 +1,211 @@
+//! The metrics: a table of their names, types, help texts and values. docs/metrics.md is made from it.
+//!
+//! They say no more than docs/safety.md allows everybody to know: sums, and words of the administrator's configuration. No
+//! program, process, address or trust domain is named.
+
+use super::text::{Kind, Sample, append};
+use crate::commands::status::Status;
+use pagefold_core::governor::Governor;
+use pagefold_core::stops::LENGTHS_NS;
+
+/// A metric.
+struct Family {
+    name: &'static str,
+    kind: Kind,
+    help: &'static str,
+    values: fn(&Status) -> Vec<Sample>,
+}
+
+const fn gauge(name: &'static str, help: &'static str, values: fn(&Status) -> Vec<Sample>) -> Family {
+    Family { name, kind: Kind::Gauge, help, values }
+}
+
+const fn counter(name: &'static str, help: &'static str, values: fn(&Status) -> Vec<Sample>) -> Family {
+    Family { name, kind: Kind::Counter, help, values }
+}
+
+/// All metrics, in the order of the page.
+const FAMILIES: &[Family] = &[
+    gauge("pagefold_build_info", "Version of pagefold; always 1", |_| {
+        vec![sample(&[("version", env!("CARGO_PKG_VERSION"))], 1.0)]
+    }),
+    gauge("pagefold_run_info", "Settings of the run; always 1", |status| {
+        let mechanism = format!("{:?}", status.mechanism).to_lowercase();
+        let dry_run = status.dry_run.to_string();
+        let labels = [("dry_run", &*dry_run), ("governor", &status.governor.to_string()), ("mechanism", &*mechanism)];
+        vec![sample(&labels, 1.0)]
+    }),
+    gauge("pagefold_uptime_seconds", "Time since the run began", |status| one(status.seconds)),
+    gauge("pagefold_saved_bytes", "Memory that KSM saves beyond what it saved when the run began", |status| {
+        one(float(status.saved_bytes))
+    }),
+    gauge("pagefold_metadata_bytes", "Kernel memory for what the run has marked", |status| {
+        one(float(status.metadata_bytes))
+    }),
+    gauge("pagefold_net_profit_bytes", "Saved memory less metadata; may be negative", |status| {
+        one(float(status.saved_bytes) - float(status.metadata_bytes))
+    }),
+    gauge(
+        "pagefold_may_return_bytes",
+        "Memory that is needed if programs write to all merged pages: what KSM saves on the whole machine",
+        |status| one(float(status.saved_machine_bytes)),
+    ),
+    gauge("pagefold_available_bytes", "Memory of the machine that programs can get without swapping", |status| {
+        one(float(status.available_bytes))
+    }),
+    counter(
+        "pagefold_copied_bytes_total",
+        "Copies of merged pages because they were written or unmerged, on the whole machine",
+        |status| one(float(status.copied_bytes)),
+    ),
+    gauge("pagefold_copied_worst_day_bytes", "The most such copies within 24 hours of the run", |status| {
+        one(float(status.copied_worst_day_bytes))
+    }),
+    gauge("pagefold_resident_bytes", "Anonymous memory in scope that is not left alone", |status| {
+        one(float(status.resident_bytes))
+    }),
+    gauge("pagefold_marked_bytes", "Resident memory in what is marked; in a dry run, that would be", |status| {
+        one(float(status.marked_bytes))
+    }),
+    gauge("pagefold_to_unmark_bytes", "Marked address space that must be unmarked and could not be yet", |status| {
+        one(float(status.to_unmark_bytes))
+    }),
+    gauge("pagefold_kind_resident_bytes", "Resident memory in scope by kind of region", |status| {
+        let kind = |kind| serde_json::to_value(kind).ok().and_then(|name| Some(name.as_str()?.to_owned()));
+        let row = |row: &pagefold_core::report::KindTotal| {
+            Some(sample(&[("kind", &kind(row.kind)?)], float(row.resident.bytes().0)))
+        };
+        status.kinds.iter().filter_map(row).collect()
+    }),
+    gauge("pagefold_scope_processes", "Processes in scope, by the selector that they fit", |status| {
+        of_scopes(status, |row| row.processes as u64)
+    }),
+    gauge("pagefold_scope_resident_bytes", "Resident memory in scope, by selector", |status| {
+        of_scopes(status, |row| row.resident_bytes)
+    }),
+    gauge(
+        "pagefold_scope_expected_bytes",
+        "Duplicates in what is marked, or on request in all memory, by selector; no values if there are several trust domains",
+        // What is withheld from one domain would tell another one about its contents.
+        |status| if status.domains.len() > 1 { Vec::new() } else { of_scopes(status, |row| row.expected_bytes) },
+    ),
+    gauge("pagefold_processes", "Processes in scope that are not left alone", |status| {
+        one(status.processes.iter().filter(|row| row.left_alone.is_none()).count() as f64)
+    }),
+    gauge("pagefold_left_out_processes", "Processes in scope that are left alone, by reason", |status| {
+        status.left_out.iter().map(|row| sample(&[("reason", &row.reason)], row.processes as f64)).collect()
+    }),
+    counter(
+        "pagefold_cpu_seconds_total",
+        "CPU time by part: pagefold without its injector (on request with the kernel's merging), the injector, ksmd",
+        |status| {
+            let cost = &status.cpu_seconds;
+            let own_ns = cost.pagefold_ns.saturating_sub(cost.injector_ns);
+            let parts = [("pagefold", own_ns), ("injector", cost.injector_ns), ("ksmd", cost.ksmd_ns)];
+            parts.map(|(part, ns)| sample(&[("part", part)], float(ns) / 1e9)).into()
+        },
+    ),
+    gauge("pagefold_cpu_used_ratio", "Share of a core used in the last ten seconds, by all parts", |status| {
+        one(status.used_share)
+    }),
+    gauge("pagefold_cpu_allowed_ratio", "Share of a core that may be used", |status| one(status.allowed_share)),
+    gauge("pagefold_governor", "1 for the governor in force", |status| {
+        let governors = [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet];
+        let row =
+            |governor: Governor| sample(&[("governor", &governor.to_string())], flag(governor == status.in_force));
+        governors.map(row).into()
+    }),
+    gauge("pagefold_state", "1 for what the run does now; several may be under way", |status| {
+        let at = |what: &str| status.busy && status.next.iter().any(|row| row.what == what);
+        let (reading, marking, merging) = (at("read"), at("mark"), at("merge"));
+        let states = [
+            ("paused", status.paused),
+            ("reading", reading),
+            ("marking", marking),
+            ("merging", merging),
+            ("sampling", status.busy && !(reading || marking || merging)),
+            ("watching", !status.busy),
+        ];
+        let row =
+            |(state, is): (&str, bool)| sample(&[("state", state)], flag(is && (state == "paused" || !status.paused)));
+        states.map(row).into()
+    }),
+    gauge("pagefold_ksm_controlled", "1 if the run controls KSM", |status| one(flag(status.ksm_driven))),
+    gauge("pagefold_stood_down", "1 if the run has given KSM up because another program changed a setting", |status| {
+        one(flag(status.stood_down))
+    }),
+    counter("pagefold_rounds_total", "Sampling rounds", |status| one(float(status.rounds))),
+    counter("pagefold_read_bytes_total", "Memory of programs that was read", |status| {
+        one(float(status.pages_read) * pagefold_core::units::PAGE_BYTES as f64)
+    }),
+    counter("pagefold_scans_total", "Scans by ksmd that the run ordered", |status| one(float(status.scans))),
+    counter(
+        "pagefold_requested_bytes_total",
+        "Memory named to be merged on request, by result; no values if ksmd merges",
+        |status| {
+            let results = status.requests.map(|requests| requests.by_result()).into_iter().flatten();
+            let bytes = |pages| float(pages) * pagefold_core::units::PAGE_BYTES as f64;
+            results.map(|(result, pages)| sample(&[("result", result)], bytes(pages))).collect()
+        },
+    ),
+    counter("pagefold_refused_spans_total", "Spans not marked because their program refused or had ended", |status| {
+        one(float(status.refused_spans))
+    }),
+    counter("pagefold_injector_restarts_total", "Times that the injector was started again", |status| {
+        one(f64::from(status.injector_restarts))
+    }),
+    Family {
+        name: "pagefold_stop_seconds",
+        kind: Kind::Histogram,
+        help: "How long threads of programs were stopped to make a call",
+        values: |status| {
+            let (mut samples, mut sum) = (Vec::new(), 0_u64);
+            let bounds = LENGTHS_NS.iter().map(|&ns| (ns as f64 / 1e9).to_string()).chain(["+Inf".to_owned()]);
+            for (most, count) in bounds.zip(status.stop_lengths.0) {
+                sum = sum.saturating_add(count);
+                samples.push(Sample { suffix: "_bucket", ..sample(&[("le", &most)], float(sum)) });
+            }
+            samples.push(Sample { suffix: "_sum", ..sample(&[], status.total_stop_us / 1e6) });
+            samples.push(Sample { suffix: "_count", ..sample(&[], float(sum)) });
+            samples
+        },
+    },
+    gauge("pagefold_longest_stop_seconds", "The longest of these stops", |status| one(status.longest_stop_us / 1e6)),
+];
+
+/// A number of bytes, pages or events: exact up to 8 PiB.
+#[allow(clippy::cast_precision_loss)]
+fn float(number: u64) -> f64 {
+    number as f64
+}
+
+fn flag(is: bool) -> f64 {
+    f64::from(u8::from(is))
+}
+
+fn sample(labels: &[(&'static str, &str)], value: f64) -> Sample {
+    let labels = labels.iter().map(|&(label, of)| (label, of.to_owned())).collect();
+    Sample { suffix: "", labels, value }
+}
+
+fn one(value: f64) -> Vec<Sample> {
+    vec![sample(&[], value)]
+}
+
+fn of_scopes(status: &Status, value: fn(&crate::commands::status::groups::ScopeRow) -> u64) -> Vec<Sample> {
+    let rows = status.scopes.iter();
+    rows.map(|row| sample(&[("kind", &row.kind), ("scope", &row.name)], float(value(row)))).collect()
+}
+
+/// The page of a status.
+pub fn page(status: &Status) -> String {
+    let mut text = String::new();
+    for Family { name, kind, help, values } in FAMILIES {
+        append(&mut text, name, *kind, help, &values(status));
+    }
+    text
+}
+
+#[cfg(test)]
+#[path = "families_tests.rs"]
+mod tests;

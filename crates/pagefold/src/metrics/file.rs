@@ -1,0 +1,189 @@
+//! Metrics in a file, for the textfile collector of node_exporter.
+//!
+//! A reader sees one whole page or another, because the file is replaced by renaming. Nothing waits for the disk but the
+//! thread that writes.
+
+use crate::config::ownership;
+use pagefold_cli::exit::{self, Exit};
+use std::fs::{self, OpenOptions, Permissions};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::Duration;
+
+/// How long the end of a run waits for a write that is under way.
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// The file, in a directory that only root can write.
+#[derive(Clone, Debug)]
+pub struct MetricsFile {
+    path: PathBuf,
+    /// What is written and then renamed.
+    beside: PathBuf,
+}
+
+impl MetricsFile {
+    /// Checks that the file can be written, and that no other user can redirect what is written.
+    ///
+    /// # Errors
+    /// With exit code 2.
+    pub fn open(path: &Path) -> Result<Self, Exit> {
+        let shown = ownership::shown(path);
+        let cannot = |what: String| Exit::new(exit::USAGE, format!("the metrics file {shown} {what}"));
+        let Some(name) = path.file_name() else { return Err(cannot("has no name; name a file".to_owned())) };
+        let directory = path.parent().filter(|directory| *directory != Path::new("")).unwrap_or(Path::new("."));
+        let directory = directory.canonicalize().map_err(|error| {
+            cannot(format!("cannot be created: {error}; create its directory, writable by root only"))
+        })?;
+        ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
+        let path = directory.join(name);
+        if fs::symlink_metadata(&path).is_ok_and(|found| !found.is_file()) {
+            return Err(cannot("is not a regular file; name one, or a new one".to_owned()));
+        }
+        let mut hidden = std::ffi::OsString::from(".");
+        hidden.push(name);
+        hidden.push(".new");
+        let file = Self { beside: directory.join(hidden), path };
+        file.create("").map_err(|error| {
+            cannot(format!("cannot be written: {error}; name a file in a directory that root can write"))
+        })?;
+        let _ = fs::remove_file(&file.beside);
+        Ok(file)
+    }
+
+    /// Creates the file to be renamed, which must not be there: a link is not followed.
+    fn create(&self, text: &str) -> io::Result<()> {
+        match fs::remove_file(&self.beside) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o644)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&self.beside)?;
+        file.set_permissions(Permissions::from_mode(0o644))?;
+        file.write_all(text.as_bytes())
+    }
+
+    fn write(&self, text: &str) -> io::Result<()> {
+        let written = self.create(text).and_then(|()| fs::rename(&self.beside, &self.path));
+        if written.is_err() {
+            let _ = fs::remove_file(&self.beside);
+        }
+        written
+    }
+}
+
+/// Writes the file in a thread of its own, and removes it when it is dropped.
+#[derive(Debug)]
+pub struct FileWriter {
+    /// Dropped to end the thread.
+    going_on: Option<Sender<()>>,
+    ended: Receiver<()>,
+}
+
+impl FileWriter {
+    pub fn start(
+        file: MetricsFile,
+        interval: Duration,
+        mut page: impl FnMut() -> Result<Arc<str>, String> + Send + 'static,
+    ) -> io::Result<Self> {
+        let (going_on, end) = channel::<()>();
+        let (ending, ended) = channel::<()>();
+        thread::Builder::new().name("metrics file".into()).spawn(move || {
+            let _ending = ending;
+            let mut complained = false;
+            let mut pause = Duration::ZERO;
+            while end.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+                pause = interval;
+                // A run that is ending, or has not finished its cycle, has no page.
+                let Ok(text) = page() else { continue };
+                match file.write(&text) {
+                    Err(error) if !std::mem::replace(&mut complained, true) => {
+                        let path = ownership::shown(&file.path);
+                        complain!("cannot write the metrics file {path}: {error}; free some space (it is tried again)");
+                    }
+                    Err(_) => {}
+                    Ok(()) => complained = false,
+                }
+            }
+            let _ = fs::remove_file(&file.path);
+        })?;
+        Ok(Self { going_on: Some(going_on), ended })
+    }
+}
+
+impl Drop for FileWriter {
+    fn drop(&mut self) {
+        drop(self.going_on.take());
+        let _ = self.ended.recv_timeout(END_LIMIT);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+    use std::time::Instant;
+
+    #[track_caller]
+    fn wait_until(condition: impl Fn() -> bool) {
+        let end = Instant::now() + Duration::from_secs(30);
+        while !condition() {
+            assert!(Instant::now() < end);
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    #[test]
+    fn the_file_is_replaced_and_removed_at_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.prom");
+        let victim = dir.path().join("victim");
+        fs::write(&victim, "as it was").unwrap();
+        // A link in the place of the file that is renamed is removed, not followed.
+        symlink(&victim, dir.path().join(".m.prom.new")).unwrap();
+        let file = MetricsFile::open(&path).unwrap();
+        assert!(!path.exists());
+        symlink(&victim, dir.path().join(".m.prom.new")).unwrap();
+        let mut count = 0;
+        let page = move || {
+            count += 1;
+            if count == 2 { Err("not now; later".to_owned()) } else { Ok(Arc::from(format!("page {count}\n"))) }
+        };
+        let writer = FileWriter::start(file, Duration::from_millis(5), page).unwrap();
+        let text = || fs::read_to_string(&path).unwrap_or_default();
+        wait_until(|| text().strip_prefix("page ").is_some_and(|rest| rest.trim().parse::<u32>().unwrap() > 2));
+        assert_eq!(fs::symlink_metadata(&path).unwrap().permissions().mode() & 0o7777, 0o644);
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "as it was");
+        drop(writer);
+        assert_eq!(dir.path().read_dir().unwrap().count(), 1, "only the victim is left");
+    }
+
+    #[test]
+    fn what_cannot_be_written_safely_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let refused = |path: &Path, says: &str| {
+            let error = MetricsFile::open(path).unwrap_err();
+            assert_eq!(error.code, exit::USAGE);
+            assert!(error.line.contains(says) && error.line.contains("; ") && !error.line.contains('\n'), "{error}");
+        };
+        refused(&dir.path().join("none/m.prom"), "cannot be created");
+        fs::create_dir(dir.path().join("directory")).unwrap();
+        refused(&dir.path().join("directory"), "is not a regular file");
+        refused(Path::new("/"), "has no name");
+        symlink("/etc/passwd", dir.path().join("link")).unwrap();
+        refused(&dir.path().join("link"), "is not a regular file");
+        let open = dir.path().join("open");
+        fs::create_dir(&open).unwrap();
+        fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
+        refused(&open.join("m.prom"), "would be in a directory that other users may write");
+        fs::create_dir(dir.path().join(".m.new")).unwrap();
+        refused(&dir.path().join("m"), "cannot be written");
+    }
+}

@@ -1,0 +1,170 @@
+//! Serves the metrics over HTTP: `GET /metrics`, one request per connection, and nothing else.
+//!
+//! One thread serves all connections, none of which it waits for. Whoever can connect may try to keep it busy or to make it
+//! large, so there are few connections, each with a limit of time and of bytes, and a new one takes the place of the oldest if
+//! there are too many: a client that sends its request at once is always answered. Connections are accepted at a limited rate.
+
+use pagefold_linux::os::sockets::{Ready, wait_for};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The most connections at a time.
+const CONNECTIONS_MOST: usize = 16;
+/// A connection is closed after this time.
+const CONNECTION_LIMIT: Duration = Duration::from_secs(10);
+/// The longest request without a body, bytes.
+const REQUEST_MOST: usize = 8192;
+/// The most parts in which it may arrive: byte by byte it would take much time.
+const PARTS_MOST: u32 = 32;
+/// The shortest time between two connections: serving this many takes less than a hundredth of a core.
+const ACCEPT_INTERVAL: Duration = Duration::from_millis(20);
+/// The pause after a failure, so that a lack of descriptors does not cause a busy loop.
+const AGAIN: Duration = Duration::from_millis(200);
+const PATH: &str = "/metrics";
+
+/// A client, from its connection to the end of the answer.
+struct Connection {
+    stream: TcpStream,
+    ends: Instant,
+    received: Vec<u8>,
+    parts: u32,
+    /// Empty until the request is complete.
+    answer: Vec<u8>,
+    sent: usize,
+}
+
+/// Serves until the process ends. `page` makes the page; it fails with what is wrong and what to do.
+pub fn serve(listeners: &[TcpListener], mut page: impl FnMut() -> Result<Arc<str>, String>) {
+    let mut connections: Vec<Connection> = Vec::new();
+    let mut accept_again = Instant::now();
+    loop {
+        let now = Instant::now();
+        connections.retain(|connection| connection.ends > now);
+        let may_accept = now >= accept_again;
+        let listening = if may_accept { listeners } else { &[] };
+        let waits = listening.iter().map(|listener| Ready::Read(listener.as_fd()));
+        let waits: Vec<Ready<'_>> = waits.chain(connections.iter().map(Connection::waits_for)).collect();
+        let ends =
+            connections.iter().map(|connection| connection.ends).chain((!may_accept).then_some(accept_again)).min();
+        let ready = wait_for(&waits, ends.map(|end| end.saturating_duration_since(now)));
+        drop(waits);
+        let Ok(ready) = ready else {
+            thread::sleep(AGAIN);
+            continue;
+        };
+        let (accepting, going_on) = ready.split_at(listening.len());
+        let mut is_ready = going_on.iter();
+        connections
+            .retain_mut(|connection| !is_ready.next().is_some_and(|&ready| ready) || connection.go_on(&mut page));
+        for (listener, _) in listening.iter().zip(accepting).filter(|(_, ready)| **ready) {
+            accept_again = Instant::now() + ACCEPT_INTERVAL;
+            match listener.accept() {
+                Ok((stream, _)) => {
+                    let Some(mut connection) = Connection::of(stream) else { continue };
+                    if !connection.go_on(&mut page) {
+                        continue;
+                    }
+                    if connections.len() >= CONNECTIONS_MOST {
+                        connections.remove(0);
+                    }
+                    connections.push(connection);
+                }
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => {}
+                Err(_) => accept_again = Instant::now() + AGAIN,
+            }
+        }
+    }
+}
+
+impl Connection {
+    fn of(stream: TcpStream) -> Option<Self> {
+        stream.set_nonblocking(true).ok()?;
+        let ends = Instant::now() + CONNECTION_LIMIT;
+        Some(Self { stream, ends, received: Vec::new(), parts: 0, answer: Vec::new(), sent: 0 })
+    }
+
+    fn waits_for(&self) -> Ready<'_> {
+        let fd = self.stream.as_fd();
+        if self.answer.is_empty() { Ready::Read(fd) } else { Ready::Write(fd) }
+    }
+
+    /// Does what is possible without waiting. Returns whether there is more to do.
+    fn go_on(&mut self, page: &mut impl FnMut() -> Result<Arc<str>, String>) -> bool {
+        let ended = self.advance(page);
+        ended.is_err_and(|error| matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted))
+    }
+
+    fn advance(&mut self, page: &mut impl FnMut() -> Result<Arc<str>, String>) -> io::Result<()> {
+        while self.answer.is_empty() {
+            let mut buffer = [0; REQUEST_MOST];
+            let length = self.stream.read(&mut buffer)?;
+            if length == 0 {
+                return Ok(());
+            }
+            self.received.extend_from_slice(&buffer[..length]);
+            self.parts += 1;
+            if is_complete(&self.received) {
+                self.answer = answer(&self.received, page);
+            } else if self.received.len() >= REQUEST_MOST || self.parts >= PARTS_MOST {
+                self.answer = reply("431 Request Header Fields Too Large", "", "The request is too long.\n", true);
+            }
+        }
+        while self.sent < self.answer.len() {
+            match self.stream.write(&self.answer[self.sent..])? {
+                0 => return Ok(()),
+                length => self.sent += length,
+            }
+        }
+        self.stream.shutdown(Shutdown::Write)
+    }
+}
+
+/// Whether the line of a request and its headers have arrived.
+fn is_complete(received: &[u8]) -> bool {
+    let has = |end: &[u8]| received.windows(end.len()).any(|part| part == end);
+    has(b"\r\n\r\n") || has(b"\n\n")
+}
+
+fn answer(request: &[u8], page: &mut impl FnMut() -> Result<Arc<str>, String>) -> Vec<u8> {
+    let line = request.split(|&byte| byte == b'\n').next().unwrap_or_default();
+    let line = std::str::from_utf8(line).unwrap_or_default().trim_end_matches('\r');
+    let words: Vec<&str> = line.split(' ').collect();
+    let [method, target, version] = words[..] else {
+        return reply("400 Bad Request", "", "This is not an HTTP request.\n", true);
+    };
+    let with_body = method != "HEAD";
+    if !version.starts_with("HTTP/1.") {
+        return reply("400 Bad Request", "", "This is not an HTTP/1 request.\n", with_body);
+    }
+    if method != "GET" && method != "HEAD" {
+        return reply("405 Method Not Allowed", "Allow: GET, HEAD\r\n", "Only GET and HEAD are allowed.\n", with_body);
+    }
+    if target.split('?').next() != Some(PATH) {
+        return reply("404 Not Found", "", "There is only /metrics.\n", with_body);
+    }
+    match page() {
+        Ok(page) => reply("200 OK", "", &page, with_body),
+        Err(why) => reply("503 Service Unavailable", "", &format!("{why}\n"), with_body),
+    }
+}
+
+fn reply(status: &str, headers: &str, body: &str, with_body: bool) -> Vec<u8> {
+    let kind = if status.starts_with("200") {
+        "text/plain; version=0.0.4; charset=utf-8"
+    } else {
+        "text/plain; charset=utf-8"
+    };
+    let length = body.len();
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n{headers}Connection: close\r\n\r\n"
+    );
+    (head + if with_body { body } else { "" }).into_bytes()
+}
+
+#[cfg(test)]
+#[path = "http_tests.rs"]
+mod tests;
