@@ -445,7 +445,9 @@ fn analyze(args: &[&str], unit: &Path) -> Option<Output> {
 #[test]
 fn systemd_accepts_the_units() {
     let dir = installed();
-    for unit in ["pagefold.service", "pagefold-injector.socket", "pagefold-injector@.service"] {
+    for unit in
+        ["pagefold.service", "pagefold-injector.socket", "pagefold-injector@.service", "pagefold-metrics.socket"]
+    {
         let Some(output) = analyze(&["--man=no", "verify"], &dir.path().join(unit)) else { return };
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success() && text.trim().is_empty(), "{unit}: {text}");
