@@ -48,7 +48,7 @@ flags! {
 impl DenyFlags {
     /// The list with these changes.
     pub fn apply(&self, list: DenyList) -> DenyList {
-        list.with(&self.0.list("also"), &self.0.list("except"))
+        list.with(&self.0.list("also"), &self.0.list("except")).overriding(self.0.list("override-opt-outs"))
     }
 }
 

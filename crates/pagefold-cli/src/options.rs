@@ -185,6 +185,8 @@ pub const OPTIONS: &[OptionSpec] = {
             "Never touch programs of this name either (base name, or its beginning and an asterisk)"),
         row("deny", "except", "allow", Programs, "[\"chrome-headless\"]",
             "Allow programs of this name although they are on the deny list"),
+        row("deny", "override-opt-outs", "override-opt-out", List("NAME"), "[\"batch.service\", \"web1\"]",
+            "Merge memory whose owner has opted out, by the name of the unit, virtual machine, cgroup or program"),
         row("limits", "samples-per-second-per-process", "",
             Number(Count, range::PAGES, |config| Some(config.limits.pages_per_process)), "",
             "Pages read in one process"),

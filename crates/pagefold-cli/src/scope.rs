@@ -72,7 +72,6 @@ pub fn explain(error: &ScopeError) -> Exit {
         ScopeError::NameOnly { .. } => {
             (exit::NO_SCOPE, "name programs that others can change by --pid, --cgroup or --user")
         }
-        ScopeError::Avoided { .. } => (exit::REFUSED, "remove the attribute from the cgroup, or leave the process out"),
         ScopeError::Io { .. } => (exit::FAILURE, "is /proc mounted?"),
     };
     Exit::new(code, format!("{error}; {advice}"))

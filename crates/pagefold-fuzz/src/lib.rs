@@ -16,7 +16,7 @@ pub use config::config;
 pub use limits::{cgroup, ksm_stat, meminfo, pressure, vmstat};
 pub use mappings::{maps, smaps};
 pub use pages::pagemap;
-pub use process::{schedstat, stat, statm, status, syscall};
+pub use process::{opt_outs, schedstat, stat, statm, status, syscall};
 pub use system::{ksm_files, machine, names};
 pub use talk::{control, injector, state_file};
 
@@ -24,7 +24,7 @@ pub use talk::{control, injector, state_file};
 pub type Target = fn(&[u8]);
 
 /// Every target by name, which is also the name of its fuzz target and of its folder of inputs.
-pub const TARGETS: [(&str, Target); 20] = [
+pub const TARGETS: [(&str, Target); 21] = [
     ("cgroup", cgroup),
     ("config", config),
     ("control", control),
@@ -35,6 +35,7 @@ pub const TARGETS: [(&str, Target); 20] = [
     ("maps", maps),
     ("meminfo", meminfo),
     ("names", names),
+    ("opt_outs", opt_outs),
     ("pagemap", pagemap),
     ("pressure", pressure),
     ("schedstat", schedstat),

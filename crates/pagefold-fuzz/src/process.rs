@@ -76,6 +76,18 @@ pub fn syscall(text: &[u8]) {
     }
 }
 
+/// Command lines and files in which owners opt out: whatever precedes it, the last word counts.
+pub fn opt_outs(text: &[u8]) {
+    let machine = "-machine mem-merge=off";
+    let then = |more: &[u8]| [text, more].concat();
+    assert_eq!(fuzzing::qemu_opts_out(&then(b"\0x\0x\0-M\0pc,mem-merge=off")), Some(machine));
+    assert_ne!(fuzzing::qemu_opts_out(&then(b"\0x\0x\0-M\0pc,mem-merge=on")), Some(machine));
+    assert!(fuzzing::service_opts_out(&then(b"\n\n[Service]\nMemoryKSM=no\n")));
+    assert!(!fuzzing::service_opts_out(&then(b"\n\n[Service]\nMemoryKSM=yes\n")));
+    assert!(fuzzing::guest_opts_out(&[b"allow-ksm: 0\n[snapshot]\n", text].concat()));
+    let _ = fuzzing::guest_opts_out(text);
+}
+
 /// `/proc/PID/schedstat`: the first number.
 pub fn schedstat(text: &[u8]) {
     let Some(ns) = fuzzing::schedstat(text) else { return };

@@ -13,6 +13,7 @@ use crate::proc::ksm_stat::KsmStat;
 use crate::proc::pagemap::PageRange;
 use crate::proc::statm::Sizes;
 use crate::proc::{self, cgroup, headroom};
+use crate::scope::{opt_out, opt_out_qemu, opt_out_unit};
 use pagefold_core::keys::NodeKey;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -52,6 +53,21 @@ pub fn ksm_number<T: FromStr>(text: &[u8]) -> Option<T> {
 /// The selected word in a file in sysfs that lists alternatives.
 pub fn ksm_choice(text: &[u8]) -> Option<&str> {
     ksm::chosen(plain(text)?)
+}
+
+/// The opt-out on QEMU's command line, with the same text in each file that it names.
+pub fn qemu_opts_out(text: &[u8]) -> Option<&'static str> {
+    opt_out_qemu::of_arguments(text, |_| Some(text.to_vec()))
+}
+
+/// Whether the configuration of a virtual machine of Proxmox VE opts out.
+pub fn guest_opts_out(text: &[u8]) -> bool {
+    opt_out::guest_denies(text)
+}
+
+/// Whether the file of a service opts out.
+pub fn service_opts_out(text: &[u8]) -> bool {
+    opt_out_unit::memory_ksm(text, "Service") == Some(opt_out_unit::Setting::No)
 }
 
 pub fn cow_ksm(vmstat: &str) -> u64 {

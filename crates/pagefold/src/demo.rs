@@ -241,7 +241,7 @@ impl Demo {
             Some(Event::LeftAlone { pid, why, .. } | Event::Withdrawn { pid, reason: why, .. }) => {
                 bail!("worker {pid} cannot be merged: {why}; run pagefold doctor")
             }
-            Some(Event::InjectorRestarted { .. }) | None => {}
+            Some(Event::Overridden { .. } | Event::InjectorRestarted { .. }) | None => {}
         }
         let own_ns = own_and_children_cpu_ns().saturating_sub(cpu_before_ns);
         let own_cpu = Duration::from_nanos(own_ns).saturating_sub(observed.display_cpu);

@@ -197,7 +197,7 @@ pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
     let refused = process.stat().and_then(|stat| match stat.state {
         b'T' => Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned())),
         _ if is_frozen(process) => Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned())),
-        _ => Ok(process_exclusion(process, deny)?.map(|exclusion| exclusion.to_string())),
+        _ => Ok(process_exclusion(scoped, deny)?.map(|exclusion| exclusion.to_string())),
     });
     refused.unwrap_or_else(|error| match error {
         ReadError::Vanished { .. } => Some("has ended".to_owned()),

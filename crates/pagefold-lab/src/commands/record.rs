@@ -128,7 +128,7 @@ pub fn require_page_flags() -> Result<(), Exit> {
 fn refuse_if_all_are_left_alone(scoped: &[Scoped], deny: &DenyList) -> Result<(), Exit> {
     let mut first = None;
     for scoped in scoped {
-        match process_exclusion(&scoped.process, deny) {
+        match process_exclusion(scoped, deny) {
             Ok(None) => return Ok(()),
             Ok(Some(exclusion)) => first = first.or(Some((scoped, exclusion.to_string()))),
             Err(error) => first = first.or(Some((scoped, error.to_string()))),

@@ -14,8 +14,10 @@ use crate::proc::status::printable;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DomainFacts, DomainRules};
 use crate::scope::dumpable::Dumpable;
-use crate::scope::exclude::{Exclusion, ProcessFacts, exclusion_of};
+use crate::scope::exclude::{Exclusion, ProcessFacts, exclusion_of, judge_opt_outs};
 use crate::scope::exe::Exe;
+use crate::scope::opt_out::OptOut;
+use crate::scope::opt_out_qemu;
 use crate::scope::{Candidate, CgroupFacts, ScopeSpec, Selection, cgroups_of};
 use pagefold_core::keys::DomainKey;
 use pagefold_core::units::Bytes;
@@ -48,6 +50,9 @@ pub(super) struct Identity {
     marked: bool,
     /// Whether all marks have been removed since.
     cleared: bool,
+    /// Opt-outs that do not count, and those of them that were not reported yet.
+    overridden: Vec<OptOut>,
+    unreported: Vec<OptOut>,
 }
 
 #[derive(Debug)]
@@ -57,9 +62,19 @@ struct Seen {
     /// CPU time before the look.
     cpu_ns: Option<u64>,
     locked_kib: u64,
+    command_line: CommandLine,
     /// Whether the process itself was asked if it is dumpable, possibly before it last ran; and when the look was.
     asked: bool,
     at_ns: u64,
+}
+
+/// What was found on the command line of a program.
+#[derive(Clone, Copy, Debug)]
+enum CommandLine {
+    /// Nothing was looked for.
+    Unread,
+    /// An opt-out, or none.
+    Read(Option<&'static str>),
 }
 
 /// Marks of a target that must be removed, because its memory is excluded now.
@@ -224,7 +239,9 @@ impl Target {
         if self.identity.seen.as_ref().is_some_and(is_known) && !may_pass {
             return Ok(false);
         }
-        let (space, mut facts, image) = self.read(|process| {
+        // A command line is that of one execution of a program.
+        let known = self.identity.seen.as_ref().map(|seen| (seen.image, seen.command_line));
+        let (space, mut facts, image, command_line) = self.read(move |process| {
             // A process that must not be read has none.
             let space = AddressSpace::of(process).ok();
             let facts = ProcessFacts::of(process)?;
@@ -232,7 +249,12 @@ impl Target {
                 Err(ReadError::Denied { .. }) => 0,
                 other => other?,
             };
-            Ok((space, facts, image))
+            let command_line = match known {
+                Some((of, CommandLine::Read(option))) if of == image && image != 0 => CommandLine::Read(option),
+                _ if facts.may_run_qemu() => CommandLine::Read(opt_out_qemu::of_process(process)?),
+                _ => CommandLine::Unread,
+            };
+            Ok((space, facts, image, command_line))
         })?;
         let id = |exe: &Option<_>| exe.as_ref().and_then(Exe::id);
         let is_same_file = id(&self.exe) == id(&facts.exe);
@@ -260,8 +282,11 @@ impl Target {
             exe: facts.exe.as_ref(),
             comm: &facts.comm,
         };
-        let barred = if let Some(cgroup) = cgroups.avoided.clone() {
-            Some(Exclusion::Avoided { cgroup })
+        let by_cgroups = (cgroups.opt_outs.as_slice(), cgroups.path.as_deref());
+        let option = if let CommandLine::Read(option) = command_line { option } else { None };
+        let (opted_out, overridden) = judge_opt_outs(&facts, by_cgroups, option, watch.deny);
+        let barred = if opted_out.is_some() {
+            opted_out
         } else if !watch.selection.contains(&candidate, &cgroups) {
             Some(Exclusion::OutOfScope)
         } else {
@@ -277,10 +302,11 @@ impl Target {
             name: &self.name,
         });
         self.passed_over = assigned.passed_over;
+        self.passed_over.extend(overridden.iter().map(|opt_out| format!("overridden: {opt_out}")));
         let domain = domain_key(watch.domains, assigned.name.clone());
         (self.uid, self.exe) = (facts.uid, facts.exe);
         self.cgroup.clone_from(&cgroups.path);
-        self.identity.seen = Some(Seen { image, cgroups, cpu_ns, locked_kib, asked, at_ns: now_ns });
+        self.identity.seen = Some(Seen { image, cgroups, cpu_ns, locked_kib, command_line, asked, at_ns: now_ns });
         let moved = former.is_some_and(|former| former != domain);
         let barred = barred.or_else(|| moved.then_some(Exclusion::MovedDomain { to: assigned.name }));
         if !moved && self.domain != domain {
@@ -290,7 +316,17 @@ impl Target {
         } else if let Some(former) = former {
             self.domain = former;
         }
+        let overridden = if barred.is_none() { overridden } else { Vec::new() };
+        if self.identity.overridden != overridden {
+            self.identity.unreported.clone_from(&overridden);
+            self.identity.overridden = overridden;
+        }
         Ok(self.bar(barred) || changed)
+    }
+
+    /// The opt-outs that are overridden for the process, each once.
+    pub(super) fn take_overridden(&mut self) -> Vec<OptOut> {
+        std::mem::take(&mut self.identity.unreported)
     }
 
     /// The trust domain in which memory of the process was marked, if it was: by this run, or in the process from which it

@@ -96,6 +96,13 @@ pub enum Event {
         /// The reason.
         reason: String,
     },
+    /// A process is not left alone although its owner has opted out, because that is overridden.
+    Overridden {
+        /// The process.
+        pid: i32,
+        /// How its owner has opted out.
+        opt_out: String,
+    },
     /// The injector had ended, and was started again.
     InjectorRestarted {
         /// Its pid.

@@ -122,6 +122,7 @@ impl Watched {
             exe: None,
             cgroup: None,
             domain: None,
+            opt_outs: Vec::new(),
             uid: 0,
             named: true,
         };

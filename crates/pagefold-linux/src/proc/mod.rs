@@ -19,17 +19,19 @@ pub mod status;
 
 use std::path::PathBuf;
 
-/// Where procfs and the cgroups are mounted.
+/// Where procfs, the cgroups and the file system are mounted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roots {
     /// `/proc`
     pub proc: PathBuf,
     /// `/sys/fs/cgroup`
     pub cgroup: PathBuf,
+    /// `/`, for the files in which owners opt out.
+    pub files: PathBuf,
 }
 
 impl Default for Roots {
     fn default() -> Self {
-        Self { proc: "/proc".into(), cgroup: "/sys/fs/cgroup".into() }
+        Self { proc: "/proc".into(), cgroup: "/sys/fs/cgroup".into(), files: "/".into() }
     }
 }

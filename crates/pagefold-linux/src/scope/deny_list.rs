@@ -1,11 +1,15 @@
 //! The deny list: programs that are never marked, and its default entries.
 
+use super::opt_out::OptOut;
+
 /// Programs that are never marked: those that hold keys, passwords or web pages. An entry is the base name of a program,
-/// or a prefix followed by `*`.
+/// or a prefix followed by `*`. And the exceptions from what owners have opted out of.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DenyList {
     /// The first entry that matches decides.
     entries: Vec<Entry>,
+    /// Whose opt-outs do not count.
+    overridden: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,7 +93,8 @@ pub const DEFAULT_DENIED: &[&str] = &[
 impl DenyList {
     /// A list of entries that deny.
     pub fn new(entries: impl IntoIterator<Item = String>) -> Self {
-        Self { entries: entries.into_iter().map(|name| Entry { name, denied: true }).collect() }
+        let entries = entries.into_iter().map(|name| Entry { name, denied: true }).collect();
+        Self { entries, overridden: Vec::new() }
     }
 
     /// Adds entries that take precedence over the existing ones. Of the new entries, `denied` takes precedence over
@@ -99,7 +104,20 @@ impl DenyList {
         let entries = |names: &[String], denied| {
             names.iter().map(|name| Entry { name: name.clone(), denied }).collect::<Vec<_>>()
         };
-        Self { entries: [entries(denied, true), entries(allowed, false), self.entries].concat() }
+        Self { entries: [entries(denied, true), entries(allowed, false), self.entries].concat(), ..self }
+    }
+
+    /// Overrides the opt-outs that go by these names, and those of programs of these base names.
+    #[must_use]
+    pub fn overriding(mut self, names: Vec<String>) -> Self {
+        self.overridden.extend(names);
+        self
+    }
+
+    /// Whether an opt-out of a process does not count. `program` is the base name of its executable, if root alone can change
+    /// that.
+    pub fn overrides(&self, opt_out: &OptOut, program: Option<&[u8]>) -> bool {
+        self.overridden.iter().any(|name| opt_out.is_called(name) || program == Some(name.as_bytes()))
     }
 
     /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so it is

@@ -4,6 +4,8 @@
 //! are read first and judged separately, so rules are tested without a process.
 
 use super::deny_list::DenyList;
+use super::opt_out::{self, OptOut};
+use super::{Scoped, opt_out_qemu};
 use crate::proc::maps::VmaDetail;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::{Status, printable, program_name};
@@ -32,11 +34,8 @@ pub enum Exclusion {
         /// The entry that matches.
         entry: String,
     },
-    /// Its cgroup, or one above, has the attribute `user.pagefold.avoid`.
-    Avoided {
-        /// The cgroup.
-        cgroup: String,
-    },
+    /// Its owner has opted out.
+    OptedOut(OptOut),
     /// It has left the scope: it has changed its user, executable or cgroup.
     OutOfScope,
     /// It has moved to another trust domain, and what was marked in the former one is not unmarked yet.
@@ -98,7 +97,7 @@ impl Exclusion {
             self,
             Self::NotDumpable
                 | Self::DenyListed { .. }
-                | Self::Avoided { .. }
+                | Self::OptedOut(_)
                 | Self::OutOfScope
                 | Self::MovedDomain { .. }
                 | Self::OtherProgram
@@ -108,6 +107,16 @@ impl Exclusion {
                 | Self::Locked
                 | Self::UserFault
         )
+    }
+
+    /// Why a process that cannot be read is left alone. Errors that are not about this process alone are given back.
+    pub fn of_unreadable(error: ReadError) -> Result<Self, ReadError> {
+        match error {
+            ReadError::Denied { .. } => Ok(Self::NotReadable),
+            ReadError::TooMany { most, .. } => Ok(Self::TooManyMappings { most }),
+            error if error.is_late() => Ok(Self::Stuck),
+            error => Err(error),
+        }
     }
 
     /// Whether it can end without the process having run.
@@ -123,9 +132,7 @@ impl fmt::Display for Exclusion {
             Self::Zombie => "has ended",
             Self::NotDumpable => "not dumpable: its memory is private",
             Self::DumpableUnknown => "cannot be asked now whether its memory is private (PR_GET_DUMPABLE)",
-            Self::Avoided { cgroup } => {
-                return write!(f, "its cgroup {} is to be avoided (user.pagefold.avoid)", printable(cgroup.as_bytes()));
-            }
+            Self::OptedOut(opt_out) => return write!(f, "{opt_out}"),
             Self::OtherProgram => "ran another program while it was being marked",
             Self::OutOfScope => "no longer in scope",
             Self::MovedDomain { to } => {
@@ -173,6 +180,11 @@ pub struct ProcessFacts {
 }
 
 impl ProcessFacts {
+    /// Whether it runs a program whose command line may have an opt-out.
+    pub(crate) fn may_run_qemu(&self) -> bool {
+        !self.zombie && opt_out_qemu::is_qemu(&program_name(self.exe.as_deref(), &self.comm))
+    }
+
     /// Reads the facts.
     pub fn of(process: &Process) -> Result<Self, ReadError> {
         let stat = process.stat()?;
@@ -218,9 +230,27 @@ pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion>
     }
 }
 
-/// Why a process must be left alone, if it must.
-pub fn process_exclusion(process: &Process, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
-    Ok(exclusion_of(process, &ProcessFacts::of(process)?, deny))
+/// Why a process in scope must be left alone, if it must.
+pub fn process_exclusion(scoped: &Scoped, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
+    let facts = ProcessFacts::of(&scoped.process)?;
+    let option = if facts.may_run_qemu() { opt_out_qemu::of_process_in_time(&scoped.process)? } else { None };
+    let (opted_out, _) = judge_opt_outs(&facts, (&scoped.opt_outs, scoped.cgroup.as_deref()), option, deny);
+    Ok(opted_out.or_else(|| exclusion_of(&scoped.process, &facts, deny)))
+}
+
+/// The opt-out that excludes a process, by its cgroups or by the option on its command line; and those that are overridden.
+pub(crate) fn judge_opt_outs(
+    facts: &ProcessFacts,
+    (by_cgroups, cgroup): (&[OptOut], Option<&str>),
+    option: Option<&'static str>,
+    deny: &DenyList,
+) -> (Option<Exclusion>, Vec<OptOut>) {
+    let trusted = facts.exe.as_ref().filter(|exe| exe.trust().is_ok());
+    let program = trusted.map(|exe| program_name(Some(exe), &facts.comm));
+    let by_command_line = option.map(|option| opt_out::by_command_line(option, cgroup));
+    let all = by_cgroups.iter().cloned().chain(by_command_line);
+    let (overridden, left): (Vec<_>, Vec<_>) = all.partition(|opt_out| deny.overrides(opt_out, program.as_deref()));
+    (left.into_iter().next().map(Exclusion::OptedOut), overridden)
 }
 
 /// The same with facts that were just read.

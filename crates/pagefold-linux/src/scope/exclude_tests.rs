@@ -92,6 +92,10 @@ fn dont_dump_excludes_only_small_mappings() {
     assert_eq!(judge(0x1000_0000 + BULK_BYTES, "dd wf"), Some(Exclusion::WipeOnFork));
 }
 
+fn exclusion(process: &Process, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
+    Ok(exclusion_of(process, &ProcessFacts::of(process)?, deny))
+}
+
 #[test]
 fn running_traced_and_zombie_processes_are_judged() {
     let mut child = pagefold_testkit::OwnedChild(std::process::Command::new("sleep").arg("60").spawn().unwrap());
@@ -101,9 +105,9 @@ fn running_traced_and_zombie_processes_are_judged() {
     while process.stat().unwrap().comm != b"sleep" {
         std::thread::yield_now(); // still before exec
     }
-    assert_eq!(process_exclusion(&process, &deny).unwrap(), None);
+    assert_eq!(exclusion(&process, &deny).unwrap(), None);
     assert_eq!(
-        process_exclusion(&process, &DenyList::new(["slee*".into()])).unwrap(),
+        exclusion(&process, &DenyList::new(["slee*".into()])).unwrap(),
         Some(Exclusion::DenyListed { entry: "slee*".into() })
     );
     // SAFETY: seizing our own child does not change it; this thread is the tracer and detaches when it ends.
@@ -112,7 +116,7 @@ fn running_traced_and_zombie_processes_are_judged() {
     let own_thread = unsafe { libc::gettid() };
     if seized {
         // The kernel names the tracing thread.
-        assert_eq!(process_exclusion(&process, &deny).unwrap(), Some(Exclusion::Traced { by: own_thread }));
+        assert_eq!(exclusion(&process, &deny).unwrap(), Some(Exclusion::Traced { by: own_thread }));
     } else {
         pagefold_testkit::skip("ptrace is not permitted");
     }
@@ -120,9 +124,9 @@ fn running_traced_and_zombie_processes_are_judged() {
     while process.stat().unwrap().state != b'Z' {
         std::thread::yield_now();
     }
-    assert_eq!(process_exclusion(&process, &deny).unwrap(), Some(Exclusion::Zombie));
+    assert_eq!(exclusion(&process, &deny).unwrap(), Some(Exclusion::Zombie));
     child.0.wait().unwrap();
-    assert!(matches!(process_exclusion(&process, &deny), Err(ReadError::Vanished { .. })));
+    assert!(matches!(exclusion(&process, &deny), Err(ReadError::Vanished { .. })));
 }
 
 proptest! {

@@ -11,7 +11,7 @@ use crate::proc::status::{exe_of, printable, program_name};
 use serde::{Deserialize, Serialize};
 use std::ffi::{CStr, CString};
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::ops::Deref;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
@@ -196,6 +196,15 @@ fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
         }
     }
     Ok(())
+}
+
+/// Reads the beginning of a file, if its path is absolute and root alone can change what it leads to. It must have no links.
+pub(super) fn read_roots_file(path: &Path, most: u64) -> Option<Vec<u8>> {
+    let id = Found::of_path(path).ok().filter(|_| path.is_absolute())?.id;
+    only_roots(path, Some(id)).ok()?;
+    let mut text = Vec::new();
+    fs::File::open(path).ok()?.take(most).read_to_end(&mut text).ok()?;
+    Some(text)
 }
 
 /// The kernel's record of a file. Reading it asks no server of a network or FUSE file system.

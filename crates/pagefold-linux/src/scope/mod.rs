@@ -1,9 +1,10 @@
 //! The scope: which processes pagefold manages, selected by pid, cgroup, user or executable, or all of them.
 //!
-//! A process is in scope if any selector matches it. A cgroup can exclude its processes from every scope by the
-//! extended attribute `user.pagefold.avoid`, and a cgroup below it can include its own again by `user.pagefold.include`:
-//! the nearest of the two decides. `user.pagefold.domain` sets the trust domain of a subtree. The owner of a cgroup may
-//! set `avoid`; the other two count only on cgroups that root alone can change. Executables are matched as [`exe`] says.
+//! A process is in scope if any selector matches it. Its owner can opt out ([`opt_out`]), and then it is left alone. A cgroup
+//! does so for its processes by the extended attribute `user.pagefold.avoid`, and a cgroup below it can include its own again
+//! by `user.pagefold.include`: the nearest of the two decides. `user.pagefold.domain` sets the trust domain of a subtree. The
+//! owner of a cgroup may set `avoid`; the other two count only on cgroups that root alone can change. Executables are matched as
+//! [`exe`] says.
 //!
 //! The caller is left out unless selected by pid, and so are kernel threads and zombies, which have no memory. Processes
 //! that end during the resolution are skipped.
@@ -16,6 +17,9 @@ pub mod eligible;
 pub mod exclude;
 pub mod exe;
 pub mod new_processes;
+pub mod opt_out;
+pub(crate) mod opt_out_qemu;
+pub(crate) mod opt_out_unit;
 mod selection;
 mod selectors;
 pub mod workload;
@@ -24,6 +28,7 @@ pub(crate) use selection::{Candidate, CgroupFacts, Selection, cgroups_of};
 pub use selectors::user_id;
 
 use self::exe::{Distrust, Exe};
+use self::opt_out::OptOut;
 use crate::proc::Roots;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::printable;
@@ -78,6 +83,8 @@ pub struct Scoped {
     pub cgroup: Option<String>,
     /// Trust domain set by an attribute of its cgroups.
     pub domain: Option<String>,
+    /// Opt-outs by its cgroups.
+    pub opt_outs: Vec<OptOut>,
     /// Effective user.
     pub uid: u32,
     /// Whether it is selected by pid.
@@ -103,9 +110,6 @@ pub enum ScopeError {
     /// A selected cgroup does not exist.
     #[error("there is no cgroup {0}")]
     NoCgroup(String),
-    /// A process selected by pid is in a cgroup with the attribute `user.pagefold.avoid`.
-    #[error("process {pid} is in cgroup {cgroup}, which is excluded by its attribute user.pagefold.avoid")]
-    Avoided { pid: i32, cgroup: String },
     /// No process matches the selectors.
     #[error("no process matches {0}")]
     NoMatch(String),

@@ -2,6 +2,7 @@
 
 use super::attributes::Attributes;
 use super::exe::{Distrust, Exe, Matching, is_named};
+use super::opt_out::{self, OptOut};
 use super::selectors::{CgroupSelector, user_id};
 use super::{ScopeError, ScopeSpec, Scoped};
 use crate::proc::Roots;
@@ -32,7 +33,6 @@ pub(crate) struct Selection<'a> {
 pub(crate) enum Verdict {
     In(Box<Scoped>),
     Out,
-    Avoided(String),
 }
 
 /// The facts about a process that the selectors judge.
@@ -47,8 +47,8 @@ pub(crate) struct Candidate<'a> {
 /// What the cgroups of a process say about it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CgroupFacts {
-    /// The cgroup that excludes it.
-    pub(crate) avoided: Option<String>,
+    /// Opt-outs by its cgroups.
+    pub(crate) opt_outs: Vec<OptOut>,
     /// The trust domain that they set.
     pub(crate) domain: Option<String>,
     /// The path of its cgroup: [`Scoped::cgroup`].
@@ -105,7 +105,6 @@ impl<'a> Selection<'a> {
             let is_named = self.named.contains(&pid);
             match self.examine(pid, is_named) {
                 Ok(Verdict::In(found)) => scoped.push(*found),
-                Ok(Verdict::Avoided(cgroup)) if is_named => return Err(ScopeError::Avoided { pid, cgroup }),
                 Err(ReadError::Vanished { .. }) if is_named => return Err(ScopeError::UnknownPid(pid)),
                 Err(source) if is_named => return Err(ScopeError::Unreadable { pid, source }),
                 // Out of scope; or ended meanwhile, or hidden (proc mounted with hidepid).
@@ -139,16 +138,13 @@ impl<'a> Selection<'a> {
         if !is_selected && !cgroups.selected {
             return Ok(Verdict::Out);
         }
-        if let Some(avoided) = cgroups.avoided {
-            return Ok(Verdict::Avoided(avoided));
-        }
         if let Some(exe) = &exe {
             // Found out while its file is there.
             let _ = exe.trust();
         }
-        let CgroupFacts { domain, path: cgroup, .. } = cgroups;
+        let CgroupFacts { opt_outs, domain, path: cgroup, .. } = cgroups;
         let name = printable(&stat.comm);
-        Ok(Verdict::In(Box::new(Scoped { process, name, exe, cgroup, domain, uid, named: is_named })))
+        Ok(Verdict::In(Box::new(Scoped { process, name, exe, cgroup, domain, opt_outs, uid, named: is_named })))
     }
 
     /// Whether a selector other than a cgroup matches.
@@ -178,8 +174,9 @@ impl<'a> Selection<'a> {
     /// What the cgroups in the text of `/proc/PID/cgroup` say. Attributes are read once for all processes.
     pub(crate) fn cgroup_facts(&mut self, text: &[u8]) -> CgroupFacts {
         let cgroups = parse_cgroups(text);
+        let avoided = self.attributes.avoided(&cgroups).map(|cgroup| OptOut::Attribute { cgroup });
         CgroupFacts {
-            avoided: self.attributes.avoided(&cgroups),
+            opt_outs: avoided.into_iter().chain(opt_out::by_files(&cgroups, self.roots)).collect(),
             domain: self.attributes.domain(&cgroups),
             path: cgroups
                 .iter()

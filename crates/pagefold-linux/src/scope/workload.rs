@@ -22,6 +22,11 @@ pub fn workload_of(pid: i32) -> Option<String> {
     name_of(&used.path).map(|name| printable(name.as_bytes()))
 }
 
+/// The name of the virtual machine that a cgroup is of.
+pub(super) fn guest_of(path: &str) -> Option<String> {
+    name_of(path)?.strip_prefix("vm ").map(str::to_owned)
+}
+
 /// The name for a path.
 fn name_of(path: &str) -> Option<String> {
     let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();

@@ -20,6 +20,7 @@ pub enum Entry {
     Mark(Change),
     Unmark(Change),
     Merge(Merge),
+    Override(Override),
     /// `lost` is the number of lines lost since the beginning.
     End {
         command: &'static str,
@@ -91,6 +92,14 @@ pub struct Merge {
     done_bytes: u64,
 }
 
+/// A process is not left alone although its owner has opted out.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Override {
+    #[serde(flatten)]
+    owner: Owner,
+    why: Reason,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Reason {
     pub kind: &'static str,
@@ -143,6 +152,11 @@ impl Entry {
     /// The results of a cycle's requests for the pages of a process.
     pub fn merged(owner: Owner, with_pid: Option<i32>, named: Pages, merged: Pages) -> Self {
         Self::Merge(Merge { owner, with_pid, bytes: named.bytes().0, done_bytes: merged.bytes().0 })
+    }
+
+    /// An opt-out that is overridden.
+    pub fn overridden(owner: Owner, opt_out: String) -> Self {
+        Self::Override(Override { owner, why: Reason { kind: "opted-out", sentence: opt_out } })
     }
 
     /// The result of removing marks that must not stay, for this reason.

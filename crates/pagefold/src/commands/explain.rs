@@ -18,7 +18,7 @@ use pagefold_linux::proc::process::{Process, ReadError};
 use pagefold_linux::proc::status::{exe_of, printable, program_name};
 use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
-use pagefold_linux::scope::{ScopeError, ScopeSpec, resolve};
+use pagefold_linux::scope::{ScopeSpec, resolve};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::os::unix::ffi::OsStrExt;
@@ -138,24 +138,13 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
 fn outside(mut explanation: Explanation) -> Result<Explanation> {
     let pid = explanation.pid;
     let roots = Roots::default();
-    let process = match resolve(&ScopeSpec { pids: vec![pid], ..ScopeSpec::default() }, &roots) {
-        Ok(mut scoped) => {
-            let scoped = scoped.remove(0);
-            explanation.name = scoped.name;
-            explanation.left_alone = process_exclusion(&scoped.process, &DenyList::default())
-                .map_err(|error| not_readable(&error))?
-                .map(|exclusion| exclusion.to_string());
-            scoped.process
-        }
-        Err(ScopeError::Avoided { cgroup, .. }) => {
-            let process = Process::open(pid).map_err(|error| not_readable(&error))?;
-            explanation.name = printable(&process.stat().map_err(|error| not_readable(&error))?.comm);
-            explanation.left_alone =
-                Some(format!("its cgroup {} must be avoided (user.pagefold.avoid)", printable(cgroup.as_bytes())));
-            process
-        }
-        Err(error) => return Err(scope::explain(&error).into()),
-    };
+    let spec = ScopeSpec { pids: vec![pid], ..ScopeSpec::default() };
+    let scoped = resolve(&spec, &roots).map_err(|error| scope::explain(&error))?.remove(0);
+    explanation.left_alone = process_exclusion(&scoped, &DenyList::default())
+        .map_err(|error| not_readable(&error))?
+        .map(|exclusion| exclusion.to_string());
+    explanation.name = scoped.name;
+    let process = scoped.process;
     let exe = match exe_of(&process) {
         Err(ReadError::Denied { .. }) => None,
         other => other.map_err(|error| not_readable(&error))?,

@@ -251,6 +251,7 @@ fn main_loop(
                 Event::Withdrawn { pid, result, reason } => {
                     log_withdrawn(active, host, (pid, &result, reason), progress);
                 }
+                Event::Overridden { pid, opt_out } => log_override(active, host, (pid, opt_out), progress),
                 Event::InjectorRestarted { pid } => {
                     progress.say(&format!("the injector process had ended; process {pid} takes its place"));
                 }
@@ -320,6 +321,13 @@ fn log_withdrawn(
     if let Some(target) = target {
         active.log(&Entry::withdrawn(owner(host, target), result, reason), progress);
     }
+}
+
+/// Reports and logs that a process is not left alone although its owner has opted out.
+fn log_override(active: &mut ActiveSettings<'_>, host: &LiveHost, (pid, opt_out): (i32, String), progress: &Progress) {
+    let Some(target) = host.targets().find(|target| target.process.pid() == pid) else { return };
+    progress.say(&format!("process {pid} ({}) is not left alone, by --override-opt-out: {opt_out}", target.name));
+    active.log(&Entry::overridden(owner(host, target), opt_out), progress);
 }
 
 fn owner(host: &LiveHost, target: &Target) -> Owner {

@@ -222,7 +222,7 @@ fn deny_list(values: &Values) -> DenyList {
         Some(_) => DenyList::new(values.list("programs")),
         None => DenyList::default(),
     };
-    list.with(&values.list("also"), &values.list("except"))
+    list.with(&values.list("also"), &values.list("except")).overriding(values.list("override-opt-outs"))
 }
 
 fn placement(values: &Values) -> Result<Policies, Exit> {

@@ -6,6 +6,7 @@ use crate::host::regions::Tracked;
 use crate::host::targets::Target;
 use crate::proc::process::ReadError;
 use crate::scope::exclude::Exclusion;
+use crate::scope::opt_out::OptOut;
 use crate::scope::{ScopeError, ScopeSpec};
 use pagefold_core::host::RegionView;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
@@ -102,6 +103,8 @@ impl LiveHost {
             let refreshed = target.refresh(now_ns, processes, &mut watch, || {
                 RegionKey(region_keys.take(|key| in_use.contains_key(&RegionKey(key))))
             });
+            let event = |opt_out: OptOut| Event::Overridden { pid, opt_out: opt_out.to_string() };
+            self.events.extend(target.take_overridden().into_iter().map(event));
             let list = target.take_list().filter(|_| self.requesting.device.is_some());
             self.requesting.lists.extend(list.map(|list| (pid, Arc::new(list))));
             let why = match refreshed {

@@ -124,7 +124,7 @@ impl Survey {
         numbers: &mut u32,
     ) -> Result<(), ReadError> {
         let process = &surveyed.scoped.process;
-        surveyed.refused = process_exclusion(process, deny)?;
+        surveyed.refused = process_exclusion(&surveyed.scoped, deny)?;
         let mut left_out = BTreeMap::new();
         if let Some(refused) = &surveyed.refused {
             // Its size is reported, but none of its pages is read.

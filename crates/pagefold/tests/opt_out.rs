@@ -1,0 +1,152 @@
+//! Owners who have said that their memory must not be merged: what they say counts, and only `--override-opt-out` lets them in.
+
+use pagefold_testkit::holder::Change;
+use pagefold_testkit::*;
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const PAGES: u64 = 8 * PAGES_PER_MIB;
+/// Files are read again after ten seconds, and processes are looked at every two; and some time for a busy machine.
+const SOON: Duration = Duration::from_secs(25);
+
+/// A process with the same contents as all others of the test.
+fn holder() -> Holder {
+    let mut holder = Holder::start(PAGES);
+    holder.change(Change::Write { first: 0, pages: PAGES, content: 0x0917_0001, step: 1 });
+    holder
+}
+
+/// A process that runs a program of this name, with these arguments.
+fn shell_as(program: &Path, arguments: &[&str]) -> Script {
+    let mut script = Script::of(Command::new(program).args(["-c", "echo ready; read line", "sh"]).args(arguments));
+    assert_eq!(script.line(), "ready");
+    script
+}
+
+#[test]
+fn a_machine_that_is_not_to_be_merged_is_left_alone() {
+    if !is_root() {
+        return skip("needs root");
+    }
+    let qemu = ProgramCopy::of(Path::new("/bin/sh"), "qemu-system-x86_64");
+    let says_no = shell_as(&qemu, &["-machine", "q35,mem-merge=off", "-m", "1G"]);
+    let says_yes = shell_as(&qemu, &["-machine", "q35,mem-merge=off", "-M", "mem-merge=on"]);
+    let other = shell_as(Path::new("/bin/sh"), &["-machine", "q35,mem-merge=off"]);
+    let (no, yes, other) = (says_no.pid().to_string(), says_yes.pid().to_string(), other.pid().to_string());
+    let reason = "its command line has -machine mem-merge=off";
+    assert_fails(&["scan", "--pid", &no], 6, reason);
+    succeed(&["scan", "--pid", &yes]);
+    succeed(&["scan", "--pid", &other]);
+    let both = json_of(&["scan", "--pid", &no, "--pid", &yes]);
+    let left_out = |pid: &str| &row(&both["processes"], "pid", pid.parse::<i32>().unwrap())["left_out"];
+    assert!(left_out(&no) == reason && left_out(&yes).is_null(), "{both}");
+    assert_eq!(both["excluded"].as_array().unwrap().iter().filter(|row| row["reason"] == reason).count(), 1, "{both}");
+    // By the name of a program that root alone can change.
+    succeed(&["scan", "--pid", &no, "--override-opt-out", "qemu-system-x86_64"]);
+    fs::set_permissions(qemu.parent().unwrap(), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    assert_fails(&["scan", "--pid", &no, "--override-opt-out", "qemu-system-x86_64"], 6, reason);
+    assert_fails(&["scan", "--pid", &no, "--override-opt-out", ""], 2, "--override-opt-out");
+}
+
+/// The cgroup of a systemd unit, and its file. Both are removed when dropped.
+struct Unit {
+    name: String,
+    cgroup: PathBuf,
+    file: PathBuf,
+    /// What was made for them, the innermost first.
+    made: Vec<PathBuf>,
+}
+
+impl Unit {
+    /// A unit without a file. `None` where version 2 of control groups is not mounted.
+    fn create() -> Option<Self> {
+        let root = Cgroup::create("unified")?.path().parent()?.to_owned();
+        let name = format!("pagefold-test-{}.service", std::process::id());
+        let (slice, transient) = (root.join("system.slice"), PathBuf::from("/run/systemd/transient"));
+        let made = [&transient, Path::new("/run/systemd"), &slice].into_iter().filter(|path| !path.exists());
+        let made = made.map(Path::to_owned).collect();
+        let unit = Self { cgroup: slice.join(&name), file: transient.join(&name), name, made };
+        fs::create_dir_all(&unit.cgroup).unwrap();
+        fs::create_dir_all(&transient).unwrap();
+        Some(unit)
+    }
+
+    fn write(&self, setting: &str) {
+        fs::write(&self.file, format!("[Service]\nType=simple\n{setting}\n")).unwrap();
+    }
+}
+
+impl Drop for Unit {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.file);
+        let members = fs::read_to_string(self.cgroup.join("cgroup.procs")).unwrap_or_default();
+        let root = self.cgroup.parent().and_then(Path::parent).unwrap().join("cgroup.procs");
+        members.lines().for_each(|pid| drop(fs::write(&root, pid)));
+        let end = Instant::now() + Duration::from_secs(5);
+        while fs::remove_dir(&self.cgroup).is_err() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.made.iter().for_each(|path| drop(fs::remove_dir(path)));
+    }
+}
+
+#[track_caller]
+fn wait_until_merged(pids: &[i32]) {
+    wait_until("they are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+}
+
+fn lines(log: &Path) -> Vec<Value> {
+    fs::read_to_string(log).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn a_unit_that_opts_out_after_it_was_marked_is_unmarked_and_can_be_overridden() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(unit) = Unit::create() else { return skip_unsupported("version 2 of control groups is not mounted") };
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join("audit.jsonl");
+    let qemu = ProgramCopy::of(Path::new("/bin/sh"), "kvm");
+    let machine = shell_as(&qemu, &["-object", "memory-backend-ram,id=ram,merge=off"]);
+    let (mut one, mut other, mut member) = (holder(), holder(), holder());
+    fs::write(unit.cgroup.join("cgroup.procs"), member.pid().to_string()).unwrap();
+    unit.write("MemoryKSM=yes");
+    let pids = [one.pid(), other.pid(), member.pid(), machine.pid()];
+    let daemon = Daemon::on(&pids, &["--governor", "full"]);
+    wait_until_merged(&pids[..3]);
+    let left_alone = |pid: i32| row(&status()["processes"], "pid", pid)["left_alone"].clone();
+    assert_eq!(left_alone(machine.pid()), "its command line has -object merge=off");
+    assert!(left_alone(member.pid()).is_null());
+    unit.write("MemoryKSM=no");
+    let began = Instant::now();
+    while marks(member.pid()) != Marks::default() {
+        assert!(began.elapsed() < SOON, "still marked: {:?}", marks(member.pid()));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    println!("unmarked after {:.1} s", began.elapsed().as_secs_f64());
+    let reason = format!("its unit {} has MemoryKSM=no ({})", unit.name, unit.file.display());
+    assert_eq!(left_alone(member.pid()), reason);
+    assert_has(&succeed(&["status"]), &["MemoryKSM=no"]);
+    assert_has(&succeed(&["explain", &member.pid().to_string()]), &["MemoryKSM=no"]);
+    assert!(pids[..2].iter().all(|&pid| marks(pid).merged >= 7 * MIB), "the others stay merged");
+    assert!(one.is_intact() && other.is_intact() && member.is_intact());
+    let summary = daemon.stop();
+    assert!(summary["left_alone"].as_array().unwrap().iter().any(|row| row["reason"] == reason.as_str()), "{summary}");
+    // Overridden, which is logged once.
+    let options = ["--governor", "full", "--override-opt-out", &unit.name, "--audit", log.to_str().unwrap()];
+    let daemon = Daemon::on(&pids, &options);
+    wait_until_merged(&pids[..3]);
+    let notes = succeed(&["explain", &member.pid().to_string()]);
+    assert!(notes.split_whitespace().collect::<Vec<_>>().join(" ").contains("overridden: its unit"), "{notes}");
+    daemon.signal(libc::SIGTERM);
+    let ended = daemon.end();
+    assert_has(&ended.errors, &["by --override-opt-out: its unit"]);
+    let overrides: Vec<Value> = lines(&log).into_iter().filter(|line| line["what"] == "override").collect();
+    assert_eq!(overrides.len(), 1, "{overrides:?}");
+    assert_eq!((&overrides[0]["pid"], &overrides[0]["why"]["sentence"]), (&member.pid().into(), &reason.into()));
+    assert!(member.is_intact());
+    unmerge(&pids);
+    ksm.assert_restored();
+}
