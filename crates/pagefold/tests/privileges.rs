@@ -310,6 +310,45 @@ fn a_missing_capability_is_named() {
     }
 }
 
+/// A process that may be read, one that may not, and a scan of all of them, in a pid namespace of their own.
+const ALL: &str = r#"
+sleep 1000 &
+setpriv --inh-caps=-sys_ptrace --bounding-set=-sys_ptrace sh -c 'sleep 1000 & "$0" scan --all --json' "$0"
+"#;
+
+#[test]
+fn all_leaves_out_what_may_not_be_read() {
+    if !is_root() {
+        return skip("needs root");
+    }
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", ALL]).arg(program());
+    let scan: Value = serde_json::from_str(&output_of(&mut unshare)).unwrap();
+    let rows = scan["processes"].as_array().unwrap();
+    let (left_out, scanned): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row["left_out"].is_string());
+    assert!(left_out.iter().any(|row| row["name"] == "sleep"), "{scan}");
+    assert!(scanned.iter().any(|row| row["name"] == "sleep"), "{scan}");
+}
+
+/// The kernel may allow to look at the mappings of a process and not to read its memory.
+#[test]
+fn what_turns_out_to_be_unreadable_is_left_out() {
+    if !is_root() {
+        return skip("needs root");
+    }
+    let idle = [Sleeper::start(), Sleeper::start()];
+    let pids = [idle[0].pid(), idle[1].pid()];
+    let scan = |fault: &str| {
+        let args = with_pids(&["scan", "--exact", "--json"], &pids, &[]);
+        Command::new(program()).args(args).env("PAGEFOLD_FAULT", fault).stdin(Stdio::null()).output().unwrap()
+    };
+    assert_refused(&scan("read:process_vm_readv=EPERM"), 3, "not permitted to read process");
+    let output = scan("read:process_vm_readv@2=EPERM");
+    let scan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(row(&scan["processes"], "pid", pids[0].min(pids[1]))["left_out"].is_null(), "{scan}");
+    assert_eq!(row(&scan["processes"], "pid", pids[0].max(pids[1]))["left_out"], "cannot be read", "{scan}");
+}
+
 #[test]
 fn the_injector_serves_only_root_and_the_daemon_uses_only_a_root_injector() {
     let Some(ksm) = KsmAtRest::take() else { return };

@@ -198,6 +198,7 @@ fn parse(text: &str) -> Vec<Fault> {
             "ENOMEM" => What::Errno(libc::ENOMEM),
             "ENOSPC" => What::Errno(libc::ENOSPC),
             "EMFILE" => What::Errno(libc::EMFILE),
+            "EPERM" => What::Errno(libc::EPERM),
             _ => return None,
         };
         Some(Fault { point: point.into(), from: from.parse().ok()?, what, passed: AtomicU64::new(0) })

@@ -26,7 +26,6 @@ use pagefold_linux::os::cpu::own_cpu_ns;
 use pagefold_linux::os::numa::Topology;
 use pagefold_linux::proc::memory::{Contents, PageReader, ReadHow};
 use pagefold_linux::proc::numa::owner_view;
-use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::deny_list::DenyList;
 use report::{Cost, ScanReport};
 use std::hash::{BuildHasher, RandomState};
@@ -89,6 +88,7 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     };
     scanner.read_merged(&mut survey)?;
     let (findings, fraction) = scanner.sample(&mut survey, args.exact)?;
+    refuse_if_none_may_be_read(&survey)?;
     let numa = scanner.places(&survey)?;
     scanner.progress.clear();
     let cost = Cost::new(scanner.pages_read, own_cpu_ns().saturating_sub(cpu_before_ns), scanner.reading_ns);
@@ -129,6 +129,19 @@ fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
     ))
 }
 
+/// One process that may not be read is left out. All of them are a matter of rights.
+fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
+    let is_left = |process: &Surveyed| process.refused.is_none() && !process.gone;
+    let denied = survey.processes.iter().find(|process| process.gone && process.refused.is_some());
+    match denied.filter(|_| !survey.processes.iter().any(is_left)) {
+        None => Ok(()),
+        Some(process) => {
+            let pid = process.scoped.process.pid();
+            Err(Exit::new(exit::NOT_PERMITTED, format!("not permitted to read process {pid}; run as root (sudo)")))
+        }
+    }
+}
+
 /// Reads pages and counts their contents.
 struct Scanner {
     census: Census,
@@ -158,8 +171,8 @@ impl Scanner {
                     self.pages_read += 1;
                 }
             });
-            process.gone = ended(read)?;
-            if process.gone {
+            if let Err(error) = read {
+                process.lose(error)?;
                 self.census.remove_process(number);
             }
         }
@@ -181,7 +194,7 @@ impl Scanner {
                 found.extend(node.map(|node| (owner, MergedSample { region: RegionKey(0), page, frame, node })));
             });
             let view = owner_view(&scoped.process, &topology, owner, Placement::default());
-            if let (Ok(false), Ok(view)) = (ended(looked), view) {
+            if let (Ok(()), Ok(view)) = (looked, view) {
                 merged.append(&mut found);
                 owners.push(view);
             }
@@ -261,22 +274,10 @@ impl Scanner {
         self.pages_read += pages;
         self.read += pages;
         self.reading_ns += own_cpu_ns().saturating_sub(before_ns);
-        if ended(read)? {
+        if let Err(error) = read {
             self.census.remove_process(u32::try_from(number).unwrap_or(u32::MAX));
-            survey.processes[number].gone = true;
+            survey.processes[number].lose(error)?;
         }
         Ok(())
-    }
-}
-
-fn ended(read: Result<(), ReadError>) -> Result<bool> {
-    match read {
-        Ok(()) => Ok(false),
-        Err(ReadError::Vanished { .. }) => Ok(true),
-        Err(ReadError::Denied { pid, .. }) => {
-            Err(Exit::new(exit::NOT_PERMITTED, format!("not permitted to read process {pid}; run as root (sudo)"))
-                .into())
-        }
-        Err(error) => Err(error.into()),
     }
 }

@@ -36,7 +36,7 @@ pub struct Surveyed {
     pub excluded: Vec<LeftOut>,
     /// Why it is left out as a whole, if it is.
     pub refused: Option<Exclusion>,
-    /// Whether it ended during the scan.
+    /// Whether it ended, or could not be read any more, during the scan.
     pub gone: bool,
     /// The mappings to read, by ascending address.
     pub regions: Vec<Region>,
@@ -44,6 +44,17 @@ pub struct Surveyed {
     pub ranges: Vec<(Vpn, u32)>,
     /// Merged pages to read: one for each merged frame.
     pub merged: Vec<Vpn>,
+}
+
+impl Surveyed {
+    /// Leaves it out, as it cannot be read. Errors that are not about this process alone are given back.
+    pub fn lose(&mut self, error: ReadError) -> Result<(), ReadError> {
+        self.gone = true;
+        if !matches!(error, ReadError::Vanished { .. }) {
+            self.refused = Some(Exclusion::of_unreadable(error)?);
+        }
+        Ok(())
+    }
 }
 
 /// Memory that is left out for one reason.
@@ -98,15 +109,13 @@ impl Survey {
             let before = (survey.cells.len(), joint.len());
             match survey.add(&mut surveyed, deny, reader, &mut joint, &mut numbers) {
                 Ok(()) => {}
-                Err(ReadError::Vanished { .. }) => {
-                    surveyed.gone = true;
+                Err(error) => {
+                    surveyed.lose(error)?;
                     surveyed.regions.clear();
                     survey.cells.truncate(before.0);
                     survey.kinds.truncate(before.0);
                     joint.truncate(before.1);
                 }
-                Err(ReadError::Denied { .. }) => surveyed.refused = Some(Exclusion::NotReadable),
-                Err(error) => return Err(error.into()),
             }
             survey.processes.push(surveyed);
             progress();
