@@ -171,6 +171,9 @@ pub const OPTIONS: &[OptionSpec] = {
             "Length of a sampling round, instead of the governor's"),
         row("run", "levels", "levels", Number(Count, range::LEVELS, |config| Some(config.levels as u64)), "",
             "Levels of the sampling ladder"),
+        row("judgement", "only", "only", Name(&["all", "zeros"]), "",
+            "Which equal pages to merge: all, or zeros (pages of zeros alone; ksmd also merges other equal pages beside \
+             them)"),
         row("judgement", "duplicate-threshold", "duplicate-threshold",
             Number(Percent, range::THRESHOLD, |config| Some(u64::from(config.duplicate_threshold.0))), "",
             "Share of duplicate pages from which a region is promoted"),
@@ -495,7 +498,7 @@ impl Values {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_core::config::Preset;
+    use pagefold_core::config::{Only, Preset};
     use pagefold_core::governor::Governor;
     use pagefold_core::placement::policy::Placement;
 
@@ -508,6 +511,7 @@ mod tests {
                 "governor" => assert_eq!(default.parse(), Ok(Governor::default())),
                 "preset" => assert_eq!(default.parse(), Ok(Preset::default())),
                 "placement" => assert_eq!(default.parse(), Ok(Placement::default())),
+                "only" => assert_eq!(default.parse(), Ok(Only::default())),
                 _ => {}
             }
             for name in names {
@@ -515,6 +519,7 @@ mod tests {
                     "governor" => assert!(name.parse::<Governor>().is_ok(), "{name}"),
                     "preset" => assert!(name.parse::<Preset>().is_ok(), "{name}"),
                     "placement" => assert!(name.parse::<Placement>().is_ok(), "{name}"),
+                    "only" => assert!(name.parse::<Only>().is_ok(), "{name}"),
                     // Of the program, not of the core.
                     key => assert!(["by", "mechanism"].contains(&key), "{key}"),
                 }

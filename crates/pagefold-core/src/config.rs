@@ -2,6 +2,7 @@
 
 use crate::error::ConfigError;
 use crate::governor::{Governor, Pace};
+use crate::hash::Digest;
 use crate::host::Mechanism;
 use crate::limits::Limits;
 use crate::marking::extents::Density;
@@ -9,6 +10,7 @@ use crate::names::named;
 use crate::placement::policy::Latencies;
 use crate::range::{self, check};
 use crate::units::{BLOCK_PAGES, Pages, Permyriad, count};
+use serde::{Deserialize, Serialize};
 
 /// A named set of settings for one purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,6 +28,23 @@ impl Preset {
 
 named!(Preset, ConfigError::NoPreset);
 
+/// Which pages are worth merging.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Only {
+    /// All pages with equal contents.
+    #[default]
+    All,
+    /// Pages of zeros, with the kernel's zero page: programs do not share pages with each other.
+    Zeros,
+}
+
+impl Only {
+    const NAMES: [(&'static str, Self); 2] = [("all", Self::All), ("zeros", Self::Zeros)];
+}
+
+named!(Only, ConfigError::NoContents);
+
 /// The judgement's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -33,6 +52,8 @@ pub struct Config {
     pub governor: Governor,
     /// How equal pages are merged, as the host says.
     pub mechanism: Mechanism,
+    /// Which pages are worth merging.
+    pub only: Only,
     /// The share of one core for pagefold and ksmd together, in place of the governor's (UKSM `p`).
     pub top_share: Option<Permyriad>,
     /// The time of a global round, in place of the governor's (UKSM `t`), nanoseconds.
@@ -83,6 +104,7 @@ impl Default for Config {
         Self {
             governor: Governor::default(),
             mechanism: Mechanism::default(),
+            only: Only::default(),
             top_share: None,
             round_ns: None,
             limits: Limits::default(),
@@ -130,6 +152,11 @@ impl Config {
             Mechanism::Ksmd => self.duplicate_threshold,
             Mechanism::Request => self.request_threshold.min(self.duplicate_threshold),
         }
+    }
+
+    /// Whether a page with this digest is worth merging with equal ones.
+    pub(crate) fn counts(&self, digest: Digest) -> bool {
+        self.only == Only::All || digest == Digest::ZERO
     }
 
     /// Whether memory whose merges do not last is left alone.

@@ -11,6 +11,9 @@ pub enum ConfigError {
     /// No preset has that name.
     #[error("there is no preset '{}'; choose default or sensitive", .0.escape_debug())]
     NoPreset(String),
+    /// No contents have that name.
+    #[error("there is no choice '{}' of contents; choose all or zeros", .0.escape_debug())]
+    NoContents(String),
     /// No placement policy has that name.
     #[error("there is no placement '{}'; choose fair, priority, local-only or kernel", .0.escape_debug())]
     NoPlacement(String),

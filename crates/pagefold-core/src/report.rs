@@ -139,6 +139,9 @@ pub struct RegionReport {
     /// Duplicates expected among them.
     #[serde(rename = "expected_bytes", with = "as_bytes")]
     pub expected: Pages,
+    /// Other pages that were found in its marked spans.
+    #[serde(skip)]
+    pub other: Pages,
     /// Duplicates not marked because another trust domain holds contents of the same extents.
     #[serde(skip)]
     pub withheld: Pages,

@@ -78,6 +78,7 @@ fn of_region(engine: &Engine, region: &Region, fraction: f64) -> RegionReport {
         cow_ratio: (cow_ratio.0 > 0).then(|| cow_ratio.fraction()),
         marked: region.marked_resident(),
         expected: region.marks.spans.iter().map(|mark| mark.duplicate).sum(),
+        other: region.marks.spans.iter().map(|mark| Pages(mark.resident.0.saturating_sub(mark.duplicate.0))).sum(),
         withheld: region.withheld(),
     }
 }

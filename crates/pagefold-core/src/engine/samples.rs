@@ -92,7 +92,7 @@ impl Engine {
         if self.on_request() {
             self.keep_merged(slot, sample);
         }
-        Verdict::Duplicate
+        if self.config.counts(sample.digest) { Verdict::Duplicate } else { Verdict::Single }
     }
 
     /// A page shared through fork: one copy already. It is read only if there are several trust domains.
@@ -113,6 +113,8 @@ impl Engine {
         }
         let (now_ns, zero) = (self.snapshot.now_ns, sample.digest == Digest::ZERO);
         let seen = if zero { Occurrences::None } else { self.look_up(slot, sample, examined) };
+        // Contents that do not count are not duplicates. They are looked up all the same where they must be claimed.
+        let seen = if self.config.counts(sample.digest) { seen } else { Occurrences::None };
         let mut duplicate = zero || seen != Occurrences::None;
         if self.on_request() && !self.request_merge(slot, sample, duplicate) {
             duplicate = false;
@@ -232,13 +234,18 @@ impl Engine {
     fn note_copy(&mut self, slot: u32, sample: &PageSample, examined: bool) {
         if sample.digest != Digest::ZERO {
             let seen = self.look_up(slot, sample, examined);
-            self.credit_first(seen);
+            if self.config.counts(sample.digest) {
+                self.credit_first(seen);
+            }
         }
     }
 
     /// Looks a content up in the index and records this page there. Contents of memory that is read whole are claimed for
-    /// its trust domain if there are several.
+    /// its trust domain if there are several: also those that do not count, since ksmd merges whatever is marked.
     fn look_up(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Occurrences {
+        if !self.config.counts(sample.digest) && !self.several_domains() {
+            return Occurrences::None;
+        }
         let claim = examined && self.several_domains();
         let Some(region) = self.table.get(slot) else { return Occurrences::None };
         let location = Location { slot, offset: region.offset(sample.page) };

@@ -3,7 +3,7 @@
 //! A ksmd scan walks everything that is marked, so marks wait for each other and one scan serves them all. Spans whose merges
 //! do not last are unmarked and left alone.
 
-use crate::config::Config;
+use crate::config::{Config, Only};
 use crate::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use crate::keys::RegionKey;
 use crate::limits::Allowance;
@@ -337,6 +337,10 @@ fn gain(region: &Region, spans: &[Candidate]) -> (u64, u64) {
 /// bounds what ksmd visits without merging it. Where nothing denser exists, no yield is required. The thinnest extents come last, once
 /// ksmd is `idle` and scans are rare. Returns whether some wait for that.
 fn thin_out(table: &mut RegionTable, idle: bool, config: &Config) -> bool {
+    if config.only == Only::Zeros {
+        // Whatever else is marked could be merged between programs.
+        return false;
+    }
     let dense = |region: &Region| total(region, region.density, config);
     let mut chosen = table.iter().map(dense).fold((0, 0), |sum, more| (sum.0 + more.0, sum.1 + more.1));
     for density in config.thin_densities {

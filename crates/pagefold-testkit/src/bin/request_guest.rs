@@ -33,6 +33,7 @@ fn main() -> ExitCode {
     let before = State::now();
     hashes(&mut checks);
     merging(&mut checks);
+    zeros(&mut checks);
     alike(&mut checks);
     domains(&mut checks);
     exclusion(&mut checks);
@@ -234,6 +235,19 @@ fn merging(checks: &mut Checks) {
     checks.add("unmerge gives everything its own copy", left == 0, format_args!("{left}; {said}"));
     checks.add("no byte has changed by that", a.is_intact() && b.is_intact(), "damage");
     checks.add("nothing is marked any more", !is_marked(&a, 0) && !is_marked(&b, 0), said);
+}
+
+/// Pages of zeros alone: no page of one process is one of the other's.
+fn zeros(checks: &mut Checks) {
+    let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let before = saved_bytes() / 4096;
+    let (summary, said) = end(start(&[&a, &b], &["--for", "8s", "--only", "zeros"]));
+    let saved = saved_bytes() / 4096 - before;
+    checks.add("zeros are saved", saved.abs_diff(2 * ZEROS) <= 64, format_args!("{saved} of {}; {said}", 2 * ZEROS));
+    let shared = common(&a, &b, 0, EQUAL) + common(&a, &b, PAGES - OWN, OWN);
+    checks.add("other equal pages are not merged", shared == 0, format_args!("{shared}; {summary}"));
+    checks.add("no byte has changed beside zeros", a.is_intact() && b.is_intact(), "damage");
+    unmerge(&[&a, &b]);
 }
 
 fn domains(checks: &mut Checks) {

@@ -12,6 +12,7 @@ use crate::output::requests::RequestsView;
 use anyhow::Result;
 use groups::{LeftOutRow, ScopeRow};
 use pagefold_cli::exit;
+use pagefold_core::config::Only;
 use pagefold_core::governor::Governor;
 use pagefold_core::host::{Cost, Mechanism};
 use pagefold_core::keys::OwnerKey;
@@ -43,6 +44,10 @@ pub struct Status {
     pub dry_run: bool,
     #[serde(default)]
     pub mechanism: Mechanism,
+    #[serde(default)]
+    pub only: Only,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub other_bytes: Option<u64>,
     pub seconds: f64,
     pub governor: Governor,
     pub in_force: Governor,
@@ -152,6 +157,8 @@ impl Status {
             scope: run.scope.clone(),
             dry_run: run.dry_run,
             mechanism: run.config.mechanism,
+            only: run.config.only,
+            other_bytes: other_bytes(facts),
             seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
             governor: report.governor,
             in_force: report.in_force,
@@ -193,6 +200,13 @@ impl Status {
             numa: facts.places(),
         }
     }
+}
+
+/// Where only zeros are to be merged: what else was found in what is marked. ksmd visits that, too, and merges what is equal.
+fn other_bytes(facts: &Facts) -> Option<u64> {
+    let config = &facts.run.config;
+    let is_shown = config.only == Only::Zeros && config.mechanism == Mechanism::Ksmd;
+    is_shown.then(|| sum(&regions(facts, |_| true), |region| region.other))
 }
 
 /// A sum over regions, bytes.

@@ -176,6 +176,7 @@ fn config(values: &Values) -> Config {
     let nanos = |key, default| number(key, u64::from(default)).try_into().unwrap_or(default);
     Config {
         governor: parsed(values, "governor").unwrap_or(preset.governor),
+        only: parsed(values, "only").unwrap_or(preset.only),
         top_share: share("top-share").or(preset.top_share),
         round_ns: values.number("round").or(preset.round_ns),
         levels: values.number("levels").and_then(|levels| usize::try_from(levels).ok()).unwrap_or(preset.levels),

@@ -51,6 +51,13 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     if status.mechanism == Mechanism::Ksmd || status.marked_bytes > 0 {
         rows.push(("marked", format!("{marked}, for which the kernel keeps {metadata} of metadata")));
     }
+    if let Some(other) = status.other_bytes {
+        let other = human(other);
+        rows.push((
+            "zeros",
+            format!("{other} of what is marked are other pages, which ksmd visits, and merges if equal"),
+        ));
+    }
     rows.extend(status.requests.map(|requests| ("requests", requests.sentence())));
     rows.extend(to_unmark(status).map(|text| ("to unmark", text)));
     if status.stops > 0 {
