@@ -329,7 +329,9 @@ impl Engine {
         let ended = self.table.update(&snapshot.regions, seed, |view| Region::new(view, now_ns, appeared, seed));
         self.running = true;
         self.update_domains(snapshot);
+        let mut ended_keys = FxHashSet::default();
         for region in ended {
+            ended_keys.insert(region.view.key);
             if region.appeared {
                 self.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns, self.config.mechanism);
             }
@@ -338,11 +340,22 @@ impl Engine {
                 self.scheduler.request_reaping(marked, now_ns);
             }
         }
+        self.find_again(ended_keys);
         if self.table.wants_sweep() {
             let table = &self.table;
             self.index
                 .sweep(|page| if table.get(page.slot).is_some() { PageStatus::Present } else { PageStatus::Removed });
             self.table.release_slots();
+        }
+    }
+
+    /// The index may know contents from the pages of regions that have ended alone. One of the regions that had pages in common with
+    /// each is read whole again, so that newcomers find them.
+    fn find_again(&mut self, mut ended: FxHashSet<RegionKey>) {
+        for region in self.table.iter_mut().filter(|region| matches!(region.stage, Stage::Judged(_))) {
+            if region.usage.partner.is_some_and(|partner| ended.remove(&partner)) {
+                region.examine(self.ladder.levels());
+            }
         }
     }
 

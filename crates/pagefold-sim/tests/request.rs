@@ -108,6 +108,44 @@ fn a_newcomer_is_merged_with_memory_that_was_judged_before() {
     }
 }
 
+/// The page that others were merged with is written, and copies of its old content appear. They and the others become one.
+#[test]
+fn pages_left_behind_are_merged_with_those_that_came_later() {
+    let mut host = requested();
+    let series = |pages| Mapping::new(Pages(pages), Fill::Series(1)).of_family(1);
+    let owners = [1, 2, 3].map(|_| add(&mut host, 0, series(8 * MIB)));
+    let mut engine = engine();
+    run(&mut host, &mut engine, 30);
+    nearly(host.saved(), 2 * 8 * MIB, 99);
+    let region = host.regions_of(owners[0])[0];
+    let first = host.span_of(region).unwrap().first;
+    for page in (0..8 * MIB).map(|page| first + page) {
+        let (content, _) = host.page(region, page).unwrap();
+        host.write(region, page, content ^ 1 << 60);
+    }
+    for _ in 0..2 {
+        add(&mut host, 0, series(8 * MIB));
+    }
+    run(&mut host, &mut engine, 600);
+    nearly(host.saved(), 3 * 8 * MIB, 97);
+}
+
+/// The process whose pages the index knows exits. Another that has the same contents is read again at once, though there is much
+/// else to read.
+#[test]
+fn a_newcomer_finds_the_siblings_of_one_that_exited() {
+    let (mut host, mut engine) = (requested(), engine());
+    let siblings = [1, 2, 3].map(|_| add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Series(1)).of_family(1)));
+    add(&mut host, 0, Mapping::new(Pages(4_096 * MIB), Fill::Random).of_family(2));
+    run(&mut host, &mut engine, 120);
+    nearly(host.saved(), 2 * 16 * MIB, 98);
+    host.exit(siblings[0]);
+    run(&mut host, &mut engine, 20);
+    add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Series(1)).of_family(1));
+    run(&mut host, &mut engine, 40);
+    nearly(host.saved(), 2 * 16 * MIB, 95);
+}
+
 /// Each of three in turn exits and is replaced, at once or after its contents may have been forgotten.
 #[test]
 fn a_restarted_process_is_merged_again() {

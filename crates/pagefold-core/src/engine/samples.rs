@@ -89,8 +89,9 @@ impl Engine {
             return self.record_foreign(slot, sample, examined);
         }
         self.note_copy(slot, sample, examined);
-        if self.on_request() {
-            self.keep_merged(slot, sample);
+        let is_news = self.on_request() && self.keep_merged(slot, sample);
+        if let Some(region) = self.table.get_mut(slot).filter(|_| !examined) {
+            region.survey.record_renewal(is_news);
         }
         if self.config.counts(sample.digest) { Verdict::Duplicate } else { Verdict::Single }
     }
@@ -120,6 +121,9 @@ impl Engine {
             duplicate = false;
         }
         let Some(region) = self.table.get_mut(slot) else { return Verdict::Single };
+        if !examined && matches!(region.stage, Stage::Judged(_)) {
+            region.survey.record_renewal(duplicate);
+        }
         let offset = region.offset(sample.page);
         let comparable = |print| !self.colliding_prints.contains(&print);
         region.survey.probe(offset, sample.digest, region.stage == Stage::Survey, comparable);
@@ -196,18 +200,40 @@ impl Engine {
         true
     }
 
-    /// Makes a merged page the one to keep for its content, if a page that is not merged is kept for it.
-    fn keep_merged(&mut self, slot: u32, sample: &PageSample) {
-        let Some(region) = self.table.get_mut(slot) else { return };
+    /// A merged page: if another page is kept for its content, one of them is to be merged with the other. It is this one that stays,
+    /// unless the other is merged too. Whether a pair was named.
+    fn keep_merged(&mut self, slot: u32, sample: &PageSample) -> bool {
+        let (now_ns, config) = (self.snapshot.now_ns, &self.config);
+        let Some(region) = self.table.get_mut(slot) else { return false };
         region.usage.merged.insert(sample.page);
-        let location = Location { slot, offset: region.offset(sample.page) };
-        let digest = sample.digest.in_domain(region.view.domain);
-        let Some(kept) = self.index.page_of(digest).filter(|&kept| kept != location) else { return };
-        let is_merged =
-            self.table.get(kept.slot).is_some_and(|other| other.usage.merged.contains(other.page_at(kept.offset)));
-        if !is_merged {
+        let (own, domain) = ((sample.region, sample.page), region.view.domain);
+        let (location, may_be_requested) =
+            (Location { slot, offset: region.offset(sample.page) }, region.may_be_requested(now_ns, config));
+        let digest = sample.digest.in_domain(domain);
+        let Some(kept) = self.index.page_of(digest).filter(|&kept| kept != location) else { return false };
+        let Some(other) = self.table.get(kept.slot) else {
+            self.index.point_to(digest, location);
+            return false;
+        };
+        let page = other.page_at(kept.offset);
+        let is_broken = config.filters_cow_breaks() && other.usage.broken.contains(page);
+        let may_be_named =
+            may_be_requested && other.may_be_requested(now_ns, config) && other.view.domain == domain && !is_broken;
+        let other_page = ((other.view.key, page), kept);
+        if !other.usage.merged.contains(page) {
+            self.index.point_to(digest, location);
+            let may_be_named = may_be_named && !self.requests.is_kept(kept);
+            return may_be_named && self.requests.add(other_page, (own, location), digest);
+        }
+        if self.requests.is_left_behind(digest) {
+            let may_be_named = may_be_named && !self.requests.is_kept(location);
+            return may_be_named && self.requests.add((own, location), other_page, digest);
+        }
+        if other.survey.weight(config.threshold()) > 1 {
+            // This one is known to be merged now. The other may have been written since it was last read.
             self.index.point_to(digest, location);
         }
+        false
     }
 
     /// A page whose content another trust domain has claimed.

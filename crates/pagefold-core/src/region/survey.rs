@@ -16,6 +16,12 @@ const PROBES_MAX: usize = 1024;
 /// The number of visits to remembered pages from which their changes count.
 const PROBES_MIN: u64 = 16;
 
+/// Samples over which new duplicates are counted, and those from which they count.
+const RENEWAL_MOST: u64 = 512;
+const RENEWAL_MIN: u64 = 16;
+/// How many times as densely as others a region is sampled where new duplicates appear.
+const DENSER: u64 = 16;
+
 /// The samples of one region.
 #[derive(Clone, Debug)]
 pub struct Survey {
@@ -31,6 +37,9 @@ pub struct Survey {
     next_probe: usize,
     revisited: u64,
     changed: u64,
+    /// Recent samples after the region was first read whole, and duplicates among them that were not merged.
+    resampled: u64,
+    renewed: u64,
 }
 
 impl Survey {
@@ -45,6 +54,8 @@ impl Survey {
             next_probe: 0,
             revisited: 0,
             changed: 0,
+            resampled: 0,
+            renewed: 0,
         }
     }
 
@@ -91,6 +102,22 @@ impl Survey {
                 self.changed += u64::from(before != print);
             }
         }
+    }
+
+    /// Records a sample of a region that has been read whole. Duplicates that are not merged have appeared since.
+    pub fn record_renewal(&mut self, is_new: bool) {
+        self.resampled += 1;
+        self.renewed += u64::from(is_new);
+        if self.resampled > RENEWAL_MOST {
+            (self.resampled, self.renewed) = (self.resampled / 2, self.renewed / 2);
+        }
+    }
+
+    /// How many times as densely as others the region is worth sampling. It is proportional to the share of new duplicates, up to
+    /// the ratio from which a region is promoted.
+    pub fn weight(&self, threshold: Permyriad) -> u64 {
+        let enough = self.resampled * u64::from(threshold.0);
+        if self.resampled < RENEWAL_MIN { 1 } else { (self.renewed * 10_000 * DENSER / enough.max(1)).clamp(1, DENSER) }
     }
 
     fn find_probe(&mut self, offset: u32) -> Option<usize> {
@@ -172,6 +199,18 @@ mod tests {
             }
         }
         assert!(seen.iter().all(|&times| times == 1));
+    }
+
+    #[test]
+    fn a_region_is_sampled_densely_while_new_duplicates_appear() {
+        let mut survey = Survey::new(&test_view(1, 0, 1000), 7);
+        let mut record = |is_new, samples| {
+            (0..samples).for_each(|_| survey.record_renewal(is_new));
+            survey.weight(Permyriad(100))
+        };
+        assert_eq!([record(true, RENEWAL_MIN - 1), record(true, 1)], [1, DENSER]);
+        assert_eq!(record(false, 50 * RENEWAL_MIN), DENSER, "still more than a hundredth");
+        assert_eq!(record(false, 10_000), 1);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What a region's process does with its pages, as far as it shows from outside.
 
+use crate::keys::RegionKey;
 use crate::marking::cow_breaks::CowBreaks;
 use crate::units::Vpn;
 use rustc_hash::FxHashMap;
@@ -18,6 +19,8 @@ pub struct Usage {
     pub active: PageSet,
     /// Pages that were merged on request, as far as is known.
     pub merged: PageSet,
+    /// A region that has pages in common with this one, as far as is known.
+    pub partner: Option<RegionKey>,
     /// Pages that were written after they had been merged on request, since the region was last read whole and within an hour. Many
     /// get a new content then, so they are merged once more.
     written: PageSet,

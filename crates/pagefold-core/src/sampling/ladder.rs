@@ -179,7 +179,8 @@ impl Ladder {
         reading
     }
 
-    /// Samples the bottom level: about `pages` pages, spread over its regions as one linear space.
+    /// Samples the bottom level: about `pages` pages, spread over its regions as one linear space. Regions in which duplicates keep
+    /// appearing are longer in it than they are.
     fn sample_bottom(
         &self,
         table: &mut RegionTable,
@@ -187,13 +188,13 @@ impl Ladder {
         (allowance, config): (&mut Allowance, &Config),
         runs: &mut Vec<PageRun>,
     ) {
-        let length: u64 =
-            table.iter().filter(|region| is_watched(region, config)).map(|region| region.view.pages.0).sum();
+        let weighted = |region: &Region| region.view.pages.0 * weight(region, config);
+        let length: u64 = table.iter().filter(|region| is_watched(region, config)).map(weighted).sum();
         let interval = (length / (pages / RUN_PAGES).max(1)).max(RUN_PAGES);
         let mut point = self.phase % interval;
         for region in table.iter_mut().filter(|region| is_watched(region, config)) {
-            let owner = region.view.owner;
-            while point < region.view.pages.0 {
+            let (owner, length) = (region.view.owner, weighted(region));
+            while point < length {
                 if allowance.pages_left(owner) >= RUN_PAGES {
                     let (first, pages) = region.next_run();
                     allowance.use_pages(owner, pages);
@@ -201,7 +202,7 @@ impl Ladder {
                 }
                 point += interval;
             }
-            point -= region.view.pages.0;
+            point -= length;
         }
     }
 
@@ -422,6 +423,15 @@ fn is_watched(region: &Region, config: &Config) -> bool {
     !region.hold.is_refused() && region.level == 1 && known
 }
 
+/// How many times as long as it is a region is in the linear space of the bottom level. ksmd finds new duplicates in what is marked
+/// by itself.
+fn weight(region: &Region, config: &Config) -> u64 {
+    match config.mechanism {
+        Mechanism::Request => region.survey.weight(config.threshold()),
+        Mechanism::Ksmd => 1,
+    }
+}
+
 fn run(region: &Region, first: Vpn, pages: u64) -> PageRun {
     PageRun { region: region.view.key, first, pages: u32::try_from(pages).unwrap_or(u32::MAX) }
 }
@@ -525,6 +535,24 @@ mod tests {
         }
         promote(&ladder, &mut table);
         assert!(table.iter().all(|region| region.level == 1));
+    }
+
+    #[test]
+    fn the_bottom_level_is_where_new_duplicates_appear() {
+        for (mechanism, denser) in [(Mechanism::Request, true), (Mechanism::Ksmd, false)] {
+            let (mut ladder, mut table) = (Ladder::new(4), table(&[1 << 20; 2]));
+            for region in table.iter_mut() {
+                region.judged(0, false);
+                region.level = 1;
+                (0..100).for_each(|_| region.survey.record_renewal(region.view.key == RegionKey(2)));
+            }
+            let config = Config { mechanism, ..tenth() };
+            let may = (&mut unlimited(), &config);
+            let reading = ladder.plan(&mut table, u64::MAX, true, Governor::Full.pace(), may);
+            let [others, news] = [1, 2].map(|key| planned(&reading, key));
+            assert!(if denser { news > 10 * others } else { news <= 2 * others }, "{news} and {others}");
+            assert!(others > 0);
+        }
     }
 
     #[test]
