@@ -121,20 +121,23 @@ impl Requests {
             for at in 0..range.take.pages {
                 let MergeRange { take, keep } = range.part(at, 1);
                 let page = (take.region, take.first);
-                let pair = self.pairs.binary_search_by_key(&page, |pair| pair.take).ok().map(|at| self.pairs[at]);
+                let pair = || {
+                    let at = self.pairs.binary_search_by_key(&page, |pair| pair.take);
+                    at.ok().map(|at| self.pairs[at])
+                };
                 match merging {
                     Merging::Merged | Merging::Shared => {
-                        set_merged(table, page);
-                        if let Some(kept) = keep.first() {
-                            set_merged(table, kept);
-                            set_partner(table, page, kept);
+                        let kept = keep.first();
+                        set_merged(table, page, kept.map(|(region, _)| region));
+                        if let Some(kept) = kept {
+                            set_merged(table, kept, Some(page.0));
                         }
-                        if let Some(pair) = pair.filter(|_| *merging == Merging::Shared) {
+                        if let Some(pair) = (*merging == Merging::Shared).then(pair).flatten() {
                             self.left_behind.remove(&print(pair.digest));
                         }
                     }
                     Merging::Differs | Merging::Absent | Merging::Ineligible | Merging::Full => {
-                        if let Some(Pair { digest, location, .. }) = pair {
+                        if let Some(Pair { digest, location, .. }) = pair() {
                             index.point_to(digest, location);
                             // The one kept for it may just have been written since. It has happened twice: that is no accident.
                             let differs_again = *merging == Merging::Differs && self.is_left_behind(digest);
@@ -177,18 +180,13 @@ fn extend(range: &mut MergeRange, pair: &Pair) -> bool {
     continues
 }
 
-/// Each region knows one that holds the same contents.
-fn set_partner(table: &mut RegionTable, take: Page, keep: Page) {
-    for ((region, page), (partner, _)) in [(take, keep), (keep, take)] {
-        if let Some(region) = table.find(region, page).and_then(|slot| table.get_mut(slot)) {
-            region.usage.partner = Some(partner).filter(|&partner| partner != region.view.key).or(region.usage.partner);
-        }
-    }
-}
-
-fn set_merged(table: &mut RegionTable, (region, page): Page) {
+/// Records that a page is merged, with one of the region `partner` unless it is the zero page.
+fn set_merged(table: &mut RegionTable, (region, page): Page, partner: Option<RegionKey>) {
     if let Some(region) = table.find(region, page).and_then(|slot| table.get_mut(slot)) {
         region.usage.merged.insert(page);
+        if partner.is_some_and(|partner| partner != region.view.key) {
+            region.usage.partner = partner;
+        }
     }
 }
 
