@@ -40,7 +40,7 @@ flags! {
     /// Changes to the deny list.
     DenyFlags: ["deny"];
     /// What a run does with the processes in scope.
-    RunFlags: ["run", "judgement", "numa", "audit", "metrics"];
+    RunFlags: ["run", "judgement", "reserve", "numa", "audit", "metrics", "history"];
     /// The audit log.
     AuditFlags: ["audit"];
 }
@@ -79,6 +79,7 @@ fn argument(option: &'static OptionSpec) -> Arg {
         Kind::List(name) => name,
         Kind::File => "FILE",
         Kind::Address => "ADDRESS",
+        Kind::Amount => "AMOUNT",
         _ => "NAME",
     };
     let is_list = matches!(option.kind, Kind::List(_) | Kind::Programs);

@@ -8,6 +8,7 @@
 
 use pagefold_core::config::Config;
 use pagefold_core::range;
+use pagefold_core::reserve::Keep;
 use pagefold_core::units::Permyriad;
 use pagefold_linux::scope::deny_list::unfit_entry;
 use std::collections::BTreeMap;
@@ -61,6 +62,8 @@ pub enum Kind {
     File,
     /// A port, or an IP address and a port.
     Address,
+    /// An amount of memory ([`Keep`]). Default: `auto`.
+    Amount,
     /// A table from names to one of these.
     Names(&'static [&'static str]),
     /// A list of [`DomainRule`].
@@ -111,6 +114,11 @@ pub const SECTIONS: &[Section] = &[
     Section { name: "run", heading: "CPU time", help: "How much CPU time to use, and how fast to search." },
     Section { name: "judgement", heading: "Judgement", help: "Which memory is worth merging." },
     Section {
+        name: "reserve",
+        heading: "Reserve",
+        help: "Room for what comes back: a write to a merged page takes memory again. See docs/commands.md. Reloaded by SIGHUP.",
+    },
+    Section {
         name: "deny",
         heading: "Scope",
         help: "Programs that are never touched: base names, or the beginning of one and an asterisk. The default list has \
@@ -140,6 +148,11 @@ pub const SECTIONS: &[Section] = &[
         heading: "Output",
         help: "Metrics for Prometheus, served over HTTP or written to a file. A dry run ignores this section. See docs/metrics.md.",
     },
+    Section {
+        name: "history",
+        heading: "Output",
+        help: "What was saved over time, for pagefold top --since. A dry run ignores this section.",
+    },
 ];
 
 const METRICS_INTERVAL_NS: RangeInclusive<u64> = 1_000_000_000..=3_600_000_000_000;
@@ -148,7 +161,7 @@ const PLACEMENTS: &[&str] = &["fair", "priority", "local-only", "kernel"];
 /// The options, in the order of the file. Columns: section, key, flag, values, example, help.
 #[rustfmt::skip]
 pub const OPTIONS: &[OptionSpec] = {
-    use Kind::{Address, File, List, Name, Names, Number, Programs, Rules, Switch};
+    use Kind::{Address, Amount, File, List, Name, Names, Number, Programs, Rules, Switch};
     use Unit::{Count, Percent, Time};
     &[
         row("scope", "cgroups", "cgroup", List("PATH"), "[\"/sys/fs/cgroup/system.slice/redis.service\"]",
@@ -182,6 +195,13 @@ pub const OPTIONS: &[OptionSpec] = {
             "Share of merged pages that are soon written again from which a region is left alone; 100 switches this off"),
         row("judgement", "lifetime", "lifetime", Number(Time, range::LIFETIME_NS, |config| Some(config.lifetime_ns)), "",
             "Age below which a region is left alone"),
+        row("reserve", "keep", "reserve", Amount, "",
+            "Memory to keep free, with free swap, for merged pages that are written; if less is left, nothing more is merged. \
+             A size (2G), a share of memory (10%), or auto: what programs took back in the worst hour of the last day, at \
+             least 5 % of memory, at most what is saved"),
+        row("reserve", "take-back", "take-back", Switch, "false",
+            "While less is left than the reserve, take merged memory apart in steps, as far as half of the reserve is left; \
+             this takes memory at once"),
         row("deny", "programs", "", Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]",
             "The programs never to touch, instead of the default list"),
         row("deny", "also", "deny", Programs, "[\"my-key-server\", \"wallet*\"]",
@@ -231,6 +251,9 @@ pub const OPTIONS: &[OptionSpec] = {
             "Write metrics to this file, for the textfile collector of node_exporter"),
         row("metrics", "interval", "metrics-interval", Number(Time, METRICS_INTERVAL_NS, |_| Some(15_000_000_000)), "",
             "Time between two writes of that file"),
+        row("history", "path", "history", File, "\"/var/lib/pagefold/history\"",
+            "Keep what is saved over time in this file, of 371 KiB: by the minute for a day, by the quarter of an hour for 30 days. \
+             The service keeps it without this key, too"),
     ]
 };
 
@@ -259,6 +282,9 @@ impl OptionSpec {
                 None => Ok(Value::Text(text.to_owned())),
             },
             Kind::Address => address(text).map(|_| Value::Text(text.to_owned())),
+            Kind::Amount => {
+                text.parse::<Keep>().map(|_| Value::Text(text.to_owned())).map_err(|error| error.to_string())
+            }
             _ => word(text).map(Value::Text),
         }
     }
@@ -280,6 +306,7 @@ impl OptionSpec {
             Kind::List(_) | Kind::Programs => "list".to_owned(),
             Kind::File => "absolute path".to_owned(),
             Kind::Address => "port, or address and port".to_owned(),
+            Kind::Amount => "auto, size or share".to_owned(),
             Kind::Names(_) => "table: domain = placement".to_owned(),
             Kind::Rules => "list of tables".to_owned(),
         }
@@ -291,6 +318,7 @@ impl OptionSpec {
             Kind::Name(names) => Some(Value::Text(names[0].to_owned())),
             Kind::Number(_, _, default) => default(preset).map(Value::Number),
             Kind::Switch => Some(Value::Switch(false)),
+            Kind::Amount => Some(Value::Text(Keep::default().to_string())),
             _ => None,
         }
     }
@@ -331,6 +359,7 @@ impl OptionSpec {
         match &self.kind {
             Kind::Name(names) => names[0].to_owned(),
             Kind::Number(unit, _, default) => default(&Config::default()).map(|n| unit.show(n)).unwrap_or_default(),
+            Kind::Amount => Keep::default().to_string(),
             _ => String::new(),
         }
     }

@@ -9,6 +9,7 @@ use crate::marking::extents::Density;
 use crate::names::named;
 use crate::placement::policy::Latencies;
 use crate::range::{self, check};
+use crate::reserve::ReserveSettings;
 use crate::units::{BLOCK_PAGES, Pages, Permyriad, count};
 use serde::{Deserialize, Serialize};
 
@@ -95,6 +96,8 @@ pub struct Config {
     pub spans_per_process: usize,
     /// The assumed cost of memory accesses, for placing pages on NUMA nodes.
     pub latencies: Latencies,
+    /// Memory kept for what can come back.
+    pub reserve: ReserveSettings,
     /// The seed of every permutation and digest.
     pub seed: u64,
 }
@@ -124,6 +127,7 @@ impl Default for Config {
             split_above: BLOCK_PAGES,
             spans_per_process: 64,
             latencies: Latencies::default(),
+            reserve: ReserveSettings::default(),
             seed: 0,
         }
     }

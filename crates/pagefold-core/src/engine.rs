@@ -15,7 +15,7 @@ use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::hash::{DigestSet, LINES};
 use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, SamplePlan, Samples, Snapshot};
 use crate::index::{Index, PageStatus};
-use crate::keys::{DomainKey, RegionKey};
+use crate::keys::{DomainKey, OwnerKey, RegionKey};
 use crate::ledger::Ledger;
 use crate::limits::{Allowance, Limits};
 use crate::marking::lifetimes::Lifetimes;
@@ -27,10 +27,11 @@ use crate::region::table::RegionTable;
 use crate::region::{Region, Stage, print};
 use crate::report::EngineReport;
 use crate::requests::Requests;
+use crate::reserve::{Reserve, ReserveSettings};
 use crate::sampling::ladder::{Ladder, ReadPlan, matures_ns};
 use crate::strength::Strength;
 use crate::units::{Pages, Permyriad, count};
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -63,6 +64,7 @@ pub struct Engine {
     marker: Marker,
     scheduler: ScanScheduler,
     requests: Requests,
+    reserve: Reserve,
     strength: Strength,
     /// Digests that pages of different contents have, at this strength.
     colliding: Arc<DigestSet>,
@@ -129,6 +131,7 @@ impl Engine {
             marker: Marker::default(),
             scheduler: ScanScheduler::default(),
             requests: Requests::default(),
+            reserve: Reserve::default(),
             strength: Strength::default(),
             colliding: Arc::default(),
             colliding_prints: FxHashSet::default(),
@@ -193,6 +196,11 @@ impl Engine {
         self.allowance.set_limits(limits);
     }
 
+    /// Changes the reserve.
+    pub fn set_reserve(&mut self, reserve: ReserveSettings) {
+        self.config.reserve = reserve;
+    }
+
     /// Pauses or resumes. While paused, nothing is read, marked or ordered; what is merged stays merged.
     pub fn set_paused(&mut self, paused: bool) {
         self.paused = paused;
@@ -229,6 +237,7 @@ impl Engine {
             self.update_regions(&snapshot);
         }
         self.snapshot = snapshot;
+        self.look_at_reserve();
         let (pace, lines) = (self.pace(), self.lines());
         if self.paused {
             self.reading = ReadPlan::default();
@@ -275,14 +284,14 @@ impl Engine {
         Some(self.strength.lines()).filter(|&lines| lines < LINES)
     }
 
-    /// Forgets all digests: those to come cannot be compared with them. What was worth reading whole is read again.
+    /// Forgets all digests: those to come cannot be compared with them. Regions are surveyed again, not read whole at once: pages
+    /// that differ in a few bytes looked alike, and by all of their lines most do not.
     fn forget_digests(&mut self) {
         self.index = Index::new();
         self.colliding = Arc::default();
         self.colliding_prints.clear();
         self.bottom_pages = 0;
-        let levels = self.ladder.levels();
-        self.table.iter_mut().for_each(|region| region.forget_digests(levels));
+        self.table.iter_mut().for_each(Region::forget_digests);
     }
 
     /// Learns what the last cycle cost. The cost of a sample includes everything its cycle cost, so that shares hold for
@@ -298,6 +307,44 @@ impl Engine {
         self.ladder.record_cost(std::mem::take(&mut self.read), cycle_ns);
         self.ledger.observe(snapshot.now_ns, &snapshot.ksm, snapshot.cost);
         self.budget.record(snapshot.now_ns, snapshot.cost);
+    }
+
+    /// Looks whether there is room for what can come back. Where memory is short, nothing more is merged.
+    fn look_at_reserve(&mut self) {
+        let Snapshot { now_ns, ksm, memory, limits, .. } = &self.snapshot;
+        if !self.reserve.is_due(*now_ns) {
+            return;
+        }
+        self.reserve.count_copies(*now_ns, ksm.broken, self.marker.is_unmarking());
+        let mut worst: FxHashMap<OwnerKey, Pages> = FxHashMap::default();
+        if !limits.is_empty() {
+            let on_request = self.on_request();
+            for region in self.table.iter() {
+                *worst.entry(region.view.owner).or_default() += region.may_return(on_request);
+            }
+        }
+        let worst_of = |owner| worst.get(&owner).copied().unwrap_or_default();
+        if self.reserve.look(self.config.reserve.keep, memory, ksm.saved(), limits, worst_of) {
+            for region in self.table.iter_mut() {
+                region.hold.set_short(self.reserve.is_short_for(region.view.owner));
+            }
+        }
+    }
+
+    /// Whether there is room for what can come back.
+    pub fn reserve(&self) -> &Reserve {
+        &self.reserve
+    }
+
+    /// Takes merged memory apart in steps, if that was asked for and memory is short.
+    fn take_back(&mut self) {
+        if !self.config.reserve.take_back || !self.snapshot.ksm.ours {
+            return;
+        }
+        let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
+        if let Some(step) = self.reserve.step(*now_ns, memory, limits) {
+            self.marker.take_back(&mut self.table, *now_ns, &step, &self.config);
+        }
     }
 
     /// Whether enough merged pages were copied since the last round to find out which.
@@ -408,9 +455,12 @@ impl Engine {
         if self.on_request() {
             return self.request();
         }
+        self.take_back();
         let unmark = self.marker.unmark(&self.table, now_ns, &mut self.allowance).into_iter().collect();
         // Before new marks, so that small marks can share its scans.
-        self.marker.refresh(&mut self.table, now_ns, self.snapshot.ksm.broken, &mut self.scheduler);
+        if !self.reserve.is_short() {
+            self.marker.refresh(&mut self.table, now_ns, self.snapshot.ksm.broken, &mut self.scheduler);
+        }
         let more = self.reading.foreground;
         let means = (&mut self.scheduler, &mut self.allowance);
         let mark = self.marker.mark(&mut self.table, now_ns, more, several, means, &self.config);

@@ -14,6 +14,9 @@ pub enum ConfigError {
     /// No contents have that name.
     #[error("there is no choice '{}' of contents; choose all or zeros", .0.escape_debug())]
     NoContents(String),
+    /// No amount of memory is written so.
+    #[error("'{}' is not an amount of memory; give auto, a size such as 2G, or a share such as 10%", .0.escape_debug())]
+    NoAmount(String),
     /// No placement policy has that name.
     #[error("there is no placement '{}'; choose fair, priority, local-only or kernel", .0.escape_debug())]
     NoPlacement(String),

@@ -151,7 +151,7 @@ mod tests {
     use crate::units::Pages;
 
     fn memory(available: u64) -> MemoryView {
-        MemoryView { total: Pages(100), available: Pages(available), pressure: None }
+        MemoryView { total: Pages(100), available: Pages(available), ..MemoryView::default() }
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! code that runs.
 
 use crate::hash::{Digest, DigestSet};
-use crate::keys::{DomainKey, FamilyKey, NodeKey, NodeSet, OwnerKey, RegionKey};
+use crate::keys::{DomainKey, FamilyKey, LimitKey, NodeKey, NodeSet, OwnerKey, RegionKey};
 use crate::placement::policy::Placement;
 use crate::stops::StopLengths;
 use crate::units::{Pages, Permyriad, Vpn, as_seconds};
@@ -51,6 +51,8 @@ pub struct Snapshot {
     pub hashes_lines: bool,
     /// How scarce memory is.
     pub memory: MemoryView,
+    /// The limits of cgroups on the memory of processes in scope. May be some seconds old.
+    pub limits: Arc<[LimitView]>,
     /// CPU time spent so far in the run.
     pub cost: Cost,
     /// The NUMA nodes with memory, ascending. Empty if there is only one.
@@ -137,6 +139,8 @@ pub struct KsmView {
     pub busy: bool,
     /// Copies made so far because a merged page was written (`cow_ksm` in /proc/vmstat, which counts unmerging too).
     pub broken: u64,
+    /// Huge pages split so far. Like `broken`, it may be missing now and then, which looks like 0.
+    pub splits: HugeSplits,
     /// False if KSM must not be controlled, because another program has changed a knob or this is a dry run. Judging
     /// continues, and nothing is ordered.
     pub ours: bool,
@@ -149,6 +153,23 @@ impl KsmView {
     }
 }
 
+/// Huge pages that the kernel has split on the whole machine, for whatever reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HugeSplits {
+    /// `thp_split_page`: into base pages, as a merge of one of them does.
+    pub pages: u64,
+    /// `thp_split_pmd`: only in the page table of a process, as a mark of a part of one does.
+    pub mappings: u64,
+}
+
+impl HugeSplits {
+    /// Those since `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        Self { pages: self.pages.saturating_sub(before.pages), mappings: self.mappings.saturating_sub(before.mappings) }
+    }
+}
+
 /// How scarce memory is on the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryView {
@@ -156,8 +177,23 @@ pub struct MemoryView {
     pub total: Pages,
     /// Memory that programs can still get without swapping (`MemAvailable`).
     pub available: Pages,
+    /// Swap that is free.
+    pub swap_free: Pages,
     /// The share of the last 10 s in which some task waited for memory (PSI `some avg10`), if the kernel reports it.
     pub pressure: Option<Permyriad>,
+}
+
+/// A limit of a cgroup on the memory of its processes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LimitView {
+    /// The limit.
+    pub key: LimitKey,
+    /// How much they may have.
+    pub limit: Pages,
+    /// How much of it is left.
+    pub left: Pages,
+    /// The processes in scope that it concerns.
+    pub owners: Vec<OwnerKey>,
 }
 
 /// CPU time spent since the run began. In JSON, seconds.
@@ -309,6 +345,8 @@ pub enum Why {
         /// The share of its merged pages expected to be written, and to hold the same content again, within the horizon.
         ratio: Permyriad,
     },
+    /// Unmarked, because less memory is left than the reserve.
+    MemoryShort,
     /// Requested by a user.
     Asked,
     /// Unmarked, because the memory is excluded now or its process has moved to another trust domain.

@@ -12,6 +12,11 @@ pub struct RegionKey(pub u32);
 #[serde(transparent)]
 pub struct OwnerKey(pub u32);
 
+/// A limit on the memory of some processes. Not reused while it exists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct LimitKey(pub u32);
+
 /// Gives out numbers of keys. After the last number it begins again, and leaves out those in use.
 ///
 /// A program that maps and unmaps thousands of mappings a second uses up 2^32 of them within days.

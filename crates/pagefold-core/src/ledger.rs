@@ -4,7 +4,7 @@ mod copies;
 
 pub use copies::Copies;
 
-use crate::host::{Actions, Cost, KsmView, Marking, MergeResult, Merging, Outcome};
+use crate::host::{Actions, Cost, HugeSplits, KsmView, Marking, MergeResult, Merging, Outcome, Why};
 use crate::stops::StopLengths;
 use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
@@ -59,8 +59,11 @@ pub struct Ledger {
     pub shared_now: Pages,
     /// Pages of address space marked by this run.
     pub marked: Pages,
-    /// Pages of address space unmarked, because their merges did not last.
+    /// Pages of address space unmarked.
     pub unmarked: Pages,
+    /// Those of them that were unmarked because memory was short.
+    #[serde(default)]
+    pub taken_back: Pages,
     /// Spans marked.
     pub spans: u64,
     /// Spans whose target refused or had ended.
@@ -68,6 +71,12 @@ pub struct Ledger {
     /// Copies of merged pages, because they were written.
     #[serde(default)]
     pub copies: Copies,
+    /// Huge pages split on the machine since the run began.
+    #[serde(default)]
+    pub splits: HugeSplits,
+    /// Those before the run.
+    #[serde(default)]
+    pub splits_before: HugeSplits,
     /// Pages read.
     pub pages_read: u64,
     /// What came of pages that were to be merged on request.
@@ -105,12 +114,15 @@ impl Ledger {
             self.began_ns = now_ns;
             self.saved_before = ksm.saved();
             self.shared_before = ksm.shared;
+            self.splits_before = ksm.splits;
         }
         self.now_ns = now_ns;
         self.cost = cost;
         self.saved_now = ksm.saved();
         self.shared_now = ksm.shared;
         self.copies.observe(now_ns, ksm.broken);
+        let HugeSplits { pages, mappings } = ksm.splits.since(self.splits_before);
+        self.splits = HugeSplits { pages: pages.max(self.splits.pages), mappings: mappings.max(self.splits.mappings) };
         self.saved_most = self.saved_most.max(self.saved_now);
         let saved = self.saved();
         if self.curve.last().map(|&(_, last)| last) != Some(saved) {
@@ -123,6 +135,9 @@ impl Ledger {
         for result in &outcome.unmarked {
             if let Marking::Done(pages) = result.marking {
                 self.unmarked += pages;
+                if result.change.why == Why::MemoryShort {
+                    self.taken_back += pages;
+                }
             }
         }
         for result in &outcome.marked {
@@ -171,6 +186,20 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn splits_count_from_the_beginning_of_the_run() {
+        let mut ledger = Ledger::default();
+        let mut at = |second: u64, pages, mappings| {
+            let ksm = KsmView { splits: HugeSplits { pages, mappings }, ..KsmView::default() };
+            ledger.observe(second * 1_000_000_000, &ksm, Cost::default());
+            (ledger.splits.pages, ledger.splits.mappings)
+        };
+        assert_eq!(at(1, 1_000, 2_000), (0, 0));
+        assert_eq!(at(2, 1_003, 2_001), (3, 1));
+        assert_eq!(at(3, 0, 0), (3, 1), "they could not be read");
+        assert_eq!(at(4, 1_004, 2_005), (4, 5));
+    }
 
     #[test]
     fn ninety_per_cent_must_last() {

@@ -20,6 +20,7 @@
 //! | Which pages are merged with which, where the kernel merges on request? | [`requests`] |
 //! | On which node does a merged page live? | [`placement`] |
 //! | What may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second) |
+//! | Is there room for what can come back? | [`reserve`] |
 //! | Which contents have been seen? | [`index`], by [`hash`]; how much of a page is hashed: [`strength`] |
 //! | What has been saved and spent? | [`ledger`]; lengths of stops: [`stops`]; for people: [`report`] |
 //! | What can be set, and in which range? | [`config`] |
@@ -49,6 +50,7 @@ pub mod range;
 pub mod region;
 pub mod report;
 pub mod requests;
+pub mod reserve;
 pub mod sampling;
 pub mod stops;
 pub mod strength;

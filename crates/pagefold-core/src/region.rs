@@ -156,14 +156,13 @@ impl Region {
         self.survey.start_examination();
     }
 
-    /// Forgets the digests of its pages. If the region was worth reading whole, it is read again.
-    pub fn forget_digests(&mut self, top: usize) {
+    /// Forgets the digests of its pages. Samples show anew whether the region is worth reading whole.
+    pub fn forget_digests(&mut self) {
         self.usage.cow_breaks.forget_pages();
-        self.survey.forget_digests(self.stage == Stage::Survey);
-        if self.stage != Stage::Survey && self.hold.reason().is_none() {
-            self.examine(top);
-        } else {
-            self.level = 1;
+        self.survey.forget_digests();
+        self.level = 1;
+        if self.hold.reason().is_none() {
+            self.stage = Stage::Survey;
         }
     }
 
@@ -178,9 +177,9 @@ impl Region {
         self.usage.activity_known = true;
     }
 
-    /// Returns the region to the bottom level, unmarked, because its merges did not last. It is left alone until `until_ns`.
-    pub fn leave_as_cow_broken(&mut self, until_ns: u64) {
-        self.hold.leave_until(until_ns);
+    /// Returns the region to the bottom level, unmarked, for a reason that passes. It is left alone until `until_ns`.
+    pub fn leave_until(&mut self, until_ns: u64, reason: LeaveAlone) {
+        self.hold.leave_until(until_ns, reason);
         self.level = 1;
         self.marks.spans.clear();
         self.changed = false;
@@ -256,6 +255,15 @@ impl Region {
         (duplicate > Pages(0)).then_some(whole)
     }
 
+    /// The number of its pages that can be wanted back at worst: duplicates in what is marked, or on request in all that was read.
+    pub fn may_return(&self, on_request: bool) -> Pages {
+        if !on_request {
+            return self.marks.spans.iter().map(|mark| mark.duplicate).sum();
+        }
+        let is_read = matches!(self.stage, Stage::Judged(_));
+        Pages(if is_read { self.extents.values().map(|extent| u64::from(extent.duplicate)).sum() } else { 0 })
+    }
+
     /// The number of resident pages in marked spans.
     pub fn marked_resident(&self) -> Pages {
         if self.is_marked_whole() {
@@ -293,7 +301,7 @@ mod tests {
         region.hold.put_off(5, 1_000, 1_000);
         region.examine(4);
         assert!(region.may_be_requested(5, &config));
-        region.hold.leave_until(1_000);
+        region.hold.leave_until(1_000, LeaveAlone::CowBroken);
         assert!(!region.may_be_requested(5, &config), "its merges did not last");
     }
 

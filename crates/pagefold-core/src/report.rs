@@ -5,6 +5,7 @@ use crate::host::MemoryView;
 use crate::keys::{DomainKey, OwnerKey};
 use crate::ledger::Ledger;
 use crate::placement::inventory::PlacementSummary;
+use crate::reserve::Reserve;
 use crate::units::{Bytes, Pages, Permyriad, Vpn, as_bytes, as_fraction};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -133,6 +134,12 @@ pub struct RegionReport {
     /// The share of its merged pages, 0 to 1, that are written and hold the same content again within the horizon. `None` if
     /// no merged page was seen written.
     pub cow_ratio: Option<f64>,
+    /// Whether its merged memory was taken apart, because memory was short.
+    #[serde(skip)]
+    pub taken_back: bool,
+    /// Whether memory is short for its process, so that nothing more of it is merged.
+    #[serde(skip)]
+    pub short: bool,
     /// Resident pages in its marked spans.
     #[serde(rename = "marked_bytes", with = "as_bytes")]
     pub marked: Pages,
@@ -195,6 +202,8 @@ pub struct EngineReport {
     pub drives_ksm: bool,
     /// How scarce the machine's memory is.
     pub memory: MemoryView,
+    /// Whether there is room for what can come back.
+    pub reserve: Reserve,
     /// Pages saved by this run.
     pub saved: Pages,
     /// Pages that KSM saves on the machine.

@@ -287,5 +287,8 @@ mod tests {
         };
         assert!(merged(1, 5) && merged(2, 15) && !merged(1, 6) && !merged(2, 16));
         assert!(requests.ranges().is_empty(), "they are named once");
+        requests.add(((RegionKey(1), Vpn(6)), location(6)), ((RegionKey(2), Vpn(16)), location(16)), Digest(7 << 24));
+        requests.record(&results[..1], &mut table, &mut index, |digest| differing.push(digest));
+        assert_eq!(differing, [Digest(7 << 24)], "it differs again");
     }
 }

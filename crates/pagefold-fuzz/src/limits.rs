@@ -37,9 +37,13 @@ pub fn ksm_stat(text: &[u8]) {
 
 /// `/proc/meminfo` and `memory.stat`: values in KiB print and parse back, and bytes do not overflow.
 pub fn meminfo(text: &[u8]) {
-    if let Ok((total, available)) = parse_meminfo(text) {
-        let printed = format!("MemTotal: {} kB\nMemFree: 1 kB\nMemAvailable:  {} kB\n", total.0 * 4, available.0 * 4);
-        assert_eq!(parse_meminfo(printed.as_bytes()), Ok((total, available)));
+    if let Ok((total, available, swap)) = parse_meminfo(text) {
+        let kib = [available, total, swap].map(|pages| pages.0 * 4);
+        let printed = format!(
+            "SwapFree: {2} kB\nMemTotal: {1} kB\nMemFree: 1 kB\nMemAvailable:  {0} kB\n",
+            kib[0], kib[1], kib[2]
+        );
+        assert_eq!(parse_meminfo(printed.as_bytes()), Ok((total, available, swap)));
         assert_eq!(fuzzing::available(&printed), Some(available.bytes().0));
         assert!(parse_meminfo(&printed.as_bytes()[..printed.len() - 1]).is_err(), "truncated");
     }

@@ -12,7 +12,7 @@ mod working_guest;
 pub(crate) use image::Image;
 pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
-pub use python::{PythonData, PythonTools};
+pub use python::{PlainPython, PythonData, PythonTools};
 pub(crate) use qemu::{Emulator, nodes_kernel};
 pub use qemu::{GuestImage, GuestTools};
 pub use redis::{Redis, RedisData};

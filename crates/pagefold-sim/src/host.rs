@@ -23,13 +23,14 @@ use crate::workload::{Mapping, Process};
 use events::{Event, Writer};
 use interface::Refreshed;
 use nodes::PlacementCache;
-use pagefold_core::host::{Mechanism, MemoryView};
+use pagefold_core::host::{LimitView, Mechanism, MemoryView};
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::random::Random;
 use pagefold_core::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::Arc;
 
 /// A simulated machine.
 #[derive(Debug)]
@@ -57,6 +58,7 @@ pub struct SimHost {
     pagefold_ns: u64,
     ours: bool,
     free: MemoryView,
+    limits: Arc<[LimitView]>,
     ignored_orders: u64,
     refreshed: Refreshed,
     placement_cache: PlacementCache,
@@ -94,6 +96,7 @@ impl SimHost {
             pagefold_ns: 0,
             ours: true,
             free: MemoryView::default(),
+            limits: Arc::default(),
             ignored_orders: 0,
             refreshed: Refreshed::default(),
             placement_cache: PlacementCache::default(),
@@ -168,5 +171,10 @@ impl SimHost {
     /// Sets the memory pressure that pagefold observes. It does not follow from what the processes use.
     pub fn set_memory(&mut self, memory: MemoryView) {
         self.free = memory;
+    }
+
+    /// Sets the limits on memory that pagefold observes. They limit nothing.
+    pub fn set_limits(&mut self, limits: Vec<LimitView>) {
+        self.limits = limits.into();
     }
 }

@@ -112,7 +112,7 @@ fn governors_keep_to_their_share_and_find_the_same() {
 
 #[test]
 fn auto_is_quiet_until_memory_is_scarce() {
-    let memory = |available| MemoryView { total: Pages(100), available: Pages(available), pressure: None };
+    let memory = |available| MemoryView { total: Pages(100), available: Pages(available), ..MemoryView::default() };
     let mut host = host();
     scenario::static_mix(&mut host, Pages(512 * MIB));
     host.set_memory(memory(90));

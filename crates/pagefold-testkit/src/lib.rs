@@ -8,6 +8,7 @@
 //! | [`ksm`] | KSM's knobs and counters, and the fixture that takes KSM for one test |
 //! | [`process`] | small processes to work on, and what /proc shows of a process |
 //! | [`cgroup`] | control groups of a test's own, and freezers |
+//! | [`limit`] | control groups that limit memory |
 //! | [`tenants`] | tenants ([`pagefold_workload::Tenant`]) of the sizes that tests need |
 //! | [`holder`], [`shuffler`], [`injection`] | handles of the victims `holder`, `shuffler` and `victim` |
 //! | [`guest`] | emulated machines |
@@ -30,6 +31,7 @@ pub mod guest;
 pub mod holder;
 pub mod injection;
 pub mod ksm;
+pub mod limit;
 pub mod numa;
 pub mod pagefold;
 pub mod process;
@@ -47,7 +49,7 @@ pub use pagefold::{
 };
 pub use process::{
     Forked, Marks, OwnedChild, Script, Sleeper, as_other_user, assert_unmarked, has_kernel_threads, has_merge_any,
-    is_root, marks, send, state, status_field, tids, vmstat, wait_until, zombie,
+    is_root, marks, send, state, status_field, tids, vmstat, wait_until, wait_until_unmarked, zombie,
 };
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};

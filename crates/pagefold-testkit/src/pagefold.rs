@@ -155,8 +155,11 @@ impl Daemon {
     /// Waits until it answers requests.
     #[must_use]
     #[track_caller]
-    pub fn answering(self) -> Self {
-        wait_until("the daemon answers", || pagefold(&["status"]).status.success());
+    pub fn answering(mut self) -> Self {
+        wait_until("the daemon answers", || {
+            assert!(self.is_running(), "the daemon has ended: {}", text(&mut self.errors));
+            pagefold(&["status"]).status.success()
+        });
         self
     }
 

@@ -110,6 +110,17 @@ pub fn assert_unmarked(pids: &[i32]) {
     }
 }
 
+/// Waits for at most `limit` until nothing of a process is marked or merged. `still` says what it is until then.
+#[track_caller]
+pub fn wait_until_unmarked(pid: i32, limit: Duration, still: &str) {
+    let began = Instant::now();
+    while marks(pid) != Marks::default() {
+        assert!(began.elapsed() < limit, "still {still}: {:?}", marks(pid));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    println!("unmarked after {:.1} s", began.elapsed().as_secs_f64());
+}
+
 /// Whether PR_SET_MEMORY_MERGE is in effect.
 pub fn has_merge_any(pid: i32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap().contains("ksm_merge_any: yes")

@@ -11,6 +11,7 @@
 //! | checks before anything is touched, and how a refusal is explained | [`preflight`] |
 //! | the audit log | [`audit`] |
 //! | a metric | `FAMILIES` in [`metrics`] |
+//! | the file of what was saved over time; what was done lately | [`history`]; [`events`] |
 //! | tables shared by several commands | [`output`] |
 //! | the demonstration | [`demo`] |
 //!
@@ -31,9 +32,12 @@ mod commands;
 mod config;
 mod control;
 mod demo;
+mod events;
+mod history;
 mod metrics;
 mod output;
 mod preflight;
+mod service;
 
 /// Find memory that running processes hold twice, and let the kernel merge it (KSM)
 #[derive(Parser)]

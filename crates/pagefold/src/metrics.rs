@@ -24,11 +24,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A page is not made anew before this time has passed, whoever asks.
+/// A page is cached for at least this long.
 const AGE_LEAST: Duration = Duration::from_secs(1);
-/// It is, after this time.
+/// And for at most this long.
 const AGE_MOST: Duration = Duration::from_secs(10);
-/// Between these, making pages may take a part of this of the time of a core.
+/// In between, rendering pages may take 1/`PAGE_PART` of a core.
 const PAGE_PART: u32 = 1_000;
 /// The main loop's part of the work costs about as much as this thread's.
 const BOTH: u64 = 2;
@@ -119,7 +119,7 @@ fn refused(address: SocketAddr, error: &std::io::Error) -> Exit {
     Exit::new(code, format!("cannot serve metrics at {address}: {error}; {advice}"))
 }
 
-/// The metrics as text, made anew only so often that nobody can make this process busy by asking for them.
+/// The metrics as text, cached so that frequent requests cannot keep this process busy.
 struct Page {
     requests: RequestSender,
     text: Arc<str>,

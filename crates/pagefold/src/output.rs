@@ -1,5 +1,6 @@
 //! What several commands print.
 
+pub mod page;
 pub mod placement;
 pub mod requests;
 

@@ -6,8 +6,9 @@ use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use pagefold_testkit::*;
@@ -350,6 +351,34 @@ fn without_a_daemon_a_request_fails_with_one_line() {
     let left = fs::read_dir("/run/pagefold").unwrap().map(|entry| entry.unwrap().file_name());
     assert_eq!(left.filter(|name| name.to_string_lossy().starts_with("control")).count(), 0, "nothing is left over");
     assert_none_runs();
+    ksm.assert_restored();
+}
+
+#[test]
+fn a_service_manager_is_told_how_a_run_goes() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("notify");
+    let manager = UnixDatagram::bind(&path).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    let idle = Sleeper::start();
+    let mut command = Command::new(program());
+    command.args(["run", "--json", "--pid", &idle.pid().to_string()]);
+    let run = Daemon::of(command.env("NOTIFY_SOCKET", &path).env("WATCHDOG_USEC", "1000000"));
+    let next = || {
+        let mut bytes = [0; 500];
+        let length = manager.recv(&mut bytes).expect("a message in time");
+        String::from_utf8_lossy(&bytes[..length]).into_owned()
+    };
+    assert_eq!(next(), "READY=1");
+    // It answers by then.
+    assert_eq!(status()["pid"], run.pid());
+    let first = next();
+    assert!(first.starts_with("STATUS=1 process, ") && first.contains(": saved "), "{first}");
+    assert_eq!([next(), next()], ["WATCHDOG=1", "WATCHDOG=1"]);
+    run.stop();
+    let ending = std::iter::repeat_with(next).find(|message| !message.starts_with("WATCHDOG")).unwrap();
+    assert!(ending.starts_with("STOPPING=1\n"), "{ending}");
     ksm.assert_restored();
 }
 

@@ -5,13 +5,11 @@
 
 use pagefold_testkit::*;
 
-#[path = "integrity/limit.rs"]
-mod limit;
 #[path = "integrity/swap.rs"]
 mod swap;
 
-use limit::{Limited, Reclaim};
 use pagefold_testkit::ksm::merged_pages;
+use pagefold_testkit::limit::{Limited, Reclaim};
 use pagefold_testkit::shuffler::{assert_not_killed, assert_well_for, pids};
 use serde_json::Value;
 use std::collections::BTreeMap;

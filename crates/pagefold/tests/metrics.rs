@@ -224,7 +224,7 @@ fn metrics_agree_with_the_status_and_with_the_kernel_and_prometheus_takes_them()
     wait_until("the rules are evaluated", || {
         let rules = prometheus.get("rules").unwrap();
         let rules = rules["data"]["groups"][0]["rules"].as_array().unwrap();
-        rules.len() == 9 && rules.iter().all(is_evaluated)
+        rules.len() == 10 && rules.iter().all(is_evaluated)
     });
 
     let summary = daemon.stop();

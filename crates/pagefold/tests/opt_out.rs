@@ -120,12 +120,7 @@ fn a_unit_that_opts_out_after_it_was_marked_is_unmarked_and_can_be_overridden() 
     assert_eq!(left_alone(machine.pid()), "its command line has -object merge=off");
     assert!(left_alone(member.pid()).is_null());
     unit.write("MemoryKSM=no");
-    let began = Instant::now();
-    while marks(member.pid()) != Marks::default() {
-        assert!(began.elapsed() < SOON, "still marked: {:?}", marks(member.pid()));
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    println!("unmarked after {:.1} s", began.elapsed().as_secs_f64());
+    wait_until_unmarked(member.pid(), SOON, "marked");
     let reason = format!("its unit {} has MemoryKSM=no ({})", unit.name, unit.file.display());
     assert_eq!(left_alone(member.pid()), reason);
     assert_has(&succeed(&["status"]), &["MemoryKSM=no"]);

@@ -22,15 +22,26 @@ fn a_machine_without_the_device_is_told_so_before_anything_happens() {
 #[test]
 #[ignore = "boots the kernel that PAGEFOLD_REQUEST_KERNEL names, as scripts/kernel builds it"]
 fn equal_pages_of_one_trust_domain_are_merged_and_nothing_else() {
+    check(r#"["/bin/request_guest"]"#, 1024, Duration::from_secs(900));
+}
+
+#[test]
+#[ignore = "the same, with 10 GiB of memory"]
+fn a_million_requests_merge_nothing_across_trust_domains() {
+    check(r#"["/bin/request_guest", "million"]"#, 10 * 1024, Duration::from_secs(3600));
+}
+
+/// Runs a command in an emulated machine with so much memory.
+fn check(command: &str, mebibytes: u32, limit: Duration) {
     let kernel = PathBuf::from(std::env::var_os("PAGEFOLD_REQUEST_KERNEL").expect("PAGEFOLD_REQUEST_KERNEL"));
     let Some(tools) = Tools::with_kernel(kernel) else { return };
     let (guest, holder) = (victim_binary("request_guest"), victim_binary("holder"));
-    let mut files = vec![("/command.json".to_owned(), br#"["/bin/request_guest"]"#.to_vec())];
+    let mut files = vec![("/command.json".to_owned(), command.as_bytes().to_vec())];
     let module = std::env::var_os("PAGEFOLD_REQUEST_MODULE").map(|path| std::fs::read(path).expect("the module"));
     files.extend(module.map(|module| ("/ksm_request.ko".to_owned(), module)));
     let image = image(&[("request_guest", &guest), ("holder", &holder), ("pagefold", program())], files);
-    let ended = run_guest(&tools, &image, Duration::from_secs(900), |machine| {
-        machine.args(["-cpu", "max", "-m", "1024"]);
+    let ended = run_guest(&tools, &image, limit, |machine| {
+        machine.args(["-cpu", "max", "-m", &mebibytes.to_string()]);
         machine.args(["-append", "console=ttyS0 panic=-1 oops=panic loglevel=5 nokaslr mitigations=off"]);
     });
     let checks = ended.console.lines().filter(|line| line.contains("PASS ") || line.contains("FAIL "));

@@ -132,12 +132,7 @@ fn a_process_that_moves_to_another_domain_is_unmarked_first() {
     let daemon = Daemon::on(&all[..3], &["--config", config.to_str().unwrap(), "--governor", "full"]);
     wait_until_merged(&all[..3]);
     moving.ask("user 4321");
-    let began = Instant::now();
-    while marks(moving.pid()) != Marks::default() {
-        assert!(began.elapsed() < SOON, "still merged with root's: {:?}", marks(moving.pid()));
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    println!("unmarked after {:.1} s", began.elapsed().as_secs_f64());
+    wait_until_unmarked(moving.pid(), SOON, "merged with root's");
     // What root's processes have claimed is not marked in it, which is judged in its new domain.
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(marks(moving.pid()).merged, 0);

@@ -38,6 +38,7 @@ pub(super) fn report(engine: &Engine) -> EngineReport {
         paused: engine.paused,
         drives_ksm: engine.snapshot.ksm.ours,
         memory: engine.snapshot.memory,
+        reserve: engine.reserve.clone(),
         saved: ledger.saved(),
         saved_machine: ledger.saved_now,
         marked: table.iter().map(Region::marked_resident).sum(),
@@ -75,6 +76,8 @@ fn of_region(engine: &Engine, region: &Region, fraction: f64) -> RegionReport {
         duplicate_ratio: ratio,
         duplicate_range: range,
         exact,
+        taken_back: is_taken_back(region),
+        short: region.hold.is_short(),
         cow_ratio: (cow_ratio.0 > 0).then(|| cow_ratio.fraction()),
         marked: region.marked_resident(),
         expected: region.marks.spans.iter().map(|mark| mark.duplicate).sum(),
@@ -85,6 +88,15 @@ fn of_region(engine: &Engine, region: &Region, fraction: f64) -> RegionReport {
 
 fn is_cow_broken(region: &Region) -> bool {
     region.hold.reason() == Some(LeaveAlone::CowBroken)
+}
+
+/// Whether it is left alone for a reason that passes.
+fn is_passing(region: &Region) -> bool {
+    is_cow_broken(region) || is_taken_back(region)
+}
+
+fn is_taken_back(region: &Region) -> bool {
+    region.hold.reason() == Some(LeaveAlone::TakenBack)
 }
 
 fn kind(engine: &Engine, region: &Region, ratio: f64, exact: bool, ceiling: f64) -> Kind {
@@ -106,7 +118,7 @@ fn next(engine: &Engine, region: &Region, kind: Kind) -> Next {
     let waits = |until_ns: u64| Next::Wait { ns: until_ns - engine.snapshot.now_ns };
     match region.stage {
         _ if region.hold.is_refused() => Next::Nothing,
-        _ if is_cow_broken(region) && region.hold.ends_ns() > engine.snapshot.now_ns => waits(region.hold.ends_ns()),
+        _ if is_passing(region) && region.hold.ends_ns() > engine.snapshot.now_ns => waits(region.hold.ends_ns()),
         Stage::Examine(cursor) => Next::Read { read: Pages(cursor.0.saturating_sub(region.view.first.0)) },
         _ if kind == Kind::ShortLived && matures > engine.snapshot.now_ns => waits(matures),
         Stage::Judged(_) if region.changed => Next::Mark,

@@ -6,7 +6,7 @@ use crate::host::{PageSample, PageState, Samples};
 use crate::index::{Location, Occurrences};
 use crate::keys::RegionKey;
 use crate::placement::placer::Stays;
-use crate::region::Stage;
+use crate::region::{Region, Stage};
 use crate::units::Vpn;
 
 /// What a page that holds memory counts as in its extent.
@@ -155,8 +155,7 @@ impl Engine {
         let (now_ns, config) = (self.snapshot.now_ns, &self.config);
         let Some(region) = self.table.get_mut(slot) else { return true };
         region.usage.record_unmerged(sample.page, now_ns);
-        let filter = config.filters_cow_breaks();
-        if filter && region.usage.broken.contains(sample.page) {
+        if config.filters_cow_breaks() && region.usage.broken.contains(sample.page) {
             return false;
         }
         if !duplicate || !region.may_be_requested(now_ns, config) {
@@ -171,10 +170,8 @@ impl Engine {
         let digest = sample.digest.in_domain(domain);
         let Some(kept) = self.index.page_of(digest).filter(|&kept| kept != location) else { return true };
         let (owner, active) = (region.view.owner, region.usage.active.contains(sample.page));
-        let other = self.table.get(kept.slot).filter(|other| {
-            let is_broken = filter && other.usage.broken.contains(other.page_at(kept.offset));
-            other.may_be_requested(now_ns, config) && other.view.domain == domain && !is_broken
-        });
+        let may_be_named = |other: &&Region| other.view.domain == domain && self.may_be_named(other, kept);
+        let other = self.table.get(kept.slot).filter(may_be_named);
         let keep = other.and_then(|other| {
             let page = other.page_at(kept.offset);
             let known = (other.view.owner, other.usage.active.contains(page));
@@ -200,6 +197,13 @@ impl Engine {
         true
     }
 
+    /// Whether the page that the index has for a content may be named, if its trust domain is the right one.
+    fn may_be_named(&self, region: &Region, kept: Location) -> bool {
+        let (now_ns, config) = (self.snapshot.now_ns, &self.config);
+        let is_broken = config.filters_cow_breaks() && region.usage.broken.contains(region.page_at(kept.offset));
+        region.may_be_requested(now_ns, config) && !is_broken
+    }
+
     /// A merged page: if another page is kept for its content, one of them is to be merged with the other. It is this one that stays,
     /// unless the other is merged too. Whether a pair was named.
     fn keep_merged(&mut self, slot: u32, sample: &PageSample) -> bool {
@@ -216,9 +220,7 @@ impl Engine {
             return false;
         };
         let page = other.page_at(kept.offset);
-        let is_broken = config.filters_cow_breaks() && other.usage.broken.contains(page);
-        let may_be_named =
-            may_be_requested && other.may_be_requested(now_ns, config) && other.view.domain == domain && !is_broken;
+        let may_be_named = may_be_requested && other.view.domain == domain && self.may_be_named(other, kept);
         let other_page = ((other.view.key, page), kept);
         if !other.usage.merged.contains(page) {
             self.index.point_to(digest, location);

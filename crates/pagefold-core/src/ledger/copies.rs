@@ -40,6 +40,11 @@ impl Copies {
         }
     }
 
+    /// The most within one hour of the last 24.
+    pub fn worst_hour(&self) -> Pages {
+        self.hours.iter().copied().max().unwrap_or_default()
+    }
+
     fn of_hour(&mut self, hour: u64) -> &mut Pages {
         // The remainder is below the length.
         &mut self.hours[usize::try_from(hour % count(HOURS)).unwrap_or(0)]
@@ -69,5 +74,6 @@ mod tests {
         assert_eq!(at(30, 1_060), (60, 50));
         assert_eq!(at(1 << 20, 1_061), (61, 50));
         assert_eq!(at((1 << 20) + 1, 1_111), (111, 51));
+        assert_eq!(copies.worst_hour(), Pages(50));
     }
 }

@@ -12,6 +12,7 @@ use crate::marking::extents::Candidate;
 use crate::merging::ScanScheduler;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region, Stage, covers};
+use crate::reserve::Step;
 use crate::units::{Pages, Permyriad, Vpn, count, whole};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -33,6 +34,8 @@ const PAUSE_NS: u64 = 10_000_000_000;
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
 /// A region whose merges did not last is left alone for this long, nanoseconds.
 const COW_BROKEN_NS: u64 = 3_600_000_000_000;
+/// A region that was taken apart because memory was short is left alone for this long, nanoseconds.
+const TAKEN_BACK_NS: u64 = 3_600_000_000_000;
 /// A target that could not be stopped is tried again after this time, nanoseconds.
 const RETRY_NS: u64 = 1_000_000_000;
 /// The number of pages in marked spans that must have become worth merging before ksmd is woken for them.
@@ -152,8 +155,30 @@ impl Marker {
             }
             let why = Why::CowBroken { ratio: region.usage.cow_breaks.ratio(config.cow_horizon_ns) };
             self.unmarking.extend(region.marks.spans.iter().map(|mark| Change { span: span_of(region, mark), why }));
-            region.leave_as_cow_broken(now_ns + COW_BROKEN_NS);
+            region.leave_until(now_ns + COW_BROKEN_NS, LeaveAlone::CowBroken);
         }
+    }
+
+    /// Queues the spans of one region for unmarking, because memory is short: of those whose copies `step` allows, the one that
+    /// is written most, or else the one with the least duplicates for what ksmd visits.
+    pub fn take_back(&mut self, table: &mut RegionTable, now_ns: u64, step: &Step, config: &Config) {
+        if self.is_unmarking() {
+            return;
+        }
+        let worth = |region: &Region| {
+            let (resident, duplicate) = region.marks.spans.iter().fold((0, 0), add);
+            let written = region.usage.cow_breaks.ratio(config.cow_horizon_ns);
+            (std::cmp::Reverse(written), Permyriad::of(duplicate, resident), duplicate)
+        };
+        let is_allowed = |region: &Region| {
+            let duplicate = region.marks.spans.iter().map(|mark| mark.duplicate).sum();
+            !region.marks.spans.is_empty() && step.allows(region.view.owner, duplicate)
+        };
+        let allowed = table.iter_mut().filter(|region| is_allowed(region));
+        let Some(region) = allowed.min_by_key(|region| worth(region)) else { return };
+        let change = |mark| Change { span: span_of(region, mark), why: Why::MemoryShort };
+        self.unmarking.extend(region.marks.spans.iter().map(change));
+        region.leave_until(now_ns + TAKEN_BACK_NS, LeaveAlone::TakenBack);
     }
 
     /// Whether spans wait to be unmarked.
@@ -293,7 +318,7 @@ fn ready(table: &mut RegionTable, now_ns: u64, several_domains: bool, config: &C
             continue;
         }
         if region.survey.is_volatile(config) {
-            region.leave_as_cow_broken(now_ns + PAUSE_NS);
+            region.leave_until(now_ns + PAUSE_NS, LeaveAlone::CowBroken);
             continue;
         }
         if several_domains && !region.marks.claimed {

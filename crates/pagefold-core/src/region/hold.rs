@@ -5,6 +5,8 @@
 pub enum LeaveAlone {
     /// Its merges did not last. It is left alone for a time.
     CowBroken,
+    /// Its merged memory was taken apart, because memory was short. It is left alone for a time.
+    TakenBack,
     /// Its process refused to be marked. It is left alone for good.
     Refused,
 }
@@ -13,8 +15,10 @@ pub enum LeaveAlone {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Hold {
     reason: Option<LeaveAlone>,
-    /// No examination before this time, and no mark if it was COW-broken, nanoseconds.
+    /// No examination before this time, and no mark if it was COW-broken or taken apart, nanoseconds.
     not_before_ns: u64,
+    /// No mark while memory is short.
+    short: bool,
     /// No mark before this time, because the target could not be stopped, nanoseconds.
     retry_ns: u64,
     /// The last pause between two examinations, nanoseconds.
@@ -27,10 +31,15 @@ impl Hold {
         self.reason
     }
 
-    /// Leaves the region alone until `until_ns`, because its merges did not last.
-    pub fn leave_until(&mut self, until_ns: u64) {
-        self.reason = Some(LeaveAlone::CowBroken);
+    /// Leaves the region alone until `until_ns`, for a reason that passes.
+    pub fn leave_until(&mut self, until_ns: u64, reason: LeaveAlone) {
+        self.reason = Some(reason);
         self.not_before_ns = until_ns;
+    }
+
+    /// Sets whether memory is short.
+    pub fn set_short(&mut self, short: bool) {
+        self.short = short;
     }
 
     /// Leaves the region alone for good, because its process refused to be marked.
@@ -43,7 +52,12 @@ impl Hold {
         self.reason.take()
     }
 
-    /// When a hold for COW breaks ends, nanoseconds.
+    /// Whether memory is short.
+    pub fn is_short(&self) -> bool {
+        self.short
+    }
+
+    /// When a hold that passes ends, nanoseconds.
     pub fn ends_ns(&self) -> u64 {
         self.not_before_ns
     }
@@ -62,10 +76,10 @@ impl Hold {
     pub fn may_mark(&self, now_ns: u64) -> bool {
         let allowed = match self.reason {
             None => true,
-            Some(LeaveAlone::CowBroken) => now_ns >= self.not_before_ns,
+            Some(LeaveAlone::CowBroken | LeaveAlone::TakenBack) => now_ns >= self.not_before_ns,
             Some(LeaveAlone::Refused) => false,
         };
-        allowed && now_ns >= self.retry_ns
+        allowed && !self.short && now_ns >= self.retry_ns
     }
 
     /// Marking is tried again at `retry_ns`: the target could not be stopped.

@@ -132,14 +132,12 @@ impl Survey {
         Some(at)
     }
 
-    /// Forgets all digests, and what they have shown. A survey that is under way begins anew.
-    pub fn forget_digests(&mut self, under_way: bool) {
+    /// Forgets all digests, and what they have shown: the survey begins anew.
+    pub fn forget_digests(&mut self) {
         self.end_examination();
-        if under_way {
-            self.probes.clear();
-            (self.next, self.next_probe) = (0, 0);
-        }
-        self.probes.iter_mut().for_each(|probe| probe.1 = None);
+        self.probes.clear();
+        (self.next, self.next_probe) = (0, 0);
+        (self.revisited, self.changed) = (0, 0);
     }
 
     /// The region is about to be read whole.
@@ -220,9 +218,9 @@ mod tests {
             (0..100).for_each(|page| survey.probe(page, Digest(digest << 16), recording, |print| print < 4));
         };
         visit(&mut survey, 1, true);
+        survey.forget_digests();
+        visit(&mut survey, 2, true);
         survey.start_examination();
-        survey.forget_digests(false);
-        visit(&mut survey, 2, false);
         visit(&mut survey, 2, false);
         assert!(!survey.is_volatile(&Config::default()));
         visit(&mut survey, 3, false);
@@ -232,7 +230,7 @@ mod tests {
         let before = (survey.revisited, survey.changed);
         visit(&mut survey, 5, false);
         assert_eq!((survey.revisited, survey.changed), before);
-        survey.forget_digests(true);
+        survey.forget_digests();
         assert_eq!((survey.visited(), survey.probes.len(), survey.runs_left()), (0, 0, 250));
     }
 

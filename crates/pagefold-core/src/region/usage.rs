@@ -114,6 +114,13 @@ mod tests {
         assert!(usage.broken.contains(page));
         usage.record_unmerged(Vpn(1), WRITTEN_NS);
         assert!(usage.broken.is_empty() && usage.written.is_empty(), "an hour later");
+        for _ in 0..2 {
+            usage.merged.insert(page);
+            usage.record_unmerged(page, 0);
+        }
+        assert!(usage.broken.contains(page));
+        usage.forget_written();
+        assert!(usage.broken.is_empty());
     }
 
     #[test]

@@ -19,6 +19,7 @@
 
 pub mod choose;
 mod counts;
+pub mod density;
 mod mixture;
 #[cfg(test)]
 mod tests;
@@ -65,7 +66,12 @@ struct ReadPage {
     run: u32,
     /// The number of mappings among which the frame is divided.
     mappings: u32,
+    /// The part of its process that it lies in, or `NO_PART`.
+    part: u32,
 }
+
+/// The part of a page that is in none.
+const NO_PART: u32 = u32::MAX;
 
 /// Collects pages and estimates what merging them would save.
 #[derive(Debug)]
@@ -154,15 +160,15 @@ impl Census {
         self.merged.push(digest.0);
     }
 
-    /// Adds a frame that only one process maps.
-    pub fn add_private(&mut self, cell: u32, run: u32, digest: Digest) {
-        self.pages.push(ReadPage { digest: digest.0, cell, run, mappings: 1 });
+    /// Adds a frame that only one process maps, and the part of the process that is to show its density.
+    pub fn add_private(&mut self, cell: u32, run: u32, part: Option<u32>, digest: Digest) {
+        self.pages.push(ReadPage { digest: digest.0, cell, run, mappings: 1, part: part.unwrap_or(NO_PART) });
     }
 
     /// Adds a frame shared through fork, with the cell of each of its mappings.
     pub fn add_shared(&mut self, cells: &[u32], run: u32, digest: Digest) {
         let mappings = u32::try_from(cells.len()).unwrap_or(u32::MAX);
-        self.pages.extend(cells.iter().map(|&cell| ReadPage { digest: digest.0, cell, run, mappings }));
+        self.pages.extend(cells.iter().map(|&cell| ReadPage { digest: digest.0, cell, run, mappings, part: NO_PART }));
     }
 
     /// Removes a process, which has ended in the meantime.
@@ -178,14 +184,19 @@ impl Census {
 
     /// The findings, if each run was read with the probability `fraction`, or everything if that is 1.
     pub fn findings(&mut self, fraction: f64) -> Findings {
+        self.sort();
+        let counts = counts::CensusCounts::of(&self.cells, &self.pages, &self.merged, fraction);
+        counts.findings(&self.cells, fraction)
+    }
+
+    /// Brings equal contents together.
+    fn sort(&mut self) {
         self.merged.sort_unstable();
         self.merged.dedup();
         if self.sorted < self.pages.len() {
             self.pages.sort_unstable_by_key(|page| (page.digest, page.cell, page.run));
             self.sorted = self.pages.len();
         }
-        let counts = counts::CensusCounts::of(&self.cells, &self.pages, &self.merged, fraction);
-        counts.findings(&self.cells, fraction)
     }
 }
 

@@ -531,7 +531,11 @@ mod tests {
         let (ladder, mut table) = (Ladder::new(4), table(&[100_000; 2]));
         for (region, refused) in table.iter_mut().zip([false, true]) {
             region.survey.tally = Tally { sampled: 2_000, zero: 0, found: 500, copies: 500 };
-            if refused { region.hold.refuse() } else { region.hold.leave_until(1_000) }
+            if refused {
+                region.hold.refuse();
+            } else {
+                region.hold.leave_until(1_000, crate::region::LeaveAlone::CowBroken);
+            }
         }
         promote(&ladder, &mut table);
         assert!(table.iter().all(|region| region.level == 1));

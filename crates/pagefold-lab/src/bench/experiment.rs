@@ -8,6 +8,7 @@ mod mapper;
 pub(crate) mod numa;
 mod on_request;
 mod pairs;
+mod programs_on_request;
 mod real_programs;
 mod recall;
 mod scan;
@@ -50,7 +51,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 14] = [
+pub const EXPERIMENTS: [Experiment; 15] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
@@ -65,6 +66,7 @@ pub const EXPERIMENTS: [Experiment; 14] = [
     hash::EXPERIMENT,
     numa::EXPERIMENT,
     on_request::EXPERIMENT,
+    programs_on_request::EXPERIMENT,
 ];
 
 impl Experiment {
@@ -78,10 +80,19 @@ impl Experiment {
             // It has a machine of its own.
             Some(kernel) if self.name != numa::EXPERIMENT.name => {
                 eprintln!("{}: in an emulated machine", self.name);
-                *report = guest::run(setting, kernel, &GuestMachine::small(setting.quick), report)?;
+                *report = guest::run(setting, kernel, &self.machine(setting.quick)?, report)?;
                 Ok(())
             }
             _ => (self.run)(setting, report),
+        }
+    }
+
+    /// The emulated machine that it needs.
+    fn machine(&self, quick: bool) -> anyhow::Result<GuestMachine> {
+        match self.name {
+            name if name == idle::EXPERIMENT.name => Ok(idle::machine(quick)),
+            name if name == programs_on_request::EXPERIMENT.name => programs_on_request::machine(quick),
+            _ => Ok(GuestMachine::small(quick)),
         }
     }
 }

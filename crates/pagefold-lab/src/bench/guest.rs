@@ -41,15 +41,27 @@ pub struct GuestMachine {
     pub hardware: Vec<String>,
     /// Further programs that the experiment needs: files here and in the machine.
     pub programs: Vec<(PathBuf, &'static str)>,
+    /// Files that those need, at the paths that they have here.
+    pub files: Vec<PathBuf>,
     /// When it is ended.
     pub limit: Duration,
 }
 
 impl GuestMachine {
-    /// One processor, and memory for 1 GiB of programs and what the kernel notes about them.
-    pub fn small(quick: bool) -> Self {
+    /// One processor and so much memory.
+    pub fn new(mebibytes: u64, quick: bool) -> Self {
         let limit = Duration::from_secs(if quick { 900 } else { 3600 });
-        Self { hardware: ["-m", "1536M"].map(str::to_owned).to_vec(), programs: Vec::new(), limit }
+        Self {
+            hardware: vec!["-m".to_owned(), format!("{mebibytes}M")],
+            programs: Vec::new(),
+            files: Vec::new(),
+            limit,
+        }
+    }
+
+    /// Memory for 1 GiB of programs and what the kernel notes about them.
+    pub fn small(quick: bool) -> Self {
+        Self::new(1536, quick)
     }
 }
 
@@ -117,6 +129,7 @@ fn make_image(
     root.put_program(setting.player, "bin/pagefold-lab")?;
     root.put_program(setting.program, "bin/pagefold")?;
     machine.programs.iter().try_for_each(|(here, there)| root.put_program(here, there))?;
+    machine.files.iter().try_for_each(|file| root.put(file, file))?;
     if let Some(module) = &kernel.module {
         root.put(module, "module.ko")?;
     }

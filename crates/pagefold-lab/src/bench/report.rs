@@ -164,7 +164,8 @@ impl MachineDescription {
 
     /// All memory, and the part that is available; zero if unknown.
     fn memory() -> (Pages, Pages) {
-        parse_meminfo(&fs::read("/proc/meminfo").unwrap_or_default()).unwrap_or_default()
+        let (total, available, _) = parse_meminfo(&fs::read("/proc/meminfo").unwrap_or_default()).unwrap_or_default();
+        (total, available)
     }
 
     /// Describes this machine. What cannot be read is empty or zero.

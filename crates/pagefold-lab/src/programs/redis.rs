@@ -30,11 +30,7 @@ impl RedisData {
     /// Creates a dump of `keys` keys with values of 1000 bytes in `scratch`.
     pub fn make(scratch: &Path, keys: u64) -> anyhow::Result<Self> {
         let program = scratch.join("redis-server");
-        // Debian ships the server in redis-tools as redis-check-rdb; the name it is started by selects the mode.
-        let installed = match find("redis-server") {
-            Some(installed) => installed,
-            None => need("redis-check-rdb", "redis-tools")?,
-        };
+        let installed = Self::installed()?;
         symlink(&installed, &program).with_context(|| program.display().to_string())?;
         let dir = scratch.join("redis-data");
         let data = Self { program, dump: dir.join("dump.rdb"), keys };
@@ -42,6 +38,11 @@ impl RedisData {
         redis.set(&(0..keys).collect::<Vec<_>>(), SEED)?;
         redis.ask(&[b"SAVE"])?;
         Ok(data)
+    }
+
+    /// The server's executable. Debian ships it in redis-tools as redis-check-rdb; the name it is started by selects the mode.
+    pub fn installed() -> anyhow::Result<PathBuf> {
+        find("redis-server").map_or_else(|| need("redis-check-rdb", "redis-tools"), Ok)
     }
 
     /// Starts a server that loads a copy of the dump.

@@ -45,7 +45,7 @@ pub fn examine(roots: &MachinePaths) -> Vec<Finding> {
 
 /// Makes all findings.
 pub fn judge(facts: &MachineFacts) -> Vec<Finding> {
-    let checks: [fn(&MachineFacts) -> Finding; 20] = [
+    let checks: [fn(&MachineFacts) -> Finding; 21] = [
         ksm::kernel,
         ksm::ksm,
         ksm::request,
@@ -60,6 +60,7 @@ pub fn judge(facts: &MachineFacts) -> Vec<Finding> {
         access::ptrace,
         access::seccomp,
         system::huge_pages,
+        system::khugepaged,
         system::map_count,
         system::nodes,
         system::swap,

@@ -63,6 +63,7 @@ fn each_problem_in_a_file_makes_one_finding() {
         ("proc/self/status", filtered, "seccomp", Warning),
         ("proc/sys/kernel/yama/ptrace_scope", "3", "ptrace", Warning),
         ("sys/kernel/mm/transparent_hugepage/enabled", "[always] madvise never", "huge-pages", Note),
+        ("sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none", "511", "khugepaged", Note),
         ("proc/sys/vm/max_map_count", "4096", "map-count", Warning),
         ("sys/devices/system/node/online", "0-1", "nodes", Note),
         ("proc/meminfo", "SwapTotal: 0 kB\n", "swap", Note),
@@ -88,6 +89,19 @@ fn each_missing_file_makes_one_finding() {
     assert_eq!(without, [("ksm", Severity::Blocker)]);
     let hidden = found(|_, roots| set_frame(&roots.proc, 0));
     assert_eq!(hidden, [("page-monitor", Warning)]);
+}
+
+#[test]
+fn khugepaged_that_fills_merged_zeros_is_found() {
+    let huge_pages = "sys/kernel/mm/transparent_hugepage";
+    let of = |mode: &str| {
+        found(|dir, _| {
+            write(&dir.join(huge_pages).join("enabled"), mode);
+            write(&dir.join(huge_pages).join("khugepaged/max_ptes_none"), "511\n");
+        })
+    };
+    assert!(of("[always] madvise never").contains(&("khugepaged", Severity::Warning)));
+    assert_eq!(of("always madvise [never]"), []);
 }
 
 #[test]

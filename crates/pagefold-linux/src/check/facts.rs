@@ -165,6 +165,8 @@ pub struct MachineFacts {
     pub ptrace_scope: Fact<u32>,
     /// Transparent huge pages: `always`, `madvise` or `never`.
     pub huge_pages: Fact<String>,
+    /// Of 512 pages, how many may be empty or zero where khugepaged makes a huge page (`max_ptes_none`).
+    pub max_ptes_none: Fact<u64>,
     /// Running programs that are known to use KSM.
     pub programs: Fact<Vec<(i32, String)>>,
     /// Holder of the lock. Absent if it is free.
@@ -211,6 +213,10 @@ impl MachineFacts {
             huge_pages: parsed(read(&roots.sys.join("kernel/mm/transparent_hugepage/enabled")), |text| {
                 chosen(text).map(str::to_owned)
             }),
+            max_ptes_none: parsed(
+                read(&roots.sys.join("kernel/mm/transparent_hugepage/khugepaged/max_ptes_none")),
+                |text| text.trim().parse().ok(),
+            ),
             programs: match programs_named(&roots.proc, &KSM_PROGRAMS) {
                 Ok(programs) => Fact::Is(programs),
                 Err(error) => Fact::Malformed(error.to_string()),

@@ -8,7 +8,7 @@ pub fn healthy(dir: &Path) -> MachinePaths {
     for at in ["self", "pressure", "sys/kernel/random", "sys/kernel/yama", "sys/vm"] {
         create_dir_all(proc.join(at)).unwrap();
     }
-    for at in ["kernel/mm/transparent_hugepage", "devices/system/node", "fs/cgroup"] {
+    for at in ["kernel/mm/transparent_hugepage/khugepaged", "devices/system/node", "fs/cgroup"] {
         create_dir_all(sys.join(at)).unwrap();
     }
     crate::ksm::fixture::fresh(&sys.join("kernel/mm/ksm"));
@@ -27,6 +27,7 @@ pub fn healthy(dir: &Path) -> MachinePaths {
         write(proc.join(path), text).unwrap();
     }
     write(sys.join("kernel/mm/transparent_hugepage/enabled"), "always [madvise] never\n").unwrap();
+    write(sys.join("kernel/mm/transparent_hugepage/khugepaged/max_ptes_none"), "0\n").unwrap();
     write(sys.join("devices/system/node/online"), "0\n").unwrap();
     write(sys.join("fs/cgroup/cgroup.controllers"), "memory\n").unwrap();
     let auxv: Vec<u8> = [33_u64, 7, 6, 4096, 0, 0].into_iter().flat_map(u64::to_ne_bytes).collect();

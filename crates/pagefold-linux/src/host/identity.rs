@@ -22,6 +22,7 @@ use crate::scope::{Candidate, CgroupFacts, ScopeSpec, Selection, cgroups_of};
 use pagefold_core::keys::DomainKey;
 use pagefold_core::units::Bytes;
 use std::collections::HashMap;
+use std::path::PathBuf;
 
 /// Least time between two checks of a process, nanoseconds.
 const RECHECK_MIN_NS: u64 = 2_000_000_000;
@@ -171,6 +172,11 @@ impl Identity {
 }
 
 impl Target {
+    /// The cgroups that can limit its memory: of each hierarchy the mount point and the directory.
+    pub(super) fn limiting(&self) -> &[(PathBuf, PathBuf)] {
+        self.identity.seen.as_ref().map_or(&[], |seen| &seen.cgroups.limiting)
+    }
+
     /// Makes the next refresh look at the process and judge it again.
     pub fn judge_again(&mut self) {
         self.identity.judge_again();

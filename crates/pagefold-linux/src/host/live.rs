@@ -1,5 +1,6 @@
 //! The live machine behind the core's [`Host`] interface.
 
+mod limits;
 mod marking;
 mod placing;
 mod refresh;
@@ -8,6 +9,7 @@ mod withdrawing;
 
 pub use placing::Policies;
 
+use self::limits::Limits;
 use self::placing::Placing;
 use self::requesting::Requesting;
 use crate::host::sampling::{Digesting, RegionRuns, Sampled, SamplingJob, sample};
@@ -17,8 +19,8 @@ use crate::ksm::controller::KsmdController;
 use crate::ksm::ksmd::Ksmd;
 use crate::ksm::lease::KsmLease;
 use crate::ksm::request::RequestDevice;
-use crate::ksm::{CowBreakCounter, Ksm, KsmError};
 use crate::ksm::{KnobError, RestoreOutcome};
+use crate::ksm::{Ksm, KsmError, VmEventCounter, VmEvents};
 use crate::os::cpu::{own_and_children_cpu_ns, own_cpu_ns};
 use crate::os::pressure::{MemoryMonitor, PressureError};
 use crate::proc::Roots;
@@ -33,9 +35,10 @@ use pagefold_core::host::{
     Actions, ChangeResult, Cost, Host, KsmView, Marking, Mechanism, MemoryView, Outcome, PageRun, RegionView,
     SamplePlan, Samples, Snapshot,
 };
-use pagefold_core::keys::{DomainKey, KeyCounter, RegionKey};
+use pagefold_core::keys::{DomainKey, KeyCounter, LimitKey, RegionKey};
 use pagefold_core::units::Pages;
 use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -158,10 +161,11 @@ pub struct LiveHost {
     reader: Option<PageReader>,
     monitor: MemoryMonitor,
     memory: MemoryView,
+    limits: Limits,
     placing: Placing,
     requesting: Requesting,
-    breaks: CowBreakCounter,
-    broken: u64,
+    event_counter: VmEventCounter,
+    vm_events: VmEvents,
     next_memory_ns: u64,
     owner_keys: KeyCounter,
     region_keys: KeyCounter,
@@ -228,10 +232,11 @@ impl LiveHost {
             new_processes: NewProcesses::new(&roots),
             monitor: MemoryMonitor::open(&roots.proc)?,
             memory: MemoryView::default(),
+            limits: Limits::default(),
             placing: Placing::new(),
             requesting: Requesting::default(),
-            breaks: CowBreakCounter::open(&roots.proc),
-            broken: 0,
+            event_counter: VmEventCounter::open(&roots.proc),
+            vm_events: VmEvents::default(),
             next_memory_ns: 0,
             watched: by_number(&scope),
             marked_programs: HashMap::new(),
@@ -262,7 +267,7 @@ impl LiveHost {
             ksmd_ns: 0,
         };
         host.base = host.clocks();
-        host.broken = host.breaks.read().unwrap_or(0);
+        host.vm_events = host.event_counter.read().unwrap_or_default();
         Ok(host)
     }
 
@@ -282,6 +287,11 @@ impl LiveHost {
             Actuator::Act { restarts, .. } => *restarts,
             Actuator::DryRun => 0,
         }
+    }
+
+    /// The directory of the cgroup that has a limit.
+    pub fn limited_cgroup(&self, key: LimitKey) -> Option<&Path> {
+        self.limits.name(key)
     }
 
     /// Names of the trust domains seen so far, by key.
@@ -436,14 +446,15 @@ impl Host for LiveHost {
             self.next_memory_ns = now_ns + MEMORY_NS;
             self.memory = self.monitor.read()?;
             if ksm.shared > Pages(0) {
-                // The count must not decrease: the next one would look like a burst of copies.
-                self.broken = self.breaks.read().unwrap_or(self.broken);
+                // The counts must not decrease: the next ones would look like a burst of copies.
+                self.vm_events = self.event_counter.read().unwrap_or(self.vm_events);
             }
         }
-        ksm.broken = self.broken;
+        (ksm.broken, ksm.splits) = (self.vm_events.copies, self.vm_events.splits);
         let clocks = self.clocks();
         let cost = Cost { ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns), ..clocks };
         self.placing.refresh(now_ns, &self.targets, &self.domains);
+        self.limits.refresh(now_ns, &self.targets);
         Ok(Snapshot {
             now_ns,
             regions: self.views.clone(),
@@ -451,6 +462,7 @@ impl Host for LiveHost {
             mechanism: self.mechanism(),
             hashes_lines: self.requesting.device.as_ref().is_some_and(|device| device.hashes()),
             memory: self.memory,
+            limits: self.limits.views(),
             cost,
             nodes: self.placing.nodes.clone(),
             owners: self.placing.owners.clone(),

@@ -1,8 +1,8 @@
-//! What KSM counts: pages merged and scanned, and merged pages that were written.
+//! What the kernel counts: pages merged and scanned, merged pages that were written, and huge pages that were split.
 
 use crate::os::fault;
 use crate::os::fields::number;
-use pagefold_core::host::KsmView;
+use pagefold_core::host::{HugeSplits, KsmView};
 use pagefold_core::units::Pages;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -46,30 +46,48 @@ impl KsmCounters {
             scanned: self.pages_scanned.unwrap_or(0),
             full_scans: self.full_scans,
             broken: 0,
+            splits: HugeSplits::default(),
             ours,
             busy,
         }
     }
 }
 
-/// Copies made because a merged page was written, including those of unmerging: `cow_ksm` of vmstat. Machine-wide.
+/// Counters of `/proc/vmstat`, machine-wide since boot. 0 where the kernel does not count.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VmEvents {
+    /// Copies made because a merged page was written, including those of unmerging (`cow_ksm`).
+    pub copies: u64,
+    /// Huge pages that were split.
+    pub splits: HugeSplits,
+}
+
+impl VmEvents {
+    fn parse(vmstat: &str) -> Self {
+        let event = |name| number(vmstat.as_bytes(), name).unwrap_or(0);
+        let splits = HugeSplits { pages: event("thp_split_page"), mappings: event("thp_split_pmd") };
+        Self { copies: cow_ksm(vmstat), splits }
+    }
+}
+
+/// Reads [`VmEvents`] from a file held open.
 #[derive(Debug)]
-pub struct CowBreakCounter {
+pub struct VmEventCounter {
     vmstat: Option<File>,
 }
 
-impl CowBreakCounter {
-    /// Opens the counter under a mount of procfs.
+impl VmEventCounter {
+    /// Opens the counters under a mount of procfs.
     pub fn open(proc: &Path) -> Self {
         Self { vmstat: File::open(proc.join("vmstat")).ok() }
     }
 
-    /// Copies since boot, 0 where the kernel does not count them; `None` if the read fails.
-    pub fn read(&self) -> Option<u64> {
+    /// The counters; `None` if the read fails.
+    pub fn read(&self) -> Option<VmEvents> {
         let mut text = String::new();
-        let Some(mut vmstat) = self.vmstat.as_ref() else { return Some(0) };
+        let Some(mut vmstat) = self.vmstat.as_ref() else { return Some(VmEvents::default()) };
         let read = fault::io("read:vmstat").and_then(|()| vmstat.seek(SeekFrom::Start(0)));
-        read.and_then(|_| vmstat.read_to_string(&mut text)).ok().map(|_| cow_ksm(&text))
+        read.and_then(|_| vmstat.read_to_string(&mut text)).ok().map(|_| VmEvents::parse(&text))
     }
 }
 
@@ -85,6 +103,14 @@ mod tests {
     fn cow_breaks_are_read_from_vmstat() {
         assert_eq!(cow_ksm("pgfault 12\nksm_swpin_copy 0\ncow_ksm 345\nzswpin 0\n"), 345);
         assert_eq!(cow_ksm("pgfault 12\ncow_ksm_not 3\ncow_ksm many\n"), 0);
-        assert_eq!(CowBreakCounter::open(Path::new("/nowhere")).read(), Some(0));
+        assert_eq!(VmEventCounter::open(Path::new("/nowhere")).read(), Some(VmEvents::default()));
+    }
+
+    #[test]
+    fn splits_of_huge_pages_are_read_from_vmstat() {
+        let splits = |text| VmEvents::parse(text).splits;
+        let text = "thp_split_page 8322\nthp_split_page_failed 5532\nthp_split_pmd 17287\nthp_split_pud 1\n";
+        assert_eq!(splits(text), HugeSplits { pages: 8322, mappings: 17287 });
+        assert_eq!(splits("cow_ksm 3\n"), HugeSplits::default(), "no transparent huge pages");
     }
 }

@@ -25,7 +25,7 @@ mod scan;
 pub mod state_file;
 
 pub(crate) use counters::cow_ksm;
-pub use counters::{CowBreakCounter, KsmCounters};
+pub use counters::{KsmCounters, VmEventCounter, VmEvents};
 pub(crate) use files::plain;
 pub use files::{KSM_ROOT, Ksm, KsmError, chosen};
 pub use knob_writer::{KnobError, Overridden};

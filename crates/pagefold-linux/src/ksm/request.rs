@@ -27,6 +27,8 @@ const CALL_RANGES: usize = 1024;
 const CALL_PAGES: u32 = 4096;
 /// Calls in a row that do nothing, because a signal ends them, before the rest is left untried.
 const IN_VAIN_MOST: u32 = 1000;
+/// If a call of so many pages finds only pages that differ, the rest is left untried: the digests by which they were named say nothing.
+const DIFFERING_MOST: usize = 1024;
 
 /// `struct ksm_merge_range`
 #[repr(C)]
@@ -293,7 +295,7 @@ fn merge_by(
                 break;
             }
         };
-        let before = (at, skip);
+        let (before, begun) = ((at, skip), merged.pages.len());
         let mut own = statuses.as_slice();
         for raw in &raw[..done] {
             let tried = u32::try_from(raw.nr_done.min(raw.nr_pages)).unwrap_or(0);
@@ -315,6 +317,10 @@ fn merge_by(
             (at, skip) = (at + 1, 0);
         }
         in_vain = if (at, skip) == before { in_vain + 1 } else { 0 };
+        let pages = &merged.pages[begun..];
+        if pages.len() >= DIFFERING_MOST && pages.iter().all(|merging| *merging == Merging::Differs) {
+            break;
+        }
     }
     merged.pages.resize(all, Merging::Untried);
     merged

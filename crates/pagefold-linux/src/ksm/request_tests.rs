@@ -254,6 +254,28 @@ fn what_was_not_tried_says_so() {
     assert_eq!((raw.keep_pidfd, raw.keep_addr, raw.flags), (-1, 0, KEEP_ZERO));
 }
 
+#[test]
+fn a_call_in_which_every_page_differs_is_the_last() {
+    let null = File::open("/dev/null").unwrap();
+    let range = Range { process: null.as_fd(), address: 0, pages: 10_000, kept: Kept::Page(null.as_fd(), 0) };
+    for (equal, calls) in [(None, 1), (Some(5), 2)] {
+        let mut first = true;
+        let by = |raw: &mut [RawRange], statuses: &mut [u8]| {
+            for range in raw.iter_mut() {
+                range.nr_done = range.nr_pages;
+            }
+            statuses.fill(3);
+            if let Some(at) = equal.filter(|_| std::mem::take(&mut first)) {
+                statuses[at] = 1;
+            }
+            Ok(raw.len())
+        };
+        let pages = merge_by(by, &[range], || true).pages;
+        let tried = pages.iter().filter(|&&page| page != Merging::Untried).count();
+        assert_eq!(tried, calls * CALL_PAGES as usize);
+    }
+}
+
 /// What the kernel is asked to do in each call: `from`, `to`, first page and number of pages.
 type HashCalls = Vec<(u16, u16, u64, u64)>;
 

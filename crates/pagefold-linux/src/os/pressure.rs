@@ -4,7 +4,7 @@
 //! to either file (`ProcSubset=pid`): then the value is unknown. Only malformed text is an error. ksmtuned's measure
 //! needs no PSI: memory is scarce when less than a fifth is available (its `KSM_THRES_COEF` of 20).
 
-use super::fields::kib;
+use super::fields::{MISSING, kib};
 use crate::os::fault;
 use pagefold_core::host::MemoryView;
 use pagefold_core::units::{Pages, Permyriad};
@@ -41,8 +41,8 @@ impl MemoryMonitor {
 
     /// Reads the current state.
     pub fn read(&self) -> Result<MemoryView, PressureError> {
-        let (total, available) = self.meminfo.read(parse_meminfo)?.unwrap_or_default();
-        Ok(MemoryView { total, available, pressure: self.pressure.read(parse_pressure)? })
+        let (total, available, swap_free) = self.meminfo.read(parse_meminfo)?.unwrap_or_default();
+        Ok(MemoryView { total, available, swap_free, pressure: self.pressure.read(parse_pressure)? })
     }
 }
 
@@ -66,8 +66,8 @@ impl Source {
     /// Reads and parses the file; `None` if it is missing or access is denied.
     fn read<T>(&self, parse: impl Fn(&[u8]) -> Result<T, &'static str>) -> Result<Option<T>, PressureError> {
         let Some(file) = &self.file else { return Ok(None) };
-        // The fields needed are in the first lines of both files.
-        let mut buffer = [0; 256];
+        // The fields needed are in the first 16 lines of both files, of some 28 bytes each.
+        let mut buffer = [0; 1024];
         match fault::io_of("read", self.name).and_then(|()| file.read_at(&mut buffer, 0)) {
             Ok(length) => match parse(&buffer[..length]) {
                 Ok(value) => Ok(Some(value)),
@@ -83,8 +83,8 @@ fn is_withheld(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EACCES | libc::EPERM | libc::EOPNOTSUPP))
 }
 
-/// Parses the beginning of `/proc/meminfo`: total memory, and memory available without swapping.
-pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages), &'static str> {
+/// Parses the beginning of `/proc/meminfo`: total memory, memory available without swapping, and free swap.
+pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages, Pages), &'static str> {
     // The last line may be truncated.
     let end = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
     let pages = |key| match kib(&text[..end], key)? {
@@ -92,7 +92,11 @@ pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages), &'static str> {
         kib if kib.checked_mul(1024).is_some() => Ok(Pages(kib / 4)),
         _ => Err("a field is too large"),
     };
-    Ok((pages("MemTotal")?, pages("MemAvailable")?))
+    let swap_free = match pages("SwapFree") {
+        Err(MISSING) => Pages(0),
+        other => other?,
+    };
+    Ok((pages("MemTotal")?, pages("MemAvailable")?, swap_free))
 }
 
 /// Parses `/proc/pressure/memory`: the share of the last 10 s in which some task waited for memory.
@@ -118,7 +122,7 @@ mod tests {
     use std::fs;
 
     const MEMINFO: &str = "MemTotal:       24684084 kB\nMemFree:        23372588 kB\nMemAvailable:   24040296 kB\n\
-        Buffers:           31164 kB\nCached:           784420 kB\nSwapCached:            0 kB\n";
+        Buffers:           31164 kB\nCached:           784420 kB\nSwapCached:            0 kB\nSwapFree:          16 kB\n";
     const PRESSURE: &str =
         "some avg10=12.34 avg60=0.50 avg300=0.00 total=5\nfull avg10=1.00 avg60=0.00 avg300=0.00 total=2\n";
 
@@ -140,7 +144,7 @@ mod tests {
     #[test]
     fn missing_files_are_unknown_values() {
         let all = view(&tree(Some(MEMINFO), Some(PRESSURE))).unwrap();
-        assert_eq!((all.total, all.available), (Pages(6_171_021), Pages(6_010_074)));
+        assert_eq!((all.total, all.available, all.swap_free), (Pages(6_171_021), Pages(6_010_074), Pages(4)));
         assert_eq!(all.pressure, Some(Permyriad(1_234)));
         let without_psi = view(&tree(Some(MEMINFO), None)).unwrap();
         assert_eq!(without_psi, MemoryView { pressure: None, ..all });
@@ -162,6 +166,7 @@ mod tests {
             "MemTotal: 1 kB\n",
             "MemTotal: 1 kB\nMemAvailable: x kB\n",
             "MemTotal: 8 kB\nMemAvailable: 4 ",
+            "MemTotal: 8 kB\nMemAvailable: 4 kB\nSwapFree: x kB\n",
             "MemTotal: 18446744073709551615 kB\nMemAvailable: 4 kB\n",
         ] {
             assert!(matches!(view(&tree(Some(meminfo), None)), Err(PressureError::Malformed { .. })), "{meminfo}");

@@ -26,7 +26,7 @@ pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Resu
     let mut least = left_in_machine(proc_root);
     for (mount, dir) in cgroups.iter().filter_map(|cgroup| group_dir(cgroup, cgroup_root)) {
         for dir in dir.ancestors().take_while(|dir| dir.starts_with(&mount)) {
-            least = least.and_then(|least| Ok(least.min(left_in(dir)?)));
+            least = least.and_then(|least| Ok(limit_of(dir)?.map_or(least, |limit| least.min(limit.left.0))));
         }
     }
     // A limit that cannot be read is an error, not the absence of a limit.
@@ -68,26 +68,46 @@ const LIMITS: [(&str, &str); 4] = [
     ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
 ];
 
-/// Memory left by the limits of one cgroup, bytes; `u64::MAX` without a limit.
-fn left_in(dir: &Path) -> io::Result<u64> {
-    // `None` without such a file, and for "max", which means no limit; version 1 has a huge number instead.
+/// A limit without effect: version 1 has a huge number instead of none.
+const NO_LIMIT: u64 = 1 << 62;
+
+/// A limit of a cgroup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limit {
+    /// How much its processes may have.
+    pub limit: Bytes,
+    /// How much of it is left.
+    pub left: Bytes,
+}
+
+/// The tightest limit of one cgroup, by what is left; `None` without a limit.
+pub(crate) fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
+    // `None` without such a file, and for "max", which means no limit.
     let bytes = |name: &str| match text_of(&dir.join(name))?.trim() {
         "" | "max" => Ok(None),
         text => text.parse::<u64>().map(Some).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "not a number")),
     };
+    let mut used = Vec::new();
+    for (limit, usage) in LIMITS {
+        if let Some(limit) = bytes(limit)?.filter(|&limit| limit < NO_LIMIT) {
+            used.extend(bytes(usage)?.map(|usage| (limit, usage)));
+        }
+    }
+    if used.is_empty() {
+        return Ok(None);
+    }
+    // Making this file costs the kernel more than all others together.
     let stat = text_of(&dir.join("memory.stat"))?;
     let field = |key| number::<u64>(stat.as_bytes(), key);
     let either = |one, two| field(one).or_else(|_| field(two)).unwrap_or(0);
     // Pages that must be written to disk first are not reclaimed at once.
     let unwritten = either("total_dirty", "file_dirty").saturating_add(either("total_writeback", "file_writeback"));
     let cache = either("total_inactive_file", "inactive_file").saturating_sub(unwritten);
-    let mut least = u64::MAX;
-    for (limit, usage) in LIMITS {
-        if let (Some(limit), Some(usage)) = (bytes(limit)?, bytes(usage)?) {
-            least = least.min(limit.saturating_sub(usage.saturating_sub(cache)));
-        }
-    }
-    Ok(least)
+    let left = |(limit, usage): (u64, u64)| Limit {
+        limit: Bytes(limit),
+        left: Bytes(limit.saturating_sub(usage.saturating_sub(cache))),
+    };
+    Ok(used.into_iter().map(left).min_by_key(|limit| limit.left))
 }
 
 fn left_in_machine(proc_root: &Path) -> io::Result<u64> {
@@ -134,6 +154,29 @@ mod tests {
         ];
         assert_eq!(left("0::/a/b\n", &files), 1500);
         assert_eq!(left("0::/elsewhere\n", &files), 4000 * 1024);
+    }
+
+    #[test]
+    fn a_cgroup_without_a_limit_has_none() {
+        let (dir, _) = machine(
+            "",
+            &[
+                ("cg/one/memory.limit_in_bytes", "9223372036854771712\n"),
+                ("cg/one/memory.usage_in_bytes", "7000\n"),
+                ("cg/two/memory.max", "max\n"),
+                ("cg/two/memory.current", "7000\n"),
+                ("cg/limited/memory.max", "8000\n"),
+                ("cg/limited/memory.high", "7500\n"),
+                ("cg/limited/memory.current", "7000\n"),
+                ("cg/odd/memory.max", "many\n"),
+            ],
+        );
+        let limit = |name: &str| limit_of(&dir.path().join("cg").join(name));
+        for name in ["one", "two", "gone"] {
+            assert_eq!(limit(name).unwrap(), None);
+        }
+        assert_eq!(limit("limited").unwrap(), Some(Limit { limit: Bytes(7500), left: Bytes(500) }));
+        assert!(limit("odd").is_err());
     }
 
     #[test]

@@ -202,7 +202,7 @@ pub(super) fn names_in(directory: &Path, room: &mut usize) -> Option<Vec<String>
 /// What was read, by cgroup.
 struct Known(Mutex<BTreeMap<Key, Entry>>);
 
-/// Whose files are read. If they do not answer, nobody else's are kept from being read.
+/// The owner of the files. Files of one owner that do not respond do not delay reading those of another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Whose {
     System,

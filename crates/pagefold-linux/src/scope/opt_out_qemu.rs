@@ -159,8 +159,8 @@ impl Settings {
         }
     }
 
-    /// The machine's setting is the default of its parts. One part that is not to be merged is enough: which of the mappings it is
-    /// cannot be told.
+    /// The setting of `-machine` is the default for each `-object`. A single object with `merge=off` opts the whole process out,
+    /// because its mapping cannot be identified.
     fn opt_out(&self) -> Option<&'static str> {
         if self.machine == Some(false) {
             Some(MACHINE)

@@ -7,12 +7,13 @@ use super::selectors::{CgroupSelector, user_id};
 use super::{ScopeError, ScopeSpec, Scoped};
 use crate::proc::Roots;
 use crate::proc::cgroup::parse_cgroups;
+use crate::proc::headroom::group_dir;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::{Status, printable};
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The selectors, resolved.
 pub(crate) struct Selection<'a> {
@@ -53,6 +54,8 @@ pub(crate) struct CgroupFacts {
     pub(crate) domain: Option<String>,
     /// The path of its cgroup: [`Scoped::cgroup`].
     pub(crate) path: Option<String>,
+    /// The directories of those that can limit memory, each with the mount point that it is below.
+    pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
     /// Whether a selected cgroup contains it.
     selected: bool,
 }
@@ -184,6 +187,7 @@ impl<'a> Selection<'a> {
                 .or_else(|| cgroups.iter().find(|cgroup| cgroup.controllers == "memory" && cgroup.path != "/"))
                 .or_else(|| cgroups.iter().find(|cgroup| cgroup.controllers.is_empty()))
                 .map(|cgroup| cgroup.path.clone()),
+            limiting: cgroups.iter().filter_map(|cgroup| group_dir(cgroup, &self.roots.cgroup)).collect(),
             selected: self.cgroups.iter().any(|selector| cgroups.iter().any(|cgroup| selector.matches(cgroup))),
         }
     }

@@ -4,7 +4,7 @@ use super::SimHost;
 use crate::comparisons::SearchCounts;
 use crate::memory::GroundTruth;
 use crate::uksmd::Uksmd;
-use pagefold_core::host::{Cost, KsmView, PageState, Span};
+use pagefold_core::host::{Cost, HugeSplits, KsmView, PageState, Span};
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::units::{Bytes, Pages, Vpn};
 
@@ -41,6 +41,7 @@ impl SimHost {
             scanned: self.uksmd.as_ref().map_or(self.ksmd.scanned, |uksmd| uksmd.scanned),
             full_scans: self.ksmd.full_scans,
             broken: self.memory.cow_breaks,
+            splits: HugeSplits::default(),
             busy: self.ksmd.busy,
             ours: self.ours,
         }

@@ -72,32 +72,32 @@ impl From<&Scoped> for Owner {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Change {
     #[serde(flatten)]
-    owner: Owner,
+    pub owner: Owner,
     first: String,
     last: String,
-    bytes: u64,
-    why: Reason,
+    pub bytes: u64,
+    pub why: Reason,
     #[serde(flatten)]
-    outcome: Outcome,
+    pub outcome: Outcome,
 }
 
 /// Pages of a process that the kernel was asked to merge in one cycle with those of another one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Merge {
     #[serde(flatten)]
-    owner: Owner,
+    pub owner: Owner,
     /// The process whose pages stay. `None`: the zero page.
     with_pid: Option<i32>,
-    bytes: u64,
-    done_bytes: u64,
+    pub bytes: u64,
+    pub done_bytes: u64,
 }
 
 /// A process is not left alone although its owner has opted out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Override {
     #[serde(flatten)]
-    owner: Owner,
-    why: Reason,
+    pub owner: Owner,
+    pub why: Reason,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -125,6 +125,7 @@ impl From<Why> for Reason {
                     "{ratio} of its merged pages would be written, and have the same content again, within two hours"
                 ),
             ),
+            Why::MemoryShort => ("memory-short", "less memory is left than the reserve".to_owned()),
             Why::Asked => ("asked", "requested by a user".to_owned()),
             Why::Excluded => ("excluded", "excluded now".to_owned()),
         };

@@ -2,6 +2,7 @@
 
 mod progress;
 mod reload;
+mod room;
 mod summary;
 
 use crate::audit::{Entry, Owner};
@@ -9,11 +10,13 @@ use crate::commands::status::groups::Selector;
 use crate::config::settings::Settings;
 use crate::control;
 use crate::control::queue::{Facts, RequestQueue, RunFacts};
+use crate::history::{self, HistoryFile, HistoryWriter};
 use crate::metrics::Metrics;
 use crate::output;
 use crate::preflight;
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::figures::thousands;
 use pagefold_cli::flags::{DenyFlags, RunFlags};
 use pagefold_cli::scope::{ScopeArgs, explain};
 use pagefold_core::config::Config;
@@ -31,12 +34,15 @@ use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths};
 use pagefold_linux::os::fault;
 use pagefold_linux::os::wake;
 use pagefold_linux::proc::Roots;
+use pagefold_linux::proc::status::printable;
 use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::dumpable::ask_through;
 use progress::{LeftAlone, Progress};
 use reload::ActiveSettings;
+use room::RoomReports;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -89,6 +95,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let ksm = preflight::ksm()?;
     let device = preflight::request_device(settings.mechanism, settings.placement.default, &ksm)?;
     let metrics = Metrics::open(&settings.metrics, passed)?;
+    let history = settings.history.clone().or_else(|| history::of_service().filter(|_| !args.dry_run));
+    let history = history.map(|path| HistoryFile::open(&path)).transpose()?;
     let mut active = ActiveSettings::new(args, settings)?;
     on(signal_hook::consts::SIGHUP, &active.on_hangup().unwrap_or_else(|| stop.clone()))?;
     let injector = injector(args, device.is_some())?;
@@ -102,12 +110,16 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let interval_ns = refresh_interval_ns(&config, config.governor);
     let mechanism = if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd };
     let config = Config { mechanism, ..config };
+    if config.reserve.take_back && mechanism == Mechanism::Request {
+        complain!("--take-back has no effect where pages are merged on request; nothing will be taken apart");
+    }
     let facts = RunFacts {
         scope: scope.spec().to_string(),
         selectors: Selector::all_of(&scope.spec()),
         dry_run: args.dry_run,
         config: config.clone(),
         stood_down: None,
+        events: Vec::new(),
     };
     let mut engine = Engine::new(config);
     let mut host = LiveHost::new(scope.spec(), Roots::default(), deny, ksm, mode, woken.clone())
@@ -120,6 +132,12 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     host.set_policies(active.settings.placement.clone());
     let (requests, sender) = RequestQueue::new(woken);
     let metrics = metrics.start(&sender);
+    let history = history.and_then(|(file, said)| {
+        if let Some(line) = said {
+            complain!("{line}");
+        }
+        HistoryWriter::start(file, sender.clone())
+    });
     let server = control::serve(sender, args.dry_run);
     fault::point("socket-made");
     let (command, pid) = ("run", std::process::id());
@@ -129,9 +147,10 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     for left in left_alone {
         progress.leave_alone(left);
     }
+    progress.begin();
     let ran = main_loop(args, &mut engine, &mut host, &stop, (requests, facts), &mut active, &mut progress);
     progress.finish();
-    drop((server, metrics));
+    drop((server, metrics, history));
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened, KSM is given back before anything is reported.
     let ended = host.finish();
@@ -205,6 +224,9 @@ pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &InitialKnobs) 
     Ok(HostMode::Act { lease, injector })
 }
 
+/// Between two cycles, nanoseconds: a service manager wants to hear that the run is alive.
+const LONGEST_WAIT_NS: u64 = 60_000_000_000;
+
 /// Runs cycles until `stop` is set, until the host's clock reaches `end_ns`, or until `each`, which is called after every
 /// cycle, breaks.
 pub fn rounds(
@@ -223,7 +245,8 @@ pub fn rounds(
         if each(engine, host, &cycle.outcome).is_break() {
             break;
         }
-        host.wait(cycle.wait_ns.min(end_ns.saturating_sub(host.now_ns()))).map_err(|error| failure(&error))?;
+        host.wait(cycle.wait_ns.min(LONGEST_WAIT_NS).min(end_ns.saturating_sub(host.now_ns())))
+            .map_err(|error| failure(&error))?;
     }
     Ok(())
 }
@@ -243,19 +266,29 @@ fn main_loop(
     active: &mut ActiveSettings<'_>,
     progress: &mut Progress,
 ) -> Result<()> {
+    let mut scans = 0;
     let end_ns = args.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
+    let mut rooms = RoomReports::default();
     rounds(engine, host, stop, end_ns, |engine, host, outcome| {
         for event in host.take_events() {
             match event {
-                Event::LeftAlone { pid, name, why } => progress.leave_alone(LeftAlone { pid, name, reason: why }),
+                Event::LeftAlone { pid, name, why } => {
+                    active.events.add_of_process("left-alone", (pid, &name), &why);
+                    progress.leave_alone(LeftAlone { pid, name, reason: why });
+                }
                 Event::Withdrawn { pid, result, reason } => {
                     log_withdrawn(active, host, (pid, &result, reason), progress);
                 }
                 Event::Overridden { pid, opt_out } => log_override(active, host, (pid, opt_out), progress),
                 Event::InjectorRestarted { pid } => {
-                    progress.say(&format!("the injector process had ended; process {pid} takes its place"));
+                    let line = format!("the injector process had ended; process {pid} takes its place");
+                    progress.say(&line);
+                    active.events.note("injector", line);
                 }
-                Event::StoodDown { why } => progress.stand_down(why),
+                Event::StoodDown { why } => {
+                    active.events.note("stood-down", format!("KSM is no longer controlled by this run: {why}"));
+                    progress.stand_down(why);
+                }
             }
         }
         if progress.stood_down.is_none() {
@@ -266,10 +299,30 @@ fn main_loop(
             progress.say_on_terminal("every process in scope has ended");
             return ControlFlow::Break(());
         }
+        let cgroup_of =
+            |key| host.limited_cgroup(key).map(|dir| printable(dir.as_os_str().as_bytes())).unwrap_or_default();
+        let take_back = active.settings.config.reserve.take_back && host.mechanism() == Mechanism::Ksmd;
+        if let Some(line) = rooms.of_machine(engine.reserve(), take_back) {
+            progress.say(&line);
+        }
+        for line in rooms.of_limits(engine.reserve(), take_back, cgroup_of) {
+            progress.say_of_programs(&line);
+        }
         facts.stood_down.clone_from(&progress.stood_down);
-        let requested = requests.serve(engine, |engine| Facts::of(engine, host, facts.clone()));
+        if engine.scans() > scans {
+            scans = engine.scans();
+            active.events.note("scan", format!("{} in all", thousands(scans)));
+        }
+        let was_paused = requests.is_paused();
+        let requested = requests.serve(engine, |engine| {
+            Facts::of(engine, host, RunFacts { events: active.events.list(), ..facts.clone() })
+        });
+        if requests.is_paused() != was_paused {
+            active.events.note(if was_paused { "resume" } else { "pause" }, "by a request");
+        }
         let reloaded = active.serve(engine, host, progress);
         if let Some(governor) = reloaded.or(requested) {
+            active.events.note("governor", governor.to_string());
             host.set_refresh_interval(refresh_interval_ns(&facts.config, governor));
         }
         progress.show(engine, host, requests.is_paused());
@@ -282,8 +335,7 @@ fn main_loop(
 fn log_changes(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outcome, progress: &Progress) {
     let marked = outcome.marked.iter().map(|result| (true, result));
     for (mark, result) in marked.chain(outcome.unmarked.iter().map(|result| (false, result))) {
-        let target = host.target_of(result.change.span.region).filter(|_| active.is_logging());
-        if let Some(target) = target {
+        if let Some(target) = host.target_of(result.change.span.region) {
             active.log(&Entry::changed(owner(host, target), mark, result), progress);
         }
     }
@@ -291,9 +343,6 @@ fn log_changes(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outco
 
 /// Writes what came of requests to the audit log: a line for each pair of processes, since there may be many ranges.
 fn log_merges(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outcome, progress: &Progress) {
-    if !active.is_logging() {
-        return;
-    }
     let pid_of = |region| host.target_of(region).map(|target| target.process.pid());
     let mut pairs: BTreeMap<(i32, Option<i32>), (RegionKey, Pages, Pages)> = BTreeMap::new();
     for MergeResult { range, merging } in outcome.merges.iter().filter(|result| result.merging != Merging::Untried) {
@@ -317,8 +366,7 @@ fn log_withdrawn(
     (pid, result, reason): (i32, &ChangeResult, String),
     progress: &Progress,
 ) {
-    let target = host.targets().find(|target| target.process.pid() == pid).filter(|_| active.is_logging());
-    if let Some(target) = target {
+    if let Some(target) = host.targets().find(|target| target.process.pid() == pid) {
         active.log(&Entry::withdrawn(owner(host, target), result, reason), progress);
     }
 }

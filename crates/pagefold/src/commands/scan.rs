@@ -1,13 +1,16 @@
 //! `pagefold scan`: how much memory merging could save, and where. It only reads.
 
 mod html;
+mod map;
 pub mod report;
 mod survey;
 mod table;
 
 use crate::output;
+use crate::output::page;
 use crate::output::placement::PlacementView;
 use anyhow::{Context, Result};
+use map::{Map, part_of};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::flags::DenyFlags;
 use pagefold_cli::progress::Progress;
@@ -28,6 +31,7 @@ use pagefold_linux::proc::memory::{Contents, PageReader, ReadHow};
 use pagefold_linux::proc::numa::owner_view;
 use pagefold_linux::scope::deny_list::DenyList;
 use report::{Cost, ScanReport};
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::path::PathBuf;
 use survey::{Survey, Surveyed};
@@ -44,7 +48,8 @@ pub struct ScanArgs {
     /// Print the result as JSON (schema pagefold.scan/1)
     #[arg(long)]
     pub json: bool,
-    /// Also write the result to this file, as a self-contained web page
+    /// Also write the result to this file, as a self-contained web page with a map of each process, for which all of up to
+    /// 16 GiB is read
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
     /// Seed of the sample, to repeat a scan with the same pages [default: random]
@@ -55,8 +60,7 @@ pub struct ScanArgs {
 pub fn run(args: &ScanArgs) -> Result<u8> {
     let report = scan(args)?;
     if let Some(path) = &args.html {
-        std::fs::write(path, html::page(&report))
-            .with_context(|| format!("cannot write {}; give --html a file that can be created", path.display()))?;
+        page::write(path, &html::page(&report))?;
     }
     output::print(args.json, &report, |style| table::text(&report, style))?;
     Ok(exit::OK)
@@ -69,10 +73,11 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let seed = args.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
     let progress = Progress::new();
     let (all, mut done) = (scoped.len() as f64, 0.0);
-    let mut survey = Survey::of(scoped, &args.deny.apply(DenyList::default()), &mut reader, || {
-        done += 1.0;
-        progress.show("reading page tables", Some(done / all));
-    })?;
+    let mut survey =
+        Survey::of(scoped, &args.deny.apply(DenyList::default()), &mut reader, args.html.is_some(), || {
+            done += 1.0;
+            progress.show("reading page tables", Some(done / all));
+        })?;
     refuse_if_nothing_is_left(&survey)?;
 
     let mut scanner = Scanner {
@@ -87,13 +92,21 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
         read: 0,
     };
     scanner.read_merged(&mut survey)?;
-    let (findings, fraction) = scanner.sample(&mut survey, args.exact)?;
+    let first = match args {
+        ScanArgs { exact: true, .. } => 1.0,
+        ScanArgs { html: Some(_), .. } => {
+            (MAP_PAGES / survey.frames().max(1) as f64).clamp(first_fraction(survey.frames()), 1.0)
+        }
+        _ => first_fraction(survey.frames()),
+    };
+    let (findings, fraction) = scanner.sample(&mut survey, first)?;
     refuse_if_none_may_be_read(&survey)?;
     let numa = scanner.places(&survey)?;
     scanner.progress.clear();
     let cost = Cost::new(scanner.pages_read, own_cpu_ns().saturating_sub(cpu_before_ns), scanner.reading_ns);
+    let maps = if args.html.is_some() { scanner.maps(&survey, &findings, fraction) } else { BTreeMap::new() };
     let report = ScanReport::of(&survey, &findings, fraction, args.scope.spec().to_string(), cost);
-    Ok(ScanReport { numa, ..report })
+    Ok(ScanReport { numa, maps, ..report })
 }
 
 fn reader() -> Result<PageReader, Exit> {
@@ -141,6 +154,9 @@ fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
         }
     }
 }
+
+/// So many pages are read for maps, if there are as many: 16 GiB.
+const MAP_PAGES: f64 = 4_194_304.0;
 
 /// Reads pages and counts their contents.
 struct Scanner {
@@ -207,9 +223,20 @@ impl Scanner {
         Ok(Some(PlacementView::of(&places, &Ledger::default(), name_of)))
     }
 
+    /// The maps of the processes that were looked at, by pid.
+    fn maps(&mut self, survey: &Survey, findings: &Findings, fraction: f64) -> BTreeMap<i32, Map> {
+        let densities = self.census.densities(survey.parts(), findings);
+        let mut maps = BTreeMap::new();
+        for (number, process) in survey.processes.iter().enumerate().filter(|(_, process)| !process.gone) {
+            let densities = &densities[survey.parts_before(number)..][..process.parts.len()];
+            maps.insert(process.scoped.process.pid(), Map::of(survey, process, densities, fraction));
+        }
+        maps
+    }
+
     /// Reads larger and larger samples until the error is small enough.
-    fn sample(&mut self, survey: &mut Survey, exact: bool) -> Result<(Findings, f64)> {
-        let (mut from, mut fraction) = (0.0, if exact { 1.0 } else { first_fraction(survey.frames()) });
+    fn sample(&mut self, survey: &mut Survey, first: f64) -> Result<(Findings, f64)> {
+        let (mut from, mut fraction) = (0.0, first);
         loop {
             self.to_read = survey.frames() as f64 * (fraction - from);
             self.read = 0;
@@ -248,6 +275,8 @@ impl Scanner {
             "reading every page".to_owned()
         };
         let before_ns = own_cpu_ns();
+        let parts_before = survey.parts_before(number);
+        let part_of = |page| u32::try_from(parts_before + part_of(&process.parts, page)?).ok();
         let read = self.reader.read_runs(&process.scoped.process, &runs, how, |view| {
             while view.page.0 >= runs[at].0.0 + u64::from(runs[at].1) {
                 at += 1;
@@ -259,7 +288,9 @@ impl Scanner {
                 progress.show(&message, Some((before + pages) as f64 / to_read));
             }
             match (view.state, view.frame) {
-                (PageState::Private, _) => census.add_private(cell, run, digester.digest(bytes)),
+                (PageState::Private, _) => {
+                    census.add_private(cell, run, part_of(view.page), digester.digest(bytes));
+                }
                 (PageState::Shared, Some(frame)) => {
                     survey.holders(frame, &mut holders);
                     // Shared since the survey, by a copy on write or a fork.

@@ -1,11 +1,13 @@
 //! `pagefold status`: what the daemon has saved, what it costs, and what it is doing.
 
 pub mod groups;
+pub mod room;
 mod words;
 
 use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::control::queue::{Facts, ToUnmark};
+use crate::events::Event;
 use crate::output;
 use crate::output::placement::PlacementView;
 use crate::output::requests::RequestsView;
@@ -14,12 +16,13 @@ use groups::{LeftOutRow, ScopeRow};
 use pagefold_cli::exit;
 use pagefold_core::config::Only;
 use pagefold_core::governor::Governor;
-use pagefold_core::host::{Cost, Mechanism};
+use pagefold_core::host::{Cost, HugeSplits, Mechanism};
 use pagefold_core::keys::OwnerKey;
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_core::report::{KindTotal, LevelTotal, RegionReport};
 use pagefold_core::stops::StopLengths;
 use pagefold_core::units::Pages;
+use room::ReserveView;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -72,6 +75,10 @@ pub struct Status {
     #[serde(default)]
     pub copied_worst_day_bytes: u64,
     #[serde(default)]
+    pub reserve: ReserveView,
+    #[serde(default)]
+    pub splits: HugeSplits,
+    #[serde(default)]
     pub refused_spans: u64,
     #[serde(default)]
     pub injector_restarts: u32,
@@ -99,6 +106,8 @@ pub struct Status {
     pub requests: Option<RequestsView>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementView>,
+    #[serde(default)]
+    pub events: Vec<Event>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -178,6 +187,8 @@ impl Status {
             to_unmark_bytes: to_unmark.map(|to_unmark| to_unmark.bytes).sum(),
             copied_bytes: ledger.copies.total.bytes().0,
             copied_worst_day_bytes: ledger.copies.worst_day.bytes().0,
+            reserve: ReserveView::of(facts),
+            splits: ledger.splits,
             refused_spans: ledger.refused,
             injector_restarts: facts.injector_restarts,
             cpu_seconds: ledger.cost,
@@ -198,6 +209,7 @@ impl Status {
             processes,
             requests: RequestsView::of(run.config.mechanism, ledger),
             numa: facts.places(),
+            events: run.events.clone(),
         }
     }
 }

@@ -4,15 +4,21 @@
 
 mod activity;
 mod draw;
+mod html;
+mod over_time;
 mod state;
 #[cfg(test)]
 mod tests;
 
 use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
+use crate::config::ownership;
 use crate::control::client::ask;
 use crate::control::protocol::Request;
+use crate::history::{self, Moment};
+use crate::output::page;
 use anyhow::Result;
+use html::Sources;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::style::colours;
 use pagefold_linux::scope::workload::workload_of;
@@ -24,21 +30,42 @@ use ratatui::crossterm::execute;
 use ratatui::crossterm::terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use state::Top;
+use state::{Top, View};
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Between two questions to the daemon.
 const INTERVAL: Duration = Duration::from_secs(1);
 /// How soon an answer is noticed.
 const POLL: Duration = Duration::from_millis(100);
 
+/// The history that is shown without --since.
+const SINCE: Duration = Duration::from_secs(2 * 3_600);
+/// The same on a web page.
+const SINCE_PAGE: Duration = Duration::from_secs(24 * 3_600);
+/// Between two reads of the history.
+const HISTORY_INTERVAL: Duration = Duration::from_secs(30);
+
 #[derive(Clone, Debug, clap::Args)]
-pub struct TopArgs {}
+pub struct TopArgs {
+    /// Begin with what was saved in this time (2h, 30d), also if no pagefold is running
+    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    pub since: Option<Duration>,
+    /// Read the history from this file, which the daemon writes
+    #[arg(long, value_name = "FILE", default_value = history::DEFAULT_FILE)]
+    pub history: PathBuf,
+    /// Write one self-contained web page to this file, with the last day or as --since says, and end
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+}
+
+/// What the history says, or why there is none.
+type Moments = Result<Vec<Moment>, String>;
 
 /// What the daemon and `/proc` say at one time.
 pub struct Answer {
@@ -46,22 +73,42 @@ pub struct Answer {
     /// What each process belongs to.
     workloads: BTreeMap<i32, String>,
     explanation: Option<Result<Explanation, String>>,
+    /// If it was read again.
+    history: Option<Moments>,
 }
 
-pub fn run(_: &TopArgs) -> Result<u8> {
+pub fn run(args: &TopArgs) -> Result<u8> {
+    if let Some(file) = &args.html {
+        return write_page(args, file);
+    }
     if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
         let message = "top needs a terminal; without one, use pagefold status, or pagefold status --json";
         return Err(Exit::new(exit::USAGE, message).into());
     }
     // A daemon that is not there, or that does not answer this user, is told before the screen is taken.
-    ask::<Status>(&Request::Status)?;
+    let since = args.since.unwrap_or(SINCE);
+    let moments = moments(&args.history, since);
+    if let Err(error) = ask::<Status>(&Request::Status) {
+        // The history is there all the same, if that was asked for.
+        match (&moments, args.since) {
+            (Ok(_), Some(_)) => {}
+            (Err(problem), Some(_)) => return Err(also(&error, problem)),
+            _ => return Err(error),
+        }
+    }
     let explained = Arc::new(AtomicI32::new(0));
     let (sender, answers) = sync_channel(1);
     let asked = Arc::clone(&explained);
-    std::thread::spawn(move || poll(&asked, &sender));
+    let history = args.history.clone();
+    std::thread::spawn(move || poll(&asked, (&history, since), &sender));
     let screen = Screen::take()?;
     end_on_signals()?;
-    let result = show(&answers, &explained);
+    let mut top = Top::new(colours());
+    (top.history, top.since) = (moments, since);
+    if args.since.is_some() {
+        top.view = View::History;
+    }
+    let result = show(top, &answers, &explained);
     drop(screen);
     result.map(|()| exit::OK)
 }
@@ -82,17 +129,22 @@ fn end() -> ! {
 }
 
 /// Asks until nobody listens.
-fn poll(explained: &AtomicI32, answers: &SyncSender<Answer>) {
+fn poll(explained: &AtomicI32, (history, since): (&Path, Duration), answers: &SyncSender<Answer>) {
+    let mut read = Instant::now();
     loop {
+        let history = (read.elapsed() >= HISTORY_INTERVAL).then(|| moments(history, since));
+        if history.is_some() {
+            read = Instant::now();
+        }
         let status = ask::<Status>(&Request::Status).map_err(|error| error.to_string());
-        let pids = status.iter().flat_map(|status| &status.processes).map(|row| row.pid);
-        let workloads = pids.filter_map(|pid| Some((pid, workload_of(pid)?))).collect();
+        let workloads = workloads(status.as_ref().ok());
         let explanation = match explained.load(Ordering::Relaxed) {
             0 => None,
             pid => Some(ask(&Request::Explain { pid }).map_err(|error| error.to_string())),
         };
         // There is room, unless the other thread hangs in the terminal.
-        if let Err(TrySendError::Disconnected(_)) = answers.try_send(Answer { status, workloads, explanation }) {
+        if let Err(TrySendError::Disconnected(_)) = answers.try_send(Answer { status, workloads, explanation, history })
+        {
             return;
         }
         // It has hung up, and no signal has come: sudo may have been in between.
@@ -103,9 +155,44 @@ fn poll(explained: &AtomicI32, answers: &SyncSender<Answer>) {
     }
 }
 
-fn show(answers: &Receiver<Answer>, explained: &AtomicI32) -> Result<()> {
+/// What each process of a status belongs to.
+fn workloads(status: Option<&Status>) -> BTreeMap<i32, String> {
+    let pids = status.iter().flat_map(|status| &status.processes).map(|row| row.pid);
+    pids.filter_map(|pid| Some((pid, workload_of(pid)?))).collect()
+}
+
+fn moments(path: &Path, since: Duration) -> Moments {
+    history::read(path, since, history::now()).map_err(|error| format!("{}: {error}", ownership::shown(path)))
+}
+
+/// The error, and that there is no history either.
+fn also(error: &anyhow::Error, problem: &str) -> anyhow::Error {
+    Exit::new(exit::code_of(error), format!("{error:#}; nor can the history be read: {problem}")).into()
+}
+
+fn write_page(args: &TopArgs, file: &Path) -> Result<u8> {
+    let since = args.since.unwrap_or(SINCE_PAGE);
+    let (found, moments) = (ask::<Status>(&Request::Status), moments(&args.history, since));
+    let status = match (found, &moments) {
+        (Ok(status), _) => Some(status),
+        (Err(_), Ok(moments)) if !moments.is_empty() => None,
+        (Err(error), Err(problem)) => return Err(also(&error, problem)),
+        (Err(error), Ok(_)) => return Err(also(&error, "it has nothing of this time")),
+    };
+    let sources = Sources {
+        status: status.as_ref(),
+        workloads: &workloads(status.as_ref()),
+        moments: moments.as_deref().unwrap_or_default(),
+        problem: moments.as_ref().err().map(String::as_str),
+        since,
+        now: history::now(),
+    };
+    page::write(file, &html::page(&sources))?;
+    Ok(exit::OK)
+}
+
+fn show(mut top: Top, answers: &Receiver<Answer>, explained: &AtomicI32) -> Result<()> {
     let mut terminal = Terminal::new(CrosstermBackend::new(io::stdout()))?;
-    let mut top = Top::new(colours());
     let mut changed = true;
     while !top.is_over() {
         for answer in answers.try_iter() {

@@ -10,6 +10,7 @@ use pagefold_cli::scope::ScopeArgs;
 use pagefold_core::config::{Config, Preset};
 use pagefold_core::limits::Limits;
 use pagefold_core::placement::policy::{Latencies, Placement};
+use pagefold_core::reserve::ReserveSettings;
 use pagefold_core::units::Permyriad;
 use pagefold_linux::host::live::Policies;
 use pagefold_linux::proc::Roots;
@@ -47,6 +48,7 @@ pub struct Settings {
     pub placement: Policies,
     pub audit: Option<PathBuf>,
     pub metrics: MetricsSettings,
+    pub history: Option<PathBuf>,
 }
 
 impl Settings {
@@ -96,14 +98,15 @@ impl Settings {
             audit: values.text("file").map(PathBuf::from),
             // A dry run beside the service would take its place.
             metrics: MetricsSettings::of(if args.dry_run { &args.options.0 } else { &values }),
+            history: (if args.dry_run { &args.options.0 } else { &values }).text("path").map(PathBuf::from),
         })
     }
 
     /// The sections that differ from `old` and cannot change while a run goes on.
     pub fn fixed_differences(&self, old: &Self) -> Vec<&'static str> {
         let judgement = |settings: &Self| {
-            let Config { governor, limits, latencies, .. } = self.config;
-            Config { governor, limits, latencies, ..settings.config.clone() }
+            let Config { governor, limits, latencies, reserve, .. } = self.config;
+            Config { governor, limits, latencies, reserve, ..settings.config.clone() }
         };
         [
             ("[scope]", self.scope != old.scope),
@@ -115,6 +118,7 @@ impl Settings {
             ("[numa]", (&self.placement, self.config.latencies) != (&old.placement, old.config.latencies)),
             ("[audit]", self.audit != old.audit),
             ("[metrics]", self.metrics != old.metrics),
+            ("[history]", self.history != old.history),
         ]
         .into_iter()
         .filter_map(|(section, differs)| differs.then_some(section))
@@ -194,6 +198,10 @@ fn config(values: &Values) -> Config {
         latencies: Latencies {
             local_ns: nanos("local-latency", preset.latencies.local_ns),
             remote_ns: nanos("remote-latency", preset.latencies.remote_ns),
+        },
+        reserve: ReserveSettings {
+            keep: parsed(values, "keep").unwrap_or_default(),
+            take_back: values.get("take-back") == Some(&Value::Switch(true)),
         },
         seed: seed(),
         ..preset

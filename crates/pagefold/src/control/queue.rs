@@ -4,16 +4,21 @@
 
 use super::protocol::{ControlState, Request, SCHEMA};
 use crate::commands::status::groups::{Selector, reason_of};
+use crate::events::Event;
 use crate::output::placement::PlacementView;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
-use pagefold_core::keys::OwnerKey;
+use pagefold_core::keys::{LimitKey, OwnerKey};
 use pagefold_core::report::EngineReport;
+use pagefold_core::reserve::RoomState;
 use pagefold_linux::host::identity::PendingUnmark;
 use pagefold_linux::host::live::LiveHost;
 use pagefold_linux::os::wake::Sleeper;
+use pagefold_linux::proc::status::printable;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,6 +38,8 @@ pub struct Facts {
     pub targets: Vec<TargetFacts>,
     /// The names of the trust domains, by key.
     pub domains: Vec<String>,
+    /// The cgroups below whose limits there is not room for all that can come back.
+    pub limited: BTreeMap<LimitKey, String>,
     pub run: RunFacts,
 }
 
@@ -80,6 +87,8 @@ pub struct RunFacts {
     pub config: Config,
     /// Why the run gave up KSM, if it did.
     pub stood_down: Option<String>,
+    /// What it has done lately, the newest last.
+    pub events: Vec<Event>,
 }
 
 impl Facts {
@@ -98,8 +107,11 @@ impl Facts {
             passed_over: target.passed_over.clone(),
         });
         let domains = host.domains().to_vec();
-        let (scans, injector_restarts) = (engine.scans(), host.injector_restarts());
-        Self { report: engine.report(), scans, injector_restarts, targets: targets.collect(), domains, run }
+        let tight = engine.reserve().limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
+        let limited =
+            tight.filter_map(|(&key, _)| Some((key, printable(host.limited_cgroup(key)?.as_os_str().as_bytes()))));
+        let (scans, injector_restarts, limited) = (engine.scans(), host.injector_restarts(), limited.collect());
+        Self { report: engine.report(), scans, injector_restarts, targets: targets.collect(), domains, limited, run }
     }
 
     /// Where merged pages are, on a machine with several memory nodes.

@@ -5,8 +5,14 @@
 
 use super::text::{Kind, Sample, append};
 use crate::commands::status::Status;
+use crate::commands::status::groups::ScopeRow;
+use crate::commands::status::room::ReserveView;
 use pagefold_core::governor::Governor;
+use pagefold_core::report::KindTotal;
+use pagefold_core::reserve::RoomState;
 use pagefold_core::stops::LENGTHS_NS;
+use pagefold_core::units::PAGE_BYTES;
+use serde::Serialize;
 
 /// A metric.
 struct Family {
@@ -30,7 +36,7 @@ const FAMILIES: &[Family] = &[
         vec![sample(&[("version", env!("CARGO_PKG_VERSION"))], 1.0)]
     }),
     gauge("pagefold_run_info", "Settings of the run; always 1", |status| {
-        let mechanism = format!("{:?}", status.mechanism).to_lowercase();
+        let mechanism = name_of(status.mechanism).unwrap_or_default();
         let dry_run = status.dry_run.to_string();
         let labels = [("dry_run", &*dry_run), ("governor", &status.governor.to_string()), ("mechanism", &*mechanism)];
         vec![sample(&labels, 1.0)]
@@ -61,6 +67,41 @@ const FAMILIES: &[Family] = &[
     gauge("pagefold_copied_worst_day_bytes", "The most such copies within 24 hours of the run", |status| {
         one(float(status.copied_worst_day_bytes))
     }),
+    gauge(
+        "pagefold_likely_return_bytes",
+        "The most that programs have taken back within an hour of the last day",
+        |status| one(float(status.reserve.likely_bytes)),
+    ),
+    gauge("pagefold_left_bytes", "Memory that programs can get, with free swap", |status| {
+        one(float(status.reserve.machine.left.bytes().0))
+    }),
+    gauge(
+        "pagefold_reserve_bytes",
+        "Memory to be left for what can come back; nothing more is merged if less is left",
+        |status| one(float(status.reserve.machine.reserve.bytes().0)),
+    ),
+    gauge(
+        "pagefold_room",
+        "1 for the room on the machine: enough for all that can come back, overcommitted, or short of the reserve",
+        |status| {
+            let states = [RoomState::Enough, RoomState::Overcommitted, RoomState::Short];
+            let row = |state| Some(sample(&[("state", &name_of(state)?)], flag(state == status.reserve.machine.state)));
+            states.into_iter().filter_map(row).collect()
+        },
+    ),
+    gauge(
+        "pagefold_tight_limits",
+        "Memory limits of cgroups in scope that are overcommitted or short of memory",
+        |status| {
+            let ReserveView { limits_overcommitted, limits_short, .. } = &status.reserve;
+            let rows = [(RoomState::Overcommitted, limits_overcommitted), (RoomState::Short, limits_short)];
+            let row = |(state, number): (_, &usize)| Some(sample(&[("state", &name_of(state)?)], *number as f64));
+            rows.into_iter().filter_map(row).collect()
+        },
+    ),
+    counter("pagefold_taken_back_bytes_total", "Address space unmarked because memory was short", |status| {
+        one(float(status.reserve.taken_back_bytes))
+    }),
     gauge("pagefold_resident_bytes", "Anonymous memory in scope that is not left alone", |status| {
         one(float(status.resident_bytes))
     }),
@@ -71,10 +112,7 @@ const FAMILIES: &[Family] = &[
         one(float(status.to_unmark_bytes))
     }),
     gauge("pagefold_kind_resident_bytes", "Resident memory in scope by kind of region", |status| {
-        let kind = |kind| serde_json::to_value(kind).ok().and_then(|name| Some(name.as_str()?.to_owned()));
-        let row = |row: &pagefold_core::report::KindTotal| {
-            Some(sample(&[("kind", &kind(row.kind)?)], float(row.resident.bytes().0)))
-        };
+        let row = |row: &KindTotal| Some(sample(&[("kind", &name_of(row.kind)?)], float(row.resident.bytes().0)));
         status.kinds.iter().filter_map(row).collect()
     }),
     gauge("pagefold_scope_processes", "Processes in scope, by the selector that they fit", |status| {
@@ -135,17 +173,22 @@ const FAMILIES: &[Family] = &[
         one(flag(status.stood_down))
     }),
     counter("pagefold_rounds_total", "Sampling rounds", |status| one(float(status.rounds))),
-    counter("pagefold_read_bytes_total", "Memory of programs that was read", |status| {
-        one(float(status.pages_read) * pagefold_core::units::PAGE_BYTES as f64)
-    }),
+    counter("pagefold_read_bytes_total", "Memory of programs that was read", |status| one(bytes_of(status.pages_read))),
     counter("pagefold_scans_total", "Scans by ksmd that the run ordered", |status| one(float(status.scans))),
     counter(
         "pagefold_requested_bytes_total",
         "Memory named to be merged on request, by result; no values if ksmd merges",
         |status| {
             let results = status.requests.map(|requests| requests.by_result()).into_iter().flatten();
-            let bytes = |pages| float(pages) * pagefold_core::units::PAGE_BYTES as f64;
-            results.map(|(result, pages)| sample(&[("result", result)], bytes(pages))).collect()
+            results.map(|(result, pages)| sample(&[("result", result)], bytes_of(pages))).collect()
+        },
+    ),
+    counter(
+        "pagefold_huge_page_splits_total",
+        "Huge pages split on the whole machine since the run began, by whatever cause: into base pages (page), in page tables (mapping)",
+        |status| {
+            let rows = [("page", status.splits.pages), ("mapping", status.splits.mappings)];
+            rows.map(|(what, number)| sample(&[("split", what)], float(number))).into()
         },
     ),
     counter("pagefold_refused_spans_total", "Spans not marked because their program refused or had ended", |status| {
@@ -179,6 +222,15 @@ fn float(number: u64) -> f64 {
     number as f64
 }
 
+fn bytes_of(pages: u64) -> f64 {
+    float(pages) * float(PAGE_BYTES)
+}
+
+/// The name that `status --json` has for it.
+fn name_of(value: impl Serialize) -> Option<String> {
+    Some(serde_json::to_value(value).ok()?.as_str()?.to_owned())
+}
+
 fn flag(is: bool) -> f64 {
     f64::from(u8::from(is))
 }
@@ -192,7 +244,7 @@ fn one(value: f64) -> Vec<Sample> {
     vec![sample(&[], value)]
 }
 
-fn of_scopes(status: &Status, value: fn(&crate::commands::status::groups::ScopeRow) -> u64) -> Vec<Sample> {
+fn of_scopes(status: &Status, value: fn(&ScopeRow) -> u64) -> Vec<Sample> {
     let rows = status.scopes.iter();
     rows.map(|row| sample(&[("kind", &row.kind), ("scope", &row.name)], float(value(row)))).collect()
 }

@@ -128,17 +128,8 @@ impl Drop for FileWriter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_testkit::wait_until;
     use std::os::unix::fs::symlink;
-    use std::time::Instant;
-
-    #[track_caller]
-    fn wait_until(condition: impl Fn() -> bool) {
-        let end = Instant::now() + Duration::from_secs(30);
-        while !condition() {
-            assert!(Instant::now() < end);
-            thread::sleep(Duration::from_millis(2));
-        }
-    }
 
     #[test]
     fn the_file_is_replaced_and_removed_at_the_end() {
@@ -158,7 +149,9 @@ mod tests {
         };
         let writer = FileWriter::start(file, Duration::from_millis(5), page).unwrap();
         let text = || fs::read_to_string(&path).unwrap_or_default();
-        wait_until(|| text().strip_prefix("page ").is_some_and(|rest| rest.trim().parse::<u32>().unwrap() > 2));
+        wait_until("pages are written", || {
+            text().strip_prefix("page ").is_some_and(|rest| rest.trim().parse::<u32>().unwrap() > 2)
+        });
         assert_eq!(fs::symlink_metadata(&path).unwrap().permissions().mode() & 0o7777, 0o644);
         assert_eq!(fs::read_to_string(&victim).unwrap(), "as it was");
         drop(writer);

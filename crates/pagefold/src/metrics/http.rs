@@ -1,8 +1,8 @@
 //! Serves the metrics over HTTP: `GET /metrics`, one request per connection, and nothing else.
 //!
-//! One thread serves all connections, none of which it waits for. Whoever can connect may try to keep it busy or to make it
-//! large, so there are few connections, each with a limit of time and of bytes, and a new one takes the place of the oldest if
-//! there are too many: a client that sends its request at once is always answered. Connections are accepted at a limited rate.
+//! One thread serves all connections without blocking on any of them. A client may try to keep it busy or to use up memory, so
+//! there are few connections, each limited in time and size. When there are too many, a new one replaces the oldest, so a client
+//! that sends its request at once is always answered. Connections are accepted at a limited rate.
 
 use pagefold_linux::os::sockets::{Ready, wait_for};
 use std::io::{self, ErrorKind, Read, Write};

@@ -75,7 +75,7 @@ impl Units {
     }
 }
 
-fn weight(page: &ReadPage) -> f64 {
+pub(super) fn weight(page: &ReadPage) -> f64 {
     1.0 / f64::from(page.mappings)
 }
 

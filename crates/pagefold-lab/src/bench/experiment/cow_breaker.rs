@@ -20,7 +20,11 @@ pub const EXPERIMENT: Experiment = Experiment {
 const LEAST_SAVED: f64 = 1_048_576.0;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let (size_mib, seconds) = if setting.quick { (32, 5) } else { (2048, 60) };
+    let (size_mib, seconds) = match (setting.quick, setting.emulated) {
+        (true, _) => (32, 5),
+        (_, true) => (512, 60),
+        _ => (2048, 60),
+    };
     let every_us = 10_000;
     report.parameters([("same_mib", size_mib), ("write_every_us", every_us), ("seconds", seconds)]);
     let spec = TenantSpec::new([Segment::Same { pages: mib(size_mib).0, seed: 9 }])

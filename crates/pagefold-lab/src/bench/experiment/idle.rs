@@ -1,6 +1,7 @@
 //! The cost of watching memory without duplicates, once it has been sampled for the first time.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use crate::bench::guest::GuestMachine;
 use crate::bench::policy::{Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, MachineDescription};
 use crate::bench::sampler::spent_between;
@@ -14,6 +15,11 @@ pub const EXPERIMENT: Experiment = Experiment {
 };
 
 const TENANT_MIB: u64 = 2048;
+
+/// The emulated machine: half as much memory again as is watched, and what the kernel needs.
+pub fn machine(quick: bool) -> GuestMachine {
+    if quick { GuestMachine::small(quick) } else { GuestMachine::new(4 * TENANT_MIB * 3 / 2 + 1024, quick) }
+}
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     // In ascending order: the last one is judged.

@@ -24,8 +24,8 @@ pub const EXPERIMENT: Experiment = Experiment {
 };
 
 /// The policy that is judged.
-const JUDGED: [&str; 4] = ["--governor", "full", "--mechanism", "request"];
-const ON_KSMD: [&str; 4] = ["--governor", "full", "--mechanism", "ksmd"];
+pub(super) const JUDGED: [&str; 4] = ["--governor", "full", "--mechanism", "request"];
+pub(super) const ON_KSMD: [&str; 4] = ["--governor", "full", "--mechanism", "ksmd"];
 const KSM_PAGES: u64 = 1000;
 
 /// Time for which pagefold runs before the first of several programs starts.

@@ -18,6 +18,28 @@ pub(super) fn huge_pages(facts: &MachineFacts) -> Finding {
     }
 }
 
+pub(super) fn khugepaged(facts: &MachineFacts) -> Finding {
+    const TODO: &str = "echo 0 > /sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none";
+    let why = "it fills merged pages of zeros with memory again";
+    match (facts.huge_pages.known().map(String::as_str), &facts.max_ptes_none) {
+        (Some("always"), Fact::Is(pages @ 1..)) => warning(
+            "khugepaged",
+            format!("khugepaged makes huge pages where up to {pages} of 512 pages are empty or zero"),
+            why,
+            TODO,
+        ),
+        (Some("madvise"), Fact::Is(pages @ 1..)) => note(
+            "khugepaged",
+            format!(
+                "khugepaged makes huge pages, of programs that ask for them, where up to {pages} of 512 pages are empty or zero"
+            ),
+            why,
+            TODO,
+        ),
+        _ => ok("khugepaged", "khugepaged makes no huge pages of empty or zero pages"),
+    }
+}
+
 /// Below this limit, splitting large mappings leaves programs too few.
 const FEW_MAPS: u64 = 16_384;
 

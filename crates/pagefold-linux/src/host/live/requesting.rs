@@ -136,10 +136,19 @@ impl LiveHost {
         }
         let mut looked = BTreeMap::new();
         for (pair, ranges) in by_pair {
+            let mut in_vain = false;
             for job in jobs(&ranges) {
+                if in_vain {
+                    outcome.merges.extend(job.iter().map(untried));
+                    continue;
+                }
+                let begun = outcome.merges.len();
                 if let Err(merging) = self.merge_pair(&device, pair, &job, &mut looked, &mut outcome.merges) {
                     outcome.merges.extend(job.iter().map(|&range| MergeResult { range, merging }));
                 }
+                in_vain = outcome.merges[begun..]
+                    .iter()
+                    .all(|result| matches!(result.merging, Merging::Differs | Merging::Untried));
             }
         }
     }

@@ -47,6 +47,7 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
         (Next::Sample { sampled, needed }, _) => {
             format!("Sampled further: {} of about {} that its level needs.", thousands(sampled.0), pages(needed))
         }
+        (Next::Mark, _) if region.short => "Worth marking, but memory is short; see pagefold status.".to_owned(),
         (Next::Mark, _) => match not_driven {
             Some(why) => format!("Worth marking, but {why}."),
             None => "About to be marked, together with other regions, so that one scan of ksmd serves all of them.".into(),
@@ -57,6 +58,10 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
                 "ksmd is merging it. A page is merged when a second scan finds it unchanged since the first.".into()
             }
         },
+        (Next::Wait { ns }, _) if region.taken_back => {
+            let left = time(ns as f64 / 1e9);
+            format!("Left alone for {left}: its merged memory was taken apart, because memory was short.")
+        }
         (Next::Wait { ns }, Kind::CowBroken) => {
             let left = time(ns as f64 / 1e9);
             let Some(ratio) = region.cow_ratio else {

@@ -1,5 +1,7 @@
-//! What a run shows while it goes on: a status line on a terminal, otherwise one line for each message.
+//! What a run shows while it goes on: a status line on a terminal, otherwise one line for each message. A service manager has the
+//! status line, too.
 
+use crate::service::ServiceManager;
 use pagefold_cli::{progress, style};
 use pagefold_core::engine::Engine;
 use pagefold_linux::host::live::LiveHost;
@@ -23,6 +25,7 @@ pub struct LeftAlone {
 #[derive(Debug)]
 pub struct Progress {
     line: progress::Progress,
+    manager: ServiceManager,
     /// The processes left alone so far, and why.
     pub left_alone: Vec<LeftAlone>,
     /// How many more there were.
@@ -37,11 +40,17 @@ impl Progress {
     pub fn new() -> Self {
         Self {
             line: progress::Progress::new(),
+            manager: ServiceManager::of_environment(),
             left_alone: Vec::new(),
             left_alone_more: 0,
             messages: MessageLimit::new(Instant::now()),
             stood_down: None,
         }
+    }
+
+    /// The run begins.
+    pub fn begin(&self) {
+        self.manager.ready();
     }
 
     /// Prints a message.
@@ -58,17 +67,24 @@ impl Progress {
         self.line.println(line);
     }
 
+    /// Prints a message that programs can cause, unless there are too many.
+    pub fn say_of_programs(&mut self, line: &str) {
+        if let Some(unprinted) = self.messages.admit(Instant::now()) {
+            if unprinted > 0 {
+                self.say(&format!(
+                    "{unprinted} more messages about programs were left out meanwhile; see pagefold status"
+                ));
+            }
+            self.say(line);
+        }
+    }
+
     /// Reports a process that is left alone, once for each reason.
     pub fn leave_alone(&mut self, left: LeftAlone) {
         if self.left_alone.contains(&left) {
             return;
         }
-        if let Some(unprinted) = self.messages.admit(Instant::now()) {
-            if unprinted > 0 {
-                self.say(&format!("{unprinted} more processes were left alone meanwhile; see pagefold status"));
-            }
-            self.say(&format!("process {} ({}) is left alone: {}", left.pid, left.name, left.reason));
-        }
+        self.say_of_programs(&format!("process {} ({}) is left alone: {}", left.pid, left.name, left.reason));
         if self.left_alone.len() < LISTED_MOST {
             self.left_alone.push(left);
         } else {
@@ -81,11 +97,11 @@ impl Progress {
         self.stood_down = Some(why);
     }
 
-    pub fn show(&self, engine: &Engine, host: &LiveHost, paused: bool) {
+    pub fn show(&mut self, engine: &Engine, host: &LiveHost, paused: bool) {
         let ledger = engine.ledger();
-        let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
-        self.line.show(
-            &format!(
+        let text = || {
+            let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
+            format!(
                 "{}, {}: saved {}, CPU {:.1} s{}",
                 style::count(host.targets().count(), "process", "processes"),
                 style::human(resident),
@@ -96,12 +112,17 @@ impl Progress {
                     (false, true) => "",
                     (false, false) => ", watching",
                 },
-            ),
-            None,
-        );
+            )
+        };
+        if !self.line.is_hidden() {
+            self.line.show(&text(), None);
+        }
+        self.manager.alive(Instant::now(), text);
     }
 
+    /// The run ends.
     pub fn finish(&self) {
+        self.manager.stopping();
         self.line.clear();
     }
 }

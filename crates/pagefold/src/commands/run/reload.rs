@@ -7,6 +7,7 @@ use super::RunArgs;
 use super::progress::Progress;
 use crate::audit::{Audit, Entry};
 use crate::config::settings::Settings;
+use crate::events::Events;
 use pagefold_cli::exit::Exit;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
@@ -15,13 +16,14 @@ use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The settings in force, and the audit log.
+/// The settings in force, the audit log, and what it would have, as a list of events.
 #[derive(Debug)]
 pub struct ActiveSettings<'a> {
     args: &'a RunArgs,
     /// As they were last read.
     pub settings: Settings,
     audit: Option<Audit>,
+    pub events: Events,
     requested: Arc<AtomicBool>,
 }
 
@@ -30,7 +32,7 @@ impl<'a> ActiveSettings<'a> {
     pub fn new(args: &'a RunArgs, settings: Settings) -> Result<Self, Exit> {
         let path = settings.audit.as_deref().filter(|_| !args.dry_run);
         let audit = path.map(Audit::open).transpose()?;
-        Ok(Self { args, settings, audit, requested: Arc::default() })
+        Ok(Self { args, settings, audit, events: Events::default(), requested: Arc::default() })
     }
 
     /// The flag that SIGHUP sets instead of ending the run. `None` if SIGHUP ends it.
@@ -39,14 +41,12 @@ impl<'a> ActiveSettings<'a> {
         (reloads && !std::io::stdin().is_terminal()).then(|| self.requested.clone())
     }
 
-    pub fn is_logging(&self) -> bool {
-        self.audit.is_some()
-    }
-
-    /// Writes a line to the audit log. The first failure is reported.
+    /// Adds an event, and writes a line to the audit log. The first failure is reported.
     pub fn log(&mut self, entry: &Entry, progress: &Progress) {
+        self.events.add_entry(entry);
         if let Some(complaint) = self.audit.as_mut().and_then(|audit| audit.write(entry)) {
             progress.say(&complaint);
+            self.events.note("error", complaint);
         }
     }
 
@@ -65,10 +65,15 @@ impl<'a> ActiveSettings<'a> {
         match self.settings.reread(self.args) {
             Ok(read) => self.apply(read, engine, host, progress),
             Err(error) => {
-                progress.say(&format!("the settings are unchanged: {error}"));
+                self.say(progress, "error", format!("the settings are unchanged: {error}"));
                 None
             }
         }
+    }
+
+    fn say(&mut self, progress: &Progress, what: &str, line: String) {
+        progress.say(&line);
+        self.events.note(what, line);
     }
 
     fn apply(
@@ -84,14 +89,19 @@ impl<'a> ActiveSettings<'a> {
         }
         if read.deny != self.settings.deny {
             host.set_deny(read.deny.clone());
-            progress.say("the deny list has changed");
+            self.say(progress, "settings", "the deny list has changed".to_owned());
         }
         self.settings.deny = read.deny;
         if read.config.limits != self.settings.config.limits {
             engine.set_limits(read.config.limits);
-            progress.say("the limits have changed");
+            self.say(progress, "settings", "the limits have changed".to_owned());
         }
         self.settings.config.limits = read.config.limits;
+        if read.config.reserve != self.settings.config.reserve {
+            engine.set_reserve(read.config.reserve);
+            progress.say("the reserve has changed");
+        }
+        self.settings.config.reserve = read.config.reserve;
         // If the file still has the same one, `pagefold governor` may have set another since. That one stays.
         let governor = (read.config.governor != self.settings.config.governor).then_some(read.config.governor)?;
         self.settings.config.governor = governor;

@@ -1,39 +1,43 @@
 //! The result of a scan as one web page that needs nothing else.
 
-use super::report::{ScanReport, size};
+use super::map::{Map, Shares};
+use super::report::{ProcessRow, ScanReport, size};
+use crate::output::page::{escape, page as framed};
 use pagefold_cli::style::{count, human, percent};
 use pagefold_core::sampling::census::{Figures, bytes_of};
 use std::fmt::Write as _;
 
-const STYLE: &str = include_str!("scan.css");
+/// Maps shown: those of the processes with the most to save.
+const MAPS_MOST: usize = 24;
+/// Names listed of what was left out for one reason.
+const NAMES_MOST: usize = 8;
 
 pub fn page(report: &ScanReport) -> String {
     let mut html = String::new();
     let _ = write!(
         html,
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
-         <meta name=\"color-scheme\" content=\"light dark\"><title>pagefold scan</title>\
-         <style>\n{STYLE}</style></head><body><main>\n\
-         <p class=\"tag\">pagefold scan <code>{}</code></p>\n<h1>{}.</h1>\n<p class=\"dim\">{}</p>\n",
+        "<p class=\"tag\">pagefold scan <code>{}</code></p>\n<h1>{}.</h1>\n<p class=\"dim\">{}</p>\n",
         escape(&report.scope),
         escape(&report.headline()),
         escape(&report.basis()),
     );
     whole(&mut html, report);
+    maps(&mut html, report);
     let rows = report.looked_at().map(|row| {
         let exe = row.exe.as_deref().unwrap_or_default();
-        (
-            format!("<td class=\"n\">{}</td><td title=\"{}\">{}</td>", row.pid, escape(exe), escape(&row.name)),
-            row.figures,
-        )
+        let name = format!("<td class=\"name\" title=\"{}\">{}</td>", escape(exe), escape(&row.name));
+        (format!("<td class=\"n\">{}</td>{name}", row.pid), row.figures)
     });
     table(&mut html, "By process", "<th class=\"n\">PID</th><th>Program</th>", rows);
     let rows = report.kinds.iter().map(|row| (format!("<td>{}</td>", escape(&row.kind)), row.figures));
     table(&mut html, "By kind of memory", "<th>Kind</th>", rows);
     if report.cgroups.len() > 1 {
         let rows = report.cgroups.iter().map(|row| {
-            (format!("<td>{}</td><td class=\"n\">{}</td>", escape(&row.cgroup), row.processes), row.figures)
+            let name = escape(&row.cgroup);
+            (
+                format!("<td class=\"name\" title=\"{name}\">{name}</td><td class=\"n\">{}</td>", row.processes),
+                row.figures,
+            )
         });
         table(&mut html, "By cgroup", "<th>Cgroup</th><th class=\"n\">Processes</th>", rows);
     }
@@ -41,8 +45,7 @@ pub fn page(report: &ScanReport) -> String {
     if let Some(command) = report.next_step() {
         let _ = writeln!(html, "<h2>To save it</h2>\n<pre><code>{}</code></pre>", escape(&command));
     }
-    html.push_str("</main></body></html>\n");
-    html
+    framed("pagefold scan", &html)
 }
 
 /// The bar of all memory, with its key.
@@ -50,10 +53,10 @@ fn whole(html: &mut String, report: &ScanReport) {
     let totals = &report.totals;
     let savable = totals.zero + totals.duplicate_within + totals.duplicate_across;
     let parts = [
-        ("zero", "all zeros", totals.zero),
-        ("within", "duplicate within a process", totals.duplicate_within),
-        ("across", "duplicate across processes", totals.duplicate_across),
-        ("rest", "unique", (totals.resident - savable).max(0.0)),
+        ("zero", "savable: all zeros", totals.zero),
+        ("within", "savable: copy in the same process", totals.duplicate_within),
+        ("across", "savable: copy in another process", totals.duplicate_across),
+        ("rest", "the rest", (totals.resident - savable).max(0.0)),
     ];
     let whole = totals.resident.max(1.0);
     html.push_str("<svg class=\"whole\" viewBox=\"0 0 1000 28\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"Shares of the memory\">");
@@ -77,6 +80,90 @@ fn whole(html: &mut String, report: &ScanReport) {
     if !besides.is_empty() {
         let _ = writeln!(html, "<p class=\"dim\">Besides: {}.</p>", besides.join("; "));
     }
+}
+
+/// The maps of the processes.
+fn maps(html: &mut String, report: &ScanReport) {
+    let has_map = |row: &&ProcessRow| report.maps.get(&row.pid).is_some_and(|map| !map.parts.is_empty());
+    let rows: Vec<&ProcessRow> = report.looked_at().filter(has_map).collect();
+    if rows.is_empty() {
+        return;
+    }
+    html.push_str(
+        "<h2>Where it is</h2>\n<p class=\"dim\">The resident memory of each process, lowest address at the left. The height is the \
+         share of the pages there. Of duplicates one copy stays, so less than what is shown as duplicate can be saved.",
+    );
+    if !report.exact {
+        html.push_str(" Estimated from the sample.");
+    }
+    html.push_str("</p>\n<ul class=\"key\">");
+    for (class, what, _) in LAYERS {
+        let _ = write!(html, "<li><i class=\"{class}\"></i>{what}</li>");
+    }
+    html.push_str("<li><i class=\"rest\"></i>unique</li></ul>\n<div class=\"maps\">\n");
+    for row in rows.iter().take(MAPS_MOST) {
+        let _ = write!(
+            html,
+            "<figure><figcaption><b>{}</b> <span class=\"dim\">{}, {}, {} savable</span></figcaption>",
+            escape(&row.name),
+            row.pid,
+            size(row.figures.resident),
+            size(row.figures.savable),
+        );
+        map(html, &row.name, &report.maps[&row.pid]);
+        html.push_str("</figure>\n");
+    }
+    html.push_str("</div>\n");
+    if rows.len() > MAPS_MOST {
+        let more = count(rows.len() - MAPS_MOST, "process is", "processes are");
+        let _ = writeln!(html, "<p class=\"dim\">{more} not shown here, with less to save.</p>");
+    }
+}
+
+type Layer = (&'static str, &'static str, fn(&Shares) -> f64);
+
+/// The layers of a map, from below.
+const LAYERS: [Layer; 4] = [
+    ("merged", "merged already", |shares| shares.merged),
+    ("zero", "zero", |shares| shares.zero),
+    ("across", "duplicate", |shares| shares.duplicate),
+    ("fork", "shared through fork", |shares| shares.fork_shared),
+];
+
+fn map(html: &mut String, name: &str, map: &Map) {
+    let _ = write!(
+        html,
+        "<svg class=\"map\" viewBox=\"0 0 {} 100\" preserveAspectRatio=\"none\" shape-rendering=\"crispEdges\" role=\"img\" \
+         aria-label=\"Map of {}\">",
+        map.parts.len(),
+        escape(name)
+    );
+    // The highest first; each is painted over by those below it.
+    for layers in (1..=LAYERS.len()).rev() {
+        let (class, _, of) = LAYERS[layers - 1];
+        if map.parts.iter().all(|shares| of(shares) <= 0.0) {
+            continue;
+        }
+        let _ = write!(html, "<path class=\"{class}\" d=\"M0 100");
+        for (at, shares) in map.parts.iter().enumerate() {
+            let height: f64 = LAYERS[..layers].iter().map(|(_, _, of)| of(shares)).sum();
+            let _ = write!(html, "V{:.1}H{}", 100.0 - 100.0 * height.clamp(0.0, 1.0), at + 1);
+        }
+        html.push_str("V100Z\"/>");
+    }
+    html.push_str("</svg><div class=\"kinds\">");
+    for stretch in &map.stretches {
+        // A short one has no room for its name.
+        let label = if stretch.parts * 8 >= map.parts.len() { stretch.kind.to_string() } else { "&nbsp;".to_owned() };
+        let _ = write!(
+            html,
+            "<span style=\"flex-grow:{}\" title=\"{}, from {:x}\">{label}</span>",
+            stretch.parts,
+            stretch.kind,
+            stretch.first.address(),
+        );
+    }
+    html.push_str("</div>");
 }
 
 fn table(html: &mut String, title: &str, head: &str, rows: impl Iterator<Item = (String, Figures)>) {
@@ -114,28 +201,22 @@ fn left_out(html: &mut String, report: &ScanReport) {
     }
     html.push_str("<h2>Left out</h2>\n<table class=\"out\"><tbody>\n");
     for row in &report.excluded {
-        let mappings = count(row.regions as usize, "mapping", "mappings");
+        let whole = report.processes.iter().filter(|process| process.left_out.as_ref() == Some(&row.reason));
+        let names: Vec<String> = whole.map(|process| format!("{} ({})", process.name, process.pid)).collect();
+        let where_ = match names.len() {
+            0 => count(row.regions as usize, "mapping", "mappings"),
+            more @ NAMES_MOST.. if more > NAMES_MOST => {
+                format!("{}, and {} more", names[..NAMES_MOST].join(", "), more - NAMES_MOST)
+            }
+            _ => names.join(", "),
+        };
         let _ = writeln!(
             html,
-            "<tr><td class=\"n\">{}</td><td>{}</td><td class=\"dim\">{mappings}</td></tr>",
+            "<tr><td class=\"n\">{}</td><td>{}</td><td class=\"dim\">{}</td></tr>",
             human(row.bytes),
             escape(&row.reason),
+            escape(&where_),
         );
     }
     html.push_str("</tbody></table>\n");
-}
-
-/// Escapes a name: programs and cgroups can have any.
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn hostile_names_stay_text() {
-        assert_eq!(escape("<b a=\"&\">"), "&lt;b a=&quot;&amp;&quot;&gt;");
-    }
 }

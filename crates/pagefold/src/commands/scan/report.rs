@@ -1,5 +1,6 @@
 //! The result of a scan (schema `pagefold.scan/1`), which `--json`, the tables and the web page show.
 
+use super::map::Map;
 use super::survey::{LeftOut, Survey, by_size};
 use crate::output::placement::PlacementView;
 use pagefold_cli::style::{count, human, percent};
@@ -27,6 +28,9 @@ pub struct ScanReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementView>,
     pub cost: Cost,
+    /// The maps of the processes by pid, for the web page only.
+    #[serde(skip)]
+    pub maps: BTreeMap<i32, Map>,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -145,6 +149,7 @@ impl ScanReport {
             excluded: by_size(excluded),
             numa: None,
             cost,
+            maps: BTreeMap::new(),
         }
     }
 

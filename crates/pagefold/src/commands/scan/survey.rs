@@ -4,6 +4,7 @@
 //! counts of pages that are merged or shared, and lists of the frames to read. A frame that is shared through fork is read
 //! once, with the pages of its first holder.
 
+use super::map::{self, Part};
 use anyhow::Result;
 use pagefold_core::host::PageState;
 use pagefold_core::sampling::census::Cell;
@@ -44,6 +45,8 @@ pub struct Surveyed {
     pub ranges: Vec<(Vpn, u32)>,
     /// Merged pages to read: one for each merged frame.
     pub merged: Vec<Vpn>,
+    /// The parts of its map, if there is to be one.
+    pub parts: Vec<Part>,
 }
 
 impl Surveyed {
@@ -91,6 +94,7 @@ impl Survey {
         scoped: Vec<Scoped>,
         deny: &DenyList,
         reader: &mut PageReader,
+        with_maps: bool,
         mut progress: impl FnMut(),
     ) -> Result<Self> {
         let mut survey = Self::default();
@@ -105,9 +109,14 @@ impl Survey {
                 regions: Vec::new(),
                 ranges: Vec::new(),
                 merged: Vec::new(),
+                parts: Vec::new(),
             };
             let before = (survey.cells.len(), joint.len());
             match survey.add(&mut surveyed, deny, reader, &mut joint, &mut numbers) {
+                Ok(()) if with_maps => {
+                    let others = joint[before.1..].iter().map(|joint: &Joint| (joint.page, joint.region));
+                    surveyed.parts = map::parts(&surveyed.regions, others);
+                }
                 Ok(()) => {}
                 Err(error) => {
                     surveyed.lose(error)?;
@@ -184,8 +193,13 @@ impl Survey {
             // Merged during the survey: the later observation counts.
             let merged = holders.iter().any(|holder| holder.merged);
             for holder in holders {
-                let cell = self.processes[holder.process as usize].regions[holder.region as usize].cell;
+                let process = &mut self.processes[holder.process as usize];
+                let cell = process.regions[holder.region as usize].cell;
                 let facts = &mut self.cells[cell as usize];
+                if let Some(part) = map::part_of(&process.parts, holder.page) {
+                    let part = &mut process.parts[part];
+                    *(if merged { &mut part.merged } else { &mut part.shared }) += 1;
+                }
                 if merged {
                     facts.merged += Pages(1);
                     facts.merged_frames += part;
@@ -214,6 +228,15 @@ impl Survey {
         cells.clear();
         let from = self.shared.partition_point(|&(other, _)| other < frame);
         cells.extend(self.shared[from..].iter().take_while(|&&(other, _)| other == frame).map(|&(_, cell)| cell));
+    }
+
+    /// The number of parts of all maps, and of those before a process's, by its index.
+    pub fn parts(&self) -> usize {
+        self.parts_before(self.processes.len())
+    }
+
+    pub fn parts_before(&self, process: usize) -> usize {
+        self.processes[..process].iter().map(|process| process.parts.len()).sum()
     }
 
     /// The frames that can be read.

@@ -6,6 +6,8 @@ use pagefold_cli::style::{Lines, Style, bar, count, human, percent, shorten};
 use pagefold_core::governor::Governor;
 use pagefold_core::host::Mechanism;
 use pagefold_core::report::Kind;
+use pagefold_core::reserve::RoomState;
+use pagefold_core::units::Pages;
 
 /// Processes shown; the rest is summed up.
 const PROCESSES: usize = 8;
@@ -59,10 +61,24 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
         ));
     }
     rows.extend(status.requests.map(|requests| ("requests", requests.sentence())));
+    if status.reserve.machine.total > Pages(0) {
+        rows.push(("room", status.reserve.sentence()));
+    }
+    rows.extend(status.reserve.limits_sentence().map(|text| ("limits", text)));
     rows.extend(to_unmark(status).map(|text| ("to unmark", text)));
     if status.stops > 0 {
         let (stops, longest) = (status.stops, status.longest_stop_us);
         rows.push(("stops", format!("{stops} of processes, to mark their memory; the longest {longest:.0} us")));
+    }
+    let splits = status.splits;
+    if splits.pages + splits.mappings > 0 {
+        let (pages, mappings) = (thousands(splits.pages), thousands(splits.mappings));
+        rows.push((
+            "THP",
+            format!(
+                "{pages} huge pages were split, {mappings} in page tables: on the whole machine, since the run began"
+            ),
+        ));
     }
     if status.domains.len() > 1 {
         rows.push(("domains", domains(status)));
@@ -228,6 +244,9 @@ fn next(text: &mut String, status: &Status, style: Style) {
     for row in &status.next {
         let what = match row.what.as_str() {
             "read" => "being read whole, to find what is worth merging",
+            "mark" if status.reserve.machine.state == RoomState::Short => {
+                "worth merging, once memory is no longer short"
+            }
             "mark" if status.dry_run || !status.ksm_driven => "worth marking",
             "mark" if status.mechanism == Mechanism::Request => "about to be merged",
             "mark" => "about to be marked for ksmd",

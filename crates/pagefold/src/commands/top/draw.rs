@@ -1,8 +1,10 @@
 //! The screen.
 
 use super::activity::{self, Mood};
+use super::over_time;
 use super::state::{Point, Row, Rows, Sort, Top, View, result_of};
 use crate::commands::status::Status;
+use crate::history::now;
 use pagefold_cli::figures::{time, wrap};
 use pagefold_cli::style::{bar, count, human, percent, shorten};
 use pagefold_core::governor::Governor;
@@ -21,11 +23,13 @@ const SMALLEST: (u16, u16) = (40, 12);
 const BAR: usize = 24;
 const CURVE_ROWS: u16 = 3;
 
-const HELP: [(&str, &str); 12] = [
+const HELP: [(&str, &str); 14] = [
     ("Up Down PgUp PgDn Home End", "choose a row"),
     ("Enter", "show the process region by region, with the reason and the next step of each"),
     ("Esc", "go back; clear the filter"),
     ("Tab, F2", "kinds of memory, levels of the ladder, and what happens next; and back"),
+    ("o, F3", "what was saved over time, by the history; and back"),
+    ("e, F7", "what the daemon has done lately; and back"),
     ("/, F4", "show only rows with this text in the name, the workload or the pid"),
     ("t, F5", "a row for each process, or for each workload (VM, container, pod, systemd unit)"),
     ("> <, F6", "sort by the next column, the one before"),
@@ -38,22 +42,22 @@ const HELP: [(&str, &str); 12] = [
 
 /// Styles, which are plain without colour.
 #[derive(Clone, Copy)]
-struct Look(bool);
+pub struct Look(bool);
 
 impl Look {
-    fn of(self, colour: Color) -> Style {
+    pub fn of(self, colour: Color) -> Style {
         if self.0 { Style::new().fg(colour) } else { Style::new() }
     }
 
-    fn good(self) -> Style {
+    pub fn good(self) -> Style {
         self.of(Color::Green)
     }
 
-    fn warn(self) -> Style {
+    pub fn warn(self) -> Style {
         self.of(Color::Yellow)
     }
 
-    fn dim() -> Style {
+    pub fn dim() -> Style {
         Style::new().add_modifier(Modifier::DIM)
     }
 
@@ -82,11 +86,19 @@ pub fn draw(frame: &mut Frame, top: &mut Top) {
     let [title, figures, body, keys] = Layout::vertical(heights).areas(area);
     if let Some(status) = &top.status {
         frame.render_widget(heading(status, title.width).style(Look::chosen()), title);
-        draw_figures(frame, figures, status, &top.history, (top.problem.as_deref(), look));
+        draw_figures(frame, figures, status, &top.seen, (top.problem.as_deref(), look));
+    } else if let Some(problem) = &top.problem {
+        frame.render_widget(
+            Line::styled(format!("{:<width$}", " pagefold", width = title.width.into()), Look::chosen()),
+            title,
+        );
+        say(frame, figures, problem, look.warn());
     }
     match top.view {
         View::Programs => programs(frame, body, top, look),
         View::Memory => memory(frame, body, top, look),
+        View::History => over_time::draw(frame, body, top, look),
+        View::Events => events(frame, body, top),
         View::Process(_) => process(frame, body, top, look),
         View::Help => help(frame, body),
     }
@@ -151,7 +163,7 @@ fn draw_figures(
 }
 
 /// A text, wrapped.
-fn say(frame: &mut Frame, area: Rect, text: &str, style: Style) {
+pub fn say(frame: &mut Frame, area: Rect, text: &str, style: Style) {
     let lines = wrap(&printable(text.as_bytes()), usize::from(area.width).saturating_sub(2));
     let lines: Vec<Line> = lines.into_iter().map(|line| Line::styled(format!(" {line}"), style)).collect();
     frame.render_widget(Paragraph::new(lines), area);
@@ -307,6 +319,32 @@ fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     say(frame, sentence, &said, Style::new());
     let rows = rows.collect();
     draw_table(frame, body, (header, rows, &widths), &mut top.regions);
+}
+
+fn events(frame: &mut Frame, area: Rect, top: &Top) {
+    let Some(status) = &top.status else { return };
+    let shown = status.events.len().saturating_sub(top.events_below);
+    let (events, now) = (&status.events[..shown], now());
+    let mut lines: Vec<Line> = Vec::new();
+    let width = usize::from(area.width).saturating_sub(14).max(20);
+    // From the newest, as many as there is room for.
+    for event in events.iter().rev() {
+        let ago = format!("{:>11} ", format!("-{}", time(now.saturating_sub(event.time) as f64)));
+        let text = printable(event.sentence(status.dry_run).as_bytes());
+        for (at, line) in wrap(&text, width).into_iter().enumerate().collect::<Vec<_>>().into_iter().rev() {
+            let when = if at == 0 { ago.clone() } else { " ".repeat(ago.len()) };
+            lines.push(Line::from(vec![Span::styled(when, Look::dim()), Span::raw(line)]));
+        }
+        if lines.len() >= area.height.into() {
+            break;
+        }
+    }
+    lines.truncate(area.height.into());
+    lines.reverse();
+    if events.is_empty() {
+        lines.push(Line::raw(" Nothing has happened yet."));
+    }
+    frame.render_widget(Paragraph::new(lines), area);
 }
 
 fn help(frame: &mut Frame, area: Rect) {

@@ -1,12 +1,13 @@
 //! What is known, and what the user has chosen.
 
-use super::Answer;
+use super::{Answer, Moments, SINCE};
 use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::widgets::TableState;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// The most points of the curve: two hours.
 const POINTS_MOST: usize = 7_200;
@@ -32,6 +33,8 @@ pub fn result_of(status: &Status) -> u64 {
 pub enum View {
     Programs,
     Memory,
+    History,
+    Events,
     Process(i32),
     Help,
 }
@@ -77,7 +80,13 @@ pub struct Top {
     pub status: Option<Status>,
     /// Why there is no newer status.
     pub problem: Option<String>,
-    pub history: Vec<Point>,
+    /// What was saved while this is shown.
+    pub seen: Vec<Point>,
+    /// What was saved in the time before, and how long that is.
+    pub history: Moments,
+    pub since: Duration,
+    /// The number of events below the last one that is shown.
+    pub events_below: usize,
     /// Of the process that is shown, or why there is none.
     pub explanation: Option<Result<Explanation, String>>,
     pub view: View,
@@ -99,7 +108,10 @@ impl Top {
             colour,
             status: None,
             problem: None,
-            history: Vec::new(),
+            seen: Vec::new(),
+            history: Ok(Vec::new()),
+            since: SINCE,
+            events_below: 0,
             explanation: None,
             view: View::Programs,
             rows_are: Rows::Process,
@@ -130,19 +142,22 @@ impl Top {
         match answer.status {
             Ok(status) => {
                 // Another run begins a new curve.
-                if self.history.last().is_some_and(|last| last.seconds > status.seconds) {
-                    self.history.clear();
+                if self.seen.last().is_some_and(|last| last.seconds > status.seconds) {
+                    self.seen.clear();
                 }
-                if self.history.len() == POINTS_MOST {
-                    self.history.remove(0);
+                if self.seen.len() == POINTS_MOST {
+                    self.seen.remove(0);
                 }
                 let cpu_ns = status.cpu_seconds.pagefold_ns + status.cpu_seconds.ksmd_ns;
-                self.history.push(Point { seconds: status.seconds, saved: result_of(&status), cpu_ns });
+                self.seen.push(Point { seconds: status.seconds, saved: result_of(&status), cpu_ns });
                 let selected = self.selected();
                 (self.status, self.problem, self.workloads) = (Some(status), None, answer.workloads);
                 self.select(selected.as_ref());
             }
             Err(problem) => self.problem = Some(problem),
+        }
+        if let Some(history) = answer.history {
+            self.history = history;
         }
         let of_other = |found: &Explanation| self.explained() != Some(found.pid);
         if let Some(explanation) = answer.explanation.filter(|found| !found.as_ref().is_ok_and(of_other)) {
@@ -189,6 +204,11 @@ impl Top {
             KeyCode::Tab | KeyCode::F(2) => {
                 self.view = if self.view == View::Programs { View::Memory } else { View::Programs };
             }
+            KeyCode::Char('o') | KeyCode::F(3) => self.toggle(View::History),
+            KeyCode::Char('e') | KeyCode::F(7) => {
+                self.events_below = 0;
+                self.toggle(View::Events);
+            }
             KeyCode::Char('/') | KeyCode::F(4) if self.view == View::Programs => self.typing = true,
             KeyCode::Char('t') | KeyCode::F(5) => {
                 self.rows_are = if self.rows_are == Rows::Process { Rows::Workload } else { Rows::Process };
@@ -213,6 +233,10 @@ impl Top {
         }
     }
 
+    fn toggle(&mut self, view: View) {
+        self.view = if self.view == view { View::Programs } else { view };
+    }
+
     fn sort_by(&mut self, steps: usize) {
         let selected = self.selected();
         let at = Sort::ALL.iter().position(|&sort| sort == self.sort).unwrap_or(0);
@@ -221,6 +245,11 @@ impl Top {
     }
 
     fn move_by(&mut self, rows: isize) {
+        if self.view == View::Events {
+            let most = self.status.as_ref().map_or(0, |status| status.events.len().saturating_sub(1));
+            self.events_below = self.events_below.saturating_add_signed(rows.saturating_neg()).min(most);
+            return;
+        }
         let length = match self.view {
             View::Process(_) => match &self.explanation {
                 Some(Ok(explanation)) => explanation.regions.len(),

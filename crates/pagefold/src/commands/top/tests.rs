@@ -4,6 +4,7 @@ use super::draw::draw;
 use super::state::{Point, Rows, Sort, Top, View};
 use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
+use crate::history::Moment;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
@@ -15,6 +16,11 @@ fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
         json!({"pid": pid, "name": name, "regions": 3, "resident_bytes": mib << 20, "marked_bytes": mib << 19,
             "expected_bytes": mib << 18, "left_alone": left_alone, "to_unmark": null})
     };
+    let events = json!([
+        {"time": 1, "what": "governor", "times": 1, "why": "low"},
+        {"time": 2, "what": "mark", "pid": 40, "name": "gpg\u{1b}[2J\u{202e}", "times": 2, "done_bytes": 4 << 20,
+            "bytes": 4 << 20, "why": "it is duplicate"},
+    ]);
     json!({
         "schema": "pagefold.status/1", "pid": 7, "scope": "--all", "dry_run": false, "mechanism": "request",
         "seconds": seconds, "governor": "auto", "in_force": "low", "allowed_share": 0.2, "used_share": 0.05,
@@ -25,7 +31,7 @@ fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
         "kinds": [{"kind": "statically-duplicated", "regions": 2, "resident_bytes": 700_u64 << 20}],
         "levels": [{"level": 4, "share": 0.1, "regions": 2, "resident_bytes": 700_u64 << 20}],
         "next": [{"what": "read", "regions": 2, "resident_bytes": 400_u64 << 20, "soonest_seconds": null}],
-        "domains": [],
+        "domains": [], "events": events,
         "processes": [
             process(10, "redis-server", 300, None),
             process(11, "redis-server", 300, None),
@@ -41,6 +47,7 @@ fn answer(status: Value) -> Answer {
         status: Ok(serde_json::from_value::<Status>(status).unwrap()),
         workloads: BTreeMap::from(names.map(|(pid, name)| (pid, name.to_owned()))),
         explanation: None,
+        history: None,
     }
 }
 
@@ -154,14 +161,27 @@ fn a_sentence_says_whether_it_does_something_useful() {
 fn another_run_begins_a_new_curve() {
     let mut top = top();
     top.update(answer(status(1.0, 0, true)));
-    assert_eq!(top.history.len(), 1);
-    top.update(Answer { status: Err("no pagefold is running".into()), workloads: BTreeMap::new(), explanation: None });
+    assert_eq!(top.seen.len(), 1);
+    top.update(Answer {
+        status: Err("no pagefold is running".into()),
+        workloads: BTreeMap::new(),
+        explanation: None,
+        history: None,
+    });
     assert!(screen(&mut top, NORMAL).contains("No answer: no pagefold is running"));
 }
 
 #[test]
 fn no_size_and_no_name_breaks_the_screen() {
-    for keys in [&[][..], &[KeyCode::Tab], &[KeyCode::Char('h')], &[KeyCode::Char('t')], &[KeyCode::Char('/')]] {
+    for keys in [
+        &[][..],
+        &[KeyCode::Char('e')],
+        &[KeyCode::Char('o')],
+        &[KeyCode::Tab],
+        &[KeyCode::Char('h')],
+        &[KeyCode::Char('t')],
+        &[KeyCode::Char('/')],
+    ] {
         let mut top = top();
         press(&mut top, keys);
         for (width, height) in [(1, 1), (39, 11), (40, 12), (60, 13), NORMAL, (300, 100)] {
@@ -178,4 +198,34 @@ fn no_size_and_no_name_breaks_the_screen() {
     top.update(Answer { explanation: Some(Ok(explanation(40))), ..answer(status(14.0, 1, true)) });
     let text = screen(&mut top, NORMAL);
     assert!(text.contains("MAPPING") && !text.contains('\u{1b}'), "{text}");
+}
+
+#[test]
+fn events_are_shown_with_the_newest_last() {
+    let mut top = top();
+    press(&mut top, &[KeyCode::Char('e')]);
+    let text = screen(&mut top, NORMAL);
+    let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("{part} in\n{text}"));
+    assert!(at("the governor is low") < at("marked 4 MiB of gpg"), "{text}");
+    press(&mut top, &[KeyCode::Up, KeyCode::Up, KeyCode::Up]);
+    let text = screen(&mut top, NORMAL);
+    assert!(text.contains("the governor is low") && !text.contains("marked 4 MiB"), "{text}");
+    press(&mut top, &[KeyCode::Char('e')]);
+    assert_eq!(top.view, View::Programs);
+}
+
+#[test]
+fn the_history_is_a_chart_up_to_the_present() {
+    let mut top = top();
+    press(&mut top, &[KeyCode::F(3)]);
+    let now = crate::history::now();
+    let moment = |ago: u64, saved: u64| Moment { time: now - ago, saved_bytes: saved << 20, ..Moment::default() };
+    top.history = Ok(vec![moment(7_000, 100), moment(6_940, 900), moment(60, 2_000)]);
+    let text = screen(&mut top, NORMAL);
+    for part in ["2 GiB", "-2 h", "saved, until now", "CPU time, until now"] {
+        assert!(text.contains(part), "{part} in\n{text}");
+    }
+    assert!(text.chars().filter(|letter| ('\u{2801}'..='\u{28ff}').contains(letter)).count() >= 3, "{text}");
+    top.update(Answer { history: Some(Err("/h: is a directory".into())), ..answer(status(13.0, 250, true)) });
+    assert!(screen(&mut top, NORMAL).contains("There is no history: /h: is a directory"));
 }

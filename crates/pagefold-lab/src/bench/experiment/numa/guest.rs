@@ -21,7 +21,7 @@ pub fn run(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut Exper
     };
     eprintln!("{}: using an emulated machine with {} memory nodes", report.experiment, NODES_MIB.len());
     let programs = vec![(need("taskset", "util-linux")?, "bin/taskset"), (need("nice", "coreutils")?, "bin/nice")];
-    let machine = GuestMachine { hardware: hardware(), programs, limit: sizes.limit };
+    let machine = GuestMachine { hardware: hardware(), programs, files: Vec::new(), limit: sizes.limit };
     let found = guest::run(setting, &kernel, &machine, report)?;
     (report.machine.kernel, report.runs, report.failures) = (found.machine.kernel, found.runs, found.failures);
     Ok(())

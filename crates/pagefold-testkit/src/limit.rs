@@ -1,6 +1,7 @@
 //! A cgroup that limits memory, of either version.
 
-use pagefold_testkit::*;
+use crate::cgroup::Cgroup;
+use crate::skip::skip_unsupported;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -28,6 +29,10 @@ impl Limited {
             return None;
         }
         Some(Self { cgroup, one })
+    }
+
+    pub fn add(&self, pid: i32) {
+        self.cgroup.add(pid);
     }
 
     pub fn path(&self) -> &Path {

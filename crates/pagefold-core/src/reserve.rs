@@ -1,0 +1,472 @@
+//! Room for what can come back.
+//!
+//! A write to a merged page takes a page again. At worst everything that is saved is wanted back. What is likely is the most
+//! that programs have taken back within an hour of the last day. Memory that is left, on the machine and below each limit of
+//! a cgroup, is compared with both:
+//!
+//! - If less is left than can come back at worst, memory is overcommitted. That is what merging is for, so it goes on, and a
+//!   warning says so.
+//! - If less is left than the reserve, memory is short: nothing more is merged there until there is room again.
+//!
+//! Taking merged memory apart makes no room, it takes some at once. It only brings forward, in steps and while there is room, what
+//! would otherwise come back whenever programs write, perhaps all at once. So it is done only if asked for, and half of the reserve
+//! is left for what programs take meanwhile.
+
+use crate::error::ConfigError;
+use crate::host::{LimitView, MemoryView};
+use crate::keys::{LimitKey, OwnerKey};
+use crate::ledger::Copies;
+use crate::units::{PAGE_BYTES, Pages, Permyriad, as_bytes, whole};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::str::FromStr;
+
+/// `Keep::Auto` keeps at least this share of memory, unless less than that can come back.
+const AUTO_SHARE: Permyriad = Permyriad(500);
+/// The largest size that can be set, bytes: more than any machine has.
+const SIZE_MOST: u64 = 1 << 50;
+/// A state ends when there is this much more room than the amount at which it began, as a fraction of that amount.
+const HYSTERESIS: u64 = 8;
+/// The time between two looks at what is left, nanoseconds.
+const LOOK_NS: u64 = 1_000_000_000;
+/// The time between two steps of taking merged memory apart, nanoseconds: what is left is known anew by then.
+const STEP_NS: u64 = 2_000_000_000;
+/// Copies are not the programs' own until this time after memory was unmarked, nanoseconds: they are counted once a second.
+const OWN_COPIES_NS: u64 = 2_000_000_000;
+
+/// How much memory is kept for what can come back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Keep {
+    /// What is likely to come back, at least 5 % of memory, and never more than can come back.
+    #[default]
+    Auto,
+    /// A share of the machine's memory, and of each limit.
+    Share(Permyriad),
+    /// This much of the machine's memory. Below limits, as with `Auto`.
+    Fixed(Pages),
+}
+
+/// The settings of the reserve.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReserveSettings {
+    /// How much is kept.
+    pub keep: Keep,
+    /// Whether merged memory is taken apart, the cheapest first, while less is left.
+    pub take_back: bool,
+}
+
+/// Whether there is room for what can come back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RoomState {
+    /// For all of it.
+    #[default]
+    Enough,
+    /// Not if all of it comes back.
+    Overcommitted,
+    /// Less is left than the reserve.
+    Short,
+}
+
+/// The room of the machine or below a limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Room {
+    /// Whether it suffices.
+    pub state: RoomState,
+    /// The machine's memory, or the limit.
+    #[serde(rename = "total_bytes", with = "as_bytes")]
+    pub total: Pages,
+    /// What is left of it. On the machine, with free swap.
+    #[serde(rename = "left_bytes", with = "as_bytes")]
+    pub left: Pages,
+    /// What is to be left.
+    #[serde(rename = "reserve_bytes", with = "as_bytes")]
+    pub reserve: Pages,
+    /// What can come back at worst.
+    #[serde(rename = "worst_bytes", with = "as_bytes")]
+    pub worst: Pages,
+}
+
+impl Room {
+    fn new(before: RoomState, (total, left): (Pages, Pages), reserve: Pages, worst: Pages) -> Self {
+        // What has begun ends only with some more room.
+        let needs = |amount: Pages, state| Pages(amount.0 + if before >= state { amount.0 / HYSTERESIS } else { 0 });
+        let state = if left < needs(reserve, RoomState::Short) {
+            RoomState::Short
+        } else if left < needs(worst, RoomState::Overcommitted) {
+            RoomState::Overcommitted
+        } else {
+            RoomState::Enough
+        };
+        Self { state, total, left, reserve, worst }
+    }
+
+    /// What may be taken now: half of the reserve stays.
+    fn spare(&self) -> Pages {
+        self.left.saturating_sub(Pages(self.reserve.0 / 2))
+    }
+}
+
+impl fmt::Display for Keep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Share(part) => part.fmt(f),
+            Self::Fixed(pages) => {
+                let kib = pages.0 * 4;
+                let fits = |shift: &u32| kib > 0 && kib.trailing_zeros() >= *shift;
+                let (shift, unit) =
+                    [(30, 'T'), (20, 'G'), (10, 'M')].into_iter().find(|(shift, _)| fits(shift)).unwrap_or((0, 'K'));
+                write!(f, "{}{unit}", kib >> shift)
+            }
+        }
+    }
+}
+
+impl FromStr for Keep {
+    type Err = ConfigError;
+
+    /// `auto`, a size with a unit (`512M`, `2G`), or a share of memory (`10%`).
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let no_amount = || ConfigError::NoAmount(text.to_owned());
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        if let Some(share) = text.strip_suffix('%') {
+            let share: f64 =
+                share.trim_end().parse().ok().filter(|share| (0.0..=100.0).contains(share)).ok_or_else(no_amount)?;
+            return Ok(Self::Share(Permyriad(u32::try_from(whole((share * 100.0).round())).map_err(|_| no_amount())?)));
+        }
+        let size = text.strip_suffix("iB").unwrap_or(text);
+        let unit = size.chars().last().and_then(|unit| "KMGT".find(unit.to_ascii_uppercase())).ok_or_else(no_amount)?;
+        let digits = &size[..size.len() - 1];
+        let number: u64 = digits
+            .bytes()
+            .all(|byte| byte.is_ascii_digit())
+            .then(|| digits.parse().ok())
+            .flatten()
+            .ok_or_else(no_amount)?;
+        let bytes =
+            number.checked_mul(1024 << (10 * unit)).filter(|&bytes| bytes <= SIZE_MOST).ok_or_else(no_amount)?;
+        Ok(Self::Fixed(Pages(bytes.div_ceil(PAGE_BYTES))))
+    }
+}
+
+impl Keep {
+    /// The reserve of the machine.
+    fn of_machine(self, total: Pages, worst: Pages, likely: Pages) -> Pages {
+        match self {
+            Self::Auto => likely.max(share(total, AUTO_SHARE)).min(worst),
+            Self::Share(part) => share(total, part),
+            Self::Fixed(pages) => pages,
+        }
+    }
+
+    /// The reserve below a limit. What is likely is known of the machine as a whole only.
+    fn of_limit(self, limit: Pages, worst: Pages) -> Pages {
+        match self {
+            Self::Auto | Self::Fixed(_) => share(limit, AUTO_SHARE).min(worst),
+            Self::Share(part) => share(limit, part),
+        }
+    }
+}
+
+fn share(of: Pages, part: Permyriad) -> Pages {
+    let pages = u128::from(of.0) * u128::from(part.0) / 10_000;
+    Pages(u64::try_from(pages).unwrap_or(u64::MAX))
+}
+
+/// A step of taking merged memory apart: where memory is short, and how much may be taken.
+#[derive(Clone, Debug)]
+pub struct Step {
+    machine_is_short: bool,
+    /// What the machine has to spare, without swap.
+    spare: Pages,
+    /// For the processes below limits: whether memory is short there, and what there is to spare.
+    limited: BTreeMap<OwnerKey, (bool, Pages)>,
+}
+
+impl Step {
+    /// Whether it helps to take this much of a process's memory apart, and there is room for the copies.
+    pub fn allows(&self, owner: OwnerKey, copies: Pages) -> bool {
+        let (short, spare) = self.limited.get(&owner).copied().unwrap_or((false, Pages(u64::MAX)));
+        (self.machine_is_short || short) && copies <= spare.min(self.spare)
+    }
+}
+
+/// Watches the room for what can come back.
+#[derive(Clone, Debug, Default)]
+pub struct Reserve {
+    machine: Room,
+    limits: BTreeMap<LimitKey, Room>,
+    /// The processes for which memory is short below a limit.
+    short: BTreeSet<OwnerKey>,
+    /// Copies that programs have caused by writing. Those caused by unmarking are left out, or each step would make what is
+    /// likely to come back look larger.
+    copies: Copies,
+    own_copies: u64,
+    counted: u64,
+    own_until_ns: u64,
+    next_step_ns: u64,
+    next_look_ns: u64,
+}
+
+impl Reserve {
+    /// Whether it is time to look again. What is left is known anew no more often.
+    pub fn is_due(&mut self, now_ns: u64) -> bool {
+        let is_due = now_ns >= self.next_look_ns;
+        self.next_look_ns = if is_due { now_ns + LOOK_NS } else { self.next_look_ns };
+        is_due
+    }
+
+    /// Records the kernel's count of copies. `unmarking`: memory is being unmarked, which makes copies, too.
+    pub fn count_copies(&mut self, now_ns: u64, counted: u64, unmarking: bool) {
+        if unmarking {
+            self.own_until_ns = now_ns + OWN_COPIES_NS;
+        }
+        let new = if self.counted == 0 { 0 } else { counted.saturating_sub(self.counted) };
+        self.own_copies += if now_ns < self.own_until_ns { new } else { 0 };
+        self.counted = self.counted.max(counted);
+        self.copies.observe(now_ns, self.counted.saturating_sub(self.own_copies));
+    }
+
+    /// Looks at what is left. `worst` is what the machine saves, and `worst_of` what processes hold of it at most. Returns whether
+    /// memory is or was short for some process.
+    pub fn look(
+        &mut self,
+        keep: Keep,
+        memory: &MemoryView,
+        worst: Pages,
+        limits: &[LimitView],
+        worst_of: impl Fn(OwnerKey) -> Pages,
+    ) -> bool {
+        let was_short = self.is_short_for_some();
+        if memory.total > Pages(0) {
+            let left = memory.available + memory.swap_free;
+            let reserve = keep.of_machine(memory.total, worst, self.likely().min(worst));
+            self.machine = Room::new(self.machine.state, (memory.total, left), reserve, worst);
+        }
+        let before = std::mem::take(&mut self.limits);
+        self.short.clear();
+        for limit in limits {
+            let state = before.get(&limit.key).map_or(RoomState::Enough, |room| room.state);
+            let held: Pages = limit.owners.iter().map(|&owner| worst_of(owner)).sum();
+            let worst = held.min(worst);
+            let room = Room::new(state, (limit.limit, limit.left), keep.of_limit(limit.limit, worst), worst);
+            if room.state == RoomState::Short {
+                self.short.extend(&limit.owners);
+            }
+            self.limits.insert(limit.key, room);
+        }
+        was_short || self.is_short_for_some()
+    }
+
+    /// What is likely to come back: the most that programs have taken back within an hour of the last day.
+    pub fn likely(&self) -> Pages {
+        self.copies.worst_hour()
+    }
+
+    /// The room of the machine.
+    pub fn machine(&self) -> &Room {
+        &self.machine
+    }
+
+    /// The room below each limit.
+    pub fn limits(&self) -> &BTreeMap<LimitKey, Room> {
+        &self.limits
+    }
+
+    /// Whether memory is short on the machine.
+    pub fn is_short(&self) -> bool {
+        self.machine.state == RoomState::Short
+    }
+
+    /// Whether memory is short for a process.
+    pub fn is_short_for(&self, owner: OwnerKey) -> bool {
+        self.is_short() || self.short.contains(&owner)
+    }
+
+    /// Whether memory is short for any process.
+    pub fn is_short_for_some(&self) -> bool {
+        self.is_short() || !self.short.is_empty()
+    }
+
+    /// The next step of taking merged memory apart, if memory is short and it is time.
+    pub fn step(&mut self, now_ns: u64, memory: &MemoryView, limits: &[LimitView]) -> Option<Step> {
+        if now_ns < self.next_step_ns || !self.is_short_for_some() {
+            return None;
+        }
+        self.next_step_ns = now_ns + STEP_NS;
+        let mut limited: BTreeMap<OwnerKey, (bool, Pages)> = BTreeMap::new();
+        for limit in limits {
+            let Some(room) = self.limits.get(&limit.key) else { continue };
+            for &owner in &limit.owners {
+                let (short, spare) = limited.entry(owner).or_insert((false, Pages(u64::MAX)));
+                *short |= room.state == RoomState::Short;
+                *spare = room.spare().min(*spare);
+            }
+        }
+        // Copies must not push other memory out to swap.
+        let spare = self.machine.spare().min(memory.available);
+        Some(Step { machine_is_short: self.is_short(), spare, limited })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const S: u64 = 1_000_000_000;
+
+    fn memory(available: u64) -> MemoryView {
+        MemoryView { total: Pages(1_000), available: Pages(available), ..MemoryView::default() }
+    }
+
+    fn limit(left: u64) -> LimitView {
+        LimitView { key: LimitKey(1), limit: Pages(200), left: Pages(left), owners: vec![OwnerKey(1), OwnerKey(2)] }
+    }
+
+    fn state(reserve: &mut Reserve, keep: Keep, available: u64, worst: u64) -> RoomState {
+        reserve.look(keep, &memory(available), Pages(worst), &[], |_| Pages(0));
+        reserve.machine().state
+    }
+
+    #[test]
+    fn amounts_are_read_and_written() {
+        for (text, is, shown) in [
+            ("auto", Keep::Auto, "auto"),
+            ("10%", Keep::Share(Permyriad(1_000)), "10 %"),
+            ("0.5 %", Keep::Share(Permyriad(50)), "0.5 %"),
+            ("2G", Keep::Fixed(Pages(1 << 19)), "2G"),
+            ("1536MiB", Keep::Fixed(Pages(393_216)), "1536M"),
+            ("5k", Keep::Fixed(Pages(2)), "8K"),
+            ("0M", Keep::Fixed(Pages(0)), "0K"),
+        ] {
+            assert_eq!((text.parse(), is.to_string().as_str()), (Ok(is), shown));
+            assert_eq!(shown.parse(), Ok(is));
+        }
+        for bad in [
+            "",
+            "%",
+            "-1%",
+            "101%",
+            "nan%",
+            "2",
+            "G",
+            "2X",
+            "+2G",
+            "-2G",
+            "1.5G",
+            "99999T",
+            "99999999999999999999G",
+            "iB",
+            "ä",
+        ] {
+            assert_eq!(bad.parse::<Keep>(), Err(ConfigError::NoAmount(bad.to_owned())));
+        }
+    }
+
+    #[test]
+    fn auto_goes_on_where_more_is_saved_than_is_left() {
+        let mut reserve = Reserve::default();
+        let mut at = |available, worst| state(&mut reserve, Keep::Auto, available, worst);
+        assert_eq!(at(30, 0), RoomState::Enough, "nothing is saved yet, and merging makes room");
+        assert_eq!(at(30, 20), RoomState::Enough);
+        assert_eq!(at(200, 800), RoomState::Overcommitted);
+        assert_eq!(at(50, 800), RoomState::Overcommitted);
+        assert_eq!(at(49, 800), RoomState::Short);
+    }
+
+    #[test]
+    fn a_state_ends_only_with_some_more_room() {
+        use RoomState::{Enough, Overcommitted, Short};
+        let mut reserve = Reserve::default();
+        let mut at = |available| state(&mut reserve, Keep::Fixed(Pages(80)), available, 160);
+        let found = [161, 159, 161, 179, 180, 159, 80, 79, 81, 89, 90].map(&mut at);
+        let expected = [
+            Enough,
+            Overcommitted,
+            Overcommitted,
+            Overcommitted,
+            Enough,
+            Overcommitted,
+            Overcommitted,
+            Short,
+            Short,
+            Short,
+            Overcommitted,
+        ];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn free_swap_counts_and_a_share_is_one_of_all_memory() {
+        let mut reserve = Reserve::default();
+        let with_swap = MemoryView { swap_free: Pages(70), ..memory(40) };
+        reserve.look(Keep::Share(Permyriad(1_000)), &with_swap, Pages(0), &[], |_| Pages(0));
+        assert_eq!((reserve.machine().left, reserve.machine().reserve), (Pages(110), Pages(100)));
+        assert!(!reserve.is_short());
+        assert_eq!(state(&mut reserve, Keep::Share(Permyriad(1_000)), 99, 0), RoomState::Short);
+    }
+
+    #[test]
+    fn an_hour_of_writes_is_likely_to_come_back_again() {
+        let mut reserve = Reserve::default();
+        reserve.count_copies(S, 5_000, false);
+        reserve.count_copies(2 * S, 5_100, false);
+        assert_eq!(reserve.likely(), Pages(100));
+        assert_eq!(state(&mut reserve, Keep::Auto, 99, 400), RoomState::Short);
+        assert_eq!(reserve.machine().reserve, Pages(100));
+        // Not more than is saved.
+        assert_eq!(state(&mut reserve, Keep::Auto, 99, 60), RoomState::Enough);
+        // What unmarking copies says nothing about the programs.
+        reserve.count_copies(3 * S, 5_100, true);
+        reserve.count_copies(4 * S, 9_000, false);
+        assert_eq!(reserve.likely(), Pages(100));
+        reserve.count_copies(6 * S, 9_010, false);
+        assert_eq!(reserve.likely(), Pages(110));
+        // A day later it is forgotten.
+        reserve.count_copies(25 * 3_600 * S, 9_011, false);
+        assert_eq!(reserve.likely(), Pages(1));
+    }
+
+    #[test]
+    fn a_limit_concerns_its_own_processes() {
+        let mut reserve = Reserve::default();
+        let worst_of = |owner: OwnerKey| Pages(u64::from(owner.0) * 20);
+        reserve.look(Keep::Fixed(Pages(100)), &memory(900), Pages(500), &[limit(9)], worst_of);
+        let room = reserve.limits()[&LimitKey(1)];
+        assert_eq!((room.reserve, room.worst, room.state), (Pages(10), Pages(60), RoomState::Short));
+        assert!(reserve.is_short_for(OwnerKey(2)) && !reserve.is_short_for(OwnerKey(3)) && !reserve.is_short());
+        reserve.look(Keep::Auto, &memory(900), Pages(500), &[limit(59)], worst_of);
+        assert_eq!(reserve.limits()[&LimitKey(1)].state, RoomState::Overcommitted);
+        assert!(!reserve.is_short_for(OwnerKey(2)));
+        reserve.look(Keep::Auto, &memory(900), Pages(500), &[], worst_of);
+        assert!(reserve.limits().is_empty());
+    }
+
+    #[test]
+    fn half_of_the_reserve_is_never_taken_by_taking_apart() {
+        let (mut reserve, keep, scarce) = (Reserve::default(), Keep::Fixed(Pages(100)), memory(80));
+        reserve.look(keep, &scarce, Pages(500), &[limit(150)], |_| Pages(100));
+        let step = reserve.step(S, &scarce, &[limit(150)]).unwrap();
+        assert!(step.allows(OwnerKey(9), Pages(30)) && !step.allows(OwnerKey(9), Pages(31)));
+        assert!(reserve.step(2 * S, &scarce, &[]).is_none(), "one step at a time");
+        // A limit that has less room counts as well.
+        reserve.look(keep, &scarce, Pages(500), &[limit(20)], |_| Pages(100));
+        let step = reserve.step(3 * S, &scarce, &[limit(20)]).unwrap();
+        assert!(step.allows(OwnerKey(1), Pages(15)) && !step.allows(OwnerKey(1), Pages(16)));
+        // Where nothing is short, nothing is taken apart.
+        reserve.look(keep, &memory(900), Pages(500), &[limit(9)], |_| Pages(100));
+        let step = reserve.step(5 * S, &memory(900), &[limit(9)]).unwrap();
+        assert!(step.allows(OwnerKey(1), Pages(4)) && !step.allows(OwnerKey(3), Pages(4)));
+        reserve.look(keep, &memory(900), Pages(500), &[], |_| Pages(0));
+        assert!(reserve.step(9 * S, &memory(900), &[]).is_none());
+        // Swap is no room for copies.
+        let swapping = MemoryView { swap_free: Pages(70), ..memory(20) };
+        reserve.look(keep, &swapping, Pages(500), &[], |_| Pages(0));
+        let step = reserve.step(11 * S, &swapping, &[]).unwrap();
+        assert!(step.allows(OwnerKey(9), Pages(20)) && !step.allows(OwnerKey(9), Pages(21)));
+    }
+}

@@ -1,0 +1,141 @@
+//! How dense zeros and duplicates are along a process's memory: the figures of a map, as UKSM's figure 1 has one.
+//!
+//! A process is divided into parts. Of each, the pages that were read are counted: all, zero, and those whose content was seen
+//! elsewhere, too. A sample shows fewer duplicates than there are, because their copies are often not in it. So those that were
+//! seen count for as many as the process and kind of memory is estimated to have for each one seen.
+
+use super::counts::weight;
+use super::{Census, Findings, NO_PART, ReadPage};
+use crate::hash::Digest;
+use crate::units::index;
+
+/// What was read of a part, in pages that only its process maps.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Density {
+    /// All of them.
+    pub read: f64,
+    /// All-zero pages.
+    pub zero: f64,
+    /// Pages with a content that another page has, too; of a sample, an estimate.
+    pub duplicate: f64,
+}
+
+impl Census {
+    /// The density of each of the `parts`, given what was found.
+    pub fn densities(&mut self, parts: usize, findings: &Findings) -> Vec<Density> {
+        self.sort();
+        let correction = self.corrections(findings);
+        let mut densities = vec![Density::default(); parts];
+        self.each_content(|pages, frames| {
+            for page in pages.iter().filter(|page| page.part != NO_PART) {
+                let density = &mut densities[index(page.part)];
+                density.read += 1.0;
+                match frames {
+                    None => density.zero += 1.0,
+                    Some(frames) if is_duplicate(frames) => density.duplicate += correction[index(page.cell)],
+                    Some(_) => {}
+                }
+            }
+        });
+        for density in &mut densities {
+            density.duplicate = density.duplicate.min(density.read - density.zero);
+        }
+        densities
+    }
+
+    /// For how many duplicates of each cell one that was seen counts.
+    fn corrections(&self, findings: &Findings) -> Vec<f64> {
+        // The pages read, and what their contents as seen would save, without zeros.
+        let mut seen = vec![(0.0, 0.0); self.cells.len()];
+        self.each_content(|pages, frames| {
+            for page in pages {
+                let (read, saved) = &mut seen[index(page.cell)];
+                *read += weight(page);
+                *saved += frames.map_or(0.0, |frames| weight(page) * (1.0 - 1.0 / frames.max(1.0)));
+            }
+        });
+        let correction = |((read, saved), (cell, figures)): (&(f64, f64), (&super::Cell, &super::Figures))| {
+            let held = cell.private.0 as f64 + cell.shared_frames;
+            let expected = (figures.duplicate_within + figures.duplicate_across) * read / held.max(1.0);
+            if *saved > 0.0 { (expected / saved).max(1.0) } else { 1.0 }
+        };
+        seen.iter().zip(self.cells.iter().zip(&findings.cells)).map(correction).collect()
+    }
+
+    /// Calls `each` with the pages of each content, and with the number of frames that were seen to hold it: without end if a
+    /// merged page does, `None` for zeros.
+    fn each_content(&self, mut each: impl FnMut(&[ReadPage], Option<f64>)) {
+        for pages in self.pages.chunk_by(|a, b| a.digest == b.digest) {
+            let digest = pages[0].digest;
+            let frames = || match self.merged.binary_search(&digest) {
+                Ok(_) => f64::INFINITY,
+                Err(_) => pages.iter().map(weight).sum(),
+            };
+            each(pages, (digest != Digest::ZERO.0).then(frames));
+        }
+    }
+}
+
+/// The margin is for rounding in sums of thirds.
+fn is_duplicate(frames: f64) -> bool {
+    frames > 1.0 + 1e-9
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use crate::sampling::census::Cell;
+    use crate::sampling::census::choose::Chooser;
+    use crate::units::{Pages, Vpn};
+
+    /// Two processes of two parts: 20,000 pages that both have, and 20,000 of which a quarter is zero and the rest unique.
+    fn densities(fraction: f64) -> Vec<Density> {
+        let cell = |process| Cell { process, private: Pages(40_000), ..Cell::default() };
+        let (mut census, mut random) = (Census::new(vec![cell(0), cell(1)]), Random::new(1));
+        for process in 0..2 {
+            Chooser::new(3).cut(process, Vpn(0), 40_000, 0.0, fraction, |first, pages, run| {
+                for page in first.0..first.0 + u64::from(pages) {
+                    let (part, content) = match page {
+                        0..20_000 => (0, page + 1),
+                        20_000..25_000 => (1, Digest::ZERO.0),
+                        _ => (1, (u64::from(process) << 32) + page),
+                    };
+                    census.add_private(process, run, Some(process * 2 + part), Digest(content));
+                }
+            });
+        }
+        // Of another process, in no part.
+        census.add_private(0, 0, None, Digest(random.below(1 << 60) | 1 << 61));
+        let findings = census.findings(fraction);
+        census.densities(4, &findings)
+    }
+
+    #[test]
+    fn a_complete_census_shows_exact_densities() {
+        let (equal, mixed) = (
+            Density { read: 20_000.0, zero: 0.0, duplicate: 20_000.0 },
+            Density { read: 20_000.0, zero: 5_000.0, duplicate: 0.0 },
+        );
+        assert_eq!(densities(1.0), [equal, mixed, equal, mixed]);
+    }
+
+    #[test]
+    fn a_sample_shows_about_the_same() {
+        for (part, density) in densities(0.2).iter().enumerate() {
+            let Density { read, zero, duplicate } = *density;
+            assert!((read - 4_000.0).abs() < 600.0, "{density:?}");
+            let (zeros, duplicates) = if part % 2 == 0 { (0.0, 1.0) } else { (0.25, 0.0) };
+            assert!((zero / read - zeros).abs() < 0.05 && (duplicate / read - duplicates).abs() < 0.2, "{density:?}");
+        }
+    }
+
+    #[test]
+    fn what_a_merged_page_holds_is_a_duplicate() {
+        let mut census = Census::new(vec![Cell { private: Pages(1), ..Cell::default() }]);
+        census.add_merged(Digest(7));
+        census.add_private(0, 0, Some(0), Digest(7));
+        let findings = census.findings(1.0);
+        assert_eq!(census.densities(1, &findings), [Density { read: 1.0, zero: 0.0, duplicate: 1.0 }]);
+    }
+}

@@ -1,0 +1,105 @@
+//! Messages about the room for what can come back: one for each change, on the machine and below each limit of a cgroup.
+
+use pagefold_cli::style::human;
+use pagefold_core::keys::LimitKey;
+use pagefold_core::reserve::{Reserve, Room, RoomState};
+use std::collections::BTreeMap;
+
+/// What was last reported.
+#[derive(Debug, Default)]
+pub struct RoomReports {
+    machine: RoomState,
+    /// The limits below which there was not enough.
+    limits: BTreeMap<LimitKey, RoomState>,
+}
+
+impl RoomReports {
+    /// The message about the machine, if its state has changed since the last call.
+    pub fn of_machine(&mut self, reserve: &Reserve, take_back: bool) -> Option<String> {
+        let room = reserve.machine();
+        let is_new = std::mem::replace(&mut self.machine, room.state) != room.state;
+        is_new.then(|| sentence(room, "", take_back))
+    }
+
+    /// The messages about limits whose state has changed. `name` is the cgroup of a limit.
+    pub fn of_limits(&mut self, reserve: &Reserve, take_back: bool, name: impl Fn(LimitKey) -> String) -> Vec<String> {
+        let before = std::mem::take(&mut self.limits);
+        let mut lines = Vec::new();
+        for (&key, room) in reserve.limits() {
+            if before.get(&key).copied().unwrap_or_default() != room.state {
+                lines.push(sentence(room, &format!(" below the limit of {}", name(key)), take_back));
+            }
+            if room.state != RoomState::Enough {
+                self.limits.insert(key, room.state);
+            }
+        }
+        lines
+    }
+}
+
+fn sentence(room: &Room, place: &str, take_back: bool) -> String {
+    let [left, reserve, worst] = [room.left, room.reserve, room.worst].map(|pages| human(pages.bytes().0));
+    match room.state {
+        RoomState::Enough => format!("there is room again for all that can come back{place}: {left} left for {worst}"),
+        RoomState::Overcommitted => format!(
+            "memory is overcommitted{place}: {worst} can come back if programs write to merged pages, and {left} is left; keep \
+             more free"
+        ),
+        RoomState::Short => {
+            let action = match (take_back, place) {
+                (true, _) => "merged memory is taken apart in steps",
+                (false, "") => "nothing more is merged",
+                (false, _) => "nothing more of its processes is merged",
+            };
+            format!(
+                "memory is short{place}: {left} is left, and the reserve is {reserve}; {action} until there is more"
+            )
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_core::host::{LimitView, MemoryView};
+    use pagefold_core::keys::OwnerKey;
+    use pagefold_core::reserve::Keep;
+    use pagefold_core::units::Pages;
+
+    #[test]
+    fn each_change_is_reported_once() {
+        let (mut reserve, mut reports) = (Reserve::default(), RoomReports::default());
+        let mut lines = |available: u64, left: Option<u64>| {
+            let mib = |mib: u64| Pages(mib * 256);
+            let memory = MemoryView { total: mib(1_000), available: mib(available), ..MemoryView::default() };
+            let view =
+                |left| LimitView { key: LimitKey(1), limit: mib(100), left: mib(left), owners: vec![OwnerKey(1)] };
+            let limits: Vec<LimitView> = left.map(view).into_iter().collect();
+            reserve.look(Keep::Auto, &memory, mib(300), &limits, |_| mib(50));
+            let take_back = available == 40;
+            let machine = reports.of_machine(&reserve, take_back);
+            let limits = reports.of_limits(&reserve, take_back, |_| "/sys/fs/cgroup/a".to_owned());
+            machine.into_iter().chain(limits).collect::<Vec<_>>()
+        };
+        assert!(lines(900, Some(80)).is_empty());
+        let found = lines(200, Some(4));
+        assert_eq!(found.len(), 2);
+        assert_eq!(
+            found[0],
+            "memory is overcommitted: 300 MiB can come back if programs write to merged pages, and 200 MiB is left; keep more free"
+        );
+        assert_eq!(
+            found[1],
+            "memory is short below the limit of /sys/fs/cgroup/a: 4 MiB is left, and the reserve is 5 MiB; nothing more of its \
+             processes is merged until there is more"
+        );
+        assert!(lines(190, Some(3)).is_empty());
+        let found = lines(40, None);
+        assert!(
+            found.len() == 1 && found[0].contains("memory is short: ") && found[0].contains("taken apart"),
+            "{found:?}"
+        );
+        let found = lines(900, Some(4));
+        assert!(found.len() == 2 && found[0].starts_with("there is room again"), "{found:?}");
+    }
+}

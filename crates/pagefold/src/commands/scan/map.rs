@@ -1,0 +1,156 @@
+//! The map of a process: its resident pages in the order of their addresses, divided into parts of equal size, and what each
+//! part consists of.
+
+use super::survey::{Region, Survey, Surveyed};
+use pagefold_core::sampling::census::density::Density;
+use pagefold_core::units::{Vpn, index};
+use pagefold_linux::proc::maps::RegionKind;
+
+/// Parts of a map.
+const PARTS: u64 = 160;
+const PARTS_LEAST: usize = 10;
+/// Of a sample, so many pairs are to be expected in a part if all of it is duplicate.
+const PAIRS_A_PART: f64 = 8.0;
+
+/// A part, as the survey found it.
+#[derive(Clone, Copy, Debug)]
+pub struct Part {
+    pub first: Vpn,
+    /// Index of the region in which it begins.
+    region: u32,
+    /// Pages that only this process maps.
+    private: u64,
+    pub shared: u64,
+    pub merged: u64,
+}
+
+/// The parts of a process, given its regions with their private pages, and its other pages with the index of their region.
+pub fn parts(regions: &[Region], others: impl Iterator<Item = (Vpn, u32)>) -> Vec<Part> {
+    let private = (0..)
+        .zip(regions)
+        .flat_map(|(number, region)| region.runs.iter().map(move |&(first, pages)| (first, pages, number, true)));
+    let mut runs: Vec<(Vpn, u32, u32, bool)> =
+        private.chain(others.map(|(page, region)| (page, 1, region, false))).collect();
+    runs.sort_unstable_by_key(|run| run.0);
+    let size = runs.iter().map(|run| u64::from(run.1)).sum::<u64>().div_ceil(PARTS).max(1);
+    let (mut parts, mut room): (Vec<Part>, u64) = (Vec::new(), 0);
+    for (mut first, pages, region, is_private) in runs {
+        let mut left = u64::from(pages);
+        while left > 0 {
+            if room == 0 {
+                parts.push(Part { first, region, private: 0, shared: 0, merged: 0 });
+                room = size;
+            }
+            let taken = left.min(room);
+            if let Some(part) = parts.last_mut().filter(|_| is_private) {
+                part.private += taken;
+            }
+            (left, room, first) = (left - taken, room - taken, first + taken);
+        }
+    }
+    parts
+}
+
+/// The index of the part with this page.
+pub fn part_of(parts: &[Part], page: Vpn) -> Option<usize> {
+    parts.partition_point(|part| part.first <= page).checked_sub(1)
+}
+
+/// What a part of a process consists of, in shares of one.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Shares {
+    pub merged: f64,
+    pub zero: f64,
+    pub duplicate: f64,
+    pub fork_shared: f64,
+}
+
+/// Neighbouring parts of a process that are of one kind.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stretch {
+    pub first: Vpn,
+    pub kind: RegionKind,
+    pub parts: usize,
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Map {
+    pub parts: Vec<Shares>,
+    pub stretches: Vec<Stretch>,
+}
+
+impl Map {
+    /// The map of a process, given the densities of its parts.
+    pub fn of(survey: &Survey, process: &Surveyed, densities: &[Density], fraction: f64) -> Self {
+        let private: u64 = process.parts.iter().map(|part| part.private).sum();
+        let join = if fraction < 1.0 {
+            let pairs = private as f64 * fraction * fraction;
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "not negative; saturates")]
+            let parts = (pairs / PAIRS_A_PART) as usize;
+            process.parts.len().div_ceil(parts.max(PARTS_LEAST)).max(1)
+        } else {
+            1
+        };
+        let mut map = Self::default();
+        for (parts, densities) in process.parts.chunks(join).zip(densities.chunks(join)) {
+            map.parts.push(shares(parts, densities));
+            let first = parts[0];
+            let cell = process.regions[index(first.region)].cell;
+            let kind = survey.kinds[index(cell)];
+            match map.stretches.last_mut().filter(|stretch| stretch.kind == kind) {
+                Some(stretch) => stretch.parts += 1,
+                None => map.stretches.push(Stretch { first: first.first, kind, parts: 1 }),
+            }
+        }
+        map
+    }
+}
+
+fn shares(parts: &[Part], densities: &[Density]) -> Shares {
+    let sum = |pages: fn(&Part) -> u64| parts.iter().map(pages).sum::<u64>() as f64;
+    let (private, shared, merged) = (sum(|part| part.private), sum(|part| part.shared), sum(|part| part.merged));
+    let of = |pages: fn(&Density) -> f64| densities.iter().map(pages).sum::<f64>();
+    let whole = (private + shared + merged).max(1.0);
+    let a_page = private / of(|density| density.read).max(1.0) / whole;
+    Shares {
+        merged: merged / whole,
+        zero: of(|density| density.zero) * a_page,
+        duplicate: of(|density| density.duplicate) * a_page,
+        fork_shared: shared / whole,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn region(runs: &[(u64, u32)]) -> Region {
+        Region { number: 0, cell: 0, runs: runs.iter().map(|&(first, pages)| (Vpn(first), pages)).collect() }
+    }
+
+    #[test]
+    fn parts_have_equal_size_and_leave_gaps_out() {
+        let regions = [region(&[(100, 200), (1_000, 60)]), region(&[(5_000, 50)])];
+        let parts = parts(&regions, (0..10).map(|page| (Vpn(2_000 + page), 0)));
+        // 320 pages.
+        assert_eq!(parts.len(), 160);
+        assert!(
+            parts.iter().enumerate().all(|(at, part)| part.private == if (130..135).contains(&at) { 0 } else { 2 })
+        );
+        assert_eq!((parts[0].first, parts[100].first, parts[159].first), (Vpn(100), Vpn(1_000), Vpn(5_048)));
+        assert_eq!((parts[159].region, parts[0].region), (1, 0));
+        assert_eq!([99, 101, 102, 5_049].map(|page| part_of(&parts, Vpn(page))), [None, Some(0), Some(1), Some(159)]);
+    }
+
+    #[test]
+    fn shares_add_up() {
+        let part = Part { first: Vpn(0), region: 0, private: 50, shared: 25, merged: 25 };
+        let density = Density { read: 10.0, zero: 2.0, duplicate: 4.0 };
+        let expected = Shares { merged: 0.25, zero: 0.1, duplicate: 0.2, fork_shared: 0.25 };
+        let found = shares(&[part], &[density]);
+        let pairs =
+            [(found.zero, expected.zero), (found.duplicate, expected.duplicate), (found.merged, expected.merged)];
+        assert!(pairs.iter().all(|(found, expected)| (found - expected).abs() < 1e-9), "{found:?}");
+        assert!(shares(&[part], &[Density::default()]).zero.abs() < 1e-9);
+    }
+}

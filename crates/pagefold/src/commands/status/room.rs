@@ -1,0 +1,83 @@
+//! The room for what can come back, as `status` shows it.
+
+use crate::control::queue::Facts;
+use pagefold_cli::style::{count, human};
+use pagefold_core::host::Mechanism;
+use pagefold_core::reserve::{Room, RoomState};
+use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
+
+/// Limits that are listed; the others are counted.
+const LISTED_MOST: usize = 20;
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct ReserveView {
+    /// As it was set.
+    pub keep: String,
+    /// Whether memory is taken apart while it is short. Not where pages are merged on request.
+    pub take_back: bool,
+    pub likely_bytes: u64,
+    pub taken_back_bytes: u64,
+    pub machine: Room,
+    /// Where there is not room for all: the shortest first.
+    pub limits: Vec<LimitRow>,
+    pub limits_overcommitted: usize,
+    pub limits_short: usize,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct LimitRow {
+    pub cgroup: String,
+    #[serde(flatten)]
+    pub room: Room,
+}
+
+impl ReserveView {
+    pub fn of(facts: &Facts) -> Self {
+        let (report, settings) = (&facts.report, facts.run.config.reserve);
+        let reserve = &report.reserve;
+        let number = |state| reserve.limits().values().filter(|room| room.state == state).count();
+        let row =
+            |(key, cgroup): (_, &String)| Some(LimitRow { cgroup: cgroup.clone(), room: *reserve.limits().get(key)? });
+        let mut limits: Vec<LimitRow> = facts.limited.iter().filter_map(row).collect();
+        limits.sort_by_key(|row| (Reverse(row.room.state), row.room.left));
+        limits.truncate(LISTED_MOST);
+        Self {
+            keep: settings.keep.to_string(),
+            take_back: settings.take_back && facts.run.config.mechanism == Mechanism::Ksmd,
+            likely_bytes: reserve.likely().bytes().0,
+            taken_back_bytes: report.ledger.taken_back.bytes().0,
+            machine: *reserve.machine(),
+            limits,
+            limits_overcommitted: number(RoomState::Overcommitted),
+            limits_short: number(RoomState::Short),
+        }
+    }
+
+    /// The machine's room.
+    pub fn sentence(&self) -> String {
+        let Room { state, left, reserve, worst, .. } = self.machine;
+        let [left, reserve, worst] = [left, reserve, worst].map(|pages| human(pages.bytes().0));
+        let rest =
+            format!("{left} left with swap, {worst} can come back at worst; the reserve is {reserve} ({})", self.keep);
+        match state {
+            RoomState::Enough => rest,
+            RoomState::Overcommitted => format!("overcommitted: {rest}"),
+            RoomState::Short if self.take_back => format!("SHORT, merged memory is taken apart: {rest}"),
+            RoomState::Short => format!("SHORT, nothing more is merged: {rest}"),
+        }
+    }
+
+    /// The limits below which there is not room for all, if there are any.
+    pub fn limits_sentence(&self) -> Option<String> {
+        let LimitRow { cgroup, room } = self.limits.first()?;
+        let [left, worst] = [room.left, room.worst].map(|pages| human(pages.bytes().0));
+        let word = if room.state == RoomState::Short { "SHORT" } else { "overcommitted" };
+        let all = self.limits_overcommitted + self.limits_short;
+        Some(format!(
+            "{} of cgroups with too little room, {} of them SHORT; {cgroup} is {word}: {left} left, {worst} can come back",
+            count(all, "limit", "limits"),
+            self.limits_short
+        ))
+    }
+}

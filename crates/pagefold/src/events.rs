@@ -1,0 +1,193 @@
+//! What the run has done lately, for `status`, `top` and its page: a list of fixed length, filled where the audit log is.
+//!
+//! What is done to a process again within a minute, for the same reason, is one event, so that a program that causes many does
+//! not push all others out of the list at once.
+
+use crate::audit::Entry;
+use crate::history::now;
+use pagefold_cli::figures::thousands;
+use pagefold_cli::style::human;
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+
+/// Events kept.
+const MOST: usize = 200;
+/// Seconds for which an event grows.
+const GROWS: u64 = 60;
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Event {
+    /// When it last happened, seconds since 1970.
+    pub time: u64,
+    /// In one word: `mark`, `unmark`, `merge`, `override`, `left-alone`, `scan`, `governor`, `pause`, `resume`, `settings`,
+    /// `injector`, `stood-down` or `error`.
+    pub what: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<i32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    pub times: u64,
+    /// How much of the process was marked, unmarked or merged; how much of it was to be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub done_bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+    /// The reason, or what happened.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
+    /// Of what else must be equal for two to be one.
+    #[serde(skip)]
+    kind: &'static str,
+    #[serde(skip)]
+    began: u64,
+}
+
+impl Event {
+    /// It in a sentence.
+    pub fn sentence(&self, dry_run: bool) -> String {
+        let process = match (&self.name, self.pid) {
+            (Some(name), Some(pid)) => format!("{name} ({pid})"),
+            _ => String::new(),
+        };
+        let why = self.why.as_deref().unwrap_or_default();
+        let size = match (self.done_bytes, self.bytes) {
+            (Some(done), Some(all)) if done < all => format!("{} of {}", human(done), human(all)),
+            (done, _) => human(done.unwrap_or(0)),
+        };
+        let verb = |word: &str, would: &str| if dry_run { format!("would {would}") } else { word.to_owned() };
+        let text = match self.what.as_str() {
+            "mark" => format!("{} {size} of {process}: {why}", verb("marked", "mark")),
+            "unmark" => format!("{} {size} of {process}: {why}", verb("unmarked", "unmark")),
+            "merge" => format!("{} {size} of {process}", verb("merged", "merge")),
+            "override" => format!("{process} is not left alone, by --override-opt-out: {why}"),
+            "left-alone" => format!("{process} is left alone: {why}"),
+            "scan" => format!("ksmd has scanned what is marked: {why}"),
+            "pause" => "paused".to_owned(),
+            "resume" => "resumed".to_owned(),
+            "governor" => format!("the governor is {why}"),
+            _ => why.to_owned(),
+        };
+        if self.times > 1 && self.what != "scan" { format!("{text} ({} times)", thousands(self.times)) } else { text }
+    }
+}
+
+/// The events, the newest last.
+#[derive(Debug, Default)]
+pub struct Events(VecDeque<Event>);
+
+impl Events {
+    pub fn list(&self) -> Vec<Event> {
+        self.0.iter().cloned().collect()
+    }
+
+    /// Adds what the audit log has a line for.
+    pub fn add_entry(&mut self, entry: &Entry) {
+        let event = match entry {
+            Entry::Mark(change) | Entry::Unmark(change) => {
+                let mark = matches!(entry, Entry::Mark(_));
+                let (bytes, done) = (change.bytes, change.outcome.done_bytes);
+                let why = match change.outcome.outcome {
+                    "done" => change.why.sentence.clone(),
+                    "busy" => format!("{} (busy, to be tried again)", change.why.sentence),
+                    _ => format!("{} (refused, or the program has ended)", change.why.sentence),
+                };
+                let event = Event { bytes: Some(bytes), done_bytes: Some(done), why: Some(why), ..Event::default() };
+                let kind = if change.outcome.outcome == "done" { change.why.kind } else { change.outcome.outcome };
+                Event { kind, ..event.of(if mark { "mark" } else { "unmark" }, &change.owner.name, change.owner.pid) }
+            }
+            Entry::Merge(merge) => {
+                let (bytes, done) = (Some(merge.bytes), Some(merge.done_bytes));
+                Event { bytes, done_bytes: done, ..Event::default() }.of("merge", &merge.owner.name, merge.owner.pid)
+            }
+            Entry::Override(found) => {
+                let event = Event { why: Some(found.why.sentence.clone()), ..Event::default() };
+                event.of("override", &found.owner.name, found.owner.pid)
+            }
+            Entry::Begin { .. } | Entry::End { .. } => return,
+        };
+        self.add(event, now());
+    }
+
+    /// Adds something about a process.
+    pub fn add_of_process(&mut self, what: &str, (pid, name): (i32, &str), why: &str) {
+        self.add(Event { why: Some(why.to_owned()), ..Event::default() }.of(what, name, pid), now());
+    }
+
+    /// Adds something about the run.
+    pub fn note(&mut self, what: &str, why: impl Into<String>) {
+        self.add(Event { what: what.to_owned(), why: Some(why.into()), ..Event::default() }, now());
+    }
+
+    fn add(&mut self, event: Event, now: u64) {
+        // Any user can start programs that are left alone, as many as wanted. The last one of a minute is named.
+        let of_any = matches!(event.what.as_str(), "scan" | "left-alone");
+        let is_same = |other: &&mut Event| {
+            let same_process = of_any || event.pid.is_some() && other.pid == event.pid;
+            same_process
+                && (&other.what, other.kind) == (&event.what, event.kind)
+                && now.saturating_sub(other.began) < GROWS
+        };
+        if let Some(same) = self.0.iter_mut().rev().find(is_same) {
+            let sum = |one: Option<u64>, two: Option<u64>| Some(one?.saturating_add(two?));
+            (same.bytes, same.done_bytes) = (sum(same.bytes, event.bytes), sum(same.done_bytes, event.done_bytes));
+            (same.time, same.why, same.pid, same.name) = (now, event.why, event.pid, event.name);
+            same.times += 1;
+            return;
+        }
+        if self.0.len() == MOST {
+            self.0.pop_front();
+        }
+        self.0.push_back(Event { time: now, began: now, times: 1, ..event });
+    }
+}
+
+impl Event {
+    fn of(self, what: &str, name: &str, pid: i32) -> Self {
+        Self { what: what.to_owned(), name: Some(name.to_owned()), pid: Some(pid), ..self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn marked(pid: i32, kind: &'static str) -> Event {
+        let why = Some("it is duplicate".to_owned());
+        let event = Event { kind, bytes: Some(4 << 20), done_bytes: Some(3 << 20), why, ..Event::default() };
+        event.of("mark", "redis", pid)
+    }
+
+    #[test]
+    fn what_happens_again_within_a_minute_is_one_event() {
+        let mut events = Events::default();
+        for (pid, kind, time) in
+            [(1, "a", 100), (2, "a", 110), (1, "a", 130), (1, "b", 131), (1, "a", 159), (1, "a", 160)]
+        {
+            events.add(marked(pid, kind), time);
+        }
+        let found: Vec<_> = events.list().iter().map(|event| (event.pid.unwrap(), event.time, event.times)).collect();
+        assert_eq!(found, [(1, 159, 3), (2, 110, 1), (1, 131, 1), (1, 160, 1)]);
+        let sentence = events.list()[0].sentence(false);
+        assert_eq!(sentence, "marked 9 MiB of 12 MiB of redis (1): it is duplicate (3 times)");
+        assert!(events.list()[1].sentence(true).starts_with("would mark 3 MiB of 4 MiB"));
+    }
+
+    #[test]
+    fn the_list_is_bounded_and_the_oldest_goes_first() {
+        let mut events = Events::default();
+        for pid in 0..9_000 {
+            events.add(marked(pid, ""), 100);
+            events.add_of_process("left-alone", (pid, "gpg"), "on the deny list (gpg)");
+        }
+        events.note("governor", "low");
+        events.note("governor", "low");
+        let list = events.list();
+        assert_eq!(
+            (list.len(), list[0].pid, list[199].sentence(false)),
+            (MOST, Some(8_802), "the governor is low".into())
+        );
+        let text = serde_json::to_string(&list[199]).unwrap();
+        assert!(text.contains(r#""what":"governor","times":1,"why":"low""#) && !text.contains("pid"), "{text}");
+        assert_eq!(serde_json::from_str::<Event>(&text).unwrap().why, list[199].why);
+    }
+}

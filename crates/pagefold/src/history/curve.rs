@@ -1,0 +1,60 @@
+//! The history as curves.
+
+use super::Moment;
+
+/// So long ago and longer, there is a moment for each quarter of an hour only, seconds.
+const DAY: u64 = 86_400;
+/// The longest time between two moments of a run that goes on: by the minute, and by the quarter of an hour, seconds.
+const STEP_MOST: [u64; 2] = [190, 1_900];
+
+/// A point of the curves.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Point {
+    pub moment: Moment,
+    /// Whether the run of the point before it still went on.
+    pub goes_on: bool,
+    /// The share of a core that pagefold and ksmd have used since then.
+    pub cpu: Option<f64>,
+}
+
+/// The points of moments, the oldest first.
+pub fn points(moments: &[Moment], now: u64) -> Vec<Point> {
+    let mut before: Option<&Moment> = None;
+    let point = |moment| {
+        let before = before.replace(moment);
+        let cpu = before.and_then(|before| cpu(before, moment, now));
+        Point { moment: *moment, goes_on: cpu.is_some(), cpu }
+    };
+    moments.iter().map(point).collect()
+}
+
+/// The CPU time between two moments of the same run, without a gap between them.
+fn cpu(before: &Moment, after: &Moment, now: u64) -> Option<f64> {
+    let most = STEP_MOST[usize::from(now.saturating_sub(before.time) >= DAY)];
+    let seconds = after.time.checked_sub(before.time).filter(|seconds| (1..=most).contains(seconds))?;
+    // A restarted run begins at zero.
+    let pagefold = after.pagefold_ns.checked_sub(before.pagefold_ns)?;
+    let ksmd = after.ksmd_ns.checked_sub(before.ksmd_ns)?;
+    (before.pid == after.pid).then(|| pagefold.saturating_add(ksmd) as f64 / 1e9 / seconds as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_curve_ends_with_its_run() {
+        let at = |time, pid, cpu| Moment { time, pid, pagefold_ns: cpu, ..Moment::default() };
+        let moments = [
+            at(100, 1, 0),
+            at(1_000, 1, 90_000_000_000),
+            at(200_000, 1, 90_000_000_000),
+            at(200_060, 1, 96_000_000_000),
+            at(200_120, 2, 97_000_000_000),
+            at(200_180, 2, 1_000),
+            at(200_900, 2, 1_000),
+        ];
+        let shares: Vec<Option<f64>> = points(&moments, 201_000).iter().map(|point| point.cpu).collect();
+        assert_eq!(shares, [None, Some(0.1), None, Some(0.1), None, None, None]);
+    }
+}

@@ -1,0 +1,255 @@
+//! The file: a header, and two rings of slots.
+
+use super::Moment;
+use crate::config::ownership;
+use crate::control::protocol::GROUP;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_linux::os::peer::group_id;
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt, fchown};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const WORDS: usize = 11;
+const SLOT: usize = WORDS * 8;
+/// In place of the first slot.
+const HEADER: &[u8] = b"pagefold.history/1\n";
+/// Seconds from slot to slot of each ring, and its slots.
+const RINGS: [(u64, u64); 2] = [(60, 1_440), (900, 2_880)];
+const LENGTH: u64 = SLOT as u64 * (1 + RINGS[0].1 + RINGS[1].1);
+/// A crash can tear the slots that were being written: one in each ring.
+const TORN_MOST: usize = 2;
+/// Moments may be so far in the future, seconds: clocks are corrected.
+const FUTURE_MOST: u64 = 120;
+
+/// The file, in a directory that only root can write.
+#[derive(Clone, Debug)]
+pub struct HistoryFile {
+    path: PathBuf,
+    /// What is filled and then renamed, to start anew.
+    beside: PathBuf,
+}
+
+impl HistoryFile {
+    /// Checks that no other user can redirect what is written, and makes the file, unless it is there. One that is not what it
+    /// should be is replaced, and the sentence says so.
+    ///
+    /// # Errors
+    /// With exit code 2.
+    pub fn open(path: &Path) -> Result<(Self, Option<String>), Exit> {
+        let shown = ownership::shown(path);
+        let cannot = |what: String| Exit::new(exit::USAGE, format!("the history {shown} {what}"));
+        let Some(name) = path.file_name() else { return Err(cannot("has no name; name a file".to_owned())) };
+        let directory = path.parent().filter(|directory| *directory != Path::new("")).unwrap_or(Path::new("."));
+        let directory = directory.canonicalize().map_err(|error| {
+            cannot(format!("cannot be created: {error}; create its directory, writable by root only"))
+        })?;
+        ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
+        let mut hidden = std::ffi::OsString::from(".");
+        hidden.push(name);
+        hidden.push(".new");
+        let file = Self { path: directory.join(name), beside: directory.join(hidden) };
+        let said = file.check();
+        Ok((file, said))
+    }
+
+    /// Empties slots that a crash has torn, and starts anew if that is not enough. What was wrong, if anything was.
+    fn check(&self) -> Option<String> {
+        let found = open(&self.path, true).and_then(|file| Ok((contents(&file)?, file)));
+        match found {
+            Ok(((_, torn), file)) => {
+                // If that fails, they are empty all the same.
+                for slot in torn {
+                    let _ = file.write_all_at(&[0; SLOT], offset(slot));
+                }
+                None
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => self.begin().err(),
+            Err(error) => Some(self.replace(&error)),
+        }
+    }
+
+    /// Starts anew in the place of what cannot be used.
+    fn replace(&self, why: &io::Error) -> String {
+        let shown = ownership::shown(&self.path);
+        match self.begin() {
+            Ok(()) => format!("the history {shown} {why}; it is started anew"),
+            Err(error) => error,
+        }
+    }
+
+    /// Makes an empty file. All its room is taken now: later writes need none. A link is replaced, not followed.
+    fn begin(&self) -> Result<(), String> {
+        let made = || -> io::Result<()> {
+            match fs::remove_file(&self.beside) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+            let mut options = OpenOptions::new();
+            let mut file =
+                options.write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(&self.beside)?;
+            let mut empty = HEADER.to_vec();
+            empty.resize(usize::try_from(LENGTH).unwrap_or(usize::MAX), 0);
+            file.write_all(&empty)?;
+            // Those who may read the status may read this.
+            if group_id(GROUP).is_some_and(|group| fchown(&file, None, Some(group)).is_ok()) {
+                file.set_permissions(Permissions::from_mode(0o640))?;
+            }
+            file.sync_all()?;
+            fs::rename(&self.beside, &self.path)
+        };
+        made().map_err(|error| {
+            let _ = fs::remove_file(&self.beside);
+            let shown = ownership::shown(&self.path);
+            format!(
+                "cannot write the history {shown}: {error}; free some space, or name another file (it is tried again)"
+            )
+        })
+    }
+
+    /// Writes a moment. Returns a sentence if that cannot be done, or if the file had to be started anew.
+    pub fn write(&self, moment: &Moment) -> Result<(), String> {
+        let said = match open(&self.path, true).and_then(|file| header(&file)) {
+            Ok(()) => None,
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                self.begin()?;
+                None
+            }
+            Err(error) => Some(self.replace(&error)),
+        };
+        let written = open(&self.path, true).and_then(|file| {
+            let words = encode(moment);
+            // The slots are their own checks, so neither the order nor the time at which they reach the disk matters.
+            slots(moment.time).iter().try_for_each(|&slot| file.write_all_at(&words, offset(slot)))
+        });
+        match (said, written) {
+            (Some(said), _) => Err(said),
+            (None, Ok(())) => Ok(()),
+            (None, Err(error)) => {
+                let shown = ownership::shown(&self.path);
+                Err(format!("cannot write the history {shown}: {error}; free some space (it is tried again)"))
+            }
+        }
+    }
+}
+
+/// The moments of a file since `since` before `now`, the oldest first.
+///
+/// # Errors
+/// It cannot be read, or is something else.
+pub fn read(path: &Path, since: Duration, now: u64) -> io::Result<Vec<Moment>> {
+    let (mut moments, _) = contents(&open(path, false)?)?;
+    let first = now.saturating_sub(since.as_secs());
+    moments.retain(|moment| (first..=now + FUTURE_MOST).contains(&moment.time));
+    moments.sort_by_key(|moment| moment.time);
+    moments.dedup_by_key(|moment| moment.time);
+    Ok(moments)
+}
+
+/// Opens it, whatever has been put in its place.
+fn open(path: &Path, write: bool) -> io::Result<File> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
+    let opened = OpenOptions::new().read(true).write(write).custom_flags(flags).open(path);
+    let file = opened.map_err(|error| match error.raw_os_error() {
+        Some(libc::ELOOP) => io::Error::other("is a symbolic link"),
+        Some(libc::EISDIR) => io::Error::other("is a directory"),
+        _ => error,
+    })?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(io::Error::other("is not a regular file"));
+    }
+    if metadata.len() != LENGTH {
+        return Err(io::Error::other(format!("is not a history: it has {} bytes, not {LENGTH}", metadata.len())));
+    }
+    Ok(file)
+}
+
+fn header(file: &File) -> io::Result<()> {
+    let mut found = [0; HEADER.len()];
+    file.read_exact_at(&mut found, 0)?;
+    if found == HEADER { Ok(()) } else { Err(io::Error::other("is not a history, or one of another version")) }
+}
+
+/// The moments, and the slots that are torn.
+fn contents(mut file: &File) -> io::Result<(Vec<Moment>, Vec<u64>)> {
+    header(file)?;
+    let mut bytes = vec![0; usize::try_from(LENGTH).unwrap_or(usize::MAX)];
+    file.read_exact(&mut bytes)?;
+    let (mut moments, mut torn) = (Vec::new(), Vec::new());
+    for (slot, words) in (0..).zip(bytes.chunks_exact(SLOT)).skip(1) {
+        match decode(words).filter(|moment| slots(moment.time).contains(&slot)) {
+            Some(moment) => moments.push(moment),
+            None if words.iter().all(|byte| *byte == 0) => {}
+            None => torn.push(slot),
+        }
+    }
+    if torn.len() > TORN_MOST {
+        return Err(io::Error::other(format!("is damaged in {} places", torn.len())));
+    }
+    Ok((moments, torn))
+}
+
+/// The slots of a time: one in each ring.
+fn slots(time: u64) -> [u64; 2] {
+    let [(minute, minutes), (quarter, quarters)] = RINGS;
+    [1 + time / minute % minutes, 1 + minutes + time / quarter % quarters]
+}
+
+const fn offset(slot: u64) -> u64 {
+    slot * SLOT as u64
+}
+
+fn encode(moment: &Moment) -> [u8; SLOT] {
+    let words = [
+        moment.time,
+        moment.pid,
+        moment.dry_run.into(),
+        moment.saved_bytes,
+        moment.expected_bytes,
+        moment.marked_bytes,
+        moment.resident_bytes,
+        moment.available_bytes,
+        moment.pagefold_ns,
+        moment.ksmd_ns,
+    ];
+    let mut bytes = [0; SLOT];
+    for (place, word) in bytes.chunks_exact_mut(8).zip(words.into_iter().chain([checksum(&words)])) {
+        place.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
+fn decode(bytes: &[u8]) -> Option<Moment> {
+    let mut words = [0_u64; WORDS];
+    for (word, place) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+        *word = u64::from_le_bytes(place.try_into().ok()?);
+    }
+    let (figures, sum) = words.split_at(WORDS - 1);
+    let [time, pid, dry_run, saved, expected, marked, resident, available, pagefold_ns, ksmd_ns] = *figures else {
+        return None;
+    };
+    (sum == [checksum(figures)]).then_some(Moment {
+        time,
+        pid,
+        dry_run: dry_run != 0,
+        saved_bytes: saved,
+        expected_bytes: expected,
+        marked_bytes: marked,
+        resident_bytes: resident,
+        available_bytes: available,
+        pagefold_ns,
+        ksmd_ns,
+    })
+}
+
+/// FNV-1a. Not zero for zeros, so that an empty slot is no moment.
+fn checksum(words: &[u64]) -> u64 {
+    let bytes = words.iter().flat_map(|word| word.to_le_bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+#[cfg(test)]
+#[path = "file_tests.rs"]
+mod tests;

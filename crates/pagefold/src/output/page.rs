@@ -1,0 +1,247 @@
+//! What the web pages of reports share: the frame, tables of memory, charts over time, and how they are written.
+//!
+//! A page is one file. Its policy lets the browser load nothing and run no script, whatever a name contains.
+
+use crate::config::ownership;
+use anyhow::Result;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::style::{human, percent};
+use pagefold_core::units::whole;
+use pagefold_linux::proc::status::printable;
+use std::fmt::Write as _;
+use std::fs::OpenOptions;
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+const STYLE: &str = include_str!("page.css");
+
+/// The whole page.
+pub fn page(title: &str, body: &str) -> String {
+    format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; \
+         base-uri 'none'; form-action 'none'\">\
+         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
+         <meta name=\"color-scheme\" content=\"light dark\"><title>{}</title>\
+         <style>\n{STYLE}</style></head><body><main>\n{body}</main></body></html>\n",
+        escape(title)
+    )
+}
+
+/// Escapes a text: programs, files and cgroups can have any name.
+pub fn escape(text: &str) -> String {
+    let text = printable(text.as_bytes());
+    let entity = |letter| match letter {
+        '&' => "&amp;",
+        '<' => "&lt;",
+        '>' => "&gt;",
+        '"' => "&quot;",
+        '\'' => "&#39;",
+        _ => "",
+    };
+    let mut safe = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match entity(letter) {
+            "" => safe.push(letter),
+            entity => safe.push_str(entity),
+        }
+    }
+    safe
+}
+
+/// Writes a page to a file, which may be there already.
+///
+/// # Errors
+/// It cannot be written, or is a link, which another user may have put there.
+pub fn write(path: &Path, page: &str) -> Result<()> {
+    let written = || -> io::Result<()> {
+        let mut options = OpenOptions::new();
+        // A pipe without a reader, or a terminal, is not waited for.
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
+        let mut file = options.write(true).create(true).truncate(false).custom_flags(flags).open(path)?;
+        if !file.metadata()?.is_file() {
+            return Err(io::Error::other("not a regular file"));
+        }
+        file.set_len(0)?;
+        file.write_all(page.as_bytes())
+    };
+    written().map_err(|error| {
+        let path = ownership::shown(path);
+        Exit::new(exit::FAILURE, format!("cannot write {path}: {error}; give --html a file that can be created")).into()
+    })
+}
+
+/// A curve of a chart: its colour as a class of the style, its name, and its points as time and value. It has a gap where the
+/// value is unknown.
+#[derive(Clone, Debug)]
+pub struct Curve {
+    pub class: &'static str,
+    pub name: String,
+    pub points: Vec<(f64, Option<f64>)>,
+}
+
+/// A chart over time.
+#[derive(Clone, Debug)]
+pub struct Chart {
+    pub title: String,
+    /// The first and the last time.
+    pub times: (f64, f64),
+    /// What is below the horizontal axis, from left to right.
+    pub labels: Vec<String>,
+    /// The vertical axis.
+    pub unit: Unit,
+    pub curves: Vec<Curve>,
+}
+
+/// Ends of an axis, of which a quarter is a short number, too.
+const STEPS: [f64; 9] = [1.0, 1.2, 1.6, 2.0, 2.4, 3.2, 4.0, 6.0, 8.0];
+/// Lines across a chart.
+const GRID: u32 = 4;
+
+impl Chart {
+    pub fn draw(&self, html: &mut String) {
+        let _ = write!(
+            html,
+            "<figure class=\"chart\"><figcaption><b>{}</b></figcaption><ul class=\"key\">",
+            escape(&self.title)
+        );
+        for curve in &self.curves {
+            let _ = write!(html, "<li><i class=\"{}\"></i>{}</li>", curve.class, escape(&curve.name));
+        }
+        let _ = write!(
+            html,
+            "</ul>\n<div class=\"plot\"><svg viewBox=\"0 0 1000 100\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"{}\">",
+            escape(&self.title)
+        );
+        for line in 0..=GRID {
+            let y = 100 * line / GRID;
+            let _ = write!(html, "<path class=\"grid\" d=\"M0 {y}H1000\"/>");
+        }
+        let values = self.curves.iter().flat_map(|curve| &curve.points).filter_map(|point| point.1);
+        let most = self.unit.axis_end(values);
+        for curve in &self.curves {
+            let _ = write!(html, "<path class=\"curve {}\" d=\"{}\"/>", curve.class, self.path(&curve.points, most));
+        }
+        html.push_str("</svg>");
+        for line in 0..=GRID {
+            let value = (self.unit.write)(most * f64::from(GRID - line) / f64::from(GRID));
+            let _ = write!(html, "<span class=\"up\" style=\"top:{}%\">{}</span>", 100 * line / GRID, escape(&value));
+        }
+        html.push_str("</div>\n<div class=\"times\">");
+        for label in &self.labels {
+            let _ = write!(html, "<span>{}</span>", escape(label));
+        }
+        html.push_str("</div></figure>\n");
+    }
+
+    fn path(&self, points: &[(f64, Option<f64>)], most: f64) -> String {
+        let (first, last) = self.times;
+        let mut path = String::new();
+        let mut is_drawn = false;
+        for &(time, value) in points {
+            let Some(value) = value else {
+                is_drawn = false;
+                continue;
+            };
+            let x = 1000.0 * ((time - first) / (last - first).max(1e-9)).clamp(0.0, 1.0);
+            let y = 100.0 - 100.0 * (value / most).clamp(0.0, 1.0);
+            // A point by itself is drawn as a dot.
+            let _ = if is_drawn { write!(path, "L{x:.1} {y:.2}") } else { write!(path, "M{x:.1} {y:.2}h0") };
+            is_drawn = true;
+        }
+        path
+    }
+}
+
+/// The unit of a vertical axis.
+#[derive(Clone, Copy, Debug)]
+pub struct Unit {
+    /// Units are powers of this.
+    base: f64,
+    /// The axis goes at least so far.
+    least: f64,
+    pub write: fn(f64) -> String,
+}
+
+impl Unit {
+    pub const BYTES: Self = Self { base: 1024.0, least: 4_194_304.0, write: |value| human(whole(value)) };
+    pub const PERCENT: Self = Self { base: 10.0, least: 4.0, write: |value| percent(value, 100.0) };
+
+    /// The end of an axis for these values: a step times a power of ten of a unit.
+    pub fn axis_end(&self, values: impl IntoIterator<Item = f64>) -> f64 {
+        let most = values.into_iter().fold(self.least, f64::max);
+        let (mut unit, mut power) = (1.0, 1.0);
+        while unit * self.base <= most {
+            unit *= self.base;
+        }
+        loop {
+            if let Some(step) = STEPS.into_iter().find(|step| unit * power * step >= most) {
+                return unit * power * step;
+            }
+            power *= 10.0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn hostile_names_stay_text() {
+        assert_eq!(escape("<b a=\"&\" c='d'>"), "&lt;b a=&quot;&amp;&quot; c=&#39;d&#39;&gt;");
+        assert_eq!(escape("a\u{202e}b\u{1b}[2J\n"), "a\\u{202e}b\\u{1b}[2J\\n");
+    }
+
+    #[test]
+    fn only_regular_files_are_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, link) = (dir.path().join("file"), dir.path().join("link"));
+        write(&file, "something long").unwrap();
+        write(&file, "short").unwrap();
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "short");
+        symlink(&file, &link).unwrap();
+        for path in [&link, Path::new("/dev/null"), dir.path(), &dir.path().join("none/file")] {
+            let error = write(path, "other").unwrap_err().to_string();
+            assert!(error.contains("cannot write") && !error.contains('\n'), "{error}");
+        }
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "short");
+    }
+
+    #[test]
+    fn curves_have_gaps_and_stay_in_the_chart() {
+        let chart = Chart {
+            title: "<t>".to_owned(),
+            times: (100.0, 200.0),
+            labels: vec!["then".to_owned(), "now".to_owned()],
+            unit: Unit { base: 10.0, least: 1.0, write: |value| format!("{value} <u>") },
+            curves: vec![Curve {
+                class: "across",
+                name: "a & b".to_owned(),
+                points: vec![(100.0, Some(0.0)), (150.0, Some(4.0)), (160.0, None), (250.0, Some(1.0))],
+            }],
+        };
+        let mut html = String::new();
+        chart.draw(&mut html);
+        assert!(html.contains("d=\"M0.0 100.00h0L500.0 0.00M1000.0 75.00h0\""), "{html}");
+        for text in ["&lt;t&gt;", "a &amp; b", "top:25%\">3 &lt;u&gt;", "<span>now</span>"] {
+            assert!(html.contains(text), "{text} in {html}");
+        }
+    }
+
+    #[test]
+    fn axes_end_at_round_values() {
+        for (unit, most, end, text) in [
+            (Unit::PERCENT, 0.0, 4.0, "4.0 %"),
+            (Unit::PERCENT, 35.0, 40.0, "40 %"),
+            (Unit::BYTES, 0.0, 4_194_304.0, "4 MiB"),
+            (Unit::BYTES, 11.0 * 1_073_741_824.0, 12.0 * 1_073_741_824.0, "12 GiB"),
+        ] {
+            let found = unit.axis_end([most, 0.0]);
+            assert!((found - end).abs() < 1e-6, "{found} for {most}");
+            assert_eq!((unit.write)(found), text);
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! What a service manager is told: that the run is ready, how it goes, that it is alive, that it ends (`sd_notify`(3)).
+//!
+//! A message is one datagram to the socket that `NOTIFY_SOCKET` names. The socket never blocks: a service manager that does not
+//! read misses messages, and delays nothing.
+
+use std::env;
+use std::ffi::OsStr;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::{Duration, Instant};
+
+/// The time between two texts for `systemctl status`.
+const TEXT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The service manager, if there is one.
+#[derive(Debug)]
+pub struct ServiceManager {
+    socket: Option<UnixDatagram>,
+    /// How often it wants to hear that the run is alive: twice in its limit.
+    watchdog: Option<Duration>,
+    alive: Instant,
+    told: Option<Instant>,
+}
+
+impl ServiceManager {
+    /// The one that has started this process.
+    pub fn of_environment() -> Self {
+        let own = |pid: &OsStr| pid.to_str() == Some(&std::process::id().to_string());
+        let limit = env::var("WATCHDOG_USEC").ok().and_then(|limit| limit.parse().ok()).map(Duration::from_micros);
+        let is_watched = env::var_os("WATCHDOG_PID").is_none_or(|pid| own(&pid));
+        Self {
+            socket: env::var_os("NOTIFY_SOCKET").and_then(|name| connect(&name)),
+            watchdog: limit.filter(|limit| is_watched && !limit.is_zero()).map(|limit| limit / 2),
+            alive: Instant::now(),
+            told: None,
+        }
+    }
+
+    /// The run has begun.
+    pub fn ready(&self) {
+        self.send("READY=1");
+    }
+
+    /// The run is ending, which takes as long as KSM's settings take to be restored.
+    pub fn stopping(&self) {
+        self.send("STOPPING=1\nSTATUS=restoring KSM's settings");
+    }
+
+    /// A cycle has ended. `text` says how it goes, in one line.
+    pub fn alive(&mut self, now: Instant, text: impl FnOnce() -> String) {
+        if self.watchdog.is_some_and(|interval| now.duration_since(self.alive) >= interval) {
+            self.alive = now;
+            self.send("WATCHDOG=1");
+        }
+        if self.socket.is_some() && self.told.is_none_or(|told| now.duration_since(told) >= TEXT_INTERVAL) {
+            self.told = Some(now);
+            self.send(&format!("STATUS={}", text()));
+        }
+    }
+
+    fn send(&self, message: &str) {
+        if let Some(socket) = &self.socket {
+            let _ = socket.send(message.as_bytes());
+        }
+    }
+}
+
+/// A name that begins with `@` is an abstract one.
+fn connect(name: &OsStr) -> Option<UnixDatagram> {
+    let address = match name.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+        _ => SocketAddr::from_pathname(name),
+    };
+    let socket = UnixDatagram::unbound().ok()?;
+    socket.set_nonblocking(true).ok()?;
+    socket.connect_addr(&address.ok()?).ok()?;
+    Some(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_manager_hears_that_a_run_is_alive_and_delays_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notify");
+        let heard = UnixDatagram::bind(&path).unwrap();
+        heard.set_nonblocking(true).unwrap();
+        let begun = Instant::now();
+        let mut manager = ServiceManager {
+            socket: connect(path.as_os_str()),
+            watchdog: Some(Duration::from_secs(5)),
+            alive: begun,
+            told: None,
+        };
+        let messages = || {
+            let mut bytes = [0; 200];
+            std::iter::from_fn(|| {
+                let length = heard.recv(&mut bytes).ok()?;
+                Some(String::from_utf8_lossy(&bytes[..length]).into_owned())
+            })
+            .collect::<Vec<_>>()
+        };
+        manager.ready();
+        for second in [1, 2, 6, 7, 12] {
+            manager.alive(begun + Duration::from_secs(second), || format!("second {second}"));
+        }
+        assert_eq!(messages(), ["READY=1", "STATUS=second 1", "WATCHDOG=1", "WATCHDOG=1", "STATUS=second 12"]);
+        // Its queue is full.
+        (0..10_000).for_each(|_| manager.ready());
+        assert!(messages().len() < 10_000);
+    }
+
+    #[test]
+    fn without_a_manager_nothing_is_said() {
+        let mut manager = ServiceManager { socket: None, watchdog: None, alive: Instant::now(), told: None };
+        manager.ready();
+        manager.alive(Instant::now(), || unreachable!());
+        manager.stopping();
+        assert!(connect(OsStr::new("/nonexistent/socket")).is_none());
+    }
+}

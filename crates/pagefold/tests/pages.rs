@@ -1,0 +1,167 @@
+//! The web pages of `pagefold scan --html` and `pagefold top --html`, as a browser shows them.
+
+use pagefold_workload::{Segment, TenantSpec};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use pagefold_testkit::*;
+
+/// A browser without a screen, with a profile of its own.
+struct Browser {
+    dir: tempfile::TempDir,
+}
+
+impl Browser {
+    fn new() -> Option<Self> {
+        let found = Command::new("chromium").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        if found.is_err() {
+            skip("no chromium: scripts/setup installs it");
+            return None;
+        }
+        Some(Self { dir: tempfile::tempdir().unwrap() })
+    }
+
+    /// Opens a page. Returns what it prints, after checking that nothing was refused or failed.
+    #[track_caller]
+    fn open(&self, page: &Path, more: &[&str]) -> String {
+        let profile = format!("--user-data-dir={}", self.dir.path().join("profile").display());
+        let mut command = Command::new("timeout");
+        command.args(["60", "chromium", "--headless=new", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]);
+        // Root has no sandbox. There is no network for it either, which a page must not need.
+        command.args(["--no-sandbox", "--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND", &profile]);
+        let output =
+            command.args(more).arg(format!("file://{}", page.display())).stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{said}");
+        // What a page is refused by its policy, and errors in it, are messages of the console.
+        assert!(!said.contains("CONSOLE"), "{said}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// The page as the browser has understood it.
+    #[track_caller]
+    fn document(&self, page: &Path) -> String {
+        let document = self.open(page, &["--dump-dom"]);
+        assert!(document.contains("default-src 'none'") && document.ends_with("</html>\n"), "{document}");
+        for foreign in ["<script", "<img", "<iframe", "<link", "NaN"] {
+            assert!(!document.contains(foreign), "{foreign} in {document}");
+        }
+        document
+    }
+
+    /// A picture for each width and colour scheme, kept in PAGEFOLD_PAGES_KEEP if that is set.
+    #[track_caller]
+    fn pictures(&self, page: &Path) {
+        let kept = std::env::var_os("PAGEFOLD_PAGES_KEEP").map(PathBuf::from);
+        let name = page.file_stem().unwrap().to_str().unwrap();
+        for (size, scheme) in [("1280,1600", "1"), ("1280,1600", "0"), ("500,2200", "1")] {
+            let file = format!("{name}-{}-{scheme}.png", size.split(',').next().unwrap());
+            let file = kept.as_deref().unwrap_or(self.dir.path()).join(file);
+            let scheme = format!("--blink-settings=preferredColorScheme={scheme}");
+            let (size, shot) = (format!("--window-size={size}"), format!("--screenshot={}", file.display()));
+            self.open(page, &[&size, &scheme, &shot]);
+            // An empty page of one colour takes a few kilobytes.
+            assert!(fs::metadata(&file).unwrap().len() > 30_000, "{}", file.display());
+        }
+    }
+}
+
+/// Holds memory, and has a name that a page must not obey.
+fn hostile() -> Script {
+    let script = "import mmap, sys\n\
+        open('/proc/self/comm', 'w').write('<img src=x>\"')\n\
+        held = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n\
+        held.write(b'\\1' * (4 << 20))\n\
+        print('ready', flush=True); sys.stdin.readline()";
+    let mut script = Script::of(Command::new("python3").args(["-c", script]));
+    assert_eq!(script.line(), "ready");
+    script
+}
+
+const NAME: &str = "&lt;img src=x&gt;";
+
+fn memory(seed: u64) -> TenantSpec {
+    TenantSpec::new([
+        Segment::Shared { pages: 24 * PAGES_PER_MIB, seed: 1 },
+        Segment::Random { pages: 12 * PAGES_PER_MIB, seed },
+        Segment::Zero { pages: 8 * PAGES_PER_MIB },
+    ])
+}
+
+#[test]
+fn a_browser_shows_the_page_of_a_scan() {
+    let Some(browser) = Browser::new() else { return };
+    if fs::File::open("/proc/kpageflags").is_err() {
+        return skip("/proc/kpageflags cannot be opened: not root, or not in this kernel");
+    }
+    let (tenants, hostile) = ([tenant(&memory(2)), tenant(&memory(3))], hostile());
+    let pids = [pids(&tenants), vec![hostile.pid()]].concat();
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("scan.html");
+    succeed(&with_pids(&["scan"], &pids, &["--html", file.to_str().unwrap()]));
+    let document = browser.document(&file);
+    for text in ["could be saved.</h1>", "Where it is", "merged already", "pagefold run --pid", NAME, "Left out"] {
+        assert!(document.contains(text), "{text} in {document}");
+    }
+    let maps = document.matches("<svg class=\"map\"").count();
+    assert_eq!((maps, document.matches("anonymous</span>").count() >= 3), (3, true), "{document}");
+    browser.pictures(&file);
+}
+
+#[test]
+fn a_browser_shows_the_page_of_a_run_and_its_history() {
+    let Some(browser) = Browser::new() else { return };
+    let Some(_ksm) = KsmAtRest::take() else { return };
+    let (mut tenants, hostile) = ([tenant(&memory(2)), tenant(&memory(3))], hostile());
+    let pids = [pids(&tenants), vec![hostile.pid()]].concat();
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (history, page, later) = (path("history"), path("top.html"), path("later.html"));
+    let top = |page: &str| pagefold(&["top", "--html", page, "--history", &history]);
+    assert_refused(&top(&page), 8, "no pagefold is running");
+    assert!(!Path::new(&page).exists());
+    fs::write(&history, "planted").unwrap();
+    let daemon = Daemon::on(&pids, &["--for", "120s", "--history", &history]).answering();
+    wait_until("the memory is merged", || saved_bytes() >= 30 * MIB && status()["busy"] == false);
+    let events = status()["events"].clone();
+    let mark = row(&events, "what", "mark");
+    assert!(pids.contains(&i32::try_from(mark["pid"].as_i64().unwrap()).unwrap()), "{mark}");
+    assert!(mark["done_bytes"].as_u64().unwrap() > 0 && mark["time"].as_u64().unwrap() > 1_600_000_000, "{mark}");
+    row(&events, "what", "scan");
+    succeed(&["governor", "low"]);
+    succeed(&["pause"]);
+    let events = status()["events"].as_array().unwrap().clone();
+    let last: Vec<&str> = events.iter().rev().take(2).map(|event| event["what"].as_str().unwrap()).collect();
+    assert_eq!(last, ["pause", "governor"]);
+
+    wait_until("the history has something", || {
+        top(&page).status.success() && {
+            let text = fs::read_to_string(&page).unwrap();
+            text.contains("<figure class=\"chart\">")
+        }
+    });
+    let document = browser.document(Path::new(&page));
+    for text in
+        ["saved in 3 processes.</h1>", "Over time", "The ladder", "Kinds of memory", NAME, "<td>paused</td>", "marked "]
+    {
+        assert!(document.contains(text), "{text} in {document}");
+    }
+    browser.pictures(Path::new(&page));
+    let summary = {
+        daemon.signal(libc::SIGTERM);
+        daemon.end()
+    };
+    assert_has(&summary.errors, &["is not a history: it has 7 bytes", "it is started anew"]);
+    // Without a daemon, from what it has left behind.
+    assert_eq!(top(&later).status.code(), Some(0));
+    let document = browser.document(Path::new(&later));
+    assert!(document.contains("No pagefold is running.</h1>") && document.contains("class=\"chart\""), "{document}");
+    assert_refused(&pagefold(&["top", "--since", "2h", "--history", &history]), 2, "top needs a terminal");
+    fs::set_permissions(&history, fs::Permissions::from_mode(0o600)).unwrap();
+    fs::write(&history, "").unwrap();
+    assert_refused(&top(&later), 8, "nor can the history be read");
+    unmerge(&pids);
+    assert_intact(&mut tenants);
+}
