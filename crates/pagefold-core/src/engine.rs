@@ -284,14 +284,15 @@ impl Engine {
         Some(self.strength.lines()).filter(|&lines| lines < LINES)
     }
 
-    /// Forgets all digests: those to come cannot be compared with them. Regions are surveyed again, not read whole at once: pages
-    /// that differ in a few bytes looked alike, and by all of their lines most do not.
+    /// Forgets all digests: those to come cannot be compared with them. Regions in which nothing has merged are surveyed again, not
+    /// read whole at once: pages that differ in a few bytes looked alike, and by more of their lines most do not.
     fn forget_digests(&mut self) {
         self.index = Index::new();
         self.colliding = Arc::default();
         self.colliding_prints.clear();
         self.bottom_pages = 0;
-        self.table.iter_mut().for_each(Region::forget_digests);
+        let top = self.ladder.levels();
+        self.table.iter_mut().for_each(|region| region.forget_digests(top));
     }
 
     /// Learns what the last cycle cost. The cost of a sample includes everything its cycle cost, so that shares hold for

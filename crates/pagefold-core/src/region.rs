@@ -156,13 +156,18 @@ impl Region {
         self.survey.start_examination();
     }
 
-    /// Forgets the digests of its pages. Samples show anew whether the region is worth reading whole.
-    pub fn forget_digests(&mut self) {
+    /// Forgets the digests of its pages. A region in which pages have merged is read whole again; of any other, samples show anew
+    /// whether that is worth it.
+    pub fn forget_digests(&mut self, top: usize) {
         self.usage.cow_breaks.forget_pages();
         self.survey.forget_digests();
         self.level = 1;
         if self.hold.reason().is_none() {
-            self.stage = Stage::Survey;
+            if self.stage == Stage::Survey || self.usage.merged.is_empty() {
+                self.stage = Stage::Survey;
+            } else {
+                self.examine(top);
+            }
         }
     }
 

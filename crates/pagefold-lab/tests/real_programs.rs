@@ -1,7 +1,7 @@
 //! Real databases answer correctly before, during and after merging, and KSM is restored. `pagefold-lab bench` measures
 //! costs and speed.
 
-use pagefold_testkit::{is_root, lab, skip};
+use pagefold_testkit::{KsmLock, is_root, lab, skip};
 use serde_json::Value;
 
 #[test]
@@ -33,6 +33,8 @@ fn databases_answer_correctly_while_merged() {
     }
     let saved = |at: usize| runs[at]["saved_bytes"].as_f64().unwrap();
     assert!(saved(2) >= 0.8 * saved(0), "pagefold {} of {}", saved(2), saved(0));
+    // The next test may use KSM as soon as the experiment has given it back.
+    let _lock = KsmLock::take();
     for (knob, value) in [("run", "0"), ("pages_sharing", "0"), ("max_page_sharing", "256"), ("use_zero_pages", "0")] {
         let now = std::fs::read_to_string(format!("/sys/kernel/mm/ksm/{knob}")).unwrap();
         assert_eq!(now.trim(), value, "{knob}");
