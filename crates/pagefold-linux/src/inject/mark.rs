@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// For how long a target that is too busy to be stopped is tried again, and the pause between two tries.
-const RETRY_LIMIT: Duration = Duration::from_secs(5);
-const RETRY_PAUSE: Duration = Duration::from_millis(20);
+pub(super) const RETRY_LIMIT: Duration = Duration::from_secs(5);
+pub(super) const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
 /// Why a process was not marked.
 #[derive(Debug, Error)]

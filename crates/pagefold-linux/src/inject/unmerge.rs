@@ -8,6 +8,7 @@
 //! ksmd has replaced by the kernel's, which only the call unmerges, and kernels that do not distinguish merged pages from
 //! those shared through fork, which reading would copy too: there a mapping is unmarked in steps.
 
+use crate::inject::mark::{RETRY_LIMIT, RETRY_PAUSE};
 use crate::inject::{Call, InjectError, InjectionReport, Injector, InjectorHandle, Limits};
 use crate::os::fault;
 use crate::proc::Roots;
@@ -21,6 +22,8 @@ use crate::proc::merge_any::PR_SET_MEMORY_MERGE;
 use crate::proc::numa::PreferNode;
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
+use std::thread::sleep;
+use std::time::Instant;
 use thiserror::Error;
 
 /// Address space whose copies are made after one check of the limits: 8 ms at about a gigabyte a second.
@@ -141,7 +144,8 @@ pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Res
     let mut done = Unmerged { unmarked: before.marked_bytes(), ..Unmerged::default() };
     let mut state = before.clone();
     let mut why = String::new();
-    for _ in 0..ATTEMPTS {
+    let (mut attempts, end) = (ATTEMPTS, Instant::now() + RETRY_LIMIT);
+    while attempts > 0 {
         let calls = state.calls(step_bytes(process)?);
         if calls.is_empty() {
             break;
@@ -152,7 +156,14 @@ pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Res
         if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
             why = errno.to_string();
         }
-        ran?;
+        match ran {
+            // Unmarking twice does no harm.
+            Err(UnmergeError::Inject(error)) if error.is_passing() && Instant::now() < end => sleep(RETRY_PAUSE),
+            ran => {
+                ran?;
+                attempts -= 1;
+            }
+        }
         state = State::of(process)?;
     }
     done.given_back = Bytes(before.merged_kib.saturating_sub(state.merged_kib).saturating_mul(1024));
