@@ -525,11 +525,12 @@ impl Engine {
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.record(actions, outcome);
         let (mut collisions, colliding) = (0, Arc::make_mut(&mut self.colliding));
-        self.requests.record(&outcome.merges, &mut self.table, &mut self.index, |digest| {
+        let spared = self.requests.record(&outcome.merges, &mut self.table, &mut self.index, |digest| {
             collisions += 1;
             colliding.insert(digest);
             self.colliding_prints.insert(print(digest));
         });
+        collisions += spared;
         if colliding.len() > COLLIDING_MOST || self.strength.lines() == LINES {
             colliding.clear();
             self.colliding_prints.clear();

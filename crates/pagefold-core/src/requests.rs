@@ -18,6 +18,9 @@ const SHARERS_MOST: u16 = 255;
 /// Kept pages of which the sharers are counted. If there are more, counting begins anew; the kernel says which are full.
 const COUNTED_MOST: usize = 1 << 16;
 
+/// If so many pages differ, and none is equal, it is no accident.
+const DIFFERING_MIN: u64 = 1024;
+
 /// The most contents that are remembered because merged pages may have been left behind. If there are more, all are forgotten.
 const LEFT_MOST: usize = 1 << 20;
 
@@ -109,15 +112,23 @@ impl Requests {
     }
 
     /// Records what came of the ranges. A page that could not be merged with the one kept for its content is kept instead. Calls
-    /// `differs` with the digest of each page that differs from the one kept for it.
+    /// `differs` with the digest of each page that differs from the one kept for it. Returns the number of pages that were spared that
+    /// comparison: the host tries no more if all pages differ, and from the digests the rest would have, too.
     pub fn record(
         &mut self,
         results: &[MergeResult],
         table: &mut RegionTable,
         index: &mut Index,
         mut differs: impl FnMut(Digest),
-    ) {
+    ) -> u64 {
+        let (mut merged, mut differing, mut untried) = (0, 0, 0);
         for MergeResult { range, merging } in results {
+            match merging {
+                Merging::Merged | Merging::Shared => merged += u64::from(range.take.pages),
+                Merging::Differs => differing += u64::from(range.take.pages),
+                Merging::Untried => untried += u64::from(range.take.pages),
+                Merging::Absent | Merging::Ineligible | Merging::Full | Merging::Busy => {}
+            }
             for at in 0..range.take.pages {
                 let MergeRange { take, keep } = range.part(at, 1);
                 let page = (take.region, take.first);
@@ -157,6 +168,7 @@ impl Requests {
             }
         }
         self.clear();
+        if merged == 0 && differing >= DIFFERING_MIN { untried } else { 0 }
     }
 }
 
@@ -290,5 +302,18 @@ mod tests {
         requests.add(((RegionKey(1), Vpn(6)), location(6)), ((RegionKey(2), Vpn(16)), location(16)), Digest(7 << 24));
         requests.record(&results[..1], &mut table, &mut index, |digest| differing.push(digest));
         assert_eq!(differing, [Digest(7 << 24)], "it differs again");
+    }
+
+    #[test]
+    fn what_is_not_tried_counts_once_all_that_was_tried_differs() {
+        let result = |first, pages, merging| MergeResult { range: range(first, pages, Keep::Zero), merging };
+        let spared = |results: &[MergeResult]| {
+            let (mut table, mut index) = (RegionTable::default(), Index::new());
+            Requests::default().record(results, &mut table, &mut index, |_| {})
+        };
+        let (differing, untried) = (result(0, 1024, Merging::Differs), result(1024, 500, Merging::Untried));
+        assert_eq!(spared(&[differing, untried]), 500);
+        assert_eq!(spared(&[result(0, 1000, Merging::Differs), untried]), 0, "too few to say");
+        assert_eq!(spared(&[differing, result(2000, 1, Merging::Merged), untried]), 0);
     }
 }
