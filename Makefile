@@ -2,7 +2,7 @@
 # make demo     show in a minute how pagefold works, on programs that it starts itself
 # make test     run all tests; installs the Debian packages they need
 # make unit     run the unit tests only
-# make soak     run the torture and integrity tests longer: 100,000 injections, ten minutes of merging and unmerging
+# make soak     run long tests: 100,000 injections, ten minutes of merging and unmerging, a simulated week
 # make attack   inject a million calls into programs that try to be harmed or to escape
 # make lint     check formatting, lints and licences
 # make fuzz     fuzz every parser, 5 s each (fuzz-long: 3 minutes each)
@@ -59,6 +59,7 @@ unit:
 soak:
 	@scripts/setup test
 	$(CARGO) test --locked -p pagefold-core --lib -- --ignored --nocapture
+	$(CARGO) test --locked -p pagefold-sim --test week -- --ignored --nocapture
 	PAGEFOLD_TORTURE=100000 $(CARGO) test --locked -p pagefold-linux --test torture -- --nocapture
 	PAGEFOLD_SOAK_SECONDS=600 $(CARGO) test --locked -p pagefold --test integrity -- --nocapture
 

@@ -207,7 +207,7 @@ pub const OPTIONS: &[OptionSpec] = {
         row("deny", "also", "deny", Programs, "[\"my-key-server\", \"wallet*\"]",
             "Never touch programs of this name either (base name, or its beginning and an asterisk)"),
         row("deny", "except", "allow", Programs, "[\"chrome-headless\"]",
-            "Allow programs of this name although they are on the deny list"),
+            "Allow programs of this name although they are on the deny list, or are not dumpable, as those are that have dropped root's rights"),
         row("deny", "override-opt-outs", "override-opt-out", List("NAME"), "[\"batch.service\", \"web1\"]",
             "Merge memory whose owner has opted out, by the name of the unit, virtual machine, cgroup or program"),
         row("limits", "samples-per-second-per-process", "",

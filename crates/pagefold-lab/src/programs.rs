@@ -1,8 +1,10 @@
 //! Real programs that experiments start in a scratch directory and end with it.
 
 mod image;
+mod interpreters;
 mod java;
 mod mariadb;
+mod memcached;
 mod python;
 mod qemu;
 mod redis;
@@ -10,9 +12,11 @@ mod subjects;
 mod working_guest;
 
 pub(crate) use image::Image;
+pub use interpreters::{HeldFile, Language, NODE, PHP, PYTHON, RUBY, python_files};
 pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
-pub use python::{PlainPython, PythonData, PythonTools};
+pub use memcached::{Memcached, MemcachedData};
+pub use python::{PythonData, PythonTools};
 pub(crate) use qemu::{Emulator, nodes_kernel};
 pub use qemu::{GuestImage, GuestTools};
 pub use redis::{Redis, RedisData};

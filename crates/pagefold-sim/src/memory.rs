@@ -18,6 +18,7 @@ use pagefold_core::host::PageState;
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 pub(crate) use region::{Owner, Region};
+use std::collections::BTreeSet;
 
 /// A frame that several pages share after a merge (the kernel's `stable_node` and its page).
 #[derive(Clone, Copy, Debug, Default)]
@@ -38,6 +39,8 @@ pub(crate) struct MergedFrame {
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     pub(crate) owners: Vec<Owner>,
+    /// The processes that have regions.
+    mapping_owners: BTreeSet<u32>,
     regions: Vec<Option<Box<Region>>>,
     /// The owner of each region, kept after the region has ended.
     region_owners: Vec<u32>,
@@ -126,6 +129,7 @@ impl Memory {
                 && clear(place.checked_sub(1).and_then(|before| of_owner.get(before)), &|r| r.end() <= first.0),
             "regions of one process must not overlap"
         );
+        self.mapping_owners.insert(owner.0);
         let owner = &mut self.owners[owner.0 as usize];
         owner.regions.insert(place, key);
         owner.changes += 1;
@@ -141,6 +145,9 @@ impl Memory {
         let Some(mut region) = self.regions[key as usize].take() else { return };
         let owner = &mut self.owners[region.owner as usize];
         owner.regions.retain(|&other| other != key);
+        if owner.regions.is_empty() {
+            self.mapping_owners.remove(&region.owner);
+        }
         owner.changes += 1;
         owner.make_stale(&mut region.items);
     }
@@ -362,9 +369,9 @@ impl Memory {
         child
     }
 
-    /// The regions of processes that have not exited, by process and address.
+    /// The regions, by process and address.
     pub(crate) fn live_regions(&self) -> impl Iterator<Item = (u32, &Region)> {
-        let keys = self.owners.iter().filter(|owner| !owner.exited).flat_map(|owner| &owner.regions);
+        let keys = self.mapping_owners.iter().flat_map(|&owner| &self.owners[owner as usize].regions);
         keys.filter_map(|&key| Some((key, self.region(key)?)))
     }
 }

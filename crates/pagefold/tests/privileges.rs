@@ -139,6 +139,22 @@ fn every_kind_of_process_is_merged_with_the_capabilities_that_are_kept() {
     ksm.assert_restored();
 }
 
+#[test]
+fn programs_that_are_not_dumpable_are_merged_if_they_are_named() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let holders = ["undumpable", "undumpable", "of another user", "of another user"].map(Holder::start);
+    let pids = pids_of(&holders);
+    let why = String::from_utf8(run_pagefold(&with_pids(&["scan"], &pids[..2], &[])).stderr).unwrap();
+    assert!(why.contains("not dumpable: its memory is private (--allow NAME lets it in)"), "{why}");
+    let daemon = Daemon::on(&pids, &["--allow", "python3*", "--deny", "python3-private", "--for", "60s"]);
+    wait_until("all are merged", || pids.iter().all(|&pid| marks(pid).merged >= 8 * MIB));
+    daemon.stop();
+    unmerge(&pids);
+    assert_unmarked(&pids);
+    holders.into_iter().for_each(Holder::end);
+    ksm.assert_restored();
+}
+
 /// A socket for which a process is started per connection, as a service manager does with `Accept=yes` and
 /// `StandardInput=socket`.
 struct SocketUnit {

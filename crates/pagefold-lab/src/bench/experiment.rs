@@ -5,6 +5,7 @@ mod governors;
 mod hash;
 mod idle;
 mod mapper;
+mod mix;
 pub(crate) mod numa;
 mod on_request;
 mod pairs;
@@ -51,7 +52,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 15] = [
+pub const EXPERIMENTS: [Experiment; 16] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
@@ -62,6 +63,7 @@ pub const EXPERIMENTS: [Experiment; 15] = [
     real_programs::EXPERIMENT,
     real_programs::MIXED_HOST,
     recall::EXPERIMENT,
+    mix::EXPERIMENT,
     scan::EXPERIMENT,
     hash::EXPERIMENT,
     numa::EXPERIMENT,

@@ -1,7 +1,7 @@
-//! Python interpreters with the same data: with numpy and pandas, or without packages for small machines.
+//! Python interpreters with the same table, by numpy and pandas.
 
-use super::{Answering, find, need};
-use anyhow::{Context, bail, ensure};
+use super::{Answering, find};
+use anyhow::{Context, bail};
 use pagefold_core::random::finalize;
 use pagefold_workload::Dialogue;
 use std::fs::File;
@@ -13,7 +13,6 @@ use std::time::Duration;
 const READY_LIMIT: Duration = Duration::from_secs(120);
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const SOURCE: &str = include_str!("held.py");
-const PLAIN_SOURCE: &str = include_str!("held_plain.py");
 /// Numeric columns of the table.
 const COLUMNS: u64 = 7;
 const SEED: u64 = 0x0070_7974_686f;
@@ -84,67 +83,5 @@ impl PythonData {
 
     fn table(&self) -> PathBuf {
         self.dir.join("table.csv")
-    }
-}
-
-/// A file of which interpreters without packages hold the bytes, and objects made from them.
-#[derive(Debug)]
-pub struct PlainPython {
-    python: PathBuf,
-    dir: PathBuf,
-}
-
-impl PlainPython {
-    /// The interpreter, and the modules that it loads: what an emulated machine needs.
-    pub fn files() -> anyhow::Result<(PathBuf, Vec<PathBuf>)> {
-        let python = Self::python()?;
-        let list = "import sys, zlib; print(*(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', 0)), sep='\\n')";
-        let output = Command::new(&python).args(["-I", "-S", "-c", list]).output().context("python3")?;
-        ensure!(output.status.success(), "python3 ended with {}", output.status);
-        let files = String::from_utf8(output.stdout).context("python3 names a module that is not UTF-8")?;
-        Ok((python, files.lines().map(PathBuf::from).collect()))
-    }
-
-    /// Writes the file.
-    pub fn make(scratch: &Path, mebibytes: u64) -> anyhow::Result<Self> {
-        let data = Self { python: Self::python()?, dir: scratch.to_owned() };
-        let mut file = BufWriter::new(File::create(data.file())?);
-        (0..mebibytes << 17).try_for_each(|word| file.write_all(&finalize(SEED + word).to_le_bytes()))?;
-        file.flush().context("writing the data")?;
-        Ok(data)
-    }
-
-    pub fn start(&self, instance: usize) -> anyhow::Result<Answering> {
-        let mut command = Command::new(&self.python);
-        command.args(["-I", "-S", "-c", PLAIN_SOURCE]).arg(self.file());
-        let log = self.dir.join(format!("python-{instance}.log"));
-        let mut dialogue = Dialogue::start(&mut command, Some(&log))?;
-        dialogue.ready(READY_LIMIT)?;
-        Ok(Answering { name: "python", dialogue, question: "check", limit: ANSWER_LIMIT })
-    }
-
-    /// Debian's, since another one may be a script that chooses a version.
-    fn python() -> anyhow::Result<PathBuf> {
-        need("/usr/bin/python3", "python3")
-    }
-
-    fn file(&self) -> PathBuf {
-        self.dir.join("data")
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::programs::Target;
-
-    #[test]
-    fn plain_interpreters_with_the_same_file_answer_alike() {
-        let (python, files) = PlainPython::files().unwrap();
-        assert!(python.is_absolute() && files.iter().any(|file| file.ends_with("encodings/utf_8.py")), "{files:?}");
-        let scratch = tempfile::tempdir().unwrap();
-        let data = PlainPython::make(scratch.path(), 1).unwrap();
-        let answers = [0, 1].map(|instance| data.start(instance).unwrap().check().unwrap());
-        assert!(answers[0].starts_with("1049 ") && answers[0] == answers[1], "{answers:?}");
     }
 }

@@ -124,6 +124,15 @@ impl DenyList {
     /// denied by longer entries that begin with it, but not allowed by them: the full name may differ. `is_trusted` says
     /// whether it is the name of an executable that root alone can change: any user can give any name to another.
     pub fn entry_for(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> Option<&str> {
+        self.deciding(name, is_trusted).filter(|entry| entry.denied).map(|entry| entry.name.as_str())
+    }
+
+    /// Whether a program of this name was allowed by an entry.
+    pub fn allows(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> bool {
+        self.deciding(name, is_trusted).is_some_and(|entry| !entry.denied)
+    }
+
+    fn deciding(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> Option<&Entry> {
         const COMM_MOST: usize = 15;
         let matches = |entry: &&Entry| {
             if let Some(start) = entry.name.strip_suffix('*') {
@@ -132,11 +141,7 @@ impl DenyList {
             let truncated = || entry.denied && name.len() == COMM_MOST && entry.name.as_bytes().starts_with(name);
             name == entry.name.as_bytes() || truncated()
         };
-        let mut matching = self.entries.iter().filter(matches);
-        matching
-            .find(|entry| entry.denied || is_trusted())
-            .filter(|entry| entry.denied)
-            .map(|entry| entry.name.as_str())
+        self.entries.iter().filter(matches).find(|entry| entry.denied || is_trusted())
     }
 }
 
@@ -206,6 +211,10 @@ mod tests {
             "later entries win"
         );
         assert_eq!(again.entry_for(b"mine-3", || true), Some("mine*"));
+        let allows = |name: &[u8], trusted| again.allows(name, || trusted);
+        assert!(
+            allows(b"mine-2", true) && !allows(b"mine-2", false) && !allows(b"vault", true) && !allows(b"redis", true)
+        );
         // A truncated name may be that of a program that is not allowed.
         let list = DenyList::new(names(&["systemd-homewor*"])).with(&[], &names(&["systemd-homeworks"]));
         assert_eq!(list.entry_for(b"systemd-homewor", || true), Some("systemd-homewor*"));

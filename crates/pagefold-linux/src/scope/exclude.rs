@@ -182,7 +182,22 @@ pub struct ProcessFacts {
 impl ProcessFacts {
     /// Whether it runs a program whose command line may have an opt-out.
     pub(crate) fn may_run_qemu(&self) -> bool {
-        !self.zombie && opt_out_qemu::is_qemu(&program_name(self.exe.as_deref(), &self.comm))
+        !self.zombie && opt_out_qemu::is_qemu(&self.program())
+    }
+
+    /// The name of its program.
+    fn program(&self) -> Vec<u8> {
+        program_name(self.exe.as_deref(), &self.comm)
+    }
+
+    /// Whether root alone can change its executable, and so its program's name.
+    fn is_trusted(&self) -> bool {
+        self.exe.as_ref().is_some_and(|exe| exe.trust().is_ok())
+    }
+
+    /// Whether its program was named as one that may be merged although it is not dumpable.
+    fn is_allowed(&self, deny: &DenyList) -> bool {
+        deny.allows(&self.program(), || self.is_trusted())
     }
 
     /// Reads the facts.
@@ -212,16 +227,15 @@ impl ProcessFacts {
 
 /// The rule that excludes a process with these facts, if any.
 pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion> {
-    let is_trusted = || facts.exe.as_ref().is_some_and(|exe| exe.trust().is_ok());
     if facts.kernel_thread {
         Some(Exclusion::KernelThread)
     } else if facts.zombie {
         Some(Exclusion::Zombie)
-    } else if facts.dumpable == Dumpable::No {
+    } else if facts.dumpable == Dumpable::No && !facts.is_allowed(deny) {
         Some(Exclusion::NotDumpable)
     } else if facts.tracer != 0 {
         Some(Exclusion::Traced { by: facts.tracer })
-    } else if let Some(entry) = deny.entry_for(&program_name(facts.exe.as_deref(), &facts.comm), is_trusted) {
+    } else if let Some(entry) = deny.entry_for(&facts.program(), || facts.is_trusted()) {
         Some(Exclusion::DenyListed { entry: entry.to_owned() })
     } else if !facts.readable {
         Some(Exclusion::NotReadable)
@@ -256,6 +270,9 @@ pub(crate) fn judge_opt_outs(
 /// The same with facts that were just read.
 pub(crate) fn exclusion_of(process: &Process, facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion> {
     judge_process(facts, deny).or_else(|| {
+        if facts.is_allowed(deny) {
+            return None;
+        }
         // Last, because asking stops the process.
         let answer = if facts.dumpable == Dumpable::Unknown { ask_inside(process) } else { facts.dumpable };
         match answer {

@@ -138,7 +138,11 @@ fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
     };
     Err(Exit::new(
         exit::REFUSED,
-        format!("process {pid} ({}) is left alone: {reason}{others}; name other programs", process.scoped.name),
+        format!(
+            "process {pid} ({}) is left alone: {reason}{}{others}; name other programs",
+            process.scoped.name,
+            report::way_in(&reason.to_string()),
+        ),
     ))
 }
 

@@ -6,7 +6,7 @@ use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::guest::GuestMachine;
 use crate::bench::policy::{Enough, Policy};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
-use crate::programs::{PlainPython, RedisData, Target, scratch};
+use crate::programs::{HeldFile, PYTHON, RedisData, Target, python_files, scratch};
 use pagefold_core::units::Bytes;
 use pagefold_workload::Segment;
 
@@ -23,7 +23,7 @@ const INSTANCES: usize = 3;
 
 /// The emulated machine.
 pub fn machine(quick: bool) -> anyhow::Result<GuestMachine> {
-    let (python, files) = PlainPython::files()?;
+    let (python, files) = python_files()?;
     let programs = vec![(python, "usr/bin/python3"), (RedisData::installed()?, "usr/bin/redis-server")];
     Ok(GuestMachine { programs, files, ..GuestMachine::small(quick) })
 }
@@ -34,9 +34,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let scratch = scratch()?;
     let mut sequence = PolicySequence::take(setting)?;
 
-    let python = PlainPython::make(scratch.path(), shared_mib)?;
+    let python = HeldFile::make(scratch.path(), shared_mib)?;
     let enough = Enough { saved_bytes: mib(2 * shared_mib).bytes().0, seconds: 0 };
-    let start = |instance| Ok(Box::new(python.start(instance)?) as Box<dyn Target>);
+    let start = |instance| Ok(Box::new(python.start(&PYTHON, instance)?) as Box<dyn Target>);
     let runs = compare(&mut sequence, report, "three Python", (seconds, Some(enough)), start)?;
     if let (false, Some(ours)) = (setting.quick, &runs[2]) {
         report.bar("three Python: MiB saved on request", Limit::AtLeast(120.0), Some(Bytes(ours.saved_bytes).mib()));

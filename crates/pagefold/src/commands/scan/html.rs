@@ -1,7 +1,7 @@
 //! The result of a scan as one web page that needs nothing else.
 
 use super::map::{Map, Shares};
-use super::report::{ProcessRow, ScanReport, size};
+use super::report::{ProcessRow, ScanReport, size, way_in};
 use crate::output::page::{escape, page as framed};
 use pagefold_cli::style::{count, human, percent};
 use pagefold_core::sampling::census::{Figures, bytes_of};
@@ -212,9 +212,10 @@ fn left_out(html: &mut String, report: &ScanReport) {
         };
         let _ = writeln!(
             html,
-            "<tr><td class=\"n\">{}</td><td>{}</td><td class=\"dim\">{}</td></tr>",
+            "<tr><td class=\"n\">{}</td><td>{}{}</td><td class=\"dim\">{}</td></tr>",
             human(row.bytes),
             escape(&row.reason),
+            way_in(&row.reason),
             escape(&where_),
         );
     }

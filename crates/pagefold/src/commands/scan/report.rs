@@ -6,6 +6,7 @@ use crate::output::placement::PlacementView;
 use pagefold_cli::style::{count, human, percent};
 use pagefold_core::sampling::census::{Figures, Findings, bytes_of};
 use pagefold_linux::proc::status::printable;
+use pagefold_linux::scope::exclude::Exclusion;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
@@ -200,4 +201,8 @@ impl ScanReport {
         // Below 1 % merging is hardly worth its cost.
         (self.totals.savable > self.totals.resident / 100.0).then(|| format!("pagefold run {}", self.scope))
     }
+}
+/// The option that lets in what is left out for a reason, if there is one, to be shown after it.
+pub fn way_in(reason: &str) -> &'static str {
+    if reason == Exclusion::NotDumpable.to_string() { " (--allow NAME lets it in)" } else { "" }
 }

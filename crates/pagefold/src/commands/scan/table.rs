@@ -1,6 +1,6 @@
 //! The result of a scan for a terminal.
 
-use super::report::{ScanReport, size};
+use super::report::{ScanReport, size, way_in};
 use pagefold_cli::style::{Lines, Style, bar, count, human, percent, shorten};
 use pagefold_cli::table::Table;
 use pagefold_core::sampling::census::{Figures, bytes_of};
@@ -101,7 +101,8 @@ fn left_out(text: &mut String, report: &ScanReport, style: Style) {
             0 => count(row.regions as usize, "mapping", "mappings"),
             whole => count(whole, "process", "processes"),
         };
-        text.line(format!("{:>9}  {}  {}", human(row.bytes), row.reason, style.dim(&format!("({where_})"))));
+        let (bytes, where_) = (human(row.bytes), style.dim(&format!("({where_})")));
+        text.line(format!("{bytes:>9}  {}{}  {where_}", row.reason, way_in(&row.reason)));
     }
     if ended > 0 {
         let processes = count(ended, "process", "processes");

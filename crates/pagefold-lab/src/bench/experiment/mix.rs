@@ -1,0 +1,50 @@
+//! A host of small services: caches with the same entries, and interpreters of four languages with the same data.
+
+use super::{Experiment, ExperimentSetting, PolicySequence};
+use crate::bench::policy::Policy;
+use crate::bench::report::{ExperimentReport, Limit};
+use crate::programs::{HeldFile, MemcachedData, NODE, PHP, PYTHON, RUBY, Target, scratch};
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "mix",
+    claim: "ours: on three memcached, four node, four python, three ruby and three php, pagefold saves at least 95 % of what KSM \
+            saves by scanning everything, in at most a quarter of its CPU time",
+    run,
+};
+
+const CACHES: usize = 3;
+
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+    let (entries, shared_mib, seconds) = if setting.quick { (1_000, 2, 15) } else { (12_000, 8, 60) };
+    report.parameters([("memcached_entries", entries), ("shared_mib", shared_mib), ("seconds", seconds)]);
+    let scratch = scratch()?;
+    let (caches, held) = (MemcachedData::new(entries)?, HeldFile::make(scratch.path(), shared_mib)?);
+    let start = || {
+        let mut targets: Vec<Box<dyn Target>> = Vec::new();
+        for instance in 0..CACHES {
+            targets.push(Box::new(caches.start(scratch.path(), instance)?));
+        }
+        for (language, instances) in [(&NODE, 4), (&PYTHON, 4), (&RUBY, 3), (&PHP, 3)] {
+            for instance in 0..instances {
+                targets.push(Box::new(held.start(language, instance)?));
+            }
+        }
+        Ok(targets)
+    };
+    // A program that has dropped root's rights is left alone unless it is named.
+    let ours = Policy::pagefold_with(seconds, &["--allow", "memcached"]);
+    let mut sequence = PolicySequence::take(setting)?;
+    for policy in [&Policy::KsmEverything, &Policy::Oracle, &ours] {
+        sequence.run(report, policy, start)?;
+    }
+    drop(sequence);
+    report.compare(&ours.to_string());
+    report.bar_on_answers();
+    if setting.quick {
+        return Ok(());
+    }
+    let (saved, cpu) = (report.ratio("saved_vs_ksm-everything"), report.ratio("cpu_vs_ksm-everything"));
+    report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.95), saved);
+    report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(0.25), cpu);
+    Ok(())
+}
