@@ -98,8 +98,8 @@ impl Target for Memcached {
     /// Compares every entry with what was stored.
     fn check(&mut self) -> anyhow::Result<String> {
         for numbers in self.batches() {
-            let commands: String = numbers.iter().map(|number| format!("get key:{number}\r\n")).collect();
-            self.client.get_mut().write_all(commands.as_bytes())?;
+            let commands: Vec<String> = numbers.iter().map(|number| format!("get key:{number}\r\n")).collect();
+            self.client.get_mut().write_all(commands.concat().as_bytes())?;
             for number in numbers {
                 self.expect(&format!("VALUE key:{number} 0 {VALUE_BYTES}"))?;
                 let mut value = [0; VALUE_BYTES + 2];
