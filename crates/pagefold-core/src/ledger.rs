@@ -9,6 +9,9 @@ use crate::stops::StopLengths;
 use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
 
+/// The most points of the curve. Then every second one is dropped.
+const CURVE_MOST: usize = 1 << 14;
+
 /// Kernel memory for each marked page that ksmd has visited, bytes (`struct ksm_rmap_item`, mm/ksm.c).
 pub const METADATA_BYTES_PER_PAGE: u64 = 64;
 
@@ -103,7 +106,7 @@ pub struct Ledger {
     pub began_ns: u64,
     /// The time of the last observation, nanoseconds.
     pub now_ns: u64,
-    /// Pages saved by this run over time, one point for each change: (nanoseconds since the start, pages).
+    /// Pages saved by this run over time: (nanoseconds since the start, pages). One point for each change, and fewer in a long run.
     pub curve: Vec<(u64, Pages)>,
 }
 
@@ -127,6 +130,13 @@ impl Ledger {
         let saved = self.saved();
         if self.curve.last().map(|&(_, last)| last) != Some(saved) {
             self.curve.push((now_ns - self.began_ns, saved));
+            if self.curve.len() >= CURVE_MOST {
+                let mut number = 0_u32;
+                self.curve.retain(|_| {
+                    number += 1;
+                    number % 2 == 0
+                });
+            }
         }
     }
 
@@ -186,6 +196,18 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_curve_is_bounded_and_ends_with_the_last_change() {
+        let mut ledger = Ledger::default();
+        for second in 1..=100_000_u64 {
+            let ksm = KsmView { sharing: Pages(second), ours: true, ..KsmView::default() };
+            ledger.observe(second * 1_000_000_000, &ksm, Cost::default());
+        }
+        assert!((CURVE_MOST / 4..CURVE_MOST).contains(&ledger.curve.len()), "{}", ledger.curve.len());
+        assert_eq!(ledger.curve.last(), Some(&(99_999_000_000_000, Pages(99_999))));
+        assert!(ledger.curve.is_sorted());
+    }
 
     #[test]
     fn splits_count_from_the_beginning_of_the_run() {
