@@ -16,6 +16,7 @@ use crate::hash::{DigestSet, LINES};
 use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, SamplePlan, Samples, Snapshot};
 use crate::index::{Index, PageStatus};
 use crate::keys::{DomainKey, OwnerKey, RegionKey};
+use crate::learned::{Learned, Verdicts, read_for_newcomers, verdict};
 use crate::ledger::Ledger;
 use crate::limits::{Allowance, Limits};
 use crate::marking::lifetimes::Lifetimes;
@@ -72,6 +73,7 @@ pub struct Engine {
     colliding_prints: FxHashSet<u32>,
     placer: Placer,
     lifetimes: Lifetimes,
+    verdicts: Verdicts,
     ledger: Ledger,
     snapshot: Snapshot,
     domains: BTreeSet<DomainKey>,
@@ -137,6 +139,7 @@ impl Engine {
             colliding_prints: FxHashSet::default(),
             placer: Placer::default(),
             lifetimes: Lifetimes::default(),
+            verdicts: Verdicts::default(),
             ledger: Ledger::default(),
             snapshot: Snapshot::default(),
             domains: BTreeSet::new(),
@@ -149,6 +152,25 @@ impl Engine {
             bottom_pages: 0,
             observe_cost_ns: OBSERVE_COST_NS,
             paused: false,
+        }
+    }
+
+    /// What the next run can adopt. Pages that are merged on request are known by their digests, which are not kept, so their
+    /// regions are judged anew.
+    pub fn learned(&self) -> Learned {
+        let Config { mechanism, only, .. } = self.config;
+        let (now_ns, busy) = (self.snapshot.now_ns, self.scheduler.is_busy());
+        let wait = self.marker.has_thinnest_waiting();
+        let verdicts = self.table.iter().filter_map(|region| verdict(region, now_ns, busy, wait, &self.config));
+        let regions = if self.on_request() { Vec::new() } else { self.verdicts.with(verdicts) };
+        Learned { mechanism, only, families: self.lifetimes.learned(), regions }
+    }
+
+    /// Adopts what an earlier run has learned, before the first cycle. Of a run with another task, nothing.
+    pub fn adopt(&mut self, learned: Learned) {
+        if (learned.mechanism, learned.only) == (self.config.mechanism, self.config.only) {
+            self.lifetimes.adopt(&learned.families, learned.mechanism);
+            self.verdicts = Verdicts::new(if self.on_request() { Vec::new() } else { learned.regions });
         }
     }
 
@@ -376,6 +398,12 @@ impl Engine {
         let (seed, appeared, now_ns) = (self.config.seed, self.running, snapshot.now_ns);
         let ended = self.table.update(&snapshot.regions, seed, |view| Region::new(view, now_ns, appeared, seed));
         self.running = true;
+        let (adopted, unvisited) = self.verdicts.give(&mut self.table, now_ns);
+        if adopted > Pages(0) {
+            self.marker.adopt(now_ns, snapshot.ksm.broken);
+            self.scheduler.request(unvisited);
+        }
+        read_for_newcomers(&mut self.table, now_ns, self.ladder.levels());
         self.update_domains(snapshot);
         let mut ended_keys = FxHashSet::default();
         for region in ended {

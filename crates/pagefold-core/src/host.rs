@@ -5,7 +5,7 @@
 //! code that runs.
 
 use crate::hash::{Digest, DigestSet};
-use crate::keys::{DomainKey, FamilyKey, LimitKey, NodeKey, NodeSet, OwnerKey, RegionKey};
+use crate::keys::{DomainKey, FamilyKey, LastingKey, LimitKey, NodeKey, NodeSet, OwnerKey, RegionKey};
 use crate::placement::policy::Placement;
 use crate::stops::StopLengths;
 use crate::units::{Pages, Permyriad, Vpn, as_seconds};
@@ -107,6 +107,8 @@ pub struct RegionView {
     pub key: RegionKey,
     /// The process it belongs to.
     pub owner: OwnerKey,
+    /// The same process, for other runs.
+    pub lasting: LastingKey,
     /// Its family.
     pub family: FamilyKey,
     /// Its trust domain.

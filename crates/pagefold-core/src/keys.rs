@@ -12,6 +12,11 @@ pub struct RegionKey(pub u32);
 #[serde(transparent)]
 pub struct OwnerKey(pub u32);
 
+/// The process that a region belongs to, by a number that is the same in every run until the machine restarts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct LastingKey(pub u64);
+
 /// A limit on the memory of some processes. Not reused while it exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]

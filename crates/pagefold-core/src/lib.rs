@@ -22,6 +22,7 @@
 //! | What may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second) |
 //! | Is there room for what can come back? | [`reserve`] |
 //! | Which contents have been seen? | [`index`], by [`hash`]; how much of a page is hashed: [`strength`] |
+//! | What does the next run keep of what this one learned? | [`learned`] |
 //! | What has been saved and spent? | [`ledger`]; lengths of stops: [`stops`]; for people: [`report`] |
 //! | What can be set, and in which range? | [`config`] |
 //!
@@ -38,6 +39,7 @@ pub mod hash;
 pub mod host;
 pub mod index;
 pub mod keys;
+pub mod learned;
 pub mod ledger;
 pub mod limits;
 pub mod marking;

@@ -63,6 +63,8 @@ pub struct Region {
     pub usage: Usage,
     /// Why and until when it is left alone.
     pub hold: Hold,
+    /// The share of duplicates left unmarked, if an earlier run has judged the region and its pages have not been read since.
+    pub adopted: Option<Permyriad>,
     /// Offsets in the index count from this page.
     base: Vpn,
 }
@@ -84,6 +86,7 @@ impl Region {
             marks: Marks::default(),
             usage: Usage::default(),
             hold: Hold::default(),
+            adopted: None,
             base: view.first,
         }
     }
@@ -120,6 +123,9 @@ impl Region {
         if mechanism == Mechanism::Request {
             return 0.0;
         }
+        if let Some(share) = self.adopted {
+            return share.fraction();
+        }
         let (resident, duplicate) = self
             .extents
             .iter()
@@ -150,6 +156,7 @@ impl Region {
     /// Starts to read the region whole, on the top level.
     pub fn examine(&mut self, top: usize) {
         self.usage.forget_written();
+        self.adopted = None;
         self.level = top;
         self.stage = Stage::Examine(self.view.first);
         self.extents.clear();
@@ -281,10 +288,11 @@ impl Region {
 /// An unmarked region with all pages resident.
 #[cfg(test)]
 pub(crate) fn test_view(key: u32, first: u64, pages: u64) -> RegionView {
-    use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
+    use crate::keys::{DomainKey, FamilyKey, LastingKey, OwnerKey, RegionKey};
     RegionView {
         key: RegionKey(key),
         owner: OwnerKey(1),
+        lasting: LastingKey(1),
         family: FamilyKey(key.into()),
         domain: DomainKey(0),
         first: Vpn(first),

@@ -6,6 +6,7 @@
 
 use crate::host::Mechanism;
 use crate::keys::FamilyKey;
+use crate::learned::LearnedFamily;
 use std::collections::BTreeMap;
 
 const FAMILIES_MAX: usize = 4_096;
@@ -53,6 +54,22 @@ impl Lifetimes {
             let mut ends: Vec<u64> = self.families.values().map(|record| record.last_ns).collect();
             let (_, &mut middle, _) = ends.select_nth_unstable(FAMILIES_MAX / 2);
             self.families.retain(|_, record| record.last_ns > middle);
+        }
+    }
+
+    /// What is known, for another run.
+    pub fn learned(&self) -> Vec<LearnedFamily> {
+        let families = self.families.iter();
+        families
+            .map(|(&family, record)| LearnedFamily { family, number: record.number, longest_ns: record.longest_ns })
+            .collect()
+    }
+
+    /// Adopts what another run has learned about families.
+    pub fn adopt(&mut self, learned: &[LearnedFamily], mechanism: Mechanism) {
+        for &LearnedFamily { family, number, longest_ns } in learned.iter().take(FAMILIES_MAX) {
+            let (number, longest_ns) = (number.min(SHORT_LIVED_MIN), longest_ns.min(short_ns(mechanism)));
+            self.families.insert(family, Record { number, longest_ns, last_ns: 0 });
         }
     }
 

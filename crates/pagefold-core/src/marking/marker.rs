@@ -75,6 +75,16 @@ impl Marker {
         self.held_since_ns.is_some() && !self.small_wait
     }
 
+    /// Whether some of the thinnest extents wait until ksmd is idle.
+    pub fn has_thinnest_waiting(&self) -> bool {
+        self.thinnest_wait
+    }
+
+    /// Adopts marks that ksmd visited for an earlier run: what was written before now is no reason for a scan.
+    pub fn adopt(&mut self, now_ns: u64, broken: u64) {
+        (self.visited_ns, self.visited_broken, self.thorough_ns) = (now_ns, broken, now_ns);
+    }
+
     /// The spans to mark now. `more` if regions are being read that may be marked soon. With several trust domains, only
     /// what is claimed for its own domain.
     pub fn mark(

@@ -1,7 +1,10 @@
 //! Why a region is left alone, and until when.
 
+use serde::{Deserialize, Serialize};
+
 /// A reason to leave a region alone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum LeaveAlone {
     /// Its merges did not last. It is left alone for a time.
     CowBroken,
@@ -60,6 +63,16 @@ impl Hold {
     /// When a hold that passes ends, nanoseconds.
     pub fn ends_ns(&self) -> u64 {
         self.not_before_ns
+    }
+
+    /// The last pause between two examinations, nanoseconds.
+    pub fn pause_ns(&self) -> u64 {
+        self.pause_ns
+    }
+
+    /// Adopts what another run has found: a reason, when the hold ends, and the last pause.
+    pub fn adopt(&mut self, reason: Option<LeaveAlone>, until_ns: u64, pause_ns: u64) {
+        (self.reason, self.not_before_ns, self.pause_ns) = (reason, until_ns, pause_ns);
     }
 
     /// Whether the region's process refused to be marked.

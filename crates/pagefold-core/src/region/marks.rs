@@ -63,6 +63,11 @@ impl Marks {
         self.visited = resident;
     }
 
+    /// Pages that were resident then.
+    pub fn visited(&self) -> Pages {
+        self.visited
+    }
+
     /// How many of the resident pages appeared since.
     pub fn not_visited(&self, resident: Pages) -> Pages {
         resident.saturating_sub(self.visited)

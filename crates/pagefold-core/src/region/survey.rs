@@ -82,6 +82,11 @@ impl Survey {
         self.order.len().saturating_sub(self.next)
     }
 
+    /// Adopts what the samples of another run have shown.
+    pub fn adopt(&mut self, tally: Tally, visited: u64) {
+        (self.tally, self.visited) = (tally, visited);
+    }
+
     /// Pages visited since the region was last examined, whether or not they held memory.
     pub fn visited(&self) -> u64 {
         self.visited

@@ -158,12 +158,13 @@ fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keys::{DomainKey, FamilyKey, KeyCounter, OwnerKey};
+    use crate::keys::{DomainKey, FamilyKey, KeyCounter, LastingKey, OwnerKey};
 
     fn view(key: u32, first: u64, pages: u64) -> RegionView {
         RegionView {
             key: RegionKey(key),
             owner: OwnerKey(1),
+            lasting: LastingKey(1),
             family: FamilyKey(7),
             domain: DomainKey(0),
             first: Vpn(first),

@@ -11,9 +11,11 @@
 //! whole, so too high a ratio costs reading, but one too low would cost the saving.
 
 use crate::units::whole;
+use serde::{Deserialize, Serialize};
 
 /// Counts of a region's sampled pages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Tally {
     /// Pages sampled that hold memory.
     pub sampled: u64,

@@ -35,6 +35,11 @@ pub(crate) fn process_cpu_ns(pid: i32) -> Option<u64> {
     clock_ns((!pid << 3) | SCHED).ok()
 }
 
+/// Time since the machine was started, with the time that it was suspended, nanoseconds.
+pub fn since_boot_ns() -> u64 {
+    clock_ns(libc::CLOCK_BOOTTIME).unwrap_or(0)
+}
+
 pub(crate) fn clock_ns(clock: libc::clockid_t) -> io::Result<u64> {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` outlives the call, which writes one timespec into it.

@@ -8,7 +8,7 @@ use pagefold_core::host::{
     Actions, Change, ChangeResult, Host, Marking, Mechanism, Outcome, PageRun, PageSample, PageState, RegionView,
     SamplePlan, Samples, ScanOrder, Snapshot, Span, Stops,
 };
-use pagefold_core::keys::{OwnerKey, RegionKey};
+use pagefold_core::keys::{LastingKey, OwnerKey, RegionKey};
 use pagefold_core::region::RUN_PAGES;
 use pagefold_core::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
@@ -49,6 +49,7 @@ impl SimHost {
         Some(RegionView {
             key: RegionKey(key),
             owner: OwnerKey(owner),
+            lasting: LastingKey(owner.into()),
             family: region.family,
             domain: self.memory.owners[owner as usize].domain,
             first: Vpn(region.first),

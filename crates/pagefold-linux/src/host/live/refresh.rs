@@ -4,12 +4,13 @@ use super::{Actuator, Event, LiveError, LiveHost, elapsed_ns};
 use crate::host::identity::{Watch, domain_key};
 use crate::host::regions::Tracked;
 use crate::host::targets::Target;
-use crate::proc::process::ReadError;
+use crate::proc::process::{Process, ReadError};
 use crate::scope::exclude::Exclusion;
 use crate::scope::opt_out::OptOut;
 use crate::scope::{ScopeError, ScopeSpec};
 use pagefold_core::host::RegionView;
-use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
+use pagefold_core::keys::{DomainKey, LastingKey, OwnerKey, RegionKey};
+use pagefold_core::random::mix;
 use pagefold_core::units::count;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -153,11 +154,13 @@ impl LiveHost {
         self.region_pids.clear();
         self.views.clear();
         for (&pid, target) in &self.targets {
+            let lasting = lasting_key(&target.process);
             for Tracked { key, stretch } in &target.regions {
                 self.region_pids.insert(*key, pid);
                 self.views.push(RegionView {
                     key: *key,
                     owner: target.owner,
+                    lasting,
                     family: stretch.family,
                     domain: target.domain,
                     first: stretch.first,
@@ -168,6 +171,11 @@ impl LiveHost {
             }
         }
     }
+}
+
+/// A process by its pid and start time, which no other has until the machine restarts.
+fn lasting_key(process: &Process) -> LastingKey {
+    LastingKey(mix(mix(u64::from(process.pid().unsigned_abs())) ^ process.start_time_ticks()))
 }
 
 /// Programs whose marks are remembered before those without a process are forgotten.

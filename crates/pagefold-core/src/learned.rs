@@ -1,0 +1,345 @@
+//! What one run has learned and the next one adopts, so that a restart does not search all memory again.
+//!
+//! Verdicts on families and on regions of living processes, in counts of pages. Neither digests nor anything else from which
+//! contents could be guessed. So the next run knows no contents at first: those of a region are read again when a newcomer of its
+//! family appears, when another trust domain does, or when its samples differ.
+//!
+//! All of it is a hint. It marks nothing by itself: a region is marked only after it has been read whole by the run that marks it,
+//! and rights, exclusions and trust domains come from the host alone. Whatever a file says, it can cost time, no more.
+
+use crate::config::{Config, Only};
+use crate::host::Mechanism;
+use crate::keys::{FamilyKey, LastingKey};
+use crate::marking::extents::Candidate;
+use crate::region::table::RegionTable;
+use crate::region::{LeaveAlone, Region, Stage};
+use crate::sampling::estimate::Tally;
+use crate::sampling::ladder::wants_more;
+use crate::units::{Pages, Permyriad, Vpn, whole};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// The most regions, and spans in one of them, that are kept.
+const REGIONS_MAX: usize = 16_384;
+const SPANS_MAX: usize = 64;
+/// Regions that have not appeared this long after the beginning of a run are forgotten, nanoseconds.
+const APPEAR_NS: u64 = 600_000_000_000;
+/// No region is left alone for longer, nanoseconds.
+const HOLD_MAX_NS: u64 = 3_600_000_000_000;
+/// No pause between two examinations is longer, nanoseconds.
+const PAUSE_MAX_NS: u64 = 600_000_000_000;
+
+/// What a run has learned.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Learned {
+    /// How pages were merged.
+    pub mechanism: Mechanism,
+    /// Which pages were worth merging.
+    pub only: Only,
+    /// Lifetimes.
+    pub families: Vec<LearnedFamily>,
+    /// Verdicts on regions.
+    pub regions: Vec<LearnedRegion>,
+}
+
+/// How long regions of a family live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LearnedFamily {
+    /// The family.
+    pub family: FamilyKey,
+    /// The number of short-lived regions since the last one that was not.
+    pub number: u32,
+    /// The longest of their lives, nanoseconds.
+    pub longest_ns: u64,
+}
+
+/// The verdict on one region.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LearnedRegion {
+    /// Its process.
+    pub process: LastingKey,
+    /// Its family.
+    pub family: FamilyKey,
+    /// Its first page.
+    pub first: Vpn,
+    /// Its length.
+    pub pages: Pages,
+    /// Anonymous pages present in it.
+    pub resident: Pages,
+    /// Those of them that ksmd has visited twice.
+    pub visited: Pages,
+    /// Whether it has been read whole, not only sampled.
+    pub judged: bool,
+    /// The share of duplicates left unmarked.
+    pub left_over: Permyriad,
+    /// What samples have shown since.
+    pub tally: Tally,
+    /// Pages visited for that.
+    pub sampled: u64,
+    /// What was marked: first page, length, resident pages, duplicates.
+    pub marks: Vec<(Vpn, Pages, Pages, Pages)>,
+    /// Why it is left alone, if it is.
+    pub hold: Option<LeaveAlone>,
+    /// For how long it is not to be examined, nanoseconds.
+    pub hold_ns: u64,
+    /// The last pause between two examinations, nanoseconds.
+    pub pause_ns: u64,
+}
+
+impl Learned {
+    /// The same some time later, nanoseconds.
+    #[must_use]
+    pub fn after(mut self, passed_ns: u64) -> Self {
+        for region in &mut self.regions {
+            region.hold_ns = region.hold_ns.saturating_sub(passed_ns);
+        }
+        self
+    }
+}
+
+/// The verdict on a region, if there is one that will hold. While ksmd is `busy`, what is marked may not be merged yet.
+pub(crate) fn verdict(
+    region: &Region,
+    now_ns: u64,
+    busy: bool,
+    thinnest_wait: bool,
+    config: &Config,
+) -> Option<LearnedRegion> {
+    let left_over = region.left_over(config.mechanism);
+    let judged = match region.stage {
+        Stage::Survey => false,
+        Stage::Examine(_) => return None,
+        Stage::Judged(_) => true,
+    };
+    // A refusal is for good, so every run asks once.
+    if region.hold.is_refused() {
+        return None;
+    }
+    // It is about to be marked, or to be sampled more.
+    let waits = thinnest_wait && left_over >= config.thinnest_density.fraction();
+    if if judged { region.changed || waits } else { wants_more(region, config) } {
+        return None;
+    }
+    let marks: Vec<_> =
+        region.marks.spans.iter().map(|mark| (mark.first, mark.pages, mark.resident, mark.duplicate)).collect();
+    (marks.len() <= SPANS_MAX).then(|| LearnedRegion {
+        process: region.view.lasting,
+        family: region.view.family,
+        first: region.view.first,
+        pages: region.view.pages,
+        resident: region.view.resident,
+        visited: if busy { Pages(0) } else { region.marks.visited() },
+        judged,
+        left_over: Permyriad::of(whole(left_over * 10_000.0), 10_000),
+        tally: region.survey.tally,
+        sampled: region.survey.visited(),
+        marks,
+        hold: region.hold.reason(),
+        hold_ns: region.hold.ends_ns().saturating_sub(now_ns),
+        pause_ns: region.hold.pause_ns(),
+    })
+}
+
+/// Verdicts of an earlier run on regions that have not appeared yet.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Verdicts {
+    pending: BTreeMap<(LastingKey, Vpn), LearnedRegion>,
+    /// When they are forgotten, nanoseconds.
+    until_ns: Option<u64>,
+}
+
+impl Verdicts {
+    pub fn new(regions: Vec<LearnedRegion>) -> Self {
+        let regions = regions.into_iter().take(REGIONS_MAX);
+        Self { pending: regions.map(|region| ((region.process, region.first), region)).collect(), until_ns: None }
+    }
+
+    /// All verdicts: those of this run, and of the earlier one on regions that have not appeared yet.
+    pub fn with(&self, regions: impl Iterator<Item = LearnedRegion>) -> Vec<LearnedRegion> {
+        let mut all: Vec<_> = regions.chain(self.pending.values().cloned()).collect();
+        // The largest are the costliest to lose.
+        all.sort_by_key(|region| (std::cmp::Reverse(region.resident), region.process, region.first));
+        all.truncate(REGIONS_MAX);
+        all
+    }
+
+    /// Gives regions that have just appeared the verdicts on them. Returns the resident pages that are marked in them, and how many of
+    /// those ksmd may not have visited yet.
+    pub fn give(&mut self, table: &mut RegionTable, now_ns: u64) -> (Pages, Pages) {
+        let (mut marked, mut unvisited) = (Pages(0), Pages(0));
+        if self.pending.is_empty() {
+            return (marked, unvisited);
+        }
+        for region in table.iter_mut().filter(|region| region.seen_ns == now_ns && region.stage == Stage::Survey) {
+            let Some(verdict) = self.pending.remove(&(region.view.lasting, region.view.first)) else { continue };
+            if fits(&verdict, region) {
+                adopt(region, &verdict, now_ns);
+                marked += region.marked_resident();
+                unvisited += if verdict.visited == Pages(0) { region.marked_resident() } else { Pages(0) };
+            }
+        }
+        if now_ns >= *self.until_ns.get_or_insert(now_ns + APPEAR_NS) {
+            self.pending.clear();
+        }
+        (marked, unvisited)
+    }
+}
+
+/// Whether a verdict is about this region as it is now, and can be true.
+fn fits(verdict: &LearnedRegion, region: &Region) -> bool {
+    let (view, Tally { sampled, zero, found, copies }) = (&region.view, verdict.tally);
+    let LearnedRegion { family, pages, resident, judged, ref marks, .. } = *verdict;
+    let same = (family, pages) == (view.family, view.pages);
+    let as_full = resident.0.abs_diff(view.resident.0) <= view.resident.0 / 8;
+    let in_order = |next: Vpn, &(first, pages, resident, duplicate): &(Vpn, Pages, Pages, Pages)| {
+        let end = first.0.checked_add(pages.0).filter(|&end| end <= region.end().0 && pages > Pages(0));
+        end.map(Vpn).filter(|_| first >= next && duplicate <= resident && resident <= pages)
+    };
+    let mut ordered = marks.clone();
+    ordered.sort_unstable();
+    let are_spans = ordered.iter().try_fold(view.first, in_order).is_some();
+    // Without its marks, it is another region.
+    let are_there = marks.is_empty() || judged && view.marked > Pages(0);
+    // Of spans within the region alone: any others may add up to too much.
+    let counted = || -> Pages { marks.iter().map(|mark| mark.1).sum() };
+    // Samples age with every pass over the bottom level.
+    let few = 16 * view.pages.0 + 4_096;
+    let can_be = [sampled, zero, found].into_iter().all(|count| count <= few)
+        && copies.max(verdict.sampled) < 1 << 40
+        && verdict.left_over <= Permyriad(10_000)
+        && verdict.hold != Some(LeaveAlone::Refused);
+    same && as_full
+        && marks.len() <= SPANS_MAX
+        && are_spans
+        && are_there
+        // The marks of a block are only known as a share of its mapping's.
+        && (region.in_blocks || counted() <= view.marked)
+        && can_be
+}
+
+fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
+    region.appeared = false;
+    region.survey.adopt(verdict.tally, verdict.sampled);
+    region.hold.adopt(verdict.hold, now_ns + verdict.hold_ns.min(HOLD_MAX_NS), verdict.pause_ns.min(PAUSE_MAX_NS));
+    if verdict.judged {
+        region.stage = Stage::Judged(now_ns);
+        region.adopted = Some(verdict.left_over);
+        let marks = verdict.marks.iter();
+        region.marks.spans =
+            marks.map(|&(first, pages, resident, duplicate)| Candidate { first, pages, resident, duplicate }).collect();
+        region.marks.scanned_whole = verdict.visited > Pages(0);
+        region.marks.visit(if verdict.visited > Pages(0) { verdict.visited } else { region.view.resident });
+    }
+}
+
+/// Nothing is known of the contents of adopted regions. If a newcomer of their family appears, one of them is read whole again, so
+/// that the newcomer is found to hold the same.
+pub(crate) fn read_for_newcomers(table: &mut RegionTable, now_ns: u64, top: usize) {
+    let adopted = |region: &Region| region.adopted.is_some() && !region.marks.spans.is_empty();
+    if !table.iter().any(adopted) {
+        return;
+    }
+    let is_new = |region: &&Region| region.appeared && region.seen_ns == now_ns;
+    // The families, and whether one of their regions has been chosen.
+    let mut sought: BTreeMap<FamilyKey, bool> =
+        table.iter().filter(is_new).map(|region| (region.view.family, false)).collect();
+    for region in table.iter_mut().filter(|region| adopted(region)) {
+        let Some(chosen) = sought.get_mut(&region.view.family) else { continue };
+        if !std::mem::replace(chosen, true) {
+            region.examine(top);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::region::test_view;
+
+    fn table(marked: u64) -> RegionTable {
+        let view = crate::host::RegionView { marked: Pages(marked), ..test_view(1, 1_000, 500) };
+        let mut table = RegionTable::default();
+        table.update(&[view], 5, |view| Region::new(view, 7, false, 5));
+        table
+    }
+
+    fn marked() -> LearnedRegion {
+        LearnedRegion {
+            process: LastingKey(1),
+            family: FamilyKey(1),
+            first: Vpn(1_000),
+            pages: Pages(500),
+            resident: Pages(490),
+            visited: Pages(490),
+            judged: true,
+            left_over: Permyriad(0),
+            tally: Tally::default(),
+            sampled: 3,
+            marks: vec![(Vpn(1_000), Pages(500), Pages(490), Pages(400))],
+            hold: None,
+            hold_ns: 0,
+            pause_ns: 0,
+        }
+    }
+
+    fn is_adopted(verdict: LearnedRegion, marked: u64) -> bool {
+        let mut table = table(marked);
+        Verdicts::new(vec![verdict]).give(&mut table, 7);
+        table.iter().next().unwrap().adopted.is_some()
+    }
+
+    #[test]
+    fn a_verdict_is_adopted_by_the_same_region_alone() {
+        assert!(is_adopted(marked(), 500));
+        assert!(!is_adopted(marked(), 0), "its marks have been removed");
+        assert!(!is_adopted(marked(), 499), "some of them");
+        assert!(!is_adopted(LearnedRegion { process: LastingKey(2), ..marked() }, 500));
+        assert!(!is_adopted(LearnedRegion { family: FamilyKey(2), ..marked() }, 500));
+        assert!(!is_adopted(LearnedRegion { first: Vpn(1_001), ..marked() }, 500));
+        assert!(!is_adopted(LearnedRegion { pages: Pages(501), ..marked() }, 500));
+        assert!(!is_adopted(LearnedRegion { resident: Pages(300), ..marked() }, 500), "it has been filled since");
+    }
+
+    #[test]
+    fn what_cannot_be_true_is_not_adopted() {
+        let spans = |marks: &[(u64, u64, u64, u64)]| {
+            let marks = marks.iter().map(|&(a, b, c, d)| (Vpn(a), Pages(b), Pages(c), Pages(d))).collect();
+            is_adopted(LearnedRegion { marks, ..marked() }, 500)
+        };
+        assert!(spans(&[(1_100, 100, 100, 100), (1_000, 100, 90, 80)]));
+        assert!(!spans(&[(999, 100, 100, 100)]) && !spans(&[(1_401, 100, 100, 100)]));
+        assert!(!spans(&[(1_000, 100, 100, 100), (1_099, 100, 100, 100)]), "they overlap");
+        assert!(!spans(&[(1_000, 0, 0, 0)]) && !spans(&[(1_000, u64::MAX, 1, 1)]));
+        assert!(!spans(&[(1_000, u64::MAX, 1, 1), (1_000, u64::MAX, 1, 1)]));
+        assert!(!spans(&[(1_000, 100, 101, 100)]) && !spans(&[(1_000, 100, 90, 91)]));
+        assert!(!is_adopted(LearnedRegion { judged: false, ..marked() }, 500), "marks need a whole reading");
+        let tally = Tally { sampled: u64::MAX, ..Tally::default() };
+        assert!(!is_adopted(LearnedRegion { tally, ..marked() }, 500));
+        assert!(!is_adopted(LearnedRegion { left_over: Permyriad(10_001), ..marked() }, 500));
+        assert!(!is_adopted(LearnedRegion { hold: Some(LeaveAlone::Refused), ..marked() }, 500), "not for good");
+    }
+
+    #[test]
+    fn no_region_is_left_alone_for_longer_than_an_hour() {
+        let mut table = table(500);
+        let hold = Some(LeaveAlone::CowBroken);
+        let verdict = LearnedRegion { hold, hold_ns: u64::MAX / 2, pause_ns: u64::MAX, ..marked() };
+        Verdicts::new(vec![verdict]).give(&mut table, 7);
+        let region = table.iter().next().unwrap();
+        assert!(!region.hold.may_mark(HOLD_MAX_NS) && region.hold.may_mark(HOLD_MAX_NS + 7));
+    }
+
+    #[test]
+    fn verdicts_wait_for_their_regions_for_a_while() {
+        let mut verdicts = Verdicts::new(vec![marked()]);
+        let mut empty = RegionTable::default();
+        verdicts.give(&mut empty, 0);
+        verdicts.give(&mut empty, APPEAR_NS - 1);
+        assert_eq!(verdicts.with(std::iter::empty()).len(), 1);
+        verdicts.give(&mut empty, APPEAR_NS);
+        assert_eq!(verdicts.with(std::iter::empty()).len(), 0);
+    }
+}
