@@ -151,7 +151,7 @@ pub const SECTIONS: &[Section] = &[
     Section {
         name: "history",
         heading: "Output",
-        help: "What was saved over time, for pagefold top --since. A dry run ignores this section.",
+        help: "What outlasts a run: what was saved over time, for pagefold top --since, and what was learned. A dry run ignores this section.",
     },
 ];
 
@@ -254,6 +254,9 @@ pub const OPTIONS: &[OptionSpec] = {
         row("history", "path", "history", File, "\"/var/lib/pagefold/history\"",
             "Keep what is saved over time in this file, of 371 KiB: by the minute for a day, by the quarter of an hour for 30 days. \
              The service keeps it without this key, too"),
+        row("history", "learned", "learned", File, "\"/var/lib/pagefold/learned.json\"",
+            "Keep verdicts on memory in this file (never contents, nor digests of them), so that the next run does not search all \
+             memory again. The service keeps it without this key, too"),
     ]
 };
 

@@ -55,12 +55,12 @@ impl Moment {
     }
 }
 
-/// The file in the directory that the service manager has made for the service (systemd's StateDirectory=).
-pub fn of_service() -> Option<PathBuf> {
+/// A file in the directory that the service manager has made for the service (systemd's StateDirectory=).
+pub fn of_service(name: &str) -> Option<PathBuf> {
     let directory = std::env::var_os("STATE_DIRECTORY")?;
     // There can be several, with colons between them.
     let first = directory.to_str()?.split(':').next().filter(|first| first.starts_with('/'))?;
-    Some(Path::new(first).join("history"))
+    Some(Path::new(first).join(name))
 }
 
 /// Seconds since 1970.

@@ -12,6 +12,7 @@
 //! | the audit log | [`audit`] |
 //! | a metric | `FAMILIES` in [`metrics`] |
 //! | the file of what was saved over time; what was done lately | [`history`]; [`events`] |
+//! | the file of what the next run adopts | [`learned`] |
 //! | tables shared by several commands | [`output`] |
 //! | the demonstration | [`demo`] |
 //!
@@ -34,6 +35,7 @@ mod control;
 mod demo;
 mod events;
 mod history;
+mod learned;
 mod metrics;
 mod output;
 mod preflight;

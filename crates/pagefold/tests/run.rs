@@ -498,3 +498,44 @@ fn forks_and_mappings_without_a_pause_do_no_harm() {
     assert_unmarked(&churning.iter().map(Script::pid).collect::<Vec<_>>());
     give_back(&ksm, &mut pair);
 }
+
+#[test]
+fn a_restart_costs_no_second_search_and_nothing_is_unmerged() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut pair = pair(128, 16, 9);
+    let pids = pids(&pair);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("learned.json");
+    let start = || Daemon::on(&pids, &["--learned", path.to_str().unwrap()]).answering();
+    let daemon = start();
+    wait_until("all is merged", || saved_bytes() >= most(128 * MIB) && status()["busy"] == false);
+    let first = daemon.stop();
+    let saved = saved_bytes();
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert!(text.contains("pagefold.learned/1") && text.contains("\"judged\":true"), "{text}");
+    let broken = vmstat("cow_ksm");
+
+    let daemon = start();
+    let until = std::time::Instant::now() + Duration::from_secs(4);
+    while std::time::Instant::now() < until {
+        assert!(saved_bytes() >= most(saved), "{} of {saved}", saved_bytes());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(status()["busy"], false);
+    let second = daemon.stop();
+    let [before, after] = [&first, &second].map(|summary| bytes(summary, "pages_read"));
+    assert!(after * 5 <= before, "{after} pages read after the restart, {before} before");
+    assert_eq!((bytes(&second, "stops"), bytes(&second, "scans")), (0, 0), "{second}");
+    // Only pages that the programs write anyway.
+    assert!(vmstat("cow_ksm") - broken < 256, "{} copies", vmstat("cow_ksm") - broken);
+    println!("{before} pages read by the first run, {after} by the second");
+
+    // What cannot be used is named in one line, and the run does without it.
+    std::fs::write(&path, "{\"schema\":").unwrap();
+    let daemon = start();
+    daemon.signal(libc::SIGTERM);
+    let ended = daemon.end();
+    assert_eq!(ended.errors.matches("is damaged").count(), 1, "{}", ended.errors);
+    assert_eq!(ended.code, Some(0));
+    give_back(&ksm, &mut pair);
+}

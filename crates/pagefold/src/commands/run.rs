@@ -11,6 +11,7 @@ use crate::config::settings::Settings;
 use crate::control;
 use crate::control::queue::{Facts, RequestQueue, RunFacts};
 use crate::history::{self, HistoryFile, HistoryWriter};
+use crate::learned::{LearnedFile, LearnedWriter};
 use crate::metrics::Metrics;
 use crate::output;
 use crate::preflight;
@@ -95,8 +96,10 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let ksm = preflight::ksm()?;
     let device = preflight::request_device(settings.mechanism, settings.placement.default, &ksm)?;
     let metrics = Metrics::open(&settings.metrics, passed)?;
-    let history = settings.history.clone().or_else(|| history::of_service().filter(|_| !args.dry_run));
+    let history = settings.history.clone().or_else(|| history::of_service("history").filter(|_| !args.dry_run));
     let history = history.map(|path| HistoryFile::open(&path)).transpose()?;
+    let learned = settings.learned.clone().or_else(|| history::of_service("learned.json").filter(|_| !args.dry_run));
+    let learned = learned.map(|path| LearnedFile::open(&path)).transpose()?;
     let mut active = ActiveSettings::new(args, settings)?;
     on(signal_hook::consts::SIGHUP, &active.on_hangup().unwrap_or_else(|| stop.clone()))?;
     let injector = injector(args, device.is_some())?;
@@ -122,6 +125,14 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         events: Vec::new(),
     };
     let mut engine = Engine::new(config);
+    let mut learned = learned.and_then(|file| {
+        match file.read() {
+            Ok(Some(learned)) => engine.adopt(learned),
+            Ok(None) => {}
+            Err(line) => complain!("{line}"),
+        }
+        LearnedWriter::start(file)
+    });
     let mut host = LiveHost::new(scope.spec(), Roots::default(), deny, ksm, mode, woken.clone())
         .map_err(|error| failure(&error))?;
     if let Some(device) = device {
@@ -148,8 +159,12 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         progress.leave_alone(left);
     }
     progress.begin();
-    let ran = main_loop(args, &mut engine, &mut host, &stop, (requests, facts), &mut active, &mut progress);
+    let ran =
+        main_loop(args, &mut engine, &mut host, &stop, (requests, facts, &mut learned), &mut active, &mut progress);
     progress.finish();
+    if let Some(learned) = learned {
+        learned.finish(&engine);
+    }
     drop((server, metrics, history));
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened, KSM is given back before anything is reported.
@@ -262,7 +277,7 @@ fn main_loop(
     engine: &mut Engine,
     host: &mut LiveHost,
     stop: &AtomicBool,
-    (mut requests, mut facts): (RequestQueue, RunFacts),
+    (mut requests, mut facts, learned): (RequestQueue, RunFacts, &mut Option<LearnedWriter>),
     active: &mut ActiveSettings<'_>,
     progress: &mut Progress,
 ) -> Result<()> {
@@ -326,6 +341,9 @@ fn main_loop(
             host.set_refresh_interval(refresh_interval_ns(&facts.config, governor));
         }
         progress.show(engine, host, requests.is_paused());
+        if let Some(learned) = learned {
+            learned.keep(engine, host.now_ns());
+        }
         // The wait would not be cut short if the queue has cleared the flag that a signal set.
         if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })

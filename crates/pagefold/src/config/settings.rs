@@ -49,6 +49,8 @@ pub struct Settings {
     pub audit: Option<PathBuf>,
     pub metrics: MetricsSettings,
     pub history: Option<PathBuf>,
+    /// Where what the run learns is kept.
+    pub learned: Option<PathBuf>,
 }
 
 impl Settings {
@@ -99,6 +101,8 @@ impl Settings {
             // A dry run beside the service would take its place.
             metrics: MetricsSettings::of(if args.dry_run { &args.options.0 } else { &values }),
             history: (if args.dry_run { &args.options.0 } else { &values }).text("path").map(PathBuf::from),
+            // It marks nothing, so it learns nothing about marks.
+            learned: values.text("learned").filter(|_| !args.dry_run).map(PathBuf::from),
         })
     }
 
@@ -118,7 +122,7 @@ impl Settings {
             ("[numa]", (&self.placement, self.config.latencies) != (&old.placement, old.config.latencies)),
             ("[audit]", self.audit != old.audit),
             ("[metrics]", self.metrics != old.metrics),
-            ("[history]", self.history != old.history),
+            ("[history]", (&self.history, &self.learned) != (&old.history, &old.learned)),
         ]
         .into_iter()
         .filter_map(|(section, differs)| differs.then_some(section))

@@ -1,0 +1,212 @@
+//! The file in which a run keeps what it has learned, for the next run.
+//!
+//! It decides nothing about rights (see [`pagefold_core::learned`]), but it tells addresses and pids, so only root may read it. It is
+//! replaced as a whole, by a thread of its own: no disk delays the run, and a crash leaves the former one.
+
+use crate::config::ownership;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_core::engine::Engine;
+use pagefold_core::learned::Learned;
+use pagefold_linux::ksm::state_file::boot_id;
+use pagefold_linux::os::cpu::since_boot_ns;
+use pagefold_linux::proc::Roots;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+const SCHEMA: &str = "pagefold.learned/1";
+/// The longest file, bytes.
+const LENGTH_MOST: u64 = 16 << 20;
+/// Time between two writes, nanoseconds.
+const INTERVAL_NS: u64 = 180_000_000_000;
+/// How long the end of a run waits for the last write.
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    schema: String,
+    /// Pids, start times and addresses mean nothing after a restart of the machine.
+    boot_id: String,
+    /// When it was written, nanoseconds since the machine was started.
+    written_ns: u64,
+    learned: Learned,
+}
+
+/// The file, in a directory that only root can write.
+#[derive(Clone, Debug)]
+pub struct LearnedFile {
+    path: PathBuf,
+    /// What is written and then renamed.
+    beside: PathBuf,
+}
+
+impl LearnedFile {
+    /// Checks that no other user can redirect what is written.
+    ///
+    /// # Errors
+    /// With exit code 2.
+    pub fn open(path: &Path) -> Result<Self, Exit> {
+        let shown = ownership::shown(path);
+        let cannot = |what: String| Exit::new(exit::USAGE, format!("the file of what was learned, {shown}, {what}"));
+        let Some(name) = path.file_name() else { return Err(cannot("has no name; name a file".to_owned())) };
+        let directory = path.parent().filter(|directory| *directory != Path::new("")).unwrap_or(Path::new("."));
+        let directory = directory.canonicalize().map_err(|error| {
+            cannot(format!("cannot be created: {error}; create its directory, writable by root only"))
+        })?;
+        ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
+        let mut hidden = std::ffi::OsString::from(".");
+        hidden.push(name);
+        hidden.push(".new");
+        Ok(Self { path: directory.join(name), beside: directory.join(hidden) })
+    }
+
+    /// What was learned since the machine was started. `None` if there is no file, or one from before that.
+    ///
+    /// # Errors
+    /// A sentence: there is something else in its place.
+    pub fn read(&self) -> Result<Option<Learned>, String> {
+        let refuse = |why: String| {
+            let shown = ownership::shown(&self.path);
+            format!("what was learned in {shown} is not used, since it {why}; all memory is searched anew")
+        };
+        let bytes = match contents(&self.path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(refuse(error.to_string())),
+        };
+        let boot = boot_id(&Roots::default().proc).map_err(|error| refuse(format!("cannot be compared: {error}")))?;
+        parse(&bytes, &boot, since_boot_ns()).map_err(refuse)
+    }
+
+    fn write(&self, bytes: &[u8]) -> Result<(), String> {
+        let written = || -> io::Result<()> {
+            match fs::remove_file(&self.beside) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+            let mut options = OpenOptions::new();
+            let mut file =
+                options.write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(&self.beside)?;
+            file.write_all(bytes)?;
+            file.sync_all()?;
+            fs::rename(&self.beside, &self.path)
+        };
+        written().map_err(|error| {
+            let _ = fs::remove_file(&self.beside);
+            let shown = ownership::shown(&self.path);
+            format!("cannot keep what was learned in {shown}: {error}; free some space (it is tried again)")
+        })
+    }
+}
+
+/// The contents of a file, whatever has been put in its place.
+fn contents(path: &Path) -> io::Result<Vec<u8>> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
+    let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
+    let file = opened.map_err(|error| match error.raw_os_error() {
+        Some(libc::ELOOP) => io::Error::other("is a symbolic link"),
+        _ => error,
+    })?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(io::Error::other("is not a regular file"));
+    }
+    ownership::owned(metadata.uid(), metadata.mode())
+        .map_err(|why| io::Error::other(format!("is a file that {why}")))?;
+    let mut bytes = Vec::new();
+    file.take(LENGTH_MOST + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > LENGTH_MOST {
+        return Err(io::Error::other("is too long"));
+    }
+    Ok(bytes)
+}
+
+/// What a file says, `now_ns` after the machine was started. `None` if it is from before that.
+fn parse(bytes: &[u8], boot: &str, now_ns: u64) -> Result<Option<Learned>, String> {
+    #[derive(Deserialize)]
+    struct Head {
+        schema: String,
+    }
+    let head: Head = serde_json::from_slice(bytes).map_err(|error| format!("is damaged ({error})"))?;
+    if head.schema != SCHEMA {
+        return Err("is of another version".to_owned());
+    }
+    let Document { boot_id, written_ns, learned, .. } =
+        serde_json::from_slice(bytes).map_err(|error| format!("is damaged ({error})"))?;
+    Ok((boot_id == boot).then(|| learned.after(now_ns.saturating_sub(written_ns))))
+}
+
+/// Writes now and then, and at the end.
+#[derive(Debug)]
+pub struct LearnedWriter {
+    boot_id: String,
+    next_ns: u64,
+    last: Learned,
+    documents: SyncSender<Document>,
+    ended: Receiver<()>,
+}
+
+impl LearnedWriter {
+    /// Starts the thread that writes. Without it nothing is kept, and one line says so.
+    pub fn start(file: LearnedFile) -> Option<Self> {
+        let (documents, written) = sync_channel::<Document>(1);
+        let (ending, ended) = sync_channel::<()>(1);
+        let write = move || {
+            let _ending = ending;
+            let mut complained = false;
+            for document in written {
+                let said = serde_json::to_vec(&document).map_err(|error| error.to_string());
+                match said.and_then(|bytes| file.write(&bytes)) {
+                    Err(line) if !std::mem::replace(&mut complained, true) => complain!("{line}"),
+                    Err(_) => {}
+                    Ok(()) => complained = false,
+                }
+            }
+        };
+        let boot_id = boot_id(&Roots::default().proc).map_err(|error| error.to_string());
+        let thread = thread::Builder::new().name("learned".into()).spawn(write).map_err(|error| error.to_string());
+        match boot_id.and_then(|boot_id| thread.map(|_| boot_id)) {
+            Ok(boot_id) => Some(Self { boot_id, next_ns: INTERVAL_NS, last: Learned::default(), documents, ended }),
+            Err(error) => {
+                complain!("cannot keep what is learned: {error}; the next run searches all memory");
+                None
+            }
+        }
+    }
+
+    /// Keeps what has been learned, if it is time and something has changed.
+    pub fn keep(&mut self, engine: &Engine, now_ns: u64) {
+        if now_ns < self.next_ns {
+            return;
+        }
+        self.next_ns = now_ns + INTERVAL_NS;
+        let learned = engine.learned();
+        if learned != self.last {
+            self.last.clone_from(&learned);
+            // If a write is still under way, the disk is slow, and this one is left out.
+            let _ = self.documents.try_send(self.document(learned));
+        }
+    }
+
+    /// Keeps what the run has learned, and waits a moment for that.
+    pub fn finish(self, engine: &Engine) {
+        let _ = self.documents.try_send(self.document(engine.learned()));
+        let Self { documents, ended, .. } = self;
+        drop(documents);
+        let _ = ended.recv_timeout(END_LIMIT);
+    }
+
+    fn document(&self, learned: Learned) -> Document {
+        Document { schema: SCHEMA.to_owned(), boot_id: self.boot_id.clone(), written_ns: since_boot_ns(), learned }
+    }
+}
+
+#[cfg(test)]
+#[path = "learned_tests.rs"]
+mod tests;

@@ -1,0 +1,128 @@
+use super::*;
+use pagefold_core::config::Config;
+use pagefold_core::host::Snapshot;
+use pagefold_core::keys::{FamilyKey, LastingKey};
+use pagefold_core::learned::{LearnedFamily, LearnedRegion};
+use pagefold_core::region::LeaveAlone;
+use pagefold_core::sampling::estimate::Tally;
+use pagefold_core::units::{Pages, Permyriad, Vpn};
+use proptest::prelude::*;
+use std::os::unix::fs::{PermissionsExt, symlink};
+
+fn learned() -> Learned {
+    Learned {
+        families: vec![LearnedFamily { family: FamilyKey(u64::MAX), number: 2, longest_ns: 5 }],
+        regions: vec![LearnedRegion {
+            process: LastingKey(7),
+            family: FamilyKey(8),
+            first: Vpn(1_000),
+            pages: Pages(500),
+            resident: Pages(490),
+            visited: Pages(490),
+            judged: true,
+            left_over: Permyriad(3),
+            tally: Tally::default(),
+            sampled: 3,
+            marks: vec![(Vpn(1_000), Pages(500), Pages(490), Pages(400))],
+            hold: Some(LeaveAlone::CowBroken),
+            hold_ns: 900,
+            pause_ns: 0,
+        }],
+        ..Learned::default()
+    }
+}
+
+fn document(boot_id: &str) -> Vec<u8> {
+    let (schema, boot_id) = (SCHEMA.to_owned(), boot_id.to_owned());
+    serde_json::to_vec(&Document { schema, boot_id, written_ns: 100, learned: learned() }).unwrap()
+}
+
+fn own_boot() -> String {
+    boot_id(&Roots::default().proc).unwrap()
+}
+
+fn new() -> (tempfile::TempDir, LearnedFile) {
+    let dir = tempfile::tempdir().unwrap();
+    let file = LearnedFile::open(&dir.path().join("learned.json")).unwrap();
+    (dir, file)
+}
+
+#[test]
+fn what_was_written_is_read_back_with_the_time_that_has_passed() {
+    let parsed = parse(&document("boot"), "boot", 400).unwrap().unwrap();
+    let mut expected = learned();
+    expected.regions[0].hold_ns = 600;
+    assert_eq!(parsed, expected);
+    assert_eq!(parse(&document("an earlier one"), "boot", 400), Ok(None));
+    let (_dir, file) = new();
+    assert_eq!(file.read(), Ok(None));
+    file.write(&document(&own_boot())).unwrap();
+    assert_eq!(file.read().unwrap().unwrap().families, learned().families);
+    let metadata = fs::metadata(&file.path).unwrap();
+    assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
+    assert!(!file.beside.exists());
+}
+
+#[test]
+fn anything_else_in_its_place_is_refused_in_one_line_and_replaced() {
+    let (dir, file) = new();
+    let refused = |why: &str| {
+        let line = file.read().unwrap_err();
+        assert!(line.contains(why) && !line.contains('\n'), "{line}");
+    };
+    let elsewhere = dir.path().join("elsewhere");
+    fs::write(&elsewhere, document(&own_boot())).unwrap();
+    symlink(&elsewhere, &file.path).unwrap();
+    refused("is a symbolic link");
+    file.write(b"new").unwrap();
+    assert_eq!(fs::read(&elsewhere).unwrap(), document(&own_boot()), "the link was replaced, not followed");
+    refused("is damaged");
+    let text = String::from_utf8(document(&own_boot())).unwrap();
+    fs::write(&file.path, text.replace("learned/1", "learned/2")).unwrap();
+    refused("is of another version");
+    fs::write(&file.path, document(&own_boot())).unwrap();
+    fs::set_permissions(&file.path, fs::Permissions::from_mode(0o666)).unwrap();
+    refused("other users may write");
+    fs::set_permissions(&file.path, fs::Permissions::from_mode(0o600)).unwrap();
+    assert!(file.read().unwrap().is_some());
+    OpenOptions::new().write(true).open(&file.path).unwrap().set_len(LENGTH_MOST + 1).unwrap();
+    refused("is too long");
+    fs::remove_file(&file.path).unwrap();
+    fs::create_dir(&file.path).unwrap();
+    refused("is not a regular file");
+    fs::remove_dir(&file.path).unwrap();
+    let made = std::process::Command::new("mkfifo").arg(&file.path).status().unwrap();
+    assert!(made.success());
+    refused("is not a regular file");
+}
+
+#[test]
+fn a_disk_without_room_loses_nothing_but_what_is_written() {
+    let (_dir, file) = new();
+    file.write(&document(&own_boot())).unwrap();
+    let full = LearnedFile { beside: PathBuf::from("/proc/no-room"), ..file.clone() };
+    let line = full.write(b"more").unwrap_err();
+    assert!(line.starts_with("cannot keep what was learned in ") && line.ends_with("(it is tried again)"), "{line}");
+    assert!(file.read().unwrap().is_some());
+}
+
+proptest! {
+    #[test]
+    fn no_bytes_break_the_parser(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        let _ = parse(&bytes, "boot", 0);
+    }
+
+    /// A file with some bytes changed is refused, or says something that can be adopted.
+    #[test]
+    fn no_damage_breaks_the_parser_or_an_engine(at in any::<prop::sample::Index>(), byte: u8, cut in any::<prop::sample::Index>()) {
+        let mut bytes = document("boot");
+        let at = at.index(bytes.len());
+        bytes[at] = byte;
+        bytes.truncate(bytes.len() - cut.index(8) / 7 * cut.index(bytes.len()));
+        if let Ok(Some(learned)) = parse(&bytes, "boot", u64::MAX) {
+            let mut engine = Engine::new(Config::default());
+            engine.adopt(learned);
+            engine.plan(Snapshot::default());
+        }
+    }
+}
