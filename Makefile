@@ -16,11 +16,12 @@
 #               configuration file, below DESTDIR
 # make pages    write the manual pages and completions of both programs below target/pages
 # make deb      build Debian packages in target/deb (deb-test: install, upgrade, remove and purge them in a fresh root)
+# make oci      build an image for container engines in target/oci, and check it and the manifest for Kubernetes
 # make tarball  build target/pagefold-VERSION-x86_64-linux.tar.gz, with a static program that runs on any Linux
 
 CARGO ?= cargo
 
-.PHONY: build demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install install-files install-program pages \
+.PHONY: build oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install install-files install-program pages \
     deb deb-test tarball
 
 build:
@@ -145,3 +146,9 @@ tarball: pages
 	cp LICENSE-* target/tarball/$(TARBALL)/usr/local/share/doc/pagefold
 	tar -C target/tarball --owner=0 --group=0 --sort=name -czf target/$(TARBALL).tar.gz $(TARBALL)
 	scripts/tarball-test target/$(TARBALL).tar.gz
+
+oci:
+	@scripts/setup oci
+	@scripts/setup tarball
+	$(CARGO) build --release --locked -p pagefold --target $(MUSL)
+	scripts/oci target/$(MUSL)/release/pagefold
