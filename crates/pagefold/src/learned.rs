@@ -4,6 +4,7 @@
 //! replaced as a whole, by a thread of its own: no disk delays the run, and a crash leaves the former one.
 
 use crate::config::ownership;
+use crate::place::Place;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_core::engine::Engine;
 use pagefold_core::learned::Learned;
@@ -11,10 +12,10 @@ use pagefold_linux::ksm::state_file::boot_id;
 use pagefold_linux::os::cpu::since_boot_ns;
 use pagefold_linux::proc::Roots;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -38,13 +39,9 @@ struct Document {
     learned: Learned,
 }
 
-/// The file, in a directory that only root can write.
+/// The file.
 #[derive(Clone, Debug)]
-pub struct LearnedFile {
-    path: PathBuf,
-    /// What is written and then renamed.
-    beside: PathBuf,
-}
+pub struct LearnedFile(Place);
 
 impl LearnedFile {
     /// Checks that no other user can redirect what is written.
@@ -53,17 +50,8 @@ impl LearnedFile {
     /// With exit code 2.
     pub fn open(path: &Path) -> Result<Self, Exit> {
         let shown = ownership::shown(path);
-        let cannot = |what: String| Exit::new(exit::USAGE, format!("the file of what was learned, {shown}, {what}"));
-        let Some(name) = path.file_name() else { return Err(cannot("has no name; name a file".to_owned())) };
-        let directory = path.parent().filter(|directory| *directory != Path::new("")).unwrap_or(Path::new("."));
-        let directory = directory.canonicalize().map_err(|error| {
-            cannot(format!("cannot be created: {error}; create its directory, writable by root only"))
-        })?;
-        ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
-        let mut hidden = std::ffi::OsString::from(".");
-        hidden.push(name);
-        hidden.push(".new");
-        Ok(Self { path: directory.join(name), beside: directory.join(hidden) })
+        let cannot = |what| Exit::new(exit::USAGE, format!("the file of what was learned, {shown}, {what}"));
+        Place::of(path).map(Self).map_err(cannot)
     }
 
     /// What was learned since the machine was started. `None` if there is no file, or one from before that.
@@ -72,10 +60,10 @@ impl LearnedFile {
     /// A sentence: there is something else in its place.
     pub fn read(&self) -> Result<Option<Learned>, String> {
         let refuse = |why: String| {
-            let shown = ownership::shown(&self.path);
+            let shown = ownership::shown(&self.0.path);
             format!("what was learned in {shown} is not used, since it {why}; all memory is searched anew")
         };
-        let bytes = match contents(&self.path) {
+        let bytes = match contents(&self.0.path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(refuse(error.to_string())),
@@ -85,21 +73,9 @@ impl LearnedFile {
     }
 
     fn write(&self, bytes: &[u8]) -> Result<(), String> {
-        let written = || -> io::Result<()> {
-            match fs::remove_file(&self.beside) {
-                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
-            let mut options = OpenOptions::new();
-            let mut file =
-                options.write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(&self.beside)?;
-            file.write_all(bytes)?;
-            file.sync_all()?;
-            fs::rename(&self.beside, &self.path)
-        };
-        written().map_err(|error| {
-            let _ = fs::remove_file(&self.beside);
-            let shown = ownership::shown(&self.path);
+        let fill = |file: &mut File| file.write_all(bytes).and_then(|()| file.sync_all());
+        self.0.replace(0o600, fill).map_err(|error| {
+            let shown = ownership::shown(&self.0.path);
             format!("cannot keep what was learned in {shown}: {error}; free some space (it is tried again)")
         })
     }

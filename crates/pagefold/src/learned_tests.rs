@@ -7,7 +7,9 @@ use pagefold_core::region::LeaveAlone;
 use pagefold_core::sampling::estimate::Tally;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use proptest::prelude::*;
+use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::PathBuf;
 
 fn learned() -> Learned {
     Learned {
@@ -58,9 +60,9 @@ fn what_was_written_is_read_back_with_the_time_that_has_passed() {
     assert_eq!(file.read(), Ok(None));
     file.write(&document(&own_boot())).unwrap();
     assert_eq!(file.read().unwrap().unwrap().families, learned().families);
-    let metadata = fs::metadata(&file.path).unwrap();
+    let metadata = fs::metadata(&file.0.path).unwrap();
     assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
-    assert!(!file.beside.exists());
+    assert!(!file.0.beside.exists());
 }
 
 #[test]
@@ -72,26 +74,26 @@ fn anything_else_in_its_place_is_refused_in_one_line_and_replaced() {
     };
     let elsewhere = dir.path().join("elsewhere");
     fs::write(&elsewhere, document(&own_boot())).unwrap();
-    symlink(&elsewhere, &file.path).unwrap();
+    symlink(&elsewhere, &file.0.path).unwrap();
     refused("is a symbolic link");
     file.write(b"new").unwrap();
     assert_eq!(fs::read(&elsewhere).unwrap(), document(&own_boot()), "the link was replaced, not followed");
     refused("is damaged");
     let text = String::from_utf8(document(&own_boot())).unwrap();
-    fs::write(&file.path, text.replace("learned/1", "learned/2")).unwrap();
+    fs::write(&file.0.path, text.replace("learned/1", "learned/2")).unwrap();
     refused("is of another version");
-    fs::write(&file.path, document(&own_boot())).unwrap();
-    fs::set_permissions(&file.path, fs::Permissions::from_mode(0o666)).unwrap();
+    fs::write(&file.0.path, document(&own_boot())).unwrap();
+    fs::set_permissions(&file.0.path, fs::Permissions::from_mode(0o666)).unwrap();
     refused("other users may write");
-    fs::set_permissions(&file.path, fs::Permissions::from_mode(0o600)).unwrap();
+    fs::set_permissions(&file.0.path, fs::Permissions::from_mode(0o600)).unwrap();
     assert!(file.read().unwrap().is_some());
-    OpenOptions::new().write(true).open(&file.path).unwrap().set_len(LENGTH_MOST + 1).unwrap();
+    OpenOptions::new().write(true).open(&file.0.path).unwrap().set_len(LENGTH_MOST + 1).unwrap();
     refused("is too long");
-    fs::remove_file(&file.path).unwrap();
-    fs::create_dir(&file.path).unwrap();
+    fs::remove_file(&file.0.path).unwrap();
+    fs::create_dir(&file.0.path).unwrap();
     refused("is not a regular file");
-    fs::remove_dir(&file.path).unwrap();
-    let made = std::process::Command::new("mkfifo").arg(&file.path).status().unwrap();
+    fs::remove_dir(&file.0.path).unwrap();
+    let made = std::process::Command::new("mkfifo").arg(&file.0.path).status().unwrap();
     assert!(made.success());
     refused("is not a regular file");
 }
@@ -100,7 +102,7 @@ fn anything_else_in_its_place_is_refused_in_one_line_and_replaced() {
 fn a_disk_without_room_loses_nothing_but_what_is_written() {
     let (_dir, file) = new();
     file.write(&document(&own_boot())).unwrap();
-    let full = LearnedFile { beside: PathBuf::from("/proc/no-room"), ..file.clone() };
+    let full = LearnedFile(Place { beside: PathBuf::from("/proc/no-room"), ..file.0.clone() });
     let line = full.write(b"more").unwrap_err();
     assert!(line.starts_with("cannot keep what was learned in ") && line.ends_with("(it is tried again)"), "{line}");
     assert!(file.read().unwrap().is_some());

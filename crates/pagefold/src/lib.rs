@@ -38,6 +38,7 @@ mod history;
 mod learned;
 mod metrics;
 mod output;
+mod place;
 mod preflight;
 mod service;
 

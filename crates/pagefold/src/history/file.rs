@@ -3,12 +3,13 @@
 use super::Moment;
 use crate::config::ownership;
 use crate::control::protocol::GROUP;
+use crate::place::Place;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_linux::os::peer::group_id;
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt, fchown};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 const WORDS: usize = 11;
@@ -23,13 +24,9 @@ const TORN_MOST: usize = 2;
 /// Moments may be so far in the future, seconds: clocks are corrected.
 const FUTURE_MOST: u64 = 120;
 
-/// The file, in a directory that only root can write.
+/// The file.
 #[derive(Clone, Debug)]
-pub struct HistoryFile {
-    path: PathBuf,
-    /// What is filled and then renamed, to start anew.
-    beside: PathBuf,
-}
+pub struct HistoryFile(Place);
 
 impl HistoryFile {
     /// Checks that no other user can redirect what is written, and makes the file, unless it is there. One that is not what it
@@ -39,24 +36,15 @@ impl HistoryFile {
     /// With exit code 2.
     pub fn open(path: &Path) -> Result<(Self, Option<String>), Exit> {
         let shown = ownership::shown(path);
-        let cannot = |what: String| Exit::new(exit::USAGE, format!("the history {shown} {what}"));
-        let Some(name) = path.file_name() else { return Err(cannot("has no name; name a file".to_owned())) };
-        let directory = path.parent().filter(|directory| *directory != Path::new("")).unwrap_or(Path::new("."));
-        let directory = directory.canonicalize().map_err(|error| {
-            cannot(format!("cannot be created: {error}; create its directory, writable by root only"))
-        })?;
-        ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
-        let mut hidden = std::ffi::OsString::from(".");
-        hidden.push(name);
-        hidden.push(".new");
-        let file = Self { path: directory.join(name), beside: directory.join(hidden) };
+        let cannot = |what| Exit::new(exit::USAGE, format!("the history {shown} {what}"));
+        let file = Place::of(path).map(Self).map_err(cannot)?;
         let said = file.check();
         Ok((file, said))
     }
 
     /// Empties slots that a crash has torn, and starts anew if that is not enough. What was wrong, if anything was.
     fn check(&self) -> Option<String> {
-        let found = open(&self.path, true).and_then(|file| Ok((contents(&file)?, file)));
+        let found = open(&self.0.path, true).and_then(|file| Ok((contents(&file)?, file)));
         match found {
             Ok(((_, torn), file)) => {
                 // If that fails, they are empty all the same.
@@ -72,7 +60,7 @@ impl HistoryFile {
 
     /// Starts anew in the place of what cannot be used.
     fn replace(&self, why: &io::Error) -> String {
-        let shown = ownership::shown(&self.path);
+        let shown = ownership::shown(&self.0.path);
         match self.begin() {
             Ok(()) => format!("the history {shown} {why}; it is started anew"),
             Err(error) => error,
@@ -81,27 +69,18 @@ impl HistoryFile {
 
     /// Makes an empty file. All its room is taken now: later writes need none. A link is replaced, not followed.
     fn begin(&self) -> Result<(), String> {
-        let made = || -> io::Result<()> {
-            match fs::remove_file(&self.beside) {
-                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
-            let mut options = OpenOptions::new();
-            let mut file =
-                options.write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(&self.beside)?;
+        let fill = |file: &mut File| {
             let mut empty = HEADER.to_vec();
             empty.resize(usize::try_from(LENGTH).unwrap_or(usize::MAX), 0);
             file.write_all(&empty)?;
             // Those who may read the status may read this.
-            if group_id(GROUP).is_some_and(|group| fchown(&file, None, Some(group)).is_ok()) {
+            if group_id(GROUP).is_some_and(|group| fchown(&*file, None, Some(group)).is_ok()) {
                 file.set_permissions(Permissions::from_mode(0o640))?;
             }
-            file.sync_all()?;
-            fs::rename(&self.beside, &self.path)
+            file.sync_all()
         };
-        made().map_err(|error| {
-            let _ = fs::remove_file(&self.beside);
-            let shown = ownership::shown(&self.path);
+        self.0.replace(0o600, fill).map_err(|error| {
+            let shown = ownership::shown(&self.0.path);
             format!(
                 "cannot write the history {shown}: {error}; free some space, or name another file (it is tried again)"
             )
@@ -110,7 +89,7 @@ impl HistoryFile {
 
     /// Writes a moment. Returns a sentence if that cannot be done, or if the file had to be started anew.
     pub fn write(&self, moment: &Moment) -> Result<(), String> {
-        let said = match open(&self.path, true).and_then(|file| header(&file)) {
+        let said = match open(&self.0.path, true).and_then(|file| header(&file)) {
             Ok(()) => None,
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 self.begin()?;
@@ -118,7 +97,7 @@ impl HistoryFile {
             }
             Err(error) => Some(self.replace(&error)),
         };
-        let written = open(&self.path, true).and_then(|file| {
+        let written = open(&self.0.path, true).and_then(|file| {
             let words = encode(moment);
             // The slots are their own checks, so neither the order nor the time at which they reach the disk matters.
             slots(moment.time).iter().try_for_each(|&slot| file.write_all_at(&words, offset(slot)))
@@ -127,7 +106,7 @@ impl HistoryFile {
             (Some(said), _) => Err(said),
             (None, Ok(())) => Ok(()),
             (None, Err(error)) => {
-                let shown = ownership::shown(&self.path);
+                let shown = ownership::shown(&self.0.path);
                 Err(format!("cannot write the history {shown}: {error}; free some space (it is tried again)"))
             }
         }

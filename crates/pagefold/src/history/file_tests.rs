@@ -1,5 +1,7 @@
 use super::*;
+use std::fs;
 use std::os::unix::fs::symlink;
+use std::path::PathBuf;
 use tempfile::TempDir;
 
 const NOW: u64 = 1_790_000_000;

@@ -4,11 +4,12 @@
 //! thread that writes.
 
 use crate::config::ownership;
+use crate::place::Place;
 use pagefold_cli::exit::{self, Exit};
-use std::fs::{self, OpenOptions, Permissions};
-use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::fs::{self, Permissions};
+use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
@@ -17,13 +18,9 @@ use std::time::Duration;
 /// How long the end of a run waits for a write that is under way.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// The file, in a directory that only root can write.
+/// The file.
 #[derive(Clone, Debug)]
-pub struct MetricsFile {
-    path: PathBuf,
-    /// What is written and then renamed.
-    beside: PathBuf,
-}
+pub struct MetricsFile(Place);
 
 impl MetricsFile {
     /// Checks that the file can be written, and that no other user can redirect what is written.
@@ -33,49 +30,21 @@ impl MetricsFile {
     pub fn open(path: &Path) -> Result<Self, Exit> {
         let shown = ownership::shown(path);
         let cannot = |what: String| Exit::new(exit::USAGE, format!("the metrics file {shown} {what}"));
-        let Some(name) = path.file_name() else { return Err(cannot("has no name; name a file".to_owned())) };
-        let directory = path.parent().filter(|directory| *directory != Path::new("")).unwrap_or(Path::new("."));
-        let directory = directory.canonicalize().map_err(|error| {
-            cannot(format!("cannot be created: {error}; create its directory, writable by root only"))
-        })?;
-        ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
-        let path = directory.join(name);
-        if fs::symlink_metadata(&path).is_ok_and(|found| !found.is_file()) {
+        let place = Place::of(path).map_err(cannot)?;
+        if fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {
             return Err(cannot("is not a regular file; name one, or a new one".to_owned()));
         }
-        let mut hidden = std::ffi::OsString::from(".");
-        hidden.push(name);
-        hidden.push(".new");
-        let file = Self { beside: directory.join(hidden), path };
-        file.create("").map_err(|error| {
+        place.check().map_err(|error| {
             cannot(format!("cannot be written: {error}; name a file in a directory that root can write"))
         })?;
-        let _ = fs::remove_file(&file.beside);
-        Ok(file)
-    }
-
-    /// Creates the file to be renamed, which must not be there: a link is not followed.
-    fn create(&self, text: &str) -> io::Result<()> {
-        match fs::remove_file(&self.beside) {
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        let mut file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o644)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(&self.beside)?;
-        file.set_permissions(Permissions::from_mode(0o644))?;
-        file.write_all(text.as_bytes())
+        Ok(Self(place))
     }
 
     fn write(&self, text: &str) -> io::Result<()> {
-        let written = self.create(text).and_then(|()| fs::rename(&self.beside, &self.path));
-        if written.is_err() {
-            let _ = fs::remove_file(&self.beside);
-        }
-        written
+        self.0.replace(0o644, |file| {
+            file.set_permissions(Permissions::from_mode(0o644))?;
+            file.write_all(text.as_bytes())
+        })
     }
 }
 
@@ -105,14 +74,14 @@ impl FileWriter {
                 let Ok(text) = page() else { continue };
                 match file.write(&text) {
                     Err(error) if !std::mem::replace(&mut complained, true) => {
-                        let path = ownership::shown(&file.path);
+                        let path = ownership::shown(&file.0.path);
                         complain!("cannot write the metrics file {path}: {error}; free some space (it is tried again)");
                     }
                     Err(_) => {}
                     Ok(()) => complained = false,
                 }
             }
-            let _ = fs::remove_file(&file.path);
+            let _ = fs::remove_file(&file.0.path);
         })?;
         Ok(Self { going_on: Some(going_on), ended })
     }

@@ -1,0 +1,61 @@
+//! Files that are replaced as a whole: filled beside their place, and renamed. A crash leaves the former one.
+
+use crate::config::ownership;
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// Where such a file is, in a directory that only root can write.
+#[derive(Clone, Debug)]
+pub struct Place {
+    pub path: PathBuf,
+    /// What is filled and then renamed.
+    pub beside: PathBuf,
+}
+
+impl Place {
+    /// Checks that no other user can redirect what is written.
+    ///
+    /// # Errors
+    /// A clause that continues a sentence about the file, and what to do.
+    pub fn of(path: &Path) -> Result<Self, String> {
+        let name = path.file_name().ok_or("has no name; name a file")?;
+        let directory = path.parent().filter(|directory| *directory != Path::new("")).unwrap_or(Path::new("."));
+        let directory = directory
+            .canonicalize()
+            .map_err(|error| format!("cannot be created: {error}; create its directory, writable by root only"))?;
+        ownership::directory(&directory).map_err(|why| format!("would be in a directory that {why}"))?;
+        let mut hidden = OsString::from(".");
+        hidden.push(name);
+        hidden.push(".new");
+        Ok(Self { path: directory.join(name), beside: directory.join(hidden) })
+    }
+
+    /// Replaces the file, if there is one. A link is replaced, not followed.
+    pub fn replace(&self, mode: u32, fill: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+        let written = self.create(mode).and_then(|mut file| fill(&mut file));
+        let written = written.and_then(|()| fs::rename(&self.beside, &self.path));
+        if written.is_err() {
+            let _ = fs::remove_file(&self.beside);
+        }
+        written
+    }
+
+    /// Whether a file can be made there.
+    pub fn check(&self) -> io::Result<()> {
+        let made = self.create(0o600).map(drop);
+        let _ = fs::remove_file(&self.beside);
+        made
+    }
+
+    /// Creates the file to be renamed, which must not be there: a link is not followed.
+    fn create(&self, mode: u32) -> io::Result<File> {
+        match fs::remove_file(&self.beside) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        OpenOptions::new().write(true).create_new(true).mode(mode).custom_flags(libc::O_NOFOLLOW).open(&self.beside)
+    }
+}
