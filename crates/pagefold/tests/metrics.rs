@@ -156,8 +156,12 @@ fn metrics_agree_with_the_status_and_with_the_kernel_and_prometheus_takes_them()
     let daemon = Daemon::on(&pids, &[&["--for", "120s"], &options[..]].concat()).answering();
     let prometheus = Prometheus::scraping(port);
     wait_until("the memory is merged", || saved_bytes() >= before + 47 * MIB && status()["busy"] == false);
-    // A page may be a second old.
-    std::thread::sleep(Duration::from_millis(1_100));
+    // A page may be seconds old.
+    wait_until("the page is of the state that is merged", || {
+        let found = values(&page(port));
+        let stops = status()["stops"].as_f64().unwrap();
+        found["pagefold_state{state=\"watching\"}"] == 1.0 && found["pagefold_stop_seconds_count"] == stops
+    });
 
     let (page_text, status) = (page(port), status());
     let found = values(&page_text);
