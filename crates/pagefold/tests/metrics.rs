@@ -158,8 +158,8 @@ fn metrics_agree_with_the_status_and_with_the_kernel_and_prometheus_takes_them()
     wait_until("the memory is merged", || saved_bytes() >= before + 47 * MIB && status()["busy"] == false);
     // A page may be seconds old.
     wait_until("the page is of the state that is merged", || {
-        let found = values(&page(port));
-        let stops = status()["stops"].as_f64().unwrap();
+        let page_text = page(port);
+        let (found, stops) = (values(&page_text), status()["stops"].as_f64().unwrap());
         found["pagefold_state{state=\"watching\"}"] == 1.0 && found["pagefold_stop_seconds_count"] == stops
     });
 
