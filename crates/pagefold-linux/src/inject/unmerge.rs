@@ -30,8 +30,9 @@ use thiserror::Error;
 const STEP_BYTES: u64 = 8 << 20;
 /// Address space unmarked by one call that copies little: walking it takes some 40 ms at most.
 const WHOLE_BYTES: u64 = 1 << 30;
-/// Margin for what the process and its neighbours allocate between the check and the end of a step.
-const MARGIN_BYTES: u64 = 32 << 20;
+/// Margin for what the process and its neighbours allocate between the check and the end of a step: 32 MiB, and 2 for what
+/// the kernel charges in advance on each processor that copies (`MEMCG_CHARGE_BATCH`, mm/memcontrol.c).
+const MARGIN_BYTES: u64 = 34 << 20;
 /// Attempts before giving up on mappings that keep changing or calls that signals keep interrupting.
 const ATTEMPTS: u32 = 5;
 

@@ -1,7 +1,7 @@
 //! The lock whose holder may set KSM's knobs.
 //!
 //! KSM exists once per machine, so two programs must not drive it at once. The lock is an `flock`, which the kernel releases
-//! with its last descriptor: it never outlives its holder. The holder's pid is in the file for messages only.
+//! with its last descriptor: it does not outlive its holder. The holder's pid is in the file for messages only.
 
 use crate::os::fault;
 use std::fs::{File, OpenOptions};
@@ -81,8 +81,10 @@ impl Lock {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // For messages only: the file should not show a holder that has ended. The descriptor releases the lock.
+        // For messages only: the file should not show a holder that has ended.
         let _ = self.file.set_len(0);
+        // Closing releases the lock too, but not while a child between fork and exec has the descriptor as well.
+        let _ = flock(&self.file, libc::LOCK_UN);
     }
 }
 
@@ -177,8 +179,11 @@ mod tests {
         // A second open file description conflicts even within one process.
         assert!(matches!(Lock::try_take(&path), Err(LockError::Held { pid: Some(pid) }) if pid == own));
         assert_eq!(holder(&path).unwrap(), Some(Holder { pid: Some(own) }));
+        // As in a child that has not reached exec yet.
+        let inherited = clone.held.file.try_clone().unwrap();
         drop(clone);
         assert_eq!(holder(&path).unwrap(), None);
+        drop(inherited);
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "");
         Lock::try_take(&path).unwrap();
     }
