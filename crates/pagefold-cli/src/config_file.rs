@@ -3,7 +3,7 @@
 //! Pure: text in, values out. Reading files, and putting them together with the command line, is left to the
 //! callers.
 
-use crate::options::{DomainRule, Kind, OPTIONS, OptionSpec, SECTIONS, Value, Values, name, word};
+use crate::options::{Kind, OPTIONS, OptionSpec, Rule, SECTIONS, Value, Values, name, word};
 use std::fmt;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -99,10 +99,10 @@ fn read_entry(section: &str, (key, value): Entry<'_, '_>) -> Result<(&'static Op
             };
             Value::Names(table(&path, value)?.into_iter().map(entry).collect::<Result<_, _>>()?)
         }
-        (Kind::Rules, DeValue::Array(items)) => {
-            Value::Rules(items.iter().map(|item| rule(&path, item)).collect::<Result<_, _>>()?)
+        (Kind::Rules(settings), DeValue::Array(items)) => {
+            Value::Rules(items.iter().map(|item| rule(&path, settings, item)).collect::<Result<_, _>>()?)
         }
-        (Kind::Rules, _) => named(Err(format!("the value is not a list of rules; begin each with [[{path}]]")))?,
+        (Kind::Rules(_), _) => named(Err(format!("the value is not a list of rules; begin each with [[{path}]]")))?,
         (Kind::File, content) => named(scalar(content).and_then(|text| match option.parse(&text)? {
             Value::Text(path) if !path.starts_with('/') => {
                 Err(format!("'{path}' is a relative path; give an absolute one"))
@@ -122,30 +122,37 @@ fn table<'a, 'i>(path: &str, value: &'a Spanned<DeValue<'i>>) -> Result<Vec<Entr
     }
 }
 
-fn rule(path: &str, item: &Spanned<DeValue<'_>>) -> Result<DomainRule, Problem> {
+/// A rule, which may have these `settings` and must have one of them, if there are any.
+fn rule(path: &str, settings: &[&str], item: &Spanned<DeValue<'_>>) -> Result<Rule, Problem> {
     const SELECTORS: [&str; 3] = ["cgroup", "user", "exe"];
-    let (mut domain, mut selectors) = (None, Vec::new());
+    let (mut named, mut selectors, mut set) = (None, Vec::new(), Values::default());
     for (key, value) in table(path, item)? {
-        let text = scalar(value.get_ref()).and_then(|text| word(&text));
-        let text = text.map_err(|message| (value.span().start, format!("{path}.{}: {message}", key.get_ref())))?;
-        match SELECTORS.into_iter().find(|selector| selector == key.get_ref()) {
-            Some(selector) => selectors.push((selector, text)),
-            None if key.get_ref() == "name" => domain = Some(text),
-            None => {
-                let known = ["name"].into_iter().chain(SELECTORS);
+        let text = |parse: &dyn Fn(&str) -> Result<Value, String>| {
+            let value_of = scalar(value.get_ref()).and_then(|text| parse(&text));
+            value_of.map_err(|message| (value.span().start, format!("{path}.{}: {message}", key.get_ref())))
+        };
+        let word = || text(&|text| word(text).map(Value::Text));
+        let setting = OPTIONS.iter().find(|option| option.key == key.get_ref() && settings.contains(&option.key));
+        match (SELECTORS.into_iter().find(|selector| selector == key.get_ref()), setting) {
+            (Some(selector), _) => selectors.push((selector, word()?)),
+            (None, Some(option)) => set.set(option, text(&|text| option.parse(text))?),
+            (None, None) if key.get_ref() == "name" => named = Some(word()?),
+            (None, None) => {
+                let known = ["name"].into_iter().chain(SELECTORS).chain(settings.iter().copied());
                 return Err((key.span().start, unknown(key.get_ref(), &format!("[{path}]"), known)));
             }
         }
     }
-    let Some(name) = domain else {
-        return Err((item.span().start, format!("{path}: a rule has no name; give the trust domain's")));
+    let wrong = |message: String| (item.span().start, format!("{path}: {message}"));
+    let Some(Value::Text(name)) = named else {
+        return Err(wrong("a rule has no name; give it one".to_owned()));
     };
+    if set == Values::default() && !settings.is_empty() {
+        return Err(wrong(format!("the rule for '{name}' sets nothing; give it one of {}", settings.join(", "))));
+    }
     match <[_; 1]>::try_from(selectors) {
-        Ok([(selector, value)]) => Ok(DomainRule { name, selector, value }),
-        Err(_) => Err((
-            item.span().start,
-            format!("{path}: the rule for '{name}' must have one of cgroup, user and exe; write a rule for each"),
-        )),
+        Ok([(selector, Value::Text(value))]) => Ok(Rule { name, selector, value, settings: set }),
+        _ => Err(wrong(format!("the rule for '{name}' must have one of cgroup, user and exe; write a rule for each"))),
     }
 }
 

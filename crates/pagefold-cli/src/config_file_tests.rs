@@ -34,8 +34,14 @@ fn values_have_the_type_of_their_option() {
     );
     assert_eq!(values.number("remote-latency"), Some(200));
     assert_eq!(values.get("domains"), Some(&Value::Names([("a".to_owned(), "priority".to_owned())].into())));
-    let rule = DomainRule { name: "a".into(), selector: "user", value: "33".into() };
-    assert_eq!(values.get("rule"), Some(&Value::Rules(vec![rule])));
+    let rule = Rule { name: "a".into(), selector: "user", value: "33".into(), settings: Values::default() };
+    assert_eq!(values.get("rule"), Some(&Value::Rules(vec![rule.clone()])));
+    let group = "[[limits.group]]\nname = \"a\"\nuser = \"33\"\ngovernor = \"low\"\nstops-per-second = 3\n";
+    let settings = parse("[run]\ngovernor = \"low\"\n[limits]\nstops-per-second = 3\n", NAME).unwrap();
+    let rules = Value::Rules(vec![Rule { settings, ..rule }]);
+    assert_eq!(parse(group, NAME).unwrap().get("group"), Some(&rules));
+    let written = OPTIONS.iter().find(|option| option.key == "group").unwrap().written(&rules);
+    assert_eq!(parse(&format!("[limits]\ngroup = {written}\n"), NAME).unwrap().get("group"), Some(&rules));
 }
 
 #[test]
@@ -81,6 +87,9 @@ fn errors_name_line_and_key() {
         ("[[domains.rule]]\nname = \"a\"\n", "one of cgroup, user and exe"),
         ("[[domains.rule]]\nname = \"a\"\nuser = \"b\"\nexe = \"c\"\n", "'a' must have one of"),
         ("[[domains.rule]]\nuser = \"b\"\n", "domains.rule: a rule has no name"),
+        ("[[limits.group]]\nname = \"a\"\nuser = 3\n", "the rule for 'a' sets nothing; give it one of governor, "),
+        ("[[limits.group]]\nname = \"a\"\ngovernor = \"no\"\n", " line 3: limits.group.governor: there is no governor"),
+        ("[[domains.rule]]\nname = \"a\"\ngovernor = \"low\"\n", " line 3: unknown key 'governor' in [[domains.rule]]"),
         (
             "[[domains.rule]]\nname = \"a\"\nuid = 3\n",
             " line 3: unknown key 'uid' in [[domains.rule]]; it may be name, ",

@@ -66,8 +66,8 @@ pub enum Kind {
     Amount,
     /// A table from names to one of these.
     Names(&'static [&'static str]),
-    /// A list of [`DomainRule`].
-    Rules,
+    /// A list of [`Rule`], which may set these options for what they select.
+    Rules(&'static [&'static str]),
 }
 
 /// The unit of a number.
@@ -90,18 +90,20 @@ pub enum Value {
     Switch(bool),
     List(Vec<String>),
     Names(BTreeMap<String, String>),
-    Rules(Vec<DomainRule>),
+    Rules(Vec<Rule>),
 }
 
-/// A rule that puts processes into a trust domain: `[[domains.rule]]`.
+/// A rule that selects processes: `[[domains.rule]]` or `[[limits.group]]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DomainRule {
-    /// The domain's name.
+pub struct Rule {
+    /// Its name: that of the trust domain or of the group.
     pub name: String,
     /// What selects its processes: `cgroup`, `user` or `exe`.
     pub selector: &'static str,
     /// The cgroup, user or program.
     pub value: String,
+    /// What it sets for them.
+    pub settings: Values,
 }
 
 /// The sections, in the order of the file.
@@ -225,9 +227,14 @@ pub const OPTIONS: &[OptionSpec] = {
         row("limits", "longest-stop", "",
             Number(Time, range::LONGEST_STOP_NS, |config| Some(config.limits.longest_stop_ns)), "",
             "How long a process may be stopped at a time"),
+        row("limits", "group", "", Rules(&["governor", "samples-per-second", "stops-per-second"]), "\
+            name = \"batch\"\ncgroup = \"/sys/fs/cgroup/batch.slice\"\ngovernor = \"quiet\"\nstops-per-second = 5",
+            "Limits for some processes together: a name, one of cgroup, user and exe, and one or more of governor (the share of a \
+             core that reading them may take, with what it costs to judge them; ksmd's time counts for the run as a whole), \
+             samples-per-second and stops-per-second; the first group that matches counts, beside the limits of the run"),
         row("domains", "by", "", Name(&["cgroup-xattr", "user"]), "",
             "What separates processes that no rule names: the cgroup's attribute only, or also the user"),
-        row("domains", "rule", "", Rules, "\
+        row("domains", "rule", "", Rules(&[]), "\
             name = \"customer-a\"\ncgroup = \"/sys/fs/cgroup/machine.slice/a.scope\"\n\
             name = \"web\"\nuser = \"www-data\"\n\
             name = \"caches\"\nexe = \"redis-server\"",
@@ -311,7 +318,7 @@ impl OptionSpec {
             Kind::Address => "port, or address and port".to_owned(),
             Kind::Amount => "auto, size or share".to_owned(),
             Kind::Names(_) => "table: domain = placement".to_owned(),
-            Kind::Rules => "list of tables".to_owned(),
+            Kind::Rules(_) => "list of tables".to_owned(),
         }
     }
 
@@ -349,8 +356,12 @@ impl OptionSpec {
                 format!("{{ {} }}", pairs.collect::<Vec<_>>().join(", "))
             }
             (Value::Rules(rules), _) => {
-                let rule = |rule: &DomainRule| {
-                    format!("{{ name = {}, {} = {} }}", quoted(&rule.name), rule.selector, quoted(&rule.value))
+                let rule = |rule: &Rule| {
+                    let set = |option: &OptionSpec| {
+                        Some(format!(", {} = {}", option.key, option.written(rule.settings.get(option.key)?)))
+                    };
+                    let set: String = OPTIONS.iter().filter_map(set).collect();
+                    format!("{{ name = {}, {} = {}{set} }}", quoted(&rule.name), rule.selector, quoted(&rule.value))
                 };
                 format!("[{}]", rules.iter().map(rule).collect::<Vec<_>>().join(", "))
             }

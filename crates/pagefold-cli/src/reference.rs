@@ -45,7 +45,7 @@ fn example_file() -> String {
             let range = if option.range().is_empty() { String::new() } else { format!(": {}", option.range()) };
             let about = comment(&format!("{}{range}.", option.help));
             match &option.kind {
-                Kind::Rules => {
+                Kind::Rules(_) => {
                     let _ = write!(text, "{about}");
                     for rule in option.example.split("\nname").map(|rule| rule.trim_start_matches("name")) {
                         let rule = format!("[[{}.{}]]\nname{rule}", section.name, option.key);

@@ -4,7 +4,7 @@ use crate::error::ConfigError;
 use crate::governor::{Governor, Pace};
 use crate::hash::Digest;
 use crate::host::Mechanism;
-use crate::limits::Limits;
+use crate::limits::{GroupLimits, Limits};
 use crate::marking::extents::Density;
 use crate::names::named;
 use crate::placement::policy::Latencies;
@@ -61,6 +61,8 @@ pub struct Config {
     pub round_ns: Option<u64>,
     /// What may be done to targets in a second.
     pub limits: Limits,
+    /// The limits of groups of processes, by their [`GroupKey`](crate::keys::GroupKey).
+    pub groups: Vec<GroupLimits>,
     /// Levels of the ladder (UKSM `N`).
     pub levels: usize,
     /// The share of one core for sampling the bottom level (0.2 % in UKSM).
@@ -111,6 +113,7 @@ impl Default for Config {
             top_share: None,
             round_ns: None,
             limits: Limits::default(),
+            groups: Vec::new(),
             levels: 4,
             bottom_share: Permyriad(15),
             duplicate_threshold: Permyriad(600),

@@ -18,7 +18,7 @@ use crate::index::{Index, PageStatus};
 use crate::keys::{DomainKey, OwnerKey, RegionKey};
 use crate::learned::{Learned, Verdicts, read_for_newcomers, verdict};
 use crate::ledger::Ledger;
-use crate::limits::{Allowance, Limits};
+use crate::limits::{Allowance, GroupLimits, Limits};
 use crate::marking::lifetimes::Lifetimes;
 use crate::marking::marker::{Marker, marked_resident};
 use crate::merging::{Inputs, ScanScheduler};
@@ -121,7 +121,7 @@ impl Engine {
     /// A judgement that knows nothing yet.
     pub fn new(config: Config) -> Self {
         let governor = if config.governor == Governor::Auto { Governor::Quiet } else { config.governor };
-        let (ladder, allowance) = (Ladder::new(config.levels), Allowance::new(config.limits));
+        let (ladder, allowance) = (Ladder::new(config.levels), Allowance::new(config.limits, &config.groups));
         Self {
             config,
             governor,
@@ -213,9 +213,9 @@ impl Engine {
     }
 
     /// Changes the limits.
-    pub fn set_limits(&mut self, limits: Limits) {
-        self.config.limits = limits;
-        self.allowance.set_limits(limits);
+    pub fn set_limits(&mut self, limits: Limits, groups: Vec<GroupLimits>) {
+        self.allowance.set_limits(limits, &groups);
+        (self.config.limits, self.config.groups) = (limits, groups);
     }
 
     /// Changes the reserve.
@@ -252,6 +252,7 @@ impl Engine {
         }
         self.record_cost(&snapshot);
         self.allowance.advance(now_ns);
+        self.allowance.set_groups(snapshot.groups.clone(), self.ladder.sample_ns());
         if self.config.governor == Governor::Auto {
             self.governor = Governor::for_memory(self.governor, &snapshot.memory);
         }

@@ -5,12 +5,12 @@
 //! code that runs.
 
 use crate::hash::{Digest, DigestSet};
-use crate::keys::{DomainKey, FamilyKey, LastingKey, LimitKey, NodeKey, NodeSet, OwnerKey, RegionKey};
+use crate::keys::{DomainKey, FamilyKey, GroupKey, LastingKey, LimitKey, NodeKey, NodeSet, OwnerKey, RegionKey};
 use crate::placement::policy::Placement;
 use crate::stops::StopLengths;
 use crate::units::{Pages, Permyriad, Vpn, as_seconds};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// A machine whose memory is judged. All calls work on whole batches.
@@ -53,6 +53,8 @@ pub struct Snapshot {
     pub memory: MemoryView,
     /// The limits of cgroups on the memory of processes in scope. May be some seconds old.
     pub limits: Arc<[LimitView]>,
+    /// The processes that share limits, each with its group.
+    pub groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
     /// CPU time spent so far in the run.
     pub cost: Cost,
     /// The NUMA nodes with memory, ascending. Empty if there is only one.

@@ -57,6 +57,10 @@ impl KeyCounter {
 #[serde(transparent)]
 pub struct DomainKey(pub u16);
 
+/// Processes that share limits: the number of their [`GroupLimits`](crate::limits::GroupLimits).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GroupKey(pub u16);
+
 /// A NUMA node, by the kernel's number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]

@@ -1,13 +1,17 @@
 //! What may be done to targets in any second: pages read, stops, and how long one stop may be.
 //!
 //! A governor bounds the CPU time that pagefold uses; limits bound what targets may notice. Reading a page briefly takes the
-//! target's `mmap_lock`, which slows down a target that maps and unmaps all the time, and a stop takes time from it.
+//! target's `mmap_lock`, which slows down a target that maps and unmaps all the time, and a stop takes time from it. A group of
+//! processes can have lower limits, and a share of a core of its own, as a governor has one.
 
 use crate::error::ConfigError;
+use crate::governor::share_ns;
 use crate::host::{StopSize, Stops};
-use crate::keys::OwnerKey;
+use crate::keys::{GroupKey, OwnerKey};
 use crate::range::{self, check};
+use crate::units::Permyriad;
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 /// The limits hold over any period of this length, nanoseconds.
 const WINDOW_NS: u64 = 1_000_000_000;
@@ -65,6 +69,25 @@ impl Limits {
     }
 }
 
+/// Limits that hold for the processes of a group together, beside those of the run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GroupLimits {
+    /// The share of one core that reading their memory may use, with what it costs to judge it.
+    pub share: Option<Permyriad>,
+    /// Pages read from them per second.
+    pub pages: Option<u64>,
+    /// Stops of them per second.
+    pub stops: Option<u64>,
+}
+
+impl GroupLimits {
+    /// Pages that may be read in a second if one takes this long.
+    fn pages(&self, page_ns: u64) -> u64 {
+        let by_share = self.share.map(|share| share_ns(WINDOW_NS, share) / page_ns.max(1));
+        self.pages.into_iter().chain(by_share).min().unwrap_or(u64::MAX)
+    }
+}
+
 /// A count over the last second.
 #[derive(Clone, Debug, Default)]
 struct Window {
@@ -100,6 +123,14 @@ struct Done {
     moves: Window,
 }
 
+impl Done {
+    fn advance(&mut self, now_ns: u64) {
+        for window in [&mut self.pages, &mut self.stops, &mut self.moves] {
+            window.advance(now_ns);
+        }
+    }
+}
+
 /// Enforces the limits: knows what may still be done now.
 #[derive(Clone, Debug)]
 pub struct Allowance {
@@ -108,56 +139,93 @@ pub struct Allowance {
     size: StopSize,
     all: Done,
     each: BTreeMap<OwnerKey, Done>,
+    groups: Vec<(GroupLimits, Done)>,
+    members: Arc<BTreeMap<OwnerKey, GroupKey>>,
+    /// What a page that is read costs, nanoseconds.
+    page_ns: u64,
 }
 
 impl Allowance {
     /// A full allowance.
-    pub fn new(limits: Limits) -> Self {
-        Self { limits, now_ns: 0, size: StopSize::default(), all: Done::default(), each: BTreeMap::new() }
+    pub fn new(limits: Limits, groups: &[GroupLimits]) -> Self {
+        let mut new = Self {
+            limits,
+            now_ns: 0,
+            size: StopSize::default(),
+            all: Done::default(),
+            each: BTreeMap::new(),
+            groups: Vec::new(),
+            members: Arc::default(),
+            page_ns: 0,
+        };
+        new.set_limits(limits, groups);
+        new
     }
 
     /// Changes the limits.
-    pub fn set_limits(&mut self, limits: Limits) {
+    pub fn set_limits(&mut self, limits: Limits, groups: &[GroupLimits]) {
         self.limits = limits;
+        self.groups = groups.iter().map(|&limits| (limits, Done::default())).collect();
+    }
+
+    /// Sets the groups of processes, and what a page that is read costs, nanoseconds.
+    pub fn set_groups(&mut self, members: Arc<BTreeMap<OwnerKey, GroupKey>>, page_ns: u64) {
+        (self.members, self.page_ns) = (members, page_ns);
     }
 
     /// Sets the time, nanoseconds.
     pub fn advance(&mut self, now_ns: u64) {
         self.now_ns = now_ns;
-        self.all.pages.advance(now_ns);
-        self.all.stops.advance(now_ns);
-        self.all.moves.advance(now_ns);
+        self.all.advance(now_ns);
+        self.groups.iter_mut().for_each(|(_, done)| done.advance(now_ns));
         self.each.retain(|_, done| {
-            done.pages.advance(now_ns);
-            done.stops.advance(now_ns);
+            done.advance(now_ns);
             done.pages.sum + done.stops.sum > 0
         });
+    }
+
+    fn group_of(&self, owner: OwnerKey) -> Option<&(GroupLimits, Done)> {
+        self.groups.get(usize::from(self.members.get(&owner)?.0))
+    }
+
+    /// Records something in all counts that concern a process.
+    fn record(&mut self, owner: OwnerKey, add: impl Fn(&mut Done)) {
+        add(&mut self.all);
+        add(self.each.entry(owner).or_default());
+        let group = self.members.get(&owner).and_then(|group| self.groups.get_mut(usize::from(group.0)));
+        if let Some((_, done)) = group {
+            add(done);
+        }
     }
 
     /// The number of pages of a process that may be read now.
     pub fn pages_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.pages.sum);
         let all = self.limits.pages.saturating_sub(self.all.pages.sum);
-        self.limits.pages_per_process.saturating_sub(own).min(all)
+        let group =
+            self.group_of(owner).map(|(limits, done)| limits.pages(self.page_ns).saturating_sub(done.pages.sum));
+        self.limits.pages_per_process.saturating_sub(own).min(all).min(group.unwrap_or(u64::MAX))
     }
 
     /// Records pages that are about to be read.
     pub fn use_pages(&mut self, owner: OwnerKey, pages: u64) {
-        self.all.pages.add(self.now_ns, pages);
-        self.each.entry(owner).or_default().pages.add(self.now_ns, pages);
+        let now_ns = self.now_ns;
+        self.record(owner, |done| done.pages.add(now_ns, pages));
     }
 
     /// How often a process may be stopped now.
     pub fn stops_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.stops.sum);
         let all = self.limits.stops.saturating_sub(self.all.stops.sum);
-        self.limits.stops_per_process.saturating_sub(own).min(all)
+        let group =
+            self.group_of(owner).map(|(limits, done)| limits.stops.unwrap_or(u64::MAX).saturating_sub(done.stops.sum));
+        self.limits.stops_per_process.saturating_sub(own).min(all).min(group.unwrap_or(u64::MAX))
     }
 
     /// Records stops that are about to happen.
     pub fn use_stops(&mut self, owner: OwnerKey, number: u64) {
-        self.all.stops.add(self.now_ns, number);
-        self.each.entry(owner).or_default().stops.add(self.now_ns, number);
+        let now_ns = self.now_ns;
+        self.record(owner, |done| done.stops.add(now_ns, number));
     }
 
     /// The number of merged frames that may be moved now.
@@ -199,7 +267,7 @@ mod tests {
             pages_per_process in 64_u64..300, pages in 64_u64..600,
         ) {
             let limits = Limits { pages_per_process, pages, ..Limits::default() };
-            let mut allowance = Allowance::new(limits);
+            let mut allowance = Allowance::new(limits, &[]);
             let (mut now_ns, mut done) = (0, Vec::new());
             for (later_ns, owner, wanted) in steps {
                 now_ns += later_ns;
@@ -221,7 +289,7 @@ mod tests {
 
     #[test]
     fn the_allowance_is_restored_after_a_second() {
-        let mut allowance = Allowance::new(Limits { stops_per_process: 2, stops: 3, ..Limits::default() });
+        let mut allowance = Allowance::new(Limits { stops_per_process: 2, stops: 3, ..Limits::default() }, &[]);
         allowance.advance(5);
         allowance.use_stops(OwnerKey(1), 2);
         allowance.use_stops(OwnerKey(2), 1);
@@ -234,8 +302,28 @@ mod tests {
     }
 
     #[test]
+    fn a_group_has_limits_together_and_others_do_not_have_them() {
+        let one = GroupLimits { share: Some(Permyriad(100)), ..GroupLimits::default() };
+        let two = GroupLimits { pages: Some(70), stops: Some(3), ..GroupLimits::default() };
+        let mut allowance = Allowance::new(Limits::default(), &[one, two]);
+        let members = [(1, 0), (2, 0), (3, 1)].map(|(owner, group)| (OwnerKey(owner), GroupKey(group)));
+        // A hundredth of a second is enough for 10,000 pages.
+        allowance.set_groups(Arc::new(members.into()), 1_000);
+        allowance.use_pages(OwnerKey(1), 9_000);
+        allowance.use_stops(OwnerKey(3), 2);
+        let left = |allowance: &Allowance| [1, 2, 3, 4].map(|owner| allowance.pages_left(OwnerKey(owner)));
+        assert_eq!(left(&allowance), [1_000, 1_000, 70, 1_000_000]);
+        assert_eq!([2, 3, 4].map(|owner| allowance.stops_left(OwnerKey(owner))), [50, 1, 50]);
+        allowance.advance(WINDOW_NS);
+        assert_eq!(left(&allowance), [10_000, 10_000, 70, 1_000_000]);
+        // A group that was taken out of the settings.
+        allowance.set_limits(Limits::default(), &[one]);
+        assert_eq!(left(&allowance)[2], 1_000_000);
+    }
+
+    #[test]
     fn long_stops_shrink_the_next_one_and_short_stops_grow_it() {
-        let mut allowance = Allowance::new(Limits::default());
+        let mut allowance = Allowance::new(Limits::default(), &[]);
         let mut stop = |longest_ns| {
             let stops = Stops::one(OwnerKey(1), longest_ns);
             allowance.adapt_stop_size(&[stops]);

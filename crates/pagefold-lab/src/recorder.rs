@@ -204,7 +204,7 @@ impl Recorder {
         let next_region = &mut self.next_region;
         let (roots, rules, mut domains) = (Roots::default(), DomainRules::default(), vec![DEFAULT.to_owned()]);
         let (scope, marked) = ((&self.options.scope, &roots), HashMap::new());
-        let mut watch = Watch::new(scope, &self.options.deny, (&rules, &mut domains), &marked);
+        let mut watch = Watch::new(scope, &self.options.deny, (&rules, &mut domains, &[]), &marked);
         let refreshed = target.refresh(now_ns, processes, &mut watch, || {
             *next_region += 1;
             RegionKey(*next_region)

@@ -46,7 +46,7 @@ fn key(roff: &mut Roff, option: &OptionSpec) {
     roff.control("RS", []).control("PP", []).text([roman("Example:")]).control("PP", []).control("nf", []);
     let (section, key) = (option.section, option.key);
     let example = match option.kind {
-        Kind::Rules => option.example.replace("name = ", &format!("[[{section}.{key}]]\nname = ")),
+        Kind::Rules(_) => option.example.replace("name = ", &format!("[[{section}.{key}]]\nname = ")),
         Kind::Names(_) => format!("[{section}.{key}]\n{}", option.example),
         _ => format!("{key} = {}", option.example),
     };

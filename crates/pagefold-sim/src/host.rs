@@ -24,12 +24,12 @@ use events::{Event, Writer};
 use interface::Refreshed;
 use nodes::PlacementCache;
 use pagefold_core::host::{LimitView, Mechanism, MemoryView};
-use pagefold_core::keys::{OwnerKey, RegionKey};
+use pagefold_core::keys::{GroupKey, OwnerKey, RegionKey};
 use pagefold_core::random::Random;
 use pagefold_core::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::Arc;
 
 /// A simulated machine.
@@ -59,6 +59,7 @@ pub struct SimHost {
     ours: bool,
     free: MemoryView,
     limits: Arc<[LimitView]>,
+    groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
     ignored_orders: u64,
     refreshed: Refreshed,
     placement_cache: PlacementCache,
@@ -97,6 +98,7 @@ impl SimHost {
             ours: true,
             free: MemoryView::default(),
             limits: Arc::default(),
+            groups: Arc::default(),
             ignored_orders: 0,
             refreshed: Refreshed::default(),
             placement_cache: PlacementCache::default(),
@@ -176,5 +178,10 @@ impl SimHost {
     /// Sets the limits on memory that pagefold observes. They limit nothing.
     pub fn set_limits(&mut self, limits: Vec<LimitView>) {
         self.limits = limits.into();
+    }
+
+    /// Sets the groups of processes that share limits.
+    pub fn set_groups(&mut self, groups: BTreeMap<OwnerKey, GroupKey>) {
+        self.groups = groups.into();
     }
 }

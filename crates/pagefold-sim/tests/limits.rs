@@ -5,8 +5,8 @@ mod common;
 use common::{MIB, SECOND, Watched, config, host};
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
-use pagefold_core::keys::OwnerKey;
-use pagefold_core::limits::Limits;
+use pagefold_core::keys::{GroupKey, OwnerKey};
+use pagefold_core::limits::{GroupLimits, Limits};
 use pagefold_core::units::Pages;
 use pagefold_sim::scenario;
 use std::collections::BTreeMap;
@@ -43,5 +43,26 @@ fn limits_hold_in_every_second_and_everything_is_merged() {
     );
     let (own, all) = most(&watched.stops);
     assert!(own <= limits.stops_per_process && all <= limits.stops, "stops: {own} of one, {all} in all");
+    assert!(watched.host.saved().0 > 32 * MIB * 2, "{}", watched.host.saved().0);
+}
+
+#[test]
+fn a_group_keeps_its_limits_and_is_merged_with_the_others() {
+    let group = GroupLimits { pages: Some(2_000), stops: Some(1), share: None };
+    let mut host = host();
+    let owners = scenario::redis(&mut host, 4, Pages(32 * MIB));
+    let members = &owners[..2];
+    host.set_groups(members.iter().map(|&owner| (owner, GroupKey(0))).collect());
+    let mut watched = Watched::new(host);
+    let mut engine = Engine::new(Config { groups: vec![group], ..config() });
+    watched.run(&mut engine, 120);
+    let of_group = |done: &[(u64, OwnerKey, u64)]| -> Vec<_> {
+        done.iter().copied().filter(|(_, owner, _)| members.contains(owner)).collect()
+    };
+    let (_, pages) = most(&of_group(&watched.pages));
+    assert!((1_500..=2_000).contains(&pages), "{pages} pages of the group");
+    let (_, stops) = most(&of_group(&watched.stops));
+    assert_eq!(stops, 1, "stops of the group");
+    assert!(most(&watched.pages).0 > 4_000, "others are held back, too");
     assert!(watched.host.saved().0 > 32 * MIB * 2, "{}", watched.host.saved().0);
 }

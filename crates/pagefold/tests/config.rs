@@ -1,7 +1,7 @@
 //! The configuration file, the deny list and the audit log of a run.
 
 use pagefold_workload::Tenant;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -78,9 +78,12 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     fs::write(&config, "[run]\ngoverment = 1\n").unwrap();
     daemon.signal(libc::SIGHUP);
     std::thread::sleep(std::time::Duration::from_secs(1));
-    fs::write(&config, settings("low") + "[limits]\nstops-per-second = 3\n[domains]\nby = \"user\"\n").unwrap();
+    let more =
+        "[limits]\nstops-per-second = 3\n[[limits.group]]\nname = \"pair\"\nuser = \"root\"\ngovernor = \"quiet\"\n";
+    fs::write(&config, settings("low") + more + "[domains]\nby = \"user\"\n").unwrap();
     daemon.signal(libc::SIGHUP);
-    std::thread::sleep(std::time::Duration::from_secs(1));
+    let notes = || json_of(&["explain", &pair[0].pid().to_string()])["notes"].clone();
+    wait_until("the limits of the group apply", || notes() == json!(["The limits of pair apply to it."]));
     daemon.signal(libc::SIGTERM);
     let ended = daemon.end();
     let summary = ended.summary();

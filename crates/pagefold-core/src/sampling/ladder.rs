@@ -447,7 +447,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn unlimited() -> Allowance {
-        Allowance::new(Limits { pages_per_process: u64::MAX, pages: u64::MAX, ..Limits::default() })
+        Allowance::new(Limits { pages_per_process: u64::MAX, pages: u64::MAX, ..Limits::default() }, &[])
     }
 
     fn table(sizes: &[u64]) -> RegionTable {

@@ -12,14 +12,15 @@ use crate::proc::image::{AddressSpace, ProgramId, image_of};
 use crate::proc::process::ReadError;
 use crate::proc::status::printable;
 use crate::scope::deny_list::DenyList;
-use crate::scope::domain::{DomainFacts, DomainRules};
+use crate::scope::domain::DomainRules;
 use crate::scope::dumpable::Dumpable;
 use crate::scope::exclude::{Exclusion, ProcessFacts, exclusion_of, judge_opt_outs};
 use crate::scope::exe::Exe;
 use crate::scope::opt_out::OptOut;
 use crate::scope::opt_out_qemu;
+use crate::scope::rule::{Rule, RuleFacts, first_match};
 use crate::scope::{Candidate, CgroupFacts, ScopeSpec, Selection, cgroups_of};
-use pagefold_core::keys::DomainKey;
+use pagefold_core::keys::{DomainKey, GroupKey};
 use pagefold_core::units::Bytes;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -111,6 +112,7 @@ pub struct Watch<'a> {
     deny: &'a DenyList,
     rules: &'a DomainRules,
     domains: &'a mut Vec<String>,
+    groups: &'a [Rule],
     /// The programs that this run has marked memory of, and the trust domain at that time.
     marked: &'a HashMap<u64, DomainKey>,
     selection: Selection<'a>,
@@ -118,15 +120,16 @@ pub struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    /// Rules for processes of a scope, and the domains known so far. `marked` has the programs whose memory was marked.
+    /// Rules for processes of a scope, the domains known so far, and the rules for groups with limits. `marked` has the programs whose memory was
+    /// marked.
     pub fn new(
         (scope, roots): (&'a ScopeSpec, &'a Roots),
         deny: &'a DenyList,
-        (rules, domains): (&'a DomainRules, &'a mut Vec<String>),
+        (rules, domains, groups): (&'a DomainRules, &'a mut Vec<String>, &'a [Rule]),
         marked: &'a HashMap<u64, DomainKey>,
     ) -> Self {
         let selection = Selection::again(scope, roots);
-        Self { deny, rules, domains, marked, selection, cgroups: HashMap::new() }
+        Self { deny, rules, domains, groups, marked, selection, cgroups: HashMap::new() }
     }
 
     fn cgroup_facts(&mut self, text: Vec<u8>) -> CgroupFacts {
@@ -300,21 +303,24 @@ impl Target {
         };
         let asked = facts.dumpable == Dumpable::Unknown;
         self.name = printable(&facts.comm);
-        let assigned = watch.rules.assign(DomainFacts {
-            attribute: cgroups.domain.as_deref(),
-            cgroup: cgroups.path.as_deref(),
-            uid: facts.uid,
-            exe: facts.exe.as_ref(),
-            name: &self.name,
-        });
-        self.passed_over = assigned.passed_over;
-        self.passed_over.extend(overridden.iter().map(|opt_out| format!("overridden: {opt_out}")));
-        let domain = domain_key(watch.domains, assigned.name.clone());
+        let by =
+            RuleFacts { cgroup: cgroups.path.as_deref(), uid: facts.uid, exe: facts.exe.as_ref(), name: &self.name };
+        let mut notes = Vec::new();
+        let assigned = watch.rules.domain_of(cgroups.domain.as_deref(), &by, &mut notes);
+        let group = first_match(watch.groups, &by, "the limits of", &mut notes);
+        notes.extend(
+            group.map(|group| format!("The limits of {} apply to it.", printable(watch.groups[group].name.as_bytes()))),
+        );
+        notes.extend(overridden.iter().map(|opt_out| format!("overridden: {opt_out}")));
+        let group = group.and_then(|group| u16::try_from(group).ok()).map(GroupKey);
+        changed |= self.group != group;
+        (self.notes, self.group) = (notes, group);
+        let domain = domain_key(watch.domains, assigned.clone());
         (self.uid, self.exe) = (facts.uid, facts.exe);
         self.cgroup.clone_from(&cgroups.path);
         self.identity.seen = Some(Seen { image, cgroups, cpu_ns, locked_kib, command_line, asked, at_ns: now_ns });
         let moved = former.is_some_and(|former| former != domain);
-        let barred = barred.or_else(|| moved.then_some(Exclusion::MovedDomain { to: assigned.name }));
+        let barred = barred.or_else(|| moved.then_some(Exclusion::MovedDomain { to: assigned }));
         if !moved && self.domain != domain {
             self.domain = domain;
             self.forget_memory();

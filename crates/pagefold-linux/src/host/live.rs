@@ -29,13 +29,14 @@ use crate::proc::process::ReadError;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{self, DomainRules};
 use crate::scope::new_processes::NewProcesses;
+use crate::scope::rule::Rule;
 use crate::scope::{ScopeError, ScopeSpec, user_id};
 use pagefold_core::hash::{Digester, LineDigester};
 use pagefold_core::host::{
     Actions, ChangeResult, Cost, Host, KsmView, Marking, Mechanism, MemoryView, Outcome, PageRun, RegionView,
     SamplePlan, Samples, Snapshot,
 };
-use pagefold_core::keys::{DomainKey, KeyCounter, LimitKey, RegionKey};
+use pagefold_core::keys::{DomainKey, GroupKey, KeyCounter, LimitKey, OwnerKey, RegionKey};
 use pagefold_core::units::Pages;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -154,6 +155,10 @@ pub struct LiveHost {
     began: Instant,
     targets: BTreeMap<i32, Target>,
     domain_rules: DomainRules,
+    /// The rules for groups with limits, by the number of the group.
+    group_rules: Vec<Rule>,
+    /// The processes in such groups.
+    groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
     new_processes: NewProcesses,
     region_pids: BTreeMap<RegionKey, i32>,
     views: Vec<RegionView>,
@@ -252,6 +257,8 @@ impl LiveHost {
             began: Instant::now(),
             targets: BTreeMap::new(),
             domain_rules: DomainRules::default(),
+            group_rules: Vec::new(),
+            groups: Arc::default(),
             region_pids: BTreeMap::new(),
             views: Vec::new(),
             reader: Some(PageReader::new()),
@@ -304,6 +311,12 @@ impl LiveHost {
         self.domain_rules = rules;
     }
 
+    /// Sets the rules that assign processes to groups with limits of their own.
+    pub fn set_groups(&mut self, rules: Vec<Rule>) {
+        self.group_rules = rules;
+        self.judge_again();
+    }
+
     /// Sets the policies by which merged pages are placed on machines with several memory nodes.
     pub fn set_policies(&mut self, policies: Policies) {
         self.placing.policies = policies;
@@ -328,6 +341,10 @@ impl LiveHost {
     /// Replaces the deny list. The marks of programs that it newly denies are removed.
     pub fn set_deny(&mut self, deny: DenyList) {
         self.deny = deny;
+        self.judge_again();
+    }
+
+    fn judge_again(&mut self) {
         self.targets.values_mut().for_each(Target::judge_again);
         self.next_refresh_ns = 0;
     }
@@ -463,6 +480,7 @@ impl Host for LiveHost {
             hashes_lines: self.requesting.device.as_ref().is_some_and(|device| device.hashes()),
             memory: self.memory,
             limits: self.limits.views(),
+            groups: self.groups.clone(),
             cost,
             nodes: self.placing.nodes.clone(),
             owners: self.placing.owners.clone(),

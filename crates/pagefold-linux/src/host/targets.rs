@@ -24,7 +24,7 @@ use crate::scope::Scoped;
 use crate::scope::exclude::{Exclusion, withdrawal};
 use crate::scope::exe::Exe;
 use pagefold_core::host::Span;
-use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
+use pagefold_core::keys::{DomainKey, GroupKey, OwnerKey, RegionKey};
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, Read};
@@ -70,8 +70,10 @@ pub struct Target {
     pub uid: u32,
     /// Cgroup.
     pub cgroup: Option<String>,
-    /// Rules that match it by name only and do not apply: a sentence for each.
-    pub passed_over: Vec<String>,
+    /// The group whose limits it shares.
+    pub group: Option<GroupKey>,
+    /// Which rules apply to it, and which seem to and do not: a sentence for each.
+    pub notes: Vec<String>,
     /// Why the process is left alone, if it is. Updated with its mappings.
     pub exclusion: Option<Exclusion>,
     /// Regions, ascending.
@@ -144,7 +146,8 @@ impl Target {
             exe: scoped.exe,
             uid: scoped.uid,
             cgroup: scoped.cgroup,
-            passed_over: Vec::new(),
+            group: None,
+            notes: Vec::new(),
             exclusion: None,
             regions: Vec::new(),
             left_out: Vec::new(),

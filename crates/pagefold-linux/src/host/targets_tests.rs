@@ -136,7 +136,7 @@ impl Watched {
         let next_key = &mut self.next_key;
         let (scope, roots, deny) = (ScopeSpec::default(), Roots::default(), DenyList::new([]));
         let (rules, mut domains, marked) = (DomainRules::default(), vec![DEFAULT.to_owned()], HashMap::new());
-        let mut watch = Watch::new((&scope, &roots), &deny, (&rules, &mut domains), &marked);
+        let mut watch = Watch::new((&scope, &roots), &deny, (&rules, &mut domains, &[]), &marked);
         self.target.refresh(self.now_ns, 1, &mut watch, || {
             *next_key += 1;
             RegionKey(*next_key)

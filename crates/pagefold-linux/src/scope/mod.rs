@@ -20,6 +20,7 @@ pub mod new_processes;
 pub mod opt_out;
 pub(crate) mod opt_out_qemu;
 pub(crate) mod opt_out_unit;
+pub mod rule;
 mod selection;
 mod selectors;
 pub mod workload;

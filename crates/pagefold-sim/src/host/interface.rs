@@ -213,8 +213,8 @@ impl Host for SimHost {
         self.spend(price_ns + places_ns);
         let (mechanism, memory, cost) = (self.knobs.mechanism, self.free, self.cost());
         let hashes_lines = mechanism == Mechanism::Request;
-        let limits = self.limits.clone();
-        Ok(Snapshot { now_ns, regions, ksm, mechanism, hashes_lines, memory, limits, cost, nodes, owners })
+        let (limits, groups) = (self.limits.clone(), self.groups.clone());
+        Ok(Snapshot { now_ns, regions, ksm, mechanism, hashes_lines, memory, limits, groups, cost, nodes, owners })
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {

@@ -106,8 +106,7 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     explanation.in_scope = true;
     explanation.name.clone_from(&target.name);
     explanation.left_alone.clone_from(&target.left_alone);
-    explanation.notes =
-        target.to_unmark.iter().map(words::to_unmark).chain(target.passed_over.iter().cloned()).collect();
+    explanation.notes = target.to_unmark.iter().map(words::to_unmark).chain(target.notes.iter().cloned()).collect();
     explanation.numa = facts.places().and_then(|places| places.process(pid).cloned());
     let tell = |error: ReadError| format!("{error}; look with ps");
     let process = Process::open(pid).map_err(tell)?;

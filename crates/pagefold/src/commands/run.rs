@@ -140,6 +140,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     }
     host.set_refresh_interval(interval_ns);
     host.set_domains(active.settings.domains.clone());
+    host.set_groups(active.settings.groups.clone());
     host.set_policies(active.settings.placement.clone());
     let (requests, sender) = RequestQueue::new(woken);
     let metrics = metrics.start(&sender);

@@ -5,17 +5,19 @@ use crate::config::ownership;
 use crate::metrics::MetricsSettings;
 use pagefold_cli::config_file::parse;
 use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::options::{Value, Values};
+use pagefold_cli::options::{self, Value, Values};
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_core::config::{Config, Preset};
-use pagefold_core::limits::Limits;
+use pagefold_core::governor::Governor;
+use pagefold_core::limits::{GroupLimits, Limits};
 use pagefold_core::placement::policy::{Latencies, Placement};
 use pagefold_core::reserve::ReserveSettings;
 use pagefold_core::units::Permyriad;
 use pagefold_linux::host::live::Policies;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::scope::deny_list::DenyList;
-use pagefold_linux::scope::domain::{DomainRule, DomainRules, Selector};
+use pagefold_linux::scope::domain::DomainRules;
+use pagefold_linux::scope::rule::{Rule, Selector};
 use pagefold_linux::scope::user_id;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -45,6 +47,8 @@ pub struct Settings {
     /// Programs that are never touched.
     pub deny: DenyList,
     pub domains: DomainRules,
+    /// The processes in each group with limits of its own.
+    pub groups: Vec<Rule>,
     pub placement: Policies,
     pub audit: Option<PathBuf>,
     pub metrics: MetricsSettings,
@@ -87,15 +91,18 @@ impl Settings {
         let deny = args.deny.apply(deny_list(&in_file));
         let values = in_file.then(args.options.0.clone());
         let config = config(&values).validated().map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
+        let refused =
+            |why: String| Exit::new(exit::USAGE, format!("{}: {why}", file.map(ownership::shown).unwrap_or_default()));
+        let (groups, limits) = groups(&values).map_err(refused)?;
+        let config = Config { groups: limits, ..config };
         Ok(Self {
             file: file.map(Path::to_owned),
             scope,
             config,
             mechanism: mechanism(&values),
             deny,
-            domains: domains(&values).map_err(|why| {
-                Exit::new(exit::USAGE, format!("{}: {why}", file.map(ownership::shown).unwrap_or_default()))
-            })?,
+            domains: domains(&values).map_err(refused)?,
+            groups,
             placement: placement(&values)?,
             audit: values.text("file").map(PathBuf::from),
             // A dry run beside the service would take its place.
@@ -110,7 +117,8 @@ impl Settings {
     pub fn fixed_differences(&self, old: &Self) -> Vec<&'static str> {
         let judgement = |settings: &Self| {
             let Config { governor, limits, latencies, reserve, .. } = self.config;
-            Config { governor, limits, latencies, reserve, ..settings.config.clone() }
+            let groups = self.config.groups.clone();
+            Config { governor, limits, groups, latencies, reserve, ..settings.config.clone() }
         };
         [
             ("[scope]", self.scope != old.scope),
@@ -255,21 +263,45 @@ fn placement(values: &Values) -> Result<Policies, Exit> {
 }
 
 fn domains(values: &Values) -> Result<DomainRules, String> {
-    let given = match values.get("rule") {
-        Some(Value::Rules(rules)) => rules.as_slice(),
-        _ => &[],
-    };
-    let rules = given.iter().map(|rule| {
-        let selector = match rule.selector {
-            "cgroup" => Selector::cgroup(Path::new(&rule.value), &Roots::default()),
-            "user" => Selector::User(user_id(&rule.value).map_err(|error| {
-                format!("the rule for domain '{}': {error}; give a name from /etc/passwd, or a number", rule.name)
-            })?),
-            _ => Selector::Exe(rule.value.clone()),
+    let rules = rules(values, "rule").iter().map(|rule| selected(rule, "domain"));
+    Ok(DomainRules { by_user: values.text("by") == Some("user"), rules: rules.collect::<Result<_, _>>()? })
+}
+
+/// The groups with limits of their own.
+fn groups(values: &Values) -> Result<(Vec<Rule>, Vec<GroupLimits>), String> {
+    let group = |rule: &options::Rule| {
+        let share = match parsed::<Governor>(&rule.settings, "governor") {
+            Some(Governor::Auto) => {
+                return Err(format!(
+                    "the limits of '{}' have the governor auto, which is for the whole run; choose another",
+                    rule.name
+                ));
+            }
+            governor => governor.map(|governor| governor.pace().top),
         };
-        Ok(DomainRule { name: rule.name.clone(), selector })
-    });
-    Ok(DomainRules { by_user: values.text("by") == Some("user"), rules: rules.collect::<Result<_, String>>()? })
+        let (pages, stops) = (rule.settings.number("samples-per-second"), rule.settings.number("stops-per-second"));
+        Ok((selected(rule, "group")?, GroupLimits { share, pages, stops }))
+    };
+    rules(values, "group").iter().map(group).collect()
+}
+
+fn rules<'a>(values: &'a Values, key: &str) -> &'a [options::Rule] {
+    match values.get(key) {
+        Some(Value::Rules(rules)) => rules,
+        _ => &[],
+    }
+}
+
+/// A rule, with the processes that it selects on this machine.
+fn selected(rule: &options::Rule, what: &str) -> Result<Rule, String> {
+    let selector = match rule.selector {
+        "cgroup" => Selector::cgroup(Path::new(&rule.value), &Roots::default()),
+        "user" => Selector::User(user_id(&rule.value).map_err(|error| {
+            format!("the rule for {what} '{}': {error}; give a name from /etc/passwd, or a number", rule.name)
+        })?),
+        _ => Selector::Exe(rule.value.clone()),
+    };
+    Ok(Rule { name: rule.name.clone(), selector })
 }
 
 #[cfg(test)]

@@ -108,10 +108,16 @@ fn domains_and_limits_are_converted() {
     let text = "[domains]\nby = \"user\"\n[[domains.rule]]\nname = \"r\"\nuser = \"root\"\n[[domains.rule]]\nname = \"e\"\n\
         exe = \"redis-server\"\n[limits]\nstops-per-second = 7\n";
     let settings = Files::new(text).settings(&[]).unwrap();
-    let rule = |name: &str, selector| DomainRule { name: name.into(), selector };
+    let rule = |name: &str, selector| Rule { name: name.into(), selector };
     let rules = vec![rule("r", Selector::User(0)), rule("e", Selector::Exe("redis-server".into()))];
     assert_eq!(settings.domains, DomainRules { by_user: true, rules });
     assert_eq!(settings.config.limits, Limits { stops: 7, ..Limits::default() });
+    let group =
+        |governor: &str| format!("[[limits.group]]\nname = \"g\"\nuser = \"root\"\ngovernor = \"{governor}\"\n");
+    let settings = Files::new(&group("quiet")).settings(&[]).unwrap();
+    assert_eq!(settings.groups, [rule("g", Selector::User(0))]);
+    assert_eq!(settings.config.groups, [GroupLimits { share: Some(Permyriad(100)), ..GroupLimits::default() }]);
+    Files::new(&group("auto")).refused("the limits of 'g' have the governor auto");
     Files::new("[limits]\nsamples-per-second = 1\n")
         .refused("limits.samples-per-second: 1 is out of range; it must be from 64 to 100000000");
     let nobody = Files::new("[[domains.rule]]\nname = \"n\"\nuser = \"nobody-such\"\n");

@@ -59,8 +59,8 @@ pub struct TargetFacts {
     /// The same as one of a few words.
     pub reason: Option<&'static str>,
     pub to_unmark: Option<ToUnmark>,
-    /// Rules that match it by name only: a sentence for each.
-    pub passed_over: Vec<String>,
+    /// Which rules apply to it, and which seem to and do not: a sentence for each.
+    pub notes: Vec<String>,
 }
 
 /// Marks that must be removed, because the memory was excluded after it was marked, and could not be yet.
@@ -104,7 +104,7 @@ impl Facts {
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
             reason: target.exclusion.as_ref().map(reason_of),
             to_unmark: target.pending.as_ref().map(ToUnmark::from),
-            passed_over: target.passed_over.clone(),
+            notes: target.notes.clone(),
         });
         let domains = host.domains().to_vec();
         let tight = engine.reserve().limits().iter().filter(|(_, room)| room.state != RoomState::Enough);

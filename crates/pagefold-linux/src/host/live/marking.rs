@@ -129,7 +129,7 @@ impl LiveHost {
     /// Looks at a process again just before it is marked. Whether it is the program that was judged, and not excluded.
     pub(super) fn may_be_marked(&mut self, pid: i32) -> bool {
         let now_ns = self.now_ns();
-        let rules = (&self.domain_rules, &mut self.domains);
+        let rules = (&self.domain_rules, &mut self.domains, &self.group_rules[..]);
         let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.marked_programs);
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         let unchanged = !target.notice_exec() && matches!(target.look(now_ns, 1, &mut watch), Ok(false));

@@ -7,6 +7,7 @@ use crate::host::targets::Target;
 use crate::proc::process::{Process, ReadError};
 use crate::scope::exclude::Exclusion;
 use crate::scope::opt_out::OptOut;
+use crate::scope::rule::RuleFacts;
 use crate::scope::{ScopeError, ScopeSpec};
 use pagefold_core::host::RegionView;
 use pagefold_core::keys::{DomainKey, LastingKey, OwnerKey, RegionKey};
@@ -79,7 +80,9 @@ impl LiveHost {
         }
         for scoped in found {
             let owner = self.owner_keys.take(|key| self.targets.values().any(|target| target.owner.0 == key));
-            let domain = domain_key(&mut self.domains, self.domain_rules.domain_of(&scoped));
+            let facts = RuleFacts::from(&scoped);
+            let domain = self.domain_rules.domain_of(scoped.domain.as_deref(), &facts, &mut Vec::new());
+            let domain = domain_key(&mut self.domains, domain);
             self.targets.insert(scoped.process.pid(), Target::new(scoped, OwnerKey(owner), domain));
         }
         Ok(())
@@ -90,7 +93,7 @@ impl LiveHost {
         let processes = count(self.targets.len());
         let mut changed = false;
         let (mut gone, mut reports) = (Vec::new(), Vec::new());
-        let rules = (&self.domain_rules, &mut self.domains);
+        let rules = (&self.domain_rules, &mut self.domains, &self.group_rules[..]);
         forget_programs(&mut self.marked_programs, &self.targets);
         let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.marked_programs);
         let began = Instant::now();
@@ -153,6 +156,8 @@ impl LiveHost {
     pub(super) fn list_regions(&mut self) {
         self.region_pids.clear();
         self.views.clear();
+        self.groups =
+            Arc::new(self.targets.values().filter_map(|target| Some((target.owner, target.group?))).collect());
         for (&pid, target) in &self.targets {
             let lasting = lasting_key(&target.process);
             for Tracked { key, stretch } in &target.regions {

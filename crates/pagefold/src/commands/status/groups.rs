@@ -197,7 +197,7 @@ mod tests {
             left_alone: None,
             reason: None,
             to_unmark: None,
-            passed_over: Vec::new(),
+            notes: Vec::new(),
         }
     }
 
