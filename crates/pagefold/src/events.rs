@@ -1,10 +1,11 @@
 //! What the run has done lately, for `status`, `top` and its page: a list of fixed length, filled where the audit log is.
 //!
 //! What is done to a process again within a minute, for the same reason, is one event, so that a program that causes many does
-//! not push all others out of the list at once.
+//! not push all others out of the list at once. The journal gets each event when it begins, if nothing was printed about it.
 
 use crate::audit::Entry;
 use crate::history::now;
+use crate::service::Journal;
 use pagefold_cli::figures::thousands;
 use pagefold_cli::style::human;
 use serde::{Deserialize, Serialize};
@@ -73,11 +74,20 @@ impl Event {
 
 /// The events, the newest last.
 #[derive(Debug, Default)]
-pub struct Events(VecDeque<Event>);
+pub struct Events {
+    list: VecDeque<Event>,
+    journal: Option<Journal>,
+    dry_run: bool,
+}
 
 impl Events {
+    /// None yet. New ones are added to the journal.
+    pub fn new(journal: Option<Journal>, dry_run: bool) -> Self {
+        Self { journal, dry_run, ..Self::default() }
+    }
+
     pub fn list(&self) -> Vec<Event> {
-        self.0.iter().cloned().collect()
+        self.list.iter().cloned().collect()
     }
 
     /// Adds what the audit log has a line for.
@@ -127,21 +137,43 @@ impl Events {
                 && (&other.what, other.kind) == (&event.what, event.kind)
                 && now.saturating_sub(other.began) < GROWS
         };
-        if let Some(same) = self.0.iter_mut().rev().find(is_same) {
+        if let Some(same) = self.list.iter_mut().rev().find(is_same) {
             let sum = |one: Option<u64>, two: Option<u64>| Some(one?.saturating_add(two?));
             (same.bytes, same.done_bytes) = (sum(same.bytes, event.bytes), sum(same.done_bytes, event.done_bytes));
             (same.time, same.why, same.pid, same.name) = (now, event.why, event.pid, event.name);
             same.times += 1;
             return;
         }
-        if self.0.len() == MOST {
-            self.0.pop_front();
+        if let Some(journal) = self.journal.as_ref().filter(|_| !event.is_printed()) {
+            journal.add(&event.fields(self.dry_run));
         }
-        self.0.push_back(Event { time: now, began: now, times: 1, ..event });
+        if self.list.len() == MOST {
+            self.list.pop_front();
+        }
+        self.list.push_back(Event { time: now, began: now, times: 1, ..event });
     }
 }
 
 impl Event {
+    /// Whether the run prints it.
+    fn is_printed(&self) -> bool {
+        !matches!(self.what.as_str(), "mark" | "unmark" | "merge" | "override" | "pause" | "resume" | "governor")
+    }
+
+    /// The fields of an entry in the journal.
+    fn fields(&self, dry_run: bool) -> Vec<(&'static str, String)> {
+        let mut fields = vec![
+            ("MESSAGE", self.sentence(dry_run)),
+            ("PRIORITY", "6".to_owned()),
+            ("SYSLOG_IDENTIFIER", "pagefold".to_owned()),
+            ("PAGEFOLD_EVENT", self.what.clone()),
+        ];
+        fields.extend(self.pid.map(|pid| ("OBJECT_PID", pid.to_string())));
+        fields.extend(self.name.clone().map(|name| ("PAGEFOLD_PROCESS", name)));
+        fields.extend(self.done_bytes.map(|bytes| ("PAGEFOLD_BYTES", bytes.to_string())));
+        fields
+    }
+
     fn of(self, what: &str, name: &str, pid: i32) -> Self {
         Self { what: what.to_owned(), name: Some(name.to_owned()), pid: Some(pid), ..self }
     }
@@ -185,6 +217,15 @@ mod tests {
         assert_eq!(
             (list.len(), list[0].pid, list[199].sentence(false)),
             (MOST, Some(8_802), "the governor is low".into())
+        );
+        assert_eq!(
+            marked(7, "").fields(false)[3..],
+            [
+                ("PAGEFOLD_EVENT", "mark".to_owned()),
+                ("OBJECT_PID", "7".to_owned()),
+                ("PAGEFOLD_PROCESS", "redis".to_owned()),
+                ("PAGEFOLD_BYTES", "3145728".to_owned())
+            ]
         );
         let text = serde_json::to_string(&list[199]).unwrap();
         assert!(text.contains(r#""what":"governor","times":1,"why":"low""#) && !text.contains("pid"), "{text}");

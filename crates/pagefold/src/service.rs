@@ -1,15 +1,21 @@
-//! What a service manager is told: that the run is ready, how it goes, that it is alive, that it ends (`sd_notify`(3)).
+//! What a service manager is told: that the run is ready, how it goes, that it is alive, that it ends (`sd_notify`(3)); and what its
+//! journal gets besides what the run prints: events with their fields (systemd.journal-fields(7)).
 //!
-//! A message is one datagram to the socket that `NOTIFY_SOCKET` names. The socket never blocks: a service manager that does not
+//! A message is one datagram to the socket that `NOTIFY_SOCKET` names, or to the journal's. The sockets never block: who does not
 //! read misses messages, and delays nothing.
 
 use std::env;
 use std::ffi::OsStr;
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::{Duration, Instant};
 
+/// The socket of the journal's own protocol.
+const JOURNAL: &str = "/run/systemd/journal/socket";
 /// The time between two texts for `systemctl status`.
 const TEXT_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -66,6 +72,35 @@ impl ServiceManager {
     }
 }
 
+/// The journal that standard error goes to.
+#[derive(Debug)]
+pub struct Journal {
+    socket: UnixDatagram,
+}
+
+impl Journal {
+    /// The one that `JOURNAL_STREAM` says standard error is connected to, if it is.
+    pub fn of_environment() -> Option<Self> {
+        let stream = env::var("JOURNAL_STREAM").ok()?;
+        let file = File::from(std::io::stderr().as_fd().try_clone_to_owned().ok()?).metadata().ok()?;
+        if stream != format!("{}:{}", file.dev(), file.ino()) {
+            return None;
+        }
+        Some(Self { socket: connect(OsStr::new(JOURNAL))? })
+    }
+
+    /// Adds an entry. Every value is sent with its length, so that it may contain anything.
+    pub fn add(&self, fields: &[(&str, String)]) {
+        let mut entry = Vec::new();
+        for (name, value) in fields {
+            entry.extend(
+                [name.as_bytes(), b"\n", &(value.len() as u64).to_le_bytes(), value.as_bytes(), b"\n"].concat(),
+            );
+        }
+        let _ = self.socket.send(&entry);
+    }
+}
+
 /// A name that begins with `@` is an abstract one.
 fn connect(name: &OsStr) -> Option<UnixDatagram> {
     let address = match name.as_bytes() {
@@ -111,6 +146,18 @@ mod tests {
         // Its queue is full.
         (0..10_000).for_each(|_| manager.ready());
         assert!(messages().len() < 10_000);
+    }
+
+    #[test]
+    fn an_entry_of_the_journal_has_one_field_for_each_value_whatever_is_in_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal");
+        let heard = UnixDatagram::bind(&path).unwrap();
+        let journal = Journal { socket: connect(path.as_os_str()).unwrap() };
+        journal.add(&[("MESSAGE", "a\nPRIORITY=0".to_owned()), ("OBJECT_PID", "7".to_owned())]);
+        let mut bytes = [0; 200];
+        let length = heard.recv(&mut bytes).unwrap();
+        assert_eq!(&bytes[..length], b"MESSAGE\n\x0c\0\0\0\0\0\0\0a\nPRIORITY=0\nOBJECT_PID\n\x01\0\0\0\0\0\0\07\n");
     }
 
     #[test]

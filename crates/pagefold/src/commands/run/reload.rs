@@ -8,6 +8,7 @@ use super::progress::Progress;
 use crate::audit::{Audit, Entry};
 use crate::config::settings::Settings;
 use crate::events::Events;
+use crate::service::Journal;
 use pagefold_cli::exit::Exit;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
@@ -33,7 +34,13 @@ impl<'a> ActiveSettings<'a> {
     pub fn new(args: &'a RunArgs, settings: Settings) -> Result<Self, Exit> {
         let path = settings.audit.as_deref().filter(|_| !args.dry_run);
         let audit = path.map(Audit::open).transpose()?;
-        Ok(Self { args, settings, audit, events: Events::default(), requested: Arc::default() })
+        Ok(Self {
+            args,
+            settings,
+            audit,
+            events: Events::new(Journal::of_environment(), args.dry_run),
+            requested: Arc::default(),
+        })
     }
 
     /// The flag that SIGHUP sets instead of ending the run. `None` if SIGHUP ends it.
