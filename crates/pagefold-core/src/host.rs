@@ -499,6 +499,8 @@ pub struct Outcome {
     pub merges: Vec<MergeResult>,
     /// The stops of targets.
     pub stops: Vec<Stops>,
+    /// The number of huge pages put together again in memory that is unmarked because merges in it do not last.
+    pub collapsed: u64,
     /// The number of frames moved. The others have changed, or the kernel refused.
     pub moved: u64,
     /// CPU time of moving, nanoseconds.

@@ -80,6 +80,9 @@ pub struct Ledger {
     /// Those before the run.
     #[serde(default)]
     pub splits_before: HugeSplits,
+    /// Huge pages put together again in memory that was unmarked because merges in it did not last.
+    #[serde(default)]
+    pub collapsed: u64,
     /// Pages read.
     pub pages_read: u64,
     /// What came of pages that were to be merged on request.
@@ -161,6 +164,7 @@ impl Ledger {
             }
         }
         outcome.merges.iter().for_each(|result| self.requests.add(result));
+        self.collapsed += outcome.collapsed;
         self.moved += Pages(outcome.moved);
         self.not_moved += Pages(count(actions.moves.len()).saturating_sub(outcome.moved));
         self.move_ns += outcome.move_ns;

@@ -11,7 +11,7 @@ use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};
 use pagefold_linux::os::numa::Topology;
 use pagefold_linux::os::peer::own_uid;
 use pagefold_linux::os::privileges::{
-    PLACING, PrivilegeError, READING, REQUESTING, keep_from_dumps, keep_only, missing,
+    Capability, PLACING, PrivilegeError, READING, REQUESTING, keep_from_dumps, keep_only, missing,
 };
 use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::Scoped;
@@ -124,15 +124,12 @@ fn may_request(carrier: Carrier, placement: Placement, ksm: &Ksm) -> Result<(), 
     }
 }
 
-/// Gives up, for good, every capability except those to read other processes, to place their merged pages, and to merge them on
-/// request. Call it before the first thread is started and before another process is read, but after the injector is started,
+/// Gives up, for good, every capability except those to read other processes, to place their merged pages, and those in `more`.
+/// Call it before the first thread is started and before another process is read, but after the injector is started,
 /// which would inherit the loss.
-pub fn give_up_rights(on_request: bool) -> Result<(), Exit> {
+pub fn give_up_rights(more: &[Capability]) -> Result<(), Exit> {
     keep_from_dumps();
-    let mut kept = READING.to_vec();
-    if on_request {
-        kept.push(REQUESTING);
-    }
+    let mut kept = [&READING[..], more].concat();
     // With one memory node there is nothing to place.
     if Topology::of_machine().is_ok_and(|nodes| nodes.is_some()) {
         kept.push(PLACING);

@@ -154,10 +154,10 @@ mod tests {
         let path = dir.path().join("journal");
         let heard = UnixDatagram::bind(&path).unwrap();
         let journal = Journal { socket: connect(path.as_os_str()).unwrap() };
-        journal.add(&[("MESSAGE", "a\nPRIORITY=0".to_owned()), ("OBJECT_PID", "7".to_owned())]);
+        journal.add(&[("MESSAGE", "a\nPRIORITY=0".to_owned()), ("OBJECT_PID", "p".to_owned())]);
         let mut bytes = [0; 200];
         let length = heard.recv(&mut bytes).unwrap();
-        assert_eq!(&bytes[..length], b"MESSAGE\n\x0c\0\0\0\0\0\0\0a\nPRIORITY=0\nOBJECT_PID\n\x01\0\0\0\0\0\0\07\n");
+        assert_eq!(&bytes[..length], b"MESSAGE\n\x0c\0\0\0\0\0\0\0a\nPRIORITY=0\nOBJECT_PID\n\x01\0\0\0\0\0\0\0p\n");
     }
 
     #[test]

@@ -180,6 +180,46 @@ fn every_byte_is_right_in_huge_pages() {
 }
 
 #[test]
+fn huge_pages_come_back_where_merges_do_not_last() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let modes = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    if modes.is_empty() || modes.contains("[never]") {
+        return skip_unsupported(format!("no huge pages: {modes}"));
+    }
+    let broken = vmstat("cow_ksm");
+    // They rewrite their memory, slowly.
+    let settings = |seed| format!("seed={seed} regions=3 share=100 huge=1 ops=check,rewrite pause-us=2000");
+    let mut shufflers: Vec<_> = (1..=2).map(|seed| Shuffler::start(&settings(seed), None)).collect();
+    let pids = pids(&shufflers);
+    let huge_mib = || {
+        let huge_kib = |pid: &i32| {
+            let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
+            let value = text.lines().find_map(|line| line.strip_prefix("AnonHugePages:")).unwrap();
+            value.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
+        };
+        pids.iter().map(huge_kib).sum::<u64>() >> 10
+    };
+    let before = huge_mib();
+    assert!(before > 48, "{before} MiB in huge pages");
+    let daemon = Daemon::on(&pids, &[]);
+    wait_until("nearly all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
+    let split = huge_mib();
+    assert!(split < before / 4, "{split} MiB are still in huge pages");
+    let collapsed = || status()["collapsed"].as_u64().unwrap();
+    // Takes seconds, or a minute on busy processors.
+    let end = Instant::now() + Duration::from_secs(100);
+    while collapsed() < 12 {
+        assert!(Instant::now() < end, "{} huge pages were put together again", collapsed());
+        assert_well_for(&mut shufflers, Duration::from_millis(500));
+    }
+    println!("{before} MiB in huge pages, {split} while merged, now {} ({} extents)", huge_mib(), collapsed());
+    assert!(huge_mib() >= 20, "{} of {before} MiB", huge_mib());
+    assert_well_for(&mut shufflers, Duration::from_secs(1));
+    daemon.stop();
+    finish(&ksm, shufflers, broken);
+}
+
+#[test]
 fn every_byte_is_right_under_memory_pressure_with_swap() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(swap) = Swap::on() else { return };

@@ -5,6 +5,7 @@
 //! excludes the process, or moves it to another trust domain, its memory is unmarked before anything else is marked. After
 //! an exec nothing that was known holds.
 
+use crate::host::live::collapsing::HugeMappings;
 use crate::host::targets::Target;
 use crate::os::cpu::process_cpu_ns;
 use crate::proc::Roots;
@@ -230,6 +231,7 @@ impl Target {
         self.identity = Identity::new(self.identity.named);
         self.space = None;
         self.pending = None;
+        self.huge = HugeMappings::default();
         self.exe = None;
         self.forget_memory();
     }

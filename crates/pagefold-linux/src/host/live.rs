@@ -1,5 +1,6 @@
 //! The live machine behind the core's [`Host`] interface.
 
+pub(super) mod collapsing;
 mod limits;
 mod marking;
 mod placing;
@@ -178,6 +179,8 @@ pub struct LiveHost {
     /// The first target that the last refresh had no time for; 0 if none.
     next_pid: i32,
     refresh_ns: u64,
+    /// The process that is looked at first for huge pages to be put together again.
+    next_collapse: i32,
     /// By pid, the last reported reason why a process is left alone.
     reported: BTreeMap<i32, String>,
     /// Names of the trust domains, by key.
@@ -267,6 +270,7 @@ impl LiveHost {
             next_refresh_ns: 0,
             next_pid: 0,
             refresh_ns: REFRESH_NS,
+            next_collapse: 0,
             reported: BTreeMap::new(),
             domains: vec![domain::DEFAULT.to_owned()],
             events: Vec::new(),
@@ -490,10 +494,13 @@ impl Host for LiveHost {
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
         let before_ns = own_cpu_ns();
         let contents = if plan.shared { Contents::All } else { Contents::Merged };
+        let by_marks = self.mechanism() == Mechanism::Ksmd;
         let how = |piece: RegionRuns, target: &Target| {
             let region = piece.region;
-            let huge = target.regions.iter().any(|tracked| tracked.key == region && tracked.stretch.huge);
-            (piece, ReadHow { huge, contents, activity: plan.activity.contains(&region) })
+            let stretch = target.regions.iter().find(|tracked| tracked.key == region).map(|tracked| &tracked.stretch);
+            let huge = stretch.is_some_and(|stretch| stretch.huge);
+            let unmarked = by_marks && stretch.is_some_and(|stretch| stretch.marked == Pages(0));
+            (piece, ReadHow { huge, contents, activity: plan.activity.contains(&region), unmarked })
         };
         let digesting = match (plan.lines, &self.requesting.device) {
             (Some(lines), Some(device)) => {
@@ -544,6 +551,7 @@ impl Host for LiveHost {
         outcome.marked = self.change(&actions.mark, true, actions.stop, &mut outcome);
         let unmarked = self.change(&actions.unmark, false, actions.stop, &mut outcome);
         outcome.unmarked.extend(unmarked);
+        self.collapse(&mut outcome);
         self.merge(&actions.merge, &mut outcome);
         if let Actuator::Act { controller, .. } = &self.actuator {
             // Merging on request leaves KSM's knobs alone.

@@ -11,6 +11,7 @@
 
 use super::restless::Restless;
 use crate::host::identity::{Identity, PendingUnmark, Watch};
+use crate::host::live::collapsing::HugeMappings;
 use crate::host::regions::{List, Tracked, follow, stretches};
 use crate::os::abandonable::{Job, LIMIT, PATIENCE, Pending, advance, run_abandonable};
 use crate::os::cpu::{own_cpu_ns, process_cpu_ns, thread_cpu_ns};
@@ -80,6 +81,8 @@ pub struct Target {
     pub regions: Vec<Tracked>,
     /// The first mappings left alone, and why: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
+    /// Where it has had huge pages.
+    pub(super) huge: HugeMappings,
     /// Marks that must be removed.
     pub pending: Option<PendingUnmark>,
     pub(super) identity: Identity,
@@ -151,6 +154,7 @@ impl Target {
             exclusion: None,
             regions: Vec::new(),
             left_out: Vec::new(),
+            huge: HugeMappings::default(),
             pending: None,
             identity: Identity::new(scoped.named),
             space: None,

@@ -25,6 +25,9 @@ pub const READING: [Capability; 3] = [
 /// Additional capability for placement on memory nodes: `move_pages` of pages that several processes map.
 pub const PLACING: Capability = Capability::CAP_SYS_NICE;
 
+/// Additional capability for putting huge pages together again: `process_madvise`.
+pub const COLLAPSING: Capability = Capability::CAP_SYS_NICE;
+
 /// Additional capability for merging on request: the kernel asks for it as for `process_madvise`.
 pub const REQUESTING: Capability = Capability::CAP_SYS_NICE;
 

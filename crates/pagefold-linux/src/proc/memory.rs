@@ -60,6 +60,9 @@ pub struct ReadHow {
     pub contents: Contents,
     /// Determine which private pages are active.
     pub activity: bool,
+    /// Nothing is marked, so that a page that looks merged is shared. Counts where kpageflags calls every anonymous page merged
+    /// (Linux 6.12, see [`shows_merged`](super::kpageflags::shows_merged)).
+    pub unmarked: bool,
 }
 
 /// One page as it was found.

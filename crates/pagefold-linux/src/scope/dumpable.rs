@@ -22,6 +22,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// An answer is asked for again after this time, as the attribute can change.
@@ -144,7 +145,10 @@ pub fn dumpable(process: &Process, status: &Status) -> Result<Dumpable, ReadErro
         return Ok(Dumpable::No);
     }
     // Equal owners say nothing if the user is the root that files of processes that are not dumpable belong to.
-    let namespace_root = root_of(&process.read_file("uid_map")?);
+    let namespace_root = match process.read_file("uid_map") {
+        Err(ReadError::Absent { .. }) if !has_user_namespaces() => None,
+        read => root_of(&read?),
+    };
     Ok(match user {
         // The kernel's check passes for the owner of the process's user namespace, dumpable or not.
         0 if is_in_our_user_namespace(process)? => check_access(process.pid(), status),
@@ -154,8 +158,17 @@ pub fn dumpable(process: &Process, status: &Status) -> Result<Dumpable, ReadErro
     })
 }
 
+/// Whether the kernel has user namespaces. If not, all processes are in one.
+fn has_user_namespaces() -> bool {
+    Path::new("/proc/self/ns/user").exists()
+}
+
 fn is_in_our_user_namespace(process: &Process) -> Result<bool, ReadError> {
-    let found = process.open_file("ns/user")?.metadata();
+    let file = match process.open_file("ns/user") {
+        Err(ReadError::Absent { .. }) if !has_user_namespaces() => return Ok(true),
+        file => file?,
+    };
+    let found = file.metadata();
     let found = found.map_err(|error| ReadError::from_io(process.pid(), "ns/user", error))?;
     Ok(fs::metadata("/proc/self/ns/user").is_ok_and(|own| (own.dev(), own.ino()) == (found.dev(), found.ino())))
 }

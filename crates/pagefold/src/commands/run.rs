@@ -33,8 +33,10 @@ use pagefold_linux::inject::Injector;
 use pagefold_linux::ksm::Ksm;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths};
 use pagefold_linux::os::fault;
+use pagefold_linux::os::privileges::{COLLAPSING, REQUESTING};
 use pagefold_linux::os::wake;
 use pagefold_linux::proc::Roots;
+use pagefold_linux::proc::collapse;
 use pagefold_linux::proc::status::printable;
 use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::dumpable::ask_through;
@@ -220,7 +222,12 @@ fn injector(args: &RunArgs, on_request: bool) -> Result<Option<Injector>> {
         Some(path) => preflight::injector_at(path)?,
         None => preflight::injector()?,
     };
-    preflight::give_up_rights(on_request)?;
+    let more = match on_request {
+        true => &[REQUESTING][..],
+        false if collapse::is_wanted() => &[COLLAPSING],
+        false => &[],
+    };
+    preflight::give_up_rights(more)?;
     ask_through(&injector);
     fault::point("injector-started");
     Ok(Some(injector))

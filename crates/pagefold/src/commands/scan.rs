@@ -295,11 +295,13 @@ impl Scanner {
                 (PageState::Private, _) => {
                     census.add_private(cell, run, part_of(view.page), digester.digest(bytes));
                 }
-                (PageState::Shared, Some(frame)) => {
+                (PageState::Shared | PageState::Merged, Some(frame)) => {
                     survey.holders(frame, &mut holders);
-                    // Shared since the survey, by a copy on write or a fork.
-                    if holders.is_empty() {
-                        holders.push(cell);
+                    match view.state {
+                        PageState::Merged if holders.is_empty() => return,
+                        // Shared since the survey, by a copy on write or a fork.
+                        _ if holders.is_empty() => holders.push(cell),
+                        _ => {}
                     }
                     census.add_shared(&holders, run, digester.digest(bytes));
                 }

@@ -79,6 +79,8 @@ pub struct Status {
     #[serde(default)]
     pub splits: HugeSplits,
     #[serde(default)]
+    pub collapsed: u64,
+    #[serde(default)]
     pub refused_spans: u64,
     #[serde(default)]
     pub injector_restarts: u32,
@@ -189,6 +191,7 @@ impl Status {
             copied_worst_day_bytes: ledger.copies.worst_day.bytes().0,
             reserve: ReserveView::of(facts),
             splits: ledger.splits,
+            collapsed: ledger.collapsed,
             refused_spans: ledger.refused,
             injector_restarts: facts.injector_restarts,
             cpu_seconds: ledger.cost,

@@ -66,7 +66,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         audit.as_ref().map_or(0, Audit::lost)
     };
     let mut injector = preflight::injector()?;
-    preflight::give_up_rights(false)?;
+    preflight::give_up_rights(&[])?;
     let scoped = args.scope.resolve_by_name()?;
     let paths = KsmPaths::default();
     // No other pagefold may mark what is being unmarked. Another program that runs ksmd does no harm.

@@ -191,6 +191,11 @@ const FAMILIES: &[Family] = &[
             rows.map(|(what, number)| sample(&[("split", what)], float(number))).into()
         },
     ),
+    counter(
+        "pagefold_huge_pages_collapsed_total",
+        "Huge pages put together again where merges did not last and the program had huge pages before",
+        |status| one(float(status.collapsed)),
+    ),
     counter("pagefold_refused_spans_total", "Spans not marked because their program refused or had ended", |status| {
         one(float(status.refused_spans))
     }),

@@ -111,6 +111,14 @@ impl LiveHost {
                 let span = changes[at].span;
                 work.add((at, span, target.is_whole(&span)), &details, unmark_step);
             }
+            if mark {
+                let calls = work.calls.iter().map(|call| call.args[0]);
+                let is_marked =
+                    |detail: &&VmaDetail| calls.clone().any(|at| (detail.vma.start..detail.vma.end).contains(&at));
+                for detail in details.iter().filter(|detail| detail.anon_huge_kib > 0).filter(is_marked) {
+                    target.huge.record(detail.vma.start, detail.vma.end);
+                }
+            }
             target.invalidate();
             self.next_refresh_ns = 0;
             let is_unknown = self.make(pid, &work, mark, size, &mut results, outcome);

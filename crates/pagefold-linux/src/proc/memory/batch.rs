@@ -2,7 +2,7 @@
 
 use super::{Contents, Held, PageView, ReadHow};
 use crate::os::fault;
-use crate::proc::kpageflags::{FrameFlags, KpageFlags};
+use crate::proc::kpageflags::{FrameFlags, KpageFlags, shows_merged};
 use crate::proc::pagemap::{Categories, PageRange, PagemapEntry, ScanError};
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::hash::{Digest, PageBytes};
@@ -253,6 +253,7 @@ impl Batch {
                 }
             }
         }
+        let may_be_merged = !how.unmarked || shows_merged();
         if let Some(frames) = frames.filter(|_| !wanted.is_empty()) {
             let asked = wanted.iter().filter_map(|&position| slots[usize::from(position)].entry.pfn());
             // The entries are no longer needed: reuse their buffer for the flags.
@@ -265,7 +266,7 @@ impl Batch {
                     slot.active = flags.active();
                 } else if flags.zero_page() {
                     slot.state = PageState::ZeroMapped;
-                } else if flags.ksm() && slot.state == PageState::Shared {
+                } else if flags.ksm() && may_be_merged && slot.state == PageState::Shared {
                     slot.state = PageState::Merged;
                 }
             }

@@ -286,7 +286,8 @@ fn pages_of(
         })?;
     }
     // No bytes: a merged page is told from a shared one by its frame's flags.
-    reader.read_runs(process, &others, ReadHow::default(), |view| match (view.state, view.frame) {
+    let how = ReadHow { unmarked: !detail.flags.has(*b"mg"), ..ReadHow::default() };
+    reader.read_runs(process, &others, how, |view| match (view.state, view.frame) {
         (PageState::Merged, Some(frame)) => joint(frame, true, view.page),
         (PageState::Shared, Some(frame)) => joint(frame, false, view.page),
         _ => {}

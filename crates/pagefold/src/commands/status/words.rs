@@ -8,6 +8,7 @@ use pagefold_core::host::Mechanism;
 use pagefold_core::report::Kind;
 use pagefold_core::reserve::RoomState;
 use pagefold_core::units::Pages;
+use std::fmt::Write;
 
 /// Processes shown; the rest is summed up.
 const PROCESSES: usize = 8;
@@ -73,12 +74,13 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     let splits = status.splits;
     if splits.pages + splits.mappings > 0 {
         let (pages, mappings) = (thousands(splits.pages), thousands(splits.mappings));
-        rows.push((
-            "THP",
-            format!(
-                "{pages} huge pages were split, {mappings} in page tables: on the whole machine, since the run began"
-            ),
-        ));
+        let mut text = format!(
+            "{pages} huge pages were split, {mappings} in page tables: on the whole machine, since the run began"
+        );
+        if status.collapsed > 0 {
+            let _ = write!(text, "; {} put together again", thousands(status.collapsed));
+        }
+        rows.push(("THP", text));
     }
     if status.domains.len() > 1 {
         rows.push(("domains", domains(status)));
