@@ -254,12 +254,8 @@ impl Recorder {
         self.reader.resident_runs(&target.process, stretch.first, stretch.pages, &mut runs)?;
         let pieces: Vec<(Vpn, u32)> = runs.iter().flat_map(|&(first, pages)| pieces(first, pages)).collect();
         let mut pages = Vec::with_capacity(runs.iter().map(|&(_, pages)| pages as usize).sum());
-        let how = ReadHow {
-            huge: stretch.huge,
-            contents: Contents::All,
-            unmarked: stretch.marked.0 == 0,
-            activity: false,
-        };
+        let how =
+            ReadHow { huge: stretch.huge, contents: Contents::All, unmarked: stretch.marked.0 == 0, activity: false };
         let mut rest = pieces.as_slice();
         while !rest.is_empty() {
             if self.stop.check().is_err() {

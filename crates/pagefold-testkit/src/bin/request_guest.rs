@@ -48,6 +48,7 @@ fn main() -> ExitCode {
 
 fn everything(checks: &mut Checks) {
     hashes(checks);
+    forked(checks);
     merging(checks);
     zeros(checks);
     alike(checks);
@@ -91,6 +92,31 @@ impl State {
     fn now() -> Self {
         Self { scans: number("full_scans"), scanned: number("pages_scanned"), knobs: ksm::knobs() }
     }
+}
+
+/// Pages that are shared through fork are no merged ones, also where kpageflags calls every anonymous page merged (Linux 6.12).
+fn forked(checks: &mut Checks) {
+    let memory: Vec<u8> = (0..4 << 20).map(|at: u32| (at >> 12).to_le_bytes()[0]).collect();
+    // SAFETY: there is one thread, and the child only waits for signals.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        loop {
+            // SAFETY: the call has no arguments.
+            unsafe { libc::pause() };
+        }
+    }
+    let pids = format!("{},{child}", std::process::id());
+    let output = Command::new(PAGEFOLD).args(["scan", "--json", "--pid", &pids]).output().expect(PAGEFOLD);
+    // SAFETY: the child is this process's, and has not been waited for.
+    unsafe {
+        libc::kill(child, libc::SIGKILL);
+        libc::waitpid(child, std::ptr::null_mut(), 0);
+    }
+    drop(std::hint::black_box(memory));
+    let said: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    let total = |key: &str| said["totals"][key].as_u64();
+    let is_right = total("merged_bytes") == Some(0) && total("fork_shared_bytes") >= Some(4 << 20);
+    checks.add("pages shared through fork are not taken for merged", is_right, &said["totals"]);
 }
 
 /// A holder whose first pages are the same in all, followed by zeros and by pages of its own.
