@@ -2,7 +2,8 @@
 //! (`numa_guest` of pagefold-testkit) finds the node of every page.
 //!
 //! Every scenario is a line in a table. `PAGEFOLD_NUMA=TEXT` runs only those with TEXT in their names, and
-//! `PAGEFOLD_NUMA_KEEP=DIR` keeps the guests' consoles and results in DIR.
+//! `PAGEFOLD_NUMA_KEEP=DIR` keeps the guests' consoles and results in DIR. `PAGEFOLD_NUMA_KERNEL` is the kernel, instead of
+//! Debian's; on that of `scripts/kernel host`, pagefold merges on request.
 
 #[path = "numa/expect.rs"]
 mod expect;

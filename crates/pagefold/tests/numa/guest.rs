@@ -47,7 +47,10 @@ impl Machine {
     /// Boots it, runs the scenarios, and returns their results. `None`, with the reason reported, where that is impossible.
     #[track_caller]
     pub fn run(&self, scenarios: &[Scenario], limit: Duration) -> Option<Vec<Outcome>> {
-        let tools = Tools::find("nodes")?;
+        let tools = match env::var_os("PAGEFOLD_NUMA_KERNEL") {
+            Some(kernel) => Tools::with_kernel(kernel.into())?,
+            None => Tools::find("nodes")?,
+        };
         let scenarios_json = ("/scenarios.json".to_owned(), serde_json::to_vec(scenarios).unwrap());
         let programs = [("victim", &*victim_binary("numa_guest")), ("pagefold", program())];
         let image = image(&programs, vec![scenarios_json]);
