@@ -1,15 +1,17 @@
 //! What the run has done lately, for `status`, `top` and its page: a list of fixed length, filled where the audit log is.
 //!
 //! What is done to a process again within a minute, for the same reason, is one event, so that a program that causes many does
-//! not push all others out of the list at once. The journal gets each event when it begins, if nothing was printed about it.
+//! not push all others out of the list at once. The journal gets each event when it begins, if nothing
+//! was printed about it and there are not too many.
 
 use crate::audit::Entry;
 use crate::history::now;
-use crate::service::Journal;
+use crate::service::{Journal, MessageLimit};
 use pagefold_cli::figures::thousands;
 use pagefold_cli::style::human;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
+use std::time::Instant;
 
 /// Events kept.
 const MOST: usize = 200;
@@ -76,13 +78,14 @@ impl Event {
 #[derive(Debug, Default)]
 pub struct Events {
     list: VecDeque<Event>,
-    journal: Option<Journal>,
+    journal: Option<(Journal, MessageLimit)>,
     dry_run: bool,
 }
 
 impl Events {
     /// None yet. New ones are added to the journal.
     pub fn new(journal: Option<Journal>, dry_run: bool) -> Self {
+        let journal = journal.map(|journal| (journal, MessageLimit::new(Instant::now())));
         Self { journal, dry_run, ..Self::default() }
     }
 
@@ -144,8 +147,10 @@ impl Events {
             same.times += 1;
             return;
         }
-        if let Some(journal) = self.journal.as_ref().filter(|_| !event.is_printed()) {
-            journal.add(&event.fields(self.dry_run));
+        if let Some((journal, limit)) = self.journal.as_mut().filter(|_| !event.is_printed()) {
+            if event.pid.is_none() || limit.admit(Instant::now()).is_some() {
+                journal.add(&event.fields(self.dry_run));
+            }
         }
         if self.list.len() == MOST {
             self.list.pop_front();

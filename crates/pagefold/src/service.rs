@@ -16,6 +16,9 @@ use std::time::{Duration, Instant};
 
 /// The socket of the journal's own protocol.
 const JOURNAL: &str = "/run/systemd/journal/socket";
+/// Messages that programs can cause that are printed at once, and the time after which one more is.
+const MESSAGES_MOST: u32 = 100;
+const MESSAGE_INTERVAL: Duration = Duration::from_secs(1);
 /// The time between two texts for `systemctl status`.
 const TEXT_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -101,6 +104,40 @@ impl Journal {
     }
 }
 
+/// Limits messages that other programs can cause: a number at once, and then one in each interval.
+#[derive(Debug)]
+pub struct MessageLimit {
+    left: u32,
+    since: Instant,
+    unprinted: u64,
+}
+
+impl MessageLimit {
+    pub fn new(now: Instant) -> Self {
+        Self { left: MESSAGES_MOST, since: now, unprinted: 0 }
+    }
+
+    /// Whether one may be printed now; if so, how many were not since the last one.
+    pub fn admit(&mut self, now: Instant) -> Option<u64> {
+        let passed = now.saturating_duration_since(self.since).as_secs() / MESSAGE_INTERVAL.as_secs();
+        let passed = u32::try_from(passed).unwrap_or(u32::MAX);
+        self.left = self.left.saturating_add(passed).min(MESSAGES_MOST);
+        self.since += MESSAGE_INTERVAL * passed;
+        if self.left == 0 {
+            self.unprinted += 1;
+            return None;
+        }
+        self.left -= 1;
+        Some(std::mem::take(&mut self.unprinted))
+    }
+
+    /// How many there were since the last one that was printed.
+    #[cfg(test)]
+    pub fn unprinted(&self) -> u64 {
+        self.unprinted
+    }
+}
+
 /// A name that begins with `@` is an abstract one.
 fn connect(name: &OsStr) -> Option<UnixDatagram> {
     let address = match name.as_bytes() {
@@ -158,6 +195,15 @@ mod tests {
         let mut bytes = [0; 200];
         let length = heard.recv(&mut bytes).unwrap();
         assert_eq!(&bytes[..length], b"MESSAGE\n\x0c\0\0\0\0\0\0\0a\nPRIORITY=0\nOBJECT_PID\n\x01\0\0\0\0\0\0\0p\n");
+    }
+
+    #[test]
+    fn messages_that_programs_can_cause_are_limited() {
+        let began = Instant::now();
+        let mut limit = MessageLimit::new(began);
+        assert_eq!((0..300).filter(|_| limit.admit(began).is_some()).count(), 100);
+        assert_eq!(limit.admit(began + MESSAGE_INTERVAL), Some(200));
+        assert_eq!(limit.admit(began + MESSAGE_INTERVAL), None);
     }
 
     #[test]

@@ -1,18 +1,15 @@
 //! What a run shows while it goes on: a status line on a terminal, otherwise one line for each message. A service manager has the
 //! status line, too.
 
-use crate::service::ServiceManager;
+use crate::service::{MessageLimit, ServiceManager};
 use pagefold_cli::{progress, style};
 use pagefold_core::engine::Engine;
 use pagefold_linux::host::live::LiveHost;
 use serde::Serialize;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Processes left alone that the summary lists. Further ones are counted.
 const LISTED_MOST: usize = 1_000;
-/// Messages about them that are printed at once, and the time after which one more is.
-const MESSAGES_MOST: u32 = 100;
-const MESSAGE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A process in scope that is left alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -127,34 +124,6 @@ impl Progress {
     }
 }
 
-/// Limits messages that other programs can cause: a number at once, and then one in each interval.
-#[derive(Debug)]
-struct MessageLimit {
-    left: u32,
-    since: Instant,
-    unprinted: u64,
-}
-
-impl MessageLimit {
-    fn new(now: Instant) -> Self {
-        Self { left: MESSAGES_MOST, since: now, unprinted: 0 }
-    }
-
-    /// Whether one may be printed now; if so, how many were not since the last one.
-    fn admit(&mut self, now: Instant) -> Option<u64> {
-        let passed = now.saturating_duration_since(self.since).as_secs() / MESSAGE_INTERVAL.as_secs();
-        let passed = u32::try_from(passed).unwrap_or(u32::MAX);
-        self.left = self.left.saturating_add(passed).min(MESSAGES_MOST);
-        self.since += MESSAGE_INTERVAL * passed;
-        if self.left == 0 {
-            self.unprinted += 1;
-            return None;
-        }
-        self.left -= 1;
-        Some(std::mem::take(&mut self.unprinted))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -172,11 +141,7 @@ mod tests {
         }
         assert_eq!(progress.left_alone.len(), LISTED_MOST);
         assert_eq!(progress.left_alone_more, 8_000);
-        let printed = 9_000 - progress.messages.unprinted;
-        assert!(printed <= u64::from(MESSAGES_MOST) + 1 + began.elapsed().as_secs(), "{printed} lines");
-        let mut limit = MessageLimit::new(began);
-        assert_eq!((0..300).filter(|_| limit.admit(began).is_some()).count(), 100);
-        assert_eq!(limit.admit(began + MESSAGE_INTERVAL), Some(200));
-        assert_eq!(limit.admit(began + MESSAGE_INTERVAL), None);
+        let printed = 9_000 - progress.messages.unprinted();
+        assert!(printed <= 101 + began.elapsed().as_secs(), "{printed} lines");
     }
 }
