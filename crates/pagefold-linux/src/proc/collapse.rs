@@ -68,7 +68,7 @@ pub fn collapse(process: &Process, extents: &[Vpn], roots: &Roots) -> Result<u64
 mod tests {
     use super::*;
 
-    /// Memory of this process in aligned extents of small pages.
+    /// Memory of this process in aligned extents. It has no advice, so that khugepaged leaves it alone where it waits for advice.
     struct Memory {
         at: *mut u8,
         extents: usize,
@@ -82,7 +82,6 @@ mod tests {
                 let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
                 let at = libc::mmap(std::ptr::null_mut(), bytes, prot, flags, -1, 0);
                 assert_ne!(at, libc::MAP_FAILED);
-                assert_eq!(libc::madvise(at, bytes, libc::MADV_NOHUGEPAGE), 0);
                 at.cast::<u8>()
             };
             Self { at: at.wrapping_add(at.align_offset(BYTES)), extents }
@@ -117,13 +116,13 @@ mod tests {
             return pagefold_testkit::skip("the kernel makes no huge pages");
         }
         let mut memory = Memory::new(3);
+        // Other tests may fork meanwhile.
+        memory.advise(0, 3 * PAGES, libc::MADV_DONTFORK);
+        memory.advise(2, PAGES, libc::MADV_NOHUGEPAGE);
         memory.bytes().iter_mut().step_by(PAGE_SIZE).enumerate().for_each(|(page, byte)| *byte = page.to_le_bytes()[0]);
         let before = memory.bytes().to_vec();
-        // A hole, and an extent that must not have huge pages.
+        // A hole.
         memory.advise(1, 1, libc::MADV_DONTNEED);
-        for extent in 0..2 {
-            memory.advise(extent, PAGES, libc::MADV_HUGEPAGE);
-        }
         let start = memory.at.expose_provenance() as u64;
         let wanted: Vec<Vpn> = extents(start, start + 3 * (2 << 20)).collect();
         assert_eq!(wanted.len(), 3);
