@@ -202,9 +202,9 @@ impl Allowance {
     pub fn pages_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.pages.sum);
         let all = self.limits.pages.saturating_sub(self.all.pages.sum);
-        let group =
-            self.group_of(owner).map(|(limits, done)| limits.pages(self.page_ns).saturating_sub(done.pages.sum));
-        self.limits.pages_per_process.saturating_sub(own).min(all).min(group.unwrap_or(u64::MAX))
+        let left = |(limits, done): &(GroupLimits, Done)| limits.pages(self.page_ns).saturating_sub(done.pages.sum);
+        let group = self.group_of(owner).map_or(u64::MAX, left);
+        self.limits.pages_per_process.saturating_sub(own).min(all).min(group)
     }
 
     /// Records pages that are about to be read.
@@ -217,9 +217,10 @@ impl Allowance {
     pub fn stops_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.stops.sum);
         let all = self.limits.stops.saturating_sub(self.all.stops.sum);
-        let group =
-            self.group_of(owner).map(|(limits, done)| limits.stops.unwrap_or(u64::MAX).saturating_sub(done.stops.sum));
-        self.limits.stops_per_process.saturating_sub(own).min(all).min(group.unwrap_or(u64::MAX))
+        let left =
+            |(limits, done): &(GroupLimits, Done)| limits.stops.unwrap_or(u64::MAX).saturating_sub(done.stops.sum);
+        let group = self.group_of(owner).map_or(u64::MAX, left);
+        self.limits.stops_per_process.saturating_sub(own).min(all).min(group)
     }
 
     /// Records stops that are about to happen.

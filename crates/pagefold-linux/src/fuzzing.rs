@@ -52,7 +52,7 @@ pub fn ksm_number<T: FromStr>(text: &[u8]) -> Option<T> {
 
 /// The selected word in a file in sysfs that lists alternatives.
 pub fn ksm_choice(text: &[u8]) -> Option<&str> {
-    ksm::chosen(plain(text)?)
+    fields::chosen(plain(text)?)
 }
 
 /// The opt-out on QEMU's command line, with the same text in each file that it names.

@@ -77,6 +77,12 @@ pub fn vmstat(name: &str) -> u64 {
     number(&fs::read("/proc/vmstat").unwrap(), name).unwrap_or(0)
 }
 
+/// Whether the kernel makes huge pages, at least where a program asks for them.
+pub fn has_huge_pages() -> bool {
+    let modes = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    !modes.is_empty() && !modes.contains("[never]")
+}
+
 /// What smaps shows of KSM in a process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Marks {

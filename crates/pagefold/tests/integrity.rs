@@ -163,20 +163,11 @@ fn every_byte_is_right_while_memory_is_merged_and_unmerged() {
     }
 }
 
-fn has_huge_pages() -> bool {
-    let modes = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
-    let has = !modes.is_empty() && !modes.contains("[never]");
-    if !has {
-        skip_unsupported(format!("no huge pages: {modes}"));
-    }
-    has
-}
-
 #[test]
 fn every_byte_is_right_in_huge_pages() {
     let Some(ksm) = KsmAtRest::take() else { return };
     if !has_huge_pages() {
-        return;
+        return skip_unsupported("no huge pages");
     }
     let broken = vmstat("cow_ksm");
     let settings = |seed| format!("seed={seed} huge=1 regions=4 share=95");
@@ -191,7 +182,7 @@ fn every_byte_is_right_in_huge_pages() {
 fn huge_pages_come_back_where_merges_do_not_last() {
     let Some(ksm) = KsmAtRest::take() else { return };
     if !has_huge_pages() {
-        return;
+        return skip_unsupported("no huge pages");
     }
     let broken = vmstat("cow_ksm");
     // They rewrite their memory, slowly.

@@ -18,8 +18,7 @@ const SYS_NICE: u64 = 1 << 23;
 
 /// What the daemon keeps on this machine.
 fn kept_by_daemon() -> u64 {
-    let huge = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
-    if huge.is_empty() || huge.contains("[never]") { KEPT } else { KEPT | SYS_NICE }
+    if has_huge_pages() { KEPT | SYS_NICE } else { KEPT }
 }
 
 fn units() -> PathBuf {

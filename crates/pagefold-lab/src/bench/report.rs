@@ -178,9 +178,11 @@ impl MachineDescription {
             cpu: cpu.unwrap_or_default().trim_start_matches(": ").to_owned(),
             cpus: std::thread::available_parallelism().map_or(0, usize::from),
             memory_bytes: Self::memory().0.bytes().0,
-            transparent_hugepages: pagefold_linux::ksm::chosen(&text("/sys/kernel/mm/transparent_hugepage/enabled"))
-                .unwrap_or_default()
-                .to_owned(),
+            transparent_hugepages: pagefold_linux::os::fields::chosen(&text(
+                "/sys/kernel/mm/transparent_hugepage/enabled",
+            ))
+            .unwrap_or_default()
+            .to_owned(),
             pagefold: env!("CARGO_PKG_VERSION"),
         }
     }

@@ -6,7 +6,8 @@
 use crate::ksm::lock::{Holder, LockError, holder};
 use crate::ksm::request::{Carrier, RequestDevice, RequestError};
 use crate::ksm::state_file::{State, StateError, boot_id};
-use crate::ksm::{Knobs, Ksm, KsmCounters, KsmError, chosen};
+use crate::ksm::{Knobs, Ksm, KsmCounters, KsmError};
+use crate::os::fields::chosen;
 use crate::os::fields::field;
 use crate::os::number_list::NumberList;
 use crate::proc::list::programs_named;

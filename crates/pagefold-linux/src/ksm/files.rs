@@ -7,6 +7,7 @@
 use super::counters::KsmCounters;
 use super::knobs::{Knob, Knobs};
 use crate::os::fault;
+use crate::os::fields::chosen;
 use pagefold_core::units::Pages;
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -203,13 +204,6 @@ impl Ksm {
 /// The text of a file without the newline at its end.
 pub(crate) fn plain(bytes: &[u8]) -> Option<&str> {
     std::str::from_utf8(bytes).ok().map(str::trim_ascii)
-}
-
-/// The selected choice in a text like `always [madvise] never`.
-pub fn chosen(text: &str) -> Option<&str> {
-    let (_, rest) = text.split_once('[')?;
-    let (choice, _) = rest.split_once(']')?;
-    Some(choice)
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ pub mod state_file;
 pub(crate) use counters::cow_ksm;
 pub use counters::{KsmCounters, VmEventCounter, VmEvents};
 pub(crate) use files::plain;
-pub use files::{KSM_ROOT, Ksm, KsmError, chosen};
+pub use files::{KSM_ROOT, Ksm, KsmError};
 pub use knob_writer::{KnobError, Overridden};
 pub use knobs::{Knob, Knobs};
 pub use restore::RestoreOutcome;

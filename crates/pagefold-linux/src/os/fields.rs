@@ -38,6 +38,13 @@ pub fn kib(text: &[u8], key: &str) -> Result<u64, &'static str> {
     number.and_then(|number| number.parse().ok()).ok_or("a field is not in kB")
 }
 
+/// The selected choice in a text like `always [madvise] never`.
+pub fn chosen(text: &str) -> Option<&str> {
+    let (_, rest) = text.split_once('[')?;
+    let (choice, _) = rest.split_once(']')?;
+    Some(choice)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

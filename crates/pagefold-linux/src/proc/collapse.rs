@@ -6,6 +6,7 @@
 //! whose pages are all present and mapped once. Between this check and the call the process may change some; then it takes
 //! up to 2 MiB more, as khugepaged could have it.
 
+use crate::os::fields::chosen;
 use crate::proc::Roots;
 use crate::proc::headroom::headroom;
 use crate::proc::pagemap::{Pagemap, PagemapEntry};
@@ -24,7 +25,7 @@ const ROOM: Bytes = Bytes(36 << 20);
 /// Whether the kernel is to use huge pages at all. The call would make them in any case.
 pub fn is_wanted() -> bool {
     let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
-    !mode.is_empty() && !mode.contains("[never]")
+    chosen(&mode).is_some_and(|mode| mode != "never")
 }
 
 /// The first pages of the extents that lie within a range of addresses, in order.

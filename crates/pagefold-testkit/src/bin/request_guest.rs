@@ -6,9 +6,9 @@
 
 use pagefold_core::hash::LineDigester;
 use pagefold_linux::ksm::request::{Hashed, RequestDevice};
-use pagefold_testkit::Holder;
 use pagefold_testkit::holder::{ALIKE, Change, fill};
 use pagefold_testkit::ksm::{self, number, saved_bytes, write_knob};
+use pagefold_testkit::{Forked, Holder};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -97,22 +97,10 @@ impl State {
 /// Pages that are shared through fork are no merged ones, also where kpageflags calls every anonymous page merged (Linux 6.12).
 fn forked(checks: &mut Checks) {
     let memory: Vec<u8> = (0..4 << 20).map(|at: u32| (at >> 12).to_le_bytes()[0]).collect();
-    // SAFETY: there is one thread, and the child only waits for signals.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        loop {
-            // SAFETY: the call has no arguments.
-            unsafe { libc::pause() };
-        }
-    }
-    let pids = format!("{},{child}", std::process::id());
+    let child = Forked::start(|| {});
+    let pids = format!("{},{}", std::process::id(), child.0);
     let output = Command::new(PAGEFOLD).args(["scan", "--json", "--pid", &pids]).output().expect(PAGEFOLD);
-    // SAFETY: the child is this process's, and has not been waited for.
-    unsafe {
-        libc::kill(child, libc::SIGKILL);
-        libc::waitpid(child, std::ptr::null_mut(), 0);
-    }
-    drop(std::hint::black_box(memory));
+    drop((child, std::hint::black_box(memory)));
     let said: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
     let total = |key: &str| said["totals"][key].as_u64();
     let is_right = total("merged_bytes") == Some(0) && total("fork_shared_bytes") >= Some(4 << 20);

@@ -297,11 +297,12 @@ impl Scanner {
                 }
                 (PageState::Shared | PageState::Merged, Some(frame)) => {
                     survey.holders(frame, &mut holders);
-                    match view.state {
-                        PageState::Merged if holders.is_empty() => return,
+                    if holders.is_empty() {
+                        if view.state == PageState::Merged {
+                            return;
+                        }
                         // Shared since the survey, by a copy on write or a fork.
-                        _ if holders.is_empty() => holders.push(cell),
-                        _ => {}
+                        holders.push(cell);
                     }
                     census.add_shared(&holders, run, digester.digest(bytes));
                 }

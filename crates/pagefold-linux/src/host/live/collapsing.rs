@@ -65,14 +65,14 @@ impl LiveHost {
             }
         }
         // One process in a cycle, each in its turn.
-        let (from, roots) = (self.next_collapse, self.roots.clone());
+        let from = self.next_collapse;
         let waiting = |(_, target): &(&i32, &Target)| target.huge.is_waiting();
         let Some((&pid, _)) = self.targets.range(from..).chain(self.targets.range(..from)).find(waiting) else {
             return;
         };
         self.next_collapse = pid.saturating_add(1);
         let Some(target) = self.targets.get_mut(&pid) else { return };
-        let next = target.huge.next();
+        let (next, roots) = (target.huge.next(), self.roots.clone());
         if target.may_be_read() && is_wanted() {
             outcome.collapsed += target.read(move |process| collapse(process, &next, &roots)).unwrap_or(0);
         }

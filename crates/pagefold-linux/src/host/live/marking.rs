@@ -22,6 +22,8 @@ struct CallBatch {
     calls: Vec<Call>,
     /// For each call, the index of its change, and its pages.
     parts: Vec<(usize, Pages)>,
+    /// The mappings with huge pages that they mark.
+    huge: Vec<(u64, u64)>,
     /// Parts already in the requested state: marked by the program itself, or by an earlier try.
     done: Vec<(usize, Pages)>,
 }
@@ -49,6 +51,7 @@ impl CallBatch {
             let Some(unmark_step) = unmark_step else {
                 self.calls.push(Call::madvise(start, end - start, libc::MADV_MERGEABLE));
                 self.parts.push((at, pages));
+                self.huge.extend((detail.anon_huge_kib > 0).then_some((detail.vma.start, detail.vma.end)));
                 continue;
             };
             for (start, bytes) in steps(start, end, unmark_step) {
@@ -111,14 +114,7 @@ impl LiveHost {
                 let span = changes[at].span;
                 work.add((at, span, target.is_whole(&span)), &details, unmark_step);
             }
-            if mark {
-                let calls = work.calls.iter().map(|call| call.args[0]);
-                let is_marked =
-                    |detail: &&VmaDetail| calls.clone().any(|at| (detail.vma.start..detail.vma.end).contains(&at));
-                for detail in details.iter().filter(|detail| detail.anon_huge_kib > 0).filter(is_marked) {
-                    target.huge.record(detail.vma.start, detail.vma.end);
-                }
-            }
+            work.huge.iter().for_each(|&(start, end)| target.huge.record(start, end));
             target.invalidate();
             self.next_refresh_ns = 0;
             let is_unknown = self.make(pid, &work, mark, size, &mut results, outcome);

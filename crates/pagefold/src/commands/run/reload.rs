@@ -10,7 +10,6 @@ use crate::config::settings::Settings;
 use crate::events::Events;
 use crate::service::Journal;
 use pagefold_cli::exit::Exit;
-use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_linux::host::live::LiveHost;
@@ -99,18 +98,15 @@ impl<'a> ActiveSettings<'a> {
             host.set_deny(read.deny.clone());
             self.say(progress, "settings", "the deny list has changed".to_owned());
         }
-        let limits = |settings: &Settings| {
-            let Config { limits, groups, .. } = &settings.config;
-            (*limits, groups.clone(), settings.groups.clone())
-        };
-        if limits(&read) != limits(&self.settings) {
+        self.settings.deny = read.deny;
+        let (new, old) = (&read.config, &self.settings.config);
+        if (new.limits, &new.groups, &read.groups) != (old.limits, &old.groups, &self.settings.groups) {
             engine.set_limits(read.config.limits, read.config.groups.clone());
             host.set_groups(read.groups.clone());
             self.say(progress, "settings", "the limits have changed".to_owned());
         }
         self.settings.config.limits = read.config.limits;
         (self.settings.config.groups, self.settings.groups) = (read.config.groups, read.groups);
-        self.settings.deny = read.deny;
         if read.config.reserve != self.settings.config.reserve {
             engine.set_reserve(read.config.reserve);
             progress.say("the reserve has changed");
