@@ -15,7 +15,7 @@ use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::hash::{DigestSet, LINES};
 use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, SamplePlan, Samples, Snapshot};
 use crate::index::{Index, PageStatus};
-use crate::keys::{DomainKey, OwnerKey, RegionKey};
+use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
 use crate::learned::{Learned, Verdicts, read_for_newcomers, verdict};
 use crate::ledger::Ledger;
 use crate::limits::{Allowance, GroupLimits, Limits};
@@ -33,7 +33,7 @@ use crate::sampling::ladder::{Ladder, ReadPlan, matures_ns};
 use crate::strength::Strength;
 use crate::units::{Pages, Permyriad, count};
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// The most digests that are remembered because pages of different contents have them.
@@ -169,7 +169,7 @@ impl Engine {
     /// Adopts what an earlier run has learned, before the first cycle. Of a run with another task, nothing.
     pub fn adopt(&mut self, learned: Learned) {
         if (learned.mechanism, learned.only) == (self.config.mechanism, self.config.only) {
-            self.lifetimes.adopt(&learned.families, learned.mechanism);
+            self.lifetimes.adopt(&learned.families);
             self.verdicts = Verdicts::new(if self.on_request() { Vec::new() } else { learned.regions });
         }
     }
@@ -410,19 +410,45 @@ impl Engine {
         for region in ended {
             ended_keys.insert(region.view.key);
             if region.appeared {
-                self.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns, self.config.mechanism);
+                self.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns);
             }
             let marked = region.marked_resident();
             if marked > Pages(0) {
                 self.scheduler.request_reaping(marked, now_ns);
             }
         }
+        self.judge_by_family(now_ns);
         self.find_again(ended_keys);
         if self.table.wants_sweep() {
             let table = &self.table;
             self.index
                 .sweep(|page| if table.get(page.slot).is_some() { PageStatus::Present } else { PageStatus::Removed });
             self.table.release_slots();
+        }
+    }
+
+    /// Gives the regions that appear now what the lives of their families say.
+    fn judge_by_family(&mut self, now_ns: u64) {
+        let is_new = |region: &Region| region.appeared && region.seen_ns == now_ns;
+        let mut families: BTreeMap<FamilyKey, (OwnerKey, Option<u64>)> = BTreeMap::new();
+        for region in self.table.iter().filter(|region| is_new(region)) {
+            families.insert(region.view.family, (region.view.owner, None));
+        }
+        if families.is_empty() {
+            return;
+        }
+        for region in self.table.iter().filter(|region| !is_new(region)) {
+            let family = families.get_mut(&region.view.family).filter(|(owner, _)| *owner != region.view.owner);
+            if let Some((_, oldest_ns)) = family {
+                *oldest_ns = (*oldest_ns).max(Some(now_ns - region.seen_ns));
+            }
+        }
+        for (&family, &(_, oldest_ns)) in &families {
+            self.lifetimes.record_begin(family, oldest_ns, now_ns);
+        }
+        for region in self.table.iter_mut().filter(|region| is_new(region)) {
+            region.worth_from_ns = self.lifetimes.worth_from_ns(region.view.family, self.config.mechanism);
+            region.young = region.worth_from_ns.is_some_and(|age_ns| age_ns > 0);
         }
     }
 
@@ -477,7 +503,7 @@ impl Engine {
             unclaimed.for_each(|region| region.examine(levels));
         }
         let pace = self.pace();
-        self.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, &self.lifetimes, pace, &self.config);
+        self.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
         if self.reading.new_round {
             self.end_round();
             self.marker.find_cow_broken(&mut self.table, now_ns, &self.config);
@@ -602,8 +628,8 @@ impl Engine {
     /// Time until the next region is old enough to be read whole, nanoseconds, where that can be soon.
     fn matures_in_ns(&self, pace: Pace) -> u64 {
         let now_ns = self.snapshot.now_ns;
-        let surveyed = self.table.iter().filter(|region| self.on_request() && region.stage == Stage::Survey);
-        let ages = surveyed.map(|region| matures_ns(region, &self.lifetimes, pace, &self.config));
+        let surveyed = self.table.iter().filter(|region| region.appeared && region.stage == Stage::Survey);
+        let ages = surveyed.map(|region| matures_ns(region, pace, &self.config));
         ages.filter(|&at_ns| at_ns > now_ns).min().map_or(u64::MAX, |at_ns| at_ns - now_ns)
     }
 }

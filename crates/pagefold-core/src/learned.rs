@@ -44,15 +44,13 @@ pub struct Learned {
 }
 
 /// How long regions of a family live.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LearnedFamily {
     /// The family.
     pub family: FamilyKey,
-    /// The number of short-lived regions since the last one that was not.
-    pub number: u32,
-    /// The longest of their lives, nanoseconds.
-    pub longest_ns: u64,
+    /// The last lives that have ended, nanoseconds.
+    pub lives_ns: Vec<u64>,
 }
 
 /// The verdict on one region.

@@ -45,6 +45,10 @@ pub struct Region {
     pub seen_ns: u64,
     /// Whether it appeared during the run. The age of regions that were there before is unknown.
     pub appeared: bool,
+    /// The age from which merging it is worth it, by the lives of its family when it appeared, nanoseconds. `None` if none were known.
+    pub worth_from_ns: Option<u64>,
+    /// Whether it has not reached that age: it is not sampled either.
+    pub young: bool,
     /// Its level on the ladder, from 1.
     pub level: usize,
     /// How far its judgement has come.
@@ -77,6 +81,8 @@ impl Region {
             in_blocks: false,
             seen_ns: now_ns,
             appeared,
+            worth_from_ns: None,
+            young: false,
             level: 1,
             stage: Stage::Survey,
             survey: Survey::new(&view, seed),

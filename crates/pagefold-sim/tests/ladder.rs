@@ -72,16 +72,30 @@ fn short_lived_memory_is_not_merged_unless_configured() {
 }
 
 #[test]
-fn regions_that_live_ten_seconds_are_learned_to_be_short_lived() {
+fn lives_of_six_seconds_are_learned_to_be_too_short() {
     let mut host = host();
     let mut engine = Engine::new(config());
     run(&mut host, &mut engine, 1);
-    scenario::short_lived(&mut host, Pages(64 * MIB), 10 * SECOND);
+    scenario::short_lived(&mut host, Pages(64 * MIB), 6 * SECOND);
     run(&mut host, &mut engine, 60);
     let marked = engine.ledger().marked;
     assert!(marked > Pages(0), "the first regions look long-lived");
     run(&mut host, &mut engine, 120);
     assert_eq!(engine.ledger().marked, marked);
+}
+
+#[test]
+fn lives_of_sixteen_seconds_are_merged_again_and_again() {
+    let mut host = host();
+    let mut engine = Engine::new(config());
+    run(&mut host, &mut engine, 1);
+    scenario::short_lived(&mut host, Pages(64 * MIB), 16 * SECOND);
+    run(&mut host, &mut engine, 64);
+    let course = run(&mut host, &mut engine, 160);
+    // There is one for half of the time.
+    let held: u64 = course.windows(2).map(|pair| (pair[1].0 - pair[0].0) * pair[0].1).sum();
+    let average = held / (course[course.len() - 1].0 - course[0].0);
+    assert!(average * 100 >= 64 * MIB * 40, "{average} pages held on average");
 }
 
 #[test]

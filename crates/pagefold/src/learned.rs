@@ -20,7 +20,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-const SCHEMA: &str = "pagefold.learned/1";
+const SCHEMA: &str = "pagefold.learned/2";
 /// The longest file, bytes.
 const LENGTH_MOST: u64 = 16 << 20;
 /// Time between two writes, nanoseconds.

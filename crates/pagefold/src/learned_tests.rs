@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 fn learned() -> Learned {
     Learned {
-        families: vec![LearnedFamily { family: FamilyKey(u64::MAX), number: 2, longest_ns: 5 }],
+        families: vec![LearnedFamily { family: FamilyKey(u64::MAX), lives_ns: vec![2, 5] }],
         regions: vec![LearnedRegion {
             process: LastingKey(7),
             family: FamilyKey(8),
@@ -80,7 +80,7 @@ fn anything_else_in_its_place_is_refused_in_one_line_and_replaced() {
     assert_eq!(fs::read(&elsewhere).unwrap(), document(&own_boot()), "the link was replaced, not followed");
     refused("is damaged");
     let text = String::from_utf8(document(&own_boot())).unwrap();
-    fs::write(&file.0.path, text.replace("learned/1", "learned/2")).unwrap();
+    fs::write(&file.0.path, text.replace("learned/2", "learned/3")).unwrap();
     refused("is of another version");
     fs::write(&file.0.path, document(&own_boot())).unwrap();
     fs::set_permissions(&file.0.path, fs::Permissions::from_mode(0o666)).unwrap();

@@ -512,7 +512,7 @@ fn a_restart_costs_no_second_search_and_nothing_is_unmerged() {
     let first = daemon.stop();
     let saved = saved_bytes();
     let text = std::fs::read_to_string(&path).unwrap();
-    assert!(text.contains("pagefold.learned/1") && text.contains("\"judged\":true"), "{text}");
+    assert!(text.contains("pagefold.learned/2") && text.contains("\"judged\":true"), "{text}");
     let broken = vmstat("cow_ksm");
 
     let daemon = start();

@@ -103,8 +103,10 @@ fn kind(engine: &Engine, region: &Region, ratio: f64, exact: bool, ceiling: f64)
     let threshold = engine.config.threshold().fraction();
     if is_cow_broken(region) || region.survey.is_volatile(&engine.config) {
         Kind::CowBroken
+    } else if region.young {
+        Kind::ShortLived
     } else if ratio >= threshold || region.marked_resident() > Pages(0) {
-        let young = engine.snapshot.now_ns < matures_ns(region, &engine.lifetimes, engine.pace(), &engine.config);
+        let young = engine.snapshot.now_ns < matures_ns(region, engine.pace(), &engine.config);
         if young { Kind::ShortLived } else { Kind::StaticallyDuplicated }
     } else if exact || ceiling < 2.0 * threshold || !wants_more(region, &engine.config) {
         Kind::Sparse
@@ -114,7 +116,7 @@ fn kind(engine: &Engine, region: &Region, ratio: f64, exact: bool, ceiling: f64)
 }
 
 fn next(engine: &Engine, region: &Region, kind: Kind) -> Next {
-    let matures = matures_ns(region, &engine.lifetimes, engine.pace(), &engine.config);
+    let matures = matures_ns(region, engine.pace(), &engine.config);
     let waits = |until_ns: u64| Next::Wait { ns: until_ns - engine.snapshot.now_ns };
     match region.stage {
         _ if region.hold.is_refused() => Next::Nothing,

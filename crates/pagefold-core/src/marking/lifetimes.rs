@@ -1,8 +1,8 @@
 //! Lifetimes of regions: short-lived regions are not worth merging (UKSM sections 5.1 and 5.2).
 //!
-//! A region that existed when the run began counts as old. One that appears during the run must first outlive some
-//! rounds. If its family is short-lived, it must live twice as long as the others did. If the last one of its family lived long, it
-//! needs to live only for a moment where pages are merged on request: mistaken merges cost little there.
+//! A region that existed when the run began counts as old. One that appears during the run may be read whole at the age from which
+//! at least half of its family lived long enough for a merge to be worth it: at once if most of them do, later if only those do that
+//! outlive the others. Of an unknown family, it must first outlive some rounds.
 
 use crate::host::Mechanism;
 use crate::keys::FamilyKey;
@@ -10,25 +10,28 @@ use crate::learned::LearnedFamily;
 use std::collections::BTreeMap;
 
 const FAMILIES_MAX: usize = 4_096;
-/// The number of short-lived regions from which a family is short-lived.
-const SHORT_LIVED_MIN: u32 = 2;
+/// The number of lives that are known of a family. Older ones are forgotten, because a family may change.
+pub(crate) const LIVES: usize = 8;
 
-/// A region that lived for at most this time was short-lived, nanoseconds. Merging on request takes microseconds a page, which
-/// some seconds of saved memory are worth; marks have to pay for scans and for stopping the process.
-const fn short_ns(mechanism: Mechanism) -> u64 {
+/// How long memory must stay merged for that to be worth it, nanoseconds. Merging on request takes microseconds a page; marks have to
+/// pay for scans and for stopping the process.
+const fn worth_ns(mechanism: Mechanism) -> u64 {
     match mechanism {
-        Mechanism::Ksmd => 60_000_000_000,
+        Mechanism::Ksmd => 8_000_000_000,
         Mechanism::Request => 4_000_000_000,
     }
 }
 
-#[derive(Clone, Copy, Debug)]
+/// The lives of one family, nanoseconds.
+#[derive(Clone, Debug, Default)]
 struct Record {
-    /// The number of short-lived regions since the last one that was not.
-    number: u32,
-    /// The longest of their lives, nanoseconds.
-    longest_ns: u64,
-    /// When the last of them ended, nanoseconds.
+    /// The last ones that have ended, in any order.
+    ended: Vec<u64>,
+    /// Which of them the next one replaces.
+    next: usize,
+    /// The longest of those that have not ended, when the last one began.
+    living: Option<u64>,
+    /// When the last of them began or ended.
     last_ns: u64,
 }
 
@@ -40,49 +43,64 @@ pub struct Lifetimes {
 
 impl Lifetimes {
     /// Records the end of a region that appeared during the run.
-    pub fn record_end(&mut self, family: FamilyKey, age_ns: u64, now_ns: u64, mechanism: Mechanism) {
-        let record = self.families.entry(family).or_insert(Record { number: 0, longest_ns: 0, last_ns: 0 });
-        record.last_ns = now_ns;
-        if age_ns > short_ns(mechanism) {
-            (record.number, record.longest_ns) = (0, 0);
+    pub fn record_end(&mut self, family: FamilyKey, age_ns: u64, now_ns: u64) {
+        let record = self.record(family, now_ns);
+        if record.ended.len() < LIVES {
+            record.ended.push(age_ns);
         } else {
-            record.number += 1;
-            // Older lives fade, because a family may change.
-            record.longest_ns = age_ns.max(record.longest_ns / 8 * 7);
+            record.ended[record.next] = age_ns;
+            record.next = (record.next + 1) % LIVES;
         }
-        if self.families.len() > FAMILIES_MAX {
+    }
+
+    /// Records that a region appears, and the age of the oldest region of its family in another process, nanoseconds.
+    pub fn record_begin(&mut self, family: FamilyKey, oldest_ns: Option<u64>, now_ns: u64) {
+        if oldest_ns.is_some() || self.families.contains_key(&family) {
+            self.record(family, now_ns).living = oldest_ns;
+        }
+    }
+
+    fn record(&mut self, family: FamilyKey, now_ns: u64) -> &mut Record {
+        if self.families.len() >= FAMILIES_MAX && !self.families.contains_key(&family) {
             let mut ends: Vec<u64> = self.families.values().map(|record| record.last_ns).collect();
             let (_, &mut middle, _) = ends.select_nth_unstable(FAMILIES_MAX / 2);
             self.families.retain(|_, record| record.last_ns > middle);
         }
+        let record = self.families.entry(family).or_default();
+        record.last_ns = now_ns;
+        record
     }
 
     /// What is known, for another run.
     pub fn learned(&self) -> Vec<LearnedFamily> {
-        let families = self.families.iter();
-        families
-            .map(|(&family, record)| LearnedFamily { family, number: record.number, longest_ns: record.longest_ns })
-            .collect()
+        let families = self.families.iter().filter(|(_, record)| !record.ended.is_empty());
+        families.map(|(&family, record)| LearnedFamily { family, lives_ns: record.ended.clone() }).collect()
     }
 
     /// Adopts what another run has learned about families.
-    pub fn adopt(&mut self, learned: &[LearnedFamily], mechanism: Mechanism) {
-        for &LearnedFamily { family, number, longest_ns } in learned.iter().take(FAMILIES_MAX) {
-            let (number, longest_ns) = (number.min(SHORT_LIVED_MIN), longest_ns.min(short_ns(mechanism)));
-            self.families.insert(family, Record { number, longest_ns, last_ns: 0 });
+    pub fn adopt(&mut self, learned: &[LearnedFamily]) {
+        for LearnedFamily { family, lives_ns } in learned.iter().take(FAMILIES_MAX) {
+            let ended = lives_ns.iter().copied().take(LIVES).collect();
+            self.families.insert(*family, Record { ended, ..Record::default() });
         }
     }
 
-    /// Whether the last region of a family lived long.
-    pub fn is_long_lived(&self, family: FamilyKey) -> bool {
-        self.families.get(&family).is_some_and(|record| record.number == 0)
-    }
-
-    /// The age from which a region of a short-lived family no longer counts as short-lived, nanoseconds. `None` for
-    /// other families.
-    pub fn outlive_ns(&self, family: FamilyKey) -> Option<u64> {
-        let record = self.families.get(&family).filter(|record| record.number >= SHORT_LIVED_MIN)?;
-        Some(record.longest_ns * 2)
+    /// The age from which at least half of a family live long enough for a merge to be worth it, nanoseconds. `None` if nothing is
+    /// known of the family. What has outlived all others is expected to live as long again. The oldest living one counts as one more
+    /// life, once it is worth it.
+    pub fn worth_from_ns(&self, family: FamilyKey, mechanism: Mechanism) -> Option<u64> {
+        let (record, worth_ns) = (self.families.get(&family)?, worth_ns(mechanism));
+        let living = record.living.filter(|&age| age >= worth_ns);
+        let mut lives: Vec<u64> = record.ended.iter().copied().chain(living).collect();
+        lives.sort_unstable();
+        let longest = *lives.last()?;
+        let ages = [0].into_iter().chain(lives.iter().copied());
+        let is_worth_it = |&age: &u64| {
+            let outlive = &lives[lives.partition_point(|&life| life <= age)..];
+            let long = outlive.iter().filter(|&&life| life - age >= worth_ns).count();
+            long > 0 && 2 * long >= outlive.len()
+        };
+        Some(ages.into_iter().find(is_worth_it).unwrap_or(longest.max(worth_ns)))
     }
 }
 
@@ -92,39 +110,75 @@ mod tests {
 
     const S: u64 = 1_000_000_000;
 
-    #[test]
-    fn a_family_with_two_short_lived_regions_is_short_lived() {
+    /// Lifetimes of one family with these lives, in seconds.
+    fn with_lives(lives: &[u64]) -> Lifetimes {
         let mut lifetimes = Lifetimes::default();
-        let family = FamilyKey(1);
-        lifetimes.record_end(family, 5 * S, 10 * S, Mechanism::Ksmd);
-        assert_eq!(lifetimes.outlive_ns(family), None);
-        lifetimes.record_end(family, 4 * S, 20 * S, Mechanism::Ksmd);
-        let outlive = lifetimes.outlive_ns(family).unwrap();
-        assert!((8 * S..=10 * S).contains(&outlive), "{outlive}");
-        assert_eq!(lifetimes.outlive_ns(FamilyKey(2)), None);
-        lifetimes.record_end(family, 61 * S, 300 * S, Mechanism::Ksmd);
-        assert_eq!(lifetimes.outlive_ns(family), None, "a long-lived region clears the family");
-        assert!(lifetimes.is_long_lived(family) && !lifetimes.is_long_lived(FamilyKey(2)));
-        lifetimes.record_end(family, S, 400 * S, Mechanism::Ksmd);
-        assert!(!lifetimes.is_long_lived(family) && lifetimes.outlive_ns(family).is_none());
+        for (end, life) in (1..).zip(lives) {
+            lifetimes.record_end(FamilyKey(1), life * S, end * 100 * S);
+        }
+        lifetimes
+    }
+
+    fn worth_from(lifetimes: &Lifetimes, mechanism: Mechanism) -> Option<u64> {
+        lifetimes.worth_from_ns(FamilyKey(1), mechanism).map(|age| age / S)
     }
 
     #[test]
-    fn merging_on_request_is_worth_it_for_shorter_lives() {
-        for (age, short) in [(3 * S, true), (16 * S, false)] {
-            let mut lifetimes = Lifetimes::default();
-            for end in [20 * S, 40 * S] {
-                lifetimes.record_end(FamilyKey(1), age, end, Mechanism::Request);
-            }
-            assert_eq!(lifetimes.outlive_ns(FamilyKey(1)).is_some(), short);
+    fn a_region_may_be_read_from_the_age_at_which_half_of_its_family_live_on() {
+        for (lives, by_ksmd, on_request) in [
+            (&[][..], None, None),
+            // All of them live long enough, or none.
+            (&[16, 17], Some(0), Some(0)),
+            (&[5, 5], Some(8), Some(0)),
+            (&[2, 2, 2], Some(8), Some(4)),
+            (&[2], Some(8), Some(4)),
+            // Whoever outlives the short-lived ones lives long.
+            (&[1, 1, 1, 60], Some(1), Some(1)),
+            (&[1, 60], Some(0), Some(0)),
+            (&[3, 5, 6, 7, 7, 30], Some(7), Some(0)),
+            // None is known to live on after so long.
+            (&[3, 5, 6, 7, 7, 9], Some(9), Some(0)),
+        ] {
+            let lifetimes = with_lives(lives);
+            let found = [Mechanism::Ksmd, Mechanism::Request].map(|mechanism| worth_from(&lifetimes, mechanism));
+            assert_eq!(found, [by_ksmd, on_request], "{lives:?}");
         }
+    }
+
+    #[test]
+    fn the_oldest_living_one_counts_as_one_life_if_it_is_old_enough() {
+        let mut lifetimes = Lifetimes::default();
+        lifetimes.record_begin(FamilyKey(1), None, 0);
+        assert_eq!((worth_from(&lifetimes, Mechanism::Ksmd), lifetimes.families.len()), (None, 0));
+        lifetimes.record_begin(FamilyKey(1), Some(3 * S), 3 * S);
+        assert_eq!(worth_from(&lifetimes, Mechanism::Ksmd), None, "that it is young says nothing");
+        lifetimes.record_begin(FamilyKey(1), Some(300 * S), 300 * S);
+        assert_eq!(worth_from(&lifetimes, Mechanism::Ksmd), Some(0));
+        let mut lifetimes = with_lives(&[1, 1, 1]);
+        lifetimes.record_begin(FamilyKey(1), Some(300 * S), 500 * S);
+        assert_eq!(worth_from(&lifetimes, Mechanism::Ksmd), Some(1));
+        lifetimes.record_begin(FamilyKey(1), None, 600 * S);
+        assert_eq!(worth_from(&lifetimes, Mechanism::Ksmd), Some(8), "it has ended");
+    }
+
+    #[test]
+    fn old_lives_are_forgotten() {
+        let mut lives = vec![60; LIVES];
+        assert_eq!(worth_from(&with_lives(&lives), Mechanism::Ksmd), Some(0));
+        lives.extend([1; LIVES]);
+        let lifetimes = with_lives(&lives);
+        assert_eq!(worth_from(&lifetimes, Mechanism::Ksmd), Some(8));
+        let mut next = Lifetimes::default();
+        next.adopt(&lifetimes.learned());
+        assert_eq!(worth_from(&next, Mechanism::Ksmd), Some(8));
+        assert_eq!(next.learned(), lifetimes.learned());
     }
 
     #[test]
     fn the_number_of_families_on_record_is_bounded() {
         let mut lifetimes = Lifetimes::default();
         for family in 0..10_000 {
-            lifetimes.record_end(FamilyKey(family), S, family * S, Mechanism::Ksmd);
+            lifetimes.record_end(FamilyKey(family), S, family * S);
         }
         assert!((FAMILIES_MAX / 2..=FAMILIES_MAX).contains(&lifetimes.families.len()));
         assert!(lifetimes.families.contains_key(&FamilyKey(9_999)));

@@ -24,7 +24,6 @@ use crate::governor::{Pace, share_ns};
 use crate::host::{Mechanism, PageRun};
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::PROBES_MAX;
-use crate::marking::lifetimes::Lifetimes;
 use crate::random::mix;
 use crate::region::table::RegionTable;
 use crate::region::{RUN_PAGES, Region, Stage};
@@ -242,21 +241,15 @@ impl Ladder {
 
     /// Promotes and demotes regions by their samples. A region that leaves no doubt goes to the top at once, others rise by one
     /// level as soon as they have enough evidence for theirs. Returns whether something is left to read soon.
-    pub fn promote(
-        &self,
-        table: &mut RegionTable,
-        now_ns: u64,
-        lifetimes: &Lifetimes,
-        pace: Pace,
-        config: &Config,
-    ) -> bool {
+    pub fn promote(&self, table: &mut RegionTable, now_ns: u64, pace: Pace, config: &Config) -> bool {
         let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
         let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();
         let fraction = sampled as f64 / resident.max(1) as f64;
         let threshold = config.threshold().fraction();
         let mut families = BTreeSet::new();
         for region in table.iter_mut() {
-            if matches!(region.stage, Stage::Examine(_)) || !may_be_promoted(region, now_ns, lifetimes, pace, config) {
+            region.young &= now_ns < matures_ns(region, pace, config);
+            if matches!(region.stage, Stage::Examine(_)) || !may_be_promoted(region, now_ns, pace, config) {
                 continue;
             }
             if region.survey.tally.found + region.survey.tally.zero < FOUND_MIN {
@@ -288,7 +281,7 @@ impl Ladder {
             if region.stage == Stage::Survey
                 && open
                 && families.contains(&region.view.family)
-                && may_be_promoted(region, now_ns, lifetimes, pace, config)
+                && may_be_promoted(region, now_ns, pace, config)
             {
                 region.examine(self.levels);
             }
@@ -392,6 +385,7 @@ fn wanted(region: &Region, evidence: f64, config: &Config) -> u64 {
 fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
     let wanted = wanted(region, evidence, config);
     region.stage == Stage::Survey
+        && !region.young
         && !region.hold.is_refused()
         && region.survey.runs_left() > 0
         && region.survey.tally.sampled < wanted
@@ -400,27 +394,27 @@ fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
 }
 
 /// Whether a region may be promoted: it is old enough, and not left alone.
-fn may_be_promoted(region: &Region, now_ns: u64, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> bool {
-    region.hold.may_examine(now_ns) && now_ns >= matures_ns(region, lifetimes, pace, config)
+fn may_be_promoted(region: &Region, now_ns: u64, pace: Pace, config: &Config) -> bool {
+    region.hold.may_examine(now_ns) && now_ns >= matures_ns(region, pace, config)
 }
 
 /// When a region is old enough to be promoted, nanoseconds.
-pub fn matures_ns(region: &Region, lifetimes: &Lifetimes, pace: Pace, config: &Config) -> u64 {
+pub fn matures_ns(region: &Region, pace: Pace, config: &Config) -> u64 {
     let age_ns = match (region.appeared, config.probation_rounds) {
         // It existed before the run: its age is unknown, and assumed to be enough.
         (false, _) => 0,
         (true, 0) => config.lifetime_ns,
-        (true, _) if config.mechanism == Mechanism::Request && lifetimes.is_long_lived(region.view.family) => {
-            config.lifetime_ns.max(pace.round_ns / 8)
-        }
-        (true, _) => config.probation_ns(pace).max(lifetimes.outlive_ns(region.view.family).unwrap_or(0)),
+        (true, _) => match region.worth_from_ns {
+            Some(worth_from_ns) => config.lifetime_ns.max(pace.round_ns / 8).max(worth_from_ns),
+            None => config.probation_ns(pace),
+        },
     };
     region.seen_ns + age_ns
 }
 
 fn is_watched(region: &Region, config: &Config) -> bool {
     let known = !matches!(region.stage, Stage::Examine(_)) && !wants_samples(region, EVIDENCE, config);
-    !region.hold.is_refused() && region.level == 1 && known
+    !region.hold.is_refused() && !region.young && region.level == 1 && known
 }
 
 /// How many times as long as it is a region is in the linear space of the bottom level. ksmd finds new duplicates in what is marked
@@ -474,7 +468,7 @@ mod tests {
 
     fn promote(ladder: &Ladder, table: &mut RegionTable) {
         let (pace, config) = (Governor::Full.pace(), tenth());
-        ladder.promote(table, 1, &Lifetimes::default(), pace, &config);
+        ladder.promote(table, 1, pace, &config);
     }
 
     #[test]
