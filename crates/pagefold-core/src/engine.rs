@@ -181,7 +181,7 @@ impl Engine {
 
     /// Records the state after the last cycle.
     pub fn close(&mut self, now_ns: u64, ksm: &KsmView, cost: Cost) {
-        self.ledger.observe(now_ns, ksm, cost);
+        self.ledger.observe(now_ns, ksm, self.scheduler.exited(), cost);
     }
 
     /// The regions under judgement.
@@ -329,7 +329,7 @@ impl Engine {
             self.observe_cost_ns = cycle_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
         }
         self.ladder.record_cost(std::mem::take(&mut self.read), cycle_ns);
-        self.ledger.observe(snapshot.now_ns, &snapshot.ksm, snapshot.cost);
+        self.ledger.observe(snapshot.now_ns, &snapshot.ksm, self.scheduler.exited(), snapshot.cost);
         self.budget.record(snapshot.now_ns, snapshot.cost);
     }
 
@@ -412,9 +412,8 @@ impl Engine {
             if region.appeared {
                 self.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns);
             }
-            let marked = region.marked_resident();
-            if marked > Pages(0) {
-                self.scheduler.request_reaping(marked, now_ns);
+            if region.marked_resident() > Pages(0) {
+                self.scheduler.request_reaping(region.merged_by_ksmd(), now_ns);
             }
         }
         self.judge_by_family(now_ns);

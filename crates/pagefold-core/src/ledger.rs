@@ -52,8 +52,11 @@ impl RequestCounts {
 pub struct Ledger {
     /// Pages that KSM saved on the machine before the run.
     pub saved_before: Pages,
-    /// Pages that it saves now.
+    /// Pages that it saves now, without `exited`.
     pub saved_now: Pages,
+    /// Merged pages of exited processes that KSM's counters contain until ksmd's next scan, about.
+    #[serde(default)]
+    pub exited: Pages,
     /// The most that it saved at any time of the run.
     pub saved_most: Pages,
     /// Merged pages on the machine before the run (`pages_shared`).
@@ -114,8 +117,8 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Records the state of the machine.
-    pub fn observe(&mut self, now_ns: u64, ksm: &KsmView, cost: Cost) {
+    /// Records the state of the machine. `exited` merged pages that KSM counts are gone.
+    pub fn observe(&mut self, now_ns: u64, ksm: &KsmView, exited: Pages, cost: Cost) {
         if self.began_ns == 0 {
             self.began_ns = now_ns;
             self.saved_before = ksm.saved();
@@ -124,7 +127,8 @@ impl Ledger {
         }
         self.now_ns = now_ns;
         self.cost = cost;
-        self.saved_now = ksm.saved();
+        self.exited = exited;
+        self.saved_now = ksm.saved().saturating_sub(exited);
         self.shared_now = ksm.shared;
         self.copies.observe(now_ns, ksm.broken);
         let HugeSplits { pages, mappings } = ksm.splits.since(self.splits_before);
@@ -206,7 +210,7 @@ mod tests {
         let mut ledger = Ledger::default();
         for second in 1..=100_000_u64 {
             let ksm = KsmView { sharing: Pages(second), ours: true, ..KsmView::default() };
-            ledger.observe(second * 1_000_000_000, &ksm, Cost::default());
+            ledger.observe(second * 1_000_000_000, &ksm, Pages(0), Cost::default());
         }
         assert!((CURVE_MOST / 4..CURVE_MOST).contains(&ledger.curve.len()), "{}", ledger.curve.len());
         assert_eq!(ledger.curve.last(), Some(&(99_999_000_000_000, Pages(99_999))));
@@ -218,7 +222,7 @@ mod tests {
         let mut ledger = Ledger::default();
         let mut at = |second: u64, pages, mappings| {
             let ksm = KsmView { splits: HugeSplits { pages, mappings }, ..KsmView::default() };
-            ledger.observe(second * 1_000_000_000, &ksm, Cost::default());
+            ledger.observe(second * 1_000_000_000, &ksm, Pages(0), Cost::default());
             (ledger.splits.pages, ledger.splits.mappings)
         };
         assert_eq!(at(1, 1_000, 2_000), (0, 0));
@@ -232,7 +236,7 @@ mod tests {
         let mut ledger = Ledger::default();
         for (second, sharing) in [(1, 0), (2, 100), (3, 10), (4, 95), (5, 100), (6, 100)] {
             let ksm = KsmView { sharing: Pages(sharing), ..KsmView::default() };
-            ledger.observe(second * 1_000_000_000, &ksm, Cost::default());
+            ledger.observe(second * 1_000_000_000, &ksm, Pages(0), Cost::default());
         }
         assert_eq!(ledger.seconds_to_90_percent(), Some(3.0));
         assert_eq!(ledger.saved(), Pages(100));

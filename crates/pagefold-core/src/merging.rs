@@ -12,12 +12,11 @@ use crate::governor::{Pace, share_ns};
 use crate::host::{KsmView, ScanOrder};
 use crate::units::{Pages, Permyriad};
 
-/// Exited processes wait this long to be reaped, so that many share one scan, nanoseconds.
-const REAP_AFTER_NS: u64 = 10_000_000_000;
-/// If less than one part in this many of the marked pages has exited, reaping waits longer: ksmd's records of exited pages
-/// take only 64 bytes each.
-const REAP_PART: u64 = 20;
-/// The longest that reaping waits, nanoseconds.
+/// Exited processes wait to be reaped for this many times the CPU time of the scan, so that many share one: ksmd's records take only
+/// 64 bytes a page.
+const REAP_SHARE: u64 = 500;
+/// The shortest and the longest time that reaping waits, nanoseconds.
+const REAP_AFTER_NS: u64 = 700_000_000;
 const REAP_AT_LATEST_NS: u64 = 300_000_000_000;
 /// The longest scan that is kicked, nanoseconds.
 const KICK_NS_MAX: u64 = 3_000_000_000;
@@ -29,6 +28,8 @@ const HIGHEST_PAGE_NS: u64 = 20_000;
 const NEW_PAGE_NS: u64 = 6_000;
 /// The cost of visiting a page again: merged, or without a copy and mostly skipped, nanoseconds.
 const OLD_PAGE_NS: u64 = 700;
+/// The cost of freeing ksmd's record of a page that is gone, nanoseconds.
+const EXITED_PAGE_NS: u64 = 100;
 /// A scan waits for marks that may follow, but no longer than this, nanoseconds.
 const SETTLE_NS: u64 = 4_000_000_000;
 /// A batch may take the governor's share of this time even if all its pages have the highest cost, nanoseconds.
@@ -77,9 +78,11 @@ pub struct ScanScheduler {
     /// Whether the next scans must visit every page.
     thorough: bool,
     scan_in_progress: Option<ScanInProgress>,
-    /// Marked pages that exited, and since when they wait to be reaped.
+    /// Merged pages of exited processes that KSM's counters still contain: those that wait to be reaped, since when, and those that
+    /// the scan in progress reaps.
     exited: Pages,
     reap_since_ns: Option<u64>,
+    reaping: Pages,
     /// Pages merged by the last completed scan.
     last_merged: Pages,
     /// CPU time of the last two scans, nanoseconds.
@@ -114,10 +117,16 @@ impl ScanScheduler {
         self.thorough = true;
     }
 
-    /// Requests a scan to reap `exited` resident pages that were marked and are gone, with their process or without.
-    pub fn request_reaping(&mut self, exited: Pages, now_ns: u64) {
-        self.exited += exited;
+    /// Requests a scan to reap marked memory that is gone, with its process or without. About `merged` pages of it were merged.
+    pub fn request_reaping(&mut self, merged: Pages, now_ns: u64) {
+        self.exited += merged;
         self.reap_since_ns.get_or_insert(now_ns);
+    }
+
+    /// About how many pages KSM counts as merged that are gone. It counts them until ksmd passes (`remove_rmap_item_from_tree`,
+    /// mm/ksm.c, Linux 6.12).
+    pub fn exited(&self) -> Pages {
+        self.exited + self.reaping
     }
 
     /// Whether a scan is in progress or due.
@@ -194,8 +203,8 @@ impl ScanScheduler {
             self.scan_in_progress = None;
             return ScanOrder::Keep;
         }
-        let little = self.exited.0 * REAP_PART < inputs.marked.0;
-        let reap_ns = if little { REAP_AT_LATEST_NS } else { REAP_AFTER_NS };
+        let scan_ns = inputs.marked.0 * OLD_PAGE_NS + self.exited.0 * EXITED_PAGE_NS;
+        let reap_ns = (scan_ns * REAP_SHARE).clamp(REAP_AFTER_NS, REAP_AT_LATEST_NS);
         if self.due == 0 && self.reap_since_ns.is_some_and(|since_ns| now_ns >= since_ns + reap_ns) {
             self.due = 1;
         }
@@ -227,7 +236,8 @@ impl ScanScheduler {
         }
         self.between_scans = kicked;
         self.ready_since_ns = None;
-        (self.reap_since_ns, self.exited) = (None, Pages(0));
+        self.reap_since_ns = None;
+        self.reaping += std::mem::take(&mut self.exited);
         let thorough = self.thorough;
         let (full_scans, saved, ksmd_ns) = (ksm.full_scans, ksm.saved(), inputs.ksmd_ns);
         self.scan_in_progress = Some(ScanInProgress { full_scans, saved, ksmd_ns, thorough, kicked });
@@ -272,6 +282,9 @@ impl ScanScheduler {
         self.completed += 1;
         self.ended_ns = inputs.now_ns;
         self.due = self.due.saturating_sub(1);
+        if scan.kicked || self.due == 0 {
+            self.reaping = Pages(0);
+        }
         if self.due == 0 {
             (self.unvisited, self.thorough) = (Pages(0), false);
         }
@@ -389,7 +402,7 @@ mod tests {
         let mut fixture = Fixture::new();
         fixture.marked = Pages(1 << 23);
         fixture.scheduler.request_reaping(Pages(1 << 23), 0);
-        fixture.now_ns = REAP_AFTER_NS;
+        fixture.now_ns = REAP_AT_LATEST_NS;
         assert!(matches!(fixture.order(true), ScanOrder::Pace { .. }));
         assert_eq!(fixture.order(true), ScanOrder::Keep);
         fixture.finish_scan(0);
@@ -399,15 +412,23 @@ mod tests {
     }
 
     #[test]
-    fn exited_processes_are_reaped_together() {
-        let mut fixture = Fixture::new();
-        fixture.scheduler.request_reaping(Pages(1000), 0);
-        fixture.scheduler.request_reaping(Pages(1000), 5_000 * MS);
-        assert_eq!(fixture.order(true), ScanOrder::Keep);
-        fixture.now_ns = 10_000 * MS;
-        assert_eq!(fixture.order(true), ScanOrder::KICK);
-        fixture.finish_scan(0);
-        assert_eq!(fixture.order(true), ScanOrder::Rest);
+    fn exited_processes_are_reaped_together_and_the_later_the_more_a_scan_costs() {
+        for (marked, wait_ns) in [(1_000, REAP_AFTER_NS), (20_000, 7_100 * MS), (1 << 20, REAP_AT_LATEST_NS)] {
+            let mut fixture = Fixture::new();
+            fixture.marked = Pages(marked);
+            fixture.scheduler.request_reaping(Pages(1_000), 0);
+            fixture.scheduler.request_reaping(Pages(1_000), 500 * MS);
+            fixture.now_ns = wait_ns - 51 * MS;
+            assert_eq!(fixture.order(true), ScanOrder::Keep, "{marked} pages");
+            assert_eq!(fixture.scheduler.exited(), Pages(2_000));
+            fixture.now_ns = wait_ns;
+            assert_eq!(fixture.order(true), ScanOrder::KICK, "{marked} pages");
+            fixture.scheduler.request_reaping(Pages(10), wait_ns);
+            assert_eq!(fixture.scheduler.exited(), Pages(2_010));
+            fixture.finish_scan(0);
+            assert_eq!(fixture.order(true), ScanOrder::Rest);
+            assert_eq!(fixture.scheduler.exited(), Pages(10), "the last one exited during the scan");
+        }
     }
 
     #[test]

@@ -20,7 +20,7 @@ use crate::config::Config;
 use crate::host::{Mechanism, RegionView};
 use crate::index::OFFSET_BITS;
 use crate::marking::extents::{Candidate, Extents, SplitRule, candidates};
-use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits};
+use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
 
 /// How far the judgement of a region has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +36,7 @@ pub enum Stage {
 
 /// One region under judgement: a mapping, or one block of a very large mapping.
 #[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct Region {
     /// The host's latest view of it.
     pub view: RegionView,
@@ -152,6 +153,14 @@ impl Region {
         // Sign-extend the bits that are kept.
         let offset = i64::from(offset) << (64 - OFFSET_BITS) >> (64 - OFFSET_BITS);
         Vpn(self.base.0.wrapping_add_signed(offset))
+    }
+
+    /// About how many of its pages ksmd has merged: the duplicates in what it has visited.
+    pub fn merged_by_ksmd(&self) -> Pages {
+        let marked =
+            self.marks.spans.iter().fold((0, 0), |sum, mark| (sum.0 + mark.resident.0, sum.1 + mark.duplicate.0));
+        let visited = self.marks.visited().0.min(marked.0);
+        Pages(whole(marked.1 as f64 * visited as f64 / (marked.0.max(1)) as f64))
     }
 
     /// Whether its pages may be merged on request: it was worth reading whole, and is not left alone.

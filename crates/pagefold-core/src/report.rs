@@ -208,6 +208,8 @@ pub struct EngineReport {
     pub saved: Pages,
     /// Pages that KSM saves on the machine.
     pub saved_machine: Pages,
+    /// Merged pages of exited processes that KSM's counters contain until ksmd's next scan, about.
+    pub exited: Pages,
     /// Resident pages in marked spans.
     pub marked: Pages,
     /// Contents in the index.

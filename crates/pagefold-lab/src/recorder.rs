@@ -12,7 +12,7 @@ use crate::record::{MemorySnapshot, Page, ProcessRow, RegionRow, Source};
 use pagefold_core::host::PageState;
 use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
-use pagefold_linux::host::identity::Watch;
+use pagefold_linux::host::identity::{Programs, Watch};
 use pagefold_linux::host::regions::Stretch;
 use pagefold_linux::host::targets::Target;
 use pagefold_linux::os::interrupt::Interrupt;
@@ -25,7 +25,6 @@ use pagefold_linux::scope::domain::{DEFAULT, DomainRules};
 use pagefold_linux::scope::exclude::Exclusion;
 use pagefold_linux::scope::new_processes::NewProcesses;
 use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped};
-use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read};
 use std::time::{Duration, Instant};
@@ -203,8 +202,8 @@ impl Recorder {
         target.invalidate();
         let next_region = &mut self.next_region;
         let (roots, rules, mut domains) = (Roots::default(), DomainRules::default(), vec![DEFAULT.to_owned()]);
-        let (scope, marked) = ((&self.options.scope, &roots), HashMap::new());
-        let mut watch = Watch::new(scope, &self.options.deny, (&rules, &mut domains, &[]), &marked);
+        let (scope, programs) = ((&self.options.scope, &roots), Programs::default());
+        let mut watch = Watch::new(scope, &self.options.deny, (&rules, &mut domains, &[]), &programs);
         let refreshed = target.refresh(now_ns, processes, &mut watch, || {
             *next_region += 1;
             RegionKey(*next_region)

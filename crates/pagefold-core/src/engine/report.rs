@@ -41,6 +41,7 @@ pub(super) fn report(engine: &Engine) -> EngineReport {
         reserve: engine.reserve.clone(),
         saved: ledger.saved(),
         saved_machine: ledger.saved_now,
+        exited: ledger.exited,
         marked: table.iter().map(Region::marked_resident).sum(),
         index_entries: engine.index.len(),
         index_bytes: Bytes(count(engine.index.bytes())),

@@ -21,7 +21,9 @@ use crate::scope::opt_out::OptOut;
 use crate::scope::opt_out_qemu;
 use crate::scope::rule::{Rule, RuleFacts, first_match};
 use crate::scope::{Candidate, CgroupFacts, ScopeSpec, Selection, cgroups_of};
+use pagefold_core::host::Mechanism;
 use pagefold_core::keys::{DomainKey, GroupKey};
+use pagefold_core::marking::lifetimes::Lifetimes;
 use pagefold_core::units::Bytes;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -114,29 +116,42 @@ pub struct Watch<'a> {
     rules: &'a DomainRules,
     domains: &'a mut Vec<String>,
     groups: &'a [Rule],
-    /// The programs that this run has marked memory of, and the trust domain at that time.
-    marked: &'a HashMap<u64, DomainKey>,
+    programs: &'a Programs,
     selection: Selection<'a>,
     cgroups: HashMap<Vec<u8>, CgroupFacts>,
 }
 
 impl<'a> Watch<'a> {
-    /// Rules for processes of a scope, the domains known so far, and the rules for groups with limits. `marked` has the programs whose memory was
-    /// marked.
+    /// Rules for processes of a scope, the domains known so far, and the rules for groups with limits.
     pub fn new(
         (scope, roots): (&'a ScopeSpec, &'a Roots),
         deny: &'a DenyList,
         (rules, domains, groups): (&'a DomainRules, &'a mut Vec<String>, &'a [Rule]),
-        marked: &'a HashMap<u64, DomainKey>,
+        programs: &'a Programs,
     ) -> Self {
         let selection = Selection::again(scope, roots);
-        Self { deny, rules, domains, groups, marked, selection, cgroups: HashMap::new() }
+        Self { deny, rules, domains, groups, programs, selection, cgroups: HashMap::new() }
+    }
+
+    pub(super) fn programs(&self) -> &'a Programs {
+        self.programs
     }
 
     fn cgroup_facts(&mut self, text: Vec<u8>) -> CgroupFacts {
         let selection = &mut self.selection;
         self.cgroups.entry(text).or_insert_with_key(|text| selection.cgroup_facts(text)).clone()
     }
+}
+
+/// What is known of programs.
+#[derive(Debug, Default)]
+pub struct Programs {
+    /// Those whose memory this run has marked, and their trust domain at that time: what is forked from them has the marks too.
+    pub(super) marked: HashMap<u64, DomainKey>,
+    /// How long processes live.
+    pub(super) lifetimes: Lifetimes,
+    /// How their pages are merged.
+    pub(super) mechanism: Mechanism,
 }
 
 /// The key of a domain.
@@ -349,7 +364,7 @@ impl Target {
         if self.identity.marked {
             return Some(self.domain);
         }
-        let marked = watch.marked.get(&image).filter(|_| !self.identity.cleared).copied();
+        let marked = watch.programs.marked.get(&image).filter(|_| !self.identity.cleared).copied();
         self.identity.marked = marked.is_some();
         marked
     }

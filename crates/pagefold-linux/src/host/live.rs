@@ -13,6 +13,7 @@ pub use placing::Policies;
 use self::limits::Limits;
 use self::placing::Placing;
 use self::requesting::Requesting;
+use crate::host::identity::Programs;
 use crate::host::sampling::{Digesting, RegionRuns, Sampled, SamplingJob, sample};
 use crate::host::targets::Target;
 use crate::inject::{InjectError, Injector};
@@ -37,9 +38,9 @@ use pagefold_core::host::{
     Actions, ChangeResult, Cost, Host, KsmView, Marking, Mechanism, MemoryView, Outcome, PageRun, RegionView,
     SamplePlan, Samples, Snapshot,
 };
-use pagefold_core::keys::{DomainKey, GroupKey, KeyCounter, LimitKey, OwnerKey, RegionKey};
+use pagefold_core::keys::{GroupKey, KeyCounter, LimitKey, OwnerKey, RegionKey};
 use pagefold_core::units::Pages;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -140,9 +141,7 @@ pub struct LiveHost {
     scope: ScopeSpec,
     /// The same with users by number: names are resolved once.
     watched: ScopeSpec,
-    /// The programs (see [`super::identity`]) whose memory this run has marked, and their trust domain at that time: what
-    /// is forked from them has the marks too.
-    marked_programs: HashMap<u64, DomainKey>,
+    programs: Programs,
     /// By pid, a mapping that is being unmarked because it must be.
     unmarking: BTreeMap<i32, withdrawing::WithdrawJob>,
     /// Withdrawn marks that the engine has not accounted for yet.
@@ -247,7 +246,7 @@ impl LiveHost {
             vm_events: VmEvents::default(),
             next_memory_ns: 0,
             watched: by_number(&scope),
-            marked_programs: HashMap::new(),
+            programs: Programs::default(),
             unmarking: BTreeMap::new(),
             withdrawn: Outcome::default(),
             scope,
@@ -329,6 +328,7 @@ impl LiveHost {
     /// Makes the host merge on request, by this device, instead of by ksmd. Call it before the first round.
     pub fn merge_by(&mut self, device: RequestDevice) {
         self.requesting.device = Some(Arc::new(device));
+        self.programs.mechanism = Mechanism::Request;
     }
 
     /// How pages are merged.

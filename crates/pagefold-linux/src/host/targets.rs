@@ -10,7 +10,7 @@
 //! sign tells when the process itself must be looked at again: [`super::identity`].
 
 use super::restless::Restless;
-use crate::host::identity::{Identity, PendingUnmark, Watch};
+use crate::host::identity::{Identity, PendingUnmark, Programs, Watch};
 use crate::host::live::collapsing::HugeMappings;
 use crate::host::regions::{List, Tracked, follow, stretches};
 use crate::os::abandonable::{Job, LIMIT, PATIENCE, Pending, advance, run_abandonable};
@@ -25,7 +25,8 @@ use crate::scope::Scoped;
 use crate::scope::exclude::{Exclusion, withdrawal};
 use crate::scope::exe::Exe;
 use pagefold_core::host::Span;
-use pagefold_core::keys::{DomainKey, GroupKey, OwnerKey, RegionKey};
+use pagefold_core::keys::{DomainKey, FamilyKey, GroupKey, OwnerKey, RegionKey};
+use pagefold_core::random::mix;
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, Read};
@@ -85,9 +86,13 @@ pub struct Target {
     pub(super) huge: HugeMappings,
     /// Marks that must be removed.
     pub pending: Option<PendingUnmark>,
+    /// When it came into scope, if that was after the run began, nanoseconds.
+    pub(super) appeared_ns: Option<u64>,
     pub(super) identity: Identity,
     pub(super) space: Option<AddressSpace>,
     statm: Option<File>,
+    /// Pages mapped at the last refresh.
+    mapped: u64,
     surveyed: Option<Surveyed>,
     /// Pages by which the address space has been smaller at some time since the last survey.
     dipped: u64,
@@ -156,9 +161,11 @@ impl Target {
             left_out: Vec::new(),
             huge: HugeMappings::default(),
             pending: None,
+            appeared_ns: None,
             identity: Identity::new(scoped.named),
             space: None,
             statm: None,
+            mapped: 0,
             surveyed: None,
             dipped: 0,
             late: None,
@@ -250,6 +257,7 @@ impl Target {
         if sizes.resident == 0 && !self.process.is_alive() {
             return Err(ReadError::Vanished { pid: self.process.pid() });
         }
+        self.mapped = sizes.mapped;
         let changed = self.notice_exec();
         if let Some((job, began)) = self.surveying.take() {
             match job.poll() {
@@ -284,7 +292,7 @@ impl Target {
         if looked {
             changed |= self.look(now_ns, processes, watch)?;
         }
-        if self.is_barred() {
+        if self.is_barred() || self.surveyed.is_none() && self.is_young(now_ns, watch.programs()) {
             return Ok(changed);
         }
         let mut restless = std::mem::take(&mut self.restless);
@@ -344,6 +352,21 @@ impl Target {
         let next_maps_ns = began.at_ns + MAPS_MIN_NS;
         self.surveyed = Some(Surveyed { began, cost_ns, maps, changed: false, next_maps_ns });
         Ok(changed)
+    }
+
+    /// Whether it is not worth a survey yet, because others like it ended soon. One that is forked from a marked program, and may have
+    /// inherited its marks, always is.
+    fn is_young(&self, now_ns: u64, programs: &Programs) -> bool {
+        let (Some(since_ns), Some(family)) = (self.appeared_ns, self.family()) else { return false };
+        let from_ns = programs.lifetimes.worth_from_ns(family, programs.mechanism).unwrap_or(0);
+        let is_marked = self.image().is_some_and(|image| programs.marked.contains_key(&image));
+        let has_own_memory = || self.process.stat().is_ok_and(|stat| !stat.only_forked);
+        now_ns < since_ns + from_ns && (!is_marked || has_own_memory())
+    }
+
+    /// The processes that it is alike: those of its program that map about as much. `None` before the first look.
+    pub(super) fn family(&self) -> Option<FamilyKey> {
+        Some(FamilyKey(mix(self.image()? ^ u64::from(self.mapped.max(1).ilog2()))))
     }
 
     /// Whether the mappings have changed and the share of the time allows a survey.

@@ -5,7 +5,6 @@ use crate::scope::ScopeSpec;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DEFAULT, DomainRules};
 use pagefold_core::units::Pages;
-use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
@@ -111,6 +110,7 @@ struct Watched {
     target: Target,
     now_ns: u64,
     next_key: u32,
+    programs: Programs,
 }
 
 impl Watched {
@@ -126,8 +126,13 @@ impl Watched {
             uid: 0,
             named: true,
         };
-        let mut watched =
-            Self { child, target: Target::new(scoped, OwnerKey(1), DomainKey(0)), now_ns: 0, next_key: 0 };
+        let mut watched = Self {
+            child,
+            target: Target::new(scoped, OwnerKey(1), DomainKey(0)),
+            now_ns: 0,
+            next_key: 0,
+            programs: Programs::default(),
+        };
         assert!(watched.refresh_after(0));
         watched
     }
@@ -135,8 +140,8 @@ impl Watched {
     fn refresh(&mut self) -> Result<bool, ReadError> {
         let next_key = &mut self.next_key;
         let (scope, roots, deny) = (ScopeSpec::default(), Roots::default(), DenyList::new([]));
-        let (rules, mut domains, marked) = (DomainRules::default(), vec![DEFAULT.to_owned()], HashMap::new());
-        let mut watch = Watch::new((&scope, &roots), &deny, (&rules, &mut domains, &[]), &marked);
+        let (rules, mut domains) = (DomainRules::default(), vec![DEFAULT.to_owned()]);
+        let mut watch = Watch::new((&scope, &roots), &deny, (&rules, &mut domains, &[]), &self.programs);
         self.target.refresh(self.now_ns, 1, &mut watch, || {
             *next_key += 1;
             RegionKey(*next_key)
@@ -154,6 +159,36 @@ impl Watched {
         assert_eq!(region.stretch.pages, Pages(BYTES as u64 / 4096));
         Some((region.stretch.resident.0, region.key))
     }
+}
+
+#[test]
+fn a_process_whose_like_end_soon_is_not_surveyed_before_it_has_outlived_them() {
+    for (lives, surveyed_after) in [(SECOND, 8), (60 * SECOND, 0)] {
+        let mut watched = Watched::new();
+        watched.child.request(b'm');
+        watched.child.request(b'f');
+        watched.target.forget_memory();
+        watched.target.appeared_ns = Some(watched.now_ns);
+        let family = watched.target.family().expect("it has been looked at");
+        watched.programs.lifetimes.record_end(family, lives, 0);
+        for _ in 0..surveyed_after {
+            assert!(!watched.refresh_after(0) && watched.target.regions.is_empty());
+            watched.now_ns += SECOND;
+        }
+        assert!(watched.refresh_after(0) && watched.at(FIRST).is_some());
+    }
+    // What it has is inherited from a marked program, perhaps with its marks.
+    let mut watched = Watched::new();
+    watched.target.forget_memory();
+    watched.target.appeared_ns = Some(watched.now_ns);
+    watched.programs.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
+    watched.programs.marked.insert(watched.target.image().unwrap(), DomainKey(0));
+    assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
+    // Its end is noticed at any age.
+    watched.programs.marked.clear();
+    watched.target.forget_memory();
+    watched.child.kill();
+    assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
 }
 
 #[test]

@@ -205,6 +205,8 @@ pub struct Stat {
     pub parent: i32,
     /// PF_KTHREAD is set.
     pub kernel_thread: bool,
+    /// PF_FORKNOEXEC is set: it has memory that it inherited.
+    pub only_forked: bool,
     /// User plus system time of the process, clock ticks.
     pub cpu_ticks: u64,
     /// Start time, clock ticks after boot.
@@ -222,6 +224,7 @@ impl Stat {
     /// Parses the text of `/proc/PID/stat`. The name may contain spaces and parentheses; it ends at the last one.
     pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
         const PF_KTHREAD: u64 = 0x0020_0000;
+        const PF_FORKNOEXEC: u64 = 0x40;
         let open = text.iter().position(|&byte| byte == b'(').ok_or("no command name")?;
         let close = text.iter().rposition(|&byte| byte == b')').ok_or("no command name")?;
         let comm = text.get(open + 1..close).ok_or("no command name")?.to_vec();
@@ -238,6 +241,7 @@ impl Stat {
             },
             parent: fields.get(1).ok_or("too few fields")?.parse().map_err(|_| "the parent is not a number")?,
             kernel_thread: number(6)? & PF_KTHREAD != 0,
+            only_forked: number(6)? & PF_FORKNOEXEC != 0,
             cpu_ticks: number(11)?.saturating_add(number(12)?),
             start_time_ticks: number(19)?,
             nice: fields.get(16).ok_or("too few fields")?.parse().map_err(|_| "the nice value is not a number")?,
@@ -255,7 +259,9 @@ mod tests {
         let stat = Stat::parse(text).unwrap();
         assert_eq!(stat.comm, b"a) R 1 (b)");
         assert_eq!((stat.state, stat.parent, stat.cpu_ticks, stat.start_time_ticks), (b'S', 7, 33, 9876));
-        assert!(!stat.kernel_thread && stat.nice == -5);
+        assert!(!stat.kernel_thread && !stat.only_forked && stat.nice == -5);
+        let forked = String::from_utf8_lossy(text).replace("4194304", "4194368");
+        assert!(Stat::parse(forked.as_bytes()).unwrap().only_forked);
         for cut in 0..text.len() {
             let _ = Stat::parse(&text[..cut]);
         }

@@ -134,7 +134,7 @@ impl LiveHost {
     pub(super) fn may_be_marked(&mut self, pid: i32) -> bool {
         let now_ns = self.now_ns();
         let rules = (&self.domain_rules, &mut self.domains, &self.group_rules[..]);
-        let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.marked_programs);
+        let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.programs);
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         let unchanged = !target.notice_exec() && matches!(target.look(now_ns, 1, &mut watch), Ok(false));
         if !unchanged {
@@ -154,7 +154,7 @@ impl LiveHost {
             target.set_marked();
             target.request_unmark(Exclusion::OtherProgram, true);
         } else if let Some(program) = target.set_marked() {
-            self.marked_programs.insert(program, target.domain);
+            self.programs.marked.insert(program, target.domain);
         }
     }
 

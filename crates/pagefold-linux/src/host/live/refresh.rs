@@ -83,7 +83,9 @@ impl LiveHost {
             let facts = RuleFacts::from(&scoped);
             let domain = self.domain_rules.domain_of(scoped.domain.as_deref(), &facts, &mut Vec::new());
             let domain = domain_key(&mut self.domains, domain);
-            self.targets.insert(scoped.process.pid(), Target::new(scoped, OwnerKey(owner), domain));
+            let mut target = Target::new(scoped, OwnerKey(owner), domain);
+            target.appeared_ns = (!first).then_some(now_ns);
+            self.targets.insert(target.process.pid(), target);
         }
         Ok(())
     }
@@ -94,8 +96,8 @@ impl LiveHost {
         let mut changed = false;
         let (mut gone, mut reports) = (Vec::new(), Vec::new());
         let rules = (&self.domain_rules, &mut self.domains, &self.group_rules[..]);
-        forget_programs(&mut self.marked_programs, &self.targets);
-        let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.marked_programs);
+        forget_programs(&mut self.programs.marked, &self.targets);
+        let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.programs);
         let began = Instant::now();
         let first = std::mem::take(&mut self.next_pid);
         for (&pid, target) in self.targets.range_mut(first..) {
@@ -135,7 +137,10 @@ impl LiveHost {
             self.report_left_alone(pid, why);
         }
         for pid in gone {
-            self.targets.remove(&pid);
+            let target = self.targets.remove(&pid);
+            if let Some((family, since_ns)) = target.and_then(|target| Some((target.family()?, target.appeared_ns?))) {
+                self.programs.lifetimes.record_end(family, now_ns - since_ns, now_ns);
+            }
             self.reported.remove(&pid);
             self.unmarking.remove(&pid);
             // Another process may have reused its pid.

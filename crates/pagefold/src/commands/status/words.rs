@@ -164,11 +164,18 @@ fn ksm(status: &Status) -> String {
             "merges the pages that this run names (/dev/ksm); saves {} on the whole machine",
             human(status.saved_machine_bytes)
         ),
-        (_, true) => format!(
-            "controlled by this run, {} so far; saves {} on the whole machine",
-            count(usize::try_from(status.scans).unwrap_or(usize::MAX), "scan", "scans"),
-            human(status.saved_machine_bytes)
-        ),
+        (_, true) => {
+            let scans = count(usize::try_from(status.scans).unwrap_or(usize::MAX), "scan", "scans");
+            let saved = human(status.saved_machine_bytes);
+            let exited = match status.exited_bytes {
+                0 => String::new(),
+                bytes => format!(
+                    ", without {} of programs that have ended, which KSM counts until its next scan",
+                    human(bytes)
+                ),
+            };
+            format!("controlled by this run, {scans} so far; saves {saved} on the whole machine{exited}")
+        }
         (Some(why), false) => format!("not controlled by this run: {why}"),
         (None, false) => "not controlled by this run yet".to_owned(),
     }
