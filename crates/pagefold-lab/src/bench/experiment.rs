@@ -1,5 +1,6 @@
 //! The experiments. Each measures one claim on programs that it starts.
 
+mod clones;
 mod cow_breaker;
 mod governors;
 mod hash;
@@ -52,11 +53,12 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 16] = [
+pub const EXPERIMENTS: [Experiment; 17] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
     short_lived::EXPERIMENT,
+    clones::EXPERIMENT,
     idle::EXPERIMENT,
     governors::EXPERIMENT,
     mapper::EXPERIMENT,

@@ -88,6 +88,8 @@ pub struct Target {
     pub pending: Option<PendingUnmark>,
     /// When it came into scope, if that was after the run began, nanoseconds.
     pub(super) appeared_ns: Option<u64>,
+    /// Whether it has been surveyed.
+    pub(super) known: bool,
     pub(super) identity: Identity,
     pub(super) space: Option<AddressSpace>,
     statm: Option<File>,
@@ -162,6 +164,7 @@ impl Target {
             huge: HugeMappings::default(),
             pending: None,
             appeared_ns: None,
+            known: false,
             identity: Identity::new(scoped.named),
             space: None,
             statm: None,
@@ -292,7 +295,7 @@ impl Target {
         if looked {
             changed |= self.look(now_ns, processes, watch)?;
         }
-        if self.is_barred() || self.surveyed.is_none() && self.is_young(now_ns, watch.programs()) {
+        if self.is_barred() || !self.known && self.is_young(now_ns, watch.programs()) {
             return Ok(changed);
         }
         let mut restless = std::mem::take(&mut self.restless);
@@ -343,6 +346,7 @@ impl Target {
         new_key: impl FnMut() -> RegionKey,
     ) -> Result<bool, ReadError> {
         let Listed { maps, details, cost_ns } = listed?;
+        self.known = true;
         let regrown = self.surveyed.as_ref().is_none_or(|surveyed| began.sizes.mapped >= surveyed.began.sizes.mapped);
         let dipped = std::mem::take(&mut self.dipped);
         let program = self.program();

@@ -153,6 +153,12 @@ impl Watched {
         self.refresh().unwrap()
     }
 
+    /// Makes it a process that has just appeared.
+    fn forget(&mut self) {
+        self.target.forget_memory();
+        (self.target.appeared_ns, self.target.known) = (Some(self.now_ns), false);
+    }
+
     /// The number of present pages in the region at an address, and its key.
     fn at(&self, address: usize) -> Option<(u64, RegionKey)> {
         let region = self.target.regions.iter().find(|tracked| tracked.stretch.first.address() == address as u64)?;
@@ -167,8 +173,7 @@ fn a_process_whose_like_end_soon_is_not_surveyed_before_it_has_outlived_them() {
         let mut watched = Watched::new();
         watched.child.request(b'm');
         watched.child.request(b'f');
-        watched.target.forget_memory();
-        watched.target.appeared_ns = Some(watched.now_ns);
+        watched.forget();
         let family = watched.target.family().expect("it has been looked at");
         watched.programs.lifetimes.record_end(family, lives, 0);
         for _ in 0..surveyed_after {
@@ -177,16 +182,22 @@ fn a_process_whose_like_end_soon_is_not_surveyed_before_it_has_outlived_them() {
         }
         assert!(watched.refresh_after(0) && watched.at(FIRST).is_some());
     }
+    // It is not forgotten once it is known.
+    let mut watched = Watched::new();
+    watched.forget();
+    watched.refresh_after(0);
+    watched.target.forget_memory();
+    watched.programs.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
+    assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
     // What it has is inherited from a marked program, perhaps with its marks.
     let mut watched = Watched::new();
-    watched.target.forget_memory();
-    watched.target.appeared_ns = Some(watched.now_ns);
+    watched.forget();
     watched.programs.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
     watched.programs.marked.insert(watched.target.image().unwrap(), DomainKey(0));
     assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
     // Its end is noticed at any age.
     watched.programs.marked.clear();
-    watched.target.forget_memory();
+    watched.forget();
     watched.child.kill();
     assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
 }

@@ -1,0 +1,182 @@
+//! One program started again and again from a warm image, as sandboxes of functions and agents are: how long it takes until what each
+//! clone has in common with those before it is merged.
+
+use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
+use crate::bench::daemon;
+use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
+use crate::bench::sampler::Sampler;
+use crate::programs::scratch;
+use pagefold_core::units::{Pages, whole};
+use pagefold_linux::inject::mark::mark;
+use pagefold_linux::ksm::Knob;
+use pagefold_linux::os::fields::number;
+use pagefold_linux::proc::process::{Process, ReadError};
+use pagefold_linux::scope::eligible::eligible_spans;
+use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
+use std::collections::VecDeque;
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "clones",
+    claim: "ours: of a clone of a running program, 90 % of what it has in common with those before it is merged within 5 s of its start",
+    run,
+};
+
+const KSM_PAGES: u64 = 1000;
+/// The first clones, of which nothing is judged: they are there when the others start.
+const WARM: usize = 3;
+/// Clones that are alive at a time.
+const ALIVE: usize = 4;
+const POLL: Duration = Duration::from_millis(50);
+
+struct Sizes {
+    shared: Pages,
+    own: Pages,
+    clones: usize,
+    warm_up: Duration,
+    /// The time between two starts.
+    every: Duration,
+}
+
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+    let (shared_mib, own_mib, clones, warm_up, every) =
+        if setting.quick { (8, 4, 2, 8, 6) } else { (64, 32, 8, 20, 8) };
+    report.parameters([
+        ("shared_mib", shared_mib),
+        ("own_mib", own_mib),
+        ("clones", clones),
+        ("seconds_between", every),
+    ]);
+    let sizes = Sizes {
+        shared: mib(shared_mib),
+        own: mib(own_mib),
+        clones: usize::try_from(clones)?,
+        warm_up: Duration::from_secs(warm_up),
+        every: Duration::from_secs(every),
+    };
+    // A path of its own: pagefold finds the clones by it.
+    let scratch = scratch()?;
+    let player = scratch.path().join("clone");
+    fs::copy(setting.player, &player)?;
+    let paced = Policy::KsmPaced { pages: KSM_PAGES, seconds: 0 }.to_string();
+    let mut sequence = PolicySequence::take(setting)?;
+    let mut rows = Vec::new();
+    for name in [paced.as_str(), SUBJECT] {
+        if !setting.wants(name) {
+            continue;
+        }
+        eprintln!("{}: {name}", report.experiment);
+        let (run, seconds) = match start_all(&mut sequence, name, &player, &sizes) {
+            Ok(done) => done,
+            Err(error) => {
+                // It may have failed at any point.
+                sequence.control.unmerge()?;
+                sequence.failed(report, name.to_owned(), &error)?;
+                continue;
+            }
+        };
+        let merged = seconds.iter().flatten().copied();
+        let longest = merged.clone().fold(0.0, f64::max);
+        report.figure(
+            format!("clones of which 90 % was merged before the next start, {name}"),
+            merged.clone().count() as f64,
+        );
+        report.figure(format!("seconds to 90 % of a clone, median, {name}"), median(merged.collect()));
+        report.figure(format!("seconds to 90 % of a clone, longest, {name}"), longest);
+        rows.push((name.to_owned(), longest));
+        report.runs.push(run);
+        if name == SUBJECT && !setting.quick {
+            let all = seconds.iter().all(Option::is_some);
+            let longest = if all { longest } else { sizes.every.as_secs_f64() };
+            report.bar("seconds until 90 % of each clone is merged", Limit::AtMost(5.0), Some(longest));
+        }
+    }
+    drop(sequence);
+    report.bar_on_answers();
+    let subtitle =
+        format!("seconds; the slowest of {clones} clones, {shared_mib} MiB each, beside {own_mib} MiB of its own");
+    report.picture("clones", "time until 90 % of a clone is merged", subtitle, rows);
+    Ok(())
+}
+
+/// Starts clones one after the other under KSM or pagefold. Returns the time from each one's start until 90 % of what it has in common
+/// with the others is merged, if that is before the next one starts.
+fn start_all(
+    sequence: &mut PolicySequence<'_>,
+    name: &str,
+    player: &Path,
+    sizes: &Sizes,
+) -> anyhow::Result<(PolicyRun, Vec<Option<f64>>)> {
+    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
+    sequence.control.kernel_defaults()?;
+    let by_ksm = name != SUBJECT;
+    let spec = TenantSpec::new([
+        Segment::Shared { pages: sizes.shared.0, seed: 1 },
+        Segment::Random { pages: sizes.own.0, seed: 2 },
+    ]);
+    let start = || -> anyhow::Result<(Tenant, Process)> {
+        let tenant = Tenant::start(player, &spec)?;
+        let process = Process::open(tenant.pid())?;
+        if by_ksm {
+            mark(&process, &eligible_spans(&process)?)?;
+        }
+        Ok((tenant, process))
+    };
+    let mut alive = VecDeque::new();
+    for _ in 0..WARM {
+        alive.push_back(start()?.0);
+    }
+    let sampler = Sampler::start()?;
+    let daemon = if by_ksm {
+        sequence.control.set(Knob::PagesToScan, KSM_PAGES)?;
+        sequence.control.set(Knob::Run, 1)?;
+        None
+    } else {
+        let options = ["--exe".to_owned(), player.display().to_string()];
+        let daemon = daemon::run(setting.program, &[], &options)?;
+        sampler.watch(daemon.meter()?);
+        Some(daemon)
+    };
+    interrupt.sleep(sizes.warm_up)?;
+    let (mut seconds, mut intact) = (Vec::new(), true);
+    for _ in 0..sizes.clones {
+        let began = Instant::now();
+        let (tenant, process) = start()?;
+        alive.push_back(tenant);
+        let mut reached = None;
+        while began.elapsed() < sizes.every {
+            interrupt.sleep(POLL)?;
+            if reached.is_none() && merged(&process)? * 10 >= sizes.shared.0 * 9 {
+                reached = Some(began.elapsed().as_secs_f64());
+            }
+        }
+        seconds.push(reached);
+        while alive.len() > ALIVE {
+            if let Some(mut oldest) = alive.pop_front() {
+                intact &= oldest.verify()? == Verdict::Intact;
+            }
+        }
+    }
+    for tenant in &mut alive {
+        intact &= tenant.verify()? == Verdict::Intact;
+    }
+    let mut run = PolicyRun { policy: name.to_owned(), ..PolicyRun::default() };
+    run.summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
+    let points = sampler.finish()?;
+    sequence.control.unmerge()?;
+    // By its own clock: the time of children that have ended includes that of the clones.
+    run.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
+    run.set_samples(&points);
+    run.savable_bytes = Some(Pages(sizes.shared.0 * whole(ALIVE as f64)).bytes().0);
+    run.answers_correct = Answers { before: true, during: intact, after: intact };
+    Ok((run, seconds))
+}
+
+/// The number of pages of a process that are merged.
+fn merged(process: &Process) -> Result<u64, ReadError> {
+    let text = process.read_file("ksm_stat")?;
+    Ok(number(&text, "ksm_merging_pages").unwrap_or(0))
+}
