@@ -5,6 +5,7 @@ mod chart;
 mod daemon;
 pub mod experiment;
 pub mod guest;
+pub mod load;
 mod oracle;
 mod page_tables;
 pub mod plot;

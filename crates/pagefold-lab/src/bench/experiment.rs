@@ -7,6 +7,7 @@ mod hash;
 mod idle;
 mod mapper;
 mod mix;
+mod neighbours;
 pub(crate) mod numa;
 mod on_request;
 mod pairs;
@@ -53,7 +54,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 17] = [
+pub const EXPERIMENTS: [Experiment; 18] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
@@ -66,6 +67,7 @@ pub const EXPERIMENTS: [Experiment; 17] = [
     real_programs::MIXED_HOST,
     recall::EXPERIMENT,
     mix::EXPERIMENT,
+    neighbours::EXPERIMENT,
     scan::EXPERIMENT,
     hash::EXPERIMENT,
     numa::EXPERIMENT,

@@ -175,6 +175,7 @@ fn apply(
         }
     }
     let sampler = Sampler::start()?;
+    run.began = Some(Instant::now());
     match policy {
         Policy::KsmEverything => scan_until_quiet(control, interrupt)?,
         Policy::KsmPaced { pages, seconds } => {

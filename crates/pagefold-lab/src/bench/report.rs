@@ -10,6 +10,7 @@ use pagefold_workload::{ActivityCounters, Lifetime};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
+use std::time::Instant;
 
 /// The schema's name and version.
 pub const SCHEMA: &str = "pagefold.bench/1";
@@ -227,6 +228,9 @@ pub struct PolicyRun {
     pub programs: Vec<Placed>,
     #[serde(skip)]
     pub points: Vec<SamplerPoint>,
+    /// When it began, after the marks of the peers.
+    #[serde(skip)]
+    pub began: Option<Instant>,
     /// The targets' activity counters before and after.
     #[serde(skip)]
     pub counters: Vec<(ActivityCounters, ActivityCounters)>,

@@ -1,7 +1,9 @@
 //! Redis servers with the same data: each loads a copy of one dump.
 
 use super::{Server, Target, find, need};
+use crate::bench::load::OpenLoop;
 use anyhow::{Context, bail, ensure};
+use pagefold_core::permutation::Permutation;
 use pagefold_workload::contents::printable;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -17,6 +19,8 @@ const VALUE_BYTES: usize = 1000;
 const SEED: u64 = 0x0072_6564_6973;
 /// Commands sent before reading the answers, which must fit in the socket's buffer.
 const PIPELINE: usize = 500;
+/// Keys that a load uses.
+const LOAD_KEYS: u64 = 10_000;
 
 /// A dump and the server's executable.
 #[derive(Debug)]
@@ -74,7 +78,7 @@ impl RedisData {
             // While loading, it answers with an error.
             matches!(ask(&mut client, &[b"PING"]), Ok(answer) if answer == b"PONG").then_some(client)
         })?;
-        Ok(Redis { server, client })
+        Ok(Redis { server, client, socket })
     }
 }
 
@@ -82,6 +86,7 @@ impl RedisData {
 pub struct Redis {
     server: Server,
     client: BufReader<UnixStream>,
+    socket: PathBuf,
 }
 
 impl Redis {
@@ -95,6 +100,24 @@ impl Redis {
         // The first three keys must keep the values that `check` expects.
         let numbers: Vec<u64> = (3 + instance..keys).step_by(20).collect();
         self.set(&numbers, SEED + 1 + instance)
+    }
+
+    /// Starts a load of its own connection: a request each `every`, of which one in ten writes. Every key keeps its value, so the digest
+    /// of all data stays the same.
+    pub fn load(&self, every: Duration, keys: u64) -> anyhow::Result<OpenLoop> {
+        let order = Permutation::new(keys, SEED);
+        let requests = (0..keys.min(LOAD_KEYS)).map(|number| {
+            let at = order.at(number);
+            let (key, mut bytes) = (format!("key:{at}"), Vec::new());
+            if number % 10 == 0 {
+                command(&mut bytes, &[b"SET", key.as_bytes(), &printable(SEED, at, VALUE_BYTES)]);
+            } else {
+                command(&mut bytes, &[b"GET", key.as_bytes()]);
+            }
+            bytes
+        });
+        let stream = UnixStream::connect(&self.socket)?;
+        OpenLoop::start(stream, every, requests.collect(), |answers| reply(answers).map(drop))
     }
 
     fn set(&mut self, numbers: &[u64], seed: u64) -> anyhow::Result<()> {

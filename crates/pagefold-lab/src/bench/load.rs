@@ -1,0 +1,214 @@
+//! Load that shows what the programs beside a policy feel: requests at fixed instants, and a compression.
+//!
+//! The load is open: the next request is sent at its instant whether or not the last one has been answered, and the latency counts
+//! from that instant. So a server that stalls for 100 ms is charged for every request that was due meanwhile, not for one
+//! (coordinated omission).
+
+use anyhow::{Context, ensure};
+use pagefold_core::units::whole;
+use pagefold_workload::OwnedChild;
+use std::io::{BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// Requests at fixed instants over one connection.
+#[derive(Debug)]
+pub struct OpenLoop {
+    stop: Arc<AtomicBool>,
+    began: Instant,
+    every: Duration,
+    writer: JoinHandle<()>,
+    reader: JoinHandle<Vec<Duration>>,
+}
+
+impl OpenLoop {
+    /// Sends these requests over and over, one each `every`. `read` reads one answer.
+    pub fn start(
+        stream: UnixStream,
+        every: Duration,
+        requests: Vec<Vec<u8>>,
+        mut read: impl FnMut(&mut BufReader<UnixStream>) -> anyhow::Result<()> + Send + 'static,
+    ) -> anyhow::Result<Self> {
+        ensure!(!requests.is_empty(), "there are no requests");
+        let mut answers = BufReader::new(stream.try_clone().context("a second handle of the connection")?);
+        let (stop, began) = (Arc::new(AtomicBool::new(false)), Instant::now());
+        let stopped = Arc::clone(&stop);
+        let writer = thread::spawn(move || {
+            let mut stream = stream;
+            for (number, request) in (0_u32..).zip(requests.iter().cycle()) {
+                thread::sleep((every * number).saturating_sub(began.elapsed()));
+                if stopped.load(Ordering::Relaxed) || stream.write_all(request).is_err() {
+                    break;
+                }
+            }
+            // The reader ends when it has read what is on the way.
+            let _ = stream.shutdown(std::net::Shutdown::Write);
+        });
+        let reader = thread::spawn(move || {
+            let mut latencies = Vec::new();
+            for number in 0_u32.. {
+                if read(&mut answers).is_err() {
+                    break;
+                }
+                latencies.push(began.elapsed().saturating_sub(every * number));
+            }
+            latencies
+        });
+        Ok(Self { stop, began, every, writer, reader })
+    }
+
+    /// Ends the load and returns what it has measured.
+    pub fn finish(self) -> anyhow::Result<Latencies> {
+        self.stop.store(true, Ordering::Relaxed);
+        ensure!(self.writer.join().is_ok(), "the load generator has panicked");
+        let in_order = self.reader.join().ok().context("the load generator has panicked")?;
+        Ok(Latencies { began: self.began, every: self.every, in_order })
+    }
+}
+
+/// The latency of every request in order.
+#[derive(Debug)]
+pub struct Latencies {
+    began: Instant,
+    every: Duration,
+    in_order: Vec<Duration>,
+}
+
+impl Latencies {
+    /// Those of requests that were due between two instants, ascending.
+    pub fn between(&self, from: Instant, to: Instant) -> Vec<Duration> {
+        let due = |number: usize| self.began + self.every * u32::try_from(number).unwrap_or(u32::MAX);
+        let numbered = self.in_order.iter().copied().enumerate();
+        let mut found: Vec<Duration> =
+            numbered.filter(|&(number, _)| (from..to).contains(&due(number))).map(|(_, latency)| latency).collect();
+        found.sort_unstable();
+        found
+    }
+}
+
+/// The value of ascending ones that this share of them does not exceed.
+pub fn percentile(ascending: &[Duration], share: f64) -> Option<Duration> {
+    let rank = whole((ascending.len() as f64 * share).ceil()).max(1);
+    ascending.get(usize::try_from(rank - 1).ok()?).copied()
+}
+
+/// A file that is compressed again and again.
+#[derive(Debug)]
+pub struct Compression {
+    stop: Arc<AtomicBool>,
+    bytes: u64,
+    thread: JoinHandle<Vec<Instant>>,
+}
+
+impl Compression {
+    /// Starts to compress a file with gzip.
+    pub fn start(file: PathBuf) -> anyhow::Result<Self> {
+        let bytes = std::fs::metadata(&file)?.len();
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = thread::spawn(move || {
+            let mut done = Vec::new();
+            while !stopped.load(Ordering::Relaxed) {
+                let mut gzip = Command::new("gzip");
+                gzip.args(["-6", "-c"]).arg(&file).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+                let ended = gzip.spawn().map(OwnedChild).and_then(|mut child| child.0.wait());
+                if !ended.is_ok_and(|status| status.success()) {
+                    break;
+                }
+                done.push(Instant::now());
+            }
+            done
+        });
+        Ok(Self { stop, bytes, thread })
+    }
+
+    /// Ends it and returns when it was done each time.
+    pub fn finish(self) -> anyhow::Result<Compressed> {
+        self.stop.store(true, Ordering::Relaxed);
+        let done = self.thread.join().ok().context("the compression has panicked")?;
+        Ok(Compressed { bytes: self.bytes, done })
+    }
+}
+
+/// When a file was compressed.
+#[derive(Debug)]
+pub struct Compressed {
+    bytes: u64,
+    done: Vec<Instant>,
+}
+
+impl Compressed {
+    /// MiB a second between two instants, counted from the first end to the last.
+    pub fn mib_per_second(&self, from: Instant, to: Instant) -> Option<f64> {
+        let within: Vec<Instant> = self.done.iter().copied().filter(|done| (from..to).contains(done)).collect();
+        let seconds = within.last()?.duration_since(*within.first()?).as_secs_f64();
+        let times = within.len() as f64 - 1.0;
+        (seconds > 0.0).then(|| times * self.bytes as f64 / 1_048_576.0 / seconds)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn percentiles_are_of_the_nearest_rank() {
+        let values: Vec<Duration> = (1..=1000).map(|number| MS * number).collect();
+        let at = |share| percentile(&values, share).unwrap().as_millis();
+        assert_eq!([0.0, 0.5, 0.99, 0.999, 1.0].map(at), [1, 500, 990, 999, 1000]);
+        assert_eq!(percentile(&[], 0.5), None);
+        assert_eq!(percentile(&values[..1], 0.99), Some(MS));
+    }
+
+    #[test]
+    fn a_stall_is_charged_to_every_request_that_was_due_meanwhile() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        // It answers each byte, and once not for 200 ms.
+        let server = thread::spawn(move || {
+            let mut byte = [0];
+            for number in 0.. {
+                if theirs.read_exact(&mut byte).is_err() {
+                    break;
+                }
+                if number == 100 {
+                    thread::sleep(200 * MS);
+                }
+                theirs.write_all(&byte).unwrap();
+            }
+        });
+        let began = Instant::now();
+        let load = OpenLoop::start(ours, MS, vec![b"a".to_vec(), b"b".to_vec()], |answers| {
+            answers.read_exact(&mut [0])?;
+            Ok(())
+        });
+        let load = load.unwrap();
+        thread::sleep(600 * MS);
+        let latencies = load.finish().unwrap();
+        server.join().unwrap();
+        let all = latencies.between(began, began + 500 * MS);
+        assert!((450..=500).contains(&all.len()), "{} requests in half a second", all.len());
+        // A generator that waits for answers would have found one slow request in 300.
+        let slow = all.iter().filter(|latency| **latency >= 50 * MS).count();
+        assert!(slow >= 140, "{slow} of {} requests", all.len());
+        assert!(percentile(&all, 1.0).unwrap() >= 195 * MS);
+        assert!(latencies.between(began + 3600 * MS, began + 7200 * MS).is_empty());
+    }
+
+    #[test]
+    fn compression_is_counted_between_whole_runs() {
+        let began = Instant::now();
+        let done = [1, 3, 5, 9].map(|second| began + Duration::from_secs(second)).to_vec();
+        let compressed = Compressed { bytes: 4 << 20, done };
+        let speed = compressed.mib_per_second(began, began + Duration::from_secs(8)).unwrap();
+        assert!((speed - 2.0).abs() < 1e-9, "{speed}");
+        assert_eq!(compressed.mib_per_second(began, began + Duration::from_secs(2)), None);
+    }
+}
