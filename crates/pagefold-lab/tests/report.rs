@@ -198,30 +198,19 @@ fn damaged_and_foreign_results_are_named() {
 #[test]
 fn what_is_there_is_not_measured_again() {
     let dir = tempfile::tempdir().unwrap();
-    let bench = |more: &[&str]| {
-        let program = program();
-        let fixed = [
-            "bench",
-            "hash",
-            "--quick",
-            "--program",
-            program.to_str().unwrap(),
-            "--output",
-            dir.path().to_str().unwrap(),
-        ];
-        lab(&[&fixed, more].concat())
+    let there = |name: &str| dir.path().join(name);
+    let (program, path) = (program().to_str().unwrap(), dir.path().to_str().unwrap());
+    let bench =
+        |more: &[&str]| lab(&[&["bench", "hash", "--quick", "--program", program, "--output", path], more].concat());
+    let mut first = finished("hash", 1, Vec::new());
+    first.options = BenchOptions {
+        seed: Some(3),
+        quick: true,
+        kernel: fs::read_to_string("/proc/sys/kernel/osrelease").unwrap().trim().to_owned(),
+        program: BenchOptions::digest(Path::new(program)).unwrap(),
+        ..BenchOptions::default()
     };
-    let first = bench(&["--seed", "3"]);
-    let says = String::from_utf8(first.stderr).unwrap();
-    assert!(first.status.success() && says.contains("1 of 1: hash, repetition 1\n"), "{says}");
-    let samples = dir.path().join("hash-1.parquet");
-    let before = fs::metadata(&samples).unwrap().modified().unwrap();
-    let again = bench(&["--seed", "3", "--repeat", "2"]);
-    let says = String::from_utf8(again.stderr).unwrap();
-    assert!(again.status.success(), "{says}");
-    assert_has(&says, &["1 of 2: hash, repetition 1, is there already\n", "2 of 2: hash, repetition 2, about "]);
-    assert_eq!(fs::metadata(&samples).unwrap().modified().unwrap(), before);
-    assert!(dir.path().join("hash-2.parquet").exists());
+    results::write(dir.path(), &first).unwrap();
     let other = bench(&["--seed", "4"]);
     assert_eq!(other.status.code(), Some(1));
     let says = String::from_utf8(other.stderr).unwrap();
@@ -229,9 +218,21 @@ fn what_is_there_is_not_measured_again() {
         says.contains("hash-1.parquet was measured with seed 3, not 4; delete it") && says.lines().count() == 1,
         "{says}"
     );
-    // Interrupted after the JSON and before the samples: measured again.
-    fs::remove_file(dir.path().join("hash-2.parquet")).unwrap();
+    // Interrupted after the JSON and before the samples.
+    fs::write(there("hash-2.json"), "{").unwrap();
+    let before = fs::metadata(there("hash-1.parquet")).unwrap().modified().unwrap();
     let again = bench(&["--seed", "3", "--repeat", "2"]);
-    assert!(String::from_utf8(again.stderr).unwrap().contains("2 of 2: hash, repetition 2, about "));
-    assert_eq!(results::load(dir.path(), None).unwrap().len(), 2);
+    let says = String::from_utf8(again.stderr).unwrap();
+    assert!(again.status.success(), "{says}");
+    let left = "2 of 2: hash, repetition 2, about 1m left\n";
+    assert_has(&says, &["1 of 2: hash, repetition 1, is there already\n", left]);
+    assert_eq!(fs::metadata(there("hash-1.parquet")).unwrap().modified().unwrap(), before);
+    let all = results::load(dir.path(), None).unwrap();
+    assert_eq!((all.len(), all[1].report.figures.len() > 10), (2, true));
+    // The same line of JSON as with --json.
+    let json = fs::read_to_string(there("hash-2.json")).unwrap();
+    assert!(json.starts_with("{\"schema\":\"pagefold.bench/1\",\"experiment\":\"hash\"") && json.lines().count() == 1);
+    let none = bench(&["--seed", "3", "--repeat", "2"]);
+    let says = String::from_utf8(none.stderr).unwrap();
+    assert_eq!((none.status.code(), says.matches("is there already").count()), (Some(0), 2), "{says}");
 }

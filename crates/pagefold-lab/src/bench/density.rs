@@ -18,7 +18,7 @@ const WIDTH: f64 = 764.0;
 const TOP: f64 = 64.0;
 const HEIGHT: f64 = 220.0;
 /// The mean width of a letter.
-const LETTER: f64 = 7.2;
+const LETTER: f64 = 6.2;
 
 /// The share of duplicate pages along all present pages, ordered by process and address.
 #[derive(Clone, Debug, PartialEq)]
@@ -124,7 +124,7 @@ impl Density {
         let x = |share: f64| LEFT + WIDTH * share;
         let mut svg = String::from(
             "<svg width=\"880\" height=\"372\" viewBox=\"0 0 880 372\" role=\"img\" xmlns=\"http://www.w3.org/2000/svg\">\
-             <text x=\"24\" y=\"34\" font-size=\"20\" fill=\"#222222\">duplicate pages along the address space</text>",
+             <text x=\"24\" y=\"34\" font-size=\"16\" fill=\"#222222\">duplicate pages along the address space</text>",
         );
         // Writing to a string cannot fail.
         for quarter in 0..=4_u32 {
@@ -133,7 +133,7 @@ impl Density {
             let _ = write!(
                 svg,
                 "<path d=\"M{LEFT} {y}h{WIDTH}\" stroke=\"#E4E4E4\" fill=\"none\"/><text x=\"{}\" y=\"{label}\" \
-                 text-anchor=\"end\" font-size=\"12\" fill=\"#666666\">{percent} %</text>",
+                 text-anchor=\"end\" font-size=\"10\" fill=\"#666666\">{percent} %</text>",
                 LEFT - 8.0
             );
         }
@@ -158,7 +158,7 @@ impl Density {
                 let (middle, y) = (f64::midpoint(from, to), y + 24.0);
                 let _ = write!(
                     svg,
-                    "<text x=\"{middle:.1}\" y=\"{y}\" text-anchor=\"middle\" font-size=\"12\" fill=\"#666666\">{}</text>",
+                    "<text x=\"{middle:.1}\" y=\"{y}\" text-anchor=\"middle\" font-size=\"10\" fill=\"#666666\">{}</text>",
                     escape(name)
                 );
             }
@@ -168,7 +168,7 @@ impl Density {
             self.buckets.len(),
             self.pages
         );
-        let _ = write!(svg, "<text x=\"{LEFT}\" y=\"348\" font-size=\"14\" fill=\"#222222\">{below}</text></svg>");
+        let _ = write!(svg, "<text x=\"{LEFT}\" y=\"348\" font-size=\"11\" fill=\"#222222\">{below}</text></svg>");
         svg
     }
 }

@@ -85,16 +85,30 @@ pub struct Quantity {
     pub name: &'static str,
     pub of: fn(&Measures) -> Option<f64>,
     pub more_is_better: bool,
+    /// Whether a policy without a value has not got there.
+    pub is_reached: bool,
+}
+
+impl Quantity {
+    const fn reached(name: &'static str, of: fn(&Measures) -> Option<f64>) -> Self {
+        Self { name, of, more_is_better: false, is_reached: true }
+    }
 }
 
 /// The quantities in which pagefold is compared with its peers.
-pub const QUANTITIES: [Quantity; 6] = [
-    Quantity { name: "memory saved", of: |measures| Some(measures.saved_mib), more_is_better: true },
-    Quantity { name: "seconds to 50 %", of: |measures| measures.seconds_to[0], more_is_better: false },
-    Quantity { name: "seconds to 90 %", of: |measures| measures.seconds_to[AT_90], more_is_better: false },
-    Quantity { name: "seconds to 99 %", of: |measures| measures.seconds_to[AT_99], more_is_better: false },
-    Quantity { name: "CPU seconds to 90 %", of: |measures| measures.cpu_to[AT_90], more_is_better: false },
-    Quantity { name: "CPU seconds to 99 %", of: |measures| measures.cpu_to[AT_99], more_is_better: false },
+pub const QUANTITIES: [Quantity; 7] = [
+    Quantity { name: "memory saved", of: |measures| Some(measures.saved_mib), more_is_better: true, is_reached: true },
+    Quantity::reached("seconds to 50 %", |measures| measures.seconds_to[0]),
+    Quantity::reached("seconds to 90 %", |measures| measures.seconds_to[AT_90]),
+    Quantity::reached("seconds to 99 %", |measures| measures.seconds_to[AT_99]),
+    Quantity::reached("CPU seconds to 90 %", |measures| measures.cpu_to[AT_90]),
+    Quantity::reached("CPU seconds to 99 %", |measures| measures.cpu_to[AT_99]),
+    Quantity {
+        name: "% of a core afterwards",
+        of: |measures| measures.percent_after,
+        more_is_better: false,
+        is_reached: false,
+    },
 ];
 
 /// The middle of some values, and the least and the most of them.

@@ -179,8 +179,9 @@ impl Repetitions<'_> {
         let factor = match ratio(&self.reports, own, peer, quantity) {
             Some(ratio) if quantity.more_is_better => 1.0 / ratio.median,
             Some(ratio) => ratio.median,
-            // The peer gets there.
-            None => f64::INFINITY,
+            // The peer gets there, and pagefold does not.
+            None if quantity.is_reached && value(own).is_none() => f64::INFINITY,
+            None => return None,
         };
         (factor > tolerance).then(|| Loss {
             experiment: self.name,
@@ -294,6 +295,7 @@ impl Repetitions<'_> {
     fn curves(
         &self,
         policies: &[&str],
+        stays: bool,
         label: impl Fn(&str) -> String,
         points: impl Fn(&PolicyRun) -> Vec<(f64, f64)>,
     ) -> Vec<Curve> {
@@ -304,7 +306,7 @@ impl Repetitions<'_> {
                 let width = if is_ours(policy) { 3 } else { 2 };
                 // Repetitions are thinner.
                 let width = if self.reports.len() > 1 { width - 1 } else { width };
-                curves.push(Curve { label, colour, width, stays: true, points: points(run), ..Curve::default() });
+                curves.push(Curve { label, colour, width, stays, points: points(run), ..Curve::default() });
             }
         }
         curves
@@ -320,9 +322,9 @@ impl Repetitions<'_> {
     fn saved_over_time(&self, policies: &[&str]) -> String {
         let label = |policy: &str| {
             let at = self.spread(policy, |measures| measures.seconds_to[1]);
-            format!("{policy}: 90 % after {}", at.map_or_else(|| "–".to_owned(), |at| format!("{at} s")))
+            at.map_or_else(|| format!("{policy}: never 90 %"), |at| format!("{policy}: 90 % after {at} s"))
         };
-        let curves = self.curves(policies, label, |run| {
+        let curves = self.curves(policies, true, label, |run| {
             // Page tables say more than KSM's counters, where they were read.
             let raw = run.in_page_tables.is_empty() && !run.curve.is_empty() && !run.points.is_empty();
             let saved = if raw { thinned(&run.points) } else { run.curve.clone() };
@@ -338,9 +340,11 @@ impl Repetitions<'_> {
             let spent = Spread::of(self.points(policy).filter_map(|points| Some(points.last()?.cpu_seconds())));
             format!("{policy}: {} CPU s at the end", spent.map_or_else(|| "–".to_owned(), |spent| spent.to_string()))
         };
-        let curves = self.curves(policies, label, |run| {
-            let step = run.points.len().div_ceil(POINTS).max(1);
-            let kept = run.points.iter().step_by(step).chain(run.points.last());
+        let curves = self.curves(policies, false, label, |run| {
+            // All at the start, which the logarithmic axis shows best.
+            let (start, rest) = run.points.split_at(run.points.len().min(POINTS / 4));
+            let kept =
+                start.iter().chain(rest.iter().step_by(rest.len().div_ceil(POINTS).max(1))).chain(run.points.last());
             kept.map(|point| (point.seconds, point.cpu_seconds())).collect()
         });
         let last = curves.iter().flat_map(|curve| &curve.points).map(|point| point.1).fold(1.0, f64::max);

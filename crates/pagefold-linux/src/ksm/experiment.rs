@@ -147,17 +147,7 @@ impl KsmForExperiment {
     /// The kernel refuses `max_page_sharing` and `merge_across_nodes` while pages are merged. A knob keeps another value,
     /// or pages are merged.
     pub fn kernel_defaults(&mut self) -> Result<(), ExperimentError> {
-        self.set_advisor("none")?;
-        for knob in Knob::ALL {
-            if self.ksm.read(knob)?.is_some() {
-                self.set(knob, knob.default_value())?;
-            }
-        }
-        self.verify_clean()
-    }
-
-    /// Reads back what [`Self::kernel_defaults`] has set.
-    fn verify_clean(&self) -> Result<(), ExperimentError> {
+        self.set_defaults()?;
         let unclean = |what: &str, value| Err(ExperimentError::Unclean { what: what.to_owned(), value });
         for knob in Knob::ALL {
             if let Some(now) = self.ksm.read(knob)?.filter(|&now| now != knob.default_value()) {
@@ -172,6 +162,16 @@ impl KsmForExperiment {
             0 => Ok(()),
             merged => unclean("pages_sharing", merged),
         }
+    }
+
+    fn set_defaults(&self) -> Result<(), ExperimentError> {
+        self.set_advisor("none")?;
+        for knob in Knob::ALL {
+            if self.ksm.read(knob)?.is_some() {
+                self.set(knob, knob.default_value())?;
+            }
+        }
+        Ok(())
     }
 
     /// Sets a knob.
@@ -221,7 +221,7 @@ impl KsmForExperiment {
         self.stop()?;
         self.set(Knob::Run, 2)?;
         self.set(Knob::Run, 0)?;
-        self.kernel_defaults()
+        self.set_defaults()
     }
 
     fn restore(&mut self) -> Result<(), ExperimentError> {
