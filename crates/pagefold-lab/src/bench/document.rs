@@ -3,6 +3,9 @@
 use pagefold_cli::html::{self, escape};
 use std::fmt::Write;
 
+/// More rows than Markdown shows of a folded table.
+const LONG: usize = 30;
+
 const STYLE: &str = include_str!("report.css");
 
 #[derive(Clone, Debug)]
@@ -11,6 +14,8 @@ pub enum Block {
     Heading(String),
     Text(String),
     Table(Grid),
+    /// A table that a web page folds, and that Markdown leaves out if it is long.
+    Folded(&'static str, Grid),
     /// An SVG image, which Markdown leaves out.
     Picture(String),
 }
@@ -24,8 +29,12 @@ pub struct Grid {
 }
 
 impl Grid {
+    pub fn new<const N: usize>(texts: usize, heads: [&'static str; N], rows: Vec<[String; N]>) -> Self {
+        Self { heads: heads.to_vec(), texts, rows: rows.into_iter().map(Vec::from).collect() }
+    }
+
     pub fn block<const N: usize>(texts: usize, heads: [&'static str; N], rows: Vec<[String; N]>) -> Block {
-        Block::Table(Self { heads: heads.to_vec(), texts, rows: rows.into_iter().map(Vec::from).collect() })
+        Block::Table(Self::new(texts, heads, rows))
     }
 }
 
@@ -44,6 +53,10 @@ impl Document {
                 Block::Heading(text) => writeln!(body, "<h2>{}</h2>", escape(text)),
                 Block::Text(text) => writeln!(body, "<p>{}</p>", escape(text)),
                 Block::Table(grid) => writeln!(body, "{}", grid.html()),
+                Block::Folded(name, grid) => {
+                    let count = grid.rows.len();
+                    writeln!(body, "<details><summary>{name} ({count})</summary>{}</details>", grid.html())
+                }
                 // Its texts were escaped when it was drawn.
                 Block::Picture(svg) => writeln!(body, "<figure class=\"scroll\">{svg}</figure>"),
             };
@@ -57,7 +70,10 @@ impl Document {
             let _ = match block {
                 Block::Heading(heading) => writeln!(text, "\n## {}", plain(heading)),
                 Block::Text(words) => writeln!(text, "\n{}", plain(words)),
-                Block::Table(grid) => writeln!(text, "\n{}", grid.markdown()),
+                Block::Folded(name, grid) if grid.rows.len() > LONG => {
+                    writeln!(text, "\n{name}: {}, which the JSON has.", grid.rows.len())
+                }
+                Block::Table(grid) | Block::Folded(_, grid) => writeln!(text, "\n{}", grid.markdown()),
                 Block::Picture(_) => Ok(()),
             };
         }
@@ -129,6 +145,16 @@ mod tests {
                 Block::Picture("<svg></svg>".to_owned()),
             ],
         }
+    }
+
+    #[test]
+    fn long_tables_are_folded() {
+        let grid = |count: usize| Grid::new(1, ["name", "value"], vec![["x", "1"].map(str::to_owned); count]);
+        let document = |count| Document { title: String::new(), blocks: vec![Block::Folded("figures", grid(count))] };
+        assert!(document(2).html().contains("<details><summary>figures (2)</summary>"));
+        assert_eq!(document(LONG).markdown().matches("| x | 1 |").count(), LONG);
+        let text = document(LONG + 1).markdown();
+        assert!(text.contains("figures: 31, which the JSON has.") && !text.contains("| x |"), "{text}");
     }
 
     #[test]

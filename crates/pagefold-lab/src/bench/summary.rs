@@ -95,7 +95,7 @@ fn conditions(all: &[Finished]) -> String {
     let machine = &first.report.machine;
     let repetitions = all.iter().map(|one| one.repetition).max().unwrap_or(0);
     format!(
-        "{}, {} processors, {:.1} GiB, Linux {}, huge pages: {}. At most {repetitions} repetition{} of each experiment{}. Values are \
+        "Written by pagefold-lab report. {}, {} processors, {:.1} GiB, Linux {}, huge pages: {}. At most {repetitions} repetition{} of each experiment{}. Values are \
          medians, with the least and the greatest in brackets. CPU time is that of ksmd and pagefold together; getting there and \
          staying there are apart, so that nothing depends on how long a policy was watched.",
         machine.cpu,
@@ -282,7 +282,7 @@ impl Repetitions<'_> {
         blocks.extend(latencies(&tails));
         if !others.is_empty() {
             let rows = others.into_iter().map(|(name, values)| [name.to_owned(), or_none(Spread::of(values))]);
-            blocks.push(Grid::block(1, ["other figures", ""], rows.collect()));
+            blocks.push(Block::Folded("other figures", Grid::new(1, ["other figures", ""], rows.collect())));
         }
     }
 
