@@ -43,8 +43,9 @@ enum Value {
 pub enum Judge {
     /// By all targets of the experiment whose names begin with one of these; with an empty one by all targets.
     Targets(&'static [&'static str]),
-    /// By the first of our values.
+    /// By the first of our values, against the paper's.
     AtLeast(f64),
+    AtMost(f64),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,7 +151,7 @@ pub const CLAIMS: [Claim; 23] = [
                 Cell("share merged by default, at best", Value::Bar("default: share merged at best")),
             ],
             peers: &[Cell("share merged by KSM at T = 2 s", Value::Figure("share merged, ksm-2000/20ms, T = 2 s"))],
-            judge: Judge::Targets(&[""]),
+            judge: Judge::AtMost(0.25),
         },
     },
     Claim {
@@ -360,6 +361,7 @@ impl Value {
 
 impl Judge {
     fn verdict(&self, ours: &[Cell], reports: &[&ExperimentReport], policy: Option<&str>) -> Verdict {
+        let first = || ours.first().and_then(|Cell(_, from)| from.value(reports, policy)).map(|value| value.median);
         let met = match self {
             Self::Targets(names) => {
                 let judged = |name: &str| names.iter().any(|start| name.starts_with(start));
@@ -367,10 +369,8 @@ impl Judge {
                 let met: Vec<bool> = bars.map(|bar| bar.met).collect();
                 if met.is_empty() { None } else { Some(met.iter().all(|&met| met)) }
             }
-            Self::AtLeast(limit) => {
-                let value = ours.first().and_then(|Cell(_, from)| from.value(reports, policy));
-                value.map(|value| value.median >= *limit)
-            }
+            Self::AtLeast(limit) => first().map(|value| value >= *limit),
+            Self::AtMost(limit) => first().map(|value| value <= *limit),
         };
         match met {
             // Something that should have been measured was not.
@@ -420,6 +420,13 @@ mod tests {
         failed.failures.push(Failure { policy: "p".into(), error: "e".into() });
         assert_eq!(idle.measured(&[&failed], false).verdict, Verdict::NotMeasured);
         assert_eq!(idle.measured(&[&bad], true).verdict, Verdict::NotMeasured);
+        // By the paper's value.
+        let mut short = ExperimentReport::new("short-lived", "");
+        assert_eq!(claim("U3").measured(&[&short], false).verdict, Verdict::NotMeasured);
+        for (seconds, verdict) in [(0.25, Verdict::Met), (0.5, Verdict::Missed)] {
+            short.figure("smallest T at which half is merged, sensitive, s", seconds);
+            assert_eq!(claim("U3").measured(&[&short], false).verdict, verdict);
+        }
         // Targets that were not judged.
         assert_eq!(idle.measured(&[&ExperimentReport::new("idle", "")], false).verdict, Verdict::NotMeasured);
     }

@@ -76,7 +76,7 @@ pub fn document(all: &[Finished], density: Option<&Density>) -> Document {
         [Verdict::Met, Verdict::Missed, Verdict::NotMeasured].map(|verdict| counts[verdict as usize]);
     blocks.push(Block::Text(format!(
         "Claims of the KSM tree's message (K), UKSM (U), CMD (C) and nuKSM (N). The verdict is on this project's targets for the \
-         experiment, which are listed below with it: {met} met, {missed} missed, {open} not measured."
+         experiment, which are listed below with it, and for K2 and U3 on the paper's value: {met} met, {missed} missed, {open} not measured."
     )));
     blocks.push(Grid::block(6, ["", "claim", "paper", "peers here", "pagefold here", "verdict"], rows));
     for experiment in &experiments {
