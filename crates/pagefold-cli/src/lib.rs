@@ -6,6 +6,7 @@
 //! | flags made from the table | [`flags`]; the selection of processes: [`scope`] |
 //! | the configuration file's syntax | [`config_file`] |
 //! | exit codes, and errors of one line | [`exit`] |
+//! | web pages: the frame, escaping, and how they are written | [`html`] |
 //! | text output: sizes, shares, times, colour, tables, progress | [`figures`], [`style`], [`table`], [`progress`] |
 #![forbid(unsafe_code)]
 
@@ -13,6 +14,7 @@ pub mod config_file;
 pub mod exit;
 pub mod figures;
 pub mod flags;
+pub mod html;
 pub mod options;
 pub mod progress;
 #[cfg(test)]

@@ -2,15 +2,22 @@
 //! ratios within one run; absolute times depend on the machine.
 
 mod chart;
+pub mod claims;
 mod daemon;
+pub mod density;
+mod document;
 pub mod experiment;
 pub mod guest;
 pub mod load;
+mod measures;
 mod oracle;
 mod page_tables;
+pub mod plan;
 pub mod plot;
 mod policy;
 pub mod report;
-mod sampler;
+pub mod results;
+pub mod sampler;
 mod sampling;
+pub mod summary;
 pub mod table;

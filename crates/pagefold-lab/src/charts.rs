@@ -70,6 +70,7 @@ impl Scale {
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Curve {
+    /// Its name in the legend, which leaves out curves without one.
     pub label: String,
     /// The colour, as `#rrggbb`.
     pub colour: &'static str,
@@ -98,7 +99,8 @@ pub struct Lines {
 
 impl Lines {
     pub fn draw(&self) -> String {
-        let legend = LEGEND_LINE * i32::try_from(self.curves.len()).unwrap_or(0);
+        let named = || self.curves.iter().filter(|curve| !curve.label.is_empty());
+        let legend = LEGEND_LINE * i32::try_from(named().count()).unwrap_or(0);
         svg(PLOT_HEIGHT + 68 + legend, &self.title, "", |canvas| {
             let (plot, legend) = canvas.split_vertically(PLOT_HEIGHT + 52);
             let (right, up) = (self.right.1.range(), self.up.1.range());
@@ -110,7 +112,7 @@ impl Lines {
                 (_, Scale::Logarithmic { .. }) => self.plot(&plot, right, up.log_scale())?,
                 _ => self.plot(&plot, right, up)?,
             }
-            for (line, curve) in (0..).zip(&self.curves) {
+            for (line, curve) in (0..).zip(named()) {
                 let y = 12 + line * LEGEND_LINE;
                 let sample = vec![(LEFT, y), (LEFT + 32, y)];
                 let style = rgb(curve.colour).stroke_width(3);

@@ -5,6 +5,7 @@ mod generate;
 mod programs;
 mod record;
 mod replay;
+mod report;
 mod scale;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -24,6 +25,8 @@ struct Cli {
 enum Command {
     /// Measure pagefold against KSM alone and against an oracle
     Bench(bench::BenchArgs),
+    /// Write what bench has measured as one web page, or as Markdown
+    Report(report::ReportArgs),
     /// Record the page contents of running programs over time, as digests
     Record(record::RecordArgs),
     /// Generate a record of one of the papers' workloads
@@ -56,6 +59,7 @@ pub fn main() -> ExitCode {
     };
     let result = match &cli.command {
         Command::Bench(args) => bench::run(args),
+        Command::Report(args) => report::run(args),
         Command::Record(args) => record::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Programs(args) => programs::run(args),

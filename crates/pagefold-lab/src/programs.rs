@@ -18,7 +18,7 @@ pub use mariadb::{MariaDb, MariaDbData};
 pub use memcached::{Memcached, MemcachedData};
 pub use python::{PythonData, PythonTools};
 pub(crate) use qemu::{Emulator, nodes_kernel};
-pub use qemu::{GuestImage, GuestTools};
+pub use qemu::{GuestImage, GuestTools, QEMU};
 pub use redis::{Redis, RedisData};
 pub use subjects::{SUBJECTS, Subject, Subjects};
 pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`skip`](mod@skip) | how a test reports that it cannot run on this machine |
 //! | [`binaries`] | where the programs under test and the victims are; builds them on demand |
+//! | [`browser`] | a browser that opens the pages of reports |
 //! | [`pagefold`](mod@pagefold) | runs of the program under test, and assertions on how they end |
 //! | [`ksm`] | KSM's knobs and counters, and the fixture that takes KSM for one test |
 //! | [`process`] | small processes to work on, and what /proc shows of a process |
@@ -26,6 +27,7 @@
 #![allow(missing_docs, clippy::missing_panics_doc, reason = "helpers of tests: they panic to fail the test")]
 
 pub mod binaries;
+pub mod browser;
 pub mod cgroup;
 pub mod guest;
 pub mod holder;
@@ -40,6 +42,7 @@ pub mod skip;
 pub mod tenants;
 
 pub use binaries::{ProgramCopy, lab_program, program, victim_binary};
+pub use browser::Browser;
 pub use cgroup::{Cgroup, Freezer};
 pub use holder::Holder;
 pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, saved_bytes, write_knob};

@@ -31,11 +31,11 @@ pub fn charts(report: &ExperimentReport) -> Vec<(String, String)> {
 }
 
 /// Returns whether a policy is pagefold, with any options.
-fn is_ours(name: &str) -> bool {
+pub fn is_ours(name: &str) -> bool {
     name.strip_prefix(SUBJECT).is_some_and(|rest| !rest.starts_with(|first: char| first.is_alphanumeric()))
 }
 
-fn colours<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'static str> {
+pub fn colours<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'static str> {
     let (mut ours, mut peers) = (OURS_TOO.iter().cycle(), PEERS.iter().cycle());
     names.map(|name| if is_ours(name) { ours.next() } else { peers.next() }.map_or(OURS, |colour| colour)).collect()
 }

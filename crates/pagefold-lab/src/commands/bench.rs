@@ -2,17 +2,24 @@
 
 use crate::bench::experiment::{EXPERIMENTS, Experiment, ExperimentSetting};
 use crate::bench::guest::GuestKernel;
+use crate::bench::plan::{Step, plan, remaining};
 use crate::bench::plot;
-use crate::bench::report::{ExperimentReport, Failure};
+use crate::bench::report::{ExperimentReport, Failure, MachineDescription};
+use crate::bench::results::{self, BenchOptions, Finished};
 use crate::bench::table;
 use crate::plots;
 use anyhow::Context;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_linux::os::interrupt::Interrupt;
+use std::collections::BTreeSet;
 use std::env;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// In place of a policy, when an experiment failed altogether.
+const WHOLE: &str = "the experiment";
 
 /// Options of `pagefold-lab bench`.
 #[derive(Clone, Debug, Default, clap::Args)]
@@ -30,6 +37,16 @@ pub struct BenchArgs {
     /// Write charts (SVG) into this directory
     #[arg(long, value_name = "DIR", conflicts_with = "in_guest")]
     pub plots: Option<PathBuf>,
+    /// Write the results of each repetition into this directory: JSON, and the raw samples as Parquet. What is there
+    /// already is not measured again
+    #[arg(long, value_name = "DIR", conflicts_with = "in_guest")]
+    pub output: Option<PathBuf>,
+    /// Repeat each experiment
+    #[arg(long, value_name = "N", default_value = "1", requires = "output", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub repeat: u32,
+    /// Shuffle the experiments of each repetition: equal seeds give equal orders
+    #[arg(long, value_name = "N", requires = "output")]
+    pub seed: Option<u64>,
     /// Run small and short, to check that everything works; speed is not judged
     #[arg(long)]
     pub quick: bool,
@@ -62,7 +79,11 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
     let experiments = if args.names.is_empty() {
         EXPERIMENTS.iter().collect()
     } else {
-        args.names.iter().map(|name| experiment(name)).collect::<Result<Vec<_>, Exit>>()?
+        let mut named = args.names.iter().map(|name| experiment(name)).collect::<Result<Vec<_>, Exit>>()?;
+        // Twice the same would be the same repetition.
+        let mut seen = BTreeSet::new();
+        named.retain(|experiment| seen.insert(experiment.name));
+        named
     };
     let player = env::current_exe().context("cannot find the path of this program")?;
     let beside = player.with_file_name("pagefold");
@@ -88,22 +109,89 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         policies: &args.policy,
         interrupt: &interrupt,
     };
+    let store = args.output.as_deref().map(|dir| Store::open(dir, args, program)).transpose()?;
+    let mut finished = store.as_ref().map_or_else(|| Ok(Vec::new()), Store::load)?;
+    let steps = plan(&experiments, args.repeat, args.seed);
+    let is_finished = |finished: &[Finished], step: &Step| {
+        finished
+            .iter()
+            .position(|one| (one.report.experiment, one.repetition) == (step.experiment.name, step.repetition))
+    };
     let mut passed = true;
-    for experiment in experiments {
-        let report = conduct(experiment, &setting)?;
+    for (at, step) in steps.iter().enumerate() {
+        let known = is_finished(&finished, step);
+        if store.is_some() {
+            let left: Vec<Step> =
+                steps[at..].iter().filter(|step| is_finished(&finished, step).is_none()).copied().collect();
+            announce(at, steps.len(), step, known.is_some(), remaining(&left, &finished));
+        }
+        let report = if let Some(at) = known {
+            finished[at].report.clone()
+        } else {
+            let began = Instant::now();
+            let report = conduct(step.experiment, &setting)?;
+            if !to_stdout {
+                println!("{}", table::report(&report));
+            }
+            // One that failed altogether is measured again next time.
+            let failed = report.failures.iter().any(|failure| failure.policy == WHOLE);
+            if let Some(store) = store.as_ref().filter(|_| !failed) {
+                finished.push(store.add(step.repetition, began.elapsed(), &report)?);
+            }
+            report
+        };
         passed &= report.passed();
         if let Some(json) = &mut json {
             serde_json::to_writer(&mut *json, &report)?;
             writeln!(json)?;
-        }
-        if !to_stdout {
-            println!("{}", table::report(&report));
         }
         if let Some(dir) = &args.plots {
             plots::write(dir, &plot::charts(&report))?;
         }
     }
     Ok(u8::from(!passed))
+}
+
+/// The directory of `--output`.
+struct Store<'a> {
+    dir: &'a Path,
+    options: BenchOptions,
+}
+
+impl<'a> Store<'a> {
+    fn open(dir: &'a Path, args: &BenchArgs, program: &Path) -> anyhow::Result<Self> {
+        fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        let options = BenchOptions {
+            seed: args.seed,
+            quick: args.quick,
+            all_peers: args.all_peers,
+            policies: args.policy.iter().cloned().collect(),
+            kernel: MachineDescription::this().kernel,
+            program: BenchOptions::digest(program)?,
+        };
+        Ok(Self { dir, options })
+    }
+
+    fn load(&self) -> anyhow::Result<Vec<Finished>> {
+        results::load(self.dir, Some(&self.options))
+    }
+
+    fn add(&self, repetition: u32, elapsed: Duration, report: &ExperimentReport) -> anyhow::Result<Finished> {
+        let finished = Finished { repetition, options: self.options.clone(), elapsed, report: report.clone() };
+        results::write(self.dir, &finished)?;
+        Ok(finished)
+    }
+}
+
+/// Says on standard error what comes, and when all will be finished. A line of its own, because experiments report their
+/// progress there, too.
+fn announce(at: usize, of: usize, step: &Step, known: bool, left: Option<Duration>) {
+    let Step { experiment, repetition } = step;
+    let what = if known { ", is there already" } else { "" };
+    let left = left.filter(|_| !known).map_or_else(String::new, |left| {
+        format!(", about {} left", humantime::format_duration(Duration::from_secs(left.as_secs())))
+    });
+    eprintln!("{} of {of}: {}, repetition {repetition}{what}{left}", at + 1, experiment.name);
 }
 
 fn experiment(name: &str) -> Result<&'static Experiment, Exit> {
@@ -119,7 +207,7 @@ fn conduct(experiment: &Experiment, setting: &ExperimentSetting<'_>) -> anyhow::
     if let Err(error) = experiment.conduct(setting, &mut report) {
         setting.interrupt.check()?;
         eprintln!("{}: {error:#}", experiment.name);
-        report.failures.push(Failure { policy: "the experiment".to_owned(), error: format!("{error:#}") });
+        report.failures.push(Failure { policy: WHOLE.to_owned(), error: format!("{error:#}") });
     }
     Ok(report)
 }

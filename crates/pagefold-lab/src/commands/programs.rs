@@ -1,7 +1,7 @@
 //! `pagefold-lab programs`: starts real programs and records them at work.
 
 use super::record::{interval, require_page_flags};
-use crate::programs::{SUBJECTS, Subject, Subjects};
+use crate::programs::{QEMU, SUBJECTS, Subject, Subjects};
 use crate::record::{Deltas, Origin, RecordWriter, Source};
 use crate::recorder::{Recorder, RecordingOptions};
 use anyhow::{Context, Result, anyhow, bail};
@@ -70,7 +70,9 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
     let (subjects, _scratch) = subject.start()?;
     let scope = ScopeSpec { pids: subjects.pids(), ..ScopeSpec::default() };
     let scoped = resolve(&scope, &Roots::default())?;
-    let options = RecordingOptions { scope, deny: DenyList::default(), every: args.every, length, anonymous: false };
+    // Guests are started with `mem-merge=off`, or QEMU would mark them itself.
+    let deny = DenyList::default().overriding(vec![QEMU.to_owned()]);
+    let options = RecordingOptions { scope, deny, every: args.every, length, anonymous: false };
     let mut recorder = Recorder::new(options, scoped, interrupt.clone())?;
     let work = WorkThread::begin(subjects);
     let mut deltas = Deltas::new();

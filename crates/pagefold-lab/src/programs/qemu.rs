@@ -15,6 +15,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Booting takes 20 s on an idle machine, longer on a busy one.
+/// The emulator's program.
+pub const QEMU: &str = "qemu-system-x86_64";
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 const MONITOR_LIMIT: Duration = Duration::from_secs(60);
@@ -36,7 +38,7 @@ impl Emulator {
     /// Finds the tools, or names the packages to install.
     pub fn find() -> anyhow::Result<Self> {
         Ok(Self {
-            qemu: need("qemu-system-x86_64", "qemu-system-x86")?,
+            qemu: need(QEMU, "qemu-system-x86")?,
             setpriv: need("setpriv", "util-linux")?,
             busybox: need("busybox", "busybox-static")?,
         })

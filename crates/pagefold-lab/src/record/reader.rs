@@ -203,7 +203,7 @@ thread_local! {
 ///
 /// Damaged files fail the checksum, but a crafted file can have a correct one, and the crate panics on some of those
 /// (version 59: in 27 of the 10,700 cases of this directory's test).
-fn guarded<T, E: std::fmt::Display>(decode: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
+pub(crate) fn guarded<T, E: std::fmt::Display>(decode: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let before = panic::take_hook();

@@ -21,19 +21,19 @@ const MAGIC: &[u8] = b"PAR1";
 const TAIL_BYTES: u64 = 4096;
 
 /// The placeholder until the checksum is known.
-pub(super) fn blank() -> String {
+pub(crate) fn blank() -> String {
     format!("{}{:0DIGITS$x}", String::from_utf8_lossy(MARK), 0)
 }
 
 /// A writer that computes the checksum of all bytes written.
-pub(super) struct Sealing<W> {
+pub(crate) struct Sealing<W> {
     inner: W,
     hasher: XxHash3_64,
     bytes: u64,
 }
 
 impl<W: Write> Sealing<W> {
-    pub(super) fn new(inner: W) -> Self {
+    pub(crate) fn new(inner: W) -> Self {
         Self { inner, hasher: XxHash3_64::new(), bytes: 0 }
     }
 }
@@ -53,7 +53,7 @@ impl<W: Write> Write for Sealing<W> {
 
 impl<W: Write + Read + Seek> Sealing<W> {
     /// Replaces the [`blank`] checksum. Returns the inner writer and the number of bytes written.
-    pub(super) fn seal(mut self) -> io::Result<(W, u64)> {
+    pub(crate) fn seal(mut self) -> io::Result<(W, u64)> {
         let place =
             find(&mut self.inner, self.bytes)?.ok_or_else(|| io::Error::other("the checksum's place is missing"))?;
         self.inner.seek(SeekFrom::Start(place))?;
@@ -80,7 +80,7 @@ fn read(file: &mut (impl Read + Seek), from: u64, bytes: u64) -> io::Result<Vec<
 }
 
 /// Checks that the file is unchanged since it was written.
-pub(super) fn check(path: &Path, file: &mut File) -> Result<(), RecordError> {
+pub(crate) fn check(path: &Path, file: &mut File) -> Result<(), RecordError> {
     let failed = |source| RecordError::Read { path: path.to_owned(), source };
     let damaged = |what: &str| RecordError::Damaged { path: path.to_owned(), what: what.to_owned() };
     let bytes = file.metadata().map_err(failed)?.len();

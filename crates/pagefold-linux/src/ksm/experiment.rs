@@ -51,6 +51,9 @@ pub enum ExperimentError {
     /// Before Linux 6.8.
     #[error("this kernel's KSM has no advisor (Linux 6.8 and later have)")]
     NoAdvisor,
+    /// Something else has changed KSM since, or the kernel did not unmerge everything.
+    #[error("KSM is not as after boot before a measurement: {what} is {value}; stop what drives it and start again")]
+    Unclean { what: String, value: u64 },
     /// Every kick was lost.
     #[error("ksmd does not scan: no memory is marked")]
     NothingMarked,
@@ -137,24 +140,35 @@ impl KsmForExperiment {
         &self.ksmd
     }
 
-    /// Sets every knob to its value after boot.
+    /// Sets every knob to its value after boot, and verifies that they have it and that nothing is merged.
     ///
     /// # Errors
     ///
-    /// The kernel refuses `max_page_sharing` and `merge_across_nodes` while pages are merged.
+    /// The kernel refuses `max_page_sharing` and `merge_across_nodes` while pages are merged. A knob keeps another value,
+    /// or pages are merged.
     pub fn kernel_defaults(&mut self) -> Result<(), ExperimentError> {
+        self.set_defaults()?;
+        let unclean = |what: &str, value| Err(ExperimentError::Unclean { what: what.to_owned(), value });
+        for knob in Knob::ALL {
+            if let Some(now) = self.ksm.read(knob)?.filter(|&now| now != knob.default_value()) {
+                return unclean(knob.file_name(), now);
+            }
+        }
+        if self.ksm.knobs()?.advisor_on() {
+            return unclean("advisor_mode", 1);
+        }
+        // Without zero pages, of which kernels lose count.
+        match self.ksm.counters()?.pages_sharing.0 {
+            0 => Ok(()),
+            merged => unclean("pages_sharing", merged),
+        }
+    }
+
+    fn set_defaults(&self) -> Result<(), ExperimentError> {
         self.set_advisor("none")?;
-        self.set(Knob::Run, 0)?;
-        for (knob, value) in [
-            (Knob::PagesToScan, 100),
-            (Knob::SleepMillisecs, 20),
-            (Knob::MaxPageSharing, 256),
-            (Knob::UseZeroPages, 0),
-            (Knob::SmartScan, 1),
-            (Knob::MergeAcrossNodes, 1),
-        ] {
+        for knob in Knob::ALL {
             if self.ksm.read(knob)?.is_some() {
-                self.set(knob, value)?;
+                self.set(knob, knob.default_value())?;
             }
         }
         Ok(())
@@ -207,7 +221,7 @@ impl KsmForExperiment {
         self.stop()?;
         self.set(Knob::Run, 2)?;
         self.set(Knob::Run, 0)?;
-        self.kernel_defaults()
+        self.set_defaults()
     }
 
     fn restore(&mut self) -> Result<(), ExperimentError> {

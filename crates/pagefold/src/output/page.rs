@@ -1,53 +1,20 @@
 //! What the web pages of reports share: the frame, tables of memory, charts over time, and how they are written.
-//!
-//! A page is one file. Its policy lets the browser load nothing and run no script, whatever a name contains.
 
 use crate::config::ownership;
 use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::html;
+pub use pagefold_cli::html::escape;
 use pagefold_cli::style::{human, percent};
 use pagefold_core::units::whole;
-use pagefold_linux::proc::status::printable;
 use std::fmt::Write as _;
-use std::fs::OpenOptions;
-use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 const STYLE: &str = include_str!("page.css");
 
 /// The whole page.
 pub fn page(title: &str, body: &str) -> String {
-    format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; \
-         base-uri 'none'; form-action 'none'\">\
-         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
-         <meta name=\"color-scheme\" content=\"light dark\"><title>{}</title>\
-         <style>\n{STYLE}</style></head><body><main>\n{body}</main></body></html>\n",
-        escape(title)
-    )
-}
-
-/// Escapes a text: programs, files and cgroups can have any name.
-pub fn escape(text: &str) -> String {
-    let text = printable(text.as_bytes());
-    let entity = |letter| match letter {
-        '&' => "&amp;",
-        '<' => "&lt;",
-        '>' => "&gt;",
-        '"' => "&quot;",
-        '\'' => "&#39;",
-        _ => "",
-    };
-    let mut safe = String::with_capacity(text.len());
-    for letter in text.chars() {
-        match entity(letter) {
-            "" => safe.push(letter),
-            entity => safe.push_str(entity),
-        }
-    }
-    safe
+    html::page(title, STYLE, body)
 }
 
 /// Writes a page to a file, which may be there already.
@@ -55,18 +22,7 @@ pub fn escape(text: &str) -> String {
 /// # Errors
 /// It cannot be written, or is a link, which another user may have put there.
 pub fn write(path: &Path, page: &str) -> Result<()> {
-    let written = || -> io::Result<()> {
-        let mut options = OpenOptions::new();
-        // A pipe without a reader, or a terminal, is not waited for.
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-        let mut file = options.write(true).create(true).truncate(false).custom_flags(flags).open(path)?;
-        if !file.metadata()?.is_file() {
-            return Err(io::Error::other("not a regular file"));
-        }
-        file.set_len(0)?;
-        file.write_all(page.as_bytes())
-    };
-    written().map_err(|error| {
+    html::write(path, page).map_err(|error| {
         let path = ownership::shown(path);
         Exit::new(exit::FAILURE, format!("cannot write {path}: {error}; give --html a file that can be created")).into()
     })
@@ -188,12 +144,6 @@ impl Unit {
 mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
-
-    #[test]
-    fn hostile_names_stay_text() {
-        assert_eq!(escape("<b a=\"&\" c='d'>"), "&lt;b a=&quot;&amp;&quot; c=&#39;d&#39;&gt;");
-        assert_eq!(escape("a\u{202e}b\u{1b}[2J\n"), "a\\u{202e}b\\u{1b}[2J\\n");
-    }
 
     #[test]
     fn only_regular_files_are_written() {

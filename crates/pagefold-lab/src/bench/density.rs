@@ -1,0 +1,222 @@
+//! Where the duplicate pages of a record are in the address space (UKSM, figure 1).
+
+use crate::charts::number;
+use crate::record::{Page, RecordError, RecordReader, State};
+use pagefold_cli::html::escape;
+use pagefold_core::host::PageState;
+use pagefold_core::units::Pages;
+use pagefold_linux::proc::status::printable;
+use rustc_hash::FxHashMap;
+use std::fmt::Write;
+use std::path::Path;
+
+/// The figure's number of equal parts.
+const BUCKETS: usize = 1000;
+/// Place and size of the drawing.
+const LEFT: f64 = 92.0;
+const WIDTH: f64 = 764.0;
+const TOP: f64 = 64.0;
+const HEIGHT: f64 = 220.0;
+/// The mean width of a letter.
+const LETTER: f64 = 6.2;
+
+/// The share of duplicate pages along all present pages, ordered by process and address.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Density {
+    /// The source of the record.
+    pub source: String,
+    pub pages: u64,
+    pub duplicates: u64,
+    /// The share of duplicates in each of equal parts.
+    pub buckets: Vec<f64>,
+    /// Each process: its name and its number of pages.
+    pub processes: Vec<(String, u64)>,
+}
+
+impl Density {
+    /// Of the snapshot with the most pages.
+    pub fn of_record(path: &Path) -> Result<Self, RecordError> {
+        let mut most = (0, 0);
+        let mut state = State::default();
+        for (at, snapshot) in RecordReader::open(path)?.enumerate() {
+            state.apply(&snapshot?);
+            most = most.max((state.pages(), at));
+        }
+        let mut reader = RecordReader::open(path)?;
+        let source = reader.origin().source.clone();
+        let mut state = State::default();
+        for snapshot in reader.by_ref().take(most.1 + 1) {
+            state.apply(&snapshot?);
+        }
+        Ok(Self::of(source, &state))
+    }
+
+    fn of(source: String, state: &State) -> Self {
+        // Pages shared by fork and the zero page are one page already.
+        let own = |page: &Page| matches!(page.state, PageState::Private | PageState::Merged);
+        let mut regions: Vec<_> = state.regions.values().collect();
+        regions.sort_by_key(|held| (held.row.process, held.row.first));
+        let (mut digests, mut processes) = (Vec::new(), Vec::<(u32, u64)>::new());
+        for held in regions {
+            let before = digests.len();
+            digests.extend(held.pages.iter().filter(|(_, page)| own(page)).map(|(_, page)| page.digest));
+            let added = (digests.len() - before) as u64;
+            match processes.last_mut().filter(|(process, _)| *process == held.row.process) {
+                Some((_, pages)) => *pages += added,
+                None => processes.push((held.row.process, added)),
+            }
+        }
+        let mut copies = FxHashMap::<u128, u32>::default();
+        for digest in &digests {
+            *copies.entry(*digest).or_default() += 1;
+        }
+        let is_duplicate: Vec<bool> = digests.iter().map(|digest| copies[digest] > 1).collect();
+        let count = |pages: &[bool]| pages.iter().filter(|&&is| is).count();
+        let bounds = |bucket: usize| bucket * digests.len() / BUCKETS.min(digests.len().max(1));
+        let buckets = (0..BUCKETS.min(digests.len())).map(|bucket| {
+            let pages = &is_duplicate[bounds(bucket)..bounds(bucket + 1)];
+            count(pages) as f64 / pages.len() as f64
+        });
+        let name = |process: u32| {
+            let row = state.processes.get(&process);
+            let name = row.and_then(|row| row.name.clone()).unwrap_or_else(|| format!("process {process}"));
+            printable(name.as_bytes())
+        };
+        Self {
+            source,
+            pages: digests.len() as u64,
+            duplicates: count(&is_duplicate) as u64,
+            buckets: buckets.collect(),
+            processes: processes.into_iter().map(|(process, pages)| (name(process), pages)).collect(),
+        }
+    }
+
+    /// The smallest share of the memory that has this share of the duplicates.
+    fn concentration(&self, share: f64) -> f64 {
+        let mut shares = self.buckets.clone();
+        shares.sort_by(|a, b| b.total_cmp(a));
+        let all: f64 = shares.iter().sum();
+        let mut sum = 0.0;
+        let needed = shares.iter().take_while(|&&share_here| {
+            let more = sum < share * all;
+            sum += share_here;
+            more
+        });
+        needed.count() as f64 / self.buckets.len().max(1) as f64
+    }
+
+    pub fn describe(&self) -> String {
+        let mib = |pages: u64| number(Pages(pages).bytes().mib());
+        format!(
+            "Record: {}. {} MiB in {} processes, of which {} MiB ({:.0} %) have a copy elsewhere. Nine tenths of these are in \
+             {:.0} % of the memory: where a few duplicates are found, more are nearby.",
+            self.source,
+            mib(self.pages),
+            self.processes.len(),
+            mib(self.duplicates),
+            100.0 * self.duplicates as f64 / self.pages.max(1) as f64,
+            100.0 * self.concentration(0.9),
+        )
+    }
+
+    /// Draws it: a column for each part, and the processes below.
+    pub fn draw(&self) -> String {
+        let x = |share: f64| LEFT + WIDTH * share;
+        let mut svg = String::from(
+            "<svg width=\"880\" height=\"372\" viewBox=\"0 0 880 372\" role=\"img\" xmlns=\"http://www.w3.org/2000/svg\">\
+             <text x=\"24\" y=\"34\" font-size=\"16\" fill=\"#222222\">duplicate pages along the address space</text>",
+        );
+        // Writing to a string cannot fail.
+        for quarter in 0..=4_u32 {
+            let y = TOP + HEIGHT * (1.0 - f64::from(quarter) / 4.0);
+            let (percent, label) = (25 * quarter, y + 4.0);
+            let _ = write!(
+                svg,
+                "<path d=\"M{LEFT} {y}h{WIDTH}\" stroke=\"#E4E4E4\" fill=\"none\"/><text x=\"{}\" y=\"{label}\" \
+                 text-anchor=\"end\" font-size=\"10\" fill=\"#666666\">{percent} %</text>",
+                LEFT - 8.0
+            );
+        }
+        let step = WIDTH / self.buckets.len().max(1) as f64;
+        let mut columns = String::new();
+        for (bucket, share) in self.buckets.iter().enumerate().filter(|(_, share)| **share > 0.0) {
+            let (from, height) = (LEFT + step * bucket as f64, HEIGHT * share);
+            let _ = write!(columns, "M{from:.2} {:.2}v-{height:.2}h{step:.2}v{height:.2}z", TOP + HEIGHT);
+        }
+        let _ = write!(svg, "<path d=\"{columns}\" fill=\"#0072B2\"/>");
+        let mut before = 0;
+        for (at, (name, pages)) in self.processes.iter().enumerate() {
+            let (from, to) = [before, before + pages].map(|pages| x(pages as f64 / self.pages.max(1) as f64)).into();
+            before += pages;
+            let (y, opacity) = (TOP + HEIGHT + 6.0, if at % 2 == 0 { "0.9" } else { "0.4" });
+            let _ = write!(
+                svg,
+                "<rect x=\"{from:.2}\" y=\"{y}\" width=\"{:.2}\" height=\"8\" fill=\"#666666\" opacity=\"{opacity}\"/>",
+                to - from
+            );
+            if to - from > LETTER * name.chars().count() as f64 {
+                let (middle, y) = (f64::midpoint(from, to), y + 24.0);
+                let _ = write!(
+                    svg,
+                    "<text x=\"{middle:.1}\" y=\"{y}\" text-anchor=\"middle\" font-size=\"10\" fill=\"#666666\">{}</text>",
+                    escape(name)
+                );
+            }
+        }
+        let below = format!(
+            "share of duplicate pages in each of {} equal parts of {} present pages, by process and address",
+            self.buckets.len(),
+            self.pages
+        );
+        let _ = write!(svg, "<text x=\"{LEFT}\" y=\"348\" font-size=\"11\" fill=\"#222222\">{below}</text></svg>");
+        svg
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::float_cmp)] // exact results
+mod tests {
+    use super::*;
+    use crate::record::{Event, PARTS, ProcessRow, RegionRow, Snapshot};
+    use pagefold_core::units::Vpn;
+
+    fn state() -> State {
+        let mut events = Vec::new();
+        for process in 0..2 {
+            let name = Some("<a> & b".to_owned());
+            events.push(Event::Process(ProcessRow { process, pid: None, name }));
+            let (first, pages) = (Vpn(100), Pages(3000));
+            events.push(Event::Region(RegionRow { region: process, process, kind: "heap".to_owned(), first, pages }));
+            for page in 0..2000_u64 {
+                // A quarter is in both, a quarter is the zero page, and the rest is different.
+                let state = if page < 1500 { PageState::Private } else { PageState::ZeroMapped };
+                let digest = 1 + u128::from(page) + if page < 500 { 0 } else { 10_000 * (1 + u128::from(process)) };
+                let now = Page { state, huge: false, digest, parts: [0; PARTS], frame: None };
+                events.push(Event::Page { region: process, page: Vpn(100 + page), now });
+            }
+        }
+        let mut state = State::default();
+        state.apply(&Snapshot { time_ns: 0, events });
+        state
+    }
+
+    #[test]
+    fn duplicates_are_counted_where_they_are() {
+        let density = Density::of("test".to_owned(), &state());
+        assert_eq!((density.pages, density.duplicates, density.buckets.len()), (3000, 1000, BUCKETS));
+        assert_eq!(density.processes, [("<a> & b".to_owned(), 1500), ("<a> & b".to_owned(), 1500)]);
+        assert_eq!((density.buckets[0], density.buckets[400], density.buckets[501]), (1.0, 0.0, 1.0));
+        assert!((density.concentration(0.9) - 0.3).abs() < 0.01, "{}", density.concentration(0.9));
+        assert!(density.describe().contains("(33 %)"), "{}", density.describe());
+        let svg = density.draw();
+        let texts = crate::charts::texts(&svg);
+        assert!(texts.iter().any(|text| text == "<a> & b") && !svg.contains("NaN"), "{svg}");
+    }
+
+    #[test]
+    fn little_memory_has_fewer_parts_and_none_has_none() {
+        let density = Density::of("test".to_owned(), &State::default());
+        assert_eq!((density.pages, density.buckets.len(), density.concentration(0.9)), (0, 0, 0.0));
+        assert!(!density.draw().contains("NaN"));
+    }
+}

@@ -1,0 +1,232 @@
+//! What a run took to get somewhere, and what it takes to stay there: apart, so that nothing depends on how long it was
+//! watched.
+
+use crate::bench::plot::is_ours;
+use crate::bench::report::{ExperimentReport, PolicyRun};
+use crate::bench::sampler::SamplerPoint;
+use pagefold_core::units::Bytes;
+use std::fmt;
+
+/// The shares of what can be saved that are measured.
+pub const SHARES: [f64; 3] = [0.5, 0.9, 0.99];
+const AT_90: usize = 1;
+const AT_99: usize = 2;
+/// What follows must be at least so long to tell what staying there costs.
+const LEAST_SECONDS_AFTER: f64 = 5.0;
+
+/// The policy that knows beforehand what is a duplicate: what can be reached.
+const ORACLE: &str = "oracle";
+/// The policy that does nothing.
+const NONE: &str = "no merging";
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Measures {
+    /// The most memory saved, MiB.
+    pub saved_mib: f64,
+    /// When a share of what can be saved was first saved, see [`SHARES`].
+    pub seconds_to: [Option<f64>; 3],
+    /// CPU seconds of ksmd and pagefold until then.
+    pub cpu_to: [Option<f64>; 3],
+    /// Per cent of a core after 99 % (or else 90 %) was reached.
+    pub percent_after: Option<f64>,
+    /// MiB saved for each CPU second until 90 %.
+    pub mib_per_cpu_second: Option<f64>,
+}
+
+impl Measures {
+    /// `whole` is what can be saved. `None` if memory saved over time was not sampled, or means nothing.
+    pub fn of(run: &PolicyRun, whole: u64) -> Option<Self> {
+        // By the targets' page tables, where these were read.
+        let curve = &run.curve;
+        let most = curve.iter().map(|&(_, saved)| saved).max()?;
+        let reached = SHARES.map(|share| {
+            let enough = |saved: u64| whole > 0 && saved as f64 >= share * whole as f64;
+            let &(at, saved) = curve.iter().find(|&&(_, saved)| enough(saved))?;
+            Some((at, saved, cpu_at(&run.points, at)))
+        });
+        let mib_per_cpu_second = reached[AT_90]
+            .and_then(|(_, saved, cpu)| Some((Bytes(saved).mib(), cpu.filter(|&cpu| cpu > 0.0)?)))
+            .map(|(mib, cpu)| mib / cpu);
+        let last = run.points.last();
+        let percent_after = reached[AT_99].or(reached[AT_90]).and_then(|(at, _, cpu)| {
+            let (last, cpu) = (last?, cpu?);
+            let seconds = last.seconds - at;
+            (seconds >= LEAST_SECONDS_AFTER).then(|| 100.0 * (last.cpu_seconds() - cpu) / seconds)
+        });
+        Some(Self {
+            saved_mib: Bytes(most).mib(),
+            seconds_to: reached.map(|reached| reached.map(|(at, ..)| at)),
+            cpu_to: reached.map(|reached| reached.and_then(|(_, _, cpu)| cpu)),
+            percent_after,
+            mib_per_cpu_second,
+        })
+    }
+}
+
+/// CPU seconds spent until the first sample at this time or later.
+fn cpu_at(points: &[SamplerPoint], at: f64) -> Option<f64> {
+    points.iter().find(|point| point.seconds >= at).or(points.last()).map(SamplerPoint::cpu_seconds)
+}
+
+/// What can be saved: what the oracle has saved, or else the most that any policy has.
+pub fn savable(report: &ExperimentReport) -> u64 {
+    let most = |run: &PolicyRun| run.curve.iter().map(|&(_, saved)| saved).max().unwrap_or(0);
+    let oracles = report.run(ORACLE).map(most).filter(|&saved| saved > 0);
+    oracles.unwrap_or_else(|| report.runs.iter().map(most).max().unwrap_or(0))
+}
+
+/// Whether a policy could be used in place of pagefold.
+pub fn is_peer(policy: &str) -> bool {
+    !is_ours(policy) && policy != ORACLE && policy != NONE
+}
+
+/// A quantity in which policies are compared.
+pub struct Quantity {
+    pub name: &'static str,
+    pub of: fn(&Measures) -> Option<f64>,
+    pub more_is_better: bool,
+    /// Whether a policy without a value has not got there.
+    pub is_reached: bool,
+}
+
+impl Quantity {
+    const fn reached(name: &'static str, of: fn(&Measures) -> Option<f64>) -> Self {
+        Self { name, of, more_is_better: false, is_reached: true }
+    }
+}
+
+/// The quantities in which pagefold is compared with its peers.
+pub const QUANTITIES: [Quantity; 7] = [
+    Quantity { name: "memory saved", of: |measures| Some(measures.saved_mib), more_is_better: true, is_reached: true },
+    Quantity::reached("seconds to 50 %", |measures| measures.seconds_to[0]),
+    Quantity::reached("seconds to 90 %", |measures| measures.seconds_to[AT_90]),
+    Quantity::reached("seconds to 99 %", |measures| measures.seconds_to[AT_99]),
+    Quantity::reached("CPU seconds to 90 %", |measures| measures.cpu_to[AT_90]),
+    Quantity::reached("CPU seconds to 99 %", |measures| measures.cpu_to[AT_99]),
+    Quantity {
+        name: "% of a core afterwards",
+        of: |measures| measures.percent_after,
+        more_is_better: false,
+        is_reached: false,
+    },
+];
+
+/// The middle of some values, and the least and the most of them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spread {
+    pub median: f64,
+    pub min: f64,
+    pub max: f64,
+}
+
+impl Spread {
+    /// `None` without values.
+    pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
+        let mut values: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
+        values.sort_by(f64::total_cmp);
+        let (&min, &max) = (values.first()?, values.last()?);
+        let middle = values.len() / 2;
+        let median =
+            if values.len() % 2 == 1 { values[middle] } else { f64::midpoint(values[middle - 1], values[middle]) };
+        Some(Self { median, min, max })
+    }
+}
+
+impl fmt::Display for Spread {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use crate::charts::number;
+        let [median, min, max] = [self.median, self.min, self.max].map(number);
+        to.write_str(&median)?;
+        if min == max { Ok(()) } else { write!(to, " ({min}..{max})") }
+    }
+}
+
+/// The ratio of two policies in a quantity, computed for each repetition by itself.
+pub fn ratio(repetitions: &[&ExperimentReport], own: &str, peer: &str, quantity: &Quantity) -> Option<Spread> {
+    let ratios = repetitions.iter().filter_map(|report| {
+        let whole = savable(report);
+        let of = |policy: &str| (quantity.of)(&Measures::of(report.run(policy)?, whole)?);
+        Some(of(own)? / of(peer).filter(|&peer| peer > 0.0)?)
+    });
+    Spread::of(ratios)
+}
+
+#[cfg(test)]
+#[allow(clippy::float_cmp)] // exact results
+mod tests {
+    use super::*;
+
+    /// A run that saves `mib` at once after some seconds, for a CPU second each second until then and a tenth after it.
+    fn run(policy: &str, mib: u64, after: u32, seconds: u32) -> PolicyRun {
+        let points: Vec<SamplerPoint> = (0..=seconds)
+            .map(|second| SamplerPoint {
+                seconds: second.into(),
+                saved_bytes: if second >= after { mib << 20 } else { 0 },
+                ksmd_seconds: f64::from(second.min(after)) / 2.0,
+                daemon_seconds: f64::from(second.min(after)) / 2.0 + f64::from(second.saturating_sub(after)) / 8.0,
+            })
+            .collect();
+        let mut run = PolicyRun { policy: policy.to_owned(), ..PolicyRun::default() };
+        run.set_samples(&points);
+        run
+    }
+
+    #[test]
+    fn the_way_and_the_stay_are_apart() {
+        let whole = 100 << 20;
+        let short = Measures::of(&run("p", 100, 4, 14), whole).unwrap();
+        assert_eq!(short.seconds_to, [Some(4.0); 3]);
+        assert_eq!(short.cpu_to, [Some(4.0); 3]);
+        assert_eq!((short.percent_after, short.mib_per_cpu_second), (Some(12.5), Some(25.0)));
+        // A longer run changes nothing.
+        assert_eq!(Measures::of(&run("p", 100, 4, 400), whole).unwrap(), short);
+        // Less than the least time after it, less than 99 %, less than 90 %.
+        assert_eq!(Measures::of(&run("p", 100, 4, 8), whole).unwrap().percent_after, None);
+        let most = Measures::of(&run("p", 95, 4, 14), whole).unwrap();
+        assert_eq!((most.seconds_to, most.percent_after), ([Some(4.0), Some(4.0), None], Some(12.5)));
+        let half = Measures::of(&run("p", 60, 4, 14), whole).unwrap();
+        assert_eq!((half.seconds_to, half.percent_after), ([Some(4.0), None, None], None));
+        assert_eq!((half.mib_per_cpu_second, half.saved_mib), (None, 60.0));
+        assert_eq!(Measures::of(&PolicyRun::default(), whole), None);
+    }
+
+    #[test]
+    fn the_oracle_says_what_can_be_saved() {
+        let mut report = ExperimentReport::new("static-mix", "");
+        assert_eq!(savable(&report), 0);
+        report.runs = vec![run("pagefold", 90, 1, 2), run("ksm", 110, 1, 2)];
+        assert_eq!(savable(&report), 110 << 20);
+        report.runs.push(run("oracle", 100, 1, 2));
+        assert_eq!(savable(&report), 100 << 20);
+        assert_eq!(
+            ["pagefold --governor low", "oracle", "no merging", "ksm-everything"].map(is_peer),
+            [false, false, false, true]
+        );
+    }
+
+    #[test]
+    fn medians_have_a_spread() {
+        let spread = |values: &[f64]| Spread::of(values.iter().copied()).map(|spread| spread.to_string());
+        assert_eq!(spread(&[]), None);
+        assert_eq!(spread(&[f64::NAN]), None);
+        assert_eq!(spread(&[2.0]).unwrap(), "2.00");
+        assert_eq!(spread(&[2.0, 2.0001]).unwrap(), "2.00");
+        assert_eq!(spread(&[3.0, 1.0, 20.0]).unwrap(), "3.00 (1.00..20.0)");
+        assert_eq!(spread(&[4.0, 1.0]).unwrap(), "2.50 (1.00..4.00)");
+    }
+
+    #[test]
+    fn ratios_are_taken_within_a_repetition() {
+        let repetition = |own, peers| {
+            let mut report = ExperimentReport::new("static-mix", "");
+            report.runs = vec![run("pagefold", 100, own, 30), run("ksm", 100, peers, 30), run("oracle", 100, 1, 2)];
+            report
+        };
+        // The machine is four times as slow in the second, and in the third KSM is lucky.
+        let repetitions = [repetition(2, 4), repetition(8, 16), repetition(4, 2)];
+        let all: Vec<&ExperimentReport> = repetitions.iter().collect();
+        let found = ratio(&all, "pagefold", "ksm", &QUANTITIES[2]).unwrap();
+        assert_eq!(found, Spread { median: 0.5, min: 0.5, max: 2.0 });
+        assert_eq!(ratio(&all, "pagefold", "another", &QUANTITIES[2]), None);
+    }
+}

@@ -1,0 +1,102 @@
+//! The order of repetitions, and how long the rest of them will take.
+
+use crate::bench::experiment::Experiment;
+use crate::bench::results::Finished;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// A repetition of an experiment.
+#[derive(Clone, Copy)]
+pub struct Step {
+    pub experiment: &'static Experiment,
+    /// Starts with 1.
+    pub repetition: u32,
+}
+
+/// Every experiment once, then every one again. With a seed each repetition has its own order, a function of the seed and
+/// of its number alone, so that what changes on the machine over time does not fall on the same experiment each time.
+pub fn plan(experiments: &[&'static Experiment], repeat: u32, seed: Option<u64>) -> Vec<Step> {
+    let once = |repetition| {
+        let mut order = experiments.to_vec();
+        if let Some(seed) = seed {
+            let mut state = seed ^ u64::from(repetition) << 32;
+            for left in (2..=order.len()).rev() {
+                // The remainder of a small number hardly favours any.
+                let drawn = usize::try_from(random(&mut state) % left as u64).unwrap_or(0);
+                order.swap(left - 1, drawn);
+            }
+        }
+        order.into_iter().map(move |experiment| Step { experiment, repetition })
+    };
+    (1..=repeat).flat_map(once).collect()
+}
+
+/// `SplitMix64`.
+fn random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mixed = (*state ^ *state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ mixed >> 31
+}
+
+/// How long the steps will take, by what the same experiments took, or else an average one. `None` before any is finished.
+pub fn remaining(steps: &[Step], finished: &[Finished]) -> Option<Duration> {
+    let mut of_each = BTreeMap::<&str, (Duration, u32)>::new();
+    for one in finished {
+        let (sum, count) = of_each.entry(one.report.experiment).or_default();
+        *sum += one.elapsed;
+        *count += 1;
+    }
+    let mean = |(sum, count): (Duration, u32)| sum / count.max(1);
+    let all = of_each.values().copied().reduce(|(a, many), (b, more)| (a + b, many + more)).map(mean)?;
+    Some(steps.iter().map(|step| of_each.get(step.experiment.name).copied().map_or(all, mean)).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::experiment::EXPERIMENTS;
+    use crate::bench::report::ExperimentReport;
+    use crate::bench::results::BenchOptions;
+    use std::collections::BTreeSet;
+
+    fn order(repeat: u32, seed: Option<u64>) -> Vec<(&'static str, u32)> {
+        let experiments: Vec<&Experiment> = EXPERIMENTS.iter().collect();
+        plan(&experiments, repeat, seed).iter().map(|step| (step.experiment.name, step.repetition)).collect()
+    }
+
+    #[test]
+    fn the_order_depends_on_the_seed_alone() {
+        let plain = order(2, None);
+        assert_eq!(plain[0], (EXPERIMENTS[0].name, 1));
+        assert_eq!(plain.len(), 2 * EXPERIMENTS.len());
+        let one = order(3, Some(1));
+        assert_eq!(one, order(3, Some(1)));
+        assert_ne!(one, order(3, Some(2)));
+        // More repetitions come after those that were there.
+        assert_eq!(one[..2 * EXPERIMENTS.len()], order(2, Some(1)));
+        let names = |repetition: usize| {
+            let part = &one[repetition * EXPERIMENTS.len()..][..EXPERIMENTS.len()];
+            part.iter().map(|&(name, _)| name).collect::<Vec<_>>()
+        };
+        assert_ne!(names(0), names(1));
+        for repetition in 0..3 {
+            assert_eq!(names(repetition).into_iter().collect::<BTreeSet<_>>().len(), EXPERIMENTS.len());
+        }
+    }
+
+    #[test]
+    fn the_rest_takes_as_long_as_what_is_known() {
+        let experiments: Vec<&Experiment> = EXPERIMENTS[..2].iter().collect();
+        let steps = plan(&experiments, 2, None);
+        assert_eq!(remaining(&steps, &[]), None);
+        let finished = |seconds| Finished {
+            repetition: 1,
+            options: BenchOptions::default(),
+            elapsed: Duration::from_secs(seconds),
+            report: ExperimentReport::new(EXPERIMENTS[0].name, ""),
+        };
+        assert_eq!(remaining(&steps[1..], &[finished(10)]), Some(Duration::from_secs(30)));
+        assert_eq!(remaining(&steps[3..], &[finished(10), finished(20)]), Some(Duration::from_secs(15)));
+    }
+}

@@ -1,0 +1,315 @@
+//! The results of `pagefold-lab bench --output`: two files for each repetition of an experiment.
+//!
+//! `NAME-REPETITION.json` is its line of JSON. `NAME-REPETITION.parquet` has the raw samples, one row each:
+//!
+//! | column | type | meaning |
+//! | --- | --- | --- |
+//! | `experiment` | text | its name |
+//! | `repetition` | int32 | its number, starting with 1 |
+//! | `policy` | text | what merged |
+//! | `seconds` | double | time since the marks were set |
+//! | `saved_bytes` | int64 | memory saved by KSM's counters, beyond that at the start |
+//! | `ksmd_seconds` | double | CPU time of ksmd since the start |
+//! | `pagefold_seconds` | double | CPU time of pagefold and its children |
+//!
+//! Its metadata has the options of the run, the digest of the JSON, and a checksum over the file. Both files appear whole,
+//! the samples last: what has its samples is finished.
+
+use crate::bench::experiment::{EXPERIMENTS, Experiment};
+use crate::bench::report::ExperimentReport;
+use crate::bench::sampler::SamplerPoint;
+use crate::record::{guarded, seal};
+use anyhow::Context;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_linux::os::regular;
+use parquet::basic::Compression;
+use parquet::column::reader::get_typed_column_reader;
+use parquet::data_type::{ByteArrayType, DataType, DoubleType, Int32Type, Int64Type};
+use parquet::file::metadata::KeyValue;
+use parquet::file::properties::WriterProperties;
+use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
+use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
+use parquet::schema::parser::parse_message_type;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use twox_hash::XxHash3_64;
+
+const SCHEMA: &str = "pagefold.bench.samples/1";
+const KEY_SCHEMA: &str = "pagefold.schema";
+const KEY_EXPERIMENT: &str = "pagefold.experiment";
+const KEY_REPETITION: &str = "pagefold.repetition";
+const KEY_OPTIONS: &str = "pagefold.options";
+const KEY_ELAPSED_MS: &str = "pagefold.elapsed_ms";
+const KEY_JSON: &str = "pagefold.json_xxh3";
+const KEY_CHECKSUM: &str = "pagefold.checksum";
+
+const MESSAGE: &str = "message pagefold_samples {
+    required binary experiment (STRING);
+    required int32 repetition;
+    required binary policy (STRING);
+    required double seconds;
+    required int64 saved_bytes;
+    required double ksmd_seconds;
+    required double pagefold_seconds;
+}";
+
+/// A repetition takes less than a megabyte.
+const BYTES_MOST: u64 = 256 << 20;
+
+/// What must be equal for results to be compared.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BenchOptions {
+    pub seed: Option<u64>,
+    pub quick: bool,
+    pub all_peers: bool,
+    pub policies: BTreeSet<String>,
+    pub kernel: String,
+    /// Digest of the pagefold program.
+    pub program: String,
+}
+
+impl BenchOptions {
+    /// The digest of a program.
+    pub fn digest(program: &Path) -> anyhow::Result<String> {
+        let bytes = fs::read(program).with_context(|| format!("cannot read {}", program.display()))?;
+        Ok(digest(&bytes))
+    }
+
+    /// The first option in which two differ, with both values.
+    fn difference(&self, other: &Self) -> Option<String> {
+        let (ours, theirs) = (serde_json::to_value(self).ok()?, serde_json::to_value(other).ok()?);
+        let (name, own) = ours.as_object()?.iter().find(|(name, own)| theirs.get(name) != Some(own))?;
+        Some(format!("{name} {own}, not {}", theirs.get(name)?))
+    }
+}
+
+/// A finished repetition of an experiment.
+#[derive(Clone, Debug)]
+pub struct Finished {
+    pub repetition: u32,
+    pub options: BenchOptions,
+    /// How long it took.
+    pub elapsed: Duration,
+    pub report: ExperimentReport,
+}
+
+fn digest(bytes: &[u8]) -> String {
+    format!("{:016x}", XxHash3_64::oneshot(bytes))
+}
+
+fn refused(path: &Path, what: &str) -> anyhow::Error {
+    let what = what.split_whitespace().collect::<Vec<_>>().join(" ");
+    Exit::new(exit::FAILURE, format!("{} {what}; delete it, or choose another directory", path.display())).into()
+}
+
+fn cut_off(path: &Path) -> anyhow::Error {
+    refused(path, "is damaged or was not written by pagefold-lab bench")
+}
+
+/// The paths of a repetition's JSON and samples.
+pub fn paths(dir: &Path, experiment: &str, repetition: u32) -> (PathBuf, PathBuf) {
+    let path = |ending| dir.join(format!("{experiment}-{repetition}.{ending}"));
+    (path("json"), path("parquet"))
+}
+
+/// All finished repetitions in a directory, by experiment and repetition. They must have the same options, and those of
+/// `wanted` if given.
+pub fn load(dir: &Path, wanted: Option<&BenchOptions>) -> anyhow::Result<Vec<Finished>> {
+    let entries = fs::read_dir(dir).with_context(|| format!("cannot read {}; give a directory", dir.display()))?;
+    let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<anyhow::Result<Vec<PathBuf>>>()?;
+    paths.retain(|path| path.extension().is_some_and(|ending| ending == "parquet"));
+    paths.sort();
+    let mut all: Vec<Finished> = Vec::new();
+    for path in paths {
+        let finished = read(&path)?;
+        if let Some(what) =
+            wanted.or(all.first().map(|one| &one.options)).and_then(|wanted| finished.options.difference(wanted))
+        {
+            return Err(refused(&path, &format!("was measured with {what}")));
+        }
+        all.push(finished);
+    }
+    all.sort_by_key(|one| (position(one.report.experiment), one.repetition));
+    Ok(all)
+}
+
+/// Where an experiment comes in the list of them.
+fn position(experiment: &str) -> Option<usize> {
+    EXPERIMENTS.iter().position(|one| one.name == experiment)
+}
+
+/// Writes a repetition.
+pub fn write(dir: &Path, finished: &Finished) -> anyhow::Result<()> {
+    let (json_path, path) = paths(dir, finished.report.experiment, finished.repetition);
+    let mut report = finished.report.clone();
+    // JSON has no other numbers.
+    report.figures.retain(|_, value| value.is_finite());
+    report.ratios.retain(|_, value| value.is_finite());
+    let mut json = serde_json::to_vec(&report)?;
+    json.push(b'\n');
+    put(&json_path, |file| Ok(file.write_all(&json)?))?;
+    put(&path, |file| {
+        let properties = properties(finished, &digest(&json))?;
+        let writer = SerializedFileWriter::new(seal::Sealing::new(file.try_clone()?), schema()?, properties)?;
+        samples(writer, finished)?.seal()?;
+        Ok(())
+    })
+}
+
+/// Makes a file appear whole.
+fn put(path: &Path, write: impl FnOnce(&mut File) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let put = || {
+        let mut beside = tempfile::Builder::new()
+            .prefix(".pagefold-bench-")
+            // The default mode of new files, subject to the umask.
+            .permissions(Permissions::from_mode(0o666))
+            .tempfile_in(path.parent().unwrap_or(Path::new(".")))?;
+        write(beside.as_file_mut())?;
+        beside.as_file().sync_all()?;
+        beside.persist(path)?;
+        anyhow::Ok(())
+    };
+    put().with_context(|| format!("cannot write {}; choose a writable directory with enough space", path.display()))
+}
+
+fn schema() -> anyhow::Result<parquet::schema::types::TypePtr> {
+    Ok(Arc::new(parse_message_type(MESSAGE)?))
+}
+
+fn properties(finished: &Finished, json: &str) -> anyhow::Result<Arc<WriterProperties>> {
+    let entries = [
+        (KEY_SCHEMA, SCHEMA.to_owned()),
+        // An experiment without samples has no rows to name it.
+        (KEY_EXPERIMENT, finished.report.experiment.to_owned()),
+        (KEY_REPETITION, finished.repetition.to_string()),
+        (KEY_OPTIONS, serde_json::to_string(&finished.options)?),
+        (KEY_ELAPSED_MS, finished.elapsed.as_millis().to_string()),
+        (KEY_JSON, json.to_owned()),
+        // Last, because it is searched for near the end of the file.
+        (KEY_CHECKSUM, seal::blank()),
+    ];
+    let entries = entries.map(|(key, value)| KeyValue::new(key.to_owned(), value)).to_vec();
+    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).set_offset_index_disabled(true);
+    Ok(Arc::new(properties.set_key_value_metadata(Some(entries)).build()))
+}
+
+type Writer = SerializedFileWriter<seal::Sealing<File>>;
+
+fn samples(mut writer: Writer, finished: &Finished) -> anyhow::Result<seal::Sealing<File>> {
+    let runs = &finished.report.runs;
+    let rows = || runs.iter().flat_map(|run| run.points.iter().map(|point| (run.policy.as_str(), *point)));
+    let numbers = |of: fn(SamplerPoint) -> f64| rows().map(|(_, point)| of(point)).collect::<Vec<_>>();
+    let mut group = writer.next_row_group()?;
+    column::<ByteArrayType>(&mut group, &rows().map(|_| finished.report.experiment.into()).collect::<Vec<_>>())?;
+    let repetition = i32::try_from(finished.repetition)?;
+    column::<Int32Type>(&mut group, &rows().map(|_| repetition).collect::<Vec<_>>())?;
+    column::<ByteArrayType>(&mut group, &rows().map(|(policy, _)| policy.into()).collect::<Vec<_>>())?;
+    column::<DoubleType>(&mut group, &numbers(|point| point.seconds))?;
+    let saved = rows().map(|(_, point)| i64::try_from(point.saved_bytes)).collect::<Result<Vec<_>, _>>()?;
+    column::<Int64Type>(&mut group, &saved)?;
+    column::<DoubleType>(&mut group, &numbers(|point| point.ksmd_seconds))?;
+    column::<DoubleType>(&mut group, &numbers(|point| point.daemon_seconds))?;
+    group.close()?;
+    Ok(writer.into_inner()?)
+}
+
+fn column<T: DataType>(
+    group: &mut SerializedRowGroupWriter<'_, seal::Sealing<File>>,
+    values: &[T::T],
+) -> anyhow::Result<()> {
+    let mut column = group.next_column()?.context("the schema has fewer columns")?;
+    column.typed::<T>().write_batch(values, None, None)?;
+    Ok(column.close()?)
+}
+
+/// Reads a repetition, with its samples, after checking that both files are as they were written.
+fn read(path: &Path) -> anyhow::Result<Finished> {
+    let opened = |path: &Path| {
+        let file = regular::open(path, OpenOptions::new().read(true));
+        let file = file.map_err(|error| refused(path, &format!("cannot be read: {error}")))?;
+        if file.metadata()?.len() > BYTES_MOST {
+            return Err(refused(path, "is larger than any result"));
+        }
+        Ok(file)
+    };
+    let mut file = opened(path)?;
+    seal::check(path, &mut file).map_err(|_| cut_off(path))?;
+    // A crafted file can have a right checksum.
+    let (mut finished, json_digest, rows) = guarded(|| decoded(file).map_err(|error| format!("{error:#}")))
+        .map_err(|what| refused(path, &format!("is not a result of pagefold-lab bench ({what})")))?;
+    if paths(Path::new(""), finished.report.experiment, finished.repetition).1.file_name() != path.file_name() {
+        return Err(refused(path, "has the name of another result"));
+    }
+    let json_path = path.with_extension("json");
+    let mut json = Vec::new();
+    opened(&json_path)?.take(BYTES_MOST).read_to_end(&mut json)?;
+    if digest(&json) != json_digest {
+        return Err(refused(&json_path, "is not what was written with the samples beside it"));
+    }
+    let report: ExperimentReport =
+        serde_json::from_slice(&json).map_err(|error| refused(&json_path, &format!("is not a result: {error}")))?;
+    finished.report = report.named_as(&finished.report);
+    for (policy, point) in rows {
+        match finished.report.runs.iter_mut().find(|run| run.policy == policy) {
+            Some(run) => run.points.push(point),
+            None => return Err(refused(path, &format!("has samples of {policy:?}, which its JSON lacks"))),
+        }
+    }
+    Ok(finished)
+}
+
+type Decoded = (Finished, String, Vec<(String, SamplerPoint)>);
+
+fn decoded(file: File) -> anyhow::Result<Decoded> {
+    let file = SerializedFileReader::new(file)?;
+    let metadata = file.metadata().file_metadata();
+    let value = |key: &str| {
+        let entries = metadata.key_value_metadata().map_or(&[][..], Vec::as_slice);
+        let entry = entries.iter().find(|entry| entry.key == key).and_then(|entry| entry.value.clone());
+        entry.with_context(|| format!("it lacks {key}"))
+    };
+    anyhow::ensure!(value(KEY_SCHEMA)? == SCHEMA, "its schema is another");
+    anyhow::ensure!(metadata.schema_descr().root_schema() == schema()?.as_ref(), "its columns differ");
+    let name = value(KEY_EXPERIMENT)?;
+    let experiment = Experiment::named(&name).with_context(|| format!("there is no experiment {name:?}"))?;
+    let finished = Finished {
+        repetition: value(KEY_REPETITION)?.parse().context("its repetition")?,
+        options: serde_json::from_str(&value(KEY_OPTIONS)?).context("its options")?,
+        elapsed: Duration::from_millis(value(KEY_ELAPSED_MS)?.parse().context("its duration")?),
+        report: ExperimentReport::new(experiment.name, experiment.claim),
+    };
+    let mut rows = Vec::new();
+    for group in 0..file.num_row_groups() {
+        let group = file.get_row_group(group)?;
+        let count = usize::try_from(group.metadata().num_rows())?;
+        let group = group.as_ref();
+        let (policies, seconds) = (values::<ByteArrayType>(group, 2, count)?, values::<DoubleType>(group, 3, count)?);
+        let (saved, ksmd) = (values::<Int64Type>(group, 4, count)?, values::<DoubleType>(group, 5, count)?);
+        let daemon = values::<DoubleType>(group, 6, count)?;
+        for at in 0..count {
+            let point = SamplerPoint {
+                seconds: seconds[at],
+                saved_bytes: u64::try_from(saved[at])?,
+                ksmd_seconds: ksmd[at],
+                daemon_seconds: daemon[at],
+            };
+            anyhow::ensure!(point.seconds.is_finite() && point.cpu_seconds().is_finite(), "a sample is not finite");
+            rows.push((policies[at].as_utf8()?.to_owned(), point));
+        }
+    }
+    Ok((finished, value(KEY_JSON)?, rows))
+}
+
+fn values<T: DataType>(group: &dyn RowGroupReader, at: usize, count: usize) -> anyhow::Result<Vec<T::T>> {
+    let mut reader = get_typed_column_reader::<T>(group.get_column_reader(at)?);
+    let mut values = Vec::new();
+    reader.read_records(count, None, None, &mut values)?;
+    anyhow::ensure!(values.len() == count, "a column is too short");
+    Ok(values)
+}

@@ -1,0 +1,43 @@
+//! The command line of `pagefold-lab report`.
+
+use crate::bench::density::Density;
+use crate::bench::{results, summary};
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::html;
+use std::path::PathBuf;
+
+/// Options of `pagefold-lab report`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ReportArgs {
+    /// The directory that bench --output wrote
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Write a web page: one file with all pictures, which needs no network
+    #[arg(short, long, value_name = "FILE", required_unless_present = "markdown")]
+    pub output: Option<PathBuf>,
+    /// Print Markdown, without pictures
+    #[arg(long, conflicts_with = "output")]
+    pub markdown: bool,
+    /// Also show where the duplicate pages of this record are in the address space
+    #[arg(long, value_name = "RECORD")]
+    pub record: Option<PathBuf>,
+}
+
+/// Writes the report.
+pub fn run(args: &ReportArgs) -> anyhow::Result<u8> {
+    let all = results::load(&args.dir, None)?;
+    if all.is_empty() {
+        let line = format!("{} has no results; make some with pagefold-lab bench --output", args.dir.display());
+        return Err(Exit::new(exit::FAILURE, line).into());
+    }
+    let density = args.record.as_deref().map(Density::of_record).transpose()?;
+    let document = summary::document(&all, density.as_ref());
+    match &args.output {
+        None => print!("{}", document.markdown()),
+        Some(path) => html::write(path, &document.html()).map_err(|error| {
+            let line = format!("cannot write {}: {error}; give --output a file that can be created", path.display());
+            Exit::new(exit::FAILURE, line)
+        })?,
+    }
+    Ok(exit::OK)
+}

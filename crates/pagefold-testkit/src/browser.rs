@@ -1,0 +1,66 @@
+//! A browser that opens the pages of reports.
+
+use crate::skip::skip;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// A browser without a screen, with a profile of its own.
+pub struct Browser {
+    dir: tempfile::TempDir,
+}
+
+impl Browser {
+    pub fn new() -> Option<Self> {
+        let found = Command::new("chromium").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        if found.is_err() {
+            skip("no chromium: scripts/setup installs it");
+            return None;
+        }
+        Some(Self { dir: tempfile::tempdir().unwrap() })
+    }
+
+    /// Opens a page. Returns what it prints, after checking that nothing was refused or failed.
+    #[track_caller]
+    fn open(&self, page: &Path, more: &[&str]) -> String {
+        let profile = format!("--user-data-dir={}", self.dir.path().join("profile").display());
+        let mut command = Command::new("timeout");
+        command.args(["60", "chromium", "--headless=new", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]);
+        // Root has no sandbox. There is no network for it either, which a page must not need.
+        command.args(["--no-sandbox", "--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND", &profile]);
+        let output =
+            command.args(more).arg(format!("file://{}", page.display())).stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{said}");
+        // What a page is refused by its policy, and errors in it, are messages of the console.
+        assert!(!said.contains("CONSOLE"), "{said}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// The page as the browser has understood it.
+    #[track_caller]
+    pub fn document(&self, page: &Path) -> String {
+        let document = self.open(page, &["--dump-dom"]);
+        assert!(document.contains("default-src 'none'") && document.ends_with("</html>\n"), "{document}");
+        for foreign in ["<script", "<img", "<iframe", "<link", "NaN"] {
+            assert!(!document.contains(foreign), "{foreign} in {document}");
+        }
+        document
+    }
+
+    /// A picture for each width and colour scheme, kept in PAGEFOLD_PAGES_KEEP if that is set.
+    #[track_caller]
+    pub fn pictures(&self, page: &Path) {
+        let kept = std::env::var_os("PAGEFOLD_PAGES_KEEP").map(PathBuf::from);
+        let name = page.file_stem().unwrap().to_str().unwrap();
+        for (size, scheme) in [("1280,1600", "1"), ("1280,1600", "0"), ("500,2200", "1")] {
+            let file = format!("{name}-{}-{scheme}.png", size.split(',').next().unwrap());
+            let file = kept.as_deref().unwrap_or(self.dir.path()).join(file);
+            let scheme = format!("--blink-settings=preferredColorScheme={scheme}");
+            let (size, shot) = (format!("--window-size={size}"), format!("--screenshot={}", file.display()));
+            self.open(page, &[&size, &scheme, &shot]);
+            // An empty page of one colour takes a few kilobytes.
+            assert!(fs::metadata(&file).unwrap().len() > 30_000, "{}", file.display());
+        }
+    }
+}
