@@ -33,6 +33,45 @@ fn databases_answer_correctly_while_merged() {
     }
     let saved = |at: usize| runs[at]["saved_bytes"].as_f64().unwrap();
     assert!(saved(2) >= 0.8 * saved(0), "pagefold {} of {}", saved(2), saved(0));
+    assert_ksm_is_given_back();
+}
+
+/// Clones are found by a path of their own and are merged, and what a server feels beside each policy is measured.
+#[test]
+fn clones_are_merged_and_neighbours_are_measured() {
+    if !std::path::Path::new("/usr/bin/redis-check-rdb").exists() {
+        return skip("redis-check-rdb is not installed (scripts/setup installs it)");
+    }
+    if std::fs::metadata("/sys/kernel/mm/ksm/run").is_err() || !is_root() {
+        return skip("needs root and a kernel with KSM");
+    }
+    let output = lab(&["bench", "clones", "neighbours", "--quick", "--json", "-"]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{errors}");
+    let reports: Vec<Value> =
+        serde_json::Deserializer::from_slice(&output.stdout).into_iter().map(Result::unwrap).collect();
+    for report in &reports {
+        for run in report["runs"].as_array().unwrap() {
+            assert_eq!(run["answers_correct"]["during"], true, "{}: {errors}", run["policy"]);
+        }
+    }
+    let [clones, neighbours] = &reports[..] else { panic!("{} reports: {errors}", reports.len()) };
+    for policy in ["pagefold", "ksm-1000/20ms"] {
+        let merged = &clones["figures"][format!("clones of which 90 % was merged before the next start, {policy}")];
+        assert!(merged.as_f64().unwrap() >= 1.0, "{policy}: {}", clones["figures"]);
+    }
+    for policy in ["no merging", "pagefold", "pagefold --governor quiet", "ksm-1000/20ms"] {
+        for when in ["while merging", "at rest"] {
+            let figure = |name: &str| neighbours["figures"][format!("{policy} {name} {when}")].as_f64().unwrap();
+            let percentiles = ["p50 us", "p99 us", "p99.9 us"].map(figure);
+            assert!(percentiles[0] > 0.0 && percentiles.is_sorted(), "{policy} {when}: {percentiles:?}");
+            assert!(figure("compression MiB/s") > 0.0);
+        }
+    }
+    assert_ksm_is_given_back();
+}
+
+fn assert_ksm_is_given_back() {
     // The next test may use KSM as soon as the experiment has given it back.
     let _lock = KsmLock::take();
     for (knob, value) in [("run", "0"), ("pages_sharing", "0"), ("max_page_sharing", "256"), ("use_zero_pages", "0")] {

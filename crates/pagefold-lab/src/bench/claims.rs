@@ -202,7 +202,18 @@ pub const CLAIMS: [Claim; 23] = [
         id: "U9",
         what: "Cost to other programs (SPEC CPU there; here what a neighbour notices)",
         paper: "below 3.0 % on a shared core, 1.5 % otherwise",
-        here: Here::Experiment { name: "neighbours", ours: &[], peers: &[], judge: Judge::Targets(&[""]) },
+        here: Here::Experiment {
+            name: "neighbours",
+            ours: &[
+                Cell("of undisturbed, p99 of a server while merging", Value::Bar("99th percentile while merging")),
+                Cell("at rest", Value::Bar("99th percentile at rest")),
+            ],
+            peers: &[
+                Cell("KSM while merging", Value::Figure("ksm-1000/20ms p99 of undisturbed while merging, median")),
+                Cell("KSM at rest", Value::Figure("ksm-1000/20ms p99 of undisturbed at rest, median")),
+            ],
+            judge: Judge::Targets(&["99th percentile"]),
+        },
     },
     Claim {
         id: "U10",

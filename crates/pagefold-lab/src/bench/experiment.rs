@@ -109,6 +109,14 @@ impl ExperimentSetting<'_> {
         Ok(Box::new(Tenant::start(self.player, &TenantSpec::new([segment]))?))
     }
 
+    /// The further peers of an experiment, if they were asked for: everything marked, with the kernel's default rate, as systemd's
+    /// `MemoryKSM=` and uksmd leave it, with other fixed rates, and with the kernel's advisor.
+    fn further_peers(&self, seconds: u64) -> Vec<Policy> {
+        let paced = [100, 1000, 2000].map(|pages| Policy::KsmPaced { pages, seconds });
+        let peers = paced.into_iter().chain([Policy::KsmAdvisor { seconds }]);
+        peers.filter(|_| self.all_peers && !self.quick).collect()
+    }
+
     /// Returns whether a policy was asked for, by its name or the name's first word.
     fn wants(&self, policy: &str) -> bool {
         let first = policy.split(' ').next();

@@ -2,6 +2,8 @@
 
 use crate::bench::experiment::Experiment;
 use crate::bench::results::Finished;
+use pagefold_core::permutation::Permutation;
+use pagefold_core::random::mix;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -16,27 +18,15 @@ pub struct Step {
 /// Every experiment once, then every one again. With a seed each repetition has its own order, a function of the seed and
 /// of its number alone, so that what changes on the machine over time does not fall on the same experiment each time.
 pub fn plan(experiments: &[&'static Experiment], repeat: u32, seed: Option<u64>) -> Vec<Step> {
+    let count = experiments.len() as u64;
     let once = |repetition| {
-        let mut order = experiments.to_vec();
-        if let Some(seed) = seed {
-            let mut state = seed ^ u64::from(repetition) << 32;
-            for left in (2..=order.len()).rev() {
-                // The remainder of a small number hardly favours any.
-                let drawn = usize::try_from(random(&mut state) % left as u64).unwrap_or(0);
-                order.swap(left - 1, drawn);
-            }
-        }
-        order.into_iter().map(move |experiment| Step { experiment, repetition })
+        let order = seed.map(|seed| Permutation::new(count, mix(seed) ^ u64::from(repetition)));
+        (0..count).filter_map(move |at| {
+            let at = order.map_or(at, |order| order.at(at));
+            Some(Step { experiment: experiments.get(usize::try_from(at).ok()?)?, repetition })
+        })
     };
     (1..=repeat).flat_map(once).collect()
-}
-
-/// `SplitMix64`.
-fn random(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mixed = (*state ^ *state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ mixed >> 31
 }
 
 /// How long the steps will take, by what the same experiments took, or else an average one. `None` before any is finished.

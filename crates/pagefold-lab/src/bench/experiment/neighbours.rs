@@ -95,9 +95,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         policies.push(Policy::pagefold_with(seconds, &["--governor", "auto"]));
         policies.push(Policy::KsmAdvisor { seconds });
     }
-    if setting.all_peers {
-        policies.extend([100, 2000].map(|pages| Policy::KsmPaced { pages, seconds }));
-    }
+    let further = setting.further_peers(seconds).into_iter().filter(|policy| !policies.contains(policy));
+    policies.extend(further.collect::<Vec<_>>());
     let mut sequence = PolicySequence::take(setting)?;
     let mut felt: BTreeMap<(String, Window), Vec<Felt>> = BTreeMap::new();
     let mut ratios: BTreeMap<(String, Window), Vec<f64>> = BTreeMap::new();

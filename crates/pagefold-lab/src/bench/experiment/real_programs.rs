@@ -45,7 +45,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, random_mi
         }
         Ok(targets)
     };
-    let policies = [Policy::KsmEverything, Policy::Oracle, Policy::pagefold(seconds)];
+    let mut policies = vec![Policy::KsmEverything, Policy::Oracle, Policy::pagefold(seconds)];
+    policies.extend(setting.further_peers(seconds));
     side_by_side(setting, report, &policies, start)?;
 
     if setting.quick {

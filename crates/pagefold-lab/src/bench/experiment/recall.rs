@@ -114,23 +114,23 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     };
     // The guests are started with `mem-merge=off`, or QEMU would mark them itself, and that counts as their owner's no.
     let ours = Policy::pagefold_with(sizes.seconds, &["--override-opt-out", QEMU]);
-    let policies = [Policy::KsmEverything, Policy::Oracle, ours];
+    let name = ours.to_string();
+    let mut policies = vec![Policy::KsmEverything, Policy::Oracle, ours];
+    policies.extend(setting.further_peers(sizes.seconds));
     let mut sequence = PolicySequence::take(setting)?;
     for policy in &policies {
         sequence.run(report, policy, start)?;
     }
     drop(sequence);
-    let policies = policies.map(|policy| policy.to_string());
-    let ours = &policies[2];
-    report.compare(ours);
+    report.compare(&name);
     report.bar_on_answers();
 
-    let names = policies.iter().filter(|name| setting.wants(name));
+    let names = policies.iter().map(ToString::to_string).filter(|name| setting.wants(name));
     for (policy, snapshots) in names.zip(seen.take()) {
-        put_figures(report, policy, &snapshots);
+        put_figures(report, &policy, &snapshots);
     }
     if !setting.quick {
-        put_bars(report, ours);
+        put_bars(report, &name);
     }
     Ok(())
 }
