@@ -2,7 +2,7 @@
 //! watched.
 
 use crate::bench::plot::is_ours;
-use crate::bench::report::{ExperimentReport, PolicyRun};
+use crate::bench::report::{ExperimentReport, PolicyRun, is_of_later_round};
 use crate::bench::sampler::SamplerPoint;
 use pagefold_core::units::Bytes;
 use std::fmt;
@@ -77,7 +77,7 @@ pub fn savable(report: &ExperimentReport) -> u64 {
 
 /// Whether a policy could be used in place of pagefold.
 pub fn is_peer(policy: &str) -> bool {
-    !is_ours(policy) && policy != ORACLE && !policy.starts_with(NONE)
+    !is_ours(policy) && ![ORACLE, NONE].contains(&policy) && !is_of_later_round(policy)
 }
 
 /// A quantity in which policies are compared.
@@ -199,8 +199,8 @@ mod tests {
         report.runs.push(run("oracle", 100, 1, 2));
         assert_eq!(savable(&report), 100 << 20);
         assert_eq!(
-            ["pagefold --governor low", "oracle", "no merging, round 2", "ksm-everything"].map(is_peer),
-            [false, false, false, true]
+            ["pagefold --governor low", "oracle", "no merging", "ksm", "ksm, round 2"].map(is_peer),
+            [false, false, false, true, false]
         );
     }
 

@@ -189,6 +189,18 @@ impl MachineDescription {
     }
 }
 
+/// The name of a policy's run in a round of an experiment that takes turns.
+pub fn in_round(policy: &str, round: u64) -> String {
+    if round == 1 { policy.to_owned() } else { format!("{policy}{ROUND}{round}") }
+}
+
+/// Whether a run is of a later round: the first one stands for its policy.
+pub fn is_of_later_round(policy: &str) -> bool {
+    policy.contains(ROUND)
+}
+
+const ROUND: &str = ", round ";
+
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PolicyRun {

@@ -5,7 +5,7 @@
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
 use crate::bench::load::{Compressed, Compression, Latencies, percentile};
 use crate::bench::policy::{Policy, SUBJECT};
-use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
+use crate::bench::report::{ExperimentReport, Limit, PolicyRun, in_round};
 use crate::programs::{RedisData, Target, need, scratch};
 use anyhow::Context;
 use pagefold_core::permutation::Permutation;
@@ -86,9 +86,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let seconds = sizes.merging + sizes.settling + sizes.resting;
     let undisturbed = Policy::NoMerging { seconds };
     let mut policies = vec![
+        Policy::pagefold(seconds),
         undisturbed.clone(),
         Policy::KsmPaced { pages: 1000, seconds },
-        Policy::pagefold(seconds),
         Policy::pagefold_with(seconds, &["--governor", "quiet"]),
     ];
     if !setting.quick {
@@ -133,7 +133,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                     .with_context(|| format!("{name}: nothing was measured"))?;
                 measured.insert((name.clone(), window), felt);
             }
-            run.policy = format!("{name}, round {}", round + 1);
+            run.policy = in_round(&name, round + 1);
         }
         for ((name, window), one) in measured.clone() {
             if let Some(base) =
@@ -145,6 +145,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         }
     }
     drop(sequence);
+    // By round, and in it in the order above.
+    let names: Vec<String> = (1..=sizes.rounds)
+        .flat_map(|round| policies.iter().map(move |policy| in_round(&policy.to_string(), round)))
+        .collect();
+    report.runs.sort_by_key(|run| names.iter().position(|name| *name == run.policy));
     put_figures(report, &felt, &ratios);
     report.bar_on_answers();
     if !setting.quick {
