@@ -25,7 +25,7 @@ fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
         "schema": "pagefold.status/1", "pid": 7, "scope": "--all", "dry_run": false, "mechanism": "request",
         "seconds": seconds, "governor": "auto", "in_force": "low", "allowed_share": 0.2, "used_share": 0.05,
         "paused": false, "busy": busy, "ksm_driven": true, "ksm_why": null, "resident_bytes": 1000_u64 << 20,
-        "saved_bytes": saved_mib << 20, "saved_machine_bytes": saved_mib << 20, "marked_bytes": 500_u64 << 20,
+        "saved_bytes": saved_mib << 20, "saved_machine_bytes": saved_mib << 20, "exited_bytes": 0, "marked_bytes": 500_u64 << 20,
         "metadata_bytes": 1, "to_unmark_bytes": 0, "cpu_seconds": {"pagefold": 2.0, "ksmd": 0.5}, "pages_read": 1_000_000,
         "scans": 0, "stops": 0, "longest_stop_us": 0.0, "rounds": 3, "index": {"contents": 5, "bytes": 100},
         "kinds": [{"kind": "statically-duplicated", "regions": 2, "resident_bytes": 700_u64 << 20}],
