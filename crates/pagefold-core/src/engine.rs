@@ -181,7 +181,14 @@ impl Engine {
 
     /// Records the state after the last cycle.
     pub fn close(&mut self, now_ns: u64, ksm: &KsmView, cost: Cost) {
-        self.ledger.observe(now_ns, ksm, self.scheduler.exited(), cost);
+        self.ledger.observe(now_ns, ksm, self.exited(ksm), cost);
+    }
+
+    /// About how many pages KSM counts as merged that are gone. What it counts for living processes is not among them: memory may
+    /// have been unmapped before ksmd came to merge it.
+    fn exited(&self, ksm: &KsmView) -> Pages {
+        let living = self.table.iter().map(Region::merged_by_ksmd).sum();
+        self.scheduler.exited().min(ksm.merged().saturating_sub(living))
     }
 
     /// The regions under judgement.
@@ -329,7 +336,7 @@ impl Engine {
             self.observe_cost_ns = cycle_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
         }
         self.ladder.record_cost(std::mem::take(&mut self.read), cycle_ns);
-        self.ledger.observe(snapshot.now_ns, &snapshot.ksm, self.scheduler.exited(), snapshot.cost);
+        self.ledger.observe(snapshot.now_ns, &snapshot.ksm, self.exited(&snapshot.ksm), snapshot.cost);
         self.budget.record(snapshot.now_ns, snapshot.cost);
     }
 

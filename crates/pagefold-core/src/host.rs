@@ -155,6 +155,11 @@ impl KsmView {
     pub fn saved(&self) -> Pages {
         self.sharing + self.zero
     }
+
+    /// The pages of processes that are merged: those saved, and one of each set of equal ones.
+    pub fn merged(&self) -> Pages {
+        self.shared + self.saved()
+    }
 }
 
 /// Huge pages that the kernel has split on the whole machine, for whatever reason.

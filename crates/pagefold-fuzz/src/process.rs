@@ -11,7 +11,7 @@ pub fn stat(text: &[u8]) {
     assert!(stat.state.is_ascii_alphabetic());
     let open = text.iter().position(|&byte| byte == b'(').unwrap_or(0);
     assert!(text[open + 1..].starts_with(&stat.comm));
-    let flags = if stat.kernel_thread { 0x0020_0000 } else { 0 };
+    let flags = u64::from(stat.kernel_thread) << 21 | u64::from(stat.only_forked) << 6;
     let rest = format!(
         ") {} {} 7 7 0 -1 {flags} 0 0 0 0 {} 0 0 0 20 {} 1 0 {} 0 0\n",
         char::from(stat.state),
