@@ -187,8 +187,12 @@ impl Engine {
     /// About how many pages KSM counts as merged that are gone. What it counts for living processes is not among them: memory may
     /// have been unmapped before ksmd came to merge it.
     fn exited(&self, ksm: &KsmView) -> Pages {
+        let exited = self.scheduler.exited();
+        if exited == Pages(0) {
+            return exited;
+        }
         let living = self.table.iter().map(Region::merged_by_ksmd).sum();
-        self.scheduler.exited().min(ksm.merged().saturating_sub(living))
+        exited.min(ksm.merged().saturating_sub(living))
     }
 
     /// The regions under judgement.

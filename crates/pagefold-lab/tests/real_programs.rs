@@ -3,18 +3,22 @@
 
 use pagefold_testkit::{KsmLock, is_root, lab, skip};
 use serde_json::Value;
+use std::path::Path;
+
+/// Why experiments with these programs cannot run here, if so.
+fn cannot_run(programs: &[&str]) -> Option<String> {
+    let is_installed = |name: &str| ["/usr/sbin", "/usr/bin"].iter().any(|dir| Path::new(dir).join(name).exists());
+    if let Some(program) = programs.iter().find(|program| !is_installed(program)) {
+        return Some(format!("{program} is not installed (scripts/setup installs it)"));
+    }
+    let has_ksm = Path::new("/sys/kernel/mm/ksm/run").exists();
+    (!has_ksm || !is_root()).then(|| "needs root and a kernel with KSM".to_owned())
+}
 
 #[test]
 fn databases_answer_correctly_while_merged() {
-    let is_installed =
-        |name: &str| ["/usr/sbin", "/usr/bin"].iter().any(|dir| std::path::Path::new(dir).join(name).exists());
-    for program in ["redis-check-rdb", "mariadbd", "mariadb-install-db"] {
-        if !is_installed(program) {
-            return skip(format!("{program} is not installed (scripts/setup installs it)"));
-        }
-    }
-    if std::fs::metadata("/sys/kernel/mm/ksm/run").is_err() || !is_root() {
-        return skip("needs root and a kernel with KSM");
+    if let Some(reason) = cannot_run(&["redis-check-rdb", "mariadbd", "mariadb-install-db"]) {
+        return skip(reason);
     }
     let output = lab(&["bench", "real-programs", "--quick", "--json", "-"]);
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -39,11 +43,8 @@ fn databases_answer_correctly_while_merged() {
 /// Clones are found by a path of their own and are merged, and what a server feels beside each policy is measured.
 #[test]
 fn clones_are_merged_and_neighbours_are_measured() {
-    if !std::path::Path::new("/usr/bin/redis-check-rdb").exists() {
-        return skip("redis-check-rdb is not installed (scripts/setup installs it)");
-    }
-    if std::fs::metadata("/sys/kernel/mm/ksm/run").is_err() || !is_root() {
-        return skip("needs root and a kernel with KSM");
+    if let Some(reason) = cannot_run(&["redis-check-rdb"]) {
+        return skip(reason);
     }
     let output = lab(&["bench", "clones", "neighbours", "--quick", "--json", "-"]);
     let errors = String::from_utf8_lossy(&output.stderr);

@@ -109,12 +109,19 @@ impl ExperimentSetting<'_> {
         Ok(Box::new(Tenant::start(self.player, &TenantSpec::new([segment]))?))
     }
 
-    /// The further peers of an experiment, if they were asked for: everything marked, with the kernel's default rate, as systemd's
-    /// `MemoryKSM=` and uksmd leave it, with other fixed rates, and with the kernel's advisor.
-    fn further_peers(&self, seconds: u64) -> Vec<Policy> {
+    /// Adds further peers to the policies of an experiment, if they were asked for: everything marked, with the kernel's default
+    /// rate, as systemd's `MemoryKSM=` and uksmd leave it, with other fixed rates, and with the kernel's advisor. One whose name
+    /// is among them already is left out.
+    fn add_further_peers(&self, policies: &mut Vec<Policy>, seconds: u64) {
+        if !self.all_peers || self.quick {
+            return;
+        }
         let paced = [100, 1000, 2000].map(|pages| Policy::KsmPaced { pages, seconds });
-        let peers = paced.into_iter().chain([Policy::KsmAdvisor { seconds }]);
-        peers.filter(|_| self.all_peers && !self.quick).collect()
+        for peer in paced.into_iter().chain([Policy::KsmAdvisor { seconds }]) {
+            if policies.iter().all(|policy| policy.to_string() != peer.to_string()) {
+                policies.push(peer);
+            }
+        }
     }
 
     /// Returns whether a policy was asked for, by its name or the name's first word.

@@ -95,8 +95,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         policies.push(Policy::pagefold_with(seconds, &["--governor", "auto"]));
         policies.push(Policy::KsmAdvisor { seconds });
     }
-    let further = setting.further_peers(seconds).into_iter().filter(|policy| !policies.contains(policy));
-    policies.extend(further.collect::<Vec<_>>());
+    setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
     let mut felt: BTreeMap<(String, Window), Vec<Felt>> = BTreeMap::new();
     let mut ratios: BTreeMap<(String, Window), Vec<f64>> = BTreeMap::new();

@@ -46,7 +46,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, random_mi
         Ok(targets)
     };
     let mut policies = vec![Policy::KsmEverything, Policy::Oracle, Policy::pagefold(seconds)];
-    policies.extend(setting.further_peers(seconds));
+    setting.add_further_peers(&mut policies, seconds);
     side_by_side(setting, report, &policies, start)?;
 
     if setting.quick {

@@ -116,7 +116,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let ours = Policy::pagefold_with(sizes.seconds, &["--override-opt-out", QEMU]);
     let name = ours.to_string();
     let mut policies = vec![Policy::KsmEverything, Policy::Oracle, ours];
-    policies.extend(setting.further_peers(sizes.seconds));
+    setting.add_further_peers(&mut policies, sizes.seconds);
     let mut sequence = PolicySequence::take(setting)?;
     for policy in &policies {
         sequence.run(report, policy, start)?;

@@ -26,9 +26,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let ours = Policy::pagefold_with(seconds, &["--governor", "full"]);
     let (paced, advised) = (Policy::KsmPaced { pages: 1000, seconds }, Policy::KsmAdvisor { seconds });
     let mut policies = vec![ours.clone(), paced.clone(), advised.clone(), Policy::Oracle];
-    // The one of 1000 pages is among them already.
-    let paced_name = paced.to_string();
-    policies.extend(setting.further_peers(LONG_SECONDS).into_iter().filter(|policy| policy.to_string() != paced_name));
+    setting.add_further_peers(&mut policies, LONG_SECONDS);
     side_by_side(setting, report, &policies, start)?;
     report.compare(&ours.to_string());
 
