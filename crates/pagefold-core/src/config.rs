@@ -81,12 +81,7 @@ pub struct Config {
     pub cow_horizon_ns: u64,
     /// How dense an extent must be to be marked.
     pub density: Density,
-    /// Lower densities, tried one after the other once denser extents are merged, as long as the yield stays above
-    /// `yield_min`.
-    pub thin_densities: [Permyriad; 2],
-    /// The share of duplicates in everything marked that thinner extents must not push it below.
-    pub yield_min: Permyriad,
-    /// The lowest density, for extents that wait until ksmd is idle. Below 3 %, ksmd's records (64 bytes for each page)
+    /// The lowest density, for extents that wait until ksmd has rested. Below 3 %, ksmd's records (64 bytes for each page)
     /// take more than the duplicates give back.
     pub thinnest_density: Permyriad,
     /// The number of duplicate pages from which a span is worth a system call in the target.
@@ -123,8 +118,6 @@ impl Default for Config {
             probation_rounds: 2,
             cow_horizon_ns: 7_200_000_000_000,
             density: Density::default(),
-            thin_densities: [Permyriad(4_000), Permyriad(3_000)],
-            yield_min: Permyriad(7_500),
             thinnest_density: Permyriad(400),
             span_pages_min: Pages(16),
             split_above: BLOCK_PAGES,
@@ -149,8 +142,8 @@ impl Config {
 
     /// The share of a core and the round time under `governor`.
     pub fn pace(&self, governor: Governor) -> Pace {
-        let Pace { top, round_ns } = governor.pace();
-        Pace { top: self.top_share.unwrap_or(top), round_ns: self.round_ns.unwrap_or(round_ns) }
+        let Pace { top, round_ns, price_ns } = governor.pace();
+        Pace { top: self.top_share.unwrap_or(top), round_ns: self.round_ns.unwrap_or(round_ns), price_ns }
     }
 
     /// The duplicate ratio from which a region is promoted.
@@ -191,9 +184,6 @@ impl Config {
             ("the COW threshold", self.cow_threshold, range::THRESHOLD),
             ("the density", self.density.plain, range::THRESHOLD),
             ("the density of huge pages", self.density.huge, range::THRESHOLD),
-            ("the density of thin extents", self.thin_densities[0], range::THRESHOLD),
-            ("the density of thinner extents", self.thin_densities[1], range::THRESHOLD),
-            ("the least yield", self.yield_min, range::THRESHOLD),
             ("the density of the thinnest extents", self.thinnest_density, range::THRESHOLD),
         ];
         for (name, value, range) in shares {

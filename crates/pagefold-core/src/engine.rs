@@ -160,7 +160,7 @@ impl Engine {
     pub fn learned(&self) -> Learned {
         let Config { mechanism, only, .. } = self.config;
         let (now_ns, busy) = (self.snapshot.now_ns, self.scheduler.is_busy());
-        let wait = self.marker.has_thinnest_waiting();
+        let wait = self.marker.has_thin_waiting();
         let verdicts = self.table.iter().filter_map(|region| verdict(region, now_ns, busy, wait, &self.config));
         let regions = if self.on_request() { Vec::new() } else { self.verdicts.with(verdicts) };
         Learned { mechanism, only, families: self.lifetimes.learned(), regions }
@@ -265,7 +265,7 @@ impl Engine {
         self.allowance.advance(now_ns);
         self.allowance.set_groups(snapshot.groups.clone(), self.ladder.sample_ns());
         if self.config.governor == Governor::Auto {
-            self.governor = Governor::for_memory(self.governor, &snapshot.memory);
+            self.governor = Governor::chosen(self.governor, &snapshot.memory, snapshot.cpu_pressure);
         }
         if !self.running || snapshot.regions != self.snapshot.regions {
             self.update_regions(&snapshot);
@@ -525,10 +525,10 @@ impl Engine {
         let unmark = self.marker.unmark(&self.table, now_ns, &mut self.allowance).into_iter().collect();
         // Before new marks, so that small marks can share its scans.
         if !self.reserve.is_short() {
-            self.marker.refresh(&mut self.table, now_ns, self.snapshot.ksm.broken, &mut self.scheduler);
+            self.marker.refresh(&mut self.table, now_ns, self.snapshot.ksm.broken, &mut self.scheduler, pace);
         }
         let more = self.reading.foreground;
-        let means = (&mut self.scheduler, &mut self.allowance);
+        let means = (&mut self.scheduler, &mut self.allowance, pace);
         let mark = self.marker.mark(&mut self.table, now_ns, more, several, means, &self.config);
         let inputs = Inputs {
             now_ns,

@@ -1,7 +1,8 @@
 //! Governors: how much CPU time may be used, and when (UKSM section 7).
 //!
-//! A governor is a share of one core, for pagefold and ksmd together, and the time of a global round. The share holds over
-//! any period of [`WINDOW_NS`]: what both have spent is checked before anything is read or ordered.
+//! A governor is a share of one core, for pagefold and ksmd together, the time of a global round, and the CPU time that a page
+//! saved may cost. The share holds over any period of [`WINDOW_NS`]: what both have spent is checked before anything is read or
+//! ordered.
 
 use crate::error::ConfigError;
 use crate::host::{Cost, MemoryView};
@@ -19,16 +20,16 @@ const OBSERVE_NS: u64 = 20_000_000;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Governor {
-    /// 1 % of a core, rounds of 20 s.
+    /// 1 % of a core, rounds of 20 s, at most 25 us of CPU time for a page saved.
     Quiet,
-    /// 20 %, 8 s.
+    /// 20 %, 8 s, 50 us.
     Low,
-    /// 50 %, 4 s.
+    /// 50 %, 4 s, 100 us.
     Medium,
-    /// 95 %, 2 s.
+    /// 95 %, 2 s, 200 us.
     #[default]
     Full,
-    /// One of the others, chosen by how scarce memory is.
+    /// One of the others, chosen by how scarce memory is and how long programs wait for a CPU.
     Auto,
 }
 
@@ -39,6 +40,8 @@ pub struct Pace {
     pub top: Permyriad,
     /// The time of a global round (UKSM `t`), nanoseconds.
     pub round_ns: u64,
+    /// The most CPU time that a page saved may cost, nanoseconds.
+    pub price_ns: u64,
 }
 
 impl Governor {
@@ -53,13 +56,13 @@ impl Governor {
 
     /// What the governor allows. `Auto` starts with the least.
     pub fn pace(self) -> Pace {
-        let (top, seconds) = match self {
-            Self::Full => (9_500, 2),
-            Self::Medium => (5_000, 4),
-            Self::Low => (2_000, 8),
-            Self::Quiet | Self::Auto => (100, 20),
+        let (top, seconds, price_us) = match self {
+            Self::Full => (9_500, 2, 200),
+            Self::Medium => (5_000, 4, 100),
+            Self::Low => (2_000, 8, 50),
+            Self::Quiet | Self::Auto => (100, 20, 25),
         };
-        Pace { top: Permyriad(top), round_ns: seconds * 1_000_000_000 }
+        Pace { top: Permyriad(top), round_ns: seconds * 1_000_000_000, price_ns: price_us * 1_000 }
     }
 
     /// The governor for a state of memory, `current` being the one in force.
@@ -67,9 +70,16 @@ impl Governor {
     /// Memory is as scarce as the worse of two signs: how long programs wait for memory, where the kernel reports it (PSI),
     /// and the share of memory still available, like ksmtuned (which starts KSM below 20 %). The governor rises at once, and
     /// falls only when memory is clearly less scarce, so that it does not flap.
+    ///
+    /// While the programs whose memory is merged wait for a CPU (`cpu_pressure`), it yields to them: each per cent of that time counts as
+    /// one per cent less scarcity. Where memory is as scarce as can be, they wait for that too, and it does not yield.
     #[must_use]
-    pub fn for_memory(current: Self, memory: &MemoryView) -> Self {
-        let scarce = Self::scarcity(memory);
+    pub fn chosen(current: Self, memory: &MemoryView, cpu_pressure: Option<Permyriad>) -> Self {
+        let waiting = cpu_pressure.map_or(0, |pressure| u64::from(pressure.0) / 100);
+        let scarce = match Self::scarcity(memory) {
+            100.. => 100,
+            scarce => scarce.saturating_sub(waiting),
+        };
         let wanted = Self::of_scarcity(scarce);
         if wanted >= current { wanted } else { current.min(Self::of_scarcity(scarce + SLACK)) }
     }
@@ -159,22 +169,32 @@ mod tests {
         let steps = [(90, Governor::Quiet), (49, Governor::Low), (30, Governor::Medium), (15, Governor::Full)];
         let mut governor = Governor::Quiet;
         for (available, expected) in steps {
-            governor = Governor::for_memory(governor, &memory(available));
+            governor = Governor::chosen(governor, &memory(available), None);
             assert_eq!(governor, expected, "{available} % free");
         }
         // It stays when memory is slightly less scarce, and falls when it is clearly less scarce.
-        assert_eq!(Governor::for_memory(Governor::Full, &memory(21)), Governor::Full);
-        assert_eq!(Governor::for_memory(Governor::Full, &memory(28)), Governor::Medium);
-        assert_eq!(Governor::for_memory(Governor::Full, &memory(90)), Governor::Quiet);
+        assert_eq!(Governor::chosen(Governor::Full, &memory(21), None), Governor::Full);
+        assert_eq!(Governor::chosen(Governor::Full, &memory(28), None), Governor::Medium);
+        assert_eq!(Governor::chosen(Governor::Full, &memory(90), None), Governor::Quiet);
+    }
+
+    #[test]
+    fn auto_yields_to_programs_that_wait_for_a_cpu_until_memory_is_as_scarce_as_can_be() {
+        let chosen = |available, share| Governor::chosen(Governor::Quiet, &memory(available), Some(Permyriad(share)));
+        assert_eq!(
+            [0, 2_400, 2_600, 6_000].map(|share| chosen(30, share)),
+            [Governor::Medium, Governor::Medium, Governor::Low, Governor::Quiet]
+        );
+        assert_eq!(chosen(20, 10_000), Governor::Full);
     }
 
     #[test]
     fn auto_follows_pressure_where_the_kernel_reports_it() {
         let waiting = |share| MemoryView { pressure: Some(Permyriad(share)), ..memory(90) };
-        assert_eq!(Governor::for_memory(Governor::Quiet, &waiting(0)), Governor::Quiet);
-        assert_eq!(Governor::for_memory(Governor::Quiet, &waiting(300)), Governor::Low);
-        assert_eq!(Governor::for_memory(Governor::Quiet, &waiting(1_000)), Governor::Full);
-        assert_eq!(Governor::for_memory(Governor::Quiet, &MemoryView::default()), Governor::Quiet);
+        assert_eq!(Governor::chosen(Governor::Quiet, &waiting(0), None), Governor::Quiet);
+        assert_eq!(Governor::chosen(Governor::Quiet, &waiting(300), None), Governor::Low);
+        assert_eq!(Governor::chosen(Governor::Quiet, &waiting(1_000), None), Governor::Full);
+        assert_eq!(Governor::chosen(Governor::Quiet, &MemoryView::default(), None), Governor::Quiet);
     }
 
     #[test]

@@ -51,6 +51,9 @@ pub struct Snapshot {
     pub hashes_lines: bool,
     /// How scarce memory is.
     pub memory: MemoryView,
+    /// The largest share of the last 10 s in which some task of a cgroup with a judged process waited for a CPU (PSI `some avg10` of
+    /// its `cpu.pressure`), if the kernel reports it. May be some seconds old.
+    pub cpu_pressure: Option<Permyriad>,
     /// The limits of cgroups on the memory of processes in scope. May be some seconds old.
     pub limits: Arc<[LimitView]>,
     /// The processes that share limits, each with its group.

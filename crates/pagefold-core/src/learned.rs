@@ -103,7 +103,7 @@ pub(crate) fn verdict(
     region: &Region,
     now_ns: u64,
     busy: bool,
-    thinnest_wait: bool,
+    thin_waits: bool,
     config: &Config,
 ) -> Option<LearnedRegion> {
     let left_over = region.left_over(config.mechanism);
@@ -117,7 +117,7 @@ pub(crate) fn verdict(
         return None;
     }
     // It is about to be marked, or to be sampled more.
-    let waits = thinnest_wait && left_over >= config.thinnest_density.fraction();
+    let waits = thin_waits && left_over >= config.thinnest_density.fraction();
     if if judged { region.changed || waits } else { wants_more(region, config) } {
         return None;
     }

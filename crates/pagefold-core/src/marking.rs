@@ -4,3 +4,4 @@ pub mod cow_breaks;
 pub mod extents;
 pub mod lifetimes;
 pub mod marker;
+pub mod profit;

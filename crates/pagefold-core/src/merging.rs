@@ -10,6 +10,7 @@
 
 use crate::governor::{Pace, share_ns};
 use crate::host::{KsmView, ScanOrder};
+use crate::marking::profit::{NEW_PAGE_NS, OLD_PAGE_NS};
 use crate::units::{Pages, Permyriad};
 
 /// Exited processes wait to be reaped for this many times the CPU time of the scan, so that many share one: ksmd's records take only
@@ -24,10 +25,6 @@ const KICK_NS_MAX: u64 = 3_000_000_000;
 const KICK_SHARE: u32 = 9_000;
 /// The highest usual cost of a page, nanoseconds: ksmd merges a page that has no copy in its trees yet.
 const HIGHEST_PAGE_NS: u64 = 20_000;
-/// The mean cost of visiting a recently marked page, nanoseconds.
-const NEW_PAGE_NS: u64 = 6_000;
-/// The cost of visiting a page again: merged, or without a copy and mostly skipped, nanoseconds.
-const OLD_PAGE_NS: u64 = 700;
 /// The cost of freeing ksmd's record of a page that is gone, nanoseconds.
 const EXITED_PAGE_NS: u64 = 100;
 /// A scan waits for marks that may follow, but no longer than this, nanoseconds.

@@ -4,6 +4,7 @@ use crate::governor::Governor;
 use crate::host::MemoryView;
 use crate::keys::{DomainKey, OwnerKey};
 use crate::ledger::Ledger;
+use crate::marking::profit::Wave;
 use crate::placement::inventory::PlacementSummary;
 use crate::reserve::Reserve;
 use crate::units::{Bytes, Pages, Permyriad, Vpn, as_bytes, as_fraction};
@@ -70,6 +71,15 @@ pub enum Next {
         /// How long it is still left alone, nanoseconds.
         ns: u64,
     },
+    /// Merging it does not pay. It waits until enough has come together or ksmd has rested.
+    Defer {
+        /// Two scans for all that waits.
+        wave: Wave,
+        /// What a page saved may cost, CPU time in nanoseconds.
+        price_ns: u64,
+        /// When ksmd will have rested long enough, nanoseconds from now.
+        ns: u64,
+    },
     /// Left alone: its process refused to be marked.
     #[default]
     Nothing,
@@ -84,15 +94,15 @@ impl Next {
             Self::Mark => "mark",
             Self::Merge => "merge",
             Self::Watch => "watch",
-            Self::Wait { .. } => "wait",
+            Self::Wait { .. } | Self::Defer { .. } => "wait",
             Self::Nothing => "nothing",
         }
     }
 
-    /// For how many seconds the region is still left alone, if it waits.
+    /// For how many seconds the region waits at most.
     pub fn wait_seconds(&self) -> Option<f64> {
         match self {
-            Self::Wait { ns } => Some(*ns as f64 / 1e9),
+            Self::Wait { ns } | Self::Defer { ns, .. } => Some(*ns as f64 / 1e9),
             _ => None,
         }
     }

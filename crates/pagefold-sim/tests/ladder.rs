@@ -206,17 +206,17 @@ fn fill(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: std::ops:
 #[test]
 fn growth_in_marked_memory_is_merged_while_small_spans_wait() {
     let mut steps = Vec::new();
-    pairs(&mut steps, 0, 1, 40_000);
-    fill(&mut steps, 0, 1, 0..20_000);
+    pairs(&mut steps, 0, 1, 160_000);
+    fill(&mut steps, 0, 1, 0..80_000);
     // For a long time too little to justify a scan.
-    pairs(&mut steps, 10 * SECOND, 3, 200);
-    fill(&mut steps, 10 * SECOND, 3, 0..200);
-    fill(&mut steps, 30 * SECOND, 1, 20_000..32_000);
+    pairs(&mut steps, 5 * SECOND, 3, 200);
+    fill(&mut steps, 5 * SECOND, 3, 0..200);
+    fill(&mut steps, 18 * SECOND, 1, 80_000..128_000);
     let mut host = host();
     host.play(steps.into());
     let mut engine = Engine::new(config());
-    run(&mut host, &mut engine, 25);
-    assert_eq!(host.saved(), Pages(20_000));
+    run(&mut host, &mut engine, 17);
+    assert_eq!(host.saved(), Pages(80_000));
     run(&mut host, &mut engine, 20);
-    assert_eq!(host.saved(), Pages(32_200), "the scan for grown memory merges the small ones too");
+    assert_eq!(host.saved(), Pages(128_200), "the scan for grown memory merges the small ones too");
 }

@@ -124,12 +124,26 @@ fn next(engine: &Engine, region: &Region, kind: Kind) -> Next {
         _ if is_passing(region) && region.hold.ends_ns() > engine.snapshot.now_ns => waits(region.hold.ends_ns()),
         Stage::Examine(cursor) => Next::Read { read: Pages(cursor.0.saturating_sub(region.view.first.0)) },
         _ if kind == Kind::ShortLived && matures > engine.snapshot.now_ns => waits(matures),
-        Stage::Judged(_) if region.changed => Next::Mark,
-        Stage::Judged(_) if region.level > 1 && !region.marks.spans.is_empty() && engine.is_merging() => Next::Merge,
+        Stage::Judged(_) => next_of_judged(engine, region),
         Stage::Survey if wants_more(region, &engine.config) => {
             let needed = Pages(samples_wanted(region, &engine.config));
             Next::Sample { sampled: Pages(region.survey.tally.sampled), needed }
         }
-        _ => Next::Watch,
+        Stage::Survey => Next::Watch,
+    }
+}
+
+fn next_of_judged(engine: &Engine, region: &Region) -> Next {
+    if let Some(wave) = engine.marker.waits(region, &engine.config).filter(|_| !region.hold.is_short()) {
+        let rested_ns = engine.scheduler.idle_ns(engine.snapshot.now_ns);
+        let price_ns = engine.pace().price_ns;
+        return Next::Defer { wave, price_ns, ns: wave.rest_ns(price_ns).saturating_sub(rested_ns) };
+    }
+    if region.changed {
+        Next::Mark
+    } else if region.level > 1 && !region.marks.spans.is_empty() && engine.is_merging() {
+        Next::Merge
+    } else {
+        Next::Watch
     }
 }

@@ -4,11 +4,13 @@
 //! do not last are unmarked and left alone.
 
 use crate::config::{Config, Only};
+use crate::governor::Pace;
 use crate::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use crate::keys::RegionKey;
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::CowBreaks;
 use crate::marking::extents::Candidate;
+use crate::marking::profit::{Wave, paying_density};
 use crate::merging::ScanScheduler;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region, Stage, covers};
@@ -18,16 +20,6 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// The longest that marks wait for other regions that are being read, nanoseconds.
 const HOLD_NS: u64 = 2_000_000_000;
-/// Marks are small if they bring less than one part in this many of what is marked: the scan costs more than they bring.
-const SMALL: u64 = 20;
-/// New pages in marked memory are worth a scan at once if they are at least one part in this many of it, and later if they
-/// are fewer.
-const GROWN: u64 = 8;
-/// The shortest and the longest time that small marks wait for others to share a scan with, nanoseconds.
-const HOLD_SMALL_NS: u64 = 10_000_000_000;
-const HOLD_SMALL_MAX_NS: u64 = 600_000_000_000;
-/// Where scans are long, small marks wait at least this many times the CPU time of one.
-const HOLD_SCANS: u64 = 32;
 /// The first pause before ksmd is woken again for what has changed, nanoseconds. It doubles while scans bring little.
 const PAUSE_NS: u64 = 10_000_000_000;
 /// The longest such pause, nanoseconds.
@@ -40,22 +32,18 @@ const TAKEN_BACK_NS: u64 = 3_600_000_000_000;
 const RETRY_NS: u64 = 1_000_000_000;
 /// The number of pages in marked spans that must have become worth merging before ksmd is woken for them.
 const REFRESH_MIN: u64 = 1_024;
-/// Pages that ksmd has visited often wait for this time, times the marked pages per page worth merging, nanoseconds.
-const REVISIT_NS: f64 = 40e9;
-/// The thinnest extents wait until ksmd has been idle for this long, nanoseconds: each scan for memory that grows would visit
-/// all their pages, up to 24 of them without a merge for each duplicate.
-const IDLE_NS: u64 = 15_000_000_000;
 
 /// Decides on marks.
 #[derive(Clone, Debug, Default)]
 pub struct Marker {
     held_since_ns: Option<u64>,
-    /// Whether some of the thinnest extents wait until ksmd is idle.
-    thinnest_wait: bool,
+    /// What does not pay at the governor's price, and waits: thin extents, and marks that bring little.
+    thin: Wave,
+    small: Wave,
+    /// The price at which extents were last thinned out, nanoseconds.
+    price_ns: u64,
     /// The resident pages that each of the last marks adds to those marked before, by the start of the mark.
     added: BTreeMap<(RegionKey, Vpn), Pages>,
-    /// Whether the marks held are small and wait to share a scan.
-    small_wait: bool,
     /// Spans to be unmarked, and when to continue with them.
     unmarking: VecDeque<Change>,
     next_unmark_ns: u64,
@@ -70,14 +58,21 @@ pub struct Marker {
 }
 
 impl Marker {
-    /// Whether marks are ready and scans should wait for them. Small marks wait for a scan, and no scan waits for them.
+    /// Whether marks are ready and scans should wait for them. Marks that do not pay wait for a scan, and no scan waits for them.
     pub fn is_holding(&self) -> bool {
-        self.held_since_ns.is_some() && !self.small_wait
+        self.held_since_ns.is_some() && self.small == Wave::default()
     }
 
-    /// Whether some of the thinnest extents wait until ksmd is idle.
-    pub fn has_thinnest_waiting(&self) -> bool {
-        self.thinnest_wait
+    /// Whether some thin extents wait, because they do not pay.
+    pub fn has_thin_waiting(&self) -> bool {
+        self.thin.added > Pages(0)
+    }
+
+    /// What a region waits with, because it does not pay.
+    pub fn waits(&self, region: &Region, config: &Config) -> Option<Wave> {
+        let is_thin = || self.has_thin_waiting() && thinner(region, config.thinnest_density, config).is_some();
+        let (small, thin) = (region.changed && self.small.added > Pages(0), !region.changed && is_thin());
+        small.then_some(self.small).or(thin.then_some(self.thin))
     }
 
     /// Adopts marks that ksmd visited for an earlier run: what was written before now is no reason for a scan.
@@ -93,25 +88,34 @@ impl Marker {
         now_ns: u64,
         more: bool,
         several_domains: bool,
-        (scheduler, allowance): (&mut ScanScheduler, &mut Allowance),
+        (scheduler, allowance, pace): (&mut ScanScheduler, &mut Allowance, Pace),
         config: &Config,
     ) -> Vec<Change> {
-        let idle = scheduler.idle_ns(now_ns) >= IDLE_NS;
-        if idle && self.thinnest_wait || table.iter().any(|region| region.changed) {
-            self.thinnest_wait = thin_out(table, idle, config);
+        let (price_ns, rested_ns) = (pace.price_ns, scheduler.idle_ns(now_ns));
+        let marked = marked_resident(table);
+        let has_rested = self.thin.added > Pages(0) && rested_ns >= self.thin.rest_ns(price_ns);
+        if has_rested || self.price_ns != price_ns || table.iter().any(|region| region.changed) {
+            self.thin = thin_out(table, marked, price_ns, rested_ns, config);
+            self.price_ns = price_ns;
         }
+        self.small = Wave::default();
         let ready = ready(table, now_ns, several_domains, config);
         if ready.is_empty() {
             self.held_since_ns = None;
             return Vec::new();
         }
         let held_ns = now_ns - *self.held_since_ns.get_or_insert(now_ns);
-        let bring = |(slot, spans): &(u32, Vec<Candidate>)| table.get(*slot).map_or(0, |region| gain(region, spans).1);
-        let brings: u64 = ready.iter().map(bring).sum();
-        let wait_ns = hold_small_ns(brings, marked_resident(table).0, scheduler.scan_cost_ns());
-        let small = held_ns < wait_ns && !scheduler.starts_two_scans();
-        self.small_wait = small && !(more && held_ns < HOLD_NS);
-        if small || more && held_ns < HOLD_NS {
+        if more && held_ns < HOLD_NS {
+            return Vec::new();
+        }
+        let adds = |(slot, spans): &(u32, Vec<Candidate>)| {
+            table.get(*slot).map_or(Wave::default(), |region| gain(region, spans))
+        };
+        // Two scans that are about to start visit what is marked anyway.
+        let walked = if scheduler.starts_two_scans() { Pages(0) } else { marked };
+        let wave = Wave { walked, ..ready.iter().map(adds).sum() };
+        if !wave.pays(price_ns) && rested_ns < wave.rest_ns(price_ns) {
+            self.small = wave;
             return Vec::new();
         }
         self.held_since_ns = None;
@@ -133,7 +137,7 @@ impl Marker {
                 continue;
             }
             for span in spans {
-                self.added.insert((region.view.key, span.first), Pages(gain(region, &[span]).0));
+                self.added.insert((region.view.key, span.first), gain(region, &[span]).added);
                 let why = Why::Duplicate { duplicate: span.duplicate, resident: span.resident };
                 marks.push(Change { span: span_of(region, &span), why });
                 region.marks.add(span);
@@ -227,9 +231,16 @@ impl Marker {
     }
 
     /// Requests scans for what has become worth merging in spans marked earlier.
-    pub fn refresh(&mut self, table: &mut RegionTable, now_ns: u64, broken: u64, scheduler: &mut ScanScheduler) {
-        let marked = marked_resident(table).0;
-        if scheduler.visits_twice() || marked == 0 {
+    pub fn refresh(
+        &mut self,
+        table: &mut RegionTable,
+        now_ns: u64,
+        broken: u64,
+        scheduler: &mut ScanScheduler,
+        pace: Pace,
+    ) {
+        let marked = marked_resident(table);
+        if scheduler.visits_twice() || marked == Pages(0) {
             table.iter_mut().for_each(|region| region.marks.visit(region.view.resident));
             (self.visited_ns, self.visited_broken) = (now_ns, broken);
             self.thorough_ns = if scheduler.wants_thorough() { now_ns } else { self.thorough_ns };
@@ -243,31 +254,25 @@ impl Marker {
         let grown: Pages = table.iter().map(Region::grown).sum();
         // A merged page that was written holds something new, about half of the time something other pages hold too.
         let renewed = grown + Pages(broken.saturating_sub(self.visited_broken) / 2);
-        let hold_ns = hold_small_ns(renewed.0, marked, scheduler.scan_cost_ns()).max(HOLD_SMALL_NS);
-        let wait_ns = if renewed.0 >= marked / GROWN { 0 } else { hold_ns };
-        if renewed.0 >= REFRESH_MIN && now_ns >= self.visited_ns + wait_ns {
+        let is_due = |wave: Wave| wave.pays(pace.price_ns) || scheduler.idle_ns(now_ns) >= wave.rest_ns(pace.price_ns);
+        let wave = Wave { added: renewed, walked: marked.saturating_sub(renewed), duplicate: renewed };
+        if renewed.0 >= REFRESH_MIN && now_ns >= self.visited_ns + PAUSE_NS && is_due(wave) {
             scheduler.request(renewed);
             return;
         }
         if now_ns < self.next_refresh_ns {
             return;
         }
-        let (mut worth, mut marked) = (0.0, 0);
-        for region in table.iter_mut() {
-            let resident = region.marked_resident().0;
-            marked += resident;
-            worth += resident as f64 * region.marks.samples.worth();
-        }
-        let wait_ns = REVISIT_NS * marked as f64 / worth.max(1.0);
-        let is_due = worth >= (marked / SMALL) as f64 || now_ns as f64 >= self.thorough_ns as f64 + wait_ns;
-        if worth < REFRESH_MIN as f64 || !is_due {
+        let worth = table.iter_mut().map(|region| region.marked_resident().0 as f64 * region.marks.samples.worth());
+        let worth = Pages(whole(worth.sum()));
+        // Such a scan visits every page as if it were new.
+        if worth.0 < REFRESH_MIN || !is_due(Wave { added: marked, walked: Pages(0), duplicate: worth }) {
             return;
         }
         // Compare what the last refresh brought with what was expected of it.
         let fruitful = scheduler.last_merged().0 * 4 >= self.refresh_expected.0;
         self.refresh_pause_ns = if fruitful { PAUSE_NS } else { (self.refresh_pause_ns * 2).min(PAUSE_MAX_NS) };
         self.next_refresh_ns = now_ns + self.refresh_pause_ns;
-        let worth = Pages(whole(worth));
         self.refresh_expected = worth;
         scheduler.request_thorough(worth);
     }
@@ -305,14 +310,6 @@ impl Marker {
             }
         }
     }
-}
-
-/// How long marks that bring `brings` pages wait for others, nanoseconds: longer the less they bring, and longer where a scan
-/// costs more.
-fn hold_small_ns(brings: u64, marked: u64, scan_cost_ns: u64) -> u64 {
-    let part = marked / brings.max(1);
-    let wait_ns = (HOLD_SMALL_NS * part / SMALL).min(HOLD_SMALL_MAX_NS);
-    if part < SMALL { 0 } else { wait_ns.max(HOLD_SCANS * scan_cost_ns) }
 }
 
 /// The regions with something to mark, and their spans. Regions that another program has marked whole (`pagefold exec`) are
@@ -358,67 +355,56 @@ fn span_of(region: &Region, mark: &Candidate) -> Span {
     Span { region: region.view.key, first: mark.first, pages: mark.pages }
 }
 
-/// What spans would add to the marks of a region: resident pages, and duplicates.
-fn gain(region: &Region, spans: &[Candidate]) -> (u64, u64) {
+/// What spans would add to the marks of a region.
+fn gain(region: &Region, spans: &[Candidate]) -> Wave {
     let inside = |mark: &&Candidate| spans.iter().any(|span| covers(span, mark));
     let known = region.marks.spans.iter().filter(inside).fold((0, 0), add);
-    let all = spans.iter().fold((0, 0), add);
-    (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1))
+    between(known, spans.iter().fold((0, 0), add))
 }
 
-/// Lowers the density that regions must have, densest regions first, as long as enough of what is to be marked is duplicate.
-///
-/// Thin extents are worth their metadata (64 bytes for each page marked, a page saved for each merged); the required yield
-/// bounds what ksmd visits without merging it. Where nothing denser exists, no yield is required. The thinnest extents come last, once
-/// ksmd is `idle` and scans are rare. Returns whether some wait for that.
-fn thin_out(table: &mut RegionTable, idle: bool, config: &Config) -> bool {
+/// What is added from some resident pages and duplicates to more.
+fn between(known: (u64, u64), all: (u64, u64)) -> Wave {
+    let (added, duplicate) = (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1));
+    Wave { added: Pages(added), walked: Pages(0), duplicate: Pages(duplicate) }
+}
+
+/// Lowers the density that regions must have to that which pays. The thinnest extents come last, together, once ksmd has rested so long that
+/// they cost little beside that time. Returns those that wait.
+fn thin_out(table: &mut RegionTable, marked: Pages, price_ns: u64, rested_ns: u64, config: &Config) -> Wave {
     if config.only == Only::Zeros {
         // Whatever else is marked could be merged between programs.
-        return false;
+        return Wave::default();
     }
-    let dense = |region: &Region| total(region, region.density, config);
-    let mut chosen = table.iter().map(dense).fold((0, 0), |sum, more| (sum.0 + more.0, sum.1 + more.1));
-    for density in config.thin_densities {
-        let yield_min = if chosen.1 == 0 { density } else { config.yield_min };
-        thin_to(table, density, config, |resident, duplicate| {
-            let with = (chosen.0 + resident, chosen.1 + duplicate);
-            let may = Permyriad::of(with.1, with.0) >= yield_min;
-            chosen = if may { with } else { chosen };
-            may
-        });
+    let pays = paying_density(price_ns).max(config.thinnest_density);
+    thin_to(table, pays, config);
+    let rest = table.iter().filter_map(|region| thinner(region, config.thinnest_density, config));
+    let wave = Wave { walked: marked, ..rest.sum() };
+    if wave.added == Pages(0) || rested_ns < wave.rest_ns(price_ns) {
+        return wave;
     }
-    let mut wait = false;
-    thin_to(table, config.thinnest_density, config, |_, _| {
-        wait |= !idle;
-        idle
-    });
-    wait
+    thin_to(table, config.thinnest_density, config);
+    Wave::default()
 }
 
-/// Lowers the density of regions to `density`, densest regions first, where `may` accepts the resident pages and duplicates
-/// that this adds.
-fn thin_to(table: &mut RegionTable, density: Permyriad, config: &Config, mut may: impl FnMut(u64, u64) -> bool) {
-    let mut thinner = Vec::new();
-    for (slot, region) in table.numbered_mut() {
-        if region.density <= density || region.hold.reason().is_some() || region.survey.is_volatile(config) {
-            continue;
-        }
-        let all = total(region, density, config);
-        if all.1 < config.span_pages_min.0 {
-            continue;
-        }
-        let known = total(region, region.density, config);
-        let (resident, duplicate) = (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1));
-        if duplicate >= config.span_pages_min.0 {
-            thinner.push((Permyriad::of(duplicate, resident), slot, resident, duplicate));
-        }
-    }
-    thinner.sort_unstable_by(|a, b| b.cmp(a));
-    for (_, slot, resident, duplicate) in thinner {
-        if let Some(region) = table.get_mut(slot).filter(|_| may(resident, duplicate)) {
+/// Lowers the density of regions that then have more to mark.
+fn thin_to(table: &mut RegionTable, density: Permyriad, config: &Config) {
+    for region in table.iter_mut() {
+        if thinner(region, density, config).is_some() {
             (region.density, region.changed) = (density, true);
         }
     }
+}
+
+/// What a lower density adds to what is to be marked of a region, if that is enough for a mark.
+fn thinner(region: &Region, density: Permyriad, config: &Config) -> Option<Wave> {
+    if region.density <= density || region.hold.reason().is_some() || region.survey.is_volatile(config) {
+        return None;
+    }
+    let all = total(region, density, config);
+    if all.1 < config.span_pages_min.0 {
+        return None;
+    }
+    Some(between(total(region, region.density, config), all)).filter(|wave| wave.duplicate >= config.span_pages_min)
 }
 
 /// Resident pages and duplicates in the extents of a region that are at least this dense. Nothing if it is marked whole.

@@ -483,6 +483,7 @@ impl Host for LiveHost {
             mechanism: self.mechanism(),
             hashes_lines: self.requesting.device.as_ref().is_some_and(|device| device.hashes()),
             memory: self.memory,
+            cpu_pressure: self.limits.cpu_pressure(),
             limits: self.limits.views(),
             groups: self.groups.clone(),
             cost,

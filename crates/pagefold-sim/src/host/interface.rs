@@ -214,7 +214,20 @@ impl Host for SimHost {
         let (mechanism, memory, cost) = (self.knobs.mechanism, self.free, self.cost());
         let hashes_lines = mechanism == Mechanism::Request;
         let (limits, groups) = (self.limits.clone(), self.groups.clone());
-        Ok(Snapshot { now_ns, regions, ksm, mechanism, hashes_lines, memory, limits, groups, cost, nodes, owners })
+        Ok(Snapshot {
+            now_ns,
+            regions,
+            ksm,
+            mechanism,
+            hashes_lines,
+            memory,
+            cpu_pressure: None,
+            limits,
+            groups,
+            cost,
+            nodes,
+            owners,
+        })
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {

@@ -1,12 +1,16 @@
-//! The limits of cgroups on the memory of targets: below each, merged pages can come back until nothing is left.
+//! The cgroups of targets: their limits on memory, below which merged pages can come back until nothing is left, and how long their
+//! tasks wait for a CPU.
 
 use crate::host::targets::Target;
 use crate::os::cpu::own_cpu_ns;
+use crate::os::fault;
+use crate::os::pressure::parse_pressure;
 use crate::proc::headroom::limit_of;
 use pagefold_core::host::LimitView;
 use pagefold_core::keys::{KeyCounter, LimitKey, OwnerKey};
-use pagefold_core::units::{PAGE_BYTES, Pages};
+use pagefold_core::units::{PAGE_BYTES, Pages, Permyriad};
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,6 +38,10 @@ struct Group {
     owners: Vec<OwnerKey>,
     /// Its limit, and what is left, when they were last read. `None`: it has no limit, or that cannot be read.
     limit: Option<(Pages, Pages)>,
+    /// Whether a target is in it, rather than below it.
+    is_own: bool,
+    /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel does not report it.
+    cpu_pressure: Option<Permyriad>,
 }
 
 impl Limits {
@@ -52,20 +60,24 @@ impl Limits {
 
     /// Assigns processes to the cgroups that they are in, and those above, up to the mount point of each.
     fn assign<'a>(&mut self, members: impl Iterator<Item = (&'a (PathBuf, PathBuf), OwnerKey)>) {
-        let mut owners: BTreeMap<&Path, Vec<OwnerKey>> = BTreeMap::new();
+        let mut owners: BTreeMap<&Path, (Vec<OwnerKey>, bool)> = BTreeMap::new();
         for ((mount, dir), owner) in members {
+            // The topmost holds the kernel's threads too.
+            let own = (dir != mount).then_some(dir.as_path());
             for dir in dir.ancestors().take_while(|dir| dir.starts_with(mount)) {
-                owners.entry(dir).or_default().push(owner);
+                let (owners, is_own) = owners.entry(dir).or_default();
+                owners.push(owner);
+                *is_own |= own == Some(dir);
             }
         }
         self.groups.retain(|dir, _| owners.contains_key(dir.as_path()));
-        for (dir, owners) in owners {
+        for (dir, (owners, is_own)) in owners {
             if let Some(group) = self.groups.get_mut(dir) {
-                group.owners = owners;
+                (group.owners, group.is_own) = (owners, is_own);
                 continue;
             }
             let key = LimitKey(self.keys.take(|key| self.groups.values().any(|group| group.key.0 == key)));
-            self.groups.insert(dir.to_owned(), Group { key, owners, limit: None });
+            self.groups.insert(dir.to_owned(), Group { key, owners, limit: None, is_own, cpu_pressure: None });
         }
     }
 
@@ -81,7 +93,13 @@ impl Limits {
             let pages = |bytes: u64| Pages(bytes / PAGE_BYTES);
             let limit = limit_of(dir).unwrap_or_default();
             group.limit = limit.map(|limit| (pages(limit.limit.0), pages(limit.left.0)));
+            group.cpu_pressure = if group.is_own { cpu_pressure_of(dir) } else { None };
         }
+    }
+
+    /// The largest share of the last 10 s in which some task of a cgroup with a target waited for a CPU, as last read.
+    pub(super) fn cpu_pressure(&self) -> Option<Permyriad> {
+        self.groups.values().filter_map(|group| group.cpu_pressure).max()
     }
 
     /// The limits as they were last read.
@@ -103,10 +121,44 @@ impl Limits {
     }
 }
 
+/// Reads `cpu.pressure` of a cgroup. A kernel without PSI, or a cgroup that has gone, reports nothing.
+fn cpu_pressure_of(dir: &Path) -> Option<Permyriad> {
+    fault::io("read:limits").ok()?;
+    parse_pressure(&fs::read(dir.join("cpu.pressure")).ok()?).ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
+
+    #[test]
+    fn the_cgroups_of_targets_tell_how_long_their_tasks_wait_for_a_cpu() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |dir: &str, share: &str| {
+            fs::create_dir_all(root.path().join(dir)).unwrap();
+            let text = format!(
+                "some avg10={share} avg60=0.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+            );
+            fs::write(root.path().join(dir).join("cpu.pressure"), text).unwrap();
+        };
+        for (dir, share) in [("", "99.00"), ("a", "90.00"), ("a/b", "12.34"), ("a/c", "5.00"), ("d", "80.00")] {
+            write(dir, share);
+        }
+        let mut limits = Limits::default();
+        let of = |dir: &str| (root.path().to_owned(), root.path().join(dir));
+        let members = [
+            (of("a/b"), OwnerKey(1)),
+            (of("a/c"), OwnerKey(2)),
+            ((root.path().into(), root.path().into()), OwnerKey(3)),
+        ];
+        limits.assign(members.iter().map(|(group, owner)| (group, *owner)));
+        assert_eq!(limits.cpu_pressure(), None);
+        limits.read();
+        assert_eq!(limits.cpu_pressure(), Some(Permyriad(1_234)), "of those with targets, but not the topmost");
+        fs::write(root.path().join("a/b/cpu.pressure"), "what").unwrap();
+        limits.read();
+        assert_eq!(limits.cpu_pressure(), Some(Permyriad(500)));
+    }
 
     #[test]
     fn each_limit_concerns_all_processes_below_it() {

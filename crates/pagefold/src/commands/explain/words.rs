@@ -5,7 +5,9 @@ use crate::commands::status::paint;
 use crate::control::queue::{Facts, ToUnmark};
 use pagefold_cli::figures::{thousands, time, wrap};
 use pagefold_cli::style::{Lines, Style, count, human, percent, shorten};
+use pagefold_core::governor::Governor;
 use pagefold_core::host::Mechanism;
+use pagefold_core::marking::profit::Wave;
 use pagefold_core::report::{Kind, Next, RegionReport};
 use pagefold_core::units::Pages;
 use pagefold_linux::scope::exclude::Exclusion;
@@ -50,7 +52,9 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
         (Next::Mark, _) if region.short => "Worth marking, but memory is short; see pagefold status.".to_owned(),
         (Next::Mark, _) => match not_driven {
             Some(why) => format!("Worth marking, but {why}."),
-            None => "About to be marked, together with other regions, so that one scan of ksmd serves all of them.".into(),
+            None => {
+                "About to be marked, together with other regions, so that one scan of ksmd serves all of them.".into()
+            }
         },
         (Next::Merge, _) => match not_driven {
             Some(why) => format!("Would be merged, but {why}."),
@@ -65,16 +69,24 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
         (Next::Wait { ns }, Kind::CowBroken) => {
             let left = time(ns as f64 / 1e9);
             let Some(ratio) = region.cow_ratio else {
-                return format!("Left alone for {left}: too many of its pages change between two visits for merges to last.");
+                return format!(
+                    "Left alone for {left}: too many of its pages change between two visits for merges to last."
+                );
             };
             let share = percent(ratio, 1.0);
             let horizon = time(config.cow_horizon_ns as f64 / 1e9);
             format!("Left alone for {left}: {share} of its merged pages would be written again within {horizon}.")
         }
+        (Next::Defer { wave, price_ns, ns }, _) => match not_driven {
+            Some(why) => format!("Would be merged later, but {why}."),
+            None => waits(&wave, price_ns, ns, report.in_force),
+        },
         (Next::Wait { ns }, _) => format!("Too young: {} until it may be promoted.", time(ns as f64 / 1e9)),
         (Next::Watch, Kind::StaticallyDuplicated) if region.marked > Pages(0) => match not_driven {
             Some(why) => format!("Would be merged, but {why}; watched for changes."),
-            None => "Marked and scanned; watched for changes. ksmd is woken again when enough pages are worth it.".into(),
+            None => {
+                "Marked and scanned; watched for changes. ksmd is woken again when enough pages are worth it.".into()
+            }
         },
         (Next::Watch, _) if region.withheld > Pages(0) && region.marked == Pages(0) => {
             "Not marked: another trust domain holds the same contents, which are marked in one domain at most.".into()
@@ -84,16 +96,31 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
             None => "Read whole: what has a copy is merged; watched for changes.".to_owned(),
         },
         (Next::Watch, Kind::StaticallyDuplicated) if region.exact => {
-            "Not marked: its duplicates are scattered, and each scan visits all its other pages too. Unless it has huge \
-             pages, it is marked once ksmd has rested for a while."
-                .into()
+            "Not marked: its duplicates are scattered, and each scan visits all its other pages too.".into()
         }
         (Next::Watch, Kind::StaticallyDuplicated) => {
             "Probably duplicate: it rises level by level as more samples agree, and is read whole at the top.".into()
         }
-        (Next::Watch, Kind::CowBroken) => "Watched, not merged: too many of its pages change for merges to last.".into(),
+        (Next::Watch, Kind::CowBroken) => {
+            "Watched, not merged: too many of its pages change for merges to last.".into()
+        }
         (Next::Watch, _) => format!("Sampled thinly; read whole once samples show more than {threshold} duplicate."),
     }
+}
+
+/// Why something waits, and how long at most.
+fn waits(wave: &Wave, price_ns: u64, ns: u64, governor: Governor) -> String {
+    let micros = |ns: u64| format!("{} us", ns / 1_000);
+    let (takes, brings) = (wave.takes_ns(), wave.brings());
+    let each = takes.checked_div(brings.0).map_or(String::new(), |each| format!(", {} a page", micros(each)));
+    format!(
+        "Waits, because it does not pay yet: with all that waits it would save {} for {} of ksmd's CPU time{each}; governor {governor} \
+         pays {}. It is merged with others that pay, or in {}, when ksmd has rested long enough.",
+        human(brings.bytes().0),
+        time(takes as f64 / 1e9),
+        micros(price_ns),
+        time(ns as f64 / 1e9)
+    )
 }
 
 /// Marks that must be removed and could not be yet, as a sentence.

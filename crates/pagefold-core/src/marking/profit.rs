@@ -1,0 +1,111 @@
+//! Whether merging pays: what it brings against what it takes.
+//!
+//! The governor sets the price: the CPU time that a page saved may cost. What costs more waits until enough has come together, or
+//! until ksmd has rested so long that the cost is small beside the time.
+
+use crate::ledger::METADATA_BYTES_PER_PAGE;
+use crate::units::{PAGE_SIZE, Pages, Permyriad, count, whole};
+use std::iter::Sum;
+use std::ops::AddAssign;
+
+/// The mean cost of visiting a recently marked page, nanoseconds.
+pub const NEW_PAGE_NS: u64 = 6_000;
+/// The cost of visiting a page again: merged, or without a copy and mostly skipped, nanoseconds.
+pub const OLD_PAGE_NS: u64 = 700;
+/// A page merges at the second visit.
+const VISITS: u64 = 2;
+/// What does not pay waits for this time, times its cost by the price, nanoseconds: under the highest price (governor `full`) ksmd then
+/// takes a hundredth of a core.
+const PATIENCE_NS: u64 = 20_000_000;
+
+/// Pages that two scans would merge.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wave {
+    /// Resident pages that ksmd would visit for the first time.
+    pub added: Pages,
+    /// Marked pages that it would visit again.
+    pub walked: Pages,
+    /// Duplicates among those added.
+    pub duplicate: Pages,
+}
+
+impl Wave {
+    /// CPU time of ksmd, nanoseconds.
+    pub fn takes_ns(&self) -> u64 {
+        VISITS * (self.added.0 * NEW_PAGE_NS + self.walked.0 * OLD_PAGE_NS)
+    }
+
+    /// Pages saved, net of ksmd's records of those added.
+    pub fn brings(&self) -> Pages {
+        self.duplicate.saturating_sub(Pages(self.added.0 * METADATA_BYTES_PER_PAGE / count(PAGE_SIZE)))
+    }
+
+    /// Whether a page saved costs at most `price_ns`.
+    pub fn pays(&self, price_ns: u64) -> bool {
+        self.takes_ns() <= self.brings().0 * price_ns
+    }
+
+    /// How long ksmd must have rested for this to be done although it does not pay, nanoseconds.
+    pub fn rest_ns(&self, price_ns: u64) -> u64 {
+        let ns = u128::from(self.takes_ns()) * u128::from(PATIENCE_NS) / u128::from(price_ns.max(1));
+        u64::try_from(ns).unwrap_or(u64::MAX)
+    }
+}
+
+impl AddAssign for Wave {
+    fn add_assign(&mut self, other: Self) {
+        self.added += other.added;
+        self.walked += other.walked;
+        self.duplicate += other.duplicate;
+    }
+}
+
+impl Sum for Wave {
+    fn sum<I: Iterator<Item = Self>>(waves: I) -> Self {
+        waves.fold(Self::default(), |mut sum, wave| {
+            sum += wave;
+            sum
+        })
+    }
+}
+
+/// The share of duplicates from which memory pays that is visited for the first time, in scans that take place anyway.
+pub fn paying_density(price_ns: u64) -> Permyriad {
+    let records = METADATA_BYTES_PER_PAGE as f64 / PAGE_SIZE as f64;
+    let share = (VISITS * NEW_PAGE_NS) as f64 / price_ns as f64 + records;
+    Permyriad::of(whole((share * 10_000.0).ceil()), 10_000).min(Permyriad(10_000))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wave_pays_by_what_a_page_costs() {
+        let wave =
+            |added, walked, duplicate| Wave { added: Pages(added), walked: Pages(walked), duplicate: Pages(duplicate) };
+        // 12 us for each page added, 1.4 us for each walked, and a 64th of a page for the record of each added.
+        let dense = wave(6_400, 0, 6_400);
+        assert_eq!((dense.takes_ns(), dense.brings()), (76_800_000, Pages(6_300)));
+        assert!(dense.pays(12_200) && !dense.pays(12_100));
+        assert_eq!(dense.rest_ns(200_000), 7_680_000_000, "100 times its cost");
+        let beside = wave(640, 1_000_000, 640);
+        assert!(!beside.pays(150_000), "two scans of all that is marked for little");
+        assert!(wave(64_000, 1_000_000, 64_000).pays(150_000));
+        assert!(!wave(64_000, 0, 1_000).pays(u64::MAX / 1_000_000), "the records take what it brings");
+    }
+
+    #[test]
+    fn memory_of_the_paying_density_pays() {
+        for price_ns in [20_000, 50_000, 150_000] {
+            let density = paying_density(price_ns);
+            let wave = |share: u32| Wave {
+                added: Pages(1_000_000),
+                duplicate: Pages(u64::from(share) * 100),
+                ..Wave::default()
+            };
+            assert!(wave(density.0 + 5).pays(price_ns) && !wave(density.0 - 5).pays(price_ns), "{density}");
+        }
+        assert_eq!(paying_density(1), Permyriad(10_000));
+    }
+}
