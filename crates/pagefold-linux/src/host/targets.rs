@@ -90,6 +90,8 @@ pub struct Target {
     pub(super) appeared_ns: Option<u64>,
     /// Whether it has been surveyed.
     pub(super) known: bool,
+    /// Whether it is not surveyed yet because others like it ended soon.
+    pub young: bool,
     pub(super) identity: Identity,
     pub(super) space: Option<AddressSpace>,
     statm: Option<File>,
@@ -165,6 +167,7 @@ impl Target {
             pending: None,
             appeared_ns: None,
             known: false,
+            young: false,
             identity: Identity::new(scoped.named),
             space: None,
             statm: None,
@@ -295,7 +298,8 @@ impl Target {
         if looked {
             changed |= self.look(now_ns, processes, watch)?;
         }
-        if self.is_barred() || !self.known && self.is_young(now_ns, watch.programs()) {
+        self.young = !self.is_barred() && !self.known && self.is_young(now_ns, watch.programs());
+        if self.is_barred() || self.young {
             return Ok(changed);
         }
         let mut restless = std::mem::take(&mut self.restless);

@@ -177,10 +177,10 @@ fn a_process_whose_like_end_soon_is_not_surveyed_before_it_has_outlived_them() {
         let family = watched.target.family().expect("it has been looked at");
         watched.programs.lifetimes.record_end(family, lives, 0);
         for _ in 0..surveyed_after {
-            assert!(!watched.refresh_after(0) && watched.target.regions.is_empty());
+            assert!(!watched.refresh_after(0) && watched.target.regions.is_empty() && watched.target.young);
             watched.now_ns += SECOND;
         }
-        assert!(watched.refresh_after(0) && watched.at(FIRST).is_some());
+        assert!(watched.refresh_after(0) && watched.at(FIRST).is_some() && !watched.target.young);
     }
     // It is not forgotten once it is known.
     let mut watched = Watched::new();

@@ -91,6 +91,9 @@ pub struct RunFacts {
     pub events: Vec<Event>,
 }
 
+/// Why a process has not been looked at.
+const YOUNG: &str = "Not looked at yet: processes like it have ended soon, before merging them would have paid.";
+
 impl Facts {
     pub fn of(engine: &Engine, host: &LiveHost, run: RunFacts) -> Self {
         let targets = host.targets().map(|target| TargetFacts {
@@ -104,7 +107,7 @@ impl Facts {
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
             reason: target.exclusion.as_ref().map(reason_of),
             to_unmark: target.pending.as_ref().map(ToUnmark::from),
-            notes: target.notes.clone(),
+            notes: target.notes.iter().cloned().chain(target.young.then(|| YOUNG.to_owned())).collect(),
         });
         let domains = host.domains().to_vec();
         let tight = engine.reserve().limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
