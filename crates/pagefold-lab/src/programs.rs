@@ -5,6 +5,7 @@ mod interpreters;
 mod java;
 mod mariadb;
 mod memcached;
+mod prefork;
 mod python;
 mod qemu;
 mod redis;
@@ -16,6 +17,7 @@ pub use interpreters::{HeldFile, Language, NODE, PHP, PYTHON, RUBY, python_files
 pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
 pub use memcached::{Memcached, MemcachedData};
+pub use prefork::{Prefork, php_fpm};
 pub use python::{PythonData, PythonTools};
 pub(crate) use qemu::{Emulator, nodes_kernel};
 pub use qemu::{GuestImage, GuestTools, QEMU};

@@ -4,6 +4,7 @@ mod clones;
 mod cow_breaker;
 mod governors;
 mod hash;
+mod huge;
 mod idle;
 mod mapper;
 mod mix;
@@ -17,6 +18,7 @@ mod recall;
 mod scan;
 mod short_lived;
 mod static_mix;
+mod workers;
 
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
 use crate::bench::policy::{self, Policy};
@@ -54,7 +56,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 18] = [
+pub const EXPERIMENTS: [Experiment; 20] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
@@ -67,7 +69,9 @@ pub const EXPERIMENTS: [Experiment; 18] = [
     real_programs::MIXED_HOST,
     recall::EXPERIMENT,
     mix::EXPERIMENT,
+    workers::EXPERIMENT,
     neighbours::EXPERIMENT,
+    huge::EXPERIMENT,
     scan::EXPERIMENT,
     hash::EXPERIMENT,
     numa::EXPERIMENT,
