@@ -7,6 +7,7 @@ use super::{HeldFile, Server, Target, find, need};
 use anyhow::{Context, bail, ensure};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
+use pagefold_linux::proc::process::Process;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
@@ -20,6 +21,7 @@ use std::time::{Duration, Instant};
 
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+const END_LIMIT: Duration = Duration::from_secs(10);
 /// Requests that are on the way at the same time, so that idle workers get some, too.
 const AT_ONCE: usize = 8;
 
@@ -71,8 +73,9 @@ impl Prefork {
             .current_dir(&dir);
         let server = Server::start(&mut command, &dir.join("log"))?;
         let script = (self == Self::PhpFpm).then(|| dir.join("app.php"));
-        let mut started = PreforkServer { server, socket, script };
+        let mut started = PreforkServer { server, workers: Vec::new(), socket, script };
         let pids = started.wait_ready(workers).with_context(|| self.name())?;
+        started.workers = pids.iter().map(|&pid| Process::open(pid)).collect::<Result<_, _>>()?;
         let server = Rc::new(RefCell::new(started));
         let master = server.borrow().server.pid();
         let member = |pid| {
@@ -142,6 +145,7 @@ pub fn php_fpm() -> anyhow::Result<PathBuf> {
 #[derive(Debug)]
 struct PreforkServer {
     server: Server,
+    workers: Vec<Process>,
     socket: PathBuf,
     /// The file that a FastCGI server is asked for; the others speak HTTP.
     script: Option<PathBuf>,
@@ -176,6 +180,11 @@ impl Drop for PreforkServer {
     fn drop(&mut self) {
         // The master leads a group of its own, and is waited for after this, so nobody else can have its number.
         let _ = killpg(Pid::from_raw(self.server.pid()), Signal::SIGKILL);
+        // Their memory is free when they have ended, as that of the master is when it has been waited for.
+        let end = Instant::now() + END_LIMIT;
+        while self.workers.iter().any(Process::is_alive) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 }
 

@@ -23,11 +23,14 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
+/// Programs with each kind of memory.
 const TENANTS: usize = 2;
 const HUGE_MIB: u64 = 2;
 /// Memory of the same contents in both tenants, memory found nowhere else, and memory of which 5 of the 512 pages of a huge page
 /// have one content.
-const SEGMENTS: [&str; 3] = ["duplicate", "unique", "1 % duplicate"];
+const KINDS: [&str; 3] = ["duplicate", "unique", "1 % duplicate"];
+/// Every kind in a program of its own, or all kinds in one mapping of each program.
+const LAYOUTS: [&str; 2] = ["", " in one mapping"];
 const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 
 /// What the checks of one tenant have found. The last three are those before, during and after a policy.
@@ -37,8 +40,8 @@ type Checks = Rc<RefCell<Vec<Check>>>;
 struct Check {
     /// Memory in huge pages.
     huge_mib: f64,
-    /// Nanoseconds a read in each segment.
-    ns: Vec<f64>,
+    /// Nanoseconds a read, by kind of memory.
+    ns: Vec<(&'static str, f64)>,
     /// Huge pages split on the whole machine since it started: from base pages on, and in page tables.
     split_pages: f64,
     split_mappings: f64,
@@ -56,60 +59,68 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let enabled = fs::read_to_string(ENABLED).context(ENABLED)?;
     ensure!(chosen(&enabled) != Some("never"), "{ENABLED} is never: this experiment needs madvise or always");
     let pages = mib(unit_mib).0;
-    let spec = TenantSpec::new([
+    let segments = [
         Segment::Shared { pages, seed: 1 },
         Segment::Random { pages, seed: 2 },
         Segment::Thin { pages: 2 * pages, seed: 3, percent: 1 },
-    ])
-    .with_huge_pages();
-    // One entry for each tenant of each policy.
-    let seen: RefCell<Vec<Checks>> = RefCell::default();
-    let start = || {
-        (0..TENANTS)
-            .map(|_| {
-                let checks = Checks::default();
-                seen.borrow_mut().push(Rc::clone(&checks));
-                let tenant = Tenant::start(setting.player, &spec)?;
-                let reading = Duration::from_millis(reading_ms);
-                Ok(Box::new(HugeTarget { tenant, reading, checks }) as Box<dyn Target>)
-            })
-            .collect()
-    };
+    ];
     let mut policies = vec![Policy::KsmEverything, Policy::pagefold(seconds)];
     setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
-    let mut split = BTreeMap::new();
     let mut rows = Vec::new();
-    for policy in &policies {
-        let (name, before) = (policy.to_string(), report.runs.len());
-        sequence.run(report, policy, start)?;
-        let checks: Vec<Vec<Check>> = seen.take().iter().map(|checks| checks.borrow().clone()).collect();
-        if report.runs.len() > before {
+    for layout in LAYOUTS {
+        let programs: Vec<Vec<(&'static str, Segment)>> = if layout.is_empty() {
+            KINDS.into_iter().zip(segments).map(|kind| vec![kind]).collect()
+        } else {
+            vec![KINDS.into_iter().zip(segments).collect()]
+        };
+        // One entry for each tenant of each policy.
+        let seen: RefCell<Vec<Checks>> = RefCell::default();
+        let start = || {
+            let programs = programs.iter().cycle().take(programs.len() * TENANTS);
+            programs
+                .map(|held| {
+                    let (kinds, segments): (Vec<_>, Vec<_>) = held.iter().copied().unzip();
+                    let checks = Checks::default();
+                    seen.borrow_mut().push(Rc::clone(&checks));
+                    let tenant = Tenant::start(setting.player, &TenantSpec::new(segments).with_huge_pages())?;
+                    let reading = Duration::from_millis(reading_ms);
+                    Ok(Box::new(HugeTarget { tenant, kinds, reading, checks }) as Box<dyn Target>)
+                })
+                .collect()
+        };
+        let mut split = BTreeMap::new();
+        for policy in &policies {
+            let at = report.runs.len();
+            sequence.run(report, policy, start)?;
+            let checks: Vec<Vec<Check>> = seen.take().iter().map(|checks| checks.borrow().clone()).collect();
+            let Some(run) = report.runs.get_mut(at) else { continue };
+            run.policy += layout;
+            let name = run.policy.clone();
             let lost = put_figures(report, &name, &checks).with_context(|| format!("{name}: a check is missing"))?;
             split.insert(name.clone(), lost);
             rows.push((name, lost));
         }
+        // The next ones are other programs.
+        sequence.expected = None;
+        let [ours, everything] = [SUBJECT, "ksm-everything"].map(|policy| format!("{policy}{layout}"));
+        report.compare(&ours);
+        if !setting.quick {
+            let theirs = split.get(&everything).copied().filter(|split| *split > 0.0);
+            let relative = split.get(&ours).copied().zip(theirs).map(|(ours, theirs)| ours / theirs);
+            let saved = report.ratio(&format!("saved_vs_{everything}"));
+            report.bar(format!("savings relative to KSM scanning everything{layout}"), Limit::AtLeast(0.95), saved);
+            report.bar(
+                format!("huge pages split relative to KSM scanning everything{layout}"),
+                Limit::AtMost(0.5),
+                relative,
+            );
+        }
     }
     drop(sequence);
-    report.compare(SUBJECT);
     report.bar_on_answers();
-    report.picture(
-        "split",
-        "huge pages split",
-        format!("of {}, in {TENANTS} programs", TENANTS as u64 * 4 * unit_mib / HUGE_MIB),
-        rows,
-    );
-    if setting.quick {
-        return Ok(());
-    }
-    let everything = Policy::KsmEverything.to_string();
-    let relative = split
-        .get(SUBJECT)
-        .zip(split.get(&everything).filter(|split| **split > 0.0))
-        .map(|(ours, theirs)| ours / theirs);
-    let saved = report.ratio("saved_vs_ksm-everything");
-    report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.95), saved);
-    report.bar("huge pages split relative to KSM scanning everything", Limit::AtMost(0.5), relative);
+    let all = TENANTS as u64 * 4 * unit_mib / HUGE_MIB;
+    report.picture("split", "huge pages split", format!("of {all}, in {} MiB of programs", all * HUGE_MIB), rows);
     Ok(())
 }
 
@@ -128,10 +139,13 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, tenants: &[Vec<Check
     let (from, to) = (before.last()?, during.first()?);
     report.figure(format!("{policy}: huge pages split on the machine"), to.split_pages - from.split_pages);
     report.figure(format!("{policy}: their mappings split"), to.split_mappings - from.split_mappings);
-    for (number, segment) in SEGMENTS.iter().enumerate() {
-        let ns = |checks: &[&Check]| median(checks.iter().map(|check| check.ns[number]).collect());
-        report.figure(format!("{policy}: ns a read before, {segment}"), ns(&before));
-        report.figure(format!("{policy}: ns a read afterwards, {segment}"), ns(&during));
+    for kind in KINDS {
+        let ns = |checks: &[&Check]| {
+            let all = checks.iter().flat_map(|check| &check.ns).filter(|(of, _)| *of == kind);
+            median(all.map(|(_, ns)| *ns).collect())
+        };
+        report.figure(format!("{policy}: ns a read before, {kind}"), ns(&before));
+        report.figure(format!("{policy}: ns a read afterwards, {kind}"), ns(&during));
     }
     Some((had - has) / HUGE_MIB as f64)
 }
@@ -139,6 +153,7 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, tenants: &[Vec<Check
 /// A tenant that notes its huge pages and its speed at each check.
 struct HugeTarget {
     tenant: Tenant,
+    kinds: Vec<&'static str>,
     reading: Duration,
     checks: Checks,
 }
@@ -160,7 +175,7 @@ impl Target for HugeTarget {
             huge_mib: kib as f64 / 1024.0,
             split_pages: events("thp_split_page")? as f64,
             split_mappings: events("thp_split_pmd")? as f64,
-            ns: self.tenant.chase(self.reading)?,
+            ns: self.kinds.iter().copied().zip(self.tenant.chase(self.reading)?).collect(),
         };
         self.checks.borrow_mut().push(check);
         Target::check(&mut self.tenant)
@@ -176,7 +191,7 @@ mod tests {
     fn splits_are_those_of_the_tenants() {
         let check = |huge_mib, split, ns: f64| Check {
             huge_mib,
-            ns: vec![ns; 3],
+            ns: KINDS.map(|kind| (kind, ns)).to_vec(),
             split_pages: split,
             split_mappings: split + 1.0,
         };
