@@ -1,5 +1,6 @@
 //! Real programs that experiments start in a scratch directory and end with it.
 
+mod compiler;
 mod image;
 mod interpreters;
 mod java;
@@ -12,6 +13,7 @@ mod redis;
 mod subjects;
 mod working_guest;
 
+pub use compiler::{Compiler, Job};
 pub(crate) use image::Image;
 pub use interpreters::{HeldFile, Language, NODE, PHP, PYTHON, RUBY, python_files};
 pub use java::{Java, JavaProgram, JavaTools};

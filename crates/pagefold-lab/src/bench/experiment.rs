@@ -1,5 +1,6 @@
 //! The experiments. Each measures one claim on programs that it starts.
 
+mod build;
 mod clones;
 mod cow_breaker;
 mod governors;
@@ -18,6 +19,7 @@ mod recall;
 mod scan;
 mod short_lived;
 mod static_mix;
+mod vms;
 mod workers;
 
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
@@ -56,7 +58,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 20] = [
+pub const EXPERIMENTS: [Experiment; 22] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
@@ -71,6 +73,8 @@ pub const EXPERIMENTS: [Experiment; 20] = [
     mix::EXPERIMENT,
     workers::EXPERIMENT,
     neighbours::EXPERIMENT,
+    vms::EXPERIMENT,
+    build::EXPERIMENT,
     huge::EXPERIMENT,
     scan::EXPERIMENT,
     hash::EXPERIMENT,

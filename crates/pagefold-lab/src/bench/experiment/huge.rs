@@ -26,6 +26,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 /// Programs with each kind of memory.
 const TENANTS: usize = 2;
 const HUGE_MIB: u64 = 2;
+const TENTHS: u32 = 10;
 /// Memory of the same contents in both tenants, memory found nowhere else, and memory of which 5 of the 512 pages of a huge page
 /// have one content.
 const KINDS: [&str; 3] = ["duplicate", "unique", "1 % duplicate"];
@@ -40,7 +41,7 @@ type Checks = Rc<RefCell<Vec<Check>>>;
 struct Check {
     /// Memory in huge pages.
     huge_mib: f64,
-    /// Nanoseconds a read, by kind of memory.
+    /// Nanoseconds a read at the fastest, by kind of memory.
     ns: Vec<(&'static str, f64)>,
     /// Huge pages split on the whole machine since it started: from base pages on, and in page tables.
     split_pages: f64,
@@ -104,11 +105,14 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         // The next ones are other programs.
         sequence.expected = None;
         let [ours, everything] = [SUBJECT, "ksm-everything"].map(|policy| format!("{policy}{layout}"));
-        report.compare(&ours);
+        if layout.is_empty() {
+            report.compare(SUBJECT);
+        }
         if !setting.quick {
             let theirs = split.get(&everything).copied().filter(|split| *split > 0.0);
             let relative = split.get(&ours).copied().zip(theirs).map(|(ours, theirs)| ours / theirs);
-            let saved = report.ratio(&format!("saved_vs_{everything}"));
+            let saved = |policy: &str| report.run(policy).map(|run| run.saved_bytes as f64);
+            let saved = saved(&ours).zip(saved(&everything)).map(|(ours, theirs)| ours / theirs);
             report.bar(format!("savings relative to KSM scanning everything{layout}"), Limit::AtLeast(0.95), saved);
             report.bar(
                 format!("huge pages split relative to KSM scanning everything{layout}"),
@@ -158,6 +162,18 @@ struct HugeTarget {
     checks: Checks,
 }
 
+impl HugeTarget {
+    /// Nanoseconds a read in each segment, in the fastest tenth of the time: other programs can only make it slower.
+    fn fastest(&mut self) -> anyhow::Result<Vec<(&'static str, f64)>> {
+        let mut least: Vec<_> = self.kinds.iter().map(|&kind| (kind, f64::MAX)).collect();
+        for _ in 0..TENTHS {
+            let now = self.tenant.chase(self.reading / TENTHS)?;
+            least.iter_mut().zip(now).for_each(|((_, least), now)| *least = least.min(now));
+        }
+        Ok(least)
+    }
+}
+
 impl Target for HugeTarget {
     fn name(&self) -> &'static str {
         "tenant"
@@ -175,7 +191,7 @@ impl Target for HugeTarget {
             huge_mib: kib as f64 / 1024.0,
             split_pages: events("thp_split_page")? as f64,
             split_mappings: events("thp_split_pmd")? as f64,
-            ns: self.kinds.iter().copied().zip(self.tenant.chase(self.reading)?).collect(),
+            ns: self.fastest()?,
         };
         self.checks.borrow_mut().push(check);
         Target::check(&mut self.tenant)
