@@ -40,7 +40,9 @@ impl Compiler {
         let gcc = find("gcc").map_or_else(|| need("gcc", "gcc"), Ok)?;
         let compiler = Self { gcc, dir: scratch.join("compiler"), objects: Mutex::default() };
         fs::create_dir_all(&compiler.dir)?;
-        fs::copy(compiler_proper(&compiler.gcc)?, compiler.path()).context("copying cc1")?;
+        // By another process: a child that is forked while a file is open for writing here would keep it busy.
+        let copied = Command::new("cp").arg(compiler_proper(&compiler.gcc)?).arg(compiler.path()).status();
+        ensure!(copied.context("cp")?.success(), "cc1 cannot be copied");
         for unit in 0..UNITS {
             fs::write(compiler.dir.join(format!("{unit}.c")), source_text(unit as u64, functions))?;
         }
