@@ -1,21 +1,25 @@
 //! Real programs that experiments start in a scratch directory and end with it.
 
+mod compiler;
 mod image;
 mod interpreters;
 mod java;
 mod mariadb;
 mod memcached;
+mod prefork;
 mod python;
 mod qemu;
 mod redis;
 mod subjects;
 mod working_guest;
 
+pub use compiler::{Compiler, Job};
 pub(crate) use image::Image;
 pub use interpreters::{HeldFile, Language, NODE, PHP, PYTHON, RUBY, python_files};
 pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
 pub use memcached::{Memcached, MemcachedData};
+pub use prefork::{Prefork, php_fpm};
 pub use python::{PythonData, PythonTools};
 pub(crate) use qemu::{Emulator, nodes_kernel};
 pub use qemu::{GuestImage, GuestTools, QEMU};

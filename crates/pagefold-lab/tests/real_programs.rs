@@ -72,6 +72,50 @@ fn clones_are_merged_and_neighbours_are_measured() {
     assert_ksm_is_given_back();
 }
 
+/// Prefork servers are merged beyond what they share by fork, huge pages are split by KSM, compile jobs give the same objects, and
+/// machines that are started one after the other are merged.
+#[test]
+fn workers_huge_pages_jobs_and_machines_are_measured() {
+    let fpm = std::fs::read_dir("/usr/sbin").unwrap().flatten().find_map(|entry| {
+        let name = entry.file_name().into_string().ok()?;
+        name.starts_with("php-fpm").then_some(name)
+    });
+    let needed = ["gunicorn", fpm.as_deref().unwrap_or("php-fpm"), "gcc", "qemu-system-x86_64", "busybox"];
+    if let Some(reason) = cannot_run(&needed) {
+        return skip(reason);
+    }
+    let output = lab(&["bench", "workers", "huge", "build", "vms", "--quick", "--json", "-"]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    for (missing, reason) in [("scripts/guest-kernel", "no kernel for guests"), ("is never", "no huge pages here")] {
+        if errors.contains(missing) {
+            return skip(reason);
+        }
+    }
+    assert_eq!(output.status.code(), Some(0), "{errors}");
+    let reports: Vec<Value> =
+        serde_json::Deserializer::from_slice(&output.stdout).into_iter().map(Result::unwrap).collect();
+    let [workers, huge, build, vms] = &reports[..] else { panic!("{} reports: {errors}", reports.len()) };
+    for run in reports.iter().flat_map(|report| report["runs"].as_array().unwrap()) {
+        assert_eq!(run["answers_correct"]["during"], true, "{}: {errors}", run["policy"]);
+    }
+    let figure = |report: &Value, name: &str| {
+        report["figures"][name].as_f64().unwrap_or_else(|| panic!("no {name}: {}", report["figures"]))
+    };
+    assert!(figure(workers, "ksm-everything: php-fpm, MiB shared by fork") > 1.0);
+    assert!(figure(workers, "ksm-everything: all, MiB saved by merging") > 1.0);
+    for layout in ["", " in one mapping"] {
+        let [before, after] = ["before", "afterwards"]
+            .map(|when| figure(huge, &format!("ksm-everything{layout}: MiB in huge pages {when}")));
+        assert!(before - after >= 32.0, "{layout}: {before} {after}");
+    }
+    assert!(figure(build, "pagefold: time of a job relative to no merging, median") > 0.1);
+    assert!(figure(build, "ksm-1000/20ms: MiB held by the compilers, mean over time") > 1.0);
+    for policy in ["pagefold", "ksm-1000/20ms"] {
+        assert!(figure(vms, &format!("{policy}: MiB of the machines when all are up")) > 64.0);
+    }
+    assert_ksm_is_given_back();
+}
+
 fn assert_ksm_is_given_back() {
     // The next test may use KSM as soon as the experiment has given it back.
     let _lock = KsmLock::take();

@@ -1,6 +1,7 @@
 //! Tenants as processes: start, commands, damage, end.
 
 use pagefold_core::units::Pages;
+use pagefold_linux::proc::maps::read_smaps;
 use pagefold_linux::proc::process::Process;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
@@ -42,6 +43,19 @@ fn a_tenant_holds_the_specified_memory_and_ends_when_dropped() {
     assert!((spec.pages().0..spec.pages().0 + 500).contains(&pages), "{pages}");
     drop(tenant);
     assert!(!process.is_alive());
+}
+
+#[test]
+fn a_tenant_asks_for_huge_pages_and_reads_in_each_segment() {
+    let spec = TenantSpec::new([Segment::Random { pages: 1024, seed: 1 }, Segment::Shared { pages: 1024, seed: 2 }]);
+    for (spec, asked) in [(spec.clone(), false), (spec.with_huge_pages(), true)] {
+        let mut tenant = Tenant::start(Path::new(PROGRAM), &spec).unwrap();
+        let mappings = read_smaps(&Process::open(tenant.pid()).unwrap()).unwrap();
+        assert_eq!(mappings.iter().any(|mapping| mapping.flags.has(*b"hg")), asked);
+        let speeds = tenant.chase(Duration::from_millis(10)).unwrap();
+        assert!(speeds.len() == 2 && speeds.iter().all(|ns| (0.1..1e6).contains(ns)), "{speeds:?}");
+        assert_eq!(tenant.verify().unwrap(), Verdict::Intact);
+    }
 }
 
 #[test]

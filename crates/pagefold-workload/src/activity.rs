@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn a_breaker_keeps_its_schedule_and_its_contents() {
-        let mut memory = [Filled::new(Segment::Same { pages: 3, seed: 1 }).unwrap()];
+        let mut memory = [Filled::new(Segment::Same { pages: 3, seed: 1 }, false).unwrap()];
         let mut running = Running::new(Activity::Breaker { every_us: 1000 }).unwrap();
         assert_eq!(running.due(), None);
         let began = Instant::now();
@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn a_breaker_writes_the_content_the_page_should_have() {
-        let mut memory = [Filled::new(Segment::Random { pages: 3, seed: 1 }).unwrap()];
+        let mut memory = [Filled::new(Segment::Random { pages: 3, seed: 1 }, false).unwrap()];
         let mut running = Running::new(Activity::Breaker { every_us: 1 }).unwrap();
         running.begin(Instant::now());
         memory[0].pages_mut()[PAGE_SIZE + 7] ^= 1;

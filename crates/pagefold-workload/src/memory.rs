@@ -3,15 +3,20 @@
 use crate::contents::{fill, fill_but_tail};
 use crate::spec::Segment;
 use anyhow::Context;
-use memmap2::MmapMut;
+use memmap2::{Advice, MmapMut};
 use pagefold_core::random::finalize;
 use pagefold_core::units::PAGE_SIZE;
+use std::time::{Duration, Instant};
 
 /// Neighbours in permuted memory are so many pages apart: a prime, so that every page of a length that it does not divide comes.
 const STRIDE: u64 = 7919;
 
 /// Coprime to a hundred, which spreads the pages of one content.
 const SPREAD: u64 = 37;
+
+/// Bytes of a cache line, and lines of a page.
+const LINE: usize = 64;
+const LINES: usize = PAGE_SIZE / LINE;
 
 /// The memory of one segment.
 pub struct Filled {
@@ -21,11 +26,14 @@ pub struct Filled {
 }
 
 impl Filled {
-    /// Maps and fills it.
-    pub fn new(segment: Segment) -> anyhow::Result<Self> {
+    /// Maps and fills it, with huge pages if `huge` and the kernel has them.
+    pub fn new(segment: Segment, huge: bool) -> anyhow::Result<Self> {
         let length =
             usize::try_from(segment.pages().0)?.checked_mul(PAGE_SIZE).context("a segment that is too long")?;
         let memory = MmapMut::map_anon(length).context("a segment's memory")?;
+        if huge {
+            memory.advise(Advice::HugePage).context("MADV_HUGEPAGE")?;
+        }
         let mut filled = Self { segment, memory, length };
         for (page, number) in filled.pages_mut().chunks_exact_mut(PAGE_SIZE).zip(0..) {
             write(segment, page, number);
@@ -55,6 +63,25 @@ impl Filled {
     /// The first word of each page.
     pub fn first_words(&self) -> impl Iterator<Item = u64> {
         self.pages().chunks_exact(PAGE_SIZE).map(|page| page.first_chunk().map_or(0, |word| u64::from_le_bytes(*word)))
+    }
+
+    /// Reads one word after the other for a time, each in a page that depends on the word before, so that neither can be read
+    /// ahead. Of a page it always reads the same cache line: what it waits for is the page's address more than its contents.
+    /// Returns nanoseconds a read.
+    pub fn chase(&self, time: Duration) -> f64 {
+        const BATCH: u64 = 1024;
+        let (pages, began) = ((self.length / PAGE_SIZE).max(1) as u64, Instant::now());
+        let (mut page, mut reads) = (0, 0);
+        while began.elapsed() < time {
+            for number in reads..reads + BATCH {
+                let at = page * PAGE_SIZE + page % LINES * LINE;
+                let word = self.pages()[at..].first_chunk().map_or(0, |word| u64::from_le_bytes(*word));
+                page = usize::try_from(finalize(word ^ number) % pages).unwrap_or(0);
+            }
+            reads += BATCH;
+        }
+        std::hint::black_box(page);
+        began.elapsed().as_secs_f64() * 1e9 / reads.max(1) as f64
     }
 
     /// Writes page `number` again and returns the number of the next one.
@@ -106,7 +133,7 @@ mod tests {
 
     #[test]
     fn segments_hold_the_contents_their_kind_promises() {
-        let make = |segment| Filled::new(segment).unwrap();
+        let make = |segment| Filled::new(segment, false).unwrap();
         let same = make(Segment::Same { pages: 8, seed: 7 });
         assert_eq!(copies(&[&same]).len(), 1);
         assert!(same.pages().iter().any(|&byte| byte != 0));
@@ -127,8 +154,16 @@ mod tests {
     }
 
     #[test]
+    fn a_chase_reads_for_its_time() {
+        let filled = Filled::new(Segment::Random { pages: 64, seed: 1 }, true).unwrap();
+        let began = Instant::now();
+        let ns = filled.chase(Duration::from_millis(20));
+        assert!(began.elapsed() >= Duration::from_millis(20) && (0.1..1e6).contains(&ns), "{ns}");
+    }
+
+    #[test]
     fn damage_is_counted_by_page_and_rewriting_is_not_damage() {
-        let mut filled = Filled::new(Segment::Random { pages: 5, seed: 1 }).unwrap();
+        let mut filled = Filled::new(Segment::Random { pages: 5, seed: 1 }, false).unwrap();
         filled.rewrite();
         assert_eq!(filled.damaged(), 0);
         filled.pages_mut()[3 * PAGE_SIZE - 1] ^= 0x80;

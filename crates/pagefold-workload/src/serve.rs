@@ -6,7 +6,7 @@ use crate::spec::{ActivityCounters, TenantSpec};
 use anyhow::Context;
 use std::io::{BufRead, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Runs as a tenant: fills memory as `spec`, the JSON of a [`TenantSpec`], says, then answers commands on standard input
 /// until it closes. Never returns.
@@ -15,6 +15,7 @@ use std::time::Instant;
 /// | --- | --- | --- |
 /// | `verify` | compares every byte with what was written | `ok`, or `BAD n` for n damaged pages |
 /// | `touch N` | reads a word in each of the first N pages | `ok` and their sum |
+/// | `chase N` | reads for N ms in each segment, one word after the other | JSON: nanoseconds a read, for each segment |
 /// | `cow` | writes to every page without changing it | `ok` |
 /// | `damage` | changes one byte | `ok` |
 /// | `begin` | starts the activity | `ok` |
@@ -33,7 +34,8 @@ pub fn serve(spec: &str) -> ! {
 
 fn run(spec: &str) -> anyhow::Result<()> {
     let spec: TenantSpec = serde_json::from_str(spec).context("cannot parse the tenant's spec")?;
-    let mut memory = spec.segments.iter().map(|&segment| Filled::new(segment)).collect::<anyhow::Result<Vec<_>>>()?;
+    let filled = spec.segments.iter().map(|&segment| Filled::new(segment, spec.huge));
+    let mut memory = filled.collect::<anyhow::Result<Vec<_>>>()?;
     let mut running = spec.activity.map(Running::new).transpose()?;
     let mut output = std::io::stdout().lock();
     let mut say = |line: &str| writeln!(output, "{line}").and_then(|()| output.flush());
@@ -68,6 +70,11 @@ fn run(spec: &str) -> anyhow::Result<()> {
                 let words = memory.iter().flat_map(Filled::first_words);
                 // The sum is printed so that the reads cannot be optimized away.
                 say(&format!("ok {}", words.take(pages).fold(0, u64::wrapping_add)))?;
+            }
+            ("chase", time) => {
+                let time = Duration::from_millis(time.parse().context("chase needs a number of milliseconds")?);
+                let speeds: Vec<f64> = memory.iter().map(|filled| filled.chase(time)).collect();
+                say(&serde_json::to_string(&speeds)?)?;
             }
             ("cow", "") => {
                 memory.iter_mut().for_each(Filled::rewrite);

@@ -12,18 +12,27 @@ pub struct TenantSpec {
     /// What the tenant does by itself after [`Tenant::begin`](crate::Tenant::begin).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub activity: Option<Activity>,
+    /// Whether the tenant asks for huge pages in all segments (`MADV_HUGEPAGE`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub huge: bool,
 }
 
 impl TenantSpec {
     /// A tenant that only holds these segments.
     pub fn new(segments: impl IntoIterator<Item = Segment>) -> Self {
-        Self { segments: segments.into_iter().collect(), activity: None }
+        Self { segments: segments.into_iter().collect(), ..Self::default() }
     }
 
     /// Adds an activity.
     #[must_use]
     pub fn with_activity(self, activity: Activity) -> Self {
         Self { activity: Some(activity), ..self }
+    }
+
+    /// Asks for huge pages.
+    #[must_use]
+    pub fn with_huge_pages(self) -> Self {
+        Self { huge: true, ..self }
     }
 
     /// The length of all segments.
@@ -144,7 +153,9 @@ mod tests {
         ]);
         let json = serde_json::to_string(&spec).unwrap();
         assert_eq!(serde_json::from_str::<TenantSpec>(&json).unwrap(), spec);
-        assert!(!json.contains("activity"));
+        assert!(!json.contains("activity") && !json.contains("huge"));
+        let huge = spec.clone().with_huge_pages();
+        assert_eq!(serde_json::from_str::<TenantSpec>(&serde_json::to_string(&huge).unwrap()).unwrap(), huge);
         for activity in
             [Activity::Breaker { every_us: 1 }, Activity::ShortLived { pages: 2, seed: 3, life_us: 4, mergeable: true }]
         {

@@ -73,6 +73,13 @@ impl Tenant {
         self.ask(&format!("touch {}", pages.0)).map(drop)
     }
 
+    /// Has the tenant read for a time in each segment, one word after the other at places that only the word before tells.
+    /// Returns nanoseconds a read, for each segment.
+    pub fn chase(&mut self, time: Duration) -> anyhow::Result<Vec<f64>> {
+        let answer = self.ask(&format!("chase {}", time.as_millis()))?;
+        serde_json::from_str(&answer).with_context(|| format!("the tenant answered {answer:?} to chase"))
+    }
+
     /// Has the tenant write to every page without changing it, which undoes every merge.
     pub fn break_copies(&mut self) -> anyhow::Result<()> {
         self.ask("cow").map(drop)

@@ -1,9 +1,11 @@
 //! The experiments. Each measures one claim on programs that it starts.
 
+mod build;
 mod clones;
 mod cow_breaker;
 mod governors;
 mod hash;
+mod huge;
 mod idle;
 mod mapper;
 mod mix;
@@ -17,6 +19,8 @@ mod recall;
 mod scan;
 mod short_lived;
 mod static_mix;
+mod vms;
+mod workers;
 
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
 use crate::bench::policy::{self, Policy};
@@ -54,7 +58,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 18] = [
+pub const EXPERIMENTS: [Experiment; 22] = [
     static_mix::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
@@ -67,7 +71,11 @@ pub const EXPERIMENTS: [Experiment; 18] = [
     real_programs::MIXED_HOST,
     recall::EXPERIMENT,
     mix::EXPERIMENT,
+    workers::EXPERIMENT,
     neighbours::EXPERIMENT,
+    vms::EXPERIMENT,
+    build::EXPERIMENT,
+    huge::EXPERIMENT,
     scan::EXPERIMENT,
     hash::EXPERIMENT,
     numa::EXPERIMENT,

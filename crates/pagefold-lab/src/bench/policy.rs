@@ -140,8 +140,8 @@ pub fn run(
     let counters_after = counters(targets);
     let samples = sampling.map(SamplingThread::finish).transpose();
     let during = applied.is_ok() && agree(expected, &answers(targets));
-    // Unmerge even after a failure.
-    control.unmerge()?;
+    // Unmerge even after a failure. The knobs follow when the targets have ended, before the next policy.
+    control.unmerge_pages()?;
     applied?;
     run.counters = counters_before.into_iter().zip(counters_after?).collect();
     run.set_page_table_samples(samples?.unwrap_or_default());

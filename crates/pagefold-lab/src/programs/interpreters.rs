@@ -106,7 +106,7 @@ impl HeldFile {
         Ok(Answering { name: language.name, dialogue, question: "check", limit: ANSWER_LIMIT })
     }
 
-    fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         self.dir.join("data")
     }
 }

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use std::env;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -42,6 +43,21 @@ impl Emulator {
             setpriv: need("setpriv", "util-linux")?,
             busybox: need("busybox", "busybox-static")?,
         })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.qemu
+    }
+
+    /// The same with a copy of the program in a new directory. It finds its modules and firmware relative to its own path.
+    pub fn copied_to(&self, dir: &Path) -> anyhow::Result<Self> {
+        let qemu = dir.join("bin").join(QEMU);
+        fs::create_dir_all(dir.join("bin"))?;
+        for shared in ["lib", "share"] {
+            symlink(Path::new("/usr").join(shared), dir.join(shared))?;
+        }
+        fs::copy(&self.qemu, &qemu).with_context(|| qemu.display().to_string())?;
+        Ok(Self { qemu, ..self.clone() })
     }
 
     /// Starts a machine in this directory. Machines do not notice that their console is closed, so `setpriv` ends them

@@ -43,13 +43,14 @@ pub struct WorkingGuests {
     dir: PathBuf,
     memory_mib: u64,
     work: GuestWork,
+    merge: bool,
 }
 
 impl WorkingGuests {
     /// Builds the image in `scratch`.
     pub fn make(scratch: &Path, memory_mib: u64, work: GuestWork) -> anyhow::Result<Self> {
         let (emulator, kernel) = (Emulator::find()?, nodes_kernel()?);
-        let guests = Self { emulator, kernel, dir: scratch.join("working-guests"), memory_mib, work };
+        let guests = Self { emulator, kernel, dir: scratch.join("working-guests"), memory_mib, work, merge: false };
         let busybox = &guests.emulator.busybox;
         let root = Image::begin(busybox, guests.dir.join("root"), INIT, &["dev", "proc", "tmp", "work"])?;
         match work {
@@ -60,6 +61,22 @@ impl WorkingGuests {
         Ok(guests)
     }
 
+    /// Gives the emulator a path of its own, by which its machines are told from others.
+    pub fn with_own_emulator(mut self) -> anyhow::Result<Self> {
+        self.emulator = self.emulator.copied_to(&self.dir.join("emulator"))?;
+        Ok(self)
+    }
+
+    /// The path of the emulator.
+    pub fn emulator(&self) -> &Path {
+        self.emulator.path()
+    }
+
+    /// Has QEMU mark the memory of the machines that are started from now on, as it does by default, or leave it alone.
+    pub fn set_merge(&mut self, merge: bool) {
+        self.merge = merge;
+    }
+
     /// Starts a guest without waiting for its boot.
     pub fn start(&self, instance: usize) -> anyhow::Result<WorkingGuest> {
         let mut command = self.emulator.command(&self.dir);
@@ -68,8 +85,8 @@ impl WorkingGuests {
             GuestWork::Web => "web",
         };
         command
-            // QEMU must not mark its guests' memory itself.
-            .args(["-machine", "q35,mem-merge=off", "-cpu", "qemu64,-cx16", "-accel", "tcg,tb-size=64"])
+            .args(["-machine", if self.merge { "q35,mem-merge=on" } else { "q35,mem-merge=off" }])
+            .args(["-cpu", "qemu64,-cx16", "-accel", "tcg,tb-size=64"])
             .args(["-m", &self.memory_mib.to_string(), "-nodefaults", "-no-user-config", "-no-reboot"])
             .args(["-display", "none", "-serial", "stdio"])
             .arg("-kernel")
@@ -97,6 +114,11 @@ impl WorkingGuest {
         self.guest.ready(BOOT_LIMIT).map(drop).context("booting a guest")
     }
 
+    /// A checksum of the files that all guests have, computed in the guest.
+    pub fn sum(&mut self) -> anyhow::Result<String> {
+        self.guest.ask("sum", ANSWER_LIMIT)
+    }
+
     /// Starts the work. The order of requests differs between guests.
     pub fn work(&mut self) -> anyhow::Result<()> {
         let answer = self.guest.ask(&format!("work {}", self.instance + 1), ANSWER_LIMIT)?;
@@ -115,16 +137,22 @@ impl WorkingGuest {
     }
 }
 
+/// gcc's compiler proper.
+pub(super) fn compiler_proper(gcc: &Path) -> anyhow::Result<PathBuf> {
+    let output = Command::new(gcc).arg("-print-prog-name=cc1").output().context("cc")?;
+    let compiler = PathBuf::from(String::from_utf8(output.stdout)?.trim());
+    ensure!(compiler.is_absolute(), "{} does not print the path of cc1: install gcc", gcc.display());
+    Ok(compiler)
+}
+
 /// Adds the compiler proper and preprocessed sources, which need no headers.
 fn put_sources(dir: &Path, root: &Image) -> anyhow::Result<()> {
     let cc = find("gcc").map_or_else(|| need("cc", "gcc"), Ok)?;
-    let output = Command::new(&cc).arg("-print-prog-name=cc1").output().context("cc")?;
-    let compiler = PathBuf::from(String::from_utf8(output.stdout)?.trim());
-    ensure!(compiler.is_absolute(), "{} does not print the path of cc1: install gcc", cc.display());
+    let compiler = compiler_proper(&cc)?;
     root.put_program(&compiler, "bin/cc1")?;
     for unit in 0..UNITS {
         let source = dir.join("unit.c");
-        fs::write(&source, source_text(unit))?;
+        fs::write(&source, source_text(unit, FUNCTIONS))?;
         let output = root.path(format!("work/{unit:02}.i"));
         let status = Command::new(&cc)
             .args(["-E", "-P"])
@@ -139,15 +167,15 @@ fn put_sources(dir: &Path, root: &Image) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A C source that includes some headers and defines some functions.
-fn source_text(unit: u64) -> String {
+/// A C source that includes some headers and defines so many functions.
+pub(super) fn source_text(unit: u64, functions: u64) -> String {
     let mut text = String::new();
     for (at, header) in (0..).zip(HEADERS.split(' ')) {
         if (unit + at) % 3 != 0 {
             let _ = writeln!(text, "#include <{header}>");
         }
     }
-    for function in 0..FUNCTIONS {
+    for function in 0..functions {
         let (a, b) = (unit * 31 + function * 7 + 1, unit * 17 + function * 13 + 3);
         let _ = writeln!(
             text,
@@ -184,10 +212,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let source = dir.path().join("unit.c");
         for unit in [0, 1, UNITS - 1] {
-            fs::write(&source, source_text(unit)).unwrap();
+            fs::write(&source, source_text(unit, FUNCTIONS)).unwrap();
             let output = Command::new("cc").args(["-fsyntax-only", "-Wall", "-Werror"]).arg(&source).output().unwrap();
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         }
-        assert_ne!(source_text(0), source_text(1));
+        assert_ne!(source_text(0, FUNCTIONS), source_text(1, FUNCTIONS));
     }
 }

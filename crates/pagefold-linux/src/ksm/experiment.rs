@@ -217,11 +217,18 @@ impl KsmForExperiment {
 
     /// Gives every merged page its own copy again and sets the knobs to the kernel's defaults.
     pub fn unmerge(&mut self) -> Result<(), ExperimentError> {
+        self.unmerge_pages()?;
+        self.set_defaults()
+    }
+
+    /// Gives every merged page in marked memory its own copy again. A page that was shared by fork when it was merged stays merged in
+    /// processes where it is not marked, and as long as they run the kernel refuses a change of `max_page_sharing`: the knobs stay as
+    /// they are.
+    pub fn unmerge_pages(&mut self) -> Result<(), ExperimentError> {
         self.set_advisor("none")?;
         self.stop()?;
         self.set(Knob::Run, 2)?;
-        self.set(Knob::Run, 0)?;
-        self.set_defaults()
+        self.set(Knob::Run, 0)
     }
 
     fn restore(&mut self) -> Result<(), ExperimentError> {

@@ -1,0 +1,230 @@
+//! Compile jobs, two at a time: what short-lived processes save, and what merging them costs.
+
+use super::{Experiment, ExperimentSetting, PolicySequence, median};
+use crate::bench::daemon;
+use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun, in_round};
+use crate::bench::sampler::Sampler;
+use crate::bench::sampling::SamplingThread;
+use crate::programs::{Compiler, scratch};
+use anyhow::Context;
+use pagefold_core::permutation::Permutation;
+use pagefold_core::units::{Bytes, PAGE_SIZE, whole};
+use pagefold_linux::ksm::Knob;
+use pagefold_linux::os::cpu::reaped_children_cpu_ns;
+use pagefold_linux::os::fields::{kib, number};
+use pagefold_linux::proc::process::Process;
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "build",
+    claim: "ours: compile jobs that are over in seconds take at most 1 % longer beside pagefold than without it (UKSM: 1.5 to 3 % on SPEC CPU)",
+    run,
+};
+
+const KSM_PAGES: u64 = 1000;
+/// The order of the policies in each round follows from it.
+const SEED: u64 = 16;
+/// Time for which a policy runs before the first job.
+const HEAD_START: Duration = Duration::from_secs(2);
+/// Between two samples of the jobs' memory. One takes about 2 ms.
+const INTERVAL: Duration = Duration::from_millis(250);
+
+struct Sizes {
+    rounds: u64,
+    jobs: usize,
+    functions: u64,
+}
+
+/// What a policy has done to the jobs of one round.
+#[derive(Clone, Copy, Debug)]
+struct Felt {
+    /// Mean time from start to end of a job, and CPU time of a job and its children.
+    seconds: f64,
+    cpu_seconds: f64,
+    /// CPU time of pagefold and ksmd for each job.
+    policy_cpu_seconds: f64,
+    /// Anonymous memory of the compilers, and the part of it that was saved: means over time.
+    held_mib: f64,
+    saved_mib: f64,
+}
+
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+    let sizes = if setting.quick {
+        Sizes { rounds: 1, jobs: 4, functions: 40 }
+    } else {
+        Sizes { rounds: 3, jobs: 36, functions: 400 }
+    };
+    report.parameters([
+        ("rounds", sizes.rounds),
+        ("jobs", sizes.jobs as u64),
+        ("functions_in_a_source", sizes.functions),
+        ("seed", SEED),
+    ]);
+    let scratch = scratch()?;
+    let compiler = Compiler::make(scratch.path(), sizes.functions)?;
+    let undisturbed = Policy::NoMerging { seconds: 0 }.to_string();
+    let ksm = Policy::KsmPaced { pages: KSM_PAGES, seconds: 0 }.to_string();
+    let policies = [SUBJECT, &undisturbed, &ksm];
+    let mut sequence = PolicySequence::take(setting)?;
+    let mut felt: BTreeMap<&str, Vec<Felt>> = BTreeMap::new();
+    let mut ratios: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+    for round in 0..sizes.rounds {
+        let order = Permutation::new(policies.len() as u64, SEED + round);
+        let mut measured: BTreeMap<&str, Felt> = BTreeMap::new();
+        for at in 0..order.len() {
+            let name = policies[usize::try_from(order.at(at))?];
+            if !setting.wants(name) {
+                continue;
+            }
+            eprintln!("{}: {name}, round {}", report.experiment, round + 1);
+            match compile_all(&mut sequence, name, &compiler, &sizes) {
+                Ok((run, felt)) => {
+                    report.runs.push(PolicyRun { policy: in_round(name, round + 1), ..run });
+                    measured.insert(name, felt);
+                }
+                Err(error) => {
+                    // It may have failed at any point.
+                    sequence.control.unmerge()?;
+                    sequence.failed(report, name.to_owned(), &error)?;
+                }
+            }
+        }
+        for (&name, one) in &measured {
+            felt.entry(name).or_default().push(*one);
+            if let Some(base) = measured.get(undisturbed.as_str()).filter(|_| name != undisturbed) {
+                let ratio = (one.seconds / base.seconds, one.cpu_seconds / base.cpu_seconds);
+                ratios.entry(name).or_default().push(ratio);
+            }
+        }
+    }
+    drop(sequence);
+    // By round, and in it in the order above.
+    let names: Vec<String> =
+        (1..=sizes.rounds).flat_map(|round| policies.map(|policy| in_round(policy, round))).collect();
+    report.runs.sort_by_key(|run| names.iter().position(|name| *name == run.policy));
+    put_figures(report, &felt, &ratios);
+    report.bar_on_answers();
+    if !setting.quick {
+        let ratio = ratios.get(SUBJECT).map(|ratios| median(ratios.iter().map(|ratio| ratio.0).collect()));
+        report.bar("time of a job relative to no merging", Limit::AtMost(1.01), ratio);
+    }
+    Ok(())
+}
+
+fn put_figures(
+    report: &mut ExperimentReport,
+    felt: &BTreeMap<&str, Vec<Felt>>,
+    ratios: &BTreeMap<&str, Vec<(f64, f64)>>,
+) {
+    let mut rows = Vec::new();
+    for (name, all) in felt {
+        let middle = |value: fn(&Felt) -> f64| median(all.iter().map(value).collect());
+        report.figure(format!("{name}: seconds a job"), middle(|felt| felt.seconds));
+        report.figure(format!("{name}: CPU seconds a job"), middle(|felt| felt.cpu_seconds));
+        report
+            .figure(format!("{name}: CPU ms of pagefold and ksmd a job"), middle(|felt| felt.policy_cpu_seconds * 1e3));
+        report.figure(format!("{name}: MiB held by the compilers, mean over time"), middle(|felt| felt.held_mib));
+        report.figure(format!("{name}: MiB saved, mean over time"), middle(|felt| felt.saved_mib));
+        rows.push(((*name).to_owned(), middle(|felt| felt.seconds)));
+    }
+    for (name, all) in ratios {
+        for (what, of) in [("time", (|ratio| ratio.0) as fn(&(f64, f64)) -> f64), ("CPU time", |ratio| ratio.1)] {
+            let values: Vec<f64> = all.iter().map(of).collect();
+            let (least, most) =
+                (values.iter().copied().fold(f64::MAX, f64::min), values.iter().copied().fold(0.0, f64::max));
+            report.figure(format!("{name}: {what} of a job relative to no merging, lowest"), least);
+            report.figure(format!("{name}: {what} of a job relative to no merging, highest"), most);
+            report.figure(format!("{name}: {what} of a job relative to no merging, median"), median(values));
+        }
+    }
+    report.picture("job", "time of a compile job", "seconds, two at a time; median of the rounds", rows);
+}
+
+/// Runs the jobs under a policy.
+fn compile_all(
+    sequence: &mut PolicySequence<'_>,
+    name: &str,
+    compiler: &Compiler,
+    sizes: &Sizes,
+) -> anyhow::Result<(PolicyRun, Felt)> {
+    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
+    sequence.control.kernel_defaults()?;
+    // pagefold does not start with nothing in scope.
+    let idle = compiler.start_idle()?;
+    let sampler = Sampler::start()?;
+    let (mut daemon, mut by): (_, Vec<&OsStr>) = (None, Vec::new());
+    if name == SUBJECT {
+        let options = ["--exe".to_owned(), compiler.path().display().to_string()];
+        let started = daemon::run(setting.program, &[], &options)?;
+        sampler.watch(started.meter()?);
+        daemon = Some(started);
+    } else if name != (Policy::NoMerging { seconds: 0 }).to_string() {
+        sequence.control.set(Knob::PagesToScan, KSM_PAGES)?;
+        sequence.control.set(Knob::Run, 1)?;
+        // Processes inherit from it that all their memory may be merged.
+        by = vec![setting.program.as_os_str(), OsStr::new("exec")];
+    }
+    interrupt.sleep(HEAD_START)?;
+    let exe = compiler.path();
+    let memory = SamplingThread::start(INTERVAL, move |_| Ok(memory_of(&exe)));
+    let spent_ns = reaped_children_cpu_ns();
+    let jobs = compiler.run_all(&by, sizes.jobs, interrupt)?;
+    let spent = Duration::from_nanos(reaped_children_cpu_ns().saturating_sub(spent_ns));
+    let memory = memory.finish()?;
+    let points = sampler.finish()?;
+    let summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
+    drop(idle);
+    sequence.control.unmerge()?;
+
+    let right = jobs.iter().all(|job| job.1);
+    let mut run = PolicyRun { policy: name.to_owned(), summary, ..PolicyRun::default() };
+    // By its own clock: the time of children that have ended includes that of the jobs.
+    run.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
+    run.set_samples(&points);
+    // KSM's counters include processes that have ended until the next ksmd scan, so they mean nothing here.
+    (run.curve, run.seconds_to_90_percent, run.cpu_ksmd_seconds_to_90_percent) = (Vec::new(), None, None);
+    let mean = |of: fn(&(f64, f64)) -> f64| memory.iter().map(of).sum::<f64>() / memory.len().max(1) as f64;
+    let (held, saved) = (mean(|now| now.0), mean(|now| now.1));
+    run.saved_bytes = whole(saved);
+    run.saved_bytes_max = whole(memory.iter().map(|now| now.1).fold(0.0, f64::max));
+    run.answers_correct = Answers { before: true, during: right, after: right };
+    let count = jobs.len().max(1) as f64;
+    let felt = Felt {
+        seconds: jobs.iter().map(|job| job.0.as_secs_f64()).sum::<f64>() / count,
+        cpu_seconds: spent.as_secs_f64() / count,
+        policy_cpu_seconds: run.cpu_seconds / count,
+        held_mib: Bytes(whole(held)).mib(),
+        saved_mib: Bytes(whole(saved)).mib(),
+    };
+    Ok((run, felt))
+}
+
+/// The anonymous memory of all processes that run a program, and the part of it that merging saves: what others share, and zero
+/// pages. Bytes.
+fn memory_of(exe: &Path) -> (f64, f64) {
+    let mut sum = (0.0, 0.0);
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    for pid in processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()) {
+        if fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|link| link == exe) {
+            // It may end at any time, and then it holds nothing.
+            if let Ok((held, saved)) = memory_of_one(pid) {
+                sum = (sum.0 + held, sum.1 + saved);
+            }
+        }
+    }
+    sum
+}
+
+fn memory_of_one(pid: i32) -> anyhow::Result<(f64, f64)> {
+    let process = Process::open(pid)?;
+    let (rollup, ksm) = (process.read_file("smaps_rollup")?, process.read_file("ksm_stat")?);
+    let bytes = |key| kib(&rollup, key).map(|kib| kib as f64 * 1024.0).map_err(anyhow::Error::msg);
+    let zeros = number::<u64>(&ksm, "ksm_zero_pages").map_err(anyhow::Error::msg).context("ksm_stat")?;
+    let (anonymous, zeros) = (bytes("Anonymous")?, zeros as f64 * PAGE_SIZE as f64);
+    Ok((anonymous + zeros, anonymous - bytes("Pss_Anon")? + zeros))
+}

@@ -1,0 +1,163 @@
+//! Servers that start their workers before there is work: what the workers share by fork already, and what merging saves beyond that.
+
+use super::{Experiment, ExperimentSetting, PolicySequence};
+use crate::bench::policy::Policy;
+use crate::bench::report::{ExperimentReport, Limit};
+use crate::programs::{HeldFile, Prefork, Target, php_fpm, scratch};
+use anyhow::{Context, anyhow};
+use pagefold_linux::os::fields::kib;
+use pagefold_linux::proc::process::Process;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "workers",
+    claim: "ours: on gunicorn, puma, node's cluster and php-fpm with four workers each, pagefold saves at least 95 % of what KSM saves \
+            by scanning everything, in at most half of its CPU time",
+    run,
+};
+
+const WORKERS: usize = 4;
+
+/// Anonymous memory of a master and its workers, MiB.
+#[derive(Clone, Copy, Debug, Default)]
+struct Held {
+    /// The sum over the processes.
+    by_processes: f64,
+    /// The same with each page that is shared, by fork or merged, divided among its sharers: `Pss_Anon`. Zero pages are not in it.
+    in_frames: f64,
+}
+
+/// What the checks of one server have found. The last three are those before, during and after a policy.
+type Checks = Rc<RefCell<Vec<Held>>>;
+
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+    let (file_mib, seconds) = if setting.quick { (2, 15) } else { (16, 60) };
+    report.parameters([("file_mib", file_mib), ("workers", WORKERS as u64), ("seconds", seconds)]);
+    let kinds: &[Prefork] = if setting.quick { &[Prefork::GunicornPreload, Prefork::PhpFpm] } else { &Prefork::ALL };
+    let scratch = scratch()?;
+    let held = HeldFile::make(scratch.path(), file_mib)?;
+    // A program that has dropped root's rights is left alone unless it is named.
+    let fpm = php_fpm()?.file_name().context("php-fpm has no name")?.to_string_lossy().into_owned();
+    let ours = Policy::pagefold_with(seconds, &["--allow", &fpm]);
+
+    let seen: RefCell<Vec<(Prefork, Checks)>> = RefCell::default();
+    let start = || {
+        let mut targets: Vec<Box<dyn Target>> = Vec::new();
+        for &kind in kinds {
+            setting.interrupt.check()?;
+            let mut started = kind.start(scratch.path(), &held, WORKERS)?.into_iter();
+            let master = started.next().context("a server without a master")?;
+            let workers: Vec<Box<dyn Target>> = started.collect();
+            let pids = [master.pid()].into_iter().chain(workers.iter().map(|worker| worker.pid())).collect();
+            let checks = Checks::default();
+            seen.borrow_mut().push((kind, Rc::clone(&checks)));
+            targets.push(Box::new(ObservedMaster { master, pids, checks }));
+            targets.extend(workers);
+        }
+        Ok(targets)
+    };
+    // No oracle: it would mark a page that is shared by fork in some of its processes only. Once merged it stays so in the others
+    // until they end, and KSM's settings cannot be restored before.
+    let mut policies = vec![Policy::KsmEverything, ours.clone()];
+    setting.add_further_peers(&mut policies, seconds);
+    let mut sequence = PolicySequence::take(setting)?;
+    for policy in &policies {
+        let runs = report.runs.len();
+        sequence.run(report, policy, start)?;
+        let seen = seen.take();
+        if report.runs.len() > runs {
+            let name = policy.to_string();
+            put_figures(report, &name, &seen).with_context(|| format!("{name}: a check is missing"))?;
+        }
+    }
+    drop(sequence);
+    report.compare(&ours.to_string());
+    report.bar_on_answers();
+    if setting.quick {
+        return Ok(());
+    }
+    // KSM counts each process in which a page is merged, and so what was shared by fork before as saved; frames are what counts.
+    let saved = |policy: &Policy| report.figures.get(&format!("{policy}: all, MiB saved by merging")).copied();
+    let saved = saved(&ours).zip(saved(&Policy::KsmEverything)).map(|(ours, theirs)| ours / theirs);
+    let cpu = report.ratio("cpu_vs_ksm-everything");
+    report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.95), saved);
+    report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(0.5), cpu);
+    Ok(())
+}
+
+/// Adds what each server's processes hold, what of it they share by fork, and what this policy has saved beyond that. `None` if a
+/// check is missing.
+fn put_figures(report: &mut ExperimentReport, policy: &str, seen: &[(Prefork, Checks)]) -> Option<()> {
+    let mut sums: BTreeMap<&str, [f64; 3]> = BTreeMap::new();
+    for (kind, checks) in seen {
+        let checks = checks.borrow();
+        let [.., before, during, _] = &checks[..] else { return None };
+        let values = [before.by_processes, before.by_processes - before.in_frames, before.in_frames - during.in_frames];
+        for name in [kind.name(), "all"] {
+            sums.entry(name).or_default().iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+        }
+    }
+    for (kind, [held, by_fork, merged]) in sums {
+        report.figure(format!("{policy}: {kind}, MiB held"), held);
+        report.figure(format!("{policy}: {kind}, MiB shared by fork"), by_fork);
+        report.figure(format!("{policy}: {kind}, MiB saved by merging"), merged);
+    }
+    Some(())
+}
+
+/// The master of a server, with the memory of its processes at each check.
+struct ObservedMaster {
+    master: Box<dyn Target>,
+    pids: Vec<i32>,
+    checks: Checks,
+}
+
+impl Target for ObservedMaster {
+    fn name(&self) -> &str {
+        self.master.name()
+    }
+
+    fn pid(&self) -> i32 {
+        self.master.pid()
+    }
+
+    fn check(&mut self) -> anyhow::Result<String> {
+        // The workers are checked after their master: until then none has answered, which allocates and writes memory.
+        let mut held = Held::default();
+        for &pid in &self.pids {
+            let text = Process::open(pid)?.read_file("smaps_rollup")?;
+            let mib = |key| match kib(&text, key) {
+                Ok(kib) => Ok(kib as f64 / 1024.0),
+                Err(why) => Err(anyhow!("process {pid}: {key}: {why}")),
+            };
+            held.by_processes += mib("Anonymous")?;
+            held.in_frames += mib("Pss_Anon")?;
+        }
+        self.checks.borrow_mut().push(held);
+        self.master.check()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[allow(clippy::float_cmp)] // exact results
+    fn what_is_shared_by_fork_is_not_saved_by_merging() {
+        let held = |by_processes, in_frames| Held { by_processes, in_frames };
+        let checks = |held: Vec<Held>| Rc::new(RefCell::new(held));
+        let mut report = ExperimentReport::new("workers", "");
+        let seen = [
+            (Prefork::Puma, checks(vec![held(1.0, 1.0), held(100.0, 40.0), held(100.0, 25.0), held(100.0, 100.0)])),
+            (Prefork::Gunicorn, checks(vec![held(80.0, 80.0), held(84.0, 30.0), held(84.0, 84.0)])),
+        ];
+        put_figures(&mut report, "p", &seen).unwrap();
+        let figure = |name: &str| report.figures[&format!("p: {name}")];
+        assert_eq!((figure("puma, MiB shared by fork"), figure("puma, MiB saved by merging")), (60.0, 15.0));
+        assert_eq!((figure("all, MiB held"), figure("all, MiB saved by merging")), (180.0, 65.0));
+        assert_eq!(put_figures(&mut report, "p", &[(Prefork::Puma, Checks::default())]), None);
+    }
+}
