@@ -178,7 +178,7 @@ pub const CLAIMS: [Claim; 23] = [
         id: "U6",
         what: "Three WordPress containers under load",
         paper: "61 % of the anonymous memory; CPU mostly below 1 %, at most 3 %",
-        here: Here::Not("no experiment runs WordPress; recall and mix run other services"),
+        here: Here::Not("no experiment runs WordPress; recall, mix and workers run other services"),
     },
     Claim {
         id: "U7",

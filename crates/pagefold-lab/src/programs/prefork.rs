@@ -5,7 +5,7 @@ mod fastcgi;
 
 use super::{HeldFile, Server, Target, find, need};
 use anyhow::{Context, bail, ensure};
-use nix::sys::signal::{Signal, killpg};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use pagefold_linux::proc::process::Process;
 use std::cell::RefCell;
@@ -178,8 +178,14 @@ impl PreforkServer {
 
 impl Drop for PreforkServer {
     fn drop(&mut self) {
-        // The master leads a group of its own, and is waited for after this, so nobody else can have its number.
-        let _ = killpg(Pid::from_raw(self.server.pid()), Signal::SIGKILL);
+        // The master leads a group of its own, whose number nobody else can have before the master has been waited for.
+        if matches!(self.server.child.0.try_wait(), Ok(None)) {
+            let _ = killpg(Pid::from_raw(self.server.pid()), Signal::SIGKILL);
+        }
+        // Without a master, workers may go on.
+        for worker in self.workers.iter().filter(|worker| worker.is_alive()) {
+            let _ = kill(Pid::from_raw(worker.pid()), Signal::SIGKILL);
+        }
         // Their memory is free when they have ended, as that of the master is when it has been waited for.
         let end = Instant::now() + END_LIMIT;
         while self.workers.iter().any(Process::is_alive) && Instant::now() < end {
