@@ -6,6 +6,7 @@ pub mod claims;
 mod daemon;
 pub mod density;
 mod document;
+pub mod events;
 pub mod experiment;
 pub mod guest;
 pub mod load;

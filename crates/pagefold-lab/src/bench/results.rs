@@ -11,10 +11,16 @@
 //! | `saved_bytes` | int64 | memory saved by KSM's counters, beyond that at the start |
 //! | `ksmd_seconds` | double | CPU time of ksmd since the start |
 //! | `pagefold_seconds` | double | CPU time of pagefold and its children |
+//! | `pagefold_peak_bytes` | int64 | their peak memory so far, added up |
+//! | `cow_breaks` | int64 or null | merged pages copied since the start, on the whole machine |
+//! | `split_pages`, `split_mappings` | int64 or null | huge pages and mappings of them split since the start, on the whole machine |
+//!
+//! Null: this kernel does not have the counter.
 //!
 //! Its metadata has the options of the run, the digest of the JSON, and a checksum over the file. Both files appear whole,
 //! the samples last: what has its samples is finished.
 
+use crate::bench::events::KernelEvents;
 use crate::bench::experiment::{EXPERIMENTS, Experiment};
 use crate::bench::report::ExperimentReport;
 use crate::bench::sampler::SamplerPoint;
@@ -40,7 +46,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use twox_hash::XxHash3_64;
 
-const SCHEMA: &str = "pagefold.bench.samples/1";
+const SCHEMA: &str = "pagefold.bench.samples/2";
 const KEY_SCHEMA: &str = "pagefold.schema";
 const KEY_EXPERIMENT: &str = "pagefold.experiment";
 const KEY_REPETITION: &str = "pagefold.repetition";
@@ -57,6 +63,10 @@ const MESSAGE: &str = "message pagefold_samples {
     required int64 saved_bytes;
     required double ksmd_seconds;
     required double pagefold_seconds;
+    required int64 pagefold_peak_bytes;
+    optional int64 cow_breaks;
+    optional int64 split_pages;
+    optional int64 split_mappings;
 }";
 
 /// A repetition takes less than a megabyte.
@@ -215,8 +225,29 @@ fn samples(mut writer: Writer, finished: &Finished) -> anyhow::Result<seal::Seal
     column::<Int64Type>(&mut group, &saved)?;
     column::<DoubleType>(&mut group, &numbers(|point| point.ksmd_seconds))?;
     column::<DoubleType>(&mut group, &numbers(|point| point.daemon_seconds))?;
+    let peaks = rows().map(|(_, point)| i64::try_from(point.daemon_peak_bytes)).collect::<Result<Vec<_>, _>>()?;
+    column::<Int64Type>(&mut group, &peaks)?;
+    for event in EVENTS {
+        optional_column(&mut group, rows().map(|(_, mut point)| *event(&mut point.events)))?;
+    }
     group.close()?;
     Ok(writer.into_inner()?)
+}
+
+/// The optional columns, in order.
+const EVENTS: [fn(&mut KernelEvents) -> &mut Option<u64>; 3] =
+    [|events| &mut events.cow_breaks, |events| &mut events.split_pages, |events| &mut events.split_mappings];
+
+fn optional_column(
+    group: &mut SerializedRowGroupWriter<'_, seal::Sealing<File>>,
+    rows: impl Iterator<Item = Option<u64>>,
+) -> anyhow::Result<()> {
+    let rows: Vec<Option<u64>> = rows.collect();
+    let values = rows.iter().flatten().map(|&value| i64::try_from(value)).collect::<Result<Vec<_>, _>>()?;
+    let levels: Vec<i16> = rows.iter().map(|value| i16::from(value.is_some())).collect();
+    let mut column = group.next_column()?.context("the schema has fewer columns")?;
+    column.typed::<Int64Type>().write_batch(&values, Some(&levels), None)?;
+    Ok(column.close()?)
 }
 
 fn column<T: DataType>(
@@ -291,13 +322,21 @@ fn decoded(file: File) -> anyhow::Result<Decoded> {
         let group = group.as_ref();
         let (policies, seconds) = (values::<ByteArrayType>(group, 2, count)?, values::<DoubleType>(group, 3, count)?);
         let (saved, ksmd) = (values::<Int64Type>(group, 4, count)?, values::<DoubleType>(group, 5, count)?);
-        let daemon = values::<DoubleType>(group, 6, count)?;
+        let (daemon, peaks) = (values::<DoubleType>(group, 6, count)?, values::<Int64Type>(group, 7, count)?);
+        let mut events = vec![KernelEvents::default(); count];
+        for (at, event) in (8..).zip(EVENTS) {
+            for (events, value) in events.iter_mut().zip(optional_values(group, at, count)?) {
+                *event(events) = value;
+            }
+        }
         for at in 0..count {
             let point = SamplerPoint {
                 seconds: seconds[at],
                 saved_bytes: u64::try_from(saved[at])?,
                 ksmd_seconds: ksmd[at],
                 daemon_seconds: daemon[at],
+                daemon_peak_bytes: u64::try_from(peaks[at])?,
+                events: events[at],
             };
             anyhow::ensure!(point.seconds.is_finite() && point.cpu_seconds().is_finite(), "a sample is not finite");
             rows.push((policies[at].as_utf8()?.to_owned(), point));
@@ -312,4 +351,15 @@ fn values<T: DataType>(group: &dyn RowGroupReader, at: usize, count: usize) -> a
     reader.read_records(count, None, None, &mut values)?;
     anyhow::ensure!(values.len() == count, "a column is too short");
     Ok(values)
+}
+
+fn optional_values(group: &dyn RowGroupReader, at: usize, count: usize) -> anyhow::Result<Vec<Option<u64>>> {
+    let mut reader = get_typed_column_reader::<Int64Type>(group.get_column_reader(at)?);
+    let (mut values, mut levels) = (Vec::new(), Vec::new());
+    reader.read_records(count, Some(&mut levels), None, &mut values)?;
+    anyhow::ensure!(levels.len() == count, "a column is too short");
+    let mut values = values.into_iter();
+    let mut value =
+        |&level: &i16| if level == 0 { Ok(None) } else { values.next().context("a value is missing").map(Some) };
+    levels.iter().map(|level| Ok(value(level)?.map(u64::try_from).transpose()?)).collect()
 }

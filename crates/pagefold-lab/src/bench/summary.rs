@@ -4,7 +4,7 @@ use crate::bench::chart::FIRST_SECONDS;
 use crate::bench::claims::{CLAIMS, Verdict};
 use crate::bench::density::Density;
 use crate::bench::document::{Block, Document, Grid};
-use crate::bench::measures::{Measures, QUANTITIES, Quantity, Spread, is_peer, ratio, savable};
+use crate::bench::measures::{EFFECTS, Measures, QUANTITIES, Quantity, Spread, is_peer, ratio, savable};
 use crate::bench::plot::{colours, is_ours};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::bench::results::Finished;
@@ -140,6 +140,10 @@ impl Repetitions<'_> {
         Spread::of(self.runs(policy).filter_map(|(run, whole)| of(&Measures::of(run, whole)?)))
     }
 
+    fn effect(&self, policy: &str, of: impl Fn(&PolicyRun) -> Option<f64>) -> Option<Spread> {
+        Spread::of(self.runs(policy).filter_map(|(run, _)| of(run)))
+    }
+
     /// Whether savings can be compared: not where memory comes and goes, or merges are broken.
     fn compares(&self) -> bool {
         let runs = || self.reports.iter().flat_map(|report| &report.runs);
@@ -224,7 +228,7 @@ impl Repetitions<'_> {
         let or_none = |spread: Option<Spread>| spread.map_or_else(|| "–".to_owned(), |spread| spread.to_string());
         let row = |policy: &str| {
             let value = |of: fn(&Measures) -> Option<f64>| or_none(self.spread(policy, of));
-            [
+            vec![
                 policy.to_owned(),
                 value(|measures| Some(measures.saved_mib)),
                 value(|measures| measures.seconds_to[0]),
@@ -239,7 +243,7 @@ impl Repetitions<'_> {
         let measured = |policy: &&str| self.spread(policy, |measures| Some(measures.saved_mib)).is_some();
         let policies: Vec<&str> = self.policies().into_iter().filter(measured).collect();
         if !policies.is_empty() {
-            let heads = [
+            let heads = vec![
                 "policy",
                 "MiB saved",
                 "s to 50 %",
@@ -250,7 +254,14 @@ impl Repetitions<'_> {
                 "% of a core afterwards",
                 "MiB/CPU s to 90 %",
             ];
-            blocks.push(Grid::block(1, heads, policies.iter().map(|policy| row(policy)).collect()));
+            let mut grid = Grid { heads, texts: 1, rows: policies.iter().map(|policy| row(policy)).collect() };
+            for (head, of) in EFFECTS {
+                let values: Vec<Option<Spread>> = policies.iter().map(|policy| self.effect(policy, of)).collect();
+                if values.iter().flatten().any(|value| value.max > 0.0) {
+                    grid.add_column(head, values.into_iter().map(or_none));
+                }
+            }
+            blocks.push(Block::Table(grid));
             if self.reports.iter().any(|report| report.saved_anything()) {
                 blocks.push(Block::Picture(self.saved_over_time(&policies)));
                 if !self.points(policies[0]).next().is_none_or(<[_]>::is_empty) {
