@@ -21,4 +21,5 @@ pub mod results;
 pub mod sampler;
 mod sampling;
 pub mod summary;
+mod sysfs;
 pub mod table;

@@ -226,6 +226,9 @@ pub struct PolicyRun {
     pub marked_bytes: Option<u64>,
     /// Memory that merging all duplicates would save, if every page was read.
     pub savable_bytes: Option<u64>,
+    /// What must be known to read the figures.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remark: Option<String>,
     /// What the kernel counted until the last sample, on the whole machine.
     pub events: KernelEvents,
     /// pagefold's peak memory and that of its children, added up.

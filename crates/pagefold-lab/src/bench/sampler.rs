@@ -2,8 +2,10 @@
 
 use crate::bench::daemon::Meter;
 use crate::bench::events::{EventReader, KernelEvents};
+use crate::bench::policy::uksm::Uksm;
 use crate::bench::sampling::SamplingThread;
 use anyhow::Context;
+use pagefold_core::units::Bytes;
 use pagefold_linux::ksm::ksmd::Ksmd;
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use std::path::Path;
@@ -52,14 +54,26 @@ struct Shared {
 impl Sampler {
     pub fn start() -> anyhow::Result<Self> {
         let ksm = Ksm::open(Path::new(KSM_ROOT))?;
-        let ksmd = Ksmd::find()?.context("ksmd is not running")?;
+        Self::watching(Ksmd::find()?.context("ksmd is not running")?, move || {
+            Ok(ksm.counters()?.view(true, false).saved().bytes())
+        })
+    }
+
+    /// The same on a kernel with UKSM in place of KSM.
+    pub fn start_uksm(uksm: Uksm) -> anyhow::Result<Self> {
+        let uksmd = Ksmd::find_named(Path::new("/proc"), b"uksmd")?.context("uksmd is not running")?;
+        Self::watching(uksmd, move || uksm.saved())
+    }
+
+    fn watching(ksmd: Ksmd, saved: impl Fn() -> anyhow::Result<Bytes> + Send + 'static) -> anyhow::Result<Self> {
+        let saved_and_cpu_ns = move || anyhow::Ok((saved()?.0, ksmd.cpu_ns()?));
         let shared = Arc::new(Mutex::new(Shared::default()));
         let for_thread = Arc::clone(&shared);
-        let (saved_then, cpu_then) = saved_and_cpu_ns(&ksm, &ksmd)?;
+        let (saved_then, cpu_then) = saved_and_cpu_ns()?;
         let events = EventReader::open(Path::new("/proc/vmstat"))?;
         let events_then = events.read()?;
         let thread = SamplingThread::start(INTERVAL, move |began| {
-            let (saved, cpu_ns) = saved_and_cpu_ns(&ksm, &ksmd)?;
+            let (saved, cpu_ns) = saved_and_cpu_ns()?;
             let events = events.read()?.since(events_then);
             let mut shared = for_thread.lock().unwrap_or_else(PoisonError::into_inner);
             shared.last = SamplerPoint {
@@ -88,10 +102,6 @@ impl Sampler {
     pub fn finish(self) -> anyhow::Result<Vec<SamplerPoint>> {
         self.thread.finish()
     }
-}
-
-fn saved_and_cpu_ns(ksm: &Ksm, ksmd: &Ksmd) -> anyhow::Result<(u64, u64)> {
-    Ok((ksm.counters()?.view(true, false).saved().bytes().0, ksmd.cpu_ns()?))
 }
 
 /// The first sample with at least `share` of `whole` saved.

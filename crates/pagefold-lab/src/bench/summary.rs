@@ -262,6 +262,10 @@ impl Repetitions<'_> {
                 }
             }
             blocks.push(Block::Table(grid));
+            for policy in &policies {
+                let remark = self.runs(policy).find_map(|(run, _)| run.remark.as_deref());
+                blocks.extend(remark.map(|remark| Block::Text(format!("{policy}: {remark}"))));
+            }
             if self.reports.iter().any(|report| report.saved_anything()) {
                 blocks.push(Block::Picture(self.saved_over_time(&policies)));
                 if !self.points(policies[0]).next().is_none_or(<[_]>::is_empty) {

@@ -2,13 +2,12 @@
 //! the cores that ksmd and pagefold use too, while memory is merged and when that is done. The server is one of the programs
 //! whose memory is merged, so its own writes to merged pages count.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, shuffled, sort_runs};
 use crate::bench::load::{Compressed, Compression, Latencies, percentile};
 use crate::bench::policy::{Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun, in_round};
 use crate::programs::{RedisData, Target, need, scratch};
 use anyhow::Context;
-use pagefold_core::permutation::Permutation;
 use pagefold_workload::Segment;
 use pagefold_workload::contents::printable;
 use std::cell::RefCell;
@@ -24,7 +23,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 };
 
 const INSTANCES: usize = 3;
-/// The order of the policies in each round follows from it.
+/// The order of the policies in each round follows from it, unless another one is asked for.
 const SEED: u64 = 15;
 
 #[derive(Clone, Copy, Debug)]
@@ -100,10 +99,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let mut felt: BTreeMap<(String, Window), Vec<Felt>> = BTreeMap::new();
     let mut ratios: BTreeMap<(String, Window), Vec<f64>> = BTreeMap::new();
     for round in 0..sizes.rounds {
-        let order = Permutation::new(policies.len() as u64, SEED + round);
+        let order = setting.order.unwrap_or(SEED).wrapping_add(round);
         let mut measured: BTreeMap<(String, Window), Felt> = BTreeMap::new();
-        for at in 0..order.len() {
-            let policy = &policies[usize::try_from(order.at(at))?];
+        for policy in shuffled(&policies, Some(order)) {
             let load = RefCell::new(None);
             let before = report.runs.len();
             sequence.run(report, policy, || {
@@ -148,7 +146,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let names: Vec<String> = (1..=sizes.rounds)
         .flat_map(|round| policies.iter().map(move |policy| in_round(&policy.to_string(), round)))
         .collect();
-    report.runs.sort_by_key(|run| names.iter().position(|name| *name == run.policy));
+    sort_runs(report, &names);
     put_figures(report, &felt, &ratios);
     report.bar_on_answers();
     if !setting.quick {
