@@ -9,6 +9,7 @@ mod document;
 pub mod events;
 pub mod experiment;
 pub mod guest;
+pub mod latencies;
 pub mod load;
 mod measures;
 mod oracle;

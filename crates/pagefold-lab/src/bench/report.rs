@@ -1,6 +1,7 @@
 //! The result of an experiment, as written to JSON.
 
 use crate::bench::events::KernelEvents;
+use crate::bench::latencies::Latencies;
 use crate::bench::page_tables::PageTableSample;
 use crate::bench::sampler::{SamplerPoint, reached, thinned};
 use crate::programs::Target;
@@ -43,6 +44,8 @@ pub struct ExperimentReport {
     pub failures: Vec<Failure>,
     #[serde(skip)]
     pub pictures: Vec<Picture>,
+    #[serde(skip)]
+    pub latencies: Vec<Latencies>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -198,6 +201,11 @@ pub fn in_round(policy: &str, round: u64) -> String {
 /// Whether a run is of a later round: the first one stands for its policy.
 pub fn is_of_later_round(policy: &str) -> bool {
     policy.contains(ROUND)
+}
+
+/// The policy of a run, without its round.
+pub fn without_round(policy: &str) -> &str {
+    policy.split_once(ROUND).map_or(policy, |(policy, _)| policy)
 }
 
 const ROUND: &str = ", round ";

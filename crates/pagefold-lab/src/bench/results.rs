@@ -1,4 +1,4 @@
-//! The results of `pagefold-lab bench --output`: two files for each repetition of an experiment.
+//! The results of `pagefold-lab bench --output`: files for each repetition of an experiment.
 //!
 //! `NAME-REPETITION.json` is its line of JSON. `NAME-REPETITION.parquet` has the raw samples, one row each:
 //!
@@ -17,11 +17,22 @@
 //!
 //! Null: this kernel does not have the counter.
 //!
-//! Its metadata has the options of the run, the digest of the JSON, and a checksum over the file. Both files appear whole,
+//! `NAME-REPETITION.latencies.parquet` has the latencies that the experiment measured, if it did, as histograms:
+//!
+//! | column | type | meaning |
+//! | --- | --- | --- |
+//! | `policy` | text | what merged |
+//! | `server` | text | what was asked |
+//! | `when` | text | when it was asked |
+//! | `up_to_ns` | int64 | upper bound, at most 1/128 above a latency |
+//! | `count` | int64 | requests that took as long, and longer than the next lower bound |
+//!
+//! The samples' metadata has the options of the run, the digest of the JSON, and a checksum over the file. All files appear whole,
 //! the samples last: what has its samples is finished.
 
 use crate::bench::events::KernelEvents;
 use crate::bench::experiment::{EXPERIMENTS, Experiment};
+use crate::bench::latencies::{Histogram, Latencies};
 use crate::bench::report::ExperimentReport;
 use crate::bench::sampler::SamplerPoint;
 use crate::record::{guarded, seal};
@@ -31,7 +42,7 @@ use pagefold_linux::os::regular;
 use parquet::basic::Compression;
 use parquet::column::reader::get_typed_column_reader;
 use parquet::data_type::{ByteArrayType, DataType, DoubleType, Int32Type, Int64Type};
-use parquet::file::metadata::KeyValue;
+use parquet::file::metadata::{FileMetaData, KeyValue};
 use parquet::file::properties::WriterProperties;
 use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
@@ -67,6 +78,16 @@ const MESSAGE: &str = "message pagefold_samples {
     optional int64 cow_breaks;
     optional int64 split_pages;
     optional int64 split_mappings;
+}";
+
+const LATENCIES_SCHEMA: &str = "pagefold.bench.latencies/1";
+const LATENCIES_ENDING: &str = ".latencies.parquet";
+const LATENCIES_MESSAGE: &str = "message pagefold_latencies {
+    required binary policy (STRING);
+    required binary server (STRING);
+    required binary when (STRING);
+    required int64 up_to_ns;
+    required int64 count;
 }";
 
 /// A repetition takes less than a megabyte.
@@ -133,7 +154,8 @@ pub fn paths(dir: &Path, experiment: &str, repetition: u32) -> (PathBuf, PathBuf
 pub fn load(dir: &Path, wanted: Option<&BenchOptions>) -> anyhow::Result<Vec<Finished>> {
     let entries = fs::read_dir(dir).with_context(|| format!("cannot read {}; give a directory", dir.display()))?;
     let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<anyhow::Result<Vec<PathBuf>>>()?;
-    paths.retain(|path| path.extension().is_some_and(|ending| ending == "parquet"));
+    let is_samples = |name: &str| name.ends_with(".parquet") && !name.ends_with(LATENCIES_ENDING);
+    paths.retain(|path| path.file_name().is_some_and(|name| is_samples(&name.to_string_lossy())));
     paths.sort();
     let mut all: Vec<Finished> = Vec::new();
     for path in paths {
@@ -164,6 +186,15 @@ pub fn write(dir: &Path, finished: &Finished) -> anyhow::Result<()> {
     let mut json = serde_json::to_vec(&report)?;
     json.push(b'\n');
     put(&json_path, |file| Ok(file.write_all(&json)?))?;
+    let latencies_path = json_path.with_extension(&LATENCIES_ENDING[1..]);
+    match &report.latencies[..] {
+        // Of a repetition that was interrupted.
+        [] => match fs::remove_file(&latencies_path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+            _ => {}
+        },
+        latencies => put(&latencies_path, |file| write_latencies(file, latencies, &digest(&json)))?,
+    }
     put(&path, |file| {
         let properties = properties(finished, &digest(&json))?;
         let writer = SerializedFileWriter::new(seal::Sealing::new(file.try_clone()?), schema()?, properties)?;
@@ -188,6 +219,66 @@ fn put(path: &Path, write: impl FnOnce(&mut File) -> anyhow::Result<()>) -> anyh
     put().with_context(|| format!("cannot write {}; choose a writable directory with enough space", path.display()))
 }
 
+fn write_latencies(file: &File, latencies: &[Latencies], json: &str) -> anyhow::Result<()> {
+    let entries =
+        [(KEY_SCHEMA, LATENCIES_SCHEMA.to_owned()), (KEY_JSON, json.to_owned()), (KEY_CHECKSUM, seal::blank())];
+    let schema = Arc::new(parse_message_type(LATENCIES_MESSAGE)?);
+    let mut writer = SerializedFileWriter::new(seal::Sealing::new(file.try_clone()?), schema, sealed(&entries))?;
+    let rows = || latencies.iter().flat_map(|one| one.histogram.0.iter().map(move |counted| (one, counted)));
+    let texts = |of: fn(&Latencies) -> &str| rows().map(|(one, _)| of(one).into()).collect::<Vec<_>>();
+    let numbers = |of: fn((&u64, &u64)) -> u64| {
+        rows().map(|(_, counted)| i64::try_from(of(counted))).collect::<Result<Vec<_>, _>>()
+    };
+    let mut group = writer.next_row_group()?;
+    column::<ByteArrayType>(&mut group, &texts(|one| &one.policy))?;
+    column::<ByteArrayType>(&mut group, &texts(|one| &one.server))?;
+    column::<ByteArrayType>(&mut group, &texts(|one| &one.when))?;
+    column::<Int64Type>(&mut group, &numbers(|(&bound, _)| bound)?)?;
+    column::<Int64Type>(&mut group, &numbers(|(_, &count)| count)?)?;
+    group.close()?;
+    writer.into_inner()?.seal()?;
+    Ok(())
+}
+
+/// The latencies and the digest of the JSON written with them.
+fn read_latencies(file: File) -> anyhow::Result<(Vec<Latencies>, String)> {
+    let file = SerializedFileReader::new(file)?;
+    let metadata = file.metadata().file_metadata();
+    anyhow::ensure!(value(metadata, KEY_SCHEMA)? == LATENCIES_SCHEMA, "its schema is another");
+    let schema = parse_message_type(LATENCIES_MESSAGE)?;
+    anyhow::ensure!(metadata.schema_descr().root_schema() == &schema, "its columns differ");
+    let mut latencies: Vec<Latencies> = Vec::new();
+    for group in 0..file.num_row_groups() {
+        let group = file.get_row_group(group)?;
+        let count = usize::try_from(group.metadata().num_rows())?;
+        let group = group.as_ref();
+        let texts = [0, 1, 2].map(|at| values::<ByteArrayType>(group, at, count));
+        let [policies, servers, whens] = texts;
+        let (policies, servers, whens) = (policies?, servers?, whens?);
+        let (bounds, counts) = (values::<Int64Type>(group, 3, count)?, values::<Int64Type>(group, 4, count)?);
+        for at in 0..count {
+            let [policy, server, when] = [policies[at].as_utf8()?, servers[at].as_utf8()?, whens[at].as_utf8()?];
+            let same = |one: &&mut Latencies| {
+                (one.policy.as_str(), one.server.as_str(), one.when.as_str()) == (policy, server, when)
+            };
+            let (bound, counted) = (u64::try_from(bounds[at])?, u64::try_from(counts[at])?);
+            if let Some(last) = latencies.last_mut().filter(same) {
+                last.histogram.0.insert(bound, counted);
+            } else {
+                let [policy, server, when] = [policy, server, when].map(str::to_owned);
+                latencies.push(Latencies { policy, server, when, histogram: Histogram([(bound, counted)].into()) });
+            }
+        }
+    }
+    Ok((latencies, value(metadata, KEY_JSON)?))
+}
+
+fn value(metadata: &FileMetaData, key: &str) -> anyhow::Result<String> {
+    let entries = metadata.key_value_metadata().map_or(&[][..], Vec::as_slice);
+    let entry = entries.iter().find(|entry| entry.key == key).and_then(|entry| entry.value.clone());
+    entry.with_context(|| format!("it lacks {key}"))
+}
+
 fn schema() -> anyhow::Result<parquet::schema::types::TypePtr> {
     Ok(Arc::new(parse_message_type(MESSAGE)?))
 }
@@ -204,9 +295,14 @@ fn properties(finished: &Finished, json: &str) -> anyhow::Result<Arc<WriterPrope
         // Last, because it is searched for near the end of the file.
         (KEY_CHECKSUM, seal::blank()),
     ];
-    let entries = entries.map(|(key, value)| KeyValue::new(key.to_owned(), value)).to_vec();
+    Ok(sealed(&entries))
+}
+
+/// The properties of a file with these entries and room for its checksum.
+fn sealed(entries: &[(&str, String)]) -> Arc<WriterProperties> {
+    let entries = entries.iter().map(|(key, value)| KeyValue::new((*key).to_owned(), value.clone())).collect();
     let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).set_offset_index_disabled(true);
-    Ok(Arc::new(properties.set_key_value_metadata(Some(entries)).build()))
+    Arc::new(properties.set_key_value_metadata(Some(entries)).build())
 }
 
 type Writer = SerializedFileWriter<seal::Sealing<File>>;
@@ -292,6 +388,17 @@ fn read(path: &Path) -> anyhow::Result<Finished> {
             None => return Err(refused(path, &format!("has samples of {policy:?}, which its JSON lacks"))),
         }
     }
+    let latencies_path = path.with_extension(&LATENCIES_ENDING[1..]);
+    if latencies_path.symlink_metadata().is_ok() {
+        let mut file = opened(&latencies_path)?;
+        seal::check(&latencies_path, &mut file).map_err(|_| cut_off(&latencies_path))?;
+        let (latencies, json) = guarded(|| read_latencies(file).map_err(|error| format!("{error:#}")))
+            .map_err(|what| refused(&latencies_path, &format!("has no latencies ({what})")))?;
+        if json != json_digest {
+            return Err(refused(&latencies_path, "was not written with the samples beside it"));
+        }
+        finished.report.latencies = latencies;
+    }
     Ok(finished)
 }
 
@@ -300,11 +407,7 @@ type Decoded = (Finished, String, Vec<(String, SamplerPoint)>);
 fn decoded(file: File) -> anyhow::Result<Decoded> {
     let file = SerializedFileReader::new(file)?;
     let metadata = file.metadata().file_metadata();
-    let value = |key: &str| {
-        let entries = metadata.key_value_metadata().map_or(&[][..], Vec::as_slice);
-        let entry = entries.iter().find(|entry| entry.key == key).and_then(|entry| entry.value.clone());
-        entry.with_context(|| format!("it lacks {key}"))
-    };
+    let value = |key: &str| value(metadata, key);
     anyhow::ensure!(value(KEY_SCHEMA)? == SCHEMA, "its schema is another");
     anyhow::ensure!(metadata.schema_descr().root_schema() == schema()?.as_ref(), "its columns differ");
     let name = value(KEY_EXPERIMENT)?;
