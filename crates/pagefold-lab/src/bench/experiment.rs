@@ -17,6 +17,7 @@ mod recall;
 mod scan;
 mod short_lived;
 mod static_mix;
+mod tails;
 
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
 use crate::bench::policy::uksm::{self, Uksm};
@@ -58,8 +59,9 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 18] = [
+pub const EXPERIMENTS: [Experiment; 19] = [
     static_mix::EXPERIMENT,
+    tails::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
     short_lived::EXPERIMENT,
