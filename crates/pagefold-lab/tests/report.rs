@@ -1,7 +1,9 @@
 //! Results in a directory, and the report of them, as a browser shows it.
 
 use pagefold_core::units::whole;
+use pagefold_lab::bench::events::KernelEvents;
 use pagefold_lab::bench::experiment::Experiment;
+use pagefold_lab::bench::latencies::{Histogram, Latencies};
 use pagefold_lab::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use pagefold_lab::bench::results::{self, BenchOptions, Finished};
 use pagefold_lab::bench::sampler::SamplerPoint;
@@ -22,6 +24,13 @@ fn run(policy: &str, mib: f64, until: f64, cpu: f64, watch: f64, seconds: u32) -
                 saved_bytes: whole(mib * done * 256.0) * 4096,
                 ksmd_seconds: 0.8 * cpu * done + 0.8 * watch * (at - until).max(0.0),
                 daemon_seconds: 0.2 * cpu * done + 0.2 * watch * (at - until).max(0.0),
+                daemon_peak_bytes: if policy.starts_with("pagefold") { 24 << 20 } else { 0 },
+                // This kernel does not count mappings.
+                events: KernelEvents {
+                    cow_breaks: Some(if done < 1.0 { 0 } else { 512 }),
+                    split_pages: Some(0),
+                    split_mappings: None,
+                },
             }
         })
         .collect();
@@ -62,6 +71,12 @@ fn fill(dir: &Path) {
             mix.report.figure(format!("pagefold {percentile} us while folding"), us * slow);
             mix.report.figure(format!("ksm-1000/20ms {percentile} us while folding"), 2.0 * us);
         }
+        for policy in ["pagefold", "pagefold, round 2", "no merging"] {
+            let histogram =
+                Histogram::of((1..=1000).map(|us| Duration::from_micros(us * us / 1000 + u64::from(repetition))));
+            let [policy, server, when] = [policy, "redis", "while folding"].map(str::to_owned);
+            mix.report.latencies.push(Latencies { policy, server, when, histogram });
+        }
         results::write(dir, &mix).unwrap();
     }
     let pairs = vec![run("ksm-everything", 512.0, 2.0, 1.9, 0.0, 7), run("pagefold", 511.0, 2.3, 2.2, 0.01, 30)];
@@ -85,8 +100,13 @@ fn results_are_read_as_they_were_written() {
     assert_eq!((&read.points, &read.curve), (&written.points, &written.curve));
     assert_eq!((all[3].elapsed, all[3].options.seed), (Duration::from_secs(60), Some(7)));
     assert_eq!(all[0].report.figures.get("MiB saved within 5 s"), Some(&2047.0));
+    let latencies = &all[1].report.latencies;
+    let read: Vec<(&str, u64)> = latencies.iter().map(|one| (one.policy.as_str(), one.histogram.count())).collect();
+    assert_eq!(read, [("pagefold", 1000), ("pagefold, round 2", 1000), ("no merging", 1000)]);
+    let p99 = latencies[0].histogram.percentile(0.99).unwrap();
+    assert!((982_000..982_000 * 129 / 128).contains(&p99), "{p99}");
     // Nothing else is left behind.
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 10);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 10 + 3);
 }
 
 #[test]
@@ -114,8 +134,9 @@ fn the_report_has_losses_claims_medians_and_ratios() {
             "ksm-advisor/60s \\<b\\>&",
         ],
     );
-    // The advisor has not saved 50 % of what the oracle has, and the oracle was not watched.
-    assert!(text.contains("| ksm-advisor/60s \\<b\\>& | 400 | – | – | – | – | – | – | – |"), "{text}");
+    // The advisor has not saved 50 % of what the oracle has, and the oracle was not watched. Columns of zeros are left out.
+    let heads = "MiB/CPU s to 90 % | merged pages copied | MiB taken back by writes | pagefold's peak, MiB |";
+    assert_has(&text, &[heads, "| ksm-advisor/60s \\<b\\>& | 400 | – | – | – | – | – | – | – | 512 | 2.00 | – |"]);
     let losses = text.find("## Where pagefold loses").unwrap();
     assert!(losses < text.find("## Claim by claim").unwrap() && losses < text.find("## static-mix").unwrap());
     assert!(!text.contains("NaN") && !text.contains("inf"), "{text}");
@@ -142,8 +163,9 @@ fn a_browser_shows_the_report() {
             "duplicate pages along the address space",
         ],
     );
-    // Saved, CPU, and saved per CPU second of two experiments, latencies, and the map.
-    assert_eq!(document.matches("<svg").count(), 3 + 1 + 3 + 1, "{document}");
+    // Saved, CPU, and saved per CPU second of two experiments, latencies, their tail, and the map.
+    assert_eq!(document.matches("<svg").count(), 3 + 2 + 3 + 1, "{document}");
+    assert_has(&document, &["static-mix: latencies of redis while folding", "pagefold: 6000 requests"]);
     assert!(!document.contains("<b>"), "{document}");
     browser.pictures(&file);
 }
@@ -189,6 +211,24 @@ fn damaged_and_foreign_results_are_named() {
     symlink(there("elsewhere"), &samples).unwrap();
     refused("it is a symbolic link");
     anew();
+    fs::remove_file(&samples).unwrap();
+    fs::remove_file(there("elsewhere")).unwrap();
+    let mut measured = finished("pairs", 1, vec![run("pagefold", 500.0, 1.0, 1.0, 0.0, 3)]);
+    let histogram = Histogram::of([Duration::from_micros(7)]);
+    let [policy, server, when] = ["pagefold", "redis", ""].map(str::to_owned);
+    measured.report.latencies = vec![Latencies { policy, server, when, histogram }];
+    results::write(dir.path(), &measured).unwrap();
+    let latencies = there("pairs-1.latencies.parquet");
+    let whole = fs::read(&latencies).unwrap();
+    measured.report.figure("another", 1.0);
+    results::write(dir.path(), &measured).unwrap();
+    fs::write(&latencies, &whole).unwrap();
+    refused("pairs-1.latencies.parquet was not written with the samples beside it");
+    fs::write(&latencies, &whole[1..]).unwrap();
+    refused("pairs-1.latencies.parquet is damaged");
+    // Those of an earlier measurement go with it.
+    anew();
+    assert!(!latencies.exists());
     let mut other = finished("hash", 1, Vec::new());
     other.options.quick = true;
     results::write(dir.path(), &other).unwrap();

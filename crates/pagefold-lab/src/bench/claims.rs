@@ -74,9 +74,14 @@ const CPU_AFTER: Value = Value::Measure(|measures| measures.percent_after);
 pub const CLAIMS: [Claim; 23] = [
     Claim {
         id: "K1",
-        what: "Worst case: two programs of 1 GiB whose pages differ from each other in the last 8 bytes only",
+        what: "Worst case: two programs of 1 GiB (here a quarter) whose pages differ from each other in the last 8 bytes only",
         paper: "96 s to merge, 10 MB/s; further copies 34 s, 30 MB/s",
-        here: Here::Not("no experiment compares speeds on such pages"),
+        here: Here::Experiment {
+            name: "tails",
+            ours: &[Cell("MiB/s", MIB_PER_SECOND)],
+            peers: &[Cell("MiB/s", MIB_PER_SECOND)],
+            judge: Judge::AtLeast(10.0),
+        },
     },
     Claim {
         id: "K2",
@@ -93,7 +98,18 @@ pub const CLAIMS: [Claim; 23] = [
         id: "K3",
         what: "Reading a word of every page, before and after merging",
         paper: "as fast in the worst case, about 4 times as fast in the best",
-        here: Here::Not("no experiment reads merged memory for speed"),
+        here: Here::Experiment {
+            name: "tails",
+            ours: &[
+                Cell(
+                    "times as fast in the worst case",
+                    Value::Figure("worst case: speed of reading when merged, times that before"),
+                ),
+                Cell("in the best", Value::Figure("best case: speed of reading when merged, times that before")),
+            ],
+            peers: &[],
+            judge: Judge::AtLeast(1.0),
+        },
     },
     Claim {
         id: "K4",

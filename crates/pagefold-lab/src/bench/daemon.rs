@@ -4,6 +4,7 @@ use anyhow::{Context, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagefold_linux::os::cpu::reaped_children_cpu_ns;
+use pagefold_linux::os::fields::kib;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::cpu::process_cpu_ns;
 use pagefold_linux::proc::process::Process;
@@ -79,7 +80,11 @@ impl Running {
 
     /// Returns a meter of its CPU time while it runs.
     pub fn meter(&self) -> anyhow::Result<Meter> {
-        Ok(Meter { main: Process::open(i32::try_from(self.child.id())?)?, spent_ns: BTreeMap::new() })
+        Ok(Meter {
+            main: Process::open(i32::try_from(self.child.id())?)?,
+            spent_ns: BTreeMap::new(),
+            peaks: BTreeMap::new(),
+        })
     }
 
     /// Returns whether it has ended on its own.
@@ -136,20 +141,21 @@ impl Drop for Running {
     }
 }
 
-/// Measures the CPU time of a daemon and its children from outside, by the kernel's per-process clocks.
+/// Measures the CPU time and memory of a daemon and its children from outside, by what the kernel counts for each process.
 #[derive(Debug)]
 pub struct Meter {
     main: Process,
     /// By pid and start time, so that the time of a child that has ended still counts.
     spent_ns: BTreeMap<(i32, u64), u64>,
+    /// The peak memory of each, bytes.
+    peaks: BTreeMap<(i32, u64), u64>,
 }
 
 impl Meter {
     /// Returns the CPU time so far. What a child spends between the last call and its end is missed.
     pub fn cpu_seconds(&mut self) -> f64 {
-        let main = &self.main;
-        let children = children(main.pid()).into_iter().filter_map(|pid| Process::open(pid).ok());
-        for process in children.collect::<Vec<_>>().iter().chain([main]) {
+        let children = children(&self.main);
+        for process in children.iter().chain([&self.main]) {
             // It may have ended; the last reading is kept.
             if let Ok(ns) = process_cpu_ns(process) {
                 self.spent_ns.insert((process.pid(), process.start_time_ticks()), ns);
@@ -157,12 +163,27 @@ impl Meter {
         }
         Duration::from_nanos(self.spent_ns.values().sum()).as_secs_f64()
     }
+
+    /// The peaks of resident memory so far (`VmHWM`), added up over the daemon and its children. What they share counts in
+    /// each, and they need not peak together, so this is at least what they ever took at one time.
+    pub fn peak_bytes(&mut self) -> u64 {
+        let children = children(&self.main);
+        for process in children.iter().chain([&self.main]) {
+            // One that has ended has no memory left to report; the last reading is kept.
+            let peak = process.read_file("status").ok().and_then(|status| kib(&status, "VmHWM").ok());
+            if let Some(kib) = peak {
+                self.peaks.insert((process.pid(), process.start_time_ticks()), kib << 10);
+            }
+        }
+        self.peaks.values().sum()
+    }
 }
 
 /// The children of a process's first thread, which starts them; empty where the kernel does not list them.
-fn children(pid: i32) -> Vec<i32> {
+fn children(of: &Process) -> Vec<Process> {
+    let pid = of.pid();
     let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    text.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+    text.split_ascii_whitespace().filter_map(|pid| Process::open(pid.parse().ok()?).ok()).collect()
 }
 
 fn collect(from: Option<impl Read + Send + 'static>) -> JoinHandle<Vec<u8>> {
@@ -204,17 +225,20 @@ mod tests {
         let script = format!("sh -c '{busy}' & wait; exec sleep 600");
         let running = Running::start(Path::new("/bin/sh"), &["-c".to_owned(), script]).unwrap();
         let mut meter = running.meter().unwrap();
-        let (end, mut most) = (std::time::Instant::now() + Duration::from_secs(20), 0.0_f64);
+        let (end, mut most, mut peak) = (std::time::Instant::now() + Duration::from_secs(20), 0.0_f64, 0);
         while most < 0.02 && std::time::Instant::now() < end {
             let now = meter.cpu_seconds();
             assert!(now >= most);
             most = now;
+            // Of both shells, of which each has more than 256 KiB.
+            peak = peak.max(meter.peak_bytes());
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(most >= 0.02, "{most}");
         // It ends on request, but has written nothing.
         assert!(running.end(&Interrupt::default()).is_err());
         assert!(meter.cpu_seconds() >= most);
+        assert!(meter.peak_bytes() >= peak && (512 << 10..64 << 20).contains(&peak), "{peak}");
     }
 
     #[test]

@@ -33,6 +33,12 @@ impl Grid {
         Self { heads: heads.to_vec(), texts, rows: rows.into_iter().map(Vec::from).collect() }
     }
 
+    /// Adds a column with a cell for each row.
+    pub fn add_column(&mut self, head: &'static str, cells: impl Iterator<Item = String>) {
+        self.heads.push(head);
+        self.rows.iter_mut().zip(cells).for_each(|(row, cell)| row.push(cell));
+    }
+
     pub fn block<const N: usize>(texts: usize, heads: [&'static str; N], rows: Vec<[String; N]>) -> Block {
         Block::Table(Self::new(texts, heads, rows))
     }

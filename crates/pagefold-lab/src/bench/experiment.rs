@@ -19,13 +19,16 @@ mod recall;
 mod scan;
 mod short_lived;
 mod static_mix;
+mod tails;
 mod vms;
 mod workers;
 
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
+use crate::bench::policy::uksm::{self, Uksm};
 use crate::bench::policy::{self, Policy};
 use crate::bench::report::{ExperimentReport, Failure, answers};
 use crate::programs::Target;
+use pagefold_core::permutation::Permutation;
 use pagefold_core::units::{PAGE_SIZE, Pages};
 use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::os::interrupt::Interrupt;
@@ -47,6 +50,8 @@ pub struct ExperimentSetting<'a> {
     pub emulated: bool,
     /// Run only these policies; empty: all.
     pub policies: &'a [String],
+    /// The order of policies follows from it. Without it they run as they are listed.
+    pub order: Option<u64>,
     /// Stops the experiment on a signal.
     pub interrupt: &'a Interrupt,
 }
@@ -58,8 +63,9 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 22] = [
+pub const EXPERIMENTS: [Experiment; 23] = [
     static_mix::EXPERIMENT,
+    tails::EXPERIMENT,
     pairs::EXPERIMENT,
     cow_breaker::EXPERIMENT,
     short_lived::EXPERIMENT,
@@ -118,14 +124,27 @@ impl ExperimentSetting<'_> {
     }
 
     /// Adds further peers to the policies of an experiment, if they were asked for: everything marked, with the kernel's default
-    /// rate, as systemd's `MemoryKSM=` and uksmd leave it, with other fixed rates, and with the kernel's advisor. One whose name
-    /// is among them already is left out.
+    /// rate, as systemd's `MemoryKSM=` leaves it, with other fixed rates, with the kernel's advisor, also at its cap, and with
+    /// ksmtuned, and what uksmd does. One whose name is among them already is left out. On a kernel with UKSM, its governors are added
+    /// in any case: nothing else can run there.
     fn add_further_peers(&self, policies: &mut Vec<Policy>, seconds: u64) {
-        if !self.all_peers || self.quick {
+        if Uksm::at(Path::new(uksm::ROOT)).is_some() {
+            policies.extend(uksm::GOVERNORS.map(|governor| Policy::Uksm { governor, seconds }));
+            return;
+        }
+        // In a quick run only those that are asked for by name.
+        if !self.all_peers || (self.quick && self.policies.is_empty()) {
             return;
         }
         let paced = [100, 1000, 2000].map(|pages| Policy::KsmPaced { pages, seconds });
-        for peer in paced.into_iter().chain([Policy::KsmAdvisor { seconds }]) {
+        let driven = [
+            Policy::KsmAdvisor { seconds },
+            Policy::KsmAdvisorAtCap { seconds },
+            Policy::Ksmtuned { always: false, seconds },
+            Policy::Ksmtuned { always: true, seconds },
+            Policy::Uksmd { seconds },
+        ];
+        for peer in paced.into_iter().chain(driven) {
             if policies.iter().all(|policy| policy.to_string() != peer.to_string()) {
                 policies.push(peer);
             }
@@ -155,6 +174,21 @@ const fn mib(mebibytes: u64) -> Pages {
     Pages(mebibytes * (1 << 20) / PAGE_SIZE as u64)
 }
 
+/// The items in an order that follows from the key: what changes on the machine over time does not fall on the same ones in
+/// each round. Without a key, as they are.
+pub(crate) fn shuffled<T>(items: &[T], key: Option<u64>) -> impl Iterator<Item = &T> {
+    let order = key.map(|key| Permutation::new(items.len() as u64, key));
+    (0..items.len() as u64).filter_map(move |at| {
+        let at = order.map_or(at, |order| order.at(at));
+        items.get(usize::try_from(at).ok()?)
+    })
+}
+
+/// Puts the runs in the order of these names.
+fn sort_runs(report: &mut ExperimentReport, names: &[String]) {
+    report.runs.sort_by_key(|run| names.iter().position(|name| *name == run.policy));
+}
+
 /// Runs each policy on newly started targets, since marks cannot be removed from outside, and compares pagefold with
 /// the others.
 fn side_by_side(
@@ -163,11 +197,22 @@ fn side_by_side(
     policies: &[Policy],
     start: impl Fn() -> anyhow::Result<Vec<Box<dyn Target>>>,
 ) -> anyhow::Result<()> {
-    let mut sequence = PolicySequence::take(setting)?;
-    for policy in policies {
-        sequence.run(report, policy, &start)?;
+    let policies_in_turn = shuffled(policies, setting.order);
+    if let Some(uksm) = Uksm::at(Path::new(uksm::ROOT)) {
+        let mut expected = None;
+        for policy in policies_in_turn.filter(|policy| matches!(policy, Policy::Uksm { .. } | Policy::NoMerging { .. }))
+        {
+            let mut targets = start()?;
+            let expected = expected.get_or_insert_with(|| answers(&mut targets));
+            report.runs.push(policy::run_uksm(setting, &uksm, policy, &mut targets, expected)?);
+        }
+    } else {
+        let mut sequence = PolicySequence::take(setting)?;
+        for policy in policies_in_turn {
+            sequence.run(report, policy, &start)?;
+        }
     }
-    drop(sequence);
+    sort_runs(report, &policies.iter().map(ToString::to_string).collect::<Vec<_>>());
     report.compare(policy::SUBJECT);
     report.bar_on_answers();
     Ok(())
@@ -222,6 +267,20 @@ impl<'a> PolicySequence<'a> {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn an_order_follows_from_its_key_and_has_everything_once() {
+        let items: Vec<u32> = (0..7).collect();
+        let order = |key| super::shuffled(&items, key).copied().collect::<Vec<u32>>();
+        assert_eq!(order(None), items);
+        assert_eq!(order(Some(3)), order(Some(3)));
+        let orders: std::collections::BTreeSet<Vec<u32>> = (0..20).map(|key| order(Some(key))).collect();
+        assert!(orders.len() > 15, "{orders:?}");
+        for mut order in orders {
+            order.sort_unstable();
+            assert_eq!(order, items);
+        }
+    }
+
     #[test]
     #[allow(clippy::float_cmp)] // exact results
     fn medians_of_odd_and_even_counts() {

@@ -1,4 +1,4 @@
-//! Load that shows what the programs beside a policy feel: requests at fixed instants, and a compression.
+//! Load that shows what the programs beside a policy feel: requests at fixed instants, and commands such as a compression.
 //!
 //! The load is open: the next request is sent at its instant whether or not the last one has been answered, and the latency counts
 //! from that instant. So a server that stalls for 100 ms is charged for every request that was due meanwhile, not for one
@@ -7,9 +7,10 @@
 use anyhow::{Context, ensure};
 use pagefold_core::units::whole;
 use pagefold_workload::OwnedChild;
+use std::ffi::OsStr;
 use std::io::{BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -97,26 +98,24 @@ pub fn percentile(ascending: &[Duration], share: f64) -> Option<Duration> {
     ascending.get(usize::try_from(rank - 1).ok()?).copied()
 }
 
-/// A file that is compressed again and again.
+/// A command that is run again and again, one at a time.
 #[derive(Debug)]
-pub struct Compression {
+pub struct Repeated {
     stop: Arc<AtomicBool>,
-    bytes: u64,
     thread: JoinHandle<Vec<Instant>>,
 }
 
-impl Compression {
-    /// Starts to compress a file with gzip.
-    pub fn start(file: PathBuf) -> anyhow::Result<Self> {
-        let bytes = std::fs::metadata(&file)?.len();
+impl Repeated {
+    /// Starts the first one. Its output is thrown away. One that fails is the last.
+    pub fn start(program: &Path, arguments: &[&OsStr]) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
+        let mut command = Command::new(program);
+        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let thread = thread::spawn(move || {
             let mut done = Vec::new();
             while !stopped.load(Ordering::Relaxed) {
-                let mut gzip = Command::new("gzip");
-                gzip.args(["-6", "-c"]).arg(&file).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-                let ended = gzip.spawn().map(OwnedChild).and_then(|mut child| child.0.wait());
+                let ended = command.spawn().map(OwnedChild).and_then(|mut child| child.0.wait());
                 if !ended.is_ok_and(|status| status.success()) {
                     break;
                 }
@@ -124,31 +123,26 @@ impl Compression {
             }
             done
         });
-        Ok(Self { stop, bytes, thread })
+        Self { stop, thread }
     }
 
     /// Ends it and returns when it was done each time.
-    pub fn finish(self) -> anyhow::Result<Compressed> {
+    pub fn finish(self) -> anyhow::Result<Done> {
         self.stop.store(true, Ordering::Relaxed);
-        let done = self.thread.join().ok().context("the compression has panicked")?;
-        Ok(Compressed { bytes: self.bytes, done })
+        Ok(Done(self.thread.join().ok().context("the load generator has panicked")?))
     }
 }
 
-/// When a file was compressed.
+/// When a command was done.
 #[derive(Debug)]
-pub struct Compressed {
-    bytes: u64,
-    done: Vec<Instant>,
-}
+pub struct Done(Vec<Instant>);
 
-impl Compressed {
-    /// MiB a second between two instants, counted from the first end to the last.
-    pub fn mib_per_second(&self, from: Instant, to: Instant) -> Option<f64> {
-        let within: Vec<Instant> = self.done.iter().copied().filter(|done| (from..to).contains(done)).collect();
+impl Done {
+    /// How often a second it was done between two instants, counted from the first end to the last.
+    pub fn per_second(&self, from: Instant, to: Instant) -> Option<f64> {
+        let within: Vec<Instant> = self.0.iter().copied().filter(|done| (from..to).contains(done)).collect();
         let seconds = within.last()?.duration_since(*within.first()?).as_secs_f64();
-        let times = within.len() as f64 - 1.0;
-        (seconds > 0.0).then(|| times * self.bytes as f64 / 1_048_576.0 / seconds)
+        (seconds > 0.0).then(|| (within.len() as f64 - 1.0) / seconds)
     }
 }
 
@@ -203,12 +197,25 @@ mod tests {
     }
 
     #[test]
-    fn compression_is_counted_between_whole_runs() {
+    fn commands_are_counted_between_whole_runs() {
         let began = Instant::now();
-        let done = [1, 3, 5, 9].map(|second| began + Duration::from_secs(second)).to_vec();
-        let compressed = Compressed { bytes: 4 << 20, done };
-        let speed = compressed.mib_per_second(began, began + Duration::from_secs(8)).unwrap();
-        assert!((speed - 2.0).abs() < 1e-9, "{speed}");
-        assert_eq!(compressed.mib_per_second(began, began + Duration::from_secs(2)), None);
+        let done = Done([1, 3, 5, 9].map(|second| began + Duration::from_secs(second)).to_vec());
+        let speed = done.per_second(began, began + Duration::from_secs(8)).unwrap();
+        assert!((speed - 0.5).abs() < 1e-9, "{speed}");
+        assert_eq!(done.per_second(began, began + Duration::from_secs(2)), None);
+    }
+
+    #[test]
+    fn a_command_is_repeated_until_it_fails() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        // It fails the fourth time.
+        let script = format!("echo >>{0}; [ $(wc -l <{0}) -lt 4 ]", file.display());
+        let repeated = Repeated::start(Path::new("sh"), &["-c".as_ref(), script.as_ref()]);
+        let end = Instant::now() + 20_000 * MS;
+        while std::fs::read(&file).map_or(0, |lines| lines.len()) < 4 && Instant::now() < end {
+            thread::sleep(5 * MS);
+        }
+        assert_eq!(repeated.finish().unwrap().0.len(), 3);
     }
 }

@@ -111,6 +111,18 @@ pub const QUANTITIES: [Quantity; 7] = [
     },
 ];
 
+/// What merging did besides: the head of a column, and the value of a run.
+pub type Effect = (&'static str, fn(&PolicyRun) -> Option<f64>);
+
+/// Shown where any of them is not zero.
+pub const EFFECTS: [Effect; 5] = [
+    ("merged pages copied", |run| run.events.cow_breaks.map(|count| count as f64)),
+    ("MiB taken back by writes", |run| run.taken_back_bytes.map(|bytes| Bytes(bytes).mib())),
+    ("huge pages split", |run| run.events.split_pages.map(|count| count as f64)),
+    ("mappings of huge pages split", |run| run.events.split_mappings.map(|count| count as f64)),
+    ("pagefold's peak, MiB", |run| run.pagefold_peak_bytes.map(|bytes| Bytes(bytes).mib())),
+];
+
 /// The middle of some values, and the least and the most of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spread {
@@ -164,6 +176,7 @@ mod tests {
                 saved_bytes: if second >= after { mib << 20 } else { 0 },
                 ksmd_seconds: f64::from(second.min(after)) / 2.0,
                 daemon_seconds: f64::from(second.min(after)) / 2.0 + f64::from(second.saturating_sub(after)) / 8.0,
+                ..SamplerPoint::default()
             })
             .collect();
         let mut run = PolicyRun { policy: policy.to_owned(), ..PolicyRun::default() };

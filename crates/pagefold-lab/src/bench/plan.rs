@@ -1,8 +1,7 @@
 //! The order of repetitions, and how long the rest of them will take.
 
-use crate::bench::experiment::Experiment;
+use crate::bench::experiment::{Experiment, shuffled};
 use crate::bench::results::Finished;
-use pagefold_core::permutation::Permutation;
 use pagefold_core::random::mix;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -18,15 +17,15 @@ pub struct Step {
 /// Every experiment once, then every one again. With a seed each repetition has its own order, a function of the seed and
 /// of its number alone, so that what changes on the machine over time does not fall on the same experiment each time.
 pub fn plan(experiments: &[&'static Experiment], repeat: u32, seed: Option<u64>) -> Vec<Step> {
-    let count = experiments.len() as u64;
     let once = |repetition| {
-        let order = seed.map(|seed| Permutation::new(count, mix(seed) ^ u64::from(repetition)));
-        (0..count).filter_map(move |at| {
-            let at = order.map_or(at, |order| order.at(at));
-            Some(Step { experiment: experiments.get(usize::try_from(at).ok()?)?, repetition })
-        })
+        shuffled(experiments, order(seed, repetition)).map(move |&experiment| Step { experiment, repetition })
     };
     (1..=repeat).flat_map(once).collect()
+}
+
+/// What the order in a repetition follows from: of the experiments, and of the policies in each of them.
+pub fn order(seed: Option<u64>, repetition: u32) -> Option<u64> {
+    seed.map(|seed| mix(seed) ^ u64::from(repetition))
 }
 
 /// How long the steps will take, by what the same experiments took, or else an average one. `None` before any is finished.

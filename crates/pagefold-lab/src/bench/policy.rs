@@ -1,25 +1,35 @@
-//! The compared ways to merge: plain KSM, an oracle, and pagefold.
+//! The compared ways to merge: plain KSM and what drives it, UKSM, an oracle, and pagefold.
 //!
-//! Time is measured from when the marks are set. The peers' marking and the oracle's reading are not charged to them;
-//! everything that pagefold does is.
+//! Time is measured from when the marks are set. The peers' marking, what ksmtuned runs and the oracle's reading are not charged to
+//! them; everything that pagefold does is.
+
+mod ksmtuned;
+pub mod uksm;
+mod uksmd;
 
 use crate::bench::experiment::ExperimentSetting;
 use crate::bench::report::{Answers, PolicyRun, agree, answers};
 use crate::bench::sampler::Sampler;
 use crate::bench::sampling::SamplingThread;
+use crate::bench::sysfs::Changed;
 use crate::bench::{daemon, oracle, page_tables};
 use crate::programs::Target;
-use anyhow::bail;
+use anyhow::{Context, bail};
+use ksmtuned::Ksmtuned;
 use pagefold_core::units::{Permyriad, whole};
 use pagefold_linux::inject::mark::{PageSpan, mark};
-use pagefold_linux::ksm::Knob;
 use pagefold_linux::ksm::experiment::KsmForExperiment;
+use pagefold_linux::ksm::{KSM_ROOT, Knob};
+use pagefold_linux::os::fields::kib;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::process::Process;
 use pagefold_linux::scope::eligible::eligible_spans;
 use pagefold_workload::ActivityCounters;
 use std::fmt;
+use std::fs;
+use std::path::Path;
 use std::time::{Duration, Instant};
+use uksm::Uksm;
 
 /// `max_page_sharing` where the policy may choose: most of the gain of longer lists over chains of full ones, at a
 /// sixteenth of the reverse-map walk.
@@ -48,6 +58,24 @@ pub enum Policy {
     },
     /// KSM with its own advisor, everything marked.
     KsmAdvisor {
+        seconds: u64,
+    },
+    /// The same at its cap: a whole core, and scans of a second as its aim, so that the core is what limits it.
+    KsmAdvisorAtCap {
+        seconds: u64,
+    },
+    /// KSM, everything marked, under ksmtuned with its defaults, or with a threshold that makes it start on any machine.
+    Ksmtuned {
+        always: bool,
+        seconds: u64,
+    },
+    /// KSM by uksmd's rules.
+    Uksmd {
+        seconds: u64,
+    },
+    /// The kernel's UKSM, which needs no marks.
+    Uksm {
+        governor: &'static str,
         seconds: u64,
     },
     /// KSM, everything marked, a batch every 20 ms whose size is adjusted so that ksmd takes this share of a core.
@@ -109,6 +137,14 @@ impl fmt::Display for Policy {
             Self::KsmEverything => f.write_str("ksm-everything"),
             Self::KsmPaced { pages, .. } => write!(f, "ksm-{pages}/20ms"),
             Self::KsmAdvisor { seconds } => write!(f, "ksm-advisor/{seconds}s"),
+            Self::KsmAdvisorAtCap { seconds } => write!(f, "ksm-advisor at its cap/{seconds}s"),
+            Self::Ksmtuned { always: false, seconds } => write!(f, "ksmtuned/{seconds}s"),
+            Self::Ksmtuned { always: true, seconds } => {
+                let (name, value) = ksmtuned::ALWAYS;
+                write!(f, "ksmtuned {name}={value}/{seconds}s")
+            }
+            Self::Uksmd { seconds } => write!(f, "uksmd's rules/{seconds}s"),
+            Self::Uksm { governor, .. } => write!(f, "uksm {governor}"),
             Self::KsmSteered { share, .. } => write!(f, "ksm at {:.2} %", 100.0 * share.fraction()),
             Self::NoMerging { .. } => f.write_str("no merging"),
             Self::Oracle => f.write_str("oracle"),
@@ -150,6 +186,34 @@ pub fn run(
     Ok(run)
 }
 
+/// Runs one of UKSM's governors, or none, on a kernel that has it in place of KSM. It cannot unmerge, so the answers after the run come
+/// from merged memory, too.
+pub fn run_uksm(
+    setting: &ExperimentSetting<'_>,
+    uksm: &Uksm,
+    policy: &Policy,
+    targets: &mut [Box<dyn Target>],
+    expected: &[Option<String>],
+) -> anyhow::Result<PolicyRun> {
+    let before = agree(expected, &answers(targets));
+    let mut run = PolicyRun { policy: policy.to_string(), ..PolicyRun::default() };
+    let counters_before = counters(targets)?;
+    let sampler = Sampler::start_uksm(uksm.clone())?;
+    run.began = Some(Instant::now());
+    let (driven, seconds) = match policy {
+        Policy::Uksm { governor, seconds } => (Some(uksm.drive(governor)?), *seconds),
+        Policy::NoMerging { seconds } => (None, *seconds),
+        other => bail!("this kernel has UKSM in place of KSM: {other} cannot run"),
+    };
+    setting.interrupt.sleep(Duration::from_secs(seconds))?;
+    run.set_samples(&sampler.finish()?);
+    let during = agree(expected, &answers(targets));
+    drop(driven);
+    run.counters = counters_before.into_iter().zip(counters(targets)?).collect();
+    run.answers_correct = Answers { before, during, after: agree(expected, &answers(targets)) };
+    Ok(run)
+}
+
 fn counters(targets: &mut [Box<dyn Target>]) -> anyhow::Result<Vec<ActivityCounters>> {
     targets.iter_mut().filter_map(|target| target.counters().transpose()).collect()
 }
@@ -163,7 +227,7 @@ fn apply(
 ) -> anyhow::Result<()> {
     let interrupt = setting.interrupt;
     match policy {
-        Policy::Pagefold { .. } | Policy::NoMerging { .. } => {}
+        Policy::Pagefold { .. } | Policy::NoMerging { .. } | Policy::Uksmd { .. } | Policy::Uksm { .. } => {}
         Policy::Oracle => {
             let knowledge = oracle::survey(processes)?;
             run.savable_bytes = Some(knowledge.savable.0);
@@ -175,6 +239,7 @@ fn apply(
         }
     }
     let sampler = Sampler::start()?;
+    let scanned_before = control.ksm().counters()?.pages_scanned;
     run.began = Some(Instant::now());
     match policy {
         Policy::KsmEverything => scan_until_quiet(control, interrupt)?,
@@ -188,6 +253,23 @@ fn apply(
             control.set(Knob::Run, 1)?;
             interrupt.sleep(Duration::from_secs(*seconds))?;
         }
+        Policy::KsmAdvisorAtCap { seconds } => {
+            let limit = |file: &str, value| Changed::to(Path::new(KSM_ROOT).join(file), value);
+            let _limits = [limit("advisor_max_cpu", "100")?, limit("advisor_target_scan_time", "1")?];
+            control.set_advisor("scan-time")?;
+            control.set(Knob::Run, 1)?;
+            interrupt.sleep(Duration::from_secs(*seconds))?;
+        }
+        Policy::Ksmtuned { always, seconds } => {
+            let tuned = Ksmtuned::start(if *always { &[ksmtuned::ALWAYS] } else { &[] }, interrupt)?;
+            interrupt.sleep(Duration::from_secs(*seconds))?;
+            drop(tuned);
+        }
+        Policy::Uksmd { seconds } => {
+            let time = Duration::from_secs(*seconds);
+            run.marked_bytes = Some(uksmd::follow(control, processes, time, interrupt)?);
+        }
+        Policy::Uksm { .. } => bail!("this kernel has no {}: it lacks UKSM", uksm::ROOT),
         Policy::Oracle => burst(control, interrupt)?,
         Policy::KsmSteered { share, seconds } => {
             steer(share.fraction(), Duration::from_secs(*seconds), control, interrupt)?;
@@ -210,6 +292,9 @@ fn apply(
         }
     }
     run.set_samples(&sampler.finish()?);
+    if matches!(policy, Policy::Ksmtuned { .. }) && control.ksm().counters()?.pages_scanned == scanned_before {
+        run.remark = Some(never_started()?);
+    }
     if matches!(policy, Policy::KsmEverything | Policy::Oracle) {
         let before_ns = control.ksmd().cpu_ns()?;
         for _ in 0..LATER_SCANS {
@@ -219,6 +304,17 @@ fn apply(
         run.cpu_ksmd_seconds_per_later_scan = Some(spent.as_secs_f64() / f64::from(LATER_SCANS));
     }
     Ok(())
+}
+
+/// What there is to say of a ksmtuned that has not started ksmd, by its own reckoning of free memory.
+fn never_started() -> anyhow::Result<String> {
+    let meminfo = fs::read("/proc/meminfo")?;
+    let of = |key| kib(&meminfo, key).map_err(anyhow::Error::msg).context("/proc/meminfo");
+    let free = (of("MemFree")? + of("Buffers")? + of("Cached")?) as f64 / of("MemTotal")? as f64;
+    Ok(format!(
+        "It never started ksmd: by default it does when less than 20 % of memory is free or cached, and {:.0} % was.",
+        100.0 * free
+    ))
 }
 
 fn mark_all(processes: &[Process], spans: &[Vec<PageSpan>]) -> anyhow::Result<u64> {
@@ -317,10 +413,25 @@ mod tests {
             Policy::pagefold_with(1, &["--governor", "low"]),
             Policy::KsmSteered { share: Permyriad(250), seconds: 1 },
             Policy::KsmAdvisor { seconds: 120 },
+            Policy::KsmAdvisorAtCap { seconds: 120 },
+            Policy::Ksmtuned { always: false, seconds: 120 },
+            Policy::Ksmtuned { always: true, seconds: 120 },
+            Policy::Uksmd { seconds: 120 },
+            Policy::Uksm { governor: "quiet", seconds: 120 },
         ];
         assert_eq!(
             names.map(|policy| policy.to_string()),
-            ["pagefold", "pagefold --governor low", "ksm at 2.50 %", "ksm-advisor/120s"]
+            [
+                "pagefold",
+                "pagefold --governor low",
+                "ksm at 2.50 %",
+                "ksm-advisor/120s",
+                "ksm-advisor at its cap/120s",
+                "ksmtuned/120s",
+                "ksmtuned KSM_THRES_COEF=100/120s",
+                "uksmd's rules/120s",
+                "uksm quiet",
+            ]
         );
     }
 

@@ -1,5 +1,7 @@
 //! The result of an experiment, as written to JSON.
 
+use crate::bench::events::KernelEvents;
+use crate::bench::latencies::Latencies;
 use crate::bench::page_tables::PageTableSample;
 use crate::bench::sampler::{SamplerPoint, reached, thinned};
 use crate::programs::Target;
@@ -42,6 +44,8 @@ pub struct ExperimentReport {
     pub failures: Vec<Failure>,
     #[serde(skip)]
     pub pictures: Vec<Picture>,
+    #[serde(skip)]
+    pub latencies: Vec<Latencies>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -199,6 +203,11 @@ pub fn is_of_later_round(policy: &str) -> bool {
     policy.contains(ROUND)
 }
 
+/// The policy of a run, without its round.
+pub fn without_round(policy: &str) -> &str {
+    policy.split_once(ROUND).map_or(policy, |(policy, _)| policy)
+}
+
 const ROUND: &str = ", round ";
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -225,6 +234,17 @@ pub struct PolicyRun {
     pub marked_bytes: Option<u64>,
     /// Memory that merging all duplicates would save, if every page was read.
     pub savable_bytes: Option<u64>,
+    /// What must be known to read the figures.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remark: Option<String>,
+    /// What the kernel counted until the last sample, on the whole machine.
+    pub events: KernelEvents,
+    /// pagefold's peak memory and that of its children, added up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pagefold_peak_bytes: Option<u64>,
+    /// Merged memory that the programs took back by writing to it. Absent where this cannot be told from what was unmerged.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub taken_back_bytes: Option<u64>,
     /// Whether the targets' data was intact.
     pub answers_correct: Answers,
     /// Bytes saved over time, in seconds.
@@ -258,11 +278,20 @@ impl PolicyRun {
         self.cpu_ksmd_seconds = last.ksmd_seconds;
         self.cpu_seconds = self.cpu_ksmd_seconds + self.cpu_pagefold_seconds;
         self.seconds = last.seconds;
+        self.events = last.events;
+        self.pagefold_peak_bytes = Some(last.daemon_peak_bytes).filter(|&peak| peak > 0);
+        self.taken_back_bytes =
+            last.events.cow_breaks.filter(|_| !self.has_unmarked()).map(|pages| Pages(pages).bytes().0);
         let most = reached(points, 0.9, self.saved_bytes);
         self.seconds_to_90_percent = most.map(|point| point.seconds);
         self.cpu_ksmd_seconds_to_90_percent = most.map(|point| point.ksmd_seconds);
         self.curve = thinned(points);
         self.points = points.to_vec();
+    }
+
+    /// Whether pagefold has unmarked memory, which makes copies of merged pages too. Without a summary nothing has.
+    fn has_unmarked(&self) -> bool {
+        self.summary.as_ref().is_some_and(|summary| summary["unmarked_bytes"] != 0)
     }
 
     /// Sets the savings from samples of the targets' page tables, which are more accurate than KSM's counters when

@@ -1,15 +1,18 @@
 //! Records what KSM saves and what ksmd and a daemon spend over time, independently of what controls KSM.
 
 use crate::bench::daemon::Meter;
+use crate::bench::events::{EventReader, KernelEvents};
+use crate::bench::policy::uksm::Uksm;
 use crate::bench::sampling::SamplingThread;
 use anyhow::Context;
+use pagefold_core::units::Bytes;
 use pagefold_linux::ksm::ksmd::Ksmd;
 use pagefold_linux::ksm::{KSM_ROOT, Ksm};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Time between two samples. A sample is eleven small reads, about 10 us, and as much again with a daemon.
+/// Time between two samples. A sample is twelve small reads, and as many again with a daemon.
 const INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -22,6 +25,10 @@ pub struct SamplerPoint {
     pub ksmd_seconds: f64,
     /// CPU time of the daemon passed to [`Sampler::watch`] and of its children.
     pub daemon_seconds: f64,
+    /// The daemon's peak memory so far, see [`Meter::peak_bytes`].
+    pub daemon_peak_bytes: u64,
+    /// What the kernel has counted since the start.
+    pub events: KernelEvents,
 }
 
 impl SamplerPoint {
@@ -47,25 +54,42 @@ struct Shared {
 impl Sampler {
     pub fn start() -> anyhow::Result<Self> {
         let ksm = Ksm::open(Path::new(KSM_ROOT))?;
-        let ksmd = Ksmd::find()?.context("ksmd is not running")?;
+        Self::watching(Ksmd::find()?.context("ksmd is not running")?, move || {
+            Ok(ksm.counters()?.view(true, false).saved().bytes())
+        })
+    }
+
+    /// The same on a kernel with UKSM in place of KSM.
+    pub fn start_uksm(uksm: Uksm) -> anyhow::Result<Self> {
+        let uksmd = Ksmd::find_named(Path::new("/proc"), b"uksmd")?.context("uksmd is not running")?;
+        Self::watching(uksmd, move || uksm.saved())
+    }
+
+    fn watching(ksmd: Ksmd, saved: impl Fn() -> anyhow::Result<Bytes> + Send + 'static) -> anyhow::Result<Self> {
+        let saved_and_cpu_ns = move || anyhow::Ok((saved()?.0, ksmd.cpu_ns()?));
         let shared = Arc::new(Mutex::new(Shared::default()));
         let for_thread = Arc::clone(&shared);
-        let (saved_then, cpu_then) = saved_and_cpu_ns(&ksm, &ksmd)?;
+        let (saved_then, cpu_then) = saved_and_cpu_ns()?;
+        let events = EventReader::open(Path::new("/proc/vmstat"))?;
+        let events_then = events.read()?;
         let thread = SamplingThread::start(INTERVAL, move |began| {
-            let (saved, cpu_ns) = saved_and_cpu_ns(&ksm, &ksmd)?;
+            let (saved, cpu_ns) = saved_and_cpu_ns()?;
+            let events = events.read()?.since(events_then);
             let mut shared = for_thread.lock().unwrap_or_else(PoisonError::into_inner);
             shared.last = SamplerPoint {
                 seconds: began.elapsed().as_secs_f64(),
                 saved_bytes: saved.saturating_sub(saved_then),
                 ksmd_seconds: Duration::from_nanos(cpu_ns.saturating_sub(cpu_then)).as_secs_f64(),
                 daemon_seconds: shared.daemon.as_mut().map_or(0.0, Meter::cpu_seconds),
+                daemon_peak_bytes: shared.daemon.as_mut().map_or(0, Meter::peak_bytes),
+                events,
             };
             Ok(shared.last)
         });
         Ok(Self { shared, thread })
     }
 
-    /// Also measures the CPU time of this daemon from now on.
+    /// Also measures the CPU time and memory of this daemon from now on.
     pub fn watch(&self, daemon: Meter) {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).daemon = Some(daemon);
     }
@@ -78,10 +102,6 @@ impl Sampler {
     pub fn finish(self) -> anyhow::Result<Vec<SamplerPoint>> {
         self.thread.finish()
     }
-}
-
-fn saved_and_cpu_ns(ksm: &Ksm, ksmd: &Ksmd) -> anyhow::Result<(u64, u64)> {
-    Ok((ksm.counters()?.view(true, false).saved().bytes().0, ksmd.cpu_ns()?))
 }
 
 /// The first sample with at least `share` of `whole` saved.
@@ -152,7 +172,7 @@ mod tests {
                 seconds,
                 ksmd_seconds,
                 daemon_seconds,
-                saved_bytes: 0,
+                ..SamplerPoint::default()
             },
         );
         assert_eq!(largest_share(&points, 1.0), 1.0);

@@ -4,9 +4,10 @@ use crate::bench::chart::FIRST_SECONDS;
 use crate::bench::claims::{CLAIMS, Verdict};
 use crate::bench::density::Density;
 use crate::bench::document::{Block, Document, Grid};
-use crate::bench::measures::{Measures, QUANTITIES, Quantity, Spread, is_peer, ratio, savable};
+use crate::bench::latencies::Histogram;
+use crate::bench::measures::{EFFECTS, Measures, QUANTITIES, Quantity, Spread, is_peer, ratio, savable};
 use crate::bench::plot::{colours, is_ours};
-use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
+use crate::bench::report::{ExperimentReport, Limit, PolicyRun, without_round};
 use crate::bench::results::Finished;
 use crate::bench::sampler::thinned;
 use crate::charts::{Bar, Curve, Lines, Scale, bars, number};
@@ -76,7 +77,7 @@ pub fn document(all: &[Finished], density: Option<&Density>) -> Document {
         [Verdict::Met, Verdict::Missed, Verdict::NotMeasured].map(|verdict| counts[verdict as usize]);
     blocks.push(Block::Text(format!(
         "Claims of the KSM tree's message (K), UKSM (U), CMD (C) and nuKSM (N). The verdict is on this project's targets for the \
-         experiment, which are listed below with it, and for K2 and U3 on the paper's value: {met} met, {missed} missed, {open} not measured."
+         experiment, which are listed below with it, and for K1 to K3 and U3 on the paper's value: {met} met, {missed} missed, {open} not measured."
     )));
     blocks.push(Grid::block(6, ["", "claim", "paper", "peers here", "pagefold here", "verdict"], rows));
     for experiment in &experiments {
@@ -138,6 +139,10 @@ impl Repetitions<'_> {
 
     fn spread(&self, policy: &str, of: impl Fn(&Measures) -> Option<f64>) -> Option<Spread> {
         Spread::of(self.runs(policy).filter_map(|(run, whole)| of(&Measures::of(run, whole)?)))
+    }
+
+    fn effect(&self, policy: &str, of: impl Fn(&PolicyRun) -> Option<f64>) -> Option<Spread> {
+        Spread::of(self.runs(policy).filter_map(|(run, _)| of(run)))
     }
 
     /// Whether savings can be compared: not where memory comes and goes, or merges are broken.
@@ -224,7 +229,7 @@ impl Repetitions<'_> {
         let or_none = |spread: Option<Spread>| spread.map_or_else(|| "–".to_owned(), |spread| spread.to_string());
         let row = |policy: &str| {
             let value = |of: fn(&Measures) -> Option<f64>| or_none(self.spread(policy, of));
-            [
+            vec![
                 policy.to_owned(),
                 value(|measures| Some(measures.saved_mib)),
                 value(|measures| measures.seconds_to[0]),
@@ -239,7 +244,7 @@ impl Repetitions<'_> {
         let measured = |policy: &&str| self.spread(policy, |measures| Some(measures.saved_mib)).is_some();
         let policies: Vec<&str> = self.policies().into_iter().filter(measured).collect();
         if !policies.is_empty() {
-            let heads = [
+            let heads = vec![
                 "policy",
                 "MiB saved",
                 "s to 50 %",
@@ -250,7 +255,18 @@ impl Repetitions<'_> {
                 "% of a core afterwards",
                 "MiB/CPU s to 90 %",
             ];
-            blocks.push(Grid::block(1, heads, policies.iter().map(|policy| row(policy)).collect()));
+            let mut grid = Grid { heads, texts: 1, rows: policies.iter().map(|policy| row(policy)).collect() };
+            for (head, of) in EFFECTS {
+                let values: Vec<Option<Spread>> = policies.iter().map(|policy| self.effect(policy, of)).collect();
+                if values.iter().flatten().any(|value| value.max > 0.0) {
+                    grid.add_column(head, values.into_iter().map(or_none));
+                }
+            }
+            blocks.push(Block::Table(grid));
+            for policy in &policies {
+                let remark = self.runs(policy).find_map(|(run, _)| run.remark.as_deref());
+                blocks.extend(remark.map(|remark| Block::Text(format!("{policy}: {remark}"))));
+            }
             if self.reports.iter().any(|report| report.saved_anything()) {
                 blocks.push(Block::Picture(self.saved_over_time(&policies)));
                 if !self.points(policies[0]).next().is_none_or(<[_]>::is_empty) {
@@ -280,6 +296,7 @@ impl Repetitions<'_> {
         }
         let (tails, others): (Vec<_>, Vec<_>) = figures.into_iter().partition(|(name, _)| tail(name).is_some());
         blocks.extend(latencies(&tails));
+        blocks.extend(self.tails().into_iter().map(Block::Picture));
         if !others.is_empty() {
             let rows = others.into_iter().map(|(name, values)| [name.to_owned(), or_none(Spread::of(values))]);
             blocks.push(Block::Folded("other figures", Grid::new(1, ["other figures", ""], rows.collect())));
@@ -351,6 +368,40 @@ impl Repetitions<'_> {
         let up = ("CPU seconds (logarithmic)".to_owned(), Scale::Logarithmic { first: FIRST_CPU_SECONDS, last });
         let title = format!("{}: CPU of ksmd and pagefold over time", self.name);
         Lines { title, up, right: self.seconds(), curves }.draw()
+    }
+
+    /// A picture of all latencies for each server and time, over all rounds and repetitions.
+    fn tails(&self) -> Vec<String> {
+        let mut pictures = BTreeMap::<(&str, &str), BTreeMap<&str, Histogram>>::new();
+        for one in self.reports.iter().flat_map(|report| &report.latencies) {
+            let policies = pictures.entry((&one.server, &one.when)).or_default();
+            policies.entry(without_round(&one.policy)).or_default().add(&one.histogram);
+        }
+        let picture = |((server, when), policies): ((&str, &str), BTreeMap<&str, Histogram>)| {
+            let curves: Vec<Curve> = policies
+                .iter()
+                .zip(colours(policies.keys().copied()))
+                .map(|((policy, histogram), colour)| Curve {
+                    label: format!("{policy}: {} requests", histogram.count()),
+                    colour,
+                    width: if is_ours(policy) { 3 } else { 2 },
+                    points: histogram.tail(),
+                    ..Curve::default()
+                })
+                .collect();
+            let points = || curves.iter().flat_map(|curve| &curve.points);
+            Lines {
+                title: format!("{}: latencies of {server} {when}", self.name),
+                up: ("microseconds (logarithmic)".to_owned(), Scale::logarithmic(points().map(|point| point.1))),
+                right: (
+                    "one of so many requests takes longer (logarithmic)".to_owned(),
+                    Scale::logarithmic(points().map(|point| point.0)),
+                ),
+                curves,
+            }
+            .draw()
+        };
+        pictures.into_iter().map(picture).collect()
     }
 
     fn saved_per_cpu_second(&self, policies: &[&str]) -> Option<String> {

@@ -2,7 +2,7 @@
 
 use crate::bench::experiment::{EXPERIMENTS, Experiment, ExperimentSetting};
 use crate::bench::guest::GuestKernel;
-use crate::bench::plan::{Step, plan, remaining};
+use crate::bench::plan::{Step, order, plan, remaining};
 use crate::bench::plot;
 use crate::bench::report::{ExperimentReport, Failure, MachineDescription};
 use crate::bench::results::{self, BenchOptions, Finished};
@@ -44,13 +44,13 @@ pub struct BenchArgs {
     /// Repeat each experiment
     #[arg(long, value_name = "N", default_value = "1", requires = "output", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub repeat: u32,
-    /// Shuffle the experiments of each repetition: equal seeds give equal orders
+    /// Shuffle the experiments of each repetition, and the policies of each experiment: equal seeds give equal orders
     #[arg(long, value_name = "N", requires = "output")]
     pub seed: Option<u64>,
     /// Run small and short, to check that everything works; speed is not judged
     #[arg(long)]
     pub quick: bool,
-    /// Include further peers: KSM at 100, 1000 and 2000 pages per 20 ms, and its advisor
+    /// Include further peers: KSM at 100, 1000 and 2000 pages per 20 ms, its advisor, also at its cap, ksmtuned, and what uksmd does
     #[arg(long)]
     pub all_peers: bool,
     /// Run only these policies (separated by commas)
@@ -107,6 +107,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         guest: guest.as_ref(),
         emulated: args.emulated,
         policies: &args.policy,
+        order: None,
         interrupt: &interrupt,
     };
     let store = args.output.as_deref().map(|dir| Store::open(dir, args, program)).transpose()?;
@@ -129,6 +130,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
             finished[at].report.clone()
         } else {
             let began = Instant::now();
+            let setting = ExperimentSetting { order: order(args.seed, step.repetition), ..setting };
             let report = conduct(step.experiment, &setting)?;
             if !to_stdout {
                 println!("{}", table::report(&report));

@@ -1,14 +1,25 @@
 //! MariaDB servers on copies of one data directory.
 
 use super::{Server, Target, need};
-use anyhow::{Context, ensure};
+use crate::bench::load::OpenLoop;
+use anyhow::{Context, bail, ensure};
+use pagefold_core::permutation::Permutation;
 use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const PACKAGES: &str = "mariadb-server-core and mariadb-client-core";
+
+/// Rows that a load uses.
+const LOAD_ROWS: u64 = 1000;
+
+/// What the protocol's client says that it can do: passwords as in 4.1, which are empty here.
+const CAPABILITIES: u32 = 0x0001 | 0x0200 | 0x8000;
+const QUERY: u8 = 3;
 
 /// Checks: whole-table scans, which load the table into the buffer pool, and one that sorts.
 const CHECKS: &str = "SELECT COUNT(*), SUM(id), SUM(tag), BIT_XOR(CRC32(body)) FROM bench.t; \
@@ -47,6 +58,8 @@ impl MariaDbData {
             "CREATE DATABASE bench; USE bench; \
              CREATE TABLE t (id INT PRIMARY KEY, tag INT, body VARCHAR(1024) CHARACTER SET latin1) ENGINE=InnoDB; \
              INSERT INTO t SELECT seq, seq*7919%10007, CONCAT({body}) FROM seq_1_to_{rows}; \
+             CREATE TABLE written (id INT PRIMARY KEY, times INT) ENGINE=InnoDB; \
+             INSERT INTO written SELECT seq, 0 FROM seq_1_to_{LOAD_ROWS}; \
              SET GLOBAL innodb_fast_shutdown=0; SHUTDOWN"
         ))?;
         // A slow shutdown leaves no work for the next start, so all copies start alike.
@@ -107,6 +120,34 @@ impl MariaDb {
         Ok(())
     }
 
+    /// Starts a load of its own connection: a query each `every`, of which one in ten writes to a table that is not checked.
+    pub fn load(&self, every: Duration) -> anyhow::Result<OpenLoop> {
+        // Otherwise each write waits for the disk.
+        self.query("SET GLOBAL innodb_flush_log_at_trx_commit=0")?;
+        let order = Permutation::new(LOAD_ROWS, 1);
+        let requests = (0..LOAD_ROWS).map(|number| {
+            let id = order.at(number) + 1;
+            if number % 10 == 0 {
+                request(&format!("UPDATE bench.written SET times=times+1 WHERE id={id}"))
+            } else {
+                // It computes, and answers without a table of results.
+                request(&format!("DO (SELECT CRC32(body) FROM bench.t WHERE id={id})"))
+            }
+        });
+        let mut stream = UnixStream::connect(&self.socket).context("the server's socket")?;
+        // The greeting is not needed: an empty password has no salt.
+        packet(&mut stream)?;
+        let mut login = CAPABILITIES.to_le_bytes().to_vec();
+        login.extend((16_u32 << 20).to_le_bytes());
+        // Latin 1, and nothing.
+        login.push(8);
+        login.extend([0; 23]);
+        login.extend(b"root\0\0");
+        stream.write_all(&framed(1, &login))?;
+        accepted(&packet(&mut stream)?).context("logging in")?;
+        OpenLoop::start(stream, every, requests.collect(), |answers| accepted(&packet(answers)?))
+    }
+
     fn query(&self, sql: &str) -> anyhow::Result<String> {
         query(&self.client, &self.socket, sql)
     }
@@ -138,6 +179,37 @@ fn query(client: &Path, socket: &Path, sql: &str) -> anyhow::Result<String> {
     Ok(String::from_utf8(output.stdout)?)
 }
 
+/// A query in the protocol.
+fn request(sql: &str) -> Vec<u8> {
+    framed(0, &[&[QUERY], sql.as_bytes()].concat())
+}
+
+/// Three bytes of length, the number in its exchange, and the payload. Ours are short.
+fn framed(number: u8, payload: &[u8]) -> Vec<u8> {
+    let [low, high, ..] = payload.len().to_le_bytes();
+    [&[low, high, 0, number], payload].concat()
+}
+
+/// Reads the payload of one packet.
+fn packet(from: &mut impl Read) -> anyhow::Result<Vec<u8>> {
+    let mut head = [0; 4];
+    from.read_exact(&mut head).context("the server closed the connection")?;
+    let [low, middle, high, _] = head;
+    let mut payload = vec![0; usize::try_from(u32::from_le_bytes([low, middle, high, 0]))?];
+    from.read_exact(&mut payload)?;
+    Ok(payload)
+}
+
+/// Whether an answer says that all is well.
+fn accepted(answer: &[u8]) -> anyhow::Result<()> {
+    match answer.first() {
+        Some(0) => Ok(()),
+        // The number of the error, and its text.
+        Some(0xff) => bail!("mariadb: {}", String::from_utf8_lossy(answer.get(3..).unwrap_or_default())),
+        _ => bail!("mariadb gave another answer than expected"),
+    }
+}
+
 fn copy_dir(from: &Path, to: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(to)?;
     for entry in fs::read_dir(from)? {
@@ -150,4 +222,22 @@ fn copy_dir(from: &Path, to: &Path) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_follow_the_protocol() {
+        let bytes = request("DO 1");
+        assert_eq!(bytes, b"\x05\0\0\0\x03DO 1");
+        let mut answers: &[u8] = b"\x01\0\0\x01\0\x05\0\0\x01\xff\x28\x04no\x01\0\0\x02\xfe\x09\0\0\x01\0";
+        accepted(&packet(&mut answers).unwrap()).unwrap();
+        let error = accepted(&packet(&mut answers).unwrap()).unwrap_err().to_string();
+        assert_eq!(error, "mariadb: no");
+        assert!(accepted(&packet(&mut answers).unwrap()).is_err());
+        // Cut off.
+        assert!(packet(&mut answers).is_err());
+    }
 }

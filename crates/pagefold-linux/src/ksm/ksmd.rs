@@ -23,11 +23,16 @@ impl Ksmd {
 
     /// The same below another root.
     pub fn find_at(proc_root: &Path) -> Result<Option<Self>, ReadError> {
+        Self::find_named(proc_root, b"ksmd")
+    }
+
+    /// The kernel thread of another name that does its work, as UKSM's `uksmd`.
+    pub fn find_named(proc_root: &Path, name: &[u8]) -> Result<Option<Self>, ReadError> {
         for pid in pids(proc_root)? {
             let Ok(process) = Process::open_at(proc_root, pid) else { continue };
             let Ok(stat) = process.stat() else { continue };
             // A user's process may call itself ksmd; it cannot be a child of kthreadd.
-            if stat.comm == b"ksmd" && stat.parent == 2 && stat.kernel_thread {
+            if stat.comm == name && stat.parent == 2 && stat.kernel_thread {
                 return Self::hold(process).map(Some);
             }
         }
@@ -116,6 +121,8 @@ mod tests {
         let ksmd = Ksmd::find_at(dir.path()).unwrap().unwrap();
         assert_eq!((ksmd.pid(), ksmd.cpu_ns().unwrap(), ksmd.rests().unwrap()), (31, 123_456_789, true));
         assert!(Ksmd::find_at(ksmd_tree(1, 0, None).path()).unwrap().is_none());
+        assert_eq!(Ksmd::find_named(dir.path(), b"kswapd0").unwrap().unwrap().pid(), 5);
+        assert!(Ksmd::find_named(dir.path(), b"uksmd").unwrap().is_none());
     }
 
     #[test]

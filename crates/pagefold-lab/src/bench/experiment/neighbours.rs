@@ -1,30 +1,36 @@
-//! What the programs beside a policy feel: the latencies of a redis server under a fixed open load, and the speed of a compression, on
-//! the cores that ksmd and pagefold use too, while memory is merged and when that is done. The server is one of the programs
-//! whose memory is merged, so its own writes to merged pages count.
+//! What the programs beside a policy feel: the latencies of a redis and of a MariaDB server under fixed open loads, and the speeds of a
+//! compression and a compilation, on the cores that ksmd and pagefold use too, while memory is merged and when that is done. The
+//! servers are among the programs whose memory is merged, so their own writes to merged pages count.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
-use crate::bench::load::{Compressed, Compression, Latencies, percentile};
+use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, shuffled, sort_runs};
+use crate::bench::latencies::{Histogram, Latencies};
+use crate::bench::load::{Done, Latencies as Measured, OpenLoop, Repeated, percentile};
 use crate::bench::policy::{Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun, in_round};
-use crate::programs::{RedisData, Target, need, scratch};
+use crate::programs::{MariaDbData, RedisData, Target, need, scratch};
 use anyhow::Context;
-use pagefold_core::permutation::Permutation;
+use pagefold_core::units::Bytes;
 use pagefold_workload::Segment;
 use pagefold_workload::contents::printable;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs;
 use std::time::{Duration, Instant};
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "neighbours",
-    claim: "ours: the 99th percentile of a server's latencies is at most 1.10 of undisturbed while memory is merged beside it, and at \
+    claim: "ours: the 99th percentile of each server's latencies is at most 1.10 of undisturbed while memory is merged beside it, and at \
             most 1.01 at rest (KSM: 1.6 to 5.8 times, Para-ksm, ATC 2025)",
     run,
 };
 
 const INSTANCES: usize = 3;
-/// The order of the policies in each round follows from it.
+/// What is compressed each time.
+const TEXT_BYTES: usize = 2 << 20;
+/// Takes about a tenth of a second to compile.
+const FUNCTIONS: u32 = 200;
+/// The order of the policies in each round follows from it, unless another one is asked for.
 const SEED: u64 = 15;
 
 #[derive(Clone, Copy, Debug)]
@@ -32,8 +38,11 @@ struct Sizes {
     rounds: u64,
     keys: u64,
     mebibytes: u64,
-    /// Requests a second.
+    /// Requests a second to redis.
     rate: u64,
+    rows: u64,
+    /// Queries a second to MariaDB.
+    queries: u64,
     /// Time while memory is merged, time until nothing is left to merge, and time at rest, seconds.
     merging: u64,
     settling: u64,
@@ -49,39 +58,118 @@ enum Window {
 
 impl Window {
     const ALL: [(Self, &'static str); 2] = [(Self::Merging, "while merging"), (Self::Rest, "at rest")];
+
+    /// From when to when, since the start of a run.
+    fn within(self, sizes: &Sizes) -> (Duration, Duration) {
+        let (from, seconds) = match self {
+            Self::Merging => (0, sizes.merging),
+            Self::Rest => (sizes.merging + sizes.settling, sizes.resting),
+        };
+        (Duration::from_secs(from), Duration::from_secs(from + seconds))
+    }
 }
+
+/// The servers under load.
+const SERVERS: [&str; 2] = ["redis", "mariadb"];
 
 /// What the programs felt in one window.
 #[derive(Clone, Copy, Debug)]
 struct Felt {
-    /// Microseconds.
+    /// Of each server.
+    servers: [Tail; SERVERS.len()],
+    /// MiB a second.
+    compression: f64,
+    /// Each second.
+    compilations: f64,
+    /// Merged pages that were written and so copied, if the kernel counts them.
+    copied: Option<f64>,
+}
+
+/// Percentiles of latencies, microseconds.
+#[derive(Clone, Copy, Debug)]
+struct Tail {
     p50: f64,
     p99: f64,
     p999: f64,
-    compression: f64,
+}
+
+/// The load of a run.
+struct Load {
+    servers: [OpenLoop; SERVERS.len()],
+    compression: Repeated,
+    compilation: Repeated,
+}
+
+/// What was measured in a run.
+struct Finished {
+    servers: [Measured; SERVERS.len()],
+    compressed: Done,
+    compiled: Done,
+}
+
+impl Load {
+    fn finish(self) -> anyhow::Result<Finished> {
+        let [redis, mariadb] = self.servers;
+        let (compressed, compiled) = (self.compression.finish()?, self.compilation.finish()?);
+        Ok(Finished { servers: [redis.finish()?, mariadb.finish()?], compressed, compiled })
+    }
+}
+
+/// A program in C with so many functions.
+fn source(functions: u32) -> String {
+    let function = |number| {
+        format!(
+            "int f{number}(int n) {{ int s = {number}; for (int i = 0; i < n; i++) s = s * 31 + (i ^ {number}) % 7; return s; }}\n"
+        )
+    };
+    (0..functions).map(function).collect()
 }
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let sizes = if setting.quick {
-        Sizes { rounds: 1, keys: 5_000, mebibytes: 16, rate: 1_000, merging: 3, settling: 1, resting: 2 }
+        Sizes {
+            rounds: 1,
+            keys: 5_000,
+            mebibytes: 16,
+            rate: 1_000,
+            rows: 2_000,
+            queries: 200,
+            merging: 3,
+            settling: 1,
+            resting: 2,
+        }
     } else {
-        Sizes { rounds: 3, keys: 50_000, mebibytes: 256, rate: 3_000, merging: 10, settling: 10, resting: 15 }
+        Sizes {
+            rounds: 3,
+            keys: 50_000,
+            mebibytes: 256,
+            rate: 3_000,
+            rows: 50_000,
+            queries: 500,
+            merging: 10,
+            settling: 10,
+            resting: 15,
+        }
     };
     report.parameters([
         ("rounds", sizes.rounds),
         ("redis_keys", sizes.keys),
         ("same_mib", sizes.mebibytes),
         ("random_mib", sizes.mebibytes),
-        ("requests_per_second", sizes.rate),
+        ("redis_requests_per_second", sizes.rate),
+        ("mariadb_rows", sizes.rows),
+        ("mariadb_queries_per_second", sizes.queries),
         ("seconds_while_merging", sizes.merging),
         ("seconds_at_rest", sizes.resting),
         ("seed", SEED),
     ]);
-    need("gzip", "gzip")?;
+    let (gzip, gcc) = (need("gzip", "gzip")?, need("gcc", "gcc")?);
     let scratch = scratch()?;
     let redis = RedisData::make(scratch.path(), sizes.keys)?;
-    let text = scratch.path().join("text");
-    fs::write(&text, printable(SEED, 0, 2 << 20))?;
+    let mariadb = MariaDbData::make(scratch.path(), sizes.rows)?;
+    let (text, program) = (scratch.path().join("text"), scratch.path().join("program.c"));
+    fs::write(&text, printable(SEED, 0, TEXT_BYTES))?;
+    fs::write(&program, source(FUNCTIONS))?;
 
     let seconds = sizes.merging + sizes.settling + sizes.resting;
     let undisturbed = Policy::NoMerging { seconds };
@@ -97,65 +185,91 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
     setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
+    let mut latencies = Vec::new();
     let mut felt: BTreeMap<(String, Window), Vec<Felt>> = BTreeMap::new();
-    let mut ratios: BTreeMap<(String, Window), Vec<f64>> = BTreeMap::new();
+    let mut ratios: Ratios = BTreeMap::new();
     for round in 0..sizes.rounds {
-        let order = Permutation::new(policies.len() as u64, SEED + round);
+        let order = setting.order.unwrap_or(SEED).wrapping_add(round);
         let mut measured: BTreeMap<(String, Window), Felt> = BTreeMap::new();
-        for at in 0..order.len() {
-            let policy = &policies[usize::try_from(order.at(at))?];
+        for policy in shuffled(&policies, Some(order)) {
             let load = RefCell::new(None);
             let before = report.runs.len();
             sequence.run(report, policy, || {
                 let mut targets: Vec<Box<dyn Target>> = Vec::new();
+                let every = |rate| Duration::from_nanos(1_000_000_000 / rate);
+                let database = mariadb.start(scratch.path(), 0)?;
                 for instance in 0..INSTANCES {
                     let server = redis.start(scratch.path(), instance)?;
                     if instance == 0 {
-                        let every = Duration::from_nanos(1_000_000_000 / sizes.rate);
-                        load.replace(Some((server.load(every, sizes.keys)?, Compression::start(text.clone())?)));
+                        let compile = ["-O1", "-c", "-o", "/dev/null"].map(OsStr::new);
+                        load.replace(Some(Load {
+                            servers: [
+                                server.load(every(sizes.rate), sizes.keys)?,
+                                database.load(every(sizes.queries))?,
+                            ],
+                            compression: Repeated::start(&gzip, &["-6".as_ref(), "-c".as_ref(), text.as_os_str()]),
+                            compilation: Repeated::start(&gcc, &[&compile[..], &[program.as_os_str()]].concat()),
+                        }));
                     }
                     targets.push(Box::new(server));
                 }
+                targets.push(Box::new(database));
                 let pages = mib(sizes.mebibytes).0;
                 targets.push(setting.tenant(Segment::Same { pages, seed: 1 })?);
                 targets.push(setting.tenant(Segment::Random { pages, seed: 2 })?);
                 Ok(targets)
             })?;
             // The servers have ended, and the requests with them.
-            let Some((requests, compression)) = load.into_inner() else { continue };
-            let (latencies, compressed) = (requests.finish()?, compression.finish()?);
+            let Some(load) = load.into_inner() else { continue };
+            let finished = load.finish()?;
             let Some(run) = report.runs.get_mut(before) else { continue };
             correct_cpu(run);
             let name = run.policy.clone();
-            for (window, _) in Window::ALL {
-                let felt = felt_in(window, run, &sizes, &latencies, &compressed)
-                    .with_context(|| format!("{name}: nothing was measured"))?;
-                measured.insert((name.clone(), window), felt);
-            }
+            let began = run.began.context("the run has not begun")?;
             run.policy = in_round(&name, round + 1);
+            for (window, words) in Window::ALL {
+                let (from, to) = window.within(&sizes);
+                let span = (began + from, began + to);
+                let felt = felt_in(span, (from, to), run, &finished)
+                    .with_context(|| format!("{name}: nothing was measured {words}"))?;
+                measured.insert((name.clone(), window), felt);
+                latencies.extend(SERVERS.iter().zip(&finished.servers).map(|(server, measured)| Latencies {
+                    policy: run.policy.clone(),
+                    server: (*server).to_owned(),
+                    when: words.to_owned(),
+                    histogram: Histogram::of(measured.between(span.0, span.1)),
+                }));
+            }
         }
         for ((name, window), one) in measured.clone() {
             if let Some(base) =
                 measured.get(&(undisturbed.to_string(), window)).filter(|_| name != undisturbed.to_string())
             {
-                ratios.entry((name.clone(), window)).or_default().push(one.p99 / base.p99);
+                for (at, server) in SERVERS.into_iter().enumerate() {
+                    let ratio = one.servers[at].p99 / base.servers[at].p99;
+                    ratios.entry((name.clone(), window, server)).or_default().push(ratio);
+                }
             }
             felt.entry((name, window)).or_default().push(one);
         }
     }
     drop(sequence);
+    report.latencies = latencies;
     // By round, and in it in the order above.
     let names: Vec<String> = (1..=sizes.rounds)
         .flat_map(|round| policies.iter().map(move |policy| in_round(&policy.to_string(), round)))
         .collect();
-    report.runs.sort_by_key(|run| names.iter().position(|name| *name == run.policy));
+    sort_runs(report, &names);
     put_figures(report, &felt, &ratios);
     report.bar_on_answers();
     if !setting.quick {
         for (window, limit) in [(Window::Merging, 1.10), (Window::Rest, 1.01)] {
-            let ratio = ratios.get(&(SUBJECT.to_owned(), window)).map(|ratios| median(ratios.clone()));
             let words = Window::ALL.iter().find(|(which, _)| *which == window).map_or("", |(_, words)| words);
-            report.bar(format!("99th percentile {words} relative to undisturbed"), Limit::AtMost(limit), ratio);
+            for server in SERVERS {
+                let ratio = ratios.get(&(SUBJECT.to_owned(), window, server)).map(|ratios| median(ratios.clone()));
+                let of = of_server(server);
+                report.bar(format!("99th percentile{of} {words} relative to undisturbed"), Limit::AtMost(limit), ratio);
+            }
         }
     }
     Ok(())
@@ -169,56 +283,75 @@ fn correct_cpu(run: &mut PolicyRun) {
 }
 
 fn felt_in(
-    window: Window,
+    (from, to): (Instant, Instant),
+    within: (Duration, Duration),
     run: &PolicyRun,
-    sizes: &Sizes,
-    latencies: &Latencies,
-    compressed: &Compressed,
+    finished: &Finished,
 ) -> Option<Felt> {
-    let began: Instant = run.began?;
-    let (from, seconds) = match window {
-        Window::Merging => (began, sizes.merging),
-        Window::Rest => (began + Duration::from_secs(sizes.merging + sizes.settling), sizes.resting),
+    let tail = |measured: &Measured| {
+        let ascending = measured.between(from, to);
+        let micros = |share| percentile(&ascending, share).map(|latency| latency.as_secs_f64() * 1e6);
+        Some(Tail { p50: micros(0.5)?, p99: micros(0.99)?, p999: micros(0.999)? })
     };
-    let to = from + Duration::from_secs(seconds);
-    let ascending = latencies.between(from, to);
-    let micros = |share| percentile(&ascending, share).map(|latency| latency.as_secs_f64() * 1e6);
+    let [redis, mariadb] = &finished.servers;
+    let copied_by = |time: Duration| {
+        let point = run.points.iter().rev().find(|point| point.seconds <= time.as_secs_f64()).or(run.points.first())?;
+        point.events.cow_breaks
+    };
+    let copied = || Some(copied_by(within.1)?.saturating_sub(copied_by(within.0)?) as f64);
     Some(Felt {
-        p50: micros(0.5)?,
-        p99: micros(0.99)?,
-        p999: micros(0.999)?,
-        compression: compressed.mib_per_second(from, to)?,
+        servers: [tail(redis)?, tail(mariadb)?],
+        compression: finished.compressed.per_second(from, to)? * Bytes(TEXT_BYTES as u64).mib(),
+        compilations: finished.compiled.per_second(from, to)?,
+        copied: copied(),
     })
 }
 
-fn put_figures(
-    report: &mut ExperimentReport,
-    felt: &BTreeMap<(String, Window), Vec<Felt>>,
-    ratios: &BTreeMap<(String, Window), Vec<f64>>,
-) {
+/// p99 of undisturbed in each round, by policy, window and server.
+type Ratios = BTreeMap<(String, Window, &'static str), Vec<f64>>;
+
+/// Redis was the first, and its figures have no name of a server.
+fn of_server(server: &str) -> String {
+    if server == SERVERS[0] { String::new() } else { format!(" of {server}") }
+}
+
+fn put_figures(report: &mut ExperimentReport, felt: &BTreeMap<(String, Window), Vec<Felt>>, ratios: &Ratios) {
     for (window, words) in Window::ALL {
-        let mut rows = Vec::new();
+        let mut rows = [const { Vec::new() }; SERVERS.len()];
         for ((name, _), all) in felt.iter().filter(|((_, which), _)| *which == window) {
-            let middle = |value: fn(&Felt) -> f64| median(all.iter().map(value).collect());
-            report.figure(format!("{name} p50 us {words}"), middle(|felt| felt.p50));
-            report.figure(format!("{name} p99 us {words}"), middle(|felt| felt.p99));
-            report.figure(format!("{name} p99.9 us {words}"), middle(|felt| felt.p999));
-            report.figure(format!("{name} compression MiB/s {words}"), middle(|felt| felt.compression));
-            rows.push((name.clone(), middle(|felt| felt.p99)));
+            let middle = |value: &dyn Fn(&Felt) -> f64| median(all.iter().map(value).collect());
+            for (at, server) in SERVERS.into_iter().enumerate() {
+                let name = format!("{name}{}", of_server(server));
+                report.figure(format!("{name} p50 us {words}"), middle(&|felt| felt.servers[at].p50));
+                report.figure(format!("{name} p99 us {words}"), middle(&|felt| felt.servers[at].p99));
+                report.figure(format!("{name} p99.9 us {words}"), middle(&|felt| felt.servers[at].p999));
+                rows[at].push((name, middle(&|felt| felt.servers[at].p99)));
+            }
+            report.figure(format!("{name} compression MiB/s {words}"), middle(&|felt| felt.compression));
+            report.figure(format!("{name} compilations a second {words}"), middle(&|felt| felt.compilations));
+            let copied: Vec<f64> = all.iter().filter_map(|felt| felt.copied).collect();
+            if !copied.is_empty() {
+                report.figure(format!("{name} merged pages written and copied {words}"), median(copied));
+            }
         }
-        for ((name, _), all) in ratios.iter().filter(|((_, which), _)| *which == window) {
-            report.figure(format!("{name} p99 of undisturbed {words}, median"), median(all.clone()));
-            report.figure(
-                format!("{name} p99 of undisturbed {words}, lowest"),
-                all.iter().copied().fold(f64::MAX, f64::min),
-            );
-            report
-                .figure(format!("{name} p99 of undisturbed {words}, highest"), all.iter().copied().fold(0.0, f64::max));
+        for ((name, _, server), all) in ratios.iter().filter(|((_, which, _), _)| *which == window) {
+            let name = format!("{name} p99{} of undisturbed {words}", of_server(server));
+            report.figure(format!("{name}, median"), median(all.clone()));
+            report.figure(format!("{name}, lowest"), all.iter().copied().fold(f64::MAX, f64::min));
+            report.figure(format!("{name}, highest"), all.iter().copied().fold(0.0, f64::max));
         }
-        let (file, title) = match window {
-            Window::Merging => ("p99-merging", "99th percentile of redis' latency while memory is merged"),
-            Window::Rest => ("p99-rest", "99th percentile of redis' latency when that is done"),
+        let pictures = match window {
+            Window::Merging => [
+                ("p99-merging", "99th percentile of redis' latency while memory is merged"),
+                ("p99-mariadb-merging", "99th percentile of MariaDB's latency while memory is merged"),
+            ],
+            Window::Rest => [
+                ("p99-rest", "99th percentile of redis' latency when that is done"),
+                ("p99-mariadb-rest", "99th percentile of MariaDB's latency when that is done"),
+            ],
         };
-        report.picture(file, title, "microseconds; median of the rounds".to_owned(), rows);
+        for ((file, title), rows) in pictures.into_iter().zip(rows) {
+            report.picture(file, title, "microseconds; median of the rounds".to_owned(), rows);
+        }
     }
 }

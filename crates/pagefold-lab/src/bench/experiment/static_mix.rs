@@ -26,7 +26,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let ours = Policy::pagefold_with(seconds, &["--governor", "full"]);
     let (paced, advised) = (Policy::KsmPaced { pages: 1000, seconds }, Policy::KsmAdvisor { seconds });
     let mut policies = vec![ours.clone(), paced.clone(), advised.clone(), Policy::Oracle];
-    setting.add_further_peers(&mut policies, LONG_SECONDS);
+    setting.add_further_peers(&mut policies, if setting.quick { seconds } else { LONG_SECONDS });
     side_by_side(setting, report, &policies, start)?;
     report.compare(&ours.to_string());
 

@@ -29,6 +29,7 @@ pub struct Summary {
     expected_bytes: u64,
     marked_bytes: u64,
     marked_spans: u64,
+    unmarked_bytes: u64,
     merged_pages: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     requests: Option<RequestsView>,
@@ -86,6 +87,7 @@ impl Summary {
             },
             marked_bytes: ledger.marked.bytes().0,
             marked_spans: ledger.spans,
+            unmarked_bytes: ledger.unmarked.bytes().0,
             merged_pages: ledger.merged().0,
             requests: RequestsView::of(mechanism, ledger),
             cpu_seconds: ledger.cost,

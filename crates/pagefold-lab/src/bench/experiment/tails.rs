@@ -1,0 +1,95 @@
+//! The KSM tree's worst case: two programs whose pages all differ from one another in the last eight bytes only, and each of which the
+//! other program has too, so that every comparison of a search reads two whole pages. And what merging does to a program that reads: a
+//! word of every page, before and after, in that case and in the best one, where all pages are equal.
+
+use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, side_by_side};
+use crate::bench::policy::{Enough, Policy};
+use crate::bench::report::{ExperimentReport, Failure};
+use anyhow::ensure;
+use pagefold_core::units::Pages;
+use pagefold_linux::inject::mark::mark;
+use pagefold_linux::proc::process::Process;
+use pagefold_linux::scope::eligible::eligible_spans;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
+use std::time::Instant;
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "tails",
+    claim: "KSM's tree (2009): where pages differ in the last 8 bytes only, 10 MB/s are merged (here at a quarter of the size), and a word of \
+            every page is read as fast as before; 4 times as fast where all pages were equal",
+    run,
+};
+
+const READS: usize = 31;
+
+/// Scans that merge everything: the first one only notes checksums, and one merges after the other.
+const SCANS: u32 = 4;
+
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+    let (size_mib, seconds) = if setting.quick { (16, 20) } else { (256, 120) };
+    report.parameters([("each_mib", size_mib), ("seconds_at_most", seconds), ("reads", READS as u64)]);
+    let pages = mib(size_mib);
+    let tails = Segment::Tails { pages: pages.0, seed: 7 };
+    let start = || [tails, tails].into_iter().map(|segment| setting.tenant(segment)).collect();
+    let enough = Enough { saved_bytes: pages.bytes().0 - pages.bytes().0 / 100, seconds: 0 };
+    let ours = Policy::pagefold_with(seconds, &["--governor", "full"]).until(enough);
+    let mut policies =
+        vec![ours.clone(), Policy::KsmEverything, Policy::KsmPaced { pages: 2000, seconds }, Policy::Oracle];
+    setting.add_further_peers(&mut policies, seconds);
+    side_by_side(setting, report, &policies, start)?;
+    report.compare(&ours.to_string());
+    if !setting.policies.is_empty() {
+        return Ok(());
+    }
+    for (case, segment) in [("worst case", tails), ("best case", Segment::Same { pages: pages.0, seed: 7 })] {
+        if let Err(error) = read(setting, report, case, segment) {
+            setting.interrupt.check()?;
+            report.failures.push(Failure { policy: format!("reading, {case}"), error: format!("{error:#}") });
+        }
+    }
+    Ok(())
+}
+
+/// Measures how long one of two equal programs takes to read, before and after both are merged.
+fn read(
+    setting: &ExperimentSetting<'_>,
+    report: &mut ExperimentReport,
+    case: &str,
+    segment: Segment,
+) -> anyhow::Result<()> {
+    eprintln!("{}: reading, {case}", report.experiment);
+    let mut sequence = PolicySequence::take(setting)?;
+    let spec = TenantSpec::new([segment]);
+    let mut tenants = [Tenant::start(setting.player, &spec)?, Tenant::start(setting.player, &spec)?];
+    let before = read_us(&mut tenants[0], segment.pages())?;
+    for tenant in &tenants {
+        let process = Process::open(tenant.pid())?;
+        mark(&process, &eligible_spans(&process)?)?;
+    }
+    for _ in 0..SCANS {
+        sequence.control.scan_once(setting.interrupt)?;
+    }
+    sequence.control.stop()?;
+    let saved = sequence.control.ksm().counters()?.view(true, false).saved();
+    // Both programs' pages, but for those that stay: at most one of two.
+    ensure!(saved.0 >= segment.pages().0 * 9 / 10, "only {} pages were merged", saved.0);
+    let after = read_us(&mut tenants[0], segment.pages())?;
+    sequence.control.unmerge()?;
+    report.figure(format!("{case}: us to read a word of every page, before"), before);
+    report.figure(format!("{case}: us to read a word of every page, merged"), after);
+    report.figure(format!("{case}: speed of reading when merged, times that before"), before / after);
+    Ok(())
+}
+
+/// The median time that a tenant takes to read a word of each page, without that of asking it.
+fn read_us(tenant: &mut Tenant, pages: Pages) -> anyhow::Result<f64> {
+    let mut time = |pages| {
+        let times = (0..READS).map(|_| {
+            let began = Instant::now();
+            tenant.touch(pages)?;
+            Ok(began.elapsed().as_secs_f64() * 1e6)
+        });
+        times.collect::<anyhow::Result<Vec<f64>>>().map(median)
+    };
+    Ok(time(pages)? - time(Pages(0))?)
+}

@@ -1,0 +1,120 @@
+//! ksmtuned, as Debian packages it: the script runs unchanged, with its settings in the environment.
+//!
+//! It turns KSM on when free memory, or what is left beside machines started as `qemu-system-* -enable-kvm`, falls below a
+//! threshold: the larger of `KSM_THRES_COEF` per cent of all memory and `KSM_THRES_CONST` KiB. It looks each
+//! `KSM_MONITOR_INTERVAL` seconds, and scans more with each look. The time of the programs that it runs for that is not
+//! charged to it.
+
+use crate::programs::need;
+use anyhow::{Context, bail};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use pagefold_linux::os::interrupt::Interrupt;
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// Read by the script after our settings.
+const CONFIGURATION: &str = "/etc/ksmtuned.conf";
+
+/// Makes the threshold all memory, so that it starts however much is free.
+pub const ALWAYS: (&str, &str) = ("KSM_THRES_COEF", "100");
+
+/// The running script and what it has started: a process group of its own, which is ended when this is dropped.
+#[derive(Debug)]
+pub struct Ksmtuned {
+    group: Pid,
+    _scratch: TempDir,
+}
+
+impl Ksmtuned {
+    /// Starts it. Whoever controls KSM must restore the knobs after its end.
+    pub fn start(settings: &[(&str, &str)], interrupt: &Interrupt) -> anyhow::Result<Self> {
+        let script = need("ksmtuned", "ksmtuned and procps")?;
+        need("pgrep", "ksmtuned and procps")?;
+        refuse_settings(&fs::read_to_string(CONFIGURATION).unwrap_or_default())?;
+        Self::start_script(&script, settings, interrupt)
+    }
+
+    fn start_script(script: &Path, settings: &[(&str, &str)], interrupt: &Interrupt) -> anyhow::Result<Self> {
+        let scratch = tempfile::tempdir()?;
+        let mut child = Command::new("bash")
+            .arg(script)
+            .envs(settings.iter().copied())
+            .env("PIDFILE", scratch.path().join("pid"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .process_group(0)
+            .spawn()
+            .context("cannot start ksmtuned")?;
+        let started = Self { group: Pid::from_raw(i32::try_from(child.id())?), _scratch: scratch };
+        // It leaves its loop behind in the same group. A loop that has been started keeps the group from being another's.
+        match interrupt.wait(Duration::from_secs(10), || anyhow::Ok(child.try_wait()?))? {
+            Some(status) if status.success() => Ok(started),
+            Some(status) => bail!("ksmtuned ended with {status}"),
+            None => bail!("ksmtuned does not become a daemon"),
+        }
+    }
+}
+
+impl Drop for Ksmtuned {
+    fn drop(&mut self) {
+        // It must be gone before the knobs are restored.
+        for _ in 0..500 {
+            if killpg(self.group, Signal::SIGKILL).is_err() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        eprintln!("ksmtuned does not end");
+    }
+}
+
+/// Another configuration would not be the one that the policy's name says.
+fn refuse_settings(configuration: &str) -> anyhow::Result<()> {
+    let setting = configuration.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with('#'));
+    match setting {
+        Some(line) => bail!("{CONFIGURATION} has settings of its own ({line}); comment them out"),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_script_is_ended_with_what_it_has_started() {
+        let dir = tempfile::tempdir().unwrap();
+        let (script, out) = (dir.path().join("script"), dir.path().join("out"));
+        // As ksmtuned: a loop in the background that waits for a child.
+        let text = "loop() { while true; do sleep 0.02 & wait $!; echo $KSM_THRES_COEF >>$OUT; done; }\nloop &\necho $! >$PIDFILE\n";
+        fs::write(&script, text).unwrap();
+        let settings = [ALWAYS, ("OUT", out.to_str().unwrap())];
+        let running = Ksmtuned::start_script(&script, &settings, &Interrupt::default()).unwrap();
+        let length = || fs::metadata(&out).map_or(0, |file| file.len());
+        let end = std::time::Instant::now() + Duration::from_secs(20);
+        while length() == 0 {
+            assert!(std::time::Instant::now() < end, "the loop does not run");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(fs::read_to_string(&out).unwrap().starts_with("100\n"));
+        drop(running);
+        let then = length();
+        std::thread::sleep(Duration::from_millis(200));
+        assert_eq!(length(), then);
+        fs::write(&script, "exit 3").unwrap();
+        let error = Ksmtuned::start_script(&script, &[], &Interrupt::default()).unwrap_err();
+        assert!(error.to_string().contains("exit status: 3"), "{error}");
+    }
+
+    #[test]
+    fn a_configuration_of_its_own_is_refused() {
+        assert!(refuse_settings("").is_ok() && refuse_settings("# KSM_NPAGES_MIN=64\n\n  # x\n").is_ok());
+        let error = refuse_settings("# a\nKSM_NPAGES_MAX=9\n").unwrap_err().to_string();
+        assert!(error.contains("KSM_NPAGES_MAX=9"), "{error}");
+    }
+}

@@ -1,0 +1,71 @@
+//! The kernel's own UKSM, on a kernel with the authors' patch: it finds all memory by itself and has four governors.
+
+use crate::bench::sysfs::Changed;
+use anyhow::Context;
+use pagefold_core::units::{Bytes, Pages};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+pub const ROOT: &str = "/sys/kernel/mm/uksm";
+
+pub const GOVERNORS: [&str; 4] = ["full", "medium", "low", "quiet"];
+
+/// UKSM's directory of sysfs.
+#[derive(Clone, Debug)]
+pub struct Uksm {
+    root: PathBuf,
+}
+
+impl Uksm {
+    /// `None` on a kernel without the patch.
+    pub fn at(root: &Path) -> Option<Self> {
+        root.is_dir().then(|| Self { root: root.to_owned() })
+    }
+
+    /// Runs it with a governor until the result is dropped, which restores both. What it has merged stays merged: it has no command
+    /// that unmerges.
+    pub fn drive(&self, governor: &str) -> anyhow::Result<[Changed; 2]> {
+        // Dropped in this order: it stops first.
+        let governor = Changed::to(self.root.join("cpu_governor"), governor)?;
+        let run = Changed::to(self.root.join("run"), "1")?;
+        Ok([run, governor])
+    }
+
+    /// Memory saved: pages that share another's frame. It does not count zeros here.
+    pub fn saved(&self) -> anyhow::Result<Bytes> {
+        let path = self.root.join("pages_sharing");
+        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        let pages = text.trim().parse().with_context(|| format!("{} is not a number", path.display()))?;
+        Ok(Pages(pages).bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_governor_is_set_and_all_is_restored() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(Uksm::at(&dir.path().join("none")).is_none());
+        let text = |name: &str| fs::read_to_string(dir.path().join(name)).unwrap();
+        for (name, value) in [
+            ("run", "0\n"),
+            ("cpu_governor", "full [medium] low quiet \n"),
+            ("pages_sharing", "512\n"),
+            ("pages_shared", "1\n"),
+        ] {
+            fs::write(dir.path().join(name), value).unwrap();
+        }
+        let uksm = Uksm::at(dir.path()).unwrap();
+        assert_eq!(uksm.saved().unwrap(), Bytes(2 << 20));
+        for governor in GOVERNORS {
+            let driven = uksm.drive(governor).unwrap();
+            assert_eq!((text("run").as_str(), text("cpu_governor").as_str()), ("1", governor));
+            drop(driven);
+            assert_eq!((text("run").as_str(), text("cpu_governor").as_str()), ("0", "medium"));
+        }
+        fs::write(dir.path().join("pages_sharing"), "many\n").unwrap();
+        assert!(uksm.saved().is_err());
+    }
+}

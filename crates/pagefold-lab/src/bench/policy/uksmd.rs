@@ -1,0 +1,76 @@
+//! What uksmd does: the daemon of that name marks all programs that have run for half a minute, and leaves the rate to the
+//! kernel's default. It needs system calls that only pf-kernel has, so its rules are followed here, as of its README and
+//! source (<https://codeberg.org/pf-kernel/uksmd>, <https://github.com/CachyOS/uksmd>).
+
+use anyhow::Context;
+use pagefold_linux::inject::mark::mark;
+use pagefold_linux::ksm::Knob;
+use pagefold_linux::ksm::experiment::KsmForExperiment;
+use pagefold_linux::os::interrupt::Interrupt;
+use pagefold_linux::proc::process::Process;
+use pagefold_linux::scope::eligible::eligible_spans;
+use std::fs;
+use std::time::{Duration, Instant};
+
+/// Between two looks.
+const EVERY: Duration = Duration::from_secs(15);
+
+/// How long a program must have run.
+const OLD_SECONDS: f64 = 30.0;
+
+/// Programs that it leaves alone, by name.
+const INCOMPATIBLE: [&[u8]; 3] = [b"mariadbd", b"mysqld", b"p2pool"];
+
+/// Follows the rules for some time. Returns the bytes marked.
+pub fn follow(
+    control: &KsmForExperiment,
+    processes: &[Process],
+    time: Duration,
+    interrupt: &Interrupt,
+) -> anyhow::Result<u64> {
+    let end = Instant::now() + time;
+    control.set(Knob::Run, 1)?;
+    let mut marked = vec![0; processes.len()];
+    let mut scans_then = None;
+    loop {
+        let scans = control.ksm().full_scans()?;
+        if scans_then != Some(scans) || control.ksm().counters()?.pages_volatile.0 == 0 {
+            for (process, marked) in processes.iter().zip(&mut marked) {
+                if is_chosen(&process.stat()?.comm, age_seconds(process)?) {
+                    // The daemon marks a process with all that it will map; here what is new is marked at the next look.
+                    *marked = mark(process, &eligible_spans(process)?)?.0;
+                }
+            }
+            scans_then = Some(scans);
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(marked.iter().sum());
+        }
+        interrupt.sleep(EVERY.min(left))?;
+    }
+}
+
+fn is_chosen(comm: &[u8], age_seconds: f64) -> bool {
+    age_seconds >= OLD_SECONDS && !INCOMPATIBLE.contains(&comm)
+}
+
+fn age_seconds(process: &Process) -> anyhow::Result<f64> {
+    let uptime = fs::read_to_string("/proc/uptime")?;
+    let uptime: f64 = uptime.split(' ').next().and_then(|text| text.parse().ok()).context("/proc/uptime")?;
+    // The kernel gives all user space 100 ticks a second.
+    Ok(uptime - process.start_time_ticks() as f64 / 100.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn young_and_incompatible_programs_are_left_alone() {
+        assert!(is_chosen(b"redis-server", 30.0) && !is_chosen(b"redis-server", 29.9));
+        assert!(!is_chosen(b"mariadbd", 1000.0));
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        assert!((0.0..3600.0).contains(&age_seconds(&own).unwrap()));
+    }
+}
