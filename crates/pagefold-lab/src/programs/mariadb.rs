@@ -227,6 +227,7 @@ fn copy_dir(from: &Path, to: &Path) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Instant;
 
     #[test]
     fn packets_follow_the_protocol() {
@@ -239,5 +240,26 @@ mod tests {
         assert!(accepted(&packet(&mut answers).unwrap()).is_err());
         // Cut off.
         assert!(packet(&mut answers).is_err());
+    }
+
+    #[test]
+    fn a_load_is_answered_and_changes_nothing_that_is_checked() {
+        if need("mariadbd", PACKAGES).is_err() || !pagefold_testkit::is_root() {
+            return pagefold_testkit::skip("needs root and MariaDB (scripts/setup installs it)");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let data = MariaDbData::make(dir.path(), 500).unwrap();
+        let mut server = data.start(dir.path(), 0).unwrap();
+        let before = server.check().unwrap();
+        let began = Instant::now();
+        let load = server.load(Duration::from_millis(5)).unwrap();
+        std::thread::sleep(Duration::from_secs(2));
+        let measured = load.finish().unwrap();
+        let count = measured.between(began, began + Duration::from_secs(60)).len();
+        assert!((300..=410).contains(&count), "{count} answers in 2 s");
+        assert_eq!(server.check().unwrap(), before);
+        // One in ten has written.
+        let written: usize = server.query("SELECT SUM(times) FROM bench.written").unwrap().trim().parse().unwrap();
+        assert!((count / 10..=count / 10 + 1).contains(&written), "{written} of {count}");
     }
 }

@@ -28,7 +28,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 const INSTANCES: usize = 3;
 /// What is compressed each time.
 const TEXT_BYTES: usize = 2 << 20;
-/// Takes about a tenth of a second to compile.
+/// Of the program that is compiled each time.
 const FUNCTIONS: u32 = 200;
 /// The order of the policies in each round follows from it, unless another one is asked for.
 const SEED: u64 = 15;
