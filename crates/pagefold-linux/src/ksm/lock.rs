@@ -19,6 +19,9 @@ pub const LOCK_PATH: &str = "/run/pagefold/lock";
 /// The interval between attempts to take the lock. `flock` itself has no time limit.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
 
+/// For how long somebody may look at the lock: microseconds, or longer if it has to wait for a processor meanwhile.
+const LOOK_LIMIT: Duration = Duration::from_millis(50);
+
 /// Why the lock was not taken.
 #[derive(Debug, Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -47,11 +50,16 @@ struct Held {
 }
 
 impl Lock {
-    /// Takes the lock if it is free.
+    /// Takes the lock if it is free. Somebody who only looks at it ([`holder`]) is waited for.
     pub fn try_take(path: &Path) -> Result<Self, LockError> {
-        let mut file = open(path)?;
-        if !flock(&file, libc::LOCK_EX | libc::LOCK_NB).map_err(|source| LockError::Io { path: path.into(), source })? {
-            return Err(LockError::Held { pid: pid_in(&mut file) });
+        let (mut file, began) = (open(path)?, Instant::now());
+        while !flock(&file, libc::LOCK_EX | libc::LOCK_NB)
+            .map_err(|source| LockError::Io { path: path.into(), source })?
+        {
+            if began.elapsed() > LOOK_LIMIT {
+                return Err(LockError::Held { pid: pid_in(&mut file) });
+            }
+            std::thread::sleep(LOOK_LIMIT / 50);
         }
         // For messages only. On a full disk it fails, and there too KSM must be restored.
         let _ = fault::io("write:lock").and_then(|()| file.set_len(0)).and_then(|()| {
@@ -96,7 +104,7 @@ pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
         Err(error) => return Err(from_io(path, error)),
     };
     // A shared lock is refused only while another process holds an exclusive one, and two callers of this function do not
-    // disturb each other. An attempt to take the lock within these microseconds fails; those with a limit are repeated.
+    // disturb each other. An attempt to take the lock within these microseconds is repeated.
     let free =
         flock(&file, libc::LOCK_SH | libc::LOCK_NB).map_err(|source| LockError::Io { path: path.into(), source })?;
     Ok(if free { None } else { Some(Holder { pid: pid_in(&mut file) }) })
@@ -202,6 +210,24 @@ mod tests {
         });
         Lock::take_within(&path, Duration::from_secs(20)).unwrap();
         releaser.join().unwrap();
+    }
+
+    #[test]
+    fn a_lock_that_is_only_looked_at_can_be_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.lock");
+        drop(Lock::try_take(&path).unwrap());
+        let over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                    holder(&path).unwrap();
+                }
+            });
+            let refused = (0..1_000).filter(|_| Lock::try_take(&path).is_err()).count();
+            over.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(refused, 0);
+        });
     }
 
     #[test]
