@@ -6,6 +6,7 @@ mod interpreters;
 mod java;
 mod mariadb;
 mod memcached;
+mod memory_limit;
 mod prefork;
 mod python;
 mod qemu;
@@ -19,6 +20,7 @@ pub use interpreters::{HeldFile, Language, NODE, PHP, PYTHON, RUBY, python_files
 pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
 pub use memcached::{Memcached, MemcachedData};
+pub use memory_limit::MemoryLimit;
 pub use prefork::{Prefork, php_fpm};
 pub use python::{PythonData, PythonTools};
 pub(crate) use qemu::{Emulator, nodes_kernel};

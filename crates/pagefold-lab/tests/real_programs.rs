@@ -118,6 +118,21 @@ fn workers_huge_pages_jobs_and_machines_are_measured() {
     assert_ksm_is_given_back();
 }
 
+/// Below a limit, programs with the same contents are started as long as there is room: merging makes some.
+#[test]
+fn more_fits_below_a_limit_where_memory_is_merged() {
+    if let Some(reason) = cannot_run(&[]) {
+        return skip(reason);
+    }
+    let output = lab(&["bench", "overcommit", "--quick", "--json", "-"]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let fit = |policy: &str| report["figures"][format!("{policy}: MiB of programs that fit")].as_f64().unwrap();
+    assert!(fit("no merging") <= 72.0 && fit("pagefold") >= 96.0, "{}", report["figures"]);
+    assert_ksm_is_given_back();
+}
+
 fn assert_ksm_is_given_back() {
     // The next test may use KSM as soon as the experiment has given it back.
     let _lock = KsmLock::take();

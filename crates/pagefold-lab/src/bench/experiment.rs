@@ -12,6 +12,7 @@ mod mix;
 mod neighbours;
 pub(crate) mod numa;
 mod on_request;
+mod overcommit;
 mod pairs;
 mod programs_on_request;
 mod real_programs;
@@ -63,7 +64,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 23] = [
+pub const EXPERIMENTS: [Experiment; 24] = [
     static_mix::EXPERIMENT,
     tails::EXPERIMENT,
     pairs::EXPERIMENT,
@@ -82,6 +83,7 @@ pub const EXPERIMENTS: [Experiment; 23] = [
     vms::EXPERIMENT,
     build::EXPERIMENT,
     huge::EXPERIMENT,
+    overcommit::EXPERIMENT,
     scan::EXPERIMENT,
     hash::EXPERIMENT,
     numa::EXPERIMENT,

@@ -1,0 +1,159 @@
+//! More memory than there is: programs with the same contents are started one after the other below a limit, each as soon as there is
+//! room for it.
+
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use crate::bench::daemon;
+use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
+use crate::bench::sampler::Sampler;
+use crate::programs::{MemoryLimit, scratch};
+use anyhow::ensure;
+use pagefold_core::units::{Bytes, Pages};
+use pagefold_linux::inject::mark::mark;
+use pagefold_linux::ksm::Knob;
+use pagefold_linux::proc::process::Process;
+use pagefold_linux::scope::eligible::eligible_spans;
+use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "overcommit",
+    claim: "KSM's tree (2009): 12 GiB are allocated on a machine with 4 GiB (here 1,536 MiB below a limit of 512 MiB)",
+    run,
+};
+
+/// Pages each 20 ms.
+const KSM_PAGES: u64 = 1000;
+/// One page in this many of each program is its own.
+const OWN_PART: u64 = 32;
+/// Room for what a program has besides, and for what the kernel needs for it, bytes.
+const MARGIN: u64 = 8 << 20;
+const POLL: Duration = Duration::from_millis(50);
+
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    limit: Bytes,
+    each: Pages,
+    most: usize,
+    /// How long a program waits for room.
+    patience: Duration,
+}
+
+fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+    let (limit_mib, each_mib, most, patience) = if setting.quick { (80, 24, 4, 20) } else { (512, 128, 12, 30) };
+    report.parameters([
+        ("limit_mib", limit_mib),
+        ("each_mib", each_mib),
+        ("programs_at_most", most),
+        ("seconds_of_patience", patience),
+    ]);
+    let (limit, patience) = (Bytes(limit_mib << 20), Duration::from_secs(patience));
+    let sizes = Sizes { limit, each: mib(each_mib), most: usize::try_from(most)?, patience };
+    // A path of its own: pagefold finds the programs by it.
+    let scratch = scratch()?;
+    let player = scratch.path().join("held");
+    fs::copy(setting.player, &player)?;
+    let undisturbed = Policy::NoMerging { seconds: 0 }.to_string();
+    let ksm = Policy::KsmPaced { pages: KSM_PAGES, seconds: 0 }.to_string();
+    let mut sequence = PolicySequence::take(setting)?;
+    let mut rows = Vec::new();
+    for name in [undisturbed.as_str(), &ksm, SUBJECT] {
+        if !setting.wants(name) {
+            continue;
+        }
+        eprintln!("{}: {name}", report.experiment);
+        match start_all(&mut sequence, name, name == ksm, &player, &sizes) {
+            Ok((run, started)) => {
+                let held = started as f64 * sizes.each.bytes().mib();
+                report.figure(format!("{name}: MiB of programs that fit"), held);
+                rows.push((name.to_owned(), held));
+                report.runs.push(run);
+            }
+            Err(error) => {
+                // It may have failed at any point.
+                sequence.control.unmerge()?;
+                sequence.failed(report, name.to_owned(), &error)?;
+            }
+        }
+    }
+    drop(sequence);
+    report.bar_on_answers();
+    let ours = rows.iter().find(|(name, _)| name == SUBJECT).map(|(_, held)| held / sizes.limit.mib());
+    report.picture("overcommit", "programs that fit", format!("MiB; below a limit of {limit_mib} MiB"), rows);
+    if !setting.quick {
+        report.bar("memory of programs that fit, times the limit", Limit::AtLeast(3.0), ours);
+    }
+    Ok(())
+}
+
+/// Starts programs as long as there is room for each in time. Returns what was measured, and how many were started.
+fn start_all(
+    sequence: &mut PolicySequence<'_>,
+    name: &str,
+    by_ksm: bool,
+    player: &Path,
+    sizes: &Sizes,
+) -> anyhow::Result<(PolicyRun, usize)> {
+    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
+    sequence.control.kernel_defaults()?;
+    let group = MemoryLimit::make(sizes.limit.0)?;
+    let own = sizes.each.0 / OWN_PART;
+    let spec = TenantSpec::new([
+        Segment::Shared { pages: sizes.each.0 - own, seed: 1 },
+        Segment::Random { pages: own, seed: 2 },
+    ]);
+    let enter = group.enter();
+    let by: Vec<&str> = enter.iter().map(String::as_str).collect();
+    let start = || -> anyhow::Result<Tenant> {
+        let tenant = Tenant::start_by(&by, player, &spec)?;
+        if by_ksm {
+            let process = Process::open(tenant.pid())?;
+            mark(&process, &eligible_spans(&process)?)?;
+        }
+        Ok(tenant)
+    };
+    let sampler = Sampler::start()?;
+    // pagefold does not start with nothing in scope.
+    let mut tenants = vec![start()?];
+    let mut daemon = None;
+    if by_ksm {
+        sequence.control.set(Knob::PagesToScan, KSM_PAGES)?;
+        sequence.control.set(Knob::Run, 1)?;
+    } else if name == SUBJECT {
+        let options = ["--exe".to_owned(), player.display().to_string()];
+        let started = daemon::run(setting.program, &[], &options)?;
+        sampler.watch(started.meter()?);
+        daemon = Some(started);
+    }
+    let needed = sizes.each.bytes().0 + MARGIN;
+    while tenants.len() < sizes.most {
+        let began = Instant::now();
+        let mut has_room = group.usage()? + needed <= sizes.limit.0;
+        while !has_room && began.elapsed() < sizes.patience {
+            interrupt.sleep(POLL)?;
+            has_room = group.usage()? + needed <= sizes.limit.0;
+        }
+        if !has_room {
+            break;
+        }
+        tenants.push(start()?);
+    }
+    let points = sampler.finish()?;
+    let mut intact = true;
+    for tenant in &mut tenants {
+        intact &= tenant.verify()? == Verdict::Intact;
+    }
+    ensure!(group.kills()? == 0, "the kernel has killed a program");
+    // What is unmerged comes back.
+    group.lift()?;
+    let summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
+    sequence.control.unmerge()?;
+    let mut run = PolicyRun { policy: name.to_owned(), summary, ..PolicyRun::default() };
+    // By its own clock: the time of children that have ended would be counted too.
+    run.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
+    run.set_samples(&points);
+    run.answers_correct = Answers { before: true, during: intact, after: intact };
+    Ok((run, tenants.len()))
+}
