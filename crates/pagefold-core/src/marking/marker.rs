@@ -73,7 +73,8 @@ impl Marker {
 
     /// What a region waits with, because it does not pay.
     pub fn waits(&self, region: &Region, config: &Config) -> Option<Wave> {
-        let is_thin = || self.has_thin_waiting() && thinner(region, config.thinnest_density, u64::MAX, config).is_some();
+        let is_thin =
+            || self.has_thin_waiting() && thinner(region, config.thinnest_density, u64::MAX, config).is_some();
         let (small, thin) = (region.changed && self.small.added > Pages(0), !region.changed && is_thin());
         small.then_some(self.small).or(thin.then_some(self.thin))
     }
