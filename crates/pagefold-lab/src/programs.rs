@@ -13,6 +13,7 @@ mod qemu;
 mod redis;
 mod subjects;
 mod working_guest;
+mod zram;
 
 pub use compiler::{Compiler, Job};
 pub(crate) use image::Image;
@@ -28,6 +29,7 @@ pub use qemu::{GuestImage, GuestTools, QEMU};
 pub use redis::{Redis, RedisData};
 pub use subjects::{SUBJECTS, Subject, Subjects};
 pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};
+pub use zram::{ZramSwap, swapped_out};
 
 use anyhow::{Context, bail};
 use pagefold_workload::{ActivityCounters, Dialogue, OwnedChild, Tenant, Verdict};

@@ -193,7 +193,16 @@ pub const CLAIMS: [Claim; 23] = [
         id: "U5",
         what: "40 virtual machines of 1 GB, overcommitted",
         paper: "no swap (KSM: 1.3 GB), half of KSM's CPU, up in 420 s instead of 550",
-        here: Here::Not("no experiment overcommits memory"),
+        here: Here::Experiment {
+            name: "vms-overcommitted",
+            ours: &[
+                Cell("MiB swapped out", Value::Bar("MiB swapped out until all are up")),
+                Cell("of KSM's time", Value::Bar("time until all are up relative to KSM")),
+                Cell("of KSM's CPU time", Value::Bar("CPU time until then relative to KSM")),
+            ],
+            peers: &[Cell("MiB swapped out by KSM", Value::Figure("ksm-1000/20ms: MiB swapped out until all are up"))],
+            judge: Judge::Targets(&[""]),
+        },
     },
     Claim {
         id: "U6",

@@ -66,7 +66,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 26] = [
+pub const EXPERIMENTS: [Experiment; 27] = [
     static_mix::EXPERIMENT,
     tails::EXPERIMENT,
     pairs::EXPERIMENT,
@@ -83,6 +83,7 @@ pub const EXPERIMENTS: [Experiment; 26] = [
     workers::EXPERIMENT,
     neighbours::EXPERIMENT,
     vms::EXPERIMENT,
+    vms::OVERCOMMITTED,
     build::EXPERIMENT,
     huge::EXPERIMENT,
     overcommit::EXPERIMENT,
