@@ -8,6 +8,7 @@ pub mod density;
 mod document;
 pub mod events;
 pub mod experiment;
+pub mod frames;
 pub mod guest;
 pub mod latencies;
 pub mod load;
