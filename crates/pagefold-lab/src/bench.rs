@@ -3,6 +3,7 @@
 
 mod chart;
 pub mod claims;
+pub mod clients;
 mod daemon;
 pub mod density;
 mod document;
