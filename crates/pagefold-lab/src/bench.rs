@@ -4,7 +4,7 @@
 mod chart;
 pub mod claims;
 pub mod clients;
-mod daemon;
+pub(crate) mod daemon;
 pub mod density;
 mod document;
 pub mod events;

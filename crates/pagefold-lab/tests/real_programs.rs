@@ -133,6 +133,41 @@ fn more_fits_below_a_limit_where_memory_is_merged() {
     assert_ksm_is_given_back();
 }
 
+/// Sites in containers answer every page load correctly while they are merged, hold less memory then, and leave nothing behind.
+#[test]
+fn containers_hold_less_while_their_pages_are_loaded() {
+    if let Some(reason) = cannot_run(&["apache2", "mariadbd", "mariadb-install-db", "php", "busybox"]) {
+        return skip(reason);
+    }
+    let output = lab(&["bench", "containers", "--quick", "--json", "-"]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    if errors.contains("run scripts/wordpress") {
+        return skip("WordPress is not unpacked (scripts/setup does that)");
+    }
+    assert_eq!(output.status.code(), Some(0), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    for run in report["runs"].as_array().unwrap() {
+        for when in ["before", "during", "after"] {
+            assert_eq!(run["answers_correct"][when], true, "{} {when}: {errors}", run["policy"]);
+        }
+    }
+    let figure = |policy: &str, name: &str| {
+        let value = &report["figures"][format!("{policy}: {name}")];
+        value.as_f64().unwrap_or_else(|| panic!("no {name} of {policy}: {}", report["figures"]))
+    };
+    for policy in ["no merging", "ksm-1000/20ms", "pagefold"] {
+        assert!(figure(policy, "page loads") >= 30.0);
+        let percentiles = ["p50 of a page load, ms", "p99 of a page load, ms"].map(|name| figure(policy, name));
+        assert!(percentiles[0] > 0.0 && percentiles.is_sorted(), "{policy}: {percentiles:?}");
+    }
+    assert!(figure("no merging", "MiB of anonymous memory at the end") > 150.0);
+    let left = figure("pagefold", "anonymous memory at the end relative to no merging");
+    assert!((0.1..0.8).contains(&left), "{left}");
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    assert!(!mounts.contains("/pagefold-lab-"), "{mounts}");
+    assert_ksm_is_given_back();
+}
+
 fn assert_ksm_is_given_back() {
     // The next test may use KSM as soon as the experiment has given it back.
     let _lock = KsmLock::take();

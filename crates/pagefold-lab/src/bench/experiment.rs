@@ -2,6 +2,7 @@
 
 mod build;
 mod clones;
+mod containers;
 mod cow_breaker;
 mod governors;
 mod hash;
@@ -64,7 +65,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 24] = [
+pub const EXPERIMENTS: [Experiment; 25] = [
     static_mix::EXPERIMENT,
     tails::EXPERIMENT,
     pairs::EXPERIMENT,
@@ -81,6 +82,7 @@ pub const EXPERIMENTS: [Experiment; 24] = [
     workers::EXPERIMENT,
     neighbours::EXPERIMENT,
     vms::EXPERIMENT,
+    containers::EXPERIMENT,
     build::EXPERIMENT,
     huge::EXPERIMENT,
     overcommit::EXPERIMENT,
