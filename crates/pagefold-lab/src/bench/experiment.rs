@@ -2,6 +2,7 @@
 
 mod build;
 mod clones;
+mod containers;
 mod cow_breaker;
 mod governors;
 mod hash;
@@ -66,7 +67,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 27] = [
+pub const EXPERIMENTS: [Experiment; 28] = [
     static_mix::EXPERIMENT,
     tails::EXPERIMENT,
     pairs::EXPERIMENT,
@@ -84,6 +85,7 @@ pub const EXPERIMENTS: [Experiment; 27] = [
     neighbours::EXPERIMENT,
     vms::EXPERIMENT,
     vms::OVERCOMMITTED,
+    containers::EXPERIMENT,
     build::EXPERIMENT,
     huge::EXPERIMENT,
     overcommit::EXPERIMENT,
