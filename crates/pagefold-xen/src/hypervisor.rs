@@ -82,9 +82,6 @@ pub struct MachineMemory {
 /// Why the hypervisor does not share a guest's memory.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
-    /// The option is missing.
-    #[error("the hypervisor was built without memory sharing")]
-    NoSharing,
     /// PV, or a processor other than Intel's.
     #[error("the hypervisor shares memory of HVM and PVH guests on Intel processors only")]
     NotSupported,
@@ -120,6 +117,9 @@ pub enum CallError {
     /// The hypervisor has no memory left.
     #[error("the hypervisor has no memory left")]
     NoMemory,
+    /// The option is missing.
+    #[error("the hypervisor was built without memory sharing")]
+    NoSharing,
     /// Not root, or not dom0.
     #[error("not permitted; run as root in dom0")]
     Denied,
@@ -163,6 +163,9 @@ pub trait Hypervisor {
     /// # Errors
     /// Why it must not.
     fn enable(&mut self, domain: DomainId) -> Result<(), Refusal>;
+
+    /// Forbids it again. Only for a guest of which nothing is shared.
+    fn disable(&mut self, domain: DomainId);
 
     /// The highest frame number of a guest.
     ///

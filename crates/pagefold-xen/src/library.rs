@@ -324,6 +324,7 @@ fn error(call: &'static str) -> CallError {
         Some(libc::E2BIG | libc::EBUSY | libc::EAGAIN | libc::EEXIST) => CallError::Busy,
         Some(libc::EINVAL) => CallError::Unfit,
         Some(libc::ENOMEM) => CallError::NoMemory,
+        Some(libc::ENOSYS) => CallError::NoSharing,
         Some(libc::EPERM | libc::EACCES) => CallError::Denied,
         _ => CallError::Other { call, error },
     }
@@ -385,9 +386,13 @@ impl Hypervisor for Xen {
             Some(libc::EOPNOTSUPP) => Refusal::NotSupported,
             Some(libc::ENODEV) => Refusal::NoHap,
             Some(libc::EXDEV) => Refusal::Passthrough,
-            Some(libc::ENOSYS) => Refusal::NoSharing,
             _ => Refusal::Call(error("xc_memshr_control")),
         })
+    }
+
+    fn disable(&mut self, domain: DomainId) {
+        // SAFETY: it takes the handle and numbers. If it fails, sharing stays allowed, which shares nothing.
+        unsafe { (self.control.xc_memshr_control)(self.hypervisor, domain.0.into(), 0) };
     }
 
     fn last_frame(&mut self, domain: DomainId) -> Result<Gfn, CallError> {

@@ -197,6 +197,8 @@ impl Hypervisor for Model {
         if self.refusing.contains(&domain) { Err(Refusal::Passthrough) } else { Ok(()) }
     }
 
+    fn disable(&mut self, _: DomainId) {}
+
     fn last_frame(&mut self, domain: DomainId) -> Result<Gfn, CallError> {
         self.next();
         let last = self.pages.keys().filter(|page| page.domain == domain).map(|page| page.frame).max();

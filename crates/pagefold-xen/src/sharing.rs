@@ -321,7 +321,9 @@ fn outcome(error: &CallError) -> Merging {
     match error {
         CallError::Busy | CallError::ClientChanged | CallError::SourceChanged => Merging::Busy,
         CallError::Unfit => Merging::Ineligible,
-        CallError::Ended | CallError::NoMemory | CallError::Denied | CallError::Other { .. } => Merging::Untried,
+        CallError::Ended | CallError::NoMemory | CallError::NoSharing | CallError::Denied | CallError::Other { .. } => {
+            Merging::Untried
+        }
     }
 }
 
