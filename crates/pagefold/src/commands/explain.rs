@@ -89,7 +89,15 @@ struct Excluded {
 
 pub fn run(args: &ExplainArgs) -> Result<u8> {
     let explanation = match (&args.xen_domain, args.pid) {
-        (Some(guest), _) => ask(&Request::Guest { guest: guest.clone() })?,
+        (Some(guest), _) => {
+            let explanation: Explanation = ask(&Request::Guest { guest: guest.clone() })?;
+            if !explanation.in_scope {
+                let (guest, scope) = (printable(guest.as_bytes()), explanation.scope);
+                let line = format!("guest {guest} is not in the scope of the running daemon ({scope}); name it there");
+                return Err(Exit::new(exit::NO_SCOPE, line).into());
+            }
+            explanation
+        }
         (None, pid) => {
             let explanation: Explanation = ask(&Request::Explain { pid: pid.unwrap_or_default() })?;
             if explanation.in_scope { explanation } else { outside(explanation)? }
@@ -100,12 +108,9 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
 }
 
 /// What the daemon knows about a guest of Xen.
-pub fn of_guest(facts: &Facts, guest: &str) -> Result<Explanation, String> {
+pub fn of_guest(facts: &Facts, guest: &str) -> Explanation {
     let is = |target: &&TargetFacts| target.name == guest || guest.parse() == Ok(target.pid);
-    let target = facts.targets.iter().find(is).filter(|_| facts.xen.is_some());
-    let target = target.ok_or_else(|| {
-        format!("guest {} is not in the scope of the running daemon ({})", printable(guest.as_bytes()), facts.run.scope)
-    })?;
+    let Some(target) = facts.targets.iter().find(is).filter(|_| facts.xen.is_some()) else { return begun(facts, 0) };
     let mut explanation = begun(facts, target.pid);
     explanation.see_target(target);
     let own = facts.report.regions.iter().filter(|region| region.owner == target.owner);
@@ -113,7 +118,7 @@ pub fn of_guest(facts: &Facts, guest: &str) -> Result<Explanation, String> {
     explanation.regions.sort_by_key(|row| Reverse(row.figures.resident));
     explanation.resident_bytes = explanation.regions.iter().map(|row| row.figures.resident.bytes().0).sum();
     explanation.guest = true;
-    Ok(explanation)
+    explanation
 }
 
 /// An explanation of which nothing but the daemon is known.

@@ -152,12 +152,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     host.set_policies(active.settings.placement.clone());
     let (requests, sender) = RequestQueue::new(woken);
     let metrics = metrics.start(&sender);
-    let history = history.and_then(|(file, said)| {
-        if let Some(line) = said {
-            complain!("{line}");
-        }
-        HistoryWriter::start(file, sender.clone())
-    });
+    let history = HistoryWriter::of_run(history, &sender);
     let server = control::serve(sender, args.dry_run);
     fault::point("socket-made");
     let (command, pid) = ("run", std::process::id());

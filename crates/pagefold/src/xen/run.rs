@@ -79,12 +79,7 @@ pub fn run(
     let mut engine = Engine::new(config);
     let (requests, sender) = RequestQueue::new(woken);
     let metrics = metrics.start(&sender);
-    let history = history.and_then(|(file, said)| {
-        if let Some(line) = said {
-            complain!("{line}");
-        }
-        HistoryWriter::start(file, sender.clone())
-    });
+    let history = HistoryWriter::of_run(history, &sender);
     let server = control::serve(sender, args.dry_run);
     let (command, pid) = ("run", std::process::id());
     let mut progress = Progress::new();
