@@ -22,6 +22,8 @@ use std::hash::{Hash, Hasher};
 const LOOK_NS: u64 = 1_000_000_000;
 /// The time after which a guest's ranges are found anew if its memory has grown or shrunk, nanoseconds.
 const RANGES_NS: u64 = 5_000_000_000;
+/// Finding them takes at most this part of the time.
+const RANGES_PART: u64 = 100;
 /// Pages read at a time.
 const READ_PAGES: usize = 256;
 /// Pages shared between two looks at whether the run is to end.
@@ -77,7 +79,7 @@ pub struct Guest {
     lasting: LastingKey,
     kernel: Option<String>,
     regions: Vec<(RegionKey, Range)>,
-    /// How much memory it had when its ranges were found, and when that was.
+    /// How much memory it had when its ranges were found, and when they may be found anew, nanoseconds.
     ranged: Option<(Pages, u64)>,
     /// Pages that were shared, as far as is known: one bit each.
     shared: Vec<u64>,
@@ -271,13 +273,15 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         let now_ns = self.clock.now_ns();
         let Some(guest) = self.guests.get_mut(&id).filter(|guest| guest.left_alone.is_none()) else { return };
         let has = guest.known.domain.own + guest.known.domain.shared;
-        let is_known = guest.ranged.is_some_and(|(had, at_ns)| had == has || now_ns < at_ns.saturating_add(RANGES_NS));
+        let is_known = guest.ranged.is_some_and(|(had, from_ns)| had == has || now_ns < from_ns);
         if is_known {
             return;
         }
         // A guest that has ended is found next time.
-        let Ok(found) = ranges(&mut self.hypervisor, id) else { return };
-        guest.ranged = Some((has, now_ns));
+        let Ok(found) = ranges(&mut self.hypervisor, id, guest.known.domain.most) else { return };
+        let took_ns = self.clock.now_ns().saturating_sub(now_ns);
+        let pause_ns = took_ns.saturating_mul(RANGES_PART).max(RANGES_NS);
+        guest.ranged = Some((has, now_ns.saturating_add(pause_ns)));
         let before = std::mem::take(&mut guest.regions);
         for range in found {
             let key = before.iter().find(|(_, old)| old.first == range.first).map(|&(key, _)| key);

@@ -47,6 +47,8 @@ pub struct Model {
     pub nominations: u64,
     pub shares: u64,
     pub mappings: u64,
+    /// Frames of which was asked whether they are populated.
+    pub asked: u64,
 }
 
 pub fn page(domain: u16, frame: u64) -> GuestPage {
@@ -62,10 +64,14 @@ impl Model {
     pub fn create(&mut self, domain: u16, name: &str, contents: &[Content]) {
         self.names.insert(DomainId(domain), name.to_owned());
         for (frame, &content) in (0..).zip(contents) {
-            let page = page(domain, frame);
-            let number = self.allocate(content);
-            self.attach(page, number);
+            self.place(page(domain, frame), content);
         }
+    }
+
+    /// Gives a guest another page.
+    pub fn place(&mut self, page: GuestPage, content: Content) {
+        let number = self.allocate(content);
+        self.attach(page, number);
     }
 
     /// From now on the guest's memory cannot be shared.
@@ -206,6 +212,7 @@ impl Hypervisor for Model {
     }
 
     fn populated(&mut self, domain: DomainId, frames: &[Gfn]) -> Result<Vec<bool>, CallError> {
+        self.asked += frames.len() as u64;
         Ok(frames.iter().map(|&frame| self.pages.contains_key(&GuestPage { domain, frame })).collect())
     }
 

@@ -1,6 +1,6 @@
 //! Gives guests their own copies of shared pages again, as far as the hypervisor has memory for them.
 
-use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Hypervisor};
+use crate::hypervisor::{CallError, Domain, DomainId, Gfn, GuestPage, Hypervisor};
 use crate::ranges::ranges;
 use pagefold_core::units::{Pages, count};
 
@@ -20,10 +20,11 @@ pub struct GivenBack {
 ///
 /// # Errors
 /// If the guest has ended, or the hypervisor does not tell what it has left.
-pub fn unshare(hypervisor: &mut impl Hypervisor, domain: DomainId, keep: Pages) -> Result<GivenBack, CallError> {
+pub fn unshare(hypervisor: &mut impl Hypervisor, guest: &Domain, keep: Pages) -> Result<GivenBack, CallError> {
+    let domain = guest.id;
     let mut given = GivenBack::default();
     let mut batch = Batch::default();
-    for range in ranges(hypervisor, domain)? {
+    for range in ranges(hypervisor, domain, guest.most)? {
         for frame in range.first.0..range.first.0 + range.pages.0 {
             let frame = Gfn(frame);
             let Some(sharers) = hypervisor.sharers(GuestPage { domain, frame })? else { continue };
@@ -82,12 +83,16 @@ mod tests {
         model
     }
 
+    fn guest(id: u16) -> Domain {
+        Domain { id: DomainId(id), most: Pages(1024), ..Domain::default() }
+    }
+
     #[test]
     fn everything_is_given_back() {
         let mut model = shared(100);
-        let given = unshare(&mut model, DomainId(2), Pages(100)).unwrap();
+        let given = unshare(&mut model, &guest(2), Pages(100)).unwrap();
         assert_eq!(given, GivenBack { pages: Pages(1000), left: Pages(0) });
-        let given = unshare(&mut model, DomainId(1), Pages(100)).unwrap();
+        let given = unshare(&mut model, &guest(1), Pages(100)).unwrap();
         assert_eq!((given.left, model.saved()), (Pages(0), 0));
         assert_eq!(model.memory().unwrap().frames, Pages(0), "nothing is nominated any more");
         model.check();
@@ -96,7 +101,7 @@ mod tests {
     #[test]
     fn no_more_is_given_back_than_there_is_room_for() {
         let mut model = shared(100);
-        let given = unshare(&mut model, DomainId(2), Pages(600)).unwrap();
+        let given = unshare(&mut model, &guest(2), Pages(600)).unwrap();
         assert_eq!(given, GivenBack { pages: Pages(256 + 232), left: Pages(512) });
         assert!(model.memory().unwrap().free >= Pages(600));
         model.check();

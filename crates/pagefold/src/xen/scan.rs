@@ -43,7 +43,7 @@ pub fn scan(args: &ScanArgs, scope: &[Selected]) -> Result<ScanReport, Exit> {
     for guest in guests {
         let (ranges, left_out) = match unfit(&guest.domain) {
             Some(why) => (Vec::new(), Some(why.to_owned())),
-            None => match ranges(&mut xen, guest.domain.id) {
+            None => match ranges(&mut xen, guest.domain.id, guest.domain.most) {
                 Ok(ranges) => (ranges, None),
                 Err(CallError::Ended) => (Vec::new(), Some("has ended".to_owned())),
                 Err(error) => return Err(call(&error)),

@@ -34,7 +34,7 @@ pub fn run(args: &UnmergeArgs, guests: &[Selected]) -> Result<u8> {
             unmarked_bytes: 0,
             failed: None,
         };
-        let failed = match unshare(&mut xen, guest.domain.id, keep) {
+        let failed = match unshare(&mut xen, &guest.domain, keep) {
             Ok(given) => {
                 row.given_back_bytes = given.pages.bytes().0;
                 let left = given.left.bytes().0;
