@@ -2,6 +2,7 @@
 // usage: inspect shared DOMAIN FIRST COUNT      how many of these guest frames are shared, and how many frames hold them
 //        inspect mail DOMAIN                    the witness's mailbox
 //        inspect command DOMAIN NUMBER          orders a witness: 0 rest, 1 check, 2 write and check
+//        inspect spoil DOMAIN FRAME FRAME       shares two pages without comparing them, which a witness must find
 //        inspect totals                         saved pages, frames that hold them, free memory
 #include <inttypes.h>
 #include <stdint.h>
@@ -11,6 +12,10 @@
 #include <sys/mman.h>
 #include <xenctrl.h>
 #include <xenforeignmemory.h>
+
+// crates/pagefold-xen/src/library.rs has these structures.
+_Static_assert(sizeof(xc_domaininfo_t) == 112, "the layout of a domain's figures");
+_Static_assert(sizeof(xc_physinfo_t) == 112, "the layout of the machine's figures");
 
 #define MAILBOX 8
 #define MAGIC 0x70676664u
@@ -61,6 +66,13 @@ int main(int count, char **args) {
   } else if (count == 4 && !strcmp(args[1], "command")) {
     mail = mailbox(domain, PROT_READ | PROT_WRITE, &handle);
     mail[1] = (uint32_t)atoi(args[3]);
+  } else if (count == 5 && !strcmp(args[1], "spoil")) {
+    unsigned long source = strtoul(args[3], NULL, 0), client = strtoul(args[4], NULL, 0);
+    uint64_t handles[2];
+    if (xc_memshr_control(xen, domain, 1) || xc_memshr_nominate_gfn(xen, domain, source, &handles[0]) ||
+        xc_memshr_nominate_gfn(xen, domain, client, &handles[1]) ||
+        xc_memshr_share_gfns(xen, domain, source, handles[0], domain, client, handles[1]))
+      fail("cannot share");
   } else if (count == 2 && !strcmp(args[1], "totals")) {
     xc_physinfo_t info;
     memset(&info, 0, sizeof info);
@@ -68,7 +80,7 @@ int main(int count, char **args) {
       fail("xc_physinfo");
     printf("saved %ld frames %ld free %" PRIu64 "\n", xc_sharing_freed_pages(xen), xc_sharing_used_frames(xen), info.free_pages);
   } else {
-    fprintf(stderr, "usage: inspect shared|mail|command|totals ...\n");
+    fprintf(stderr, "usage: inspect shared|mail|command|spoil|totals ...\n");
     return 2;
   }
   return 0;
