@@ -11,6 +11,8 @@
 # make kernel   build Linux with the series in kernel/ and test it in emulated machines (kernel-quick: a small kernel only)
 # make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
+# make xen-quick  test guests of Xen in an emulated machine; the first time it builds the hypervisor (xen-long: a hundred thousand
+#               shares; xen-cost: instructions a page)
 # make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine
 # make install  install pagefold (not pagefold-lab), its manual pages, completions, systemd units and, unless there is one, its
 #               configuration file, below DESTDIR
@@ -21,7 +23,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install install-files install-program pages \
+.PHONY: build oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb xen-quick xen-long xen-cost dkms install install-files install-program pages \
     deb deb-test tarball
 
 build:
@@ -95,6 +97,9 @@ kernel:
 
 kernel-quick kernel-cost kernel-deb: kernel-%:
 	scripts/kernel $*
+
+xen-quick xen-long xen-cost: xen-%:
+	scripts/xen $*
 
 dkms:
 	scripts/dkms full

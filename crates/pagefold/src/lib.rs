@@ -14,6 +14,7 @@
 //! | the file of what was saved over time; what was done lately | [`history`]; [`events`] |
 //! | the file of what the next run adopts | [`learned`] |
 //! | tables shared by several commands | [`output`] |
+//! | the commands on guests of Xen | [`xen`] |
 //! | the demonstration | [`demo`] |
 //!
 //! The judgement is in pagefold-core, everything that touches the system in pagefold-linux, experiments in pagefold-lab.
@@ -41,6 +42,7 @@ mod output;
 mod place;
 mod preflight;
 mod service;
+mod xen;
 
 /// Find memory that running processes hold twice, and let the kernel merge it (KSM)
 #[derive(Parser)]
