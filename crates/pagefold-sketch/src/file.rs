@@ -21,6 +21,7 @@ use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::parser::parse_message_type;
 use parquet::schema::types::TypePtr;
+use std::borrow::Borrow;
 use std::collections::BTreeSet;
 use std::io::{Cursor, Read, Seek, Write};
 use std::sync::Arc;
@@ -38,8 +39,8 @@ const KEY_CHECKSUM: &str = "pagefold.checksum";
 pub const ROWS_MOST: usize = 4096;
 /// The longest file, bytes.
 pub const FILE_BYTES: u64 = 160 << 20;
-/// Rows that are written together, 2 MiB at most.
-const GROUP_ROWS: usize = 64;
+/// Rows that are written together, half a MiB at most.
+const GROUP_ROWS: usize = 16;
 
 type Text = (&'static str, fn(&Row) -> String);
 type Number = (&'static str, fn(&Row) -> u64, fn(&mut Row) -> &mut u64);
@@ -100,28 +101,29 @@ impl SketchFile {
             None => Ok(()),
         }
     }
+}
 
-    /// The rules for rows of one file.
-    fn check(&self) -> Result<(), SketchError> {
-        let most = count(ROWS_MOST);
-        if self.rows.len() > ROWS_MOST {
-            return Err(SketchError::TooMuch { what: "workloads", found: count(self.rows.len()), most });
-        }
-        let mut seen = BTreeSet::new();
-        for (at, row) in self.rows.iter().enumerate() {
-            let wrong = |what: String| Err(SketchError::Row { row: at, what });
-            if let Err(what) = row.check() {
-                return wrong(what);
-            }
-            if (&row.host, row.key) != (&self.rows[0].host, self.rows[0].key) {
-                return wrong("it is of another host or key than the first one".to_owned());
-            }
-            if !seen.insert((row.kind, &row.workload, &row.domain)) {
-                return wrong(format!("its {} {} appears twice", row.kind, row.workload));
-            }
-        }
-        Ok(())
+/// The rules for rows of one file.
+fn check<R: Borrow<Row>>(rows: &[R]) -> Result<(), SketchError> {
+    let most = count(ROWS_MOST);
+    if rows.len() > ROWS_MOST {
+        return Err(SketchError::TooMuch { what: "workloads", found: count(rows.len()), most });
     }
+    let mut seen = BTreeSet::new();
+    for (at, row) in rows.iter().map(Borrow::borrow).enumerate() {
+        let wrong = |what: String| Err(SketchError::Row { row: at, what });
+        if let Err(what) = row.check() {
+            return wrong(what);
+        }
+        let first: &Row = rows[0].borrow();
+        if (&row.host, row.key) != (&first.host, first.key) {
+            return wrong("it is of another host or key than the first one".to_owned());
+        }
+        if !seen.insert((row.kind, &row.workload, &row.domain)) {
+            return wrong(format!("its {} {} appears twice", row.kind, row.workload));
+        }
+    }
+    Ok(())
 }
 
 fn schema() -> parquet::errors::Result<TypePtr> {
@@ -136,14 +138,17 @@ fn schema() -> parquet::errors::Result<TypePtr> {
 }
 
 /// Writes a file. What is written must be readable, for the checksum.
-pub fn write<W: Read + Write + Seek + Send>(out: W, file: &SketchFile) -> Result<W, SketchError> {
-    file.check()?;
+pub fn write<W: Read + Write + Seek + Send, R: Borrow<Row>>(out: W, rows: &[R]) -> Result<W, SketchError> {
+    check(rows)?;
     let failed = |error: &dyn std::fmt::Display| SketchError::Write(pagefold_parquet::one_line(error));
-    let written = write_groups(out, file).map_err(|error| failed(&error))?;
+    let written = write_groups(out, rows).map_err(|error| failed(&error))?;
     written.seal().map(|(out, _)| out).map_err(|error| failed(&error))
 }
 
-fn write_groups<W: Read + Write + Seek + Send>(out: W, file: &SketchFile) -> parquet::errors::Result<Sealing<W>> {
+fn write_groups<W: Read + Write + Seek + Send, R: Borrow<Row>>(
+    out: W,
+    rows: &[R],
+) -> parquet::errors::Result<Sealing<W>> {
     let entries = [
         (KEY_SCHEMA, SCHEMA.to_owned()),
         (KEY_VERSION, env!("CARGO_PKG_VERSION").to_owned()),
@@ -161,16 +166,17 @@ fn write_groups<W: Read + Write + Seek + Send>(out: W, file: &SketchFile) -> par
         .set_key_value_metadata(Some(entries.to_vec()))
         .build();
     let mut writer = SerializedFileWriter::new(Sealing::new(out), schema()?, Arc::new(properties))?;
-    for rows in file.rows.chunks(GROUP_ROWS) {
+    for rows in rows.chunks(GROUP_ROWS) {
+        let rows = || rows.iter().map(Borrow::borrow);
         let mut group = writer.next_row_group()?;
         for (_, text) in TEXTS {
-            put::<ByteArrayType, W>(&mut group, rows.iter().map(|row| ByteArray::from(text(row).into_bytes())))?;
+            put::<ByteArrayType, W>(&mut group, rows().map(|row| ByteArray::from(text(row).into_bytes())))?;
         }
         for (_, number, _) in NUMBERS {
-            let number = |row| i64::try_from(number(row).min(NUMBER_MOST)).unwrap_or(i64::MAX);
-            put::<Int64Type, W>(&mut group, rows.iter().map(number))?;
+            let number = |row: &Row| i64::try_from(number(row).min(NUMBER_MOST)).unwrap_or(i64::MAX);
+            put::<Int64Type, W>(&mut group, rows().map(number))?;
         }
-        put::<ByteArrayType, W>(&mut group, rows.iter().map(|row| ByteArray::from(row.sketch.to_bytes())))?;
+        put::<ByteArrayType, W>(&mut group, rows().map(|row| ByteArray::from(row.sketch.to_bytes())))?;
         group.close()?;
     }
     writer.into_inner()
@@ -204,7 +210,7 @@ pub fn read(bytes: Vec<u8>) -> Result<SketchFile, SketchError> {
     })?;
     let decoded = guarded(|| Ok::<_, String>(decode(Bytes::from(bytes))));
     let file = decoded.unwrap_or_else(|what| Err(SketchError::Damaged(what)))?;
-    file.check()?;
+    check(&file.rows)?;
     Ok(file)
 }
 

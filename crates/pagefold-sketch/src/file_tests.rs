@@ -40,11 +40,11 @@ fn small() -> SketchFile {
 }
 
 fn bytes_of(file: &SketchFile) -> Vec<u8> {
-    write(Cursor::new(Vec::new()), file).unwrap().into_inner()
+    write(Cursor::new(Vec::new()), &file.rows).unwrap().into_inner()
 }
 
 fn refused(file: &SketchFile) -> String {
-    write(Cursor::new(Vec::new()), file).unwrap_err().to_string()
+    write(Cursor::new(Vec::new()), &file.rows).unwrap_err().to_string()
 }
 
 #[test]
