@@ -1,29 +1,23 @@
 //! Columns of a file, decoded with bounded memory.
 
 use crate::error::SketchError;
-use parquet::basic::{Compression, Encoding};
-use parquet::column::page::Page;
+use crate::layout::Layout;
+use parquet::basic::Compression;
 use parquet::column::reader::get_typed_column_reader;
 use parquet::data_type::DataType;
 use parquet::file::reader::RowGroupReader;
 
 /// The values of a required column.
-///
-/// Every form but the plain one is refused before it is decoded: compressed or repeated values could be a thousand times as long as
-/// the file.
 pub(crate) fn column<T: DataType>(
+    layout: &Layout,
     group: &dyn RowGroupReader,
     at: usize,
     rows: usize,
 ) -> Result<Vec<T::T>, Box<dyn std::error::Error>> {
-    if group.metadata().column(at).compression() != Compression::UNCOMPRESSED {
-        return Err("a column is compressed".into());
-    }
-    for page in group.get_column_page_reader(at)? {
-        let page = page?;
-        if !matches!(page, Page::DataPage { .. }) || page.encoding() != Encoding::PLAIN {
-            return Err("a column is not plain".into());
-        }
+    let chunk = group.metadata().column(at);
+    let (from, length) = chunk.byte_range();
+    if chunk.compression() != Compression::UNCOMPRESSED || !layout.holds(from, length) {
+        return Err("a column is not where pages are".into());
     }
     let mut values = Vec::new();
     let (read, _, _) =

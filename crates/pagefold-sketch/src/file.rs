@@ -7,6 +7,7 @@
 use crate::decode::{column, damaged};
 use crate::error::SketchError;
 use crate::key::KeyId;
+use crate::layout::{Layout, schema_of};
 use crate::row::{Kind, NUMBER_MOST, Row};
 use crate::sketch::Sketch;
 use bytes::Bytes;
@@ -30,6 +31,9 @@ use std::sync::Arc;
 pub const SCHEMA: &str = "pagefold.sketch/1";
 /// The common prefix of all versions.
 const SCHEMA_NAME: &str = "pagefold.sketch/";
+const VERSION: u32 = 1;
+/// The schema is named near the end of a file: only other entries, and what follows them, come after it.
+const TAIL_BYTES: usize = 4096;
 /// Key of [`SCHEMA`] in the file's metadata.
 pub const KEY_SCHEMA: &str = "pagefold.schema";
 const KEY_VERSION: &str = "pagefold.version";
@@ -208,22 +212,38 @@ pub fn read(bytes: Vec<u8>) -> Result<SketchFile, SketchError> {
         SealError::NoChecksum { ours: false } => SketchError::Foreign(error.to_string()),
         SealError::NoChecksum { ours: true } | SealError::Wrong => SketchError::Damaged(error.to_string()),
     })?;
-    let decoded = guarded(|| Ok::<_, String>(decode(Bytes::from(bytes))));
+    check_schema(&bytes)?;
+    let empty = write_empty()?;
+    let layout = Layout::of(&bytes, schema_of(&empty), count(ROWS_MOST))?;
+    let decoded = guarded(|| Ok::<_, String>(decode(&layout, Bytes::from(bytes))));
     let file = decoded.unwrap_or_else(|what| Err(SketchError::Damaged(what)))?;
     check(&file.rows)?;
     Ok(file)
 }
 
-fn decode(bytes: Bytes) -> Result<SketchFile, SketchError> {
+/// Finds out which schema a file names, which is near its end.
+fn check_schema(bytes: &[u8]) -> Result<(), SketchError> {
+    let tail = &bytes[bytes.len().saturating_sub(TAIL_BYTES)..];
+    let last = tail.windows(SCHEMA_NAME.len()).rposition(|window| window == SCHEMA_NAME.as_bytes());
+    let named = last.ok_or_else(|| SketchError::Foreign("it does not name its schema".to_owned()))?;
+    let digits = tail[named + SCHEMA_NAME.len()..].iter().take(9).take_while(|digit| digit.is_ascii_digit());
+    let version = digits.fold(0, |version, digit| version * 10 + u32::from(digit - b'0'));
+    match version {
+        VERSION => Ok(()),
+        0 => Err(SketchError::Foreign("its schema has no version".to_owned())),
+        other => Err(SketchError::Newer(format!("{SCHEMA_NAME}{other}"))),
+    }
+}
+
+/// A file without rows, for what all files have in common.
+fn write_empty() -> Result<Vec<u8>, SketchError> {
+    let rows: [Row; 0] = [];
+    write(Cursor::new(Vec::new()), &rows).map(Cursor::into_inner)
+}
+
+fn decode(layout: &Layout, bytes: Bytes) -> Result<SketchFile, SketchError> {
     let file = SerializedFileReader::new(bytes).map_err(|error| damaged(&error))?;
     let metadata = file.metadata().file_metadata();
-    let entries = metadata.key_value_metadata().map_or(&[][..], Vec::as_slice);
-    match entries.iter().find(|entry| entry.key == KEY_SCHEMA).and_then(|entry| entry.value.as_deref()) {
-        Some(SCHEMA) => {}
-        Some(other) if is_newer(other) => return Err(SketchError::Newer(other.to_owned())),
-        Some(_) => return Err(SketchError::Foreign("its schema has another name".to_owned())),
-        None => return Err(SketchError::Foreign("it does not name its schema".to_owned())),
-    }
     let expected = schema().map_err(|error| damaged(&error))?;
     if metadata.schema_descr().root_schema() != &*expected {
         return Err(SketchError::Foreign("its columns differ from the schema".to_owned()));
@@ -237,29 +257,23 @@ fn decode(bytes: Bytes) -> Result<SketchFile, SketchError> {
     let mut rows = Vec::new();
     for group in 0..file.num_row_groups() {
         let group = file.get_row_group(group).map_err(|error| damaged(&error))?;
-        read_group(&*group, &mut rows)?;
+        read_group(layout, &*group, &mut rows)?;
     }
     Ok(SketchFile { rows })
 }
 
-/// Whether `schema` is a later version of this schema.
-fn is_newer(schema: &str) -> bool {
-    let version = |schema: &str| schema.strip_prefix(SCHEMA_NAME)?.parse::<u32>().ok();
-    version(schema).is_some_and(|found| Some(found) > version(SCHEMA))
-}
-
 /// Adds the rows of a group.
-fn read_group(group: &dyn RowGroupReader, rows: &mut Vec<Row>) -> Result<(), SketchError> {
+fn read_group(layout: &Layout, group: &dyn RowGroupReader, rows: &mut Vec<Row>) -> Result<(), SketchError> {
     let first = rows.len();
     let wrong = |at: usize, what: &str| SketchError::Row { row: first + at, what: what.to_owned() };
     let many = usize::try_from(group.metadata().num_rows()).map_err(|error| damaged(&error))?;
     let mut texts: [Vec<ByteArray>; TEXTS.len()] = Default::default();
     for (at, texts) in texts.iter_mut().enumerate() {
-        *texts = column::<ByteArrayType>(group, at, many).map_err(|error| damaged(&error))?;
+        *texts = column::<ByteArrayType>(layout, group, at, many).map_err(|error| damaged(&error))?;
     }
     let [host, key, kind, workload, domain] = &texts;
     let sketches =
-        column::<ByteArrayType>(group, TEXTS.len() + NUMBERS.len(), many).map_err(|error| damaged(&error))?;
+        column::<ByteArrayType>(layout, group, TEXTS.len() + NUMBERS.len(), many).map_err(|error| damaged(&error))?;
     for (at, sketch) in sketches.iter().enumerate() {
         let text = |values: &[ByteArray]| {
             let text = values[at].as_utf8().map_err(|_| wrong(at, "a name is not UTF-8"))?;
@@ -275,7 +289,7 @@ fn read_group(group: &dyn RowGroupReader, rows: &mut Vec<Row>) -> Result<(), Ske
         });
     }
     for (at, (name, _, place)) in NUMBERS.iter().enumerate() {
-        let numbers = column::<Int64Type>(group, TEXTS.len() + at, many).map_err(|error| damaged(&error))?;
+        let numbers = column::<Int64Type>(layout, group, TEXTS.len() + at, many).map_err(|error| damaged(&error))?;
         for (row, number) in numbers.into_iter().enumerate() {
             let number = u64::try_from(number).ok().filter(|number| *number <= NUMBER_MOST);
             *place(&mut rows[first + row]) =

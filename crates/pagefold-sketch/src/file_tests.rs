@@ -115,6 +115,39 @@ fn other_files_are_refused_by_name() {
     assert!(changed(&[0xcc, 0x93], &[0xcc, 0x94]).contains("row 0: its sketch"));
 }
 
+/// Such footers would make the parquet crate reserve terabytes, or overflow the stack, which no guard catches.
+#[test]
+fn footers_that_would_end_the_process_are_refused() {
+    let bytes = bytes_of(&SketchFile { rows: vec![row("a", 0..20)] });
+    let empty = bytes_of(&SketchFile::default());
+    let (schema, length) = (schema_of(&empty), bytes.len());
+    let footer = usize::try_from(u32::from_le_bytes(bytes[length - 8..length - 4].try_into().unwrap())).unwrap();
+    let data = &bytes[..length - 8 - footer];
+    assert!(schema.len() > 300 && bytes[data.len()..].starts_with(schema));
+    let with = |schema: &[u8], rest: &[u8]| {
+        let named = [b"pagefold.sketch/1", seal::blank().as_bytes()].concat();
+        let footer = [schema, rest, &named].concat();
+        let footer_length = u32::try_from(footer.len()).unwrap().to_le_bytes();
+        let mut bytes = [data, &footer, &footer_length, b"PAR1"].concat();
+        seal::reseal(&mut bytes).unwrap();
+        read(bytes).unwrap_err().to_string()
+    };
+    // Row groups: 2^31 of one row.
+    let error = with(schema, &[0x16, 2, 0x19, 0xfc, 0xff, 0xff, 0xff, 0xff, 7]);
+    assert_eq!(error, "is damaged: it has more groups than rows");
+    let error = with(schema, &[0x16, 0xfe, 0xff, 0xff, 0xff, 0x0f, 0x19, 0xfc, 1]);
+    assert!(error.contains("workloads, more than the 4096"), "{error}");
+    // Groups within groups of the schema.
+    let deep = [&schema[..40], &[0x4c; 100_000][..]].concat();
+    assert!(with(&deep, &[]).contains("columns differ"));
+    assert!(with(schema, &[0x19]).contains("footer is not in the written form"));
+    // Something between the pages.
+    let mut moved = bytes.clone();
+    moved.splice(4..4, *b"junk");
+    seal::reseal(&mut moved).unwrap();
+    assert_eq!(read(moved).unwrap_err().to_string(), "is damaged: its pages are not in the written form");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 

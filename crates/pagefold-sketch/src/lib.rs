@@ -14,6 +14,7 @@ mod decode;
 mod error;
 pub mod file;
 pub mod key;
+mod layout;
 pub mod row;
 pub mod sketch;
 

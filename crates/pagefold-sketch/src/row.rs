@@ -144,8 +144,9 @@ impl Row {
                 return Err(format!("{name} is {part}, more than {whole_name}, {whole}"));
             }
         }
+        // An estimate may be too high by chance: by 10 % more than its bounds say it never is.
         let Estimate { low, .. } = self.sketch.contents();
-        if low > all as f64 {
+        if 0.9 * low > all as f64 {
             return Err(format!("its sketch has at least {low:.0} contents in {all} pages"));
         }
         Ok(())
