@@ -1,10 +1,12 @@
 //! Keeps the sketches of all workloads: reads them one after the other, again and again.
 
-use super::reading::{Finished, Known, Reading};
+use super::reading::{Finished, Known, ProcessId, Reading, id_of};
 use super::settings::Fleet;
 use super::workloads::{self, Id, Workload};
 use pagefold_core::keys::OwnerKey;
 use pagefold_linux::host::live::{Digest, LiveHost, Progress};
+use pagefold_linux::host::targets::Target;
+use pagefold_linux::scope::exclude::Exclusion;
 use pagefold_sketch::Row;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -33,6 +35,8 @@ pub struct Keeper {
     left: Vec<Workload>,
     /// All workloads of this pass.
     pass: BTreeSet<Id>,
+    /// Those of them that were begun again.
+    again: BTreeSet<Id>,
     reading: Option<Reading>,
 }
 
@@ -49,14 +53,15 @@ impl Keeper {
     pub fn new(fleet: Fleet) -> Self {
         let key = fleet.key.clone();
         let digest: Digest = Arc::new(move |page| key.content(page).0);
-        let (kept, left, pass) = (BTreeMap::new(), Vec::new(), BTreeSet::new());
-        Self { fleet, digest, kept, left, pass, reading: None }
+        let (kept, left) = (BTreeMap::new(), Vec::new());
+        Self { fleet, digest, kept, left, pass: BTreeSet::new(), again: BTreeSet::new(), reading: None }
     }
 
     /// Begins a pass over all workloads that are in scope now.
     pub fn begin(&mut self, host: &LiveHost) {
         self.left = workloads::find(host);
         self.pass = self.left.iter().map(|workload| workload.id.clone()).collect();
+        self.again.clear();
     }
 
     /// Whether a pass is under way.
@@ -73,6 +78,7 @@ impl Keeper {
         mut allow: impl FnMut(OwnerKey, u64) -> u64,
     ) -> Step {
         let mut step = Step::default();
+        self.forget_left_alone(host);
         while step.pages < most {
             let Some(reading) = &mut self.reading else {
                 let Some(workload) = self.left.pop() else {
@@ -99,6 +105,9 @@ impl Keeper {
                 Progress::More(pages) => {
                     step.pages += (pages.len() as u64).max(1);
                     reading.add(&pages);
+                    if reading.is_endless() {
+                        reading.finish_member(false);
+                    }
                 }
                 Progress::Done(pages) => {
                     step.pages += pages.len() as u64;
@@ -112,12 +121,28 @@ impl Keeper {
         step
     }
 
-    /// A process is left alone now: what was read of it must not be in the sketch.
+    /// Drops the sketches of workloads with processes that are left alone now, for a reason that holds for what was read of them, too.
+    fn forget_left_alone(&mut self, host: &LiveHost) {
+        let is_withdrawn = |target: &&Target| target.exclusion.as_ref().is_some_and(Exclusion::withdraws_marks);
+        let left_alone: BTreeSet<ProcessId> =
+            host.targets().filter(is_withdrawn).map(|target| id_of(&target.process)).collect();
+        if left_alone.is_empty() {
+            return;
+        }
+        self.kept.retain(|_, (_, known)| !known.has_any(&left_alone));
+        if self.reading.as_ref().is_some_and(|reading| reading.has_any(&left_alone)) {
+            self.begin_again(host);
+        }
+    }
+
+    /// Begins a workload again, without the processes that are left alone: once, after all others, so that a process that is left
+    /// alone now and then delays none.
     fn begin_again(&mut self, host: &LiveHost) {
-        if let Some(reading) = self.reading.take() {
+        let Some(reading) = self.reading.take() else { return };
+        self.kept.remove(reading.id());
+        if self.again.insert(reading.id().clone()) {
             let again = workloads::find(host).into_iter().find(|workload| workload.id == *reading.id());
-            self.kept.remove(reading.id());
-            self.left.extend(again);
+            self.left.splice(0..0, again);
         }
     }
 

@@ -18,6 +18,8 @@ use std::time::Duration;
 
 /// The share of a core that reading may take. With what beginning a portion costs and writing the file, less than 0.1 %.
 const SHARE: Permyriad = Permyriad(8);
+/// How long a pass waits until the mappings of all processes are known: there may always be new ones.
+const KNOWN_LIMIT_NS: u64 = 60_000_000_000;
 /// How long the end of a run waits for a write that is under way.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
@@ -76,7 +78,7 @@ impl Writer {
         if !self.keeper.is_reading() {
             // Until all are known, a workload could be read in part.
             let are_known = || host.targets().all(|target| target.is_known() || target.young);
-            if now.ns < self.next_pass_ns || !are_known() {
+            if now.ns < self.next_pass_ns || now.ns < self.next_pass_ns + KNOWN_LIMIT_NS && !are_known() {
                 return;
             }
             self.keeper.begin(host);

@@ -64,7 +64,7 @@ pub enum Progress {
     Done(Vec<PageContent>),
     /// The process has ended, or executed another program, or cannot be read at present.
     Ended,
-    /// It is left alone now.
+    /// It is left alone now, and what was read of it should not have been.
     LeftAlone,
 }
 
@@ -79,11 +79,11 @@ impl LiveHost {
 
     fn read_portion(&mut self, owner: OwnerKey, place: &mut Place, most: u64, digest: &Digest) -> Progress {
         let Some(target) = self.targets.values().find(|target| target.owner == owner) else { return Progress::Ended };
-        if target.exclusion.is_some() {
-            return Progress::LeftAlone;
-        }
-        if !target.may_be_read() {
-            return Progress::Ended;
+        match &target.exclusion {
+            Some(exclusion) if exclusion.withdraws_marks() => return Progress::LeftAlone,
+            Some(_) => return Progress::Ended,
+            None if !target.may_be_read() => return Progress::Ended,
+            None => {}
         }
         let by_marks = self.mechanism() == Mechanism::Ksmd;
         let regions = target
