@@ -103,12 +103,14 @@ fn read_entry(section: &str, (key, value): Entry<'_, '_>) -> Result<(&'static Op
             Value::Rules(items.iter().map(|item| rule(&path, settings, item)).collect::<Result<_, _>>()?)
         }
         (Kind::Rules(_), _) => named(Err(format!("the value is not a list of rules; begin each with [[{path}]]")))?,
-        (Kind::File, content) => named(scalar(content).and_then(|text| match option.parse(&text)? {
-            Value::Text(path) if !path.starts_with('/') => {
-                Err(format!("'{path}' is a relative path; give an absolute one"))
-            }
-            value => Ok(value),
-        }))?,
+        (Kind::File | Kind::Directory, content) => {
+            named(scalar(content).and_then(|text| match option.parse(&text)? {
+                Value::Text(path) if !path.starts_with('/') => {
+                    Err(format!("'{path}' is a relative path; give an absolute one"))
+                }
+                value => Ok(value),
+            }))?
+        }
         (_, content) => named(scalar(content).and_then(|text| option.parse(&text)))?,
     };
     Ok((option, value))

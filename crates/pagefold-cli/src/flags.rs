@@ -40,7 +40,7 @@ flags! {
     /// Changes to the deny list.
     DenyFlags: ["deny"];
     /// What a run does with the processes in scope.
-    RunFlags: ["run", "judgement", "reserve", "numa", "audit", "metrics", "history"];
+    RunFlags: ["run", "judgement", "reserve", "numa", "audit", "metrics", "history", "fleet"];
     /// The audit log.
     AuditFlags: ["audit"];
 }
@@ -76,8 +76,9 @@ fn argument(option: &'static OptionSpec) -> Arg {
     let value = match &option.kind {
         Kind::Switch => return argument.action(ArgAction::SetTrue),
         Kind::Number(unit, ..) => unit.value_name(),
-        Kind::List(name) => name,
+        Kind::List(name) | Kind::Word(name) => name,
         Kind::File => "FILE",
+        Kind::Directory => "DIRECTORY",
         Kind::Address => "ADDRESS",
         Kind::Amount => "AMOUNT",
         _ => "NAME",

@@ -60,6 +60,10 @@ pub enum Kind {
     Programs,
     /// An absolute path.
     File,
+    /// The absolute path of a directory.
+    Directory,
+    /// A word. In `--help` it has this name.
+    Word(&'static str),
     /// A port, or an IP address and a port.
     Address,
     /// An amount of memory ([`Keep`]). Default: `auto`.
@@ -155,15 +159,23 @@ pub const SECTIONS: &[Section] = &[
         heading: "Output",
         help: "What outlasts a run: what was saved over time, for pagefold top --since, and what was learned. A dry run ignores this section.",
     },
+    Section {
+        name: "fleet",
+        heading: "Fleet",
+        help: "Sketches of what each workload holds, so that the workloads of several hosts can be compared. A dry run ignores this section. \
+               See docs/fleet.md.",
+    },
 ];
 
 const METRICS_INTERVAL_NS: RangeInclusive<u64> = 1_000_000_000..=3_600_000_000_000;
+/// Every minute, or once a day.
+const SKETCH_INTERVAL_NS: RangeInclusive<u64> = 60_000_000_000..=86_400_000_000_000;
 const PLACEMENTS: &[&str] = &["fair", "priority", "local-only", "kernel"];
 
 /// The options, in the order of the file. Columns: section, key, flag, values, example, help.
 #[rustfmt::skip]
 pub const OPTIONS: &[OptionSpec] = {
-    use Kind::{Address, Amount, File, List, Name, Names, Number, Programs, Rules, Switch};
+    use Kind::{Address, Amount, Directory, File, List, Name, Names, Number, Programs, Rules, Switch, Word};
     use Unit::{Count, Percent, Time};
     &[
         row("scope", "cgroups", "cgroup", List("PATH"), "[\"/sys/fs/cgroup/system.slice/redis.service\"]",
@@ -266,6 +278,15 @@ pub const OPTIONS: &[OptionSpec] = {
         row("history", "learned", "learned", File, "\"/var/lib/pagefold/learned.json\"",
             "Keep verdicts on memory in this file (never contents, nor digests of them), so that the next run does not search all \
              memory again. The service keeps it without this key, too"),
+        row("fleet", "directory", "sketches", Directory, "\"/var/lib/pagefold/sketches\"",
+            "Keep a sketch of what each workload holds, and write those of this host to HOST.parquet in this directory (schema \
+             pagefold.sketch/1)"),
+        row("fleet", "key", "fleet-key", File, "\"/etc/pagefold/fleet.key\"",
+            "The key that all hosts of the fleet share: 64 hexadecimal digits, in a file that only root can read"),
+        row("fleet", "host", "fleet-host", Word("NAME"), "\"node-17\"",
+            "Name of this host in the fleet, instead of its host name"),
+        row("fleet", "sketch-interval", "sketch-interval", Number(Time, SKETCH_INTERVAL_NS, |_| Some(3_600_000_000_000)), "",
+            "Time between two writes of that file. Reading all memory in scope for it may take longer"),
     ]
 };
 
@@ -316,7 +337,8 @@ impl OptionSpec {
             Kind::Number(..) => self.range(),
             Kind::Switch => "true, false".to_owned(),
             Kind::List(_) | Kind::Programs => "list".to_owned(),
-            Kind::File => "absolute path".to_owned(),
+            Kind::File | Kind::Directory => "absolute path".to_owned(),
+            Kind::Word(_) => "word".to_owned(),
             Kind::Address => "port, or address and port".to_owned(),
             Kind::Amount => "auto, size or share".to_owned(),
             Kind::Names(_) => "table: domain = placement".to_owned(),

@@ -229,6 +229,13 @@ impl Engine {
         (self.config.limits, self.config.groups) = (limits, groups);
     }
 
+    /// Takes up to `most` pages of a process from what may be read now, for reading that is not the engine's own.
+    pub fn take_pages(&mut self, owner: OwnerKey, most: u64) -> u64 {
+        let pages = if self.paused { 0 } else { self.allowance.pages_left(owner).min(most) };
+        self.allowance.use_pages(owner, pages);
+        pages
+    }
+
     /// Changes the reserve.
     pub fn set_reserve(&mut self, reserve: ReserveSettings) {
         self.config.reserve = reserve;

@@ -9,6 +9,7 @@ mod limits;
 mod mappings;
 mod pages;
 mod process;
+mod sketches;
 mod system;
 mod talk;
 
@@ -17,6 +18,7 @@ pub use limits::{cgroup, ksm_stat, meminfo, pressure, vmstat};
 pub use mappings::{maps, smaps};
 pub use pages::pagemap;
 pub use process::{opt_outs, schedstat, stat, statm, status, syscall};
+pub use sketches::sketches;
 pub use system::{ksm_files, machine, names};
 pub use talk::{control, injector, state_file};
 
@@ -24,7 +26,7 @@ pub use talk::{control, injector, state_file};
 pub type Target = fn(&[u8]);
 
 /// Every target by name, which is also the name of its fuzz target and of its folder of inputs.
-pub const TARGETS: [(&str, Target); 21] = [
+pub const TARGETS: [(&str, Target); 22] = [
     ("cgroup", cgroup),
     ("config", config),
     ("control", control),
@@ -39,6 +41,7 @@ pub const TARGETS: [(&str, Target); 21] = [
     ("pagemap", pagemap),
     ("pressure", pressure),
     ("schedstat", schedstat),
+    ("sketches", sketches),
     ("smaps", smaps),
     ("stat", stat),
     ("state_file", state_file),

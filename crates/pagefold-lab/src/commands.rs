@@ -7,6 +7,7 @@ mod record;
 mod replay;
 mod report;
 mod scale;
+mod sketch_error;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
@@ -37,6 +38,8 @@ enum Command {
     Replay(replay::ReplayArgs),
     /// Run algorithms on simulated memories of up to a tebibyte
     Scale(scale::ScaleArgs),
+    /// Compare what sketches tell of the programs of a record with exact digests
+    SketchError(sketch_error::SketchErrorArgs),
     /// Run as a tenant of an experiment
     #[command(hide = true)]
     Tenant {
@@ -65,6 +68,7 @@ pub fn main() -> ExitCode {
         Command::Programs(args) => programs::run(args),
         Command::Replay(args) => replay::run(args),
         Command::Scale(args) => scale::run(args),
+        Command::SketchError(args) => sketch_error::run(args),
         Command::Tenant { spec } => pagefold_workload::serve(spec),
     };
     pagefold_cli::finish("pagefold-lab", result)

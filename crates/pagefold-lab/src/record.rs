@@ -11,13 +11,11 @@ mod error;
 mod file_tests;
 mod reader;
 pub mod schema;
-pub(crate) mod seal;
 mod writer;
 
 pub use deltas::{Deltas, PageTable, Region, State};
 pub use error::RecordError;
 pub use reader::RecordReader;
-pub(crate) use reader::guarded;
 pub use writer::{RecordWriter, WriteError, Written, write};
 
 use pagefold_core::host::PageState;

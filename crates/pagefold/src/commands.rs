@@ -7,6 +7,7 @@ pub mod exec;
 pub mod explain;
 pub mod run;
 pub mod scan;
+pub mod sketch;
 pub mod status;
 pub mod top;
 pub mod unmerge;

@@ -15,11 +15,13 @@
 //! | the file of what the next run adopts | [`learned`] |
 //! | tables shared by several commands | [`output`] |
 //! | the commands on guests of Xen | [`xen`] |
+//! | sketches of what workloads hold, for a fleet | [`sketch`] |
 //! | the demonstration | [`demo`] |
 //!
 //! The judgement is in pagefold-core, everything that touches the system in pagefold-linux, experiments in pagefold-lab.
 
 use clap::{CommandFactory, Parser, Subcommand};
+use commands::sketch as sketches;
 use commands::{config as files, control as requests, doctor, exec, explain, run, scan, status, top, unmerge};
 use control::protocol::Request;
 use std::process::ExitCode;
@@ -42,6 +44,7 @@ mod output;
 mod place;
 mod preflight;
 mod service;
+mod sketch;
 mod xen;
 
 /// Find memory that running processes hold twice, and let the kernel merge it (KSM)
@@ -58,6 +61,8 @@ struct Cli {
 enum Command {
     /// Show how much memory could be saved, and where, without changing anything
     Scan(scan::ScanArgs),
+    /// Write what the workloads of this host hold, without contents, to compare it with other hosts
+    Sketch(sketches::SketchArgs),
     /// Merge the memory of running processes until stopped
     Run(run::RunArgs),
     /// Show what the daemon has saved, what it costs, and what it is doing
@@ -108,6 +113,7 @@ pub fn main() -> ExitCode {
     };
     let result = match &cli.command {
         Command::Scan(args) => scan::run(args),
+        Command::Sketch(args) => sketches::run(args),
         Command::Run(args) => run::run(args),
         Command::Status(args) => status::run(args),
         Command::Top(args) => top::run(args),

@@ -35,10 +35,10 @@ use crate::bench::experiment::{EXPERIMENTS, Experiment};
 use crate::bench::latencies::{Histogram, Latencies};
 use crate::bench::report::ExperimentReport;
 use crate::bench::sampler::SamplerPoint;
-use crate::record::{guarded, seal};
 use anyhow::Context;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_linux::os::regular;
+use pagefold_parquet::{guarded, seal};
 use parquet::basic::Compression;
 use parquet::column::reader::get_typed_column_reader;
 use parquet::data_type::{ByteArrayType, DataType, DoubleType, Int32Type, Int64Type};
@@ -366,7 +366,7 @@ fn read(path: &Path) -> anyhow::Result<Finished> {
         Ok(file)
     };
     let mut file = opened(path)?;
-    seal::check(path, &mut file).map_err(|_| cut_off(path))?;
+    seal::check(&mut file).map_err(|_| cut_off(path))?;
     // A crafted file can have a right checksum.
     let (mut finished, json_digest, rows) = guarded(|| decoded(file).map_err(|error| format!("{error:#}")))
         .map_err(|what| refused(path, &format!("is not a result of pagefold-lab bench ({what})")))?;
@@ -391,7 +391,7 @@ fn read(path: &Path) -> anyhow::Result<Finished> {
     let latencies_path = path.with_extension(&LATENCIES_ENDING[1..]);
     if latencies_path.symlink_metadata().is_ok() {
         let mut file = opened(&latencies_path)?;
-        seal::check(&latencies_path, &mut file).map_err(|_| cut_off(&latencies_path))?;
+        seal::check(&mut file).map_err(|_| cut_off(&latencies_path))?;
         let (latencies, json) = guarded(|| read_latencies(file).map_err(|error| format!("{error:#}")))
             .map_err(|what| refused(&latencies_path, &format!("has no latencies ({what})")))?;
         if json != json_digest {

@@ -1,7 +1,8 @@
 //! Errors of reading and writing records. Each message is one line: what failed and why; what to do.
 
+use pagefold_parquet::seal::SealError;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 #[derive(Debug, Error)]
@@ -32,4 +33,17 @@ pub enum RecordError {
         /// The error of the system or of the Parquet writer.
         what: String,
     },
+}
+
+impl RecordError {
+    pub(super) fn of_seal(error: SealError, path: &Path) -> Self {
+        let path = path.to_owned();
+        match error {
+            SealError::Read(source) => Self::Read { path, source },
+            SealError::NotParquet => Self::NotParquet { path },
+            SealError::CutOff => Self::CutOff { path },
+            SealError::NoChecksum { ours: false } => Self::NotARecord { path, what: error.to_string() },
+            SealError::NoChecksum { ours: true } | SealError::Wrong => Self::Damaged { path, what: error.to_string() },
+        }
+    }
 }

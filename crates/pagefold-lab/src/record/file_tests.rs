@@ -1,6 +1,7 @@
 //! Records as files: valid ones are read back unchanged, others are refused.
 
 use super::*;
+use pagefold_parquet::seal;
 use proptest::prelude::*;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -215,7 +216,7 @@ fn altered(bytes: &[u8], what: &str, other: &str) -> Vec<u8> {
         }
     }
     assert!(found > 0, "no {what}");
-    seal::reseal(&mut bytes);
+    seal::reseal(&mut bytes).unwrap();
     bytes
 }
 
@@ -371,7 +372,7 @@ fn damage_with_a_correct_checksum_does_not_panic() {
         for flip in [0xff, 0x80, 1 << (at % 7)] {
             let mut damaged = bytes.clone();
             damaged[at] ^= flip;
-            seal::reseal(&mut damaged);
+            seal::reseal(&mut damaged).unwrap();
             if let Err(error) = dir.read_bytes(&damaged) {
                 refusal(Err(error));
                 errors += 1;

@@ -2,19 +2,17 @@
 
 use super::check::Check;
 use super::schema::{self, word};
-use super::{Event, Origin, PARTS, Page, ProcessRow, Record, RecordError, RegionRow, Snapshot, seal};
+use super::{Event, Origin, PARTS, Page, ProcessRow, Record, RecordError, RegionRow, Snapshot};
 use pagefold_core::host::PageState;
 use pagefold_core::units::{Pages, Vpn};
+use pagefold_parquet::{guarded, one_line, seal};
 use parquet::basic::Repetition;
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl, get_typed_column_reader};
 use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, FixedLenByteArrayType, Int32Type, Int64Type};
 use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
-use std::cell::Cell;
 use std::fs::File;
 use std::io;
-use std::panic::{self, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
-use std::sync::Once;
 
 /// Rows that are decoded together.
 const BATCH_ROWS: usize = 8192;
@@ -51,7 +49,7 @@ impl RecordReader {
         if !metadata.is_file() {
             return Err(RecordError::NotAFile { path });
         }
-        seal::check(&path, &mut file)?;
+        seal::check(&mut file).map_err(|error| RecordError::of_seal(error, &path))?;
         guarded(|| SerializedFileReader::new(file))
             .map_err(|what| RecordError::Damaged { path: path.clone(), what })
             .and_then(|file| Self::of(path, file))
@@ -188,38 +186,6 @@ enum Fault {
 impl From<parquet::errors::ParquetError> for Fault {
     fn from(error: parquet::errors::ParquetError) -> Self {
         Self::Damaged(one_line(&error))
-    }
-}
-
-fn one_line(error: &dyn std::fmt::Display) -> String {
-    error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-thread_local! {
-    static GUARDED: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Decodes with the parquet crate and turns its panics into errors, without the usual message.
-///
-/// Damaged files fail the checksum, but a crafted file can have a correct one, and the crate panics on some of those
-/// (version 59: in 27 of the 10,700 cases of this directory's test).
-pub(crate) fn guarded<T, E: std::fmt::Display>(decode: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let before = panic::take_hook();
-        panic::set_hook(Box::new(move |info| {
-            if !GUARDED.get() {
-                before(info);
-            }
-        }));
-    });
-    let outer = GUARDED.replace(true);
-    // State left by a panic is not used again, because an error ends the reader.
-    let decoded = panic::catch_unwind(AssertUnwindSafe(decode));
-    GUARDED.set(outer);
-    match decoded {
-        Ok(result) => result.map_err(|error| one_line(&error)),
-        Err(_) => Err("its columns cannot be decoded".to_owned()),
     }
 }
 

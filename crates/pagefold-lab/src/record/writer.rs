@@ -2,9 +2,9 @@
 
 use super::check::Check;
 use super::schema::{self, word};
-use super::seal::{self, Sealing};
 use super::{Deltas, Event, Origin, Page, ProcessRow, RecordError, RegionRow, Snapshot, Source};
 use pagefold_core::host::PageState;
+use pagefold_parquet::seal::{self, Sealing};
 use parquet::basic::{Compression, Encoding};
 use parquet::data_type::{
     BoolType, ByteArray, ByteArrayType, DataType, FixedLenByteArray, FixedLenByteArrayType, Int32Type, Int64Type,

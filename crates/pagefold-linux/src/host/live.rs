@@ -4,11 +4,13 @@ pub(super) mod collapsing;
 mod limits;
 mod marking;
 mod placing;
+mod reading;
 mod refresh;
 mod requesting;
 mod withdrawing;
 
 pub use placing::Policies;
+pub use reading::{Content, Digest, PageContent, Place, Progress, usage_of};
 
 use self::limits::Limits;
 use self::placing::Placing;

@@ -148,6 +148,11 @@ impl Target {
         })
     }
 
+    /// Whether its mappings are known, or it is known to be left alone.
+    pub fn is_known(&self) -> bool {
+        self.known || self.exclusion.is_some()
+    }
+
     /// Makes a target of a process that has come into scope.
     pub fn new(scoped: Scoped, owner: OwnerKey, domain: DomainKey) -> Self {
         Self {

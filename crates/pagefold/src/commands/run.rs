@@ -15,6 +15,7 @@ use crate::learned::{LearnedFile, LearnedWriter};
 use crate::metrics::Metrics;
 use crate::output;
 use crate::preflight;
+use crate::sketch;
 use crate::xen;
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
@@ -108,6 +109,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let history = history.map(|path| HistoryFile::open(&path)).transpose()?;
     let learned = settings.learned.clone().or_else(|| history::of_service("learned.json").filter(|_| !args.dry_run));
     let learned = learned.map(|path| LearnedFile::open(&path)).transpose()?;
+    let fleet = settings.fleet.open()?;
     let mut active = ActiveSettings::new(args, settings)?;
     on(signal_hook::consts::SIGHUP, &active.on_hangup().unwrap_or_else(|| stop.clone()))?;
     let injector = injector(args, device.is_some())?;
@@ -153,6 +155,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let (requests, sender) = RequestQueue::new(woken);
     let metrics = metrics.start(&sender);
     let history = HistoryWriter::of_run(history, &sender);
+    let interval = active.settings.fleet.interval;
+    let mut sketches = fleet.and_then(|(fleet, place)| sketch::Writer::start(fleet, place, interval, &host));
     let server = control::serve(sender, args.dry_run);
     fault::point("socket-made");
     let (command, pid) = ("run", std::process::id());
@@ -163,13 +167,13 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         progress.leave_alone(left);
     }
     progress.begin();
-    let ran =
-        main_loop(args, &mut engine, &mut host, &stop, (requests, facts, &mut learned), &mut active, &mut progress);
+    let kept = (&mut learned, &mut sketches);
+    let ran = main_loop(args, &mut engine, &mut host, &stop, (requests, facts, kept), &mut active, &mut progress);
     progress.finish();
     if let Some(learned) = learned {
         learned.finish(&engine);
     }
-    drop((server, metrics, history));
+    drop((server, metrics, history, sketches));
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened, KSM is given back before anything is reported.
     let ended = host.finish();
@@ -286,7 +290,11 @@ fn main_loop(
     engine: &mut Engine,
     host: &mut LiveHost,
     stop: &AtomicBool,
-    (mut requests, mut facts, learned): (RequestQueue, RunFacts, &mut Option<LearnedWriter>),
+    (mut requests, mut facts, (learned, sketches)): (
+        RequestQueue,
+        RunFacts,
+        (&mut Option<LearnedWriter>, &mut Option<sketch::Writer>),
+    ),
     active: &mut ActiveSettings<'_>,
     progress: &mut Progress,
 ) -> Result<()> {
@@ -353,6 +361,9 @@ fn main_loop(
         progress.show(engine, who, requests.is_paused());
         if let Some(learned) = learned {
             learned.keep(engine, host.now_ns());
+        }
+        if let Some(sketches) = sketches {
+            sketches.step(engine, host);
         }
         // The wait would not be cut short if the queue has cleared the flag that a signal set.
         if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }

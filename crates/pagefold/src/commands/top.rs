@@ -158,7 +158,7 @@ fn poll(explained: &AtomicI32, (history, since): (&Path, Duration), answers: &Sy
 /// What each process of a status belongs to.
 fn workloads(status: Option<&Status>) -> BTreeMap<i32, String> {
     let pids = status.iter().flat_map(|status| &status.processes).map(|row| row.pid);
-    pids.filter_map(|pid| Some((pid, workload_of(pid)?))).collect()
+    pids.filter_map(|pid| Some((pid, workload_of(pid)?.to_string()))).collect()
 }
 
 fn moments(path: &Path, since: Duration) -> Moments {

@@ -3,6 +3,7 @@
 use crate::commands::run::RunArgs;
 use crate::config::ownership;
 use crate::metrics::MetricsSettings;
+use crate::sketch::FleetSettings;
 use pagefold_cli::config_file::parse;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::options::{self, Value, Values};
@@ -55,6 +56,7 @@ pub struct Settings {
     pub history: Option<PathBuf>,
     /// Where what the run learns is kept.
     pub learned: Option<PathBuf>,
+    pub fleet: FleetSettings,
 }
 
 impl Settings {
@@ -110,6 +112,7 @@ impl Settings {
             history: (if args.dry_run { &args.options.0 } else { &values }).text("path").map(PathBuf::from),
             // It marks nothing, so it learns nothing about marks.
             learned: values.text("learned").filter(|_| !args.dry_run).map(PathBuf::from),
+            fleet: FleetSettings::of(if args.dry_run { &args.options.0 } else { &values }),
         })
     }
 
@@ -131,6 +134,7 @@ impl Settings {
             ("[audit]", self.audit != old.audit),
             ("[metrics]", self.metrics != old.metrics),
             ("[history]", (&self.history, &self.learned) != (&old.history, &old.learned)),
+            ("[fleet]", self.fleet != old.fleet),
         ]
         .into_iter()
         .filter_map(|(section, differs)| differs.then_some(section))

@@ -98,6 +98,21 @@ fn the_mechanism_is_chosen_by_file_or_flag() {
 }
 
 #[test]
+fn a_fleet_is_set_in_the_file_and_ignored_by_a_dry_run() {
+    let text = "[fleet]\ndirectory = \"/sketches\"\nkey = \"/key\"\nhost = \"n1\"\nsketch-interval = \"5m\"\n";
+    let files = Files::new(text);
+    let fleet = files.settings(&[]).unwrap().fleet;
+    assert_eq!((fleet.directory, fleet.key), (Some("/sketches".into()), Some("/key".into())));
+    assert_eq!((fleet.host.as_deref(), fleet.interval.as_secs()), (Some("n1"), 300));
+    let dry = files.settings(&["--dry-run"]).unwrap().fleet;
+    assert_eq!((dry.directory, dry.interval.as_secs()), (None, 3600));
+    let dry = files.settings(&["--dry-run", "--sketches", "/other"]).unwrap().fleet;
+    assert_eq!(dry.directory, Some("/other".into()));
+    Files::new("[fleet]\ndirectory = \"sketches\"\n").refused("is a relative path");
+    Files::new("[fleet]\nsketch-interval = \"1s\"\n").refused("out of range");
+}
+
+#[test]
 fn a_deny_list_replaces_the_default_one() {
     let settings = Files::new("[deny]\nprograms = [\"mine\"]\n").settings(&[]).unwrap();
     assert_eq!((denied(&settings, b"mine"), denied(&settings, b"ssh-agent")), (Some("mine"), None));

@@ -1,14 +1,12 @@
-//! The checksum of a record's file.
+//! The checksum of a file.
 //!
 //! Parquet has optional checksums for its pages and none for its metadata, which readers trust. Therefore the last entry
 //! of the key-value metadata is the XXH3-64 of the whole file, computed with zeros in place of its digits. A file that
 //! differs in any byte is refused before anything else in it is decoded.
 
-use super::RecordError;
-use std::fs::File;
 use std::hash::Hasher;
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::path::Path;
+use thiserror::Error;
 use twox_hash::XxHash3_64;
 
 /// Prefix of the value.
@@ -20,20 +18,36 @@ const MAGIC: &[u8] = b"PAR1";
 /// The checksum is near the end: only the program's name, the columns' order and the footer's length follow it.
 const TAIL_BYTES: u64 = 4096;
 
+/// Why a file is not as it was written.
+#[derive(Debug, Error)]
+pub enum SealError {
+    #[error("it cannot be read: {0}")]
+    Read(#[from] io::Error),
+    #[error("it is not a Parquet file")]
+    NotParquet,
+    #[error("it is cut off, or something follows its end")]
+    CutOff,
+    /// Whether it was written by pagefold, so that it should have one.
+    #[error("it has no checksum")]
+    NoChecksum { ours: bool },
+    #[error("its checksum is wrong")]
+    Wrong,
+}
+
 /// The placeholder until the checksum is known.
-pub(crate) fn blank() -> String {
+pub fn blank() -> String {
     format!("{}{:0DIGITS$x}", String::from_utf8_lossy(MARK), 0)
 }
 
 /// A writer that computes the checksum of all bytes written.
-pub(crate) struct Sealing<W> {
+pub struct Sealing<W> {
     inner: W,
     hasher: XxHash3_64,
     bytes: u64,
 }
 
 impl<W: Write> Sealing<W> {
-    pub(crate) fn new(inner: W) -> Self {
+    pub fn new(inner: W) -> Self {
         Self { inner, hasher: XxHash3_64::new(), bytes: 0 }
     }
 }
@@ -53,7 +67,7 @@ impl<W: Write> Write for Sealing<W> {
 
 impl<W: Write + Read + Seek> Sealing<W> {
     /// Replaces the [`blank`] checksum. Returns the inner writer and the number of bytes written.
-    pub(crate) fn seal(mut self) -> io::Result<(W, u64)> {
+    pub fn seal(mut self) -> io::Result<(W, u64)> {
         let place =
             find(&mut self.inner, self.bytes)?.ok_or_else(|| io::Error::other("the checksum's place is missing"))?;
         self.inner.seek(SeekFrom::Start(place))?;
@@ -79,28 +93,24 @@ fn read(file: &mut (impl Read + Seek), from: u64, bytes: u64) -> io::Result<Vec<
     Ok(read)
 }
 
-/// Checks that the file is unchanged since it was written.
-pub(crate) fn check(path: &Path, file: &mut File) -> Result<(), RecordError> {
-    let failed = |source| RecordError::Read { path: path.to_owned(), source };
-    let damaged = |what: &str| RecordError::Damaged { path: path.to_owned(), what: what.to_owned() };
-    let bytes = file.metadata().map_err(failed)?.len();
-    if read(file, 0, MAGIC.len() as u64).map_err(failed)? != MAGIC {
-        return Err(RecordError::NotParquet { path: path.to_owned() });
+/// Checks that the file is unchanged since it was written, and returns to its beginning.
+pub fn check(file: &mut (impl Read + Seek)) -> Result<(), SealError> {
+    let bytes = file.seek(SeekFrom::End(0))?;
+    if read(file, 0, MAGIC.len() as u64)? != MAGIC {
+        return Err(SealError::NotParquet);
     }
-    let tail = read(file, bytes.saturating_sub(TAIL_BYTES), TAIL_BYTES).map_err(failed)?;
+    let tail = read(file, bytes.saturating_sub(TAIL_BYTES), TAIL_BYTES)?;
     if bytes < 2 * MAGIC.len() as u64 || !tail.ends_with(MAGIC) {
-        return Err(RecordError::CutOff { path: path.to_owned() });
+        return Err(SealError::CutOff);
     }
-    let Some(place) = find(file, bytes).map_err(failed)? else {
-        let ours = tail.windows(8).any(|window| window == b"pagefold");
-        let what = "it has no checksum".to_owned();
-        return Err(if ours { damaged(&what) } else { RecordError::NotARecord { path: path.to_owned(), what } });
+    let Some(place) = find(file, bytes)? else {
+        return Err(SealError::NoChecksum { ours: tail.windows(8).any(|window| window == b"pagefold") });
     };
-    let (checksum, written) = checksum(file, place).map_err(failed)?;
+    let (checksum, written) = checksum(file, place)?;
     if written != format!("{checksum:0DIGITS$x}").as_bytes() {
-        return Err(damaged("its checksum is wrong"));
+        return Err(SealError::Wrong);
     }
-    file.seek(SeekFrom::Start(0)).map_err(failed)?;
+    file.seek(SeekFrom::Start(0))?;
     Ok(())
 }
 
@@ -109,7 +119,7 @@ fn checksum(file: &mut (impl Read + Seek), place: u64) -> io::Result<(u64, Vec<u
     let digits = read(file, place, DIGITS as u64)?;
     file.seek(SeekFrom::Start(0))?;
     let mut hasher = XxHash3_64::new();
-    let mut buffer = vec![0; 1 << 20];
+    let mut buffer = vec![0; 1 << 16];
     let mut hash = |part: &mut dyn Read| -> io::Result<()> {
         loop {
             match part.read(&mut buffer)? {
@@ -125,13 +135,12 @@ fn checksum(file: &mut (impl Read + Seek), place: u64) -> io::Result<(u64, Vec<u
     Ok((hasher.finish(), digits))
 }
 
-/// Corrects the checksum of changed bytes, if its place can still be found: for tests of later checks.
-#[cfg(test)]
-pub(super) fn reseal(bytes: &mut [u8]) {
-    let mut file = io::Cursor::new(&mut *bytes);
+/// Corrects the checksum of changed bytes, if its place can still be found: for tests and fuzzing of later checks.
+pub fn reseal(bytes: &mut [u8]) -> io::Result<()> {
+    let mut file = io::Cursor::new(bytes);
     let length = file.get_ref().len() as u64;
-    let Some(place) = find(&mut file, length).unwrap() else { return };
-    let (checksum, _) = checksum(&mut file, place).unwrap();
-    let place = usize::try_from(place).unwrap();
-    bytes[place..place + DIGITS].copy_from_slice(format!("{checksum:0DIGITS$x}").as_bytes());
+    let Some(place) = find(&mut file, length)? else { return Ok(()) };
+    let (checksum, _) = checksum(&mut file, place)?;
+    file.seek(SeekFrom::Start(place))?;
+    write!(file, "{checksum:0DIGITS$x}")
 }

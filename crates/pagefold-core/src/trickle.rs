@@ -1,0 +1,95 @@
+//! Work that may wait: a small share of a core, in small portions, spread over time.
+
+use crate::governor::share_ns;
+use crate::units::Permyriad;
+
+/// What was not used counts for this long, nanoseconds.
+const KEPT_NS: u64 = 60_000_000_000;
+/// A portion takes this long, nanoseconds: long enough that beginning it is cheap, short enough for those who wait meanwhile.
+const PORTION_NS: u64 = 4_000_000;
+/// What one page is taken to cost at first, nanoseconds.
+const PAGE_NS: u64 = 1_500;
+/// The most pages of a portion.
+const PAGES_MOST: u64 = 8_192;
+
+/// Says when a portion is due, and how large it may be.
+#[derive(Clone, Debug)]
+pub struct Trickle {
+    share: Permyriad,
+    /// What may be used, nanoseconds of CPU time. Negative after a portion that took longer than expected.
+    left_ns: i64,
+    last_ns: u64,
+    page_ns: u64,
+}
+
+impl Trickle {
+    /// Work that may take this share of a core from `now_ns` on.
+    pub fn new(share: Permyriad, now_ns: u64) -> Self {
+        Self { share, left_ns: 0, last_ns: now_ns, page_ns: PAGE_NS }
+    }
+
+    /// The number of pages that may be worked on now; 0 if it is too early.
+    pub fn portion(&mut self, now_ns: u64) -> u64 {
+        let gained = |ns| i64::try_from(share_ns(ns, self.share)).unwrap_or(i64::MAX);
+        self.left_ns = self.left_ns.saturating_add(gained(now_ns.saturating_sub(self.last_ns))).min(gained(KEPT_NS));
+        self.last_ns = now_ns.max(self.last_ns);
+        match u64::try_from(self.left_ns) {
+            Ok(left_ns) if left_ns >= PORTION_NS => (PORTION_NS / self.page_ns.max(1)).clamp(1, PAGES_MOST),
+            _ => 0,
+        }
+    }
+
+    /// Records what a portion took.
+    pub fn spend(&mut self, pages: u64, cpu_ns: u64) {
+        self.left_ns = self.left_ns.saturating_sub(i64::try_from(cpu_ns).unwrap_or(i64::MAX));
+        if let Some(page_ns) = cpu_ns.checked_div(pages) {
+            self.page_ns = (3 * self.page_ns + page_ns) / 4;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const S: u64 = 1_000_000_000;
+
+    #[test]
+    fn the_share_is_kept_whatever_pages_cost() {
+        for page_ns in [100, 1_000, 50_000] {
+            let mut trickle = Trickle::new(Permyriad(8), 5 * S);
+            let (mut spent, mut pages) = (0, 0);
+            for step in 0..4 * 3_600 {
+                let now_ns = 5 * S + step * S / 4;
+                let portion = trickle.portion(now_ns);
+                assert!(portion <= PAGES_MOST);
+                if portion > 0 {
+                    trickle.spend(portion, portion * page_ns);
+                    (spent, pages) = (spent + portion * page_ns, pages + portion);
+                }
+            }
+            // Of an hour.
+            assert!(spent <= 3_600 * S * 8 / 10_000 + PAGES_MOST * page_ns, "{spent}");
+            assert!(spent > 3_600 * S * 7 / 10_000 || page_ns == 100, "{spent}");
+            assert!(pages > 0);
+        }
+    }
+
+    #[test]
+    fn what_was_not_used_does_not_pile_up() {
+        let mut trickle = Trickle::new(Permyriad(10), 0);
+        let mut portions = 0;
+        while trickle.portion(86_400 * S) > 0 {
+            trickle.spend(1_000, PORTION_NS);
+            portions += 1;
+        }
+        // A minute's share is 60 ms.
+        assert_eq!(portions, 15);
+        // A costly portion is made up for.
+        trickle.spend(1, 30_000_000);
+        assert_eq!(trickle.portion(86_430 * S), 0);
+        assert!(trickle.portion(86_440 * S) > 0);
+        // Time that goes back changes nothing.
+        assert!(trickle.portion(0) > 0);
+    }
+}

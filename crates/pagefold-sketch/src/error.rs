@@ -1,0 +1,28 @@
+//! Why a file is refused. Each text is a clause that continues a sentence about the file.
+
+use std::io;
+use thiserror::Error;
+
+#[derive(Debug, Error)]
+pub enum SketchError {
+    #[error("cannot be read: {0}")]
+    Read(#[source] io::Error),
+    #[error("cannot be written: {0}")]
+    Write(String),
+    #[error("is not a Parquet file")]
+    NotParquet,
+    #[error("is cut off, or something follows its end")]
+    CutOff,
+    #[error("is damaged: {0}")]
+    Damaged(String),
+    #[error("is not a file of sketches: {0}")]
+    Foreign(String),
+    #[error("has the schema {0}, which this version does not know")]
+    Newer(String),
+    #[error("has {found} {what}, more than the {most} of one host")]
+    TooMuch { what: &'static str, found: u64, most: u64 },
+    #[error("is inconsistent in row {row}: {what}")]
+    Row { row: usize, what: String },
+    #[error("was made under the key {found}, not {expected}")]
+    WrongKey { found: String, expected: String },
+}

@@ -1,0 +1,26 @@
+//! Sketches: what workloads hold, as far as it takes to tell what they have in common.
+//!
+//! - [`key`]: the fleet's key, and contents of pages as digests under it.
+//! - [`count`]: counting the contents of one workload, page by page.
+//! - [`sketch`]: the sketch that comes of it, and estimates of what two have in common.
+//! - [`row`], [`file`]: a workload with its sketch, and the Parquet file of a host's workloads (schema `pagefold.sketch/1`).
+//!
+//! Pure: no file is opened here, and no clock read. A file may come from anybody: what is wrong with it is an error, never a panic.
+#![forbid(unsafe_code)]
+#![allow(missing_docs, reason = "items are documented where their names do not suffice")]
+
+pub mod count;
+mod decode;
+mod error;
+pub mod file;
+pub mod key;
+mod layout;
+pub mod row;
+pub mod sketch;
+
+pub use count::{Counted, Counter};
+pub use error::SketchError;
+pub use file::{SCHEMA, SketchFile, read, write};
+pub use key::{Content, FleetKey, KeyError, KeyId};
+pub use row::{Kind, Row};
+pub use sketch::{Estimate, Sketch};

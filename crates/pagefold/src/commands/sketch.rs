@@ -1,0 +1,218 @@
+//! `pagefold sketch`: a sketch of each workload, once. It only reads.
+
+use crate::commands::run::RunArgs;
+use crate::config::ownership;
+use crate::config::settings::Settings;
+use crate::output;
+use crate::place::Place;
+use crate::preflight;
+use crate::sketch::{FleetSettings, Keeper, Now, put};
+use anyhow::Result;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::flags::DenyFlags;
+use pagefold_cli::progress::Progress;
+use pagefold_cli::scope::{ScopeArgs, explain};
+use pagefold_cli::style::{Lines, Style, count, human, shorten};
+use pagefold_cli::table::Table;
+use pagefold_core::host::Host;
+use pagefold_core::limits::Limits;
+use pagefold_linux::host::live::{HostMode, LiveError, LiveHost};
+use pagefold_linux::host::targets::Target;
+use pagefold_linux::proc::Roots;
+use pagefold_sketch::Row;
+use serde::Serialize;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct SketchArgs {
+    #[command(flatten)]
+    pub scope: ScopeArgs,
+    #[command(flatten)]
+    pub deny: DenyFlags,
+    /// The key that all hosts of the fleet share, instead of the one that the configuration file names: 64 hexadecimal
+    /// digits, in a file that only root can read
+    #[arg(long, value_name = "FILE")]
+    pub key: Option<PathBuf>,
+    /// Name of this host in the fleet [default: its host name]
+    #[arg(long, value_name = "NAME")]
+    pub host: Option<String>,
+    /// Write the sketches to this file (Parquet, schema pagefold.sketch/1)
+    #[arg(long, short, value_name = "FILE")]
+    pub output: PathBuf,
+    /// Read options that are not given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
+    /// scope is given]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Print the figures as JSON (schema pagefold.sketch-summary/1)
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Pages read in a second: 200 MiB, a tenth of a core.
+const PAGES_PER_SECOND: u64 = 50_000;
+/// Read at a time.
+const PORTION: u64 = 5_000;
+/// How long to wait until the mappings of all processes are known.
+const KNOWN_LIMIT: Duration = Duration::from_secs(10);
+
+const SCHEMA: &str = "pagefold.sketch-summary/1";
+
+#[derive(Debug, Serialize)]
+struct Summary {
+    schema: &'static str,
+    host: String,
+    key: String,
+    file: String,
+    workloads: Vec<WorkloadRow>,
+}
+
+#[derive(Debug, Serialize)]
+struct WorkloadRow {
+    kind: &'static str,
+    workload: String,
+    domain: String,
+    anonymous_bytes: u64,
+    read_bytes: u64,
+    zero_bytes: u64,
+    savable_bytes: u64,
+    entries: usize,
+}
+
+pub fn run(args: &SketchArgs) -> Result<u8> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, stop.clone())?;
+    }
+    let settings = Settings::of(&RunArgs {
+        scope: args.scope.clone(),
+        deny: args.deny.clone(),
+        config: args.config.clone(),
+        ..RunArgs::default()
+    })?;
+    preflight::need_rights("reading other processes' memory")?;
+    let FleetSettings { key, host, .. } = settings.fleet.clone();
+    let (key, host) = (args.key.clone().or(key), args.host.clone().or(host));
+    let fleet = FleetSettings { key, host, ..settings.fleet }.fleet()?;
+    let place = place(&args.output)?;
+    settings.scope.resolve()?;
+    let (ksm, deny) = (preflight::ksm()?, settings.deny.clone());
+    let mut host = LiveHost::new(settings.scope.spec(), Roots::default(), deny, ksm, HostMode::DryRun, stop.clone())
+        .map_err(|error| failure(&error))?;
+    host.set_domains(settings.domains.clone());
+    let (name, key) = (fleet.host.clone(), fleet.key.id().to_string());
+    let mut keeper = Keeper::new(fleet);
+    let rows = read(&mut host, &mut keeper, settings.config.limits, &stop)?;
+    if rows.is_empty() {
+        let line = "nothing in scope may be read, or it holds less than a mebibyte; name other programs";
+        return Err(Exit::new(exit::REFUSED, line).into());
+    }
+    put(&place, &rows).map_err(|error| cannot_write(&place, &error))?;
+    let workloads = rows.iter().map(|row| WorkloadRow::of(row)).collect();
+    let summary = Summary { schema: SCHEMA, host: name, key, file: ownership::shown(&place.path), workloads };
+    output::print(args.json, &summary, |style| describe(&summary, style))?;
+    Ok(exit::OK)
+}
+
+fn place(path: &std::path::Path) -> Result<Place, Exit> {
+    let cannot = |what: String| Exit::new(exit::USAGE, format!("the file {} {what}", ownership::shown(path)));
+    let place = Place::of(path).map_err(cannot)?;
+    if std::fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {
+        return Err(cannot("is not a regular file; name one, or a new one".to_owned()));
+    }
+    place.check().map_err(|error| cannot_write(&place, &error))?;
+    Ok(place)
+}
+
+fn cannot_write(place: &Place, error: &std::io::Error) -> Exit {
+    Exit::new(exit::FAILURE, format!("cannot write {}: {error}; name another file", ownership::shown(&place.path)))
+}
+
+fn failure(error: &LiveError) -> Exit {
+    match error {
+        LiveError::Scope(error) => explain(error),
+        error => Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor")),
+    }
+}
+
+/// Reads everything in scope once.
+fn read(host: &mut LiveHost, keeper: &mut Keeper, limits: Limits, stop: &AtomicBool) -> Result<Vec<Arc<Row>>> {
+    let progress = Progress::new();
+    let began = Instant::now();
+    let refresh = |host: &mut LiveHost| host.observe().map(drop).map_err(|error| failure(&error));
+    refresh(host)?;
+    while !host.targets().all(Target::is_known) && began.elapsed() < KNOWN_LIMIT {
+        host.wait(10_000_000).map_err(|error| failure(&error))?;
+        refresh(host)?;
+    }
+    let resident = |host: &LiveHost| -> u64 {
+        host.targets().flat_map(|target| &target.regions).map(|tracked| tracked.stretch.resident.0).sum()
+    };
+    let (all, mut done) = (resident(host), 0);
+    keeper.begin(host);
+    let rate = PAGES_PER_SECOND.min(limits.pages).min(limits.pages_per_process);
+    let portion = PORTION.min(rate);
+    loop {
+        let (then, now) = (Instant::now(), Now::of(host));
+        let read = keeper.step(host, now, portion, |_, most| most);
+        done += read.pages;
+        progress.show("reading", Some((done as f64 / all.max(1) as f64).min(1.0)));
+        if read.ended {
+            progress.clear();
+            return Ok(keeper.rows());
+        }
+        if stop.load(Ordering::Relaxed) {
+            return Err(Exit::new(exit::FAILURE, "stopped before everything was read; nothing was written").into());
+        }
+        let pause = Duration::from_nanos(read.pages * 1_000_000_000 / rate);
+        thread::sleep(pause.saturating_sub(then.elapsed()));
+        // What is excluded meanwhile must not be read.
+        refresh(host)?;
+    }
+}
+
+impl WorkloadRow {
+    fn of(row: &Row) -> Self {
+        Self {
+            kind: row.kind.as_str(),
+            workload: row.workload.clone(),
+            domain: row.domain.clone(),
+            anonymous_bytes: row.anonymous_bytes,
+            read_bytes: row.read_bytes,
+            zero_bytes: row.zero_bytes,
+            savable_bytes: row.savable_bytes,
+            entries: row.sketch.len(),
+        }
+    }
+}
+
+/// Rows shown; the rest is summed up in a line.
+const ROWS: usize = 20;
+
+fn describe(summary: &Summary, style: Style) -> String {
+    let mut text = String::new();
+    text.blank();
+    let all = count(summary.workloads.len(), "workload", "workloads");
+    text.line(format!("{}.", style.bold(&format!("Sketches of {all} are in {}", summary.file))));
+    text.line(style.dim(&format!("Host {}, under the key {}.", summary.host, summary.key)));
+    text.blank();
+    let head = ["KIND", "WORKLOAD", "DOMAIN", "HOLDS", "READ", "SAVABLE WITHIN"];
+    let mut table = Table::new(head.iter().map(|name| style.dim(name)), |column| column > 2);
+    let mut largest: Vec<&WorkloadRow> = summary.workloads.iter().collect();
+    largest.sort_by_key(|row| std::cmp::Reverse(row.anonymous_bytes));
+    for row in largest.iter().take(ROWS) {
+        let names = [row.kind.to_owned(), shorten(&row.workload, 40), shorten(&row.domain, 20)];
+        let figures = [row.anonymous_bytes, row.read_bytes, row.savable_bytes].map(human);
+        table.add_row(names.into_iter().chain(figures));
+    }
+    table.to_string().lines().for_each(|row| text.line(row));
+    if largest.len() > ROWS {
+        let others = count(largest.len() - ROWS, "other", "others");
+        text.line(style.dim(&format!("… and {others} (all of them: --json)")));
+    }
+    text.blank();
+    text
+}

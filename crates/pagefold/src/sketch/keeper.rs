@@ -1,0 +1,161 @@
+//! Keeps the sketches of all workloads: reads them one after the other, again and again.
+
+use super::reading::{Finished, Known, ProcessId, Reading, id_of};
+use super::settings::Fleet;
+use super::workloads::{self, Id, Workload};
+use pagefold_core::keys::OwnerKey;
+use pagefold_linux::host::live::{Digest, LiveHost, Progress};
+use pagefold_linux::host::targets::Target;
+use pagefold_linux::scope::exclude::Exclusion;
+use pagefold_sketch::Row;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// A time by the clock of the host's snapshots, nanoseconds, and by the calendar, microseconds since 1970.
+#[derive(Clone, Copy, Debug)]
+pub struct Now {
+    pub ns: u64,
+    pub us: u64,
+}
+
+impl Now {
+    pub fn of(host: &LiveHost) -> Self {
+        let us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros());
+        Self { ns: host.now_ns(), us: u64::try_from(us).unwrap_or(u64::MAX) }
+    }
+}
+
+/// All sketches, and the workload that is being read.
+pub struct Keeper {
+    fleet: Fleet,
+    digest: Digest,
+    kept: BTreeMap<Id, (Arc<Row>, Known)>,
+    /// Workloads of this pass that are left, the next one last.
+    left: Vec<Workload>,
+    /// All workloads of this pass.
+    pass: BTreeSet<Id>,
+    /// Those of them that were begun again.
+    again: BTreeSet<Id>,
+    reading: Option<Reading>,
+}
+
+/// What a portion was read of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    pub pages: u64,
+    pub cpu_ns: u64,
+    /// The pass has ended with it.
+    pub ended: bool,
+}
+
+impl Keeper {
+    pub fn new(fleet: Fleet) -> Self {
+        let key = fleet.key.clone();
+        let digest: Digest = Arc::new(move |page| key.content(page).0);
+        let (kept, left) = (BTreeMap::new(), Vec::new());
+        Self { fleet, digest, kept, left, pass: BTreeSet::new(), again: BTreeSet::new(), reading: None }
+    }
+
+    /// Begins a pass over all workloads that are in scope now.
+    pub fn begin(&mut self, host: &LiveHost) {
+        self.left = workloads::find(host);
+        self.pass = self.left.iter().map(|workload| workload.id.clone()).collect();
+        self.again.clear();
+    }
+
+    /// Whether a pass is under way.
+    pub fn is_reading(&self) -> bool {
+        self.reading.is_some() || !self.left.is_empty()
+    }
+
+    /// Reads about `most` pages, as far as `allow` permits for the process that is next.
+    pub fn step(
+        &mut self,
+        host: &mut LiveHost,
+        now: Now,
+        most: u64,
+        mut allow: impl FnMut(OwnerKey, u64) -> u64,
+    ) -> Step {
+        let mut step = Step::default();
+        self.forget_left_alone(host);
+        while step.pages < most {
+            let Some(reading) = &mut self.reading else {
+                let Some(workload) = self.left.pop() else {
+                    step.ended = true;
+                    self.kept.retain(|id, _| self.pass.contains(id));
+                    break;
+                };
+                self.reading = Some(Reading::new(workload, now));
+                continue;
+            };
+            let Some(owner) = reading.next().map(|member| member.owner) else {
+                self.finish(host, now);
+                continue;
+            };
+            let allowed = allow(owner, most - step.pages);
+            if allowed == 0 {
+                break;
+            }
+            let mut place = std::mem::take(&mut reading.place);
+            let (progress, cpu_ns) = host.read_contents(owner, &mut place, allowed, &self.digest);
+            reading.place = place;
+            step.cpu_ns += cpu_ns;
+            match progress {
+                Progress::More(pages) => {
+                    step.pages += (pages.len() as u64).max(1);
+                    reading.add(&pages);
+                    if reading.is_endless() {
+                        reading.finish_member(false);
+                    }
+                }
+                Progress::Done(pages) => {
+                    step.pages += pages.len() as u64;
+                    reading.add(&pages);
+                    reading.finish_member(true);
+                }
+                Progress::Ended => reading.finish_member(false),
+                Progress::LeftAlone => self.begin_again(host),
+            }
+        }
+        step
+    }
+
+    /// Drops the sketches of workloads with processes that are left alone now, for a reason that holds for what was read of them, too.
+    fn forget_left_alone(&mut self, host: &LiveHost) {
+        let is_withdrawn = |target: &&Target| target.exclusion.as_ref().is_some_and(Exclusion::withdraws_marks);
+        let left_alone: BTreeSet<ProcessId> =
+            host.targets().filter(is_withdrawn).map(|target| id_of(&target.process)).collect();
+        if left_alone.is_empty() {
+            return;
+        }
+        self.kept.retain(|_, (_, known)| !known.has_any(&left_alone));
+        if self.reading.as_ref().is_some_and(|reading| reading.has_any(&left_alone)) {
+            self.begin_again(host);
+        }
+    }
+
+    /// Begins a workload again, without the processes that are left alone: once, after all others, so that a process that is left
+    /// alone now and then delays none.
+    fn begin_again(&mut self, host: &LiveHost) {
+        let Some(reading) = self.reading.take() else { return };
+        self.kept.remove(reading.id());
+        if self.again.insert(reading.id().clone()) {
+            let again = workloads::find(host).into_iter().find(|workload| workload.id == *reading.id());
+            self.left.splice(0..0, again);
+        }
+    }
+
+    fn finish(&mut self, host: &LiveHost, now: Now) {
+        if let Some(reading) = self.reading.take() {
+            let former = self.kept.get(reading.id()).map(|(row, known)| (&**row, known));
+            let Finished { id, row, known } = reading.finish(&self.fleet, now, former, host.merged_pages());
+            self.kept.insert(id, (Arc::new(row), known));
+        }
+    }
+
+    /// The rows of all sketches that are complete.
+    pub fn rows(&self) -> Vec<Arc<Row>> {
+        self.kept.values().map(|(row, _)| row.clone()).collect()
+    }
+}

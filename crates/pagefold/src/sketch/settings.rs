@@ -1,0 +1,161 @@
+//! `[fleet]`: where sketches go, under which key, and by which name of this host.
+
+use crate::config::ownership;
+use crate::place::Place;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::options::Values;
+use pagefold_linux::os::pressure::MemoryMonitor;
+use pagefold_sketch::FleetKey;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// The longest name of a host that a file's name can have, bytes.
+const HOST_BYTES: usize = 200;
+const READABLE_BY_OTHERS: u32 = 0o077;
+
+/// What is set.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FleetSettings {
+    pub directory: Option<PathBuf>,
+    pub key: Option<PathBuf>,
+    pub host: Option<String>,
+    pub interval: Duration,
+}
+
+/// The fleet as this host sees it.
+#[derive(Clone, Debug)]
+pub struct Fleet {
+    pub key: FleetKey,
+    pub host: String,
+    pub memory_bytes: u64,
+    pub cpu_millicores: u64,
+}
+
+impl FleetSettings {
+    pub fn of(values: &Values) -> Self {
+        Self {
+            directory: values.text("directory").map(PathBuf::from),
+            key: values.text("key").map(PathBuf::from),
+            host: values.text("host").map(str::to_owned),
+            interval: Duration::from_nanos(values.number("sketch-interval").unwrap_or(3_600_000_000_000)),
+        }
+    }
+
+    /// The place of the host's file, if sketches are to be kept.
+    ///
+    /// # Errors
+    /// With exit code 2: the directory cannot be used, or there is no usable key.
+    pub fn open(&self) -> Result<Option<(Fleet, Place)>, Exit> {
+        let Some(directory) = &self.directory else { return Ok(None) };
+        let fleet = self.fleet()?;
+        let shown = ownership::shown(directory);
+        let cannot = |what: String| Exit::new(exit::USAGE, format!("sketches in {shown}: the file {what}"));
+        let place = Place::of(&directory.join(format!("{}.parquet", fleet.host))).map_err(cannot)?;
+        place
+            .check()
+            .map_err(|error| cannot(format!("cannot be written: {error}; name a directory that root can write")))?;
+        Ok(Some((fleet, place)))
+    }
+
+    /// The key, and what there is to say of this host.
+    ///
+    /// # Errors
+    /// With exit code 2.
+    pub fn fleet(&self) -> Result<Fleet, Exit> {
+        let Some(key) = &self.key else {
+            return Err(Exit::new(exit::USAGE, "sketches need the fleet's key; name its file by --fleet-key"));
+        };
+        let host = match &self.host {
+            Some(host) => host.clone(),
+            None => fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned(),
+        };
+        let is_word = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
+        if host.is_empty() || host.len() > HOST_BYTES || host.starts_with('.') || !host.chars().all(is_word) {
+            let line = format!(
+                "'{}' is no name for a file of sketches; give letters, digits, dots and dashes by --fleet-host",
+                host.escape_debug()
+            );
+            return Err(Exit::new(exit::USAGE, line));
+        }
+        let memory = MemoryMonitor::open(Path::new("/proc")).and_then(|monitor| monitor.read());
+        let memory = memory.map_err(|error| Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor")))?;
+        let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
+        Ok(Fleet { key: read_key(key)?, host, memory_bytes: memory.total.bytes().0, cpu_millicores: cpus * 1000 })
+    }
+}
+
+/// Reads the key. Who has it can find out by a sketch whether a page with a certain content was there, so only root may read it.
+fn read_key(path: &Path) -> Result<FleetKey, Exit> {
+    let refused = |why: &str| Exit::new(exit::USAGE, format!("the fleet's key {} {why}", ownership::shown(path)));
+    let text = ownership::read(path).map_err(|why| refused(&why))?;
+    let mode =
+        fs::metadata(path).map_err(|error| refused(&format!("cannot be examined: {error}; check the path")))?.mode();
+    if mode & READABLE_BY_OTHERS != 0 {
+        return Err(refused("is a file that others may read; run chmod go= on it"));
+    }
+    text.parse().map_err(|error: pagefold_sketch::KeyError| refused(&error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn settings(dir: &Path) -> FleetSettings {
+        let key = dir.join("key");
+        fs::write(&key, format!("{}\n", "0f".repeat(32))).unwrap();
+        fs::set_permissions(&key, Permissions::from_mode(0o600)).unwrap();
+        FleetSettings {
+            directory: Some(dir.to_owned()),
+            key: Some(key),
+            host: Some("node-1.example".to_owned()),
+            interval: Duration::from_secs(60),
+        }
+    }
+
+    #[track_caller]
+    fn assert_refused(settings: &FleetSettings, says: &str) {
+        let error = settings.open().unwrap_err();
+        assert_eq!(error.code, exit::USAGE);
+        assert!(error.line.contains(says) && error.line.contains("; ") && !error.line.contains('\n'), "{error}");
+    }
+
+    #[test]
+    fn the_key_is_roots_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let set = settings(dir.path());
+        let (fleet, place) = set.open().unwrap().unwrap();
+        assert_eq!(fleet.host, "node-1.example");
+        assert!(place.path.ends_with("node-1.example.parquet") && !place.path.exists());
+        assert!(fleet.memory_bytes > 1 << 20 && fleet.cpu_millicores >= 1000);
+        let key = set.key.clone().unwrap();
+        for (mode, says) in [(0o640, "others may read"), (0o604, "others may read"), (0o620, "other users may write")] {
+            fs::set_permissions(&key, Permissions::from_mode(mode)).unwrap();
+            assert_refused(&set, says);
+        }
+        fs::set_permissions(&key, Permissions::from_mode(0o600)).unwrap();
+        fs::write(&key, "secret").unwrap();
+        assert_refused(&set, "is not a key of 64 hexadecimal digits");
+        fs::remove_file(&key).unwrap();
+        assert_refused(&set, "cannot be read");
+        assert_refused(&FleetSettings { key: None, ..set }, "need the fleet's key");
+    }
+
+    #[test]
+    fn the_directory_and_the_name_of_the_host_are_checked() {
+        let dir = tempfile::tempdir().unwrap();
+        let set = settings(dir.path());
+        for host in ["", "a/b", "../x", ".hidden", "a b", &"x".repeat(201), "n\u{f6}de"] {
+            assert_refused(&FleetSettings { host: Some(host.to_owned()), ..set.clone() }, "is no name");
+        }
+        let open = dir.path().join("open");
+        fs::create_dir(&open).unwrap();
+        fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
+        assert_refused(&FleetSettings { directory: Some(open), ..set.clone() }, "other users may write");
+        assert_refused(&FleetSettings { directory: Some(dir.path().join("none")), ..set.clone() }, "cannot be created");
+        assert!(FleetSettings { directory: None, ..set }.open().unwrap().is_none());
+    }
+}

@@ -1,0 +1,142 @@
+//! The workloads of this host: processes by what they belong to and by their trust domain.
+
+use pagefold_core::keys::OwnerKey;
+use pagefold_core::units::Pages;
+use pagefold_linux::host::live::LiveHost;
+use pagefold_linux::host::targets::Target;
+use pagefold_linux::proc::process::Process;
+use pagefold_linux::proc::status::{printable, program_name};
+use pagefold_linux::scope::workload::{WorkloadKind, workload_of_process};
+use pagefold_sketch::Kind;
+use pagefold_sketch::row::NAME_BYTES;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Smaller ones are left out: their sketches would cost more than they could tell.
+const SMALLEST: Pages = Pages(256);
+/// The sketches of all workloads take at most this much memory; the smallest workloads are left out beyond that.
+const SKETCHES_BYTES: u64 = 4 << 20;
+
+/// A workload in a trust domain.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Id {
+    pub kind: Kind,
+    pub name: String,
+    pub domain: String,
+}
+
+/// A process of a workload.
+#[derive(Clone, Debug)]
+pub struct Member {
+    pub owner: OwnerKey,
+    pub process: Arc<Process>,
+    /// What it holds, as last counted.
+    pub resident: Pages,
+}
+
+/// A workload to be read.
+#[derive(Debug)]
+pub struct Workload {
+    pub id: Id,
+    pub members: Vec<Member>,
+}
+
+impl Workload {
+    fn resident(&self) -> Pages {
+        self.members.iter().map(|member| member.resident).sum()
+    }
+
+    /// What its sketch takes at most.
+    fn sketch_bytes(&self) -> u64 {
+        (self.resident().0 * 8).min(pagefold_sketch::sketch::SKETCH_BYTES as u64)
+    }
+}
+
+/// The workloads in scope that are not left alone, the largest first: so that they can be taken from the end, and those that take
+/// long come last.
+pub fn find(host: &LiveHost) -> Vec<Workload> {
+    let mut found: BTreeMap<Id, Vec<Member>> = BTreeMap::new();
+    for target in host.targets().filter(|target| target.exclusion.is_none()) {
+        let member = Member {
+            owner: target.owner,
+            process: target.process.clone(),
+            resident: target.regions.iter().map(|tracked| tracked.stretch.resident).sum(),
+        };
+        found.entry(id_of(target, host)).or_default().push(member);
+    }
+    chosen(found.into_iter().map(|(id, members)| Workload { id, members }).collect())
+}
+
+fn chosen(mut workloads: Vec<Workload>) -> Vec<Workload> {
+    workloads.retain(|workload| workload.resident() >= SMALLEST);
+    workloads.sort_by_key(|workload| Reverse(workload.resident()));
+    let mut bytes = 0;
+    workloads.retain(|workload| {
+        bytes += workload.sketch_bytes();
+        bytes <= SKETCHES_BYTES
+    });
+    workloads
+}
+
+fn id_of(target: &Target, host: &LiveHost) -> Id {
+    let domain = host.domains().get(usize::from(target.domain.0)).map_or("", String::as_str);
+    let (kind, name) = workload_of_process(&target.process).map_or_else(
+        || {
+            let exe = target.exe.as_ref().map(|exe| exe.to_path_buf());
+            (Kind::Process, printable(&program_name(exe.as_deref(), target.name.as_bytes())))
+        },
+        |found| (kind_of(found.kind), found.name),
+    );
+    Id { kind, name: fitted(&name), domain: fitted(&printable(domain.as_bytes())) }
+}
+
+fn kind_of(kind: WorkloadKind) -> Kind {
+    match kind {
+        WorkloadKind::Vm => Kind::Vm,
+        WorkloadKind::Pod => Kind::Pod,
+        WorkloadKind::Container => Kind::Container,
+        WorkloadKind::Unit => Kind::Unit,
+    }
+}
+
+/// A name that a row may have.
+fn fitted(name: &str) -> String {
+    let end = (0..=name.len().min(NAME_BYTES)).rev().find(|&end| name.is_char_boundary(end)).unwrap_or(0);
+    if end == 0 { "-".to_owned() } else { name[..end].to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn workload(name: &str, pages: u64) -> Workload {
+        let process = Arc::new(Process::open(1).unwrap());
+        Workload {
+            id: Id { kind: Kind::Unit, name: name.to_owned(), domain: "default".to_owned() },
+            members: vec![Member { owner: OwnerKey(1), process, resident: Pages(pages) }],
+        }
+    }
+
+    #[test]
+    fn the_largest_workloads_fit() {
+        let names =
+            |workloads: Vec<Workload>| workloads.into_iter().map(|workload| workload.id.name).collect::<Vec<_>>();
+        let few = vec![workload("small", 300), workload("large", 1 << 20), workload("tiny", 255)];
+        assert_eq!(names(chosen(few)), ["large", "small"]);
+        let mut many: Vec<Workload> = (0..200).map(|at| workload(&at.to_string(), 10_000 + at)).collect();
+        many.push(workload("small", 1000));
+        let kept = chosen(many);
+        assert_eq!(kept.len(), 128);
+        assert_eq!(kept[0].id.name, "199");
+    }
+
+    #[test]
+    fn names_fit_into_rows() {
+        assert_eq!(fitted("web"), "web");
+        assert_eq!(fitted(""), "-");
+        let long = "ä".repeat(600);
+        assert_eq!(fitted(&long), "ä".repeat(512));
+        assert_eq!(fitted(&format!("x{long}")).len(), 1023);
+    }
+}
