@@ -1,4 +1,6 @@
 # make build    build pagefold and pagefold-lab, in target/release
+# make fleet    build pagefold-fleet, in target/fleet (needs Rust 1.94)
+# make fleet-test  test pagefold-fleet only, with Apache Spark and an object store
 # make demo     show in a minute how pagefold works, on programs that it starts itself
 # make test     run all tests; installs the Debian packages they need
 # make unit     run the unit tests only
@@ -21,11 +23,18 @@
 
 CARGO ?= cargo
 
-.PHONY: build oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install install-files install-program pages \
+.PHONY: build fleet fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install install-files install-program pages \
     deb deb-test tarball
 
 build:
-	$(CARGO) build --release --locked
+	$(CARGO) build --release --locked -p pagefold -p pagefold-lab
+
+fleet:
+	$(CARGO) build --profile fleet --locked -p pagefold-fleet
+
+fleet-test:
+	@scripts/setup fleet
+	PAGEFOLD_NO_SKIP=1 $(CARGO) test --locked -p pagefold-planner -p pagefold-fleet
 
 demo:
 	@scripts/setup demo
