@@ -1,4 +1,6 @@
 # make build    build pagefold and pagefold-lab, in target/release
+# make fleet    build pagefold-fleet, in target/fleet (needs Rust 1.94)
+# make fleet-test  test pagefold-fleet only, with Apache Spark and an object store
 # make demo     show in a minute how pagefold works, on programs that it starts itself
 # make test     run all tests; installs the Debian packages they need
 # make unit     run the unit tests only
@@ -22,12 +24,22 @@
 # make tarball  build target/pagefold-VERSION-x86_64-linux.tar.gz, with a static program that runs on any Linux
 
 CARGO ?= cargo
+# pagefold-fleet contains DataFusion, which takes long to build: fleet-test checks and tests it.
+BESIDE := --workspace --exclude pagefold-fleet
 
-.PHONY: build oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb xen-quick xen-long xen-cost dkms install install-files install-program pages \
+.PHONY: build fleet fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb xen-quick xen-long xen-cost dkms install install-files install-program pages \
     deb deb-test tarball
 
 build:
-	$(CARGO) build --release --locked
+	$(CARGO) build --release --locked -p pagefold -p pagefold-lab
+
+fleet:
+	$(CARGO) build --profile fleet --locked -p pagefold-fleet
+
+fleet-test:
+	@scripts/setup fleet
+	$(CARGO) clippy -p pagefold-fleet --all-targets --locked -- -D warnings
+	PAGEFOLD_NO_SKIP=1 $(CARGO) test --locked -p pagefold-planner -p pagefold-fleet
 
 demo:
 	@scripts/setup demo
@@ -44,20 +56,20 @@ TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_LONG),$(basename $(notdir
 
 test:
 	@scripts/setup test
-	$(CARGO) build --workspace --bins --locked
-	$(CARGO) test --workspace --locked --no-run
+	$(CARGO) build $(BESIDE) --bins --locked
+	$(CARGO) test $(BESIDE) --locked --no-run
 	@$(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
 
 run-tests-with-ksm:
-	$(CARGO) test --workspace --locked $(TESTS_WITH_KSM:%=--test %)
+	$(CARGO) test $(BESIDE) --locked $(TESTS_WITH_KSM:%=--test %)
 
 run-tests-beside:
-	nice $(CARGO) test --workspace --locked $(TESTS_LONG:%=--test %)
-	nice $(CARGO) test --workspace --locked --lib --bins $(TESTS_BESIDE:%=--test %)
-	nice $(CARGO) test --workspace --locked --doc
+	nice $(CARGO) test $(BESIDE) --locked $(TESTS_LONG:%=--test %)
+	nice $(CARGO) test $(BESIDE) --locked --lib --bins $(TESTS_BESIDE:%=--test %)
+	nice $(CARGO) test $(BESIDE) --locked --doc
 
 unit:
-	$(CARGO) test --workspace --locked --lib
+	$(CARGO) test $(BESIDE) --locked --lib
 
 soak:
 	@scripts/setup test
@@ -72,7 +84,7 @@ attack:
 
 lint:
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	$(CARGO) clippy $(BESIDE) --all-targets --locked -- -D warnings
 	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --locked cargo-deny@0.18.3
 	$(CARGO) deny --log-level error check licenses bans sources
 

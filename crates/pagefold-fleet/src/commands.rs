@@ -1,0 +1,53 @@
+//! The command line: a module for each subcommand.
+
+mod plan;
+mod report;
+mod sketches;
+mod verify;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Reports what the hosts of a fleet hold in common, and plans which workloads to put together. Moves nothing itself.
+#[derive(Parser)]
+#[command(name = "pagefold-fleet", version, propagate_version = true, max_term_width = 100)]
+#[command(after_help = "Exit codes: 0 success, 1 failure, 2 usage, 5 no usable sketch.")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Show what hosts and pairs of workloads have in common, what is saved, and what could be
+    Report(report::ReportArgs),
+    /// Plan which workloads to put together or apart
+    Plan(plan::PlanArgs),
+    /// Compare a plan's promise with what hosts saved afterwards
+    Verify(verify::VerifyArgs),
+}
+
+/// The command line.
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    let cli = match pagefold_cli::parse::<Cli>() {
+        Ok(cli) => cli,
+        Err(code) => return code,
+    };
+    let run = async {
+        match &cli.command {
+            Command::Report(args) => report::run(args).await,
+            Command::Plan(args) => plan::run(args).await,
+            Command::Verify(args) => verify::run(args).await,
+        }
+    };
+    let result = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime.block_on(run),
+        Err(error) => Err(anyhow::anyhow!("cannot start threads: {error}; raise the limit of threads")),
+    };
+    pagefold_cli::finish("pagefold-fleet", result)
+}

@@ -1,0 +1,179 @@
+//! The theta functions of Apache Spark's SQL, for DataFusion: the same names, arguments and results.
+//!
+//! Sketches in files were checked before, but a file can be replaced between the check and the query: what is no sketch
+//! gives null, as it would in a query on a damaged column.
+
+use datafusion::arrow::array::{Array, ArrayRef, BinaryArray, BinaryBuilder, Int64Array, Int64Builder, ListBuilder};
+use datafusion::arrow::datatypes::{DataType, Field};
+use datafusion::common::cast::{as_binary_array, as_int64_array};
+use datafusion::error::{DataFusionError, Result};
+use datafusion::execution::context::SessionContext;
+use datafusion::logical_expr::{Accumulator, ColumnarValue, Volatility, create_udaf, create_udf};
+use datafusion::scalar::ScalarValue;
+use datasketches::theta::{CompactThetaSketch, ThetaIntersection, ThetaUnion, ThetaUnionBuilder};
+use pagefold_core::units::whole;
+use std::sync::Arc;
+
+/// The sizes that Spark permits, as logarithms.
+const LG_SIZES: std::ops::RangeInclusive<i64> = 4..=26;
+/// The longest sketch that these functions make: 2^12 contents and a preamble. A longer one comes from elsewhere.
+const SKETCH_BYTES: usize = (8 << 12) + 24;
+
+/// A function: its name, the types of its arguments and of its result.
+type Scalar = (&'static str, Vec<DataType>, DataType, fn(&[ArrayRef]) -> Result<ArrayRef>);
+
+/// Makes the functions known to a session.
+pub fn register(session: &SessionContext) {
+    use DataType::{Binary, Int64};
+    let hashes = DataType::List(Arc::new(Field::new_list_field(Int64, true)));
+    let scalars: [Scalar; 5] = [
+        ("length", vec![Binary], Int64, length),
+        ("theta_sketch_estimate", vec![Binary], Int64, estimate),
+        ("theta_union", vec![Binary, Binary, Int64], Binary, union),
+        ("theta_intersection", vec![Binary, Binary], Binary, intersection),
+        ("theta_lowest", vec![Binary, Int64], hashes, lowest),
+    ];
+    for (name, arguments, result, function) in scalars {
+        let call = move |arguments: &[ColumnarValue]| {
+            let arrays = ColumnarValue::values_to_arrays(arguments)?;
+            function(&arrays).map(ColumnarValue::Array)
+        };
+        session.register_udf(create_udf(name, arguments, result, Volatility::Immutable, Arc::new(call)));
+    }
+    session.register_udaf(create_udaf(
+        "theta_union_agg",
+        vec![Binary, Int64],
+        Arc::new(Binary),
+        Volatility::Immutable,
+        Arc::new(|_| Ok(Box::new(Union::default()) as Box<dyn Accumulator>)),
+        // The union so far, and its size.
+        Arc::new(vec![Binary, Int64]),
+    ));
+}
+
+fn sketch(bytes: &[u8]) -> Option<CompactThetaSketch> {
+    (bytes.len() <= SKETCH_BYTES).then(|| CompactThetaSketch::deserialize(bytes).ok()).flatten()
+}
+
+fn sketch_at(array: &BinaryArray, row: usize) -> Option<CompactThetaSketch> {
+    array.is_valid(row).then(|| sketch(array.value(row))).flatten()
+}
+
+fn size_at(array: &Int64Array, row: usize) -> Result<u8> {
+    let lg = if array.is_valid(row) { array.value(row) } else { -1 };
+    let size = u8::try_from(lg).ok().filter(|_| LG_SIZES.contains(&lg));
+    size.ok_or_else(|| DataFusionError::Execution(format!("the size of a sketch is 2^4 to 2^26, not 2^{lg}")))
+}
+
+fn new_union(lg: u8) -> Result<ThetaUnion> {
+    ThetaUnionBuilder::default().lg_k(lg).build().map_err(|error| DataFusionError::Execution(error.to_string()))
+}
+
+fn length(arguments: &[ArrayRef]) -> Result<ArrayRef> {
+    let array = as_binary_array(&arguments[0])?;
+    let lengths = array.iter().map(|bytes| bytes.and_then(|bytes| i64::try_from(bytes.len()).ok()));
+    Ok(Arc::new(lengths.collect::<Int64Array>()))
+}
+
+/// Rounded to a whole number, as in Spark.
+fn estimate(arguments: &[ArrayRef]) -> Result<ArrayRef> {
+    let array = as_binary_array(&arguments[0])?;
+    let estimates = array.iter().map(|bytes| {
+        let estimate = whole(sketch(bytes?)?.estimate().round());
+        Some(i64::try_from(estimate).unwrap_or(i64::MAX))
+    });
+    Ok(Arc::new(estimates.collect::<Int64Array>()))
+}
+
+fn union(arguments: &[ArrayRef]) -> Result<ArrayRef> {
+    let (a, b) = (as_binary_array(&arguments[0])?, as_binary_array(&arguments[1])?);
+    let sizes = as_int64_array(&arguments[2])?;
+    let mut unions = BinaryBuilder::new();
+    for row in 0..a.len() {
+        let mut union = new_union(size_at(sizes, row)?)?;
+        let united = sketch_at(a, row).zip(sketch_at(b, row)).and_then(|(a, b)| {
+            union.update(&a).and_then(|()| union.update(&b)).ok()?;
+            Some(union.to_sketch(true).serialize())
+        });
+        unions.append_option(united);
+    }
+    Ok(Arc::new(unions.finish()))
+}
+
+fn intersection(arguments: &[ArrayRef]) -> Result<ArrayRef> {
+    let (a, b) = (as_binary_array(&arguments[0])?, as_binary_array(&arguments[1])?);
+    let mut intersections = BinaryBuilder::new();
+    for row in 0..a.len() {
+        let common = sketch_at(a, row).zip(sketch_at(b, row)).and_then(|(a, b)| {
+            let mut both = ThetaIntersection::default();
+            both.update(&a).and_then(|()| both.update(&b)).ok()?;
+            both.to_sketch(true).map(|common| common.serialize())
+        });
+        intersections.append_option(common);
+    }
+    Ok(Arc::new(intersections.finish()))
+}
+
+/// The lowest hashes of a sketch. Spark has no such function: its job cuts them out of the serialised form.
+fn lowest(arguments: &[ArrayRef]) -> Result<ArrayRef> {
+    let (array, numbers) = (as_binary_array(&arguments[0])?, as_int64_array(&arguments[1])?);
+    let mut lists = ListBuilder::new(Int64Builder::new());
+    for row in 0..array.len() {
+        let most = usize::try_from(numbers.value(row)).unwrap_or(0);
+        if let Some(sketch) = sketch_at(array, row) {
+            let mut hashes: Vec<i64> = sketch.iter().map(|entry| entry.hash().cast_signed()).collect();
+            hashes.sort_unstable();
+            hashes.truncate(most);
+            lists.values().append_slice(&hashes);
+        }
+        lists.append(true);
+    }
+    Ok(Arc::new(lists.finish()))
+}
+
+/// The union of a group's sketches.
+#[derive(Debug, Default)]
+struct Union {
+    union: Option<(u8, ThetaUnion)>,
+}
+
+impl Union {
+    fn bytes(&self) -> Option<Vec<u8>> {
+        self.union.as_ref().map(|(_, union)| union.to_sketch(true).serialize())
+    }
+}
+
+impl Accumulator for Union {
+    fn update_batch(&mut self, values: &[ArrayRef]) -> Result<()> {
+        let (sketches, sizes) = (as_binary_array(&values[0])?, as_int64_array(&values[1])?);
+        for row in 0..sketches.len() {
+            let Some(sketch) = sketch_at(sketches, row) else { continue };
+            let (_, union) = match &mut self.union {
+                Some(union) => union,
+                none => {
+                    let lg = size_at(sizes, row)?;
+                    none.insert((lg, new_union(lg)?))
+                }
+            };
+            union.update(&sketch).map_err(|error| DataFusionError::Execution(error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    fn merge_batch(&mut self, states: &[ArrayRef]) -> Result<()> {
+        self.update_batch(states)
+    }
+
+    fn state(&mut self) -> Result<Vec<ScalarValue>> {
+        let lg = self.union.as_ref().map(|(lg, _)| i64::from(*lg));
+        Ok(vec![ScalarValue::Binary(self.bytes()), ScalarValue::Int64(lg)])
+    }
+
+    fn evaluate(&mut self) -> Result<ScalarValue> {
+        Ok(ScalarValue::Binary(self.bytes()))
+    }
+
+    fn size(&self) -> usize {
+        size_of_val(self) + self.union.as_ref().map_or(0, |(_, union)| union.estimated_size())
+    }
+}

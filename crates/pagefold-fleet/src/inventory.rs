@@ -1,0 +1,198 @@
+//! Which files of sketches count: the newest of each host, under the fleet's key, of about now. Others are named, with
+//! the reason, and left out.
+
+use humantime::format_duration;
+use pagefold_sketch::KeyId;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::time::Duration;
+use url::Url;
+
+/// A clock that is this much ahead of this machine's is wrong.
+const AHEAD: Duration = Duration::from_mins(5);
+
+/// What a file says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    pub host: String,
+    pub key: KeyId,
+    /// Microseconds since 1970.
+    pub time_us: u64,
+    pub workloads: usize,
+}
+
+/// A file, and what it is or what is wrong with it.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    pub file: Url,
+    pub header: Result<Header, String>,
+}
+
+/// Which files are wanted.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// The key; if none is given, that of most hosts.
+    pub key: Option<KeyId>,
+    /// Now, microseconds since 1970.
+    pub now_us: u64,
+    /// The age from which a host counts as gone.
+    pub max_age: Duration,
+}
+
+/// A file that does not count.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LeftOut {
+    pub file: String,
+    pub host: Option<String>,
+    /// A clause that continues a sentence about the file.
+    pub why: String,
+}
+
+/// The files that count, and the others.
+#[derive(Clone, Debug, Default)]
+pub struct Inventory {
+    pub chosen: Vec<(Url, Header)>,
+    pub left_out: Vec<LeftOut>,
+    /// Files of hosts that have a newer one.
+    pub older: usize,
+}
+
+impl Inventory {
+    pub fn of(seen: Vec<Seen>, terms: Terms) -> Self {
+        let mut inventory = Self::default();
+        let mut by_host: BTreeMap<String, Vec<(Url, Header)>> = BTreeMap::new();
+        let key = terms.key.or_else(|| most_common_key(&seen));
+        for Seen { file, header } in seen {
+            match header {
+                Ok(header) => match wrong(&header, key, terms) {
+                    Some(why) => inventory.leave_out(&file, Some(header.host), why),
+                    None => by_host.entry(header.host.clone()).or_default().push((file, header)),
+                },
+                Err(why) => inventory.leave_out(&file, None, why),
+            }
+        }
+        for (host, mut files) in by_host {
+            // The first of two of the same time, which are copies.
+            files.sort_by(|(a, of_a), (b, of_b)| (of_b.time_us, a).cmp(&(of_a.time_us, b)));
+            inventory.older += files.len() - 1;
+            let (file, header) = files.swap_remove(0);
+            let age = Duration::from_micros(terms.now_us.saturating_sub(header.time_us));
+            if age > terms.max_age {
+                let why = format!("is {} old: the host is gone, or writes no sketches", rounded(age));
+                inventory.leave_out(&file, Some(host), why);
+            } else {
+                inventory.chosen.push((file, header));
+            }
+        }
+        inventory
+    }
+
+    fn leave_out(&mut self, file: &Url, host: Option<String>, why: String) {
+        self.left_out.push(LeftOut { file: name(file), host, why });
+    }
+
+    pub fn key(&self) -> Option<KeyId> {
+        self.chosen.first().map(|(_, header)| header.key)
+    }
+
+    pub fn workloads(&self) -> usize {
+        self.chosen.iter().map(|(_, header)| header.workloads).sum()
+    }
+}
+
+/// Why a file does not count by itself.
+fn wrong(header: &Header, key: Option<KeyId>, terms: Terms) -> Option<String> {
+    let ahead = Duration::from_micros(header.time_us.saturating_sub(terms.now_us));
+    match key {
+        Some(key) if key != header.key => Some(format!("was made under the key {}, not {key}", header.key)),
+        _ if ahead > AHEAD => Some(format!("is {} ahead: its host's clock is wrong", rounded(ahead))),
+        _ => None,
+    }
+}
+
+/// The key of most files; of equally many, the lower one.
+fn most_common_key(seen: &[Seen]) -> Option<KeyId> {
+    let mut files: BTreeMap<KeyId, usize> = BTreeMap::new();
+    for header in seen.iter().filter_map(|seen| seen.header.as_ref().ok()) {
+        *files.entry(header.key).or_default() += 1;
+    }
+    files.into_iter().rev().max_by_key(|(_, files)| *files).map(|(key, _)| key)
+}
+
+fn rounded(time: Duration) -> impl std::fmt::Display {
+    format_duration(Duration::from_secs(time.as_secs()))
+}
+
+/// A path for a local file, otherwise the URL.
+fn name(file: &Url) -> String {
+    let path = (file.scheme() == "file").then(|| file.to_file_path().ok()).flatten();
+    path.map_or_else(|| file.to_string(), |path| path.display().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOUR_US: u64 = 3_600_000_000;
+    const NOW_US: u64 = 1_000_000 * HOUR_US;
+
+    fn seen(file: &str, host: &str, key: u8, time_us: u64) -> Seen {
+        let key = KeyId::parse(&format!("{key:016x}")).unwrap();
+        let header = Header { host: host.into(), key, time_us, workloads: 2 };
+        Seen { file: Url::parse(&format!("file:///s/{file}.parquet")).unwrap(), header: Ok(header) }
+    }
+
+    fn inventory(seen: Vec<Seen>, key: Option<u8>) -> (Vec<String>, Vec<(String, String)>, usize) {
+        let key = key.map(|key| KeyId::parse(&format!("{key:016x}")).unwrap());
+        let terms = Terms { key, now_us: NOW_US, max_age: Duration::from_hours(24) };
+        let inventory = Inventory::of(seen, terms);
+        let left_out = inventory.left_out.into_iter().map(|left| (left.file, left.why)).collect();
+        (inventory.chosen.iter().map(|(file, _)| name(file)).collect(), left_out, inventory.older)
+    }
+
+    #[test]
+    fn the_newest_file_of_a_host_counts() {
+        let files = vec![
+            seen("a1", "a", 1, NOW_US - 3 * HOUR_US),
+            seen("b", "b", 1, NOW_US),
+            seen("a2", "a", 1, NOW_US - HOUR_US),
+            seen("a2-copy", "a", 1, NOW_US - HOUR_US),
+        ];
+        assert_eq!(inventory(files, None), (vec!["/s/a2.parquet".into(), "/s/b.parquet".into()], vec![], 2));
+    }
+
+    #[test]
+    fn files_that_do_not_count_are_named() {
+        let broken = Seen { file: Url::parse("s3://bucket/x.parquet").unwrap(), header: Err("is cut off".into()) };
+        let files = vec![
+            seen("a", "a", 1, NOW_US),
+            seen("b", "b", 1, NOW_US + HOUR_US / 60),
+            seen("ahead", "c", 1, NOW_US + HOUR_US),
+            seen("gone", "d", 1, NOW_US - 50 * HOUR_US),
+            seen("other", "e", 2, NOW_US),
+            broken,
+        ];
+        let (chosen, left_out, _) = inventory(files, None);
+        assert_eq!(chosen, ["/s/a.parquet", "/s/b.parquet"]);
+        let expected = [
+            ("/s/ahead.parquet", "is 1h ahead: its host's clock is wrong"),
+            ("/s/other.parquet", "was made under the key 0000000000000002, not 0000000000000001"),
+            ("s3://bucket/x.parquet", "is cut off"),
+            ("/s/gone.parquet", "is 2days 2h old: the host is gone, or writes no sketches"),
+        ];
+        assert_eq!(left_out, expected.map(|(file, why)| (file.to_owned(), why.to_owned())));
+    }
+
+    #[test]
+    fn the_key_can_be_named() {
+        let files = vec![seen("a", "a", 1, NOW_US), seen("b", "b", 1, NOW_US), seen("c", "c", 2, NOW_US)];
+        assert_eq!(inventory(files, Some(2)).0, ["/s/c.parquet"]);
+    }
+
+    #[test]
+    fn a_clock_that_is_ahead_hides_no_good_file() {
+        let files = vec![seen("old", "a", 1, NOW_US - HOUR_US), seen("ahead", "a", 1, NOW_US + HOUR_US)];
+        let (chosen, left_out, older) = inventory(files, None);
+        assert_eq!((chosen, left_out.len(), older), (vec!["/s/old.parquet".into()], 1, 0));
+    }
+}

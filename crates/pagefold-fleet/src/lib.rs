@@ -1,0 +1,27 @@
+//! Reports what the hosts of a fleet hold in common, and plans which workloads to put together. It moves nothing itself.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | [`sources`] | directories and object stores: listing and reading files of sketches |
+//! | [`inventory`] | which of these files count, and why others do not |
+//! | [`engine`], [`functions`], [`queries`] | Apache DataFusion, the theta functions that it lacks, the SQL that Apache Spark runs too |
+//! | [`report`] | what hosts and pairs of workloads have in common |
+//! | [`rules`] | what the operator rules: together, apart, pinned |
+//! | [`fleet`] | the planner's fleet, made of samples and rules |
+//! | [`plan`] | the plan as a document: JSON, text, labels for Kubernetes, tags for Proxmox VE |
+//! | [`verify`] | a plan's promise beside what hosts saved afterwards |
+//! | [`commands`] | the command line |
+#![forbid(unsafe_code)]
+#![allow(missing_docs, reason = "the library of one program: items are documented where their names do not suffice")]
+
+pub mod commands;
+pub mod engine;
+pub mod fleet;
+pub mod functions;
+pub mod inventory;
+pub mod plan;
+pub mod queries;
+pub mod report;
+pub mod rules;
+pub mod sources;
+pub mod verify;

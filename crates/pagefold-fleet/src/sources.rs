@@ -1,0 +1,133 @@
+//! Directories and object stores with files of sketches.
+//!
+//! All are read through DataFusion's own `object_store`: local directories, and S3 with the settings of its usual
+//! environment variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...).
+
+use crate::inventory::{Header, Seen};
+use futures::{StreamExt, TryStreamExt, stream};
+use object_store::aws::AmazonS3Builder;
+use object_store::local::LocalFileSystem;
+use object_store::path::Path as ObjectPath;
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
+use pagefold_sketch::file::FILE_BYTES;
+use std::path::Path;
+use std::sync::Arc;
+use thiserror::Error;
+use url::Url;
+
+/// Files that are read at a time. Each may take three times its length.
+const AT_A_TIME: usize = 2;
+/// What files of sketches are called. One that is being written has another name.
+const EXTENSION: &str = ".parquet";
+
+/// A place with files.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// The store, as DataFusion knows it.
+    pub root: Url,
+    pub store: Arc<dyn ObjectStore>,
+    prefix: ObjectPath,
+}
+
+/// A place that cannot be used. Each is one line: what failed and why; what to do.
+#[derive(Debug, Error)]
+pub enum SourceError {
+    #[error("cannot read {place}: {source}; check the path and its permissions")]
+    Path { place: String, source: std::io::Error },
+    #[error("{place} is not a URL ({why}); give a directory or s3://BUCKET/PREFIX")]
+    Url { place: String, why: String },
+    #[error("cannot open {place}: {why}; check the address, and AWS_* in the environment")]
+    Store { place: String, why: String },
+    #[error("cannot list {place}: {why}; check the address, the permissions and AWS_* in the environment")]
+    List { place: String, why: String },
+}
+
+impl Source {
+    /// Opens a directory, a file or a URL.
+    pub fn open(place: &str) -> Result<Self, SourceError> {
+        let url = if place.contains("://") {
+            Url::parse(place).map_err(|error| SourceError::Url { place: place.into(), why: error.to_string() })?
+        } else {
+            let failed = |source| SourceError::Path { place: place.into(), source };
+            let path = Path::new(place).canonicalize().map_err(failed)?;
+            let url = if path.is_dir() { Url::from_directory_path(&path) } else { Url::from_file_path(&path) };
+            url.map_err(|()| SourceError::Url { place: place.into(), why: "it has no absolute path".into() })?
+        };
+        let opened = |why: &dyn std::fmt::Display| SourceError::Store { place: place.into(), why: one_line(why) };
+        let prefix = ObjectPath::from_url_path(url.path()).map_err(|error| opened(&error))?;
+        let store: Arc<dyn ObjectStore> = match url.scheme() {
+            "file" => Arc::new(LocalFileSystem::new()),
+            "s3" => Arc::new(AmazonS3Builder::from_env().with_url(place).build().map_err(|error| opened(&error))?),
+            other => {
+                let why = format!("its scheme is {other}");
+                return Err(SourceError::Url { place: place.into(), why });
+            }
+        };
+        let mut root = url;
+        root.set_path("");
+        root.set_query(None);
+        Ok(Self { root, store, prefix })
+    }
+
+    /// The files, by name.
+    async fn files(&self) -> Result<Vec<ObjectMeta>, SourceError> {
+        let failed = |why: String| SourceError::List { place: format!("{}/{}", self.root, self.prefix), why };
+        let listed = self.store.list(Some(&self.prefix)).try_collect::<Vec<_>>().await;
+        let mut files = match listed {
+            // A single file is not listed below its own name.
+            Ok(files) if files.is_empty() => self.store.head(&self.prefix).await.into_iter().collect(),
+            Ok(files) => files,
+            Err(error) => return Err(failed(one_line(&error))),
+        };
+        files.retain(|file| file.location.as_ref().ends_with(EXTENSION));
+        files.sort_by(|a, b| a.location.cmp(&b.location));
+        Ok(files)
+    }
+
+    fn url_of(&self, location: &ObjectPath) -> Url {
+        let mut url = self.root.clone();
+        // Encodes whatever a name has that a URL cannot have.
+        if let Ok(mut path) = url.path_segments_mut() {
+            path.clear().extend(location.parts());
+        }
+        url
+    }
+
+    /// Reads and checks one file.
+    async fn look_at(&self, file: &ObjectMeta) -> Result<Header, String> {
+        if file.size > FILE_BYTES {
+            return Err(format!("has {} bytes, more than the {FILE_BYTES} of one host", file.size));
+        }
+        let bytes = async { self.store.get(&file.location).await?.bytes().await };
+        let bytes = bytes.await.map_err(|error| format!("cannot be read: {}", one_line(&error)))?;
+        // Decoding takes time: not on a thread that waits for others.
+        let read = tokio::task::spawn_blocking(move || pagefold_sketch::read(bytes.into())).await;
+        let read = read.map_err(|_| "cannot be decoded".to_owned())?.map_err(|error| error.to_string())?;
+        let first = read.rows.first().ok_or("has no workload")?;
+        Ok(Header { host: first.host.clone(), key: first.key, time_us: read.time_us(), workloads: read.rows.len() })
+    }
+}
+
+/// Reads and checks all files of some places. `show` is told how many of how many are done.
+pub async fn survey(sources: &[Source], show: &(dyn Fn(usize, usize) + Sync)) -> Result<Vec<Seen>, SourceError> {
+    let mut files = Vec::new();
+    for source in sources {
+        files.extend(source.files().await?.into_iter().map(|file| (source, file)));
+    }
+    let all = files.len();
+    let looked = stream::iter(files).map(async |(source, file)| {
+        let header = source.look_at(&file).await;
+        Seen { file: source.url_of(&file.location), header }
+    });
+    let mut seen = Vec::with_capacity(all);
+    let mut looked = std::pin::pin!(looked.buffered(AT_A_TIME));
+    while let Some(file) = looked.next().await {
+        seen.push(file);
+        show(seen.len(), all);
+    }
+    Ok(seen)
+}
+
+fn one_line(error: &dyn std::fmt::Display) -> String {
+    error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
+}

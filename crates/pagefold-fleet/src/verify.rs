@@ -1,0 +1,104 @@
+//! A plan's promise beside what hosts saved afterwards.
+
+use crate::fleet::Workloads;
+use crate::inventory::{Inventory, LeftOut};
+use crate::plan::Document;
+use crate::report::write_left_out;
+use pagefold_cli::style::{human, percent};
+use pagefold_cli::table::Table;
+use pagefold_core::units::{count, index};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// `pagefold.fleet.verify/1`.
+pub const SCHEMA: &str = "pagefold.fleet.verify/1";
+
+/// The comparison as JSON. Sizes are in bytes.
+#[derive(Clone, Debug, Serialize)]
+pub struct Verification {
+    pub schema: &'static str,
+    /// Moves of the plan, and those that were made.
+    pub moves: u64,
+    pub made: u64,
+    /// Workloads that were to be moved and are on no host.
+    pub gone: u64,
+    pub hosts: Vec<HostPromise>,
+    pub left_out: Vec<LeftOut>,
+}
+
+/// A host that the plan was to change.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct HostPromise {
+    pub host: String,
+    /// What the host said that it saved when the plan was made.
+    pub before_bytes: u64,
+    /// That, and what the plan was to add.
+    pub promised_bytes: u64,
+    /// What the host says now; none if it has no sketches that count.
+    pub saved_bytes: Option<u64>,
+}
+
+impl Verification {
+    pub fn of(plan: &Document, now: &Workloads, inventory: &Inventory) -> Self {
+        let mut saved: BTreeMap<&str, u64> = now.hosts.iter().map(|host| (host.name.as_str(), 0)).collect();
+        let mut place: BTreeMap<(&str, &str), Vec<&str>> = BTreeMap::new();
+        for workload in &now.workloads {
+            let host = now.hosts[index(workload.host)].name.as_str();
+            *saved.entry(host).or_default() += workload.saved;
+            place.entry((&workload.kind, &workload.name)).or_default().push(host);
+        }
+        // The last move of a workload says where it should be.
+        let mut wanted: BTreeMap<(&str, &str), &str> = BTreeMap::new();
+        for step in plan.steps.iter().flat_map(|step| &step.moves) {
+            wanted.insert((&step.kind, &step.workload), &step.to);
+        }
+        let is_made = |(workload, to): (&(&str, &str), &&str)| place.get(workload).is_some_and(|on| on.contains(to));
+        let hosts = plan.hosts.iter().map(|host| HostPromise {
+            host: host.host.clone(),
+            before_bytes: host.saved_bytes,
+            promised_bytes: host.saved_bytes.saturating_add(host.after.bytes).saturating_sub(host.before.bytes),
+            saved_bytes: saved.get(host.host.as_str()).copied(),
+        });
+        Self {
+            schema: SCHEMA,
+            moves: count(wanted.len()),
+            made: count(wanted.iter().filter(|of| is_made((of.0, of.1))).count()),
+            gone: count(wanted.keys().filter(|workload| !place.contains_key(*workload)).count()),
+            hosts: hosts.collect(),
+            left_out: inventory.left_out.clone(),
+        }
+    }
+}
+
+impl fmt::Display for Verification {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table =
+            Table::new(["HOST", "SAVED THEN", "PROMISED", "SAVED NOW", "OF THE PROMISE"], |column| column > 0);
+        for host in &self.hosts {
+            table.add_row([
+                host.host.clone(),
+                human(host.before_bytes),
+                human(host.promised_bytes),
+                host.saved_bytes.map_or_else(|| "unknown".to_owned(), human),
+                host.saved_bytes.map_or_else(String::new, |saved| percent(saved as f64, host.promised_bytes as f64)),
+            ]);
+        }
+        writeln!(f, "{table}\n")?;
+        let known = || self.hosts.iter().filter_map(|host| Some((host, host.saved_bytes?)));
+        let (promised, saved) =
+            (known().map(|(host, _)| host.promised_bytes).sum::<u64>(), known().map(|(_, saved)| saved).sum::<u64>());
+        writeln!(
+            f,
+            "{} of {} moves were made ({} workloads are gone); {} hosts that are known save {} of the {} promised ({})",
+            self.made,
+            self.moves,
+            self.gone,
+            known().count(),
+            human(saved),
+            human(promised),
+            percent(saved as f64, promised as f64),
+        )?;
+        write_left_out(f, &self.left_out, 0)
+    }
+}

@@ -1,0 +1,14 @@
+//! `pagefold-fleet` on files of sketches.
+
+#[path = "fleet/files.rs"]
+mod files;
+#[path = "fleet/hostile.rs"]
+mod hostile;
+#[path = "fleet/plan.rs"]
+mod plan;
+#[path = "fleet/report.rs"]
+mod report;
+#[path = "fleet/s3.rs"]
+mod s3;
+#[path = "fleet/spark.rs"]
+mod spark;

@@ -1,0 +1,104 @@
+//! Files that do not count are named and left out; bad input ends with one line.
+
+use crate::files::{NOW, NOW_US, bytes, fails, fleet, json, key, row, two_kinds, write};
+use pagefold_sketch::Row;
+use std::collections::BTreeMap;
+
+const HOUR_US: u64 = 3_600_000_000;
+
+#[test]
+fn what_does_not_count_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    two_kinds(dir.path());
+    let clean = json("report", dir.path(), &[]);
+    let put = |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).unwrap();
+    let good = bytes("x", &[row("w", &[0..9000])]);
+    put("half.parquet", &good[..good.len() / 2]);
+    put("empty.parquet", b"");
+    put("text.parquet", b"not a table");
+    put(".being-written.parquet.tmp", &good[..100]);
+    let mut damaged = good.clone();
+    damaged[2000] ^= 1;
+    put("damaged.parquet", &damaged);
+    let at = |time_us: u64| [Row { time_us, since_us: time_us, ..row("w", &[0..9000]) }];
+    write(dir.path(), "ahead", &at(NOW_US + HOUR_US));
+    write(dir.path(), "gone", &at(NOW_US - 100 * HOUR_US));
+    put("host-0-old.parquet", &bytes("host-0", &at(NOW_US - HOUR_US)));
+    write(dir.path(), "other-key", &[Row { key: key(2), ..row("w", &[0..9000]) }]);
+    write(dir.path(), "nothing", &[]);
+    std::fs::create_dir(dir.path().join("directory.parquet")).unwrap();
+    std::os::unix::fs::symlink("/dev/zero", dir.path().join("zero.parquet")).unwrap();
+    std::os::unix::fs::symlink("nowhere", dir.path().join("dangling.parquet")).unwrap();
+    let report = json("report", dir.path(), &[]);
+    assert_eq!((&report["hosts"], &report["pairs"]), (&clean["hosts"], &clean["pairs"]));
+    assert_eq!(report["older_files"], 1);
+    let left_out: BTreeMap<String, String> = report["left_out"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|left| {
+            let file = left["file"].as_str().unwrap().rsplit('/').next().unwrap();
+            (file.trim_end_matches(".parquet").to_owned(), left["why"].as_str().unwrap().to_owned())
+        })
+        .collect();
+    for (name, why) in [
+        ("half", "is cut off"),
+        ("empty", "is not a Parquet file"),
+        ("text", "is not a Parquet file"),
+        ("damaged", "checksum"),
+        ("ahead", "clock is wrong"),
+        ("gone", "host is gone"),
+        ("other-key", "was made under the key"),
+        ("nothing", "has no workload"),
+    ] {
+        assert!(left_out.get(name).is_some_and(|found| found.contains(why)), "{name}: {left_out:?}");
+    }
+    assert_eq!(left_out.len(), 8, "{left_out:?}");
+    // The key can be named.
+    let other = json("report", dir.path(), &["--key", &key(2).to_string()]);
+    assert_eq!(other["hosts"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn names_of_hosts_are_only_names() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["a b", "[x]", "*", "%41", "ö?#", "..x"] {
+        write(dir.path(), name, &[row("w'; DROP TABLE sketches; --", &[0..100])]);
+    }
+    let report = json("report", dir.path(), &[]);
+    assert_eq!(report["hosts"].as_array().unwrap().len(), 6, "{report}");
+    assert_eq!(report["pairs"].as_array().unwrap().len(), 15);
+    assert_eq!(report["left_out"].as_array().unwrap().len(), 0, "{report}");
+}
+
+#[test]
+fn bad_input_ends_with_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let here = dir.path().to_str().unwrap();
+    let run = |arguments: &[&str]| fleet(arguments).output().unwrap();
+    assert!(fails(&run(&["report", here]), 5).contains("no usable sketch"));
+    std::fs::write(dir.path().join("x.parquet"), b"PAR1").unwrap();
+    assert!(fails(&run(&["plan", here]), 5).contains("is cut off"));
+    assert!(fails(&run(&["report", "/nowhere"]), 1).contains("cannot read /nowhere"));
+    assert!(fails(&run(&["report", "ftp://x/y"]), 1).contains("scheme"));
+    assert!(fails(&run(&["report", "s3://"]), 1).contains("s3"));
+    for arguments in [
+        &["report"][..],
+        &["report", here, "--key", "1"],
+        &["report", here, "--max-age", "soon"],
+        &["report", here, "--pairs", "-1"],
+        &["plan", here, "--memory", "101"],
+        &["plan", here, "--json", "--proxmox"],
+        &["verify", here],
+        &["move"],
+    ] {
+        let output = run(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+    }
+    two_kinds(dir.path());
+    let rules = dir.path().join("rules");
+    std::fs::write(&rules, vec![b'#'; 2 << 20]).unwrap();
+    assert!(fails(&run(&["plan", here, "--at", NOW, "--rules", rules.to_str().unwrap()]), 2).contains("bytes"));
+    let output = run(&["plan", here, "--at", NOW, "--rules", "/dev/zero"]);
+    fails(&output, output.status.code().unwrap());
+}

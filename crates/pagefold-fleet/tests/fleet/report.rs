@@ -1,0 +1,63 @@
+use crate::files::{MIB, NOW, fleet, json, row, text, two_kinds, write};
+use serde_json::Value;
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap()
+}
+
+#[test]
+fn hosts_and_pairs_are_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    two_kinds(dir.path());
+    let report = json("report", dir.path(), &[]);
+    assert_eq!(report["schema"], "pagefold.fleet.report/1");
+    let host = &report["hosts"][0];
+    assert_eq!((host["host"].as_str(), host["workloads"].as_u64()), (Some("host-0"), Some(3)));
+    assert_eq!(host["saved_bytes"].as_u64(), Some(3 * MIB));
+    assert_eq!((host["within_bytes"].as_u64(), host["take_back_bytes"].as_u64()), (Some(MIB), Some(2 * MIB)));
+    // Nothing of one host is in two workloads of one domain.
+    assert!(number(&host["across_bytes"]) <= number(&host["across_error_bytes"]), "{host}");
+    let pairs = report["pairs"].as_array().unwrap();
+    assert!(
+        pairs.iter().all(|pair| pair["domain"] == "default" || pair["workload"].as_str().unwrap().starts_with("alien"))
+    );
+    let web = pairs.iter().find(|pair| pair["workload"] == "web-0-0").unwrap();
+    assert_eq!((&web["other_workload"], &web["other_host"]), (&Value::from("web-1-0"), &Value::from("host-1")));
+    let exact = 20_000.0 * 4096.0;
+    assert!(number(&web["low_bytes"]) <= exact && exact <= number(&web["high_bytes"]), "{web}");
+    assert!((number(&web["common_bytes"]) / exact - 1.0).abs() < 0.06, "{web}");
+    // Pairs by what they have in common, and none that has nothing.
+    assert_eq!(pairs.len(), 3, "{pairs:?}");
+}
+
+#[test]
+fn what_a_host_could_save_is_within_the_error() {
+    let dir = tempfile::tempdir().unwrap();
+    // Ten workloads that hold the same 30,000 pages and 10,000 of their own.
+    let own = |number: u64| 1_000_000 * number..1_000_000 * number + 10_000;
+    let rows: Vec<_> = (1..=10).map(|number| row(&format!("w{number}"), &[0..30_000, own(number)])).collect();
+    write(dir.path(), "one", &rows);
+    let report = json("report", dir.path(), &["--pairs", "45"]);
+    let host = &report["hosts"][0];
+    let exact = 9.0 * 30_000.0 * 4096.0;
+    assert!((number(&host["across_bytes"]) - exact).abs() <= number(&host["across_error_bytes"]), "{host}");
+    assert!(number(&host["across_error_bytes"]) < exact / 10.0, "{host}");
+    let within = |pair: &&Value| {
+        let exact = 30_000.0 * 4096.0;
+        number(&pair["low_bytes"]) <= exact && exact <= number(&pair["high_bytes"])
+    };
+    let pairs = report["pairs"].as_array().unwrap();
+    assert_eq!(pairs.len(), 45);
+    assert!(pairs.iter().filter(within).count() >= 42, "{pairs:?}");
+}
+
+#[test]
+fn text_is_for_people() {
+    let dir = tempfile::tempdir().unwrap();
+    two_kinds(dir.path());
+    let output = fleet(&["report", dir.path().to_str().unwrap(), "--at", NOW]).output().unwrap();
+    let text = text(&output.stdout);
+    for part in ["HOST", "host-1", "3 MiB", "pod web-0-0", "2 hosts, 6 workloads: 6 MiB saved", "OF THE SMALLER"] {
+        assert!(text.contains(part), "{part} is missing in {text}");
+    }
+}

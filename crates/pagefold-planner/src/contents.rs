@@ -1,0 +1,238 @@
+//! Sampled contents, by number.
+//!
+//! A content that a single unit of the fleet holds can be shared with nobody, so only those of two or more are kept: in
+//! most fleets a small part. Numbers ascend with the digests, so a sample at a lower rate is the beginning of one at a
+//! higher rate, and units whose rates differ can be compared.
+
+use crate::fleet::{DIGESTS_END, DOMAIN_BITS, Fleet, Sample, Unit, UnitId};
+use pagefold_core::units::{count, index};
+
+/// The highest level: one content in 2^40 is sampled.
+const LEVELS_END: u8 = 40;
+/// A table of where keys with the same highest bits begin makes a search short.
+const TABLE_BITS: u32 = 20;
+/// The lowest bit of a digest that the table looks at.
+const TABLE_SHIFT: u32 = 63 - TABLE_BITS;
+
+/// What all units hold, of the contents that are held more than once.
+#[derive(Debug)]
+pub struct Contents {
+    /// The numbers of all units' contents, one unit after the other.
+    held: Vec<u32>,
+    /// Where each unit's begin, and the end.
+    starts: Vec<usize>,
+    /// One content in 2^level of a unit was sampled.
+    levels: Vec<u8>,
+    /// The key of each content.
+    keys: Vec<u64>,
+}
+
+impl Contents {
+    /// Numbers the contents of a fleet.
+    pub fn of(fleet: &Fleet) -> Self {
+        let keys = shared_keys(fleet);
+        let table = table(&keys);
+        let (mut held, mut starts, mut levels) = (Vec::new(), vec![0], Vec::new());
+        for unit in &fleet.units {
+            let level = level(unit);
+            let from = held.len();
+            for key in unit_keys(unit, level) {
+                let slot = index_of(key);
+                let among = table[slot]..table[slot + 1];
+                if let Ok(at) = keys[among.clone()].binary_search(&key) {
+                    held.push(u32::try_from(among.start + at).unwrap_or(u32::MAX));
+                }
+            }
+            held[from..].sort_unstable();
+            held.dedup_from(from);
+            starts.push(held.len());
+            levels.push(level);
+        }
+        held.shrink_to_fit();
+        Self { held, starts, levels, keys }
+    }
+
+    /// The contents that a unit holds, ascending.
+    pub fn of_unit(&self, unit: UnitId) -> &[u32] {
+        &self.held[self.starts[unit.index()]..self.starts[unit.index() + 1]]
+    }
+
+    /// One content in 2^level of a unit was sampled.
+    pub fn level(&self, unit: UnitId) -> u8 {
+        self.levels[unit.index()]
+    }
+
+    /// The number of contents.
+    pub fn len(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Whether no two units hold anything in common.
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty()
+    }
+
+    /// Pages that a unit's contents stand for.
+    pub fn pages(&self, unit: UnitId) -> u64 {
+        pages(self.level(unit)) * count(self.of_unit(unit).len())
+    }
+
+    /// The contents of two units in common, and of both together, of those that both would have sampled.
+    pub fn overlap(&self, a: UnitId, b: UnitId) -> (usize, usize) {
+        let end = DIGESTS_END >> self.level(a).max(self.level(b));
+        let below = |unit| {
+            let held = self.of_unit(unit);
+            &held[..held.partition_point(|&content| self.keys[index(content)] < end)]
+        };
+        let (a, b) = (below(a), below(b));
+        let common = common(a, b);
+        (common, a.len() + b.len() - common)
+    }
+}
+
+/// Pages that a content sampled at a level stands for.
+pub(crate) const fn pages(level: u8) -> u64 {
+    1 << level
+}
+
+trait DedupFrom {
+    fn dedup_from(&mut self, from: usize);
+}
+
+impl DedupFrom for Vec<u32> {
+    /// Drops numbers that equal their predecessor, from an index on.
+    fn dedup_from(&mut self, from: usize) {
+        let mut to = from;
+        for at in from..self.len() {
+            if to == from || self[to - 1] != self[at] {
+                self[to] = self[at];
+                to += 1;
+            }
+        }
+        self.truncate(to);
+    }
+}
+
+/// The number of elements that two ascending lists have in common.
+fn common(a: &[u32], b: &[u32]) -> usize {
+    let (mut at_a, mut at_b, mut common) = (0, 0, 0);
+    while at_a < a.len() && at_b < b.len() {
+        let (x, y) = (a[at_a], b[at_b]);
+        common += usize::from(x == y);
+        at_a += usize::from(x <= y);
+        at_b += usize::from(y <= x);
+    }
+    common
+}
+
+/// The lowest level at which all samples of a unit are complete. Rates are rounded down to powers of two, so that few
+/// different ones meet on a host.
+fn level(unit: &Unit) -> u8 {
+    let of_sample =
+        |sample: &Sample| (0..LEVELS_END).find(|&level| DIGESTS_END >> level <= sample.threshold).unwrap_or(LEVELS_END);
+    unit.samples.iter().map(of_sample).max().unwrap_or(0)
+}
+
+/// The keys of a unit's contents, as sampled at a level. One may come twice, if several workloads of the unit hold it.
+fn unit_keys(unit: &Unit, level: u8) -> impl Iterator<Item = u64> {
+    let end = DIGESTS_END >> level;
+    unit.samples.iter().flat_map(move |sample| {
+        let below = sample.digests.iter().filter(move |&&digest| digest < end);
+        below.map(|&digest| key(digest, sample.domain))
+    })
+}
+
+fn key(digest: u64, domain: u32) -> u64 {
+    (digest >> DOMAIN_BITS) << DOMAIN_BITS | u64::from(domain)
+}
+
+/// The keys that at least two units hold, ascending.
+fn shared_keys(fleet: &Fleet) -> Vec<u64> {
+    let all = fleet.units.iter().flat_map(|unit| &unit.samples).map(|sample| sample.digests.len()).sum();
+    let mut keys = Vec::with_capacity(all);
+    let mut of_unit = Vec::new();
+    for unit in &fleet.units {
+        of_unit.extend(unit_keys(unit, level(unit)));
+        // Several workloads of a unit count as one holder.
+        of_unit.sort_unstable();
+        of_unit.dedup();
+        keys.append(&mut of_unit);
+    }
+    keys.sort_unstable();
+    let mut shared: Vec<u64> =
+        keys.chunk_by(|a, b| a == b).filter(|equal| equal.len() > 1).map(|equal| equal[0]).collect();
+    // A number has 32 bits. No fleet that fits into memory has as many.
+    shared.truncate(index(u32::MAX));
+    shared
+}
+
+fn index_of(key: u64) -> usize {
+    usize::try_from(key >> TABLE_SHIFT).unwrap_or(usize::MAX).min((1 << TABLE_BITS) - 1)
+}
+
+/// For each value of the highest bits of a key, where such keys begin; and the end.
+fn table(keys: &[u64]) -> Vec<usize> {
+    let mut table = Vec::with_capacity((1 << TABLE_BITS) + 1);
+    let mut at = 0;
+    for slot in 0..1 << TABLE_BITS {
+        at += keys[at..].iter().take_while(|&&key| index_of(key) < slot).count();
+        table.push(at);
+    }
+    table.push(keys.len());
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::{Host, HostId};
+    use pagefold_core::units::Bytes;
+
+    fn unit(domain: u32, threshold: u64, digests: &[u64]) -> Unit {
+        let samples = vec![Sample { domain, threshold, digests: digests.to_vec() }];
+        let (host, memory) = (HostId(0), Bytes(0));
+        Unit { host, memory, cpu_millicores: 0, workloads: 1, pinned: false, apart: Vec::new(), samples }
+    }
+
+    fn contents(units: Vec<Unit>) -> Contents {
+        Contents::of(&Fleet { hosts: vec![Host { memory: Bytes(0), cpu_millicores: 0 }], units })
+    }
+
+    /// Digests that differ in their highest bits.
+    fn digests(numbers: impl IntoIterator<Item = u64>) -> Vec<u64> {
+        numbers.into_iter().map(|number| number << 40).collect()
+    }
+
+    #[test]
+    fn what_one_unit_alone_holds_is_left_out() {
+        let contents = contents(vec![
+            unit(0, DIGESTS_END, &digests([5, 1, 9])),
+            unit(0, DIGESTS_END, &digests([9, 7, 5])),
+            unit(0, DIGESTS_END, &digests([8])),
+        ]);
+        assert_eq!(contents.len(), 2);
+        assert_eq!([0, 1, 2].map(|id| contents.of_unit(UnitId(id)).to_vec()), [vec![0, 1], vec![0, 1], vec![]]);
+        assert_eq!(contents.overlap(UnitId(0), UnitId(1)), (2, 2));
+        assert_eq!(contents.overlap(UnitId(0), UnitId(2)), (0, 2));
+    }
+
+    #[test]
+    fn equal_contents_of_two_domains_are_two_contents() {
+        let held = digests(1..50);
+        let contents =
+            contents(vec![unit(1, DIGESTS_END, &held), unit(2, DIGESTS_END, &held), unit(1, DIGESTS_END, &held)]);
+        assert_eq!(contents.overlap(UnitId(0), UnitId(1)), (0, 49));
+        assert_eq!(contents.overlap(UnitId(0), UnitId(2)), (49, 49));
+    }
+
+    #[test]
+    fn samples_at_different_rates_are_compared_at_the_lower() {
+        let spread: Vec<u64> = (0..1024).map(|number| number * (DIGESTS_END / 1024)).collect();
+        let low: Vec<u64> = spread.iter().copied().filter(|&digest| digest < DIGESTS_END / 3).collect();
+        let contents = contents(vec![unit(0, DIGESTS_END, &spread), unit(0, DIGESTS_END / 3, &low)]);
+        // A third is rounded down to a quarter.
+        assert_eq!((contents.level(UnitId(0)), contents.level(UnitId(1))), (0, 2));
+        assert_eq!(contents.overlap(UnitId(0), UnitId(1)), (256, 256));
+        assert_eq!(contents.pages(UnitId(1)), 1024);
+    }
+}

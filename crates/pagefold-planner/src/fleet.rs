@@ -1,0 +1,151 @@
+//! Hosts, workloads, samples of their contents, and what the operator rules.
+
+use pagefold_core::units::{Bytes, index};
+use thiserror::Error;
+
+/// Bits of a key that say the trust domain. The others are the highest of the digest: so keys sort as digests do, and
+/// equal contents of two domains have different keys.
+pub(crate) const DOMAIN_BITS: u32 = 20;
+
+/// Digests are below this, as those of a theta sketch are.
+pub const DIGESTS_END: u64 = 1 << 63;
+
+/// The most units on a host.
+pub(crate) const UNITS_PER_HOST: usize = 60_000;
+
+/// A host, by its place in [`Fleet::hosts`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct HostId(pub u32);
+
+/// A unit, by its place in [`Fleet::units`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct UnitId(pub u32);
+
+impl HostId {
+    pub(crate) const fn index(self) -> usize {
+        index(self.0)
+    }
+}
+
+impl UnitId {
+    pub(crate) const fn index(self) -> usize {
+        index(self.0)
+    }
+}
+
+/// A host's limits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Host {
+    /// What its workloads may take, after merging, with what may come back.
+    pub memory: Bytes,
+    /// What its workloads may use, thousandths of a core.
+    pub cpu_millicores: u64,
+}
+
+/// A sample of the contents that a workload holds: all digests below a threshold.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sample {
+    /// The trust domain, by number.
+    pub domain: u32,
+    /// Contents whose digests are below this were sampled: [`DIGESTS_END`] if all were.
+    pub threshold: u64,
+    /// The digests, below the threshold, in any order, each once.
+    pub digests: Vec<u64>,
+}
+
+/// What is moved as one: a workload, or several that must stay together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unit {
+    /// Where it is.
+    pub host: HostId,
+    /// The memory it takes without sharing with others, with what may come back.
+    pub memory: Bytes,
+    /// What it uses, thousandths of a core.
+    pub cpu_millicores: u64,
+    /// The number of workloads in it: each is a move.
+    pub workloads: u32,
+    /// Must stay where it is.
+    pub pinned: bool,
+    /// Groups of which no two may share a host.
+    pub apart: Vec<u32>,
+    /// What its workloads hold.
+    pub samples: Vec<Sample>,
+}
+
+/// Hosts and what runs on them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Fleet {
+    /// The hosts.
+    pub hosts: Vec<Host>,
+    /// What runs on them.
+    pub units: Vec<Unit>,
+}
+
+/// A fleet that cannot be planned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum FleetError {
+    /// There is no such host.
+    #[error("unit {unit} is on host {host}, but there are {hosts} hosts")]
+    NoHost {
+        /// The unit's place.
+        unit: usize,
+        /// Its host.
+        host: u32,
+        /// The number of hosts.
+        hosts: usize,
+    },
+    /// More than a key can tell apart.
+    #[error("there are more than {} trust domains", 1_u32 << DOMAIN_BITS)]
+    Domains,
+    /// More than can be counted.
+    #[error("host {host} has more than {UNITS_PER_HOST} workloads")]
+    Crowded {
+        /// The host's place.
+        host: usize,
+    },
+    /// More than can be numbered.
+    #[error("there are more than {} of them", u32::MAX)]
+    Many,
+}
+
+impl Fleet {
+    /// Checks what the other modules rely on.
+    ///
+    /// # Errors
+    /// The first thing that is wrong.
+    pub fn check(&self) -> Result<(), FleetError> {
+        if u32::try_from(self.hosts.len()).is_err() || u32::try_from(self.units.len()).is_err() {
+            return Err(FleetError::Many);
+        }
+        let mut on = vec![0_usize; self.hosts.len()];
+        for (unit, Unit { host, samples, .. }) in self.units.iter().enumerate() {
+            let hosts = self.hosts.len();
+            *on.get_mut(host.index()).ok_or(FleetError::NoHost { unit, host: host.0, hosts })? += 1;
+            if samples.iter().any(|sample| sample.domain >= 1 << DOMAIN_BITS) {
+                return Err(FleetError::Domains);
+            }
+        }
+        match on.iter().position(|&units| units > UNITS_PER_HOST) {
+            Some(host) => Err(FleetError::Crowded { host }),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn unit(&self, unit: UnitId) -> &Unit {
+        &self.units[unit.index()]
+    }
+
+    pub(crate) fn host(&self, host: HostId) -> &Host {
+        &self.hosts[host.index()]
+    }
+
+    /// All units, by number.
+    pub fn unit_ids(&self) -> impl Iterator<Item = UnitId> + use<> {
+        (0..u32::try_from(self.units.len()).unwrap_or(u32::MAX)).map(UnitId)
+    }
+
+    /// All hosts, by number.
+    pub fn host_ids(&self) -> impl Iterator<Item = HostId> + use<> {
+        (0..u32::try_from(self.hosts.len()).unwrap_or(u32::MAX)).map(HostId)
+    }
+}

@@ -1,0 +1,78 @@
+//! Local search: units that share little where they are, moved to where they share more, or exchanged for others.
+//!
+//! A greedy placement ends with what is left over: units that no host with room was good for. They are few, so each can be tried in several
+//! places.
+
+use crate::fleet::{HostId, UnitId};
+use crate::placement::Placement;
+
+/// Passes over all units.
+const PASSES: u32 = 4;
+/// Units that share at least this part of what they hold are left where they are, as a fraction.
+const CONTENT: (u64, u64) = (9, 10);
+/// Units of a host with which one is exchanged: those that share least there.
+const PARTNERS: usize = 12;
+
+/// Improves a placement. `candidates` names hosts that may suit a unit.
+pub fn improve(placement: &mut Placement<'_>, candidates: impl Fn(&Placement<'_>, UnitId) -> Vec<HostId>) {
+    let fleet = placement.fleet();
+    for _ in 0..PASSES {
+        let before = placement.saved();
+        for unit in fleet.unit_ids().filter(|&unit| !fleet.unit(unit).pinned) {
+            let held = placement.contents().pages(unit);
+            let shared = placement.loss(unit);
+            if shared * CONTENT.1 >= held * CONTENT.0 {
+                continue;
+            }
+            let hosts = candidates(placement, unit);
+            hosts.into_iter().any(|host| placement.host_of(unit) != Some(host) && try_host(placement, unit, host));
+        }
+        if placement.saved() == before {
+            return;
+        }
+    }
+}
+
+/// Moves a unit to a host, or exchanges it for one of those there, if that saves more.
+fn try_host(placement: &mut Placement<'_>, unit: UnitId, host: HostId) -> bool {
+    let Some(from) = placement.host_of(unit) else { return false };
+    let (gain, loss) = (placement.gain(unit, host), placement.loss(unit));
+    if gain > loss && placement.fits(unit, host) {
+        placement.remove(unit);
+        placement.add(unit, host);
+        return true;
+    }
+    let fleet = placement.fleet();
+    let mut partners: Vec<(u64, UnitId)> = placement
+        .units_on(host)
+        .iter()
+        .filter(|&&other| !fleet.unit(other).pinned)
+        .map(|&other| (placement.loss(other), other))
+        .collect();
+    partners.sort_unstable();
+    partners.into_iter().take(PARTNERS).any(|(loss_other, other)| {
+        // What the two share with each other is counted as a gain here: an upper bound, which is cheap.
+        gain + placement.gain(other, from) > loss + loss_other && exchange(placement, unit, other)
+    })
+}
+
+/// Exchanges two units, if they fit and that saves more.
+fn exchange(placement: &mut Placement<'_>, one: UnitId, other: UnitId) -> bool {
+    let (Some(here), Some(there)) = (placement.host_of(one), placement.host_of(other)) else { return false };
+    let before = placement.saved();
+    placement.remove(one);
+    placement.remove(other);
+    let fits = placement.fits(one, there) && placement.fits(other, here);
+    if fits {
+        placement.add(one, there);
+        placement.add(other, here);
+        if placement.saved() > before {
+            return true;
+        }
+        placement.remove(one);
+        placement.remove(other);
+    }
+    placement.add(one, here);
+    placement.add(other, there);
+    false
+}

@@ -1,0 +1,255 @@
+//! The way from where everything is to where it saves most.
+//!
+//! Moves are made in bundles: the members of a group that leave one host. What a host pays for what they hold is saved
+//! once the last of them has left, so a bundle is worth what it saves at its end, divided by its moves, and the best
+//! come first. Limits are kept after each step. Where hosts are full, two units change places in one step. The plan
+//! ends where most is saved, at the latest after the moves that are allowed.
+
+use crate::contents::Contents;
+use crate::fleet::{Fleet, HostId, UnitId};
+use crate::likeness::groups;
+use crate::placement::{Placement, Saving};
+use crate::target::target;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// Units with which one may change places, that are looked at.
+const EXCHANGES: usize = 8;
+
+/// A unit goes to another host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// What is moved.
+    pub unit: UnitId,
+    /// Where it was.
+    pub from: HostId,
+    /// Where it goes.
+    pub to: HostId,
+}
+
+/// One move, or two that belong together: the units change places.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// The moves.
+    pub moves: Vec<Move>,
+    /// Pages that this saves, or no longer saves: room is sometimes made first, and used by a later step.
+    pub saves: i64,
+}
+
+/// What to do, and what that saves.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// The steps, in order.
+    pub steps: Vec<Step>,
+    /// Workloads that are moved.
+    pub moves: u64,
+    /// What is saved now.
+    pub before: Saving,
+    /// What will be saved.
+    pub after: Saving,
+    /// What each host will save, in the order of hosts.
+    pub hosts: Vec<Saving>,
+    /// The group of like units that each unit belongs to.
+    pub groups: Vec<u32>,
+    /// The host of each unit at the end.
+    pub places: Vec<HostId>,
+}
+
+/// Plans at most `most_moves` moves of workloads.
+pub fn plan(fleet: &Fleet, contents: &Contents, most_moves: u64) -> Plan {
+    let groups = groups(contents, fleet.unit_ids());
+    let wanted = target(fleet, contents, &groups);
+    let mut walk = Walk::new(&groups, &wanted, Placement::current(fleet, contents));
+    let before = walk.now.total_saving();
+    walk.run(most_moves);
+    walk.go_back_to_best();
+    let Walk { now, steps, group_of, moved, .. } = walk;
+    let place = |unit: UnitId| now.host_of(unit).unwrap_or(fleet.unit(unit).host);
+    Plan {
+        steps,
+        moves: moved,
+        before,
+        after: now.total_saving(),
+        hosts: fleet.host_ids().map(|host| now.saving(host)).collect(),
+        groups: group_of,
+        places: fleet.unit_ids().map(place).collect(),
+    }
+}
+
+/// Members of a group that leave a host.
+struct Bundle {
+    units: Vec<UnitId>,
+    moves: u64,
+}
+
+struct Walk<'a> {
+    now: Placement<'a>,
+    /// Where each unit is to be.
+    wanted: Vec<HostId>,
+    bundles: Vec<Bundle>,
+    steps: Vec<Step>,
+    group_of: Vec<u32>,
+    /// Workloads moved so far.
+    moved: u64,
+    /// Units on each host that are to leave it.
+    leaving: Vec<Vec<UnitId>>,
+}
+
+impl<'a> Walk<'a> {
+    fn new(groups: &[Vec<UnitId>], target: &Placement<'a>, mut now: Placement<'a>) -> Self {
+        let fleet = now.fleet();
+        let wanted: Vec<HostId> =
+            fleet.unit_ids().map(|unit| target.host_of(unit).unwrap_or(fleet.unit(unit).host)).collect();
+        let mut group_of = vec![0; fleet.units.len()];
+        let mut leaving = vec![Vec::new(); fleet.hosts.len()];
+        let mut bundles = Vec::new();
+        for (number, group) in (0..).zip(groups) {
+            let mut by_host: BTreeMap<HostId, Vec<UnitId>> = BTreeMap::new();
+            for &unit in group {
+                group_of[unit.index()] = number;
+                let host = fleet.unit(unit).host;
+                if wanted[unit.index()] != host {
+                    by_host.entry(host).or_default().push(unit);
+                    leaving[host.index()].push(unit);
+                }
+            }
+            bundles.extend(by_host.into_values());
+        }
+        let mut valued: Vec<(i64, u64, Bundle)> = bundles
+            .into_iter()
+            .map(|units| {
+                let moves: u64 = units.iter().map(|&unit| u64::from(fleet.unit(unit).workloads)).sum();
+                (value(&units, target, &mut now), moves.max(1), Bundle { units, moves })
+            })
+            .collect();
+        // By value per move, exactly.
+        valued.sort_by_key(|&(value, moves, _)| (Reverse(i128::from(value) * (1 << 40) / i128::from(moves)), moves));
+        let bundles = valued.into_iter().map(|(_, _, bundle)| bundle).collect();
+        Self { now, wanted, bundles, steps: Vec::new(), group_of, moved: 0, leaving }
+    }
+
+    fn run(&mut self, most_moves: u64) {
+        let mut pending = std::mem::take(&mut self.bundles);
+        loop {
+            let before = self.steps.len();
+            pending = self.pass(pending, most_moves, Self::step);
+            if self.steps.len() == before {
+                pending = self.pass(pending, most_moves, Self::exchange);
+            }
+            if pending.is_empty() || self.steps.len() == before {
+                return;
+            }
+        }
+    }
+
+    /// Tries to move what is pending by one means. Returns what is left.
+    fn pass(
+        &mut self,
+        pending: Vec<Bundle>,
+        most_moves: u64,
+        by: fn(&mut Self, UnitId, HostId, u64) -> bool,
+    ) -> Vec<Bundle> {
+        let mut left = Vec::new();
+        for Bundle { mut units, moves } in pending {
+            // A bundle of which only a part may be moved brings nothing.
+            if self.moved + moves > most_moves {
+                continue;
+            }
+            units.retain(|&unit| {
+                let to = self.wanted[unit.index()];
+                self.now.host_of(unit) != Some(to) && !by(self, unit, to, most_moves)
+            });
+            if !units.is_empty() {
+                let moves = units.iter().map(|&unit| u64::from(self.now.fleet().unit(unit).workloads)).sum();
+                left.push(Bundle { units, moves });
+            }
+        }
+        left
+    }
+
+    /// Moves a unit, if it fits.
+    fn step(&mut self, unit: UnitId, to: HostId, _: u64) -> bool {
+        if !self.now.fits(unit, to) {
+            return false;
+        }
+        let before = self.now.saved();
+        let moves = vec![self.shift(unit, to)];
+        self.record(moves, before);
+        true
+    }
+
+    /// Moves a unit to a full host, and one that is to leave that host to where the first was.
+    fn exchange(&mut self, unit: UnitId, to: HostId, most_moves: u64) -> bool {
+        let Some(from) = self.now.host_of(unit) else { return false };
+        let fleet = self.now.fleet();
+        let may = |&&other: &&UnitId| {
+            let moves = u64::from(fleet.unit(unit).workloads) + u64::from(fleet.unit(other).workloads);
+            self.moved + moves <= most_moves
+                && self.now.fits_without(unit, to, other)
+                && self.now.fits_without(other, from, unit)
+        };
+        let back = |&&other: &&UnitId| self.wanted[other.index()] == from;
+        let leaving = &self.leaving[to.index()];
+        let partner = leaving.iter().filter(back).take(EXCHANGES).find(may);
+        let partner = partner.or_else(|| leaving.iter().rev().take(EXCHANGES).find(may));
+        let Some(&other) = partner else { return false };
+        let before = self.now.saved();
+        let moves = vec![self.shift(unit, to), self.shift(other, from)];
+        self.record(moves, before);
+        true
+    }
+
+    fn shift(&mut self, unit: UnitId, to: HostId) -> Move {
+        let from = self.now.host_of(unit).unwrap_or(to);
+        self.now.remove(unit);
+        self.now.add(unit, to);
+        self.leaving[from.index()].retain(|&other| other != unit);
+        if self.wanted[unit.index()] != to {
+            self.leaving[to.index()].push(unit);
+        }
+        Move { unit, from, to }
+    }
+
+    fn record(&mut self, moves: Vec<Move>, before: u64) {
+        self.moved += self.workloads(&moves);
+        let saves = i64::try_from(self.now.saved()).unwrap_or(i64::MAX) - i64::try_from(before).unwrap_or(i64::MAX);
+        self.steps.push(Step { moves, saves });
+    }
+
+    fn workloads(&self, moves: &[Move]) -> u64 {
+        moves.iter().map(|step| u64::from(self.now.fleet().unit(step.unit).workloads)).sum()
+    }
+
+    /// Undoes the steps after the one with which most is saved.
+    fn go_back_to_best(&mut self) {
+        let (mut sum, mut best, mut steps) = (0_i64, 0_i64, 0);
+        for (number, step) in (1..).zip(&self.steps) {
+            sum += step.saves;
+            if sum > best {
+                (best, steps) = (sum, number);
+            }
+        }
+        for step in self.steps.split_off(steps).into_iter().rev() {
+            self.moved -= self.workloads(&step.moves);
+            for &Move { unit, from, .. } in step.moves.iter().rev() {
+                self.now.remove(unit);
+                self.now.add(unit, from);
+            }
+        }
+    }
+}
+
+/// Pages that are saved in the end because units leave their host together: what they share where they go, less what they share where they are.
+fn value(units: &[UnitId], target: &Placement<'_>, now: &mut Placement<'_>) -> i64 {
+    let gain: u64 = units.iter().map(|&unit| target.loss(unit)).sum();
+    let mut loss = 0;
+    let mut from = Vec::new();
+    for &unit in units {
+        from.extend(now.host_of(unit).map(|host| (unit, host)));
+        loss += now.remove(unit);
+    }
+    for (unit, host) in from {
+        now.add(unit, host);
+    }
+    i64::try_from(gain).unwrap_or(i64::MAX) - i64::try_from(loss).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,386 @@
+//! Who is where, what that saves, and what a move would change.
+//!
+//! Units that hold a content on one host need one page for it instead of one each. The contents of a unit were sampled
+//! at its own rate. A content that was seen stands for 2^level pages of its unit, and the holder that was sampled most
+//! densely (whose sample would show it in any case) is the one whose page stays. So a host saves the sum of the pages
+//! that its holders stand for, without the least of them, for each content. In expectation that is the number of pages,
+//! whatever the rates.
+
+use crate::contents::{Contents, pages};
+use crate::fleet::{Fleet, HostId, UNITS_PER_HOST, UnitId};
+use pagefold_core::units::{Bytes, Pages, count, index};
+use rustc_hash::FxHashMap;
+use serde::Serialize;
+
+/// A number of pages that is estimated from a sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Saving {
+    /// The estimate.
+    pub pages: Pages,
+    /// It is off by at most this in 19 of 20 cases.
+    pub error: Pages,
+}
+
+/// The holders of a content on a host.
+#[derive(Clone, Copy, Debug)]
+struct Holders {
+    number: u16,
+    /// Those of the lowest level.
+    lowest: u16,
+    level: u8,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    units: Vec<UnitId>,
+    contents: FxHashMap<u32, Holders>,
+    /// What the units take, less what they share.
+    memory: Bytes,
+    /// Pages that are shared: see the module.
+    saved: u64,
+    cpu_millicores: u64,
+}
+
+/// Where each unit is.
+#[derive(Debug)]
+pub struct Placement<'a> {
+    fleet: &'a Fleet,
+    contents: &'a Contents,
+    hosts: Vec<State>,
+    /// `None`: nowhere yet.
+    place: Vec<Option<HostId>>,
+    saved: u64,
+}
+
+impl<'a> Placement<'a> {
+    /// Nothing is anywhere.
+    pub fn empty(fleet: &'a Fleet, contents: &'a Contents) -> Self {
+        let hosts = fleet.hosts.iter().map(|_| State::default()).collect();
+        Self { fleet, contents, hosts, place: vec![None; fleet.units.len()], saved: 0 }
+    }
+
+    /// Everything is where it is now.
+    pub fn current(fleet: &'a Fleet, contents: &'a Contents) -> Self {
+        let mut placement = Self::empty(fleet, contents);
+        for unit in fleet.unit_ids() {
+            placement.add(unit, fleet.unit(unit).host);
+        }
+        placement
+    }
+
+    /// The fleet.
+    pub fn fleet(&self) -> &'a Fleet {
+        self.fleet
+    }
+
+    /// What the fleet's units hold.
+    pub fn contents(&self) -> &'a Contents {
+        self.contents
+    }
+
+    /// Where a unit is.
+    pub fn host_of(&self, unit: UnitId) -> Option<HostId> {
+        self.place[unit.index()]
+    }
+
+    /// The units on a host.
+    pub fn units_on(&self, host: HostId) -> &[UnitId] {
+        &self.hosts[host.index()].units
+    }
+
+    /// Pages saved on all hosts.
+    pub fn saved(&self) -> u64 {
+        self.saved
+    }
+
+    /// What a host's units take after merging, with what may come back.
+    pub fn memory(&self, host: HostId) -> Bytes {
+        let State { memory, saved, .. } = self.hosts[host.index()];
+        Bytes(memory.0.saturating_sub(Pages(saved).bytes().0))
+    }
+
+    /// Memory that is left on a host.
+    pub fn room(&self, host: HostId) -> Bytes {
+        Bytes(self.fleet.host(host).memory.0.saturating_sub(self.memory(host).0))
+    }
+
+    /// Puts a unit that is nowhere on a host, whatever the limits. Returns the pages that this saves.
+    pub fn add(&mut self, unit: UnitId, host: HostId) -> u64 {
+        let level = self.contents.level(unit);
+        let state = &mut self.hosts[host.index()];
+        let mut gain = 0;
+        for &content in self.contents.of_unit(unit) {
+            let holders = state.contents.entry(content).or_insert(Holders { number: 0, lowest: 0, level });
+            if holders.number > 0 {
+                gain += pages(holders.level.max(level));
+            }
+            holders.number += 1;
+            if level < holders.level {
+                (holders.level, holders.lowest) = (level, 0);
+            }
+            holders.lowest += u16::from(level == holders.level);
+        }
+        let about = self.fleet.unit(unit);
+        state.units.push(unit);
+        state.saved += gain;
+        state.memory.0 = state.memory.0.saturating_add(about.memory.0);
+        state.cpu_millicores = state.cpu_millicores.saturating_add(about.cpu_millicores);
+        self.saved += gain;
+        self.place[unit.index()] = Some(host);
+        gain
+    }
+
+    /// Takes a unit from its host. Returns the pages that are no longer saved.
+    pub fn remove(&mut self, unit: UnitId) -> u64 {
+        let Some(host) = self.place[unit.index()].take() else { return 0 };
+        let level = self.contents.level(unit);
+        let contents = self.contents;
+        let State { units, contents: held, memory, saved, cpu_millicores } = &mut self.hosts[host.index()];
+        units.retain(|&other| other != unit);
+        let mut loss = 0;
+        for content in contents.of_unit(unit) {
+            let Some(holders) = held.get_mut(content) else { continue };
+            holders.number -= 1;
+            holders.lowest -= u16::from(level == holders.level);
+            if holders.number == 0 {
+                held.remove(content);
+                continue;
+            }
+            if holders.lowest == 0 {
+                // The next level is known to its holders only.
+                let others = units.iter().filter(|&&other| contents.of_unit(other).binary_search(content).is_ok());
+                let levels: Vec<u8> = others.map(|&other| contents.level(other)).collect();
+                holders.level = levels.iter().copied().min().unwrap_or(level);
+                let lowest = levels.iter().filter(|&&other| other == holders.level).count();
+                holders.lowest = u16::try_from(lowest).unwrap_or(u16::MAX);
+            }
+            loss += pages(level.max(holders.level));
+        }
+        let about = self.fleet.unit(unit);
+        *saved -= loss;
+        memory.0 = memory.0.saturating_sub(about.memory.0);
+        *cpu_millicores = cpu_millicores.saturating_sub(about.cpu_millicores);
+        self.saved -= loss;
+        loss
+    }
+
+    /// Pages that a unit would share with those on a host.
+    pub fn gain(&self, unit: UnitId, host: HostId) -> u64 {
+        let level = self.contents.level(unit);
+        let held = &self.hosts[host.index()].contents;
+        let shared = self.contents.of_unit(unit).iter().filter_map(|content| held.get(content));
+        shared.map(|holders| pages(holders.level.max(level))).sum()
+    }
+
+    /// Pages that a unit shares with the others on its host.
+    pub fn loss(&self, unit: UnitId) -> u64 {
+        let Some(host) = self.place[unit.index()] else { return 0 };
+        let level = self.contents.level(unit);
+        let State { units, contents: held, .. } = &self.hosts[host.index()];
+        let mut loss = 0;
+        for content in self.contents.of_unit(unit) {
+            let Some(holders) = held.get(content).filter(|holders| holders.number > 1) else { continue };
+            let is_alone = level == holders.level && holders.lowest == 1;
+            let others = || {
+                let holds = |other: &&UnitId| self.contents.of_unit(**other).binary_search(content).is_ok();
+                let others = units.iter().filter(|&&other| other != unit).filter(holds);
+                others.map(|&other| self.contents.level(other)).min().unwrap_or(level)
+            };
+            loss += pages(if is_alone { others() } else { level.max(holders.level) });
+        }
+        loss
+    }
+
+    /// Whether a unit may join those on a host: memory, processor and what must be apart.
+    pub fn fits(&self, unit: UnitId, host: HostId) -> bool {
+        self.may_meet(unit, host, None) && self.has_room(unit, host, None)
+    }
+
+    /// The same, once another unit has left.
+    pub fn fits_without(&self, unit: UnitId, host: HostId, leaving: UnitId) -> bool {
+        self.may_meet(unit, host, Some(leaving)) && self.has_room(unit, host, Some(leaving))
+    }
+
+    fn has_room(&self, unit: UnitId, host: HostId, leaving: Option<UnitId>) -> bool {
+        let (about, limits, state) = (self.fleet.unit(unit), self.fleet.host(host), &self.hosts[host.index()]);
+        let (freed, cpu_freed, unshared) = leaving.map_or((0, 0, 0), |leaving| {
+            let about = self.fleet.unit(leaving);
+            // What the two share with each other is not counted: at worst it is all that the newcomer shares.
+            let shared = Pages(self.loss(leaving)).bytes().0;
+            let (level, other) = (self.contents.level(unit), self.contents.level(leaving));
+            let in_common = count(self.contents.overlap(unit, leaving).0) * pages(level.max(other));
+            (about.memory.0.saturating_sub(shared), about.cpu_millicores, Pages(in_common).bytes().0)
+        });
+        let shared = Pages(self.gain(unit, host)).bytes().0.saturating_sub(unshared);
+        let memory = self.memory(host).0.saturating_sub(freed).saturating_add(about.memory.0.saturating_sub(shared));
+        let cpu = state.cpu_millicores.saturating_sub(cpu_freed).saturating_add(about.cpu_millicores);
+        memory <= limits.memory.0 && cpu <= limits.cpu_millicores && state.units.len() < UNITS_PER_HOST
+    }
+
+    fn may_meet(&self, unit: UnitId, host: HostId, leaving: Option<UnitId>) -> bool {
+        let apart = &self.fleet.unit(unit).apart;
+        let meets = |other: &&UnitId| {
+            Some(**other) != leaving && self.fleet.unit(**other).apart.iter().any(|group| apart.contains(group))
+        };
+        apart.is_empty() || !self.hosts[host.index()].units.iter().any(|other| meets(&other))
+    }
+
+    /// What a host saves, with the error of the estimate.
+    pub fn saving(&self, host: HostId) -> Saving {
+        let state = &self.hosts[host.index()];
+        let variance = self.shares(host).map(|(_, share, rate)| share * share * (1.0 - 1.0 / rate)).sum();
+        saving(state.saved, variance)
+    }
+
+    /// What all hosts save. The same contents are sampled everywhere, so what is wrong about one of them is wrong on
+    /// every host that holds it.
+    pub fn total_saving(&self) -> Saving {
+        let (mut sums, mut rates) = (vec![0.0_f64; self.contents.len()], vec![1.0_f32; self.contents.len()]);
+        for host in self.fleet.host_ids() {
+            for (content, share, rate) in self.shares(host) {
+                sums[index(content)] += share;
+                #[expect(clippy::cast_possible_truncation, reason = "a power of two below 2^41")]
+                let rate = rate as f32;
+                rates[index(content)] = rates[index(content)].max(rate);
+            }
+        }
+        let variance = sums.iter().zip(&rates).map(|(sum, rate)| sum * sum * (1.0 - 1.0 / f64::from(*rate))).sum();
+        saving(self.saved, variance)
+    }
+
+    /// For each content that is shared on a host: the pages that it stands for, and one in how many was sampled.
+    fn shares(&self, host: HostId) -> impl Iterator<Item = (u32, f64, f64)> + '_ {
+        let state = &self.hosts[host.index()];
+        let mut sums: FxHashMap<u32, (u64, u8)> = FxHashMap::default();
+        for &unit in &state.units {
+            let level = self.contents.level(unit);
+            for &content in self.contents.of_unit(unit) {
+                if state.contents.get(&content).is_some_and(|holders| holders.number > 1) {
+                    let (sum, highest) = sums.entry(content).or_default();
+                    *sum += pages(level);
+                    *highest = level.max(*highest);
+                }
+            }
+        }
+        sums.into_iter().map(move |(content, (sum, highest))| {
+            let least = state.contents.get(&content).map_or(0, |holders| pages(holders.level));
+            (content, (sum - least) as f64, pages(highest) as f64)
+        })
+    }
+}
+
+/// An estimate with twice its standard deviation. With nothing found in a sample, nothing is known of its error either.
+fn saving(pages: u64, variance: f64) -> Saving {
+    Saving { pages: Pages(pages), error: Pages(pagefold_core::units::whole((2.0 * variance.sqrt()).ceil())) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::{DIGESTS_END, Host, Sample, Unit};
+    use pagefold_core::random::Random;
+    use proptest::prelude::*;
+
+    /// Units that hold some of few contents, sampled at several rates, on few hosts.
+    fn fleet() -> impl Strategy<Value = Fleet> {
+        let unit = (0..3_u32, 0..4_u32, proptest::collection::btree_set(0..64_u64, 0..40), 0..2_u32);
+        proptest::collection::vec(unit, 1..12).prop_map(|units| {
+            let units = units.into_iter().map(|(host, level, held, domain)| {
+                let threshold = DIGESTS_END >> level;
+                let digests = held.into_iter().map(|content| content << 57).filter(|&digest| digest < threshold);
+                Unit {
+                    host: HostId(host),
+                    memory: Bytes(1 << 20),
+                    cpu_millicores: 10,
+                    workloads: 1,
+                    pinned: false,
+                    apart: Vec::new(),
+                    samples: vec![Sample { domain, threshold, digests: digests.collect() }],
+                }
+            });
+            Fleet { hosts: vec![Host { memory: Bytes(1 << 30), cpu_millicores: 1000 }; 3], units: units.collect() }
+        })
+    }
+
+    /// What a host saves, by the definition.
+    fn by_hand(placement: &Placement<'_>, host: HostId) -> u64 {
+        let mut holders: FxHashMap<u32, Vec<u64>> = FxHashMap::default();
+        for &unit in placement.units_on(host) {
+            let weight = pages(placement.contents.level(unit));
+            for &content in placement.contents.of_unit(unit) {
+                holders.entry(content).or_default().push(weight);
+            }
+        }
+        holders.values().map(|weights| weights.iter().sum::<u64>() - weights.iter().min().unwrap_or(&0)).sum()
+    }
+
+    proptest! {
+        /// Gains and losses are the differences that moves make, and the sums are right, whatever is moved.
+        #[test]
+        fn figures_are_kept_over_moves(fleet in fleet(), seed in any::<u64>()) {
+            let contents = Contents::of(&fleet);
+            let mut placement = Placement::current(&fleet, &contents);
+            let mut random = Random::new(seed);
+            for _ in 0..30 {
+                let unit = UnitId(u32::try_from(random.below(fleet.units.len() as u64)).unwrap());
+                let to = HostId(u32::try_from(random.below(3)).unwrap());
+                let loss = placement.loss(unit);
+                prop_assert_eq!(placement.remove(unit), loss);
+                let gain = placement.gain(unit, to);
+                prop_assert_eq!(placement.add(unit, to), gain);
+                let saved: Vec<u64> = fleet.host_ids().map(|host| by_hand(&placement, host)).collect();
+                let kept: Vec<u64> = placement.hosts.iter().map(|host| host.saved).collect();
+                prop_assert_eq!(&kept, &saved);
+                prop_assert_eq!(placement.saved(), saved.iter().sum::<u64>());
+            }
+        }
+    }
+
+    /// With random contents, the estimate is right in expectation and within its error 19 times of 20, at mixed rates.
+    #[test]
+    fn estimates_are_within_their_errors() {
+        let mut within = 0;
+        let (mut sum, mut exact_sum) = (0.0, 0.0);
+        for seed in 0..200 {
+            let mut random = Random::new(seed);
+            let common: Vec<u64> = (0..2000).map(|_| random.next() >> 1).collect();
+            let units = (0..8).map(|number| {
+                // Each holds three quarters of the common contents, chosen at random, and some of its own.
+                let mut held: Vec<u64> = common.iter().copied().filter(|_| random.below(4) > 0).collect();
+                held.extend((0..500).map(|_| random.next() >> 1));
+                let threshold = DIGESTS_END >> (2 + number % 3);
+                (held, threshold)
+            });
+            let units: Vec<(Vec<u64>, u64)> = units.collect();
+            let mut holders: FxHashMap<u64, u64> = FxHashMap::default();
+            for digest in units.iter().flat_map(|(held, _)| held) {
+                *holders.entry(*digest).or_default() += 1;
+            }
+            let exact = holders.values().map(|number| number - 1).sum::<u64>();
+            let sampled = |(held, threshold): (Vec<u64>, u64)| Unit {
+                host: HostId(0),
+                memory: Bytes(0),
+                cpu_millicores: 0,
+                workloads: 1,
+                pinned: false,
+                apart: Vec::new(),
+                samples: vec![Sample {
+                    domain: 0,
+                    threshold,
+                    digests: held.into_iter().filter(|&digest| digest < threshold).collect(),
+                }],
+            };
+            let fleet = Fleet {
+                hosts: vec![Host { memory: Bytes(0), cpu_millicores: 0 }],
+                units: units.into_iter().map(sampled).collect(),
+            };
+            let contents = Contents::of(&fleet);
+            let saving = Placement::current(&fleet, &contents).saving(HostId(0));
+            within += u32::from(saving.pages.0.abs_diff(exact) <= saving.error.0);
+            sum += saving.pages.0 as f64;
+            exact_sum += exact as f64;
+        }
+        assert!(within >= 190, "{within} of 200 within their errors");
+        assert!((sum / exact_sum - 1.0).abs() < 0.02, "{sum} for {exact_sum}");
+    }
+}

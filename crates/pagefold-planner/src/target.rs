@@ -1,0 +1,205 @@
+//! A placement that saves the most, as if everything could be moved at once.
+//!
+//! Greedy, as first-fit-decreasing is: groups of like units, those that hold most first, each on as few hosts as
+//! possible. Of the hosts that have room, the one is chosen where as many members as fit there save most together, with
+//! what is there already. Members that are there now count a little more, so that few have to move.
+
+use crate::contents::Contents;
+use crate::fleet::{Fleet, HostId, UnitId};
+use crate::improve::improve;
+use crate::placement::Placement;
+use pagefold_core::random::finalize;
+use pagefold_core::units::{PAGE_BYTES, Pages, count};
+use rustc_hash::FxHashMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Hosts of each kind that are looked at for a group: those with most of its members, those that hold most of its contents, those
+/// with most room.
+const CANDIDATES: usize = 12;
+/// Contents of a group that are looked up.
+const LOOK_UPS: usize = 24;
+/// Hosts that are known for a content: the last ones.
+const KNOWN_HOSTS: usize = 8;
+/// Contents whose hosts are known.
+const KNOWN_CONTENTS: usize = 2_000_000;
+/// Members that do not fit before a host counts as full.
+const REFUSALS: usize = 8;
+/// What a member that need not move is worth: this part of what it shares with another member.
+const STAYS: u64 = 16;
+
+/// Places all units of a fleet, divided into groups of like ones. Limits are kept, except on hosts whose pinned units
+/// exceed them, and for units that fit nowhere: those stay where they are.
+pub fn target<'a>(fleet: &'a Fleet, contents: &'a Contents, groups: &[Vec<UnitId>]) -> Placement<'a> {
+    let mut builder = Builder::new(fleet, contents);
+    for unit in fleet.unit_ids().filter(|&unit| fleet.unit(unit).pinned) {
+        builder.add(unit, fleet.unit(unit).host);
+    }
+    let mut order: Vec<&Vec<UnitId>> = groups.iter().collect();
+    order.sort_by_key(|group| Reverse(count(group.len()) * contents.pages(group[0])));
+    for group in order {
+        builder.place(group);
+    }
+    let Builder { mut placement, holders, one_in, .. } = builder;
+    let candidates = |_: &Placement<'_>, unit: UnitId| {
+        if fleet.hosts.len() <= CANDIDATES {
+            return fleet.host_ids().collect();
+        }
+        holders_of(&holders, one_in, contents.of_unit(unit))
+    };
+    improve(&mut placement, candidates);
+    placement
+}
+
+/// Hosts that hold a content, the last in a ring, and where the next goes.
+type Holders = FxHashMap<u32, ([u32; KNOWN_HOSTS], usize)>;
+
+/// Whether the hosts of a content are known, if those of one in so many are.
+fn is_known(content: u32, one_in: u64) -> bool {
+    finalize(u64::from(content) + 1).is_multiple_of(one_in)
+}
+
+/// The hosts that hold most of some contents, of those that are known.
+fn holders_of(holders: &Holders, one_in: u64, held: &[u32]) -> Vec<HostId> {
+    let known = held.iter().filter(|&&content| is_known(content, one_in)).filter_map(|content| holders.get(content));
+    let mut votes: BTreeMap<u32, u32> = BTreeMap::new();
+    for host in known.take(LOOK_UPS).flat_map(|(hosts, _)| hosts).filter(|&&host| host != u32::MAX) {
+        *votes.entry(*host).or_default() += 1;
+    }
+    let mut votes: Vec<(u32, u32)> = votes.into_iter().map(|(host, votes)| (votes, host)).collect();
+    votes.sort_unstable_by(|a, b| b.cmp(a));
+    votes.into_iter().take(CANDIDATES).map(|(_, host)| HostId(host)).collect()
+}
+
+struct Builder<'a> {
+    fleet: &'a Fleet,
+    contents: &'a Contents,
+    placement: Placement<'a>,
+    /// Hosts by the room that they have.
+    by_room: BTreeSet<(u64, HostId)>,
+    holders: Holders,
+    /// One content in so many is in `holders`.
+    one_in: u64,
+}
+
+impl<'a> Builder<'a> {
+    fn new(fleet: &'a Fleet, contents: &'a Contents) -> Self {
+        let placement = Placement::empty(fleet, contents);
+        let by_room = fleet.host_ids().map(|host| (placement.room(host).0, host)).collect();
+        let one_in = count(contents.len() / KNOWN_CONTENTS) + 1;
+        Self { fleet, contents, placement, by_room, holders: FxHashMap::default(), one_in }
+    }
+
+    fn add(&mut self, unit: UnitId, host: HostId) {
+        self.by_room.remove(&(self.placement.room(host).0, host));
+        self.placement.add(unit, host);
+        self.by_room.insert((self.placement.room(host).0, host));
+    }
+
+    /// Remembers that a host holds what a unit does.
+    fn remember(&mut self, unit: UnitId, host: HostId) {
+        for &content in self.contents.of_unit(unit) {
+            if !is_known(content, self.one_in) {
+                continue;
+            }
+            let (hosts, next) = self.holders.entry(content).or_insert(([u32::MAX; KNOWN_HOSTS], 0));
+            if !hosts.contains(&host.0) {
+                hosts[*next] = host.0;
+                *next = (*next + 1) % KNOWN_HOSTS;
+            }
+        }
+    }
+
+    fn place(&mut self, group: &[UnitId]) {
+        let fleet = self.fleet;
+        // Members that are on a host now, by host.
+        let mut on: BTreeMap<HostId, Vec<UnitId>> = BTreeMap::new();
+        for &unit in group.iter().filter(|&&unit| !fleet.unit(unit).pinned) {
+            on.entry(fleet.unit(unit).host).or_default().push(unit);
+        }
+        let mut left: usize = on.values().map(Vec::len).sum();
+        while left > 0 {
+            let Some((host, wanted)) = self.best_host(group[0], &on, left) else {
+                for (host, units) in std::mem::take(&mut on) {
+                    for unit in units {
+                        self.add(unit, host);
+                    }
+                }
+                return;
+            };
+            let placed = self.fill(host, wanted, &mut on);
+            left -= placed;
+            if placed == 0 {
+                // The estimate of what fits was wrong for each member: these must be apart, or are larger than the first.
+                let Some((&from, units)) = on.iter_mut().find(|(_, units)| !units.is_empty()) else { return };
+                let Some(unit) = units.pop() else { return };
+                let fits = |&host: &HostId| self.placement.fits(unit, host);
+                let to = self.by_room.iter().rev().map(|&(_, host)| host).take(4 * CANDIDATES).find(fits);
+                self.add(unit, to.unwrap_or(from));
+                self.remember(unit, to.unwrap_or(from));
+                left -= 1;
+            }
+            on.retain(|_, units| !units.is_empty());
+        }
+    }
+
+    /// Puts members on a host: first those that are there, then those that are alone where they are. Returns their number.
+    fn fill(&mut self, host: HostId, wanted: usize, on: &mut BTreeMap<HostId, Vec<UnitId>>) -> usize {
+        let mut from: Vec<(bool, usize, HostId)> =
+            on.iter().map(|(&at, units)| (at != host, units.len(), at)).collect();
+        from.sort_unstable();
+        let (mut placed, mut refused) = (0, 0);
+        for (_, _, at) in from {
+            let Some(units) = on.get_mut(&at) else { continue };
+            let mut kept = Vec::new();
+            while placed < wanted && refused < REFUSALS {
+                let Some(unit) = units.pop() else { break };
+                if self.placement.fits(unit, host) {
+                    if placed == 0 {
+                        self.remember(unit, host);
+                    }
+                    self.add(unit, host);
+                    placed += 1;
+                } else {
+                    refused += 1;
+                    kept.push(unit);
+                }
+            }
+            on.entry(at).or_default().append(&mut kept);
+            if placed >= wanted || refused >= REFUSALS {
+                break;
+            }
+        }
+        placed
+    }
+
+    /// The host where members save most together, and how many of them.
+    fn best_host(&self, first: UnitId, on: &BTreeMap<HostId, Vec<UnitId>>, left: usize) -> Option<(HostId, usize)> {
+        let mut candidates: Vec<HostId> = self.by_room.iter().rev().take(CANDIDATES).map(|&(_, host)| host).collect();
+        let mut present: Vec<(usize, HostId)> = on.iter().map(|(&host, units)| (units.len(), host)).collect();
+        present.sort_unstable_by(|a, b| b.cmp(a));
+        candidates.extend(present.iter().take(8 * CANDIDATES).map(|&(_, host)| host));
+        candidates.extend(holders_of(&self.holders, self.one_in, self.contents.of_unit(first)));
+        candidates.sort_unstable();
+        candidates.dedup();
+        let shared = self.contents.pages(first);
+        let score = |host: HostId| {
+            let gain = self.placement.gain(first, host);
+            let fitting = self.fitting(first, host, gain, shared).min(left);
+            let staying = on.get(&host).map_or(0, Vec::len).min(fitting);
+            let score = count(fitting.checked_sub(1)?) * shared + gain + count(staying) * (shared / STAYS + 1);
+            Some((score, Reverse(host), fitting))
+        };
+        candidates.into_iter().filter_map(score).max().map(|(_, Reverse(host), fitting)| (host, fitting))
+    }
+
+    /// The number of members that fit on a host, if all are like the first.
+    fn fitting(&self, first: UnitId, host: HostId, gain: u64, shared: u64) -> usize {
+        let about = self.fleet.unit(first);
+        let least = |pages: u64| about.memory.0.saturating_sub(Pages(pages).bytes().0).max(PAGE_BYTES);
+        match self.placement.room(host).0.checked_sub(least(gain)) {
+            Some(room) => usize::try_from(1 + room / least(shared)).unwrap_or(usize::MAX),
+            None => 0,
+        }
+    }
+}
