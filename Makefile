@@ -49,7 +49,7 @@ demo:
 
 # KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other, mostly waiting. The others run
 # beside them: first those in emulated machines and with hostile programs, which take longest.
-TESTS := $(wildcard crates/*/tests/*.rs)
+TESTS := $(filter-out crates/pagefold-fleet/%,$(wildcard crates/*/tests/*.rs))
 TESTS_LONG := numa attack
 TESTS_WITH_KSM := $(filter-out $(TESTS_LONG),$(basename $(notdir $(shell grep -lE 'KsmAtRest|mm/ksm' $(TESTS)))))
 TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_LONG),$(basename $(notdir $(TESTS))))
