@@ -118,9 +118,9 @@ fn run_forests(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -
         return Ok(());
     }
     let [first, .., last] = &points[..] else { return Ok(()) };
-    let lost = points.iter().map(|point| point.lost).sum::<u64>() as f64;
+    let unmerged = points.iter().map(|point| point.lost).sum::<u64>() as f64;
     let deviation = points.iter().map(|point| point.deviation().abs()).fold(0.0, f64::max);
-    report.bar("pairs not merged because of trees", Limit::AtMost(0.0), Some(lost));
+    report.bar("pairs not merged because of trees", Limit::AtMost(0.0), Some(unmerged));
     report.bar("comparisons off log2(1 + X / trees), at most", Limit::AtMost(0.6), Some(deviation));
     report.bar("comparisons with 1,800 trees, of those with one", Limit::AtMost(0.5), Some(last.stable / first.stable));
     report.bar(

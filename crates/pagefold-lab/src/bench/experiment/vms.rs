@@ -104,7 +104,7 @@ fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentRep
     let (needed, free) = (guests * NEEDED_MIB, MachineDescription::available_mib());
     ensure!(setting.quick || free >= needed, "needs {needed} MiB of memory, but only {free} MiB are available");
     ensure!(ZramSwap::is_possible(), "needs a kernel with zram");
-    let swap = ZramSwap::make(guests * memory_mib << 20)?;
+    let swap = ZramSwap::make((guests * memory_mib) << 20)?;
     let every = Duration::from_secs(every);
     let sizes = Sizes { guests: usize::try_from(guests)?, memory_mib, every, limit_mib: Some(limit_mib) };
     let ksm = Starting::Ksm { pages: KSM_PAGES[1] };
