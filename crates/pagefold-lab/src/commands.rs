@@ -1,6 +1,7 @@
 //! The command line: a module for each subcommand, with its flags, checks and output. Their logic is in the other modules.
 
 mod bench;
+mod fleet;
 mod generate;
 mod programs;
 mod record;
@@ -37,6 +38,8 @@ enum Command {
     Replay(replay::ReplayArgs),
     /// Run algorithms on simulated memories of up to a tebibyte
     Scale(scale::ScaleArgs),
+    /// Simulate fleets, placed at random, by plan and at best
+    Fleet(fleet::FleetArgs),
     /// Run as a tenant of an experiment
     #[command(hide = true)]
     Tenant {
@@ -65,6 +68,7 @@ pub fn main() -> ExitCode {
         Command::Programs(args) => programs::run(args),
         Command::Replay(args) => replay::run(args),
         Command::Scale(args) => scale::run(args),
+        Command::Fleet(args) => fleet::run(args),
         Command::Tenant { spec } => pagefold_workload::serve(spec),
     };
     pagefold_cli::finish("pagefold-lab", result)

@@ -9,6 +9,7 @@
 //! | [`generate`] | generated records of the papers' workloads |
 //! | [`script`], [`replay`], [`table`] | a record as a script for the simulator, every algorithm on it, the comparison |
 //! | [`scale`] | simulated memories of up to a tebibyte |
+//! | [`fleet`] | simulated fleets, placed at random, by plan and at best |
 //! | [`plots`] | charts of replays and of scaling |
 //! | [`commands`] | the command line |
 #![forbid(unsafe_code)]
@@ -19,6 +20,7 @@ pub mod charts;
 mod columns;
 pub mod commands;
 pub mod digests;
+pub mod fleet;
 pub mod generate;
 pub mod plots;
 pub mod programs;

@@ -8,9 +8,10 @@
 use crate::contents::Contents;
 use crate::fleet::UnitId;
 use pagefold_core::random::finalize;
+use pagefold_core::units::{count, index};
 use rustc_hash::FxHashMap;
 
-const CLASSES: u64 = 12;
+const CLASSES: usize = 12;
 /// First members of groups that are kept for one content of a class. What everything holds (the data of a C library)
 /// is the lowest of its class for many groups, and would make all pairs of them meet.
 const GROUPS_PER_CLASS: usize = 4;
@@ -29,22 +30,22 @@ pub fn groups(contents: &Contents, units: impl Iterator<Item = UnitId>) -> Vec<V
         near.sort_unstable();
         near.dedup();
         let likeness = |&group: &u32| {
-            let (common, all) = contents.overlap(groups[pagefold_core::units::index(group)][0], unit);
+            let (common, all) = contents.overlap(groups[index(group)][0], unit);
             (common * LIKE.1 >= all * LIKE.0 && common > 0).then_some((common, all))
         };
         let best = near.iter().filter_map(|group| likeness(group).map(|like| (like, *group)));
         // a/b > c/d as ad > cb: likenesses are compared exactly.
-        match best.max_by(|((a, b), _), ((c, d), _)| (a * d).cmp(&(c * b))) {
-            Some((_, group)) => groups[pagefold_core::units::index(group)].push(unit),
-            None => {
-                let group = u32::try_from(groups.len()).unwrap_or(u32::MAX);
-                groups.push(vec![unit]);
-                for content in lowest {
-                    let kept = known.entry(content).or_insert([u32::MAX; GROUPS_PER_CLASS]);
-                    if let Some(free) = kept.iter_mut().find(|kept| **kept == u32::MAX) {
-                        *free = group;
-                    }
-                }
+        let best = best.max_by(|((a, b), _), ((c, d), _)| (a * d).cmp(&(c * b)));
+        if let Some((_, group)) = best {
+            groups[index(group)].push(unit);
+            continue;
+        }
+        let group = u32::try_from(groups.len()).unwrap_or(u32::MAX);
+        groups.push(vec![unit]);
+        for content in lowest {
+            let kept = known.entry(content).or_insert([u32::MAX; GROUPS_PER_CLASS]);
+            if let Some(free) = kept.iter_mut().find(|kept| **kept == u32::MAX) {
+                *free = group;
             }
         }
     }
@@ -53,10 +54,10 @@ pub fn groups(contents: &Contents, units: impl Iterator<Item = UnitId>) -> Vec<V
 
 /// The contents with the lowest digest in each class.
 fn lowest_of_classes(held: &[u32]) -> Vec<u32> {
-    let mut lowest = [None; CLASSES as usize];
+    let mut lowest = [None; CLASSES];
     let mut missing = lowest.len();
     for &content in held {
-        let class = usize::try_from(finalize(u64::from(content) + 1) % CLASSES).unwrap_or(0);
+        let class = usize::try_from(finalize(u64::from(content) + 1) % count(CLASSES)).unwrap_or(0);
         if lowest[class].is_none() {
             lowest[class] = Some(content);
             missing -= 1;

@@ -149,10 +149,13 @@ impl<'a> Placement<'a> {
             if holders.lowest == 0 {
                 // The next level is known to its holders only.
                 let others = units.iter().filter(|&&other| contents.of_unit(other).binary_search(content).is_ok());
-                let levels: Vec<u8> = others.map(|&other| contents.level(other)).collect();
-                holders.level = levels.iter().copied().min().unwrap_or(level);
-                let lowest = levels.iter().filter(|&&other| other == holders.level).count();
-                holders.lowest = u16::try_from(lowest).unwrap_or(u16::MAX);
+                holders.level = u8::MAX;
+                for level in others.map(|&other| contents.level(other)) {
+                    if level < holders.level {
+                        (holders.level, holders.lowest) = (level, 0);
+                    }
+                    holders.lowest += u16::from(level == holders.level);
+                }
             }
             loss += pages(level.max(holders.level));
         }

@@ -56,7 +56,7 @@ type Holders = FxHashMap<u32, ([u32; KNOWN_HOSTS], usize)>;
 
 /// Whether the hosts of a content are known, if those of one in so many are.
 fn is_known(content: u32, one_in: u64) -> bool {
-    finalize(u64::from(content) + 1).is_multiple_of(one_in)
+    finalize(u64::from(content) + 1) % one_in == 0
 }
 
 /// The hosts that hold most of some contents, of those that are known.

@@ -131,7 +131,7 @@ proptest! {
             for of in &step.moves {
                 placement.add(of.unit, of.to);
             }
-            prop_assert_eq!(placement.saved().cast_signed() - saved.cast_signed(), step.saves);
+            prop_assert_eq!(i128::from(placement.saved()) - i128::from(saved), i128::from(step.saves));
             for (host, (over_before, crowd_before)) in fleet.host_ids().zip(&before) {
                 prop_assert!(over(&placement, host) <= *over_before, "{:?}", step);
                 prop_assert!(crowd(&placement, host) <= (*crowd_before).max(1));
