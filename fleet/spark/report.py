@@ -24,7 +24,7 @@ NUMBERS = """anonymous_bytes read_bytes zero_bytes pages_1 pages_2 pages_3_15 pa
     take_back_bytes came_bytes went_bytes broken_bytes cpu_millicores host_memory_bytes host_cpu_millicores""".split()
 
 # As in pagefold-fleet: contents of all workloads together that pairs are looked for in, and bounds for each workload.
-SAMPLED_MOST = 4_000_000
+SAMPLED_MOST = 1_000_000
 SAMPLED = (16, 128)
 AHEAD_US = 5 * 60 * 1_000_000
 

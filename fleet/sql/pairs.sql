@@ -1,8 +1,9 @@
 -- The pairs of workloads that have most in common.
 --
 -- `contents` has the {sampled} contents with the lowest hashes of each workload: two workloads that hold much in common meet there,
--- because what is low is low for both. Each is paired with the next 16 of those that hold the same content, in the order of their ids, so that
--- a content that everybody holds does not make a pair of everybody. The best of these candidates are then compared in full.
+-- because what is low is low for both. Each is paired with the next 8 of those that hold the same content, in the order of their ids, so that
+-- a content that everybody holds does not make a pair of everybody: the places are joined, and not the contents alone, because engines form
+-- all pairs that agree in a join before they look at anything else. The best of these candidates are then compared in full.
 --
 -- The bounds are those of a score interval, two standard deviations wide: of N common contents, a binomial share theta is in both
 -- sketches.
@@ -10,11 +11,13 @@ WITH placed AS (
     SELECT id, domain, content, ROW_NUMBER() OVER (PARTITION BY domain, content ORDER BY id) AS place
     FROM contents
 ),
+steps AS (
+    SELECT step FROM (VALUES (1), (2), (3), (4), (5), (6), (7), (8)) AS numbers(step)
+),
 met AS (
     SELECT one.id AS one, other.id AS other, COUNT(*) AS met
-    FROM placed AS one
-    JOIN placed AS other ON one.domain = other.domain AND one.content = other.content
-    WHERE other.place > one.place AND other.place <= one.place + 16
+    FROM (SELECT id, domain, content, place + step AS next_place FROM placed CROSS JOIN steps) AS one
+    JOIN placed AS other ON one.domain = other.domain AND one.content = other.content AND one.next_place = other.place
     GROUP BY one.id, other.id
 ),
 candidates AS (

@@ -1,6 +1,7 @@
 //! The command line: a module for each subcommand, with its flags, checks and output. Their logic is in the other modules.
 
 mod bench;
+mod fleet;
 mod generate;
 mod programs;
 mod record;
@@ -40,6 +41,8 @@ enum Command {
     Scale(scale::ScaleArgs),
     /// Compare what sketches tell of the programs of a record with exact digests
     SketchError(sketch_error::SketchErrorArgs),
+    /// Simulate fleets, placed at random, by plan and at best
+    Fleet(fleet::FleetArgs),
     /// Run as a tenant of an experiment
     #[command(hide = true)]
     Tenant {
@@ -69,6 +72,7 @@ pub fn main() -> ExitCode {
         Command::Replay(args) => replay::run(args),
         Command::Scale(args) => scale::run(args),
         Command::SketchError(args) => sketch_error::run(args),
+        Command::Fleet(args) => fleet::run(args),
         Command::Tenant { spec } => pagefold_workload::serve(spec),
     };
     pagefold_cli::finish("pagefold-lab", result)

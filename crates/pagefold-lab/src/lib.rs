@@ -10,6 +10,7 @@
 //! | [`script`], [`replay`], [`table`] | a record as a script for the simulator, every algorithm on it, the comparison |
 //! | [`scale`] | simulated memories of up to a tebibyte |
 //! | [`sketch_error`] | how well sketches tell what programs have in common |
+//! | [`fleet`] | simulated fleets, placed at random, by plan and at best |
 //! | [`plots`] | charts of replays and of scaling |
 //! | [`commands`] | the command line |
 #![forbid(unsafe_code)]
@@ -20,6 +21,7 @@ pub mod charts;
 mod columns;
 pub mod commands;
 pub mod digests;
+pub mod fleet;
 pub mod generate;
 pub mod plots;
 pub mod programs;

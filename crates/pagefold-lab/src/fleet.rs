@@ -1,0 +1,196 @@
+//! Simulated fleets: workloads made of few kinds, placed at random, by plan and at best, and what that saves.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | [`mix`] | kinds of workloads: generated, or from a record of real programs |
+//! | [`world`] | the workloads of a fleet, what each holds, and what hosts then save, exactly |
+//! | [`best`] | a bound that no placement exceeds |
+//! | [`fill`] | how many workloads fit into the same memory |
+//! | [`day`] | a day of churn, with a plan every hour |
+//! | [`files`] | the fleet's sketches as files, for `pagefold-fleet` |
+//!
+//! Sketches are those of the product. What a host saves is counted on all its contents.
+
+pub mod best;
+pub mod day;
+pub mod files;
+pub mod fill;
+pub mod mix;
+pub mod world;
+
+use crate::columns;
+use mix::Mix;
+use pagefold_planner::contents::Contents;
+use pagefold_planner::{Placement, plan};
+use serde::Serialize;
+use std::fmt;
+use std::time::Instant;
+use world::{World, exact_saving};
+
+/// Bars: by plan, at least this share of the bound; and at least this share more workloads than at random.
+pub const BAR_OF_BEST: f64 = 0.9;
+pub const BAR_MORE: f64 = 0.15;
+
+/// What to simulate.
+#[derive(Clone, Copy, Debug)]
+pub struct FleetOptions {
+    pub hosts: u32,
+    pub per_host: u32,
+    pub seed: u64,
+    /// Contents that the planner sees of each workload, at most.
+    pub sampled: usize,
+    /// Hours of churn.
+    pub hours: u32,
+    /// Whether to count how many workloads fit.
+    pub fill: bool,
+}
+
+/// One fleet, as JSON. Sizes are in pages.
+#[derive(Clone, Debug, Serialize)]
+pub struct FleetOutcome {
+    pub hosts: u32,
+    pub workloads: usize,
+    pub held: u64,
+    /// What is saved at random, by plan, and no placement exceeds.
+    pub random: u64,
+    pub planned: u64,
+    pub bound: f64,
+    pub moves: u64,
+    /// Of the hosts, those whose estimate was within its error; and the median error as a share of what is saved.
+    pub within_error: f64,
+    pub median_error: f64,
+    pub plan_seconds: f64,
+    pub filled: Option<fill::Filled>,
+    pub day: Option<day::Day>,
+}
+
+/// All fleets, as JSON.
+#[derive(Clone, Debug, Serialize)]
+pub struct Fleets {
+    /// `pagefold.lab.fleet/1`.
+    pub schema: &'static str,
+    pub mix: String,
+    pub outcomes: Vec<FleetOutcome>,
+}
+
+impl FleetOutcome {
+    pub fn of_best(&self) -> f64 {
+        self.planned as f64 / self.bound
+    }
+
+    /// The bars that were missed.
+    pub fn missed(&self) -> Vec<String> {
+        let mut missed = Vec::new();
+        if self.of_best() < BAR_OF_BEST {
+            missed.push(format!("{} hosts: {:.1} % of the bound", self.hosts, 100.0 * self.of_best()));
+        }
+        if let Some(filled) = self.filled.filter(|filled| filled.more() < BAR_MORE) {
+            missed.push(format!("{} hosts: {:.1} % more workloads", self.hosts, 100.0 * filled.more()));
+        }
+        if self.within_error < 0.95 {
+            missed.push(format!(
+                "{} hosts: {:.0} % of estimates within their errors",
+                self.hosts,
+                100.0 * self.within_error
+            ));
+        }
+        missed
+    }
+}
+
+/// Simulates one fleet.
+pub fn simulate(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> FleetOutcome {
+    show("making workloads");
+    let world = World::new(mix, options);
+    let fleet = world.fleet();
+    let contents = Contents::of(&fleet);
+    show("planning");
+    let began = Instant::now();
+    let made = plan(&fleet, &contents, u64::MAX);
+    let plan_seconds = began.elapsed().as_secs_f64();
+    show("counting");
+    let current = Placement::current(&fleet, &contents);
+    let (mut random, mut planned, mut within, mut errors) = (0, 0, 0, Vec::new());
+    let mut now = vec![Vec::new(); fleet.hosts.len()];
+    for (workload, host) in made.places.iter().enumerate() {
+        now[pagefold_core::units::index(host.0)].push(workload);
+    }
+    for host in fleet.host_ids() {
+        let before: Vec<usize> =
+            current.units_on(host).iter().map(|unit| pagefold_core::units::index(unit.0)).collect();
+        random += exact_saving(&world, &before);
+        let exact = exact_saving(&world, &now[pagefold_core::units::index(host.0)]);
+        planned += exact;
+        let estimate = made.hosts[pagefold_core::units::index(host.0)];
+        let off = estimate.pages.0.abs_diff(exact);
+        within += u32::from(off <= estimate.error.0);
+        errors.push(off as f64 / exact.max(1) as f64);
+    }
+    errors.sort_by(f64::total_cmp);
+    let workloads = fleet.units.len();
+    FleetOutcome {
+        hosts: options.hosts,
+        workloads,
+        held: world.held(),
+        random,
+        planned,
+        bound: best::bound(&world, options),
+        moves: made.moves,
+        within_error: f64::from(within) / f64::from(options.hosts),
+        median_error: errors.get(errors.len() / 2).copied().unwrap_or(0.0),
+        plan_seconds,
+        filled: options.fill.then(|| fill::fill(mix, options, show)),
+        day: (options.hours > 0).then(|| day::day(mix, options, show)),
+    }
+}
+
+impl fmt::Display for Fleets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = |pages: f64| format!("{:.0}", pages / 256.0);
+        writeln!(f, "{}: MiB saved by placement\n", self.mix)?;
+        let table = columns::table(
+            0,
+            &self.outcomes,
+            &[
+                ("hosts", &|of| of.hosts.to_string()),
+                ("workloads", &|of| of.workloads.to_string()),
+                ("held", &|of| mib(of.held as f64)),
+                ("at random", &|of| mib(of.random as f64)),
+                ("by plan", &|of| mib(of.planned as f64)),
+                ("bound", &|of| mib(of.bound)),
+                ("of it", &|of| format!("{:.1} %", 100.0 * of.of_best())),
+                ("moves", &|of| of.moves.to_string()),
+                ("error", &|of| format!("{:.1} %", 100.0 * of.median_error)),
+                ("within", &|of| format!("{:.0} %", 100.0 * of.within_error)),
+                ("plan s", &|of| format!("{:.1}", of.plan_seconds)),
+            ],
+        );
+        writeln!(f, "{table}")?;
+        for outcome in &self.outcomes {
+            if let Some(filled) = outcome.filled {
+                writeln!(
+                    f,
+                    "{} hosts: {} workloads fit at random, {} by plan: {:.1} % more",
+                    outcome.hosts,
+                    filled.random,
+                    filled.planned,
+                    100.0 * filled.more()
+                )?;
+            }
+            if let Some(day) = &outcome.day {
+                writeln!(
+                    f,
+                    "{} hosts, {} hours, {} of {} workloads replaced, {} moves: on average {} MiB saved at random, {} by plan",
+                    outcome.hosts,
+                    day.hours,
+                    day.replaced,
+                    outcome.workloads,
+                    day.moves,
+                    mib(day.random),
+                    mib(day.planned),
+                )?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,35 @@
+//! What no placement exceeds.
+//!
+//! A host pays once for each content that it holds. With at most `places` workloads on a host, the n holders of a content are on
+//! at least n / `places` hosts. If each instance holds a content with the same probability, what a host with m instances of its
+//! kinds pays is concave in m, so the least is paid with as many full hosts as possible: for each content by itself, which no
+//! placement need reach for all at once.
+
+use super::FleetOptions;
+use super::world::World;
+use pagefold_core::units::count;
+use rustc_hash::FxHashMap;
+
+/// Pages that are saved at most.
+pub fn bound(world: &World<'_>, options: &FleetOptions) -> f64 {
+    let mut of_kind = vec![0_u64; world.mix.kinds.len()];
+    for instance in &world.instances {
+        of_kind[instance.kind] += 1;
+    }
+    let mut holders: FxHashMap<u64, u64> = FxHashMap::default();
+    for (kind, instances) in world.mix.kinds.iter().zip(&of_kind) {
+        for content in &kind.common {
+            *holders.entry(*content).or_default() += instances;
+        }
+    }
+    let share = world.mix.held_tenths.min(10) as f64 / 10.0;
+    let places = world.places().max(1);
+    let paid_with = |instances: u64| 1.0 - (1.0 - share).powf(instances as f64);
+    let paid = |instances: u64| {
+        let full = (instances / places).min(u64::from(options.hosts));
+        full as f64 * paid_with(places) + paid_with(instances % places)
+    };
+    let own: u64 = world.instances.iter().map(|instance| count(world.mix.kinds[instance.kind].own)).sum();
+    let least: f64 = holders.values().map(|&instances| paid(instances)).sum();
+    world.held() as f64 - own as f64 - least
+}

@@ -1,0 +1,203 @@
+//! How many workloads fit into the same memory: each newcomer goes to a host at random, or where the planner says.
+//!
+//! By plan, the first ones are placed in turn, as long as there is no plan; then one is made again and again as the fleet fills.
+//! Whether a host has room is decided by what its workloads take, counted exactly. The end is the first newcomer that fits nowhere; by
+//! plan, not even after what is there has been placed anew.
+
+use super::FleetOptions;
+use super::mix::Mix;
+use super::world::{CPU_EACH, Instance, World, contents};
+use pagefold_core::units::{Bytes, PAGE_BYTES, count, index};
+use pagefold_planner::contents::Contents;
+use pagefold_planner::{Fleet, Host, HostId, Placement, UnitId, plan};
+use rustc_hash::FxHashMap;
+use serde::Serialize;
+use std::collections::hash_map::Entry;
+
+/// Newcomers on each host, on average, between two plans.
+const BETWEEN_PLANS: u64 = 2;
+/// About what a workload takes without sharing: the first plan is made when half of the memory would be full.
+const MEAN_PAGES: u64 = 10_000;
+/// No newcomer takes less of a host's memory than this, so many pages: it bounds how many fit.
+const LEAST_PAGES: u64 = 4000;
+
+/// Workloads that fit.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Filled {
+    pub random: usize,
+    pub planned: usize,
+}
+
+impl Filled {
+    /// How many more fit by plan.
+    pub fn more(self) -> f64 {
+        self.planned as f64 / self.random.max(1) as f64 - 1.0
+    }
+}
+
+/// A host's contents, with their holders.
+#[derive(Default)]
+struct Held(FxHashMap<u64, u32>);
+
+impl Held {
+    fn more(&self, mix: &Mix, instance: Instance) -> u64 {
+        count(contents(mix, instance).filter(|content| !self.0.contains_key(content)).count())
+    }
+
+    fn add(&mut self, mix: &Mix, instance: Instance) {
+        contents(mix, instance).for_each(|content| *self.0.entry(content).or_default() += 1);
+    }
+
+    fn remove(&mut self, mix: &Mix, instance: Instance) {
+        for content in contents(mix, instance) {
+            if let Entry::Occupied(mut holders) = self.0.entry(content) {
+                *holders.get_mut() -= 1;
+                if *holders.get() == 0 {
+                    holders.remove();
+                }
+            }
+        }
+    }
+
+    fn pages(&self) -> u64 {
+        count(self.0.len())
+    }
+}
+
+/// Fills hosts that hold `per_host` workloads without sharing.
+pub fn fill(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Filled {
+    let kinds = &mix.kinds;
+    let mean = kinds.iter().map(|kind| kind.common.len() + kind.own).sum::<usize>() / kinds.len().max(1);
+    let pages = u64::from(options.per_host) * count(mean);
+    let empty = FleetOptions { per_host: 0, ..*options };
+    show("filling at random");
+    let random = at_random(&mut World::new(mix, &empty), pages);
+    show("filling by plan");
+    let planned = by_plan(&mut World::new(mix, &empty), pages);
+    Filled { random, planned }
+}
+
+fn at_random(world: &mut World<'_>, pages: u64) -> usize {
+    let mix = world.mix;
+    let mut hosts: Vec<Held> = (0..world.options.hosts).map(|_| Held::default()).collect();
+    for placed in 0.. {
+        let instance = world.make(0);
+        let fits = |host: &&mut Held| host.pages() + host.more(mix, instance) <= pages;
+        let start = index(u32::try_from(world.random.below(count(hosts.len()))).unwrap_or(0));
+        let (before, after) = hosts.split_at_mut(start);
+        match after.iter_mut().chain(before).find(fits) {
+            Some(host) => host.add(mix, instance),
+            None => return placed,
+        }
+    }
+    0
+}
+
+fn by_plan(world: &mut World<'_>, pages: u64) -> usize {
+    for _ in 0..u64::from(world.options.hosts) * pages / LEAST_PAGES {
+        let newcomer = world.make(0);
+        world.push(newcomer);
+    }
+    let hosts = count(index(world.options.hosts));
+    let (mut settled, mut planned) = (0, false);
+    let mut next_plan = usize::try_from(hosts * pages / MEAN_PAGES / 2).unwrap_or(usize::MAX);
+    loop {
+        let before = settled;
+        settled = settle(world, settled, next_plan, planned, pages);
+        let stuck = settled < next_plan.min(world.instances.len());
+        if settled == world.instances.len() {
+            return settled;
+        }
+        planned = place_anew(world, settled, pages) || planned;
+        if stuck && settled == before {
+            return settled;
+        }
+        next_plan = settled + usize::try_from(hosts * BETWEEN_PLANS).unwrap_or(1);
+    }
+}
+
+/// Places newcomers until there are `until`, or one fits nowhere: on hosts that share most with them once there was a plan, before that
+/// in turn. Returns how many workloads there are.
+fn settle(world: &mut World<'_>, from: usize, until: usize, planned: bool, pages: u64) -> usize {
+    let mix = world.mix;
+    let fleet = limited(world, pages, world.instances.len());
+    let sampled = Contents::of(&fleet);
+    let mut placement = Placement::empty(&fleet, &sampled);
+    let mut hosts = held(world, from);
+    for (unit, instance) in fleet.unit_ids().zip(&world.instances[..from]) {
+        placement.add(unit, HostId(instance.host));
+    }
+    for (number, unit) in fleet.unit_ids().enumerate().take(until).skip(from) {
+        let instance = world.instances[number];
+        let fits = |host: HostId| {
+            let held = &hosts[index(host.0)];
+            held.pages() + held.more(mix, instance) <= pages
+        };
+        let in_turn = || {
+            let all = world.options.hosts;
+            let first = u32::try_from(number).unwrap_or(0);
+            (0..all).map(|next| HostId((first + next) % all)).find(|host| fits(*host))
+        };
+        let host = if planned { best_host(&placement, unit, fits) } else { in_turn() };
+        let Some(host) = host else { return number };
+        placement.add(unit, host);
+        hosts[index(host.0)].add(mix, instance);
+        world.instances[number].host = host.0;
+    }
+    until.min(world.instances.len())
+}
+
+/// What the hosts of the first workloads hold.
+fn held(world: &World<'_>, settled: usize) -> Vec<Held> {
+    let mut hosts: Vec<Held> = (0..world.options.hosts).map(|_| Held::default()).collect();
+    for instance in &world.instances[..settled] {
+        hosts[index(instance.host)].add(world.mix, *instance);
+    }
+    hosts
+}
+
+/// The host where a newcomer shares most; of equal ones, that with most room.
+fn best_host(placement: &Placement<'_>, unit: UnitId, fits: impl Fn(HostId) -> bool) -> Option<HostId> {
+    let mut scored: Vec<(u64, u64, HostId)> =
+        placement.fleet().host_ids().map(|host| (placement.gain(unit, host), placement.room(host).0, host)).collect();
+    scored.sort_unstable_by(|a, b| b.cmp(a));
+    scored.into_iter().map(|(.., host)| host).find(|host| fits(*host))
+}
+
+fn shift(mix: &Mix, hosts: &mut [Held], instance: &mut Instance, to: u32) {
+    hosts[index(instance.host)].remove(mix, *instance);
+    instance.host = to;
+    hosts[index(to)].add(mix, *instance);
+}
+
+/// Makes the moves of a plan for all workloads that fitted. The planner's figures are estimates: a step that makes a host exceed its memory
+/// is left out. Returns whether the others made room.
+fn place_anew(world: &mut World<'_>, settled: usize, pages: u64) -> bool {
+    let mix = world.mix;
+    let fleet = limited(world, pages, settled);
+    let made = plan(&fleet, &Contents::of(&fleet), u64::MAX);
+    let mut hosts = held(world, settled);
+    let before: u64 = hosts.iter().map(Held::pages).sum();
+    for step in &made.steps {
+        let former: Vec<u32> = step.moves.iter().map(|of| world.instances[index(of.unit.0)].host).collect();
+        for of in &step.moves {
+            shift(mix, &mut hosts, &mut world.instances[index(of.unit.0)], of.to.0);
+        }
+        if step.moves.iter().any(|of| hosts[index(of.to.0)].pages() > pages) {
+            for (of, from) in step.moves.iter().zip(former) {
+                shift(mix, &mut hosts, &mut world.instances[index(of.unit.0)], from);
+            }
+        }
+    }
+    hosts.iter().map(Held::pages).sum::<u64>() < before
+}
+
+/// The first workloads, on hosts that memory alone limits.
+fn limited(world: &World<'_>, pages: u64, first: usize) -> Fleet {
+    let memory = Bytes(pages * PAGE_BYTES);
+    let host = Host { memory, cpu_millicores: u64::MAX / CPU_EACH };
+    let mut fleet = world.fleet();
+    fleet.hosts = vec![host; fleet.hosts.len()];
+    fleet.units.truncate(first);
+    fleet
+}

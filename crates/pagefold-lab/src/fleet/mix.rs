@@ -1,0 +1,109 @@
+//! Kinds of workloads.
+//!
+//! Generated: enterprise and e-commerce applications on several systems, as in Memory Buddies (VEE 2009), whose traces are
+//! not public. So the shares are ours: of a workload's pages about a fifth is the system's, a third the application's (half of
+//! that depends on the system, too), and the rest its own. Instances differ: each holds nine tenths of what its kind holds.
+
+use crate::record::{Record, RecordError, State};
+use pagefold_core::host::PageState;
+use pagefold_core::random::{Random, mix};
+use rustc_hash::FxHashMap;
+use std::path::Path;
+
+const SYSTEMS: u64 = 4;
+const APPLICATIONS: u64 = 10;
+/// Pages of a system, of an application on any system, of an application on one system, and of an instance.
+const SYSTEM_PAGES: u64 = 2200;
+const APPLICATION_PAGES: u64 = 2000;
+const PORT_PAGES: u64 = 2000;
+const OWN_PAGES: usize = 5000;
+/// The share of its kind's contents that an instance holds, in tenths.
+const HELD_TENTHS: u64 = 9;
+
+/// A kind of workload.
+#[derive(Clone, Debug)]
+pub struct Kind {
+    pub name: String,
+    /// Contents that instances may have in common.
+    pub common: Vec<u64>,
+    /// Pages that each instance has for itself.
+    pub own: usize,
+    /// How many there are, in proportion.
+    pub weight: u64,
+}
+
+/// Kinds of workloads, and how alike instances are.
+#[derive(Clone, Debug)]
+pub struct Mix {
+    pub name: String,
+    pub kinds: Vec<Kind>,
+    /// The share of `common` that an instance holds, in tenths.
+    pub held_tenths: u64,
+}
+
+impl Mix {
+    /// Generated kinds. Systems and applications are not equally common: the n-th is half as common as the one before it,
+    /// and at least a fifth as common as the first.
+    pub fn generated() -> Self {
+        let weight = |number: u64| (10 >> number.min(3)).max(2);
+        let contents = |segment: u64, pages: u64| (0..pages).map(move |page| mix(mix(segment) ^ page) >> 1);
+        let kinds = (0..SYSTEMS).flat_map(|system| {
+            (0..APPLICATIONS).map(move |application| Kind {
+                name: format!("os{system}-app{application}"),
+                common: contents(1000 + system, SYSTEM_PAGES)
+                    .chain(contents(2000 + application, APPLICATION_PAGES))
+                    .chain(contents(3000 + system * APPLICATIONS + application, PORT_PAGES))
+                    .collect(),
+                own: OWN_PAGES,
+                weight: weight(system) * weight(application),
+            })
+        });
+        Self { name: "enterprise and e-commerce mix".to_owned(), kinds: kinds.collect(), held_tenths: HELD_TENTHS }
+    }
+
+    /// The programs of a record at its end. What one of them alone holds is every instance's own; the rest is common.
+    pub fn of_record(path: &Path) -> Result<Self, RecordError> {
+        let record = Record::read(path)?;
+        let mut state = State::default();
+        record.snapshots.iter().for_each(|snapshot| state.apply(snapshot));
+        let mut by_process: FxHashMap<u32, Vec<u64>> = FxHashMap::default();
+        for held in state.regions.values() {
+            let pages = by_process.entry(held.row.process).or_default();
+            let present = held.pages.iter().filter(|(_, page)| page.digest != 0 && page.state != PageState::ZeroMapped);
+            // Half of a keyed digest tells contents apart as well.
+            pages.extend(present.map(|(_, page)| u64::try_from(page.digest >> 65).unwrap_or(u64::MAX)));
+        }
+        let mut holders: FxHashMap<u64, u32> = FxHashMap::default();
+        for pages in by_process.values_mut() {
+            pages.sort_unstable();
+            pages.dedup();
+            for page in pages {
+                *holders.entry(*page).or_default() += 1;
+            }
+        }
+        let mut processes: Vec<(u32, Vec<u64>)> = by_process.into_iter().collect();
+        processes.sort_unstable();
+        let kinds = processes.into_iter().map(|(process, pages)| {
+            let name = state.processes.get(&process).and_then(|row| row.name.clone());
+            let common: Vec<u64> = pages.iter().copied().filter(|page| holders[page] > 1).collect();
+            let own = pages.len() - common.len();
+            Kind { name: name.unwrap_or_else(|| format!("process-{process}")), common, own, weight: 1 }
+        });
+        let name = format!("programs of {}", path.display());
+        Ok(Self { name, kinds: kinds.collect(), held_tenths: 10 })
+    }
+
+    /// A kind at random, by weight.
+    pub fn choose(&self, random: &mut Random) -> usize {
+        let all: u64 = self.kinds.iter().map(|kind| kind.weight).sum();
+        let mut left = random.below(all.max(1));
+        self.kinds
+            .iter()
+            .position(|kind| {
+                let here = left < kind.weight;
+                left = left.saturating_sub(kind.weight);
+                here
+            })
+            .unwrap_or(0)
+    }
+}
