@@ -13,6 +13,8 @@
 # make kernel   build Linux with the series in kernel/ and test it in emulated machines (kernel-quick: a small kernel only)
 # make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
+# make xen-quick  test guests of Xen in an emulated machine; the first time it builds the hypervisor (xen-long: a hundred thousand
+#               shares; xen-cost: instructions a page)
 # make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine
 # make install  install pagefold (not pagefold-lab), its manual pages, completions, systemd units and, unless there is one, its
 #               configuration file, below DESTDIR
@@ -22,8 +24,10 @@
 # make tarball  build target/pagefold-VERSION-x86_64-linux.tar.gz, with a static program that runs on any Linux
 
 CARGO ?= cargo
+# pagefold-fleet contains DataFusion, which takes long to build: fleet-test checks and tests it.
+BESIDE := --workspace --exclude pagefold-fleet
 
-.PHONY: build fleet fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb dkms install install-files install-program pages \
+.PHONY: build fleet fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb xen-quick xen-long xen-cost dkms install install-files install-program pages \
     deb deb-test tarball
 
 build:
@@ -34,6 +38,7 @@ fleet:
 
 fleet-test:
 	@scripts/setup fleet
+	$(CARGO) clippy -p pagefold-fleet --all-targets --locked -- -D warnings
 	PAGEFOLD_NO_SKIP=1 $(CARGO) test --locked -p pagefold-planner -p pagefold-fleet
 
 demo:
@@ -44,27 +49,27 @@ demo:
 
 # KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other, mostly waiting. The others run
 # beside them: first those in emulated machines and with hostile programs, which take longest.
-TESTS := $(wildcard crates/*/tests/*.rs)
+TESTS := $(filter-out crates/pagefold-fleet/%,$(wildcard crates/*/tests/*.rs))
 TESTS_LONG := numa attack
 TESTS_WITH_KSM := $(filter-out $(TESTS_LONG),$(basename $(notdir $(shell grep -lE 'KsmAtRest|mm/ksm' $(TESTS)))))
 TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_LONG),$(basename $(notdir $(TESTS))))
 
 test:
 	@scripts/setup test
-	$(CARGO) build --workspace --bins --locked
-	$(CARGO) test --workspace --locked --no-run
+	$(CARGO) build $(BESIDE) --bins --locked
+	$(CARGO) test $(BESIDE) --locked --no-run
 	@$(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
 
 run-tests-with-ksm:
-	$(CARGO) test --workspace --locked $(TESTS_WITH_KSM:%=--test %)
+	$(CARGO) test $(BESIDE) --locked $(TESTS_WITH_KSM:%=--test %)
 
 run-tests-beside:
-	nice $(CARGO) test --workspace --locked $(TESTS_LONG:%=--test %)
-	nice $(CARGO) test --workspace --locked --lib --bins $(TESTS_BESIDE:%=--test %)
-	nice $(CARGO) test --workspace --locked --doc
+	nice $(CARGO) test $(BESIDE) --locked $(TESTS_LONG:%=--test %)
+	nice $(CARGO) test $(BESIDE) --locked --lib --bins $(TESTS_BESIDE:%=--test %)
+	nice $(CARGO) test $(BESIDE) --locked --doc
 
 unit:
-	$(CARGO) test --workspace --locked --lib
+	$(CARGO) test $(BESIDE) --locked --lib
 
 soak:
 	@scripts/setup test
@@ -79,7 +84,7 @@ attack:
 
 lint:
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	$(CARGO) clippy $(BESIDE) --all-targets --locked -- -D warnings
 	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --locked cargo-deny@0.18.3
 	$(CARGO) deny --log-level error check licenses bans sources
 
@@ -104,6 +109,9 @@ kernel:
 
 kernel-quick kernel-cost kernel-deb: kernel-%:
 	scripts/kernel $*
+
+xen-quick xen-long xen-cost: xen-%:
+	scripts/xen $*
 
 dkms:
 	scripts/dkms full

@@ -204,6 +204,14 @@ impl Region {
         self.usage.activity_known = true;
     }
 
+    /// When it was last read whole, nanoseconds. `None` if it is not judged.
+    pub fn judged_ns(&self) -> Option<u64> {
+        match self.stage {
+            Stage::Judged(at_ns) => Some(at_ns),
+            Stage::Survey | Stage::Examine(_) => None,
+        }
+    }
+
     /// Returns the region to the bottom level, unmarked, for a reason that passes. It is left alone until `until_ns`.
     pub fn leave_until(&mut self, until_ns: u64, reason: LeaveAlone) {
         self.hold.leave_until(until_ns, reason);

@@ -3,11 +3,13 @@
 
 mod chart;
 pub mod claims;
-mod daemon;
+pub mod clients;
+pub(crate) mod daemon;
 pub mod density;
 mod document;
 pub mod events;
 pub mod experiment;
+pub mod frames;
 pub mod guest;
 pub mod latencies;
 pub mod load;

@@ -8,6 +8,7 @@ mod record;
 mod replay;
 mod report;
 mod scale;
+mod sketch_error;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
@@ -38,6 +39,8 @@ enum Command {
     Replay(replay::ReplayArgs),
     /// Run algorithms on simulated memories of up to a tebibyte
     Scale(scale::ScaleArgs),
+    /// Compare what sketches tell of the programs of a record with exact digests
+    SketchError(sketch_error::SketchErrorArgs),
     /// Simulate fleets, placed at random, by plan and at best
     Fleet(fleet::FleetArgs),
     /// Run as a tenant of an experiment
@@ -68,6 +71,7 @@ pub fn main() -> ExitCode {
         Command::Programs(args) => programs::run(args),
         Command::Replay(args) => replay::run(args),
         Command::Scale(args) => scale::run(args),
+        Command::SketchError(args) => sketch_error::run(args),
         Command::Fleet(args) => fleet::run(args),
         Command::Tenant { spec } => pagefold_workload::serve(spec),
     };

@@ -9,6 +9,7 @@
 //! | [`generate`] | generated records of the papers' workloads |
 //! | [`script`], [`replay`], [`table`] | a record as a script for the simulator, every algorithm on it, the comparison |
 //! | [`scale`] | simulated memories of up to a tebibyte |
+//! | [`sketch_error`] | how well sketches tell what programs have in common |
 //! | [`fleet`] | simulated fleets, placed at random, by plan and at best |
 //! | [`plots`] | charts of replays and of scaling |
 //! | [`commands`] | the command line |
@@ -29,4 +30,5 @@ pub mod recorder;
 pub mod replay;
 pub mod scale;
 pub mod script;
+pub mod sketch_error;
 pub mod table;

@@ -12,7 +12,9 @@ mod python;
 mod qemu;
 mod redis;
 mod subjects;
+mod wordpress;
 mod working_guest;
+mod zram;
 
 pub use compiler::{Compiler, Job};
 pub(crate) use image::Image;
@@ -27,7 +29,9 @@ pub(crate) use qemu::{Emulator, nodes_kernel};
 pub use qemu::{GuestImage, GuestTools, QEMU};
 pub use redis::{Redis, RedisData};
 pub use subjects::{SUBJECTS, Subject, Subjects};
+pub use wordpress::{Site, Visitor, WordPress};
 pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};
+pub use zram::{ZramSwap, swapped_out};
 
 use anyhow::{Context, bail};
 use pagefold_workload::{ActivityCounters, Dialogue, OwnedChild, Tenant, Verdict};
@@ -141,10 +145,14 @@ struct Server {
 
 impl Server {
     fn start(command: &mut Command, log: &Path) -> anyhow::Result<Self> {
+        Self::start_with(command, Stdio::null(), log)
+    }
+
+    fn start_with(command: &mut Command, input: Stdio, log: &Path) -> anyhow::Result<Self> {
         use std::os::unix::process::CommandExt;
         let output = File::create(log).with_context(|| log.display().to_string())?;
         let child = command
-            .stdin(Stdio::null())
+            .stdin(input)
             .stdout(output.try_clone()?)
             .stderr(output)
             // A process group of its own: on Ctrl-C the experiment ends its servers itself.

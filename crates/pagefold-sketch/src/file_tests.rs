@@ -138,7 +138,7 @@ fn footers_that_would_end_the_process_are_refused() {
     let error = with(schema, &[0x16, 0xfe, 0xff, 0xff, 0xff, 0x0f, 0x19, 0xfc, 1]);
     assert!(error.contains("workloads, more than the 4096"), "{error}");
     // Groups within groups of the schema.
-    let deep = [&schema[..40], &[0x4c; 100_000][..]].concat();
+    let deep = [&schema[..40], &vec![0x4c; 100_000]].concat();
     assert!(with(&deep, &[]).contains("columns differ"));
     assert!(with(schema, &[0x19]).contains("footer is not in the written form"));
     // Something between the pages.

@@ -86,7 +86,9 @@ fn build() {
     let profile = if profile == "debug" { "dev" } else { profile };
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());
     let status = Command::new(cargo)
-        .args(["build", "--quiet", "--locked", "--workspace", "--bins", "--profile", profile, "--target-dir"])
+        // As the Makefile does, so that nothing is built again. pagefold-fleet takes minutes, and only its own tests need it.
+        .args(["build", "--quiet", "--locked", "--workspace", "--exclude", "pagefold-fleet", "--bins"])
+        .args(["--profile", profile, "--target-dir"])
         .arg(dir.parent().expect("a target directory"))
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .status();

@@ -25,6 +25,7 @@ pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
         match request {
             Request::Status => json(&Status::of(&facts)),
             Request::Explain { pid } => json(&explain::of(&facts, pid)?),
+            Request::Guest { guest } => json(&explain::of_guest(&facts, &guest)),
             Request::Governor { .. } | Request::Pause | Request::Resume => json(&facts.control_state()),
         }
     };

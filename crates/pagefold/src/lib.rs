@@ -14,6 +14,7 @@
 //! | the file of what was saved over time; what was done lately | [`history`]; [`events`] |
 //! | the file of what the next run adopts | [`learned`] |
 //! | tables shared by several commands | [`output`] |
+//! | the commands on guests of Xen | [`xen`] |
 //! | sketches of what workloads hold, for a fleet | [`sketch`] |
 //! | the demonstration | [`demo`] |
 //!
@@ -44,6 +45,7 @@ mod place;
 mod preflight;
 mod service;
 mod sketch;
+mod xen;
 
 /// Find memory that running processes hold twice, and let the kernel merge it (KSM)
 #[derive(Parser)]

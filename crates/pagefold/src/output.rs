@@ -3,6 +3,7 @@
 pub mod page;
 pub mod placement;
 pub mod requests;
+pub mod xen;
 
 use pagefold_cli::style::{self, Style};
 use serde::Serialize;

@@ -145,6 +145,27 @@ fn every_kind_of_process_is_merged_with_the_capabilities_that_are_kept() {
 }
 
 #[test]
+fn sketches_are_kept_with_the_capabilities_that_are_kept() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (key, file) = (dir.path().join("key"), dir.path().join("node.parquet"));
+    fs::write(&key, "0f".repeat(32)).unwrap();
+    fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let holders = [Holder::start("of another user"), Holder::start("of another user")];
+    let pids = pids_of(&holders);
+    let words = [dir.path(), &key].map(|path| path.to_str().unwrap());
+    let daemon =
+        Daemon::on(&pids, &["--for", "120s", "--sketches", words[0], "--fleet-key", words[1], "--fleet-host", "node"]);
+    wait_until("the sketches are written", || file.exists());
+    assert_confined(daemon.pid(), kept_by_daemon());
+    let sketches = pagefold_sketch::read(fs::read(&file).unwrap()).unwrap();
+    assert!(sketches.rows.iter().any(|row| row.read_bytes > 16 * MIB && row.savable_bytes > 7 * MIB), "{sketches:?}");
+    daemon.stop();
+    holders.into_iter().for_each(Holder::end);
+    ksm.assert_restored();
+}
+
+#[test]
 fn programs_that_are_not_dumpable_are_merged_if_they_are_named() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let holders = ["undumpable", "undumpable", "of another user", "of another user"].map(Holder::start);

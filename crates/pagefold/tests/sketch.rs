@@ -1,6 +1,7 @@
 //! `pagefold sketch` and runs with sketches, on processes whose memory is known to the page. None of it needs KSM.
 
-use pagefold_sketch::{FleetKey, Kind, Row, SketchFile};
+use pagefold_core::units::whole;
+use pagefold_sketch::{Estimate, FleetKey, Kind, Row, SketchFile};
 use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
 use serde_json::Value;
@@ -60,6 +61,10 @@ fn row<'a>(file: &'a SketchFile, workload: &str) -> &'a Row {
     file.rows.iter().find(|row| row.workload == workload).unwrap_or_else(|| panic!("no {workload} in {file:?}"))
 }
 
+fn pages(estimate: Estimate) -> u64 {
+    whole(estimate.contents)
+}
+
 /// A program of its own name that holds these pages from content `from` on, so many copies of each, and pages of zeros.
 fn holding(program: &ProgramCopy, from: u64, contents: u64, copies: u64, zeros: u64) -> Holder {
     let mut holder = Holder::start_as(program, contents * copies + zeros);
@@ -104,15 +109,15 @@ fn what_workloads_hold_is_sketched_to_the_page() {
     near(a.zero_bytes / PAGE, 300, "zeros of alpha");
     near(a.pages[1], 4000, "pages with one copy");
     near(a.savable_bytes / PAGE, 2299, "savable in alpha");
-    near(a.sketch.contents().contents as u64, 2000, "contents of alpha");
+    near(pages(a.sketch.contents()), 2000, "contents of alpha");
     near(b.pages[0], 1500, "single pages of beta");
-    near(a.sketch.common(&b.sketch).contents as u64, 500, "in common");
+    near(pages(a.sketch.common(&b.sketch)), 500, "in common");
     assert_eq!((a.anonymous_bytes, a.came_bytes, a.went_bytes), (a.read_bytes, 0, 0));
     assert!(a.since_us <= a.time_us && a.host_memory_bytes > 1 << 28 && a.host_cpu_millicores >= 1000);
     // It is root's alone, and the digests of the same contents are the same in another run.
     assert_eq!(fs::metadata(fleet.path("out.parquet")).unwrap().permissions().mode() & 0o7777, 0o600);
     let (_, again) = fleet.sketch(&[second.pid()], &[]);
-    near(row(&again, "beta").sketch.common(&b.sketch).contents as u64, 1500, "in another run");
+    near(pages(row(&again, "beta").sketch.common(&b.sketch)), 1500, "in another run");
 }
 
 #[test]

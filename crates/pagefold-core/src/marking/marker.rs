@@ -40,10 +40,13 @@ pub struct Marker {
     /// What does not pay at the governor's price, and waits: thin extents, and marks that bring little.
     thin: Wave,
     small: Wave,
-    /// The price at which extents were last thinned out, nanoseconds.
+    /// The price at which extents were last thinned out, nanoseconds, and when the next region is old enough for it.
     price_ns: u64,
-    /// The resident pages that each of the last marks adds to those marked before, by the start of the mark.
-    added: BTreeMap<(RegionKey, Vpn), Pages>,
+    thin_at_ns: u64,
+    /// What each of the last marks adds to those marked before, by the start of the mark.
+    added: BTreeMap<(RegionKey, Vpn), Wave>,
+    /// Duplicates that the scans for the last marks should merge, also with pages that were marked before.
+    expected: Pages,
     /// Spans to be unmarked, and when to continue with them.
     unmarking: VecDeque<Change>,
     next_unmark_ns: u64,
@@ -70,7 +73,8 @@ impl Marker {
 
     /// What a region waits with, because it does not pay.
     pub fn waits(&self, region: &Region, config: &Config) -> Option<Wave> {
-        let is_thin = || self.has_thin_waiting() && thinner(region, config.thinnest_density, config).is_some();
+        let is_thin =
+            || self.has_thin_waiting() && thinner(region, config.thinnest_density, u64::MAX, config).is_some();
         let (small, thin) = (region.changed && self.small.added > Pages(0), !region.changed && is_thin());
         small.then_some(self.small).or(thin.then_some(self.thin))
     }
@@ -94,9 +98,15 @@ impl Marker {
         let (price_ns, rested_ns) = (pace.price_ns, scheduler.idle_ns(now_ns));
         let marked = marked_resident(table);
         let has_rested = self.thin.added > Pages(0) && rested_ns >= self.thin.rest_ns(price_ns);
-        if has_rested || self.price_ns != price_ns || table.iter().any(|region| region.changed) {
-            self.thin = thin_out(table, marked, price_ns, rested_ns, config);
+        let is_old_enough = now_ns >= self.thin_at_ns;
+        if has_rested || is_old_enough || self.price_ns != price_ns || table.iter().any(|region| region.changed) {
+            let wait_ns = config.probation_rounds * pace.round_ns;
+            let is_new = |region: &Region| region.appeared && now_ns < region.seen_ns + wait_ns;
+            let until_ns = if table.iter().any(is_new) { now_ns.saturating_sub(wait_ns) } else { now_ns };
+            self.thin = thin_out(table, marked, price_ns, rested_ns, until_ns, config);
             self.price_ns = price_ns;
+            let judged = table.iter().filter_map(|region| region.judged_ns().filter(|&judged_ns| judged_ns > until_ns));
+            self.thin_at_ns = judged.min().map_or(u64::MAX, |judged_ns| judged_ns + wait_ns);
         }
         self.small = Wave::default();
         let ready = ready(table, now_ns, several_domains, config);
@@ -137,7 +147,7 @@ impl Marker {
                 continue;
             }
             for span in spans {
-                self.added.insert((region.view.key, span.first), gain(region, &[span]).added);
+                self.added.insert((region.view.key, span.first), Wave { walked: marked, ..gain(region, &[span]) });
                 let why = Why::Duplicate { duplicate: span.duplicate, resident: span.resident };
                 marks.push(Change { span: span_of(region, &span), why });
                 region.marks.add(span);
@@ -251,10 +261,18 @@ impl Marker {
             table.iter_mut().for_each(|region| region.marks.samples.restart(all));
             return;
         }
+        let is_due = |wave: Wave| wave.pays(pace.price_ns) || scheduler.idle_ns(now_ns) >= wave.rest_ns(pace.price_ns);
+        let expected = std::mem::take(&mut self.expected);
+        if scheduler.last_merged().0 * 4 < expected.0
+            && is_due(Wave { added: marked, walked: Pages(0), duplicate: expected })
+        {
+            // The pages that they should have been merged with were left out: ksmd had visited them too often in vain.
+            scheduler.request_thorough(expected);
+            return;
+        }
         let grown: Pages = table.iter().map(Region::grown).sum();
         // A merged page that was written holds something new, about half of the time something other pages hold too.
         let renewed = grown + Pages(broken.saturating_sub(self.visited_broken) / 2);
-        let is_due = |wave: Wave| wave.pays(pace.price_ns) || scheduler.idle_ns(now_ns) >= wave.rest_ns(pace.price_ns);
         let wave = Wave { added: renewed, walked: marked.saturating_sub(renewed), duplicate: renewed };
         if renewed.0 >= REFRESH_MIN && now_ns >= self.visited_ns + PAUSE_NS && is_due(wave) {
             scheduler.request(renewed);
@@ -295,8 +313,11 @@ impl Marker {
             match marking {
                 Marking::Done(_) => {
                     region.hold.reset_pause();
-                    let added = self.added.get(&(span.region, span.first)).copied();
-                    scheduler.request(added.unwrap_or_default().max(Pages(1)));
+                    let wave = self.added.get(&(span.region, span.first)).copied().unwrap_or_default();
+                    scheduler.request(wave.added.max(Pages(1)));
+                    if wave.walked > Pages(0) {
+                        self.expected += wave.duplicate;
+                    }
                 }
                 Marking::Busy => {
                     region.marks.remove(span.first, span.pages);
@@ -368,36 +389,46 @@ fn between(known: (u64, u64), all: (u64, u64)) -> Wave {
     Wave { added: Pages(added), walked: Pages(0), duplicate: Pages(duplicate) }
 }
 
-/// Lowers the density that regions must have to that which pays. The thinnest extents come last, together, once ksmd has rested so long that
-/// they cost little beside that time. Returns those that wait.
-fn thin_out(table: &mut RegionTable, marked: Pages, price_ns: u64, rested_ns: u64, config: &Config) -> Wave {
+/// Lowers the density that regions judged until `until_ns` must have to that which pays: what a region has in common with memory that is
+/// not old enough to be read may be all it lacks, and neither merges before both are marked. The thinnest extents come last, together, once
+/// ksmd has rested so long that they cost little beside that time. Returns those that wait.
+fn thin_out(
+    table: &mut RegionTable,
+    marked: Pages,
+    price_ns: u64,
+    rested_ns: u64,
+    until_ns: u64,
+    config: &Config,
+) -> Wave {
     if config.only == Only::Zeros {
         // Whatever else is marked could be merged between programs.
         return Wave::default();
     }
     let pays = paying_density(price_ns).max(config.thinnest_density);
-    thin_to(table, pays, config);
-    let rest = table.iter().filter_map(|region| thinner(region, config.thinnest_density, config));
+    thin_to(table, pays, until_ns, config);
+    let rest = table.iter().filter_map(|region| thinner(region, config.thinnest_density, until_ns, config));
     let wave = Wave { walked: marked, ..rest.sum() };
     if wave.added == Pages(0) || rested_ns < wave.rest_ns(price_ns) {
         return wave;
     }
-    thin_to(table, config.thinnest_density, config);
+    thin_to(table, config.thinnest_density, until_ns, config);
     Wave::default()
 }
 
 /// Lowers the density of regions that then have more to mark.
-fn thin_to(table: &mut RegionTable, density: Permyriad, config: &Config) {
+fn thin_to(table: &mut RegionTable, density: Permyriad, until_ns: u64, config: &Config) {
     for region in table.iter_mut() {
-        if thinner(region, density, config).is_some() {
+        if thinner(region, density, until_ns, config).is_some() {
             (region.density, region.changed) = (density, true);
         }
     }
 }
 
 /// What a lower density adds to what is to be marked of a region, if that is enough for a mark.
-fn thinner(region: &Region, density: Permyriad, config: &Config) -> Option<Wave> {
-    if region.density <= density || region.hold.reason().is_some() || region.survey.is_volatile(config) {
+fn thinner(region: &Region, density: Permyriad, until_ns: u64, config: &Config) -> Option<Wave> {
+    let is_old_enough = region.judged_ns().is_some_and(|judged_ns| judged_ns <= until_ns);
+    let is_held = region.hold.reason().is_some() || region.survey.is_volatile(config);
+    if region.density <= density || !is_old_enough || is_held {
         return None;
     }
     let all = total(region, density, config);

@@ -193,13 +193,34 @@ pub const CLAIMS: [Claim; 23] = [
         id: "U5",
         what: "40 virtual machines of 1 GB, overcommitted",
         paper: "no swap (KSM: 1.3 GB), half of KSM's CPU, up in 420 s instead of 550",
-        here: Here::Not("no experiment overcommits memory"),
+        here: Here::Experiment {
+            name: "vms-overcommitted",
+            ours: &[
+                Cell("MiB swapped out", Value::Bar("MiB swapped out until all are up")),
+                Cell("of KSM's time", Value::Bar("time until all are up relative to KSM")),
+                Cell("of KSM's CPU time", Value::Bar("CPU time until then relative to KSM")),
+            ],
+            peers: &[Cell("MiB swapped out by KSM", Value::Figure("ksm-1000/20ms: MiB swapped out until all are up"))],
+            judge: Judge::Targets(&[""]),
+        },
     },
     Claim {
         id: "U6",
         what: "Three WordPress containers under load",
         paper: "61 % of the anonymous memory; CPU mostly below 1 %, at most 3 %",
-        here: Here::Not("no experiment runs WordPress; recall, mix and workers run other services"),
+        here: Here::Experiment {
+            name: "containers",
+            ours: &[
+                Cell("of the anonymous memory", Value::Bar("anonymous memory on average")),
+                Cell("% of a core in the median second", Value::Bar("CPU of pagefold and ksmd in the median second")),
+                Cell("% in the busiest second", Value::Bar("CPU of pagefold and ksmd in the busiest second")),
+            ],
+            peers: &[Cell(
+                "of the anonymous memory with KSM",
+                Value::Figure("ksm-1000/20ms: anonymous memory on average relative to no merging"),
+            )],
+            judge: Judge::Targets(&["anonymous memory on average", "CPU of pagefold and ksmd"]),
+        },
     },
     Claim {
         id: "U7",
@@ -273,19 +294,46 @@ pub const CLAIMS: [Claim; 23] = [
         id: "C1",
         what: "Comparisons of pages with trees for each class, against two trees",
         paper: "57-71 % by address, 56-86 % by write count, 56-77 % by sub-page writes",
-        here: Here::Not("on records instead: pagefold-lab replay"),
+        here: Here::Experiment {
+            name: "classes",
+            ours: &[
+                Cell("by address", Value::Bar("comparisons, of ksm's, at most, cmd-address")),
+                Cell("by write count", Value::Bar("comparisons, of ksm's, at most, cmd-pagecount")),
+                Cell("by sub-page writes", Value::Bar("comparisons, of ksm's, at most, cmd-subpage")),
+            ],
+            peers: &[],
+            judge: Judge::Targets(&["comparisons, of ksm's, at most"]),
+        },
     },
     Claim {
         id: "C2",
         what: "Sharing found with trees for each class",
         paper: "39-92 %, 87-100 %, 98-121 % of KSM's",
-        here: Here::Not("on records instead: pagefold-lab replay"),
+        here: Here::Experiment {
+            name: "classes",
+            ours: &[
+                Cell("by address", Value::Bar("sharing on average, of ksm's, at least, cmd-address")),
+                Cell("by write count", Value::Bar("sharing on average, of ksm's, at least, cmd-pagecount")),
+                Cell("by sub-page writes", Value::Bar("sharing on average, of ksm's, at least, cmd-subpage")),
+            ],
+            peers: &[],
+            judge: Judge::Targets(&["sharing on average, of ksm's, at least"]),
+        },
     },
     Claim {
         id: "C3",
         what: "Share of futile comparisons (84 % in KSM)",
         paper: "4.8, 6.4, 12.2 points lower",
-        here: Here::Not("on records instead: pagefold-lab replay"),
+        here: Here::Experiment {
+            name: "classes",
+            ours: &[
+                Cell("by address", Value::Bar("points fewer futile comparisons on average, cmd-address")),
+                Cell("by write count", Value::Bar("points fewer futile comparisons on average, cmd-pagecount")),
+                Cell("by sub-page writes", Value::Bar("points fewer futile comparisons on average, cmd-subpage")),
+            ],
+            peers: &[],
+            judge: Judge::Targets(&["points fewer futile comparisons on average"]),
+        },
     },
     Claim {
         id: "N1",
@@ -327,13 +375,33 @@ pub const CLAIMS: [Claim; 23] = [
         id: "N4",
         what: "Forests instead of two trees",
         paper: "comparisons and scan time fall with the number of trees; no sharing is lost",
-        here: Here::Not("simulated instead: pagefold-lab scale --only forests"),
+        here: Here::Experiment {
+            name: "forests",
+            ours: &[
+                Cell("of the comparisons of one tree, with 1,800", Value::Bar("comparisons with 1,800 trees")),
+                Cell("of the time of a scan", Value::Bar("time of a scan with 1,800 trees")),
+                Cell("pairs lost", Value::Bar("pairs not merged")),
+            ],
+            peers: &[],
+            judge: Judge::Targets(&["comparisons", "time of a scan", "pairs not merged"]),
+        },
     },
     Claim {
         id: "N5",
         what: "Responsiveness: 2 GiB more every 15 s on a node of 180 GiB",
         paper: "KSM runs out of memory at 900 s, nuKSM finishes",
-        here: Here::Not("simulated instead: pagefold-lab scale --only race"),
+        here: Here::Experiment {
+            name: "forests",
+            ours: &[Cell(
+                "s until memory runs out (2400: never)",
+                Value::Bar("race: s until memory runs out, pagefold"),
+            )],
+            peers: &[
+                Cell("s, ksm", Value::Figure("race: ksm, s until memory runs out (2400 stands for never)")),
+                Cell("s, nuksm", Value::Figure("race: nuksm, s until memory runs out (2400 stands for never)")),
+            ],
+            judge: Judge::Targets(&["race"]),
+        },
     },
 ];
 

@@ -180,7 +180,7 @@ impl Meter {
 }
 
 /// The children of a process's first thread, which starts them; empty where the kernel does not list them.
-fn children(of: &Process) -> Vec<Process> {
+pub fn children(of: &Process) -> Vec<Process> {
     let pid = of.pid();
     let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     text.split_ascii_whitespace().filter_map(|pid| Process::open(pid.parse().ok()?).ok()).collect()

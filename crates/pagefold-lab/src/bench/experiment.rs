@@ -2,6 +2,7 @@
 
 mod build;
 mod clones;
+mod containers;
 mod cow_breaker;
 mod governors;
 mod hash;
@@ -19,6 +20,7 @@ mod real_programs;
 mod recall;
 mod scan;
 mod short_lived;
+mod simulated;
 mod static_mix;
 mod tails;
 mod vms;
@@ -32,6 +34,7 @@ use crate::programs::Target;
 use pagefold_core::permutation::Permutation;
 use pagefold_core::units::{PAGE_SIZE, Pages};
 use pagefold_linux::ksm::experiment::KsmForExperiment;
+use pagefold_linux::ksm::request::DEVICE;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::path::Path;
@@ -64,7 +67,7 @@ pub struct Experiment {
     pub run: fn(&ExperimentSetting<'_>, &mut ExperimentReport) -> anyhow::Result<()>,
 }
 
-pub const EXPERIMENTS: [Experiment; 24] = [
+pub const EXPERIMENTS: [Experiment; 28] = [
     static_mix::EXPERIMENT,
     tails::EXPERIMENT,
     pairs::EXPERIMENT,
@@ -81,11 +84,15 @@ pub const EXPERIMENTS: [Experiment; 24] = [
     workers::EXPERIMENT,
     neighbours::EXPERIMENT,
     vms::EXPERIMENT,
+    vms::OVERCOMMITTED,
+    containers::EXPERIMENT,
     build::EXPERIMENT,
     huge::EXPERIMENT,
     overcommit::EXPERIMENT,
     scan::EXPERIMENT,
     hash::EXPERIMENT,
+    simulated::CLASSES,
+    simulated::FORESTS,
     numa::EXPERIMENT,
     on_request::EXPERIMENT,
     programs_on_request::EXPERIMENT,
@@ -94,6 +101,13 @@ pub const EXPERIMENTS: [Experiment; 24] = [
 impl Experiment {
     pub fn named(name: &str) -> Option<&'static Self> {
         EXPERIMENTS.iter().find(|experiment| experiment.name == name)
+    }
+
+    /// What it needs and this machine lacks. An emulated machine may have it.
+    pub fn lacks(&self) -> Option<&'static str> {
+        let is_on_request = [on_request::EXPERIMENT.name, programs_on_request::EXPERIMENT.name].contains(&self.name);
+        (is_on_request && !Path::new(DEVICE).exists())
+            .then_some("this kernel does not merge on request; --in-guest runs it on one that does")
     }
 
     /// Runs it, in an emulated machine if that was asked for, and fills in the report.

@@ -68,25 +68,30 @@ impl OpenLoop {
         self.stop.store(true, Ordering::Relaxed);
         ensure!(self.writer.join().is_ok(), "the load generator has panicked");
         let in_order = self.reader.join().ok().context("the load generator has panicked")?;
-        Ok(Latencies { began: self.began, every: self.every, in_order })
+        Ok(Latencies::of(self.began, self.every, (0..).zip(in_order).collect()))
     }
 }
 
-/// The latency of every request in order.
+/// The latency of every request.
 #[derive(Debug)]
 pub struct Latencies {
     began: Instant,
     every: Duration,
-    in_order: Vec<Duration>,
+    /// By the requests' numbers.
+    numbered: Vec<(u32, Duration)>,
 }
 
 impl Latencies {
+    /// Those of numbered requests, one of which was due each `every`.
+    pub fn of(began: Instant, every: Duration, numbered: Vec<(u32, Duration)>) -> Self {
+        Self { began, every, numbered }
+    }
+
     /// Those of requests that were due between two instants, ascending.
     pub fn between(&self, from: Instant, to: Instant) -> Vec<Duration> {
-        let due = |number: usize| self.began + self.every * u32::try_from(number).unwrap_or(u32::MAX);
-        let numbered = self.in_order.iter().copied().enumerate();
+        let is_due = |number| (from..to).contains(&(self.began + self.every * number));
         let mut found: Vec<Duration> =
-            numbered.filter(|&(number, _)| (from..to).contains(&due(number))).map(|(_, latency)| latency).collect();
+            self.numbered.iter().filter(|&&(number, _)| is_due(number)).map(|&(_, latency)| latency).collect();
         found.sort_unstable();
         found
     }

@@ -77,7 +77,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         return Ok(0);
     }
     let experiments = if args.names.is_empty() {
-        EXPERIMENTS.iter().collect()
+        EXPERIMENTS.iter().filter(|experiment| args.in_guest.is_some() || can_run(experiment)).collect()
     } else {
         let mut named = args.names.iter().map(|name| experiment(name)).collect::<Result<Vec<_>, Exit>>()?;
         // Twice the same would be the same repetition.
@@ -194,6 +194,12 @@ fn announce(at: usize, of: usize, step: &Step, known: bool, left: Option<Duratio
         format!(", about {} left", humantime::format_duration(Duration::from_secs(left.as_secs())))
     });
     eprintln!("{} of {of}: {}, repetition {repetition}{what}{left}", at + 1, experiment.name);
+}
+
+/// Says on standard error what is left out of a run of all.
+fn can_run(experiment: &Experiment) -> bool {
+    let lacks = experiment.lacks();
+    lacks.inspect(|lacks| eprintln!("{} is left out: {lacks}", experiment.name)).is_none()
 }
 
 fn experiment(name: &str) -> Result<&'static Experiment, Exit> {

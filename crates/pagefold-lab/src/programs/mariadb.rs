@@ -37,12 +37,24 @@ pub struct MariaDbData {
 impl MariaDbData {
     /// Creates a data directory in `scratch` with a table of `rows` rows of about 1 KiB.
     pub fn make(scratch: &Path, rows: u64) -> anyhow::Result<Self> {
+        let data = Self::empty(scratch.join("mariadb-data"))?;
+        let mariadb = data.serve(scratch)?;
+        let body = (0..8).map(|part| format!("SHA2(seq+{part},512)")).collect::<Vec<_>>().join(",");
+        mariadb.query(&format!(
+            "CREATE DATABASE bench; USE bench; \
+             CREATE TABLE t (id INT PRIMARY KEY, tag INT, body VARCHAR(1024) CHARACTER SET latin1) ENGINE=InnoDB; \
+             INSERT INTO t SELECT seq, seq*7919%10007, CONCAT({body}) FROM seq_1_to_{rows}; \
+             CREATE TABLE written (id INT PRIMARY KEY, times INT) ENGINE=InnoDB; \
+             INSERT INTO written SELECT seq, 0 FROM seq_1_to_{LOAD_ROWS}"
+        ))?;
+        mariadb.shut_down()?;
+        Ok(data)
+    }
+
+    /// Creates a data directory without databases.
+    pub(super) fn empty(dir: PathBuf) -> anyhow::Result<Self> {
         let install = need("mariadb-install-db", PACKAGES)?;
-        let data = Self {
-            server: need("mariadbd", PACKAGES)?,
-            client: need("mariadb", PACKAGES)?,
-            dir: scratch.join("mariadb-data"),
-        };
+        let data = Self { server: need("mariadbd", PACKAGES)?, client: need("mariadb", PACKAGES)?, dir };
         fs::create_dir_all(&data.dir)?;
         let output = Command::new(install)
             .args(["--no-defaults", "--user=root", "--auth-root-authentication-method=normal", "--skip-test-db"])
@@ -52,19 +64,12 @@ impl MariaDbData {
             .output()
             .context("mariadb-install-db")?;
         ensure!(output.status.success(), "mariadb-install-db: {}", String::from_utf8_lossy(&output.stderr));
-        let mut mariadb = data.start_in(scratch, &data.dir)?;
-        let body = (0..8).map(|part| format!("SHA2(seq+{part},512)")).collect::<Vec<_>>().join(",");
-        mariadb.query(&format!(
-            "CREATE DATABASE bench; USE bench; \
-             CREATE TABLE t (id INT PRIMARY KEY, tag INT, body VARCHAR(1024) CHARACTER SET latin1) ENGINE=InnoDB; \
-             INSERT INTO t SELECT seq, seq*7919%10007, CONCAT({body}) FROM seq_1_to_{rows}; \
-             CREATE TABLE written (id INT PRIMARY KEY, times INT) ENGINE=InnoDB; \
-             INSERT INTO written SELECT seq, 0 FROM seq_1_to_{LOAD_ROWS}; \
-             SET GLOBAL innodb_fast_shutdown=0; SHUTDOWN"
-        ))?;
-        // A slow shutdown leaves no work for the next start, so all copies start alike.
-        mariadb.server.child.end(READY_LIMIT);
         Ok(data)
+    }
+
+    /// Starts a server on the directory itself.
+    pub(super) fn serve(&self, scratch: &Path) -> anyhow::Result<MariaDb> {
+        self.start_in(scratch, &self.dir)
     }
 
     /// Starts a server on a fresh copy and lets it read the whole table.
@@ -148,7 +153,19 @@ impl MariaDb {
         OpenLoop::start(stream, every, requests.collect(), |answers| accepted(&packet(answers)?))
     }
 
-    fn query(&self, sql: &str) -> anyhow::Result<String> {
+    /// The socket on which it listens.
+    pub(super) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Ends it. A slow shutdown leaves no work for the next start, so all copies start alike.
+    pub(super) fn shut_down(mut self) -> anyhow::Result<()> {
+        self.query("SET GLOBAL innodb_fast_shutdown=0; SHUTDOWN")?;
+        self.server.child.end(READY_LIMIT);
+        Ok(())
+    }
+
+    pub(super) fn query(&self, sql: &str) -> anyhow::Result<String> {
         query(&self.client, &self.socket, sql)
     }
 }

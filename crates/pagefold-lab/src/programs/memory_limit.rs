@@ -39,6 +39,12 @@ impl MemoryLimit {
         ["sh".to_owned(), "-c".to_owned(), script]
     }
 
+    /// Takes a process in. What it holds already stays charged where it was.
+    pub fn add(&self, pid: i32) -> anyhow::Result<()> {
+        let file = self.path.join("cgroup.procs");
+        fs::write(&file, pid.to_string()).with_context(|| file.display().to_string())
+    }
+
     /// Lets the members have as much as there is.
     pub fn lift(&self) -> anyhow::Result<()> {
         self.set(NONE)

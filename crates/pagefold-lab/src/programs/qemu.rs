@@ -94,11 +94,11 @@ impl GuestTools {
     }
 }
 
-/// The directory where `scripts/guest-kernel` puts kernels.
-fn cache() -> anyhow::Result<PathBuf> {
+/// The directory where `scripts/guest-kernel` puts kernels, and `scripts/wordpress` that.
+pub(super) fn cache() -> anyhow::Result<PathBuf> {
     let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
-    Ok(cache.context("no directory for the kernel: set HOME")?.join("pagefold"))
+    Ok(cache.context("no directory for what is unpacked: set HOME")?.join("pagefold"))
 }
 
 /// Finds the kernel that `scripts/guest-kernel nodes` unpacks.

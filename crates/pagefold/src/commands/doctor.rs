@@ -6,6 +6,7 @@
 mod fix;
 
 use crate::output;
+use crate::xen;
 use fix::{Fixed, fix};
 use pagefold_cli::exit;
 use pagefold_cli::style::{self, Lines};
@@ -24,10 +25,19 @@ pub struct DoctorArgs {
     /// them is lost, set the kernel's defaults
     #[arg(long)]
     fix: bool,
+    /// Check instead whether memory of these guests of Xen can be shared, in dom0 (name or number; may be repeated, or separated
+    /// by commas)
+    #[arg(long, value_name = "GUEST", value_delimiter = ',', conflicts_with = "fix")]
+    xen_domain: Vec<String>,
 }
 
 /// Restores knobs if `--fix` is given, examines the machine, and prints the findings.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
+    if !args.xen_domain.is_empty() {
+        let (findings, code) = xen::doctor::examine(&args.xen_domain)?;
+        output::print(args.json, &document(&findings, None), |_| list(&findings, None, style::colours()))?;
+        return Ok(code);
+    }
     let roots = MachinePaths::default();
     let fixed = if args.fix { Some(fix(&roots)?) } else { None };
     let findings = examine(&roots);

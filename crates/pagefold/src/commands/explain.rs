@@ -5,7 +5,7 @@ mod words;
 
 use crate::control::client::ask;
 use crate::control::protocol::Request;
-use crate::control::queue::Facts;
+use crate::control::queue::{Facts, TargetFacts};
 use crate::output;
 use crate::output::placement::PlacementRow;
 use anyhow::Result;
@@ -29,8 +29,11 @@ const SCHEMA: &str = "pagefold.explain/1";
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExplainArgs {
     /// The process to explain
-    #[arg(value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
-    pub pid: i32,
+    #[arg(value_name = "PID", value_parser = clap::value_parser!(i32).range(1..), required_unless_present = "xen_domain")]
+    pub pid: Option<i32>,
+    /// The guest of Xen to explain (name or number)
+    #[arg(long, value_name = "GUEST", conflicts_with = "pid")]
+    pub xen_domain: Option<String>,
     /// Print the explanation as JSON (schema pagefold.explain/1)
     #[arg(long)]
     pub json: bool,
@@ -58,6 +61,9 @@ pub struct Explanation {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementRow>,
     pub unseen_bytes: u64,
+    /// Whether it is a guest of Xen. Its number is in place of a pid then.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub guest: bool,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -82,30 +88,60 @@ struct Excluded {
 }
 
 pub fn run(args: &ExplainArgs) -> Result<u8> {
-    let mut explanation: Explanation = ask(&Request::Explain { pid: args.pid })?;
-    if !explanation.in_scope {
-        explanation = outside(explanation)?;
-    }
+    let explanation = match (&args.xen_domain, args.pid) {
+        (Some(guest), _) => {
+            let explanation: Explanation = ask(&Request::Guest { guest: guest.clone() })?;
+            if !explanation.in_scope {
+                let (guest, scope) = (printable(guest.as_bytes()), explanation.scope);
+                let line = format!("guest {guest} is not in the scope of the running daemon ({scope}); name it there");
+                return Err(Exit::new(exit::NO_SCOPE, line).into());
+            }
+            explanation
+        }
+        (None, pid) => {
+            let explanation: Explanation = ask(&Request::Explain { pid: pid.unwrap_or_default() })?;
+            if explanation.in_scope { explanation } else { outside(explanation)? }
+        }
+    };
     output::print(args.json, &explanation, |style| words::describe(&explanation, style))?;
     Ok(exit::OK)
+}
+
+/// What the daemon knows about a guest of Xen.
+pub fn of_guest(facts: &Facts, guest: &str) -> Explanation {
+    let is = |target: &&TargetFacts| target.name == guest || guest.parse() == Ok(target.pid);
+    let Some(target) = facts.targets.iter().find(is).filter(|_| facts.xen.is_some()) else { return begun(facts, 0) };
+    let mut explanation = begun(facts, target.pid);
+    explanation.see_target(target);
+    let own = facts.report.regions.iter().filter(|region| region.owner == target.owner);
+    explanation.regions = own.map(|region| row_of(region, facts, "guest memory".to_owned(), None)).collect();
+    explanation.regions.sort_by_key(|row| Reverse(row.figures.resident));
+    explanation.resident_bytes = explanation.regions.iter().map(|row| row.figures.resident.bytes().0).sum();
+    explanation.guest = true;
+    explanation
+}
+
+/// An explanation of which nothing but the daemon is known.
+fn begun(facts: &Facts, pid: i32) -> Explanation {
+    Explanation {
+        schema: SCHEMA.to_owned(),
+        pid,
+        scope: facts.run.scope.clone(),
+        paused: facts.report.paused,
+        dry_run: facts.run.dry_run,
+        levels: facts.report.levels.len(),
+        ..Explanation::default()
+    }
 }
 
 /// What the daemon knows about a process.
 pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     let report = &facts.report;
-    let mut explanation = Explanation {
-        schema: SCHEMA.to_owned(),
-        pid,
-        scope: facts.run.scope.clone(),
-        paused: report.paused,
-        dry_run: facts.run.dry_run,
-        levels: report.levels.len(),
-        ..Explanation::default()
-    };
-    let Some(target) = facts.targets.iter().find(|target| target.pid == pid) else { return Ok(explanation) };
-    explanation.in_scope = true;
-    explanation.name.clone_from(&target.name);
-    explanation.left_alone.clone_from(&target.left_alone);
+    let mut explanation = begun(facts, pid);
+    // The numbers of guests are no pids.
+    let target = facts.targets.iter().find(|target| target.pid == pid && facts.xen.is_none());
+    let Some(target) = target else { return Ok(explanation) };
+    explanation.see_target(target);
     explanation.notes = target.to_unmark.iter().map(words::to_unmark).chain(target.notes.iter().cloned()).collect();
     explanation.numa = facts.places().and_then(|places| places.process(pid).cloned());
     let tell = |error: ReadError| format!("{error}; look with ps");
@@ -168,6 +204,12 @@ fn not_readable(error: &ReadError) -> Exit {
 }
 
 impl Explanation {
+    fn see_target(&mut self, target: &TargetFacts) {
+        self.in_scope = true;
+        self.name.clone_from(&target.name);
+        self.left_alone.clone_from(&target.left_alone);
+    }
+
     /// Adds the executable and the mappings that are left alone.
     fn see(&mut self, exe: Option<PathBuf>, details: &[VmaDetail]) {
         self.exe = exe.map(|exe| printable(exe.as_os_str().as_bytes()));
@@ -195,10 +237,16 @@ fn row(region: &RegionReport, facts: &Facts, details: &[VmaDetail], program: &[u
     let (start, end) = (region.first.address(), region.first.address() + region.pages.bytes().0);
     // Its first mapping: a region is one mapping, or neighbours that differ only in their marks.
     let mapping = details.iter().find(|detail| detail.vma.start < end && start < detail.vma.end);
+    let kind = mapping.map_or("unmapped meanwhile".to_owned(), |detail| kind_of(&detail.vma, program).to_string());
+    row_of(region, facts, kind, mapping.and_then(name))
+}
+
+fn row_of(region: &RegionReport, facts: &Facts, mapping: String, file: Option<String>) -> Row {
+    let (start, end) = (region.first.address(), region.first.address() + region.pages.bytes().0);
     Row {
         range: range(start, end),
-        mapping: mapping.map_or("unmapped meanwhile".to_owned(), |detail| kind_of(&detail.vma, program).to_string()),
-        file: mapping.and_then(name),
+        mapping,
+        file,
         figures: region.clone(),
         next: region.next.name().to_owned(),
         wait_seconds: region.next.wait_seconds(),

@@ -1,9 +1,9 @@
 //! `pagefold run`: the daemon, in the foreground.
 
-mod progress;
-mod reload;
-mod room;
-mod summary;
+pub mod progress;
+pub mod reload;
+pub mod room;
+pub mod summary;
 
 use crate::audit::{Entry, Owner};
 use crate::commands::status::groups::Selector;
@@ -16,11 +16,13 @@ use crate::metrics::Metrics;
 use crate::output;
 use crate::preflight;
 use crate::sketch;
+use crate::xen;
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::figures::thousands;
 use pagefold_cli::flags::{DenyFlags, RunFlags};
 use pagefold_cli::scope::{ScopeArgs, explain};
+use pagefold_cli::style;
 use pagefold_core::config::Config;
 use pagefold_core::engine::{Engine, cycle};
 use pagefold_core::governor::Governor;
@@ -94,6 +96,10 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     // Before anything opens a file.
     let passed = Metrics::passed()?;
     let settings = Settings::of(args)?;
+    if let Some(guests) = xen::guests(&settings.scope)? {
+        on(signal_hook::consts::SIGHUP, &stop)?;
+        return xen::run::run(args, settings, guests, (stop, woken), passed);
+    }
     let Settings { scope, config, deny, .. } = settings.clone();
     preflight::need_rights("merging other processes' memory")?;
     let ksm = preflight::ksm()?;
@@ -121,7 +127,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         complain!("--take-back has no effect where pages are merged on request; nothing will be taken apart");
     }
     let facts = RunFacts {
-        scope: scope.spec().to_string(),
+        scope: scope.to_string(),
         selectors: Selector::all_of(&scope.spec()),
         dry_run: args.dry_run,
         config: config.clone(),
@@ -148,18 +154,13 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     host.set_policies(active.settings.placement.clone());
     let (requests, sender) = RequestQueue::new(woken);
     let metrics = metrics.start(&sender);
-    let history = history.and_then(|(file, said)| {
-        if let Some(line) = said {
-            complain!("{line}");
-        }
-        HistoryWriter::start(file, sender.clone())
-    });
+    let history = HistoryWriter::of_run(history, &sender);
     let interval = active.settings.fleet.interval;
     let mut sketches = fleet.and_then(|(fleet, place)| sketch::Writer::start(fleet, place, interval, &host));
     let server = control::serve(sender, args.dry_run);
     fault::point("socket-made");
     let (command, pid) = ("run", std::process::id());
-    let begin = Entry::Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope: scope.spec().to_string() };
+    let begin = Entry::Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope: scope.to_string() };
     let mut progress = Progress::new();
     active.log(&begin, &progress);
     for left in left_alone {
@@ -356,7 +357,8 @@ fn main_loop(
             active.events.note("governor", governor.to_string());
             host.set_refresh_interval(refresh_interval_ns(&facts.config, governor));
         }
-        progress.show(engine, host, requests.is_paused());
+        let who = || style::count(host.targets().count(), "process", "processes");
+        progress.show(engine, who, requests.is_paused());
         if let Some(learned) = learned {
             learned.keep(engine, host.now_ns());
         }

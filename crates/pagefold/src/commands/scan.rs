@@ -3,12 +3,13 @@
 mod html;
 mod map;
 pub mod report;
-mod survey;
+pub mod survey;
 mod table;
 
 use crate::output;
 use crate::output::page;
 use crate::output::placement::PlacementView;
+use crate::xen;
 use anyhow::{Context, Result};
 use map::{Map, part_of};
 use pagefold_cli::exit::{self, Exit};
@@ -58,7 +59,10 @@ pub struct ScanArgs {
 }
 
 pub fn run(args: &ScanArgs) -> Result<u8> {
-    let report = scan(args)?;
+    let report = match xen::guests(&args.scope)? {
+        Some(guests) => xen::scan::scan(args, &guests)?,
+        None => scan(args)?,
+    };
     if let Some(path) = &args.html {
         page::write(path, &html::page(&report))?;
     }
@@ -105,7 +109,7 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     scanner.progress.clear();
     let cost = Cost::new(scanner.pages_read, own_cpu_ns().saturating_sub(cpu_before_ns), scanner.reading_ns);
     let maps = if args.html.is_some() { scanner.maps(&survey, &findings, fraction) } else { BTreeMap::new() };
-    let report = ScanReport::of(&survey, &findings, fraction, args.scope.spec().to_string(), cost);
+    let report = ScanReport::of(&survey, &findings, fraction, args.scope.to_string(), cost);
     Ok(ScanReport { numa, maps, ..report })
 }
 

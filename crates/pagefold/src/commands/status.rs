@@ -11,9 +11,11 @@ use crate::events::Event;
 use crate::output;
 use crate::output::placement::PlacementView;
 use crate::output::requests::RequestsView;
+use crate::output::xen::XenView;
 use anyhow::Result;
 use groups::{LeftOutRow, ScopeRow};
 use pagefold_cli::exit;
+use pagefold_cli::style::count;
 use pagefold_core::config::Only;
 use pagefold_core::governor::Governor;
 use pagefold_core::host::{Cost, HugeSplits, Mechanism};
@@ -108,6 +110,8 @@ pub struct Status {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub requests: Option<RequestsView>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub xen: Option<XenView>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementView>,
     #[serde(default)]
     pub events: Vec<Event>,
@@ -154,6 +158,14 @@ pub fn run(args: &StatusArgs) -> Result<u8> {
 }
 
 impl Status {
+    /// So many of what is in scope.
+    pub fn count(&self, number: usize) -> String {
+        match self.xen {
+            Some(_) => count(number, "guest", "guests"),
+            None => count(number, "process", "processes"),
+        }
+    }
+
     pub fn of(facts: &Facts) -> Self {
         let Facts { report, run, .. } = facts;
         let ledger = &report.ledger;
@@ -213,6 +225,7 @@ impl Status {
             left_out: groups::left_out_rows(facts),
             processes,
             requests: RequestsView::of(run.config.mechanism, ledger),
+            xen: facts.xen,
             numa: facts.places(),
             events: run.events.clone(),
         }

@@ -3,6 +3,7 @@
 use crate::audit::{Audit, Before, Entry};
 use crate::output;
 use crate::preflight;
+use crate::xen;
 use anyhow::Result;
 use pagefold_cli::exit;
 use pagefold_cli::flags::AuditFlags;
@@ -35,27 +36,36 @@ pub struct UnmergeArgs {
 
 /// The result (schema pagefold.unmerge/1). docs/commands.md explains the fields.
 #[derive(Debug, Default, Serialize)]
-struct Summary {
+pub struct Summary {
     schema: &'static str,
-    given_back_bytes: u64,
+    pub given_back_bytes: u64,
     unmarked_bytes: u64,
     longest_stop_us: f64,
-    processes: Vec<Process>,
-    still_saved_bytes: u64,
+    pub processes: Vec<Process>,
+    pub still_saved_bytes: u64,
     knobs_deferred: BTreeMap<String, u64>,
     audit_lost: u64,
 }
 
 #[derive(Debug, Serialize)]
-struct Process {
-    pid: i32,
-    name: String,
-    given_back_bytes: u64,
-    unmarked_bytes: u64,
-    failed: Option<String>,
+pub struct Process {
+    pub pid: i32,
+    pub name: String,
+    pub given_back_bytes: u64,
+    pub unmarked_bytes: u64,
+    pub failed: Option<String>,
+}
+
+impl Summary {
+    pub fn new() -> Self {
+        Self { schema: "pagefold.unmerge/1", ..Self::default() }
+    }
 }
 
 pub fn run(args: &UnmergeArgs) -> Result<u8> {
+    if let Some(guests) = xen::guests(&args.scope)? {
+        return xen::unmerge::run(args, &guests);
+    }
     preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;
     let mut audit = args.audit.path().map(Audit::open).transpose()?;
@@ -75,7 +85,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         Err(TakeError::InUse(_)) => None,
         Err(error) => return Err(preflight::explain_take(&error).into()),
     };
-    let mut summary = Summary { schema: "pagefold.unmerge/1", ..Summary::default() };
+    let mut summary = Summary::new();
     let mut code = exit::OK;
     let (command, pid) = ("unmerge", std::process::id());
     let scope = args.scope.spec().to_string();

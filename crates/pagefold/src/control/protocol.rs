@@ -21,6 +21,8 @@ pub enum Request {
     Status,
     /// Answered by `pagefold.explain/1`.
     Explain { pid: i32 },
+    /// The same of a guest of Xen, by name or number.
+    Guest { guest: String },
     /// Changes the governor. Answered by [`ControlState`], as the others below.
     Governor { name: String },
     /// Stops reading, marking and merging.
@@ -90,6 +92,7 @@ mod tests {
         let all = [
             Request::Status,
             Request::Explain { pid: 7 },
+            Request::Guest { guest: "web".into() },
             Request::Governor { name: "low".into() },
             Request::Pause,
             Request::Resume,

@@ -6,6 +6,7 @@ use super::protocol::{ControlState, Request, SCHEMA};
 use crate::commands::status::groups::{Selector, reason_of};
 use crate::events::Event;
 use crate::output::placement::PlacementView;
+use crate::output::xen::XenView;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
@@ -41,6 +42,8 @@ pub struct Facts {
     /// The cgroups below whose limits there is not room for all that can come back.
     pub limited: BTreeMap<LimitKey, String>,
     pub run: RunFacts,
+    /// Xen's own figures, if the targets are guests of it. Then their pids are the guests' numbers.
+    pub xen: Option<XenView>,
 }
 
 #[derive(Clone, Debug)]
@@ -114,7 +117,8 @@ impl Facts {
         let limited =
             tight.filter_map(|(&key, _)| Some((key, printable(host.limited_cgroup(key)?.as_os_str().as_bytes()))));
         let (scans, injector_restarts, limited) = (engine.scans(), host.injector_restarts(), limited.collect());
-        Self { report: engine.report(), scans, injector_restarts, targets: targets.collect(), domains, limited, run }
+        let targets = targets.collect();
+        Self { report: engine.report(), scans, injector_restarts, targets, domains, limited, run, xen: None }
     }
 
     /// Where merged pages are, on a machine with several memory nodes.
@@ -186,7 +190,7 @@ impl RequestQueue {
         let mut ready = std::mem::take(&mut self.changes);
         for pending in self.pending.try_iter() {
             match &pending.request {
-                Request::Status | Request::Explain { .. } => ready.push(pending),
+                Request::Status | Request::Explain { .. } | Request::Guest { .. } => ready.push(pending),
                 Request::Governor { name } => {
                     // The name was checked when the request was parsed.
                     if let Ok(governor) = name.parse() {

@@ -22,8 +22,17 @@ pub struct HistoryWriter {
 }
 
 impl HistoryWriter {
+    /// Starts it for a run that has opened its file. `said` is what is to be said of that.
+    pub fn of_run(opened: Option<(HistoryFile, Option<String>)>, requests: &RequestSender) -> Option<Self> {
+        let (file, said) = opened?;
+        if let Some(line) = said {
+            complain!("{line}");
+        }
+        Self::start(file, requests.clone())
+    }
+
     /// Starts the thread. Without it there is no history, and one line says so.
-    pub fn start(file: HistoryFile, requests: RequestSender) -> Option<Self> {
+    fn start(file: HistoryFile, requests: RequestSender) -> Option<Self> {
         let (going_on, end) = channel::<()>();
         let (ending, ended) = channel::<()>();
         let write = move || {

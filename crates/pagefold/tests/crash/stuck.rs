@@ -20,9 +20,13 @@ at = libc.mmap(None, 4096, 3, SHARED, os.open(sys.argv[1], os.O_RDWR), 0)
 print("ready", flush=True)
 sys.stdin.readline()
 threading.Thread(target=lambda: libc.madvise(at, 4096, POPULATE_WRITE), daemon=True).start()
-time.sleep(0.2)
-# Starting a thread maps memory for its stack: from here on this one waits too.
-threading.Thread(target=lambda: libc.mmap(None, 4096, 3, PRIVATE_ANONYMOUS, -1, 0), daemon=True).start()
+# Maps a page now and then until it has waited, too: on a busy machine the other thread takes the lock late.
+waited = 0
+while waited < 0.5:
+    time.sleep(0.05)
+    began = time.monotonic()
+    libc.mmap(None, 4096, 3, PRIVATE_ANONYMOUS, -1, 0)
+    waited = time.monotonic() - began
 print("free", flush=True)
 sys.stdin.readline()
 print("intact" if held == random.Random(7).randbytes(8 << 20) else "damaged", flush=True)

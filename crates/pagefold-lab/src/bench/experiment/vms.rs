@@ -1,16 +1,18 @@
-//! Virtual machines that are started one after the other (UKSM): what is saved when the last one is up.
+//! Virtual machines that are started one after the other (UKSM): what is saved when the last one is up, and how much is swapped out where
+//! there is less memory than they need.
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::daemon;
 use crate::bench::policy::{Policy, SUBJECT};
 use crate::bench::report::{Answers, ExperimentReport, Limit, MachineDescription, PolicyRun};
 use crate::bench::sampler::Sampler;
-use crate::programs::{GuestWork, QEMU, WorkingGuest, WorkingGuests, scratch};
+use crate::programs::{GuestWork, MemoryLimit, QEMU, WorkingGuest, WorkingGuests, ZramSwap, scratch, swapped_out};
 use anyhow::{Context, ensure};
-use pagefold_core::units::Bytes;
+use pagefold_core::units::{Bytes, Pages};
 use pagefold_linux::ksm::Knob;
 use pagefold_linux::os::fields::kib;
 use pagefold_linux::proc::process::Process;
+use std::fmt;
 use std::time::{Duration, Instant};
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -18,6 +20,13 @@ pub const EXPERIMENT: Experiment = Experiment {
     claim: "UKSM: of virtual machines of 512 MB started one after the other, three times as much is saved as by KSM with its defaults when \
             the last one is up, for no more CPU time",
     run,
+};
+
+pub const OVERCOMMITTED: Experiment = Experiment {
+    name: "vms-overcommitted",
+    claim: "UKSM: where virtual machines need more memory than there is, nothing is swapped out, for half of KSM's CPU time, and all are up \
+            in 0.76 of the time (here ten below a limit, with swap space on zram)",
+    run: run_overcommitted,
 };
 
 /// The kernel's default, and what is commonly configured: pages each 20 ms.
@@ -31,6 +40,29 @@ struct Sizes {
     memory_mib: u64,
     /// The time between two starts.
     every: Duration,
+    /// What they may have together. The rest is swapped out.
+    limit_mib: Option<u64>,
+}
+
+/// What merges while the machines are started.
+#[derive(Clone, Copy, Debug)]
+enum Starting {
+    Nothing,
+    /// Pages each 20 ms.
+    Ksm {
+        pages: u64,
+    },
+    Pagefold,
+}
+
+impl fmt::Display for Starting {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Nothing => Policy::NoMerging { seconds: 0 }.fmt(to),
+            Self::Ksm { pages } => Policy::KsmPaced { pages, seconds: 0 }.fmt(to),
+            Self::Pagefold => to.write_str(SUBJECT),
+        }
+    }
 }
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
@@ -40,24 +72,97 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let (needed, free) = (guests * NEEDED_MIB, MachineDescription::available_mib());
         ensure!(free >= needed, "needs {needed} MiB of memory, but only {free} MiB are available");
     }
-    let sizes = Sizes { guests: usize::try_from(guests)?, memory_mib, every: Duration::from_secs(every) };
+    let sizes =
+        Sizes { guests: usize::try_from(guests)?, memory_mib, every: Duration::from_secs(every), limit_mib: None };
+    let peers = if setting.quick { &KSM_PAGES[1..] } else { &KSM_PAGES };
+    let policies: Vec<Starting> =
+        peers.iter().map(|&pages| Starting::Ksm { pages }).chain([Starting::Pagefold]).collect();
+    run_all(setting, report, &policies, &sizes)?;
+    report.compare(SUBJECT);
+    report.bar_on_answers();
+    let saved = |run: &PolicyRun| (run.policy.clone(), Bytes(run.saved_bytes).mib());
+    let rows = report.runs.iter().map(saved).collect();
+    let subtitle = format!("MiB; {guests} machines of {memory_mib} MiB, one each {every} s");
+    report.picture("vms", "saved when the last machine is up", subtitle, rows);
+    if !setting.quick {
+        let default = Starting::Ksm { pages: KSM_PAGES[0] }.to_string();
+        let (saved, cpu) = (report.ratio(&format!("saved_vs_{default}")), report.ratio(&format!("cpu_vs_{default}")));
+        report.bar("saved when all are up relative to KSM's default", Limit::AtLeast(3.0), saved);
+        report.bar("CPU time until then relative to KSM's default", Limit::AtMost(1.0), cpu);
+    }
+    Ok(())
+}
+
+fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+    let (guests, memory_mib, every, limit_mib) = if setting.quick { (2, 192, 2, 240) } else { (10, 512, 8, 1_400) };
+    report.parameters([
+        ("guests", guests),
+        ("guest_mib", memory_mib),
+        ("seconds_between", every),
+        ("limit_mib", limit_mib),
+    ]);
+    let (needed, free) = (guests * NEEDED_MIB, MachineDescription::available_mib());
+    ensure!(setting.quick || free >= needed, "needs {needed} MiB of memory, but only {free} MiB are available");
+    ensure!(ZramSwap::is_possible(), "needs a kernel with zram");
+    let swap = ZramSwap::make((guests * memory_mib) << 20)?;
+    let every = Duration::from_secs(every);
+    let sizes = Sizes { guests: usize::try_from(guests)?, memory_mib, every, limit_mib: Some(limit_mib) };
+    let ksm = Starting::Ksm { pages: KSM_PAGES[1] };
+    run_all(setting, report, &[Starting::Nothing, ksm, Starting::Pagefold], &sizes)?;
+    drop(swap);
+    report.compare(SUBJECT);
+    report.bar_on_answers();
+    let figure = |policy: &str, name: &str| report.figures.get(&format!("{policy}: {name}")).copied();
+    let of_ksm = |name| Some(figure(SUBJECT, name)? / figure(&ksm.to_string(), name)?);
+    let swapped =
+        report.runs.iter().filter_map(|run| Some((run.policy.clone(), figure(&run.policy, SWAPPED)?))).collect();
+    let (seconds, cpu) = (of_ksm(ALL_UP), report.ratio(&format!("cpu_vs_{ksm}")));
+    let most = figure(SUBJECT, SWAPPED);
+    report.picture(
+        "swapped",
+        "swapped out until all are up",
+        format!("MiB; {guests} machines below {limit_mib} MiB"),
+        swapped,
+    );
+    if !setting.quick {
+        report.bar("MiB swapped out until all are up", Limit::AtMost(0.0), most);
+        report.bar("time until all are up relative to KSM", Limit::AtMost(0.76), seconds);
+        report.bar("CPU time until then relative to KSM", Limit::AtMost(0.5), cpu);
+    }
+    Ok(())
+}
+
+const ALL_UP: &str = "seconds until all are up";
+const SWAPPED: &str = "MiB swapped out until all are up";
+
+/// Starts the machines under each policy.
+fn run_all(
+    setting: &ExperimentSetting<'_>,
+    report: &mut ExperimentReport,
+    policies: &[Starting],
+    sizes: &Sizes,
+) -> anyhow::Result<()> {
     let scratch = scratch()?;
     // A path of its own: pagefold finds the machines by it.
     let mut image = WorkingGuests::make(scratch.path(), sizes.memory_mib, GuestWork::Web)?.with_own_emulator()?;
-    let peers = KSM_PAGES.map(|pages| (Policy::KsmPaced { pages, seconds: 0 }.to_string(), Some(pages)));
     let mut expected = None;
     let mut sequence = PolicySequence::take(setting)?;
-    for (name, pages) in peers.iter().cloned().chain([(SUBJECT.to_owned(), None)]) {
-        if !setting.wants(&name) || (setting.quick && pages == Some(KSM_PAGES[0])) {
+    for &policy in policies {
+        let name = policy.to_string();
+        if !setting.wants(&name) {
             continue;
         }
         eprintln!("{}: {name}", report.experiment);
         // QEMU marks the guests' memory by default, and mem-merge=off is their owner's no, which pagefold is told to override.
-        image.set_merge(pages.is_some());
-        match start_all(&mut sequence, &name, pages, &image, &sizes, &mut expected) {
-            Ok((run, held)) => {
-                report.figure(format!("{name}: seconds until all are up"), run.seconds);
-                report.figure(format!("{name}: MiB of the machines when all are up"), held);
+        image.set_merge(matches!(policy, Starting::Ksm { .. }));
+        let swapped_before = swapped_out()?;
+        match start_all(&mut sequence, policy, &image, sizes, &mut expected) {
+            Ok((run, Up { held_mib, swapped })) => {
+                report.figure(format!("{name}: {ALL_UP}"), run.seconds);
+                report.figure(format!("{name}: MiB of the machines when all are up"), held_mib);
+                if sizes.limit_mib.is_some() {
+                    report.figure(format!("{name}: {SWAPPED}"), Pages(swapped - swapped_before).bytes().mib());
+                }
                 report.runs.push(run);
             }
             Err(error) => {
@@ -67,64 +172,66 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             }
         }
     }
-    drop(sequence);
-    report.compare(SUBJECT);
-    report.bar_on_answers();
-    let saved = |run: &PolicyRun| (run.policy.clone(), Bytes(run.saved_bytes).mib());
-    let rows = report.runs.iter().map(saved).collect();
-    let subtitle = format!("MiB; {guests} machines of {memory_mib} MiB, one each {every} s");
-    report.picture("vms", "saved when the last machine is up", subtitle, rows);
-    if !setting.quick {
-        let default = &peers[0].0;
-        let (saved, cpu) = (report.ratio(&format!("saved_vs_{default}")), report.ratio(&format!("cpu_vs_{default}")));
-        report.bar("saved when all are up relative to KSM's default", Limit::AtLeast(3.0), saved);
-        report.bar("CPU time until then relative to KSM's default", Limit::AtMost(1.0), cpu);
-    }
     Ok(())
 }
 
-/// Starts the machines under KSM with a number of pages each 20 ms, or under pagefold. Returns what was measured until all were up,
-/// and their anonymous memory then, MiB.
+/// What was seen when all machines were up.
+struct Up {
+    /// Their anonymous memory, MiB.
+    held_mib: f64,
+    /// Pages swapped out by then since the machine has booted.
+    swapped: u64,
+}
+
+/// Starts the machines under a policy. Returns what was measured until all were up.
 fn start_all(
     sequence: &mut PolicySequence<'_>,
-    name: &str,
-    ksm_pages: Option<u64>,
+    policy: Starting,
     image: &WorkingGuests,
     sizes: &Sizes,
     expected: &mut Option<String>,
-) -> anyhow::Result<(PolicyRun, f64)> {
+) -> anyhow::Result<(PolicyRun, Up)> {
     let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
     sequence.control.kernel_defaults()?;
+    let limit = sizes.limit_mib.map(|mib| MemoryLimit::make(mib << 20)).transpose()?;
+    let start = |number| {
+        let guest = image.start(number)?;
+        limit.iter().try_for_each(|limit| limit.add(guest.pid()))?;
+        anyhow::Ok(guest)
+    };
     let began = Instant::now();
     // Before the policy, since pagefold does not start with nothing in scope.
-    let mut guests = vec![image.start(0)?];
+    let mut guests = vec![start(0)?];
     let sampler = Sampler::start()?;
-    let daemon = if let Some(pages) = ksm_pages {
+    if let Starting::Ksm { pages } = policy {
         sequence.control.set(Knob::PagesToScan, pages)?;
         sequence.control.set(Knob::Run, 1)?;
-        None
-    } else {
+    }
+    let daemon = if let Starting::Pagefold = policy {
         wait_until_executed(&guests[0], image)?;
         let options = ["--exe".to_owned(), image.emulator().display().to_string()];
         let options: Vec<String> = options.into_iter().chain(["--override-opt-out", QEMU].map(str::to_owned)).collect();
         let daemon = daemon::run(setting.program, &[], &options)?;
         sampler.watch(daemon.meter()?);
         Some(daemon)
+    } else {
+        None
     };
     for (number, due) in (1..sizes.guests).zip(1..) {
         interrupt.sleep((sizes.every * due).saturating_sub(began.elapsed()))?;
-        guests.push(image.start(number)?);
+        guests.push(start(number)?);
     }
     for guest in &mut guests {
         interrupt.check()?;
         guest.ready()?;
     }
     let points = sampler.finish()?;
-    let mut held = 0.0;
+    let swapped = swapped_out()?;
+    let mut held_mib = 0.0;
     for guest in &guests {
         let process = Process::open(guest.pid())?;
         let anonymous = kib(&process.read_file("smaps_rollup")?, "Anonymous").map_err(anyhow::Error::msg);
-        held += anonymous.context("smaps_rollup")? as f64 / 1024.0;
+        held_mib += anonymous.context("smaps_rollup")? as f64 / 1024.0;
     }
     let mut agree = || -> anyhow::Result<bool> {
         let sums = guests.iter_mut().map(WorkingGuest::sum).collect::<anyhow::Result<Vec<_>>>()?;
@@ -132,14 +239,19 @@ fn start_all(
         Ok(sums.iter().all(|sum| sum == right))
     };
     let during = agree()?;
+    if let Some(limit) = &limit {
+        ensure!(limit.kills()? == 0, "the kernel has killed a machine");
+        // What is unmerged comes back.
+        limit.lift()?;
+    }
     let summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
     sequence.control.unmerge()?;
-    let mut run = PolicyRun { policy: name.to_owned(), summary, ..PolicyRun::default() };
+    let mut run = PolicyRun { policy: policy.to_string(), summary, ..PolicyRun::default() };
     // By its own clock, and no longer than until all are up.
     run.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
     run.set_samples(&points);
     run.answers_correct = Answers { before: true, during, after: agree()? };
-    Ok((run, held))
+    Ok((run, Up { held_mib, swapped }))
 }
 
 /// Waits until a machine's process runs the emulator, and no longer the program that starts it.

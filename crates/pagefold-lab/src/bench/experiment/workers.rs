@@ -1,11 +1,11 @@
 //! Servers that start their workers before there is work: what the workers share by fork already, and what merging saves beyond that.
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
+use crate::bench::frames::Held;
 use crate::bench::policy::Policy;
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{HeldFile, Prefork, Target, php_fpm, scratch};
-use anyhow::{Context, anyhow};
-use pagefold_linux::os::fields::kib;
+use anyhow::Context;
 use pagefold_linux::proc::process::Process;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -19,15 +19,6 @@ pub const EXPERIMENT: Experiment = Experiment {
 };
 
 const WORKERS: usize = 4;
-
-/// Anonymous memory of a master and its workers, MiB.
-#[derive(Clone, Copy, Debug, Default)]
-struct Held {
-    /// The sum over the processes.
-    by_processes: f64,
-    /// The same with each page that is shared, by fork or merged, divided among its sharers: `Pss_Anon`. Zero pages are not in it.
-    in_frames: f64,
-}
 
 /// What the checks of one server have found. The last three are those before, during and after a policy.
 type Checks = Rc<RefCell<Vec<Held>>>;
@@ -125,17 +116,8 @@ impl Target for ObservedMaster {
 
     fn check(&mut self) -> anyhow::Result<String> {
         // The workers are checked after their master: until then none has answered, which allocates and writes memory.
-        let mut held = Held::default();
-        for &pid in &self.pids {
-            let text = Process::open(pid)?.read_file("smaps_rollup")?;
-            let mib = |key| match kib(&text, key) {
-                Ok(kib) => Ok(kib as f64 / 1024.0),
-                Err(why) => Err(anyhow!("process {pid}: {key}: {why}")),
-            };
-            held.by_processes += mib("Anonymous")?;
-            held.in_frames += mib("Pss_Anon")?;
-        }
-        self.checks.borrow_mut().push(held);
+        let processes = self.pids.iter().map(|&pid| Process::open(pid)).collect::<Result<Vec<_>, _>>()?;
+        self.checks.borrow_mut().push(Held::by(&processes)?);
         self.master.check()
     }
 }

@@ -176,7 +176,8 @@ pub fn describe(explanation: &Explanation, style: Style) -> String {
 }
 
 fn headline(explanation: &Explanation) -> String {
-    let who = format!("{} (pid {})", explanation.name, explanation.pid);
+    let kind = if explanation.guest { "guest" } else { "pid" };
+    let who = format!("{} ({kind} {})", explanation.name, explanation.pid);
     if !explanation.in_scope {
         return format!("{who} is not in the scope of the running daemon ({}).", shorten(&explanation.scope, 60));
     }

@@ -4,7 +4,6 @@
 use crate::service::{MessageLimit, ServiceManager};
 use pagefold_cli::{progress, style};
 use pagefold_core::engine::Engine;
-use pagefold_linux::host::live::LiveHost;
 use serde::Serialize;
 use std::time::Instant;
 
@@ -94,13 +93,14 @@ impl Progress {
         self.stood_down = Some(why);
     }
 
-    pub fn show(&mut self, engine: &Engine, host: &LiveHost, paused: bool) {
+    /// Shows what was done. `who` are the processes or guests in scope, and how many.
+    pub fn show(&mut self, engine: &Engine, who: impl Fn() -> String, paused: bool) {
         let ledger = engine.ledger();
         let text = || {
             let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
             format!(
                 "{}, {}: saved {}, CPU {:.1} s{}",
-                style::count(host.targets().count(), "process", "processes"),
+                who(),
                 style::human(resident),
                 style::human(ledger.saved().bytes().0),
                 (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,

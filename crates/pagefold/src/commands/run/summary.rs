@@ -4,6 +4,7 @@ use super::RunArgs;
 use super::progress::{LeftAlone, Progress};
 use super::reload::ActiveSettings;
 use crate::output::requests::RequestsView;
+use crate::output::xen::XenView;
 use pagefold_cli::style::{self, Lines, Style};
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
@@ -33,6 +34,9 @@ pub struct Summary {
     merged_pages: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     requests: Option<RequestsView>,
+    /// Xen's own figures, if guests of it were in scope.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub xen: Option<XenView>,
     cpu_seconds: Cost,
     seconds_to_90_percent: Option<f64>,
     pages_read: u64,
@@ -72,7 +76,7 @@ impl Summary {
         let deferred = restored.iter().flat_map(|restored| &restored.deferred);
         Self {
             schema: "pagefold.run/1",
-            scope: active.settings.scope.spec().to_string(),
+            scope: active.settings.scope.to_string(),
             dry_run: args.dry_run,
             mechanism,
             governor: active.settings.config.governor,
@@ -90,6 +94,7 @@ impl Summary {
             unmarked_bytes: ledger.unmarked.bytes().0,
             merged_pages: ledger.merged().0,
             requests: RequestsView::of(mechanism, ledger),
+            xen: None,
             cpu_seconds: ledger.cost,
             seconds_to_90_percent: ledger.seconds_to_90_percent(),
             pages_read: ledger.pages_read,
@@ -148,6 +153,15 @@ pub fn describe(summary: &Summary, style: Style) -> String {
     if let Some(requests) = &summary.requests {
         row("requests", requests.sentence());
     }
+    if let Some(xen) = &summary.xen {
+        row("Xen", xen.sentence());
+        row(
+            "CPU",
+            format!("{:.2} s ({} pages read)", summary.cpu_seconds.pagefold_ns as f64 / 1e9, summary.pages_read),
+        );
+        still_merged(&mut text, summary, style);
+        return text;
+    }
     let (marked, metadata) = (style::human(summary.marked_bytes), style::human(summary.metadata_bytes));
     let spans = style::count(usize::try_from(summary.marked_spans).unwrap_or(usize::MAX), "span", "spans");
     row("marked", format!("{marked} in {spans}, kernel metadata {metadata}"));
@@ -175,9 +189,13 @@ pub fn describe(summary: &Summary, style: Style) -> String {
             }
         },
     );
+    still_merged(&mut text, summary, style);
+    text
+}
+
+fn still_merged(text: &mut String, summary: &Summary, style: Style) {
     if summary.saved_bytes > 0 {
         text.blank();
         text.line(style.dim(&format!("The pages stay merged. To unmerge them: pagefold unmerge {}", summary.scope)));
     }
-    text
 }

@@ -29,6 +29,9 @@ pub struct ScanReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementView>,
     pub cost: Cost,
+    /// What is in scope is called so: one, and several of them.
+    #[serde(skip)]
+    pub of: (&'static str, &'static str),
     /// The maps of the processes by pid, for the web page only.
     #[serde(skip)]
     pub maps: BTreeMap<i32, Map>,
@@ -150,6 +153,7 @@ impl ScanReport {
             excluded: by_size(excluded),
             numa: None,
             cost,
+            of: ("process", "processes"),
             maps: BTreeMap::new(),
         }
     }
@@ -165,7 +169,7 @@ impl ScanReport {
         let margin = if self.exact { String::new() } else { format!(" ± {:.1}", self.margin_percent()) };
         format!(
             "{} {} {}; {} ({}{margin} %) could be saved",
-            count(looked_at, "process", "processes"),
+            count(looked_at, self.of.0, self.of.1),
             if looked_at == 1 { "holds" } else { "hold" },
             size(resident),
             size(savable),

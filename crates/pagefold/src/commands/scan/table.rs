@@ -17,7 +17,9 @@ pub fn text(report: &ScanReport, style: Style) -> String {
 
     let rows: Vec<_> =
         report.looked_at().map(|row| (vec![row.pid.to_string(), shorten(&row.name, 24)], row.figures)).collect();
-    table(&mut text, style, &["PID", "PROGRAM"], &rows, "process", "processes");
+    let (one, many) = report.of;
+    let head = if one == "guest" { ["ID", "GUEST"] } else { ["PID", "PROGRAM"] };
+    table(&mut text, style, &head, &rows, one, many);
     let rows: Vec<_> = report.kinds.iter().map(|row| (vec![row.kind.clone()], row.figures)).collect();
     table(&mut text, style, &["KIND OF MEMORY"], &rows, "kind", "kinds");
     if report.cgroups.len() > 1 {
@@ -51,7 +53,9 @@ fn table(text: &mut String, style: Style, names: &[&str], rows: &[(Vec<String>, 
     let figures = ["HOLDS", "ZERO", "WITHIN", "ACROSS", "SAVABLE", "SHARE"];
     let head = names.iter().chain(&figures).map(|name| style.dim(name)).chain([String::new()]);
     let mut table = Table::new(head, |column| {
-        names.get(column).map_or(column < names.len() + figures.len(), |name| matches!(*name, "PID" | "PROCESSES"))
+        names
+            .get(column)
+            .map_or(column < names.len() + figures.len(), |name| matches!(*name, "PID" | "ID" | "PROCESSES"))
     });
     let most = rows.iter().fold(1.0, |most: f64, (_, figures)| most.max(figures.savable));
     for (labels, figures) in rows.iter().take(ROWS) {

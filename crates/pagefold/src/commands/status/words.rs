@@ -49,7 +49,10 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
         ("state", state(status)),
         ("governor", governor(status)),
         ("cost", format!("{used} of a core in the last 10 s; pagefold {pagefold:.2} s, ksmd {ksmd:.2} s so far")),
-        ("KSM", ksm(status)),
+        match &status.xen {
+            Some(xen) => ("Xen", xen.sentence()),
+            None => ("KSM", ksm(status)),
+        },
     ];
     if status.mechanism == Mechanism::Ksmd || status.marked_bytes > 0 {
         rows.push(("marked", format!("{marked}, for which the kernel keeps {metadata} of metadata")));
@@ -118,7 +121,7 @@ fn domains(status: &Status) -> String {
 }
 
 fn headline(status: &Status) -> String {
-    let of = format!("{} in {}", human(status.resident_bytes), count(status.processes.len(), "process", "processes"));
+    let of = format!("{} in {}", human(status.resident_bytes), status.count(status.processes.len()));
     if status.dry_run {
         let expected: u64 = status.processes.iter().map(|row| row.expected_bytes).sum();
         if status.mechanism == Mechanism::Request {
@@ -225,7 +228,8 @@ fn levels(text: &mut String, status: &Status, style: Style) {
 
 fn processes(text: &mut String, status: &Status, style: Style) {
     text.blank();
-    text.line(style.dim("      PID  PROGRAM            MEMORY    MARKED  DUPLICATE"));
+    let who = if status.xen.is_some() { " ID  GUEST  " } else { "PID  PROGRAM" };
+    text.line(style.dim(&format!("      {who}            MEMORY    MARKED  DUPLICATE")));
     for row in status.processes.iter().take(PROCESSES) {
         let name = shorten(&row.name, 16);
         if let Some(why) = &row.left_alone {
@@ -238,7 +242,7 @@ fn processes(text: &mut String, status: &Status, style: Style) {
     }
     if let Some(rest) = status.processes.get(PROCESSES..).filter(|rest| !rest.is_empty()) {
         let memory = rest.iter().map(|row| row.resident_bytes).sum();
-        let others = count(rest.len(), "process", "processes");
+        let others = status.count(rest.len());
         text.line(style.dim(&format!("           … and {others} more with {} (all of them: --json)", human(memory))));
     }
 }
@@ -276,9 +280,8 @@ fn next(text: &mut String, status: &Status, style: Style) {
     }
     text.blank();
     let rounds = count(usize::try_from(status.rounds).unwrap_or(usize::MAX), "round", "rounds");
-    let read = format!(
-        "  {} pages read in {rounds}. Why, for one process: pagefold explain PID",
-        thousands(status.pages_read)
-    );
+    let why =
+        if status.xen.is_some() { "guest: pagefold explain --xen-domain ID" } else { "process: pagefold explain PID" };
+    let read = format!("  {} pages read in {rounds}. Why, for one {why}", thousands(status.pages_read));
     text.line(style.dim(&read));
 }

@@ -1,0 +1,152 @@
+//! A bounded open load: so many clients, of which each waits for an answer before its next request. A request is due at its instant and
+//! is made then by any client that is free, or by the first that becomes so. Its latency counts from that instant.
+
+use crate::bench::load::Latencies;
+use anyhow::Context;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// A request that was made: its number, and how long it took since it was due, or why it failed.
+type Made = (u32, Result<Duration, String>);
+
+/// Clients at work. They end when this is dropped.
+#[derive(Debug)]
+pub struct Clients {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<Vec<Made>>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    began: Instant,
+    every: Duration,
+    stop: AtomicBool,
+    next: AtomicU32,
+}
+
+impl Clients {
+    /// One request is due each `every`. A client gets the request's number. One that fails makes no further requests.
+    pub fn start<C>(every: Duration, clients: impl IntoIterator<Item = C>) -> Self
+    where
+        C: FnMut(u32) -> anyhow::Result<()> + Send + 'static,
+    {
+        let shared = Shared { began: Instant::now(), every, stop: AtomicBool::new(false), next: AtomicU32::new(0) };
+        let shared = Arc::new(shared);
+        let threads = clients.into_iter().map(|mut request| {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || shared.follow(&mut request))
+        });
+        Self { threads: threads.collect(), shared: Arc::clone(&shared) }
+    }
+
+    /// Ends the load and returns what was measured.
+    pub fn finish(mut self) -> anyhow::Result<Requests> {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        let mut made = Vec::new();
+        for thread in self.threads.drain(..) {
+            made.extend(thread.join().ok().context("a client has panicked")?);
+        }
+        made.sort_by_key(|(number, _)| *number);
+        Ok(Requests { began: self.shared.began, every: self.shared.every, made })
+    }
+}
+
+impl Drop for Clients {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Shared {
+    fn follow(&self, request: &mut impl FnMut(u32) -> anyhow::Result<()>) -> Vec<Made> {
+        let mut made = Vec::new();
+        loop {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            let due = self.every * number;
+            thread::sleep(due.saturating_sub(self.began.elapsed()));
+            if self.stop.load(Ordering::Relaxed) {
+                return made;
+            }
+            let answered = request(number);
+            let took = self.began.elapsed().saturating_sub(due);
+            let failed = answered.is_err();
+            made.push((number, answered.map(|()| took).map_err(|error| format!("{error:#}"))));
+            if failed {
+                return made;
+            }
+        }
+    }
+}
+
+/// The requests that were made, in order.
+#[derive(Debug)]
+pub struct Requests {
+    began: Instant,
+    every: Duration,
+    made: Vec<Made>,
+}
+
+impl Requests {
+    /// The latencies of those that were answered.
+    pub fn latencies(&self) -> Latencies {
+        let answered = self.made.iter().filter_map(|(number, answered)| Some((*number, *answered.as_ref().ok()?)));
+        Latencies::of(self.began, self.every, answered.collect())
+    }
+
+    /// Why the first one failed that was due before an instant, if any did.
+    pub fn failure_before(&self, end: Instant) -> Option<&str> {
+        let failed = |(number, answered): &'_ Made| {
+            let was_due = self.began + self.every * *number < end;
+            was_due && answered.is_err()
+        };
+        self.made.iter().find(|made| failed(made)).and_then(|(_, answered)| answered.as_ref().err()).map(String::as_str)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::bail;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn requests_are_made_by_whoever_is_free_and_count_from_when_they_were_due() {
+        // Of two clients at 10 ms, one is stuck for 300 ms: the other one makes all requests meanwhile.
+        let client = |number| {
+            if number == 3 {
+                thread::sleep(300 * MS);
+            }
+            Ok(())
+        };
+        let load = Clients::start(10 * MS, [client, client]);
+        thread::sleep(500 * MS);
+        let requests = load.finish().unwrap();
+        let began = requests.began;
+        let latencies = requests.latencies().between(began, began + 400 * MS);
+        assert!((38..=40).contains(&latencies.len()), "{}", latencies.len());
+        assert!(latencies.last().unwrap() >= &(295 * MS));
+        assert_eq!(latencies.iter().filter(|latency| **latency > 150 * MS).count(), 1);
+        // Of one client, all that were due meanwhile are charged.
+        let load = Clients::start(10 * MS, [client]);
+        thread::sleep(600 * MS);
+        let requests = load.finish().unwrap();
+        let latencies = requests.latencies().between(requests.began, requests.began + 400 * MS);
+        assert!(latencies.iter().filter(|latency| **latency > 150 * MS).count() >= 14, "{latencies:?}");
+        assert_eq!(requests.failure_before(Instant::now()), None);
+    }
+
+    #[test]
+    fn a_failure_is_told_from_one_after_the_end() {
+        let client = |number| if number < 5 { Ok(()) } else { bail!("no answer to {number}") };
+        let load = Clients::start(10 * MS, [client]);
+        thread::sleep(200 * MS);
+        let requests = load.finish().unwrap();
+        let began = requests.began;
+        assert_eq!(requests.latencies().between(began, began + 1000 * MS).len(), 5);
+        assert_eq!(requests.failure_before(began + 1000 * MS), Some("no answer to 5"));
+        assert_eq!(requests.failure_before(began + 45 * MS), None);
+    }
+}

@@ -1,0 +1,133 @@
+//! CMD's classes and nuKSM's forests, in virtual time: algorithms on generated memory. Nothing here touches this machine's KSM.
+
+use super::{Experiment, ExperimentSetting};
+use crate::bench::report::{ExperimentReport, Limit};
+use crate::generate::{Generator, Options};
+use crate::record::{Record, write};
+use crate::replay::{Algorithm, Outcome, Settings, replay};
+use crate::scale::{ForestPoint, Race, forest};
+use crate::script::{Scripted, script};
+use anyhow::{Context, anyhow};
+use pagefold_core::units::Pages;
+
+pub const CLASSES: Experiment = Experiment {
+    name: "classes",
+    claim: "CMD, sections 3.3 and 4: trees for each class of pages need fewer comparisons than two global ones, fewer of them are futile, \
+            and nearly as much is shared. On generated memory, in virtual time",
+    run: run_classes,
+};
+
+pub const FORESTS: Experiment = Experiment {
+    name: "forests",
+    claim: "nuKSM, sections 4.3 and 5.4: comparisons fall with the number of trees, no sharing is lost, and memory that is taken step by \
+            step does not run out. In virtual time",
+    run: run_forests,
+};
+
+/// The workloads for which CMD gives figures.
+const WORKLOADS: [&str; 3] = ["kernel-build", "web-server", "database"];
+
+/// An algorithm of CMD, and what the paper gives at worst of three workloads: the share of KSM's comparisons and of its sharing, and by
+/// how many percentage points fewer comparisons are futile on average.
+const CMD: [(Algorithm, f64, f64, f64); 3] = [
+    (Algorithm::CmdAddress, 0.71, 0.39, 4.8),
+    (Algorithm::CmdPageCount, 0.86, 0.87, 6.4),
+    (Algorithm::CmdSubPage, 0.77, 0.98, 12.2),
+];
+
+fn run_classes(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+    let mib = if setting.quick { 8 } else { 128 };
+    report.parameters([("guests", 4), ("mib_each", mib)]);
+    let mut fewer_futile = [0.0; CMD.len()];
+    let (mut comparisons, mut sharing) = ([0.0_f64; CMD.len()], [f64::INFINITY; CMD.len()]);
+    for workload in WORKLOADS {
+        eprintln!("{}: {workload}", report.experiment);
+        let scripted = generated(workload, Pages(mib << 8))?;
+        let run = |algorithm| {
+            setting.interrupt.check()?;
+            anyhow::Ok(replay(algorithm, &scripted, &Settings::for_record(&scripted)))
+        };
+        let ksm = run(Algorithm::Ksm)?;
+        report.figure(format!("{workload}: per cent of ksm's comparisons that are futile"), 100.0 * ksm.futile_rate);
+        for (at, &(algorithm, ..)) in CMD.iter().enumerate() {
+            let outcome = run(algorithm)?;
+            let of_ksm = |of: fn(&Outcome) -> f64| of(&outcome) / of(&ksm);
+            let [compared, shared] =
+                [of_ksm(|outcome| outcome.comparisons() as f64), of_ksm(|outcome| outcome.saved_mean)];
+            let fewer = 100.0 * (ksm.futile_rate - outcome.futile_rate);
+            report.figure(format!("{workload}: {algorithm}, comparisons, of ksm's"), compared);
+            report.figure(format!("{workload}: {algorithm}, sharing on average, of ksm's"), shared);
+            report.figure(format!("{workload}: {algorithm}, points fewer futile comparisons"), fewer);
+            comparisons[at] = comparisons[at].max(compared);
+            sharing[at] = sharing[at].min(shared);
+            fewer_futile[at] += fewer / WORKLOADS.len() as f64;
+        }
+    }
+    if setting.quick {
+        return Ok(());
+    }
+    for (at, (algorithm, most, least, points)) in CMD.into_iter().enumerate() {
+        let bar = |name: &str| format!("{name}, {algorithm}");
+        report.bar(bar("comparisons, of ksm's, at most"), Limit::AtMost(most), Some(comparisons[at]));
+        report.bar(bar("sharing on average, of ksm's, at least"), Limit::AtLeast(least), Some(sharing[at]));
+        report.bar(bar("points fewer futile comparisons on average"), Limit::AtLeast(points), Some(fewer_futile[at]));
+    }
+    Ok(())
+}
+
+/// Generated memory, as steps of the simulator.
+fn generated(workload: &str, size: Pages) -> anyhow::Result<Scripted> {
+    let generator = Generator::named(workload).with_context(|| format!("no generator {workload}"))?;
+    let options = Options { size, ..generator.defaults };
+    let file = tempfile::NamedTempFile::new()?;
+    let mut memory = generator.start(&options)?;
+    write(file.path(), &generator.origin(&options), &mut memory).map_err(|error| anyhow!("{workload}: {error:?}"))?;
+    Ok(script(&Record::read(file.path())?))
+}
+
+fn run_forests(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
+    let (nodes, grain) = if setting.quick { (10_240, 1_024) } else { (1_024_000, 64) };
+    let race = Race { granularity: grain, cost_percent: 250, ..Race::default() };
+    report.parameters([("stable_nodes", nodes), ("race_gib", race.node_gib), ("race_cost_percent", race.cost_percent)]);
+    let mut points: Vec<ForestPoint> = Vec::new();
+    for trees in [1, 16, 256, 1_800] {
+        setting.interrupt.check()?;
+        eprintln!("{}: {trees} trees", report.experiment);
+        let point = forest(nodes, trees);
+        report.figure(format!("comparisons of a page with stable nodes, trees: {trees:4}"), point.stable);
+        report.figure(format!("scan, CPU s (modelled), trees: {trees:4}"), point.round_seconds);
+        points.push(point);
+    }
+    // Memory runs out at another time for each algorithm; a time after the end stands for never.
+    let exhausted = |algorithm: Option<Algorithm>| {
+        setting.interrupt.check()?;
+        anyhow::Ok(race.run(algorithm).exhausted_seconds)
+    };
+    let never = race.for_seconds as f64;
+    let [none, ksm, nuksm, ours] = [
+        exhausted(None)?,
+        exhausted(Some(Algorithm::Ksm))?,
+        exhausted(Some(Algorithm::NuKsm))?,
+        exhausted(Some(Algorithm::Pagefold))?,
+    ];
+    for (name, time) in [("no merging", none), ("ksm", ksm), ("nuksm", nuksm), ("pagefold", ours)] {
+        report
+            .figure(format!("race: {name}, s until memory runs out ({never} stands for never)"), time.unwrap_or(never));
+    }
+    if setting.quick {
+        return Ok(());
+    }
+    let [first, .., last] = &points[..] else { return Ok(()) };
+    let unmerged = points.iter().map(|point| point.lost).sum::<u64>() as f64;
+    let deviation = points.iter().map(|point| point.deviation().abs()).fold(0.0, f64::max);
+    report.bar("pairs not merged because of trees", Limit::AtMost(0.0), Some(unmerged));
+    report.bar("comparisons off log2(1 + X / trees), at most", Limit::AtMost(0.6), Some(deviation));
+    report.bar("comparisons with 1,800 trees, of those with one", Limit::AtMost(0.5), Some(last.stable / first.stable));
+    report.bar(
+        "time of a scan with 1,800 trees, of that with one",
+        Limit::AtMost(1.0),
+        Some(last.round_seconds / first.round_seconds),
+    );
+    report.bar("race: s until memory runs out, pagefold", Limit::AtLeast(never), Some(ours.unwrap_or(never)));
+    Ok(())
+}

@@ -1,0 +1,30 @@
+//! Anonymous memory of programs, counted in frames.
+
+use anyhow::anyhow;
+use pagefold_linux::os::fields::kib;
+use pagefold_linux::proc::process::Process;
+
+/// Anonymous memory of some processes, MiB.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Held {
+    /// The sum over the processes.
+    pub by_processes: f64,
+    /// The same with each page that is shared, by fork or merged, divided among its sharers: `Pss_Anon`. Zero pages are not in it.
+    pub in_frames: f64,
+}
+
+impl Held {
+    pub fn by<'a>(processes: impl IntoIterator<Item = &'a Process>) -> anyhow::Result<Self> {
+        let mut held = Self::default();
+        for process in processes {
+            let text = process.read_file("smaps_rollup")?;
+            let mib = |key| match kib(&text, key) {
+                Ok(kib) => Ok(kib as f64 / 1024.0),
+                Err(why) => Err(anyhow!("process {}: {key}: {why}", process.pid())),
+            };
+            held.by_processes += mib("Anonymous")?;
+            held.in_frames += mib("Pss_Anon")?;
+        }
+        Ok(held)
+    }
+}

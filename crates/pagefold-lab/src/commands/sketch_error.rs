@@ -1,0 +1,73 @@
+//! `pagefold-lab sketch-error`: how well sketches tell what the programs of a record have in common.
+
+use crate::columns::table;
+use crate::record::{RecordReader, State};
+use crate::sketch_error::{Comparison, MEDIAN_BAR, Pair, WITHIN_BAR, compare, held};
+use anyhow::Result;
+use pagefold_cli::exit;
+use pagefold_cli::style::{self, Lines};
+use std::path::PathBuf;
+
+/// Options of `pagefold-lab sketch-error`.
+#[derive(clap::Args)]
+pub struct SketchErrorArgs {
+    /// The records; their last snapshots are compared
+    #[arg(value_name = "FILE", required = true)]
+    files: Vec<PathBuf>,
+    /// Compare each pair of programs under so many keys
+    #[arg(long, value_name = "NUMBER", default_value_t = 255, value_parser = clap::value_parser!(u8).range(1..))]
+    keys: u8,
+    /// Print the results as JSON (schema pagefold.lab.sketch-error/1)
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: &SketchErrorArgs) -> Result<u8> {
+    let mut missed = false;
+    for file in &args.files {
+        let mut state = State::default();
+        for snapshot in RecordReader::open(file)? {
+            state.apply(&snapshot?);
+        }
+        // Digests of two records have different keys, so each is compared by itself.
+        let comparison = compare(&held(&state), args.keys);
+        missed |= !comparison.meets_bars();
+        let text = if args.json { serde_json::to_string(&comparison)? + "\n" } else { describe(&comparison) };
+        style::print(&text)?;
+    }
+    Ok(if missed { exit::FAILURE } else { exit::OK })
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.2}", 100.0 * share)
+}
+
+fn describe(comparison: &Comparison) -> String {
+    let mut text = String::new();
+    let rows = table::<Pair>(
+        2,
+        &comparison.pairs,
+        &[
+            ("a", &|pair| pair.a.clone()),
+            ("b", &|pair| pair.b.clone()),
+            ("smaller", &|pair| pair.smaller.to_string()),
+            ("larger", &|pair| pair.larger.to_string()),
+            ("common", &|pair| pair.common.to_string()),
+            ("within", &|pair| format!("{}/{}", pair.within, pair.keys)),
+            ("median %", &|pair| percent(pair.median_error)),
+            ("largest %", &|pair| percent(pair.largest_error)),
+        ],
+    );
+    rows.to_string().lines().for_each(|row| text.line(row));
+    let Comparison { programs, keys, pairs, other_pairs, within, median_error, .. } = comparison;
+    text.line(format!(
+        "{programs} programs, {} pairs with at least 1 % of the smaller one in common ({other_pairs} others), {keys} keys: within \
+         the bounds {} % (bar {} %), median error {} % of the smaller one (bar {} %)",
+        pairs.len(),
+        percent(*within),
+        percent(WITHIN_BAR),
+        percent(*median_error),
+        percent(MEDIAN_BAR),
+    ));
+    text
+}

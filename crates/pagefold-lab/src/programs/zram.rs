@@ -1,0 +1,65 @@
+//! Swap space in compressed memory (zram), for as long as it is held.
+
+use anyhow::{Context, ensure};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+const CONTROL: &str = "/sys/class/zram-control";
+
+/// The space. Given back when dropped, which reads in what is still swapped out.
+#[derive(Debug)]
+pub struct ZramSwap {
+    number: u32,
+    is_on: bool,
+}
+
+impl ZramSwap {
+    /// Whether the kernel has zram.
+    pub fn is_possible() -> bool {
+        Path::new(CONTROL).join("hot_add").exists()
+    }
+
+    pub fn make(bytes: u64) -> anyhow::Result<Self> {
+        let control = Path::new(CONTROL).join("hot_add");
+        // Reading it makes a new device.
+        let text = fs::read_to_string(&control).with_context(|| control.display().to_string())?;
+        let mut swap =
+            Self { number: text.trim().parse().with_context(|| format!("zram's device {text:?}"))?, is_on: false };
+        let size = Path::new("/sys/block").join(format!("zram{}", swap.number)).join("disksize");
+        fs::write(&size, bytes.to_string()).with_context(|| size.display().to_string())?;
+        swap.on_device("mkswap")?;
+        swap.on_device("swapon")?;
+        swap.is_on = true;
+        Ok(swap)
+    }
+
+    fn device(&self) -> PathBuf {
+        PathBuf::from(format!("/dev/zram{}", self.number))
+    }
+
+    fn on_device(&self, program: &str) -> anyhow::Result<()> {
+        let path = super::need(&format!("/usr/sbin/{program}"), "util-linux")?;
+        let output =
+            Command::new(path).arg(self.device()).stdin(Stdio::null()).output().with_context(|| program.to_owned())?;
+        ensure!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr).trim());
+        Ok(())
+    }
+}
+
+impl Drop for ZramSwap {
+    fn drop(&mut self) {
+        let off = if self.is_on { self.on_device("swapoff") } else { Ok(()) };
+        let remove = || fs::write(Path::new(CONTROL).join("hot_remove"), self.number.to_string()).map_err(Into::into);
+        if let Err(error) = off.and_then(|()| remove()) {
+            eprintln!("cannot give back the swap space on {}: {error:#}", self.device().display());
+        }
+    }
+}
+
+/// Pages that the kernel has swapped out on the whole machine so far.
+pub fn swapped_out() -> anyhow::Result<u64> {
+    let text = fs::read_to_string("/proc/vmstat")?;
+    let count = text.lines().find_map(|line| line.strip_prefix("pswpout "));
+    count.context("no pswpout in /proc/vmstat")?.trim().parse().context("pswpout")
+}

@@ -1,0 +1,169 @@
+//! How well sketches tell what two workloads have in common, against exact digests.
+//!
+//! The 128-bit digests of a record stand for contents. What is random in a sketch is the key, so each pair of programs is compared
+//! under several keys.
+
+use crate::record::State;
+use pagefold_sketch::{Counter, Estimate, FleetKey, Sketch};
+use serde::Serialize;
+use std::collections::BTreeSet;
+
+/// The estimate's error must be within its bounds so often: 19 of 20 times.
+pub const WITHIN_BAR: f64 = 0.95;
+/// The median error, as a share of the smaller workload.
+pub const MEDIAN_BAR: f64 = 0.03;
+/// What a pair must have in common for the bars to concern it, as a share of the smaller one. Of a page or two in common sketches
+/// hold nothing, which is within wide bounds and a small error, and says little.
+pub const WORTH_TELLING: f64 = 0.01;
+
+/// A program, and its distinct contents but zeros.
+#[derive(Clone, Debug)]
+pub struct Held {
+    pub name: String,
+    pub contents: BTreeSet<u128>,
+}
+
+/// Two programs, over all keys.
+#[derive(Clone, Debug, Serialize)]
+pub struct Pair {
+    pub a: String,
+    pub b: String,
+    /// Distinct pages of the smaller one.
+    pub smaller: usize,
+    /// Distinct pages of the larger one.
+    pub larger: usize,
+    /// Pages in common.
+    pub common: usize,
+    /// Times that this was within the bounds of the estimate.
+    pub within: usize,
+    pub keys: usize,
+    /// Median error, as a share of the smaller one.
+    pub median_error: f64,
+    pub largest_error: f64,
+}
+
+/// All pairs.
+#[derive(Clone, Debug, Serialize)]
+pub struct Comparison {
+    pub schema: &'static str,
+    pub keys: usize,
+    pub programs: usize,
+    /// Pairs with at least 1 % of the smaller one in common.
+    pub pairs: Vec<Pair>,
+    pub other_pairs: usize,
+    /// Share of all estimates of `pairs` that were within their bounds.
+    pub within: f64,
+    /// Median error of all estimates of `pairs`, as a share of the smaller workload.
+    pub median_error: f64,
+}
+
+impl Comparison {
+    pub fn meets_bars(&self) -> bool {
+        self.within >= WITHIN_BAR && self.median_error <= MEDIAN_BAR
+    }
+}
+
+/// The programs of a record at some time, without those that hold nothing.
+pub fn held(state: &State) -> Vec<Held> {
+    let programs = state.processes.iter().map(|(process, row)| {
+        let regions = state.regions.values().filter(|region| region.row.process == *process);
+        let digests = regions.flat_map(|region| region.pages.iter().map(|(_, page)| page.digest));
+        let name = row.name.clone().unwrap_or_else(|| process.to_string());
+        Held { name, contents: digests.filter(|digest| *digest != 0).collect() }
+    });
+    programs.filter(|held| !held.contents.is_empty()).collect()
+}
+
+/// Compares all pairs under keys that are numbered from 1.
+pub fn compare(programs: &[Held], keys: u8) -> Comparison {
+    let sketches: Vec<Vec<Sketch>> = (1..=keys).map(|key| sketches(programs, &FleetKey::new([key; 32]))).collect();
+    let (mut pairs, mut others, mut errors, mut within) = (Vec::new(), 0, Vec::new(), 0);
+    for (at, a) in programs.iter().enumerate() {
+        for (other, b) in programs.iter().enumerate().skip(at + 1) {
+            let common = a.contents.intersection(&b.contents).count();
+            let smaller = a.contents.len().min(b.contents.len());
+            if (common as f64) < WORTH_TELLING * smaller as f64 {
+                others += 1;
+                continue;
+            }
+            let estimates = sketches.iter().map(|sketches| sketches[at].common(&sketches[other]));
+            let (pair, found) = pair((a, b), common, estimates);
+            within += pair.within;
+            errors.extend(found);
+            pairs.push(pair);
+        }
+    }
+    let within = within as f64 / errors.len().max(1) as f64;
+    Comparison {
+        schema: "pagefold.lab.sketch-error/1",
+        keys: keys.into(),
+        programs: programs.len(),
+        pairs,
+        other_pairs: others,
+        within,
+        median_error: median(&mut errors),
+    }
+}
+
+fn sketches(programs: &[Held], key: &FleetKey) -> Vec<Sketch> {
+    let of = |held: &Held| {
+        let mut counter = Counter::new();
+        held.contents.iter().for_each(|digest| counter.add(key.content(&digest.to_be_bytes())));
+        counter.finish().sketch
+    };
+    programs.iter().map(of).collect()
+}
+
+/// A pair, and the errors of its estimates.
+fn pair((a, b): (&Held, &Held), common: usize, estimates: impl Iterator<Item = Estimate>) -> (Pair, Vec<f64>) {
+    let (smaller, larger) = (a.contents.len().min(b.contents.len()), a.contents.len().max(b.contents.len()));
+    let (mut within, mut errors) = (0, Vec::new());
+    for Estimate { contents, low, high } in estimates {
+        // Bounds of whole numbers: an estimate of exactly 3 may be stored as a little less.
+        within += usize::from(low.floor() <= common as f64 && common as f64 <= high.ceil());
+        errors.push((contents - common as f64).abs() / smaller as f64);
+    }
+    let largest_error = errors.iter().copied().fold(0.0, f64::max);
+    let (keys, median_error) = (errors.len(), median(&mut errors.clone()));
+    let (a, b) = (a.name.clone(), b.name.clone());
+    (Pair { a, b, smaller, larger, common, within, keys, median_error, largest_error }, errors)
+}
+
+fn median(errors: &mut [f64]) -> f64 {
+    errors.sort_by(f64::total_cmp);
+    errors.get(errors.len() / 2).copied().unwrap_or(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn holding(name: &str, contents: std::ops::Range<u128>) -> Held {
+        Held { name: name.into(), contents: contents.map(|content| content << 90 | 7).collect() }
+    }
+
+    #[test]
+    fn generated_pairs_meet_the_bars() {
+        let programs = [
+            holding("a", 0..30_000),
+            holding("b", 20_000..60_000),
+            holding("c", 100..2_000),
+            holding("d", 59_000..61_000),
+            holding("e", 70_000..71_000),
+        ];
+        let comparison = compare(&programs, 40);
+        let common: Vec<usize> = comparison.pairs.iter().map(|pair| pair.common).collect();
+        assert_eq!((common, comparison.other_pairs), (vec![10_000, 1_900, 1_000], 7));
+        assert!(comparison.meets_bars(), "{comparison:?}");
+        assert!(comparison.median_error > 0.001, "the sketches are not exact");
+    }
+
+    #[test]
+    fn sketches_of_different_keys_miss_the_bars() {
+        let (a, b) = (holding("a", 0..30_000), holding("b", 0..30_000));
+        let one = sketches(std::slice::from_ref(&a), &FleetKey::new([1; 32]));
+        let other = sketches(std::slice::from_ref(&b), &FleetKey::new([2; 32]));
+        let (pair, errors) = pair((&a, &b), 30_000, std::iter::once(one[0].common(&other[0])));
+        assert!(pair.within == 0 && errors[0] > 0.9, "{pair:?}");
+    }
+}

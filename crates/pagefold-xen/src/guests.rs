@@ -1,0 +1,182 @@
+//! Which guests are in scope, and which of them must be left alone.
+
+use crate::hypervisor::{Domain, DomainId, Hypervisor};
+use std::fmt;
+use std::str::FromStr;
+
+/// The trust domain of guests for which none is given.
+pub const DEFAULT_TRUST: &str = "default";
+
+/// A guest that an operator names: `NAME`, `ID`, or either with `@TRUST`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Selected {
+    /// Its name or number.
+    pub guest: String,
+    /// Its trust domain: memory is shared within one only.
+    pub trust: String,
+}
+
+impl FromStr for Selected {
+    type Err = SelectError;
+
+    fn from_str(text: &str) -> Result<Self, SelectError> {
+        let (guest, trust) = text.rsplit_once('@').unwrap_or((text, DEFAULT_TRUST));
+        let is_bad = |part: &str| part.is_empty() || part.chars().any(char::is_control);
+        if is_bad(guest) || is_bad(trust) {
+            return Err(SelectError::Malformed(text.escape_debug().to_string()));
+        }
+        if guest == "0" || guest == "Domain-0" {
+            return Err(SelectError::Dom0);
+        }
+        Ok(Self { guest: guest.to_owned(), trust: trust.to_owned() })
+    }
+}
+
+impl fmt::Display for Selected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.guest)?;
+        if self.trust == DEFAULT_TRUST { Ok(()) } else { write!(f, "@{}", self.trust) }
+    }
+}
+
+impl Selected {
+    fn is(&self, domain: DomainId, name: Option<&str>) -> bool {
+        // A name of digits only is that of another guest's number: the number counts.
+        match self.guest.parse::<u16>() {
+            Ok(number) => number == domain.0,
+            Err(_) => name == Some(self.guest.as_str()),
+        }
+    }
+}
+
+/// Why guests cannot be named so.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SelectError {
+    /// Not a name or number.
+    #[error("\"{0}\" is not a guest's name or number, nor one with @ and a trust domain behind it")]
+    Malformed(String),
+    /// Dom0 is not a guest.
+    #[error("the memory of dom0 cannot be shared")]
+    Dom0,
+    /// There is none of this name or number.
+    #[error("there is no guest \"{0}\"")]
+    Unknown(String),
+    /// The same guest twice, in different trust domains.
+    #[error("guest {0} is named twice, in different trust domains")]
+    Contradiction(String),
+}
+
+/// A guest in scope.
+#[derive(Clone, Debug)]
+pub struct InScope {
+    /// As the hypervisor lists it.
+    pub domain: Domain,
+    /// Its name.
+    pub name: String,
+    /// The name of its trust domain.
+    pub trust: String,
+}
+
+/// The guests in scope among those that exist.
+///
+/// # Errors
+/// If a guest is named twice with different trust domains.
+pub fn in_scope(
+    hypervisor: &mut impl Hypervisor,
+    scope: &[Selected],
+    domains: Vec<Domain>,
+) -> Result<Vec<InScope>, SelectError> {
+    let mut found = Vec::new();
+    for domain in domains {
+        // The number 0 is dom0's.
+        if domain.id.0 == 0 || domain.ended {
+            continue;
+        }
+        let name = hypervisor.name(domain.id);
+        let selected: Vec<_> = scope.iter().filter(|selected| selected.is(domain.id, name.as_deref())).collect();
+        let Some(first) = selected.first() else { continue };
+        let name = name.unwrap_or_else(|| domain.id.to_string());
+        if selected.iter().any(|other| other.trust != first.trust) {
+            return Err(SelectError::Contradiction(name));
+        }
+        found.push(InScope { domain, name, trust: first.trust.clone() });
+    }
+    Ok(found)
+}
+
+/// What is named and does not exist.
+pub fn missing<'a>(scope: &'a [Selected], found: &[InScope]) -> Option<&'a Selected> {
+    let is_found = |selected: &&Selected| !found.iter().any(|guest| selected.is(guest.domain.id, Some(&guest.name)));
+    scope.iter().find(is_found)
+}
+
+/// Why a guest must be left alone, as far as its kind says.
+pub fn unfit(domain: &Domain) -> Option<&'static str> {
+    if !domain.hvm {
+        Some("it is a PV guest; only memory of HVM and PVH guests can be shared")
+    } else if !domain.hap {
+        Some("it does not use hardware-assisted paging (hap)")
+    } else {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Model;
+
+    fn selected(texts: &[&str]) -> Vec<Selected> {
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
+    fn found(scope: &[&str]) -> Result<Vec<(u16, String)>, SelectError> {
+        let mut model = Model::new(0);
+        for (number, name) in [(1, "web"), (2, "db"), (3, "2")] {
+            model.create(number, name, &[0]);
+        }
+        let domains = model.domains().unwrap();
+        let guests = in_scope(&mut model, &selected(scope), domains)?;
+        Ok(guests.into_iter().map(|guest| (guest.domain.id.0, guest.trust)).collect())
+    }
+
+    #[test]
+    fn guests_are_named_by_name_or_number() {
+        let default = || DEFAULT_TRUST.to_owned();
+        assert_eq!(found(&["web", "2"]).unwrap(), [(1, default()), (2, default())]);
+        assert_eq!(found(&["db@a", "3@b"]).unwrap(), [(2, "a".to_owned()), (3, "b".to_owned())]);
+        assert_eq!(found(&["none"]).unwrap(), []);
+        assert_eq!(found(&["db@a", "2@b"]), Err(SelectError::Contradiction("db".to_owned())));
+    }
+
+    #[test]
+    fn what_is_no_guest_is_refused() {
+        for bad in ["", "@", "web@", "@a", "a\nb"] {
+            assert!(matches!(bad.parse::<Selected>(), Err(SelectError::Malformed(_))), "{bad}");
+        }
+        for dom0 in ["0", "Domain-0", "0@a"] {
+            assert_eq!(dom0.parse::<Selected>(), Err(SelectError::Dom0));
+        }
+        assert_eq!(selected(&["a@b@c"])[0].to_string(), "a@b@c");
+        assert_eq!(selected(&["a@b@c"])[0].trust, "c");
+    }
+
+    #[test]
+    fn guests_that_do_not_exist_are_known() {
+        let mut model = Model::new(0);
+        model.create(1, "web", &[0]);
+        let domains = model.domains().unwrap();
+        let scope = selected(&["1", "db"]);
+        let guests = in_scope(&mut model, &scope, domains).unwrap();
+        assert_eq!(missing(&scope, &guests), Some(&scope[1]));
+        assert_eq!(missing(&scope[..1], &guests), None);
+    }
+
+    #[test]
+    fn guests_of_other_kinds_are_left_alone() {
+        let domain = Domain { hvm: true, hap: true, ..Domain::default() };
+        assert_eq!(unfit(&domain), None);
+        assert!(unfit(&Domain { hvm: false, ..domain.clone() }).unwrap().contains("PV"));
+        assert!(unfit(&Domain { hap: false, ..domain }).unwrap().contains("hap"));
+    }
+}

@@ -1,0 +1,528 @@
+//! A machine with Xen as the core's [`Host`]: guests are owners, ranges of their frames are regions, and pairs of pages are shared.
+//!
+//! A frame's number is its page number. Nothing but the order of calls ([`crate::sharing`]) and what belongs to guests is
+//! decided here.
+
+use crate::guests::{InScope, SelectError, Selected, in_scope, missing, unfit};
+use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Hypervisor, MachineMemory};
+use crate::ranges::{Range, ranges};
+use crate::sharing::{Pair, Sharer};
+use pagefold_core::hash::{Digest, Digester};
+use pagefold_core::host::{
+    Actions, Cost, Host, Keep, KsmView, Mechanism, MemoryView, MergeRange, MergeResult, Merging, Outcome, PageRun,
+    PageSample, PageState, RegionView, SamplePlan, Samples, Snapshot,
+};
+use pagefold_core::keys::{DomainKey, FamilyKey, KeyCounter, LastingKey, OwnerKey, RegionKey};
+use pagefold_core::units::{Pages, Vpn, index};
+use rustc_hash::{FxHashMap, FxHasher};
+use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
+
+/// The time between two looks at which guests there are, nanoseconds.
+const LOOK_NS: u64 = 1_000_000_000;
+/// The time after which a guest's ranges are found anew if its memory has grown or shrunk, nanoseconds.
+const RANGES_NS: u64 = 5_000_000_000;
+/// Finding them takes at most this part of the time.
+const RANGES_PART: u64 = 100;
+/// Pages read at a time.
+const READ_PAGES: usize = 256;
+/// Pages shared between two looks at whether the run is to end.
+const MERGE_PAIRS: usize = 1024;
+/// For so many pages of zeros one is kept, as for other contents. With more, the hypervisor takes longer to find a page of them.
+const ZEROS_MOST: u16 = 255;
+
+/// The time and the means to wait.
+pub trait Clock {
+    /// Nanoseconds since any origin.
+    fn now_ns(&self) -> u64;
+    /// CPU time of this process, nanoseconds. What the hypervisor does for it counts as its own.
+    fn cpu_ns(&self) -> u64;
+    /// Waits for so long, or less if there is a reason.
+    fn wait(&mut self, ns: u64);
+    /// Whether the run is to end.
+    fn is_stopped(&self) -> bool;
+}
+
+/// What the host cannot continue from.
+#[derive(Debug, thiserror::Error)]
+pub enum XenError {
+    /// The scope does not make sense, or names what does not exist.
+    #[error(transparent)]
+    Select(#[from] SelectError),
+    /// The hypervisor refused to tell what must be known.
+    #[error("the hypervisor does not answer: {0}")]
+    Call(#[from] CallError),
+}
+
+/// Something to report.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftAlone {
+    /// The guest.
+    pub domain: DomainId,
+    /// Its name.
+    pub name: String,
+    /// Why.
+    pub why: String,
+}
+
+/// A guest in scope.
+#[derive(Debug)]
+pub struct Guest {
+    /// Its name, trust domain, and what the hypervisor says of it.
+    pub known: InScope,
+    /// Its key.
+    pub owner: OwnerKey,
+    /// Why it is left alone, if it is.
+    pub left_alone: Option<String>,
+    /// The number of its trust domain.
+    trust: DomainKey,
+    lasting: LastingKey,
+    kernel: Option<String>,
+    regions: Vec<(RegionKey, Range)>,
+    /// How much memory it had when its ranges were found, and when they may be found anew, nanoseconds.
+    ranged: Option<(Pages, u64)>,
+    /// Pages that were shared, as far as is known: one bit each.
+    shared: Vec<u64>,
+    /// Whether it had shared pages before this run, so that any page may be one.
+    had_shared: bool,
+}
+
+/// The figures of Xen itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct XenFigures {
+    /// What the hypervisor says of the machine's memory.
+    pub memory: MachineMemory,
+    /// Shares made by this run.
+    pub shares: u64,
+}
+
+/// A pair of pages, with the number of its range and its place in it.
+type NamedPair = (Pair, usize, usize);
+
+/// The host.
+#[derive(Debug)]
+pub struct XenHost<H, C> {
+    hypervisor: H,
+    clock: C,
+    scope: Vec<Selected>,
+    /// Whether memory is shared. Otherwise it is a dry run.
+    acts: bool,
+    sharer: Sharer,
+    guests: BTreeMap<DomainId, Guest>,
+    /// The guests of the regions.
+    owners: FxHashMap<RegionKey, DomainId>,
+    trusts: Vec<String>,
+    region_keys: KeyCounter,
+    owner_keys: KeyCounter,
+    /// The page of zeros that is kept in each trust domain, and how many pages were named with it.
+    zeros: FxHashMap<DomainKey, (GuestPage, u16)>,
+    views: Vec<RegionView>,
+    memory: MachineMemory,
+    /// What was saved when the run began, and how much of its shares was undone since.
+    saved_before: Pages,
+    shares: u64,
+    undone: u64,
+    next_look_ns: u64,
+    left_alone: Vec<LeftAlone>,
+}
+
+impl<H: Hypervisor, C: Clock> XenHost<H, C> {
+    /// A host for these guests. With `acts`, their memory is shared.
+    ///
+    /// # Errors
+    /// If one of them does not exist, or the hypervisor cannot share memory.
+    pub fn new(mut hypervisor: H, clock: C, scope: Vec<Selected>, acts: bool) -> Result<Self, XenError> {
+        let memory = hypervisor.memory()?;
+        let mut host = Self {
+            hypervisor,
+            clock,
+            scope,
+            acts,
+            sharer: Sharer::new(),
+            guests: BTreeMap::new(),
+            owners: FxHashMap::default(),
+            trusts: Vec::new(),
+            region_keys: KeyCounter::default(),
+            owner_keys: KeyCounter::default(),
+            zeros: FxHashMap::default(),
+            views: Vec::new(),
+            memory,
+            saved_before: memory.saved,
+            shares: 0,
+            undone: 0,
+            next_look_ns: 0,
+            left_alone: Vec::new(),
+        };
+        host.look()?;
+        let found: Vec<InScope> = host.guests.values().map(|guest| guest.known.clone()).collect();
+        match missing(&host.scope, &found) {
+            Some(selected) => Err(SelectError::Unknown(selected.guest.clone()).into()),
+            None => Ok(host),
+        }
+    }
+
+    /// The guests in scope.
+    pub fn guests(&self) -> impl Iterator<Item = &Guest> {
+        self.guests.values()
+    }
+
+    /// The guest of a region.
+    pub fn guest_of(&self, region: RegionKey) -> Option<&Guest> {
+        self.guests.get(self.owners.get(&region)?)
+    }
+
+    /// The names of the trust domains, by key.
+    pub fn trusts(&self) -> &[String] {
+        &self.trusts
+    }
+
+    /// Xen's own figures.
+    pub fn figures(&self) -> XenFigures {
+        XenFigures { memory: self.memory, shares: self.shares }
+    }
+
+    /// The guests that were found to be left alone since the last call.
+    pub fn take_left_alone(&mut self) -> Vec<LeftAlone> {
+        std::mem::take(&mut self.left_alone)
+    }
+
+    /// The time of the snapshots.
+    pub fn now_ns(&self) -> u64 {
+        self.clock.now_ns()
+    }
+
+    /// KSM's figures and the CPU time, for the end of the run.
+    ///
+    /// # Errors
+    /// If the hypervisor does not answer.
+    pub fn close(&mut self) -> Result<(u64, KsmView, Cost), XenError> {
+        self.memory = self.hypervisor.memory()?;
+        Ok((self.clock.now_ns(), self.view(), self.cost()))
+    }
+
+    fn cost(&self) -> Cost {
+        Cost { pagefold_ns: self.clock.cpu_ns(), ..Cost::default() }
+    }
+
+    /// Looks which guests there are.
+    fn look(&mut self) -> Result<(), XenError> {
+        let domains = self.hypervisor.domains()?;
+        let found = in_scope(&mut self.hypervisor, &self.scope, domains)?;
+        let is_same = |guest: &Guest, found: &InScope| {
+            guest.known.domain.uuid == found.domain.uuid && guest.known.trust == found.trust
+        };
+        let gone: Vec<DomainId> = self
+            .guests
+            .iter()
+            .filter(|(id, guest)| !found.iter().any(|found| found.domain.id == **id && is_same(guest, found)))
+            .map(|(&id, _)| id)
+            .collect();
+        for id in gone {
+            self.guests.remove(&id);
+            self.owners.retain(|_, owner| *owner != id);
+            self.zeros.retain(|_, (page, _)| page.domain != id);
+            self.sharer.forget(id);
+        }
+        for found in found {
+            let id = found.domain.id;
+            if let Some(guest) = self.guests.get_mut(&id) {
+                guest.known = found;
+            } else {
+                let guest = self.admit(found);
+                self.guests.insert(id, guest);
+            }
+            self.find_ranges(id);
+        }
+        self.views = self.guests.values().flat_map(views).collect();
+        Ok(())
+    }
+
+    /// A guest that is new in scope.
+    fn admit(&mut self, known: InScope) -> Guest {
+        let id = known.domain.id;
+        let refused = match unfit(&known.domain) {
+            Some(why) => Some(why.to_owned()),
+            None if self.acts => self.hypervisor.enable(id).err().map(|refusal| refusal.to_string()),
+            None => None,
+        };
+        if let Some(why) = &refused {
+            self.left_alone.push(LeftAlone { domain: id, name: known.name.clone(), why: why.clone() });
+        }
+        let guests = &self.guests;
+        let owner = self.owner_keys.take(|key| guests.values().any(|guest| guest.owner.0 == key));
+        let trust = self.trusts.iter().position(|trust| *trust == known.trust).unwrap_or_else(|| {
+            self.trusts.push(known.trust.clone());
+            self.trusts.len() - 1
+        });
+        Guest {
+            owner: OwnerKey(owner),
+            left_alone: refused,
+            trust: DomainKey(u16::try_from(trust).unwrap_or(u16::MAX)),
+            lasting: LastingKey(hashed(&known.domain.uuid)),
+            kernel: self.hypervisor.kernel(id),
+            regions: Vec::new(),
+            ranged: None,
+            shared: Vec::new(),
+            had_shared: known.domain.shared > Pages(0),
+            known,
+        }
+    }
+
+    /// Finds the ranges of a guest's memory, if it is new or its memory has changed.
+    fn find_ranges(&mut self, id: DomainId) {
+        let now_ns = self.clock.now_ns();
+        let Some(guest) = self.guests.get_mut(&id).filter(|guest| guest.left_alone.is_none()) else { return };
+        let has = guest.known.domain.own + guest.known.domain.shared;
+        let is_known = guest.ranged.is_some_and(|(had, from_ns)| had == has || now_ns < from_ns);
+        if is_known {
+            return;
+        }
+        // A guest that has ended is found next time.
+        let Ok(found) = ranges(&mut self.hypervisor, id, guest.known.domain.most) else { return };
+        let took_ns = self.clock.now_ns().saturating_sub(now_ns);
+        let pause_ns = took_ns.saturating_mul(RANGES_PART).max(RANGES_NS);
+        guest.ranged = Some((has, now_ns.saturating_add(pause_ns)));
+        let before = std::mem::take(&mut guest.regions);
+        for range in found {
+            let key = before.iter().find(|(_, old)| old.first == range.first).map(|&(key, _)| key);
+            let owners = &self.owners;
+            let key =
+                key.unwrap_or_else(|| RegionKey(self.region_keys.take(|key| owners.contains_key(&RegionKey(key)))));
+            self.owners.insert(key, id);
+            guest.regions.push((key, range));
+        }
+        for (key, _) in before {
+            if !guest.regions.iter().any(|&(kept, _)| kept == key) {
+                self.owners.remove(&key);
+            }
+        }
+    }
+
+    fn view(&mut self) -> KsmView {
+        let saved = self.memory.saved;
+        // A guest that has ended counts as well.
+        let undone = (self.saved_before.0 + self.shares).saturating_sub(saved.0);
+        self.undone = self.undone.max(undone);
+        KsmView {
+            shared: self.memory.frames,
+            sharing: saved,
+            broken: self.undone,
+            ours: self.acts,
+            ..KsmView::default()
+        }
+    }
+
+    /// How a page is held. A page that was never shared need not be asked for.
+    fn state(&mut self, page: GuestPage) -> PageState {
+        let Some(guest) = self.guests.get_mut(&page.domain) else { return PageState::Absent };
+        if !guest.had_shared && !guest.is_shared(page.frame) {
+            return PageState::Private;
+        }
+        let is_shared = matches!(self.hypervisor.sharers(page), Ok(Some(2..)));
+        guest.set_shared(page.frame, is_shared);
+        if is_shared { PageState::Merged } else { PageState::Private }
+    }
+
+    /// Reads the pages of neighbouring runs of one region.
+    fn read_pages(&mut self, region: RegionKey, frames: &[Gfn], digester: &Digester, samples: &mut Vec<PageSample>) {
+        let Some(&domain) = self.owners.get(&region) else { return };
+        let mut digests: Vec<Option<Digest>> = vec![None; frames.len()];
+        let read = self.hypervisor.read(domain, frames, &mut |at, bytes| {
+            digests[at] = bytes.map(|bytes| digester.digest(bytes));
+        });
+        if read.is_err() {
+            return;
+        }
+        for (&frame, digest) in frames.iter().zip(digests) {
+            let state = match digest {
+                Some(_) => self.state(GuestPage { domain, frame }),
+                None => PageState::Absent,
+            };
+            samples.push(PageSample {
+                region,
+                page: Vpn(frame.0),
+                state,
+                huge: false,
+                digest: digest.unwrap_or_default(),
+                active: false,
+                node: None,
+            });
+        }
+    }
+
+    /// A page of a region, if it is within it as it is now.
+    fn page(&self, region: RegionKey, page: Vpn) -> Option<GuestPage> {
+        let domain = *self.owners.get(&region)?;
+        let (_, range) = self.guests.get(&domain)?.regions.iter().find(|(key, _)| *key == region)?;
+        let is_within = range.first.0 <= page.0 && page.0 < range.first.0 + range.pages.0;
+        is_within.then_some(GuestPage { domain, frame: Gfn(page.0) })
+    }
+
+    /// The page to share one with, or what comes of it without a share.
+    fn pair(&mut self, take: GuestPage, keep: Keep, at: u64) -> Result<Pair, Merging> {
+        let trust_of = |domain| self.guests.get(&domain).map(|guest| guest.trust);
+        let trust = trust_of(take.domain).ok_or(Merging::Untried)?;
+        let kept = match keep {
+            Keep::Run(region, first) => self.page(region, first + at).ok_or(Merging::Untried)?,
+            Keep::Page(region, page) => self.page(region, page).ok_or(Merging::Untried)?,
+            // There is no page of zeros that every guest has, so that one of them is kept.
+            Keep::Zero => match self.zeros.get_mut(&trust) {
+                Some((kept, named)) if *named < ZEROS_MOST && *kept != take => {
+                    *named += 1;
+                    *kept
+                }
+                _ => {
+                    self.zeros.insert(trust, (take, 0));
+                    return Err(Merging::Busy);
+                }
+            },
+        };
+        // Whatever the engine thinks.
+        if trust_of(kept.domain) == Some(trust) { Ok(Pair { take, keep: kept }) } else { Err(Merging::Ineligible) }
+    }
+
+    /// Shares what is named, batched by pairs of guests.
+    fn merge(&mut self, ranges: &[MergeRange]) -> Vec<MergeResult> {
+        let mut results: Vec<Vec<Merging>> =
+            ranges.iter().map(|range| vec![Merging::Untried; index(range.take.pages)]).collect();
+        let mut by_guests: BTreeMap<(DomainId, DomainId), Vec<NamedPair>> = BTreeMap::new();
+        let tried = if self.acts { ranges } else { &[] };
+        for (number, range) in tried.iter().enumerate() {
+            for at in 0..range.take.pages {
+                let PageRun { region, first, .. } = range.take;
+                let Some(take) = self.page(region, first + u64::from(at)) else { continue };
+                match self.pair(take, range.keep, at.into()) {
+                    Ok(pair) => {
+                        let guests = (pair.keep.domain, pair.take.domain);
+                        by_guests.entry(guests).or_default().push((pair, number, index(at)));
+                    }
+                    Err(merging) => results[number][index(at)] = merging,
+                }
+            }
+        }
+        for pairs in by_guests.values().flat_map(|pairs| pairs.chunks(MERGE_PAIRS)) {
+            if self.clock.is_stopped() {
+                break;
+            }
+            let named: Vec<Pair> = pairs.iter().map(|&(pair, ..)| pair).collect();
+            let merged = self.sharer.merge(&mut self.hypervisor, &named);
+            for (&(pair, number, at), merging) in pairs.iter().zip(merged) {
+                results[number][at] = merging;
+                self.record(pair, merging, ranges[number].keep);
+            }
+        }
+        ranges.iter().zip(&results).flat_map(|(range, pages)| range.results(pages)).collect()
+    }
+
+    fn record(&mut self, pair: Pair, merging: Merging, keep: Keep) {
+        if matches!(merging, Merging::Merged | Merging::Shared) {
+            self.shares += u64::from(merging == Merging::Merged);
+            for page in [pair.take, pair.keep] {
+                if let Some(guest) = self.guests.get_mut(&page.domain) {
+                    guest.set_shared(page.frame, true);
+                }
+            }
+        } else if keep == Keep::Zero {
+            // Perhaps it is not zeros any more.
+            self.zeros.retain(|_, (kept, _)| *kept != pair.keep);
+        }
+    }
+}
+
+impl Guest {
+    fn is_shared(&self, frame: Gfn) -> bool {
+        self.shared.get(place(frame)).is_some_and(|bits| bits >> (frame.0 % 64) & 1 == 1)
+    }
+
+    fn set_shared(&mut self, frame: Gfn, is_shared: bool) {
+        if self.shared.len() <= place(frame) {
+            if !is_shared {
+                return;
+            }
+            self.shared.resize(place(frame) + 1, 0);
+        }
+        let bit = 1 << (frame.0 % 64);
+        let bits = &mut self.shared[place(frame)];
+        *bits = if is_shared { *bits | bit } else { *bits & !bit };
+    }
+}
+
+/// The place of a frame's bit, in words of 64.
+fn place(frame: Gfn) -> usize {
+    usize::try_from(frame.0 / 64).unwrap_or(usize::MAX)
+}
+
+fn hashed(value: &impl Hash) -> u64 {
+    let mut hasher = FxHasher::default();
+    value.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// The regions of a guest. Guests of the same configuration and kernel are a family.
+fn views(guest: &Guest) -> Vec<RegionView> {
+    let domain = &guest.known.domain;
+    let view = |&(key, range): &(RegionKey, Range)| RegionView {
+        key,
+        owner: guest.owner,
+        lasting: guest.lasting,
+        family: FamilyKey(hashed(&(domain.most, domain.vcpus, &guest.kernel, range.first))),
+        domain: guest.trust,
+        first: Vpn(range.first.0),
+        pages: range.pages,
+        resident: range.pages,
+        marked: Pages(0),
+    };
+    guest.regions.iter().map(view).collect()
+}
+
+impl<H: Hypervisor, C: Clock> Host for XenHost<H, C> {
+    type Error = XenError;
+
+    fn observe(&mut self) -> Result<Snapshot, XenError> {
+        let now_ns = self.clock.now_ns();
+        if now_ns >= self.next_look_ns {
+            self.look()?;
+            self.next_look_ns = now_ns + LOOK_NS;
+        }
+        self.memory = self.hypervisor.memory()?;
+        let ksm = self.view();
+        Ok(Snapshot {
+            now_ns,
+            regions: self.views.clone(),
+            ksm,
+            mechanism: Mechanism::Request,
+            memory: MemoryView { total: self.memory.total, available: self.memory.free, ..MemoryView::default() },
+            cost: self.cost(),
+            ..Snapshot::default()
+        })
+    }
+
+    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, XenError> {
+        let before_ns = self.clock.cpu_ns();
+        let digester = Digester::new(plan.digest_seed);
+        let mut samples = Samples::default();
+        for runs in plan.runs.chunk_by(|a, b| a.region == b.region) {
+            let region = runs[0].region;
+            let frames = runs.iter().flat_map(|run| run.first.0..run.first.0 + u64::from(run.pages)).map(Gfn);
+            let frames: Vec<Gfn> = frames.filter(|frame| self.page(region, Vpn(frame.0)).is_some()).collect();
+            for frames in frames.chunks(READ_PAGES) {
+                self.read_pages(region, frames, &digester, &mut samples.pages);
+            }
+        }
+        samples.cpu_ns = self.clock.cpu_ns().saturating_sub(before_ns);
+        Ok(samples)
+    }
+
+    fn apply(&mut self, actions: &Actions) -> Result<Outcome, XenError> {
+        Ok(Outcome { merges: self.merge(&actions.merge), ..Outcome::default() })
+    }
+
+    fn wait(&mut self, ns: u64) -> Result<(), XenError> {
+        self.clock.wait(ns);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[path = "host_tests.rs"]
+mod tests;

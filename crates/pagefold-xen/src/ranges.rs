@@ -1,0 +1,137 @@
+//! Which of a guest's frames are populated, as ranges: what the judgement sees as regions.
+//!
+//! Every 32nd frame is asked for, and the frames between two that differ. A hole or a patch that lies between two that are alike is not found:
+//! pages of a hole are absent when they are read, and a patch is not looked at.
+
+use crate::hypervisor::{CallError, DomainId, Gfn, Hypervisor};
+use pagefold_core::units::Pages;
+
+/// The distance of the frames that are asked for.
+const STEP: u64 = 32;
+/// Frames asked for at a time.
+const ASKED: u64 = 1024;
+/// Shorter ranges are pages that the guest shares with dom0.
+const PAGES_MIN: u64 = 64;
+/// A guest can put its memory wherever it likes. It is looked for in twice as many frames as it may have pages, and those below 4 GiB, in
+/// which a guest has a hole for devices. So a guest can hide memory, but not keep pagefold busy.
+const HOLES_MOST: u64 = 1 << 20;
+/// No more ranges are looked at.
+const RANGES_MOST: usize = 1024;
+
+/// Neighbouring frames that are populated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// The first.
+    pub first: Gfn,
+    /// How many.
+    pub pages: Pages,
+}
+
+/// The ranges of a guest that may have `most` pages, from the lowest on.
+///
+/// # Errors
+/// If the guest has ended.
+pub fn ranges(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -> Result<Vec<Range>, CallError> {
+    let looked_at = most.0.saturating_mul(2).saturating_add(HOLES_MOST);
+    let end = hypervisor.last_frame(domain)?.0.saturating_add(1).min(looked_at);
+    let mut found = Found::default();
+    let (mut next, mut before) = (0, None);
+    while next < end && found.ranges.len() < RANGES_MOST {
+        let asked = (0..ASKED).map(|number| next + number * STEP).take_while(|&frame| frame < end);
+        let asked: Vec<u64> = asked.collect();
+        for (frame, is) in ask(hypervisor, domain, &asked)? {
+            if let Some((last, was)) = before.filter(|&(_, was)| was != is) {
+                let between: Vec<u64> = (last + 1..frame).collect();
+                let edge = ask(hypervisor, domain, &between)?.into_iter().find(|&(_, now)| now != was);
+                found.change(edge.map_or(frame, |(edge, _)| edge), is);
+            } else if before.is_none() {
+                found.change(frame, is);
+            }
+            before = Some((frame, is));
+        }
+        next += ASKED * STEP;
+    }
+    // The last frames are behind the last one that was asked for.
+    if let Some((last, true)) = before.filter(|_| next >= end) {
+        let behind: Vec<u64> = (last + 1..end).collect();
+        let edge = ask(hypervisor, domain, &behind)?.into_iter().find(|&(_, is)| !is);
+        found.change(edge.map_or(end, |(edge, _)| edge), false);
+    }
+    Ok(found.ranges)
+}
+
+/// Which of these frames are populated.
+fn ask(hypervisor: &mut impl Hypervisor, domain: DomainId, frames: &[u64]) -> Result<Vec<(u64, bool)>, CallError> {
+    let numbers: Vec<Gfn> = frames.iter().copied().map(Gfn).collect();
+    let populated = hypervisor.populated(domain, &numbers)?;
+    Ok(frames.iter().copied().zip(populated).collect())
+}
+
+/// The ranges found so far, and where the present one began.
+#[derive(Debug, Default)]
+struct Found {
+    ranges: Vec<Range>,
+    begun: Option<u64>,
+}
+
+impl Found {
+    /// From this frame on they are populated, or not any more.
+    fn change(&mut self, frame: u64, is: bool) {
+        if is {
+            self.begun = Some(frame);
+        } else if let Some(first) = self.begun.take().filter(|first| frame - first >= PAGES_MIN) {
+            self.ranges.push(Range { first: Gfn(first), pages: Pages(frame - first) });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{Event, Model, page};
+
+    /// The ranges found of a guest with these: first frame and end.
+    fn found(populated: &[(u64, u64)]) -> Vec<(u64, u64)> {
+        let mut model = Model::new(0);
+        let last = populated.iter().map(|range| range.1).max().unwrap();
+        model.create(1, "guest", &vec![0; usize::try_from(last).unwrap()]);
+        for frame in (0..last).filter(|frame| !populated.iter().any(|range| range.0 <= *frame && *frame < range.1)) {
+            model.act(Event::Release(page(1, frame)));
+        }
+        let ranges = ranges(&mut model, DomainId(1), Pages(last)).unwrap();
+        ranges.into_iter().map(|range| (range.first.0, range.first.0 + range.pages.0)).collect()
+    }
+
+    #[test]
+    fn ranges_end_where_the_guests_memory_does() {
+        assert_eq!(found(&[(0, 1000)]), [(0, 1000)]);
+        assert_eq!(found(&[(100, 1000), (1037, 2001)]), [(100, 1000), (1037, 2001)]);
+        assert_eq!(found(&[(0, 4096), (5000, 5064)]), [(0, 4096), (5000, 5064)]);
+        assert_eq!(
+            found(&[(0, 1025), (32 * 1024 - 70, 32 * 1024 + 70)]),
+            [(0, 1025), (32 * 1024 - 70, 32 * 1024 + 70)]
+        );
+    }
+
+    #[test]
+    fn patches_that_guests_share_with_dom0_are_left_out() {
+        assert_eq!(found(&[(0, 1000), (2000, 2008)]), [(0, 1000)]);
+    }
+
+    #[test]
+    fn a_guest_that_scatters_its_memory_keeps_nobody_busy() {
+        let mut model = Model::new(0);
+        model.create(1, "guest", &[0; 256]);
+        model.place(page(1, 1 << 40), 0);
+        let found = ranges(&mut model, DomainId(1), Pages(257)).unwrap();
+        assert_eq!(found, [Range { first: Gfn(0), pages: Pages(256) }]);
+        assert!(model.asked < 40_000, "{}", model.asked);
+        let every_other: Vec<(u64, u64)> = (0..2000).map(|number| (number * 128, number * 128 + 64)).collect();
+        assert!((RANGES_MOST..RANGES_MOST + 600).contains(&self::found(&every_other).len()));
+    }
+
+    #[test]
+    fn a_guest_that_has_ended_has_none() {
+        assert!(ranges(&mut Model::new(0), DomainId(1), Pages(9)).is_err());
+    }
+}

@@ -1,0 +1,332 @@
+//! The order of calls in which pages are shared, so that neither a guest's data nor the hypervisor comes to harm.
+//!
+//! The hypervisor compares nothing. So pages are nominated first, then compared, then shared by the handles of the nominations: a page
+//! that is written in between has lost its handle, and is refused. Nothing that was read before the nominations counts.
+//!
+//! The hypervisor replaces the client's frame in every page that has it, and panics (a lock taken in the wrong order) if one of them
+//! belongs to a guest other than the two that are named. So a client must have its frame alone. Handles are given out by a counter, so a
+//! handle that is newer than all before it belongs to a frame that was nominated just now and has one page. A frame stays such until
+//! it is the source of a share. Of a frame whose handle is older, and not known, nothing is known: it can only be a source. That holds for
+//! all that was shared before this run, and only while nobody else shares memory on the machine.
+//!
+//! Within one guest, pages are not shared with a frame that another guest has too. A page of that other guest is named as the
+//! source instead, if one is known. It is that page then that is nominated and compared: the one that it stands for may have been
+//! written, and its frame lives on in the others.
+
+use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Handle, Hypervisor, Nominated};
+use pagefold_core::hash::PageBytes;
+use pagefold_core::host::Merging;
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::collections::BTreeMap;
+
+/// Pages compared at a time. Mapping one page costs 30 k instructions alone and 4.5 k in batches from 64 on.
+const BATCH: usize = 256;
+
+/// The most frames that are remembered. If there are more, all are forgotten, which makes them sources only.
+const FRAMES_MOST: usize = 1 << 22;
+
+/// Two pages that are said to be equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pair {
+    /// The page that is replaced.
+    pub take: GuestPage,
+    /// The page that replaces it.
+    pub keep: GuestPage,
+}
+
+/// Frames of two guests to compare.
+#[derive(Clone, Copy, Debug)]
+struct Compared {
+    /// The number of the pair.
+    number: usize,
+    source: Gfn,
+    client: Gfn,
+}
+
+/// What is known of a frame.
+#[derive(Debug)]
+enum Frame {
+    /// Nominated in this run and no source yet: this page alone has it.
+    Single(GuestPage),
+    /// It was a source.
+    Source(Sharers),
+}
+
+/// The guests that have a frame, each with a page that had it when it was last heard of. Of a frame that was shared before this run, they
+/// need not be all, but they are two.
+#[derive(Debug, Default)]
+struct Sharers {
+    known: Vec<(DomainId, Option<GuestPage>)>,
+}
+
+impl Sharers {
+    fn add(&mut self, page: GuestPage) {
+        match self.known.iter_mut().find(|(domain, _)| *domain == page.domain) {
+            Some((_, known)) => *known = Some(page),
+            None => self.known.push((page.domain, Some(page))),
+        }
+    }
+
+    /// Whether no other guest has the frame.
+    fn only(&self, domain: DomainId) -> bool {
+        self.known.iter().all(|&(known, _)| known == domain)
+    }
+}
+
+/// Shares pages. There must be one at a time on a machine.
+#[derive(Debug, Default)]
+pub struct Sharer {
+    /// The newest handle seen. `None` until one was given out in this run.
+    newest: Option<Handle>,
+    frames: FxHashMap<Handle, Frame>,
+    /// The contents of the sources of a batch.
+    contents: Vec<PageBytes>,
+}
+
+impl Sharer {
+    /// One that knows nothing of what was shared before.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Shares pages with those that are equal to them. Returns what came of each pair.
+    pub fn merge(&mut self, hypervisor: &mut impl Hypervisor, pairs: &[Pair]) -> Vec<Merging> {
+        if self.frames.len() > FRAMES_MOST {
+            self.frames.clear();
+        }
+        let mut results = Vec::with_capacity(pairs.len());
+        for batch in pairs.chunks(BATCH) {
+            self.merge_batch(hypervisor, batch, &mut results);
+        }
+        results
+    }
+
+    /// Forgets the pages of a guest that has ended.
+    pub fn forget(&mut self, domain: DomainId) {
+        self.frames.retain(|_, frame| match frame {
+            Frame::Single(page) => page.domain != domain,
+            Frame::Source(sharers) => {
+                let ended = sharers.known.iter_mut().filter(|(known, _)| *known == domain);
+                ended.for_each(|(_, page)| *page = None);
+                sharers.known.iter().any(|(_, page)| page.is_some())
+            }
+        });
+    }
+
+    fn merge_batch(&mut self, hypervisor: &mut impl Hypervisor, batch: &[Pair], results: &mut Vec<Merging>) {
+        let begun = results.len();
+        results.resize(begun + batch.len(), Merging::Untried);
+        let results = &mut results[begun..];
+        let mut handles = FxHashMap::default();
+        let named = self.nominate_all(hypervisor, batch, &mut handles, results);
+        for number in self.compare(hypervisor, &named, results) {
+            let Some((source, client)) = named[number] else { continue };
+            // Another pair of the batch may have been shared meanwhile.
+            let [source_now, client_now] = [source, client].map(|side| handles.get(&side.page).copied());
+            results[number] = if source_now == client_now {
+                Merging::Shared
+            } else if (source_now, client_now) != (Some(source.handle), Some(client.handle))
+                || self.source(source, client) != Some(source)
+            {
+                Merging::Busy
+            } else {
+                self.share(hypervisor, source, client, &mut handles)
+            };
+        }
+    }
+
+    /// Nominates both pages of each pair. Returns the source and the client of those that may be compared.
+    fn nominate_all(
+        &mut self,
+        hypervisor: &mut impl Hypervisor,
+        batch: &[Pair],
+        handles: &mut FxHashMap<GuestPage, Handle>,
+        results: &mut [Merging],
+    ) -> Vec<Option<(Nominated, Nominated)>> {
+        let mut named = vec![None; batch.len()];
+        // A page that cannot be nominated costs a call, and nothing would come of its partner.
+        let mut unfit: FxHashMap<GuestPage, Merging> = FxHashMap::default();
+        for (number, Pair { take, keep }) in batch.iter().enumerate() {
+            if take == keep {
+                results[number] = Merging::Shared;
+                continue;
+            }
+            let mut nominate = |sharer: &mut Self, page: GuestPage| {
+                if let Some(&merging) = unfit.get(&page) {
+                    return Err(Some(merging));
+                }
+                let handle = match handles.get(&page) {
+                    Some(&known) => known,
+                    None => sharer.nominate(hypervisor, page).map_err(|error| match error {
+                        CallError::NoMemory => None,
+                        error => Some(*unfit.entry(page).or_insert(outcome(&error))),
+                    })?,
+                };
+                handles.insert(page, handle);
+                Ok(Nominated { page, handle })
+            };
+            let found = nominate(self, *keep).and_then(|keep| {
+                let take = nominate(self, *take)?;
+                if take.handle == keep.handle {
+                    return Err(Some(Merging::Shared));
+                }
+                let (source, client) = self.roles(take, keep).ok_or(Some(Merging::Ineligible))?;
+                // A page in place of that which was named may have been written.
+                let nominated = nominate(self, source.page)?;
+                if nominated != source {
+                    self.lose(source);
+                    return Err(Some(Merging::Busy));
+                }
+                Ok((source, client))
+            });
+            match found {
+                Ok(found) => named[number] = Some(found),
+                Err(Some(merging)) => results[number] = merging,
+                // Without memory the rest is not tried.
+                Err(None) => break,
+            }
+        }
+        named
+    }
+
+    fn nominate(&mut self, hypervisor: &mut impl Hypervisor, page: GuestPage) -> Result<Handle, CallError> {
+        // The first handle of a run says nothing of its age. That the page was neither nominated nor shared before does.
+        let was_shared = self.newest.is_none() && hypervisor.sharers(page)?.is_some();
+        let handle = hypervisor.nominate(page)?;
+        if !was_shared && self.newest.is_none_or(|newest| handle > newest) {
+            self.newest = Some(handle);
+            self.frames.insert(handle, Frame::Single(page));
+        }
+        Ok(handle)
+    }
+
+    /// Compares the very pages that are named, after all of them were nominated, batched by guests. Returns the numbers of the pairs that
+    /// are equal.
+    fn compare(
+        &mut self,
+        hypervisor: &mut impl Hypervisor,
+        named: &[Option<(Nominated, Nominated)>],
+        results: &mut [Merging],
+    ) -> Vec<usize> {
+        let mut equal = Vec::new();
+        let mut by_guests: BTreeMap<(DomainId, DomainId), Vec<Compared>> = BTreeMap::new();
+        for (number, pair) in named.iter().enumerate() {
+            let Some((source, client)) = pair else { continue };
+            let compared = Compared { number, source: source.page.frame, client: client.page.frame };
+            by_guests.entry((source.page.domain, client.page.domain)).or_default().push(compared);
+        }
+        for ((sources, clients), pairs) in by_guests {
+            let mut frames: Vec<Gfn> = pairs.iter().map(|pair| pair.source).collect();
+            frames.sort_unstable();
+            frames.dedup();
+            let (contents, mut present) = (&mut self.contents, FxHashSet::default());
+            contents.resize(frames.len(), [0; size_of::<PageBytes>()]);
+            let read = hypervisor.read(sources, &frames, &mut |at, bytes| {
+                if let (Some(bytes), Some(slot)) = (bytes, contents.get_mut(at)) {
+                    slot.copy_from_slice(bytes);
+                    present.insert(at);
+                }
+            });
+            let others: Vec<Gfn> = pairs.iter().map(|pair| pair.client).collect();
+            let mut found = Vec::new();
+            let read = read.and_then(|()| {
+                hypervisor.read(clients, &others, &mut |at, bytes| {
+                    let place = pairs.get(at).and_then(|pair| frames.binary_search(&pair.source).ok());
+                    let place = place.filter(|place| present.contains(place));
+                    found.push(match (bytes, place) {
+                        (Some(bytes), Some(place)) if contents[place] == *bytes => None,
+                        (Some(_), Some(_)) => Some(Merging::Differs),
+                        _ => Some(Merging::Absent),
+                    });
+                })
+            });
+            let failed = read.err().map(|error| outcome(&error));
+            for (at, pair) in pairs.iter().enumerate() {
+                match (failed, found.get(at)) {
+                    (None, Some(None)) => equal.push(pair.number),
+                    (None, Some(&Some(merging))) | (Some(merging), _) => results[pair.number] = merging,
+                    (None, None) => {}
+                }
+            }
+        }
+        equal.sort_unstable();
+        equal
+    }
+
+    /// Shares two pages that were found equal after they were nominated.
+    fn share(
+        &mut self,
+        hypervisor: &mut impl Hypervisor,
+        source: Nominated,
+        client: Nominated,
+        handles: &mut FxHashMap<GuestPage, Handle>,
+    ) -> Merging {
+        if let Err(error) = hypervisor.share(source, client) {
+            if let CallError::SourceChanged = error {
+                self.lose(source);
+            }
+            return outcome(&error);
+        }
+        self.frames.remove(&client.handle);
+        handles.insert(client.page, source.handle);
+        let mut sharers = match self.frames.remove(&source.handle) {
+            Some(Frame::Source(sharers)) => sharers,
+            // Of two guests, if it is not known.
+            Some(Frame::Single(_)) | None => Sharers::default(),
+        };
+        sharers.add(source.page);
+        sharers.add(client.page);
+        self.frames.insert(source.handle, Frame::Source(sharers));
+        Merging::Merged
+    }
+
+    /// Records that a page has not the frame any more that it was known for.
+    fn lose(&mut self, lost: Nominated) {
+        if let Some(Frame::Source(sharers)) = self.frames.get_mut(&lost.handle) {
+            let lost = sharers.known.iter_mut().filter(|(_, page)| *page == Some(lost.page));
+            lost.for_each(|(_, page)| *page = None);
+        }
+    }
+
+    /// The source and the client of a share that is safe, whatever else is shared: the page to keep is the source, if it can be.
+    fn roles(&self, take: Nominated, keep: Nominated) -> Option<(Nominated, Nominated)> {
+        [(keep, take), (take, keep)]
+            .into_iter()
+            .find_map(|(source, client)| Some((self.source(source, client)?, client)))
+    }
+
+    /// The page to name as the source, if `client` can be shared with the frame of `source`.
+    fn source(&self, source: Nominated, client: Nominated) -> Option<Nominated> {
+        let is_single = matches!(self.frames.get(&client.handle), Some(Frame::Single(page)) if *page == client.page);
+        if !is_single {
+            return None;
+        }
+        if source.page.domain != client.page.domain {
+            return Some(source);
+        }
+        match self.frames.get(&source.handle)? {
+            Frame::Single(_) => Some(source),
+            Frame::Source(sharers) if sharers.only(client.page.domain) => Some(source),
+            Frame::Source(sharers) => {
+                let mut elsewhere = sharers.known.iter().filter(|(domain, _)| *domain != client.page.domain);
+                let page = elsewhere.find_map(|&(_, page)| page)?;
+                Some(Nominated { page, handle: source.handle })
+            }
+        }
+    }
+}
+
+/// What came of a page for which a call failed.
+fn outcome(error: &CallError) -> Merging {
+    match error {
+        CallError::Busy | CallError::ClientChanged | CallError::SourceChanged => Merging::Busy,
+        CallError::Unfit => Merging::Ineligible,
+        CallError::Ended | CallError::NoMemory | CallError::NoSharing | CallError::Denied | CallError::Other { .. } => {
+            Merging::Untried
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "sharing_tests.rs"]
+mod tests;

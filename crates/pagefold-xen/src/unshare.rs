@@ -1,0 +1,109 @@
+//! Gives guests their own copies of shared pages again, as far as the hypervisor has memory for them.
+
+use crate::hypervisor::{CallError, Domain, DomainId, Gfn, GuestPage, Hypervisor};
+use crate::ranges::ranges;
+use pagefold_core::units::{Pages, count};
+
+/// Pages given back between two looks at what is left.
+const BATCH: usize = 256;
+
+/// What was given back to a guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GivenBack {
+    /// Pages that were shared and are the guest's own.
+    pub pages: Pages,
+    /// Pages that are still shared, because less would have been left than was to be.
+    pub left: Pages,
+}
+
+/// Gives back all shared pages of a guest. `keep` is the memory that the hypervisor is to have left.
+///
+/// # Errors
+/// If the guest has ended, or the hypervisor does not tell what it has left.
+pub fn unshare(hypervisor: &mut impl Hypervisor, guest: &Domain, keep: Pages) -> Result<GivenBack, CallError> {
+    let domain = guest.id;
+    let mut given = GivenBack::default();
+    let mut batch = Batch::default();
+    for range in ranges(hypervisor, domain, guest.most)? {
+        for frame in range.first.0..range.first.0 + range.pages.0 {
+            let frame = Gfn(frame);
+            let Some(sharers) = hypervisor.sharers(GuestPage { domain, frame })? else { continue };
+            batch.frames.push(frame);
+            // A page that has its frame alone is the guest's own again without a copy.
+            batch.copies += u64::from(sharers > 1);
+            if batch.frames.len() == BATCH {
+                give_back(hypervisor, domain, std::mem::take(&mut batch), keep, &mut given)?;
+            }
+        }
+    }
+    give_back(hypervisor, domain, batch, keep, &mut given)?;
+    Ok(given)
+}
+
+/// Pages to give back, and how many copies that takes.
+#[derive(Debug, Default)]
+struct Batch {
+    frames: Vec<Gfn>,
+    copies: u64,
+}
+
+fn give_back(
+    hypervisor: &mut impl Hypervisor,
+    domain: DomainId,
+    Batch { frames, copies }: Batch,
+    keep: Pages,
+    given: &mut GivenBack,
+) -> Result<(), CallError> {
+    let pages = count(frames.len());
+    if copies > 0 && hypervisor.memory()?.free.0 < keep.0.saturating_add(copies) {
+        given.left += Pages(pages);
+    } else if pages > 0 {
+        let own = hypervisor.unshare(domain, &frames)?;
+        let done = count(own.iter().filter(|&&own| own).count());
+        given.pages += Pages(done);
+        given.left += Pages(pages - done);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{Model, page};
+    use crate::sharing::{Pair, Sharer};
+
+    fn shared(free: u64) -> Model {
+        let mut model = Model::new(free);
+        let contents: Vec<u8> = (0..1024_u32).map(|frame| u8::try_from(frame % 200).unwrap()).collect();
+        model.create(1, "first", &contents);
+        model.create(2, "second", &contents);
+        let pairs: Vec<Pair> = (0..1000).map(|frame| Pair { take: page(2, frame), keep: page(1, frame) }).collect();
+        Sharer::new().merge(&mut model, &pairs);
+        assert_eq!(model.saved(), 1000);
+        model
+    }
+
+    fn guest(id: u16) -> Domain {
+        Domain { id: DomainId(id), most: Pages(1024), ..Domain::default() }
+    }
+
+    #[test]
+    fn everything_is_given_back() {
+        let mut model = shared(100);
+        let given = unshare(&mut model, &guest(2), Pages(100)).unwrap();
+        assert_eq!(given, GivenBack { pages: Pages(1000), left: Pages(0) });
+        let given = unshare(&mut model, &guest(1), Pages(100)).unwrap();
+        assert_eq!((given.left, model.saved()), (Pages(0), 0));
+        assert_eq!(model.memory().unwrap().frames, Pages(0), "nothing is nominated any more");
+        model.check();
+    }
+
+    #[test]
+    fn no_more_is_given_back_than_there_is_room_for() {
+        let mut model = shared(100);
+        let given = unshare(&mut model, &guest(2), Pages(600)).unwrap();
+        assert_eq!(given, GivenBack { pages: Pages(256 + 232), left: Pages(512) });
+        assert!(model.memory().unwrap().free >= Pages(600));
+        model.check();
+    }
+}

@@ -1,0 +1,77 @@
+//! `pagefold unmerge --xen-domain`: gives guests their own copies of shared pages.
+
+use super::{call, open, resolve, take_lock};
+use crate::commands::unmerge::{Process, Summary, UnmergeArgs};
+use crate::output;
+use anyhow::Result;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::style::{self, Lines, Style};
+use pagefold_core::units::Pages;
+use pagefold_linux::proc::status::printable;
+use pagefold_xen::guests::Selected;
+use pagefold_xen::hypervisor::Hypervisor;
+use pagefold_xen::unshare::unshare;
+
+/// This part of the machine's memory is left, whatever is still shared then: guests that write to shared pages wait for memory where
+/// there is none.
+const KEEP_PART: u64 = 64;
+
+pub fn run(args: &UnmergeArgs, guests: &[Selected]) -> Result<u8> {
+    if args.audit.path().is_some() {
+        return Err(Exit::new(exit::USAGE, "there is no audit log of unmerging guests; omit --audit").into());
+    }
+    let mut xen = open("unmerging")?;
+    let _lock = take_lock()?;
+    let memory = xen.memory().map_err(|error| call(&error))?;
+    let keep = Pages(memory.total.0 / KEEP_PART);
+    let mut summary = Summary::new();
+    let mut code = exit::OK;
+    for guest in resolve(&mut xen, guests)? {
+        let mut row = Process {
+            pid: guest.domain.id.0.into(),
+            name: printable(guest.name.as_bytes()),
+            given_back_bytes: 0,
+            unmarked_bytes: 0,
+            failed: None,
+        };
+        let failed = match unshare(&mut xen, &guest.domain, keep) {
+            Ok(given) => {
+                row.given_back_bytes = given.pages.bytes().0;
+                let left = given.left.bytes().0;
+                (left > 0).then(|| {
+                    let least = style::human(keep.bytes().0);
+                    format!(
+                        "{} of it stay shared: less than {least} of memory would be left; free some",
+                        style::human(left)
+                    )
+                })
+            }
+            Err(error) => Some(call(&error).line),
+        };
+        if let Some(failed) = failed {
+            complain!("guest {} ({}): {failed}", row.name, row.pid);
+            code = exit::FAILURE;
+            row.failed = Some(failed);
+        }
+        summary.given_back_bytes += row.given_back_bytes;
+        summary.processes.push(row);
+    }
+    summary.still_saved_bytes = xen.memory().map_err(|error| call(&error))?.saved.bytes().0;
+    output::print(args.json, &summary, |style| describe(&summary, style))?;
+    Ok(code)
+}
+
+fn describe(summary: &Summary, style: Style) -> String {
+    let mut text = String::new();
+    let done = summary.processes.iter().filter(|row| row.failed.is_none()).count();
+    let (memory, guests) = (style::human(summary.given_back_bytes), style::count(done, "guest", "guests"));
+    text.line(style.bold(&format!("Unmerged {memory} in {guests}.")));
+    for row in summary.processes.iter().filter(|row| row.given_back_bytes > 0) {
+        text.line(format!("  {:>8}  {:<16}{}", row.pid, row.name, style::human(row.given_back_bytes)));
+    }
+    if summary.still_saved_bytes > 0 {
+        let line = format!("Xen still saves {} in other guests.", style::human(summary.still_saved_bytes));
+        text.line(style.dim(&line));
+    }
+    text
+}
