@@ -156,7 +156,7 @@ mod tests {
             seen("a1", "a", 1, NOW_US - 3 * HOUR_US),
             seen("b", "b", 1, NOW_US),
             seen("a2", "a", 1, NOW_US - HOUR_US),
-            seen("a2-copy", "a", 1, NOW_US - HOUR_US),
+            seen("a2x-copy", "a", 1, NOW_US - HOUR_US),
         ];
         assert_eq!(inventory(files, None), (vec!["/s/a2.parquet".into(), "/s/b.parquet".into()], vec![], 2));
     }
