@@ -25,7 +25,7 @@
 
 CARGO ?= cargo
 # pagefold-fleet contains DataFusion, which takes long to build: fleet-test checks and tests it.
-BESIDE := --workspace --exclude pagefold-fleet
+WORKSPACE := --workspace --exclude pagefold-fleet
 
 .PHONY: build fleet fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb xen-quick xen-long xen-cost dkms install install-files install-program pages \
     deb deb-test tarball
@@ -56,20 +56,20 @@ TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_LONG),$(basename $(notdir
 
 test:
 	@scripts/setup test
-	$(CARGO) build $(BESIDE) --bins --locked
-	$(CARGO) test $(BESIDE) --locked --no-run
+	$(CARGO) build $(WORKSPACE) --bins --locked
+	$(CARGO) test $(WORKSPACE) --locked --no-run
 	@$(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
 
 run-tests-with-ksm:
-	$(CARGO) test $(BESIDE) --locked $(TESTS_WITH_KSM:%=--test %)
+	$(CARGO) test $(WORKSPACE) --locked $(TESTS_WITH_KSM:%=--test %)
 
 run-tests-beside:
-	nice $(CARGO) test $(BESIDE) --locked $(TESTS_LONG:%=--test %)
-	nice $(CARGO) test $(BESIDE) --locked --lib --bins $(TESTS_BESIDE:%=--test %)
-	nice $(CARGO) test $(BESIDE) --locked --doc
+	nice $(CARGO) test $(WORKSPACE) --locked $(TESTS_LONG:%=--test %)
+	nice $(CARGO) test $(WORKSPACE) --locked --lib --bins $(TESTS_BESIDE:%=--test %)
+	nice $(CARGO) test $(WORKSPACE) --locked --doc
 
 unit:
-	$(CARGO) test $(BESIDE) --locked --lib
+	$(CARGO) test $(WORKSPACE) --locked --lib
 
 soak:
 	@scripts/setup test
@@ -84,7 +84,7 @@ attack:
 
 lint:
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy $(BESIDE) --all-targets --locked -- -D warnings
+	$(CARGO) clippy $(WORKSPACE) --all-targets --locked -- -D warnings
 	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --locked cargo-deny@0.18.3
 	$(CARGO) deny --log-level error check licenses bans sources
 

@@ -1,6 +1,6 @@
 //! Sampled contents, by number.
 //!
-//! A content that a single unit of the fleet holds can be shared with nobody, so only those of two or more are kept: in
+//! A content held by one unit only cannot be shared, so only those held by two or more are kept: in
 //! most fleets a small part. Numbers ascend with the digests, so a sample at a lower rate is the beginning of one at a
 //! higher rate, and units whose rates differ can be compared.
 

@@ -84,7 +84,7 @@ pub struct Fleet {
 /// A fleet that cannot be planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum FleetError {
-    /// There is no such host.
+    /// The host does not exist.
     #[error("unit {unit} is on host {host}, but there are {hosts} hosts")]
     NoHost {
         /// The unit's place.

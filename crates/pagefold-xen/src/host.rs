@@ -13,6 +13,7 @@ use pagefold_core::host::{
     PageSample, PageState, RegionView, SamplePlan, Samples, Snapshot,
 };
 use pagefold_core::keys::{DomainKey, FamilyKey, KeyCounter, LastingKey, OwnerKey, RegionKey};
+use pagefold_core::region::PageSet;
 use pagefold_core::units::{Pages, Vpn, index};
 use rustc_hash::{FxHashMap, FxHasher};
 use std::collections::BTreeMap;
@@ -81,8 +82,8 @@ pub struct Guest {
     regions: Vec<(RegionKey, Range)>,
     /// How much memory it had when its ranges were found, and when they may be found anew, nanoseconds.
     ranged: Option<(Pages, u64)>,
-    /// Pages that were shared, as far as is known: one bit each.
-    shared: Vec<u64>,
+    /// Pages that were shared, as far as is known.
+    shared: PageSet,
     /// Whether it had shared pages before this run, so that any page may be one.
     had_shared: bool,
 }
@@ -262,7 +263,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
             kernel: self.hypervisor.kernel(id),
             regions: Vec::new(),
             ranged: None,
-            shared: Vec::new(),
+            shared: PageSet::default(),
             had_shared: known.domain.shared > Pages(0),
             known,
         }
@@ -315,12 +316,17 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
     /// How a page is held. A page that was never shared need not be asked for.
     fn state(&mut self, page: GuestPage) -> PageState {
         let Some(guest) = self.guests.get_mut(&page.domain) else { return PageState::Absent };
-        if !guest.had_shared && !guest.is_shared(page.frame) {
+        let number = Vpn(page.frame.0);
+        if !guest.had_shared && !guest.shared.contains(number) {
             return PageState::Private;
         }
-        let is_shared = matches!(self.hypervisor.sharers(page), Ok(Some(2..)));
-        guest.set_shared(page.frame, is_shared);
-        if is_shared { PageState::Merged } else { PageState::Private }
+        if matches!(self.hypervisor.sharers(page), Ok(Some(2..))) {
+            guest.shared.insert(number);
+            PageState::Merged
+        } else {
+            guest.shared.remove(number);
+            PageState::Private
+        }
     }
 
     /// Reads the pages of neighbouring runs of one region.
@@ -419,7 +425,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
             self.shares += u64::from(merging == Merging::Merged);
             for page in [pair.take, pair.keep] {
                 if let Some(guest) = self.guests.get_mut(&page.domain) {
-                    guest.set_shared(page.frame, true);
+                    guest.shared.insert(Vpn(page.frame.0));
                 }
             }
         } else if keep == Keep::Zero {
@@ -427,29 +433,6 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
             self.zeros.retain(|_, (kept, _)| *kept != pair.keep);
         }
     }
-}
-
-impl Guest {
-    fn is_shared(&self, frame: Gfn) -> bool {
-        self.shared.get(place(frame)).is_some_and(|bits| bits >> (frame.0 % 64) & 1 == 1)
-    }
-
-    fn set_shared(&mut self, frame: Gfn, is_shared: bool) {
-        if self.shared.len() <= place(frame) {
-            if !is_shared {
-                return;
-            }
-            self.shared.resize(place(frame) + 1, 0);
-        }
-        let bit = 1 << (frame.0 % 64);
-        let bits = &mut self.shared[place(frame)];
-        *bits = if is_shared { *bits | bit } else { *bits & !bit };
-    }
-}
-
-/// The place of a frame's bit, in words of 64.
-fn place(frame: Gfn) -> usize {
-    usize::try_from(frame.0 / 64).unwrap_or(usize::MAX)
 }
 
 fn hashed(value: &impl Hash) -> u64 {

@@ -7,7 +7,7 @@
 //! belongs to a guest other than the two that are named. So a client must have its frame alone. Handles are given out by a counter, so a
 //! handle that is newer than all before it belongs to a frame that was nominated just now and has one page. A frame stays such until
 //! it is the source of a share. Of a frame whose handle is older, and not known, nothing is known: it can only be a source. That holds for
-//! all that was shared before this run, and only while nobody else shares memory on the machine.
+//! everything shared before this run, and only while no other program shares memory on the machine.
 //!
 //! Within one guest, pages are not shared with a frame that another guest has too. A page of that other guest is named as the
 //! source instead, if one is known. It is that page then that is nominated and compared: the one that it stands for may have been

@@ -57,7 +57,7 @@ pub fn open(purpose: &str) -> Result<Xen, Exit> {
     })
 }
 
-/// Takes the lock of which there is one on a machine: nobody else may share memory meanwhile.
+/// Takes the machine-wide lock, so that no other pagefold shares memory meanwhile.
 fn take_lock() -> Result<Lock, Exit> {
     Lock::try_take(Path::new(LOCK_PATH)).map_err(|error| match error {
         LockError::Held { pid } => {

@@ -266,7 +266,7 @@ impl Marker {
         if scheduler.last_merged().0 * 4 < expected.0
             && is_due(Wave { added: marked, walked: Pages(0), duplicate: expected })
         {
-            // The pages that they should have been merged with were left out: ksmd had visited them too often in vain.
+            // smart_scan skipped the pages that they match, because earlier visits to these had found nothing.
             scheduler.request_thorough(expected);
             return;
         }

@@ -272,6 +272,17 @@ impl<'a> PolicySequence<'a> {
         Ok(())
     }
 
+    /// Records the failure of a run that may have marked or merged memory, or started ksmd, and undoes that.
+    fn failed_midway(
+        &mut self,
+        report: &mut ExperimentReport,
+        policy: &str,
+        error: &anyhow::Error,
+    ) -> anyhow::Result<()> {
+        self.control.unmerge()?;
+        self.failed(report, policy.to_owned(), error)
+    }
+
     /// Records a failure, unless it is an interrupt.
     fn failed(&self, report: &mut ExperimentReport, policy: String, error: &anyhow::Error) -> anyhow::Result<()> {
         self.setting.interrupt.check()?;

@@ -227,7 +227,7 @@ fn descendants(of: &Process) -> Vec<Process> {
         .collect()
 }
 
-/// Somebody who looks at the pages of a site.
+/// A client that loads the pages of a site.
 #[derive(Clone, Debug)]
 pub struct Visitor {
     /// The site's network namespace, which stays as long as this is open.
@@ -314,7 +314,7 @@ impl Drop for Site {
     fn drop(&mut self) {
         drop(self.server.child.0.stdin.take());
         self.server.child.end(END_LIMIT);
-        // Had `unshare` to be killed, the others are, too, but nobody has waited for them.
+        // If `unshare` had to be killed, the kernel kills the others too, but nothing has waited for them yet.
         let end = Instant::now() + END_LIMIT;
         while self.processes.iter().any(Process::is_alive) && Instant::now() < end {
             thread::sleep(Duration::from_millis(5));

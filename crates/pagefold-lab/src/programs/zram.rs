@@ -1,6 +1,8 @@
 //! Swap space in compressed memory (zram), for as long as it is held.
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, anyhow, ensure};
+use pagefold_core::units::Pages;
+use pagefold_linux::os::fields::number;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -58,8 +60,8 @@ impl Drop for ZramSwap {
 }
 
 /// Pages that the kernel has swapped out on the whole machine so far.
-pub fn swapped_out() -> anyhow::Result<u64> {
-    let text = fs::read_to_string("/proc/vmstat")?;
-    let count = text.lines().find_map(|line| line.strip_prefix("pswpout "));
-    count.context("no pswpout in /proc/vmstat")?.trim().parse().context("pswpout")
+pub fn swapped_out() -> anyhow::Result<Pages> {
+    let text = fs::read("/proc/vmstat").context("/proc/vmstat")?;
+    let count = number(&text, "pswpout").map_err(|why| anyhow!("/proc/vmstat: pswpout: {why}"))?;
+    Ok(Pages(count))
 }

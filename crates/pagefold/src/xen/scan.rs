@@ -3,7 +3,7 @@
 use super::{call, open, refuse_unfit, resolve};
 use crate::commands::scan::ScanArgs;
 use crate::commands::scan::report::{Cost, KindRow, ProcessRow, SCHEMA, ScanReport};
-use crate::commands::scan::survey::LeftOut;
+use crate::commands::scan::survey::by_size;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::progress::Progress;
 use pagefold_core::hash::Digester;
@@ -192,7 +192,6 @@ fn report(surveyed: &[Surveyed], findings: &Findings, fraction: f64, scope: Stri
     rows.sort_by_key(|row| (Reverse(bytes_of(row.figures.savable)), row.pid));
     let mut total = Figures::default();
     findings.cells.iter().for_each(|&figures| total += figures);
-    let excluded = excluded.into_iter().map(|(reason, (bytes, regions))| LeftOut { reason, bytes, regions });
     ScanReport {
         schema: SCHEMA,
         exact: fraction >= 1.0,
@@ -203,7 +202,7 @@ fn report(surveyed: &[Surveyed], findings: &Findings, fraction: f64, scope: Stri
         processes: rows,
         kinds: vec![KindRow { kind: KIND.to_owned(), figures: total }],
         cgroups: Vec::new(),
-        excluded: excluded.collect(),
+        excluded: by_size(excluded),
         numa: None,
         cost,
         maps: BTreeMap::new(),

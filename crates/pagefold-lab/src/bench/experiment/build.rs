@@ -88,9 +88,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                     measured.insert(name, felt);
                 }
                 Err(error) => {
-                    // It may have failed at any point.
-                    sequence.control.unmerge()?;
-                    sequence.failed(report, name.to_owned(), &error)?;
+                    sequence.failed_midway(report, name, &error)?;
                 }
             }
         }

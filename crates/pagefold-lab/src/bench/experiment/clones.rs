@@ -72,9 +72,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let (run, seconds) = match start_all(&mut sequence, name, &player, &sizes) {
             Ok(done) => done,
             Err(error) => {
-                // It may have failed at any point.
-                sequence.control.unmerge()?;
-                sequence.failed(report, name.to_owned(), &error)?;
+                sequence.failed_midway(report, name, &error)?;
                 continue;
             }
         };

@@ -182,9 +182,7 @@ fn successors(
                 report.runs.push(run);
             }
             Err(error) => {
-                // It may have failed at any point.
-                sequence.control.unmerge()?;
-                sequence.failed(report, name, &error)?;
+                sequence.failed_midway(report, &name, &error)?;
             }
         }
     }

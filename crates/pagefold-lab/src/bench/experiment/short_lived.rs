@@ -63,9 +63,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             let run = match live_through(&mut sequence, &name, by, pages, life_ms, cycles) {
                 Ok(done) => done,
                 Err(error) => {
-                    // It may have failed at any point.
-                    sequence.control.unmerge()?;
-                    sequence.failed(report, name, &error)?;
+                    sequence.failed_midway(report, &name, &error)?;
                     continue;
                 }
             };

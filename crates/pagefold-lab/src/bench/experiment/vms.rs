@@ -155,20 +155,17 @@ fn run_all(
         eprintln!("{}: {name}", report.experiment);
         // QEMU marks the guests' memory by default, and mem-merge=off is their owner's no, which pagefold is told to override.
         image.set_merge(matches!(policy, Starting::Ksm { .. }));
-        let swapped_before = swapped_out()?;
         match start_all(&mut sequence, policy, &image, sizes, &mut expected) {
             Ok((run, Up { held_mib, swapped })) => {
                 report.figure(format!("{name}: {ALL_UP}"), run.seconds);
                 report.figure(format!("{name}: MiB of the machines when all are up"), held_mib);
                 if sizes.limit_mib.is_some() {
-                    report.figure(format!("{name}: {SWAPPED}"), Pages(swapped - swapped_before).bytes().mib());
+                    report.figure(format!("{name}: {SWAPPED}"), swapped.bytes().mib());
                 }
                 report.runs.push(run);
             }
             Err(error) => {
-                // It may have failed at any point.
-                sequence.control.unmerge()?;
-                sequence.failed(report, name, &error)?;
+                sequence.failed_midway(report, &name, &error)?;
             }
         }
     }
@@ -179,8 +176,8 @@ fn run_all(
 struct Up {
     /// Their anonymous memory, MiB.
     held_mib: f64,
-    /// Pages swapped out by then since the machine has booted.
-    swapped: u64,
+    /// What the whole machine has swapped out meanwhile.
+    swapped: Pages,
 }
 
 /// Starts the machines under a policy. Returns what was measured until all were up.
@@ -199,6 +196,7 @@ fn start_all(
         limit.iter().try_for_each(|limit| limit.add(guest.pid()))?;
         anyhow::Ok(guest)
     };
+    let swapped_before = swapped_out()?;
     let began = Instant::now();
     // Before the policy, since pagefold does not start with nothing in scope.
     let mut guests = vec![start(0)?];
@@ -226,7 +224,7 @@ fn start_all(
         guest.ready()?;
     }
     let points = sampler.finish()?;
-    let swapped = swapped_out()?;
+    let swapped = swapped_out()?.saturating_sub(swapped_before);
     let mut held_mib = 0.0;
     for guest in &guests {
         let process = Process::open(guest.pid())?;
