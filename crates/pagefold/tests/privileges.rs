@@ -161,6 +161,7 @@ fn sketches_are_kept_with_the_capabilities_that_are_kept() {
     let sketches = pagefold_sketch::read(fs::read(&file).unwrap()).unwrap();
     assert!(sketches.rows.iter().any(|row| row.read_bytes > 16 * MIB && row.savable_bytes > 7 * MIB), "{sketches:?}");
     daemon.stop();
+    unmerge(&pids);
     holders.into_iter().for_each(Holder::end);
     ksm.assert_restored();
 }
