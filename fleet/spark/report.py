@@ -25,7 +25,7 @@ NUMBERS = """anonymous_bytes read_bytes zero_bytes pages_1 pages_2 pages_3_15 pa
 
 # As in pagefold-fleet: contents of all workloads together that pairs are looked for in, and bounds for each workload.
 SAMPLED_MOST = 1_000_000
-SAMPLED = (16, 128)
+SAMPLED = (4, 128)
 AHEAD_US = 5 * 60 * 1_000_000
 
 # A compact theta sketch, not packed, of the library's default seed: the preamble in 8-byte words, the number of entries, and

@@ -1,31 +1,41 @@
 -- The pairs of workloads that have most in common.
 --
 -- `contents` has the {sampled} contents with the lowest hashes of each workload: two workloads that hold much in common meet there,
--- because what is low is low for both. Each is paired with the next 8 of those that hold the same content, in the order of their ids, so that
--- a content that everybody holds does not make a pair of everybody: the places are joined, and not the contents alone, because engines form
--- all pairs that agree in a join before they look at anything else. The best of these candidates are then compared in full.
+-- because what is low is low for both. Each is paired with the next 4 of those that hold the same content, in the order of their ids, so that
+-- a content that everybody holds does not make a pair of everybody. The best of these candidates are then compared in full. The smaller
+-- side of a join comes first: DataFusion keeps that one in memory.
 --
 -- The bounds are those of a score interval, two standard deviations wide: of N common contents, a binomial share theta is in both
 -- sketches.
-WITH placed AS (
-    SELECT id, domain, content, ROW_NUMBER() OVER (PARTITION BY domain, content ORDER BY id) AS place
+WITH near AS (
+    SELECT id,
+        LEAD(id, 1) OVER (PARTITION BY domain, content ORDER BY id) AS next_1,
+        LEAD(id, 2) OVER (PARTITION BY domain, content ORDER BY id) AS next_2,
+        LEAD(id, 3) OVER (PARTITION BY domain, content ORDER BY id) AS next_3,
+        LEAD(id, 4) OVER (PARTITION BY domain, content ORDER BY id) AS next_4
     FROM contents
 ),
 steps AS (
-    SELECT step FROM (VALUES (1), (2), (3), (4), (5), (6), (7), (8)) AS numbers(step)
+    SELECT step FROM (VALUES (1), (2), (3), (4)) AS numbers(step)
 ),
 met AS (
-    SELECT one.id AS one, other.id AS other, COUNT(*) AS met
-    FROM (SELECT id, domain, content, place + step AS next_place FROM placed CROSS JOIN steps) AS one
-    JOIN placed AS other ON one.domain = other.domain AND one.content = other.content AND one.next_place = other.place
-    GROUP BY one.id, other.id
+    SELECT one, other, COUNT(*) AS met
+    FROM (
+        SELECT id AS one,
+            CASE step WHEN 1 THEN next_1 WHEN 2 THEN next_2 WHEN 3 THEN next_3 ELSE next_4 END AS other
+        FROM near CROSS JOIN steps
+    ) AS pairs
+    WHERE other IS NOT NULL
+    GROUP BY one, other
+),
+half AS (
+    SELECT met.one, met.other, met.met, a.held AS held_one
+    FROM held AS a JOIN met ON a.id = met.one
 ),
 candidates AS (
-    SELECT met.one, met.other
-    FROM met
-    JOIN held AS a ON a.id = met.one
-    JOIN held AS b ON b.id = met.other
-    ORDER BY met.met * CASE WHEN a.held > b.held THEN a.held ELSE b.held END DESC, met.one, met.other
+    SELECT half.one, half.other
+    FROM held AS b JOIN half ON b.id = half.other
+    ORDER BY half.met * CASE WHEN half.held_one > b.held THEN half.held_one ELSE b.held END DESC, half.one, half.other
     LIMIT {pairs}
 ),
 compared AS (

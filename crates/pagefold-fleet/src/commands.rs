@@ -38,6 +38,7 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(code) => return code,
     };
+    quiet_workers();
     let run = async {
         match &cli.command {
             Command::Report(args) => report::run(args).await,
@@ -50,4 +51,14 @@ pub fn main() -> ExitCode {
         Err(error) => Err(anyhow::anyhow!("cannot start threads: {error}; raise the limit of threads")),
     };
     pagefold_cli::finish("pagefold-fleet", result)
+}
+
+/// A panic of the engine on a thread of its own becomes an error of the query, which is one line: no other text comes with it.
+fn quiet_workers() {
+    let before = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        if std::thread::current().name() != Some("tokio-rt-worker") {
+            before(info);
+        }
+    }));
 }

@@ -96,25 +96,24 @@ impl Workloads {
         for (number, workload) in self.workloads.iter_mut().enumerate() {
             let group = rules.together.iter().position(|group| group.contains(&workload.name));
             let bundle = group.filter(|&group| together.contains(&(group, workload.host)));
-            let unit = match bundle.and_then(|group| unit_of.get(&(group, workload.host))) {
-                Some(&unit) => unit,
-                None => {
-                    fleet.units.push(Unit {
-                        host: HostId(workload.host),
-                        memory: Bytes(0),
-                        cpu_millicores: 0,
-                        workloads: 0,
-                        pinned: false,
-                        apart: Vec::new(),
-                        samples: Vec::new(),
-                    });
-                    members.push(Vec::new());
-                    let unit = fleet.units.len() - 1;
-                    if let Some(group) = bundle {
-                        unit_of.insert((group, workload.host), unit);
-                    }
-                    unit
+            let unit = if let Some(&unit) = bundle.and_then(|group| unit_of.get(&(group, workload.host))) {
+                unit
+            } else {
+                fleet.units.push(Unit {
+                    host: HostId(workload.host),
+                    memory: Bytes(0),
+                    cpu_millicores: 0,
+                    workloads: 0,
+                    pinned: false,
+                    apart: Vec::new(),
+                    samples: Vec::new(),
+                });
+                members.push(Vec::new());
+                let unit = fleet.units.len() - 1;
+                if let Some(group) = bundle {
+                    unit_of.insert((group, workload.host), unit);
                 }
+                unit
             };
             let alone = workload.anonymous.saturating_sub(workload.within);
             let place = &mut fleet.units[unit];
@@ -191,13 +190,12 @@ impl Builder {
             info.memory = info.memory.max(positive(memory.value(row)));
             info.cpu_millicores = info.cpu_millicores.max(positive(host_cpu.value(row)));
             let domains = count(self.domains.len());
-            let domain = match self.domains.get(domain.value(row)) {
-                Some(&domain) => domain,
-                None => {
-                    let number = u32::try_from(domains).unwrap_or(u32::MAX);
-                    self.domains.insert(domain.value(row).to_owned(), number);
-                    number
-                }
+            let domain = if let Some(&domain) = self.domains.get(domain.value(row)) {
+                domain
+            } else {
+                let number = u32::try_from(domains).unwrap_or(u32::MAX);
+                self.domains.insert(domain.value(row).to_owned(), number);
+                number
             };
             // Null if the file was replaced since it was checked.
             let sample =

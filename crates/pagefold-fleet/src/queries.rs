@@ -12,7 +12,7 @@ const SAMPLES: &str = include_str!("../../../fleet/sql/samples.sql");
 
 /// The most contents of all workloads that candidate pairs are looked for in, and the bounds for each workload.
 const SAMPLED_MOST: usize = 1_000_000;
-const SAMPLED: (usize, usize) = (16, 128);
+const SAMPLED: (usize, usize) = (4, 128);
 
 /// Contents of each workload that candidate pairs are looked for in. With `n` of them, two workloads of the same size of
 /// which a share `s` is common miss each other with the probability (1 - s)^n.

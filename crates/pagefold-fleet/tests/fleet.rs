@@ -1,4 +1,5 @@
 //! `pagefold-fleet` on files of sketches.
+#![expect(clippy::single_range_in_vec_init, reason = "workloads hold ranges of contents, often one")]
 
 #[path = "fleet/files.rs"]
 mod files;

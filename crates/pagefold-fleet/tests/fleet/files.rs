@@ -55,7 +55,7 @@ pub fn two_kinds(dir: &Path) {
         let of = |kind: u64, number: u64| {
             let own = 1_000_000 * (1 + 10 * host + 4 * kind + number);
             row(
-                &format!("{}-{host}-{number}", ["web", "db"][kind as usize]),
+                &format!("{}-{host}-{number}", ["web", "db"][usize::from(kind > 0)]),
                 &[kind * 100_000..kind * 100_000 + 20_000, own..own + 6_000],
             )
         };

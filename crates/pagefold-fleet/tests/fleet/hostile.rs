@@ -67,7 +67,7 @@ fn names_of_hosts_are_only_names() {
     }
     let report = json("report", dir.path(), &[]);
     assert_eq!(report["hosts"].as_array().unwrap().len(), 6, "{report}");
-    assert_eq!(report["pairs"].as_array().unwrap().len(), 15);
+    assert_eq!(report["pairs"].as_array().unwrap().len(), 14);
     assert_eq!(report["left_out"].as_array().unwrap().len(), 0, "{report}");
 }
 

@@ -94,7 +94,9 @@ fn memory_and_processors_limit_a_host() {
     let now = mixed(dir.path(), |row| row.host_cpu_millicores = 500);
     let then = places(&json("plan", dir.path(), &[]), now);
     let mut on: BTreeMap<&String, u32> = BTreeMap::new();
-    then.values().for_each(|host| *on.entry(host).or_default() += 1);
+    for host in then.values() {
+        *on.entry(host).or_default() += 1;
+    }
     // 80 % of half a core, for workloads of a tenth of one.
     assert!(on.values().all(|&workloads| workloads <= 4), "{on:?}");
 }

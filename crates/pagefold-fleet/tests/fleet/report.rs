@@ -47,8 +47,9 @@ fn what_a_host_could_save_is_within_the_error() {
         number(&pair["low_bytes"]) <= exact && exact <= number(&pair["high_bytes"])
     };
     let pairs = report["pairs"].as_array().unwrap();
-    assert_eq!(pairs.len(), 45);
-    assert!(pairs.iter().filter(within).count() >= 42, "{pairs:?}");
+    // All hold the same: each makes pairs with the next four, at least.
+    assert!(pairs.len() >= 30);
+    assert!(pairs.iter().filter(within).count() >= 27, "{pairs:?}");
 }
 
 #[test]
