@@ -99,15 +99,7 @@ impl Workloads {
             let unit = if let Some(&unit) = bundle.and_then(|group| unit_of.get(&(group, workload.host))) {
                 unit
             } else {
-                fleet.units.push(Unit {
-                    host: HostId(workload.host),
-                    memory: Bytes(0),
-                    cpu_millicores: 0,
-                    workloads: 0,
-                    pinned: false,
-                    apart: Vec::new(),
-                    samples: Vec::new(),
-                });
+                fleet.units.push(Unit { host: HostId(workload.host), ..Unit::default() });
                 members.push(Vec::new());
                 let unit = fleet.units.len() - 1;
                 if let Some(group) = bundle {

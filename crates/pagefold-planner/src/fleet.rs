@@ -14,7 +14,7 @@ pub const DIGESTS_END: u64 = 1 << 63;
 pub(crate) const UNITS_PER_HOST: usize = 60_000;
 
 /// A host, by its place in [`Fleet::hosts`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostId(pub u32);
 
 /// A unit, by its place in [`Fleet::units`].
@@ -54,7 +54,7 @@ pub struct Sample {
 }
 
 /// What is moved as one: a workload, or several that must stay together.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unit {
     /// Where it is.
     pub host: HostId,

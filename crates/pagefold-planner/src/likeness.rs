@@ -72,7 +72,7 @@ fn lowest_of_classes(held: &[u32]) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fleet::{DIGESTS_END, Fleet, Host, HostId, Sample, Unit};
+    use crate::fleet::{DIGESTS_END, Fleet, Host, Sample, Unit};
     use pagefold_core::random::Random;
     use pagefold_core::units::Bytes;
 
@@ -87,13 +87,9 @@ mod tests {
             let threshold = DIGESTS_END >> (number / 20 % 2);
             let held = base.iter().chain(&kinds[number % 20]).copied();
             Unit {
-                host: HostId(0),
-                memory: Bytes(0),
-                cpu_millicores: 0,
                 workloads: 1,
-                pinned: false,
-                apart: Vec::new(),
                 samples: vec![Sample { domain: 0, threshold, digests: held.filter(|&d| d < threshold).collect() }],
+                ..Unit::default()
             }
         };
         let hosts = vec![Host { memory: Bytes(0), cpu_millicores: 0 }];

@@ -361,17 +361,13 @@ mod tests {
             }
             let exact = holders.values().map(|number| number - 1).sum::<u64>();
             let sampled = |(held, threshold): (Vec<u64>, u64)| Unit {
-                host: HostId(0),
-                memory: Bytes(0),
-                cpu_millicores: 0,
                 workloads: 1,
-                pinned: false,
-                apart: Vec::new(),
                 samples: vec![Sample {
                     domain: 0,
                     threshold,
                     digests: held.into_iter().filter(|&digest| digest < threshold).collect(),
                 }],
+                ..Unit::default()
             };
             let fleet = Fleet {
                 hosts: vec![Host { memory: Bytes(0), cpu_millicores: 0 }],
