@@ -80,8 +80,9 @@ pub struct ScanScheduler {
     exited: Pages,
     reap_since_ns: Option<u64>,
     reaping: Pages,
-    /// Pages merged by the last completed scan.
+    /// Pages merged by the last completed scan, and by all scans since ksmd last had nothing to do.
     last_merged: Pages,
+    merged: Pages,
     /// CPU time of the last two scans, nanoseconds.
     scan_costs_ns: [u64; 2],
     completed: u64,
@@ -100,6 +101,9 @@ impl ScanScheduler {
     /// Requests two scans: `resident` pages have been marked, or have become worth merging in marked spans.
     pub fn request(&mut self, resident: Pages) {
         if resident > Pages(0) {
+            if !self.is_busy() {
+                self.merged = Pages(0);
+            }
             self.unvisited += resident;
             // A scan in progress has passed some of the new pages already, so it does not count.
             self.due = if self.scan_in_progress.is_some() { 3 } else { 2 };
@@ -159,6 +163,11 @@ impl ScanScheduler {
     /// The number of pages that the last completed scan merged.
     pub fn last_merged(&self) -> Pages {
         self.last_merged
+    }
+
+    /// The number of pages that the scans since ksmd last had nothing to do have merged.
+    pub fn merged(&self) -> Pages {
+        self.merged
     }
 
     /// CPU time of a scan that merges little, nanoseconds: that of the cheaper one of the last two.
@@ -286,6 +295,7 @@ impl ScanScheduler {
             (self.unvisited, self.thorough) = (Pages(0), false);
         }
         self.last_merged = inputs.ksm.saved().saturating_sub(scan.saved);
+        self.merged += self.last_merged;
         self.scan_costs_ns = [self.scan_costs_ns[1], inputs.ksmd_ns.saturating_sub(scan.ksmd_ns)];
     }
 }
@@ -360,6 +370,23 @@ mod tests {
         }
         fixture.finish_scan(10);
         assert_eq!(fixture.order(true), ScanOrder::Rest);
+    }
+
+    #[test]
+    fn what_several_scans_have_merged_is_added_up_until_ksmd_rests() {
+        let mut fixture = Fixture::new();
+        for merged in [[0, 900, 10], [5, 60, 700]] {
+            fixture.scheduler.request(Pages(1000));
+            assert_eq!((fixture.order(true), fixture.scheduler.merged()), (ScanOrder::KICK, Pages(0)));
+            // What is marked during a scan gets two more: the last one merges little of what was marked before.
+            fixture.scheduler.request(Pages(10));
+            for pages in merged {
+                fixture.finish_scan(pages);
+                fixture.order(true);
+            }
+            assert!(!fixture.scheduler.is_busy());
+            assert_eq!(fixture.scheduler.merged(), Pages(merged.iter().sum()));
+        }
     }
 
     #[test]

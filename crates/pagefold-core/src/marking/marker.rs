@@ -263,7 +263,7 @@ impl Marker {
         }
         let is_due = |wave: Wave| wave.pays(pace.price_ns) || scheduler.idle_ns(now_ns) >= wave.rest_ns(pace.price_ns);
         let expected = std::mem::take(&mut self.expected);
-        if scheduler.last_merged().0 * 4 < expected.0
+        if scheduler.merged().0 * 4 < expected.0
             && is_due(Wave { added: marked, walked: Pages(0), duplicate: expected })
         {
             // smart_scan skipped the pages that they match, because earlier visits to these had found nothing.
