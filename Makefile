@@ -20,7 +20,7 @@
 #               configuration file, below DESTDIR
 # make pages    write the manual pages and completions of both programs below target/pages
 # make deb      build Debian packages in target/deb (deb-test: install, upgrade, remove and purge them in a fresh root)
-# make oci      build an image for container engines in target/oci, and check it and the manifest for Kubernetes
+# make oci      build an image for container engines in target/oci, and check it and the manifests for Kubernetes
 # make tarball  build target/pagefold-VERSION-x86_64-linux.tar.gz, with a static program that runs on any Linux
 
 CARGO ?= cargo
