@@ -1,7 +1,7 @@
 //! How well sketches tell what two workloads have in common, against exact digests.
 //!
 //! The 128-bit digests of a record stand for contents. What is random in a sketch is the key, so each pair of programs is compared
-//! under several keys.
+//! under several keys. The bounds are those of the product: `Sketch::common`'s, which are those of pagefold-fleet's reports.
 
 use crate::record::State;
 use pagefold_sketch::{Counter, Estimate, FleetKey, Sketch};
@@ -51,14 +51,33 @@ pub struct Comparison {
     /// Pairs with at least 1 % of the smaller one in common.
     pub pairs: Vec<Pair>,
     pub other_pairs: usize,
-    /// Share of all estimates of `pairs` that were within their bounds.
-    pub within: f64,
+    /// Share of all estimates of `pairs` that were within their bounds; none if there are no pairs.
+    pub within: Option<f64>,
     /// Median error of all estimates of `pairs`, as a share of the smaller workload.
+    pub median_error: Option<f64>,
+    #[serde(skip)]
+    errors: Vec<f64>,
+}
+
+/// All estimates of several records. The bars are for these: the pairs of one record are of few programs, whose sketches are right or
+/// wrong together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Overall {
+    pub estimates: usize,
+    pub within: f64,
     pub median_error: f64,
 }
 
-impl Comparison {
-    pub fn meets_bars(&self) -> bool {
+impl Overall {
+    /// `None` if no record has pairs.
+    pub fn of(comparisons: &[Comparison]) -> Option<Self> {
+        let within: usize = comparisons.iter().flat_map(|of| &of.pairs).map(|pair| pair.within).sum();
+        let mut errors: Vec<f64> = comparisons.iter().flat_map(|of| of.errors.iter().copied()).collect();
+        let (estimates, median_error) = (errors.len(), median(&mut errors));
+        (estimates > 0).then(|| Self { estimates, within: within as f64 / estimates as f64, median_error })
+    }
+
+    pub fn meets_bars(self) -> bool {
         self.within >= WITHIN_BAR && self.median_error <= MEDIAN_BAR
     }
 }
@@ -75,8 +94,8 @@ pub fn held(state: &State) -> Vec<Held> {
 }
 
 /// Compares all pairs under keys that are numbered from 1.
-pub fn compare(programs: &[Held], keys: u8) -> Comparison {
-    let sketches: Vec<Vec<Sketch>> = (1..=keys).map(|key| sketches(programs, &FleetKey::new([key; 32]))).collect();
+pub fn compare(programs: &[Held], keys: u16) -> Comparison {
+    let sketches: Vec<Vec<Sketch>> = (1..=keys).map(|number| sketches(programs, &key(number))).collect();
     let (mut pairs, mut others, mut errors, mut within) = (Vec::new(), 0, Vec::new(), 0);
     for (at, a) in programs.iter().enumerate() {
         for (other, b) in programs.iter().enumerate().skip(at + 1) {
@@ -93,16 +112,23 @@ pub fn compare(programs: &[Held], keys: u8) -> Comparison {
             pairs.push(pair);
         }
     }
-    let within = within as f64 / errors.len().max(1) as f64;
+    let estimates = errors.len();
     Comparison {
         schema: "pagefold.lab.sketch-error/1",
         keys: keys.into(),
         programs: programs.len(),
         pairs,
         other_pairs: others,
-        within,
-        median_error: median(&mut errors),
+        within: (estimates > 0).then(|| within as f64 / estimates as f64),
+        median_error: (estimates > 0).then(|| median(&mut errors)),
+        errors,
     }
+}
+
+fn key(number: u16) -> FleetKey {
+    let mut bytes = [0; 32];
+    bytes[..2].copy_from_slice(&number.to_be_bytes());
+    FleetKey::new(bytes)
 }
 
 fn sketches(programs: &[Held], key: &FleetKey) -> Vec<Sketch> {
@@ -154,15 +180,25 @@ mod tests {
         let comparison = compare(&programs, 40);
         let common: Vec<usize> = comparison.pairs.iter().map(|pair| pair.common).collect();
         assert_eq!((common, comparison.other_pairs), (vec![10_000, 1_900, 1_000], 7));
-        assert!(comparison.meets_bars(), "{comparison:?}");
-        assert!(comparison.median_error > 0.001, "the sketches are not exact");
+        let overall = Overall::of(std::slice::from_ref(&comparison)).unwrap();
+        assert!(overall.meets_bars() && overall.estimates == 120, "{comparison:?}");
+        assert!(comparison.median_error > Some(0.001), "the sketches are not exact");
+        let twice = Overall::of(&[comparison.clone(), comparison]);
+        assert_eq!(twice, Some(Overall { estimates: 240, ..overall }));
+    }
+
+    #[test]
+    fn of_nothing_in_common_the_bars_say_nothing() {
+        let comparison = compare(&[holding("a", 0..5_000), holding("b", 5_000..9_000)], 2);
+        assert_eq!((comparison.pairs.len(), comparison.other_pairs), (0, 1));
+        assert!(comparison.within.is_none() && Overall::of(&[comparison]).is_none());
     }
 
     #[test]
     fn sketches_of_different_keys_miss_the_bars() {
         let (a, b) = (holding("a", 0..30_000), holding("b", 0..30_000));
-        let one = sketches(std::slice::from_ref(&a), &FleetKey::new([1; 32]));
-        let other = sketches(std::slice::from_ref(&b), &FleetKey::new([2; 32]));
+        let one = sketches(std::slice::from_ref(&a), &key(1));
+        let other = sketches(std::slice::from_ref(&b), &key(2));
         let (pair, errors) = pair((&a, &b), 30_000, std::iter::once(one[0].common(&other[0])));
         assert!(pair.within == 0 && errors[0] > 0.9, "{pair:?}");
     }

@@ -35,6 +35,24 @@ fn files_are_what_hosts_write() {
 }
 
 #[test]
+fn sketches_of_a_record_tell_what_its_programs_have_in_common() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = dir.path().join("record.parquet");
+    let record = record.to_str().unwrap();
+    let generated = lab(&["generate", "web-server", "-o", record, "--size", "32", "--for", "2s"]);
+    assert!(generated.status.success(), "{generated:?}");
+    // The digests of a generated record and the keys are always the same, so the result is, too.
+    let output = lab(&["sketch-error", record, "--keys", "100", "--json"]);
+    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(output.status.success(), "{found}");
+    let pairs = found["pairs"].as_array().unwrap();
+    // Too large to be counted exactly.
+    assert!(pairs.len() == 6 && pairs.iter().all(|pair| pair["smaller"].as_u64() > Some(5000)), "{found}");
+    assert!(found["within"].as_f64() >= Some(0.95) && found["median_error"].as_f64() <= Some(0.03), "{found}");
+    assert!(found["median_error"].as_f64() > Some(0.001), "{found}");
+}
+
+#[test]
 fn a_fleet_of_recorded_programs() {
     let dir = tempfile::tempdir().unwrap();
     let record = dir.path().join("record.parquet");

@@ -39,7 +39,7 @@ pub struct Sketch(CompactThetaSketch);
 pub struct Estimate {
     /// Contents, each of one page.
     pub contents: f64,
-    /// Bounds of two standard deviations: right 19 of 20 times.
+    /// Bounds that are right in 19 of 20 cases: two standard deviations.
     pub low: f64,
     pub high: f64,
 }
@@ -48,6 +48,17 @@ impl Estimate {
     /// What as many pages hold, bytes.
     pub fn bytes(self) -> f64 {
         self.contents * PAGE_BYTES as f64
+    }
+
+    /// Of contents that are each kept with the probability `theta`, `kept` were. The bounds are those of a score interval, as those of
+    /// pagefold-fleet's reports are: unlike the library's, they are also right if next to nothing is kept.
+    fn of_share(kept: usize, theta: f64) -> Self {
+        let kept = kept as f64;
+        let variance = 4.0 * (1.0 - theta);
+        let middle = kept + variance / 2.0;
+        let reach = (kept * variance + variance * variance / 4.0).sqrt();
+        // By rounding alone, the lower bound of nothing may be a little less.
+        Self { contents: kept / theta, low: ((middle - reach) / theta).max(0.0), high: (middle + reach) / theta }
     }
 
     fn of(sketch: &CompactThetaSketch) -> Self {
@@ -111,7 +122,11 @@ impl Sketch {
         // Fails only for sketches of other seeds or with repeated entries, which `from_bytes` refuses.
         let done = both.update(&self.0).and_then(|()| both.update(&other.0));
         debug_assert!(done.is_ok(), "{done:?}");
-        both.to_sketch(true).map_or(Estimate { contents: 0.0, low: 0.0, high: 0.0 }, |both| Estimate::of(&both))
+        let kept = both.to_sketch(true).map_or(0, |both| both.num_retained());
+        // Nothing is in both if one is known to hold nothing.
+        let is_nothing = |sketch: &Self| sketch.is_empty() && sketch.theta() == MAX_THETA;
+        let theta = if is_nothing(self) || is_nothing(other) { MAX_THETA } else { self.theta().min(other.theta()) };
+        Estimate::of_share(kept, theta as f64 / MAX_THETA as f64)
     }
 
     /// How many contents are in this one and not in the other.
@@ -237,7 +252,9 @@ mod tests {
         near(Sketch::union([&a, &b]).contents(), 100_000.0);
         let none = Estimate { contents: 0.0, low: 0.0, high: 0.0 };
         assert_eq!(a.common(&Sketch::empty()), none);
-        assert!(a.common(&Sketch::of(contents(1 << 40..(1 << 40) + 9))).contents < 0.5);
+        // That nothing common was kept does not mean that there is nothing.
+        let little = a.common(&Sketch::of(contents(1 << 40..(1 << 40) + 9)));
+        assert!(little.contents == 0.0 && little.low == 0.0 && little.high > 10.0, "{little:?}");
         // Small ones are exact.
         let (a, b) = (Sketch::of(contents(0..3000)), Sketch::of(contents(2000..5000)));
         assert_eq!(a.common(&b), Estimate { contents: 1000.0, low: 1000.0, high: 1000.0 });

@@ -2,7 +2,7 @@
 
 use crate::columns::table;
 use crate::record::{RecordReader, State};
-use crate::sketch_error::{Comparison, MEDIAN_BAR, Pair, WITHIN_BAR, compare, held};
+use crate::sketch_error::{Comparison, MEDIAN_BAR, Overall, Pair, WITHIN_BAR, compare, held};
 use anyhow::Result;
 use pagefold_cli::exit;
 use pagefold_cli::style::{self, Lines};
@@ -15,15 +15,15 @@ pub struct SketchErrorArgs {
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
     /// Compare each pair of programs under so many keys
-    #[arg(long, value_name = "NUMBER", default_value_t = 255, value_parser = clap::value_parser!(u8).range(1..))]
-    keys: u8,
+    #[arg(long, value_name = "NUMBER", default_value_t = 255, value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    keys: u16,
     /// Print the results as JSON (schema pagefold.lab.sketch-error/1)
     #[arg(long)]
     json: bool,
 }
 
 pub fn run(args: &SketchErrorArgs) -> Result<u8> {
-    let mut missed = false;
+    let mut comparisons = Vec::new();
     for file in &args.files {
         let mut state = State::default();
         for snapshot in RecordReader::open(file)? {
@@ -31,11 +31,22 @@ pub fn run(args: &SketchErrorArgs) -> Result<u8> {
         }
         // Digests of two records have different keys, so each is compared by itself.
         let comparison = compare(&held(&state), args.keys);
-        missed |= !comparison.meets_bars();
         let text = if args.json { serde_json::to_string(&comparison)? + "\n" } else { describe(&comparison) };
         style::print(&text)?;
+        comparisons.push(comparison);
     }
-    Ok(if missed { exit::FAILURE } else { exit::OK })
+    let Some(overall) = Overall::of(&comparisons) else { return Ok(exit::OK) };
+    if !args.json {
+        style::print(&format!(
+            "all: {} estimates, within the bounds {} % (bar {} %), median error {} % of the smaller one (bar {} %)\n",
+            overall.estimates,
+            percent(overall.within),
+            percent(WITHIN_BAR),
+            percent(overall.median_error),
+            percent(MEDIAN_BAR),
+        ))?;
+    }
+    Ok(if overall.meets_bars() { exit::OK } else { exit::FAILURE })
 }
 
 fn percent(share: f64) -> String {
@@ -59,15 +70,13 @@ fn describe(comparison: &Comparison) -> String {
         ],
     );
     rows.to_string().lines().for_each(|row| text.line(row));
-    let Comparison { programs, keys, pairs, other_pairs, within, median_error, .. } = comparison;
+    let Comparison { programs, keys, pairs, other_pairs, .. } = comparison;
+    let found = comparison.within.zip(comparison.median_error).map_or_else(String::new, |(within, error)| {
+        format!(": within the bounds {} %, median error {} % of the smaller one", percent(within), percent(error))
+    });
     text.line(format!(
-        "{programs} programs, {} pairs with at least 1 % of the smaller one in common ({other_pairs} others), {keys} keys: within \
-         the bounds {} % (bar {} %), median error {} % of the smaller one (bar {} %)",
+        "{programs} programs, {} pairs with at least 1 % of the smaller one in common ({other_pairs} others), {keys} keys{found}",
         pairs.len(),
-        percent(*within),
-        percent(WITHIN_BAR),
-        percent(*median_error),
-        percent(MEDIAN_BAR),
     ));
     text
 }
