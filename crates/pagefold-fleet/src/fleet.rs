@@ -9,13 +9,9 @@ use datafusion::error::{DataFusionError, Result};
 use datasketches::theta::CompactThetaSketch;
 use futures::TryStreamExt;
 use pagefold_core::units::{Bytes, count, whole};
+use pagefold_planner::contents::lg_sampled;
 use pagefold_planner::{Fleet, Host, HostId, Sample, Unit};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// What all samples together may take, bytes.
-const SAMPLES_BYTES: usize = 1 << 30;
-/// Contents in a sample, as logarithms.
-const LG_SAMPLED: (u32, u32) = (6, 12);
 
 /// A host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -62,13 +58,6 @@ pub struct Planned {
     pub members: Vec<Vec<usize>>,
     /// Rules that are broken already.
     pub broken: Vec<String>,
-}
-
-/// The logarithm of the contents to sample of each of so many workloads.
-pub fn lg_sampled(workloads: usize) -> u8 {
-    let contents = SAMPLES_BYTES / size_of::<u64>() / workloads.max(1);
-    let lg = contents.max(1).ilog2().clamp(LG_SAMPLED.0, LG_SAMPLED.1);
-    u8::try_from(lg).unwrap_or(12)
 }
 
 impl Workloads {

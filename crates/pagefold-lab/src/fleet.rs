@@ -170,11 +170,12 @@ impl fmt::Display for Fleets {
             if let Some(filled) = outcome.filled {
                 writeln!(
                     f,
-                    "{} hosts: {} workloads fit at random, {} by plan: {:.1} % more",
+                    "{} hosts: {} workloads fit at random, {} by plan: {:.1} % more (no placement: {:.1} %)",
                     outcome.hosts,
                     filled.random,
                     filled.planned,
-                    100.0 * filled.more()
+                    100.0 * filled.more(),
+                    100.0 * filled.more_at_most(),
                 )?;
             }
             if let Some(day) = &outcome.day {

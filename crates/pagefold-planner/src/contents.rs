@@ -14,6 +14,18 @@ const TABLE_BITS: u32 = 20;
 /// The lowest bit of a digest that the table looks at.
 const TABLE_SHIFT: u32 = 63 - TABLE_BITS;
 
+/// What the samples of all workloads may take together, bytes.
+const SAMPLES_BYTES: usize = 1 << 30;
+/// Contents in a sample, as logarithms.
+const LG_SAMPLED: (u32, u32) = (6, 12);
+
+/// The logarithm of the contents to sample of each of so many workloads.
+pub fn lg_sampled(workloads: usize) -> u8 {
+    let contents = SAMPLES_BYTES / size_of::<u64>() / workloads.max(1);
+    let lg = contents.max(1).ilog2().clamp(LG_SAMPLED.0, LG_SAMPLED.1);
+    u8::try_from(lg).unwrap_or(12)
+}
+
 /// What all units hold, of the contents that are held more than once.
 #[derive(Debug)]
 pub struct Contents {

@@ -6,6 +6,8 @@ use anyhow::Result;
 use pagefold_cli::exit;
 use pagefold_cli::progress::Progress;
 use pagefold_cli::style;
+use pagefold_core::units::index;
+use pagefold_planner::contents::lg_sampled;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
@@ -21,9 +23,9 @@ pub struct FleetArgs {
     /// Make workloads of the programs in this record, not generated ones
     #[arg(long, value_name = "RECORD")]
     record: Option<PathBuf>,
-    /// Let the planner see this many contents of each workload
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(16..=4096))]
-    sampled: u32,
+    /// Let the planner see this many contents of each workload [default: as many as pagefold-fleet does]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(16..=4096))]
+    sampled: Option<u32>,
     /// Simulate churn for this many hours, in fleets of at most 100 hosts
     #[arg(long, value_name = "HOURS", default_value_t = 24)]
     hours: u32,
@@ -50,7 +52,7 @@ pub fn run(args: &FleetArgs) -> Result<u8> {
         hosts,
         per_host: args.per_host,
         seed: args.seed,
-        sampled: pagefold_core::units::index(args.sampled),
+        sampled: args.sampled.map_or_else(|| 1 << lg_sampled(index(hosts * args.per_host)), index),
         hours: if hosts <= SMALL { args.hours } else { 0 },
         fill: hosts <= SMALL,
     };

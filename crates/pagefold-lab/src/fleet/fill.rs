@@ -26,12 +26,19 @@ const LEAST_PAGES: u64 = 4000;
 pub struct Filled {
     pub random: usize,
     pub planned: usize,
+    /// More do not fit in whatever placement.
+    pub bound: usize,
 }
 
 impl Filled {
     /// How many more fit by plan.
     pub fn more(self) -> f64 {
         self.planned as f64 / self.random.max(1) as f64 - 1.0
+    }
+
+    /// How many more fit at most.
+    pub fn more_at_most(self) -> f64 {
+        self.bound as f64 / self.random.max(1) as f64 - 1.0
     }
 }
 
@@ -74,7 +81,29 @@ pub fn fill(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Filled {
     let random = at_random(&mut World::new(mix, &empty), pages);
     show("filling by plan");
     let planned = by_plan(&mut World::new(mix, &empty), pages);
-    Filled { random, planned }
+    Filled { random, planned, bound: at_most(&mut World::new(mix, &empty), pages) }
+}
+
+/// How many newcomers fit at most, if all hosts were one, and each content were held as often as its holders need hosts.
+fn at_most(world: &mut World<'_>, pages: u64) -> usize {
+    let mix = world.mix;
+    let own = mix.kinds.iter().map(|kind| count(kind.own)).min().unwrap_or(0);
+    let smallest = mix.kinds.iter().map(|kind| count(kind.common.len() + kind.own) * mix.held_tenths / 10).min();
+    // A host holds all of one workload, and at least what each of the others has for itself.
+    let on_a_host = pages.saturating_sub(smallest.unwrap_or(0)).checked_div(own).map(|others| 1 + others);
+    let (mut holders, mut taken): (FxHashMap<u64, u64>, u64) = (FxHashMap::default(), 0);
+    for placed in 0.. {
+        let instance = world.make(0);
+        for content in contents(mix, instance) {
+            let holders = holders.entry(content).or_default();
+            taken += u64::from(on_a_host.map_or(*holders == 0, |most| *holders % most == 0));
+            *holders += 1;
+        }
+        if taken > u64::from(world.options.hosts) * pages {
+            return placed;
+        }
+    }
+    0
 }
 
 fn at_random(world: &mut World<'_>, pages: u64) -> usize {
