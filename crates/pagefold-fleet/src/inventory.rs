@@ -123,10 +123,10 @@ fn rounded(time: Duration) -> impl std::fmt::Display {
     format_duration(Duration::from_secs(time.as_secs()))
 }
 
-/// A path for a local file, otherwise the URL.
+/// A path for a local file, otherwise the URL. On one line, whatever its name is.
 fn name(file: &Url) -> String {
     let path = (file.scheme() == "file").then(|| file.to_file_path().ok()).flatten();
-    path.map_or_else(|| file.to_string(), |path| path.display().to_string())
+    path.map_or_else(|| file.to_string(), |path| path.display().to_string().replace(char::is_control, "?"))
 }
 
 #[cfg(test)]

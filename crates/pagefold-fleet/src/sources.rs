@@ -1,7 +1,8 @@
 //! Directories and object stores with files of sketches.
 //!
 //! All are read through DataFusion's own `object_store`: local directories, and S3 with the settings of its usual
-//! environment variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...).
+//! environment variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...). But directories are listed here: whoever can write to
+//! one could have `object_store`, which follows links, list the whole machine, or nothing at all.
 
 use crate::inventory::{Header, Seen};
 use futures::{StreamExt, TryStreamExt, stream};
@@ -10,10 +11,11 @@ use object_store::local::LocalFileSystem;
 use object_store::path::Path as ObjectPath;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 use pagefold_sketch::file::FILE_BYTES;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use thiserror::Error;
 use url::Url;
+use walkdir::WalkDir;
 
 /// Files that are read at a time. Each may take three times its length.
 const AT_A_TIME: usize = 2;
@@ -27,6 +29,15 @@ pub struct Source {
     pub root: Url,
     pub store: Arc<dyn ObjectStore>,
     prefix: ObjectPath,
+    /// The path, if it is one of this machine.
+    local: Option<PathBuf>,
+}
+
+/// A file that is called as one of sketches.
+struct Found {
+    file: Url,
+    /// Its place in the store and its length; or why it cannot be read.
+    object: Result<(ObjectPath, u64), String>,
 }
 
 /// A place that cannot be used. Each is one line: what failed and why; what to do.
@@ -63,17 +74,25 @@ impl Source {
                 return Err(SourceError::Url { place: place.into(), why });
             }
         };
+        let local = if url.scheme() == "file" { url.to_file_path().ok() } else { None };
         let mut root = url;
         root.set_path("");
         root.set_query(None);
-        Ok(Self { root, store, prefix })
+        Ok(Self { root, store, prefix, local })
     }
 
     /// The files, by name.
-    async fn files(&self) -> Result<Vec<ObjectMeta>, SourceError> {
+    async fn files(&self) -> Result<Vec<Found>, SourceError> {
+        if let Some(path) = self.local.clone() {
+            let place = path.display().to_string();
+            // On a thread that may wait for a disk.
+            let listed = tokio::task::spawn_blocking(move || list(&path)).await;
+            let listed = listed.map_err(|error| std::io::Error::other(error.to_string())).flatten();
+            return listed.map_err(|source| SourceError::Path { place, source });
+        }
         let failed = |why: String| SourceError::List { place: format!("{}/{}", self.root, self.prefix), why };
         let listed = self.store.list(Some(&self.prefix)).try_collect::<Vec<_>>().await;
-        let mut files = match listed {
+        let mut files: Vec<ObjectMeta> = match listed {
             // A single file is not listed below its own name.
             Ok(files) if files.is_empty() => self.store.head(&self.prefix).await.into_iter().collect(),
             Ok(files) => files,
@@ -81,7 +100,9 @@ impl Source {
         };
         files.retain(|file| file.location.as_ref().ends_with(EXTENSION));
         files.sort_by(|a, b| a.location.cmp(&b.location));
-        Ok(files)
+        let found =
+            |file: ObjectMeta| Found { file: self.url_of(&file.location), object: Ok((file.location, file.size)) };
+        Ok(files.into_iter().map(found).collect())
     }
 
     fn url_of(&self, location: &ObjectPath) -> Url {
@@ -94,11 +115,12 @@ impl Source {
     }
 
     /// Reads and checks one file.
-    async fn look_at(&self, file: &ObjectMeta) -> Result<Header, String> {
-        if file.size > FILE_BYTES {
-            return Err(format!("has {} bytes, more than the {FILE_BYTES} of one host", file.size));
+    async fn look_at(&self, object: Result<(ObjectPath, u64), String>) -> Result<Header, String> {
+        let (location, size) = object?;
+        if size > FILE_BYTES {
+            return Err(format!("has {size} bytes, more than the {FILE_BYTES} of one host"));
         }
-        let bytes = async { self.store.get(&file.location).await?.bytes().await };
+        let bytes = async { self.store.get(&location).await?.bytes().await };
         let bytes = bytes.await.map_err(|error| format!("cannot be read: {}", one_line(&error)))?;
         // Decoding takes time: not on a thread that waits for others.
         let read = tokio::task::spawn_blocking(move || pagefold_sketch::read(bytes.into())).await;
@@ -115,9 +137,9 @@ pub async fn survey(sources: &[Source], show: &(dyn Fn(usize, usize) + Sync)) ->
         files.extend(source.files().await?.into_iter().map(|file| (source, file)));
     }
     let all = files.len();
-    let looked = stream::iter(files).map(async |(source, file)| {
-        let header = source.look_at(&file).await;
-        Seen { file: source.url_of(&file.location), header }
+    let looked = stream::iter(files).map(async |(source, found)| {
+        let header = source.look_at(found.object).await;
+        Seen { file: found.file, header }
     });
     let mut seen = Vec::with_capacity(all);
     let mut looked = std::pin::pin!(looked.buffered(AT_A_TIME));
@@ -126,6 +148,33 @@ pub async fn survey(sources: &[Source], show: &(dyn Fn(usize, usize) + Sync)) ->
         show(seen.len(), all);
     }
     Ok(seen)
+}
+
+/// The files in a directory and below it. Links are not followed.
+fn list(path: &Path) -> std::io::Result<Vec<Found>> {
+    let mut files = Vec::new();
+    for entry in WalkDir::new(path).sort_by_file_name() {
+        let entry = match entry {
+            Ok(entry) => entry,
+            Err(error) if error.depth() == 0 => return Err(error.into()),
+            Err(error) => {
+                let file = error.path().and_then(|path| Url::from_file_path(path).ok());
+                let object = Err(format!("cannot be listed: {}", one_line(&error)));
+                files.extend(file.map(|file| Found { file, object }));
+                continue;
+            }
+        };
+        let is_named = entry.file_name().as_encoded_bytes().ends_with(EXTENSION.as_bytes());
+        if !entry.file_type().is_file() || !is_named {
+            continue;
+        }
+        let Ok(file) = Url::from_file_path(entry.path()) else { continue };
+        let location = ObjectPath::from_absolute_path(entry.path()).map_err(|error| one_line(&error));
+        let object =
+            location.and_then(|location| Ok((location, entry.metadata().map_err(|error| one_line(&error))?.len())));
+        files.push(Found { file, object: object.map_err(|why| format!("cannot be read: {why}")) });
+    }
+    Ok(files)
 }
 
 fn one_line(error: &dyn std::fmt::Display) -> String {

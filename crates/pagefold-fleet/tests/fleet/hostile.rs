@@ -1,8 +1,10 @@
 //! Files that do not count are named and left out; bad input ends with one line.
 
-use crate::files::{NOW, NOW_US, bytes, fails, fleet, json, key, row, two_kinds, write};
+use crate::files::{NOW, NOW_US, bytes, fails, fleet, json, key, row, text, two_kinds, write};
 use pagefold_sketch::Row;
 use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStrExt;
+use std::process::Command;
 
 const HOUR_US: u64 = 3_600_000_000;
 
@@ -60,6 +62,46 @@ fn what_does_not_count_is_named() {
 }
 
 #[test]
+fn what_is_no_file_is_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    two_kinds(dir.path());
+    let clean = json("report", dir.path(), &[]);
+    let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, dir.path().join(name)).unwrap();
+    // A reader of a pipe waits for ever; a link to a directory may lead to all of the machine, or round in a circle.
+    assert!(Command::new("mkfifo").arg(dir.path().join("pipe.parquet")).status().unwrap().success());
+    link("/", "machine");
+    link("/", "machine.parquet");
+    link(".", "circle");
+    link("host-0.parquet", "again.parquet");
+    // And deep ones.
+    let mut deep = dir.path().to_owned();
+    for _ in 0..14 {
+        deep.push("d".repeat(250));
+        std::fs::create_dir(&deep).unwrap();
+    }
+    let report = json("report", dir.path(), &[]);
+    for part in ["hosts", "pairs", "left_out", "older_files"] {
+        assert_eq!(report[part], clean[part], "{part}");
+    }
+}
+
+#[test]
+fn names_of_files_are_only_names() {
+    let dir = tempfile::tempdir().unwrap();
+    two_kinds(dir.path());
+    let good = bytes("x", &[row("w", &[0..9000])]);
+    for name in [&b"\x1b]0;title\x07\n  all is.parquet well.parquet"[..], b"\xff\xfe.parquet", b"x\x9b31m.parquet"] {
+        std::fs::write(dir.path().join(std::ffi::OsStr::from_bytes(name)), &good[..100]).unwrap();
+    }
+    let report = json("report", dir.path(), &[]);
+    assert_eq!((report["hosts"].as_array().unwrap().len(), report["left_out"].as_array().unwrap().len()), (2, 3));
+    let output = fleet(&["report", dir.path().to_str().unwrap(), "--at", NOW]).output().unwrap();
+    let text = text(&output.stdout);
+    assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text:?}");
+    assert!(!text.contains("\n  all"), "{text:?}");
+}
+
+#[test]
 fn names_of_hosts_are_only_names() {
     let dir = tempfile::tempdir().unwrap();
     for name in ["a b", "[x]", "*", "%41", "ö?#", "..x"] {
@@ -99,6 +141,15 @@ fn bad_input_ends_with_one_line() {
     let rules = dir.path().join("rules");
     std::fs::write(&rules, vec![b'#'; 2 << 20]).unwrap();
     assert!(fails(&run(&["plan", here, "--at", NOW, "--rules", rules.to_str().unwrap()]), 2).contains("bytes"));
+    for deep in
+        ["[".repeat(1 << 20), format!("pinned = {}", "[".repeat(1 << 19)), "a.".repeat(1 << 19), "{a=".repeat(1 << 18)]
+    {
+        std::fs::write(&rules, deep).unwrap();
+        fails(&run(&["plan", here, "--at", NOW, "--rules", rules.to_str().unwrap()]), 2);
+        fails(&run(&["verify", rules.to_str().unwrap(), here, "--at", NOW]), 1);
+    }
+    std::fs::write(&rules, "[".repeat(1 << 20) + &"{\"hosts\":".repeat(1 << 20)).unwrap();
+    fails(&run(&["verify", rules.to_str().unwrap(), here, "--at", NOW]), 1);
     let output = run(&["plan", here, "--at", NOW, "--rules", "/dev/zero"]);
     fails(&output, output.status.code().unwrap());
 }
