@@ -38,8 +38,7 @@ fleet:
 
 fleet-test:
 	@scripts/setup fleet
-	$(CARGO) clippy -p pagefold-fleet --all-targets --locked -- -D warnings
-	PAGEFOLD_NO_SKIP=1 $(CARGO) test --locked -p pagefold-planner -p pagefold-fleet
+	RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/scripts/rustc-with-clippy PAGEFOLD_NO_SKIP=1 $(CARGO) test --profile fleet-test --locked -p pagefold-fleet
 
 demo:
 	@scripts/setup demo
