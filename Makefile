@@ -27,7 +27,7 @@ CARGO ?= cargo
 # pagefold-fleet contains DataFusion, which takes long to build: fleet-test checks and tests it.
 WORKSPACE := --workspace --exclude pagefold-fleet
 
-.PHONY: build fleet fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb xen-quick xen-long xen-cost dkms install install-files install-program pages \
+.PHONY: build fleet fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-prepare kernel-cost kernel-deb xen-quick xen-prepare xen-long xen-cost dkms install install-files install-program pages \
     deb deb-test tarball
 
 build:
@@ -107,10 +107,10 @@ records: build
 kernel:
 	scripts/kernel full
 
-kernel-quick kernel-cost kernel-deb: kernel-%:
+kernel-quick kernel-prepare kernel-cost kernel-deb: kernel-%:
 	scripts/kernel $*
 
-xen-quick xen-long xen-cost: xen-%:
+xen-quick xen-prepare xen-long xen-cost: xen-%:
 	scripts/xen $*
 
 dkms:
