@@ -13,8 +13,8 @@
 # make kernel   build Linux with the series in kernel/ and test it in emulated machines (kernel-quick: a small kernel only)
 # make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
-# make xen-quick  test guests of Xen in an emulated machine; the first time it builds the hypervisor (xen-long: a hundred thousand
-#               shares, and guests that interfere; xen-bochs: the unmodified hypervisor with VMX; xen: all three; xen-cost:
+# make xen-quick  test guests of Xen in an emulated machine; the first time it builds the hypervisor (xen-long: runs that are killed
+#               at each step, guests that interfere, a hundred thousand shares; xen-bochs: the unmodified hypervisor with VMX; xen: all three; xen-cost:
 #               instructions a page)
 # make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine
 # make install  install pagefold (not pagefold-lab), its manual pages, completions, systemd units and, unless there is one, its
